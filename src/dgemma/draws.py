@@ -1,0 +1,62 @@
+"""Counter-based randomness: every draw is a function of (seed, block, step, position, purpose).
+
+Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) in plain tensor code: the same bits
+on CPU, on GPU and in a Triton kernel (`tl.philox(seed, position, step, block, purpose)`), whatever the batch. Nothing
+here reads or moves a global generator.
+"""
+
+import zlib
+
+import torch
+from torch import Tensor
+
+_LOW_32 = 0xFFFFFFFF
+_ROUND_A, _ROUND_B = 0xD2511F53, 0xCD9E8D57
+_KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
+_NUM_ROUNDS = 10
+
+
+def philox(key: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Four 32-bit words from a 64-bit key and a 128-bit counter; all int64 tensors that broadcast together.
+
+    Example: `philox(torch.tensor(0), *[torch.tensor(0)] * 4)[0]` is `0x6627E8D5`, the published test vector.
+    """
+    k0, k1 = key & _LOW_32, (key >> 32) & _LOW_32
+    for _ in range(_NUM_ROUNDS):
+        # int64 products wrap modulo 2**64, so both 32-bit halves are exact.
+        product_a, product_b = c0 * _ROUND_A, c2 * _ROUND_B
+        c0, c1 = ((product_b >> 32) & _LOW_32) ^ c1 ^ k0, product_b & _LOW_32
+        c2, c3 = ((product_a >> 32) & _LOW_32) ^ c3 ^ k1, product_a & _LOW_32
+        k0, k1 = (k0 + _KEY_A) & _LOW_32, (k1 + _KEY_B) & _LOW_32
+    return c0, c1, c2, c3
+
+
+def purpose_word(purpose: str) -> int:
+    """The counter word of a purpose: any string is a stream of its own, stable across runs and machines."""
+    return zlib.crc32(purpose.encode())
+
+
+def uniform(seeds: Tensor, block: Tensor, step: Tensor, num_positions: int, purpose: str) -> Tensor:
+    """Uniforms in [0, 1) with 53 bits. seeds, block, step: (B,) int64 → (B, num_positions) float64.
+
+    Float64, because an event of probability 1e-7 must keep that probability (24-bit uniforms round it).
+
+    Example: `uniform(torch.tensor([7]), torch.tensor([0]), torch.tensor([3]), 256, "token")`.
+    """
+    position = torch.arange(num_positions, device=seeds.device)
+    high, low, _, _ = philox(
+        seeds[:, None],
+        position[None, :],
+        step[:, None] & _LOW_32,
+        block[:, None] & _LOW_32,
+        torch.full((1, 1), purpose_word(purpose), dtype=torch.int64, device=seeds.device),
+    )
+    return ((high >> 5 << 26) | (low >> 6)).double() * 2.0**-53
+
+
+def integers(u: Tensor, upper: int) -> Tensor:
+    """Integers in [0, upper) from uniforms: the same cell boundaries wherever u came from. (…) float64 → (…) int64.
+
+    Example: `integers(torch.tensor([0.0, 0.999], dtype=torch.float64), 5)` is `[0, 4]`.
+    """
+    return (u.double() * upper).long().clamp_(max=upper - 1)

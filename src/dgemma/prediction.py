@@ -1,0 +1,232 @@
+"""What a denoiser says about a canvas, and every statistic a sampler may ask of it.
+
+A `Prediction` is lazy: it holds the head's logits and how they are to be shaped, and computes entropy, argmax,
+confidence and samples when asked, a slice of positions at a time, so that no second (B, C, V) tensor is ever built
+unless somebody reads `.logits`. The fused engine has a twin with the same interface.
+"""
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_SAMPLE_CHUNK = 1024  # vocabulary entries per chunk of the two-level inverse CDF
+_SLICE_ELEMENTS = 1 << 24  # float32 temporaries of a statistics pass stay under 64 MiB
+
+
+class Top(NamedTuple):
+    """The k most probable tokens, best first: both (B, C, k)."""
+
+    probabilities: Tensor
+    tokens: Tensor
+
+
+class _Statistics(NamedTuple):
+    entropy: Tensor
+    argmax: Tensor
+    confidence: Tensor
+    margin: Tensor
+    log_normalizer: Tensor
+
+
+class Prediction:
+    """A distribution over the vocabulary for each canvas position; statistics in float32 (float64 if the logits are).
+
+    logits: (B, C, V), any floating dtype. What `.shape(...)` adds is applied lazily, and every statistic is of the
+    shaped distribution.
+
+    Example: `Prediction(torch.randn(2, 8, 50)).shape(temperature=0.8).entropy` has shape (2, 8).
+    """
+
+    def __init__(self, logits: Tensor, transforms: tuple[Callable[[Tensor, slice], Tensor], ...] = ()) -> None:
+        self._raw = logits
+        self._transforms = transforms
+
+    @property
+    def batch_size(self) -> int:
+        return self._raw.shape[0]
+
+    @property
+    def canvas_len(self) -> int:
+        return self._raw.shape[1]
+
+    @property
+    def vocab_size(self) -> int:
+        return self._raw.shape[2]
+
+    @property
+    def device(self) -> torch.device:
+        return self._raw.device
+
+    def shape(
+        self,
+        *,
+        temperature: Tensor | float | None = None,
+        allowed: Tensor | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+    ) -> "Prediction":
+        """The same prediction reshaped: `allowed` tokens only, divided by `temperature`, cut to top-k, then top-p.
+
+        temperature: a number, (B,) or (B, C). allowed: boolean, broadcastable to (B, C, V), at least one True a
+        position. Nothing is computed until a statistic is read.
+
+        Example: `prediction.shape(temperature=0.7, top_p=0.95).sample(u)`.
+        """
+        transforms = self._transforms
+        if allowed is not None:
+            transforms = (*transforms, _Allow(allowed))
+        if temperature is not None:
+            transforms = (*transforms, _Temper(temperature))
+        if top_k is not None:
+            if top_k < 1:
+                raise ValueError(f"Prediction.shape top_k must be >= 1, got {top_k}. Use None to keep every token.")
+            transforms = (*transforms, _TopK(top_k))
+        if top_p is not None:
+            if not 0 < top_p <= 1:
+                raise ValueError(f"Prediction.shape top_p must be in (0, 1], got {top_p}. Use None to keep every token.")
+            transforms = (*transforms, _TopP(top_p))
+        return Prediction(self._raw, transforms)
+
+    @cached_property
+    def logits(self) -> Tensor:
+        """The shaped logits, (B, C, V)."""
+        return self._shaped(slice(None))
+
+    @property
+    def entropy(self) -> Tensor:
+        """Shannon entropy in nats, (B, C)."""
+        return self._statistics.entropy
+
+    @property
+    def argmax(self) -> Tensor:
+        """The most probable token, lowest id on ties, (B, C)."""
+        return self._statistics.argmax
+
+    @property
+    def confidence(self) -> Tensor:
+        """The probability of the argmax, (B, C)."""
+        return self._statistics.confidence
+
+    @property
+    def margin(self) -> Tensor:
+        """Probability of the best token minus that of the second best, (B, C)."""
+        return self._statistics.margin
+
+    def log_prob(self, tokens: Tensor) -> Tensor:
+        """Log-probability of `tokens`: (B, C) or (B, C, n) → the same shape."""
+        index = tokens if tokens.dim() == 3 else tokens[..., None]
+        parts = [
+            self._shaped(positions).gather(-1, index[:, positions]) - self._statistics.log_normalizer[:, positions, None]
+            for positions in self._slices()
+        ]
+        log_prob = torch.cat(parts, dim=1)
+        return log_prob if tokens.dim() == 3 else log_prob[..., 0]
+
+    def top(self, k: int) -> Top:
+        """The k most probable tokens and their probabilities, best first."""
+        k = min(k, self.vocab_size)
+        parts = [self._shaped(positions).topk(k, dim=-1) for positions in self._slices()]
+        logits, tokens = torch.cat([p.values for p in parts], dim=1), torch.cat([p.indices for p in parts], dim=1)
+        return Top((logits - self._statistics.log_normalizer[..., None]).exp(), tokens)
+
+    def sample(self, u: Tensor) -> Tensor:
+        """Inverse CDF in vocabulary order: one uniform per position, u (B, C) in [0, 1) → tokens (B, C).
+
+        Token v is drawn when u falls into its cell [F(v - 1), F(v)), so the cells of one position can be enumerated.
+        Two levels, as in the kernel: chunk sums pick a chunk, and only that chunk is summed token by token.
+        """
+        return torch.cat([_inverse_cdf(self._shaped(part), u[:, part]) for part in self._slices()], dim=1)
+
+    @cached_property
+    def _statistics(self) -> _Statistics:
+        parts = [_describe(self._shaped(positions)) for positions in self._slices()]
+        return _Statistics(*(torch.cat(column, dim=1) for column in zip(*parts, strict=True)))
+
+    def _shaped(self, positions: slice) -> Tensor:
+        if "logits" in self.__dict__:  # somebody already paid for the whole tensor
+            return self.logits[:, positions]
+        logits = self._raw[:, positions]
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        for transform in self._transforms:
+            logits = transform(logits, positions)
+        return logits
+
+    def _slices(self) -> list[slice]:
+        per_slice = max(1, _SLICE_ELEMENTS // (self.batch_size * self.vocab_size))
+        return [slice(start, start + per_slice) for start in range(0, self.canvas_len, per_slice)]
+
+
+class _Allow(NamedTuple):
+    allowed: Tensor
+
+    def __call__(self, logits: Tensor, positions: slice) -> Tensor:
+        allowed = self.allowed.reshape(*[1] * (3 - self.allowed.dim()), *self.allowed.shape)
+        allowed = allowed[:, positions] if allowed.shape[1] > 1 else allowed
+        return logits.masked_fill(~allowed, -torch.inf)
+
+
+class _Temper(NamedTuple):
+    temperature: Tensor | float
+
+    def __call__(self, logits: Tensor, positions: slice) -> Tensor:
+        temperature = self.temperature
+        if isinstance(temperature, Tensor):
+            if temperature.dim() == 2:
+                temperature = temperature[:, positions]
+            temperature = temperature.to(logits.dtype).reshape(*temperature.shape, *[1] * (3 - temperature.dim()))
+        return logits / temperature
+
+
+class _TopK(NamedTuple):
+    k: int
+
+    def __call__(self, logits: Tensor, positions: slice) -> Tensor:
+        threshold = logits.topk(min(self.k, logits.shape[-1]), dim=-1).values[..., -1:]
+        return logits.masked_fill(logits < threshold, -torch.inf)
+
+
+class _TopP(NamedTuple):
+    p: float
+
+    def __call__(self, logits: Tensor, positions: slice) -> Tensor:
+        ordered, order = logits.sort(dim=-1, descending=True)
+        probabilities = ordered.softmax(-1)
+        # Exclusive sum: the token that crosses p stays, so the best one always does.
+        drop = probabilities.cumsum(-1) - probabilities >= self.p
+        return logits.masked_fill(torch.zeros_like(drop).scatter(-1, order, drop), -torch.inf)
+
+
+def _describe(logits: Tensor) -> _Statistics:
+    """The statistics of a (B, c, V) slice."""
+    log_normalizer = logits.logsumexp(-1)
+    log_probs = logits - log_normalizer[..., None]
+    probabilities = log_probs.exp()
+    # 0 · log 0 is 0: a forbidden token carries no entropy.
+    entropy = -(probabilities * log_probs.masked_fill(log_probs == -torch.inf, 0.0)).sum(-1)
+    argmax = logits.argmax(-1)
+    best = probabilities.topk(min(2, logits.shape[-1]), dim=-1).values
+    margin = best[..., 0] - best[..., 1] if best.shape[-1] == 2 else best[..., 0]
+    return _Statistics(entropy, argmax, best[..., 0], margin, log_normalizer)
+
+
+def _inverse_cdf(logits: Tensor, u: Tensor) -> Tensor:
+    vocab_size = logits.shape[-1]
+    weights = (logits - logits.amax(-1, keepdim=True)).exp()
+    weights = torch.nn.functional.pad(weights, (0, -vocab_size % _SAMPLE_CHUNK))
+    weights = weights.unflatten(-1, (-1, _SAMPLE_CHUNK))  # (B, c, chunks, 1024)
+    chunk_ends = weights.double().sum(-1).cumsum(-1)
+    target = u.double()[..., None] * chunk_ends[..., -1:]
+    chunk = _first_above(chunk_ends, target)
+    before = torch.where(chunk > 0, chunk_ends.gather(-1, (chunk - 1).clamp(min=0)), 0.0)
+    inside = weights.gather(-2, chunk[..., None].expand(*chunk.shape, _SAMPLE_CHUNK))[..., 0, :]
+    token = _first_above(inside.double().cumsum(-1), target - before)
+    return (chunk * _SAMPLE_CHUNK + token)[..., 0]
+
+
+def _first_above(ends: Tensor, target: Tensor) -> Tensor:
+    """Index of the first cell whose end lies above target; the last cell of positive width if rounding passed them all."""
+    last = (ends < ends[..., -1:]).sum(-1, keepdim=True)
+    return torch.minimum(torch.searchsorted(ends, target, right=True), last)

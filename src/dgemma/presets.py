@@ -1,0 +1,65 @@
+"""Model configurations by name: two that run anywhere and the published one."""
+
+from typing import Any
+
+from dgemma.config import FULL, SLIDING, ModelConfig, default_layer_types
+
+# transformers always builds a vision tower; one layer of width 8 keeps it out of the way (its default has 167M weights).
+_TINY_VISION: dict[str, Any] = {
+    "model_type": "gemma4_vision",
+    **{"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "head_dim": 4, "global_head_dim": 4},
+    **{"num_attention_heads": 2, "num_key_value_heads": 2, "position_embedding_size": 4, "patch_size": 2},
+}
+
+
+def tiny() -> ModelConfig:
+    """A few tens of thousands of weights: tests and first steps. Every feature of the published model is in it."""
+    return ModelConfig(
+        **{"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "canvas_length": 32},
+        **{"num_hidden_layers": 3, "layer_types": (SLIDING, SLIDING, FULL), "sliding_window": 24},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+        **{"num_global_key_value_heads": 1, "global_head_dim": 32},
+        **{"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32},
+        max_position_embeddings=8192,
+        vision_config=_TINY_VISION,
+    )
+
+
+def small() -> ModelConfig:
+    """About 40 million weights: trains in minutes on one GPU."""
+    return ModelConfig(
+        **{"vocab_size": 4096, "hidden_size": 384, "intermediate_size": 512, "canvas_length": 128},
+        **{"num_hidden_layers": 6, "layer_types": default_layer_types(6), "sliding_window": 256},
+        **{"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 64},
+        **{"num_global_key_value_heads": 1, "global_head_dim": 128},
+        **{"num_experts": 32, "top_k_experts": 4, "moe_intermediate_size": 160},
+        max_position_embeddings=16_384,
+        vision_config=_TINY_VISION,
+    )
+
+
+def diffusiongemma_26b_a4b() -> ModelConfig:
+    """The published google/diffusiongemma-26B-A4B: 25.2B text parameters, 3.8B active."""
+    return ModelConfig(
+        **{"vocab_size": 262_144, "hidden_size": 2816, "intermediate_size": 2112, "canvas_length": 256},
+        **{"num_hidden_layers": 30, "layer_types": default_layer_types(30), "sliding_window": 1024},
+        **{"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256},
+        **{"num_global_key_value_heads": 2, "global_head_dim": 512},
+        **{"num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704},
+        max_position_embeddings=262_144,
+        vision_config={
+            "model_type": "gemma4_vision",
+            **{"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27},
+            **{"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 72, "global_head_dim": 72},
+            **{"patch_size": 16, "pooling_kernel_size": 3, "position_embedding_size": 10240},
+            **{"default_output_length": 280, "rms_norm_eps": 1e-06, "hidden_activation": "gelu_pytorch_tanh"},
+            **{"attention_bias": False, "attention_dropout": 0.0, "max_position_embeddings": 131_072},
+            **{"initializer_range": 0.02, "rope_parameters": {"rope_theta": 100.0, "rope_type": "default"}},
+            **{"standardize": True, "use_clipped_linears": False, "dtype": "bfloat16"},
+        },
+        carried={
+            **{"architectures": ["DiffusionGemmaForBlockDiffusion"], "dtype": "bfloat16", "eos_token_id": [1, 106]},
+            **{"boi_token_id": 255_999, "eoi_token_id": 258_882, "image_token_id": 258_880},
+            **{"initializer_range": 0.02, "vision_soft_tokens_per_image": 280},
+        },
+    )
