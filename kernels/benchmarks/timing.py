@@ -1,0 +1,100 @@
+"""How the benchmarks measure: CUDA-graph replays, the read bandwidth of this machine, and where a number came from."""
+
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+
+
+def time_graph(fn: Callable[[], object], *, calls: int = 1, replays: int = 20, warmup: int = 3) -> tuple[float, float]:
+    """Median milliseconds of one `fn()` and their spread (90th minus 10th percentile), from replays of a CUDA graph.
+
+    `fn` is run eagerly first (compilation, lazy initialisation), then captured `calls` times into one graph. It must
+    itself rotate over inputs larger than the L2 cache where a warm cache would flatter it; for one small kernel raise
+    `calls`, so that the cost of starting a replay is spread.
+
+    Example: `median_ms, spread_ms = time_graph(lambda: run_all_layers(x), replays=50)`.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            fn()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            fn()
+    for _ in range(warmup):
+        graph.replay()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        graph.replay()
+        mark.record()
+    torch.cuda.synchronize()
+    times = sorted(a.elapsed_time(b) / calls for a, b in zip(marks, marks[1:], strict=False))
+    graph.reset()
+    return statistics.median(times), times[(9 * replays) // 10] - times[replays // 10]
+
+
+@triton.jit
+def _read_kernel(x, out, steps, BLOCK: tl.constexpr):
+    """Sums `steps` blocks a program, the blocks of neighbouring programs side by side."""
+    cols = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.int32)
+    for step in range(steps):
+        block = step.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+        total += tl.load(x + block * BLOCK + cols)
+    tl.store(out + tl.program_id(0), tl.sum(total))
+
+
+def measure_read_bandwidth(num_bytes: int = 8 << 30) -> float:
+    """Bytes a second at which this GPU reads memory it has not cached: the ceiling every benchmark is held against.
+
+    Example: `measure_read_bandwidth() / 1e12` is about 4.5 on an H200.
+    """
+    block, best = 4096, 0.0
+    x = torch.randint(0, 1 << 20, (num_bytes // 4,), dtype=torch.int32, device="cuda")
+    for steps in (4, 16, 64):
+        programs = x.numel() // (block * steps)
+        out = torch.empty(programs, dtype=torch.int32, device="cuda")
+
+        def read(steps: int = steps, programs: int = programs, out: torch.Tensor = out) -> None:
+            _read_kernel[(programs,)](x, out, steps, BLOCK=block, num_warps=8)
+
+        median_ms, _ = time_graph(read, replays=10)
+        best = max(best, programs * steps * block * 4 / (median_ms * 1e-3))
+    return best
+
+
+def describe_run() -> str:
+    """GPU, versions, commit and command: the line a result is worthless without."""
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    commit = git.stdout.strip() or "unknown"
+    versions = f"torch {torch.__version__}, triton {triton.__version__}"
+    return f"{torch.cuda.get_device_name()}, {versions}, commit {commit}, command: python {' '.join(sys.argv)}"
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """‖got − want‖ / ‖want‖ in float64; NaN or infinity anywhere in `got` gives NaN or infinity, never a small number.
+
+    Example: `relative_error(torch.tensor([1.0]), torch.tensor([2.0]))` is `0.5`.
+    """
+    difference = got.double() - want.double()
+    return (difference.norm() / want.double().norm()).item()
+
+
+def demand_parity(name: str, got: torch.Tensor, want: torch.Tensor, limit: float) -> float:
+    """Raises unless `got` is within `limit` of `want`: a kernel that is wrong is not timed. Returns the error."""
+    error = relative_error(got, want)
+    if not error <= limit:
+        raise SystemExit(
+            f"PARITY FAILED, nothing timed: {name} has relative error {error:.3e}, the limit is {limit:.1e}."
+        )
+    return error
