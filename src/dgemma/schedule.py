@@ -1,0 +1,219 @@
+"""Schedules: how much of the text survives at time t (t = 0 clean, t = 1 noise), each under the name of its formula.
+
+Papers call two different curves "cosine": `OneMinusCosine` is the one of MD4 (arXiv:2406.04329) and Duo
+(arXiv:2506.10892), `PlainCosine` the one in the code of MDLM and BD3 (arXiv:2503.09573).
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class Schedule:
+    """α(t), falling from 1 at t = 0 to 0 at t = 1 unless a class says otherwise; the shape in is the shape out."""
+
+    def alpha(self, t: Tensor) -> Tensor:
+        """The probability that a token is still itself at time t."""
+        raise NotImplementedError
+
+    def derivative(self, t: Tensor) -> Tensor:
+        """dα/dt, never positive."""
+        raise NotImplementedError
+
+    def time(self, alpha: Tensor) -> Tensor:
+        """The t at which α is reached: the inverse of `alpha`."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Linear(Schedule):
+    """α = 1 - t; the "log-linear" of MDLM and SEDD is the same curve.
+
+    Example: `Linear().alpha(torch.tensor(0.25))` is 0.75.
+    """
+
+    def alpha(self, t: Tensor) -> Tensor:
+        return 1 - t
+
+    def derivative(self, t: Tensor) -> Tensor:
+        return -torch.ones_like(t)
+
+    def time(self, alpha: Tensor) -> Tensor:
+        return 1 - alpha
+
+
+@dataclass(frozen=True)
+class OneMinusCosine(Schedule):
+    """α = 1 - cos(π(1 - t)/2): the cosine of MD4 and Duo, which lingers near noise.
+
+    Example: `OneMinusCosine().alpha(torch.tensor(0.5))` is 0.2929.
+    """
+
+    def alpha(self, t: Tensor) -> Tensor:
+        return 1 - torch.cos(math.pi / 2 * (1 - t))
+
+    def derivative(self, t: Tensor) -> Tensor:
+        return -math.pi / 2 * torch.sin(math.pi / 2 * (1 - t))
+
+    def time(self, alpha: Tensor) -> Tensor:
+        return 1 - torch.acos(1 - alpha) * 2 / math.pi
+
+
+@dataclass(frozen=True)
+class PlainCosine(Schedule):
+    """α = cos(πt/2): the cosine of the MDLM and BD3 code, which lingers near clean text.
+
+    Example: `PlainCosine().alpha(torch.tensor(0.5))` is 0.7071.
+    """
+
+    def alpha(self, t: Tensor) -> Tensor:
+        return torch.cos(math.pi / 2 * t)
+
+    def derivative(self, t: Tensor) -> Tensor:
+        return -math.pi / 2 * torch.sin(math.pi / 2 * t)
+
+    def time(self, alpha: Tensor) -> Tensor:
+        return torch.acos(alpha) * 2 / math.pi
+
+
+@dataclass(frozen=True)
+class Polynomial(Schedule):
+    """1 - α = t**exponent.
+
+    Example: `Polynomial(2.0).alpha(torch.tensor(0.5))` is 0.75.
+    """
+
+    exponent: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not self.exponent > 0:
+            raise ValueError(f"Polynomial.exponent must be > 0, got {self.exponent}. 1 is the linear schedule.")
+
+    def alpha(self, t: Tensor) -> Tensor:
+        return 1 - t**self.exponent
+
+    def derivative(self, t: Tensor) -> Tensor:
+        return -self.exponent * t ** (self.exponent - 1)
+
+    def time(self, alpha: Tensor) -> Tensor:
+        return (1 - alpha) ** (1 / self.exponent)
+
+
+@dataclass(frozen=True)
+class Logarithmic(Schedule):
+    """1 - α = log2(1 + t).
+
+    Example: `Logarithmic().alpha(torch.tensor(1.0))` is 0.
+    """
+
+    def alpha(self, t: Tensor) -> Tensor:
+        return 1 - torch.log2(1 + t)
+
+    def derivative(self, t: Tensor) -> Tensor:
+        return -1 / ((1 + t) * math.log(2))
+
+    def time(self, alpha: Tensor) -> Tensor:
+        return torch.exp2(1 - alpha) - 1
+
+
+@dataclass(frozen=True)
+class Geometric(Schedule):
+    """α = exp(-σ), σ = sigma_min^(1 - t) · sigma_max^t (SEDD, arXiv:2310.16834); it ends at exp(-σ), not at 0 and 1.
+
+    Example: `Geometric().alpha(torch.tensor(0.0))` is exp(-1e-4).
+    """
+
+    sigma_min: float = 1e-4
+    sigma_max: float = 20.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.sigma_min < self.sigma_max:
+            raise ValueError(
+                f"Geometric.sigma_min must lie in (0, sigma_max), got {self.sigma_min} and {self.sigma_max}. "
+                "The published values are 1e-4 and 20."
+            )
+
+    def alpha(self, t: Tensor) -> Tensor:
+        return torch.exp(-self._sigma(t))
+
+    def derivative(self, t: Tensor) -> Tensor:
+        sigma = self._sigma(t)
+        return -math.log(self.sigma_max / self.sigma_min) * sigma * torch.exp(-sigma)
+
+    def time(self, alpha: Tensor) -> Tensor:
+        return torch.log(-torch.log(alpha) / self.sigma_min) / math.log(self.sigma_max / self.sigma_min)
+
+    def _sigma(self, t: Tensor) -> Tensor:
+        return self.sigma_min ** (1 - t) * self.sigma_max**t
+
+
+@dataclass(frozen=True)
+class ClippedLinear(Schedule):
+    """1 - α = low + (high - low)·t: BD3's clipped noise levels, best [0, .5] for blocks of 128, [.3, .8] for 16.
+
+    A training schedule: with t uniform the noise level is uniform on [low, high].
+
+    Example: `ClippedLinear(low=0.3, high=0.8).alpha(torch.tensor(0.0))` is 0.7.
+    """
+
+    low: float = 0.0
+    high: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low < self.high <= 1:
+            raise ValueError(
+                f"ClippedLinear.low must lie in [0, high) and high in (0, 1], got {self.low} and {self.high}. "
+                "Both are noise levels."
+            )
+
+    def alpha(self, t: Tensor) -> Tensor:
+        return 1 - self.low - (self.high - self.low) * t
+
+    def derivative(self, t: Tensor) -> Tensor:
+        return torch.full_like(t, self.low - self.high)
+
+    def time(self, alpha: Tensor) -> Tensor:
+        return (1 - alpha - self.low) / (self.high - self.low)
+
+
+@dataclass(frozen=True)
+class Loop(Schedule):
+    """ReMDM's loop (arXiv:2503.00307): α rises linearly to `plateau`, rests there for t in [stop, start], goes on to 1.
+
+    While α rests, ReMDM re-masks and reveals at a constant level.
+
+    Example: `Loop().alpha(torch.tensor([0.55, 0.3, 0.05]))` is 0.9 three times.
+    """
+
+    plateau: float = 0.9
+    start: float = 0.55
+    stop: float = 0.05
+
+    def __post_init__(self) -> None:
+        if not 0 < self.plateau < 1:
+            raise ValueError(
+                f"Loop.plateau must lie in (0, 1), got {self.plateau}. It is the α at which the loop runs."
+            )
+        if not 0 < self.stop < self.start < 1:
+            raise ValueError(
+                f"Loop.start and Loop.stop must satisfy 0 < stop < start < 1, got {self.start} and {self.stop}. "
+                "Denoising runs from t = 1 down to 0, so the loop starts at the larger."
+            )
+
+    def alpha(self, t: Tensor) -> Tensor:
+        before = self.plateau * (1 - t) / (1 - self.start)
+        after = 1 - (1 - self.plateau) * t / self.stop
+        return torch.where(t > self.start, before, torch.where(t > self.stop, torch.full_like(t, self.plateau), after))
+
+    def derivative(self, t: Tensor) -> Tensor:
+        before = torch.full_like(t, -self.plateau / (1 - self.start))
+        after = torch.full_like(t, -(1 - self.plateau) / self.stop)
+        return torch.where(t > self.start, before, torch.where(t > self.stop, torch.zeros_like(t), after))
+
+    def time(self, alpha: Tensor) -> Tensor:
+        """On the plateau, the `start` of the loop."""
+        before = 1 - alpha * (1 - self.start) / self.plateau
+        after = (1 - alpha) * self.stop / (1 - self.plateau)
+        return torch.where(alpha > self.plateau, after, before)

@@ -1,0 +1,431 @@
+"""Toy T0, a three-token Markov text with exact denoisers, and the exact law of any sampler run on it.
+
+The text: three tokens from {0, 1, 2}, p(x) = FIRST[x0]·NEXT[x0, x1]·NEXT[x1, x2]. `JOINT` is its law over the 27
+`SEQUENCES`. Mask and hybrid noise use token 3 as the mask (vocab_size 4); uniform noise has vocab_size 3.
+
+    from toy import Denoiser, mask_noise, propagate, total_variation
+    result = propagate(EntropyBound(bound=0.0), mask_noise(), steps=3)
+    assert total_variation(result.law) < 1e-12          # result.law is (27,), result.nfe the expected forwards
+
+How the law is found. `propagate` holds every reachable state with its probability. At each step it runs the real
+sampler once per cell of the uniforms the sampler asks for: the first time it asks for `state.uniform("token")`, each
+state is split into one row per combination of cells, with uniforms at the cells' midpoints and the widths' product as
+weight, and the sampler is called again. So purposes are discovered in the order in which they are used, and the cells
+of a later one may depend on what an earlier one drew. Rows that end in the same state are merged after the step.
+
+Cells known here: "token" (the inverse CDF of the prediction) and "noise" (refill, only where something returns to
+noise). For every other purpose pass `cells={"event": f}` with f(prediction, state) returning one of
+  - inner boundaries (R, C, n), ascending in [0, 1], for a uniform per position (repeat a boundary for an empty cell);
+  - inner boundaries (R, n) for a `state.row_uniform`;
+  - `Points(values (R, n, C) or (R, n), weights (R, n))` for joint draws that are no product of cells, e.g. an ordering
+    by uniforms: `permutations(state)` gives every order of the positions with equal weight.
+R counts the rows of `state`, whose `injected` holds the purposes already drawn (`state.uniform("token")` works).
+That the boundaries are right is checked, not trusted: each cell is tried near both its ends and must decide the same.
+
+`independent=True` is for samplers whose decision at a position reads only that position's uniforms (ancestral, ReMDM):
+then positions are enumerated side by side and multiplied, which is what makes 256 steps affordable. It needs memory
+None and commits the canvas; a short joint run of the same sampler is the check on the claim.
+
+Time: exact denoisers of uniform and hybrid noise must know the level, so `propagate` calls `denoiser.at(level)` first.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from dgemma.noise import HybridNoise, MaskNoise, Noise, UniformNoise
+from dgemma.prediction import Prediction
+from dgemma.sampling.base import Decision, Sampler
+from dgemma.state import DenoiseState
+
+LENGTH, NUM_TOKENS, MASK = 3, 3, 3
+FIRST = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+NEXT = torch.tensor([[0.8, 0.15, 0.05], [0.1, 0.7, 0.2], [0.25, 0.05, 0.7]], dtype=torch.float64)
+SEQUENCES = torch.tensor(list(itertools.product(range(NUM_TOKENS), repeat=LENGTH)))  # (27, 3)
+JOINT = (
+    FIRST[SEQUENCES[:, 0]] * NEXT[SEQUENCES[:, 0], SEQUENCES[:, 1]] * NEXT[SEQUENCES[:, 1], SEQUENCES[:, 2]]
+)  # (27,)
+
+mask_noise = partial(MaskNoise, NUM_TOKENS + 1, mask_token_id=MASK)
+uniform_noise = partial(UniformNoise, NUM_TOKENS)
+hybrid_noise = partial(HybridNoise, NUM_TOKENS + 1, mask_token_id=MASK)
+
+
+def total_variation(law: Tensor, target: Tensor = JOINT) -> float:
+    return 0.5 * (law - target).abs().sum().item()
+
+
+def divergence(law: Tensor, target: Tensor = JOINT) -> float:
+    """KL(target ‖ law), nats."""
+    return torch.xlogy(target, target / law).sum().item()
+
+
+def likelihood(noise: Noise, level: Tensor) -> Tensor:
+    """q(z | x) written from the papers, not from dgemma.noise: level (R,) → (R, x, z)."""
+    t = level[:, None, None]
+    same = torch.eye(NUM_TOKENS, dtype=torch.float64)
+    if noise.kind == "uniform":
+        return (1 - t) * same + t / NUM_TOKENS
+    if noise.kind == "mask":
+        return torch.cat([(1 - t) * same, t.expand(-1, NUM_TOKENS, 1)], dim=-1)
+    bulge = 2**noise.gamma * noise.uniform_share / (1 - noise.uniform_share) * (t * (1 - t)) ** (noise.gamma / 2)
+    tokens = (1 - t) * same + bulge / NUM_TOKENS
+    return torch.cat([tokens, t.expand(-1, NUM_TOKENS, 1)], dim=-1) / (1 + bulge)
+
+
+@dataclass(frozen=True)
+class Denoiser:
+    """The exact network of T0 by enumeration: log p(x0 at l | canvas), or without position l itself ("loo").
+
+    A mask network needs no level (any in (0, 1) gives the same); the others get theirs by `.at(level)`, (R,) or float.
+    """
+
+    noise: Noise
+    parametrisation: str = "mean"
+    level: Tensor | None = None
+
+    def at(self, level: Tensor | float) -> "Denoiser":
+        return replace(self, level=torch.as_tensor(level, dtype=torch.float64).reshape(-1))
+
+    def denoise(
+        self, canvas: Tensor, cache: Any = None, self_cond: Any = None, self_cond_mask: Any = None
+    ) -> Prediction:
+        half = torch.tensor([0.5], dtype=torch.float64)
+        level = half if self.noise.kind == "mask" or self.level is None else self.level
+        table = likelihood(self.noise, level).expand(canvas.shape[0], -1, -1)  # (R, x, z)
+        of_token = table.gather(2, canvas[:, None, :].expand(-1, NUM_TOKENS, -1))  # (R, x, C): q(z_l | x)
+        rows = torch.arange(canvas.shape[0])[:, None, None]
+        factors = of_token[rows, SEQUENCES[None], torch.arange(LENGTH)]  # (R, 27, C)
+        probs = []
+        for position in range(LENGTH):
+            kept = [j for j in range(LENGTH) if self.parametrisation == "mean" or j != position]
+            weight = JOINT * factors[..., kept].prod(-1)  # (R, 27)
+            onehot = torch.nn.functional.one_hot(SEQUENCES[:, position], self.noise.vocab_size).double()
+            probs.append(weight @ onehot)
+        stacked = torch.stack(probs, dim=1)  # (R, C, V)
+        return Prediction((stacked / stacked.sum(-1, keepdim=True)).log())
+
+
+class Points(NamedTuple):
+    """Joint values of one purpose's uniforms and their probabilities."""
+
+    values: Tensor  # (R, n, C), or (R, n) for a uniform per row
+    weights: Tensor  # (R, n)
+
+
+Cells = Callable[[Prediction, DenoiseState], "Tensor | Points"]
+
+
+def permutations(state: DenoiseState) -> Points:
+    """Every order of the positions, equally likely: for samplers that sort a uniform per position."""
+    orders = torch.tensor(list(itertools.permutations(range(state.canvas_len))), dtype=torch.float64)
+    values = ((orders + 0.5) / state.canvas_len).expand(state.batch_size, -1, -1)
+    return Points(values, torch.full(values.shape[:2], 1 / len(orders), dtype=torch.float64))
+
+
+def route_cells(prediction: Prediction, state: DenoiseState) -> Tensor:
+    """The "event" boundaries of `noise.transition`, given the tokens drawn."""
+    x0 = prediction.sample(state.uniform("token"))
+    clean, stay = state.noise.routes(x0, state.canvas, state.noise_level, state.next_noise_level)
+    return torch.stack([clean, clean + stay], dim=-1)
+
+
+class Result(NamedTuple):
+    law: Tensor  # (27,) over SEQUENCES; sums to 1 unless a mask was committed
+    nfe: float  # expected forwards
+    states: "Law"  # the last states, for whoever wants the law of something else
+
+
+class Law(NamedTuple):
+    """Distinct states, one a row, and their probabilities."""
+
+    state: DenoiseState
+    weight: Tensor  # (R,)
+
+
+def initial(noise: Noise, sampler: Sampler, steps: int, stop: Any = None) -> Law:
+    """The law of the first canvas."""
+    canvas = SEQUENCES if noise.kind == "uniform" else torch.full((1, LENGTH), MASK)
+    state = fresh_state(canvas, noise, steps)
+    state = replace(state, memory=sampler.start(state))
+    state = replace(state, stop_memory=stop.start(state) if stop is not None else None)
+    return Law(state, torch.full((len(canvas),), 1 / len(canvas), dtype=torch.float64))
+
+
+def fresh_state(canvas: Tensor, noise: Noise, steps: int) -> DenoiseState:
+    """A state at step 0 over the given canvases, everything open."""
+    rows = canvas.shape[0]
+    zeros = torch.zeros(rows, dtype=torch.int64)
+    state = DenoiseState(
+        canvas=canvas,
+        open=torch.ones_like(canvas, dtype=torch.bool),
+        frozen=torch.zeros_like(canvas, dtype=torch.bool),
+        draft=canvas,
+        done=torch.zeros(rows, dtype=torch.bool),
+        block=zeros,
+        step=zeros,
+        num_steps=zeros + steps,
+        noise_level=torch.zeros(rows, dtype=torch.float64),
+        next_noise_level=torch.zeros(rows, dtype=torch.float64),
+        temperature=torch.ones(rows),
+        seeds=zeros,
+        noise=noise,
+    )
+    return at_step(state, zeros)
+
+
+def at_step(state: DenoiseState, step: Tensor) -> DenoiseState:
+    """The clock set to a step (R,): levels from the noise's schedule, the last step ending at level 0."""
+    levels = [1 - state.noise.schedule.alpha(1 - (step + n) / state.num_steps.double()) for n in (0, 1)]
+    levels[1] = torch.where(step + 1 >= state.num_steps, 0.0, levels[1])
+    return replace(state, step=step, noise_level=levels[0], next_noise_level=levels[1])
+
+
+def update(
+    prediction: Prediction, decision: Decision, sampler: Sampler, state: DenoiseState, stop: Any
+) -> DenoiseState:
+    """What the step does with a decision: the canvas, open positions, clock, draft and done flags that follow."""
+    alive = ~state.done[:, None] & ~state.frozen
+    write, renoise = decision.write & alive, decision.renoise & alive & ~decision.write
+    canvas = torch.where(renoise, state.noise.refill(state), state.canvas) if renoise.any() else state.canvas
+    canvas = torch.where(write, decision.tokens, canvas)
+    if state.noise.kind in sampler.redecides:
+        open_ = ~state.frozen
+    else:
+        open_ = (state.open & ~(write & ~state.noise.masked(decision.tokens))) | renoise
+    new = at_step(replace(state, canvas=canvas, open=open_, memory=decision.memory, injected={}), state.step + 1)
+    draft = torch.where(state.done[:, None] | state.frozen, state.draft, sampler.final(prediction, new))
+    new = replace(new, draft=draft)
+    if stop is not None:
+        done, memory = stop(prediction, new)
+        new = replace(new, done=new.done | done, stop_memory=memory)
+    return new
+
+
+def propagate(
+    sampler: Sampler,
+    noise: Noise,
+    *,
+    steps: int,
+    denoiser: Any = None,
+    cells: Mapping[str, Cells] | None = None,
+    stop: Any = None,
+    shape: Mapping[str, Any] | None = None,
+    independent: bool = False,
+    until_closed: bool = False,
+    start: Law | None = None,
+) -> Result:
+    """The exact law of what `sampler` commits after `steps` steps, and the expected number of forwards.
+
+    shape: arguments for `Prediction.shape`. until_closed: a canvas ends when nothing in it is open (commits persist).
+    start: a law to begin with instead of pure noise; its clock runs on from where it stands.
+    """
+    denoiser = denoiser if denoiser is not None else Denoiser(noise)
+    law = start if start is not None else initial(noise, sampler, steps, stop)
+    nfe = 0.0
+    for _ in range(steps):
+        ended = law.state.done | ((~law.state.open).all(-1) & until_closed)
+        nfe += law.weight[~ended].sum().item()
+        running = _split(law, ~ended)
+        if len(running.weight):
+            running = advance(running, sampler, denoiser, cells or {}, stop, shape or {}, independent)
+        law = _concat(_split(law, ended), running)
+    codes = torch.where((law.state.draft < NUM_TOKENS).all(-1), law.state.draft @ torch.tensor([9, 3, 1]), 27)
+    total = torch.zeros(28, dtype=torch.float64).index_add(0, codes, law.weight)
+    return Result(total[:27], nfe, law)
+
+
+def advance(
+    law: Law,
+    sampler: Sampler,
+    denoiser: Any,
+    cells: Mapping[str, Cells],
+    stop: Any = None,
+    shape: Mapping[str, Any] | None = None,
+    independent: bool = False,
+) -> Law:
+    """One step of the law."""
+    net = denoiser.at(law.state.noise_level) if hasattr(denoiser, "at") else denoiser
+    prediction = net.denoise(law.state.canvas, None).shape(**(shape or {}))
+    parents = torch.arange(len(law.weight))
+    rows = _Rows(law.state, prediction, parents, torch.ones(len(parents), LENGTH if independent else 1).double())
+    rows, decision = _run(rows, sampler, cells, independent)
+    _check_cells(rows, sampler, decision)
+    if decision.renoise.any():
+        whole = rows._replace(parent=torch.arange(len(rows.parent)))
+        refilled = _expand(whole, "noise", _noise_cells(rows.state, decision.renoise), independent)
+        decision = _take(decision, refilled.parent)
+        rows = refilled._replace(parent=rows.parent[refilled.parent])
+    new = update(rows.prediction, decision, sampler, rows.state, stop)
+    if independent:
+        assert new.memory is None, "independent=True multiplies positions, which memory could couple."
+        return _product(law, new, rows)
+    return _merge(Law(new, law.weight[rows.parent] * rows.weight[:, 0]))
+
+
+class _Rows(NamedTuple):
+    state: DenoiseState
+    prediction: Prediction
+    parent: Tensor  # (R,) the row each came from
+    weight: Tensor  # (R, 1), or (R, C) where positions are independent
+    low: tuple[tuple[str, Tensor], ...] = ()  # the cells' ends, for the check
+    high: tuple[tuple[str, Tensor], ...] = ()
+
+
+class _Undrawn(Exception):
+    """The sampler asked for a purpose whose cells are not enumerated yet."""
+
+
+class _Recorder(dict):
+    """Uniforms by purpose; asking for one that is not there names it."""
+
+    def __contains__(self, purpose: object) -> bool:
+        return True
+
+    def __missing__(self, purpose: str) -> Tensor:
+        raise _Undrawn(purpose)
+
+
+def _run(rows: _Rows, sampler: Sampler, cells: Mapping[str, Cells], independent: bool) -> tuple[_Rows, Decision]:
+    """The sampler on every combination of cells."""
+    known: dict[str, Cells] = {"token": _token_cells, **cells}
+    while True:
+        try:
+            state = replace(rows.state, injected=_Recorder(rows.state.injected))
+            return rows, sampler(rows.prediction, state)
+        except _Undrawn as undrawn:
+            purpose = undrawn.args[0]
+            if purpose not in known:
+                raise ValueError(f"propagate cells must name {purpose!r}, which the sampler draws.") from None
+            rows = _expand(rows, purpose, known[purpose](rows.prediction, rows.state), independent)
+
+
+def _token_cells(prediction: Prediction, state: DenoiseState) -> Tensor:
+    return prediction.logits.softmax(-1).cumsum(-1)[..., :-1]
+
+
+def _noise_cells(state: DenoiseState, renoise: Tensor) -> Tensor:
+    noise = state.noise
+    thirds = torch.arange(1, NUM_TOKENS, dtype=torch.float64) / NUM_TOKENS
+    share = torch.zeros_like(state.next_noise_level)
+    if noise.kind == "mask":
+        share = torch.ones_like(share)
+    if noise.kind == "hybrid":
+        table = likelihood(noise, state.next_noise_level)  # (R, x, z): x = 0 becomes 1, 2 by the uniform part alone
+        share = table[:, 0, MASK] / (table[:, 0, MASK] + NUM_TOKENS * table[:, 0, 1])
+    bounds = torch.cat([share[:, None], share[:, None] + (1 - share[:, None]) * thirds], dim=-1)[:, None]  # (R, 1, 3)
+    return torch.where(renoise[..., None], bounds, 1.0)  # one cell where nothing is refilled
+
+
+def _expand(rows: _Rows, purpose: str, cells: "Tensor | Points", independent: bool) -> _Rows:
+    """Every row once per combination of this purpose's cells."""
+    num_rows = len(rows.parent)
+    if isinstance(cells, Points):
+        values, weights = cells.values, cells.weights[..., None].expand(*cells.weights.shape, rows.weight.shape[-1])
+        low = high = values
+    else:
+        per_row = cells.dim() == 2
+        cells = cells[:, None] if per_row else cells.expand(num_rows, LENGTH, -1)  # (R, C or 1, n)
+        ends = torch.cat([torch.zeros_like(cells[..., :1]), cells, torch.ones_like(cells[..., :1])], -1).clamp(0, 1)
+        width = ends.diff(dim=-1).clamp(min=0)  # (R, C, n + 1)
+        num_cells = width.shape[-1]
+        if independent and not per_row:
+            combos = torch.arange(num_cells)[:, None].expand(-1, LENGTH)
+        else:
+            combos = torch.cartesian_prod(*[torch.arange(num_cells)] * cells.shape[1]).reshape(-1, cells.shape[1])
+        index = combos.T.expand(num_rows, -1, -1)  # (R, C, m)
+        start, widths = (x.gather(-1, index).transpose(1, 2) for x in (ends[..., :-1], width))  # (R, m, C)
+        low, values, high = (start + widths * f for f in (1e-6, 0.5, 1 - 1e-6))
+        weights = widths if independent else widths.prod(-1, keepdim=True)
+        if per_row:
+            low, values, high = low[..., 0], values[..., 0], high[..., 0]
+    keep = (weights > 0).any(-1)  # (R, m)
+    source = torch.arange(num_rows)[:, None].expand_as(keep)[keep]
+    state = _take(rows.state, source)
+    return _Rows(
+        replace(state, injected={**state.injected, purpose: values[keep]}),
+        _take_prediction(rows.prediction, source),
+        rows.parent[source],
+        rows.weight[source] * weights[keep],
+        (*((p, u[source]) for p, u in rows.low), (purpose, low[keep])),
+        (*((p, u[source]) for p, u in rows.high), (purpose, high[keep])),
+    )
+
+
+def _check_cells(rows: _Rows, sampler: Sampler, decision: Decision) -> None:
+    """Near both ends of its cells, every row must decide what it decided in the middle."""
+    for corner in (rows.low, rows.high):
+        other = sampler(rows.prediction, replace(rows.state, injected=dict(corner)))
+        same = (other.write == decision.write) & (other.renoise == decision.renoise)
+        same &= (other.tokens == decision.tokens) | ~decision.write
+        if not (same | (rows.weight < 1e-12)).all():  # a sliver of a cell is narrower than rounding
+            raise AssertionError("A cell holds two decisions: the boundaries passed to propagate are wrong.")
+
+
+def _product(law: Law, new: DenoiseState, rows: _Rows) -> Law:
+    """The law of whole canvases from independent positions."""
+    vocab = max(new.noise.vocab_size, NUM_TOKENS)
+    code = new.canvas * 2 + new.open  # (R, C)
+    per_position = torch.zeros(len(law.weight), LENGTH, 2 * vocab, dtype=torch.float64)
+    position = torch.arange(LENGTH).expand_as(code)
+    per_position.index_put_((rows.parent[:, None].expand_as(code), position, code), rows.weight, accumulate=True)
+    weight = torch.einsum("r,ra,rb,rc->abc", law.weight, *per_position.unbind(1))
+    index = (weight > 0).nonzero()  # (n, 3)
+    state = _take(new, torch.zeros(len(index), dtype=torch.int64))
+    state = replace(state, canvas=index // 2, open=(index % 2).bool(), draft=index // 2)
+    return Law(state, weight[tuple(index.T)])
+
+
+def _merge(law: Law) -> Law:
+    """Equal states become one."""
+    columns = [_columns(leaf) for leaf in _leaves(law.state) if isinstance(leaf, Tensor)]
+    _, group = torch.cat(columns, dim=-1).unique(dim=0, return_inverse=True)
+    weight = torch.zeros(int(group.max()) + 1, dtype=torch.float64).index_add(0, group, law.weight)
+    first = torch.full_like(weight, len(group), dtype=torch.int64)
+    first = first.scatter_reduce(0, group, torch.arange(len(group)), "amin")
+    return Law(_take(law.state, first), weight)
+
+
+def _columns(leaf: Tensor) -> Tensor:
+    """A leaf as float64 columns, rounded so that equal memories computed along two paths are equal; inf kept."""
+    flat = leaf.reshape(leaf.shape[0], -1).double()
+    return torch.where(flat.isfinite(), (flat * 1e9).round() / 1e9, flat.sign() * 1e300)
+
+
+def _fields(state: Any) -> dict[str, Any]:
+    return {name: getattr(state, name) for name in type(state).__dataclass_fields__ if name != "noise"}
+
+
+def _leaves(state: Any) -> list[Any]:
+    return pytree.tree_leaves(_fields(state))
+
+
+def _take(value: Any, index: Tensor) -> Any:
+    """Rows of a state or decision: every tensor in it indexed along its first dimension."""
+    rows = pytree.tree_map(lambda leaf: leaf[index] if isinstance(leaf, Tensor) else leaf, _fields(value))
+    return replace(value, **rows)
+
+
+def _take_prediction(prediction: Prediction, index: Tensor) -> Prediction:
+    return Prediction(prediction.logits[index])
+
+
+def _split(law: Law, keep: Tensor) -> Law:
+    index = keep.nonzero()[:, 0]
+    return Law(_take(law.state, index), law.weight[index])
+
+
+def _concat(first: Law, second: Law) -> Law:
+    if not len(first.weight) or not len(second.weight):
+        return second if len(second.weight) else first
+    left, spec = pytree.tree_flatten(_fields(first.state))
+    right, _ = pytree.tree_flatten(_fields(second.state))
+    joined = [torch.cat([a, b]) if isinstance(a, Tensor) else a for a, b in zip(left, right, strict=True)]
+    state = replace(first.state, **pytree.tree_unflatten(joined, spec))
+    return Law(state, torch.cat([first.weight, second.weight]))
