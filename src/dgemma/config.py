@@ -38,7 +38,6 @@ class LayerShape:
     window: int | None  # keys a query sees, itself included; None: all
     rope_theta: float
     rotary_pairs: int  # pairs that rotate, of head_dim / 2
-    frequency_dim: int  # the dimension the frequencies are spread over
 
     @property
     def is_sliding(self) -> bool:
@@ -109,18 +108,13 @@ class ModelConfig:
         sliding = kind == SLIDING
         head_dim = self.head_dim if sliding else self.global_head_dim
         rope = self.rope_parameters[kind]
-        share = rope.get("partial_rotary_factor", 1.0)
-        # "default" spreads its frequencies over the rotated part, "proportional" over the whole head.
-        rotated_dim = int(head_dim * share)
-        proportional = rope["rope_type"] == "proportional"
         return LayerShape(
             kind=kind,
             num_key_value_heads=self.num_key_value_heads if sliding else self.num_global_key_value_heads,
             head_dim=head_dim,
             window=self.sliding_window if sliding else None,
             rope_theta=float(rope["rope_theta"]),
-            rotary_pairs=int(share * head_dim // 2) if proportional else rotated_dim // 2,
-            frequency_dim=head_dim if proportional else rotated_dim,
+            rotary_pairs=int(rope.get("partial_rotary_factor", 1.0) * head_dim // 2),
         )
 
     @classmethod
@@ -193,6 +187,24 @@ class ModelConfig:
         Example: `dgemma.presets.tiny().replace(canvas_length=17)`.
         """
         return replace(self, **changes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conventions:
+    """Choices on which the public implementations of the model disagree; the defaults are transformers'.
+
+    sliding_prefix: prefix tokens a canvas sees in sliding layers, `"window - 1"` (transformers) or `"window"` (Google's
+    JAX code). self_cond_logits: `"rounded"` to the weights' dtype before the softmax (transformers) or `"float32"` (vLLM).
+
+    Example: `DiffusionGemma(config, conventions=Conventions(self_cond_logits="float32"))`.
+    """
+
+    sliding_prefix: str = "window - 1"
+    self_cond_logits: str = "rounded"
+
+    def __post_init__(self) -> None:
+        _require(self.sliding_prefix in ("window - 1", "window"), "sliding_prefix", "be 'window - 1' or 'window'", self)
+        _require(self.self_cond_logits in ("rounded", "float32"), "self_cond_logits", "be 'rounded' or 'float32'", self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,7 +309,14 @@ def _check_rope(rope_parameters: Mapping[str, Mapping[str, Any]], kind: str) -> 
     if not isinstance(theta, int | float) or not math.isfinite(theta) or theta <= 0:
         raise ValueError(f"ModelConfig.rope_parameters[{kind!r}].rope_theta must be above 0, got {theta!r}.")
     if not isinstance(share, int | float) or not 0 < share <= 1:
-        raise ValueError(f"ModelConfig.rope_parameters[{kind!r}].partial_rotary_factor must be in (0, 1], got {share!r}.")
+        raise ValueError(
+            f"ModelConfig.rope_parameters[{kind!r}].partial_rotary_factor must be in (0, 1], got {share!r}."
+        )
+    if rope["rope_type"] == "default" and share != 1:
+        raise ValueError(
+            f"ModelConfig.rope_parameters[{kind!r}].partial_rotary_factor must be 1 with rope_type 'default', got {share}. "
+            f"Use 'proportional'."
+        )
     unknown = sorted(set(rope) - {"rope_type", "rope_theta", "partial_rotary_factor"})
     if unknown:
         raise ValueError(f"ModelConfig.rope_parameters[{kind!r}] has fields dgemma does not implement: {unknown}.")

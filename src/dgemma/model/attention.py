@@ -1,0 +1,64 @@
+"""Attention of new tokens over the cached prefix and themselves, in both of the model's modes."""
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from dgemma.config import LayerShape, ModelConfig
+from dgemma.model.layers import RMSNorm, rms_norm
+from dgemma.model.rotary import rotate
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """softmax(q·k) v with scale 1, grouped queries. queries (B, T, N, H), keys and values (B, K, S, H) → (B, T, N, H).
+
+    mask: (B, 1, T or 1, S), True where a query looks, or None for everywhere.
+    """
+    batch, num_kv_heads = keys.shape[:2]
+    group = queries.shape[2] // num_kv_heads
+    # A kv head is a batch entry and its query heads are the heads over it, so that keys are shared, never copied.
+    q = rearrange(queries, "b t (k g) h -> (b k) g t h", k=num_kv_heads)
+    k, v = (x.flatten(0, 1)[:, None].expand(-1, group, -1, -1) for x in (keys, values))
+    if mask is not None:
+        mask = mask.expand(batch, num_kv_heads, *mask.shape[2:]).reshape(batch * num_kv_heads, 1, *mask.shape[2:])
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
+    return rearrange(out, "(b k) g t h -> b t (k g) h", b=batch)
+
+
+class Attention(nn.Module):
+    """Projections, per-head norms, rotation, attention. Full layers have no v_proj: V is the normed raw key."""
+
+    def __init__(self, config: ModelConfig, shape: LayerShape) -> None:
+        super().__init__()
+        self.head_dim, self.eps = shape.head_dim, config.rms_norm_eps
+        query_dim = config.num_attention_heads * shape.head_dim
+        kv_dim = shape.num_key_value_heads * shape.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, query_dim, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, kv_dim, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, kv_dim, bias=False) if shape.is_sliding else None
+        self.o_proj = nn.Linear(query_dim, config.hidden_size, bias=False)
+        self.q_norm = RMSNorm(shape.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(shape.head_dim, config.rms_norm_eps)
+
+    def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """x (B, T, D) → queries (B, T, N, H), keys and values (B, K, T, H): normed per head, then rotated."""
+        split = "b t (n h) -> b t n h"
+        queries = rearrange(self.q_proj(x), split, h=self.head_dim)
+        raw_keys = rearrange(self.k_proj(x), split, h=self.head_dim)
+        raw_values = raw_keys if self.v_proj is None else rearrange(self.v_proj(x), split, h=self.head_dim)
+        queries = rotate(self.q_norm(queries), *rope)
+        keys = rotate(self.k_norm(raw_keys), *rope)
+        values = rms_norm(raw_values, None, self.eps)
+        return queries, keys.transpose(1, 2), values.transpose(1, 2)
+
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], past: tuple[Tensor, Tensor] | None, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x (B, T, D), past keys and values (B, K, S, H) → output (B, T, D) and the new keys and values (B, K, T, H)."""
+        queries, keys, values = self.project(x, rope)
+        seen_keys, seen_values = keys, values
+        if past is not None:
+            seen_keys, seen_values = torch.cat((past[0], keys), dim=2), torch.cat((past[1], values), dim=2)
+        out = attend(queries, seen_keys, seen_values, mask)
+        return self.o_proj(out.flatten(2)), keys, values

@@ -1,0 +1,72 @@
+"""One layer of the stack, and the whole stack: the same weights in both modes."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dgemma.config import LayerShape, ModelConfig
+from dgemma.model.attention import Attention
+from dgemma.model.experts import Experts, Router
+from dgemma.model.layers import GatedMLP, RMSNorm
+
+KeysValues = tuple[Tensor, Tensor]  # each (B, K, S, H)
+
+
+class Layer(nn.Module):
+    """Attention, then a dense MLP beside routed experts, each between norms; the sum is scaled by a per-mode scalar."""
+
+    layer_scalar: Tensor
+    causal_layer_scalar: Tensor
+
+    def __init__(self, config: ModelConfig, shape: LayerShape) -> None:
+        super().__init__()
+        norm = (config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, shape)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+        self.router = Router(config)
+        self.experts = Experts(config)
+        self.input_layernorm = RMSNorm(*norm)
+        self.post_attention_layernorm = RMSNorm(*norm)
+        self.pre_feedforward_layernorm = RMSNorm(*norm)
+        self.post_feedforward_layernorm = RMSNorm(*norm)
+        self.post_feedforward_layernorm_1 = RMSNorm(*norm)
+        self.post_feedforward_layernorm_2 = RMSNorm(*norm)
+        self.pre_feedforward_layernorm_2 = RMSNorm(*norm)
+        self.register_buffer("layer_scalar", torch.ones(1))
+        self.register_buffer("causal_layer_scalar", torch.ones(1))
+
+    def forward(
+        self, x: Tensor, rope: KeysValues, past: KeysValues | None, mask: Tensor | None, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x (B, T, D) → x (B, T, D) and this layer's new keys and values (B, K, T, H)."""
+        attended, keys, values = self.self_attn(self.input_layernorm(x), rope, past, mask)
+        residual = x + self.post_attention_layernorm(attended)
+        dense = self.post_feedforward_layernorm_1(self.mlp(self.pre_feedforward_layernorm(residual)))
+        tokens = residual.flatten(0, 1)
+        mixed = self.experts(self.pre_feedforward_layernorm_2(tokens), self.router(tokens))  # the router reads it raw
+        mixed = self.post_feedforward_layernorm_2(mixed.view_as(residual))
+        scalar = self.causal_layer_scalar if causal else self.layer_scalar
+        return (residual + self.post_feedforward_layernorm(dense + mixed)) * scalar, keys, values
+
+
+def run_layers(
+    layers: Sequence[Layer],
+    x: Tensor,
+    ropes: Sequence[KeysValues],
+    pasts: Sequence[KeysValues | None],
+    masks: Sequence[Tensor | None],
+    *,
+    causal: bool,
+    recompute: bool,
+) -> tuple[Tensor, list[KeysValues]]:
+    """x (B, T, D) through the stack; also each layer's new keys and values. recompute: activation checkpointing."""
+    new: list[KeysValues] = []
+    for layer, rope, past, mask in zip(layers, ropes, pasts, masks, strict=True):
+        if recompute and torch.is_grad_enabled():
+            x, keys, values = checkpoint(layer, x, rope, past, mask, causal, use_reentrant=False)
+        else:
+            x, keys, values = layer(x, rope, past, mask, causal)
+        new.append((keys, values))
+    return x, new

@@ -1,0 +1,216 @@
+"""The prefix cache: keys and values of everything already committed.
+
+Rows are left-aligned: row b's first `lengths[b]` slots are its tokens, in order, whatever padding they came with, so a
+row's result cannot depend on its batch. Sliding layers keep only what a later token can still see, so a long prefix
+costs memory in the full layers alone (262,144 tokens of the 26B model: 5.4 GB instead of 59).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from dgemma.config import Conventions, ModelConfig
+
+_GROWTH = 1.25  # spare room when a full layer's buffer must grow, so that appending stays linear
+
+
+@dataclass(frozen=True)
+class CacheMark:
+    """A block boundary a cache can be rolled back to."""
+
+    lengths: Tensor
+    num_slots: int
+    num_seen: int
+    ragged: bool
+    windows: list[tuple[Tensor, Tensor] | None]  # sliding layers, which forget; appending makes new tensors, so no copy
+
+
+class LayerCache:
+    """Keys and values of one layer, (B, K, capacity, H) each.
+
+    `window` is what a causal query sees, itself included, and `keep` how many tokens are remembered for later ones;
+    both None in a full layer.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, window: int | None, keep: int | None) -> None:
+        self.keys, self.values, self.window, self.keep = keys, values, window, keep
+
+    def filled(self, lengths: Tensor) -> Tensor:
+        """How many slots each row uses: (B,) → (B,)."""
+        return lengths if self.keep is None else lengths.clamp(max=self.keep)
+
+    def num_filled(self, num_slots: int) -> int:
+        return num_slots if self.keep is None else min(num_slots, self.keep)
+
+    def view(self, num_slots: int) -> tuple[Tensor, Tensor]:
+        """The slots in use: two (B, K, S, H)."""
+        filled = self.num_filled(num_slots)
+        return self.keys[:, :, :filled], self.values[:, :, :filled]
+
+    def append(self, keys: Tensor, values: Tensor, num_slots: int, order: Tensor | None) -> None:
+        """Add T tokens after `num_slots` slots. order (B, S'): which of old + new go where, if rows are ragged."""
+        self.keys = self._append(self.keys, keys, num_slots, order)
+        self.values = self._append(self.values, values, num_slots, order)
+
+    def _append(self, old: Tensor, new: Tensor, num_slots: int, order: Tensor | None) -> Tensor:
+        start = self.num_filled(num_slots)
+        end = start + new.shape[2]
+        if order is not None:
+            joined = torch.cat((old[:, :, :start], new), dim=2)
+            return joined.gather(2, order[:, None, :, None].expand(-1, joined.shape[1], -1, joined.shape[3]))
+        if self.keep is not None or old.requires_grad or new.requires_grad:
+            joined = torch.cat((old[:, :, :start], new), dim=2)
+            return (
+                joined if self.keep is None else joined[:, :, -self.keep :].contiguous()
+            )  # let go of what is forgotten
+        if end > old.shape[2]:
+            old = _grow(old, start, max(end, int(end * _GROWTH)))
+        old[:, :, start:end] = new
+        return old
+
+
+class PrefixCache:
+    """What the canvas is conditioned on. Made by `model.encode`; `encode` and `causal_logits` extend it in place.
+
+    `lengths` (B,) counts each row's tokens on the device; `num_slots` is the longest, known to the host.
+
+    Example: `cache = model.encode(prompt); mark = cache.mark(); model.encode(reply, cache); cache.rollback(mark)`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch_size: int,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        conventions: Conventions | None = None,
+    ) -> None:
+        extra = 1 if (conventions or Conventions()).sliding_prefix == "window" else 0
+        self.layers: list[LayerCache] = []
+        for layer in range(config.num_hidden_layers):
+            shape = config.layer_shape(layer)
+            empty = torch.empty(batch_size, shape.num_key_value_heads, 0, shape.head_dim, device=device, dtype=dtype)
+            keep = None if shape.window is None else shape.window - 1 + extra
+            self.layers.append(LayerCache(empty, empty, shape.window, keep))
+        self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        self.num_slots = 0
+        self.num_seen = 0  # tokens fed so far, padding included: the width of the attention mask behind us
+        self.ragged = False  # whether rows may differ in length, as far as the host knows
+        self._marks: list[CacheMark] = []
+
+    @property
+    def batch_size(self) -> int:
+        return self.lengths.shape[0]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the keys and values, in bytes."""
+        return sum(t.numel() * t.element_size() for layer in self.layers for t in (layer.keys, layer.values))
+
+    def reserve(self, num_tokens: int) -> None:
+        """Make room for `num_tokens` in all, so that appending up to there never copies."""
+        for layer in self.layers:
+            if layer.keep is None and layer.keys.shape[2] < num_tokens:
+                layer.keys = _grow(layer.keys, self.num_slots, num_tokens)
+                layer.values = _grow(layer.values, self.num_slots, num_tokens)
+
+    def append(self, new: list[tuple[Tensor, Tensor]], real: Tensor | None) -> None:
+        """Add T tokens: per layer keys and values (B, K, T, H). real (B, T) is False for padding, None if all count."""
+        num_new = new[0][0].shape[2]
+        counts = None if real is None else real.sum(1)
+        ragged = self.ragged or real is not None
+        num_slots = self.num_slots + num_new
+        if counts is not None and not torch.compiler.is_compiling():
+            num_slots = int((self.lengths + counts).max())  # padding needs no slots; under compilation keep the bound
+        orders: dict[int | None, Tensor | None] = {}
+        for layer, (keys, values) in zip(self.layers, new, strict=True):
+            if layer.keep not in orders:
+                orders[layer.keep] = self._order(layer, num_new, num_slots, real) if ragged else None
+            layer.append(keys, values, self.num_slots, orders[layer.keep])
+        self.lengths = self.lengths + (num_new if counts is None else counts)
+        self.num_slots, self.ragged = num_slots, ragged
+        self.num_seen += num_new
+
+    def _order(self, layer: LayerCache, num_new: int, num_slots: int, real: Tensor | None) -> Tensor:
+        """For each row and slot, which of (old slots, new tokens) belongs there: (B, S')."""
+        old = torch.arange(layer.num_filled(self.num_slots), device=self.lengths.device)
+        if real is None:
+            real = torch.ones(self.batch_size, num_new, dtype=torch.bool, device=self.lengths.device)
+        valid = torch.cat((old < layer.filled(self.lengths)[:, None], real), dim=1)
+        in_order = (~valid).to(torch.uint8).sort(dim=1, stable=True).indices  # the row's tokens first, in order
+        num_valid = valid.sum(1, keepdim=True)
+        first = num_valid - layer.filled(num_valid)  # a sliding layer forgets the oldest
+        slot = torch.arange(layer.num_filled(num_slots), device=self.lengths.device)
+        return in_order.gather(1, (first + slot).clamp(max=in_order.shape[1] - 1))
+
+    def mark(self) -> CacheMark:
+        """Remember this boundary, to roll back to it later; costs no memory until sliding layers move on."""
+        windows = [None if layer.keep is None else (layer.keys, layer.values) for layer in self.layers]
+        mark = CacheMark(self.lengths, self.num_slots, self.num_seen, self.ragged, windows)
+        self._marks.append(mark)
+        return mark
+
+    def rollback(self, mark: CacheMark) -> None:
+        """Forget everything after `mark`. Marks taken later are gone with it; this one can be used again."""
+        if not any(kept is mark for kept in self._marks):
+            raise ValueError(
+                "PrefixCache.rollback must get a mark of this cache that no earlier rollback has passed. "
+                "Call cache.mark() at each boundary you want to return to."
+            )
+        while self._marks[-1] is not mark:
+            self._marks.pop()
+        self.lengths, self.num_slots, self.num_seen, self.ragged = (
+            mark.lengths,
+            mark.num_slots,
+            mark.num_seen,
+            mark.ragged,
+        )
+        for layer, window in zip(self.layers, mark.windows, strict=True):
+            if window is not None:
+                layer.keys, layer.values = window
+
+    def clone(self) -> Self:
+        """An independent copy: extending one leaves the other as it is. Marks stay with the original."""
+        return self._rebuild(lambda tensor: tensor.clone())
+
+    def select(self, rows: Tensor) -> Self:
+        """The cache of some rows: rows (R,) int64 → batch size R."""
+        return self._rebuild(lambda tensor: tensor.index_select(0, rows))
+
+    @classmethod
+    def join(cls, parts: Sequence[tuple[Tensor, "PrefixCache"]]) -> "PrefixCache":
+        """One cache out of several: each part holds the given rows (R,) of the batch; together they are all of them.
+
+        Example: `PrefixCache.join([(torch.tensor([1]), one), (torch.tensor([0, 2]), two)])` has batch size 3.
+        """
+        back = torch.cat([rows for rows, _ in parts]).argsort()
+        caches = [cache for _, cache in parts]
+        joined = object.__new__(cls)
+        joined.num_slots = max(cache.num_slots for cache in caches)
+        joined.num_seen = max(cache.num_seen for cache in caches)
+        joined.ragged, joined._marks = True, []
+        joined.lengths = torch.cat([cache.lengths for cache in caches])[back]
+        joined.layers = []
+        for layers in zip(*(cache.layers for cache in caches), strict=True):
+            size = layers[0].num_filled(joined.num_slots)
+            views = [layer.view(cache.num_slots) for layer, cache in zip(layers, caches, strict=True)]
+            keys, values = (torch.cat([_grow(v[i], v[i].shape[2], size) for v in views])[back] for i in (0, 1))
+            joined.layers.append(LayerCache(keys, values, layers[0].window, layers[0].keep))
+        return joined
+
+    def _rebuild(self, transform: Callable[[Tensor], Tensor]) -> Self:
+        copy = object.__new__(type(self))
+        copy.layers = [LayerCache(transform(c.keys), transform(c.values), c.window, c.keep) for c in self.layers]
+        copy.lengths = transform(self.lengths)
+        copy.num_slots, copy.num_seen, copy.ragged, copy._marks = self.num_slots, self.num_seen, self.ragged, []
+        return copy
+
+
+def _grow(buffer: Tensor, num_used: int, capacity: int) -> Tensor:
+    grown = buffer.new_zeros(*buffer.shape[:2], capacity, buffer.shape[3])
+    grown[:, :, :num_used] = buffer[:, :, :num_used]
+    return grown

@@ -1,0 +1,319 @@
+"""DiffusionGemma: one stack of weights that reads a prefix causally and denoises a canvas against it.
+
+The meaning of the model, in plain PyTorch with autograd; `dgemma_kernels.accelerate` gives the same seam at speed.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dgemma.config import Conventions, GenerationDefaults, ModelConfig
+from dgemma.model.backbone import KeysValues, Layer, run_layers
+from dgemma.model.cache import LayerCache, PrefixCache
+from dgemma.model.experts import Experts
+from dgemma.model.layers import GatedMLP, RMSNorm, rms_norm
+from dgemma.model.masks import canvas_mask, causal_mask
+from dgemma.model.rotary import rotary_table
+from dgemma.prediction import Prediction, SoftCap
+
+_ENCODE_CHUNK = 1024  # tokens read at once, so that a long prompt's memory grows with its length and not its square
+
+
+class SelfConditioning(GatedMLP):
+    """What the model thought a step ago, as a soft embedding, mixed into the canvas's embedding."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config.hidden_size, config.intermediate_size)
+        self.eps = config.rms_norm_eps
+        self.pre_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, embedded: Tensor, signal: Tensor | None = None) -> Tensor:
+        """embedded (B, C, D) + MLP(norm(signal)), normed. No signal means a zero signal, whose MLP is zero."""
+        if signal is not None:
+            embedded = embedded + super().forward(self.pre_norm(signal))
+        return rms_norm(embedded, None, self.eps)
+
+
+class DiffusionGemma(nn.Module):
+    """The denoiser: `encode` a prefix, `denoise` a canvas over it; `causal_logits` runs the same weights word by word.
+
+    Example: `model = DiffusionGemma(dgemma.presets.tiny()); model.denoise(canvas, model.encode(prompt)).argmax`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        conventions: Conventions | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.generation = GenerationDefaults()
+        self.vision_source: Path | None = None  # the folder whose vision tensors save_pretrained carries on
+        self.conventions = conventions or Conventions()
+        self.recompute_activations = False  # activation checkpointing: trade a second forward for memory
+        device = torch.device(device) if device is not None else torch.get_default_device()
+        with torch.device("meta"):
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+            self.layers = nn.ModuleList(
+                Layer(config, config.layer_shape(layer)) for layer in range(config.num_hidden_layers)
+            )
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.self_conditioning = SelfConditioning(config)
+        self.to(dtype or torch.get_default_dtype())
+        if device.type != "meta":
+            self.to_empty(device=device)
+            self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Fresh random weights: normal matrices, unit norms and scalars."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                module.weight.normal_(std=self.config.initializer_range, generator=generator)
+            elif isinstance(module, Experts):
+                for weight in module.parameters():
+                    weight.normal_(std=self.config.initializer_range, generator=generator)
+            else:
+                for scale in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                    scale.fill_(1.0)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path_or_repo: str | Path,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        conventions: Conventions | None = None,
+    ) -> Self:
+        """Load a checkpoint folder or hub id; dtype None keeps the files' own. Never pickle, never remote code.
+
+        Example: `DiffusionGemma.from_pretrained("google/diffusiongemma-26B-A4B-it", dtype=torch.bfloat16, device="cuda")`.
+        """
+        from dgemma.checkpoint import load_pretrained
+
+        return load_pretrained(cls, path_or_repo, dtype=dtype, device=device, conventions=conventions)
+
+    def save_pretrained(self, path: str | Path, *, max_shard_size: int | str = "5GB") -> None:
+        """Write a checkpoint folder that transformers loads as DiffusionGemmaForBlockDiffusion."""
+        from dgemma.checkpoint import save_pretrained
+
+        save_pretrained(self, path, max_shard_size=max_shard_size)
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed_tokens.weight.dtype
+
+    def num_parameters(self, *, active: bool = False) -> int:
+        """Weights in all, or those one token passes through: of the experts, only the chosen.
+
+        Example: the published model has 25.2e9, of which 3.8e9 active.
+        """
+        total = sum(p.numel() for p in self.parameters())
+        experts = sum(p.numel() for m in self.modules() if isinstance(m, Experts) for p in m.parameters())
+        idle = experts * (self.config.num_experts - self.config.top_k_experts) // self.config.num_experts
+        return total - idle if active else total
+
+    def new_cache(self, batch_size: int) -> PrefixCache:
+        """An empty prefix for `batch_size` rows."""
+        return PrefixCache(self.config, batch_size, device=self.device, dtype=self.dtype, conventions=self.conventions)
+
+    def encode(
+        self, tokens: Tensor, cache: PrefixCache | None = None, attention_mask: Tensor | None = None
+    ) -> PrefixCache:
+        """Read tokens (B, P) causally into a prefix cache; a given cache is extended in place and returned.
+
+        attention_mask (B, cached + P), or (B, P) for the new tokens alone, is 1 for real tokens and 0 for padding, on
+        whichever side.
+
+        Example: `cache = model.encode(prompt_tokens)`.
+        """
+        cache, real = self._check_prefix(tokens, cache, attention_mask)
+        self._read(tokens, cache, real)
+        return cache
+
+    def causal_logits(
+        self, tokens: Tensor, cache: PrefixCache | None = None, attention_mask: Tensor | None = None
+    ) -> Tensor:
+        """Next-token logits of the same weights, word by word: tokens (B, T) → (B, T, V) float32.
+
+        A given cache is extended in place, as by `encode`. This is the autoregressive baseline.
+
+        Example: `model.causal_logits(tokens)[:, -1].argmax(-1)` is the greedy next token.
+        """
+        cache, real = self._check_prefix(tokens, cache, attention_mask)
+        return self._head(self._read(tokens, cache, real)).logits
+
+    def denoise(
+        self,
+        canvas: Tensor,
+        cache: PrefixCache,
+        self_cond: Prediction | Tensor | None = None,
+        self_cond_mask: Tensor | None = None,
+    ) -> Prediction:
+        """Predict every position of canvas (B, C) at once, each seeing the prefix and the whole canvas.
+
+        self_cond: last step's (shaped) Prediction or logits (B, C, V); self_cond_mask (B,) switches it per row, where
+        "off" is a zero signal. The cache is read, never changed.
+
+        Example: `model.denoise(canvas, cache, self_cond=prediction.shape(temperature=0.8)).entropy`.
+        """
+        self._check_tokens(canvas, cache, "canvas")
+        embedded = self._embed(canvas)
+        signal = None if self_cond is None else self._soft_embedding(self_cond, self_cond_mask)
+        x = self.self_conditioning(embedded, signal)
+        positions = cache.lengths[:, None] + torch.arange(canvas.shape[1], device=canvas.device)
+        masks: list[Tensor | None] = [None] * len(cache.layers)
+        if cache.ragged:
+            masks = self._shared_masks(
+                cache,
+                lambda layer: canvas_mask(
+                    layer.filled(cache.lengths), layer.num_filled(cache.num_slots), canvas.shape[1]
+                ),
+            )
+        x, _ = self._run(x, positions, cache, masks, causal=False)
+        return self._head(x)
+
+    def _read(self, tokens: Tensor, cache: PrefixCache, real: Tensor | None) -> Tensor:
+        """Run tokens (B, T) causally, chunk by chunk, append their keys and values; the last hidden state (B, T, D)."""
+        cache.reserve(cache.num_slots + tokens.shape[1])
+        hidden = []
+        for start in range(0, tokens.shape[1], _ENCODE_CHUNK):
+            chunk = tokens[:, start : start + _ENCODE_CHUNK]
+            chunk_real = None if real is None else real[:, start : start + _ENCODE_CHUNK]
+            hidden.append(self._read_chunk(chunk, cache, chunk_real))
+        return torch.cat(hidden, dim=1)
+
+    def _read_chunk(self, tokens: Tensor, cache: PrefixCache, real: Tensor | None) -> Tensor:
+        counted = torch.ones_like(tokens) if real is None else real.long()
+        positions = (cache.lengths[:, None] + counted.cumsum(1) - 1).clamp(min=0)
+        masks = self._shared_masks(
+            cache,
+            lambda layer: causal_mask(
+                positions,
+                real,
+                cache.lengths,
+                layer.filled(cache.lengths),
+                layer.num_filled(cache.num_slots),
+                layer.window,
+            ),
+        )
+        x, new = self._run(self._embed(tokens), positions, cache, masks, causal=True)
+        cache.append(new, real)
+        return x
+
+    @staticmethod
+    def _shared_masks(cache: PrefixCache, make: Callable[[LayerCache], Tensor]) -> list[Tensor | None]:
+        """One mask per kind of layer, handed to every layer of that kind."""
+        masks: dict[int | None, Tensor] = {}
+        for layer in cache.layers:
+            if layer.keep not in masks:
+                masks[layer.keep] = make(layer)
+        return [masks[layer.keep] for layer in cache.layers]
+
+    def _run(
+        self, x: Tensor, positions: Tensor, cache: PrefixCache, masks: list[Tensor | None], *, causal: bool
+    ) -> tuple[Tensor, list[KeysValues]]:
+        shapes = [self.config.layer_shape(layer) for layer in range(self.config.num_hidden_layers)]
+        tables = {shape.kind: rotary_table(shape, positions, x.dtype) for shape in shapes}
+        pasts = [layer.view(cache.num_slots) if cache.num_slots else None for layer in cache.layers]
+        layers: list[Layer] = list(self.layers)  # type: ignore[arg-type]
+        x, new = run_layers(
+            layers,
+            x,
+            [tables[s.kind] for s in shapes],
+            pasts,
+            masks,
+            causal=causal,
+            recompute=self.recompute_activations,
+        )
+        return self.norm(x), new
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        return self.embed_tokens(tokens) * self._embed_scale()
+
+    def _embed_scale(self) -> Tensor:
+        """sqrt(hidden), rounded to the weights' dtype as the published model does."""
+        return torch.full((), self.config.hidden_size**0.5, dtype=self.dtype, device=self.device)
+
+    def _soft_embedding(self, self_cond: Prediction | Tensor, self_cond_mask: Tensor | None) -> Tensor:
+        """softmax(logits) @ embedding · sqrt(hidden): the expected embedding under last step's prediction, (B, C, D)."""
+        logits = self_cond.logits if isinstance(self_cond, Prediction) else self_cond
+        if self.conventions.self_cond_logits == "rounded":
+            logits = logits.to(self.dtype)
+        probabilities = logits.softmax(-1, dtype=torch.float32).to(self.dtype)
+        signal = probabilities @ self.embed_tokens.weight * self._embed_scale()
+        if self_cond_mask is not None:
+            signal = signal * self_cond_mask.to(signal.dtype)[:, None, None]
+        return signal
+
+    def _head(self, hidden: Tensor) -> Prediction:
+        logits = F.linear(hidden, self.embed_tokens.weight)
+        return Prediction(logits, (SoftCap(self.config.final_logit_softcapping),))
+
+    def _check_prefix(
+        self, tokens: Tensor, cache: PrefixCache | None, attention_mask: Tensor | None
+    ) -> tuple[PrefixCache, Tensor | None]:
+        """Validate what `encode` was given: the cache to extend and which new tokens are real (B, T), None for all."""
+        if cache is None:
+            _require_2d_ids(tokens, "tokens")
+            cache = self.new_cache(tokens.shape[0])
+        self._check_tokens(tokens, cache, "tokens")
+        if attention_mask is None:
+            return cache, None
+        num_new = tokens.shape[1]
+        if tuple(attention_mask.shape) not in {(tokens.shape[0], num_new), (tokens.shape[0], cache.num_seen + num_new)}:
+            raise ValueError(
+                f"DiffusionGemma.encode attention_mask must be (batch, cached + new) = "
+                f"{(tokens.shape[0], cache.num_seen + num_new)} or (batch, new) = {(tokens.shape[0], num_new)}, "
+                f"got {tuple(attention_mask.shape)}. Give 1 for a real token and 0 for padding."
+            )
+        seen, real = attention_mask.to(self.device, torch.bool).tensor_split([-num_new], dim=1)
+        if torch.compiler.is_compiling():
+            return cache, real
+        if seen.shape[1] and not torch.equal(seen.sum(1), cache.lengths):
+            raise ValueError(
+                "DiffusionGemma.encode attention_mask must repeat, for the cached tokens, what they were encoded with: "
+                f"{cache.lengths.tolist()} real tokens a row, got {seen.sum(1).tolist()}."
+            )
+        return cache, None if bool(real.all()) else real
+
+    def _check_tokens(self, tokens: Tensor, cache: PrefixCache, name: str) -> None:
+        _require_2d_ids(tokens, name)
+        if tokens.shape[0] != cache.batch_size:
+            raise ValueError(
+                f"DiffusionGemma {name} must have the cache's batch size {cache.batch_size}, got {tokens.shape[0]}. "
+                f"Encode the prefix for each row, or cache.select(rows)."
+            )
+        if cache.num_slots + tokens.shape[1] > self.config.max_position_embeddings:
+            raise ValueError(
+                f"DiffusionGemma {name} must end within max_position_embeddings {self.config.max_position_embeddings}, "
+                f"got {cache.num_slots} cached + {tokens.shape[1]} new. Shorten the prompt."
+            )
+        # On a GPU this would wait for the device; there an id outside the vocabulary is a device-side assertion.
+        if tokens.device.type == "cpu" and not torch.compiler.is_compiling() and tokens.numel():
+            low, high = int(tokens.min()), int(tokens.max())
+            if low < 0 or high >= self.config.vocab_size:
+                raise ValueError(
+                    f"DiffusionGemma {name} must hold ids in [0, {self.config.vocab_size}), got {low}..{high}. "
+                    f"Use the checkpoint's own tokenizer."
+                )
+
+
+def _require_2d_ids(tokens: Tensor, name: str) -> None:
+    if tokens.dim() != 2 or tokens.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"DiffusionGemma {name} must be integer ids of shape (batch, length), "
+            f"got {tokens.dtype} of shape {tuple(tokens.shape)}."
+        )

@@ -1,0 +1,116 @@
+"""The mixture of experts: a router that reads the raw residual, and the experts it chooses."""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dgemma.config import ModelConfig
+from dgemma.model.layers import gated_gelu, rms_norm
+
+
+class Routing(NamedTuple):
+    """Where each of M tokens goes: probabilities (M, E) over all experts; weights and experts (M, A) of the chosen."""
+
+    probabilities: Tensor
+    weights: Tensor
+    experts: Tensor
+
+
+class Router(nn.Module):
+    """Scaleless norm → scale → linear → float32 softmax → top A, renormalised → per-expert scale."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.top_k, self.eps = config.top_k_experts, config.rms_norm_eps
+        self.proj = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.scale = nn.Parameter(torch.ones(config.hidden_size))
+        self.per_expert_scale = nn.Parameter(torch.ones(config.num_experts))
+
+    def forward(self, residual: Tensor) -> Routing:
+        """residual: (M, D), before any norm. A normed input still runs, and adaptive stopping then never fires."""
+        x = rms_norm(residual, None, self.eps) * self.scale * residual.shape[-1] ** -0.5
+        probabilities = self.proj(x).softmax(-1, dtype=torch.float32)
+        weights, experts = probabilities.topk(self.top_k, dim=-1)
+        weights = weights / weights.sum(-1, keepdim=True)
+        return Routing(probabilities, weights * self.per_expert_scale[experts], experts)
+
+
+class Experts(nn.Module):
+    """E gated MLPs as two 3-D tensors."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        experts, hidden, inner = config.num_experts, config.hidden_size, config.moe_intermediate_size
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * inner, hidden))
+        self.down_proj = nn.Parameter(torch.empty(experts, hidden, inner))
+
+    def forward(self, x: Tensor, routing: Routing) -> Tensor:
+        """Σ_a weight · expert_a(x) over each token's chosen experts. x: (M, D) → (M, D)."""
+        product = grouped_product if _supports_grouped(self.gate_up_proj, self.down_proj) else looped_product
+        num_tokens, num_chosen = routing.experts.shape
+        # Rows sorted by expert: each expert then owns one contiguous group. No counting on the host.
+        sorted_experts, order = routing.experts.flatten().sort(stable=True)
+        expert = torch.arange(self.gate_up_proj.shape[0], device=x.device)
+        ends = torch.searchsorted(sorted_experts, expert, right=True).int()  # (E,)
+        gate, up = product(x[order // num_chosen], self.gate_up_proj, ends).chunk(2, dim=-1)
+        out = product(gated_gelu(gate, up), self.down_proj, ends)
+        out = out.float() * routing.weights.flatten()[order, None]
+        back = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=x.device))
+        # Summed in the order of the choice, so the result never depends on scheduling.
+        return out[back].unflatten(0, (num_tokens, num_chosen)).sum(1).to(x.dtype)
+
+
+@torch.library.custom_op("dgemma::grouped_product", mutates_args=())
+def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """rows of group e times weights[e]ᵀ, all groups at once. rows (R, I), weights (E, O, I), ends (E,) → (R, O).
+
+    An operator of its own because torch traces its grouped product in bfloat16 only, though it runs in float32 too.
+    """
+    return F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
+
+
+@grouped_product.register_fake
+def _(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weights.shape[1])
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _grouped_product_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    rows, weights, ends = ctx.saved_tensors
+    grad = grad.contiguous()
+    grad_rows = grouped_product(grad, weights.transpose(1, 2), ends)
+    return grad_rows, grouped_outer(grad, rows, ends), None
+
+
+grouped_product.register_autograd(_grouped_product_backward, setup_context=_keep_for_backward)
+
+
+@torch.library.custom_op("dgemma::grouped_outer", mutates_args=())
+def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """leftᵀ right within each group: left (R, O), right (R, I), ends (E,) → (E, O, I); the gradient of the weights."""
+    return F.grouped_mm(left.transpose(0, 1), right, offs=ends)
+
+
+@grouped_outer.register_fake
+def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    return left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
+
+
+def looped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """The same by a loop over groups: what `grouped_product` means, and the way for shapes it refuses."""
+    sizes = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
+    return torch.cat([group @ weight.T for group, weight in zip(rows.split(sizes), weights, strict=True)])
+
+
+def _supports_grouped(*weights: Tensor) -> bool:
+    """torch's grouped product takes float32, bfloat16 and float16 with both dimensions in whole multiples of 16 bytes."""
+    return all(
+        w.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and all(size * w.element_size() % 16 == 0 for size in w.shape[1:])
+        for w in weights
+    )

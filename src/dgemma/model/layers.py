@@ -1,0 +1,41 @@
+"""The small parts of a layer: normalisation and the gated MLP."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """x / RMS(x) · weight over the last dimension, in float32, rounded once at the end. Note: w, not 1 + w."""
+    wide = x.float()
+    wide = wide * (wide.pow(2).mean(-1, keepdim=True) + eps).rsqrt()
+    if weight is not None:
+        wide = wide * weight.float()
+    return wide.to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+def gated_gelu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.gelu(gate, approximate="tanh") * up
+
+
+class GatedMLP(nn.Module):
+    """down(gelu(gate(x)) · up(x)): the dense MLP beside the experts."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(gated_gelu(self.gate_proj(x), self.up_proj(x)))
