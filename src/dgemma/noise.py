@@ -44,9 +44,14 @@ class Noise:
         """S: the part of the noise that is the mask token; the rest is uniform over the other tokens."""
         raise NotImplementedError
 
+    @property
+    def mask_token(self) -> int | None:
+        """The id of the mask token, None if the process has none."""
+        return None
+
     def masked(self, canvas: Tensor) -> Tensor:
-        """Where the canvas shows the mask token, (B, C) bool; nowhere if the process has none."""
-        return torch.zeros_like(canvas, dtype=torch.bool)
+        """Where the canvas shows the mask token, (B, C) bool."""
+        return torch.zeros_like(canvas, dtype=torch.bool) if self.mask_token is None else canvas == self.mask_token
 
     def prior(self, u: Tensor, *, allowed: Tensor | None = None) -> Tensor:
         """A canvas of pure noise: u (B, C) in [0, 1) → tokens (B, C), uniform ones from the `allowed` set.
@@ -87,9 +92,9 @@ class Noise:
     def routes(
         self, x0: Tensor, canvas: Tensor, noise_level: Tensor, next_noise_level: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """How a position reaches z_s given x0: the probabilities of becoming x0 and of staying; fresh noise has the rest.
+        """How z_s is reached given x0: the probabilities of becoming x0 and of staying; the rest is fresh noise.
 
-        x0, canvas: (B, C) → two (B, C). Where the noise cannot have produced the token, it stays for certain.
+        x0, canvas: (B, C) → two (B, C). A token that no noise can have produced stays for certain.
         """
         level, next_level = _per_position(noise_level, canvas), _per_position(next_noise_level, canvas)
         ratio, fresh = self._bridge(canvas, level, next_level)
@@ -185,8 +190,9 @@ class _MaskingNoise(Noise):
                 f"vocab_size {self.vocab_size}. Pass the id of a token that never occurs in text."
             )
 
-    def masked(self, canvas: Tensor) -> Tensor:
-        return canvas == self.mask_token_id
+    @property
+    def mask_token(self) -> int:
+        return self.mask_token_id
 
     @property
     def _num_uniform(self) -> int:

@@ -4,12 +4,13 @@ Researchers read it, change a field with `dataclasses.replace`, splice rows of o
 not a tensor (the noise process) is a frozen value that keys a CUDA graph and never changes inside a canvas.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from dgemma import draws
 
@@ -39,6 +40,7 @@ class DenoiseState:
     next_noise_level: Tensor  # (B,) float64
     temperature: Tensor  # (B,) float32
     seeds: Tensor  # (B,) int64
+    rows: Tensor  # (B,) int64: which rows of the whole batch these are
     noise: "Noise"
     allowed: Tensor | None = None  # bool, broadcastable to (B, C, V)
     self_cond: "Prediction | Tensor | None" = None  # what the next forward is conditioned on
@@ -58,6 +60,34 @@ class DenoiseState:
     def device(self) -> torch.device:
         return self.canvas.device
 
+    def select(self, rows: Tensor) -> "DenoiseState":
+        """Some rows of the state: rows (R,) int64 → batch size R. Memory follows; its tensors have rows first.
+
+        Example: `state.select(torch.tensor([0, 2]))`.
+        """
+        return self._map_rows(lambda tensor: tensor.index_select(0, rows))
+
+    def splice(self, rows: Tensor, donor: "DenoiseState") -> "DenoiseState":
+        """This state with `rows` (R,) replaced by the rows of a donor of batch size R: transplant another run's canvas.
+
+        Example: `state.splice(torch.tensor([1]), other.select(torch.tensor([0])))`.
+        """
+        donors = iter(_row_tensors(donor))
+        mine = len(_row_tensors(self))
+        if mine != len(_row_tensors(donor)):
+            raise ValueError(
+                "DenoiseState.splice must get a donor with the same fields present (self_cond, allowed, memory); "
+                "take both states after the same number of steps under the same sampler."
+            )
+        return self._map_rows(lambda tensor: tensor.index_copy(0, rows, next(donors).to(tensor.dtype)))
+
+    def _map_rows(self, transform: Callable[[Tensor], Tensor]) -> "DenoiseState":
+        """Apply a function to every tensor that has one entry per row."""
+        changes: dict[str, Any] = {}
+        for name, value in _row_fields(self).items():
+            changes[name] = tree_map(lambda x: transform(x) if isinstance(x, Tensor) else x, value)
+        return replace(self, **changes)
+
     def uniform(self, purpose: str) -> Tensor:
         """One uniform in [0, 1) per position, (B, C) float64: a function of (seed, block, step, position, purpose)."""
         if purpose in self.injected:
@@ -69,3 +99,18 @@ class DenoiseState:
         if purpose in self.injected:
             return self.injected[purpose]
         return draws.uniform(self.seeds, self.block, self.step, 1, purpose)[:, 0]
+
+
+def _row_fields(state: DenoiseState) -> dict[str, Any]:
+    """The fields whose tensors have one entry per row, the lazy prediction as logits and `allowed` expanded to rows."""
+    values = {f.name: getattr(state, f.name) for f in fields(state) if f.name != "noise"}
+    if state.self_cond is not None and not isinstance(state.self_cond, Tensor):
+        values["self_cond"] = state.self_cond.logits
+    if state.allowed is not None:
+        if state.allowed.shape[0] == 1:
+            del values["allowed"]  # the same for every row
+    return values
+
+
+def _row_tensors(state: DenoiseState) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(list(_row_fields(state).values())) if isinstance(leaf, Tensor)]

@@ -1,0 +1,82 @@
+"""dgemma: text diffusion, readable and fast. Start with `generate.py`."""
+
+from dgemma import presets
+from dgemma.config import Conventions, GenerationDefaults, ModelConfig
+from dgemma.generate import BlockCommit, Generation, Knobs, StepRecord, generate, start_state, step, stream
+from dgemma.model import CacheMark, DiffusionGemma, PrefixCache
+from dgemma.noise import HybridNoise, MaskNoise, Noise, UniformNoise
+from dgemma.prediction import Prediction
+from dgemma.sampling import (
+    KLASS,
+    P2,
+    Ancestral,
+    BlockRefinement,
+    Confidence,
+    ConfidenceGap,
+    ConstantTemperature,
+    Decision,
+    EndOfText,
+    EntropyBound,
+    FactorThreshold,
+    FirstHitting,
+    LeaveOneOutGibbs,
+    LinearTemperature,
+    ReMDM,
+    Sampler,
+    StableAndConfident,
+    StepCap,
+    StopRule,
+    Threshold,
+    TokenEditing,
+    Unchanged,
+)
+from dgemma.state import DenoiseState
+from dgemma.tokenizer import ByteTokenizer, Tokenizer
+
+__all__ = [
+    "KLASS",
+    "P2",
+    "Ancestral",
+    "BlockCommit",
+    "BlockRefinement",
+    "ByteTokenizer",
+    "CacheMark",
+    "Confidence",
+    "ConfidenceGap",
+    "ConstantTemperature",
+    "Conventions",
+    "Decision",
+    "DenoiseState",
+    "DiffusionGemma",
+    "EndOfText",
+    "EntropyBound",
+    "FactorThreshold",
+    "FirstHitting",
+    "Generation",
+    "GenerationDefaults",
+    "HybridNoise",
+    "Knobs",
+    "LeaveOneOutGibbs",
+    "LinearTemperature",
+    "MaskNoise",
+    "ModelConfig",
+    "Noise",
+    "Prediction",
+    "PrefixCache",
+    "ReMDM",
+    "Sampler",
+    "StableAndConfident",
+    "StepCap",
+    "StepRecord",
+    "StopRule",
+    "Threshold",
+    "TokenEditing",
+    "Tokenizer",
+    "Unchanged",
+    "UniformNoise",
+    "generate",
+    "presets",
+    "start_state",
+    "step",
+    "stream",
+]

@@ -1,0 +1,432 @@
+"""The spine: text emerges from noise, canvas by canvas. Read this file first.
+
+    prompt → encode → [ a canvas of noise → (predict → decide → refill → stop?) × steps → commit ] × blocks → tokens
+
+`step` is one pass of the inner loop, pure and public; `stream` is both loops, as a generator of what happens;
+`generate` drains it.
+"""
+
+import math
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from dgemma import arguments, draws
+from dgemma.arguments import Span
+from dgemma.config import GenerationDefaults, ModelConfig
+from dgemma.model.cache import PrefixCache
+from dgemma.noise import Noise, UniformNoise
+from dgemma.prediction import Prediction, Top
+from dgemma.sampling.base import Sampler
+from dgemma.sampling.entropy_bound import EntropyBound
+from dgemma.sampling.stopping import StableAndConfident, StopRule
+from dgemma.sampling.temperature import ConstantTemperature, LinearTemperature, Temperature
+from dgemma.state import DenoiseState
+
+if TYPE_CHECKING:
+    from dgemma.trajectory import Trajectory
+
+
+class Denoiser(Protocol):
+    """What `generate` needs of a model: the reference `DiffusionGemma`, the fused engine, or a fake in a test."""
+
+    config: ModelConfig
+    generation: GenerationDefaults
+
+    @property
+    def device(self) -> torch.device: ...
+    def encode(
+        self, tokens: Tensor, cache: PrefixCache | None = None, attention_mask: Tensor | None = None
+    ) -> PrefixCache: ...
+    def denoise(
+        self, canvas: Tensor, cache: PrefixCache, self_cond: Prediction | Tensor | None = None
+    ) -> Prediction: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knobs:
+    """How a canvas is denoised; any of it may change between two steps."""
+
+    sampler: Sampler
+    temperature: Temperature
+    stop: StopRule | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """What one step saw and did. B rows, C positions; `state` is the one after the step."""
+
+    block: Tensor  # (B,)
+    step: Tensor  # (B,)
+    seeds: Tensor  # (B,)
+    temperature: Tensor  # (B,)
+    canvas: Tensor  # (B, C) that was predicted from
+    argmax: Tensor  # (B, C)
+    entropy: Tensor  # (B, C)
+    confidence: Tensor  # (B, C)
+    accepted: Tensor  # (B, C) bool: written
+    renoised: Tensor  # (B, C) bool: returned to noise
+    active: Tensor  # (B,) bool: rows that were not done before the step
+    rows: Tensor  # (B,) which rows of the whole batch these are: finished ones leave and cost nothing more
+    prediction: Prediction  # the shaped one
+    state: DenoiseState
+    knobs: Knobs
+
+    def top(self, k: int) -> Top:
+        """The k best candidates of every position, computed when asked."""
+        return self.prediction.top(k)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockCommit:
+    """A finished block: tokens (B, C), padded after a row's stop token; `finished` rows (B,) write no more."""
+
+    block: int
+    tokens: Tensor
+    finished: Tensor
+    steps: Tensor  # (B,) forwards each row needed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """The result. tokens (B, P + N) and new_tokens (B, N); steps (B, blocks) counts forwards; see `generate`."""
+
+    tokens: Tensor
+    new_tokens: Tensor
+    steps: Tensor
+    tokens_per_forward: Tensor  # (B,): new tokens that are not padding / forwards while the row was unfinished
+    cache: PrefixCache
+    trajectory: "Trajectory | None"
+
+
+Changes = DenoiseState | Mapping[str, Any] | None
+OnStep = Callable[[StepRecord], Changes]
+Events = Generator[StepRecord | BlockCommit, Changes, Generation]
+
+
+def step(
+    denoiser: Denoiser, state: DenoiseState, *, cache: PrefixCache, knobs: Knobs
+) -> tuple[DenoiseState, StepRecord]:
+    """One denoising step: predict every position, decide, refill what was refused, test for the end.
+
+    Pure, and without host synchronisation: all that varies lives in `state`. Drive it yourself to change a knob, splice
+    a row or plant a canvas between two steps.
+
+    Example: `state, record = step(model, state, cache=cache, knobs=Knobs(sampler=EntropyBound(), temperature=...))`.
+    """
+    raw = denoiser.denoise(state.canvas, cache, self_cond=state.self_cond)
+    prediction = raw.shape(temperature=state.temperature, allowed=state.allowed, top_k=knobs.top_k, top_p=knobs.top_p)
+    decision = knobs.sampler(prediction, state)
+
+    free = ~state.frozen & ~state.done[:, None]
+    write = decision.write & free
+    renoise = decision.renoise & free & ~write
+    canvas = torch.where(renoise, state.noise.refill(state), state.canvas)
+    canvas = torch.where(write, decision.tokens, canvas)
+    if state.noise.kind in knobs.sampler.redecides:
+        still_open = ~state.frozen
+    else:
+        still_open = ((state.open & ~write) | renoise | state.noise.masked(canvas)) & ~state.frozen
+    after = replace(
+        state,
+        canvas=canvas,
+        open=torch.where(state.done[:, None], state.open, still_open),
+        memory=decision.memory,
+        self_cond=prediction,
+        **_clock(state.noise, knobs.temperature, state.step + 1, state.num_steps),
+    )
+
+    final = torch.where(state.frozen, state.canvas, knobs.sampler.final(prediction, after))
+    after = replace(after, draft=torch.where(state.done[:, None], state.draft, final))
+    if knobs.stop is not None:
+        done, stop_memory = knobs.stop(prediction, after)
+        after = replace(after, done=state.done | done, stop_memory=stop_memory)
+    record = StepRecord(
+        block=state.block,
+        step=state.step,
+        seeds=state.seeds,
+        temperature=state.temperature,
+        canvas=state.canvas,
+        argmax=prediction.argmax,
+        entropy=prediction.entropy,
+        confidence=prediction.confidence,
+        accepted=write,
+        renoised=renoise,
+        active=~state.done,
+        rows=state.rows,
+        prediction=prediction,
+        state=after,
+        knobs=knobs,
+    )
+    return after, record
+
+
+def start_state(
+    knobs: Knobs,
+    noise: Noise,
+    *,
+    seeds: Tensor,
+    canvas_len: int,
+    num_steps: int,
+    block: int = 0,
+    rows: Tensor | None = None,
+    canvas: Tensor | None = None,
+    frozen: Tensor | None = None,
+    allowed: Tensor | None = None,
+    noise_level: float = 1.0,
+) -> DenoiseState:
+    """A canvas about to be denoised: noise, or `canvas` (B, C) of yours, where -1 asks for noise at that position.
+
+    frozen (B, C) bool never changes; allowed is boolean and broadcastable to (B, C, V). A noise_level below 1 skips the
+    steps above it, to edit a canvas that is only partly noise.
+
+    Example: `start_state(knobs, UniformNoise(512), seeds=torch.arange(2), canvas_len=32, num_steps=16)`.
+    """
+    batch_size, device = seeds.shape[0], seeds.device
+    block_index = torch.full((batch_size,), block, device=device)
+    first_step = round((1 - float(noise.schedule.time(torch.tensor(1 - noise_level, dtype=torch.float64)))) * num_steps)
+    num_steps_row = torch.full((batch_size,), num_steps, device=device)
+    u = draws.uniform(seeds, block_index, torch.zeros_like(block_index), canvas_len, "prior")
+    fresh = noise.prior(u, allowed=allowed)
+    start = fresh if canvas is None else torch.where(canvas < 0, fresh, canvas)
+    if frozen is None:
+        frozen = torch.zeros(batch_size, canvas_len, dtype=torch.bool, device=device)
+    mask_token = noise.mask_token
+    if mask_token is not None:  # noise, never a proposal
+        proposable = torch.arange(noise.vocab_size, device=device) != mask_token
+        allowed = proposable[None, None] if allowed is None else allowed & proposable
+    still_open = noise.masked(start) if noise.kind == "mask" else torch.ones_like(frozen)
+    state = DenoiseState(
+        canvas=start,
+        open=still_open & ~frozen,
+        frozen=frozen,
+        draft=start,
+        done=torch.zeros(batch_size, dtype=torch.bool, device=device),
+        block=block_index,
+        num_steps=num_steps_row,
+        seeds=seeds,
+        rows=torch.arange(batch_size, device=device) if rows is None else rows,
+        noise=noise,
+        allowed=allowed,
+        **_clock(noise, knobs.temperature, torch.full_like(block_index, min(first_step, num_steps - 1)), num_steps_row),
+    )
+    state = replace(state, memory=knobs.sampler.start(state))
+    return state if knobs.stop is None else replace(state, stop_memory=knobs.stop.start(state))
+
+
+def _clock(noise: Noise, temperature: Temperature, step: Tensor, num_steps: Tensor) -> dict[str, Tensor]:
+    """All that follows from the step's number: noise before and after it, and the temperature it runs at; (B,) each."""
+    time = 1 - step.double() / num_steps
+    next_time = (1 - (step + 1).double() / num_steps).clamp(min=0.0)
+    return {
+        "step": step,
+        "noise_level": 1 - noise.schedule.alpha(time),
+        "next_noise_level": 1 - noise.schedule.alpha(next_time),
+        "temperature": temperature(step, num_steps),
+    }
+
+
+def stream(
+    model: Denoiser,
+    prompt_tokens: Tensor,
+    *,
+    max_new_tokens: int | None = None,
+    steps: int | None = None,
+    noise: Noise | None = None,
+    sampler: Sampler | None = None,
+    temperature: Temperature | float | None = None,
+    stop: StopRule | None | Literal["checkpoint"] = "checkpoint",
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | Sequence[int] | Tensor = 0,
+    cache: PrefixCache | None = None,
+    canvas: Tensor | None = None,
+    frozen: Tensor | None = None,
+    allowed: Tensor | Sequence[int] | Sequence[Sequence[int]] | None = None,
+    attention_mask: Tensor | None = None,
+    eos_token_ids: Iterable[int] | None = None,
+    noise_level: float = 1.0,
+) -> Events:
+    """`generate` as a stream: yields a `StepRecord` after every step and a `BlockCommit` after every block.
+
+    For any batch size. Arguments as for `generate`, whose result is the generator's return value. Whatever is sent in
+    after a `StepRecord` (a changed state, or a dictionary with "state" and knobs) holds from the next step on.
+
+    Example: `for event in stream(model, prompt): print(event.state.draft if isinstance(event, StepRecord) else "|")`.
+    """
+    defaults, config = model.generation, model.config
+    if temperature is None:
+        temperature = LinearTemperature(start=defaults.t_max, end=defaults.t_min)
+    if stop == "checkpoint":
+        stop = StableAndConfident(stability=defaults.stability_threshold, confidence=defaults.confidence_threshold)
+    knobs = Knobs(
+        sampler=EntropyBound(bound=defaults.entropy_bound) if sampler is None else sampler,
+        temperature=ConstantTemperature(value=temperature) if isinstance(temperature, int | float) else temperature,
+        stop=stop,
+        top_k=top_k,
+        top_p=top_p,
+    )
+    noise = UniformNoise(config.vocab_size) if noise is None else noise
+    max_new_tokens = defaults.max_new_tokens if max_new_tokens is None else max_new_tokens
+    num_steps = defaults.max_denoising_steps if steps is None else steps
+    arguments.check_sampler(knobs.sampler, noise, config)
+    arguments.check_counts(max_new_tokens=max_new_tokens, steps=num_steps, noise_level=noise_level)
+    arguments.check_prompt(prompt_tokens, cache, config, max_new_tokens)
+    span = arguments.read_span(canvas, frozen, allowed, prompt_tokens, noise, max_new_tokens)
+    seeds = arguments.read_seeds(seed, prompt_tokens)
+    eos = torch.tensor(
+        sorted(defaults.eos_token_id if eos_token_ids is None else eos_token_ids), device=prompt_tokens.device
+    )
+    num_blocks = math.ceil(max_new_tokens / config.canvas_length)
+    return _stream(
+        model, prompt_tokens, cache, attention_mask, noise, knobs, num_blocks, num_steps, seeds, eos, span, noise_level
+    )
+
+
+@torch.no_grad()
+def generate(
+    model: Denoiser,
+    prompt_tokens: Tensor,
+    *,
+    on_step: OnStep | None = None,
+    record: bool = False,
+    progress: bool = True,
+    **options: Any,
+) -> Generation:
+    """Write up to `max_new_tokens` after prompt_tokens (B, P), canvas by canvas.
+
+    max_new_tokens rounds up to whole canvases. `steps` caps the forwards per canvas. `noise` is the process, `sampler`
+    decides what is kept, `temperature` (a schedule or a number), `top_k` and `top_p` shape every prediction, `stop`
+    ends a canvas early (None: never). What is left out is the checkpoint's own, which for the published model means
+    256 tokens, 48 steps, UniformNoise, EntropyBound(0.1), temperature 0.8 → 0.4, StableAndConfident.
+
+    An int `seed` s gives row i the seed s + i. With `cache`, prompt_tokens are only what is new. `canvas` (B, N) starts
+    from tokens of yours (-1: noise), `frozen` (B, N) bool pins some of them, `allowed` restricts tokens: boolean,
+    broadcastable to (B, N, V), a list of ids for all positions, or one list per position. Rows that write a stop token
+    (`eos_token_ids`) are padded after it and cost nothing more.
+
+    `on_step(record)` sees every `StepRecord` and may return a changed `record.state`, or a dictionary of changes:
+    "state" and any of `Knobs`. `record=True` keeps a `Trajectory`. A progress bar shows on terminals when runs are long.
+
+    Example: `dgemma.generate(model, prompt_tokens, max_new_tokens=64, seed=1).new_tokens`.
+    """
+    events = stream(model, prompt_tokens, **options)
+    trajectory: Trajectory | None = None
+    if record:
+        from dgemma.trajectory import Trajectory  # which replays runs, and so needs this file
+
+        trajectory = Trajectory.start(model, prompt_tokens, options)
+    changes = None
+    with tqdm(desc="denoising", unit="step", delay=2.0, leave=False, disable=None if progress else True) as bar:
+        while True:
+            try:
+                event = events.send(changes)
+            except StopIteration as finished:
+                return replace(finished.value, trajectory=trajectory)
+            changes = None
+            if isinstance(event, StepRecord):
+                bar.update()
+                changes = on_step(event) if on_step is not None else None
+                if trajectory is not None:
+                    trajectory.add_step(event)
+            elif trajectory is not None:
+                trajectory.add_commit(event)
+
+
+def _stream(
+    model: Denoiser,
+    prompt: Tensor,
+    cache: PrefixCache | None,
+    attention_mask: Tensor | None,
+    noise: Noise,
+    knobs: Knobs,
+    num_blocks: int,
+    num_steps: int,
+    seeds: Tensor,
+    eos: Tensor,
+    span: Span,
+    noise_level: float,
+) -> Events:
+    batch_size, canvas_len, pad = prompt.shape[0], model.config.canvas_length, model.generation.pad_token_id
+    cache = model.encode(prompt, cache, attention_mask)
+    rows = torch.arange(batch_size, device=prompt.device)  # of the batch that still write
+    retired: list[tuple[Tensor, PrefixCache]] = []
+    blocks: list[Tensor] = []
+    forwards: list[Tensor] = []
+    for block in range(num_blocks):
+        state = start_state(
+            knobs,
+            noise,
+            seeds=seeds[rows],
+            canvas_len=canvas_len,
+            num_steps=num_steps,
+            block=block,
+            rows=rows,
+            noise_level=noise_level,
+            **span.block(block, canvas_len, rows),
+        )
+        drafts = torch.full((batch_size, canvas_len), pad, device=prompt.device)
+        num_forwards = torch.zeros(batch_size, dtype=torch.int64, device=prompt.device)
+        active_cache = cache
+        for _ in range(num_steps - int(state.step[0])):
+            num_forwards[state.rows] += 1
+            state, record = step(model, state, cache=active_cache, knobs=knobs)
+            state, knobs = _apply((yield record), state, knobs)
+            drafts[state.rows] = state.draft
+            if bool(state.done.any()):
+                working = (~state.done).nonzero()[:, 0]
+                if len(working) == 0:
+                    break
+                state, active_cache = state.select(working), active_cache.select(working)
+
+        tokens = drafts[rows]
+        ended = torch.isin(tokens, eos).cumsum(1)  # (R, C): stop tokens up to here
+        real = (ended == 0) | ((ended == 1) & torch.isin(tokens, eos))
+        tokens = torch.where(real, tokens, pad)
+        finished = ended[:, -1] > 0
+        cache = model.encode(tokens, cache, real)
+        drafts[rows] = tokens
+        blocks.append(drafts)
+        forwards.append(num_forwards)
+        if bool(finished.any()):
+            ends, goes_on = finished.nonzero()[:, 0], (~finished).nonzero()[:, 0]
+            retired.append((rows[ends], cache.select(ends)))
+            rows, cache = rows[goes_on], cache.select(goes_on)
+        all_finished = torch.ones(batch_size, dtype=torch.bool, device=prompt.device)
+        all_finished[rows] = False
+        yield BlockCommit(block=block, tokens=drafts, finished=all_finished, steps=num_forwards)
+        if len(rows) == 0:
+            break
+
+    new_tokens, steps = torch.cat(blocks, dim=1), torch.stack(forwards, dim=1)
+    return Generation(
+        tokens=torch.cat((prompt, new_tokens), dim=1),
+        new_tokens=new_tokens,
+        steps=steps,
+        tokens_per_forward=(new_tokens != pad).sum(1) / steps.sum(1),
+        cache=PrefixCache.join([*retired, (rows, cache)]) if retired else cache,
+        trajectory=None,
+    )
+
+
+def _apply(changes: Changes, state: DenoiseState, knobs: Knobs) -> tuple[DenoiseState, Knobs]:
+    """What a callback asked for, from the next step on."""
+    if changes is None:
+        return state, knobs
+    if isinstance(changes, DenoiseState):
+        return changes, knobs
+    changes = dict(changes)
+    state = changes.pop("state", state)
+    unknown = sorted(changes.keys() - {field.name for field in fields(Knobs)})
+    if unknown:
+        raise ValueError(
+            f"on_step may change state, {', '.join(f.name for f in fields(Knobs))}; got {', '.join(unknown)}. "
+            f"Return None, a DenoiseState, or a dictionary of those names."
+        )
+    return state, replace(knobs, **changes)

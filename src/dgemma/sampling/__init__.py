@@ -1,0 +1,42 @@
+"""Samplers, stop rules and temperatures: one policy a file. `base.py` says what a sampler is."""
+
+from dgemma.sampling.ancestral import Ancestral
+from dgemma.sampling.base import Decision, Sampler
+from dgemma.sampling.confidence import Confidence
+from dgemma.sampling.editing import TokenEditing
+from dgemma.sampling.entropy_bound import EntropyBound
+from dgemma.sampling.first_hitting import FirstHitting
+from dgemma.sampling.gibbs import LeaveOneOutGibbs
+from dgemma.sampling.klass import KLASS
+from dgemma.sampling.p2 import P2
+from dgemma.sampling.refinement import BlockRefinement
+from dgemma.sampling.remdm import ReMDM
+from dgemma.sampling.stopping import ConfidenceGap, EndOfText, StableAndConfident, StepCap, StopRule, Unchanged
+from dgemma.sampling.temperature import ConstantTemperature, LinearTemperature, Temperature
+from dgemma.sampling.threshold import FactorThreshold, Threshold
+
+__all__ = [
+    "KLASS",
+    "P2",
+    "Ancestral",
+    "BlockRefinement",
+    "Confidence",
+    "ConfidenceGap",
+    "ConstantTemperature",
+    "Decision",
+    "EndOfText",
+    "EntropyBound",
+    "FactorThreshold",
+    "FirstHitting",
+    "LeaveOneOutGibbs",
+    "LinearTemperature",
+    "ReMDM",
+    "Sampler",
+    "StableAndConfident",
+    "StepCap",
+    "StopRule",
+    "Temperature",
+    "Threshold",
+    "TokenEditing",
+    "Unchanged",
+]
