@@ -16,7 +16,7 @@ of a later one may depend on what an earlier one drew. Rows that end in the same
 Cells known here: "token" (the inverse CDF of the prediction) and "noise" (refill, only where something returns to
 noise). For every other purpose pass `cells={"event": f}` with f(prediction, state) returning one of
   - inner boundaries (R, C, n), ascending in [0, 1], for a uniform per position (repeat a boundary for an empty cell);
-  - inner boundaries (R, n) for a `state.row_uniform`;
+  - inner boundaries (R, n) for a `state.row_uniform`, n = 0 if the decision does not depend on it;
   - `Points(values (R, n, C) or (R, n), weights (R, n))` for joint draws that are no product of cells, e.g. an ordering
     by uniforms: `permutations(state)` gives every order of the positions with equal weight.
 R counts the rows of `state`, whose `injected` holds the purposes already drawn (`state.uniform("token")` works).
@@ -39,9 +39,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from dgemma.generate import Knobs, step
 from dgemma.noise import HybridNoise, MaskNoise, Noise, UniformNoise
 from dgemma.prediction import Prediction
 from dgemma.sampling.base import Decision, Sampler
+from dgemma.sampling.temperature import ConstantTemperature
 from dgemma.state import DenoiseState
 
 LENGTH, NUM_TOKENS, MASK = 3, 3, 3
@@ -159,10 +161,11 @@ def initial(noise: Noise, sampler: Sampler, steps: int, stop: Any = None) -> Law
 
 
 def fresh_state(canvas: Tensor, noise: Noise, steps: int) -> DenoiseState:
-    """A state at step 0 over the given canvases, everything open."""
+    """A state at step 0 over the given canvases (R, C), everything open."""
     rows = canvas.shape[0]
     zeros = torch.zeros(rows, dtype=torch.int64)
-    state = DenoiseState(
+    time = torch.ones(rows, dtype=torch.float64)
+    return DenoiseState(
         canvas=canvas,
         open=torch.ones_like(canvas, dtype=torch.bool),
         frozen=torch.zeros_like(canvas, dtype=torch.bool),
@@ -171,41 +174,45 @@ def fresh_state(canvas: Tensor, noise: Noise, steps: int) -> DenoiseState:
         block=zeros,
         step=zeros,
         num_steps=zeros + steps,
-        noise_level=torch.zeros(rows, dtype=torch.float64),
-        next_noise_level=torch.zeros(rows, dtype=torch.float64),
+        noise_level=1 - noise.schedule.alpha(time),
+        next_noise_level=1 - noise.schedule.alpha(time - 1 / steps),
         temperature=torch.ones(rows),
         seeds=zeros,
+        rows=torch.arange(rows),
         noise=noise,
     )
-    return at_step(state, zeros)
 
 
-def at_step(state: DenoiseState, step: Tensor) -> DenoiseState:
-    """The clock set to a step (R,): levels from the noise's schedule, the last step ending at level 0."""
-    levels = [1 - state.noise.schedule.alpha(1 - (step + n) / state.num_steps.double()) for n in (0, 1)]
-    levels[1] = torch.where(step + 1 >= state.num_steps, 0.0, levels[1])
-    return replace(state, step=step, noise_level=levels[0], next_noise_level=levels[1])
+class _Predicted(NamedTuple):
+    """A denoiser that has already been asked."""
+
+    prediction: Prediction
+
+    def denoise(self, canvas: Tensor, cache: Any, self_cond: Any = None) -> Prediction:
+        return self.prediction
+
+
+class _Decided(Sampler):
+    """A sampler that has already been asked."""
+
+    def __init__(self, sampler: Sampler, decision: Decision) -> None:
+        self.sampler, self.decision = sampler, decision
+        self.redecides = sampler.redecides
+
+    def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
+        return self.decision
+
+    def final(self, prediction: Prediction, state: DenoiseState) -> Tensor:
+        return self.sampler.final(prediction, state)
 
 
 def update(
-    prediction: Prediction, decision: Decision, sampler: Sampler, state: DenoiseState, stop: Any
+    prediction: Prediction, decision: Decision, sampler: Sampler, state: DenoiseState, stop: Any = None
 ) -> DenoiseState:
-    """What the step does with a decision: the canvas, open positions, clock, draft and done flags that follow."""
-    alive = ~state.done[:, None] & ~state.frozen
-    write, renoise = decision.write & alive, decision.renoise & alive & ~decision.write
-    canvas = torch.where(renoise, state.noise.refill(state), state.canvas) if renoise.any() else state.canvas
-    canvas = torch.where(write, decision.tokens, canvas)
-    if state.noise.kind in sampler.redecides:
-        open_ = ~state.frozen
-    else:
-        open_ = (state.open & ~(write & ~state.noise.masked(decision.tokens))) | renoise
-    new = at_step(replace(state, canvas=canvas, open=open_, memory=decision.memory, injected={}), state.step + 1)
-    draft = torch.where(state.done[:, None] | state.frozen, state.draft, sampler.final(prediction, new))
-    new = replace(new, draft=draft)
-    if stop is not None:
-        done, memory = stop(prediction, new)
-        new = replace(new, done=new.done | done, stop_memory=memory)
-    return new
+    """What the real step makes of a decision: the state after it."""
+    knobs = Knobs(sampler=_Decided(sampler, decision), temperature=ConstantTemperature(value=1.0), stop=stop)
+    after, _ = step(_Predicted(prediction), state, cache=None, knobs=knobs)
+    return replace(after, injected={}, self_cond=None)
 
 
 def propagate(
@@ -220,11 +227,13 @@ def propagate(
     independent: bool = False,
     until_closed: bool = False,
     start: Law | None = None,
+    level: Callable[[DenoiseState], Tensor] = lambda state: state.noise_level,
 ) -> Result:
     """The exact law of what `sampler` commits after `steps` steps, and the expected number of forwards.
 
     shape: arguments for `Prediction.shape`. until_closed: a canvas ends when nothing in it is open (commits persist).
-    start: a law to begin with instead of pure noise; its clock runs on from where it stands.
+    start: a law to begin with instead of pure noise; its clock runs on from where it stands. level: what the denoiser
+    is told, (R,), for a sampler that keeps a clock of its own.
     """
     denoiser = denoiser if denoiser is not None else Denoiser(noise)
     law = start if start is not None else initial(noise, sampler, steps, stop)
@@ -234,7 +243,8 @@ def propagate(
         nfe += law.weight[~ended].sum().item()
         running = _split(law, ~ended)
         if len(running.weight):
-            running = advance(running, sampler, denoiser, cells or {}, stop, shape or {}, independent)
+            net = denoiser.at(level(running.state)) if hasattr(denoiser, "at") else denoiser
+            running = advance(running, sampler, net, cells or {}, stop, shape or {}, independent)
         law = _concat(_split(law, ended), running)
     codes = torch.where((law.state.draft < NUM_TOKENS).all(-1), law.state.draft @ torch.tensor([9, 3, 1]), 27)
     total = torch.zeros(28, dtype=torch.float64).index_add(0, codes, law.weight)
@@ -251,8 +261,7 @@ def advance(
     independent: bool = False,
 ) -> Law:
     """One step of the law."""
-    net = denoiser.at(law.state.noise_level) if hasattr(denoiser, "at") else denoiser
-    prediction = net.denoise(law.state.canvas, None).shape(**(shape or {}))
+    prediction = denoiser.denoise(law.state.canvas, None).shape(**(shape or {}))
     parents = torch.arange(len(law.weight))
     rows = _Rows(law.state, prediction, parents, torch.ones(len(parents), LENGTH if independent else 1).double())
     rows, decision = _run(rows, sampler, cells, independent)
@@ -332,7 +341,8 @@ def _expand(rows: _Rows, purpose: str, cells: "Tensor | Points", independent: bo
     else:
         per_row = cells.dim() == 2
         cells = cells[:, None] if per_row else cells.expand(num_rows, LENGTH, -1)  # (R, C or 1, n)
-        ends = torch.cat([torch.zeros_like(cells[..., :1]), cells, torch.ones_like(cells[..., :1])], -1).clamp(0, 1)
+        ends = torch.nn.functional.pad(cells, (1, 0), value=0.0)
+        ends = torch.nn.functional.pad(ends, (0, 1), value=1.0).clamp(0, 1)
         width = ends.diff(dim=-1).clamp(min=0)  # (R, C, n + 1)
         num_cells = width.shape[-1]
         if independent and not per_row:
@@ -384,7 +394,8 @@ def _product(law: Law, new: DenoiseState, rows: _Rows) -> Law:
 
 def _merge(law: Law) -> Law:
     """Equal states become one."""
-    columns = [_columns(leaf) for leaf in _leaves(law.state) if isinstance(leaf, Tensor)]
+    told_apart = {name: value for name, value in _fields(law.state).items() if name != "rows"}
+    columns = [_columns(leaf) for leaf in pytree.tree_leaves(told_apart) if isinstance(leaf, Tensor)]
     _, group = torch.cat(columns, dim=-1).unique(dim=0, return_inverse=True)
     weight = torch.zeros(int(group.max()) + 1, dtype=torch.float64).index_add(0, group, law.weight)
     first = torch.full_like(weight, len(group), dtype=torch.int64)
@@ -400,10 +411,6 @@ def _columns(leaf: Tensor) -> Tensor:
 
 def _fields(state: Any) -> dict[str, Any]:
     return {name: getattr(state, name) for name in type(state).__dataclass_fields__ if name != "noise"}
-
-
-def _leaves(state: Any) -> list[Any]:
-    return pytree.tree_leaves(_fields(state))
 
 
 def _take(value: Any, index: Tensor) -> Any:

@@ -61,7 +61,10 @@ class Noise:
         return self._draw(u, torch.ones_like(u), allowed)
 
     def refill(self, state: DenoiseState) -> Tensor:
-        """Noise for positions that return to it, at the level the step ends on, (B, C)."""
+        """Noise for positions that return to it, at the level the step ends on, (B, C).
+
+        Example: `torch.where(decision.renoise, noise.refill(state), state.canvas)`.
+        """
         return self._draw(state.uniform("noise"), state.next_noise_level, state.allowed)
 
     def corrupt(self, tokens: Tensor, noise_level: Tensor, u_event: Tensor, u_token: Tensor) -> Tensor:
@@ -73,7 +76,10 @@ class Noise:
         return torch.where(u_event < self.clean_share(level), tokens, self._draw(u_token, level, None))
 
     def marginal(self, x_probs: Tensor, alpha: Tensor) -> Tensor:
-        """q(z | x) where x is itself a distribution: x_probs (..., V), alpha broadcastable to (...) → (..., V)."""
+        """q(z | x) where x is itself a distribution: x_probs (..., V), alpha broadcastable to (...) → (..., V).
+
+        Example: `MaskNoise(5).marginal(torch.eye(5)[0], torch.tensor(0.7))` is 0.7 for token 0 and 0.3 for the mask.
+        """
         level = (1 - alpha)[..., None]
         return self.clean_share(level) * x_probs + self._weight(self._ids(x_probs), level)
 
@@ -82,6 +88,8 @@ class Noise:
 
         With a leave-one-out prediction as x this is the exact reverse kernel; with the mean it is not. A token that no
         noise can have produced is copied.
+
+        Example: `noise.posterior(canvas, loo.logits.softmax(-1), alpha_t[:, None], alpha_s[:, None])`.
         """
         ratio, fresh = self._bridge(z_t, 1 - alpha_t, 1 - alpha_s)
         stays = self._ids(x_probs) == z_t[..., None]
@@ -95,6 +103,8 @@ class Noise:
         """How z_s is reached given x0: the probabilities of becoming x0 and of staying; the rest is fresh noise.
 
         x0, canvas: (B, C) → two (B, C). A token that no noise can have produced stays for certain.
+
+        Example: `clean, stay = noise.routes(x0, canvas, noise_level, next_noise_level)`.
         """
         level, next_level = _per_position(noise_level, canvas), _per_position(next_noise_level, canvas)
         ratio, fresh = self._bridge(canvas, level, next_level)
@@ -110,6 +120,8 @@ class Noise:
 
         With x0 from the mean prediction this is the exact reverse step of each position. The event and the token have
         their own uniforms, so an event of probability 1e-7 keeps it.
+
+        Example: `noise.transition(prediction.sample(state.uniform("token")), state)`.
         """
         clean, stay = self.routes(x0, state.canvas, state.noise_level, state.next_noise_level)
         u = state.uniform("event")
@@ -120,21 +132,27 @@ class Noise:
 
         Exact for the level the network believes in. A token that no noise can have produced leaves nothing to undo
         (its leave-one-out law cannot be read off the mean), and its logits come back unchanged.
+
+        Example: `noise.to_loo(prediction.logits, state.canvas, state.noise_level)`.
         """
         return logits - self._evidence(logits, z, noise_level)
 
     def to_mean(self, logits: Tensor, z: Tensor, noise_level: Tensor) -> Tensor:
-        """From p(x0 | z without this position) to p(x0 | z), the inverse of `to_loo`; certain where z is no noise."""
+        """From p(x0 | z without this position) to p(x0 | z), the inverse of `to_loo`; certain where z is no noise.
+
+        Example: `noise.to_mean(prediction.logits, state.canvas, state.noise_level)`.
+        """
         observed = self._ids(logits) == z[..., None]
         impossible = self._weight(z, _per_position(noise_level, z)) <= 0
         certain = torch.where(observed, 0.0, -torch.inf).to(logits.dtype)
         return torch.where(impossible[..., None], certain, logits + self._evidence(logits, z, noise_level))
 
     def _evidence(self, logits: Tensor, z: Tensor, noise_level: Tensor) -> Tensor:
-        """log q(z | x)/q(z | another x), which is not zero only at x = z; (B, C, V), zero where no noise makes z."""
+        """log q(z | x = z) - log q(z | any other x) at x = z, (B, C, V); zero for a mask or where no noise makes z."""
         level = _per_position(noise_level, z)
         weight = self._weight(z, level)
-        bump = torch.log1p(self.clean_share(level) / torch.where(weight > 0, weight, torch.inf))
+        informative = (weight > 0) & ~self.masked(z)
+        bump = torch.log1p(self.clean_share(level) / torch.where(informative, weight, torch.inf))
         return torch.where(self._ids(logits) == z[..., None], bump[..., None], 0.0).to(logits.dtype)
 
     def _bridge(self, z_t: Tensor, level: Tensor, next_level: Tensor) -> tuple[Tensor, Tensor]:
@@ -220,7 +238,8 @@ class HybridNoise(_MaskingNoise):
     """GIDD: mask and uniform noise together, (1 - t)·x + t·mask + c·uniform over 1 + c, with t the noise level.
 
     c = B·(t(1 - t))^(gamma/2), and B is such that `uniform_share` of the tokens are random at t = 1/2. The uniform part
-    spares the mask token; both ends are pure, clean text at t = 0 and masks at t = 1.
+    spares the mask token; both ends are pure, clean text at t = 0 and masks at t = 1. α is 1 - t wherever it is asked
+    for, which is more than the share of clean tokens in between.
 
     Example: `HybridNoise(262144, mask_token_id=4, uniform_share=0.1)`.
     """
@@ -274,6 +293,9 @@ def _per_position(level: Tensor, tokens: Tensor) -> Tensor:
 
 def _pick(u: Tensor, allowed: Tensor) -> Tensor:
     """A uniform draw from each position's allowed ids, in their order: u (B, C), allowed (..., V) → (B, C)."""
-    ends = allowed.expand(*u.shape, allowed.shape[-1]).cumsum(-1)  # (B, C, V)
-    rank = torch.minimum((u[..., None] * ends[..., -1:]).long(), ends[..., -1:] - 1)
-    return torch.searchsorted(ends, rank, right=True)[..., 0]
+    ends = allowed.cumsum(-1, dtype=torch.int32)  # how many allowed ids there are up to each
+    # One set for all positions is searched as it is; (B, C, V) copies of a large vocabulary would be gigabytes.
+    ends = ends.flatten() if allowed.numel() == allowed.shape[-1] else ends.expand(*u.shape, -1).contiguous()
+    count = ends[..., -1]
+    rank = torch.minimum((u * count).int(), count - 1)
+    return torch.searchsorted(ends, rank if ends.dim() == 1 else rank[..., None], right=True).reshape(u.shape)

@@ -23,7 +23,7 @@ class Schedule:
         raise NotImplementedError
 
     def time(self, alpha: Tensor) -> Tensor:
-        """The t at which α is reached: the inverse of `alpha`."""
+        """The t at which α is reached: the inverse of `alpha`, and the nearest end where α is out of reach."""
         raise NotImplementedError
 
 
@@ -143,7 +143,8 @@ class Geometric(Schedule):
         return -math.log(self.sigma_max / self.sigma_min) * sigma * torch.exp(-sigma)
 
     def time(self, alpha: Tensor) -> Tensor:
-        return torch.log(-torch.log(alpha) / self.sigma_min) / math.log(self.sigma_max / self.sigma_min)
+        t = torch.log(-torch.log(alpha) / self.sigma_min) / math.log(self.sigma_max / self.sigma_min)
+        return t.clamp(0.0, 1.0)
 
     def _sigma(self, t: Tensor) -> Tensor:
         return self.sigma_min ** (1 - t) * self.sigma_max**t
@@ -175,7 +176,7 @@ class ClippedLinear(Schedule):
         return torch.full_like(t, self.low - self.high)
 
     def time(self, alpha: Tensor) -> Tensor:
-        return (1 - alpha - self.low) / (self.high - self.low)
+        return ((1 - alpha - self.low) / (self.high - self.low)).clamp(0.0, 1.0)
 
 
 @dataclass(frozen=True)

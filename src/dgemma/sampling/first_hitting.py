@@ -1,0 +1,40 @@
+"""First-hitting sampling: masked diffusion in continuous time, one token a step (arXiv:2409.02908)."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dgemma.prediction import Prediction
+from dgemma.sampling.base import Decision, Sampler
+from dgemma.state import DenoiseState
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstHitting(Sampler):
+    """Reveal one masked position, chosen uniformly, each step: exact for an exact network, at a forward per token.
+
+    With m masks left, the noise level at which the next one falls is the last level times u^(1/m), whatever the
+    schedule; the memory is that level, (B,), so `schedule.time(1 - memory)` is the reverse process's own clock.
+    Give it at least as many steps as there are masks: what is still open at the end becomes the argmax.
+
+    Example: `generate(model, tokens, noise=MaskNoise(vocab_size), sampler=FirstHitting(), steps=256)`.
+    """
+
+    valid_for: ClassVar[frozenset[str]] = frozenset({"mask"})
+
+    def start(self, state: DenoiseState) -> Tensor:
+        return state.noise_level
+
+    def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
+        rank = state.open.cumsum(-1)  # (B, C), from 1 at the first open position
+        num_open = rank[:, -1]
+        chosen = (state.row_uniform("position") * num_open).long() + 1  # (B,)
+        level = state.memory * state.row_uniform("clock") ** (1 / num_open.clamp(min=1))
+        return Decision(
+            tokens=prediction.sample(state.uniform("token")),
+            write=state.open & (rank == chosen[:, None]),
+            renoise=torch.zeros_like(state.open),
+            memory=torch.where(num_open > 0, level, state.memory),
+        )

@@ -1,0 +1,98 @@
+"""A Gibbs corrector for uniform diffusion: resample positions from their leave-one-out law (arXiv:2605.22765)."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from dgemma.prediction import Prediction
+from dgemma.sampling.base import Decision, Sampler
+from dgemma.state import DenoiseState
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaveOneOutGibbs(Sampler):
+    """Ancestral steps, each followed by `corrections` steps that stay at the level reached and repair the canvas.
+
+    A correction picks `num_positions` positions and redraws each from p(z at l | the rest) = α·loo + (1 - α)·uniform.
+    One position, picked without looking at the canvas, leaves the level's law exactly as it is; several at once, or
+    positions picked by what they show, do not. choice_temperature: None picks blindly; a number picks the positions of
+    least margin (how far the token shown leads its best rival), blurred by Gumbel noise of that size.
+
+    Every step is a forward, so N steps make about N/(corrections + 1) ancestral ones, and the last is always one of
+    those. The memory is the level the canvas is at, (B,).
+
+    Example: `LeaveOneOutGibbs(corrections=2)` with `noise=UniformNoise(vocab_size)`.
+    """
+
+    corrections: int = 2
+    num_positions: int = 1
+    choice_temperature: float | None = None
+    parametrisation: Literal["mean", "loo"] = "mean"
+    valid_for: ClassVar[frozenset[str]] = frozenset({"uniform"})
+    redecides: ClassVar[frozenset[str]] = frozenset({"uniform"})
+
+    def __post_init__(self) -> None:
+        if self.corrections < 1:
+            raise ValueError(
+                f"LeaveOneOutGibbs.corrections must be >= 1, got {self.corrections}. Without any, use Ancestral."
+            )
+        if self.num_positions < 1:
+            raise ValueError(f"LeaveOneOutGibbs.num_positions must be >= 1, got {self.num_positions}.")
+        if self.choice_temperature is not None and self.choice_temperature < 0:
+            raise ValueError(
+                f"LeaveOneOutGibbs.choice_temperature must be >= 0, got {self.choice_temperature}. None picks blindly."
+            )
+        if self.parametrisation not in ("mean", "loo"):
+            raise ValueError(
+                f'LeaveOneOutGibbs.parametrisation must be "mean" or "loo", got {self.parametrisation!r}. '
+                'A network trained by cross-entropy predicts the "mean".'
+            )
+
+    def start(self, state: DenoiseState) -> Tensor:
+        return state.noise_level
+
+    def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
+        noise, level = state.noise, state.memory
+        predicts = self.predicts(state)  # (B,)
+        mean = loo = prediction.logits
+        if self.parametrisation == "mean":
+            loo = noise.to_loo(mean, state.canvas, level)
+        else:
+            mean = noise.to_mean(loo, state.canvas, level)
+        tokens = Prediction(torch.where(predicts[:, None, None], mean, loo)).sample(state.uniform("token"))
+
+        ancestral = noise.transition(tokens, replace(state, noise_level=level))
+        picked = self._pick(loo, state)
+        clean = state.uniform("event") < 1 - level[:, None]
+        row = predicts[:, None]
+        return Decision(
+            tokens=tokens,
+            write=torch.where(row, ancestral.write, picked & clean),
+            renoise=torch.where(row, ancestral.renoise, picked & ~clean),
+            memory=torch.where(predicts, state.next_noise_level, level),
+        )
+
+    def predicts(self, state: DenoiseState) -> Tensor:
+        """Rows whose step is an ancestral one, (B,) bool: the first, the last, and every corrections + 1 before it."""
+        remaining = state.num_steps - 1 - state.step
+        return (state.step == 0) | (remaining % (self.corrections + 1) == 0)
+
+    def final(self, prediction: Prediction, state: DenoiseState) -> Tensor:
+        """The canvas."""
+        return state.canvas
+
+    def _pick(self, loo: Tensor, state: DenoiseState) -> Tensor:
+        """The positions to redraw, (B, C) bool."""
+        score = state.uniform("position")
+        if self.choice_temperature is not None:
+            alpha = 1 - state.memory[:, None]
+            law = state.noise.marginal(loo.softmax(-1), alpha).log()  # (B, C, V)
+            shown = state.canvas[..., None]
+            margin = law.gather(-1, shown)[..., 0] - law.scatter(-1, shown, -torch.inf).amax(-1)
+            gumbel = -torch.log(-torch.log(score.clamp(min=torch.finfo(score.dtype).tiny)))
+            score = self.choice_temperature * gumbel - margin
+        score = score.masked_fill(state.frozen, -torch.inf)
+        best = score.topk(min(self.num_positions, state.canvas_len), dim=-1).indices
+        return torch.zeros_like(state.frozen).scatter(-1, best, True) & ~state.frozen

@@ -1,0 +1,80 @@
+"""ReMDM: masked diffusion that may take tokens back (arXiv:2503.00307)."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from dgemma.prediction import Prediction
+from dgemma.sampling.base import Decision, Sampler
+from dgemma.schedule import Loop
+from dgemma.state import DenoiseState
+
+Strategy = Literal["cap", "rescale", "conf", "loop"]
+_PUBLISHED_ETA = {"cap": 0.008, "rescale": 0.015, "loop": 0.02}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReMDM(Sampler):
+    """Re-mask revealed tokens with probability σ and reveal masks faster by as much, so that each level keeps its law.
+
+    strategy sets σ, which may not exceed σ_max = min(1, (1 - α_s)/α_t):
+    "cap", σ = min(eta, σ_max); "rescale", σ = eta·σ_max; "conf", σ_max shared out by softmax over minus the probability
+    each token had when it was revealed (the memory, (B, C)); "loop", σ = eta while the `Loop` schedule rests, else 0.
+    eta: the published value of the strategy if None; "conf" has none. Published runs use `top_p=0.9`.
+
+    Example: `ReMDM(strategy="loop")` with `noise=MaskNoise(vocab_size, schedule=Loop())`.
+    """
+
+    strategy: Strategy = "cap"
+    eta: float | None = None
+    valid_for: ClassVar[frozenset[str]] = frozenset({"mask"})
+
+    def __post_init__(self) -> None:
+        if self.strategy not in get_args(Strategy):
+            raise ValueError(f"ReMDM.strategy must be one of {get_args(Strategy)}, got {self.strategy!r}.")
+        if self.strategy == "conf" and self.eta is not None:
+            raise ValueError(f'ReMDM.eta must be None for strategy "conf", got {self.eta}. Its σ has no scale.')
+        if self.eta is not None and not 0 <= self.eta <= 1:
+            raise ValueError(f"ReMDM.eta must lie in [0, 1], got {self.eta}. It is a probability of re-masking.")
+
+    def start(self, state: DenoiseState) -> Tensor | None:
+        if self.strategy == "loop" and not isinstance(state.noise.schedule, Loop):
+            raise ValueError(
+                f'ReMDM.strategy "loop" must run on a Loop schedule, got {state.noise.schedule}. '
+                "Pass noise=MaskNoise(vocab_size, schedule=Loop())."
+            )
+        return torch.ones_like(state.canvas, dtype=torch.float64) if self.strategy == "conf" else None
+
+    def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
+        tokens = prediction.sample(state.uniform("token"))
+        reveal, remask = self.rates(state)
+        u = state.uniform("event")
+        write = state.open & (u < reveal)
+        memory = state.memory
+        if self.strategy == "conf":
+            memory = torch.where(write, prediction.log_prob(tokens).exp().double(), memory)
+        return Decision(tokens=tokens, write=write, renoise=~state.open & (u < remask), memory=memory)
+
+    def rates(self, state: DenoiseState) -> tuple[Tensor, Tensor]:
+        """The probabilities of revealing a mask and of re-masking a token in this step, both (B, C)."""
+        alpha_t, alpha_s = 1 - state.noise_level[:, None], 1 - state.next_noise_level[:, None]  # (B, 1)
+        sigma = self._sigma(state, alpha_t, alpha_s)  # (B, C)
+        # A canvas without noise has no masks to reveal.
+        masked = torch.where(alpha_t < 1, 1 - alpha_t, 1.0)
+        return (alpha_s - (1 - sigma) * alpha_t) / masked, sigma
+
+    def _sigma(self, state: DenoiseState, alpha_t: Tensor, alpha_s: Tensor) -> Tensor:
+        # α_t is 0 only on a canvas of pure noise, where there is nothing to re-mask.
+        largest = torch.where(alpha_t > 0, (1 - alpha_s) / torch.where(alpha_t > 0, alpha_t, 1.0), 0.0).clamp(max=1.0)
+        largest = largest.expand(state.canvas.shape)
+        if self.strategy == "conf":
+            revealed = ~state.open & ~state.frozen
+            weight = torch.where(revealed, torch.exp(-state.memory), 0.0)
+            return largest * weight / weight.sum(-1, keepdim=True).clamp(min=torch.finfo(weight.dtype).tiny)
+        eta = _PUBLISHED_ETA[self.strategy] if self.eta is None else self.eta
+        if self.strategy == "rescale":
+            return eta * largest
+        capped = largest.clamp(max=eta)
+        return capped if self.strategy == "cap" else torch.where(alpha_s == alpha_t, capped, 0.0)

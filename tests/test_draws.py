@@ -1,0 +1,130 @@
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from dgemma import draws
+
+# Random123 1.14.0, tests/kat_vectors, rows "philox4x32 10": counter, key, output.
+KNOWN_ANSWERS = [
+    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+]
+
+
+def words(text):
+    return [int(word, 16) for word in text.split()]
+
+
+def as_int64(low, high):
+    value = low | high << 32
+    return value - (1 << 64) if value >> 63 else value
+
+
+def row(seed=0, block=0, step=0, num_positions=64, purpose="token"):
+    seeds, block, step = (torch.tensor([x]) for x in (seed, block, step))
+    return draws.uniform(seeds, block, step, num_positions, purpose)[0]
+
+
+@pytest.mark.parametrize(("counter", "key", "output"), KNOWN_ANSWERS, ids=["zeros", "ones", "digits-of-pi"])
+def test_philox_gives_the_published_answers(counter, key, output):
+    found = draws.philox(torch.tensor(as_int64(*words(key))), *(torch.tensor(word) for word in words(counter)))
+    assert [word.item() for word in found] == words(output)
+
+
+def test_philox_equals_tritons():
+    """Triton's own implementation, interpreted; in a process of its own, since the interpreter is chosen at import."""
+    pytest.importorskip("triton")
+    script = textwrap.dedent(
+        """
+        import torch, triton, triton.language as tl
+        from dgemma import draws
+
+        @triton.jit
+        def kernel(out, seed, step, block, purpose, N: tl.constexpr):
+            position = tl.arange(0, N)
+            zero = (position * 0).to(tl.uint32)
+            a, b, c, d = tl.philox(seed, position.to(tl.uint32), zero + step, zero + block, zero + purpose)
+            tl.store(out + position, a.to(tl.int64))
+            tl.store(out + N + position, b.to(tl.int64))
+            tl.store(out + 2 * N + position, c.to(tl.int64))
+            tl.store(out + 3 * N + position, d.to(tl.int64))
+
+        token = draws.purpose_word("token")
+        for seed, step, block, purpose in [(0, 0, 0, 0), (7, 3, 2, token), (2**53 + 11, 47, 1, 5)]:
+            out = torch.zeros(4, 16, dtype=torch.int64)
+            kernel[(1,)](out, seed, step, block, purpose, 16)
+            expected = draws.philox(
+                torch.tensor(seed), torch.arange(16), *(torch.tensor(x) for x in (step, block, purpose))
+            )
+            assert torch.equal(out & 0xFFFFFFFF, torch.stack([word.expand(16) for word in expected])), (seed, step)
+        """
+    )
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_uniforms_fill_the_half_open_unit_interval_with_53_bits():
+    u = row(num_positions=1 << 16)
+    assert u.dtype == torch.float64
+    assert 0 <= u.min() < 1e-4
+    assert 1 - 1e-4 < u.max() < 1
+    assert (u * 2**53 == (u * 2**53).floor()).all()
+    assert ((u * 2**53) % 2 == 1).double().mean().item() == pytest.approx(0.5, abs=0.02)  # the last bit is alive
+
+
+def test_the_largest_uniform_is_below_one(monkeypatch):
+    ones = torch.tensor([[0xFFFFFFFF]])
+    monkeypatch.setattr(draws, "philox", lambda *_: (ones, ones, ones, ones))
+    assert row(num_positions=1).item() == 1 - 2.0**-53
+
+
+def test_a_row_does_not_depend_on_its_batch_nor_a_position_on_the_canvas():
+    seeds, block, step = torch.tensor([5, -3, 2**40]), torch.tensor([0, 1, 2]), torch.tensor([9, 9, 4])
+    batch = draws.uniform(seeds, block, step, 32, "noise")
+    for i in range(3):
+        alone = draws.uniform(seeds[i : i + 1], block[i : i + 1], step[i : i + 1], 48, "noise")
+        assert torch.equal(batch[i], alone[0, :32])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"seed": 1}, {"seed": 1 << 32}, {"block": 1}, {"step": 1}, {"purpose": "event"}],
+    ids=["seed", "high-half-of-seed", "block", "step", "purpose"],
+)
+def test_every_coordinate_opens_an_unrelated_stream(other):
+    n = 1 << 14
+    a, b = row(num_positions=n), row(num_positions=n, **other)
+    correlation = torch.corrcoef(torch.stack([a, b]))[0, 1]
+    assert correlation.abs() < 5 / n**0.5  # five standard deviations of independent streams
+    assert not (a == b).any()
+
+
+def test_uniforms_have_the_moments_and_the_law_of_uniforms():
+    n = 1 << 16
+    u = row(seed=11, num_positions=n)
+    assert u.mean().item() == pytest.approx(1 / 2, abs=5 * (1 / 12 / n) ** 0.5)
+    assert u.var().item() == pytest.approx(1 / 12, abs=5 * (1 / 180 / n) ** 0.5)
+    ecdf = (torch.arange(n).double() + 0.5) / n
+    assert (u.sort().values - ecdf).abs().max() < 1.95 / n**0.5  # Kolmogorov–Smirnov at one in a thousand
+    assert torch.corrcoef(torch.stack([u[:-1], u[1:]]))[0, 1].abs() < 5 / n**0.5
+
+
+def test_the_global_generator_is_left_alone():
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    row()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_integers_have_equal_cells_up_to_the_last():
+    u = torch.tensor([0.0, 0.2, 0.3999, 0.4, 1 - 2.0**-53], dtype=torch.float64)
+    assert draws.integers(u, 5).tolist() == [0, 1, 1, 2, 4]
+    assert draws.integers(u[-1:], 262144).item() == 262143
