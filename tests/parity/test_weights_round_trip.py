@@ -1,0 +1,163 @@
+"""Weights travel between transformers and dgemma without changing: tensors bit for bit, logits to float32 rounding."""
+
+import pytest
+import torch
+from transformers import (
+    DiffusionGemmaConfig,
+    DiffusionGemmaForBlockDiffusion,
+    Gemma4Config,
+    Gemma4ForCausalLM,
+    Gemma4ForConditionalGeneration,
+    Gemma4TextConfig,
+)
+
+from dgemma import presets
+from dgemma.config import ModelConfig
+from dgemma.model.diffusion import DiffusionGemma
+
+TOLERANCE = 1e-5  # of the largest |logit|: float32 rounding through three layers
+
+
+def _shake(model, seed):
+    """Every weight and every per-mode scalar its own value: a swap of two tensors then cannot go unseen."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *(b for n, b in model.named_buffers() if n.endswith("layer_scalar"))):
+            spread = 0.3 if tensor.dim() == 1 else 0.08
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) * spread + (tensor.dim() == 1))
+    return model
+
+
+def _theirs():
+    return _shake(DiffusionGemmaForBlockDiffusion(DiffusionGemmaConfig(**presets.tiny().to_hf())), seed=1).eval()
+
+
+def _assert_same_logits(ours, theirs):
+    generator = torch.Generator().manual_seed(7)
+    prompt = torch.randint(5, 512, (2, 30), generator=generator)  # longer than the window of 24
+    canvas = torch.randint(5, 512, (2, 9), generator=generator)
+    with torch.no_grad():
+        first = theirs(input_ids=prompt, decoder_input_ids=canvas).logits
+        second = theirs(input_ids=prompt, decoder_input_ids=canvas, self_conditioning_logits=first).logits
+        cache = ours.encode(prompt)
+        for expected, self_cond in ((first, None), (second, first)):
+            got = ours.denoise(canvas, cache, self_cond=self_cond).logits
+            assert (got - expected).abs().max() < TOLERANCE * expected.abs().max()
+
+
+def _assert_same_tensors(ours, theirs):
+    """transformers lists the shared stack twice, as encoder and decoder; we have it once, with a scalar for each."""
+    state, seen = ours.state_dict(), set()
+    for name, tensor in theirs.state_dict().items():
+        if "vision" in name:
+            continue
+        target = name.replace("lm_head", "embed_tokens").replace("model.decoder.", "")
+        if target.startswith("model.encoder.language_model."):
+            target = target.removeprefix("model.encoder.language_model.").replace("layer_scalar", "causal_layer_scalar")
+        assert torch.equal(state[target], tensor), name
+        seen.add(target)
+    assert seen == set(state)
+
+
+@pytest.mark.parametrize("max_shard_size", ["5GB", "100KB"], ids=["single", "sharded"])
+def test_our_checkpoint_loads_in_transformers(tmp_path, max_shard_size):
+    ours = _shake(DiffusionGemma(presets.tiny()), seed=0)
+    ours.save_pretrained(tmp_path, max_shard_size=max_shard_size)
+    theirs, info = DiffusionGemmaForBlockDiffusion.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["unexpected_keys"]
+    assert not info["mismatched_keys"]
+    assert all(".vision_tower." in key or ".embed_vision." in key for key in info["missing_keys"])
+    _assert_same_tensors(ours, theirs)
+    _assert_same_logits(ours, theirs.eval())
+    assert theirs.generation_config.eos_token_id == [1, 106, 50]
+    assert theirs.generation_config.sampler_config.entropy_bound == 0.1
+
+
+@pytest.mark.parametrize("max_shard_size", ["5GB", "100KB"], ids=["single", "sharded"])
+def test_a_transformers_checkpoint_loads_here(tmp_path, max_shard_size):
+    theirs = _theirs()
+    theirs.save_pretrained(tmp_path, max_shard_size=max_shard_size)
+    assert (tmp_path / "model.safetensors").exists() == (max_shard_size == "5GB")
+    ours = DiffusionGemma.from_pretrained(tmp_path)
+    _assert_same_tensors(ours, theirs)
+    _assert_same_logits(ours, theirs)
+
+
+def test_vision_weights_pass_through_untouched(tmp_path):
+    theirs = _theirs()
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = DiffusionGemma.from_pretrained(tmp_path / "theirs", dtype=torch.bfloat16)
+    ours.save_pretrained(tmp_path / "ours")
+    ours.save_pretrained(tmp_path / "ours")  # over itself: what is copied through is being replaced meanwhile
+    back, info = DiffusionGemmaForBlockDiffusion.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(info.values())
+    vision = {name: tensor for name, tensor in theirs.state_dict().items() if "vision" in name}
+    assert vision
+    for name, tensor in vision.items():
+        assert torch.equal(back.state_dict()[name], tensor.bfloat16()), name  # transformers rounds while loading
+
+
+def test_there_and_back_again_is_bit_for_bit(tmp_path):
+    first = _shake(DiffusionGemma(presets.tiny()), seed=3)
+    first.save_pretrained(tmp_path / "ours")
+    DiffusionGemmaForBlockDiffusion.from_pretrained(tmp_path / "ours").save_pretrained(tmp_path / "theirs")
+    again = DiffusionGemma.from_pretrained(tmp_path / "theirs")
+    assert again.config.layer_types == first.config.layer_types
+    for name, tensor in first.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+
+
+def _gemma4_text(**changes):
+    tiny = presets.tiny()
+    text = tiny.to_hf()["text_config"]
+    for name in ("model_type", "use_bidirectional_attention"):
+        text.pop(name)
+    moe = {"enable_moe_block": True, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0}
+    return Gemma4TextConfig(**text | moe | changes)
+
+
+@pytest.mark.parametrize("multimodal", [False, True], ids=["text-only", "with-vision"])
+def test_a_plain_gemma4_with_experts_is_a_starting_point(tmp_path, caplog, multimodal):
+    """Its causal logits are Gemma 4's own; the self-conditioning block is new and, at first, without effect."""
+    if multimodal:
+        vision = dict(presets.tiny().vision_config)
+        theirs = Gemma4ForConditionalGeneration(Gemma4Config(text_config=_gemma4_text(), vision_config=vision))
+    else:
+        theirs = Gemma4ForCausalLM(_gemma4_text())
+    _shake(theirs, seed=2).eval().save_pretrained(tmp_path / "gemma4")
+    ours = DiffusionGemma.from_pretrained(tmp_path / "gemma4")
+    notices = [record.getMessage() for record in caplog.records if "newly initialised" in record.getMessage()]
+    assert len(notices) == 1
+    for part in ("pre_norm", "gate_proj", "up_proj", "down_proj"):
+        assert f"self_conditioning.{part}.weight" in notices[0]
+
+    tokens = torch.randint(5, 512, (2, 40), generator=torch.Generator().manual_seed(8))
+    with torch.no_grad():
+        expected = theirs(input_ids=tokens).logits
+        got = ours.causal_logits(tokens)
+        assert (got - expected).abs().max() < TOLERANCE * expected.abs().max()
+        cache = ours.encode(tokens)
+        plain = ours.denoise(tokens[:, :8], cache)
+        assert torch.equal(ours.denoise(tokens[:, :8], cache, self_cond=plain).logits, plain.logits)
+
+    if multimodal:  # the vision tower comes along, under DiffusionGemma's names
+        ours.save_pretrained(tmp_path / "diffusion")
+        back, info = DiffusionGemmaForBlockDiffusion.from_pretrained(tmp_path / "diffusion", output_loading_info=True)
+        assert not any(info.values())
+        _assert_same_tensors(ours, back)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("hidden_size_per_layer_input", 8), ("num_kv_shared_layers", 1), ("attention_k_eq_v", False)],
+)
+def test_gemma4_features_dgemma_lacks_are_refused_by_name(tmp_path, field, value):
+    _gemma4_text(**{field: value}).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"ModelConfig.{field} must be"):
+        ModelConfig.from_hf(tmp_path)
+
+
+def test_gemma4_without_experts_is_refused(tmp_path):
+    _gemma4_text(enable_moe_block=False).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"enable_moe_block must be True .* 26B-A4B"):
+        ModelConfig.from_hf(tmp_path)
