@@ -53,6 +53,13 @@ class Noise:
         """Where the canvas shows the mask token, (B, C) bool."""
         return torch.zeros_like(canvas, dtype=torch.bool) if self.mask_token is None else canvas == self.mask_token
 
+    def proposable(self, allowed: Tensor | None, device: torch.device) -> Tensor | None:
+        """The tokens a sampler may write, booleans that broadcast to (B, C, V): of those allowed, all but the mask."""
+        if self.mask_token is None:
+            return allowed
+        real = torch.arange(self.vocab_size, device=device) != self.mask_token
+        return real[None, None] if allowed is None else allowed & real
+
     def prior(self, u: Tensor, *, allowed: Tensor | None = None) -> Tensor:
         """A canvas of pure noise: u (B, C) in [0, 1) → tokens (B, C), uniform ones from the `allowed` set.
 
@@ -67,13 +74,23 @@ class Noise:
         """
         return self._draw(state.uniform("noise"), state.next_noise_level, state.allowed)
 
-    def corrupt(self, tokens: Tensor, noise_level: Tensor, u_event: Tensor, u_token: Tensor) -> Tensor:
+    def corrupt(
+        self,
+        tokens: Tensor,
+        noise_level: Tensor,
+        u_event: Tensor,
+        u_token: Tensor,
+        *,
+        allowed: Tensor | None = None,
+    ) -> Tensor:
         """A draw of q(z | x): tokens, u_event, u_token (B, C) → z (B, C). A uniform draw may hit the token itself.
+
+        `allowed`, booleans that broadcast to (B, C, V), restricts what uniform noise draws from.
 
         Example: `noise.corrupt(tokens, torch.tensor([0.5]), torch.rand(1, 8), torch.rand(1, 8))`.
         """
         level = _per_position(noise_level, tokens)
-        return torch.where(u_event < self.clean_share(level), tokens, self._draw(u_token, level, None))
+        return torch.where(u_event < self.clean_share(level), tokens, self._draw(u_token, level, allowed))
 
     def marginal(self, x_probs: Tensor, alpha: Tensor) -> Tensor:
         """q(z | x) where x is itself a distribution: x_probs (..., V), alpha broadcastable to (...) → (..., V).

@@ -31,7 +31,7 @@ class FirstHitting(Sampler):
         rank = state.open.cumsum(-1)  # (B, C), from 1 at the first open position
         num_open = rank[:, -1]
         chosen = (state.row_uniform("position") * num_open).long() + 1  # (B,)
-        level = state.memory * state.row_uniform("clock") ** (1 / num_open.clamp(min=1))
+        level = state.memory * state.row_uniform("clock") ** (1 / num_open.clamp(min=1).double())
         return Decision(
             tokens=prediction.sample(state.uniform("token")),
             write=state.open & (rank == chosen[:, None]),

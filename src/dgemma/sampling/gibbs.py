@@ -20,8 +20,8 @@ class LeaveOneOutGibbs(Sampler):
     positions picked by what they show, do not. choice_temperature: None picks blindly; a number picks the positions of
     least margin (how far the token shown leads its best rival), blurred by Gumbel noise of that size.
 
-    Every step is a forward, so N steps make about N/(corrections + 1) ancestral ones, and the last is always one of
-    those. The memory is the level the canvas is at, (B,).
+    Every step is a forward, so of N steps about N/(corrections + 1) are ancestral, the first and the last among them;
+    these cut the schedule into equal times of their own. The memory is the level the canvas is at, (B,).
 
     Example: `LeaveOneOutGibbs(corrections=2)` with `noise=UniformNoise(vocab_size)`.
     """
@@ -55,7 +55,7 @@ class LeaveOneOutGibbs(Sampler):
 
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
         noise, level = state.noise, state.memory
-        predicts = self.predicts(state)  # (B,)
+        predicts, next_level = self.clock(state)  # (B,)
         mean = loo = prediction.logits
         if self.parametrisation == "mean":
             loo = noise.to_loo(mean, state.canvas, level)
@@ -63,7 +63,7 @@ class LeaveOneOutGibbs(Sampler):
             mean = noise.to_mean(loo, state.canvas, level)
         tokens = Prediction(torch.where(predicts[:, None, None], mean, loo)).sample(state.uniform("token"))
 
-        ancestral = noise.transition(tokens, replace(state, noise_level=level))
+        ancestral = noise.transition(tokens, replace(state, noise_level=level, next_noise_level=next_level))
         picked = self._pick(loo, state)
         clean = state.uniform("event") < 1 - level[:, None]
         row = predicts[:, None]
@@ -71,13 +71,18 @@ class LeaveOneOutGibbs(Sampler):
             tokens=tokens,
             write=torch.where(row, ancestral.write, picked & clean),
             renoise=torch.where(row, ancestral.renoise, picked & ~clean),
-            memory=torch.where(predicts, state.next_noise_level, level),
+            memory=next_level,
         )
 
-    def predicts(self, state: DenoiseState) -> Tensor:
-        """Rows whose step is an ancestral one, (B,) bool: the first, the last, and every corrections + 1 before it."""
+    def clock(self, state: DenoiseState) -> tuple[Tensor, Tensor]:
+        """Which rows take an ancestral step now, and the level each row is at after the step; both (B,)."""
+        cycle = self.corrections + 1
         remaining = state.num_steps - 1 - state.step
-        return (state.step == 0) | (remaining % (self.corrections + 1) == 0)
+        predicts = (state.step == 0) | (remaining % cycle == 0)
+        still_to_come = (remaining + self.corrections) // cycle
+        num_ancestral = 1 + (state.num_steps - 1 + self.corrections) // cycle
+        reached = 1 - state.noise.schedule.alpha(still_to_come.double() / num_ancestral)
+        return predicts, torch.where(predicts, reached, state.memory)
 
     def final(self, prediction: Prediction, state: DenoiseState) -> Tensor:
         """The canvas."""

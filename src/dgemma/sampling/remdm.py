@@ -20,8 +20,9 @@ class ReMDM(Sampler):
     """Re-mask revealed tokens with probability σ and reveal masks faster by as much, so that each level keeps its law.
 
     strategy sets σ, which may not exceed σ_max = min(1, (1 - α_s)/α_t):
-    "cap", σ = min(eta, σ_max); "rescale", σ = eta·σ_max; "conf", σ_max shared out by softmax over minus the probability
-    each token had when it was revealed (the memory, (B, C)); "loop", σ = eta while the `Loop` schedule rests, else 0.
+    "cap", σ = min(eta, σ_max); "rescale", σ = eta·σ_max; "loop", σ = eta while the `Loop` schedule rests, else 0;
+    "conf", σ_max shared out by softmax over minus the probability each token had when it was revealed (the memory,
+    (B, C)), without revealing faster, as published: it trades the level's law for taking back the doubtful.
     eta: the published value of the strategy if None; "conf" has none. Published runs use `top_p=0.9`.
 
     Example: `ReMDM(strategy="loop")` with `noise=MaskNoise(vocab_size, schedule=Loop())`.
@@ -77,4 +78,5 @@ class ReMDM(Sampler):
         if self.strategy == "rescale":
             return eta * largest
         capped = largest.clamp(max=eta)
-        return capped if self.strategy == "cap" else torch.where(alpha_s == alpha_t, capped, 0.0)
+        rests = alpha_s - alpha_t < 1e-9  # the ends of the plateau are rounded
+        return capped if self.strategy == "cap" else torch.where(rests, capped, 0.0)

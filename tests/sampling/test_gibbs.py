@@ -1,0 +1,160 @@
+"""The leave-one-out Gibbs corrector on toy T0; the numbers were computed independently of this library."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dgemma.prediction import Prediction
+from dgemma.sampling.gibbs import LeaveOneOutGibbs
+from toy import (
+    JOINT,
+    SEQUENCES,
+    Denoiser,
+    Law,
+    Points,
+    advance,
+    fresh_state,
+    likelihood,
+    permutations,
+    propagate,
+    total_variation,
+    uniform_noise,
+)
+
+NOISE = uniform_noise()
+LEVEL = 0.4
+
+
+def noisy_text():
+    """The law of a canvas at the level, by the definition of uniform noise."""
+    table = likelihood(NOISE, torch.tensor([LEVEL], dtype=torch.float64))[0]
+    return torch.einsum("abc,ax,by,cz->xyz", JOINT.reshape(3, 3, 3), table, table, table).flatten()
+
+
+def as_sampled(sampler, prediction, state):
+    """The distribution tokens are drawn from: the mean in an ancestral step, leave-one-out in a correction."""
+    ancestral = bool(sampler.clock(state)[0][0])
+    if ancestral == (sampler.parametrisation == "mean"):
+        return prediction
+    convert = NOISE.to_mean if ancestral else NOISE.to_loo
+    return Prediction(convert(prediction.logits, state.canvas, state.memory))
+
+
+def cells(sampler, choice=permutations):
+    def token(prediction, state):
+        return as_sampled(sampler, prediction, state).logits.softmax(-1).cumsum(-1)[..., :-1]
+
+    def event(prediction, state):
+        ancestral, next_level = sampler.clock(state)
+        if not ancestral[0]:
+            return (1 - state.memory)[:, None, None].expand(-1, 3, 1)
+        x0 = as_sampled(sampler, prediction, state).sample(state.uniform("token"))
+        clean, stay = NOISE.routes(x0, state.canvas, state.memory, next_level)
+        return torch.stack([clean, clean + stay], dim=-1)
+
+    def position(prediction, state):
+        if sampler.clock(state)[0][0]:
+            return torch.zeros(state.batch_size, 3, 0).double()
+        return choice(state)
+
+    return {"token": token, "event": event, "position": position}
+
+
+def corrected(sampler, choice=permutations):
+    """The law of a noisy text after one correction at its level."""
+    state = fresh_state(SEQUENCES, NOISE, 99)
+    state = replace(state, step=torch.full((27,), 1), memory=torch.full((27,), LEVEL, dtype=torch.float64))
+    assert not sampler.clock(state)[0].any()
+    network = Denoiser(NOISE, sampler.parametrisation).at(LEVEL)
+    law = advance(Law(state, noisy_text()), sampler, network, cells(sampler, choice))
+    return torch.zeros(27).double().index_add(0, law.state.canvas @ torch.tensor([9, 3, 1]), law.weight)
+
+
+def distance_after(sampler, choice=permutations):
+    return total_variation(corrected(sampler, choice), noisy_text())
+
+
+@pytest.mark.parametrize("parametrisation", ["mean", "loo"])
+def test_one_position_picked_blindly_leaves_the_law_exactly(parametrisation):
+    assert distance_after(LeaveOneOutGibbs(parametrisation=parametrisation)) < 1e-14
+
+
+@pytest.mark.parametrize(("num_positions", "distance"), [(2, 0.0462), (3, 0.1375)])
+def test_several_positions_at_once_do_not(num_positions, distance):
+    assert distance_after(LeaveOneOutGibbs(num_positions=num_positions)) == pytest.approx(distance, abs=5e-5)
+
+
+def margins():
+    """How far the token shown leads its best rival in the law it would be redrawn from, (27, 3), by enumeration."""
+    loo = Denoiser(NOISE, "loo").at(LEVEL).denoise(SEQUENCES, None).logits.exp()
+    law = ((1 - LEVEL) * loo + LEVEL / 3).log()
+    shown = torch.nn.functional.one_hot(SEQUENCES, 3).bool()
+    return law[shown].reshape(27, 3) - law.masked_fill(shown, -torch.inf).amax(-1)
+
+
+def one_position_by_gumbel(state):
+    """Gumbel noise on -margin picks position l with probability softmax(-margin) at l."""
+    canvas = state.canvas @ torch.tensor([9, 3, 1])
+    winner = torch.where(torch.eye(3).bool(), 1 - 1e-9, 1e-3).double().expand(len(canvas), -1, -1)
+    return Points(winner, (-margins()).softmax(-1)[canvas])
+
+
+def test_positions_picked_by_what_they_show_bias_the_law():
+    """The negative controls: greedy, and blurred by Gumbel noise."""
+    greedy = distance_after(
+        LeaveOneOutGibbs(choice_temperature=0.0), lambda state: torch.zeros(state.batch_size, 3, 0).double()
+    )
+    blurred = distance_after(LeaveOneOutGibbs(choice_temperature=1.0), one_position_by_gumbel)
+    assert greedy == pytest.approx(0.2556, abs=1e-4)
+    assert blurred == pytest.approx(0.0842, abs=5e-5)
+
+
+def test_a_correction_brings_two_ancestral_steps_closer_to_the_text():
+    """Without it their distance is .3063."""
+    sampler = LeaveOneOutGibbs(corrections=1)
+    result = propagate(sampler, NOISE, steps=3, cells=cells(sampler), level=lambda state: state.memory)
+    assert result.law.sum().item() == pytest.approx(1, abs=1e-12)
+    assert total_variation(result.law) < 0.29
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        (1, ["1→0"]),
+        (4, ["1→.5", "fix", "fix", ".5→0"]),
+        (5, ["1→.667", ".667→.333", "fix", "fix", ".333→0"]),
+        (7, ["1→.667", "fix", "fix", ".667→.333", "fix", "fix", ".333→0"]),
+    ],
+)
+def test_ancestral_steps_share_the_schedule_equally_and_come_first_and_last(steps, expected):
+    sampler = LeaveOneOutGibbs(corrections=2)
+    state = fresh_state(SEQUENCES[:1], NOISE, steps)
+    state = replace(state, memory=sampler.start(state))
+    seen = []
+    for n in range(steps):
+        state = replace(state, step=torch.tensor([n]))
+        ancestral, level = sampler.clock(state)
+        before, after = (f"{x.item():.3g}".lstrip("0") or "0" for x in (state.memory, level))
+        seen.append(f"{before}→{after}" if ancestral.item() else "fix")
+        assert ancestral.item() or before == after
+        state = replace(state, memory=level)
+    assert seen == expected
+
+
+def test_frozen_positions_are_never_redrawn():
+    sampler = LeaveOneOutGibbs(num_positions=3)
+    state = fresh_state(SEQUENCES, NOISE, 9)
+    state = replace(state, step=torch.full((27,), 1), memory=torch.full((27,), 0.5, dtype=torch.float64))
+    state = replace(state, frozen=torch.tensor([True, False, True]).expand(27, 3))
+    decision = sampler(Prediction(torch.zeros(27, 3, 3)), state)
+    assert (decision.write | decision.renoise).any(0).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("corrections", 0), ("num_positions", 0), ("choice_temperature", -1.0), ("parametrisation", "score")],
+)
+def test_options_that_mean_nothing_are_refused(field, value):
+    with pytest.raises(ValueError, match=f"LeaveOneOutGibbs.{field} must be"):
+        LeaveOneOutGibbs(**{field: value})

@@ -1,0 +1,64 @@
+"""The toy itself: its text, and that the exact propagation notices when it is misled."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from dgemma.sampling.base import Decision, Sampler
+from toy import JOINT, LENGTH, MASK, SEQUENCES, Denoiser, hybrid_noise, mask_noise, propagate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coin(Sampler):
+    """Reveal each masked position with probability .3."""
+
+    def __call__(self, prediction, state):
+        tokens = prediction.sample(state.uniform("token"))
+        return Decision(
+            tokens=tokens, write=state.open & (state.uniform("event") < 0.3), renoise=torch.zeros_like(state.open)
+        )
+
+
+def boundary(value):
+    return {"event": lambda prediction, state: torch.full((state.batch_size, LENGTH, 1), value, dtype=torch.float64)}
+
+
+def test_the_text_has_its_published_entropy_and_total_correlation():
+    entropy = -(JOINT * JOINT.log()).sum().item()
+    marginals = [torch.zeros(3).double().index_add(0, SEQUENCES[:, i], JOINT) for i in range(LENGTH)]
+    assert entropy == pytest.approx(2.424411, abs=1e-6)
+    assert sum(-(p * p.log()).sum().item() for p in marginals) - entropy == pytest.approx(0.709866, abs=1e-6)
+
+
+def test_one_step_of_a_coin_has_the_law_of_three_coins():
+    states = propagate(Coin(), mask_noise(), steps=1, cells=boundary(0.3)).states
+    number = (~states.state.open).sum(-1)
+    law = torch.zeros(4).double().index_add(0, number, states.weight)
+    assert law.tolist() == pytest.approx([0.343, 0.441, 0.189, 0.027], abs=1e-12)
+
+
+def test_forwards_are_counted_until_nothing_is_open():
+    """The last of three coins falls after Σ_n 1 - (1 - .7^n)^3 steps, counting up to 5 of them."""
+    expected = sum(1 - (1 - 0.7**n) ** 3 for n in range(5))
+    result = propagate(Coin(), mask_noise(), steps=5, cells=boundary(0.3), until_closed=True)
+    assert result.nfe == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("wrong", [0.2, 0.5])
+def test_a_wrong_boundary_is_noticed(wrong):
+    with pytest.raises(AssertionError, match="A cell holds two decisions"):
+        propagate(Coin(), mask_noise(), steps=1, cells=boundary(wrong))
+
+
+def test_a_purpose_without_cells_is_named():
+    with pytest.raises(ValueError, match="must name 'event'"):
+        propagate(Coin(), mask_noise(), steps=1)
+
+
+def test_a_network_that_sees_only_masks_predicts_the_marginals():
+    masks = torch.full((1, LENGTH), MASK)
+    for noise in (mask_noise(), hybrid_noise()):
+        probs = Denoiser(noise).at(0.8).denoise(masks, None).logits.exp()[0]
+        assert probs[0].tolist() == pytest.approx([0.5, 0.3, 0.2, 0.0], abs=1e-12)
+        assert probs[1].tolist() == pytest.approx([0.48, 0.295, 0.225, 0.0], abs=1e-12)  # (.5, .3, .2) times NEXT
