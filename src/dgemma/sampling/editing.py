@@ -1,0 +1,52 @@
+"""Token editing (LLaDA2.1, arXiv:2602.08676): fill masks by threshold, rewrite committed tokens on second thoughts."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dgemma.prediction import Prediction
+from dgemma.sampling.base import Decision, Sampler
+from dgemma.sampling.ranking import best
+from dgemma.state import DenoiseState
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenEditing(Sampler):
+    """Write the argmax over a mask if its confidence is > `tau_mask`, over another token if it is > `tau_edit`.
+
+    The best mask is filled in any case. Edits need a network trained on wrong tokens, and can swing between two of them
+    for ever: once nothing is masked, at most `max_edit_steps` further steps edit. Pair it with the stop rule
+    `Unchanged`, which ends a canvas when a step changed nothing.
+
+    Example: `TokenEditing(tau_mask=0.7, tau_edit=0.5)`, quality; `TokenEditing(tau_mask=0.5, tau_edit=0.0)`, speed.
+    """
+
+    tau_mask: float = 0.7
+    tau_edit: float = 0.5
+    max_edit_steps: int = 16
+    valid_for: ClassVar[frozenset[str]] = frozenset({"mask"})
+
+    def __post_init__(self) -> None:
+        for name in ("tau_mask", "tau_edit"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(
+                    f"TokenEditing.{name} must be a probability, got {getattr(self, name)}. Use 1 to never pass it."
+                )
+        if self.max_edit_steps < 0:
+            raise ValueError(
+                f"TokenEditing.max_edit_steps must be >= 0, got {self.max_edit_steps}. Use 0 for none after filling."
+            )
+
+    def start(self, state: DenoiseState) -> Tensor:
+        return torch.zeros_like(state.step)
+
+    def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
+        confidence, tokens = prediction.confidence, prediction.argmax
+        fill = (state.open & (confidence > self.tau_mask)) | best(confidence, state.open, 1)
+        steps_since_filled = state.memory + ~state.open.any(-1)  # (B,)
+        may_edit = steps_since_filled <= self.max_edit_steps
+        edit = ~state.open & ~state.frozen & (tokens != state.canvas) & (confidence > self.tau_edit) & may_edit[:, None]
+        write = fill | edit
+        return Decision(tokens=tokens, write=write, renoise=torch.zeros_like(write), memory=steps_since_filled)

@@ -1,0 +1,51 @@
+"""Entropy-bound acceptance (Ben-Hamu et al., arXiv:2505.24857), the sampler DiffusionGemma was published with."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+
+from dgemma.prediction import Prediction
+from dgemma.sampling.base import Decision, Sampler
+from dgemma.sampling.ranking import certainty
+from dgemma.state import DenoiseState
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntropyBound(Sampler):
+    """Accept the most certain positions while Σh - max h of their entropies stays within `bound` nats.
+
+    The left side bounds the information the accepted tokens share, so they may be drawn independently. Under mask noise
+    what is accepted stays; under uniform noise every position is decided anew each step, the refused ones return to
+    noise, and the argmax is committed at the end: that is the published loop, and it has no distributional guarantee.
+
+    `order` says which positions are considered first; `greedy` writes the argmax instead of a sample.
+
+    Example: `EntropyBound(bound=0.1)`; `EntropyBound(bound=0.0)` accepts one position a step.
+    """
+
+    bound: float = 0.1
+    order: Literal["entropy", "confidence", "margin"] = "entropy"
+    greedy: bool = False
+    valid_for: ClassVar[frozenset[str]] = frozenset({"mask", "uniform"})
+    redecides: ClassVar[frozenset[str]] = frozenset({"uniform"})
+
+    def __post_init__(self) -> None:
+        if not self.bound >= 0:
+            raise ValueError(f"EntropyBound.bound must be >= 0 nats, got {self.bound}. Use 0 for one token a step.")
+        if self.order not in ("entropy", "confidence", "margin"):
+            raise ValueError(
+                f"EntropyBound.order must be known, got {self.order!r}. Use 'entropy', 'confidence' or 'margin'."
+            )
+
+    def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
+        score = certainty(prediction, self.order).masked_fill(~state.open, -torch.inf)
+        ranked = score.argsort(dim=-1, descending=True, stable=True)  # (B, C)
+        # What is settled is ranked last and costs nothing.
+        entropy = prediction.entropy.masked_fill(~state.open, 0.0).gather(-1, ranked)
+        # A running maximum, since only under order="entropy" is the newest entropy the largest. The first term is
+        # h - h = 0: the most certain position always passes.
+        shared = entropy.cumsum(-1) - entropy.cummax(-1).values
+        accept = torch.zeros_like(state.open).scatter(-1, ranked, shared <= self.bound) & state.open
+        tokens = prediction.argmax if self.greedy else prediction.sample(state.uniform("token"))
+        return Decision(tokens=tokens, write=accept, renoise=state.open & ~accept)

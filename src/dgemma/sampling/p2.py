@@ -1,0 +1,46 @@
+"""Path planning, P2-self (Peng et al., arXiv:2502.03540): unmask what scores high and mask again what scores low."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from dgemma.prediction import Prediction
+from dgemma.sampling.base import Decision, Sampler
+from dgemma.sampling.ranking import best
+from dgemma.state import DenoiseState
+
+_ROUNDING = 1e-9  # a noise level of 1 - 0.9 times 10 positions must count as 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class P2(Sampler):
+    """After each step the ⌊L (1 - α)⌋ positions of lowest score are masked, whether they were before or not.
+
+    The score is the log-probability of the token a position holds or is about to get; that of committed positions is
+    multiplied by `eta`. Logs are negative, so eta = 0 never masks again, 1 treats all alike and more favours revision
+    (on a positive score, such as a margin, the same factor would do the opposite). L counts the unfrozen positions and
+    1 - α is the noise level after the step: the published κ is the linear schedule.
+
+    Example: `P2(eta=1.0)`.
+    """
+
+    eta: float = 1.0
+    greedy: bool = False
+    valid_for: ClassVar[frozenset[str]] = frozenset({"mask"})
+
+    def __post_init__(self) -> None:
+        if not self.eta >= 0:
+            raise ValueError(f"P2.eta must be >= 0, got {self.eta}. Use 0 to never mask a committed token again.")
+
+    def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
+        tokens = prediction.argmax if self.greedy else prediction.sample(state.uniform("token"))
+        log_prob = prediction.log_prob(torch.where(state.open, tokens, state.canvas))
+        # A committed token that top-p or an allowed set now excludes has log-probability -inf, and 0 · -inf is NaN. A
+        # proposal that is certain ties with a committed token of score 0, and must lose.
+        limits = torch.finfo(log_prob.dtype)
+        log_prob = log_prob.clamp(min=limits.min)
+        score = torch.where(state.open, log_prob.clamp(max=-limits.tiny), self.eta * log_prob)
+        num_masked = ((~state.frozen).sum(-1) * state.next_noise_level + _ROUNDING).floor().long()
+        mask = best(-score, ~state.frozen, num_masked)
+        return Decision(tokens=tokens, write=state.open & ~mask, renoise=mask & ~state.open)

@@ -1,0 +1,81 @@
+"""Which positions come first: certainty scores, the k best of a row, and the sub-block whose turn it is.
+
+Everything is a mask or a sort over (B, C): the number chosen may differ from row to row without leaving the device.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dgemma.prediction import Prediction
+from dgemma.state import DenoiseState
+
+Order = Literal["confidence", "log_confidence", "margin", "entropy"]
+
+
+def certainty(prediction: Prediction, order: Order) -> Tensor:
+    """A score per position, higher is more certain; always of the distribution, never of a token drawn from it, (B, C).
+
+    Ranking positions by the probability of a *sampled* token biases the law even at one token a step.
+
+    Example: `certainty(prediction, "entropy")` is `-prediction.entropy`.
+    """
+    if order == "confidence":
+        return prediction.confidence
+    if order == "log_confidence":
+        return prediction.confidence.log()
+    if order == "margin":
+        return prediction.margin
+    return -prediction.entropy
+
+
+def best(score: Tensor, among: Tensor, count: Tensor | int) -> Tensor:
+    """The `count` highest-scoring positions of each row `among` the allowed ones, leftmost on ties, (B, C) bool.
+
+    score: (B, C) float. among: (B, C) bool. count: (B,) or a number; all of `among` if it is larger.
+
+    Example: `best(prediction.confidence, state.open, 1)` marks the most confident open position.
+    """
+    order = score.masked_fill(~among, -torch.inf).argsort(dim=-1, descending=True, stable=True)
+    rank = order.argsort(dim=-1)  # the inverse permutation
+    count = count[:, None] if isinstance(count, Tensor) else count
+    return among & (rank < count)
+
+
+class Turn(NamedTuple):
+    """The sub-block that may be decided now, (B, C) bool, and the steps [first_step, end_step) it has, (B,) each."""
+
+    span: Tensor
+    first_step: Tensor
+    end_step: Tensor
+
+
+def take_turn(state: DenoiseState, block_len: int | None) -> Turn:
+    """The leftmost sub-block of `block_len` positions with anything open; the whole canvas if None.
+
+    Steps are shared out in proportion to positions. With fewer steps than sub-blocks, those that fall due in the same
+    step take their turn together, so the canvas is always full at the end.
+
+    Example: 8 positions, 8 steps, `block_len=4`: positions 0-3 have steps [0, 4), positions 4-7 steps [4, 8).
+    """
+    if block_len is None:
+        return Turn(torch.ones_like(state.open), torch.zeros_like(state.step), state.num_steps)
+    canvas_len = state.canvas_len
+    position = torch.arange(canvas_len, device=state.device)
+    start = torch.where(state.open, position, canvas_len).amin(-1) // block_len * block_len  # (B,)
+    due = (state.step + 1) * canvas_len // state.num_steps
+    due = torch.where(due < canvas_len, due // block_len * block_len, due)
+    end = torch.maximum(start + block_len, due).clamp(max=canvas_len)
+    span = (position >= start[:, None]) & (position < end[:, None])
+    return Turn(span, start * state.num_steps // canvas_len, end * state.num_steps // canvas_len)
+
+
+def even_share(turn: Turn, state: DenoiseState) -> Tensor:
+    """LLaDA's quota, (B,): what is open in the sub-block over the steps it has left, rounded up: larger shares first.
+
+    Example: 10 open positions and 4 steps left are decided 3, 3, 2, 2.
+    """
+    num_open = (state.open & turn.span).sum(-1)
+    steps_left = (turn.end_step - state.step).clamp(min=1)
+    return (num_open + steps_left - 1) // steps_left

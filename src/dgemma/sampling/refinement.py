@@ -1,0 +1,51 @@
+"""Block refinement: commits that persist under uniform noise, by quota or confidence (diffusers' scheduler)."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from dgemma.prediction import Prediction
+from dgemma.sampling.base import Decision, Sampler
+from dgemma.sampling.ranking import best
+from dgemma.state import DenoiseState
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockRefinement(Sampler):
+    """Commit until ⌈(n+1) L / N⌉ of the L unfrozen positions are, most confident first, and all with c > `tau`.
+
+    The rest returns to noise. Uniform noise leaves no mark on a token, so what is committed is known from `state.open`
+    alone. With `tau_edit`, a committed token is replaced by a different argmax whose confidence exceeds it. A canvas
+    that runs ahead of its quota commits nothing below `tau` until the quota has caught up, as published.
+
+    Example: `BlockRefinement(tau=0.95, greedy=True)`.
+    """
+
+    tau: float = 0.95
+    tau_edit: float | None = None
+    greedy: bool = False
+    valid_for: ClassVar[frozenset[str]] = frozenset({"uniform"})
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.tau <= 1:
+            raise ValueError(f"BlockRefinement.tau must be a probability, got {self.tau}. Use 1 for the quota alone.")
+        if self.tau_edit is not None and not 0 <= self.tau_edit <= 1:
+            raise ValueError(
+                f"BlockRefinement.tau_edit must be a probability, got {self.tau_edit}. Use None for no editing."
+            )
+
+    def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
+        confidence = prediction.confidence
+        num_unfrozen = (~state.frozen).sum(-1)
+        target = ((state.step + 1) * num_unfrozen + state.num_steps - 1) // state.num_steps
+        num_committed = num_unfrozen - state.open.sum(-1)
+        commit = best(confidence, state.open, target - num_committed) | (state.open & (confidence > self.tau))
+
+        proposal = prediction.argmax if self.greedy else prediction.sample(state.uniform("token"))
+        tokens = torch.where(state.open, proposal, prediction.argmax)
+        write = commit
+        if self.tau_edit is not None:
+            edited = ~state.open & ~state.frozen & (tokens != state.canvas) & (confidence > self.tau_edit)
+            write = commit | edited
+        return Decision(tokens=tokens, write=write, renoise=state.open & ~commit)

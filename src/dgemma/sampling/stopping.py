@@ -1,0 +1,192 @@
+"""When a canvas is finished: frozen rules on tensors, combined with `|` and `&`."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dgemma.prediction import Prediction
+from dgemma.state import DenoiseState
+
+
+class StopRule:
+    """Says, after each step, which rows are done. Pure tensor code, like a sampler.
+
+    `state` is the one after the step and `state.stop_memory` what the rule returned last, or `start` at first; memory
+    is batch-first, so that rows of two states can be spliced.
+
+    Example: `StableAndConfident() | EndOfText()`.
+    """
+
+    def start(self, state: DenoiseState) -> Any:
+        """The memory a fresh canvas begins with."""
+        return None
+
+    def __call__(self, prediction: Prediction, state: DenoiseState) -> tuple[Tensor, Any]:
+        """Which rows are done, (B,) bool, and the memory for the next step."""
+        raise NotImplementedError
+
+    def __or__(self, other: "StopRule") -> "StopRule":
+        return _Either(rules=(self, other))
+
+    def __and__(self, other: "StopRule") -> "StopRule":
+        return _Both(rules=(self, other))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pair(StopRule):
+    rules: tuple[StopRule, StopRule]
+
+    def start(self, state: DenoiseState) -> tuple[Any, Any]:
+        return self.rules[0].start(state), self.rules[1].start(state)
+
+    def _ask(self, prediction: Prediction, state: DenoiseState) -> tuple[Tensor, Tensor, tuple[Any, Any]]:
+        # Both are always asked: a rule that skips a step would remember the wrong history.
+        (left, right), (left_memory, right_memory) = self.rules, state.stop_memory
+        left_done, left_memory = left(prediction, replace(state, stop_memory=left_memory))
+        right_done, right_memory = right(prediction, replace(state, stop_memory=right_memory))
+        return left_done, right_done, (left_memory, right_memory)
+
+
+class _Either(_Pair):
+    def __call__(self, prediction: Prediction, state: DenoiseState) -> tuple[Tensor, Any]:
+        left, right, memory = self._ask(prediction, state)
+        return left | right, memory
+
+
+class _Both(_Pair):
+    def __call__(self, prediction: Prediction, state: DenoiseState) -> tuple[Tensor, Any]:
+        left, right, memory = self._ask(prediction, state)
+        return left & right, memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class StableAndConfident(StopRule):
+    """Done when the argmax equals that of the last `stability` steps and the mean entropy is < `confidence` nats.
+
+    The published rule, so never before step `stability + 1`. Frozen positions count neither as changed nor as certain.
+
+    Example: `StableAndConfident(stability=1, confidence=0.005)`.
+    """
+
+    stability: int = 1
+    confidence: float = 0.005
+
+    def __post_init__(self) -> None:
+        if self.stability < 0:
+            raise ValueError(
+                f"StableAndConfident.stability must be >= 0, got {self.stability}. Use 0 for entropy alone."
+            )
+        if not self.confidence > 0:
+            raise ValueError(
+                f"StableAndConfident.confidence must be > 0 nats, got {self.confidence}. Use 0.005, as published."
+            )
+
+    def start(self, state: DenoiseState) -> Tensor:
+        batch_size, canvas_len = state.canvas.shape
+        return state.canvas.new_full((batch_size, self.stability, canvas_len), -1)  # -1 is no token
+
+    def __call__(self, prediction: Prediction, state: DenoiseState) -> tuple[Tensor, Tensor]:
+        recent: Tensor = state.stop_memory
+        argmax = prediction.argmax[:, None]  # (B, 1, C)
+        stable = ((recent == argmax) | state.frozen[:, None]).all(-1).all(-1)
+        num_unfrozen = (~state.frozen).sum(-1).clamp(min=1)
+        mean_entropy = prediction.entropy.masked_fill(state.frozen, 0.0).sum(-1) / num_unfrozen
+        return stable & (mean_entropy < self.confidence), torch.cat([recent, argmax], dim=1)[:, 1:]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndOfText(StopRule):
+    """Done when a stop token is committed and nothing before it is open: what would follow is padding anyway.
+
+    Tokens before the stop token are all committed, so this never changes them. It needs commits that persist: under a
+    sampler that decides every position anew (EntropyBound on uniform noise) nothing is ever committed.
+
+    Example: `EndOfText(token_ids=(1, 106, 50))`, the published ones.
+    """
+
+    token_ids: tuple[int, ...] = (1, 106, 50)
+
+    def __post_init__(self) -> None:
+        if not self.token_ids:
+            raise ValueError("EndOfText.token_ids must name a token, got (). Leave the rule out instead.")
+
+    def __call__(self, prediction: Prediction, state: DenoiseState) -> tuple[Tensor, None]:
+        is_stop = torch.zeros_like(state.open)
+        for token_id in self.token_ids:  # no tensor of ids: building one copies from the host
+            is_stop = is_stop | (state.canvas == token_id)
+        settled = state.open.cumsum(-1) == 0  # up to and including the position
+        return (is_stop & settled).any(-1), None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfidenceGap(StopRule):
+    """Done when the mean gap between the two best logits reaches a threshold that falls by thirds of the run.
+
+    Prophet (arXiv:2508.19982): the sampler's `final` then fills what is open with the argmax. The gap is that of the
+    shaped logits, averaged over the unfrozen positions of `span`, (start, stop) on the canvas; None is all of it. The
+    published rule watches the answer's span, and its thresholds are for T = 1 logits of LLaDA and Dream.
+
+    Example: `ConfidenceGap(thresholds=(7.5, 5.0, 2.5), span=(200, 205))`.
+    """
+
+    thresholds: tuple[float, float, float] = (7.5, 5.0, 2.5)
+    span: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.thresholds) != 3:
+            raise ValueError(
+                f"ConfidenceGap.thresholds must be three gaps (early, middle, late), got {self.thresholds}. "
+                "Use (7.5, 5.0, 2.5), as published."
+            )
+        if self.span is not None and not 0 <= self.span[0] < self.span[1]:
+            raise ValueError(
+                f"ConfidenceGap.span must be 0 <= start < stop, got {self.span}. Use None for the whole canvas."
+            )
+
+    def __call__(self, prediction: Prediction, state: DenoiseState) -> tuple[Tensor, None]:
+        watched = slice(*self.span) if self.span is not None else slice(None)
+        # Through log_prob: the second best probability may underflow where its logarithm does not.
+        best_two = prediction.log_prob(prediction.top(2).tokens)[:, watched]
+        gap = best_two[..., 0] - best_two[..., -1]  # (B, span)
+        # Where one token alone is allowed the gap is infinite and says nothing about the others.
+        counts = ~state.frozen[:, watched] & gap.isfinite()
+        num_watched = counts.sum(-1)
+        mean_gap = gap.masked_fill(~counts, 0.0).sum(-1) / num_watched
+        early, middle, late = self.thresholds
+        third = 3 * (state.step - 1) // state.num_steps
+        threshold = torch.where(third < 1, early, torch.where(third < 2, middle, late))
+        return (mean_gap >= threshold) | (num_watched == 0), None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unchanged(StopRule):
+    """Done when nothing is open and the step changed no token: the fixed point of a sampler that edits.
+
+    Example: `Unchanged() | StepCap(64)`.
+    """
+
+    def start(self, state: DenoiseState) -> Tensor:
+        return state.canvas
+
+    def __call__(self, prediction: Prediction, state: DenoiseState) -> tuple[Tensor, Tensor]:
+        same = (state.canvas == state.stop_memory).all(-1)
+        return same & ~state.open.any(-1), state.canvas
+
+
+@dataclass(frozen=True)
+class StepCap(StopRule):
+    """Done after `steps` steps of the canvas, whatever the schedule's length.
+
+    Example: `StableAndConfident() | StepCap(16)`.
+    """
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"StepCap.steps must be >= 1, got {self.steps}. A canvas needs one step.")
+
+    def __call__(self, prediction: Prediction, state: DenoiseState) -> tuple[Tensor, None]:
+        return state.step >= self.steps, None

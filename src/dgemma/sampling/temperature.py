@@ -1,0 +1,57 @@
+"""Temperature as a function of the step: `(step, num_steps) -> temperature`, all (B,)."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Temperature(Protocol):
+    """The temperature of a step, (B,) float32, from its number counted up from 0 and the number of steps, (B,) each."""
+
+    def __call__(self, step: Tensor, num_steps: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class ConstantTemperature:
+    """The same temperature at every step.
+
+    Example: `ConstantTemperature(0.7)`.
+    """
+
+    value: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.value > 0:
+            raise ValueError(
+                f"ConstantTemperature.value must be > 0, got {self.value}. Use a sampler's greedy=True for the argmax."
+            )
+
+    def __call__(self, step: Tensor, num_steps: Tensor) -> Tensor:
+        return torch.full_like(step, self.value, dtype=torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearTemperature:
+    """From `start` towards `end`: end + (start - end) · n/N with n steps left, the published schedule.
+
+    n counts down from N to 1, so the last step is still (start - end)/N away from `end`.
+
+    Example: `LinearTemperature(start=0.8, end=0.4)` over 48 steps is 0.8, 0.7917, ..., 0.4083.
+    """
+
+    start: float = 0.8
+    end: float = 0.4
+
+    def __post_init__(self) -> None:
+        for name in ("start", "end"):
+            if not getattr(self, name) > 0:
+                raise ValueError(
+                    f"LinearTemperature.{name} must be > 0, got {getattr(self, name)}. "
+                    "Use a sampler's greedy=True for the argmax."
+                )
+
+    def __call__(self, step: Tensor, num_steps: Tensor) -> Tensor:
+        share_left = (num_steps - step).float() / num_steps.float()  # float32 from here on, as in transformers
+        return self.end + (self.start - self.end) * share_left

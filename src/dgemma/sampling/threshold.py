@@ -1,0 +1,76 @@
+"""Confidence-aware parallel decoding: a fixed threshold or a factor (Fast-dLLM, arXiv:2505.22618)."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from dgemma.prediction import Prediction
+from dgemma.sampling.base import Decision, Sampler
+from dgemma.sampling.ranking import best, take_turn
+from dgemma.state import DenoiseState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Threshold(Sampler):
+    """Commit every open position whose confidence is at least `tau`, and the best one in any case.
+
+    The comparison is ≥, as in Fast-dLLM; LLaDA2.0 published the same rule with > and tau = 0.95. block_len decides
+    sub-blocks from left to right (published: 32). greedy writes the argmax (published).
+
+    Example: `Threshold(tau=0.9, block_len=32, greedy=True)`.
+    """
+
+    tau: float = 0.9
+    block_len: int | None = None
+    greedy: bool = False
+    valid_for: ClassVar[frozenset[str]] = frozenset({"mask"})
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.tau <= 1:
+            raise ValueError(f"Threshold.tau must be a probability, got {self.tau}. Use 0.9, as published.")
+        if self.block_len is not None and self.block_len < 1:
+            raise ValueError(f"Threshold.block_len must be >= 1, got {self.block_len}. Use None for the whole canvas.")
+
+    def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
+        among = state.open & take_turn(state, self.block_len).span
+        confidence = prediction.confidence
+        write = (among & (confidence >= self.tau)) | best(confidence, among, 1)
+        tokens = prediction.argmax if self.greedy else prediction.sample(state.uniform("token"))
+        return Decision(tokens=tokens, write=write, renoise=torch.zeros_like(write))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FactorThreshold(Sampler):
+    """Commit the n most confident open positions, n the largest with (n + 1)(1 - c₍ₙ₎) < `factor`, and at least one.
+
+    c₍ₙ₎ is the n-th largest confidence. With factor ≤ 1 and `greedy`, the tokens written are the most probable ones of
+    their joint distribution too (Fast-dLLM, theorem 1).
+
+    Example: `FactorThreshold(factor=1.0, greedy=True)`.
+    """
+
+    factor: float = 1.0
+    block_len: int | None = None
+    greedy: bool = False
+    valid_for: ClassVar[frozenset[str]] = frozenset({"mask"})
+
+    def __post_init__(self) -> None:
+        if not self.factor > 0:
+            raise ValueError(f"FactorThreshold.factor must be > 0, got {self.factor}. Use 1.0, as published.")
+        if self.block_len is not None and self.block_len < 1:
+            raise ValueError(
+                f"FactorThreshold.block_len must be >= 1, got {self.block_len}. Use None for the whole canvas."
+            )
+
+    def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
+        among = state.open & take_turn(state, self.block_len).span
+        # Closed positions rank last with a confidence that never passes.
+        confidence = prediction.confidence.masked_fill(~among, -torch.inf)
+        descending = confidence.sort(dim=-1, descending=True).values
+        n = torch.arange(1, state.canvas_len + 1, device=state.device)
+        # The left side grows with n, so those that pass are a prefix and their number is the n sought.
+        count = ((n + 1) * (1 - descending) < self.factor).sum(-1).clamp(min=1)
+        write = best(confidence, among, count)
+        tokens = prediction.argmax if self.greedy else prediction.sample(state.uniform("token"))
+        return Decision(tokens=tokens, write=write, renoise=torch.zeros_like(write))

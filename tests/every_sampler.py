@@ -1,0 +1,83 @@
+"""Every sampler and stop rule of dgemma.sampling, found by looking: a new file there is tested without being named.
+
+Each class is built with its defaults and then once per option: every value of a Literal, both booleans, a small number
+for an optional one. A required field is filled by its type.
+"""
+
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+import types
+import typing
+from typing import Any
+
+import torch
+
+import dgemma.sampling
+from dgemma.noise import HybridNoise, MaskNoise, Noise, UniformNoise
+from dgemma.sampling.base import Sampler
+from dgemma.sampling.stopping import StopRule
+from dgemma.schedule import Linear, Loop
+from toy import fresh_state
+
+_PROCESSES: dict[str, type[Noise]] = {process.kind: process for process in (MaskNoise, UniformNoise, HybridNoise)}
+_REQUIRED: dict[Any, Any] = {int: 2, float: 0.5, str: "", tuple: (1,)}
+
+
+def classes(base: type) -> list[type]:
+    """The public subclasses of `base` defined in dgemma.sampling, by name."""
+    found = set()
+    for module_info in pkgutil.iter_modules(dgemma.sampling.__path__, "dgemma.sampling."):
+        module = importlib.import_module(module_info.name)
+        for _, value in inspect.getmembers(module, inspect.isclass):
+            if issubclass(value, base) and value is not base and not value.__name__.startswith("_"):
+                found.add(value)
+    return sorted(found, key=lambda cls: cls.__name__)
+
+
+def variants(cls: type) -> list[Any]:
+    """One instance with the defaults, and one per alternative value of each option."""
+    hints = typing.get_type_hints(cls)
+    fields = [f for f in dataclasses.fields(cls) if f.init]
+    required = {
+        f.name: _REQUIRED[typing.get_origin(hints[f.name]) or hints[f.name]]
+        for f in fields
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    }
+    instances = [cls(**required)]
+    for f in fields:
+        for value in _alternatives(hints[f.name]):
+            if f.name not in required and value != f.default:
+                instances.append(cls(**required, **{f.name: value}))
+    return instances
+
+
+def _alternatives(hint: Any) -> list[Any]:
+    if typing.get_origin(hint) is typing.Literal:
+        return list(typing.get_args(hint))
+    if hint is bool:
+        return [False, True]
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return [None] + [_REQUIRED[arg] for arg in typing.get_args(hint) if arg in _REQUIRED]
+    return []
+
+
+SAMPLERS: list[Sampler] = [instance for cls in classes(Sampler) for instance in variants(cls)]
+STOP_RULES: list[StopRule] = [instance for cls in classes(StopRule) for instance in variants(cls)]
+
+
+def noises(sampler: Sampler, vocab_size: int) -> list[Noise]:
+    """The processes the sampler is valid for, each on the first schedule the sampler agrees to start on."""
+    return [_first_accepted(sampler, _PROCESSES[kind], vocab_size) for kind in sorted(sampler.valid_for)]
+
+
+def _first_accepted(sampler: Sampler, process: type[Noise], vocab_size: int) -> Noise:
+    for schedule in (Linear(), Loop()):
+        noise = process(vocab_size, schedule=schedule)
+        try:
+            sampler.start(fresh_state(torch.zeros(1, 2, dtype=torch.int64), noise, 2))
+        except ValueError:
+            continue
+        return noise
+    raise AssertionError(f"{sampler} starts on no schedule known here.")

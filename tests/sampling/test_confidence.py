@@ -1,0 +1,188 @@
+"""Confidence: exact at one token a step for every order, the published quotas, sub-blocks and order noise."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import pytest
+import torch
+
+from dgemma.noise import MaskNoise
+from dgemma.prediction import Prediction
+from dgemma.sampling.base import Decision, Sampler
+from dgemma.sampling.confidence import Confidence
+from dgemma.sampling.ranking import best, take_turn
+from toy import fresh_state, mask_noise, permutations, propagate, total_variation, update
+
+ORDER_CELLS = {"order": lambda prediction, state: permutations(state)}
+MASK_ID = 4
+
+
+@dataclass(frozen=True)
+class SampledConfidence(Sampler):
+    """The mistake: commit where the token that was *drawn* is most probable."""
+
+    valid_for: ClassVar[frozenset[str]] = frozenset({"mask"})
+
+    def __call__(self, prediction, state):
+        tokens = prediction.sample(state.uniform("token"))
+        write = best(prediction.log_prob(tokens), state.open, 1)
+        return Decision(tokens=tokens, write=write, renoise=torch.zeros_like(write))
+
+
+def counts(sampler, *, canvas_len, steps, frozen=None):
+    """How many positions each step commits, and the positions in the order in which they were."""
+    canvas = torch.full((1, canvas_len), MASK_ID)
+    state = fresh_state(canvas, MaskNoise(6, mask_token_id=MASK_ID), steps)
+    if frozen is not None:
+        state = replace(state, frozen=frozen, open=~frozen)
+    state = replace(state, memory=sampler.start(state))
+    logits = torch.randn(1, canvas_len, 6, generator=torch.Generator().manual_seed(5))
+    logits[..., MASK_ID] = -torch.inf
+    committed, positions = [], []
+    for _ in range(steps):
+        prediction = Prediction(logits)
+        decision = sampler(prediction, state)
+        committed.append(int(decision.write.sum()))
+        positions.append(decision.write[0].nonzero()[:, 0].tolist())
+        state = update(prediction, decision, sampler, state, None)
+    return committed, positions
+
+
+@pytest.mark.parametrize("block_len", [None, 1, 2], ids=["whole", "left-to-right", "ragged-blocks"])
+@pytest.mark.parametrize("order", ["confidence", "log_confidence", "margin", "entropy", "random"])
+def test_one_token_a_step_reproduces_the_joint_law(order, block_len):
+    result = propagate(Confidence(order=order, block_len=block_len), mask_noise(), steps=3, cells=ORDER_CELLS)
+    assert total_variation(result.law) < 1e-12
+
+
+def test_choosing_by_the_sampled_token_is_biased_even_at_one_token_a_step():
+    law = propagate(SampledConfidence(), mask_noise(), steps=3).law
+    assert total_variation(law) == pytest.approx(0.40812, abs=5e-6)
+    assert -torch.xlogy(law, law).sum().item() == pytest.approx(1.32, abs=5e-3)  # the text's own entropy is 2.42
+
+
+def test_all_at_once_is_the_product_of_the_marginals():
+    assert total_variation(propagate(Confidence(), mask_noise(), steps=1).law) == pytest.approx(0.4859, abs=5e-5)
+
+
+def test_fixed_quota_gives_the_larger_shares_first_as_llada_does():
+    assert counts(Confidence(), canvas_len=10, steps=4)[0] == [3, 3, 2, 2]
+    assert counts(Confidence(), canvas_len=3, steps=5)[0] == [1, 1, 1, 0, 0]
+
+
+def test_cosine_quota_leaves_what_maskgit_leaves():
+    # ⌊16 cos(π/2 · n/8)⌋ for n = 1..8 is 15, 14, 13, 11, 8, 6, 3, 0.
+    assert counts(Confidence(quota="cosine"), canvas_len=16, steps=8)[0] == [1, 1, 1, 2, 3, 2, 3, 3]
+    # ⌊8 cos(π/3)⌋ is 4, whichever way cos rounds.
+    assert counts(Confidence(quota="cosine"), canvas_len=8, steps=3)[0] == [2, 2, 4]
+
+
+def test_cosine_quota_commits_at_least_one_position_a_step():
+    # ⌊4 cos(π/2 · n/12)⌋ stays at 3 for n = 1..5, but no step is wasted.
+    assert counts(Confidence(quota="cosine"), canvas_len=4, steps=12)[0][:4] == [1, 1, 1, 1]
+
+
+def test_quotas_count_what_is_not_frozen():
+    frozen = torch.tensor([[True] * 4 + [False] * 8])
+    for quota in ("fixed", "cosine"):
+        committed, positions = counts(Confidence(quota=quota), canvas_len=12, steps=4, frozen=frozen)
+        assert sum(committed) == 8
+        assert min(min(p) for p in positions) >= 4
+    assert committed == [1, 2, 2, 3]  # ⌊8 cos(π/2 · n/4)⌋ is 7, 5, 3, 0
+
+
+@pytest.mark.parametrize("quota", ["fixed", "cosine"])
+def test_sub_blocks_are_finished_from_left_to_right_and_share_the_steps_evenly(quota):
+    committed, positions = counts(Confidence(block_len=4, quota=quota), canvas_len=12, steps=6)
+    for block in range(3):
+        mine = sorted(positions[2 * block] + positions[2 * block + 1])
+        assert mine == [4 * block + i for i in range(4)]
+    # cos(π/4) = 0.707 leaves 2 of 4.
+    assert committed == [2] * 6
+
+
+def test_fewer_steps_than_sub_blocks_still_fill_the_canvas_in_order():
+    _, positions = counts(Confidence(block_len=2), canvas_len=10, steps=2)
+    assert sorted(positions[0]) == [0, 1, 2, 3]  # five blocks, two steps: two are due after the first
+    assert sorted(positions[1]) == [4, 5, 6, 7, 8, 9]
+
+
+def test_a_ragged_last_sub_block_is_filled():
+    committed, positions = counts(Confidence(block_len=4), canvas_len=6, steps=3)
+    assert committed == [2, 2, 2]
+    assert sorted(positions[0] + positions[1]) == [0, 1, 2, 3]
+    assert positions[2] == [4, 5]
+
+
+def test_a_frozen_sub_block_is_passed_over():
+    frozen = torch.tensor([[True, True, False, False]])
+    state = fresh_state(torch.zeros(1, 4, dtype=torch.int64), MaskNoise(6), 4)
+    turn = take_turn(replace(state, frozen=frozen, open=~frozen), 2)
+    assert turn.span.tolist() == [[False, False, True, True]]
+    assert turn.end_step.tolist() == [4]
+
+
+@pytest.mark.parametrize(("order", "scale"), [("confidence", lambda p: p), ("log_confidence", torch.log)])
+def test_order_noise_chooses_from_the_softmax_of_the_scores(order, scale):
+    # Dream's alg_temp: position 0 leads with probability softmax(score / τ)₀. The law by a 256 × 256 grid of midpoints.
+    tau, grid = 0.3, (torch.arange(256, dtype=torch.float64) + 0.5) / 256
+    u = torch.cartesian_prod(grid, grid)  # (65536, 2)
+    confidence = torch.tensor([0.8, 0.6], dtype=torch.float64)
+    p = torch.stack([confidence, 1 - confidence], dim=-1).log().expand(len(u), -1, -1)
+    state = fresh_state(torch.zeros(len(u), 2, dtype=torch.int64), MaskNoise(6), 2)
+    state = replace(state, injected={"order": u, "token": u})
+    write = Confidence(order=order, order_temperature=tau)(Prediction(p), state).write
+    expected = (scale(confidence) / tau).softmax(0)[0].item()
+    assert write[:, 0].double().mean().item() == pytest.approx(expected, abs=2e-3)  # the grid resolves 1/256
+
+
+def test_annealed_order_noise_fades_with_the_steps_left():
+    # MaskGIT's strength at step n of N is 4.5 (1 - (n+1)/N). Position 0 draws a Gumbel of 6.907, position 1 of -1.933,
+    # 8.84 apart; its log-confidence is 0.645 behind, and 4.5 · 8.84 (1 - (n+1)/64) is 1.865 for n = 60, 0.622 for 62.
+    u = torch.tensor([[0.999, 0.001]], dtype=torch.float64)
+    logits = torch.tensor([[[0.0, 0.0], [3.0, 0.0]]])
+    state = fresh_state(torch.zeros(1, 2, dtype=torch.int64), MaskNoise(6), 64)
+    state = replace(state, injected={"order": u, "token": u})
+    sampler = Confidence(order="log_confidence", order_temperature=4.5, anneal=True)
+    for step, winner in [(0, 0), (60, 0), (62, 1)]:
+        write = sampler(Prediction(logits), replace(state, step=torch.tensor([step]))).write
+        assert write.tolist() == [[winner == 0, winner == 1]]
+
+
+def test_a_uniform_of_zero_cannot_lose_an_open_position():
+    u = torch.zeros(1, 3, dtype=torch.float64)
+    state = fresh_state(torch.zeros(1, 3, dtype=torch.int64), MaskNoise(6), 1)
+    state = replace(state, injected={"order": u, "token": u}, open=torch.tensor([[False, False, True]]))
+    write = Confidence(order_temperature=1.0)(Prediction(torch.zeros(1, 3, 4)), state).write
+    assert write.tolist() == [[False, False, True]]
+
+
+def test_equally_certain_positions_are_taken_from_the_left():
+    assert counts_on_flat(Confidence()) == [[0, 1], [2, 3]]
+
+
+def counts_on_flat(sampler):
+    state = fresh_state(torch.full((1, 4), MASK_ID), MaskNoise(6, mask_token_id=MASK_ID), 2)
+    chosen = []
+    for _ in range(2):
+        prediction = Prediction(torch.zeros(1, 4, 4))
+        decision = sampler(prediction, state)
+        chosen.append(decision.write[0].nonzero()[:, 0].tolist())
+        state = update(prediction, decision, sampler, state, None)
+    return chosen
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("order", "sampled"), ("quota", "linear"), ("block_len", 0), ("order_temperature", -1.0)]
+)
+def test_impossible_settings_are_refused(field, value):
+    with pytest.raises(ValueError, match=f"Confidence.{field} must"):
+        Confidence(**{field: value})
+
+
+def test_best_takes_no_more_than_there_are():
+    among = torch.tensor([[True, False, True]])
+    assert best(torch.tensor([[0.1, 0.9, 0.5]]), among, 7).tolist() == among.tolist()
+    assert best(torch.tensor([[0.1, 0.9, 0.5]]), among, torch.tensor([-2])).tolist() == [[False] * 3]
+    assert best(torch.tensor([[-math.inf, 0.0, -math.inf]]), among, 1).tolist() == [[True, False, False]]

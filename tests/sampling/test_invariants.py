@@ -1,0 +1,103 @@
+"""What no sampler may do under any process: change a frozen token, leave an allowed set, commit noise."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dgemma.generate import Knobs, start_state, step
+from dgemma.prediction import Prediction
+from dgemma.sampling.base import Decision, Sampler
+from dgemma.sampling.entropy_bound import EntropyBound
+from dgemma.sampling.stopping import EndOfText, StableAndConfident
+from dgemma.sampling.temperature import LinearTemperature
+from every_sampler import SAMPLERS, noises
+
+VOCAB, CANVAS_LEN, BATCH, STEPS = 7, 5, 16, 4
+CASES = [(sampler, noise) for sampler in SAMPLERS for noise in noises(sampler, VOCAB)]
+
+
+@dataclass(frozen=True)
+class RandomDenoiser:
+    """Logits that depend on the canvas, from flat to sharp, and on nothing else."""
+
+    seed: int
+    sharpness: float
+
+    def denoise(self, canvas, cache, self_cond=None, self_cond_mask=None):
+        table = torch.randn(CANVAS_LEN, VOCAB, VOCAB, generator=torch.Generator().manual_seed(self.seed))
+        position = torch.arange(CANVAS_LEN).expand_as(canvas)
+        neighbours = table[position, canvas.roll(1, dims=-1)] + table[position, canvas]
+        return Prediction(self.sharpness * neighbours)
+
+
+def random_setting(seed, noise, frozen_share, allowed_share):
+    """Frozen tokens anywhere, in or out of the allowed sets; at least one allowed token a position that is no mask."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (BATCH, CANVAS_LEN)
+    frozen = torch.rand(shape, generator=generator) < frozen_share
+    tokens = torch.randint(VOCAB, shape, generator=generator)
+    proposable = torch.tensor([v for v in range(VOCAB) if v != noise.mask_token])
+    one = proposable[torch.randint(len(proposable), shape, generator=generator)]
+    allowed = (torch.rand(*shape, VOCAB, generator=generator) < allowed_share).scatter(-1, one[..., None], True)
+    return torch.where(frozen, tokens, -1), frozen, allowed
+
+
+def check_run(sampler, noise, seed, frozen_share, allowed_share, sharpness):
+    canvas, frozen, allowed = random_setting(seed, noise, frozen_share, allowed_share)
+    knobs = Knobs(
+        sampler=sampler, temperature=LinearTemperature(), stop=StableAndConfident() | EndOfText(token_ids=(1,))
+    )
+    state = start_state(
+        knobs,
+        noise,
+        seeds=seed + torch.arange(BATCH),
+        canvas_len=CANVAS_LEN,
+        num_steps=STEPS,
+        canvas=canvas,
+        frozen=frozen,
+        allowed=allowed,
+    )
+    may_show = allowed.clone()
+    if noise.mask_token is not None:
+        may_show[..., noise.mask_token] = True  # as noise, the mask is exempt
+        allowed[..., noise.mask_token] = False
+    for _ in range(STEPS):
+        state, _ = step(RandomDenoiser(seed, sharpness), state, cache=None, knobs=knobs)
+        assert torch.equal(state.canvas[frozen], canvas[frozen]), "a frozen token changed"
+        assert torch.equal(state.draft[frozen], canvas[frozen]), "a frozen token would not be committed"
+        assert not (state.open & frozen).any(), "a frozen position was opened"
+        shown = may_show.gather(-1, state.canvas[..., None])[..., 0]
+        assert (shown | frozen).all(), "the canvas left an allowed set"
+    committed = allowed.gather(-1, state.draft[..., None])[..., 0]
+    assert (committed | frozen).all(), "noise or a forbidden token would be committed"
+
+
+@pytest.mark.parametrize(("sampler", "noise"), CASES, ids=[f"{s}-{n.kind}" for s, n in CASES])
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 2**31 - 1),
+    frozen_share=st.sampled_from([0.0, 0.3, 0.9, 1.0]),
+    allowed_share=st.sampled_from([0.0, 0.4, 1.0]),
+    sharpness=st.sampled_from([0.1, 2.0, 30.0]),
+)
+def test_frozen_tokens_stay_and_allowed_sets_hold(sampler, noise, seed, frozen_share, allowed_share, sharpness):
+    check_run(sampler, noise, seed, frozen_share, allowed_share, sharpness)
+
+
+@dataclass(frozen=True)
+class Lawless(Sampler):
+    """The control: writes the last token of the vocabulary wherever it likes."""
+
+    def __call__(self, prediction, state):
+        everywhere = torch.ones_like(state.open)
+        tokens = torch.full_like(state.canvas, VOCAB - 1)
+        return Decision(tokens=tokens, write=everywhere, renoise=~everywhere)
+
+
+def test_a_sampler_that_writes_forbidden_tokens_fails_this_test():
+    noise = noises(EntropyBound(), VOCAB)[-1]
+    with pytest.raises(AssertionError, match="left an allowed set"):
+        check_run(Lawless(), noise, 0, 0.3, 0.4, 1.0)

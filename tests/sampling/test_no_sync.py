@@ -1,0 +1,172 @@
+"""No sampler and no stop rule waits for the device: every one of them runs on tensors that have no values.
+
+Under FakeTensorMode a tensor knows its shape alone, so `.item()`, `bool(tensor)`, `nonzero` and boolean indexing raise.
+The device "meta" stands for any device but the host: it refuses to meet a tensor made on the host by mistake.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+
+from dgemma.noise import MaskNoise, UniformNoise
+from dgemma.prediction import Prediction
+from dgemma.sampling.base import Decision, Sampler
+from dgemma.sampling.stopping import StopRule
+from dgemma.sampling.temperature import ConstantTemperature, LinearTemperature
+from dgemma.state import DenoiseState
+from every_sampler import SAMPLERS, STOP_RULES, noises
+
+VOCAB, CANVAS_LEN, BATCH = 11, 6, 3
+
+
+class QuickDraws(DenoiseState):
+    """Philox is two hundred operations a draw; one test below covers it for all."""
+
+    def uniform(self, purpose: str) -> torch.Tensor:
+        return torch.zeros(self.canvas.shape, dtype=torch.float64, device=self.device)
+
+    def row_uniform(self, purpose: str) -> torch.Tensor:
+        return torch.zeros(self.batch_size, dtype=torch.float64, device=self.device)
+
+
+def valueless(device: str) -> AbstractContextManager[Any]:
+    return nullcontext() if device == "meta" else FakeTensorMode()
+
+
+def fake_state(noise: Any, device: str, kind: type[DenoiseState] = QuickDraws) -> DenoiseState:
+    """A state in the middle of a run."""
+    row = torch.ones(BATCH, dtype=torch.int64, device=device)
+    canvas = torch.ones(BATCH, CANVAS_LEN, dtype=torch.int64, device=device)
+    return kind(
+        canvas=canvas,
+        open=canvas > 0,
+        frozen=canvas > 1,
+        draft=canvas,
+        done=row > 1,
+        block=row,
+        step=row,
+        num_steps=row * 4,
+        noise_level=row.double() / 2,
+        next_noise_level=row.double() / 4,
+        temperature=row.float(),
+        seeds=row,
+        rows=row,
+        noise=noise,
+        allowed=torch.ones(1, 1, VOCAB, dtype=torch.bool, device=device),
+    )
+
+
+def fake_prediction(state: DenoiseState) -> Prediction:
+    logits = torch.zeros(BATCH, CANVAS_LEN, VOCAB, device=state.device)
+    return Prediction(logits).shape(temperature=state.temperature, allowed=state.allowed)
+
+
+def run_sampler(sampler: Sampler, noise: Any, device: str) -> None:
+    """Two steps, so that memory goes in and out, and the end."""
+    with valueless(device):
+        state = fake_state(noise, device)
+        state = replace(state, memory=sampler.start(state))
+        for _ in range(2):
+            prediction = fake_prediction(state)
+            decision = sampler(prediction, state)
+            for mask in (decision.write, decision.renoise):
+                assert mask.shape == (BATCH, CANVAS_LEN)
+                assert mask.dtype == torch.bool
+                assert mask.device.type == device
+            assert decision.tokens.shape == (BATCH, CANVAS_LEN)
+            assert decision.tokens.dtype == torch.int64
+            canvas = torch.where(decision.renoise, noise.refill(state), state.canvas)
+            state = replace(state, canvas=canvas, memory=decision.memory)
+        assert sampler.final(fake_prediction(state), state).shape == (BATCH, CANVAS_LEN)
+
+
+def run_stop_rule(rule: StopRule, device: str) -> None:
+    with valueless(device):
+        state = fake_state(UniformNoise(VOCAB), device)
+        state = replace(state, stop_memory=rule.start(state))
+        for _ in range(2):
+            done, memory = rule(fake_prediction(state), state)
+            assert done.shape == (BATCH,)
+            assert done.dtype == torch.bool
+            assert done.device.type == device
+            state = replace(state, stop_memory=memory)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=repr)
+def test_no_sampler_reads_a_value_on_the_host(sampler, device):
+    assert sampler.valid_for
+    for noise in noises(sampler, VOCAB):
+        run_sampler(sampler, noise, device)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("rule", [*STOP_RULES, STOP_RULES[0] | (STOP_RULES[1] & STOP_RULES[2])], ids=repr)
+def test_no_stop_rule_reads_a_value_on_the_host(rule, device):
+    run_stop_rule(rule, device)
+
+
+@pytest.mark.parametrize("temperature", [LinearTemperature(), ConstantTemperature()], ids=repr)
+def test_no_temperature_reads_a_value_on_the_host(temperature):
+    row = torch.ones(BATCH, dtype=torch.int64, device="meta")
+    assert temperature(row, row).device.type == "meta"
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_no_draw_reads_a_value_on_the_host(device):
+    with valueless(device):
+        state = fake_state(UniformNoise(VOCAB), device, DenoiseState)
+        assert state.uniform("token").shape == (BATCH, CANVAS_LEN)
+        assert state.row_uniform("token").shape == (BATCH,)
+
+
+@dataclass(frozen=True)
+class Syncing(Sampler):
+    """The control: decides by a value it reads on the host, in one of the ways people do."""
+
+    how: str
+
+    def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
+        write = state.open
+        if self.how == "item":
+            write = write & (prediction.entropy.mean().item() > 0)
+        elif self.how == "bool":
+            write = write if (prediction.entropy > 0).any() else ~write
+        elif self.how == "nonzero":
+            write = write & (len(write.nonzero()) > 0)
+        elif self.how == "boolean indexing":
+            write = write & (prediction.entropy[write].sum() > 0)
+        elif self.how == "host tensor":
+            write = write & (prediction.entropy > torch.zeros(CANVAS_LEN))
+        return Decision(tokens=prediction.argmax, write=write, renoise=~write)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("how", ["item", "bool", "nonzero", "boolean indexing"])
+def test_a_sampler_that_reads_a_value_fails_this_test(how, device):
+    refusals = (DataDependentOutputException, DynamicOutputShapeException, RuntimeError)
+    with pytest.raises(refusals, match=r"_local_scalar_dense|nonzero|aten\.index|meta tensors"):
+        run_sampler(Syncing(how), MaskNoise(VOCAB), device)
+
+
+def test_a_sampler_that_makes_a_tensor_on_the_host_fails_this_test():
+    with pytest.raises(RuntimeError, match="device"):
+        run_sampler(Syncing("host tensor"), MaskNoise(VOCAB), "meta")
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_control_passes_when_it_does_not_read(device):
+    run_sampler(Syncing("not at all"), MaskNoise(VOCAB), device)
+
+
+def test_every_sampler_and_stop_rule_is_found():
+    found = {type(x).__name__ for x in [*SAMPLERS, *STOP_RULES]}
+    assert {"EntropyBound", "Ancestral", "KLASS", "TokenEditing", "StableAndConfident", "EndOfText"} <= found

@@ -1,0 +1,223 @@
+"""Stop rules: the published one against transformers, the others by hand, and how they combine."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers.models.diffusion_gemma.generation_diffusion_gemma import StableAndConfidentStoppingCriteria
+
+from dgemma.noise import UniformNoise
+from dgemma.prediction import Prediction
+from dgemma.sampling.confidence import Confidence
+from dgemma.sampling.stopping import ConfidenceGap, EndOfText, StableAndConfident, StepCap, StopRule, Unchanged
+from toy import LENGTH, SEQUENCES, fresh_state, mask_noise, propagate
+
+
+def canvas_state(canvas, *, is_open=None, frozen=None, step=1, steps=9):
+    canvas = torch.as_tensor(canvas)
+    state = fresh_state(canvas, UniformNoise(64), steps)
+    state = replace(state, step=torch.full_like(state.step, step))
+    if is_open is not None:
+        state = replace(state, open=torch.tensor(is_open))
+    if frozen is not None:
+        state = replace(state, frozen=torch.tensor(frozen))
+    return state
+
+
+def ask(rule, state, predictions):
+    """The rule's answers to a run of predictions (logits), step by step."""
+    state = replace(state, stop_memory=rule.start(state))
+    answers = []
+    for logits in predictions:
+        done, memory = rule(Prediction(logits), state)
+        answers.append(done.tolist())
+        state = replace(state, stop_memory=memory)
+    return answers
+
+
+class Answer(StopRule):
+    """A rule that says what it is told, and counts how often it was asked."""
+
+    def __init__(self, *answers):
+        self.answers = answers
+
+    def start(self, state):
+        return 0
+
+    def __call__(self, prediction, state):
+        return torch.tensor([self.answers[state.stop_memory]]), state.stop_memory + 1
+
+
+@pytest.mark.parametrize("stability", [0, 1, 2, 3])
+def test_stable_and_confident_says_what_transformers_says(stability):
+    batch, canvas_len, vocab, num_steps = 6, 8, 20, 24
+    generator = torch.Generator().manual_seed(stability)
+    reference = StableAndConfidentStoppingCriteria(stability_threshold=stability, confidence_threshold=0.005)
+    rule = StableAndConfident(stability=stability, confidence=0.005)
+    state = canvas_state(torch.zeros(batch, canvas_len, dtype=torch.int64))
+    state = replace(state, stop_memory=rule.start(state))
+    tokens = torch.randint(vocab, (batch, canvas_len), generator=generator)
+    seen = set()
+    for _ in range(num_steps):
+        moved = torch.rand(batch, 1, generator=generator) < 0.3
+        tokens = torch.where(moved, torch.randint(vocab, tokens.shape, generator=generator), tokens)
+        # Peaks of 6 to 14: mean entropies on both sides of 0.005 nats.
+        peak = 6 + 8 * torch.rand(batch, 1, 1, generator=generator)
+        logits = peak * torch.nn.functional.one_hot(tokens, vocab) + 0.1 * torch.randn(1, 1, vocab, generator=generator)
+        expected = reference(logits.argmax(-1), logits)
+        done, memory = rule(Prediction(logits), state)
+        assert torch.equal(done, expected)
+        state = replace(state, stop_memory=memory)
+        seen |= set(done.tolist())
+    assert seen == {False, True}  # the run had both
+
+
+def test_the_published_rule_needs_one_step_more_than_its_stability():
+    sure = torch.tensor([[[20.0, 0.0], [0.0, 20.0]]])
+    assert ask(StableAndConfident(), canvas_state([[0, 1]]), [sure, sure]) == [[False], [True]]
+    assert ask(StableAndConfident(stability=2), canvas_state([[0, 1]]), [sure] * 3) == [[False], [False], [True]]
+    assert ask(StableAndConfident(stability=0), canvas_state([[0, 1]]), [sure]) == [[True]]
+
+
+def test_stable_but_unsure_and_sure_but_unstable_go_on():
+    sure, other, unsure = (torch.tensor([[row]]) for row in ([20.0, 0.0], [0.0, 20.0], [2.0, 0.0]))
+    assert ask(StableAndConfident(), canvas_state([[0]]), [sure, other, sure]) == [[False]] * 3
+    assert ask(StableAndConfident(), canvas_state([[0]]), [unsure, unsure]) == [[False]] * 2
+
+
+def test_frozen_positions_neither_dilute_the_entropy_nor_count_as_changed():
+    sure, flat = [20.0, 0.0], [0.0, 0.0]
+    state = canvas_state([[0] * 4], frozen=[[True, True, True, False]])
+    wobbling = [torch.tensor([[sure if n % 2 else [0.0, 20.0]] * 3 + [sure]]) for n in range(2)]
+    assert ask(StableAndConfident(), state, wobbling) == [[False], [True]]
+    # One open position at log 2 = 0.693 nats; averaged over all four it would pass a threshold of 0.2.
+    rule = StableAndConfident(confidence=0.2)
+    assert ask(rule, state, [torch.tensor([[sure] * 3 + [flat]])] * 2) == [[False]] * 2
+
+
+def test_a_canvas_frozen_throughout_is_done_once_stable():
+    state = canvas_state([[0, 0]], frozen=[[True, True]])
+    assert ask(StableAndConfident(stability=0), state, [torch.zeros(1, 2, 4)]) == [[True]]
+
+
+def test_end_of_text_needs_a_committed_stop_token_with_nothing_open_before_it():
+    canvas = [[5, 6, 1, 7], [5, 6, 1, 7], [5, 6, 1, 7], [5, 6, 9, 7], [106, 5, 5, 5]]
+    is_open = [
+        [False, False, False, True],  # what follows may be open
+        [False, True, False, False],  # something before is open
+        [False, False, True, True],  # the stop token is noise
+        [False, False, False, False],  # no stop token
+        [False, True, True, True],  # another stop token, at once
+    ]
+    rule = EndOfText(token_ids=(1, 106))
+    assert ask(rule, canvas_state(canvas, is_open=is_open), [torch.zeros(5, 4, 64)]) == [
+        [True, False, False, False, True]
+    ]
+
+
+def law_of_texts(states, stop_token):
+    """The law of what is read: tokens up to and including the first stop token."""
+    law = {}
+    for tokens, weight in zip(states.state.draft.tolist(), states.weight.tolist(), strict=True):
+        end = tokens.index(stop_token) + 1 if stop_token in tokens else LENGTH
+        law[tuple(tokens[:end])] = law.get(tuple(tokens[:end]), 0.0) + weight
+    return law
+
+
+@pytest.mark.parametrize("sampler", [Confidence(), Confidence(block_len=1)], ids=["any-order", "left-to-right"])
+def test_ending_at_the_stop_token_never_changes_the_text(sampler):
+    stop_token = 2
+    whole = propagate(sampler, mask_noise(), steps=3)
+    ended = propagate(sampler, mask_noise(), steps=3, stop=EndOfText(token_ids=(stop_token,)))
+    expected, found = (law_of_texts(run.states, stop_token) for run in (whole, ended))
+    assert found.keys() == expected.keys()
+    for text, weight in expected.items():
+        assert found[text] == pytest.approx(weight, abs=1e-12)
+    if sampler.block_len == 1:  # from left to right, a text that ends early needs fewer forwards
+        assert ended.nfe < whole.nfe - 0.1
+    assert len(expected) < len(SEQUENCES)
+
+
+def gap_logits(*gaps):
+    """One row whose positions have these gaps between their two best logits."""
+    return torch.tensor([[[gap, 0.0, -9.0] for gap in gaps]])
+
+
+@pytest.mark.parametrize(
+    ("step", "threshold"), [(1, 7.5), (3, 7.5), (4, 5.0), (6, 5.0), (7, 2.5), (9, 2.5)], ids=lambda x: str(x)
+)
+def test_the_gap_asked_for_falls_by_thirds_of_the_run(step, threshold):
+    state = canvas_state([[0, 0]], step=step, steps=9)  # after step 1 of 9, ...
+    below, at = gap_logits(threshold - 0.6, threshold + 0.4), gap_logits(threshold - 0.5, threshold + 0.5)
+    assert ask(ConfidenceGap(), state, [below]) == [[False]]
+    assert ask(ConfidenceGap(), state, [at]) == [[True]]
+
+
+def test_the_gap_is_averaged_over_the_span_and_what_is_not_frozen():
+    logits = gap_logits(0.0, 9.0, 9.0, 0.0)
+    assert ask(ConfidenceGap(), canvas_state([[0] * 4]), [logits]) == [[False]]
+    assert ask(ConfidenceGap(span=(1, 3)), canvas_state([[0] * 4]), [logits]) == [[True]]
+    frozen = [[True, False, False, True]]
+    assert ask(ConfidenceGap(), canvas_state([[0] * 4], frozen=frozen), [logits]) == [[True]]
+
+
+def test_a_gap_too_large_for_probabilities_is_still_a_number():
+    # exp(-200) is 0 in float32; as a ratio of probabilities the gap would be infinite and pass for the whole row.
+    logits = torch.tensor([[[200.0, 0.0], [0.0, 0.0]]])
+    assert ask(ConfidenceGap(thresholds=(101.0, 101.0, 101.0)), canvas_state([[0, 0]]), [logits]) == [[False]]
+    assert ask(ConfidenceGap(thresholds=(99.0, 99.0, 99.0)), canvas_state([[0, 0]]), [logits]) == [[True]]
+
+
+def test_a_position_with_one_allowed_token_does_not_vouch_for_the_others():
+    rule, state = ConfidenceGap(), canvas_state([[0, 0]])
+    allowed = torch.tensor([[[True, False], [True, True]]])
+    prediction = Prediction(torch.zeros(1, 2, 2)).shape(allowed=allowed)
+    assert rule(prediction, state)[0].tolist() == [False]
+    only = Prediction(torch.zeros(1, 2, 2)).shape(allowed=torch.tensor([True, False]))
+    assert rule(only, state)[0].tolist() == [True]
+
+
+def test_unchanged_waits_for_a_full_canvas_and_a_step_that_changes_nothing():
+    rule, logits = Unchanged(), Prediction(torch.zeros(3, 2, 4))
+    before = canvas_state([[0, 1], [0, 1], [0, 1]])
+    state = replace(before, stop_memory=rule.start(before), canvas=torch.tensor([[0, 1], [0, 2], [0, 1]]))
+    state = replace(state, open=torch.tensor([[False, False], [False, False], [False, True]]))
+    assert rule(logits, state)[0].tolist() == [True, False, False]
+
+
+def test_step_cap_counts_steps_done():
+    answers = [
+        StepCap(3)(Prediction(torch.zeros(1, 2, 4)), canvas_state([[0, 0]], step=n))[0].item() for n in (1, 2, 3, 4)
+    ]
+    assert answers == [False, False, True, True]
+
+
+def test_rules_combine_as_or_and_and_with_every_rule_asked_at_every_step():
+    logits = [torch.zeros(1, 2, 4)] * 4
+    left, right = Answer(False, True, False, True), Answer(False, False, True, True)
+    assert ask(left | right, canvas_state([[0, 0]]), logits) == [[False], [True], [True], [True]]
+    assert ask(left & right, canvas_state([[0, 0]]), logits) == [[False], [False], [False], [True]]
+    assert ask((left & right) | left, canvas_state([[0, 0]]), logits) == [[False], [True], [False], [True]]
+
+
+def test_combined_rules_are_values():
+    assert StableAndConfident() | EndOfText() == StableAndConfident() | EndOfText()
+    assert hash(StableAndConfident() & StepCap(4)) == hash(StableAndConfident() & StepCap(4))
+    assert StableAndConfident() | EndOfText() != StableAndConfident() & EndOfText()
+    assert StepCap(4) | EndOfText() != StepCap(5) | EndOfText()
+
+
+@pytest.mark.parametrize(
+    ("cls", "field", "value"),
+    [
+        (StableAndConfident, "stability", -1),
+        (StableAndConfident, "confidence", 0.0),
+        (EndOfText, "token_ids", ()),
+        (ConfidenceGap, "thresholds", (1.0, 2.0)),
+        (ConfidenceGap, "span", (3, 3)),
+        (StepCap, "steps", 0),
+    ],
+)
+def test_impossible_settings_are_refused(cls, field, value):
+    with pytest.raises(ValueError, match=f"{cls.__name__}.{field} must"):
+        cls(**{field: value})
