@@ -25,6 +25,10 @@ class Span:
     frozen: Tensor | None = None
     allowed: Tensor | None = None
 
+    def to(self, device: torch.device) -> "Span":
+        """The same constraints on `device`."""
+        return Span(**{name: None if value is None else value.to(device) for name, value in vars(self).items()})
+
     def block(self, block: int, canvas_len: int, rows: Tensor) -> dict[str, Tensor | None]:
         """The part that falls on one block, for some rows; past its end a constraint says nothing."""
         part = slice(block * canvas_len, (block + 1) * canvas_len)
@@ -85,7 +89,9 @@ def read_span(
             )
         frozen = frozen.to(device)
         if bool((frozen & ((canvas < 0) | noise.masked(canvas))).any()):
-            raise ValueError("generate frozen must mark real tokens, got a position whose canvas is noise. Unfreeze it.")
+            raise ValueError(
+                "generate frozen must mark real tokens, got a position whose canvas is noise. Unfreeze it."
+            )
     table = None if allowed is None else _allowed_table(allowed, batch_size, noise, max_new_tokens, device)
     return Span(canvas=canvas, frozen=frozen, allowed=table)
 
@@ -111,12 +117,12 @@ def check_counts(*, max_new_tokens: int, steps: int, noise_level: float) -> None
         raise ValueError(f"generate noise_level must be in (0, 1], got {noise_level}. 1 starts from pure noise.")
 
 
-def check_prompt(
-    prompt_tokens: Any, cache: PrefixCache | None, config: ModelConfig, max_new_tokens: int
-) -> None:
+def check_prompt(prompt_tokens: Any, cache: PrefixCache | None, config: ModelConfig, max_new_tokens: int) -> None:
     if not isinstance(prompt_tokens, Tensor) or prompt_tokens.dim() != 2 or prompt_tokens.is_floating_point():
-        got = f"{prompt_tokens.dtype} of shape {tuple(prompt_tokens.shape)}" if isinstance(prompt_tokens, Tensor) else (
-            type(prompt_tokens).__name__
+        got = (
+            f"{prompt_tokens.dtype} of shape {tuple(prompt_tokens.shape)}"
+            if isinstance(prompt_tokens, Tensor)
+            else (type(prompt_tokens).__name__)
         )
         raise ValueError(f"generate prompt_tokens must be integer ids of shape (batch, length), got {got}.")
     if prompt_tokens.shape[0] == 0 or (prompt_tokens.shape[1] == 0 and (cache is None or cache.num_slots == 0)):
@@ -130,9 +136,7 @@ def check_prompt(
         )
 
 
-def _allowed_table(
-    allowed: Any, batch_size: int, noise: Noise, max_new_tokens: int, device: torch.device
-) -> Tensor:
+def _allowed_table(allowed: Any, batch_size: int, noise: Noise, max_new_tokens: int, device: torch.device) -> Tensor:
     """Any form of `allowed` as booleans (B or 1, N or 1, V)."""
     if isinstance(allowed, Tensor) and allowed.dtype == torch.bool:
         table = allowed.to(device)
@@ -149,9 +153,7 @@ def _allowed_table(
         for position, ids in enumerate(sets):
             table[0, position, ids] = True
         table = table.to(device)
-    shape_fits = (
-        table.dim() == 3 and table.shape[0] in (1, batch_size) and table.shape[2] == noise.vocab_size
-    )
+    shape_fits = table.dim() == 3 and table.shape[0] in (1, batch_size) and table.shape[2] == noise.vocab_size
     if not shape_fits or table.shape[1] > max_new_tokens:
         raise ValueError(
             f"generate allowed must broadcast to (batch, positions, vocab) = ({batch_size}, up to {max_new_tokens}, "

@@ -7,9 +7,9 @@
 """
 
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 
 from dgemma import arguments, draws
 from dgemma.arguments import Span
+from dgemma.changes import Changes, apply_changes
 from dgemma.config import GenerationDefaults, ModelConfig
 from dgemma.model.cache import PrefixCache
 from dgemma.noise import Noise, UniformNoise
@@ -66,6 +67,7 @@ class StepRecord:
     step: Tensor  # (B,)
     seeds: Tensor  # (B,)
     temperature: Tensor  # (B,)
+    noise_level: Tensor  # (B,) of the canvas
     canvas: Tensor  # (B, C) that was predicted from
     argmax: Tensor  # (B, C)
     entropy: Tensor  # (B, C)
@@ -76,6 +78,7 @@ class StepRecord:
     rows: Tensor  # (B,) which rows of the whole batch these are: finished ones leave and cost nothing more
     prediction: Prediction  # the shaped one
     state: DenoiseState
+    cache: PrefixCache  # that was looked at
     knobs: Knobs
 
     def top(self, k: int) -> Top:
@@ -105,7 +108,48 @@ class Generation:
     trajectory: "Trajectory | None"
 
 
-Changes = DenoiseState | Mapping[str, Any] | None
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A run with nothing left to default: what the arguments of `generate` come to, and what a `Trajectory` keeps."""
+
+    prompt_tokens: Tensor  # (B, P)
+    attention_mask: Tensor | None
+    num_cached: Tensor | None  # (B,) tokens in the cache the run goes on from
+    noise: Noise
+    knobs: Knobs
+    num_blocks: int
+    num_steps: int
+    canvas_len: int
+    seeds: Tensor  # (blocks, B)
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int
+    span: Span
+    noise_level: float
+
+    def to(self, device: torch.device) -> Self:
+        """The same plan with its tensors on `device`."""
+        moved: dict[str, Any] = {
+            name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        return replace(self, span=self.span.to(device), **moved)
+
+
+class Moment(NamedTuple):
+    """All that the next step needs: `step(model, moment.state, cache=moment.cache, knobs=moment.knobs)`."""
+
+    state: DenoiseState
+    cache: PrefixCache
+    knobs: Knobs
+
+
+class Denoised(NamedTuple):
+    """A canvas at its end: drafts (B, C), the forwards each row took (B,), and the knobs last in force."""
+
+    drafts: Tensor
+    num_forwards: Tensor
+    knobs: Knobs
+
+
 OnStep = Callable[[StepRecord], Changes]
 Events = Generator[StepRecord | BlockCommit, Changes, Generation]
 
@@ -152,6 +196,7 @@ def step(
         step=state.step,
         seeds=state.seeds,
         temperature=state.temperature,
+        noise_level=state.noise_level,
         canvas=state.canvas,
         argmax=prediction.argmax,
         entropy=prediction.entropy,
@@ -162,6 +207,7 @@ def step(
         rows=state.rows,
         prediction=prediction,
         state=after,
+        cache=cache,
         knobs=knobs,
     )
     return after, record
@@ -197,10 +243,6 @@ def start_state(
     start = fresh if canvas is None else torch.where(canvas < 0, fresh, canvas)
     if frozen is None:
         frozen = torch.zeros(batch_size, canvas_len, dtype=torch.bool, device=device)
-    mask_token = noise.mask_token
-    if mask_token is not None:  # noise, never a proposal
-        proposable = torch.arange(noise.vocab_size, device=device) != mask_token
-        allowed = proposable[None, None] if allowed is None else allowed & proposable
     still_open = noise.masked(start) if noise.kind == "mask" else torch.ones_like(frozen)
     state = DenoiseState(
         canvas=start,
@@ -213,14 +255,14 @@ def start_state(
         seeds=seeds,
         rows=torch.arange(batch_size, device=device) if rows is None else rows,
         noise=noise,
-        allowed=allowed,
+        allowed=noise.proposable(allowed, device),  # a mask is noise, never a proposal
         **_clock(noise, knobs.temperature, torch.full_like(block_index, min(first_step, num_steps - 1)), num_steps_row),
     )
     state = replace(state, memory=knobs.sampler.start(state))
     return state if knobs.stop is None else replace(state, stop_memory=knobs.stop.start(state))
 
 
-def _clock(noise: Noise, temperature: Temperature, step: Tensor, num_steps: Tensor) -> dict[str, Tensor]:
+def _clock(noise: Noise, temperature: Temperature, step: Tensor, num_steps: Tensor) -> dict[str, Any]:
     """All that follows from the step's number: noise before and after it, and the temperature it runs at; (B,) each."""
     time = 1 - step.double() / num_steps
     next_time = (1 - (step + 1).double() / num_steps).clamp(min=0.0)
@@ -232,7 +274,18 @@ def _clock(noise: Noise, temperature: Temperature, step: Tensor, num_steps: Tens
     }
 
 
-def stream(
+def stream(model: Denoiser, prompt_tokens: Tensor, *, cache: PrefixCache | None = None, **options: Any) -> Events:
+    """`generate` as a stream: yields a `StepRecord` after every step and a `BlockCommit` after every block.
+
+    For any batch size. Arguments as for `generate`, whose result is the generator's return value. Whatever is sent in
+    after a `StepRecord` (a changed state, or a dictionary of changes) holds from the next step on.
+
+    Example: `for event in stream(model, prompt): print(event.state.draft if isinstance(event, StepRecord) else "|")`.
+    """
+    return run(model, read_plan(model, prompt_tokens, cache=cache, **options), cache)
+
+
+def read_plan(
     model: Denoiser,
     prompt_tokens: Tensor,
     *,
@@ -241,7 +294,7 @@ def stream(
     noise: Noise | None = None,
     sampler: Sampler | None = None,
     temperature: Temperature | float | None = None,
-    stop: StopRule | None | Literal["checkpoint"] = "checkpoint",
+    stop: StopRule | Literal["checkpoint"] | None = "checkpoint",
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int | Sequence[int] | Tensor = 0,
@@ -252,13 +305,10 @@ def stream(
     attention_mask: Tensor | None = None,
     eos_token_ids: Iterable[int] | None = None,
     noise_level: float = 1.0,
-) -> Events:
-    """`generate` as a stream: yields a `StepRecord` after every step and a `BlockCommit` after every block.
+) -> Plan:
+    """Check the arguments of `generate`, which has their description, and fill in what was left out.
 
-    For any batch size. Arguments as for `generate`, whose result is the generator's return value. Whatever is sent in
-    after a `StepRecord` (a changed state, or a dictionary with "state" and knobs) holds from the next step on.
-
-    Example: `for event in stream(model, prompt): print(event.state.draft if isinstance(event, StepRecord) else "|")`.
+    Example: `read_plan(model, prompt_tokens, steps=16).knobs.sampler`.
     """
     defaults, config = model.generation, model.config
     if temperature is None:
@@ -280,22 +330,32 @@ def stream(
     arguments.check_prompt(prompt_tokens, cache, config, max_new_tokens)
     span = arguments.read_span(canvas, frozen, allowed, prompt_tokens, noise, max_new_tokens)
     seeds = arguments.read_seeds(seed, prompt_tokens)
-    eos = torch.tensor(
-        sorted(defaults.eos_token_id if eos_token_ids is None else eos_token_ids), device=prompt_tokens.device
-    )
     num_blocks = math.ceil(max_new_tokens / config.canvas_length)
-    return _stream(
-        model, prompt_tokens, cache, attention_mask, noise, knobs, num_blocks, num_steps, seeds, eos, span, noise_level
+    return Plan(
+        prompt_tokens=prompt_tokens,
+        attention_mask=attention_mask,
+        num_cached=None if cache is None else cache.lengths,
+        noise=noise,
+        knobs=knobs,
+        num_blocks=num_blocks,
+        num_steps=num_steps,
+        canvas_len=config.canvas_length,
+        seeds=seeds.repeat(num_blocks, 1),
+        eos_token_ids=tuple(sorted(defaults.eos_token_id if eos_token_ids is None else eos_token_ids)),
+        pad_token_id=defaults.pad_token_id,
+        span=span,
+        noise_level=noise_level,
     )
 
 
-@torch.no_grad()
 def generate(
     model: Denoiser,
     prompt_tokens: Tensor,
     *,
+    cache: PrefixCache | None = None,
     on_step: OnStep | None = None,
     record: bool = False,
+    record_top: int = 5,
     progress: bool = True,
     **options: Any,
 ) -> Generation:
@@ -311,18 +371,25 @@ def generate(
     broadcastable to (B, N, V), a list of ids for all positions, or one list per position. Rows that write a stop token
     (`eos_token_ids`) are padded after it and cost nothing more.
 
-    `on_step(record)` sees every `StepRecord` and may return a changed `record.state`, or a dictionary of changes:
-    "state" and any of `Knobs`. `record=True` keeps a `Trajectory`. A progress bar shows on terminals when runs are long.
+    `on_step(record)` sees every `StepRecord` and may return a changed `record.state`, or a dictionary of changes: any
+    field of the state, any of `Knobs`. Knobs keep their change, a state's ends with its canvas. `record=True` keeps a
+    `Trajectory`, with the `record_top` best candidates of every position. A progress bar shows on terminals when runs
+    are long.
 
     Example: `dgemma.generate(model, prompt_tokens, max_new_tokens=64, seed=1).new_tokens`.
     """
-    events = stream(model, prompt_tokens, **options)
-    trajectory: Trajectory | None = None
-    if record:
-        from dgemma.trajectory import Trajectory  # which replays runs, and so needs this file
+    from dgemma.trajectory import Trajectory  # which replays runs, and so needs this file
 
-        trajectory = Trajectory.start(model, prompt_tokens, options)
-    changes = None
+    plan = read_plan(model, prompt_tokens, cache=cache, **options)
+    trajectory = Trajectory(plan, top=record_top) if record else None
+    return drain(run(model, plan, cache), on_step=on_step, trajectory=trajectory, progress=progress)
+
+
+def drain(
+    events: Events, *, on_step: OnStep | None, trajectory: "Trajectory | None" = None, progress: bool = False
+) -> Generation:
+    """Run a stream to its end: pass what `on_step` answers back into it, and keep a record."""
+    changes: Changes = None
     with tqdm(desc="denoising", unit="step", delay=2.0, leave=False, disable=None if progress else True) as bar:
         while True:
             try:
@@ -334,73 +401,71 @@ def generate(
                 bar.update()
                 changes = on_step(event) if on_step is not None else None
                 if trajectory is not None:
-                    trajectory.add_step(event)
+                    trajectory.add_step(event, changes)
             elif trajectory is not None:
                 trajectory.add_commit(event)
 
 
-def _stream(
+@torch.no_grad()
+def run(
     model: Denoiser,
-    prompt: Tensor,
-    cache: PrefixCache | None,
-    attention_mask: Tensor | None,
-    noise: Noise,
-    knobs: Knobs,
-    num_blocks: int,
-    num_steps: int,
-    seeds: Tensor,
-    eos: Tensor,
-    span: Span,
-    noise_level: float,
+    plan: Plan,
+    cache: PrefixCache | None = None,
+    *,
+    past: Sequence[BlockCommit] = (),
+    on_start: Callable[[Moment], Changes] | None = None,
 ) -> Events:
-    batch_size, canvas_len, pad = prompt.shape[0], model.config.canvas_length, model.generation.pad_token_id
-    cache = model.encode(prompt, cache, attention_mask)
-    rows = torch.arange(batch_size, device=prompt.device)  # of the batch that still write
+    """Carry out a plan: `stream`, after its arguments were read.
+
+    `past` blocks are taken as written and not yielded again; `on_start` sees every fresh canvas and may change it.
+
+    Example: `run(model, plan, past=trajectory.commits[:2])` begins with the third block.
+    """
+    prompt = plan.prompt_tokens
+    batch_size, device = prompt.shape[0], prompt.device
+    knobs, eos = plan.knobs, torch.tensor(plan.eos_token_ids, dtype=torch.int64, device=device)
+    cache = model.encode(prompt, cache, plan.attention_mask)
+    rows = torch.arange(batch_size, device=device)  # of the batch that still write
     retired: list[tuple[Tensor, PrefixCache]] = []
     blocks: list[Tensor] = []
     forwards: list[Tensor] = []
-    for block in range(num_blocks):
-        state = start_state(
-            knobs,
-            noise,
-            seeds=seeds[rows],
-            canvas_len=canvas_len,
-            num_steps=num_steps,
-            block=block,
-            rows=rows,
-            noise_level=noise_level,
-            **span.block(block, canvas_len, rows),
-        )
-        drafts = torch.full((batch_size, canvas_len), pad, device=prompt.device)
-        num_forwards = torch.zeros(batch_size, dtype=torch.int64, device=prompt.device)
-        active_cache = cache
-        for _ in range(num_steps - int(state.step[0])):
-            num_forwards[state.rows] += 1
-            state, record = step(model, state, cache=active_cache, knobs=knobs)
-            state, knobs = _apply((yield record), state, knobs)
-            drafts[state.rows] = state.draft
-            if bool(state.done.any()):
-                working = (~state.done).nonzero()[:, 0]
-                if len(working) == 0:
-                    break
-                state, active_cache = state.select(working), active_cache.select(working)
+    for block in range(plan.num_blocks):
+        num_forwards = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        if block < len(past):
+            tokens, num_forwards = past[block].tokens.to(device)[rows], past[block].steps.to(device)
+        else:
+            state = start_state(
+                knobs,
+                plan.noise,
+                seeds=plan.seeds[block, rows],
+                canvas_len=plan.canvas_len,
+                num_steps=plan.num_steps,
+                block=block,
+                rows=rows,
+                noise_level=plan.noise_level,
+                **plan.span.block(block, plan.canvas_len, rows),
+            )
+            if on_start is not None:
+                state, knobs = apply_changes(on_start(Moment(state, cache, knobs)), state, knobs)
+            tokens, num_forwards[rows], knobs = yield from denoise_canvas(model, state, cache, knobs)
 
-        tokens = drafts[rows]
         ended = torch.isin(tokens, eos).cumsum(1)  # (R, C): stop tokens up to here
         real = (ended == 0) | ((ended == 1) & torch.isin(tokens, eos))
-        tokens = torch.where(real, tokens, pad)
+        tokens = torch.where(real, tokens, plan.pad_token_id)
         finished = ended[:, -1] > 0
         cache = model.encode(tokens, cache, real)
-        drafts[rows] = tokens
-        blocks.append(drafts)
+        written = torch.full((batch_size, plan.canvas_len), plan.pad_token_id, device=device)
+        written[rows] = tokens
+        blocks.append(written)
         forwards.append(num_forwards)
         if bool(finished.any()):
             ends, goes_on = finished.nonzero()[:, 0], (~finished).nonzero()[:, 0]
             retired.append((rows[ends], cache.select(ends)))
             rows, cache = rows[goes_on], cache.select(goes_on)
-        all_finished = torch.ones(batch_size, dtype=torch.bool, device=prompt.device)
-        all_finished[rows] = False
-        yield BlockCommit(block=block, tokens=drafts, finished=all_finished, steps=num_forwards)
+        if block >= len(past):
+            all_finished = torch.ones(batch_size, dtype=torch.bool, device=device)
+            all_finished[rows] = False
+            yield BlockCommit(block=block, tokens=written, finished=all_finished, steps=num_forwards)
         if len(rows) == 0:
             break
 
@@ -409,24 +474,30 @@ def _stream(
         tokens=torch.cat((prompt, new_tokens), dim=1),
         new_tokens=new_tokens,
         steps=steps,
-        tokens_per_forward=(new_tokens != pad).sum(1) / steps.sum(1),
+        tokens_per_forward=(new_tokens != plan.pad_token_id).sum(1) / steps.sum(1),
         cache=PrefixCache.join([*retired, (rows, cache)]) if retired else cache,
         trajectory=None,
     )
 
 
-def _apply(changes: Changes, state: DenoiseState, knobs: Knobs) -> tuple[DenoiseState, Knobs]:
-    """What a callback asked for, from the next step on."""
-    if changes is None:
-        return state, knobs
-    if isinstance(changes, DenoiseState):
-        return changes, knobs
-    changes = dict(changes)
-    state = changes.pop("state", state)
-    unknown = sorted(changes.keys() - {field.name for field in fields(Knobs)})
-    if unknown:
-        raise ValueError(
-            f"on_step may change state, {', '.join(f.name for f in fields(Knobs))}; got {', '.join(unknown)}. "
-            f"Return None, a DenoiseState, or a dictionary of those names."
-        )
-    return state, replace(knobs, **changes)
+@torch.no_grad()
+def denoise_canvas(
+    model: Denoiser, state: DenoiseState, cache: PrefixCache, knobs: Knobs
+) -> Generator[StepRecord, Changes, Denoised]:
+    """Step a canvas until every row is done or out of steps; rows that are leave and cost nothing more.
+
+    Yields each `StepRecord`, and takes changes as `stream` does.
+    """
+    here = torch.arange(state.batch_size, device=state.device)  # which of the given rows are still there
+    drafts, num_forwards = state.draft.clone(), torch.zeros_like(here)
+    while True:
+        num_forwards[here] += 1
+        state, record = step(model, state, cache=cache, knobs=knobs)
+        state, knobs = apply_changes((yield record), state, knobs)
+        drafts[here] = state.draft
+        ended = state.done | (state.step >= state.num_steps)
+        if bool(ended.any()):
+            working = (~ended).nonzero()[:, 0]
+            if len(working) == 0:
+                return Denoised(drafts, num_forwards, knobs)
+            here, state, cache = here[working], state.select(working), cache.select(working)

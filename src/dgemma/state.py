@@ -70,6 +70,8 @@ class DenoiseState:
     def splice(self, rows: Tensor, donor: "DenoiseState") -> "DenoiseState":
         """This state with `rows` (R,) replaced by the rows of a donor of batch size R: transplant another run's canvas.
 
+        Seeds, clock and memory come along; which rows of the batch they are stays.
+
         Example: `state.splice(torch.tensor([1]), other.select(torch.tensor([0])))`.
         """
         donors = iter(_row_tensors(donor))
@@ -79,7 +81,8 @@ class DenoiseState:
                 "DenoiseState.splice must get a donor with the same fields present (self_cond, allowed, memory); "
                 "take both states after the same number of steps under the same sampler."
             )
-        return self._map_rows(lambda tensor: tensor.index_copy(0, rows, next(donors).to(tensor.dtype)))
+        spliced = self._map_rows(lambda tensor: tensor.index_copy(0, rows, next(donors).to(tensor.dtype)))
+        return replace(spliced, rows=self.rows)
 
     def _map_rows(self, transform: Callable[[Tensor], Tensor]) -> "DenoiseState":
         """Apply a function to every tensor that has one entry per row."""
