@@ -89,7 +89,12 @@ class ModelConfig:
             ok = isinstance(value, int | float) and math.isfinite(value) and value > 0
             _require(ok, name, "be a finite number above 0", self)
         _require(len(self.layer_types) == self.num_hidden_layers, "layer_types", "name one type per layer", self)
-        _require(set(self.layer_types) <= {SLIDING, FULL}, "layer_types", f"hold only {SLIDING!r} or {FULL!r}", self)
+        _require(
+            all(kind in (SLIDING, FULL) for kind in self.layer_types),
+            "layer_types",
+            f"hold only {SLIDING!r} or {FULL!r}",
+            self,
+        )
         _require(self.layer_types[-1] == FULL, "layer_types", f"end with {FULL!r}", self)
         _require(self.top_k_experts <= self.num_experts, "top_k_experts", "be at most num_experts", self)
         _require(self.sliding_window >= 2, "sliding_window", "be at least 2 (a query and one key before it)", self)
@@ -140,6 +145,10 @@ class ModelConfig:
         text = published.get("text_config") if "text_config" in published else published
         if not isinstance(text, Mapping):
             raise ValueError(f"ModelConfig.text_config must be a dictionary, got {type(text).__name__}.")
+        for name, kind in (("layer_types", list | tuple), ("rope_parameters", Mapping), ("per_layer_config", Mapping)):
+            if text.get(name) is not None and not isinstance(text[name], kind):
+                rule = "a dictionary" if kind is Mapping else "a list"
+                raise ValueError(f"ModelConfig.{name} must be {rule}, got {text[name]!r}.")
         for name, accepted in _FIXED_TEXT_FIELDS.items():
             if name in text and text[name] not in accepted:
                 raise ValueError(
@@ -272,7 +281,7 @@ def read_json(source: Mapping[str, Any] | str | Path, file_name: str) -> dict[st
         loaded = json.loads(path.read_text())
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} does not exist. Point at a checkpoint folder or its {file_name}.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}). Download the file again.") from None
     if not isinstance(loaded, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(loaded).__name__}. Download the file again.")
@@ -285,12 +294,14 @@ def _full_layer_heads(text: Mapping[str, Any]) -> dict[str, Any]:
     layer_types = text.get("layer_types") or ()
     if overrides:
         full_layers = {layer for layer, kind in enumerate(layer_types) if kind == FULL}
-        if {int(layer) for layer in overrides} != full_layers or len({str(v) for v in overrides.values()}) > 1:
+        overridden = {int(layer) if str(layer).isdecimal() else layer for layer in overrides}  # "5", and also "05"
+        override = next(iter(overrides.values()))
+        alike = isinstance(override, Mapping) and all(other == override for other in overrides.values())
+        if overridden != full_layers or not alike:
             raise ValueError(
                 f"ModelConfig.per_layer_config must override exactly the full-attention layers, all alike, got layers "
-                f"{sorted(int(layer) for layer in overrides)}. dgemma has one head shape per layer type."
+                f"{sorted(map(str, overrides))}. dgemma has one head shape per layer type."
             )
-        override = next(iter(overrides.values()))
         head_dim, kv_heads = override.get("head_dim"), override.get("num_key_value_heads")
     else:
         head_dim, kv_heads = text.get("global_head_dim"), text.get("num_global_key_value_heads")

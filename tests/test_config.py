@@ -1,0 +1,133 @@
+import json
+import math
+
+import pytest
+import torch
+from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
+
+import dgemma
+from dgemma import DiffusionGemma, GenerationDefaults, ModelConfig
+
+PUBLISHED_TEXT = {
+    **{"vocab_size": 262144, "hidden_size": 2816, "intermediate_size": 2112, "num_hidden_layers": 30},
+    **{"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256, "num_global_key_value_heads": 2},
+    **{"global_head_dim": 512, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704},
+    **{"sliding_window": 1024, "max_position_embeddings": 262144, "rms_norm_eps": 1e-6},
+    **{"final_logit_softcapping": 30.0, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True},
+    **{"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1, "use_bidirectional_attention": "vision"},
+    "model_type": "diffusion_gemma_text",
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5,
+    "rope_parameters": {
+        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+}
+
+
+def test_the_26b_preset_is_the_published_config():
+    preset = dgemma.presets.diffusiongemma_26b_a4b()
+    text = preset.to_hf()["text_config"]
+    assert {name: text[name] for name in PUBLISHED_TEXT} == PUBLISHED_TEXT
+    assert ModelConfig.from_hf({"model_type": "diffusion_gemma", "text_config": PUBLISHED_TEXT}) == preset.replace(
+        vision_config=None, carried={"model_type": "diffusion_gemma"}
+    )
+
+
+def test_the_26b_preset_has_exactly_the_published_tensors():
+    """1,047 untied tensors of 25,823,781,228 values in all, the vision tower's included: model card and shard index."""
+    config = dgemma.presets.diffusiongemma_26b_a4b()
+    ours = DiffusionGemma(config, device="meta")
+    with torch.device("meta"):
+        published = DiffusionGemmaForBlockDiffusion(DiffusionGemmaConfig(**config.to_hf()))
+    vision = {k: v for k, v in published.state_dict().items() if "vision" in k and "inv_freq" not in k}
+    text = {name: tuple(tensor.shape) for name, tensor in ours.state_dict().items()}
+    assert len(text) + len(vision) == 1047
+    assert sum(math.prod(s) for s in text.values()) + sum(v.numel() for v in vision.values()) == 25_823_781_228
+    decoder = {k.removeprefix("model.decoder."): tuple(v.shape) for k, v in published.state_dict().items() if "model.decoder." in k}
+    assert {name: shape for name, shape in text.items() if "causal_" not in name} == decoder
+    assert 25.2e9 <= ours.num_parameters() < 25.3e9  # the card's 25.2B, and 18M of self-conditioning
+    assert 3.8e9 <= ours.num_parameters(active=True) < 3.9e9
+
+
+@pytest.mark.parametrize("preset", ["tiny", "small", "diffusiongemma_26b_a4b"])
+def test_transformers_reads_what_to_hf_writes_and_from_hf_reads_what_transformers_writes(preset):
+    config = getattr(dgemma.presets, preset)()
+    theirs = DiffusionGemmaConfig(**json.loads(json.dumps(config.to_hf())))
+    assert theirs.text_config.per_layer_config[-1 % config.num_hidden_layers].head_dim == config.global_head_dim
+    back = ModelConfig.from_hf(theirs.to_dict())  # newer releases write per_layer_config instead of the global fields
+    assert back.replace(vision_config=None, carried={}) == config.replace(vision_config=None, carried={})
+
+
+def test_small_has_tens_of_millions_of_parameters():
+    assert 10e6 < DiffusionGemma(dgemma.presets.small(), device="meta").num_parameters() < 100e6
+
+
+def test_a_text_config_alone_and_a_folder_are_read(tmp_path):
+    alone = ModelConfig.from_hf(PUBLISHED_TEXT)
+    assert alone.global_head_dim == 512
+    (tmp_path / "config.json").write_text(json.dumps(dgemma.presets.tiny().to_hf()))
+    assert ModelConfig.from_hf(tmp_path).replace(carried={}) == dgemma.presets.tiny()
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"hidden_size": 0}, "hidden_size must be an integer"),
+        ({"hidden_size": True}, "hidden_size must be an integer"),
+        ({"hidden_size": 2**40}, "hidden_size must be an integer"),
+        ({"num_experts": 4, "top_k_experts": 5}, "top_k_experts must be at most num_experts"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads must divide"),
+        ({"head_dim": 15}, "head_dim must be even"),
+        ({"layer_types": ["sliding_attention"] * 3}, "layer_types must end with 'full_attention'"),
+        ({"layer_types": ["full_attention"]}, "one type per layer"),
+        ({"layer_types": ["full_attention", "linear", "full_attention"]}, "layer_types must hold only"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a finite number"),
+        ({"final_logit_softcapping": -1.0}, "final_logit_softcapping must be a finite number"),
+        ({"pad_token_id": 512}, "pad_token_id must be a token id"),
+        ({"hidden_activation": "relu"}, "hidden_activation must be 'gelu_pytorch_tanh'"),
+        ({"attention_bias": True}, "attention_bias must be False"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention must be 'vision'"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_type 'default' or 'proportional'"),
+        ({"sliding_window": 1}, "sliding_window must be at least 2"),
+    ],
+)
+def test_a_value_that_does_not_fit_is_named_in_one_sentence(changes, sentence):
+    published = dgemma.presets.tiny().to_hf()
+    published["text_config"] |= changes
+    with pytest.raises(ValueError, match=sentence):
+        ModelConfig.from_hf(published)
+
+
+def test_missing_fields_and_wrong_models_are_named(tmp_path):
+    with pytest.raises(ValueError, match="needs hidden_size"):
+        published = dgemma.presets.tiny().to_hf()
+        del published["text_config"]["hidden_size"]
+        ModelConfig.from_hf(published)
+    with pytest.raises(ValueError, match="model_type must be 'diffusion_gemma'.*got 'llama'"):
+        ModelConfig.from_hf({"model_type": "llama"})
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        ModelConfig.from_hf(tmp_path)
+    (tmp_path / "config.json").write_text("{not json")
+    with pytest.raises(ValueError, match="not valid JSON"):
+        ModelConfig.from_hf(tmp_path)
+    with pytest.raises(ValueError, match="per_layer_config must override exactly the full-attention layers"):
+        published = dgemma.presets.tiny().to_hf()
+        published["text_config"]["per_layer_config"] = {"0": {"head_dim": 8}}
+        ModelConfig.from_hf(published)
+
+
+def test_null_generation_fields_mean_the_published_defaults():
+    nulls = {"t_max": None, "eos_token_id": None, "sampler_config": None, "max_denoising_steps": None}
+    assert GenerationDefaults.from_hf(nulls) == GenerationDefaults()
+    published = GenerationDefaults()
+    assert (published.max_denoising_steps, published.entropy_bound, published.t_max, published.t_min) == (48, 0.1, 0.8, 0.4)
+    assert (published.stability_threshold, published.confidence_threshold) == (1, 0.005)
+    assert published.eos_token_id == (1, 106, 50)
+    assert GenerationDefaults.from_hf(published.to_hf()) == published
+
+
+def test_a_generation_value_that_does_not_fit_is_named():
+    with pytest.raises(ValueError, match="max_denoising_steps must be an integer"):
+        GenerationDefaults.from_hf({"max_denoising_steps": 0})
+    with pytest.raises(ValueError, match="t_min must be at most t_max"):
+        GenerationDefaults.from_hf({"t_min": 2.0})

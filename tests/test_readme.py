@@ -1,0 +1,35 @@
+"""The README is code: its Python blocks run, in order, in one namespace, and its commands are the ones CI uses."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def test_python_blocks_run_as_printed():
+    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    assert len(blocks) >= 5
+    namespace: dict[str, object] = {}
+    for number, block in enumerate(blocks):
+        exec(compile(block, f"README block {number}", "exec"), namespace)  # noqa: S102
+
+
+def test_the_sampler_in_the_readme_is_under_forty_lines():
+    (sampler,) = re.findall(r"(@dataclass\(frozen=True, kw_only=True\)\nclass \w+\(dgemma\.Sampler\).*?)\n\n\nfor", README, flags=re.DOTALL)
+    assert len(sampler.splitlines()) < 40
+
+
+def test_two_commands_make_their_own_environment_and_name_files_that_exist():
+    commands = re.findall(r"^python3 -m venv .*$", README, flags=re.MULTILINE)
+    assert len(commands) == 2
+    example = re.search(r"examples/\S+\.py", commands[0])
+    assert example is not None
+    assert (ROOT / example.group()).exists()
+    assert commands[1].endswith("-m pytest")
+    assert "grep -m1 -E '^python3 -m venv .*pytest$' README.md" in (ROOT / ".ci/run").read_text()
+
+
+def test_every_file_the_readme_names_exists():
+    for name in re.findall(r"`((?:[a-z_]+/)*[a-z_]+\.(?:py|md|txt))[:`]", README):
+        assert any((root / name).exists() for root in (ROOT, ROOT / "src/dgemma")), name
