@@ -1,5 +1,6 @@
 """How the benchmarks measure: CUDA-graph replays, the read bandwidth of this machine, and where a number came from."""
 
+import itertools
 import statistics
 import subprocess
 import sys
@@ -38,13 +39,13 @@ def time_graph(fn: Callable[[], object], *, calls: int = 1, replays: int = 20, w
         graph.replay()
         mark.record()
     torch.cuda.synchronize()
-    times = sorted(a.elapsed_time(b) / calls for a, b in zip(marks, marks[1:], strict=False))
+    times = sorted(a.elapsed_time(b) / calls for a, b in itertools.pairwise(marks))
     graph.reset()
     return statistics.median(times), times[(9 * replays) // 10] - times[replays // 10]
 
 
 @triton.jit
-def _read_kernel(x, out, steps, BLOCK: tl.constexpr):
+def _read_kernel(x: tl.tensor, out: tl.tensor, steps: tl.tensor, BLOCK: tl.constexpr) -> None:
     """Sums `steps` blocks a program, the blocks of neighbouring programs side by side."""
     cols = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.int32)
@@ -94,7 +95,5 @@ def demand_parity(name: str, got: torch.Tensor, want: torch.Tensor, limit: float
     """Raises unless `got` is within `limit` of `want`: a kernel that is wrong is not timed. Returns the error."""
     error = relative_error(got, want)
     if not error <= limit:
-        raise SystemExit(
-            f"PARITY FAILED, nothing timed: {name} has relative error {error:.3e}, the limit is {limit:.1e}."
-        )
+        raise SystemExit(f"PARITY FAILED, nothing timed: {name} is off by {error:.3e}, the limit is {limit:.1e}.")
     return error

@@ -1,0 +1,462 @@
+"""The mixture-of-experts half of a layer at the published sizes: parity first, then time against read bandwidth.
+
+python kernels/benchmarks/experts.py            parity, every kernel of the half, the experts from 1 to 4,096 tokens
+python kernels/benchmarks/experts.py --sweep    parity and time of the promising tiles at one canvas
+
+Weights are random, distinct in every layer (30 layers are 45 GB, so that no cache helps), and so is the routing: even
+over all experts, the worst case, or over a random 84 of them a layer, as seen on text.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from timing import demand_parity, describe_run, measure_read_bandwidth, time_graph
+from torch import Tensor
+
+from dgemma_kernels import configs, experts, mlp, norms, reference, router
+
+E, A, D, F, DENSE, EPS = 128, 8, 2816, 704, 2112, 1e-6
+# Two products and four bf16 roundings in a row come to about 3e-3; a wrong row or tile to more than 1e-2.
+LIMIT = 6e-3
+GPU = torch.device("cuda")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One layer's weights."""
+
+    gate_up: Tensor  # (E, 2F, D)
+    down: Tensor  # (E, D, F)
+    dense_gate_up: Tensor  # (2 DENSE, D)
+    dense_down: Tensor  # (D, DENSE)
+    proj: Tensor  # (E, D)
+
+
+def draw_layer() -> Layer:
+    shapes = {
+        "gate_up": (E, 2 * F, D),
+        "down": (E, D, F),
+        "dense_gate_up": (2 * DENSE, D),
+        "dense_down": (D, DENSE),
+        "proj": (E, D),
+    }
+    weights = {name: torch.randn(*shape, dtype=torch.bfloat16, device=GPU) for name, shape in shapes.items()}
+    return Layer(**{name: weight.mul_(weight.shape[-1] ** -0.5) for name, weight in weights.items()})
+
+
+def draw_rows(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.bfloat16, device=GPU)
+
+
+def draw_index(tokens: int, distinct: int = E) -> Tensor:
+    """(tokens, A) experts, different within a token, uniform over a random `distinct` of them."""
+    allowed = torch.randperm(E, device=GPU)[:distinct]
+    return allowed[torch.rand(tokens, distinct, device=GPU).topk(A, dim=-1).indices].int().contiguous()
+
+
+def draw_skewed_index(tokens: int) -> Tensor:
+    """Expert 5 has a row of every token; all others come from fifteen experts, and most experts have none."""
+    rest = torch.arange(16, 31, device=GPU)[torch.rand(tokens, 15, device=GPU).topk(A - 1, dim=-1).indices]
+    return torch.cat((torch.full((tokens, 1), 5, device=GPU), rest), dim=-1).int().contiguous()
+
+
+@contextlib.contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Every `torch.empty` inside is full of NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def sort(index: Tensor) -> router.ExpertTiles:
+    return router.sort_by_expert(index, E, configs.expert_config(index.shape[0], GPU).rows)
+
+
+def run_experts(x: Tensor, layer: Layer, weights: Tensor, tiles: router.ExpertTiles) -> Tensor:
+    return experts.expert_down(experts.expert_gate_up(x, layer.gate_up, tiles), layer.down, weights, tiles)
+
+
+def check_experts(name: str, layer: Layer, index: Tensor) -> float:
+    x, weights = draw_rows(index.shape[0], D), torch.rand(index.shape, device=GPU)
+    rows = configs.expert_config(index.shape[0], GPU).rows
+    with poisoned_memory():
+        tiles = sort(index)
+        got = run_experts(x, layer, weights, tiles)
+    want_tiles = reference.sort_by_expert(index, E, rows)
+    if not (torch.equal(tiles.pairs, want_tiles.pairs) and torch.equal(tiles.tiles, want_tiles.tiles)):
+        raise SystemExit(f"PARITY FAILED, nothing timed: sort_by_expert, {name}.")
+    want = torch.empty(got.shape, dtype=torch.float64, device=GPU)
+    for expert in range(E):
+        pairs = (index.flatten() == expert).nonzero()[:, 0]
+        hidden = reference.geglu(x[pairs // A].double() @ layer.gate_up[expert].double().T)
+        rows_of_expert = hidden @ layer.down[expert].double().T
+        want.view(-1, D)[pairs] = rows_of_expert * weights.flatten()[pairs, None].double()
+    error = demand_parity(f"experts, {name}", got, want, LIMIT)
+    if not torch.equal(run_experts(x, layer, weights, tiles), got):
+        raise SystemExit(f"PARITY FAILED, nothing timed: experts, {name}, differ between two runs.")
+    return error
+
+
+def check_router(layer: Layer, tokens: int) -> None:
+    router_input, scale = draw_rows(tokens, D), torch.rand(E, device=GPU).bfloat16() + 0.5
+    with poisoned_memory():
+        weights, index = router.route(router_input, layer.proj, scale, A)
+    scores = router_input.double() @ layer.proj.double().T
+    best, chosen = scores.topk(A, dim=-1).values, scores.gather(-1, index.long())
+    if (best.sum(-1) - chosen.sum(-1)).max() > 2 * A * scores.abs().max() * 2**-8 or index.sort(-1).values.diff().eq(
+        0
+    ).any():
+        raise SystemExit(f"PARITY FAILED, nothing timed: route, {tokens} tokens, chose other experts than the largest.")
+    want = chosen.softmax(-1) * scale[index.long()].double()
+    demand_parity(f"route, {tokens} tokens", weights, want, 1e-2)
+
+
+def check_rest(layer: Layer, tokens: int) -> None:
+    rows, vectors = [draw_rows(tokens, D) for _ in range(2)], [draw_rows(D) for _ in range(4)]
+    expert_rows, scalar = draw_rows(tokens, A, D), torch.full((1,), 0.3, dtype=torch.bfloat16, device=GPU)
+    tail = [*rows, expert_rows, *vectors[:3], scalar, vectors[3]]
+    gate_up = draw_rows(tokens, 2 * DENSE)
+    with poisoned_memory():
+        pairs = [
+            ("rms_norm", norms.rms_norm(rows[0], vectors[0], EPS), reference.rms_norm, [rows[0], vectors[0], EPS]),
+            ("geglu", mlp.geglu(gate_up), reference.geglu, [gate_up]),
+            (
+                "gate_up_geglu",
+                mlp.gate_up_geglu(rows[0], layer.dense_gate_up),
+                reference.gate_up_geglu,
+                [rows[0], layer.dense_gate_up],
+            ),
+            (
+                "attention_residual",
+                norms.attention_residual(*rows, *vectors, EPS),
+                reference.attention_residual,
+                [*rows, *vectors, EPS],
+            ),
+            ("layer_tail", norms.layer_tail(*tail, EPS), reference.layer_tail, [*tail, EPS]),
+        ]
+    for name, got, fn, arguments in pairs:
+        want = fn(*(a.double() if isinstance(a, Tensor) else a for a in arguments))
+        got, want = (got, want) if isinstance(got, tuple) else ((got,), (want,))
+        for part, (g, w) in enumerate(zip(got, want, strict=True)):
+            # Sixteen roundings of 2**-9 deep at the most, and one row's worth of bf16 residual.
+            demand_parity(f"{name}[{part}], {tokens} tokens", g, w, 1e-2)
+
+
+def check_parity() -> None:
+    layer = draw_layer()
+    for tokens in (1, 3, 16, 100, 256, 257, 512, 1000, 4096):
+        error = check_experts(f"{tokens} tokens, even", layer, draw_index(tokens))
+        check_experts(f"{tokens} tokens, skewed", layer, draw_skewed_index(tokens))
+        check_router(layer, tokens)
+        check_rest(layer, tokens)
+        print(f"parity ok at {tokens:5d} tokens, experts' relative error {error:.2e}", flush=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Prints and keeps lines of: what, microseconds a layer, bytes against the ceiling, rate, remark."""
+
+    bandwidth: float
+    lines: list[dict]
+
+    def add(
+        self, name: str, timed: tuple[float, float], layers: int, num_bytes: float, flops: float, note: str = ""
+    ) -> float:
+        median, spread = (1e3 * t / layers for t in timed)
+        rate = num_bytes / (median * 1e-6)
+        self.lines.append({"name": name, "us": median, "spread_us": spread, "bytes": num_bytes, "note": note})
+        print(
+            f"{name:42s} {median:9.2f} us ± {spread:6.2f} {num_bytes / 1e6:8.1f} MB {rate / 1e12:6.2f} TB/s "
+            f"{100 * rate / self.bandwidth:5.1f} % {flops / (median * 1e6):6.1f} TFLOP/s  {note}",
+            flush=True,
+        )
+        return median
+
+
+def time_experts(report: Report, layers: list[Layer], tokens: int, distinct: int) -> None:
+    x, weights = draw_rows(tokens, D), torch.rand(tokens, A, device=GPU)
+    indices = [draw_index(tokens, distinct) for _ in layers]
+    tiles = [sort(index) for index in indices]
+    hidden = draw_rows(tokens * A, F)
+    active = sum(index.unique().numel() for index in indices) / len(layers)
+    note, what = f"{active:.1f} active experts", f"{tokens} tokens, {distinct} experts"
+    pairs = tokens * A
+
+    def gate_up() -> None:
+        for layer, tile in zip(layers, tiles, strict=True):
+            experts.expert_gate_up(x, layer.gate_up, tile)
+
+    def down() -> None:
+        for layer, tile in zip(layers, tiles, strict=True):
+            experts.expert_down(hidden, layer.down, weights, tile)
+
+    def both() -> None:
+        for layer, tile in zip(layers, tiles, strict=True):
+            run_experts(x, layer, weights, tile)
+
+    count = len(layers)
+    first, second = active * 2 * F * D * 2, active * F * D * 2
+    report.add(f"gate_up, {what}", time_graph(gate_up), count, first, 4.0 * pairs * D * F, note)
+    report.add(f"down, {what}", time_graph(down), count, second, 2.0 * pairs * D * F, note)
+    total = report.add(f"both, {what}", time_graph(both), count, first + second, 6.0 * pairs * D * F, note)
+    floor = (first + second) / report.bandwidth * 1e3 * 30
+    print(f"{'':42s} 30 layers: {total * 30 / 1e3:.2f} ms, floor {floor:.2f} ms", flush=True)
+
+
+def time_rest(report: Report, layers: list[Layer], tokens: int) -> None:
+    count, row = len(layers), tokens * D * 2
+    rows, vectors = [draw_rows(tokens, D) for _ in range(2)], [draw_rows(D) for _ in range(4)]
+    scalar, scale = torch.ones(1, dtype=torch.bfloat16, device=GPU), torch.ones(E, dtype=torch.bfloat16, device=GPU)
+    expert_rows, index = draw_rows(tokens, A, D), draw_index(tokens)
+    dense_hidden = draw_rows(tokens, DENSE)
+    tail = [*rows, expert_rows, *vectors[:3], scalar, vectors[3]]
+
+    def each(fn: Callable[[Layer], object]) -> tuple[float, float]:
+        def run() -> None:
+            for layer in layers:
+                fn(layer)
+
+        return time_graph(run)
+
+    what, up, down = f", {tokens} tokens", 2 * DENSE * D * 2, DENSE * D * 2
+    flops = 2.0 * tokens * DENSE * D
+    timed = each(lambda _: norms.attention_residual(*rows, *vectors, EPS))
+    report.add("attention_residual" + what, timed, count, 6 * row, 0)
+    timed = each(lambda layer: router.route(rows[0], layer.proj, scale, A))
+    report.add("route" + what, timed, count, E * D * 2 + row, 2.0 * tokens * D * E)
+    report.add("sort_by_expert" + what, each(lambda _: sort(index)), count, tokens * A * 8, 0)
+    timed = each(lambda layer: mlp.gate_up_geglu(rows[0], layer.dense_gate_up))
+    report.add("dense gate_up_geglu (Triton)" + what, timed, count, up + row, 2 * flops)
+    timed = each(lambda layer: mlp.geglu(torch.mm(rows[0], layer.dense_gate_up.T)))
+    report.add("dense mm, then geglu (cuBLAS)" + what, timed, count, up + row, 2 * flops)
+    timed = each(lambda layer: torch.mm(dense_hidden, layer.dense_down.T))
+    report.add("dense down (cuBLAS)" + what, timed, count, down + 2 * row, flops)
+    timed = each(lambda _: norms.layer_tail(*tail, EPS))
+    report.add("layer_tail" + what, timed, count, (A + 4) * row, 0)
+
+
+def time_half(report: Report, layers: list[Layer], tokens: int, distinct: int) -> None:
+    """The half layer as it runs: router and sort beside the dense MLP, then the experts, then the tail."""
+    vectors, side = [draw_rows(D) for _ in range(8)], torch.cuda.Stream()
+    scalar, scale = torch.ones(1, dtype=torch.bfloat16, device=GPU), torch.ones(E, dtype=torch.bfloat16, device=GPU)
+    attention, start = draw_rows(tokens, D), draw_rows(tokens, D)
+    fixed = [draw_index(tokens, distinct) for _ in layers]
+
+    def half() -> None:
+        x = start
+        for layer, index in zip(layers, fixed, strict=True):
+            x, dense_in, expert_in, router_in = norms.attention_residual(attention, x, *vectors[:4], EPS)
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                weights, _ = router.route(router_in, layer.proj, scale, A)
+                tiles = sort(index)
+            dense = torch.mm(mlp.gate_up_geglu(dense_in, layer.dense_gate_up), layer.dense_down.T)
+            torch.cuda.current_stream().wait_stream(side)
+            rows = run_experts(expert_in, layer, weights, tiles)
+            x, _ = norms.layer_tail(x, dense, rows, *vectors[4:7], scalar, vectors[7], EPS)
+
+    active = sum(index.unique().numel() for index in fixed) / len(layers)
+    num_bytes = (active * 3 * F * D + 3 * DENSE * D + E * D) * 2
+    flops = 6.0 * tokens * D * (A * F + DENSE)
+    for dependent in (False, True):
+        with dependent_launch(dependent):
+            name = f"half layer, {tokens} tokens, {'dependent' if dependent else 'plain'} launches"
+            note = f"{active:.1f} active experts"
+            total = report.add(name, time_graph(half), len(layers), num_bytes, flops, note)
+            print(f"{'':42s} 30 layers: {total * 30 / 1e3:.2f} ms", flush=True)
+
+
+@contextlib.contextmanager
+def expert_table(table: tuple[configs.ExpertConfig, ...]) -> Iterator[None]:
+    name = configs.gpu_name(GPU)
+    before = configs.EXPERTS.get(name, configs.EXPERTS["default"])
+    configs.EXPERTS[name] = table
+    try:
+        yield
+    finally:
+        configs.EXPERTS[name] = before
+
+
+@contextlib.contextmanager
+def dependent_launch(dependent: bool) -> Iterator[None]:
+    table = configs.EXPERTS.get(configs.gpu_name(GPU), configs.EXPERTS["default"])
+    with expert_table(tuple(replace(config, dependent=dependent) for config in table)):
+        yield
+
+
+GATE_UP_TILES = [
+    (64, 128, 4, 4),
+    (64, 128, 4, 3),
+    (64, 128, 8, 4),
+    (64, 64, 4, 4),
+    (64, 64, 4, 5),
+    (64, 64, 4, 8),
+    (64, 64, 8, 5),
+    (64, 256, 4, 2),
+    (128, 64, 4, 4),
+    (128, 64, 8, 5),
+    (128, 128, 8, 2),
+    (32, 128, 4, 4),
+    (32, 256, 4, 3),
+]
+DOWN_TILES = [
+    (64, 64, 4, 3),
+    (64, 64, 4, 4),
+    (64, 64, 4, 6),
+    (64, 128, 4, 3),
+    (64, 128, 4, 4),
+    (64, 64, 8, 4),
+    (128, 64, 4, 3),
+    (128, 64, 4, 4),
+    (128, 64, 8, 4),
+    (128, 128, 4, 3),
+    (128, 128, 8, 4),
+    (256, 64, 8, 3),
+    (256, 64, 8, 4),
+    (32, 128, 4, 4),
+]
+
+DENSE_TILES = [
+    (64, 64, 128, 4, 4),
+    (64, 64, 64, 4, 6),
+    (64, 64, 128, 8, 4),
+    (128, 64, 64, 4, 4),
+    (128, 64, 64, 8, 4),
+    (128, 128, 64, 8, 3),
+    (256, 64, 64, 8, 3),
+    (32, 64, 128, 4, 4),
+]
+
+
+def sweep(report: Report, layers: list[Layer], tokens: int, distinct: int) -> None:
+    """Tiles of gate_up alone, of down alone, with L2 prefetch, then the best few together with dependent launches."""
+    base = configs.expert_config(tokens, GPU)
+    index = [draw_index(tokens, distinct) for _ in layers]
+    active = sum(i.unique().numel() for i in index) / len(layers)
+    x, weights, hidden = draw_rows(tokens, D), torch.rand(tokens, A, device=GPU), draw_rows(tokens * A, F)
+
+    def timed(config: configs.ExpertConfig, which: str, num_bytes: float) -> float:
+        def run() -> None:
+            for layer, tile in zip(layers, tiles, strict=True):
+                if which == "gate_up":
+                    experts.expert_gate_up(x, layer.gate_up, tile)
+                elif which == "down":
+                    experts.expert_down(hidden, layer.down, weights, tile)
+                else:
+                    run_experts(x, layer, weights, tile)
+
+        shown = {"gate_up": [config.gate_up], "down": [config.down]}.get(which, [config.gate_up, config.down])
+        name = f"{which} {config.rows} rows, {' and '.join(map(label, shown))}{', dependent' * config.dependent}"
+        try:
+            with expert_table((replace(config, max_tokens=1 << 62),)):
+                check_experts(name, layers[0], index[0])
+                tiles = [sort(i) for i in index]
+                return report.add(name, time_graph(run, replays=15), len(layers), num_bytes, 0)
+        except (Exception, SystemExit) as error:  # a tile that does not fit, or is wrong, is a result of the sweep
+            print(f"{name}: {type(error).__name__}: {str(error)[:100]}", flush=True)
+            return float("inf")
+
+    first, second = active * 2 * F * D * 2, active * F * D * 2
+    print(f"{active:.1f} active experts", flush=True)
+    rows_choices = sorted({base.rows, max(base.rows // 2, 16)}, reverse=True)
+    ups, downs = {}, {}
+    for shape in GATE_UP_TILES:
+        config = replace(base, gate_up=make_tile(*shape), dependent=False)
+        ups[config.gate_up] = timed(config, "gate_up", first)
+    for shape in DOWN_TILES:
+        config = replace(base, down=make_tile(*shape), dependent=False)
+        downs[config.down] = timed(config, "down", second)
+    for tile in sorted(downs, key=downs.__getitem__)[:4]:
+        fetching = replace(tile, prefetch=True)
+        downs[fetching] = timed(replace(base, down=fetching, dependent=False), "down", second)
+    best_ups, best_downs = (sorted(found, key=found.__getitem__)[:2] for found in (ups, downs))
+    together = {}
+    for up, down, dependent, rows in itertools.product(best_ups, best_downs, (False, True), rows_choices):
+        config = replace(base, gate_up=up, down=down, dependent=dependent, rows=rows)
+        together[config] = timed(config, "both", first + second)
+    best = min(together, key=together.__getitem__)
+    print(
+        f"BEST at {tokens} tokens: {together[best]:.1f} us a layer, {together[best] * 30 / 1e3:.2f} ms for 30\n{best}"
+    )
+
+
+def sweep_dense(report: Report, layers: list[Layer], tokens: int) -> None:
+    """Tiles of the dense gated product beside cuBLAS and a separate GeGLU."""
+    x, name = draw_rows(tokens, D), configs.gpu_name(GPU)
+    before = configs.DENSE.get(name, configs.DENSE["default"])
+    num_bytes, flops = 2 * DENSE * D * 2 + tokens * D * 2, 4.0 * tokens * DENSE * D
+    want = reference.gate_up_geglu(x.double(), layers[0].dense_gate_up.double())
+
+    def fused() -> None:
+        for layer in layers:
+            mlp.gate_up_geglu(x, layer.dense_gate_up)
+
+    def separate() -> None:
+        for layer in layers:
+            mlp.geglu(torch.mm(x, layer.dense_gate_up.T))
+
+    report.add("dense, cuBLAS then geglu", time_graph(separate, replays=15), len(layers), num_bytes, flops)
+    for rows, *shape in DENSE_TILES:
+        config = configs.DenseConfig(max_tokens=1 << 62, rows=rows, tile=make_tile(*shape))
+        shown = f"dense {rows} rows, {label(config.tile)}"
+        configs.DENSE[name] = (config,)
+        try:
+            with poisoned_memory():
+                got = mlp.gate_up_geglu(x, layers[0].dense_gate_up)
+            demand_parity(shown, got, want, LIMIT)
+            report.add(shown, time_graph(fused, replays=15), len(layers), num_bytes, flops)
+        except (Exception, SystemExit) as error:
+            print(f"{shown}: {type(error).__name__}: {str(error)[:100]}", flush=True)
+    configs.DENSE[name] = before
+
+
+def label(tile: configs.Tile) -> str:
+    return f"{tile.cols}x{tile.depth} w{tile.warps} s{tile.stages}{' fetch' * tile.prefetch}"
+
+
+def make_tile(cols: int, depth: int, warps: int, stages: int) -> configs.Tile:
+    return configs.Tile(cols=cols, depth=depth, warps=warps, stages=stages)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sweep", action="store_true", help="compare tiles instead of timing the chosen ones")
+    parser.add_argument("--tokens", type=int, default=256, help="rows of the sweep")
+    parser.add_argument("--distinct", type=int, default=E, help="experts the sweep's routing is drawn from")
+    parser.add_argument("--layers", type=int, default=30, help="distinct layers of weights, 1.5 GB each")
+    parser.add_argument("--output", type=Path, help="where to write the numbers as JSON")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("This benchmark needs a CUDA GPU; on a CPU, tests/kernels check the same kernels.")
+    torch.manual_seed(0)
+    print(describe_run(), flush=True)
+    report = Report(bandwidth=measure_read_bandwidth(), lines=[])
+    print(f"read bandwidth {report.bandwidth / 1e12:.2f} TB/s", flush=True)
+    if arguments.sweep:
+        layers = [draw_layer() for _ in range(min(arguments.layers, 8))]
+        sweep_dense(report, layers, arguments.tokens)
+        sweep(report, layers, arguments.tokens, arguments.distinct)
+    else:
+        check_parity()
+        layers = [draw_layer() for _ in range(arguments.layers)]
+        for tokens, distinct in ((256, E), (256, 84), (512, E), (1024, E), (4096, E), (1, E), (16, E)):
+            time_experts(report, layers, tokens, distinct)
+        for tokens in (256, 1024, 1):
+            time_rest(report, layers, tokens)
+        for tokens, distinct in ((256, E), (256, 84), (1024, E), (1, E)):
+            time_half(report, layers, tokens, distinct)
+    if arguments.output:
+        result = {"run": describe_run(), "read_bandwidth": report.bandwidth, "lines": report.lines}
+        arguments.output.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

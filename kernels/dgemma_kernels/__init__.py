@@ -1,0 +1,9 @@
+"""Triton kernels of the denoising step, for inference; `dgemma` is their meaning, `reference` their PyTorch twin."""
+
+try:
+    import triton  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ImportError(
+        "dgemma_kernels needs Triton, which is not installed: pip install 'dgemma[kernels]', or use dgemma itself, "
+        "which needs neither Triton nor a GPU."
+    ) from error

@@ -1,0 +1,223 @@
+"""The mixture of experts in two launches, each reading every active expert's weights once.
+
+gate_up gathers its rows and ends in GeGLU; down multiplies by the routing weight and writes one row a (token, k) pair,
+which `norms.layer_tail` sums in the order of k. A program owns a tile of one expert's rows and a block of its columns;
+column blocks run fastest, so that neighbours share the expert. The weights are the products' 64-row operand, which
+makes them Hopper's warpgroup instructions at 16 and 32 rows of tokens too. Reference twin: `reference`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dgemma_kernels.blocks import gelu_tanh_times, inside, prefetch_to_l2
+from dgemma_kernels.configs import expert_config
+from dgemma_kernels.router import ExpertTiles
+
+
+def expert_gate_up(x: Tensor, gate_up_proj: Tensor, tiles: ExpertTiles) -> Tensor:
+    """geglu(x[token] @ gate_up_proj[expert].T) for every (token, k) pair, in the order of `tiles.pairs`.
+
+    x: (M, D), gate_up_proj: (E, 2F, D), gate rows first → (M * A, F).
+
+    Example: `hidden = expert_gate_up(expert_in, experts.gate_up_proj, tiles)`.
+    """
+    _require("expert_gate_up", x, gate_up_proj, gate_up_proj.shape[1] // 2 * 2, x.shape[-1])
+    if x.shape[0] * tiles.num_active != tiles.pairs.numel():
+        raise ValueError(
+            f"expert_gate_up.tiles must be of the same {x.shape[0]} tokens, got {tiles.pairs.numel()} pairs of "
+            f"{tiles.num_active} a token."
+        )
+    config = expert_config(x.shape[0], x.device)
+    tile = config.gate_up
+    num_experts, double, width = gate_up_proj.shape
+    hidden_width = double // 2
+    out = torch.empty(tiles.pairs.numel(), hidden_width, dtype=x.dtype, device=x.device)
+    col_blocks = triton.cdiv(hidden_width, tile.cols)
+    grid_tiles = _grid_tiles(tiles, num_experts)
+    _expert_gate_up_kernel[(col_blocks * grid_tiles,)](
+        x,
+        gate_up_proj,
+        tiles.pairs,
+        tiles.tiles,
+        out,
+        grid_tiles,
+        tiles.tiles.shape[0],
+        WIDTH=width,
+        HIDDEN=hidden_width,
+        NUM_ACTIVE=tiles.num_active,
+        ROWS=tiles.rows_per_tile,
+        COLS=tile.cols,
+        DEPTH=tile.depth,
+        DEPENDENT=config.dependent,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return out
+
+
+def expert_down(hidden: Tensor, down_proj: Tensor, weights: Tensor, tiles: ExpertTiles) -> Tensor:
+    """weights[token, k] * (hidden[pair] @ down_proj[expert].T), each pair's row at its place. → (M, A, D).
+
+    hidden: (M * A, F) in the order of `tiles.pairs`, down_proj: (E, D, F), weights: (M, A) float32.
+
+    Example: `rows = expert_down(hidden, experts.down_proj, weights, tiles)`; their sum over k is the experts' output.
+    """
+    _require("expert_down", hidden, down_proj, down_proj.shape[1], hidden.shape[-1])
+    num_pairs = tiles.pairs.numel()
+    if weights.numel() != num_pairs or hidden.shape[0] != num_pairs or not weights.is_contiguous():
+        raise ValueError(
+            f"expert_down must be given the {num_pairs} pairs of its tiles, got hidden {tuple(hidden.shape)} and "
+            f"weights {tuple(weights.shape)}."
+        )
+    config = expert_config(num_pairs // tiles.num_active, hidden.device)
+    tile = config.down
+    num_experts, width, hidden_width = down_proj.shape
+    out = torch.empty(num_pairs // tiles.num_active, tiles.num_active, width, dtype=hidden.dtype, device=hidden.device)
+    grid_tiles = _grid_tiles(tiles, num_experts)
+    launch = {"launch_pdl": True} if config.dependent else {}
+    _expert_down_kernel[(triton.cdiv(width, tile.cols) * grid_tiles,)](
+        hidden,
+        down_proj,
+        weights,
+        tiles.pairs,
+        tiles.tiles,
+        out,
+        grid_tiles,
+        tiles.tiles.shape[0],
+        WIDTH=width,
+        HIDDEN=hidden_width,
+        ROWS=tiles.rows_per_tile,
+        COLS=tile.cols,
+        DEPTH=tile.depth,
+        DEPENDENT=config.dependent,
+        PREFETCH=tile.prefetch,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **launch,
+    )
+    return out
+
+
+def _grid_tiles(tiles: ExpertTiles, num_experts: int) -> int:
+    # Programs step over tiles this far apart. At one canvas the bound on tiles is half as large again as what even
+    # routing uses; a program that finds nothing to do still costs a launch, a second tile where there is one less.
+    num_pairs = tiles.pairs.numel()
+    return max(min(num_experts, num_pairs), num_pairs // tiles.rows_per_tile)
+
+
+@triton.jit(do_not_specialize=["grid_tiles", "max_tiles"])
+def _expert_gate_up_kernel(
+    x: tl.tensor,
+    gate_up_proj: tl.tensor,
+    pairs: tl.tensor,
+    tiles: tl.tensor,
+    out: tl.tensor,
+    grid_tiles: tl.tensor,
+    max_tiles: tl.tensor,
+    WIDTH: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    NUM_ACTIVE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+) -> None:
+    COL_BLOCKS: tl.constexpr = (HIDDEN + COLS - 1) // COLS
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+    cols = tl.program_id(0) % COL_BLOCKS * COLS + tl.arange(0, COLS)
+    col_inside = inside(cols, HIDDEN, HIDDEN % COLS == 0)
+    depth = tl.arange(0, DEPTH)
+    slots = tl.arange(0, ROWS)
+    tile = tl.program_id(0) // COL_BLOCKS
+    expert, first, num_rows = tl.load(tiles + tile * 3), tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
+    while num_rows > 0:
+        row_inside = slots < num_rows
+        token = tl.load(pairs + first + slots, mask=row_inside, other=0) // NUM_ACTIVE
+        inputs = x + token[:, None].to(tl.int64) * WIDTH + depth[None, :]
+        gates = gate_up_proj + (expert.to(tl.int64) * 2 * HIDDEN + cols[:, None]) * WIDTH + depth[None, :]
+        gate = tl.zeros([COLS, ROWS], tl.float32)
+        up = tl.zeros([COLS, ROWS], tl.float32)
+        for start in range(0, WIDTH, DEPTH):
+            left = inside(depth, WIDTH - start, WIDTH % DEPTH == 0)[None, :]
+            # Weights first: their loads need not wait for the rows' addresses, which come from memory too.
+            gate_w = tl.load(gates + start, mask=col_inside[:, None] & left, other=0.0)
+            up_w = tl.load(gates + HIDDEN * WIDTH + start, mask=col_inside[:, None] & left, other=0.0)
+            tokens = tl.load(inputs + start, mask=row_inside[:, None] & left, other=0.0).T
+            gate = tl.dot(gate_w, tokens, gate, input_precision="ieee")
+            up = tl.dot(up_w, tokens, up, input_precision="ieee")
+        hidden = gelu_tanh_times(gate, up, out.dtype.element_ty).T
+        at = (first + slots)[:, None].to(tl.int64) * HIDDEN + cols[None, :]
+        tl.store(out + at, hidden, mask=row_inside[:, None] & col_inside[None, :])
+        tile += grid_tiles
+        expert = tl.load(tiles + tile * 3, tile < max_tiles, 0)
+        first = tl.load(tiles + tile * 3 + 1, tile < max_tiles, 0)
+        num_rows = tl.load(tiles + tile * 3 + 2, tile < max_tiles, 0)
+
+
+@triton.jit(do_not_specialize=["grid_tiles", "max_tiles"])
+def _expert_down_kernel(
+    hidden: tl.tensor,
+    down_proj: tl.tensor,
+    weights: tl.tensor,
+    pairs: tl.tensor,
+    tiles: tl.tensor,
+    out: tl.tensor,
+    grid_tiles: tl.tensor,
+    max_tiles: tl.tensor,
+    WIDTH: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+    PREFETCH: tl.constexpr,
+) -> None:
+    COL_BLOCKS: tl.constexpr = (WIDTH + COLS - 1) // COLS
+    cols = tl.program_id(0) % COL_BLOCKS * COLS + tl.arange(0, COLS)
+    col_inside = inside(cols, WIDTH, WIDTH % COLS == 0)
+    depth = tl.arange(0, DEPTH)
+    slots = tl.arange(0, ROWS)
+    tile = tl.program_id(0) // COL_BLOCKS
+    expert, first, num_rows = tl.load(tiles + tile * 3), tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
+    while num_rows > 0:
+        if PREFETCH:
+            tl.static_assert(WIDTH % COLS == 0)
+            block = expert.to(tl.int64) * WIDTH + tl.program_id(0) % COL_BLOCKS * COLS
+            prefetch_to_l2(
+                down_proj + block * HIDDEN, COLS * HIDDEN * down_proj.dtype.element_ty.primitive_bitwidth // 8
+            )
+        if DEPENDENT:
+            # The tiles and weights are older than gate_up's launch; only its rows have to be waited for.
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        row_inside = slots < num_rows
+        pair = tl.load(pairs + first + slots, mask=row_inside, other=0)
+        inputs = hidden + (first + slots)[:, None].to(tl.int64) * HIDDEN + depth[None, :]
+        kernels = down_proj + (expert.to(tl.int64) * WIDTH + cols[:, None]) * HIDDEN + depth[None, :]
+        sums = tl.zeros([COLS, ROWS], tl.float32)
+        for start in range(0, HIDDEN, DEPTH):
+            left = inside(depth, HIDDEN - start, HIDDEN % DEPTH == 0)[None, :]
+            w = tl.load(kernels + start, mask=col_inside[:, None] & left, other=0.0)
+            h = tl.load(inputs + start, mask=row_inside[:, None] & left, other=0.0)
+            sums = tl.dot(w, h.T, sums, input_precision="ieee")
+        # Read here, since in front of the loop it would hold back the first weights until `pair` has arrived.
+        weight = tl.load(weights + pair, mask=row_inside, other=0.0)
+        result = sums.to(out.dtype.element_ty).to(tl.float32) * weight[None, :]
+        at = pair[:, None].to(tl.int64) * WIDTH + cols[None, :]
+        tl.store(out + at, result.to(out.dtype.element_ty).T, mask=row_inside[:, None] & col_inside[None, :])
+        tile += grid_tiles
+        expert = tl.load(tiles + tile * 3, tile < max_tiles, 0)
+        first = tl.load(tiles + tile * 3 + 1, tile < max_tiles, 0)
+        num_rows = tl.load(tiles + tile * 3 + 2, tile < max_tiles, 0)
+
+
+def _require(owner: str, x: Tensor, proj: Tensor, out_width: int, in_width: int) -> None:
+    if x.ndim != 2 or proj.ndim != 3 or proj.shape[1:] != (out_width, in_width):
+        raise ValueError(
+            f"{owner} must be given rows (M, K) and weights (E, N, K), got {tuple(x.shape)} and {tuple(proj.shape)}."
+        )
+    if x.dtype != proj.dtype or not (x.is_contiguous() and proj.is_contiguous()):
+        raise ValueError(f"{owner} must be given contiguous tensors of one dtype, got {x.dtype} and {proj.dtype}.")

@@ -1,0 +1,260 @@
+"""What every kernel means, in plain PyTorch: the same names, signatures and shapes, in whatever dtype it is given."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dgemma import draws
+from dgemma.prediction import Prediction
+from dgemma_kernels.accept import Accepted
+from dgemma_kernels.router import ExpertTiles
+from dgemma_kernels.vocabulary import CHUNK, VocabularyStatistics
+
+# The mixture-of-experts half of a layer: norms, router, experts, dense MLP.
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """x / rms(x), times `weight` unless None, in at least float32. x: (..., D), weight: (D,) → (..., D)."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    if weight is not None:
+        wide = wide * weight.to(wide.dtype)
+    return wide.to(x.dtype)
+
+
+def attention_residual(
+    attention: Tensor,
+    residual: Tensor,
+    post_weight: Tensor,
+    dense_weight: Tensor,
+    expert_weight: Tensor,
+    router_scale: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(x, dense input, expert input, router input) from the attention's output. All (M, D); weights (D,)."""
+    x = residual + rms_norm(attention, post_weight, eps)
+    router = rms_norm(x, None, eps) * router_scale * x.shape[-1] ** -0.5
+    return x, rms_norm(x, dense_weight, eps), rms_norm(x, expert_weight, eps), router
+
+
+def layer_tail(
+    residual: Tensor,
+    dense: Tensor,
+    expert_rows: Tensor,
+    dense_weight: Tensor,
+    expert_weight: Tensor,
+    post_weight: Tensor,
+    layer_scalar: Tensor,
+    next_weight: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """(x, the next layer's normed input) from the dense output (M, D) and the experts' weighted rows (M, A, D)."""
+    wide = expert_rows.to(torch.promote_types(expert_rows.dtype, torch.float32))
+    moe = wide.sum(-2).to(residual.dtype)
+    both = rms_norm(dense, dense_weight, eps) + rms_norm(moe, expert_weight, eps)
+    x = (residual + rms_norm(both, post_weight, eps)) * layer_scalar
+    return x, rms_norm(x, next_weight, eps)
+
+
+def route(router_input: Tensor, proj: Tensor, per_expert_scale: Tensor, num_active: int) -> tuple[Tensor, Tensor]:
+    """Each token's experts and weights. (M, D), (E, D), (E,) → weights (M, A), index (M, A) int32, largest first."""
+    scores = router_input @ proj.T
+    probabilities = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    # A stable sort, unlike topk, promises that of equal probabilities the lower expert wins.
+    top, index = probabilities.sort(dim=-1, descending=True, stable=True)
+    top, index = top[:, :num_active], index[:, :num_active]
+    weights = top / top.sum(-1, keepdim=True) * per_expert_scale[index]
+    return weights.to(probabilities.dtype), index.int()
+
+
+def sort_by_expert(index: Tensor, num_experts: int, rows_per_tile: int) -> ExpertTiles:
+    """The (token, k) pairs sorted by expert and cut into tiles. index: (M, A) int32."""
+    pairs = index.flatten().argsort(stable=True).int()
+    counts = index.flatten().bincount(minlength=num_experts).tolist()
+    tiles, first = [], 0
+    for expert, count in enumerate(counts):
+        tiles += [(expert, first + at, min(count - at, rows_per_tile)) for at in range(0, count, rows_per_tile)]
+        first += count
+    max_tiles = index.numel() // rows_per_tile + min(num_experts, index.numel())
+    tiles += [(0, 0, 0)] * (max_tiles - len(tiles))
+    table = torch.tensor(tiles, dtype=torch.int32, device=index.device)
+    return ExpertTiles(pairs, table, index.shape[1], rows_per_tile)
+
+
+def geglu(gate_up: Tensor) -> Tensor:
+    """gelu_tanh of the first half, times the second. (M, 2F) → (M, F)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def gate_up_geglu(x: Tensor, gate_up_weight: Tensor) -> Tensor:
+    """geglu(x @ gate_up_weight.T). (M, D), (2F, D) → (M, F)."""
+    return geglu(x @ gate_up_weight.T)
+
+
+def expert_gate_up(x: Tensor, gate_up_proj: Tensor, tiles: ExpertTiles) -> Tensor:
+    """geglu(x[token] @ gate_up_proj[expert].T) in the order of `tiles.pairs`. (M, D), (E, 2F, D) → (M * A, F)."""
+    rows = []
+    for expert, first, count in tiles.tiles.tolist():
+        tokens = tiles.pairs[first : first + count].long() // tiles.num_active
+        rows.append(geglu(x[tokens] @ gate_up_proj[expert].T))
+    return torch.cat(rows)
+
+
+def expert_down(hidden: Tensor, down_proj: Tensor, weights: Tensor, tiles: ExpertTiles) -> Tensor:
+    """weights[pair] * (hidden @ down_proj[expert].T) at the pair's place. (M * A, F), (E, D, F), (M, A) → (M, A, D)."""
+    out = hidden.new_empty(hidden.shape[0], down_proj.shape[1])
+    for expert, first, count in tiles.tiles.tolist():
+        pairs = tiles.pairs[first : first + count].long()
+        rows = hidden[first : first + count] @ down_proj[expert].T
+        out[pairs] = (rows * weights.flatten()[pairs, None]).to(hidden.dtype)
+    return out.view(-1, tiles.num_active, down_proj.shape[1])
+
+
+# The attention half of a layer and the vocabulary side: q/k/v, attention, statistics, samples, acceptance.
+
+
+def attention(
+    queries: Tensor, keys: Tensor, values: Tensor, length: Tensor, *, causal: bool = False, window: int | None = None
+) -> Tensor:
+    """T query tokens a row attend to prefix and themselves. (B, T, N, H), (B, K, capacity, H) twice, (B,) → (B, T, N, H)."""
+    num_tokens, group = queries.shape[1], queries.shape[2] // keys.shape[1]
+    slot = torch.arange(keys.shape[2], device=keys.device)
+    own = length[:, None] + torch.arange(num_tokens, device=keys.device)  # (B, T): each query's slot
+    last = own if causal else (length[:, None] + num_tokens - 1).expand_as(own)
+    seen = slot <= last[..., None]  # (B, T, capacity)
+    if window is not None:
+        seen = seen & (slot > own[..., None] - window)
+    used = (slot < length[:, None] + num_tokens)[:, None, :, None]  # what lies beyond may be anything, even NaN
+    keys = keys.masked_fill(~used, 0.0).repeat_interleave(group, 1)
+    values = values.masked_fill(~used, 0.0).repeat_interleave(group, 1)
+    scores = (queries.transpose(1, 2) @ keys.transpose(2, 3)).masked_fill(~seen[:, None], -torch.inf)
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(queries.dtype)
+    return (weights @ values).transpose(1, 2).contiguous()
+
+
+def prepare_qkv(
+    projected: Tensor,
+    query_weight: Tensor,
+    key_weight: Tensor,
+    inv_freq: Tensor,
+    start: Tensor,
+    length: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    num_heads: int,
+    eps: float,
+) -> Tensor:
+    """Norm per head, rotate q and k, write k and v at slots length + [0, T). Returns the queries (B, T, N, H)."""
+    batch, kv_heads, _, head_dim = keys.shape
+    heads = projected.unflatten(1, (-1, head_dim)).unflatten(0, (batch, -1))  # (B, T, heads, H)
+    query, key, value = heads[:, :, :num_heads], heads[:, :, num_heads : num_heads + kv_heads], heads[:, :, -kv_heads:]
+    offset = torch.arange(heads.shape[1], device=keys.device)
+    angle = (start[:, None] + offset)[..., None].to(inv_freq.dtype) * inv_freq  # (B, T, H / 2)
+    cos, sin = (torch.cat([part, part], -1).to(projected.dtype)[:, :, None] for part in (angle.cos(), angle.sin()))
+
+    def rotate(x: Tensor) -> Tensor:
+        low, high = x.chunk(2, -1)
+        return x * cos + torch.cat([-high, low], -1) * sin
+
+    slot = (length[:, None] + offset)[:, None, :, None].expand(-1, kv_heads, -1, head_dim)
+    keys.scatter_(2, slot, rotate(rms_norm(key, key_weight, eps)).transpose(1, 2))
+    values.scatter_(2, slot, rms_norm(value, None, eps).transpose(1, 2))
+    return rotate(rms_norm(query, query_weight, eps)).contiguous()
+
+
+def _processed(logits: Tensor, temperature: Tensor, softcap: float | None, allowed: Tensor | None) -> Tensor:
+    num_rows, vocab_size = logits.shape
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if softcap is not None:
+        x = torch.tanh(x / softcap) * softcap
+    if allowed is not None:
+        bits = (allowed[:, :, None] >> torch.arange(32, device=allowed.device)) & 1
+        mask = bits.flatten(1)[:, :vocab_size].bool().repeat_interleave(num_rows // allowed.shape[0], 0)
+        x = x.masked_fill(~mask, -torch.inf)
+    return x / temperature.repeat_interleave(num_rows // temperature.shape[0])[:, None].to(x.dtype)
+
+
+def vocabulary_statistics(
+    logits: Tensor, temperature: Tensor, *, softcap: float | None = 30.0, allowed: Tensor | None = None
+) -> VocabularyStatistics:
+    """Statistics of softmax(cap(logits) / temperature): logits (R, V), temperature (B,) with B dividing R."""
+    x = _processed(logits, temperature, softcap, allowed)
+    padded = F.pad(x, (0, -x.shape[1] % CHUNK), value=-torch.inf).unflatten(1, (-1, CHUNK))
+    chunk_best = padded.amax(-1)
+    shift = chunk_best.masked_fill(chunk_best == -torch.inf, 0.0)
+    best = x.amax(-1)
+    log_normalizer = x.logsumexp(-1)
+    log_probs = x - log_normalizer[:, None]
+    probabilities = log_probs.exp()
+    top = probabilities.topk(min(2, x.shape[1]), dim=-1).values
+    rounded = x.to(logits.dtype).to(x.dtype)
+    return VocabularyStatistics(
+        entropy=-(probabilities * log_probs.masked_fill(log_probs == -torch.inf, 0.0)).sum(-1),
+        argmax=x.argmax(-1),
+        confidence=top[:, 0],
+        margin=top[:, 0] - (top[:, 1] if x.shape[1] > 1 else 0.0),
+        log_normalizer=log_normalizer,
+        best=best,
+        soft_normalizer=(rounded - rounded.amax(-1, keepdim=True)).exp().sum(-1),
+        chunk_best=chunk_best,
+        chunk_sum=(padded - shift[..., None]).exp().sum(-1),
+    )
+
+
+def sample(
+    logits: Tensor,
+    statistics: VocabularyStatistics,
+    u: Tensor,
+    temperature: Tensor,
+    *,
+    softcap: float | None = 30.0,
+    allowed: Tensor | None = None,
+) -> Tensor:
+    """Inverse CDF in vocabulary order, one uniform a row: u (R,) float64 → tokens (R,)."""
+    prediction = Prediction(_processed(logits, temperature, softcap, allowed)[None])
+    return prediction.sample(u[None])[0]
+
+
+def soft_probabilities(
+    logits: Tensor,
+    statistics: VocabularyStatistics,
+    temperature: Tensor,
+    *,
+    softcap: float | None = 30.0,
+    allowed: Tensor | None = None,
+) -> Tensor:
+    """softmax of the processed logits rounded to their dtype, (R, V) in that dtype."""
+    x = _processed(logits, temperature, softcap, allowed)
+    return x.to(logits.dtype).softmax(-1, dtype=x.dtype).to(logits.dtype)
+
+
+def accept(
+    entropy: Tensor,
+    tokens: Tensor,
+    argmax: Tensor,
+    canvas: Tensor,
+    frozen: Tensor,
+    previous: Tensor,
+    done: Tensor,
+    seeds: Tensor,
+    block: Tensor,
+    step: Tensor,
+    *,
+    bound: float,
+    confidence: float,
+    vocab_size: int,
+) -> Accepted:
+    """Entropy-bound acceptance on uniform noise, and the stable-and-confident stop rule; all (B, C) or (B,)."""
+    charge = entropy.masked_fill(frozen, 0.0)
+    ascending, order = charge.sort(dim=-1, stable=True)
+    within = ascending.cumsum(-1) - ascending <= bound
+    accepted = torch.zeros_like(within).scatter(-1, order, within) & ~frozen & ~done[:, None]
+    noise = draws.integers(draws.uniform(seeds, block, step, entropy.shape[1], "noise"), vocab_size)
+    renoised = torch.where(accepted, tokens, noise)
+    next_canvas = torch.where(frozen | done[:, None], canvas, renoised)
+    stable = ((argmax == previous) | frozen).all(-1)
+    mean_entropy = charge.sum(-1) / (~frozen).sum(-1).clamp(min=1)
+    next_argmax = torch.where(done[:, None], previous, argmax)
+    return Accepted(next_canvas, accepted, next_argmax, done | (stable & (mean_entropy < confidence)))

@@ -1,0 +1,40 @@
+"""The mixture-of-experts half of a layer at the published sizes, for one token, a canvas, four, and sixteen."""
+
+import torch
+
+from dgemma_kernels import configs, experts, mlp, norms, router
+
+E, A, D, F, DENSE = 128, 8, 2816, 704, 2112
+WGMMA = {"_route_kernel", "_expert_gate_up_kernel", "_expert_down_kernel", "_gate_up_geglu_kernel"}
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype)
+
+
+def run_experts(tokens: int) -> None:
+    tiles = router.sort_by_expert(empty(tokens, A, dtype=torch.int32), E, configs.expert_config(tokens, None).rows)
+    hidden = experts.expert_gate_up(empty(tokens, D), empty(E, 2 * F, D), tiles)
+    experts.expert_down(hidden, empty(E, D, F), empty(tokens, A, dtype=torch.float32), tiles)
+
+
+def run_dense(tokens: int) -> None:
+    mlp.gate_up_geglu(empty(tokens, D), empty(2 * DENSE, D))
+
+
+def run_norms() -> None:
+    row, vector = empty(256, D), empty(D)
+    norms.rms_norm(row, vector, 1e-6)
+    norms.rms_norm(row, None, 1e-6)
+    norms.attention_residual(row, row, *[vector] * 4, 1e-6)
+    norms.layer_tail(row, row, empty(256, A, D), *[vector] * 3, empty(1), vector, 1e-6)
+    mlp.geglu(empty(256, 2 * DENSE))
+
+
+CALLS = {
+    **{f"experts, {tokens} tokens": lambda tokens=tokens: run_experts(tokens) for tokens in (1, 256, 1024, 4096)},
+    **{f"dense, {tokens} tokens": lambda tokens=tokens: run_dense(tokens) for tokens in (256, 4096)},
+    "router, 256 tokens": lambda: router.route(empty(256, D), empty(E, D), empty(E), A),
+    "router, 4096 tokens": lambda: router.route(empty(4096, D), empty(E, D), empty(E), A),
+    "norms": run_norms,
+}

@@ -1,0 +1,83 @@
+"""Compiles every kernel for sm_90 without a GPU, at production shapes, and prints what became of each as JSON.
+
+Run in a process of its own, without TRITON_INTERPRET. Every `compile_cases_*.py` beside this file has CALLS, the public
+functions called on uninitialised CPU tensors, and WGMMA, the kernels that are meant to use warpgroup instructions.
+"""
+
+import json
+import re
+import runpy
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from triton.runtime.jit import JITFunction
+
+from dgemma_kernels import configs
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+class AbsentGPU(DriverBase):
+    """Just enough of a driver for Triton to compile a launch."""
+
+    def is_active(self):
+        return True
+
+    def map_python_to_cpp_type(self, ty):
+        raise NotImplementedError
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_active_torch_device(self):
+        return torch.device("cpu")
+
+    def get_benchmarker(self):
+        raise NotImplementedError
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return {name.lower(): int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(AbsentGPU())
+    configs.gpu_name = lambda device: "NVIDIA H200"
+    compiled = {}
+    launch = JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **kwargs):
+        kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
+        compiled[kernel.hash] = kernel
+
+    JITFunction.run = compile_only
+    rows = []
+    for path in sorted(Path(__file__).parent.glob("compile_cases_*.py")):
+        table = runpy.run_path(str(path))
+        for case, call in table["CALLS"].items():
+            compiled.clear()
+            call()
+            for kernel in compiled.values():
+                row = {"case": f"{path.stem}: {case}: {kernel.name}", "shared": kernel.metadata.shared}
+                row |= {"wgmma": "wgmma" in kernel.asm["ptx"], "wants_wgmma": kernel.name in table["WGMMA"]}
+                rows.append(row | resources(kernel.asm["cubin"]))
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

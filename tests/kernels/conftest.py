@@ -1,0 +1,48 @@
+"""Kernels run natively where there is a GPU, else in Triton's interpreter, on uninitialised memory full of NaN."""
+
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+    # Triton decides at its import, for its own library too, whether functions are compiled or interpreted.
+    if "triton" in sys.modules:
+        raise pytest.UsageError("Triton was imported before these tests. Run pytest with TRITON_INTERPRET=1 set.")
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from triton.runtime import interpreter
+
+_patch_lang_tensor = interpreter._patch_lang_tensor
+
+
+def _patch_lang_tensor_for_numpy(tensor: type, scope: object) -> None:
+    """Triton 3.6 makes loop bounds of arrays of shape (1,) by `int`, which NumPy refuses from 2.4 on."""
+    _patch_lang_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
+interpreter._patch_lang_tensor = _patch_lang_tensor_for_numpy
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory() -> Iterator[None]:
+    """Fills every `torch.empty` with NaN, or the largest integer, so that an element nobody wrote is seen."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def _default_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiles of no particular GPU, so that a test means the same everywhere; float32 would not fit larger ones."""
+    from dgemma_kernels import configs
+
+    monkeypatch.setattr(configs, "gpu_name", lambda device: "default")

@@ -1,0 +1,39 @@
+"""Every kernel compiled for Hopper at production shapes, without a GPU; add cases in a `compile_cases_*.py`."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SHARED_MEMORY_OF_A_BLOCK = 232_448  # bytes, compute capability 9.0
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[dict]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    script = Path(__file__).with_name("compile_sm90.py")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_every_table_of_cases_compiles_some_kernel(compiled):
+    tables = {path.stem for path in Path(__file__).parent.glob("compile_cases_*.py")}
+    assert tables
+    assert {row["case"].split(":")[0] for row in compiled} == tables
+
+
+def test_no_kernel_spills_registers(compiled):
+    assert [row for row in compiled if row["stack"] or row["local"]] == []
+
+
+def test_every_kernel_fits_shared_memory(compiled):
+    assert [row for row in compiled if row["shared"] > SHARED_MEMORY_OF_A_BLOCK] == []
+
+
+def test_matrix_products_use_warpgroup_instructions(compiled):
+    assert [row for row in compiled if row["wants_wgmma"] and not row["wgmma"]] == []

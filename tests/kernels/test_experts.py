@@ -1,0 +1,122 @@
+"""The experts' two products over ragged and skewed routings, against float64 and transformers' experts."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from dgemma_kernels import configs, experts, reference, router
+
+E, D, F = 6, 72, 88  # neither width is a multiple of any tile
+# Sums of 88 float32 products; one float16 rounding is 2**-11, of the hidden value, the product and the weighted row.
+LIMITS = {torch.float32: 1e-6, torch.float16: 2e-3}
+
+
+def draw_routing(name: str) -> Tensor:
+    generator = torch.Generator().manual_seed(7)
+    spread = torch.stack([torch.randperm(E, generator=generator)[:2] for _ in range(40)])
+    return {
+        "one-token": spread[:1],
+        "even": spread,
+        "one-expert-has-every-row": torch.full((75, 1), 4),
+        "two-experts-have-no-rows": spread.remainder(E - 2) + 1,
+    }[name].int()
+
+
+def draw(index: Tensor, width: int, hidden: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(index.numel())
+    shapes = [(index.shape[0], width), (E, 2 * hidden, width), (E, width, hidden)]
+    x, gate_up, down = (torch.randn(*s, generator=generator) * s[-1] ** -0.5 * 2 for s in shapes)
+    weights = torch.rand(index.shape, generator=generator)
+    return [*(t.to(dtype).to(device) for t in (x, gate_up, down)), weights.to(device)]
+
+
+def run(index: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor) -> Tensor:
+    tiles = router.sort_by_expert(index, E, configs.expert_config(index.shape[0], index.device).rows)
+    return experts.expert_down(experts.expert_gate_up(x, gate_up, tiles), down, weights, tiles)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+@pytest.mark.parametrize("routing", ["one-token", "even", "one-expert-has-every-row", "two-experts-have-no-rows"])
+@pytest.mark.parametrize(("width", "hidden"), [(D, F), (64, 128)], ids=["ragged", "exact"])
+def test_experts_match_float64(routing, width, hidden, dtype, device):
+    index = draw_routing(routing).to(device)
+    x, gate_up, down, weights = draw(index, width, hidden, dtype, device)
+    tiles = reference.sort_by_expert(index, E, configs.expert_config(index.shape[0], index.device).rows)
+
+    got_hidden = experts.expert_gate_up(x, gate_up, tiles)
+    want_hidden = reference.expert_gate_up(x.double(), gate_up.double(), tiles)
+    assert (got_hidden - want_hidden).norm() / want_hidden.norm() < LIMITS[dtype]
+
+    got = experts.expert_down(got_hidden, down, weights, tiles)
+    want = reference.expert_down(want_hidden, down.double(), weights.double(), tiles)
+    assert got.shape == (*index.shape, width)
+    assert (got - want).norm() / want.norm() < LIMITS[dtype]
+
+
+@pytest.mark.parametrize("routing", ["even", "two-experts-have-no-rows"])
+def test_summed_rows_equal_transformers_experts(routing, device):
+    from transformers.models.diffusion_gemma.configuration_diffusion_gemma import DiffusionGemmaTextConfig
+    from transformers.models.diffusion_gemma.modeling_diffusion_gemma import DiffusionGemmaTextExperts
+
+    index = draw_routing(routing).to(device)
+    x, gate_up, down, weights = draw(index, D, F, torch.float32, device)
+    config = DiffusionGemmaTextConfig(hidden_size=D, num_experts=E, top_k_experts=2, moe_intermediate_size=F)
+    config._experts_implementation = "eager"
+    theirs = DiffusionGemmaTextExperts(config).double().to(device)
+    theirs.gate_up_proj.data, theirs.down_proj.data = gate_up.double(), down.double()
+    with torch.no_grad():
+        want = theirs(x.double(), index.long(), weights.double())
+    got = run(index, x, gate_up, down, weights).sum(1)
+    assert (got - want).norm() / want.norm() < LIMITS[torch.float32]
+
+
+def test_more_tiles_than_programs_are_all_computed(device, monkeypatch):
+    # 17 rows an expert are two tiles of 16 each: twelve tiles, and 102 // 16 or six experts make a grid of six.
+    config = replace(configs.EXPERTS["default"][0], rows=16)
+    monkeypatch.setitem(configs.EXPERTS, "default", (config,))
+    index = torch.arange(102, dtype=torch.int32, device=device).remainder(E)[:, None].contiguous()
+    inputs = draw(index, D, F, torch.float32, device)
+    tiles = router.sort_by_expert(index, E, 16)
+    assert (tiles.tiles[:, 2] > 0).sum() == 12
+    hidden = reference.expert_gate_up(inputs[0].double(), inputs[1].double(), tiles)
+    want = reference.expert_down(hidden, inputs[2].double(), inputs[3].double(), tiles)
+    assert (run(index, *inputs) - want).norm() / want.norm() < LIMITS[torch.float32]
+
+
+def test_a_row_does_not_depend_on_its_batch(device):
+    index = draw_routing("even").to(device)
+    x, gate_up, down, weights = draw(index, D, F, torch.float32, device)
+    together = run(index, x, gate_up, down, weights)
+    alone = run(index[7:8], x[7:8], gate_up, down, weights[7:8])
+    assert torch.equal(together[7], alone[0])
+
+
+@pytest.mark.parametrize("table", configs.EXPERTS.values(), ids=configs.EXPERTS)
+def test_every_table_of_tiles_covers_every_batch(table, monkeypatch):
+    monkeypatch.setitem(configs.EXPERTS, "default", table)
+    rows = [configs.expert_config(tokens, torch.device("cpu")).rows for tokens in (1, 16, 256, 512, 4096, 1 << 20)]
+    assert rows == sorted(rows)
+
+
+def test_weights_of_another_dtype_are_refused(device):
+    index = draw_routing("even").to(device)
+    x, gate_up, _, _ = draw(index, D, F, torch.float32, device)
+    with pytest.raises(ValueError, match=r"expert_gate_up must be given contiguous tensors of one dtype"):
+        experts.expert_gate_up(x, gate_up.half(), router.sort_by_expert(index, E, 32))
+
+
+def test_tiles_of_other_tokens_are_refused(device):
+    index = draw_routing("even").to(device)
+    x, gate_up, down, weights = draw(index, D, F, torch.float32, device)
+    tiles = router.sort_by_expert(index[:5].contiguous(), E, 32)
+    with pytest.raises(ValueError, match=r"expert_gate_up.tiles must be of the same 40 tokens"):
+        experts.expert_gate_up(x, gate_up, tiles)
+    with pytest.raises(ValueError, match=r"expert_down must be given the 10 pairs"):
+        experts.expert_down(torch.ones(80, F, device=device), down, weights, tiles)
+
+
+def test_a_tile_that_is_no_power_of_two_is_refused():
+    with pytest.raises(ValueError, match=r"Tile.cols must be a power of two, got 96"):
+        configs.Tile(cols=96, depth=64, warps=4, stages=2)

@@ -1,0 +1,77 @@
+"""All kernels of a layer's second half in the order the engine runs them, against transformers' own layer."""
+
+import torch
+
+from dgemma_kernels import configs, experts, mlp, norms, router
+
+
+class Given(torch.nn.Module):
+    """An attention that answers what it was given."""
+
+    def __init__(self, output: torch.Tensor) -> None:
+        super().__init__()
+        self.output = output
+
+    def forward(self, **_: object) -> tuple[torch.Tensor, None]:
+        return self.output, None
+
+
+def test_the_half_layer_equals_transformers_layer(device):
+    from transformers.models.diffusion_gemma.configuration_diffusion_gemma import DiffusionGemmaTextConfig
+    from transformers.models.diffusion_gemma.modeling_diffusion_gemma import DiffusionGemmaEncoderTextLayer
+
+    config = DiffusionGemmaTextConfig(
+        hidden_size=72,
+        intermediate_size=88,
+        num_experts=12,
+        top_k_experts=3,
+        moe_intermediate_size=40,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_hidden_layers=1,
+        layer_types=["sliding_attention"],
+    )
+    config._experts_implementation = "eager"
+    generator = torch.Generator().manual_seed(0)
+    theirs = DiffusionGemmaEncoderTextLayer(config, 0)
+    for parameter in theirs.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5 + 0.1
+    theirs.layer_scalar.fill_(0.7)
+    attention, residual = (torch.randn(1, 37, 72, generator=generator).to(device) for _ in range(2))
+    theirs.self_attn = Given(attention)
+    theirs.to(device)
+    with torch.no_grad():
+        want = theirs(residual)[0]
+        following = theirs.input_layernorm(want)
+
+    eps = config.rms_norm_eps
+    x, dense_in, expert_in, router_in = norms.attention_residual(
+        attention[0],
+        residual[0],
+        theirs.post_attention_layernorm.weight.data,
+        theirs.pre_feedforward_layernorm.weight.data,
+        theirs.pre_feedforward_layernorm_2.weight.data,
+        theirs.router.scale.data,
+        eps,
+    )
+    weights, index = router.route(router_in, theirs.router.proj.weight.data, theirs.router.per_expert_scale.data, 3)
+    tiles = router.sort_by_expert(index, 12, configs.expert_config(37, device).rows)
+    gate_up = torch.cat((theirs.mlp.gate_proj.weight.data, theirs.mlp.up_proj.weight.data))
+    dense = mlp.gate_up_geglu(dense_in, gate_up) @ theirs.mlp.down_proj.weight.data.T
+    hidden = experts.expert_gate_up(expert_in, theirs.experts.gate_up_proj.data, tiles)
+    rows = experts.expert_down(hidden, theirs.experts.down_proj.data, weights, tiles)
+    got, normed = norms.layer_tail(
+        x,
+        dense,
+        rows,
+        theirs.post_feedforward_layernorm_1.weight.data,
+        theirs.post_feedforward_layernorm_2.weight.data,
+        theirs.post_feedforward_layernorm.weight.data,
+        theirs.layer_scalar,
+        theirs.input_layernorm.weight.data,
+        eps,
+    )
+    # float32 throughout; only the order of sums differs.
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(normed, following, rtol=1e-5, atol=1e-5)

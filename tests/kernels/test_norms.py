@@ -1,0 +1,120 @@
+"""The kernels of the residual stream and the dense MLP against their meaning in float64."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from dgemma_kernels import mlp, norms, reference
+
+EPS = 1e-6
+# float32 sums of a few hundred terms; one rounding of float16 is 2**-11, and a tail has about eight of them in a row.
+LIMITS = {torch.float32: 1e-6, torch.float16: 2e-3}
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+# One row and one column; a row of exactly one block; a ragged row, as the published 2816 is; many short rows.
+SHAPES = pytest.mark.parametrize("shape", [(1, 1), (3, 256), (2, 2816), (37, 88)], ids=str)
+
+
+def draw(*shape: int, dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(*shape, generator=generator) + 0.1).to(dtype).to(device)
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+@DTYPES
+@SHAPES
+@pytest.mark.parametrize("weighted", [True, False], ids=["weight", "scaleless"])
+def test_rms_norm_matches_float64(shape, dtype, weighted, device):
+    x = draw(*shape, dtype=dtype, device=device, seed=1)
+    weight = draw(shape[1], dtype=dtype, device=device, seed=2) if weighted else None
+    want = reference.rms_norm(x.double(), weight.double() if weighted else None, EPS)
+    assert error(norms.rms_norm(x, weight, EPS), want) < LIMITS[dtype]
+
+
+def test_rms_norm_of_an_all_zero_row_is_zero(device):
+    x = torch.zeros(2, 48, device=device)
+    assert torch.equal(norms.rms_norm(x, None, EPS), x)
+
+
+@DTYPES
+@SHAPES
+def test_attention_residual_matches_float64(shape, dtype, device):
+    rows = [draw(*shape, dtype=dtype, device=device, seed=seed) for seed in (1, 2)]
+    vectors = [draw(shape[1], dtype=dtype, device=device, seed=seed) for seed in (3, 4, 5, 6)]
+    got = norms.attention_residual(*rows, *vectors, EPS)
+    want = reference.attention_residual(*(t.double() for t in rows + vectors), EPS)
+    assert all(error(g, w) < LIMITS[dtype] for g, w in zip(got, want, strict=True))
+
+
+def test_attention_residual_rounds_where_separate_float16_layers_round(device):
+    # Where the kernel rounds at other places than the reference, about a third of the float16 values differ.
+    rows = [draw(64, 88, dtype=torch.float16, device=device, seed=seed) for seed in (1, 2)]
+    vectors = [draw(88, dtype=torch.float16, device=device, seed=seed) for seed in (3, 4, 5, 6)]
+    got = norms.attention_residual(*rows, *vectors, EPS)
+    want = reference.attention_residual(*rows, *vectors, EPS)
+    assert all((g != w).float().mean() < 0.01 for g, w in zip(got, want, strict=True))
+
+
+@DTYPES
+@SHAPES
+@pytest.mark.parametrize("num_active", [1, 8])
+def test_layer_tail_matches_float64(shape, dtype, num_active, device):
+    rows = [draw(*shape, dtype=dtype, device=device, seed=seed) for seed in (1, 2)]
+    expert_rows = draw(shape[0], num_active, shape[1], dtype=dtype, device=device, seed=3)
+    vectors = [draw(shape[1], dtype=dtype, device=device, seed=seed) for seed in (4, 5, 6)]
+    scalar = torch.tensor([0.37], dtype=dtype, device=device)
+    following = draw(shape[1], dtype=dtype, device=device, seed=7)
+    arguments = [*rows, expert_rows, *vectors, scalar, following]
+    got = norms.layer_tail(*arguments, EPS)
+    want = reference.layer_tail(*(t.double() for t in arguments), EPS)
+    assert all(error(g, w) < LIMITS[dtype] for g, w in zip(got, want, strict=True))
+
+
+def test_layer_tail_gives_the_same_bits_every_time(device):
+    arguments = [draw(5, 88, dtype=torch.float16, device=device, seed=seed) for seed in (1, 2)]
+    arguments.append(draw(5, 8, 88, dtype=torch.float16, device=device, seed=3))
+    arguments += [draw(88, dtype=torch.float16, device=device, seed=seed) for seed in (4, 5, 6)]
+    arguments += [torch.ones(1, dtype=torch.float16, device=device), torch.ones(88, dtype=torch.float16, device=device)]
+    first, second = norms.layer_tail(*arguments, EPS), norms.layer_tail(*arguments, EPS)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(1, 2), (3, 2 * 1024), (5, 2 * 1030)], ids=["one", "one-block", "ragged"])
+def test_geglu_matches_float64(shape, dtype, device):
+    gate_up = 3 * draw(*shape, dtype=dtype, device=device, seed=1)
+    assert error(mlp.geglu(gate_up), reference.geglu(gate_up.double())) < LIMITS[dtype]
+
+
+def test_geglu_saturates_where_tanh_does(device):
+    gate = torch.tensor([[-1e4, -20.0, 0.0, 20.0, 1e4]], device=device)
+    got = mlp.geglu(torch.cat((gate, torch.full_like(gate, 2.0)), dim=1))
+    assert torch.equal(got, torch.tensor([[0.0, 0.0, 0.0, 40.0, 2e4]], device=device))
+
+
+@DTYPES
+@pytest.mark.parametrize("tokens", [1, 70], ids=["one-row", "ragged-tiles"])
+@pytest.mark.parametrize(("width", "hidden"), [(64, 64), (72, 88)], ids=["exact", "ragged"])
+def test_gate_up_geglu_matches_float64(tokens, width, hidden, dtype, device):
+    x = draw(tokens, width, dtype=dtype, device=device, seed=1)
+    weight = draw(2 * hidden, width, dtype=dtype, device=device, seed=2) * width**-0.5
+    want = reference.gate_up_geglu(x.double(), weight.double())
+    assert error(mlp.gate_up_geglu(x, weight), want) < LIMITS[dtype]
+
+
+def test_rows_that_are_not_contiguous_are_refused(device):
+    with pytest.raises(ValueError, match=r"rms_norm.x must be contiguous"):
+        norms.rms_norm(torch.ones(4, 4, device=device).T, None, EPS)
+
+
+def test_a_weight_of_another_width_is_refused(device):
+    with pytest.raises(ValueError, match=r"rms_norm.weight must be contiguous \(4,\), got \(5,\)"):
+        norms.rms_norm(torch.ones(4, 4, device=device), torch.ones(5, device=device), EPS)
+
+
+def test_expert_rows_of_other_tokens_are_refused(device):
+    row, vector = torch.ones(4, 4, device=device), torch.ones(4, device=device)
+    with pytest.raises(ValueError, match=r"layer_tail.expert_rows must be contiguous \(M, A, D\)"):
+        norms.layer_tail(row, row, torch.ones(3, 2, 4, device=device), *[vector] * 3, vector[:1], vector, EPS)

@@ -1,0 +1,129 @@
+"""Routing and the sort by expert, against float64, transformers' router and a sort by hand."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from dgemma_kernels import reference, router
+
+# (tokens, width, experts, active): one token; the published 128 of 8; ragged everywhere; every expert active.
+SHAPES = [(1, 64, 8, 2), (35, 128, 128, 8), (18, 72, 12, 3), (5, 64, 4, 4)]
+
+
+def draw(tokens: int, width: int, experts: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(tokens + experts)
+    x = torch.randn(tokens, width, generator=generator) * width**-0.5
+    proj = torch.randn(experts, width, generator=generator) * 2
+    scale = torch.rand(experts, generator=generator) + 0.5
+    return tuple(t.to(dtype).to(device) for t in (x, proj, scale))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_route_matches_float64(shape, device):
+    tokens, width, experts, active = shape
+    inputs = draw(tokens, width, experts, torch.float32, device)
+    weights, index = router.route(*inputs, active)
+    want_weights, want_index = reference.route(*(t.double() for t in inputs), active)
+    assert torch.equal(index, want_index)
+    assert (weights - want_weights).norm() / want_weights.norm() < 1e-6
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_route_in_float16_picks_experts_no_worse_than_rounding(shape, device):
+    tokens, width, experts, active = shape
+    inputs = draw(tokens, width, experts, torch.float16, device)
+    _, index = router.route(*inputs, active)
+    scores = inputs[0].double() @ inputs[1].double().T
+    chosen = scores.gather(1, index.long()).sum(-1)
+    best = scores.topk(active, dim=-1).values.sum(-1)
+    # A float16 score is within 2**-11 of itself, so neither choice nor loss can exceed `active` such roundings twice.
+    assert (best - chosen).max() <= 2 * active * scores.abs().max() * 2**-11
+    assert all(len(set(row)) == active for row in index.tolist())
+
+
+def test_route_equals_transformers_router(device):
+    from transformers.models.diffusion_gemma.configuration_diffusion_gemma import DiffusionGemmaTextConfig
+    from transformers.models.diffusion_gemma.modeling_diffusion_gemma import DiffusionGemmaTextRouter
+
+    config = DiffusionGemmaTextConfig(hidden_size=64, num_experts=16, top_k_experts=4)
+    theirs = DiffusionGemmaTextRouter(config)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in theirs.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) + 0.5
+    theirs.to(device)
+    x = (3 * torch.randn(33, 64, generator=generator)).to(device)
+    with torch.no_grad():
+        _, want_weights, want_index = theirs(x)
+    ones = torch.ones(64, device=device)
+    # A zero attention output leaves the residual as it is.
+    raw, _, _, router_input = reference.attention_residual(
+        torch.zeros_like(x), x, ones, ones, ones, theirs.scale.data, config.rms_norm_eps
+    )
+    assert torch.equal(raw, x)
+    weights, index = router.route(router_input, theirs.proj.weight.data, theirs.per_expert_scale.data, 4)
+    assert torch.equal(index.long(), want_index)
+    torch.testing.assert_close(weights, want_weights, rtol=1e-5, atol=1e-6)
+
+
+def test_the_lower_expert_wins_a_tie(device):
+    x = torch.ones(3, 16, device=device)
+    _, index = router.route(x, torch.ones(20, 16, device=device), torch.ones(20, device=device), 5)
+    assert index.tolist() == [[0, 1, 2, 3, 4]] * 3
+
+
+def test_scores_that_are_not_numbers_still_give_experts_that_exist(device):
+    x = torch.full((2, 16), float("nan"), device=device)
+    _, index = router.route(x, torch.ones(20, 16, device=device), torch.ones(20, device=device), 5)
+    assert index.min() >= 0
+    assert index.max() < 20
+
+
+def routings(experts: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    even = torch.stack([torch.randperm(experts, generator=generator)[:4] for _ in range(50)])
+    return {
+        "one-token": even[:1],
+        "even": even,
+        "all-to-one-expert": torch.full((70, 1), 5),
+        "first-and-last-experts-empty": even[:, :2].remainder(experts - 2) + 1,
+        # 700 tokens of 4 are more pairs than one block of the kernel holds.
+        "several-blocks": even.repeat(14, 1),
+    }
+
+
+@pytest.mark.parametrize("rows_per_tile", [16, 32])
+@pytest.mark.parametrize("name", routings(12))
+def test_tiles_hold_every_pair_once_in_stable_order(name, rows_per_tile, device):
+    index = routings(12)[name].int().to(device)
+    tiles = router.sort_by_expert(index, 12, rows_per_tile)
+    by_hand = sorted(range(index.numel()), key=lambda pair: index.flatten()[pair].item())
+    assert tiles.pairs.tolist() == by_hand
+    used = [entry for entry in tiles.tiles.tolist() if entry[2]]
+    assert tiles.tiles[len(used) :].eq(0).all()
+    covered = [pair for _, first, rows in used for pair in tiles.pairs[first : first + rows].tolist()]
+    assert covered == by_hand
+    for expert, first, rows in used:
+        assert 1 <= rows <= rows_per_tile
+        assert (index.flatten()[tiles.pairs[first : first + rows].long()] == expert).all()
+    # As few tiles as whole experts allow.
+    assert len(used) == sum(-(-n // rows_per_tile) for n in index.flatten().bincount().tolist())
+    want = reference.sort_by_expert(index, 12, rows_per_tile)
+    assert torch.equal(tiles.pairs, want.pairs)
+    assert torch.equal(tiles.tiles, want.tiles)
+
+
+def test_more_active_experts_than_experts_are_refused(device):
+    with pytest.raises(ValueError, match=r"route.num_active must be in 1..E"):
+        router.route(
+            torch.ones(1, 16, device=device), torch.ones(4, 16, device=device), torch.ones(4, device=device), 5
+        )
+
+
+def test_a_projection_of_another_width_is_refused(device):
+    with pytest.raises(ValueError, match=r"route.proj must be \(E, 16\)"):
+        router.route(torch.ones(1, 16, device=device), torch.ones(4, 8, device=device), torch.ones(4, device=device), 1)
+
+
+def test_indices_of_another_dtype_are_refused(device):
+    with pytest.raises(ValueError, match=r"sort_by_expert.index must be contiguous \(M, A\) int32"):
+        router.sort_by_expert(torch.zeros(1, 2, dtype=torch.int64, device=device), 4, 16)
