@@ -1,0 +1,253 @@
+"""The loop itself: rows on their own, knobs that change, pins that hold, mistakes that are named."""
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from published import pair
+from torch import Tensor
+
+import dgemma
+from dgemma import BlockCommit, DiffusionGemma, GenerationDefaults, Knobs, Prediction, StepRecord
+from dgemma.model.cache import PrefixCache
+
+
+@dataclass
+class RowwiseDenoiser:
+    """A fake whose prediction is an exact function of each row's own canvas and prefix, whatever the batch."""
+
+    config: dgemma.ModelConfig = field(default_factory=lambda: dgemma.presets.tiny().replace(vocab_size=64, canvas_length=16))
+    generation: GenerationDefaults = field(default_factory=lambda: GenerationDefaults(eos_token_id=(1,)))
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def encode(self, tokens: Tensor, cache: PrefixCache | None = None, attention_mask: Tensor | None = None) -> PrefixCache:
+        cache = cache or PrefixCache(self.config, tokens.shape[0], device="cpu", dtype=torch.float32)
+        sums = tokens.float()[:, None, :, None]
+        new = [
+            (sums.expand(-1, layer.keys.shape[1], -1, layer.keys.shape[3]),) * 2 for layer in cache.layers
+        ]
+        real = None if attention_mask is None else attention_mask[:, -tokens.shape[1] :].bool()
+        cache.append(new, real)
+        return cache
+
+    def denoise(self, canvas: Tensor, cache: PrefixCache, self_cond: object = None) -> Prediction:
+        keys = cache.layers[-1].view(cache.num_slots)[0][:, 0, :, 0]  # (B, S): the tokens themselves
+        seen = torch.arange(keys.shape[1]) < cache.lengths[:, None]
+        prefix = keys.long().masked_fill(~seen, 0).sum(-1)  # exact integers: no rounding depends on the batch
+        position = torch.arange(canvas.shape[1])
+        seed = (prefix[:, None] * 31 + canvas * 7 + position * 13) % 97
+        vocab = torch.arange(self.config.vocab_size)
+        return Prediction((((seed[..., None] + vocab) * 29) % 101).float() / 6)
+
+
+def options(**changes):
+    return {"max_new_tokens": 48, "steps": 6, "stop": dgemma.StableAndConfident(confidence=2.5)} | changes
+
+
+def test_row_i_of_a_batch_equals_row_i_alone_bit_for_bit():
+    model = RowwiseDenoiser()
+    prompt = torch.randint(5, 64, (5, 7))
+    together = dgemma.generate(model, prompt, seed=40, **options())
+    lengths = set()
+    for row in range(5):
+        alone = dgemma.generate(model, prompt[row : row + 1], seed=[40 + row], **options())
+        width = alone.new_tokens.shape[1]
+        assert torch.equal(alone.new_tokens, together.new_tokens[row : row + 1, :width])
+        assert (together.new_tokens[row, width:] == 0).all()
+        assert torch.equal(alone.steps[0], together.steps[row, : alone.steps.shape[1]])
+        assert alone.cache.lengths[0] == together.cache.lengths[row]
+        lengths.add(int(alone.cache.lengths[0]))
+    assert len(lengths) > 1, "the case is meant to have rows that end at different places"
+
+
+def test_row_i_of_a_batch_writes_the_tokens_of_row_i_alone_with_the_real_model():
+    model = pair(seed=3)[0]
+    prompt, mask = torch.randint(5, 512, (3, 9)), torch.ones(3, 9, dtype=torch.long)
+    mask[1, :4] = 0
+    together = dgemma.generate(model, prompt, attention_mask=mask, max_new_tokens=64, steps=6, seed=3)
+    for row in range(3):
+        alone = dgemma.generate(model, prompt[row][mask[row].bool()][None], max_new_tokens=64, steps=6, seed=[3 + row])
+        assert torch.equal(alone.new_tokens[0], together.new_tokens[row, : alone.new_tokens.shape[1]])
+
+
+def test_the_same_seed_gives_the_same_tokens_and_leaves_the_global_generator_alone():
+    model, prompt = RowwiseDenoiser(), torch.randint(5, 64, (2, 7))
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    first = dgemma.generate(model, prompt, seed=1, **options())
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(99)
+    assert torch.equal(dgemma.generate(model, prompt, seed=1, **options()).tokens, first.tokens)
+    assert not torch.equal(dgemma.generate(model, prompt, seed=2, **options()).new_tokens[:, :16], first.new_tokens[:, :16])
+
+
+def test_a_second_turn_on_the_cache_equals_one_run_over_the_whole_history():
+    model = pair(seed=3)[0]
+    prompt, reply = torch.randint(5, 512, (2, 6)), torch.randint(5, 512, (2, 5))
+    first = dgemma.generate(model, prompt, max_new_tokens=64, steps=4, seed=0, eos_token_ids=range(40))
+    assert first.cache.lengths[0] != first.cache.lengths[1], "the case is meant to have rows of different length"
+    lengths = first.cache.lengths.tolist()
+    second = dgemma.generate(model, reply, cache=first.cache, max_new_tokens=32, steps=4, seed=7, eos_token_ids=[1])
+    for row in range(2):
+        history = torch.cat((first.tokens[row, : lengths[row]], reply[row]))[None]
+        whole = dgemma.generate(model, history, max_new_tokens=32, steps=4, seed=[7 + row], eos_token_ids=[1])
+        assert torch.equal(whole.new_tokens[0], second.new_tokens[row])
+
+
+@pytest.mark.parametrize("noise", [dgemma.UniformNoise(512), dgemma.MaskNoise(512)], ids=lambda n: n.kind)
+def test_pins_and_allowed_sets_hold_over_several_blocks(noise):
+    model = pair()[0]
+    prompt = torch.randint(5, 512, (2, 4))
+    canvas = torch.full((2, 50), -1)
+    canvas[0, 3:9], canvas[1, 30:40] = 77, 88  # the second pin lies across the first block's end
+    allowed = torch.zeros(2, 50, 512, dtype=torch.bool)
+    allowed[:, :, 100:110] = True
+    allowed[:, 45, :] = False
+    allowed[:, 45, 7] = True
+    seen: list[StepRecord] = []
+    out = dgemma.generate(
+        model, prompt, max_new_tokens=64, steps=4, noise=noise, canvas=canvas, frozen=canvas >= 0, allowed=allowed,
+        stop=None, on_step=seen.append, eos_token_ids=[],
+    )
+    pinned = canvas >= 0
+    assert torch.equal(out.new_tokens[:, :50][pinned], canvas[pinned])
+    free = out.new_tokens[:, :50][~pinned & (torch.arange(50) != 45)]
+    assert ((free >= 100) & (free < 110)).all()
+    assert (out.new_tokens[:, 45] == 7).all()
+    for record in seen:
+        block = int(record.block[0])
+        part = slice(block * 32, min((block + 1) * 32, 50))
+        shown = record.canvas[:, : part.stop - part.start]
+        assert torch.equal(shown[pinned[:, part]], canvas[:, part][pinned[:, part]])
+        inside = allowed[:, part].gather(-1, shown[..., None])[..., 0] | pinned[:, part] | noise.masked(shown)
+        assert inside.all()
+
+
+def test_a_canvas_of_ones_own_is_where_denoising_starts():
+    model, prompt = pair()[0], torch.randint(5, 512, (1, 4))
+    canvas = torch.randint(5, 512, (1, 32))
+    seen: list[StepRecord] = []
+    dgemma.generate(model, prompt, max_new_tokens=32, steps=4, canvas=canvas, on_step=seen.append, noise_level=0.5)
+    assert torch.equal(seen[0].canvas, canvas)
+    assert [int(r.step[0]) for r in seen] == [2, 3]  # half the noise, so the last half of the steps
+    torch.testing.assert_close(seen[0].temperature, torch.tensor([0.4 + 0.4 * 2 / 4]))
+
+
+def test_knobs_and_states_may_change_between_steps():
+    model, prompt = pair()[0], torch.randint(5, 512, (2, 4))
+    bounds: list[float] = []
+
+    def widen(record: StepRecord):
+        bounds.append(record.knobs.sampler.bound)
+        if int(record.step[0]) == 1:
+            return {"sampler": dgemma.EntropyBound(bound=9e9)}
+        if int(record.step[0]) == 2:
+            assert record.accepted.all()
+            return replace(record.state, canvas=torch.full_like(record.state.canvas, 9))
+        if int(record.step[0]) == 3:
+            assert (record.canvas == 9).all()
+        return None
+
+    dgemma.generate(model, prompt, max_new_tokens=32, steps=5, stop=None, on_step=widen)
+    assert bounds == [0.1, 0.1, 9e9, 9e9, 9e9]
+    with pytest.raises(ValueError, match="must be among state, .*sampler.*got bound"):
+        dgemma.generate(model, prompt, max_new_tokens=32, steps=2, stop=None, on_step=lambda record: {"bound": 3})
+
+
+def test_driving_step_by_hand_equals_generate():
+    model, prompt = pair()[0], torch.randint(5, 512, (2, 4))
+    out = dgemma.generate(model, prompt, max_new_tokens=32, steps=5, seed=11, stop=None, eos_token_ids=[])
+    knobs = Knobs(sampler=dgemma.EntropyBound(), temperature=dgemma.LinearTemperature())
+    with torch.no_grad():
+        cache = model.encode(prompt)
+        state = dgemma.start_state(
+            knobs, dgemma.UniformNoise(512), seeds=torch.tensor([11, 12]), canvas_len=32, num_steps=5
+        )
+        for _ in range(5):
+            state, _ = dgemma.step(model, state, cache=cache, knobs=knobs)
+    assert torch.equal(state.draft, out.new_tokens)
+
+
+def test_a_spliced_row_goes_on_as_its_donor():
+    model = RowwiseDenoiser()
+    knobs = Knobs(
+        sampler=dgemma.EntropyBound(), temperature=dgemma.LinearTemperature(), stop=dgemma.StableAndConfident()
+    )
+    cache = model.encode(torch.full((2, 3), 5))
+    noise = dgemma.UniformNoise(64)
+    start = [dgemma.start_state(knobs, noise, seeds=torch.tensor(s), canvas_len=16, num_steps=6) for s in ([0, 1], [8, 9])]
+    host, donor = (dgemma.step(model, s, cache=cache, knobs=knobs)[0] for s in start)
+    mixed = host.splice(torch.tensor([1]), donor.select(torch.tensor([0])))
+    for _ in range(3):
+        host, donor, mixed = (dgemma.step(model, s, cache=cache, knobs=knobs)[0] for s in (host, donor, mixed))
+    assert torch.equal(mixed.canvas[0], host.canvas[0])
+    assert torch.equal(mixed.canvas[1], donor.canvas[0])
+
+
+def test_streaming_gives_drafts_and_committed_blocks_for_any_batch():
+    model, prompt = RowwiseDenoiser(), torch.randint(5, 64, (3, 7))
+    events = list(dgemma.stream(model, prompt, seed=40, **options()))
+    out = dgemma.generate(model, prompt, seed=40, **options())
+    commits = [event for event in events if isinstance(event, BlockCommit)]
+    assert torch.equal(torch.cat([c.tokens for c in commits], dim=1), out.new_tokens)
+    assert torch.equal(torch.stack([c.steps for c in commits], dim=1), out.steps)
+    records = [event for event in events if isinstance(event, StepRecord)]
+    assert sum(len(record.rows) for record in records) == int(out.steps.sum()), "finished rows must cost nothing"
+
+
+def test_noise_is_never_committed_whatever_ends_the_canvas():
+    model, prompt = pair()[0], torch.randint(5, 512, (2, 4))
+    noise = dgemma.MaskNoise(512)
+    for sampler in (dgemma.Confidence(), dgemma.EntropyBound(), dgemma.Ancestral()):
+        out = dgemma.generate(
+            model, prompt, max_new_tokens=32, steps=7, noise=noise, sampler=sampler, stop=dgemma.StepCap(steps=2),
+            eos_token_ids=[],
+        )
+        assert (out.steps == 2).all()
+        assert not noise.masked(out.new_tokens).any(), sampler
+
+
+BAD = [
+    ({"steps": 0}, "steps must be an integer of at least 1"),
+    ({"max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1"),
+    ({"max_new_tokens": 10_000}, "stay within max_position_embeddings"),
+    ({"noise_level": 0.0}, r"noise_level must be in \(0, 1\]"),
+    ({"noise": dgemma.UniformNoise(100)}, "vocab_size must be the model's 512"),
+    ({"noise": dgemma.UniformNoise(512), "sampler": dgemma.Confidence()}, "Confidence must run under mask noise"),
+    ({"frozen": torch.zeros(2, 32, dtype=torch.bool)}, "frozen needs canvas"),
+    ({"canvas": torch.zeros(1, 32, dtype=torch.long)}, "canvas must be int64 tokens"),
+    ({"canvas": torch.zeros(2, 32)}, "canvas must be int64 tokens"),
+    ({"canvas": torch.full((2, 32), 600)}, r"canvas must hold ids in \[0, 512\)"),
+    ({"canvas": torch.zeros(2, 300, dtype=torch.long)}, "Raise max_new_tokens to 300"),
+    ({"canvas": torch.full((2, 32), -1), "frozen": torch.ones(2, 32, dtype=torch.bool)}, "must mark real tokens"),
+    ({"canvas": torch.zeros(2, 32, dtype=torch.long), "frozen": torch.ones(2, 30, dtype=torch.bool)}, "canvas's shape"),
+    ({"allowed": torch.ones(3, 32, 512, dtype=torch.bool)}, "allowed must broadcast"),
+    ({"allowed": torch.zeros(512, dtype=torch.bool)}, "at least one token at every position"),
+    ({"allowed": [5, 512]}, r"allowed must hold ids in \[0, 512\)"),
+    ({"seed": [1, 2, 3]}, r"one int per row \(2\)"),
+    ({"seed": [0.5, 1.5]}, r"one int per row \(2\)"),
+]
+
+
+@pytest.mark.parametrize(("changes", "sentence"), BAD, ids=[s for _, s in BAD])
+def test_arguments_that_do_not_fit_raise_one_sentence_before_any_work(changes, sentence, monkeypatch):
+    model = DiffusionGemma(dgemma.presets.tiny())
+    monkeypatch.setattr(model, "encode", lambda *args: pytest.fail("work was done before the arguments were checked"))
+    with pytest.raises(ValueError, match=sentence):
+        dgemma.generate(model, torch.full((2, 3), 5), **({"max_new_tokens": 64} | changes))
+
+
+@pytest.mark.parametrize("prompt", [torch.zeros(2, 0, dtype=torch.long), torch.zeros(3, dtype=torch.long), [1, 2], torch.zeros(1, 2)])
+def test_a_prompt_that_is_no_batch_of_tokens_is_refused(prompt):
+    with pytest.raises(ValueError, match="generate prompt_tokens must"):
+        dgemma.generate(DiffusionGemma(dgemma.presets.tiny()), prompt)
+
+
+def test_unknown_arguments_are_refused():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'entropy_bound'"):
+        dgemma.generate(DiffusionGemma(dgemma.presets.tiny()), torch.full((1, 3), 5), entropy_bound=0.2)
+
+
+def test_a_mask_token_the_vocabulary_lacks_is_refused():
+    with pytest.raises(ValueError, match="mask_token_id must lie in"):
+        dgemma.MaskNoise(512, mask_token_id=512)
