@@ -22,7 +22,7 @@ from dgemma.prediction import Prediction
 _KIND = "trajectory"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class RecordedStep:
     """One step of R rows, C positions and k candidates, on the CPU in small types. Rows that are done have left."""
 
@@ -50,7 +50,7 @@ class RecordedStep:
 _COLUMNS = tuple(f.name for f in fields(RecordedStep) if f.type is Tensor)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Change:
     """What a callback or a fork changed before step `index` of a block: fields of the state and knobs, by name."""
 
@@ -192,6 +192,11 @@ class Trajectory:
         Example: `Trajectory.load("run.safetensors", classes=[MySampler]).replay(model)`.
         """
         content = archive.load(path, kind=_KIND, classes=classes)
+        missing = archive.find_unknown(content["plan"].noise)
+        if missing is not None:
+            raise ValueError(
+                f"{path} was made with {missing}, which this session does not know. Pass it in classes=[...]."
+            )
         trajectory = cls(content["plan"], top=content["top"])
         trajectory.commits, trajectory.changes = list(content["commits"]), list(content["changes"])
         columns = {name: tensor.split([s[2] for s in content["sizes"]]) for name, tensor in content["steps"].items()}
