@@ -202,6 +202,18 @@ def test_vision_tensors_are_skipped_with_one_notice(folder, caplog):
     assert ["2 vision tensors" in record.getMessage() for record in caplog.records] == [True]
 
 
+def test_a_gemma4_vision_tower_is_saved_under_the_new_names_and_an_audio_tower_is_not(folder):
+    edit(
+        folder, lambda t: t.update({"model.vision_tower.std_bias": torch.ones(3), "model.audio_tower.x": torch.ones(2)})
+    )
+    model = DiffusionGemma.from_pretrained(folder)
+    model.save_pretrained(folder)
+    saved = load_file(folder / "model.safetensors")
+    extra = saved.keys() - {published_name(name) for name in model.state_dict()}
+    assert extra == {"model.encoder.vision_tower.std_bias"}
+    assert torch.equal(saved["model.encoder.vision_tower.std_bias"], torch.ones(3))
+
+
 def test_a_lost_vision_source_warns_and_still_saves(folder, tmp_path, caplog):
     edit(folder, lambda t: t.update({"model.encoder.vision_tower.std_bias": torch.ones(3)}))
     model = DiffusionGemma.from_pretrained(folder)

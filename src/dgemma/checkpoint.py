@@ -123,19 +123,11 @@ def config_from_gemma4(published: Mapping[str, Any]) -> dict[str, Any]:
             "ModelConfig.final_logit_softcapping must be a number, got None. dgemma always caps its logits."
         )
     text["model_type"] = "diffusion_gemma_text"
-    around = {
-        "vision_config",
-        "boi_token_id",
-        "eoi_token_id",
-        "image_token_id",
-        "eos_token_id",
-        "initializer_range",
-        "dtype",
-    }
-    kept = {name: value for name, value in published.items() if name in around and "text_config" in published}
+    kept = {name: published[name] for name in _GEMMA4_KEPT if name in published and "text_config" in published}
     return {**kept, "model_type": "diffusion_gemma", "text_config": text}
 
 
+_GEMMA4_KEPT = ("vision_config", "boi_token_id", "eoi_token_id", "image_token_id", "eos_token_id", "dtype")
 # field: (transformers' default, the only value dgemma runs)
 _GEMMA4_SWITCHES: Mapping[str, tuple[Any, Any]] = {
     "enable_moe_block": (False, True),
