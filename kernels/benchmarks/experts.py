@@ -158,6 +158,10 @@ def check_parity() -> None:
         check_router(layer, tokens)
         check_rest(layer, tokens)
         print(f"parity ok at {tokens:5d} tokens, experts' relative error {error:.2e}", flush=True)
+    if torch.cuda.get_device_capability() >= (9, 0):
+        with dependent_launch(True):
+            check_experts("256 tokens, even, dependent launches", layer, draw_index(256))
+            check_rest(layer, 256)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,7 +270,7 @@ def time_half(report: Report, layers: list[Layer], tokens: int, distinct: int) -
     active = sum(index.unique().numel() for index in fixed) / len(layers)
     num_bytes = (active * 3 * F * D + 3 * DENSE * D + E * D) * 2
     flops = 6.0 * tokens * D * (A * F + DENSE)
-    for dependent in (False, True):
+    for dependent in (False, True)[: 1 + (torch.cuda.get_device_capability() >= (9, 0))]:
         with dependent_launch(dependent):
             name = f"half layer, {tokens} tokens, {'dependent' if dependent else 'plain'} launches"
             note = f"{active:.1f} active experts"
@@ -440,22 +444,27 @@ def main() -> None:
     print(describe_run(), flush=True)
     report = Report(bandwidth=measure_read_bandwidth(), lines=[])
     print(f"read bandwidth {report.bandwidth / 1e12:.2f} TB/s", flush=True)
-    if arguments.sweep:
-        layers = [draw_layer() for _ in range(min(arguments.layers, 8))]
-        sweep_dense(report, layers, arguments.tokens)
-        sweep(report, layers, arguments.tokens, arguments.distinct)
-    else:
-        check_parity()
-        layers = [draw_layer() for _ in range(arguments.layers)]
-        for tokens, distinct in ((256, E), (256, 84), (512, E), (1024, E), (4096, E), (1, E), (16, E)):
-            time_experts(report, layers, tokens, distinct)
-        for tokens in (256, 1024, 1):
-            time_rest(report, layers, tokens)
-        for tokens, distinct in ((256, E), (256, 84), (1024, E), (1, E)):
-            time_half(report, layers, tokens, distinct)
-    if arguments.output:
-        result = {"run": describe_run(), "read_bandwidth": report.bandwidth, "lines": report.lines}
-        arguments.output.write_text(json.dumps(result, indent=1))
+    try:
+        if arguments.sweep:
+            layers = [draw_layer() for _ in range(min(arguments.layers, 8))]
+            sweep_dense(report, layers, arguments.tokens)
+            sweep(report, layers, arguments.tokens, arguments.distinct)
+        else:
+            check_parity()
+            time_all(report, [draw_layer() for _ in range(arguments.layers)])
+    finally:
+        if arguments.output:
+            result = {"run": describe_run(), "read_bandwidth": report.bandwidth, "lines": report.lines}
+            arguments.output.write_text(json.dumps(result, indent=1))
+
+
+def time_all(report: Report, layers: list[Layer]) -> None:
+    for tokens, distinct in ((256, E), (256, 84), (512, E), (1024, E), (4096, E), (1, E), (16, E)):
+        time_experts(report, layers, tokens, distinct)
+    for tokens in (256, 1024, 1):
+        time_rest(report, layers, tokens)
+    for tokens, distinct in ((256, E), (256, 84), (1024, E), (1, E)):
+        time_half(report, layers, tokens, distinct)
 
 
 if __name__ == "__main__":
