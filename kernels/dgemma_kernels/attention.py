@@ -1,0 +1,334 @@
+"""Attention of new tokens over a cached prefix and themselves, split over keys; the twin is `reference.attention`.
+
+Online softmax (FlashAttention, arXiv:2205.14135), the query heads that share a key head packed as rows of one tile, and
+the keys cut into equal parts so that one small canvas fills the GPU (Flash-Decoding). Where a part begins is computed
+from the device's lengths, how many parts there are from shapes alone: a growing prefix never changes a launch, so a
+captured graph stays valid. The parts are added in a fixed order, so the same inputs give the same bits.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_MAX_SPLITS = 128
+_COMBINE_ELEMENTS = 8192  # float32 values of partial results one combining program holds in registers
+
+
+class AttentionTile(NamedTuple):
+    """The shape of one program: `rows` queries by `keys` keys, `value_dim` value columns (0: all of them).
+
+    `tma` loads keys and values through tensor descriptors, which on Hopper keeps their pointers out of the registers.
+    """
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+    tma: bool = False
+    value_dim: int = 0
+
+
+def default_tile(num_rows: int, head_dim: int, *, hopper: bool) -> AttentionTile:
+    """The tile for `num_rows` packed query rows of one key head (tokens × the heads that share it).
+
+    Example: `default_tile(512, 256, hopper=True)` is the canvas tile of a sliding layer.
+    """
+    if not hopper:  # fits the 99 KiB of shared memory that a block gets on consumer GPUs
+        return AttentionTile(16 if num_rows <= 16 else 32, 16, 4, 2)
+    if num_rows <= 16:
+        return AttentionTile(16, 32, 8 if head_dim > 256 else 4, 3)
+    if head_dim > 256:
+        return AttentionTile(64, 32, 8, 2, tma=True)
+    return AttentionTile(64, 64, 4, 2, tma=True)
+
+
+def attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    length: Tensor,
+    *,
+    causal: bool = False,
+    window: int | None = None,
+    tile: AttentionTile | None = None,
+    num_splits: int | None = None,
+) -> Tensor:
+    """T query tokens a row attend to the row's prefix and to themselves, with scale 1.
+
+    queries: (B, T, N, H) contiguous. keys, values: (B, K, capacity, H), last two dimensions contiguous; row b holds its
+    prefix in slots [0, length[b]) and the T new tokens in the next T, which must fit the capacity. length: (B,)
+    integers on the device. Bidirectional by default; `causal` lets query i see slots up to its own, and `window` only
+    the last `window` of those. Returns (B, T, N, H). `tile` and `num_splits` are tuning choices: they change rounding.
+
+    Example: `attention(queries, cache.keys, cache.values, cache.length)`.
+    """
+    _check(queries, keys, values, length, causal, window)
+    batch, num_tokens, num_heads, head_dim = queries.shape
+    kv_heads, capacity = keys.shape[1], keys.shape[2]
+    group = num_heads // kv_heads
+    tile = tile or default_tile(num_tokens * group, head_dim, hopper=_is_hopper(queries.device))
+    if tile.tma:
+        triton.set_allocator(_allocate)  # where the descriptors are built
+    value_dim = tile.value_dim or head_dim
+    row_tiles = triton.cdiv(num_tokens * group, tile.rows)
+    programs = row_tiles * (head_dim // value_dim) * batch * kv_heads
+    if num_splits is None:
+        num_splits = choose_num_splits(programs, _num_multiprocessors(queries.device), triton.cdiv(capacity, tile.keys))
+
+    out = torch.empty_like(queries)
+    if num_splits == 1:
+        partial, log_weight = out, out  # never touched
+    else:
+        partial = torch.empty((num_splits, *queries.shape), dtype=torch.float32, device=queries.device)
+        log_weight = torch.empty((num_splits, *queries.shape[:3]), dtype=torch.float32, device=queries.device)
+    _attention_kernel[(row_tiles * (head_dim // value_dim), num_splits, batch * kv_heads)](
+        queries,
+        keys,
+        values,
+        length,
+        out,
+        partial,
+        log_weight,
+        num_tokens,
+        num_tokens * batch * num_heads,
+        *keys.stride()[:2],
+        *values.stride()[:2],
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        VALUE_DIM=value_dim,
+        ROWS=tile.rows,
+        KEYS=tile.keys,
+        CAUSAL=causal,
+        WINDOW=window or 0,
+        SPLIT=num_splits > 1,
+        TMA=tile.tma,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    if num_splits > 1:
+        splits = triton.next_power_of_2(num_splits)
+        columns = min(head_dim, max(32, _COMBINE_ELEMENTS // splits))
+        num_rows = batch * num_tokens * num_heads
+        _combine_kernel[(num_rows, head_dim // columns)](
+            partial,
+            log_weight,
+            out,
+            num_rows,
+            num_splits,
+            HEAD_DIM=head_dim,
+            SPLITS=splits,
+            COLUMNS=columns,
+            num_warps=4,
+        )
+    return out
+
+
+def choose_num_splits(programs: int, num_multiprocessors: int, most: int) -> int:
+    """How many parts to cut the keys into: rounds over the GPU times the work of a part, plus what adding parts costs.
+
+    Example: `choose_num_splits(64, 132, 20)` is 2; `choose_num_splits(128, 132, 20)` is 1.
+    """
+
+    def cost(splits: int) -> float:
+        rounds = triton.cdiv(programs * splits, num_multiprocessors) / splits
+        return rounds + 0.02 * splits * programs / num_multiprocessors
+
+    return min(range(1, max(1, min(most, _MAX_SPLITS)) + 1), key=cost)
+
+
+@triton.jit
+def _attention_kernel(
+    query_ptr: tl.tensor,
+    key_ptr: tl.tensor,
+    value_ptr: tl.tensor,
+    length_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    partial_ptr: tl.tensor,  # (splits, B, T, N, H) float32, if SPLIT
+    log_weight_ptr: tl.tensor,  # (splits, B, T, N) float32, base 2, if SPLIT
+    num_tokens: tl.tensor,
+    num_query_heads: tl.tensor,  # B·T·N
+    key_batch_stride: tl.tensor,
+    key_head_stride: tl.tensor,
+    value_batch_stride: tl.tensor,
+    value_head_stride: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr,
+    TMA: tl.constexpr,
+) -> None:
+    VALUE_PARTS: tl.constexpr = HEAD_DIM // VALUE_DIM
+    row_tile = tl.program_id(0) // VALUE_PARTS
+    value_part = tl.program_id(0) % VALUE_PARTS
+    split = tl.program_id(1)
+    batch = (tl.program_id(2) // KV_HEADS).to(tl.int64)
+    head = (tl.program_id(2) % KV_HEADS).to(tl.int64)
+    prefix_len = tl.load(length_ptr + batch).to(tl.int32)
+
+    row = row_tile * ROWS + tl.arange(0, ROWS)  # packed: token-major, then the GROUP heads that share this key head
+    token = row // GROUP
+    row_valid = token < num_tokens
+    query_head = (batch * num_tokens + token) * (KV_HEADS * GROUP) + head * GROUP + row % GROUP  # into (B, T, N)
+
+    # The slots this tile can see, cut into equal parts of whole key tiles.
+    end = prefix_len + num_tokens
+    begin = 0
+    if CAUSAL:
+        first_token = row_tile * ROWS // GROUP
+        last_token = tl.minimum((row_tile * ROWS + ROWS - 1) // GROUP, num_tokens - 1)
+        end = prefix_len + last_token + 1
+        if WINDOW > 0:
+            begin = tl.maximum(prefix_len + first_token - WINDOW + 1, 0) // KEYS * KEYS
+    if SPLIT:
+        part = tl.cdiv(tl.cdiv(end - begin, KEYS), tl.num_programs(1)) * KEYS
+        begin += split * part
+        end = tl.minimum(end, begin + part)
+
+    column = tl.arange(0, HEAD_DIM)
+    value_column = value_part * VALUE_DIM + tl.arange(0, VALUE_DIM)
+    query = tl.load(query_ptr + query_head[:, None] * HEAD_DIM + column[None, :], mask=row_valid[:, None], other=0.0)
+    key_ptr += batch * key_batch_stride + head * key_head_stride
+    value_ptr += batch * value_batch_stride + head * value_head_stride
+
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, VALUE_DIM), tl.float32)
+    if TMA:  # reads beyond `end` give zeros
+        key_tiles = tl.make_tensor_descriptor(key_ptr, [end, HEAD_DIM], [HEAD_DIM, 1], [KEYS, HEAD_DIM])
+        value_tiles = tl.make_tensor_descriptor(value_ptr, [end, HEAD_DIM], [HEAD_DIM, 1], [KEYS, VALUE_DIM])
+    for start in range(begin, end, KEYS):
+        slot = start + tl.arange(0, KEYS)
+        slot_valid = slot < end
+        offset = slot.to(tl.int64) * HEAD_DIM
+        if TMA:
+            key = key_tiles.load([start, 0]).T  # (H, KEYS)
+        else:
+            key = tl.load(key_ptr + offset[None, :] + column[:, None], mask=slot_valid[None, :], other=0.0)
+        score = tl.dot(query, key, input_precision="ieee") * 1.4426950408889634  # base 2
+        if CAUSAL:
+            seen = slot[None, :] <= prefix_len + token[:, None]
+            if WINDOW > 0:
+                seen = seen & (slot[None, :] > prefix_len + token[:, None] - WINDOW)
+            score = tl.where(seen & slot_valid[None, :], score, float("-inf"))
+        else:
+            score = tl.where(slot_valid[None, :], score, float("-inf"))
+        new_top = tl.maximum(top, tl.max(score, 1))
+        if CAUSAL:
+            shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen nothing yet
+        else:
+            shift = new_top
+        weight = tl.exp2(score - shift[:, None])
+        decay = tl.exp2(top - shift)
+        total = total * decay + tl.sum(weight, 1)
+        acc = acc * decay[:, None]
+        if TMA:
+            value = value_tiles.load([start, value_part * VALUE_DIM])  # (KEYS, VALUE_DIM)
+        else:
+            value = tl.load(value_ptr + offset[:, None] + value_column[None, :], mask=slot_valid[:, None], other=0.0)
+        acc = tl.dot(weight.to(value.dtype), value, acc, input_precision="ieee")
+        top = new_top
+
+    # A part without a visible key has weight zero; its values are neither written nor read.
+    seen_any = total > 0.0
+    total = tl.where(seen_any, total, 1.0)
+    acc = acc / total[:, None]
+    if SPLIT:
+        query_head += split.to(tl.int64) * num_query_heads
+        if value_part == 0:
+            log_weight = tl.where(seen_any, top + tl.log2(total), float("-inf"))
+            tl.store(log_weight_ptr + query_head, log_weight, mask=row_valid)
+        target_ptr = partial_ptr
+    else:
+        target_ptr = out_ptr
+    target = target_ptr + query_head[:, None] * HEAD_DIM + value_column[None, :]
+    tl.store(target, acc.to(target_ptr.dtype.element_ty), mask=(row_valid & seen_any)[:, None])
+
+
+@triton.jit
+def _combine_kernel(
+    partial_ptr: tl.tensor,
+    log_weight_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    num_splits: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    part = tl.arange(0, SPLITS)
+    at = part.to(tl.int64) * num_rows + row
+    log_weight = tl.load(log_weight_ptr + at, mask=part < num_splits, other=float("-inf"))
+    weight = tl.exp2(log_weight - tl.max(log_weight, 0))
+    weight = weight / tl.sum(weight, 0)
+    values = tl.load(partial_ptr + at[:, None] * HEAD_DIM + column[None, :], mask=weight[:, None] > 0.0, other=0.0)
+    out = tl.sum(values * weight[:, None], 0)
+    tl.store(out_ptr + row * HEAD_DIM + column, out.to(out_ptr.dtype.element_ty))
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+def _num_multiprocessors(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return 4  # the interpreter: enough to exercise the split path
+
+
+def _check(queries: Tensor, keys: Tensor, values: Tensor, length: Tensor, causal: bool, window: int | None) -> None:
+    if queries.dim() != 4 or not queries.is_contiguous():
+        raise ValueError(
+            f"attention queries must be contiguous (B, T, N, H), got shape {tuple(queries.shape)} with strides "
+            f"{queries.stride()}. Call .contiguous()."
+        )
+    batch, num_tokens, num_heads, head_dim = queries.shape
+    if keys.dim() != 4 or keys.shape != values.shape or keys.shape[0] != batch or keys.shape[3] != head_dim:
+        raise ValueError(
+            f"attention keys and values must both be (B, K, capacity, H) with the queries' B and H, got "
+            f"{tuple(keys.shape)} and {tuple(values.shape)} for queries {tuple(queries.shape)}."
+        )
+    if keys.stride()[2:] != (head_dim, 1) or values.stride()[2:] != (head_dim, 1):
+        raise ValueError(
+            "attention keys and values must be contiguous in their last two dimensions. Call .contiguous()."
+        )
+    if num_heads % keys.shape[1] or head_dim < 16 or head_dim & (head_dim - 1):
+        raise ValueError(
+            f"attention needs query heads divisible by key heads and a head_dim that is a power of two >= 16, got "
+            f"{num_heads} query heads, {keys.shape[1]} key heads, head_dim {head_dim}."
+        )
+    if queries.dtype not in (torch.bfloat16, torch.float16, torch.float32) or {keys.dtype, values.dtype} != {
+        queries.dtype
+    }:
+        raise ValueError(
+            f"attention queries, keys and values must share one dtype of bfloat16, float16, float32, got "
+            f"{queries.dtype}, {keys.dtype}, {values.dtype}."
+        )
+    if length.shape != (batch,) or length.dtype not in (torch.int32, torch.int64) or length.device != queries.device:
+        raise ValueError(
+            f"attention length must be (B,) int32 or int64 on the queries' device, got {tuple(length.shape)} "
+            f"{length.dtype} on {length.device}."
+        )
+    if num_tokens < 1 or num_tokens > keys.shape[2]:
+        raise ValueError(
+            f"attention must have 1 to capacity new tokens, got {num_tokens} for capacity {keys.shape[2]}. "
+            "Grow the buffers."
+        )
+    if window is not None and (not causal or window < 1):
+        raise ValueError(
+            f"attention window must be >= 1 and comes with causal=True, got {window} with causal={causal}."
+        )

@@ -1,0 +1,214 @@
+"""From the fused projection to attention's inputs in one launch: head norms, rotation, cache write; the twin is
+`reference.prepare_qkv`.
+
+Values round to the model's dtype where the reference model (transformers' DiffusionGemma) rounds them: after a norm,
+after each of the rotation's two products and after their sum; cosines and sines are float32, then rounded.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_TILE_ELEMENTS = 2048  # values one program holds
+
+
+def prepare_qkv(
+    projected: Tensor,
+    query_weight: Tensor,
+    key_weight: Tensor,
+    inv_freq: Tensor,
+    start: Tensor,
+    length: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    num_heads: int,
+    eps: float,
+) -> Tensor:
+    """Norm queries, keys and values per head, rotate the first two, write keys and values into the cache.
+
+    projected: (B·T, (N + 2K)·H) contiguous, the heads of q, then k, then v; or (B·T, (N + K)·H) where the layer has no
+    v_proj and v is the norm of the raw k. query_weight, key_weight: (H,). inv_freq: (H / 2,) float32, zero for pairs
+    that do not turn. start: (B,) the position of each row's first new token. length: (B,) the cache slot it goes to,
+    with length + T <= capacity. keys, values: (B, K, capacity, H), written in place. Returns the queries (B, T, N, H).
+
+    Example: `queries = prepare_qkv(x @ w.T, wq, wk, inv_freq, start, length, keys, values, num_heads=16, eps=1e-6)`.
+    """
+    _check(projected, query_weight, key_weight, inv_freq, start, length, keys, values, num_heads)
+    batch, kv_heads, _, head_dim = keys.shape
+    has_value = projected.shape[1] == (num_heads + 2 * kv_heads) * head_dim
+    num_tokens = projected.shape[0] // batch
+    queries = torch.empty((batch, num_tokens, num_heads, head_dim), dtype=projected.dtype, device=projected.device)
+    heads = math.gcd(num_heads, kv_heads)  # a tile holds heads of one kind
+    heads = min(heads & -heads, max(1, _TILE_ELEMENTS // head_dim))
+    _prepare_qkv_kernel[(projected.shape[0], (num_heads + kv_heads * (2 if has_value else 1)) // heads)](
+        projected,
+        query_weight,
+        key_weight,
+        inv_freq,
+        start,
+        length,
+        queries,
+        keys,
+        values,
+        num_tokens,
+        *keys.stride()[:2],
+        *values.stride()[:2],
+        eps,
+        NUM_HEADS=num_heads,
+        KV_HEADS=kv_heads,
+        HALF=head_dim // 2,
+        HEADS=heads,
+        HAS_VALUE=has_value,
+        num_warps=4 if heads * head_dim >= 1024 else 1,
+    )
+    return queries
+
+
+@triton.jit
+def _cos_sin(angle: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Both to float32 accuracy for any angle a position can make (the library's need a stack for large ones).
+
+    The angle is reduced to [-π/4, π/4] in float64, where a few terms of each series suffice.
+    """
+    quarter = tl.floor(angle.to(tl.float64) * 0.6366197723675814 + 0.5)
+    x = (angle.to(tl.float64) - quarter * 1.5707963267948966).to(tl.float32)
+    y = x * x
+    cos = 1.0 + y * (-0.5 + y * (1.0 / 24 + y * (-1.0 / 720 + y * (1.0 / 40320))))
+    sin = x + x * y * (-1.0 / 6 + y * (1.0 / 120 + y * (-1.0 / 5040 + y * (1.0 / 362880))))
+    turn = quarter.to(tl.int32) & 3
+    swap = (turn & 1) == 1
+    turned_cos = tl.where(swap, sin, cos)
+    turned_sin = tl.where(swap, cos, sin)
+    return tl.where((turn == 1) | (turn == 2), -turned_cos, turned_cos), tl.where(turn >= 2, -turned_sin, turned_sin)
+
+
+@triton.jit
+def _prepare_qkv_kernel(
+    projected_ptr: tl.tensor,
+    query_weight_ptr: tl.tensor,
+    key_weight_ptr: tl.tensor,
+    inv_freq_ptr: tl.tensor,
+    start_ptr: tl.tensor,
+    length_ptr: tl.tensor,
+    query_ptr: tl.tensor,
+    key_ptr: tl.tensor,
+    value_ptr: tl.tensor,
+    num_tokens: tl.tensor,
+    key_batch_stride: tl.tensor,
+    key_head_stride: tl.tensor,
+    value_batch_stride: tl.tensor,
+    value_head_stride: tl.tensor,
+    eps: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+    HAS_VALUE: tl.constexpr,
+) -> None:
+    HEAD_DIM: tl.constexpr = 2 * HALF
+    COLUMNS: tl.constexpr = (NUM_HEADS + KV_HEADS * (2 if HAS_VALUE else 1)) * HEAD_DIM
+    row = tl.program_id(0).to(tl.int64)
+    batch = row // num_tokens
+    token = row % num_tokens
+    first = tl.program_id(1) * HEADS  # of the projection's heads
+    head = tl.arange(0, HEADS)
+    pair = tl.arange(0, HALF)
+
+    source = projected_ptr + row * COLUMNS + (first + head[:, None]) * HEAD_DIM + pair[None, :]
+    low = tl.load(source).to(tl.float32)  # (HEADS, HALF): dimensions pair and pair + HALF turn together
+    high = tl.load(source + HALF).to(tl.float32)
+    mean_square = (tl.sum(low * low, 1) + tl.sum(high * high, 1)) / HEAD_DIM
+    scale = (1.0 / tl.sqrt(mean_square + eps))[:, None]
+
+    slot = (tl.load(length_ptr + batch) + token) * HEAD_DIM
+    first_value = NUM_HEADS + (KV_HEADS if HAS_VALUE else 0)
+    if first >= first_value:  # the heads of v, or without v_proj those of k
+        value_head = (first - first_value + head).to(tl.int64)[:, None]
+        target = value_ptr + batch * value_batch_stride + value_head * value_head_stride + slot + pair[None, :]
+        tl.store(target, low * scale)
+        tl.store(target + HALF, high * scale)
+
+    if first < NUM_HEADS + KV_HEADS:
+        is_query = first < NUM_HEADS
+        if is_query:
+            weight_ptr = query_weight_ptr
+        else:
+            weight_ptr = key_weight_ptr
+        dtype = projected_ptr.dtype.element_ty
+        low = (low * scale * tl.load(weight_ptr + pair)[None, :].to(tl.float32)).to(dtype).to(tl.float32)
+        high = (high * scale * tl.load(weight_ptr + HALF + pair)[None, :].to(tl.float32)).to(dtype).to(tl.float32)
+        angle = (tl.load(start_ptr + batch) + token).to(tl.float32) * tl.load(inv_freq_ptr + pair)
+        cos, sin = _cos_sin(angle)
+        cos = cos.to(dtype).to(tl.float32)[None, :]
+        sin = sin.to(dtype).to(tl.float32)[None, :]
+        turned_low = (low * cos).to(dtype).to(tl.float32) - (high * sin).to(dtype).to(tl.float32)
+        turned_high = (high * cos).to(dtype).to(tl.float32) + (low * sin).to(dtype).to(tl.float32)
+        if is_query:
+            target = query_ptr + (row * NUM_HEADS + first + head[:, None]) * HEAD_DIM + pair[None, :]
+        else:
+            key_head = (first - NUM_HEADS + head).to(tl.int64)[:, None]
+            target = key_ptr + batch * key_batch_stride + key_head * key_head_stride + slot + pair[None, :]
+        tl.store(target, turned_low)
+        tl.store(target + HALF, turned_high)
+
+
+def _check(
+    projected: Tensor,
+    query_weight: Tensor,
+    key_weight: Tensor,
+    inv_freq: Tensor,
+    start: Tensor,
+    length: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    num_heads: int,
+) -> None:
+    if keys.dim() != 4 or keys.shape != values.shape:
+        raise ValueError(
+            f"prepare_qkv keys and values must both be (B, K, capacity, H), got {tuple(keys.shape)} and "
+            f"{tuple(values.shape)}."
+        )
+    batch, kv_heads, capacity, head_dim = keys.shape
+    if keys.stride()[2:] != (head_dim, 1) or values.stride()[2:] != (head_dim, 1):
+        raise ValueError(
+            "prepare_qkv keys and values must be contiguous in their last two dimensions. Call .contiguous()."
+        )
+    if head_dim < 4 or head_dim & (head_dim - 1):
+        raise ValueError(f"prepare_qkv head_dim must be a power of two >= 4, got {head_dim}.")
+    widths = ((num_heads + 2 * kv_heads) * head_dim, (num_heads + kv_heads) * head_dim)
+    if projected.dim() != 2 or not projected.is_contiguous() or projected.shape[0] % batch:
+        raise ValueError(f"prepare_qkv projected must be contiguous (B·T, heads·H), got {tuple(projected.shape)}.")
+    if projected.shape[1] not in widths:
+        raise ValueError(
+            f"prepare_qkv projected must have {widths[0]} columns (q, k, v) or {widths[1]} (q, k) for {num_heads} "
+            f"query and {kv_heads} key heads of {head_dim}, got {projected.shape[1]}."
+        )
+    if projected.shape[0] // batch > capacity:
+        raise ValueError(
+            f"prepare_qkv keys and values must have room for {projected.shape[0] // batch} new tokens, got capacity "
+            f"{capacity}. Grow the buffers."
+        )
+    if projected.dtype not in (torch.bfloat16, torch.float16, torch.float32) or {keys.dtype, values.dtype} != {
+        projected.dtype
+    }:
+        raise ValueError(
+            f"prepare_qkv projected, keys and values must share one dtype of bfloat16, float16, float32, got "
+            f"{projected.dtype}, {keys.dtype}, {values.dtype}."
+        )
+    for name, weight in (("query_weight", query_weight), ("key_weight", key_weight)):
+        if weight.shape != (head_dim,) or not weight.is_contiguous():
+            raise ValueError(f"prepare_qkv {name} must be contiguous ({head_dim},), got {tuple(weight.shape)}.")
+    if inv_freq.shape != (head_dim // 2,) or inv_freq.dtype != torch.float32 or not inv_freq.is_contiguous():
+        raise ValueError(
+            f"prepare_qkv inv_freq must be contiguous float32 ({head_dim // 2},), got {inv_freq.dtype} "
+            f"{tuple(inv_freq.shape)}."
+        )
+    for name, numbers in (("start", start), ("length", length)):
+        if numbers.shape != (batch,) or numbers.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"prepare_qkv {name} must be ({batch},) int32 or int64, got {tuple(numbers.shape)} {numbers.dtype}."
+            )

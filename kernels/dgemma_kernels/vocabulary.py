@@ -1,0 +1,465 @@
+"""The vocabulary pass: what a sampler asks of (R, V) logits, without a float32 copy of them; twins in `reference`.
+
+One sweep reads the head's logits, caps them, divides by the temperature and leaves, per row and chunk of the
+vocabulary, a maximum m, z = Σ e^(l - m) and s = Σ (l - m) e^(l - m). These merge over chunks with Δ = m - M:
+z = Σ z e^Δ, s = Σ (s + Δ z) e^Δ, entropy = log z - s/z. The best two tokens lie in the chunk with the largest maximum
+(the second best perhaps in another, as its maximum) and a sample in the chunk that its uniform picks, so each rereads
+one chunk instead of costing work in the sweep.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+CHUNK = 4096
+
+
+class VocabularyStatistics(NamedTuple):
+    """Statistics of R rows, float32 (argmax int64), and the chunk sums that `sample` and `soft_probabilities` need."""
+
+    entropy: Tensor  # (R,) nats
+    argmax: Tensor  # (R,) lowest id on ties
+    confidence: Tensor  # (R,) probability of the argmax
+    margin: Tensor  # (R,) that minus the second best token's
+    log_normalizer: Tensor  # (R,)
+    best: Tensor  # (R,) largest processed logit
+    soft_normalizer: Tensor  # (R,) Σ e^(l - best) over logits rounded to their own dtype
+    chunk_best: Tensor  # (R, chunks)
+    chunk_sum: Tensor  # (R, chunks) relative to chunk_best
+
+
+def pack_allowed(allowed: Tensor) -> Tensor:
+    """A boolean mask over the vocabulary as 32 tokens a word: (A, V) bool → (A, ceil(V / 32)) int32.
+
+    Example: `pack_allowed(torch.ones(1, 64, dtype=torch.bool))` is `[[-1, -1]]`.
+    """
+    if allowed.dim() != 2 or allowed.dtype != torch.bool:
+        raise ValueError(f"pack_allowed allowed must be (A, V) bool, got {tuple(allowed.shape)} {allowed.dtype}.")
+    bits = torch.nn.functional.pad(allowed, (0, -allowed.shape[1] % 32)).unflatten(1, (-1, 32))
+    words = (bits.long() << torch.arange(32, device=allowed.device)).sum(-1)
+    return words.to(torch.int32)  # the top bit wraps to the sign
+
+
+def vocabulary_statistics(
+    logits: Tensor, temperature: Tensor, *, softcap: float | None = 30.0, allowed: Tensor | None = None
+) -> VocabularyStatistics:
+    """Statistics of softmax(cap(logits) / temperature) over the allowed tokens.
+
+    logits: (R, V) as the head's product leaves them, contiguous. temperature: (B,) float32 with B dividing R, one for
+    each R / B consecutive rows. softcap c caps to c·tanh(x / c). allowed: (A, ceil(V / 32)) int32 from `pack_allowed`,
+    A dividing R likewise, at least one token a row.
+
+    Example: `vocabulary_statistics(logits, torch.tensor([0.8], device="cuda")).entropy`.
+    """
+    num_rows, vocab_size = _check("vocabulary_statistics", logits, temperature, allowed)
+    num_chunks = triton.cdiv(vocab_size, CHUNK)
+    chunks = torch.empty((4, num_rows, num_chunks), dtype=torch.float32, device=logits.device)
+    rows = torch.empty((6, num_rows), dtype=torch.float32, device=logits.device)
+    argmax = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    shaping = _shaping(logits, temperature, softcap, allowed)
+    _sweep_kernel[(num_chunks, num_rows)](
+        logits, temperature, allowed, *chunks, vocab_size, CHUNK=CHUNK, num_warps=4, **shaping
+    )
+    _merge_kernel[(num_rows,)](
+        logits,
+        temperature,
+        allowed,
+        *chunks,
+        *rows,
+        argmax,
+        vocab_size,
+        num_chunks,
+        CHUNK=CHUNK,
+        CHUNKS=triton.next_power_of_2(num_chunks),
+        num_warps=4,
+        **shaping,
+    )
+    entropy, confidence, margin, log_normalizer, best, soft_normalizer = rows
+    return VocabularyStatistics(
+        entropy, argmax, confidence, margin, log_normalizer, best, soft_normalizer, chunks[0], chunks[1]
+    )
+
+
+def sample(
+    logits: Tensor,
+    statistics: VocabularyStatistics,
+    u: Tensor,
+    temperature: Tensor,
+    *,
+    softcap: float | None = 30.0,
+    allowed: Tensor | None = None,
+) -> Tensor:
+    """Inverse CDF in vocabulary order, one uniform a row: u (R,) float64 in [0, 1) → tokens (R,) int64.
+
+    The other arguments are those that `statistics` came from.
+
+    Example: `sample(logits, statistics, state.uniform("token").flatten(), temperature)`.
+    """
+    num_rows, vocab_size = _check("sample", logits, temperature, allowed)
+    if u.shape != (num_rows,) or u.dtype != torch.float64 or not u.is_contiguous():
+        raise ValueError(f"sample u must be contiguous ({num_rows},) float64, got {tuple(u.shape)} {u.dtype}.")
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    num_chunks = statistics.chunk_best.shape[1]
+    _sample_kernel[(num_rows,)](
+        logits,
+        temperature,
+        allowed,
+        statistics.chunk_best,
+        statistics.chunk_sum,
+        u,
+        tokens,
+        vocab_size,
+        num_chunks,
+        CHUNK=CHUNK,
+        CHUNKS=triton.next_power_of_2(num_chunks),
+        num_warps=8,
+        **_shaping(logits, temperature, softcap, allowed),
+    )
+    return tokens
+
+
+def soft_probabilities(
+    logits: Tensor,
+    statistics: VocabularyStatistics,
+    temperature: Tensor,
+    *,
+    softcap: float | None = 30.0,
+    allowed: Tensor | None = None,
+) -> Tensor:
+    """The self-conditioning distribution (R, V) in the logits' dtype, ready for its product with the embedding.
+
+    As the reference model does, the processed logits are rounded to their dtype before a float32 softmax.
+
+    Example: `soft = soft_probabilities(logits, statistics, temperature) @ embedding * hidden_size**0.5`.
+    """
+    num_rows, vocab_size = _check("soft_probabilities", logits, temperature, allowed)
+    out = torch.empty_like(logits)
+    _soft_probabilities_kernel[(triton.cdiv(vocab_size, CHUNK), num_rows)](
+        logits,
+        temperature,
+        allowed,
+        statistics.best,
+        statistics.soft_normalizer,
+        out,
+        vocab_size,
+        CHUNK=CHUNK,
+        num_warps=8,
+        **_shaping(logits, temperature, softcap, allowed),
+    )
+    return out
+
+
+@triton.jit
+def _processed(
+    logits_ptr: tl.tensor,
+    temperature_ptr: tl.tensor,
+    allowed_ptr: tl.tensor,
+    row: tl.tensor,
+    token: tl.tensor,
+    vocab_size: tl.tensor,
+    softcap: tl.tensor,
+    rows_per_temperature: tl.tensor,
+    rows_per_mask: tl.tensor,
+    HAS_CAP: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    RAGGED: tl.constexpr,
+) -> tl.tensor:
+    """The logits of one row at `token`, capped and tempered, float32; -inf where a token is forbidden or none."""
+    at = logits_ptr + row * vocab_size + token
+    if RAGGED:
+        x = tl.load(at, mask=token < vocab_size, other=0.0).to(tl.float32)
+    else:
+        x = tl.load(at).to(tl.float32)
+    if HAS_CAP:
+        # c·tanh(x / c) = c - 2c / (e^(2x / c) + 1); 1 / y as rsqrt(y)² is one special-function instruction.
+        root = tl.rsqrt(tl.exp2(x * (2.8853900817779268 / softcap)) + 1.0)
+        x = softcap - (2.0 * softcap * root) * root
+    # x / t, correctly rounded without dividing: one step of Newton's iteration on x · (1 / t) (Markstein, 1990).
+    t = tl.load(temperature_ptr + row // rows_per_temperature)
+    inverse = tl.math.div_rn(1.0, t)
+    quotient = x * inverse
+    x = tl.fma(tl.fma(-quotient, t, x), inverse, quotient)
+    if HAS_MASK:
+        words = allowed_ptr + row // rows_per_mask * tl.cdiv(vocab_size, 32)
+        if RAGGED:
+            word = tl.load(words + token // 32, mask=token < vocab_size, other=0)
+        else:
+            word = tl.load(words + token // 32)
+        x = tl.where((word >> (token % 32)) & 1 == 1, x, float("-inf"))
+    elif RAGGED:
+        x = tl.where(token < vocab_size, x, float("-inf"))
+    return x
+
+
+@triton.jit
+def _sweep_kernel(
+    logits_ptr: tl.tensor,
+    temperature_ptr: tl.tensor,
+    allowed_ptr: tl.tensor,
+    chunk_best_ptr: tl.tensor,
+    chunk_sum_ptr: tl.tensor,
+    chunk_slope_ptr: tl.tensor,
+    chunk_soft_ptr: tl.tensor,
+    vocab_size: tl.tensor,
+    softcap: tl.tensor,
+    rows_per_temperature: tl.tensor,
+    rows_per_mask: tl.tensor,
+    CHUNK: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    RAGGED: tl.constexpr,
+) -> None:
+    chunk = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = _processed(
+        logits_ptr,
+        temperature_ptr,
+        allowed_ptr,
+        row,
+        token,
+        vocab_size,
+        softcap,
+        rows_per_temperature,
+        rows_per_mask,
+        HAS_CAP,
+        HAS_MASK,
+        RAGGED,
+    )
+    best = tl.max(x, 0)
+    rounded = x.to(logits_ptr.dtype.element_ty).to(tl.float32)
+    soft_best = best.to(logits_ptr.dtype.element_ty).to(tl.float32)
+    if HAS_MASK:  # a chunk without an allowed token
+        empty = best == float("-inf")
+        delta = x - tl.where(empty, 0.0, best)
+        rounded -= tl.where(empty, 0.0, soft_best)
+    else:
+        delta = x - best
+        rounded -= soft_best
+    weight = tl.exp2(delta * 1.4426950408889634)
+    soft_weight = tl.exp2(rounded * 1.4426950408889634)
+    if HAS_MASK or RAGGED:
+        slope = tl.where(delta == float("-inf"), 0.0, weight * delta)
+    else:
+        slope = weight * delta
+    at = row * tl.num_programs(0) + chunk
+    tl.store(chunk_best_ptr + at, best)
+    tl.store(chunk_sum_ptr + at, tl.sum(weight, 0))
+    tl.store(chunk_slope_ptr + at, tl.sum(slope, 0))
+    tl.store(chunk_soft_ptr + at, tl.sum(soft_weight, 0))
+
+
+@triton.jit
+def _merge_kernel(
+    logits_ptr: tl.tensor,
+    temperature_ptr: tl.tensor,
+    allowed_ptr: tl.tensor,
+    chunk_best_ptr: tl.tensor,
+    chunk_sum_ptr: tl.tensor,
+    chunk_slope_ptr: tl.tensor,
+    chunk_soft_ptr: tl.tensor,
+    entropy_ptr: tl.tensor,
+    confidence_ptr: tl.tensor,
+    margin_ptr: tl.tensor,
+    log_normalizer_ptr: tl.tensor,
+    best_ptr: tl.tensor,
+    soft_normalizer_ptr: tl.tensor,
+    argmax_ptr: tl.tensor,
+    vocab_size: tl.tensor,
+    num_chunks: tl.tensor,
+    softcap: tl.tensor,
+    rows_per_temperature: tl.tensor,
+    rows_per_mask: tl.tensor,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    RAGGED: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.arange(0, CHUNKS)
+    valid = chunk < num_chunks
+    at = row * num_chunks + chunk
+    chunk_best = tl.load(chunk_best_ptr + at, mask=valid, other=float("-inf"))
+    chunk_sum = tl.load(chunk_sum_ptr + at, mask=valid, other=0.0)
+    chunk_slope = tl.load(chunk_slope_ptr + at, mask=valid, other=0.0)
+    chunk_soft = tl.load(chunk_soft_ptr + at, mask=valid, other=0.0)
+
+    best = tl.max(chunk_best, 0)
+    delta = tl.where(chunk_best == float("-inf"), 0.0, chunk_best - best)  # such chunks have zero sums
+    decay = tl.exp(delta)
+    normalizer = tl.sum(chunk_sum * decay, 0)
+    slope = tl.sum((chunk_slope + delta * chunk_sum) * decay, 0)
+    dtype = logits_ptr.dtype.element_ty
+    soft_delta = chunk_best.to(dtype).to(tl.float32) - best.to(dtype).to(tl.float32)
+    soft_normalizer = tl.sum(chunk_soft * tl.exp(tl.where(chunk_best == float("-inf"), 0.0, soft_delta)), 0)
+
+    winner = tl.min(tl.where(chunk_best == best, chunk, CHUNKS), 0)
+    token = winner * CHUNK + tl.arange(0, CHUNK)
+    x = _processed(
+        logits_ptr,
+        temperature_ptr,
+        allowed_ptr,
+        row,
+        token,
+        vocab_size,
+        softcap,
+        rows_per_temperature,
+        rows_per_mask,
+        HAS_CAP,
+        HAS_MASK,
+        RAGGED,
+    )
+    argmax = tl.min(tl.where(x == tl.max(x, 0), token, 2147483647), 0)
+    second = tl.maximum(
+        tl.max(tl.where(token == argmax, float("-inf"), x), 0),
+        tl.max(tl.where(chunk == winner, float("-inf"), chunk_best), 0),
+    )
+    tl.store(entropy_ptr + row, tl.log(normalizer) - slope / normalizer)
+    tl.store(confidence_ptr + row, 1.0 / normalizer)
+    tl.store(margin_ptr + row, (1.0 - tl.exp(second - best)) / normalizer)
+    tl.store(log_normalizer_ptr + row, best + tl.log(normalizer))
+    tl.store(best_ptr + row, best)
+    tl.store(soft_normalizer_ptr + row, soft_normalizer)
+    tl.store(argmax_ptr + row, argmax.to(tl.int64))
+
+
+@triton.jit
+def _sample_kernel(
+    logits_ptr: tl.tensor,
+    temperature_ptr: tl.tensor,
+    allowed_ptr: tl.tensor,
+    chunk_best_ptr: tl.tensor,
+    chunk_sum_ptr: tl.tensor,
+    u_ptr: tl.tensor,
+    token_ptr: tl.tensor,
+    vocab_size: tl.tensor,
+    num_chunks: tl.tensor,
+    softcap: tl.tensor,
+    rows_per_temperature: tl.tensor,
+    rows_per_mask: tl.tensor,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    RAGGED: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.arange(0, CHUNKS)
+    at = row * num_chunks + chunk
+    chunk_best = tl.load(chunk_best_ptr + at, mask=chunk < num_chunks, other=float("-inf"))
+    chunk_sum = tl.load(chunk_sum_ptr + at, mask=chunk < num_chunks, other=0.0)
+    best = tl.max(chunk_best, 0)
+    width = chunk_sum.to(tl.float64) * tl.exp(chunk_best - best).to(tl.float64)
+    target = tl.load(u_ptr + row) * tl.sum(width, 0)
+    # The first cell that ends above the target; the last of positive width if rounding passed them all.
+    above = tl.min(tl.where(tl.cumsum(width, 0) > target, chunk, CHUNKS), 0)
+    picked = tl.minimum(above, tl.max(tl.where(width > 0.0, chunk, 0), 0))
+    target -= tl.sum(tl.where(chunk < picked, width, 0.0), 0)
+
+    index = tl.arange(0, CHUNK)
+    x = _processed(
+        logits_ptr,
+        temperature_ptr,
+        allowed_ptr,
+        row,
+        picked * CHUNK + index,
+        vocab_size,
+        softcap,
+        rows_per_temperature,
+        rows_per_mask,
+        HAS_CAP,
+        HAS_MASK,
+        RAGGED,
+    )
+    weight = tl.exp(x - best).to(tl.float64)
+    above = tl.min(tl.where(tl.cumsum(weight, 0) > target, index, CHUNK), 0)
+    inside = tl.minimum(above, tl.max(tl.where(weight > 0.0, index, 0), 0))
+    tl.store(token_ptr + row, (picked * CHUNK + inside).to(tl.int64))
+
+
+@triton.jit
+def _soft_probabilities_kernel(
+    logits_ptr: tl.tensor,
+    temperature_ptr: tl.tensor,
+    allowed_ptr: tl.tensor,
+    best_ptr: tl.tensor,
+    soft_normalizer_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    vocab_size: tl.tensor,
+    softcap: tl.tensor,
+    rows_per_temperature: tl.tensor,
+    rows_per_mask: tl.tensor,
+    CHUNK: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    RAGGED: tl.constexpr,
+) -> None:
+    row = tl.program_id(1).to(tl.int64)
+    token = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    x = _processed(
+        logits_ptr,
+        temperature_ptr,
+        allowed_ptr,
+        row,
+        token,
+        vocab_size,
+        softcap,
+        rows_per_temperature,
+        rows_per_mask,
+        HAS_CAP,
+        HAS_MASK,
+        RAGGED,
+    )
+    dtype = logits_ptr.dtype.element_ty
+    best = tl.load(best_ptr + row).to(dtype).to(tl.float32)
+    scale = 1.0 / tl.load(soft_normalizer_ptr + row)
+    probability = tl.exp2((x.to(dtype).to(tl.float32) - best) * 1.4426950408889634) * scale
+    if RAGGED:
+        tl.store(out_ptr + row * vocab_size + token, probability.to(dtype), mask=token < vocab_size)
+    else:
+        tl.store(out_ptr + row * vocab_size + token, probability.to(dtype))
+
+
+def _shaping(
+    logits: Tensor, temperature: Tensor, softcap: float | None, allowed: Tensor | None
+) -> dict[str, float | int | bool]:
+    num_rows, vocab_size = logits.shape
+    return {
+        "softcap": softcap or 1.0,
+        "rows_per_temperature": num_rows // temperature.shape[0],
+        "rows_per_mask": num_rows // allowed.shape[0] if allowed is not None else 1,
+        "HAS_CAP": softcap is not None,
+        "HAS_MASK": allowed is not None,
+        "RAGGED": vocab_size % CHUNK != 0,
+    }
+
+
+def _check(owner: str, logits: Tensor, temperature: Tensor, allowed: Tensor | None) -> tuple[int, int]:
+    if logits.dim() != 2 or not logits.is_contiguous():
+        raise ValueError(
+            f"{owner} logits must be contiguous (R, V), got {tuple(logits.shape)}. Flatten the canvas first."
+        )
+    if logits.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(f"{owner} logits must be bfloat16, float16 or float32, got {logits.dtype}.")
+    num_rows, vocab_size = logits.shape
+    if temperature.dim() != 1 or temperature.dtype != torch.float32 or num_rows % temperature.shape[0]:
+        raise ValueError(
+            f"{owner} temperature must be (B,) float32 with B dividing the {num_rows} rows, got "
+            f"{tuple(temperature.shape)} {temperature.dtype}."
+        )
+    if allowed is not None and (
+        allowed.dim() != 2
+        or allowed.dtype != torch.int32
+        or allowed.shape[1] != triton.cdiv(vocab_size, 32)
+        or num_rows % allowed.shape[0]
+        or not allowed.is_contiguous()
+    ):
+        raise ValueError(
+            f"{owner} allowed must be contiguous int32 (A, {triton.cdiv(vocab_size, 32)}) with A dividing the "
+            f"{num_rows} rows, got {tuple(allowed.shape)} {allowed.dtype}. Use pack_allowed."
+        )
+    return num_rows, vocab_size

@@ -1,0 +1,59 @@
+"""What has no matrix product worth a warpgroup: one-token attention, q/k/v, the vocabulary side, acceptance."""
+
+import torch
+
+from dgemma_kernels.accept import accept
+from dgemma_kernels.attention import attention, default_tile
+from dgemma_kernels.qkv import prepare_qkv
+from dgemma_kernels.vocabulary import sample, soft_probabilities, vocabulary_statistics
+
+WGMMA: set[str] = set()
+HEADS, SLIDING, FULL = 16, (8, 256), (2, 512)  # query heads; key heads and head_dim of the two kinds of layer
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype)
+
+
+def run_token(layer: tuple[int, int], **mode: int | bool) -> None:
+    kv_heads, head_dim = layer
+    cache = empty(1, kv_heads, 4096, head_dim)
+    tile = default_tile(HEADS // kv_heads, head_dim, hopper=True)
+    for num_splits in (1, 66):
+        length = empty(1, dtype=torch.int64)
+        attention(empty(1, 1, HEADS, head_dim), cache, cache, length, **mode, tile=tile, num_splits=num_splits)
+
+
+def run_qkv(layer: tuple[int, int], projections: int) -> None:
+    kv_heads, head_dim = layer
+    cache, row = empty(1, kv_heads, 1280, head_dim), empty(1, dtype=torch.int64)
+    projected = empty(256, (HEADS + projections * kv_heads) * head_dim)
+    weight, inv_freq = empty(head_dim), empty(head_dim // 2, dtype=torch.float32)
+    prepare_qkv(projected, weight, weight, inv_freq, row, row, cache, cache, num_heads=HEADS, eps=1e-6)
+
+
+def run_vocabulary(vocab_size: int, allowed: torch.Tensor | None) -> None:
+    logits, temperature = empty(2, vocab_size), empty(1, dtype=torch.float32)
+    statistics = vocabulary_statistics(logits, temperature, allowed=allowed)
+    sample(logits, statistics, empty(2, dtype=torch.float64), temperature, allowed=allowed)
+    soft_probabilities(logits, statistics, temperature, allowed=allowed)
+
+
+def run_accept() -> None:
+    tokens, flags = empty(2, 256, dtype=torch.int64), empty(2, 256, dtype=torch.bool)
+    row = empty(2, dtype=torch.int64)
+    entropy, done = empty(2, 256, dtype=torch.float32), empty(2, dtype=torch.bool)
+    limits = {"bound": 0.1, "confidence": 0.005, "vocab_size": 262_144}
+    accept(entropy, tokens, tokens, tokens, flags, tokens, done, row, row, row, **limits)
+
+
+CALLS = {
+    "one token, sliding": lambda: run_token(SLIDING, causal=True, window=1024),
+    "one token, full": lambda: run_token(FULL, causal=True),
+    "qkv, sliding": lambda: run_qkv(SLIDING, 2),
+    "qkv, full": lambda: run_qkv(FULL, 1),
+    "vocabulary": lambda: run_vocabulary(262_144, None),
+    "vocabulary, allowed": lambda: run_vocabulary(262_144, empty(1, 8192, dtype=torch.int32)),
+    "vocabulary, ragged": lambda: run_vocabulary(1000, None),
+    "accept": run_accept,
+}

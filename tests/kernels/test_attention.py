@@ -1,0 +1,154 @@
+"""Attention over prefix and new tokens against float64, and its meaning against transformers' masked attention."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from dgemma_kernels import reference
+from dgemma_kernels.attention import AttentionTile, attention, choose_num_splits, default_tile
+
+# float32 sums of at most a hundred terms; float16 rounds the softmax weights and the output, 2**-11 each.
+LIMITS = {torch.float32: 2e-6, torch.float16: 2e-3}
+MODES = pytest.mark.parametrize(
+    "mode", [{}, {"causal": True}, {"causal": True, "window": 9}], ids=["bidirectional", "causal", "window"]
+)
+# Ragged rows: no prefix at all beside a prefix that fills the buffer; tokens that do not fill a tile of rows.
+TILES = pytest.mark.parametrize(
+    ("tile", "num_splits"),
+    [
+        (None, None),
+        (AttentionTile(16, 16, 4, 2), 1),
+        (AttentionTile(32, 16, 4, 2, tma=True), 3),
+        (AttentionTile(16, 32, 4, 2, tma=True, value_dim=16), 2),
+        (AttentionTile(16, 16, 4, 2), 5),
+    ],
+    ids=["default", "one-part", "three-parts", "half-the-values", "more-parts-than-keys"],
+)
+
+
+def draw(
+    lengths: list[int], *, num_tokens: int, heads: tuple[int, int], head_dim: int, capacity: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Random queries, keys, values and lengths; slots that hold no token are NaN."""
+    generator = torch.Generator().manual_seed(sum(lengths) + num_tokens)
+    queries = torch.randn(len(lengths), num_tokens, heads[0], head_dim, generator=generator) * 0.3
+    keys, values = (torch.randn(len(lengths), heads[1], capacity, head_dim, generator=generator) for _ in range(2))
+    for row, length in enumerate(lengths):
+        keys[row, :, length + num_tokens :] = torch.nan
+        values[row, :, length + num_tokens :] = torch.nan
+    return queries.to(dtype), keys.to(dtype), values.to(dtype), torch.tensor(lengths)
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+@MODES
+@TILES
+def test_attention_matches_float64_over_ragged_prefixes(mode, tile, num_splits, device):
+    case = draw([0, 27], num_tokens=11, heads=(4, 2), head_dim=32, capacity=40, dtype=torch.float32)
+    queries, keys, values, length = (tensor.to(device) for tensor in case)
+    got = attention(queries, keys, values, length, **mode, tile=tile, num_splits=num_splits)
+    want = reference.attention(queries.double(), keys.double(), values.double(), length, **mode)
+    assert error(got, want) < LIMITS[torch.float32]
+
+
+@MODES
+def test_float16_attention_matches_float64(mode, device):
+    case = draw([0, 27], num_tokens=11, heads=(4, 2), head_dim=32, capacity=40, dtype=torch.float16)
+    queries, keys, values, length = (tensor.to(device) for tensor in case)
+    got = attention(queries, keys, values, length, **mode)
+    want = reference.attention(queries.double(), keys.double(), values.double(), length, **mode)
+    assert error(got, want) < LIMITS[torch.float16]
+
+
+@pytest.mark.parametrize("heads", [(8, 1), (2, 2)], ids=["eight-share-a-key-head", "one-each"])
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_one_token_attends_to_all_before_it(heads, num_splits, device):
+    case = draw([40, 0], num_tokens=1, heads=heads, head_dim=16, capacity=48, dtype=torch.float32)
+    queries, keys, values, length = (tensor.to(device) for tensor in case)
+    got = attention(queries, keys, values, length, causal=True, num_splits=num_splits)
+    group = heads[0] // heads[1]
+    keys, values = (x.double().repeat_interleave(group, 1)[0, :, :41] for x in (keys, values))  # (N, 41, H)
+    scores = torch.einsum("nh,njh->nj", queries[0, 0].double(), keys)
+    want = torch.einsum("nj,njh->nh", scores.softmax(-1), values)
+    assert error(got[0, 0], want) < 2e-6
+    # With no prefix a token sees only itself, whatever the scores.
+    own = case[2][1, :, 0].repeat_interleave(group, 0).to(device)
+    assert torch.allclose(got[1, 0], own, atol=1e-6)
+
+
+def test_window_of_one_returns_each_tokens_own_value(device):
+    case = draw([11], num_tokens=6, heads=(2, 2), head_dim=16, capacity=32, dtype=torch.float32)
+    queries, keys, values, length = (tensor.to(device) for tensor in case)
+    got = attention(queries, keys, values, length, causal=True, window=1)
+    assert torch.allclose(got[0], values[0, :, 11:17].transpose(0, 1), atol=1e-6)
+
+
+def test_large_scores_do_not_overflow(device):
+    queries, keys, values, length = draw(
+        [30], num_tokens=8, heads=(2, 1), head_dim=16, capacity=48, dtype=torch.float32
+    )
+    queries, keys, values, length = (queries * 1e4).to(device), keys.to(device), values.to(device), length.to(device)
+    got = attention(queries, keys, values, length, num_splits=3)
+    # Scores this far apart leave one key a row: the output is its value.
+    winner = torch.einsum("tnh,jh->tnj", queries[0], keys[0, 0, :38]).argmax(-1)
+    assert torch.allclose(got[0], values[0, 0][winner], atol=1e-5)
+
+
+def test_same_inputs_give_the_same_bits(device):
+    case = draw([21], num_tokens=9, heads=(2, 1), head_dim=16, capacity=32, dtype=torch.float32)
+    queries, keys, values, length = (tensor.to(device) for tensor in case)
+    first, second = (attention(queries, keys, values, length, num_splits=3) for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_a_rows_result_does_not_depend_on_its_batch(device):
+    case = draw([21, 3], num_tokens=9, heads=(2, 1), head_dim=16, capacity=32, dtype=torch.float32)
+    queries, keys, values, length = (tensor.to(device) for tensor in case)
+    together = attention(queries, keys, values, length, num_splits=2)
+    alone = attention(queries[1:], keys[1:], values[1:], length[1:], num_splits=2)
+    assert torch.equal(together[1:], alone)
+
+
+def test_reference_matches_transformers_eager_attention():
+    modeling = pytest.importorskip("transformers.models.diffusion_gemma.modeling_diffusion_gemma")
+    queries, keys, values, length = draw([7], num_tokens=5, heads=(4, 2), head_dim=16, capacity=12, dtype=torch.float64)
+    mask = torch.full((5, 12), -torch.inf, dtype=torch.float64)
+    for query in range(5):
+        mask[query, 7 + query - 3 : 7 + query + 1] = 0.0  # a window of four, its own slot included
+    module = type("Module", (), {"num_key_value_groups": 2, "training": False})()
+    want, _ = modeling.eager_attention_forward(module, queries.transpose(1, 2), keys, values, mask, scaling=1.0)
+    got = reference.attention(queries, keys, values, length, causal=True, window=4)
+    assert torch.allclose(got, want, atol=1e-6)  # transformers rounds the softmax to float32
+
+
+def test_the_canvas_of_one_user_fills_an_h200_in_one_round():
+    # 132 multiprocessors; sliding: 512 rows × 8 key heads, full: 2048 × 2, both 64 tiles of 64 rows.
+    for num_rows, kv_heads, head_dim in ((512, 8, 256), (2048, 2, 512)):
+        tiles = num_rows // default_tile(num_rows, head_dim, hopper=True).rows * kv_heads
+        assert tiles * choose_num_splits(tiles, 132, 40) == 128
+        assert choose_num_splits(2 * tiles, 132, 40) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"window": 4}, "window must be"),
+        ({"length": torch.zeros(1)}, "length must be"),
+        ({"keys": torch.zeros(1, 2, 8, 24)}, "keys and values must"),
+        ({"queries": torch.zeros(1, 2, 3, 16)}, "divisible"),
+        ({"queries": torch.zeros(1, 2, 2, 16, dtype=torch.float64)}, "dtype"),
+        ({"queries": torch.zeros(1, 9, 2, 16)}, "capacity"),
+    ],
+    ids=["window-without-causal", "float-length", "other-head-dim", "odd-heads", "float64", "no-room"],
+)
+def test_unsupported_input_raises(change, message):
+    arguments = {
+        "queries": torch.zeros(1, 2, 2, 16),
+        "keys": torch.zeros(1, 2, 8, 16),
+        "values": torch.zeros(1, 2, 8, 16),
+        "length": torch.zeros(1, dtype=torch.int64),
+    }
+    with pytest.raises(ValueError, match=message):
+        attention(**(arguments | change))

@@ -1,0 +1,105 @@
+"""Head norms, rotation and cache write against transformers' own modules."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from dgemma_kernels import qkv, reference
+
+EPS = 1e-6
+# (query heads, key heads, head_dim, own v heads): the two published layouts, smaller; and odd numbers of heads.
+LAYOUTS = pytest.mark.parametrize(
+    "layout", [(4, 2, 32, True), (8, 1, 64, False), (3, 3, 16, True)], ids=["sliding", "full", "odd"]
+)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+BATCH, TOKENS, CAPACITY = 2, 5, 24
+START, LENGTH = [0, 131_072], [0, 17]  # no prefix; a long one of which a sliding buffer keeps only the end
+
+
+def frequencies(head_dim: int, *, own_value: bool) -> Tensor:
+    """Default rotation for sliding layers; for full ones a quarter of the pairs turn."""
+    if own_value:
+        return 1.0 / 10_000.0 ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    turning = 1.0 / 1_000_000.0 ** (torch.arange(0, head_dim // 4, 2).float() / head_dim)
+    return torch.cat([turning, torch.zeros(head_dim // 2 - turning.numel())])
+
+
+def draw(layout: tuple[int, int, int, bool], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    heads, kv_heads, head_dim, own_value = layout
+    generator = torch.Generator().manual_seed(heads)
+    width = (heads + kv_heads * (2 if own_value else 1)) * head_dim
+    return {
+        "projected": torch.randn(BATCH * TOKENS, width, generator=generator).to(dtype).to(device),
+        "query_weight": (1 + 0.2 * torch.randn(head_dim, generator=generator)).to(dtype).to(device),
+        "key_weight": (1 + 0.2 * torch.randn(head_dim, generator=generator)).to(dtype).to(device),
+        "inv_freq": frequencies(head_dim, own_value=own_value).to(device),
+        "start": torch.tensor(START, device=device),
+        "length": torch.tensor(LENGTH, device=device),
+        "keys": torch.full((BATCH, kv_heads, CAPACITY, head_dim), torch.nan, dtype=dtype, device=device),
+        "values": torch.full((BATCH, kv_heads, CAPACITY, head_dim), torch.nan, dtype=dtype, device=device),
+    }
+
+
+def published(case: dict[str, Tensor], num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values (B, T, heads, H) by transformers' norm and rotation."""
+    modeling = pytest.importorskip("transformers.models.diffusion_gemma.modeling_diffusion_gemma")
+    kv_heads, head_dim = case["keys"].shape[1], case["keys"].shape[3]
+    heads = case["projected"].view(BATCH, TOKENS, -1, head_dim)
+    key = heads[:, :, num_heads : num_heads + kv_heads]
+    value = heads[:, :, num_heads + kv_heads :] if heads.shape[2] > num_heads + kv_heads else key
+    positions = case["start"][:, None] + torch.arange(TOKENS, device=heads.device)
+    angle = positions[..., None].float() * case["inv_freq"]
+    angle = torch.cat((angle, angle), dim=-1)
+    cos, sin = angle.cos().to(heads.dtype), angle.sin().to(heads.dtype)
+
+    def norm(x: Tensor, weight: Tensor | None) -> Tensor:
+        module = modeling.DiffusionGemmaRMSNorm(head_dim, eps=EPS, with_scale=weight is not None)
+        if weight is not None:
+            module.weight.data = weight
+        return module(x)
+
+    def rotate(x: Tensor) -> Tensor:
+        return modeling.apply_rotary_pos_emb(x, cos, sin, unsqueeze_dim=2)
+
+    with torch.no_grad():
+        query = rotate(norm(heads[:, :, :num_heads], case["query_weight"]))
+        return query, rotate(norm(key, case["key_weight"])), norm(value, None)
+
+
+@DTYPES
+@LAYOUTS
+@pytest.mark.parametrize("twin", [qkv, reference], ids=["kernel", "reference"])
+def test_prepare_qkv_matches_transformers(layout, dtype, twin, device):
+    case = draw(layout, dtype, device)
+    query = twin.prepare_qkv(**case, num_heads=layout[0], eps=EPS)
+    want_query, want_key, want_value = published(case, layout[0])
+    # One unit in the last place of values up to 4, where a square root or a sum rounds the other way.
+    close = {"atol": 2e-6, "rtol": 1e-6} if dtype == torch.float32 else {"atol": 4e-3, "rtol": 0.0}
+    torch.testing.assert_close(query, want_query, **close)
+    for row, length in enumerate(LENGTH):
+        slots = slice(length, length + TOKENS)
+        torch.testing.assert_close(case["keys"][row, :, slots].transpose(0, 1), want_key[row], **close)
+        torch.testing.assert_close(case["values"][row, :, slots].transpose(0, 1), want_value[row], **close)
+
+
+def test_prepare_qkv_rounds_where_transformers_rounds(device):
+    # Rounding elsewhere (once at the end, say) changes about half of the float16 values.
+    case = draw((4, 2, 32, True), torch.float16, device)
+    query = qkv.prepare_qkv(**case, num_heads=4, eps=EPS)
+    assert (query != published(case, 4)[0]).float().mean() < 0.01
+
+
+@LAYOUTS
+def test_prepare_qkv_writes_only_its_slots(layout, device):
+    case = draw(layout, torch.float32, device)
+    qkv.prepare_qkv(**case, num_heads=layout[0], eps=EPS)
+    for row, length in enumerate(LENGTH):
+        for cache in (case["keys"][row], case["values"][row]):
+            written = ~cache.isnan().any(0).any(-1)
+            assert written.nonzero().flatten().tolist() == list(range(length, length + TOKENS))
+
+
+def test_prepare_qkv_refuses_a_projection_of_another_width(device):
+    case = draw((4, 2, 32, True), torch.float32, device)
+    with pytest.raises(ValueError, match="columns"):
+        qkv.prepare_qkv(**case, num_heads=3, eps=EPS)

@@ -1,0 +1,159 @@
+"""The vocabulary pass against float64 softmax and against `Prediction`, which knows nothing of chunks in a kernel."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from dgemma.prediction import Prediction
+from dgemma_kernels import reference, vocabulary
+from dgemma_kernels.vocabulary import CHUNK, pack_allowed
+
+VOCABULARIES = pytest.mark.parametrize(
+    "vocab_size", [7, CHUNK, CHUNK + 1, 2 * CHUNK + 700], ids=["under-a-chunk", "one-chunk", "one-more", "ragged"]
+)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+TWINS = pytest.mark.parametrize("twin", [vocabulary, reference], ids=["kernel", "reference"])
+
+
+def draw(vocab_size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Four rows: two spread ones, a peaked one and one whose logits all tie; and a temperature for each two."""
+    logits = torch.randn(4, vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * 6
+    logits[2, vocab_size // 2] = 70.0  # far into the cap
+    logits[3] = 1.5
+    return logits.to(dtype).to(device), torch.tensor([0.8, 0.4125], device=device)
+
+
+def exact(logits: Tensor, temperature: Tensor, softcap: float | None = 30.0) -> Tensor:
+    """Processed logits in float64."""
+    x = logits.double()
+    x = softcap * torch.tanh(x / softcap) if softcap is not None else x
+    return x / temperature.double().repeat_interleave(logits.shape[0] // temperature.shape[0])[:, None]
+
+
+@DTYPES
+@VOCABULARIES
+@TWINS
+def test_statistics_are_those_of_the_capped_and_tempered_softmax(twin, vocab_size, dtype, device):
+    logits, temperature = draw(vocab_size, dtype, device)
+    got = twin.vocabulary_statistics(logits, temperature)
+    law = torch.distributions.Categorical(logits=exact(logits, temperature))
+    best = law.probs.topk(2).values
+    # A capped logit of 30 / 0.4 has an absolute error near 2e-5 in float32, which is a probability's relative error.
+    close = {"rtol": 5e-5, "atol": 2e-5}
+    torch.testing.assert_close(got.entropy.double(), law.entropy(), **close)
+    torch.testing.assert_close(got.confidence.double(), best[:, 0], **close)
+    torch.testing.assert_close(got.margin.double(), best[:, 0] - best[:, 1], **close)
+    torch.testing.assert_close(got.log_normalizer.double(), exact(logits, temperature).logsumexp(-1), **close)
+    assert got.argmax.tolist() == [*logits[:3].double().argmax(-1).tolist(), 0]  # where all tie, the lowest id
+
+
+def test_without_cap_and_temperature_the_law_is_plain_softmax(device):
+    logits, _ = draw(CHUNK + 1, torch.float32, device)
+    got = vocabulary.vocabulary_statistics(logits, torch.ones(1, device=device), softcap=None)
+    law = torch.distributions.Categorical(logits=logits.double())
+    torch.testing.assert_close(got.entropy.double(), law.entropy(), rtol=5e-5, atol=2e-5)
+
+
+def test_ties_across_chunks_go_to_the_lowest_id(device):
+    logits = torch.zeros(1, 3 * CHUNK, device=device)
+    logits[0, [CHUNK + 9, CHUNK + 700, 2 * CHUNK + 1]] = 5.0
+    got = vocabulary.vocabulary_statistics(logits, torch.ones(1, device=device))
+    assert got.argmax.item() == CHUNK + 9
+    assert got.margin.item() == 0.0
+
+
+def test_forbidden_tokens_carry_no_probability(device):
+    vocab_size = 2 * CHUNK + 700
+    logits, temperature = draw(vocab_size, torch.float32, device)
+    allowed = torch.zeros(2, vocab_size, dtype=torch.bool, device=device)
+    allowed[0, [3, 31, 32, vocab_size - 1]] = True  # the middle chunk has no allowed token; word borders
+    allowed[1, CHUNK + 5] = True  # one alone
+    words = pack_allowed(allowed)
+    got = vocabulary.vocabulary_statistics(logits, temperature, allowed=words)
+    x = exact(logits, temperature).masked_fill(~allowed.repeat_interleave(2, 0), -torch.inf)
+    law = torch.distributions.Categorical(probs=x.softmax(-1))
+    torch.testing.assert_close(got.entropy.double(), law.entropy(), rtol=5e-5, atol=2e-5)
+    assert got.argmax.tolist() == x.argmax(-1).tolist()
+    assert got.entropy[2:].tolist() == [0.0, 0.0]
+    assert got.margin[2:].tolist() == [1.0, 1.0]
+    tokens = vocabulary.sample(logits, got, torch.rand(4).double().to(device), temperature, allowed=words)
+    assert allowed.repeat_interleave(2, 0).gather(1, tokens[:, None]).all()
+    soft = vocabulary.soft_probabilities(logits, got, temperature, allowed=words)
+    torch.testing.assert_close(soft.double(), law.probs, rtol=1e-4, atol=1e-6)
+
+
+def test_pack_allowed_keeps_every_bit():
+    allowed = torch.rand(3, 77, generator=torch.Generator().manual_seed(0)) < 0.5
+    words = pack_allowed(allowed)
+    assert words.dtype == torch.int32
+    unpacked = [[(int(words[row, token // 32]) >> (token % 32)) & 1 for token in range(77)] for row in range(3)]
+    assert unpacked == allowed.int().tolist()
+
+
+@DTYPES
+@VOCABULARIES
+@TWINS
+def test_sample_is_the_token_prediction_draws_from_the_same_uniform(twin, vocab_size, dtype, device):
+    logits, temperature = draw(vocab_size, dtype, device)
+    shaped = exact(logits, temperature)
+    u = torch.tensor([0.0, 0.3, 0.999999, 0.6180339887], dtype=torch.float64, device=device)
+    statistics = twin.vocabulary_statistics(logits, temperature)
+    got = twin.sample(logits, statistics, u, temperature)
+    assert got.tolist() == Prediction(shaped[None]).sample(u[None])[0].tolist()
+
+
+def test_a_uniform_inside_a_cell_draws_that_cells_token(device):
+    # Cell v of the exact law is [F(v - 1), F(v)); its middle must give v, for tokens all over the vocabulary.
+    logits, _ = draw(CHUNK + 1, torch.float32, device)
+    tokens = torch.tensor([0, 1, 17, CHUNK - 1, CHUNK], device=device)
+    rows = logits[:1].expand(5, -1).contiguous()
+    temperature = torch.full((1,), 4.0, device=device)  # nearly flat: no cell is lost in rounding
+    law = exact(logits[:1], temperature)[0].softmax(-1)
+    middle = law.cumsum(0)[tokens] - law[tokens] / 2
+    statistics = vocabulary.vocabulary_statistics(rows, temperature)
+    assert vocabulary.sample(rows, statistics, middle, temperature).tolist() == tokens.tolist()
+
+
+@DTYPES
+@VOCABULARIES
+@TWINS
+def test_soft_probabilities_are_the_softmax_of_rounded_logits(twin, vocab_size, dtype, device):
+    if twin is vocabulary and dtype == torch.bfloat16 and device.type == "cpu":
+        pytest.skip("Triton's interpreter truncates to bfloat16 instead of rounding.")
+    logits, temperature = draw(vocab_size, dtype, device)
+    statistics = twin.vocabulary_statistics(logits, temperature)
+    got = twin.soft_probabilities(logits, statistics, temperature)
+    # The order of transformers: processed in float32, rounded to the embedding's dtype, softmax in float32, rounded.
+    processed = torch.tanh(logits.float() / 30.0) * 30.0 / temperature.repeat_interleave(2)[:, None]
+    want = processed.to(dtype).softmax(-1, dtype=torch.float32).to(dtype)
+    assert got.dtype == dtype
+    # A logit on the border of two 16-bit values may round the other way: rare, so the norm hardly sees it.
+    assert ((got.double() - want.double()).norm() / want.double().norm()).item() < 2e-3
+    # Where the logits are not rounded first, bfloat16 is off by percents: the test above can tell.
+    if dtype == torch.bfloat16 and vocab_size > CHUNK:
+        plain = processed.softmax(-1)
+        assert ((plain.double() - want.double()).norm() / want.double().norm()).item() > 2e-3
+
+
+def test_one_row_does_not_depend_on_the_others(device):
+    logits, temperature = draw(CHUNK + 1, torch.float16, device)
+    together = vocabulary.vocabulary_statistics(logits, temperature)
+    alone = vocabulary.vocabulary_statistics(logits[2:3].contiguous(), temperature[1:])
+    for all_rows, one_row in zip(together, alone, strict=True):
+        assert torch.equal(all_rows[2:3], one_row)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logits": torch.zeros(2, 3, 8)}, "logits must be contiguous"),
+        ({"logits": torch.zeros(2, 8, dtype=torch.float64)}, "bfloat16, float16 or float32"),
+        ({"temperature": torch.ones(3)}, "temperature must be"),
+        ({"allowed": torch.ones(2, 8, dtype=torch.bool)}, "pack_allowed"),
+    ],
+    ids=["three-dimensional", "float64", "three-temperatures-for-two-rows", "unpacked-mask"],
+)
+def test_unsupported_input_raises(change, message):
+    arguments = {"logits": torch.zeros(2, 8), "temperature": torch.ones(1)}
+    with pytest.raises(ValueError, match=message):
+        vocabulary.vocabulary_statistics(**(arguments | change))
