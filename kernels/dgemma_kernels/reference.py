@@ -117,7 +117,7 @@ def expert_down(hidden: Tensor, down_proj: Tensor, weights: Tensor, tiles: Exper
 def attention(
     queries: Tensor, keys: Tensor, values: Tensor, length: Tensor, *, causal: bool = False, window: int | None = None
 ) -> Tensor:
-    """T query tokens a row attend to prefix and themselves. (B, T, N, H), (B, K, capacity, H) twice, (B,) → (B, T, N, H)."""
+    """T query tokens attend to prefix and themselves. (B, T, N, H), (B, K, capacity, H) twice, (B,) → (B, T, N, H)."""
     num_tokens, group = queries.shape[1], queries.shape[2] // keys.shape[1]
     slot = torch.arange(keys.shape[2], device=keys.device)
     own = length[:, None] + torch.arange(num_tokens, device=keys.device)  # (B, T): each query's slot

@@ -242,7 +242,7 @@ def _sweep_kernel(
     weight = tl.exp2(delta * 1.4426950408889634)
     soft_weight = tl.exp2(rounded * 1.4426950408889634)
     if HAS_MASK or RAGGED:
-        slope = tl.where(delta == float("-inf"), 0.0, weight * delta)
+        slope = weight * tl.where(delta == float("-inf"), 0.0, delta)
     else:
         slope = weight * delta
     at = row * tl.num_programs(0) + chunk
