@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from published import pair
 
 import dgemma
 from dgemma import DiffusionGemma, PrefixCache
 from dgemma.config import Conventions
+from published import pair
 
 ROUNDING = 2e-5  # float32 sums in another order; logits here are of order one
 
@@ -127,7 +127,10 @@ def test_clones_and_selections_are_independent(model):
     assert copy.num_slots == 30
     assert torch.equal(predict(model, copy, canvas_for(3))[[2, 0]], predict(model, copy.clone(), canvas_for(3))[[2, 0]])
     torch.testing.assert_close(
-        predict(model, picked, canvas_for(3)[[2, 0]]), predict(model, copy, canvas_for(3))[[2, 0]], atol=ROUNDING, rtol=0
+        predict(model, picked, canvas_for(3)[[2, 0]]),
+        predict(model, copy, canvas_for(3))[[2, 0]],
+        atol=ROUNDING,
+        rtol=0,
     )
 
 

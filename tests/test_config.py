@@ -9,12 +9,28 @@ import dgemma
 from dgemma import DiffusionGemma, GenerationDefaults, ModelConfig
 
 PUBLISHED_TEXT = {
-    **{"vocab_size": 262144, "hidden_size": 2816, "intermediate_size": 2112, "num_hidden_layers": 30},
-    **{"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256, "num_global_key_value_heads": 2},
-    **{"global_head_dim": 512, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704},
-    **{"sliding_window": 1024, "max_position_embeddings": 262144, "rms_norm_eps": 1e-6},
-    **{"final_logit_softcapping": 30.0, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True},
-    **{"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1, "use_bidirectional_attention": "vision"},
+    "vocab_size": 262144,
+    "hidden_size": 2816,
+    "intermediate_size": 2112,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 256,
+    "num_global_key_value_heads": 2,
+    "global_head_dim": 512,
+    "num_experts": 128,
+    "top_k_experts": 8,
+    "moe_intermediate_size": 704,
+    "sliding_window": 1024,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-6,
+    "final_logit_softcapping": 30.0,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "use_bidirectional_attention": "vision",
     "model_type": "diffusion_gemma_text",
     "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5,
     "rope_parameters": {
@@ -43,7 +59,11 @@ def test_the_26b_preset_has_exactly_the_published_tensors():
     text = {name: tuple(tensor.shape) for name, tensor in ours.state_dict().items()}
     assert len(text) + len(vision) == 1047
     assert sum(math.prod(s) for s in text.values()) + sum(v.numel() for v in vision.values()) == 25_823_781_228
-    decoder = {k.removeprefix("model.decoder."): tuple(v.shape) for k, v in published.state_dict().items() if "model.decoder." in k}
+    decoder = {
+        k.removeprefix("model.decoder."): tuple(v.shape)
+        for k, v in published.state_dict().items()
+        if "model.decoder." in k
+    }
     assert {name: shape for name, shape in text.items() if "causal_" not in name} == decoder
     assert 25.2e9 <= ours.num_parameters() < 25.3e9  # the card's 25.2B, and 18M of self-conditioning
     assert 3.8e9 <= ours.num_parameters(active=True) < 3.9e9
@@ -99,20 +119,20 @@ def test_a_value_that_does_not_fit_is_named_in_one_sentence(changes, sentence):
 
 
 def test_missing_fields_and_wrong_models_are_named(tmp_path):
+    published = dgemma.presets.tiny().to_hf()
+    del published["text_config"]["hidden_size"]
     with pytest.raises(ValueError, match="needs hidden_size"):
-        published = dgemma.presets.tiny().to_hf()
-        del published["text_config"]["hidden_size"]
         ModelConfig.from_hf(published)
-    with pytest.raises(ValueError, match="model_type must be 'diffusion_gemma'.*got 'llama'"):
+    with pytest.raises(ValueError, match=r"model_type must be 'diffusion_gemma'.*got 'llama'"):
         ModelConfig.from_hf({"model_type": "llama"})
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         ModelConfig.from_hf(tmp_path)
     (tmp_path / "config.json").write_text("{not json")
     with pytest.raises(ValueError, match="not valid JSON"):
         ModelConfig.from_hf(tmp_path)
+    published = dgemma.presets.tiny().to_hf()
+    published["text_config"]["per_layer_config"] = {"0": {"head_dim": 8}}
     with pytest.raises(ValueError, match="per_layer_config must override exactly the full-attention layers"):
-        published = dgemma.presets.tiny().to_hf()
-        published["text_config"]["per_layer_config"] = {"0": {"head_dim": 8}}
         ModelConfig.from_hf(published)
 
 
@@ -120,7 +140,12 @@ def test_null_generation_fields_mean_the_published_defaults():
     nulls = {"t_max": None, "eos_token_id": None, "sampler_config": None, "max_denoising_steps": None}
     assert GenerationDefaults.from_hf(nulls) == GenerationDefaults()
     published = GenerationDefaults()
-    assert (published.max_denoising_steps, published.entropy_bound, published.t_max, published.t_min) == (48, 0.1, 0.8, 0.4)
+    assert (published.max_denoising_steps, published.entropy_bound, published.t_max, published.t_min) == (
+        48,
+        0.1,
+        0.8,
+        0.4,
+    )
     assert (published.stability_threshold, published.confidence_threshold) == (1, 0.005)
     assert published.eos_token_id == (1, 106, 50)
     assert GenerationDefaults.from_hf(published.to_hf()) == published
@@ -129,5 +154,7 @@ def test_null_generation_fields_mean_the_published_defaults():
 def test_a_generation_value_that_does_not_fit_is_named():
     with pytest.raises(ValueError, match="max_denoising_steps must be an integer"):
         GenerationDefaults.from_hf({"max_denoising_steps": 0})
+    with pytest.raises(ValueError, match="sampler_config must be a dictionary"):
+        GenerationDefaults.from_hf({"sampler_config": "EntropyBound"})
     with pytest.raises(ValueError, match="t_min must be at most t_max"):
         GenerationDefaults.from_hf({"t_min": 2.0})

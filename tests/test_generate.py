@@ -4,28 +4,30 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from published import pair
 from torch import Tensor
 
 import dgemma
 from dgemma import BlockCommit, DiffusionGemma, GenerationDefaults, Knobs, Prediction, StepRecord
 from dgemma.model.cache import PrefixCache
+from published import pair
 
 
 @dataclass
 class RowwiseDenoiser:
     """A fake whose prediction is an exact function of each row's own canvas and prefix, whatever the batch."""
 
-    config: dgemma.ModelConfig = field(default_factory=lambda: dgemma.presets.tiny().replace(vocab_size=64, canvas_length=16))
+    config: dgemma.ModelConfig = field(
+        default_factory=lambda: dgemma.presets.tiny().replace(vocab_size=64, canvas_length=16)
+    )
     generation: GenerationDefaults = field(default_factory=lambda: GenerationDefaults(eos_token_id=(1,)))
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
-    def encode(self, tokens: Tensor, cache: PrefixCache | None = None, attention_mask: Tensor | None = None) -> PrefixCache:
+    def encode(
+        self, tokens: Tensor, cache: PrefixCache | None = None, attention_mask: Tensor | None = None
+    ) -> PrefixCache:
         cache = cache or PrefixCache(self.config, tokens.shape[0], device="cpu", dtype=torch.float32)
         sums = tokens.float()[:, None, :, None]
-        new = [
-            (sums.expand(-1, layer.keys.shape[1], -1, layer.keys.shape[3]),) * 2 for layer in cache.layers
-        ]
+        new = [(sums.expand(-1, layer.keys.shape[1], -1, layer.keys.shape[3]),) * 2 for layer in cache.layers]
         real = None if attention_mask is None else attention_mask[:, -tokens.shape[1] :].bool()
         cache.append(new, real)
         return cache
@@ -78,7 +80,9 @@ def test_the_same_seed_gives_the_same_tokens_and_leaves_the_global_generator_alo
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(99)
     assert torch.equal(dgemma.generate(model, prompt, seed=1, **options()).tokens, first.tokens)
-    assert not torch.equal(dgemma.generate(model, prompt, seed=2, **options()).new_tokens[:, :16], first.new_tokens[:, :16])
+    assert not torch.equal(
+        dgemma.generate(model, prompt, seed=2, **options()).new_tokens[:, :16], first.new_tokens[:, :16]
+    )
 
 
 def test_a_second_turn_on_the_cache_equals_one_run_over_the_whole_history():
@@ -106,8 +110,17 @@ def test_pins_and_allowed_sets_hold_over_several_blocks(noise):
     allowed[:, 45, 7] = True
     seen: list[StepRecord] = []
     out = dgemma.generate(
-        model, prompt, max_new_tokens=64, steps=4, noise=noise, canvas=canvas, frozen=canvas >= 0, allowed=allowed,
-        stop=None, on_step=seen.append, eos_token_ids=[],
+        model,
+        prompt,
+        max_new_tokens=64,
+        steps=4,
+        noise=noise,
+        canvas=canvas,
+        frozen=canvas >= 0,
+        allowed=allowed,
+        stop=None,
+        on_step=seen.append,
+        eos_token_ids=[],
     )
     pinned = canvas >= 0
     assert torch.equal(out.new_tokens[:, :50][pinned], canvas[pinned])
@@ -150,7 +163,7 @@ def test_knobs_and_states_may_change_between_steps():
 
     dgemma.generate(model, prompt, max_new_tokens=32, steps=5, stop=None, on_step=widen)
     assert bounds == [0.1, 0.1, 9e9, 9e9, 9e9]
-    with pytest.raises(ValueError, match="must be among state, .*sampler.*got bound"):
+    with pytest.raises(ValueError, match=r"must be among state, .*sampler.*got bound"):
         dgemma.generate(model, prompt, max_new_tokens=32, steps=2, stop=None, on_step=lambda record: {"bound": 3})
 
 
@@ -175,7 +188,9 @@ def test_a_spliced_row_goes_on_as_its_donor():
     )
     cache = model.encode(torch.full((2, 3), 5))
     noise = dgemma.UniformNoise(64)
-    start = [dgemma.start_state(knobs, noise, seeds=torch.tensor(s), canvas_len=16, num_steps=6) for s in ([0, 1], [8, 9])]
+    start = [
+        dgemma.start_state(knobs, noise, seeds=torch.tensor(s), canvas_len=16, num_steps=6) for s in ([0, 1], [8, 9])
+    ]
     host, donor = (dgemma.step(model, s, cache=cache, knobs=knobs)[0] for s in start)
     mixed = host.splice(torch.tensor([1]), donor.select(torch.tensor([0])))
     for _ in range(3):
@@ -200,7 +215,13 @@ def test_noise_is_never_committed_whatever_ends_the_canvas():
     noise = dgemma.MaskNoise(512)
     for sampler in (dgemma.Confidence(), dgemma.EntropyBound(), dgemma.Ancestral()):
         out = dgemma.generate(
-            model, prompt, max_new_tokens=32, steps=7, noise=noise, sampler=sampler, stop=dgemma.StepCap(steps=2),
+            model,
+            prompt,
+            max_new_tokens=32,
+            steps=7,
+            noise=noise,
+            sampler=sampler,
+            stop=dgemma.StepCap(steps=2),
             eos_token_ids=[],
         )
         assert (out.steps == 2).all()
@@ -237,7 +258,9 @@ def test_arguments_that_do_not_fit_raise_one_sentence_before_any_work(changes, s
         dgemma.generate(model, torch.full((2, 3), 5), **({"max_new_tokens": 64} | changes))
 
 
-@pytest.mark.parametrize("prompt", [torch.zeros(2, 0, dtype=torch.long), torch.zeros(3, dtype=torch.long), [1, 2], torch.zeros(1, 2)])
+@pytest.mark.parametrize(
+    "prompt", [torch.zeros(2, 0, dtype=torch.long), torch.zeros(3, dtype=torch.long), [1, 2], torch.zeros(1, 2)]
+)
 def test_a_prompt_that_is_no_batch_of_tokens_is_refused(prompt):
     with pytest.raises(ValueError, match="generate prompt_tokens must"):
         dgemma.generate(DiffusionGemma(dgemma.presets.tiny()), prompt)

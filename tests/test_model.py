@@ -5,13 +5,13 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from published import pair
 
 import dgemma
 from dgemma import DiffusionGemma
 from dgemma.config import Conventions
 from dgemma.model import experts
 from dgemma.model.experts import grouped_product, looped_product
+from published import pair
 
 
 def loss(model: DiffusionGemma, tokens: torch.Tensor, canvas: torch.Tensor) -> torch.Tensor:

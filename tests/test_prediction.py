@@ -93,7 +93,9 @@ def test_every_cell_has_the_width_of_its_probability():
     logits = torch.tensor([0.5, -1.0, 2.0, -torch.inf, 0.0], dtype=torch.float64)[None, None].expand(1, 10_000, 5)
     u = (torch.arange(10_000, dtype=torch.float64)[None] + 0.5) / 10_000
     counts = torch.bincount(Prediction(logits).sample(u).flatten(), minlength=5)
-    torch.testing.assert_close(counts / 10_000, logits[0, 0].softmax(-1).float().double(), atol=1e-4, rtol=0, check_dtype=False)
+    torch.testing.assert_close(
+        counts / 10_000, logits[0, 0].softmax(-1).float().double(), atol=1e-4, rtol=0, check_dtype=False
+    )
     assert counts[3] == 0
 
 

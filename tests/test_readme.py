@@ -12,11 +12,11 @@ def test_python_blocks_run_as_printed():
     assert len(blocks) >= 5
     namespace: dict[str, object] = {}
     for number, block in enumerate(blocks):
-        exec(compile(block, f"README block {number}", "exec"), namespace)  # noqa: S102
+        exec(compile(block, f"README block {number}", "exec"), namespace)
 
 
 def test_the_sampler_in_the_readme_is_under_forty_lines():
-    (sampler,) = re.findall(r"(@dataclass\(frozen=True, kw_only=True\)\nclass \w+\(dgemma\.Sampler\).*?)\n\n\nfor", README, flags=re.DOTALL)
+    (sampler,) = re.findall(r"(class \w+\(dgemma\.Sampler\).*?)\n\n\nfor", README, flags=re.DOTALL)
     assert len(sampler.splitlines()) < 40
 
 

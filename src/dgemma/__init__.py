@@ -31,7 +31,7 @@ from dgemma.sampling import (
     Unchanged,
 )
 from dgemma.state import DenoiseState
-from dgemma.tokenizer import ByteTokenizer, Tokenizer
+from dgemma.tokenizer import ByteTokenizer, Reply, TokenBatch, Tokenizer, ToolCall
 
 __all__ = [
     "KLASS",
@@ -64,14 +64,17 @@ __all__ = [
     "Prediction",
     "PrefixCache",
     "ReMDM",
+    "Reply",
     "Sampler",
     "StableAndConfident",
     "StepCap",
     "StepRecord",
     "StopRule",
     "Threshold",
+    "TokenBatch",
     "TokenEditing",
     "Tokenizer",
+    "ToolCall",
     "Unchanged",
     "UniformNoise",
     "generate",

@@ -51,7 +51,8 @@ def read_seeds(seed: int | Sequence[int] | Tensor, prompt_tokens: Tensor) -> Ten
     seeds = torch.as_tensor(seed, device=device)
     if seeds.shape != (batch_size,) or seeds.is_floating_point() or seeds.is_complex() or seeds.dtype == torch.bool:
         raise ValueError(
-            f"generate seed must be an int or one int per row ({batch_size}), got {tuple(seeds.shape)} of {seeds.dtype}."
+            f"generate seed must be an int or one int per row ({batch_size}), "
+            f"got {tuple(seeds.shape)} of {seeds.dtype}."
         )
     return seeds.long()
 
@@ -104,8 +105,8 @@ def check_sampler(sampler: Sampler, noise: Noise, config: ModelConfig) -> None:
         )
     if noise.kind not in sampler.valid_for:
         raise ValueError(
-            f"{type(sampler).__name__} must run under {' or '.join(sorted(sampler.valid_for))} noise, got {noise.kind}. "
-            f"Pass noise= of that kind or another sampler."
+            f"{type(sampler).__name__} must run under {' or '.join(sorted(sampler.valid_for))} noise, "
+            f"got {noise.kind}. Pass noise= of that kind or another sampler."
         )
 
 

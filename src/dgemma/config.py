@@ -152,7 +152,8 @@ class ModelConfig:
         for name, accepted in _FIXED_TEXT_FIELDS.items():
             if name in text and text[name] not in accepted:
                 raise ValueError(
-                    f"ModelConfig.{name} must be {accepted[0]!r}, got {text[name]!r}. dgemma implements only that value."
+                    f"ModelConfig.{name} must be {accepted[0]!r}, got {text[name]!r}. "
+                    f"dgemma implements only that value."
                 )
         values = {f.name: text[f.name] for f in fields(cls) if text.get(f.name) is not None}
         values.update(_full_layer_heads(text))
@@ -203,7 +204,8 @@ class Conventions:
     """Choices on which the public implementations of the model disagree; the defaults are transformers'.
 
     sliding_prefix: prefix tokens a canvas sees in sliding layers, `"window - 1"` (transformers) or `"window"` (Google's
-    JAX code). self_cond_logits: `"rounded"` to the weights' dtype before the softmax (transformers) or `"float32"` (vLLM).
+    JAX code). self_cond_logits: `"rounded"` to the weights' dtype before the softmax (transformers) or `"float32"`
+    (vLLM).
 
     Example: `DiffusionGemma(config, conventions=Conventions(self_cond_logits="float32"))`.
     """
@@ -250,6 +252,8 @@ class GenerationDefaults:
         published = read_json(source, "generation_config.json")
         values = {f.name: published[f.name] for f in fields(cls) if published.get(f.name) is not None}
         sampler = published.get("sampler_config") or {}
+        if not isinstance(sampler, Mapping):
+            raise ValueError(f"GenerationDefaults.sampler_config must be a dictionary, got {sampler!r}.")
         if sampler.get("entropy_bound") is not None:
             values["entropy_bound"] = sampler["entropy_bound"]
         if "eos_token_id" in values:
@@ -325,8 +329,8 @@ def _check_rope(rope_parameters: Mapping[str, Mapping[str, Any]], kind: str) -> 
         )
     if rope["rope_type"] == "default" and share != 1:
         raise ValueError(
-            f"ModelConfig.rope_parameters[{kind!r}].partial_rotary_factor must be 1 with rope_type 'default', got {share}. "
-            f"Use 'proportional'."
+            f"ModelConfig.rope_parameters[{kind!r}].partial_rotary_factor must be 1 with rope_type 'default', "
+            f"got {share}. Use 'proportional'."
         )
     unknown = sorted(set(rope) - {"rope_type", "rope_theta", "partial_rotary_factor"})
     if unknown:

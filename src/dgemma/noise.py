@@ -152,25 +152,25 @@ class Noise:
 
         Example: `noise.to_loo(prediction.logits, state.canvas, state.noise_level)`.
         """
-        return logits - self._evidence(logits, z, noise_level)
+        bump = self._evidence(z, noise_level).to(logits.dtype)
+        return logits.scatter_add(-1, z[..., None], -bump[..., None])
 
     def to_mean(self, logits: Tensor, z: Tensor, noise_level: Tensor) -> Tensor:
         """From p(x0 | z without this position) to p(x0 | z), the inverse of `to_loo`; certain where z is no noise.
 
         Example: `noise.to_mean(prediction.logits, state.canvas, state.noise_level)`.
         """
-        observed = self._ids(logits) == z[..., None]
+        bump = self._evidence(z, noise_level).to(logits.dtype)
+        certain = torch.full_like(logits, -torch.inf).scatter(-1, z[..., None], 0.0)
         impossible = self._weight(z, _per_position(noise_level, z)) <= 0
-        certain = torch.where(observed, 0.0, -torch.inf).to(logits.dtype)
-        return torch.where(impossible[..., None], certain, logits + self._evidence(logits, z, noise_level))
+        return torch.where(impossible[..., None], certain, logits.scatter_add(-1, z[..., None], bump[..., None]))
 
-    def _evidence(self, logits: Tensor, z: Tensor, noise_level: Tensor) -> Tensor:
-        """log q(z | x = z) - log q(z | any other x) at x = z, (B, C, V); zero for a mask or where no noise makes z."""
+    def _evidence(self, z: Tensor, noise_level: Tensor) -> Tensor:
+        """log q(z | x = z) - log q(z | another x), (B, C); 0 for a mask and where no noise makes z."""
         level = _per_position(noise_level, z)
         weight = self._weight(z, level)
         informative = (weight > 0) & ~self.masked(z)
-        bump = torch.log1p(self.clean_share(level) / torch.where(informative, weight, torch.inf))
-        return torch.where(self._ids(logits) == z[..., None], bump[..., None], 0.0).to(logits.dtype)
+        return torch.log1p(self.clean_share(level) / torch.where(informative, weight, torch.inf))
 
     def _bridge(self, z_t: Tensor, level: Tensor, next_level: Tensor) -> tuple[Tensor, Tensor]:
         """q(z_t | z_s) = ratio·1(z_t = z_s) + fresh: what survives from s to t, and z_t's share of the noise added."""

@@ -5,9 +5,8 @@ confidence and samples when asked, a slice of positions at a time, so that no se
 unless somebody reads `.logits`. The fused engine has a twin with the same interface.
 """
 
-from collections.abc import Callable
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +30,12 @@ class _Statistics(NamedTuple):
     log_normalizer: Tensor
 
 
+class Transform(Protocol):
+    """Reshapes a slice of positions: logits (B, c, V), and which positions of the canvas they are → (B, c, V)."""
+
+    def __call__(self, logits: Tensor, positions: slice, /) -> Tensor: ...
+
+
 class Prediction:
     """A distribution over the vocabulary for each canvas position; statistics in float32 (float64 if the logits are).
 
@@ -40,7 +45,7 @@ class Prediction:
     Example: `Prediction(torch.randn(2, 8, 50)).shape(temperature=0.8).entropy` has shape (2, 8).
     """
 
-    def __init__(self, logits: Tensor, transforms: tuple[Callable[[Tensor, slice], Tensor], ...] = ()) -> None:
+    def __init__(self, logits: Tensor, transforms: tuple["Transform", ...] = ()) -> None:
         self._raw = logits
         self._transforms = transforms
 
@@ -86,7 +91,9 @@ class Prediction:
             transforms = (*transforms, _TopK(top_k))
         if top_p is not None:
             if not 0 < top_p <= 1:
-                raise ValueError(f"Prediction.shape top_p must be in (0, 1], got {top_p}. Use None to keep every token.")
+                raise ValueError(
+                    f"Prediction.shape top_p must be in (0, 1], got {top_p}. Use None to keep every token."
+                )
             transforms = (*transforms, _TopP(top_p))
         return Prediction(self._raw, transforms)
 
@@ -119,7 +126,8 @@ class Prediction:
         """Log-probability of `tokens`: (B, C) or (B, C, n) → the same shape."""
         index = tokens if tokens.dim() == 3 else tokens[..., None]
         parts = [
-            self._shaped(positions).gather(-1, index[:, positions]) - self._statistics.log_normalizer[:, positions, None]
+            self._shaped(positions).gather(-1, index[:, positions])
+            - self._statistics.log_normalizer[:, positions, None]
             for positions in self._slices()
         ]
         log_prob = torch.cat(parts, dim=1)
@@ -157,6 +165,15 @@ class Prediction:
     def _slices(self) -> list[slice]:
         per_slice = max(1, _SLICE_ELEMENTS // (self.batch_size * self.vocab_size))
         return [slice(start, start + per_slice) for start in range(0, self.canvas_len, per_slice)]
+
+
+class SoftCap(NamedTuple):
+    """cap · tanh(logits / cap): the published head's last operation, in float32."""
+
+    cap: float
+
+    def __call__(self, logits: Tensor, positions: slice) -> Tensor:
+        return (logits / self.cap).tanh() * self.cap
 
 
 class _Allow(NamedTuple):
@@ -214,19 +231,20 @@ def _describe(logits: Tensor) -> _Statistics:
 
 def _inverse_cdf(logits: Tensor, u: Tensor) -> Tensor:
     vocab_size = logits.shape[-1]
+    chunk_len = min(_SAMPLE_CHUNK, vocab_size)
     weights = (logits - logits.amax(-1, keepdim=True)).exp()
-    weights = torch.nn.functional.pad(weights, (0, -vocab_size % _SAMPLE_CHUNK))
-    weights = weights.unflatten(-1, (-1, _SAMPLE_CHUNK))  # (B, c, chunks, 1024)
+    weights = torch.nn.functional.pad(weights, (0, -vocab_size % chunk_len))
+    weights = weights.unflatten(-1, (-1, chunk_len))  # (B, c, chunks, 1024)
     chunk_ends = weights.double().sum(-1).cumsum(-1)
     target = u.double()[..., None] * chunk_ends[..., -1:]
     chunk = _first_above(chunk_ends, target)
     before = torch.where(chunk > 0, chunk_ends.gather(-1, (chunk - 1).clamp(min=0)), 0.0)
-    inside = weights.gather(-2, chunk[..., None].expand(*chunk.shape, _SAMPLE_CHUNK))[..., 0, :]
+    inside = weights.gather(-2, chunk[..., None].expand(*chunk.shape, chunk_len))[..., 0, :]
     token = _first_above(inside.double().cumsum(-1), target - before)
-    return (chunk * _SAMPLE_CHUNK + token)[..., 0]
+    return (chunk * chunk_len + token)[..., 0]
 
 
 def _first_above(ends: Tensor, target: Tensor) -> Tensor:
-    """Index of the first cell whose end lies above target; the last cell of positive width if rounding passed them all."""
+    """Index of the first cell whose end lies above target; the last cell that has a width if rounding passed them."""
     last = (ends < ends[..., -1:]).sum(-1, keepdim=True)
     return torch.minimum(torch.searchsorted(ends, target, right=True), last)

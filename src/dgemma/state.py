@@ -109,9 +109,8 @@ def _row_fields(state: DenoiseState) -> dict[str, Any]:
     values = {f.name: getattr(state, f.name) for f in fields(state) if f.name != "noise"}
     if state.self_cond is not None and not isinstance(state.self_cond, Tensor):
         values["self_cond"] = state.self_cond.logits
-    if state.allowed is not None:
-        if state.allowed.shape[0] == 1:
-            del values["allowed"]  # the same for every row
+    if state.allowed is not None and state.allowed.shape[0] == 1:
+        del values["allowed"]  # the same for every row
     return values
 
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from published import pair
 
 import dgemma
 from dgemma import draws
+from published import pair
 
 
 class SharedNoise:
@@ -69,16 +69,14 @@ def test_generate_is_token_exact_with_the_published_one_up_to_the_step_cap(monke
         mask[2, :2] = 0
     options = {"max_new_tokens": 96, "max_denoising_steps": 10}
     expected = published_generate(monkeypatch, theirs, prompt, mask, [5, 6, 7], eos_token_id=[1], **options)
-    found = dgemma.generate(
-        ours, prompt, attention_mask=mask, max_new_tokens=96, steps=10, seed=5, eos_token_ids=[1]
-    )
+    found = dgemma.generate(ours, prompt, attention_mask=mask, max_new_tokens=96, steps=10, seed=5, eos_token_ids=[1])
     compare(found, expected, 11)
     assert (found.steps == 10).all()
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "left-padded"])
 def test_rows_that_stop_early_are_token_exact_with_the_published_ones(monkeypatch, padded):
-    # These weights, sharpened and cooled, settle: the argmax repeats and the entropy falls, at another step in each row.
+    # These weights, sharpened and cooled, settle: the argmax repeats and entropy falls, at another step in each row.
     ours, theirs = pair(seed=2)
     with torch.no_grad():
         ours.norm.weight.mul_(6)

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from published import pair
 from torch import Tensor
 
 import dgemma
 from dgemma import ModelConfig
+from published import pair
 
 TOLERANCE = 1e-5  # of the largest |logit|: float32 sums in another order, through three layers
 
@@ -31,7 +31,7 @@ def left_padded(batch: int, length: int, vocab: int) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def published_denoise(model, canvas, past, mask, self_cond=None):  # noqa: ANN001, ANN201
+def published_denoise(model, canvas, past, mask, self_cond=None):
     mask = torch.cat((mask, torch.ones_like(canvas)), dim=1)
     return model(
         decoder_input_ids=canvas, past_key_values=past, self_conditioning_logits=self_cond, decoder_attention_mask=mask
@@ -147,7 +147,7 @@ def test_self_conditioning_mask_switches_rows_off_as_published():
 
 @torch.no_grad()
 def test_bfloat16_stays_within_rounding_of_the_published_model():
-    """Each of ~10 roundings a layer is off by up to 2**-9; three layers and a head leave a few hundredths of the RMS."""
+    """Each of ~10 roundings a layer is off by up to 2**-9; three layers and a head leave hundredths of the RMS."""
     ours, theirs = pair()
     tokens, canvas = torch.randint(5, 512, (2, 30)), torch.randint(0, 512, (2, 32))
     exact = ours.denoise(canvas, ours.encode(tokens)).logits

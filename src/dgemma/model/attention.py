@@ -55,7 +55,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], past: tuple[Tensor, Tensor] | None, mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """x (B, T, D), past keys and values (B, K, S, H) → output (B, T, D) and the new keys and values (B, K, T, H)."""
+        """x (B, T, D), past keys and values (B, K, S, H) → output (B, T, D) and the new keys and values."""
         queries, keys, values = self.project(x, rope)
         seen_keys, seen_values = keys, values
         if past is not None:

@@ -95,7 +95,7 @@ class DiffusionGemma(nn.Module):
     ) -> Self:
         """Load a checkpoint folder or hub id; dtype None keeps the files' own. Never pickle, never remote code.
 
-        Example: `DiffusionGemma.from_pretrained("google/diffusiongemma-26B-A4B-it", dtype=torch.bfloat16, device="cuda")`.
+        Example: `DiffusionGemma.from_pretrained("google/diffusiongemma-26B-A4B-it", device="cuda")`.
         """
         from dgemma.checkpoint import load_pretrained
 
@@ -248,7 +248,7 @@ class DiffusionGemma(nn.Module):
         return torch.full((), self.config.hidden_size**0.5, dtype=self.dtype, device=self.device)
 
     def _soft_embedding(self, self_cond: Prediction | Tensor, self_cond_mask: Tensor | None) -> Tensor:
-        """softmax(logits) @ embedding · sqrt(hidden): the expected embedding under last step's prediction, (B, C, D)."""
+        """softmax(logits) @ embedding · sqrt(hidden): the embedding last step's prediction expects, (B, C, D)."""
         logits = self_cond.logits if isinstance(self_cond, Prediction) else self_cond
         if self.conventions.self_cond_logits == "rounded":
             logits = logits.to(self.dtype)

@@ -108,7 +108,7 @@ def looped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 
 def _supports_grouped(*weights: Tensor) -> bool:
-    """torch's grouped product takes float32, bfloat16 and float16 with both dimensions in whole multiples of 16 bytes."""
+    """torch's grouped product takes float32, bfloat16 and float16, both dimensions in multiples of 16 bytes."""
     return all(
         w.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and all(size * w.element_size() % 16 == 0 for size in w.shape[1:])

@@ -27,7 +27,7 @@ class Decision:
 class Sampler:
     """Decides, from a prediction, what is written to the canvas and what returns to noise.
 
-    Pure tensor code: no `.item()`, no `if` on a tensor, no boolean indexing, so that it can be captured in a CUDA graph.
+    Pure tensor code (no `.item()`, no `if` on a tensor, no boolean indexing), so that a CUDA graph can capture it.
     """
 
     valid_for: ClassVar[frozenset[str]] = frozenset({"mask", "uniform", "hybrid"})

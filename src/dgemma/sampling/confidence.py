@@ -29,7 +29,7 @@ class Confidence(Sampler):
 
     One token a step is exact for every order, since none looks at the sampled token.
 
-    Example: LLaDA's defaults are `Confidence(block_len=32, greedy=True)`.
+    Example: LLaDA is `Confidence(greedy=True)`, semi-autoregressive `Confidence(greedy=True, block_len=32)`.
     """
 
     order: Literal["confidence", "log_confidence", "margin", "entropy", "random"] = "confidence"

@@ -41,8 +41,8 @@ class EntropyBound(Sampler):
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
         score = certainty(prediction, self.order).masked_fill(~state.open, -torch.inf)
         ranked = score.argsort(dim=-1, descending=True, stable=True)  # (B, C)
-        # What is settled is ranked last and costs nothing.
-        entropy = prediction.entropy.masked_fill(~state.open, 0.0).gather(-1, ranked)
+        # What is settled is ranked last, after all that is to be paid for.
+        entropy = prediction.entropy.gather(-1, ranked)
         # A running maximum, since only under order="entropy" is the newest entropy the largest. The first term is
         # h - h = 0: the most certain position always passes.
         shared = entropy.cumsum(-1) - entropy.cummax(-1).values
