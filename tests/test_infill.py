@@ -1,0 +1,307 @@
+"""Holes are filled and nothing else moves; canvases lie where they see what follows; edits start from the text."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dgemma
+from dgemma.infill import edit, infill, place_canvas
+from dgemma.sampling import Ancestral, Confidence, EntropyBound, StepCap
+
+VOCAB, CANVAS_LEN = 512, 32
+PROCESSES = {
+    "uniform": (dgemma.UniformNoise(VOCAB), EntropyBound(bound=0.5)),
+    "mask": (dgemma.MaskNoise(VOCAB), Confidence()),
+    "hybrid": (dgemma.HybridNoise(VOCAB), Ancestral()),
+}
+
+
+def options(process, **more):
+    noise, sampler = PROCESSES[process]
+    return {"noise": noise, "sampler": sampler, "steps": 3, "stop": None, "seed": 5, **more}
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    model = dgemma.DiffusionGemma(dgemma.presets.tiny())
+    with torch.no_grad():
+        model.embed_tokens.weight.mul_(20)  # predictions that are neither flat nor certain
+    return model.eval()
+
+
+def text(batch_size, length, seed=0):
+    return torch.randint(5, VOCAB, (batch_size, length), generator=torch.Generator().manual_seed(seed))
+
+
+def random_holes(batch_size, length, share, seed=1):
+    holes = torch.rand(batch_size, length, generator=torch.Generator().manual_seed(seed)) < share
+    holes[:, 0], holes[:, 1] = False, True
+    return holes
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+@pytest.mark.parametrize("share", [0.1, 0.6], ids=["few", "many"])
+def test_what_is_given_never_changes_and_every_hole_is_written(model, process, share):
+    tokens, holes = text(2, 75), random_holes(2, 75, share)
+    holes[1, 20:60] = True  # longer than a canvas
+    out = infill(model, tokens.masked_fill(holes, -1), holes, **options(process))
+    assert torch.equal(out.tokens[~holes], tokens[~holes])
+    assert bool((out.tokens[holes] >= 0).all())
+    if process != "uniform":
+        assert not bool((out.tokens == 4).any())  # no mask is left
+    assert bool((out.log_probs[~holes] == 0).all())
+    assert torch.equal(out.tokens_per_forward, holes.sum(1) / out.steps)
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+def test_a_hole_under_one_canvas_is_generate_with_a_frozen_canvas(model, process):
+    tokens = text(2, 60)
+    out = infill(model, tokens, [(20, 26), (30, 33)], **options(process))
+    canvas = tokens[:, 20:52].clone()
+    holes = torch.zeros(2, CANVAS_LEN, dtype=torch.bool)
+    holes[:, :6] = holes[:, 10:13] = True
+    again = dgemma.generate(
+        model,
+        tokens[:, :20],
+        canvas=canvas.masked_fill(holes, -1),
+        frozen=~holes,
+        max_new_tokens=CANVAS_LEN,
+        eos_token_ids=(),
+        progress=False,
+        **options(process),
+    )
+    assert torch.equal(out.tokens[:, 20:52], again.new_tokens)
+    assert torch.equal(out.tokens[:, :20], tokens[:, :20])
+
+
+@pytest.mark.parametrize("holes", ["mask", "spans", "token"])
+def test_holes_in_all_their_forms_are_the_same(model, holes):
+    tokens = text(2, 40)
+    expected = infill(model, tokens, [(9, 12), (30, 31)], **options("mask")).tokens
+    marked = torch.zeros(2, 40, dtype=torch.bool)
+    marked[:, 9:12] = marked[:, 30] = True
+    given_as = {"mask": marked, "spans": [(30, 31), (9, 12)], "token": 4}
+    shown = tokens.masked_fill(marked, 4) if holes == "token" else tokens
+    assert torch.equal(infill(model, shown, given_as[holes], **options("mask")).tokens, expected)
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+def test_a_row_does_not_depend_on_its_batch(model, process):
+    tokens, holes = text(3, 70), random_holes(3, 70, 0.3)
+    holes[2, 5:55] = True
+    together = infill(model, tokens, holes, **options(process))
+    for row in range(3):
+        alone = infill(model, tokens[row : row + 1], holes[row : row + 1], **options(process, seed=[5 + row]))
+        assert torch.equal(together.tokens[row], alone.tokens[0])
+        assert together.steps[row] == alone.steps[0]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_is_as_if_it_were_not_there(model, side):
+    tokens, holes = text(1, 50), random_holes(1, 50, 0.3)
+    alone = infill(model, tokens, holes, **options("uniform"))
+    other = text(1, 63, seed=9)
+    pads = torch.full((1, 13), 0)
+    padded = torch.cat([pads, tokens] if side == "left" else [tokens, pads], dim=1)
+    marked = torch.cat([pads.bool(), holes] if side == "left" else [holes, pads.bool()], dim=1)
+    mask = torch.cat([pads, torch.ones_like(tokens)] if side == "left" else [torch.ones_like(tokens), pads], dim=1)
+    out = infill(
+        model,
+        torch.cat([padded, other]),
+        torch.cat([marked, random_holes(1, 63, 0.3)]),
+        attention_mask=torch.cat([mask, torch.ones_like(other)]),
+        **options("uniform"),
+    )
+    kept = slice(13, None) if side == "left" else slice(0, 50)
+    assert torch.equal(out.tokens[0, kept], alone.tokens[0])
+    assert bool((out.tokens[0, :13] == 0).all()) if side == "left" else bool((out.tokens[0, 50:] == 0).all())
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+@pytest.mark.parametrize("how", ["infill", "edit"])
+def test_an_allowed_set_is_never_left(model, process, how):
+    tokens = text(2, 70)
+    allowed = torch.zeros(2, 70, VOCAB, dtype=torch.bool)
+    generator = torch.Generator().manual_seed(3)
+    allowed.scatter_(-1, torch.randint(5, VOCAB, (2, 70, 3), generator=generator), True)
+    holes = random_holes(2, 70, 0.5)
+    seen = []
+    more = options(process, allowed=allowed, on_step=seen.append)
+    if how == "infill":
+        out = infill(model, tokens, holes, **more)
+    else:
+        out = edit(model, tokens, frozen=~holes, noise_level=0.6, **more)
+    assert bool(allowed.gather(-1, out.tokens[..., None])[..., 0][holes].all())
+    assert torch.equal(out.tokens[~holes], tokens[~holes])
+    if process == "uniform":  # noise obeys too, from the first canvas on
+        first = seen[0]
+        start = int(holes[0].nonzero()[0])
+        under = slice(start, start + CANVAS_LEN)
+        shown = allowed[:, under].gather(-1, first.canvas[..., None])[..., 0]
+        assert bool(shown[holes[:, under]].all())
+
+
+class CopyFromTheRight:
+    """Predicts everywhere the next token to the right that is no mask, as far as the canvas goes, and 1 past that."""
+
+    generation = dgemma.GenerationDefaults()
+    device = torch.device("cpu")
+
+    def __init__(self, canvas_len):
+        self.config = SimpleNamespace(canvas_length=canvas_len, vocab_size=VOCAB, max_position_embeddings=4096)
+
+    def encode(self, tokens, cache=None, attention_mask=None):
+        assert not bool((tokens == 4).any())  # a prefix is never noise
+        return SimpleNamespace(select=lambda rows: self.encode(tokens[rows]), lengths=None)
+
+    def denoise(self, canvas, cache, self_cond=None):
+        best = torch.ones_like(canvas)
+        following = torch.ones_like(canvas[:, 0])
+        for position in range(canvas.shape[1] - 1, -1, -1):
+            best[:, position] = following
+            following = torch.where(canvas[:, position] == 4, following, canvas[:, position])
+        return dgemma.Prediction(torch.nn.functional.one_hot(best, VOCAB).float() * 100)
+
+
+@pytest.mark.parametrize("start", range(1, 60, 7))
+@pytest.mark.parametrize("length", [1, 5, 12])
+def test_a_hole_sees_what_follows_it_wherever_it_lies(start, length):
+    tokens = torch.arange(100, 180)[None]
+    mask = {"noise": dgemma.MaskNoise(VOCAB), "sampler": EntropyBound(bound=100.0), "steps": 1}
+    out = infill(CopyFromTheRight(16), tokens, [(start, start + length)], **mask)
+    assert bool((out.tokens[0, start : start + length] == tokens[0, start + length]).all())
+
+
+@pytest.mark.parametrize("length", [13, 16, 17, 40, 48])
+def test_the_end_of_a_long_hole_sees_what_follows_it(length):
+    tokens = torch.arange(100, 180)[None]
+    mask = {"noise": dgemma.MaskNoise(VOCAB), "sampler": EntropyBound(bound=100.0), "steps": 1}
+    out = infill(CopyFromTheRight(16), tokens, [(10, 10 + length)], **mask)
+    written = out.tokens[0, 10 : 10 + length]
+    # The last canvas of 16 keeps 4 places for what follows, and so fills the last 12 of the hole.
+    assert bool((written[-12:] == tokens[0, 10 + length]).all())
+    assert int(out.steps[0]) <= -(-length // 16) + 1
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    marks=st.lists(st.booleans(), min_size=2, max_size=60).filter(lambda marks: any(marks[1:])),
+    canvas_len=st.integers(1, 20),
+)
+def test_canvases_reach_every_hole_and_never_look_past_an_open_one(marks, canvas_len):
+    todo = torch.tensor([False, *marks[1:]])
+    last_start, rounds = 0, 0
+    while bool(todo.any()):
+        start, keep_until = place_canvas(todo, canvas_len)
+        first = int(todo.nonzero()[0])
+        assert max(1, last_start) <= start <= first < keep_until <= min(start + canvas_len, len(todo))
+        todo[start:keep_until] = False
+        last_start, rounds = start, rounds + 1
+    assert rounds <= len(marks)
+
+
+def test_a_text_that_ends_inside_the_canvas_has_a_free_or_a_given_tail(model):
+    tokens = text(1, 10)
+    seen = []
+    infill(model, tokens, [(4, 6)], on_step=seen.append, **options("mask"))
+    assert bool((seen[0].canvas[0, 9:] == 4).all())  # the canvas lies over positions 1..32
+    assert bool(seen[0].state.frozen[0, :3].all())
+    seen.clear()
+    infill(model, tokens, [(4, 6)], on_step=seen.append, tail_token_id=1, **options("mask"))
+    assert bool((seen[-1].state.canvas[0, 9:] == 1).all())
+    assert bool(seen[-1].state.frozen[0, 9:].all())
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+def test_an_edit_keeps_what_is_frozen_and_skips_the_noisier_steps(model, process):
+    tokens = text(2, 80)
+    frozen = torch.zeros(2, 80, dtype=torch.bool)
+    frozen[:, :10] = frozen[:, 40:50] = True
+    seen = []
+    more = options(process, steps=10, on_step=seen.append)
+    out = edit(model, tokens, noise_level=0.3, frozen=frozen, **more)
+    assert torch.equal(out.tokens[frozen], tokens[frozen])
+    assert int(seen[0].step[0]) == 7  # of 10 steps, those from level 0.3 down
+    assert float(seen[0].noise_level[0]) == pytest.approx(0.3)
+    canvases = len({int(record.block[0]) for record in seen})
+    assert out.steps.tolist() == [3 * canvases] * 2
+
+
+@pytest.mark.parametrize(("process", "level"), [("uniform", 0.3), ("mask", 0.7)])
+def test_an_edit_begins_with_as_much_noise_as_asked(model, process, level):
+    tokens = text(40, 1 + CANVAS_LEN)
+    seen = []
+    edit(model, tokens, noise_level=level, on_step=seen.append, **options(process))
+    changed = (seen[0].canvas != tokens[:, 1:]).float().mean()
+    n = 40 * CANVAS_LEN
+    assert abs(float(changed) - level) < 4 * (level * (1 - level) / n) ** 0.5 + 1 / VOCAB
+
+
+def test_an_edit_at_the_lowest_levels_leaves_a_masked_text_alone(model):
+    tokens = text(2, 60)
+    assert torch.equal(edit(model, tokens, noise_level=1e-9, **options("mask")).tokens, tokens)
+
+
+def test_an_edit_first_offers_what_is_allowed(model):
+    tokens = text(1, 40)
+    allowed = torch.ones(1, 40, VOCAB, dtype=torch.bool)
+    allowed[0, 7, int(tokens[0, 7])] = False
+    out = edit(model, tokens, noise_level=1e-9, allowed=allowed, **options("mask"))
+    changed = (out.tokens != tokens).nonzero().tolist()
+    assert changed == [[0, 7]]  # the one token that may not stay is the only one to go
+
+
+def test_log_probs_are_those_of_the_last_prediction(model):
+    tokens, seen = text(2, 50), []
+    out = infill(model, tokens, [(5, 9)], on_step=seen.append, **options("uniform"))
+    last = seen[-1].prediction.logits.log_softmax(-1).gather(-1, out.tokens[:, 5:37, None])[..., 0]
+    torch.testing.assert_close(out.log_probs[:, 5:9], last[:, :4])
+    assert bool((out.log_probs[:, 9:] == 0).all())
+
+
+def test_a_stop_rule_saves_forwards(model):
+    tokens = text(2, 50)
+    out = infill(model, tokens, [(5, 8)], **options("uniform", steps=6, stop=StepCap(2)))
+    assert out.steps.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"holes": [(0, 2)]}, "must spare the first token"),
+        ({"holes": [(5, 5)]}, r"must be spans 0 <= start < stop <= 20, got \(5, 5\)"),
+        ({"holes": [(5, 21)]}, "must be spans"),
+        ({"holes": []}, "must mark a token in every row"),
+        ({"holes": torch.zeros(2, 20)}, r"infill holes must be torch\.bool of the tokens' shape \(2, 20\)"),
+        ({"holes": torch.ones(2, 19, dtype=torch.bool)}, "of the tokens' shape"),
+        ({"tokens": torch.zeros(2, 20)}, "infill tokens must be int64 ids"),
+        ({"tokens": torch.full((2, 20), 512)}, r"must hold ids in \[0, 512\)"),
+        ({"tokens": torch.full((2, 20), 4), "noise": dgemma.MaskNoise(512)}, "must hold no mask token"),
+        ({"tail_token_id": -3}, "tail_token_id must be a real token below 512, got -3"),
+        ({"attention_mask": torch.ones(2, 3)}, "infill attention_mask must be a tensor of the tokens' shape"),
+        ({"sampler": Confidence()}, "Confidence must run under mask noise, got uniform"),
+        ({"steps": 0}, "steps must be an integer of at least 1"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused_before_any_work(arguments, sentence):
+    given = {"tokens": text(2, 20), "holes": [(5, 8)], **arguments}
+
+    class NoWork(CopyFromTheRight):
+        def encode(self, *args, **kwargs):
+            raise AssertionError("work was done")
+
+    with pytest.raises(ValueError, match=sentence):
+        infill(NoWork(16), given.pop("tokens"), given.pop("holes"), **given)
+
+
+def test_unknown_options_and_levels_are_refused(model):
+    with pytest.raises(TypeError, match=r"infill has no argument cache\. Of generate's it takes allowed, noise"):
+        infill(model, text(1, 20), [(3, 4)], cache=None)
+    with pytest.raises(ValueError, match=r"noise_level must be in \(0, 1\], got 0"):
+        edit(model, text(1, 20), noise_level=0.0)
+    with pytest.raises(ValueError, match="must leave a token to rewrite"):
+        edit(model, text(1, 20), frozen=torch.ones(1, 20, dtype=torch.bool))
