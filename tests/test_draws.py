@@ -1,7 +1,6 @@
 import os
 import subprocess
 import sys
-import textwrap
 
 import pytest
 import torch
@@ -14,6 +13,30 @@ KNOWN_ANSWERS = [
     ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
     ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
 ]
+
+_COMPARE_WITH_TRITON = """
+import torch, triton, triton.language as tl
+from dgemma import draws
+
+@triton.jit
+def kernel(out, seed, step, block, purpose, N: tl.constexpr):
+    position = tl.arange(0, N)
+    zero = (position * 0).to(tl.uint32)
+    a, b, c, d = tl.philox(seed, position.to(tl.uint32), zero + step, zero + block, zero + purpose)
+    tl.store(out + position, a.to(tl.int64))
+    tl.store(out + N + position, b.to(tl.int64))
+    tl.store(out + 2 * N + position, c.to(tl.int64))
+    tl.store(out + 3 * N + position, d.to(tl.int64))
+
+token = draws.purpose_word("token")
+for seed, step, block, purpose in [(0, 0, 0, 0), (7, 3, 2, token), (2**53 + 11, 47, 1, 5)]:
+    out = torch.zeros(4, 16, dtype=torch.int64)
+    kernel[(1,)](out, seed, step, block, purpose, 16)
+    expected = draws.philox(
+        torch.tensor(seed), torch.arange(16), *(torch.tensor(x) for x in (step, block, purpose))
+    )
+    assert torch.equal(out & 0xFFFFFFFF, torch.stack([word.expand(16) for word in expected])), (seed, step)
+"""
 
 
 def words(text):
@@ -36,39 +59,14 @@ def test_philox_gives_the_published_answers(counter, key, output):
     assert [word.item() for word in found] == words(output)
 
 
-def test_philox_equals_tritons():
+def test_philox_equals_tritons(tmp_path):
     """Triton's own implementation, interpreted; in a process of its own, since the interpreter is chosen at import."""
     pytest.importorskip("triton")
-    script = textwrap.dedent(
-        """
-        import torch, triton, triton.language as tl
-        from dgemma import draws
-
-        @triton.jit
-        def kernel(out, seed, step, block, purpose, N: tl.constexpr):
-            position = tl.arange(0, N)
-            zero = (position * 0).to(tl.uint32)
-            a, b, c, d = tl.philox(seed, position.to(tl.uint32), zero + step, zero + block, zero + purpose)
-            tl.store(out + position, a.to(tl.int64))
-            tl.store(out + N + position, b.to(tl.int64))
-            tl.store(out + 2 * N + position, c.to(tl.int64))
-            tl.store(out + 3 * N + position, d.to(tl.int64))
-
-        token = draws.purpose_word("token")
-        for seed, step, block, purpose in [(0, 0, 0, 0), (7, 3, 2, token), (2**53 + 11, 47, 1, 5)]:
-            out = torch.zeros(4, 16, dtype=torch.int64)
-            kernel[(1,)](out, seed, step, block, purpose, 16)
-            expected = draws.philox(
-                torch.tensor(seed), torch.arange(16), *(torch.tensor(x) for x in (step, block, purpose))
-            )
-            assert torch.equal(out & 0xFFFFFFFF, torch.stack([word.expand(16) for word in expected])), (seed, step)
-        """
-    )
+    script = tmp_path / "compare.py"
+    script.write_text(_COMPARE_WITH_TRITON)
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    result = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
+    result = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_uniforms_fill_the_half_open_unit_interval_with_53_bits():
