@@ -1,7 +1,8 @@
 """Every sampler and stop rule of dgemma.sampling, found by looking: a new file there is tested without being named.
 
-Each class is built with its defaults and then once per option: every value of a Literal, both booleans, a small number
-for an optional one. A required field is filled by its type.
+Each class is built with its defaults, then once per option (every value of a Literal, both booleans, a number for an
+optional one or for a zero), then with the first alternative of every option at once. A required field is filled by its
+type.
 """
 
 import dataclasses
@@ -37,7 +38,7 @@ def classes(base: type) -> list[type]:
 
 
 def variants(cls: type) -> list[Any]:
-    """One instance with the defaults, and one per alternative value of each option."""
+    """One instance with the defaults, one per alternative value of each option, and one with all options changed."""
     hints = typing.get_type_hints(cls)
     fields = [f for f in dataclasses.fields(cls) if f.init]
     required = {
@@ -45,22 +46,25 @@ def variants(cls: type) -> list[Any]:
         for f in fields
         if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
     }
-    instances = [cls(**required)]
-    for f in fields:
-        for value in _alternatives(hints[f.name]):
-            if f.name not in required and value != f.default:
-                instances.append(cls(**required, **{f.name: value}))
-    return instances
+    options = {f.name: _alternatives(hints[f.name], f.default) for f in fields if f.name not in required}
+    changes = [{name: value} for name, values in options.items() for value in values]
+    changes.append({name: values[0] for name, values in options.items() if values})
+    instances = [cls(**required), *(cls(**required, **change) for change in changes)]
+    return list(dict.fromkeys(instances))
 
 
-def _alternatives(hint: Any) -> list[Any]:
+def _alternatives(hint: Any, default: Any) -> list[Any]:
+    """Values of the type that are not the default."""
+    values: list[Any] = []
     if typing.get_origin(hint) is typing.Literal:
-        return list(typing.get_args(hint))
-    if hint is bool:
-        return [False, True]
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        return [None] + [_REQUIRED[arg] for arg in typing.get_args(hint) if arg in _REQUIRED]
-    return []
+        values = list(typing.get_args(hint))
+    elif hint is bool:
+        values = [False, True]
+    elif hint is float and default == 0:  # a zero that switches something off
+        values = [0.5]
+    elif typing.get_origin(hint) in (types.UnionType, typing.Union):
+        values = [None] + [_REQUIRED[arg] for arg in typing.get_args(hint) if arg in _REQUIRED]
+    return [value for value in values if value != default]
 
 
 SAMPLERS: list[Sampler] = [instance for cls in classes(Sampler) for instance in variants(cls)]

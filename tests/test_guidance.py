@@ -1,12 +1,12 @@
 """Guided: the exact tilted law for single positions, and two prefixes kept in step."""
 
-import copy
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
 from dgemma import presets
+from dgemma.generate import generate
 from dgemma.guidance import Guided, GuidedCache, mix
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.noise import Noise
@@ -114,7 +114,7 @@ def test_the_prompt_is_hidden_from_one_prefix_and_committed_blocks_from_none(mod
     cache = guided.encode(prompt)
     hidden = torch.full_like(prompt, 4)
     assert_is_what_a_plain_model_sees(model, cache, canvas, prompt, hidden)
-    assert guided.encode(block, cache) is cache
+    cache = guided.encode(block, cache)
     assert_is_what_a_plain_model_sees(
         model, cache, canvas, torch.cat([prompt, block], 1), torch.cat([hidden, block], 1)
     )
@@ -165,13 +165,38 @@ def test_rows_and_copies_of_a_guided_cache_stay_pairs(model, tokens):
     assert cache.lengths.tolist() == [5, 5]
 
 
-def test_everything_else_is_the_models_own(model):
-    guided = Guided(model, strength=1.0, unconditional=4)
-    assert guided.config is model.config
-    assert guided.device == model.device
-    with pytest.raises(AttributeError):
-        _ = guided.no_such_thing
-    assert copy.copy(guided).strength == 1.0
+@torch.no_grad()
+def test_a_mark_takes_both_back(model, tokens):
+    guided = Guided(model, strength=1.0, unconditional=tokens["other"])
+    cache = guided.encode(tokens["prompt"])
+    before, mark = logits(guided, tokens["canvas"], cache), cache.mark()
+    cache = guided.encode(tokens["block"], cache)
+    cache.rollback(mark)
+    assert torch.equal(logits(guided, tokens["canvas"], cache), before)
+
+
+def test_generate_cannot_tell_a_guided_model_from_another(model, tokens):
+    num_tokens = 2 * model.config.canvas_length
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+
+    def write(denoiser, eos):
+        return generate(
+            denoiser, tokens["prompt"], attention_mask=mask, max_new_tokens=num_tokens, steps=3, eos_token_ids=eos
+        )
+
+    first, second = write(model, []).new_tokens.tolist()
+    stop_token = next(token for token in first if token not in second)  # row 0 ends early, so caches are joined
+    plain, same = write(model, [stop_token]), write(Guided(model, strength=0.0, unconditional=4), [stop_token])
+    assert torch.equal(same.tokens, plain.tokens)
+    assert same.cache.lengths.tolist() == plain.cache.lengths.tolist()
+    assert same.cache.unconditional.lengths.tolist() == plain.cache.lengths.tolist()
+
+    steered = write(Guided(model, strength=2.0, unconditional=4), [])
+    assert not torch.equal(steered.tokens[:, 5:], torch.tensor([first, second]))
+    turn = generate(
+        Guided(model, strength=2.0, unconditional=4), tokens["block"], cache=same.cache, max_new_tokens=1, steps=2
+    )
+    assert turn.cache.lengths.tolist() == turn.cache.unconditional.lengths.tolist()
 
 
 def test_impossible_settings_are_refused(model):

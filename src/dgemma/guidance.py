@@ -1,5 +1,6 @@
 """Classifier-free guidance as a wrapper at the Denoiser seam: two predictions in, one out (LLaDA, arXiv:2502.09992)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -20,31 +21,49 @@ def mix(conditional: Tensor, unconditional: Tensor, strength: float) -> Tensor:
     return (conditional + strength * (conditional - unconditional)).masked_fill(forbidden, -torch.inf)
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class GuidedCache:
-    """The prefix as it is and the prefix without its prompt; what is done to one is done to both.
-
-    Anything else asked of it (`lengths`, `batch_size`, ...) is answered by the prefix as it is.
-    """
+    """The prefix as it is and the prefix without its prompt; what is done to one is done to both."""
 
     conditional: Any
     unconditional: Any
-    unconditional_mask: Tensor | None = None  # (B, tokens seen): 1 for a real token; None if all are
+
+    @property
+    def batch_size(self) -> int:
+        return self.conditional.batch_size
+
+    @property
+    def lengths(self) -> Tensor:
+        """Each row's tokens, prompt included, (B,)."""
+        return self.conditional.lengths
+
+    @property
+    def num_slots(self) -> int:
+        """The length of the longest row of either."""
+        return max(self.conditional.num_slots, self.unconditional.num_slots)
 
     def clone(self) -> Self:
         """An independent copy: extending one leaves the other as it is."""
-        return type(self)(self.conditional.clone(), self.unconditional.clone(), self.unconditional_mask)
+        return type(self)(self.conditional.clone(), self.unconditional.clone())
 
     def select(self, rows: Tensor) -> Self:
         """The cache of some rows: rows (R,) int64 → batch size R."""
-        mask = self.unconditional_mask
-        mask = mask if mask is None else mask.index_select(0, rows)
-        return type(self)(self.conditional.select(rows), self.unconditional.select(rows), mask)
+        return type(self)(self.conditional.select(rows), self.unconditional.select(rows))
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name in ("conditional", "unconditional"):  # not yet set while being copied
-            raise AttributeError(name)
-        return getattr(self.conditional, name)
+    @classmethod
+    def join(cls, parts: Sequence[tuple[Tensor, "GuidedCache"]]) -> Self:
+        """One cache out of several: each part holds the given rows (R,) of the batch; together they are all of them."""
+        halves = [[(rows, getattr(cache, half)) for rows, cache in parts] for half in ("conditional", "unconditional")]
+        return cls(*(type(half[0][1]).join(half) for half in halves))
+
+    def mark(self) -> tuple[Any, Any]:
+        """Remember this boundary, to roll back to it later."""
+        return self.conditional.mark(), self.unconditional.mark()
+
+    def rollback(self, mark: tuple[Any, Any]) -> None:
+        """Forget everything after `mark`."""
+        self.conditional.rollback(mark[0])
+        self.unconditional.rollback(mark[1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,19 +97,34 @@ class Guided:
                 f"{tuple(self.unconditional.shape)}. Pass token ids without further dimensions."
             )
 
+    @property
+    def config(self) -> Any:
+        return self.denoiser.config
+
+    @property
+    def generation(self) -> Any:
+        return self.denoiser.generation
+
+    @property
+    def device(self) -> torch.device:
+        return self.denoiser.device
+
     def encode(
         self, tokens: Tensor, cache: GuidedCache | None = None, attention_mask: Tensor | None = None
     ) -> GuidedCache:
         """Read tokens (B, P) into both prefixes; without a cache they are the prompt, which one does not see."""
         if cache is None:
-            prompt, mask = self._unconditional_prompt(tokens, attention_mask)
-            conditional = self.denoiser.encode(tokens, attention_mask=attention_mask)
-            return GuidedCache(conditional, self.denoiser.encode(prompt, attention_mask=mask), mask)
-        mask = self._extend_mask(cache, tokens, attention_mask)
-        cache.conditional = self.denoiser.encode(tokens, cache.conditional, attention_mask)
-        cache.unconditional = self.denoiser.encode(tokens, cache.unconditional, mask)
-        cache.unconditional_mask = mask
-        return cache
+            prompt, prompt_mask = self._stand_in(tokens, attention_mask)
+            return GuidedCache(
+                self.denoiser.encode(tokens, attention_mask=attention_mask),
+                self.denoiser.encode(prompt, attention_mask=prompt_mask),
+            )
+        # The prefixes may differ in length, so each gets the mask of the new tokens alone.
+        new = None if attention_mask is None else attention_mask[:, -tokens.shape[1] :]
+        return GuidedCache(
+            self.denoiser.encode(tokens, cache.conditional, new),
+            self.denoiser.encode(tokens, cache.unconditional, new),
+        )
 
     def denoise(
         self,
@@ -106,23 +140,9 @@ class Guided:
         )
         return Prediction(mix(conditional, unconditional, self.strength))
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "denoiser":  # not yet set while being copied
-            raise AttributeError(name)
-        return getattr(self.denoiser, name)
-
-    def _unconditional_prompt(self, tokens: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _stand_in(self, tokens: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """What the unconditional prefix reads for the prompt, and which of it is real."""
         if isinstance(self.unconditional, int):
             return torch.full_like(tokens, self.unconditional), attention_mask
         prompt = self.unconditional.to(tokens).reshape(-1, self.unconditional.shape[-1])
         return prompt.expand(tokens.shape[0], -1), None
-
-    def _extend_mask(self, cache: GuidedCache, tokens: Tensor, attention_mask: Tensor | None) -> Tensor | None:
-        """The mask behind the unconditional prefix and over the new tokens; None while all are real."""
-        behind = cache.unconditional_mask
-        if behind is None and attention_mask is None:
-            return None
-        if behind is None:
-            behind = tokens.new_ones(tokens.shape[0], cache.unconditional.num_seen)
-        new = torch.ones_like(tokens) if attention_mask is None else attention_mask[:, -tokens.shape[1] :]
-        return torch.cat([behind.to(new), new], dim=1)

@@ -106,6 +106,7 @@ def test_fewer_steps_than_sub_blocks_still_fill_the_canvas_in_order():
     _, positions = counts(Confidence(block_len=2), canvas_len=10, steps=2)
     assert sorted(positions[0]) == [0, 1, 2, 3]  # five blocks, two steps: two are due after the first
     assert sorted(positions[1]) == [4, 5, 6, 7, 8, 9]
+    assert counts(Confidence(block_len=2), canvas_len=5, steps=1)[0] == [5]  # the ragged last one too
 
 
 def test_a_ragged_last_sub_block_is_filled():

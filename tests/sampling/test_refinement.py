@@ -40,6 +40,13 @@ def test_confident_positions_commit_beyond_the_quota_and_the_quota_then_waits():
     assert sampler(Prediction(torch.zeros(1, 256, VOCAB)), state).write.sum() == 0  # 20 > ⌈2 · 256 / 48⌉
 
 
+def test_a_confidence_equal_to_tau_does_not_commit():
+    # All positions are certain: confidence 1, which tau = 1 asks to exceed. The quota takes one of eight.
+    logits = torch.full((1, 8, VOCAB), -torch.inf)
+    logits[..., 3] = 0.0
+    assert BlockRefinement(tau=1.0)(Prediction(logits), start(8, 8)).write.sum() == 1
+
+
 def test_the_most_confident_positions_fill_the_quota():
     logits = torch.zeros(1, 4, VOCAB)
     logits[0, :, 3] = torch.tensor([1.0, 4.0, 3.0, 2.0])
