@@ -228,6 +228,15 @@ def test_noise_is_never_committed_whatever_ends_the_canvas():
         assert not noise.masked(out.new_tokens).any(), sampler
 
 
+@pytest.mark.parametrize("schedule", [dgemma.schedule.Geometric(), dgemma.schedule.ClippedLinear(0.3, 0.8)], ids=repr)
+def test_the_last_step_ends_without_noise_under_any_schedule(schedule):
+    noise = dgemma.UniformNoise(512, schedule=schedule)
+    knobs = Knobs(sampler=dgemma.Ancestral(), temperature=dgemma.ConstantTemperature(1.0))
+    state = dgemma.start_state(knobs, noise, seeds=torch.arange(2), canvas_len=32, num_steps=1)
+    assert (state.next_noise_level == 0).all()
+    assert (state.noise_level > 0).all()
+
+
 BAD = [
     ({"steps": 0}, "steps must be an integer of at least 1"),
     ({"max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1"),

@@ -1,8 +1,9 @@
 """dgemma: text diffusion, readable and fast. Start with `generate.py`."""
 
-from dgemma import presets
+from dgemma import presets, schedule
 from dgemma.config import Conventions, GenerationDefaults, ModelConfig
 from dgemma.generate import BlockCommit, Generation, Knobs, StepRecord, generate, start_state, step, stream
+from dgemma.guidance import Guided
 from dgemma.model import CacheMark, DiffusionGemma, PrefixCache
 from dgemma.noise import HybridNoise, MaskNoise, Noise, UniformNoise
 from dgemma.prediction import Prediction
@@ -54,6 +55,7 @@ __all__ = [
     "FirstHitting",
     "Generation",
     "GenerationDefaults",
+    "Guided",
     "HybridNoise",
     "Knobs",
     "LeaveOneOutGibbs",
@@ -79,6 +81,7 @@ __all__ = [
     "UniformNoise",
     "generate",
     "presets",
+    "schedule",
     "start_state",
     "step",
     "stream",

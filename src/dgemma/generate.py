@@ -266,10 +266,12 @@ def _clock(noise: Noise, temperature: Temperature, step: Tensor, num_steps: Tens
     """All that follows from the step's number: noise before and after it, and the temperature it runs at; (B,) each."""
     time = 1 - step.double() / num_steps
     next_time = (1 - (step + 1).double() / num_steps).clamp(min=0.0)
+    next_level = 1 - noise.schedule.alpha(next_time)
     return {
         "step": step,
         "noise_level": 1 - noise.schedule.alpha(time),
-        "next_noise_level": 1 - noise.schedule.alpha(next_time),
+        # The last step ends without noise, also under a schedule that never quite gets there.
+        "next_noise_level": torch.where(step + 1 >= num_steps, 0.0, next_level),
         "temperature": temperature(step, num_steps),
     }
 
@@ -475,7 +477,7 @@ def run(
         new_tokens=new_tokens,
         steps=steps,
         tokens_per_forward=(new_tokens != plan.pad_token_id).sum(1) / steps.sum(1),
-        cache=PrefixCache.join([*retired, (rows, cache)]) if retired else cache,
+        cache=type(cache).join([*retired, (rows, cache)]) if retired else cache,
         trajectory=None,
     )
 
