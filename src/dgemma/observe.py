@@ -1,0 +1,150 @@
+"""See inside the model: residual stream, attention weights and router choices of every step and layer, on request.
+
+Forward hooks on the reference model, which are gone when the `with` block ends and cost nothing before. Attention
+weights are computed a second time, from the layer's own queries and keys, since the fused product never forms them.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from dgemma.model.attention import Attention
+from dgemma.model.backbone import Layer
+from dgemma.model.diffusion import DiffusionGemma
+from dgemma.model.experts import Router, Routing
+
+Layers = bool | Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """One pass of T new tokens through the stack, by layer; S counts the prefix's slots and then the T tokens.
+
+    A canvas's pass is causal=False, a prefix's (or each 1024 tokens of a long one) causal=True.
+    """
+
+    causal: bool
+    embedded: Tensor  # (B, T, D): what the first layer got, self-conditioning included
+    residuals: dict[int, Tensor] = field(default_factory=dict)  # (B, T, D) after the layer
+    attention: dict[int, Tensor] = field(default_factory=dict)  # (B, N, T, S) float32, rows sum to 1
+    router: dict[int, Routing] = field(default_factory=dict)  # (B, T, E) probabilities, (B, T, A) weights and experts
+
+
+class Observation:
+    """What was seen, in order. `steps` are the passes over canvases: the i-th belongs to the i-th `StepRecord`."""
+
+    def __init__(self, *, prefix: bool, device: torch.device | str | None) -> None:
+        self.passes: list[Pass] = []
+        self._prefix, self._device = prefix, device
+        self._current: Pass | None = None  # the pass under way, if it is recorded
+
+    @property
+    def steps(self) -> list[Pass]:
+        return [seen for seen in self.passes if not seen.causal]
+
+    def _begin(self, layer: Layer, args: tuple[Any, ...]) -> None:
+        x, causal = args[0], args[4]
+        self._current = None
+        if self._prefix or not causal:
+            self._current = Pass(causal=causal, embedded=self._keep(x))
+            self.passes.append(self._current)
+
+    def _see_residual(self, index: int, layer: Layer, args: Any, output: tuple[Tensor, ...]) -> None:
+        if self._current is not None:
+            self._current.residuals[index] = self._keep(output[0])
+
+    def _see_attention(self, index: int, module: Attention, args: Any, output: Any) -> None:
+        if self._current is not None:
+            self._current.attention[index] = self._keep(attention_weights(module, *args))
+
+    def _see_router(self, index: int, router: Router, args: Any, output: Routing) -> None:
+        if self._current is not None:
+            batch_size = len(self._current.embedded)
+            parts = (self._keep(part.unflatten(0, (batch_size, -1))) for part in output)
+            self._current.router[index] = Routing(*parts)
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.detach()
+        return tensor if self._device is None else tensor.to(self._device)
+
+
+@contextmanager
+def observe(
+    model: DiffusionGemma,
+    *,
+    residuals: Layers = False,
+    attention: Layers = False,
+    router: Layers = False,
+    prefix: bool = False,
+    device: torch.device | str | None = None,
+) -> Iterator[Observation]:
+    """Record what happens inside `model` while the block runs: True for all layers, or a list of them.
+
+    `prefix` records the causal passes too. Tensors are detached and, given a `device`, moved there ("cpu" saves GPU
+    memory: the attention of one layer is B · N · T · S numbers a step).
+
+    Example:
+        with observe(model, residuals=[0, -1], router=True) as seen:
+            generate(model, prompt)
+        seen.steps[3].router[0].experts  # (B, C, A), step 3, layer 0
+    """
+    if not isinstance(getattr(model, "layers", None), torch.nn.ModuleList):
+        raise ValueError(
+            f"observe must get a DiffusionGemma, whose layers can be hooked, got {type(model).__name__}. "
+            "Pass the reference model, not its fused twin."
+        )
+    num_layers = len(model.layers)
+    requests = {"residuals": residuals, "attention": attention, "router": router}
+    wanted = {name: _read_layers(name, layers, num_layers) for name, layers in requests.items()}
+    if not any(wanted.values()):
+        raise ValueError("observe must be asked for residuals, attention or router, got none. Pass one as True.")
+    seen = Observation(prefix=prefix, device=device)
+    handles = [model.layers[0].register_forward_pre_hook(seen._begin)]
+    for index, layer in enumerate(model.layers):
+        assert isinstance(layer, Layer)
+        places: tuple[tuple[str, torch.nn.Module, Any], ...] = (
+            ("residuals", layer, seen._see_residual),
+            ("attention", layer.self_attn, seen._see_attention),
+            ("router", layer.router, seen._see_router),
+        )
+        for name, module, see in places:
+            if index in wanted[name]:
+                handles.append(module.register_forward_hook(partial(see, index)))
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def attention_weights(
+    module: Attention,
+    x: Tensor,
+    rope: tuple[Tensor, Tensor],
+    past: tuple[Tensor, Tensor] | None,
+    mask: Tensor | None,
+) -> Tensor:
+    """softmax(q·k), which `module(x, rope, past, mask)` weighs the values with: (B, N, T, S) float32.
+
+    Example: `attention_weights(layer.self_attn, x, rope, None, None).sum(-1)` is 1 everywhere.
+    """
+    queries, keys, _ = module.project(x, rope)
+    keys = keys if past is None else torch.cat((past[0], keys), dim=2)
+    grouped = rearrange(queries, "b t (k g) h -> b k g t h", k=keys.shape[1])
+    scores = torch.einsum("bkgth,bksh->bkgts", grouped.float(), keys.float()).flatten(1, 2)
+    return (scores if mask is None else scores.masked_fill(~mask, -torch.inf)).softmax(-1)
+
+
+def _read_layers(name: str, layers: Layers, num_layers: int) -> frozenset[int]:
+    if isinstance(layers, bool):
+        return frozenset(range(num_layers)) if layers else frozenset()
+    if not all(-num_layers <= layer < num_layers for layer in layers):
+        raise ValueError(f"observe {name} must name layers of {num_layers}, got {list(layers)}.")
+    return frozenset(layer % num_layers for layer in layers)
