@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dgemma.config import Conventions, GenerationDefaults, ModelConfig, read_json
+from dgemma.gemma4 import GEMMA4_TYPES
 
 if TYPE_CHECKING:
     from dgemma.model.diffusion import DiffusionGemma
@@ -32,7 +33,6 @@ _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _CHECKPOINT_FILES = ("*.safetensors", "*.json", "*.jinja")
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_GEMMA4_TYPES = ("gemma4", "gemma4_text")
 _VISION = re.compile(r"(?:model\.)?(?:encoder\.)?(vision_tower|embed_vision|audio_tower|embed_audio)\.")
 
 
@@ -99,57 +99,6 @@ def resolve(path_or_repo: str | Path, files: Sequence[str] = _CHECKPOINT_FILES) 
         raise FileNotFoundError(f"{path_or_repo} could not be fetched from the hub: {error}") from error
 
 
-def config_from_gemma4(published: Mapping[str, Any]) -> dict[str, Any]:
-    """A plain Gemma 4 config in DiffusionGemma's form. What dgemma cannot run raises, by name.
-
-    Absent fields mean transformers' Gemma4TextConfig defaults, since it saves only what differs from them.
-
-    Example: `config_from_gemma4({"model_type": "gemma4_text", "enable_moe_block": True, ...})["model_type"]`.
-    """
-    text = published.get("text_config", published)
-    if not isinstance(text, Mapping):
-        raise ValueError(f"ModelConfig.text_config must be a dictionary, got {text!r}.")
-    text = dict(text)
-    for name, (default, needed) in _GEMMA4_SWITCHES.items():
-        value = text.pop(name, default)
-        if (value or None) != (needed or None):
-            raise ValueError(
-                f"ModelConfig.{name} must be {needed!r} to start from a Gemma 4 checkpoint, got {value!r}. "
-                "Choose a Gemma 4 with experts, such as the 26B-A4B."
-            )
-    text = {**_GEMMA4_DEFAULTS, **{name: value for name, value in text.items() if value is not None}}
-    if text["final_logit_softcapping"] is None:
-        raise ValueError(
-            "ModelConfig.final_logit_softcapping must be a number, got None. dgemma always caps its logits."
-        )
-    text["model_type"] = "diffusion_gemma_text"
-    kept = {name: published[name] for name in _GEMMA4_KEPT if name in published and "text_config" in published}
-    return {**kept, "model_type": "diffusion_gemma", "text_config": text}
-
-
-_GEMMA4_KEPT = ("vision_config", "boi_token_id", "eoi_token_id", "image_token_id", "eos_token_id", "dtype")
-# field: (transformers' default, the only value dgemma runs)
-_GEMMA4_SWITCHES: Mapping[str, tuple[Any, Any]] = {
-    "enable_moe_block": (False, True),
-    "attention_k_eq_v": (False, True),
-    "hidden_size_per_layer_input": (256, 0),
-    "num_kv_shared_layers": (0, 0),
-    "use_double_wide_mlp": (False, False),
-}
-_GEMMA4_DEFAULTS: Mapping[str, Any] = {
-    "vocab_size": 262_144,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "sliding_window": 512,
-    "max_position_embeddings": 131_072,
-    "final_logit_softcapping": None,
-}
-
-
 def load_pretrained(
     cls: "type[Model]",
     path_or_repo: str | Path,
@@ -179,7 +128,7 @@ def load_pretrained(
         raise ValueError(f"{folder / 'config.json'} describes tensors that cannot exist: {error}.") from None
     if (folder / "generation_config.json").is_file():
         model.generation = GenerationDefaults.from_hf(folder)
-    plan = _plan(model.state_dict(), stored, plain_gemma4=published.get("model_type") in _GEMMA4_TYPES)
+    plan = _plan(model.state_dict(), stored, plain_gemma4=published.get("model_type") in GEMMA4_TYPES)
     dtype = dtype or _FLOATS[stored[plan.primary["embed_tokens.weight"]].dtype]
     state = _read_weights(plan, stored, dtype, torch.device(device))
     state |= _start_self_conditioning(model, plan.fresh, dtype, torch.device(device))

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
+from dgemma.gemma4 import GEMMA4_TYPES, config_from_gemma4
+
 SLIDING = "sliding_attention"
 FULL = "full_attention"
 
@@ -132,9 +134,7 @@ class ModelConfig:
         """
         published = read_json(source, "config.json")
         model_type = published.get("model_type")
-        if model_type in ("gemma4", "gemma4_text"):
-            from dgemma.checkpoint import config_from_gemma4
-
+        if model_type in GEMMA4_TYPES:
             published = config_from_gemma4(published)
             model_type = published["model_type"]
         if model_type not in ("diffusion_gemma", "diffusion_gemma_text"):
