@@ -1,18 +1,9 @@
 """Kernels run natively where there is a GPU, else in Triton's interpreter, on uninitialised memory full of NaN."""
 
-import os
-import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
-
-if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-    # Triton decides at its import, for its own library too, whether functions are compiled or interpreted.
-    if "triton" in sys.modules:
-        raise pytest.UsageError("Triton was imported before these tests. Run pytest with TRITON_INTERPRET=1 set.")
-    os.environ["TRITON_INTERPRET"] = "1"
-
 from triton.runtime import interpreter
 
 _patch_lang_tensor = interpreter._patch_lang_tensor
