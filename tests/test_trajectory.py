@@ -236,6 +236,14 @@ def test_a_new_seed_at_step_zero_is_the_run_of_that_seed_for_the_block(model, pr
     assert first.fork(model, seed=90).trajectory.difference(second) is None
 
 
+def test_a_new_seed_holds_for_all_rows_and_later_blocks(model, recorded):
+    fork = recorded.trajectory.fork(model, block=0, step=2, seed=90).trajectory
+    # Row 0 had left block 0 by then, so its new seed begins with block 1.
+    assert fork.at(block=0, step=1).seeds.tolist() == [3, 4, 5]
+    assert fork.at(block=0, step=2).seeds.tolist() == [91, 92]
+    assert fork.at(block=1, step=0).seeds.tolist() == [90, 91, 92]
+
+
 def test_a_planted_canvas_is_what_the_step_sees(model, recorded):
     moment = recorded.trajectory.moment(model, block=0, step=1)
     planted = torch.full_like(moment.state.canvas, 17)
@@ -268,6 +276,13 @@ def test_a_spliced_row_goes_on_as_the_donor_did(model, prompt):
     assert fork.trajectory.difference(fork.trajectory.replay(model)) is None
 
 
+def test_a_spliced_row_keeps_its_place_in_the_batch(model, recorded):
+    state = recorded.trajectory.moment(model, step=1).state
+    spliced = state.splice(torch.tensor([1]), state.select(torch.tensor([2])))
+    assert spliced.rows.tolist() == [0, 1, 2]
+    assert torch.equal(spliced.canvas[1], state.canvas[2])
+
+
 def meddle(record):
     """Everything a callback may do: plant tokens, edit the self-conditioning, change sampler and temperature."""
     if int(record.block[0]) == 0 and int(record.step[0]) == 0:
@@ -295,6 +310,17 @@ def test_a_fork_of_a_meddled_run_repeats_what_came_before_it(model, prompt, bloc
     without = out.trajectory.fork(model, block=block, step=at)  # the callback is not called again unless given
     before = {(c.block, c.index) for c in out.trajectory.changes if (c.block, c.index) <= (block, at)}
     assert {(c.block, c.index) for c in without.trajectory.changes} == before
+
+
+def test_a_state_given_to_a_fork_stands_above_earlier_changes(model, prompt):
+    out = dgemma.generate(model, prompt, record=True, on_step=meddle, **options())
+    state = out.trajectory.moment(model, block=0, step=1).state
+    assert bool((state.canvas[:, 4] == 11).all())  # what the callback planted there
+    fork = out.trajectory.fork(model, block=0, step=1, state=replace(state, canvas=torch.full_like(state.canvas, 17)))
+    assert bool((fork.trajectory.at(block=0, step=1).canvas == 17).all())
+    kept = fork.trajectory.changes[0].values
+    assert kept["sampler"] == EntropyBound(bound=2.0)  # the callback's knobs stay in force
+    assert kept.keys() == {"sampler", "canvas", "open"}  # of a whole state, only what differs is kept
 
 
 def test_forks_of_forks_hold(model, recorded):
