@@ -1,5 +1,6 @@
 """The loop itself: rows on their own, knobs that change, pins that hold, mistakes that are named."""
 
+import inspect
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -273,6 +274,13 @@ def test_arguments_that_do_not_fit_raise_one_sentence_before_any_work(changes, s
 def test_a_prompt_that_is_no_batch_of_tokens_is_refused(prompt):
     with pytest.raises(ValueError, match="generate prompt_tokens must"):
         dgemma.generate(DiffusionGemma(dgemma.presets.tiny()), prompt)
+
+
+def test_the_signature_shows_every_argument():
+    shown = inspect.signature(dgemma.generate).parameters
+    contract = "max_new_tokens steps noise sampler temperature stop seed cache canvas frozen allowed attention_mask"
+    assert {*contract.split(), "eos_token_ids", "on_step", "record"} <= shown.keys()
+    assert not any(p.kind is p.VAR_KEYWORD for p in shown.values())
 
 
 def test_unknown_arguments_are_refused():

@@ -1,8 +1,9 @@
 """What a caller gave `generate`, checked before any work is done: every mistake is one sentence that names the fix."""
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,8 @@ from dgemma.config import ModelConfig
 from dgemma.model.cache import PrefixCache
 from dgemma.noise import Noise
 from dgemma.sampling.base import Sampler
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 if TYPE_CHECKING:
     Allowed = Tensor | Sequence[int] | Sequence[Sequence[int]] | None
@@ -41,6 +44,24 @@ class Span:
                 part_len = allowed[:, part].shape[1]
                 allowed = F.pad(allowed[:, part], (0, 0, 0, canvas_len - part_len), value=True)
         return {"canvas": canvas, "frozen": frozen, "allowed": allowed}
+
+
+def passes_on(inner: Callable[..., Any]) -> Callable[[Function], Function]:
+    """Show the keywords of `inner` in the signature of a function that passes `**options` on to it.
+
+    For `help`, notebooks and editors: one list of arguments, written once.
+
+    Example: `inspect.signature(dgemma.generate).parameters["steps"]`.
+    """
+
+    def decorate(outer: Function) -> Function:
+        own = [p for p in inspect.signature(outer).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        names = {p.name for p in own}
+        more = [p for p in inspect.signature(inner).parameters.values() if p.name not in names]
+        outer.__signature__ = inspect.signature(outer).replace(parameters=[*own, *more])  # type: ignore[attr-defined]
+        return outer
+
+    return decorate
 
 
 def read_seeds(seed: int | Sequence[int] | Tensor, prompt_tokens: Tensor) -> Tensor:
