@@ -1,11 +1,29 @@
 """dgemma: text diffusion, readable and fast. Start with `generate.py`."""
 
 from dgemma import presets, schedule
+from dgemma.changes import apply_changes
 from dgemma.config import Conventions, GenerationDefaults, ModelConfig
-from dgemma.generate import BlockCommit, Generation, Knobs, StepRecord, generate, start_state, step, stream
+from dgemma.generate import (
+    BlockCommit,
+    Denoiser,
+    Generation,
+    Knobs,
+    Moment,
+    Plan,
+    StepRecord,
+    denoise_canvas,
+    generate,
+    read_plan,
+    run,
+    start_state,
+    step,
+    stream,
+)
 from dgemma.guidance import Guided
+from dgemma.infill import Infilling, edit, infill
 from dgemma.model import CacheMark, DiffusionGemma, PrefixCache
 from dgemma.noise import HybridNoise, MaskNoise, Noise, UniformNoise
+from dgemma.observe import Observation, Pass, observe
 from dgemma.prediction import Prediction
 from dgemma.sampling import (
     KLASS,
@@ -31,8 +49,11 @@ from dgemma.sampling import (
     TokenEditing,
     Unchanged,
 )
+from dgemma.slots import Choice, FilledTemplate, Slot, slots
 from dgemma.state import DenoiseState
+from dgemma.sweep import Sweep, SweepRow, sweep
 from dgemma.tokenizer import ByteTokenizer, Reply, TokenBatch, Tokenizer, ToolCall
+from dgemma.trajectory import RecordedStep, Trajectory
 
 __all__ = [
     "KLASS",
@@ -42,47 +63,69 @@ __all__ = [
     "BlockRefinement",
     "ByteTokenizer",
     "CacheMark",
+    "Choice",
     "Confidence",
     "ConfidenceGap",
     "ConstantTemperature",
     "Conventions",
     "Decision",
     "DenoiseState",
+    "Denoiser",
     "DiffusionGemma",
     "EndOfText",
     "EntropyBound",
     "FactorThreshold",
+    "FilledTemplate",
     "FirstHitting",
     "Generation",
     "GenerationDefaults",
     "Guided",
     "HybridNoise",
+    "Infilling",
     "Knobs",
     "LeaveOneOutGibbs",
     "LinearTemperature",
     "MaskNoise",
     "ModelConfig",
+    "Moment",
     "Noise",
+    "Observation",
+    "Pass",
+    "Plan",
     "Prediction",
     "PrefixCache",
     "ReMDM",
+    "RecordedStep",
     "Reply",
     "Sampler",
+    "Slot",
     "StableAndConfident",
     "StepCap",
     "StepRecord",
     "StopRule",
+    "Sweep",
+    "SweepRow",
     "Threshold",
     "TokenBatch",
     "TokenEditing",
     "Tokenizer",
     "ToolCall",
+    "Trajectory",
     "Unchanged",
     "UniformNoise",
+    "apply_changes",
+    "denoise_canvas",
+    "edit",
     "generate",
+    "infill",
+    "observe",
     "presets",
+    "read_plan",
+    "run",
     "schedule",
+    "slots",
     "start_state",
     "step",
     "stream",
+    "sweep",
 ]
