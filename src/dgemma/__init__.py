@@ -7,13 +7,10 @@ from dgemma.generate import (
     BlockCommit,
     Denoiser,
     Generation,
-    Knobs,
     Moment,
-    Plan,
     StepRecord,
     denoise_canvas,
     generate,
-    read_plan,
     run,
     start_state,
     step,
@@ -24,6 +21,7 @@ from dgemma.infill import Infilling, edit, infill
 from dgemma.model import CacheMark, DiffusionGemma, PrefixCache
 from dgemma.noise import HybridNoise, MaskNoise, Noise, UniformNoise
 from dgemma.observe import Observation, Pass, observe
+from dgemma.plan import Knobs, Plan, read_plan
 from dgemma.prediction import Prediction
 from dgemma.sampling import (
     KLASS,

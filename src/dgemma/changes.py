@@ -13,7 +13,7 @@ from dgemma.sampling.temperature import ConstantTemperature
 from dgemma.state import DenoiseState
 
 if TYPE_CHECKING:
-    from dgemma.generate import Knobs
+    from dgemma.plan import Knobs
 
 Changes = DenoiseState | Mapping[str, Any] | None
 

@@ -6,27 +6,24 @@
 `generate` drains it.
 """
 
-import math
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from dgemma import arguments, draws
-from dgemma.arguments import Span
+from dgemma import draws
+from dgemma.arguments import passes_on
 from dgemma.changes import Changes, apply_changes
 from dgemma.config import GenerationDefaults, ModelConfig
 from dgemma.model.cache import PrefixCache
-from dgemma.noise import Noise, UniformNoise
+from dgemma.noise import Noise
+from dgemma.plan import Knobs, Plan, read_plan
 from dgemma.prediction import Prediction, Top
-from dgemma.sampling.base import Sampler
-from dgemma.sampling.entropy_bound import EntropyBound
-from dgemma.sampling.stopping import StableAndConfident, StopRule
-from dgemma.sampling.temperature import ConstantTemperature, LinearTemperature, Temperature
+from dgemma.sampling.temperature import Temperature
 from dgemma.state import DenoiseState
 
 if TYPE_CHECKING:
@@ -50,17 +47,6 @@ class Denoiser(Protocol):
     def denoise(
         self, canvas: Tensor, cache: PrefixCache, self_cond: Prediction | Tensor | None = None
     ) -> Prediction: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Knobs:
-    """How a canvas is denoised; any of it may change between two steps."""
-
-    sampler: Sampler
-    temperature: Temperature
-    stop: StopRule | None = None
-    top_k: int | None = None
-    top_p: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,32 +96,6 @@ class Generation:
     tokens_per_forward: Tensor  # (B,): new tokens that are not padding / forwards while the row was unfinished
     cache: PrefixCache
     trajectory: "Trajectory | None"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """A run with nothing left to default: what the arguments of `generate` come to, and what a `Trajectory` keeps."""
-
-    prompt_tokens: Tensor  # (B, P)
-    attention_mask: Tensor | None
-    num_cached: Tensor | None  # (B,) tokens in the cache the run goes on from
-    noise: Noise
-    knobs: Knobs
-    num_blocks: int
-    num_steps: int
-    canvas_len: int
-    seeds: Tensor  # (blocks, B)
-    eos_token_ids: tuple[int, ...]
-    pad_token_id: int
-    span: Span
-    noise_level: float
-
-    def to(self, device: torch.device) -> Self:
-        """The same plan with its tensors on `device`."""
-        moved: dict[str, Any] = {
-            name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)
-        }
-        return replace(self, span=self.span.to(device), **moved)
 
 
 class Moment(NamedTuple):
@@ -280,70 +240,7 @@ def _clock(noise: Noise, temperature: Temperature, step: Tensor, num_steps: Tens
     }
 
 
-def read_plan(
-    model: Denoiser,
-    prompt_tokens: Tensor,
-    *,
-    max_new_tokens: int | None = None,
-    steps: int | None = None,
-    noise: Noise | None = None,
-    sampler: Sampler | None = None,
-    temperature: Temperature | float | None = None,
-    stop: StopRule | Literal["checkpoint"] | None = "checkpoint",
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int | Sequence[int] | Tensor = 0,
-    cache: PrefixCache | None = None,
-    canvas: Tensor | None = None,
-    frozen: Tensor | None = None,
-    allowed: Tensor | Sequence[int] | Sequence[Sequence[int]] | None = None,
-    attention_mask: Tensor | None = None,
-    eos_token_ids: Iterable[int] | None = None,
-    noise_level: float = 1.0,
-) -> Plan:
-    """Check the arguments of `generate`, which has their description, and fill in what was left out.
-
-    Example: `read_plan(model, prompt_tokens, steps=16).knobs.sampler`.
-    """
-    defaults, config = model.generation, model.config
-    if temperature is None:
-        temperature = LinearTemperature(start=defaults.t_max, end=defaults.t_min)
-    if stop == "checkpoint":
-        stop = StableAndConfident(stability=defaults.stability_threshold, confidence=defaults.confidence_threshold)
-    knobs = Knobs(
-        sampler=EntropyBound(bound=defaults.entropy_bound) if sampler is None else sampler,
-        temperature=ConstantTemperature(value=temperature) if isinstance(temperature, int | float) else temperature,
-        stop=stop,
-        top_k=top_k,
-        top_p=top_p,
-    )
-    noise = UniformNoise(config.vocab_size) if noise is None else noise
-    max_new_tokens = defaults.max_new_tokens if max_new_tokens is None else max_new_tokens
-    num_steps = defaults.max_denoising_steps if steps is None else steps
-    arguments.check_sampler(knobs.sampler, noise, config)
-    arguments.check_counts(max_new_tokens=max_new_tokens, steps=num_steps, noise_level=noise_level)
-    arguments.check_prompt(prompt_tokens, cache, config, max_new_tokens)
-    span = arguments.read_span(canvas, frozen, allowed, prompt_tokens, noise, max_new_tokens)
-    seeds = arguments.read_seeds(seed, prompt_tokens)
-    num_blocks = math.ceil(max_new_tokens / config.canvas_length)
-    return Plan(
-        prompt_tokens=prompt_tokens,
-        attention_mask=attention_mask,
-        num_cached=None if cache is None else cache.lengths,
-        noise=noise,
-        knobs=knobs,
-        num_blocks=num_blocks,
-        num_steps=num_steps,
-        canvas_len=config.canvas_length,
-        seeds=seeds.repeat(num_blocks, 1),
-        eos_token_ids=tuple(sorted(defaults.eos_token_id if eos_token_ids is None else eos_token_ids)),
-        pad_token_id=defaults.pad_token_id,
-        span=span,
-        noise_level=noise_level,
-    )
-
-
-@arguments.passes_on(read_plan)
+@passes_on(read_plan)
 def stream(model: Denoiser, prompt_tokens: Tensor, *, cache: PrefixCache | None = None, **options: Any) -> Events:
     """`generate` as a stream: yields a `StepRecord` after every step and a `BlockCommit` after every block.
 
@@ -355,7 +252,7 @@ def stream(model: Denoiser, prompt_tokens: Tensor, *, cache: PrefixCache | None 
     return run(model, read_plan(model, prompt_tokens, cache=cache, **options), cache)
 
 
-@arguments.passes_on(read_plan)
+@passes_on(read_plan)
 def generate(
     model: Denoiser,
     prompt_tokens: Tensor,
@@ -499,7 +396,7 @@ def denoise_canvas(
     here = torch.arange(state.batch_size, device=state.device)  # which of the given rows are still there
     drafts, num_forwards = state.draft.clone(), torch.zeros_like(here)
     # Asked of the class: a wrapper around an engine must not step past what it wraps.
-    advance = model.step if hasattr(type(model), "step") else partial(step, model)
+    advance: Any = model.step if hasattr(type(model), "step") else partial(step, model)  # type: ignore[attr-defined]
     while True:
         num_forwards[here] += 1
         state, record = advance(state, cache=cache, knobs=knobs)

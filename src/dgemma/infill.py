@@ -15,8 +15,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from dgemma import draws
 from dgemma.changes import Changes
-from dgemma.generate import Denoised, Denoiser, Knobs, OnStep, Plan, denoise_canvas, read_plan, start_state
+from dgemma.generate import Denoised, Denoiser, OnStep, denoise_canvas, start_state
 from dgemma.model.cache import PrefixCache
+from dgemma.plan import Knobs, Plan, read_plan
 from dgemma.state import DenoiseState
 
 _OPTIONS = frozenset({"steps", "noise", "sampler", "temperature", "stop", "top_k", "top_p", "seed", "allowed"})

@@ -15,8 +15,9 @@ from torch.utils._pytree import tree_map
 
 from dgemma import archive, arguments
 from dgemma.changes import Changes, apply_changes, knob_changes, list_changes
-from dgemma.generate import BlockCommit, Denoiser, Generation, Knobs, Moment, OnStep, Plan, StepRecord, drain, run
+from dgemma.generate import BlockCommit, Denoiser, Generation, Moment, OnStep, StepRecord, drain, run
 from dgemma.model.cache import PrefixCache
+from dgemma.plan import Knobs, Plan
 from dgemma.prediction import Prediction
 
 _KIND = "trajectory"
