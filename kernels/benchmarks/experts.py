@@ -1,7 +1,7 @@
 """The mixture-of-experts half of a layer at the published sizes: parity first, then time against read bandwidth.
 
 python kernels/benchmarks/experts.py            parity, every kernel of the half, the experts from 1 to 4,096 tokens
-python kernels/benchmarks/experts.py --sweep    parity and time of the promising tiles at one canvas
+python kernels/benchmarks/experts.py --sweep 256 512    parity and time of the promising tiles at 256 and at 512 tokens
 
 Weights are random, distinct in every layer (30 layers are 45 GB, so that no cache helps), and so is the routing: even
 over all experts, the worst case, or over a random 84 of them a layer, as seen on text.
@@ -9,9 +9,11 @@ over all experts, the worst case, or over a random 84 of them a layer, as seen o
 
 import argparse
 import contextlib
-import itertools
 import json
+import multiprocessing
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -158,10 +160,8 @@ def check_parity() -> None:
         check_router(layer, tokens)
         check_rest(layer, tokens)
         print(f"parity ok at {tokens:5d} tokens, experts' relative error {error:.2e}", flush=True)
-    if torch.cuda.get_device_capability() >= (9, 0):
-        with dependent_launch(True):
-            check_experts("256 tokens, even, dependent launches", layer, draw_index(256))
-            check_rest(layer, 256)
+    for tokens in (1, 256, 4096):
+        check_half(layer, tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,43 +238,77 @@ def time_rest(report: Report, layers: list[Layer], tokens: int) -> None:
     report.add("route" + what, timed, count, E * D * 2 + row, 2.0 * tokens * D * E)
     report.add("sort_by_expert" + what, each(lambda _: sort(index)), count, tokens * A * 8, 0)
     timed = each(lambda layer: mlp.gate_up_geglu(rows[0], layer.dense_gate_up))
-    report.add("dense gate_up_geglu (Triton)" + what, timed, count, up + row, 2 * flops)
-    timed = each(lambda layer: mlp.geglu(torch.mm(rows[0], layer.dense_gate_up.T)))
-    report.add("dense mm, then geglu (cuBLAS)" + what, timed, count, up + row, 2 * flops)
+    report.add("dense gate_up, geglu" + what, timed, count, up + row, 2 * flops)
     timed = each(lambda layer: torch.mm(dense_hidden, layer.dense_down.T))
-    report.add("dense down (cuBLAS)" + what, timed, count, down + 2 * row, flops)
+    report.add("dense down" + what, timed, count, down + 2 * row, flops)
     timed = each(lambda _: norms.layer_tail(*tail, EPS))
     report.add("layer_tail" + what, timed, count, (A + 4) * row, 0)
 
 
-def time_half(report: Report, layers: list[Layer], tokens: int, distinct: int) -> None:
-    """The half layer as it runs: router and sort beside the dense MLP, then the experts, then the tail."""
-    vectors, side = [draw_rows(D) for _ in range(8)], torch.cuda.Stream()
-    scalar, scale = torch.ones(1, dtype=torch.bfloat16, device=GPU), torch.ones(E, dtype=torch.bfloat16, device=GPU)
-    attention, start = draw_rows(tokens, D), draw_rows(tokens, D)
-    fixed = [draw_index(tokens, distinct) for _ in layers]
+@dataclass(frozen=True, kw_only=True)
+class Half:
+    """What the second half of every layer is given, and how its kernels are ordered."""
 
-    def half() -> None:
-        x = start
-        for layer, index in zip(layers, fixed, strict=True):
-            x, dense_in, expert_in, router_in = norms.attention_residual(attention, x, *vectors[:4], EPS)
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                weights, _ = router.route(router_in, layer.proj, scale, A)
-                tiles = sort(index)
+    attention: Tensor  # (M, D)
+    vectors: list[Tensor]
+    scalar: Tensor
+    scale: Tensor
+    side: torch.cuda.Stream | None
+
+    def __call__(self, x: Tensor, layer: Layer, index: Tensor | None = None) -> Tensor:
+        """x after one half layer. Routed by `index` where given; without a second stream everything is in one row."""
+        main, vectors = torch.cuda.current_stream(), self.vectors
+        x, dense_in, expert_in, router_in = norms.attention_residual(self.attention, x, *vectors[:4], EPS)
+        side = self.side or main
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
             dense = torch.mm(mlp.gate_up_geglu(dense_in, layer.dense_gate_up), layer.dense_down.T)
-            torch.cuda.current_stream().wait_stream(side)
-            rows = run_experts(expert_in, layer, weights, tiles)
-            x, _ = norms.layer_tail(x, dense, rows, *vectors[4:7], scalar, vectors[7], EPS)
+        weights, chosen = router.route(router_in, layer.proj, self.scale, A)
+        rows = run_experts(expert_in, layer, weights, sort(chosen if index is None else index))
+        main.wait_stream(side)
+        return norms.layer_tail(x, dense, rows, *vectors[4:7], self.scalar, vectors[7], EPS)[0]
 
+
+def draw_half(tokens: int, side: torch.cuda.Stream | None) -> Half:
+    ones = torch.ones(E, dtype=torch.bfloat16, device=GPU)
+    vectors = [draw_rows(D) for _ in range(8)]
+    return Half(attention=draw_rows(tokens, D), vectors=vectors, scalar=ones[:1], scale=ones, side=side)
+
+
+def check_half(layer: Layer, tokens: int) -> None:
+    """Two streams and dependent launches, in a graph, give bit for bit what a launch at a time gives."""
+    half, start = draw_half(tokens, torch.cuda.Stream()), draw_rows(tokens, D)
+    alone = replace(half, side=None)
+    with dependent_launch(False):
+        want = alone(alone(start, layer), layer)
+    half(start, layer)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = half(half(start, layer), layer)
+    for _ in range(20):
+        got.fill_(torch.nan)
+        graph.replay()
+        if not torch.equal(got, want):
+            raise SystemExit(f"PARITY FAILED, nothing timed: half layer, {tokens} tokens, depends on its launches.")
+
+
+def time_half(report: Report, layers: list[Layer], tokens: int, distinct: int) -> None:
+    """The half layer as it runs, and with each of the second stream and dependent launches left out."""
+    start, fixed = draw_rows(tokens, D), [draw_index(tokens, distinct) for _ in layers]
     active = sum(index.unique().numel() for index in fixed) / len(layers)
     num_bytes = (active * 3 * F * D + 3 * DENSE * D + E * D) * 2
     flops = 6.0 * tokens * D * (A * F + DENSE)
-    for dependent in (False, True)[: 1 + (torch.cuda.get_device_capability() >= (9, 0))]:
+    for streams, dependent in ((1, False), (2, False), (1, True), (2, True)):
+        half = draw_half(tokens, torch.cuda.Stream() if streams == 2 else None)
+
+        def run(half: Half = half) -> None:
+            x = start
+            for layer, index in zip(layers, fixed, strict=True):
+                x = half(x, layer, index)
+
         with dependent_launch(dependent):
-            name = f"half layer, {tokens} tokens, {'dependent' if dependent else 'plain'} launches"
-            note = f"{active:.1f} active experts"
-            total = report.add(name, time_graph(half), len(layers), num_bytes, flops, note)
+            name = f"half layer, {tokens} tokens, {streams} stream{'s' * (streams > 1)}{', dependent' * dependent}"
+            total = report.add(name, time_graph(run), len(layers), num_bytes, flops, f"{active:.1f} active experts")
             print(f"{'':42s} 30 layers: {total * 30 / 1e3:.2f} ms", flush=True)
 
 
@@ -291,63 +325,38 @@ def expert_table(table: tuple[configs.ExpertConfig, ...]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def dependent_launch(dependent: bool) -> Iterator[None]:
-    table = configs.EXPERTS.get(configs.gpu_name(GPU), configs.EXPERTS["default"])
-    with expert_table(tuple(replace(config, dependent=dependent) for config in table)):
+    before = configs.DEPENDENT_LAUNCH
+    configs.DEPENDENT_LAUNCH = before if dependent else set()
+    try:
         yield
+    finally:
+        configs.DEPENDENT_LAUNCH = before
 
 
-GATE_UP_TILES = [
-    (64, 128, 4, 4),
-    (64, 128, 4, 3),
-    (64, 128, 8, 4),
-    (64, 64, 4, 4),
-    (64, 64, 4, 5),
-    (64, 64, 4, 8),
-    (64, 64, 8, 5),
-    (64, 256, 4, 2),
-    (128, 64, 4, 4),
-    (128, 64, 8, 5),
-    (128, 128, 8, 2),
-    (32, 128, 4, 4),
-    (32, 256, 4, 3),
-]
-DOWN_TILES = [
-    (64, 64, 4, 3),
-    (64, 64, 4, 4),
-    (64, 64, 4, 6),
-    (64, 128, 4, 3),
-    (64, 128, 4, 4),
-    (64, 64, 8, 4),
-    (128, 64, 4, 3),
-    (128, 64, 4, 4),
-    (128, 64, 8, 4),
-    (128, 128, 4, 3),
-    (128, 128, 8, 4),
-    (256, 64, 8, 3),
-    (256, 64, 8, 4),
-    (32, 128, 4, 4),
-]
-
-DENSE_TILES = [
-    (64, 64, 128, 4, 4),
-    (64, 64, 64, 4, 6),
-    (64, 64, 128, 8, 4),
-    (128, 64, 64, 4, 4),
-    (128, 64, 64, 8, 4),
-    (128, 128, 64, 8, 3),
-    (256, 64, 64, 8, 3),
-    (32, 64, 128, 4, 4),
-]
+# (columns, depth, warps, stages) worth trying, by rows of a tile; and the rows by tokens.
+GATE_UP_TILES = {
+    16: [(64, 128, 4, 4), (64, 64, 4, 8), (32, 128, 4, 4), (32, 256, 4, 3), (16, 256, 4, 4)],
+    32: [(64, 64, 4, 8), (64, 128, 4, 4), (128, 64, 8, 5)],
+    64: [(64, 64, 4, 4), (64, 64, 4, 6), (64, 64, 4, 8), (64, 128, 4, 4), (128, 64, 8, 4), (128, 64, 8, 5)],
+    128: [(64, 64, 4, 4), (64, 64, 4, 6), (64, 64, 8, 6), (128, 64, 8, 3), (128, 64, 8, 4)],
+}
+DOWN_TILES = {
+    16: [(64, 64, 4, 3), (64, 64, 4, 4), (64, 64, 4, 6), (32, 128, 4, 4)],
+    32: [(64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 8, 4)],
+    64: [(64, 64, 4, 3), (64, 64, 4, 4), (64, 64, 4, 6), (128, 64, 4, 4), (128, 64, 8, 4), (256, 64, 8, 4)],
+    128: [(64, 64, 4, 5), (128, 64, 4, 4), (128, 64, 8, 4), (128, 64, 8, 5), (128, 128, 8, 3)],
+}
 
 
 def sweep(report: Report, layers: list[Layer], tokens: int, distinct: int) -> None:
-    """Tiles of gate_up alone, of down alone, with L2 prefetch, then the best few together with dependent launches."""
-    base = configs.expert_config(tokens, GPU)
+    """Tiles of gate_up alone and of down alone for each sensible number of rows, then the best of each together."""
     index = [draw_index(tokens, distinct) for _ in layers]
     active = sum(i.unique().numel() for i in index) / len(layers)
     x, weights, hidden = draw_rows(tokens, D), torch.rand(tokens, A, device=GPU), draw_rows(tokens * A, F)
+    first, second = active * 2 * F * D * 2, active * F * D * 2
+    flops = 6.0 * tokens * A * D * F
 
-    def timed(config: configs.ExpertConfig, which: str, num_bytes: float) -> float:
+    def timed(config: configs.ExpertConfig, which: str, num_bytes: float, flops: float) -> float:
         def run() -> None:
             for layer, tile in zip(layers, tiles, strict=True):
                 if which == "gate_up":
@@ -358,82 +367,69 @@ def sweep(report: Report, layers: list[Layer], tokens: int, distinct: int) -> No
                     run_experts(x, layer, weights, tile)
 
         shown = {"gate_up": [config.gate_up], "down": [config.down]}.get(which, [config.gate_up, config.down])
-        name = f"{which} {config.rows} rows, {' and '.join(map(label, shown))}{', dependent' * config.dependent}"
+        name = f"{which} {tokens}: {config.rows} rows, {' and '.join(map(label, shown))}"
         try:
-            with expert_table((replace(config, max_tokens=1 << 62),)):
-                check_experts(name, layers[0], index[0])
+            with expert_table((config,)):
+                if which == "both":
+                    check_experts(name, layers[0], index[0])
                 tiles = [sort(i) for i in index]
-                return report.add(name, time_graph(run, replays=15), len(layers), num_bytes, 0)
+                return report.add(name, time_graph(run, replays=15), len(layers), num_bytes, flops)
         except (Exception, SystemExit) as error:  # a tile that does not fit, or is wrong, is a result of the sweep
             print(f"{name}: {type(error).__name__}: {str(error)[:100]}", flush=True)
             return float("inf")
 
-    first, second = active * 2 * F * D * 2, active * F * D * 2
-    print(f"{active:.1f} active experts", flush=True)
-    rows_choices = sorted({base.rows, max(base.rows // 2, 16)}, reverse=True)
-    ups, downs = {}, {}
-    for shape in GATE_UP_TILES:
-        config = replace(base, gate_up=make_tile(*shape), dependent=False)
-        ups[config.gate_up] = timed(config, "gate_up", first)
-    for shape in DOWN_TILES:
-        config = replace(base, down=make_tile(*shape), dependent=False)
-        downs[config.down] = timed(config, "down", second)
-    for tile in sorted(downs, key=downs.__getitem__)[:4]:
-        fetching = replace(tile, prefetch=True)
-        downs[fetching] = timed(replace(base, down=fetching, dependent=False), "down", second)
-    best_ups, best_downs = (sorted(found, key=found.__getitem__)[:2] for found in (ups, downs))
+    print(f"{tokens} tokens, {active:.1f} active experts", flush=True)
     together = {}
-    for up, down, dependent, rows in itertools.product(best_ups, best_downs, (False, True), rows_choices):
-        config = replace(base, gate_up=up, down=down, dependent=dependent, rows=rows)
-        together[config] = timed(config, "both", first + second)
+    for rows in rows_worth_trying(tokens):
+        ups, downs = {}, {}
+        for shape in GATE_UP_TILES[rows]:
+            config = make_config(rows, shape, DOWN_TILES[rows][0])
+            ups[shape] = timed(config, "gate_up", first, flops * 2 / 3)
+        for shape in DOWN_TILES[rows]:
+            config = make_config(rows, GATE_UP_TILES[rows][0], shape)
+            downs[shape] = timed(config, "down", second, flops / 3)
+        best = make_config(rows, min(ups, key=ups.__getitem__), min(downs, key=downs.__getitem__))
+        together[best] = timed(best, "both", first + second, flops)
     best = min(together, key=together.__getitem__)
-    print(
-        f"BEST at {tokens} tokens: {together[best]:.1f} us a layer, {together[best] * 30 / 1e3:.2f} ms for 30\n{best}"
-    )
+    print(f"BEST at {tokens}: {together[best]:.1f} us a layer, {together[best] * 30 / 1e3:.2f} ms for 30\n{best}")
 
 
-def sweep_dense(report: Report, layers: list[Layer], tokens: int) -> None:
-    """Tiles of the dense gated product beside cuBLAS and a separate GeGLU."""
-    x, name = draw_rows(tokens, D), configs.gpu_name(GPU)
-    before = configs.DENSE.get(name, configs.DENSE["default"])
-    num_bytes, flops = 2 * DENSE * D * 2 + tokens * D * 2, 4.0 * tokens * DENSE * D
-    want = reference.gate_up_geglu(x.double(), layers[0].dense_gate_up.double())
+def rows_worth_trying(tokens: int) -> list[int]:
+    """Tiles that hold an expert's average rows, and half of them, once: smaller ones repeat weights, larger waste."""
+    rows = max(min(1 << (tokens * A // E).bit_length(), 128), 16)
+    return [rows] if rows == 16 else [rows // 2, rows]
 
-    def fused() -> None:
-        for layer in layers:
-            mlp.gate_up_geglu(x, layer.dense_gate_up)
 
-    def separate() -> None:
-        for layer in layers:
-            mlp.geglu(torch.mm(x, layer.dense_gate_up.T))
+def compile_tile(rows: int, gate_up: tuple[int, ...] | None, down: tuple[int, ...] | None) -> None:
+    """Leaves one tile's kernel in Triton's cache: the sweep's own process then loads it. One expert's weights do."""
+    tiles = router.sort_by_expert(torch.zeros(8, A, dtype=torch.int32, device=GPU), 1, rows)
+    with contextlib.suppress(Exception), expert_table((make_config(rows, gate_up or down, down or gate_up),)):
+        if gate_up:
+            experts.expert_gate_up(draw_rows(8, D), draw_rows(1, 2 * F, D), tiles)
+        else:
+            weights = torch.ones(8, A, device=GPU)
+            experts.expert_down(draw_rows(8 * A, F), draw_rows(1, D, F), weights, tiles)
 
-    report.add("dense, cuBLAS then geglu", time_graph(separate, replays=15), len(layers), num_bytes, flops)
-    for rows, *shape in DENSE_TILES:
-        config = configs.DenseConfig(max_tokens=1 << 62, rows=rows, tile=make_tile(*shape))
-        shown = f"dense {rows} rows, {label(config.tile)}"
-        configs.DENSE[name] = (config,)
-        try:
-            with poisoned_memory():
-                got = mlp.gate_up_geglu(x, layers[0].dense_gate_up)
-            demand_parity(shown, got, want, LIMIT)
-            report.add(shown, time_graph(fused, replays=15), len(layers), num_bytes, flops)
-        except (Exception, SystemExit) as error:
-            print(f"{shown}: {type(error).__name__}: {str(error)[:100]}", flush=True)
-    configs.DENSE[name] = before
+
+def compile_tiles(rows: set[int]) -> None:
+    jobs = [(r, shape, None) for r in rows for shape in GATE_UP_TILES[r]]
+    jobs += [(r, None, shape) for r in rows for shape in DOWN_TILES[r]]
+    with ProcessPoolExecutor(min(len(jobs), os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(compile_tile, *zip(*jobs, strict=True)))
+
+
+def make_config(rows: int, gate_up: tuple[int, ...], down: tuple[int, ...]) -> configs.ExpertConfig:
+    tiles = (configs.Tile(cols=c, depth=d, warps=w, stages=s) for c, d, w, s in (gate_up, down))
+    return configs.ExpertConfig(max_tokens=1 << 62, rows=rows, **dict(zip(("gate_up", "down"), tiles, strict=True)))
 
 
 def label(tile: configs.Tile) -> str:
-    return f"{tile.cols}x{tile.depth} w{tile.warps} s{tile.stages}{' fetch' * tile.prefetch}"
-
-
-def make_tile(cols: int, depth: int, warps: int, stages: int) -> configs.Tile:
-    return configs.Tile(cols=cols, depth=depth, warps=warps, stages=stages)
+    return f"{tile.cols}x{tile.depth} w{tile.warps} s{tile.stages}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sweep", action="store_true", help="compare tiles instead of timing the chosen ones")
-    parser.add_argument("--tokens", type=int, default=256, help="rows of the sweep")
+    parser.add_argument("--sweep", type=int, nargs="+", metavar="TOKENS", help="compare tiles at these sizes instead")
     parser.add_argument("--distinct", type=int, default=E, help="experts the sweep's routing is drawn from")
     parser.add_argument("--layers", type=int, default=30, help="distinct layers of weights, 1.5 GB each")
     parser.add_argument("--output", type=Path, help="where to write the numbers as JSON")
@@ -446,9 +442,10 @@ def main() -> None:
     print(f"read bandwidth {report.bandwidth / 1e12:.2f} TB/s", flush=True)
     try:
         if arguments.sweep:
+            compile_tiles({rows for tokens in arguments.sweep for rows in rows_worth_trying(tokens)})
             layers = [draw_layer() for _ in range(min(arguments.layers, 8))]
-            sweep_dense(report, layers, arguments.tokens)
-            sweep(report, layers, arguments.tokens, arguments.distinct)
+            for tokens in arguments.sweep:
+                sweep(report, layers, tokens, arguments.distinct)
         else:
             check_parity()
             time_all(report, [draw_layer() for _ in range(arguments.layers)])
@@ -459,11 +456,11 @@ def main() -> None:
 
 
 def time_all(report: Report, layers: list[Layer]) -> None:
-    for tokens, distinct in ((256, E), (256, 84), (512, E), (1024, E), (4096, E), (1, E), (16, E)):
+    for tokens, distinct in ((256, E), (256, 84), (512, E), (1024, E), (2048, E), (4096, E), (1, E), (16, E)):
         time_experts(report, layers, tokens, distinct)
     for tokens in (256, 1024, 1):
         time_rest(report, layers, tokens)
-    for tokens, distinct in ((256, E), (256, 84), (1024, E), (1, E)):
+    for tokens, distinct in ((256, E), (256, 84), (512, E), (1, E)):
         time_half(report, layers, tokens, distinct)
 
 

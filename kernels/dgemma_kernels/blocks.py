@@ -23,20 +23,12 @@ def gelu_tanh_times(gate: tl.tensor, up: tl.tensor, dtype: tl.constexpr) -> tl.t
 
 
 @triton.jit
-def prefetch_to_l2(address: tl.tensor, num_bytes: tl.tensor) -> None:
-    """One thread asks the copy engine for `num_bytes`, a multiple of 16, at `address` and nobody waits. Hopper."""
-    tl.inline_asm_elementwise(
-        """{
-            .reg .pred first;
-            .reg .u32 thread;
-            mov.u32 thread, %tid.x;
-            setp.eq.u32 first, thread, 0;
-            @first cp.async.bulk.prefetch.L2.global [$1], $2;
-            mov.u32 $0, 0;
-        }""",
-        "=r,l,r",
-        [address, num_bytes],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+def wait_for_launches_before(DEPENDENT: tl.constexpr) -> None:
+    """Under programmatic dependent launch (`configs.dependent_launch`), the start of what needs earlier kernels.
+
+    Waits until the kernel in front is complete and only then lets the next one start. As every kernel here does both,
+    all kernels further in front are complete too. Before it, only the model's weights may be read, nothing written.
+    """
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()

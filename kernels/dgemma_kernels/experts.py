@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgemma_kernels.blocks import gelu_tanh_times, inside, prefetch_to_l2
-from dgemma_kernels.configs import expert_config
+from dgemma_kernels.blocks import gelu_tanh_times, inside, wait_for_launches_before
+from dgemma_kernels.configs import dependent_launch, expert_config
 from dgemma_kernels.router import ExpertTiles
 
 
@@ -29,8 +29,7 @@ def expert_gate_up(x: Tensor, gate_up_proj: Tensor, tiles: ExpertTiles) -> Tenso
             f"expert_gate_up.tiles must be of the same {x.shape[0]} tokens, got {tiles.pairs.numel()} pairs of "
             f"{tiles.num_active} a token."
         )
-    config = expert_config(x.shape[0], x.device)
-    tile = config.gate_up
+    tile = expert_config(x.shape[0], x.device).gate_up
     num_experts, double, width = gate_up_proj.shape
     hidden_width = double // 2
     out = torch.empty(tiles.pairs.numel(), hidden_width, dtype=x.dtype, device=x.device)
@@ -50,9 +49,9 @@ def expert_gate_up(x: Tensor, gate_up_proj: Tensor, tiles: ExpertTiles) -> Tenso
         ROWS=tiles.rows_per_tile,
         COLS=tile.cols,
         DEPTH=tile.depth,
-        DEPENDENT=config.dependent,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **dependent_launch(x.device),
     )
     return out
 
@@ -71,12 +70,10 @@ def expert_down(hidden: Tensor, down_proj: Tensor, weights: Tensor, tiles: Exper
             f"expert_down must be given the {num_pairs} pairs of its tiles, got hidden {tuple(hidden.shape)} and "
             f"weights {tuple(weights.shape)}."
         )
-    config = expert_config(num_pairs // tiles.num_active, hidden.device)
-    tile = config.down
+    tile = expert_config(num_pairs // tiles.num_active, hidden.device).down
     num_experts, width, hidden_width = down_proj.shape
     out = torch.empty(num_pairs // tiles.num_active, tiles.num_active, width, dtype=hidden.dtype, device=hidden.device)
     grid_tiles = _grid_tiles(tiles, num_experts)
-    launch = {"launch_pdl": True} if config.dependent else {}
     _expert_down_kernel[(triton.cdiv(width, tile.cols) * grid_tiles,)](
         hidden,
         down_proj,
@@ -91,20 +88,20 @@ def expert_down(hidden: Tensor, down_proj: Tensor, weights: Tensor, tiles: Exper
         ROWS=tiles.rows_per_tile,
         COLS=tile.cols,
         DEPTH=tile.depth,
-        DEPENDENT=config.dependent,
-        PREFETCH=tile.prefetch,
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **launch,
+        **dependent_launch(hidden.device),
     )
     return out
 
 
 def _grid_tiles(tiles: ExpertTiles, num_experts: int) -> int:
-    # Programs step over tiles this far apart. At one canvas the bound on tiles is half as large again as what even
-    # routing uses; a program that finds nothing to do still costs a launch, a second tile where there is one less.
+    # Programs step over tiles this far apart. The bound on tiles is half as large again as what even routing uses at
+    # one canvas, and a program that finds nothing to do still costs a launch, a second tile where there is one less.
+    # Where experts of several tiles are the rule, these must run side by side to share the weights in cache.
     num_pairs = tiles.pairs.numel()
-    return max(min(num_experts, num_pairs), num_pairs // tiles.rows_per_tile)
+    several = 2 * num_pairs > num_experts * tiles.rows_per_tile
+    return tiles.tiles.shape[0] if several else min(num_experts, num_pairs)
 
 
 @triton.jit(do_not_specialize=["grid_tiles", "max_tiles"])
@@ -125,13 +122,12 @@ def _expert_gate_up_kernel(
     DEPENDENT: tl.constexpr,
 ) -> None:
     COL_BLOCKS: tl.constexpr = (HIDDEN + COLS - 1) // COLS
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
     cols = tl.program_id(0) % COL_BLOCKS * COLS + tl.arange(0, COLS)
     col_inside = inside(cols, HIDDEN, HIDDEN % COLS == 0)
     depth = tl.arange(0, DEPTH)
     slots = tl.arange(0, ROWS)
     tile = tl.program_id(0) // COL_BLOCKS
+    wait_for_launches_before(DEPENDENT)
     expert, first, num_rows = tl.load(tiles + tile * 3), tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
     while num_rows > 0:
         row_inside = slots < num_rows
@@ -173,7 +169,6 @@ def _expert_down_kernel(
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
     DEPENDENT: tl.constexpr,
-    PREFETCH: tl.constexpr,
 ) -> None:
     COL_BLOCKS: tl.constexpr = (WIDTH + COLS - 1) // COLS
     cols = tl.program_id(0) % COL_BLOCKS * COLS + tl.arange(0, COLS)
@@ -181,18 +176,9 @@ def _expert_down_kernel(
     depth = tl.arange(0, DEPTH)
     slots = tl.arange(0, ROWS)
     tile = tl.program_id(0) // COL_BLOCKS
+    wait_for_launches_before(DEPENDENT)
     expert, first, num_rows = tl.load(tiles + tile * 3), tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
     while num_rows > 0:
-        if PREFETCH:
-            tl.static_assert(WIDTH % COLS == 0)
-            block = expert.to(tl.int64) * WIDTH + tl.program_id(0) % COL_BLOCKS * COLS
-            prefetch_to_l2(
-                down_proj + block * HIDDEN, COLS * HIDDEN * down_proj.dtype.element_ty.primitive_bitwidth // 8
-            )
-        if DEPENDENT:
-            # The tiles and weights are older than gate_up's launch; only its rows have to be waited for.
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
         row_inside = slots < num_rows
         pair = tl.load(pairs + first + slots, mask=row_inside, other=0)
         inputs = hidden + (first + slots)[:, None].to(tl.int64) * HIDDEN + depth[None, :]

@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgemma_kernels.configs import expert_config
+from dgemma_kernels.blocks import wait_for_launches_before
+from dgemma_kernels.configs import dependent_launch
 
 _MAX_WIDTH = 16384
 
@@ -67,6 +68,7 @@ def attention_residual(
         width,
         BLOCK=triton.next_power_of_2(width),
         num_warps=_num_warps(width),
+        **dependent_launch(residual.device),
     )
     return x, dense, expert, router
 
@@ -103,8 +105,6 @@ def layer_tail(
             f"{tuple(residual.shape)}, got {tuple(expert_rows.shape)}."
         )
     x, normed = torch.empty_like(residual), torch.empty_like(residual)
-    dependent = expert_config(residual.numel() // width, residual.device).dependent
-    launch = {"launch_pdl": True} if dependent else {}
     _layer_tail_kernel[(residual.numel() // width,)](
         residual,
         dense,
@@ -119,10 +119,9 @@ def layer_tail(
         eps,
         width,
         NUM_ACTIVE=num_active,
-        DEPENDENT=dependent,
         BLOCK=triton.next_power_of_2(width),
         num_warps=_num_warps(width),
-        **launch,
+        **dependent_launch(residual.device),
     )
     return x, normed
 
@@ -161,12 +160,14 @@ def _attention_residual_kernel(
     eps: tl.tensor,
     root: tl.tensor,
     width: tl.tensor,
+    DEPENDENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     dtype = x.dtype.element_ty
     cols = tl.arange(0, BLOCK)
     inside = cols < width
     at = tl.program_id(0).to(tl.int64) * width + cols
+    wait_for_launches_before(DEPENDENT)
 
     update = tl.load(attention + at, mask=inside, other=0.0).to(tl.float32)
     update *= _inverse_rms(update, width, eps)
@@ -210,8 +211,7 @@ def _layer_tail_kernel(
     inside = cols < width
     row = tl.program_id(0).to(tl.int64)
     at = row * width + cols
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
+    wait_for_launches_before(DEPENDENT)
 
     moe = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(NUM_ACTIVE):

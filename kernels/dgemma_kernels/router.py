@@ -1,4 +1,4 @@
-"""From router inputs to tiles of rows by expert: who computes what, decided on the device in two launches.
+"""From router inputs to tiles of rows by expert: who computes what, decided on the device in three launches.
 
 The norm, scale and root in front of the product are `norms.attention_residual`'s, which already has the statistic.
 No atomics: the same input gives the same order, run after run. Reference twin: `reference`.
@@ -11,7 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgemma_kernels.blocks import inside
+from dgemma_kernels.blocks import inside, wait_for_launches_before
+from dgemma_kernels.configs import dependent_launch
+
+# Of the product's depth a program: with all of it, one program reads all weights at a single multiprocessor's pace.
+_SPLIT_DEPTH = 256
 
 
 class ExpertTiles(NamedTuple):
@@ -46,26 +50,39 @@ def route(router_input: Tensor, proj: Tensor, per_expert_scale: Tensor, num_acti
         raise ValueError(f"route.num_active must be in 1..E with E <= 256, got {num_active} of {num_experts} experts.")
     if not (router_input.is_contiguous() and proj.is_contiguous() and per_expert_scale.is_contiguous()):
         raise ValueError("route must be given contiguous tensors. Call .contiguous() on them first.")
+    splits = triton.cdiv(width, _SPLIT_DEPTH)
+    rows = 16 if num_tokens <= 16 else 64
+    partial = torch.empty(splits, num_tokens, num_experts, dtype=torch.float32, device=router_input.device)
     weights = torch.empty(num_tokens, num_active, dtype=torch.float32, device=router_input.device)
     index = torch.empty(num_tokens, num_active, dtype=torch.int32, device=router_input.device)
-    # Few rows a program: at one canvas the time is that of reading the weights out of L2 once per multiprocessor.
-    rows = 16 if num_tokens <= 1024 else 32
-    _route_kernel[(triton.cdiv(num_tokens, rows),)](
+    experts = max(triton.next_power_of_2(num_experts), 16)
+    _partial_scores_kernel[(triton.cdiv(num_tokens, rows), splits)](
         router_input,
         proj,
+        partial,
+        num_tokens,
+        WIDTH=width,
+        NUM_EXPERTS=num_experts,
+        EXPERTS=experts,
+        ROWS=rows,
+        DEPTH=_SPLIT_DEPTH,
+        num_warps=8,
+        **dependent_launch(router_input.device),
+    )
+    _choose_experts_kernel[(num_tokens,)](
+        partial,
+        router_input,
         per_expert_scale,
         weights,
         index,
         num_tokens,
-        WIDTH=width,
+        SPLITS=splits,
         NUM_EXPERTS=num_experts,
         NUM_ACTIVE=num_active,
-        EXPERTS=max(triton.next_power_of_2(num_experts), 16),
+        EXPERTS=experts,
         ACTIVE=triton.next_power_of_2(num_active),
-        ROWS=rows,
-        DEPTH=64,
-        num_warps=4,
-        num_stages=4,
+        num_warps=1,
+        **dependent_launch(router_input.device),
     )
     return weights, index
 
@@ -92,61 +109,83 @@ def sort_by_expert(index: Tensor, num_experts: int, rows_per_tile: int) -> Exper
         max_tiles,
         ROWS=rows_per_tile,
         EXPERTS=max(triton.next_power_of_2(num_experts), 2),
-        BLOCK=min(max(triton.next_power_of_2(num_pairs), 128), 2048),
-        num_warps=4,
+        BLOCK=min(max(triton.next_power_of_2(num_pairs), 128), 4096),
+        num_warps=8,
+        **dependent_launch(index.device),
     )
     return ExpertTiles(pairs, tiles, index.shape[1], rows_per_tile)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _route_kernel(
+def _partial_scores_kernel(
     router_input: tl.tensor,
     proj: tl.tensor,
+    partial: tl.tensor,
+    num_tokens: tl.tensor,
+    WIDTH: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+) -> None:
+    """All experts' scores of ROWS tokens over one block of the depth, which is one load and one product."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    experts = tl.arange(0, EXPERTS)
+    depth = tl.program_id(1) * DEPTH + tl.arange(0, DEPTH)
+    row_inside = (rows < num_tokens)[:, None]
+    expert_inside = inside(experts, NUM_EXPERTS, NUM_EXPERTS == EXPERTS)
+    left = inside(depth, WIDTH, WIDTH % DEPTH == 0)[None, :]
+    w = tl.load(proj + experts[:, None] * WIDTH + depth[None, :], mask=expert_inside[:, None] & left, other=0.0)
+    wait_for_launches_before(DEPENDENT)
+    x = tl.load(router_input + rows[:, None].to(tl.int64) * WIDTH + depth[None, :], mask=row_inside & left, other=0.0)
+    scores = tl.dot(w, x.T, input_precision="ieee").T
+    at = (tl.program_id(1) * num_tokens + rows)[:, None].to(tl.int64) * NUM_EXPERTS + experts[None, :]
+    tl.store(partial + at, scores, mask=row_inside & expert_inside[None, :])
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _choose_experts_kernel(
+    partial: tl.tensor,
+    router_input: tl.tensor,
     per_expert_scale: tl.tensor,
     weights: tl.tensor,
     index: tl.tensor,
     num_tokens: tl.tensor,
-    WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     NUM_ACTIVE: tl.constexpr,
     EXPERTS: tl.constexpr,
     ACTIVE: tl.constexpr,
-    ROWS: tl.constexpr,
-    DEPTH: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """One warp a token, so that every reduction over the experts stays in registers."""
+    token = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, EXPERTS)
-    depth = tl.arange(0, DEPTH)
-    row_inside = rows < num_tokens
-    expert_inside = inside(experts, NUM_EXPERTS, NUM_EXPERTS == EXPERTS)[:, None]
-    inputs = router_input + rows[:, None].to(tl.int64) * WIDTH + depth[None, :]
-    kernels = proj + experts[:, None] * WIDTH + depth[None, :]
-    scores = tl.zeros([EXPERTS, ROWS], tl.float32)
-    for start in range(0, WIDTH, DEPTH):
-        left = inside(depth, WIDTH - start, WIDTH % DEPTH == 0)[None, :]
-        w = tl.load(kernels + start, mask=expert_inside & left, other=0.0)
-        x = tl.load(inputs + start, mask=row_inside[:, None] & left, other=0.0)
-        scores = tl.dot(w, x.T, scores, input_precision="ieee")
+    expert_inside = inside(experts, NUM_EXPERTS, NUM_EXPERTS == EXPERTS)
+    wait_for_launches_before(DEPENDENT)
+    scores = tl.zeros([EXPERTS], tl.float32)
+    for split in tl.static_range(SPLITS):
+        scores += tl.load(partial + (split * num_tokens + token) * NUM_EXPERTS + experts, mask=expert_inside, other=0.0)
     scores = scores.to(router_input.dtype.element_ty).to(tl.float32)
     scores = tl.where(expert_inside, scores, float("-inf"))
-    probabilities = tl.exp(scores - tl.max(scores, 0)[None, :])
-    probabilities /= tl.sum(probabilities, 0)[None, :]
+    probabilities = tl.exp(scores - tl.max(scores, 0))
+    probabilities /= tl.sum(probabilities, 0)
 
     slots = tl.arange(0, ACTIVE)
-    top = tl.zeros([ACTIVE, ROWS], tl.float32)
-    chosen = tl.zeros([ACTIVE, ROWS], tl.int32)
+    top = tl.zeros([ACTIVE], tl.float32)
+    chosen = tl.zeros([ACTIVE], tl.int32)
     for k in tl.static_range(NUM_ACTIVE):
-        largest = tl.max(probabilities, 0)
-        first = tl.min(tl.where(probabilities == largest[None, :], experts[:, None], NUM_EXPERTS - 1), 0)
-        top = tl.where(slots[:, None] == k, largest[None, :], top)
-        chosen = tl.where(slots[:, None] == k, first[None, :], chosen)
-        probabilities = tl.where(experts[:, None] == first[None, :], -1.0, probabilities)
-    top /= tl.sum(top, 0)[None, :]
+        largest, first = tl.max(probabilities, 0, return_indices=True)
+        first = tl.minimum(first, NUM_EXPERTS - 1)  # where scores are NaN, any index comes first
+        top = tl.where(slots == k, largest, top)
+        chosen = tl.where(slots == k, first, chosen)
+        probabilities = tl.where(experts == first, -1.0, probabilities)
+    top /= tl.sum(top, 0)
     top *= tl.load(per_expert_scale + chosen).to(tl.float32)
-    at = rows[None, :] * NUM_ACTIVE + slots[:, None]
-    mask = row_inside[None, :] & (slots[:, None] < NUM_ACTIVE)
-    tl.store(weights + at, top, mask=mask)
-    tl.store(index + at, chosen, mask=mask)
+    at = token * NUM_ACTIVE + slots
+    tl.store(weights + at, top, mask=slots < NUM_ACTIVE)
+    tl.store(index + at, chosen, mask=slots < NUM_ACTIVE)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "max_tiles"])
@@ -159,12 +198,14 @@ def _sort_by_expert_kernel(
     ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
     """One program an expert. Each counts all experts for itself, which is cheaper than a launch to share the counts."""
     mine = tl.program_id(0)
     slots = tl.arange(0, BLOCK)
     experts = tl.arange(0, EXPERTS)
     counts = tl.zeros([EXPERTS], tl.int32)
+    wait_for_launches_before(DEPENDENT)
     for start in range(0, num_pairs, BLOCK):
         mask = start + slots < num_pairs
         expert = tl.load(index + start + slots, mask=mask, other=0)

@@ -1,11 +1,11 @@
-"""The mixture-of-experts half of a layer at the published sizes, for one token, a canvas, four, and sixteen."""
+"""The mixture-of-experts half of a layer at the published sizes, from one token to sixteen canvases."""
 
 import torch
 
 from dgemma_kernels import configs, experts, mlp, norms, router
 
 E, A, D, F, DENSE = 128, 8, 2816, 704, 2112
-WGMMA = {"_route_kernel", "_expert_gate_up_kernel", "_expert_down_kernel", "_gate_up_geglu_kernel"}
+WGMMA = {"_partial_scores_kernel", "_expert_gate_up_kernel", "_expert_down_kernel"}
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -18,10 +18,6 @@ def run_experts(tokens: int) -> None:
     experts.expert_down(hidden, empty(E, D, F), empty(tokens, A, dtype=torch.float32), tiles)
 
 
-def run_dense(tokens: int) -> None:
-    mlp.gate_up_geglu(empty(tokens, D), empty(2 * DENSE, D))
-
-
 def run_norms() -> None:
     row, vector = empty(256, D), empty(D)
     norms.rms_norm(row, vector, 1e-6)
@@ -32,9 +28,13 @@ def run_norms() -> None:
 
 
 CALLS = {
-    **{f"experts, {tokens} tokens": lambda tokens=tokens: run_experts(tokens) for tokens in (1, 256, 1024, 4096)},
-    **{f"dense, {tokens} tokens": lambda tokens=tokens: run_dense(tokens) for tokens in (256, 4096)},
-    "router, 256 tokens": lambda: router.route(empty(256, D), empty(E, D), empty(E), A),
-    "router, 4096 tokens": lambda: router.route(empty(4096, D), empty(E, D), empty(E), A),
+    **{
+        f"experts, {tokens} tokens": lambda tokens=tokens: run_experts(tokens)
+        for tokens in (1, 16, 256, 512, 1024, 4096)
+    },
+    **{
+        f"router, {tokens} tokens": lambda tokens=tokens: router.route(empty(tokens, D), empty(E, D), empty(E), A)
+        for tokens in (1, 256, 4096)
+    },
     "norms": run_norms,
 }

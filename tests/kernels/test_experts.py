@@ -72,14 +72,19 @@ def test_summed_rows_equal_transformers_experts(routing, device):
     assert (got - want).norm() / want.norm() < LIMITS[torch.float32]
 
 
-def test_more_tiles_than_programs_are_all_computed(device, monkeypatch):
-    # 17 rows an expert are two tiles of 16 each: twelve tiles, and 102 // 16 or six experts make a grid of six.
+@pytest.mark.parametrize(
+    ("rows_of_experts", "num_tiles"),
+    # Six programs' worth of tiles for eight; then so many that every possible tile has its programs.
+    [([17, 17, 1, 1, 1, 1], 8), ([17, 17, 17, 17, 17, 17], 12)],
+    ids=["more-tiles-than-programs", "more-programs-than-tiles"],
+)
+def test_every_tile_is_computed(rows_of_experts, num_tiles, device, monkeypatch):
     config = replace(configs.EXPERTS["default"][0], rows=16)
     monkeypatch.setitem(configs.EXPERTS, "default", (config,))
-    index = torch.arange(102, dtype=torch.int32, device=device).remainder(E)[:, None].contiguous()
+    index = torch.arange(E).repeat_interleave(torch.tensor(rows_of_experts))[:, None].int().to(device)
     inputs = draw(index, D, F, torch.float32, device)
     tiles = router.sort_by_expert(index, E, 16)
-    assert (tiles.tiles[:, 2] > 0).sum() == 12
+    assert (tiles.tiles[:, 2] > 0).sum() == num_tiles
     hidden = reference.expert_gate_up(inputs[0].double(), inputs[1].double(), tiles)
     want = reference.expert_down(hidden, inputs[2].double(), inputs[3].double(), tiles)
     assert (run(index, *inputs) - want).norm() / want.norm() < LIMITS[torch.float32]

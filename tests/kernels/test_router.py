@@ -7,7 +7,8 @@ from torch import Tensor
 from dgemma_kernels import reference, router
 
 # (tokens, width, experts, active): one token; the published 128 of 8; ragged everywhere; every expert active.
-SHAPES = [(1, 64, 8, 2), (35, 128, 128, 8), (18, 72, 12, 3), (5, 64, 4, 4)]
+# A width of one block of the split depth, of several, and of several with a ragged last one.
+SHAPES = [(1, 64, 8, 2), (35, 256, 128, 8), (18, 512, 12, 3), (70, 600, 12, 3), (5, 72, 4, 4)]
 
 
 def draw(tokens: int, width: int, experts: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
@@ -65,6 +66,14 @@ def test_route_equals_transformers_router(device):
     torch.testing.assert_close(weights, want_weights, rtol=1e-5, atol=1e-6)
 
 
+def test_a_token_routes_the_same_alone_and_in_any_batch(device):
+    inputs = draw(70, 600, 12, torch.float16, device)
+    weights, index = router.route(*inputs, 3)
+    alone = router.route(inputs[0][37:38], *inputs[1:], 3)
+    assert torch.equal(weights[37:38], alone[0])
+    assert torch.equal(index[37:38], alone[1])
+
+
 def test_the_lower_expert_wins_a_tie(device):
     x = torch.ones(3, 16, device=device)
     _, index = router.route(x, torch.ones(20, 16, device=device), torch.ones(20, device=device), 5)
@@ -86,8 +95,8 @@ def routings(experts: int) -> dict[str, Tensor]:
         "even": even,
         "all-to-one-expert": torch.full((70, 1), 5),
         "first-and-last-experts-empty": even[:, :2].remainder(experts - 2) + 1,
-        # 700 tokens of 4 are more pairs than one block of the kernel holds.
-        "several-blocks": even.repeat(14, 1),
+        # 1,100 tokens of 4 are more pairs than one block of the kernel holds.
+        "several-blocks": even.repeat(22, 1),
     }
 
 
