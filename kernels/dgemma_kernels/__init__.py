@@ -7,3 +7,7 @@ except ModuleNotFoundError as error:
         "dgemma_kernels needs Triton, which is not installed: pip install 'dgemma[kernels]', or use dgemma itself, "
         "which needs neither Triton nor a GPU."
     ) from error
+
+from dgemma_kernels.engine import FusedDenoiser, accelerate
+
+__all__ = ["FusedDenoiser", "accelerate"]

@@ -258,3 +258,26 @@ def accept(
     mean_entropy = charge.sum(-1) / (~frozen).sum(-1).clamp(min=1)
     next_argmax = torch.where(done[:, None], previous, argmax)
     return Accepted(next_canvas, accepted, next_argmax, done | (stable & (mean_entropy < confidence)))
+
+
+# The stack's first input, and the cache.
+
+
+def embed(
+    tokens: Tensor, table: Tensor, next_weight: Tensor, update: Tensor | None, *, scale: float, norm: bool, eps: float
+) -> tuple[Tensor, Tensor]:
+    """x = table[tokens] * scale + update, normed where asked, and its norm times next_weight. (M,) → (M, D) twice."""
+    x = table[tokens] * scale
+    if update is not None:
+        x = x + update
+    if norm:
+        x = rms_norm(x, None, eps)
+    return x, rms_norm(x, next_weight, eps)
+
+
+def forget(keys: Tensor, values: Tensor, held: Tensor, keep: int) -> None:
+    """Each row's last `keep` of held[b] tokens move to its front, in place. (B, K, capacity, H), (B,)."""
+    for row, count in enumerate(held.tolist()):
+        for tensor in (keys, values):
+            if count > keep:
+                tensor[row, :, :keep] = tensor[row, :, count - keep : count].clone()

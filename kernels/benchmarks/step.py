@@ -1,0 +1,344 @@
+"""The whole denoising step at the published size: parity first, then time, memory, tokens a second, a profile.
+
+python kernels/benchmarks/step.py                    every part, about four minutes
+python kernels/benchmarks/step.py --parts parity step profile
+python kernels/benchmarks/step.py --transformers     also transformers' eager step, in a process of its own
+
+Random bfloat16 weights: they route nearly evenly over all experts, the worst case; `skewed` restricts every layer to 84
+experts, as seen on text. Long prefixes are random keys and values. Each part prints a table and adds to the JSON.
+"""
+
+import argparse
+import gc
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from timing import demand_parity, describe_run, measure_read_bandwidth, relative_error
+from torch import Tensor
+
+import dgemma
+from dgemma.generate import BlockCommit, Knobs, read_plan, start_state
+from dgemma.model import experts as reference_experts
+from dgemma_kernels import FusedDenoiser, accelerate
+from dgemma_kernels.cache import FusedCache
+
+PARTS = ("parity", "step", "profile", "batches", "prefixes", "skewed", "generate", "words")
+CANVAS, PROMPT, STEPS, DISTINCT = 256, 1024, 16, 84
+GPU = torch.device("cuda")
+
+
+def knobs_of(model: FusedDenoiser, stop: bool = False) -> Knobs:
+    anything = torch.zeros(1, 1, dtype=torch.int64, device=GPU)
+    return read_plan(model, anything, stop="checkpoint" if stop else None).knobs
+
+
+def draw_tokens(*shape: int) -> Tensor:
+    return torch.randint(5, 262_144, shape, device=GPU)
+
+
+def random_prefix(model: FusedDenoiser, batch: int, length: int) -> FusedCache:
+    """A cache of random keys and values, as long as asked."""
+    cache = model.new_cache(batch)
+    buffers = cache.make_room(CANVAS, length)
+    for tensor in (*buffers.keys, *buffers.values):
+        tensor.normal_()
+    cache.num_slots = cache.num_seen = length
+    cache._hold(torch.full((batch,), length, device=GPU))
+    return cache
+
+
+def prepare_step(model: FusedDenoiser, cache: FusedCache, knobs: Knobs) -> Any:
+    """Take three steps, so that the step is captured and conditioned on itself; the captured step."""
+    batch = cache.batch_size
+    seeds = torch.arange(batch, device=GPU)
+    noise = dgemma.UniformNoise(model.config.vocab_size)
+    state = start_state(knobs, noise, seeds=seeds, canvas_len=CANVAS, num_steps=48)
+    for _ in range(3):
+        state, record = model.step(state, cache=cache, knobs=knobs)
+    assert torch.isfinite(record.entropy).all()
+    torch.cuda.synchronize()
+    return next(c for key, c in reversed(cache.buffers.graphs.items()) if key[0] == "step")
+
+
+def time_replays(*replays: Callable[[], None], repeats: int = 30) -> list[tuple[float, float]]:
+    """Median and spread (90th minus 10th percentile) in ms of each replay, run one after the other, and of all."""
+    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(len(replays) + 1)] for _ in range(repeats)]
+    for row in marks:
+        row[0].record()
+        for replay, mark in zip(replays, row[1:], strict=True):
+            replay()
+            mark.record()
+    torch.cuda.synchronize()
+    columns = [[a.elapsed_time(b) for a, b in itertools.pairwise(row)] for row in marks[3:]]
+    totals = [row[0].elapsed_time(row[-1]) for row in marks[3:]]
+    series = [sorted(times) for times in (*zip(*columns, strict=True), totals)]
+    return [(statistics.median(t), t[9 * len(t) // 10] - t[len(t) // 10]) for t in series]
+
+
+def count_active(model: FusedDenoiser, cache: FusedCache) -> float:
+    """Distinct experts a layer in one forward of a random canvas, on average."""
+    from dgemma_kernels import router
+
+    counts, route = [], router.route
+
+    def counted(*arguments: Any) -> Any:
+        weights, index = route(*arguments)
+        counts.append(index.unique().numel())
+        return weights, index
+
+    router.route = counted
+    try:
+        signal = torch.zeros(cache.batch_size * CANVAS, model.config.hidden_size, dtype=model.dtype, device=GPU)
+        model._forward.canvas(draw_tokens(cache.batch_size, CANVAS), signal, cache.make_room(CANVAS))
+    finally:
+        router.route = route
+    return sum(counts) / len(counts)
+
+
+def step_bytes(model: FusedDenoiser, active: float, batch: int, prefix: int) -> float:
+    """The fewest bytes a step reads: every weight in use once (the embedding twice), the prefix, the logits twice."""
+    config, total = model.config, 0.0
+    for layer in model._forward.weights.layers:
+        one = (layer.expert_gate_up.numel() + layer.expert_down.numel()) / config.num_experts
+        total += one * active + sum(w.numel() for w in (layer.qkv, layer.o, layer.router, layer.gate_up, layer.down))
+        seen = prefix if layer.shape.window is None else min(prefix, layer.shape.window - 1)
+        total += 2 * batch * seen * layer.shape.num_key_value_heads * layer.shape.head_dim
+    total += 2 * model._forward.weights.embedding.numel() + 4 * batch * CANVAS * config.vocab_size
+    return 2 * total
+
+
+class Results:
+    """Prints lines and keeps them for the JSON."""
+
+    def __init__(self, bandwidth: float) -> None:
+        self.bandwidth, self.parts = bandwidth, {}  # type: dict[str, list[dict[str, Any]]]
+
+    def add(self, part: str, **values: Any) -> None:
+        self.parts.setdefault(part, []).append(values)
+        shown = "  ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items())
+        print(f"[{part}] {shown}", flush=True)
+
+
+def check_parity(results: Results) -> None:
+    """Six layers of the published size: bf16 engine and bf16 reference against float32, and generations twice."""
+    config = dgemma.presets.diffusiongemma_26b_a4b().replace(
+        num_hidden_layers=6, layer_types=dgemma.config.default_layer_types(6)
+    )
+    model = dgemma.DiffusionGemma(config, device=GPU, dtype=torch.bfloat16).requires_grad_(False)
+    wide = dgemma.DiffusionGemma(config, device=GPU, dtype=torch.float32).requires_grad_(False)
+    wide.load_state_dict(model.state_dict())
+    supports = reference_experts._supports_grouped
+    reference_experts._supports_grouped = lambda *w: w[0].dtype != torch.float32 and supports(*w)
+    prompt, canvas = draw_tokens(2, 700), draw_tokens(2, CANVAS)
+    real = torch.ones_like(prompt)
+    real[1, :100] = 0
+
+    def run(model: Any) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            cache = model.encode(prompt, attention_mask=real)
+            first = model.denoise(canvas, cache)
+            second = model.denoise(canvas, cache, self_cond=first.shape(temperature=0.6))
+            words = model.causal_logits(canvas[:, :3], cache)
+            word = model.causal_logits(canvas[:, 3:4], cache)
+            return first.logits, second.logits, words, word
+
+    want, plain = run(wide), run(model)
+    del wide
+    fast = accelerate(model)
+    got = run(fast)
+    for name, g, p, w in zip(("denoise", "self-conditioned", "causal", "one word"), got, plain, want, strict=True):
+        ours, theirs = relative_error(g, w), relative_error(p, w)
+        results.add("parity", what=name, engine_error=ours, reference_error=theirs, apart=relative_error(g, p))
+        if not ours <= 1.2 * theirs + 1e-4:
+            raise SystemExit(
+                f"PARITY FAILED, nothing timed: {name} is off by {ours:.3e}, the reference by {theirs:.3e}"
+            )
+    cache = fast.encode(prompt)
+    one, two = (dgemma.generate(fast, prompt, max_new_tokens=512, steps=6, progress=False) for _ in range(2))
+    assert torch.equal(one.tokens, two.tokens), "two runs of the same seed differ"
+    prediction = fast.denoise(canvas, cache).shape(temperature=0.7)
+    plain_prediction = dgemma.Prediction(prediction.logits)
+    demand_parity("entropy", prediction.entropy, plain_prediction.entropy, 1e-4)
+    u = torch.rand(2, CANVAS, dtype=torch.float64, device=GPU)
+    assert (prediction.sample(u) == plain_prediction.sample(u)).float().mean() > 0.99
+    reference_experts._supports_grouped = supports
+
+
+def build() -> tuple[FusedDenoiser, dict[str, float]]:
+    start = time.perf_counter()
+    config = dgemma.presets.diffusiongemma_26b_a4b()
+    model = dgemma.DiffusionGemma(config, device=GPU, dtype=torch.bfloat16).requires_grad_(False)
+    torch.cuda.synchronize()
+    built = time.perf_counter()
+    fast = accelerate(model)
+    fast.encode(draw_tokens(1, PROMPT))
+    dgemma.generate(fast, draw_tokens(1, PROMPT), max_new_tokens=CANVAS, steps=1, progress=False)
+    torch.cuda.synchronize()
+    seconds = {"build_s": built - start, "first_token_s": time.perf_counter() - built}
+    return fast, seconds
+
+
+def time_step(results: Results, part: str, model: FusedDenoiser, batch: int, prefix: int) -> float:
+    cache = random_prefix(model, batch, prefix)
+    start = time.perf_counter()
+    captured = prepare_step(model, cache, knobs_of(model, stop=True))
+    captured_s = time.perf_counter() - start
+    (body, _), (soft, _), (total, spread) = time_replays(captured._replay.replay, captured._soft.replay)
+    active = count_active(model, cache)
+    num_bytes = step_bytes(model, active, batch, prefix)
+    results.add(
+        part,
+        batch=batch,
+        prefix=prefix,
+        step_ms=total,
+        spread_ms=spread,
+        to_stop_test_ms=body,
+        soft_embedding_ms=soft,
+        active_experts=active,
+        gigabytes=num_bytes / 1e9,
+        of_read_bandwidth=num_bytes / (total * 1e-3) / results.bandwidth,
+        capture_s=captured_s,
+    )
+    return total
+
+
+def profile_step(results: Results, model: FusedDenoiser) -> None:
+    cache = random_prefix(model, 1, PROMPT)
+    captured = prepare_step(model, cache, knobs_of(model, stop=True))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(3):
+            captured._replay.replay()
+            captured._soft.replay()
+        torch.cuda.synchronize()
+    rows = [(e.key, e.count / 3, e.self_device_time_total / 3) for e in profile.key_averages()]
+    rows.sort(key=lambda row: -row[2])
+    for name, count, micros in rows[:40]:
+        results.add("profile", us=micros, launches=count, each_us=micros / max(count, 1e-9), kernel=name[:90])
+    results.add("profile", us=sum(row[2] for row in rows), launches=sum(row[1] for row in rows), kernel="all")
+
+
+def time_generate(results: Results, model: FusedDenoiser) -> None:
+    """16 fixed steps and the commit of every canvas, through `dgemma.generate`, without the prefill."""
+    first = 0.0
+    for batch in (1, 2, 4):
+        times: list[float] = []
+        for _ in range(2):  # the first run captures
+            marks, events = (
+                [],
+                dgemma.stream(
+                    model,
+                    draw_tokens(batch, PROMPT),
+                    max_new_tokens=4 * CANVAS,
+                    steps=STEPS,
+                    stop=None,
+                    eos_token_ids=[],
+                ),
+            )
+            for event in events:
+                if isinstance(event, BlockCommit):
+                    torch.cuda.synchronize()
+                    marks.append(time.perf_counter())
+            times = [b - a for a, b in itertools.pairwise(marks)]
+        rate = batch * CANVAS / statistics.median(times)
+        first = first or rate
+        each = statistics.median(times) * 1e3
+        results.add("generate", batch=batch, canvas_ms=each, tokens_per_s=rate, against_batch_1=rate / first)
+
+
+def time_words(results: Results, model: FusedDenoiser, step_ms: float | None) -> None:
+    cache = model.encode(draw_tokens(1, PROMPT))
+    word = draw_tokens(1, 1)
+    for _ in range(3):
+        word = model.causal_logits(word, cache).argmax(-1)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(64):
+        word = model.causal_logits(word, cache).argmax(-1)
+    torch.cuda.synchronize()
+    each = (time.perf_counter() - start) / 64 * 1e3
+    captured = next(c for key, c in reversed(cache.buffers.graphs.items()) if key[0] == "word")
+    (graph, spread), _ = time_replays(captured._replay.replay)
+    results.add("words", ms_a_token=each, graph_ms=graph, spread_ms=spread, tokens_per_s=1e3 / each)
+    if step_ms is not None:
+        for tokens in (10, 15, 20):
+            results.add("words", tokens_per_forward=tokens, diffusion_against_words=each / (step_ms / tokens))
+
+
+def restrict_experts(model: FusedDenoiser) -> None:
+    """Leave each layer DISTINCT experts: a router row of zeros scores zero, which is never among the eight largest."""
+    for layer in model._forward.weights.layers:
+        off = torch.randperm(model.config.num_experts, device=GPU)[DISTINCT:]
+        layer.router[off] = 0.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 2, 4, 8])
+    parser.add_argument("--prefixes", nargs="+", type=int, default=[0, 1024, 16_384, 131_072])
+    parser.add_argument("--transformers", action="store_true", help="time transformers' eager step as well")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "step.json")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("This benchmark needs a CUDA GPU; on this machine run tests/kernels/test_engine.py instead.")
+    torch.manual_seed(0)
+    print(describe_run(), flush=True)
+    results = Results(measure_read_bandwidth())
+    print(f"read bandwidth {results.bandwidth / 1e12:.2f} TB/s", flush=True)
+    report: dict[str, Any] = {"run": describe_run(), "read_bandwidth": results.bandwidth, "parts": results.parts}
+
+    def keep() -> None:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(report, indent=1) + "\n")
+
+    if "parity" in options.parts:
+        check_parity(results)
+        gc.collect()
+        torch.cuda.empty_cache()
+    keep()
+    torch.cuda.reset_peak_memory_stats()
+    model, seconds = build()
+    results.add("build", **seconds)
+    step_ms = None
+    if "step" in options.parts:
+        step_ms = time_step(results, "step", model, 1, PROMPT)
+        results.add("memory", peak_gib=torch.cuda.max_memory_allocated() / 2**30)
+        keep()
+    if "profile" in options.parts:
+        profile_step(results, model)
+        keep()
+    if "generate" in options.parts:
+        time_generate(results, model)
+        keep()
+    if "words" in options.parts:
+        time_words(results, model, step_ms)
+        keep()
+    if "batches" in options.parts:
+        for batch in options.batches:
+            time_step(results, "batches", model, batch, PROMPT)
+        keep()
+    if "prefixes" in options.parts:
+        for prefix in options.prefixes:
+            time_step(results, "prefixes", model, 1, prefix)
+        keep()
+    if "skewed" in options.parts:
+        restrict_experts(model)
+        time_step(results, "skewed", model, 1, PROMPT)
+        keep()
+    if options.transformers:
+        del model
+        gc.collect()
+        torch.cuda.empty_cache()
+        subprocess.run([sys.executable, str(Path(__file__).with_name("transformers_step.py"))], check=True)
+
+
+if __name__ == "__main__":
+    main()

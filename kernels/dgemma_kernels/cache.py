@@ -1,0 +1,308 @@
+"""The prefix cache in buffers that stay where they are, so that a CUDA graph captured over them stays valid.
+
+Twin of `dgemma.model.cache.PrefixCache`: rows left-aligned, lengths on the device. Behind every prefix lies a tail in
+which a forward writes the keys and values of its own tokens; committing them is adding to a length. Full layers have
+room for the whole prefix, sliding layers for what they keep and a tail; `settle` moves a sliding layer's newest tokens
+to its front. Buffers grow in steps and return to a pool, with their graphs, when a cache is no longer used.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dgemma.config import Conventions, ModelConfig
+from dgemma.model.cache import CacheMark, LayerCache, PrefixCache
+
+_SMALLEST = 1024  # slots of a full layer; then powers of two up to _LINEAR, then multiples of it
+_LINEAR = 16_384
+_PREFILL_TOKENS = 4096  # of all rows together, that one forward reads
+_FREE_BYTES = 4 << 30  # of unused buffers that a pool keeps for the next run
+
+
+class CacheBuffers:
+    """Keys and values of every layer, (B, K, capacity, H) each; the device's counters; graphs captured over them."""
+
+    def __init__(
+        self, config: ModelConfig, batch_size: int, capacity: int, tail: int, keep: int, where: dict[str, Any]
+    ) -> None:
+        self.size = (batch_size, capacity, tail)
+        self.window_capacity = keep + tail
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        for layer in range(config.num_hidden_layers):
+            shape = config.layer_shape(layer)
+            slots = capacity if shape.window is None else self.window_capacity
+            for tensors in (self.keys, self.values):
+                tensors.append(torch.empty(batch_size, shape.num_key_value_heads, slots, shape.head_dim, **where))
+        self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=where["device"])  # tokens of each row
+        self.held = torch.zeros_like(self.lengths)  # of them, how many a sliding layer still has
+        self.graphs: OrderedDict[Any, Any] = OrderedDict()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in (*self.keys, *self.values))
+
+
+class BufferPool:
+    """Makes cache buffers of one model and keeps those no cache uses any more, up to a bound, newest first."""
+
+    def __init__(self, config: ModelConfig, conventions: Conventions, device: torch.device, dtype: torch.dtype) -> None:
+        self.config = config
+        self.keep = config.sliding_window - (0 if conventions.sliding_prefix == "window" else 1)
+        self._where: dict[str, Any] = {"device": device, "dtype": dtype}
+        self._free: list[CacheBuffers] = []
+
+    @property
+    def device(self) -> torch.device:
+        return self._where["device"]
+
+    def prefill_len(self, batch_size: int) -> int:
+        """Tokens a row that one forward reads: the experts' weights are read once for all of them."""
+        return max(self.config.canvas_length, min(1024, _PREFILL_TOKENS // batch_size))
+
+    def take(self, batch_size: int, num_slots: int, tail: int) -> CacheBuffers:
+        """Buffers for `num_slots` tokens a row, tail included, of which `tail` may be new."""
+        size = (batch_size, _step_up(num_slots), max(tail, self.prefill_len(batch_size)))
+        for buffers in reversed(self._free):
+            if buffers.size == size:
+                self._free.remove(buffers)
+                return buffers
+        return CacheBuffers(self.config, *size, self.keep, self._where)
+
+    def give_back(self, buffers: CacheBuffers) -> None:
+        self._free.append(buffers)
+        while len(self._free) > 1 and sum(free.num_bytes for free in self._free) > _FREE_BYTES:
+            self._free.pop(0)
+
+
+class FusedCache(PrefixCache):
+    """A `PrefixCache` over pooled buffers. Made and extended by the fused denoiser alone."""
+
+    def __init__(self, pool: BufferPool, batch_size: int) -> None:
+        self._pool = pool
+        self._buffers: CacheBuffers | None = None
+        self._lengths = torch.zeros(batch_size, dtype=torch.int64, device=pool.device)
+        self.num_slots = 0
+        self.num_seen = 0
+        self.num_held = 0  # the most tokens a row has in a sliding layer's buffer, as far as the host knows
+        self.ragged = False
+        self._marks: list[CacheMark] = []
+
+    def __del__(self) -> None:
+        buffers = getattr(self, "_buffers", None)
+        if buffers is not None:
+            self._pool.give_back(buffers)
+
+    @property
+    def buffers(self) -> CacheBuffers:
+        if self._buffers is None:
+            self.make_room(self._pool.config.canvas_length)
+        assert self._buffers is not None
+        return self._buffers
+
+    @property
+    def lengths(self) -> Tensor:  # type: ignore[override]
+        """Tokens of each row, (B,) int64. A tensor of its own at every change, so that one read earlier stays true."""
+        return self._lengths
+
+    @property
+    def layers(self) -> list[LayerCache]:  # type: ignore[override]
+        self.settle()
+        shapes = [self._pool.config.layer_shape(layer) for layer in range(self._pool.config.num_hidden_layers)]
+        return [
+            LayerCache(keys, values, shape.window, None if shape.window is None else self._pool.keep)
+            for keys, values, shape in zip(self.buffers.keys, self.buffers.values, shapes, strict=True)
+        ]
+
+    def make_room(self, num_new: int, num_later: int = 0) -> CacheBuffers:
+        """Buffers with room for `num_new` tokens a row behind the prefix, and for `num_later` in full layers."""
+        old, num_slots = self._buffers, self.num_slots + num_new + num_later
+        if old is not None and self.num_held + num_new > old.window_capacity:
+            self.settle()
+        if old is not None and num_slots <= old.size[1] and num_new <= old.size[2]:
+            return old
+        self.settle()
+        self._move_to(self._pool.take(self.batch_size, num_slots, num_new), lambda tensor: tensor)
+        if old is not None:
+            self._pool.give_back(old)
+        return self.buffers
+
+    def extend(self, num_new: int, counts: Tensor | None) -> None:
+        """Commit tokens that a forward wrote to the tail: all `num_new`, or the first counts (B,) of each row."""
+        grown = self._lengths + (num_new if counts is None else counts)
+        self.buffers.held.add_(num_new if counts is None else counts)
+        self.num_slots = self.num_slots + num_new if counts is None else int(grown.max())
+        self.num_held += num_new
+        self.num_seen += num_new
+        self.ragged = self.ragged or counts is not None
+        self._set_lengths(grown)
+
+    def settle(self) -> None:
+        """Sliding layers forget all but their newest tokens, which move to the front."""
+        if self._buffers is None or self.num_held <= self._pool.keep:
+            return
+        for layer in range(self._pool.config.num_hidden_layers):
+            if self._pool.config.layer_shape(layer).window is not None:
+                forget(self._buffers.keys[layer], self._buffers.values[layer], self._buffers.held, self._pool.keep)
+        self._buffers.held.clamp_(max=self._pool.keep)
+        self.num_held = self._pool.keep
+
+    def reserve(self, num_tokens: int) -> None:
+        """Make room for `num_tokens` in all, so that appending up to there never copies."""
+        self.make_room(0, max(0, num_tokens - self.num_slots))
+
+    def append(self, new: list[tuple[Tensor, Tensor]], real: Tensor | None) -> None:
+        raise ValueError(
+            "FusedCache.append must not be called: only the accelerated denoiser extends its caches. "
+            "Encode the prefix with the model that is to extend it."
+        )
+
+    def mark(self) -> CacheMark:
+        """Remember this boundary, to roll back to it later; copies what sliding layers will forget."""
+        windows = [
+            None if layer.keep is None else tuple(view.clone() for view in layer.view(self.num_slots))
+            for layer in self.layers
+        ]
+        mark = CacheMark(self.lengths, self.num_slots, self.num_seen, self.ragged, windows)  # type: ignore[arg-type]
+        self._marks.append(mark)
+        return mark
+
+    def rollback(self, mark: CacheMark) -> None:
+        """Forget everything after `mark`. Marks taken later are gone with it; this one can be used again."""
+        if not any(kept is mark for kept in self._marks):
+            raise ValueError(
+                "PrefixCache.rollback must get a mark of this cache that no earlier rollback has passed. "
+                "Call cache.mark() at each boundary you want to return to."
+            )
+        while self._marks[-1] is not mark:
+            self._marks.pop()
+        self.num_slots, self.num_seen, self.ragged = mark.num_slots, mark.num_seen, mark.ragged
+        for layer, window in zip(self.layers, mark.windows, strict=True):
+            if window is not None:
+                for target, source in zip((layer.keys, layer.values), window, strict=True):
+                    target[:, :, : source.shape[2]] = source
+        self._hold(mark.lengths)
+
+    def clone(self) -> Self:
+        return self._rebuild(lambda tensor: tensor)
+
+    def select(self, rows: Tensor) -> Self:
+        return self._rebuild(lambda tensor: tensor.index_select(0, rows))
+
+    @classmethod
+    def join(cls, parts: Sequence[tuple[Tensor, PrefixCache]]) -> "FusedCache":
+        """One cache out of several: each part holds the given rows (R,) of the batch; together they are all of them."""
+        joined = PrefixCache.join(parts)
+        pool = next(cache._pool for _, cache in parts if isinstance(cache, FusedCache))
+        fused = cls(pool, joined.batch_size)
+        fused.num_slots, fused.num_seen, fused.ragged = joined.num_slots, joined.num_seen, True
+        fused.make_room(pool.config.canvas_length)
+        for target, layer in zip(fused.layers, joined.layers, strict=True):
+            size = layer.keys.shape[2]
+            target.keys[:, :, :size], target.values[:, :, :size] = layer.keys, layer.values
+        fused._hold(joined.lengths)
+        return fused
+
+    def _rebuild(self, transform: Callable[[Tensor], Tensor]) -> Self:
+        self.settle()
+        lengths = transform(self._lengths)
+        copy = type(self)(self._pool, lengths.shape[0])
+        copy._lengths = lengths.clone()
+        copy.num_slots, copy.num_seen, copy.ragged, copy.num_held = (
+            self.num_slots,
+            self.num_seen,
+            self.ragged,
+            self.num_held,
+        )
+        if self._buffers is not None:
+            _, capacity, tail = self._buffers.size
+            old, copy._buffers = self._buffers, self._pool.take(lengths.shape[0], capacity, tail)
+            copy._copy_from(old, transform)
+        return copy
+
+    def _move_to(self, buffers: CacheBuffers, transform: Callable[[Tensor], Tensor]) -> None:
+        old, self._buffers = self._buffers, buffers
+        if old is not None:
+            self._copy_from(old, transform)
+        else:
+            self._hold(self._lengths)
+
+    def _copy_from(self, old: CacheBuffers, transform: Callable[[Tensor], Tensor]) -> None:
+        assert self._buffers is not None
+        for layer in range(self._pool.config.num_hidden_layers):
+            sliding = self._pool.config.layer_shape(layer).window is not None
+            size = self.num_held if sliding else self.num_slots
+            for target, source in (
+                (self._buffers.keys[layer], old.keys[layer]),
+                (self._buffers.values[layer], old.values[layer]),
+            ):
+                target[:, :, :size] = transform(source[:, :, :size])
+        self._hold(self._lengths)
+
+    def _hold(self, lengths: Tensor) -> None:
+        """Settled sliding layers hold what they keep of `lengths` tokens."""
+        self.num_held = min(self.num_slots, self._pool.keep)
+        self.buffers.held.copy_(lengths.clamp(max=self._pool.keep))
+        self._set_lengths(lengths)
+
+    def _set_lengths(self, lengths: Tensor) -> None:
+        self._lengths = lengths
+        self.buffers.lengths.copy_(lengths)
+
+
+def forget(keys: Tensor, values: Tensor, held: Tensor, keep: int) -> None:
+    """Move each row's last `keep` of its held tokens to the front, in place.
+
+    keys, values: (B, K, capacity, H), row b's tokens in the slots [0, held[b]). held: (B,) int64, left as it is.
+
+    Example: `forget(keys, values, held, 1023); held.clamp_(max=1023)`.
+    """
+    batch, kv_heads, _, head_dim = keys.shape
+    cols = min(head_dim, 32)
+    _forget_kernel[(head_dim // cols, batch * kv_heads, 2)](
+        keys, values, held, keep, *keys.stride()[:2], KV_HEADS=kv_heads, HEAD_DIM=head_dim, COLS=cols, SLOTS=128
+    )
+
+
+@triton.jit
+def _forget_kernel(
+    keys: tl.tensor,
+    values: tl.tensor,
+    held: tl.tensor,
+    keep: tl.tensor,
+    batch_stride: tl.tensor,
+    head_stride: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    COLS: tl.constexpr,
+    SLOTS: tl.constexpr,
+) -> None:
+    batch = (tl.program_id(1) // KV_HEADS).to(tl.int64)
+    head = (tl.program_id(1) % KV_HEADS).to(tl.int64)
+    shift = tl.maximum(tl.load(held + batch) - keep, 0)
+    if shift > 0:
+        if tl.program_id(2) == 0:
+            base = keys
+        else:
+            base = values
+        cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
+        base += batch * batch_stride + head * head_stride
+        # One program moves its columns block by block from the front, so that nothing is overwritten before it is read.
+        for start in range(0, keep, SLOTS):
+            slot = start + tl.arange(0, SLOTS)
+            mask = (slot < keep)[:, None]
+            target = base + slot[:, None] * HEAD_DIM + cols[None, :]
+            moved = tl.load(target + shift * HEAD_DIM, mask=mask)
+            tl.debug_barrier()
+            tl.store(target, moved, mask=mask)
+
+
+def _step_up(num_slots: int) -> int:
+    if num_slots > _LINEAR:
+        return triton.cdiv(num_slots, _LINEAR) * _LINEAR
+    return max(_SMALLEST, triton.next_power_of_2(num_slots))

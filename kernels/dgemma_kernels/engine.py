@@ -1,0 +1,468 @@
+"""The fused denoiser: `dgemma.DiffusionGemma`'s seam over Triton kernels and CUDA graphs, for inference.
+
+`step` is a whole denoising step (embedding, self-conditioning, layers, head, vocabulary pass, sampler, stop test) in
+two graphs without host synchronisation: one up to the stop test, and one for the soft embedding of the next step, which
+runs on a stream of its own while the host looks at the stop flag. All that varies lives on the device; what is frozen
+(sampler, noise, temperature schedule, stop rule, shapes) keys the graph, so a changed knob is another graph.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from triton.runtime.interpreter import InterpretedFunction
+
+from dgemma.config import Conventions, GenerationDefaults, ModelConfig
+from dgemma.generate import Knobs, StepRecord
+from dgemma.generate import step as denoising_step
+from dgemma.model.cache import PrefixCache
+from dgemma.model.diffusion import DiffusionGemma
+from dgemma.prediction import Prediction, SoftCap
+from dgemma.state import DenoiseState
+from dgemma_kernels import draws
+from dgemma_kernels.cache import BufferPool, CacheBuffers, FusedCache
+from dgemma_kernels.forward import Forward
+from dgemma_kernels.graphs import Replay, copy_all, remembered
+from dgemma_kernels.prediction import FusedPrediction, Logits
+from dgemma_kernels.weights import take_weights
+
+_STATE_INPUTS = (
+    *("canvas", "open", "frozen", "draft", "done", "block", "step", "num_steps", "noise_level", "next_noise_level"),
+    *("temperature", "seeds", "rows", "allowed", "memory", "stop_memory", "injected"),
+)
+_RECORD_TENSORS = (
+    *("block", "step", "seeds", "temperature", "noise_level", "canvas", "argmax", "entropy", "confidence"),
+    *("accepted", "renoised", "active", "rows"),
+)
+
+
+def accelerate(model: DiffusionGemma, weights: str = "bf16") -> "FusedDenoiser":
+    """The same denoiser at speed: give it to `dgemma.generate` in place of the model.
+
+    The model's tensors are shared, not copied; its q, k, v and gate, up projections become views of fused ones. Do not
+    move, train or cast the model while the accelerated one is in use. `weights="bf16"` runs them as they are.
+
+    Example: `fast = accelerate(DiffusionGemma.from_pretrained(path, dtype=torch.bfloat16, device="cuda"))`.
+    """
+    if weights != "bf16":
+        raise ValueError(f'accelerate weights must be "bf16", got {weights!r}: quantised weights are not there yet.')
+    if model.device.type != "cuda" and not isinstance(draws._uniform_kernel, InterpretedFunction):
+        raise ValueError(
+            f"accelerate needs the model on a CUDA GPU, got {model.device}. Move it there, or use the model itself, "
+            "which runs anywhere."
+        )
+    config = model.config
+    for name in ("head_dim", "global_head_dim"):
+        size = getattr(config, name)
+        if size < 16 or size & (size - 1):
+            raise ValueError(f"ModelConfig.{name} must be a power of two >= 16 for the kernels, got {size}.")
+    if config.num_experts > 256:
+        raise ValueError(f"ModelConfig.num_experts must be at most 256 for the kernels, got {config.num_experts}.")
+    return FusedDenoiser(model)
+
+
+class FusedDenoiser:
+    """What `accelerate` returns. Batches of any size; predictions of `step` are readable until the next step."""
+
+    config: ModelConfig
+
+    @torch.no_grad()
+    def __init__(self, model: DiffusionGemma) -> None:
+        self._model = model
+        self.config = model.config
+        self._forward = Forward(model.config, take_weights(model))
+        self._pool = BufferPool(model.config, model.conventions, model.device, model.dtype)
+        self._logits: dict[tuple[int, int], Logits] = {}
+        on_gpu = model.device.type == "cuda"
+        self._graph_memory = torch.cuda.graph_pool_handle() if on_gpu else None
+        self._behind = torch.cuda.Stream(model.device) if on_gpu else None  # soft embeddings
+
+    @property
+    def generation(self) -> GenerationDefaults:
+        return self._model.generation
+
+    @property
+    def conventions(self) -> Conventions:
+        return self._model.conventions
+
+    @property
+    def device(self) -> torch.device:
+        return self._model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._model.dtype
+
+    def new_cache(self, batch_size: int) -> FusedCache:
+        """An empty prefix for `batch_size` rows."""
+        return FusedCache(self._pool, batch_size)
+
+    @torch.no_grad()
+    def encode(
+        self, tokens: Tensor, cache: PrefixCache | None = None, attention_mask: Tensor | None = None
+    ) -> FusedCache:
+        """Read tokens (B, P) causally into a prefix cache; see `DiffusionGemma.encode`."""
+        fused, real = self._check_prefix(tokens, cache, attention_mask)
+        self._read(tokens, fused, real, last=False)
+        return fused
+
+    @torch.no_grad()
+    def causal_logits(
+        self, tokens: Tensor, cache: PrefixCache | None = None, attention_mask: Tensor | None = None
+    ) -> Tensor:
+        """Next-token logits, word by word: tokens (B, T) → (B, T, V) float32; see `DiffusionGemma.causal_logits`."""
+        fused, real = self._check_prefix(tokens, cache, attention_mask)
+        if tokens.shape[1] == 1 and real is None:
+            return self._read_word(tokens, fused)
+        hidden = self._read(tokens, fused, real, last=True)
+        assert hidden is not None
+        return self._causal_logits(hidden.flatten(0, 1)).view(*tokens.shape, -1)
+
+    @torch.no_grad()
+    def denoise(
+        self,
+        canvas: Tensor,
+        cache: PrefixCache,
+        self_cond: Prediction | Tensor | None = None,
+        self_cond_mask: Tensor | None = None,
+    ) -> FusedPrediction:
+        """Predict every position of canvas (B, C) at once; see `DiffusionGemma.denoise`. The logits are its own."""
+        fused = self._check_canvas(canvas, cache)
+        buffers = fused.make_room(canvas.shape[1])
+        fused.settle()
+        signal = self._signal(self_cond)
+        if signal is not None and self_cond_mask is not None:
+            signal = signal * self_cond_mask.to(signal.dtype)[:, None, None]
+        self._wait_behind()
+        captured = remembered(
+            buffers.graphs, ("denoise", canvas.shape), lambda: _CapturedDenoise(self, canvas, signal, buffers)
+        )
+        return FusedPrediction(Logits(captured(canvas, signal)), (self._softcap,))
+
+    @torch.no_grad()
+    def step(self, state: DenoiseState, *, cache: PrefixCache, knobs: Knobs) -> tuple[DenoiseState, StepRecord]:
+        """`dgemma.step` of this denoiser as graph replays: pure, with results in tensors of their own.
+
+        Example: `state, record = fast.step(state, cache=cache, knobs=knobs)`.
+        """
+        fused = self._check_canvas(state.canvas, cache)
+        buffers = fused.make_room(state.canvas_len)
+        fused.settle()
+        inputs = {name: getattr(state, name) for name in _STATE_INPUTS}
+        leaves, form = tree_flatten(inputs)
+        shapes = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves)
+        signal = self._signal(state.self_cond)
+        self._wait_behind()
+        key = ("step", knobs, state.noise, str(form), shapes)
+        captured = remembered(
+            buffers.graphs, key, lambda: _CapturedStep(self, state, knobs, signal, buffers, leaves, form)
+        )
+        after, record, prediction = captured(leaves, signal)
+        prediction.signal = captured.soft_embedding(self._behind)
+        after_state = DenoiseState(
+            **{name: getattr(state, name) for name in _STATE_INPUTS if name not in after},
+            **after,
+            noise=state.noise,
+            self_cond=prediction,
+        )
+        return after_state, StepRecord(**record, prediction=prediction, state=after_state, cache=fused, knobs=knobs)
+
+    @property
+    def _softcap(self) -> SoftCap:
+        return SoftCap(self.config.final_logit_softcapping)
+
+    def _logits_buffer(self, batch_size: int, canvas_len: int) -> Logits:
+        key = (batch_size, canvas_len)
+        if key not in self._logits:
+            shape = (batch_size, canvas_len, self.config.vocab_size)
+            self._logits[key] = Logits(torch.empty(shape, dtype=self.dtype, device=self.device))
+        return self._logits[key]
+
+    def _static_signal(self, num_rows: int, signal: Tensor | None) -> Tensor:
+        static = torch.empty(num_rows, self.config.hidden_size, dtype=self.dtype, device=self.device)
+        _fill(static, signal)
+        return static
+
+    def _signal(self, self_cond: Prediction | Tensor | None) -> Tensor | None:
+        """The soft embedding (B, C, D) of what the forward is conditioned on."""
+        if self_cond is None:
+            return None
+        if isinstance(self_cond, FusedPrediction):
+            if self_cond.signal is not None:
+                return self_cond.signal
+            return self._soft_embedding(self_cond)
+        logits = self_cond.logits if isinstance(self_cond, Prediction) else self_cond
+        return self._soft_embedding_of(logits)
+
+    def _soft_embedding(self, prediction: FusedPrediction) -> Tensor:
+        probabilities = None
+        if self.conventions.self_cond_logits == "rounded":
+            probabilities = prediction.soft_probabilities()
+        if probabilities is None:
+            return self._soft_embedding_of(prediction.logits)
+        signal = self._forward.soft_embedding(probabilities)
+        return signal.view(prediction.batch_size, prediction.canvas_len, -1)
+
+    def _soft_embedding_of(self, logits: Tensor) -> Tensor:
+        if self.conventions.self_cond_logits == "rounded":
+            logits = logits.to(self.dtype)
+        probabilities = logits.softmax(-1, dtype=torch.float32).to(self.dtype)
+        return self._forward.soft_embedding(probabilities.flatten(0, 1)).view(*logits.shape[:2], -1)
+
+    def _wait_behind(self) -> None:
+        """Graphs share memory for what is temporary, so no two may run at once."""
+        if self._behind is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._behind)
+
+    def _read(self, tokens: Tensor, cache: FusedCache, real: Tensor | None, *, last: bool) -> Tensor | None:
+        """Run tokens (B, T) causally, chunk by chunk, and commit them; the last hidden state (B, T, D) if wanted."""
+        num_new, counts, order = tokens.shape[1], None, None
+        if real is not None:
+            # A row's real tokens first: what follows them is written behind its prefix and never counted in.
+            order = (~real).to(torch.uint8).sort(dim=1, stable=True).indices
+            tokens, counts = tokens.gather(1, order), real.sum(1)
+        chunk_len = self._pool.prefill_len(tokens.shape[0])
+        hidden = []
+        for start in range(0, num_new, chunk_len):
+            chunk = tokens[:, start : start + chunk_len]
+            size = chunk.shape[1]
+            buffers = cache.make_room(size, num_new - start - size + self.config.canvas_length)
+            hidden.append(self._read_chunk(chunk, buffers, last))
+            cache.extend(size, None if counts is None else (counts - start).clamp(0, size))
+        if not last:
+            return None
+        nothing = torch.empty(tokens.shape[0], 0, self.config.hidden_size, dtype=self.dtype, device=self.device)
+        joined = torch.cat([nothing, *hidden], dim=1)
+        if order is None:
+            return joined
+        back = torch.empty_like(order).scatter(1, order, torch.arange(num_new, device=order.device).expand_as(order))
+        return joined.gather(1, back[..., None].expand_as(joined))
+
+    def _read_word(self, tokens: Tensor, cache: FusedCache) -> Tensor:
+        """One token a row, head included, in one graph: autoregressive decoding. (B, 1) → (B, 1, V) float32."""
+        buffers = cache.make_room(1, self.config.canvas_length)
+        self._wait_behind()
+        make = lambda: _CapturedRead(self, tokens, buffers, last=True, head=True)  # noqa: E731
+        logits = remembered(buffers.graphs, ("word", tokens.shape), make)(tokens)
+        cache.extend(1, None)
+        return logits[:, None]
+
+    def _causal_logits(self, hidden: Tensor) -> Tensor:
+        logits = self._forward.head(hidden)
+        return Prediction(logits[None], (self._softcap,)).logits[0]
+
+    def _read_chunk(self, tokens: Tensor, buffers: CacheBuffers, last: bool) -> Tensor:
+        if tokens.shape[1] != self.config.canvas_length:
+            hidden = self._forward.read(tokens.long(), buffers, last=last)
+        else:
+            self._wait_behind()
+            make = lambda: _CapturedRead(self, tokens, buffers, last)  # noqa: E731
+            hidden = remembered(buffers.graphs, ("read", tokens.shape, last), make)(tokens)
+        return hidden.view(*tokens.shape, -1)
+
+    def _check_canvas(self, canvas: Tensor, cache: PrefixCache) -> FusedCache:
+        self._model._check_tokens(canvas, cache, "canvas")
+        return self._own(cache)
+
+    def _check_prefix(
+        self, tokens: Tensor, cache: PrefixCache | None, attention_mask: Tensor | None
+    ) -> tuple[FusedCache, Tensor | None]:
+        fused = self.new_cache(tokens.shape[0]) if cache is None else self._own(cache)
+        _, real = self._model._check_prefix(tokens, fused, attention_mask)
+        return fused, real
+
+    def _own(self, cache: PrefixCache) -> FusedCache:
+        if not isinstance(cache, FusedCache) or cache._pool is not self._pool:
+            raise ValueError(
+                f"FusedDenoiser cache must be one that it made itself, got a {type(cache).__name__} of another model. "
+                "Encode the prefix with the accelerated model."
+            )
+        return cache
+
+
+class _DrawingState(DenoiseState):
+    """A state whose draws are one launch each; bit for bit those of a `DenoiseState`."""
+
+    def uniform(self, purpose: str) -> Tensor:
+        if purpose in self.injected:
+            return self.injected[purpose]
+        return draws.uniform(self.seeds, self.block, self.step, self.canvas_len, purpose)
+
+    def row_uniform(self, purpose: str) -> Tensor:
+        if purpose in self.injected:
+            return self.injected[purpose]
+        return draws.uniform(self.seeds, self.block, self.step, 1, purpose)[:, 0]
+
+
+class _CapturedRead:
+    """A causal forward of a fixed number of tokens, up to the last hidden state or the logits."""
+
+    def __init__(
+        self, engine: FusedDenoiser, tokens: Tensor, buffers: CacheBuffers, last: bool, head: bool = False
+    ) -> None:
+        self._tokens = tokens.long().clone()
+        static = self._tokens
+
+        def run() -> Tensor:
+            hidden = engine._forward.read(static, buffers, last=last)
+            return engine._causal_logits(hidden) if head else hidden
+
+        self._replay = Replay(run, engine.device, engine._graph_memory)
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        self._tokens.copy_(tokens)
+        self._replay.replay()
+        return self._replay.result.clone()
+
+
+class _CapturedDenoise:
+    """A forward over a canvas, up to the logits."""
+
+    def __init__(self, engine: FusedDenoiser, canvas: Tensor, signal: Tensor | None, buffers: CacheBuffers) -> None:
+        self._canvas = canvas.long().clone()
+        self._signal = engine._static_signal(canvas.numel(), signal)
+        self._logits = engine._logits_buffer(*canvas.shape)
+        forward, static, conditioned_on, logits = engine._forward, self._canvas, self._signal, self._logits
+
+        def run() -> None:
+            forward.head(forward.canvas(static, conditioned_on, buffers), out=logits.tensor.flatten(0, 1))
+
+        self._logits.version += 1
+        self._replay = Replay(run, engine.device, engine._graph_memory)
+
+    def __call__(self, canvas: Tensor, signal: Tensor | None) -> Tensor:
+        self._canvas.copy_(canvas)
+        _fill(self._signal, signal)
+        self._logits.version += 1
+        self._replay.replay()
+        return self._logits.tensor.clone()
+
+
+@dataclass(frozen=True)
+class _Predicts:
+    """A denoiser that answers with the static forward, for `dgemma.step` to run under capture."""
+
+    forward: Forward
+    signal: Tensor
+    buffers: CacheBuffers
+    logits: Logits
+    softcap: SoftCap
+
+    def denoise(self, canvas: Tensor, cache: Any, self_cond: Any = None) -> FusedPrediction:
+        hidden = self.forward.canvas(canvas, self.signal, self.buffers)
+        self.forward.head(hidden, out=self.logits.tensor.flatten(0, 1))
+        return FusedPrediction(self.logits, (self.softcap,))
+
+
+class _CapturedStep:
+    """`dgemma.step` over static tensors, and the soft embedding that the next step is conditioned on."""
+
+    def __init__(
+        self,
+        engine: FusedDenoiser,
+        state: DenoiseState,
+        knobs: Knobs,
+        signal: Tensor | None,
+        buffers: CacheBuffers,
+        leaves: list,
+        form: Any,
+    ) -> None:
+        self._inputs = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
+        device, memory = engine.device, engine._graph_memory
+        self._signal = engine._static_signal(state.canvas.numel(), signal)
+        self._logits = engine._logits_buffer(*state.canvas.shape)
+        predicts: Any = _Predicts(engine._forward, self._signal, buffers, self._logits, engine._softcap)
+        static = _DrawingState(**tree_unflatten(self._inputs, form), noise=state.noise)
+        kept: list[FusedPrediction] = []
+
+        def run() -> tuple[dict[str, Any], dict[str, Any], tuple[Tensor, ...], Any]:
+            after, record = denoising_step(predicts, static, cache=None, knobs=knobs)  # type: ignore[arg-type]
+            prediction: Any = record.prediction
+            kept[:] = [prediction]
+            shaping = prediction._shaping
+            sweep = None if shaping is None else (tuple(prediction._sweep), shaping.allowed)
+            return (
+                {name: getattr(after, name) for name in _STATE_INPUTS if name not in _UNCHANGED},
+                {name: getattr(record, name) for name in _RECORD_TENSORS},
+                tuple(part.contiguous() for part in prediction._statistics),
+                sweep,
+            )
+
+        self._logits.version += 1
+        try:
+            self._replay = Replay(run, device, memory)
+        except RuntimeError as error:
+            if "captur" not in str(error):
+                raise
+            raise RuntimeError(
+                f"This step could not be captured in a CUDA graph: {knobs.sampler} or {knobs.stop} waits for the host. "
+                "Write it as pure tensor code (no .item(), no if on a tensor, no boolean indexing)."
+            ) from error
+        self._prediction = kept[0]
+        self._soft = Replay(lambda: engine._soft_embedding(self._unread()), device, memory)
+        results, self._form = tree_flatten(self._replay.result[:3])
+        self._origins, self._computed = _origins(results, self._inputs)
+
+    def __call__(self, leaves: list, signal: Tensor | None) -> tuple[dict[str, Any], dict[str, Any], FusedPrediction]:
+        pairs = [(a, b) for a, b in zip(self._inputs, leaves, strict=True) if isinstance(a, Tensor)]
+        copy_all(*zip(*pairs, strict=True))
+        _fill(self._signal, signal)
+        self._logits.version += 1
+        self._replay.replay()
+        fresh = [torch.empty_like(source) for source in self._computed]
+        copy_all(fresh, self._computed)
+        where = {"computed": fresh.__getitem__, "given": leaves.__getitem__, "constant": lambda value: value}
+        results = [where[kind](at) for kind, at in self._origins]
+        after, record, statistics = tree_unflatten(results, self._form)
+        return after, record, self._prediction.after_replay(statistics)
+
+    def soft_embedding(self, stream: torch.cuda.Stream | None) -> Tensor:
+        """The soft embedding (B, C, D) of the last replay, computed on `stream`."""
+        signal = torch.empty_like(self._soft.result)
+        if stream is None:
+            self._soft.replay()
+            return signal.copy_(self._soft.result)
+        stream.wait_stream(torch.cuda.current_stream(signal.device))
+        with torch.cuda.stream(stream):
+            self._soft.replay()
+            signal.copy_(self._soft.result)
+        signal.record_stream(stream)
+        return signal
+
+    def _unread(self) -> FusedPrediction:
+        """The captured prediction, its sweep done and nothing else computed."""
+        prediction = FusedPrediction(self._logits, self._prediction._transforms)
+        if self._prediction._shaping is not None:
+            prediction.__dict__.update(_shaping=self._prediction._shaping, _sweep=self._prediction._sweep)
+        return prediction
+
+
+_UNCHANGED = frozenset({"frozen", "block", "num_steps", "seeds", "rows", "allowed", "injected"})  # by a step
+
+
+def _fill(static: Tensor, signal: Tensor | None) -> None:
+    if signal is None:
+        static.zero_()
+    else:
+        static.copy_(signal.view_as(static))
+
+
+def _origins(results: list, inputs: list) -> tuple[list[tuple[str, Any]], list[Tensor]]:
+    """Where each result comes from: the i-th distinct tensor that a replay computes, input i, or a constant."""
+    given = {id(x): at for at, x in enumerate(inputs) if isinstance(x, Tensor)}
+    computed: list[Tensor] = []
+    origins: list[tuple[str, Any]] = []
+    seen: dict[int, int] = {}
+    for result in results:
+        if not isinstance(result, Tensor):
+            origins.append(("constant", result))
+        elif id(result) in given:
+            origins.append(("given", given[id(result)]))
+        else:
+            if id(result) not in seen:
+                seen[id(result)] = len(computed)
+                computed.append(result)
+            origins.append(("computed", seen[id(result)]))
+    return origins, computed

@@ -1,0 +1,117 @@
+"""The stack in both of its modes, over a cache's buffers: embedding, layers, head, soft embedding; launches alone.
+
+Nothing here reads the device, so all of it can be captured. Meaning: `dgemma.DiffusionGemma`.
+"""
+
+import os
+
+import torch
+from torch import Tensor
+
+from dgemma.config import ModelConfig
+from dgemma_kernels import attention, embedding, experts, mlp, norms, qkv, router
+from dgemma_kernels.cache import CacheBuffers
+from dgemma_kernels.configs import expert_config
+from dgemma_kernels.weights import LayerWeights, Weights
+
+JOIN = os.environ.get("DGEMMA_JOIN", "gate_up")
+
+
+class Forward:
+    """The kernels in the order of the model's layers."""
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        self.config, self.weights = config, weights
+        table = weights.embedding
+        # sqrt(hidden), rounded to the weights' dtype as the published model does
+        self.embed_scale = float(torch.tensor(config.hidden_size**0.5, dtype=table.dtype))
+        # The dense MLP runs beside the experts, which wait for memory.
+        self._side = torch.cuda.Stream(table.device) if table.device.type == "cuda" else None
+
+    def canvas(self, tokens: Tensor, signal: Tensor, buffers: CacheBuffers) -> Tensor:
+        """The canvas (B, C), each position seeing prefix and canvas; signal (B·C, D), zero for none → (B·C, D)."""
+        weights, eps = self.weights, self.config.rms_norm_eps
+        normed = norms.rms_norm(signal, weights.signal_norm, eps)
+        update = torch.mm(mlp.gate_up_geglu(normed, weights.signal_gate_up), weights.signal_down.T)
+        x, normed = embedding.embed(
+            tokens.flatten(),
+            weights.embedding,
+            weights.layers[0].input_norm,
+            update,
+            scale=self.embed_scale,
+            norm=True,
+            eps=eps,
+        )
+        return self._stack(x, normed, buffers, causal=False)
+
+    def read(self, tokens: Tensor, buffers: CacheBuffers, *, last: bool) -> Tensor:
+        """Tokens (B, T), causally, into the tail of the buffers → the `last` hidden state (B·T, D), if it is wanted."""
+        x, normed = embedding.embed(
+            tokens.flatten(),
+            self.weights.embedding,
+            self.weights.layers[0].input_norm,
+            None,
+            scale=self.embed_scale,
+            norm=False,
+            eps=self.config.rms_norm_eps,
+        )
+        return self._stack(x, normed, buffers, causal=True, last=last)
+
+    def head(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Logits before the soft-cap: (R, D) → (R, V)."""
+        return torch.mm(hidden, self.weights.embedding.T, out=out)
+
+    def soft_embedding(self, probabilities: Tensor) -> Tensor:
+        """The expected embedding: (R, V) → (R, D)."""
+        return torch.mm(probabilities, self.weights.embedding).mul_(self.embed_scale)
+
+    def _stack(self, x: Tensor, normed: Tensor, buffers: CacheBuffers, *, causal: bool, last: bool = True) -> Tensor:
+        layers = self.weights.layers
+        following = [*(layer.input_norm for layer in layers[1:]), self.weights.norm]
+        for index, (layer, next_norm) in enumerate(zip(layers, following, strict=True)):
+            keys, values = buffers.keys[index], buffers.values[index]
+            slot = buffers.lengths if layer.shape.window is None else buffers.held
+            queries = qkv.prepare_qkv(
+                torch.mm(normed, layer.qkv.T),
+                layer.query_norm,
+                layer.key_norm,
+                layer.inv_freq,
+                buffers.lengths,
+                slot,
+                keys,
+                values,
+                num_heads=self.config.num_attention_heads,
+                eps=self.config.rms_norm_eps,
+            )
+            if not last and index == len(layers) - 1:
+                return x  # its keys and values are all that was wanted
+            window = layer.shape.window if causal else None
+            seen = attention.attention(queries, keys, values, slot, causal=causal, window=window)
+            attended = torch.mm(seen.view(x.shape[0], -1), layer.o.T)
+            x, normed = self._feed_forward(layer, attended, x, next_norm, causal)
+        return normed
+
+    def _feed_forward(
+        self, layer: LayerWeights, attended: Tensor, x: Tensor, next_norm: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        config, eps = self.config, self.config.rms_norm_eps
+        x, dense_in, expert_in, router_in = norms.attention_residual(attended, x, *layer.residual_norms, eps)
+        if self._side is None:
+            dense = self._dense(layer, dense_in)
+        else:
+            here = torch.cuda.current_stream(x.device)
+            self._side.wait_stream(here)
+            with torch.cuda.stream(self._side):
+                dense = self._dense(layer, dense_in)
+        weights, chosen = router.route(router_in, layer.router, layer.per_expert_scale, config.top_k_experts)
+        tiles = router.sort_by_expert(chosen, config.num_experts, expert_config(x.shape[0], x.device).rows)
+        hidden = experts.expert_gate_up(expert_in, layer.expert_gate_up, tiles)
+        rows = experts.expert_down(hidden, layer.expert_down, weights, tiles)
+        if self._side is not None:
+            here.wait_stream(self._side)
+        scalar = layer.causal_scalar if causal else layer.scalar
+        return norms.layer_tail(x, dense, rows, *layer.tail_norms, scalar, next_norm, eps)
+
+    @staticmethod
+    def _dense(layer: LayerWeights, dense_in: Tensor) -> Tensor:
+        return torch.mm(mlp.gate_up_geglu(dense_in, layer.gate_up), layer.down.T)

@@ -1,0 +1,66 @@
+"""Work captured once and replayed: a CUDA graph on a GPU; elsewhere (Triton's interpreter) the same function again."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+_MOST_GRAPHS = 12  # captured over one set of buffers; a knob that changes at every step must not fill the memory
+
+
+class Replay:
+    """`fn()` captured: `result` is what it returned, and every `replay()` computes the tensors in it anew, in place.
+
+    `fn` reads static tensors, which already hold the first replay's inputs, and returns a pytree. What it does on the
+    host happens once, at capture.
+
+    Example: `square = Replay(lambda: x * x, x.device, None); x.fill_(3.0); square.replay(); square.result`.
+    """
+
+    def __init__(self, fn: Callable[[], Any], device: torch.device, memory: Any) -> None:
+        self._graph: torch.cuda.CUDAGraph | None = None
+        if device.type != "cuda":
+            self._fn, self.result, self._is_fresh = fn, fn(), True
+            return
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            fn()  # compiles, and lets libraries make what they cannot make during capture
+        torch.cuda.current_stream(device).wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=memory, stream=stream, capture_error_mode="thread_local"):
+            self.result = fn()
+
+    def replay(self) -> None:
+        if self._graph is not None:
+            self._graph.replay()
+            return
+        if self._is_fresh:  # made by the caller for the inputs that it now asks about
+            self._is_fresh = False
+            return
+        for target, source in zip(tree_leaves(self.result), tree_leaves(self._fn()), strict=True):
+            if isinstance(target, Tensor) and target is not source:
+                target.copy_(source)
+
+
+def remembered(graphs: Any, key: Any, make: Callable[[], Any]) -> Any:
+    """graphs[key], made if need be; the least recently used goes when there are too many."""
+    if key not in graphs:
+        graphs[key] = make()
+    graphs.move_to_end(key)
+    while len(graphs) > _MOST_GRAPHS:
+        graphs.popitem(last=False)
+    return graphs[key]
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """targets[i].copy_(sources[i]) for all i, in one launch a dtype."""
+    kinds: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        to, of = kinds.setdefault(target.dtype, ([], []))
+        to.append(target)
+        of.append(source)
+    for to, of in kinds.values():
+        torch._foreach_copy_(to, of)

@@ -1,0 +1,120 @@
+"""A model's weights as the kernels read them: its own tensors, with q, k, v and gate, up fused into one product each.
+
+Nothing is held twice: the model's parameters become views of the fused tensors, and go on working.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dgemma.config import LayerShape
+from dgemma.model.backbone import Layer
+from dgemma.model.diffusion import DiffusionGemma
+from dgemma.model.layers import GatedMLP
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerWeights:
+    """One layer; matrices (out, in)."""
+
+    shape: LayerShape
+    qkv: Tensor  # without v in full layers
+    o: Tensor
+    query_norm: Tensor
+    key_norm: Tensor
+    inv_freq: Tensor  # (H / 2,) float32
+    input_norm: Tensor
+    residual_norms: tuple[Tensor, Tensor, Tensor, Tensor]  # post-attention, dense, expert, router scale
+    router: Tensor
+    per_expert_scale: Tensor
+    gate_up: Tensor  # of the dense MLP
+    down: Tensor
+    expert_gate_up: Tensor
+    expert_down: Tensor
+    tail_norms: tuple[Tensor, Tensor, Tensor]  # dense, expert, both
+    scalar: Tensor
+    causal_scalar: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """The whole model."""
+
+    embedding: Tensor  # (V, D)
+    layers: tuple[LayerWeights, ...]
+    norm: Tensor
+    signal_norm: Tensor  # self-conditioning's
+    signal_gate_up: Tensor
+    signal_down: Tensor
+
+
+def take_weights(model: DiffusionGemma) -> Weights:
+    """Fuse the model's projections in place, a layer at a time, and hand out its tensors.
+
+    Example: `take_weights(model).layers[0].qkv.shape` is `((16 + 2 * 8) * 256, 2816)`.
+    """
+    config = model.config
+    layers = tuple(
+        _take_layer(layer, config.layer_shape(index))  # type: ignore[arg-type]
+        for index, layer in enumerate(model.layers)
+    )
+    mixer = model.self_conditioning
+    return Weights(
+        embedding=model.embed_tokens.weight.detach(),
+        layers=layers,
+        norm=model.norm.weight.detach(),
+        signal_norm=mixer.pre_norm.weight.detach(),
+        signal_gate_up=_fuse_mlp(mixer),
+        signal_down=mixer.down_proj.weight.detach(),
+    )
+
+
+def _take_layer(layer: Layer, shape: LayerShape) -> LayerWeights:
+    attention, device = layer.self_attn, layer.layer_scalar.device
+    projections = [attention.q_proj, attention.k_proj]
+    if attention.v_proj is not None:
+        projections.append(attention.v_proj)
+    pair = torch.arange(shape.head_dim // 2, device=device, dtype=torch.float32)
+    frequencies = shape.rope_theta ** (-2.0 * pair / shape.head_dim)
+    return LayerWeights(
+        shape=shape,
+        qkv=_fuse(*projections),
+        o=attention.o_proj.weight.detach(),
+        query_norm=attention.q_norm.weight.detach(),
+        key_norm=attention.k_norm.weight.detach(),
+        inv_freq=torch.where(pair < shape.rotary_pairs, frequencies, 0.0),
+        input_norm=layer.input_layernorm.weight.detach(),
+        residual_norms=(
+            layer.post_attention_layernorm.weight.detach(),
+            layer.pre_feedforward_layernorm.weight.detach(),
+            layer.pre_feedforward_layernorm_2.weight.detach(),
+            layer.router.scale.detach(),
+        ),
+        router=layer.router.proj.weight.detach(),
+        per_expert_scale=layer.router.per_expert_scale.detach(),
+        gate_up=_fuse_mlp(layer.mlp),
+        down=layer.mlp.down_proj.weight.detach(),
+        expert_gate_up=layer.experts.gate_up_proj.detach(),
+        expert_down=layer.experts.down_proj.detach(),
+        tail_norms=(
+            layer.post_feedforward_layernorm_1.weight.detach(),
+            layer.post_feedforward_layernorm_2.weight.detach(),
+            layer.post_feedforward_layernorm.weight.detach(),
+        ),
+        scalar=layer.layer_scalar,
+        causal_scalar=layer.causal_layer_scalar,
+    )
+
+
+def _fuse_mlp(mlp: GatedMLP) -> Tensor:
+    return _fuse(mlp.gate_proj, mlp.up_proj)
+
+
+def _fuse(*linears: nn.Linear) -> Tensor:
+    """One matrix of several, of which the linears' weights become views."""
+    fused = torch.cat([linear.weight.detach() for linear in linears])
+    sizes = [linear.weight.shape[0] for linear in linears]
+    for linear, part in zip(linears, fused.split(sizes), strict=True):
+        linear.weight.data = part
+    return fused

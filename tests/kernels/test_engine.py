@@ -1,0 +1,228 @@
+"""The fused denoiser against the reference model, in float32: same logits to rounding, same tokens, same caches."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+import dgemma
+from dgemma import draws as reference_draws
+from dgemma.config import FULL, SLIDING
+from dgemma.generate import Knobs, start_state
+from dgemma_kernels import accelerate, draws, embedding, reference, vocabulary
+from dgemma_kernels import cache as fused_cache
+
+CANVAS, VOCAB = 4, 40
+# float32 throughout: two layers of sums in another order, over activations of order ten.
+CLOSE = {"rtol": 2e-4, "atol": 2e-4}
+
+
+def make_model(device, **changes):
+    config = dgemma.presets.tiny().replace(
+        vocab_size=VOCAB,
+        canvas_length=CANVAS,
+        hidden_size=32,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        layer_types=(SLIDING, FULL),
+        sliding_window=5,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        global_head_dim=16,
+        num_experts=4,
+        **changes,
+    )
+    model = dgemma.DiffusionGemma(config).requires_grad_(False)
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.copy_(noise * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1 + 0.2 * noise)
+    for layer in model.layers:
+        layer.layer_scalar.fill_(0.8)
+        layer.causal_layer_scalar.fill_(0.9)
+    return model.to(device)
+
+
+@pytest.fixture(scope="module")
+def models():
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = make_model(device)
+    return copy.deepcopy(model), accelerate(model)
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch):
+    """Three chunks of the vocabulary; the interpreter goes through a chunk of 4,096 entry by entry."""
+    monkeypatch.setattr(vocabulary, "CHUNK", 16)
+
+
+def draw_tokens(*shape, seed=0):
+    tokens = torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(seed))
+    return tokens.to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def ragged_prompt():
+    """Seven tokens and five, padded on the left: both longer than the four that a sliding layer remembers."""
+    prompt = draw_tokens(2, 7)
+    real = torch.ones_like(prompt)
+    real[1, :2] = 0
+    return prompt, real
+
+
+def test_both_modes_equal_the_reference_over_ragged_rows(models):
+    prompt, real = ragged_prompt()
+    canvas = draw_tokens(2, CANVAS, seed=1)
+    before = torch.randn(2, CANVAS, VOCAB, generator=torch.Generator().manual_seed(4)).to(canvas.device)
+    switched = torch.tensor([True, False], device=canvas.device)
+    committed = torch.tensor([[True, True, True, True], [True, True, False, False]], device=canvas.device)
+    results = []
+    for model in models:
+        cache = model.encode(prompt, attention_mask=real)
+        prediction = model.denoise(canvas, cache, self_cond=before, self_cond_mask=switched)
+        shaped = prediction.shape(temperature=0.7)
+        cache = model.encode(canvas, cache, committed)
+        words = model.causal_logits(canvas[:, :2], cache)
+        word = model.causal_logits(canvas[:, 3:], cache)
+        assert cache.num_slots == 7 + 4 + 3
+        results.append([prediction.logits, shaped.entropy, shaped.confidence, words, word, cache.lengths])
+    for want, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, **CLOSE)
+
+
+@pytest.mark.parametrize("kind", ["published", "masked", "shaped"])
+def test_generate_cannot_tell_the_fused_denoiser_from_the_reference(models, kind):
+    options = {
+        "published": {"stop": dgemma.StableAndConfident(confidence=10.0), "max_new_tokens": 2 * CANVAS},
+        "masked": {
+            "noise": dgemma.MaskNoise(VOCAB),
+            "sampler": dgemma.EntropyBound(bound=1.0),
+            "max_new_tokens": CANVAS,
+        },
+        "shaped": {"top_k": 5, "allowed": list(range(3, 30)), "max_new_tokens": CANVAS, "stop": None},
+    }[kind]
+    prompt, real = ragged_prompt()
+    want, got = (
+        dgemma.generate(m, prompt, attention_mask=real, steps=2, seed=5, eos_token_ids=[7], progress=False, **options)
+        for m in models
+    )
+    assert torch.equal(got.new_tokens, want.new_tokens)
+    assert torch.equal(got.steps, want.steps)
+    assert torch.equal(got.cache.lengths, want.cache.lengths)
+
+
+def test_a_step_can_be_taken_again_from_any_state_and_old_logits_are_refused(models):
+    _, fast = models
+    prompt, _ = ragged_prompt()
+    cache = fast.encode(prompt[:1])
+    knobs = Knobs(
+        sampler=dgemma.EntropyBound(), temperature=dgemma.LinearTemperature(), stop=dgemma.StableAndConfident()
+    )
+    seeds = torch.tensor([11], device=prompt.device)
+    start = start_state(knobs, dgemma.UniformNoise(VOCAB), seeds=seeds, canvas_len=CANVAS, num_steps=4)
+    one, first = fast.step(start, cache=cache, knobs=knobs)
+    kept = {name: getattr(first, name).clone() for name in ("canvas", "argmax", "entropy", "accepted")}
+    two, _ = fast.step(one, cache=cache, knobs=knobs)
+    with pytest.raises(RuntimeError, match="overwritten by a later step"):
+        _ = first.prediction.logits
+    other = replace(knobs, sampler=dgemma.EntropyBound(bound=100.0))  # another graph, not the old bound
+    assert fast.step(one, cache=cache, knobs=other)[1].accepted.all()
+    again, _ = fast.step(one, cache=cache, knobs=knobs)
+    assert torch.equal(again.canvas, two.canvas)
+    assert torch.equal(again.draft, two.draft)
+    for name, value in kept.items():
+        assert torch.equal(getattr(first, name), value)
+    assert type(again) is dgemma.DenoiseState
+
+
+def test_caches_are_marked_cloned_selected_and_joined_like_the_reference(models):
+    prompt, real = ragged_prompt()
+    more = draw_tokens(2, 4, seed=2)
+    ends = []
+    for model in models:
+        cache = model.encode(prompt, attention_mask=real)
+        mark = cache.mark()
+        aside = cache.clone()
+        model.encode(more, cache)
+        cache.rollback(mark)
+        model.encode(more, cache)
+        assert torch.equal(aside.lengths, mark.lengths)
+        rows = torch.tensor([1], device=prompt.device), torch.tensor([0], device=prompt.device)
+        cache = type(cache).join([(rows[0], cache.select(rows[0])), (rows[1], cache.select(rows[1]))])
+        ends.append((model.causal_logits(more[:, :1], cache), model.causal_logits(more[:, :1], aside)))
+    for want, got in zip(*ends, strict=True):
+        torch.testing.assert_close(got, want, **CLOSE)
+
+
+def test_a_second_run_gets_the_buffers_and_graphs_of_the_first(models):
+    _, fast = models
+    canvas = draw_tokens(1, CANVAS)
+    cache = fast.encode(canvas)
+    fast.denoise(canvas, cache)
+    buffers = cache.buffers
+    del cache
+    assert fast.encode(canvas).buffers is buffers
+    assert any(key[0] == "denoise" for key in buffers.graphs)
+
+
+def test_the_model_goes_on_working_and_nothing_is_held_twice(device):
+    model = make_model(device)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    fast = accelerate(model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    attention, taken = model.layers[0].self_attn, fast._forward.weights.layers[0]
+    assert attention.v_proj.weight.untyped_storage().data_ptr() == taken.qkv.untyped_storage().data_ptr()
+    assert model.layers[1].mlp.up_proj.weight.data_ptr() == fast._forward.weights.layers[1].gate_up[32:].data_ptr()
+
+
+def test_mistakes_are_answered_in_one_sentence(models, monkeypatch):
+    plain, fast = models
+    prompt, _ = ragged_prompt()
+    with pytest.raises(ValueError, match="weights must be \"bf16\", got 'fp8'"):
+        accelerate(plain, weights="fp8")
+    with pytest.raises(ValueError, match="head_dim must be a power of two >= 16"):
+        accelerate(dgemma.DiffusionGemma(plain.config.replace(head_dim=24), device=plain.device))
+    with pytest.raises(ValueError, match="cache must be one that it made itself"):
+        fast.denoise(prompt[:, :CANVAS], plain.encode(prompt))
+    monkeypatch.setattr("dgemma_kernels.engine.InterpretedFunction", int)
+    with pytest.raises(ValueError, match="needs the model on a CUDA GPU"):
+        accelerate(dgemma.DiffusionGemma(plain.config, device="cpu"))
+
+
+def test_uniform_draws_the_reference_bits(device):
+    seeds, block, step = (
+        torch.tensor([0, -3, 2**62], device=device),
+        torch.arange(3, device=device),
+        torch.tensor([0, 5, 47]).to(device),
+    )
+    for purpose in ("token", "noise"):
+        want = reference_draws.uniform(seeds, block, step, 37, purpose)
+        assert torch.equal(draws.uniform(seeds, block, step, 37, purpose), want)
+
+
+def test_embed_equals_its_reference(device):
+    generator = torch.Generator().manual_seed(0)
+    table, update, weight = (torch.randn(*s, generator=generator).to(device) for s in ((20, 72), (5, 72), (72,)))
+    tokens = torch.tensor([3, 19, 0, 3, 7], device=device)
+    for added, norm in ((None, False), (update, True)):
+        arguments = (tokens, table, weight, added)
+        got = embedding.embed(*arguments, scale=8.5, norm=norm, eps=1e-6)
+        want = reference.embed(
+            *(x.double() if x is not None and x.is_floating_point() else x for x in arguments),
+            scale=8.5,
+            norm=norm,
+            eps=1e-6,
+        )
+        for g, w in zip(got, want, strict=True):
+            torch.testing.assert_close(g.double(), w, rtol=1e-5, atol=1e-5)
+
+
+def test_forget_moves_the_newest_tokens_to_the_front(device):
+    keys, values = torch.randn(2, 3, 2, 150, 16, generator=torch.Generator().manual_seed(0)).to(device)
+    held = torch.tensor([150, 133, 7], device=device)
+    want = keys.clone(), values.clone()
+    reference.forget(*want, held, 131)
+    fused_cache.forget(keys, values, held, 131)
+    for got, expected in zip((keys, values), want, strict=True):
+        assert torch.equal(got[:, :, :131], expected[:, :, :131])
