@@ -31,7 +31,7 @@ TILES = {
         AttentionTile(64, 64, 4, 2, tma=True),
         AttentionTile(64, 64, 8, 2, tma=True),
         AttentionTile(128, 64, 8, 2, tma=True),
-        AttentionTile(128, 32, 8, 2, tma=True),
+        AttentionTile(128, 128, 8, 1, tma=True),
         AttentionTile(128, 32, 8, 3, tma=True),
         AttentionTile(64, 64, 8, 2),
     ],
@@ -39,6 +39,7 @@ TILES = {
         AttentionTile(64, 32, 8, 2, tma=True),
         AttentionTile(64, 64, 8, 1, tma=True),
         AttentionTile(128, 32, 8, 2, tma=True, value_dim=256),
+        AttentionTile(128, 64, 8, 1, tma=True, value_dim=256),
         AttentionTile(64, 32, 8, 2),
     ],
     ("sliding", 1): [

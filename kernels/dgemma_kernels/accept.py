@@ -1,7 +1,8 @@
 """Accept, renoise and stop in one launch: the published sampler (entropy bound, arXiv:2505.24857) on uniform noise with
 its stop rule; the twin is `reference.accept`, the meaning `dgemma.EntropyBound` and `dgemma.StableAndConfident`.
 
-A canvas is short, so instead of sorting, each position adds the entropies of all that precede it in sorted order.
+A canvas is short, so instead of sorting, each position adds the entropies of all that precede it in sorted order; the
+positions of one canvas are spread over several programs.
 """
 
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from torch import Tensor
 from dgemma import draws
 
 _MAX_CANVAS = 1024
+_PAIRS = 8192  # comparisons of one program: 32 positions of a canvas of 256
 _NOISE = tl.constexpr(draws.purpose_word("noise") - (1 << 32) * (draws.purpose_word("noise") >> 31))  # as int32
 
 
@@ -74,7 +76,9 @@ def accept(
             )
     next_canvas, next_argmax = torch.empty_like(canvas), torch.empty_like(argmax)
     accepted, next_done = torch.empty_like(frozen), torch.empty_like(done)
-    _accept_kernel[(batch,)](
+    canvas_block = max(16, triton.next_power_of_2(canvas_len))
+    positions = min(canvas_block, max(16, _PAIRS // canvas_block))
+    _accept_kernel[(batch, triton.cdiv(canvas_len, positions))](
         *(tensor for tensor, _, _ in wanted.values()),
         next_canvas,
         accepted,
@@ -84,8 +88,9 @@ def accept(
         confidence,
         vocab_size,
         canvas_len,
-        CANVAS=max(16, triton.next_power_of_2(canvas_len)),
-        num_warps=8,
+        CANVAS=canvas_block,
+        POSITIONS=positions,
+        num_warps=4,
     )
     return Accepted(next_canvas, accepted, next_argmax, next_done)
 
@@ -111,28 +116,31 @@ def _accept_kernel(
     vocab_size: tl.tensor,
     canvas_len: tl.tensor,
     CANVAS: tl.constexpr,
+    POSITIONS: tl.constexpr,
 ) -> None:
-    STRIP: tl.constexpr = 16
     row = tl.program_id(0)
-    position = tl.arange(0, CANVAS)
+    other = tl.arange(0, CANVAS)  # the whole canvas
+    other_valid = other < canvas_len
+    other_at = row * canvas_len + other
+    other_open = (tl.load(frozen_ptr + other_at, mask=other_valid, other=1) == 0) & other_valid
+    other_entropy = tl.where(other_open, tl.load(entropy_ptr + other_at, mask=other_valid, other=0.0), 0.0)
+    position = tl.program_id(1) * POSITIONS + tl.arange(0, POSITIONS)  # this program's part of it
     valid = position < canvas_len
     at = row * canvas_len + position
-    was_done = tl.load(done_ptr + row) != 0
-    is_open = valid & (tl.load(frozen_ptr + at, mask=valid, other=1) == 0)
+    is_open = (tl.load(frozen_ptr + at, mask=valid, other=1) == 0) & valid
     entropy = tl.where(is_open, tl.load(entropy_ptr + at, mask=valid, other=0.0), 0.0)
+    canvas = tl.load(canvas_ptr + at, mask=valid, other=0)
+    token = tl.load(token_ptr + at, mask=valid, other=0)
+    argmax = tl.load(argmax_ptr + at, mask=valid, other=0)
+    previous = tl.load(previous_ptr + at, mask=valid, other=0)
+    was_done = tl.load(done_ptr + row) != 0
 
     # Entropies up to and including each position, in ascending order, equal ones by position. Summed in float64 and
     # rounded once: what a sequential float32 sum with a wide accumulator gives.
-    inclusive = tl.zeros((CANVAS,), tl.float64)
-    for first in range(0, canvas_len, STRIP):
-        other = first + tl.arange(0, STRIP)
-        other_valid = other < canvas_len
-        other_open = other_valid & (tl.load(frozen_ptr + row * canvas_len + other, mask=other_valid, other=1) == 0)
-        other_entropy = tl.load(entropy_ptr + row * canvas_len + other, mask=other_open, other=0.0)
-        precedes = (other_entropy[None, :] < entropy[:, None]) | (
-            (other_entropy[None, :] == entropy[:, None]) & (other[None, :] <= position[:, None])
-        )
-        inclusive += tl.sum(tl.where(precedes, other_entropy[None, :], 0.0).to(tl.float64), 1)
+    precedes = (other_entropy[:, None] < entropy[None, :]) | (
+        (other_entropy[:, None] == entropy[None, :]) & (other[:, None] <= position[None, :])
+    )
+    inclusive = tl.sum(tl.where(precedes, other_entropy.to(tl.float64)[:, None], 0.0), 0)
     accept = is_open & (inclusive.to(tl.float32) - entropy <= bound)
 
     seed = tl.load(seed_ptr + row)
@@ -144,16 +152,16 @@ def _accept_kernel(
     noise = (bits.to(tl.float64) * 1.1102230246251565e-16 * vocab_size).to(tl.int64)
     noise = tl.minimum(noise, vocab_size - 1)
 
-    canvas = tl.load(canvas_ptr + at, mask=valid, other=0)
-    token = tl.load(token_ptr + at, mask=valid, other=0)
-    argmax = tl.load(argmax_ptr + at, mask=valid, other=0)
-    previous = tl.load(previous_ptr + at, mask=valid, other=0)
     next_canvas = tl.where(is_open & (not was_done), tl.where(accept, token, noise), canvas)
     tl.store(next_canvas_ptr + at, next_canvas, mask=valid)
     tl.store(accept_ptr + at, accept & (not was_done), mask=valid)
     tl.store(next_argmax_ptr + at, tl.where(was_done, previous, argmax), mask=valid)
 
-    num_changed = tl.sum((is_open & (argmax != previous)).to(tl.int32), 0)
-    num_open = tl.maximum(tl.sum(is_open.to(tl.int32), 0), 1)
-    mean_entropy = tl.sum(entropy.to(tl.float64), 0).to(tl.float32) / num_open.to(tl.float32)
-    tl.store(next_done_ptr + row, was_done | ((num_changed == 0) & (mean_entropy < confidence)))
+    if tl.program_id(1) == 0:
+        changed = tl.load(argmax_ptr + other_at, mask=other_open, other=0) != tl.load(
+            previous_ptr + other_at, mask=other_open, other=0
+        )
+        num_open = tl.maximum(tl.sum(other_open.to(tl.int32), 0), 1)
+        mean_entropy = tl.sum(other_entropy.to(tl.float64), 0).to(tl.float32) / num_open.to(tl.float32)
+        stop = (tl.sum(changed.to(tl.int32), 0) == 0) & (mean_entropy < confidence)
+        tl.store(next_done_ptr + row, was_done | stop)

@@ -39,10 +39,10 @@ def default_tile(num_rows: int, head_dim: int, *, hopper: bool) -> AttentionTile
     if not hopper:  # fits the 99 KiB of shared memory that a block gets on consumer GPUs
         return AttentionTile(16 if num_rows <= 16 else 32, 16, 4, 2)
     if num_rows <= 16:
-        return AttentionTile(16, 32, 8 if head_dim > 256 else 4, 3)
+        return AttentionTile(16, 32, 4, 3)
     if head_dim > 256:
-        return AttentionTile(64, 32, 8, 2, tma=True)
-    return AttentionTile(64, 64, 4, 2, tma=True)
+        return AttentionTile(128, 32, 8, 2, tma=True, value_dim=256)
+    return AttentionTile(128, 64, 8, 2, tma=True)
 
 
 def attention(
@@ -82,7 +82,8 @@ def attention(
     if num_splits == 1:
         partial, log_weight = out, out  # never touched
     else:
-        partial = torch.empty((num_splits, *queries.shape), dtype=torch.float32, device=queries.device)
+        # In the output's own dtype: half the traffic, and each rounds once more by what the output rounds anyway.
+        partial = torch.empty((num_splits, *queries.shape), dtype=queries.dtype, device=queries.device)
         log_weight = torch.empty((num_splits, *queries.shape[:3]), dtype=torch.float32, device=queries.device)
     _attention_kernel[(row_tiles * (head_dim // value_dim), num_splits, batch * kv_heads)](
         queries,
@@ -122,7 +123,7 @@ def attention(
             HEAD_DIM=head_dim,
             SPLITS=splits,
             COLUMNS=columns,
-            num_warps=4,
+            num_warps=1 if splits * columns <= 2048 else 4,  # few parts: every row of a canvas at once
         )
     return out
 
@@ -147,7 +148,7 @@ def _attention_kernel(
     value_ptr: tl.tensor,
     length_ptr: tl.tensor,
     out_ptr: tl.tensor,
-    partial_ptr: tl.tensor,  # (splits, B, T, N, H) float32, if SPLIT
+    partial_ptr: tl.tensor,  # (splits, B, T, N, H), if SPLIT
     log_weight_ptr: tl.tensor,  # (splits, B, T, N) float32, base 2, if SPLIT
     num_tokens: tl.tensor,
     num_query_heads: tl.tensor,  # B·T·N
@@ -213,7 +214,7 @@ def _attention_kernel(
             key = key_tiles.load([start, 0]).T  # (H, KEYS)
         else:
             key = tl.load(key_ptr + offset[None, :] + column[:, None], mask=slot_valid[None, :], other=0.0)
-        score = tl.dot(query, key, input_precision="ieee") * 1.4426950408889634  # base 2
+        score = tl.dot(query, key, input_precision="ieee")
         if CAUSAL:
             seen = slot[None, :] <= prefix_len + token[:, None]
             if WINDOW > 0:
@@ -221,12 +222,12 @@ def _attention_kernel(
             score = tl.where(seen & slot_valid[None, :], score, float("-inf"))
         else:
             score = tl.where(slot_valid[None, :], score, float("-inf"))
-        new_top = tl.maximum(top, tl.max(score, 1))
+        new_top = tl.maximum(top, tl.max(score, 1) * 1.4426950408889634)  # base 2
         if CAUSAL:
             shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen nothing yet
         else:
             shift = new_top
-        weight = tl.exp2(score - shift[:, None])
+        weight = tl.exp2(score * 1.4426950408889634 - shift[:, None])
         decay = tl.exp2(top - shift)
         total = total * decay + tl.sum(weight, 1)
         acc = acc * decay[:, None]
@@ -269,10 +270,11 @@ def _combine_kernel(
     part = tl.arange(0, SPLITS)
     at = part.to(tl.int64) * num_rows + row
     log_weight = tl.load(log_weight_ptr + at, mask=part < num_splits, other=float("-inf"))
+    source = partial_ptr + at[:, None] * HEAD_DIM + column[None, :]
+    values = tl.load(source, mask=(part < num_splits)[:, None], other=0.0).to(tl.float32)
     weight = tl.exp2(log_weight - tl.max(log_weight, 0))
-    weight = weight / tl.sum(weight, 0)
-    values = tl.load(partial_ptr + at[:, None] * HEAD_DIM + column[None, :], mask=weight[:, None] > 0.0, other=0.0)
-    out = tl.sum(values * weight[:, None], 0)
+    weight = (weight / tl.sum(weight, 0))[:, None]
+    out = tl.sum(tl.where(weight > 0.0, values * weight, 0.0), 0)  # an empty part's values were never written
     tl.store(out_ptr + row * HEAD_DIM + column, out.to(out_ptr.dtype.element_ty))
 
 

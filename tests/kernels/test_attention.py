@@ -123,12 +123,13 @@ def test_reference_matches_transformers_eager_attention():
     assert torch.allclose(got, want, atol=1e-6)  # transformers rounds the softmax to float32
 
 
-def test_the_canvas_of_one_user_fills_an_h200_in_one_round():
-    # 132 multiprocessors; sliding: 512 rows × 8 key heads, full: 2048 × 2, both 64 tiles of 64 rows.
+def test_canvases_of_any_batch_fill_an_h200_in_one_round():
+    # 132 multiprocessors; one canvas is 512 rows × 8 key heads (sliding) or 2048 × 2 (full).
     for num_rows, kv_heads, head_dim in ((512, 8, 256), (2048, 2, 512)):
-        tiles = num_rows // default_tile(num_rows, head_dim, hopper=True).rows * kv_heads
-        assert tiles * choose_num_splits(tiles, 132, 40) == 128
-        assert choose_num_splits(2 * tiles, 132, 40) == 1
+        tile = default_tile(num_rows, head_dim, hopper=True)
+        programs = num_rows // tile.rows * kv_heads * (head_dim // (tile.value_dim or head_dim))
+        for batch in (1, 2, 128 // programs):
+            assert batch * programs * choose_num_splits(batch * programs, 132, 40) == 128
 
 
 @pytest.mark.parametrize(
