@@ -6,36 +6,27 @@ runs on a stream of its own while the host looks at the stop flag. All that vari
 (sampler, noise, temperature schedule, stop rule, shapes) keys the graph, so a changed knob is another graph.
 """
 
-from dataclasses import dataclass
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten
 from triton.runtime.interpreter import InterpretedFunction
 
 from dgemma.config import Conventions, GenerationDefaults, ModelConfig
 from dgemma.generate import Knobs, StepRecord
-from dgemma.generate import step as denoising_step
 from dgemma.model.cache import PrefixCache
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.prediction import Prediction, SoftCap
 from dgemma.state import DenoiseState
 from dgemma_kernels import draws
 from dgemma_kernels.cache import BufferPool, CacheBuffers, FusedCache
+from dgemma_kernels.captured import STATE_INPUTS, CapturedDenoise, CapturedRead, CapturedStep, fill
 from dgemma_kernels.forward import Forward
-from dgemma_kernels.graphs import Replay, copy_all, remembered
+from dgemma_kernels.graphs import remembered
 from dgemma_kernels.prediction import FusedPrediction, Logits
 from dgemma_kernels.weights import take_weights
-
-_STATE_INPUTS = (
-    *("canvas", "open", "frozen", "draft", "done", "block", "step", "num_steps", "noise_level", "next_noise_level"),
-    *("temperature", "seeds", "rows", "allowed", "memory", "stop_memory", "injected"),
-)
-_RECORD_TENSORS = (
-    *("block", "step", "seeds", "temperature", "noise_level", "canvas", "argmax", "entropy", "confidence"),
-    *("accepted", "renoised", "active", "rows"),
-)
 
 
 def accelerate(model: DiffusionGemma, weights: str = "bf16") -> "FusedDenoiser":
@@ -75,6 +66,12 @@ class FusedDenoiser:
         self._forward = Forward(model.config, take_weights(model))
         self._pool = BufferPool(model.config, model.conventions, model.device, model.dtype)
         self._logits: dict[tuple[int, int], Logits] = {}
+        self._last: tuple[Any, ...] = (
+            lambda: None,
+            None,
+            None,
+            None,
+        )  # the step taken last, which is often taken again
         on_gpu = model.device.type == "cuda"
         self._graph_memory = torch.cuda.graph_pool_handle() if on_gpu else None
         self._behind = torch.cuda.Stream(model.device) if on_gpu else None  # soft embeddings
@@ -137,7 +134,7 @@ class FusedDenoiser:
             signal = signal * self_cond_mask.to(signal.dtype)[:, None, None]
         self._wait_behind()
         captured = remembered(
-            buffers.graphs, ("denoise", canvas.shape), lambda: _CapturedDenoise(self, canvas, signal, buffers)
+            buffers.graphs, ("denoise", canvas.shape), lambda: CapturedDenoise(self, canvas, signal, buffers)
         )
         return FusedPrediction(Logits(captured(canvas, signal)), (self._softcap,))
 
@@ -150,23 +147,25 @@ class FusedDenoiser:
         fused = self._check_canvas(state.canvas, cache)
         buffers = fused.make_room(state.canvas_len)
         fused.settle()
-        inputs = {name: getattr(state, name) for name in _STATE_INPUTS}
-        leaves, form = tree_flatten(inputs)
-        shapes = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves)
+        leaves, form = tree_flatten([getattr(state, name) for name in STATE_INPUTS])
         signal = self._signal(state.self_cond)
         self._wait_behind()
-        key = ("step", knobs, state.noise, str(form), shapes)
-        captured = remembered(
-            buffers.graphs, key, lambda: _CapturedStep(self, state, knobs, signal, buffers, leaves, form)
-        )
-        after, record, prediction = captured(leaves, signal)
-        prediction.signal = captured.soft_embedding(self._behind)
+        last_state, last_knobs, last_buffers, captured = self._last
+        if last_state() is not state or last_knobs is not knobs or last_buffers is not buffers:  # else as captured
+            shapes = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves)
+            captured = remembered(
+                buffers.graphs,
+                ("step", knobs, state.noise, str(form), shapes),
+                lambda: CapturedStep(self, state, knobs, signal, buffers, leaves, form),
+            )
+        after, record, prediction = captured(leaves, signal, self._behind)
         after_state = DenoiseState(
-            **{name: getattr(state, name) for name in _STATE_INPUTS if name not in after},
+            **{name: getattr(state, name) for name in STATE_INPUTS if name not in after},
             **after,
             noise=state.noise,
             self_cond=prediction,
         )
+        self._last = weakref.ref(after_state), knobs, buffers, captured
         return after_state, StepRecord(**record, prediction=prediction, state=after_state, cache=fused, knobs=knobs)
 
     @property
@@ -182,7 +181,7 @@ class FusedDenoiser:
 
     def _static_signal(self, num_rows: int, signal: Tensor | None) -> Tensor:
         static = torch.empty(num_rows, self.config.hidden_size, dtype=self.dtype, device=self.device)
-        _fill(static, signal)
+        fill(static, signal)
         return static
 
     def _signal(self, self_cond: Prediction | Tensor | None) -> Tensor | None:
@@ -244,7 +243,7 @@ class FusedDenoiser:
         """One token a row, head included, in one graph: autoregressive decoding. (B, 1) → (B, 1, V) float32."""
         buffers = cache.make_room(1, self.config.canvas_length)
         self._wait_behind()
-        make = lambda: _CapturedRead(self, tokens, buffers, last=True, head=True)  # noqa: E731
+        make = lambda: CapturedRead(self, tokens, buffers, last=True, head=True)  # noqa: E731
         logits = remembered(buffers.graphs, ("word", tokens.shape), make)(tokens)
         cache.extend(1, None)
         return logits[:, None]
@@ -258,7 +257,7 @@ class FusedDenoiser:
             hidden = self._forward.read(tokens.long(), buffers, last=last)
         else:
             self._wait_behind()
-            make = lambda: _CapturedRead(self, tokens, buffers, last)  # noqa: E731
+            make = lambda: CapturedRead(self, tokens, buffers, last)  # noqa: E731
             hidden = remembered(buffers.graphs, ("read", tokens.shape, last), make)(tokens)
         return hidden.view(*tokens.shape, -1)
 
@@ -280,189 +279,3 @@ class FusedDenoiser:
                 "Encode the prefix with the accelerated model."
             )
         return cache
-
-
-class _DrawingState(DenoiseState):
-    """A state whose draws are one launch each; bit for bit those of a `DenoiseState`."""
-
-    def uniform(self, purpose: str) -> Tensor:
-        if purpose in self.injected:
-            return self.injected[purpose]
-        return draws.uniform(self.seeds, self.block, self.step, self.canvas_len, purpose)
-
-    def row_uniform(self, purpose: str) -> Tensor:
-        if purpose in self.injected:
-            return self.injected[purpose]
-        return draws.uniform(self.seeds, self.block, self.step, 1, purpose)[:, 0]
-
-
-class _CapturedRead:
-    """A causal forward of a fixed number of tokens, up to the last hidden state or the logits."""
-
-    def __init__(
-        self, engine: FusedDenoiser, tokens: Tensor, buffers: CacheBuffers, last: bool, head: bool = False
-    ) -> None:
-        self._tokens = tokens.long().clone()
-        static = self._tokens
-
-        def run() -> Tensor:
-            hidden = engine._forward.read(static, buffers, last=last)
-            return engine._causal_logits(hidden) if head else hidden
-
-        self._replay = Replay(run, engine.device, engine._graph_memory)
-
-    def __call__(self, tokens: Tensor) -> Tensor:
-        self._tokens.copy_(tokens)
-        self._replay.replay()
-        return self._replay.result.clone()
-
-
-class _CapturedDenoise:
-    """A forward over a canvas, up to the logits."""
-
-    def __init__(self, engine: FusedDenoiser, canvas: Tensor, signal: Tensor | None, buffers: CacheBuffers) -> None:
-        self._canvas = canvas.long().clone()
-        self._signal = engine._static_signal(canvas.numel(), signal)
-        self._logits = engine._logits_buffer(*canvas.shape)
-        forward, static, conditioned_on, logits = engine._forward, self._canvas, self._signal, self._logits
-
-        def run() -> None:
-            forward.head(forward.canvas(static, conditioned_on, buffers), out=logits.tensor.flatten(0, 1))
-
-        self._logits.version += 1
-        self._replay = Replay(run, engine.device, engine._graph_memory)
-
-    def __call__(self, canvas: Tensor, signal: Tensor | None) -> Tensor:
-        self._canvas.copy_(canvas)
-        _fill(self._signal, signal)
-        self._logits.version += 1
-        self._replay.replay()
-        return self._logits.tensor.clone()
-
-
-@dataclass(frozen=True)
-class _Predicts:
-    """A denoiser that answers with the static forward, for `dgemma.step` to run under capture."""
-
-    forward: Forward
-    signal: Tensor
-    buffers: CacheBuffers
-    logits: Logits
-    softcap: SoftCap
-
-    def denoise(self, canvas: Tensor, cache: Any, self_cond: Any = None) -> FusedPrediction:
-        hidden = self.forward.canvas(canvas, self.signal, self.buffers)
-        self.forward.head(hidden, out=self.logits.tensor.flatten(0, 1))
-        return FusedPrediction(self.logits, (self.softcap,))
-
-
-class _CapturedStep:
-    """`dgemma.step` over static tensors, and the soft embedding that the next step is conditioned on."""
-
-    def __init__(
-        self,
-        engine: FusedDenoiser,
-        state: DenoiseState,
-        knobs: Knobs,
-        signal: Tensor | None,
-        buffers: CacheBuffers,
-        leaves: list,
-        form: Any,
-    ) -> None:
-        self._inputs = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
-        device, memory = engine.device, engine._graph_memory
-        self._signal = engine._static_signal(state.canvas.numel(), signal)
-        self._logits = engine._logits_buffer(*state.canvas.shape)
-        predicts: Any = _Predicts(engine._forward, self._signal, buffers, self._logits, engine._softcap)
-        static = _DrawingState(**tree_unflatten(self._inputs, form), noise=state.noise)
-        kept: list[FusedPrediction] = []
-
-        def run() -> tuple[dict[str, Any], dict[str, Any], tuple[Tensor, ...], Any]:
-            after, record = denoising_step(predicts, static, cache=None, knobs=knobs)  # type: ignore[arg-type]
-            prediction: Any = record.prediction
-            kept[:] = [prediction]
-            shaping = prediction._shaping
-            sweep = None if shaping is None else (tuple(prediction._sweep), shaping.allowed)
-            return (
-                {name: getattr(after, name) for name in _STATE_INPUTS if name not in _UNCHANGED},
-                {name: getattr(record, name) for name in _RECORD_TENSORS},
-                tuple(part.contiguous() for part in prediction._statistics),
-                sweep,
-            )
-
-        self._logits.version += 1
-        try:
-            self._replay = Replay(run, device, memory)
-        except RuntimeError as error:
-            if "captur" not in str(error):
-                raise
-            raise RuntimeError(
-                f"This step could not be captured in a CUDA graph: {knobs.sampler} or {knobs.stop} waits for the host. "
-                "Write it as pure tensor code (no .item(), no if on a tensor, no boolean indexing)."
-            ) from error
-        self._prediction = kept[0]
-        self._soft = Replay(lambda: engine._soft_embedding(self._unread()), device, memory)
-        results, self._form = tree_flatten(self._replay.result[:3])
-        self._origins, self._computed = _origins(results, self._inputs)
-
-    def __call__(self, leaves: list, signal: Tensor | None) -> tuple[dict[str, Any], dict[str, Any], FusedPrediction]:
-        pairs = [(a, b) for a, b in zip(self._inputs, leaves, strict=True) if isinstance(a, Tensor)]
-        copy_all(*zip(*pairs, strict=True))
-        _fill(self._signal, signal)
-        self._logits.version += 1
-        self._replay.replay()
-        fresh = [torch.empty_like(source) for source in self._computed]
-        copy_all(fresh, self._computed)
-        where = {"computed": fresh.__getitem__, "given": leaves.__getitem__, "constant": lambda value: value}
-        results = [where[kind](at) for kind, at in self._origins]
-        after, record, statistics = tree_unflatten(results, self._form)
-        return after, record, self._prediction.after_replay(statistics)
-
-    def soft_embedding(self, stream: torch.cuda.Stream | None) -> Tensor:
-        """The soft embedding (B, C, D) of the last replay, computed on `stream`."""
-        signal = torch.empty_like(self._soft.result)
-        if stream is None:
-            self._soft.replay()
-            return signal.copy_(self._soft.result)
-        stream.wait_stream(torch.cuda.current_stream(signal.device))
-        with torch.cuda.stream(stream):
-            self._soft.replay()
-            signal.copy_(self._soft.result)
-        signal.record_stream(stream)
-        return signal
-
-    def _unread(self) -> FusedPrediction:
-        """The captured prediction, its sweep done and nothing else computed."""
-        prediction = FusedPrediction(self._logits, self._prediction._transforms)
-        if self._prediction._shaping is not None:
-            prediction.__dict__.update(_shaping=self._prediction._shaping, _sweep=self._prediction._sweep)
-        return prediction
-
-
-_UNCHANGED = frozenset({"frozen", "block", "num_steps", "seeds", "rows", "allowed", "injected"})  # by a step
-
-
-def _fill(static: Tensor, signal: Tensor | None) -> None:
-    if signal is None:
-        static.zero_()
-    else:
-        static.copy_(signal.view_as(static))
-
-
-def _origins(results: list, inputs: list) -> tuple[list[tuple[str, Any]], list[Tensor]]:
-    """Where each result comes from: the i-th distinct tensor that a replay computes, input i, or a constant."""
-    given = {id(x): at for at, x in enumerate(inputs) if isinstance(x, Tensor)}
-    computed: list[Tensor] = []
-    origins: list[tuple[str, Any]] = []
-    seen: dict[int, int] = {}
-    for result in results:
-        if not isinstance(result, Tensor):
-            origins.append(("constant", result))
-        elif id(result) in given:
-            origins.append(("given", given[id(result)]))
-        else:
-            if id(result) not in seen:
-                seen[id(result)] = len(computed)
-                computed.append(result)
-            origins.append(("computed", seen[id(result)]))
-    return origins, computed

@@ -3,8 +3,6 @@
 Nothing here reads the device, so all of it can be captured. Meaning: `dgemma.DiffusionGemma`.
 """
 
-import os
-
 import torch
 from torch import Tensor
 
@@ -13,8 +11,6 @@ from dgemma_kernels import attention, embedding, experts, mlp, norms, qkv, route
 from dgemma_kernels.cache import CacheBuffers
 from dgemma_kernels.configs import expert_config
 from dgemma_kernels.weights import LayerWeights, Weights
-
-JOIN = os.environ.get("DGEMMA_JOIN", "gate_up")
 
 
 class Forward:
@@ -25,7 +21,7 @@ class Forward:
         table = weights.embedding
         # sqrt(hidden), rounded to the weights' dtype as the published model does
         self.embed_scale = float(torch.tensor(config.hidden_size**0.5, dtype=table.dtype))
-        # The dense MLP runs beside the experts, which wait for memory.
+        # The dense MLP runs beside the router and the experts, which wait for memory.
         self._side = torch.cuda.Stream(table.device) if table.device.type == "cuda" else None
 
     def canvas(self, tokens: Tensor, signal: Tensor, buffers: CacheBuffers) -> Tensor:

@@ -55,12 +55,7 @@ def remembered(graphs: Any, key: Any, make: Callable[[], Any]) -> Any:
     return graphs[key]
 
 
-def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """targets[i].copy_(sources[i]) for all i, in one launch a dtype."""
-    kinds: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-    for target, source in zip(targets, sources, strict=True):
-        to, of = kinds.setdefault(target.dtype, ([], []))
-        to.append(target)
-        of.append(source)
-    for to, of in kinds.values():
-        torch._foreach_copy_(to, of)
+def copy_groups(targets: Sequence[Tensor], sources: Sequence[Tensor], groups: Sequence[Sequence[int]]) -> None:
+    """targets[i].copy_(sources[i]) for every i of each group, which is of one dtype: one launch a group."""
+    for group in groups:
+        torch._foreach_copy_([targets[at] for at in group], [sources[at] for at in group])

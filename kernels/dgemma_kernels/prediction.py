@@ -34,17 +34,21 @@ class FusedPrediction(Prediction):
 
     def __init__(self, logits: Logits, transforms: tuple[Transform, ...]) -> None:
         self._source, self._version = logits, logits.version
-        self._transforms = transforms
+        super().__init__(logits.tensor, transforms)
         self.signal: Tensor | None = None
 
     @property
-    def _raw(self) -> Tensor:  # type: ignore[override]
+    def _raw(self) -> Tensor:
         if self._source.version != self._version:
             raise RuntimeError(
                 "This Prediction's logits were overwritten by a later step: the fused engine keeps those of the last "
                 "step only. Read .logits, .top, .sample or .log_prob before the next step."
             )
         return self._source.tensor
+
+    @_raw.setter
+    def _raw(self, logits: Tensor) -> None:
+        assert logits is self._source.tensor
 
     @property
     def batch_size(self) -> int:

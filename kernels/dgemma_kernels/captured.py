@@ -1,0 +1,271 @@
+"""What the fused denoiser captures: a causal forward, a canvas's forward, and a whole denoising step.
+
+A step is `dgemma.step` itself, run once under capture over static tensors, whatever its sampler and stop rule; draws
+and the published sampler's acceptance are one launch each there.
+"""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from dgemma.generate import Knobs
+from dgemma.generate import step as denoising_step
+from dgemma.prediction import Prediction, SoftCap
+from dgemma.sampling.base import Decision
+from dgemma.sampling.entropy_bound import EntropyBound
+from dgemma.state import DenoiseState
+from dgemma_kernels import draws
+from dgemma_kernels.accept import accept
+from dgemma_kernels.cache import CacheBuffers
+from dgemma_kernels.forward import Forward
+from dgemma_kernels.graphs import Replay, copy_groups
+from dgemma_kernels.prediction import FusedPrediction, Logits
+
+if TYPE_CHECKING:
+    from dgemma_kernels.engine import FusedDenoiser
+
+STATE_INPUTS = (
+    *("canvas", "open", "frozen", "draft", "done", "block", "step", "num_steps", "noise_level", "next_noise_level"),
+    *("temperature", "seeds", "rows", "allowed", "memory", "stop_memory", "injected"),
+)
+_UNCHANGED = frozenset({"frozen", "block", "num_steps", "seeds", "rows", "allowed", "injected"})  # by a step
+_RECORD_TENSORS = (
+    *("block", "step", "seeds", "temperature", "noise_level", "canvas", "argmax", "entropy", "confidence"),
+    *("accepted", "renoised", "active", "rows"),
+)
+
+
+class _DrawingState(DenoiseState):
+    """A state whose draws are one launch each; bit for bit those of a `DenoiseState`."""
+
+    def uniform(self, purpose: str) -> Tensor:
+        if purpose in self.injected:
+            return self.injected[purpose]
+        return draws.uniform(self.seeds, self.block, self.step, self.canvas_len, purpose)
+
+    def row_uniform(self, purpose: str) -> Tensor:
+        if purpose in self.injected:
+            return self.injected[purpose]
+        return draws.uniform(self.seeds, self.block, self.step, 1, purpose)[:, 0]
+
+
+class CapturedRead:
+    """A causal forward of a fixed number of tokens, up to the last hidden state or the logits."""
+
+    def __init__(
+        self, engine: "FusedDenoiser", tokens: Tensor, buffers: CacheBuffers, last: bool, head: bool = False
+    ) -> None:
+        self._tokens = tokens.long().clone()
+        static = self._tokens
+
+        def run() -> Tensor:
+            hidden = engine._forward.read(static, buffers, last=last)
+            return engine._causal_logits(hidden) if head else hidden
+
+        self._replay = Replay(run, engine.device, engine._graph_memory)
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        self._tokens.copy_(tokens)
+        self._replay.replay()
+        return self._replay.result.clone()
+
+
+class CapturedDenoise:
+    """A forward over a canvas, up to the logits."""
+
+    def __init__(self, engine: "FusedDenoiser", canvas: Tensor, signal: Tensor | None, buffers: CacheBuffers) -> None:
+        self._canvas = canvas.long().clone()
+        self._signal = engine._static_signal(canvas.numel(), signal)
+        self._logits = engine._logits_buffer(*canvas.shape)
+        forward, static, conditioned_on, logits = engine._forward, self._canvas, self._signal, self._logits
+
+        def run() -> None:
+            forward.head(forward.canvas(static, conditioned_on, buffers), out=logits.tensor.flatten(0, 1))
+
+        self._logits.version += 1
+        self._replay = Replay(run, engine.device, engine._graph_memory)
+
+    def __call__(self, canvas: Tensor, signal: Tensor | None) -> Tensor:
+        self._canvas.copy_(canvas)
+        fill(self._signal, signal)
+        self._logits.version += 1
+        self._replay.replay()
+        return self._logits.tensor.clone()
+
+
+@dataclass(frozen=True)
+class _Predicts:
+    """A denoiser that answers with the static forward, for `dgemma.step` to run under capture."""
+
+    forward: Forward
+    signal: Tensor
+    buffers: CacheBuffers
+    logits: Logits
+    softcap: SoftCap
+
+    def denoise(self, canvas: Tensor, cache: Any, self_cond: Any = None) -> FusedPrediction:
+        hidden = self.forward.canvas(canvas, self.signal, self.buffers)
+        self.forward.head(hidden, out=self.logits.tensor.flatten(0, 1))
+        return FusedPrediction(self.logits, (self.softcap,))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FusedEntropyBound(EntropyBound):
+    """The published sampler with its sort, sums and comparison in one launch."""
+
+    def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
+        tokens = prediction.sample(state.uniform("token"))
+        accepted = accept(
+            prediction.entropy,
+            tokens,
+            prediction.argmax,
+            state.canvas,
+            ~state.open,
+            prediction.argmax,
+            state.done,
+            state.seeds,
+            state.block,
+            state.step,
+            bound=self.bound,
+            confidence=0.0,  # the stop rule decides, whichever it is
+            vocab_size=prediction.vocab_size,
+        ).accept
+        return Decision(tokens=tokens, write=accepted, renoise=state.open & ~accepted)
+
+
+def _fuse_sampler(knobs: Knobs) -> Knobs:
+    """The same knobs with the sampler's kernel where there is one."""
+    sampler = knobs.sampler
+    if type(sampler) is not EntropyBound or sampler.order != "entropy" or sampler.greedy:
+        return knobs
+    return replace(knobs, sampler=_FusedEntropyBound(bound=sampler.bound))
+
+
+class CapturedStep:
+    """`dgemma.step` over static tensors, and the soft embedding that the next step is conditioned on."""
+
+    def __init__(
+        self,
+        engine: "FusedDenoiser",
+        state: DenoiseState,
+        knobs: Knobs,
+        signal: Tensor | None,
+        buffers: CacheBuffers,
+        leaves: list,
+        form: Any,
+    ) -> None:
+        self._inputs = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
+        device, memory = engine.device, engine._graph_memory
+        self._signal = engine._static_signal(state.canvas.numel(), signal)
+        self._logits = engine._logits_buffer(*state.canvas.shape)
+        predicts: Any = _Predicts(engine._forward, self._signal, buffers, self._logits, engine._softcap)
+        static = _DrawingState(
+            **dict(zip(STATE_INPUTS, tree_unflatten(self._inputs, form), strict=True)), noise=state.noise
+        )
+        fused = _fuse_sampler(knobs)
+        kept: list[FusedPrediction] = []
+
+        def run() -> tuple[dict[str, Any], dict[str, Any], tuple[Tensor, ...], Any]:
+            after, record = denoising_step(predicts, static, cache=None, knobs=fused)  # type: ignore[arg-type]
+            prediction: Any = record.prediction
+            kept[:] = [prediction]
+            shaping = prediction._shaping
+            sweep = None if shaping is None else (tuple(prediction._sweep), shaping.allowed)
+            return (
+                {name: getattr(after, name) for name in STATE_INPUTS if name not in _UNCHANGED},
+                {name: getattr(record, name) for name in _RECORD_TENSORS},
+                tuple(part.contiguous() for part in prediction._statistics),
+                sweep,
+            )
+
+        self._logits.version += 1
+        try:
+            self._replay = Replay(run, device, memory)
+        except RuntimeError as error:
+            if "captur" not in str(error):
+                raise
+            raise RuntimeError(
+                f"This step could not be captured in a CUDA graph: {knobs.sampler} or {knobs.stop} waits for the host. "
+                "Write it as pure tensor code (no .item(), no if on a tensor, no boolean indexing)."
+            ) from error
+        self._prediction = kept[0]
+        self._soft = Replay(lambda: engine._soft_embedding(self._unread()), device, memory)
+        results, self._form = tree_flatten(self._replay.result[:3])
+        self._origins, self._computed = _origins(results, self._inputs)
+        self._input_groups = _by_dtype(self._inputs)
+        self._output_groups = _by_dtype(self._computed)
+
+    def __call__(
+        self, leaves: list, signal: Tensor | None, behind: torch.cuda.Stream | None
+    ) -> tuple[dict[str, Any], dict[str, Any], FusedPrediction]:
+        """The state's and the record's tensors after a step from `leaves`; the soft embedding goes on on `behind`."""
+        copy_groups(self._inputs, leaves, self._input_groups)
+        fill(self._signal, signal)
+        self._logits.version += 1
+        self._replay.replay()
+        soft = self._soft_embedding(behind)  # first, so that it runs while the results are copied
+        fresh = [torch.empty_like(source) for source in self._computed]
+        copy_groups(fresh, self._computed, self._output_groups)
+        where = {"computed": fresh.__getitem__, "given": leaves.__getitem__, "constant": lambda value: value}
+        results = [where[kind](at) for kind, at in self._origins]
+        after, record, statistics = tree_unflatten(results, self._form)
+        prediction = self._prediction.after_replay(statistics)
+        prediction.signal = soft
+        return after, record, prediction
+
+    def _soft_embedding(self, stream: torch.cuda.Stream | None) -> Tensor:
+        """The soft embedding (B, C, D) of the last replay, computed on `stream`."""
+        signal = torch.empty_like(self._soft.result)
+        if stream is None:
+            self._soft.replay()
+            return signal.copy_(self._soft.result)
+        stream.wait_stream(torch.cuda.current_stream(signal.device))
+        with torch.cuda.stream(stream):
+            self._soft.replay()
+            signal.copy_(self._soft.result)
+        signal.record_stream(stream)
+        return signal
+
+    def _unread(self) -> FusedPrediction:
+        """The captured prediction, its sweep done and nothing else computed."""
+        prediction = FusedPrediction(self._logits, self._prediction._transforms)
+        if self._prediction._shaping is not None:
+            prediction.__dict__.update(_shaping=self._prediction._shaping, _sweep=self._prediction._sweep)
+        return prediction
+
+
+def fill(static: Tensor, signal: Tensor | None) -> None:
+    if signal is None:
+        static.zero_()
+    else:
+        static.copy_(signal.view_as(static))
+
+
+def _by_dtype(tensors: list) -> list[list[int]]:
+    groups: dict[torch.dtype, list[int]] = {}
+    for at, tensor in enumerate(tensors):
+        if isinstance(tensor, Tensor):
+            groups.setdefault(tensor.dtype, []).append(at)
+    return list(groups.values())
+
+
+def _origins(results: list, inputs: list) -> tuple[list[tuple[str, Any]], list[Tensor]]:
+    """Where each result comes from: the i-th distinct tensor that a replay computes, input i, or a constant."""
+    given = {id(x): at for at, x in enumerate(inputs) if isinstance(x, Tensor)}
+    computed: list[Tensor] = []
+    origins: list[tuple[str, Any]] = []
+    seen: dict[int, int] = {}
+    for result in results:
+        if not isinstance(result, Tensor):
+            origins.append(("constant", result))
+        elif id(result) in given:
+            origins.append(("given", given[id(result)]))
+        else:
+            if id(result) not in seen:
+                seen[id(result)] = len(computed)
+                computed.append(result)
+            origins.append(("computed", seen[id(result)]))
+    return origins, computed
