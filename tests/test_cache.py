@@ -6,6 +6,7 @@ import torch
 import dgemma
 from dgemma import DiffusionGemma, PrefixCache
 from dgemma.config import Conventions
+from dgemma.model import cache as cache_module
 from published import pair
 
 ROUNDING = 2e-5  # float32 sums in another order; logits here are of order one
@@ -91,6 +92,28 @@ def test_sliding_layers_keep_only_their_window():
     assert [layer.keys.shape[2] for layer in long.layers] == [23, 23, 200]
 
 
+def test_appending_copies_a_full_layer_rarely(model, monkeypatch):
+    grown = []
+    grow = cache_module._grow
+    monkeypatch.setattr(cache_module, "_grow", lambda *args: grown.append(args[2]) or grow(*args))
+    cache = model.encode(torch.randint(5, 512, (1, 100)))
+    for _ in range(100):
+        model.encode(torch.randint(5, 512, (1, 1)), cache)
+    assert cache.num_slots == 200
+    # Room grows by a quarter at a time: about log(2)/log(1.25) = 3 times for keys and as often for values.
+    assert len(grown) <= 10
+
+
+def test_nothing_new_leaves_the_cache_as_it_is(model):
+    cache = model.encode(torch.randint(5, 512, (2, 30)))
+    before = predict(model, cache, canvas_for(2))
+    model.encode(torch.zeros(2, 0, dtype=torch.long), cache)
+    assert model.causal_logits(torch.zeros(2, 0, dtype=torch.long), cache).shape == (2, 0, 512)
+    assert torch.equal(predict(model, cache, canvas_for(2)), before)
+    with pytest.raises(ValueError, match="canvas must hold something"):
+        model.denoise(torch.zeros(2, 0, dtype=torch.long), cache)
+
+
 def test_rolling_back_to_a_mark_equals_never_having_gone_on(model):
     prompt, reply, other = (torch.randint(5, 512, (2, n)) for n in (30, 15, 20))
     cache = model.encode(prompt)
@@ -122,10 +145,11 @@ def test_a_mark_that_was_passed_cannot_be_returned_to(model):
 def test_clones_and_selections_are_independent(model):
     tokens = torch.randint(5, 512, (3, 30))
     cache = model.encode(tokens)
+    expected = predict(model, cache, canvas_for(3))
     copy, picked = cache.clone(), cache.select(torch.tensor([2, 0]))
     model.encode(tokens, cache)
-    assert copy.num_slots == 30
-    assert torch.equal(predict(model, copy, canvas_for(3))[[2, 0]], predict(model, copy.clone(), canvas_for(3))[[2, 0]])
+    assert (copy.num_slots, picked.num_slots) == (30, 30)
+    assert torch.equal(predict(model, copy, canvas_for(3)), expected)
     torch.testing.assert_close(
         predict(model, picked, canvas_for(3)[[2, 0]]),
         predict(model, copy, canvas_for(3))[[2, 0]],

@@ -103,6 +103,7 @@ def test_a_text_config_alone_and_a_folder_are_read(tmp_path):
         ({"layer_types": ["full_attention", "linear", "full_attention"]}, "layer_types must hold only"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a finite number"),
         ({"final_logit_softcapping": -1.0}, "final_logit_softcapping must be a finite number"),
+        ({"final_logit_softcapping": None}, "final_logit_softcapping must be a number"),
         ({"pad_token_id": 512}, "pad_token_id must be a token id"),
         ({"hidden_activation": "relu"}, "hidden_activation must be 'gelu_pytorch_tanh'"),
         ({"attention_bias": True}, "attention_bias must be False"),
@@ -156,5 +157,9 @@ def test_a_generation_value_that_does_not_fit_is_named():
         GenerationDefaults.from_hf({"max_denoising_steps": 0})
     with pytest.raises(ValueError, match="sampler_config must be a dictionary"):
         GenerationDefaults.from_hf({"sampler_config": "EntropyBound"})
+    with pytest.raises(ValueError, match="confidence_threshold must be a finite number above 0"):
+        GenerationDefaults.from_hf({"confidence_threshold": 0})
+    with pytest.raises(ValueError, match="t_min must be a finite number above 0"):
+        GenerationDefaults.from_hf({"t_min": 0.0})
     with pytest.raises(ValueError, match="t_min must be at most t_max"):
         GenerationDefaults.from_hf({"t_min": 2.0})

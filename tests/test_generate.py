@@ -211,6 +211,82 @@ def test_streaming_gives_drafts_and_committed_blocks_for_any_batch():
     assert sum(len(record.rows) for record in records) == int(out.steps.sum()), "finished rows must cost nothing"
 
 
+@pytest.mark.parametrize(
+    ("sampler", "expected"),
+    [
+        (dgemma.EntropyBound(bound=9e9), 1),
+        (dgemma.Threshold(tau=0.0), 1),
+        (dgemma.Confidence(), 8),  # its quota: a share of the canvas each step
+        (dgemma.ReMDM(), 8),  # takes tokens back, so a full canvas is not yet done
+    ],
+    ids=["entropy-bound", "threshold", "confidence", "remdm"],
+)
+def test_a_canvas_with_nothing_open_costs_no_more_forwards(sampler, expected):
+    model, prompt = pair()[0], torch.randint(5, 512, (2, 4))
+    out = dgemma.generate(
+        model,
+        prompt,
+        max_new_tokens=32,
+        steps=8,
+        noise=dgemma.MaskNoise(512),
+        sampler=sampler,
+        stop=None,
+        temperature=1.0,
+        eos_token_ids=[],
+    )
+    assert (out.steps == expected).all()
+
+
+@dataclass
+class SureDenoiser(RowwiseDenoiser):
+    """Certain of one token everywhere, so that whatever else is committed was noise."""
+
+    token: int = 7
+
+    def denoise(self, canvas: Tensor, cache: PrefixCache, self_cond: object = None) -> Prediction:
+        certain = torch.full((*canvas.shape, self.config.vocab_size), -40.0)
+        certain[..., self.token] = 0.0
+        return Prediction(certain)
+
+
+@pytest.mark.parametrize("sampler", [dgemma.Ancestral(), dgemma.LeaveOneOutGibbs(), dgemma.EntropyBound()], ids=repr)
+@pytest.mark.parametrize("stop", [dgemma.StableAndConfident(), dgemma.StepCap(steps=1), None], ids=repr)
+def test_uniform_noise_is_never_committed_whatever_ends_the_canvas(sampler, stop):
+    out = dgemma.generate(SureDenoiser(), torch.full((3, 4), 5), max_new_tokens=16, steps=6, sampler=sampler, stop=stop)
+    assert (out.new_tokens == 7).all()
+
+
+def test_hybrid_noise_is_never_committed_whatever_ends_the_canvas():
+    out = dgemma.generate(
+        SureDenoiser(),
+        torch.full((3, 4), 5),
+        max_new_tokens=16,
+        steps=6,
+        noise=dgemma.HybridNoise(64),
+        sampler=dgemma.Ancestral(),
+    )
+    assert (out.new_tokens == 7).all()
+
+
+def test_a_stop_token_before_a_pin_does_not_end_the_row():
+    canvas = torch.full((2, 40), -1)
+    canvas[0, 10:15] = 33  # in the first block; row 1 is pinned in the third
+    canvas[1, 35] = 34
+    out = dgemma.generate(
+        SureDenoiser(token=1), torch.full((2, 3), 5), max_new_tokens=48, steps=3, canvas=canvas, frozen=canvas >= 0
+    )
+    assert torch.equal(out.new_tokens[:, :40][canvas >= 0], canvas[canvas >= 0])
+    assert out.new_tokens[0, 15:17].tolist() == [1, 0]  # the first stop token after the pin ends the row
+    assert out.new_tokens[1, 36:38].tolist() == [1, 0]
+
+
+def test_going_on_from_a_cache_needs_no_new_prompt():
+    model, prompt = pair()[0], torch.randint(5, 512, (2, 6))
+    whole = dgemma.generate(model, prompt, max_new_tokens=32, steps=3)
+    cached = dgemma.generate(model, prompt[:, :0], cache=model.encode(prompt), max_new_tokens=32, steps=3)
+    assert torch.equal(cached.new_tokens, whole.new_tokens)
+
+
 def test_noise_is_never_committed_whatever_ends_the_canvas():
     model, prompt = pair()[0], torch.randint(5, 512, (2, 4))
     noise = dgemma.MaskNoise(512)

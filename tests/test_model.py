@@ -97,10 +97,16 @@ def test_both_modes_compile_without_graph_breaks(batch):
         cache = encode(batch[0], attention_mask=attention_mask)
         assert cache.lengths.tolist() == expected_cache.lengths.tolist()
         torch.testing.assert_close(denoise(batch[1], cache).logits, expected.logits, atol=2e-5, rtol=0)
-    conditioned = denoise(batch[1], cache, self_cond=expected)
+    # As the loop does it: conditioned on a shaped prediction that nobody has looked at yet.
+    conditioned = denoise(batch[1], cache, self_cond=model.denoise(batch[1], cache).shape(temperature=0.7))
     torch.testing.assert_close(
-        conditioned.logits, model.denoise(batch[1], cache, self_cond=expected).logits, atol=2e-5, rtol=0
+        conditioned.logits,
+        model.denoise(batch[1], cache, self_cond=expected.logits / 0.7).logits,
+        atol=2e-5,
+        rtol=0,
     )
+    causal = torch.compile(model.causal_logits, fullgraph=True, backend="eager")
+    torch.testing.assert_close(causal(batch[0]), model.causal_logits(batch[0]), atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("sizes", [(3, 0, 5, 1), (0, 0, 9, 0), (9, 0, 0, 0)], ids=["ragged", "one-middle", "one-first"])
@@ -167,6 +173,19 @@ def test_rounding_of_self_conditioning_logits_is_a_named_choice():
 
 
 @torch.no_grad()
+def test_a_float64_model_is_float64_throughout():
+    config = dgemma.presets.tiny().replace(num_hidden_layers=1, layer_types=("full_attention",))
+    model = DiffusionGemma(config, dtype=torch.float64)
+    tokens = torch.randint(5, 512, (1, 4))
+    logits = model.denoise(tokens, model.encode(tokens)).logits
+    assert logits.dtype == torch.float64
+    # Twelfth decimals get through; rounding to float32 anywhere would drown them.
+    model.layers[0].input_layernorm.weight[0] *= 1 + 1e-10
+    difference = (model.denoise(tokens, model.encode(tokens)).logits - logits).abs().max()
+    assert 0 < difference < 1e-9
+
+
+@torch.no_grad()
 def test_causal_logits_word_by_word_equal_those_at_once():
     model = pair()[0]
     tokens = torch.randint(5, 512, (2, 33))
@@ -188,4 +207,4 @@ def test_building_a_model_seeds_with_torch_and_a_copy_is_independent():
     torch.manual_seed(5)
     second = copy.deepcopy(DiffusionGemma(dgemma.presets.tiny(), dtype=torch.float32))
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
-    assert abs(float(first.embed_tokens.weight.std()) - first.config.initializer_range) < 1e-3
+    assert abs(first.embed_tokens.weight.detach().std() - first.config.initializer_range) < 1e-3

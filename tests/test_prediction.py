@@ -123,6 +123,21 @@ def test_low_precision_logits_are_described_in_float32(logits):
     torch.testing.assert_close(Prediction(half).entropy, Categorical(logits=half.float()).entropy())
 
 
+def test_a_look_without_gradients_does_not_cut_the_graph_for_later(logits):
+    tokens = torch.zeros(2, 5, dtype=torch.long)
+
+    def gradient(look: bool) -> torch.Tensor:
+        leaf = logits.clone().requires_grad_()
+        prediction = Prediction(leaf).shape(temperature=0.7)
+        if look:
+            with torch.no_grad():
+                assert prediction.entropy.shape == prediction.logits.shape[:2]
+        (prediction.log_prob(tokens).sum() + prediction.logits.square().sum()).backward()
+        return leaf.grad
+
+    torch.testing.assert_close(gradient(look=True), gradient(look=False))
+
+
 def test_gradients_flow_through_the_logits(logits):
     leaf = logits.clone().requires_grad_()
     Prediction(leaf).shape(temperature=0.7).entropy.sum().backward()

@@ -195,9 +195,13 @@ class _Predicted(NamedTuple):
 class _Decided(Sampler):
     """A sampler that has already been asked."""
 
-    def __init__(self, sampler: Sampler, decision: Decision) -> None:
-        self.sampler, self.decision = sampler, decision
+    def __init__(self, sampler: Sampler, decision: Decision, revises: bool) -> None:
+        self.sampler, self.decision, self._revises = sampler, decision, revises
         self.redecides = sampler.redecides
+
+    @property
+    def revises(self) -> bool:
+        return self._revises
 
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
         return self.decision
@@ -207,10 +211,19 @@ class _Decided(Sampler):
 
 
 def update(
-    prediction: Prediction, decision: Decision, sampler: Sampler, state: DenoiseState, stop: Any = None
+    prediction: Prediction,
+    decision: Decision,
+    sampler: Sampler,
+    state: DenoiseState,
+    stop: Any = None,
+    independent: bool = False,
 ) -> DenoiseState:
-    """What the real step makes of a decision: the state after it."""
-    knobs = Knobs(sampler=_Decided(sampler, decision), temperature=ConstantTemperature(value=1.0), stop=stop)
+    """What the real step makes of a decision: the state after it.
+
+    Where positions are multiplied as independent, whether a canvas is closed is no property of one of them.
+    """
+    decided = _Decided(sampler, decision, independent or sampler.revises)
+    knobs = Knobs(sampler=decided, temperature=ConstantTemperature(value=1.0), stop=stop)
     after, _ = step(_Predicted(prediction), state, cache=None, knobs=knobs)
     return replace(after, injected={}, self_cond=None)
 
@@ -225,15 +238,13 @@ def propagate(
     stop: Any = None,
     shape: Mapping[str, Any] | None = None,
     independent: bool = False,
-    until_closed: bool = False,
     start: Law | None = None,
     level: Callable[[DenoiseState], Tensor] = lambda state: state.noise_level,
     check: bool = True,
 ) -> Result:
     """The exact law of what `sampler` commits after `steps` steps, and the expected number of forwards.
 
-    shape: arguments for `Prediction.shape`. until_closed: a canvas ends when nothing in it is open (commits persist).
-    start: a law to begin with instead of pure noise; its clock runs on from where it stands. level: what the denoiser
+    shape: arguments for `Prediction.shape`. start: a law to begin with instead of pure noise; its clock runs on from where it stands. level: what the denoiser
     is told, (R,), for a sampler that keeps a clock of its own. check: try both ends of every cell; a long run, whose
     cells a short one has checked, may do without.
     """
@@ -241,7 +252,7 @@ def propagate(
     law = start if start is not None else initial(noise, sampler, steps, stop)
     nfe = 0.0
     for _ in range(steps):
-        ended = law.state.done | ((~law.state.open).all(-1) & until_closed)
+        ended = law.state.done
         nfe += law.weight[~ended].sum().item()
         running = _split(law, ~ended)
         if len(running.weight):
@@ -275,7 +286,7 @@ def advance(
         refilled = _expand(whole, "noise", _noise_cells(rows.state, decision.renoise), independent)
         decision = _take(decision, refilled.parent)
         rows = refilled._replace(parent=rows.parent[refilled.parent])
-    new = update(rows.prediction, decision, sampler, rows.state, stop)
+    new = update(rows.prediction, decision, sampler, rows.state, stop, independent)
     if independent:
         assert new.memory is None, "independent=True multiplies positions, which memory could couple."
         return _product(law, new, rows)

@@ -1,18 +1,22 @@
 """What a caller gave `generate`, checked before any work is done: every mistake is one sentence that names the fix."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from dgemma.config import ModelConfig
 from dgemma.model.cache import PrefixCache
 from dgemma.noise import Noise
 from dgemma.sampling.base import Sampler
+from dgemma.sampling.checks import as_int, as_number
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -28,15 +32,27 @@ class Span:
     frozen: Tensor | None = None
     allowed: Tensor | None = None
 
+    def past_pins(self, block: int, canvas_len: int, rows: Tensor) -> Tensor:
+        """Where a stop token may end a row: from its last pin on, (R, C) bool. Pins are kept, whatever comes before."""
+        position = block * canvas_len + torch.arange(canvas_len, device=rows.device)
+        if self.frozen is None:
+            return torch.ones(len(rows), canvas_len, dtype=torch.bool, device=rows.device)
+        column = torch.arange(self.frozen.shape[1], device=rows.device)
+        last = torch.where(self.frozen[rows], column, -1).amax(-1, keepdim=True)  # (R, 1)
+        return position >= last
+
     def to(self, device: torch.device) -> "Span":
         """The same constraints on `device`."""
         return Span(**{name: None if value is None else value.to(device) for name, value in vars(self).items()})
 
-    def block(self, block: int, canvas_len: int, rows: Tensor) -> dict[str, Tensor | None]:
+    def block(self, block: int, canvas_len: int, rows: Tensor) -> dict[str, Any]:
         """The part that falls on one block, for some rows; past its end a constraint says nothing."""
         part = slice(block * canvas_len, (block + 1) * canvas_len)
-        canvas = None if self.canvas is None else _pad(self.canvas[rows, part], canvas_len, -1)
-        frozen = None if self.frozen is None else _pad(self.frozen[rows, part], canvas_len, False)
+        canvas, frozen = self.canvas, self.frozen
+        if canvas is not None:
+            canvas = _pad(canvas[rows, part], canvas_len, -1) if part.start < canvas.shape[1] else None
+        if frozen is not None:
+            frozen = _pad(frozen[rows, part], canvas_len, False)
         allowed = self.allowed
         if allowed is not None:
             allowed = allowed if allowed.shape[0] == 1 else allowed[rows]
@@ -66,16 +82,24 @@ def passes_on(inner: Callable[..., Any]) -> Callable[[Function], Function]:
 
 def read_seeds(seed: int | Sequence[int] | Tensor, prompt_tokens: Tensor) -> Tensor:
     """One seed per row: an int s gives row i the seed s + i. → (B,) int64."""
-    batch_size, device = prompt_tokens.shape[0], prompt_tokens.device
-    if isinstance(seed, int):
-        return seed + torch.arange(batch_size, device=device)
-    seeds = torch.as_tensor(seed, device=device)
-    if seeds.shape != (batch_size,) or seeds.is_floating_point() or seeds.is_complex() or seeds.dtype == torch.bool:
+    batch_size = prompt_tokens.shape[0]
+    first = as_int(seed)
+    seeds = _as_lists(seed) if first is None else [first + row for row in range(batch_size)]
+    whole = isinstance(seeds, list) and all(type(s) is int and -(2**63) <= s < 2**63 for s in seeds)
+    if not whole or len(seeds) != batch_size:
         raise ValueError(
-            f"generate seed must be an int or one int per row ({batch_size}), "
-            f"got {tuple(seeds.shape)} of {seeds.dtype}."
+            f"generate seed must be an int or one int per row ({batch_size}), each of 64 bits, got {_show(seed)}."
         )
-    return seeds.long()
+    return torch.tensor(seeds, dtype=torch.int64, device=prompt_tokens.device)
+
+
+def read_token_ids(name: str, ids: int | Iterable[int]) -> tuple[int, ...]:
+    """One id or several, in any form, sorted."""
+    one = as_int(ids)
+    listed = _as_lists(ids) if one is None else [one]
+    if not isinstance(listed, list) or any(type(token) is not int for token in listed):
+        raise ValueError(f"generate {name} must be a token id or several, got {_show(ids)}.")
+    return tuple(sorted(listed))
 
 
 def read_span(
@@ -90,6 +114,8 @@ def read_span(
     batch_size, device = prompt_tokens.shape[0], prompt_tokens.device
     if canvas is not None:
         _require_span("canvas", canvas, batch_size, (torch.int64, torch.int32), "int64 tokens, -1 for noise")
+        if canvas.shape[1] == 0:
+            raise ValueError("generate canvas must have at least one position, got none. Leave it out for pure noise.")
         if canvas.shape[1] > max_new_tokens:
             raise ValueError(
                 f"generate canvas must fit into max_new_tokens, got {canvas.shape[1]} positions for {max_new_tokens}. "
@@ -114,12 +140,15 @@ def read_span(
             raise ValueError(
                 "generate frozen must mark real tokens, got a position whose canvas is noise. Unfreeze it."
             )
-    table = None if allowed is None else _allowed_table(allowed, batch_size, noise, max_new_tokens, device)
-    return Span(canvas=canvas, frozen=frozen, allowed=table)
+    if allowed is not None:
+        allowed = read_allowed("generate allowed", allowed, noise, (batch_size, max_new_tokens), device)
+    return Span(canvas=canvas, frozen=frozen, allowed=allowed)
 
 
 def check_sampler(sampler: Sampler, noise: Noise, config: ModelConfig) -> None:
     """A sampler is only ever run under a noise process it is valid for."""
+    if not isinstance(noise, Noise):
+        raise ValueError(f"generate noise must be a process such as UniformNoise(vocab_size), got {_show(noise)}.")
     if noise.vocab_size != config.vocab_size:
         raise ValueError(
             f"{type(noise).__name__}.vocab_size must be the model's {config.vocab_size}, got {noise.vocab_size}."
@@ -131,22 +160,52 @@ def check_sampler(sampler: Sampler, noise: Noise, config: ModelConfig) -> None:
         )
 
 
-def check_counts(*, max_new_tokens: int, steps: int, noise_level: float) -> None:
-    for name, value in (("max_new_tokens", max_new_tokens), ("steps", steps)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"generate {name} must be an integer of at least 1, got {value!r}.")
-    if not 0 < noise_level <= 1:
-        raise ValueError(f"generate noise_level must be in (0, 1], got {noise_level}. 1 starts from pure noise.")
+def read_count(name: str, value: Any) -> int:
+    """An integer of at least 1."""
+    count = as_int(value)
+    if count is None or count < 1:
+        raise ValueError(f"generate {name} must be an integer of at least 1, got {value!r}.")
+    return count
 
 
-def check_prompt(prompt_tokens: Any, cache: PrefixCache | None, config: ModelConfig, max_new_tokens: int) -> None:
-    if not isinstance(prompt_tokens, Tensor) or prompt_tokens.dim() != 2 or prompt_tokens.is_floating_point():
-        got = (
-            f"{prompt_tokens.dtype} of shape {tuple(prompt_tokens.shape)}"
-            if isinstance(prompt_tokens, Tensor)
-            else (type(prompt_tokens).__name__)
+def read_noise_level(noise_level: Any, canvas: Any) -> float:
+    """The level a given canvas is at, 1 without one."""
+    level = as_number(noise_level)
+    if level is None or not 0 < level <= 1:
+        raise ValueError(f"generate noise_level must be in (0, 1], got {noise_level!r}. 1 starts from pure noise.")
+    if level < 1 and canvas is None:
+        raise ValueError(
+            f"generate noise_level must be 1 without canvas, got {level}: pure noise has no other. "
+            "Pass the canvas that is at this level."
         )
-        raise ValueError(f"generate prompt_tokens must be integer ids of shape (batch, length), got {got}.")
+    return level
+
+
+def check_mask(attention_mask: Any, prompt_tokens: Tensor) -> None:
+    """Which tokens are real, of the new ones or of the cached ones too; the model knows how many those are."""
+    if attention_mask is None:
+        return
+    rows, width = prompt_tokens.shape
+    fits = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
+    if not fits or attention_mask.shape[0] != rows or attention_mask.shape[1] < width:
+        raise ValueError(
+            f"generate attention_mask must be a tensor of shape ({rows}, {width}), 1 for real tokens, "
+            f"got {_show(attention_mask)}."
+        )
+
+
+def check_prompt(
+    prompt_tokens: Any, cache: PrefixCache | None, config: ModelConfig, max_new_tokens: int, device: torch.device
+) -> None:
+    if not isinstance(prompt_tokens, Tensor) or prompt_tokens.dim() != 2 or prompt_tokens.is_floating_point():
+        raise ValueError(
+            f"generate prompt_tokens must be integer ids of shape (batch, length), got {_show(prompt_tokens)}."
+        )
+    if prompt_tokens.device != device:
+        raise ValueError(
+            f"generate prompt_tokens must be on the model's device {device}, got {prompt_tokens.device}. "
+            "Pass prompt_tokens.to(model.device)."
+        )
     if prompt_tokens.shape[0] == 0 or (prompt_tokens.shape[1] == 0 and (cache is None or cache.num_slots == 0)):
         raise ValueError("generate prompt_tokens must hold at least one token a row. Start with the bos token.")
     num_blocks = -(-max_new_tokens // config.canvas_length)
@@ -158,41 +217,76 @@ def check_prompt(prompt_tokens: Any, cache: PrefixCache | None, config: ModelCon
         )
 
 
-def _allowed_table(allowed: Any, batch_size: int, noise: Noise, max_new_tokens: int, device: torch.device) -> Tensor:
-    """Any form of `allowed` as booleans (B or 1, N or 1, V)."""
-    if isinstance(allowed, Tensor) and allowed.dtype == torch.bool:
-        table = allowed.to(device)
-        table = table.reshape(*[1] * (3 - table.dim()), *table.shape) if table.dim() < 3 else table
-    else:
-        nested = len(allowed) > 0 and not isinstance(allowed[0], int) and getattr(allowed[0], "ndim", 1) > 0
-        sets = [list(map(int, ids)) for ids in (allowed if nested else [allowed])]
-        flat = [token for ids in sets for token in ids]
-        if any(not 0 <= token < noise.vocab_size for token in flat):
-            raise ValueError(
-                f"generate allowed must hold ids in [0, {noise.vocab_size}), got {min(flat)}..{max(flat)}."
-            )
-        table = torch.zeros(1, len(sets), noise.vocab_size, dtype=torch.bool)
-        for position, ids in enumerate(sets):
-            table[0, position, ids] = True
-        table = table.to(device)
-    shape_fits = table.dim() == 3 and table.shape[0] in (1, batch_size) and table.shape[2] == noise.vocab_size
-    if not shape_fits or table.shape[1] > max_new_tokens:
+def read_allowed(
+    name: str, allowed: Any, noise: Noise, shape: tuple[int, int], device: torch.device, *, exact: bool = False
+) -> Tensor:
+    """Any form of `allowed` as booleans (B or 1, N or 1, V), for `shape` = (B, largest N); `exact`: that N or 1.
+
+    Booleans that broadcast, ids for all positions, or one collection of ids per position.
+
+    Example: `read_allowed("generate allowed", [65, 66], noise, (2, 32), device).shape` is (1, 1, V).
+    """
+    table = _allowed_table(name, allowed, noise.vocab_size).to(device)
+    table = table.reshape(*[1] * (3 - table.dim()), *table.shape)
+    batch_size, num_positions = shape
+    fits = table.dim() == 3 and table.shape[0] in (1, batch_size) and table.shape[2] == noise.vocab_size
+    if not fits or table.shape[1] > num_positions or (exact and table.shape[1] not in (1, num_positions)):
         raise ValueError(
-            f"generate allowed must broadcast to (batch, positions, vocab) = ({batch_size}, up to {max_new_tokens}, "
-            f"{noise.vocab_size}), got {tuple(table.shape)}."
+            f"{name} must broadcast to (batch, positions, vocab) = ({batch_size}, "
+            f"{'' if exact else 'up to '}{num_positions}, {noise.vocab_size}), got {tuple(table.shape)}."
         )
-    proposable = table if noise.mask_token is None else table.clone()
-    if noise.mask_token is not None:
-        proposable[..., noise.mask_token] = False
-    if not bool(proposable.any(-1).all()):
-        raise ValueError("generate allowed must leave at least one token at every position. Allow a token there.")
+    usable = noise.proposable(table, device)
+    if usable is not None and not bool(usable.any(-1).all()):
+        raise ValueError(f"{name} must leave at least one token at every position. Allow a token there.")
     return table
+
+
+def _allowed_table(name: str, allowed: Any, vocab_size: int) -> Tensor:
+    """Booleans (..., V), as given or made of ids."""
+    if isinstance(allowed, Tensor | np.ndarray) and allowed.dtype in (torch.bool, np.bool_):
+        return torch.as_tensor(allowed)
+    listed = _as_lists(allowed)
+    if {type(leaf) for leaf in tree_leaves(listed)} == {bool}:
+        with suppress(ValueError):  # rows of different lengths
+            return torch.tensor(listed)
+    nested = isinstance(listed, list) and any(isinstance(item, list) for item in listed)
+    sets = listed if nested else [listed]
+    of_ids = all(isinstance(ids, list) and all(type(token) is int for token in ids) for ids in sets)
+    if not of_ids:
+        raise ValueError(
+            f"{name} must be booleans, token ids, or one list of ids per position, got {_show(allowed)}. "
+            "Do not mix these forms."
+        )
+    if any(not 0 <= token < vocab_size for ids in sets for token in ids):
+        raise ValueError(f"{name} must hold ids in [0, {vocab_size}), got {_show(allowed)}.")
+    table = torch.zeros(len(sets), vocab_size, dtype=torch.bool)
+    for position, ids in enumerate(sets):
+        table[position, ids] = True
+    return table
+
+
+def _as_lists(value: Any) -> Any:
+    """Tensors, arrays, sets, ranges, generators as nested lists of Python values; anything else stays."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes):
+        return [_as_lists(item) for item in value]
+    return value
+
+
+def _show(value: Any) -> str:
+    """A value in a sentence: tensors by type and shape, classes and strings as what they are."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype} of shape {tuple(value.shape)}"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    shown = repr(value)
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."
 
 
 def _require_span(name: str, value: Any, batch_size: int, dtypes: tuple[torch.dtype, ...], what: str) -> None:
     if not isinstance(value, Tensor) or value.dim() != 2 or value.shape[0] != batch_size or value.dtype not in dtypes:
-        got = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(f"generate {name} must be {what} of shape ({batch_size}, positions), got {got}.")
+        raise ValueError(f"generate {name} must be {what} of shape ({batch_size}, positions), got {_show(value)}.")
 
 
 def _pad(part: Tensor, canvas_len: int, value: int | bool) -> Tensor:

@@ -114,6 +114,8 @@ def load_pretrained(
 
     Example: `load_pretrained(DiffusionGemma, "path/to/checkpoint", dtype=torch.bfloat16, device="cuda")`.
     """
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ValueError(f"from_pretrained dtype must be a torch dtype, got {dtype!r}. Use torch.bfloat16, say.")
     folder = resolve(path_or_repo)
     published = read_json(folder, "config.json")
     stored = read_headers(folder)
@@ -128,6 +130,11 @@ def load_pretrained(
         raise ValueError(f"{folder / 'config.json'} describes tensors that cannot exist: {error}.") from None
     if (folder / "generation_config.json").is_file():
         model.generation = GenerationDefaults.from_hf(folder)
+        if model.generation.pad_token_id >= config.vocab_size:
+            raise ValueError(
+                f"GenerationDefaults.pad_token_id must be below the vocabulary's {config.vocab_size}, "
+                f"got {model.generation.pad_token_id}. Correct generation_config.json."
+            )
     plan = _plan(model.state_dict(), stored, plain_gemma4=published.get("model_type") in GEMMA4_TYPES)
     dtype = dtype or _FLOATS[stored[plan.primary["embed_tokens.weight"]].dtype]
     state = _read_weights(plan, stored, dtype, torch.device(device))
@@ -298,7 +305,7 @@ def save_pretrained(model: "DiffusionGemma", path: str | Path, *, max_shard_size
 
     Example: `save_pretrained(model, "checkpoint", max_shard_size="2GB")`.
     """
-    folder = Path(path)
+    folder = Path(path).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     shards = _pack(_tensors_to_save(model), _num_bytes(max_shard_size))
     names = _free_names(folder, len(shards))

@@ -87,9 +87,7 @@ class ModelConfig:
             value = getattr(self, name)
             _require(_is_int(value, 0) and value < self.vocab_size, name, "be a token id below vocab_size", self)
         for name in ("rms_norm_eps", "final_logit_softcapping", "initializer_range"):
-            value = getattr(self, name)
-            ok = isinstance(value, int | float) and math.isfinite(value) and value > 0
-            _require(ok, name, "be a finite number above 0", self)
+            _require(_is_positive(getattr(self, name)), name, "be a finite number above 0", self)
         _require(len(self.layer_types) == self.num_hidden_layers, "layer_types", "name one type per layer", self)
         _require(
             all(kind in (SLIDING, FULL) for kind in self.layer_types),
@@ -155,6 +153,10 @@ class ModelConfig:
                     f"ModelConfig.{name} must be {accepted[0]!r}, got {text[name]!r}. "
                     f"dgemma implements only that value."
                 )
+        if "final_logit_softcapping" in text and text["final_logit_softcapping"] is None:
+            raise ValueError(
+                "ModelConfig.final_logit_softcapping must be a number, got None. dgemma always caps its logits."
+            )
         values = {f.name: text[f.name] for f in fields(cls) if text.get(f.name) is not None}
         values.update(_full_layer_heads(text))
         if values.get("layer_types") is None and _is_int(values.get("num_hidden_layers"), 1):
@@ -236,9 +238,10 @@ class GenerationDefaults:
         for name in ("max_new_tokens", "max_denoising_steps"):
             _require(_is_int(getattr(self, name), 1), name, "be an integer of at least 1", self)
         _require(_is_int(self.stability_threshold, 0), "stability_threshold", "be an integer of at least 0", self)
-        for name in ("entropy_bound", "t_max", "t_min", "confidence_threshold"):
-            value = getattr(self, name)
-            _require(isinstance(value, int | float) and math.isfinite(value) and value >= 0, name, "be >= 0", self)
+        for name in ("t_max", "t_min", "confidence_threshold"):
+            _require(_is_positive(getattr(self, name)), name, "be a finite number above 0", self)
+        bound_fits = self.entropy_bound == 0 or _is_positive(self.entropy_bound)
+        _require(bound_fits, "entropy_bound", "be a finite number of at least 0", self)
         _require(self.t_min <= self.t_max, "t_min", "be at most t_max", self)
         _require(all(_is_int(t, 0) for t in self.eos_token_id), "eos_token_id", "hold token ids", self)
         _require(_is_int(self.pad_token_id, 0), "pad_token_id", "be a token id", self)
@@ -283,8 +286,10 @@ def read_json(source: Mapping[str, Any] | str | Path, file_name: str) -> dict[st
     path = path / file_name if path.is_dir() else path
     try:
         loaded = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path} does not exist. Point at a checkpoint folder or its {file_name}.") from None
+    except (FileNotFoundError, IsADirectoryError):
+        raise FileNotFoundError(
+            f"{path} does not exist or is no file. Point at a checkpoint folder or its {file_name}."
+        ) from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}). Download the file again.") from None
     if not isinstance(loaded, dict):
@@ -339,6 +344,10 @@ def _check_rope(rope_parameters: Mapping[str, Mapping[str, Any]], kind: str) -> 
 
 def _is_int(value: object, smallest: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and smallest <= value <= _LARGEST_SIZE
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and value > 0
 
 
 def _require(condition: bool, name: str, rule: str, owner: object) -> None:

@@ -47,10 +47,6 @@ def config_from_gemma4(published: Mapping[str, Any]) -> dict[str, Any]:
                 "Choose a Gemma 4 with experts, such as the 26B-A4B."
             )
     text = {**_DEFAULTS, **{name: value for name, value in text.items() if value is not None}}
-    if text["final_logit_softcapping"] is None:
-        raise ValueError(
-            "ModelConfig.final_logit_softcapping must be a number, got None. dgemma always caps its logits."
-        )
     text["model_type"] = "diffusion_gemma_text"
     kept = {name: published[name] for name in _KEPT if name in published and "text_config" in published}
     return {**kept, "model_type": "diffusion_gemma", "text_config": text}

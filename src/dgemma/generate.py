@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from dgemma import draws
 from dgemma.arguments import passes_on
@@ -23,6 +22,7 @@ from dgemma.model.cache import PrefixCache
 from dgemma.noise import Noise
 from dgemma.plan import Knobs, Plan, read_plan
 from dgemma.prediction import Prediction, Top
+from dgemma.progress import progress_bar
 from dgemma.sampling.temperature import Temperature
 from dgemma.state import DenoiseState
 
@@ -152,9 +152,13 @@ def step(
 
     final = torch.where(state.frozen, state.canvas, knobs.sampler.final(prediction, after))
     after = replace(after, draft=torch.where(state.done[:, None], state.draft, final))
+    done = state.done
+    if not knobs.sampler.revises:
+        done = done | ~after.open.any(-1)
     if knobs.stop is not None:
-        done, stop_memory = knobs.stop(prediction, after)
-        after = replace(after, done=state.done | done, stop_memory=stop_memory)
+        stopped, stop_memory = knobs.stop(prediction, after)
+        done, after = done | stopped, replace(after, stop_memory=stop_memory)
+    after = replace(after, done=done)
     record = StepRecord(
         block=state.block,
         step=state.step,
@@ -228,7 +232,7 @@ def start_state(
 
 def _clock(noise: Noise, temperature: Temperature, step: Tensor, num_steps: Tensor) -> dict[str, Any]:
     """All that follows from the step's number: noise before and after it, and the temperature it runs at; (B,) each."""
-    time = 1 - step.double() / num_steps
+    time = (1 - step.double() / num_steps).clamp(min=0.0)
     next_time = (1 - (step + 1).double() / num_steps).clamp(min=0.0)
     next_level = 1 - noise.schedule.alpha(next_time)
     return {
@@ -274,7 +278,8 @@ def generate(
     An int `seed` s gives row i the seed s + i. With `cache`, prompt_tokens are only what is new. `canvas` (B, N) starts
     from tokens of yours (-1: noise), `frozen` (B, N) bool pins some of them, `allowed` restricts tokens: boolean,
     broadcastable to (B, N, V), a list of ids for all positions, or one list per position. Rows that write a stop token
-    (`eos_token_ids`) are padded after it and cost nothing more.
+    (`eos_token_ids`) are padded after it and cost nothing more; before a row's last pin nothing stops it. A given cache
+    is extended in place until a row stops; `out.cache` is the one to go on with.
 
     `on_step(record)` sees every `StepRecord` and may return a changed `record.state`, or a dictionary of changes: any
     field of the state, any of `Knobs`. Knobs keep their change, a state's ends with its canvas. `record=True` keeps a
@@ -295,7 +300,7 @@ def drain(
 ) -> Generation:
     """Run a stream to its end: pass what `on_step` answers back into it, and keep a record."""
     changes: Changes = None
-    with tqdm(desc="denoising", unit="step", delay=2.0, leave=False, disable=None if progress else True) as bar:
+    with progress_bar(desc="denoising", unit="step", show=progress) as bar:
         while True:
             try:
                 event = events.send(changes)
@@ -347,15 +352,15 @@ def run(
                 num_steps=plan.num_steps,
                 block=block,
                 rows=rows,
-                noise_level=plan.noise_level,
-                **plan.span.block(block, plan.canvas_len, rows),
+                **plan.block(block, rows),
             )
             if on_start is not None:
                 state, knobs = apply_changes(on_start(Moment(state, cache, knobs)), state, knobs)
             tokens, num_forwards[rows], knobs = yield from denoise_canvas(model, state, cache, knobs)
 
-        ended = torch.isin(tokens, eos).cumsum(1)  # (R, C): stop tokens up to here
-        real = (ended == 0) | ((ended == 1) & torch.isin(tokens, eos))
+        ends_row = torch.isin(tokens, eos) & plan.span.past_pins(block, plan.canvas_len, rows)
+        ended = ends_row.cumsum(1)  # (R, C): stop tokens up to here
+        real = (ended == 0) | ((ended == 1) & ends_row)
         tokens = torch.where(real, tokens, plan.pad_token_id)
         finished = ended[:, -1] > 0
         cache = model.encode(tokens, cache, real)

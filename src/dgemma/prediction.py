@@ -5,7 +5,7 @@ confidence and samples when asked, a slice of positions at a time, so that no se
 unless somebody reads `.logits`. The fused engine has a twin with the same interface.
 """
 
-from functools import cached_property
+from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 import torch
@@ -48,6 +48,9 @@ class Prediction:
     def __init__(self, logits: Tensor, transforms: tuple["Transform", ...] = ()) -> None:
         self._raw = logits
         self._transforms = transforms
+        # Plain attributes, not cached properties: those lock, which torch.compile cannot trace.
+        self._known_logits: Tensor | None = None
+        self._known_statistics: _Statistics | None = None
 
     @property
     def batch_size(self) -> int:
@@ -97,10 +100,19 @@ class Prediction:
             transforms = (*transforms, _TopP(top_p))
         return Prediction(self._raw, transforms)
 
-    @cached_property
+    @property
     def logits(self) -> Tensor:
         """The shaped logits, (B, C, V)."""
-        return self._shaped(slice(None))
+        if self._known_logits is not None:
+            return self._known_logits
+        logits = torch.cat(list(self.pieces()), dim=1)
+        if self._may_keep():
+            self._known_logits = logits
+        return logits
+
+    def pieces(self) -> Iterator[Tensor]:
+        """The shaped logits a slice of positions at a time, (B, c, V) each: for whoever needs them only once."""
+        return (self._shaped(positions) for positions in self._slices())
 
     @property
     def entropy(self) -> Tensor:
@@ -148,14 +160,23 @@ class Prediction:
         """
         return torch.cat([_inverse_cdf(self._shaped(part), u[:, part]) for part in self._slices()], dim=1)
 
-    @cached_property
+    @property
     def _statistics(self) -> _Statistics:
+        if self._known_statistics is not None:
+            return self._known_statistics
         parts = [_describe(self._shaped(positions)) for positions in self._slices()]
-        return _Statistics(*(torch.cat(column, dim=1) for column in zip(*parts, strict=True)))
+        statistics = _Statistics(*(torch.cat(column, dim=1) for column in zip(*parts, strict=True)))
+        if self._may_keep():
+            self._known_statistics = statistics
+        return statistics
+
+    def _may_keep(self) -> bool:
+        """What was computed without a graph must not stand in for what needs one later."""
+        return torch.is_grad_enabled() or not self._raw.requires_grad
 
     def _shaped(self, positions: slice) -> Tensor:
-        if "logits" in self.__dict__:  # somebody already paid for the whole tensor
-            return self.logits[:, positions]
+        if self._known_logits is not None:  # somebody already paid for the whole tensor
+            return self._known_logits[:, positions]
         logits = self._raw[:, positions]
         logits = logits if logits.dtype == torch.float64 else logits.float()
         for transform in self._transforms:
@@ -164,7 +185,7 @@ class Prediction:
 
     def _slices(self) -> list[slice]:
         per_slice = max(1, _SLICE_ELEMENTS // (self.batch_size * self.vocab_size))
-        return [slice(start, start + per_slice) for start in range(0, self.canvas_len, per_slice)]
+        return [slice(start, start + per_slice) for start in range(0, max(self.canvas_len, 1), per_slice)]
 
 
 class SoftCap(NamedTuple):

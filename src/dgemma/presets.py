@@ -20,7 +20,7 @@ _TINY_VISION: dict[str, Any] = {
 
 
 def tiny() -> ModelConfig:
-    """A few tens of thousands of weights: tests and first steps. Every feature of the published model is in it."""
+    """About 300,000 weights: tests and first steps. Every feature of the published model is in it."""
     return ModelConfig(
         vocab_size=512,
         hidden_size=64,
@@ -38,7 +38,7 @@ def tiny() -> ModelConfig:
         top_k_experts=2,
         moe_intermediate_size=32,
         max_position_embeddings=8192,
-        vision_config=_TINY_VISION,
+        vision_config=dict(_TINY_VISION),
     )
 
 
@@ -61,7 +61,7 @@ def small() -> ModelConfig:
         top_k_experts=4,
         moe_intermediate_size=160,
         max_position_embeddings=16_384,
-        vision_config=_TINY_VISION,
+        vision_config=dict(_TINY_VISION),
     )
 
 

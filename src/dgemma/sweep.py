@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from dgemma.generate import Generation
+from dgemma.progress import progress_bar
 
 Task = Callable[[Any, int], tuple[float | Tensor, Generation]]
 
@@ -123,7 +123,7 @@ def sweep(
     if not named or not seeds:
         raise ValueError(f"sweep needs at least one sampler and one seed, got {len(named)} and {len(seeds)}.")
     rows = []
-    runs = tqdm(total=len(named) * len(seeds), desc="sweep", delay=2.0, leave=False, disable=None if progress else True)
+    runs = progress_bar(total=len(named) * len(seeds), desc="sweep", unit="run", show=progress)
     with runs:
         for label, sampler in named.items():
             outcomes = []

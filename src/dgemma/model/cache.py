@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dgemma.config import Conventions, ModelConfig
@@ -67,7 +68,7 @@ class LayerCache:
                 joined if self.keep is None else joined[:, :, -self.keep :].contiguous()
             )  # let go of what is forgotten
         if end > old.shape[2]:
-            old = _grow(old, start, max(end, int(end * _GROWTH)))
+            old = _grow(old, start, end)
         old[:, :, start:end] = new
         return old
 
@@ -148,7 +149,7 @@ class PrefixCache:
         return in_order.gather(1, (first + slot).clamp(max=in_order.shape[1] - 1))
 
     def mark(self) -> CacheMark:
-        """Remember this boundary, to roll back to it later; costs no memory until sliding layers move on."""
+        """Remember this boundary, to roll this very cache back to it; costs no memory until sliding layers move on."""
         windows = [None if layer.keep is None else (layer.keys, layer.values) for layer in self.layers]
         mark = CacheMark(self.lengths, self.num_slots, self.num_seen, self.ragged, windows)
         self._marks.append(mark)
@@ -198,8 +199,8 @@ class PrefixCache:
         for layers in zip(*(cache.layers for cache in caches), strict=True):
             size = layers[0].num_filled(joined.num_slots)
             views = [layer.view(cache.num_slots) for layer, cache in zip(layers, caches, strict=True)]
-            keys, values = (torch.cat([_grow(v[i], v[i].shape[2], size) for v in views])[back] for i in (0, 1))
-            joined.layers.append(LayerCache(keys, values, layers[0].window, layers[0].keep))
+            keys, values = (torch.cat([F.pad(v[i], (0, 0, 0, size - v[i].shape[2])) for v in views]) for i in (0, 1))
+            joined.layers.append(LayerCache(keys[back], values[back], layers[0].window, layers[0].keep))
         return joined
 
     def _rebuild(self, transform: Callable[[Tensor], Tensor]) -> Self:
@@ -210,7 +211,9 @@ class PrefixCache:
         return copy
 
 
-def _grow(buffer: Tensor, num_used: int, capacity: int) -> Tensor:
+def _grow(buffer: Tensor, num_used: int, num_needed: int) -> Tensor:
+    """A buffer with room for `num_needed` slots, and some to spare if it had grown before."""
+    capacity = max(num_needed, int(buffer.shape[2] * _GROWTH))
     grown = buffer.new_zeros(*buffer.shape[:2], capacity, buffer.shape[3])
     grown[:, :, :num_used] = buffer[:, :, :num_used]
     return grown

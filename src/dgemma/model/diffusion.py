@@ -15,7 +15,7 @@ from dgemma.config import Conventions, GenerationDefaults, ModelConfig
 from dgemma.model.backbone import KeysValues, Layer, run_layers
 from dgemma.model.cache import LayerCache, PrefixCache
 from dgemma.model.experts import Experts
-from dgemma.model.layers import GatedMLP, RMSNorm, rms_norm
+from dgemma.model.layers import GatedMLP, RMSNorm, rms_norm, wide_dtype
 from dgemma.model.masks import canvas_mask, causal_mask
 from dgemma.model.rotary import rotary_table
 from dgemma.prediction import Prediction, SoftCap
@@ -188,7 +188,7 @@ class DiffusionGemma(nn.Module):
     def _read(self, tokens: Tensor, cache: PrefixCache, real: Tensor | None) -> Tensor:
         """Run tokens (B, T) causally, chunk by chunk, append their keys and values; the last hidden state (B, T, D)."""
         cache.reserve(cache.num_slots + tokens.shape[1])
-        hidden = []
+        hidden = [self._embed(tokens[:, :0])]
         for start in range(0, tokens.shape[1], _ENCODE_CHUNK):
             chunk = tokens[:, start : start + _ENCODE_CHUNK]
             chunk_real = None if real is None else real[:, start : start + _ENCODE_CHUNK]
@@ -249,14 +249,16 @@ class DiffusionGemma(nn.Module):
 
     def _soft_embedding(self, self_cond: Prediction | Tensor, self_cond_mask: Tensor | None) -> Tensor:
         """softmax(logits) @ embedding · sqrt(hidden): the embedding last step's prediction expects, (B, C, D)."""
-        logits = self_cond.logits if isinstance(self_cond, Prediction) else self_cond
-        if self.conventions.self_cond_logits == "rounded":
-            logits = logits.to(self.dtype)
-        probabilities = logits.softmax(-1, dtype=torch.float32).to(self.dtype)
-        signal = probabilities @ self.embed_tokens.weight * self._embed_scale()
+        parts = self_cond.pieces() if isinstance(self_cond, Prediction) else [self_cond]
+        signal = torch.cat([self._expected_embedding(logits) for logits in parts], dim=1) * self._embed_scale()
         if self_cond_mask is not None:
             signal = signal * self_cond_mask.to(signal.dtype)[:, None, None]
         return signal
+
+    def _expected_embedding(self, logits: Tensor) -> Tensor:
+        if self.conventions.self_cond_logits == "rounded":
+            logits = logits.to(self.dtype)
+        return logits.softmax(-1, dtype=wide_dtype(logits)).to(self.dtype) @ self.embed_tokens.weight
 
     def _head(self, hidden: Tensor) -> Prediction:
         logits = F.linear(hidden, self.embed_tokens.weight)
@@ -291,6 +293,8 @@ class DiffusionGemma(nn.Module):
 
     def _check_tokens(self, tokens: Tensor, cache: PrefixCache, name: str) -> None:
         _require_2d_ids(tokens, name)
+        if tokens.shape[0] == 0 or (name == "canvas" and tokens.shape[1] == 0):
+            raise ValueError(f"DiffusionGemma {name} must hold something, got shape {tuple(tokens.shape)}.")
         if tokens.shape[0] != cache.batch_size:
             raise ValueError(
                 f"DiffusionGemma {name} must have the cache's batch size {cache.batch_size}, got {tokens.shape[0]}. "

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dgemma.config import ModelConfig
-from dgemma.model.layers import gated_gelu, rms_norm
+from dgemma.model.layers import gated_gelu, rms_norm, wide_dtype
 
 
 class Routing(NamedTuple):
@@ -31,7 +31,7 @@ class Router(nn.Module):
     def forward(self, residual: Tensor) -> Routing:
         """residual: (M, D), before any norm. A normed input still runs, and adaptive stopping then never fires."""
         x = rms_norm(residual, None, self.eps) * self.scale * residual.shape[-1] ** -0.5
-        probabilities = self.proj(x).softmax(-1, dtype=torch.float32)
+        probabilities = self.proj(x).softmax(-1, dtype=wide_dtype(x))
         weights, experts = probabilities.topk(self.top_k, dim=-1)
         weights = weights / weights.sum(-1, keepdim=True)
         return Routing(probabilities, weights * self.per_expert_scale[experts], experts)
@@ -56,7 +56,7 @@ class Experts(nn.Module):
         ends = torch.searchsorted(sorted_experts, expert, right=True).int()  # (E,)
         gate, up = product(x[order // num_chosen], self.gate_up_proj, ends).chunk(2, dim=-1)
         out = product(gated_gelu(gate, up), self.down_proj, ends)
-        out = out.float() * routing.weights.flatten()[order, None]
+        out = out.to(wide_dtype(out)) * routing.weights.flatten()[order, None]
         back = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=x.device))
         # Summed in the order of the choice, so the result never depends on scheduling.
         return out[back].unflatten(0, (num_tokens, num_chosen)).sum(1).to(x.dtype)

@@ -5,12 +5,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """What sums and exponentials of x are done in: float32, or float64 for a model that is."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """x / RMS(x) · weight over the last dimension, in float32, rounded once at the end. Note: w, not 1 + w."""
-    wide = x.float()
+    wide = x.to(wide_dtype(x))
     wide = wide * (wide.pow(2).mean(-1, keepdim=True) + eps).rsqrt()
     if weight is not None:
-        wide = wide * weight.float()
+        wide = wide * weight.to(wide.dtype)
     return wide.to(x.dtype)
 
 

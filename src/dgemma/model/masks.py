@@ -20,10 +20,10 @@ def causal_mask(
     key_position = torch.cat((slot_position, positions), dim=1)  # (B, S + T)
     new = torch.ones_like(positions, dtype=torch.bool) if real is None else real
     key_real = torch.cat((slot < filled[:, None], new), dim=1)
-    distance = positions[:, :, None] - key_position[:, None, :]  # (B, T, S + T)
-    seen = (distance >= 0) & key_real[:, None, :]
+    # Compared, not subtracted: (B, T, S + T) distances of a long prefix would take gigabytes.
+    seen = (key_position[:, None, :] <= positions[:, :, None]) & key_real[:, None, :]
     if window is not None:
-        seen &= distance < window
+        seen &= key_position[:, None, :] > (positions - window)[:, :, None]
     # Padding sees itself, so that its softmax has something to normalise over; nobody reads the result.
     num_new = positions.shape[1]
     seen[:, :, num_slots:] |= torch.eye(num_new, dtype=torch.bool, device=positions.device)

@@ -38,5 +38,7 @@ class Ancestral(Sampler):
         return state.noise.transition(prediction.sample(state.uniform("token")), state)
 
     def final(self, prediction: Prediction, state: DenoiseState) -> Tensor:
-        """The canvas, and the argmax where it still shows the mask token."""
-        return torch.where(state.noise.masked(state.canvas), prediction.argmax, state.canvas)
+        """The canvas once no noise is left; before that the argmax wherever there may be some."""
+        masked = state.noise.masked(state.canvas)
+        unseen = state.open & (state.noise_level > 0)[:, None] & (state.noise.kind != "mask")
+        return torch.where(masked | unseen, prediction.argmax, state.canvas)

@@ -34,6 +34,11 @@ class Sampler:
     # Noise processes under which every unfrozen position is decided anew at every step; elsewhere commits persist.
     redecides: ClassVar[frozenset[str]] = frozenset()
 
+    @property
+    def revises(self) -> bool:
+        """Whether a committed token may still change. If not, a canvas with nothing open is done."""
+        return False
+
     def start(self, state: DenoiseState) -> Any:
         """The memory a fresh canvas begins with."""
         return None

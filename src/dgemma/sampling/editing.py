@@ -39,6 +39,10 @@ class TokenEditing(Sampler):
                 f"TokenEditing.max_edit_steps must be >= 0, got {self.max_edit_steps}. Use 0 for none after filling."
             )
 
+    @property
+    def revises(self) -> bool:
+        return True
+
     def start(self, state: DenoiseState) -> Tensor:
         return torch.zeros_like(state.step)
 

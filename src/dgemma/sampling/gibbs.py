@@ -85,8 +85,8 @@ class LeaveOneOutGibbs(Sampler):
         return predicts, torch.where(predicts, reached, state.memory)
 
     def final(self, prediction: Prediction, state: DenoiseState) -> Tensor:
-        """The canvas."""
-        return state.canvas
+        """The canvas once no noise is left (the memory is its level); before that the argmax."""
+        return torch.where(state.open & (state.memory > 0)[:, None], prediction.argmax, state.canvas)
 
     def _pick(self, loo: Tensor, state: DenoiseState) -> Tensor:
         """The positions to redraw, (B, C) bool."""

@@ -33,6 +33,10 @@ class P2(Sampler):
         if not self.eta >= 0:
             raise ValueError(f"P2.eta must be >= 0, got {self.eta}. Use 0 to never mask a committed token again.")
 
+    @property
+    def revises(self) -> bool:
+        return self.eta > 0
+
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
         tokens = prediction.argmax if self.greedy else prediction.sample(state.uniform("token"))
         log_prob = prediction.log_prob(torch.where(state.open, tokens, state.canvas))

@@ -7,7 +7,8 @@ import torch
 
 from dgemma.prediction import Prediction
 from dgemma.sampling.base import Decision, Sampler
-from dgemma.sampling.ranking import best
+from dgemma.sampling.checks import check_probability
+from dgemma.sampling.ranking import best, propose
 from dgemma.state import DenoiseState
 
 
@@ -28,12 +29,13 @@ class BlockRefinement(Sampler):
     valid_for: ClassVar[frozenset[str]] = frozenset({"uniform"})
 
     def __post_init__(self) -> None:
-        if not 0 <= self.tau <= 1:
-            raise ValueError(f"BlockRefinement.tau must be a probability, got {self.tau}. Use 1 for the quota alone.")
-        if self.tau_edit is not None and not 0 <= self.tau_edit <= 1:
-            raise ValueError(
-                f"BlockRefinement.tau_edit must be a probability, got {self.tau_edit}. Use None for no editing."
-            )
+        check_probability(self, "tau", fix="Use 1 for the quota alone.")
+        if self.tau_edit is not None:
+            check_probability(self, "tau_edit", fix="Use None for no editing.")
+
+    @property
+    def revises(self) -> bool:
+        return self.tau_edit is not None
 
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
         confidence = prediction.confidence
@@ -42,7 +44,7 @@ class BlockRefinement(Sampler):
         num_committed = num_unfrozen - state.open.sum(-1)
         commit = best(confidence, state.open, target - num_committed) | (state.open & (confidence > self.tau))
 
-        proposal = prediction.argmax if self.greedy else prediction.sample(state.uniform("token"))
+        proposal = propose(prediction, state, greedy=self.greedy)
         tokens = torch.where(state.open, proposal, prediction.argmax)
         write = commit
         if self.tau_edit is not None:

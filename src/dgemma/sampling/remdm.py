@@ -40,6 +40,10 @@ class ReMDM(Sampler):
         if self.eta is not None and not 0 <= self.eta <= 1:
             raise ValueError(f"ReMDM.eta must lie in [0, 1], got {self.eta}. It is a probability of re-masking.")
 
+    @property
+    def revises(self) -> bool:
+        return True
+
     def start(self, state: DenoiseState) -> Tensor | None:
         if self.strategy == "loop" and not isinstance(state.noise.schedule, Loop):
             raise ValueError(
