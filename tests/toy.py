@@ -245,8 +245,8 @@ def propagate(
     """The exact law of what `sampler` commits after `steps` steps, and the expected number of forwards.
 
     shape: arguments for `Prediction.shape`. start: a law to begin with instead of pure noise; its clock runs on from
-    where it stands. level: what the denoiser is told, (R,), for a sampler that keeps a clock of its own. check: try both
-    ends of every cell; a long run, whose cells a short one has checked, may do without.
+    where it stands. level: what the denoiser is told, (R,), for a sampler that keeps a clock of its own. check: try
+    both ends of every cell; a long run, whose cells a short one has checked, may do without.
     """
     denoiser = denoiser if denoiser is not None else Denoiser(noise)
     law = start if start is not None else initial(noise, sampler, steps, stop)
