@@ -173,7 +173,7 @@ def check_parity(results: Results) -> None:
     cache = fast.encode(prompt)
     one, two = (dgemma.generate(fast, prompt, max_new_tokens=512, steps=6, progress=False) for _ in range(2))
     assert torch.equal(one.tokens, two.tokens), "two runs of the same seed differ"
-    prediction = fast.denoise(canvas, cache).shape(temperature=0.7)
+    prediction = fast.denoise(canvas, cache).shape(temperature=4.0)  # random weights are sure of the token they see
     plain_prediction = dgemma.Prediction(prediction.logits)
     demand_parity("entropy", prediction.entropy, plain_prediction.entropy, 1e-4)
     u = torch.rand(2, CANVAS, dtype=torch.float64, device=GPU)

@@ -63,7 +63,7 @@ class BufferPool:
 
     def prefill_len(self, batch_size: int) -> int:
         """Tokens a row that one forward reads: the experts' weights are read once for all of them."""
-        return max(self.config.canvas_length, min(1024, _PREFILL_TOKENS // batch_size))
+        return max(self.config.canvas_length, min(1024, _PREFILL_TOKENS // max(batch_size, 1)))
 
     def take(self, batch_size: int, num_slots: int, tail: int) -> CacheBuffers:
         """Buffers for `num_slots` tokens a row, tail included, of which `tail` may be new."""

@@ -103,6 +103,7 @@ class FusedDenoiser:
         """Read tokens (B, P) causally into a prefix cache; see `DiffusionGemma.encode`."""
         fused, real = self._check_prefix(tokens, cache, attention_mask)
         self._read(tokens, fused, real, last=False)
+        fused.settle()  # now, while the device is busy, rather than in front of the next canvas
         return fused
 
     @torch.no_grad()

@@ -93,19 +93,20 @@ def test_both_modes_equal_the_reference_over_ragged_rows(models):
 
 @pytest.mark.parametrize("kind", ["published", "masked", "shaped"])
 def test_generate_cannot_tell_the_fused_denoiser_from_the_reference(models, kind):
-    options = {
-        "published": {"stop": dgemma.StableAndConfident(confidence=10.0), "max_new_tokens": 2 * CANVAS},
-        "masked": {
-            "noise": dgemma.MaskNoise(VOCAB),
-            "sampler": dgemma.EntropyBound(bound=1.0),
-            "max_new_tokens": CANVAS,
-        },
-        "shaped": {"top_k": 5, "allowed": list(range(3, 30)), "max_new_tokens": CANVAS, "stop": None},
-    }[kind]
     prompt, real = ragged_prompt()
+    alone = {"prompt_tokens": prompt[:1, :3], "max_new_tokens": CANVAS}
+    options = {
+        "published": {
+            "prompt_tokens": prompt,
+            "attention_mask": real,
+            "max_new_tokens": 2 * CANVAS,
+            "stop": dgemma.StableAndConfident(confidence=10.0),
+        },
+        "masked": {**alone, "noise": dgemma.MaskNoise(VOCAB), "sampler": dgemma.EntropyBound(bound=1.0)},
+        "shaped": {**alone, "top_k": 5, "allowed": list(range(3, 30)), "stop": None},
+    }[kind]
     want, got = (
-        dgemma.generate(m, prompt, attention_mask=real, steps=2, seed=5, eos_token_ids=[7], progress=False, **options)
-        for m in models
+        dgemma.generate(model, steps=2, seed=5, eos_token_ids=[7], progress=False, **options) for model in models
     )
     assert torch.equal(got.new_tokens, want.new_tokens)
     assert torch.equal(got.steps, want.steps)
@@ -115,7 +116,7 @@ def test_generate_cannot_tell_the_fused_denoiser_from_the_reference(models, kind
 def test_a_step_can_be_taken_again_from_any_state_and_old_logits_are_refused(models):
     _, fast = models
     prompt, _ = ragged_prompt()
-    cache = fast.encode(prompt[:1])
+    cache = fast.encode(prompt[:1, :2])
     knobs = Knobs(
         sampler=dgemma.EntropyBound(), temperature=dgemma.LinearTemperature(), stop=dgemma.StableAndConfident()
     )
