@@ -2,7 +2,7 @@
 
 Each class is built with its defaults, then once per option (every value of a Literal, both booleans, a number for an
 optional one or for a zero), then with the first alternative of every option at once. A required field is filled by its
-type.
+type. What a class refuses is left out, as long as each option is somewhere in what it accepts.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ import inspect
 import pkgutil
 import types
 import typing
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -49,7 +50,12 @@ def variants(cls: type) -> list[Any]:
     options = {f.name: _alternatives(hints[f.name], f.default) for f in fields if f.name not in required}
     changes = [{name: value} for name, values in options.items() for value in values]
     changes.append({name: values[0] for name, values in options.items() if values})
-    instances = [cls(**required), *(cls(**required, **change) for change in changes)]
+    instances, untried = [cls(**required)], {name for name, values in options.items() if values}
+    for change in changes:
+        with suppress(ValueError):  # an option may need another one
+            instances.append(cls(**required, **change))
+            untried -= change.keys()
+    assert not untried, f"{cls.__name__} refuses every alternative of {untried}."
     return list(dict.fromkeys(instances))
 
 

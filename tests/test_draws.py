@@ -126,3 +126,18 @@ def test_integers_have_equal_cells_up_to_the_last():
     u = torch.tensor([0.0, 0.2, 0.3999, 0.4, 1 - 2.0**-53], dtype=torch.float64)
     assert draws.integers(u, 5).tolist() == [0, 1, 1, 2, 4]
     assert draws.integers(u[-1:], 262144).item() == 262143
+
+
+def test_seeds_of_32_bits_give_the_draws_of_the_same_seeds_in_64():
+    seeds, zero = torch.tensor([0, 7, 2**31 - 1]), torch.zeros(3, dtype=torch.int64)
+    assert torch.equal(
+        draws.uniform(seeds.int(), zero, zero, 64, "prior"), draws.uniform(seeds, zero, zero, 64, "prior")
+    )
+
+
+def test_gumbel_noise_picks_tokens_with_the_probabilities_of_a_softmax():
+    n, logits = 1 << 16, torch.tensor([0.0, 1.0, -2.0], dtype=torch.float64)
+    u = torch.stack([row(seed=seed, num_positions=n) for seed in range(3)], dim=-1)  # (n, 3)
+    counts = (logits + draws.gumbel(u)).argmax(-1).bincount(minlength=3) / n
+    assert counts.tolist() == pytest.approx(logits.softmax(-1).tolist(), abs=5 * 0.5 / n**0.5)
+    assert bool(draws.gumbel(torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)).isfinite().all())

@@ -14,6 +14,7 @@ _LOW_32 = 0xFFFFFFFF
 _ROUND_A, _ROUND_B = 0xD2511F53, 0xCD9E8D57
 _KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
 _NUM_ROUNDS = 10
+_SMALLEST_UNIFORM = 2.0**-54  # half of the least uniform above 0; keeps Gumbel noise finite
 
 
 def philox(key: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -37,7 +38,7 @@ def purpose_word(purpose: str) -> int:
 
 
 def uniform(seeds: Tensor, block: Tensor, step: Tensor, num_positions: int, purpose: str) -> Tensor:
-    """Uniforms in [0, 1) with 53 bits. seeds, block, step: (B,) int64 → (B, num_positions) float64.
+    """Uniforms in [0, 1) with 53 bits. seeds, block, step: (B,) integers → (B, num_positions) float64.
 
     Float64, because an event of probability 1e-7 must keep that probability (24-bit uniforms round it).
 
@@ -45,7 +46,7 @@ def uniform(seeds: Tensor, block: Tensor, step: Tensor, num_positions: int, purp
     """
     position = torch.arange(num_positions, device=seeds.device)
     high, low, _, _ = philox(
-        seeds[:, None],
+        seeds.long()[:, None],  # in 32 bits the products of the rounds would overflow
         position[None, :],
         step[:, None] & _LOW_32,
         block[:, None] & _LOW_32,
@@ -60,3 +61,11 @@ def integers(u: Tensor, upper: int) -> Tensor:
     Example: `integers(torch.tensor([0.0, 0.999], dtype=torch.float64), 5)` is `[0, 4]`.
     """
     return (u.double() * upper).long().clamp_(max=upper - 1)
+
+
+def gumbel(u: Tensor) -> Tensor:
+    """Standard Gumbel noise from uniforms, finite for any of them. (…) float64 → (…) float64.
+
+    Example: `(score + tau * gumbel(u)).argmax(-1)` is a draw from softmax(score / tau).
+    """
+    return -(-u.clamp(min=_SMALLEST_UNIFORM).log()).log()

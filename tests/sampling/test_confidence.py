@@ -175,11 +175,26 @@ def counts_on_flat(sampler):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("order", "sampled"), ("quota", "linear"), ("block_len", 0), ("order_temperature", -1.0)]
+    ("field", "value"),
+    [
+        ("order", "sampled"),
+        ("quota", "linear"),
+        ("block_len", 0),
+        ("block_len", 1.5),
+        ("order_temperature", -1.0),
+        ("order_temperature", math.nan),
+        ("order_temperature", math.inf),
+        ("anneal", True),
+    ],
 )
 def test_impossible_settings_are_refused(field, value):
     with pytest.raises(ValueError, match=f"Confidence.{field} must"):
         Confidence(**{field: value})
+
+
+def test_a_temperature_for_an_order_without_a_score_is_refused():
+    with pytest.raises(ValueError, match=r"Confidence\.order_temperature must be 0 for order 'random', got 3"):
+        Confidence(order="random", order_temperature=3.0)
 
 
 def test_best_takes_no_more_than_there_are():

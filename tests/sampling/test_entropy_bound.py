@@ -13,7 +13,7 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
 from dgemma.noise import MaskNoise, UniformNoise
 from dgemma.prediction import Prediction
 from dgemma.sampling.entropy_bound import EntropyBound
-from toy import divergence, fresh_state, mask_noise, propagate, total_variation
+from toy import divergence, fresh_state, mask_noise, propagate, total_variation, update
 
 ORDERS = ["entropy", "confidence", "margin"]
 
@@ -102,7 +102,33 @@ def test_under_mask_noise_what_is_refused_stays_masked_and_under_uniform_noise_i
     assert EntropyBound.valid_for == {"mask", "uniform"}
 
 
-@pytest.mark.parametrize(("field", "value"), [("bound", -0.1), ("bound", math.nan), ("order", "random")])
+def committed(sampler, noise):
+    """A step that accepts position 0 alone; the canvas after it, and what would be committed."""
+    logits = torch.tensor([[[9.0, 0.0, 0.0, 0.0, 0.0], [0.2, 0.1, 0.0, 0.3, 0.0]]])
+    state = fresh_state(torch.tensor([[3, 4]]), noise, 4)
+    after = update(Prediction(logits), sampler(Prediction(logits), state), sampler, state)
+    return after.canvas[0].tolist(), after.draft[0].tolist()
+
+
+def test_google_commits_the_canvas_where_transformers_commits_the_argmax():
+    # Uniform noise: refused position 1 is noise again, which the one commits and the other does not.
+    canvas, draft = committed(EntropyBound(bound=0.0, commit="canvas"), UniformNoise(5))
+    assert draft == canvas
+    canvas, draft = committed(EntropyBound(bound=0.0), UniformNoise(5))
+    assert canvas[1] != 3
+    assert draft == [0, 3]
+
+
+def test_a_mask_is_not_committed_with_the_canvas():
+    canvas, draft = committed(EntropyBound(bound=0.0, commit="canvas"), MaskNoise(5, mask_token_id=4))
+    assert canvas == [0, 4]
+    assert draft == [0, 3]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("bound", -0.1), ("bound", math.nan), ("bound", "0.1"), ("order", "random"), ("commit", "sample")],
+)
 def test_impossible_settings_are_refused(field, value):
     with pytest.raises(ValueError, match=f"EntropyBound.{field} must"):
         EntropyBound(**{field: value})

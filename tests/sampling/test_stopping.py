@@ -185,11 +185,51 @@ def test_unchanged_waits_for_a_full_canvas_and_a_step_that_changes_nothing():
     assert rule(logits, state)[0].tolist() == [True, False, False]
 
 
-def test_step_cap_counts_steps_done():
-    answers = [
-        StepCap(3)(Prediction(torch.zeros(1, 2, 4)), canvas_state([[0, 0]], step=n))[0].item() for n in (1, 2, 3, 4)
-    ]
+@pytest.mark.parametrize("first", [0, 24], ids=["whole", "skipping-the-noisier-steps"])
+def test_step_cap_counts_the_steps_that_were_run(first):
+    memory = StepCap(3).start(canvas_state([[0, 0]], step=first, steps=48))
+    answers = []
+    for n in (1, 2, 3, 4):
+        state = replace(canvas_state([[0, 0]], step=first + n, steps=48), stop_memory=memory)
+        done, memory = StepCap(3)(Prediction(torch.zeros(1, 2, 4)), state)
+        answers.append(done.item())
     assert answers == [False, False, True, True]
+
+
+def test_google_compares_the_argmax_with_the_canvas_it_came_from():
+    says_zero, says_one = (torch.tensor([[[20.0, 0.0]]]), torch.tensor([[[0.0, 20.0]]]))
+    rule = StableAndConfident(compare="canvas")
+
+    def answers(first_canvas, *steps):
+        """Each step: what is predicted from the canvas before it, and the canvas after it."""
+        state = canvas_state([[first_canvas]])
+        state, found = replace(state, stop_memory=rule.start(state)), []
+        for logits, canvas in steps:
+            done, memory = rule(Prediction(logits), replace(state, canvas=torch.tensor([[canvas]])))
+            state = replace(state, stop_memory=memory)
+            found.append(done.item())
+        return found
+
+    assert answers(0, (says_zero, 0)) == [True]  # the first noise already showed it: done after one step
+    assert answers(1, (says_zero, 0), (says_zero, 0)) == [False, True]
+    # The canvas was drawn as 1 where the argmax is 0: the argmax repeats, and yet it goes on.
+    assert answers(1, (says_zero, 1), (says_zero, 0), (says_zero, 0)) == [False, False, True]
+    assert answers(1, (says_zero, 0), (says_one, 1), (says_one, 1)) == [False, False, True]
+
+
+def test_a_longer_stability_compares_with_as_many_canvases():
+    says_zero = torch.tensor([[[20.0, 0.0]]])
+    rule = StableAndConfident(compare="canvas", stability=2)
+    assert ask(rule, canvas_state([[0]]), [says_zero] * 2) == [[False], [True]]
+    assert ask(StableAndConfident(compare="canvas", stability=0), canvas_state([[1]]), [says_zero]) == [[True]]
+    frozen = canvas_state([[1]], frozen=[[True]])
+    assert ask(StableAndConfident(compare="canvas"), frozen, [says_zero]) == [[True]]
+
+
+def test_a_span_that_leaves_the_canvas_is_refused_when_the_canvas_is_known():
+    ConfidenceGap(span=(1, 4)).start(canvas_state([[0] * 4]))
+    with pytest.raises(ValueError, match=r"ConfidenceGap\.span must end within the canvas of 4 tokens, got \(3, 5\)"):
+        ConfidenceGap(span=(3, 5)).start(canvas_state([[0] * 4]))
 
 
 def test_rules_combine_as_or_and_and_with_every_rule_asked_at_every_step():
@@ -211,11 +251,15 @@ def test_combined_rules_are_values():
     ("cls", "field", "value"),
     [
         (StableAndConfident, "stability", -1),
+        (StableAndConfident, "stability", 1.0),
         (StableAndConfident, "confidence", 0.0),
+        (StableAndConfident, "compare", "sample"),
         (EndOfText, "token_ids", ()),
+        (EndOfText, "token_ids", (1.5,)),
         (ConfidenceGap, "thresholds", (1.0, 2.0)),
         (ConfidenceGap, "span", (3, 3)),
         (StepCap, "steps", 0),
+        (StepCap, "steps", 1.5),
     ],
 )
 def test_impossible_settings_are_refused(cls, field, value):

@@ -50,3 +50,8 @@ def test_zero_temperature_is_refused_with_the_way_to_the_argmax():
         LinearTemperature(end=0.0)
     with pytest.raises(ValueError, match=r"LinearTemperature.start must .*greedy=True"):
         LinearTemperature(start=-1.0)
+
+
+def test_past_the_last_step_the_end_temperature_stays():
+    values = LinearTemperature(start=0.8, end=0.4)(torch.tensor([4, 5, 9]), torch.tensor([4, 4, 4]))
+    assert values.tolist() == pytest.approx([0.4] * 3)

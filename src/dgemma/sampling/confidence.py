@@ -7,13 +7,14 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from dgemma import draws
 from dgemma.prediction import Prediction
 from dgemma.sampling.base import Decision, Sampler
-from dgemma.sampling.ranking import Turn, best, certainty, even_share, take_turn
+from dgemma.sampling.checks import check_block_len, check_choice, check_finite
+from dgemma.sampling.ranking import Turn, best, certainty, even_share, propose, take_turn
 from dgemma.state import DenoiseState
 
 _ROUNDING = 1e-9  # L · 0.5 must not fall below its integer
-_SMALLEST_UNIFORM = 2.0**-54  # half of what the counter can draw above 0; keeps Gumbel noise finite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,18 +42,18 @@ class Confidence(Sampler):
     valid_for: ClassVar[frozenset[str]] = frozenset({"mask"})
 
     def __post_init__(self) -> None:
-        if self.order not in ("confidence", "log_confidence", "margin", "entropy", "random"):
+        check_choice(self, "order", ("confidence", "log_confidence", "margin", "entropy", "random"))
+        check_choice(self, "quota", ("fixed", "cosine"))
+        check_block_len(self)
+        check_finite(self, "order_temperature", fix="Use 0 for a strict order.")
+        if self.order == "random" and self.order_temperature != 0:
             raise ValueError(
-                f"Confidence.order must be a known order, got {self.order!r}. "
-                "Use 'confidence', 'log_confidence', 'margin', 'entropy' or 'random'."
+                f"Confidence.order_temperature must be 0 for order 'random', got {self.order_temperature}. "
+                "That order has no score to add noise to."
             )
-        if self.quota not in ("fixed", "cosine"):
-            raise ValueError(f"Confidence.quota must be 'fixed' or 'cosine', got {self.quota!r}. Use one of the two.")
-        if self.block_len is not None and self.block_len < 1:
-            raise ValueError(f"Confidence.block_len must be >= 1, got {self.block_len}. Use None for the whole canvas.")
-        if self.order_temperature < 0:
+        if self.anneal and self.order_temperature == 0:
             raise ValueError(
-                f"Confidence.order_temperature must be >= 0, got {self.order_temperature}. Use 0 for a strict order."
+                "Confidence.anneal must be False without an order_temperature. Set the one it is to lower."
             )
 
     def start(self, state: DenoiseState) -> Any:
@@ -62,7 +63,7 @@ class Confidence(Sampler):
         turn = take_turn(state, self.block_len)
         count = even_share(turn, state) if self.quota == "fixed" else self._cosine_share(turn, state)
         write = best(self._score(prediction, state), state.open & turn.span, count)
-        tokens = prediction.argmax if self.greedy else prediction.sample(state.uniform("token"))
+        tokens = propose(prediction, state, greedy=self.greedy)
         return Decision(tokens=tokens, write=write, renoise=torch.zeros_like(write), memory=state.memory)
 
     def _score(self, prediction: Prediction, state: DenoiseState) -> Tensor:
@@ -71,10 +72,9 @@ class Confidence(Sampler):
         score = certainty(prediction, self.order)
         if self.order_temperature == 0:
             return score
-        gumbel = -(-state.uniform("order").clamp(min=_SMALLEST_UNIFORM).log()).log()
         steps_left = (state.num_steps - state.step - 1).double() / state.num_steps  # 1 - (n+1)/N, (B,)
         strength = self.order_temperature * (steps_left[:, None] if self.anneal else 1.0)
-        return score.double() + strength * gumbel
+        return score.double() + strength * draws.gumbel(state.uniform("order"))
 
     def _cosine_share(self, turn: Turn, state: DenoiseState) -> Tensor:
         first_open = (state.memory & turn.span).sum(-1)  # L, (B,)

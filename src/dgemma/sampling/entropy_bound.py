@@ -4,10 +4,12 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
+from torch import Tensor
 
 from dgemma.prediction import Prediction
 from dgemma.sampling.base import Decision, Sampler
-from dgemma.sampling.ranking import certainty
+from dgemma.sampling.checks import check_choice, check_size
+from dgemma.sampling.ranking import certainty, propose
 from dgemma.state import DenoiseState
 
 
@@ -19,7 +21,9 @@ class EntropyBound(Sampler):
     what is accepted stays; under uniform noise every position is decided anew each step, the refused ones return to
     noise, and the argmax is committed at the end: that is the published loop, and it has no distributional guarantee.
 
-    `order` says which positions are considered first; `greedy` writes the argmax instead of a sample.
+    `order` says which positions are considered first; `greedy` writes the argmax instead of a sample. `commit` is what
+    the text becomes when the canvas ends: the "argmax" where it is still open (transformers), or the "canvas" as the
+    last step left it, refused positions with the noise they were given included (Google's JAX).
 
     Example: `EntropyBound(bound=0.1)`; `EntropyBound(bound=0.0)` accepts one position a step.
     """
@@ -27,16 +31,14 @@ class EntropyBound(Sampler):
     bound: float = 0.1
     order: Literal["entropy", "confidence", "margin"] = "entropy"
     greedy: bool = False
+    commit: Literal["argmax", "canvas"] = "argmax"
     valid_for: ClassVar[frozenset[str]] = frozenset({"mask", "uniform"})
     redecides: ClassVar[frozenset[str]] = frozenset({"uniform"})
 
     def __post_init__(self) -> None:
-        if not self.bound >= 0:
-            raise ValueError(f"EntropyBound.bound must be >= 0 nats, got {self.bound}. Use 0 for one token a step.")
-        if self.order not in ("entropy", "confidence", "margin"):
-            raise ValueError(
-                f"EntropyBound.order must be known, got {self.order!r}. Use 'entropy', 'confidence' or 'margin'."
-            )
+        check_size(self, "bound", unit="nats", fix="Use 0 for one token a step.")
+        check_choice(self, "order", ("entropy", "confidence", "margin"))
+        check_choice(self, "commit", ("argmax", "canvas"))
 
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
         score = certainty(prediction, self.order).masked_fill(~state.open, -torch.inf)
@@ -47,5 +49,10 @@ class EntropyBound(Sampler):
         # h - h = 0: the most certain position always passes.
         shared = entropy.cumsum(-1) - entropy.cummax(-1).values
         accept = torch.zeros_like(state.open).scatter(-1, ranked, shared <= self.bound) & state.open
-        tokens = prediction.argmax if self.greedy else prediction.sample(state.uniform("token"))
+        tokens = propose(prediction, state, greedy=self.greedy)
         return Decision(tokens=tokens, write=accept, renoise=state.open & ~accept)
+
+    def final(self, prediction: Prediction, state: DenoiseState) -> Tensor:
+        """What `commit` says; never the mask token."""
+        decided = ~state.open if self.commit == "argmax" else ~state.noise.masked(state.canvas)
+        return torch.where(decided, state.canvas, prediction.argmax)

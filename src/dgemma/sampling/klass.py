@@ -8,7 +8,8 @@ from torch import Tensor
 
 from dgemma.prediction import Prediction
 from dgemma.sampling.base import Decision, Sampler
-from dgemma.sampling.ranking import best, even_share, take_turn
+from dgemma.sampling.checks import check_block_len, check_count, check_probability, check_size
+from dgemma.sampling.ranking import best, even_share, propose, take_turn
 from dgemma.state import DenoiseState
 
 
@@ -37,14 +38,10 @@ class KLASS(Sampler):
     valid_for: ClassVar[frozenset[str]] = frozenset({"mask"})
 
     def __post_init__(self) -> None:
-        if not 0 <= self.tau <= 1:
-            raise ValueError(f"KLASS.tau must be a probability, got {self.tau}. Use 0.9, as published.")
-        if not self.kl_bound > 0:
-            raise ValueError(f"KLASS.kl_bound must be > 0 nats, got {self.kl_bound}. Use 0.01, as published.")
-        if self.history < 1:
-            raise ValueError(f"KLASS.history must be >= 1, got {self.history}. Use Threshold to ignore stability.")
-        if self.block_len is not None and self.block_len < 1:
-            raise ValueError(f"KLASS.block_len must be >= 1, got {self.block_len}. Use None for the whole canvas.")
+        check_probability(self, "tau", fix="Use 0.9, as published.")
+        check_size(self, "kl_bound", above=0, unit="nats", fix="Use 0.01, as published.")
+        check_count(self, "history", fix="Use Threshold to ignore stability.")
+        check_block_len(self)
 
     def start(self, state: DenoiseState) -> Recent:
         # log 0 everywhere makes the first divergence infinite: nothing is stable until `history` real ones are known.
@@ -65,6 +62,6 @@ class KLASS(Sampler):
         ready = among & (prediction.confidence > self.tau) & (divergences < self.kl_bound).all(1)
         fallback = best(prediction.confidence, among, even_share(turn, state))
         write = torch.where(ready.any(-1, keepdim=True), ready, fallback)
-        tokens = prediction.argmax if self.greedy else prediction.sample(state.uniform("token"))
+        tokens = propose(prediction, state, greedy=self.greedy)
         memory = Recent(log_probs, divergences)
         return Decision(tokens=tokens, write=write, renoise=torch.zeros_like(write), memory=memory)

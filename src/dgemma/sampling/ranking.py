@@ -1,4 +1,4 @@
-"""Which positions come first: certainty scores, the k best of a row, and the sub-block whose turn it is.
+"""Which positions come first and what is proposed for them: scores, the k best of a row, the sub-block in turn.
 
 Everything is a mask or a sort over (B, C): the number chosen may differ from row to row without leaving the device.
 """
@@ -41,6 +41,14 @@ def best(score: Tensor, among: Tensor, count: Tensor | int) -> Tensor:
     rank = order.argsort(dim=-1)  # the inverse permutation
     count = count[:, None] if isinstance(count, Tensor) else count
     return among & (rank < count)
+
+
+def propose(prediction: Prediction, state: DenoiseState, *, greedy: bool) -> Tensor:
+    """The token a position would be given, (B, C): the argmax if `greedy`, else a sample.
+
+    Example: `propose(prediction, state, greedy=self.greedy)`.
+    """
+    return prediction.argmax if greedy else prediction.sample(state.uniform("token"))
 
 
 class Turn(NamedTuple):

@@ -1,12 +1,13 @@
 """When a canvas is finished: frozen rules on tensors, combined with `|` and `&`."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from dgemma.prediction import Prediction
+from dgemma.sampling.checks import as_int, check_choice, check_count, check_size
 from dgemma.state import DenoiseState
 
 
@@ -66,34 +67,39 @@ class StableAndConfident(StopRule):
     """Done when the argmax equals that of the last `stability` steps and the mean entropy is < `confidence` nats.
 
     The published rule, so never before step `stability + 1`. Frozen positions count neither as changed nor as certain.
+    `compare` says with what the argmax is compared: the last steps' "argmax" (transformers), or the "canvas" that each
+    of the last `stability` steps was given, first noise and then samples (Google's JAX, with stability 1).
 
     Example: `StableAndConfident(stability=1, confidence=0.005)`.
     """
 
     stability: int = 1
     confidence: float = 0.005
+    compare: Literal["argmax", "canvas"] = "argmax"
 
     def __post_init__(self) -> None:
-        if self.stability < 0:
-            raise ValueError(
-                f"StableAndConfident.stability must be >= 0, got {self.stability}. Use 0 for entropy alone."
-            )
-        if not self.confidence > 0:
-            raise ValueError(
-                f"StableAndConfident.confidence must be > 0 nats, got {self.confidence}. Use 0.005, as published."
-            )
+        check_count(self, "stability", least=0, fix="Use 0 for entropy alone.")
+        check_size(self, "confidence", above=0, unit="nats", fix="Use 0.005, as published.")
+        check_choice(self, "compare", ("argmax", "canvas"))
 
     def start(self, state: DenoiseState) -> Tensor:
         batch_size, canvas_len = state.canvas.shape
-        return state.canvas.new_full((batch_size, self.stability, canvas_len), -1)  # -1 is no token
+        nothing = state.canvas.new_full((batch_size, self.stability, canvas_len), -1)  # -1 is no token
+        return nothing if self.compare == "argmax" else _push(nothing, state.canvas)
 
     def __call__(self, prediction: Prediction, state: DenoiseState) -> tuple[Tensor, Tensor]:
         recent: Tensor = state.stop_memory
-        argmax = prediction.argmax[:, None]  # (B, 1, C)
-        stable = ((recent == argmax) | state.frozen[:, None]).all(-1).all(-1)
+        argmax = prediction.argmax
+        stable = ((recent == argmax[:, None]) | state.frozen[:, None]).all(-1).all(-1)
         num_unfrozen = (~state.frozen).sum(-1).clamp(min=1)
         mean_entropy = prediction.entropy.masked_fill(state.frozen, 0.0).sum(-1) / num_unfrozen
-        return stable & (mean_entropy < self.confidence), torch.cat([recent, argmax], dim=1)[:, 1:]
+        newest = argmax if self.compare == "argmax" else state.canvas
+        return stable & (mean_entropy < self.confidence), _push(recent, newest)
+
+
+def _push(recent: Tensor, newest: Tensor) -> Tensor:
+    """The last canvases (B, n, C) with the newest (B, C) in place of the oldest."""
+    return torch.cat([recent, newest[:, None]], dim=1)[:, 1:]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +115,10 @@ class EndOfText(StopRule):
     token_ids: tuple[int, ...] = (1, 106, 50)
 
     def __post_init__(self) -> None:
-        if not self.token_ids:
-            raise ValueError("EndOfText.token_ids must name a token, got (). Leave the rule out instead.")
+        if not self.token_ids or any(as_int(token) is None for token in self.token_ids):
+            raise ValueError(
+                f"EndOfText.token_ids must name tokens by id, got {self.token_ids!r}. For none, leave the rule out."
+            )
 
     def __call__(self, prediction: Prediction, state: DenoiseState) -> tuple[Tensor, None]:
         is_stop = torch.zeros_like(state.open)
@@ -145,6 +153,13 @@ class ConfidenceGap(StopRule):
                 f"ConfidenceGap.span must be 0 <= start < stop, got {self.span}. Use None for the whole canvas."
             )
 
+    def start(self, state: DenoiseState) -> None:
+        if self.span is not None and self.span[1] > state.canvas_len:
+            raise ValueError(
+                f"ConfidenceGap.span must end within the canvas of {state.canvas_len} tokens, got {self.span}. "
+                "Count its positions from the canvas's start."
+            )
+
     def __call__(self, prediction: Prediction, state: DenoiseState) -> tuple[Tensor, None]:
         watched = slice(*self.span) if self.span is not None else slice(None)
         # Through log_prob: the second best probability may underflow where its logarithm does not.
@@ -177,7 +192,7 @@ class Unchanged(StopRule):
 
 @dataclass(frozen=True)
 class StepCap(StopRule):
-    """Done after `steps` steps of the canvas, whatever the schedule's length.
+    """Done after `steps` steps, whatever the schedule's length; counted from the first that is run under this rule.
 
     Example: `StableAndConfident() | StepCap(16)`.
     """
@@ -185,8 +200,11 @@ class StepCap(StopRule):
     steps: int
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"StepCap.steps must be >= 1, got {self.steps}. A canvas needs one step.")
+        check_count(self, "steps", fix="A canvas needs one step.")
 
-    def __call__(self, prediction: Prediction, state: DenoiseState) -> tuple[Tensor, None]:
-        return state.step >= self.steps, None
+    def start(self, state: DenoiseState) -> Tensor:
+        return state.step
+
+    def __call__(self, prediction: Prediction, state: DenoiseState) -> tuple[Tensor, Tensor]:
+        first_step: Tensor = state.stop_memory
+        return state.step - first_step >= self.steps, first_step

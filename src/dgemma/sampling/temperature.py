@@ -1,10 +1,14 @@
 """Temperature as a function of the step: `(step, num_steps) -> temperature`, all (B,)."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from dgemma.sampling.checks import as_number, check_finite
+
+_GREEDY = "Use a sampler's greedy=True for the argmax."
 
 
 class Temperature(Protocol):
@@ -23,10 +27,7 @@ class ConstantTemperature:
     value: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.value > 0:
-            raise ValueError(
-                f"ConstantTemperature.value must be > 0, got {self.value}. Use a sampler's greedy=True for the argmax."
-            )
+        check_finite(self, "value", above=0, fix=_GREEDY)
 
     def __call__(self, step: Tensor, num_steps: Tensor) -> Tensor:
         return torch.full_like(step, self.value, dtype=torch.float32)
@@ -46,12 +47,18 @@ class LinearTemperature:
 
     def __post_init__(self) -> None:
         for name in ("start", "end"):
-            if not getattr(self, name) > 0:
-                raise ValueError(
-                    f"LinearTemperature.{name} must be > 0, got {getattr(self, name)}. "
-                    "Use a sampler's greedy=True for the argmax."
-                )
+            check_finite(self, name, above=0, fix=_GREEDY)
 
     def __call__(self, step: Tensor, num_steps: Tensor) -> Tensor:
-        share_left = (num_steps - step).float() / num_steps.float()  # float32 from here on, as in transformers
+        # float32 from here on, as in transformers; past the last step nothing is left.
+        share_left = (num_steps - step).clamp(min=0).float() / num_steps.float()
         return self.end + (self.start - self.end) * share_left
+
+
+def read_temperature(value: Any) -> Any:
+    """A number of any make as a `ConstantTemperature`; whatever else it is stays.
+
+    Example: `read_temperature(0.7)` is `ConstantTemperature(0.7)`.
+    """
+    number = as_number(value)
+    return value if number is None else ConstantTemperature(number)

@@ -7,7 +7,8 @@ import torch
 
 from dgemma.prediction import Prediction
 from dgemma.sampling.base import Decision, Sampler
-from dgemma.sampling.ranking import best, take_turn
+from dgemma.sampling.checks import check_block_len, check_probability, check_size
+from dgemma.sampling.ranking import best, propose, take_turn
 from dgemma.state import DenoiseState
 
 
@@ -27,16 +28,14 @@ class Threshold(Sampler):
     valid_for: ClassVar[frozenset[str]] = frozenset({"mask"})
 
     def __post_init__(self) -> None:
-        if not 0 <= self.tau <= 1:
-            raise ValueError(f"Threshold.tau must be a probability, got {self.tau}. Use 0.9, as published.")
-        if self.block_len is not None and self.block_len < 1:
-            raise ValueError(f"Threshold.block_len must be >= 1, got {self.block_len}. Use None for the whole canvas.")
+        check_probability(self, "tau", fix="Use 0.9, as published.")
+        check_block_len(self)
 
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
         among = state.open & take_turn(state, self.block_len).span
         confidence = prediction.confidence
         write = (among & (confidence >= self.tau)) | best(confidence, among, 1)
-        tokens = prediction.argmax if self.greedy else prediction.sample(state.uniform("token"))
+        tokens = propose(prediction, state, greedy=self.greedy)
         return Decision(tokens=tokens, write=write, renoise=torch.zeros_like(write))
 
 
@@ -56,12 +55,8 @@ class FactorThreshold(Sampler):
     valid_for: ClassVar[frozenset[str]] = frozenset({"mask"})
 
     def __post_init__(self) -> None:
-        if not self.factor > 0:
-            raise ValueError(f"FactorThreshold.factor must be > 0, got {self.factor}. Use 1.0, as published.")
-        if self.block_len is not None and self.block_len < 1:
-            raise ValueError(
-                f"FactorThreshold.block_len must be >= 1, got {self.block_len}. Use None for the whole canvas."
-            )
+        check_size(self, "factor", above=0, fix="Use 1.0, as published.")
+        check_block_len(self)
 
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
         among = state.open & take_turn(state, self.block_len).span
@@ -72,5 +67,5 @@ class FactorThreshold(Sampler):
         # The left side grows with n, so those that pass are a prefix and their number is the n sought.
         count = ((n + 1) * (1 - descending) < self.factor).sum(-1).clamp(min=1)
         write = best(confidence, among, count)
-        tokens = prediction.argmax if self.greedy else prediction.sample(state.uniform("token"))
+        tokens = propose(prediction, state, greedy=self.greedy)
         return Decision(tokens=tokens, write=write, renoise=torch.zeros_like(write))
