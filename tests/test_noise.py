@@ -267,3 +267,15 @@ def test_a_gamma_beyond_two_would_need_negative_probabilities():
 def test_noises_are_values_that_carry_their_schedule():
     assert MaskNoise(32, schedule=Loop()) == MaskNoise(32, 4, schedule=Loop())
     assert UniformNoise(32) != UniformNoise(32, schedule=PlainCosine())
+
+
+@pytest.mark.parametrize("process", PROCESSES, ids=name)
+def test_a_level_per_row_speaks_for_the_row_also_where_there_are_as_many_positions(process):
+    vocab_size = process.vocab_size
+    x = torch.rand(2, 2, vocab_size, generator=torch.Generator().manual_seed(0), dtype=torch.float64).softmax(-1)
+    z_t, alpha_t, alpha_s = torch.tensor([[0, 1], [1, 0]]), level(0.3, 0.5), level(0.4, 0.9)
+    posterior, marginal = process.posterior(z_t, x, alpha_t, alpha_s), process.marginal(x, alpha_s)
+    for row in range(2):
+        one = process.posterior(z_t[row], x[row], alpha_t[row], alpha_s[row])
+        torch.testing.assert_close(posterior[row], one)
+        torch.testing.assert_close(marginal[row], process.marginal(x[row], alpha_s[row]))

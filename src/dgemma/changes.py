@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
+from dgemma.arguments import read_allowed
 from dgemma.prediction import Prediction
-from dgemma.sampling.temperature import ConstantTemperature
+from dgemma.sampling.temperature import read_temperature
 from dgemma.state import DenoiseState
 
 if TYPE_CHECKING:
@@ -34,6 +35,11 @@ def list_changes(changes: Changes, state: DenoiseState, knobs: "Knobs") -> dict[
         return {}
     if isinstance(changes, DenoiseState):
         changes = {"state": changes}
+    if not isinstance(changes, Mapping):
+        raise ValueError(
+            f"What changes between two steps must be None, a state or a dictionary, got {type(changes).__name__}. "
+            "Return one of them from on_step."
+        )
     listed = dict(changes)
     given = listed.pop("state", state)
     known = _STATE_FIELDS | {f.name for f in fields(knobs)}
@@ -45,12 +51,15 @@ def list_changes(changes: Changes, state: DenoiseState, knobs: "Knobs") -> dict[
     for name in sorted(_STATE_FIELDS - listed.keys()):
         if not _same(getattr(given, name), getattr(state, name)):
             listed[name] = getattr(given, name)
-    if isinstance(listed.get("temperature"), int | float):
-        listed["temperature"] = ConstantTemperature(listed["temperature"])
+    if "temperature" in listed:
+        listed["temperature"] = read_temperature(listed["temperature"])
     for name, value in listed.items():
         _check(name, value, state)
     if "allowed" in listed:
-        listed["allowed"] = state.noise.proposable(listed["allowed"], state.device)
+        allowed, shape = listed["allowed"], (state.batch_size, state.canvas_len)
+        if allowed is not None:
+            allowed = read_allowed("DenoiseState.allowed", allowed, state.noise, shape, state.device, exact=True)
+        listed["allowed"] = state.noise.proposable(allowed, state.device)
     if listed.keys() & {"canvas", "frozen"} and "open" not in listed:
         canvas, frozen = listed.get("canvas", state.canvas), listed.get("frozen", state.frozen)
         masked = state.noise.kind == "mask" and "canvas" in listed
@@ -103,12 +112,22 @@ def _is_schedule(name: str, value: Any) -> bool:
 
 
 def _check(name: str, value: Any, state: DenoiseState) -> None:
+    if name == "self_cond" and not isinstance(value, Prediction | Tensor | None):
+        raise ValueError(
+            f"DenoiseState.self_cond must be a Prediction, logits or None, got {type(value).__name__}. "
+            "None conditions the next step on nothing."
+        )
     if name not in _STATE_FIELDS - _ANY_SHAPE or _is_schedule(name, value):
         return
     now: Tensor = getattr(state, name)
     if not isinstance(value, Tensor) or value.shape != now.shape or value.dtype != now.dtype:
         got = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"DenoiseState.{name} must stay {now.dtype} {tuple(now.shape)}, got {got}.")
+    if name == "canvas" and bool(((value < 0) | (value >= state.noise.vocab_size)).any()):
+        raise ValueError(
+            f"DenoiseState.canvas must hold ids in [0, {state.noise.vocab_size}), "
+            f"got {int(value.min())}..{int(value.max())}."
+        )
 
 
 def _same(left: Any, right: Any) -> bool:

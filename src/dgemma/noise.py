@@ -54,7 +54,9 @@ class Noise:
         return torch.zeros_like(canvas, dtype=torch.bool) if self.mask_token is None else canvas == self.mask_token
 
     def proposable(self, allowed: Tensor | None, device: torch.device) -> Tensor | None:
-        """The tokens a sampler may write, booleans that broadcast to (B, C, V): of those allowed, all but the mask."""
+        """The tokens a sampler may write, (B or 1, C or 1, V) bool: of those allowed, all but the mask; None: all."""
+        if allowed is not None:
+            allowed = allowed.reshape(*[1] * (3 - allowed.dim()), *allowed.shape)
         if self.mask_token is None:
             return allowed
         real = torch.arange(self.vocab_size, device=device) != self.mask_token
@@ -93,21 +95,22 @@ class Noise:
         return torch.where(u_event < self.clean_share(level), tokens, self._draw(u_token, level, allowed))
 
     def marginal(self, x_probs: Tensor, alpha: Tensor) -> Tensor:
-        """q(z | x) where x is itself a distribution: x_probs (..., V), alpha broadcastable to (...) → (..., V).
+        """q(z | x) where x is itself a distribution: x_probs (..., V), alpha (B,) or broadcastable to (...) → (..., V).
 
         Example: `MaskNoise(5).marginal(torch.eye(5)[0], torch.tensor(0.7))` is 0.7 for token 0 and 0.3 for the mask.
         """
-        level = (1 - alpha)[..., None]
+        level = _per_position(1 - alpha, x_probs[..., 0])[..., None]
         return self.clean_share(level) * x_probs + self._weight(self._ids(x_probs), level)
 
     def posterior(self, z_t: Tensor, x_probs: Tensor, alpha_t: Tensor, alpha_s: Tensor) -> Tensor:
         """q(z_s | z_t, x) by Bayes' rule, x a distribution: z_t (...), x_probs (..., V) → (..., V); α_s >= α_t.
 
-        With a leave-one-out prediction as x this is the exact reverse kernel; with the mean it is not. A token that no
-        noise can have produced is copied.
+        Both α are of shape (B,) or broadcast to (...). With a leave-one-out prediction as x this is the exact reverse
+        kernel; with the mean it is not. A token that no noise can have produced is copied.
 
-        Example: `noise.posterior(canvas, loo.logits.softmax(-1), alpha_t[:, None], alpha_s[:, None])`.
+        Example: `noise.posterior(canvas, loo.logits.softmax(-1), alpha_t, alpha_s)`.
         """
+        alpha_t, alpha_s = _per_position(alpha_t, z_t), _per_position(alpha_s, z_t)
         ratio, fresh = self._bridge(z_t, 1 - alpha_t, 1 - alpha_s)
         stays = self._ids(x_probs) == z_t[..., None]
         joint = (ratio[..., None] * stays + fresh[..., None]) * self.marginal(x_probs, alpha_s)

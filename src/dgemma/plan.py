@@ -13,9 +13,10 @@ from dgemma.arguments import Span
 from dgemma.model.cache import PrefixCache
 from dgemma.noise import Noise, UniformNoise
 from dgemma.sampling.base import Sampler
+from dgemma.sampling.checks import as_int, as_number, check_count, check_probability
 from dgemma.sampling.entropy_bound import EntropyBound
 from dgemma.sampling.stopping import StableAndConfident, StopRule
-from dgemma.sampling.temperature import ConstantTemperature, LinearTemperature, Temperature
+from dgemma.sampling.temperature import LinearTemperature, Temperature, read_temperature
 
 if TYPE_CHECKING:
     from dgemma.generate import Denoiser
@@ -30,6 +31,28 @@ class Knobs:
     stop: StopRule | None = None
     top_k: int | None = None
     top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, base, example in (("sampler", Sampler, EntropyBound), ("stop", StopRule, StableAndConfident)):
+            value = getattr(self, name)
+            if not isinstance(value, base) and not (name == "stop" and value is None):
+                raise ValueError(
+                    f"Knobs.{name} must be a value such as {example.__name__}(), got {value!r}. "
+                    "Write a class with its parentheses."
+                )
+        if not callable(self.temperature) or isinstance(self.temperature, type):
+            raise ValueError(
+                f"Knobs.temperature must be a schedule such as LinearTemperature(), got {self.temperature!r}. "
+                "Use ConstantTemperature(value) for a number."
+            )
+        if self.top_k is not None:
+            check_count(self, "top_k", fix="Use None to keep every token.")
+            object.__setattr__(self, "top_k", as_int(self.top_k))
+        if self.top_p is not None:
+            check_probability(self, "top_p", fix="Use None to keep every token.")
+            object.__setattr__(self, "top_p", as_number(self.top_p))
+            if self.top_p == 0:
+                raise ValueError("Knobs.top_p must be > 0, got 0. Use a sampler's greedy=True for the argmax.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +71,12 @@ class Plan:
     eos_token_ids: tuple[int, ...]
     pad_token_id: int
     span: Span
-    noise_level: float
+    noise_level: float  # of the blocks that the span's canvas reaches into
+
+    def block(self, block: int, rows: Tensor) -> dict[str, Any]:
+        """What `start_state` is to know of one block, for some rows: its part of the span, and its noise level."""
+        part = self.span.block(block, self.canvas_len, rows)
+        return {**part, "noise_level": 1.0 if part["canvas"] is None else self.noise_level}
 
     def to(self, device: torch.device) -> Self:
         """The same plan with its tensors on `device`."""
@@ -76,7 +104,7 @@ def read_plan(
     frozen: Tensor | None = None,
     allowed: Tensor | Sequence[int] | Sequence[Sequence[int]] | None = None,
     attention_mask: Tensor | None = None,
-    eos_token_ids: Iterable[int] | None = None,
+    eos_token_ids: int | Iterable[int] | None = None,
     noise_level: float = 1.0,
 ) -> Plan:
     """Check the arguments of `generate`, which has their description, and fill in what was left out.
@@ -86,21 +114,24 @@ def read_plan(
     defaults, config = model.generation, model.config
     if temperature is None:
         temperature = LinearTemperature(start=defaults.t_max, end=defaults.t_min)
-    if stop == "checkpoint":
+    if isinstance(stop, str) and stop == "checkpoint":
         stop = StableAndConfident(stability=defaults.stability_threshold, confidence=defaults.confidence_threshold)
     knobs = Knobs(
         sampler=EntropyBound(bound=defaults.entropy_bound) if sampler is None else sampler,
-        temperature=ConstantTemperature(value=temperature) if isinstance(temperature, int | float) else temperature,
+        temperature=read_temperature(temperature),
         stop=stop,
         top_k=top_k,
         top_p=top_p,
     )
     noise = UniformNoise(config.vocab_size) if noise is None else noise
     max_new_tokens = defaults.max_new_tokens if max_new_tokens is None else max_new_tokens
-    num_steps = defaults.max_denoising_steps if steps is None else steps
+    max_new_tokens = arguments.read_count("max_new_tokens", max_new_tokens)
+    num_steps = arguments.read_count("steps", defaults.max_denoising_steps if steps is None else steps)
     arguments.check_sampler(knobs.sampler, noise, config)
-    arguments.check_counts(max_new_tokens=max_new_tokens, steps=num_steps, noise_level=noise_level)
-    arguments.check_prompt(prompt_tokens, cache, config, max_new_tokens)
+    arguments.check_prompt(prompt_tokens, cache, config, max_new_tokens, model.device)
+    arguments.check_mask(attention_mask, prompt_tokens)
+    noise_level = arguments.read_noise_level(noise_level, canvas)
+    eos_token_ids = defaults.eos_token_id if eos_token_ids is None else eos_token_ids
     span = arguments.read_span(canvas, frozen, allowed, prompt_tokens, noise, max_new_tokens)
     seeds = arguments.read_seeds(seed, prompt_tokens)
     num_blocks = math.ceil(max_new_tokens / config.canvas_length)
@@ -114,7 +145,7 @@ def read_plan(
         num_steps=num_steps,
         canvas_len=config.canvas_length,
         seeds=seeds.repeat(num_blocks, 1),
-        eos_token_ids=tuple(sorted(defaults.eos_token_id if eos_token_ids is None else eos_token_ids)),
+        eos_token_ids=arguments.read_token_ids("eos_token_ids", eos_token_ids),
         pad_token_id=defaults.pad_token_id,
         span=span,
         noise_level=noise_level,

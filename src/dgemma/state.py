@@ -42,7 +42,7 @@ class DenoiseState:
     seeds: Tensor  # (B,) int64
     rows: Tensor  # (B,) int64: which rows of the whole batch these are
     noise: "Noise"
-    allowed: Tensor | None = None  # bool, broadcastable to (B, C, V)
+    allowed: Tensor | None = None  # (B or 1, C or 1, V) bool: 1 is the same for all; None allows everything
     self_cond: "Prediction | Tensor | None" = None  # what the next forward is conditioned on
     memory: Any = None  # the sampler's own
     stop_memory: Any = None  # the stop rule's own
@@ -65,12 +65,15 @@ class DenoiseState:
 
         Example: `state.select(torch.tensor([0, 2]))`.
         """
-        return self._map_rows(lambda tensor: tensor.index_select(0, rows))
+        selected = self._map_rows(lambda tensor: tensor.index_select(0, rows))
+        if self.allowed is None or self.allowed.shape[0] == 1:  # the same for every row
+            return selected
+        return replace(selected, allowed=self.allowed.index_select(0, rows))
 
     def splice(self, rows: Tensor, donor: "DenoiseState") -> "DenoiseState":
         """This state with `rows` (R,) replaced by the rows of a donor of batch size R: transplant another run's canvas.
 
-        Seeds, clock and memory come along; which rows of the batch they are stays.
+        Seeds, clock, allowed tokens and memory come along; which rows of the batch they are stays.
 
         Example: `state.splice(torch.tensor([1]), other.select(torch.tensor([0])))`.
         """
@@ -78,11 +81,20 @@ class DenoiseState:
         mine = len(_row_tensors(self))
         if mine != len(_row_tensors(donor)):
             raise ValueError(
-                "DenoiseState.splice must get a donor with the same fields present (self_cond, allowed, memory); "
+                "DenoiseState.splice must get a donor with the same fields present (self_cond, memory); "
                 "take both states after the same number of steps under the same sampler."
             )
         spliced = self._map_rows(lambda tensor: tensor.index_copy(0, rows, next(donors).to(tensor.dtype)))
-        return replace(spliced, rows=self.rows)
+        return replace(spliced, rows=self.rows, allowed=self._splice_allowed(rows, donor))
+
+    def _splice_allowed(self, rows: Tensor, donor: "DenoiseState") -> Tensor | None:
+        if self.allowed is None and donor.allowed is None:
+            return None
+        everything = torch.ones(1, 1, self.noise.vocab_size, dtype=torch.bool, device=self.device)
+        mine, theirs = (everything if table is None else table for table in (self.allowed, donor.allowed))
+        num_positions = max(mine.shape[1], theirs.shape[1])
+        theirs = theirs.expand(donor.batch_size, num_positions, -1)
+        return mine.expand(self.batch_size, num_positions, -1).index_copy(0, rows, theirs)
 
     def _map_rows(self, transform: Callable[[Tensor], Tensor]) -> "DenoiseState":
         """Apply a function to every tensor that has one entry per row."""
@@ -105,12 +117,10 @@ class DenoiseState:
 
 
 def _row_fields(state: DenoiseState) -> dict[str, Any]:
-    """The fields whose tensors have one entry per row, the lazy prediction as logits and `allowed` expanded to rows."""
-    values = {f.name: getattr(state, f.name) for f in fields(state) if f.name != "noise"}
+    """The fields whose tensors have one entry per row, the lazy prediction as logits."""
+    values = {f.name: getattr(state, f.name) for f in fields(state) if f.name not in ("noise", "allowed")}
     if state.self_cond is not None and not isinstance(state.self_cond, Tensor):
         values["self_cond"] = state.self_cond.logits
-    if state.allowed is not None and state.allowed.shape[0] == 1:
-        del values["allowed"]  # the same for every row
     return values
 
 
