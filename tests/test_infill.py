@@ -241,16 +241,28 @@ def test_an_edit_begins_with_as_much_noise_as_asked(model, process, level):
     assert abs(float(changed) - level) < 4 * (level * (1 - level) / n) ** 0.5 + 1 / VOCAB
 
 
+@pytest.mark.parametrize(("level", "steps"), [(0.5, 1), (0.3, 2), (0.74, 10), (0.01, 16)])
+def test_the_text_of_an_edit_is_at_the_level_its_clock_shows(model, level, steps):
+    tokens = text(40, 1 + CANVAS_LEN)
+    seen = []
+    edit(model, tokens, noise_level=level, on_step=seen.append, **options("mask", steps=steps))
+    shown = float(seen[0].noise_level[0])
+    assert abs(shown - level) <= 1 / steps
+    masked = float((seen[0].canvas == 4).float().mean())
+    assert abs(masked - shown) < 4 * (shown * (1 - shown) / seen[0].canvas.numel()) ** 0.5 + 1e-9
+
+
 def test_an_edit_at_the_lowest_levels_leaves_a_masked_text_alone(model):
     tokens = text(2, 60)
-    assert torch.equal(edit(model, tokens, noise_level=1e-9, **options("mask")).tokens, tokens)
+    # Of a million steps only the last is run, at a level of one in a million.
+    assert torch.equal(edit(model, tokens, noise_level=1e-9, **options("mask", steps=10**6)).tokens, tokens)
 
 
 def test_an_edit_first_offers_what_is_allowed(model):
     tokens = text(1, 40)
     allowed = torch.ones(1, 40, VOCAB, dtype=torch.bool)
     allowed[0, 7, int(tokens[0, 7])] = False
-    out = edit(model, tokens, noise_level=1e-9, allowed=allowed, **options("mask"))
+    out = edit(model, tokens, noise_level=1e-9, allowed=allowed, **options("mask", steps=10**6))
     changed = (out.tokens != tokens).nonzero().tolist()
     assert changed == [[0, 7]]  # the one token that may not stay is the only one to go
 
@@ -261,6 +273,39 @@ def test_log_probs_are_those_of_the_last_prediction(model):
     last = seen[-1].prediction.logits.log_softmax(-1).gather(-1, out.tokens[:, 5:37, None])[..., 0]
     torch.testing.assert_close(out.log_probs[:, 5:9], last[:, :4])
     assert bool((out.log_probs[:, 9:] == 0).all())
+
+
+def test_log_probs_are_known_too_where_a_callback_ended_the_canvas(model):
+    tokens, seen = text(2, 50), []
+
+    def end(record):
+        seen.append(record)
+        draft = torch.full_like(record.state.draft, 77)
+        return {"done": torch.ones_like(record.state.done), "draft": draft} if len(seen) == 2 else None
+
+    out = infill(model, tokens, [(5, 9)], on_step=end, **options("uniform"))
+    assert out.steps.tolist() == [2, 2]
+    expected = seen[-1].prediction.logits.log_softmax(-1)[:, :4, 77]  # the canvas begins with the hole
+    torch.testing.assert_close(out.log_probs[:, 5:9], expected)
+    assert bool((out.log_probs[:, 5:9] < 0).all())
+
+
+def test_a_text_may_be_as_long_as_the_model_reaches():
+    config = dgemma.presets.tiny().replace(max_position_embeddings=96)
+    short = dgemma.DiffusionGemma(config)
+    tokens = text(1, 96)
+    out = infill(short, tokens, [(5, 9), (90, 96)], **options("mask"))
+    assert torch.equal(out.tokens[:, 9:90], tokens[:, 9:90])
+    with pytest.raises(ValueError, match=r"must number at most 96 \(max_position_embeddings\), got 97"):
+        infill(short, text(1, 97), [(5, 9)], **options("mask"))
+
+
+def test_tokens_of_any_integer_type_are_the_same_text(model):
+    tokens = text(1, 40)
+    expected = infill(model, tokens, [(5, 9)], **options("mask")).tokens
+    found = infill(model, tokens.int(), [(5, 9)], **options("mask")).tokens
+    assert torch.equal(found, expected)
+    assert found.dtype == torch.int64
 
 
 def test_a_stop_rule_saves_forwards(model):
@@ -278,7 +323,7 @@ def test_a_stop_rule_saves_forwards(model):
         ({"holes": []}, "must mark a token in every row"),
         ({"holes": torch.zeros(2, 20)}, r"infill holes must be torch\.bool of the tokens' shape \(2, 20\)"),
         ({"holes": torch.ones(2, 19, dtype=torch.bool)}, "of the tokens' shape"),
-        ({"tokens": torch.zeros(2, 20)}, "infill tokens must be int64 ids"),
+        ({"tokens": torch.zeros(2, 20)}, "infill tokens must be integer ids"),
         ({"tokens": torch.full((2, 20), 512)}, r"must hold ids in \[0, 512\)"),
         ({"tokens": torch.full((2, 20), 4), "noise": dgemma.MaskNoise(512)}, "must hold no mask token"),
         ({"tail_token_id": -3}, "tail_token_id must be a real token below 512, got -3"),

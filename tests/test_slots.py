@@ -170,7 +170,12 @@ def test_texts_are_read_by_a_tokenizer(model):
         (["text", Slot([[5], [6]])], {}, "needs a tokenizer to read the text 'text'"),
         ([[2], Slot([[5], [6]])], {"num_draws": 0}, "num_draws must be an integer of at least 1"),
         ([[2], Slot([[5], [6]])], {"noise": dgemma.MaskNoise(11)}, r"MaskNoise\.vocab_size must be the model's 512"),
-        ([[2], Slot([[5], [6]])], {"tail_token_id": 512}, "tail_token_id must lie in"),
+        ([[2], Slot([[5], [6]])], {"tail_token_id": 512}, "tail_token_id must be a real token below 512, got 512"),
+        (
+            [[2], Slot([[5], [6]])],
+            {"tail_token_id": 4, "noise": dgemma.MaskNoise(512)},
+            "tail_token_id must be a real token below 512, got 4",
+        ),
     ],
 )
 def test_templates_that_do_not_fit_are_refused(model, template, options, sentence):

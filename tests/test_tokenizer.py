@@ -3,6 +3,7 @@
 import json
 from contextlib import suppress
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -310,3 +311,13 @@ def test_byte_chat_has_the_published_form():
 def test_byte_chat_refuses_what_it_cannot_write(messages, options, message):
     with pytest.raises(ValueError, match=message):
         ByteTokenizer().chat(messages, **options)
+
+
+def test_ids_of_numpy_decode_like_any_others():
+    tokenizer = ByteTokenizer()
+    ids = tokenizer.encode("hi")
+    for given_as in (np.array(ids), [np.int64(token) for token in ids], np.array(ids, dtype=np.int32)):
+        assert tokenizer.decode(given_as) == "hi"
+    assert tokenizer.decode_batch(np.array([ids, ids])) == ["hi", "hi"]
+    with pytest.raises(ValueError, match="decode_batch"):
+        tokenizer.decode(np.array([1.5]))

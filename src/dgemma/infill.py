@@ -5,7 +5,8 @@ left, where it has most of what follows inside it; a hole too close to its end w
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from dgemma import draws
-from dgemma.changes import Changes
+from dgemma import arguments
+from dgemma.changes import Changes, apply_changes
 from dgemma.generate import Denoised, Denoiser, OnStep, denoise_canvas, start_state
 from dgemma.model.cache import PrefixCache
 from dgemma.plan import Knobs, Plan, read_plan
@@ -88,7 +89,7 @@ def infill(
 
     Example: `infill(model, tokens, [(12, 20)], noise=MaskNoise(vocab_size), sampler=Confidence(), seed=1).tokens`.
     """
-    plan = _read_options("infill", model, tokens, options)
+    tokens, plan = _read_options("infill", model, tokens, options)
     real = _read_mask("infill", attention_mask, tokens)
     todo = _read_holes(holes, tokens) & real
     if not bool(todo.any(1).all()):
@@ -115,10 +116,12 @@ def edit(
 
     frozen (B, N) bool marks what stays; a row's first token always does, since a canvas needs a prefix. Arguments
     otherwise as for `infill`; `steps` is what a whole denoising would take, of which those above the level are skipped.
+    The text gets the noise of the step it begins with, the nearest to the level: of few steps, that may be far.
 
     Example: `edit(model, tokens, noise_level=0.3, frozen=is_prompt)`.
     """
-    plan = _read_options("edit", model, tokens, {**options, "noise_level": noise_level})
+    tokens, plan = _read_options("edit", model, tokens, options)
+    plan = replace(plan, noise_level=arguments.read_noise_level(noise_level, tokens))
     real = _read_mask("edit", attention_mask, tokens)
     todo = real & (real.cumsum(1) > 1)
     if frozen is not None:
@@ -176,11 +179,8 @@ def _write(
         text = torch.stack([row.under(row.text, canvas_len, -1) for row in rows]).to(device)
         fixed = torch.stack([row.under(~row.todo, canvas_len, False) for row in rows]).to(device)
         allowed = _allowed_under(plan.span.allowed, rows, canvas_len)
-        canvas = _corrupt(text, allowed, canvas_index, index, plan) if from_text else torch.full_like(text, -1)
-        canvas = torch.where(fixed, text, canvas)
-        if tail_token_id is not None:
-            canvas, fixed = torch.where(text < 0, tail_token_id, canvas), fixed | (text < 0)
-        state = start_state(
+        begin = partial(
+            start_state,
             knobs,
             plan.noise,
             seeds=plan.seeds[0, index],
@@ -188,11 +188,15 @@ def _write(
             num_steps=plan.num_steps,
             block=canvas_index,
             rows=index,
-            canvas=canvas,
-            frozen=fixed,
             allowed=allowed,
             noise_level=plan.noise_level,
         )
+        # The level is that of the step the canvas begins with, which is rarely the one asked for.
+        canvas = _corrupt(text, allowed, begin(), plan) if from_text else torch.full_like(text, -1)
+        canvas = torch.where(fixed, text, canvas)
+        if tail_token_id is not None:
+            canvas, fixed = torch.where(text < 0, tail_token_id, canvas), fixed | (text < 0)
+        state = begin(canvas=canvas, frozen=fixed)
         (drafts, num_forwards, knobs), draft_log_probs = _denoise(model, state, cache, knobs, on_step)
         forwards[index] += num_forwards
         for i, row in enumerate(rows):
@@ -222,11 +226,12 @@ def _denoise(
             record = events.send(changes)
         except StopIteration as finished:
             return finished.value, log_probs
-        ended = record.state.done | (record.state.step >= record.state.num_steps)
+        changes = on_step(record) if on_step is not None else None
+        after, _ = apply_changes(changes, record.state, record.knobs)
+        ended = after.done | (after.step >= after.num_steps)
         if bool(ended.any()):
             here = torch.searchsorted(state.rows, record.rows[ended])  # rows ascend
-            log_probs[here] = record.prediction.log_prob(record.state.draft)[ended].float()
-        changes = on_step(record) if on_step is not None else None
+            log_probs[here] = record.prediction.log_prob(after.draft)[ended].float()
 
 
 def _read_prefix(model: Denoiser, cache: PrefixCache | None, rows: list[_Row], device: torch.device) -> PrefixCache:
@@ -257,15 +262,10 @@ def _allowed_under(allowed: Tensor | None, rows: list[_Row], canvas_len: int) ->
     )
 
 
-def _corrupt(text: Tensor, allowed: Tensor | None, canvas_index: int, index: Tensor, plan: Plan) -> Tensor:
-    """The text (R, C), -1 beyond its end, partly noised; -1 too where it shows a token that is not allowed."""
-    seeds = plan.seeds[0, index]
-    block, step = torch.full_like(seeds, canvas_index), torch.zeros_like(seeds)
-    u_event, u_token = (
-        draws.uniform(seeds, block, step, plan.canvas_len, purpose) for purpose in ("corrupt event", "corrupt token")
-    )
-    level = torch.full_like(seeds, plan.noise_level, dtype=torch.float64)
-    noised = plan.noise.corrupt(text, level, u_event, u_token, allowed=allowed)
+def _corrupt(text: Tensor, allowed: Tensor | None, state: DenoiseState, plan: Plan) -> Tensor:
+    """The text (R, C), -1 beyond its end, at the state's level; -1 too where it shows a token that is not allowed."""
+    u_event, u_token = state.uniform("corrupt event"), state.uniform("corrupt token")
+    noised = plan.noise.corrupt(text, state.noise_level, u_event, u_token, allowed=allowed)
     ends = text < 0
     if allowed is not None:
         table = allowed.expand(-1, plan.canvas_len, -1)
@@ -274,17 +274,29 @@ def _corrupt(text: Tensor, allowed: Tensor | None, canvas_index: int, index: Ten
     return torch.where(ends, -1, noised)
 
 
-def _read_options(name: str, model: Denoiser, tokens: Any, options: dict[str, Any]) -> Plan:
-    """The options of `generate` that make sense here, checked as there."""
-    unknown = sorted(options.keys() - _OPTIONS - {"noise_level"})
+def _read_options(name: str, model: Denoiser, tokens: Any, options: dict[str, Any]) -> tuple[Tensor, Plan]:
+    """The tokens in int64, and the options of `generate` that make sense here, checked as there."""
+    unknown = sorted(options.keys() - _OPTIONS)
     if unknown:
         raise TypeError(
             f"{name} has no argument {', '.join(unknown)}. Of generate's it takes {', '.join(sorted(_OPTIONS))}."
         )
-    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.dtype != torch.int64 or 0 in tokens.shape:
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.is_floating_point() or 0 in tokens.shape:
         got = f"{tokens.dtype} {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
-        raise ValueError(f"{name} tokens must be int64 ids of shape (batch, length), got {got}.")
-    return read_plan(model, tokens[:, :1], max_new_tokens=tokens.shape[1], **options)
+        raise ValueError(f"{name} tokens must be integer ids of shape (batch, length), got {got}.")
+    longest = model.config.max_position_embeddings
+    if tokens.shape[1] > longest:
+        raise ValueError(
+            f"{name} tokens must number at most {longest} (max_position_embeddings), got {tokens.shape[1]}. "
+            "Shorten the text."
+        )
+    allowed = options.pop("allowed", None)
+    # One canvas after one token is the least that is ever read; a canvas moves over the text, and never beyond it.
+    plan = read_plan(model, tokens[:, :1], max_new_tokens=model.config.canvas_length, **options)
+    if allowed is not None:
+        shape = (tokens.shape[0], tokens.shape[1])
+        allowed = arguments.read_allowed(f"{name} allowed", allowed, plan.noise, shape, tokens.device)
+    return tokens.long(), replace(plan, span=arguments.Span(allowed=allowed))
 
 
 def _read_mask(name: str, attention_mask: Tensor | None, tokens: Tensor) -> Tensor:

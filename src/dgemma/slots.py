@@ -111,8 +111,11 @@ def slots(
     for name, value, least in (("num_draws", num_draws, 1), ("max_rows", max_rows, 1), ("horizon", horizon, 0)):
         if not isinstance(value, int) or value < least:
             raise ValueError(f"slots {name} must be an integer of at least {least}, got {value!r}.")
-    if tail_token_id is not None and not 0 <= tail_token_id < noise.vocab_size:
-        raise ValueError(f"slots tail_token_id must lie in [0, {noise.vocab_size}), got {tail_token_id}.")
+    if tail_token_id is not None and (not 0 <= tail_token_id < noise.vocab_size or tail_token_id == noise.mask_token):
+        raise ValueError(
+            f"slots tail_token_id must be a real token below {noise.vocab_size}, got {tail_token_id}. "
+            "Use None to leave noise there."
+        )
     tail = [] if tail_token_id is None else [tail_token_id] * model.config.canvas_length
     reader = _Reader(model, noise, num_draws, max_rows, seed)
     tokens: list[int] = []

@@ -13,10 +13,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dgemma.checkpoint import resolve
+from dgemma.sampling.checks import as_int
 
 Message = Mapping[str, Any]
 
@@ -130,12 +132,14 @@ class Tokenizer(ABC):
 
         Example: `tokenizer.decode(out.new_tokens[0])`.
         """
-        ids = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
-        if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
+        listed = tokens.tolist() if isinstance(tokens, Tensor | np.ndarray) else list(tokens)
+        ids = [as_int(token) for token in listed] if isinstance(listed, list) else [None]
+        if None in ids:
             raise ValueError(
                 "Tokenizer.decode tokens must be one row (N,) of ids, got something else. See decode_batch."
             )
-        return self._decode([token for token in ids if token not in self._frame] if skip_special else ids)
+        hidden = self._frame if skip_special else frozenset()
+        return self._decode([token for token in ids if token is not None and token not in hidden])
 
     def decode_batch(self, tokens: Tensor | Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]:
         """Texts of a batch, (B, N) → B strings.
