@@ -192,6 +192,52 @@ def test_a_policy_without_a_name_is_replayed_here_and_refused_elsewhere(model, p
         loaded.replay(model)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Bold(EntropyBound):
+    """A sampler of one's own."""
+
+    bound: float = 3.0
+
+
+def namesake():
+    """Another class of the library's name, and of the same fields."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class EntropyBound(Bold):
+        pass
+
+    EntropyBound.__qualname__ = "EntropyBound"
+    return EntropyBound
+
+
+def test_a_class_is_rebuilt_only_as_the_very_one_it_was(model, prompt, tmp_path):
+    impostor = namesake()
+    out = dgemma.generate(model, prompt, record=True, **options())
+    out.trajectory.save(tmp_path / "run")
+    for classes in ((), (impostor,)):
+        loaded = Trajectory.load(tmp_path / "run", classes=classes)
+        assert type(loaded.plan.knobs.sampler) is EntropyBound
+        loaded.replay(model)
+
+    own = dgemma.generate(model, prompt, record=True, **options(sampler=Bold()))
+    own.trajectory.save(tmp_path / "own")
+    assert type(Trajectory.load(tmp_path / "own").plan.knobs.sampler) is Bold
+    theirs = dgemma.generate(model, prompt, record=True, **options(sampler=impostor()))
+    theirs.trajectory.save(tmp_path / "theirs")
+    assert type(Trajectory.load(tmp_path / "theirs").plan.knobs.sampler) is impostor
+
+
+def test_a_class_that_has_moved_is_unknown_until_it_is_passed(model, prompt, tmp_path, monkeypatch):
+    out = dgemma.generate(model, prompt, record=True, **options(sampler=Bold()))
+    monkeypatch.setattr(Bold, "__module__", "elsewhere")
+    out.trajectory.save(tmp_path / "run")
+    monkeypatch.undo()
+    loaded = Trajectory.load(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"made with elsewhere\.Bold, which this session does not know"):
+        loaded.replay(model)
+    Trajectory.load(tmp_path / "run", classes=[Bold]).replay(model)
+
+
 @pytest.mark.parametrize("process", PROCESSES)
 @pytest.mark.parametrize(("block", "at"), [(0, 0), (0, 2), (1, 0), (1, 3)])
 def test_a_fork_without_change_equals_the_run(model, prompt, process, block, at):
@@ -307,9 +353,14 @@ def test_a_fork_of_a_meddled_run_repeats_what_came_before_it(model, prompt, bloc
     out = dgemma.generate(model, prompt, record=True, on_step=meddle, **options())
     fork = out.trajectory.fork(model, block=block, step=at, on_step=meddle)
     assert out.trajectory.difference(fork.trajectory) is None
-    without = out.trajectory.fork(model, block=block, step=at)  # the callback is not called again unless given
+    without = out.trajectory.fork(model, block=block, step=at)  # nothing is changed, so all is as on record
+    assert out.trajectory.difference(without.trajectory) is None
+    assert [(c.block, c.index) for c in without.trajectory.changes] == [
+        (c.block, c.index) for c in out.trajectory.changes
+    ]
+    changed = out.trajectory.fork(model, block=block, step=at, top_k=3)  # what came later belonged to another canvas
     before = {(c.block, c.index) for c in out.trajectory.changes if (c.block, c.index) <= (block, at)}
-    assert {(c.block, c.index) for c in without.trajectory.changes} == before
+    assert {(c.block, c.index) for c in changed.trajectory.changes} == before | {(block, at)}
 
 
 def test_a_state_given_to_a_fork_stands_above_earlier_changes(model, prompt):

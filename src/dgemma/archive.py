@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ _HEADER = "dgemma"  # the metadata entry that holds everything but the tensors
 
 @dataclass(frozen=True)
 class Unknown:
-    """A value in a file whose class this session does not know; its name and what it held stay readable."""
+    """A value in a file whose class this session does not know; its full name and what it held stay readable."""
 
     name: str
     fields: Any = None
@@ -60,6 +60,9 @@ def save(path: str | Path, content: Mapping[str, Any], *, kind: str) -> None:
 def load(path: str | Path, *, kind: str, classes: Iterable[type] = ()) -> dict[str, Any]:
     """Read back what `save` wrote. Only classes of dgemma, those derived from its bases, and `classes` are built.
 
+    A class is known again by its module and name; one of `classes` by its name alone, wherever it now lives, unless the
+    file's is one of dgemma's own.
+
     Example: `load("run.safetensors", kind="trajectory")["noise"]`.
     """
     if not Path(path).is_file():
@@ -69,7 +72,7 @@ def load(path: str | Path, *, kind: str, classes: Iterable[type] = ()) -> dict[s
             header = json.loads((file.metadata() or {})[_HEADER])
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
         found = header["kind"]
-        content = _restore(header["content"], tensors, {**_known_classes(), **{c.__name__: c for c in classes}})
+        content = _restore(header["content"], tensors, _Classes(_known_classes(), tuple(classes)))
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a whole {kind} file of this version of dgemma: {error}.") from error
     if found != kind:
@@ -92,6 +95,7 @@ def find_unknown(value: Any) -> str | None:
 
 def _describe(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     """A value as JSON, its tensors put aside under their paths."""
+    value = value.item() if isinstance(value, np.generic) else value
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):
@@ -104,20 +108,37 @@ def _describe(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Mapping):
         return {"map": _describe_each(value, path, tensors)}
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return {"class": type(value).__name__, "fields": _describe_each(value._asdict(), path, tensors)}
+        return {"class": _full_name(type(value)), "fields": _describe_each(value._asdict(), path, tensors)}
     if isinstance(value, list | tuple):
         return {"list": [_describe(item, f"{path}.{i}", tensors) for i, item in enumerate(value)]}
     if is_dataclass(value) and not isinstance(value, type):
         own = {f.name: getattr(value, f.name) for f in fields(value) if f.init}
-        return {"class": type(value).__name__, "fields": _describe_each(own, path, tensors)}
-    return {"class": getattr(value, "__qualname__", type(value).__name__), "fields": None}
+        return {"class": _full_name(type(value)), "fields": _describe_each(own, path, tensors)}
+    return {"class": _full_name(value if hasattr(value, "__qualname__") else type(value)), "fields": None}
 
 
 def _describe_each(values: Mapping[str, Any], path: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     return {name: _describe(value, f"{path}.{name}" if path else name, tensors) for name, value in values.items()}
 
 
-def _restore(described: Any, tensors: Mapping[str, Tensor], classes: Mapping[str, type]) -> Any:
+def _full_name(named: Any) -> str:
+    """The module and the name in it of a class or a function."""
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+class _Classes(NamedTuple):
+    """Those that may be built: known by their full names, and given by the caller."""
+
+    known: Mapping[str, type]
+    given: tuple[type, ...]
+
+    def find(self, name: str) -> type | None:
+        if name in self.known or name.startswith("dgemma."):
+            return self.known.get(name)
+        return next((cls for cls in self.given if cls.__qualname__ == name.partition(":")[2]), None)
+
+
+def _restore(described: Any, tensors: Mapping[str, Tensor], classes: _Classes) -> Any:
     if not isinstance(described, dict):
         return described
     if "tensor" in described:
@@ -132,22 +153,30 @@ def _restore(described: Any, tensors: Mapping[str, Tensor], classes: Mapping[str
         return {name: _restore(item, tensors, classes) for name, item in described["map"].items()}
     name, inner = described["class"], described["fields"]
     if inner is None:
-        return Unknown(name)
+        return Unknown(name.replace(":", "."))
     values = {field: _restore(item, tensors, classes) for field, item in inner.items()}
-    return classes[name](**values) if name in classes else Unknown(name, values)
+    cls = classes.find(name)
+    if cls is None:
+        return Unknown(name.replace(":", "."), values)
+    if not is_dataclass(cls) or find_unknown(values) is None:
+        return cls(**values)
+    built = object.__new__(cls)  # what holds something unknown cannot be checked
+    for field, value in values.items():
+        object.__setattr__(built, field, value)
+    return built
 
 
 def _known_classes() -> dict[str, type]:
-    """The value classes of dgemma, and whatever was derived from its bases in this session; the latest of each name."""
+    """The value classes of dgemma, and those derived from its bases in this session; the latest of each full name."""
     found: dict[str, type] = {}
     for name, module in sorted(sys.modules.items()):
         if name.split(".")[0] == "dgemma":
             for _, member in inspect.getmembers(module, inspect.isclass):
                 if member.__module__ == name and (is_dataclass(member) or hasattr(member, "_fields")):
-                    found[member.__name__] = member
+                    found[_full_name(member)] = member
     pending: list[type] = [Sampler, StopRule, Noise, Schedule]
     while pending:
         derived: list[type] = pending.pop().__subclasses__()
-        found.update({cls.__name__: cls for cls in derived})
+        found.update({_full_name(cls): cls for cls in derived if not cls.__module__.startswith("dgemma.")})
         pending.extend(derived)
     return found

@@ -259,7 +259,8 @@ class Trajectory:
         """Go on from step `step` of a block with changes; without any, the result equals the run.
 
         changes: fields of the state, with the rows of `moment`; a whole `state`; any of `Knobs`. `seed` holds from that
-        step on. What a callback changed before is changed again; for the steps after, pass `on_step` anew. The result's
+        step on. What a callback changed up to that step is changed again. What it changed later is, too, if the fork
+        changes nothing; otherwise it would meet another canvas, and `on_step` is to be passed anew. The result's
         trajectory begins with what both share and can itself be saved, replayed and forked.
 
         Example: `trajectory.fork(model, block=1, step=4, sampler=EntropyBound(bound=0.5))`.
@@ -272,11 +273,13 @@ class Trajectory:
             seeds[block if step == 0 else block + 1 :] = row_seeds
             forked.plan = replace(self.plan, seeds=seeds)
 
+        unchanged = not changes and seed is None and on_step is None
+
         def script(place: Place, moment: Moment, record: StepRecord | None) -> Changes:
-            if place > (block, step):
+            if place > (block, step) and not unchanged:
                 return on_step(record) if on_step is not None and record is not None else None
             earlier = self._changes_before(place, moment)
-            if place < (block, step):
+            if place != (block, step):
                 return earlier
             new = dict(changes)
             if seed is not None and step > 0:
