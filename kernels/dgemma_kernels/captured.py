@@ -141,7 +141,7 @@ def _fuse_sampler(knobs: Knobs) -> Knobs:
     sampler = knobs.sampler
     if type(sampler) is not EntropyBound or sampler.order != "entropy" or sampler.greedy:
         return knobs
-    return replace(knobs, sampler=_FusedEntropyBound(bound=sampler.bound))
+    return replace(knobs, sampler=_FusedEntropyBound(bound=sampler.bound, commit=sampler.commit))
 
 
 class CapturedStep:

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from dgemma import draws
 from dgemma.prediction import Prediction
 from dgemma.sampling.base import Decision, Sampler
 from dgemma.state import DenoiseState
@@ -96,8 +97,7 @@ class LeaveOneOutGibbs(Sampler):
             law = state.noise.marginal(loo.softmax(-1), alpha).log()  # (B, C, V)
             shown = state.canvas[..., None]
             margin = law.gather(-1, shown)[..., 0] - law.scatter(-1, shown, -torch.inf).amax(-1)
-            gumbel = -torch.log(-torch.log(score.clamp(min=torch.finfo(score.dtype).tiny)))
-            score = self.choice_temperature * gumbel - margin
+            score = self.choice_temperature * draws.gumbel(score) - margin
         score = score.masked_fill(state.frozen, -torch.inf)
         best = score.topk(min(self.num_positions, state.canvas_len), dim=-1).indices
         return torch.zeros_like(state.frozen).scatter(-1, best, True) & ~state.frozen

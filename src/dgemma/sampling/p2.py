@@ -7,7 +7,7 @@ import torch
 
 from dgemma.prediction import Prediction
 from dgemma.sampling.base import Decision, Sampler
-from dgemma.sampling.ranking import best
+from dgemma.sampling.ranking import best, propose
 from dgemma.state import DenoiseState
 
 _ROUNDING = 1e-9  # a noise level of 1 - 0.9 times 10 positions must count as 1
@@ -38,7 +38,7 @@ class P2(Sampler):
         return self.eta > 0
 
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
-        tokens = prediction.argmax if self.greedy else prediction.sample(state.uniform("token"))
+        tokens = propose(prediction, state, greedy=self.greedy)
         log_prob = prediction.log_prob(torch.where(state.open, tokens, state.canvas))
         # A committed token that top-p or an allowed set now excludes has log-probability -inf, and 0 · -inf is NaN. A
         # proposal that is certain ties with a committed token of score 0, and must lose.
