@@ -6,9 +6,10 @@ from torch import Tensor
 
 from dgemma import draws
 from dgemma.prediction import Prediction
+from dgemma_kernels import vocabulary
 from dgemma_kernels.accept import Accepted
 from dgemma_kernels.router import ExpertTiles
-from dgemma_kernels.vocabulary import CHUNK, VocabularyStatistics
+from dgemma_kernels.vocabulary import VocabularyStatistics
 
 # The mixture-of-experts half of a layer: norms, router, experts, dense MLP.
 
@@ -181,7 +182,8 @@ def vocabulary_statistics(
 ) -> VocabularyStatistics:
     """Statistics of softmax(cap(logits) / temperature): logits (R, V), temperature (B,) with B dividing R."""
     x = _processed(logits, temperature, softcap, allowed)
-    padded = F.pad(x, (0, -x.shape[1] % CHUNK), value=-torch.inf).unflatten(1, (-1, CHUNK))
+    chunk = vocabulary.CHUNK
+    padded = F.pad(x, (0, -x.shape[1] % chunk), value=-torch.inf).unflatten(1, (-1, chunk))
     chunk_best = padded.amax(-1)
     shift = chunk_best.masked_fill(chunk_best == -torch.inf, 0.0)
     best = x.amax(-1)
