@@ -27,7 +27,8 @@ def options(process, **more):
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    model = dgemma.DiffusionGemma(dgemma.presets.tiny())
+    config = dgemma.presets.tiny().replace(num_hidden_layers=2, layer_types=("sliding_attention", "full_attention"))
+    model = dgemma.DiffusionGemma(config)
     with torch.no_grad():
         model.embed_tokens.weight.mul_(20)  # predictions that are neither flat nor certain
     return model.eval()

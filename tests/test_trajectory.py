@@ -35,7 +35,8 @@ class RowByRow(StopRule):
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    model = dgemma.DiffusionGemma(dgemma.presets.tiny())
+    config = dgemma.presets.tiny().replace(num_hidden_layers=1, layer_types=("full_attention",), num_experts=2)
+    model = dgemma.DiffusionGemma(config)
     with torch.no_grad():
         model.embed_tokens.weight.mul_(20)  # predictions that are neither flat nor certain
     return model.eval()
