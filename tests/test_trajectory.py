@@ -189,7 +189,7 @@ def test_a_policy_without_a_name_is_replayed_here_and_refused_elsewhere(model, p
     out.trajectory.save(tmp_path / "run")
     loaded = Trajectory.load(tmp_path / "run")
     assert loaded.difference(out.trajectory) is None
-    with pytest.raises(ValueError, match=r"made with .*lambda.*, which this session does not know"):
+    with pytest.raises(ValueError, match=r"made with .*lambda.*, which this process does not know"):
         loaded.replay(model)
 
 
@@ -234,7 +234,7 @@ def test_a_class_that_has_moved_is_unknown_until_it_is_passed(model, prompt, tmp
     out.trajectory.save(tmp_path / "run")
     monkeypatch.undo()
     loaded = Trajectory.load(tmp_path / "run")
-    with pytest.raises(ValueError, match=r"made with elsewhere\.Bold, which this session does not know"):
+    with pytest.raises(ValueError, match=r"made with elsewhere\.Bold, which this process does not know"):
         loaded.replay(model)
     Trajectory.load(tmp_path / "run", classes=[Bold]).replay(model)
 

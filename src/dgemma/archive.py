@@ -26,7 +26,7 @@ _HEADER = "dgemma"  # the metadata entry that holds everything but the tensors
 
 @dataclass(frozen=True)
 class Unknown:
-    """A value in a file whose class this session does not know; its full name and what it held stay readable."""
+    """A value in a file whose class this process does not know; its full name and what it held stay readable."""
 
     name: str
     fields: Any = None
@@ -167,7 +167,7 @@ def _restore(described: Any, tensors: Mapping[str, Tensor], classes: _Classes) -
 
 
 def _known_classes() -> dict[str, type]:
-    """The value classes of dgemma, and those derived from its bases in this session; the latest of each full name."""
+    """The value classes of dgemma, and those derived from its bases in this process; the latest of each full name."""
     found: dict[str, type] = {}
     for name, module in sorted(sys.modules.items()):
         if name.split(".")[0] == "dgemma":

@@ -196,7 +196,7 @@ class Trajectory:
         missing = archive.find_unknown(content["plan"].noise)
         if missing is not None:
             raise ValueError(
-                f"{path} was made with {missing}, which this session does not know. Pass it in classes=[...]."
+                f"{path} was made with {missing}, which this process does not know. Pass it in classes=[...]."
             )
         trajectory = cls(content["plan"], top=content["top"])
         trajectory.commits, trajectory.changes = list(content["commits"]), list(content["changes"])
@@ -384,7 +384,7 @@ class Trajectory:
         missing = archive.find_unknown((plan, self.changes))
         if missing is not None:
             raise ValueError(
-                f"This trajectory was made with {missing}, which this session does not know. "
+                f"This trajectory was made with {missing}, which this process does not know. "
                 f"Pass it: Trajectory.load(path, classes=[{missing}])."
             )
         if (plan.canvas_len, plan.noise.vocab_size) != (config.canvas_length, config.vocab_size):
