@@ -1,7 +1,7 @@
 """A long text with a known law: a Markov chain, whose exact network is the forward-backward algorithm.
 
-The toy's three positions are enumerated; here there are sixteen, and what is drawn is counted. Bigrams of the chain show
-whether positions decided together agree, which is what more steps are for.
+The toy's three positions are enumerated; here there are sixteen, and what is drawn is counted. Bigrams of the chain
+show whether positions decided together agree, which is what more steps are for.
 """
 
 import pytest
