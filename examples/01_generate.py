@@ -1,4 +1,4 @@
-"""Generate with the published defaults, and watch the canvas settle.
+"""Generate with the published sampler, and watch a canvas settle.
 
 The tiny model ships without training: its weights are random, so the text is not language. What you see is real all
 the same: the loop, the sampler and the stop rule are those of the 26B model.
@@ -25,8 +25,7 @@ def show(record: StepRecord) -> None:
     print(f"step {int(record.step[0]):2d}  {marks}  entropy {record.entropy.mean():.3f}  {draft!r}")
 
 
+letters = tokenizer.encode(" abcdefghijklmnopqrstuvwxyz", bos=False)
 print(f"{model.num_parameters():,} random weights, canvas of {model.config.canvas_length} tokens\n")
-out = dgemma.generate(
-    model, prompt, max_new_tokens=32, steps=16, allowed=tokenizer.encode(" abcdefghijklmnopqrstuvwxyz"), on_step=show
-)
+out = dgemma.generate(model, prompt, max_new_tokens=32, steps=16, allowed=letters, on_step=show)
 print(f"\n{out.steps.sum().item()} forwards, {out.tokens_per_forward.item():.1f} tokens per forward")

@@ -144,7 +144,7 @@ BAD = [
     ({"sampler": dgemma.EntropyBound}, r"Knobs\.sampler must be .*Write a class with its parentheses"),
     ({"stop": "never"}, r"Knobs\.stop must be a value such as StableAndConfident\(\), got 'never'"),
     ({"stop": dgemma.StableAndConfident}, r"Knobs\.stop must be .*Write a class with its parentheses"),
-    ({"noise": "uniform"}, r"noise must be a process such as UniformNoise\(vocab_size\), got 'uniform'"),
+    ({"noise": "uniform"}, r"noise must be a process such as UniformNoise\(vocab_size\) or .*, got 'uniform'"),
     ({"noise": dgemma.UniformNoise}, "noise must be a process .*got the class UniformNoise"),
     ({"attention_mask": [[1] * 4] * 2}, r"attention_mask must be a tensor of shape \(2, 4\)"),
     ({"attention_mask": torch.ones(3, 4)}, r"attention_mask must be a tensor of shape \(2, 4\)"),

@@ -352,6 +352,38 @@ def test_a_prompt_that_is_no_batch_of_tokens_is_refused(prompt):
         dgemma.generate(DiffusionGemma(dgemma.presets.tiny()), prompt)
 
 
+@pytest.mark.parametrize(
+    ("decide", "error", "sentence"),
+    [
+        (lambda p, s: p.argmax, TypeError, "Careless must return a Decision, got Tensor"),
+        (
+            lambda p, s: dgemma.Decision(tokens=p.argmax, write=p.confidence, renoise=s.open),
+            ValueError,
+            "boolean write",
+        ),
+    ],
+    ids=["no-decision", "no-booleans"],
+)
+def test_a_sampler_that_decides_nothing_usable_is_named(decide, error, sentence):
+    class Careless(dgemma.Sampler):
+        def __call__(self, prediction, state):
+            return decide(prediction, state)
+
+    with pytest.raises(error, match=sentence):
+        dgemma.generate(RowwiseDenoiser(), torch.full((1, 3), 5), sampler=Careless())
+
+
+def test_a_sampler_for_an_unknown_process_is_refused_where_it_is_written():
+    with pytest.raises(ValueError, match="valid_for must hold"):
+        type("Typo", (dgemma.Sampler,), {"valid_for": frozenset({"masked"})})
+
+
+def test_a_state_is_not_started_under_noise_the_sampler_cannot_handle():
+    knobs = Knobs(sampler=dgemma.Confidence(), temperature=dgemma.ConstantTemperature(1.0))
+    with pytest.raises(ValueError, match="Confidence must run under mask noise"):
+        dgemma.start_state(knobs, dgemma.UniformNoise(64), seeds=torch.arange(1), canvas_len=4, num_steps=2)
+
+
 def test_the_signature_shows_every_argument():
     shown = inspect.signature(dgemma.generate).parameters
     contract = "max_new_tokens steps noise sampler temperature stop seed cache canvas frozen allowed attention_mask"

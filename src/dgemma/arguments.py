@@ -1,5 +1,6 @@
 """What a caller gave `generate`, checked before any work is done: every mistake is one sentence that names the fix."""
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -74,8 +75,20 @@ def passes_on(inner: Callable[..., Any]) -> Callable[[Function], Function]:
         own = [p for p in inspect.signature(outer).parameters.values() if p.kind is not p.VAR_KEYWORD]
         names = {p.name for p in own}
         more = [p for p in inspect.signature(inner).parameters.values() if p.name not in names]
-        outer.__signature__ = inspect.signature(outer).replace(parameters=[*own, *more])  # type: ignore[attr-defined]
-        return outer
+        names |= {p.name for p in more}
+
+        @functools.wraps(outer)
+        def checked(*args: Any, **options: Any) -> Any:
+            unknown = sorted(options.keys() - names)
+            if unknown:
+                raise TypeError(
+                    f"{outer.__name__} got an unexpected keyword argument '{unknown[0]}'. "
+                    f"It takes {', '.join(sorted(names))}."
+                )
+            return outer(*args, **options)
+
+        checked.__signature__ = inspect.signature(outer).replace(parameters=[*own, *more])  # type: ignore[attr-defined]
+        return checked  # type: ignore[return-value]
 
     return decorate
 
@@ -148,11 +161,18 @@ def read_span(
 def check_sampler(sampler: Sampler, noise: Noise, config: ModelConfig) -> None:
     """A sampler is only ever run under a noise process it is valid for."""
     if not isinstance(noise, Noise):
-        raise ValueError(f"generate noise must be a process such as UniformNoise(vocab_size), got {_show(noise)}.")
+        raise ValueError(
+            f"generate noise must be a process such as UniformNoise(vocab_size) or MaskNoise(vocab_size), "
+            f"got {_show(noise)}."
+        )
     if noise.vocab_size != config.vocab_size:
         raise ValueError(
             f"{type(noise).__name__}.vocab_size must be the model's {config.vocab_size}, got {noise.vocab_size}."
         )
+    check_valid(sampler, noise)
+
+
+def check_valid(sampler: Sampler, noise: Noise) -> None:
     if noise.kind not in sampler.valid_for:
         raise ValueError(
             f"{type(sampler).__name__} must run under {' or '.join(sorted(sampler.valid_for))} noise, "
@@ -199,7 +219,8 @@ def check_prompt(
 ) -> None:
     if not isinstance(prompt_tokens, Tensor) or prompt_tokens.dim() != 2 or prompt_tokens.is_floating_point():
         raise ValueError(
-            f"generate prompt_tokens must be integer ids of shape (batch, length), got {_show(prompt_tokens)}."
+            f"generate prompt_tokens must be integer ids of shape (batch, length), got {_show(prompt_tokens)}. "
+            f"Use tokenizer.encode_batch([text])."
         )
     if prompt_tokens.device != device:
         raise ValueError(

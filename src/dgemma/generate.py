@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dgemma import draws
-from dgemma.arguments import passes_on
+from dgemma.arguments import check_valid, passes_on
 from dgemma.changes import Changes, apply_changes
 from dgemma.config import GenerationDefaults, ModelConfig
 from dgemma.model.cache import PrefixCache
@@ -23,6 +23,7 @@ from dgemma.noise import Noise
 from dgemma.plan import Knobs, Plan, read_plan
 from dgemma.prediction import Prediction, Top
 from dgemma.progress import progress_bar
+from dgemma.sampling.base import Decision
 from dgemma.sampling.temperature import Temperature
 from dgemma.state import DenoiseState
 
@@ -123,14 +124,17 @@ def step(
 ) -> tuple[DenoiseState, StepRecord]:
     """One denoising step: predict every position, decide, refill what was refused, test for the end.
 
-    Pure, and without host synchronisation: all that varies lives in `state`. Drive it yourself to change a knob, splice
-    a row or plant a canvas between two steps.
+    Pure, and without host synchronisation: all that varies lives in `state`. Drive it yourself to splice a row, plant a
+    canvas or (by `apply_changes`) change a knob between two steps. It keeps gradients, through all steps: wrap it in
+    `torch.no_grad()` to sample.
 
     Example: `state, record = step(model, state, cache=cache, knobs=Knobs(sampler=EntropyBound(), temperature=...))`.
     """
     raw = denoiser.denoise(state.canvas, cache, self_cond=state.self_cond)
     prediction = raw.shape(temperature=state.temperature, allowed=state.allowed, top_k=knobs.top_k, top_p=knobs.top_p)
     decision = knobs.sampler(prediction, state)
+    if not isinstance(decision, Decision):
+        raise TypeError(f"{type(knobs.sampler).__name__} must return a Decision, got {type(decision).__name__}.")
 
     free = ~state.frozen & ~state.done[:, None]
     write = decision.write & free
@@ -202,6 +206,7 @@ def start_state(
 
     Example: `start_state(knobs, UniformNoise(512), seeds=torch.arange(2), canvas_len=32, num_steps=16)`.
     """
+    check_valid(knobs.sampler, noise)
     batch_size, device = seeds.shape[0], seeds.device
     block_index = torch.full((batch_size,), block, device=device)
     first_step = round((1 - float(noise.schedule.time(torch.tensor(1 - noise_level, dtype=torch.float64)))) * num_steps)
@@ -273,13 +278,13 @@ def generate(
     max_new_tokens rounds up to whole canvases. `steps` caps the forwards per canvas. `noise` is the process, `sampler`
     decides what is kept, `temperature` (a schedule or a number), `top_k` and `top_p` shape every prediction, `stop`
     ends a canvas early (None: never). What is left out is the checkpoint's own, which for the published model means
-    256 tokens, 48 steps, UniformNoise, EntropyBound(0.1), temperature 0.8 → 0.4, StableAndConfident.
+    256 tokens, 48 steps, UniformNoise, EntropyBound(bound=0.1), temperature 0.8 → 0.4, StableAndConfident.
 
     An int `seed` s gives row i the seed s + i. With `cache`, prompt_tokens are only what is new. `canvas` (B, N) starts
-    from tokens of yours (-1: noise), `frozen` (B, N) bool pins some of them, `allowed` restricts tokens: boolean,
-    broadcastable to (B, N, V), a list of ids for all positions, or one list per position. Rows that write a stop token
-    (`eos_token_ids`) are padded after it and cost nothing more; before a row's last pin nothing stops it. A given cache
-    is extended in place until a row stops; `out.cache` is the one to go on with.
+    from tokens of yours (-1, and whatever lies past N: noise), `frozen` (B, N) bool pins some of them, `allowed`
+    restricts tokens: boolean, broadcastable to (B, N, V), a list of ids for all positions, or one list per position.
+    Rows that write a stop token (`eos_token_ids`) are padded after it and cost nothing more; before a row's last pin
+    nothing stops it. A given cache is extended in place until a row stops; `out.cache` is the one to go on with.
 
     `on_step(record)` sees every `StepRecord` and may return a changed `record.state`, or a dictionary of changes: any
     field of the state, any of `Knobs`. Knobs keep their change, a state's ends with its canvas. `record=True` keeps a

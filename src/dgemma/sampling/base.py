@@ -23,9 +23,22 @@ class Decision:
     renoise: Tensor
     memory: Any = None
 
+    def __post_init__(self) -> None:
+        if self.tokens.dtype != torch.int64 or self.write.dtype != torch.bool or self.renoise.dtype != torch.bool:
+            raise ValueError(
+                f"Decision must hold int64 tokens and boolean write and renoise, got {self.tokens.dtype}, "
+                f"{self.write.dtype} and {self.renoise.dtype}."
+            )
+
 
 class Sampler:
     """Decides, from a prediction, what is written to the canvas and what returns to noise.
+
+    `state.open` marks the positions still to decide; what is neither written nor renoised stays as it is. What is
+    written is settled for good, unless the process is among `redecides`, under which every unfrozen position is open again at
+    each step (the published sampler under uniform noise), or the sampler `revises`. `valid_for` names the processes it
+    may run under: "mask", "uniform", "hybrid". Draw by `state.uniform("any name")`. What is to be remembered goes into
+    `Decision.memory`, comes back as `state.memory`, and begins as `start(state)`; its tensors have rows first.
 
     Pure tensor code (no `.item()`, no `if` on a tensor, no boolean indexing), so that a CUDA graph can capture it.
     """
@@ -33,6 +46,12 @@ class Sampler:
     valid_for: ClassVar[frozenset[str]] = frozenset({"mask", "uniform", "hybrid"})
     # Noise processes under which every unfrozen position is decided anew at every step; elsewhere commits persist.
     redecides: ClassVar[frozenset[str]] = frozenset()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        unknown = sorted({*cls.valid_for, *cls.redecides} - {"mask", "uniform", "hybrid"})
+        if unknown:
+            raise ValueError(f'{cls.__name__}.valid_for must hold "mask", "uniform" or "hybrid", got {unknown}.')
 
     @property
     def revises(self) -> bool:
@@ -44,7 +63,7 @@ class Sampler:
         return None
 
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define __call__(self, prediction, state) -> Decision.")
 
     def final(self, prediction: Prediction, state: DenoiseState) -> Tensor:
         """What is committed if the canvas ends after this step: the canvas, and the argmax where it is still open.
