@@ -35,10 +35,11 @@ class Sampler:
     """Decides, from a prediction, what is written to the canvas and what returns to noise.
 
     `state.open` marks the positions still to decide; what is neither written nor renoised stays as it is. What is
-    written is settled for good, unless the process is among `redecides`, under which every unfrozen position is open again at
-    each step (the published sampler under uniform noise), or the sampler `revises`. `valid_for` names the processes it
-    may run under: "mask", "uniform", "hybrid". Draw by `state.uniform("any name")`. What is to be remembered goes into
-    `Decision.memory`, comes back as `state.memory`, and begins as `start(state)`; its tensors have rows first.
+    written is settled for good, unless the process is among `redecides`, under which every unfrozen position is open
+    again at each step (the published sampler under uniform noise), or the sampler `revises`. `valid_for` names the
+    processes it may run under: "mask", "uniform", "hybrid". Draw by `state.uniform("any name")`. What is to be
+    remembered goes into `Decision.memory`, comes back as `state.memory`, and begins as `start(state)`; its tensors have
+    rows first.
 
     Pure tensor code (no `.item()`, no `if` on a tensor, no boolean indexing), so that a CUDA graph can capture it.
     """
