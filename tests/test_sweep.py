@@ -108,3 +108,8 @@ def test_sweeps_that_do_not_fit_are_refused():
         sweep(lambda sampler, seed: 0.5, [EntropyBound()])
     with pytest.raises(ValueError, match=r"got EntropyBound\(\) twice"):
         sweep(lambda sampler, seed: 0.5, [EntropyBound(), EntropyBound(bound=0.1)])
+
+
+def test_one_sampler_alone_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"samplers must be a list, got one EntropyBound. Write \[sampler\]"):
+        sweep(lambda sampler, seed: None, dgemma.EntropyBound())

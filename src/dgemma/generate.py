@@ -87,7 +87,7 @@ class BlockCommit:
     steps: Tensor  # (B,) forwards each row needed
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Generation:
     """The result. tokens (B, P + N) and new_tokens (B, N); steps (B, blocks) counts forwards; see `generate`."""
 
@@ -97,6 +97,10 @@ class Generation:
     tokens_per_forward: Tensor  # (B,): new tokens that are not padding / forwards while the row was unfinished
     cache: PrefixCache
     trajectory: "Trajectory | None"
+
+    def __repr__(self) -> str:
+        per_forward = [round(value, 2) for value in self.tokens_per_forward.tolist()]
+        return f"Generation(new_tokens={tuple(self.new_tokens.shape)}, steps={self.steps.tolist()}, {per_forward=})"
 
 
 class Moment(NamedTuple):

@@ -316,8 +316,12 @@ def _read_holes(holes: Holes, tokens: Tensor) -> Tensor:
         return holes.to(tokens.device)
     marked = torch.zeros_like(tokens, dtype=torch.bool)
     for span in holes:
-        if len(span) != 2 or not 0 <= span[0] < span[1] <= tokens.shape[1]:
-            raise ValueError(f"infill holes must be spans 0 <= start < stop <= {tokens.shape[1]}, got {tuple(span)}.")
+        pair = isinstance(span, Sequence) and len(span) == 2 and all(isinstance(end, int) for end in span)
+        if not pair or not 0 <= span[0] < span[1] <= tokens.shape[1]:
+            raise ValueError(
+                f"infill holes must be spans [(start, stop), ...] with 0 <= start < stop <= {tokens.shape[1]}, "
+                f"booleans of the tokens' shape, or a token id, got {holes!r}."
+            )
         marked[:, span[0] : span[1]] = True
     return marked
 

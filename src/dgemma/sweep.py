@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dgemma.generate import Generation
 from dgemma.progress import progress_bar
+from dgemma.sampling.base import Sampler
 
 Task = Callable[[Any, int], tuple[float | Tensor, Generation]]
 
@@ -118,6 +119,8 @@ def sweep(
             return (out.new_tokens == answers).all(1).float(), out
         sweep(task, [EntropyBound(bound=b) for b in (0.05, 0.1, 0.5)], seeds=range(4))
     """
+    if isinstance(samplers, Sampler):
+        raise ValueError(f"sweep samplers must be a list, got one {type(samplers).__name__}. Write [sampler].")
     named = dict(samplers) if isinstance(samplers, Mapping) else _name(samplers)
     seeds = list(seeds)
     if not named or not seeds:
