@@ -1,0 +1,43 @@
+"""A bar where somebody looks, after a while; nothing where output is piped."""
+
+import io
+import sys
+import types
+
+import pytest
+
+from dgemma.progress import progress_bar
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def work(monkeypatch: pytest.MonkeyPatch, screen: io.StringIO, *, show: bool = True, seconds: float = 3.0) -> str:
+    """What is on the screen after one step that took `seconds`."""
+    monkeypatch.setattr(sys, "stderr", screen)
+    with progress_bar(desc="denoising", unit="step", show=show, total=4) as bar:
+        if not bar.disable:
+            bar.start_t -= seconds  # as if it had begun that long ago
+            bar.last_print_t -= seconds
+        bar.update()
+        return screen.getvalue()
+
+
+def test_a_long_run_shows_its_progress_on_a_terminal(monkeypatch):
+    assert "denoising" in work(monkeypatch, Terminal())
+
+
+def test_a_short_run_shows_nothing(monkeypatch):
+    assert work(monkeypatch, Terminal(), seconds=0.5) == ""
+
+
+def test_piped_output_stays_plain_and_silence_can_be_asked_for(monkeypatch):
+    assert work(monkeypatch, io.StringIO()) == ""
+    assert work(monkeypatch, Terminal(), show=False) == ""
+
+
+def test_a_notebook_counts_as_somebody_looking(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
+    assert "denoising" in work(monkeypatch, io.StringIO())
