@@ -1,0 +1,1 @@
+"""Data to train on: generated Sudoku and streamed text, as `TrainBatch`es."""

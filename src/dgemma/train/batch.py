@@ -1,0 +1,72 @@
+"""What a training step is given: rows of text, each a prompt and an answer, with nothing about noise yet."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainBatch:
+    """B rows of tokens, right-padded to one length T: `prompt_len` tokens that are only read, then the answer.
+
+    The answer is what canvases cover, from the prompt's end in steps of the canvas length; the objective fills the last
+    one with end-of-text. A `truncated` answer was cut by whoever made the batch, so its end says nothing. `pinned`
+    tokens are never noised and never scored: Sudoku's clues. `documents` numbers the texts packed into a row; with it no
+    token sees another document's.
+    """
+
+    tokens: Tensor  # (B, T) int64
+    prompt_len: Tensor  # (B,) int64
+    length: Tensor  # (B,) int64: prompt and answer; what lies beyond is padding
+    truncated: Tensor | None = None  # (B,) bool
+    pinned: Tensor | None = None  # (B, T) bool
+    documents: Tensor | None = None  # (B, T) int64
+
+    def __post_init__(self) -> None:
+        batch_size, num_tokens = self.tokens.shape
+        shapes = {
+            "prompt_len": (batch_size,),
+            "length": (batch_size,),
+            "truncated": (batch_size,),
+            "pinned": (batch_size, num_tokens),
+            "documents": (batch_size, num_tokens),
+        }
+        for name, shape in shapes.items():
+            value = getattr(self, name)
+            if value is not None and tuple(value.shape) != shape:
+                raise ValueError(
+                    f"TrainBatch.{name} must have shape {shape}, got {tuple(value.shape)}. Give one value per "
+                    f"{'row' if len(shape) == 1 else 'token'} of tokens {tuple(self.tokens.shape)}."
+                )
+
+    @property
+    def batch_size(self) -> int:
+        return self.tokens.shape[0]
+
+    def to(self, device: torch.device | str) -> "TrainBatch":
+        """The same batch on another device."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def select(self, rows: Tensor | slice) -> "TrainBatch":
+        """Some rows, in the given order.
+
+        Example: `batch.select(slice(0, 8))`.
+        """
+        return self._map(lambda tensor: tensor[rows])
+
+    def _map(self, transform: Callable[[Tensor], Tensor]) -> "TrainBatch":
+        changes = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{name: transform(value) for name, value in changes.items() if value is not None})
+
+
+class BatchSource(Protocol):
+    """Where batches come from: a pure function of (step, rows), so that a resumed run sees what it would have seen.
+
+    `rows` are indices into the global batch of that step. A process, or an accumulation, asks for its own part, and the
+    whole never depends on how it was cut.
+    """
+
+    def __call__(self, step: int, rows: range) -> TrainBatch: ...
