@@ -48,18 +48,30 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         """Σ_a weight · expert_a(x) over each token's chosen experts. x: (M, D) → (M, D)."""
-        product = grouped_product if _supports_grouped(self.gate_up_proj, self.down_proj) else looped_product
         num_tokens, num_chosen = routing.experts.shape
         # Rows sorted by expert: each expert then owns one contiguous group. No counting on the host.
         sorted_experts, order = routing.experts.flatten().sort(stable=True)
         expert = torch.arange(self.gate_up_proj.shape[0], device=x.device)
         ends = torch.searchsorted(sorted_experts, expert, right=True).int()  # (E,)
-        gate, up = product(x[order // num_chosen], self.gate_up_proj, ends).chunk(2, dim=-1)
-        out = product(gated_gelu(gate, up), self.down_proj, ends)
+        gate, up = self.gate_up(x[order // num_chosen], ends).chunk(2, dim=-1)
+        out = self.down(gated_gelu(gate, up), ends)
         out = out.to(wide_dtype(out)) * routing.weights.flatten()[order, None]
         back = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=x.device))
         # Summed in the order of the choice, so the result never depends on scheduling.
         return out[back].unflatten(0, (num_tokens, num_chosen)).sum(1).to(x.dtype)
+
+    def gate_up(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """Rows (R, D) grouped by expert, of which expert e owns those before ends[e] → gate and up (R, 2F)."""
+        return product_by_group(rows, self.gate_up_proj, ends)
+
+    def down(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """Rows (R, F) grouped by expert → (R, D)."""
+        return product_by_group(rows, self.down_proj, ends)
+
+
+def product_by_group(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """rows of group e times weights[e]ᵀ: rows (R, I), weights (E, O, I), ends (E,) → (R, O)."""
+    return (grouped_product if _supports_grouped(weights) else looped_product)(rows, weights, ends)
 
 
 @torch.library.custom_op("dgemma::grouped_product", mutates_args=())
@@ -107,10 +119,8 @@ def looped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return torch.cat([group @ weight.T for group, weight in zip(rows.split(sizes), weights, strict=True)])
 
 
-def _supports_grouped(*weights: Tensor) -> bool:
+def _supports_grouped(weights: Tensor) -> bool:
     """torch's grouped product takes float32, bfloat16 and float16, both dimensions in multiples of 16 bytes."""
-    return all(
-        w.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        and all(size * w.element_size() % 16 == 0 for size in w.shape[1:])
-        for w in weights
+    return weights.dtype in (torch.float32, torch.bfloat16, torch.float16) and all(
+        size * weights.element_size() % 16 == 0 for size in weights.shape[1:]
     )
