@@ -1,0 +1,100 @@
+"""What the training loop asks of the machines it runs on; here one process, in `distributed.py` many.
+
+The loop knows no more about parallelism than this class. Its contract, for whoever derives from it:
+
+- Every process runs the same loop over its own `rows` of the global batch; nothing else differs between them.
+- A loss is this process's *part* of the global one, so gradients are **summed** over processes, never averaged.
+- State is a flat dictionary of named tensors (`model.…`, `optimizer.…`, `ema.…`), which may be DTensors. `save` and
+  `load` are called by all processes with the same names; what N processes save, M can load.
+- The loop makes folders, renames them and writes text on the main process alone, between two barriers.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+Model = TypeVar("Model", bound=nn.Module)
+
+_STATE_FILE = "state.safetensors"
+
+
+class Parallel:
+    """One process with the whole model: the default of `train`."""
+
+    rank = 0
+    world_size = 1
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def prepare(self, model: Model, *, mixed: bool) -> Model:
+        """The model as this process trains it, its parameters' names unchanged. Called once, before the optimizer is
+        made and before layers are compiled.
+
+        mixed: float32 weights computed with in bfloat16. The loop's autocast does that for weights that are whole; who
+        shards them may do it while gathering.
+        """
+        return model
+
+    def rows(self, batch_size: int) -> range:
+        """This process's share of the global batch's rows.
+
+        Example: process 1 of 2 has `rows(8) == range(4, 8)`.
+        """
+        if batch_size % self.world_size:
+            raise ValueError(
+                f"TrainConfig.batch_size must be a multiple of the {self.world_size} processes, got {batch_size}. "
+                f"Use {batch_size // self.world_size * self.world_size or self.world_size}."
+            )
+        share = batch_size // self.world_size
+        return range(self.rank * share, (self.rank + 1) * share)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum of a tensor over all processes, on each of them."""
+        return tensor
+
+    def agree(self, flag: bool) -> bool:
+        """Whether any process raised its flag; asked after every step."""
+        return flag
+
+    def barrier(self) -> None:
+        """Wait for all processes."""
+
+    def before_backward(self, model: nn.Module, *, last: bool) -> None:
+        """Told before the backward of each micro-batch; only after the `last` are gradients needed whole."""
+
+    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+        """Scale the gradients down to a joint norm of at most `max_norm`; the norm they had, () on the device."""
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    def save(self, folder: Path, state: Mapping[str, Tensor]) -> None:
+        """Write named tensors into an existing, empty folder."""
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+        save_file(tensors, folder / _STATE_FILE)
+
+    def names(self, folder: Path) -> set[str]:
+        """The tensors that `save` wrote there; ValueError where the files are not whole."""
+        try:
+            with safe_open(str(folder / _STATE_FILE), framework="pt") as file:
+                return set(file.keys())
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{folder / _STATE_FILE} cannot be read ({error})") from error
+
+    def load(self, folder: Path, state: Mapping[str, Tensor]) -> None:
+        """Overwrite these tensors, in place, with what was saved under their names. Other names stay unread."""
+        with safe_open(str(folder / _STATE_FILE), framework="pt") as file, torch.no_grad():
+            for name, tensor in state.items():
+                stored = file.get_tensor(name)
+                if stored.shape != tensor.shape:
+                    raise ValueError(f"{name} has shape {tuple(stored.shape)}, the model's is {tuple(tensor.shape)}")
+                tensor.copy_(stored)
+
+    def save_pretrained(self, model: nn.Module, folder: Path) -> None:
+        """Write the whole model with its own `save_pretrained`, once."""
+        model.save_pretrained(folder)  # type: ignore[operator]
