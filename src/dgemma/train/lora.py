@@ -1,0 +1,231 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685) on the tied weights: one adapter serves both modes, so it can be merged.
+
+A weight W (out, in) acts as W + scale · B A, with A (rank, in) random and B (out, rank) zero, so that training starts
+from the model as it was. Experts are 3-D weights and get an A and a B each. The adapted modules keep their names and
+their base weights; adapters are further parameters beside them, saved apart.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from dgemma.model.diffusion import DiffusionGemma
+from dgemma.model.experts import Experts, product_by_group
+
+_TARGETS = {
+    "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "dense": ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+    "experts": ("experts",),
+    "router": ("router.proj",),
+    "self_conditioning": ("self_conditioning.gate_proj", "self_conditioning.up_proj", "self_conditioning.down_proj"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRA:
+    """What is adapted, and how strongly: the update is alpha / rank · B A.
+
+    Targets are groups of weights: attention, dense, experts, router, self_conditioning.
+
+    Example: `LoRA(rank=16, alpha=32, targets=("attention", "dense"))` is the choice of several public recipes.
+    """
+
+    rank: int = 8
+    alpha: float = 16.0
+    targets: tuple[str, ...] = ("attention", "dense", "experts", "router", "self_conditioning")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "targets", tuple(self.targets))
+        if self.rank < 1:
+            raise ValueError(f"LoRA.rank must be at least 1, got {self.rank}.")
+        if not self.alpha > 0:
+            raise ValueError(f"LoRA.alpha must be above 0, got {self.alpha}.")
+        unknown = [target for target in self.targets if target not in _TARGETS]
+        if unknown or not self.targets:
+            raise ValueError(f"LoRA.targets must be some of {', '.join(_TARGETS)}, got {self.targets}.")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+class AdaptedLinear(nn.Linear):
+    """A linear layer whose output gains scale · B A x."""
+
+    def __init__(self, base: nn.Linear, lora: LoRA) -> None:
+        with torch.device("meta"):
+            super().__init__(base.in_features, base.out_features, bias=False)
+        self.weight, self.lora = base.weight, lora
+        self.lora_a, self.lora_b = _new_pair(base.weight, lora.rank)
+
+    def forward(self, x: Tensor) -> Tensor:
+        narrow = F.linear(x, self.lora_a.to(x.dtype))  # (…, rank)
+        return super().forward(x) + F.linear(narrow, self.lora_b.to(x.dtype)) * self.lora.scale
+
+    def updates(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The base weight, and what its adapter adds to it."""
+        yield self.weight, self.lora_b @ self.lora_a * self.lora.scale
+
+    def base(self) -> nn.Linear:
+        """The layer without its adapter."""
+        with torch.device("meta"):
+            linear = nn.Linear(self.in_features, self.out_features, bias=False)
+        linear.weight = self.weight
+        return linear
+
+
+class AdaptedExperts(Experts):
+    """Experts whose every product gains scale · B_e A_e x."""
+
+    def __init__(self, base: Experts, lora: LoRA) -> None:
+        nn.Module.__init__(self)
+        self.gate_up_proj, self.down_proj, self.lora = base.gate_up_proj, base.down_proj, lora
+        self.gate_up_lora_a, self.gate_up_lora_b = _new_pair(base.gate_up_proj, lora.rank)
+        self.down_lora_a, self.down_lora_b = _new_pair(base.down_proj, lora.rank)
+
+    def gate_up(self, rows: Tensor, ends: Tensor) -> Tensor:
+        return super().gate_up(rows, ends) + self._low_rank(rows, self.gate_up_lora_a, self.gate_up_lora_b, ends)
+
+    def down(self, rows: Tensor, ends: Tensor) -> Tensor:
+        return super().down(rows, ends) + self._low_rank(rows, self.down_lora_a, self.down_lora_b, ends)
+
+    def _low_rank(self, rows: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+        narrow = product_by_group(rows, a.to(rows.dtype), ends)  # (R, rank)
+        return product_by_group(narrow, b.to(rows.dtype), ends) * self.lora.scale
+
+    def updates(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each base weight, and what its adapter adds to it."""
+        yield self.gate_up_proj, self.gate_up_lora_b @ self.gate_up_lora_a * self.lora.scale
+        yield self.down_proj, self.down_lora_b @ self.down_lora_a * self.lora.scale
+
+    def base(self) -> Experts:
+        """The experts without their adapters."""
+        experts = Experts.__new__(Experts)
+        nn.Module.__init__(experts)
+        experts.gate_up_proj, experts.down_proj = self.gate_up_proj, self.down_proj
+        return experts
+
+
+def add_lora(model: DiffusionGemma, lora: LoRA | None = None, *, seed: int = 0) -> list[nn.Parameter]:
+    """Freeze the model, put adapters on its targets, and return the adapters' weights: what an optimizer should get.
+
+    Example: `add_lora(model, LoRA(rank=8)); train(model, objective, source, config, out="run")`.
+    """
+    lora = lora or LoRA()
+    if is_adapted(model):
+        raise ValueError(
+            "add_lora must get a model without adapters. Call merge_lora(model) or drop_lora(model) first."
+        )
+    model.requires_grad_(False)
+    for name, module in list(model.named_modules()):
+        if not _is_target(name, lora.targets):
+            continue
+        adapted = AdaptedExperts(module, lora) if isinstance(module, Experts) else AdaptedLinear(module, lora)
+        _put(model, name, adapted)
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in _adapter_weights(model):
+        if name.endswith("lora_a"):  # drawn on the CPU, so that every device starts from the same adapter
+            values = torch.randn(weight.shape, generator=generator) * weight.shape[-1] ** -0.5
+            weight.data.copy_(values)
+    return [weight for _, weight in _adapter_weights(model)]
+
+
+@torch.no_grad()
+def merge_lora(model: DiffusionGemma) -> None:
+    """Add the adapters into the weights and drop them: the same logits, an ordinary model that saves and accelerates.
+
+    Example: `merge_lora(model); model.save_pretrained("merged")`.
+    """
+    _require_adapters(model, "merge_lora")
+    for _, module in _adapted_modules(model):
+        for weight, update in module.updates():
+            # In the wider of the two, rounded once.
+            weight.copy_((weight.to(torch.promote_types(weight.dtype, update.dtype)) + update).to(weight.dtype))
+    drop_lora(model)
+
+
+def drop_lora(model: DiffusionGemma) -> None:
+    """Take the adapters off: the base model again, trainable."""
+    _require_adapters(model, "drop_lora")
+    for name, module in _adapted_modules(model):
+        _put(model, name, module.base())
+    model.requires_grad_(True)
+
+
+def save_lora(model: DiffusionGemma, path: str | Path) -> None:
+    """Write the adapters alone, one safetensors file that says what they adapt.
+
+    Example: `save_lora(model, "sudoku-lora.safetensors")`.
+    """
+    _require_adapters(model, "save_lora")
+    lora = next(module.lora for _, module in _adapted_modules(model))
+    tensors = {name: weight.detach().cpu().contiguous() for name, weight in _adapter_weights(model)}
+    save_file(tensors, str(path), metadata={"lora": json.dumps(asdict(lora))})
+
+
+def load_lora(model: DiffusionGemma, path: str | Path) -> LoRA:
+    """Put saved adapters on a model without any; returns what they are.
+
+    Example: `load_lora(model, "sudoku-lora.safetensors"); merge_lora(model)`.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{path} does not exist. Point at a file written by save_lora.")
+    with safe_open(str(path), framework="pt") as stored:
+        described = (stored.metadata() or {}).get("lora")
+        tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+    if described is None:
+        raise ValueError(f"{path} holds no adapters of this library. Point at a file written by save_lora.")
+    lora = LoRA(**json.loads(described))
+    add_lora(model, lora)
+    weights = dict(_adapter_weights(model))
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    if shapes != {name: tuple(tensor.shape) for name, tensor in tensors.items()}:
+        drop_lora(model)
+        raise ValueError(f"{path} was made for another model: its adapters' names or shapes do not fit this one.")
+    for name, weight in weights.items():
+        weight.data.copy_(tensors[name])
+    return lora
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Whether adapters sit on the model."""
+    return any(True for _ in _adapted_modules(model))
+
+
+def _adapted_modules(model: nn.Module) -> Iterator[tuple[str, AdaptedLinear | AdaptedExperts]]:
+    return ((name, m) for name, m in list(model.named_modules()) if isinstance(m, AdaptedLinear | AdaptedExperts))
+
+
+def _adapter_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((name, weight) for name, weight in model.named_parameters() if name.endswith(("lora_a", "lora_b")))
+
+
+def _is_target(name: str, targets: Iterable[str]) -> bool:
+    return any(name == end or name.endswith("." + end) for target in targets for end in _TARGETS[target])
+
+
+def _new_pair(weight: Tensor, rank: int) -> tuple[nn.Parameter, nn.Parameter]:
+    """A (…, rank, in) and B (…, out, rank), zero for now; in float32 at least, since updates are small."""
+    *experts, num_out, num_in = weight.shape
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    a, b = weight.new_zeros(*experts, rank, num_in, dtype=dtype), weight.new_zeros(*experts, num_out, rank, dtype=dtype)
+    return nn.Parameter(a), nn.Parameter(b)
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
+
+
+def _require_adapters(model: nn.Module, owner: str) -> None:
+    if not is_adapted(model):
+        raise ValueError(
+            f"{owner} must get a model with adapters. Call add_lora(model) or load_lora(model, path) first."
+        )

@@ -1,0 +1,134 @@
+"""Adapters change exactly what a changed weight would change, and merging is that weight."""
+
+import pytest
+import torch
+
+import dgemma
+from dgemma.train.lora import LoRA, add_lora, drop_lora, is_adapted, load_lora, merge_lora, save_lora
+
+EVERYTHING = ("attention", "dense", "experts", "router", "self_conditioning")
+
+
+def _model(dtype=torch.float64):
+    model = dgemma.DiffusionGemma(dgemma.presets.tiny(), dtype=dtype)
+    model.reset_parameters(torch.Generator().manual_seed(1))
+    return model
+
+
+def _stir(model):
+    """Adapters as after some training: B is no longer zero."""
+    generator = torch.Generator().manual_seed(2)
+    for name, weight in model.named_parameters():
+        if "lora_" in name:
+            weight.data = torch.randn(weight.shape, generator=generator).to(weight.dtype) * 0.1
+
+
+def _logits(model):
+    tokens = torch.arange(24).reshape(2, 12) % 500
+    cache = model.encode(tokens)
+    canvas = (torch.arange(16).reshape(2, 8) * 7) % 500
+    first = model.denoise(canvas, cache)
+    return torch.cat((model.denoise(canvas, cache, self_cond=first).logits, model.causal_logits(tokens)), dim=1)
+
+
+@pytest.mark.parametrize("target", EVERYTHING)
+def test_a_fresh_adapter_changes_nothing_and_a_trained_one_does(target):
+    model = _model()
+    before = _logits(model)
+    add_lora(model, LoRA(rank=4, targets=(target,)))
+    assert torch.equal(_logits(model), before)
+    _stir(model)
+    assert (_logits(model) - before).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("targets", [(t,) for t in EVERYTHING] + [EVERYTHING], ids=lambda t: "+".join(t))
+def test_merged_weights_give_the_adapted_logits(targets):
+    model = _model()
+    add_lora(model, LoRA(rank=3, alpha=5.0, targets=targets))
+    _stir(model)
+    adapted = _logits(model)
+    merge_lora(model)
+    assert not is_adapted(model)
+    assert torch.allclose(_logits(model), adapted, atol=1e-10)
+
+
+def test_adapter_gradients_are_the_chain_rule_of_the_dense_weights_gradient():
+    # W' = W + s·B A, so dA = s·Bᵀ dW' and dB = s·dW' Aᵀ, with dW' from the ordinary model that holds W'.
+    lora = LoRA(rank=2, alpha=6.0)
+    adapted = _model()
+    add_lora(adapted, lora)
+    _stir(adapted)
+    _logits(adapted).square().sum().backward()
+    dense = _model()
+    add_lora(dense, lora)
+    _stir(dense)
+    merge_lora(dense)
+    _logits(dense).square().sum().backward()
+    layer, plain = adapted.layers[0], dense.layers[0]
+    cases = [
+        (layer.self_attn.q_proj.lora_a, layer.self_attn.q_proj.lora_b, plain.self_attn.q_proj.weight),
+        (layer.router.proj.lora_a, layer.router.proj.lora_b, plain.router.proj.weight),
+        (layer.experts.gate_up_lora_a, layer.experts.gate_up_lora_b, plain.experts.gate_up_proj),
+        (layer.experts.down_lora_a, layer.experts.down_lora_b, plain.experts.down_proj),
+    ]
+    for a, b, weight in cases:
+        assert torch.allclose(a.grad, 3.0 * b.mT @ weight.grad, rtol=1e-8, atol=1e-9)
+        assert torch.allclose(b.grad, 3.0 * weight.grad @ a.mT, rtol=1e-8, atol=1e-9)
+
+
+def test_only_adapters_train_and_dropping_them_gives_the_model_back():
+    model = _model()
+    before, names = _logits(model), set(model.state_dict())
+    weights = add_lora(model, LoRA(rank=2))
+    assert {id(p) for p in model.parameters() if p.requires_grad} == {id(p) for p in weights}
+    _stir(model)
+    drop_lora(model)
+    assert set(model.state_dict()) == names
+    assert torch.equal(_logits(model), before)
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_saved_adapters_come_back(tmp_path):
+    model = _model(torch.float32)
+    add_lora(model, LoRA(rank=2, alpha=1.5, targets=("experts", "router")))
+    _stir(model)
+    save_lora(model, tmp_path / "adapter.safetensors")
+    other = _model(torch.float32)
+    assert load_lora(other, tmp_path / "adapter.safetensors") == LoRA(rank=2, alpha=1.5, targets=("experts", "router"))
+    assert torch.equal(_logits(other), _logits(model))
+
+
+def test_a_merged_model_saves_and_an_adapted_one_says_to_merge(tmp_path):
+    model = _model(torch.float32)
+    add_lora(model, LoRA(rank=4))
+    _stir(model)
+    with pytest.raises(ValueError, match="Merge adapters first"):
+        model.save_pretrained(tmp_path)
+    merge_lora(model)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(_logits(dgemma.DiffusionGemma.from_pretrained(tmp_path)), _logits(model))
+
+
+def test_adapters_of_bfloat16_weights_are_float32_and_run_in_bfloat16():
+    model = _model(torch.bfloat16)
+    weights = add_lora(model, LoRA(rank=8))
+    assert {w.dtype for w in weights} == {torch.float32}
+    assert model.encode(torch.ones(1, 4, dtype=torch.int64)).layers[0].view(4)[0].dtype == torch.bfloat16
+
+
+def test_mistakes_get_a_sentence(tmp_path):
+    model = _model(torch.float32)
+    with pytest.raises(ValueError, match="must get a model with adapters"):
+        merge_lora(model)
+    add_lora(model, LoRA(rank=2, targets=("attention",)))
+    with pytest.raises(ValueError, match="without adapters"):
+        add_lora(model)
+    save_lora(model, tmp_path / "a.safetensors")
+    bigger = dgemma.DiffusionGemma(dgemma.presets.tiny().replace(hidden_size=128))
+    with pytest.raises(ValueError, match="made for another model"):
+        load_lora(bigger, tmp_path / "a.safetensors")
+    assert not is_adapted(bigger)
+    with pytest.raises(FileNotFoundError, match="save_lora"):
+        load_lora(bigger, tmp_path / "none.safetensors")
+    with pytest.raises(ValueError, match=r"LoRA\.targets must be some of attention"):
+        LoRA(targets=("q_proj",))
