@@ -9,7 +9,7 @@ The loop knows no more about parallelism than this class. Its contract, for whoe
 - The loop makes folders, renames them and writes text on the main process alone, between two barriers.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 Model = TypeVar("Model", bound=nn.Module)
+Result = TypeVar("Result")
 
 _STATE_FILE = "state.safetensors"
 
@@ -65,6 +66,14 @@ class Parallel:
 
     def barrier(self) -> None:
         """Wait for all processes."""
+
+    def forward(self, model: nn.Module, run: Callable[[], Result]) -> Result:
+        """Run one micro-batch's objective, which calls the model's methods and reads its weights as it likes; between
+        two such runs the weights may be spread over processes.
+
+        Example: `terms = parallel.forward(model, lambda: objective(model, batch, seeds=seeds))`.
+        """
+        return run()
 
     def before_backward(self, model: nn.Module, *, last: bool) -> None:
         """Told before the backward of each micro-batch; only after the `last` are gradients needed whole."""
