@@ -283,15 +283,16 @@ class HybridNoise(_MaskingNoise):
             )
 
     def clean_share(self, noise_level: Tensor) -> Tensor:
-        return (1 - noise_level) / (1 + self._uniform_rate(noise_level))
+        return (1 - noise_level) / (1 + self.uniform_rate(noise_level))
 
     def mask_share(self, noise_level: Tensor) -> Tensor:
         t = noise_level.clamp(
             min=torch.finfo(noise_level.dtype).tiny
         )  # the share has a limit at t = 0, where c is 0 too
-        return t / (t + self._uniform_rate(t))
+        return t / (t + self.uniform_rate(t))
 
-    def _uniform_rate(self, t: Tensor) -> Tensor:
+    def uniform_rate(self, t: Tensor) -> Tensor:
+        """c: the weight of the random tokens, where clean text has 1 - t and the mask t."""
         scale = 2**self.gamma * self.uniform_share / (1 - self.uniform_share)
         return scale * (t * (1 - t)) ** (self.gamma / 2)
 

@@ -1,0 +1,307 @@
+"""The NELBO of exact networks is the likelihood, and of any network what the papers write."""
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dgemma.noise import HybridNoise, MaskNoise, UniformNoise
+from dgemma.prediction import Prediction
+from dgemma.schedule import Linear, OneMinusCosine, PlainCosine, Polynomial
+from dgemma.train import nelbo
+from toy import (
+    JOINT,
+    LENGTH,
+    MASK,
+    NUM_TOKENS,
+    SEQUENCES,
+    Denoiser,
+    hybrid_noise,
+    likelihood,
+    mask_noise,
+    uniform_noise,
+)
+
+NLL = -JOINT.log()  # (27,)
+INDEX = {"000": 0, "120": 1 * 9 + 2 * 3}
+SCHEDULES = [Linear(), OneMinusCosine(), PlainCosine(), Polynomial(3.0)]
+
+
+def quadrature(both_ends):
+    """Times and weights of 40-point Gauss-Legendre in u, t = u⁴: the integrands rise like a root towards the ends."""
+    u, w = (torch.tensor(values) for values in np.polynomial.legendre.leggauss(40))
+    u, w = (u + 1) / 2, w / 2
+    if not both_ends:
+        return u**4, w * 4 * u**3
+    return torch.cat([u**4 / 2, 1 - u**4 / 2]), torch.cat([w * 2 * u**3] * 2)
+
+
+def expected_nelbo(noise, network, parametrisation, *, both_ends=False):
+    """The whole expectation, over every canvas and by quadrature over time: (27,), one bound per text."""
+    canvases = torch.cartesian_prod(*[torch.arange(noise.vocab_size)] * LENGTH)
+    rows = len(SEQUENCES), len(canvases)
+    x, z = (t.expand(*rows, LENGTH).flatten(0, 1) for t in (SEQUENCES[:, None], canvases[None]))
+    total = torch.zeros(len(SEQUENCES), dtype=torch.float64)
+    for t, weight in zip(*quadrature(both_ends), strict=True):
+        level = 1 - noise.schedule.alpha(t)
+        logits = network.at(level).denoise(canvases).logits
+        logits = torch.where(logits.isnan(), 0.0, logits)  # of canvases that cannot occur
+        logits = logits.expand(rows[0], -1, -1, -1).flatten(0, 1)
+        found = nelbo.integrand(noise, logits, x, z, level.expand(len(x)), parametrisation=parametrisation)
+        probability = likelihood(noise, level.reshape(1))[0][x, z].prod(-1)
+        total += weight * (probability * found.sum(-1)).reshape(rows).sum(-1)
+    return total
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: type(s).__name__)
+def test_mask_nelbo_of_the_exact_network_is_the_likelihood_of_every_text(schedule):
+    found = expected_nelbo(mask_noise(schedule=schedule), Denoiser(mask_noise()), "mean")
+    torch.testing.assert_close(found, NLL, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("parametrisation", ["mean", "loo"])
+@pytest.mark.parametrize("schedule", [Linear(), OneMinusCosine()], ids=lambda s: type(s).__name__)
+def test_uniform_nelbo_of_the_exact_network_is_the_likelihood_of_every_text(schedule, parametrisation):
+    noise = uniform_noise(schedule=schedule)
+    found = expected_nelbo(noise, Denoiser(noise, parametrisation), parametrisation)
+    torch.testing.assert_close(found, NLL, atol=1e-10, rtol=0)
+    assert found[INDEX["000"]].item() == pytest.approx(1.139434, abs=1e-6)
+    assert found[INDEX["120"]].item() == pytest.approx(4.199705, abs=1e-6)
+
+
+@pytest.mark.parametrize("parametrisation", ["mean", "loo"])
+def test_hybrid_nelbo_of_the_exact_network_is_the_likelihood_of_every_text(parametrisation):
+    noise = hybrid_noise(uniform_share=0.2, gamma=1.0)
+    found = expected_nelbo(noise, Denoiser(noise, parametrisation), parametrisation, both_ends=True)
+    torch.testing.assert_close(found, NLL, atol=1e-6, rtol=0)
+
+
+def test_a_hybrid_of_another_shape_and_schedule_is_exact_too():
+    noise = hybrid_noise(uniform_share=0.6, gamma=2.0, schedule=Polynomial(1.5))
+    found = expected_nelbo(noise, Denoiser(noise, "loo"), "loo", both_ends=True)
+    torch.testing.assert_close(found, NLL, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("noise", "values"),
+    [(uniform_noise(), (2.939057, 4.930600)), (hybrid_noise(), (2.5726, 4.7872))],
+    ids=["uniform", "hybrid"],
+)
+def test_the_mean_taken_for_the_leave_one_out_is_charged_for_it(noise, values):
+    found = expected_nelbo(noise, Denoiser(noise, "mean"), "loo", both_ends=noise.kind == "hybrid")
+    assert found[[INDEX["000"], INDEX["120"]]].tolist() == pytest.approx(values, abs=5e-5)
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A network that is wrong, but always in the same way: logits by what the canvas shows at the position."""
+
+    table: torch.Tensor  # (V, V)
+
+    def at(self, level: Any) -> "Fixed":
+        return self
+
+    def denoise(self, canvas):
+        return Prediction(self.table[canvas])
+
+
+def a_wrong_network(noise):
+    return Fixed(torch.randn(noise.vocab_size, noise.vocab_size, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("noise", [mask_noise(), uniform_noise(), hybrid_noise()], ids=lambda n: n.kind)
+def test_no_network_is_below_the_entropy(noise):
+    found = expected_nelbo(noise, a_wrong_network(noise), "loo", both_ends=True)
+    assert (JOINT * found).sum().item() > 2.424411  # the text's entropy
+
+
+@pytest.mark.parametrize("noise", [mask_noise(), uniform_noise(), hybrid_noise()], ids=lambda n: n.kind)
+def test_drawing_times_and_canvases_estimates_the_same_number(noise):
+    """Four standard errors; both sides are of the same wrong network, so neither is the likelihood."""
+    rows = 40_000
+    network = a_wrong_network(noise)
+    expected = (JOINT * expected_nelbo(noise, network, "loo", both_ends=True)).sum().item()
+    x = SEQUENCES[JOINT.multinomial(rows, replacement=True)]
+    level = torch.rand(rows, dtype=torch.float64)
+    z = noise.corrupt(x, level, *torch.rand(2, rows, LENGTH, dtype=torch.float64))
+    found = nelbo.integrand(noise, network.denoise(z).logits, x, z, level, parametrisation="loo").sum(-1)
+    assert abs(found.mean().item() - expected) < 4 * found.std().item() / rows**0.5
+
+
+def test_with_one_position_the_mask_bound_is_the_cross_entropy_at_the_mask():
+    """Block size 1: whatever the network, the NELBO is the autoregressive loss."""
+    noise, logits = MaskNoise(7, mask_token_id=6), torch.randn(5, 1, 7, dtype=torch.float64)
+    x, masks = torch.tensor([[0], [1], [2], [3], [5]]), torch.full((5, 1), 6)
+    total = torch.zeros(5, 1, dtype=torch.float64)
+    for t, weight in zip(*quadrature(both_ends=False), strict=True):
+        shown = nelbo.integrand(noise, logits, x, x, t.reshape(1, 1))  # a clean position costs nothing
+        total += weight * (t * nelbo.integrand(noise, logits, x, masks, t.reshape(1, 1)) + (1 - t) * shown)
+    expected = torch.nn.functional.cross_entropy(logits[:, 0, :6], x[:, 0], reduction="none")
+    torch.testing.assert_close(total[:, 0], expected, atol=1e-12, rtol=0)
+
+
+def test_counting_masks_estimates_the_likelihood_exactly():
+    """LLaDA's estimator, averaged over every count and every set of that size."""
+    noise, total = mask_noise(), torch.zeros(len(SEQUENCES), dtype=torch.float64)
+    for count in range(1, LENGTH + 1):
+        orders = torch.tensor(list(itertools.permutations(range(LENGTH)))).double()
+        for u in orders:
+            rows = len(SEQUENCES)
+            z = nelbo.mask_exactly(noise, SEQUENCES, torch.full((rows,), count), u.expand(rows, -1))
+            assert ((z == MASK).sum(-1) == count).all()
+            found = nelbo.integrand_by_count(noise, Denoiser(noise).denoise(z).logits, SEQUENCES, z).sum(-1)
+            total += found / len(orders) / LENGTH
+    torch.testing.assert_close(total, NLL, atol=1e-12, rtol=0)
+
+
+def random_case(vocab_size, mask=None):
+    """Logits, clean and noised tokens with every pairing among them."""
+    logits = 2 * torch.randn(3, 40, vocab_size, dtype=torch.float64)
+    x, z = torch.randint(vocab_size, (2, 3, 40))
+    z = torch.where(torch.rand(3, 40) < 0.4, x, z)
+    if mask is not None:
+        x = torch.where(x == mask, (x + 1) % vocab_size, x)
+        z = torch.where(torch.rand(3, 40) < 0.3, mask, z)
+    return logits, x, z, torch.tensor([0.03, 0.5, 0.98], dtype=torch.float64)
+
+
+def test_uniform_integrand_is_the_formula_of_duo():
+    """As arXiv:2506.10892 writes it: x̄ = Kαx + 1 - α, i = z."""
+    vocab = 11
+    logits, x, z, level = random_case(vocab)
+    alpha = (1 - level)[:, None, None]
+    true = vocab * alpha * torch.nn.functional.one_hot(x, vocab).double() + 1 - alpha
+    model = vocab * alpha * logits.softmax(-1) + 1 - alpha
+    true_i, model_i = (side.gather(-1, z[..., None]) for side in (true, model))
+    brackets = (
+        vocab / model_i
+        - vocab / true_i
+        + (true / true_i * (model_i * true / (model * true_i)).log()).sum(-1, keepdim=True)
+    )
+    slope = math.pi / 2 * torch.sin(math.pi / 2 * PlainCosine().time(alpha))  # -α' of cos(πt/2)
+    expected = (slope / (vocab * alpha) * brackets)[..., 0]
+    noise = UniformNoise(vocab, schedule=PlainCosine())
+    found = nelbo.integrand(noise, logits, x, z, level, parametrisation="loo")
+    torch.testing.assert_close(found, expected, atol=1e-9, rtol=1e-9)
+
+
+def test_hybrid_integrand_is_the_formula_of_gidd():
+    """As arXiv:2503.04482 writes it: w·[KL(q ‖ q_θ) + r - log r - 1], with its three weights."""
+    vocab, mask, gamma, share = 9, 2, 1.0, 0.2
+    num_tokens = vocab - 1
+    logits, x, z, level = random_case(vocab, mask)
+    t = level[:, None, None]
+    bulge = 2**gamma * share / (1 - share) * (t * (1 - t)) ** (gamma / 2)
+    slope = 2**gamma * share / (1 - share) * gamma / 2 * (t * (1 - t)) ** (gamma / 2 - 1) * (1 - 2 * t)  # c'
+    at_mask = torch.arange(vocab) == mask
+    noise_part = torch.where(at_mask, t, bulge / num_tokens)
+    probs = logits.masked_fill(at_mask, -torch.inf).softmax(-1)
+    true, model = (
+        ((1 - t) * side + noise_part) / (1 + bulge) for side in (torch.nn.functional.one_hot(x, vocab), probs)
+    )
+    ratio = true.gather(-1, z[..., None]) / model.gather(-1, z[..., None])
+    bracket = ((true * (true / model).log()).sum(-1, keepdim=True) + ratio - ratio.log() - 1)[..., 0]
+    t, bulge, slope = t[..., 0], bulge[..., 0], slope[..., 0]
+    weight = torch.where(
+        z == mask,
+        1 / (t * (1 - t)),
+        torch.where(
+            z == x,
+            (bulge + (1 - t) * slope) / (num_tokens * (1 - t) * (1 - t + bulge / num_tokens)),
+            (bulge + (1 - t) * slope) / ((1 - t) * bulge),
+        ),
+    )
+    noise = HybridNoise(vocab, mask_token_id=mask, uniform_share=share, gamma=gamma)
+    found = nelbo.integrand(noise, logits, x, z, level, parametrisation="loo")
+    torch.testing.assert_close(found, weight * bracket, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("noise", [mask_noise(), uniform_noise(), hybrid_noise()], ids=lambda n: n.kind)
+def test_integrand_is_the_limit_of_the_divergence_of_short_reverse_steps(noise):
+    """KL(q(z_s | z_t, x) ‖ q(z_s | z_t, prediction)) / (t - s): a different road, by the exact posterior."""
+    level, step = 0.37, 1e-6
+    x, z = torch.cartesian_prod(torch.arange(NUM_TOKENS), torch.arange(noise.vocab_size)).T[..., None]
+    possible = likelihood(noise, torch.tensor([level]).double())[0][x[:, 0], z[:, 0]] > 0
+    x, z = x[possible], z[possible]
+    logits = torch.randn(len(x), 1, noise.vocab_size, dtype=torch.float64)
+    if noise.mask_token is not None:
+        logits[..., MASK] = -torch.inf
+    before, after = (torch.full((len(x), 1), 1 - value, dtype=torch.float64) for value in (level, level - step))
+    onehot = torch.nn.functional.one_hot(x, noise.vocab_size).double()
+    true = noise.posterior(z, onehot, before, after)
+    model = noise.posterior(z, logits.softmax(-1), before, after)
+    expected = torch.xlogy(true, true / torch.where(true > 0, model, 1.0)).sum(-1) / step
+    found = nelbo.integrand(noise, logits, x, z, 1 - before, parametrisation="loo")
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)  # the step is 1e-6; rounding in KL/step, 1e-9
+
+
+@pytest.mark.parametrize("parametrisation", ["mean", "loo"])
+@pytest.mark.parametrize("kind", ["mask", "uniform", "hybrid"])
+def test_float32_agrees_with_float64_at_the_published_vocabulary(kind, parametrisation):
+    """Levels from 1e-6 to 1 - 1e-6, confident and vague predictions, kept and replaced tokens.
+
+    An event counts by its probability: a token that survives a level of 1 - 1e-6 costs thousands of nats, rarely.
+    """
+    vocab, mask = 262_144, 4
+    noise = {
+        "mask": MaskNoise(vocab, mask_token_id=mask),
+        "uniform": UniformNoise(vocab),
+        "hybrid": HybridNoise(vocab, mask_token_id=mask),
+    }[kind]
+    level = torch.tensor([1e-6, 1e-3, 0.5, 1 - 1e-6], dtype=torch.float64)
+    logits = torch.randn(4, 3, vocab) * 4  # float32 numbers, so that both precisions get the same
+    x = torch.full((4, 3), 77)
+    z = torch.tensor([77, mask, 1234]).expand(4, 3)  # kept, the mask (to uniform noise a token), another
+    logits[:, 0, 77] += 25
+    single = nelbo.integrand(noise, logits, x, z, level, parametrisation=parametrisation)
+    double = nelbo.integrand(noise, logits.double(), x, z, level, parametrisation=parametrisation)
+    assert (single.dtype, double.dtype) == (torch.float32, torch.float64)
+    assert double.isfinite().all()
+    kept = noise.clean_share(level)
+    probability = torch.stack([kept, 1 - kept, 1 - kept], dim=-1)  # (4, 3)
+    torch.testing.assert_close(single.double() * probability, double * probability, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("noise", [mask_noise(), uniform_noise(), hybrid_noise()], ids=lambda n: n.kind)
+@pytest.mark.parametrize("level", [0.0, 1e-4, 0.5, 1.0])
+def test_gradients_are_finite_up_to_the_ends(noise, level):
+    logits = torch.randn(4, 2, noise.vocab_size, requires_grad=True)
+    x = torch.tensor([[0, 1], [2, 0], [1, 1], [0, 0]])
+    z = noise.corrupt(x, torch.full((4,), level), *torch.rand(2, 4, 2))
+    found = nelbo.integrand(noise, logits, x, z, torch.full((4,), level))
+    found.sum().backward()
+    assert found.isfinite().all()
+    assert logits.grad.isfinite().all()
+
+
+def test_a_certain_network_pays_nothing_when_right():
+    """One-hot logits with -inf elsewhere: no 0·inf anywhere."""
+    x = torch.tensor([[0, 1, 2]])
+    for noise in (mask_noise(), uniform_noise(), hybrid_noise()):
+        onehot = torch.nn.functional.one_hot(x, noise.vocab_size).double().log()
+        for z in torch.cartesian_prod(*[torch.arange(noise.vocab_size)] * 3):
+            found = nelbo.integrand(noise, onehot, x, z[None], torch.tensor([0.4]), parametrisation="loo")
+            assert found.abs().max() < 1e-12
+
+
+def test_levels_may_be_given_per_row_or_per_position():
+    noise, (logits, x, z, level) = UniformNoise(11), random_case(11)
+    by_row = nelbo.integrand(noise, logits, x, z, level)
+    by_position = nelbo.integrand(noise, logits, x, z, level[:, None].expand(3, 40).contiguous())
+    assert torch.equal(by_row, by_position)
+
+
+def test_what_cannot_be_meant_is_refused():
+    logits, x = torch.zeros(1, 2, 4), torch.zeros(1, 2, dtype=torch.int64)
+    with pytest.raises(ValueError, match="parametrisation must be one of"):
+        nelbo.integrand(mask_noise(), logits, x, x, torch.tensor([0.5]), parametrisation="score")
+    with pytest.raises(ValueError, match="must cover the noise's 3 tokens, got 4"):
+        nelbo.integrand(uniform_noise(), logits, x, x, torch.tensor([0.5]))
+    with pytest.raises(ValueError, match="must be MaskNoise"):
+        nelbo.integrand_by_count(hybrid_noise(), logits, x, x)
+    with pytest.raises(ValueError, match="must have a mask token"):
+        nelbo.mask_exactly(uniform_noise(), x, torch.tensor([1]), torch.rand(1, 2))
