@@ -1,20 +1,30 @@
 """Attention of new tokens over the cached prefix and themselves, in both of the model's modes."""
 
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from dgemma.config import LayerShape, ModelConfig
 from dgemma.model.layers import RMSNorm, rms_norm
 from dgemma.model.rotary import rotate
 
+Mask = Tensor | BlockMask
 
-def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Mask | None) -> Tensor:
     """softmax(q·k) v with scale 1, grouped queries. queries (B, T, N, H), keys and values (B, K, S, H) → (B, T, N, H).
 
-    mask: (B, 1, T or 1, S), True where a query looks, or None for everywhere.
+    mask: (B, 1, T or 1, S), True where a query looks, or None for everywhere. A `BlockMask` says the same and lets
+    FlexAttention skip what nobody sees.
     """
+    if isinstance(mask, BlockMask):
+        return _attend_in_blocks(queries, keys, values, mask)
     batch, num_kv_heads = keys.shape[:2]
     group = queries.shape[2] // num_kv_heads
     # A kv head is a batch entry and its query heads are the heads over it, so that keys are shared, never copied.
@@ -24,6 +34,19 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -
         mask = mask.expand(batch, num_kv_heads, *mask.shape[2:]).reshape(batch * num_kv_heads, 1, *mask.shape[2:])
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
     return rearrange(out, "(b k) g t h -> b t (k g) h", b=batch)
+
+
+def _attend_in_blocks(queries: Tensor, keys: Tensor, values: Tensor, mask: BlockMask) -> Tensor:
+    # Uncompiled it is a slow but exact reference, which is what a CPU gets.
+    attention: Callable[..., Any] = _compiled_flex_attention() if queries.is_cuda else flex_attention
+    q, k, v = (x.to(values.dtype) for x in (queries.transpose(1, 2), keys, values))
+    out: Tensor = attention(q, k, v, block_mask=mask, scale=1.0, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+@cache
+def _compiled_flex_attention() -> Callable[..., Any]:
+    return torch.compile(flex_attention)
 
 
 class Attention(nn.Module):
@@ -53,7 +76,7 @@ class Attention(nn.Module):
         return queries, keys.transpose(1, 2), values.transpose(1, 2)
 
     def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], past: tuple[Tensor, Tensor] | None, mask: Tensor | None
+        self, x: Tensor, rope: tuple[Tensor, Tensor], past: tuple[Tensor, Tensor] | None, mask: Mask | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """x (B, T, D), past keys and values (B, K, S, H) → output (B, T, D) and the new keys and values."""
         queries, keys, values = self.project(x, rope)

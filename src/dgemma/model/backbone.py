@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dgemma.config import LayerShape, ModelConfig
-from dgemma.model.attention import Attention
+from dgemma.model.attention import Attention, Mask
 from dgemma.model.experts import Experts, Router
 from dgemma.model.layers import GatedMLP, RMSNorm
 
@@ -38,7 +38,7 @@ class Layer(nn.Module):
         self.register_buffer("causal_layer_scalar", torch.ones(1))
 
     def forward(
-        self, x: Tensor, rope: KeysValues, past: KeysValues | None, mask: Tensor | None, causal: bool
+        self, x: Tensor, rope: KeysValues, past: KeysValues | None, mask: Mask | None, causal: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """x (B, T, D) → x (B, T, D) and this layer's new keys and values (B, K, T, H)."""
         attended, keys, values = self.self_attn(self.input_layernorm(x), rope, past, mask)
@@ -56,7 +56,7 @@ def run_layers(
     x: Tensor,
     ropes: Sequence[KeysValues],
     pasts: Sequence[KeysValues | None],
-    masks: Sequence[Tensor | None],
+    masks: Sequence[Mask | None],
     *,
     causal: bool,
     recompute: bool,

@@ -3,7 +3,7 @@
 The meaning of the model, in plain PyTorch with autograd; `dgemma_kernels.accelerate` gives the same seam at speed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dgemma.config import Conventions, GenerationDefaults, ModelConfig
+from dgemma.model.attention import Mask
 from dgemma.model.backbone import KeysValues, Layer, run_layers
 from dgemma.model.cache import LayerCache, PrefixCache
 from dgemma.model.experts import Experts
@@ -175,8 +176,8 @@ class DiffusionGemma(nn.Module):
         Example: `model.denoise(canvas, cache, self_cond=prediction.shape(temperature=0.8)).entropy`.
         """
         self._check_tokens(canvas, cache, "canvas")
-        embedded = self._embed(canvas)
-        signal = None if self_cond is None else self._soft_embedding(self_cond, self_cond_mask)
+        embedded = self.embed(canvas)
+        signal = None if self_cond is None else self.soft_embedding(self_cond, self_cond_mask)
         x = self.self_conditioning(embedded, signal)
         positions = cache.lengths[:, None] + torch.arange(canvas.shape[1], device=canvas.device)
         masks: list[Tensor | None] = [None] * len(cache.layers)
@@ -187,13 +188,13 @@ class DiffusionGemma(nn.Module):
                     layer.filled(cache.lengths), layer.num_filled(cache.num_slots), canvas.shape[1]
                 ),
             )
-        x, _ = self._run(x, positions, cache, masks, causal=False)
+        x, _ = self.run(x, positions, self._pasts(cache), masks, causal=False)
         return self._head(x)
 
     def _read(self, tokens: Tensor, cache: PrefixCache, real: Tensor | None) -> Tensor:
         """Run tokens (B, T) causally, chunk by chunk, append their keys and values; the last hidden state (B, T, D)."""
         cache.reserve(cache.num_slots + tokens.shape[1])
-        hidden = [self._embed(tokens[:, :0])]
+        hidden = [self.embed(tokens[:, :0])]
         for start in range(0, tokens.shape[1], _ENCODE_CHUNK):
             chunk = tokens[:, start : start + _ENCODE_CHUNK]
             chunk_real = None if real is None else real[:, start : start + _ENCODE_CHUNK]
@@ -214,7 +215,7 @@ class DiffusionGemma(nn.Module):
                 layer.window,
             ),
         )
-        x, new = self._run(self._embed(tokens), positions, cache, masks, causal=True)
+        x, new = self.run(self.embed(tokens), positions, self._pasts(cache), masks, causal=True)
         cache.append(new, real)
         return x
 
@@ -227,12 +228,25 @@ class DiffusionGemma(nn.Module):
                 masks[layer.keep] = make(layer)
         return [masks[layer.keep] for layer in cache.layers]
 
-    def _run(
-        self, x: Tensor, positions: Tensor, cache: PrefixCache, masks: list[Tensor | None], *, causal: bool
+    @staticmethod
+    def _pasts(cache: PrefixCache) -> list[KeysValues | None]:
+        return [layer.view(cache.num_slots) if cache.num_slots else None for layer in cache.layers]
+
+    def run(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        pasts: Sequence[KeysValues | None],
+        masks: Sequence[Mask | None],
+        *,
+        causal: bool,
     ) -> tuple[Tensor, list[KeysValues]]:
+        """x (B, T, D) at positions (B, T) through all layers and the last norm; also each layer's new keys and values.
+
+        What `encode` and `denoise` have in common, for whoever lays out attention another way.
+        """
         shapes = [self.config.layer_shape(layer) for layer in range(self.config.num_hidden_layers)]
         tables = {shape.kind: rotary_table(shape, positions, x.dtype) for shape in shapes}
-        pasts = [layer.view(cache.num_slots) if cache.num_slots else None for layer in cache.layers]
         layers: list[Layer] = list(self.layers)  # type: ignore[arg-type]
         x, new = run_layers(
             layers,
@@ -245,14 +259,15 @@ class DiffusionGemma(nn.Module):
         )
         return self.norm(x), new
 
-    def _embed(self, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Scaled embeddings: tokens (B, T) → (B, T, D)."""
         return self.embed_tokens(tokens) * self._embed_scale()
 
     def _embed_scale(self) -> Tensor:
         """sqrt(hidden), rounded to the weights' dtype as the published model does."""
         return torch.full((), self.config.hidden_size**0.5, dtype=self.dtype, device=self.device)
 
-    def _soft_embedding(self, self_cond: Prediction | Tensor, self_cond_mask: Tensor | None) -> Tensor:
+    def soft_embedding(self, self_cond: Prediction | Tensor, self_cond_mask: Tensor | None = None) -> Tensor:
         """softmax(logits) @ embedding · sqrt(hidden): the embedding last step's prediction expects, (B, C, D)."""
         parts = self_cond.pieces() if isinstance(self_cond, Prediction) else [self_cond]
         signal = torch.cat([self._expected_embedding(logits) for logits in parts], dim=1) * self._embed_scale()
