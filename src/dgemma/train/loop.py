@@ -1,0 +1,524 @@
+"""The training loop: a pure function of its configuration and seed, which a resumed run repeats bit for bit.
+
+Each step: rows from the source, noise from the rows' seeds, the objective's terms, one scalar, one update. Nothing in a
+step waits for the GPU; what was computed is read, checked and logged every `log_every` steps, and before anything is
+saved.
+"""
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from dgemma.model.diffusion import DiffusionGemma
+from dgemma.progress import progress_bar
+from dgemma.train.balance import RouterLoad
+from dgemma.train.batch import BatchSource, TrainBatch
+from dgemma.train.checkpoints import Checkpoints
+from dgemma.train.feed import Part, StepInput, feed
+from dgemma.train.log import TrainLog
+from dgemma.train.optimizer import (
+    OptimizerFactory,
+    WeightAverage,
+    adamw,
+    learning_rate_factor,
+    make_optimizer_state,
+    optimizer_state,
+)
+from dgemma.train.parallel import Parallel
+
+# What may differ when a run is resumed: it changes what is written down, not what is computed.
+_FREE_FIELDS = {"log_every", "checkpoint_every", "evaluate_every", "keep_last", "progress"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How a model is trained; the defaults are the published fine-tuning recipe's.
+
+    precision: `"mixed"` computes in bfloat16 with float32 weights, norms and softmax; `"weights"` computes everything
+    in the weights' own dtype. `batch_size` counts rows over all processes; `micro_batch_size` is what one process runs
+    at once, and changes no result. `ema_decay` averages the weights; the average is evaluated and handed back.
+
+    Example: `TrainConfig(steps=2000, batch_size=64, lr=3e-4, ema_decay=0.999)`.
+    """
+
+    steps: int
+    batch_size: int
+    micro_batch_size: int | None = None  # None: all rows at once
+    lr: float = 1.5e-4
+    betas: tuple[float, float] = (0.95, 0.99)
+    weight_decay: float = 1e-4
+    clip: float = 1.0  # the gradient's largest norm
+    warmup: int = 100
+    final_lr: float = 0.1  # where the cosine ends, of the peak
+    ema_decay: float | None = None
+    precision: str = "mixed"
+    recompute_activations: bool = False
+    compile: bool = False
+    seed: int = 0
+    log_every: int = 20
+    evaluate_every: int | None = None  # None: only after the last step
+    checkpoint_every: int = 1000
+    keep_last: int = 2
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "betas", tuple(self.betas))
+        for name in ("steps", "batch_size", "micro_batch_size", "log_every", "evaluate_every", "checkpoint_every"):
+            value = getattr(self, name)
+            optional = name in ("micro_batch_size", "evaluate_every")
+            _require(optional if value is None else value >= 1, name, "be at least 1", self)
+        _require(self.keep_last >= 1, "keep_last", "be at least 1, or nothing could be resumed", self)
+        _require(self.warmup >= 0, "warmup", "be at least 0 steps", self)
+        _require(0 <= self.lr < math.inf, "lr", "be at least 0", self)
+        _require(all(0 <= beta < 1 for beta in self.betas) and len(self.betas) == 2, "betas", "be two in [0, 1)", self)
+        _require(self.weight_decay >= 0, "weight_decay", "be at least 0", self)
+        _require(self.clip > 0, "clip", "be above 0; math.inf never clips", self)
+        _require(0 <= self.final_lr <= 1, "final_lr", "be in [0, 1], a fraction of the peak", self)
+        _require(self.ema_decay is None or 0 < self.ema_decay < 1, "ema_decay", "be in (0, 1) or None", self)
+        _require(self.precision in ("mixed", "weights"), "precision", "be 'mixed' or 'weights'", self)
+
+
+class Terms(Protocol):
+    """What an objective measured: per named term, each row's sum (B,) and how many positions it sums over (B,)."""
+
+    @property
+    def sums(self) -> Mapping[str, Tensor]: ...
+    @property
+    def counts(self) -> Mapping[str, Tensor]: ...
+
+
+class Objective(Protocol):
+    """What is minimised. A function of the model, the rows and their seeds: it draws nothing else.
+
+    `total_counts` says, before any forward, how many positions each term of these rows will have; `reduce` makes the
+    scalar. Given the totals of the whole step it returns these rows' part, so that the parts of all micro-batches and
+    processes add up to the loss of the whole batch.
+    """
+
+    def __call__(self, model: DiffusionGemma, batch: TrainBatch, *, seeds: Tensor) -> Any: ...
+    def total_counts(self, batch: TrainBatch, seeds: Tensor) -> Mapping[str, Tensor]: ...
+    def reduce(self, terms: Any, totals: Mapping[str, Tensor] | None = None) -> Tensor: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """A step just taken, as `on_step` sees it. Tensors are on the device: reading one waits for the step to finish."""
+
+    step: int  # steps taken, this one included
+    lr: float
+    loss: Tensor  # (), this process's part
+    grad_norm: Tensor  # (), before clipping
+    terms: list[Any]  # one per micro-batch, with sums and counts by row
+    parts: list[Part]
+    num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """A run that ended or was interrupted; the model it trained holds the weights named by `averaged`.
+
+    Example: `train(...).plot("loss.png")`.
+    """
+
+    step: int  # steps taken in all
+    interrupted: bool
+    checkpoint: Path  # the last one, from which the same call goes on
+    final: Path | None  # the model's own checkpoint, None if interrupted
+    log: TrainLog
+    averaged: bool  # whether the model now holds the average of its weights
+    tokens_per_second: float  # of this call, over all processes, saving and evaluating left out
+    evaluation: Mapping[str, float] = field(default_factory=dict)  # the last
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """The loss against the step, as a matplotlib figure."""
+        return self.log.plot(path)
+
+
+OnStep = Callable[[StepRecord], bool | None]
+Evaluate = Callable[[Any, int], Mapping[str, float]]
+
+
+def train(
+    model: DiffusionGemma,
+    objective: Any,
+    source: BatchSource,
+    config: TrainConfig,
+    *,
+    out: str | Path,
+    parallel: Parallel | None = None,
+    on_step: OnStep | None = None,
+    evaluate: Evaluate | None = None,
+    optimizer: OptimizerFactory | None = None,
+    allow_changes: bool = False,
+) -> TrainResult:
+    """Train `model` in place, from the last checkpoint in the folder `out` if there is one.
+
+    `out` gets `log.jsonl`, checkpoints `step-000100/` and in the end `final/`, which `from_pretrained` reads. The
+    process may be killed at any moment: the same call goes on from the last checkpoint, and ends where an uninterrupted
+    run would have. Ctrl-C (and SIGTERM) finishes the step, writes a checkpoint and returns. A loss or gradient that is
+    not finite stops the run with FloatingPointError, the model as it was at the last checkpoint.
+
+    on_step: called after every step; returning True stops the run as Ctrl-C does. evaluate: `(model, step) -> numbers`,
+    called with the averaged weights if there are any. optimizer: makes one from named parameters, AdamW by default;
+    its learning rates are the peaks that warm-up and cosine scale. allow_changes: go on with another configuration than
+    the run began with.
+
+    Example: `train(model, recipes.official_jax(), source, TrainConfig(steps=2000, batch_size=64), out="run")`.
+    """
+    run = _Run(model, objective, config, Path(out), parallel or Parallel(), optimizer)
+    run.start(allow_changes)
+    with _ready_to_train(run.model, config), _asked_to_stop() as asked:
+        interrupted = run.loop(source, on_step, evaluate, asked)
+    return run.finish(interrupted)
+
+
+class _Run:
+    """The state of a run between two steps: weights, optimizer, average, and what is still to be read and logged."""
+
+    def __init__(
+        self,
+        model: DiffusionGemma,
+        objective: Any,
+        config: TrainConfig,
+        out: Path,
+        parallel: Parallel,
+        optimizer: OptimizerFactory | None,
+    ) -> None:
+        if config.precision == "mixed" and model.dtype != torch.float32:
+            raise ValueError(
+                f"TrainConfig.precision 'mixed' must train float32 weights, got {model.dtype}. "
+                f"Load the model with dtype=torch.float32, or choose precision='weights'."
+            )
+        self.description: dict[str, Any] = {
+            "config": asdict(config),
+            "objective": _describe(objective),
+            "model": model.config.to_hf(),
+            "rows_per_process": len(parallel.rows(config.batch_size)),
+        }
+        self.model = parallel.prepare(model, mixed=config.precision == "mixed")
+        self.device = model.device
+        self.objective, self.config, self.out, self.parallel = objective, config, out, parallel
+        self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        if not self.parameters:
+            raise ValueError("train model must have weights that require gradients, got none. Unfreeze some.")
+        make = optimizer or (
+            lambda named: adamw(named, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
+        )
+        self.optimizer = make(self.parameters)
+        self.peaks = [group["lr"] for group in self.optimizer.param_groups]
+        self.average = None if config.ema_decay is None else WeightAverage(self.parameters, config.ema_decay)
+        self.checkpoints = Checkpoints(folder=out, keep_last=config.keep_last, parallel=parallel)
+        self.log = TrainLog(out / "log.jsonl")
+        self.load = RouterLoad(self.model)
+        self.step = 0
+        self.unread: list[StepRecord] = []
+        self.tokens, self.seconds, self.clock = 0, 0.0, 0.0
+        self.evaluation: Mapping[str, float] = {}
+
+    def start(self, allow_changes: bool) -> None:
+        """Go on from the last checkpoint, or write the first: from then on there is always one to go back to."""
+        if self.parallel.is_main:
+            self.out.mkdir(parents=True, exist_ok=True)
+        self.parallel.barrier()
+        self.checkpoints.clear_unfinished()
+        last = self.checkpoints.latest()
+        if last is None:
+            if self.parallel.is_main:
+                self.log.path.unlink(missing_ok=True)
+            self.save()
+            return
+        saved = self.checkpoints.read_run(last)
+        if not allow_changes:
+            self._refuse_changes(saved, last)
+        self.restore(last)
+        self.step = int(saved["step"])
+        if self.parallel.is_main:
+            self.log.cut(self.step)
+        self.parallel.barrier()
+
+    def _refuse_changes(self, saved: Mapping[str, Any], path: Path) -> None:
+        now, then = self.description["config"], saved["config"]
+        for item in fields(TrainConfig):
+            before, after = then.get(item.name), now[item.name]
+            before = tuple(before) if isinstance(before, list) else before
+            if item.name not in _FREE_FIELDS and before != after:
+                raise ValueError(
+                    f"TrainConfig.{item.name} must stay {before!r}, with which the run in {path.parent} began, got "
+                    f"{after!r}. Choose another folder, or pass allow_changes=True."
+                )
+        for name in ("objective", "model"):
+            if saved[name] != self.description[name]:
+                raise ValueError(
+                    f"train {name} must be the one with which the run in {path.parent} began, {saved[name]}, got "
+                    f"{self.description[name]}. Choose another folder, or pass allow_changes=True."
+                )
+
+    def loop(
+        self,
+        source: BatchSource,
+        on_step: OnStep | None,
+        evaluate: Evaluate | None,
+        asked: threading.Event,
+    ) -> bool:
+        """Train to the end; whether it was stopped before."""
+        config = self.config
+        rows = self.parallel.rows(config.batch_size)
+        inputs = feed(
+            source,
+            seed=config.seed,
+            rows=rows,
+            micro_batch_size=config.micro_batch_size or len(rows),
+            steps=range(self.step, config.steps),
+            device=self.device,
+        )
+        bar = progress_bar(
+            desc="training", unit="step", total=config.steps, show=config.progress and self.parallel.is_main
+        )
+        bar.update(self.step)
+        self.clock = time.perf_counter()
+        with bar:
+            for given in inputs:
+                record = self.take_step(given)
+                stop = bool(on_step is not None and on_step(record)) or asked.is_set()
+                stop = self.parallel.agree(stop) and self.step < config.steps
+                if stop or self._due(config.log_every):
+                    line = self.read()
+                    bar.set_postfix(loss=f"{line['loss']:.4f}", evenness=f"{line['evenness']:.2f}")
+                if evaluate is not None and self._due(config.evaluate_every):
+                    self.evaluate(evaluate)
+                if stop or self._due(config.checkpoint_every):
+                    self.save()
+                bar.update()
+                if stop:
+                    inputs.close()
+                    return True
+        return False
+
+    def _due(self, every: int | None) -> bool:
+        return self.step == self.config.steps or (every is not None and self.step % every == 0)
+
+    def take_step(self, given: StepInput) -> StepRecord:
+        """One update. Waits for nothing on the device."""
+        config, objective = self.config, self.objective
+        totals = self._totals(given.parts)
+        measured, loss = [], torch.zeros((), device=self.device)
+        for number, (batch, seeds) in enumerate(given.parts, start=1):
+            with self._autocast():
+                terms = self._measure(batch, seeds)
+                part = objective.reduce(terms, totals)
+            self.parallel.before_backward(self.model, last=number == len(given.parts))
+            part.backward()
+            loss = loss + part.detach()
+            measured.append(terms)
+        grad_norm = self.parallel.clip_grad_norm(self.parameters.values(), config.clip)
+        factor = learning_rate_factor(self.step, steps=config.steps, warmup=config.warmup, floor=config.final_lr)
+        for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
+            group["lr"] = peak * factor
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.average is not None:
+            self.average.update(self.step)
+        self.step += 1
+        record = StepRecord(
+            step=self.step,
+            lr=self.peaks[0] * factor,
+            loss=loss,
+            grad_norm=grad_norm,
+            terms=measured,
+            parts=given.parts,
+            num_tokens=given.num_tokens,
+        )
+        self.unread.append(record)
+        return record
+
+    def _measure(self, batch: TrainBatch, seeds: Tensor) -> Any:
+        return self.parallel.forward(self.model, lambda: self.objective(self.model, batch, seeds=seeds))
+
+    def _totals(self, parts: list[Part]) -> dict[str, Tensor]:
+        """Positions per term over the whole step, all micro-batches and processes."""
+        counts = [self.objective.total_counts(part.batch, part.seeds) for part in parts]
+        return {name: self.parallel.sum(torch.stack([c[name] for c in counts]).sum(0)) for name in counts[0]}
+
+    def _autocast(self) -> torch.autocast:
+        # No cache of rounded weights: one made by a pass without gradients would cut them off in the next.
+        return torch.autocast(
+            self.device.type, torch.bfloat16, enabled=self.config.precision == "mixed", cache_enabled=False
+        )
+
+    def read(self) -> dict[str, Any]:
+        """Fetch what the steps since the last reading computed, make sure it is finite, and log it."""
+        lines = self._fetch()
+        self._account(lines)
+        last = self.unread[-1].parts[0]
+        some = slice(0, max(1, last.batch.batch_size // 8))  # an eighth of a micro-batch shows the balance well enough
+        with self.load.watching(), self._autocast():
+            self._measure(last.batch.select(some), last.seeds[some])
+        self.load.counts = self.parallel.sum(self.load.counts)
+        lines[-1]["router"] = self.load.summary()
+        lines[-1]["evenness"] = min((layer["evenness"] for layer in lines[-1]["router"]), default=1.0)
+        self.unread = []
+        if self.parallel.is_main:
+            self.log.append(lines)
+        self.clock = time.perf_counter()
+        return lines[-1]
+
+    def _fetch(self) -> list[dict[str, Any]]:
+        names = list(self.unread[0].terms[0].sums)
+        numbers, norms = [], []
+        for record in self.unread:
+            sums = [torch.stack([t.sums[name].detach().sum() for t in record.terms]).sum() for name in names]
+            counts = [torch.stack([t.counts[name].sum() for t in record.terms]).sum() for name in names]
+            numbers.append(torch.stack([record.loss.double(), *(x.double() for x in (*sums, *counts))]))
+            norms.append(record.grad_norm.double())
+        fetched = torch.cat((self.parallel.sum(torch.stack(numbers)), torch.stack(norms)[:, None]), dim=1).tolist()
+        lines = []
+        for record, (loss, *values, grad_norm) in zip(self.unread, fetched, strict=True):
+            sums, counts = values[: len(names)], values[len(names) :]
+            means = {f"loss/{n}": s / c if c else 0.0 for n, s, c in zip(names, sums, counts, strict=True)}
+            line = {"step": record.step, "loss": loss, **means, "grad_norm": grad_norm, "lr": record.lr}
+            if not all(math.isfinite(x) for x in (loss, grad_norm, *sums)):
+                self._stop_not_finite(record, line)
+            lines.append(line)
+        return lines
+
+    def _account(self, lines: list[dict[str, Any]]) -> None:
+        seconds = time.perf_counter() - self.clock
+        tokens = sum(record.num_tokens for record in self.unread) * self.parallel.world_size
+        self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
+        lines[-1] |= {"tokens_per_second": tokens / seconds, "seconds": seconds}
+
+    def _stop_not_finite(self, record: StepRecord, line: Mapping[str, Any]) -> None:
+        last = self.checkpoints.latest()
+        assert last is not None  # `start` wrote one
+        terms = [name for name, x in line.items() if isinstance(x, float) and not math.isfinite(x)]
+        seeds = [
+            seed
+            for part, measured in zip(record.parts, record.terms, strict=True)
+            for seed, finite in zip(
+                part.seeds.tolist(),
+                torch.stack([s.detach().isfinite() for s in measured.sums.values()]).all(0).tolist(),
+                strict=True,
+            )
+            if not finite
+        ]
+        self.restore(last)
+        self.unread = []
+        rows = f"in the rows with seeds {seeds}" if seeds else "though every row's terms here are finite"
+        raise FloatingPointError(
+            f"train met a number that is not finite at step {record.step}: {', '.join(terms)}, {rows}. The model is as "
+            f"it was at {last.name}; lower TrainConfig.lr or clip, or look at those rows."
+        )
+
+    def evaluate(self, evaluate: Evaluate) -> None:
+        if self.unread:
+            self.read()
+        with ExitStack() as stack:
+            if self.average is not None:
+                stack.enter_context(self.average.swapped_in())
+            stack.enter_context(torch.no_grad())
+            self.evaluation = dict(self.parallel.forward(self.model, lambda: evaluate(self.model, self.step)))
+        if self.parallel.is_main:
+            self.log.append([{"step": self.step, **{f"evaluation/{k}": v for k, v in self.evaluation.items()}}])
+        self.clock = time.perf_counter()
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything a resumed run needs, by name."""
+        state = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
+        state |= optimizer_state(self.optimizer, self.parameters)
+        return state | (self.average.state if self.average is not None else {})
+
+    def save(self) -> None:
+        if self.unread:
+            self.read()
+        if self.parallel.is_main:
+            self.log.sync()
+        self.checkpoints.save(self.step, self.state(), {"step": self.step, **self.description})
+        self.clock = time.perf_counter()
+
+    def restore(self, path: Path) -> None:
+        stored = self.checkpoints.names(path)
+        make_optimizer_state(self.optimizer, self.parameters, stored)
+        self.checkpoints.load(path, self.state())
+
+    def finish(self, interrupted: bool) -> TrainResult:
+        if self.average is not None:
+            self.average.put_in()
+        final = None
+        if not interrupted:
+            final = self.out / "final"
+            self.parallel.save_pretrained(self.model, final)
+        last = self.checkpoints.latest()
+        assert last is not None
+        return TrainResult(
+            step=self.step,
+            interrupted=interrupted,
+            checkpoint=last,
+            final=final,
+            log=self.log,
+            averaged=self.average is not None,
+            tokens_per_second=self.tokens / self.seconds if self.seconds else 0.0,
+            evaluation=self.evaluation,
+        )
+
+
+@contextmanager
+def _ready_to_train(model: DiffusionGemma, config: TrainConfig) -> Iterator[None]:
+    """The model and torch set up for the run, and afterwards as they were."""
+    layers = list(model.layers)
+    recompute, matmul = model.recompute_activations, torch.get_float32_matmul_precision()
+    model.recompute_activations = config.recompute_activations
+    if config.precision == "mixed":
+        torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
+    try:
+        with ExitStack() as stack:
+            if config.compile:
+                # One code object serves all layers: by kind, by mode, with and without gradients.
+                stack.enter_context(torch._dynamo.config.patch(recompile_limit=64))
+                for layer in layers:
+                    layer.compile(dynamic=False)
+            yield
+    finally:
+        for layer in layers:
+            layer._compiled_call_impl = None
+        model.recompute_activations = recompute
+        torch.set_float32_matmul_precision(matmul)
+
+
+@contextmanager
+def _asked_to_stop() -> Iterator[threading.Event]:
+    """Set by Ctrl-C or SIGTERM, so that a step is never cut in two; a second Ctrl-C does what it always does."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():  # only there can signals be caught
+        yield asked
+        return
+    previous = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}
+
+    def ask(number: int, frame: Any) -> None:
+        asked.set()
+        signal.signal(number, previous[signal.Signals(number)])
+
+    for name in previous:
+        signal.signal(name, ask)
+    try:
+        yield asked
+    finally:
+        for name, handler in previous.items():
+            signal.signal(name, handler)
+
+
+def _describe(objective: Any) -> str:
+    return repr(objective) if is_dataclass(objective) else type(objective).__qualname__
+
+
+def _require(condition: bool, name: str, rule: str, owner: object) -> None:
+    if not condition:
+        raise ValueError(f"{type(owner).__name__}.{name} must {rule}, got {getattr(owner, name)!r}.")

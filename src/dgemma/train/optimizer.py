@@ -1,0 +1,111 @@
+"""The optimizer's side of a run: AdamW, warm-up and cosine, its state by parameter name, the average of the weights."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+OptimizerFactory = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
+
+
+def learning_rate_factor(step: int, *, steps: int, warmup: int, floor: float) -> float:
+    """What the peak learning rate is multiplied by at `step`: a line up to 1, then half a cosine down to `floor`.
+
+    Example: `learning_rate_factor(49, steps=1000, warmup=100, floor=0.1)` is 0.5.
+    """
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - 1 - warmup)
+    return floor + (1 - floor) * (1 + math.cos(math.pi * min(1.0, progress))) / 2
+
+
+def adamw(
+    parameters: Mapping[str, nn.Parameter], *, lr: float, betas: tuple[float, float], weight_decay: float
+) -> torch.optim.AdamW:
+    """AdamW over named parameters, one fused kernel on a GPU. Matrices decay; norms and scales do not.
+
+    Example: `adamw(dict(model.named_parameters()), lr=1.5e-4, betas=(0.95, 0.99), weight_decay=1e-4)`.
+    """
+    matrices = [p for p in parameters.values() if p.dim() >= 2]
+    scales = [p for p in parameters.values() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": scales, "weight_decay": 0.0}]
+    on_gpu = all(p.device.type == "cuda" for p in parameters.values())
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, fused=on_gpu)
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """The optimizer's own tensors, by parameter: "optimizer.layers.0.….exp_avg". Weights never touched have none."""
+    state: dict[str, Tensor] = {}
+    for name, parameter in parameters.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if not isinstance(value, Tensor):
+                raise ValueError(
+                    f"train optimizer must keep its state in tensors, got {key!r} of type {type(value).__name__}. "
+                    f"Use an optimizer of torch.optim."
+                )
+            state[f"optimizer.{name}.{key}"] = value
+    return state
+
+
+def make_optimizer_state(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], stored: set[str]
+) -> dict[str, Tensor]:
+    """Let the optimizer lay out its state as it was when `stored` names were saved, to be loaded into.
+
+    The optimizers lay it out in their first step, so one is taken, with gradients and learning rates of zero.
+    """
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for parameter in parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for name, parameter in parameters.items():
+        if not any(key.startswith(f"optimizer.{name}.") for key in stored):
+            optimizer.state.pop(parameter, None)
+    return optimizer_state(optimizer, parameters)
+
+
+class WeightAverage:
+    """An exponential moving average of the trained weights, in float32.
+
+    Early on it forgets faster, min(decay, (1 + step) / (10 + step)), so that the random start is soon gone.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
+        self.parameters, self.decay = parameters, decay
+        self.weights = {name: p.detach().float().clone() for name, p in parameters.items()}
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        return {f"ema.{name}": weight for name, weight in self.weights.items()}
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        decay = min(self.decay, (1 + step) / (10 + step))
+        current = [p.detach().float() for p in self.parameters.values()]
+        torch._foreach_lerp_(list(self.weights.values()), current, 1 - decay)
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """While inside, the model holds the average."""
+        kept = {name: p.detach().clone() for name, p in self.parameters.items()}
+        self.put_in()
+        try:
+            yield
+        finally:
+            self._put(kept)
+
+    def put_in(self) -> None:
+        """Give the model the average for good."""
+        self._put(self.weights)
+
+    @torch.no_grad()
+    def _put(self, weights: Mapping[str, Tensor]) -> None:
+        for name, parameter in self.parameters.items():
+            parameter.copy_(weights[name])
