@@ -1,18 +1,21 @@
-"""The README is code: its Python blocks run, in order, in one namespace, and its commands are the ones CI uses."""
+"""Pages are code: their Python blocks run, in order, in one namespace; the README's commands are the ones CI uses."""
 
 import re
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-def test_python_blocks_run_as_printed():
-    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+@pytest.mark.parametrize("page", ["README.md", "docs/extending.md"])
+def test_python_blocks_run_as_printed(page):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
     assert len(blocks) >= 5
     namespace: dict[str, object] = {}
     for number, block in enumerate(blocks):
-        exec(compile(block, f"README block {number}", "exec"), namespace)
+        exec(compile(block, f"{page} block {number}", "exec"), namespace)
 
 
 def test_the_sampler_in_the_readme_is_under_forty_lines():
