@@ -71,9 +71,6 @@ class Experts(nn.Module):
 
 def product_by_group(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """rows of group e times weights[e]ᵀ: rows (R, I), weights (E, O, I), ends (E,) → (R, O)."""
-    if torch.is_autocast_enabled(rows.device.type):  # which knows torch's own products and not this one
-        dtype = torch.get_autocast_dtype(rows.device.type)
-        rows, weights = rows.to(dtype), weights.to(dtype)
     if torch.is_autocast_enabled(rows.device.type):  # which does not know our operator
         dtype = torch.get_autocast_dtype(rows.device.type)
         rows, weights = rows.to(dtype), weights.to(dtype)
