@@ -79,5 +79,5 @@ def _pin(part: Part, device: torch.device) -> Part:
     if device.type != "cuda":
         return part
     tensors = {field.name: getattr(part.batch, field.name) for field in fields(part.batch)}
-    pinned = {name: t.pin_memory() for name, t in tensors.items() if t is not None and t.device.type == "cpu"}
+    pinned = {name: t.pin_memory() for name, t in tensors.items() if isinstance(t, Tensor) and not t.is_cuda}
     return Part(replace(part.batch, **pinned), part.seeds.pin_memory())

@@ -343,16 +343,17 @@ class _Run:
     def _measure(self, batch: TrainBatch, seeds: Tensor) -> Any:
         return self.parallel.forward(self.model, lambda: self.objective(self.model, batch, seeds=seeds))
 
+    def _measure(self, part: Part) -> Terms:
+        """The objective's terms on a micro-batch."""
+        # No cache of rounded weights: one made by a pass without gradients would cut them off in the next.
+        mixed = self.config.precision == "mixed"
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=mixed, cache_enabled=False):
+            return self.parallel.forward(self.model, lambda: self.objective(self.model, part.batch, seeds=part.seeds))
+
     def _totals(self, parts: list[Part]) -> dict[str, Tensor]:
         """Positions per term over the whole step, all micro-batches and processes."""
         counts = [self.objective.total_counts(part.batch, part.seeds) for part in parts]
         return {name: self.parallel.sum(torch.stack([c[name] for c in counts]).sum(0)) for name in counts[0]}
-
-    def _autocast(self) -> torch.autocast:
-        # No cache of rounded weights: one made by a pass without gradients would cut them off in the next.
-        return torch.autocast(
-            self.device.type, torch.bfloat16, enabled=self.config.precision == "mixed", cache_enabled=False
-        )
 
     def read(self) -> dict[str, Any]:
         """Fetch what the steps since the last reading computed, make sure it is finite, and log it."""
