@@ -76,6 +76,7 @@ class ModelConfig:
     pad_token_id: int = 0
     bos_token_id: int = 2
     eos_token_id: int = 1
+    noise_conditioning: bool = False  # tell the network its canvas's noise level; the published model has no such input
     vision_config: Mapping[str, Any] | None = field(default=None, hash=False)  # carried through, never built
     carried: Mapping[str, Any] = field(default_factory=dict, hash=False)  # other published top-level fields
 
@@ -88,6 +89,7 @@ class ModelConfig:
             _require(_is_int(value, 0) and value < self.vocab_size, name, "be a token id below vocab_size", self)
         for name in ("rms_norm_eps", "final_logit_softcapping", "initializer_range"):
             _require(_is_positive(getattr(self, name)), name, "be a finite number above 0", self)
+        _require(isinstance(self.noise_conditioning, bool), "noise_conditioning", "be True or False", self)
         _require(len(self.layer_types) == self.num_hidden_layers, "layer_types", "name one type per layer", self)
         _require(
             all(kind in (SLIDING, FULL) for kind in self.layer_types),
@@ -179,6 +181,8 @@ class ModelConfig:
         """A config.json in the published form, which transformers' DiffusionGemmaConfig accepts."""
         text = {k: v for k, v in asdict(self).items() if k not in ("vision_config", "carried", "canvas_length")}
         text["layer_types"] = list(self.layer_types)
+        if not self.noise_conditioning:
+            del text["noise_conditioning"]  # not a published field
         text["rope_parameters"] = {kind: dict(p) for kind, p in self.rope_parameters.items()}
         text |= {name: accepted[0] for name, accepted in _FIXED_TEXT_FIELDS.items()}
         text["model_type"] = "diffusion_gemma_text"

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 class Denoiser(Protocol):
     """What `generate` needs of a model: the reference `DiffusionGemma`, the fused engine, or a fake in a test.
 
-    A class may also have `step(state, *, cache, knobs)`, the same function as `step(model, state, ...)` made faster.
+    A class may also have `step(state, *, cache, knobs)`, the same function as `step(model, state, ...)` made faster,
+    and `takes_noise_level`: where it is True, `denoise` is told the canvas's `noise_level` (B,).
     """
 
     config: ModelConfig
@@ -134,7 +135,8 @@ def step(
 
     Example: `state, record = step(model, state, cache=cache, knobs=Knobs(sampler=EntropyBound(), temperature=...))`.
     """
-    raw = denoiser.denoise(state.canvas, cache, self_cond=state.self_cond)
+    told = {"noise_level": state.noise_level} if getattr(denoiser, "takes_noise_level", False) else {}
+    raw = denoiser.denoise(state.canvas, cache, self_cond=state.self_cond, **told)
     prediction = raw.shape(temperature=state.temperature, allowed=state.allowed, top_k=knobs.top_k, top_p=knobs.top_p)
     decision = knobs.sampler(prediction, state)
     if not isinstance(decision, Decision):

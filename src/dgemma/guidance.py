@@ -109,6 +109,10 @@ class Guided:
     def device(self) -> torch.device:
         return self.denoiser.device
 
+    @property
+    def takes_noise_level(self) -> bool:
+        return getattr(self.denoiser, "takes_noise_level", False)
+
     def encode(
         self, tokens: Tensor, cache: GuidedCache | None = None, attention_mask: Tensor | None = None
     ) -> GuidedCache:
@@ -132,10 +136,11 @@ class Guided:
         cache: GuidedCache,
         self_cond: Prediction | Tensor | None = None,
         self_cond_mask: Tensor | None = None,
+        **told: Tensor,
     ) -> Prediction:
-        """The guided prediction for canvas (B, C)."""
+        """The guided prediction for canvas (B, C); `told` is what else the denoiser takes, such as `noise_level`."""
         conditional, unconditional = (
-            self.denoiser.denoise(canvas, prefix, self_cond=self_cond, self_cond_mask=self_cond_mask).logits
+            self.denoiser.denoise(canvas, prefix, self_cond=self_cond, self_cond_mask=self_cond_mask, **told).logits
             for prefix in (cache.conditional, cache.unconditional)
         )
         return Prediction(mix(conditional, unconditional, self.strength))

@@ -216,8 +216,11 @@ class _Reader:
         draw = torch.tensor([draw for _, draw in rows], device=device)
         seeds, blocks = torch.full_like(draw, self.seed), torch.full_like(draw, block)
         fill = self.noise.prior(draws.uniform(seeds, blocks, draw, canvas.shape[1], "prior"))
+        told = (
+            {"noise_level": (canvas < 0).double().mean(-1)} if getattr(self.model, "takes_noise_level", False) else {}
+        )
         canvas = torch.where(canvas < 0, fill, canvas)
-        prediction = self.model.denoise(canvas, cache.select(torch.zeros_like(draw)))
+        prediction = self.model.denoise(canvas, cache.select(torch.zeros_like(draw)), **told)
         return prediction.shape(allowed=self.noise.proposable(None, device))
 
 

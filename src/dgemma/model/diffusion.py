@@ -18,6 +18,7 @@ from dgemma.model.cache import LayerCache, PrefixCache
 from dgemma.model.experts import Experts
 from dgemma.model.layers import GatedMLP, RMSNorm, rms_norm, wide_dtype
 from dgemma.model.masks import canvas_mask, causal_mask
+from dgemma.model.noise_level import NoiseLevelEmbedding
 from dgemma.model.rotary import rotary_table
 from dgemma.prediction import Prediction, SoftCap
 
@@ -72,6 +73,7 @@ class DiffusionGemma(nn.Module):
             )
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
             self.self_conditioning = SelfConditioning(config)
+            self.noise_level_embedding = NoiseLevelEmbedding(config.hidden_size) if config.noise_conditioning else None
         self.to(dtype or torch.get_default_dtype())
         if device.type != "meta":
             self.to_empty(device=device)
@@ -167,18 +169,19 @@ class DiffusionGemma(nn.Module):
         cache: PrefixCache,
         self_cond: Prediction | Tensor | None = None,
         self_cond_mask: Tensor | None = None,
+        noise_level: Tensor | None = None,
     ) -> Prediction:
         """Predict every position of canvas (B, C) at once, each seeing the prefix and the whole canvas.
 
         self_cond: last step's (shaped) Prediction or logits (B, C, V); self_cond_mask (B,) switches it per row, where
-        "off" is a zero signal. The cache is read, never changed.
+        "off" is a zero signal. noise_level (B,) is for a model with `config.noise_conditioning`; others, the published
+        one among them, do not look at it. The cache is read, never changed.
 
         Example: `model.denoise(canvas, cache, self_cond=prediction.shape(temperature=0.8)).entropy`.
         """
         self._check_tokens(canvas, cache, "canvas")
-        embedded = self.embed(canvas)
         signal = None if self_cond is None else self.soft_embedding(self_cond, self_cond_mask)
-        x = self.self_conditioning(embedded, signal)
+        x = self.embed_canvas(canvas, signal, noise_level)
         positions = cache.lengths[:, None] + torch.arange(canvas.shape[1], device=canvas.device)
         masks: list[Tensor | None] = [None] * len(cache.layers)
         if cache.ragged:
@@ -262,6 +265,26 @@ class DiffusionGemma(nn.Module):
     def embed(self, tokens: Tensor) -> Tensor:
         """Scaled embeddings: tokens (B, T) → (B, T, D)."""
         return self.embed_tokens(tokens) * self._embed_scale()
+
+    def embed_canvas(self, canvas: Tensor, signal: Tensor | None = None, noise_level: Tensor | None = None) -> Tensor:
+        """What the layers get of a canvas (B, C), its self-conditioning signal (B, C, D) and its level → (B, C, D).
+
+        noise_level is (B,), or (B, C) where a row holds canvases of several levels.
+        """
+        embedded = self.embed(canvas)
+        if self.noise_level_embedding is not None:
+            if noise_level is None:
+                raise ValueError(
+                    "DiffusionGemma.denoise noise_level must be given, (B,), since config.noise_conditioning is on."
+                )
+            level = self.noise_level_embedding(noise_level)
+            embedded = embedded + (level[:, None] if noise_level.dim() == 1 else level)
+        return self.self_conditioning(embedded, signal)
+
+    @property
+    def takes_noise_level(self) -> bool:
+        """Whether `denoise` must be told the canvas's noise level."""
+        return self.noise_level_embedding is not None
 
     def _embed_scale(self) -> Tensor:
         """sqrt(hidden), rounded to the weights' dtype as the published model does."""
