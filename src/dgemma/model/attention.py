@@ -1,6 +1,5 @@
 """Attention of new tokens over the cached prefix and themselves, in both of the model's modes."""
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -38,15 +37,15 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Mask | None) -> 
 
 def _attend_in_blocks(queries: Tensor, keys: Tensor, values: Tensor, mask: BlockMask) -> Tensor:
     # Uncompiled it is a slow but exact reference, which is what a CPU gets.
-    attention: Callable[..., Any] = _compiled_flex_attention() if queries.is_cuda else flex_attention
+    attention = _flex_attention(queries.device.type)
     q, k, v = (x.to(values.dtype) for x in (queries.transpose(1, 2), keys, values))
     out: Tensor = attention(q, k, v, block_mask=mask, scale=1.0, enable_gqa=True)
     return out.transpose(1, 2)
 
 
 @cache
-def _compiled_flex_attention() -> Callable[..., Any]:
-    return torch.compile(flex_attention)
+def _flex_attention(device_type: str) -> Any:
+    return torch.compile(flex_attention) if device_type == "cuda" else flex_attention
 
 
 class Attention(nn.Module):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,8 +14,8 @@ class TrainBatch:
 
     The answer is what canvases cover, from the prompt's end in steps of the canvas length; the objective fills the last
     one with end-of-text. A `truncated` answer was cut by whoever made the batch, so its end says nothing. `pinned`
-    tokens are never noised and never scored: Sudoku's clues. `documents` numbers the texts packed into a row; with it no
-    token sees another document's.
+    tokens are never noised and never scored: Sudoku's clues. `documents` numbers the texts packed into a row; with it
+    no token sees another document's.
     """
 
     tokens: Tensor  # (B, T) int64
@@ -24,9 +24,14 @@ class TrainBatch:
     truncated: Tensor | None = None  # (B,) bool
     pinned: Tensor | None = None  # (B, T) bool
     documents: Tensor | None = None  # (B, T) int64
+    # (prompt_len, length) of each row, known to the host: shapes follow from them without waiting for a device.
+    spans: tuple[tuple[int, int], ...] | None = None
 
     def __post_init__(self) -> None:
         batch_size, num_tokens = self.tokens.shape
+        if self.spans is None:
+            spans = tuple(zip(self.prompt_len.tolist(), self.length.tolist(), strict=True))
+            object.__setattr__(self, "spans", spans)
         shapes = {
             "prompt_len": (batch_size,),
             "length": (batch_size,),
@@ -55,11 +60,14 @@ class TrainBatch:
 
         Example: `batch.select(slice(0, 8))`.
         """
-        return self._map(lambda tensor: tensor[rows])
+        assert self.spans is not None
+        spans = self.spans[rows] if isinstance(rows, slice) else tuple(self.spans[row] for row in rows.tolist())
+        return replace(self._map(lambda tensor: tensor[rows]), spans=spans)
 
     def _map(self, transform: Callable[[Tensor], Tensor]) -> "TrainBatch":
-        changes = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{name: transform(value) for name, value in changes.items() if value is not None})
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        changes: dict[str, Any] = {name: transform(v) for name, v in values.items() if isinstance(v, Tensor)}
+        return replace(self, **changes)
 
 
 class BatchSource(Protocol):

@@ -23,7 +23,14 @@ _ENDS = 1e-20, 1 - 2.0**-53  # of the noise level: where the integrand is a limi
 
 
 def integrand(
-    noise: Noise, logits: Tensor, x: Tensor, z: Tensor, noise_level: Tensor, *, parametrisation: str = "mean"
+    noise: Noise,
+    logits: Tensor,
+    x: Tensor,
+    z: Tensor,
+    noise_level: Tensor,
+    *,
+    parametrisation: str = "mean",
+    weights: Tensor | None = None,
 ) -> Tensor:
     """What each position adds to the NELBO at this level, per unit of the schedule's time, in nats.
 
@@ -31,21 +38,38 @@ def integrand(
     (B, C), float64 if the logits are and float32 otherwise. `parametrisation` says what the logits are about: "mean",
     p(x | z), which cross-entropy learns, or "loo", p(x | z without this position), which the bound wants and "mean" is
     converted to. The mask token is never proposed (SUBS), and a token that mask noise left alone costs nothing. Memory
-    is a few copies of the logits: slice the positions where that is too much.
+    is a few copies of the logits: slice the positions where that is too much. `weights` (B, C) replace
+    `exact_weights`: a loss that is easier to train, and no bound.
 
     Example: `nelbo.integrand(noise, model.denoise(z, cache).logits, x, z, level).sum(-1)` estimates -log p(x).
     """
     _check(noise, logits, parametrisation)
     logits = _without_mask(noise, logits if logits.dtype == torch.float64 else logits.float())
-    level = noise_level[:, None] if noise_level.dim() == 1 else noise_level
-    level = level.double().clamp(*_ENDS)  # (B, C) or (B, 1); one number a position, so float64 is free
+    if weights is None:
+        weights = exact_weights(noise, x, z, noise_level)
+    level = _per_position(noise_level)
+    if noise.kind == "mask":
+        cost = torch.where(noise.masked(z), _cross_entropy(logits, x), 0.0)
+    else:
+        if parametrisation == "mean":
+            logits = noise.to_loo(logits, z, level.expand(x.shape))
+        cost = _jump_divergence(noise, logits, x, z, level)
+    return (weights * cost).to(logits.dtype)
+
+
+def exact_weights(noise: Noise, x: Tensor, z: Tensor, noise_level: Tensor) -> Tensor:
+    """What the bound multiplies a position's divergence by: r(z)/q(z) per unit of the schedule's time, (B, C) float64.
+
+    Under mask noise the divergence is a cross-entropy, weighted where z is the mask.
+
+    Example: `exact_weights(noise, x, z, level).clamp(max=2.0)` are GIDD's clipped weights.
+    """
+    level = _per_position(noise_level)
     speed = -noise.schedule.derivative(noise.schedule.time(1 - level))
     if noise.kind == "mask":
-        cost = torch.where(noise.masked(z), _cross_entropy(logits, x), 0.0) / level
-        return (speed * cost).to(logits.dtype)
-    if parametrisation == "mean":
-        logits = noise.to_loo(logits, z, level.expand(x.shape))
-    return (speed * _jump_divergence(noise, logits, x, z, level)).to(logits.dtype)
+        return torch.where(noise.masked(z), speed / level, 0.0)
+    _, odds = _floor_and_odds(noise, level)
+    return speed * _hazard(noise, z, level) / (1 + odds * (z == x).double())
 
 
 def integrand_by_count(noise: Noise, logits: Tensor, x: Tensor, z: Tensor) -> Tensor:
@@ -77,16 +101,12 @@ def mask_exactly(noise: Noise, tokens: Tensor, num_masked: Tensor, u: Tensor) ->
 
 
 def _jump_divergence(noise: Noise, logits: Tensor, x: Tensor, z: Tensor, level: Tensor) -> Tensor:
-    """The bracket of the module's formula times r(z)/q(z), per unit of noise level, for leave-one-out logits. (B, C)
+    """The bracket of the module's formula, for leave-one-out logits. (B, C)
 
     In units of `floor`, what noise alone gives a token, q is 1 + odds at x and 1 elsewhere, and q_θ is 1 + odds·p. So
     the large terms cancel on paper, and the vocabulary enters by one sum of log1p.
     """
-    if isinstance(noise, HybridNoise):
-        rate, num_tokens = noise.uniform_rate(level), noise.vocab_size - 1
-        floor, odds = rate / (1 + rate) / num_tokens, num_tokens * (1 - level) / rate
-    else:
-        floor, odds = level / noise.vocab_size, noise.vocab_size * (1 - level) / level
+    floor, odds = _floor_and_odds(noise, level)
     # logsumexp adds pairwise; a softmax over 262,144 float32 entries can be off by 1e-4.
     probs = (logits - logits.logsumexp(-1, keepdim=True)).exp()
     p_x, p_z = (probs.gather(-1, token[..., None])[..., 0].double() for token in (x, z))
@@ -99,7 +119,15 @@ def _jump_divergence(noise: Noise, logits: Tensor, x: Tensor, z: Tensor, level: 
     series = excess**2 * (1 / 2 - excess * (1 / 3 - excess / 4))  # excess - log(1 + excess), where the two cancel
     ratio_part = torch.where(excess.abs() < 1e-3, series, excess - log_ratio)
     ratio_part = torch.where(noise.masked(z), 0.0, ratio_part)  # a mask is equally likely under both
-    return _hazard(noise, z, level) / (1 + odds * kept) * (divergence + ratio_part)
+    return divergence + ratio_part
+
+
+def _floor_and_odds(noise: Noise, level: Tensor) -> tuple[Tensor, Tensor]:
+    """What noise alone gives a token, and what the clean text adds to it there, in that unit."""
+    if isinstance(noise, HybridNoise):
+        rate, num_tokens = noise.uniform_rate(level), noise.vocab_size - 1
+        return rate / (1 + rate) / num_tokens, num_tokens * (1 - level) / rate
+    return level / noise.vocab_size, noise.vocab_size * (1 - level) / level
 
 
 def _hazard(noise: Noise, z: Tensor, level: Tensor) -> Tensor:
@@ -111,6 +139,11 @@ def _hazard(noise: Noise, z: Tensor, level: Tensor) -> Tensor:
     if not isinstance(noise, HybridNoise):
         return pure
     return pure * torch.where(noise.masked(z), 1.0, level + noise.gamma / 2 * (1 - 2 * level))
+
+
+def _per_position(noise_level: Tensor) -> Tensor:
+    level = noise_level[:, None] if noise_level.dim() == 1 else noise_level
+    return level.double().clamp(*_ENDS)  # (B, C) or (B, 1); one number a position, so float64 is free
 
 
 def _cross_entropy(logits: Tensor, x: Tensor) -> Tensor:

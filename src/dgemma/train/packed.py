@@ -1,0 +1,151 @@
+"""All canvases of a sequence in one pass, equal to `encode` + `denoise` canvas by canvas (BD3-LM, arXiv:2503.09573).
+
+The clean text is read once, causally. Then every canvas, each at a noise level of its own, looks at the clean tokens
+before its start and at itself, and at nothing else: not at other canvases, and never at the clean tokens it is to find.
+Rows are right-padded, so a token's position is its index.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+
+from dgemma.config import LayerShape
+from dgemma.model.attention import Mask
+from dgemma.model.backbone import KeysValues
+from dgemma.model.diffusion import DiffusionGemma
+
+ATTENTIONS = ("dense", "blocks")
+
+# (row, head, query, key) → whether the query sees the key: FlexAttention's form, on tensors that broadcast.
+Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class CleanText(NamedTuple):
+    """The clean tokens as read: hidden (B, P, D), and each layer's keys and values (B, K, P, H)."""
+
+    hidden: Tensor
+    keys_values: list[KeysValues]
+
+    def first(self, num_tokens: int) -> "CleanText | None":
+        """Its first tokens, which are what canvases up to there look at; None for none."""
+        if num_tokens == 0:
+            return None
+        cut = [(keys[:, :, :num_tokens], values[:, :, :num_tokens]) for keys, values in self.keys_values]
+        return CleanText(self.hidden[:, :num_tokens], cut)
+
+
+def read_clean(
+    model: DiffusionGemma, tokens: Tensor, *, documents: Tensor | None = None, attention: str = "dense"
+) -> CleanText:
+    """Read tokens (B, P) causally, with gradients. documents (B, P) numbers texts that may not see each other.
+
+    attention: "dense" masks, or "blocks" that let FlexAttention skip what is hidden, for long rows on a GPU.
+
+    Example: `read_clean(model, tokens).hidden` is what the causal loss is taken of.
+    """
+    batch_size, num_tokens = tokens.shape
+
+    def rule_of(shape: LayerShape) -> Rule:
+        def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            seen = key <= query
+            if shape.window is not None:
+                seen = seen & (key > query - shape.window)
+            return seen if documents is None else seen & (documents[row, query] == documents[row, key])
+
+        return sees
+
+    masks = _masks(model, rule_of, batch_size if documents is not None else 1, (num_tokens, num_tokens), attention)
+    positions = torch.arange(num_tokens, device=tokens.device).expand(batch_size, -1)
+    pasts = [None] * len(masks)
+    hidden, keys_values = model.run(model.embed(tokens), positions, pasts, masks, causal=True)
+    return CleanText(hidden, keys_values)
+
+
+def predict_canvases(
+    model: DiffusionGemma,
+    canvases: Tensor,
+    starts: Tensor,
+    clean: CleanText | None = None,
+    *,
+    signal: Tensor | None = None,
+    noise_level: Tensor | None = None,
+    documents: tuple[Tensor, Tensor] | None = None,
+    aligned: bool = False,
+    attention: str = "dense",
+) -> Tensor:
+    """The last hidden states of canvases (B, K, C) that start at positions (B, K): (B, K, C, D).
+
+    clean: the text they follow, None if all of them start at 0. signal (B, K, C, D): self-conditioning. noise_level
+    (B, K): for a model that is told. documents: of the clean tokens (B, P) and of the canvases (B, K, C). aligned: the
+    promise that K is 1 and every row starts at P, which saves the mask where the window allows it.
+
+    Example: `predict_canvases(model, canvases, starts, read_clean(model, tokens))`.
+    """
+    batch_size, num_canvases, canvas_len = canvases.shape
+    num_clean = 0 if clean is None else clean.hidden.shape[1]
+    num_noisy = num_canvases * canvas_len
+    extra = 1 if model.conventions.sliding_prefix == "window" else 0
+    both = None
+    if documents is not None:
+        both = torch.cat((documents[0][:, :num_clean], documents[1].flatten(1)), dim=1)  # (B, P + K·C)
+
+    def rule_of(shape: LayerShape) -> Rule | None:
+        reach = None if shape.window is None else shape.window - 1 + extra
+        if aligned and both is None and (reach is None or reach >= num_clean):
+            return None
+
+        def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            canvas = query // canvas_len
+            start = starts[row, canvas]
+            before = key < start
+            if reach is not None:
+                before = before & (key >= start - reach)
+            seen = torch.where(key < num_clean, before, (key - num_clean) // canvas_len == canvas)
+            return seen if both is None else seen & (both[row, num_clean + query] == both[row, key])
+
+        return sees
+
+    # The positions of one canvas all see the same, so one query stands for them.
+    num_queries = 1 if num_canvases == 1 and both is None and attention == "dense" else num_noisy
+    masks = _masks(model, rule_of, batch_size, (num_queries, num_clean + num_noisy), attention)
+    levels = None if noise_level is None else noise_level.repeat_interleave(canvas_len, dim=1)  # (B, K·C)
+    x = model.embed_canvas(canvases.flatten(1), None if signal is None else signal.flatten(1, 2), levels)
+    positions = (starts[..., None] + torch.arange(canvas_len, device=starts.device)).flatten(1)
+    pasts = [None] * len(masks) if clean is None else clean.keys_values
+    hidden, _ = model.run(x, positions, pasts, masks, causal=False)
+    return hidden.unflatten(1, (num_canvases, canvas_len))
+
+
+def _masks(
+    model: DiffusionGemma,
+    rule_of: Callable[[LayerShape], Rule | None],
+    batch_size: int,
+    size: tuple[int, int],
+    attention: str,
+) -> list[Mask | None]:
+    """One mask per kind of layer, handed to every layer of that kind."""
+    if attention not in ATTENTIONS:
+        raise ValueError(f"packed attention must be one of {ATTENTIONS}, got {attention!r}.")
+    shapes = [model.config.layer_shape(layer) for layer in range(model.config.num_hidden_layers)]
+    rules = {shape.kind: rule_of(shape) for shape in shapes}
+    masks: dict[str, Mask | None] = {}
+    for kind, rule in rules.items():
+        if rule is None:
+            masks[kind] = None
+        elif attention == "blocks":
+            masks[kind] = create_block_mask(rule, batch_size, None, *size, device=str(model.device))
+        else:
+            masks[kind] = _dense(rule, batch_size, size, model.device)
+    return [masks[shape.kind] for shape in shapes]
+
+
+def _dense(rule: Rule, batch_size: int, size: tuple[int, int], device: torch.device) -> Tensor:
+    """The rule written out: (B, 1, Q, S) bool."""
+    row = torch.arange(batch_size, device=device)[:, None, None]
+    query = torch.arange(size[0], device=device)[:, None]
+    key = torch.arange(size[1], device=device)
+    seen = rule(row, torch.zeros_like(row), query, key)
+    return seen.expand(batch_size, *size)[:, None]
