@@ -61,8 +61,6 @@ class Checkpoints:
             (new / _RUN_FILE).write_text(json.dumps(run, indent=2) + "\n")
             for path in (*new.rglob("*"), new):
                 _flush(path)
-            if final.exists():
-                self._delete(final)
             os.rename(new, final)
             _flush(self.folder)
             for old in self.steps()[: -self.keep_last]:
@@ -72,7 +70,6 @@ class Checkpoints:
 
     def _delete(self, path: Path) -> None:
         old = self.folder / f".{path.name}.old"
-        shutil.rmtree(old, ignore_errors=True)
         os.rename(path, old)
         shutil.rmtree(old)
 

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,6 +78,7 @@ def _pin(part: Part, device: torch.device) -> Part:
     """Page-locked memory, from which a copy to the GPU need not be waited for."""
     if device.type != "cuda":
         return part
-    tensors = {field.name: getattr(part.batch, field.name) for field in fields(part.batch)}
-    pinned = {name: t.pin_memory() for name, t in tensors.items() if isinstance(t, Tensor) and not t.is_cuda}
+    names = [field.name for field in fields(part.batch)]
+    on_host = [name for name in names if isinstance(t := getattr(part.batch, name), Tensor) and not t.is_cuda]
+    pinned: dict[str, Any] = {name: getattr(part.batch, name).pin_memory() for name in on_host}
     return Part(replace(part.batch, **pinned), part.seeds.pin_memory())

@@ -311,13 +311,12 @@ class _Run:
         config, objective = self.config, self.objective
         totals = self._totals(given.parts)
         measured, loss = [], torch.zeros((), device=self.device)
-        for number, (batch, seeds) in enumerate(given.parts, start=1):
-            with self._autocast():
-                terms = self._measure(batch, seeds)
-                part = objective.reduce(terms, totals)
+        for number, part in enumerate(given.parts, start=1):
+            terms = self._measure(part)
+            share = objective.reduce(terms, totals)
             self.parallel.before_backward(self.model, last=number == len(given.parts))
-            part.backward()
-            loss = loss + part.detach()
+            share.backward()
+            loss = loss + share.detach()
             measured.append(terms)
         grad_norm = self.parallel.clip_grad_norm(self.parameters.values(), config.clip)
         factor = learning_rate_factor(self.step, steps=config.steps, warmup=config.warmup, floor=config.final_lr)
@@ -340,9 +339,6 @@ class _Run:
         self.unread.append(record)
         return record
 
-    def _measure(self, batch: TrainBatch, seeds: Tensor) -> Any:
-        return self.parallel.forward(self.model, lambda: self.objective(self.model, batch, seeds=seeds))
-
     def _measure(self, part: Part) -> Terms:
         """The objective's terms on a micro-batch."""
         # No cache of rounded weights: one made by a pass without gradients would cut them off in the next.
@@ -351,18 +347,23 @@ class _Run:
             return self.parallel.forward(self.model, lambda: self.objective(self.model, part.batch, seeds=part.seeds))
 
     def _totals(self, parts: list[Part]) -> dict[str, Tensor]:
-        """Positions per term over the whole step, all micro-batches and processes."""
+        """What the objective counts, over the whole step; under "process/…" over this process alone."""
         counts = [self.objective.total_counts(part.batch, part.seeds) for part in parts]
-        return {name: self.parallel.sum(torch.stack([c[name] for c in counts]).sum(0)) for name in counts[0]}
+        here = {name: torch.stack([count[name] for count in counts]).sum(0) for name in counts[0]}
+        everywhere = self.parallel.sum(torch.stack([*here.values(), torch.ones_like(next(iter(here.values())))]))
+        return {
+            **dict(zip((*here, "processes"), everywhere.unbind(), strict=True)),
+            **{f"process/{name}": count for name, count in here.items()},
+        }
 
     def read(self) -> dict[str, Any]:
         """Fetch what the steps since the last reading computed, make sure it is finite, and log it."""
         lines = self._fetch()
         self._account(lines)
-        last = self.unread[-1].parts[0]
+        last = self.unread[-1].parts[-1]
         some = slice(0, max(1, last.batch.batch_size // 8))  # an eighth of a micro-batch shows the balance well enough
-        with self.load.watching(), self._autocast():
-            self._measure(last.batch.select(some), last.seeds[some])
+        with self.load.watching():
+            self._measure(Part(last.batch.select(some), last.seeds[some]))
         self.load.counts = self.parallel.sum(self.load.counts)
         lines[-1]["router"] = self.load.summary()
         lines[-1]["evenness"] = min((layer["evenness"] for layer in lines[-1]["router"]), default=1.0)

@@ -1,0 +1,125 @@
+"""A checkpoint is whole or not there, whatever moment the process dies at."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from dgemma.train import checkpoints as module
+from dgemma.train.checkpoints import Checkpoints
+from dgemma.train.parallel import Parallel
+
+
+class Killed(BaseException):
+    """Stands for kill -9: nothing catches it and nothing cleans up."""
+
+
+class HalfWriting(Parallel):
+    """Dies with half of the tensors' bytes on the disk."""
+
+    def save(self, folder, state):
+        super().save(folder, state)
+        file = next(folder.iterdir())
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+        raise Killed
+
+
+def checkpoints(folder: Path, parallel: Parallel | None = None, keep_last: int = 2) -> Checkpoints:
+    return Checkpoints(folder=folder, keep_last=keep_last, parallel=parallel or Parallel())
+
+
+def state(step: int) -> dict[str, torch.Tensor]:
+    return {"model.a": torch.full((3,), float(step)), "optimizer.a.step": torch.tensor(step)}
+
+
+def read(saved: Checkpoints) -> int:
+    """The step of the last checkpoint, after checking that all of it says the same."""
+    latest = saved.latest()
+    assert latest is not None
+    found = state(-1)
+    saved.load(latest, found)
+    step = saved.read_run(latest)["step"]
+    assert found["model.a"].tolist() == [step] * 3
+    assert found["optimizer.a.step"] == step
+    assert latest.name == f"step-{step:06d}"
+    return step
+
+
+def test_the_last_few_are_kept(tmp_path):
+    saved = checkpoints(tmp_path, keep_last=2)
+    for step in (0, 5, 10, 1_000_000):
+        saved.save(step, state(step), {"step": step})
+    assert saved.steps() == [10, 1_000_000]
+    assert read(saved) == 1_000_000
+
+
+@pytest.mark.parametrize("deadly_call", range(10))
+def test_death_at_any_call_to_the_file_system_leaves_the_old_checkpoint_or_the_new(tmp_path, monkeypatch, deadly_call):
+    saved = checkpoints(tmp_path, keep_last=1)
+    saved.save(1, state(1), {"step": 1})
+    calls = 0
+
+    def dying(call):
+        def run(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            if calls - 1 == deadly_call:
+                raise Killed
+            return call(*args, **kwargs)
+
+        return run
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.os, "rename", dying(os.rename))
+        patch.setattr(module.shutil, "rmtree", dying(shutil.rmtree))
+        patch.setattr(module, "_flush", dying(module._flush))
+        patch.setattr(Path, "write_text", dying(Path.write_text))
+        patch.setattr(Path, "mkdir", dying(Path.mkdir))
+        # Ten calls: clear, make, describe, flush three, rename, flush the names; rename and remove the old one.
+        with pytest.raises(Killed):
+            saved.save(2, state(2), {"step": 2})
+    survived = read(saved)
+    assert survived == (1 if deadly_call <= 6 else 2)  # the seventh call is the rename that puts it in force
+    saved.clear_unfinished()
+    assert not list(tmp_path.glob(".*"))
+    saved.save(3, state(3), {"step": 3})
+    assert read(saved) == 3
+
+
+def test_half_written_tensors_are_never_taken_for_a_checkpoint(tmp_path):
+    checkpoints(tmp_path).save(1, state(1), {"step": 1})
+    with pytest.raises(Killed):
+        checkpoints(tmp_path, HalfWriting()).save(2, state(2), {"step": 2})
+    assert read(checkpoints(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("file", ["state.safetensors", "run.json"])
+def test_a_damaged_checkpoint_is_named_together_with_the_one_before(tmp_path, file):
+    saved = checkpoints(tmp_path)
+    for step in (1, 2):
+        saved.save(step, state(step), {"step": step})
+    damaged = tmp_path / "step-000002" / file
+    damaged.write_bytes(damaged.read_bytes()[:-5])
+    with pytest.raises(
+        ValueError, match=r"step-000002 is no whole checkpoint: .*Delete that folder to continue from step-000001"
+    ):
+        read(saved)
+    shutil.rmtree(damaged.parent)
+    assert read(saved) == 1
+
+
+def test_a_tensor_that_was_never_saved_is_named(tmp_path):
+    saved = checkpoints(tmp_path)
+    path = saved.save(1, state(1), {"step": 1})
+    wanted = state(7) | {"model.b": torch.zeros(1)}
+    with pytest.raises(ValueError, match=r"holds no model\.b"):
+        saved.load(path, wanted)
+    assert wanted["model.a"].tolist() == [7.0] * 3  # and nothing was loaded
+
+
+def test_a_run_is_described_in_readable_json(tmp_path):
+    path = checkpoints(tmp_path).save(4, state(4), {"step": 4, "config": {"betas": (0.9, 0.99)}})
+    assert json.loads((path / "run.json").read_text()) == {"step": 4, "config": {"betas": [0.9, 0.99]}}

@@ -1,0 +1,322 @@
+"""A run is a function of its configuration: however it is cut up, interrupted and resumed, it ends in the same bits."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+import next_token
+from dgemma import DiffusionGemma
+from dgemma.model import experts
+from dgemma.train.loop import TrainConfig, train
+from next_token import NextToken, counting
+
+SETTINGS = {"steps": 6, "batch_size": 4, "lr": 1e-2, "warmup": 2, "precision": "weights", "log_every": 4}
+
+
+def config(**changes) -> TrainConfig:
+    return TrainConfig(**(SETTINGS | changes))
+
+
+def run(out, *, model=None, objective=None, source=counting, **kwargs):
+    names = {"on_step", "evaluate", "optimizer", "allow_changes"}
+    given = {name: kwargs.pop(name) for name in names & kwargs.keys()}
+    model = model if model is not None else next_token.model()
+    return model, train(model, objective or NextToken(), source, config(**kwargs), out=out, **given)
+
+
+def weights(model) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def assert_same_bits(left, right) -> None:
+    assert left.keys() == right.keys()
+    for name in left:
+        assert torch.equal(left[name], right[name]), name
+
+
+def stop_at(step: int):
+    return lambda record: record.step == step
+
+
+def test_a_model_learns_to_count(tmp_path):
+    _, result = run(tmp_path, steps=60, batch_size=8, warmup=5)
+    losses = result.log.column("loss")[1]
+    assert losses[0] > math.log(next_token.VOCAB) - 0.5  # it begins knowing nothing
+    assert sum(losses[-5:]) / 5 < 1.8  # one token in ten is corrupted, so it cannot come near zero
+    assert result.final == tmp_path / "final"
+    assert result.tokens_per_second > 0
+
+
+def test_micro_batches_change_nothing(tmp_path):
+    # In float64, where the order of a sum shows in the last digits alone. Rows differ in length, so a mean of
+    # micro-batch means would be another loss.
+    whole, _ = run(tmp_path / "whole", model=next_token.model(torch.float64))
+    parts, _ = run(tmp_path / "parts", model=next_token.model(torch.float64), micro_batch_size=3)
+    for name, weight in weights(whole).items():
+        torch.testing.assert_close(weights(parts)[name], weight, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("stopped", [1, 3, 5])
+def test_a_resumed_run_ends_in_the_same_bits_and_with_the_same_log(tmp_path, stopped):
+    straight, one = run(tmp_path / "straight", ema_decay=0.9)
+    resumed, half = run(tmp_path / "resumed", ema_decay=0.9, on_step=stop_at(stopped))
+    assert (half.interrupted, half.step, half.checkpoint.name) == (True, stopped, f"step-{stopped:06d}")
+    resumed, two = run(tmp_path / "resumed", ema_decay=0.9, model=resumed)
+    assert not two.interrupted
+    assert_same_bits(weights(straight), weights(resumed))
+    measured = ("step", "loss", "loss/causal", "grad_norm", "lr")
+    assert [[line[name] for name in measured] for line in one.log.lines()] == [
+        [line[name] for name in measured] for line in two.log.lines()
+    ]
+
+
+def test_a_run_resumes_from_its_own_beginning_whatever_weights_it_is_given(tmp_path):
+    first, _ = run(tmp_path, steps=2)
+    other = next_token.model()
+    with torch.no_grad():
+        other.norm.weight.fill_(7.0)
+    again, result = run(tmp_path, steps=2, model=other)
+    assert result.step == 2
+    assert_same_bits(weights(first), weights(again))
+
+
+def test_any_optimizer_of_torch_resumes_too(tmp_path):
+    def momentum(parameters):
+        return torch.optim.SGD(parameters.values(), lr=0.1, momentum=0.9)
+
+    straight, _ = run(tmp_path / "straight", optimizer=momentum)
+    run(tmp_path / "resumed", optimizer=momentum, on_step=stop_at(2))
+    resumed, result = run(tmp_path / "resumed", optimizer=momentum)
+    assert_same_bits(weights(straight), weights(resumed))
+    assert result.log.lines()[1]["lr"] == pytest.approx(0.1)  # its own peak, at the end of two steps of warm-up
+
+
+SCRIPT = """
+    import sys
+    import torch
+    torch.set_num_threads(1)
+    import next_token
+    from dgemma.train.loop import TrainConfig, train
+    settings = eval(sys.argv[2]) | {"steps": 40, "checkpoint_every": 2, "ema_decay": 0.9}
+    train(next_token.model(), next_token.NextToken(), next_token.counting, TrainConfig(**settings), out=sys.argv[1])
+"""
+
+
+def test_a_run_killed_at_random_moments_ends_in_the_same_bits(tmp_path):
+    straight, _ = run(tmp_path / "straight", steps=40, ema_decay=0.9)
+    out = tmp_path / "killed"
+    command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(out), repr(SETTINGS)]
+    source = Path(__file__).parents[2]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (source / "src", source / "tests")))}
+    for moment in (0.03, 0.11):  # seconds after a new checkpoint appears: anywhere in a step or in the next save
+        before = sorted(out.glob("step-*"))
+        process = subprocess.Popen(command, env=environment)
+        while process.poll() is None and sorted(out.glob("step-*")) == before:
+            time.sleep(0.01)
+        time.sleep(moment)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+    assert subprocess.run(command, env=environment, check=False).returncode == 0
+    assert_same_bits(weights(straight), weights(DiffusionGemma.from_pretrained(out / "final")))
+    steps = [line["step"] for line in map(json.loads, (out / "log.jsonl").read_text().splitlines())]
+    assert steps == list(range(1, 41))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [({"lr": 2e-2}, "TrainConfig.lr must stay 0.01"), ({"betas": (0.9, 0.99)}, "TrainConfig.betas")],
+)
+def test_another_configuration_is_refused_unless_asked_for(tmp_path, changes, named):
+    run(tmp_path, on_step=stop_at(1))
+    with pytest.raises(ValueError, match=named):
+        run(tmp_path, **changes)
+    _, result = run(tmp_path, **changes, allow_changes=True)
+    assert result.step == 6
+
+
+def test_another_objective_is_refused(tmp_path):
+    run(tmp_path, on_step=stop_at(1))
+    with pytest.raises(ValueError, match=r"train objective must be the one .*corrupt=0.1.*, got .*corrupt=0.5"):
+        run(tmp_path, objective=NextToken(corrupt=0.5))
+
+
+def test_how_a_run_is_watched_may_change(tmp_path):
+    run(tmp_path, on_step=stop_at(1))
+    _, result = run(tmp_path, log_every=1, checkpoint_every=3, keep_last=1)
+    assert result.step == 6
+
+
+@dataclass(frozen=True)
+class Poisoned(NextToken):
+    """Row 2 of step 4 has no finite loss."""
+
+    bad_seed: int = 0
+    term: float = math.nan
+
+    def __call__(self, model, batch, *, seeds):
+        terms = super().__call__(model, batch, seeds=seeds)
+        terms.sums["causal"] = terms.sums["causal"] + torch.where(seeds == self.bad_seed, self.term, 0.0)
+        return terms
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_number_that_is_not_finite_stops_the_run_at_the_last_good_checkpoint(tmp_path, value):
+    seeds = {}
+    run(tmp_path / "clean", on_step=lambda record: seeds.update({record.step: record.parts[0].seeds}))
+    bad = int(seeds[4][2])
+    good, _ = run(tmp_path / "good", on_step=stop_at(3))
+    model = next_token.model()
+    with pytest.raises(FloatingPointError, match=rf"at step 4: loss, .*rows with seeds \[{bad}\].*step-000003"):
+        run(tmp_path / "bad", model=model, objective=Poisoned(bad_seed=bad, term=value), checkpoint_every=3)
+    assert_same_bits(weights(good), weights(model))
+    assert sorted(path.name for path in (tmp_path / "bad").glob("step-*")) == ["step-000000", "step-000003"]
+
+
+def test_a_gradient_that_is_not_finite_is_named(tmp_path):
+    class Steep(NextToken):
+        def reduce(self, terms, totals):
+            loss = super().reduce(terms, totals)
+            return loss + (loss - loss.detach()).sqrt()  # zero, with an infinite slope
+
+    with pytest.raises(FloatingPointError, match="at step 1: grad_norm, though every row's terms here are finite"):
+        run(tmp_path, objective=Steep())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_finishes_the_step_and_saves_it(tmp_path, number):
+    before = signal.getsignal(number)
+    _, result = run(tmp_path, on_step=lambda record: signal.raise_signal(number) if record.step == 2 else None)
+    assert (result.interrupted, result.step, result.checkpoint.name) == (True, 2, "step-000002")
+    assert signal.getsignal(number) == before
+
+
+def test_mixed_precision_comes_close_to_float32_and_keeps_float32_weights(tmp_path):
+    _, one = run(tmp_path / "exact")
+    mixed, two = run(tmp_path / "mixed", precision="mixed")
+    assert {weight.dtype for weight in weights(mixed).values()} == {torch.float32}
+    exact_losses, losses = one.log.column("loss")[1], two.log.column("loss")[1]
+    assert losses[0] == pytest.approx(exact_losses[0], rel=0.004)  # the same weights, products rounded to 8 bits
+    assert losses == pytest.approx(exact_losses, rel=0.05)  # then Adam and the routers amplify what was rounded
+
+
+def test_mixed_precision_reaches_the_experts_products(tmp_path, monkeypatch):
+    seen = set()
+    product = experts.grouped_product
+
+    def watch(rows, weights, ends):
+        seen.add((rows.dtype, weights.dtype))
+        return product(rows, weights, ends)
+
+    monkeypatch.setattr(experts, "grouped_product", watch)
+    run(tmp_path, precision="mixed", steps=1)
+    assert seen == {(torch.bfloat16, torch.bfloat16)}
+
+
+def test_a_pass_without_gradients_takes_none_from_the_next_one(tmp_path):
+    # autocast can keep the rounded weights of the first pass, which know no gradient, and use them in the second.
+    class TwoPasses(NextToken):
+        def __call__(self, model, batch, *, seeds):
+            with torch.no_grad():
+                super().__call__(model, batch, seeds=seeds)
+            return super().__call__(model, batch, seeds=seeds)
+
+    one, _ = run(tmp_path / "one", precision="mixed", steps=2)
+    two, _ = run(tmp_path / "two", precision="mixed", steps=2, objective=TwoPasses())
+    assert_same_bits(weights(one), weights(two))
+
+
+def test_mixed_precision_refuses_weights_that_are_already_rounded(tmp_path):
+    with pytest.raises(ValueError, match=r"must train float32 weights, got torch\.bfloat16"):
+        run(tmp_path, model=next_token.model(torch.bfloat16), precision="mixed")
+
+
+def test_recomputed_activations_change_nothing_and_end_with_the_run(tmp_path):
+    plain, _ = run(tmp_path / "plain", steps=2)
+    recomputed, _ = run(tmp_path / "recomputed", steps=2, recompute_activations=True)
+    assert_same_bits(weights(plain), weights(recomputed))
+    assert not recomputed.recompute_activations
+
+
+def test_layers_compile_into_one_graph_each_and_learn_the_same(tmp_path, monkeypatch):
+    # aot_eager traces forward and backward as the real compiler does, and leaves out the minutes of code generation.
+    compile_module = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda self, **options: compile_module(self, backend="aot_eager", **options)
+    )
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    _, one = run(tmp_path / "plain", steps=3)
+    compiled, two = run(tmp_path / "compiled", steps=3, compile=True)
+    counters = torch._dynamo.utils.counters
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 2  # a sliding layer and a full one
+    assert two.log.column("loss")[1] == pytest.approx(one.log.column("loss")[1], rel=1e-5)
+    assert all(layer._compiled_call_impl is None for layer in compiled.layers)
+
+
+def test_the_average_is_what_is_evaluated_and_handed_back(tmp_path):
+    seen = {}
+
+    def evaluate(model, step):
+        seen[step] = weights(model)
+        return {"norm": float(model.norm.weight.detach().norm())}
+
+    averaged, result = run(tmp_path / "averaged", ema_decay=0.9, evaluate=evaluate, evaluate_every=4)
+    raw, _ = run(tmp_path / "raw")
+    assert list(seen) == [4, 6]
+    assert_same_bits(seen[6], weights(averaged))
+    assert_same_bits(weights(averaged), weights(DiffusionGemma.from_pretrained(tmp_path / "averaged/final")))
+    assert not torch.equal(averaged.norm.weight, raw.norm.weight)
+    assert result.evaluation == {"norm": pytest.approx(float(averaged.norm.weight.detach().norm()))}
+    assert result.log.column("evaluation/norm")[0] == [4, 6]
+
+
+def test_frozen_weights_stay_and_need_no_optimizer_state(tmp_path):
+    model = next_token.model()
+    model.embed_tokens.requires_grad_(False)
+    before = weights(model)
+    run(tmp_path, model=model)
+    assert torch.equal(model.embed_tokens.weight, before["embed_tokens.weight"])
+    assert not torch.equal(model.norm.weight, before["norm.weight"])
+
+
+def test_a_source_that_gives_too_few_rows_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"train source must give a row for each of rows 0\.\.3 .*got 3"):
+        run(tmp_path, source=lambda step, rows: counting(step, rows[:-1]))
+
+
+def test_what_a_source_raises_arrives(tmp_path):
+    def broken(step, rows):
+        if step == 2:
+            raise OSError("disk gone")
+        return counting(step, rows)
+
+    with pytest.raises(OSError, match="disk gone"):
+        run(tmp_path, source=broken)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"steps": 0}, "TrainConfig.steps must be at least 1, got 0"),
+        ({"micro_batch_size": 0}, "micro_batch_size"),
+        ({"clip": 0.0}, "clip"),
+        ({"ema_decay": 1.0}, "ema_decay"),
+        ({"precision": "fp8"}, "precision must be 'mixed' or 'weights'"),
+        ({"betas": (0.9,)}, "betas"),
+        ({"keep_last": 0}, "keep_last"),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_refused(changes, named):
+    with pytest.raises(ValueError, match=named):
+        config(**changes)

@@ -1,0 +1,69 @@
+"""Warm-up and cosine, decay and the average of weights, against torch's own and against hand-made sums."""
+
+import pytest
+import torch
+from torch import nn
+
+from dgemma.train.optimizer import WeightAverage, adamw, learning_rate_factor
+
+
+def test_warm_up_rises_in_equal_steps_to_the_peak_and_the_cosine_ends_at_the_floor():
+    factors = [learning_rate_factor(step, steps=21, warmup=4, floor=0.1) for step in range(21)]
+    assert factors[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
+    assert factors[12] == pytest.approx(0.55)  # half-way from the peak, at 4, to the end, at 20
+    assert factors[20] == pytest.approx(0.1)
+
+
+def test_the_cosine_is_torchs():
+    weight = nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([weight], lr=2.0)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=30, eta_min=0.2)
+    for step in range(31):
+        ours = 2.0 * learning_rate_factor(step, steps=31, warmup=0, floor=0.1)
+        assert ours == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-6)
+        optimizer.step()
+        schedule.step()
+
+
+def test_matrices_decay_and_scales_do_not():
+    named = {
+        name: nn.Parameter(torch.ones(shape)) for name, shape in {"w": (2, 3), "experts": (2, 3, 4), "s": (5,)}.items()
+    }
+    optimizer = adamw(named, lr=0.1, betas=(0.9, 0.99), weight_decay=0.5)
+    for parameter in named.values():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    # Without a gradient only decay moves a weight: 1 - lr · weight_decay.
+    assert {name: p.flatten()[0].item() for name, p in named.items()} == pytest.approx(
+        {"w": 0.95, "experts": 0.95, "s": 1}
+    )
+
+
+def test_the_average_forgets_its_random_start_fast_and_then_slowly():
+    weight = nn.Parameter(torch.tensor([8.0]))
+    average = WeightAverage({"w": weight}, decay=0.25)
+    with torch.no_grad():
+        weight.fill_(1.0)
+    average.update(0)  # a tenth of 8 and nine of 1
+    assert average.weights["w"].item() == pytest.approx(1.7)
+    average.update(100)  # by then the decay asked for: a quarter of 1.7 and three of 1
+    assert average.weights["w"].item() == pytest.approx(1.175)
+
+
+def test_an_average_of_rounded_weights_keeps_what_they_cannot():
+    weight = nn.Parameter(torch.tensor([1.0], dtype=torch.bfloat16))
+    average = WeightAverage({"w": weight}, decay=0.999)
+    with torch.no_grad():
+        weight.fill_(2.0)
+    average.update(10**6)
+    assert average.weights["w"].item() == pytest.approx(1.001, rel=1e-6)  # bfloat16 would still say 1
+
+
+def test_the_average_lends_itself_and_gives_back():
+    weight = nn.Parameter(torch.tensor([4.0]))
+    average = WeightAverage({"w": weight}, decay=0.5)
+    with torch.no_grad():
+        weight.fill_(6.0)
+    with average.swapped_in():
+        assert weight.item() == 4.0
+    assert weight.item() == 6.0
