@@ -89,6 +89,24 @@ def integrand_by_count(noise: Noise, logits: Tensor, x: Tensor, z: Tensor) -> Te
     return cost * (x.shape[1] / masked.sum(-1, keepdim=True).clamp(min=1))
 
 
+def reconstruction(
+    noise: Noise, logits: Tensor, x: Tensor, z: Tensor, noise_level: Tensor, *, parametrisation: str = "mean"
+) -> Tensor:
+    """-log p(x | z), position by position: what the bound costs below this level if the text is then drawn at once.
+
+    Arguments as for `integrand` → (B, C), nats. A token that mask noise left alone is known.
+
+    Example: the integral of `integrand` from level 1e-3 to 1, plus this at 1e-3, bounds -log p(x) for any network.
+    """
+    _check(noise, logits, parametrisation)
+    logits = _without_mask(noise, logits if logits.dtype == torch.float64 else logits.float())
+    if noise.kind == "mask":
+        return torch.where(noise.masked(z), _cross_entropy(logits, x), 0.0)
+    if parametrisation == "loo":
+        logits = noise.to_mean(logits, z, _per_position(noise_level).expand(x.shape))
+    return _cross_entropy(logits, x)
+
+
 def mask_exactly(noise: Noise, tokens: Tensor, num_masked: Tensor, u: Tensor) -> Tensor:
     """Mask `num_masked` (B,) positions of tokens (B, C), those of the smallest u (B, C) → (B, C).
 

@@ -1,0 +1,117 @@
+"""A text whose law is known: a random Markov chain, its exact likelihood and entropy, as a source of batches.
+
+The check of Eso-LM (arXiv:2506.01928): 254 states, 30 tokens, about 1.73 nats a token, which a good model of any kind
+must reach and none can beat.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dgemma import draws
+from dgemma.train.batch import TrainBatch
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MarkovChain:
+    """p(x) = first[x_0] · move[x_0, x_1] · move[x_1, x_2] · …
+
+    Example: `MarkovChain.random().entropy(30) / 30` is about 1.73 nats a token.
+    """
+
+    first: Tensor  # (V,) float64
+    move: Tensor  # (V, V) float64, from row to column
+
+    def __post_init__(self) -> None:
+        num_states = self.first.shape[0]
+        if self.move.shape != (num_states, num_states):
+            raise ValueError(
+                f"MarkovChain.move must be {(num_states, num_states)} for {num_states} states, "
+                f"got {tuple(self.move.shape)}."
+            )
+        for name in ("first", "move"):
+            table = getattr(self, name).double()
+            if table.min() < 0 or not torch.allclose(table.sum(-1), torch.ones(()).double(), atol=1e-9):
+                raise ValueError(f"MarkovChain.{name} must hold probabilities that add up to 1. Normalise its rows.")
+            object.__setattr__(self, name, table)
+
+    @classmethod
+    def random(cls, num_states: int = 254, num_successors: int = 7, seed: int = 0) -> "MarkovChain":
+        """Each state moves to `num_successors` random others, with weights uniform on the simplex; any state is first.
+
+        Example: `MarkovChain.random(num_states=32, num_successors=4, seed=1)`.
+        """
+        if not 1 <= num_successors <= num_states:
+            raise ValueError(f"MarkovChain num_successors must be from 1 to {num_states}, got {num_successors}.")
+        state = torch.arange(num_states)
+        seeds, zero = torch.full_like(state, seed), torch.zeros_like(state)
+        order = draws.uniform(seeds, zero, state, num_states, "successor")  # (V, V)
+        cut = order.kthvalue(num_successors, dim=-1).values[:, None]
+        weight = -torch.log1p(-draws.uniform(seeds, zero, state, num_states, "weight"))  # exponential: Dirichlet(1)
+        move = torch.where(order <= cut, weight, 0.0)
+        first = torch.full((num_states,), 1 / num_states, dtype=torch.float64)
+        return cls(first=first, move=move / move.sum(-1, keepdim=True))
+
+    @property
+    def num_states(self) -> int:
+        return self.first.shape[0]
+
+    def sample(self, u: Tensor) -> Tensor:
+        """A text per row by inverse CDF: u (B, L) in [0, 1) → tokens (B, L).
+
+        Example: `chain.sample(torch.rand(8, 30, dtype=torch.float64))`.
+        """
+        ends = self.move.cumsum(-1)
+        tokens = [_first_above(self.first.cumsum(-1), u[:, 0])]
+        for position in range(1, u.shape[1]):
+            tokens.append(_first_above(ends[tokens[-1]], u[:, position]))
+        return torch.stack(tokens, dim=1)
+
+    def nll(self, tokens: Tensor) -> Tensor:
+        """-log p of whole texts, exactly: tokens (B, L) → (B,) float64, in nats."""
+        return -(self.first[tokens[:, 0]].log() + self.move[tokens[:, :-1], tokens[:, 1:]].log().sum(-1))
+
+    def entropy(self, length: int) -> float:
+        """The expectation of `nll` over texts of this length, in nats; no model's average can lie below it."""
+        of_move = -torch.xlogy(self.move, self.move).sum(-1)  # (V,)
+        total, law = -torch.xlogy(self.first, self.first).sum(), self.first
+        for _ in range(length - 1):
+            total, law = total + law @ of_move, law @ self.move
+        return float(total)
+
+    @property
+    def entropy_rate(self) -> float:
+        """What each further token adds to the entropy of a long text, in nats."""
+        # The stationary law: the one that moving does not change.
+        system = torch.cat(
+            [self.move.T - torch.eye(self.num_states, dtype=torch.float64), torch.ones_like(self.first)[None]]
+        )
+        target = torch.zeros(self.num_states + 1, dtype=torch.float64)
+        target[-1] = 1.0
+        law = torch.linalg.lstsq(system, target[:, None], driver="gelsd").solution[:, 0]
+        return float(law @ -torch.xlogy(self.move, self.move).sum(-1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MarkovSource:
+    """Batches of texts, each after a prompt of one token `bos`; a `BatchSource`, new texts at every step.
+
+    Example: `MarkovSource(chain=MarkovChain.random(), bos=254)(0, range(64)).tokens` is (64, 31).
+    """
+
+    chain: MarkovChain
+    bos: int
+    length: int = 30
+    seed: int = 0
+
+    def __call__(self, step: int, rows: range) -> TrainBatch:
+        row = torch.arange(rows.start, rows.stop)
+        u = draws.uniform(torch.full_like(row, self.seed), row, torch.full_like(row, step), self.length, "text")
+        tokens = torch.cat([torch.full_like(row, self.bos)[:, None], self.chain.sample(u)], dim=1)
+        return TrainBatch(tokens=tokens, prompt_len=torch.ones_like(row), length=torch.full_like(row, 1 + self.length))
+
+
+def _first_above(ends: Tensor, u: Tensor) -> Tensor:
+    """The cell of u: ends (V,) or (B, V), u (B,) → (B,)."""
+    return (ends <= u[:, None] * ends[..., -1:]).sum(-1)
