@@ -21,7 +21,7 @@ from torch import Tensor, nn
 Model = TypeVar("Model", bound=nn.Module)
 Result = TypeVar("Result")
 
-_STATE_FILE = "state.safetensors"
+STATE_FILE = "state.safetensors"
 
 
 class Parallel:
@@ -85,19 +85,28 @@ class Parallel:
     def save(self, folder: Path, state: Mapping[str, Tensor]) -> None:
         """Write named tensors into an existing, empty folder."""
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-        save_file(tensors, folder / _STATE_FILE)
+        save_file(tensors, folder / STATE_FILE)
 
     def names(self, folder: Path) -> set[str]:
         """The tensors that `save` wrote there; ValueError where the files are not whole."""
+        if not (folder / STATE_FILE).exists():  # many processes wrote it, or nobody
+            from dgemma.train.sharded_state import sharded_names
+
+            return sharded_names(folder)
         try:
-            with safe_open(str(folder / _STATE_FILE), framework="pt") as file:
+            with safe_open(str(folder / STATE_FILE), framework="pt") as file:
                 return set(file.keys())
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{folder / _STATE_FILE} cannot be read ({error})") from error
+            raise ValueError(f"{folder / STATE_FILE} cannot be read ({error})") from error
 
     def load(self, folder: Path, state: Mapping[str, Tensor]) -> None:
         """Overwrite these tensors, in place, with what was saved under their names. Other names stay unread."""
-        with safe_open(str(folder / _STATE_FILE), framework="pt") as file, torch.no_grad():
+        if not (folder / STATE_FILE).exists():
+            from dgemma.train.sharded_state import load_sharded
+
+            load_sharded(folder, state)
+            return
+        with safe_open(str(folder / STATE_FILE), framework="pt") as file, torch.no_grad():
             for name, tensor in state.items():
                 stored = file.get_tensor(name)
                 if stored.shape != tensor.shape:

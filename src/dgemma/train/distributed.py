@@ -1,0 +1,259 @@
+"""Training on several GPUs or machines with PyTorch's own engine: torchrun, FSDP2, DTensor, distributed checkpoints.
+
+Every weight is spread over the processes and gathered a layer at a time while it is used (ZeRO-3, arXiv:1910.02054);
+experts may live apart instead, `expert_parallel.py`. The reference is `Parallel`, one process, whose losses and weights
+this gives.
+"""
+
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Self, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+
+from dgemma.model.experts import Experts
+from dgemma.model.layers import wide_dtype
+from dgemma.train.expert_parallel import spread_experts
+from dgemma.train.parallel import STATE_FILE, Model, Parallel, Result
+from dgemma.train.sharded_state import load_parts, save_sharded
+
+_TORCHRUN = "torchrun --nproc-per-node 2 train.py"
+
+
+class FullySharded(Parallel):
+    """Many processes, each with its part of the weights, gradients and optimizer state, and its rows of the batch.
+
+    expert_parallel: processes that share one set of experts; tokens travel among them instead of the experts' weights.
+    replicas: copies of the model, each spread over its own processes, so that weights need not cross slow links between
+    machines. whole_gradients: between micro-batches keep gradients whole instead of reducing them after each: fewer
+    messages, more memory. device: "cuda" where there is one, else "cpu".
+
+    All processes start with the main one's weights; elsewhere the model may be on the meta device. They must run the
+    layers equally often, since each run gathers a layer from all of them: a batch that one process could skip hangs.
+
+    Example, started by `torchrun --nproc-per-node 8 train.py`:
+
+        with FullySharded(expert_parallel=4) as parallel:
+            train(model, objective, source, config, out="run", parallel=parallel)
+    """
+
+    def __init__(
+        self,
+        *,
+        expert_parallel: int = 1,
+        replicas: int = 1,
+        whole_gradients: bool = False,
+        device: str | None = None,
+        timeout_seconds: float = 1800.0,
+    ) -> None:
+        self.rank, self.world_size, local_rank = _launched()
+        self._require_sizes(expert_parallel, replicas)
+        self.whole_gradients = whole_gradients
+        kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
+        if kind == "cuda":
+            torch.cuda.set_device(self.device)
+        backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+        self.expert_parallel = expert_parallel
+        share = self.world_size // replicas  # processes that one copy of the model is spread over
+        whole = init_device_mesh(kind, (replicas, share), mesh_dim_names=("replica", "shard"))
+        split = init_device_mesh(
+            kind, (replicas, share // expert_parallel, expert_parallel), mesh_dim_names=("replica", "data", "expert")
+        )
+        self._mesh: DeviceMesh = whole if replicas > 1 else whole["shard"]
+        self._expert_mesh: DeviceMesh = split["expert"]
+        self._data_mesh: DeviceMesh = split["replica", "data"] if replicas > 1 else split["data"]
+        self._root: _Root | None = None
+
+    def _require_sizes(self, expert_parallel: int, replicas: int) -> None:
+        for name, value in (("expert_parallel", expert_parallel), ("replicas", replicas)):
+            if value < 1:
+                raise ValueError(f"FullySharded.{name} must be at least 1, got {value}.")
+        if self.world_size % (expert_parallel * replicas):
+            raise ValueError(
+                f"FullySharded.expert_parallel times replicas must divide the {self.world_size} processes, got "
+                f"{expert_parallel} x {replicas}. Start a multiple of {expert_parallel * replicas} processes."
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave the group. A lost process is told in a sentence: what remains of the run cannot go on without it."""
+        if error is None:
+            dist.destroy_process_group()
+        elif isinstance(error, RuntimeError) and _lost_connection(error):
+            raise RuntimeError(
+                f"Process {self.rank} of {self.world_size} lost another process, which died or hangs; its own message "
+                f"is above or on its machine. Start the same command again: the run goes on from its last checkpoint."
+            ) from error
+
+    def prepare(self, model: Model, *, mixed: bool) -> Model:
+        """Spread the model, in place, a layer at a time: the GPU never holds more than its part and one layer.
+
+        mixed: layers are gathered in bfloat16, everything else stays float32 for the loop's autocast.
+        """
+        narrow = mixed or next(model.parameters()).dtype.itemsize < 4
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if mixed else None,
+            reduce_dtype=torch.float32 if narrow else None,
+            cast_forward_inputs=False,  # the residual stream is as wide as in one process
+        )
+        # Layers hand out keys and values as views, which a cache under autograd only ever copies.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+        layers: list[nn.Module] = list(model.layers)  # type: ignore[arg-type]
+        for layer in layers:
+            self._place(layer)
+            if self.expert_parallel > 1:
+                for experts in (m for m in layer.modules() if isinstance(m, Experts)):
+                    spread_experts(experts, self._expert_mesh)
+                    fully_shard(experts, mesh=self._data_mesh, mp_policy=policy)
+            fully_shard(layer, mesh=self._mesh, mp_policy=policy)
+        for child in model.children():
+            if child is not model.layers:
+                self._place(child)
+        root = MixedPrecisionPolicy(reduce_dtype=policy.reduce_dtype, cast_forward_inputs=False)
+        self._root = _Root(model)
+        fully_shard(self._root, mesh=self._mesh, mp_policy=root)
+        for module in self._root.modules():
+            if isinstance(module, FSDPModule):  # a loss is a part of the whole, so gradients are sums
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        return model
+
+    def _place(self, module: nn.Module) -> None:
+        """Bring a module to the device, with the main process's weights."""
+        tensors = [*module.parameters(), *module.buffers()]
+        if any(tensor.is_meta for tensor in tensors):
+            if self.is_main:
+                raise ValueError("FullySharded.prepare model must have weights on the main process, got meta tensors.")
+            module.to_empty(device=self.device)
+        else:
+            module.to(self.device)
+        for tensor in (*module.parameters(), *module.buffers()):
+            dist.broadcast(tensor.detach(), src=0)
+
+    def forward(self, model: nn.Module, run: Callable[[], Result]) -> Result:
+        assert self._root is not None, "prepare comes first"
+        result: Result = self._root(run)
+        if not torch.is_grad_enabled():  # else the backward does this
+            cast(FSDPModule, self._root).reshard()
+        return result
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        total = tensor.detach().clone()
+        dist.all_reduce(total)
+        return total
+
+    def agree(self, flag: bool) -> bool:
+        return bool(self.sum(torch.tensor(float(flag), device=self.device)))
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+    def before_backward(self, model: nn.Module, *, last: bool) -> None:
+        cast(FSDPModule, self._root).set_requires_gradient_sync(last or not self.whole_gradients)
+
+    @torch.no_grad()
+    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+        grads = [p.grad for p in parameters if p.grad is not None]
+        own = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+        # Squares of each process's part, once each: what several processes hold counts for a share in each of them.
+        squares = torch.stack([part.to(wide_dtype(part)).square().sum() for part in own])
+        copies = torch.tensor([self._num_copies(grad) for grad in grads], device=squares.device)
+        norm = self.sum((squares / copies).sum()).sqrt()
+        torch._foreach_mul_(own, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    def _num_copies(self, tensor: Tensor) -> int:
+        if not isinstance(tensor, DTensor):
+            return self.world_size
+        sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+        return math.prod(size for size, placement in sizes if placement.is_replicate())
+
+    def save(self, folder: Path, state: Mapping[str, Tensor]) -> None:
+        save_sharded(folder, state)
+
+    def load(self, folder: Path, state: Mapping[str, Tensor]) -> None:
+        if (folder / STATE_FILE).is_file():  # one process wrote it
+            load_parts(folder / STATE_FILE, state)
+        else:
+            super().load(folder, state)
+
+    def save_pretrained(self, model: nn.Module, folder: Path) -> None:
+        """Gather the weights on the main process, tensor by tensor, and write them there."""
+        with _gathered(model, keep=self.is_main):
+            if self.is_main:
+                super().save_pretrained(model, folder)
+        self.barrier()
+
+
+class _Root(nn.Module):
+    """The model as FSDP sees it: its forward is whatever is run, and no class or name of the model changes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, run: Callable[[], Result]) -> Result:
+        return run()
+
+
+def _launched() -> tuple[int, int, int]:
+    """Rank, number of processes, and rank on this machine, as torchrun tells them."""
+    missing = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR") if name not in os.environ]
+    if missing:
+        raise RuntimeError(
+            f"FullySharded must be started by torchrun, got no {missing[0]} in the environment. Run `{_TORCHRUN}`; on "
+            f"one process leave `parallel` out."
+        )
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
+
+
+def _lost_connection(error: RuntimeError) -> bool:
+    """gloo's errors have no type of their own."""
+    said = str(error)
+    return isinstance(error, dist.DistError) or "Connection closed by peer" in said or "gloo" in said
+
+
+@contextmanager
+def _gathered(model: nn.Module, *, keep: bool) -> Iterator[None]:
+    """While inside, a model that keeps them has whole weights, on the CPU. All processes take part."""
+    parts: list[tuple[nn.Module, str, nn.Parameter]] = []
+    for module in model.modules():
+        for name, part in list(module.named_parameters(recurse=False)):
+            whole = _whole(part).cpu()
+            if keep:
+                parts.append((module, name, part))
+                setattr(module, name, nn.Parameter(whole, requires_grad=part.requires_grad))
+    try:
+        yield
+    finally:
+        for module, name, part in parts:
+            setattr(module, name, part)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """The whole of a tensor, gathered along one dimension of its mesh after the other, last cut first."""
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor
+    placements = list(tensor.placements)
+    for dim in range(len(placements)):
+        placements[dim] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()

@@ -1,0 +1,143 @@
+"""Training runs on several gloo processes of this machine, for the tests: what a process runs, how they are started."""
+
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from multiprocessing import forkserver, get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dgemma
+from dgemma.config import FULL, SLIDING
+from dgemma.train.batch import TrainBatch
+from dgemma.train.distributed import FullySharded
+from dgemma.train.loop import TrainConfig, train
+from dgemma.train.lora import LoRA, add_lora
+from dgemma.train.objective import Objective
+from dgemma.train.parallel import Parallel
+
+CONFIG = dgemma.presets.tiny().replace(
+    vocab_size=61,  # no number of processes divides it
+    hidden_size=24,
+    intermediate_size=20,
+    moe_intermediate_size=12,
+    num_hidden_layers=2,
+    layer_types=(SLIDING, FULL),
+    sliding_window=6,
+    num_experts=4,
+    head_dim=8,
+    global_head_dim=8,
+    canvas_length=8,
+)
+OBJECTIVE = Objective(noise=dgemma.UniformNoise(CONFIG.vocab_size), canvas_len=8, canvases="all")
+
+
+def source(step: int, rows: range) -> TrainBatch:
+    """Rows of several lengths: means over tokens, rows and processes are different numbers."""
+    generators = [torch.Generator().manual_seed(1000 * step + row) for row in rows]
+    tokens = torch.stack([torch.randint(3, CONFIG.vocab_size, (20,), generator=g) for g in generators])
+    length = torch.tensor([20 - 2 * row for row in rows])
+    return TrainBatch(tokens=tokens, prompt_len=torch.full((len(rows),), 3), length=length)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A training run: what FullySharded and TrainConfig are given, and after which step it is interrupted."""
+
+    out: Path
+    parallel: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    stop: int | None = None
+    dies: int | None = None  # the rank that ends without a word after the first step
+    lora: bool = False
+    dtype: torch.dtype = torch.float64  # so that any difference of meaning shows, and order of summation does not
+
+
+def run_alone(job: Job) -> None:
+    _train(job, Parallel())
+
+
+def run_together(job: Job) -> None:
+    """What each process runs."""
+    with FullySharded(**job.parallel) as parallel:
+        _train(job, parallel)
+
+
+def _train(job: Job, parallel: Parallel) -> None:
+    # Only the main process starts from weights, even ranks from none, odd ones from others.
+    on_meta = parallel.rank % 2 == 0 and not parallel.is_main and not job.lora
+    model = dgemma.DiffusionGemma(CONFIG, dtype=job.dtype, device="meta" if on_meta else "cpu")
+    if not on_meta:
+        model.reset_parameters(torch.Generator().manual_seed(parallel.rank))
+    if job.lora:
+        add_lora(model, LoRA(rank=2))
+    settings = {"steps": 3, "batch_size": 8, "lr": 1e-2, "warmup": 1, "ema_decay": 0.5, "precision": "weights"}
+    config = TrainConfig(**(settings | {"log_every": 1, "progress": False} | job.config))
+
+    def on_step(record: Any) -> bool:
+        if parallel.rank == job.dies:
+            os._exit(9)
+        return record.step == job.stop
+
+    train(model, OBJECTIVE, source, config, out=job.out, parallel=parallel, on_step=on_step)
+
+
+def launch(num_processes: int, function: Callable[[Job], None], jobs: Sequence[Job]) -> list[list[str]]:
+    """Run jobs one after another on the same processes, started as torchrun would; for each job what each process
+    failed with, "" where it did not."""
+    context = _fork_server()
+    ports = [_free_port() for _ in jobs]
+    said = context.Queue()
+    processes = [
+        context.Process(target=_run, args=(rank, num_processes, ports, said, function, jobs), daemon=True)
+        for rank in range(num_processes)
+    ]
+    for process in processes:
+        process.start()
+    errors = [["died"] * num_processes for _ in jobs]
+    expected = sum(num_processes - (job.dies is not None) for job in jobs)
+    for _ in range(expected):
+        number, rank, error = said.get(timeout=120)
+        errors[number][rank] = error
+    for process in processes:
+        process.join(timeout=30)
+    return errors
+
+
+@cache
+def _fork_server() -> Any:
+    """Processes are forked from one that has imported everything and done nothing."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["several_processes"])
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # all that it learns of where to import from
+    forkserver.ensure_running()
+    if before is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = before
+    return context
+
+
+def _run(rank: int, num_processes: int, ports: list[int], said: Any, function: Callable, jobs: Sequence[Job]) -> None:
+    torch.set_num_threads(1)
+    for number, (job, port) in enumerate(zip(jobs, ports, strict=True)):
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_processes)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        try:
+            function(job)
+            said.put((number, rank, ""))
+        except Exception:
+            said.put((number, rank, traceback.format_exc()))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

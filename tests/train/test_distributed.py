@@ -1,0 +1,154 @@
+"""Several processes train what one does: the same losses, the same weights, from each other's checkpoints too.
+
+Runs are in float64, where rounding is far below any difference of meaning; they are made once for all tests here.
+"""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from several_processes import CONFIG, Job, launch, run_alone, run_together
+
+import dgemma
+from dgemma.train.distributed import FullySharded
+from dgemma.train.expert_parallel import spread_experts
+from dgemma.train.log import TrainLog
+
+EXACT = {"rtol": 1e-9, "atol": 1e-9}  # sums in another order, through three steps of Adam
+
+ON_TWO = {
+    "sharded": Job(out=Path("sharded_2")),
+    "experts apart, whole gradients of uneven micro-batches": Job(
+        out=Path("experts_2"), parallel={"expert_parallel": 2, "whole_gradients": True}, config={"micro_batch_size": 3}
+    ),
+}
+ON_FOUR = {
+    "sharded, row by row": Job(out=Path("sharded_4"), config={"micro_batch_size": 1}),
+    "two copies, experts apart, recomputing": Job(
+        out=Path("copies_4"), parallel={"replicas": 2, "expert_parallel": 2}, config={"recompute_activations": True}
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Every run, in one folder. One is handed from four processes to two and to one, another from one to two."""
+    folder = tmp_path_factory.mktemp("runs")
+    shrinking, growing = Job(out=folder / "shrinking"), Job(out=folder / "growing")
+    mixed = {"dtype": torch.float32, "config": {"precision": "mixed"}}
+    adapted = {"lora": True, "stop": 2}
+    apart = {"expert_parallel": 2}
+
+    run_alone(Job(out=folder / "alone"))
+    run_alone(replace(growing, stop=1))
+    run_alone(Job(out=folder / "mixed_1", **mixed))
+    run_alone(Job(out=folder / "adapted_1", **adapted))
+    on_four = [replace(job, out=folder / job.out) for job in ON_FOUR.values()]
+    failures = launch(4, run_together, [*on_four, replace(shrinking, parallel=apart, stop=1)])
+    on_two = [
+        *(replace(job, out=folder / job.out) for job in ON_TWO.values()),
+        replace(shrinking, stop=2),
+        replace(growing, parallel=apart),
+        Job(out=folder / "mixed_2", parallel=apart, **mixed),
+        Job(out=folder / "adapted_2", parallel=apart, **adapted),
+    ]
+    failures += launch(2, run_together, on_two)
+    assert not any(map(any, failures)), failures
+    run_alone(shrinking)
+    return folder
+
+
+def _losses(folder: Path) -> list[tuple[float, float]]:
+    return [(line["loss"], line["grad_norm"]) for line in TrainLog(folder / "log.jsonl").lines()]
+
+
+def _final(folder: Path) -> dict[str, torch.Tensor]:
+    return dict(dgemma.DiffusionGemma.from_pretrained(folder / "final").state_dict())
+
+
+def _assert_same_run(folder: Path, expected: Path) -> None:
+    assert len(_losses(expected)) == 3
+    torch.testing.assert_close(_losses(folder), _losses(expected), **EXACT)
+    torch.testing.assert_close(_final(folder), _final(expected), **EXACT)
+
+
+@pytest.mark.parametrize("name", ON_TWO)
+def test_two_processes_give_the_losses_and_weights_of_one(runs, name):
+    _assert_same_run(runs / ON_TWO[name].out, runs / "alone")
+
+
+@pytest.mark.parametrize("name", ON_FOUR)
+def test_four_processes_give_the_losses_and_weights_of_one(runs, name):
+    _assert_same_run(runs / ON_FOUR[name].out, runs / "alone")
+
+
+def test_a_run_of_four_processes_goes_on_with_two_and_then_one(runs):
+    _assert_same_run(runs / "shrinking", runs / "alone")
+
+
+def test_a_run_of_one_process_goes_on_with_two(runs):
+    _assert_same_run(runs / "growing", runs / "alone")
+
+
+def test_training_changes_every_weight(runs):
+    """Or the equalities above would say little."""
+    model = dgemma.DiffusionGemma(CONFIG, dtype=torch.float64)
+    model.reset_parameters(torch.Generator().manual_seed(0))
+    trained = _final(runs / "alone")
+    assert all(not torch.equal(weight, trained[name]) for name, weight in model.named_parameters())
+
+
+def test_bfloat16_on_two_processes_is_near_that_of_one(runs):
+    """Layers are gathered in bfloat16, norms too: alike while those are 1, then a rounding of 2^-9 of each apart."""
+    two, one = ([loss for loss, _ in _losses(runs / name)] for name in ("mixed_2", "mixed_1"))
+    torch.testing.assert_close(two[0], one[0], rtol=1e-4, atol=0)
+    torch.testing.assert_close(two, one, rtol=2e-3, atol=0)
+
+
+def test_adapters_on_spread_experts_learn_as_on_one_process(runs):
+    torch.testing.assert_close(_losses(runs / "adapted_2"), _losses(runs / "adapted_1"), **EXACT)
+
+
+def test_a_lost_process_ends_the_others_with_a_sentence(tmp_path):
+    [(survivor, _)] = launch(2, run_together, [Job(out=tmp_path / "run", dies=1)])
+    assert "Process 0 of 2 lost another process" in survivor
+    assert "goes on from its last checkpoint" in survivor
+
+
+def test_starting_without_torchrun_says_how(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(RuntimeError, match="Run `torchrun --nproc-per-node 2 train.py`"):
+        FullySharded()
+
+
+@pytest.mark.parametrize(
+    ("settings", "rule"),
+    [
+        ({"expert_parallel": 3}, "must divide the 4 processes, got 3 x 1"),
+        ({"expert_parallel": 2, "replicas": 4}, "must divide the 4 processes, got 2 x 4"),
+        ({"replicas": 0}, "replicas must be at least 1, got 0"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_the_processes_is_refused(monkeypatch, settings, rule):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=rule):
+        FullySharded(**settings)
+
+
+def test_experts_that_cannot_be_shared_evenly_are_refused():
+    experts = dgemma.DiffusionGemma(CONFIG, device="meta").layers[0].experts
+    with pytest.raises(ValueError, match="expert_parallel must divide the model's 4 experts, got 3"):
+        spread_experts(experts, SimpleNamespace(size=lambda: 3))
+
+
+def test_importing_dgemma_loads_no_distributed_engine():
+    code = "import sys, dgemma, dgemma.train; print([m for m in sys.modules if m.startswith('torch.distributed.fsdp')])"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env).stdout
+    assert found.strip() == "[]"
