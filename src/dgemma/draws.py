@@ -44,13 +44,18 @@ def uniform(seeds: Tensor, block: Tensor, step: Tensor, num_positions: int, purp
 
     Example: `uniform(torch.tensor([7]), torch.tensor([0]), torch.tensor([3]), 256, "token")`.
     """
+    return uniform_of_word(seeds, block, step, num_positions, purpose_word(purpose))
+
+
+def uniform_of_word(seeds: Tensor, block: Tensor, step: Tensor, num_positions: int, word: int) -> Tensor:
+    """`uniform` for the counter word of a purpose: the part that torch can compile."""
     position = torch.arange(num_positions, device=seeds.device)
     high, low, _, _ = philox(
         seeds.long()[:, None],  # in 32 bits the products of the rounds would overflow
         position[None, :],
         step[:, None] & _LOW_32,
         block[:, None] & _LOW_32,
-        torch.full((1, 1), purpose_word(purpose), dtype=torch.int64, device=seeds.device),
+        torch.full((1, 1), word, dtype=torch.int64, device=seeds.device),
     )
     return ((high >> 5 << 26) | (low >> 6)).double() * 2.0**-53
 

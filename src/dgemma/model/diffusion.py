@@ -264,7 +264,7 @@ class DiffusionGemma(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Scaled embeddings: tokens (B, T) → (B, T, D)."""
-        return self.embed_tokens(tokens) * self._embed_scale()
+        return self.embed_tokens(tokens) * self.embed_scale()
 
     def embed_canvas(self, canvas: Tensor, signal: Tensor | None = None, noise_level: Tensor | None = None) -> Tensor:
         """What the layers get of a canvas (B, C), its self-conditioning signal (B, C, D) and its level → (B, C, D).
@@ -286,14 +286,14 @@ class DiffusionGemma(nn.Module):
         """Whether `denoise` must be told the canvas's noise level."""
         return self.noise_level_embedding is not None
 
-    def _embed_scale(self) -> Tensor:
+    def embed_scale(self) -> Tensor:
         """sqrt(hidden), rounded to the weights' dtype as the published model does."""
         return torch.full((), self.config.hidden_size**0.5, dtype=self.dtype, device=self.device)
 
     def soft_embedding(self, self_cond: Prediction | Tensor, self_cond_mask: Tensor | None = None) -> Tensor:
         """softmax(logits) @ embedding · sqrt(hidden): the embedding last step's prediction expects, (B, C, D)."""
         parts = self_cond.pieces() if isinstance(self_cond, Prediction) else [self_cond]
-        signal = torch.cat([self._expected_embedding(logits) for logits in parts], dim=1) * self._embed_scale()
+        signal = torch.cat([self._expected_embedding(logits) for logits in parts], dim=1) * self.embed_scale()
         if self_cond_mask is not None:
             signal = signal * self_cond_mask.to(signal.dtype)[:, None, None]
         return signal

@@ -27,7 +27,7 @@ class Canvases:
     x: Tensor  # (B, K, C) clean
     pinned: Tensor  # (B, K, C) bool
     scored: Tensor  # (B, K, C) bool
-    causal_scored: Tensor  # (B, T - 1) bool: the successor of each token
+    causal_scored: Tensor  # (B, causal_len) bool: the successor of each token
     documents: Tensor | None  # (B, T)
     canvas_documents: Tensor | None  # (B, K, C)
     prefix_len: int
@@ -96,11 +96,12 @@ def cut_canvases(
         return values.gather(1, inside.flatten(1)).view_as(inside)
 
     canvas_pinned = of_canvases(pinned) & valid[..., None]
-    causal_scored = (position[1:] < causal_ends[:, None]) & ~pinned[:, 1:]
+    successor = slice(1, max(causal_end, 1))
+    causal_scored = (position[successor] < causal_ends[:, None]) & ~pinned[:, successor]
     if causal_scope == "answer":
-        causal_scored &= position[1:] >= prompt_len[:, None]
+        causal_scored &= position[successor] >= prompt_len[:, None]
     if documents is not None:
-        causal_scored &= documents[:, 1:] == documents[:, :-1]
+        causal_scored &= documents[:, successor] == documents[:, : causal_scored.shape[1]]
     return Canvases(
         tokens=tokens,
         index=index,

@@ -6,7 +6,6 @@ What is computed is `Prediction`'s soft-capped softmax.
 """
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.layers import wide_dtype
+from dgemma.train.fused import fused
 
 SLICE_ELEMENTS = 1 << 27  # logits at once: 512 tokens of the published vocabulary, enough rows for a full-speed product
 
@@ -42,10 +42,8 @@ def cross_entropy(
     """
     if (observed is None) != (evidence is None):
         raise ValueError("cross_entropy observed and evidence must come together. Give both or neither.")
-    dtype = torch.get_autocast_dtype(hidden.device.type) if _autocast(hidden) else hidden.dtype
-    loss: Tensor = _CrossEntropy.apply(
-        hidden, weight, targets, observed, evidence, cap, banned, dtype, _rows_at_once(weight, slice_elements)
-    )
+    size, dtype = _rows_at_once(weight, slice_elements), _product_dtype(hidden)
+    loss: Tensor = _CrossEntropy.apply(hidden, weight, targets, observed, evidence, cap, banned, dtype, size)
     return loss
 
 
@@ -72,13 +70,19 @@ def map_logits(
     return torch.cat([checkpoint(of_slice, rows, weight, *given, use_reentrant=False) for rows, *given in pieces])
 
 
-@torch.no_grad()
-def expected_embedding(model: DiffusionGemma, hidden: Tensor, *, slice_elements: int = SLICE_ELEMENTS) -> Tensor:
-    """What self-conditioning is given next: softmax(logits) @ embedding of hidden (B, T, D), detached → (B, T, D)."""
-    weight, cap = model.embed_tokens.weight, model.config.final_logit_softcapping
-    pieces = hidden.flatten(0, 1).split(_rows_at_once(weight, slice_elements))
-    soft = [model.soft_embedding(_cap(F.linear(rows, weight), cap)[None])[0] for rows in pieces]
-    return torch.cat(soft).view_as(hidden)
+def soft_embedding(model: DiffusionGemma, hidden: Tensor, *, slice_elements: int = SLICE_ELEMENTS) -> Tensor:
+    """`model.soft_embedding` of the prediction that hidden (..., D) gives, which is taken as given: (..., D).
+
+    The gradient reaches the embedding that the probabilities are multiplied with, as in the published model, and stops
+    at the probabilities.
+
+    Example: `model.embed_canvas(canvas, soft_embedding(model, first_pass_hidden))`.
+    """
+    weight, rows = model.embed_tokens.weight, hidden.detach().flatten(0, -2)
+    rounded = model.dtype if model.conventions.self_cond_logits == "rounded" else None
+    size, dtype = _rows_at_once(weight, slice_elements), _product_dtype(hidden)
+    soft: Tensor = _SoftEmbedding.apply(rows, weight, model.config.final_logit_softcapping, rounded, dtype, size)
+    return (soft * model.embed_scale()).view(hidden.shape)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -98,7 +102,7 @@ class _CrossEntropy(torch.autograd.Function):
         narrow = weight.to(dtype)
         losses = hidden.new_empty(hidden.shape[0], dtype=wide_dtype(hidden))
         normalizers = torch.empty_like(losses)
-        forward = _for_device(_loss_of_slice, hidden.device.type)
+        forward = fused(_loss_of_slice, hidden.device)
         for rows in _slices(hidden.shape[0], num_rows):
             with torch.autocast(hidden.device.type, enabled=False):
                 logits = F.linear(hidden[rows].to(dtype), narrow)
@@ -117,7 +121,7 @@ class _CrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         # Summed over slices in float32, whatever the weights are in.
         grad_weight = torch.zeros_like(weight, dtype=wide_dtype(weight)) if needs_weight else None
-        backward = _for_device(_grad_of_slice, hidden.device.type)
+        backward = fused(_grad_of_slice, hidden.device)
         for rows in _slices(hidden.shape[0], ctx.num_rows):
             inputs = hidden[rows].to(ctx.dtype)
             bump = None if observed is None else (observed[rows], evidence[rows])
@@ -129,6 +133,43 @@ class _CrossEntropy(torch.autograd.Function):
                 grad_weight += slopes.T @ inputs
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None, None, None, None, None
+
+
+class _SoftEmbedding(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        cap: float,
+        rounded: torch.dtype | None,
+        dtype: torch.dtype,
+        num_rows: int,
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.cap, ctx.rounded, ctx.dtype, ctx.num_rows = cap, rounded, dtype, num_rows
+        narrow = weight.to(dtype)
+        probabilities = fused(_probabilities_of_slice, hidden.device)
+        with torch.autocast(hidden.device.type, enabled=False):
+            pieces = [
+                probabilities(F.linear(rows.to(dtype), narrow), cap, rounded) @ narrow
+                for rows in hidden.split(num_rows)
+            ]
+        return torch.cat(pieces)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight = ctx.saved_tensors
+        if not ctx.needs_input_grad[1]:
+            return None, None, None, None, None, None
+        narrow = weight.to(ctx.dtype)
+        grad_weight = torch.zeros_like(weight, dtype=wide_dtype(weight))
+        probabilities = fused(_probabilities_of_slice, hidden.device)
+        for rows, grad_rows in zip(hidden.split(ctx.num_rows), grad.split(ctx.num_rows), strict=True):
+            logits = F.linear(rows.to(ctx.dtype), narrow)
+            grad_weight += probabilities(logits, ctx.cap, ctx.rounded).T @ grad_rows.to(ctx.dtype)
+        return None, grad_weight.to(weight.dtype), None, None, None, None
 
 
 def _loss_of_slice(
@@ -156,6 +197,13 @@ def _grad_of_slice(
     return (slopes * (1 - (capped / cap).square()) * grad[:, None]).to(logits.dtype)
 
 
+def _probabilities_of_slice(logits: Tensor, cap: float, rounded: torch.dtype | None) -> Tensor:
+    """logits (m, V), uncapped → probabilities (m, V) in their dtype."""
+    capped = _cap(logits, cap)
+    capped = capped if rounded is None else capped.to(rounded)
+    return capped.softmax(-1, dtype=wide_dtype(capped)).to(logits.dtype)
+
+
 def _scores(capped: Tensor, bump: tuple[Tensor, Tensor] | None, banned: int | None) -> Tensor:
     if bump is not None:
         observed, evidence = bump
@@ -171,8 +219,10 @@ def _ids(logits: Tensor) -> Tensor:
     return torch.arange(logits.shape[-1], device=logits.device)
 
 
-def _autocast(x: Tensor) -> bool:
-    return torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
+def _product_dtype(x: Tensor) -> torch.dtype:
+    """What a product of x is computed in here and now."""
+    autocast = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
 
 
 def _rows_at_once(weight: Tensor, slice_elements: int) -> int:
@@ -181,9 +231,3 @@ def _rows_at_once(weight: Tensor, slice_elements: int) -> int:
 
 def _slices(num_tokens: int, size: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, num_tokens, size)]
-
-
-@cache
-def _for_device(function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
-    """On a GPU the passes over the vocabulary, which would cost more than the products, are fused into one or two."""
-    return torch.compile(function) if device_type == "cuda" else function

@@ -19,6 +19,7 @@ from dgemma.noise import HybridNoise, Noise
 from dgemma.train import head, nelbo
 from dgemma.train.batch import TrainBatch
 from dgemma.train.canvases import Canvases, cut_canvases
+from dgemma.train.fused import fused
 from dgemma.train.packed import ATTENTIONS, CleanText, predict_canvases, read_clean
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -35,17 +36,24 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
 }
 
 
-class Noised(NamedTuple):
-    """Canvases with noise on them: z (B, K, C), where it was replaced (B, K, C) bool, and the level (B, K)."""
+_CANVAS, _TIME, _EVENT, _TOKEN, _SELF_COND = map(
+    draws.purpose_word, ("training canvas", "training time", "training event", "training token", "training self_cond")
+)
+_CERTAIN = 1e4  # evidence that leaves no doubt, and is finite
 
-    z: Tensor
-    replaced: Tensor
-    level: Tensor
+
+class Noised(NamedTuple):
+    """Canvases with noise on them."""
+
+    z: Tensor  # (B, K, C)
+    replaced: Tensor  # (B, K, C) bool; a replaced token may have drawn itself
+    level: Tensor  # (B, K)
+    self_cond: Tensor  # (B, K) bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What was measured: for the terms "decoder" and "causal", each row's sum and how many positions it is over, (B,)."""
+    """What was measured: for "decoder" and "causal", each row's sum and how many positions it is over, (B,)."""
 
     sums: Mapping[str, Tensor]
     counts: Mapping[str, Tensor]
@@ -148,14 +156,16 @@ class Objective:
                 f"{model.config.max_position_embeddings}, got {cut.tokens.shape[1]}. Cut the rows."
             )
         clean = self._read(model, cut)
-        sums, counts = {}, self._counts(cut, noised := self._noise(cut, seeds))
+        sums, counts = {}, {}
         if self.decoder_weight:
-            hidden = self._denoise(model, cut, noised, None if clean is None else clean.first(cut.prefix_len), seeds)
+            noised = self._noise(cut, seeds)
+            hidden = self._denoise(model, cut, noised, None if clean is None else clean.first(cut.prefix_len))
+            scored = self._decoder_scored(cut, noised)
             losses = self._decoder_losses(model, cut, noised, hidden)
-            sums["decoder"] = torch.where(self._decoder_scored(cut, noised), losses, 0.0).sum((1, 2))
+            sums["decoder"], counts["decoder"] = torch.where(scored, losses, 0.0).sum((1, 2)), scored.sum((1, 2))
         if self.causal_weight:
-            assert clean is not None
-            sums["causal"] = self._causal_losses(model, cut, clean.hidden).sum(1)
+            scored, losses = cut.causal_scored, self._causal_losses(model, cut, clean)
+            sums["causal"], counts["causal"] = torch.where(scored, losses, 0.0).sum(1), scored.sum(1)
         return Terms(sums=sums, counts=counts)
 
     def total_counts(self, batch: TrainBatch, seeds: Tensor) -> dict[str, Tensor]:
@@ -164,9 +174,16 @@ class Objective:
         Example: `objective.reduce(terms, totals)`, where totals are the sums of this over micro-batches and processes.
         """
         cut = self._cut(batch, seeds)
-        counts = {name: count.sum() for name, count in self._counts(cut, self._noise(cut, seeds)).items()}
         one = torch.ones((), dtype=torch.int64, device=seeds.device)
-        return {**counts, "rows": one * batch.batch_size, "micro_batches": one}
+        counts = {"rows": one * batch.batch_size, "micro_batches": one}
+        if self.decoder_weight:
+            needs_noise = self.scored == "noised"
+            counts["decoder"] = (
+                self._decoder_scored(cut, self._noise(cut, seeds)) if needs_noise else cut.scored
+            ).sum()
+        if self.causal_weight:
+            counts["causal"] = cut.causal_scored.sum()
+        return counts
 
     def reduce(self, terms: Terms, totals: Mapping[str, Tensor] | None = None) -> Tensor:
         """The scalar to minimise: weighted terms, reduced as `reduction` says.
@@ -197,46 +214,34 @@ class Objective:
         return sums.sum() / totals[name].clamp(min=1)
 
     def _cut(self, batch: TrainBatch, seeds: Tensor) -> Canvases:
-        zeros = torch.zeros_like(seeds)
+        choose = None
+        if self.canvases == "one":
+            zeros = torch.zeros_like(seeds)
+            choose = fused(draws.uniform_of_word, seeds.device)(seeds, zeros, zeros, 1, _CANVAS)[:, 0]
         return cut_canvases(
             batch,
             canvas_len=self.canvas_len,
             fill_token=self.fill_token,
-            choose=draws.uniform(seeds, zeros, zeros, 1, "canvas")[:, 0] if self.canvases == "one" else None,
+            choose=choose,
             truncated=self.truncated,
             causal_scope=self.causal_scope if self.causal_weight else None,
             causal_fill=self.causal_fill,
         )
 
-    def _draw(self, cut: Canvases, seeds: Tensor, num_positions: int, purpose: str) -> Tensor:
-        """Uniforms of each canvas, the same whether it is drawn alone or with the others: (B, K, num_positions)."""
-        index = cut.index.flatten()
-        rows = seeds.repeat_interleave(cut.index.shape[1])
-        u = draws.uniform(rows, index, torch.zeros_like(index), num_positions, purpose)
-        return u.unflatten(0, cut.index.shape)
-
     def _noise(self, cut: Canvases, seeds: Tensor) -> Noised:
+        u = fused(_draw, seeds.device)(seeds, cut.index, self.canvas_len)
         low, high = self.t_range
-        time = low + (high - low) * self._draw(cut, seeds, 1, "time")  # (B, K, 1) float64
-        level = 1 - self.noise.schedule.alpha(time)
-        u_event, u_token = (self._draw(cut, seeds, self.canvas_len, purpose) for purpose in ("event", "noise"))
+        level = 1 - self.noise.schedule.alpha(low + (high - low) * u.time)  # (B, K, 1) float64
         allowed = None
         if self.allowed is not None:
             allowed = _allowed_mask(self.allowed, self.noise.vocab_size, seeds.device)
-        z = self.noise.corrupt(cut.x, level, u_event, u_token, allowed=allowed)
-        replaced = (u_event >= self.noise.clean_share(level)) & ~cut.pinned
-        return Noised(torch.where(cut.pinned, cut.x, z), replaced, level[..., 0])
+        z = self.noise.corrupt(cut.x, level, u.event, u.token, allowed=allowed)
+        replaced = (u.event >= self.noise.clean_share(level)) & ~cut.pinned
+        self_cond = u.self_cond < self.self_cond_prob
+        return Noised(torch.where(cut.pinned, cut.x, z), replaced, level[..., 0], self_cond[..., 0])
 
     def _decoder_scored(self, cut: Canvases, noised: Noised) -> Tensor:
         return cut.scored & noised.replaced if self.scored == "noised" else cut.scored
-
-    def _counts(self, cut: Canvases, noised: Noised) -> dict[str, Tensor]:
-        counts = {}
-        if self.decoder_weight:
-            counts["decoder"] = self._decoder_scored(cut, noised).sum((1, 2))
-        if self.causal_weight:
-            counts["causal"] = cut.causal_scored.sum(1)
-        return counts
 
     def _read(self, model: DiffusionGemma, cut: Canvases) -> CleanText | None:
         """The clean text, as far as anything looks at it or is scored after it."""
@@ -246,9 +251,7 @@ class Objective:
         documents = None if cut.documents is None else cut.documents[:, :num_tokens]
         return read_clean(model, cut.tokens[:, :num_tokens], documents=documents, attention=self.attention)
 
-    def _denoise(
-        self, model: DiffusionGemma, cut: Canvases, noised: Noised, clean: CleanText | None, seeds: Tensor
-    ) -> Tensor:
+    def _denoise(self, model: DiffusionGemma, cut: Canvases, noised: Noised, clean: CleanText | None) -> Tensor:
         """The last hidden states of the canvases, (B, K, C, D), after a first pass where self-conditioning asks."""
         documents = None
         if cut.documents is not None and cut.canvas_documents is not None:
@@ -274,9 +277,9 @@ class Objective:
         if not self.self_cond_prob:
             return predict(off)
         with torch.no_grad():
-            signal = head.expected_embedding(model, predict(off).flatten(1, 2)).view(*noised.z.shape, -1)
-        on = (self._draw(cut, seeds, 1, "self_cond") < self.self_cond_prob)[..., None]  # (B, K, 1, 1)
-        return predict(torch.where(on, signal, 0.0 if off is None else off))
+            first = predict(off)
+        signal = head.soft_embedding(model, first)
+        return predict(torch.where(noised.self_cond[..., None, None], signal, 0.0 if off is None else off))
 
     def _decoder_losses(self, model: DiffusionGemma, cut: Canvases, noised: Noised, hidden: Tensor) -> Tensor:
         """What each position costs, (B, K, C)."""
@@ -289,7 +292,7 @@ class Objective:
             return head.map_logits(self._bound, rows, weight, *given, cap=cap).view_as(x)
         observed = evidence = None
         if self.decoder_loss == "leave_one_out":
-            observed, evidence = z.flatten(), self._evidence(level).flatten()
+            observed, evidence = z.flatten(), self._evidence(z, level).flatten()
         banned = None if self.propose_mask else self.noise.mask_token
         losses = head.cross_entropy(
             rows, weight, x.flatten(), cap=cap, observed=observed, evidence=evidence, banned=banned
@@ -313,22 +316,39 @@ class Objective:
         weights = nelbo.exact_weights(self.noise, x, z, level)
         return weights.clamp(max=self.max_weight) if self.weights == "clipped" else weights
 
-    def _evidence(self, level: Tensor) -> Tensor:
-        """log(1 + Kα/(1 - α)): how much more likely a token is seen where it stood; K is what noise draws from."""
+    def _evidence(self, z: Tensor, level: Tensor) -> Tensor:
+        """log(1 + Kα/(1 - α)): how much more likely z is seen where it stood; K is how many tokens noise draws from."""
         num_tokens = self.noise.vocab_size if self.allowed is None else len(set(self.allowed))
-        return torch.log1p(num_tokens * (1 - level) / level)
+        evidence = torch.log1p(num_tokens * (1 - level) / level).clamp(max=_CERTAIN)
+        if self.allowed is None:
+            return evidence
+        return torch.where(_allowed_mask(self.allowed, self.noise.vocab_size, z.device)[z], evidence, _CERTAIN)
 
-    def _causal_losses(self, model: DiffusionGemma, cut: Canvases, hidden: Tensor) -> Tensor:
-        """What each scored successor costs, (B, causal_len)."""
-        rows = hidden[:, : cut.causal_len]
+    def _causal_losses(self, model: DiffusionGemma, cut: Canvases, clean: CleanText | None) -> Tensor:
+        """What each token's successor costs, (B, causal_len)."""
         targets = cut.tokens[:, 1 : cut.causal_len + 1]
-        losses = head.cross_entropy(
-            rows.flatten(0, 1),
-            model.embed_tokens.weight,
-            targets.flatten(),
-            cap=model.config.final_logit_softcapping,
-        ).view_as(targets)
-        return torch.where(cut.causal_scored[:, : cut.causal_len], losses, 0.0)
+        if clean is None:  # texts of one token
+            return targets.float()
+        rows, cap = clean.hidden[:, : cut.causal_len].flatten(0, 1), model.config.final_logit_softcapping
+        return head.cross_entropy(rows, model.embed_tokens.weight, targets.flatten(), cap=cap).view_as(targets)
+
+
+class _Draws(NamedTuple):
+    time: Tensor  # (B, K, 1)
+    event: Tensor  # (B, K, C)
+    token: Tensor  # (B, K, C)
+    self_cond: Tensor  # (B, K, 1)
+
+
+def _draw(seeds: Tensor, index: Tensor, canvas_len: int) -> _Draws:
+    """The uniforms of canvases `index` (B, K), the same for a canvas alone as among the others."""
+    rows, canvas = seeds[:, None].expand_as(index).flatten(), index.flatten()
+
+    def uniform(num_positions: int, word: int) -> Tensor:
+        u = draws.uniform_of_word(rows, canvas, torch.zeros_like(canvas), num_positions, word)
+        return u.unflatten(0, index.shape)
+
+    return _Draws(uniform(1, _TIME), uniform(canvas_len, _EVENT), uniform(canvas_len, _TOKEN), uniform(1, _SELF_COND))
 
 
 @cache
