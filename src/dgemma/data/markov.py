@@ -7,6 +7,7 @@ must reach and none can beat.
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dgemma import draws
@@ -95,21 +96,28 @@ class MarkovChain:
 
 @dataclass(frozen=True, kw_only=True)
 class MarkovSource:
-    """Batches of texts, each after a prompt of one token `bos`; a `BatchSource`, new texts at every step.
+    """Batches of texts, each after a prompt of one token `bos` if there is one; a `BatchSource`, new at every step.
 
     Example: `MarkovSource(chain=MarkovChain.random(), bos=254)(0, range(64)).tokens` is (64, 31).
     """
 
     chain: MarkovChain
-    bos: int
     length: int = 30
+    bos: int | None = None
     seed: int = 0
 
     def __call__(self, step: int, rows: range) -> TrainBatch:
         row = torch.arange(rows.start, rows.stop)
         u = draws.uniform(torch.full_like(row, self.seed), row, torch.full_like(row, step), self.length, "text")
-        tokens = torch.cat([torch.full_like(row, self.bos)[:, None], self.chain.sample(u)], dim=1)
-        return TrainBatch(tokens=tokens, prompt_len=torch.ones_like(row), length=torch.full_like(row, 1 + self.length))
+        tokens = self.chain.sample(u)
+        prompt_len = 0 if self.bos is None else 1
+        if self.bos is not None:
+            tokens = F.pad(tokens, (1, 0), value=self.bos)
+        return TrainBatch(
+            tokens=tokens,
+            prompt_len=torch.full_like(row, prompt_len),
+            length=torch.full_like(row, prompt_len + self.length),
+        )
 
 
 def _first_above(ends: Tensor, u: Tensor) -> Tensor:

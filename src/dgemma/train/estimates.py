@@ -1,0 +1,172 @@
+"""What a likelihood evaluation reports: numbers with intervals, curves, a table to print."""
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Estimate(NamedTuple):
+    """A number and the half-width of its confidence interval."""
+
+    value: float
+    error: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.4f} ± {self.error:.4f}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """Nats over a coordinate: `edges` (n + 1,) of its bins, `nats` and the interval's half-width `error` (n,)."""
+
+    edges: Tensor
+    nats: Tensor
+    error: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSums:
+    """What was measured on R independent rows, in float64 on the host; every number is a sum over a row's tokens."""
+
+    nats: Tensor  # (R,) the bound
+    tokens: Tensor  # (R,) scored
+    causal: Tensor  # (R,)
+    causal_tokens: Tensor  # (R,)
+    reconstruction: Tensor  # (R,) the part of the bound below the lowest level
+    by_level: Tensor  # (R, bins) the part in each bin of noise levels
+    by_position: Tensor  # (R, C) at each place of a canvas, summed over canvases
+    tokens_by_position: Tensor  # (R, C)
+    causal_by_position: Tensor  # (R, C)
+    causal_tokens_by_position: Tensor  # (R, C)
+
+    @classmethod
+    def join(cls, parts: "list[RowSums]") -> "RowSums":
+        """All rows of several, in order."""
+        return cls(**{name: torch.cat([getattr(part, name) for part in parts]) for name in cls.__dataclass_fields__})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Likelihood:
+    """What `evaluate` found. Everything is in nats, per scored token unless it says otherwise; print it for a table.
+
+    `by_level` holds each noise level's share of the bound and adds up to `nelbo` less `reconstruction`, the part below
+    the lowest level; `by_position` and `causal_by_position` are means at each place of a canvas. `rows` are the sums
+    all of it comes from: rows are independent, so their spread is what the intervals are made of.
+    """
+
+    nelbo: Estimate
+    causal: Estimate
+    reconstruction: float
+    by_level: Curve
+    by_position: Curve
+    causal_by_position: Curve
+    rows: RowSums
+    num_samples: int
+    confidence: float
+    num_bytes: int | None = None
+
+    @classmethod
+    def of_rows(cls, rows: RowSums, *, num_samples: int, confidence: float, num_bytes: int | None) -> "Likelihood":
+        """Means and intervals over rows."""
+        if not 0 < confidence < 1:
+            raise ValueError(f"evaluate confidence must lie in (0, 1), got {confidence}.")
+        width = NormalDist().inv_cdf((1 + confidence) / 2)
+
+        def mean(nats: Tensor, tokens: Tensor) -> Estimate:
+            curve = mean_of_rows(torch.zeros(2), nats[:, None], tokens[:, None], width)
+            return Estimate(curve.nats.item(), curve.error.item())
+
+        levels = torch.linspace(0, 1, rows.by_level.shape[1] + 1, dtype=torch.float64)
+        places = torch.arange(rows.by_position.shape[1] + 1, dtype=torch.float64)
+        return cls(
+            nelbo=mean(rows.nats, rows.tokens),
+            causal=mean(rows.causal, rows.causal_tokens),
+            reconstruction=mean(rows.reconstruction, rows.tokens).value,
+            by_level=mean_of_rows(levels, rows.by_level, rows.tokens[:, None], width),
+            by_position=mean_of_rows(places, rows.by_position, rows.tokens_by_position, width),
+            causal_by_position=mean_of_rows(places, rows.causal_by_position, rows.causal_tokens_by_position, width),
+            rows=rows,
+            num_samples=num_samples,
+            confidence=confidence,
+            num_bytes=num_bytes,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.rows.tokens.sum())
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the bound: the model's true perplexity is at most this."""
+        return math.exp(self.nelbo.value)
+
+    @property
+    def bits_per_byte(self) -> Estimate | None:
+        """The bound over the bytes of the scored text; None if their number was not given."""
+        if self.num_bytes is None:
+            return None
+        scale = self.num_tokens / self.num_bytes / math.log(2)
+        return Estimate(self.nelbo.value * scale, self.nelbo.error * scale)
+
+    def summary(self) -> dict[str, Any]:
+        """The numbers as plain Python, for JSON."""
+        bits = self.bits_per_byte
+        return {
+            "nelbo": self.nelbo.value,
+            "nelbo_error": self.nelbo.error,
+            "causal": self.causal.value,
+            "causal_error": self.causal.error,
+            "reconstruction": self.reconstruction,
+            "bits_per_byte": None if bits is None else bits.value,
+            "num_rows": len(self.rows.tokens),
+            "num_tokens": self.num_tokens,
+            "num_samples": self.num_samples,
+            "confidence": self.confidence,
+            "by_level": self.by_level.nats.tolist(),
+            "by_level_error": self.by_level.error.tolist(),
+            "by_position": self.by_position.nats.tolist(),
+            "causal_by_position": self.causal_by_position.nats.tolist(),
+        }
+
+    def __str__(self) -> str:
+        rows, share = len(self.rows.tokens), f"{self.confidence:.0%} interval"
+        lines = [
+            f"{self.num_tokens:,} tokens in {rows:,} rows, {self.num_samples} noise levels a canvas",
+            f"{'':22}{'nats/token':>10}   {share:20}{'perplexity':>10}",
+        ]
+        for name, found in (("diffusion, at most", self.nelbo), ("causal", self.causal)):
+            interval = f"{found.value - found.error:.4f} … {found.value + found.error:.4f}"
+            lines.append(f"{name:22}{found.value:10.4f}   {interval:20}{math.exp(min(found.value, 700)):10.2f}")
+        if self.bits_per_byte is not None:
+            lines.append(f"{'bits per byte':22}{self.bits_per_byte.value:10.4f}")
+        lines.append(f"{'noise level':22}{'nats/token':>10}   its share of the bound")
+        lines.append(f"{'  the text itself':22}{self.reconstruction:10.4f}")
+        largest = max(self.by_level.nats.max().item(), 1e-9)
+        for low, high, nats in zip(
+            self.by_level.edges[:-1].tolist(),
+            self.by_level.edges[1:].tolist(),
+            self.by_level.nats.tolist(),
+            strict=True,
+        ):
+            lines.append(f"  {f'{low:.2f} … {high:.2f}':20}{nats:10.4f}   {'█' * round(24 * max(0.0, nats) / largest)}")
+        return "\n".join(lines)
+
+
+def mean_of_rows(edges: Tensor, nats: Tensor, tokens: Tensor, width: float) -> Curve:
+    """Σ nats / Σ tokens of independent rows, by column: nats (R, n), tokens (R, n) or (R, 1).
+
+    Rows differ in length, so the interval is of a ratio: `width` standard deviations of what each row adds beyond the
+    mean of its tokens. One row says nothing about the spread.
+
+    Example: `mean_of_rows(edges, nats, tokens, 1.96).error` is the half-width of a 95 % interval.
+    """
+    num_rows, total = len(nats), tokens.sum(0)
+    mean = nats.sum(0) / total
+    if num_rows == 1:
+        return Curve(edges=edges, nats=mean, error=torch.full_like(mean, torch.inf))
+    residual = (nats - mean * tokens).square().sum(0) * num_rows / (num_rows - 1)
+    return Curve(edges=edges, nats=mean, error=width * residual.sqrt() / total)

@@ -1,0 +1,254 @@
+"""How likely a text is under a diffusion model: its NELBO with an interval, beside the same weights' causal likelihood.
+
+The bound is Monte Carlo over noise levels and noise (`nelbo`), canvas by canvas (BD3-LM, arXiv:2503.09573). Below
+`lowest_level` the network is asked for the text itself. So what is reported is a bound for every network, also for one
+that is not told its level and would pay without end as the level falls to 0.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dgemma import draws
+from dgemma.model.diffusion import DiffusionGemma
+from dgemma.noise import Noise
+from dgemma.progress import progress_bar
+from dgemma.train import head, nelbo
+from dgemma.train.batch import BatchSource, TrainBatch
+from dgemma.train.canvases import Canvases, cut_canvases
+from dgemma.train.estimates import Likelihood, RowSums
+from dgemma.train.feed import row_seeds
+from dgemma.train.packed import CleanText, predict_canvases, read_clean
+
+_LEAST_NOISE = 1 - 1e-6  # what a schedule must reach at t = 1; the prior is then worth less than 1e-4 nats a token
+
+
+@torch.no_grad()
+def evaluate(
+    model: DiffusionGemma,
+    source: BatchSource | TrainBatch | Tensor,
+    noise: Noise,
+    *,
+    num_rows: int | None = None,
+    batch_size: int = 32,
+    num_samples: int = 8,
+    levels: str = "stratified",
+    lowest_level: float = 1e-4,
+    parametrisation: str = "mean",
+    self_cond: bool = False,
+    canvas_len: int | None = None,
+    fill_token: int | None = None,
+    num_level_bins: int = 10,
+    num_bytes: int | None = None,
+    confidence: float = 0.95,
+    seed: int = 0,
+    progress: bool = True,
+) -> Likelihood:
+    """The NELBO of a model on texts, per token, with its interval and curves, and the causal likelihood beside it.
+
+    source: a `TrainBatch`; a `BatchSource`, whose step 0 is asked for `num_rows` rows; or tokens (B, T), of which the
+    first is read and the rest scored. Answers are cut into canvases of `canvas_len` (None: the model's); a partial one
+    is filled with `fill_token` (None: the model's end-of-text), which is scored, as the model must write it, unless the
+    row is marked `truncated`.
+
+    Each canvas is noised `num_samples` times, at times that are "stratified" (one in each of as many equal parts of the
+    noise's schedule) or "independent". `parametrisation` says what the network's logits mean, see `nelbo.integrand`; of
+    a network that is not told its level, "mean" is converted with a level it does not know. `self_cond` gives each
+    canvas a first pass. `num_bytes` of all scored text adds bits per byte. The same seed gives the same number, however
+    rows are batched.
+
+    Example: `print(evaluate(model, tokens, MaskNoise(512, mask_token_id=4), num_samples=16))`.
+    """
+    _check(model, noise, num_samples=num_samples, batch_size=batch_size, levels=levels, lowest_level=lowest_level)
+    source, num_rows = _as_source(source, num_rows)
+    estimator = _Estimator(
+        model=model,
+        noise=noise,
+        num_samples=num_samples,
+        stratified=levels == "stratified",
+        lowest_level=lowest_level,
+        parametrisation=parametrisation,
+        self_cond=self_cond,
+        canvas_len=model.config.canvas_length if canvas_len is None else canvas_len,
+        fill_token=model.config.eos_token_id if fill_token is None else fill_token,
+        num_level_bins=num_level_bins,
+    )
+    parts = []
+    with progress_bar(desc="likelihood", unit="row", total=num_rows, show=progress) as bar:
+        for start in range(0, num_rows, batch_size):
+            rows = range(start, min(start + batch_size, num_rows))
+            batch, seeds = source(0, rows).to(model.device), row_seeds(seed, 0, rows).to(model.device)
+            parts.append(estimator.measure(batch, seeds))
+            bar.update(len(rows))
+    return Likelihood.of_rows(RowSums.join(parts), num_samples=num_samples, confidence=confidence, num_bytes=num_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Estimator:
+    model: DiffusionGemma
+    noise: Noise
+    num_samples: int
+    stratified: bool
+    lowest_level: float
+    parametrisation: str
+    self_cond: bool
+    canvas_len: int
+    fill_token: int
+    num_level_bins: int
+
+    def measure(self, batch: TrainBatch, seeds: Tensor) -> RowSums:
+        """Every sum of these rows; seeds (B,) are all the randomness there is."""
+        cut = cut_canvases(
+            batch,
+            canvas_len=self.canvas_len,
+            fill_token=self.fill_token,
+            choose=None,
+            truncated="unscored",
+            causal_scope="answer",
+            causal_fill=True,
+        )
+        clean = read_clean(self.model, cut.tokens, documents=cut.documents)
+        causal, causal_scored = self._causal(cut, clean)
+        earliest = self.noise.schedule.time(torch.tensor(1 - self.lowest_level, dtype=torch.float64)).to(seeds.device)
+        lowest = (1 - self.noise.schedule.alpha(earliest)).expand(*cut.index.shape, 1)
+        bound = direct = self._cost(cut, clean, seeds, self.num_samples, lowest, nelbo.reconstruction)
+        by_level = bound.new_zeros(len(seeds), self.num_level_bins)
+        for sample in range(self.num_samples):
+            u = self._draw(cut, seeds, sample, 1, "time")  # (B, K, 1)
+            u = (sample + u) / self.num_samples if self.stratified else u
+            level = 1 - self.noise.schedule.alpha(earliest + (1 - earliest) * u)
+            cost = self._cost(cut, clean, seeds, sample, level, nelbo.integrand) * (1 - earliest) / self.num_samples
+            bound = bound + cost
+            in_bin = (level[..., 0] * self.num_level_bins).long().clamp(max=self.num_level_bins - 1)
+            by_level = by_level.scatter_add(1, in_bin, cost.sum(-1))
+        sums = {
+            "nats": bound.sum((1, 2)),
+            "tokens": cut.scored.sum((1, 2)),
+            "causal": causal.sum((1, 2)),
+            "causal_tokens": causal_scored.sum((1, 2)),
+            "reconstruction": direct.sum((1, 2)),
+            "by_level": by_level,
+            "by_position": bound.sum(1),
+            "tokens_by_position": cut.scored.sum(1),
+            "causal_by_position": causal.sum(1),
+            "causal_tokens_by_position": causal_scored.sum(1),
+        }
+        return RowSums(**{name: value.double().cpu() for name, value in sums.items()})
+
+    def _draw(self, cut: Canvases, seeds: Tensor, sample: int, num_positions: int, purpose: str) -> Tensor:
+        """Uniforms of each canvas and sample's own, (B, K, num_positions)."""
+        index = cut.index.flatten()
+        rows = seeds.repeat_interleave(cut.index.shape[1])
+        u = draws.uniform(rows, index, torch.full_like(index, sample), num_positions, purpose)
+        return u.unflatten(0, cut.index.shape)
+
+    def _cost(
+        self,
+        cut: Canvases,
+        clean: CleanText,
+        seeds: Tensor,
+        sample: int,
+        level: Tensor,
+        of_logits: Callable[..., Tensor],
+    ) -> Tensor:
+        """`nelbo.integrand` or `nelbo.reconstruction` of canvases noised to `level` (B, K, 1): (B, K, C) float64."""
+        u_event, u_token = (self._draw(cut, seeds, sample, self.canvas_len, name) for name in ("event", "noise"))
+        z = torch.where(cut.pinned, cut.x, self.noise.corrupt(cut.x, level, u_event, u_token))
+
+        def cost(logits: Tensor, x: Tensor, z: Tensor, level: Tensor) -> Tensor:
+            """logits (m, V), the others (m, 1) → (m,)."""
+            found = of_logits(self.noise, logits[:, None], x, z, level, parametrisation=self.parametrisation)
+            return found[:, 0]
+
+        found = head.map_logits(
+            cost,
+            self._predict(cut, clean, z, level[..., 0]).flatten(0, 2),
+            self.model.embed_tokens.weight,
+            *(values.expand(z.shape).reshape(-1, 1) for values in (cut.x, z, level)),
+            cap=self.model.config.final_logit_softcapping,
+        )
+        return torch.where(cut.scored, found.view_as(z).double(), 0.0)
+
+    def _predict(self, cut: Canvases, clean: CleanText, z: Tensor, level: Tensor) -> Tensor:
+        """The last hidden states of canvases z (B, K, C): (B, K, C, D)."""
+        documents = None
+        if cut.documents is not None and cut.canvas_documents is not None:
+            documents = cut.documents, cut.canvas_documents
+
+        def predict(signal: Tensor | None) -> Tensor:
+            return predict_canvases(
+                self.model,
+                z,
+                cut.starts,
+                clean.first(cut.prefix_len),
+                signal=signal,
+                noise_level=level if self.model.takes_noise_level else None,
+                documents=documents,
+                aligned=cut.aligned,
+            )
+
+        hidden = predict(None)
+        if not self.self_cond:
+            return hidden
+        return predict(head.soft_embedding(self.model, hidden.flatten(1, 2)).view(*z.shape, -1))
+
+    def _causal(self, cut: Canvases, clean: CleanText) -> tuple[Tensor, Tensor]:
+        """What each canvas position costs word by word, and where the causal mode predicts it: (B, K, C) both.
+
+        It predicts all that is scored but the first token of a text without a prompt.
+        """
+        cost = head.cross_entropy(
+            clean.hidden[:, :-1].flatten(0, 1),
+            self.model.embed_tokens.weight,
+            cut.tokens[:, 1:].flatten(),
+            cap=self.model.config.final_logit_softcapping,
+        )
+        cost = torch.where(cut.causal_scored, cost.view_as(cut.causal_scored).double(), 0.0)
+        position = cut.starts[..., None] + torch.arange(self.canvas_len, device=cut.starts.device)
+        position = position.clamp(max=cut.tokens.shape[1] - 1).flatten(1)
+        of_token, predicted = (F.pad(values, (1, 0)).gather(1, position) for values in (cost, cut.causal_scored))
+        predicted = predicted.view_as(cut.x) & cut.scored
+        return torch.where(predicted, of_token.view_as(cut.x), 0.0), predicted
+
+
+def _as_source(source: BatchSource | TrainBatch | Tensor, num_rows: int | None) -> tuple[BatchSource, int]:
+    if isinstance(source, Tensor):
+        if source.dim() != 2 or source.shape[1] < 2:
+            raise ValueError(
+                f"evaluate source must be tokens (B, T), one to read and some to score, got {tuple(source.shape)}."
+            )
+        length = torch.full((len(source),), source.shape[1])
+        source = TrainBatch(tokens=source, prompt_len=torch.ones_like(length), length=length)
+    if isinstance(source, TrainBatch):
+        batch = source
+        num_rows = batch.batch_size if num_rows is None else min(num_rows, batch.batch_size)
+        return lambda step, rows: batch.select(slice(rows.start, rows.stop)), num_rows
+    if num_rows is None:
+        raise ValueError("evaluate num_rows must say how many rows of the source to read, got None.")
+    return source, num_rows
+
+
+def _check(
+    model: DiffusionGemma, noise: Noise, *, num_samples: int, batch_size: int, levels: str, lowest_level: float
+) -> None:
+    if noise.vocab_size != model.config.vocab_size:
+        raise ValueError(
+            f"evaluate noise must cover the model's {model.config.vocab_size} tokens, got {noise!r}. "
+            "Make the noise with config.vocab_size."
+        )
+    for name, value in (("num_samples", num_samples), ("batch_size", batch_size)):
+        if value < 1:
+            raise ValueError(f"evaluate {name} must be at least 1, got {value}.")
+    if levels not in ("stratified", "independent"):
+        raise ValueError(f"evaluate levels must be 'stratified' or 'independent', got {levels!r}.")
+    if not 0 < lowest_level < 1:
+        raise ValueError(f"evaluate lowest_level must lie in (0, 1), got {lowest_level}.")
+    reached = 1 - noise.schedule.alpha(torch.ones((), dtype=torch.float64)).item()
+    if reached < _LEAST_NOISE:
+        raise ValueError(
+            f"evaluate noise must have a schedule that ends in noise, got level {reached:.3g} at its end from "
+            f"{noise.schedule!r}. The bound does not depend on the schedule: use Linear()."
+        )

@@ -1,0 +1,82 @@
+"""A text whose law is known: what the chain claims about itself, against enumeration and counting."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from dgemma.data.markov import MarkovChain, MarkovSource
+
+SMALL = MarkovChain.random(num_states=4, num_successors=3, seed=2)
+
+
+def test_likelihoods_of_all_texts_add_up_to_one_and_average_to_the_entropy():
+    texts = torch.tensor(list(itertools.product(range(4), repeat=5)))
+    nll = SMALL.nll(texts)
+    assert (-nll).exp().sum().item() == pytest.approx(1.0, abs=1e-12)
+    possible = nll.isfinite()
+    assert ((-nll).exp() * nll)[possible].sum().item() == pytest.approx(SMALL.entropy(5), abs=1e-12)
+
+
+def test_entropy_rate_is_what_one_more_token_adds_to_a_long_text():
+    assert SMALL.entropy(400) - SMALL.entropy(399) == pytest.approx(SMALL.entropy_rate, abs=1e-10)
+
+
+def test_a_two_state_chain_has_the_textbook_rate():
+    """Leave state 0 with probability .1 and state 1 with .3: stationary (.75, .25)."""
+    move = torch.tensor([[0.9, 0.1], [0.3, 0.7]], dtype=torch.float64)
+    chain = MarkovChain(first=torch.tensor([0.5, 0.5]), move=move)
+
+    def coin(p):
+        return -p * math.log(p) - (1 - p) * math.log(1 - p)
+
+    assert chain.entropy_rate == pytest.approx(0.75 * coin(0.1) + 0.25 * coin(0.3), abs=1e-9)
+    assert chain.entropy(2) == pytest.approx(math.log(2) + (coin(0.1) + coin(0.3)) / 2, abs=1e-9)
+
+
+def test_the_default_chain_is_the_published_check():
+    """254 states, 30 tokens: about 1.73 nats a token in the paper, for a chain drawn like this one."""
+    chain = MarkovChain.random()
+    assert (chain.num_states, int((chain.move > 0).sum())) == (254, 254 * 7)
+    assert chain.entropy(30) / 30 == pytest.approx(1.73, abs=0.03)
+
+
+def test_texts_follow_the_chain():
+    """40,000 bigrams of a small chain: each count within five standard deviations of its expectation."""
+    tokens = MarkovSource(chain=SMALL, bos=4, length=11, seed=3)(0, range(4000)).tokens[:, 1:]
+    counts = torch.zeros(4, 4, dtype=torch.float64)
+    counts.index_put_((tokens[:, :-1].flatten(), tokens[:, 1:].flatten()), torch.ones(()).double(), accumulate=True)
+    expected = counts.sum(1, keepdim=True) * SMALL.move
+    assert ((counts - expected).abs() <= 5 * (expected * (1 - SMALL.move)).sqrt() + 1e-9).all()
+    first = tokens[:, 0].bincount(minlength=4).double()
+    assert ((first - 1000).abs() < 5 * (4000 * 0.25 * 0.75) ** 0.5).all()
+
+
+def test_an_impossible_step_has_no_likelihood():
+    forbidden = (SMALL.move == 0).nonzero()[0]
+    assert SMALL.nll(forbidden[None]).item() == math.inf
+
+
+def test_batches_do_not_depend_on_how_they_are_cut_and_differ_by_step_and_seed():
+    source = MarkovSource(chain=SMALL, bos=4, length=6)
+    whole = source(3, range(8)).tokens
+    assert torch.equal(torch.cat([source(3, range(3)).tokens, source(3, range(3, 8)).tokens]), whole)
+    assert not torch.equal(source(4, range(8)).tokens, whole)
+    assert not torch.equal(MarkovSource(chain=SMALL, bos=4, length=6, seed=1)(3, range(8)).tokens, whole)
+    batch = source(3, range(8))
+    assert (batch.tokens[:, 0] == 4).all()
+    assert (batch.prompt_len.tolist(), batch.length.tolist()) == ([1] * 8, [7] * 8)
+    bare = MarkovSource(chain=SMALL, length=6)(3, range(8))
+    assert torch.equal(bare.tokens, batch.tokens[:, 1:])
+    assert (bare.prompt_len.tolist(), bare.length.tolist()) == ([0] * 8, [6] * 8)
+
+
+def test_what_is_no_chain_is_refused():
+    half = torch.tensor([0.5, 0.5])
+    with pytest.raises(ValueError, match=r"MarkovChain\.move must be \(2, 2\)"):
+        MarkovChain(first=half, move=torch.eye(3))
+    with pytest.raises(ValueError, match=r"MarkovChain\.move must hold probabilities"):
+        MarkovChain(first=half, move=torch.ones(2, 2))
+    with pytest.raises(ValueError, match="num_successors must be from 1 to 4, got 5"):
+        MarkovChain.random(num_states=4, num_successors=5)

@@ -1,0 +1,243 @@
+"""The likelihood of texts: against the loop over canvases, the exact integral, and how often intervals hold."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import dgemma
+from dgemma.data.markov import MarkovChain, MarkovSource
+from dgemma.noise import HybridNoise, MaskNoise, UniformNoise
+from dgemma.schedule import ClippedLinear, OneMinusCosine
+from dgemma.train import nelbo
+from dgemma.train.batch import TrainBatch
+from dgemma.train.estimates import mean_of_rows
+from dgemma.train.likelihood import evaluate
+
+VOCAB, MASK = 16, 15
+CONFIG = dgemma.presets.tiny().replace(
+    vocab_size=VOCAB,
+    canvas_length=4,
+    sliding_window=6,
+    eos_token_id=1,
+    num_hidden_layers=2,
+    layer_types=("sliding_attention", "full_attention"),
+)
+NOISES = {
+    "mask": MaskNoise(VOCAB, mask_token_id=MASK),
+    "uniform": UniformNoise(VOCAB),
+    "hybrid": HybridNoise(VOCAB, mask_token_id=MASK),
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(1)
+    model = dgemma.DiffusionGemma(CONFIG)
+    with torch.no_grad():
+        model.norm.weight.mul_(8)  # opinions, so that a misplaced token shows
+    return model
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(2, MASK, (6, 9))
+
+
+def causal_costs(model, tokens):
+    """(B, T - 1): what each token after the first costs."""
+    logits = model.causal_logits(tokens)[:, :-1]
+    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view(len(tokens), -1)
+
+
+def test_causal_likelihood_is_that_of_causal_logits(model, tokens):
+    found = evaluate(model, tokens, NOISES["mask"], num_samples=1)
+    expected = causal_costs(model, tokens).double()
+    torch.testing.assert_close(found.rows.causal, expected.sum(1), atol=1e-4, rtol=0)
+    assert found.causal.value == pytest.approx(expected.mean().item(), abs=1e-5)
+    torch.testing.assert_close(found.causal_by_position.nats, expected.view(6, 2, 4).mean((0, 1)), atol=1e-5, rtol=0)
+
+
+def exact_bound(model, tokens, start):
+    """The integral over times and all canvases for one canvas of a row, by encode + denoise: (C,) by position."""
+    x = tokens[start : start + 4]
+    values = torch.tensor([[MASK, token] for token in x.tolist()])
+    canvases = torch.cartesian_prod(*values)  # mask noise: each token is there or masked
+    cache = model.encode(tokens[None, :start].expand(len(canvases), -1))
+    logits = model.denoise(canvases, cache).logits.double()
+    logits[..., MASK] = -torch.inf
+    cost = -logits.log_softmax(-1).gather(-1, x.expand(len(canvases), -1)[..., None])[..., 0]
+    masked = canvases == MASK
+    number = masked.sum(-1)
+    # ∫ t^(n - 1) (1 - t)^(4 - n) dt = (n - 1)! (4 - n)! / 4!
+    weight = torch.tensor([0.0] + [math.factorial(n - 1) * math.factorial(4 - n) / 24 for n in range(1, 5)])
+    return (weight.double()[number][:, None] * torch.where(masked, cost, 0.0)).sum(0)
+
+
+@torch.no_grad()
+def test_mask_bound_is_the_exact_sum_over_masked_sets_canvas_by_canvas(model, tokens):
+    """512 noise levels a canvas; each row's own noise is averaged out, so compare means within four deviations."""
+    repeated = tokens[:1].expand(64, -1)
+    found = evaluate(model, repeated, NOISES["mask"], num_samples=8, batch_size=64, lowest_level=1e-6)
+    exact = torch.stack([exact_bound(model, tokens[0], start) for start in (1, 5)])
+    assert abs(found.nelbo.value - exact.mean().item()) < 4 * found.nelbo.error / 1.96
+    errors = (found.by_position.nats - exact.mean(0)).abs() / (found.by_position.error / 1.96)
+    assert errors.max() < 4.5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", NOISES)
+@pytest.mark.parametrize("told", [False, True], ids=["untold", "told"])
+def test_bound_equals_the_loop_over_canvases_with_the_same_noise(kind, told, tokens, monkeypatch):
+    """encode + denoise on the very canvases `evaluate` made, ragged rows included."""
+    noise = NOISES[kind]
+    model = dgemma.DiffusionGemma(CONFIG.replace(noise_conditioning=told))
+    model.norm.weight.mul_(8)
+    seen = []
+    original = nelbo.integrand
+
+    def listen(noise, logits, x, z, level, **keywords):
+        found = original(noise, logits, x, z, level, **keywords)
+        seen.append((x, z, level, found))
+        return found
+
+    monkeypatch.setattr(nelbo, "integrand", listen)
+    prompt_len, length = torch.tensor([1, 3, 2, 1, 1, 2]), torch.tensor([9, 9, 8, 5, 7, 9])
+    batch = TrainBatch(tokens=tokens, prompt_len=prompt_len, length=length)
+    evaluate(model, batch, noise, num_samples=1, batch_size=6)
+    x, z, level, found = (t.view(6, 2, 4) for t in seen[0])
+    filled = torch.where(torch.arange(12) < length[:, None], F.pad(tokens, (0, 3)), CONFIG.eos_token_id)
+    for row in range(6):
+        for canvas in range(-(-(length[row] - prompt_len[row]) // 4)):
+            start = int(prompt_len[row]) + 4 * canvas
+            assert torch.equal(x[row, canvas], filled[row, start : start + 4])
+            cache = model.encode(filled[row : row + 1, :start])
+            logits = model.denoise(z[row, canvas][None], cache, noise_level=level[row, canvas, :1]).logits
+            expected = original(noise, logits, x[row, canvas][None], z[row, canvas][None], level[row, canvas, :1])
+            torch.testing.assert_close(found[row, canvas], expected[0], atol=1e-4, rtol=1e-3)
+
+
+def test_the_levels_shares_and_the_positions_add_up_to_the_bound(model, tokens):
+    for noise in NOISES.values():
+        found = evaluate(model, tokens, noise, num_samples=5, num_level_bins=7)
+        assert found.by_level.nats.sum() + found.reconstruction == pytest.approx(found.nelbo.value, abs=1e-9)
+        assert found.by_position.nats.mean() == pytest.approx(found.nelbo.value, abs=1e-9)  # all places are as frequent
+
+
+def test_the_same_seed_gives_the_same_number_however_rows_are_batched(model, tokens):
+    first, again = (evaluate(model, tokens, NOISES["uniform"], batch_size=n, seed=5) for n in (6, 4))
+    torch.testing.assert_close(first.rows.nats, again.rows.nats, atol=1e-4, rtol=1e-5)
+    other = evaluate(model, tokens, NOISES["uniform"], seed=6)
+    assert (first.rows.nats - other.rows.nats).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("kind", NOISES)
+def test_the_schedule_and_the_way_levels_are_drawn_change_only_the_spread(model, kind, tokens):
+    noise, rows = NOISES[kind], tokens.repeat(6, 1)
+    scheduled = replace(noise, schedule=OneMinusCosine())
+    reference = evaluate(model, rows, noise, num_samples=8, batch_size=36)
+    for other in (
+        evaluate(model, rows, scheduled, num_samples=8, batch_size=36, seed=1),
+        evaluate(model, rows, noise, num_samples=8, batch_size=36, levels="independent", seed=2),
+    ):
+        error = math.hypot(reference.nelbo.error, other.nelbo.error) / 1.96
+        assert abs(reference.nelbo.value - other.nelbo.value) < 4 * error
+
+
+def test_lowering_the_lowest_level_only_moves_cost_from_the_text_itself_to_the_integral(model, tokens):
+    """Mask noise and a network that hardly reads its canvas: asking directly then costs what the integral does."""
+    rows = tokens.repeat(16, 1)
+    high, low = (
+        evaluate(model, rows, NOISES["mask"], num_samples=8, batch_size=96, lowest_level=level) for level in (0.3, 1e-4)
+    )
+    assert high.reconstruction > 100 * low.reconstruction
+    assert high.reconstruction > 0.2 * high.nelbo.value
+    assert high.nelbo.value == pytest.approx(low.nelbo.value, rel=0.1)
+
+
+def test_pinned_and_truncated_tokens_are_not_scored(model, tokens):
+    pinned = torch.zeros_like(tokens, dtype=torch.bool)
+    pinned[:, 3] = True
+    batch = TrainBatch(
+        tokens=tokens,
+        prompt_len=torch.ones(6, dtype=torch.int64),
+        length=torch.tensor([9, 9, 9, 7, 7, 7]),
+        truncated=torch.tensor([False] * 5 + [True]),
+        pinned=pinned,
+    )
+    found = evaluate(model, batch, NOISES["uniform"], num_samples=2)
+    assert found.rows.tokens.tolist() == [
+        7,
+        7,
+        7,
+        7,
+        7,
+        5,
+    ]  # two canvases of 4, one token pinned; the cut one ends at 7
+    assert found.by_position.nats[2] > 0
+    assert found.rows.tokens_by_position[:, 2].tolist() == [1, 1, 1, 1, 1, 0]
+
+
+def test_self_conditioning_changes_the_prediction(model, tokens):
+    plain, conditioned = (evaluate(model, tokens, NOISES["mask"], self_cond=on) for on in (False, True))
+    assert (plain.rows.nats - conditioned.rows.nats).abs().max() > 1e-3
+
+
+def test_intervals_cover_the_mean_as_often_as_they_say():
+    """1,000 samples of 40 rows of unequal length: a 90 % interval holds the ratio in 90 % of them, give or take 3."""
+    tokens = torch.randint(1, 5, (1000, 40, 1)).double()
+    nats = tokens * 2 + torch.randn(1000, 40, 1).double() * tokens.sqrt()
+    hits = 0
+    for n, t in zip(nats, tokens, strict=True):
+        curve = mean_of_rows(torch.zeros(2), n, t, 1.6449)
+        hits += abs(curve.nats.item() - 2) < curve.error.item()
+    assert 0.87 < hits / 1000 < 0.93
+
+
+def test_a_source_is_asked_for_the_rows_wanted_and_printed_readably(model):
+    chain = MarkovChain.random(num_states=13, num_successors=3)
+    source = MarkovSource(chain=chain, bos=14, length=8)
+    found = evaluate(model, source, NOISES["mask"], num_rows=10, batch_size=4, num_bytes=160)
+    assert (len(found.rows.nats), found.num_tokens) == (10, 80)
+    assert found.bits_per_byte.value == pytest.approx(found.nelbo.value / 2 / math.log(2), abs=1e-12)
+    table = str(found)
+    for words in (
+        "80 tokens in 10 rows",
+        "95% interval",
+        "diffusion, at most",
+        "causal",
+        "bits per byte",
+        "0.90 … 1.00",
+    ):
+        assert words in table
+    assert json.loads(json.dumps(found.summary()))["nelbo"] == found.nelbo.value
+
+
+def test_the_first_token_of_a_text_without_a_prompt_is_beyond_the_causal_mode(model):
+    source = MarkovSource(chain=MarkovChain.random(num_states=13, num_successors=3), length=8)
+    found = evaluate(model, source, NOISES["mask"], num_rows=3, num_samples=1)
+    assert (found.rows.tokens.tolist(), found.rows.causal_tokens.tolist()) == ([8] * 3, [7] * 3)
+    expected = causal_costs(model, source(0, range(3)).tokens).double()
+    torch.testing.assert_close(found.rows.causal, expected.sum(1), atol=1e-4, rtol=0)
+
+
+def test_what_cannot_be_evaluated_is_refused(model, tokens):
+    mask = NOISES["mask"]
+    source = MarkovSource(chain=MarkovChain.random(num_states=13, num_successors=3), bos=14, length=8)
+    for match, call in {
+        "must cover the model's 16 tokens": lambda: evaluate(model, tokens, UniformNoise(8)),
+        "num_rows must say how many": lambda: evaluate(model, source, mask),
+        "num_samples must be at least 1": lambda: evaluate(model, tokens, mask, num_samples=0),
+        "levels must be 'stratified'": lambda: evaluate(model, tokens, mask, levels="sobol"),
+        "lowest_level must lie in": lambda: evaluate(model, tokens, mask, lowest_level=0.0),
+        "must be tokens": lambda: evaluate(model, tokens[0], mask),
+        "confidence must lie in": lambda: evaluate(model, tokens, mask, confidence=95),
+        "ends in noise, got level 0.8": lambda: evaluate(
+            model, tokens, UniformNoise(VOCAB, schedule=ClippedLinear(low=0.3, high=0.8))
+        ),
+    }.items():
+        with pytest.raises(ValueError, match=match):
+            call()
