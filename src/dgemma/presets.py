@@ -1,4 +1,4 @@
-"""Model configurations by name: two that run anywhere and the published one."""
+"""Model configurations by name: two that run anywhere, one for a GPU, and the published one."""
 
 from typing import Any
 
@@ -61,6 +61,29 @@ def small() -> ModelConfig:
         top_k_experts=4,
         moe_intermediate_size=160,
         max_position_embeddings=16_384,
+        vision_config=dict(_TINY_VISION),
+    )
+
+
+def medium_1b() -> ModelConfig:
+    """0.94 billion weights, 0.38 active: the published vocabulary and proportions, to train from scratch on one GPU."""
+    return ModelConfig(
+        vocab_size=262_144,
+        hidden_size=1024,
+        intermediate_size=768,
+        canvas_length=256,
+        num_hidden_layers=12,
+        layer_types=default_layer_types(12),
+        sliding_window=1024,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_global_key_value_heads=1,
+        global_head_dim=256,
+        num_experts=64,
+        top_k_experts=4,
+        moe_intermediate_size=256,
+        max_position_embeddings=65_536,
         vision_config=dict(_TINY_VISION),
     )
 

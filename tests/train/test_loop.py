@@ -13,11 +13,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+import dgemma
 import next_token
 from dgemma import DiffusionGemma
 from dgemma.model import experts
-from dgemma.train.loop import TrainConfig, train
+from dgemma.train.feed import Part, StepInput, feed
+from dgemma.train.loop import TrainConfig, _Run, train
+from dgemma.train.objective import Objective
+from dgemma.train.parallel import Parallel
 from next_token import NextToken, counting
 
 SETTINGS = {"steps": 6, "batch_size": 4, "lr": 1e-2, "warmup": 2, "precision": "weights", "log_every": 4}
@@ -64,6 +69,36 @@ def test_micro_batches_change_nothing(tmp_path):
     parts, _ = run(tmp_path / "parts", model=next_token.model(torch.float64), micro_batch_size=3)
     for name, weight in weights(whole).items():
         torch.testing.assert_close(weights(parts)[name], weight, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("reduction", ["global", "example"])
+def test_micro_batches_change_nothing_of_the_published_objective(tmp_path, reduction):
+    models = [next_token.model(torch.float64) for _ in range(2)]
+    objective = Objective(noise=dgemma.UniformNoise(next_token.VOCAB), canvas_len=4, reduction=reduction)
+    for model, size in zip(models, (4, 1), strict=True):
+        run(tmp_path / str(size), model=model, objective=objective, steps=3, micro_batch_size=size)
+    for name, weight in weights(models[0]).items():
+        torch.testing.assert_close(weights(models[1])[name], weight, rtol=1e-8, atol=1e-11)
+
+
+@pytest.mark.parametrize(("precision", "canvases"), [("weights", "one"), ("mixed", "all")])
+def test_a_step_waits_for_no_number_from_the_device(tmp_path, precision, canvases):
+    # Fake tensors have shapes and no values: whatever looks at one raises.
+    objective = Objective(noise=dgemma.UniformNoise(next_token.VOCAB), canvas_len=4, canvases=canvases)
+    rows = {"rows": range(4), "micro_batch_size": 2, "steps": range(1), "device": torch.device("cpu")}
+    (given,) = feed(counting, seed=0, **rows)
+    model = next_token.model()
+    settings = config(precision=precision, ema_decay=0.9, micro_batch_size=2)
+    with FakeTensorMode() as mode:
+        for module in model.modules():
+            for tensors in (module._parameters, module._buffers):
+                tensors.update({name: mode.from_tensor(t) for name, t in tensors.items() if t is not None})
+        parts = [Part(part.batch._map(mode.from_tensor), mode.from_tensor(part.seeds)) for part in given.parts]
+        # AdamW counts its steps on the host unless it is fused, and here those would be fake too.
+        taking = _Run(model, objective, settings, tmp_path, Parallel(), lambda named: torch.optim.SGD(named.values()))
+        record = taking.take_step(StepInput(parts, 0))
+        with pytest.raises(DataDependentOutputException):
+            record.loss.item()
 
 
 @pytest.mark.parametrize("stopped", [1, 3, 5])
@@ -193,11 +228,12 @@ def test_a_gradient_that_is_not_finite_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_finishes_the_step_and_saves_it(tmp_path, number):
+def test_ctrl_c_finishes_the_step_saves_it_and_says_so(tmp_path, number, caplog):
     before = signal.getsignal(number)
     _, result = run(tmp_path, on_step=lambda record: signal.raise_signal(number) if record.step == 2 else None)
     assert (result.interrupted, result.step, result.checkpoint.name) == (True, 2, "step-000002")
     assert signal.getsignal(number) == before
+    assert "stopped after step 2 of 6; the same call goes on from" in caplog.text
 
 
 def test_mixed_precision_comes_close_to_float32_and_keeps_float32_weights(tmp_path):

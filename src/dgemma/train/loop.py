@@ -5,12 +5,13 @@ step waits for the GPU; what was computed is read, checked and logged every `log
 saved.
 """
 
+import logging
 import math
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,6 +35,8 @@ from dgemma.train.optimizer import (
     optimizer_state,
 )
 from dgemma.train.parallel import Parallel
+
+logger = logging.getLogger("dgemma")
 
 # What may differ when a run is resumed: it changes what is written down, not what is computed.
 _FREE_FIELDS = {"log_every", "checkpoint_every", "evaluate_every", "keep_last", "progress"}
@@ -117,8 +120,9 @@ class StepRecord:
     lr: float
     loss: Tensor  # (), this process's part
     grad_norm: Tensor  # (), before clipping
-    terms: list[Any]  # one per micro-batch, with sums and counts by row
-    parts: list[Part]
+    sums: Mapping[str, Tensor]  # of each term, by row of this process: (B,)
+    counts: Mapping[str, Tensor]
+    parts: list[Part]  # the micro-batches
     num_tokens: int
 
 
@@ -202,7 +206,6 @@ class _Run:
             "config": asdict(config),
             "objective": _describe(objective),
             "model": model.config.to_hf(),
-            "rows_per_process": len(parallel.rows(config.batch_size)),
         }
         self.model = parallel.prepare(model, mixed=config.precision == "mixed")
         self.device = model.device
@@ -310,14 +313,15 @@ class _Run:
         """One update. Waits for nothing on the device."""
         config, objective = self.config, self.objective
         totals = self._totals(given.parts)
-        measured, loss = [], torch.zeros((), device=self.device)
+        sums, counts, loss = [], [], torch.zeros((), device=self.device)
         for number, part in enumerate(given.parts, start=1):
             terms = self._measure(part)
             share = objective.reduce(terms, totals)
             self.parallel.before_backward(self.model, last=number == len(given.parts))
             share.backward()
             loss = loss + share.detach()
-            measured.append(terms)
+            sums.append({name: value.detach() for name, value in terms.sums.items()})
+            counts.append(dict(terms.counts))
         grad_norm = self.parallel.clip_grad_norm(self.parameters.values(), config.clip)
         factor = learning_rate_factor(self.step, steps=config.steps, warmup=config.warmup, floor=config.final_lr)
         for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
@@ -332,7 +336,8 @@ class _Run:
             lr=self.peaks[0] * factor,
             loss=loss,
             grad_norm=grad_norm,
-            terms=measured,
+            sums={name: torch.cat([part[name] for part in sums]) for name in sums[0]},
+            counts={name: torch.cat([part[name] for part in counts]) for name in sums[0]},
             parts=given.parts,
             num_tokens=given.num_tokens,
         )
@@ -343,7 +348,7 @@ class _Run:
         """The objective's terms on a micro-batch."""
         # No cache of rounded weights: one made by a pass without gradients would cut them off in the next.
         mixed = self.config.precision == "mixed"
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=mixed, cache_enabled=False):
+        with torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False) if mixed else nullcontext():
             return self.parallel.forward(self.model, lambda: self.objective(self.model, part.batch, seeds=part.seeds))
 
     def _totals(self, parts: list[Part]) -> dict[str, Tensor]:
@@ -374,12 +379,11 @@ class _Run:
         return lines[-1]
 
     def _fetch(self) -> list[dict[str, Any]]:
-        names = list(self.unread[0].terms[0].sums)
+        names = list(self.unread[0].sums)
         numbers, norms = [], []
         for record in self.unread:
-            sums = [torch.stack([t.sums[name].detach().sum() for t in record.terms]).sum() for name in names]
-            counts = [torch.stack([t.counts[name].sum() for t in record.terms]).sum() for name in names]
-            numbers.append(torch.stack([record.loss.double(), *(x.double() for x in (*sums, *counts))]))
+            totals = [values[name].sum() for values in (record.sums, record.counts) for name in names]
+            numbers.append(torch.stack([x.double() for x in (record.loss, *totals)]))
             norms.append(record.grad_norm.double())
         fetched = torch.cat((self.parallel.sum(torch.stack(numbers)), torch.stack(norms)[:, None]), dim=1).tolist()
         lines = []
@@ -402,16 +406,8 @@ class _Run:
         last = self.checkpoints.latest()
         assert last is not None  # `start` wrote one
         terms = [name for name, x in line.items() if isinstance(x, float) and not math.isfinite(x)]
-        seeds = [
-            seed
-            for part, measured in zip(record.parts, record.terms, strict=True)
-            for seed, finite in zip(
-                part.seeds.tolist(),
-                torch.stack([s.detach().isfinite() for s in measured.sums.values()]).all(0).tolist(),
-                strict=True,
-            )
-            if not finite
-        ]
+        finite = torch.stack([values.isfinite() for values in record.sums.values()]).all(0)  # (B,)
+        seeds = torch.cat([part.seeds for part in record.parts])[~finite].tolist()
         self.restore(last)
         self.unread = []
         rows = f"in the rows with seeds {seeds}" if seeds else "though every row's terms here are finite"
@@ -452,14 +448,21 @@ class _Run:
         self.checkpoints.load(path, self.state())
 
     def finish(self, interrupted: bool) -> TrainResult:
+        last = self.checkpoints.latest()
+        assert last is not None  # `start` wrote one
         if self.average is not None:
             self.average.put_in()
         final = None
-        if not interrupted:
+        if interrupted:
+            logger.warning(
+                "Training stopped after step %d of %d; the same call goes on from %s.",
+                self.step,
+                self.config.steps,
+                last,
+            )
+        else:
             final = self.out / "final"
             self.parallel.save_pretrained(self.model, final)
-        last = self.checkpoints.latest()
-        assert last is not None
         return TrainResult(
             step=self.step,
             interrupted=interrupted,
