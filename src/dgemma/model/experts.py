@@ -34,7 +34,9 @@ class Router(nn.Module):
         probabilities = self.proj(x).softmax(-1, dtype=wide_dtype(x))
         weights, experts = probabilities.topk(self.top_k, dim=-1)
         weights = weights / weights.sum(-1, keepdim=True)
-        return Routing(probabilities, weights * self.per_expert_scale[experts], experts)
+        # Gathered per token: the gradient of an index into (E,) adds up all tokens of an expert one after the other.
+        scale = self.per_expert_scale.expand_as(probabilities).gather(-1, experts)
+        return Routing(probabilities, weights * scale, experts)
 
 
 class Experts(nn.Module):
@@ -48,17 +50,17 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         """Σ_a weight · expert_a(x) over each token's chosen experts. x: (M, D) → (M, D)."""
-        num_tokens, num_chosen = routing.experts.shape
+        num_chosen = routing.experts.shape[1]
         # Rows sorted by expert: each expert then owns one contiguous group. No counting on the host.
         sorted_experts, order = routing.experts.flatten().sort(stable=True)
         expert = torch.arange(self.gate_up_proj.shape[0], device=x.device)
         ends = torch.searchsorted(sorted_experts, expert, right=True).int()  # (E,)
-        gate, up = self.gate_up(x[order // num_chosen], ends).chunk(2, dim=-1)
-        out = self.down(gated_gelu(gate, up), ends)
-        out = out.to(wide_dtype(out)) * routing.weights.flatten()[order, None]
         back = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=x.device))
+        gate, up = self.gate_up(_Dispatch.apply(x, order, back, num_chosen), ends).chunk(2, dim=-1)
+        out = self.down(gated_gelu(gate, up), ends)
+        out = out.to(wide_dtype(out)) * _Dispatch.apply(routing.weights.view(-1, 1), order, back, 1)
         # Summed in the order of the choice, so the result never depends on scheduling.
-        return out[back].unflatten(0, (num_tokens, num_chosen)).sum(1).to(x.dtype)
+        return _Combine.apply(out, order, back, num_chosen).to(x.dtype)
 
     def gate_up(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Rows (R, D) grouped by expert, of which expert e owns those before ends[e] → gate and up (R, 2F)."""
@@ -67,6 +69,39 @@ class Experts(nn.Module):
     def down(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Rows (R, F) grouped by expert → (R, D)."""
         return product_by_group(rows, self.down_proj, ends)
+
+
+class _Dispatch(torch.autograd.Function):
+    """Every token once for each expert it chose, grouped by expert: (M, D) → (M·A, D). `back` inverts `order`.
+
+    With a gradient of its own: that of an index sorts its rows again and adds them one by one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, order: Tensor, back: Tensor, num_chosen: int) -> Tensor:
+        ctx.save_for_backward(back)
+        ctx.num_chosen = num_chosen
+        return tokens[order // num_chosen]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (back,) = ctx.saved_tensors
+        return grad[back].unflatten(0, (-1, ctx.num_chosen)).sum(1), None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    """The sum over each token's experts, of rows grouped by expert: (M·A, D) → (M, D). The transpose of dispatch."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor, num_chosen: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.num_chosen = num_chosen
+        return rows[back].unflatten(0, (-1, num_chosen)).sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (order,) = ctx.saved_tensors
+        return grad[order // ctx.num_chosen], None, None, None
 
 
 def product_by_group(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
