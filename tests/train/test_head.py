@@ -1,0 +1,161 @@
+"""The sliced head against torch's own cross-entropy of the whole logits, and a watch on what it allocates."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dgemma
+from dgemma import DiffusionGemma
+from dgemma.config import Conventions
+from dgemma.prediction import Prediction, SoftCap
+from dgemma.train import head
+
+CAP = 3.0  # low, so that the cap bends these logits
+
+
+def capped(hidden: Tensor, weight: Tensor) -> Tensor:
+    return CAP * torch.tanh(hidden @ weight.T / CAP)
+
+
+def inputs(num_tokens: int, vocab: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    hidden = torch.randn(num_tokens, 8, dtype=dtype, requires_grad=True)
+    weight = torch.randn(vocab, 8, dtype=dtype, requires_grad=True)
+    return hidden, weight, torch.randint(0, vocab, (num_tokens,))
+
+
+class LargestFloat(TorchDispatchMode):
+    """Remembers the most elements of any floating tensor that an operation made while it watched."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for leaf in torch.utils._pytree.tree_leaves(out):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                self.elements = max(self.elements, leaf.numel())
+        return out
+
+
+@pytest.mark.parametrize("num_tokens", [1, 12, 13], ids=["one", "whole-slices", "ragged"])
+@pytest.mark.parametrize("banned", [None, 4])
+@pytest.mark.parametrize("with_evidence", [False, True])
+def test_value_and_gradient_are_those_of_the_plain_formula(num_tokens, banned, with_evidence):
+    hidden, weight, targets = inputs(num_tokens, 11)
+    targets = torch.where(targets == 4, 5, targets)
+    observed, evidence, logits = None, None, capped(hidden, weight)
+    if with_evidence:
+        observed, evidence = torch.randint(0, 11, (num_tokens,)), 3 * torch.rand(num_tokens, dtype=torch.float64)
+        logits = logits + F.one_hot(observed, 11) * evidence[:, None]
+    if banned is not None:
+        logits = logits.masked_fill(F.one_hot(torch.tensor(banned), 11).bool(), -torch.inf)
+    expected = F.cross_entropy(logits, targets, reduction="none")
+    given = {"cap": CAP, "observed": observed, "evidence": evidence, "banned": banned, "slice_elements": 4 * 11}
+    found = head.cross_entropy(hidden, weight, targets, **given)
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
+    scale = torch.randn(num_tokens, dtype=torch.float64)  # every token's gradient arrives with a weight of its own
+    for ours, theirs in zip(
+        torch.autograd.grad((found * scale).sum(), (hidden, weight)),
+        torch.autograd.grad((expected * scale).sum(), (hidden, weight)),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
+
+
+def test_gradients_pass_torchs_finite_difference_check():
+    hidden, weight, targets = inputs(5, 7)
+    observed, evidence = torch.randint(0, 7, (5,)), torch.rand(5, dtype=torch.float64)
+
+    def loss(hidden: Tensor, weight: Tensor) -> Tensor:
+        return head.cross_entropy(
+            hidden, weight, targets, cap=CAP, observed=observed, evidence=evidence, slice_elements=2 * 7
+        )
+
+    assert torch.autograd.gradcheck(loss, (hidden, weight))
+
+
+def test_a_frozen_head_gets_no_gradient_and_hidden_states_get_theirs():
+    hidden, weight, targets = inputs(6, 9)
+    whole = torch.autograd.grad(head.cross_entropy(hidden, weight, targets, cap=CAP).sum(), hidden)[0]
+    frozen = weight.detach()
+    loss = head.cross_entropy(hidden, frozen, targets, cap=CAP).sum()
+    torch.testing.assert_close(torch.autograd.grad(loss, hidden)[0], whole)
+
+
+def run_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, slice_elements: int) -> None:
+    head.cross_entropy(hidden, weight, targets, cap=CAP, slice_elements=slice_elements).sum().backward()
+
+
+def run_map_logits(hidden: Tensor, weight: Tensor, targets: Tensor, slice_elements: int) -> None:
+    def entropy(logits: Tensor, targets: Tensor) -> Tensor:
+        return torch.distributions.Categorical(logits=logits, validate_args=False).entropy()
+
+    head.map_logits(entropy, hidden, weight, targets, cap=CAP, slice_elements=slice_elements).sum().backward()
+
+
+@pytest.mark.parametrize("run", [run_cross_entropy, run_map_logits])
+def test_no_tensor_of_tokens_by_vocabulary_is_ever_made(run):
+    num_tokens, vocab = 64, 512
+    hidden, weight, targets = inputs(num_tokens, vocab, torch.float32)
+    with LargestFloat() as sliced:
+        run(hidden, weight, targets, slice_elements=4 * vocab)
+    # Four tokens a slice; the gradient of the weight, (V, D), is as large as that has to be.
+    assert sliced.elements <= max(4 * vocab, vocab * 8)
+    assert sliced.elements <= num_tokens * vocab // 8
+    with LargestFloat() as whole:  # the watch does see what it is to see
+        run(hidden, weight, targets, slice_elements=num_tokens * vocab)
+    assert whole.elements == num_tokens * vocab
+
+
+def test_a_function_of_the_logits_gets_them_capped_and_in_order():
+    hidden, weight, targets = inputs(13, 11)
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits, targets, reduction="none")
+
+    found = head.map_logits(loss, hidden, weight, targets, cap=CAP, slice_elements=3 * 11)
+    expected = F.cross_entropy(capped(hidden, weight), targets, reduction="none")
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
+    for ours, theirs in zip(
+        torch.autograd.grad(found.square().sum(), (hidden, weight)),
+        torch.autograd.grad(expected.square().sum(), (hidden, weight)),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
+
+
+def test_under_autocast_the_products_are_in_bfloat16_and_the_loss_in_float32():
+    hidden, weight, targets = inputs(40, 30, torch.float32)
+    expected = head.cross_entropy(hidden.bfloat16().float(), weight.bfloat16().float(), targets, cap=CAP)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = head.cross_entropy(hidden, weight, targets, cap=CAP)
+    assert found.dtype == torch.float32
+    # The same inputs; the product is rounded to 8 bits, logits here reach 10 before the cap.
+    torch.testing.assert_close(found, expected, atol=0.05, rtol=0)
+    found.sum().backward()
+    assert weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("self_cond_logits", ["rounded", "float32"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_soft_embedding_is_the_models_and_trains_the_embedding_alone(self_cond_logits, dtype):
+    conventions = Conventions(self_cond_logits=self_cond_logits)
+    model = DiffusionGemma(dgemma.presets.tiny(), dtype=dtype, conventions=conventions)
+    hidden = torch.randn(2, 3, 5, 64, dtype=dtype, requires_grad=True)
+    found = head.soft_embedding(model, hidden, slice_elements=4 * 512)
+    raw = (hidden @ model.embed_tokens.weight.T).detach()
+    expected = model.soft_embedding(Prediction(raw.flatten(0, 1), (SoftCap(30.0),))).unflatten(0, (2, 3))
+    tolerance = {"atol": 2e-2, "rtol": 2e-2} if dtype == torch.bfloat16 else {"atol": 1e-5, "rtol": 1e-5}
+    torch.testing.assert_close(found, expected, **tolerance)
+    probe = torch.randn_like(found)
+    (found * probe).sum().backward()
+    assert hidden.grad is None
+    theirs = torch.autograd.grad((expected * probe).sum(), model.embed_tokens.weight)[0]
+    assert (model.embed_tokens.weight.grad - theirs).norm() < tolerance["rtol"] * theirs.norm()
+
+
+def test_evidence_without_an_observed_token_is_refused():
+    hidden, weight, targets = inputs(3, 5)
+    with pytest.raises(ValueError, match="observed and evidence must come together"):
+        head.cross_entropy(hidden, weight, targets, cap=CAP, evidence=torch.ones(3))

@@ -1,0 +1,204 @@
+"""Many canvases in one pass against the loop that defines them: `encode` the text before each, `denoise` it alone."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+import dgemma
+from dgemma import DiffusionGemma
+from dgemma.config import Conventions
+from dgemma.train.packed import predict_canvases, read_clean
+
+CANVAS_LEN = 6
+# Rows start at different places; the last canvases lie far past the window of 7, so sliding layers must forget.
+STARTS = torch.tensor([[5, 11, 17, 23], [0, 6, 12, 18], [9, 15, 21, 27]])
+TEXT_LEN = 30
+
+
+def make_model(**options) -> DiffusionGemma:
+    config = dgemma.presets.tiny().replace(vocab_size=80, canvas_length=CANVAS_LEN, sliding_window=7)
+    model = DiffusionGemma(config, **options)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4.0)  # far from the identity, so that a wrong mask shows
+        for layer in model.layers:  # the two modes must not be confused
+            layer.layer_scalar.fill_(0.9)
+            layer.causal_layer_scalar.fill_(0.6)
+    return model
+
+
+def make_inputs() -> tuple[Tensor, Tensor]:
+    return torch.randint(5, 80, (3, TEXT_LEN)), torch.randint(5, 80, (*STARTS.shape, CANVAS_LEN))
+
+
+def looped(model: DiffusionGemma, tokens: Tensor, canvases: Tensor, signal: Tensor | None = None) -> Tensor:
+    """Each canvas alone, by the model's own two methods; logits (B, K, C, V)."""
+    rows = []
+    for row in range(tokens.shape[0]):
+        logits = []
+        for k, start in enumerate(STARTS[row].tolist()):
+            cache = model.encode(tokens[row : row + 1, :start])
+            self_cond = None if signal is None else signal[row : row + 1, k]
+            logits.append(model.denoise(canvases[row : row + 1, k], cache, self_cond=self_cond).logits)
+        rows.append(torch.stack(logits, dim=1))
+    return torch.cat(rows)
+
+
+def packed(model: DiffusionGemma, tokens: Tensor, canvases: Tensor, signal: Tensor | None = None) -> Tensor:
+    soft = None if signal is None else model.soft_embedding(signal.flatten(1, 2)).unflatten(1, signal.shape[1:3])
+    hidden = predict_canvases(model, canvases, STARTS, read_clean(model, tokens), signal=soft)
+    return (hidden @ model.embed_tokens.weight.T / 30).tanh() * 30
+
+
+@pytest.mark.parametrize("sliding_prefix", ["window - 1", "window"])
+@pytest.mark.parametrize("with_signal", [False, True], ids=["plain", "self-conditioned"])
+def test_one_pass_equals_the_loop_over_canvases_in_values_and_gradients(sliding_prefix, with_signal):
+    model = make_model(conventions=Conventions(sliding_prefix=sliding_prefix))
+    tokens, canvases = make_inputs()
+    signal = torch.randn(*canvases.shape, 80) if with_signal else None
+    probe = torch.randn(*canvases.shape, 80)
+    found, expected = packed(model, tokens, canvases, signal), looped(model, tokens, canvases, signal)
+    # Float32 sums in another order, through three layers.
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
+    names = [name for name, _ in model.named_parameters()]
+    weights = list(model.parameters())
+    of_packed = torch.autograd.grad((found * probe).sum(), weights, allow_unused=True)
+    of_loop = torch.autograd.grad((expected * probe).sum(), weights, allow_unused=True)
+    for name, ours, theirs in zip(names, of_packed, of_loop, strict=True):
+        if ours is None and theirs is None:  # self-conditioning without a signal
+            continue
+        error = (ours - theirs).norm() / theirs.norm().clamp(min=1e-6)
+        assert error < 1e-3, (name, error)  # a gradient's error against its own size
+
+
+def test_in_float64_one_pass_and_the_loop_agree_to_twelve_digits():
+    # float32 tolerances could hide a token seen with a small weight; here nothing can.
+    model = make_model(dtype=torch.float64)
+    tokens, canvases = make_inputs()
+    torch.testing.assert_close(packed(model, tokens, canvases), looped(model, tokens, canvases), atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("canvas", [0, 1, 3])
+def test_no_canvas_sees_its_own_clean_tokens_or_any_later_ones(canvas):
+    model = make_model(dtype=torch.float64)
+    tokens, canvases = make_inputs()
+    before = packed(model, tokens, canvases)
+    position = torch.arange(TEXT_LEN)
+    later = position >= STARTS[:, canvas, None]
+    changed = packed(model, torch.where(later, (tokens + 7) % 80, tokens), canvases)
+    torch.testing.assert_close(changed[:, : canvas + 1], before[:, : canvas + 1], atol=1e-12, rtol=0)
+    if canvas < 3:
+        assert ((changed[:, canvas + 1 :] - before[:, canvas + 1 :]).abs().amax((2, 3)) > 1e-3).all()
+
+
+def test_no_canvas_sees_another():
+    model = make_model(dtype=torch.float64)
+    tokens, canvases = make_inputs()
+    before = packed(model, tokens, canvases)
+    other = canvases.clone()
+    other[:, 2] = (other[:, 2] + 7) % 80
+    changed = packed(model, tokens, other)
+    torch.testing.assert_close(changed[:, [0, 1, 3]], before[:, [0, 1, 3]], atol=1e-12, rtol=0)
+    assert (changed[:, 2] - before[:, 2]).abs().amax() > 1e-3
+
+
+def test_the_gradient_reaches_the_clean_text_before_a_canvas_and_none_after():
+    model = make_model()
+    tokens, canvases = make_inputs()
+    tokens[0] = torch.arange(5, 5 + TEXT_LEN)  # each id once, so that its embedding's gradient is its position's
+    canvases = torch.full_like(canvases, 79)
+    clean = read_clean(model, tokens[:1])
+    predict_canvases(model, canvases[:1, 1:2], STARTS[:1, 1:2], clean).square().sum().backward()
+    reached = model.embed_tokens.weight.grad[5 : 5 + TEXT_LEN].abs().sum(-1) > 0
+    assert reached.tolist() == [position < 11 for position in range(TEXT_LEN)]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_block_masks_say_what_dense_masks_say():
+    model = make_model(dtype=torch.float64)
+    tokens, canvases = make_inputs()
+    documents = (torch.arange(TEXT_LEN) >= 14).long().expand(3, -1)
+    of_canvases = (STARTS[..., None] + torch.arange(CANVAS_LEN) >= 14).long()
+    for given, both in ((None, None), (documents, (documents, of_canvases))):
+        results = []
+        for attention in ("dense", "blocks"):
+            with torch.no_grad():  # FlexAttention has no backward on a CPU
+                clean = read_clean(model, tokens, documents=given, attention=attention)
+                hidden = predict_canvases(model, canvases, STARTS, clean, documents=both, attention=attention)
+            results.append((clean.hidden, hidden))
+        for dense, blocks in zip(*results, strict=True):
+            torch.testing.assert_close(blocks, dense, atol=1e-10, rtol=1e-10)
+
+
+def test_texts_packed_into_a_row_are_read_as_if_each_stood_alone():
+    model = make_model(dtype=torch.float64)
+    tokens, canvases = torch.randint(5, 80, (1, 24)), torch.randint(5, 80, (1, 4, CANVAS_LEN))
+    starts = torch.tensor([[0, 6, 12, 18]])
+    documents = torch.tensor([[0] * 12 + [1] * 12])
+    clean = read_clean(model, tokens, documents=documents)
+    of_canvases = documents.view(1, 4, CANVAS_LEN)
+    together = predict_canvases(model, canvases, starts, clean, documents=(documents, of_canvases))
+    for half in (0, 1):
+        text = tokens[:, half * 12 : half * 12 + 12]
+        alone = read_clean(model, text)
+        # Rotation is relative, so where a text begins does not matter, up to the float32 of its angles.
+        torch.testing.assert_close(clean.hidden[:, half * 12 : half * 12 + 12], alone.hidden, atol=1e-3, rtol=0)
+        hidden = predict_canvases(model, canvases[:, half * 2 : half * 2 + 2], starts[:, :2], alone)
+        torch.testing.assert_close(together[:, half * 2 : half * 2 + 2], hidden, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("start", [0, 5, 20], ids=["no-prefix", "inside-the-window", "past-the-window"])
+def test_rows_that_start_alike_need_no_mask(start):
+    model = make_model()
+    tokens, canvases = make_inputs()
+    clean = read_clean(model, tokens).first(start)
+    starts = torch.full((3, 1), start)
+    masked = predict_canvases(model, canvases[:, :1], starts, clean)
+    aligned = predict_canvases(model, canvases[:, :1], starts, clean, aligned=True)
+    torch.testing.assert_close(aligned, masked, atol=1e-5, rtol=1e-5)
+    looped = model.denoise(canvases[:, 0], model.encode(tokens[:, :start])).logits
+    logits = (aligned[:, 0] @ model.embed_tokens.weight.T / 30).tanh() * 30
+    torch.testing.assert_close(logits, looped, atol=2e-4, rtol=2e-4)
+
+
+def test_recomputed_activations_and_compiled_layers_change_nothing():
+    model = make_model()
+    tokens, canvases = make_inputs()
+
+    def gradient(model: DiffusionGemma) -> Tensor:
+        model.zero_grad()
+        packed(model, tokens, canvases).square().mean().backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    plain = gradient(model)
+    model.recompute_activations = True
+    torch.testing.assert_close(gradient(model), plain)
+    compiled = copy.deepcopy(model)
+    for layer in compiled.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)  # what inductor is given, without its wait for a compiler
+    torch.testing.assert_close(gradient(compiled), plain, atol=1e-4, rtol=1e-3)
+
+
+def test_under_autocast_it_runs_in_bfloat16_and_stays_close():
+    model = make_model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.div_(4.0)  # a network as it starts; a wild one would amplify roundings
+    tokens, canvases = make_inputs()
+    plain = packed(model, tokens, canvases)
+    with torch.autocast("cpu", torch.bfloat16):
+        clean = read_clean(model, tokens)
+        rough = predict_canvases(model, canvases, STARTS, clean)
+    assert clean.keys_values[0][0].dtype == clean.keys_values[0][1].dtype == torch.bfloat16
+    logits = (rough @ model.embed_tokens.weight.T / 30).tanh() * 30
+    # Eight bits, three layers; experts chosen on a near tie may differ, so the bulk must agree, not every entry.
+    assert (logits - plain).abs().median() < 0.05 * plain.std()
+    rough.square().mean().backward()
+    assert model.layers[0].experts.gate_up_proj.grad.dtype == torch.float32
+
+
+def test_an_unknown_attention_is_refused():
+    with pytest.raises(ValueError, match="attention must be one of"):
+        read_clean(make_model(), torch.zeros(1, 3, dtype=torch.int64), attention="flash")
