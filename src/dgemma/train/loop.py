@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.progress import progress_bar
-from dgemma.train.balance import RouterLoad
+from dgemma.train.balance import RouterLoad, summary
 from dgemma.train.batch import BatchSource, TrainBatch
 from dgemma.train.checkpoints import Checkpoints
 from dgemma.train.feed import Part, StepInput, feed
@@ -180,7 +180,7 @@ def train(
     """
     run = _Run(model, objective, config, Path(out), parallel or Parallel(), optimizer)
     run.start(allow_changes)
-    with _ready_to_train(run.model, config), _asked_to_stop() as asked:
+    with _ready_to_train(run.model, config), run.load.watching(), _asked_to_stop() as asked:
         interrupted = run.loop(source, on_step, evaluate, asked)
     return run.finish(interrupted)
 
@@ -287,7 +287,7 @@ class _Run:
             desc="training", unit="step", total=config.steps, show=config.progress and self.parallel.is_main
         )
         bar.update(self.step)
-        self.clock = time.perf_counter()
+        self._begin_interval()
         with bar:
             for given in inputs:
                 record = self.take_step(given)
@@ -365,18 +365,18 @@ class _Run:
         """Fetch what the steps since the last reading computed, make sure it is finite, and log it."""
         lines = self._fetch()
         self._account(lines)
-        last = self.unread[-1].parts[-1]
-        some = slice(0, max(1, last.batch.batch_size // 8))  # an eighth of a micro-batch shows the balance well enough
-        with self.load.watching():
-            self._measure(Part(last.batch.select(some), last.seeds[some]))
-        self.load.counts = self.parallel.sum(self.load.counts)
-        lines[-1]["router"] = self.load.summary()
+        lines[-1]["router"] = summary(self.parallel.sum(self.load.counts()))
         lines[-1]["evenness"] = min((layer["evenness"] for layer in lines[-1]["router"]), default=1.0)
-        self.unread = []
         if self.parallel.is_main:
             self.log.append(lines)
-        self.clock = time.perf_counter()
+        self._begin_interval()
         return lines[-1]
+
+    def _begin_interval(self) -> None:
+        """What is measured from here on belongs to the next line; saving and evaluating belong to none."""
+        self.unread = []
+        self.load.reset()
+        self.clock = time.perf_counter()
 
     def _fetch(self) -> list[dict[str, Any]]:
         names = list(self.unread[0].sums)
@@ -426,7 +426,7 @@ class _Run:
             self.evaluation = dict(self.parallel.forward(self.model, lambda: evaluate(self.model, self.step)))
         if self.parallel.is_main:
             self.log.append([{"step": self.step, **{f"evaluation/{k}": v for k, v in self.evaluation.items()}}])
-        self.clock = time.perf_counter()
+        self._begin_interval()
 
     def state(self) -> dict[str, Tensor]:
         """Everything a resumed run needs, by name."""
