@@ -52,7 +52,7 @@ def uniform_of_word(seeds: Tensor, block: Tensor, step: Tensor, num_positions: i
     position = torch.arange(num_positions, device=seeds.device)
     high, low, _, _ = philox(
         seeds.long()[:, None],  # in 32 bits the products of the rounds would overflow
-        position[None, :],
+        position[None, :] & _LOW_32,  # else Inductor folds the first product into a 32-bit index, and fails
         step[:, None] & _LOW_32,
         block[:, None] & _LOW_32,
         torch.full((1, 1), word, dtype=torch.int64, device=seeds.device),
