@@ -1,0 +1,128 @@
+"""Objectives by source: the public fine-tuning recipes of the model, and the losses of the papers.
+
+Each is a function of the model's config. What two of them share and where they part is what the fields say, and the
+tests hold them to it. Recipes also differ in what their LoRA adapts: `adapter` has those that are known.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dgemma.config import ModelConfig
+from dgemma.noise import HybridNoise, MaskNoise, UniformNoise
+from dgemma.schedule import Linear, Schedule
+from dgemma.train.lora import LoRA
+from dgemma.train.objective import Objective
+
+
+def dgemma(config: ModelConfig, **changes: Any) -> Objective:
+    """The published loss with every canvas in one pass, the mean over the step's tokens, and no guess at cut answers.
+
+    Example: `recipes.dgemma(model.config, causal_weight=0.5)`.
+    """
+    return _fine_tuning(config, {"canvases": "all", "truncated": "unscored"}, changes)
+
+
+def official_jax(config: ModelConfig, **changes: Any) -> Objective:
+    """Google's JAX fine-tuning: the mean of each example; "off" feeds zero logits, that is, the mean embedding."""
+    return _fine_tuning(config, {"self_cond_off": "zero_logits", "reduction": "example"}, changes)
+
+
+def trl(config: ModelConfig, **changes: Any) -> Objective:
+    """TRL: the token mean of each micro-batch; the fill is no target of the causal term, nor of cut answers at all."""
+    return _fine_tuning(config, {"reduction": "micro_batch", "causal_fill": False, "truncated": "unscored"}, changes)
+
+
+def unsloth(config: ModelConfig, **changes: Any) -> Objective:
+    """Unsloth: TRL's objective."""
+    return trl(config, **changes)
+
+
+def nemo(config: ModelConfig, **changes: Any) -> Objective:
+    """NeMo: t up to 1, the mean over all tokens of the step."""
+    return _fine_tuning(config, {"t_range": (1e-3, 1.0), "reduction": "global"}, changes)
+
+
+def megatron(config: ModelConfig, **changes: Any) -> Objective:
+    """Megatron: t up to 1, the token mean of each process, cut answers rejected."""
+    return _fine_tuning(config, {"t_range": (1e-3, 1.0), "reduction": "process", "truncated": "rejected"}, changes)
+
+
+def leave_one_out(config: ModelConfig, **changes: Any) -> Objective:
+    """The published loss for a network that predicts without looking at its own token (arXiv:2605.22765)."""
+    return _fine_tuning(config, {"decoder_loss": "leave_one_out"}, changes)
+
+
+def mdlm(config: ModelConfig, *, mask_token_id: int = 4, schedule: Schedule | None = None, **changes: Any) -> Objective:
+    """MDLM (arXiv:2406.07524): the bound of mask noise, the mask never proposed; no causal term."""
+    noise = MaskNoise(config.vocab_size, mask_token_id=mask_token_id, schedule=schedule or Linear())
+    return _bound(config, {"noise": noise}, changes)
+
+
+def llada(config: ModelConfig, *, mask_token_id: int = 4, **changes: Any) -> Objective:
+    """LLaDA (arXiv:2502.09992): MDLM's bound with the mask left in the softmax, and the mean of each example."""
+    return mdlm(config, mask_token_id=mask_token_id, **{"propose_mask": True, "reduction": "example", **changes})
+
+
+def block_diffusion(
+    config: ModelConfig, *, mask_token_id: int = 4, schedule: Schedule | None = None, **changes: Any
+) -> Objective:
+    """BD3-LM (arXiv:2503.09573): MDLM's bound over every block of a text at once, each given the clean ones before.
+
+    Example: `recipes.block_diffusion(config, canvas_len=16, schedule=ClippedLinear(low=0.3, high=0.8))`.
+    """
+    return mdlm(config, mask_token_id=mask_token_id, schedule=schedule, **{"canvases": "all", **changes})
+
+
+def duo(config: ModelConfig, *, schedule: Schedule | None = None, **changes: Any) -> Objective:
+    """Duo (arXiv:2506.10892): the exact bound of uniform noise, the network's softmax plugged in as it is."""
+    noise = UniformNoise(config.vocab_size, schedule=schedule or Linear())
+    return _bound(config, {"noise": noise, "parametrisation": "loo"}, changes)
+
+
+def gidd(config: ModelConfig, *, mask_token_id: int = 4, uniform_share: float = 0.2, **changes: Any) -> Objective:
+    """GIDD (arXiv:2503.04482): mask and uniform noise, the bound's divergence under its dynamic weights."""
+    noise = HybridNoise(config.vocab_size, mask_token_id=mask_token_id, uniform_share=uniform_share)
+    defaults = {"noise": noise, "parametrisation": "loo", "weights": "dynamic", "t_range": (1e-4, 1 - 1e-4)}
+    return _bound(config, defaults, changes)
+
+
+RECIPES: Mapping[str, Callable[..., Objective]] = {
+    recipe.__name__: recipe
+    for recipe in (
+        *(dgemma, official_jax, trl, unsloth, nemo, megatron, leave_one_out),
+        *(mdlm, llada, block_diffusion, duo, gidd),
+    )
+}
+
+
+def adapter(recipe: str) -> LoRA | None:
+    """What a fine-tuning recipe adapts; None where it trains every weight.
+
+    TRL and Unsloth put separate adapters on the tied weights, which cannot be merged; here it is always a shared one.
+
+    Example: `add_lora(model, recipes.adapter("trl"))`.
+    """
+    adapters = {
+        "dgemma": LoRA(),
+        "official_jax": LoRA(rank=8),
+        "trl": LoRA(rank=16, alpha=32.0, targets=("attention", "dense")),
+        "unsloth": LoRA(rank=16, alpha=32.0, targets=("attention", "dense")),
+        "megatron": None,
+    }
+    if recipe not in adapters:
+        raise ValueError(f"adapter recipe must be one of {tuple(adapters)}, got {recipe!r}. Make a LoRA of your own.")
+    return adapters[recipe]
+
+
+def _fine_tuning(config: ModelConfig, defaults: dict[str, Any], changes: dict[str, Any]) -> Objective:
+    common = {
+        "noise": UniformNoise(config.vocab_size),
+        "canvas_len": config.canvas_length,
+        "fill_token": config.eos_token_id,
+    }
+    return Objective(**{**common, **defaults, **changes})
+
+
+def _bound(config: ModelConfig, defaults: dict[str, Any], changes: dict[str, Any]) -> Objective:
+    common = {"decoder_loss": "nelbo", "causal_weight": 0.0, "self_cond_prob": 0.0, "t_range": (1e-3, 1.0)}
+    return _fine_tuning(config, {**common, **defaults}, changes)

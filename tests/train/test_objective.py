@@ -1,0 +1,494 @@
+"""The objective against the same loss written out with `encode`, `denoise` and torch's cross-entropy, row by row."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import dgemma
+from dgemma import DiffusionGemma, HybridNoise, MaskNoise, UniformNoise
+from dgemma.schedule import ClippedLinear, OneMinusCosine
+from dgemma.train import TrainBatch, nelbo, objective
+from dgemma.train.objective import Objective
+
+VOCAB, CANVAS_LEN, EOS, MASK = 40, 6, 1, 4
+CONFIG = dgemma.presets.tiny().replace(
+    vocab_size=VOCAB, canvas_length=CANVAS_LEN, sliding_window=9, hidden_size=32, num_experts=4, num_hidden_layers=2,
+    layer_types=("sliding_attention", "full_attention"),
+)  # fmt: skip
+# Answers of 15, 6 and 1 tokens: three canvases with a partial last one, exactly one, and one that is nearly all fill.
+BATCH = TrainBatch(
+    tokens=torch.arange(3 * 20).reshape(3, 20) % (VOCAB - 6) + 5,
+    prompt_len=torch.tensor([3, 0, 7]),
+    length=torch.tensor([18, 6, 8]),
+)
+SEEDS = torch.tensor([11, 12, 13])
+
+
+@pytest.fixture(scope="module")
+def model() -> DiffusionGemma:
+    torch.manual_seed(1)
+    model = DiffusionGemma(CONFIG)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0)
+    return model
+
+
+def make(**fields) -> Objective:
+    return Objective(**{"noise": UniformNoise(VOCAB), "canvas_len": CANVAS_LEN, "fill_token": EOS, **fields})
+
+
+def mask_bound(**fields) -> Objective:
+    plain = {"causal_weight": 0.0, "self_cond_prob": 0.0, "decoder_loss": "nelbo"}
+    return make(**{"noise": MaskNoise(VOCAB, mask_token_id=MASK), **plain, **fields})
+
+
+@pytest.fixture
+def seen(monkeypatch) -> list[dict]:
+    """What the network was shown: the canvases, where they start, and the signal of every pass."""
+    calls: list[dict] = []
+    real = objective.predict_canvases
+
+    def spy(model, canvases, starts, clean=None, **given):
+        calls.append({"z": canvases, "starts": starts, "clean": clean, **given})
+        return real(model, canvases, starts, clean, **given)
+
+    monkeypatch.setattr(objective, "predict_canvases", spy)
+    return calls
+
+
+def filled(row: int, batch: TrainBatch = BATCH) -> Tensor:
+    """A row's prompt and answer, filled up to its last canvas's end."""
+    prompt, length = int(batch.prompt_len[row]), int(batch.length[row])
+    end = prompt + math.ceil((length - prompt) / CANVAS_LEN) * CANVAS_LEN
+    return torch.cat([batch.tokens[row, :length], torch.full((end - length,), EOS)])
+
+
+def denoised(model: DiffusionGemma, text: Tensor, z: Tensor, start: int, **given) -> Tensor:
+    """The logits of one canvas of one row, (C, V)."""
+    return model.denoise(z[None], model.encode(text[None, :start]), **given).logits[0]
+
+
+@pytest.mark.parametrize("canvases", ["one", "all"])
+@pytest.mark.parametrize("self_cond_prob", [0.0, 1.0, 0.5])
+def test_the_published_loss_is_what_its_words_say(model, seen, canvases, self_cond_prob):
+    terms = make(canvases=canvases, self_cond_prob=self_cond_prob)(model, BATCH, seeds=SEEDS)
+    last = seen[-1]
+    for row in range(3):
+        text = filled(row)
+        total, count = torch.zeros(()), 0
+        for k in range(last["z"].shape[1]):
+            start, z = int(last["starts"][row, k]), last["z"][row, k]
+            if start >= BATCH.length[row]:
+                continue
+            on = last["signal"] is not None and bool(last["signal"][row, k].abs().sum() > 0)
+            first = denoised(model, text, z, start).detach()
+            logits = denoised(model, text, z, start, self_cond=first[None] if on else None)
+            total, count = total + F.cross_entropy(logits, text[start : start + CANVAS_LEN], reduction="sum"), count + 6
+        causal = model.causal_logits(text[None, :-1])[0]
+        torch.testing.assert_close(terms.sums["decoder"][row], total, atol=1e-3, rtol=1e-4)
+        expected = F.cross_entropy(causal, text[1:], reduction="sum")
+        torch.testing.assert_close(terms.sums["causal"][row], expected, atol=1e-3, rtol=1e-4)
+        assert terms.counts["decoder"][row] == count
+        assert terms.counts["causal"][row] == len(text) - 1
+
+
+def test_self_conditioning_is_a_coin_for_each_canvas_of_each_row(model, seen):
+    rows = BATCH.select(torch.zeros(200, dtype=torch.int64))
+    with torch.no_grad():
+        make(canvases="all", self_cond_prob=0.25)(model, rows, seeds=torch.arange(200))
+    on = seen[-1]["signal"].abs().sum((2, 3)) > 0  # (200, 3)
+    assert len(seen) == 2
+    assert abs(on.float().mean() - 0.25) < 4 * math.sqrt(0.25 * 0.75 / 600)
+    assert (on.any(1) & ~on.all(1)).sum() > 0
+
+
+def test_the_two_meanings_of_off_are_no_signal_and_the_mean_embedding(model, seen):
+    for form in ("zero_signal", "zero_logits"):
+        make(self_cond_prob=0.0, self_cond_off=form)(model, BATCH, seeds=SEEDS)
+    assert seen[0]["signal"] is None
+    mean = model.embed_tokens.weight.mean(0) * math.sqrt(CONFIG.hidden_size)
+    torch.testing.assert_close(seen[1]["signal"], mean.expand_as(seen[1]["signal"]), atol=1e-5, rtol=1e-5)
+
+
+def test_the_first_pass_is_detached_and_the_embedding_learns_through_the_second(model):
+    # Where self-conditioning always runs, the published graph is: logits of a first pass, cut, then a second.
+    batch = BATCH.select(slice(1, 2))
+    found = make(self_cond_prob=1.0, causal_weight=0.0)
+    model.zero_grad()
+    found.reduce(found(model, batch, seeds=SEEDS[1:2])).backward()
+    ours = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    z = found._noise(found._cut(batch, SEEDS[1:2]), SEEDS[1:2]).z[0, 0]
+    model.zero_grad()
+    first = denoised(model, filled(1), z, 0).detach()
+    F.cross_entropy(denoised(model, filled(1), z, 0, self_cond=first[None]), filled(1)).backward()
+    for name, grad in ours.items():
+        theirs = model.get_parameter(name).grad
+        assert (grad - theirs).norm() < 1e-3 * theirs.norm() + 1e-6, name
+
+
+def test_one_canvas_is_drawn_evenly_and_pays_for_no_other(model, seen):
+    rows = BATCH.select(torch.zeros(300, dtype=torch.int64))
+    with torch.no_grad():
+        make(self_cond_prob=0.0)(model, rows, seeds=torch.arange(300))
+    assert seen[0]["z"].shape == (300, 1, CANVAS_LEN)
+    index = (seen[0]["starts"][:, 0] - 3) // CANVAS_LEN
+    counts = torch.bincount(index, minlength=3)
+    assert len(counts) == 3
+    assert (counts - 100).abs().max() < 4 * math.sqrt(300 * 2 / 9)
+
+
+def test_a_canvas_drawn_alone_has_the_noise_it_has_among_all(model, seen):
+    make(self_cond_prob=0.0)(model, BATCH, seeds=SEEDS)
+    make(self_cond_prob=0.0, canvases="all")(model, BATCH, seeds=SEEDS)
+    one, every = seen
+    for row in range(3):
+        k = int(one["starts"][row, 0] - BATCH.prompt_len[row]) // CANVAS_LEN
+        assert torch.equal(one["z"][row, 0], every["z"][row, k])
+
+
+def test_without_a_causal_term_only_the_text_before_canvases_is_read(model, seen):
+    single = TrainBatch(
+        tokens=BATCH.tokens[:, :10], prompt_len=torch.tensor([4, 4, 4]), length=torch.tensor([10, 10, 7])
+    )
+    make(self_cond_prob=0.0, causal_weight=0.0)(model, single, seeds=SEEDS)
+    assert seen[0]["clean"].hidden.shape[1] == 4
+    assert seen[0]["aligned"]
+    without_prompt = TrainBatch(
+        tokens=BATCH.tokens[:, :6], prompt_len=torch.zeros(3, dtype=torch.int64), length=torch.tensor([6, 6, 6])
+    )
+    make(self_cond_prob=0.0, causal_weight=0.0)(model, without_prompt, seeds=SEEDS)
+    assert seen[1]["clean"] is None
+
+
+def test_a_row_measures_the_same_in_any_company(model):
+    loss = make(canvases="all")
+    together = loss(model, BATCH, seeds=SEEDS)
+    for row in range(3):
+        alone = loss(model, BATCH.select(slice(row, row + 1)), seeds=SEEDS[row : row + 1])
+        for name in ("decoder", "causal"):
+            torch.testing.assert_close(alone.sums[name][0], together.sums[name][row], atol=1e-3, rtol=1e-4)
+            assert alone.counts[name][0] == together.counts[name][row]
+
+
+# Row 0: prompt 3, answer 15, fill 3. Row 1: answer 6. Row 2: prompt 7, answer 1, fill 5.
+@pytest.mark.parametrize(
+    ("fields", "decoder", "causal"),
+    [
+        ({}, [18, 6, 6], [20, 5, 12]),
+        ({"causal_fill": False}, [18, 6, 6], [17, 5, 7]),
+        ({"causal_scope": "answer"}, [18, 6, 6], [18, 5, 6]),
+        ({"causal_scope": "answer", "causal_fill": False}, [18, 6, 6], [15, 5, 1]),
+        ({"truncated": "unscored"}, [15, 6, 6], [17, 5, 12]),
+        ({"truncated": "rejected"}, [0, 6, 6], [0, 5, 12]),
+    ],
+)
+def test_what_is_scored_can_be_counted_by_hand(model, fields, decoder, causal):
+    cut = TrainBatch(
+        tokens=BATCH.tokens,
+        prompt_len=BATCH.prompt_len,
+        length=BATCH.length,
+        truncated=torch.tensor([True, False, False]),
+    )
+    loss = make(canvases="all", self_cond_prob=0.0, **fields)
+    with torch.no_grad():
+        terms = loss(model, cut, seeds=SEEDS)
+    assert terms.counts["decoder"].tolist() == decoder
+    assert terms.counts["causal"].tolist() == causal
+    totals = loss.total_counts(cut, SEEDS)
+    assert (totals["decoder"], totals["causal"]) == (sum(decoder), sum(causal))
+    assert (totals["rows"], totals["micro_batches"]) == (3, 1)
+    for name, count in (("decoder", decoder), ("causal", causal)):
+        assert [bool(s > 0) for s in terms.sums[name]] == [c > 0 for c in count]
+
+
+def test_padding_beyond_a_row_and_its_values_do_not_matter(model):
+    garbage = BATCH.tokens.clone()
+    for row, length in enumerate(BATCH.length.tolist()):
+        garbage[row, length:] = 33
+    wider = TrainBatch(tokens=F.pad(garbage, (0, 9), value=7), prompt_len=BATCH.prompt_len, length=BATCH.length)
+    loss = make(canvases="all")
+    for name in ("decoder", "causal"):
+        torch.testing.assert_close(
+            loss(model, wider, seeds=SEEDS).sums[name], loss(model, BATCH, seeds=SEEDS).sums[name]
+        )
+
+
+def test_pinned_tokens_are_never_noised_and_never_scored(model, seen):
+    pinned = torch.zeros(3, 20, dtype=torch.bool)
+    pinned[0, [4, 5, 17]] = True
+    batch = TrainBatch(tokens=BATCH.tokens, prompt_len=BATCH.prompt_len, length=BATCH.length, pinned=pinned)
+    loss = make(canvases="all", noise=MaskNoise(VOCAB, mask_token_id=MASK), t_range=(1.0, 1.0), self_cond_prob=0.0)
+    terms = loss(model, batch, seeds=SEEDS)
+    shown = seen[0]["z"][0].flatten()  # canvases start at 3
+    assert [position + 3 for position in (shown != MASK).nonzero()[:, 0].tolist()] == [4, 5, 17]
+    assert torch.equal(shown[[1, 2, 14]], BATCH.tokens[0, [4, 5, 17]])
+    assert terms.counts["decoder"].tolist() == [15, 6, 6]
+    assert terms.counts["causal"].tolist() == [17, 5, 12]
+
+
+def test_random_noise_draws_from_the_allowed_ids_at_the_rate_t(model, seen):
+    rows = BATCH.select(torch.zeros(300, dtype=torch.int64))
+    loss = make(
+        canvases="all", self_cond_prob=0.0, causal_weight=0.0, t_range=(0.3, 0.3), allowed=(2, 3), scored="noised"
+    )
+    with torch.no_grad():
+        terms = loss(model, rows, seeds=torch.arange(300))
+    z, x = seen[0]["z"].flatten(1), filled(0)[3:].expand(300, -1)
+    assert set(z[z != x].tolist()) == {2, 3}  # neither occurs in the text
+    rate, num = (z != x).double().mean().item(), z.numel()
+    assert abs(rate - 0.3) < 4 * math.sqrt(0.3 * 0.7 / num)
+    assert torch.equal(terms.counts["decoder"], (z != x).sum(1))
+
+
+def test_times_are_uniform_on_their_range_and_independent_between_canvases():
+    loss = make(canvases="all", t_range=(0.2, 0.6), noise=UniformNoise(VOCAB, schedule=OneMinusCosine()))
+    rows = BATCH.select(torch.zeros(4000, dtype=torch.int64))
+    seeds = torch.arange(4000)
+    level = loss._noise(loss._cut(rows, seeds), seeds).level  # (4000, 3)
+    time = OneMinusCosine().time(1 - level)
+    assert time.min() >= 0.2 - 1e-9
+    assert time.max() <= 0.6 + 1e-9
+    assert (time.mean(0) - 0.4).abs().max() < 4 * 0.4 / math.sqrt(12 * 4000)
+    correlation = torch.corrcoef(time.T) - torch.eye(3)
+    assert correlation.abs().max() < 4 / math.sqrt(4000)
+
+
+def test_blocks_of_one_token_cost_the_autoregressive_likelihood_whatever_the_network(model, seen):
+    # E over t of 1/t · [masked] · CE is CE: every masked sample must carry exactly CE/t, and a share t is masked.
+    batch = BATCH.select(slice(1, 2))
+    text = batch.tokens[0, :6]
+    masked = torch.tensor([MASK])
+    nll = torch.stack(
+        [
+            F.cross_entropy(_without(denoised(model, text, masked, i), MASK), text[i : i + 1], reduction="sum")
+            for i in range(6)
+        ]
+    )
+    whole = mask_bound(canvas_len=1, canvases="all", t_range=(1.0, 1.0))(model, batch, seeds=SEEDS[:1])
+    torch.testing.assert_close(whole.sums["decoder"][0], nll.sum(), atol=1e-4, rtol=1e-5)  # every sample, at t = 1
+    for t in (0.25, 0.7):
+        part = mask_bound(canvas_len=1, canvases="all", t_range=(t, t))
+        for seed in range(5):
+            terms = part(model, batch, seeds=torch.tensor([seed]))
+            is_masked = seen[-1]["z"][0, :, 0] == MASK
+            expected = (nll * is_masked).sum() / t
+            torch.testing.assert_close(terms.sums["decoder"][0], expected, atol=1e-4, rtol=1e-5)
+
+
+def test_a_single_block_is_mdlm(model, seen):
+    text = BATCH.tokens[:, :12]
+    zeros = torch.zeros(3, dtype=torch.int64)
+    batch = TrainBatch(tokens=text, prompt_len=zeros, length=zeros + 12)
+    noise = MaskNoise(VOCAB, mask_token_id=MASK, schedule=OneMinusCosine())
+    loss = mask_bound(canvas_len=12, noise=noise, t_range=(0.5, 0.5))
+    found = loss(model, batch, seeds=SEEDS)
+    z = seen[0]["z"][:, 0]
+    log_p = _without(model.denoise(z, model.encode(text[:, :0])).logits, MASK).log_softmax(-1)
+    cost = -log_p.gather(-1, text[..., None])[..., 0] * (z == MASK)
+    weight = math.pi / 2 * math.tan(math.pi / 4)  # of this cosine, at t = 1/2
+    torch.testing.assert_close(found.sums["decoder"], weight * cost.sum(1), atol=1e-3, rtol=1e-4)
+
+
+def test_the_expected_mask_loss_is_the_bound_that_no_schedule_enters(model):
+    text = torch.tensor([7, 21, 9])
+    cost = {}
+    for hidden in itertools.product([False, True], repeat=3):
+        if any(hidden):
+            where = torch.tensor(hidden)
+            logits = _without(denoised(model, text, torch.where(where, MASK, text), 0), MASK)
+            cost[hidden] = (F.cross_entropy(logits, text, reduction="none") * where).sum().item()
+    fact = math.factorial
+    exact = sum(fact(sum(m) - 1) * fact(3 - sum(m)) / fact(3) * value for m, value in cost.items())
+    num = 20_000
+    batch = TrainBatch(tokens=text.expand(num, -1), prompt_len=torch.zeros(num).long(), length=torch.full((num,), 3))
+    for schedule in (OneMinusCosine(), ClippedLinear(low=0.0, high=1.0)):
+        noise = MaskNoise(VOCAB, mask_token_id=MASK, schedule=schedule)
+        with torch.no_grad():
+            terms = mask_bound(canvas_len=3, noise=noise, t_range=(0.0, 1.0))(model, batch, seeds=torch.arange(num))
+        sums = terms.sums["decoder"].double()
+        assert abs(sums.mean() - exact) < 4 * sums.std() / math.sqrt(num)
+
+
+@pytest.mark.parametrize("parametrisation", ["mean", "loo"])
+@pytest.mark.parametrize("noise", [UniformNoise(VOCAB), HybridNoise(VOCAB, mask_token_id=MASK)], ids=["duo", "gidd"])
+def test_the_other_bounds_are_those_of_nelbo(model, seen, noise, parametrisation):
+    loss = mask_bound(noise=noise, canvases="all", parametrisation=parametrisation, t_range=(0.4, 0.4))
+    found = loss(model, BATCH, seeds=SEEDS)
+    for row in range(3):
+        text, total = filled(row), torch.zeros(())
+        for k in range(3):
+            start, z = int(seen[0]["starts"][row, k]), seen[0]["z"][row, k]
+            if start < BATCH.length[row]:
+                logits, x = denoised(model, text, z, start)[None], text[None, start : start + CANVAS_LEN]
+                level = torch.tensor([0.4], dtype=torch.float64)
+                total = total + nelbo.integrand(noise, logits, x, z[None], level, parametrisation=parametrisation).sum()
+        torch.testing.assert_close(found.sums["decoder"][row], total, atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("weights", ["clipped", "dynamic"])
+def test_gidd_trains_with_clipped_or_dynamic_weights(model, seen, weights):
+    t, noise = 0.4, HybridNoise(VOCAB, mask_token_id=MASK, uniform_share=0.3)
+    loss = mask_bound(noise=noise, parametrisation="loo", weights=weights, t_range=(t, t), max_weight=1.5)
+    batch, rows = BATCH.select(torch.ones(12, dtype=torch.int64)), torch.arange(12)
+    found = loss(model, batch, seeds=rows)
+    z, x = seen[0]["z"][:, 0], batch.tokens[:, :6]
+    logits = model.denoise(z, model.encode(x[:, :0])).logits
+    level = torch.full((12,), t, dtype=torch.float64)
+    divergence = nelbo.integrand(noise, logits, x, z, level, parametrisation="loo", weights=torch.ones(12, 6))
+    # The weights of the paper at gamma = 1, with c' = c (1 - 2t) / (2t(1 - t)).
+    num = VOCAB - 1
+    c = 2 * 0.3 / 0.7 * math.sqrt(t * (1 - t))
+    slope = c + (1 - t) * c * (1 - 2 * t) / (2 * t * (1 - t))
+    exact = {
+        "mask": 1 / (t * (1 - t)),
+        "kept": slope / (num * (1 - t) * (1 - t + c / num)),
+        "other": slope / ((1 - t) * c),
+    }
+    dynamic = {"mask": 2.0, "kept": 2 * 0.3 / 0.7 / num * math.sqrt(t / (1 - t)), "other": 1.0}
+    chosen = {name: min(1.5, w) for name, w in (exact if weights == "clipped" else dynamic).items()}
+    weight = torch.where(z == MASK, chosen["mask"], torch.where(z == x, chosen["kept"], chosen["other"]))
+    assert {"mask", "kept", "other"} == {
+        name for name, at in (("mask", z == MASK), ("kept", z == x), ("other", (z != x) & (z != MASK))) if at.any()
+    }
+    torch.testing.assert_close(found.sums["decoder"], (weight * divergence).sum(1), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("allowed", [None, tuple(range(5, 30))])
+def test_the_leave_one_out_loss_is_the_cross_entropy_of_its_mean(model, seen, allowed):
+    loss = make(
+        decoder_loss="leave_one_out", self_cond_prob=0.0, causal_weight=0.0, t_range=(0.4, 0.4), allowed=allowed
+    )
+    batch = BATCH.select(slice(1, 2))
+    found = loss(model, batch, seeds=SEEDS[1:2])
+    z, x = seen[0]["z"][0, 0], batch.tokens[0, :6]
+    if allowed is None:
+        evidence = torch.full((6,), math.log(1 + VOCAB * 0.6 / 0.4))
+    else:  # a token that noise cannot make is there because it was there
+        evidence = torch.where((z >= 5) & (z < 30), math.log(1 + 25 * 0.6 / 0.4), 1e3)
+    assert len(set(evidence.tolist())) == (1 if allowed is None else 2)
+    logits = denoised(model, x, z, 0) + F.one_hot(z, VOCAB) * evidence[:, None]
+    torch.testing.assert_close(
+        found.sums["decoder"][0], F.cross_entropy(logits, x, reduction="sum"), atol=1e-4, rtol=1e-4
+    )
+
+
+def test_the_mask_takes_part_in_the_softmax_only_when_asked(model):
+    args = {"canvases": "all", "t_range": (1.0, 1.0)}
+    with_mask, without = (
+        mask_bound(propose_mask=propose, **args)(model, BATCH, seeds=SEEDS).sums["decoder"] for propose in (True, False)
+    )
+    assert (with_mask > without + 1e-4).all()  # one more token to share probability with
+
+
+def test_micro_batches_add_up_to_the_step_under_every_reduction(model):
+    def split(loss: Objective) -> tuple[Tensor, list]:
+        cuts = [slice(0, 1), slice(1, 3)]
+        terms = [loss(model, BATCH.select(rows), seeds=SEEDS[rows]) for rows in cuts]
+        counts = [loss.total_counts(BATCH.select(rows), SEEDS[rows]) for rows in cuts]
+        totals = {name: sum(count[name] for count in counts) for name in counts[0]}
+        # The first micro-batch is one process's, the second another's.
+        own = [{f"process/{name}": count[name] for name in count} | {"processes": 2} for count in counts]
+        return torch.stack([loss.reduce(t, totals | o) for t, o in zip(terms, own, strict=True)]).sum(), terms
+
+    def value(reduction: str) -> float:
+        return split(make(canvases="all", self_cond_prob=0.0, causal_weight=0.0, reduction=reduction))[0].item()
+
+    loss = make(canvases="all", self_cond_prob=0.0, causal_weight=0.0)
+    sums, counts = (getattr(loss(model, BATCH, seeds=SEEDS), name)["decoder"] for name in ("sums", "counts"))
+    per_part = [sums[0] / counts[0], sums[1:].sum() / counts[1:].sum()]
+    assert value("global") == pytest.approx((sums.sum() / counts.sum()).item(), rel=1e-5)
+    assert value("example") == pytest.approx((sums / counts).mean().item(), rel=1e-5)
+    assert value("micro_batch") == pytest.approx((sum(per_part) / 2).item(), rel=1e-5)
+    assert value("process") == pytest.approx((sum(per_part) / 2).item(), rel=1e-5)
+    # As one micro-batch of one process the last two are the token mean.
+    whole = make(canvases="all", self_cond_prob=0.0, causal_weight=0.0, reduction="micro_batch")
+    assert whole.reduce(whole(model, BATCH, seeds=SEEDS)).item() == pytest.approx(value("global"), rel=1e-5)
+
+
+def test_the_weights_of_the_terms_scale_them(model):
+    loss = make(decoder_weight=0.5, causal_weight=2.0)
+    terms = loss(model, BATCH, seeds=SEEDS)
+    decoder, causal = (terms.sums[name].sum() / terms.counts[name].sum() for name in ("decoder", "causal"))
+    torch.testing.assert_close(loss.reduce(terms), 0.5 * decoder + 2.0 * causal)
+    assert set(make(decoder_weight=0.0)(model, BATCH, seeds=SEEDS).sums) == {"causal"}
+
+
+def test_packed_texts_are_scored_as_if_each_stood_alone(model):
+    tokens = torch.arange(5, 5 + 24)[None]
+    packed = TrainBatch(
+        tokens=tokens,
+        prompt_len=torch.tensor([0]),
+        length=torch.tensor([24]),
+        documents=torch.tensor([[3] * 12 + [8] * 12]),
+    )
+    loss = make(canvases="all", self_cond_prob=0.0, t_range=(0.0, 0.0))  # without noise, which canvases would differ in
+    found = loss(model, packed, seeds=SEEDS[:1])
+    halves = TrainBatch(tokens=tokens.view(2, 12), prompt_len=torch.tensor([0, 0]), length=torch.tensor([12, 12]))
+    expected = loss(model, halves, seeds=SEEDS[:2])
+    for name in ("decoder", "causal"):
+        torch.testing.assert_close(found.sums[name].sum(), expected.sums[name].sum(), atol=2e-2, rtol=1e-4)
+        assert found.counts[name].sum() == expected.counts[name].sum()
+
+
+def test_a_network_that_is_told_the_level_is_told_each_canvass_own(seen):
+    told = DiffusionGemma(CONFIG.replace(noise_conditioning=True))
+    make(canvases="all", self_cond_prob=0.0)(told, BATCH, seeds=SEEDS)
+    level = seen[0]["noise_level"]
+    assert level.shape == (3, 3)
+    assert len(set(level.flatten().tolist())) == 9
+
+
+def test_the_loss_runs_under_autocast_with_recomputed_activations(model):
+    loss = make(canvases="all")
+    plain = loss.reduce(loss(model, BATCH, seeds=SEEDS))
+    model.zero_grad()
+    model.recompute_activations = True
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        rough = loss.reduce(loss(model, BATCH, seeds=SEEDS))
+    rough.backward()
+    model.recompute_activations = False
+    assert rough.dtype == torch.float32
+    assert abs(rough - plain) < 0.1 * plain
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"canvases": "two"}, "canvases must be one of"),
+        ({"reduction": "sum"}, "reduction must be one of"),
+        ({"canvas_len": 0}, "canvas_len must be at least 1"),
+        ({"t_range": (0.5, 0.2)}, "t_range must satisfy"),
+        ({"self_cond_prob": 1.5}, "self_cond_prob must lie in"),
+        ({"causal_weight": -1.0}, "causal_weight must be at least 0"),
+        ({"causal_weight": 0.0, "decoder_weight": 0.0}, "must not both be 0"),
+        ({"max_weight": 0.0}, "max_weight must be above 0"),
+        ({"weights": "dynamic"}, "'dynamic' must come with HybridNoise"),
+        ({"decoder_loss": "leave_one_out", "noise": MaskNoise(VOCAB)}, "must come with UniformNoise"),
+        ({"decoder_loss": "nelbo", "scored": "noised"}, "scored must be 'all'"),
+        ({"allowed": (1, VOCAB)}, "allowed must hold ids"),
+        ({"decoder_loss": "nelbo", "allowed": (1, 2)}, "allowed must be None"),
+    ],
+)
+def test_an_objective_that_means_nothing_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        make(**fields)
+
+
+def test_batches_that_do_not_fit_the_model_are_refused(model):
+    with pytest.raises(ValueError, match="noise must cover the model's 40 tokens"):
+        make(noise=UniformNoise(41))(model, BATCH, seeds=SEEDS)
+    with pytest.raises(ValueError, match="max_position_embeddings"):
+        make()(DiffusionGemma(CONFIG.replace(max_position_embeddings=16)), BATCH, seeds=SEEDS)
+    empty = TrainBatch(tokens=BATCH.tokens, prompt_len=BATCH.length, length=BATCH.length)
+    with pytest.raises(ValueError, match="length must exceed prompt_len"):
+        make()(model, empty, seeds=SEEDS)
+
+
+def _without(logits: Tensor, token: int) -> Tensor:
+    return logits.masked_fill(torch.arange(VOCAB) == token, -torch.inf)

@@ -1,0 +1,173 @@
+"""In which terms the recipes are equal, and in which not: by their switches, and by what a small model measures."""
+
+from dataclasses import fields
+
+import pytest
+import torch
+from torch import Tensor
+
+import dgemma
+from dgemma import DiffusionGemma
+from dgemma.config import ModelConfig
+from dgemma.train import Objective, TrainBatch, recipes
+
+CONFIG = dgemma.presets.tiny().replace(vocab_size=48, canvas_length=8, eos_token_id=3, num_experts=4)
+# Row 0 fills no canvas up, row 1 exactly one, row 2 was cut in its second.
+BATCH = TrainBatch(
+    tokens=torch.arange(3 * 18).reshape(3, 18) % 40 + 6,
+    prompt_len=torch.tensor([4, 2, 3]),
+    length=torch.tensor([17, 10, 16]),
+    truncated=torch.tensor([False, False, True]),
+)
+SEEDS = torch.arange(3) + 5
+
+
+@pytest.fixture(scope="module")
+def model() -> DiffusionGemma:
+    torch.manual_seed(2)
+    model = DiffusionGemma(CONFIG)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0)
+    return model
+
+
+def parts(one: Objective, other: Objective) -> set[str]:
+    """The switches in which two objectives part."""
+    return {f.name for f in fields(Objective) if getattr(one, f.name) != getattr(other, f.name)}
+
+
+def sums(model: DiffusionGemma, loss: Objective, term: str) -> Tensor:
+    with torch.no_grad():
+        return loss(model, BATCH, seeds=SEEDS).sums[term]
+
+
+def scalar(model: DiffusionGemma, loss: Objective, rows: slice = slice(None)) -> float:
+    with torch.no_grad():
+        return loss.reduce(loss(model, BATCH.select(rows), seeds=SEEDS[rows])).item()
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "switches"),
+    [
+        ("trl", "unsloth", set()),
+        ("official_jax", "trl", {"self_cond_off", "reduction", "causal_fill", "truncated"}),
+        ("official_jax", "nemo", {"self_cond_off", "reduction", "t_range"}),
+        ("nemo", "megatron", {"reduction", "truncated"}),
+        ("nemo", "dgemma", {"t_range", "canvases", "truncated"}),
+        ("mdlm", "llada", {"propose_mask", "reduction"}),
+        ("mdlm", "block_diffusion", {"canvases"}),
+        ("mdlm", "duo", {"noise", "parametrisation"}),
+        ("duo", "gidd", {"noise", "weights", "t_range"}),
+        ("nemo", "leave_one_out", {"t_range", "decoder_loss"}),
+    ],
+)
+def test_two_recipes_part_in_exactly_these_switches(one, other, switches):
+    assert parts(recipes.RECIPES[one](CONFIG), recipes.RECIPES[other](CONFIG)) == switches
+
+
+@pytest.mark.parametrize("name", recipes.RECIPES)
+def test_every_recipe_takes_its_sizes_from_the_config_and_trains(model, name):
+    loss = recipes.RECIPES[name](CONFIG)
+    assert (loss.canvas_len, loss.fill_token, loss.noise.vocab_size) == (8, 3, 48)
+    model.zero_grad()
+    loss.reduce(loss(model, BATCH, seeds=SEEDS)).backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+    assert model.layers[0].self_attn.k_proj.weight.grad.abs().sum() > 0
+
+
+def test_official_jax_and_trl_score_the_same_canvases_but_for_the_meaning_of_off(model):
+    jax, trl = recipes.official_jax(CONFIG), recipes.trl(CONFIG)
+    repaired = recipes.official_jax(CONFIG, self_cond_off="zero_signal")
+    assert (sums(model, jax, "decoder") - sums(model, trl, "decoder")).abs().min() > 1e-3
+    torch.testing.assert_close(sums(model, repaired, "decoder")[:2], sums(model, trl, "decoder")[:2])
+    # The cut row: TRL leaves the fill of its last canvas out, if that is the canvas drawn.
+    assert sums(model, repaired, "decoder")[2] >= sums(model, trl, "decoder")[2]
+
+
+def test_official_jax_and_trl_differ_in_the_causal_term_by_the_fill_alone(model):
+    jax, trl = (sums(model, recipe(CONFIG), "causal") for recipe in (recipes.official_jax, recipes.trl))
+    for row, (prompt, length) in enumerate([(4, 17), (2, 10), (3, 16)]):
+        end = prompt + -(-(length - prompt) // 8) * 8
+        text = torch.cat([BATCH.tokens[row, :length], torch.full((end - length,), 3)])
+        log_p = model.causal_logits(text[None, :-1])[0].log_softmax(-1)
+        cost = -log_p.gather(1, text[1:, None])[:, 0]
+        torch.testing.assert_close(jax[row] - trl[row], cost[length - 1 :].sum(), atol=1e-3, rtol=1e-4)
+    assert jax[1] == pytest.approx(trl[1].item(), rel=1e-6)  # no fill, no difference
+
+
+def test_nemo_and_megatron_measure_the_same_except_for_cut_answers(model):
+    nemo, megatron = recipes.nemo(CONFIG), recipes.megatron(CONFIG)
+    for term in ("decoder", "causal"):
+        torch.testing.assert_close(sums(model, nemo, term)[:2], sums(model, megatron, term)[:2])
+        assert sums(model, nemo, term)[2] > 0
+        assert sums(model, megatron, term)[2] == 0
+    # One process with everything: its token mean is the global one.
+    assert scalar(model, nemo, slice(0, 2)) == pytest.approx(scalar(model, megatron, slice(0, 2)), rel=1e-6)
+
+
+def test_means_over_examples_and_over_tokens_agree_where_rows_are_alike_and_nowhere_else(model):
+    def pair(rows: slice) -> tuple[float, float]:
+        given = {"self_cond_off": "zero_signal", "t_range": (0.5, 0.5)}
+        return tuple(scalar(model, recipe(CONFIG, **given), rows) for recipe in (recipes.official_jax, recipes.nemo))
+
+    example, token = pair(slice(0, 1))
+    assert example == pytest.approx(token, rel=1e-6)
+    example, token = pair(slice(0, 2))  # causal terms over 19 and 9 tokens
+    assert abs(example - token) > 1e-4
+
+
+def test_the_range_of_t_changes_the_noise_and_not_the_causal_term(model):
+    jax, nemo = recipes.official_jax(CONFIG, self_cond_off="zero_signal"), recipes.nemo(CONFIG)
+    torch.testing.assert_close(sums(model, jax, "causal"), sums(model, nemo, "causal"))
+    level = [loss._noise(loss._cut(BATCH, SEEDS), SEEDS).level for loss in (jax, nemo)]
+    # The same uniforms, stretched: (1 - 2e-4) u + 1e-4 against (1 - 1e-3) u + 1e-3.
+    torch.testing.assert_close((level[0] - 1e-4) / (1 - 2e-4), (level[1] - 1e-3) / (1 - 1e-3))
+
+
+def test_dgemma_is_the_published_loss_over_every_canvas(model):
+    every, one = recipes.dgemma(CONFIG), recipes.dgemma(CONFIG, canvases="one")
+    torch.testing.assert_close(sums(model, every, "causal"), sums(model, one, "causal"))
+    # Row 1 has one canvas, so there is nothing to choose.
+    torch.testing.assert_close(sums(model, every, "decoder")[1], sums(model, one, "decoder")[1])
+    assert sums(model, every, "decoder")[0] > sums(model, one, "decoder")[0]
+
+
+def test_llada_differs_from_mdlm_by_what_the_mask_takes_of_the_softmax(model):
+    mdlm, llada = recipes.mdlm(CONFIG), recipes.llada(CONFIG)
+    assert (sums(model, llada, "decoder") > sums(model, mdlm, "decoder")).all()
+    torch.testing.assert_close(
+        sums(model, recipes.llada(CONFIG, propose_mask=False), "decoder"), sums(model, mdlm, "decoder")
+    )
+
+
+def test_block_diffusion_is_mdlm_where_there_is_one_block(model):
+    blocks, mdlm = (sums(model, recipe(CONFIG), "decoder") for recipe in (recipes.block_diffusion, recipes.mdlm))
+    torch.testing.assert_close(blocks[1], mdlm[1])
+    whole = {"canvas_len": 16}  # now every answer is one block
+    torch.testing.assert_close(
+        sums(model, recipes.block_diffusion(CONFIG, **whole), "decoder"),
+        sums(model, recipes.mdlm(CONFIG, **whole), "decoder"),
+    )
+
+
+def test_changes_override_a_recipe_and_unknown_ones_are_refused():
+    assert recipes.trl(CONFIG, causal_weight=0.0).causal_weight == 0.0
+    with pytest.raises(TypeError, match="label_smoothing"):
+        recipes.trl(CONFIG, label_smoothing=0.1)
+
+
+def test_adapters_are_those_of_the_sources():
+    assert recipes.adapter("trl") == recipes.adapter("unsloth")
+    assert "router" in recipes.adapter("official_jax").targets
+    assert "router" not in recipes.adapter("trl").targets
+    assert recipes.adapter("megatron") is None
+    with pytest.raises(ValueError, match="recipe must be one of"):
+        recipes.adapter("nemo")
+
+
+def test_the_published_config_gets_the_published_sizes():
+    published: ModelConfig = dgemma.presets.diffusiongemma_26b_a4b()
+    loss = recipes.official_jax(published)
+    assert (loss.noise.vocab_size, loss.canvas_len, loss.fill_token) == (262_144, 256, 1)
+    assert loss.t_range == (1e-4, 1 - 1e-4)
