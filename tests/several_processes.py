@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import dgemma
 from dgemma.config import FULL, SLIDING
-from dgemma.train.batch import TrainBatch
+from dgemma.train.batch import BatchSource, TrainBatch
 from dgemma.train.distributed import FullySharded
 from dgemma.train.loop import TrainConfig, train
 from dgemma.train.lora import LoRA, add_lora
@@ -46,6 +47,13 @@ def source(step: int, rows: range) -> TrainBatch:
     return TrainBatch(tokens=tokens, prompt_len=torch.full((len(rows),), 3), length=length)
 
 
+def uneven_source(step: int, rows: range) -> TrainBatch:
+    """Without prompts; only the first rows have a second canvas, and so a first one to look back at."""
+    length = torch.tensor([16 if row < 4 else 8 for row in rows])
+    batch = source(step, rows)
+    return TrainBatch(tokens=batch.tokens, prompt_len=torch.zeros(len(rows), dtype=torch.int64), length=length)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """A training run: what FullySharded and TrainConfig are given, and after which step it is interrupted."""
@@ -56,6 +64,8 @@ class Job:
     stop: int | None = None
     dies: int | None = None  # the rank that ends without a word after the first step
     lora: bool = False
+    objective: Objective = OBJECTIVE
+    source: BatchSource = source
     dtype: torch.dtype = torch.float64  # so that any difference of meaning shows, and order of summation does not
 
 
@@ -85,7 +95,7 @@ def _train(job: Job, parallel: Parallel) -> None:
             os._exit(9)
         return record.step == job.stop
 
-    train(model, OBJECTIVE, source, config, out=job.out, parallel=parallel, on_step=on_step)
+    train(model, job.objective, job.source, config, out=job.out, parallel=parallel, on_step=on_step)
 
 
 def launch(num_processes: int, function: Callable[[Job], None], jobs: Sequence[Job]) -> list[list[str]]:
@@ -103,7 +113,7 @@ def launch(num_processes: int, function: Callable[[Job], None], jobs: Sequence[J
     errors = [["died"] * num_processes for _ in jobs]
     expected = sum(num_processes - (job.dies is not None) for job in jobs)
     for _ in range(expected):
-        number, rank, error = said.get(timeout=120)
+        number, rank, error = said.get(timeout=300)
         errors[number][rank] = error
     for process in processes:
         process.join(timeout=30)
@@ -135,6 +145,8 @@ def _run(rank: int, num_processes: int, ports: list[int], said: Any, function: C
             said.put((number, rank, ""))
         except Exception:
             said.put((number, rank, traceback.format_exc()))
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
 
 def _free_port() -> int:

@@ -12,12 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from several_processes import CONFIG, Job, launch, run_alone, run_together
 
 import dgemma
 from dgemma.train.distributed import FullySharded
 from dgemma.train.expert_parallel import spread_experts
 from dgemma.train.log import TrainLog
+from several_processes import CONFIG, OBJECTIVE, Job, launch, run_alone, run_together, uneven_source
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}  # sums in another order, through three steps of Adam
 
@@ -114,15 +114,29 @@ def test_adapters_on_spread_experts_learn_as_on_one_process(runs):
     torch.testing.assert_close(_losses(runs / "adapted_2"), _losses(runs / "adapted_1"), **EXACT)
 
 
-def test_a_lost_process_ends_the_others_with_a_sentence(tmp_path):
-    [(survivor, _)] = launch(2, run_together, [Job(out=tmp_path / "run", dies=1)])
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory):
+    """What two processes say when one has less to do than the other, and when one dies."""
+    folder = tmp_path_factory.mktemp("failures")
+    decoder_alone = replace(OBJECTIVE, causal_weight=0.0)
+    uneven = Job(out=folder / "uneven", objective=decoder_alone, source=uneven_source)
+    return launch(2, run_together, [uneven, Job(out=folder / "dying", dies=1)])
+
+
+def test_processes_with_unequal_work_say_so_instead_of_waiting(failures):
+    for error in failures[0]:
+        assert "processes must run the layers equally often" in error
+
+
+def test_a_lost_process_ends_the_others_with_a_sentence(failures):
+    survivor, _ = failures[1]
     assert "Process 0 of 2 lost another process" in survivor
     assert "goes on from its last checkpoint" in survivor
 
 
 def test_starting_without_torchrun_says_how(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(RuntimeError, match="Run `torchrun --nproc-per-node 2 train.py`"):
+    with pytest.raises(RuntimeError, match=r"Run `torchrun --nproc-per-node 2 train\.py`"):
         FullySharded()
 
 

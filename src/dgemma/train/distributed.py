@@ -39,8 +39,7 @@ class FullySharded(Parallel):
     machines. whole_gradients: between micro-batches keep gradients whole instead of reducing them after each: fewer
     messages, more memory. device: "cuda" where there is one, else "cpu".
 
-    All processes start with the main one's weights; elsewhere the model may be on the meta device. They must run the
-    layers equally often, since each run gathers a layer from all of them: a batch that one process could skip hangs.
+    All processes start with the main one's weights; elsewhere the model may be on the meta device.
 
     Example, started by `torchrun --nproc-per-node 8 train.py`:
 
@@ -76,6 +75,7 @@ class FullySharded(Parallel):
         self._expert_mesh: DeviceMesh = split["expert"]
         self._data_mesh: DeviceMesh = split["replica", "data"] if replicas > 1 else split["data"]
         self._root: _Root | None = None
+        self._running = False
 
     def _require_sizes(self, expert_parallel: int, replicas: int) -> None:
         for name, value in (("expert_parallel", expert_parallel), ("replicas", replicas)):
@@ -129,6 +129,8 @@ class FullySharded(Parallel):
         root = MixedPrecisionPolicy(reduce_dtype=policy.reduce_dtype, cast_forward_inputs=False)
         self._root = _Root(model)
         fully_shard(self._root, mesh=self._mesh, mp_policy=root)
+        # A process that runs the layers less often than the others would leave them waiting without a word.
+        layers[0].register_forward_pre_hook(lambda *_: self._meet(into_layers=True), prepend=True)
         for module in self._root.modules():
             if isinstance(module, FSDPModule):  # a loss is a part of the whole, so gradients are sums
                 module.set_gradient_divide_factor(1.0)
@@ -149,10 +151,22 @@ class FullySharded(Parallel):
 
     def forward(self, model: nn.Module, run: Callable[[], Result]) -> Result:
         assert self._root is not None, "prepare comes first"
+        self._running = True
         result: Result = self._root(run)
+        self._meet(into_layers=False)
+        self._running = False
         if not torch.is_grad_enabled():  # else the backward does this
             cast(FSDPModule, self._root).reshard()
         return result
+
+    @torch.compiler.disable
+    def _meet(self, *, into_layers: bool) -> None:
+        """Before the layers run, and after they did for the last time: all processes must be about to do the same."""
+        if self._running and self._num_raised(into_layers) not in (0, self.world_size):
+            raise RuntimeError(
+                "FullySharded processes must run the layers equally often, got some that were done when others went "
+                "on. Give every process rows of one kind: all with text before their canvases, or none."
+            )
 
     def sum(self, tensor: Tensor) -> Tensor:
         total = tensor.detach().clone()
@@ -160,10 +174,14 @@ class FullySharded(Parallel):
         return total
 
     def agree(self, flag: bool) -> bool:
-        return bool(self.sum(torch.tensor(float(flag), device=self.device)))
+        return self._num_raised(flag) > 0
 
     def barrier(self) -> None:
-        dist.barrier()
+        self._num_raised(False)
+
+    def _num_raised(self, flag: bool) -> int:
+        """How many processes raise their flag. They meet on the CPU, so that nobody waits for a GPU."""
+        return int(self.sum(torch.tensor(int(flag))))
 
     def before_backward(self, model: nn.Module, *, last: bool) -> None:
         cast(FSDPModule, self._root).set_requires_gradient_sync(last or not self.whole_gradients)
@@ -173,9 +191,9 @@ class FullySharded(Parallel):
         grads = [p.grad for p in parameters if p.grad is not None]
         own = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
         # Squares of each process's part, once each: what several processes hold counts for a share in each of them.
-        squares = torch.stack([part.to(wide_dtype(part)).square().sum() for part in own])
-        copies = torch.tensor([self._num_copies(grad) for grad in grads], device=squares.device)
-        norm = self.sum((squares / copies).sum()).sqrt()
+        norms = torch._foreach_norm(own, dtype=wide_dtype(own[0]))
+        torch._foreach_div_(norms, [math.sqrt(self._num_copies(grad)) for grad in grads])
+        norm = self.sum(torch.stack(norms).square().sum()).sqrt()
         torch._foreach_mul_(own, (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
