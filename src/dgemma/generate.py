@@ -311,6 +311,7 @@ def drain(
 ) -> Generation:
     """Run a stream to its end: pass what `on_step` answers back into it, and keep a record."""
     changes: Changes = None
+    progress = progress and not getattr(on_step, "shows_progress", False)  # a live view draws where the bar would
     with progress_bar(desc="denoising", unit="step", show=progress) as bar:
         while True:
             try:

@@ -87,21 +87,10 @@ class Sweep:
 
         Example: `sweep(task, samplers).plot().figure.savefig("sweep.png")`.
         """
-        try:
-            import matplotlib.pyplot as plt
-        except ImportError as error:
-            raise ImportError("Sweep.plot needs matplotlib. Install it with: pip install 'dgemma[plots]'.") from error
-        ax = plt.subplots()[1] if ax is None else ax
-        for row in self.rows:
-            height = None if row.error != row.error else row.error
-            ax.errorbar(row.tokens_per_forward, row.quality, yerr=height, fmt="o", capsize=3, label=row.label)
-        ax.plot(
-            [r.tokens_per_forward for r in self.frontier], [r.quality for r in self.frontier], color="0.7", zorder=0
-        )
-        ax.set_xlabel("new tokens / forward")
-        ax.set_ylabel("quality")
-        ax.legend(fontsize="small")
-        return ax
+        from dgemma.view.plots import plot_frontier
+
+        figure = plot_frontier(self, ax=ax)
+        return figure.axes[0] if ax is None else ax
 
 
 def sweep(
@@ -178,7 +167,7 @@ def _summarise(label: str, outcomes: Sequence[_Outcome]) -> SweepRow:
 def _name(samplers: Sequence[Any]) -> dict[str, Any]:
     named: dict[str, Any] = {}
     for sampler in samplers:
-        label = _describe(sampler)
+        label = describe_sampler(sampler)
         if label in named:
             raise ValueError(
                 f"sweep samplers must differ from one another, got {label} twice. Name them: {{name: ...}}."
@@ -187,7 +176,7 @@ def _name(samplers: Sequence[Any]) -> dict[str, Any]:
     return named
 
 
-def _describe(sampler: Any) -> str:
+def describe_sampler(sampler: Any) -> str:
     """The class and the fields that differ from their defaults, such as EntropyBound(bound=0.5)."""
     if not is_dataclass(sampler) or isinstance(sampler, type):
         return repr(sampler)

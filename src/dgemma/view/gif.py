@@ -1,0 +1,211 @@
+"""A recorded run as an animated GIF: every position has the room of its final token, and noise settles into it."""
+
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from dgemma.tokenizer import Tokenizer
+from dgemma.view.frames import Frames, check_row, read_frames
+from dgemma.view.heat import LEVELS, palette
+from dgemma.view.pieces import STATIC, Pieces, width
+
+if TYPE_CHECKING:
+    from dgemma.trajectory import Trajectory
+
+_PAGE, _SOFT, _ACCENT, _PIN = "#101218", "#7d7a88", "#3ecfb4", "#82b4ff"
+_HEAT = palette(dark=True)
+_MAX_FRAMES = 240
+_HOLD_MS = 2500  # the finished text stays this long
+_LINE_HEIGHT = 1.55  # of the font's size
+_LIMITS = {"columns": (16, 200), "max_lines": (1, 100), "font_size": (8, 48), "frame_ms": (20, 5000)}
+
+
+def write_gif(
+    trajectory: "Trajectory",
+    path: str | Path,
+    *,
+    tokenizer: Tokenizer | None = None,
+    row: int = 0,
+    columns: int | None = None,
+    max_lines: int = 36,
+    font_size: int | None = None,
+    font: str | Path | None = None,
+    frame_ms: int = 110,
+) -> None:
+    """Write a row's run to `path`, looping. A longer text is seen `max_lines` lines at a time.
+
+    columns: characters a line, font_size: pixels (None: what suits the text). font: a monospaced TrueType file (None:
+    DejaVu Sans Mono). A run of more than 240 frames is thinned out evenly.
+
+    Example: `write_gif(out.trajectory, "run.gif", tokenizer=tokenizer)`.
+    """
+    check_row(trajectory, row, owner="to_gif")
+    given = {"columns": columns, "max_lines": max_lines, "font_size": font_size, "frame_ms": frame_ms}
+    for name, (low, high) in _LIMITS.items():
+        value = given[name]
+        if value is not None and not low <= value <= high:
+            raise ValueError(f"to_gif {name} must be in [{low}, {high}], got {value}.")
+    pieces = Pieces(tokenizer, mask_token=trajectory.plan.noise.mask_token)
+    frames = read_frames(trajectory, row)
+    texts = [text for line in frames.final.tolist() for text in pieces(line)]
+    if columns is None:
+        columns = int(min(100, max(48, (3 * sum(map(width, texts))) ** 0.5)))
+    places = lay_out(texts, columns, spaced=tokenizer is None)
+    num_lines = min(places[-1].line + 1, max_lines)
+    pen = _Pen(font, font_size or (18 if num_lines <= 20 else 13))
+    kept = np.linspace(0, len(frames) - 1, min(len(frames), _MAX_FRAMES)).round().astype(int).tolist()
+    images = []
+    for index in [*kept, len(frames)]:
+        image = pen.page(columns, num_lines, _footer(frames, index))
+        top = _top_line(frames, index, places, num_lines)
+        for place, look in zip(places, _looks(frames, index, texts, pieces), strict=False):
+            if look is not None and place.cells and 0 <= place.line - top < num_lines:
+                pen.put(image, place.line - top, place, look)
+        images.append(image)
+    pen.save(images, path, [frame_ms] * (len(images) - 1) + [_HOLD_MS])
+
+
+class Place(NamedTuple):
+    """Where a position is drawn, and the cells it has."""
+
+    line: int
+    column: int
+    cells: int
+
+
+class _Look(NamedTuple):
+    text: str
+    colour: str
+    underlined: bool = False
+
+
+def lay_out(texts: list[str], columns: int, *, spaced: bool = False) -> list[Place]:
+    """Where the pieces of a text go: words kept whole where a line can hold them; `spaced` puts a cell between pieces.
+
+    Example: `lay_out(["to", " be"], 4)` is `[Place(0, 0, 2), Place(1, 0, 2)]`.
+    """
+    places: list[Place] = []
+    line = column = 0
+    for i, text in enumerate(texts):
+        is_space = text != "" and text.isspace()
+        body = text if is_space else text.lstrip(" ")
+        gap, cells = len(text) - len(body), width(body)
+        begins = i == 0 or gap > 0 or texts[i - 1][-1:].isspace()
+        word = cells + (_rest_of_word(texts, i, columns) if begins and not spaced else 0)
+        # Space may hang over the end of a line, but a line does not begin with it.
+        if column and not is_space and column + gap + (word if word <= columns else cells) > columns:
+            line, column = line + 1, 0
+        column += gap if column else 0
+        places.append(Place(line, column, min(cells, columns)))
+        column += cells + spaced
+        if "\n" in text:
+            line, column = line + text.count("\n"), 0
+    return places
+
+
+def _rest_of_word(texts: list[str], start: int, columns: int) -> int:
+    cells = 0
+    for text in texts[start + 1 :]:
+        if text[:1].isspace() or cells > columns:
+            break
+        cells += width(text)
+    return cells
+
+
+def _looks(frames: Frames, index: int, texts: list[str], pieces: Pieces) -> list[_Look | None]:
+    """What each position shows in a frame; None for nothing. The frame after the last is the finished text."""
+    at, canvas_len = min(index, len(frames) - 1), frames.canvas.shape[1]
+    num_finished = frames.num_blocks if index == len(frames) else int(frames.block[at])
+    looks: list[_Look | None] = [
+        _Look(text, _HEAT[0]) if i % canvas_len < frames.kept[i // canvas_len] else None
+        for i, text in enumerate(texts[: num_finished * canvas_len])
+    ]
+    if index == len(frames):
+        return looks
+    for i, text in enumerate(pieces(frames.canvas[at].tolist())):
+        doubt = 1 - float(frames.confidence[at, i])  # 1 in the noise at the start
+        colour = _PIN if frames.frozen[at, i] else _HEAT[round(doubt * (LEVELS - 1))]
+        looks.append(_Look(text, colour, bool(frames.accepted[at, i])))
+    return looks
+
+
+def _top_line(frames: Frames, index: int, places: list[Place], num_lines: int) -> int:
+    """The first line shown: the block's end is in view, or, if the block is taller than that, wandered down to."""
+    at, canvas_len = min(index, len(frames) - 1), frames.canvas.shape[1]
+    block = int(frames.block[at])
+    first, last = places[block * canvas_len].line, places[(block + 1) * canvas_len - 1].line
+    beyond = last + 1 - num_lines
+    if beyond <= first:
+        return max(0, beyond)
+    progress = (frames.step[at] + 1) / (frames.step[frames.block == block].max() + 1)
+    return first + round((beyond - first) * progress)
+
+
+def _footer(frames: Frames, index: int) -> str:
+    if index == len(frames):
+        return f"{sum(frames.kept)} tokens · {int((frames.step >= 0).sum())} forwards"
+    step = f"step {frames.step[index] + 1}" if frames.step[index] >= 0 else "noise"
+    return step if frames.num_blocks == 1 else f"block {frames.block[index] + 1} · {step}"
+
+
+class _Pen:
+    """Draws cells of monospaced text with Pillow."""
+
+    def __init__(self, font: str | Path | None, size: int) -> None:
+        try:
+            import matplotlib
+            from PIL import Image, ImageDraw, ImageFont
+        except ImportError as error:
+            raise ImportError(
+                "to_gif needs Pillow and matplotlib. Install them with: pip install 'dgemma[plots]'."
+            ) from error
+        shipped = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSansMono.ttf"
+        try:
+            self._font = ImageFont.truetype(str(font or shipped), size)
+        except OSError as error:
+            raise ValueError(f"to_gif font must be a TrueType file, got {font}: {error}.") from error
+        self._image, self._draw = Image, ImageDraw
+        self._size, self._margin = size, 2 * size
+        self._cell, self._line = round(self._font.getlength("m")), round(size * _LINE_HEIGHT)
+        self._missing = bytes(self._font.getmask("\uffff"))
+        self._tile = lru_cache(maxsize=1 << 14)(self._make_tile)
+        self._glyph = lru_cache(maxsize=1 << 12)(self._make_glyph)
+
+    def page(self, columns: int, num_lines: int, footer: str) -> Any:
+        """An empty page with its last line."""
+        height = (num_lines + 1) * self._line + 2 * self._margin
+        page = self._image.new("RGB", (columns * self._cell + 2 * self._margin, height), _PAGE)
+        where = (self._margin, height - self._margin)
+        self._draw.Draw(page).text(where, footer, font=self._font, fill=_SOFT, anchor="ls")
+        return page
+
+    def put(self, page: Any, line: int, place: Place, look: _Look) -> None:
+        where = (self._margin + place.column * self._cell, self._margin + line * self._line)
+        page.paste(self._tile(look, place.cells), where)
+
+    def save(self, pages: list[Any], path: str | Path, durations: list[int]) -> None:
+        """One palette for all pages, so that colours do not flicker and frames differ only where the text does."""
+        few = pages[:: max(1, len(pages) // 6)]
+        sheet = self._image.new("RGB", (few[0].width, few[0].height * len(few)))
+        for i, page in enumerate(few):
+            sheet.paste(page, (0, i * page.height))
+        colours = sheet.quantize(colors=128)
+        first, *rest = (page.quantize(palette=colours, dither=self._image.Dither.NONE) for page in pages)
+        first.save(path, format="GIF", save_all=True, append_images=rest, duration=durations, loop=0)
+
+    def _make_tile(self, look: _Look, cells: int) -> Any:
+        tile = self._image.new("RGB", (cells * self._cell, self._line), _PAGE)
+        draw = self._draw.Draw(tile)
+        text = look.text.strip() or ("⏎" if "\n" in look.text else "")
+        draw.text((0, 0), "".join(map(self._glyph, text)), font=self._font, fill=look.colour)
+        if look.underlined:
+            draw.rectangle((0, self._line - 4, tile.width, self._line - 3), fill=_ACCENT)
+        return tile
+
+    def _make_glyph(self, character: str) -> str:
+        """The character, or static where the font does not have it."""
+        if bytes(self._font.getmask(character)) != self._missing:
+            return character
+        return STATIC[ord(character) % len(STATIC)]

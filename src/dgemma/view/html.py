@@ -1,0 +1,205 @@
+"""A recorded run as one page that needs no network: play it, scrub it, look at every position's candidates.
+
+`page.html`, `page.css` and `page.js` beside this file are the page; here the run is packed into it. Numbers travel as
+compressed arrays, a row at a time, texts as JSON. A model can write anything, so nothing it wrote is ever parsed as
+markup: JSON leaves out every character that could end a script, the page only sets text, and its content policy runs
+no script but its own.
+"""
+
+import base64
+import hashlib
+import html
+import json
+import math
+import string
+import zlib
+from collections.abc import Sequence
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dgemma.sweep import describe_sampler
+from dgemma.tokenizer import Tokenizer
+from dgemma.view.frames import Array, Frames, check_row, read_frames, settled
+from dgemma.view.heat import LEVELS, palette
+from dgemma.view.pieces import Pieces, printable
+
+if TYPE_CHECKING:
+    from dgemma.trajectory import Trajectory
+
+ENTROPY_SCALE = 4096  # 16 bits reach 16 nats, more than log(262144)
+NOTEBOOK_BYTES = 4 << 20  # what a notebook is asked to store for one picture
+_PROMPT_TOKENS = 400  # the end of a longer prompt is what a canvas answers to
+
+
+class Page(str):
+    """A page of HTML; a notebook shows it, in a frame that can reach nothing."""
+
+    def _repr_html_(self) -> str:
+        if len(self) > NOTEBOOK_BYTES:
+            size = f"{len(self) / 2**20:.1f} MiB"
+            return f"<p>A page of {size}: too large for a notebook. Write it with <code>to_html(path)</code>.</p>"
+        return (
+            f'<iframe srcdoc="{html.escape(self)}" sandbox="allow-scripts" title="Denoising, step by step" '
+            'style="width:100%;height:620px;border:0;border-radius:10px" loading="lazy"></iframe>'
+        )
+
+    def __repr__(self) -> str:
+        return f"Page({len(self):,} characters)"
+
+
+def build_page(
+    trajectory: "Trajectory", *, tokenizer: Tokenizer | None = None, row: int | Sequence[int] | None = None
+) -> Page:
+    """The page of a trajectory: all rows, or those named. Without a tokenizer it shows token ids.
+
+    Example: `Path("run.html").write_text(build_page(out.trajectory, tokenizer=tokenizer))`.
+    """
+    rows = range(trajectory.batch_size) if row is None else [row] if isinstance(row, int) else row
+    if not rows:
+        raise ValueError("to_html row must name at least one row, got none. Leave it out for all.")
+    for one in rows:
+        check_row(trajectory, one, owner="to_html")
+    plan = trajectory.plan
+    pieces = Pieces(tokenizer, mask_token=plan.noise.mask_token)
+    table = _Table(pieces)
+    frames = [read_frames(trajectory, one) for one in rows]
+    arrays = [_arrays(one, table) for one in frames]
+    content = {
+        "rows": [
+            {"name": one, "prompt": _prompt(trajectory, one, pieces), **_facts(its, table)}
+            for one, its in zip(rows, frames, strict=True)
+        ],
+        "about": _about(trajectory),
+        "canvasLen": plan.canvas_len,
+        "top": trajectory.top,
+        "maxEntropy": math.log(plan.noise.vocab_size),
+        "entropyScale": ENTROPY_SCALE,
+        "ids": tokenizer is None,
+        "special": sorted({*plan.eos_token_ids, plan.pad_token_id}),
+        **table.columns(),
+    }
+    files = resources.files("dgemma.view")
+    style, script = _colours() + files.joinpath("page.css").read_text(), files.joinpath("page.js").read_text()
+    packed = [_compress(its, wide=len(table) > 1 << 16) for its in arrays]
+    return Page(
+        string.Template(files.joinpath("page.html").read_text()).substitute(
+            policy=f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}",
+            style=style,
+            script=script,
+            content=_json({**content, "wide": len(table) > 1 << 16}),
+            arrays="\n".join(
+                f'<script type="text/plain" id="row-{i}">{data}</script>' for i, data in enumerate(packed)
+            ),
+            text=html.escape("\n\n".join(_text(its, pieces) for its in frames)),
+        )
+    )
+
+
+class _Table:
+    """Every different (token, text) once; arrays hold its place here."""
+
+    def __init__(self, pieces: Pieces) -> None:
+        self.pieces = pieces
+        self._places: dict[tuple[int, str], int] = {}
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def lines(self, tokens: Array) -> Array:
+        """Places of tokens (n, C), whose texts depend on their neighbours where a character is several tokens."""
+        lines = tokens.tolist()
+        return np.array([[self._place(*pair) for pair in zip(line, self.pieces(line), strict=True)] for line in lines])
+
+    def candidates(self, tokens: Array) -> Array:
+        """Places of tokens of any shape, each on its own."""
+        distinct, inverse = np.unique(tokens, return_inverse=True)
+        places = np.array([self._place(token, self.pieces.one(token)) for token in distinct.tolist()], dtype=np.int64)
+        return places[inverse].reshape(tokens.shape)
+
+    def columns(self) -> dict[str, list[Any]]:
+        return {"tokens": [token for token, _ in self._places], "texts": [text for _, text in self._places]}
+
+    def _place(self, token: int, text: str) -> int:
+        return self._places.setdefault((token, text), len(self._places))
+
+
+def _facts(frames: Frames, table: _Table) -> dict[str, Any]:
+    """A row's numbers per frame, and its text."""
+    free = ~frames.frozen
+    mean_entropy = np.where(free, frames.entropy, 0).sum(1) / np.maximum(free.sum(1), 1)
+    return {
+        "block": frames.block.tolist(),
+        "step": frames.step.tolist(),
+        "temperature": frames.temperature.astype(float).round(4).tolist(),
+        "entropy": mean_entropy.round(4).tolist(),
+        "accepted": frames.accepted.sum(1).tolist(),
+        "renoised": frames.renoised.sum(1).tolist(),
+        "final": table.lines(frames.final).ravel().tolist(),
+        "settled": settled(frames).ravel().tolist(),
+        "kept": frames.kept,
+    }
+
+
+def _arrays(frames: Frames, table: _Table) -> dict[str, Array]:
+    """What a row's frames hold per position, in the order in which `page.js` takes it out."""
+    flags = frames.accepted | frames.renoised << 1 | frames.undecided << 2 | frames.frozen << 3
+    return {
+        "canvas": table.lines(frames.canvas),
+        "draft": table.lines(frames.draft),
+        "top": table.candidates(frames.top_tokens),
+        "entropy": (frames.entropy * ENTROPY_SCALE).clip(0, 65535).round().astype("<u2"),
+        "confidence": (frames.confidence * 65535).round().astype("<u2"),
+        "probability": (frames.top_probabilities.astype(np.float32) * 65535).round().astype("<u2"),
+        "flags": flags.astype("u1"),
+    }
+
+
+def _compress(arrays: dict[str, Array], *, wide: bool) -> str:
+    places = {name: arrays[name].astype("<u4" if wide else "<u2") for name in ("canvas", "draft", "top")}
+    return base64.b64encode(zlib.compress(b"".join(a.tobytes() for a in (arrays | places).values()), 9)).decode()
+
+
+def _prompt(trajectory: "Trajectory", row: int, pieces: Pieces) -> str:
+    plan = trajectory.plan
+    tokens = plan.prompt_tokens[row].cpu()
+    if plan.attention_mask is not None:  # of the cache's tokens too, if the run went on from one
+        tokens = tokens[plan.attention_mask[row, -len(tokens) :].cpu().bool()]
+    shown = tokens[-_PROMPT_TOKENS:].tolist()
+    text = " ".join(map(str, shown)) if pieces.tokenizer is None else printable(pieces.tokenizer.decode(shown))
+    return ("… " if len(shown) < len(tokens) else "") + text
+
+
+def _text(frames: Frames, pieces: Pieces) -> str:
+    between = " " if pieces.tokenizer is None else ""
+    lines = (pieces(line[:kept]) for line, kept in zip(frames.final.tolist(), frames.kept, strict=True))
+    return between.join(text for line in lines for text in line)
+
+
+def _about(trajectory: "Trajectory") -> str:
+    plan = trajectory.plan
+    sampler = describe_sampler(plan.knobs.sampler)
+    return f"{sampler} · {plan.noise.kind} noise · canvas of {plan.canvas_len} · at most {plan.num_steps} steps"
+
+
+def _colours() -> str:
+    """The levels of certainty as CSS variables, dark and light, and a class for each."""
+    dark, light = (
+        "".join(f"--h{level}:{colour};" for level, colour in enumerate(palette(dark=dark))) for dark in (True, False)
+    )
+    classes = "".join(f".h{level}{{--c:var(--h{level})}}" for level in range(LEVELS))
+    return (
+        f":root{{{light}}}@media(prefers-color-scheme:dark){{:root:not([data-theme=light]){{{dark}}}}}"
+        f":root[data-theme=dark]{{{dark}}}{classes}\n"
+    )
+
+
+def _json(content: dict[str, Any]) -> str:
+    """JSON inside a script element: ASCII, and no character with which markup begins or ends."""
+    text = json.dumps(content, ensure_ascii=True, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

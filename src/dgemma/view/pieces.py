@@ -1,0 +1,101 @@
+"""Tokens as pieces of text: one string per position, safe to show on a page or a terminal, and measured in cells."""
+
+import unicodedata
+from collections.abc import Sequence
+from functools import lru_cache
+
+from dgemma.tokenizer import Tokenizer
+
+MASK = "░"
+STATIC = "▖▗▘▝▚▞"  # stands for what is no text on its own, as on a screen without a signal
+_BROKEN = "\ufffd"  # what part of a character decodes to
+_LONGEST_CHARACTER = 4  # bytes of UTF-8
+_BIDI = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+_SOFT_HYPHEN = "\u00ad"
+
+
+class Pieces:
+    """Token ids → texts, one each; without a tokenizer the ids themselves. The mask token is shown as ░.
+
+    A character whose bytes are several tokens is the first one's text, and the others' is empty. Bytes that make no
+    character are shown as static, ▖ to ▞.
+
+    Example: `Pieces(ByteTokenizer())(ByteTokenizer().encode("é!", bos=False))` is `["é", "", "!"]`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, *, mask_token: int | None = None) -> None:
+        if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
+            raise ValueError(
+                f"tokenizer must be a dgemma.Tokenizer or None, got {type(tokenizer).__name__}. "
+                "Use dgemma.Tokenizer.from_pretrained(folder)."
+            )
+        self.tokenizer = tokenizer
+        self._known: dict[int, str] = {} if mask_token is None else {mask_token: MASK}
+        self._broken: set[int] = set()
+
+    def __call__(self, tokens: Sequence[int]) -> list[str]:
+        texts = [self.one(token) for token in tokens]
+        start = 0
+        while start < len(tokens):
+            length = self._join(tokens[start : start + _LONGEST_CHARACTER], texts, start)
+            start += length
+        return texts
+
+    def one(self, token: int) -> str:
+        """The text of a token on its own."""
+        if token not in self._known:
+            text = str(token) if self.tokenizer is None else self.tokenizer.decode([token], skip_special=False)
+            if _BROKEN in text:
+                self._broken.add(token)
+                text = text.replace(_BROKEN, STATIC[token % len(STATIC)])
+            self._known[token] = printable(text) or f"⟨{token}⟩"
+        return self._known[token]
+
+    def _join(self, tokens: Sequence[int], texts: list[str], start: int) -> int:
+        """Make one text of the first tokens if they are the parts of a character; how many were taken."""
+        for length in range(1, len(tokens) + 1):
+            if tokens[length - 1] not in self._broken or self.tokenizer is None:
+                break
+            whole = self.tokenizer.decode(tokens[:length], skip_special=False)
+            if _BROKEN not in whole:
+                texts[start : start + length] = [printable(whole), *[""] * (length - 1)]
+                return length
+        return 1
+
+
+def printable(text: str) -> str:
+    """A text that can do nothing but show: controls, separators and direction marks replaced; \\n and \\t stay.
+
+    Example: `printable("\\x1b[2J")` is "␛[2J".
+    """
+    return text if text.isascii() and text.isprintable() else "".join(map(_printable, text))
+
+
+def width(text: str) -> int:
+    """Terminal cells of a printable text: 2 for wide characters, 0 for marks that combine with the one before.
+
+    Example: `width("né語")` is 4, however the é is composed.
+    """
+    return len(text) if text.isascii() else sum(map(_width, text))
+
+
+@lru_cache(maxsize=4096)
+def _printable(character: str) -> str:
+    code, category = ord(character), unicodedata.category(character)
+    if character in "\n\t":
+        return character
+    if code < 0x20 or code == 0x7F:
+        return chr(0x2400 + min(code, 0x21))  # Unicode's pictures of the controls
+    if category in ("Cc", "Cs", "Zl", "Zp") or character in _BIDI:
+        return f"⟨{code:04X}⟩"
+    return character
+
+
+@lru_cache(maxsize=4096)
+def _width(character: str) -> int:
+    if character == _SOFT_HYPHEN:
+        return 1
+    # Hangul vowels and finals join the syllable that their initial began.
+    if unicodedata.category(character) in ("Mn", "Me", "Cf") or "\u1160" <= character <= "\u11ff":
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1

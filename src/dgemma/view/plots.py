@@ -1,0 +1,191 @@
+"""Figures for papers and notebooks: certainty over a run, the order of a text, quality over speed, losses.
+
+Every function returns a matplotlib figure of its own, or draws on the axes it is given. None opens a window, none
+touches pyplot: they work without a display, and in a notebook a figure shows itself.
+"""
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from dgemma.tokenizer import Tokenizer
+from dgemma.view.frames import Array, check_row, read_frames, settled
+from dgemma.view.heat import palette
+from dgemma.view.pieces import Pieces
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from dgemma.sweep import Sweep
+    from dgemma.trajectory import Trajectory
+
+_LABELLED = 60  # positions up to which each can have its token written below it
+
+
+def plot_entropy(
+    trajectory: "Trajectory", *, row: int = 0, tokenizer: Tokenizer | None = None, ax: "Axes | None" = None
+) -> "Figure":
+    """Entropy in nats, steps down, positions across, blocks side by side: where a canvas was unsure, and for how long.
+
+    With a tokenizer, a short text is written along the positions.
+
+    Example: `plot_entropy(out.trajectory).savefig("entropy.png")`.
+    """
+    check_row(trajectory, row, owner="plot_entropy")
+    figure, ax = _axes(ax, "plot_entropy", size=(9, 4.2))
+    frames = read_frames(trajectory, row)
+    num_steps, canvas_len = int(frames.step.max()) + 1, frames.canvas.shape[1]
+    grid = np.full((num_steps, frames.num_blocks * canvas_len), np.nan)
+    for i in np.flatnonzero(frames.step >= 0):
+        start = frames.block[i] * canvas_len
+        grid[frames.step[i], start : start + canvas_len] = frames.entropy[i]
+    extent = (-0.5, grid.shape[1] - 0.5, num_steps + 0.5, 0.5)
+    image = ax.imshow(grid, aspect="auto", cmap=_colours(), vmin=0, interpolation="nearest", extent=extent)
+    for block in range(1, frames.num_blocks):
+        ax.axvline(block * canvas_len - 0.5, color="0.5", linewidth=0.8)
+    ax.set(xlabel="position", ylabel="step")
+    ax.locator_params(axis="y", integer=True)
+    figure.colorbar(image, ax=ax, label="entropy (nats)", pad=0.015)
+    _write_text(ax, frames.final, tokenizer)
+    return figure
+
+
+def plot_order(
+    trajectory: "Trajectory", *, row: int = 0, tokenizer: Tokenizer | None = None, ax: "Axes | None" = None
+) -> "Figure":
+    """The step from which on each position held its final token; the colour is the block.
+
+    Example: `plot_order(out.trajectory, tokenizer=tokenizer).savefig("order.png")`.
+    """
+    check_row(trajectory, row, owner="plot_order")
+    figure, ax = _axes(ax, "plot_order", size=(9, 3.2))
+    frames = read_frames(trajectory, row)
+    for block, steps in enumerate(settled(frames)):
+        positions = block * len(steps) + np.arange(len(steps))
+        ax.plot(positions, steps + 1, ".", markersize=5, label=f"block {block + 1}")
+    ax.set(xlabel="position", ylabel="settled at step", xlim=(-0.5, frames.final.size - 0.5))
+    ax.locator_params(axis="y", integer=True)
+    ax.grid(axis="y", color="0.9")
+    ax.set_axisbelow(True)
+    if frames.num_blocks > 1:
+        ax.legend(fontsize="small")
+    _write_text(ax, frames.final, tokenizer)
+    return figure
+
+
+def plot_frontier(sweep: "Sweep", *, ax: "Axes | None" = None) -> "Figure":
+    """Quality over tokens per forward, a point a sampler with its error; a line through those that no other beats.
+
+    Example: `plot_frontier(sweep(task, samplers)).savefig("sweep.png")`.
+    """
+    figure, ax = _axes(ax, "plot_frontier")
+    for row in sweep.rows:
+        height = None if row.error != row.error else row.error
+        ax.errorbar(row.tokens_per_forward, row.quality, yerr=height, fmt="o", capsize=3, label=row.label)
+    best = sweep.frontier
+    ax.plot([row.tokens_per_forward for row in best], [row.quality for row in best], color="0.7", zorder=0)
+    ax.set(xlabel="new tokens / forward", ylabel="quality")
+    ax.legend(fontsize="small")
+    return figure
+
+
+def plot_losses(
+    logs: str | Path | Sequence[str | Path] | Mapping[str, str | Path],
+    *,
+    name: str = "loss",
+    smooth: int = 50,
+    ax: "Axes | None" = None,
+) -> "Figure":
+    """A number of `log.jsonl` over the steps, for one run or several: each value faint, the mean of `smooth` on top.
+
+    logs: a log or the folder of a run, several of them, or a dictionary by the names for the legend. `name` is a key of
+    a line, or of its terms ("decoder", "causal").
+
+    Example: `plot_losses({"uniform": "runs/a", "mask": "runs/b"}, name="decoder")`.
+    """
+    if smooth < 1:
+        raise ValueError(f"plot_losses smooth must be >= 1, got {smooth}. Use 1 for every value as it is.")
+    if not isinstance(logs, Mapping):
+        listed = [logs] if isinstance(logs, str | Path) else logs
+        logs = {str(log): log for log in listed}
+    columns = {label: _read_column(Path(log), name) for label, log in logs.items()}
+    figure, ax = _axes(ax, "plot_losses")
+    for label, (steps, values) in columns.items():
+        (line,) = ax.plot(steps, _running_mean(values, smooth), label=label)
+        if smooth > 1:
+            ax.plot(steps, values, color=line.get_color(), alpha=0.2, linewidth=0.8, zorder=1)
+    ax.set(xlabel="step", ylabel=name)
+    ax.grid(color="0.92")
+    ax.legend(fontsize="small")
+    return figure
+
+
+def _axes(ax: "Axes | None", owner: str, *, size: tuple[float, float] = (7, 4)) -> "tuple[Figure, Axes]":
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(f"{owner} needs matplotlib. Install it with: pip install 'dgemma[plots]'.") from error
+    if ax is not None:
+        return cast("Figure", ax.figure), ax
+
+    class Picture(Figure):
+        """A figure that a notebook shows without pyplot."""
+
+        def _repr_png_(self) -> bytes:
+            png = io.BytesIO()
+            self.savefig(png, format="png", dpi=130)
+            return png.getvalue()
+
+    figure = Picture(figsize=size, layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def _colours() -> Any:
+    """Certain is the page, uncertain the ink: the light palette turned round, so that white paper means certainty."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    colours = ["#fffdf8", *reversed(palette(dark=False)[::3])]
+    return LinearSegmentedColormap.from_list("certainty", colours).with_extremes(bad="0.93")
+
+
+def _write_text(ax: "Axes", final: Array, tokenizer: Tokenizer | None) -> None:
+    if tokenizer is None or final.size > _LABELLED:
+        return
+    pieces = [piece for line in final.tolist() for piece in Pieces(tokenizer)(line)]
+    # A dollar would begin mathematics.
+    labels = [piece.strip().replace("\n", "⏎").replace("$", r"\$") or "␣" for piece in pieces]
+    turned = max(map(len, labels)) > 2
+    ax.set_xticks(range(final.size), labels, rotation=90 if turned else 0, fontsize=7, family="monospace")
+    ax.set_xlabel("")
+
+
+def _read_column(path: Path, name: str) -> tuple[list[int], list[float]]:
+    log = path / "log.jsonl" if path.is_dir() else path
+    if not log.is_file():
+        raise ValueError(f"plot_losses logs must name log.jsonl or the folder of a run, got {path}, which is neither.")
+    steps, values = [], []
+    for line in log.read_text().splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            break  # the line that a killed process left unfinished
+        value = entry.get(name, entry.get("terms", {}).get(name))
+        if value is not None:
+            steps.append(entry["step"])
+            values.append(value)
+    if not steps:
+        raise ValueError(f"plot_losses name must be a key of {log}, got {name!r}.")
+    return steps, values
+
+
+def _running_mean(values: Sequence[float], smooth: int) -> Array:
+    """The mean of each value and those before it, up to `smooth` of them."""
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    end = np.arange(1, len(values) + 1)
+    start = np.maximum(end - smooth, 0)
+    return (total[end] - total[start]) / (end - start)

@@ -1,0 +1,167 @@
+"""A few lines of a terminal, redrawn in place: no flicker, no line that wraps, and left as clean as it was found."""
+
+import math
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import NamedTuple, TextIO
+
+from dgemma.view.pieces import width
+
+_HIDE_CURSOR, _SHOW_CURSOR, _RESET = "\x1b[?25l", "\x1b[?25h", "\x1b[0m"
+_BEGIN_FRAME, _END_FRAME = "\x1b[?2026h", "\x1b[?2026l"  # shown at once, by terminals that know it
+_CLEAR_LINE, _CLEAR_BELOW = "\x1b[K", "\x1b[J"
+_FRAMES_A_SECOND = 30
+_TAB = "    "
+
+
+class Ink(NamedTuple):
+    """A piece of text, and how it is drawn: codes such as "1" (bold), "2" (faint) or "38;5;97" (a colour)."""
+
+    text: str
+    style: str = ""
+
+
+class Screen:
+    """Draws lines below the cursor, over the lines it drew before, if `file` is a terminal that can.
+
+    Without one (a pipe, TERM=dumb) `live` is False and `draw` does nothing. `has_colour` respects NO_COLOR and asks for
+    256 colours.
+
+    Example: `screen.draw([[Ink("hello", "1")]])`.
+    """
+
+    def __init__(self, file: TextIO) -> None:
+        kind = os.environ.get("TERM", "")
+        self.file = file
+        self.live = file.isatty() and kind != "dumb"
+        rich = "256color" in kind or os.environ.get("COLORTERM", "") in ("truecolor", "24bit")
+        self.has_colour = self.live and rich and not os.environ.get("NO_COLOR")
+        self._widths: list[int] = []  # of the lines on the screen
+        self._last_drawn = -math.inf
+
+    @property
+    def columns(self) -> int:
+        """What a line may fill: one less than there is, so that none ever wraps."""
+        return max(self._size().columns - 1, 1)
+
+    @property
+    def lines(self) -> int:
+        return max(self._size().lines - 1, 1)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the eye would notice another frame."""
+        return self.live and time.monotonic() - self._last_drawn >= 1 / _FRAMES_A_SECOND
+
+    def open(self) -> None:
+        """Hide the cursor; `close` brings it back."""
+        self._write(_HIDE_CURSOR)
+
+    def draw(self, lines: Sequence[Sequence[Ink]]) -> None:
+        """Replace what was drawn before."""
+        shown = [_fit(line, self.columns) for line in lines[-self.lines :]]
+        text = f"{_CLEAR_LINE}\r\n".join(self._styled(line) for line in shown)
+        self._write(f"{_BEGIN_FRAME}{self._to_top()}{text}{_CLEAR_LINE}{_CLEAR_BELOW}{_END_FRAME}")
+        self._widths = [sum(width(ink.text) for ink in line) for line in shown]
+        self._last_drawn = time.monotonic()
+
+    def erase(self) -> None:
+        """Remove what was drawn."""
+        if self._widths:
+            self._write(f"{self._to_top()}{_CLEAR_BELOW}")
+        self._widths = []
+
+    def close(self) -> None:
+        """Leave what is drawn where it is, and the terminal as it was."""
+        self._write(_RESET + ("\r\n" if self._widths else "") + _SHOW_CURSOR)
+        self._widths = []
+
+    def _size(self) -> os.terminal_size:
+        try:
+            size = os.get_terminal_size(self.file.fileno())
+        except (OSError, ValueError):
+            return shutil.get_terminal_size()
+        return size if size.columns else shutil.get_terminal_size()  # some terminals do not know their own size
+
+    def _to_top(self) -> str:
+        """Back to the first line drawn. A terminal made narrower since has wrapped them."""
+        rows = sum(max(1, math.ceil(drawn / (self.columns + 1))) for drawn in self._widths)
+        return "\r" + (f"\x1b[{rows - 1}A" if rows > 1 else "")
+
+    def _styled(self, line: Iterable[Ink]) -> str:
+        parts = []
+        for style, inks in groupby(line, key=lambda ink: ink.style):
+            text = "".join(ink.text for ink in inks)
+            parts.append(f"\x1b[{style}m{text}{_RESET}" if style else text)
+        return "".join(parts)
+
+    def _write(self, text: str) -> None:
+        if not self.live:
+            return
+        encoding = getattr(self.file, "encoding", None) or "utf-8"
+        self.file.write(text.encode(encoding, errors="replace").decode(encoding))
+        self.file.flush()
+
+
+def wrap(inks: Iterable[Ink], columns: int) -> list[list[Ink]]:
+    """Lines of at most `columns` cells, broken between words where there are words to break between.
+
+    Example: `wrap([Ink("two words")], 5)` is `[[Ink("two")], [Ink("words")]]`.
+    """
+    lines: list[list[Ink]] = [[]]
+    word: list[Ink] = []
+    used = word_width = 0
+
+    def new_line() -> None:
+        nonlocal used
+        while lines[-1] and lines[-1][-1].text.isspace():
+            lines[-1].pop()
+        lines.append([])
+        used = 0
+
+    def end_word() -> None:
+        nonlocal used, word_width, word
+        if used + word_width > columns and used:
+            new_line()
+        lines[-1].extend(word)
+        used, word_width, word = used + word_width, 0, []
+
+    for text, style in inks:
+        for part in re.findall(r"\n|[^\S\n]+|\S+", text):
+            if part == "\n":
+                end_word()
+                new_line()
+            elif part.isspace():
+                end_word()
+                spaces = part.replace("\t", _TAB)
+                if used + len(spaces) <= columns:
+                    lines[-1].append(Ink(spaces, style))
+                    used += len(spaces)
+                else:
+                    new_line()
+            else:
+                for piece in [part] if width(part) + word_width <= columns else part:
+                    if word_width + width(piece) > columns:  # longer than a line: it has to be broken somewhere
+                        end_word()
+                    word.append(Ink(piece, style))
+                    word_width += width(piece)
+    end_word()
+    return lines
+
+
+def _fit(line: Sequence[Ink], columns: int) -> list[Ink]:
+    """A line without what lies beyond the last column."""
+    fitted, used = [], 0
+    for text, style in line:
+        kept = text
+        while width(kept) > columns - used:
+            kept = kept[:-1]
+        fitted.append(Ink(kept, style))
+        used += width(kept)
+        if kept != text:
+            break
+    return fitted

@@ -1,0 +1,284 @@
+"""Watch a canvas settle in the terminal: text, or a Sudoku board, drawn in place while a model writes.
+
+Views are callbacks for `generate`, `infill` and `edit`, and can drain a `stream`. They draw on standard error, so that
+standard output stays plain, and only where somebody looks.
+"""
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import NamedTuple, Self, TextIO
+
+import torch
+from torch import Tensor
+
+from dgemma.generate import BlockCommit, Events, Generation, StepRecord
+from dgemma.tokenizer import Tokenizer
+from dgemma.view.heat import TERMINAL
+from dgemma.view.pieces import MASK, Pieces, printable, width
+from dgemma.view.screen import Ink, Screen, wrap
+
+_BOLD, _FAINT = "1", "2"
+_SHOWN_FROM = 0.25  # a guess less probable than this is no text yet
+
+
+class _Position(NamedTuple):
+    token: int
+    confidence: float
+    decided: bool
+    pinned: bool
+
+
+class _Canvas(NamedTuple):
+    """One row's canvas after a step, on the host."""
+
+    block: int
+    step: int  # 1-based
+    num_steps: int
+    entropy: float  # mean over what is not pinned
+    positions: list[_Position]
+
+
+class View(ABC):
+    """What the views share: which row is watched, when to draw, and a terminal that is always left clean."""
+
+    shows_progress = True  # `generate` then leaves its progress bar out
+
+    def __init__(self, *, row: int = 0, file: TextIO | None = None, leave: bool = False) -> None:
+        self.row, self.leave = row, leave
+        self.screen = Screen(sys.stderr if file is None else file)
+        self.num_forwards = 0
+        self._canvas: _Canvas | None = None
+        self._is_done = False  # the row wrote its stop token; later blocks are padding
+
+    @abstractmethod
+    def draw(self) -> list[list[Ink]]:
+        """The lines to show now, for a screen of `self.screen.columns`."""
+
+    def __enter__(self) -> Self:
+        self.screen.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self.leave:
+            self.screen.draw(self.draw())
+        else:
+            self.screen.erase()
+        self.screen.close()
+
+    def __call__(self, event: StepRecord | BlockCommit) -> None:
+        """See a step, or a finished block, and draw."""
+        if isinstance(event, BlockCommit):
+            if not self._is_done:
+                self._commit(event.tokens[self.row].tolist())
+            self._is_done = bool(event.finished[self.row])
+            return
+        canvas = _read_canvas(event, self.row)
+        if canvas is None:
+            return
+        if self._canvas is not None and canvas.block != self._canvas.block:
+            self._commit([position.token for position in self._canvas.positions])
+        self.num_forwards += 1
+        self._canvas = canvas
+        if self.screen.is_due:
+            self.screen.draw(self.draw())
+
+    def watch(self, events: Events) -> Generation:
+        """Drain a stream under this view; its result.
+
+        Example: `out = view.watch(dgemma.stream(model, prompt))`.
+        """
+        while True:
+            try:
+                self(next(events))
+            except StopIteration as finished:
+                return finished.value
+
+    @abstractmethod
+    def _commit(self, tokens: list[int]) -> None:
+        """A block is finished."""
+
+    def _style(self, position: _Position) -> str:
+        """Bold where pinned, a colour by confidence, faint where undecided."""
+        if position.pinned:
+            return _BOLD
+        colour = TERMINAL[min(int((1 - position.confidence) * len(TERMINAL)), len(TERMINAL) - 1)]
+        codes = [] if position.decided else [_FAINT]
+        if colour is not None and self.screen.has_colour:
+            codes.append(f"38;5;{colour}")
+        return ";".join(codes)
+
+
+class LiveView(View):
+    """Text appearing: certain words plain, uncertain ones coloured, ░ where there is no guess worth showing.
+
+    Watches one row. `prefix` is shown before the canvas. The view is erased at the end unless told to `leave` the
+    text; with `leave`, a pipe gets the final text and nothing else. Finished blocks stay above the canvas, up to the
+    first of `eos_token_ids` (None: the tokenizer's); `keep_blocks=False` is for `infill` and `edit`, whose canvases
+    overlap.
+
+    Example:
+        with LiveView(tokenizer) as view:
+            out = dgemma.generate(model, prompt, on_step=view)
+        print(tokenizer.decode(out.new_tokens[0]))
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        prefix: str = "",
+        row: int = 0,
+        file: TextIO | None = None,
+        leave: bool = False,
+        keep_blocks: bool = True,
+        eos_token_ids: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(row=row, file=file, leave=leave)
+        self.prefix, self.keep_blocks = prefix, keep_blocks
+        self._pieces = Pieces(tokenizer)
+        if eos_token_ids is None and tokenizer is not None:
+            eos_token_ids = [tokenizer.eos_token_id, *filter(None, [tokenizer.token_id("<turn|>")])]
+        self._ends = frozenset(eos_token_ids or ())
+        self._finished: list[int] = []
+
+    @property
+    def text(self) -> str:
+        """All that was written so far, as it stands."""
+        draft = [] if self._canvas is None else self._cut([position.token for position in self._canvas.positions])
+        return self._decode(self._finished + draft)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, traceback)
+        if self.leave and not self.screen.live and kind is None:
+            print(self.text, file=self.screen.file)
+
+    def draw(self) -> list[list[Ink]]:
+        columns = self.screen.columns
+        inks = [Ink(printable(self.prefix), _FAINT), Ink(printable(self._decode(self._finished)))]
+        if self._canvas is None:
+            return wrap(inks, columns)
+        pieces = self._pieces([position.token for position in self._canvas.positions])
+        inks += map(self._ink, self._canvas.positions, pieces)
+        return [*wrap(inks, columns), [], [Ink(self._status(columns), _FAINT)]]
+
+    def _ink(self, position: _Position, piece: str) -> Ink:
+        if position.decided:
+            return Ink("" if self._is_frame(position.token) else piece, self._style(position))
+        if position.confidence >= _SHOWN_FROM and self.screen.has_colour:
+            return Ink(piece.replace("\n", "⏎"), self._style(position))
+        return Ink(MASK * width(piece.replace("\n", "⏎")), self._style(position))
+
+    def _status(self, columns: int) -> str:
+        assert self._canvas is not None
+        block, step, num_steps, entropy, positions = self._canvas
+        so_far = len(self._finished) + sum(position.decided for position in positions)
+        speed = so_far / self.num_forwards
+        forms = (
+            f"block {block + 1} · step {step}/{num_steps} · mean entropy {entropy:.2f} nats · "
+            f"{speed:.1f} tokens per forward",
+            f"block {block + 1} · step {step}/{num_steps} · entropy {entropy:.2f} · {speed:.1f} tokens/forward",
+            f"step {step}/{num_steps} · H {entropy:.2f} · {speed:.1f} tok/forward",
+            f"{step}/{num_steps} · {speed:.1f} tok/forward",
+        )
+        return next((form for form in forms if len(form) <= columns), forms[-1])
+
+    def _commit(self, tokens: list[int]) -> None:
+        self._canvas = None
+        if self.keep_blocks:
+            self._finished += self._cut(tokens)
+
+    def _cut(self, tokens: list[int]) -> list[int]:
+        ends = [i for i, token in enumerate(tokens) if token in self._ends]
+        return tokens[: ends[0] + 1] if ends else tokens
+
+    def _is_frame(self, token: int) -> bool:
+        """Padding and turn markers, which `decode` leaves out of a text."""
+        return self._pieces.tokenizer is not None and self._pieces.tokenizer.decode([token]) == ""
+
+    def _decode(self, tokens: list[int]) -> str:
+        tokenizer = self._pieces.tokenizer
+        return " ".join(map(str, tokens)) if tokenizer is None else tokenizer.decode(tokens)
+
+
+class BoardView(View):
+    """A Sudoku being solved: clues bold, digits coloured by confidence, · where there is no guess worth showing.
+
+    The first 81 positions of the canvas are the cells. `digits` turns canvas tokens (81,) into digits, 0 for none
+    (None: as `dgemma.data.sudoku` encodes them). Clues are what is pinned, or `givens` (81,) if only the prompt has
+    them.
+
+    Example: `with BoardView() as view: generate(model, prompt, on_step=view, ...)`.
+    """
+
+    def __init__(
+        self,
+        *,
+        digits: Callable[[Tensor], Tensor] | None = None,
+        givens: Sequence[int] | Tensor | None = None,
+        row: int = 0,
+        file: TextIO | None = None,
+        leave: bool = False,
+    ) -> None:
+        super().__init__(row=row, file=file, leave=leave)
+        if digits is None:
+            from dgemma.data.sudoku import canvas_digits
+
+            digits = canvas_digits
+        self._digits = digits
+        self._givens = None if givens is None else torch.as_tensor(givens).tolist()
+        if self._givens is not None and len(self._givens) != 81:
+            raise ValueError(f"BoardView.givens must hold 81 digits, 0 for a blank, got {len(self._givens)}.")
+
+    def draw(self) -> list[list[Ink]]:
+        if self._canvas is None:
+            return []
+        cells = self._canvas.positions[:81]
+        digits = self._digits(torch.tensor([cell.token for cell in cells])).tolist()
+        rule = "───────".join
+        lines = [[Ink(rule("┌┬┬┐"), _FAINT)]]
+        for y in range(9):
+            line = [Ink("│ ", _FAINT)]
+            for x in range(9):
+                cell = cells[9 * y + x]
+                line += [self._ink(cell, digits[9 * y + x], 9 * y + x), Ink(" │ " if x % 3 == 2 else " ", _FAINT)]
+            lines.append(line)
+            if y in (2, 5):
+                lines.append([Ink(rule("├┼┼┤"), _FAINT)])
+        status = f"step {self._canvas.step}/{self._canvas.num_steps} · mean entropy {self._canvas.entropy:.2f} nats"
+        return [*lines, [Ink(rule("└┴┴┘"), _FAINT)], [Ink(status, _FAINT)]]
+
+    def _commit(self, tokens: list[int]) -> None:
+        """The board stays as the last step left it."""
+
+    def _ink(self, cell: _Position, digit: int, index: int) -> Ink:
+        if self._givens is not None and self._givens[index]:
+            return Ink(str(self._givens[index]), _BOLD)
+        shown = digit > 0 and (cell.decided or cell.confidence >= _SHOWN_FROM)
+        return Ink(str(digit), self._style(cell)) if shown else Ink("·", _FAINT)
+
+
+def _read_canvas(record: StepRecord, row: int) -> _Canvas | None:
+    """A row's canvas after a step: decided tokens as they are on it, the draft elsewhere. None once the row is done."""
+    rows = record.rows.tolist()
+    if row not in rows:
+        return None
+    at, state = rows.index(row), record.state
+    frozen, accepted = state.frozen[at], record.accepted[at]
+    decided = frozen | accepted | ~(record.renoised[at] | state.open[at])
+    tokens = torch.where(decided & ~state.done[at], state.canvas[at], state.draft[at])
+    free = ~frozen
+    entropy = (record.entropy[at] * free).sum() / free.sum().clamp(min=1)
+    columns = (tokens, record.confidence[at], decided | state.done[at], frozen)
+    return _Canvas(
+        block=int(record.block[at]),
+        step=int(record.step[at]) + 1,
+        num_steps=int(state.num_steps[at]),
+        entropy=float(entropy),
+        positions=[_Position(*values) for values in zip(*(column.tolist() for column in columns), strict=True)],
+    )

@@ -1,0 +1,108 @@
+"""A denoiser that writes a given text: surest where its neighbours are already right, as a trained one is."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import dgemma
+from dgemma.model.cache import PrefixCache
+
+TEXT = (
+    "A canvas of noise is read all at once. Where the model is sure, it writes; where it is not, "
+    "the dice are thrown again. A few steps later the sentence stands, as if it had always been there."
+)
+
+
+@dataclass
+class Converging:
+    """Predicts `tokens` (N,), canvas after canvas; at `start` logits ahead of the rest, `gain` more if all is right."""
+
+    tokens: Tensor
+    canvas_len: int
+    vocab_size: int = 384
+    start: float = 5.5
+    gain: float = 10.0
+    generation: dgemma.GenerationDefaults = field(default_factory=dgemma.GenerationDefaults)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def __post_init__(self) -> None:
+        self.config = dgemma.presets.tiny().replace(vocab_size=self.vocab_size, canvas_length=self.canvas_len)
+
+    def encode(
+        self, tokens: Tensor, cache: PrefixCache | None = None, attention_mask: Tensor | None = None
+    ) -> PrefixCache:
+        cache = cache or PrefixCache(self.config, tokens.shape[0], device="cpu", dtype=torch.float32)
+        shape = (tokens.shape[0], 1, tokens.shape[1], 1)
+        new = [(torch.zeros(1).expand(shape[0], x.keys.shape[1], shape[2], x.keys.shape[3]),) * 2 for x in cache.layers]
+        real = None if attention_mask is None else attention_mask[:, -tokens.shape[1] :].bool()
+        self.prompt_len = tokens.shape[1] if not cache.num_slots else self.prompt_len
+        cache.append(new, real)
+        return cache
+
+    def denoise(self, canvas: Tensor, cache: PrefixCache, self_cond: object = None) -> dgemma.Prediction:
+        begun = cache.num_slots - self.prompt_len
+        target = self.tokens[begun : begun + self.canvas_len]  # (C,)
+        right = (canvas == target).float()  # (B, C)
+        near = F.avg_pool1d(F.pad(right, (4, 4), value=0.3)[:, None], 9, stride=1)[:, 0]
+        position = torch.arange(self.canvas_len)
+        noise = torch.sin(position[:, None] * 12.9898 + torch.arange(self.vocab_size) * 78.233) * 1.2  # (C, V)
+        ahead = self.start + self.gain * near + 1.5 * torch.sin(position * 2.1)
+        logits = noise + ahead[..., None] * F.one_hot(target, self.vocab_size)
+        return dgemma.Prediction(logits)
+
+
+class Words(dgemma.Tokenizer):
+    """A vocabulary of given pieces, such as " the": ids 0 to 4 are the markers of the published one."""
+
+    pad_token_id, eos_token_id, bos_token_id, mask_token_id = 0, 1, 2, 4
+    has_chat_template = False
+
+    def __init__(self, pieces: list[str]) -> None:
+        self.pieces = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *pieces]
+        self.vocab_size = len(self.pieces)
+
+    def encode(self, text: str, *, bos: bool = True) -> list[int]:
+        ids = [self.bos_token_id] if bos else []
+        while text:
+            best = max((p for p in self.pieces if text.startswith(p)), key=len)
+            ids.append(self.pieces.index(best))
+            text = text[len(best) :]
+        return ids
+
+    def token_id(self, token: str) -> int | None:
+        return self.pieces.index(token) if token in self.pieces else None
+
+    def save_pretrained(self, path: object) -> None:
+        raise NotImplementedError
+
+    def _decode(self, ids: list[int]) -> str:
+        return "".join(self.pieces[token] for token in ids)
+
+    def _render(self, messages: list[dict[str, object]], **options: object) -> list[int]:
+        raise NotImplementedError
+
+
+def record(
+    text: str = TEXT,
+    *,
+    tokenizer: dgemma.Tokenizer | None = None,
+    rows: int = 1,
+    canvas_len: int = 96,
+    **options: Any,
+) -> tuple[dgemma.Generation, dgemma.Tokenizer]:
+    """A recorded run that writes `text`, in bytes unless told otherwise, and its tokenizer."""
+    tokenizer = tokenizer or dgemma.ByteTokenizer()
+    model, ids = writer_of(text, tokenizer, canvas_len)
+    prompt = torch.tensor([[tokenizer.bos_token_id, *ids[:3]]] * rows)
+    chosen = {"sampler": dgemma.EntropyBound(bound=0.5), "max_new_tokens": len(ids), "record": True}
+    return dgemma.generate(model, prompt, **(chosen | {"temperature": 0.8, "progress": False} | options)), tokenizer
+
+
+def writer_of(text: str, tokenizer: dgemma.Tokenizer, canvas_len: int) -> tuple[Converging, list[int]]:
+    """A denoiser that writes `text`, and its tokens, filled up with stop tokens."""
+    ids = tokenizer.encode(text, bos=False)
+    ids += [tokenizer.eos_token_id] * (-len(ids) % canvas_len)
+    return Converging(torch.tensor(ids), canvas_len, vocab_size=tokenizer.vocab_size), ids

@@ -1,0 +1,79 @@
+"""Frames: what a row showed after each step, and when each position settled."""
+
+import numpy as np
+import pytest
+import torch
+
+import dgemma
+from dgemma.view.frames import check_row, read_frames, settled
+from view.converging import record
+
+
+def test_a_row_has_every_blocks_noise_and_then_its_own_steps(recorded):
+    out, _ = recorded
+    for row in range(2):
+        frames = read_frames(out.trajectory, row)
+        steps = out.steps[row].tolist()
+        assert frames.step.tolist() == [*range(-1, steps[0]), *range(-1, steps[1])]
+        assert frames.block.tolist() == [0] * (steps[0] + 1) + [1] * (steps[1] + 1)
+        first = out.trajectory.at(block=0, step=0)
+        assert frames.canvas[0].tolist() == first.canvas[row].tolist()
+        assert frames.canvas[1].tolist() == first.next_canvas[row].tolist()
+        assert frames.entropy[0].max() == 0
+        assert np.array_equal(frames.entropy[1], first.entropy[row].numpy())
+
+
+def test_the_text_ends_at_its_stop_token_and_keeps_what_was_drafted_beyond(recorded):
+    out, tokenizer = recorded
+    frames = read_frames(out.trajectory, 0)
+    written = frames.final.ravel()[: sum(frames.kept)]
+    assert frames.kept[0] == 64
+    assert written[-1] == tokenizer.eos_token_id
+    assert tokenizer.decode(written) == tokenizer.decode(out.new_tokens[0])
+    assert (frames.final[1, frames.kept[1] :] == tokenizer.eos_token_id).all()
+
+
+def test_settled_is_the_step_from_which_the_canvas_no_longer_differed(recorded):
+    out, _ = recorded
+    frames = read_frames(out.trajectory, 1)
+    steps = settled(frames)
+    for block, position in [(0, 0), (0, 17), (1, 3), (1, 60)]:
+        history = [
+            int(step.next_canvas[step.rows.tolist().index(1), position])
+            for step in out.trajectory
+            if step.block == block and 1 in step.rows.tolist()
+        ]
+        at = steps[block, position]
+        assert set(history[at:]) == {frames.final[block, position]}
+        assert at == 0 or history[at - 1] != frames.final[block, position]
+
+
+def test_pins_are_those_of_the_plan_and_those_a_callback_set():
+    canvas = torch.full((2, 32), -1)
+    canvas[1, 5] = 200
+
+    def pin(step):
+        if int(step.step[0]) == 2:
+            frozen = step.state.frozen.clone()
+            frozen[:, 9] = True
+            return {"frozen": frozen}
+        return None
+
+    out, _ = record(
+        "Pins of two kinds, in one canvas.", rows=2, canvas_len=32, canvas=canvas, frozen=canvas >= 0, on_step=pin
+    )
+    frames = read_frames(out.trajectory, 1)
+    assert np.flatnonzero(frames.frozen[frames.step == 1][0]).tolist() == [5]
+    assert np.flatnonzero(frames.frozen[frames.step == 3][0]).tolist() == [5, 9]
+    assert not read_frames(out.trajectory, 0).frozen[1].any()
+    assert not frames.undecided[frames.block == 0, 5].any()
+
+
+def test_rows_that_are_not_there_and_empty_runs_are_refused(recorded):
+    out, _ = recorded
+    with pytest.raises(ValueError, match=r"to_html row must be in \[0, 2\), got 2"):
+        out.trajectory.to_html(row=2)
+    with pytest.raises(ValueError, match="at least one row, got none"):
+        out.trajectory.to_html(row=[])
+    with pytest.raises(ValueError, match="at least one step"):
+        check_row(dgemma.Trajectory(out.trajectory.plan), 0, owner="to_html")

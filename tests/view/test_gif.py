@@ -1,0 +1,84 @@
+"""The animated picture: loops, holds its end, stays in bounds, and puts words where they belong."""
+
+import re
+import sys
+
+import numpy as np
+import pytest
+
+import dgemma
+from dgemma.view.gif import Place, lay_out
+from view.converging import Words, record
+
+Image = pytest.importorskip("PIL.Image")
+
+
+def frames_of(path):
+    image = Image.open(path)
+    pictures, durations = [], []
+    for index in range(image.n_frames):
+        image.seek(index)
+        pictures.append(np.asarray(image.convert("RGB")).astype(int))
+        durations.append(image.info["duration"])
+    return image, pictures, durations
+
+
+def test_a_frame_a_step_looping_and_the_end_held(recorded, tmp_path):
+    out, tokenizer = recorded
+    out.trajectory.to_gif(tmp_path / "run.gif", tokenizer=tokenizer, frame_ms=80)
+    image, pictures, durations = frames_of(tmp_path / "run.gif")
+    assert image.info["loop"] == 0
+    assert len(pictures) == int(out.steps[0].sum()) + 3  # two blocks' noise, and the finished text
+    assert set(durations[:-1]) == {80}
+    assert durations[-1] > 2000
+    assert max(image.size) < 1000
+    assert (tmp_path / "run.gif").stat().st_size < 1_000_000
+
+    def violet(picture):  # the least certain colour
+        return (np.abs(picture - [0x8F, 0x66, 0xC9]).sum(-1) < 40).sum()
+
+    assert violet(pictures[0]) > 500
+    assert violet(pictures[-1]) == 0
+
+
+def test_a_long_text_is_shown_a_window_at_a_time(tmp_path):
+    tokenizer = Words([f" w{i}" for i in range(60)])
+    text = "".join(f" w{i % 60}" for i in range(256))
+    out, _ = record(text, tokenizer=tokenizer, canvas_len=256, steps=6, stop=None)
+    out.trajectory.to_gif(tmp_path / "run.gif", tokenizer=tokenizer, columns=40, max_lines=8, font_size=10)
+    image, _, _ = frames_of(tmp_path / "run.gif")
+    assert image.height < 250  # eight lines of 16 pixels, a footer and margins; the whole text has 26 lines
+
+
+def test_ids_and_masks_have_pictures_too(tmp_path):
+    out, _ = record("ids", canvas_len=16, noise=dgemma.MaskNoise(384), sampler=dgemma.Confidence())
+    out.trajectory.to_gif(tmp_path / "run.gif")
+    assert frames_of(tmp_path / "run.gif")[0].n_frames > 3
+
+
+def test_words_stay_whole_and_lines_do_not_begin_with_space():
+    assert lay_out(["to", " be"], 8) == [Place(0, 0, 2), Place(0, 3, 2)]
+    assert lay_out(["to", " be"], 4) == [Place(0, 0, 2), Place(1, 0, 2)]
+    assert lay_out(list("to be"), 4) == [Place(0, 0, 1), Place(0, 1, 1), Place(0, 2, 1), Place(1, 0, 1), Place(1, 1, 1)]
+    assert lay_out(["a", "\n\n", "b"], 9) == [Place(0, 0, 1), Place(0, 1, 2), Place(2, 0, 1)]
+    assert lay_out(["17", "4"], 9, spaced=True) == [Place(0, 0, 2), Place(0, 3, 1)]
+    assert lay_out(["語", "", "!"], 9) == [Place(0, 0, 2), Place(0, 2, 0), Place(0, 2, 1)]
+
+
+def test_mistakes_are_named(recorded, tmp_path, monkeypatch):
+    trajectory = recorded[0].trajectory
+    for name, value in {"columns": 3, "max_lines": 0, "font_size": 200, "frame_ms": 1}.items():
+        with pytest.raises(ValueError, match=rf"to_gif {name} must be in \[\d+, \d+\], got {value}"):
+            trajectory.to_gif(tmp_path / "run.gif", **{name: value})
+    with pytest.raises(ValueError, match=r"to_gif row must be in \[0, 2\), got 2"):
+        trajectory.to_gif(tmp_path / "run.gif", row=2)
+    with pytest.raises(ValueError, match="to_gif font must be a TrueType file, got nofont"):
+        trajectory.to_gif(tmp_path / "run.gif", font="nofont.ttf")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=re.escape(str(tmp_path / "file"))):
+        trajectory.to_gif(tmp_path / "file" / "run.gif")
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(
+        ImportError, match=r"to_gif needs Pillow and matplotlib\. Install them with: pip install 'dgemma"
+    ):
+        trajectory.to_gif(tmp_path / "run.gif")

@@ -1,0 +1,268 @@
+"""The page: complete, safe with anything a model writes, and usable in a real browser."""
+
+import html
+import json
+import re
+import time
+
+import pytest
+import torch
+
+import dgemma
+from dgemma.view.html import NOTEBOOK_BYTES, Page
+from view.converging import Words, record
+
+HOSTILE = [
+    "</script>",
+    "<script>alert(1)</script>",
+    "<!--",
+    "\u2028",
+    "\u2029",
+    '"><img src=x onerror=alert(2)>',
+    "]]>",
+]
+
+
+@pytest.fixture(scope="module")
+def hostile():
+    """A model that writes everything that ever broke a page, and a pin among it."""
+    tokenizer = Words([*HOSTILE, " and", "&lt;", "&", "'", "\\", "\ud800", "\n", "\x1b[31m", "`", "${x}"])
+    text = " and".join([*HOSTILE, "&lt;", "\\", "\ud800", "\x1b[31m", "${x}", "\n"])
+    canvas = torch.full((1, 32), -1)
+    canvas[0, 1] = tokenizer.token_id(" and")
+    return record(text, tokenizer=tokenizer, canvas_len=32, canvas=canvas, frozen=canvas >= 0, steps=24)
+
+
+def content_of(page):
+    found = re.findall(r'<script type="application/json" id="content">(.*?)</script>', page, re.DOTALL)
+    assert len(found) == 1
+    return json.loads(found[0])
+
+
+def test_what_a_model_writes_is_data_and_never_markup(hostile):
+    out, tokenizer = hostile
+    page = out.trajectory.to_html(tokenizer=tokenizer)
+    content = content_of(page)
+    assert set(HOSTILE) - {"\u2028", "\u2029"} <= set(content["texts"])
+    _, _, after = page.partition('id="content">')
+    data = after[: after.index("</script>")]
+    assert not set(data) & set("<>&\u2028\u2029")
+    assert data.isascii()
+    assert page.count("<script") == page.count("</script>") == 3  # the data, one row, the player
+    assert "<img" not in page
+    page.encode()
+
+
+def test_the_page_asks_for_nothing_and_runs_only_its_own_script(hostile):
+    page = hostile[0].trajectory.to_html()
+    policy = re.search(r'Content-Security-Policy" content="(.*?)"', page).group(1)
+    assert policy.startswith("default-src 'none'; style-src 'sha256-")
+    assert "unsafe" not in policy
+    assert not re.search(r"""(src|href)\s*=\s*["']""", page.split('id="content"')[0])
+
+
+def test_the_numbers_are_those_of_the_trajectory(recorded, browser, tmp_path):
+    out, tokenizer = recorded
+    out.trajectory.to_html(tmp_path / "run.html", tokenizer=tokenizer)
+    step = out.trajectory.at(block=0, step=6)
+    position = int(step.entropy[0].argmax())  # the least certain one has the most to show
+    browser.open(tmp_path / "run.html", "#step=7")
+    assert browser.run("document.getElementById('place').textContent").startswith("Block 1 of 2, step 7 of")
+    facts = browser.run("document.getElementById('facts').textContent")
+    assert f"mean entropy {step.entropy[0].mean():.3f}" in facts
+    assert f"{int(step.accepted[0].sum())} accepted" in facts
+    browser.mouse("mouseMoved", *browser.centre(f'[data-i="{position}"]'))
+    tip = browser.run("document.getElementById('tip').innerText")
+    assert f"confidence {step.confidence[0, position]:.3f} · entropy {step.entropy[0, position]:.3f} nats" in tip
+    shares = browser.run("[...document.querySelectorAll('#tip .chance')].map(e => e.textContent)")
+    assert shares == [f"{100 * p:.1f} %" for p in step.top_probabilities[0, position].float().tolist()]
+    marks = browser.run("[...document.querySelectorAll('#canvas .t')].map(e => e.classList.contains('accepted'))")
+    assert marks[:64] == step.accepted[0].tolist()
+
+
+def test_it_plays_scrubs_and_steps_with_mouse_and_keys(recorded, browser, tmp_path):
+    out, tokenizer = recorded
+    out.trajectory.to_html(tmp_path / "run.html", tokenizer=tokenizer)
+    last = int(out.steps[0].sum()) + 2  # two blocks' noise before their steps, and the text after them
+
+    def frame():
+        return int(browser.run("document.getElementById('scrub').value"))
+
+    browser.open(tmp_path / "run.html")
+    assert frame() == 0
+    assert browser.run("document.getElementById('place').textContent") == "Block 1 of 2, noise"
+    for key, expected in [("ArrowRight", 1), ("ArrowRight", 2), ("ArrowLeft", 1), ("End", last), ("Home", 0)]:
+        browser.press(key)
+        assert frame() == expected
+    for button, expected in [("#forward", 1), ("#last", last), ("#back", last - 1), ("#first", 0)]:
+        browser.click(button)
+        assert frame() == expected
+
+    x, y = browser.centre("#strip svg")
+    browser.mouse("mousePressed", x, y)
+    browser.mouse("mouseReleased", x, y)
+    assert frame() == (last + 1) // 2
+
+    browser.run("document.getElementById('speed').value = '4'")
+    browser.run("document.activeElement.blur()")
+    browser.press(" ")
+    browser.wait(f"document.getElementById('scrub').value === '{last}'", seconds=60)
+    assert browser.run("document.getElementById('play').textContent") == "Play"
+    shown = browser.run("[...document.querySelectorAll('#canvas .t:not(.dropped)')].map(e => e.dataset.w).join('')")
+    assert shown.removesuffix("<eos>") == tokenizer.decode(out.new_tokens[0])
+    text = browser.run("[...document.querySelectorAll('#canvas .t:not(.dropped)')].map(e => e.innerText).join('')")
+    assert text.replace("<eos>", "") == tokenizer.decode(out.new_tokens[0]).replace(" ", "")
+    browser.wait(f"location.hash === '#step={last}&row=0'")
+
+
+def test_rows_colours_and_guesses_can_be_chosen(recorded, browser, tmp_path):
+    out, tokenizer = recorded
+    out.trajectory.to_html(tmp_path / "run.html", tokenizer=tokenizer)
+    browser.open(tmp_path / "run.html", "#step=2&row=1")
+    texts = "[...document.querySelectorAll('#canvas .t')].slice(0, 64).map(e => e.innerText)"
+    levels = (
+        "[...document.querySelectorAll('#canvas .t')].slice(0, 64).map(e => Number(e.className.match(/h(\\d+)/)[1]))"
+    )
+    step = out.trajectory.at(block=0, step=1)
+    assert browser.run("document.getElementById('row').value") == "1"
+    assert f"{int(step.accepted[1].sum())} accepted" in browser.run("document.getElementById('facts').textContent")
+    canvas, by_confidence = browser.run(texts), browser.run(levels)
+    surest_first = step.confidence[1].argsort(descending=True).tolist()
+    assert [by_confidence[i] for i in surest_first] == sorted(by_confidence)
+    assert min(by_confidence) < 4 < 12 < max(by_confidence)
+    browser.press("d")
+    draft = browser.run(texts)
+    changed = [i for i, (a, b) in enumerate(zip(canvas, draft, strict=True)) if a != b]
+    assert len(changed) > 20
+    assert all(step.next_canvas[1, i] != step.draft[1, i] for i in changed)
+    browser.press("c")
+    by_entropy = browser.run(levels)
+    assert by_entropy != by_confidence
+    assert [by_entropy[i] for i in step.entropy[1].argsort().tolist()] == sorted(by_entropy)
+    browser.press("ArrowDown")
+    browser.wait("document.getElementById('row').value === '0'")
+
+
+def test_positions_can_be_read_with_the_keyboard_alone(recorded, browser, tmp_path):
+    out, tokenizer = recorded
+    out.trajectory.to_html(tmp_path / "run.html", tokenizer=tokenizer)
+    browser.resize(390, 800)
+    browser.open(tmp_path / "run.html", "#step=3")
+    browser.run("document.getElementById('canvas').focus()")
+    for key in ("ArrowRight", "ArrowRight", "ArrowRight"):
+        browser.press(key)
+    tip = "document.getElementById('tip').innerText"
+    assert "position 2 ·" in browser.run(tip)
+    browser.press("ArrowDown")
+    assert int(re.search(r"position (\d+)", browser.run(tip)).group(1)) > 20, "a line further down"
+    browser.press("Escape")
+    assert browser.run("document.getElementById('tip').hidden")
+    browser.resize(1200, 800)
+
+
+def test_hostile_text_is_shown_as_text_in_a_browser(hostile, browser, tmp_path):
+    out, tokenizer = hostile
+    out.trajectory.to_html(tmp_path / "run.html", tokenizer=tokenizer)
+    asked = len(browser.requests)
+    complaints = len(browser.complaints)
+    browser.open(tmp_path / "run.html", "#step=99")
+    shown = browser.run("[...document.querySelectorAll('#canvas .t')].map(e => e.innerText)")
+    assert {"</script>", "<script>alert(1)</script>", '"><img src=x onerror=alert(2)>', "&lt;", "⟨2028⟩"} <= set(shown)
+    assert browser.run("document.querySelectorAll('#canvas img, #canvas script, body > img').length") == 0
+    assert browser.run("document.querySelector('#canvas .frozen').innerText") == "and"
+    assert browser.requests[asked:] == [(tmp_path / "run.html").as_uri() + "#step=99"] or browser.requests[asked:] == [
+        (tmp_path / "run.html").as_uri()
+    ]
+    assert browser.complaints[complaints:] == []
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1200, True), (390, False)], ids=["wide-dark", "narrow-light"])
+def test_the_page_fits_its_window(recorded, browser, tmp_path, width, dark):
+    out, tokenizer = recorded
+    out.trajectory.to_html(tmp_path / "run.html", tokenizer=tokenizer)
+    browser.resize(width, 800)
+    scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+    browser("Emulation.setEmulatedMedia", features=[scheme])
+    browser.open(tmp_path / "run.html", "#step=9")
+    assert browser.run("document.documentElement.scrollWidth") == width
+    box = browser.run("document.getElementById('theme').getBoundingClientRect().toJSON()")
+    assert 0 <= box["left"] < box["right"] <= width
+    assert box["bottom"] <= 800
+    red = browser.run("getComputedStyle(document.body).backgroundColor.match(/\\d+/g)[0]")
+    assert (int(red) < 60) == dark
+    browser.resize(1200, 800)
+
+
+def test_a_thousand_positions_over_fifty_steps_make_a_small_page_that_keeps_up(browser, tmp_path):
+    tokenizer = Words([f" word{i}" for i in range(900)] + [" "])
+    text = "".join(f" word{(i * 7) % 900}" for i in range(1024))
+    out, _ = record(text, tokenizer=tokenizer, canvas_len=1024, steps=50, stop=None)
+    page = out.trajectory.to_html(tmp_path / "run.html", tokenizer=tokenizer)
+    # 50 · 1024 positions with five candidates each are 1.5 MB of raw numbers.
+    assert len(page) < 1_500_000
+    began = time.monotonic()
+    browser.open(tmp_path / "run.html")
+    for step in range(1, 11):
+        browser.press("ArrowRight")
+        assert browser.run("document.getElementById('scrub').value") == str(step)
+    # Loose: busy machines without a GPU draw ten times slower than a laptop.
+    assert time.monotonic() - began < 30
+    assert browser.run("document.querySelectorAll('#canvas .t').length") == 1024
+
+
+def test_a_notebook_shows_the_page_in_a_frame_that_can_reach_nothing(recorded):
+    out, tokenizer = recorded
+    shown = out.trajectory.to_html(tokenizer=tokenizer)._repr_html_()
+    assert shown.startswith("<iframe srcdoc=")
+    assert 'sandbox="allow-scripts"' in shown
+    assert "allow-same-origin" not in shown
+    inner = html.unescape(re.search(r'srcdoc="([^"]*)"', shown).group(1))
+    assert inner == str(out.trajectory.to_html(tokenizer=tokenizer))
+    assert out.trajectory._repr_html_().startswith("<iframe")
+    assert "to_html(path)" in Page("x" * (NOTEBOOK_BYTES + 1))._repr_html_()
+    assert dgemma.Trajectory(out.trajectory.plan)._repr_html_() is None
+
+
+def test_the_notebooks_frame_works_in_a_browser(recorded, browser, tmp_path):
+    out, tokenizer = recorded
+    frame = out.trajectory.to_html(tokenizer=tokenizer)._repr_html_()
+    # An outer page cannot look into the sandbox: it reports by itself that it is ready, through what it draws.
+    (tmp_path / "notebook.html").write_text(f"<body data-ready=yes>{frame}</body>", encoding="utf-8")
+    complaints = len(browser.complaints)
+    browser.open(tmp_path / "notebook.html")
+    time.sleep(1.0)
+    assert browser.complaints[complaints:] == []
+    browser.screenshot(tmp_path / "frame.png")
+    from_disk = pytest.importorskip("PIL.Image").open(tmp_path / "frame.png").convert("RGB")
+    assert len(from_disk.getcolors(1 << 24)) > 50, "the frame stayed empty"
+
+
+def test_without_a_tokenizer_ids_are_shown(recorded, browser, tmp_path):
+    out, _ = recorded
+    out.trajectory.to_html(tmp_path / "run.html", row=0)
+    browser.open(tmp_path / "run.html", "#step=999")
+    shown = browser.run("[...document.querySelectorAll('#canvas .t')].slice(0, 5).map(e => e.innerText)")
+    assert shown == [str(token) for token in out.new_tokens[0, :5].tolist()]
+
+
+def test_a_folder_that_cannot_be_written_is_named(recorded, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=re.escape(str(tmp_path / "file" / "run.html"))):
+        recorded[0].trajectory.to_html(tmp_path / "file" / "run.html")
+
+
+def test_a_run_recorded_without_candidates_still_has_its_page(browser, tmp_path):
+    out, tokenizer = record(
+        "No candidates were kept.",
+        canvas_len=32,
+        record_top=0,
+        noise=dgemma.MaskNoise(384),
+        sampler=dgemma.Confidence(),
+    )
+    out.trajectory.to_html(tmp_path / "run.html", tokenizer=tokenizer)
+    browser.open(tmp_path / "run.html")
+    assert browser.run("document.querySelector('#canvas .t').innerText") == "░"
+    browser.mouse("mouseMoved", *browser.centre('[data-i="3"]'))
+    browser.press("ArrowRight")
+    assert browser.run("document.querySelectorAll('#tip li').length") == 0
+    assert "confidence" in browser.run("document.getElementById('tip').innerText")

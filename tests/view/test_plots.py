@@ -1,0 +1,113 @@
+"""Figures: the right numbers, no display, no pyplot, and a sentence where matplotlib is missing."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from dgemma.sweep import Sweep, SweepRow
+from dgemma.view import plots
+from view.converging import record
+
+pytest.importorskip("matplotlib")
+
+
+@pytest.fixture(autouse=True)
+def no_pyplot_and_no_display(monkeypatch):
+    """pyplot holds what all figures of a process share; importing it would raise here."""
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    monkeypatch.delenv("DISPLAY", raising=False)
+
+
+def test_the_heatmap_holds_the_entropies_of_every_step_and_block(recorded, tmp_path):
+    out, _ = recorded
+    figure = plots.plot_entropy(out.trajectory, row=1)
+    grid = figure.axes[0].images[0].get_array()
+    steps = out.steps[1].tolist()
+    assert grid.shape == (max(steps), 128)
+    step = out.trajectory.at(block=1, step=2)
+    assert np.allclose(grid[2, 64:], step.entropy[step.rows.tolist().index(1)].numpy())
+    assert np.ma.masked_invalid(grid).count() == 64 * sum(steps)
+    figure.savefig(tmp_path / "entropy.png")
+    assert (tmp_path / "entropy.png").stat().st_size > 5000
+
+
+def test_the_order_is_one_point_a_position_within_the_blocks_steps(recorded):
+    out, _ = recorded
+    figure = plots.plot_order(out.trajectory)
+    first, second = figure.axes[0].lines
+    assert first.get_xdata().tolist() == list(range(64))
+    assert second.get_xdata().tolist() == list(range(64, 128))
+    assert 1 <= first.get_ydata().min() <= first.get_ydata().max() <= int(out.steps[0, 0])
+
+
+def test_a_short_text_is_written_below_its_positions_dollars_and_all():
+    out, tokenizer = record("Cost: $5 & up", canvas_len=16)
+    figure = plots.plot_order(out.trajectory, tokenizer=tokenizer)
+    labels = [label.get_text() for label in figure.axes[0].get_xticklabels()]
+    assert labels[:8] == ["C", "o", "s", "t", ":", "␣", r"\$", "5"]
+    assert figure._repr_png_().startswith(b"\x89PNG")
+
+
+def test_a_figure_can_be_drawn_into_axes_of_ones_own(recorded):
+    from matplotlib.figure import Figure
+
+    mine = Figure()
+    left, right = mine.subplots(1, 2)
+    assert plots.plot_entropy(recorded[0].trajectory, ax=left) is mine
+    assert plots.plot_order(recorded[0].trajectory, ax=right) is mine
+    assert right.lines
+
+
+def test_the_frontier_joins_what_nothing_beats():
+    def row(label, quality, speed):
+        return SweepRow(
+            label=label, quality=quality, error=float("nan"), tokens_per_forward=speed, forwards=1, seconds=1, runs=1
+        )
+
+    figure = plots.plot_frontier(Sweep((row("slow", 0.9, 2.0), row("worse", 0.5, 1.0), row("fast", 0.6, 8.0))))
+    line = next(line for line in figure.axes[0].lines if line.get_color() == "0.7")
+    assert line.get_xydata().tolist() == [[2.0, 0.9], [8.0, 0.6]]
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    lines = [{"step": i, "loss": float(i), "terms": {"decoder": 2.0 * i}} for i in range(1, 7)]
+    lines[3]["evaluation"] = 9.0
+    (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 7, "lo')
+    return tmp_path
+
+
+def test_losses_are_averaged_over_the_last_steps_and_a_torn_line_is_no_error(run_folder):
+    figure = plots.plot_losses(run_folder, smooth=3)
+    smooth, raw = figure.axes[0].lines
+    assert smooth.get_xdata().tolist() == [1, 2, 3, 4, 5, 6]
+    assert np.allclose(smooth.get_ydata(), [1, 1.5, 2, 3, 4, 5])
+    assert raw.get_ydata().tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def test_terms_and_rare_numbers_are_found_by_name_and_runs_by_label(run_folder):
+    figure = plots.plot_losses({"a": run_folder, "b": run_folder / "log.jsonl"}, name="decoder", smooth=1)
+    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == ["a", "b"]
+    assert figure.axes[0].lines[1].get_ydata().tolist() == [2, 4, 6, 8, 10, 12]
+    assert plots.plot_losses(run_folder, name="evaluation").axes[0].lines[0].get_xydata().tolist() == [[4, 9]]
+
+
+def test_mistakes_are_named(run_folder, tmp_path, recorded):
+    with pytest.raises(ValueError, match=r"plot_losses name must be a key of .*log.jsonl, got 'lose'"):
+        plots.plot_losses(run_folder, name="lose")
+    with pytest.raises(ValueError, match=r"must name log.jsonl or the folder of a run, got .*nowhere"):
+        plots.plot_losses(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="smooth must be >= 1, got 0"):
+        plots.plot_losses(run_folder, smooth=0)
+    with pytest.raises(ValueError, match=r"plot_order row must be in \[0, 2\), got 5"):
+        plots.plot_order(recorded[0].trajectory, row=5)
+
+
+def test_without_matplotlib_one_sentence_says_what_to_install(monkeypatch, recorded, run_folder):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(
+        ImportError, match=r"^plot_losses needs matplotlib\. Install it with: pip install 'dgemma\[plots\]'\.$"
+    ):
+        plots.plot_losses(run_folder)

@@ -1,0 +1,332 @@
+"""The live view on terminals of all kinds: what ends up on the screen, and nothing left behind."""
+
+import io
+import os
+import re
+import subprocess
+import sys
+import unicodedata
+
+import pytest
+import torch
+
+import dgemma
+from dgemma.progress import progress_bar
+from dgemma.view.screen import Ink, Screen, wrap
+from dgemma.view.terminal import BoardView, LiveView
+from view.converging import Words, writer_of
+
+TEXT = "Sense is found in noise, a little at a time, wherever the model is sure."
+_ESCAPE = re.compile(r"\x1b\[([?\d;]*)([A-Za-z])")
+
+
+class Terminal(io.StringIO):
+    """Keeps what a screen shows: knows cursor movement, erasing, and wraps as a terminal of `columns` does."""
+
+    encoding = "utf-8"
+
+    def __init__(self, columns: int = 80) -> None:
+        super().__init__()
+        self.columns, self.rows, self.x, self.y = columns, [[]], 0, 0
+        self.styles: set[str] = set()
+        self.cursor_shown, self.wrapped, self.raw = True, 0, ""
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        self.raw += text
+        at = 0
+        while at < len(text):
+            if found := _ESCAPE.match(text, at):
+                self._obey(*found.groups())
+                at = found.end()
+            else:
+                self._put(text[at])
+                at += 1
+        return len(text)
+
+    def _obey(self, number: str, command: str) -> None:
+        if number == "?25":
+            self.cursor_shown = command == "h"
+        elif command == "A":
+            self.y -= int(number)
+            assert self.y >= 0
+        elif command == "K":
+            del self.rows[self.y][self.x :]
+        elif command == "J":
+            del self.rows[self.y][self.x :], self.rows[self.y + 1 :]
+        elif command == "m":
+            self.styles.add(number)
+        else:
+            assert (number, command) in (("?2026", "h"), ("?2026", "l")), f"escape {number}{command}"
+
+    def _put(self, character: str) -> None:
+        if character == "\r":
+            self.x = 0
+        elif character == "\n":
+            self.y += 1
+            self.rows += [[] for _ in range(self.y + 1 - len(self.rows))]
+        else:
+            assert character.isprintable(), f"U+{ord(character):04X} reached the terminal"
+            cells = (
+                0 if unicodedata.combining(character) else 2 if unicodedata.east_asian_width(character) in "WF" else 1
+            )
+            if self.x + cells > self.columns:
+                self.wrapped += 1
+            line = self.rows[self.y]
+            line += [" "] * (self.x - len(line))
+            if cells == 0:
+                line[-1] += character
+            else:
+                line[self.x : self.x + cells] = [character, *[""] * (cells - 1)]
+            self.x += cells
+
+    @property
+    def screen(self) -> str:
+        return "\n".join("".join(row).rstrip() for row in self.rows).rstrip("\n")
+
+
+@pytest.fixture(autouse=True)
+def colour_terminal(monkeypatch):
+    for name in ("NO_COLOR", "COLORTERM"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("LINES", "24")
+    monkeypatch.setattr("dgemma.view.screen._FRAMES_A_SECOND", 1e9)
+
+
+def run(view, text=TEXT, tokenizer=None, canvas_len=40, on_step=None, **options):
+    tokenizer = tokenizer or dgemma.ByteTokenizer()
+    model, ids = writer_of(text, tokenizer, canvas_len)
+    prompt = torch.tensor([[tokenizer.bos_token_id, *ids[:2]]])
+    chosen = {"sampler": dgemma.EntropyBound(bound=0.5), "max_new_tokens": len(ids), "temperature": 0.8}
+    with view:
+        return dgemma.generate(model, prompt, on_step=on_step or view, **(chosen | options))
+
+
+@pytest.mark.parametrize("columns", [120, 40])
+def test_text_settles_in_place_at_any_width(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    screen = Terminal(columns)
+    view = LiveView(dgemma.ByteTokenizer(), file=screen, leave=True, prefix="Q: ")
+    seen = []
+
+    def look(record):
+        view(record)
+        seen.append(screen.screen)
+
+    run(view, on_step=look)
+    text, _, status = screen.screen.rpartition("\n\n")
+    assert " ".join(text.split()) == "Q: " + TEXT
+    assert "░" in seen[0]
+    assert seen[0].count("░") > seen[5].count("░")
+    assert re.search(r"step \d+/48 · .*\d\.\d tok", status)
+    assert all(len(line) < columns for screen in seen for line in screen.split("\n"))
+    assert screen.wrapped == 0
+    assert screen.cursor_shown
+    assert any(style.startswith("38;5;") or ";38;5;" in style for style in screen.styles)
+
+
+def test_nothing_stays_behind_unless_asked_to():
+    screen = Terminal()
+    screen.write("before\r\n")
+    run(LiveView(dgemma.ByteTokenizer(), file=screen))
+    assert screen.screen == "before"
+    assert screen.cursor_shown
+
+
+@pytest.mark.parametrize("leave", [True, False])
+def test_a_pipe_gets_the_final_text_or_nothing(leave):
+    file = io.StringIO()
+    run(LiveView(dgemma.ByteTokenizer(), file=file, leave=leave))
+    assert file.getvalue() == (TEXT + "\n" if leave else "")
+
+
+def test_a_dumb_terminal_is_treated_as_a_pipe(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    screen = Terminal()
+    run(LiveView(dgemma.ByteTokenizer(), file=screen, leave=True))
+    assert screen.raw == TEXT + "\n"
+
+
+def test_no_color_means_no_colour_and_still_shows_what_is_decided(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    screen = Terminal()
+    run(LiveView(dgemma.ByteTokenizer(), file=screen, leave=True))
+    assert screen.styles <= {"0", "1", "2"}
+    assert TEXT in screen.screen.replace("\n", " ")
+
+
+def test_an_interrupted_run_leaves_the_terminal_clean():
+    screen = Terminal()
+    view = LiveView(dgemma.ByteTokenizer(), file=screen)
+
+    def interrupt(record):
+        view(record)
+        if int(record.step[0]) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(view, on_step=interrupt)
+    assert screen.cursor_shown
+    assert screen.screen == ""
+    assert screen.raw.rstrip("\r\n").endswith("\x1b[0m\x1b[?25h")
+
+
+def test_what_a_model_writes_cannot_drive_the_terminal():
+    evil = ["\x1b[2J\x1b[31m", "\x1b]0;title\x07", "\r", "\x9b5A", "\u202e", "\x08\x08"]
+    tokenizer = Words([*evil, " and"])
+    screen = Terminal()
+    run(LiveView(tokenizer, file=screen, leave=True), " and".join(evil), tokenizer, canvas_len=12)
+    assert "␛[2J␛[31m and" in screen.screen  # `Terminal` itself refuses any other escape and any control
+
+
+def test_wide_and_combining_characters_keep_their_lines(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    screen = Terminal(20)
+    text = "日本語の文章がここにあります cafe\u0301 한국어"
+    run(LiveView(dgemma.ByteTokenizer(), file=screen, leave=True), text, canvas_len=96)
+    assert screen.wrapped == 0
+    assert "".join(screen.screen.rpartition("\n\n")[0].split()) == text.replace(" ", "")
+
+
+def test_a_text_taller_than_the_terminal_shows_its_end(monkeypatch):
+    monkeypatch.setenv("LINES", "6")
+    monkeypatch.setenv("COLUMNS", "24")
+    screen = Terminal(24)
+    run(LiveView(dgemma.ByteTokenizer(), file=screen, leave=True), TEXT + " The end.", canvas_len=96)
+    assert len(screen.rows) <= 7
+    assert "end." in screen.screen
+
+
+def test_a_stream_can_be_watched_and_its_result_is_returned():
+    tokenizer, screen = dgemma.ByteTokenizer(), Terminal()
+    model, ids = writer_of(TEXT, tokenizer, 40)
+    events = dgemma.stream(model, torch.tensor([[2, 200]]), max_new_tokens=len(ids), temperature=0.8)
+    with LiveView(tokenizer, file=screen, leave=True) as view:
+        out = view.watch(events)
+    assert tokenizer.decode(out.new_tokens[0]) == view.text
+    assert " ".join(screen.screen.split()) == view.text.strip()
+
+
+def test_only_the_watched_row_is_shown_and_blocks_can_be_shown_one_by_one():
+    tokenizer = dgemma.ByteTokenizer()
+    model, ids = writer_of(TEXT, tokenizer, 40)
+    view = LiveView(tokenizer, row=1, file=Terminal(), keep_blocks=False)
+    options = {"max_new_tokens": len(ids), "temperature": 0.8, "seed": 5}
+    with view:
+        out = dgemma.generate(model, torch.tensor([[2, 200]] * 2), on_step=view, **options)
+        assert view.text == tokenizer.decode(out.new_tokens[1, 40:])
+    assert view.num_forwards == int(out.steps[1].sum())
+
+
+def test_the_progress_bar_makes_room_for_the_view(monkeypatch):
+    asked = []
+    spine = sys.modules["dgemma.generate"]
+
+    def bar(*, show, **options):
+        asked.append(show)
+        return progress_bar(show=False, **options)
+
+    monkeypatch.setattr(spine, "progress_bar", bar)
+    view = LiveView(dgemma.ByteTokenizer(), file=io.StringIO())
+    run(view)
+    run(view, on_step=lambda record: None)
+    assert asked == [False, True]
+
+
+def test_a_terminal_made_narrower_is_redrawn_over_what_it_wrapped(monkeypatch):
+    screen = Terminal()
+    drawn = Screen(screen)
+    drawn.draw([[Ink("x" * 60)], [Ink("end")]])
+    monkeypatch.setenv("COLUMNS", "30")
+    screen.raw = ""
+    screen.y, screen.rows = 2, [["x"] * 30, ["x"] * 30, list("end")]  # as the terminal wrapped it
+    drawn.draw([[Ink("new")]])
+    assert screen.screen == "new"
+
+
+def test_words_are_kept_whole_where_a_line_can_hold_them():
+    def lines(text, columns):
+        return ["".join(ink.text for ink in line) for line in wrap([Ink(text)], columns)]
+
+    assert lines("to be or not", 6) == ["to be", "or not"]
+    assert lines("a\n\nb", 6) == ["a", "", "b"]
+    assert lines("abcdefgh ij", 3) == ["abc", "def", "gh", "ij"]
+    assert ["".join(i.text for i in line) for line in wrap([Ink("spl"), Ink("it up", "1")], 6)] == ["split", "up"]
+
+
+def test_a_board_shows_clues_guesses_and_blanks():
+    solution = [(3 * (y % 3) + y // 3 + x) % 9 + 1 for y in range(9) for x in range(9)]
+    tokenizer = dgemma.ByteTokenizer()
+    screen = Terminal()
+    first = tokenizer.token_id("0")
+    view = BoardView(file=screen, leave=True, digits=lambda tokens: torch.where(tokens < first, 0, tokens - first) % 10)
+    canvas = torch.full((1, 81), -1)
+    canvas[0, :40] = torch.tensor(solution[:40]) + first
+    seen = []
+
+    def look(record):
+        view(record)
+        seen.append(screen.screen)
+
+    run(
+        view,
+        "".join(map(str, solution)),
+        canvas_len=81,
+        on_step=look,
+        canvas=canvas,
+        frozen=canvas >= 0,
+        allowed=[first + d for d in range(1, 10)],
+    )
+    board = screen.screen.split("\n")
+    assert board[1] == "│ 1 2 3 │ 4 5 6 │ 7 8 9 │"
+    assert [int(d) for line in board for d in line if d.isdigit() and "│" in line] == solution
+    assert len(board) == 14
+    assert "1" in screen.styles
+    with pytest.raises(ValueError, match="givens must hold 81 digits, 0 for a blank, got 3"):
+        BoardView(givens=[1, 2, 3])
+
+
+def test_a_narrow_encoding_gets_replacements_and_no_error():
+    screen = Terminal()
+    screen.encoding = "ascii"
+    run(LiveView(dgemma.ByteTokenizer(), file=screen, leave=True), "naïve text", canvas_len=16)
+    assert "na?ve text" in screen.screen
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs pseudo-terminals")
+def test_ctrl_c_in_a_real_terminal_shows_the_cursor_again(tmp_path):
+    script = tmp_path / "watch.py"
+    script.write_text(
+        "import sys, time\n"
+        "from dgemma.view.screen import Ink, Screen\n"
+        "from dgemma.view.terminal import LiveView\n"
+        "with LiveView(None) as view:\n"
+        "    view.screen.draw([[Ink('hello')]])\n"
+        "    print('ready', flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    ours, theirs = os.openpty()
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=theirs, env=environment)
+    os.close(theirs)
+    assert process.stdout.readline() == b"ready\n"
+    process.send_signal(2)
+    assert process.wait(60) != 0
+    shown = b""
+    while True:
+        try:
+            more = os.read(ours, 4096)
+        except OSError:
+            break
+        if not more:
+            break
+        shown += more
+    os.close(ours)
+    process.stdout.close()
+    assert b"hello" in shown
+    assert b"\x1b[?25h" in shown[shown.index(b"\x1b[?25l") :]
+    assert b"KeyboardInterrupt" in shown
