@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 import dgemma
@@ -21,6 +22,7 @@ from dgemma import DiffusionGemma
 from dgemma.model import experts
 from dgemma.train.feed import Part, StepInput, feed
 from dgemma.train.loop import TrainConfig, _Run, train
+from dgemma.train.lora import LoRA, add_lora, load_lora
 from dgemma.train.objective import Objective
 from dgemma.train.parallel import Parallel
 from next_token import NextToken, counting
@@ -181,7 +183,7 @@ def test_another_configuration_is_refused_unless_asked_for(tmp_path, changes, na
 
 def test_another_objective_is_refused(tmp_path):
     run(tmp_path, on_step=stop_at(1))
-    with pytest.raises(ValueError, match=r"train objective must be the one .*corrupt=0.1.*, got .*corrupt=0.5"):
+    with pytest.raises(ValueError, match=r"train objective must be what the run .*corrupt=0.1.*, got .*corrupt=0.5"):
         run(tmp_path, objective=NextToken(corrupt=0.5))
 
 
@@ -317,13 +319,34 @@ def test_the_average_is_what_is_evaluated_and_handed_back(tmp_path):
     assert result.log.column("evaluation/norm")[0] == [4, 6]
 
 
-def test_frozen_weights_stay_and_need_no_optimizer_state(tmp_path):
+def test_adapters_resume_without_the_frozen_weights_being_saved(tmp_path):
+    straight, resumed = adapted(), adapted()
+    _, result = run(tmp_path / "straight", model=straight)
+    _, half = run(tmp_path / "resumed", model=resumed, on_step=stop_at(2))
+    with safe_open(half.checkpoint / "state.safetensors", "pt") as file:
+        assert not any(name == "model.embed_tokens.weight" for name in file.keys())  # noqa: SIM118 (no mapping)
+    resumed = adapted()
+    run(tmp_path / "resumed", model=resumed)
+    assert_same_bits(weights(straight), weights(resumed))
+    assert torch.equal(resumed.embed_tokens.weight, next_token.model().embed_tokens.weight)
+    loaded = next_token.model()
+    load_lora(loaded, result.final / "adapters.safetensors")
+    assert_same_bits(weights(straight), weights(loaded))
+
+
+def test_adapters_are_not_continued_on_other_frozen_weights(tmp_path):
+    run(tmp_path, model=adapted(), on_step=stop_at(2))
+    other = adapted()
+    with torch.no_grad():
+        other.embed_tokens.weight[3, 3] += 1e-4
+    with pytest.raises(ValueError, match="train frozen weights must be what the run in"):
+        run(tmp_path, model=other)
+
+
+def adapted() -> DiffusionGemma:
     model = next_token.model()
-    model.embed_tokens.requires_grad_(False)
-    before = weights(model)
-    run(tmp_path, model=model)
-    assert torch.equal(model.embed_tokens.weight, before["embed_tokens.weight"])
-    assert not torch.equal(model.norm.weight, before["norm.weight"])
+    add_lora(model, LoRA(rank=2))
+    return model
 
 
 def test_a_source_that_gives_too_few_rows_is_named(tmp_path):

@@ -10,11 +10,12 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,8 +23,9 @@ from torch import Tensor
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.progress import progress_bar
 from dgemma.train.balance import RouterLoad, summary
-from dgemma.train.batch import BatchSource, TrainBatch
+from dgemma.train.batch import BatchSource
 from dgemma.train.checkpoints import Checkpoints
+from dgemma.train.config import TrainConfig
 from dgemma.train.feed import Part, StepInput, feed
 from dgemma.train.log import TrainLog
 from dgemma.train.optimizer import (
@@ -35,116 +37,12 @@ from dgemma.train.optimizer import (
     optimizer_state,
 )
 from dgemma.train.parallel import Parallel
+from dgemma.train.records import Measure, StepRecord, Terms, TrainResult
 
 logger = logging.getLogger("dgemma")
 
 # What may differ when a run is resumed: it changes what is written down, not what is computed.
 _FREE_FIELDS = {"log_every", "checkpoint_every", "evaluate_every", "keep_last", "progress"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """How a model is trained; the defaults are the published fine-tuning recipe's.
-
-    precision: `"mixed"` computes in bfloat16 with float32 weights, norms and softmax; `"weights"` computes everything
-    in the weights' own dtype. `batch_size` counts rows over all processes; `micro_batch_size` is what one process runs
-    at once, and changes no result. `ema_decay` averages the weights; the average is evaluated and handed back.
-
-    Example: `TrainConfig(steps=2000, batch_size=64, lr=3e-4, ema_decay=0.999)`.
-    """
-
-    steps: int
-    batch_size: int
-    micro_batch_size: int | None = None  # None: all rows at once
-    lr: float = 1.5e-4
-    betas: tuple[float, float] = (0.95, 0.99)
-    weight_decay: float = 1e-4
-    clip: float = 1.0  # the gradient's largest norm
-    warmup: int = 100
-    final_lr: float = 0.1  # where the cosine ends, of the peak
-    ema_decay: float | None = None
-    precision: str = "mixed"
-    recompute_activations: bool = False
-    compile: bool = False
-    seed: int = 0
-    log_every: int = 20
-    evaluate_every: int | None = None  # None: only after the last step
-    checkpoint_every: int = 1000
-    keep_last: int = 2
-    progress: bool = True
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "betas", tuple(self.betas))
-        for name in ("steps", "batch_size", "micro_batch_size", "log_every", "evaluate_every", "checkpoint_every"):
-            value = getattr(self, name)
-            optional = name in ("micro_batch_size", "evaluate_every")
-            _require(optional if value is None else value >= 1, name, "be at least 1", self)
-        _require(self.keep_last >= 1, "keep_last", "be at least 1, or nothing could be resumed", self)
-        _require(self.warmup >= 0, "warmup", "be at least 0 steps", self)
-        _require(0 <= self.lr < math.inf, "lr", "be at least 0", self)
-        _require(all(0 <= beta < 1 for beta in self.betas) and len(self.betas) == 2, "betas", "be two in [0, 1)", self)
-        _require(self.weight_decay >= 0, "weight_decay", "be at least 0", self)
-        _require(self.clip > 0, "clip", "be above 0; math.inf never clips", self)
-        _require(0 <= self.final_lr <= 1, "final_lr", "be in [0, 1], a fraction of the peak", self)
-        _require(self.ema_decay is None or 0 < self.ema_decay < 1, "ema_decay", "be in (0, 1) or None", self)
-        _require(self.precision in ("mixed", "weights"), "precision", "be 'mixed' or 'weights'", self)
-
-
-class Terms(Protocol):
-    """What an objective measured: per named term, each row's sum (B,) and how many positions it sums over (B,)."""
-
-    @property
-    def sums(self) -> Mapping[str, Tensor]: ...
-    @property
-    def counts(self) -> Mapping[str, Tensor]: ...
-
-
-class Objective(Protocol):
-    """What is minimised. A function of the model, the rows and their seeds: it draws nothing else.
-
-    `total_counts` says, before any forward, how many positions each term of these rows will have; `reduce` makes the
-    scalar. Given the totals of the whole step it returns these rows' part, so that the parts of all micro-batches and
-    processes add up to the loss of the whole batch.
-    """
-
-    def __call__(self, model: DiffusionGemma, batch: TrainBatch, *, seeds: Tensor) -> Any: ...
-    def total_counts(self, batch: TrainBatch, seeds: Tensor) -> Mapping[str, Tensor]: ...
-    def reduce(self, terms: Any, totals: Mapping[str, Tensor] | None = None) -> Tensor: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepRecord:
-    """A step just taken, as `on_step` sees it. Tensors are on the device: reading one waits for the step to finish."""
-
-    step: int  # steps taken, this one included
-    lr: float
-    loss: Tensor  # (), this process's part
-    grad_norm: Tensor  # (), before clipping
-    sums: Mapping[str, Tensor]  # of each term, by row of this process: (B,)
-    counts: Mapping[str, Tensor]
-    parts: list[Part]  # the micro-batches
-    num_tokens: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainResult:
-    """A run that ended or was interrupted; the model it trained holds the weights named by `averaged`.
-
-    Example: `train(...).plot("loss.png")`.
-    """
-
-    step: int  # steps taken in all
-    interrupted: bool
-    checkpoint: Path  # the last one, from which the same call goes on
-    final: Path | None  # the model's own checkpoint, None if interrupted
-    log: TrainLog
-    averaged: bool  # whether the model now holds the average of its weights
-    tokens_per_second: float  # of this call, over all processes, saving and evaluating left out
-    evaluation: Mapping[str, float] = field(default_factory=dict)  # the last
-
-    def plot(self, path: str | Path | None = None) -> Any:
-        """The loss against the step, as a matplotlib figure."""
-        return self.log.plot(path)
 
 
 OnStep = Callable[[StepRecord], bool | None]
@@ -153,7 +51,7 @@ Evaluate = Callable[[Any, int], Mapping[str, float]]
 
 def train(
     model: DiffusionGemma,
-    objective: Any,
+    objective: Measure,
     source: BatchSource,
     config: TrainConfig,
     *,
@@ -166,10 +64,11 @@ def train(
 ) -> TrainResult:
     """Train `model` in place, from the last checkpoint in the folder `out` if there is one.
 
-    `out` gets `log.jsonl`, checkpoints `step-000100/` and in the end `final/`, which `from_pretrained` reads. The
-    process may be killed at any moment: the same call goes on from the last checkpoint, and ends where an uninterrupted
-    run would have. Ctrl-C (and SIGTERM) finishes the step, writes a checkpoint and returns. A loss or gradient that is
-    not finite stops the run with FloatingPointError, the model as it was at the last checkpoint.
+    `out` gets `log.jsonl`, checkpoints `step-000100/` and in the end `final/`, which `from_pretrained` reads (of an
+    adapted model `final/adapters.safetensors`, for `load_lora`). The process may be killed at any moment: the same call
+    goes on from the last checkpoint, and ends where an uninterrupted run would have. Ctrl-C (and SIGTERM) finishes the
+    step, writes a checkpoint and returns. A loss or gradient that is not finite stops the run with FloatingPointError,
+    the model as it was at the last checkpoint.
 
     on_step: called after every step; returning True stops the run as Ctrl-C does. evaluate: `(model, step) -> numbers`,
     called with the averaged weights if there are any. optimizer: makes one from named parameters, AdamW by default;
@@ -191,7 +90,7 @@ class _Run:
     def __init__(
         self,
         model: DiffusionGemma,
-        objective: Any,
+        objective: Measure,
         config: TrainConfig,
         out: Path,
         parallel: Parallel,
@@ -202,10 +101,13 @@ class _Run:
                 f"TrainConfig.precision 'mixed' must train float32 weights, got {model.dtype}. "
                 f"Load the model with dtype=torch.float32, or choose precision='weights'."
             )
+        # All processes get the main one's weights; until then only its own mean anything.
+        frozen = _fingerprint(p for p in model.parameters() if not p.requires_grad) if parallel.is_main else 0
         self.description: dict[str, Any] = {
             "config": asdict(config),
             "objective": _describe(objective),
             "model": model.config.to_hf(),
+            "frozen weights": int(parallel.sum(torch.tensor(frozen))),
         }
         self.model = parallel.prepare(model, mixed=config.precision == "mixed")
         self.device = model.device
@@ -258,10 +160,10 @@ class _Run:
                     f"TrainConfig.{item.name} must stay {before!r}, with which the run in {path.parent} began, got "
                     f"{after!r}. Choose another folder, or pass allow_changes=True."
                 )
-        for name in ("objective", "model"):
+        for name in ("objective", "model", "frozen weights"):
             if saved[name] != self.description[name]:
                 raise ValueError(
-                    f"train {name} must be the one with which the run in {path.parent} began, {saved[name]}, got "
+                    f"train {name} must be what the run in {path.parent} began with, {saved[name]}, got "
                     f"{self.description[name]}. Choose another folder, or pass allow_changes=True."
                 )
 
@@ -429,8 +331,9 @@ class _Run:
         self._begin_interval()
 
     def state(self) -> dict[str, Tensor]:
-        """Everything a resumed run needs, by name."""
-        state = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
+        """Everything a resumed run needs, by name. Frozen weights it is given again: beside adapters they are large."""
+        frozen = {name for name, p in self.model.named_parameters() if not p.requires_grad}
+        state = {f"model.{name}": t for name, t in self.model.state_dict().items() if name not in frozen}
         state |= optimizer_state(self.optimizer, self.parameters)
         return state | (self.average.state if self.average is not None else {})
 
@@ -520,10 +423,12 @@ def _asked_to_stop() -> Iterator[threading.Event]:
             signal.signal(name, handler)
 
 
+def _fingerprint(tensors: Iterable[Tensor]) -> int:
+    """A number that other values would not have: their bits, added up exactly."""
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = [int(t.detach().contiguous().view(words[t.element_size()]).sum(dtype=torch.int64)) for t in tensors]
+    return zlib.crc32(repr(sums).encode())
+
+
 def _describe(objective: Any) -> str:
     return repr(objective) if is_dataclass(objective) else type(objective).__qualname__
-
-
-def _require(condition: bool, name: str, rule: str, owner: object) -> None:
-    if not condition:
-        raise ValueError(f"{type(owner).__name__}.{name} must {rule}, got {getattr(owner, name)!r}.")

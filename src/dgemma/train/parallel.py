@@ -18,10 +18,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from dgemma.train.lora import is_adapted, save_lora
+
 Model = TypeVar("Model", bound=nn.Module)
 Result = TypeVar("Result")
 
 STATE_FILE = "state.safetensors"
+ADAPTERS_FILE = "adapters.safetensors"
 
 
 class Parallel:
@@ -114,5 +117,9 @@ class Parallel:
                 tensor.copy_(stored)
 
     def save_pretrained(self, model: nn.Module, folder: Path) -> None:
-        """Write the whole model with its own `save_pretrained`, once."""
-        model.save_pretrained(folder)  # type: ignore[operator]
+        """Write the whole model with its own `save_pretrained`, once; of an adapted one the adapters."""
+        if is_adapted(model):
+            folder.mkdir(exist_ok=True)
+            save_lora(model, folder / ADAPTERS_FILE)  # type: ignore[arg-type]
+        else:
+            model.save_pretrained(folder)  # type: ignore[operator]

@@ -1,0 +1,70 @@
+"""What passes between the training loop and those around it: an objective's terms, a step, a result."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from dgemma.model.diffusion import DiffusionGemma
+from dgemma.train.batch import TrainBatch
+from dgemma.train.feed import Part
+from dgemma.train.log import TrainLog
+
+
+class Terms(Protocol):
+    """What an objective measured: per named term, each row's sum (B,) and how many positions it sums over (B,)."""
+
+    @property
+    def sums(self) -> Mapping[str, Tensor]: ...
+    @property
+    def counts(self) -> Mapping[str, Tensor]: ...
+
+
+class Measure(Protocol):
+    """What is minimised. A function of the model, the rows and their seeds: it draws nothing else.
+
+    `total_counts` says, before any forward, how many positions each term of these rows will have; `reduce` makes the
+    scalar. Given the totals of the whole step it returns these rows' part, so that the parts of all micro-batches and
+    processes add up to the loss of the whole batch.
+    """
+
+    def __call__(self, model: DiffusionGemma, batch: TrainBatch, *, seeds: Tensor) -> Any: ...
+    def total_counts(self, batch: TrainBatch, seeds: Tensor) -> Mapping[str, Tensor]: ...
+    def reduce(self, terms: Any, totals: Mapping[str, Tensor] | None = None) -> Tensor: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """A step just taken, as `on_step` sees it. Tensors are on the device: reading one waits for the step to finish."""
+
+    step: int  # steps taken, this one included
+    lr: float
+    loss: Tensor  # (), this process's part
+    grad_norm: Tensor  # (), before clipping
+    sums: Mapping[str, Tensor]  # of each term, by row of this process: (B,)
+    counts: Mapping[str, Tensor]
+    parts: list[Part]  # the micro-batches
+    num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """A run that ended or was interrupted; the model holds its last weights, or their average if one was kept.
+
+    Example: `train(...).plot("loss.png")`.
+    """
+
+    step: int  # steps taken in all
+    interrupted: bool
+    checkpoint: Path  # the last one, from which the same call goes on
+    final: Path | None  # what `from_pretrained` or `load_lora` reads; None if interrupted
+    log: TrainLog
+    averaged: bool  # whether the model now holds the average of its weights
+    tokens_per_second: float  # of this call, over all processes, saving and evaluating left out
+    evaluation: Mapping[str, float] = field(default_factory=dict)  # the last
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """The loss against the step, as a matplotlib figure."""
+        return self.log.plot(path)
