@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from dgemma.model.experts import Experts, Routing
+from dgemma.model.experts import Experts, Routing, _Combine, _Dispatch
 from dgemma.model.layers import wide_dtype
 
 
@@ -43,10 +43,11 @@ class _SpreadExperts(Experts):
     @torch.compiler.disable  # how many rows travel is known only while running
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         """Σ_a weight · expert_a(x), each expert wherever it lives. x: (M, D) → (M, D)."""
-        num_tokens, num_chosen = routing.experts.shape
+        num_chosen = routing.experts.shape[1]
         num_own = self.gate_up_proj.shape[0] // self.mesh.size()
         sorted_experts, order = routing.experts.flatten().sort(stable=True)
-        rows = x[order // num_chosen]
+        back = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=x.device))
+        rows = _Dispatch.apply(x, order, back, num_chosen)
         if torch.is_autocast_enabled(x.device.type):  # the products will round to this anyway: half the bytes travel
             rows = rows.to(torch.get_autocast_dtype(x.device.type))
 
@@ -63,10 +64,8 @@ class _SpreadExperts(Experts):
         with _own_weights(self):
             out = super().forward(own_rows, Routing(one, one, own_experts[:, None]))
         out = _Exchange.apply(out, receive, send, group)  # (M · A, D), sorted by expert again
-
-        out = out.to(wide_dtype(out)) * routing.weights.flatten()[order, None]
-        back = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=x.device))
-        return out[back].unflatten(0, (num_tokens, num_chosen)).sum(1).to(x.dtype)
+        out = out.to(wide_dtype(out)) * _Dispatch.apply(routing.weights.view(-1, 1), order, back, 1)
+        return _Combine.apply(out, order, back, num_chosen).to(x.dtype)
 
 
 @contextmanager
