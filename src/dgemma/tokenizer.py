@@ -92,6 +92,11 @@ class Tokenizer(ABC):
     def token_id(self, token: str) -> int | None:
         """The id of one token given as text; None when the vocabulary has no such token."""
 
+    @property
+    @abstractmethod
+    def has_chat_template(self) -> bool:
+        """Whether `chat` works: the checkpoint says how a conversation is written."""
+
     @abstractmethod
     def save_pretrained(self, path: str | Path) -> None:
         """Write the tokenizer beside a checkpoint, for `Tokenizer.from_pretrained` to find."""
@@ -226,6 +231,10 @@ class PretrainedTokenizer(Tokenizer):
         found = self._hf.convert_tokens_to_ids(token)
         return None if found == self._hf.unk_token_id and token != self._hf.unk_token else found
 
+    @property
+    def has_chat_template(self) -> bool:
+        return self._hf.chat_template is not None
+
     def save_pretrained(self, path: str | Path) -> None:
         self._hf.save_pretrained(str(path))
 
@@ -233,7 +242,7 @@ class PretrainedTokenizer(Tokenizer):
         return self._hf.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _render(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
-        if self._hf.chat_template is None:
+        if not self.has_chat_template:
             raise ValueError(
                 f"Tokenizer.chat needs the checkpoint's chat template, got none in {self._folder}. "
                 "Put its chat_template.jinja there, or pass plain text to encode."
@@ -295,6 +304,10 @@ class ByteTokenizer(Tokenizer):
             return self.markers[token]
         encoded = token.encode("utf-8", errors="replace")
         return self.first_byte + encoded[0] if len(encoded) == 1 else None
+
+    @property
+    def has_chat_template(self) -> bool:
+        return True
 
     def save_pretrained(self, path: str | Path) -> None:
         Path(path).mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,47 @@
+"""What commands print and write: plain text for pipes, nothing that could steer a terminal, JSON, pictures."""
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from dgemma.tokenizer import Tokenizer
+from dgemma.trajectory import Trajectory
+from dgemma.view.pieces import printable
+
+
+def add_view_options(parser: argparse.ArgumentParser, *, pictures: bool = True) -> None:
+    """--json, --quiet, --html, --gif."""
+    group = parser.add_argument_group("output", "The live view shows on a terminal only; what is piped is plain text.")
+    group.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    group.add_argument("--quiet", action="store_true", help="no live view")
+    if pictures:
+        group.add_argument("--html", metavar="FILE", help="write the denoising as a page to play and scrub")
+        group.add_argument(
+            "--gif", metavar="FILE", help='write it as an animation; needs `pip install "dgemma[plots]"`'
+        )
+
+
+def somebody_looks(arguments: argparse.Namespace) -> bool:
+    """Whether to show a live view."""
+    return sys.stderr.isatty() and not arguments.quiet and not getattr(arguments, "json", False)
+
+
+def print_text(text: str) -> None:
+    """A model's text: as it is into a pipe, and on a terminal with its control characters made visible."""
+    print("\n".join(map(printable, text.split("\n"))) if sys.stdout.isatty() else text)
+
+
+def print_json(**values: Any) -> None:
+    """One JSON object on a line."""
+    print(json.dumps(values, ensure_ascii=False))
+
+
+def write_pictures(
+    arguments: argparse.Namespace, trajectory: Trajectory | None, tokenizer: Tokenizer | None = None
+) -> None:
+    """The page and the animation that --html and --gif ask for."""
+    for path, name in ((arguments.html, "to_html"), (arguments.gif, "to_gif")):
+        if path and trajectory is not None:
+            getattr(trajectory, name)(path, tokenizer=tokenizer)
+            print(f"Wrote {path}.", file=sys.stderr)
