@@ -50,7 +50,7 @@ def random_prefix(model: FusedDenoiser, batch: int, length: int) -> FusedCache:
     buffers = cache.make_room(CANVAS, length)
     for tensor in (*buffers.keys, *buffers.values):
         tensor.normal_()
-    cache.num_slots = cache.num_seen = length
+    cache._num_slots = cache._num_seen = length
     cache._hold(torch.full((batch,), length, device=GPU))
     return cache
 
@@ -179,6 +179,44 @@ def check_parity(results: Results) -> None:
     u = torch.rand(2, CANVAS, dtype=torch.float64, device=GPU)
     assert (prediction.sample(u) == plain_prediction.sample(u)).float().mean() > 0.99
     reference_experts._supports_grouped = supports
+    check_greedy(results, model, fast, prompt)
+    many = draw_tokens(16, 300)
+    with torch.no_grad():
+        logits = [engine.denoise(many[:, :CANVAS], engine.encode(many)).logits for engine in (fast, model)]
+    apart = typical_error(*logits)
+    results.add("parity", what="batch of 16", apart=apart)
+    if not apart <= 0.05:
+        raise SystemExit(f"PARITY FAILED, nothing timed: a batch of 16 is {apart:.3e} from the reference")
+
+
+def check_greedy(results: Results, model: dgemma.DiffusionGemma, fast: FusedDenoiser, prompt: Tensor) -> None:
+    """Greedy steps over two canvases, each from the same state by both: wherever they choose different tokens, the
+    reference's two best logits must be closer than the two engines' logits of that position are apart."""
+    knobs = Knobs(
+        sampler=dgemma.EntropyBound(bound=4.0, greedy=True), temperature=dgemma.LinearTemperature(), stop=None
+    )
+    noise, seeds = dgemma.UniformNoise(model.config.vocab_size), torch.arange(prompt.shape[0], device=GPU)
+    caches = [engine.encode(prompt) for engine in (model, fast)]
+    same = total = 0
+    with torch.no_grad():
+        for block in range(2):
+            state = start_state(knobs, noise, seeds=seeds, canvas_len=CANVAS, num_steps=4, block=block)
+            for _ in range(4):
+                after, want = dgemma.step(model, state, cache=caches[0], knobs=knobs)
+                _, got = fast.step(state, cache=caches[1], knobs=knobs)
+                logits = want.prediction.logits
+                apart = (got.prediction.logits - logits).abs().amax(-1)
+                best = logits.topk(2).values
+                parted = got.argmax != want.argmax
+                same, total = same + int((~parted).sum()), total + parted.numel()
+                if (parted & (best[..., 0] - best[..., 1] > 2 * apart)).any():
+                    raise SystemExit("PARITY FAILED, nothing timed: a greedy token differs by more than rounding")
+                state = after
+            caches = [engine.encode(after.draft, cache) for engine, cache in zip((model, fast), caches, strict=True)]
+        options = {"max_new_tokens": 512, "steps": 4, "sampler": knobs.sampler, "stop": None, "progress": False}
+        texts = [dgemma.generate(engine, prompt, **options).new_tokens for engine in (model, fast)]
+    agreed = (texts[0] == texts[1]).float().mean().item()
+    results.add("greedy", tokens_chosen=total, the_same=same, else_within_rounding=total - same, two_texts_agree=agreed)
 
 
 def build() -> tuple[FusedDenoiser, dict[str, float]]:
@@ -245,7 +283,7 @@ def time_generate(results: Results, model: FusedDenoiser) -> None:
                 dgemma.stream(
                     model,
                     draw_tokens(batch, PROMPT),
-                    max_new_tokens=4 * CANVAS,
+                    max_new_tokens=6 * CANVAS,
                     steps=STEPS,
                     stop=None,
                     eos_token_ids=[],
@@ -259,7 +297,15 @@ def time_generate(results: Results, model: FusedDenoiser) -> None:
         rate = batch * CANVAS / statistics.median(times)
         first = first or rate
         each = statistics.median(times) * 1e3
-        results.add("generate", batch=batch, canvas_ms=each, tokens_per_s=rate, against_batch_1=rate / first)
+        results.add(
+            "generate",
+            batch=batch,
+            canvas_ms=each,
+            from_ms=min(times) * 1e3,
+            to_ms=max(times) * 1e3,
+            tokens_per_s=rate,
+            against_batch_1=rate / first,
+        )
 
 
 def time_words(results: Results, model: FusedDenoiser, step_ms: float | None) -> None:

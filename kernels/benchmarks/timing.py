@@ -1,6 +1,7 @@
 """How the benchmarks measure: CUDA-graph replays, the read bandwidth of this machine, and where a number came from."""
 
 import itertools
+import os
 import statistics
 import subprocess
 import sys
@@ -75,9 +76,9 @@ def measure_read_bandwidth(num_bytes: int = 8 << 30) -> float:
 
 
 def describe_run() -> str:
-    """GPU, versions, commit and command: the line a result is worthless without."""
+    """GPU, versions, commit (COMMIT names it where there is no repository) and command: no result without this line."""
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    commit = git.stdout.strip() or "unknown"
+    commit = os.environ.get("COMMIT") or git.stdout.strip() or "unknown"
     versions = f"torch {torch.__version__}, triton {triton.__version__}"
     return f"{torch.cuda.get_device_name()}, {versions}, commit {commit}, command: python {' '.join(sys.argv)}"
 

@@ -53,6 +53,8 @@ def attention(
     *,
     causal: bool = False,
     window: int | None = None,
+    canvas_len: int = 0,
+    keep: int = 0,
     tile: AttentionTile | None = None,
     num_splits: int | None = None,
 ) -> Tensor:
@@ -61,11 +63,13 @@ def attention(
     queries: (B, T, N, H) contiguous. keys, values: (B, K, capacity, H), last two dimensions contiguous; row b holds its
     prefix in slots [0, length[b]) and the T new tokens in the next T, which must fit the capacity. length: (B,)
     integers on the device. Bidirectional by default; `causal` lets query i see slots up to its own, and `window` only
-    the last `window` of those. Returns (B, T, N, H). `tile` and `num_splits` are tuning choices: they change rounding.
+    the last `window` of those. Behind causal tokens may follow a canvas: the last `canvas_len` tokens see all of
+    themselves and everything in front, or in a windowed layer the last `keep` of that. Returns (B, T, N, H). `tile` and
+    `num_splits` are tuning choices: they change rounding.
 
     Example: `attention(queries, cache.keys, cache.values, cache.length)`.
     """
-    _check(queries, keys, values, length, causal, window)
+    _check(queries, keys, values, length, causal, window, canvas_len)
     batch, num_tokens, num_heads, head_dim = queries.shape
     kv_heads, capacity = keys.shape[1], keys.shape[2]
     group = num_heads // kv_heads
@@ -105,6 +109,8 @@ def attention(
         KEYS=tile.keys,
         CAUSAL=causal,
         WINDOW=window or 0,
+        CANVAS=canvas_len,
+        KEEP=keep,
         SPLIT=num_splits > 1,
         TMA=tile.tma,
         num_warps=tile.num_warps,
@@ -142,6 +148,19 @@ def choose_num_splits(programs: int, num_multiprocessors: int, most: int) -> int
 
 
 @triton.jit
+def _seen(
+    token: tl.tensor, num_tokens: tl.tensor, WINDOW: tl.constexpr, CANVAS: tl.constexpr, KEEP: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """The first and the last slot that a token behind the prefix sees, counted from the prefix's end."""
+    first = token - WINDOW + 1
+    last = token
+    if CANVAS > 0:
+        first = tl.where(token < num_tokens - CANVAS, first, num_tokens - CANVAS - KEEP)
+        last = tl.where(token < num_tokens - CANVAS, last, num_tokens - 1)
+    return first, last
+
+
+@triton.jit
 def _attention_kernel(
     query_ptr: tl.tensor,
     key_ptr: tl.tensor,
@@ -164,6 +183,8 @@ def _attention_kernel(
     KEYS: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
+    CANVAS: tl.constexpr,
+    KEEP: tl.constexpr,
     SPLIT: tl.constexpr,
     TMA: tl.constexpr,
 ) -> None:
@@ -186,9 +207,11 @@ def _attention_kernel(
     if CAUSAL:
         first_token = row_tile * ROWS // GROUP
         last_token = tl.minimum((row_tile * ROWS + ROWS - 1) // GROUP, num_tokens - 1)
-        end = prefix_len + last_token + 1
+        tile_first, _ = _seen(first_token, num_tokens, WINDOW, CANVAS, KEEP)
+        _, tile_last = _seen(last_token, num_tokens, WINDOW, CANVAS, KEEP)
+        end = prefix_len + tile_last + 1
         if WINDOW > 0:
-            begin = tl.maximum(prefix_len + first_token - WINDOW + 1, 0) // KEYS * KEYS
+            begin = tl.maximum(prefix_len + tile_first, 0) // KEYS * KEYS
     if SPLIT:
         part = tl.cdiv(tl.cdiv(end - begin, KEYS), tl.num_programs(1)) * KEYS
         begin += split * part
@@ -216,9 +239,10 @@ def _attention_kernel(
             key = tl.load(key_ptr + offset[None, :] + column[:, None], mask=slot_valid[None, :], other=0.0)
         score = tl.dot(query, key, input_precision="ieee")
         if CAUSAL:
-            seen = slot[None, :] <= prefix_len + token[:, None]
+            first_seen, last_seen = _seen(token, num_tokens, WINDOW, CANVAS, KEEP)
+            seen = slot[None, :] <= prefix_len + last_seen[:, None]
             if WINDOW > 0:
-                seen = seen & (slot[None, :] > prefix_len + token[:, None] - WINDOW)
+                seen = seen & (slot[None, :] >= prefix_len + first_seen[:, None])
             score = tl.where(seen & slot_valid[None, :], score, float("-inf"))
         else:
             score = tl.where(slot_valid[None, :], score, float("-inf"))
@@ -292,7 +316,15 @@ def _num_multiprocessors(device: torch.device) -> int:
     return 4  # the interpreter: enough to exercise the split path
 
 
-def _check(queries: Tensor, keys: Tensor, values: Tensor, length: Tensor, causal: bool, window: int | None) -> None:
+def _check(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    length: Tensor,
+    causal: bool,
+    window: int | None,
+    canvas_len: int,
+) -> None:
     if queries.dim() != 4 or not queries.is_contiguous():
         raise ValueError(
             f"attention queries must be contiguous (B, T, N, H), got shape {tuple(queries.shape)} with strides "
@@ -333,4 +365,9 @@ def _check(queries: Tensor, keys: Tensor, values: Tensor, length: Tensor, causal
     if window is not None and (not causal or window < 1):
         raise ValueError(
             f"attention window must be >= 1 and comes with causal=True, got {window} with causal={causal}."
+        )
+    if not 0 <= canvas_len <= num_tokens or (canvas_len and not causal):
+        raise ValueError(
+            f"attention canvas_len must be within the {num_tokens} tokens and comes with causal=True, got {canvas_len} "
+            f"with causal={causal}."
         )

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dgemma.config import Conventions, ModelConfig
 from dgemma.model.cache import CacheMark, LayerCache, PrefixCache
+from dgemma_kernels.graphs import Replay, remembered
 
 _SMALLEST = 1024  # slots of a full layer; then powers of two up to _LINEAR, then multiples of it
 _LINEAR = 16_384
@@ -31,7 +32,7 @@ class CacheBuffers:
         self, config: ModelConfig, batch_size: int, capacity: int, tail: int, keep: int, where: dict[str, Any]
     ) -> None:
         self.size = (batch_size, capacity, tail)
-        self.window_capacity = keep + tail
+        self.keep, self.window_capacity = keep, keep + tail
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         for layer in range(config.num_hidden_layers):
@@ -67,7 +68,8 @@ class BufferPool:
 
     def take(self, batch_size: int, num_slots: int, tail: int) -> CacheBuffers:
         """Buffers for `num_slots` tokens a row, tail included, of which `tail` may be new."""
-        size = (batch_size, _step_up(num_slots), max(tail, self.prefill_len(batch_size)))
+        two_canvases = 2 * self.config.canvas_length  # one postponed, and one being denoised
+        size = (batch_size, _step_up(num_slots), max(tail, two_canvases, self.prefill_len(batch_size)))
         for buffers in reversed(self._free):
             if buffers.size == size:
                 self._free.remove(buffers)
@@ -81,14 +83,20 @@ class BufferPool:
 
 
 class FusedCache(PrefixCache):
-    """A `PrefixCache` over pooled buffers. Made and extended by the fused denoiser alone."""
+    """A `PrefixCache` over pooled buffers. Made and extended by the fused denoiser alone.
+
+    A finished block may be `postponed`: it counts as read, but the engine reads it together with the next canvas, in
+    one pass over the weights, unless something else looks at the cache first (`catch_up`).
+    """
 
     def __init__(self, pool: BufferPool, batch_size: int) -> None:
         self._pool = pool
         self._buffers: CacheBuffers | None = None
         self._lengths = torch.zeros(batch_size, dtype=torch.int64, device=pool.device)
-        self.num_slots = 0
-        self.num_seen = 0
+        self._num_slots = 0
+        self._num_seen = 0
+        self.postponed: Tensor | None = None  # (B, C) tokens
+        self._read: Callable[[Tensor, FusedCache], None] | None = None
         self.num_held = 0  # the most tokens a row has in a sliding layer's buffer, as far as the host knows
         self.ragged = False
         self._marks: list[CacheMark] = []
@@ -108,10 +116,44 @@ class FusedCache(PrefixCache):
     @property
     def lengths(self) -> Tensor:  # type: ignore[override]
         """Tokens of each row, (B,) int64. A tensor of its own at every change, so that one read earlier stays true."""
-        return self._lengths
+        return self._lengths if self.postponed is None else self._lengths + self._num_postponed
+
+    @property
+    def batch_size(self) -> int:
+        return self._lengths.shape[0]
+
+    @property
+    def num_slots(self) -> int:  # type: ignore[override]
+        return self._num_slots + self._num_postponed
+
+    @property
+    def num_seen(self) -> int:  # type: ignore[override]
+        return self._num_seen + self._num_postponed
+
+    @property
+    def _num_postponed(self) -> int:
+        return 0 if self.postponed is None else self.postponed.shape[1]
+
+    def postpone(self, tokens: Tensor, read: Callable[[Tensor, "FusedCache"], None]) -> None:
+        """Count tokens (B, C) as read; `read(tokens, cache)` is called when someone wants to see them."""
+        self.catch_up()
+        self.postponed, self._read = tokens.clone(), read
+
+    def take_postponed(self) -> Tensor | None:
+        """The postponed tokens (B, C), for the caller to read; None if there are none."""
+        tokens, self.postponed = self.postponed, None
+        return tokens
+
+    def catch_up(self) -> None:
+        """Read what was postponed."""
+        tokens = self.take_postponed()
+        if tokens is not None:
+            assert self._read is not None
+            self._read(tokens, self)
 
     @property
     def layers(self) -> list[LayerCache]:  # type: ignore[override]
+        self.catch_up()
         self.settle()
         shapes = [self._pool.config.layer_shape(layer) for layer in range(self._pool.config.num_hidden_layers)]
         return [
@@ -121,7 +163,7 @@ class FusedCache(PrefixCache):
 
     def make_room(self, num_new: int, num_later: int = 0) -> CacheBuffers:
         """Buffers with room for `num_new` tokens a row behind the prefix, and for `num_later` in full layers."""
-        old, num_slots = self._buffers, self.num_slots + num_new + num_later
+        old, num_slots = self._buffers, self._num_slots + num_new + num_later
         if old is not None and self.num_held + num_new > old.window_capacity:
             self.settle()
         if old is not None and num_slots <= old.size[1] and num_new <= old.size[2]:
@@ -136,25 +178,30 @@ class FusedCache(PrefixCache):
         """Commit tokens that a forward wrote to the tail: all `num_new`, or the first counts (B,) of each row."""
         grown = self._lengths + (num_new if counts is None else counts)
         self.buffers.held.add_(num_new if counts is None else counts)
-        self.num_slots = self.num_slots + num_new if counts is None else int(grown.max())
+        self._num_slots = self._num_slots + num_new if counts is None else int(grown.max())
         self.num_held += num_new
-        self.num_seen += num_new
+        self._num_seen += num_new
         self.ragged = self.ragged or counts is not None
         self._set_lengths(grown)
 
     def settle(self) -> None:
         """Sliding layers forget all but their newest tokens, which move to the front."""
-        if self._buffers is None or self.num_held <= self._pool.keep:
+        buffers, config = self._buffers, self._pool.config
+        if buffers is None or self.num_held <= buffers.keep:
             return
-        for layer in range(self._pool.config.num_hidden_layers):
-            if self._pool.config.layer_shape(layer).window is not None:
-                forget(self._buffers.keys[layer], self._buffers.values[layer], self._buffers.held, self._pool.keep)
-        self._buffers.held.clamp_(max=self._pool.keep)
-        self.num_held = self._pool.keep
+
+        def run() -> None:  # again on what is settled it does nothing, so that capture may run it twice
+            for layer in range(config.num_hidden_layers):
+                if config.layer_shape(layer).window is not None:
+                    forget(buffers.keys[layer], buffers.values[layer], buffers.held, buffers.keep)
+            buffers.held.clamp_(max=buffers.keep)
+
+        remembered(buffers.graphs, "settle", lambda: Replay(run, self._pool.device, None)).replay()
+        self.num_held = buffers.keep
 
     def reserve(self, num_tokens: int) -> None:
         """Make room for `num_tokens` in all, so that appending up to there never copies."""
-        self.make_room(0, max(0, num_tokens - self.num_slots))
+        self.make_room(self._num_postponed, max(0, num_tokens - self.num_slots))
 
     def append(self, new: list[tuple[Tensor, Tensor]], real: Tensor | None) -> None:
         raise ValueError(
@@ -164,7 +211,7 @@ class FusedCache(PrefixCache):
 
     def mark(self) -> CacheMark:
         """Remember this boundary, to roll back to it later; copies what sliding layers will forget."""
-        windows = [
+        windows = [  # of layers that have caught up
             None if layer.keep is None else tuple(view.clone() for view in layer.view(self.num_slots))
             for layer in self.layers
         ]
@@ -181,7 +228,8 @@ class FusedCache(PrefixCache):
             )
         while self._marks[-1] is not mark:
             self._marks.pop()
-        self.num_slots, self.num_seen, self.ragged = mark.num_slots, mark.num_seen, mark.ragged
+        self.take_postponed()
+        self._num_slots, self._num_seen, self.ragged = mark.num_slots, mark.num_seen, mark.ragged
         for layer, window in zip(self.layers, mark.windows, strict=True):
             if window is not None:
                 for target, source in zip((layer.keys, layer.values), window, strict=True):
@@ -200,7 +248,7 @@ class FusedCache(PrefixCache):
         joined = PrefixCache.join(parts)
         pool = next(cache._pool for _, cache in parts if isinstance(cache, FusedCache))
         fused = cls(pool, joined.batch_size)
-        fused.num_slots, fused.num_seen, fused.ragged = joined.num_slots, joined.num_seen, True
+        fused._num_slots, fused._num_seen, fused.ragged = joined.num_slots, joined.num_seen, True
         fused.make_room(pool.config.canvas_length)
         for target, layer in zip(fused.layers, joined.layers, strict=True):
             size = layer.keys.shape[2]
@@ -209,16 +257,13 @@ class FusedCache(PrefixCache):
         return fused
 
     def _rebuild(self, transform: Callable[[Tensor], Tensor]) -> Self:
+        self.catch_up()
         self.settle()
         lengths = transform(self._lengths)
         copy = type(self)(self._pool, lengths.shape[0])
         copy._lengths = lengths.clone()
-        copy.num_slots, copy.num_seen, copy.ragged, copy.num_held = (
-            self.num_slots,
-            self.num_seen,
-            self.ragged,
-            self.num_held,
-        )
+        copy._num_slots, copy._num_seen = self._num_slots, self._num_seen
+        copy.ragged, copy.num_held = self.ragged, self.num_held
         if self._buffers is not None:
             _, capacity, tail = self._buffers.size
             old, copy._buffers = self._buffers, self._pool.take(lengths.shape[0], capacity, tail)
@@ -236,7 +281,7 @@ class FusedCache(PrefixCache):
         assert self._buffers is not None
         for layer in range(self._pool.config.num_hidden_layers):
             sliding = self._pool.config.layer_shape(layer).window is not None
-            size = self.num_held if sliding else self.num_slots
+            size = self.num_held if sliding else self._num_slots
             for target, source in (
                 (self._buffers.keys[layer], old.keys[layer]),
                 (self._buffers.values[layer], old.values[layer]),
@@ -246,7 +291,7 @@ class FusedCache(PrefixCache):
 
     def _hold(self, lengths: Tensor) -> None:
         """Settled sliding layers hold what they keep of `lengths` tokens."""
-        self.num_held = min(self.num_slots, self._pool.keep)
+        self.num_held = min(self._num_slots, self._pool.keep)
         self.buffers.held.copy_(lengths.clamp(max=self._pool.keep))
         self._set_lengths(lengths)
 

@@ -101,13 +101,17 @@ class _Predicts:
     """A denoiser that answers with the static forward, for `dgemma.step` to run under capture."""
 
     forward: Forward
+    postponed: Tensor | None
     signal: Tensor
     buffers: CacheBuffers
     logits: Logits
     softcap: SoftCap
 
     def denoise(self, canvas: Tensor, cache: Any, self_cond: Any = None) -> FusedPrediction:
-        hidden = self.forward.canvas(canvas, self.signal, self.buffers)
+        if self.postponed is None:
+            hidden = self.forward.canvas(canvas, self.signal, self.buffers)
+        else:
+            hidden = self.forward.read_and_canvas(self.postponed, canvas, self.signal, self.buffers)
         self.forward.head(hidden, out=self.logits.tensor.flatten(0, 1))
         return FusedPrediction(self.logits, (self.softcap,))
 
@@ -145,23 +149,30 @@ def _fuse_sampler(knobs: Knobs) -> Knobs:
 
 
 class CapturedStep:
-    """`dgemma.step` over static tensors, and the soft embedding that the next step is conditioned on."""
+    """`dgemma.step` over static tensors, and the soft embedding that the next step is conditioned on.
+
+    With `postponed` tokens (B, C) the forward also reads these into the tail of the buffers, in front of the canvas.
+    """
 
     def __init__(
         self,
         engine: "FusedDenoiser",
         state: DenoiseState,
         knobs: Knobs,
+        postponed: Tensor | None,
         signal: Tensor | None,
         buffers: CacheBuffers,
         leaves: list,
         form: Any,
     ) -> None:
+        self._postponed = None if postponed is None else postponed.long().clone()
         self._inputs = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
         device, memory = engine.device, engine._graph_memory
         self._signal = engine._static_signal(state.canvas.numel(), signal)
         self._logits = engine._logits_buffer(*state.canvas.shape)
-        predicts: Any = _Predicts(engine._forward, self._signal, buffers, self._logits, engine._softcap)
+        predicts: Any = _Predicts(
+            engine._forward, self._postponed, self._signal, buffers, self._logits, engine._softcap
+        )
         static = _DrawingState(
             **dict(zip(STATE_INPUTS, tree_unflatten(self._inputs, form), strict=True)), noise=state.noise
         )
@@ -199,35 +210,26 @@ class CapturedStep:
         self._output_groups = _by_dtype(self._computed)
 
     def __call__(
-        self, leaves: list, signal: Tensor | None, behind: torch.cuda.Stream | None
+        self, leaves: list, postponed: Tensor | None, signal: Tensor | None
     ) -> tuple[dict[str, Any], dict[str, Any], FusedPrediction]:
-        """The state's and the record's tensors after a step from `leaves`; the soft embedding goes on on `behind`."""
+        """The state's and the record's tensors after a step from `leaves`."""
+        if self._postponed is not None and postponed is not None:
+            self._postponed.copy_(postponed)
         copy_groups(self._inputs, leaves, self._input_groups)
         fill(self._signal, signal)
         self._logits.version += 1
         self._replay.replay()
-        soft = self._soft_embedding(behind)  # first, so that it runs while the results are copied
         fresh = [torch.empty_like(source) for source in self._computed]
         copy_groups(fresh, self._computed, self._output_groups)
         where = {"computed": fresh.__getitem__, "given": leaves.__getitem__, "constant": lambda value: value}
         results = [where[kind](at) for kind, at in self._origins]
         after, record, statistics = tree_unflatten(results, self._form)
-        prediction = self._prediction.after_replay(statistics)
-        prediction.signal = soft
-        return after, record, prediction
+        return after, record, self._prediction.after_replay(statistics)
 
-    def _soft_embedding(self, stream: torch.cuda.Stream | None) -> Tensor:
-        """The soft embedding (B, C, D) of the last replay, computed on `stream`."""
-        signal = torch.empty_like(self._soft.result)
-        if stream is None:
-            self._soft.replay()
-            return signal.copy_(self._soft.result)
-        stream.wait_stream(torch.cuda.current_stream(signal.device))
-        with torch.cuda.stream(stream):
-            self._soft.replay()
-            signal.copy_(self._soft.result)
-        signal.record_stream(stream)
-        return signal
+    def soft_embedding(self) -> Tensor:
+        """The soft embedding (B, C, D) of the last replay, while no other graph has run since."""
+        self._soft.replay()
+        return self._soft.result.clone()
 
     def _unread(self) -> FusedPrediction:
         """The captured prediction, its sweep done and nothing else computed."""

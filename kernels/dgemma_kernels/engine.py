@@ -1,9 +1,10 @@
 """The fused denoiser: `dgemma.DiffusionGemma`'s seam over Triton kernels and CUDA graphs, for inference.
 
 `step` is a whole denoising step (embedding, self-conditioning, layers, head, vocabulary pass, sampler, stop test) in
-two graphs without host synchronisation: one up to the stop test, and one for the soft embedding of the next step, which
-runs on a stream of its own while the host looks at the stop flag. All that varies lives on the device; what is frozen
-(sampler, noise, temperature schedule, stop rule, shapes) keys the graph, so a changed knob is another graph.
+two graphs without host synchronisation: one up to the stop test, and one for the soft embedding that the next step is
+conditioned on, with which that step begins: while it runs, the host prepares the rest. All that varies lives on the
+device; what is frozen (sampler, noise, temperature schedule, stop rule, shapes) keys the graph, so a changed knob is
+another graph.
 """
 
 import weakref
@@ -51,6 +52,10 @@ def accelerate(model: DiffusionGemma, weights: str = "bf16") -> "FusedDenoiser":
             raise ValueError(f"ModelConfig.{name} must be a power of two >= 16 for the kernels, got {size}.")
     if config.num_experts > 256:
         raise ValueError(f"ModelConfig.num_experts must be at most 256 for the kernels, got {config.num_experts}.")
+    if config.noise_conditioning:
+        raise ValueError(
+            "ModelConfig.noise_conditioning must be False for the kernels, got True. Use the model itself."
+        )
     return FusedDenoiser(model)
 
 
@@ -72,9 +77,9 @@ class FusedDenoiser:
             None,
             None,
         )  # the step taken last, which is often taken again
-        on_gpu = model.device.type == "cuda"
-        self._graph_memory = torch.cuda.graph_pool_handle() if on_gpu else None
-        self._behind = torch.cuda.Stream(model.device) if on_gpu else None  # soft embeddings
+        # The last step's prediction, as long as someone holds it, and the step that can compute its soft embedding.
+        self._unsoftened: tuple[Any, CapturedStep | None] = (lambda: None, None)
+        self._graph_memory = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
 
     @property
     def generation(self) -> GenerationDefaults:
@@ -102,6 +107,10 @@ class FusedDenoiser:
     ) -> FusedCache:
         """Read tokens (B, P) causally into a prefix cache; see `DiffusionGemma.encode`."""
         fused, real = self._check_prefix(tokens, cache, attention_mask)
+        if real is None and fused.num_slots > 0 and tokens.shape[1] == self.config.canvas_length:
+            fused.postpone(tokens, self._read_block)  # a finished canvas: the next one's first step reads it as well
+            return fused
+        fused.catch_up()
         self._read(tokens, fused, real, last=False)
         fused.settle()  # now, while the device is busy, rather than in front of the next canvas
         return fused
@@ -112,6 +121,7 @@ class FusedDenoiser:
     ) -> Tensor:
         """Next-token logits, word by word: tokens (B, T) → (B, T, V) float32; see `DiffusionGemma.causal_logits`."""
         fused, real = self._check_prefix(tokens, cache, attention_mask)
+        fused.catch_up()
         if tokens.shape[1] == 1 and real is None:
             return self._read_word(tokens, fused)
         hidden = self._read(tokens, fused, real, last=True)
@@ -128,12 +138,13 @@ class FusedDenoiser:
     ) -> FusedPrediction:
         """Predict every position of canvas (B, C) at once; see `DiffusionGemma.denoise`. The logits are its own."""
         fused = self._check_canvas(canvas, cache)
+        fused.catch_up()
         buffers = fused.make_room(canvas.shape[1])
         fused.settle()
+        self._soften()
         signal = self._signal(self_cond)
         if signal is not None and self_cond_mask is not None:
             signal = signal * self_cond_mask.to(signal.dtype)[:, None, None]
-        self._wait_behind()
         captured = remembered(
             buffers.graphs, ("denoise", canvas.shape), lambda: CapturedDenoise(self, canvas, signal, buffers)
         )
@@ -146,27 +157,35 @@ class FusedDenoiser:
         Example: `state, record = fast.step(state, cache=cache, knobs=knobs)`.
         """
         fused = self._check_canvas(state.canvas, cache)
-        buffers = fused.make_room(state.canvas_len)
+        self._soften()  # first: the device is waiting
+        postponed = fused.postponed
+        num_postponed = 0 if postponed is None else postponed.shape[1]
+        buffers = fused.make_room(num_postponed + state.canvas_len)
         fused.settle()
         leaves, form = tree_flatten([getattr(state, name) for name in STATE_INPUTS])
         signal = self._signal(state.self_cond)
-        self._wait_behind()
         last_state, last_knobs, last_buffers, captured = self._last
-        if last_state() is not state or last_knobs is not knobs or last_buffers is not buffers:  # else as captured
+        as_last = last_state() is state and last_knobs is knobs and last_buffers is buffers and postponed is None
+        if not as_last:
             shapes = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves)
             captured = remembered(
                 buffers.graphs,
-                ("step", knobs, state.noise, str(form), shapes),
-                lambda: CapturedStep(self, state, knobs, signal, buffers, leaves, form),
+                ("step", knobs, state.noise, str(form), shapes, num_postponed),
+                lambda: CapturedStep(self, state, knobs, postponed, signal, buffers, leaves, form),
             )
-        after, record, prediction = captured(leaves, signal, self._behind)
+        after, record, prediction = captured(leaves, postponed, signal)
+        self._unsoftened = weakref.ref(prediction), captured
+        if num_postponed:
+            fused.take_postponed()
+            fused.extend(num_postponed, None)
         after_state = DenoiseState(
             **{name: getattr(state, name) for name in STATE_INPUTS if name not in after},
             **after,
             noise=state.noise,
             self_cond=prediction,
         )
-        self._last = weakref.ref(after_state), knobs, buffers, captured
+        if not num_postponed:
+            self._last = weakref.ref(after_state), knobs, buffers, captured
         return after_state, StepRecord(**record, prediction=prediction, state=after_state, cache=fused, knobs=knobs)
 
     @property
@@ -211,10 +230,17 @@ class FusedDenoiser:
         probabilities = logits.softmax(-1, dtype=torch.float32).to(self.dtype)
         return self._forward.soft_embedding(probabilities.flatten(0, 1)).view(*logits.shape[:2], -1)
 
-    def _wait_behind(self) -> None:
-        """Graphs share memory for what is temporary, so no two may run at once."""
-        if self._behind is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._behind)
+    def _soften(self) -> None:
+        """Compute the soft embedding of the last step while its logits are there: before any other graph runs."""
+        prediction, captured = self._unsoftened[0](), self._unsoftened[1]
+        self._unsoftened = (lambda: None, None)
+        if prediction is not None and captured is not None:
+            prediction.signal = captured.soft_embedding()
+
+    @torch.no_grad()
+    def _read_block(self, tokens: Tensor, cache: FusedCache) -> None:
+        self._read(tokens, cache, None, last=False)
+        cache.settle()
 
     def _read(self, tokens: Tensor, cache: FusedCache, real: Tensor | None, *, last: bool) -> Tensor | None:
         """Run tokens (B, T) causally, chunk by chunk, and commit them; the last hidden state (B, T, D) if wanted."""
@@ -243,7 +269,7 @@ class FusedDenoiser:
     def _read_word(self, tokens: Tensor, cache: FusedCache) -> Tensor:
         """One token a row, head included, in one graph: autoregressive decoding. (B, 1) → (B, 1, V) float32."""
         buffers = cache.make_room(1, self.config.canvas_length)
-        self._wait_behind()
+        self._soften()
         make = lambda: CapturedRead(self, tokens, buffers, last=True, head=True)  # noqa: E731
         logits = remembered(buffers.graphs, ("word", tokens.shape), make)(tokens)
         cache.extend(1, None)
@@ -257,7 +283,7 @@ class FusedDenoiser:
         if tokens.shape[1] != self.config.canvas_length:
             hidden = self._forward.read(tokens.long(), buffers, last=last)
         else:
-            self._wait_behind()
+            self._soften()
             make = lambda: CapturedRead(self, tokens, buffers, last)  # noqa: E731
             hidden = remembered(buffers.graphs, ("read", tokens.shape, last), make)(tokens)
         return hidden.view(*tokens.shape, -1)

@@ -21,37 +21,24 @@ class Forward:
         table = weights.embedding
         # sqrt(hidden), rounded to the weights' dtype as the published model does
         self.embed_scale = float(torch.tensor(config.hidden_size**0.5, dtype=table.dtype))
-        # The dense MLP runs beside the router and the experts, which wait for memory.
+        # Where the dense MLP is not among the experts' programs, it runs beside them and the router.
         self._side = torch.cuda.Stream(table.device) if table.device.type == "cuda" else None
 
     def canvas(self, tokens: Tensor, signal: Tensor, buffers: CacheBuffers) -> Tensor:
         """The canvas (B, C), each position seeing prefix and canvas; signal (B·C, D), zero for none → (B·C, D)."""
-        weights, eps = self.weights, self.config.rms_norm_eps
-        normed = norms.rms_norm(signal, weights.signal_norm, eps)
-        update = torch.mm(mlp.gate_up_geglu(normed, weights.signal_gate_up), weights.signal_down.T)
-        x, normed = embedding.embed(
-            tokens.flatten(),
-            weights.embedding,
-            weights.layers[0].input_norm,
-            update,
-            scale=self.embed_scale,
-            norm=True,
-            eps=eps,
-        )
-        return self._stack(x, normed, buffers, causal=False)
+        return self._stack(*self._embed_canvas(tokens, signal), buffers, causal=False)
+
+    def read_and_canvas(self, tokens: Tensor, canvas: Tensor, signal: Tensor, buffers: CacheBuffers) -> Tensor:
+        """`read` of tokens (B, T) and `canvas` (B, C) behind them in one pass over the weights → canvas's (B·C, D)."""
+        parts = zip(self._embed(tokens), self._embed_canvas(canvas, signal), strict=True)
+        shapes = [(*part.shape, self.config.hidden_size) for part in (tokens, canvas)]
+        x, normed = (torch.cat((a.view(shapes[0]), b.view(shapes[1])), dim=1).flatten(0, 1) for a, b in parts)
+        hidden = self._stack(x, normed, buffers, causal=True, canvas_len=canvas.shape[1])
+        return hidden.view(canvas.shape[0], -1, hidden.shape[1])[:, tokens.shape[1] :].flatten(0, 1)
 
     def read(self, tokens: Tensor, buffers: CacheBuffers, *, last: bool) -> Tensor:
         """Tokens (B, T), causally, into the tail of the buffers → the `last` hidden state (B·T, D), if it is wanted."""
-        x, normed = embedding.embed(
-            tokens.flatten(),
-            self.weights.embedding,
-            self.weights.layers[0].input_norm,
-            None,
-            scale=self.embed_scale,
-            norm=False,
-            eps=self.config.rms_norm_eps,
-        )
-        return self._stack(x, normed, buffers, causal=True, last=last)
+        return self._stack(*self._embed(tokens), buffers, causal=True, last=last)
 
     def head(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Logits before the soft-cap: (R, D) → (R, V)."""
@@ -61,8 +48,36 @@ class Forward:
         """The expected embedding: (R, V) → (R, D)."""
         return torch.mm(probabilities, self.weights.embedding).mul_(self.embed_scale)
 
-    def _stack(self, x: Tensor, normed: Tensor, buffers: CacheBuffers, *, causal: bool, last: bool = True) -> Tensor:
-        layers = self.weights.layers
+    def _embed_canvas(self, canvas: Tensor, signal: Tensor) -> tuple[Tensor, Tensor]:
+        weights = self.weights
+        normed = norms.rms_norm(signal, weights.signal_norm, self.config.rms_norm_eps)
+        update = torch.mm(mlp.gate_up_geglu(normed, weights.signal_gate_up), weights.signal_down.T)
+        return self._embed(canvas, update)
+
+    def _embed(self, tokens: Tensor, update: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return embedding.embed(
+            tokens.flatten(),
+            self.weights.embedding,
+            self.weights.layers[0].input_norm,
+            update,
+            scale=self.embed_scale,
+            norm=update is not None,
+            eps=self.config.rms_norm_eps,
+        )
+
+    def _stack(
+        self,
+        x: Tensor,
+        normed: Tensor,
+        buffers: CacheBuffers,
+        *,
+        causal: bool,
+        canvas_len: int = 0,
+        last: bool = True,
+    ) -> Tensor:
+        layers, num_tokens = self.weights.layers, x.shape[0] // buffers.lengths.shape[0]
+        if canvas_len:
+            of_canvas = torch.arange(x.shape[0], device=x.device) % num_tokens >= num_tokens - canvas_len
         following = [*(layer.input_norm for layer in layers[1:]), self.weights.norm]
         for index, (layer, next_norm) in enumerate(zip(layers, following, strict=True)):
             keys, values = buffers.keys[index], buffers.values[index]
@@ -82,32 +97,40 @@ class Forward:
             if not last and index == len(layers) - 1:
                 return x  # its keys and values are all that was wanted
             window = layer.shape.window if causal else None
-            seen = attention.attention(queries, keys, values, slot, causal=causal, window=window)
+            seen = attention.attention(
+                queries, keys, values, slot, causal=causal, window=window, canvas_len=canvas_len, keep=buffers.keep
+            )
             attended = torch.mm(seen.view(x.shape[0], -1), layer.o.T)
-            x, normed = self._feed_forward(layer, attended, x, next_norm, causal)
+            scalar = layer.causal_scalar if causal else layer.scalar
+            if canvas_len:
+                scalar = torch.where(of_canvas, layer.scalar, layer.causal_scalar)
+            x, normed = self._feed_forward(layer, attended, x, next_norm, scalar)
         return normed
 
     def _feed_forward(
-        self, layer: LayerWeights, attended: Tensor, x: Tensor, next_norm: Tensor, causal: bool
+        self, layer: LayerWeights, attended: Tensor, x: Tensor, next_norm: Tensor, scalar: Tensor
     ) -> tuple[Tensor, Tensor]:
         config, eps = self.config, self.config.rms_norm_eps
         x, dense_in, expert_in, router_in = norms.attention_residual(attended, x, *layer.residual_norms, eps)
-        if self._side is None:
-            dense = self._dense(layer, dense_in)
-        else:
-            here = torch.cuda.current_stream(x.device)
-            self._side.wait_stream(here)
+        tiling = expert_config(x.shape[0], x.device)
+        here = torch.cuda.current_stream(x.device) if self._side is not None else None
+        if tiling.dense is None:
+            if self._side is not None and here is not None:
+                self._side.wait_stream(here)
             with torch.cuda.stream(self._side):
-                dense = self._dense(layer, dense_in)
+                dense = torch.mm(mlp.gate_up_geglu(dense_in, layer.gate_up), layer.down.T)
         weights, chosen = router.route(router_in, layer.router, layer.per_expert_scale, config.top_k_experts)
-        tiles = router.sort_by_expert(chosen, config.num_experts, expert_config(x.shape[0], x.device).rows)
-        hidden = experts.expert_gate_up(expert_in, layer.expert_gate_up, tiles)
-        rows = experts.expert_down(hidden, layer.expert_down, weights, tiles)
-        if self._side is not None:
-            here.wait_stream(self._side)
-        scalar = layer.causal_scalar if causal else layer.scalar
+        tiles = router.sort_by_expert(chosen, config.num_experts, tiling.rows)
+        up, down = layer.expert_gate_up, layer.expert_down
+        if tiling.dense is None:
+            hidden, _ = experts.expert_gate_up(expert_in, up, tiles)
+            rows, _ = experts.expert_down(hidden, down, weights, tiles, overlap=True)
+            if self._side is not None and here is not None:
+                here.wait_stream(self._side)
+        else:
+            first = experts.DenseGateUp(dense_in, layer.gate_up)
+            hidden, dense_hidden = experts.expert_gate_up(expert_in, up, tiles, first)
+            assert dense_hidden is not None
+            second = experts.DenseDown(dense_hidden, layer.down)
+            rows, dense = experts.expert_down(hidden, down, weights, tiles, second, overlap=True)  # type: ignore[assignment]
         return norms.layer_tail(x, dense, rows, *layer.tail_norms, scalar, next_norm, eps)
-
-    @staticmethod
-    def _dense(layer: LayerWeights, dense_in: Tensor) -> Tensor:
-        return torch.mm(mlp.gate_up_geglu(dense_in, layer.gate_up), layer.down.T)

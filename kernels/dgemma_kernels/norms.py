@@ -88,8 +88,8 @@ def layer_tail(
 
     moe = Σ_k expert_rows[:, k], in the order of k, so that the sum is the same run after run;
     x = (residual + norm(norm(dense) * dense_weight + norm(moe) * expert_weight) * post_weight) * layer_scalar;
-    returns (x, norm(x) * next_weight). residual, dense: (M, D), expert_rows: (M, A, D), layer_scalar: (1,), the other
-    weights (D,).
+    returns (x, norm(x) * next_weight). residual, dense: (M, D), expert_rows: (M, A, D), layer_scalar: (1,) or one a
+    row (M,), the other weights (D,).
 
     Example: `x, normed = layer_tail(x, dense, rows, *weights, layer.layer_scalar, next_input_layernorm.weight, 1e-6)`.
     """
@@ -97,7 +97,9 @@ def layer_tail(
     width = residual.shape[-1]
     vectors = {"dense_weight": dense_weight, "expert_weight": expert_weight, "post_weight": post_weight}
     _require_vectors("layer_tail", width, **vectors, next_weight=next_weight)
-    _require_vectors("layer_tail", 1, layer_scalar=layer_scalar)
+    _require_vectors("layer_tail", layer_scalar.numel(), layer_scalar=layer_scalar)
+    if layer_scalar.numel() not in (1, residual.numel() // width):
+        raise ValueError(f"layer_tail.layer_scalar must be (1,) or one a row, got {tuple(layer_scalar.shape)}.")
     num_active = expert_rows.shape[-2]
     if expert_rows.shape != (residual.numel() // width, num_active, width) or not expert_rows.is_contiguous():
         raise ValueError(
@@ -118,6 +120,7 @@ def layer_tail(
         normed,
         eps,
         width,
+        SCALAR_A_ROW=layer_scalar.numel() > 1,
         NUM_ACTIVE=num_active,
         BLOCK=triton.next_power_of_2(width),
         num_warps=_num_warps(width),
@@ -167,24 +170,26 @@ def _attention_residual_kernel(
     cols = tl.arange(0, BLOCK)
     inside = cols < width
     at = tl.program_id(0).to(tl.int64) * width + cols
+    # All loads in front: one that follows a reduction is waited for on its own, and memory is a microsecond away.
+    post = tl.load(post_weight + cols, mask=inside, other=0.0)
+    dense_w = tl.load(dense_weight + cols, mask=inside, other=0.0)
+    expert_w = tl.load(expert_weight + cols, mask=inside, other=0.0)
+    scale = tl.load(router_scale + cols, mask=inside, other=0.0)
     wait_for_launches_before(DEPENDENT)
-
     update = tl.load(attention + at, mask=inside, other=0.0).to(tl.float32)
-    update *= _inverse_rms(update, width, eps)
-    update *= tl.load(post_weight + cols, mask=inside, other=0.0).to(tl.float32)
     before = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+
+    update *= _inverse_rms(update, width, eps)
+    update *= post.to(tl.float32)
     after = (before + update.to(dtype).to(tl.float32)).to(dtype)
     tl.store(x + at, after, mask=inside)
 
     after = after.to(tl.float32)
     normed = after * _inverse_rms(after, width, eps)
-    weight = tl.load(dense_weight + cols, mask=inside, other=0.0).to(tl.float32)
-    tl.store(dense + at, (normed * weight).to(dtype), mask=inside)
-    weight = tl.load(expert_weight + cols, mask=inside, other=0.0).to(tl.float32)
-    tl.store(expert + at, (normed * weight).to(dtype), mask=inside)
+    tl.store(dense + at, (normed * dense_w.to(tl.float32)).to(dtype), mask=inside)
+    tl.store(expert + at, (normed * expert_w.to(tl.float32)).to(dtype), mask=inside)
     # The reference rounds after the norm, after the scale and after the root: a rounding apart can swap two experts.
-    scale = tl.load(router_scale + cols, mask=inside, other=0.0).to(tl.float32)
-    scaled = (normed.to(dtype).to(tl.float32) * scale).to(dtype)
+    scaled = (normed.to(dtype).to(tl.float32) * scale.to(tl.float32)).to(dtype)
     tl.store(router + at, (scaled.to(tl.float32) * root).to(dtype), mask=inside)
 
 
@@ -202,6 +207,7 @@ def _layer_tail_kernel(
     normed: tl.tensor,
     eps: tl.tensor,
     width: tl.tensor,
+    SCALAR_A_ROW: tl.constexpr,
     NUM_ACTIVE: tl.constexpr,
     DEPENDENT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -211,28 +217,37 @@ def _layer_tail_kernel(
     inside = cols < width
     row = tl.program_id(0).to(tl.int64)
     at = row * width + cols
+    if SCALAR_A_ROW:
+        layer_scalar += row
+    # All loads in front, as above.
+    dense_w = tl.load(dense_weight + cols, mask=inside, other=0.0)
+    expert_w = tl.load(expert_weight + cols, mask=inside, other=0.0)
+    post = tl.load(post_weight + cols, mask=inside, other=0.0)
+    following = tl.load(next_weight + cols, mask=inside, other=0.0)
     wait_for_launches_before(DEPENDENT)
+    scalar = tl.load(layer_scalar).to(tl.float32)
+    before = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    both = tl.load(dense + at, mask=inside, other=0.0).to(tl.float32)
 
     moe = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(NUM_ACTIVE):
         moe += tl.load(expert_rows + (row * NUM_ACTIVE + k) * width + cols, mask=inside, other=0.0).to(tl.float32)
     moe = moe.to(dtype).to(tl.float32)
     moe *= _inverse_rms(moe, width, eps)
-    moe = (moe * tl.load(expert_weight + cols, mask=inside, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
+    moe = (moe * expert_w.to(tl.float32)).to(dtype).to(tl.float32)
 
-    both = tl.load(dense + at, mask=inside, other=0.0).to(tl.float32)
     both *= _inverse_rms(both, width, eps)
-    both = (both * tl.load(dense_weight + cols, mask=inside, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
+    both = (both * dense_w.to(tl.float32)).to(dtype).to(tl.float32)
     both = (both + moe).to(dtype).to(tl.float32)
     both *= _inverse_rms(both, width, eps)
-    both = (both * tl.load(post_weight + cols, mask=inside, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
+    both = (both * post.to(tl.float32)).to(dtype).to(tl.float32)
 
-    after = (tl.load(residual + at, mask=inside, other=0.0).to(tl.float32) + both).to(dtype).to(tl.float32)
-    after = (after * tl.load(layer_scalar).to(tl.float32)).to(dtype)
+    after = (before + both).to(dtype).to(tl.float32)
+    after = (after * scalar).to(dtype)
     tl.store(x + at, after, mask=inside)
     after = after.to(tl.float32)
     after *= _inverse_rms(after, width, eps)
-    after *= tl.load(next_weight + cols, mask=inside, other=0.0).to(tl.float32)
+    after *= following.to(tl.float32)
     tl.store(normed + at, after.to(dtype), mask=inside)
 
 

@@ -121,10 +121,19 @@ def _prepare_qkv_kernel(
     source = projected_ptr + row * COLUMNS + (first + head[:, None]) * HEAD_DIM + pair[None, :]
     low = tl.load(source).to(tl.float32)  # (HEADS, HALF): dimensions pair and pair + HALF turn together
     high = tl.load(source + HALF).to(tl.float32)
+    # Asked for with them: what is loaded after a reduction is waited for on its own.
+    is_query = first < NUM_HEADS
+    if is_query:
+        weight_ptr = query_weight_ptr
+    else:
+        weight_ptr = key_weight_ptr
+    low_weight = tl.load(weight_ptr + pair)[None, :].to(tl.float32)
+    high_weight = tl.load(weight_ptr + HALF + pair)[None, :].to(tl.float32)
+    angle = (tl.load(start_ptr + batch) + token).to(tl.float32) * tl.load(inv_freq_ptr + pair)
+    slot = (tl.load(length_ptr + batch) + token) * HEAD_DIM
     mean_square = (tl.sum(low * low, 1) + tl.sum(high * high, 1)) / HEAD_DIM
     scale = (1.0 / tl.sqrt(mean_square + eps))[:, None]
 
-    slot = (tl.load(length_ptr + batch) + token) * HEAD_DIM
     first_value = NUM_HEADS + (KV_HEADS if HAS_VALUE else 0)
     if first >= first_value:  # the heads of v, or without v_proj those of k
         value_head = (first - first_value + head).to(tl.int64)[:, None]
@@ -133,15 +142,9 @@ def _prepare_qkv_kernel(
         tl.store(target + HALF, high * scale)
 
     if first < NUM_HEADS + KV_HEADS:
-        is_query = first < NUM_HEADS
-        if is_query:
-            weight_ptr = query_weight_ptr
-        else:
-            weight_ptr = key_weight_ptr
         dtype = projected_ptr.dtype.element_ty
-        low = (low * scale * tl.load(weight_ptr + pair)[None, :].to(tl.float32)).to(dtype).to(tl.float32)
-        high = (high * scale * tl.load(weight_ptr + HALF + pair)[None, :].to(tl.float32)).to(dtype).to(tl.float32)
-        angle = (tl.load(start_ptr + batch) + token).to(tl.float32) * tl.load(inv_freq_ptr + pair)
+        low = (low * scale * low_weight).to(dtype).to(tl.float32)
+        high = (high * scale * high_weight).to(dtype).to(tl.float32)
         cos, sin = _cos_sin(angle)
         cos = cos.to(dtype).to(tl.float32)[None, :]
         sin = sin.to(dtype).to(tl.float32)[None, :]

@@ -8,6 +8,7 @@ from dgemma import draws
 from dgemma.prediction import Prediction
 from dgemma_kernels import vocabulary
 from dgemma_kernels.accept import Accepted
+from dgemma_kernels.experts import DenseDown, DenseGateUp
 from dgemma_kernels.router import ExpertTiles
 from dgemma_kernels.vocabulary import VocabularyStatistics
 
@@ -53,7 +54,7 @@ def layer_tail(
     wide = expert_rows.to(torch.promote_types(expert_rows.dtype, torch.float32))
     moe = wide.sum(-2).to(residual.dtype)
     both = rms_norm(dense, dense_weight, eps) + rms_norm(moe, expert_weight, eps)
-    x = (residual + rms_norm(both, post_weight, eps)) * layer_scalar
+    x = (residual + rms_norm(both, post_weight, eps)) * layer_scalar[:, None]
     return x, rms_norm(x, next_weight, eps)
 
 
@@ -79,7 +80,8 @@ def sort_by_expert(index: Tensor, num_experts: int, rows_per_tile: int) -> Exper
     max_tiles = index.numel() // rows_per_tile + min(num_experts, index.numel())
     tiles += [(0, 0, 0)] * (max_tiles - len(tiles))
     table = torch.tensor(tiles, dtype=torch.int32, device=index.device)
-    return ExpertTiles(pairs, table, index.shape[1], rows_per_tile)
+    finished = torch.zeros(max_tiles + 1, dtype=torch.int32, device=index.device)
+    return ExpertTiles(pairs, table, finished, index.shape[1], rows_per_tile)
 
 
 def geglu(gate_up: Tensor) -> Tensor:
@@ -93,30 +95,49 @@ def gate_up_geglu(x: Tensor, gate_up_weight: Tensor) -> Tensor:
     return geglu(x @ gate_up_weight.T)
 
 
-def expert_gate_up(x: Tensor, gate_up_proj: Tensor, tiles: ExpertTiles) -> Tensor:
-    """geglu(x[token] @ gate_up_proj[expert].T) in the order of `tiles.pairs`. (M, D), (E, 2F, D) → (M * A, F)."""
+def expert_gate_up(
+    x: Tensor, gate_up_proj: Tensor, tiles: ExpertTiles, dense: DenseGateUp | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """geglu(x[token] @ gate_up_proj[expert].T) in the order of `tiles.pairs`, and geglu(dense.x @ dense.weight.T).
+
+    (M, D), (E, 2F, D) → (M * A, F) and (M, F').
+    """
     rows = []
     for expert, first, count in tiles.tiles.tolist():
         tokens = tiles.pairs[first : first + count].long() // tiles.num_active
         rows.append(geglu(x[tokens] @ gate_up_proj[expert].T))
-    return torch.cat(rows)
+    return torch.cat(rows), None if dense is None else gate_up_geglu(*dense)
 
 
-def expert_down(hidden: Tensor, down_proj: Tensor, weights: Tensor, tiles: ExpertTiles) -> Tensor:
-    """weights[pair] * (hidden @ down_proj[expert].T) at the pair's place. (M * A, F), (E, D, F), (M, A) → (M, A, D)."""
+def expert_down(
+    hidden: Tensor, down_proj: Tensor, weights: Tensor, tiles: ExpertTiles, dense: DenseDown | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """weights[pair] * (hidden @ down_proj[expert].T) at the pair's place, and dense.hidden @ dense.weight.T.
+
+    (M * A, F), (E, D, F), (M, A) → (M, A, D) and (M, D).
+    """
     out = hidden.new_empty(hidden.shape[0], down_proj.shape[1])
     for expert, first, count in tiles.tiles.tolist():
         pairs = tiles.pairs[first : first + count].long()
         rows = hidden[first : first + count] @ down_proj[expert].T
         out[pairs] = (rows * weights.flatten()[pairs, None]).to(hidden.dtype)
-    return out.view(-1, tiles.num_active, down_proj.shape[1])
+    rows = out.view(-1, tiles.num_active, down_proj.shape[1])
+    return rows, None if dense is None else dense.hidden @ dense.weight.T
 
 
 # The attention half of a layer and the vocabulary side: q/k/v, attention, statistics, samples, acceptance.
 
 
 def attention(
-    queries: Tensor, keys: Tensor, values: Tensor, length: Tensor, *, causal: bool = False, window: int | None = None
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    length: Tensor,
+    *,
+    causal: bool = False,
+    window: int | None = None,
+    canvas_len: int = 0,
+    keep: int = 0,
 ) -> Tensor:
     """T query tokens attend to prefix and themselves. (B, T, N, H), (B, K, capacity, H) twice, (B,) → (B, T, N, H)."""
     num_tokens, group = queries.shape[1], queries.shape[2] // keys.shape[1]
@@ -126,6 +147,10 @@ def attention(
     seen = slot <= last[..., None]  # (B, T, capacity)
     if window is not None:
         seen = seen & (slot > own[..., None] - window)
+    if canvas_len:
+        start = length[:, None, None] + num_tokens - canvas_len  # (B, 1, 1): the canvas's first slot
+        from_canvas = (slot < start + canvas_len) & ((slot >= start - keep) if window is not None else True)
+        seen = torch.where(own[..., None] >= start, from_canvas, seen)
     used = (slot < length[:, None] + num_tokens)[:, None, :, None]  # what lies beyond may be anything, even NaN
     keys = keys.masked_fill(~used, 0.0).repeat_interleave(group, 1)
     values = values.masked_fill(~used, 0.0).repeat_interleave(group, 1)

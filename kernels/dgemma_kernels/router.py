@@ -23,10 +23,12 @@ class ExpertTiles(NamedTuple):
 
     A pair is token * A + k. `pairs`: (M * A,) int32, stable within an expert. `tiles`: (max_tiles, 3) int32 of (expert,
     first row, rows) in order of the first row; as the host knows only a bound on their number, the last have no rows.
+    `finished`: (max_tiles + 1,) int32, zeros, for the experts to count in: a table serves them once.
     """
 
     pairs: Tensor
     tiles: Tensor
+    finished: Tensor
     num_active: int
     rows_per_tile: int
 
@@ -101,10 +103,12 @@ def sort_by_expert(index: Tensor, num_experts: int, rows_per_tile: int) -> Exper
     max_tiles = num_pairs // rows_per_tile + min(num_experts, num_pairs)
     pairs = torch.empty(num_pairs, dtype=torch.int32, device=index.device)
     tiles = torch.empty(max_tiles, 3, dtype=torch.int32, device=index.device)
+    finished = torch.empty(max_tiles + 1, dtype=torch.int32, device=index.device)
     _sort_by_expert_kernel[(num_experts,)](
         index,
         pairs,
         tiles,
+        finished,
         num_pairs,
         max_tiles,
         ROWS=rows_per_tile,
@@ -113,7 +117,7 @@ def sort_by_expert(index: Tensor, num_experts: int, rows_per_tile: int) -> Exper
         num_warps=8,
         **dependent_launch(index.device),
     )
-    return ExpertTiles(pairs, tiles, index.shape[1], rows_per_tile)
+    return ExpertTiles(pairs, tiles, finished, index.shape[1], rows_per_tile)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -193,6 +197,7 @@ def _sort_by_expert_kernel(
     index: tl.tensor,
     pairs: tl.tensor,
     tiles: tl.tensor,
+    finished: tl.tensor,
     num_pairs: tl.tensor,
     max_tiles: tl.tensor,
     ROWS: tl.constexpr,
@@ -231,6 +236,9 @@ def _sort_by_expert_kernel(
         tl.store(entry + 1, first_row + tile * ROWS, mask=tile < my_tiles)
         tl.store(entry + 2, tl.minimum(num_rows - tile * ROWS, ROWS), mask=tile < my_tiles)
     if mine == 0:
+        for start in range(0, max_tiles + 1, 64):
+            tile = start + tl.arange(0, 64)
+            tl.store(finished + tile, tl.zeros([64], tl.int32), mask=tile <= max_tiles)
         for start in range(tl.sum(tile_counts), max_tiles, 64):
             tile = start + tl.arange(0, 64)[:, None]
             field = tl.arange(0, 4)[None, :]

@@ -24,6 +24,8 @@ CALLS = {
     "canvas, full, parts": lambda: run(256, FULL, 2),
     "commit, sliding": lambda: run(256, SLIDING, 2, causal=True, window=1024),
     "commit, full": lambda: run(256, FULL, 2, causal=True),
+    "commit and canvas, sliding": lambda: run(512, SLIDING, 2, causal=True, window=1024, canvas_len=256, keep=1023),
+    "commit and canvas, full": lambda: run(512, FULL, 1, causal=True, canvas_len=256),
     "prompt, sliding": lambda: run(4096, SLIDING, 1, causal=True, window=1024),
     "prompt, full": lambda: run(4096, FULL, 1, causal=True),
 }

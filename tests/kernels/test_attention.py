@@ -10,7 +10,15 @@ from dgemma_kernels.attention import AttentionTile, attention, choose_num_splits
 # float32 sums of at most a hundred terms; float16 rounds the softmax weights and the output, 2**-11 each.
 LIMITS = {torch.float32: 2e-6, torch.float16: 2e-3}
 MODES = pytest.mark.parametrize(
-    "mode", [{}, {"causal": True}, {"causal": True, "window": 9}], ids=["bidirectional", "causal", "window"]
+    "mode",
+    [
+        {},
+        {"causal": True},
+        {"causal": True, "window": 9},
+        {"causal": True, "canvas_len": 5},
+        {"causal": True, "window": 9, "canvas_len": 5, "keep": 8},
+    ],
+    ids=["bidirectional", "causal", "window", "canvas-behind", "canvas-behind-window"],
 )
 # Ragged rows: no prefix at all beside a prefix that fills the buffer; tokens that do not fill a tile of rows.
 TILES = pytest.mark.parametrize(
@@ -85,6 +93,18 @@ def test_window_of_one_returns_each_tokens_own_value(device):
     assert torch.allclose(got[0], values[0, :, 11:17].transpose(0, 1), atol=1e-6)
 
 
+@pytest.mark.parametrize("window", [None, 9], ids=["full", "window"])
+def test_tokens_and_a_canvas_behind_them_see_what_they_see_one_after_the_other(window, device):
+    case = draw([13], num_tokens=11, heads=(2, 1), head_dim=16, capacity=24, dtype=torch.float32)
+    queries, keys, values, length = (tensor.to(device) for tensor in case)
+    keep = 13 + 6 if window is None else window - 1
+    together = attention(queries, keys, values, length, causal=True, window=window, canvas_len=5, keep=keep)
+    tokens = attention(queries[:, :6].contiguous(), keys, values, length, causal=True, window=window)
+    kept = [x[:, :, 13 + 6 - keep :].contiguous() for x in (keys, values)]
+    canvas = attention(queries[:, 6:].contiguous(), *kept, torch.full_like(length, keep))
+    torch.testing.assert_close(together, torch.cat((tokens, canvas), dim=1), rtol=1e-5, atol=1e-5)
+
+
 def test_large_scores_do_not_overflow(device):
     queries, keys, values, length = draw(
         [30], num_tokens=8, heads=(2, 1), head_dim=16, capacity=48, dtype=torch.float32
@@ -136,13 +156,22 @@ def test_canvases_of_any_batch_fill_an_h200_in_one_round():
     ("change", "message"),
     [
         ({"window": 4}, "window must be"),
+        ({"canvas_len": 1}, "canvas_len must be"),
         ({"length": torch.zeros(1)}, "length must be"),
         ({"keys": torch.zeros(1, 2, 8, 24)}, "keys and values must"),
         ({"queries": torch.zeros(1, 2, 3, 16)}, "divisible"),
         ({"queries": torch.zeros(1, 2, 2, 16, dtype=torch.float64)}, "dtype"),
         ({"queries": torch.zeros(1, 9, 2, 16)}, "capacity"),
     ],
-    ids=["window-without-causal", "float-length", "other-head-dim", "odd-heads", "float64", "no-room"],
+    ids=[
+        "window-without-causal",
+        "canvas-without-causal",
+        "float-length",
+        "other-head-dim",
+        "odd-heads",
+        "float64",
+        "no-room",
+    ],
 )
 def test_unsupported_input_raises(change, message):
     arguments = {

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -135,6 +136,28 @@ def test_a_step_can_be_taken_again_from_any_state_and_old_logits_are_refused(mod
     for name, value in kept.items():
         assert torch.equal(getattr(first, name), value)
     assert type(again) is dgemma.DenoiseState
+
+
+def test_a_finished_canvas_is_read_together_with_the_next_one(models):
+    prompt, real = ragged_prompt()
+    block, word = draw_tokens(2, CANVAS, seed=2), draw_tokens(2, 1, seed=6)
+    knobs = Knobs(sampler=dgemma.EntropyBound(), temperature=dgemma.LinearTemperature(), stop=None)
+    seeds = torch.tensor([11, 12], device=prompt.device)
+    start = start_state(knobs, dgemma.UniformNoise(VOCAB), seeds=seeds, canvas_len=CANVAS, num_steps=4)
+    results = []
+    for model in models:
+        cache = model.encode(block, model.encode(prompt, attention_mask=real))
+        waits = getattr(cache, "postponed", None) is not None
+        seen = cache.num_slots, cache.num_seen
+        advance = model.step if hasattr(model, "step") else partial(dgemma.step, model)
+        _, record = advance(start, cache=cache, knobs=knobs)
+        logits = record.prediction.logits
+        assert getattr(cache, "postponed", None) is None
+        assert (cache.num_slots, cache.num_seen) == seen == (7 + CANVAS, 7 + CANVAS)
+        results.append([logits, cache.lengths, model.causal_logits(word, cache)])
+        assert waits is (model is models[1])
+    for want, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, **CLOSE)
 
 
 def test_caches_are_marked_cloned_selected_and_joined_like_the_reference(models):

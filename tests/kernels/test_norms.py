@@ -59,12 +59,12 @@ def test_attention_residual_rounds_where_separate_float16_layers_round(device):
 
 @DTYPES
 @SHAPES
-@pytest.mark.parametrize("num_active", [1, 8])
-def test_layer_tail_matches_float64(shape, dtype, num_active, device):
+@pytest.mark.parametrize(("num_active", "scalars"), [(1, "one"), (8, "one-a-row")])
+def test_layer_tail_matches_float64(shape, dtype, num_active, scalars, device):
     rows = [draw(*shape, dtype=dtype, device=device, seed=seed) for seed in (1, 2)]
     expert_rows = draw(shape[0], num_active, shape[1], dtype=dtype, device=device, seed=3)
     vectors = [draw(shape[1], dtype=dtype, device=device, seed=seed) for seed in (4, 5, 6)]
-    scalar = torch.tensor([0.37], dtype=dtype, device=device)
+    scalar = torch.linspace(0.37, 0.9, 1 if scalars == "one" else shape[0]).to(device, dtype)
     following = draw(shape[1], dtype=dtype, device=device, seed=7)
     arguments = [*rows, expert_rows, *vectors, scalar, following]
     got = norms.layer_tail(*arguments, EPS)
