@@ -415,8 +415,8 @@ def denoise_canvas(
     # Asked of the class: a wrapper around an engine must not step past what it wraps.
     advance: Any = model.step if hasattr(type(model), "step") else partial(step, model)  # type: ignore[attr-defined]
     while True:
+        state, record = advance(state, cache=cache, knobs=knobs)  # nothing before it: the device is waiting
         num_forwards[here] += 1
-        state, record = advance(state, cache=cache, knobs=knobs)
         state, knobs = apply_changes((yield record), state, knobs)
         drafts[here] = state.draft
         ended = state.done | (state.step >= state.num_steps)
