@@ -1,0 +1,105 @@
+"""Sudoku as tokens: the puzzle is the prompt, the solution the canvas, one token a cell in both.
+
+A token of the prompt names its cell and its clue, so a model without absolute positions knows where it is: cell i of
+the canvas finds it 81 tokens back. The canvas is written in nine digit tokens, and clues may be frozen on it.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dgemma import draws
+from dgemma.data.sudoku.puzzles import Puzzles
+from dgemma.data.sudoku.symmetry import NUM_UNIFORMS, equivalents
+from dgemma.train.batch import TrainBatch
+
+NUM_CELLS = 81
+PAD_TOKEN, EOS_TOKEN, MASK_TOKEN = 0, 1, 4  # where the published vocabulary has them
+_FIRST_DIGIT = 4  # the digit d is token 4 + d
+_FIRST_CLUE = 14  # cell c with the clue d (0 for none) is token 14 + 10 c + d
+VOCAB_SIZE = _FIRST_CLUE + 10 * NUM_CELLS
+DIGIT_TOKENS = tuple(range(_FIRST_DIGIT + 1, _FIRST_DIGIT + 10))
+
+
+def prompt_tokens(puzzles: Any) -> Tensor:
+    """Puzzles (B, 81), 0 for a blank → the prompt (B, 81)."""
+    puzzles = torch.as_tensor(puzzles).long()
+    return _FIRST_CLUE + 10 * torch.arange(NUM_CELLS, device=puzzles.device) + puzzles
+
+
+def canvas_tokens(digits: Any) -> Tensor:
+    """Digits (B, 81) → canvas tokens (B, 81), -1 for a blank: `generate` then puts noise there."""
+    digits = torch.as_tensor(digits).long()
+    return torch.where(digits > 0, _FIRST_DIGIT + digits, -1)
+
+
+def canvas_digits(tokens: Tensor) -> Tensor:
+    """Canvas tokens (B, 81) → digits 1 to 9, 0 for any other token."""
+    digits = tokens - _FIRST_DIGIT
+    return torch.where((digits >= 1) & (digits <= 9), digits, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SudokuSource:
+    """Endless training batches out of a pool of puzzles: a `BatchSource`, a pure function of (seed, step, row).
+
+    Each row is a random equivalent of a puzzle from the pool, with further clues put back until there are as many as
+    drawn from `givens`, low ones preferred by `skew`: lowest + span · u^skew. A share `pinned` of the rows keeps its
+    clues on the canvas; the others must write them as well.
+
+    Example: `SudokuSource(pool=generate_puzzles(1024, givens=24, exact=False))(0, range(256)).tokens`.
+    """
+
+    pool: Puzzles
+    seed: int = 0
+    givens: tuple[int, int] = (24, 45)
+    skew: float = 2.0
+    pinned: float = 0.8
+
+    def __post_init__(self) -> None:
+        low, high = self.givens
+        if not 17 <= low <= high <= NUM_CELLS:
+            raise ValueError(f"SudokuSource.givens must be (lowest, highest) within 17 to 81, got {self.givens}.")
+        if self.skew <= 0:
+            raise ValueError(f"SudokuSource.skew must be > 0, got {self.skew}. Use 1 for a uniform number of clues.")
+        if not 0 <= self.pinned <= 1:
+            raise ValueError(f"SudokuSource.pinned must be a probability, got {self.pinned}.")
+
+    def __call__(self, step: int, rows: range) -> TrainBatch:
+        sample = self.sample(step, rows)
+        return TrainBatch(
+            tokens=torch.cat([prompt_tokens(sample.puzzle), canvas_tokens(sample.solution)], dim=1),
+            prompt_len=torch.full((len(rows),), NUM_CELLS),
+            length=torch.full((len(rows),), 2 * NUM_CELLS),
+            pinned=torch.cat([torch.zeros_like(sample.pinned), sample.pinned], dim=1),
+            spans=((NUM_CELLS, 2 * NUM_CELLS),) * len(rows),
+        )
+
+    def sample(self, step: int, rows: range) -> "Sample":
+        """The rows as digits, for whoever writes them in other tokens.
+
+        Example: `source.sample(0, range(8)).puzzle`.
+        """
+        row = torch.arange(rows.start, rows.stop, rows.step)
+        seeds, clock = torch.full_like(row, self.seed), torch.full_like(row, step)
+        pick, more, pin = draws.uniform(seeds, clock, row, 3, "puzzle").unbind(1)
+        chosen = draws.integers(pick, len(self.pool)).numpy()
+        both = torch.stack([torch.from_numpy(a[chosen]) for a in (self.pool.puzzles, self.pool.solutions)], dim=1)
+        moves = draws.uniform(seeds, clock, row, NUM_UNIFORMS, "symmetry")
+        puzzle, solution = equivalents(both, moves).long().unbind(1)  # (B, 81) each
+        low, high = self.givens
+        num_givens = low + draws.integers(more**self.skew, high - low + 1)
+        # Any clue put back leaves the solution unique.
+        order = draws.uniform(seeds, clock, row, NUM_CELLS, "clues").masked_fill(puzzle > 0, -1.0)
+        is_clue = (order.argsort(1).argsort(1) < num_givens[:, None]) | (puzzle > 0)
+        return Sample(torch.where(is_clue, solution, 0), solution, is_clue & (pin < self.pinned)[:, None])
+
+
+class Sample(NamedTuple):
+    """Puzzles (B, 81), 0 for a blank, their solutions (B, 81), and which cells of the canvas are pinned (B, 81)."""
+
+    puzzle: Tensor
+    solution: Tensor
+    pinned: Tensor

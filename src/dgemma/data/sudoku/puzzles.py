@@ -1,0 +1,192 @@
+"""Sudoku puzzles with one solution: full grids, clues removed while it stays unique, bands of difficulty, splits.
+
+A split is a property of the base grid and of all grids equivalent to it, so that no amount of generating, with any
+seed, and no symmetry ever carries a test grid into training.
+"""
+
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dgemma.data.sudoku.solver import ANY_DIGIT, Digits, candidates, search
+from dgemma.data.sudoku.symmetry import class_keys
+
+Split = Literal["train", "validation", "test"]
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+BANDS = {"easy": (40, 81), "medium": (30, 39), "hard": (17, 29)}  # givens, both ends included
+
+_CHUNK = 512  # puzzles made from one stream of random numbers, whoever makes them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Puzzles:
+    """N puzzles and their only solutions, (N, 81) digits row by row; 0 is a blank."""
+
+    puzzles: Digits
+    solutions: Digits
+
+    def __len__(self) -> int:
+        return len(self.puzzles)
+
+    def __getitem__(self, rows: Any) -> "Puzzles":
+        return Puzzles(puzzles=self.puzzles[rows], solutions=self.solutions[rows])
+
+    @property
+    def givens(self) -> NDArray[np.int64]:
+        """How many clues each has, (N,)."""
+        return (self.puzzles > 0).sum(1)
+
+    def band(self, name: str) -> "Puzzles":
+        """Those of one difficulty: "easy" (40 givens and more), "medium" (30 to 39), "hard" (below 30)."""
+        if name not in BANDS:
+            raise ValueError(f"Puzzles.band must be one of {', '.join(BANDS)}, got {name!r}.")
+        low, high = BANDS[name]
+        return self[(self.givens >= low) & (self.givens <= high)]
+
+    def save(self, path: str | Path) -> None:
+        """One line a puzzle: its 81 digits, a space, its solution's.
+
+        Example: `puzzles.save("test.txt")`.
+        """
+        lines = [f"{p} {s}" for p, s in zip(to_text(self.puzzles), to_text(self.solutions), strict=True)]
+        Path(path).write_text("\n".join(lines) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Puzzles":
+        """What `save` wrote."""
+        pairs = [line.split() for line in Path(path).read_text().splitlines()]
+        if not pairs or any(len(pair) != 2 for pair in pairs):
+            raise ValueError(f"Puzzles.load must read lines of a puzzle, a space and its solution, got another {path}.")
+        puzzles, solutions = zip(*pairs, strict=True)
+        return cls(puzzles=parse(puzzles), solutions=parse(solutions))
+
+    @classmethod
+    def join(cls, parts: "list[Puzzles]") -> "Puzzles":
+        """All of them, in this order."""
+        return cls(
+            puzzles=np.concatenate([part.puzzles for part in parts]),
+            solutions=np.concatenate([part.solutions for part in parts]),
+        )
+
+
+def generate_puzzles(
+    count: int,
+    *,
+    givens: int | tuple[int, int] = (24, 45),
+    split: Split = "train",
+    seed: int = 0,
+    exact: bool = True,
+    workers: int = 1,
+) -> Puzzles:
+    """`count` puzzles with one solution, from base grids of one split; the number of clues is uniform over `givens`.
+
+    The same arguments give the same puzzles, however many `workers` (processes) make them. Not `exact`: puzzles that
+    can lose no more clues are kept although they have more than asked for, which saves half the work at 24.
+
+    Example: `generate_puzzles(1000, givens=(30, 45), split="test")`.
+    """
+    low, high = (givens, givens) if isinstance(givens, int) else givens
+    if not 20 <= low <= high <= 81:
+        raise ValueError(
+            f"generate_puzzles givens must lie within 20 to 81, lowest first, got {givens}. With fewer clues random "
+            f"removal finds hardly any puzzle."
+        )
+    if split not in SPLITS:
+        raise ValueError(f"generate_puzzles split must be one of {', '.join(SPLITS)}, got {split!r}.")
+    if count < 1:
+        raise ValueError(f"generate_puzzles count must be >= 1, got {count}.")
+    targets = low + np.arange(count) % (high - low + 1)
+    chunks = np.split(targets, range(_CHUNK, count, _CHUNK))
+    tasks = [(chunk, split, seed, number, exact) for number, chunk in enumerate(chunks)]
+    if workers == 1:
+        parts = [_generate_chunk(*task) for task in tasks]
+    else:
+        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+            parts = list(pool.map(_generate_chunk, *zip(*tasks, strict=True)))
+    return Puzzles.join(parts)
+
+
+def _generate_chunk(targets: NDArray[np.int64], split: Split, seed: int, number: int, exact: bool) -> Puzzles:
+    rng = np.random.default_rng([seed, SPLITS.index(split), number])
+    targets = rng.permutation(targets)
+    made = Puzzles(puzzles=np.zeros((len(targets), 81), np.int8), solutions=np.zeros((len(targets), 81), np.int8))
+    missing = np.arange(len(targets))
+    while missing.size:
+        fresh = dig(rng, _split_grids(rng, missing.size, split), targets[missing])
+        good = (fresh.givens == targets[missing]) | (not exact)
+        made.puzzles[missing[good]], made.solutions[missing[good]] = fresh.puzzles[good], fresh.solutions[good]
+        missing = missing[~good]
+    return made
+
+
+def _split_grids(rng: np.random.Generator, count: int, split: Split) -> Digits:
+    parts: list[Digits] = []
+    while sum(map(len, parts)) < count:
+        grids = full_grids(rng, max(count, 64))
+        parts.append(grids[split_of(grids) == SPLITS.index(split)])
+    return np.concatenate(parts)[:count]
+
+
+def full_grids(rng: np.random.Generator, count: int) -> Digits:
+    """Random full grids, (count, 81): the three boxes of the diagonal at random, the rest by randomised search."""
+    bits = np.full((count, 3, 3, 3, 3), ANY_DIGIT)
+    for box in range(3):
+        digits = rng.random((count, 9)).argsort(1).astype(np.uint16)
+        bits[:, box, :, box, :] = (np.uint16(1) << digits).reshape(count, 3, 3)
+    return search(bits.reshape(count, 81), limit=1, rng=rng).grids
+
+
+def dig(rng: np.random.Generator, grids: Digits, givens: NDArray[Any] | int) -> Puzzles:
+    """Take clues away in random order while the solution stays unique, down to `givens` (N,) of them or to no more.
+
+    A clue can go if its cell, without it, admits no other digit: that is asked of all N grids at once.
+
+    Example: `dig(rng, full_grids(rng, 10), 30).givens`.
+    """
+    num_grids = len(grids)
+    order = rng.random((num_grids, 81)).argsort(1)
+    is_clue = np.ones((num_grids, 81), dtype=np.bool_)
+    for turn in range(81):
+        (rows,) = np.nonzero(is_clue.sum(1) > givens)
+        cell = order[rows, turn]
+        bits = candidates(np.where(is_clue[rows], grids[rows], 0))
+        bits[np.arange(rows.size), cell] = ANY_DIGIT ^ candidates(grids[rows, cell])
+        unique = search(bits, limit=1).counts == 0
+        is_clue[rows[unique], cell[unique]] = False
+    return Puzzles(puzzles=np.where(is_clue, grids, np.int8(0)), solutions=grids)
+
+
+def split_of(grids: NDArray[Any]) -> NDArray[np.int64]:
+    """The split of each full grid (N, 81), an index into SPLITS: 3/4 train, 1/8 validation, 1/8 test.
+
+    A function of the equivalence class: equivalent grids are always in the same split.
+    """
+    # A multiplicative hash (Knuth): the keys' own low bits are far from uniform.
+    share = (class_keys(grids).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(61)
+    train, validation, test = range(3)
+    return np.select([share == 0, share == 1], [test, validation], train)
+
+
+def parse(text: str | list[str] | tuple[str, ...]) -> Digits:
+    """81 characters a puzzle, 0 or . for a blank → (N, 81) digits.
+
+    Example: `parse("53..7...." + "." * 72)`.
+    """
+    lines = [text] if isinstance(text, str) else text
+    for line in lines:
+        if len(line) != 81 or set(line) - set("0123456789."):
+            raise ValueError(
+                f"parse must get 81 characters a puzzle, digits and 0 or . for a blank, got {len(line)}: {line!r}."
+            )
+    joined = "".join(lines).replace(".", "0").encode()
+    return (np.frombuffer(joined, dtype=np.uint8) - ord("0")).astype(np.int8).reshape(-1, 81)
+
+
+def to_text(digits: NDArray[Any]) -> list[str]:
+    """(N, 81) digits → 81 characters each, 0 for a blank."""
+    return ["".join(map(str, row)) for row in digits.tolist()]

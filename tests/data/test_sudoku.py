@@ -1,0 +1,311 @@
+"""Sudoku: what is generated is unique, symmetric as claimed and split for good; tokens say what they should."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+import dgemma
+from dgemma.data import sudoku
+from dgemma.data.sudoku.puzzles import SPLITS, dig, full_grids
+from dgemma.sampling import Confidence
+from dgemma.train.batch import TrainBatch
+
+# From Wikipedia's article on Sudoku, which prints the solution too.
+PUZZLE = "530070000600195000098000060800060003400803001700020006060000280000419005000080079"
+SOLUTION = "534678912672195348198342567859761423426853791713924856961537284287419635345286179"
+# Peter Norvig's "hardest": needs search, naked and hidden singles do not get far.
+HARD = "4.....8.5.3..........7......2.....6.....8.4......1.......6.3.7.5..2.....1.4......"
+
+
+def brute_force(puzzle: np.ndarray, limit: int = 2) -> list[np.ndarray]:
+    """Solutions by plain backtracking, cell by cell, each digit checked against row, column and box."""
+    grid, found = puzzle.reshape(9, 9).copy(), []
+
+    def fits(r, c, d):
+        box = grid[r // 3 * 3 : r // 3 * 3 + 3, c // 3 * 3 : c // 3 * 3 + 3]
+        return d not in grid[r] and d not in grid[:, c] and d not in box
+
+    def fill():
+        blanks = [(sum(fits(r, c, d) for d in range(1, 10)), r, c) for r, c in zip(*np.nonzero(grid == 0), strict=True)]
+        if not blanks:
+            found.append(grid.flatten().copy())
+            return
+        _, r, c = min(blanks)
+        for d in range(1, 10):
+            if len(found) < limit and fits(r, c, d):
+                grid[r, c] = d
+                fill()
+                grid[r, c] = 0
+
+    for r, c in zip(*np.nonzero(grid), strict=True):
+        digit, grid[r, c] = grid[r, c], 0
+        if not fits(r, c, digit):
+            return []
+        grid[r, c] = digit
+    fill()
+    return found
+
+
+def is_solved(grid: np.ndarray) -> bool:
+    square = grid.reshape(9, 9)
+    boxes = square.reshape(3, 3, 3, 3).transpose(0, 2, 1, 3).reshape(9, 9)
+    return all(sorted(line) == list(range(1, 10)) for lines in (square, square.T, boxes) for line in lines)
+
+
+@pytest.fixture(scope="module")
+def some() -> sudoku.Puzzles:
+    return sudoku.generate_puzzles(12, givens=(26, 37), seed=5)
+
+
+def test_solver_finds_the_printed_solution():
+    found = sudoku.solve(sudoku.parse(PUZZLE))
+    assert found.counts.tolist() == [1]
+    assert sudoku.to_text(found.grids) == [SOLUTION]
+
+
+def test_solver_searches_where_singles_do_not_suffice():
+    found = sudoku.solve(sudoku.parse(HARD))
+    assert found.counts.tolist() == [1]
+    assert is_solved(found.grids[0])
+
+
+def test_solver_counts_as_brute_force_does(some):
+    """Unique puzzles, the same with clues missing (several solutions) and with a wrong clue (mostly none)."""
+    rng = np.random.default_rng(0)
+    fewer, wrong = some.puzzles[:4].copy(), some.puzzles[:4].copy()
+    for row in range(4):
+        clues = np.flatnonzero(some.puzzles[row])
+        fewer[row, rng.choice(clues, 2, replace=False)] = 0
+        wrong[row, rng.choice(clues)] = rng.integers(1, 10)
+    puzzles = np.concatenate([some.puzzles[:4], fewer, wrong])
+    expected = [len(brute_force(puzzle)) for puzzle in puzzles]
+    assert sudoku.solve(puzzles).counts.tolist() == expected
+    assert set(expected) == {0, 1, 2}  # or the comparison would say little
+
+
+def test_solver_limit_counts_all_solutions_below_it():
+    """Four cells of two rows, two boxes and two columns with digits 4, 9 crosswise can always be swapped: two ways."""
+    grid = sudoku.parse(SOLUTION)[0].reshape(9, 9).copy()
+    rectangle = next(
+        (a, b, c, d)
+        for a, b in itertools.combinations(range(9), 2)
+        for c, d in itertools.combinations(range(9), 2)
+        if (a // 3 == b // 3) != (c // 3 == d // 3) and grid[a, c] == grid[b, d] and grid[a, d] == grid[b, c]
+    )
+    a, b, c, d = rectangle
+    grid[[a, a, b, b], [c, d, c, d]] = 0
+    assert sudoku.solve(grid.reshape(1, 81), limit=5).counts.tolist() == [2]
+
+
+def test_a_contradiction_has_no_solution():
+    assert sudoku.solve(sudoku.parse("55" + "0" * 79)).counts.tolist() == [0]
+
+
+def test_generated_puzzles_have_one_solution_by_brute_force(some):
+    for puzzle, solution in zip(some.puzzles[:4], some.solutions[:4], strict=True):
+        found = brute_force(puzzle)
+        assert len(found) == 1
+        assert (found[0] == solution).all()
+    assert all(is_solved(grid) for grid in some.solutions)
+    assert ((some.puzzles == 0) | (some.puzzles == some.solutions)).all()
+
+
+def test_givens_are_uniform_over_the_range_asked_for(some):
+    assert sorted(some.givens.tolist()) == list(range(26, 38))
+
+
+def test_digging_to_nothing_leaves_no_clue_to_spare():
+    rng = np.random.default_rng(3)
+    minimal = dig(rng, full_grids(rng, 2), 0)
+    assert (sudoku.solve(minimal.puzzles).counts == 1).all()
+    for row, puzzle in enumerate(minimal.puzzles):
+        clues = np.flatnonzero(puzzle)
+        assert 17 <= len(clues) <= 40  # 17 is the fewest any Sudoku can have
+        without = np.repeat(puzzle[None], len(clues), 0)
+        without[np.arange(len(clues)), clues] = 0
+        assert (sudoku.solve(without).counts == 2).all(), row
+
+
+def test_puzzles_do_not_depend_on_who_makes_them(monkeypatch):
+    monkeypatch.setattr("dgemma.data.sudoku.puzzles._CHUNK", 3)
+
+    class InThisProcess:
+        def __init__(self, *args, **options): ...
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error): ...
+        def map(self, function, *arguments):
+            return reversed([function(*task) for task in reversed(list(zip(*arguments, strict=True)))])
+
+    monkeypatch.setattr("dgemma.data.sudoku.puzzles.ProcessPoolExecutor", InThisProcess)
+    alone, shared = (sudoku.generate_puzzles(7, givens=40, seed=2, workers=workers) for workers in (1, 4))
+    assert (alone.puzzles == shared.puzzles).all()
+    assert (alone.puzzles != sudoku.generate_puzzles(7, givens=40, seed=3).puzzles).any()
+
+
+def test_bands_are_by_givens():
+    givens = np.array([29, 30, 39, 40])
+    solution = sudoku.parse([SOLUTION] * 4)
+    puzzles = sudoku.Puzzles(puzzles=np.where(np.arange(81) < givens[:, None], solution, 0), solutions=solution)
+    assert {name: puzzles.band(name).givens.tolist() for name in sudoku.BANDS} == {
+        "easy": [40],
+        "medium": [30, 39],
+        "hard": [29],
+    }
+
+
+def test_files_keep_puzzles_and_solutions(some, tmp_path):
+    some.save(tmp_path / "some.txt")
+    again = sudoku.Puzzles.load(tmp_path / "some.txt")
+    assert (again.puzzles == some.puzzles).all()
+    assert (again.solutions == some.solutions).all()
+
+
+def test_equivalents_are_puzzles_with_the_equivalent_solution(some):
+    both = torch.stack([torch.from_numpy(some.puzzles), torch.from_numpy(some.solutions)], dim=1)
+    moved = sudoku.equivalents(both, torch.rand(12, 34, generator=torch.Generator().manual_seed(0))).numpy()
+    found = sudoku.solve(moved[:, 0])
+    assert (found.counts == 1).all()
+    assert (found.grids == moved[:, 1]).all()
+    assert ((moved[:, 0] > 0).sum(1) == some.givens).all()
+    assert (moved[:, 1] != some.solutions).any(1).all()
+
+
+def test_equivalents_can_do_each_kind_of_move_alone():
+    """Sorted uniforms change nothing; each part of u then moves what it should and nothing else."""
+    still = torch.cat([torch.arange(9) / 10, *[torch.arange(3) / 10] * 8, torch.zeros(1)])[None]
+    grid = torch.from_numpy(sudoku.parse(SOLUTION))
+    square = grid.view(9, 9)
+    assert (sudoku.equivalents(grid, still) == grid).all()
+
+    def after(**changes):
+        u = still.clone()
+        for where, values in changes.items():
+            u[0, int(where[1:]) : int(where[1:]) + len(values)] = torch.tensor(values)
+        return sudoku.equivalents(grid, u).view(9, 9)
+
+    swapped_labels = after(_0=[0.1, 0.0])
+    assert (swapped_labels == torch.where(square == 1, 2, torch.where(square == 2, 1, square))).all()
+    assert (after(_9=[0.1, 0.0, 0.2]) == square[[3, 4, 5, 0, 1, 2, 6, 7, 8]]).all()  # bands
+    assert (after(_12=[0.1, 0.0, 0.2]) == square[[1, 0, 2, 3, 4, 5, 6, 7, 8]]).all()  # rows of the first band
+    assert (after(_21=[0.1, 0.0, 0.2]) == square[:, [3, 4, 5, 0, 1, 2, 6, 7, 8]]).all()  # stacks
+    assert (after(_30=[0.1, 0.0, 0.2]) == square[:, [0, 1, 2, 3, 4, 5, 7, 6, 8]]).all()  # columns of the last stack
+    assert (after(_33=[0.9]) == square.T).all()
+
+
+def test_equivalent_grids_share_their_class_and_split():
+    rng = np.random.default_rng(1)
+    grids = full_grids(rng, 40)
+    u = torch.rand(200, 34, generator=torch.Generator().manual_seed(2))
+    moved = sudoku.equivalents(torch.from_numpy(grids).repeat(5, 1), u).numpy()
+    keys = sudoku.class_keys(grids)
+    assert (sudoku.class_keys(moved) == np.tile(keys, 5)).all()
+    assert (sudoku.split_of(moved) == np.tile(sudoku.split_of(grids), 5)).all()
+    assert len(set(keys.tolist())) == 40  # and it tells random grids apart
+
+
+def test_a_band_key_is_the_cycle_structure_worked_out_by_hand():
+    """Rows 1 to 9 and the same moved by 3: three cycles of 3. Moved so that 1↔2 and the rest goes round: 2 and 7."""
+    from dgemma.data.sudoku.symmetry import _PARTITIONS, _cycle_type
+
+    row = np.arange(9)[None]
+    by_three = (row + 3) % 9
+    two_and_seven = np.array([[1, 0, 3, 4, 5, 6, 7, 8, 2]])
+    assert _PARTITIONS[_cycle_type(row, by_three)[0]] == (3, 3, 3)
+    assert _PARTITIONS[_cycle_type(by_three, by_three[:, two_and_seven[0]])[0]] == (2, 7)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_splits_share_no_class_of_grids(split, some):
+    made = sudoku.generate_puzzles(2, givens=45, split=split, seed=9)
+    assert (sudoku.split_of(made.solutions) == SPLITS.index(split)).all()
+    if split != "train":
+        assert not set(sudoku.class_keys(made.solutions)) & set(sudoku.class_keys(some.solutions))
+
+
+def test_text_round_trip_and_what_is_refused():
+    assert sudoku.to_text(sudoku.parse([PUZZLE, HARD]))[1] == HARD.replace(".", "0")
+    with pytest.raises(ValueError, match="81 characters"):
+        sudoku.parse(PUZZLE[:-1])
+    with pytest.raises(ValueError, match="81 characters"):
+        sudoku.parse("x" * 81)
+    with pytest.raises(ValueError, match="givens must lie"):
+        sudoku.generate_puzzles(1, givens=(5, 9))
+    with pytest.raises(ValueError, match="split must be"):
+        sudoku.generate_puzzles(1, split="tests")
+
+
+def test_batches_are_equivalents_with_clues_put_back_and_one_solution(some):
+    source = sudoku.SudokuSource(pool=some, seed=3, givens=(38, 45), pinned=0.5)
+    batch = source(4, range(32))
+    clues = batch.tokens[:, :81] - 14 - 10 * torch.arange(81)
+    solution = sudoku.canvas_digits(batch.tokens[:, 81:])
+    found = sudoku.solve(clues.numpy())
+    assert (found.counts == 1).all()
+    assert (found.grids == solution.numpy()).all()
+    assert set((clues > 0).sum(1).tolist()) <= set(range(38, 46))
+    keys = set(sudoku.class_keys(some.solutions).tolist())
+    assert set(sudoku.class_keys(solution.numpy()).tolist()) <= keys
+    assert not batch.pinned[:, :81].any()
+    pinned = batch.pinned[:, 81:]
+    assert set(pinned.any(1).tolist()) == {True, False}
+    assert (pinned == ((clues > 0) & pinned.any(1, keepdim=True))).all()
+
+
+def test_batches_depend_on_step_and_row_alone(some):
+    source = sudoku.SudokuSource(pool=some, seed=3)
+    whole, part = source(7, range(12)), source(7, range(5, 9))
+    assert isinstance(part, TrainBatch)
+    assert (whole.tokens[5:9] == part.tokens).all()
+    assert (whole.pinned[5:9] == part.pinned).all()
+    assert (source(8, range(5, 9)).tokens != part.tokens).any(1).all()
+
+
+def test_skew_prefers_few_clues(some):
+    few, even = (
+        sudoku.SudokuSource(pool=some[some.givens < 30], givens=(30, 50), skew=skew).sample(0, range(400)).puzzle
+        for skew in (3.0, 1.0)
+    )
+    # The mean of 30 + floor(21 u^s) is near 30 + 21 / (s + 1) - 1/2: 34.75 and 40.
+    assert abs((few > 0).sum(1).double().mean() - 34.75) < 1
+    assert abs((even > 0).sum(1).double().mean() - 40) < 1
+
+
+class Oracle:
+    """A denoiser that knows the solutions, and how sure it pretends to be of each cell."""
+
+    def __init__(self, solutions):
+        self.config = dgemma.presets.tiny().replace(vocab_size=sudoku.VOCAB_SIZE, canvas_length=81)
+        self.generation, self.device = dgemma.GenerationDefaults(), torch.device("cpu")
+        self.model = dgemma.DiffusionGemma(self.config)
+        self.targets = sudoku.canvas_tokens(solutions)
+
+    def encode(self, tokens, cache=None, attention_mask=None):
+        return self.model.encode(tokens, cache, attention_mask)
+
+    def denoise(self, canvas, cache, self_cond=None):
+        return dgemma.Prediction(20 * torch.nn.functional.one_hot(self.targets, sudoku.VOCAB_SIZE).float())
+
+
+@pytest.mark.parametrize("keep_clues", [True, False])
+def test_completion_writes_what_the_model_knows(some, keep_clues):
+    oracle = Oracle(some.solutions)
+    sampler = Confidence(greedy=True)
+    done = sudoku.complete(oracle, some.puzzles, keep_clues=keep_clues, sampler=sampler, steps=2, stop=None)
+    scores = done.scores(some.solutions)
+    assert scores == {"exact": 1.0, "cells": 1.0, "clues": 1.0, "steps": 2.0, "most_steps": 2.0}
+
+
+def test_scores_count_grids_cells_and_clues_apart(some):
+    """A model that knows only row 0's puzzle: the other rows keep their clues if frozen, and lose some if not."""
+    oracle = Oracle(np.repeat(some.solutions[:1], len(some), 0))
+    options = {"sampler": Confidence(greedy=True), "steps": 1, "stop": None}
+    kept = sudoku.complete(oracle, some.puzzles, **options).scores(some.solutions)
+    lost = sudoku.complete(oracle, some.puzzles, keep_clues=False, **options).scores(some.solutions)
+    assert kept["exact"] == lost["exact"] == pytest.approx(1 / len(some))
+    assert kept["clues"] == 1.0
+    assert lost["clues"] < 0.5
+    assert kept["cells"] == lost["cells"] < 0.5
