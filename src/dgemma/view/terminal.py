@@ -102,14 +102,13 @@ class View(ABC):
         """A block is finished."""
 
     def _style(self, position: _Position) -> str:
-        """Bold where pinned, a colour by confidence, faint where undecided."""
+        """Bold where pinned, a colour where unsure, faint where sure and yet undecided."""
         if position.pinned:
             return _BOLD
         colour = TERMINAL[min(int((1 - position.confidence) * len(TERMINAL)), len(TERMINAL) - 1)]
-        codes = [] if position.decided else [_FAINT]
         if colour is not None and self.screen.has_colour:
-            codes.append(f"38;5;{colour}")
-        return ";".join(codes)
+            return f"38;5;{colour}"
+        return "" if position.decided else _FAINT
 
 
 class LiveView(View):
