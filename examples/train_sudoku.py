@@ -10,6 +10,7 @@ was ever trained on. After training come a table of samplers, accuracy against s
 import argparse
 import json
 import os
+import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -250,7 +251,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="of training, instead of the size's own")
     parser.add_argument("--minutes", type=float, help="as many training steps as fit, instead of a number")
     parser.add_argument("--batch-size", type=int, help="instead of the size's own")
-    parser.add_argument("--out", type=Path, default=Path("sudoku-run"))
+    parser.add_argument("--out", type=Path, help="where checkpoint, table and plots go; default: a temporary folder")
     parser.add_argument("--puzzles", type=Path, help="a folder that keeps the puzzles, to share or use again")
     parser.add_argument("--workers", type=int, default=min(16, os.cpu_count() or 1), help="processes that make puzzles")
     parser.add_argument("--seed", type=int, default=0)
@@ -260,8 +261,14 @@ def main() -> None:
     args = parser.parse_args()
     size = SIZES[args.size]
     size = replace(size, steps=args.steps or size.steps, batch_size=args.batch_size or size.batch_size)
-    args.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        args.out = args.out or Path(scratch)
+        args.out.mkdir(parents=True, exist_ok=True)
+        run(size, args)
 
+
+def run(size: Size, args: argparse.Namespace) -> None:
+    """Puzzles, training, table, curves: everything is written to `args.out`."""
     began = time.perf_counter()
     folder = args.puzzles or args.out
     pool = puzzles(folder / "pool.txt", size.pool, givens=24, exact=False, split="train", workers=args.workers)
@@ -292,7 +299,10 @@ def main() -> None:
     table[label] = score(model, args.noise, tests, keep_clues=False, **best)
     show(label, table[label])
 
-    curves = {name: accuracy_against_steps(model, args.noise, test, size.max_steps) for name, test in tests.items()}
+    curves = {
+        name: accuracy_against_steps(model, args.noise, test[: size.num_tests // 2], size.max_steps)
+        for name, test in tests.items()
+    }
     plot({f"{label}, {name}": c for name, some in curves.items() for label, c in some.items()}, args.out / "steps.png")
     result.plot(args.out / "loss.png")
     summary = {

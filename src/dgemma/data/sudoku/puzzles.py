@@ -103,7 +103,7 @@ def generate_puzzles(
     targets = low + np.arange(count) % (high - low + 1)
     chunks = np.split(targets, range(_CHUNK, count, _CHUNK))
     tasks = [(chunk, split, seed, number, exact) for number, chunk in enumerate(chunks)]
-    if workers == 1:
+    if workers == 1 or len(tasks) == 1:
         parts = [_generate_chunk(*task) for task in tasks]
     else:
         with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
