@@ -1,6 +1,26 @@
 """Training: objectives, likelihood, adapters, the loop."""
 
+from dgemma.train import recipes
 from dgemma.train.batch import BatchSource, TrainBatch
+from dgemma.train.likelihood import evaluate
+from dgemma.train.loop import TrainConfig, TrainResult, train
+from dgemma.train.lora import LoRA, add_lora, drop_lora, load_lora, merge_lora, save_lora
 from dgemma.train.objective import Objective, Terms
 
-__all__ = ["BatchSource", "Objective", "Terms", "TrainBatch"]
+__all__ = [
+    "BatchSource",
+    "LoRA",
+    "Objective",
+    "Terms",
+    "TrainBatch",
+    "TrainConfig",
+    "TrainResult",
+    "add_lora",
+    "drop_lora",
+    "evaluate",
+    "load_lora",
+    "merge_lora",
+    "recipes",
+    "save_lora",
+    "train",
+]

@@ -103,6 +103,7 @@ class Objective:
                 raise ValueError(f"Objective.{name} must be one of {choices}, got {getattr(self, name)!r}.")
         if self.canvas_len < 1:
             raise ValueError(f"Objective.canvas_len must be at least 1, got {self.canvas_len}.")
+        object.__setattr__(self, "t_range", tuple(self.t_range))
         low, high = self.t_range
         if not 0 <= low <= high <= 1:
             raise ValueError(f"Objective.t_range must satisfy 0 <= low <= high <= 1, got {self.t_range}.")
@@ -118,7 +119,17 @@ class Objective:
         self._check_loss()
 
     def _check_loss(self) -> None:
-        """Losses that the noise has no formula for."""
+        """Losses that the noise has no formula for, and switches that the loss would not read."""
+        is_bound = self.decoder_loss == "nelbo"
+        if self.weights != "exact" and not is_bound:
+            raise ValueError(f"Objective.weights must be 'exact' but for decoder_loss 'nelbo', got {self.weights!r}.")
+        if self.parametrisation != "mean" and (not is_bound or self.noise.kind == "mask"):
+            raise ValueError(
+                f"Objective.parametrisation must be 'mean' but for the bounds of uniform and hybrid noise, got "
+                f"{self.parametrisation!r}. Cross-entropy of such logits is decoder_loss 'leave_one_out'."
+            )
+        if self.propose_mask and (self.noise.mask_token is None or (is_bound and self.noise.kind == "hybrid")):
+            raise ValueError(f"Objective.propose_mask must be False with {self.decoder_loss!r} of {self.noise!r}.")
         if self.weights == "dynamic" and self.noise.kind != "hybrid":
             raise ValueError(f"Objective.weights 'dynamic' must come with HybridNoise, got {self.noise!r}.")
         if self.decoder_loss == "leave_one_out" and self.noise.kind != "uniform":
@@ -126,14 +137,14 @@ class Objective:
                 f"Objective.decoder_loss 'leave_one_out' must come with UniformNoise, got {self.noise!r}. A mask says "
                 "nothing of its token, so there both losses are one: use 'cross_entropy'."
             )
-        if self.decoder_loss == "nelbo" and self.scored == "noised":
+        if is_bound and self.scored == "noised":
             raise ValueError("Objective.scored must be 'all' with decoder_loss 'nelbo', whose weights say what counts.")
         if self.allowed is None:
             return
         object.__setattr__(self, "allowed", tuple(self.allowed))
         if not self.allowed or not all(0 <= token < self.noise.vocab_size for token in self.allowed):
             raise ValueError(f"Objective.allowed must hold ids in [0, {self.noise.vocab_size}), got {self.allowed}.")
-        if self.decoder_loss == "nelbo" and self.noise.kind != "mask":
+        if is_bound and self.noise.kind != "mask":
             raise ValueError(
                 "Objective.allowed must be None with the bounds of uniform and hybrid noise, which are over the whole "
                 "vocabulary. Use a model whose vocabulary is the allowed set."
