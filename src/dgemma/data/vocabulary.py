@@ -1,0 +1,53 @@
+"""A tokenizer for a corpus of your own: byte-level byte-pair encoding with the published special ids."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from dgemma.tokenizer import Tokenizer
+
+# In the order of their published ids: 0 to 4.
+SPECIAL_TOKENS = ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>")
+_NUM_BYTES = 256
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, out: str | Path) -> Tokenizer:
+    """Learn a tokenizer of exactly `vocab_size` ids from texts, and save it in the folder `out`.
+
+    Any text survives encoding and decoding, since all bytes are tokens; digits are never merged. transformers'
+    AutoTokenizer reads the folder too.
+
+    Example: `train_tokenizer(["once upon a time", ...], vocab_size=4096, out="checkpoint")`.
+    """
+    from tokenizers import Tokenizer as Trained
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    smallest = len(SPECIAL_TOKENS) + _NUM_BYTES
+    if vocab_size < smallest:
+        raise ValueError(
+            f"train_tokenizer vocab_size must be at least {smallest}, for every byte and special token, "
+            f"got {vocab_size}."
+        )
+    trained = Trained(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    trained.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    trained.train_from_iterator(texts, trainer)
+    found = trained.get_vocab_size()
+    if found != vocab_size:
+        raise ValueError(
+            f"train_tokenizer vocab_size must be reachable from the texts, got {vocab_size} where they give {found}. "
+            "Give more text, or ask for fewer ids."
+        )
+    pad, eos, bos, unk, mask = SPECIAL_TOKENS
+    PreTrainedTokenizerFast(
+        tokenizer_object=trained, pad_token=pad, eos_token=eos, bos_token=bos, unk_token=unk, mask_token=mask
+    ).save_pretrained(str(out))
+    return Tokenizer.from_pretrained(out)

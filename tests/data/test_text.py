@@ -1,0 +1,257 @@
+"""Text files become rows: lossless, each document apart, every row a function of its number."""
+
+import json
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from dgemma import DiffusionGemma, UniformNoise, presets
+from dgemma.data.text import Document, PromptSource, TextSource, TokenFile, permute, read_documents, scan
+from dgemma.data.vocabulary import train_tokenizer
+from dgemma.tokenizer import ByteTokenizer, Tokenizer
+from dgemma.train.objective import Objective
+
+BOS, EOS = 2, 1
+
+
+@pytest.fixture
+def letters(tmp_path):
+    """26 documents: "a" once, "b" twice, and so on, so that a token says which document it is from."""
+    documents = [Document(chr(97 + n) * (n + 1)) for n in range(26)]
+    return TokenFile.write(documents, ByteTokenizer(), tmp_path / "letters")
+
+
+def source_of(file, **changes):
+    return TextSource(**{"file": file, "canvas_len": 8, "num_canvases": 3, "batch_size": 6, **changes})
+
+
+def test_text_files_are_read_document_by_document(tmp_path):
+    (tmp_path / "b.txt").write_text("one\ftwo\n\f  \f\nthree")
+    (tmp_path / "a.jsonl").write_text('{"prompt": "2+2", "answer": "4"}\n\n{"text": "plain"}\n')
+    assert list(read_documents(tmp_path, separator="\f")) == [
+        Document("4", "2+2"),
+        Document("plain"),
+        Document("one"),
+        Document("two\n"),
+        Document("\nthree"),
+    ]
+
+
+def test_a_separator_across_two_reads_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr("dgemma.data.text._CHUNK", 4)
+    (tmp_path / "a.txt").write_text("abc<end>défg<end>h", encoding="utf-8")
+    assert [d.text for d in read_documents(tmp_path / "a.txt", separator="<end>")] == ["abc", "défg", "h"]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("empty.txt", b"", "must hold text"),
+        ("blank.txt", b" \n\n ", "must hold text"),
+        ("latin.txt", "café".encode("latin-1"), "latin.txt must be UTF-8"),
+        ("list.jsonl", b'["text"]\n', "list.jsonl:1 must be an object"),
+        ("number.jsonl", b'{"text": "a"}\n{"prompt": "b", "answer": 3}\n', "number.jsonl:2 must be an object"),
+        ("broken.jsonl", b'{"text": \n', "broken.jsonl:1 must be a JSON object"),
+    ],
+)
+def test_a_file_that_is_no_text_is_named_with_the_place(tmp_path, name, data, message):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ValueError, match=message):
+        list(read_documents(tmp_path / name))
+
+
+def test_missing_files_and_empty_folders_are_named(tmp_path):
+    for path in (tmp_path, tmp_path / "nothing.txt"):
+        with pytest.raises(FileNotFoundError, match=str(path)):
+            list(read_documents(path))
+    with pytest.raises(FileNotFoundError, match=r"TokenFile\.write"):
+        TokenFile.open(tmp_path)
+    with pytest.raises(ValueError, match="at least one"):
+        TokenFile.write([], ByteTokenizer(), tmp_path / "none")
+
+
+def test_token_files_hold_what_was_written(tmp_path):
+    tokenizer = ByteTokenizer()
+    documents = [Document("é", "ask"), Document("long " * 50)]
+    TokenFile.write(documents, tokenizer, tmp_path)
+    file = TokenFile.open(tmp_path)
+    assert (file.num_documents, file.num_bytes) == (2, 2 + 250)  # é is two bytes; prompts are not counted
+    assert file.document(0).tolist() == [
+        BOS,
+        *tokenizer.encode("ask", bos=False),
+        *tokenizer.encode("é", bos=False),
+        EOS,
+    ]
+    assert file.prompt_len.tolist() == [4, 1]
+    assert tokenizer.decode(file.document(1)) == documents[1].text
+    with (tmp_path / "tokens.bin").open("ab") as tokens:
+        tokens.write(b"\0\0")
+    with pytest.raises(ValueError, match="Write it again"):
+        TokenFile.open(tmp_path)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 16, 17, 1000])
+def test_every_epoch_is_an_order_of_its_own(size):
+    index = torch.arange(size)
+    orders = [permute(index, size, seed=0, epoch=torch.full_like(index, epoch)).tolist() for epoch in range(3)]
+    for order in orders:
+        assert sorted(order) == list(range(size))
+    if size >= 16:
+        assert len(set(map(tuple, orders))) == 3
+        assert orders[0] != permute(index, size, seed=1, epoch=torch.zeros_like(index)).tolist()
+
+
+def test_a_row_depends_on_its_number_alone(letters):
+    whole = source_of(letters)(5, range(6))
+    parts = [source_of(letters)(5, rows) for rows in (range(1), range(1, 4), range(4, 6))]
+    for name in ("tokens", "prompt_len", "length", "pinned", "documents"):
+        assert torch.equal(getattr(whole, name), torch.cat([getattr(part, name) for part in parts]))
+    assert not torch.equal(whole.tokens, source_of(letters, seed=1)(5, range(6)).tokens)
+
+
+def rows_of_an_epoch(source):
+    steps = -(-source.num_rows // source.batch_size)
+    for step in range(steps):
+        batch = source(step, range(source.batch_size))
+        for row in range(min(source.batch_size, source.num_rows - step * source.batch_size)):
+            yield batch.select(slice(row, row + 1))
+
+
+def test_rows_start_one_stride_apart_so_that_an_epoch_meets_all_text(letters):
+    # One long document: no fill, no beginnings to jump to, so the rows partition what the offset leaves.
+    file = TokenFile(
+        tokens=np.arange(2000, dtype=np.uint16),
+        starts=np.array([0, 2000]),
+        prompt_len=np.array([1]),
+        num_bytes=2000,
+        vocab_size=2000,
+        eos_token_id=EOS,
+    )
+    starts = sorted(int(row.tokens[0, 0]) for row in rows_of_an_epoch(source_of(file)))
+    assert len(starts) == 2000 // 24
+    assert {later - first for first, later in pairwise(starts)} <= {24, 2000 % 24 + 24}
+
+
+def test_no_canvas_holds_two_documents_and_each_ends_filled(letters):
+    for row in rows_of_an_epoch(source_of(letters)):
+        prompt, length = int(row.prompt_len), int(row.length)
+        tokens, documents = row.tokens[0].tolist(), row.documents[0].tolist()
+        assert (length - prompt) % 8 == 0
+        for start in range(prompt, length, 8):
+            assert len(set(documents[start : start + 8])) == 1
+        for number in set(documents[:length]):
+            text = [t for t, d in zip(tokens[:length], documents[:length], strict=True) if d == number]
+            assert len({t for t in text if t > 4}) <= 1  # one letter: one document
+            if EOS in text:
+                assert set(text[text.index(EOS) :]) == {EOS}
+
+
+def test_a_document_inside_a_row_begins_with_a_pinned_begin_of_text(letters):
+    pins = 0
+    for row in rows_of_an_epoch(source_of(letters)):
+        where = row.pinned[0].nonzero()[:, 0]
+        pins += len(where)
+        assert (row.tokens[0, where] == BOS).all()
+        assert int(row.prompt_len) <= int(where.min()) if len(where) else True
+        # Nowhere else is there one, but at the start of a row, as a prompt.
+        others = ((row.tokens[0] == BOS) & ~row.pinned[0]).nonzero()[:, 0].tolist()
+        assert others in ([], [0])
+    assert pins > 5
+
+
+def test_contexts_of_all_lengths_come_in_batches_of_one_shape(letters):
+    seen = set()
+    for step in range(40):
+        batch = source_of(letters)(step, range(6))
+        assert batch.tokens.shape == (6, 1 + 24)
+        assert int(batch.length.max()) == 25
+        seen |= set(batch.prompt_len.tolist())
+    assert seen == set(range(1, 9))
+
+
+def test_packed_rows_cost_what_their_documents_cost_alone(tmp_path):
+    """Another text in the row changes nothing: the objective is told where documents end."""
+    torch.manual_seed(0)
+    model = DiffusionGemma(presets.tiny().replace(canvas_length=8), dtype=torch.float64)
+    objective = Objective(noise=UniformNoise(512), canvas_len=8, canvases="all")
+    rows = []
+    for other in ("x" * 30, "y" * 30):
+        file = TokenFile.write([Document("abcdefgh"), Document(other)], ByteTokenizer(), tmp_path / other[0])
+        source = source_of(file, num_canvases=4, batch_size=1)
+        row = next(
+            s for s in (source(step, range(1)) for step in range(50)) if s.tokens[0, 0] == BOS and s.tokens[0, 1] < 230
+        )
+        rows.append(row)
+    # The first document is eight letters and an end: two canvases. The rest of the row is the other's.
+    first, second = (objective._cut(row, torch.zeros(1, dtype=torch.int64)) for row in rows)
+    assert first.x[0, :2].tolist() == second.x[0, :2].tolist()
+    assert first.x[0, 2:].tolist() != second.x[0, 2:].tolist()
+    hidden = []
+    for cut in (first, second):
+        noised = objective._noise(cut, torch.zeros(1, dtype=torch.int64))
+        clean = objective._read(model, cut)
+        hidden.append(objective._denoise(model, cut, noised, clean.first(cut.prefix_len)))
+    torch.testing.assert_close(hidden[0][:, :2], hidden[1][:, :2], rtol=0, atol=1e-12)
+
+
+def test_prompts_and_answers_get_a_row_each_and_cuts_are_marked(tmp_path):
+    documents = [Document("4", "2+2="), Document("a very long answer", "why?")]
+    file = TokenFile.write(documents, ByteTokenizer(), tmp_path)
+    batch = PromptSource(file=file, max_len=12, batch_size=2)(0, range(2))
+    order = batch.tokens[:, 1].argsort()  # "2" before "w"
+    assert batch.prompt_len[order].tolist() == [5, 5]
+    assert batch.length[order].tolist() == [7, 12]
+    assert batch.truncated[order].tolist() == [False, True]
+    assert ByteTokenizer().decode(batch.tokens[order[0], :7]) == "2+2=4"
+    with pytest.raises(ValueError, match="longest prompt, 5 tokens, got 5"):
+        PromptSource(file=file, max_len=5, batch_size=2)
+
+
+def test_a_scan_scores_every_token_once_with_its_context(letters):
+    batch = scan(letters, row_len=8, context=5)
+    scored = []
+    for tokens, prompt, length in zip(
+        batch.tokens.tolist(), batch.prompt_len.tolist(), batch.length.tolist(), strict=True
+    ):
+        assert 1 <= prompt <= 5
+        scored += tokens[prompt:length]
+    expected = [t for number in range(26) for t in letters.document(number)[1:].tolist()]
+    assert scored == expected
+    assert int((~batch.truncated).sum()) == 26  # each document ends once
+
+
+def test_a_row_must_fit_the_text(tmp_path):
+    file = TokenFile.write([Document("short")], ByteTokenizer(), tmp_path)
+    with pytest.raises(ValueError, match="at least one row of 24 tokens, got 7"):
+        source_of(file)
+
+
+STORY = ["The cat sat on the mat, and the dog sat by the cat. " * 20, "In 1984 there were 1984 cats."]
+
+
+def test_a_trained_tokenizer_loses_nothing(tmp_path):
+    tokenizer = train_tokenizer(STORY, 285, tmp_path)
+    for text in ("the cat", " héé\t\r\n\n 中文 🙂", "\x00\x7f", "x" * 100, "1984<mask>"):
+        assert tokenizer.decode(tokenizer.encode(text, bos=False), skip_special=False) == text
+    assert len(tokenizer.encode(" the cat", bos=False)) <= 2
+    assert len(tokenizer.encode("1984", bos=False)) == 4  # digits stay apart, often as they were met together
+
+
+def test_a_trained_tokenizer_has_the_published_ids_here_and_in_transformers(tmp_path):
+    from transformers import AutoTokenizer
+
+    train_tokenizer(STORY, 285, tmp_path)
+    ours, theirs = Tokenizer.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert ours.vocab_size == len(theirs) == 285
+    assert (ours.pad_token_id, ours.eos_token_id, ours.bos_token_id, ours.mask_token_id) == (0, 1, 2, 4)
+    assert theirs.encode(STORY[1], add_special_tokens=False) == ours.encode(STORY[1], bos=False)
+
+
+def test_a_vocabulary_that_the_text_cannot_fill_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="at least 261"):
+        train_tokenizer(STORY, 260, tmp_path)
+    with pytest.raises(ValueError, match="Give more text"):
+        train_tokenizer(["ab"], 1000, tmp_path)
+    assert json.dumps([p.name for p in tmp_path.iterdir()]) == "[]"
