@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import dgemma
@@ -135,35 +136,34 @@ def fit(model: dgemma.DiffusionGemma, noise: str, size: Size, pool: sudoku.Puzzl
         ema_decay=0.999,
         precision="mixed" if args.device == "cuda" else "weights",
         compile=args.compile,
-        checkpoint_every=size.steps,
-        log_every=min(100, size.steps),
+        checkpoint_every=10**9,  # the last step only, and where the run stops
+        log_every=min(20, size.steps),
         seed=args.seed,
         progress=args.progress,
     )
-    if args.minutes:
-        config = replace(config, steps=steps_in(args.minutes, model, noise, source, config, args.out))
-    began = time.perf_counter()
+    objective = make_objective(noise)
+    if not args.minutes:
+        return train(model, objective, source, config, out=args.out / "run")
+    # The schedule must end when the time does, whatever else runs on the GPU: plan again as the pace shows itself.
+    budget, began = 60 * args.minutes, time.perf_counter()
+    for share in (0.1, 0.3, 0.6, 0.85, 1.1):
+        clock: list[float] = []
 
-    def too_late(record: StepRecord) -> bool:
-        """What else runs on the GPU may slow us down; the schedule then ends before its last step."""
-        return bool(args.minutes) and time.perf_counter() - began > 66 * args.minutes
+        def overdue(record: StepRecord, clock: list[float] = clock, share: float = share) -> bool:
+            clock.append(time.perf_counter())
+            return len(clock) > 10 and clock[-1] - began > share * budget
 
-    return train(model, make_objective(noise), source, config, out=args.out / "run", on_step=too_late)
-
-
-def steps_in(minutes: float, model: Any, noise: str, source: Any, config: TrainConfig, out: Path) -> int:
-    """How many steps fit: a short run on a copy, of which the second half is timed."""
-    clock: list[float] = []
-
-    def tick(record: StepRecord) -> None:
-        record.loss.item()
-        clock.append(time.perf_counter())
-
-    trial = dgemma.DiffusionGemma(model.config, device=model.device)
-    train(trial, make_objective(noise), source, replace(config, steps=60, warmup=0), out=out / "trial", on_step=tick)
-    seconds = (clock[-1] - clock[29]) / 30
-    print(f"{seconds * 1000:.0f} ms a step, {config.batch_size / seconds:.0f} puzzles/s", flush=True)
-    return max(1, int(60 * minutes / seconds))
+        result = train(model, objective, source, config, out=args.out / "run", on_step=overdue, allow_changes=True)
+        if not result.interrupted:
+            break
+        now, middle = time.perf_counter(), len(clock) // 2
+        pace = (clock[-1] - clock[middle]) / (len(clock) - 1 - middle)
+        steps = result.step + max(1, int((budget - (now - began)) / pace))
+        print(
+            f"{now - began:.0f} s: step {result.step} of {steps}, {config.batch_size / pace:.0f} puzzles/s", flush=True
+        )
+        config = replace(config, steps=steps)
+    return result
 
 
 def samplers(noise: str, max_steps: int) -> dict[str, dict[str, Any]]:
@@ -254,6 +254,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="where checkpoint, table and plots go; default: a temporary folder")
     parser.add_argument("--puzzles", type=Path, help="a folder that keeps the puzzles, to share or use again")
     parser.add_argument("--workers", type=int, default=min(16, os.cpu_count() or 1), help="processes that make puzzles")
+    parser.add_argument("--prepare-only", action="store_true", help="make the puzzles, and stop")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default=device)
     parser.add_argument("--compile", action="store_true", help="compile the layers: longer to start, faster after")
@@ -278,6 +279,8 @@ def run(size: Size, args: argparse.Namespace) -> None:
     }
     num_tests, seconds = sum(map(len, tests.values())), time.perf_counter() - began
     print(f"{len(pool)} puzzles to train on, {num_tests} to test: {seconds:.0f} s", flush=True)
+    if args.prepare_only:
+        return
 
     model = make_model(size, args.device)
     head = "".join(f"{name:>16}" for name in tests)
@@ -305,6 +308,7 @@ def run(size: Size, args: argparse.Namespace) -> None:
     }
     plot({f"{label}, {name}": c for name, some in curves.items() for label, c in some.items()}, args.out / "steps.png")
     result.plot(args.out / "loss.png")
+    trained = sudoku.class_keys(pool.solutions)
     summary = {
         "noise": args.noise,
         "parameters": model.num_parameters(),
@@ -314,6 +318,10 @@ def run(size: Size, args: argparse.Namespace) -> None:
         "puzzles_per_second": result.tokens_per_second / (2 * sudoku.NUM_CELLS),
         "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
         "base_puzzles": len(pool),
+        # Different keys prove that no symmetry takes one grid to the other.
+        "test_grids_with_a_key_trained_on": sum(
+            int(np.isin(sudoku.class_keys(test.solutions), trained).sum()) for test in tests.values()
+        ),
         "table": table,
         "accuracy_against_steps": curves,
     }
