@@ -152,6 +152,8 @@ class CapturedStep:
     """`dgemma.step` over static tensors, and the soft embedding that the next step is conditioned on.
 
     With `postponed` tokens (B, C) the forward also reads these into the tail of the buffers, in front of the canvas.
+    `load` what a step starts from, `replay` it, take its `results`; after `soften` the state that the step led to is
+    loaded.
     """
 
     def __init__(
@@ -203,22 +205,42 @@ class CapturedStep:
                 "Write it as pure tensor code (no .item(), no if on a tensor, no boolean indexing)."
             ) from error
         self._prediction = kept[0]
-        self._soft = Replay(lambda: engine._soft_embedding(self._unread()), device, memory)
+        loaded = dict(zip(STATE_INPUTS, tree_unflatten(self._inputs, form), strict=True))
+        led_to = self._replay.result[0]
+        before, form_before = tree_flatten([loaded[name] for name in led_to])
+        after, form_after = tree_flatten(list(led_to.values()))
+        # Else the next step is another graph.
+        self.keeps_form = form_before == form_after and list_shapes(before) == list_shapes(after)
+        given = {id(x) for x in self._inputs if isinstance(x, Tensor)}
+
+        def soften() -> Tensor:
+            signal = engine._soft_embedding(self._unread())
+            self._signal.copy_(signal.view_as(self._signal))
+            if self.keeps_form:
+                # An input that stands for another is read before it is written over.
+                new = [x.clone() if id(x) in given else x for x in after]
+                copy_groups(before, new, _by_dtype(new))
+            return signal
+
+        self._soft = Replay(soften, device, memory)
+        self._soft.replay()  # what it did for capture it did from no step
         results, self._form = tree_flatten(self._replay.result[:3])
         self._origins, self._computed = _origins(results, self._inputs)
         self._input_groups = _by_dtype(self._inputs)
         self._output_groups = _by_dtype(self._computed)
 
-    def __call__(
-        self, leaves: list, postponed: Tensor | None, signal: Tensor | None
-    ) -> tuple[dict[str, Any], dict[str, Any], FusedPrediction]:
-        """The state's and the record's tensors after a step from `leaves`."""
+    def load(self, leaves: list, postponed: Tensor | None, signal: Tensor | None) -> None:
         if self._postponed is not None and postponed is not None:
             self._postponed.copy_(postponed)
         copy_groups(self._inputs, leaves, self._input_groups)
         fill(self._signal, signal)
+
+    def replay(self) -> None:
         self._logits.version += 1
         self._replay.replay()
+
+    def results(self, leaves: list) -> tuple[dict[str, Any], dict[str, Any], FusedPrediction]:
+        """The state's and the record's tensors after the step from `leaves`, in tensors of their own."""
         fresh = [torch.empty_like(source) for source in self._computed]
         copy_groups(fresh, self._computed, self._output_groups)
         where = {"computed": fresh.__getitem__, "given": leaves.__getitem__, "constant": lambda value: value}
@@ -226,7 +248,7 @@ class CapturedStep:
         after, record, statistics = tree_unflatten(results, self._form)
         return after, record, self._prediction.after_replay(statistics)
 
-    def soft_embedding(self) -> Tensor:
+    def soften(self) -> Tensor:
         """The soft embedding (B, C, D) of the last replay, while no other graph has run since."""
         self._soft.replay()
         return self._soft.result.clone()
@@ -237,6 +259,11 @@ class CapturedStep:
         if self._prediction._shaping is not None:
             prediction.__dict__.update(_shaping=self._prediction._shaping, _sweep=self._prediction._sweep)
         return prediction
+
+
+def list_shapes(leaves: list) -> tuple[Any, ...]:
+    """What a graph over these leaves is captured for: shapes and dtypes, and what is no tensor itself."""
+    return tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves)
 
 
 def fill(static: Tensor, signal: Tensor | None) -> None:

@@ -25,30 +25,17 @@ class Tile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DenseTile:
-    """The dense MLP's programs among the experts': tokens of a program, and loads in flight; else as their tile."""
-
-    rows: int
-    stages: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class ExpertConfig:
-    """How the experts run for batches of up to `max_tokens` tokens: rows of a tile, and the two products' tiles.
-
-    The dense MLP's two products run inside the experts' where they have tiles here, else beside them by library.
-    """
+    """How the experts run for batches of up to `max_tokens` tokens: rows of a tile, and the two products' tiles."""
 
     max_tokens: int
     rows: int
     gate_up: Tile
     down: Tile
-    dense: tuple[DenseTile, DenseTile] | None = None
 
     def __post_init__(self) -> None:
-        for rows in (self.rows, *(tile.rows for tile in self.dense or ())):
-            if rows < 16 or rows & (rows - 1):
-                raise ValueError(f"ExpertConfig.rows must be powers of two >= 16, got {rows}.")
+        if self.rows < 16 or self.rows & (self.rows - 1):
+            raise ValueError(f"ExpertConfig.rows must be a power of two >= 16, got {self.rows}.")
 
 
 _ANY = 1 << 62
@@ -81,7 +68,6 @@ EXPERTS: dict[str, tuple[ExpertConfig, ...]] = {
             rows=32,
             gate_up=Tile(cols=64, depth=64, warps=4, stages=8),
             down=Tile(cols=64, depth=64, warps=4, stages=3),
-            dense=(DenseTile(rows=128, stages=4), DenseTile(rows=64, stages=3)),
         ),
         ExpertConfig(
             max_tokens=768,

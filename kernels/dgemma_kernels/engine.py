@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 
 from dgemma.config import Conventions, GenerationDefaults, ModelConfig
@@ -23,7 +23,7 @@ from dgemma.prediction import Prediction, SoftCap
 from dgemma.state import DenoiseState
 from dgemma_kernels import draws
 from dgemma_kernels.cache import BufferPool, CacheBuffers, FusedCache
-from dgemma_kernels.captured import STATE_INPUTS, CapturedDenoise, CapturedRead, CapturedStep, fill
+from dgemma_kernels.captured import STATE_INPUTS, CapturedDenoise, CapturedRead, CapturedStep, fill, list_shapes
 from dgemma_kernels.forward import Forward
 from dgemma_kernels.graphs import remembered
 from dgemma_kernels.prediction import FusedPrediction, Logits
@@ -59,6 +59,22 @@ def accelerate(model: DiffusionGemma, weights: str = "bf16") -> "FusedDenoiser":
     return FusedDenoiser(model)
 
 
+class _LastStep:
+    """The step taken last. What it led to is loaded already: to take the next from there, nothing is copied."""
+
+    def __init__(self, state: DenoiseState, knobs: Knobs, buffers: CacheBuffers, captured: CapturedStep) -> None:
+        self._state, self._knobs, self._buffers, self.captured = weakref.ref(state), knobs, buffers, captured
+        leaves = tree_leaves([getattr(state, name) for name in STATE_INPUTS])
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        self._can_go_on = captured.keeps_form and not any(x.is_inference() for x in tensors)
+        self._versions = [(x, x._version) for x in tensors] if self._can_go_on else []
+
+    def led_to(self, state: DenoiseState, knobs: Knobs, buffers: CacheBuffers) -> bool:
+        """Whether `state` is its result, not written to since, and goes on under the same knobs over these buffers."""
+        same = self._state() is state and self._knobs is knobs and self._buffers is buffers
+        return same and self._can_go_on and all(x._version == version for x, version in self._versions)
+
+
 class FusedDenoiser:
     """What `accelerate` returns. Batches of any size; predictions of `step` are readable until the next step."""
 
@@ -71,12 +87,7 @@ class FusedDenoiser:
         self._forward = Forward(model.config, take_weights(model))
         self._pool = BufferPool(model.config, model.conventions, model.device, model.dtype)
         self._logits: dict[tuple[int, int], Logits] = {}
-        self._last: tuple[Any, ...] = (
-            lambda: None,
-            None,
-            None,
-            None,
-        )  # the step taken last, which is often taken again
+        self._last: _LastStep | None = None
         # The last step's prediction, as long as someone holds it, and the step that can compute its soft embedding.
         self._unsoftened: tuple[Any, CapturedStep | None] = (lambda: None, None)
         self._graph_memory = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
@@ -96,6 +107,12 @@ class FusedDenoiser:
     @property
     def dtype(self) -> torch.dtype:
         return self._model.dtype
+
+    @staticmethod
+    def uniform(seeds: Tensor, block: Tensor, step: Tensor, num_positions: int, purpose: str) -> Tensor:
+        """`dgemma.draws.uniform`, bit for bit, in one launch."""
+        seeds, block, step = (x.long().contiguous() for x in (seeds, block, step))
+        return draws.uniform(seeds, block, step, num_positions, purpose)
 
     def new_cache(self, batch_size: int) -> FusedCache:
         """An empty prefix for `batch_size` rows."""
@@ -156,24 +173,29 @@ class FusedDenoiser:
 
         Example: `state, record = fast.step(state, cache=cache, knobs=knobs)`.
         """
+        self._soften()  # before anything else: the device is waiting
         fused = self._check_canvas(state.canvas, cache)
-        self._soften()  # first: the device is waiting
         postponed = fused.postponed
         num_postponed = 0 if postponed is None else postponed.shape[1]
         buffers = fused.make_room(num_postponed + state.canvas_len)
         fused.settle()
+        last = self._last
+        as_last = postponed is None and last is not None and last.led_to(state, knobs, buffers)
+        if last is not None and as_last:
+            captured = last.captured
+            captured.replay()
         leaves, form = tree_flatten([getattr(state, name) for name in STATE_INPUTS])
-        signal = self._signal(state.self_cond)
-        last_state, last_knobs, last_buffers, captured = self._last
-        as_last = last_state() is state and last_knobs is knobs and last_buffers is buffers and postponed is None
         if not as_last:
-            shapes = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves)
+            signal = self._signal(state.self_cond)
+            shapes = list_shapes(leaves)
             captured = remembered(
                 buffers.graphs,
                 ("step", knobs, state.noise, str(form), shapes, num_postponed),
                 lambda: CapturedStep(self, state, knobs, postponed, signal, buffers, leaves, form),
             )
-        after, record, prediction = captured(leaves, postponed, signal)
+            captured.load(leaves, postponed, signal)
+            captured.replay()
+        after, record, prediction = captured.results(leaves)
         self._unsoftened = weakref.ref(prediction), captured
         if num_postponed:
             fused.take_postponed()
@@ -184,8 +206,7 @@ class FusedDenoiser:
             noise=state.noise,
             self_cond=prediction,
         )
-        if not num_postponed:
-            self._last = weakref.ref(after_state), knobs, buffers, captured
+        self._last = None if num_postponed else _LastStep(after_state, knobs, buffers, captured)
         return after_state, StepRecord(**record, prediction=prediction, state=after_state, cache=fused, knobs=knobs)
 
     @property
@@ -235,7 +256,7 @@ class FusedDenoiser:
         prediction, captured = self._unsoftened[0](), self._unsoftened[1]
         self._unsoftened = (lambda: None, None)
         if prediction is not None and captured is not None:
-            prediction.signal = captured.soft_embedding()
+            prediction.signal = captured.soften()
 
     @torch.no_grad()
     def _read_block(self, tokens: Tensor, cache: FusedCache) -> None:

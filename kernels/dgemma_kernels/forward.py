@@ -21,7 +21,7 @@ class Forward:
         table = weights.embedding
         # sqrt(hidden), rounded to the weights' dtype as the published model does
         self.embed_scale = float(torch.tensor(config.hidden_size**0.5, dtype=table.dtype))
-        # Where the dense MLP is not among the experts' programs, it runs beside them and the router.
+        # The dense MLP runs beside the router and the experts, which wait for memory.
         self._side = torch.cuda.Stream(table.device) if table.device.type == "cuda" else None
 
     def canvas(self, tokens: Tensor, signal: Tensor, buffers: CacheBuffers) -> Tensor:
@@ -112,25 +112,21 @@ class Forward:
     ) -> tuple[Tensor, Tensor]:
         config, eps = self.config, self.config.rms_norm_eps
         x, dense_in, expert_in, router_in = norms.attention_residual(attended, x, *layer.residual_norms, eps)
-        tiling = expert_config(x.shape[0], x.device)
-        here = torch.cuda.current_stream(x.device) if self._side is not None else None
-        if tiling.dense is None:
-            if self._side is not None and here is not None:
-                self._side.wait_stream(here)
-            with torch.cuda.stream(self._side):
-                dense = torch.mm(mlp.gate_up_geglu(dense_in, layer.gate_up), layer.down.T)
-        weights, chosen = router.route(router_in, layer.router, layer.per_expert_scale, config.top_k_experts)
-        tiles = router.sort_by_expert(chosen, config.num_experts, tiling.rows)
-        up, down = layer.expert_gate_up, layer.expert_down
-        if tiling.dense is None:
-            hidden, _ = experts.expert_gate_up(expert_in, up, tiles)
-            rows, _ = experts.expert_down(hidden, down, weights, tiles, overlap=True)
-            if self._side is not None and here is not None:
-                here.wait_stream(self._side)
+        if self._side is None:
+            dense = self._dense(layer, dense_in)
         else:
-            first = experts.DenseGateUp(dense_in, layer.gate_up)
-            hidden, dense_hidden = experts.expert_gate_up(expert_in, up, tiles, first)
-            assert dense_hidden is not None
-            second = experts.DenseDown(dense_hidden, layer.down)
-            rows, dense = experts.expert_down(hidden, down, weights, tiles, second, overlap=True)  # type: ignore[assignment]
+            here = torch.cuda.current_stream(x.device)
+            self._side.wait_stream(here)
+            with torch.cuda.stream(self._side):
+                dense = self._dense(layer, dense_in)
+        weights, chosen = router.route(router_in, layer.router, layer.per_expert_scale, config.top_k_experts)
+        tiles = router.sort_by_expert(chosen, config.num_experts, expert_config(x.shape[0], x.device).rows)
+        hidden = experts.expert_gate_up(expert_in, layer.expert_gate_up, tiles)
+        rows = experts.expert_down(hidden, layer.expert_down, weights, tiles, overlap=True)
+        if self._side is not None:
+            here.wait_stream(self._side)
         return norms.layer_tail(x, dense, rows, *layer.tail_norms, scalar, next_norm, eps)
+
+    @staticmethod
+    def _dense(layer: LayerWeights, dense_in: Tensor) -> Tensor:
+        return torch.mm(mlp.gate_up_geglu(dense_in, layer.gate_up), layer.down.T)

@@ -8,7 +8,6 @@ from dgemma import draws
 from dgemma.prediction import Prediction
 from dgemma_kernels import vocabulary
 from dgemma_kernels.accept import Accepted
-from dgemma_kernels.experts import DenseDown, DenseGateUp
 from dgemma_kernels.router import ExpertTiles
 from dgemma_kernels.vocabulary import VocabularyStatistics
 
@@ -80,7 +79,7 @@ def sort_by_expert(index: Tensor, num_experts: int, rows_per_tile: int) -> Exper
     max_tiles = index.numel() // rows_per_tile + min(num_experts, index.numel())
     tiles += [(0, 0, 0)] * (max_tiles - len(tiles))
     table = torch.tensor(tiles, dtype=torch.int32, device=index.device)
-    finished = torch.zeros(max_tiles + 1, dtype=torch.int32, device=index.device)
+    finished = torch.zeros(max_tiles, dtype=torch.int32, device=index.device)
     return ExpertTiles(pairs, table, finished, index.shape[1], rows_per_tile)
 
 
@@ -95,34 +94,25 @@ def gate_up_geglu(x: Tensor, gate_up_weight: Tensor) -> Tensor:
     return geglu(x @ gate_up_weight.T)
 
 
-def expert_gate_up(
-    x: Tensor, gate_up_proj: Tensor, tiles: ExpertTiles, dense: DenseGateUp | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """geglu(x[token] @ gate_up_proj[expert].T) in the order of `tiles.pairs`, and geglu(dense.x @ dense.weight.T).
-
-    (M, D), (E, 2F, D) → (M * A, F) and (M, F').
-    """
+def expert_gate_up(x: Tensor, gate_up_proj: Tensor, tiles: ExpertTiles) -> Tensor:
+    """geglu(x[token] @ gate_up_proj[expert].T) in the order of `tiles.pairs`. (M, D), (E, 2F, D) → (M * A, F)."""
     rows = []
     for expert, first, count in tiles.tiles.tolist():
         tokens = tiles.pairs[first : first + count].long() // tiles.num_active
         rows.append(geglu(x[tokens] @ gate_up_proj[expert].T))
-    return torch.cat(rows), None if dense is None else gate_up_geglu(*dense)
+    return torch.cat(rows)
 
 
 def expert_down(
-    hidden: Tensor, down_proj: Tensor, weights: Tensor, tiles: ExpertTiles, dense: DenseDown | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """weights[pair] * (hidden @ down_proj[expert].T) at the pair's place, and dense.hidden @ dense.weight.T.
-
-    (M * A, F), (E, D, F), (M, A) → (M, A, D) and (M, D).
-    """
+    hidden: Tensor, down_proj: Tensor, weights: Tensor, tiles: ExpertTiles, *, overlap: bool = False
+) -> Tensor:
+    """weights[pair] * (hidden @ down_proj[expert].T) at the pair's place. (M * A, F), (E, D, F), (M, A) → (M, A, D)."""
     out = hidden.new_empty(hidden.shape[0], down_proj.shape[1])
     for expert, first, count in tiles.tiles.tolist():
         pairs = tiles.pairs[first : first + count].long()
         rows = hidden[first : first + count] @ down_proj[expert].T
         out[pairs] = (rows * weights.flatten()[pairs, None]).to(hidden.dtype)
-    rows = out.view(-1, tiles.num_active, down_proj.shape[1])
-    return rows, None if dense is None else dense.hidden @ dense.weight.T
+    return out.view(-1, tiles.num_active, down_proj.shape[1])
 
 
 # The attention half of a layer and the vocabulary side: q/k/v, attention, statistics, samples, acceptance.

@@ -23,7 +23,7 @@ class ExpertTiles(NamedTuple):
 
     A pair is token * A + k. `pairs`: (M * A,) int32, stable within an expert. `tiles`: (max_tiles, 3) int32 of (expert,
     first row, rows) in order of the first row; as the host knows only a bound on their number, the last have no rows.
-    `finished`: (max_tiles + 1,) int32, zeros, for the experts to count in: a table serves them once.
+    `finished`: (max_tiles,) int32, zeros, for the experts to count in: a table serves them once.
     """
 
     pairs: Tensor
@@ -103,7 +103,7 @@ def sort_by_expert(index: Tensor, num_experts: int, rows_per_tile: int) -> Exper
     max_tiles = num_pairs // rows_per_tile + min(num_experts, num_pairs)
     pairs = torch.empty(num_pairs, dtype=torch.int32, device=index.device)
     tiles = torch.empty(max_tiles, 3, dtype=torch.int32, device=index.device)
-    finished = torch.empty(max_tiles + 1, dtype=torch.int32, device=index.device)
+    finished = torch.empty(max_tiles, dtype=torch.int32, device=index.device)
     _sort_by_expert_kernel[(num_experts,)](
         index,
         pairs,
@@ -236,9 +236,9 @@ def _sort_by_expert_kernel(
         tl.store(entry + 1, first_row + tile * ROWS, mask=tile < my_tiles)
         tl.store(entry + 2, tl.minimum(num_rows - tile * ROWS, ROWS), mask=tile < my_tiles)
     if mine == 0:
-        for start in range(0, max_tiles + 1, 64):
+        for start in range(0, max_tiles, 64):
             tile = start + tl.arange(0, 64)
-            tl.store(finished + tile, tl.zeros([64], tl.int32), mask=tile <= max_tiles)
+            tl.store(finished + tile, tl.zeros([64], tl.int32), mask=tile < max_tiles)
         for start in range(tl.sum(tile_counts), max_tiles, 64):
             tile = start + tl.arange(0, 64)[:, None]
             field = tl.arange(0, 4)[None, :]

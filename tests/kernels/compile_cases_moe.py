@@ -14,12 +14,9 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def run_experts(tokens: int) -> None:
     tiles = router.sort_by_expert(empty(tokens, A, dtype=torch.int32), E, configs.expert_config(tokens, None).rows)
-    dense = experts.DenseGateUp(empty(tokens, D), empty(2 * DENSE, D))
-    hidden, dense_hidden = experts.expert_gate_up(empty(tokens, D), empty(E, 2 * F, D), tiles, dense)
-    weights = empty(tokens, A, dtype=torch.float32)
-    dense = experts.DenseDown(dense_hidden, empty(D, DENSE))
+    hidden = experts.expert_gate_up(empty(tokens, D), empty(E, 2 * F, D), tiles)
     for overlap in (False, True):
-        experts.expert_down(hidden, empty(E, D, F), weights, tiles, dense, overlap=overlap)
+        experts.expert_down(hidden, empty(E, D, F), empty(tokens, A, dtype=torch.float32), tiles, overlap=overlap)
 
 
 def run_norms() -> None:

@@ -34,7 +34,7 @@ def draw(index: Tensor, width: int, hidden: int, dtype: torch.dtype, device: tor
 
 def run(index: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor) -> Tensor:
     tiles = router.sort_by_expert(index, E, configs.expert_config(index.shape[0], index.device).rows)
-    return experts.expert_down(experts.expert_gate_up(x, gate_up, tiles)[0], down, weights, tiles, overlap=True)[0]
+    return experts.expert_down(experts.expert_gate_up(x, gate_up, tiles), down, weights, tiles, overlap=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
@@ -45,23 +45,14 @@ def test_experts_match_float64(routing, width, hidden, dtype, device):
     x, gate_up, down, weights = draw(index, width, hidden, dtype, device)
     tiles = reference.sort_by_expert(index, E, configs.expert_config(index.shape[0], index.device).rows)
 
-    # The dense MLP is wider than an expert, and its rows are neither the experts' inputs nor in their order.
-    dense_x, dense_up, dense_down = x.flip(0).contiguous(), gate_up[:3].flatten(0, 1), down[:3].transpose(0, 1)
-    dense_down = dense_down.reshape(width, -1)
+    got_hidden = experts.expert_gate_up(x, gate_up, tiles)
+    want_hidden = reference.expert_gate_up(x.double(), gate_up.double(), tiles)
+    assert (got_hidden - want_hidden).norm() / want_hidden.norm() < LIMITS[dtype]
 
-    got_hidden = experts.expert_gate_up(x, gate_up, tiles, experts.DenseGateUp(dense_x, dense_up))
-    dense = experts.DenseGateUp(dense_x.double(), dense_up.double())
-    want_hidden = reference.expert_gate_up(x.double(), gate_up.double(), tiles, dense)
-    for got, want in zip(got_hidden, want_hidden, strict=True):
-        assert (got - want).norm() / want.norm() < LIMITS[dtype]
-
-    dense = experts.DenseDown(got_hidden[1], dense_down)
-    got_rows = experts.expert_down(got_hidden[0], down, weights, tiles, dense, overlap=True)
-    dense = experts.DenseDown(want_hidden[1], dense_down.double())
-    want_rows = reference.expert_down(want_hidden[0], down.double(), weights.double(), tiles, dense)
-    assert got_rows[0].shape == (*index.shape, width)
-    for got, want in zip(got_rows, want_rows, strict=True):
-        assert (got - want).norm() / want.norm() < LIMITS[dtype]
+    got = experts.expert_down(got_hidden, down, weights, tiles)
+    want = reference.expert_down(want_hidden, down.double(), weights.double(), tiles)
+    assert got.shape == (*index.shape, width)
+    assert (got - want).norm() / want.norm() < LIMITS[dtype]
 
 
 @pytest.mark.parametrize("routing", ["even", "two-experts-have-no-rows"])
@@ -94,8 +85,8 @@ def test_every_tile_is_computed(rows_of_experts, num_tiles, device, monkeypatch)
     inputs = draw(index, D, F, torch.float32, device)
     tiles = router.sort_by_expert(index, E, 16)
     assert (tiles.tiles[:, 2] > 0).sum() == num_tiles
-    hidden, _ = reference.expert_gate_up(inputs[0].double(), inputs[1].double(), tiles)
-    want, _ = reference.expert_down(hidden, inputs[2].double(), inputs[3].double(), tiles)
+    hidden = reference.expert_gate_up(inputs[0].double(), inputs[1].double(), tiles)
+    want = reference.expert_down(hidden, inputs[2].double(), inputs[3].double(), tiles)
     assert (run(index, *inputs) - want).norm() / want.norm() < LIMITS[torch.float32]
 
 

@@ -124,6 +124,7 @@ def test_tiles_hold_every_pair_once_in_stable_order(name, rows_per_tile, device)
     want = reference.sort_by_expert(index, 12, rows_per_tile)
     assert torch.equal(tiles.pairs, want.pairs)
     assert torch.equal(tiles.tiles, want.tiles)
+    assert torch.equal(tiles.finished, torch.zeros_like(tiles.tiles[:, 0]))
 
 
 def test_more_active_experts_than_experts_are_refused(device):
