@@ -35,7 +35,8 @@ class Denoiser(Protocol):
     """What `generate` needs of a model: the reference `DiffusionGemma`, the fused engine, or a fake in a test.
 
     A class may also have `step(state, *, cache, knobs)`, the same function as `step(model, state, ...)` made faster,
-    and `takes_noise_level`: where it is True, `denoise` is told the canvas's `noise_level` (B,).
+    `uniform`, which is `draws.uniform` made faster, and `takes_noise_level`: where it is True, `denoise` is told the
+    canvas's `noise_level` (B,).
     """
 
     config: ModelConfig
@@ -204,11 +205,12 @@ def start_state(
     frozen: Tensor | None = None,
     allowed: Tensor | None = None,
     noise_level: float = 1.0,
+    uniform: Callable[[Tensor, Tensor, Tensor, int, str], Tensor] = draws.uniform,
 ) -> DenoiseState:
     """A canvas about to be denoised: noise, or `canvas` (B, C) of yours, where -1 asks for noise at that position.
 
     frozen (B, C) bool never changes; allowed is boolean and broadcastable to (B, C, V). A noise_level below 1 skips the
-    steps above it, to edit a canvas that is only partly noise.
+    steps above it, to edit a canvas that is only partly noise. `uniform` draws, as `draws.uniform` does.
 
     Example: `start_state(knobs, UniformNoise(512), seeds=torch.arange(2), canvas_len=32, num_steps=16)`.
     """
@@ -217,7 +219,7 @@ def start_state(
     block_index = torch.full((batch_size,), block, device=device)
     first_step = round((1 - float(noise.schedule.time(torch.tensor(1 - noise_level, dtype=torch.float64)))) * num_steps)
     num_steps_row = torch.full((batch_size,), num_steps, device=device)
-    u = draws.uniform(seeds, block_index, torch.zeros_like(block_index), canvas_len, "prior")
+    u = uniform(seeds, block_index, torch.zeros_like(block_index), canvas_len, "prior")
     fresh = noise.prior(u, allowed=allowed)
     start = fresh if canvas is None else torch.where(canvas < 0, fresh, canvas)
     if frozen is None:
@@ -364,6 +366,7 @@ def run(
                 num_steps=plan.num_steps,
                 block=block,
                 rows=rows,
+                uniform=model.uniform if hasattr(type(model), "uniform") else draws.uniform,  # type: ignore[attr-defined]
                 **plan.block(block, rows),
             )
             if on_start is not None:
