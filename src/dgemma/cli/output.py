@@ -2,29 +2,41 @@
 
 import argparse
 import json
+import math
 import sys
 from typing import Any
 
+from dgemma.cli import values
 from dgemma.tokenizer import Tokenizer
 from dgemma.trajectory import Trajectory
 from dgemma.view.pieces import printable
 
 
+def add_json_option(parser: Any) -> None:
+    """--json."""
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
 def add_view_options(parser: argparse.ArgumentParser, *, pictures: bool = True) -> None:
     """--json, --quiet, --html, --gif."""
     group = parser.add_argument_group("output", "The live view shows on a terminal only; what is piped is plain text.")
-    group.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    group.add_argument("--quiet", action="store_true", help="no live view")
+    add_json_option(group)
+    group.add_argument("--quiet", action="store_true", help="no live view, no progress bar")
     if pictures:
-        group.add_argument("--html", metavar="FILE", help="write the denoising as a page to play and scrub")
         group.add_argument(
-            "--gif", metavar="FILE", help='write it as an animation; needs `pip install "dgemma[plots]"`'
+            "--html", type=values.new_file, metavar="FILE", help="write the denoising as a page to play and scrub"
+        )
+        group.add_argument(
+            "--gif",
+            type=values.new_gif,
+            metavar="FILE",
+            help="write it as an animation; needs pip install 'dgemma[plots]'",
         )
 
 
-def somebody_looks(arguments: argparse.Namespace) -> bool:
+def is_watched(arguments: argparse.Namespace) -> bool:
     """Whether to show a live view."""
-    return sys.stderr.isatty() and not arguments.quiet and not getattr(arguments, "json", False)
+    return sys.stderr.isatty() and not arguments.quiet and not arguments.json
 
 
 def print_text(text: str) -> None:
@@ -32,9 +44,17 @@ def print_text(text: str) -> None:
     print("\n".join(map(printable, text.split("\n"))) if sys.stdout.isatty() else text)
 
 
-def print_json(**values: Any) -> None:
-    """One JSON object on a line."""
-    print(json.dumps(values, ensure_ascii=False))
+def print_json(found: dict[str, Any]) -> None:
+    """One JSON object on a line, at once; null for numbers that JSON cannot write."""
+    print(json.dumps(_finite(found), ensure_ascii=False), flush=True)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_pictures(

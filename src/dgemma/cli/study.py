@@ -1,92 +1,109 @@
-"""`dgemma info`, `bench` and `evaluate`: what a checkpoint is, how fast it runs here, how well it knows a text."""
+"""`dgemma info` and `bench`: what a checkpoint is, and how fast it runs here."""
 
 import argparse
-import json
 import statistics
 import time
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from dgemma.checkpoint import Stored, read_headers, resolve
-from dgemma.cli import options
+from dgemma.cli import options, output, values
 from dgemma.config import ModelConfig
 from dgemma.generate import generate
 from dgemma.model import DiffusionGemma
 
 _CONFIG_FILES = ("config.json", "*.index.json")
-_BYTES_PER_VALUE = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1, "BOOL": 1}
+_ASSETS = Path(__file__).parents[1] / "assets"
 
 
 def add_commands(commands: Any) -> None:
-    """Put the three commands on the parser."""
+    """Put the two commands on the parser."""
     parser = commands.add_parser(
         "info",
         help="a checkpoint's config, tensors and memory",
-        description="What a checkpoint is: its geometry, its tensors and the memory it needs. No weight is read.",
+        usage="dgemma info [OPTION ...] [CHECKPOINT]",
+        description="What a checkpoint is: its geometry, its tensors and the memory it needs. No weight is read; of a "
+        "hub repository only its config is fetched.",
+        epilog="examples:\n  dgemma info\n      the checkpoints that ship with dgemma\n"
+        "  dgemma info google/diffusiongemma-26B-A4B-it",
     )
-    parser.add_argument("checkpoint", nargs="?", help="folder, dgemma/NAME or hub id; left out: what ships with dgemma")
+    parser.add_argument(
+        "checkpoint",
+        nargs="?",
+        metavar="CHECKPOINT",
+        help="folder, dgemma/NAME or hub id; left out: the names of those that ship",
+    )
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    output.add_json_option(parser)
     parser.set_defaults(run=_info)
 
     parser = commands.add_parser(
         "bench",
         help="how fast a model runs on this machine",
-        description="Time a denoising step, the reading of a prompt and whole canvases, on this machine.",
+        usage="dgemma bench [OPTION ...]",
+        description="Time the reading of a prefix, a forward over the canvas, and a whole canvas with all its steps. "
+        "Every time is the median of several, beside the fastest and the slowest.",
+        epilog="example:\n  dgemma bench --batch 4 --steps 16",
+    )
+    parser.add_argument("--batch", type=values.count, default=1, metavar="B", help="rows at once (%(default)s)")
+    parser.add_argument(
+        "--prefix", type=values.count, default=64, metavar="P", help="tokens in the prefix (%(default)s)"
+    )
+    parser.add_argument(
+        "--steps", type=values.count, default=16, metavar="N", help="steps a canvas, none left out (%(default)s)"
+    )
+    parser.add_argument(
+        "--repeats", type=values.count, default=10, metavar="R", help="runs against the clock (%(default)s)"
     )
     options.add_model_options(parser, default="dgemma/text")
-    parser.add_argument("--batch", type=int, default=1, metavar="B", help="rows at once (%(default)s)")
-    parser.add_argument("--prefix", type=int, default=64, metavar="P", help="tokens in the prefix (%(default)s)")
-    parser.add_argument("--steps", type=int, default=16, metavar="N", help="steps a canvas (%(default)s)")
-    parser.add_argument("--repeats", type=int, default=10, metavar="R", help="(%(default)s)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    output.add_json_option(parser)
     parser.set_defaults(run=_bench)
 
 
 def _info(arguments: argparse.Namespace) -> None:
     if arguments.checkpoint is None:
-        for folder in sorted((Path(__file__).parents[1] / "assets").glob("*/config.json")):
-            print(f"dgemma/{folder.parent.name}")
+        names = [f"dgemma/{config.parent.name}" for config in sorted(_ASSETS.glob("*/config.json"))]
+        if arguments.json:
+            output.print_json({"checkpoints": names})
+        else:
+            print("\n".join(names) or "No checkpoint ships with this copy of dgemma.")
         return
     folder = resolve(arguments.checkpoint, files=_CONFIG_FILES)
     config = ModelConfig.from_hf(folder)
-    with torch.device("meta"):
-        model = DiffusionGemma(config)
+    stored = read_headers(folder) if any(folder.glob("*.safetensors")) else {}
+    model = DiffusionGemma(config, device="meta")
     described: dict[str, Any] = {
-        "checkpoint": str(arguments.checkpoint),
+        "checkpoint": arguments.checkpoint,
         "parameters": model.num_parameters(),
         "active_parameters": model.num_parameters(active=True),
         "canvas_length": config.canvas_length,
         "cache_bytes_per_token": _cache_bytes_per_token(config),
+        "bytes": sum(file.stat().st_size for file in {tensor.file for tensor in stored.values()}) or None,
         "config": config.to_hf(),
+        "tensors": {name: {"shape": tensor.shape, "dtype": tensor.dtype} for name, tensor in stored.items()},
     }
-    stored = read_headers(folder) if any(folder.glob("*.safetensors")) else {}
-    if stored:
-        described["bytes"] = sum(map(_num_bytes, stored.values()))
-        described["tensors"] = {name: {"shape": list(t.shape), "dtype": t.dtype} for name, t in stored.items()}
     if arguments.json:
-        print(json.dumps(described))
+        output.print_json(described)
         return
-    _print_info(arguments.checkpoint, config, described, stored)
+    print(arguments.checkpoint)
+    for label, value in _summary(config, described, stored):
+        print(f"  {label:13} {value}")
     if arguments.tensors:
-        print()
+        longest = max(map(len, stored), default=0)
         for name, tensor in stored.items():
-            print(f"{name:70} {tensor.dtype:5} {' × '.join(map(str, tensor.shape))}")
+            print(f"  {name:{longest}}  {tensor.dtype:5} {' × '.join(map(str, tensor.shape))}")
 
 
-def _print_info(name: str, config: ModelConfig, described: dict[str, Any], stored: dict[str, Stored]) -> None:
-    kinds = Counter(config.layer_types)
-    layers = ", ".join(f"{count} {kind.removesuffix('_attention')}" for kind, count in kinds.items())
+def _summary(config: ModelConfig, described: dict[str, Any], stored: dict[str, Stored]) -> list[tuple[str, str]]:
+    layers = Counter(kind.removesuffix("_attention") for kind in config.layer_types)
     rows = [
         ("parameters", f"{described['parameters']:,} ({described['active_parameters']:,} active for a token)"),
-        (
-            "layers",
-            f"{config.num_hidden_layers} ({layers}), width {config.hidden_size}, window {config.sliding_window}",
-        ),
+        ("layers", f"{_counted(layers)}; width {config.hidden_size}, window {config.sliding_window}"),
         ("experts", f"{config.num_experts}, {config.top_k_experts} chosen, width {config.moe_intermediate_size}"),
         ("vocabulary", f"{config.vocab_size:,}"),
         ("canvas", f"{config.canvas_length} tokens, context {config.max_position_embeddings:,}"),
@@ -94,13 +111,12 @@ def _print_info(name: str, config: ModelConfig, described: dict[str, Any], store
     ]
     if stored:
         dtypes = Counter(tensor.dtype for tensor in stored.values())
-        kept = ", ".join(f"{count} {dtype}" for dtype, count in dtypes.items())
-        rows.append(
-            ("files", f"{_size(described['bytes'])} in {len({t.file for t in stored.values()})}: {kept} tensors")
-        )
-    print(name)
-    for label, value in rows:
-        print(f"  {label:13} {value}")
+        rows.append(("tensors", f"{_counted(dtypes)}; {_size(described['bytes'])} on disk"))
+    return rows
+
+
+def _counted(counter: Counter[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counter.items())
 
 
 def _cache_bytes_per_token(config: ModelConfig) -> int:
@@ -109,16 +125,12 @@ def _cache_bytes_per_token(config: ModelConfig) -> int:
     return sum(2 * 2 * shape.num_key_value_heads * shape.head_dim for shape in shapes)
 
 
-def _num_bytes(tensor: Stored) -> int:
-    return torch.Size(tensor.shape).numel() * _BYTES_PER_VALUE[tensor.dtype]
-
-
-def _size(num_bytes: int) -> str:
+def _size(num_bytes: float) -> str:
     for unit in ("B", "kB", "MB"):
         if num_bytes < 1000:
-            return f"{num_bytes:.4g} {unit}"
-        num_bytes /= 1000  # type: ignore[assignment]
-    return f"{num_bytes:.4g} GB"
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} GB"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,66 +142,60 @@ class Timing:
     slowest: float
 
     def __str__(self) -> str:
-        return f"{self.median:9.2f} ms   ({self.fastest:.2f} to {self.slowest:.2f})"
+        return f"{self.median:.2f} ms ({self.fastest:.2f} to {self.slowest:.2f})"
 
 
 def _bench(arguments: argparse.Namespace) -> None:
-    for name in ("batch", "prefix", "steps", "repeats"):
-        if getattr(arguments, name) < 1:
-            raise ValueError(f"--{name} must be at least 1, got {getattr(arguments, name)}.")
     model, denoiser = options.load_denoiser(arguments)
     config, device = model.config, model.device
-    generator = torch.Generator().manual_seed(0)
     shape = (arguments.batch, arguments.prefix + config.canvas_length)
-    tokens = torch.randint(config.vocab_size, shape, generator=generator).to(device)
+    tokens = torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(device)
     prefix, canvas = tokens.split([arguments.prefix, config.canvas_length], dim=1)
+
+    def write_canvas() -> None:
+        """With the prefix and the commit; no stop rule and no stop token, so that every one costs the same."""
+        generate(
+            denoiser,
+            prefix,
+            max_new_tokens=config.canvas_length,
+            steps=arguments.steps,
+            stop=None,
+            eos_token_ids=(),
+            progress=False,
+        )
+
     with torch.no_grad():
+        canvas_time = _time(write_canvas, max(1, arguments.repeats // 3), device)
         cache = denoiser.encode(prefix)
         timings = {
-            "read the prefix": _time(lambda: denoiser.encode(prefix), arguments.repeats, device),
-            "one forward over the canvas": _time(
-                lambda: denoiser.denoise(canvas, cache).argmax, arguments.repeats, device
-            ),
+            "prefix": _time(lambda: denoiser.encode(prefix), arguments.repeats, device),
+            "forward": _time(lambda: denoiser.denoise(canvas, cache).argmax, arguments.repeats, device),
+            "canvas": canvas_time,
         }
-    # A canvas with its steps, its commit and the prefix; no stop rule and no stop token, so every one costs the same.
-    canvas_time = _time(
-        lambda: generate(
-            denoiser, prefix, max_new_tokens=config.canvas_length, steps=arguments.steps, stop=None, eos_token_ids=()
-        ),
-        max(1, arguments.repeats // 3),
-        device,
-    )
-    timings[f"a canvas of {config.canvas_length} in {arguments.steps} steps, with prefix"] = canvas_time
     tokens_per_second = arguments.batch * config.canvas_length / (canvas_time.median / 1000)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     if arguments.json:
-        print(
-            json.dumps(
-                {
-                    "model": arguments.model,
-                    "device": where,
-                    "batch": arguments.batch,
-                    "prefix": arguments.prefix,
-                    "tokens_per_second": tokens_per_second,
-                    "milliseconds": {name: vars(timing) for name, timing in timings.items()},
-                }
-            )
+        given = {name: getattr(arguments, name) for name in ("model", "batch", "prefix", "steps")}
+        milliseconds = {name: asdict(timing) for name, timing in timings.items()}
+        output.print_json(
+            {**given, "device": where, "milliseconds": milliseconds, "tokens_per_second": tokens_per_second}
         )
         return
-    print(f"{arguments.model} on {where}, batch {arguments.batch}, prefix {arguments.prefix}")
-    for name, timing in timings.items():
-        print(f"  {name:50} {timing}")
-    print(f"  {'tokens a second':50} {tokens_per_second:9.1f}")
+    print(f"{arguments.model} on {where}, batch {arguments.batch}")
+    print(f"  prefix of {arguments.prefix}: {timings['prefix']}")
+    print(f"  forward over {config.canvas_length}: {timings['forward']}")
+    print(f"  canvas in {arguments.steps} steps, with prefix: {timings['canvas']}")
+    print(f"  {tokens_per_second:.1f} tokens a second")
 
 
-def _time(work: Any, repeats: int, device: torch.device) -> Timing:
+def _time(work: Callable[[], object], repeats: int, device: torch.device) -> Timing:
     """Run once to warm up, then `repeats` times against the clock."""
-    seconds = []
+    milliseconds = []
     for _ in range(repeats + 1):
         start = time.perf_counter()
         work()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        seconds.append(1000 * (time.perf_counter() - start))
-    timed = seconds[1:]
+        milliseconds.append(1000 * (time.perf_counter() - start))
+    timed = milliseconds[1:]
     return Timing(median=statistics.median(timed), fastest=min(timed), slowest=max(timed))

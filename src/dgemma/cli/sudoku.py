@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dgemma.cli import options, output
+from dgemma.cli import options, output, values
 from dgemma.data import sudoku
+from dgemma.generate import Denoiser
 from dgemma.sampling import EntropyBound, StableAndConfident
 from dgemma.view.terminal import BoardView
 
 _BLANKS = ".0_*"
+_SAMPLER = EntropyBound(bound=0.1, greedy=True)
 
 
 def add_commands(commands: Any) -> None:
@@ -21,70 +23,89 @@ def add_commands(commands: Any) -> None:
     parser = commands.add_parser(
         "sudoku",
         help="solve a Sudoku and watch the board fill",
+        usage="dgemma sudoku [OPTION ...] [PUZZLE ...]",
         description="Solve a Sudoku by diffusion: all cells at once, the surest first. The answer is checked against "
-        "the rules, and says so when it is wrong.",
-        epilog="example: dgemma sudoku "
-        "530070000600195000098000060800060003400803001700020006060000280000419005000080079",
+        "the rules; the exit code is 1 if it breaks one.",
+        epilog="examples:\n  dgemma sudoku --givens 24 --seed 7\n      make a hard puzzle and solve it\n"
+        "  dgemma sudoku - < puzzle.txt\n      81 characters; white space does not count",
     )
     parser.add_argument(
-        "puzzle", nargs="*", help="81 characters, 0 . _ or * for a blank; left out: a new puzzle is made"
+        "puzzle",
+        nargs="*",
+        metavar="PUZZLE",
+        help="81 cells row by row, 0 . _ or * for a blank (- reads standard input; without it a new puzzle is made)",
     )
-    parser.add_argument("--givens", type=int, default=30, metavar="N", help="clues of a new puzzle (%(default)s)")
-    parser.add_argument("--write-clues", action="store_true", help="let the model write the clues, too, unpinned")
+    parser.add_argument(
+        "--givens", type=values.whole(20, 81), default=30, metavar="N", help="clues of a new puzzle (%(default)s)"
+    )
+    parser.add_argument("--write-clues", action="store_true", help="let the model write the clues too, none pinned")
     options.add_model_options(parser, default="dgemma/sudoku")
-    parser.add_argument("--noise", choices=("mask", "uniform"), default="mask", help="(%(default)s)")
-    parser.add_argument("--sampler", metavar="NAME[:FIELD=VALUE,…]", help="as for generate (entropy-bound, greedy)")
-    parser.add_argument("--steps", type=int, default=48, metavar="N", help="at most (%(default)s)")
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="S", help="of the new puzzle and of the draws (%(default)s)"
-    )
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--steps", type=values.count, default=48, metavar="N", help="the most to take (%(default)s)")
+    options.add_sampler_option(group, default="entropy-bound:bound=0.1,greedy=True; `dgemma generate --help` has all")
+    options.add_noise_option(group, choices=("mask", "uniform"), default="mask")
+    options.add_seed_option(group, help="of the new puzzle and of the draws")
     output.add_view_options(parser)
     parser.set_defaults(run=_sudoku)
 
 
-def _sudoku(arguments: argparse.Namespace) -> None:
+def _sudoku(arguments: argparse.Namespace) -> int:
+    options.check_sampler(arguments.sampler, arguments.noise)
     puzzles = _read_puzzle(arguments)
     known = sudoku.solve(puzzles)
     if known.counts[0] == 0:
-        raise ValueError("this puzzle has no solution: its clues contradict each other.")
+        raise ValueError("the puzzle must have a solution, and this one's clues contradict each other.")
     _, denoiser = options.load_denoiser(arguments)
-    sampler = options.read_sampler(arguments.sampler) if arguments.sampler else EntropyBound(bound=0.1, greedy=True)
-    shows = output.somebody_looks(arguments)
-    with BoardView(givens=puzzles[0].tolist(), leave=True) if shows else nullcontext() as view:
+    _check_solver(denoiser, arguments.model)
+    is_watched = output.is_watched(arguments)
+    with BoardView(givens=puzzles[0].tolist(), leave=True) if is_watched else nullcontext() as view:
         solved = sudoku.complete(
             denoiser,
             puzzles,
             keep_clues=not arguments.write_clues,
             noise=sudoku.sudoku_noise(arguments.noise),
-            sampler=sampler,
+            sampler=arguments.sampler or _SAMPLER,
             steps=arguments.steps,
             stop=StableAndConfident(),
             temperature=1.0,
             seed=arguments.seed,
             on_step=view,
             record=bool(arguments.html or arguments.gif),
+            progress=not arguments.quiet,
         )
     output.write_pictures(arguments, solved.generation.trajectory)
-    grid = solved.grids[0].cpu().numpy().astype(puzzles.dtype)
-    keeps_clues = bool(((grid == puzzles[0]) | (puzzles[0] == 0)).all())
-    is_right = keeps_clues and bool((grid > 0).all()) and sudoku.solve(grid[None]).counts[0] == 1
+    grid = solved.grids.cpu().numpy().astype(puzzles.dtype)  # (1, 81)
+    is_right = bool(((grid == puzzles) | (puzzles == 0)).all() and (grid > 0).all() and sudoku.solve(grid).counts[0])
     num_steps = int(solved.steps[0])
-    (given,), (answer,) = sudoku.to_text(puzzles), sudoku.to_text(grid[None])
+    (given,), (answer,) = sudoku.to_text(puzzles), sudoku.to_text(grid)
     if arguments.json:
-        output.print_json(puzzle=given, solution=answer, right=is_right, steps=num_steps)
-        return
-    if not shows:  # else the board stands there
+        output.print_json({"puzzle": given, "solution": answer, "right": is_right, "steps": num_steps})
+        return 0 if is_right else 1
+    if not is_watched:  # else the board stands there
         print(answer)
-    several = "" if known.counts[0] == 1 else " (the puzzle has more than one solution)"
     verdict = "Solved" if is_right else "Wrong: the answer breaks a rule"
-    print(f"{verdict}, in {num_steps} steps, {int((puzzles == 0).sum())} blanks{several}.", file=sys.stderr)
+    several = "" if known.counts[0] == 1 else " The puzzle has more than one solution."
+    print(f"{verdict}, in {num_steps} steps, {int((puzzles == 0).sum())} blanks.{several}", file=sys.stderr)
+    return 0 if is_right else 1
+
+
+def _check_solver(denoiser: Denoiser, name: str) -> None:
+    config = denoiser.config
+    if (config.vocab_size, config.canvas_length) != (sudoku.VOCAB_SIZE, sudoku.NUM_CELLS):
+        raise ValueError(
+            f"-m must name a Sudoku solver ({sudoku.VOCAB_SIZE} tokens, canvas {sudoku.NUM_CELLS}), got {name} "
+            f"({config.vocab_size} tokens, canvas {config.canvas_length})."
+        )
 
 
 def _read_puzzle(arguments: argparse.Namespace) -> NDArray[np.int8]:
     """The puzzle given, or a new one from grids that no checkpoint of ours was trained on; (1, 81)."""
-    text = "".join("".join(arguments.puzzle).split())
-    if text == "-":
-        text = "".join(sys.stdin.read().split())
-    if text:
-        return sudoku.parse(text.translate(str.maketrans(_BLANKS, "0" * len(_BLANKS))))
-    return sudoku.generate_puzzles(1, givens=arguments.givens, split="test", seed=arguments.seed).puzzles
+    if not arguments.puzzle:
+        return sudoku.generate_puzzles(1, givens=arguments.givens, split="test", seed=arguments.seed).puzzles
+    text = options.read_input() if arguments.puzzle == ["-"] else "".join(arguments.puzzle)
+    text = "".join(text.split()).translate(str.maketrans(_BLANKS, "0" * len(_BLANKS)))
+    strange = sorted(set(text) - set("0123456789"))
+    if len(text) != sudoku.NUM_CELLS or strange:
+        what = f"{strange[0]!r} in it" if strange else f"{len(text)}"
+        raise ValueError(f"the puzzle must have 81 cells, digits and 0 . _ or * for a blank, got {what}.")
+    return sudoku.parse(text)

@@ -1,7 +1,6 @@
 """`dgemma train` and `dgemma evaluate`: learn from text files, and say how well a text is known."""
 
 import argparse
-import json
 import lzma
 import sys
 import tempfile
@@ -12,17 +11,19 @@ from typing import Any
 import torch
 
 from dgemma import presets
-from dgemma.cli import options
+from dgemma.cli import options, output, values
+from dgemma.config import GenerationDefaults
 from dgemma.data.text import PromptSource, TextSource, TokenFile, read_documents, scan
 from dgemma.model import DiffusionGemma
 from dgemma.tokenizer import Tokenizer
 from dgemma.train.batch import BatchSource
-from dgemma.train.likelihood import Likelihood, evaluate
+from dgemma.train.likelihood import evaluate
 from dgemma.train.loop import TrainConfig, train
 from dgemma.train.lora import LoRA, add_lora, merge_lora
 from dgemma.train.objective import Objective
 
 _PRESETS = ("tiny", "small")
+_STOP_MARKERS = ("<turn|>", "<|tool_response>")  # what ends a turn, in vocabularies that have them
 
 
 def add_commands(commands: Any) -> None:
@@ -30,46 +31,76 @@ def add_commands(commands: Any) -> None:
     parser = commands.add_parser(
         "evaluate",
         help="how well a model knows a text, in nats and bits per byte",
+        usage="dgemma evaluate [OPTION ...] FILE [FILE ...]",
         description="The likelihood of text files: the diffusion bound with its interval and where it comes from, the "
         "same weights word by word, and two compressors beside them.",
+        epilog="example:\n  dgemma evaluate held_out.txt --samples 4",
     )
     _add_files(parser)
-    options.add_model_options(parser, default="dgemma/text")
-    parser.add_argument("--noise", choices=("uniform", "mask", "hybrid"), default="uniform", help="(%(default)s)")
-    parser.add_argument("--rows", type=int, metavar="R", help="evaluate the first R rows only")
-    parser.add_argument("--canvases", type=int, default=4, metavar="K", help="canvases a row (%(default)s)")
-    parser.add_argument("--samples", type=int, default=8, metavar="N", help="noise levels a canvas (%(default)s)")
-    parser.add_argument("--batch-size", type=int, default=8, metavar="B", help="rows at once (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="same seed, same number (%(default)s)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--rows", type=values.count, metavar="R", help="the first R rows only (all)")
+    parser.add_argument("--canvases", type=values.count, default=4, metavar="K", help="canvases a row (%(default)s)")
+    parser.add_argument(
+        "--samples", type=values.count, default=8, metavar="N", help="noise levels a canvas (%(default)s)"
+    )
+    parser.add_argument(
+        "--batch-size", type=values.count, default=8, metavar="B", help="rows at once; changes no number (%(default)s)"
+    )
+    options.add_noise_option(parser)
+    options.add_seed_option(parser, help="same seed, same number")
+    options.add_model_options(parser, default="dgemma/text", fast=False)
+    output.add_json_option(parser)
     parser.set_defaults(run=_evaluate)
 
     parser = commands.add_parser(
         "train",
         help="train or fine-tune a model on text files",
+        usage="dgemma train [OPTION ...] --out FOLDER FILE [FILE ...]",
         description="Train on .txt files (running text) or .jsonl files (prompts and answers). A run that was stopped, "
         "by Ctrl-C or by force, goes on where it was when the same command is given again.",
-        epilog="example: dgemma train stories.txt --out run --preset small --steps 5000",
+        epilog="examples:\n  dgemma train stories.txt --out run --preset small --steps 5000\n      from scratch\n"
+        "  dgemma train answers.jsonl --out run --lora 8\n      adapters on the checkpoint that -m names\n"
+        "  dgemma generate -m run/final …\n      afterwards",
     )
     _add_files(parser)
-    parser.add_argument("--out", required=True, metavar="FOLDER", help="for log, checkpoints and the final model")
-    options.add_model_options(parser, default="dgemma/text")
     parser.add_argument(
-        "--preset", choices=_PRESETS, help="begin with random weights of this size; -m then gives the tokenizer only"
+        "--out",
+        required=True,
+        type=Path,
+        metavar="FOLDER",
+        help="gets log.jsonl, checkpoints and, in the end, final/",
+    )
+    parser.add_argument(
+        "--preset",
+        choices=_PRESETS,
+        metavar="SIZE",
+        help=f"begin with random weights of this size ({' or '.join(_PRESETS)}); -m then gives the tokenizer only",
     )
     group = parser.add_argument_group("training")
-    group.add_argument("--noise", choices=("uniform", "mask", "hybrid"), default="uniform", help="(%(default)s)")
+    group.add_argument("--steps", type=values.count, default=1000, metavar="N", help="updates (%(default)s)")
+    group.add_argument("--batch-size", type=values.count, default=16, metavar="B", help="rows a step (%(default)s)")
     group.add_argument(
-        "--lora", type=int, metavar="RANK", help="train adapters of this rank, and merge them at the end"
+        "--micro-batch-size", type=values.count, metavar="B", help="rows at once; changes memory, not the result"
     )
-    group.add_argument("--steps", type=int, default=1000, metavar="N", help="(%(default)s)")
-    group.add_argument("--batch-size", type=int, default=16, metavar="B", help="rows a step (%(default)s)")
-    group.add_argument("--micro-batch-size", type=int, metavar="B", help="rows at once; changes memory, not the result")
-    group.add_argument("--canvases", type=int, default=4, metavar="K", help="canvases a row (%(default)s)")
-    group.add_argument("--lr", type=float, default=1.5e-4, metavar="RATE", help="peak learning rate (%(default)s)")
-    group.add_argument("--ema", type=float, metavar="DECAY", help="keep an average of the weights, for instance 0.999")
+    group.add_argument(
+        "--canvases", type=values.whole(2), default=4, metavar="K", help="canvases a row, 2 or more (%(default)s)"
+    )
+    group.add_argument(
+        "--lr", type=values.positive(), default=1.5e-4, metavar="RATE", help="peak learning rate (%(default)s)"
+    )
+    group.add_argument(
+        "--lora", type=values.count, metavar="RANK", help="train adapters of this rank, and merge them at the end"
+    )
+    group.add_argument(
+        "--ema", type=values.positive(1.0), metavar="DECAY", help="keep an average of the weights, for instance 0.999"
+    )
+    options.add_noise_option(group, help="the process to learn")
     group.add_argument("--compile", action="store_true", help="compile the layers: slow to start, then faster")
-    group.add_argument("--seed", type=int, default=0, metavar="S", help="same seed, same run (%(default)s)")
+    options.add_seed_option(group, help="same seed, same run")
+    group.add_argument(
+        "--allow-changes", action="store_true", help="go on although settings differ from those the run began with"
+    )
+    options.add_model_options(parser, default="dgemma/text", fast=False)
+    output.add_json_option(parser)
     parser.set_defaults(run=_train)
 
 
@@ -81,57 +112,44 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
-    model, tokenizer = options.load_model(arguments), options.load_tokenizer(arguments)
-    noise = options.read_noise(arguments.noise, model.config.vocab_size, tokenizer.mask_token_id)
+    tokenizer = Tokenizer.from_pretrained(arguments.model)
     with tempfile.TemporaryDirectory() as folder:
         file = _tokenise(arguments, tokenizer, folder)
-        canvas_len = model.config.canvas_length
-        rows = scan(file, row_len=canvas_len * arguments.canvases, context=canvas_len * arguments.canvases)
-        whole = arguments.rows is None or arguments.rows >= rows.batch_size
-        if not whole:
-            rows = rows.select(slice(0, arguments.rows))
-        found = evaluate(
-            model,
-            rows.to(model.device),
-            noise,
-            num_samples=arguments.samples,
-            batch_size=arguments.batch_size,
-            num_bytes=file.num_bytes if whole else None,
-            seed=arguments.seed,
-        )
-        compressed = _compress(arguments) if whole else {}
-    _report(arguments, found, compressed)
-
-
-def _compress(arguments: argparse.Namespace) -> dict[str, float]:
-    """Bits per byte of general compressors, which know no English and pay for learning it from this text alone."""
-    text = "".join(
-        document.text for document in read_documents(arguments.files, separator=arguments.separator)
-    ).encode()
-    packed = {"gzip": zlib.compress(text, 9), "xz": lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)}
-    return {name: 8 * len(data) / len(text) for name, data in packed.items()}
-
-
-def _report(arguments: argparse.Namespace, found: Likelihood, compressed: dict[str, float]) -> None:
+        model = options.load_model(arguments)
+        row_len = model.config.canvas_length * arguments.canvases
+        rows = scan(file, row_len=row_len, context=row_len)
+    is_whole = arguments.rows is None or arguments.rows >= rows.batch_size
+    found = evaluate(
+        model,
+        rows,
+        options.make_noise(arguments.noise, model, tokenizer),
+        num_rows=arguments.rows,
+        num_samples=arguments.samples,
+        batch_size=arguments.batch_size,
+        num_bytes=file.num_bytes if is_whole else None,
+        seed=arguments.seed,
+    )
+    compressed = _compress(arguments) if is_whole else {}
     if arguments.json:
-        print(json.dumps(found.summary() | {f"{name}_bits_per_byte": bits for name, bits in compressed.items()}))
+        output.print_json(found.summary() | {f"{name}_bits_per_byte": bits for name, bits in compressed.items()})
         return
     print(found)
     for name, bits in compressed.items():
         print(f"{name + ', bits per byte':22}{bits:10.4f}")
 
 
-def _train(arguments: argparse.Namespace) -> None:
-    tokenizer = options.load_tokenizer(arguments)
+def _compress(arguments: argparse.Namespace) -> dict[str, float]:
+    """Bits per byte of general compressors, which know no English and pay for learning it from this text alone."""
+    text = "".join(document.text for document in _documents(arguments)).encode()
+    packed = {"gzip": zlib.compress(text, 9), "xz": lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)}
+    return {name: 8 * len(data) / len(text) for name, data in packed.items()}
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    tokenizer = Tokenizer.from_pretrained(arguments.model)
+    file = _tokenise(arguments, tokenizer, arguments.out / "tokens")
     model = _new_model(arguments, tokenizer)
-    model.train()
-    canvas_len = model.config.canvas_length
-    objective = Objective(
-        noise=options.read_noise(arguments.noise, model.config.vocab_size, tokenizer.mask_token_id),
-        canvas_len=canvas_len,
-        fill_token=tokenizer.eos_token_id,
-        canvases="all",
-    )
+    source = _source(arguments, file, model.config.canvas_length)
     config = TrainConfig(
         steps=arguments.steps,
         batch_size=arguments.batch_size,
@@ -140,47 +158,76 @@ def _train(arguments: argparse.Namespace) -> None:
         warmup=min(100, arguments.steps // 10),
         ema_decay=arguments.ema,
         compile=arguments.compile,
-        precision="mixed" if model.device.type == "cuda" else "weights",
+        precision="mixed" if model.device.type == "cuda" and model.dtype == torch.float32 else "weights",
         seed=arguments.seed,
     )
-    out = Path(arguments.out)
-    file = _tokenise(arguments, tokenizer, out / "tokens")
-    source = _source(arguments, file, canvas_len)
+    objective = Objective(
+        noise=options.make_noise(arguments.noise, model, tokenizer),
+        canvas_len=model.config.canvas_length,
+        fill_token=tokenizer.eos_token_id,
+        canvases="all",
+    )
+    print(
+        f"{model.num_parameters():,} weights, {file.num_tokens:,} tokens of text; "
+        f"the log is {arguments.out / 'log.jsonl'}.",
+        file=sys.stderr,
+    )
     if arguments.lora:
         add_lora(model, LoRA(rank=arguments.lora, alpha=2.0 * arguments.lora), seed=arguments.seed)
-    result = train(model, objective, source, config, out=out)
-    if result.interrupted:
-        print(f"Stopped after step {result.step}. The same command goes on from there.", file=sys.stderr)
-        return
-    _finish(arguments, model, tokenizer, out)
+    result = train(model, objective, source, config, out=arguments.out, allow_changes=arguments.allow_changes)
+    if result.final is None:  # the loop has said where it stopped
+        return 130
+    if arguments.lora:
+        merge_lora(model)
+        model.save_pretrained(result.final)
+    tokenizer.save_pretrained(result.final)  # so that -m can name the folder
+    loss = result.log.column("loss")[1][-1]
+    if arguments.json:
+        speed = result.tokens_per_second
+        output.print_json({"final": str(result.final), "step": result.step, "loss": loss, "tokens_per_second": speed})
+    else:
+        print(f"Wrote {result.final} after {result.step} steps, loss {loss:.4f}.")
+    return 0
 
 
 def _new_model(arguments: argparse.Namespace, tokenizer: Tokenizer) -> DiffusionGemma:
     """The checkpoint to go on from, in float32, or random weights of a preset's size for the tokenizer's vocabulary."""
-    device = options.pick_device(arguments.device)
-    dtype = options.read_dtype(arguments.dtype) or torch.float32
     if arguments.preset is None:
-        return DiffusionGemma.from_pretrained(arguments.model, dtype=dtype, device=device)
+        return options.load_model(arguments, dtype=torch.float32).train()
     config = getattr(presets, arguments.preset)().replace(
         vocab_size=tokenizer.vocab_size,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
+    device, dtype = options.pick_device(arguments), options.DTYPES.get(arguments.dtype, torch.float32)
     model = DiffusionGemma(config, device=device, dtype=dtype)
     model.reset_parameters(torch.Generator(device).manual_seed(arguments.seed))
+    stops = (tokenizer.eos_token_id, *(tokenizer.token_id(marker) for marker in _STOP_MARKERS))
+    model.generation = GenerationDefaults(
+        eos_token_id=tuple(stop for stop in stops if stop is not None), pad_token_id=tokenizer.pad_token_id
+    )
     return model
 
 
+def _documents(arguments: argparse.Namespace) -> Any:
+    return read_documents(arguments.files, separator=arguments.separator)
+
+
 def _tokenise(arguments: argparse.Namespace, tokenizer: Tokenizer, folder: str | Path) -> TokenFile:
-    return TokenFile.write(read_documents(arguments.files, separator=arguments.separator), tokenizer, folder)
+    return TokenFile.write(_documents(arguments), tokenizer, folder)
 
 
 def _source(arguments: argparse.Namespace, file: TokenFile, canvas_len: int) -> BatchSource:
     """Rows of whole canvases from running text; a row each where there are prompts."""
-    if int(file.prompt_len.max()) > 1:  # more than begin-of-text
-        longest = int(file.prompt_len.max()) + canvas_len * arguments.canvases
-        return PromptSource(file=file, max_len=longest, batch_size=arguments.batch_size, seed=arguments.seed)
+    longest_prompt = int(file.prompt_len.max())
+    if longest_prompt > 1:  # more than begin-of-text
+        return PromptSource(
+            file=file,
+            max_len=longest_prompt + canvas_len * arguments.canvases,
+            batch_size=arguments.batch_size,
+            seed=arguments.seed,
+        )
     return TextSource(
         file=file,
         canvas_len=canvas_len,
@@ -188,12 +235,3 @@ def _source(arguments: argparse.Namespace, file: TokenFile, canvas_len: int) -> 
         batch_size=arguments.batch_size,
         seed=arguments.seed,
     )
-
-
-def _finish(arguments: argparse.Namespace, model: DiffusionGemma, tokenizer: Tokenizer, out: Path) -> None:
-    """A folder that -m can name: the weights with any adapters merged, and the tokenizer."""
-    if arguments.lora:
-        merge_lora(model)
-        model.save_pretrained(out / "final")
-    tokenizer.save_pretrained(out / "final")
-    print(f"Wrote {out / 'final'}. Try: dgemma generate -m {out / 'final'} …")

@@ -3,13 +3,12 @@
 import argparse
 import re
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
-import torch
-
-from dgemma.cli import options, output
+from dgemma.cli import options, output, values
+from dgemma.cli.options import Writer
 from dgemma.generate import Generation, OnStep, generate
 from dgemma.infill import Infilling, edit, infill
 from dgemma.tokenizer import Tokenizer
@@ -23,46 +22,78 @@ def add_commands(commands: Any) -> None:
     parser = commands.add_parser(
         "generate",
         help="continue a prompt, watching the canvas settle",
-        description="Continue a prompt. On a terminal the canvas is shown as it settles, coloured by confidence.",
+        usage="dgemma generate [OPTION ...] [PROMPT ...]",
+        description="Continue a prompt. On a terminal the canvas is shown as it settles: certain words plain, "
+        "uncertain ones coloured, ░ where there is no guess yet.",
+        epilog="examples:\n"
+        '  dgemma generate "It was a dark night"\n'
+        '  dgemma generate --steps 16 --html run.html "It was"\n'
+        "  dgemma generate --json - < prompt.txt\n\n" + values.describe_samplers(),
     )
-    parser.add_argument("prompt", nargs="*", help="the text to continue; from standard input when left out or -")
-    parser.add_argument("-n", "--max-new-tokens", type=int, default=256, metavar="N", help="(%(default)s)")
-    parser.add_argument("--chat", action="store_true", help="treat the prompt as a user's turn, by the chat template")
-    _finish(parser, _generate, pictures=True)
+    parser.add_argument(
+        "prompt", nargs="*", metavar="PROMPT", help="the text to continue (- or nothing: standard input)"
+    )
+    _add_length(parser, "tokens to write")
+    parser.add_argument("--chat", action="store_true", help="make the prompt a user's turn, by the chat template")
+    _add_options(parser, _generate, pictures=True)
 
     parser = commands.add_parser(
         "chat",
         help="a conversation",
-        description="A conversation, one line a turn. Leave with Ctrl-D or an empty line. The prefix is read once and "
-        "kept between turns. A checkpoint without a chat template continues the text instead.",
+        usage="dgemma chat [OPTION ...]",
+        description="A conversation, one line a turn. Leave with Ctrl-D or an empty line. What was read stays read "
+        "between turns. A checkpoint without a chat template continues what you write instead.",
+        epilog="examples:\n  dgemma chat -m google/diffusiongemma-26B-A4B-it --fast\n"
+        "  dgemma chat --json < questions.txt\n      one JSON object a turn",
     )
-    parser.add_argument("-n", "--max-new-tokens", type=int, default=256, metavar="N", help="a turn (%(default)s)")
-    parser.add_argument("--thinking", action="store_true", help="ask for a thought channel, shown dimmed")
-    _finish(parser, _chat)
+    _add_length(parser, "tokens a turn")
+    parser.add_argument("--thinking", action="store_true", help="ask for a thought channel, shown in brackets")
+    _add_options(parser, _chat)
 
     parser = commands.add_parser(
         "infill",
         help="fill the holes of a text",
+        usage="dgemma infill [OPTION ...] [TEXT ...]",
         description="Fill the holes of a text, seeing what stands on both sides. Two underscores or more are a hole of "
         "as many tokens.",
-        epilog='example: dgemma infill "The ____ sat on the ____ mat."',
+        epilog='example:\n  dgemma infill "The ____ sat down."',
     )
-    parser.add_argument("text", nargs="*", help="the text with its holes; from standard input when left out or -")
-    _finish(parser, _infill)
+    parser.add_argument(
+        "text", nargs="*", metavar="TEXT", help="the text with its holes (- or nothing: standard input)"
+    )
+    _add_options(parser, _infill)
 
     parser = commands.add_parser(
         "edit",
         help="rewrite a text in place",
+        usage="dgemma edit [OPTION ...] [TEXT ...]",
         description="Rewrite a text in place: noise it to a level, then denoise it from there.",
-        epilog='example: dgemma edit --level 0.4 --keep "the old man" "It was the old man who spoke."',
+        epilog='example:\n  dgemma edit --level 0.4 --keep "the old man" "It was the old man who spoke."',
     )
-    parser.add_argument("text", nargs="*", help="the text; from standard input when left out or -")
-    parser.add_argument("--level", type=float, default=0.5, metavar="L", help="0 keeps, 1 forgets it (%(default)s)")
+    parser.add_argument("text", nargs="*", metavar="TEXT", help="the text (- or nothing: standard input)")
+    parser.add_argument(
+        "--level",
+        type=values.positive(1.0),
+        default=0.5,
+        metavar="L",
+        help="the share of the text that becomes noise; 1 forgets all of it (%(default)s)",
+    )
     parser.add_argument("--keep", action="append", default=[], metavar="WORDS", help="words that stay; repeatable")
-    _finish(parser, _edit)
+    _add_options(parser, _edit)
 
 
-def _finish(parser: argparse.ArgumentParser, run: Any, *, pictures: bool = False) -> None:
+def _add_length(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument(
+        "-n",
+        "--max-new-tokens",
+        type=values.count,
+        default=256,
+        metavar="N",
+        help=f"{what} at most, rounded up to whole canvases (%(default)s)",
+    )
+
+
+def _add_options(parser: argparse.ArgumentParser, run: Any, *, pictures: bool = False) -> None:
     options.add_model_options(parser, default="dgemma/text")
     options.add_sampling_options(parser)
     output.add_view_options(parser, pictures=pictures)
@@ -71,33 +102,32 @@ def _finish(parser: argparse.ArgumentParser, run: Any, *, pictures: bool = False
 
 def _generate(arguments: argparse.Namespace) -> None:
     text = options.read_text(arguments.prompt)
-    model, denoiser = options.load_denoiser(arguments)
-    tokenizer = options.load_tokenizer(arguments)
-    ids = tokenizer.chat(text) if arguments.chat else tokenizer.encode(text)
-    prompt = torch.tensor([ids], device=model.device)
-    with _live(arguments, tokenizer, prefix="" if arguments.chat else text) as view:
+    writer = options.load_writer(arguments)
+    tokenizer = writer.tokenizer
+    with _view(arguments, writer, prefix="" if arguments.chat else text) as view:
         out = generate(
-            denoiser,
-            prompt,
+            writer.denoiser,
+            writer.tokens(tokenizer.chat(text) if arguments.chat else tokenizer.encode(text)),
             max_new_tokens=arguments.max_new_tokens,
             on_step=view,
             record=bool(arguments.html or arguments.gif),
-            **options.sampling_options(arguments, model, tokenizer),
+            progress=not arguments.quiet,
+            **writer.settings,
         )
     output.write_pictures(arguments, out.trajectory, tokenizer)
-    written = tokenizer.decode(out.new_tokens[0])
+    new = [token for token in _written(out, writer) if token != tokenizer.pad_token_id]
+    written = tokenizer.decode(new)
     if arguments.json:
-        output.print_json(
-            prompt=text, text=written, tokens=out.new_tokens[0].tolist(), seed=arguments.seed, **_counts(out)
-        )
+        output.print_json({"prompt": text, "text": written, "tokens": new, "seed": arguments.seed, **_counts(out)})
     else:
         output.print_text(written if arguments.chat else text + written)
 
 
 def _chat(arguments: argparse.Namespace) -> None:
-    model, denoiser = options.load_denoiser(arguments)
-    tokenizer = options.load_tokenizer(arguments)
-    settings = options.sampling_options(arguments, model, tokenizer)
+    with suppress(ImportError):  # not on every system; lines are then edited without it
+        import readline  # noqa: F401
+    writer = options.load_writer(arguments)
+    tokenizer = writer.tokenizer
     converses = tokenizer.has_chat_template
     if not converses:
         print(f"{arguments.model} has no chat template: it continues what you write.", file=sys.stderr)
@@ -112,122 +142,127 @@ def _chat(arguments: argparse.Namespace) -> None:
             asked = [*read, *tokenizer.encode(line, bos=not read)]
         if asked[: len(read)] != read:  # the template renders the past differently from how it was written
             cache, read = None, []
-        prompt = torch.tensor([asked[len(read) :]], device=model.device)
-        with _live(arguments, tokenizer) as view:
+        with _view(arguments, writer) as view:
             out = generate(
-                denoiser, prompt, cache=cache, max_new_tokens=arguments.max_new_tokens, on_step=view, **settings
+                writer.denoiser,
+                writer.tokens(asked[len(read) :]),
+                cache=cache,
+                max_new_tokens=arguments.max_new_tokens,
+                on_step=view,
+                progress=not arguments.quiet,
+                **writer.settings,
             )
-        new = [token for token in out.new_tokens[0].tolist() if token != tokenizer.pad_token_id]
-        reply = tokenizer.reply(new)
-        if reply.thought and not arguments.json:
-            output.print_text(f"({reply.thought})")
-        answer = reply.answer if converses else tokenizer.decode(new)
-        if arguments.json:
-            output.print_json(text=answer, thought=reply.thought, **_counts(out))
-        else:
-            output.print_text(answer)
-        messages.append({"role": "assistant", "content": reply.answer})
+        new = _written(out, writer)
         read, cache = [*asked, *new], out.cache
+        reply = tokenizer.reply(new)
+        answer = reply.answer if converses else tokenizer.decode(new)
+        messages.append({"role": "assistant", "content": answer})
+        if arguments.json:
+            output.print_json({"text": answer, "thought": reply.thought, **_counts(out)})
+        else:
+            output.print_text(f"({reply.thought})\n{answer}" if reply.thought else answer)
 
 
 def _infill(arguments: argparse.Namespace) -> None:
     text = options.read_text(arguments.text)
-    model, denoiser = options.load_denoiser(arguments)
-    tokenizer = options.load_tokenizer(arguments)
-    ids, is_hole = _tokens_with_holes(text, tokenizer)
+    if not _HOLE.search(text):
+        raise ValueError('the text must have a hole. Write two underscores or more: "The ____ sat down."')
+    writer = options.load_writer(arguments)
+    pieces = ((piece, bool(_HOLE.fullmatch(piece))) for piece in re.split(f"({_HOLE.pattern})", text))
+    pad = writer.tokenizer.pad_token_id
+    ids, is_hole = _tokenise(pieces, writer.tokenizer, lambda hole: [pad] * len(hole))
     _fill(
         arguments,
         text,
-        tokenizer,
+        writer,
         lambda view: infill(
-            denoiser,
-            torch.tensor([ids], device=model.device),
-            torch.tensor([is_hole], device=model.device),
-            on_step=view,
-            **options.sampling_options(arguments, model, tokenizer),
+            writer.denoiser, writer.tokens(ids), writer.tokens(is_hole), on_step=view, **writer.settings
         ),
     )
 
 
 def _edit(arguments: argparse.Namespace) -> None:
     text = options.read_text(arguments.text)
-    model, denoiser = options.load_denoiser(arguments)
-    tokenizer = options.load_tokenizer(arguments)
-    ids, is_kept = _tokens_with_kept(text, arguments.keep, tokenizer)
+    missing = [words for words in arguments.keep if words not in text or not words]
+    if missing:
+        raise ValueError(f"--keep must name words of the text, got {missing[0]!r}.")
+    writer = options.load_writer(arguments)
+    # The longest first, so that words which contain others are kept whole.
+    kept = "|".join(re.escape(words) for words in sorted(arguments.keep, key=len, reverse=True)) or "(?!)"
+    pieces = ((piece, piece in arguments.keep) for piece in re.split(f"({kept})", text))
+    ids, is_kept = _tokenise(pieces, writer.tokenizer)
     _fill(
         arguments,
         text,
-        tokenizer,
+        writer,
         lambda view: edit(
-            denoiser,
-            torch.tensor([ids], device=model.device),
+            writer.denoiser,
+            writer.tokens(ids),
             noise_level=arguments.level,
-            frozen=torch.tensor([is_kept], device=model.device),
+            frozen=writer.tokens(is_kept),
             on_step=view,
-            **options.sampling_options(arguments, model, tokenizer),
+            **writer.settings,
         ),
     )
 
 
+def _tokenise(
+    pieces: Iterable[tuple[str, bool]], tokenizer: Tokenizer, marked: Callable[[str], list[int]] | None = None
+) -> tuple[list[int], list[bool]]:
+    """Ids of pieces, and for each whether its piece is marked; marked pieces become ids by `marked` if there is one."""
+    ids, marks = [tokenizer.bos_token_id], [False]
+    for piece, is_marked in pieces:
+        new = marked(piece) if is_marked and marked is not None else tokenizer.encode(piece, bos=False)
+        ids += new
+        marks += [is_marked] * len(new)
+    return ids, marks
+
+
 def _fill(
-    arguments: argparse.Namespace, text: str, tokenizer: Tokenizer, write: Callable[[OnStep | None], Infilling]
+    arguments: argparse.Namespace, text: str, writer: Writer, write: Callable[[OnStep | None], Infilling]
 ) -> None:
     """Run `infill` or `edit` under the live view and print what came of it."""
-    with _live(arguments, tokenizer) as view:
+    with _view(arguments, writer) as view:
         out = write(view)
-    written = tokenizer.decode(out.tokens[0])
+    written = writer.tokenizer.decode(out.tokens[0])
     if arguments.json:
         log_probs = [round(value, 4) for value in out.log_probs[0].tolist()]
-        output.print_json(given=text, text=written, tokens=out.tokens[0].tolist(), log_probs=log_probs, **_counts(out))
+        found = {"given": text, "text": written, "tokens": out.tokens[0].tolist(), "log_probs": log_probs}
+        output.print_json({**found, "seed": arguments.seed, **_counts(out)})
     else:
         output.print_text(written)
 
 
-def _tokens_with_holes(text: str, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
-    """Ids of a text, and which of them are holes: a run of underscores is as many."""
-    ids, is_hole = [tokenizer.bos_token_id], [False]
-    end = 0
-    for hole in _HOLE.finditer(text):
-        _extend(ids, is_hole, tokenizer.encode(text[end : hole.start()], bos=False), False)
-        _extend(ids, is_hole, [tokenizer.pad_token_id] * len(hole.group()), True)
-        end = hole.end()
-    _extend(ids, is_hole, tokenizer.encode(text[end:], bos=False), False)
-    if not any(is_hole):
-        raise ValueError('needs a text with holes. Write two underscores or more: "The ____ sat on the mat."')
-    return ids, is_hole
-
-
-def _tokens_with_kept(text: str, kept: Sequence[str], tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
-    """Ids of a text, and which of them belong to words that stay."""
-    missing = [words for words in kept if words not in text]
-    if missing:
-        raise ValueError(f"--keep must name words of the text, got {missing[0]!r}.")
-    ids, is_kept = [tokenizer.bos_token_id], [True]
-    pattern = "|".join(re.escape(words) for words in sorted(kept, key=len, reverse=True)) or r"(?!)"
-    for piece in re.split(f"({pattern})", text):
-        if piece:
-            _extend(ids, is_kept, tokenizer.encode(piece, bos=False), piece in kept)
-    return ids, is_kept
-
-
-def _extend(ids: list[int], marks: list[bool], new: list[int], mark: bool) -> None:
-    ids.extend(new)
-    marks.extend([mark] * len(new))
-
-
-def _live(arguments: argparse.Namespace, tokenizer: Tokenizer, prefix: str = "") -> AbstractContextManager[Any]:
+def _view(arguments: argparse.Namespace, writer: Writer, prefix: str = "") -> AbstractContextManager[Any]:
     """The live view where somebody looks, else nothing."""
-    if not output.somebody_looks(arguments):
+    if not output.is_watched(arguments):
         return nullcontext()
-    return LiveView(tokenizer, prefix=prefix, keep_blocks=arguments.command in ("generate", "chat"))
+    return LiveView(
+        writer.tokenizer,
+        prefix=prefix,
+        keep_blocks=arguments.command in ("generate", "chat"),
+        eos_token_ids=writer.model.generation.eos_token_id,
+    )
 
 
 def _read_line() -> str:
     """What the user says next; empty at the end."""
+    is_asked = sys.stdin.isatty() and sys.stdout.isatty()
     try:
-        return input("> " if sys.stdin.isatty() else "")
+        return input("> " if is_asked else "")
     except EOFError:
+        print("\n" if is_asked else "", end="")
         return ""
+    except UnicodeDecodeError as error:
+        raise ValueError(f"standard input must be UTF-8, got {error.reason}.") from None
+
+
+def _written(out: Generation, writer: Writer) -> list[int]:
+    """The new tokens up to the one that stopped the row, without the padding after it."""
+    new: Sequence[int] = out.new_tokens[0].tolist()
+    stops = writer.model.generation.eos_token_id
+    end = next((i for i, token in enumerate(new, start=1) if token in stops), len(new))
+    return list(new[:end])
 
 
 def _counts(out: Generation | Infilling) -> dict[str, Any]:

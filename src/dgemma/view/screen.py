@@ -65,7 +65,8 @@ class Screen:
         """Replace what was drawn before."""
         shown = [_fit(line, self.columns) for line in lines[-self.lines :]]
         text = f"{_CLEAR_LINE}\r\n".join(self._styled(line) for line in shown)
-        self._write(f"{_BEGIN_FRAME}{self._to_top()}{text}{_CLEAR_LINE}{_CLEAR_BELOW}{_END_FRAME}")
+        # Back to the line's first column: there the ^C that a terminal echoes fits, where it could wrap at the last.
+        self._write(f"{_BEGIN_FRAME}{self._to_top()}{text}{_CLEAR_LINE}{_CLEAR_BELOW}\r{_END_FRAME}")
         self._widths = [sum(width(ink.text) for ink in line) for line in shown]
         self._last_drawn = time.monotonic()
 

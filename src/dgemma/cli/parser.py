@@ -1,0 +1,48 @@
+"""argparse with help that reads like a page at any width, and errors of one sentence."""
+
+import argparse
+import re
+import textwrap
+from typing import Any, NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose description and epilog are lines that keep their indentation when they wrap."""
+
+    def __init__(self, **options: Any) -> None:
+        # An abbreviation that is unique today may be ambiguous tomorrow.
+        super().__init__(formatter_class=_Help, allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        # "argument --steps: must be …" as a sentence
+        sentence = re.sub(r"^argument (\S+): (must|needs) ", r"\1 \2 ", message).rstrip(".")
+        self.exit(2, f"{self.prog}: {sentence}. See {self.prog} --help.\n")
+
+
+class _Help(argparse.HelpFormatter):
+    def _format_usage(self, usage: str | None, *others: Any) -> str:
+        if usage is None:
+            return super()._format_usage(usage, *others)
+        return "\n".join(_wrap(f"usage: {usage}", self._width)) + "\n\n"
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return _wrap(" ".join(text.split()), width)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines = []
+        for line in text.splitlines():
+            words = line.lstrip(" ")
+            margin = indent + " " * (len(line) - len(words))
+            lines += _wrap(words, width, margin) or [""]
+        return "\n".join(lines)
+
+
+def _wrap(text: str, width: int, margin: str = "") -> list[str]:
+    return textwrap.wrap(
+        text,
+        max(width, 20),
+        initial_indent=margin,
+        subsequent_indent=margin,
+        break_long_words=False,
+        break_on_hyphens=False,  # --max-new-tokens is one word
+    )

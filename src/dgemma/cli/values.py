@@ -1,0 +1,159 @@
+"""Words of a command line as values. What is wrong is said before any model is loaded, in one sentence."""
+
+import argparse
+import ast
+import importlib.util
+import math
+import re
+from collections.abc import Callable
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dgemma import sampling
+from dgemma.sampling import Sampler
+
+_PICTURE_PACKAGES = ("PIL", "matplotlib")
+
+
+def _kebab(name: str) -> str:
+    return re.sub(r"(?<=[a-z])(?=[A-Z][a-z])", "-", name).lower()
+
+
+SAMPLERS: dict[str, type[Sampler]] = {
+    _kebab(kind.__name__): kind
+    for kind in sorted((getattr(sampling, name) for name in sampling.__all__), key=lambda kind: _kebab(kind.__name__))
+    if isinstance(kind, type) and issubclass(kind, Sampler) and kind is not Sampler
+}
+
+
+def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Reads a whole number within bounds.
+
+    Example: `whole(20, 81)("30")` is 30.
+    """
+    rule = (
+        f"must be a whole number of at least {least}"
+        if most is None
+        else f"must be a whole number from {least} to {most}"
+    )
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{rule}, got {text!r}") from None
+        if value < least or (most is not None and value > most):
+            raise argparse.ArgumentTypeError(f"{rule}, got {text}")
+        return value
+
+    return read
+
+
+count = whole(1)
+seed = whole(0, 2**63 - 1)
+
+
+def positive(most: float = math.inf) -> Callable[[str], float]:
+    """Reads a number above 0, up to `most`.
+
+    Example: `positive(1.0)("0.5")` is 0.5.
+    """
+    rule = "must be a number above 0" if most == math.inf else f"must be a number above 0, at most {most:g}"
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{rule}, got {text!r}") from None
+        if not 0 < value <= most or value == math.inf:
+            raise argparse.ArgumentTypeError(f"{rule}, got {text}")
+        return value
+
+    return read
+
+
+def device(text: str) -> torch.device:
+    """A device that is there.
+
+    Example: `device("cuda:0")`.
+    """
+    found = re.fullmatch(r"(cpu|cuda)(?::(\d+))?", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"must be cpu, cuda or cuda:N, got {text!r}")
+    available = torch.cuda.device_count()
+    if found[1] == "cuda" and int(found[2] or 0) >= available:
+        raise argparse.ArgumentTypeError(f"must name one of the GPUs that torch can see, {available} here, got {text}")
+    return torch.device(text)
+
+
+def sampler(text: str) -> Sampler:
+    """A sampler from its name and fields.
+
+    Example: `sampler("threshold:tau=0.8,greedy=True")`.
+    """
+    name, _, listed = text.partition(":")
+    if name not in SAMPLERS:
+        raise argparse.ArgumentTypeError(f"must be one of {', '.join(SAMPLERS)}, got {name!r}")
+    known = {field.name: field for field in fields(SAMPLERS[name])}  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for pair in filter(None, listed.split(",")):
+        field, equals, value = pair.partition("=")
+        if not equals or field not in known:
+            takes = f"takes {', '.join(f'{field}=…' for field in known)}" if known else "takes no fields"
+            raise argparse.ArgumentTypeError(f"must fit {name}, which {takes}, got {pair!r}")
+        values[field] = _literal(value)
+        if known[field].type is bool and not isinstance(values[field], bool):
+            raise argparse.ArgumentTypeError(f"must fit {name}, whose {field} is True or False, got {pair!r}")
+    try:
+        return SAMPLERS[name](**values)
+    except TypeError:
+        raise argparse.ArgumentTypeError(f"must fit {name}, got {listed!r}, of another type") from None
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must fit {name}: {error}") from None
+
+
+def describe_samplers() -> str:
+    """What --sampler may name, for the end of a page of help."""
+    lines = ["samplers, the noise they are for, and their fields:"]
+    for name, kind in SAMPLERS.items():
+        summary = (kind.__doc__ or "").strip().splitlines()[0]
+        given = ", ".join(map(_default, fields(kind)))  # type: ignore[arg-type]
+        lines += [f"  {name} ({', '.join(sorted(kind.valid_for))})", f"      {summary}"]
+        lines += [f"      {given}"] if given else []
+    return "\n".join(lines)
+
+
+def new_file(text: str) -> Path:
+    """A file that can be written, when the work is done."""
+    path = Path(text)
+    is_new = not path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(
+            f"must be a file that can be written, got {text!r}: {error.strerror}"
+        ) from None
+    if is_new:
+        path.unlink()
+    return path
+
+
+def new_gif(text: str) -> Path:
+    """A file, and the packages that draw it."""
+    if any(importlib.util.find_spec(name) is None for name in _PICTURE_PACKAGES):
+        raise argparse.ArgumentTypeError("needs Pillow and matplotlib: pip install 'dgemma[plots]'")
+    return new_file(text)
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _default(field: Field[Any]) -> str:
+    return field.name if field.default is MISSING else f"{field.name}={field.default}"

@@ -1,0 +1,113 @@
+"""The command in a process of its own, on a terminal, a pipe or both: what arrives there, and how it ends.
+
+The process is a fork, which need not import torch again; one thread is all it may use.
+"""
+
+import contextlib
+import fcntl
+import os
+import pty
+import select
+import signal
+import struct
+import sys
+import termios
+import time
+from collections.abc import Callable
+from typing import NamedTuple, NoReturn
+
+import torch
+
+from dgemma.cli import main
+
+_PATIENCE = 60  # seconds
+
+
+class Ended(NamedTuple):
+    code: int
+    terminal: str  # all that was written to it, escapes included
+    piped: bytes
+
+
+def run(
+    *words: object,
+    columns: int = 80,
+    react: Callable[[str], bytes] | None = None,
+    pipe_out: bool = False,
+    encoding: str = "utf-8",
+) -> Ended:
+    """Run the command on a terminal. `react` sees all output so far and says what is typed next.
+
+    With `pipe_out`, standard output goes into a pipe instead, in this encoding.
+    """
+    read_end, write_end = os.pipe()
+    child, terminal = pty.fork()
+    if child == 0:
+        os.close(read_end)
+        if pipe_out:
+            os.dup2(write_end, 1)
+        os.close(write_end)
+        _become_the_command(words, columns, encoding)
+    os.close(write_end)
+    seen, piped, deadline = b"", b"", time.monotonic() + _PATIENCE
+    open_ends = {terminal, read_end}
+    while open_ends and time.monotonic() < deadline:
+        for end in select.select(list(open_ends), [], [], 1.0)[0]:
+            data = b""
+            with contextlib.suppress(OSError):  # how a terminal says that nobody is left at its other side
+                data = os.read(end, 1 << 16)
+            if not data:
+                open_ends.remove(end)
+            elif end == terminal:
+                seen += data
+                if react is not None and (typed := react(seen.decode(errors="replace"))):
+                    os.write(terminal, typed)
+            else:
+                piped += data
+    if open_ends:
+        os.kill(child, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    for end in (terminal, read_end):
+        os.close(end)
+    return Ended(code, seen.decode(errors="replace"), piped)
+
+
+def run_with_a_reader_that_leaves(*words: object) -> Ended:
+    """Standard output and error go into pipes; the first is closed before anything is read."""
+    out_read, out_write = os.pipe()
+    err_read, err_write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(out_read)
+        os.dup2(out_write, 1)
+        os.dup2(err_write, 2)
+        for end in (out_write, err_write, err_read):
+            os.close(end)
+        _become_the_command(words)
+    for end in (out_read, out_write, err_write):
+        os.close(end)
+    with open(err_read, "rb") as errors:
+        said = errors.read()
+    return Ended(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), said.decode(), b"")
+
+
+def _become_the_command(words: tuple[object, ...], columns: int = 80, encoding: str = "utf-8") -> NoReturn:
+    """Never returns: a process like the one that the shell starts, down to the interpreter's last flush."""
+    code = 70
+    try:
+        os.environ.update(TERM="xterm-256color")
+        for name in ("NO_COLOR", "COLUMNS", "LINES"):
+            os.environ.pop(name, None)
+        if os.isatty(2):
+            fcntl.ioctl(2, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        sys.stdin, sys.stderr = open(0), open(2, "w")  # noqa: SIM115
+        sys.stdout = open(1, "w", encoding=encoding)  # noqa: SIM115
+        torch.set_num_threads(1)
+        code = main([str(word) for word in words])
+        sys.stdout.flush()
+    except BaseException as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}")
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stderr.flush()
+        os._exit(code)

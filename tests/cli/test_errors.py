@@ -1,0 +1,161 @@
+"""Bad arguments: one line on standard error, exit code 2, nothing on standard output, no traceback."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dgemma
+from dgemma.cli.main import build_parser
+
+COMMANDS = ("generate", "chat", "infill", "edit", "sudoku", "info", "bench", "evaluate", "train")
+CONTRADICTION = "55" + "." * 79
+
+
+def refuses(ran, *said):
+    assert ran.code == 2
+    assert ran.out == ""
+    assert ran.err.count("\n") == 1
+    assert ran.err.endswith("\n")
+    for words in said:
+        assert words in ran.err
+
+
+NO_CHECKPOINT_READ = [
+    ((), "COMMAND"),
+    (("write",), "invalid choice: 'write'"),
+    (("generate", ""), "must not be empty"),
+    (("generate", " \n"), "must not be empty"),
+    (("generate", "bytes \udcff"), "must be UTF-8"),
+    (("generate", "-m", "/no/such/folder", "Hi"), "/no/such/folder is neither a folder nor a hub id"),
+    (("generate", "-m", "dgemma/novels", "Hi"), "dgemma/novels does not ship with dgemma"),
+    (("generate", "--steps", "0", "Hi"), "--steps must be a whole number of at least 1, got 0"),
+    (("generate", "--steps", "few", "Hi"), "--steps must be a whole number of at least 1, got 'few'"),
+    (("generate", "-n", "-4", "Hi"), "-n/--max-new-tokens must be"),
+    (("generate", "--step", "3", "Hi"), "unrecognized arguments: --step"),
+    (("generate", "--top-p", "1.5", "Hi"), "--top-p must be a number above 0, at most 1, got 1.5"),
+    (("generate", "--temperature", "nan", "Hi"), "--temperature must be a number above 0, got nan"),
+    (("generate", "--seed", str(2**63), "Hi"), "--seed must be a whole number from 0 to"),
+    (("generate", "--noise", "pink", "Hi"), "invalid choice: 'pink'"),
+    (("generate", "--sampler", "best", "Hi"), "--sampler must be one of ancestral,"),
+    (("generate", "--sampler", "threshold:bound=1", "Hi"), "which takes tau=…, block_len=…, greedy=…"),
+    (("generate", "--sampler", "threshold:tau", "Hi"), "got 'tau'"),
+    (("generate", "--sampler", "threshold:tau=7", "Hi"), "Threshold.tau must be a probability, got 7"),
+    (("generate", "--sampler", "p2:eta=high", "Hi"), "must fit p2, got 'eta=high'"),
+    (("generate", "--sampler", "threshold:greedy=1", "Hi"), "whose greedy is True or False"),
+    (("generate", "--sampler", "threshold", "Hi"), "--sampler Threshold must run under --noise mask, got --noise unif"),
+    (("generate", "--device", "gpu", "Hi"), "--device must be cpu, cuda or cuda:N, got 'gpu'"),
+    (("generate", "--html", "/no/such/folder/run.html", "Hi"), "--html must be a file that can be written"),
+    (("generate", "--html", "", "Hi"), "--html must be a file that can be written"),
+    (("infill", "no holes, only _"), "must have a hole"),
+    (("edit", "--level", "2", "Hi"), "--level must be a number above 0, at most 1, got 2"),
+    (("edit", "--keep", "ho", "Hi"), "--keep must name words of the text, got 'ho'"),
+    (("sudoku", "--givens", "5"), "--givens must be a whole number from 20 to 81, got 5"),
+    (("sudoku", "." * 80), "the puzzle must have 81 cells, digits and 0 . _ or * for a blank, got 80"),
+    (("sudoku", "x" * 81), "got 'x' in it"),
+    (("sudoku", CONTRADICTION), "contradict each other"),
+    (("sudoku", "--sampler", "ancestral:parametrisation=odd"), "--sampler must fit ancestral"),
+    (("info", "/no/such/folder"), "neither a folder nor a hub id"),
+    (("bench", "--repeats", "0"), "--repeats must be"),
+    (("train", "words.txt"), "required: --out"),
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), NO_CHECKPOINT_READ, ids=[" ".join(w[:3])[:40] for w, _ in NO_CHECKPOINT_READ]
+)
+def test_bad_arguments_get_one_sentence(command, words, said):
+    refuses(command(*words), f"dgemma {words[0]}:" if words[1:] and "--step" not in words else "dgemma:", said)
+
+
+def test_a_prompt_longer_than_the_context_is_refused(command, checkpoint):
+    refuses(command("generate", "-m", checkpoint, "x" * 400), "got 657 tokens with the prompt and 8 canvases")
+
+
+def test_other_encodings_than_utf8_are_refused(command, checkpoint):
+    refuses(command("generate", "-m", checkpoint, stdin="Où?".encode("latin-1")), "standard input must be UTF-8")
+    refuses(command("chat", "-m", checkpoint, stdin="Où?".encode("latin-1")), "standard input must be UTF-8")
+    refuses(command("sudoku", "-", stdin=b"\xff" * 81), "standard input must be UTF-8")
+
+
+def test_a_folder_without_a_model_is_no_checkpoint(command, checkpoint, tmp_path):
+    dgemma.ByteTokenizer().save_pretrained(tmp_path)
+    refuses(command("generate", "-m", tmp_path, "Hi"), f"{tmp_path}/config.json does not exist")
+
+
+def test_text_files_must_be_there_and_hold_text(command, checkpoint, tmp_path):
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    for words in (("evaluate",), ("train", "--out", tmp_path / "run")):
+        refuses(command(*words, "-m", checkpoint, tmp_path / "none.txt"), "none.txt must be a .txt or .jsonl file")
+        refuses(command(*words, "-m", checkpoint, empty), "empty.txt must hold text")
+
+
+def test_a_text_model_solves_no_sudoku(command, checkpoint):
+    refuses(command("sudoku", "-m", checkpoint), "-m must name a Sudoku solver (824 tokens, canvas 81)")
+
+
+def test_what_needs_a_gpu_says_so(command, checkpoint):
+    refuses(command("generate", "-m", checkpoint, "--device", "cuda", "Hi"), "0 here, got cuda")
+    refuses(command("generate", "-m", checkpoint, "--fast", "Hi"), "--fast needs a GPU")
+
+
+def test_nothing_is_written_where_nothing_may_be(command, checkpoint, tmp_path):
+    (tmp_path / "words.txt").write_text("some words " * 40)
+    # A file stands where a folder should: true of everybody, while the superuser may write into read-only folders.
+    refuses(command("generate", "-m", checkpoint, "--html", tmp_path / "words.txt" / "run.html", "Hi"), "--html must")
+    out = tmp_path / "words.txt" / "run"
+    refuses(command("train", "-m", checkpoint, "--out", out, tmp_path / "words.txt"), "Not a directory")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may write anywhere")
+def test_a_read_only_folder_is_named(command, checkpoint, tmp_path):
+    words, closed = tmp_path / "words.txt", tmp_path / "closed"
+    words.write_text("some words " * 40)
+    closed.mkdir(mode=0o500)
+    refuses(command("generate", "-m", checkpoint, "--html", closed / "run.html", "Hi"), "Permission denied")
+    refuses(command("train", "-m", checkpoint, "--out", closed / "run", words), "Permission denied")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_is_no_bad_argument(command, checkpoint):
+    ran = command("generate", "-m", checkpoint, "-n", "1", "--steps", "1", "--html", "/dev/full", "Hi")
+    assert (ran.code, ran.err) == (1, "dgemma generate: [Errno 28] No space left on device\n")
+
+
+@pytest.mark.parametrize("columns", ["40", "80"])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_says_what_every_option_is_and_fits(command, monkeypatch, name, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    ran = command(name, "--help")
+    assert ran.code == 0
+    assert ran.out.startswith(f"usage: dgemma {name} ")
+    unbreakable = ("google/diffusiongemma", "--sampler NAME[", "(entropy-bound:bound")
+    long = [
+        line for line in ran.out.splitlines() if len(line) > int(columns) and not any(u in line for u in unbreakable)
+    ]
+    assert not long
+
+
+def test_every_option_of_every_command_is_explained():
+    (commands,) = (action for action in build_parser()._actions if action.dest == "command")
+    assert tuple(commands.choices) == COMMANDS
+    for name, parser in commands.choices.items():
+        assert [action.dest for action in parser._actions if not action.help] == [], name
+
+
+def test_the_module_is_the_command_and_its_help_loads_no_more_than_the_library():
+    script = (
+        "import runpy, sys; sys.argv = ['dgemma', '--help']\n"
+        "try: runpy.run_module('dgemma', run_name='__main__')\n"
+        "except SystemExit as left: print(left.code, {'transformers', 'matplotlib', 'PIL'} & set(sys.modules))"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=_source_path(), check=True)
+    assert ran.stdout.endswith("0 set()\n")
+    assert ran.stderr == ""
+
+
+def _source_path() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(Path(dgemma.__file__).parents[1])}

@@ -1,0 +1,44 @@
+"""The checkpoints that ship: the commands' defaults work without a network, and do what they are there for."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import dgemma
+
+ASSETS = Path(dgemma.__file__).parent / "assets"
+PUZZLE = "530070000600195000098000060800060003400803001700020006060000280000419005000080079"
+SOLUTION = "534678912672195348198342567859761423426853791713924856961537284287419635345286179"
+
+needs_text, needs_sudoku = (
+    pytest.mark.skipif(not (ASSETS / name / "config.json").is_file(), reason=f"this copy ships no dgemma/{name}")
+    for name in ("text", "sudoku")
+)
+
+
+@needs_text
+def test_the_text_model_writes_words(command):
+    found = json.loads(command("generate", "-n", "64", "--json", "It was a dark night, and the old captain").out)
+    letters = sum(character.isalpha() or character in " ,.'\n" for character in found["text"])
+    assert letters > 0.9 * len(found["text"])
+    assert {"the", "and", "of", "to", "a", "in", "was", "his", "he"} & set(found["text"].split())
+
+
+@needs_text
+def test_a_hole_is_filled_by_the_text_model(command):
+    ran = command("infill", "The ____ said that he would not go.")
+    assert ran.out.startswith("The ")
+    assert ran.out.endswith(" said that he would not go.\n")
+
+
+@needs_sudoku
+def test_the_solver_solves(command):
+    ran = command("sudoku", "--json", PUZZLE)
+    assert json.loads(ran.out)["solution"] == SOLUTION
+    assert ran.code == 0
+
+
+def test_info_knows_what_ships(command):
+    shipped = sorted(f"dgemma/{config.parent.name}" for config in ASSETS.glob("*/config.json"))
+    assert json.loads(command("info", "--json").out)["checkpoints"] == shipped

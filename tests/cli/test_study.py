@@ -1,0 +1,85 @@
+"""info, bench and evaluate: numbers that can be had another way are the same."""
+
+import json
+import math
+import zlib
+
+import pytest
+from safetensors.torch import load_file
+
+import dgemma
+
+
+def test_info_counts_what_is_in_the_file(command, checkpoint):
+    stored = load_file(checkpoint / "model.safetensors")
+    found = json.loads(command("info", "--json", checkpoint).out)
+    weights = [tensor for name, tensor in stored.items() if not name.endswith("layer_scalar")]  # those are buffers
+    assert found["parameters"] == sum(weight.numel() for weight in weights)
+    assert found["bytes"] == (checkpoint / "model.safetensors").stat().st_size
+    assert {name: tensor["shape"] for name, tensor in found["tensors"].items()} == {
+        name: list(tensor.shape) for name, tensor in stored.items()
+    }
+    # Two sliding layers with 2 heads of 16 and a full one with 1 of 32: keys and values of 2 bytes each.
+    assert found["cache_bytes_per_token"] == 2 * 2 * (2 * 16 + 2 * 16 + 32)
+    assert dgemma.ModelConfig.from_hf(found["config"]) == dgemma.ModelConfig.from_hf(checkpoint)
+
+
+def test_info_prints_a_table_and_on_demand_the_tensors(command, checkpoint):
+    short = command("info", checkpoint)
+    assert "2 sliding, 1 full; width 64, window 24" in short.out
+    long = command("info", "--tensors", checkpoint)
+    assert long.out.startswith(short.out)
+    names = [line.split()[0] for line in long.out.removeprefix(short.out).splitlines()]
+    assert names == sorted(load_file(checkpoint / "model.safetensors"))
+
+
+def test_info_without_a_name_lists_what_ships(command):
+    names = json.loads(command("info", "--json").out)["checkpoints"]
+    assert all(name.startswith("dgemma/") for name in names)
+    assert all(command("info", name).code == 0 for name in names)
+
+
+def test_bench_times_are_consistent(command, checkpoint):
+    ran = command(
+        "bench", "-m", checkpoint, *("--batch", "2", "--prefix", "8", "--steps", "2", "--repeats", "3"), "--json"
+    )
+    found = json.loads(ran.out)
+    times = found["milliseconds"]
+    for timing in times.values():
+        assert 0 < timing["fastest"] <= timing["median"] <= timing["slowest"]
+    assert times["canvas"]["fastest"] > times["forward"]["fastest"]  # two forwards, the prefix and the commit
+    assert found["tokens_per_second"] == pytest.approx(2 * 32 / (times["canvas"]["median"] / 1000))
+    assert "tokens a second" in command("bench", "-m", checkpoint, "--steps", "1", "--repeats", "1").out
+
+
+@pytest.fixture
+def words(tmp_path):
+    file = tmp_path / "words.txt"
+    file.write_text("to be or not to be, that is the question. " * 6)
+    return file
+
+
+def test_evaluate_finds_a_random_model_near_uniform_and_compressors_beside_it(command, checkpoint, words):
+    ran = command("evaluate", "-m", checkpoint, "--samples", "2", "--canvases", "2", "--json", words)
+    found = json.loads(ran.out)
+    text = words.read_bytes()
+    assert found["num_tokens"] == 256  # 252 bytes, the end of the text, and its canvas filled
+    assert found["causal"] == pytest.approx(math.log(384), abs=0.5)
+    assert found["nelbo"] > found["causal"]  # a uniform guess at every level costs more than one
+    assert found["bits_per_byte"] == pytest.approx(found["nelbo"] * 256 / 252 / math.log(2))
+    assert found["gzip_bits_per_byte"] == 8 * len(zlib.compress(text, 9)) / len(text)
+    assert 0 < found["xz_bits_per_byte"] < 8
+
+
+def test_evaluate_of_some_rows_has_no_bits_per_byte(command, checkpoint, words):
+    ran = command("evaluate", "-m", checkpoint, "--samples", "1", "--canvases", "1", "--rows", "1", "--json", words)
+    found = json.loads(ran.out)
+    assert found["num_tokens"] == 32
+    assert found["bits_per_byte"] is None
+    assert found["nelbo_error"] is None  # one row has no interval, and JSON no infinity
+    assert "gzip_bits_per_byte" not in found
+
+
+def test_evaluate_prints_a_table(command, checkpoint, words):
+    ran = command("evaluate", "-m", checkpoint, "--samples", "1", "--noise", "mask", words)
+    assert [line for line in ran.out.splitlines() if line.startswith(("diffusion", "causal", "gzip", "xz"))]

@@ -1,0 +1,68 @@
+"""The Sudoku command: whatever the model writes is checked, and clues are never touched."""
+
+import json
+
+import pytest
+
+# From Wikipedia's article on Sudoku, which prints the solution too.
+PUZZLE = "530070000600195000098000060800060003400803001700020006060000280000419005000080079"
+SOLUTION = "534678912672195348198342567859761423426853791713924856961537284287419635345286179"
+
+
+def test_a_model_that_knows_nothing_is_told_that_it_is_wrong(command, solver):
+    ran = command("sudoku", "-m", solver, "--steps", "2", "--json", PUZZLE)
+    found = json.loads(ran.out)
+    assert ran.code == 1
+    assert found["right"] is False
+    assert found["puzzle"] == PUZZLE
+    assert all(given in ("0", answer) for given, answer in zip(PUZZLE, found["solution"], strict=True))
+    assert set(found["solution"]) <= set("123456789")
+
+
+def test_a_solution_is_recognised(command, solver):
+    """All cells but one are given: where a seed writes 5 the answer is right, and else wrong."""
+    answers = {}
+    for seed in range(40):
+        almost = "0" + SOLUTION[1:]
+        words = ("--steps", "1", "--sampler", "ancestral", "--seed", seed)
+        ran = command("sudoku", "-m", solver, *words, almost)
+        answers[ran.out[0]] = ran
+        assert ran.out[1:] == SOLUTION[1:] + "\n"
+        if "5" in answers and len(answers) > 1:
+            break
+    for digit, ran in answers.items():
+        right = digit == "5"
+        assert ran.code == (0 if right else 1)
+        assert ran.err.startswith("Solved, in 1 steps, 1 blanks." if right else "Wrong: the answer breaks a rule")
+    assert "5" in answers
+    assert len(answers) > 1
+
+
+def test_white_space_and_any_sign_for_a_blank_are_read(command, solver):
+    rows = [PUZZLE[i : i + 9] for i in range(0, 81, 9)]
+    drawn = "\n".join([rows[0].replace("0", "."), rows[1].replace("0", "_"), rows[2].replace("0", " * "), *rows[3:]])
+    ran = command("sudoku", "-m", solver, "--steps", "1", "--json", "-", stdin=drawn.encode())
+    assert json.loads(ran.out)["puzzle"] == PUZZLE
+
+
+def test_a_new_puzzle_has_the_clues_asked_for_and_depends_on_the_seed(command, solver):
+    def puzzle(seed):
+        ran = command("sudoku", "-m", solver, "--steps", "1", "--json", "--givens", "33", "--seed", seed)
+        return json.loads(ran.out)["puzzle"]
+
+    assert 81 - puzzle(1).count("0") == 33
+    assert puzzle(1) == puzzle(1)
+    assert puzzle(1) != puzzle(2)
+
+
+def test_more_than_one_solution_is_said(command, solver):
+    # Two rows of the solution gone: they can be swapped where their boxes allow it.
+    ran = command("sudoku", "-m", solver, "--steps", "1", "0" * 27 + SOLUTION[27:])
+    assert "The puzzle has more than one solution." in ran.err
+
+
+@pytest.mark.parametrize("noise", ["mask", "uniform"])
+def test_clues_that_the_model_writes_itself_are_checked_too(command, solver, noise):
+    ran = command("sudoku", "-m", solver, "--steps", "1", "--write-clues", "--noise", noise, SOLUTION)
+    assert ran.code == 1
+    assert ran.err.startswith("Wrong")

@@ -1,0 +1,117 @@
+"""On a real terminal: the canvas settles in view, Ctrl-C leaves nothing behind, and pipes get plain text."""
+
+import json
+import os
+
+import pytest
+
+from cli import terminal
+from view.test_terminal import Terminal
+
+LONG = ("-n", "32", "--steps", "5000")  # would take minutes
+
+
+def screen(ended, columns=80):
+    """What stands on the terminal in the end."""
+    shown = Terminal(columns)
+    shown.write(ended.terminal)
+    return shown
+
+
+def press_ctrl_c_when(words):
+    pressed = []
+
+    def react(seen):
+        if words in seen and not pressed:
+            pressed.append(True)
+            return b"\x03"
+        return b""
+
+    return react
+
+
+@pytest.mark.parametrize("columns", [80, 40])
+def test_ctrl_c_leaves_the_terminal_clean(checkpoint, columns):
+    words = ("generate", "-m", checkpoint, *LONG, "The prompt is here, and is longer than a line of forty.")
+    ended = terminal.run(*words, columns=columns, react=press_ctrl_c_when("step"))
+    left = screen(ended, columns)
+    assert ended.code == 130
+    assert left.cursor_shown
+    assert left.screen.strip() == "Stopped."
+    assert left.wrapped == 0
+    when_pressed = Terminal(columns)
+    when_pressed.write(ended.terminal.partition("^C")[0])
+    assert when_pressed.x == 0  # further right the echo of ^C might have begun a new line
+
+
+def test_ctrl_c_leaves_the_board_as_it_was(solver):
+    ended = terminal.run("sudoku", "-m", solver, "--steps", "5000", "--sampler", "ancestral", "--noise", "uniform",
+                         react=press_ctrl_c_when("step"))  # fmt: skip
+    left = screen(ended)
+    assert ended.code == 130
+    assert left.cursor_shown
+    assert left.screen.startswith("┌───────┬───────┬───────┐")
+    assert left.screen.endswith("Stopped.")
+
+
+def test_the_live_view_is_followed_by_the_text_alone(checkpoint, command):
+    words = ("generate", "-m", checkpoint, "-n", "1", "--steps", "3", "Once")
+    ended = terminal.run(*words)
+    left = screen(ended)
+    assert ended.code == 0
+    assert "step 1/3" in ended.terminal
+    assert left.screen.startswith("Once")
+    assert "step" not in left.screen
+    assert left.cursor_shown
+
+
+def test_what_is_piped_is_plain_while_the_view_shows(checkpoint, command):
+    words = ("generate", "-m", checkpoint, "-n", "1", "--steps", "3", "Once")
+    ended = terminal.run(*words, pipe_out=True)
+    assert ended.piped.decode() == command(*words).out
+    assert "step 1/3" in ended.terminal
+    assert screen(ended).screen == ""
+
+
+def test_quiet_shows_nothing_but_the_text(checkpoint):
+    ended = terminal.run("generate", "-m", checkpoint, "-n", "1", "--steps", "3", "--quiet", "Once")
+    assert "\x1b" not in ended.terminal
+    assert ended.terminal.startswith("Once")
+
+
+def test_a_conversation_on_a_terminal_ends_with_ctrl_d(checkpoint):
+    typed = []
+
+    def react(seen):
+        if seen.count("> ") == len(typed) + 1 and len(typed) < 2:
+            typed.append(b"Who?\n" if not typed else b"\x04")
+            return typed[-1]
+        return b""
+
+    ended = terminal.run("chat", "-m", checkpoint, "-n", "1", "--steps", "2", "--quiet", react=react)
+    assert ended.code == 0
+    assert len(typed) == 2
+    assert "> Who?" in ended.terminal
+
+
+def test_a_prompt_is_asked_for_where_nobody_pipes_one(checkpoint):
+    ended = terminal.run("generate", "-m", checkpoint)
+    assert ended.code == 2
+    assert "a text is needed. Write it in quotes, or pipe it in" in ended.terminal
+
+
+@pytest.mark.parametrize("words", [("--help",), ("info", "--tensors")], ids=["help", "a long list"])
+def test_a_reader_that_leaves_early_is_no_error(checkpoint, words):
+    ended = terminal.run_with_a_reader_that_leaves(*words, *([checkpoint] if words[0] == "info" else []))
+    assert ended == (0, "", b"")
+
+
+def test_characters_that_the_output_cannot_show_do_not_stop_it(checkpoint):
+    words = ("generate", "-m", checkpoint, "-n", "1", "--steps", "1", "--json", "Où?")
+    ended = terminal.run(*words, pipe_out=True, encoding="ascii")
+    assert json.loads(ended.piped)["prompt"] == "O??"
+
+
+def test_nothing_forked_is_left_behind():
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)

@@ -1,0 +1,93 @@
+"""train: what it leaves behind is a checkpoint, adapters end merged, and the same command goes on."""
+
+import functools
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import dgemma
+from dgemma.cli import training
+from dgemma.train.lora import load_lora
+
+QUICK = ("--steps", "3", "--batch-size", "2", "--canvases", "2", "--lr", "0.01")
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    file = tmp_path_factory.mktemp("words") / "words.txt"
+    file.write_text("to be or not to be, that is the question. " * 12)
+    return file
+
+
+def test_a_trained_model_can_be_named_by_m(command, checkpoint, words, tmp_path):
+    ran = command("train", "-m", checkpoint, "--out", tmp_path, *QUICK, words)
+    assert ran.code == 0
+    assert ran.out.startswith(f"Wrote {tmp_path / 'final'} after 3 steps, loss ")
+    before, after = (load_file(folder / "model.safetensors") for folder in (checkpoint, tmp_path / "final"))
+    assert not torch.equal(before["model.decoder.embed_tokens.weight"], after["model.decoder.embed_tokens.weight"])
+    assert command("generate", "-m", tmp_path / "final", "-n", "1", "--steps", "1", "Hi").code == 0
+
+
+def test_from_scratch_the_preset_takes_the_tokenizers_vocabulary(command, checkpoint, words, tmp_path):
+    ran = command(
+        "train", "-m", checkpoint, "--preset", "tiny", "--out", tmp_path, *QUICK, "--ema", "0.5", "--json", words
+    )
+    found = json.loads(ran.out)
+    assert (found["final"], found["step"]) == (str(tmp_path / "final"), 3)
+    model = dgemma.DiffusionGemma.from_pretrained(tmp_path / "final")
+    assert model.config.vocab_size == 384
+    assert model.config.max_position_embeddings == 8192  # the preset's, not the checkpoint's 256
+    assert sorted(model.generation.eos_token_id) == [1, 50, 106]
+
+
+def test_adapters_end_merged_into_the_base(command, checkpoint, words, tmp_path):
+    assert command("train", "-m", checkpoint, "--out", tmp_path, *QUICK, "--lora", "2", words).code == 0
+    merged = dgemma.DiffusionGemma.from_pretrained(tmp_path / "final")
+    adapted = dgemma.DiffusionGemma.from_pretrained(checkpoint)
+    tokens = torch.arange(130, 150)[None]
+    base = adapted.causal_logits(tokens)
+    load_lora(adapted, tmp_path / "final" / "adapters.safetensors")
+    torch.testing.assert_close(merged.causal_logits(tokens), adapted.causal_logits(tokens), rtol=1e-4, atol=1e-5)
+    assert (merged.causal_logits(tokens) - base).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("more", [(), ("--lora", "2")], ids=["all weights", "adapters"])
+def test_the_same_command_goes_on_where_it_was_stopped(command, checkpoint, words, tmp_path, monkeypatch, more):
+    def train(out):
+        return command("train", "-m", checkpoint, "--out", tmp_path / out, *QUICK, *more, words)
+
+    assert train("whole").code == 0
+    with monkeypatch.context() as patch:
+        stops = functools.partial(training.train, on_step=lambda record: record.step == 2)
+        patch.setattr(training, "train", stops)
+        assert train("parts").code == 130
+    assert not (tmp_path / "parts" / "final").exists()
+    assert train("parts").code == 0
+    whole, parts = (load_file(tmp_path / out / "final" / "model.safetensors") for out in ("whole", "parts"))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    assert train("parts").code == 0  # a finished run stays finished
+
+
+def test_other_settings_are_refused_unless_allowed(command, checkpoint, words, tmp_path):
+    run = functools.partial(command, "train", "-m", checkpoint, "--out", tmp_path, words)
+    assert run(*QUICK).code == 0
+    changed = run(*QUICK, "--steps", "4")
+    assert changed.code == 2
+    assert "steps must stay 3" in changed.err
+    assert run(*QUICK, "--steps", "4", "--allow-changes").out.startswith(f"Wrote {tmp_path / 'final'} after 4 steps")
+
+
+def test_prompts_and_answers_are_rows_of_their_own(command, checkpoint, tmp_path):
+    pairs = tmp_path / "pairs.jsonl"
+    lines = [{"prompt": f"{n} + 1 =", "answer": str(n + 1)} for n in range(8)]
+    pairs.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert command("train", "-m", checkpoint, "--out", tmp_path / "run", *QUICK, pairs).code == 0
+
+
+def test_a_loss_that_is_not_finite_fails_in_a_sentence(command, checkpoint, words, tmp_path):
+    ran = command("train", "-m", checkpoint, "--out", tmp_path, *QUICK, "--lr", "1e30", words)
+    assert ran.code == 1
+    assert "not finite" in ran.err.splitlines()[-1]
+    assert "Traceback" not in ran.err

@@ -1,0 +1,150 @@
+"""generate, chat, infill and edit: what they print is what the library writes, and nothing else."""
+
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+
+import dgemma
+from dgemma.cli import writing
+
+QUICK = ("-n", "1", "--steps", "2")  # one canvas
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    return dgemma.DiffusionGemma.from_pretrained(checkpoint)
+
+
+def write(model, ids, **options):
+    """New tokens by the library itself."""
+    return dgemma.generate(model, torch.tensor([ids]), max_new_tokens=1, steps=2, **options).new_tokens[0].tolist()
+
+
+def test_generate_prints_prompt_and_continuation_and_nothing_else(command, checkpoint, model):
+    ran = command("generate", "-m", checkpoint, *QUICK, "Once", "upon")
+    tokenizer = dgemma.ByteTokenizer()
+    assert ran == (0, "Once upon" + tokenizer.decode(write(model, tokenizer.encode("Once upon"))) + "\n", "")
+    assert "\x1b[" not in ran.out
+
+
+def test_json_of_generate_is_what_the_library_writes(command, checkpoint, model):
+    ran = command("generate", "-m", checkpoint, *QUICK, "--seed", "7", "--json", "Once")
+    found = json.loads(ran.out)
+    assert found["tokens"] == write(model, dgemma.ByteTokenizer().encode("Once"), seed=7)
+    assert found["text"] == dgemma.ByteTokenizer().decode(found["tokens"])
+    assert (found["prompt"], found["seed"], found["steps"], found["tokens_per_forward"]) == ("Once", 7, 2, 16)
+
+
+def test_every_sampling_option_reaches_the_library(command, checkpoint, model):
+    words = "-n 33 --noise mask --sampler confidence:greedy=True --temperature 0.5 --top-k 9 --top-p 0.9 --steps 3"
+    found = json.loads(command("generate", "-m", checkpoint, *words.split(), "--json", "a").out)
+    out = dgemma.generate(
+        model,
+        torch.tensor([dgemma.ByteTokenizer().encode("a")]),
+        max_new_tokens=33,  # two canvases
+        steps=3,
+        noise=dgemma.MaskNoise(384, mask_token_id=4),
+        sampler=dgemma.Confidence(greedy=True),
+        temperature=0.5,
+        top_k=9,
+        top_p=0.9,
+    )
+    assert found["tokens"] == out.new_tokens[0].tolist()
+    assert found["steps"] == 6
+
+
+def test_json_of_generate_ends_with_the_stop_token_and_holds_no_padding(command, checkpoint, tmp_path):
+    folder = tmp_path / "stops"
+    shutil.copytree(checkpoint, folder)
+    stops = range(1, 300)  # most tokens end the text, so that most of the canvas is padding
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(stops), "pad_token_id": 0}))
+    tokens = json.loads(command("generate", "-m", folder, *QUICK, "--json", "Once").out)["tokens"]
+    assert tokens[-1] in stops
+    assert not set(tokens[:-1]) & set(stops)
+    assert 0 not in tokens
+    assert len(tokens) < 32
+
+
+@pytest.mark.parametrize("words", [(), ("-",)], ids=["nothing", "dash"])
+def test_the_prompt_is_read_from_standard_input(command, checkpoint, words):
+    piped = command("generate", "-m", checkpoint, *QUICK, *words, stdin="Où?\n".encode())
+    assert piped == command("generate", "-m", checkpoint, *QUICK, "Où?")
+
+
+def test_generate_by_chat_template_prints_the_answer_alone(command, checkpoint, model):
+    tokenizer = dgemma.ByteTokenizer()
+    ran = command("generate", "-m", checkpoint, *QUICK, "--chat", "Who?")
+    assert ran.out == tokenizer.decode(write(model, tokenizer.chat("Who?"))) + "\n"
+
+
+def test_a_conversation_has_one_json_object_a_line_until_an_empty_one(command, checkpoint, model):
+    ran = command("chat", "-m", checkpoint, *QUICK, "--json", stdin=b"Who?\nWhy?\n\nWhen?\n")
+    first, second = map(json.loads, ran.out.splitlines())
+    tokenizer = dgemma.ByteTokenizer()
+    messages = [{"role": "user", "content": "Who?"}]
+    for found, next_question in ((first, "Why?"), (second, "")):
+        assert found["text"] == tokenizer.reply(write(model, tokenizer.chat(messages))).answer
+        messages += [{"role": "assistant", "content": found["text"]}, {"role": "user", "content": next_question}]
+
+
+def test_what_was_read_in_a_turn_is_not_read_again(command, checkpoint, model, monkeypatch):
+    """Without a template the next turn goes on after the last, so the cache can always be kept."""
+    read = []
+
+    def watched(denoiser, prompt, **options):
+        read.append((prompt.tolist()[0], options["cache"] is not None))
+        return dgemma.generate(denoiser, prompt, **options)
+
+    monkeypatch.setattr(writing, "generate", watched)
+    monkeypatch.setattr(dgemma.ByteTokenizer, "has_chat_template", False)
+    ran = command("chat", "-m", checkpoint, *QUICK, "--json", stdin=b"ab\ncd\n")
+    tokenizer = dgemma.ByteTokenizer()
+    start, more = tokenizer.encode("ab"), tokenizer.encode("cd", bos=False)
+    assert read == [(start, False), (more, True)]
+    assert "continues what you write" in ran.err
+    written = write(model, start)
+    whole = write(model, [*start, *written, *more])
+    assert [json.loads(line)["text"] for line in ran.out.splitlines()] == list(map(tokenizer.decode, (written, whole)))
+
+
+def test_infill_writes_a_token_for_every_underscore_and_keeps_the_rest(command, checkpoint):
+    found = json.loads(command("infill", "-m", checkpoint, "--steps", "2", "--json", "The ___ sat_on a __.").out)
+    given = dgemma.ByteTokenizer().encode("The ___ sat_on a __.")
+    holes = [5, 6, 7, 18, 19]  # a single underscore is itself
+    assert [i for i, value in enumerate(found["log_probs"]) if value != 0] == holes
+    kept = [i for i in range(len(given)) if i not in holes]
+    assert [found["tokens"][i] for i in kept] == [given[i] for i in kept]
+    assert found["text"].startswith("The ")
+    assert " sat_on a " in found["text"]
+
+
+def test_edit_keeps_the_words_it_is_told_to(command, checkpoint):
+    text = "an old man, old as stone"
+    ran = command("edit", "-m", checkpoint, *("--steps", "2", "--level", "1", "--json", "--keep", "old"), text)
+    found, given = json.loads(ran.out)["tokens"], dgemma.ByteTokenizer().encode(text)
+    kept = [0, 4, 5, 6, 13, 14, 15]
+    assert [found[i] for i in kept] == [given[i] for i in kept]
+    # Of the other 18 letters chance would keep one in 384.
+    assert sum(a == b for a, b in zip(found, given, strict=True)) < len(kept) + 4
+
+
+def test_a_page_and_an_animation_are_written_without_a_display(command, checkpoint, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.delenv("DISPLAY", raising=False)
+    page, gif = tmp_path / "run.html", tmp_path / "run.gif"
+    ran = command("generate", "-m", checkpoint, *QUICK, "--html", page, "--gif", gif, "--json", "Once")
+    assert page.read_text().startswith("<!")
+    assert gif.read_bytes().startswith(b"GIF8")
+    assert json.loads(ran.out)["prompt"] == "Once"  # what was written is said on standard error
+    assert ran.err == f"Wrote {page}.\nWrote {gif}.\n"
+
+
+def test_a_gif_without_matplotlib_is_refused_before_the_work(command, checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    ran = command("generate", "-m", checkpoint, "--gif", tmp_path / "run.gif", "Once")
+    assert ran.code == 2
+    assert "--gif needs Pillow and matplotlib: pip install 'dgemma[plots]'." in ran.err
+    assert not list(tmp_path.iterdir())
