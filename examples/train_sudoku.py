@@ -23,6 +23,7 @@ import dgemma
 from dgemma.config import FULL, SLIDING
 from dgemma.data import sudoku
 from dgemma.sampling import Ancestral, BlockRefinement, Confidence, EntropyBound, StableAndConfident
+from dgemma.train.initial import soften_attention
 from dgemma.train.loop import StepRecord, TrainConfig, train
 from dgemma.train.objective import Objective
 
@@ -102,10 +103,7 @@ def make_model(size: Size, device: str) -> dgemma.DiffusionGemma:
     )
     torch.manual_seed(0)
     model = dgemma.DiffusionGemma(config, device=device)
-    # Queries and keys are normed and attention has scale 1: with unit weights it would begin almost one-hot.
-    with torch.no_grad():
-        for layer in model.layers:
-            layer.self_attn.q_norm.weight.fill_(head_dim**-0.5)
+    soften_attention(model)
     model.generation = dgemma.GenerationDefaults(
         max_new_tokens=sudoku.NUM_CELLS, max_denoising_steps=sudoku.NUM_CELLS, eos_token_id=(1,)
     )
