@@ -1,8 +1,12 @@
 """The Sudoku command: whatever the model writes is checked, and clues are never touched."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
+
+from dgemma.data import sudoku
 
 # From Wikipedia's article on Sudoku, which prints the solution too.
 PUZZLE = "530070000600195000098000060800060003400803001700020006060000280000419005000080079"
@@ -59,6 +63,15 @@ def test_more_than_one_solution_is_said(command, solver):
     # Two rows of the solution gone: they can be swapped where their boxes allow it.
     ran = command("sudoku", "-m", solver, "--steps", "1", "0" * 27 + SOLUTION[27:])
     assert "The puzzle has more than one solution." in ran.err
+
+
+def test_the_solution_of_another_puzzle_is_wrong(command, solver, monkeypatch):
+    another = SOLUTION.translate(str.maketrans("12", "21"))  # keeps every rule, but not the clues
+    grids = torch.tensor([[int(digit) for digit in another]])
+    completion = SimpleNamespace(grids=grids, steps=torch.tensor([1]), generation=SimpleNamespace(trajectory=None))
+    monkeypatch.setattr(sudoku, "complete", lambda *given, **options: completion)
+    assert json.loads(command("sudoku", "-m", solver, "--json", another).out)["right"] is True
+    assert json.loads(command("sudoku", "-m", solver, "--json", PUZZLE).out)["right"] is False
 
 
 @pytest.mark.parametrize("noise", ["mask", "uniform"])

@@ -26,9 +26,9 @@ class Writer(NamedTuple):
     tokenizer: Tokenizer
     settings: dict[str, Any]
 
-    def tokens(self, rows: Sequence[Any]) -> torch.Tensor:
+    def tokens(self, row: Sequence[Any]) -> torch.Tensor:
         """One row, (1, N), where the model is."""
-        return torch.tensor([rows], device=self.model.device)
+        return torch.tensor([row], device=self.model.device)
 
 
 def add_model_options(parser: argparse.ArgumentParser, *, default: str, fast: bool = True) -> None:

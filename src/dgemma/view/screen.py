@@ -65,9 +65,12 @@ class Screen:
         """Replace what was drawn before."""
         shown = [_fit(line, self.columns) for line in lines[-self.lines :]]
         text = f"{_CLEAR_LINE}\r\n".join(self._styled(line) for line in shown)
-        # Back to the line's first column: there the ^C that a terminal echoes fits, where it could wrap at the last.
-        self._write(f"{_BEGIN_FRAME}{self._to_top()}{text}{_CLEAR_LINE}{_CLEAR_BELOW}\r{_END_FRAME}")
-        self._widths = [sum(width(ink.text) for ink in line) for line in shown]
+        widths = [sum(width(ink.text) for ink in line) for line in shown]
+        try:
+            # Back to the first column: there the ^C that a terminal echoes fits, where it could wrap at the last.
+            self._write(f"{_BEGIN_FRAME}{self._to_top()}{text}{_CLEAR_LINE}{_CLEAR_BELOW}\r{_END_FRAME}")
+        finally:  # Ctrl-C most often cuts in right here, when the frame is there to be erased
+            self._widths = widths
         self._last_drawn = time.monotonic()
 
     def erase(self) -> None:
