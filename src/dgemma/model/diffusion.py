@@ -67,7 +67,9 @@ class DiffusionGemma(nn.Module):
         self.recompute_activations = False  # activation checkpointing: trade a second forward for memory
         device = torch.device(device) if device is not None else torch.get_default_device()
         with torch.device("meta"):
-            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+            # Of a table given: drawing one on the meta device would import torch's compiler, which takes seconds.
+            table = torch.empty(config.vocab_size, config.hidden_size)
+            self.embed_tokens = nn.Embedding.from_pretrained(table, freeze=False)
             self.layers = nn.ModuleList(
                 Layer(config, config.layer_shape(layer)) for layer in range(config.num_hidden_layers)
             )

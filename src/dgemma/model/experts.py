@@ -109,7 +109,12 @@ def product_by_group(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     if torch.is_autocast_enabled(rows.device.type):  # which does not know our operator
         dtype = torch.get_autocast_dtype(rows.device.type)
         rows, weights = rows.to(dtype), weights.to(dtype)
-    return (grouped_product if _supports_grouped(weights) else looped_product)(rows, weights, ends)
+    if not _supports_grouped(weights):
+        return looped_product(rows, weights, ends)
+    if type(rows) is Tensor and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        # A custom operator imports torch's compiler when first called, seconds that plain inference need not wait for.
+        return F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
+    return grouped_product(rows, weights, ends)
 
 
 @torch.library.custom_op("dgemma::grouped_product", mutates_args=())
