@@ -21,6 +21,7 @@ from dgemma.model.cache import PrefixCache
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.prediction import Prediction, SoftCap
 from dgemma.state import DenoiseState
+from dgemma.train.lora import is_adapted
 from dgemma_kernels import draws
 from dgemma_kernels.cache import BufferPool, CacheBuffers, FusedCache
 from dgemma_kernels.captured import STATE_INPUTS, CapturedDenoise, CapturedRead, CapturedStep, fill, list_shapes
@@ -56,6 +57,8 @@ def accelerate(model: DiffusionGemma, weights: str = "bf16") -> "FusedDenoiser":
         raise ValueError(
             "ModelConfig.noise_conditioning must be False for the kernels, got True. Use the model itself."
         )
+    if is_adapted(model):
+        raise ValueError("accelerate model must have its adapters merged. Call dgemma.train.merge_lora(model) first.")
     return FusedDenoiser(model)
 
 

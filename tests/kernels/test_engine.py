@@ -11,6 +11,7 @@ import dgemma
 from dgemma import draws as reference_draws
 from dgemma.config import FULL, SLIDING
 from dgemma.generate import Knobs, start_state
+from dgemma.train.lora import LoRA, add_lora
 from dgemma_kernels import accelerate, draws, embedding, reference, vocabulary
 from dgemma_kernels import cache as fused_cache
 
@@ -254,3 +255,11 @@ def test_forget_moves_the_newest_tokens_to_the_front(device):
     fused_cache.forget(keys, values, held, 131)
     for got, expected in zip((keys, values), want, strict=True):
         assert torch.equal(got[:, :, :131], expected[:, :, :131])
+
+
+def test_a_model_with_adapters_is_told_to_merge_them_first():
+    # The kernels read base weights only, and would silently leave the adapters out.
+    model = dgemma.DiffusionGemma(dgemma.presets.tiny())
+    add_lora(model, LoRA(rank=4))
+    with pytest.raises(ValueError, match="merge_lora"):
+        accelerate(model)

@@ -15,7 +15,7 @@ from dgemma.sampling import EntropyBound, StableAndConfident
 from dgemma.view.terminal import BoardView
 
 _BLANKS = ".0_*"
-_SAMPLER = EntropyBound(bound=0.1, greedy=True)
+_SAMPLER = EntropyBound(bound=0.01, greedy=True)
 
 
 def add_commands(commands: Any) -> None:
