@@ -26,9 +26,8 @@ def test_the_sampler_in_the_readme_is_under_forty_lines():
 def test_two_commands_make_their_own_environment_and_name_files_that_exist():
     commands = re.findall(r"^python3 -m venv .*$", README, flags=re.MULTILINE)
     assert len(commands) == 2
-    example = re.search(r"examples/\S+\.py", commands[0])
-    assert example is not None
-    assert (ROOT / example.group()).exists()
+    assert ".venv/bin/dgemma generate" in commands[0]
+    assert 'dgemma = "dgemma.cli:main"' in (ROOT / "pyproject.toml").read_text()
     assert commands[1].endswith("-m pytest")
     assert "grep -m1 -E '^python3 -m venv .*pytest$' README.md" in (ROOT / ".ci/run").read_text()
 
@@ -36,3 +35,13 @@ def test_two_commands_make_their_own_environment_and_name_files_that_exist():
 def test_every_file_the_readme_names_exists():
     for name in re.findall(r"`((?:[a-z_]+/)*[a-z_]+\.(?:py|md|txt))[:`]", README):
         assert any((root / name).exists() for root in (ROOT, ROOT / "src/dgemma")), name
+
+
+def test_the_readme_lists_every_numbered_example():
+    listed = set(re.findall(r"`(\d\d_[a-z_]+)`", README))
+    assert listed == {path.stem for path in (ROOT / "examples").glob("[0-9]*.py")}
+
+
+def test_pictures_the_readme_shows_exist():
+    for name in re.findall(r"!\[[^]]*\]\(([^)]+)\)", README):
+        assert (ROOT / name).is_file(), name
