@@ -1,8 +1,8 @@
 """Train a small text model from scratch, by the published objective: a tokenizer, packed text, a checkpoint, samples.
 
-    python examples/train_text.py                                    an excerpt and a toy model: shows that it runs
+    python examples/08_train_text.py                                    an excerpt and a toy model: shows that it runs
     python examples/text_corpus/prepare.py --out runs/corpus
-    python examples/train_text.py --corpus runs/corpus --out runs/text --minutes 8       the `text` checkpoint, on a GPU
+    python examples/08_train_text.py --corpus runs/corpus --out runs/text --minutes 8      the `text` checkpoint: a GPU
 
 The corpus is a folder with train.txt, validation.txt and test.txt, documents parted by a form feed. Its tokenizer and
 token files are made once, beside them. The folder given by --out gets `checkpoint` (bfloat16; `from_pretrained` and

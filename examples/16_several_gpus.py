@@ -3,8 +3,8 @@
 Started plainly, this runs itself under torchrun with two processes, which need no GPU. On a machine with eight, or on
 four such machines:
 
-    torchrun --nproc-per-node 8 examples/several_gpus.py
-    torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 examples/several_gpus.py
+    torchrun --nproc-per-node 8 examples/16_several_gpus.py
+    torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 examples/16_several_gpus.py
 """
 
 import os
@@ -41,7 +41,7 @@ def run(parallel: Parallel, out: str) -> TrainResult:
 def main() -> None:
     # Half of the experts on each process; `torchrun --nproc-per-node 8` would give four such pairs.
     with FullySharded(expert_parallel=2) as parallel, tempfile.TemporaryDirectory() as own:
-        together = run(parallel, sys.argv[1] if len(sys.argv) > 1 else "several_gpus")
+        together = run(parallel, sys.argv[1] if len(sys.argv) > 1 else "runs/several_gpus")
         if not parallel.is_main:
             return
         alone = run(Parallel(), own)

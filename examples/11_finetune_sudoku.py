@@ -3,8 +3,8 @@
 The objective is the published one: uniform noise over the whole vocabulary, every position scored, the causal loss
 beside it. Clues are not frozen: the model must write all 81 digits. Before and after, the same test puzzles.
 
-    python examples/finetune_sudoku.py                                     random weights: shows that it runs
-    python examples/finetune_sudoku.py --model dgemma/text --minutes 2     one GPU; results.json goes to --out
+    python examples/11_finetune_sudoku.py                                     random weights: shows that it runs
+    python examples/11_finetune_sudoku.py --model dgemma/text --minutes 2     one GPU; results.json goes to --out
 """
 
 import argparse
@@ -66,13 +66,20 @@ def load(args: argparse.Namespace) -> tuple[dgemma.DiffusionGemma, dgemma.Tokeni
 
 
 @torch.no_grad()
-def score(model: Any, text: TextSudoku, tests: dict[str, sudoku.Puzzles]) -> dict[str, dict[str, float]]:
+def score(
+    model: Any, text: TextSudoku, tests: dict[str, sudoku.Puzzles], num_steps: int
+) -> dict[str, dict[str, float]]:
     """The published sampler, free to write anything: exact grids, right cells, clues preserved, steps."""
     found = {}
     for name, test in tests.items():
         puzzles, solutions = (torch.from_numpy(a).to(model.device).long() for a in (test.puzzles, test.solutions))
         out = dgemma.generate(
-            model, text.prompt(puzzles), max_new_tokens=sudoku.NUM_CELLS, steps=48, eos_token_ids=[1], progress=False
+            model,
+            text.prompt(puzzles),
+            max_new_tokens=sudoku.NUM_CELLS,
+            steps=num_steps,
+            eos_token_ids=[1],
+            progress=False,
         )
         right = out.new_tokens == text.digits.to(model.device)[solutions]
         clue = puzzles > 0
@@ -130,6 +137,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, help="default: 512 with a model, else 4")
     parser.add_argument("--pool", type=int, help="base puzzles; default: 16384 with a model, else 8")
     parser.add_argument("--num-tests", type=int, help="puzzles in each test set; default: 500 with a model, else 2")
+    parser.add_argument("--denoising-steps", type=int, help="at most, of a canvas; default: 48 with a model, else 4")
     parser.add_argument("--workers", type=int, default=1, help="processes that make puzzles")
     parser.add_argument("--out", type=Path, help="default: a temporary folder")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -138,6 +146,7 @@ def main() -> None:
     args = parser.parse_args()
     real = args.model is not None
     defaults = {"steps": (2000, 2), "batch_size": (512, 4), "pool": (16_384, 8), "num_tests": (500, 2)}
+    defaults["denoising_steps"] = (48, 4)
     for name, (full, tiny) in defaults.items():
         setattr(args, name, getattr(args, name) or (full if real else tiny))
 
@@ -149,18 +158,18 @@ def main() -> None:
     model, tokenizer = load(args)
     digits = torch.tensor(tokenizer.encode("0123456789", bos=False))
     if digits.shape != (10,):
-        raise ValueError(f"finetune_sudoku needs a tokenizer with one token a digit, got {len(digits)} for ten digits.")
+        raise ValueError(f"--model must have a tokenizer with one token a digit, got {len(digits)} for ten digits.")
     source = sudoku.SudokuSource(pool=pool, givens=(30, 45), skew=1.0, pinned=0.0)
     text = TextSudoku(source, tokenizer.bos_token_id, digits)
 
     print(f"{'':12}{'':16}{'exact':>8}{'cells':>8}{'clues':>8}{'steps':>7}")
-    results: dict[str, Any] = {"model": args.model, "before": score(model, text, tests)}
+    results: dict[str, Any] = {"model": args.model, "before": score(model, text, tests, args.denoising_steps)}
     show("before", results["before"])
     with tempfile.TemporaryDirectory() as scratch:
         out = args.out or Path(scratch)
         for how in ("full", "lora") if args.how == "both" else (args.how,):
             model, summary = tune(how, args, text, out / how)
-            results[how] = {**summary, "after": score(model, text, tests)}
+            results[how] = {**summary, "after": score(model, text, tests, args.denoising_steps)}
             show(how, results[how]["after"])
         (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
 

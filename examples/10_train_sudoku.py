@@ -3,8 +3,8 @@
 The puzzle is the prompt, the solution a canvas of 81 tokens. Test puzzles come from base grids of which no equivalent
 was ever trained on. After training come a table of samplers, accuracy against steps, and the checkpoint in bfloat16.
 
-    python examples/train_sudoku.py --size tiny                              seconds, to see that it runs
-    python examples/train_sudoku.py --noise mask --minutes 8 --out runs/mask one GPU; also --noise uniform
+    python examples/10_train_sudoku.py --size tiny                               seconds, to see that it runs
+    python examples/10_train_sudoku.py --noise mask --minutes 8 --out runs/mask  one GPU; also --noise uniform
 """
 
 import argparse

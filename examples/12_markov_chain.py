@@ -4,8 +4,8 @@ The text is a random Markov chain: 254 states, 30 tokens, about 1.72 nats a toke
 can lie below; an exact one's is equal. Mask noise shows how much of a canvas is noise. Uniform noise does not: told the
 level, the network can be exact; without it, it must guess, and the gap is what that costs.
 
-    python examples/train_markov.py                            all four in turn; a smaller chain where there is no GPU
-    python examples/train_markov.py --run mask --out markov    one of them, its numbers in markov/mask/result.json
+    python examples/12_markov_chain.py                           all four in turn; without a GPU, on a smaller chain
+    python examples/12_markov_chain.py --run mask --out markov   one of them, its numbers in markov/mask/result.json
 """
 
 import argparse

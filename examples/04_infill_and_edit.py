@@ -1,0 +1,41 @@
+"""Fill holes with what stands on both sides in view, and rewrite a text in place. Given tokens never change."""
+
+import argparse
+
+import torch
+
+import dgemma
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--steps", type=int, default=24, help="of a whole denoising (%(default)s)")
+options = {"steps": parser.parse_args().steps, "sampler": dgemma.Ancestral(), "temperature": 0.6, "stop": None}
+
+model = dgemma.DiffusionGemma.from_pretrained("dgemma/text", dtype=torch.float32)
+tokenizer = dgemma.Tokenizer.from_pretrained("dgemma/text")
+
+# A hole of eight tokens between two halves of a sentence. What stands to its left is read as the prefix; what stands to
+# its right lies on the same canvas, pinned, so the model sees it while it fills the hole.
+left = tokenizer.encode("The captain stood upon the deck and")
+right = tokenizer.encode(" before the storm came down upon them.", bos=False)
+start, stop = len(left), len(left) + 8
+text = torch.tensor([left + [tokenizer.pad_token_id] * 8 + right])
+for seed in range(3):
+    filled = dgemma.infill(model, text, [(start, stop)], seed=seed, **options)
+    tokens = filled.tokens[0].tolist()
+    assert (tokens[:start], tokens[stop:]) == (left, right)
+    print(f"{tokenizer.decode(left)}[{tokenizer.decode(tokens[start:stop])}]{tokenizer.decode(right)}")
+
+# An edit noises the text to a level and denoises it from there: the more noise, the less is kept. `frozen` pins words.
+original = "The captain stood upon the deck and looked at the sea before the storm came."
+text = torch.tensor([tokenizer.encode(original)])
+print(f"\n{original}")
+for level in (0.1, 0.4, 0.8):
+    edited = dgemma.edit(model, text, noise_level=level, seed=1, **options)
+    kept = (edited.tokens == text).float().mean().item()
+    print(f"  noise {level}, {kept:4.0%} of the tokens kept: {tokenizer.decode(edited.tokens[0])}")
+
+frozen = torch.zeros_like(text, dtype=torch.bool)
+frozen[:, :3] = True
+edited = dgemma.edit(model, text, noise_level=0.8, frozen=frozen, seed=1, **options)
+assert torch.equal(edited.tokens[:, :3], text[:, :3])
+print(f"  noise 0.8, beginning pinned:     {tokenizer.decode(edited.tokens[0])}")

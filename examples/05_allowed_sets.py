@@ -1,0 +1,47 @@
+"""Constrain what may be written, position by position: allowed sets, a pattern, and typed slots.
+
+A constraint holds in the distribution (the rest gets probability zero) and in the noise (a refused position is refilled
+from the same set), so that nothing else ever stands on the canvas.
+"""
+
+import argparse
+
+import torch
+
+import dgemma
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--steps", type=int, default=24, help="of each canvas (%(default)s)")
+options = {"steps": parser.parse_args().steps, "sampler": dgemma.Ancestral(), "temperature": 0.7, "stop": None}
+
+model = dgemma.DiffusionGemma.from_pretrained("dgemma/text", dtype=torch.float32)
+tokenizer = dgemma.Tokenizer.from_pretrained("dgemma/text")
+canvas_len, vocab_size = model.config.canvas_length, tokenizer.vocab_size
+
+# One set for all positions: no letter "e".
+prompt = torch.tensor([tokenizer.encode("In this sad condition, a man")])
+without_e = [token for token in range(vocab_size) if "e" not in tokenizer.decode([token]).lower()]
+out = dgemma.generate(model, prompt, max_new_tokens=canvas_len, allowed=without_e, seed=2, **options)
+text = tokenizer.decode(out.new_tokens[0])
+assert "e" not in text.lower()
+print(f"without e: {text!r}\n")
+
+# A set for each position: a blank, 1, 8, any digit, any digit; what follows is free.
+digits = tokenizer.encode("0123456789", bos=False)
+one, eight = digits[1], digits[8]
+year = [tokenizer.encode(" ", bos=False), [one], [eight], digits, digits]
+allowed = torch.ones(canvas_len, vocab_size, dtype=torch.bool)
+for position, tokens in enumerate(year):
+    allowed[position] = False
+    allowed[position, tokens] = True
+prompt = torch.tensor([tokenizer.encode("In the year")])
+out = dgemma.generate(model, prompt, max_new_tokens=canvas_len, allowed=allowed, seed=2, **options)
+print(f"a year:    {tokenizer.decode(out.tokens[0])!r}\n")
+
+# A template with a typed slot: the model weighs the options in their place, with what follows in view.
+nouns = ["ship", "king", "cake"]
+template = ["The captain gave the order and the ", dgemma.Slot(nouns, name="noun"), " set sail."]
+choice = dgemma.slots(model, template, tokenizer=tokenizer)["noun"]
+print("The captain gave the order and the ... set sail.")
+for noun, probability in zip(nouns, choice.probabilities.tolist(), strict=True):
+    print(f"  {noun:5} {probability:6.1%}")

@@ -1,0 +1,46 @@
+"""Fork a trajectory: go back to a step, change one thing, and let it run again.
+
+Draws are counter-based, so up to the fork everything repeats bit for bit, and what differs afterwards was caused by the
+change alone.
+"""
+
+import argparse
+
+import torch
+
+import dgemma
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--steps", type=int, default=24, help="of the canvas (%(default)s)")
+steps = parser.parse_args().steps
+
+model = dgemma.DiffusionGemma.from_pretrained("dgemma/text", dtype=torch.float32)
+tokenizer = dgemma.Tokenizer.from_pretrained("dgemma/text")
+prompt = torch.tensor([tokenizer.encode("He had never seen such a")])
+
+out = dgemma.generate(
+    model, prompt, max_new_tokens=64, steps=steps, sampler=dgemma.Ancestral(), temperature=0.7, stop=None, record=True
+)
+run, middle = out.trajectory, steps // 2
+print(f"the run:\n  {tokenizer.decode(out.new_tokens[0])!r}")
+run.replay(model)  # bit for bit, or an error that says where it parts
+assert torch.equal(run.fork(model, step=middle).new_tokens, out.new_tokens)  # nothing changed: the same text
+
+# Plant two words on the canvas in the middle of the run and pin them.
+moment = run.moment(model, step=middle)
+words = torch.tensor(tokenizer.encode(" great storm", bos=False))
+place = slice(20, 20 + len(words))
+canvas, frozen = moment.state.canvas.clone(), moment.state.frozen.clone()
+canvas[0, place], frozen[0, place] = words, True
+
+forks = {
+    "other dice from the middle on": {"step": middle, "seed": 1},
+    "other dice from three quarters on": {"step": 3 * steps // 4, "seed": 1},
+    "colder from the middle on": {"step": middle, "temperature": 0.3},
+    "two words planted in the middle": {"step": middle, "canvas": canvas, "frozen": frozen},
+}
+for name, change in forks.items():
+    fork = run.fork(model, **change)
+    same = (fork.new_tokens == out.new_tokens).float().mean()
+    print(f"\n{name}: {same:.0%} of the positions as in the run\n  {tokenizer.decode(fork.new_tokens[0])!r}")
+assert torch.equal(fork.new_tokens[0, place], words)
