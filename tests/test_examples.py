@@ -1,16 +1,166 @@
-"""Every example runs as it stands."""
+"""Every example runs, at a size that takes seconds, and what it prints is what its page promises."""
 
+import json
+import os
+import re
 import runpy
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+import dgemma
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
-def test_example_runs_and_says_something(example, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", [str(example)])
-    runpy.run_path(str(example), run_name="__main__")
-    assert len(capsys.readouterr().out.splitlines()) > 3
+@pytest.fixture
+def run(monkeypatch, tmp_path, capsys):
+    """Run an example by the beginning of its name, with arguments, in a folder of its own; what it printed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), str(ROOT / "kernels")]))  # for its processes
+
+    def run(name: str, *arguments: str) -> str:
+        (path,) = (path for path in EXAMPLES if path.name.startswith(name))
+        monkeypatch.setattr(sys, "argv", [str(path), *arguments])
+        runpy.run_path(str(path), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_numbers_have_no_gaps_and_every_example_is_run_here():
+    numbers = [int(path.name[:2]) for path in EXAMPLES if path.name[0].isdigit()]
+    assert numbers == list(range(1, len(numbers) + 1))
+    here = Path(__file__).read_text()
+    for path in EXAMPLES:
+        name = path.name[:2] if path.name[0].isdigit() else "benchmark"
+        assert f'run("{name}"' in here, path.name
+
+
+def test_generate_writes_a_canvas_after_the_prompt(run):
+    printed = run("01", "Once upon a time", "--steps", "4")
+    assert "\nOnce upon a time" in printed
+    assert "64 tokens in 4 forwards" in printed
+    assert len(re.findall(r"^step +\d", printed, flags=re.MULTILINE)) == 4
+
+
+def test_watch_writes_a_page_and_pictures(run, tmp_path):
+    assert "8 forwards for two canvases" in run("02", "--steps", "4", "--out", "pictures")
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "pictures").iterdir()}
+    assert sizes.keys() == {"run.html", "entropy.png", "order.png", "run.gif"}
+    assert min(sizes.values()) > 5000
+
+
+def test_write_a_sampler_compares_four(run):
+    printed = run("03", "--steps", "4")
+    nats = [float(value) for value in re.findall(r"([\d.]+) nats per token", printed)]
+    assert len(nats) == 4
+    assert printed.startswith("OnTime()\n")
+    assert all(0 < value < 30 for value in nats)
+
+
+def test_infill_and_edit_keep_what_is_given(run):
+    printed = run("04", "--steps", "4")
+    sides = r"^The captain stood upon the deck and\[.+\] before the storm came down upon them\.$"
+    assert len(re.findall(sides, printed, flags=re.MULTILINE)) == 3
+    assert re.search(r"beginning pinned: +The captain", printed)
+
+
+def test_allowed_sets_hold(run):
+    printed = run("05", "--steps", "4")
+    (without_e,) = re.findall(r"^without e: (.*)$", printed, flags=re.MULTILINE)
+    assert len(without_e) > 64
+    assert "e" not in without_e.lower()
+    assert re.search(r"In the year 18\d\d", printed)
+    shares = {noun: float(share) for noun, share in re.findall(r"^  (\w+) +([\d.]+)%$", printed, flags=re.MULTILINE)}
+    assert sum(shares.values()) == pytest.approx(100, abs=0.3)
+    assert max(shares, key=shares.get) == "ship"  # of ship, king and cake
+
+
+def test_study_a_run_sees_every_layer(run):
+    printed = run("06", "--steps", "4")
+    for layer in range(6):
+        (line,) = re.findall(rf"layer {layer}: (.*)$", printed, flags=re.MULTILINE)
+        assert sum(int(share) for share in re.findall(r"(\d+)%", line)) == pytest.approx(100, abs=4)
+    (thirds,) = re.findall(r"from the left: (.*)$", printed, flags=re.MULTILINE)
+    assert all(0 <= float(third) <= 4 for third in thirds.split(","))
+
+
+def test_forks_repeat_up_to_their_change(run):
+    printed = run("07", "--steps", "4")  # which asserts that an unchanged fork is the run itself
+    same = [int(share) for share in re.findall(r"(\d+)% of the positions as in the run", printed)]
+    assert len(same) == 4
+    assert min(same) < 100
+    assert "great storm" in printed.splitlines()[-1]
+
+
+def test_text_is_trained_from_files_to_a_checkpoint_that_loads(run, tmp_path):
+    printed = run("08", "--steps", "3", "--out", "out", "--device", "cpu")
+    assert "causal, the same weights" in printed
+    assert dgemma.DiffusionGemma.from_pretrained(tmp_path / "out" / "checkpoint").num_parameters() == 300_312
+    assert (tmp_path / "out" / "samples.md").read_text().startswith("# Samples")
+
+
+def test_likelihood_ranks_language_before_shuffled_words_before_reversed_letters(run):
+    printed = run("09", "--rows", "2", "--samples", "2")
+    rows = [re.split(r"  +", line) for line in printed.splitlines()[1:4]]
+    causal = [float(row[-1]) for row in rows]  # the bound, of two samples, is too wide to be ranked
+    assert [row[0] for row in rows] == ["as it was written", "its words shuffled", "its letters reversed"]
+    assert causal == sorted(causal)
+
+
+def test_sudoku_is_trained_and_tabulated(run, tmp_path):
+    run("10", "--size", "tiny", "--workers", "1", "--out", "out", "--device", "cpu")
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["test_grids_with_a_key_trained_on"] == 0
+    assert results["table"]["untrained"]["24-29 givens"]["exact"] == 0
+    assert len(results["table"]) == 8
+
+
+def test_sudoku_is_finetuned_in_both_ways(run, tmp_path):
+    run("11", "--out", "out", "--device", "cpu")
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["lora"]["trained_weights"] < results["full"]["trained_weights"]
+    assert results["full"]["steps"] == results["lora"]["steps"] == 2
+
+
+def test_no_bound_on_a_markov_chain_is_below_its_entropy(run):
+    printed = run("12", "--size", "tiny", "--steps", "3", "--device", "cpu")
+    rows = [line.split() for line in printed.splitlines()[1:]]
+    assert [row[0] for row in rows] == ["mask", "uniform-told", "uniform-untold", "uniform-untold-mean"]
+    assert all(float(bound) > float(exact) for _, exact, bound, *_ in rows)
+
+
+def test_the_gradient_reaches_the_first_step_only_through_the_chain(run):
+    printed = run("13", "--updates", "2")
+    norms = dict(re.findall(r"^(through|cut) +\|d loss .* = (\S+)$", printed, flags=re.MULTILINE))
+    assert float(norms["through"]) > 0
+    assert float(norms["cut"]) == 0
+    assert len(re.findall(r"squares( +[\d.]+%){6}", printed)) == 2
+
+
+def test_kernels_say_where_they_would_run(run):
+    printed = run("14")
+    assert ("tokens/s" if torch.cuda.is_available() else "no GPU that torch can see") in printed
+
+
+def test_the_published_checkpoint_is_counted_where_it_cannot_be_loaded(run, monkeypatch):
+    monkeypatch.delenv("DGEMMA_CHECKPOINT", raising=False)
+    assert "25,250,986,752 parameters" in run("15")
+
+
+def test_two_processes_have_the_losses_of_one(run):
+    losses = re.findall(r"loss ([\d.]+) on 2 processes, ([\d.]+) on one", run("16"))
+    assert len(losses) == 3
+    for together, alone in losses:
+        assert float(together) == pytest.approx(float(alone), abs=1e-3)  # float32, summed in another order
+
+
+def test_benchmark_times_two_loops_of_one_loss(run):
+    printed = run("benchmark")
+    here, there = re.search(r"parity: loss ([\d.]+) here, ([\d.]+) in transformers", printed).groups()
+    assert float(here) == pytest.approx(float(there), rel=1e-4)
+    assert len(re.findall(r"^\| forward \+ backward", printed, flags=re.MULTILINE)) == 4
