@@ -1,0 +1,58 @@
+"""Notebooks are kept without outputs, and their cells run in order; no Jupyter is needed for that."""
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+
+NOTEBOOKS = sorted((Path(__file__).parents[1] / "examples" / "notebooks").glob("*.ipynb"))
+each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def code_cells(path: Path) -> list[str]:
+    cells = json.loads(path.read_text())["cells"]
+    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+
+
+def show(source: str, namespace: dict[str, object]) -> object:
+    """Run a cell; the value of its last expression, as a notebook would show it."""
+    body = ast.parse(source).body
+    last = body.pop() if isinstance(body[-1], ast.Expr) else None
+    exec(compile(ast.Module(body, type_ignores=[]), "cell", "exec"), namespace)
+    return None if last is None else eval(compile(ast.Expression(last.value), "cell", "eval"), namespace)
+
+
+def test_there_are_three_in_order():
+    assert [path.name[:2] for path in NOTEBOOKS] == ["01", "02", "03"]
+
+
+@each_notebook
+def test_outputs_are_stripped(path):
+    notebook = json.loads(path.read_text())
+    assert notebook["nbformat"] == 4
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            assert (cell["outputs"], cell["execution_count"]) == ([], None)
+
+
+@each_notebook
+def test_it_is_a_valid_notebook(path):
+    nbformat = pytest.importorskip("nbformat")
+    nbformat.validate(nbformat.read(path, as_version=4))
+
+
+@each_notebook
+def test_cells_run_in_order_and_something_is_drawn(path, monkeypatch, tmp_path):
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {"__name__": "notebook"}
+    shown = [show(source, namespace) for source in code_cells(path)]
+    pages = [page for value in shown if (page := getattr(value, "_repr_html_", str)())]
+    pictures = [value._repr_png_() for value in shown if hasattr(value, "_repr_png_")]
+    assert pictures
+    assert all(picture.startswith(b"\x89PNG") for picture in pictures)
+    assert all(page.startswith("<") for page in pages)
+    assert pages or path.stem == "03_study_a_run"
+    assert not list(tmp_path.iterdir())  # a notebook shows, and leaves nothing behind
