@@ -76,13 +76,14 @@ def new_model() -> dgemma.DiffusionGemma:
     return model
 
 
-def train(squares: Tensor, num_updates: int, *, through: bool) -> dgemma.DiffusionGemma:
+def train(squares: Tensor, num_updates: int, *, through: bool, scored: slice) -> dgemma.DiffusionGemma:
     model = new_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=num_updates + 1, pct_start=0.1)
     for update in range(num_updates):
         solution, given = make_puzzles(squares, 64, seed=update)
-        loss = loss_of(chain(model, solution, given, through=through)[-1], solution, given)
+        steps = chain(model, solution, given, through=through)[scored]
+        loss = torch.stack([loss_of(logits, solution, given) for logits in steps]).mean()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -97,7 +98,9 @@ SQUARES = latin_squares()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--updates", type=int, default=30, help="of 64 puzzles each (%(default)s)")
-    num_updates = parser.parse_args().updates
+    parser.add_argument("--loss", choices=["last", "all"], default="last", help="the steps that are scored")
+    options = parser.parse_args()
+    scored = slice(-1, None) if options.loss == "last" else slice(None)
     order = torch.randperm(len(SQUARES), generator=torch.Generator().manual_seed(0))
     trained_on, held_out = SQUARES[order[:450]], SQUARES[order[450:]]
     solution, given = make_puzzles(held_out, 500, seed=10**6)
@@ -110,11 +113,11 @@ def main() -> None:
         )
         print(f"{'through' if through else 'cut':8} |d loss of step 3 / d logits of step 1| = {gradient.norm():.1e}")
 
-    print(f"\nafter {num_updates} updates, squares of which no puzzle was trained on:")
+    print(f"\nafter {options.updates} updates, squares of which no puzzle was trained on:")
     print(f"{'step':>18}" + "".join(f"{step:9d}" for step in range(1, 2 * NUM_STEPS + 1)))
     for through in (True, False):
         began = time.perf_counter()
-        model = train(trained_on, num_updates, through=through)
+        model = train(trained_on, options.updates, through=through, scored=scored)
         seconds = time.perf_counter() - began
         name = "through" if through else "cut"
         with torch.no_grad():

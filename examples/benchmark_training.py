@@ -1,4 +1,4 @@
-"""Training throughput beside a plain transformers loop: the published objective, the same batch, the same precision.
+"""A benchmark: training throughput beside a plain transformers loop, on the same objective, batch and precision.
 
     python examples/benchmark_training.py             # on a GPU: the 1B preset; without one: a toy that shows it runs
     python examples/benchmark_training.py --batch-size 4 --json results.json
