@@ -2,7 +2,7 @@
 
 The bound is an expectation over noise levels and noise, so it is an estimate with an interval; its table says which
 levels it comes from. The text was held out of training. With its words shuffled it costs more, and with its letters
-reversed as much as bytes that nothing is known about.
+reversed more than 8 bits a byte, the price of knowing nothing.
 """
 
 import argparse
