@@ -169,16 +169,38 @@ def test_pinned_and_truncated_tokens_are_not_scored(model, tokens):
         pinned=pinned,
     )
     found = evaluate(model, batch, NOISES["uniform"], num_samples=2)
-    assert found.rows.tokens.tolist() == [
-        7,
-        7,
-        7,
-        7,
-        7,
-        5,
-    ]  # two canvases of 4, one token pinned; the cut one ends at 7
+    # Two canvases of 4, one token pinned. Texts of 7 leave two places, filled and scored but behind the cut one.
+    assert found.rows.tokens.tolist() == [7, 7, 7, 5, 5, 5]
+    assert found.rows.fill_tokens.tolist() == [0, 0, 0, 2, 2, 0]
     assert found.by_position.nats[2] > 0
     assert found.rows.tokens_by_position[:, 2].tolist() == [1, 1, 1, 1, 1, 0]
+
+
+def test_fill_costs_nats_but_is_no_token_to_divide_them_by(model, tokens):
+    """Texts that end after 6 tokens, the fill left to `evaluate` or written out as part of the text: the same sums."""
+    tokens[:, 6:] = CONFIG.eos_token_id
+    ones = torch.ones(6, dtype=torch.int64)
+    filled, written = (
+        evaluate(
+            model,
+            TrainBatch(tokens=tokens, prompt_len=ones, length=length * ones),
+            NOISES["mask"],
+            num_samples=2,
+            num_bytes=60,
+        )
+        for length in (6, 9)
+    )
+    assert (filled.num_tokens, filled.num_fill_tokens) == (30, 18)
+    assert (written.num_tokens, written.num_fill_tokens) == (48, 0)
+    assert filled.nelbo.value * 30 == pytest.approx(written.nelbo.value * 48)
+    assert filled.causal.value * 30 == pytest.approx(causal_costs(model, tokens).sum().item(), rel=1e-4)
+    assert filled.perplexity == pytest.approx(written.perplexity ** (48 / 30))
+    assert filled.bits_per_byte.value == pytest.approx(written.bits_per_byte.value)
+    assert filled.causal_bits_per_byte.value == pytest.approx(filled.rows.causal.sum().item() / 60 / math.log(2))
+    torch.testing.assert_close(filled.by_position.nats, written.by_position.nats)
+    assert "30 tokens and 18 of fill in 6 rows" in str(filled)
+    assert filled.summary()["num_fill_tokens"] == 18
+    assert filled.summary()["causal_bits_per_byte"] == filled.causal_bits_per_byte.value
 
 
 def test_self_conditioning_changes_the_prediction(model, tokens):
@@ -210,6 +232,7 @@ def test_a_source_is_asked_for_the_rows_wanted_and_printed_readably(model):
         "diffusion, at most",
         "causal",
         "bits per byte",
+        "bits per byte, causal",
         "0.90 … 1.00",
     ):
         assert words in table

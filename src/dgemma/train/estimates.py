@@ -33,13 +33,14 @@ class RowSums:
     """What was measured on R independent rows, in float64 on the host; every number is a sum over a row's tokens."""
 
     nats: Tensor  # (R,) the bound
-    tokens: Tensor  # (R,) scored
+    tokens: Tensor  # (R,) scored, of the text itself
+    fill_tokens: Tensor  # (R,) scored behind its end; their nats are in the sums
     causal: Tensor  # (R,)
-    causal_tokens: Tensor  # (R,)
+    causal_tokens: Tensor  # (R,) of the text itself
     reconstruction: Tensor  # (R,) the part of the bound below the lowest level
     by_level: Tensor  # (R, bins) the part in each bin of noise levels
     by_position: Tensor  # (R, C) at each place of a canvas, summed over canvases
-    tokens_by_position: Tensor  # (R, C)
+    tokens_by_position: Tensor  # (R, C) text and fill
     causal_by_position: Tensor  # (R, C)
     causal_tokens_by_position: Tensor  # (R, C)
 
@@ -51,10 +52,12 @@ class RowSums:
 
 @dataclass(frozen=True, kw_only=True)
 class Likelihood:
-    """What `evaluate` found. Everything is in nats, per scored token unless it says otherwise; print it for a table.
+    """What `evaluate` found. All is in nats, per token of the text unless it says otherwise; print it for a table.
 
-    `by_level` holds each noise level's share of the bound and adds up to `nelbo` less `reconstruction`, the part below
-    the lowest level; `by_position` and `causal_by_position` are means at each place of a canvas. `rows` are the sums
+    The end-of-text that fills a last canvas is written by the model too, so its nats count; but it is no text, and its
+    `num_fill_tokens` are not among the `num_tokens` that sums are divided by. `by_level` holds each noise level's share
+    of the bound and adds up to `nelbo` less `reconstruction`, the part below the lowest level; `by_position` and
+    `causal_by_position` are means over all that is scored at each place of a canvas, fill included. `rows` are the sums
     all of it comes from: rows are independent, so their spread is what the intervals are made of.
     """
 
@@ -97,7 +100,13 @@ class Likelihood:
 
     @property
     def num_tokens(self) -> int:
+        """Scored tokens of the text."""
         return int(self.rows.tokens.sum())
+
+    @property
+    def num_fill_tokens(self) -> int:
+        """Scored tokens behind the texts' ends."""
+        return int(self.rows.fill_tokens.sum())
 
     @property
     def perplexity(self) -> float:
@@ -107,14 +116,22 @@ class Likelihood:
     @property
     def bits_per_byte(self) -> Estimate | None:
         """The bound over the bytes of the scored text; None if their number was not given."""
+        return self._per_byte(self.nelbo)
+
+    @property
+    def causal_bits_per_byte(self) -> Estimate | None:
+        """The same of the causal likelihood; a first token that it cannot predict costs what the others do."""
+        return self._per_byte(self.causal)
+
+    def _per_byte(self, nats: Estimate) -> Estimate | None:
         if self.num_bytes is None:
             return None
         scale = self.num_tokens / self.num_bytes / math.log(2)
-        return Estimate(self.nelbo.value * scale, self.nelbo.error * scale)
+        return Estimate(nats.value * scale, nats.error * scale)
 
     def summary(self) -> dict[str, Any]:
         """The numbers as plain Python, for JSON."""
-        bits = self.bits_per_byte
+        bits, causal_bits = self.bits_per_byte, self.causal_bits_per_byte
         return {
             "nelbo": self.nelbo.value,
             "nelbo_error": self.nelbo.error,
@@ -122,8 +139,10 @@ class Likelihood:
             "causal_error": self.causal.error,
             "reconstruction": self.reconstruction,
             "bits_per_byte": None if bits is None else bits.value,
+            "causal_bits_per_byte": None if causal_bits is None else causal_bits.value,
             "num_rows": len(self.rows.tokens),
             "num_tokens": self.num_tokens,
+            "num_fill_tokens": self.num_fill_tokens,
             "num_samples": self.num_samples,
             "confidence": self.confidence,
             "by_level": self.by_level.nats.tolist(),
@@ -134,15 +153,17 @@ class Likelihood:
 
     def __str__(self) -> str:
         rows, share = len(self.rows.tokens), f"{self.confidence:.0%} interval"
+        fill = f" and {self.num_fill_tokens:,} of fill" if self.num_fill_tokens else ""
         lines = [
-            f"{self.num_tokens:,} tokens in {rows:,} rows, {self.num_samples} noise levels a canvas",
+            f"{self.num_tokens:,} tokens{fill} in {rows:,} rows, {self.num_samples} noise levels a canvas",
             f"{'':22}{'nats/token':>10}   {share:20}{'perplexity':>10}",
         ]
         for name, found in (("diffusion, at most", self.nelbo), ("causal", self.causal)):
             interval = f"{found.value - found.error:.4f} … {found.value + found.error:.4f}"
             lines.append(f"{name:22}{found.value:10.4f}   {interval:20}{math.exp(min(found.value, 700)):10.2f}")
-        if self.bits_per_byte is not None:
-            lines.append(f"{'bits per byte':22}{self.bits_per_byte.value:10.4f}")
+        for name, bits in (("bits per byte", self.bits_per_byte), ("bits per byte, causal", self.causal_bits_per_byte)):
+            if bits is not None:
+                lines.append(f"{name:22}{bits.value:10.4f}")
         lines.append(f"{'noise level':22}{'nats/token':>10}   its share of the bound")
         lines.append(f"{'  the text itself':22}{self.reconstruction:10.4f}")
         largest = max(self.by_level.nats.max().item(), 1e-9)
