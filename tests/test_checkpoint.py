@@ -471,7 +471,13 @@ def test_what_is_neither_folder_nor_hub_id_is_refused(name):
 
 def test_assets_are_found_by_name(monkeypatch, tmp_path):
     (tmp_path / "assets" / "sample").mkdir(parents=True)
-    monkeypatch.setattr(checkpoint, "__file__", str(tmp_path / "checkpoint.py"))
+    monkeypatch.setattr("dgemma.checkpoint._ASSETS", tmp_path / "assets")
     assert resolve("dgemma/sample") == tmp_path / "assets" / "sample"
     with pytest.raises(FileNotFoundError, match=r"does not ship with dgemma. Choose from \['dgemma/sample'\]"):
         resolve("dgemma/other")
+
+
+def test_what_ships_is_read_in_float32_unless_asked_otherwise():
+    # Stored in bfloat16, which most CPUs have no fast products for.
+    assert DiffusionGemma.from_pretrained("dgemma/sudoku").dtype == torch.float32
+    assert DiffusionGemma.from_pretrained("dgemma/sudoku", dtype=torch.bfloat16).dtype == torch.bfloat16

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dgemma")
 
+_ASSETS = Path(__file__).parent / "assets"
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _CHECKPOINT_FILES = ("*.safetensors", "*.json", "*.jinja")
@@ -86,11 +87,10 @@ def resolve(path_or_repo: str | Path, files: Sequence[str] = _CHECKPOINT_FILES) 
         )
     owner, name = path_or_repo.split("/")
     if owner == "dgemma":
-        assets = Path(__file__).parent / "assets"
-        if not (assets / name).is_dir():
-            shipped = sorted(f"dgemma/{folder.name}" for folder in assets.glob("*") if folder.is_dir())
+        if not (_ASSETS / name).is_dir():
+            shipped = sorted(f"dgemma/{folder.name}" for folder in _ASSETS.glob("*") if folder.is_dir())
             raise FileNotFoundError(f"{path_or_repo} does not ship with dgemma. Choose from {shipped}.")
-        return assets / name
+        return _ASSETS / name
     from huggingface_hub import snapshot_download
 
     try:
@@ -110,13 +110,16 @@ def load_pretrained(
     """Build `cls` from a checkpoint folder or hub id: the whole model, or one error and nothing.
 
     Every header is checked before the first weight is read; weights then go one by one straight to `device` and `dtype`
-    (None: the embedding's own), so that no second copy is ever held.
+    (None: the embedding's own, but float32 for what ships with dgemma, which is stored in bfloat16 for its size alone
+    and would be slow on most CPUs), so that no second copy is ever held.
 
     Example: `load_pretrained(DiffusionGemma, "path/to/checkpoint", dtype=torch.bfloat16, device="cuda")`.
     """
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise ValueError(f"from_pretrained dtype must be a torch dtype, got {dtype!r}. Use torch.bfloat16, say.")
     folder = resolve(path_or_repo)
+    if dtype is None and folder.parent == _ASSETS:
+        dtype = torch.float32
     published = read_json(folder, "config.json")
     stored = read_headers(folder)
     text = published.get("text_config", published)

@@ -91,3 +91,26 @@ def test_a_loss_that_is_not_finite_fails_in_a_sentence(command, checkpoint, word
     assert ran.code == 1
     assert "not finite" in ran.err.splitlines()[-1]
     assert "Traceback" not in ran.err
+
+
+def test_prompts_and_running_text_are_not_mixed_in_silence(command, checkpoint, words, tmp_path):
+    # Every document would become one row of a prompt's length, and most of the text would never be seen.
+    (tmp_path / "one.jsonl").write_text('{"prompt": "Who goes there?", "answer": "I."}\n')
+    ran = command("train", "-m", checkpoint, "--out", tmp_path / "run", *QUICK, words, tmp_path / "one.jsonl")
+    assert ran.code == 2
+    assert "not both; 1 of 2 documents have no prompt" in ran.err
+
+
+def test_the_fill_behind_a_cut_answer_is_no_target(command, checkpoint, tmp_path, monkeypatch):
+    # The model would learn to stop in mid-sentence.
+    lines = [{"prompt": "p" * 30, "answer": "a"}, {"prompt": "p", "answer": "long " * 60}]
+    (tmp_path / "cut.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    given = []
+    real = training.train
+    monkeypatch.setattr(
+        training, "train", lambda model, objective, *a, **k: given.append(objective) or real(model, objective, *a, **k)
+    )
+    ran = command("train", "-m", checkpoint, "--out", tmp_path / "run", *QUICK, tmp_path / "cut.jsonl")
+    assert ran.code == 0
+    assert "1 of 2 answers are cut" in ran.err
+    assert given[0].truncated == "unscored"

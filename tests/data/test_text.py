@@ -255,3 +255,24 @@ def test_a_vocabulary_that_the_text_cannot_fill_is_refused(tmp_path):
     with pytest.raises(ValueError, match="Give more text"):
         train_tokenizer(["ab"], 1000, tmp_path)
     assert json.dumps([p.name for p in tmp_path.iterdir()]) == "[]"
+
+
+@pytest.mark.parametrize("marker", ["<mask>", "<eos>", "<bos>", "<pad>"])
+def test_text_that_spells_out_a_marker_is_refused_by_name(tmp_path, marker):
+    # It would become the marker itself: a false end of the text, or a mask that no noise put there.
+    with pytest.raises(ValueError, match=f"spell out {marker}.*document 1"):
+        TokenFile.write([Document("fine"), Document(f"not {marker} fine")], ByteTokenizer(), tmp_path / "t")
+
+
+def test_a_source_is_not_asked_for_more_rows_than_its_batch_has(tmp_path):
+    file = TokenFile.write([Document("some running text " * 40)], ByteTokenizer(), tmp_path / "t")
+    source = TextSource(file=file, canvas_len=8, num_canvases=2, batch_size=4)
+    source(0, range(4))
+    with pytest.raises(ValueError, match="batch_size must be that of the training"):
+        source(0, range(8))
+
+
+def test_half_a_surrogate_pair_is_named(tmp_path):
+    (tmp_path / "odd.jsonl").write_text('{"text": "\\ud800abc"}\n')
+    with pytest.raises(ValueError, match="half of a surrogate pair"):
+        list(read_documents(tmp_path / "odd.jsonl"))

@@ -36,7 +36,7 @@ def add_commands(commands: Any) -> None:
         help="81 cells row by row, 0 . _ or * for a blank (- reads standard input; without it a new puzzle is made)",
     )
     parser.add_argument(
-        "--givens", type=values.whole(20, 81), default=30, metavar="N", help="clues of a new puzzle (%(default)s)"
+        "--givens", type=values.whole(23, 81), default=30, metavar="N", help="clues of a new puzzle (%(default)s)"
     )
     parser.add_argument("--write-clues", action="store_true", help="let the model write the clues too, none pinned")
     options.add_model_options(parser, default="dgemma/sudoku")

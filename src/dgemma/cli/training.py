@@ -8,6 +8,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from dgemma import presets
@@ -16,11 +17,11 @@ from dgemma.config import GenerationDefaults
 from dgemma.data.text import PromptSource, TextSource, TokenFile, read_documents, scan
 from dgemma.model import DiffusionGemma
 from dgemma.tokenizer import Tokenizer
+from dgemma.train import recipes
 from dgemma.train.batch import BatchSource
 from dgemma.train.likelihood import evaluate
 from dgemma.train.loop import TrainConfig, train
 from dgemma.train.lora import LoRA, add_lora, merge_lora
-from dgemma.train.objective import Objective
 
 _PRESETS = ("tiny", "small")
 _STOP_MARKERS = ("<turn|>", "<|tool_response>")  # what ends a turn, in vocabularies that have them
@@ -115,6 +116,8 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     tokenizer = Tokenizer.from_pretrained(arguments.model)
     with tempfile.TemporaryDirectory() as folder:
         file = _tokenise(arguments, tokenizer, folder)
+        if file.num_bytes == 0:
+            raise ValueError("the files must hold text to score, and every answer in them is empty.")
         model = options.load_model(arguments)
         row_len = model.config.canvas_length * arguments.canvases
         rows = scan(file, row_len=row_len, context=row_len)
@@ -129,6 +132,8 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         num_bytes=file.num_bytes if is_whole else None,
         seed=arguments.seed,
     )
+    if not is_whole:
+        print("Bits per byte are for whole texts only; leave out --rows to see them.", file=sys.stderr)
     compressed = _compress(arguments) if is_whole else {}
     if arguments.json:
         output.print_json(found.summary() | {f"{name}_bits_per_byte": bits for name, bits in compressed.items()})
@@ -161,12 +166,8 @@ def _train(arguments: argparse.Namespace) -> int:
         precision="mixed" if model.device.type == "cuda" and model.dtype == torch.float32 else "weights",
         seed=arguments.seed,
     )
-    objective = Objective(
-        noise=options.make_noise(arguments.noise, model, tokenizer),
-        canvas_len=model.config.canvas_length,
-        fill_token=tokenizer.eos_token_id,
-        canvases="all",
-    )
+    noise = options.make_noise(arguments.noise, model, tokenizer)
+    objective = recipes.dgemma(model.config, noise=noise, fill_token=tokenizer.eos_token_id)
     print(
         f"{model.num_parameters():,} weights, {file.num_tokens:,} tokens of text; "
         f"the log is {arguments.out / 'log.jsonl'}.",
@@ -222,12 +223,20 @@ def _source(arguments: argparse.Namespace, file: TokenFile, canvas_len: int) -> 
     """Rows of whole canvases from running text; a row each where there are prompts."""
     longest_prompt = int(file.prompt_len.max())
     if longest_prompt > 1:  # more than begin-of-text
-        return PromptSource(
-            file=file,
-            max_len=longest_prompt + canvas_len * arguments.canvases,
-            batch_size=arguments.batch_size,
-            seed=arguments.seed,
-        )
+        num_without = int((file.prompt_len == 1).sum())
+        if num_without:
+            raise ValueError(
+                f"the files must hold prompts and answers or running text, not both; {num_without} of "
+                f"{file.num_documents} documents have no prompt. Train on one kind after the other."
+            )
+        max_len = longest_prompt + canvas_len * arguments.canvases
+        num_cut = int((np.diff(file.starts) > max_len).sum())
+        if num_cut:
+            print(
+                f"{num_cut} of {file.num_documents} answers are cut at {max_len} tokens; raise --canvases for more.",
+                file=sys.stderr,
+            )
+        return PromptSource(file=file, max_len=max_len, batch_size=arguments.batch_size, seed=arguments.seed)
     return TextSource(
         file=file,
         canvas_len=canvas_len,

@@ -42,11 +42,19 @@ def read_documents(paths: str | Path | Sequence[str | Path], *, separator: str |
         try:
             for document in _read_jsonl(path) if path.suffix == ".jsonl" else _read_text(path, separator):
                 found = True
+                _check_unicode(path, document)
                 yield document
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} must be UTF-8, got {error.reason}. Convert it.") from None
         if not found:
             raise ValueError(f"{path} must hold text, got nothing but white space. Leave it out.")
+
+
+def _check_unicode(path: Path, document: Document) -> None:
+    try:
+        (document.prompt + document.text).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{path} must hold whole characters, got half of a surrogate pair ({error.reason}).") from None
 
 
 def _list_files(paths: Iterable[str | Path]) -> list[Path]:
@@ -118,9 +126,10 @@ class TokenFile:
         dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
         lengths, prompt_len, num_bytes = [], [], 0
         with (folder / "tokens.bin").open("wb") as file:
-            for document in documents:
+            for number, document in enumerate(documents):
                 prompt = tokenizer.encode(document.prompt)
                 text = tokenizer.encode(document.text, bos=False)
+                _refuse_markers(number, [*prompt[1:], *text], tokenizer)
                 row = np.array([*prompt, *text, tokenizer.eos_token_id], dtype=dtype)
                 row.tofile(file)
                 lengths.append(len(row))
@@ -173,6 +182,20 @@ class TokenFile:
         return self.tokens[self.starts[number] : self.starts[number + 1]]
 
 
+def _refuse_markers(number: int, ids: Sequence[int], tokenizer: Tokenizer) -> None:
+    """A text that spells out a marker would end where it does not end, or be noise before any was added."""
+    markers = {tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id}
+    if tokenizer.mask_token_id is not None:
+        markers.add(tokenizer.mask_token_id)
+    found = markers.intersection(ids)
+    if found:
+        marker = tokenizer.decode([min(found)], skip_special=False)
+        raise ValueError(
+            f"TokenFile.write documents must not spell out {marker}, which the model reads as a marker; document "
+            f"{number} does. Take it out, or write it another way."
+        )
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TextSource:
     """Running text, packed: a `BatchSource` whose rows are a short context and `num_canvases` canvases.
@@ -212,6 +235,7 @@ class TextSource:
         return self.file.num_tokens // self.stride
 
     def __call__(self, step: int, rows: range) -> TrainBatch:
+        _check_rows(self, rows)
         row = step * self.batch_size + torch.arange(rows.start, rows.stop)
         epoch, place = row // self.num_rows, row % self.num_rows
         seeds, zeros = torch.full_like(row, self.seed), torch.zeros_like(row)
@@ -290,10 +314,20 @@ class PromptSource:
             )
 
     def __call__(self, step: int, rows: range) -> TrainBatch:
+        _check_rows(self, rows)
         row = step * self.batch_size + torch.arange(rows.start, rows.stop)
         count = self.file.num_documents
         numbers = permute(row % count, count, seed=self.seed, epoch=row // count).tolist()
         return _pad([self.file.document(number) for number in numbers], self.file, numbers, self.max_len)
+
+
+def _check_rows(source: TextSource | PromptSource, rows: range) -> None:
+    """Rows beyond the source's batch would be those of the next step, and be seen twice."""
+    if rows.stop > source.batch_size:
+        raise ValueError(
+            f"{type(source).__name__}.batch_size must be that of the training, got {source.batch_size} where rows up "
+            f"to {rows.stop} are asked for. Give both the same."
+        )
 
 
 def scan(file: TokenFile, *, row_len: int, context: int, documents: Sequence[int] | None = None) -> TrainBatch:

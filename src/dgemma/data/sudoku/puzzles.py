@@ -91,9 +91,9 @@ def generate_puzzles(
     Example: `generate_puzzles(1000, givens=(30, 45), split="test")`.
     """
     low, high = (givens, givens) if isinstance(givens, int) else givens
-    if not 20 <= low <= high <= 81:
+    if not 23 <= low <= high <= 81:
         raise ValueError(
-            f"generate_puzzles givens must lie within 20 to 81, lowest first, got {givens}. With fewer clues random "
+            f"generate_puzzles givens must lie within 23 to 81, lowest first, got {givens}. With fewer clues random "
             f"removal finds hardly any puzzle."
         )
     if split not in SPLITS:
