@@ -207,18 +207,22 @@ def show(label: str, scores: dict[str, dict[str, float]]) -> None:
     print(f"{label:36}{cells}", flush=True)
 
 
-def plot(curves: dict[str, list[list[float]]], path: Path) -> None:
+def plot(curves: dict[str, dict[str, list[list[float]]]], path: Path) -> None:
+    """A colour for each order, a dash for each kind of puzzle."""
     try:
-        import matplotlib.pyplot as plt
+        from matplotlib.figure import Figure
     except ImportError:
         print("No plot: install it with pip install 'dgemma[plots]'.")
         return
-    figure, axes = plt.subplots(figsize=(6, 4))
-    for label, points in curves.items():
-        axes.plot([steps for steps, _ in points], [100 * exact for _, exact in points], marker="o", label=label)
+    figure = Figure(figsize=(7, 4))
+    axes = figure.subplots()
+    for (kind, orders), dash in zip(curves.items(), ("-", "--"), strict=True):
+        for number, (order, points) in enumerate(orders.items()):
+            steps, exact = [s for s, _ in points], [100 * e for _, e in points]
+            axes.plot(steps, exact, dash, marker="o", markersize=3.5, color=f"C{number}", label=f"{order}, {kind}")
     axes.set(xlabel="mean steps", ylabel="exact grids, %", xscale="log", ylim=(0, 101))
-    axes.legend(fontsize="small")
-    figure.savefig(path, dpi=150, bbox_inches="tight")
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+    figure.savefig(path, dpi=110, bbox_inches="tight")
 
 
 def accuracy_against_steps(model: Any, noise: str, test: sudoku.Puzzles, max_steps: int) -> dict[str, Any]:
@@ -304,7 +308,7 @@ def run(size: Size, args: argparse.Namespace) -> None:
         name: accuracy_against_steps(model, args.noise, test[: size.num_tests // 2], size.max_steps)
         for name, test in tests.items()
     }
-    plot({f"{label}, {name}": c for name, some in curves.items() for label, c in some.items()}, args.out / "steps.png")
+    plot(curves, args.out / "steps.png")
     result.plot(args.out / "loss.png")
     trained = sudoku.class_keys(pool.solutions)
     summary = {
