@@ -203,6 +203,21 @@ def test_fill_costs_nats_but_is_no_token_to_divide_them_by(model, tokens):
     assert filled.summary()["causal_bits_per_byte"] == filled.causal_bits_per_byte.value
 
 
+@pytest.mark.parametrize("prompt", [0, 1, 5])
+def test_rows_without_an_answer_change_nothing_wherever_they_are_batched(model, tokens, prompt):
+    prompt_len = torch.tensor([1, 1, 1, prompt, prompt, prompt])
+    batch = TrainBatch(tokens=tokens, prompt_len=prompt_len, length=torch.tensor([9, 9, 9, prompt, prompt, prompt]))
+    alone, together, apart = (
+        evaluate(model, rows, NOISES["mask"], num_samples=1, batch_size=size)
+        for rows, size in ((batch.select(slice(0, 3)), 3), (batch, 6), (batch, 3))
+    )
+    assert alone.nelbo.value == pytest.approx(together.nelbo.value, rel=1e-5)
+    assert alone.nelbo.value == pytest.approx(apart.nelbo.value, rel=1e-5)
+    assert apart.rows.tokens.tolist() == [8, 8, 8, 0, 0, 0]
+    with pytest.raises(ValueError, match="must hold a token to score"):
+        evaluate(model, batch.select(slice(3, 6)), NOISES["mask"], num_samples=1)
+
+
 def test_self_conditioning_changes_the_prediction(model, tokens):
     plain, conditioned = (evaluate(model, tokens, NOISES["mask"], self_cond=on) for on in (False, True))
     assert (plain.rows.nats - conditioned.rows.nats).abs().max() > 1e-3

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -81,6 +81,30 @@ def test_micro_batches_change_nothing_of_the_published_objective(tmp_path, reduc
         run(tmp_path / str(size), model=model, objective=objective, steps=3, micro_batch_size=size)
     for name, weight in weights(models[0]).items():
         torch.testing.assert_close(weights(models[1])[name], weight, rtol=1e-8, atol=1e-11)
+
+
+@pytest.mark.parametrize("answers", [[0, 0, 5, 3], [0, 0, 0, 0]])
+def test_a_micro_batch_may_lack_answers_and_a_step_may_not(tmp_path, answers):
+    def source(step, rows):
+        batch = counting(step, range(4))
+        prompt_len = torch.full((4,), 4)
+        made = replace(batch, prompt_len=prompt_len, length=prompt_len + torch.tensor(answers), spans=None)
+        return made.select(slice(rows.start, rows.stop))
+
+    model = next_token.model(torch.float64)
+    before = weights(model)
+    objective = Objective(noise=dgemma.UniformNoise(next_token.VOCAB), canvas_len=4, causal_scope="answer")
+    settings = {"source": source, "objective": objective, "steps": 1, "batch_size": 4, "micro_batch_size": 2}
+    if not any(answers):
+        with pytest.raises(ValueError, match="length must exceed prompt_len in some row of a step"):
+            run(tmp_path, model=model, **settings)
+        return
+    run(tmp_path / "parts", model=model, **settings)
+    whole = next_token.model(torch.float64)
+    run(tmp_path / "whole", model=whole, **settings | {"micro_batch_size": 4})
+    for name, weight in weights(whole).items():
+        torch.testing.assert_close(weights(model)[name], weight, rtol=1e-8, atol=1e-11)
+    assert any(not torch.equal(weight, before[name]) for name, weight in weights(model).items())
 
 
 @pytest.mark.parametrize(("precision", "canvases"), [("weights", "one"), ("mixed", "all")])

@@ -488,9 +488,22 @@ def test_batches_that_do_not_fit_the_model_are_refused(model):
         make(noise=UniformNoise(41))(model, BATCH, seeds=SEEDS)
     with pytest.raises(ValueError, match="max_position_embeddings"):
         make()(DiffusionGemma(CONFIG.replace(max_position_embeddings=16)), BATCH, seeds=SEEDS)
-    empty = TrainBatch(tokens=BATCH.tokens, prompt_len=BATCH.length, length=BATCH.length)
-    with pytest.raises(ValueError, match="length must exceed prompt_len"):
-        make()(model, empty, seeds=SEEDS)
+
+
+@pytest.mark.parametrize("canvases", ["one", "all"])
+@pytest.mark.parametrize("causal_weight", [0.0, 1.0])
+@pytest.mark.parametrize("length", [0, 1, 8])
+def test_rows_without_an_answer_add_nothing_to_a_step_that_has_one(model, canvases, causal_weight, length):
+    lengths = torch.full((3,), length)
+    empty = TrainBatch(tokens=BATCH.tokens, prompt_len=lengths, length=lengths)
+    loss = make(canvases=canvases, causal_weight=causal_weight, causal_scope="answer")
+    counts = [loss.total_counts(batch, SEEDS) for batch in (BATCH, empty)]
+    totals = {name: counts[0][name] + counts[1][name] for name in counts[0]}
+    assert totals["decoder"] == counts[0]["decoder"]
+    terms = loss(model, empty, seeds=SEEDS)
+    assert all(not values.any() for values in (*terms.sums.values(), *terms.counts.values()))
+    gradients = torch.autograd.grad(loss.reduce(terms, totals), model.parameters(), allow_unused=True)
+    assert all(gradient is None or not gradient.any() for gradient in gradients)
 
 
 def _without(logits: Tensor, token: int) -> Tensor:

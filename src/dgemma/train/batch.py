@@ -51,6 +51,12 @@ class TrainBatch:
     def batch_size(self) -> int:
         return self.tokens.shape[0]
 
+    @property
+    def has_answer(self) -> bool:
+        """Whether any row has a token to be written; the host knows."""
+        assert self.spans is not None
+        return any(length > prompt for prompt, length in self.spans)
+
     def to(self, device: torch.device | str) -> "TrainBatch":
         """The same batch on another device."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))

@@ -1,7 +1,7 @@
 """How a batch's answers are cut into canvases, and which of their tokens are scored: all that is known before noise.
 
 Canvases start at the prompt's end, in steps of the canvas length. The last, partial one is filled with end-of-text; a
-canvas without a token of the answer is padding.
+canvas without a token of the answer is padding. Rows without an answer have one such canvas, of which nothing counts.
 """
 
 from dataclasses import dataclass
@@ -61,10 +61,8 @@ def cut_canvases(
     # Sizes come from what the host knows, so that nothing waits for the device and shapes repeat.
     assert batch.spans is not None
     blocks = [(prompt, max(0, -((prompt - length) // canvas_len))) for prompt, length in batch.spans]
-    most = max(count for _, count in blocks)
-    if most == 0:
-        raise ValueError("TrainBatch.length must exceed prompt_len in some row, got no answer at all. Check the data.")
-    num_tokens = max(prompt + count * canvas_len for prompt, count in blocks)
+    most = max(1, *(count for _, count in blocks))
+    num_tokens = max(1, *(prompt + count * canvas_len for prompt, count in blocks))
     last_starts = [prompt + (count - 1) * canvas_len for prompt, count in blocks if count > 0]
     causal_ends = torch.zeros_like(ends)
     causal_end = 0
@@ -112,7 +110,7 @@ def cut_canvases(
         causal_scored=causal_scored,
         documents=documents,
         canvas_documents=None if documents is None else of_canvases(documents),
-        prefix_len=max(last_starts),
+        prefix_len=max(last_starts, default=0),
         causal_len=max(causal_end - 1, 0),
         aligned=most == 1 and len(set(last_starts)) == 1 and len(last_starts) == batch.batch_size,
     )

@@ -77,6 +77,8 @@ class Likelihood:
         """Means and intervals over rows."""
         if not 0 < confidence < 1:
             raise ValueError(f"evaluate confidence must lie in (0, 1), got {confidence}.")
+        if not rows.tokens.any():
+            raise ValueError("evaluate source must hold a token to score, got none in any row. Check the data.")
         width = NormalDist().inv_cdf((1 + confidence) / 2)
 
         def mean(nats: Tensor, tokens: Tensor) -> Estimate:

@@ -257,6 +257,12 @@ class _Run:
         """What the objective counts, over the whole step; under "process/…" over this process alone."""
         counts = [self.objective.total_counts(part.batch, part.seeds) for part in parts]
         here = {name: torch.stack([count[name] for count in counts]).sum(0) for name in counts[0]}
+        # Of several processes, one may have no answers.
+        if "decoder" in here and self.parallel.world_size == 1 and not any(part.batch.has_answer for part in parts):
+            raise ValueError(
+                f"TrainBatch.length must exceed prompt_len in some row of a step, got no answer at all in step "
+                f"{self.step}. Check the data."
+            )
         everywhere = self.parallel.sum(torch.stack([*here.values(), torch.ones_like(next(iter(here.values())))]))
         return {
             **dict(zip((*here, "processes"), everywhere.unbind(), strict=True)),
