@@ -201,7 +201,8 @@ def test_what_is_scored_can_be_counted_by_hand(model, fields, decoder, causal):
     assert terms.counts["causal"].tolist() == causal
     totals = loss.total_counts(cut, SEEDS)
     assert (totals["decoder"], totals["causal"]) == (sum(decoder), sum(causal))
-    assert (totals["rows"], totals["micro_batches"]) == (3, 1)
+    num_rows = 2 if fields.get("truncated") == "rejected" else 3
+    assert (totals["decoder_rows"], totals["causal_rows"], totals["micro_batches"]) == (num_rows, num_rows, 1)
     for name, count in (("decoder", decoder), ("causal", causal)):
         assert [bool(s > 0) for s in terms.sums[name]] == [c > 0 for c in count]
 
@@ -408,6 +409,27 @@ def test_micro_batches_add_up_to_the_step_under_every_reduction(model):
     # As one micro-batch of one process the last two are the token mean.
     whole = make(canvases="all", self_cond_prob=0.0, causal_weight=0.0, reduction="micro_batch")
     assert whole.reduce(whole(model, BATCH, seeds=SEEDS)).item() == pytest.approx(value("global"), rel=1e-5)
+
+
+@pytest.mark.parametrize("cuts", [[(0, 3)], [(0, 1), (1, 3)], [(0, 2), (2, 3)]])
+def test_a_mean_of_examples_is_over_those_that_have_something_scored(model, cuts):
+    """Row 0 is rejected. Row 1 has no answer, and a prompt that the causal term scores."""
+    batch = TrainBatch(
+        tokens=BATCH.tokens,
+        prompt_len=torch.tensor([3, 6, 7]),
+        length=BATCH.length,
+        truncated=torch.tensor([True, False, False]),
+    )
+    loss = make(canvases="all", self_cond_prob=0.0, truncated="rejected", reduction="example")
+    one, two = (loss(model, batch.select(slice(row, row + 1)), seeds=SEEDS[row : row + 1]) for row in (1, 2))
+    # The last row's 6 canvas positions, and the means over 5 and 12 next tokens.
+    expected = two.sums["decoder"] / 6 + (one.sums["causal"] / 5 + two.sums["causal"] / 12) / 2
+    parts = [(batch.select(slice(*cut)), SEEDS[slice(*cut)]) for cut in cuts]
+    counts = [loss.total_counts(*part) for part in parts]
+    totals = {name: sum(count[name] for count in counts) for name in counts[0]}
+    found = sum(loss.reduce(loss(model, rows, seeds=seeds), totals) for rows, seeds in parts)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert loss.reduce(loss(model, batch, seeds=SEEDS)).item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_the_weights_of_the_terms_scale_them(model):

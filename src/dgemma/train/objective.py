@@ -94,7 +94,9 @@ class Objective:
     causal_fill: bool = True  # whether the fill is predicted word by word, too
 
     truncated: str = "scored"  # the fill behind a cut answer: "scored" all the same, "unscored", or the row "rejected"
-    reduction: str = "global"  # token mean over the step; per "process"; per "micro_batch"; mean of "example" means
+    reduction: str = (
+        "global"  # token mean over the step; per "process"; per "micro_batch"; mean of means of each scored "example"
+    )
     attention: str = "dense"  # how it is computed: "blocks" skip what is hidden, for long rows on a GPU
 
     def __post_init__(self) -> None:
@@ -180,20 +182,24 @@ class Objective:
         return Terms(sums=sums, counts=counts)
 
     def total_counts(self, batch: TrainBatch, seeds: Tensor) -> dict[str, Tensor]:
-        """What these rows add to the step's totals, before any forward: positions by term, "rows", "micro_batches".
+        """What these rows add to the step's totals, before any forward: "micro_batches"; by term, positions and rows.
+
+        "decoder" and "causal" are the positions scored, "decoder_rows" and "causal_rows" the rows that have any.
 
         Example: `objective.reduce(terms, totals)`, where totals are the sums of this over micro-batches and processes.
         """
         cut = self._cut(batch, seeds)
         one = torch.ones((), dtype=torch.int64, device=seeds.device)
-        counts = {"rows": one * batch.batch_size, "micro_batches": one}
+        scored = {}
         if self.decoder_weight:
             needs_noise = self.scored == "noised"
-            counts["decoder"] = (
-                self._decoder_scored(cut, self._noise(cut, seeds)) if needs_noise else cut.scored
-            ).sum()
+            scored["decoder"] = self._decoder_scored(cut, self._noise(cut, seeds)) if needs_noise else cut.scored
         if self.causal_weight:
-            counts["causal"] = cut.causal_scored.sum()
+            scored["causal"] = cut.causal_scored
+        counts = {"micro_batches": one}
+        for name, where in scored.items():
+            counts[name] = where.sum()
+            counts[f"{name}_rows"] = where.flatten(1).any(1).sum()
         return counts
 
     def reduce(self, terms: Terms, totals: Mapping[str, Tensor] | None = None) -> Tensor:
@@ -214,7 +220,8 @@ class Objective:
     def _mean(self, name: str, sums: Tensor, counts: Tensor, totals: Mapping[str, Tensor] | None) -> Tensor:
         """Σ of a row's sums over what the reduction divides by; nothing to score costs nothing."""
         if self.reduction == "example":
-            return (sums / counts.clamp(min=1)).sum() / (len(sums) if totals is None else totals["rows"])
+            num_rows = (counts > 0).sum() if totals is None else totals[f"{name}_rows"]
+            return (sums / counts.clamp(min=1)).sum() / num_rows.clamp(min=1)
         here = counts.sum()
         if totals is None:
             return sums.sum() / here.clamp(min=1)
