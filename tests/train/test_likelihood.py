@@ -262,6 +262,14 @@ def test_the_first_token_of_a_text_without_a_prompt_is_beyond_the_causal_mode(mo
     torch.testing.assert_close(found.rows.causal, expected.sum(1), atol=1e-4, rtol=0)
 
 
+def test_rows_must_end_filled_within_the_positions_of_the_model(tokens):
+    """A prompt of one token and an answer of 6 fill two canvases of 4: 9 positions."""
+    fits, short = (dgemma.DiffusionGemma(CONFIG.replace(max_position_embeddings=limit)) for limit in (9, 8))
+    assert evaluate(fits, tokens[:, :7], NOISES["mask"], num_samples=1).num_tokens == 36
+    with pytest.raises(ValueError, match="within max_position_embeddings 8, got 9"):
+        evaluate(short, tokens[:, :7], NOISES["mask"], num_samples=1)
+
+
 def test_what_cannot_be_evaluated_is_refused(model, tokens):
     mask = NOISES["mask"]
     source = MarkovSource(chain=MarkovChain.random(num_states=13, num_successors=3), bos=14, length=8)

@@ -34,6 +34,14 @@ class Canvases:
     causal_len: int
     aligned: bool
 
+    def check_positions(self, max_positions: int) -> None:
+        """Refuse rows that the model has no positions for."""
+        if self.tokens.shape[1] > max_positions:
+            raise ValueError(
+                f"TrainBatch.tokens must end, filled, within max_position_embeddings {max_positions}, got "
+                f"{self.tokens.shape[1]}. Cut the rows."
+            )
+
 
 def cut_canvases(
     batch: TrainBatch,

@@ -110,6 +110,7 @@ class _Estimator:
             causal_scope="answer",
             causal_fill=True,
         )
+        cut.check_positions(self.model.config.max_position_embeddings)
         clean = read_clean(self.model, cut.tokens, documents=cut.documents)
         causal, causal_scored = self._causal(cut, clean)
         position = cut.starts[..., None] + torch.arange(self.canvas_len, device=cut.starts.device)

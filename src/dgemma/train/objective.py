@@ -94,9 +94,7 @@ class Objective:
     causal_fill: bool = True  # whether the fill is predicted word by word, too
 
     truncated: str = "scored"  # the fill behind a cut answer: "scored" all the same, "unscored", or the row "rejected"
-    reduction: str = (
-        "global"  # token mean over the step; per "process"; per "micro_batch"; mean of means of each scored "example"
-    )
+    reduction: str = "global"  # token mean over the step; per "process"; per "micro_batch"; mean of "example" means
     attention: str = "dense"  # how it is computed: "blocks" skip what is hidden, for long rows on a GPU
 
     def __post_init__(self) -> None:
@@ -163,11 +161,7 @@ class Objective:
                 "Make the noise with config.vocab_size."
             )
         cut = self._cut(batch, seeds)
-        if cut.tokens.shape[1] > model.config.max_position_embeddings:
-            raise ValueError(
-                f"TrainBatch.tokens must end, filled, within max_position_embeddings "
-                f"{model.config.max_position_embeddings}, got {cut.tokens.shape[1]}. Cut the rows."
-            )
+        cut.check_positions(model.config.max_position_embeddings)
         clean = self._read(model, cut)
         sums, counts = {}, {}
         if self.decoder_weight:
@@ -218,7 +212,7 @@ class Objective:
         return torch.stack(parts).sum()
 
     def _mean(self, name: str, sums: Tensor, counts: Tensor, totals: Mapping[str, Tensor] | None) -> Tensor:
-        """Σ of a row's sums over what the reduction divides by; nothing to score costs nothing."""
+        """Σ of a row's sums over what the reduction divides by; a row with nothing scored costs and counts nothing."""
         if self.reduction == "example":
             num_rows = (counts > 0).sum() if totals is None else totals[f"{name}_rows"]
             return (sums / counts.clamp(min=1)).sum() / num_rows.clamp(min=1)
