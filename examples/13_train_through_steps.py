@@ -4,10 +4,18 @@ What a step thinks of every position is handed to the next as a soft embedding (
 one differentiable function, a recurrent network whose state is a distribution over tokens. Usually the chain is cut
 between steps, as in the published training. Here a one-layer model completes 4 × 4 Latin squares that have one
 solution, in three steps, and is trained twice, from the same weights on the same puzzles: with the gradient through the
-chain, and cut. The loss is the last step's.
+chain, and cut.
 
-    python examples/13_train_through_steps.py                     a few updates: shows the gradient and how it is done
-    python examples/13_train_through_steps.py --updates 1000      minutes
+    python examples/13_train_through_steps.py                              a few updates: shows the gradient
+    python examples/13_train_through_steps.py --updates 1000 --loss last   some minutes; or --loss all
+
+Squares solved, of 500 (± 2 %, one seed): where only the last step is scored, the gradient through the chain helps, and
+goes on helping in steps beyond the three of training. Where every step is scored, cutting it costs next to nothing.
+
+    1000 updates        after step 3             after step 6
+    scored          through      cut         through      cut
+    the last step      51 %     39 %            72 %     58 %
+    all three          46 %     44 %            63 %     62 %
 """
 
 import argparse
