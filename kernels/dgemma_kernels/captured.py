@@ -41,15 +41,7 @@ _RECORD_TENSORS = (
 class _DrawingState(DenoiseState):
     """A state whose draws are one launch each; bit for bit those of a `DenoiseState`."""
 
-    def uniform(self, purpose: str) -> Tensor:
-        if purpose in self.injected:
-            return self.injected[purpose]
-        return draws.uniform(self.seeds, self.block, self.step, self.canvas_len, purpose)
-
-    def row_uniform(self, purpose: str) -> Tensor:
-        if purpose in self.injected:
-            return self.injected[purpose]
-        return draws.uniform(self.seeds, self.block, self.step, 1, purpose)[:, 0]
+    draw = staticmethod(draws.uniform)
 
 
 class CapturedRead:

@@ -6,7 +6,7 @@ not a tensor (the noise process) is a frozen value that keys a CUDA graph and ne
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -47,6 +47,8 @@ class DenoiseState:
     memory: Any = None  # the sampler's own
     stop_memory: Any = None  # the stop rule's own
     injected: Mapping[str, Tensor] = field(default_factory=dict)  # purpose → (B, C) uniforms that replace the counter's
+
+    draw: ClassVar[Callable[..., Tensor]] = staticmethod(draws.uniform)  # an engine may have its own, of the same bits
 
     @property
     def batch_size(self) -> int:
@@ -107,13 +109,13 @@ class DenoiseState:
         """One uniform in [0, 1) per position, (B, C) float64: a function of (seed, block, step, position, purpose)."""
         if purpose in self.injected:
             return self.injected[purpose]
-        return draws.uniform(self.seeds, self.block, self.step, self.canvas_len, purpose)
+        return self.draw(self.seeds, self.block, self.step, self.canvas_len, purpose)
 
     def row_uniform(self, purpose: str) -> Tensor:
         """One uniform in [0, 1) per row, (B,) float64."""
         if purpose in self.injected:
             return self.injected[purpose]
-        return draws.uniform(self.seeds, self.block, self.step, 1, purpose)[:, 0]
+        return self.draw(self.seeds, self.block, self.step, 1, purpose)[:, 0]
 
 
 def _row_fields(state: DenoiseState) -> dict[str, Any]:
