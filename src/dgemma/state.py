@@ -6,7 +6,7 @@ not a tensor (the noise process) is a frozen value that keys a CUDA graph and ne
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ class DenoiseState:
     stop_memory: Any = None  # the stop rule's own
     injected: Mapping[str, Tensor] = field(default_factory=dict)  # purpose → (B, C) uniforms that replace the counter's
 
-    draw: ClassVar[Callable[..., Tensor]] = staticmethod(draws.uniform)  # an engine may have its own, of the same bits
+    draw = staticmethod(draws.uniform)  # an engine may have its own, of the same bits
 
     @property
     def batch_size(self) -> int:
