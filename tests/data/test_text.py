@@ -1,6 +1,7 @@
 """Text files become rows: lossless, each document apart, every row a function of its number."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -40,7 +41,7 @@ def test_text_files_are_read_document_by_document(tmp_path):
 
 
 def test_a_separator_across_two_reads_is_found(tmp_path, monkeypatch):
-    monkeypatch.setattr("dgemma.data.text._CHUNK", 4)
+    monkeypatch.setattr("dgemma.data.documents._CHUNK", 4)
     (tmp_path / "a.txt").write_text("abc<end>défg<end>h", encoding="utf-8")
     assert [d.text for d in read_documents(tmp_path / "a.txt", separator="<end>")] == ["abc", "défg", "h"]
 
@@ -90,6 +91,23 @@ def test_token_files_hold_what_was_written(tmp_path):
         tokens.write(b"\0\0")
     with pytest.raises(ValueError, match="Write it again"):
         TokenFile.open(tmp_path)
+
+
+def test_a_token_files_fingerprint_tells_other_texts_and_other_parts_apart(tmp_path):
+    same = [Document("ab", "ask"), Document("cd")]
+    others = [
+        [Document("ab", "ask"), Document("ce")],
+        [Document("b", "aska"), Document("cd")],  # the same tokens, another prompt
+        [Document("cd"), Document("ab", "ask")],
+    ]
+    prints = [
+        TokenFile.write(documents, ByteTokenizer(), tmp_path / str(number)).fingerprint
+        for number, documents in enumerate([same, same, *others])
+    ]
+    assert prints[0] == prints[1]
+    assert len(set(prints)) == 4
+    written = TokenFile.open(tmp_path / "0")
+    assert prints[0] == written.fingerprint == replace(written, crc32=None).fingerprint  # known, or computed
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 16, 17, 1000])

@@ -121,7 +121,8 @@ def test_a_step_waits_for_no_number_from_the_device(tmp_path, precision, canvase
                 tensors.update({name: mode.from_tensor(t) for name, t in tensors.items() if t is not None})
         parts = [Part(part.batch._map(mode.from_tensor), mode.from_tensor(part.seeds)) for part in given.parts]
         # AdamW counts its steps on the host unless it is fused, and here those would be fake too.
-        taking = _Run(model, objective, settings, tmp_path, Parallel(), lambda named: torch.optim.SGD(named.values()))
+        sgd = lambda named: torch.optim.SGD(named.values())  # noqa: E731 (a line shorter)
+        taking = _Run(model, objective, counting, settings, tmp_path, Parallel(), sgd)
         record = taking.take_step(StepInput(parts, 0))
         with pytest.raises(DataDependentOutputException):
             record.loss.item()
@@ -209,6 +210,52 @@ def test_another_objective_is_refused(tmp_path):
     run(tmp_path, on_step=stop_at(1))
     with pytest.raises(ValueError, match=r"train objective must be what the run .*corrupt=0.1.*, got .*corrupt=0.5"):
         run(tmp_path, objective=NextToken(corrupt=0.5))
+
+
+@dataclass(frozen=True)
+class Shifted:
+    """Counts like `counting`, from a table."""
+
+    table: torch.Tensor
+
+    def __call__(self, step, rows):
+        batch = counting(step, rows)
+        return replace(batch, tokens=self.table[batch.tokens])
+
+
+def test_another_source_is_refused_unless_asked_for(tmp_path):
+    table = torch.arange(next_token.VOCAB)
+    run(tmp_path, source=Shifted(table), on_step=stop_at(1))
+    other = table.clone()
+    other[[3, 4]] = other[[4, 3]]  # the same size and the same sum
+    refused = r"train source must be what the run .* Shifted\(table=torch.int64 \(32,\) crc32 .*, got "
+    for source in (Shifted(other), counting):
+        with pytest.raises(ValueError, match=refused):
+            run(tmp_path, source=source)
+    assert run(tmp_path, source=Shifted(table.clone()), on_step=stop_at(2))[1].step == 2
+    assert run(tmp_path, source=counting, allow_changes=True)[1].step == 6
+
+
+def test_another_optimizer_is_refused_unless_asked_for(tmp_path):
+    def sgd(**settings):
+        return lambda named: torch.optim.SGD(named.values(), **({"lr": 0.1} | settings))
+
+    run(tmp_path, optimizer=sgd(), on_step=stop_at(1))
+    for other in (sgd(lr=0.2), sgd(weight_decay=0.1), lambda named: torch.optim.Adam(named.values(), lr=0.1), None):
+        with pytest.raises(ValueError, match=r"train optimizer must be what the run .* SGD\(\{'lr': 0.1, .*, got "):
+            run(tmp_path, optimizer=other)
+    assert run(tmp_path, optimizer=sgd(foreach=True), on_step=stop_at(3))[1].step == 3  # how it computes is free
+    assert run(tmp_path, optimizer=sgd(lr=0.2), allow_changes=True)[1].step == 6
+
+
+def test_a_run_of_a_version_that_did_not_describe_its_source_goes_on(tmp_path):
+    _, half = run(tmp_path, on_step=stop_at(2))
+    file = half.checkpoint / "run.json"
+    saved = json.loads(file.read_text())
+    file.write_text(
+        json.dumps({name: saved[name] for name in ("step", "config", "objective", "model", "frozen weights")})
+    )
+    assert run(tmp_path)[1].step == 6
 
 
 def test_how_a_run_is_watched_may_change(tmp_path):

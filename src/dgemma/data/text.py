@@ -4,10 +4,8 @@ Rows are cut as the objective wants them: `TextSource` packs running text into r
 gives each prompt and answer a row of its own, `scan` reads held-out text from its beginning to its end.
 """
 
-import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -15,185 +13,11 @@ import torch
 from torch import Tensor
 
 from dgemma import draws
-from dgemma.tokenizer import Tokenizer
+from dgemma.data.documents import Document, read_documents
+from dgemma.data.token_file import TokenFile
 from dgemma.train.batch import TrainBatch
 
-_CHUNK = 1 << 20  # characters read at a time
-_FORMAT = 1
-
-
-class Document(NamedTuple):
-    """A text of its own. What the model is to write is `text`; what it only reads before, `prompt`."""
-
-    text: str
-    prompt: str = ""
-
-
-def read_documents(paths: str | Path | Sequence[str | Path], *, separator: str | None = None) -> Iterator[Document]:
-    """The documents of .txt and .jsonl files, one at a time; a folder stands for all such files in it, sorted.
-
-    A .txt file is one document, or several with `separator` between them. A line of a .jsonl file is an object with
-    "text", or with "prompt" and "answer".
-
-    Example: `read_documents("stories.txt", separator="<|endoftext|>")`.
-    """
-    for path in _list_files([paths] if isinstance(paths, str | Path) else paths):
-        found = False
-        try:
-            for document in _read_jsonl(path) if path.suffix == ".jsonl" else _read_text(path, separator):
-                found = True
-                _check_unicode(path, document)
-                yield document
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} must be UTF-8, got {error.reason}. Convert it.") from None
-        if not found:
-            raise ValueError(f"{path} must hold text, got nothing but white space. Leave it out.")
-
-
-def _check_unicode(path: Path, document: Document) -> None:
-    try:
-        (document.prompt + document.text).encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{path} must hold whole characters, got half of a surrogate pair ({error.reason}).") from None
-
-
-def _list_files(paths: Iterable[str | Path]) -> list[Path]:
-    files: list[Path] = []
-    for path in map(Path, paths):
-        inside = sorted(p for p in path.rglob("*") if p.suffix in (".txt", ".jsonl")) if path.is_dir() else [path]
-        if not inside or not all(p.is_file() for p in inside):
-            raise FileNotFoundError(
-                f"{path} must be a .txt or .jsonl file or a folder of them, got none. Check the path."
-            )
-        files += inside
-    return files
-
-
-def _read_text(path: Path, separator: str | None) -> Iterator[Document]:
-    if separator == "":
-        raise ValueError("read_documents separator must be a string that parts documents, or None, got ''.")
-    rest = ""
-    with path.open(encoding="utf-8", newline="") as file:
-        while chunk := file.read(_CHUNK):
-            rest += chunk
-            if separator is not None:
-                *whole, rest = rest.split(separator)
-                yield from (Document(text) for text in whole if text.strip())
-    if rest.strip():
-        yield Document(rest)
-
-
-def _read_jsonl(path: Path) -> Iterator[Document]:
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                item = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{path}:{number} must be a JSON object, got {error}.") from None
-            keys = ("text",) if isinstance(item, dict) and "text" in item else ("prompt", "answer")
-            if not isinstance(item, dict) or not all(isinstance(item.get(key), str) for key in keys):
-                raise ValueError(
-                    f'{path}:{number} must be an object with "text", or with "prompt" and "answer", all strings, '
-                    f"got {line.strip()[:80]}."
-                )
-            yield Document(item[keys[-1]], item.get("prompt", ""))
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TokenFile:
-    """D tokenised documents on disk, end to end: begin-of-text, prompt, text, end-of-text. Nothing is read until used.
-
-    Example: `TokenFile.open("corpus/train").num_tokens`.
-    """
-
-    tokens: np.ndarray  # (N,) uint16 or uint32, memory-mapped
-    starts: np.ndarray  # (D + 1,) int64
-    prompt_len: np.ndarray  # (D,) int64, begin-of-text included
-    num_bytes: int  # of all text, prompts left out
-    vocab_size: int
-    eos_token_id: int
-
-    @classmethod
-    def write(cls, documents: Iterable[Document], tokenizer: Tokenizer, folder: str | Path) -> "TokenFile":
-        """Tokenise documents into a folder, one at a time, and open it.
-
-        Example: `TokenFile.write(read_documents("stories.txt"), tokenizer, "corpus/train")`.
-        """
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
-        lengths, prompt_len, num_bytes = [], [], 0
-        with (folder / "tokens.bin").open("wb") as file:
-            for number, document in enumerate(documents):
-                prompt = tokenizer.encode(document.prompt)
-                text = tokenizer.encode(document.text, bos=False)
-                _refuse_markers(number, [*prompt[1:], *text], tokenizer)
-                row = np.array([*prompt, *text, tokenizer.eos_token_id], dtype=dtype)
-                row.tofile(file)
-                lengths.append(len(row))
-                prompt_len.append(len(prompt))
-                num_bytes += len(document.text.encode())
-        if not lengths:
-            raise ValueError("TokenFile.write documents must hold at least one, got none.")
-        np.save(folder / "lengths.npy", np.array([lengths, prompt_len], dtype=np.int64))
-        about = {
-            "format": _FORMAT,
-            "dtype": np.dtype(dtype).name,
-            "num_bytes": num_bytes,
-            "vocab_size": tokenizer.vocab_size,
-            "eos_token_id": tokenizer.eos_token_id,
-        }
-        (folder / "about.json").write_text(json.dumps(about, indent=1) + "\n")
-        return cls.open(folder)
-
-    @classmethod
-    def open(cls, folder: str | Path) -> "TokenFile":
-        """Open what `write` wrote."""
-        folder = Path(folder)
-        if not (folder / "about.json").is_file():
-            raise FileNotFoundError(f"{folder / 'about.json'} does not exist. Make the folder with TokenFile.write.")
-        about = json.loads((folder / "about.json").read_text())
-        if about["format"] != _FORMAT:
-            raise ValueError(f"{folder} must have format {_FORMAT}, got {about['format']}. Write it again.")
-        lengths, prompt_len = np.load(folder / "lengths.npy")
-        starts = np.concatenate(([0], lengths.cumsum()))
-        tokens = np.memmap(folder / "tokens.bin", dtype=about["dtype"], mode="r")
-        if len(tokens) != starts[-1]:
-            raise ValueError(f"{folder} must hold {starts[-1]} tokens, got {len(tokens)}. Write it again.")
-        return cls(
-            tokens=tokens,
-            starts=starts,
-            prompt_len=prompt_len,
-            **{name: about[name] for name in ("num_bytes", "vocab_size", "eos_token_id")},
-        )
-
-    @property
-    def num_documents(self) -> int:
-        return len(self.prompt_len)
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.starts[-1])
-
-    def document(self, number: int) -> np.ndarray:
-        """The tokens of one document."""
-        return self.tokens[self.starts[number] : self.starts[number + 1]]
-
-
-def _refuse_markers(number: int, ids: Sequence[int], tokenizer: Tokenizer) -> None:
-    """A text that spells out a marker would end where it does not end, or be noise before any was added."""
-    markers = {tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id}
-    if tokenizer.mask_token_id is not None:
-        markers.add(tokenizer.mask_token_id)
-    found = markers.intersection(ids)
-    if found:
-        marker = tokenizer.decode([min(found)], skip_special=False)
-        raise ValueError(
-            f"TokenFile.write documents must not spell out {marker}, which the model reads as a marker; document "
-            f"{number} does. Take it out, or write it another way."
-        )
+__all__ = ["Document", "PromptSource", "TextSource", "TokenFile", "permute", "read_documents", "scan"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -10,10 +10,8 @@ import math
 import signal
 import threading
 import time
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from dgemma.train.balance import RouterLoad, summary
 from dgemma.train.batch import BatchSource
 from dgemma.train.checkpoints import Checkpoints
 from dgemma.train.config import TrainConfig
+from dgemma.train.description import checksum, describe_run, refuse_changes
 from dgemma.train.feed import Part, StepInput, feed
 from dgemma.train.log import TrainLog
 from dgemma.train.optimizer import (
@@ -40,10 +39,6 @@ from dgemma.train.parallel import Parallel
 from dgemma.train.records import Measure, StepRecord, Terms, TrainResult
 
 logger = logging.getLogger("dgemma")
-
-# What may differ when a run is resumed: it changes what is written down, not what is computed.
-_FREE_FIELDS = {"log_every", "checkpoint_every", "evaluate_every", "keep_last", "progress"}
-
 
 OnStep = Callable[[StepRecord], bool | None]
 Evaluate = Callable[[Any, int], Mapping[str, float]]
@@ -72,15 +67,15 @@ def train(
 
     on_step: called after every step; returning True stops the run as Ctrl-C does. evaluate: `(model, step) -> numbers`,
     called with the averaged weights if there are any. optimizer: makes one from named parameters, AdamW by default;
-    its learning rates are the peaks that warm-up and cosine scale. allow_changes: go on with another configuration than
-    the run began with.
+    its learning rates are the peaks that warm-up and cosine scale. allow_changes: go on with another configuration,
+    objective, source or optimizer than the run began with.
 
     Example: `train(model, recipes.official_jax(), source, TrainConfig(steps=2000, batch_size=64), out="run")`.
     """
-    run = _Run(model, objective, config, Path(out), parallel or Parallel(), optimizer)
+    run = _Run(model, objective, source, config, Path(out), parallel or Parallel(), optimizer)
     run.start(allow_changes)
     with _ready_to_train(run.model, config), run.load.watching(), _asked_to_stop() as asked:
-        interrupted = run.loop(source, on_step, evaluate, asked)
+        interrupted = run.loop(on_step, evaluate, asked)
     return run.finish(interrupted)
 
 
@@ -91,6 +86,7 @@ class _Run:
         self,
         model: DiffusionGemma,
         objective: Measure,
+        source: BatchSource,
         config: TrainConfig,
         out: Path,
         parallel: Parallel,
@@ -102,16 +98,11 @@ class _Run:
                 f"Load the model with dtype=torch.float32, or choose precision='weights'."
             )
         # All processes get the main one's weights; until then only its own mean anything.
-        frozen = _fingerprint(p for p in model.parameters() if not p.requires_grad) if parallel.is_main else 0
-        self.description: dict[str, Any] = {
-            "config": asdict(config),
-            "objective": _describe(objective),
-            "model": model.config.to_hf(),
-            "frozen weights": int(parallel.sum(torch.tensor(frozen))),
-        }
+        frozen = checksum(p for p in model.parameters() if not p.requires_grad) if parallel.is_main else 0
         self.model = parallel.prepare(model, mixed=config.precision == "mixed")
         self.device = model.device
-        self.objective, self.config, self.out, self.parallel = objective, config, out, parallel
+        self.objective, self.source, self.config = objective, source, config
+        self.out, self.parallel = out, parallel
         self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         if not self.parameters:
             raise ValueError("train model must have weights that require gradients, got none. Unfreeze some.")
@@ -120,6 +111,14 @@ class _Run:
         )
         self.optimizer = make(self.parameters)
         self.peaks = [group["lr"] for group in self.optimizer.param_groups]
+        self.description = describe_run(
+            config,
+            objective=objective,
+            source=source,
+            optimizer=self.optimizer,
+            model=model.config.to_hf(),
+            frozen=int(parallel.sum(torch.tensor(frozen))),
+        )
         self.average = None if config.ema_decay is None else WeightAverage(self.parameters, config.ema_decay)
         self.checkpoints = Checkpoints(folder=out, keep_last=config.keep_last, parallel=parallel)
         self.log = TrainLog(out / "log.jsonl")
@@ -143,42 +142,19 @@ class _Run:
             return
         saved = self.checkpoints.read_run(last)
         if not allow_changes:
-            self._refuse_changes(saved, last)
+            refuse_changes(self.description, saved, self.out)
         self.restore(last)
         self.step = int(saved["step"])
         if self.parallel.is_main:
             self.log.cut(self.step)
         self.parallel.barrier()
 
-    def _refuse_changes(self, saved: Mapping[str, Any], path: Path) -> None:
-        now, then = self.description["config"], saved["config"]
-        for item in fields(TrainConfig):
-            before, after = then.get(item.name), now[item.name]
-            before = tuple(before) if isinstance(before, list) else before
-            if item.name not in _FREE_FIELDS and before != after:
-                raise ValueError(
-                    f"TrainConfig.{item.name} must stay {before!r}, with which the run in {path.parent} began, got "
-                    f"{after!r}. Choose another folder, or pass allow_changes=True."
-                )
-        for name in ("objective", "model", "frozen weights"):
-            if saved[name] != self.description[name]:
-                raise ValueError(
-                    f"train {name} must be what the run in {path.parent} began with, {saved[name]}, got "
-                    f"{self.description[name]}. Choose another folder, or pass allow_changes=True."
-                )
-
-    def loop(
-        self,
-        source: BatchSource,
-        on_step: OnStep | None,
-        evaluate: Evaluate | None,
-        asked: threading.Event,
-    ) -> bool:
+    def loop(self, on_step: OnStep | None, evaluate: Evaluate | None, asked: threading.Event) -> bool:
         """Train to the end; whether it was stopped before."""
         config = self.config
         rows = self.parallel.rows(config.batch_size)
         inputs = feed(
-            source,
+            self.source,
             seed=config.seed,
             rows=rows,
             micro_batch_size=config.micro_batch_size or len(rows),
@@ -427,14 +403,3 @@ def _asked_to_stop() -> Iterator[threading.Event]:
     finally:
         for name, handler in previous.items():
             signal.signal(name, handler)
-
-
-def _fingerprint(tensors: Iterable[Tensor]) -> int:
-    """A number that other values would not have: their bits, added up exactly."""
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    sums = [int(t.detach().contiguous().view(words[t.element_size()]).sum(dtype=torch.int64)) for t in tensors]
-    return zlib.crc32(repr(sums).encode())
-
-
-def _describe(objective: Any) -> str:
-    return repr(objective) if is_dataclass(objective) else type(objective).__qualname__

@@ -1,0 +1,87 @@
+"""The documents of text files, one at a time: .txt files, parted or whole, and .jsonl files of texts or of answers."""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+_CHUNK = 1 << 20  # characters read at a time
+
+
+class Document(NamedTuple):
+    """A text of its own. What the model is to write is `text`; what it only reads before, `prompt`."""
+
+    text: str
+    prompt: str = ""
+
+
+def read_documents(paths: str | Path | Sequence[str | Path], *, separator: str | None = None) -> Iterator[Document]:
+    """The documents of .txt and .jsonl files, one at a time; a folder stands for all such files in it, sorted.
+
+    A .txt file is one document, or several with `separator` between them. A line of a .jsonl file is an object with
+    "text", or with "prompt" and "answer".
+
+    Example: `read_documents("stories.txt", separator="<|endoftext|>")`.
+    """
+    for path in _list_files([paths] if isinstance(paths, str | Path) else paths):
+        found = False
+        try:
+            for document in _read_jsonl(path) if path.suffix == ".jsonl" else _read_text(path, separator):
+                found = True
+                _check_unicode(path, document)
+                yield document
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} must be UTF-8, got {error.reason}. Convert it.") from None
+        if not found:
+            raise ValueError(f"{path} must hold text, got nothing but white space. Leave it out.")
+
+
+def _check_unicode(path: Path, document: Document) -> None:
+    try:
+        (document.prompt + document.text).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{path} must hold whole characters, got half of a surrogate pair ({error.reason}).") from None
+
+
+def _list_files(paths: Iterable[str | Path]) -> list[Path]:
+    files: list[Path] = []
+    for path in map(Path, paths):
+        inside = sorted(p for p in path.rglob("*") if p.suffix in (".txt", ".jsonl")) if path.is_dir() else [path]
+        if not inside or not all(p.is_file() for p in inside):
+            raise FileNotFoundError(
+                f"{path} must be a .txt or .jsonl file or a folder of them, got none. Check the path."
+            )
+        files += inside
+    return files
+
+
+def _read_text(path: Path, separator: str | None) -> Iterator[Document]:
+    if separator == "":
+        raise ValueError("read_documents separator must be a string that parts documents, or None, got ''.")
+    rest = ""
+    with path.open(encoding="utf-8", newline="") as file:
+        while chunk := file.read(_CHUNK):
+            rest += chunk
+            if separator is not None:
+                *whole, rest = rest.split(separator)
+                yield from (Document(text) for text in whole if text.strip())
+    if rest.strip():
+        yield Document(rest)
+
+
+def _read_jsonl(path: Path) -> Iterator[Document]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                item = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}:{number} must be a JSON object, got {error}.") from None
+            keys = ("text",) if isinstance(item, dict) and "text" in item else ("prompt", "answer")
+            if not isinstance(item, dict) or not all(isinstance(item.get(key), str) for key in keys):
+                raise ValueError(
+                    f'{path}:{number} must be an object with "text", or with "prompt" and "answer", all strings, '
+                    f"got {line.strip()[:80]}."
+                )
+            yield Document(item[keys[-1]], item.get("prompt", ""))

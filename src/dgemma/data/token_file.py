@@ -1,0 +1,125 @@
+"""Documents as tokens on disk: made once, memory-mapped after."""
+
+import json
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from dgemma.data.documents import Document
+from dgemma.tokenizer import Tokenizer
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenFile:
+    """D tokenised documents on disk, end to end: begin-of-text, prompt, text, end-of-text. Nothing is read until used.
+
+    Example: `TokenFile.open("corpus/train").num_tokens`.
+    """
+
+    tokens: np.ndarray  # (N,) uint16 or uint32, memory-mapped
+    starts: np.ndarray  # (D + 1,) int64
+    prompt_len: np.ndarray  # (D,) int64, begin-of-text included
+    num_bytes: int  # of all text, prompts left out
+    vocab_size: int
+    eos_token_id: int
+    crc32: int | None = None  # of all of it, where it was computed when the file was written
+
+    @classmethod
+    def write(cls, documents: Iterable[Document], tokenizer: Tokenizer, folder: str | Path) -> "TokenFile":
+        """Tokenise documents into a folder, one at a time, and open it.
+
+        Example: `TokenFile.write(read_documents("stories.txt"), tokenizer, "corpus/train")`.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
+        lengths, prompt_len, num_bytes = [], [], 0
+        with (folder / "tokens.bin").open("wb") as file:
+            for number, document in enumerate(documents):
+                prompt = tokenizer.encode(document.prompt)
+                text = tokenizer.encode(document.text, bos=False)
+                _refuse_markers(number, [*prompt[1:], *text], tokenizer)
+                row = np.array([*prompt, *text, tokenizer.eos_token_id], dtype=dtype)
+                row.tofile(file)
+                lengths.append(len(row))
+                prompt_len.append(len(prompt))
+                num_bytes += len(document.text.encode())
+        if not lengths:
+            raise ValueError("TokenFile.write documents must hold at least one, got none.")
+        sizes = np.array([lengths, prompt_len], dtype=np.int64)
+        np.save(folder / "lengths.npy", sizes)
+        about = {
+            "format": _FORMAT,
+            "dtype": np.dtype(dtype).name,
+            "num_bytes": num_bytes,
+            "vocab_size": tokenizer.vocab_size,
+            "eos_token_id": tokenizer.eos_token_id,
+            "crc32": _crc32(np.memmap(folder / "tokens.bin", dtype=dtype, mode="r"), sizes),
+        }
+        (folder / "about.json").write_text(json.dumps(about, indent=1) + "\n")
+        return cls.open(folder)
+
+    @classmethod
+    def open(cls, folder: str | Path) -> "TokenFile":
+        """Open what `write` wrote."""
+        folder = Path(folder)
+        if not (folder / "about.json").is_file():
+            raise FileNotFoundError(f"{folder / 'about.json'} does not exist. Make the folder with TokenFile.write.")
+        about = json.loads((folder / "about.json").read_text())
+        if about["format"] != _FORMAT:
+            raise ValueError(f"{folder} must have format {_FORMAT}, got {about['format']}. Write it again.")
+        lengths, prompt_len = np.load(folder / "lengths.npy")
+        starts = np.concatenate(([0], lengths.cumsum()))
+        tokens = np.memmap(folder / "tokens.bin", dtype=about["dtype"], mode="r")
+        if len(tokens) != starts[-1]:
+            raise ValueError(f"{folder} must hold {starts[-1]} tokens, got {len(tokens)}. Write it again.")
+        return cls(
+            tokens=tokens,
+            starts=starts,
+            prompt_len=prompt_len,
+            crc32=about.get("crc32"),
+            **{name: about[name] for name in ("num_bytes", "vocab_size", "eos_token_id")},
+        )
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.prompt_len)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.starts[-1])
+
+    @property
+    def fingerprint(self) -> str:
+        """A line that other documents or another tokenizer would not have, for a run's description."""
+        crc32 = self.crc32
+        if crc32 is None:
+            crc32 = _crc32(self.tokens, np.stack((np.diff(self.starts), self.prompt_len)))
+        return f"TokenFile({self.num_documents} documents, {self.num_tokens} tokens, crc32 {crc32:08x})"
+
+    def document(self, number: int) -> np.ndarray:
+        """The tokens of one document."""
+        return self.tokens[self.starts[number] : self.starts[number + 1]]
+
+
+def _crc32(tokens: np.ndarray, sizes: np.ndarray) -> int:
+    return zlib.crc32(np.ascontiguousarray(sizes).data, zlib.crc32(tokens.data))
+
+
+def _refuse_markers(number: int, ids: Sequence[int], tokenizer: Tokenizer) -> None:
+    """A text that spells out a marker would end where it does not end, or be noise before any was added."""
+    markers = {tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id}
+    if tokenizer.mask_token_id is not None:
+        markers.add(tokenizer.mask_token_id)
+    found = markers.intersection(ids)
+    if found:
+        marker = tokenizer.decode([min(found)], skip_special=False)
+        raise ValueError(
+            f"TokenFile.write documents must not spell out {marker}, which the model reads as a marker; document "
+            f"{number} does. Take it out, or write it another way."
+        )

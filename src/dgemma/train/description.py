@@ -1,0 +1,121 @@
+"""What a run is, in words that JSON keeps: a resumed one must be the same, or be told that it is another."""
+
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dgemma.train.config import TrainConfig
+
+# What may differ when a run is resumed: it changes what is written down, not what is computed.
+_FREE_FIELDS = {"log_every", "checkpoint_every", "evaluate_every", "keep_last", "progress"}
+_FREE_SWITCHES = {"foreach", "fused", "capturable", "differentiable"}  # how an optimizer computes the same update
+_LONGEST = 1000  # characters
+
+
+def describe_run(
+    config: TrainConfig,
+    *,
+    objective: object,
+    source: object,
+    optimizer: torch.optim.Optimizer,
+    model: Mapping[str, Any],
+    frozen: int,
+) -> dict[str, Any]:
+    """The description that is saved with every checkpoint; `frozen` is the checksum of the weights not trained."""
+    return {
+        "config": asdict(config),
+        "objective": describe(objective),
+        "source": describe(source),
+        "optimizer": describe_optimizer(optimizer),
+        "model": model,
+        "frozen weights": frozen,
+    }
+
+
+def refuse_changes(now: Mapping[str, Any], then: Mapping[str, Any], folder: Path) -> None:
+    """ValueError where a run that began as `then` would go on as `now`."""
+    for item in fields(TrainConfig):
+        before, after = then["config"].get(item.name), now["config"][item.name]
+        before = tuple(before) if isinstance(before, list) else before
+        if item.name not in _FREE_FIELDS and before != after:
+            raise ValueError(
+                f"TrainConfig.{item.name} must stay {before!r}, with which the run in {folder} began, got {after!r}. "
+                f"Choose another folder, or pass allow_changes=True."
+            )
+    for name, after in now.items():
+        before = then.get(name, after)  # runs of earlier versions did not say
+        if name != "config" and before != after:
+            raise ValueError(
+                f"train {name} must be what the run in {folder} began with, {before}, got {after}. Choose another "
+                f"folder, or pass allow_changes=True."
+            )
+
+
+def describe(value: object) -> str:
+    """A line about a value that is the same in every process, and that another value would not have.
+
+    Tensors and arrays are described by size and checksum; large data that knows its own may offer that line as
+    `fingerprint`. What says nothing of itself, such as a function, is described by its name.
+
+    Example: `describe(SudokuSource(pool=pool))` names its settings and the checksum of its puzzles.
+    """
+    offered = getattr(value, "fingerprint", None)
+    if isinstance(offered, str):
+        return offered
+    if is_dataclass(value):
+        return f"{type(value).__qualname__}({_join((f.name, getattr(value, f.name)) for f in fields(value) if f.repr)})"
+    if isinstance(value, Tensor | np.ndarray) and value.ndim:
+        return f"{value.dtype} {tuple(value.shape)} crc32 {_crc32(value):08x}"
+    if type(value) is list:
+        return _shorten(f"[{', '.join(map(describe, value))}]")
+    if type(value) is tuple:
+        return _shorten(f"({', '.join(map(describe, value))}{',' if len(value) == 1 else ''})")
+    if isinstance(value, set | frozenset):
+        return _shorten(f"{{{', '.join(sorted(map(describe, value)))}}}")
+    if isinstance(value, Mapping):
+        return _shorten(f"{{{', '.join(f'{describe(key)}: {describe(item)}' for key, item in value.items())}}}")
+    text = repr(value.item() if isinstance(value, Tensor | np.ndarray | np.generic) else value)
+    if " at 0x" in text:  # an address, which the next process will not have
+        return str(getattr(value, "__qualname__", type(value).__qualname__))
+    return _shorten(text)
+
+
+def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
+    """Its class and the settings of its groups; asked before the first step, so learning rates are the peaks.
+
+    Example: `describe_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))`.
+    """
+    groups = (
+        {name: value for name, value in group.items() if name not in _FREE_SWITCHES | {"params"}}
+        for group in optimizer.param_groups
+    )
+    return f"{type(optimizer).__qualname__}({', '.join(describe(group) for group in groups)})"
+
+
+def checksum(tensors: Iterable[Tensor]) -> int:
+    """A number that other weights would not have, wherever they are: their bits, added up exactly."""
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = [int(t.detach().contiguous().view(words[t.element_size()]).sum(dtype=torch.int64)) for t in tensors]
+    return zlib.crc32(repr(sums).encode())
+
+
+def _join(items: Iterable[tuple[str, object]]) -> str:
+    return ", ".join(f"{name}={describe(value)}" for name, value in items)
+
+
+def _crc32(data: Tensor | np.ndarray) -> int:
+    if isinstance(data, Tensor):
+        data = data.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return zlib.crc32(np.ascontiguousarray(data).data)
+
+
+def _shorten(text: str) -> str:
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[:60]} … of {len(text)} characters, crc32 {zlib.crc32(text.encode()):08x}"
