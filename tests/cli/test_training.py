@@ -60,14 +60,24 @@ def test_the_same_command_goes_on_where_it_was_stopped(command, checkpoint, word
 
     assert train("whole").code == 0
     with monkeypatch.context() as patch:
-        stops = functools.partial(training.train, on_step=lambda record: record.step == 2)
-        patch.setattr(training, "train", stops)
+        stops = functools.partial(training.train_for, on_step=lambda record: record.step == 2)
+        patch.setattr(training, "train_for", stops)
         assert train("parts").code == 130
     assert not (tmp_path / "parts" / "final").exists()
     assert train("parts").code == 0
     whole, parts = (load_file(tmp_path / out / "final" / "model.safetensors") for out in ("whole", "parts"))
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
     assert train("parts").code == 0  # a finished run stays finished
+
+
+def test_minutes_may_stand_for_steps(command, checkpoint, words, tmp_path, monkeypatch):
+    given = []
+    real = training.train_for
+    monkeypatch.setattr(
+        training, "train_for", lambda *a, minutes, **k: given.append(minutes) or real(*a, minutes=None, **k)
+    )
+    assert command("train", "-m", checkpoint, "--out", tmp_path, *QUICK, "--minutes", "2.5", words).code == 0
+    assert given == [2.5]
 
 
 def test_other_settings_are_refused_unless_allowed(command, checkpoint, words, tmp_path):
@@ -106,9 +116,11 @@ def test_the_fill_behind_a_cut_answer_is_no_target(command, checkpoint, tmp_path
     lines = [{"prompt": "p" * 30, "answer": "a"}, {"prompt": "p", "answer": "long " * 60}]
     (tmp_path / "cut.jsonl").write_text("\n".join(map(json.dumps, lines)))
     given = []
-    real = training.train
+    real = training.train_for
     monkeypatch.setattr(
-        training, "train", lambda model, objective, *a, **k: given.append(objective) or real(model, objective, *a, **k)
+        training,
+        "train_for",
+        lambda model, objective, *a, **k: given.append(objective) or real(model, objective, *a, **k),
     )
     ran = command("train", "-m", checkpoint, "--out", tmp_path / "run", *QUICK, tmp_path / "cut.jsonl")
     assert ran.code == 0

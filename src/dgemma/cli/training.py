@@ -19,8 +19,9 @@ from dgemma.model import DiffusionGemma
 from dgemma.tokenizer import Tokenizer
 from dgemma.train import recipes
 from dgemma.train.batch import BatchSource
+from dgemma.train.budget import train_for
 from dgemma.train.likelihood import evaluate
-from dgemma.train.loop import TrainConfig, train
+from dgemma.train.loop import TrainConfig
 from dgemma.train.lora import LoRA, add_lora, merge_lora
 
 _PRESETS = ("tiny", "small")
@@ -78,6 +79,9 @@ def add_commands(commands: Any) -> None:
     )
     group = parser.add_argument_group("training")
     group.add_argument("--steps", type=values.count, default=1000, metavar="N", help="updates (%(default)s)")
+    group.add_argument(
+        "--minutes", type=values.positive(), metavar="M", help="as many updates as fit into so long, instead of --steps"
+    )
     group.add_argument("--batch-size", type=values.count, default=16, metavar="B", help="rows a step (%(default)s)")
     group.add_argument(
         "--micro-batch-size", type=values.count, metavar="B", help="rows at once; changes memory, not the result"
@@ -175,7 +179,15 @@ def _train(arguments: argparse.Namespace) -> int:
     )
     if arguments.lora:
         add_lora(model, LoRA(rank=arguments.lora, alpha=2.0 * arguments.lora), seed=arguments.seed)
-    result = train(model, objective, source, config, out=arguments.out, allow_changes=arguments.allow_changes)
+    result = train_for(
+        model,
+        objective,
+        source,
+        config,
+        minutes=arguments.minutes,
+        out=arguments.out,
+        allow_changes=arguments.allow_changes,
+    )
     if result.final is None:  # the loop has said where it stopped
         return 130
     if arguments.lora:

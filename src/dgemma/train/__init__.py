@@ -2,6 +2,7 @@
 
 from dgemma.train import recipes
 from dgemma.train.batch import BatchSource, TrainBatch
+from dgemma.train.budget import train_for
 from dgemma.train.likelihood import evaluate
 from dgemma.train.loop import TrainConfig, TrainResult, train
 from dgemma.train.lora import LoRA, add_lora, drop_lora, load_lora, merge_lora, save_lora
@@ -23,4 +24,5 @@ __all__ = [
     "recipes",
     "save_lora",
     "train",
+    "train_for",
 ]

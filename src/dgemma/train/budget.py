@@ -1,0 +1,129 @@
+"""Training for a number of minutes: a schedule of steps that ends when the time does."""
+
+import logging
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from dgemma.model.diffusion import DiffusionGemma
+from dgemma.train.batch import BatchSource
+from dgemma.train.checkpoints import Checkpoints
+from dgemma.train.config import TrainConfig
+from dgemma.train.log import TrainLog
+from dgemma.train.loop import Evaluate, OnStep, train
+from dgemma.train.optimizer import OptimizerFactory
+from dgemma.train.parallel import Parallel
+from dgemma.train.records import Measure, StepRecord, TrainResult
+
+logger = logging.getLogger("dgemma")
+
+_UNPLANNED = 10**9  # steps, until the pace is known: after its warm-up the learning rate stays at the peak
+_NUM_PACED = 10  # steps that make a pace; the earlier half compiles and warms up, and does not count
+_LOOKS = (0.1, 0.3, 0.6, 0.85, 1.0)  # shares of the time
+_PLANNED = 0.97  # the share that steps are planned for: every look writes a checkpoint, and so does the end
+_EARLY = 0.9  # a run whose steps are over before has become faster, and has time for more
+
+
+def train_for(
+    model: DiffusionGemma,
+    objective: Measure,
+    source: BatchSource,
+    config: TrainConfig,
+    *,
+    minutes: float | None,
+    out: str | Path,
+    on_step: OnStep | None = None,
+    evaluate: Evaluate | None = None,
+    optimizer: OptimizerFactory | None = None,
+    allow_changes: bool = False,
+) -> TrainResult:
+    """`train` on one process, for `minutes` instead of `config.steps` steps; None: for those.
+
+    How many steps fit is not known before, and on a shared GPU their pace changes. So the run looks at the clock a few
+    times, at first as soon as it has a pace, and goes on with as many steps as fit into what is left: the learning rate
+    comes down when the time ends. Where that was too many, the run takes one last step at its end. Given the same call
+    again, a run that was killed or stopped goes on; its earlier minutes count.
+
+    Example: `train_for(model, objective, source, TrainConfig(steps=1, batch_size=64), minutes=7, out="run")`.
+    """
+    run = partial(train, model, objective, source, out=out, evaluate=evaluate, optimizer=optimizer)
+    if minutes is None:
+        return run(config=config, on_step=on_step, allow_changes=allow_changes)
+    if not 0 < minutes < math.inf:
+        raise ValueError(f"train_for minutes must be above 0 and finite, got {minutes}. Use None for config.steps.")
+    steps, spent = _read(Path(out))
+    watch = _Watch(seconds=60 * minutes, spent=spent, on_step=on_step)
+    while True:
+        with watch.unheard():
+            result = run(config=replace(config, steps=steps), on_step=watch, allow_changes=allow_changes)
+        if not (watch.has_stopped if result.interrupted else watch.is_early):
+            return result
+        steps, allow_changes = result.step + watch.steps_left(), True
+        logger.info("Step %d of %d planned, %.0f%% of the time is over.", result.step, steps, 100 * watch.share)
+        watch.start()
+
+
+def _read(out: Path) -> tuple[int, float]:
+    """The steps that a run begun earlier had planned, and the seconds it took up to its last checkpoint."""
+    checkpoints = Checkpoints(folder=out, keep_last=1, parallel=Parallel())
+    last = checkpoints.latest()
+    if last is None:
+        return _UNPLANNED, 0.0
+    run = checkpoints.read_run(last)
+    taken = zip(*TrainLog(out / "log.jsonl").column("seconds"), strict=True)
+    return run["config"]["steps"], sum(seconds for step, seconds in taken if step <= run["step"])
+
+
+class _Watch:
+    """Given to `train` as `on_step`: stops the run when it is time to plan again, and says how many steps are left."""
+
+    def __init__(self, *, seconds: float, spent: float, on_step: OnStep | None) -> None:
+        self.seconds, self.on_step = seconds, on_step
+        self.began = time.perf_counter() - spent
+        self.start()
+        self.look = 0.0
+
+    def start(self) -> None:
+        self.shares = [self.share]  # of the time: now, and after each step since
+        self.look = next((look for look in _LOOKS if look > self.shares[0]), math.inf)
+        self.has_stopped = False
+
+    @property
+    def share(self) -> float:
+        """How much of the time is over."""
+        return (time.perf_counter() - self.began) / self.seconds
+
+    @property
+    def is_early(self) -> bool:
+        return len(self.shares) > 1 and self.shares[-1] < _EARLY
+
+    def __call__(self, record: StepRecord) -> bool:
+        if self.on_step is not None and self.on_step(record):
+            return True
+        self.shares.append(self.share)
+        has_pace = len(self.shares) > _NUM_PACED
+        self.has_stopped = self.look < math.inf and self.shares[-1] >= (self.look if has_pace else 1.0)
+        return self.has_stopped
+
+    def steps_left(self) -> int:
+        """How many fit, at the pace of the later half of those just taken; at least one, with which a run ends."""
+        paced = self.shares[(len(self.shares) - 1) // 2 :]
+        pace = (paced[-1] - paced[0]) / (len(paced) - 1)
+        return max(1, int((_PLANNED - self.share) / pace))
+
+    @contextmanager
+    def unheard(self) -> Iterator[None]:
+        """What `train` says of a run that stopped for a look is not so."""
+
+        def is_heard(record: logging.LogRecord) -> bool:
+            return not self.has_stopped
+
+        logger.addFilter(is_heard)
+        try:
+            yield
+        finally:
+            logger.removeFilter(is_heard)

@@ -1,0 +1,136 @@
+"""A run of so many minutes ends with them, its learning rate down, at whatever pace its steps turn out to take."""
+
+import logging
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import next_token
+from dgemma.train.budget import train_for
+from dgemma.train.config import TrainConfig
+from next_token import counting
+
+MINUTES = 2
+SECONDS = 60 * MINUTES
+PEAK, FLOOR = 1e-2, 0.1
+
+
+class Shrink:
+    """The least work for a step: weights that go to zero, without a forward."""
+
+    def __call__(self, model, batch, *, seeds):
+        size = sum(weight.square().sum() for weight in model.parameters())
+        return SimpleNamespace(sums={"size": size.expand(len(seeds))}, counts={"size": torch.ones(len(seeds))})
+
+    def total_counts(self, batch, seeds):
+        return {"size": torch.tensor(len(seeds))}
+
+    def reduce(self, terms, totals):
+        return terms.sums["size"].sum() / totals["size"]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time that passes only where a test lets it."""
+
+    class Clock:
+        now = 1000.0
+
+    monkeypatch.setattr(time, "perf_counter", lambda: Clock.now)
+    return Clock
+
+
+def run(out, clock, pace, *, minutes=MINUTES, stop_at=None, **changes):
+    """Train, each step taking `pace(step)` seconds; the result, and the seconds it took."""
+
+    def on_step(record):
+        clock.now += pace(record.step)
+        return record.step == stop_at
+
+    settings = {"steps": 5, "batch_size": 2, "lr": PEAK, "warmup": 2, "final_lr": FLOOR, "precision": "weights"}
+    config = TrainConfig(**settings | {"log_every": 1, "progress": False} | changes)
+    began = clock.now
+    result = train_for(next_token.model(), Shrink(), counting, config, minutes=minutes, out=out, on_step=on_step)
+    return result, clock.now - began
+
+
+def after(num_steps, *, first, then):
+    return lambda step: first if step <= num_steps else then
+
+
+@pytest.mark.parametrize(
+    ("pace", "least", "most"),
+    [
+        (lambda step: 2.0, 0.95, 0.98),
+        (after(1, first=40.0, then=2.0), 0.95, 0.98),  # it compiles
+        (after(20, first=2.0, then=6.0), 0.93, 1.0),  # somebody else came to the GPU
+        (after(20, first=3.0, then=1.0), 0.93, 1.0),  # and left
+        (after(12, first=6.0, then=0.5), 0.9, 1.0),
+    ],
+    ids=["steady", "slow first step", "slower", "faster", "much faster"],
+)
+def test_the_time_is_used_and_the_rate_ends_at_its_floor(tmp_path, clock, pace, least, most):
+    result, seconds = run(tmp_path, clock, pace)
+    assert least < seconds / SECONDS <= most
+    assert not result.interrupted
+    assert result.final is not None
+    rates = result.log.column("lr")[1]
+    assert max(rates) == PEAK
+    assert rates[-1] == pytest.approx(FLOOR * PEAK)
+
+
+def test_the_rate_falls_with_the_time(tmp_path, clock):
+    result, _ = run(tmp_path, clock, lambda step: 2.0)
+    rates = result.log.column("lr")[1]
+    assert rates[2:-1] == sorted(rates[2:-1], reverse=True)
+    assert rates[len(rates) // 2] == pytest.approx(PEAK * (1 + FLOOR) / 2, rel=0.05)  # half of the cosine
+
+
+def test_steps_that_outlast_the_time_are_two(tmp_path, clock):
+    # The one during which it ended, and one to finish with.
+    result, _ = run(tmp_path, clock, lambda step: 1.5 * SECONDS)
+    assert result.step == 2
+    assert result.final is not None
+
+
+def test_a_stall_ends_the_run_with_one_last_step(tmp_path, clock):
+    result, _ = run(tmp_path, clock, lambda step: 10 * SECONDS if step == 20 else 1.0)
+    assert result.step == 21
+    assert result.final is not None
+
+
+def test_looks_are_silent_and_a_stop_is_not(tmp_path, clock, caplog):
+    caplog.set_level(logging.WARNING, "dgemma")
+    run(tmp_path / "whole", clock, lambda step: 2.0)
+    assert caplog.messages == []
+    result, _ = run(tmp_path / "stopped", clock, lambda step: 2.0, stop_at=7)
+    assert result.interrupted
+    assert [message[:29] for message in caplog.messages] == ["Training stopped after step 7"]
+
+
+def test_the_same_call_goes_on_and_the_minutes_before_count(tmp_path, clock):
+    _, before = run(tmp_path, clock, lambda step: 2.0, stop_at=31)
+    assert before == 62
+    result, rest = run(tmp_path, clock, lambda step: 2.0)
+    assert 0.94 * SECONDS < before + rest < SECONDS
+    again, none = run(tmp_path, clock, lambda step: 2.0)
+    assert (again.step, none) == (result.step, 0)  # a finished run stays finished
+
+
+def test_another_configuration_is_refused_unless_allowed(tmp_path, clock):
+    run(tmp_path, clock, lambda step: 2.0, stop_at=20)
+    with pytest.raises(ValueError, match=r"TrainConfig\.lr must stay 0\.01"):
+        run(tmp_path, clock, lambda step: 2.0, lr=0.1)
+
+
+def test_without_minutes_the_steps_are_the_configurations(tmp_path, clock):
+    result, _ = run(tmp_path, clock, lambda step: 1000.0, minutes=None)
+    assert result.step == 5
+
+
+@pytest.mark.parametrize("minutes", [0, -1, float("nan"), float("inf")])
+def test_no_time_is_refused(tmp_path, clock, minutes):
+    with pytest.raises(ValueError, match="train_for minutes must be above 0 and finite"):
+        run(tmp_path, clock, lambda step: 1.0, minutes=minutes)
