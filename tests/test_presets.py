@@ -1,8 +1,14 @@
 """Presets are what their names and sentences say."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 import dgemma
+from dgemma.data.sudoku import NUM_CELLS, VOCAB_SIZE
+
+ASSETS = Path(dgemma.__file__).parent / "assets"
 
 
 def counts(config: dgemma.ModelConfig) -> tuple[int, int]:
@@ -26,3 +32,15 @@ def test_the_1b_preset_has_the_published_proportions():
         ratios = [getattr(config, numerator) / getattr(config, denominator) for config in (ours, published)]
         assert ratios[0] == ratios[1], numerator
     assert ours.vocab_size == published.vocab_size
+
+
+@pytest.mark.parametrize("name", ["text", "sudoku"])
+def test_checkpoints_that_ship_have_presets(name):
+    shipped = dgemma.ModelConfig.from_hf(ASSETS / name)
+    # What is carried says in which dtype the weights were saved, which is no part of a model's size.
+    assert getattr(dgemma.presets, name)() == replace(shipped, carried={})
+
+
+def test_the_sudoku_preset_has_the_tokens_of_sudoku():
+    config = dgemma.presets.sudoku()
+    assert (config.vocab_size, config.canvas_length) == (VOCAB_SIZE, NUM_CELLS)
