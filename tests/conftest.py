@@ -1,6 +1,7 @@
 """Set up once for all tests: Triton's interpreter where there is no GPU, one thread for each of several workers."""
 
 import os
+import signal
 
 import pytest
 import torch
@@ -8,6 +9,9 @@ import torch
 if not torch.cuda.is_available():
     # Triton decides at its import whether functions are compiled or interpreted, and transformers imports it too.
     os.environ["TRITON_INTERPRET"] = "1"
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # So a shell starts what runs in the background; tests press Ctrl-C in processes, which would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
