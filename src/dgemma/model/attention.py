@@ -1,7 +1,7 @@
 """Attention of new tokens over the cached prefix and themselves, in both of the model's modes."""
 
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,14 +13,14 @@ from dgemma.config import LayerShape, ModelConfig
 from dgemma.model.layers import RMSNorm, rms_norm
 from dgemma.model.rotary import rotate
 
-Mask = Tensor | BlockMask
+Mask = Tensor | BlockMask | Literal["causal"]
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Mask | None) -> Tensor:
     """softmax(q·k) v with scale 1, grouped queries. queries (B, T, N, H), keys and values (B, K, S, H) → (B, T, N, H).
 
     mask: (B, 1, T or 1, S), True where a query looks, or None for everywhere. A `BlockMask` says the same and lets
-    FlexAttention skip what nobody sees.
+    FlexAttention skip what nobody sees. "causal": at keys up to its own, T = S; the fastest way to say that.
     """
     if isinstance(mask, BlockMask):
         return _attend_in_blocks(queries, keys, values, mask)
@@ -29,9 +29,14 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Mask | None) -> 
     # A kv head is a batch entry and its query heads are the heads over it, so that keys are shared, never copied.
     q = rearrange(queries, "b t (k g) h -> (b k) g t h", k=num_kv_heads)
     k, v = (x.flatten(0, 1)[:, None].expand(-1, group, -1, -1) for x in (keys, values))
-    if mask is not None:
+    if queries.is_cuda:
+        # But there: torch's memory-efficient kernel misreads shared keys of some lengths (pytorch issue 191937).
+        k, v = k.contiguous(), v.contiguous()
+    if isinstance(mask, Tensor):
         mask = mask.expand(batch, num_kv_heads, *mask.shape[2:]).reshape(batch * num_kv_heads, 1, *mask.shape[2:])
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=mask == "causal", scale=1.0)
     return rearrange(out, "(b k) g t h -> b t (k g) h", b=batch)
 
 

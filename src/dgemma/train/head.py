@@ -18,7 +18,10 @@ from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.layers import wide_dtype
 from dgemma.train.fused import fused
 
-SLICE_ELEMENTS = 1 << 27  # logits at once: 512 tokens of the published vocabulary, enough rows for a full-speed product
+SLICE_ELEMENTS = 1 << 27  # logits at once: 512 tokens of the published vocabulary
+# Where a pass over a slice is one kernel without temporaries: every slice adds to a (V, D) gradient in float32, which
+# for 512 tokens takes longer than their products.
+FUSED_SLICE_ELEMENTS = 1 << 29
 
 
 def cross_entropy(
@@ -30,7 +33,7 @@ def cross_entropy(
     observed: Tensor | None = None,
     evidence: Tensor | None = None,
     banned: int | None = None,
-    slice_elements: int = SLICE_ELEMENTS,
+    slice_elements: int | None = None,
 ) -> Tensor:
     """-log p(target) under softmax(cap · tanh(hidden @ weightᵀ / cap)): (M, D), (V, D) and targets (M,) → (M,).
 
@@ -42,7 +45,7 @@ def cross_entropy(
     """
     if (observed is None) != (evidence is None):
         raise ValueError("cross_entropy observed and evidence must come together. Give both or neither.")
-    size, dtype = _rows_at_once(weight, slice_elements), _product_dtype(hidden)
+    size, dtype = _rows_at_once(weight, slice_elements or _fused_elements(weight)), _product_dtype(hidden)
     loss: Tensor = _CrossEntropy.apply(hidden, weight, targets, observed, evidence, cap, banned, dtype, size)
     return loss
 
@@ -70,7 +73,7 @@ def map_logits(
     return torch.cat([checkpoint(of_slice, rows, weight, *given, use_reentrant=False) for rows, *given in pieces])
 
 
-def soft_embedding(model: DiffusionGemma, hidden: Tensor, *, slice_elements: int = SLICE_ELEMENTS) -> Tensor:
+def soft_embedding(model: DiffusionGemma, hidden: Tensor, *, slice_elements: int | None = None) -> Tensor:
     """`model.soft_embedding` of the prediction that hidden (..., D) gives, which is taken as given: (..., D).
 
     The gradient reaches the embedding that the probabilities are multiplied with, as in the published model, and stops
@@ -80,7 +83,7 @@ def soft_embedding(model: DiffusionGemma, hidden: Tensor, *, slice_elements: int
     """
     weight, rows = model.embed_tokens.weight, hidden.detach().flatten(0, -2)
     rounded = model.dtype if model.conventions.self_cond_logits == "rounded" else None
-    size, dtype = _rows_at_once(weight, slice_elements), _product_dtype(hidden)
+    size, dtype = _rows_at_once(weight, slice_elements or _fused_elements(weight)), _product_dtype(hidden)
     soft: Tensor = _SoftEmbedding.apply(rows, weight, model.config.final_logit_softcapping, rounded, dtype, size)
     return (soft * model.embed_scale()).view(hidden.shape)
 
@@ -223,6 +226,10 @@ def _product_dtype(x: Tensor) -> torch.dtype:
     """What a product of x is computed in here and now."""
     autocast = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
     return torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
+
+
+def _fused_elements(weight: Tensor) -> int:
+    return FUSED_SLICE_ELEMENTS if weight.is_cuda else SLICE_ELEMENTS
 
 
 def _rows_at_once(weight: Tensor, slice_elements: int) -> int:

@@ -6,7 +6,7 @@ Rows are right-padded, so a token's position is its index.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,7 +48,10 @@ def read_clean(
     """
     batch_size, num_tokens = tokens.shape
 
-    def rule_of(shape: LayerShape) -> Rule:
+    def rule_of(shape: LayerShape) -> Rule | Literal["causal"]:
+        if documents is None and (shape.window is None or shape.window >= num_tokens):
+            return "causal"
+
         def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             seen = key <= query
             if shape.window is not None:
@@ -121,7 +124,7 @@ def predict_canvases(
 
 def _masks(
     model: DiffusionGemma,
-    rule_of: Callable[[LayerShape], Rule | None],
+    rule_of: Callable[[LayerShape], Rule | Literal["causal"] | None],
     batch_size: int,
     size: tuple[int, int],
     attention: str,
@@ -133,8 +136,8 @@ def _masks(
     rules = {shape.kind: rule_of(shape) for shape in shapes}
     masks: dict[str, Mask | None] = {}
     for kind, rule in rules.items():
-        if rule is None:
-            masks[kind] = None
+        if rule is None or rule == "causal":
+            masks[kind] = rule
         elif attention == "blocks":
             masks[kind] = create_block_mask(rule, batch_size, None, *size, device=str(model.device))
         else:
