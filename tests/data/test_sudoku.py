@@ -146,6 +146,17 @@ def test_puzzles_do_not_depend_on_who_makes_them(monkeypatch):
     assert (alone.puzzles != sudoku.generate_puzzles(7, givens=40, seed=3).puzzles).any()
 
 
+def test_a_folder_keeps_puzzles_apart_by_how_they_were_made(tmp_path, monkeypatch):
+    made = sudoku.generate_puzzles(3, givens=45, folder=tmp_path / "kept")
+    other = sudoku.generate_puzzles(3, givens=45, split="test", folder=tmp_path / "kept")
+    monkeypatch.setattr("dgemma.data.sudoku.puzzles._generate_chunk", None)  # nothing can be made any more
+    again = sudoku.generate_puzzles(3, givens=45, workers=2, folder=tmp_path / "kept")
+    assert (again.puzzles == made.puzzles).all()
+    assert (again.solutions == made.solutions).all()
+    assert (again.solutions != other.solutions).any()
+    assert len(list((tmp_path / "kept").iterdir())) == 2
+
+
 def test_bands_are_by_givens():
     givens = np.array([29, 30, 39, 40])
     solution = sudoku.parse([SOLUTION] * 4)

@@ -4,6 +4,7 @@ A split is a property of the base grid and of all grids equivalent to it, so tha
 seed, and no symmetry ever carries a test grid into training.
 """
 
+import os
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -49,12 +50,14 @@ class Puzzles:
         return self[(self.givens >= low) & (self.givens <= high)]
 
     def save(self, path: str | Path) -> None:
-        """One line a puzzle: its 81 digits, a space, its solution's.
+        """One line a puzzle: its 81 digits, a space, its solution's. The file is whole or not there.
 
         Example: `puzzles.save("test.txt")`.
         """
         lines = [f"{p} {s}" for p, s in zip(to_text(self.puzzles), to_text(self.solutions), strict=True)]
-        Path(path).write_text("\n".join(lines) + "\n")
+        new = Path(f"{path}.{os.getpid()}.new")
+        new.write_text("\n".join(lines) + "\n")
+        os.replace(new, path)
 
     @classmethod
     def load(cls, path: str | Path) -> "Puzzles":
@@ -82,11 +85,13 @@ def generate_puzzles(
     seed: int = 0,
     exact: bool = True,
     workers: int = 1,
+    folder: str | Path | None = None,
 ) -> Puzzles:
     """`count` puzzles with one solution, from base grids of one split; the number of clues is uniform over `givens`.
 
     The same arguments give the same puzzles, however many `workers` (processes) make them. Not `exact`: puzzles that
-    can lose no more clues are kept although they have more than asked for, which saves half the work at 24.
+    can lose no more clues are kept although they have more than asked for, which saves half the work at 24. A `folder`
+    keeps them in a file named after the arguments, where the next call finds them.
 
     Example: `generate_puzzles(1000, givens=(30, 45), split="test")`.
     """
@@ -100,6 +105,11 @@ def generate_puzzles(
         raise ValueError(f"generate_puzzles split must be one of {', '.join(SPLITS)}, got {split!r}.")
     if count < 1:
         raise ValueError(f"generate_puzzles count must be >= 1, got {count}.")
+    kept = None
+    if folder is not None:
+        kept = Path(folder) / f"{split}-{low}-{high}{'' if exact else '-or-more'}-seed-{seed}-count-{count}.txt"
+        if kept.exists():
+            return Puzzles.load(kept)
     targets = low + np.arange(count) % (high - low + 1)
     chunks = np.split(targets, range(_CHUNK, count, _CHUNK))
     tasks = [(chunk, split, seed, number, exact) for number, chunk in enumerate(chunks)]
@@ -108,7 +118,11 @@ def generate_puzzles(
     else:
         with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
             parts = list(pool.map(_generate_chunk, *zip(*tasks, strict=True)))
-    return Puzzles.join(parts)
+    made = Puzzles.join(parts)
+    if kept is not None:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        made.save(kept)
+    return made
 
 
 def _generate_chunk(targets: NDArray[np.int64], split: Split, seed: int, number: int, exact: bool) -> Puzzles:
