@@ -78,7 +78,7 @@ def test_death_at_any_call_to_the_file_system_leaves_the_old_checkpoint_or_the_n
         patch.setattr(module, "_flush", dying(module._flush))
         patch.setattr(Path, "write_text", dying(Path.write_text))
         patch.setattr(Path, "mkdir", dying(Path.mkdir))
-        # Ten calls: clear, make, describe, flush three, rename, flush the names; rename and remove the old one.
+        # Ten calls: clear, make, flush, describe, flush two, rename, flush the names; rename and remove the old one.
         with pytest.raises(Killed):
             saved.save(2, state(2), {"step": 2})
     survived = read(saved)
@@ -111,6 +111,29 @@ def test_a_damaged_checkpoint_is_named_together_with_the_one_before(tmp_path, fi
     assert read(saved) == 1
 
 
+def test_a_single_bit_that_the_disk_lost_is_noticed(tmp_path):
+    saved = checkpoints(tmp_path)
+    path = saved.save(1, state(1), {"step": 1})
+    file = path / "state.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1  # in a tensor: the format itself checks its header alone
+    file.write_bytes(data)
+    found = state(7)
+    with pytest.raises(ValueError, match=r"no whole checkpoint: state\.safetensors is not as it was written\. Delete"):
+        saved.load(path, found)
+    assert found["model.a"].tolist() == [7.0] * 3
+    file.unlink()
+    with pytest.raises(ValueError, match="no whole checkpoint"):
+        saved.load(path, found)
+
+
+def test_checkpoints_of_versions_that_kept_no_checksums_are_loaded(tmp_path):
+    saved = checkpoints(tmp_path)
+    path = saved.save(1, state(1), {"step": 1})
+    (path / "run.json").write_text('{"step": 1}')
+    assert read(saved) == 1
+
+
 def test_a_tensor_that_was_never_saved_is_named(tmp_path):
     saved = checkpoints(tmp_path)
     path = saved.save(1, state(1), {"step": 1})
@@ -122,4 +145,6 @@ def test_a_tensor_that_was_never_saved_is_named(tmp_path):
 
 def test_a_run_is_described_in_readable_json(tmp_path):
     path = checkpoints(tmp_path).save(4, state(4), {"step": 4, "config": {"betas": (0.9, 0.99)}})
-    assert json.loads((path / "run.json").read_text()) == {"step": 4, "config": {"betas": [0.9, 0.99]}}
+    run = json.loads((path / "run.json").read_text())
+    assert run.pop("files").keys() == {"state.safetensors"}
+    assert run == {"step": 4, "config": {"betas": [0.9, 0.99]}}

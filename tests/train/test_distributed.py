@@ -4,6 +4,7 @@ Runs are in float64, where rounding is far below any difference of meaning; they
 """
 
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -64,6 +65,18 @@ def runs(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def damaged(runs, tmp_path_factory):
+    """A run of two processes, whose second's file lost a bit: what two say who are to go on with it, and its folder."""
+    folder = tmp_path_factory.mktemp("damaged") / "run"
+    shutil.copytree(runs / "sharded_2", folder)
+    file = folder / "step-000003" / "__1_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    return launch(2, run_together, [Job(out=folder)]), folder
+
+
 def _losses(folder: Path) -> list[tuple[float, float]]:
     return [(line["loss"], line["grad_norm"]) for line in TrainLog(folder / "log.jsonl").lines()]
 
@@ -115,6 +128,14 @@ def test_adapters_on_spread_experts_learn_as_on_one_process(runs):
     two, one = runs / "adapted_2", runs / "adapted_1"
     torch.testing.assert_close(_losses(two), _losses(one), **EXACT)
     torch.testing.assert_close(*(load_file(run / "final" / "adapters.safetensors") for run in (two, one)), **EXACT)
+
+
+def test_a_bit_lost_from_one_processs_file_is_noticed_by_all(damaged):
+    (errors,), folder = damaged
+    said = "step-000003 is no whole checkpoint: __1_0.distcp is not as it was written. Delete that folder"
+    assert all(said in error for error in errors)
+    with pytest.raises(ValueError, match=r"__1_0\.distcp is not as it was written"):
+        run_alone(Job(out=folder))
 
 
 @pytest.fixture(scope="module")

@@ -3,16 +3,19 @@
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dgemma.train.parallel import Parallel
 
 _RUN_FILE = "run.json"
+_CHUNK = 1 << 24  # bytes read at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +23,8 @@ class Checkpoints:
     """The checkpoints of one run, in `folder`; the last `keep_last` are kept.
 
     A checkpoint is written as `.step-000100.new`, brought to the disk and renamed; one that goes is renamed to
-    `.step-000100.old` before it is deleted. So a folder called `step-…` is always whole.
+    `.step-000100.old` before it is deleted. So a folder called `step-…` was whole when it got that name, and what a
+    disk lost since is noticed: `run.json` keeps the CRC-32 of its files.
 
     Example: `Checkpoints(folder=Path("run"), keep_last=2, parallel=Parallel()).latest()`.
     """
@@ -55,12 +59,14 @@ class Checkpoints:
             shutil.rmtree(new, ignore_errors=True)
             new.mkdir(parents=True)
         self.parallel.barrier()
-        self.parallel.save(new, state)
-        self.parallel.barrier()
+        written = self.parallel.save(new, state)
+        for path in written:
+            _flush(path)
+        files = self.parallel.collect({path.name: _crc32(path) for path in written})
         if self.parallel.is_main:
-            (new / _RUN_FILE).write_text(json.dumps(run, indent=2) + "\n")
-            for path in (*new.rglob("*"), new):
-                _flush(path)
+            (new / _RUN_FILE).write_text(json.dumps({**run, "files": files}, indent=2) + "\n")
+            _flush(new / _RUN_FILE)
+            _flush(new)
             os.rename(new, final)
             _flush(self.folder)
             for old in self.steps()[: -self.keep_last]:
@@ -91,7 +97,8 @@ class Checkpoints:
             raise ValueError(self._damaged(path, str(error))) from None
 
     def load(self, path: Path, state: Mapping[str, Tensor]) -> None:
-        """Overwrite these tensors with the checkpoint's, all of them or none."""
+        """Overwrite these tensors with the checkpoint's, all of them or none; called by every process."""
+        self._check_files(path)
         missing = sorted(state.keys() - self.names(path))
         if missing:
             raise ValueError(
@@ -103,10 +110,33 @@ class Checkpoints:
         except (ValueError, OSError) as error:
             raise ValueError(self._damaged(path, str(error))) from None
 
+    def _check_files(self, path: Path) -> None:
+        """Every file must be as it was written; each process reads its share of them."""
+        files = self.read_run(path).get("files", {})  # earlier versions kept none
+        rank, share = self.parallel.rank, self.parallel.world_size
+        mine = (number % share == rank for number in range(len(files)))
+        changed = [own and _crc32(path / name) != crc32 for own, (name, crc32) in zip(mine, files.items(), strict=True)]
+        anywhere = self.parallel.sum(torch.tensor(changed, dtype=torch.int64)).tolist()
+        for name, is_changed in zip(files, anywhere, strict=True):
+            if is_changed:
+                raise ValueError(self._damaged(path, f"{name} is not as it was written"))
+
     def _damaged(self, path: Path, why: str) -> str:
         before = [step for step in self.steps() if self.path(step) < path]
         fallback = f"continue from {self.path(before[-1]).name}" if before else "begin again"
         return f"{path} is no whole checkpoint: {why}. Delete that folder to {fallback}."
+
+
+def _crc32(path: Path) -> int | None:
+    """Of a file's bytes; None if they cannot be read."""
+    crc32 = 0
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK):
+                crc32 = zlib.crc32(chunk, crc32)
+    except OSError:
+        return None
+    return crc32
 
 
 def _flush(path: Path) -> None:

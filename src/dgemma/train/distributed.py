@@ -203,8 +203,13 @@ class FullySharded(Parallel):
         sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
         return math.prod(size for size, placement in sizes if placement.is_replicate())
 
-    def save(self, folder: Path, state: Mapping[str, Tensor]) -> None:
-        save_sharded(folder, state)
+    def collect(self, named: Mapping[str, Result]) -> dict[str, Result]:
+        everywhere: list[dict[str, Result]] = [{}] * self.world_size
+        dist.all_gather_object(everywhere, dict(named))
+        return {name: value for one in everywhere for name, value in one.items()}
+
+    def save(self, folder: Path, state: Mapping[str, Tensor]) -> list[Path]:
+        return save_sharded(folder, state)
 
     def load(self, folder: Path, state: Mapping[str, Tensor]) -> None:
         if (folder / STATE_FILE).is_file():  # one process wrote it

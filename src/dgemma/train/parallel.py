@@ -70,6 +70,10 @@ class Parallel:
     def barrier(self) -> None:
         """Wait for all processes."""
 
+    def collect(self, named: Mapping[str, Result]) -> dict[str, Result]:
+        """What all processes name, together, on each of them; names differ between processes."""
+        return dict(named)
+
     def forward(self, model: nn.Module, run: Callable[[], Result]) -> Result:
         """Run one micro-batch's objective, which calls the model's methods and reads its weights as it likes; between
         two such runs the weights may be spread over processes.
@@ -85,10 +89,11 @@ class Parallel:
         """Scale the gradients down to a joint norm of at most `max_norm`; the norm they had, () on the device."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
-    def save(self, folder: Path, state: Mapping[str, Tensor]) -> None:
-        """Write named tensors into an existing, empty folder."""
+    def save(self, folder: Path, state: Mapping[str, Tensor]) -> list[Path]:
+        """Write named tensors into an existing, empty folder; the files that this process wrote."""
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
         save_file(tensors, folder / STATE_FILE)
+        return [folder / STATE_FILE]
 
     def names(self, folder: Path) -> set[str]:
         """The tensors that `save` wrote there; ValueError where the files are not whole."""

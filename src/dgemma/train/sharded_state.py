@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch import Tensor
@@ -18,11 +19,16 @@ from torch.distributed.tensor import DTensor
 _METADATA_FILE = ".metadata"
 
 
-def save_sharded(folder: Path, state: Mapping[str, Tensor]) -> None:
-    """Each process writes its part of the DTensors; the other tensors, alike on all, are written once."""
+def save_sharded(folder: Path, state: Mapping[str, Tensor]) -> list[Path]:
+    """Each process writes its part of the DTensors; the other tensors, alike on all, are written once.
+
+    Returns the files that this process wrote: `__RANK_NUMBER.distcp`, and on the first the table of contents.
+    """
     tensors = {name: tensor.detach() for name, tensor in state.items()}
     with _ordinary_errors():
         dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder))
+    rank = dist.get_rank()
+    return [*folder.glob(f"__{rank}_*.distcp"), *([folder / _METADATA_FILE] if rank == 0 else [])]
 
 
 def sharded_names(folder: Path) -> set[str]:
