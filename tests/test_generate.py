@@ -63,6 +63,22 @@ def test_row_i_of_a_batch_equals_row_i_alone_bit_for_bit():
     assert len(lengths) > 1, "the case is meant to have rows that end at different places"
 
 
+def test_the_host_waits_for_the_device_once_a_step_and_once_a_block(monkeypatch):
+    # On a GPU each of these stops the launches until everything in front has run.
+    waits = []
+
+    def counted(read):
+        return lambda tensor, *arguments: waits.append(read) or read(tensor, *arguments)
+
+    for name in ("tolist", "item", "nonzero", "__bool__", "__int__"):
+        monkeypatch.setattr(Tensor, name, counted(getattr(Tensor, name)))
+    events = dgemma.stream(RowwiseDenoiser(), torch.randint(5, 64, (2, 7)), **options(stop=None), eos_token_ids=[])
+    next(events)  # the arguments are read before it
+    waits.clear()
+    assert sum(isinstance(event, StepRecord) for event in events) == 3 * 6 - 1
+    assert len(waits) == 3 * (6 + 1)
+
+
 def test_row_i_of_a_batch_writes_the_tokens_of_row_i_alone_with_the_real_model():
     model = pair(seed=3)[0]
     prompt, mask = torch.randint(5, 512, (3, 9)), torch.ones(3, 9, dtype=torch.long)

@@ -33,13 +33,19 @@ class CacheBuffers:
     ) -> None:
         self.size = (batch_size, capacity, tail)
         self.keep, self.window_capacity = keep, keep + tail
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-        for layer in range(config.num_hidden_layers):
-            shape = config.layer_shape(layer)
+        self.keys: list[Tensor] = [torch.empty(0)] * config.num_hidden_layers
+        self.values: list[Tensor] = [*self.keys]
+        self.sliding: Tensor | None = None  # keys and values of all sliding layers: (2, layers, B, K, capacity, H)
+        for kind in set(config.layer_types):
+            layers = [layer for layer, its_kind in enumerate(config.layer_types) if its_kind == kind]
+            shape = config.layer_shape(layers[0])
             slots = capacity if shape.window is None else self.window_capacity
-            for tensors in (self.keys, self.values):
-                tensors.append(torch.empty(batch_size, shape.num_key_value_heads, slots, shape.head_dim, **where))
+            size = (2, len(layers), batch_size, shape.num_key_value_heads, slots, shape.head_dim)
+            both = torch.empty(size, **where)
+            for at, layer in enumerate(layers):
+                self.keys[layer], self.values[layer] = both[:, at]
+            if shape.window is not None:
+                self.sliding = both
         self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=where["device"])  # tokens of each row
         self.held = torch.zeros_like(self.lengths)  # of them, how many a sliding layer still has
         self.graphs: OrderedDict[Any, Any] = OrderedDict()
@@ -186,14 +192,13 @@ class FusedCache(PrefixCache):
 
     def settle(self) -> None:
         """Sliding layers forget all but their newest tokens, which move to the front."""
-        buffers, config = self._buffers, self._pool.config
+        buffers = self._buffers
         if buffers is None or self.num_held <= buffers.keep:
             return
 
         def run() -> None:  # again on what is settled it does nothing, so that capture may run it twice
-            for layer in range(config.num_hidden_layers):
-                if config.layer_shape(layer).window is not None:
-                    forget(buffers.keys[layer], buffers.values[layer], buffers.held, buffers.keep)
+            if buffers.sliding is not None:
+                forget(buffers.sliding[0], buffers.sliding[1], buffers.held, buffers.keep)
             buffers.held.clamp_(max=buffers.keep)
 
         remembered(buffers.graphs, "settle", lambda: Replay(run, self._pool.device, None)).replay()
@@ -301,16 +306,17 @@ class FusedCache(PrefixCache):
 
 
 def forget(keys: Tensor, values: Tensor, held: Tensor, keep: int) -> None:
-    """Move each row's last `keep` of its held tokens to the front, in place.
+    """Move each row's last `keep` of its held tokens to the front, in place, in every layer.
 
-    keys, values: (B, K, capacity, H), row b's tokens in the slots [0, held[b]). held: (B,) int64, left as it is.
+    keys, values: (layers, B, K, capacity, H) contiguous, row b's tokens in the slots [0, held[b]). held: (B,) int64,
+    left as it is.
 
     Example: `forget(keys, values, held, 1023); held.clamp_(max=1023)`.
     """
-    batch, kv_heads, _, head_dim = keys.shape
+    num_layers, batch, kv_heads, capacity, head_dim = keys.shape
     cols = min(head_dim, 32)
-    _forget_kernel[(head_dim // cols, batch * kv_heads, 2)](
-        keys, values, held, keep, *keys.stride()[:2], KV_HEADS=kv_heads, HEAD_DIM=head_dim, COLS=cols, SLOTS=128
+    _forget_kernel[(head_dim // cols, num_layers * batch * kv_heads, 2)](
+        keys, values, held, keep, batch * kv_heads, capacity, KV_HEADS=kv_heads, HEAD_DIM=head_dim, COLS=cols, SLOTS=128
     )
 
 
@@ -320,23 +326,22 @@ def _forget_kernel(
     values: tl.tensor,
     held: tl.tensor,
     keep: tl.tensor,
-    batch_stride: tl.tensor,
-    head_stride: tl.tensor,
+    num_heads: tl.tensor,  # B·K
+    capacity: tl.tensor,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     COLS: tl.constexpr,
     SLOTS: tl.constexpr,
 ) -> None:
-    batch = (tl.program_id(1) // KV_HEADS).to(tl.int64)
-    head = (tl.program_id(1) % KV_HEADS).to(tl.int64)
-    shift = tl.maximum(tl.load(held + batch) - keep, 0)
+    head = tl.program_id(1)  # of (layers, B, K)
+    shift = tl.maximum(tl.load(held + head % num_heads // KV_HEADS) - keep, 0)
     if shift > 0:
         if tl.program_id(2) == 0:
             base = keys
         else:
             base = values
         cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
-        base += batch * batch_stride + head * head_stride
+        base += head.to(tl.int64) * capacity * HEAD_DIM
         # One program moves its columns block by block from the front, so that nothing is overwritten before it is read.
         for start in range(0, keep, SLOTS):
             slot = start + tl.arange(0, SLOTS)

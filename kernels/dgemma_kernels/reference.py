@@ -293,8 +293,8 @@ def embed(
 
 
 def forget(keys: Tensor, values: Tensor, held: Tensor, keep: int) -> None:
-    """Each row's last `keep` of held[b] tokens move to its front, in place. (B, K, capacity, H), (B,)."""
+    """Each row's last `keep` of held[b] tokens move to its front, in place. (layers, B, K, capacity, H), (B,)."""
     for row, count in enumerate(held.tolist()):
         for tensor in (keys, values):
             if count > keep:
-                tensor[row, :, :keep] = tensor[row, :, count - keep : count].clone()
+                tensor[:, row, :, :keep] = tensor[:, row, :, count - keep : count].clone()

@@ -35,9 +35,9 @@ class Span:
 
     def past_pins(self, block: int, canvas_len: int, rows: Tensor) -> Tensor:
         """Where a stop token may end a row: from its last pin on, (R, C) bool. Pins are kept, whatever comes before."""
-        position = block * canvas_len + torch.arange(canvas_len, device=rows.device)
         if self.frozen is None:
             return torch.ones(len(rows), canvas_len, dtype=torch.bool, device=rows.device)
+        position = block * canvas_len + torch.arange(canvas_len, device=rows.device)
         column = torch.arange(self.frozen.shape[1], device=rows.device)
         last = torch.where(self.frozen[rows], column, -1).amax(-1, keepdim=True)  # (R, 1)
         return position >= last

@@ -6,6 +6,7 @@
 `generate` drains it.
 """
 
+import itertools
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -354,7 +355,6 @@ def run(
     blocks: list[Tensor] = []
     forwards: list[Tensor] = []
     for block in range(plan.num_blocks):
-        num_forwards = torch.zeros(batch_size, dtype=torch.int64, device=device)
         if block < len(past):
             tokens, num_forwards = past[block].tokens.to(device)[rows], past[block].steps.to(device)
         else:
@@ -371,26 +371,26 @@ def run(
             )
             if on_start is not None:
                 state, knobs = apply_changes(on_start(Moment(state, cache, knobs)), state, knobs)
-            tokens, num_forwards[rows], knobs = yield from denoise_canvas(model, state, cache, knobs)
+            tokens, taken, knobs = yield from denoise_canvas(model, state, cache, knobs)
+            num_forwards = _spread(taken, rows, batch_size, 0)
 
         ends_row = torch.isin(tokens, eos) & plan.span.past_pins(block, plan.canvas_len, rows)
-        ended = ends_row.cumsum(1)  # (R, C): stop tokens up to here
-        real = (ended == 0) | ((ended == 1) & ends_row)
-        tokens = torch.where(real, tokens, plan.pad_token_id)
-        finished = ended[:, -1] > 0
+        ended = ends_row.any(-1).tolist()  # here the host waits for the device
+        real = None  # all of them
+        if any(ended):
+            real = ends_row.cumsum(1) - ends_row.long() == 0  # (R, C): no stop token in front
+            tokens = torch.where(real, tokens, plan.pad_token_id)
         cache = model.encode(tokens, cache, real)
-        written = torch.full((batch_size, plan.canvas_len), plan.pad_token_id, device=device)
-        written[rows] = tokens
+        written = _spread(tokens, rows, batch_size, plan.pad_token_id)
         blocks.append(written)
         forwards.append(num_forwards)
-        if bool(finished.any()):
-            ends, goes_on = finished.nonzero()[:, 0], (~finished).nonzero()[:, 0]
+        if any(ended):
+            ends, goes_on = _where(ended, device), _where([not end for end in ended], device)
             retired.append((rows[ends], cache.select(ends)))
             rows, cache = rows[goes_on], cache.select(goes_on)
         if block >= len(past):
-            all_finished = torch.ones(batch_size, dtype=torch.bool, device=device)
-            all_finished[rows] = False
-            yield BlockCommit(block=block, tokens=written, finished=all_finished, steps=num_forwards)
+            finished = _spread(torch.zeros_like(rows, dtype=torch.bool), rows, batch_size, True)
+            yield BlockCommit(block=block, tokens=written, finished=finished, steps=num_forwards)
         if len(rows) == 0:
             break
 
@@ -413,18 +413,31 @@ def denoise_canvas(
 
     Yields each `StepRecord`, and takes changes as `stream` does.
     """
-    here = torch.arange(state.batch_size, device=state.device)  # which of the given rows are still there
+    device = state.device
+    here = torch.arange(state.batch_size, device=device)  # which of the given rows are still there
     drafts, num_forwards = state.draft.clone(), torch.zeros_like(here)
     # Asked of the class: a wrapper around an engine must not step past what it wraps.
     advance: Any = model.step if hasattr(type(model), "step") else partial(step, model)  # type: ignore[attr-defined]
-    while True:
+    for num_taken in itertools.count(1):
         state, record = advance(state, cache=cache, knobs=knobs)  # nothing before it: the device is waiting
-        num_forwards[here] += 1
         state, knobs = apply_changes((yield record), state, knobs)
-        drafts[here] = state.draft
-        ended = state.done | (state.step >= state.num_steps)
-        if bool(ended.any()):
-            working = (~ended).nonzero()[:, 0]
-            if len(working) == 0:
-                return Denoised(drafts, num_forwards, knobs)
+        ended = (state.done | (state.step >= state.num_steps)).tolist()  # here the host waits for the device
+        if any(ended):
+            drafts[here], num_forwards[here] = state.draft, num_taken
+            if all(ended):
+                break
+            working = _where([not end for end in ended], device)
             here, state, cache = here[working], state.select(working), cache.select(working)
+    return Denoised(drafts, num_forwards, knobs)
+
+
+def _where(flags: Sequence[bool], device: torch.device) -> Tensor:
+    """The places of what is true, (n,) int64."""
+    return torch.tensor([at for at, flag in enumerate(flags) if flag], dtype=torch.int64, device=device)
+
+
+def _spread(values: Tensor, rows: Tensor, batch_size: int, fill: int | bool) -> Tensor:
+    """The values (R, ...) of some rows of the batch in their places, (B, ...), and `fill` in the others'."""
+    if len(rows) == batch_size:
+        return values
+    return values.new_full((batch_size, *values.shape[1:]), fill).index_copy(0, rows, values)

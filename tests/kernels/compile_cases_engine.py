@@ -24,7 +24,7 @@ def run_uniform() -> None:
 
 
 def run_forget() -> None:
-    cache = empty(1, 8, 2047, 256)
+    cache = empty(25, 1, 8, 2047, 256)
     forget(cache, cache, empty(1, dtype=torch.int64), 1023)
 
 

@@ -248,13 +248,13 @@ def test_embed_equals_its_reference(device):
 
 
 def test_forget_moves_the_newest_tokens_to_the_front(device):
-    keys, values = torch.randn(2, 3, 2, 150, 16, generator=torch.Generator().manual_seed(0)).to(device)
+    keys, values = torch.randn(2, 2, 3, 2, 150, 16, generator=torch.Generator().manual_seed(0)).to(device)
     held = torch.tensor([150, 133, 7], device=device)
     want = keys.clone(), values.clone()
     reference.forget(*want, held, 131)
     fused_cache.forget(keys, values, held, 131)
     for got, expected in zip((keys, values), want, strict=True):
-        assert torch.equal(got[:, :, :131], expected[:, :, :131])
+        assert torch.equal(got[..., :131, :], expected[..., :131, :])
 
 
 def test_a_model_with_adapters_is_told_to_merge_them_first():
