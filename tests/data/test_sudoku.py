@@ -320,3 +320,33 @@ def test_scores_count_grids_cells_and_clues_apart(some):
     assert kept["clues"] == 1.0
     assert lost["clues"] < 0.5
     assert kept["cells"] == lost["cells"] < 0.5
+
+
+def test_a_row_as_text_is_a_start_the_puzzle_and_the_solution(some):
+    tokenizer = dgemma.ByteTokenizer()
+    source = sudoku.SudokuSource(pool=some, pinned=1.0)
+    text, sample = sudoku.TextSudoku(source, tokenizer), source.sample(3, range(5))
+    batch = text(3, range(5))
+    puzzles, solutions = (sudoku.to_text(digits.numpy()) for digits in (sample.puzzle, sample.solution))
+    assert tokenizer.decode_batch(batch.tokens) == [p + s for p, s in zip(puzzles, solutions, strict=True)]
+    assert (batch.tokens[:, 0] == tokenizer.bos_token_id).all()
+    assert batch.prompt_len.tolist() == [82] * 5
+    assert batch.length.tolist() == [163] * 5
+    assert batch.pinned is None  # the model writes the clues as well
+    assert torch.equal(batch.tokens[:, :82], text.prompt_tokens(sample.puzzle))
+
+
+def test_what_is_no_digit_is_read_as_a_blank(some):
+    tokenizer = dgemma.ByteTokenizer()
+    text = sudoku.TextSudoku(sudoku.SudokuSource(pool=some), tokenizer)
+    written = torch.tensor([tokenizer.encode("9x0 1" + "5" * 76, bos=False)])
+    assert text.canvas_digits(written).tolist() == [[9, 0, 0, 0, 1] + [5] * 76]
+
+
+def test_a_tokenizer_that_merges_digits_is_refused(some):
+    class Pairs(dgemma.ByteTokenizer):
+        def encode(self, text, *, bos=True):
+            return super().encode(text[::2], bos=bos)
+
+    with pytest.raises(ValueError, match="a token of its own for each digit"):
+        sudoku.TextSudoku(sudoku.SudokuSource(pool=some), Pairs())

@@ -14,6 +14,7 @@ from dgemma.data.sudoku.encoding import (
 from dgemma.data.sudoku.puzzles import BANDS, Puzzles, generate_puzzles, parse, split_of, to_text
 from dgemma.data.sudoku.solver import solve
 from dgemma.data.sudoku.symmetry import class_keys, equivalents
+from dgemma.data.sudoku.text import TextSudoku
 
 __all__ = [
     "BANDS",
@@ -24,6 +25,7 @@ __all__ = [
     "Completion",
     "Puzzles",
     "SudokuSource",
+    "TextSudoku",
     "canvas_digits",
     "canvas_tokens",
     "class_keys",
