@@ -341,13 +341,19 @@ def dependent_launch(dependent: bool) -> Iterator[None]:
 GATE_UP_TILES = {
     16: [(64, 128, 4, 4), (64, 64, 4, 8), (32, 128, 4, 4), (32, 256, 4, 3), (16, 256, 4, 4)],
     32: [(64, 64, 4, 8), (64, 128, 4, 4), (128, 64, 8, 5)],
+    48: [(64, 64, 4, 5), (64, 64, 4, 8), (64, 128, 4, 4), (128, 64, 8, 4)],
     64: [(64, 64, 4, 4), (64, 64, 4, 6), (64, 64, 4, 8), (64, 128, 4, 4), (128, 64, 8, 4), (128, 64, 8, 5)],
+    80: [(64, 64, 4, 4), (64, 64, 4, 6), (64, 64, 8, 4), (128, 64, 8, 4)],
+    96: [(64, 64, 4, 4), (64, 64, 4, 6), (64, 64, 8, 4), (128, 64, 8, 4)],
     128: [(64, 64, 4, 4), (64, 64, 4, 6), (64, 64, 8, 6), (128, 64, 8, 3), (128, 64, 8, 4)],
 }
 DOWN_TILES = {
     16: [(64, 64, 4, 3), (64, 64, 4, 4), (64, 64, 4, 6), (32, 128, 4, 4)],
     32: [(64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 8, 4)],
+    48: [(64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 8, 4)],
     64: [(64, 64, 4, 3), (64, 64, 4, 4), (64, 64, 4, 6), (128, 64, 4, 4), (128, 64, 8, 4), (256, 64, 8, 4)],
+    80: [(64, 64, 4, 4), (128, 64, 8, 4), (128, 64, 8, 6)],
+    96: [(64, 64, 4, 4), (128, 64, 8, 4), (128, 64, 8, 6)],
     128: [(64, 64, 4, 5), (128, 64, 4, 4), (128, 64, 8, 4), (128, 64, 8, 5), (128, 128, 8, 3)],
 }
 
@@ -399,9 +405,9 @@ def sweep(report: Report, layers: list[Layer], tokens: int, distinct: int) -> No
 
 
 def rows_worth_trying(tokens: int) -> list[int]:
-    """Tiles that hold an expert's average rows, and half of them, once: smaller ones repeat weights, larger waste."""
-    rows = max(min(1 << (tokens * A // E).bit_length(), 128), 16)
-    return [rows] if rows == 16 else [rows // 2, rows]
+    """Tiles of an expert's average rows to twice as many: smaller ones repeat weights, larger ones waste arithmetic."""
+    average = tokens * A // E
+    return [rows for rows in GATE_UP_TILES if average <= rows <= 2 * average] or [16 if average < 16 else 128]
 
 
 def compile_tile(rows: int, gate_up: tuple[int, ...] | None, down: tuple[int, ...] | None) -> None:

@@ -26,7 +26,10 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertConfig:
-    """How the experts run for batches of up to `max_tokens` tokens: rows of a tile, and the two products' tiles."""
+    """How the experts run for batches of up to `max_tokens` tokens: rows of a tile, and the two products' tiles.
+
+    Rows are a power of two or the sum of two, which are two blocks over the same weights: 96 is 64 and 32.
+    """
 
     max_tokens: int
     rows: int
@@ -34,8 +37,8 @@ class ExpertConfig:
     down: Tile
 
     def __post_init__(self) -> None:
-        if self.rows < 16 or self.rows & (self.rows - 1):
-            raise ValueError(f"ExpertConfig.rows must be a power of two >= 16, got {self.rows}.")
+        if self.rows < 16 or self.rows % 16 or self.rows.bit_count() > 2:
+            raise ValueError(f"ExpertConfig.rows must be a power of two >= 16 or the sum of two, got {self.rows}.")
 
 
 _ANY = 1 << 62

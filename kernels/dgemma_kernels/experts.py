@@ -48,7 +48,7 @@ def expert_gate_up(x: Tensor, gate_up_proj: Tensor, tiles: ExpertTiles) -> Tenso
         WIDTH=width,
         HIDDEN=hidden_width,
         NUM_ACTIVE=tiles.num_active,
-        ROWS=tiles.rows_per_tile,
+        **_split_rows(tiles.rows_per_tile),
         COLS=tile.cols,
         DEPTH=tile.depth,
         num_warps=tile.warps,
@@ -95,7 +95,7 @@ def expert_down(
         WIDTH=width,
         HIDDEN=hidden_width,
         OVERLAP=overlap,
-        ROWS=tiles.rows_per_tile,
+        **_split_rows(tiles.rows_per_tile),
         COLS=tile.cols,
         DEPTH=tile.depth,
         num_warps=tile.warps,
@@ -114,6 +114,55 @@ def _grid_tiles(tiles: ExpertTiles, num_experts: int) -> int:
     return tiles.tiles.shape[0] if several else min(num_experts, num_pairs)
 
 
+def _split_rows(rows_per_tile: int) -> dict[str, int]:
+    """Blocks are powers of two: 96 rows are 64 and 32, which share the weights that a program has loaded."""
+    rows = 1 << (rows_per_tile.bit_length() - 1)
+    return {"ROWS": rows, "MORE": rows_per_tile - rows}
+
+
+@triton.jit
+def _token_rows(
+    pairs: tl.tensor, first: tl.tensor, slots: tl.tensor, row_inside: tl.tensor, NUM_ACTIVE: tl.constexpr
+) -> tl.tensor:
+    """Which tokens the slots of a tile are, as a column."""
+    token = tl.load(pairs + first + slots, mask=row_inside, other=0) // NUM_ACTIVE
+    return token[:, None].to(tl.int64)
+
+
+@triton.jit
+def _store_geglu(
+    out: tl.tensor,
+    gate: tl.tensor,
+    up: tl.tensor,
+    row: tl.tensor,
+    row_inside: tl.tensor,
+    cols: tl.tensor,
+    col_inside: tl.tensor,
+    HIDDEN: tl.constexpr,
+) -> None:
+    hidden = gelu_tanh_times(gate, up, out.dtype.element_ty).T
+    at = row[:, None].to(tl.int64) * HIDDEN + cols[None, :]
+    tl.store(out + at, hidden, mask=row_inside[:, None] & col_inside[None, :])
+
+
+@triton.jit
+def _store_weighted(
+    out: tl.tensor,
+    sums: tl.tensor,
+    weights: tl.tensor,
+    pair: tl.tensor,
+    row_inside: tl.tensor,
+    cols: tl.tensor,
+    col_inside: tl.tensor,
+    WIDTH: tl.constexpr,
+) -> None:
+    # Read here, since in front of the loop it would hold back the first weights until `pair` has arrived.
+    weight = tl.load(weights + pair, mask=row_inside, other=0.0)
+    result = sums.to(out.dtype.element_ty).to(tl.float32) * weight[None, :]
+    at = pair[:, None].to(tl.int64) * WIDTH + cols[None, :]
+    tl.store(out + at, result.to(out.dtype.element_ty).T, mask=row_inside[:, None] & col_inside[None, :])
+
+
 @triton.jit(do_not_specialize=["grid_tiles", "max_tiles"])
 def _expert_gate_up_kernel(
     x: tl.tensor,
@@ -128,6 +177,7 @@ def _expert_gate_up_kernel(
     HIDDEN: tl.constexpr,
     NUM_ACTIVE: tl.constexpr,
     ROWS: tl.constexpr,
+    MORE: tl.constexpr,
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -142,11 +192,16 @@ def _expert_gate_up_kernel(
     expert, first, num_rows = tl.load(tiles + tile * 3), tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
     while num_rows > 0:
         row_inside = slots < num_rows
-        token = tl.load(pairs + first + slots, mask=row_inside, other=0) // NUM_ACTIVE
-        inputs = x + token[:, None].to(tl.int64) * WIDTH + depth[None, :]
+        inputs = x + _token_rows(pairs, first, slots, row_inside, NUM_ACTIVE) * WIDTH + depth[None, :]
         gates = gate_up_proj + (expert.to(tl.int64) * 2 * HIDDEN + cols[:, None]) * WIDTH + depth[None, :]
         gate = tl.zeros([COLS, ROWS], tl.float32)
         up = tl.zeros([COLS, ROWS], tl.float32)
+        if MORE > 0:
+            more = ROWS + tl.arange(0, MORE)
+            more_inside = more < num_rows
+            more_inputs = x + _token_rows(pairs, first, more, more_inside, NUM_ACTIVE) * WIDTH + depth[None, :]
+            more_gate = tl.zeros([COLS, MORE], tl.float32)
+            more_up = tl.zeros([COLS, MORE], tl.float32)
         for start in range(0, WIDTH, DEPTH):
             left = inside(depth, WIDTH - start, WIDTH % DEPTH == 0)[None, :]
             # Weights first: their loads need not wait for the rows' addresses, which come from memory too.
@@ -155,9 +210,13 @@ def _expert_gate_up_kernel(
             tokens = tl.load(inputs + start, mask=row_inside[:, None] & left, other=0.0).T
             gate = tl.dot(gate_w, tokens, gate, input_precision="ieee")
             up = tl.dot(up_w, tokens, up, input_precision="ieee")
-        hidden = gelu_tanh_times(gate, up, out.dtype.element_ty).T
-        at = (first + slots)[:, None].to(tl.int64) * HIDDEN + cols[None, :]
-        tl.store(out + at, hidden, mask=row_inside[:, None] & col_inside[None, :])
+            if MORE > 0:
+                more_tokens = tl.load(more_inputs + start, mask=more_inside[:, None] & left, other=0.0).T
+                more_gate = tl.dot(gate_w, more_tokens, more_gate, input_precision="ieee")
+                more_up = tl.dot(up_w, more_tokens, more_up, input_precision="ieee")
+        _store_geglu(out, gate, up, first + slots, row_inside, cols, col_inside, HIDDEN)
+        if MORE > 0:
+            _store_geglu(out, more_gate, more_up, first + more, more_inside, cols, col_inside, HIDDEN)
         tl.debug_barrier()  # the stores of all threads come before the one that counts
         tl.atomic_add(finished + tile, 1, sem="release")
         tile += grid_tiles
@@ -182,6 +241,7 @@ def _expert_down_kernel(
     HIDDEN: tl.constexpr,
     OVERLAP: tl.constexpr,
     ROWS: tl.constexpr,
+    MORE: tl.constexpr,
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -206,16 +266,22 @@ def _expert_down_kernel(
         inputs = hidden + (first + slots)[:, None].to(tl.int64) * HIDDEN + depth[None, :]
         kernels = down_proj + (expert.to(tl.int64) * WIDTH + cols[:, None]) * HIDDEN + depth[None, :]
         sums = tl.zeros([COLS, ROWS], tl.float32)
+        if MORE > 0:
+            more_inside = ROWS + tl.arange(0, MORE) < num_rows
+            more_pair = tl.load(pairs + first + ROWS + tl.arange(0, MORE), mask=more_inside, other=0)
+            more_inputs = hidden + (first + ROWS + tl.arange(0, MORE))[:, None].to(tl.int64) * HIDDEN + depth[None, :]
+            more_sums = tl.zeros([COLS, MORE], tl.float32)
         for start in range(0, HIDDEN, DEPTH):
             left = inside(depth, HIDDEN - start, HIDDEN % DEPTH == 0)[None, :]
             w = tl.load(kernels + start, mask=col_inside[:, None] & left, other=0.0)
             h = tl.load(inputs + start, mask=row_inside[:, None] & left, other=0.0)
             sums = tl.dot(w, h.T, sums, input_precision="ieee")
-        # Read here, since in front of the loop it would hold back the first weights until `pair` has arrived.
-        weight = tl.load(weights + pair, mask=row_inside, other=0.0)
-        result = sums.to(out.dtype.element_ty).to(tl.float32) * weight[None, :]
-        at = pair[:, None].to(tl.int64) * WIDTH + cols[None, :]
-        tl.store(out + at, result.to(out.dtype.element_ty).T, mask=row_inside[:, None] & col_inside[None, :])
+            if MORE > 0:
+                more_h = tl.load(more_inputs + start, mask=more_inside[:, None] & left, other=0.0)
+                more_sums = tl.dot(w, more_h.T, more_sums, input_precision="ieee")
+        _store_weighted(out, sums, weights, pair, row_inside, cols, col_inside, WIDTH)
+        if MORE > 0:
+            _store_weighted(out, more_sums, weights, more_pair, more_inside, cols, col_inside, WIDTH)
         tile += grid_tiles
         expert = tl.load(tiles + tile * 3, tile < max_tiles, 0)
         first = tl.load(tiles + tile * 3 + 1, tile < max_tiles, 0)

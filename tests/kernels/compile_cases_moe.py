@@ -1,5 +1,7 @@
 """The mixture-of-experts half of a layer at the published sizes, from one token to sixteen canvases."""
 
+from dataclasses import replace
+
 import torch
 
 from dgemma_kernels import configs, experts, mlp, norms, router
@@ -19,6 +21,16 @@ def run_experts(tokens: int) -> None:
         experts.expert_down(hidden, empty(E, D, F), empty(tokens, A, dtype=torch.float32), tiles, overlap=overlap)
 
 
+def run_two_blocks(tokens: int, rows: int) -> None:
+    """Rows that are no power of two, in the tiles of the next smaller one."""
+    table = configs.EXPERTS["NVIDIA H200"]
+    configs.EXPERTS["NVIDIA H200"] = (replace(configs.expert_config(tokens, None), max_tokens=1 << 62, rows=rows),)
+    try:
+        run_experts(tokens)
+    finally:
+        configs.EXPERTS["NVIDIA H200"] = table
+
+
 def run_norms() -> None:
     row, vector = empty(256, D), empty(D)
     norms.rms_norm(row, vector, 1e-6)
@@ -33,6 +45,7 @@ CALLS = {
         f"experts, {tokens} tokens": lambda tokens=tokens: run_experts(tokens)
         for tokens in (1, 16, 256, 512, 1024, 4096)
     },
+    "experts, 96 rows a tile": lambda: run_two_blocks(1024, 96),
     **{
         f"router, {tokens} tokens": lambda tokens=tokens: router.route(empty(tokens, D), empty(E, D), empty(E), A)
         for tokens in (1, 256, 4096)

@@ -90,6 +90,27 @@ def test_every_tile_is_computed(rows_of_experts, num_tiles, device, monkeypatch)
     assert (run(index, *inputs) - want).norm() / want.norm() < LIMITS[torch.float32]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+def test_a_tile_of_two_blocks_gives_the_rows_of_a_tile_of_one(dtype, device, monkeypatch):
+    # 32 rows and 16 that share the weights. Experts of none, of one, of the first block, of both, and of a second tile.
+    index = torch.arange(E).repeat_interleave(torch.tensor([0, 1, 32, 33, 48, 49]))[:, None].int().to(device)
+    inputs = draw(index, D, F, dtype, device)
+    rows = {}
+    for size in (32, 48):
+        config = replace(configs.EXPERTS["default"][0], rows=size)
+        monkeypatch.setitem(configs.EXPERTS, "default", (config,))
+        rows[size] = run(index, *inputs)
+    assert torch.equal(rows[48], rows[32])
+
+
+@pytest.mark.parametrize("rows", [8, 24, 112])
+def test_tiles_of_other_than_two_blocks_are_refused(rows):
+    with pytest.raises(
+        ValueError, match=f"ExpertConfig.rows must be a power of two >= 16 or the sum of two, got {rows}"
+    ):
+        replace(configs.EXPERTS["default"][0], rows=rows)
+
+
 def test_a_row_does_not_depend_on_its_batch(device):
     index = draw_routing("even").to(device)
     x, gate_up, down, weights = draw(index, D, F, torch.float32, device)
