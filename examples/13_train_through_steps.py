@@ -1,10 +1,9 @@
 """Optimise through several denoising steps at once: the gradient of the last step's loss reaches the first.
 
-What a step thinks of every position is handed to the next as a soft embedding (self-conditioning), so that k steps are
-one differentiable function, a recurrent network whose state is a distribution over tokens. Usually the chain is cut
-between steps, as in the published training. Here a one-layer model completes 4 × 4 Latin squares that have one
-solution, in three steps, and is trained twice, from the same weights on the same puzzles: with the gradient through the
-chain, and cut.
+What a step thinks of every position is handed to the next as a soft embedding (self-conditioning), so k steps are one
+differentiable function, a recurrent network whose state is a distribution over tokens. The published training cuts the
+chain between steps. Here a one-layer model completes 4 × 4 Latin squares that have one solution, in three steps, and is
+trained twice, from the same weights on the same puzzles: with the gradient through the chain, and cut.
 
     python examples/13_train_through_steps.py                              a few updates: shows the gradient
     python examples/13_train_through_steps.py --updates 1000 --loss last   some minutes; or --loss all
@@ -20,7 +19,6 @@ goes on helping in steps beyond the three of training. Where every step is score
 
 import argparse
 import itertools
-import time
 
 import torch
 import torch.nn.functional as F
@@ -40,14 +38,10 @@ CONFIG = dgemma.presets.tiny().replace(
     top_k_experts=1,
     moe_intermediate_size=8,
 )
-
-
-def latin_squares() -> Tensor:
-    """All 576 of side 4, as tokens (576, 16)."""
-    rows = torch.tensor(list(itertools.permutations(range(SIDE))))  # (24, 4)
-    squares = rows[torch.cartesian_prod(*[torch.arange(len(rows))] * SIDE)]  # (24⁴, 4, 4)
-    is_latin = (squares.sort(1).values == torch.arange(SIDE)[:, None]).all((1, 2))
-    return squares[is_latin].flatten(1) + FIRST_DIGIT
+ROWS = torch.tensor(list(itertools.permutations(range(SIDE))))  # (24, 4)
+GRIDS = ROWS[torch.cartesian_prod(*[torch.arange(len(ROWS))] * SIDE)]  # (24⁴, 4, 4)
+IS_LATIN = (GRIDS.sort(1).values == torch.arange(SIDE)[:, None]).all((1, 2))
+SQUARES = GRIDS[IS_LATIN].flatten(1) + FIRST_DIGIT  # (576, 16), all there are
 
 
 def make_puzzles(squares: Tensor, count: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -56,9 +50,15 @@ def make_puzzles(squares: Tensor, count: int, seed: int) -> tuple[Tensor, Tensor
     solution = squares[torch.randint(len(squares), (4 * count,), generator=generator)]
     given = torch.rand(solution.shape, generator=generator) < 0.45
     shared = (F.one_hot(solution) * given[..., None]).flatten(1).float() @ F.one_hot(SQUARES).flatten(1).float().T
-    num_fitting = (shared == given.sum(1, keepdim=True)).sum(1)
-    chosen = (num_fitting == 1).nonzero()[:count, 0]
+    chosen = ((shared == given.sum(1, keepdim=True)).sum(1) == 1).nonzero()[:count, 0]
     return solution[chosen], given[chosen]
+
+
+def new_model() -> dgemma.DiffusionGemma:
+    torch.manual_seed(0)
+    model = dgemma.DiffusionGemma(CONFIG)
+    soften_attention(model)
+    return model
 
 
 def chain(
@@ -73,17 +73,6 @@ def chain(
     return steps
 
 
-def loss_of(logits: Tensor, solution: Tensor, given: Tensor) -> Tensor:
-    return F.cross_entropy(logits[~given], solution[~given])
-
-
-def new_model() -> dgemma.DiffusionGemma:
-    torch.manual_seed(0)
-    model = dgemma.DiffusionGemma(CONFIG)
-    soften_attention(model)
-    return model
-
-
 def train(squares: Tensor, num_updates: int, *, through: bool, scored: slice) -> dgemma.DiffusionGemma:
     model = new_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.98))
@@ -91,7 +80,7 @@ def train(squares: Tensor, num_updates: int, *, through: bool, scored: slice) ->
     for update in range(num_updates):
         solution, given = make_puzzles(squares, 64, seed=update)
         steps = chain(model, solution, given, through=through)[scored]
-        loss = torch.stack([loss_of(logits, solution, given) for logits in steps]).mean()
+        loss = torch.stack([F.cross_entropy(logits[~given], solution[~given]) for logits in steps]).mean()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -100,41 +89,31 @@ def train(squares: Tensor, num_updates: int, *, through: bool, scored: slice) ->
     return model
 
 
-SQUARES = latin_squares()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--updates", type=int, default=30, help="of 64 puzzles each (%(default)s)")
     parser.add_argument("--loss", choices=["last", "all"], default="last", help="the steps that are scored")
     options = parser.parse_args()
-    scored = slice(-1, None) if options.loss == "last" else slice(None)
     order = torch.randperm(len(SQUARES), generator=torch.Generator().manual_seed(0))
     trained_on, held_out = SQUARES[order[:450]], SQUARES[order[450:]]
     solution, given = make_puzzles(held_out, 500, seed=10**6)
     print(f"{len(SQUARES)} squares; {given.sum(1).float().mean():.1f} of 16 cells given in a puzzle")
-
-    for through in (True, False):
+    for name, through in (("through", True), ("cut", False)):
         steps = chain(new_model(), solution[:8], given[:8], through=through)
-        (gradient,) = torch.autograd.grad(
-            loss_of(steps[-1], solution[:8], given[:8]), steps[0], allow_unused=True, materialize_grads=True
-        )
-        print(f"{'through' if through else 'cut':8} |d loss of step 3 / d logits of step 1| = {gradient.norm():.1e}")
+        loss = F.cross_entropy(steps[-1][~given[:8]], solution[:8][~given[:8]])
+        (gradient,) = torch.autograd.grad(loss, steps[0], allow_unused=True, materialize_grads=True)
+        print(f"{name:8} |d loss of step 3 / d logits of step 1| = {gradient.norm():.1e}")
 
     print(f"\nafter {options.updates} updates, squares of which no puzzle was trained on:")
     print(f"{'step':>18}" + "".join(f"{step:9d}" for step in range(1, 2 * NUM_STEPS + 1)))
-    for through in (True, False):
-        began = time.perf_counter()
+    scored = slice(-1, None) if options.loss == "last" else slice(None)
+    for name, through in (("through", True), ("cut", False)):
         model = train(trained_on, options.updates, through=through, scored=scored)
-        seconds = time.perf_counter() - began
-        name = "through" if through else "cut"
         with torch.no_grad():
             steps = chain(model, solution, given, num_steps=2 * NUM_STEPS)
         right = torch.stack([(logits.argmax(-1) == solution) | given for logits in steps])  # (steps, B, 16)
-        cells = right[:, ~given].float().mean(1)
-        print(f"{name:8}{'cells':>10}" + "".join(f"{share:9.1%}" for share in cells.tolist()))
-        solved = right.all(2).float().mean(1)
-        print(f"{name:8}{'squares':>10}" + "".join(f"{share:9.1%}" for share in solved.tolist()) + f"  {seconds:.0f} s")
+        for what, shares in (("cells", right[:, ~given].float().mean(1)), ("squares", right.all(2).float().mean(1))):
+            print(f"{name:8}{what:>10}" + "".join(f"{share:9.1%}" for share in shares.tolist()))
 
 
 if __name__ == "__main__":

@@ -53,6 +53,15 @@ def test_texts_follow_the_chain():
     assert ((first - 1000).abs() < 5 * (4000 * 0.25 * 0.75) ** 0.5).all()
 
 
+def test_the_extreme_uniforms_draw_possible_texts():
+    """Cells of probability zero at either end of a row are passed over, and no row runs into the next."""
+    chain = MarkovChain.random()
+    u = torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)[:, None].expand(2, 30)
+    assert chain.nll(chain.sample(u)).isfinite().all()
+    first = chain.sample(u)[:, 1]
+    assert first.tolist() == [int((chain.move[row] > 0).nonzero()[end]) for row, end in ((0, 0), (253, -1))]
+
+
 def test_an_impossible_step_has_no_likelihood():
     forbidden = (SMALL.move == 0).nonzero()[0]
     assert SMALL.nll(forbidden[None]).item() == math.inf

@@ -198,6 +198,10 @@ def test_fill_costs_nats_but_is_no_token_to_divide_them_by(model, tokens):
     assert filled.bits_per_byte.value == pytest.approx(written.bits_per_byte.value)
     assert filled.causal_bits_per_byte.value == pytest.approx(filled.rows.causal.sum().item() / 60 / math.log(2))
     torch.testing.assert_close(filled.by_position.nats, written.by_position.nats)
+    marked = TrainBatch(tokens=tokens, prompt_len=ones, length=9 * ones, fill=(torch.arange(9) >= 6).expand(6, 9))
+    assert evaluate(model, marked, NOISES["mask"], num_samples=2).summary() == pytest.approx(
+        filled.summary() | {"bits_per_byte": None, "causal_bits_per_byte": None}
+    )
     assert "30 tokens and 18 of fill in 6 rows" in str(filled)
     assert filled.summary()["num_fill_tokens"] == 18
     assert filled.summary()["causal_bits_per_byte"] == filled.causal_bits_per_byte.value
@@ -221,6 +225,15 @@ def test_rows_without_an_answer_change_nothing_wherever_they_are_batched(model, 
 def test_self_conditioning_changes_the_prediction(model, tokens):
     plain, conditioned = (evaluate(model, tokens, NOISES["mask"], self_cond=on) for on in (False, True))
     assert (plain.rows.nats - conditioned.rows.nats).abs().max() > 1e-3
+
+
+def test_a_gap_is_measured_row_by_row(model, tokens):
+    found = evaluate(model, tokens, NOISES["mask"], num_samples=2, progress=False)
+    per_token = 0.25
+    gap = found.gap(found.rows.nats - per_token * found.rows.tokens)
+    assert gap.value == pytest.approx(per_token, abs=1e-9)
+    assert gap.error == pytest.approx(0.0, abs=1e-6)
+    assert found.nelbo.error > 0.01  # the rows themselves differ
 
 
 def test_intervals_cover_the_mean_as_often_as_they_say():

@@ -132,6 +132,15 @@ def test_block_masks_say_what_dense_masks_say():
             torch.testing.assert_close(blocks, dense, atol=1e-10, rtol=1e-10)
 
 
+@pytest.mark.parametrize("length", [7, 8], ids=["inside-the-window", "past-the-window"])
+def test_a_text_inside_the_window_is_read_without_a_mask_as_with_one(length):
+    model = make_model(dtype=torch.float64)
+    tokens = make_inputs()[0][:, :length]
+    masked = read_clean(model, tokens, documents=torch.zeros_like(tokens))
+    plain = read_clean(model, tokens)
+    torch.testing.assert_close(plain.hidden, masked.hidden, atol=1e-10, rtol=1e-10)
+
+
 def test_texts_packed_into_a_row_are_read_as_if_each_stood_alone():
     model = make_model(dtype=torch.float64)
     tokens, canvases = torch.randint(5, 80, (1, 24)), torch.randint(5, 80, (1, 4, CANVAS_LEN))

@@ -63,10 +63,16 @@ class MarkovChain:
 
         Example: `chain.sample(torch.rand(8, 30, dtype=torch.float64))`.
         """
-        ends = self.move.cumsum(-1)
-        tokens = [_first_above(self.first.cumsum(-1), u[:, 0])]
-        for position in range(1, u.shape[1]):
-            tokens.append(_first_above(ends[tokens[-1]], u[:, position]))
+        ends = torch.cat((self.first[None], self.move)).cumsum(-1)  # (1 + V, V)
+        # All rows in one sorted list, row r between r and r + 1: a binary search in it copies no text's row.
+        row_number = torch.arange(len(ends), device=ends.device)
+        ends = (ends / ends[:, -1:] + row_number[:, None]).flatten()
+        u = u.double().clamp(max=1 - len(ends) * 2.0**-53)  # else r + u may round to r + 1
+        row, tokens = torch.zeros_like(u[:, 0], dtype=torch.int64), []
+        for position in range(u.shape[1]):
+            cell = torch.searchsorted(ends, row + u[:, position], right=True)
+            tokens.append(cell - row * self.num_states)
+            row = tokens[-1] + 1
         return torch.stack(tokens, dim=1)
 
     def nll(self, tokens: Tensor) -> Tensor:
@@ -118,8 +124,3 @@ class MarkovSource:
             prompt_len=torch.full_like(row, prompt_len),
             length=torch.full_like(row, prompt_len + self.length),
         )
-
-
-def _first_above(ends: Tensor, u: Tensor) -> Tensor:
-    """The cell of u: ends (V,) or (B, V), u (B,) → (B,)."""
-    return (ends <= u[:, None] * ends[..., -1:]).sum(-1)

@@ -1,0 +1,137 @@
+"""Training throughput beside a plain transformers loop, on the same objective, batch and precision.
+
+python kernels/benchmarks/training.py                                  on a GPU the 1B preset, elsewhere a toy
+python kernels/benchmarks/training.py --batch-size 4 --output out.json
+
+Both train one architecture on rows of a prompt and a canvas. A step reads the row causally, draws noise, denoises the
+canvas twice (first without gradients, for self-conditioning) and takes the cross-entropy of the canvas and of every
+next token. Before anything is timed the two losses are compared on small equal weights. Weights are bfloat16 on a GPU,
+float32 elsewhere; dgemma's layers are compiled on a GPU, as `TrainConfig.compile` does.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers_training
+from torch import Tensor, nn
+from transformers import DiffusionGemmaForBlockDiffusion
+
+import dgemma
+from dgemma.train import Objective, TrainBatch
+
+ON_GPU = torch.cuda.is_available()
+DEVICE, DTYPE = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float32)
+
+
+def fine_tuning_loss(model: dgemma.DiffusionGemma, tokens: Tensor, prompt_len: int, **changes: Any) -> Tensor:
+    """The published objective, as the training loop takes it, of rows (B, T) of a prompt and one canvas."""
+    noise = dgemma.UniformNoise(model.config.vocab_size)
+    objective = Objective(noise=noise, canvas_len=model.config.canvas_length, **changes)
+    batch_size, length = tokens.shape
+    ones = torch.ones(batch_size, dtype=torch.int64, device=tokens.device)
+    spans = ((prompt_len, length),) * batch_size  # told, since asking the device would wait for it
+    batch = TrainBatch(tokens=tokens, prompt_len=ones * prompt_len, length=ones * length, spans=spans)
+    return objective.reduce(objective(model, batch, seeds=torch.randint_like(ones, 2**62)))
+
+
+def build(config: dgemma.ModelConfig) -> dgemma.DiffusionGemma:
+    model = dgemma.DiffusionGemma(config, device=DEVICE, dtype=DTYPE)
+    if ON_GPU:
+        torch._dynamo.config.recompile_limit = 64  # one code object serves all layers
+        for layer in model.layers:
+            layer.compile(dynamic=False)
+    return model
+
+
+def demand_equal_losses() -> None:
+    """The same small weights, no noise, self-conditioning always on: nothing is left to chance."""
+    model = dgemma.DiffusionGemma(dgemma.presets.tiny().replace(sliding_window=128, initializer_range=0.1))
+    tokens = torch.randint(5, model.config.vocab_size, (3, 48 + model.config.canvas_length))
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        model.save_pretrained(folder)
+        plain = DiffusionGemmaForBlockDiffusion.from_pretrained(folder, dtype=torch.float32)
+        theirs = transformers_training.fine_tuning_loss(plain, tokens, 48, noise=0.0, self_cond=1.0)
+        ours = fine_tuning_loss(model, tokens, 48, t_range=(0.0, 0.0), self_cond_prob=1.0)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)  # float32 on the CPU
+    print(f"parity: loss {ours.item():.5f} here, {theirs.item():.5f} in transformers")
+
+
+def measure(step: Callable[[], Tensor], options: argparse.Namespace) -> dict[str, Any]:
+    """Rounds of several steps: the device is waited for around a round, and runs behind the host within it."""
+    losses, times = [step() for _ in range(options.warmup)], []
+    if ON_GPU:
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(options.rounds):
+        torch.stack(losses).tolist()  # waits
+        began = time.perf_counter()
+        losses = [step() for _ in range(options.steps)]
+        last = torch.stack(losses).tolist()[-1]
+        times.append((time.perf_counter() - began) / options.steps * 1e3)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if ON_GPU else 0.0
+    return {"milliseconds": statistics.median(times), "rounds_ms": times, "peak_GiB": peak, "loss": last}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="medium_1b" if ON_GPU else "tiny")
+    parser.add_argument("--batch-size", type=int, default=8 if ON_GPU else 2)
+    parser.add_argument("--prompt-len", type=int, default=704 if ON_GPU else 32)
+    parser.add_argument("--warmup", type=int, default=5 if ON_GPU else 1, help="steps before the first round")
+    parser.add_argument("--rounds", type=int, default=5 if ON_GPU else 1)
+    parser.add_argument("--steps", type=int, default=4 if ON_GPU else 1, help="of a round")
+    parser.add_argument("--output", type=Path, help="a JSON file")
+    options = parser.parse_args()
+    demand_equal_losses()
+
+    config: dgemma.ModelConfig = getattr(dgemma.presets, options.preset)()
+    shape = (options.batch_size, options.prompt_len + config.canvas_length)
+    config = config.replace(sliding_window=max(config.sliding_window, shape[1] + 1))  # everything is seen, in both
+    hardware = f"{torch.cuda.get_device_name() if ON_GPU else 'CPU'}, torch {torch.__version__}"
+    print(f"\n{options.preset}, {shape[0]} rows of {shape[1]} tokens, {hardware}\n")
+    print(
+        "| loop | work | tokens/s | times transformers | ms a step | peak GiB | loss |\n|---|---|---|---|---|---|---|"
+    )
+    results: list[dict[str, Any]] = []
+
+    def run(loop: str, model: Any, loss_of: Callable[..., Tensor]) -> None:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.95, 0.99), fused=ON_GPU)
+        for update in (False, True):
+
+            def step(update: bool = update) -> Tensor:
+                loss = loss_of(model, torch.randint(5, config.vocab_size, shape, device=DEVICE), options.prompt_len)
+                loss.backward()
+                if update:
+                    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                optimizer.zero_grad()
+                return loss.detach()
+
+            work = "forward + backward" + " + AdamW" * update
+            found = {"loop": loop, "work": work, **measure(step, options)}
+            found["tokens_per_second"] = shape[0] * shape[1] / found["milliseconds"] * 1e3
+            results.append(found)
+            ratio = found["tokens_per_second"] / results[update]["tokens_per_second"]
+            print(f"| {loop} | {work} | {found['tokens_per_second']:,.0f} | {ratio:.2f} |", end="")
+            print(f" {found['milliseconds']:.1f} | {found['peak_GiB']:.1f} | {found['loss']:.2f} |", flush=True)
+
+    plain = transformers_training.build(config, DEVICE, DTYPE)
+    ways = f"{plain.config._attn_implementation}, {plain.config.text_config._experts_implementation}"
+    run(f"transformers ({ways})", plain, transformers_training.fine_tuning_loss)
+    del plain
+    gc.collect()
+    torch.cuda.empty_cache()
+    run("dgemma", build(config), fine_tuning_loss)
+    if options.output is not None:
+        options.output.write_text(json.dumps({"hardware": hardware, "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

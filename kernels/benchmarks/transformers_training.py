@@ -1,0 +1,55 @@
+"""The published fine-tuning loss as one writes it with transformers, for comparison; run by `training.py`."""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import DiffusionGemmaForBlockDiffusion
+from transformers.models.diffusion_gemma.configuration_diffusion_gemma import DiffusionGemmaConfig
+
+import dgemma
+
+
+def build(config: dgemma.ModelConfig, device: str, dtype: torch.dtype) -> DiffusionGemmaForBlockDiffusion:
+    """Random weights of this geometry."""
+    published = {name: value for name, value in config.to_hf().items() if name != "architectures"}
+    with torch.device(device):
+        return DiffusionGemmaForBlockDiffusion(DiffusionGemmaConfig(**published)).to(dtype)
+
+
+def fine_tuning_loss(
+    model: Any, tokens: Tensor, prompt_len: int, *, noise: float = 1.0, self_cond: float = 0.5
+) -> Tensor:
+    """Rows (B, T) of a prompt and one canvas: cross-entropy of every next token, and of every place of the canvas.
+
+    noise: the highest level; self_cond: how often a canvas sees a first pass's prediction.
+    """
+    batch_size, length = tokens.shape
+    clean, vocab_size = tokens[:, prompt_len:], model.config.text_config.vocab_size
+    level = noise * torch.rand(batch_size, 1, device=tokens.device)
+    replaced = torch.rand(clean.shape, device=tokens.device) < level
+    canvas = torch.where(replaced, torch.randint_like(clean, vocab_size), clean)
+
+    read = model.model.encoder(input_ids=tokens)
+    cap = model.final_logit_softcapping
+    causal = (model.lm_head(read.last_hidden_state[:, :-1]).float() / cap).tanh() * cap
+    loss = F.cross_entropy(causal.flatten(0, 1), tokens[:, 1:].flatten())
+    del causal
+
+    # The canvas sees the prompt and itself; what the reading cached of the canvas's own text is hidden from it.
+    seen = torch.ones(batch_size, length + clean.shape[1], dtype=torch.long, device=tokens.device)
+    seen[:, prompt_len:length] = 0
+    denoise = partial(
+        model,
+        decoder_input_ids=canvas,
+        past_key_values=read.past_key_values,
+        decoder_attention_mask=seen,
+        decoder_position_ids=torch.arange(prompt_len, length, device=tokens.device)[None],
+    )
+    with torch.no_grad():
+        first = denoise().logits
+    on = torch.rand(batch_size, device=tokens.device) < self_cond
+    logits = denoise(self_conditioning_logits=first, self_conditioning_mask=on).logits
+    return loss + F.cross_entropy(logits.flatten(0, 1), clean.flatten())

@@ -1,0 +1,25 @@
+"""The training benchmark compares two loops that compute one loss, and runs without a GPU."""
+
+import json
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "kernels" / "benchmarks"
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # transformers' own
+def test_both_loops_have_one_loss_and_are_timed(monkeypatch, tmp_path, capsys):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    monkeypatch.setattr(sys, "argv", ["training.py", "--output", str(tmp_path / "out.json")])
+    runpy.run_path(str(BENCHMARKS / "training.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    here, there = re.search(r"parity: loss ([\d.]+) here, ([\d.]+) in transformers", printed).groups()
+    assert float(here) == pytest.approx(float(there), rel=1e-4)
+    results = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert len(re.findall(r"^\| (?:transformers|dgemma).*\|$", printed, flags=re.MULTILINE)) == len(results) == 4
+    # Random weights know nothing: both terms begin near the entropy of 512 tokens.
+    assert all(result["loss"] == pytest.approx(2 * 6.24, rel=0.1) for result in results)
