@@ -60,8 +60,10 @@ def uniform_of_word(seeds: Tensor, block: Tensor, step: Tensor, num_positions: i
     return ((high >> 5 << 26) | (low >> 6)).double() * 2.0**-53
 
 
-def integers(u: Tensor, upper: int) -> Tensor:
+def integers(u: Tensor, upper: int | Tensor) -> Tensor:
     """Integers in [0, upper) from uniforms: the same cell boundaries wherever u came from. (…) float64 → (…) int64.
+
+    `upper` is one number, or one for each uniform.
 
     Example: `integers(torch.tensor([0.0, 0.999], dtype=torch.float64), 5)` is `[0, 4]`.
     """

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -137,19 +136,70 @@ def rows_of_an_epoch(source):
             yield batch.select(slice(row, row + 1))
 
 
-def test_rows_start_one_stride_apart_so_that_an_epoch_meets_all_text(letters):
-    # One long document: no fill, no beginnings to jump to, so the rows partition what the offset leaves.
-    file = TokenFile(
-        tokens=np.arange(2000, dtype=np.uint16),
-        starts=np.array([0, 2000]),
-        prompt_len=np.array([1]),
-        num_bytes=2000,
-        vocab_size=2000,
-        eos_token_id=EOS,
+def numbered(lengths):
+    """Documents whose tokens are their own places in the file, so that a visit says where it was."""
+    num_tokens = sum(lengths)
+    return TokenFile(
+        tokens=np.arange(num_tokens, dtype=np.uint32),
+        starts=np.array([0, *np.cumsum(lengths)]),
+        prompt_len=np.ones(len(lengths), dtype=np.int64),
+        num_bytes=num_tokens,
+        vocab_size=num_tokens + 1,
+        eos_token_id=num_tokens,
     )
-    starts = sorted(int(row.tokens[0, 0]) for row in rows_of_an_epoch(source_of(file)))
-    assert len(starts) == 2000 // 24
-    assert {later - first for first, later in pairwise(starts)} <= {24, 2000 % 24 + 24}
+
+
+def first_epochs(file, num_epochs, **changes):
+    """All rows of each of the first epochs."""
+    num_rows = source_of(file, **changes).num_rows
+    whole = range(num_epochs * num_rows)
+    batch = source_of(file, batch_size=len(whole), **changes)(0, whole)
+    return [batch.select(slice(first, first + num_rows)) for first in whole[::num_rows]]
+
+
+@pytest.mark.parametrize(("canvas_len", "num_canvases"), [(8, 3), (8, 2), (5, 7), (1, 2)])
+@pytest.mark.parametrize(
+    "lengths",
+    [[2000], [2001], [5] * 300, [7], [8], [9], [2], list(range(2, 90)), [3, 200, 3, 9, 17, 25, 33, 3, 64, 65]],
+    ids=["long", "long and one", "tiny", "one short", "one canvas", "one more", "empty", "all lengths", "mixed"],
+)
+def test_an_epoch_visits_every_token_exactly_once(lengths, canvas_len, num_canvases):
+    file = numbered(lengths)
+    once = np.ones(file.num_tokens)
+    once[file.starts[:-1]] = 0  # begin-of-text is given
+    for rows in first_epochs(file, 4, canvas_len=canvas_len, num_canvases=num_canvases):
+        place = torch.arange(rows.tokens.shape[1])
+        answer = (place >= rows.prompt_len[:, None]) & (place < rows.length[:, None])
+        visits = np.zeros(file.num_tokens)
+        np.add.at(visits, rows.tokens[answer & ~rows.pinned & ~rows.fill].numpy(), 1)
+        assert (visits == once).all()
+
+
+def test_rows_are_contiguous_text_and_full_but_for_document_ends():
+    file = numbered([3, 200, 3, 9, 17, 25, 33, 3, 64, 65])
+    epochs = first_epochs(file, 3)
+    for row in (rows.select(slice(n, n + 1)) for rows in epochs for n in range(rows.batch_size)):
+        length, tokens, documents = int(row.length), row.tokens[0].numpy(), row.documents[0].numpy()
+        is_text = ~row.fill[0].numpy() & (np.arange(len(tokens)) < length)
+        for document in range(documents.max() + 1):
+            piece = tokens[is_text & (documents == document)]
+            assert (np.diff(piece) == 1).all()
+            fill = (row.fill[0].numpy() & (documents == document)).sum()
+            assert fill < 8  # a canvas has text
+            assert fill == 0 or piece[-1] + 1 in file.starts  # and is filled at a document's end alone
+    assert epochs[0].batch_size == -(
+        -2 * sum(-(-n // 8) for n in np.diff(file.starts)) // 5
+    )  # three canvases, then two
+
+
+def test_epochs_cut_a_long_text_at_other_places():
+    # Where canvases start within the text, modulo their length, in rows that do not begin it.
+    phases = []
+    for length in (200, 193):  # without fill, and with seven tokens of it
+        epochs = first_epochs(numbered([length]), 60)
+        starts = [int(t[p]) for rows in epochs for t, p in zip(rows.tokens, rows.prompt_len, strict=True) if t[0] > 0]
+        phases.append({start % 8 for start in starts})
+    assert phases == [{0, 1}, set(range(8))]  # 1: in the epochs where begin-of-text is a context
 
 
 def test_no_canvas_holds_two_documents_and_each_ends_filled(letters):
@@ -170,12 +220,15 @@ def test_a_document_inside_a_row_begins_with_a_pinned_begin_of_text(letters):
     pins = 0
     for row in rows_of_an_epoch(source_of(letters)):
         where = row.pinned[0].nonzero()[:, 0]
-        pins += len(where)
-        assert (row.tokens[0, where] == BOS).all()
-        assert int(row.prompt_len) <= int(where.min()) if len(where) else True
-        # Nowhere else is there one, but at the start of a row, as a prompt.
-        others = ((row.tokens[0] == BOS) & ~row.pinned[0]).nonzero()[:, 0].tolist()
-        assert others in ([], [0])
+        begins = (row.tokens[0] == BOS) & row.pinned[0]
+        pins += int(begins.sum())
+        assert (row.documents[0, begins].diff() > 0).all()
+        # What else is pinned was visited before: at the head of the first canvas, of a text that began in another row.
+        others = where[~begins[where]]
+        assert others.tolist() == list(range(int(row.prompt_len), int(row.prompt_len) + len(others)))
+        # Nowhere else is there a begin-of-text, but at the start of a row, as a prompt.
+        prompts = ((row.tokens[0] == BOS) & ~row.pinned[0]).nonzero()[:, 0].tolist()
+        assert prompts in ([], [0])
     assert pins > 5
 
 
@@ -184,9 +237,9 @@ def test_contexts_of_all_lengths_come_in_batches_of_one_shape(letters):
     for step in range(40):
         batch = source_of(letters)(step, range(6))
         assert batch.tokens.shape == (6, 1 + 24)
-        assert int(batch.length.max()) == 25
+        assert ((batch.length - batch.prompt_len) % 8 == 0).all()
         seen |= set(batch.prompt_len.tolist())
-    assert seen == set(range(1, 9))
+    assert seen == set(range(9))  # 0 where begin-of-text is pinned at the head of a row
 
 
 def test_packed_rows_cost_what_their_documents_cost_alone(tmp_path):
@@ -198,9 +251,8 @@ def test_packed_rows_cost_what_their_documents_cost_alone(tmp_path):
     for other in ("x" * 30, "y" * 30):
         file = TokenFile.write([Document("abcdefgh"), Document(other)], ByteTokenizer(), tmp_path / other[0])
         source = source_of(file, num_canvases=4, batch_size=1)
-        row = next(
-            s for s in (source(step, range(1)) for step in range(50)) if s.tokens[0, 0] == BOS and s.tokens[0, 1] < 230
-        )
+        made = (source(step, range(1)) for step in range(99))
+        row = next(r for r in made if r.prompt_len == 1 and r.length == 33 and r.tokens[0, :2].tolist() == [BOS, 225])
         rows.append(row)
     # The first document is eight letters and an end: two canvases. The rest of the row is the other's.
     first, second = (objective._cut(row, torch.zeros(1, dtype=torch.int64)) for row in rows)
@@ -240,10 +292,13 @@ def test_a_scan_scores_every_token_once_with_its_context(letters):
     assert int((~batch.truncated).sum()) == 26  # each document ends once
 
 
-def test_a_row_must_fit_the_text(tmp_path):
+def test_a_text_shorter_than_a_row_is_a_row(tmp_path):
     file = TokenFile.write([Document("short")], ByteTokenizer(), tmp_path)
-    with pytest.raises(ValueError, match="at least one row of 24 tokens, got 7"):
-        source_of(file)
+    source = source_of(file)
+    assert source.num_rows == 1
+    batch = source(0, range(1))
+    assert ByteTokenizer().decode(batch.tokens[0, 1:7]) == "short"
+    assert (int(batch.prompt_len), int(batch.length)) == (1, 9)
 
 
 STORY = ["The cat sat on the mat, and the dog sat by the cat. " * 20, "In 1984 there were 1984 cats."]

@@ -457,6 +457,31 @@ def test_packed_texts_are_scored_as_if_each_stood_alone(model):
         assert found.counts[name].sum() == expected.counts[name].sum()
 
 
+@pytest.mark.parametrize("causal_fill", [True, False])
+def test_the_fill_inside_a_packed_row_is_fill(model, causal_fill):
+    """Texts of 8 and 4 tokens, filled to whole canvases by whoever packed them, or left to the objective."""
+    texts = torch.arange(5, 5 + 24).view(2, 12)
+    lengths, place = torch.tensor([8, 4]), torch.arange(12)
+    filled = torch.where(place < lengths[:, None], texts, EOS)
+    packed = TrainBatch(
+        tokens=torch.cat((filled[0], filled[1, :6]))[None],
+        prompt_len=torch.tensor([0]),
+        length=torch.tensor([18]),
+        documents=torch.tensor([[0] * 12 + [1] * 6]),
+        fill=torch.cat((place >= 8, place[:6] >= 4))[None],
+    )
+    alone = TrainBatch(tokens=texts, prompt_len=torch.tensor([0, 0]), length=lengths)
+    loss = make(canvases="all", self_cond_prob=0.0, t_range=(0.0, 0.0), causal_fill=causal_fill)
+    found, expected = loss(model, packed, seeds=SEEDS[:1]), loss(model, alone, seeds=SEEDS[:2])
+    for name in ("decoder", "causal"):
+        torch.testing.assert_close(found.sums[name].sum(), expected.sums[name].sum(), atol=2e-2, rtol=1e-4)
+        assert found.counts[name].sum() == expected.counts[name].sum()
+    assert found.counts["decoder"].item() == 18  # the decoder must write it in any case
+    assert found.counts["causal"].item() == (16 if causal_fill else 10)
+    counted = loss.total_counts(packed, SEEDS[:1])
+    assert counted["causal"] == found.counts["causal"].sum()
+
+
 def test_a_network_that_is_told_the_level_is_told_each_canvass_own(seen):
     told = DiffusionGemma(CONFIG.replace(noise_conditioning=True))
     make(canvases="all", self_cond_prob=0.0)(told, BATCH, seeds=SEEDS)

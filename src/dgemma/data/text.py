@@ -6,7 +6,8 @@ gives each prompt and answer a row of its own, `scan` reads held-out text from i
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -19,16 +20,22 @@ from dgemma.train.batch import TrainBatch
 
 __all__ = ["Document", "PromptSource", "TextSource", "TokenFile", "permute", "read_documents", "scan"]
 
+_Place = TypeVar("_Place", int, Tensor)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TextSource:
-    """Running text, packed: a `BatchSource` whose rows are a short context and `num_canvases` canvases.
+    """Running text, packed: a `BatchSource` whose rows are a short context and up to `num_canvases` canvases.
 
-    An epoch's rows start `canvas_len * num_canvases` tokens apart, in an order and from an offset of its own; a row
-    whose first canvas would meet a document's beginning starts there. When a document ends, its canvas is filled with
-    end-of-text and the next begins on the next one (its begin-of-text pinned): no canvas holds two documents, and none
-    sees another. Every other row reads 1 to `canvas_len` tokens of context instead of 1, and has a canvas less, so that
-    a model meets prompts of all lengths in batches of one shape.
+    An epoch visits every token of every document exactly once, begin-of-text aside, which is never a target. A document
+    of L tokens has ⌈L / canvas_len⌉ canvases, the last one filled with end-of-text: no canvas holds two documents, and
+    none sees another. The canvases of all documents make a ring, which each epoch cuts into rows from a place of its
+    own: by turns `num_canvases` after one token of context, and one less after 1 to `canvas_len` tokens, so that a
+    model meets prompts of all lengths in batches of one shape. The rows then come in an order of the epoch's own.
+
+    Begin-of-text is the context of a row that it starts; inside a row it is pinned, at the head of its canvas. Where
+    the later rows of a document are cut differs between epochs as far as the fill at its end leaves room: its second
+    row then starts earlier, on tokens that the first has visited, and those are pinned.
 
     Example: `TextSource(file=file, canvas_len=64, num_canvases=8, batch_size=128)(0, range(128)).tokens` is (128, 513).
     """
@@ -43,75 +50,106 @@ class TextSource:
         for name, least in (("canvas_len", 1), ("num_canvases", 2), ("batch_size", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"TextSource.{name} must be at least {least}, got {getattr(self, name)}.")
-        if self.num_rows == 0:
-            raise ValueError(
-                f"TextSource.file must hold at least one row of {self.stride} tokens, got {self.file.num_tokens}. Give "
-                "more text, or fewer or shorter canvases."
-            )
 
     @property
     def stride(self) -> int:
+        """Tokens in a row's canvases."""
         return self.canvas_len * self.num_canvases
+
+    @cached_property
+    def _canvases(self) -> np.ndarray:
+        """Each document's first canvas on the ring, and the ring's length: (D + 1,)."""
+        return np.concatenate(([0], (-(-np.diff(self.file.starts) // self.canvas_len)).cumsum()))
+
+    @property
+    def _ring_len(self) -> int:
+        return int(self._canvases[-1])
 
     @property
     def num_rows(self) -> int:
         """Rows of an epoch."""
-        return self.file.num_tokens // self.stride
+        pairs, rest = divmod(self._ring_len, 2 * self.num_canvases - 1)
+        return 2 * pairs + (rest > 0) + (rest > self.num_canvases)
 
     def __call__(self, step: int, rows: range) -> TrainBatch:
         _check_rows(self, rows)
         row = step * self.batch_size + torch.arange(rows.start, rows.stop)
-        epoch, place = row // self.num_rows, row % self.num_rows
-        seeds, zeros = torch.full_like(row, self.seed), torch.zeros_like(row)
-        offset = draws.integers(draws.uniform(seeds, zeros, epoch, 1, "epoch offset")[:, 0], self.stride)
-        context = draws.integers(draws.uniform(seeds, zeros, row, 1, "context")[:, 0], self.canvas_len)
-        context = torch.where(row % 2 == 0, 0, context) + 1
-        starts = (permute(place, self.num_rows, seed=self.seed, epoch=epoch) * self.stride + offset).tolist()
-        made = [self._row(start, length) for start, length in zip(starts, context.tolist(), strict=True)]
+        epoch = row // self.num_rows
+        place = permute(row % self.num_rows, self.num_rows, seed=self.seed, epoch=epoch)
+
+        def draw(block: Tensor, step: Tensor, purpose: str) -> Tensor:
+            return draws.uniform(torch.full_like(row, self.seed), block, step, 1, purpose)[:, 0]
+
+        zeros = torch.zeros_like(row)
+        turn = draws.integers(draw(zeros, epoch, "turn"), self._ring_len)
+        context = 1 + place % 2 * draws.integers(draw(zeros, row, "context"), self.canvas_len)
+        canvas = (self._first(place) + turn).numpy() % self._ring_len
+        number = np.searchsorted(self._canvases, canvas, side="right") - 1
+        room = torch.from_numpy((self.file.starts[number] - self.file.starts[number + 1]) % self.canvas_len)
+        shift = draws.integers(draw(torch.from_numpy(number), epoch, "shift"), room + 1)
+        made = [self._row(*given) for given in zip(*(t.tolist() for t in (place, turn, context, shift)), strict=True)]
         return TrainBatch(
             tokens=torch.from_numpy(np.stack([m.tokens for m in made])),
             prompt_len=torch.tensor([m.prompt_len for m in made]),
             length=torch.tensor([m.length for m in made]),
             pinned=torch.from_numpy(np.stack([m.pinned for m in made])),
             documents=torch.from_numpy(np.stack([m.documents for m in made])),
+            fill=torch.from_numpy(np.stack([m.fill for m in made])),
         )
 
-    def _row(self, start: int, prompt_len: int) -> "_Row":
-        starts = self.file.starts
-        start %= self.file.num_tokens
-        number = int(np.searchsorted(starts, start, side="right")) - 1
-        if starts[number] < start and starts[number + 1] < min(start + self.canvas_len, self.file.num_tokens):
-            number, start = number + 1, int(starts[number + 1])
-        if start == starts[number]:
-            prompt_len = 1
-        end = prompt_len + self.canvas_len * (self.num_canvases if prompt_len == 1 else self.num_canvases - 1)
-        row = _Row.empty(1 + self.stride, prompt_len, end, fill=self.file.eos_token_id)
-        at = 0
-        for document in range(end):
-            piece = self.file.tokens[start : min(int(starts[number + 1]), start + end - at)]
+    def _first(self, place: _Place) -> _Place:
+        """Where a row starts, in canvases from the epoch's turn."""
+        return place // 2 * (2 * self.num_canvases - 1) + place % 2 * self.num_canvases
+
+    def _starts_row(self, position: int) -> bool:
+        return position % self._ring_len % (2 * self.num_canvases - 1) in (0, self.num_canvases)
+
+    def _row(self, place: int, turn: int, context: int, shift: int) -> "_Row":
+        """The row at a place of the ring, a piece of a document after another; `shift` is its first document's."""
+        first, end = self._first(place), min(self._first(place + 1), self._ring_len)
+        # The canvases of the row before it, around the ring.
+        before = first - self._first(place - 1) if place else self._ring_len - self._first(self.num_rows - 1)
+        row = _Row.empty(1 + self.stride, fill=self.file.eos_token_id)
+        prompt_len = at = document = 0
+        position = first
+        while position < end:
+            canvas = (position + turn) % self._ring_len
+            number = int(np.searchsorted(self._canvases, canvas, side="right")) - 1
+            tokens = self.file.document(number)
+            index = canvas - int(self._canvases[number])  # among the document's own
+            count = min(int(self._canvases[number + 1]) - canvas, end - position)
+            # As a context, begin-of-text makes room for a token more; not if the last canvas would then be empty.
+            lead = int(self._starts_row(position - index) and (len(tokens) - 1) % self.canvas_len > 0)
+            if index == 0:
+                start, read, pinned = lead, lead, 1 - lead
+            else:  # a document goes on, from where the row before it ended, or, the first time, `shift` tokens earlier
+                start = lead + index * self.canvas_len - shift
+                read, pinned = min(context, start), shift if index <= before else 0
+            piece = tokens[start - read : start + count * self.canvas_len]
             row.tokens[at : at + len(piece)] = piece
-            row.documents[at:] = document  # what fills its last canvas is its own
-            row.pinned[at] = at > 0
-            at += len(piece)
-            at = max(prompt_len, at + (prompt_len - at) % self.canvas_len)  # where the next canvas starts
-            if at >= end:
-                break
-            number = (number + 1) % self.file.num_documents
-            start = int(starts[number])
-        return row
+            row.pinned[at + read : at + read + pinned] = True
+            row.documents[at:] = document
+            row.fill[at + len(piece) : at + read + count * self.canvas_len] = True
+            prompt_len += read  # 0 but for the first piece
+            at += read + count * self.canvas_len
+            position, document = position + count, document + 1
+        return row._replace(prompt_len=prompt_len, length=at)
 
 
 class _Row(NamedTuple):
     tokens: np.ndarray  # (T,) int64
     pinned: np.ndarray  # (T,) bool
     documents: np.ndarray  # (T,) int64
-    prompt_len: int
-    length: int
+    fill: np.ndarray  # (T,) bool
+    prompt_len: int = 0
+    length: int = 0
 
     @classmethod
-    def empty(cls, num_tokens: int, prompt_len: int, length: int, *, fill: int) -> "_Row":
-        tokens = np.full(num_tokens, fill, dtype=np.int64)
-        return cls(tokens, np.zeros(num_tokens, dtype=bool), np.zeros(num_tokens, dtype=np.int64), prompt_len, length)
+    def empty(cls, num_tokens: int, *, fill: int) -> "_Row":
+        def zeros(dtype: type) -> np.ndarray:
+            return np.zeros(num_tokens, dtype=dtype)
+
+        return cls(np.full(num_tokens, fill, dtype=np.int64), zeros(bool), zeros(np.int64), zeros(bool))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

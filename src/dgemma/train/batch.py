@@ -15,7 +15,7 @@ class TrainBatch:
     The answer is what canvases cover, from the prompt's end in steps of the canvas length; the objective fills the last
     one with end-of-text. A `truncated` answer was cut by whoever made the batch, so its end says nothing. `pinned`
     tokens are never noised and never scored: Sudoku's clues. `documents` numbers the texts packed into a row; with it
-    no token sees another document's.
+    no token sees another document's. `fill` marks the end-of-text that whoever packed the row put behind its texts.
     """
 
     tokens: Tensor  # (B, T) int64
@@ -24,6 +24,7 @@ class TrainBatch:
     truncated: Tensor | None = None  # (B,) bool
     pinned: Tensor | None = None  # (B, T) bool
     documents: Tensor | None = None  # (B, T) int64
+    fill: Tensor | None = None  # (B, T) bool; what lies beyond `length` is none of it
     # (prompt_len, length) of each row, known to the host: shapes follow from them without waiting for a device.
     spans: tuple[tuple[int, int], ...] | None = None
 
@@ -38,6 +39,7 @@ class TrainBatch:
             "truncated": (batch_size,),
             "pinned": (batch_size, num_tokens),
             "documents": (batch_size, num_tokens),
+            "fill": (batch_size, num_tokens),
         }
         for name, shape in shapes.items():
             value = getattr(self, name)

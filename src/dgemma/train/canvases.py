@@ -27,6 +27,7 @@ class Canvases:
     x: Tensor  # (B, K, C) clean
     pinned: Tensor  # (B, K, C) bool
     scored: Tensor  # (B, K, C) bool
+    fill: Tensor  # (B, K, C) bool: behind a text's end
     causal_scored: Tensor  # (B, causal_len) bool: the successor of each token
     documents: Tensor | None  # (B, T)
     canvas_documents: Tensor | None  # (B, K, C)
@@ -83,6 +84,9 @@ def cut_canvases(
     tokens = _fit(batch.tokens, num_tokens, fill_token)
     tokens = torch.where(position < lengths[:, None], tokens, fill_token)
     pinned = _fit(batch.pinned, num_tokens, False) if batch.pinned is not None else torch.zeros_like(tokens).bool()
+    fill = position >= lengths[:, None]
+    if batch.fill is not None:
+        fill = fill | _fit(batch.fill, num_tokens, True)
     # The fill belongs to the text it ends.
     documents = None
     if batch.documents is not None:
@@ -104,6 +108,8 @@ def cut_canvases(
     canvas_pinned = of_canvases(pinned) & valid[..., None]
     successor = slice(1, max(causal_end, 1))
     causal_scored = (position[successor] < causal_ends[:, None]) & ~pinned[:, successor]
+    if not causal_fill:
+        causal_scored &= ~fill[:, successor]
     if causal_scope == "answer":
         causal_scored &= position[successor] >= prompt_len[:, None]
     if documents is not None:
@@ -115,6 +121,7 @@ def cut_canvases(
         x=of_canvases(tokens),
         pinned=canvas_pinned,
         scored=valid[..., None] & (where < scored_ends[:, None, None]) & ~canvas_pinned,
+        fill=of_canvases(fill),
         causal_scored=causal_scored,
         documents=documents,
         canvas_documents=None if documents is None else of_canvases(documents),

@@ -52,7 +52,7 @@ def evaluate(
     source: a `TrainBatch`; a `BatchSource`, whose step 0 is asked for `num_rows` rows; or tokens (B, T), of which the
     first is read and the rest scored. Answers are cut into canvases of `canvas_len` (None: the model's); a partial one
     is filled with `fill_token` (None: the model's end-of-text), which is scored, as the model must write it, unless the
-    row is marked `truncated`; what the fill costs is the text's cost, and only tokens before `length` share it.
+    row is marked `truncated`; what the fill costs is the text's cost, and only the text's tokens share it.
 
     Each canvas is noised `num_samples` times, at times that are "stratified" (one in each of as many equal parts of the
     noise's schedule) or "independent". `parametrisation` says what the network's logits mean, see `nelbo.integrand`; of
@@ -113,8 +113,6 @@ class _Estimator:
         cut.check_positions(self.model.config.max_position_embeddings)
         clean = read_clean(self.model, cut.tokens, documents=cut.documents)
         causal, causal_scored = self._causal(cut, clean)
-        position = cut.starts[..., None] + torch.arange(self.canvas_len, device=cut.starts.device)
-        is_text = position < batch.length[:, None, None]  # (B, K, C)
         earliest = self.noise.schedule.time(torch.tensor(1 - self.lowest_level, dtype=torch.float64)).to(seeds.device)
         lowest = (1 - self.noise.schedule.alpha(earliest)).expand(*cut.index.shape, 1)
         bound = direct = self._cost(cut, clean, seeds, self.num_samples, lowest, nelbo.reconstruction)
@@ -129,10 +127,10 @@ class _Estimator:
             by_level = by_level.scatter_add(1, in_bin, cost.sum(-1))
         sums = {
             "nats": bound.sum((1, 2)),
-            "tokens": (cut.scored & is_text).sum((1, 2)),
-            "fill_tokens": (cut.scored & ~is_text).sum((1, 2)),
+            "tokens": (cut.scored & ~cut.fill).sum((1, 2)),
+            "fill_tokens": (cut.scored & cut.fill).sum((1, 2)),
             "causal": causal.sum((1, 2)),
-            "causal_tokens": (causal_scored & is_text).sum((1, 2)),
+            "causal_tokens": (causal_scored & ~cut.fill).sum((1, 2)),
             "reconstruction": direct.sum((1, 2)),
             "by_level": by_level,
             "by_position": bound.sum(1),
