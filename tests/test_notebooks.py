@@ -4,6 +4,7 @@ import ast
 import json
 from pathlib import Path
 
+import nbformat
 import pytest
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "examples" / "notebooks").glob("*.ipynb"))
@@ -38,7 +39,6 @@ def test_outputs_are_stripped(path):
 
 @each_notebook
 def test_it_is_a_valid_notebook(path):
-    nbformat = pytest.importorskip("nbformat")
     nbformat.validate(nbformat.read(path, as_version=4))
 
 
