@@ -93,7 +93,7 @@ def sudoku() -> ModelConfig:
 def markov(
     *, num_states: int = 254, length: int = 30, hidden_size: int = 256, num_hidden_layers: int = 5
 ) -> ModelConfig:
-    """A dense network for short texts of `dgemma.data.markov`, 6.1 million weights; a canvas is a text.
+    """A dense network for short texts of `dgemma.data.markov`, 6.3 million weights; a canvas is a text.
 
     After the states come the mask and a spare id. Heads are one size, all layers see everything, positions turn fast.
     """
@@ -113,7 +113,7 @@ def markov(
         global_head_dim=hidden_size // 4,
         num_experts=1,
         top_k_experts=1,
-        moe_intermediate_size=8,
+        moe_intermediate_size=64,
         rope_parameters={SLIDING: rope, FULL: rope},
         max_position_embeddings=max(256, length),
         vision_config=dict(_TINY_VISION),
