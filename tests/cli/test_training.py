@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 import dgemma
 from dgemma.cli import training
+from dgemma.data.text import TokenFile
 from dgemma.train.lora import load_lora
 
 QUICK = ("--steps", "3", "--batch-size", "2", "--canvases", "2", "--lr", "0.01")
@@ -87,6 +88,32 @@ def test_other_settings_are_refused_unless_allowed(command, checkpoint, words, t
     assert changed.code == 2
     assert "steps must stay 3" in changed.err
     assert run(*QUICK, "--steps", "4", "--allow-changes").out.startswith(f"Wrote {tmp_path / 'final'} after 4 steps")
+
+
+def test_a_run_keeps_its_tokens_and_refuses_changed_text(command, checkpoint, tmp_path, monkeypatch):
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be, that is the question. " * 12)
+    made = []
+    real = TokenFile.write
+    monkeypatch.setattr(TokenFile, "write", lambda *a, **k: made.append(1) or real(*a, **k))
+    run = functools.partial(command, "train", "-m", checkpoint, "--out", tmp_path / "run", *QUICK)
+    assert run(text).code == 0
+    assert run(text).code == 0
+    (tmp_path / "elsewhere").mkdir()
+    text = text.rename(tmp_path / "elsewhere" / "text.txt")
+    assert run(text).code == 0
+    assert len(made) == 1
+    for change, named in ((("--separator", "be"), "another separator"), ((), "another file 1, text.txt")):
+        if not change:
+            text.write_text(text.read_text().replace("question", "answer"))
+        ran = run(*change, text)
+        assert ran.code == 2
+        assert "the text must be what the run in" in ran.err
+        assert named in ran.err
+        assert len(ran.err.strip().splitlines()) == 1
+    assert len(made) == 1
+    assert run(text, "--allow-changes").code == 0
+    assert len(made) == 2
 
 
 def test_prompts_and_answers_are_rows_of_their_own(command, checkpoint, tmp_path):

@@ -1,6 +1,7 @@
 """Text files become rows: lossless, each document apart, every row a function of its number."""
 
 import json
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -43,6 +44,31 @@ def test_a_separator_across_two_reads_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr("dgemma.data.documents._CHUNK", 4)
     (tmp_path / "a.txt").write_text("abc<end>défg<end>h", encoding="utf-8")
     assert [d.text for d in read_documents(tmp_path / "a.txt", separator="<end>")] == ["abc", "défg", "h"]
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 5, 100])
+@pytest.mark.parametrize("separator", ["a", "aa", "aab", "abab"])
+def test_documents_are_what_split_gives(tmp_path, monkeypatch, separator, chunk):
+    monkeypatch.setattr("dgemma.data.documents._CHUNK", chunk)
+    text = "".join("ab"[n] for n in torch.randint(2, (60,)))
+    (tmp_path / "a.txt").write_text(text + "b")
+    expected = [piece for piece in (text + "b").split(separator) if piece]
+    assert [d.text for d in read_documents(tmp_path / "a.txt", separator=separator)] == expected
+
+
+def test_a_long_document_is_read_in_time_that_grows_as_it_does(tmp_path, monkeypatch):
+    monkeypatch.setattr("dgemma.data.documents._CHUNK", 64)
+
+    def seconds(num_characters):
+        (tmp_path / "a.txt").write_text("x" * num_characters)
+        taken = []
+        for _ in range(3):
+            start = time.perf_counter()
+            list(read_documents(tmp_path / "a.txt", separator="<end>"))
+            taken.append(time.perf_counter() - start)
+        return min(taken)
+
+    assert seconds(1_600_000) < 30 * seconds(200_000)  # 8 times as long; searching all of it for each read took 64
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from dgemma import presets
 from dgemma.cli import options, output, values
 from dgemma.config import GenerationDefaults
 from dgemma.data.text import PromptSource, TextSource, TokenFile, read_documents, scan
+from dgemma.data.token_file import describe_files
 from dgemma.model import DiffusionGemma
 from dgemma.tokenizer import Tokenizer
 from dgemma.train import recipes
@@ -119,7 +120,7 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
 def _evaluate(arguments: argparse.Namespace) -> None:
     tokenizer = Tokenizer.from_pretrained(arguments.model)
     with tempfile.TemporaryDirectory() as folder:
-        file = _tokenise(arguments, tokenizer, folder)
+        file = TokenFile.write(_documents(arguments), tokenizer, folder)
         if file.num_bytes == 0:
             raise ValueError("the files must hold text to score, and every answer in them is empty.")
         model = options.load_model(arguments)
@@ -156,7 +157,7 @@ def _compress(arguments: argparse.Namespace) -> dict[str, float]:
 
 def _train(arguments: argparse.Namespace) -> int:
     tokenizer = Tokenizer.from_pretrained(arguments.model)
-    file = _tokenise(arguments, tokenizer, arguments.out / "tokens")
+    file = _keep_tokens(arguments, tokenizer, arguments.out / "tokens")
     model = _new_model(arguments, tokenizer)
     source = _source(arguments, file, model.config.canvas_length)
     config = TrainConfig(
@@ -227,8 +228,22 @@ def _documents(arguments: argparse.Namespace) -> Any:
     return read_documents(arguments.files, separator=arguments.separator)
 
 
-def _tokenise(arguments: argparse.Namespace, tokenizer: Tokenizer, folder: str | Path) -> TokenFile:
-    return TokenFile.write(_documents(arguments), tokenizer, folder)
+def _keep_tokens(arguments: argparse.Namespace, tokenizer: Tokenizer, folder: Path) -> TokenFile:
+    """The files' tokens, made once for a run; text that changed since is another run's."""
+    made_from = describe_files(arguments.files, tokenizer, separator=arguments.separator)
+    if (folder / "about.json").is_file():
+        file = TokenFile.open(folder)
+        if file.made_from == made_from:
+            return file
+        has_begun = any(arguments.out.glob("step-*"))
+        if file.made_from is not None and has_begun and not arguments.allow_changes:
+            both = {**file.made_from, **made_from}
+            changed = next(name for name in both if file.made_from.get(name) != made_from.get(name))
+            raise ValueError(
+                f"the text must be what the run in {arguments.out} began with, got another {changed}. Choose another "
+                "--out, or pass --allow-changes."
+            )
+    return TokenFile.write(_documents(arguments), tokenizer, folder, made_from=made_from)
 
 
 def _source(arguments: argparse.Namespace, file: TokenFile, canvas_len: int) -> BatchSource:

@@ -23,7 +23,7 @@ def read_documents(paths: str | Path | Sequence[str | Path], *, separator: str |
 
     Example: `read_documents("stories.txt", separator="<|endoftext|>")`.
     """
-    for path in _list_files([paths] if isinstance(paths, str | Path) else paths):
+    for path in list_files([paths] if isinstance(paths, str | Path) else paths):
         found = False
         try:
             for document in _read_jsonl(path) if path.suffix == ".jsonl" else _read_text(path, separator):
@@ -43,7 +43,8 @@ def _check_unicode(path: Path, document: Document) -> None:
         raise ValueError(f"{path} must hold whole characters, got half of a surrogate pair ({error.reason}).") from None
 
 
-def _list_files(paths: Iterable[str | Path]) -> list[Path]:
+def list_files(paths: Iterable[str | Path]) -> list[Path]:
+    """The files that paths stand for, in the order they are read in."""
     files: list[Path] = []
     for path in map(Path, paths):
         inside = sorted(p for p in path.rglob("*") if p.suffix in (".txt", ".jsonl")) if path.is_dir() else [path]
@@ -58,15 +59,25 @@ def _list_files(paths: Iterable[str | Path]) -> list[Path]:
 def _read_text(path: Path, separator: str | None) -> Iterator[Document]:
     if separator == "":
         raise ValueError("read_documents separator must be a string that parts documents, or None, got ''.")
-    rest = ""
+    pieces: list[str] = []  # of the document that is being read, without separators
+    held = ""  # its end, which may be the beginning of one
     with path.open(encoding="utf-8", newline="") as file:
         while chunk := file.read(_CHUNK):
-            rest += chunk
-            if separator is not None:
-                *whole, rest = rest.split(separator)
-                yield from (Document(text) for text in whole if text.strip())
-    if rest.strip():
-        yield Document(rest)
+            chunk = held + chunk
+            *whole, rest = [chunk] if separator is None else chunk.split(separator)
+            for text in whole:
+                yield from _document([*pieces, text])
+                pieces = []
+            cut = max(0, len(rest) - len(separator or "x") + 1)
+            pieces.append(rest[:cut])
+            held = rest[cut:]
+    yield from _document([*pieces, held])
+
+
+def _document(pieces: list[str]) -> Iterator[Document]:
+    text = "".join(pieces)
+    if text.strip():
+        yield Document(text)
 
 
 def _read_jsonl(path: Path) -> Iterator[Document]:

@@ -2,16 +2,19 @@
 
 import json
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from dgemma.data.documents import Document
+from dgemma.data.documents import Document, list_files
 from dgemma.tokenizer import Tokenizer
 
 _FORMAT = 1
+_CHUNK = 1 << 24  # bytes read at a time
+_SAMPLE = 10_000  # characters that tell a tokenizer from another
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -28,15 +31,24 @@ class TokenFile:
     vocab_size: int
     eos_token_id: int
     crc32: int | None = None  # of all of it, where it was computed when the file was written
+    made_from: Mapping[str, Any] | None = None  # as it was given to `write`
 
     @classmethod
-    def write(cls, documents: Iterable[Document], tokenizer: Tokenizer, folder: str | Path) -> "TokenFile":
-        """Tokenise documents into a folder, one at a time, and open it.
+    def write(
+        cls,
+        documents: Iterable[Document],
+        tokenizer: Tokenizer,
+        folder: str | Path,
+        *,
+        made_from: Mapping[str, Any] | None = None,
+    ) -> "TokenFile":
+        """Tokenise documents into a folder, one at a time, and open it. `made_from`: what to remember of their origin.
 
         Example: `TokenFile.write(read_documents("stories.txt"), tokenizer, "corpus/train")`.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / "about.json").unlink(missing_ok=True)  # written last: what has one is whole
         dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
         lengths, prompt_len, num_bytes = [], [], 0
         with (folder / "tokens.bin").open("wb") as file:
@@ -60,6 +72,7 @@ class TokenFile:
             "vocab_size": tokenizer.vocab_size,
             "eos_token_id": tokenizer.eos_token_id,
             "crc32": _crc32(np.memmap(folder / "tokens.bin", dtype=dtype, mode="r"), sizes),
+            "made_from": made_from,
         }
         (folder / "about.json").write_text(json.dumps(about, indent=1) + "\n")
         return cls.open(folder)
@@ -83,6 +96,7 @@ class TokenFile:
             starts=starts,
             prompt_len=prompt_len,
             crc32=about.get("crc32"),
+            made_from=about.get("made_from"),
             **{name: about[name] for name in ("num_bytes", "vocab_size", "eos_token_id")},
         )
 
@@ -105,6 +119,26 @@ class TokenFile:
     def document(self, number: int) -> np.ndarray:
         """The tokens of one document."""
         return self.tokens[self.starts[number] : self.starts[number + 1]]
+
+
+def describe_files(
+    paths: Sequence[str | Path], tokenizer: Tokenizer, *, separator: str | None = None
+) -> dict[str, Any]:
+    """What the tokens of text files depend on: the files' bytes, what parts them, and how the tokenizer cuts a text.
+
+    Example: `TokenFile.write(documents, tokenizer, folder, made_from=describe_files(["a.txt"], tokenizer))`.
+    """
+    files = list_files(paths)
+    made_from: dict[str, Any] = {"separator": separator}
+    for number, path in enumerate(files, start=1):
+        crc32 = 0
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK):
+                crc32 = zlib.crc32(chunk, crc32)
+        made_from[f"file {number}, {path.name}"] = crc32
+    with files[0].open(encoding="utf-8", errors="replace") as text:
+        cut = (tokenizer.vocab_size, tokenizer.encode(text.read(_SAMPLE)))
+    return made_from | {"tokenizer": zlib.crc32(repr(cut).encode())}
 
 
 def _crc32(tokens: np.ndarray, sizes: np.ndarray) -> int:
