@@ -381,12 +381,43 @@ def test_a_prompt_that_is_no_batch_of_tokens_is_refused(prompt):
     ids=["no-decision", "no-booleans"],
 )
 def test_a_sampler_that_decides_nothing_usable_is_named(decide, error, sentence):
+    @dataclass(frozen=True)
     class Careless(dgemma.Sampler):
         def __call__(self, prediction, state):
             return decide(prediction, state)
 
     with pytest.raises(error, match=sentence):
         dgemma.generate(RowwiseDenoiser(), torch.full((1, 3), 5), sampler=Careless())
+
+
+@pytest.mark.parametrize("combine", [lambda rule: rule, lambda rule: dgemma.StepCap(9) | rule], ids=["alone", "paired"])
+@pytest.mark.parametrize(
+    ("answer", "got"),
+    [
+        (lambda s: s.step >= 2, r"torch.bool \(2,\)"),  # two rows would unpack as (done, memory)
+        (lambda s: (s.canvas > 3, None), r"done torch.bool \(2, 16\)"),
+        (lambda s: (s.step.float(), None), r"done torch.float32 \(2,\)"),
+        (lambda s: None, "NoneType"),
+    ],
+    ids=["no-memory", "by-position", "numbers", "nothing"],
+)
+def test_a_stop_rule_that_answers_anything_but_done_and_memory_is_named(answer, got, combine):
+    @dataclass(frozen=True)
+    class Careless(dgemma.StopRule):
+        def __call__(self, prediction, state):
+            return answer(state)
+
+    with pytest.raises(TypeError, match=rf"Careless must return \(done, memory\), .* \(2,\), got {got}\. Return"):
+        dgemma.generate(RowwiseDenoiser(), torch.full((2, 3), 5), stop=combine(Careless()))
+
+
+def test_a_stop_rule_without_a_test_says_what_it_must_define():
+    @dataclass(frozen=True)
+    class Empty(dgemma.StopRule):
+        pass
+
+    with pytest.raises(NotImplementedError, match=r"Empty must define __call__\(self, prediction, state\)"):
+        dgemma.generate(RowwiseDenoiser(), torch.full((2, 3), 5), stop=Empty())
 
 
 def test_a_sampler_for_an_unknown_process_is_refused_where_it_is_written():

@@ -25,6 +25,7 @@ from dgemma.plan import Knobs, Plan, read_plan
 from dgemma.prediction import Prediction, Top
 from dgemma.progress import progress_bar
 from dgemma.sampling.base import Decision
+from dgemma.sampling.stopping import ask
 from dgemma.sampling.temperature import Temperature
 from dgemma.state import DenoiseState
 
@@ -168,7 +169,7 @@ def step(
     if not knobs.sampler.revises:
         done = done | ~after.open.any(-1)
     if knobs.stop is not None:
-        stopped, stop_memory = knobs.stop(prediction, after)
+        stopped, stop_memory = ask(knobs.stop, prediction, after)
         done, after = done | stopped, replace(after, stop_memory=stop_memory)
     after = replace(after, done=done)
     record = StepRecord(

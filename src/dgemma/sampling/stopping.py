@@ -26,13 +26,32 @@ class StopRule:
 
     def __call__(self, prediction: Prediction, state: DenoiseState) -> tuple[Tensor, Any]:
         """Which rows are done, (B,) bool, and the memory for the next step."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} must define __call__(self, prediction, state) -> (done, memory)."
+        )
 
     def __or__(self, other: "StopRule") -> "StopRule":
         return _Either(rules=(self, other))
 
     def __and__(self, other: "StopRule") -> "StopRule":
         return _Both(rules=(self, other))
+
+
+def ask(rule: StopRule, prediction: Prediction, state: DenoiseState) -> tuple[Tensor, Any]:
+    """What a rule answers: which rows are done, (B,) bool, and its memory. Anything else is refused.
+
+    Example: `done, memory = ask(StepCap(4), prediction, state)`.
+    """
+    answer = rule(prediction, state)
+    is_pair = isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], Tensor)
+    if not is_pair or answer[0].dtype != torch.bool or answer[0].shape != state.done.shape:
+        done = answer[0] if is_pair else answer
+        got = f"{done.dtype} {tuple(done.shape)}" if isinstance(done, Tensor) else type(done).__name__
+        raise TypeError(
+            f"{type(rule).__name__} must return (done, memory), done a boolean a row, ({state.batch_size},), got "
+            f"{f'done {got}' if is_pair else got}. Return `done, None` to remember nothing."
+        )
+    return answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +64,8 @@ class _Pair(StopRule):
     def _ask(self, prediction: Prediction, state: DenoiseState) -> tuple[Tensor, Tensor, tuple[Any, Any]]:
         # Both are always asked: a rule that skips a step would remember the wrong history.
         (left, right), (left_memory, right_memory) = self.rules, state.stop_memory
-        left_done, left_memory = left(prediction, replace(state, stop_memory=left_memory))
-        right_done, right_memory = right(prediction, replace(state, stop_memory=right_memory))
+        left_done, left_memory = ask(left, prediction, replace(state, stop_memory=left_memory))
+        right_done, right_memory = ask(right, prediction, replace(state, stop_memory=right_memory))
         return left_done, right_done, (left_memory, right_memory)
 
 
