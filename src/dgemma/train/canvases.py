@@ -35,6 +35,13 @@ class Canvases:
     causal_len: int
     aligned: bool
 
+    @property
+    def packing(self) -> tuple[Tensor, Tensor] | None:
+        """The documents of the text (B, T) and of the canvases (B, K, C), for `predict_canvases`."""
+        if self.documents is None or self.canvas_documents is None:
+            return None
+        return self.documents, self.canvas_documents
+
     def check_positions(self, max_positions: int) -> None:
         """Refuse rows that the model has no positions for."""
         if self.tokens.shape[1] > max_positions:

@@ -176,9 +176,6 @@ class _Estimator:
 
     def _predict(self, cut: Canvases, clean: CleanText, z: Tensor, level: Tensor) -> Tensor:
         """The last hidden states of canvases z (B, K, C): (B, K, C, D)."""
-        documents = None
-        if cut.documents is not None and cut.canvas_documents is not None:
-            documents = cut.documents, cut.canvas_documents
 
         def predict(signal: Tensor | None) -> Tensor:
             return predict_canvases(
@@ -188,7 +185,7 @@ class _Estimator:
                 clean.first(cut.prefix_len),
                 signal=signal,
                 noise_level=level if self.model.takes_noise_level else None,
-                documents=documents,
+                documents=cut.packing,
                 aligned=cut.aligned,
             )
 

@@ -21,6 +21,7 @@ from dgemma.train.batch import TrainBatch
 from dgemma.train.canvases import Canvases, cut_canvases
 from dgemma.train.fused import fused
 from dgemma.train.packed import ATTENTIONS, CleanText, predict_canvases, read_clean
+from dgemma.train.records import Terms
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "canvases": ("one", "all"),
@@ -49,14 +50,6 @@ class Noised(NamedTuple):
     replaced: Tensor  # (B, K, C) bool; a replaced token may have drawn itself
     level: Tensor  # (B, K)
     self_cond: Tensor  # (B, K) bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Terms:
-    """What was measured: for "decoder" and "causal", each row's sum and how many positions it is over, (B,)."""
-
-    sums: Mapping[str, Tensor]
-    counts: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,9 +258,6 @@ class Objective:
 
     def _denoise(self, model: DiffusionGemma, cut: Canvases, noised: Noised, clean: CleanText | None) -> Tensor:
         """The last hidden states of the canvases, (B, K, C, D), after a first pass where self-conditioning asks."""
-        documents = None
-        if cut.documents is not None and cut.canvas_documents is not None:
-            documents = cut.documents, cut.canvas_documents
 
         def predict(signal: Tensor | None) -> Tensor:
             return predict_canvases(
@@ -277,7 +267,7 @@ class Objective:
                 clean,
                 signal=signal,
                 noise_level=noised.level if model.takes_noise_level else None,
-                documents=documents,
+                documents=cut.packing,
                 aligned=cut.aligned,
                 attention=self.attention,
             )

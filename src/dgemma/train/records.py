@@ -13,13 +13,15 @@ from dgemma.train.feed import Part
 from dgemma.train.log import TrainLog
 
 
-class Terms(Protocol):
-    """What an objective measured: per named term, each row's sum (B,) and how many positions it sums over (B,)."""
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What an objective measured: of each named term, every row's sum (B,) and how many positions it is over (B,).
 
-    @property
-    def sums(self) -> Mapping[str, Tensor]: ...
-    @property
-    def counts(self) -> Mapping[str, Tensor]: ...
+    Example: `objective(model, batch, seeds=seeds).sums["decoder"]`.
+    """
+
+    sums: Mapping[str, Tensor]
+    counts: Mapping[str, Tensor]
 
 
 class Measure(Protocol):
@@ -30,9 +32,9 @@ class Measure(Protocol):
     processes add up to the loss of the whole batch.
     """
 
-    def __call__(self, model: DiffusionGemma, batch: TrainBatch, *, seeds: Tensor) -> Any: ...
+    def __call__(self, model: DiffusionGemma, batch: TrainBatch, *, seeds: Tensor) -> Terms: ...
     def total_counts(self, batch: TrainBatch, seeds: Tensor) -> Mapping[str, Tensor]: ...
-    def reduce(self, terms: Any, totals: Mapping[str, Tensor] | None = None) -> Tensor: ...
+    def reduce(self, terms: Terms, totals: Mapping[str, Tensor] | None = None) -> Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True)
