@@ -21,8 +21,9 @@ class Forward:
         table = weights.embedding
         # sqrt(hidden), rounded to the weights' dtype as the published model does
         self.embed_scale = float(torch.tensor(config.hidden_size**0.5, dtype=table.dtype))
-        # The dense MLP runs beside the router and the experts, which wait for memory.
-        self._side = torch.cuda.Stream(table.device) if table.device.type == "cuda" else None
+        # The dense MLP runs beside the router and the experts, which wait for memory: on the first of these that is not
+        # the stream of the rest, which may be any of the 32 that torch gives in turn.
+        self._sides = [torch.cuda.Stream(table.device) for _ in range(2)] if table.device.type == "cuda" else []
 
     def canvas(self, tokens: Tensor, signal: Tensor, buffers: CacheBuffers) -> Tensor:
         """The canvas (B, C), each position seeing prefix and canvas; signal (B·C, D), zero for none → (B·C, D)."""
@@ -112,19 +113,20 @@ class Forward:
     ) -> tuple[Tensor, Tensor]:
         config, eps = self.config, self.config.rms_norm_eps
         x, dense_in, expert_in, router_in = norms.attention_residual(attended, x, *layer.residual_norms, eps)
-        if self._side is None:
+        here = torch.cuda.current_stream(x.device) if self._sides else None
+        side = next((stream for stream in self._sides if stream != here), None)
+        if here is None or side is None:
             dense = self._dense(layer, dense_in)
         else:
-            here = torch.cuda.current_stream(x.device)
-            self._side.wait_stream(here)
-            with torch.cuda.stream(self._side):
+            side.wait_stream(here)
+            with torch.cuda.stream(side):
                 dense = self._dense(layer, dense_in)
         weights, chosen = router.route(router_in, layer.router, layer.per_expert_scale, config.top_k_experts)
         tiles = router.sort_by_expert(chosen, config.num_experts, expert_config(x.shape[0], x.device).rows)
         hidden = experts.expert_gate_up(expert_in, layer.expert_gate_up, tiles)
         rows = experts.expert_down(hidden, layer.expert_down, weights, tiles, overlap=True)
-        if self._side is not None:
-            here.wait_stream(self._side)
+        if here is not None and side is not None:
+            here.wait_stream(side)
         return norms.layer_tail(x, dense, rows, *layer.tail_norms, scalar, next_norm, eps)
 
     @staticmethod
