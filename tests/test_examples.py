@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import dgemma
-
 ROOT = Path(__file__).parents[1]
+ASSETS = ROOT / "src" / "dgemma" / "assets"
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
@@ -96,11 +95,15 @@ def test_forks_repeat_up_to_their_change(run):
     assert "great storm" in printed.splitlines()[-1]
 
 
-def test_text_is_trained_from_files_to_a_checkpoint_that_loads(run, tmp_path):
-    printed = run("08", "--steps", "3", "--out", "out", "--device", "cpu")
-    assert "causal, the same weights" in printed
-    assert dgemma.DiffusionGemma.from_pretrained(tmp_path / "out" / "checkpoint").num_parameters() == 300_312
-    assert (tmp_path / "out" / "samples.md").read_text().startswith("# Samples")
+def test_text_is_trained_from_files_to_a_checkpoint_that_writes(run, tmp_path):
+    printed = run("08", "--steps", "2", "--batch-size", "2", "--out", "out", "--device", "cpu")
+    assert re.search(r"^causal +\d+\.\d+", printed, flags=re.MULTILINE)
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["steps"] == 2
+    options = ("--num-prompts", "2", "--new-tokens", "32", "--out", "samples.md", "--device", "cpu")
+    run("18", "--model", "out/checkpoint", *options)
+    page, shipped = ((path / "samples.md").read_text() for path in (tmp_path, ASSETS / "text"))
+    assert re.findall("^#.*$", page, flags=re.MULTILINE) == re.findall("^#.*$", shipped, flags=re.MULTILINE)
+    assert page.count("\n> **It was a dark night, and the old captain**") == 5
 
 
 def test_likelihood_ranks_language_before_shuffled_words_before_reversed_letters(run):
@@ -111,19 +114,33 @@ def test_likelihood_ranks_language_before_shuffled_words_before_reversed_letters
     assert causal == sorted(causal)
 
 
-def test_sudoku_is_trained_and_tabulated(run, tmp_path):
-    run("10", "--size", "tiny", "--workers", "1", "--out", "out", "--device", "cpu")
+def test_sudoku_is_trained_and_orders_of_solving_compared(run, tmp_path):
+    sizes = ("--steps", "2", "--batch-size", "2", "--layers", "1", "--pool", "4", "--num-tests", "2")
+    more = ("--denoising-steps", "2", "--workers", "1", "--device", "cpu", "--puzzles", "puzzles")
+    assert run("10", *sizes, *more, "--prepare-only") == ""
+    assert len(list((tmp_path / "puzzles").iterdir())) == 3
+    run("10", *sizes, *more, "--noise", "uniform", "--out", "out")
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert results["test_grids_with_a_key_trained_on"] == 0
-    assert results["table"]["untrained"]["24-29 givens"]["exact"] == 0
-    assert len(results["table"]) == 8
+    assert results["untrained"]["24-29 givens"]["exact"] == 0
+    assert results["train_steps"] == 2
+
+    options = ("--model", "out/checkpoint", "--num-tests", "2", "--max-steps", "1", "--puzzles", "puzzles")
+    for noise, num_settings in (("mask", 3 + 7 + 1), ("uniform", 2 + 3 + 7 + 7 + 1)):
+        printed = run("17", *options, "--noise", noise, "--out", noise, "--device", "cpu")
+        rows = json.loads((tmp_path / noise / "orders.json").read_text())
+        assert len(rows) == len(printed.splitlines()) - 1 == 2 * num_settings
+        assert all(row["steps"] == 1 for row in rows)
+        assert (tmp_path / noise / "steps.png").stat().st_size > 5000
 
 
 def test_sudoku_is_finetuned_in_both_ways(run, tmp_path):
-    run("11", "--out", "out", "--device", "cpu")
+    sizes = ("--steps", "1", "--batch-size", "2", "--pool", "4", "--num-tests", "2", "--denoising-steps", "1")
+    run("11", *sizes, "--workers", "1", "--out", "out", "--device", "cpu")
     results = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert results["lora"]["trained_weights"] < results["full"]["trained_weights"]
-    assert results["full"]["steps"] == results["lora"]["steps"] == 2
+    assert results["lora"]["trained_weights"] < results["full"]["trained_weights"] == 5_547_312
+    assert results["full"]["steps"] == results["lora"]["steps"] == 1
+    assert results["lora"]["after"]["30-39 givens"].keys() >= {"exact", "cells", "clues", "steps"}
 
 
 def test_no_bound_on_a_markov_chain_is_below_its_entropy(run):

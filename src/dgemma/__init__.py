@@ -1,6 +1,7 @@
 """dgemma: text diffusion, readable and fast. Start with `generate.py`."""
 
 from dgemma import presets, schedule
+from dgemma.causal import generate_causal
 from dgemma.changes import apply_changes
 from dgemma.config import Conventions, GenerationDefaults, ModelConfig
 from dgemma.generate import (
@@ -115,6 +116,7 @@ __all__ = [
     "denoise_canvas",
     "edit",
     "generate",
+    "generate_causal",
     "infill",
     "observe",
     "presets",

@@ -1,0 +1,105 @@
+"""Which order of solving is best? One Sudoku solver under many samplers: exact grids against steps.
+
+Cells are filled at random, by confidence, or by the margin between the two best digits, in a fixed number of steps; or
+as many at once as an entropy bound allows, until the grid stands still. The second line made the README's table and
+picture, on one GPU; the third is for a solver of your own, trained by 10_train_sudoku.py with the other noise.
+
+    python examples/17_sudoku_orders.py                                     four puzzles of each kind, at most 8 steps
+    python examples/17_sudoku_orders.py --num-tests 1000 --max-steps 81 --out runs/orders
+    python examples/17_sudoku_orders.py --num-tests 1000 --max-steps 81 --noise uniform --model runs/uniform/checkpoint
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dgemma
+from dgemma.data import sudoku
+from dgemma.sampling import Ancestral, BlockRefinement, Confidence, EntropyBound, StableAndConfident
+
+KINDS = {"30-45 givens": (30, 45), "24-29 givens": (24, 29)}
+STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 81)
+BOUNDS = (0.001, 0.01, 0.1, 0.5, 1.0, 2.0, 4.0)  # nats
+CONFIDENT = (0.8, 0.95, 0.99)
+
+
+def settings(noise: str, max_steps: int) -> dict[str, dict[str, Any]]:
+    """By order, what is varied within it: options for `sudoku.complete`."""
+    adaptive = {"steps": min(48, max_steps), "stop": StableAndConfident()}
+
+    def fixed(sampler: Any) -> dict[str, Any]:
+        return {f"{n} steps": {"sampler": sampler, "steps": n, "stop": None} for n in STEPS if n <= max_steps}
+
+    def bounded(**more: Any) -> dict[str, Any]:
+        return {f"{b} nats": {"sampler": EntropyBound(bound=b, greedy=True, **more), **adaptive} for b in BOUNDS}
+
+    if noise == "mask":
+        found = {order: fixed(Confidence(order=order, greedy=True)) for order in ("random", "confidence", "margin")}
+    else:  # where what is written can change again
+        found = {"random": fixed(Ancestral()), "confidence": fixed(BlockRefinement(tau=1.0, greedy=True))}
+        found["confident"] = {str(p): {"sampler": BlockRefinement(tau=p, greedy=True), **adaptive} for p in CONFIDENT}
+        found["margin"] = bounded(order="margin")
+    found["entropy"] = bounded()
+    found["entropy, clues not frozen"] = {"0.1 nats": {**found["entropy"]["0.1 nats"], "keep_clues": False}}
+    return found
+
+
+def solving(model: dgemma.DiffusionGemma, tests: sudoku.Puzzles, noise: str) -> Any:
+    """The task of a sweep: which grids are right, and the run they come from."""
+    solutions = torch.from_numpy(tests.solutions).to(model.device)
+
+    def solve(options: dict[str, Any], seed: int) -> tuple[torch.Tensor, dgemma.Generation]:
+        common = {"noise": sudoku.sudoku_noise(noise), "temperature": 1.0, "seed": seed, "progress": False}
+        done = sudoku.complete(model, tests.puzzles, **common, **options)
+        return (done.grids == solutions).all(1), done.generation
+
+    return solve
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """A colour for each order, a dash for each kind of puzzle."""
+    from matplotlib.figure import Figure
+
+    axes = Figure(figsize=(9, 4), layout="constrained").subplots()
+    orders = list(dict.fromkeys(row["order"] for row in rows))
+    for kind, dash in zip(KINDS, ("-", "--"), strict=True):
+        for number, order in enumerate(orders):
+            points = [row for row in rows if row["kind"] == kind and row["order"] == order]
+            steps, exact = [row["steps"] for row in points], [100 * row["exact"] for row in points]
+            axes.plot(steps, exact, f"{dash}o", color=f"C{number}", markersize=3.5, label=f"{order}, {kind}")
+    axes.set(xlabel="mean steps", ylabel="exact grids, %", xscale="log", ylim=(0, 101))
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+    axes.figure.savefig(path, dpi=110)
+
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--model", default="dgemma/sudoku", help="the solver (%(default)s)")
+parser.add_argument("--noise", choices=["mask", "uniform"], default="mask", help="what it was trained with (mask)")
+parser.add_argument("--num-tests", type=int, default=4, help="puzzles of each kind (%(default)s)")
+parser.add_argument("--max-steps", type=int, default=8, help="leave out what may take more (%(default)s)")
+parser.add_argument("--puzzles", type=Path, help="a folder that keeps the puzzles")
+parser.add_argument("--workers", type=int, default=1, help="processes that make puzzles")
+parser.add_argument("--out", type=Path, help="a folder for orders.json and steps.png")
+parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+args = parser.parse_args()
+
+dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+model = dgemma.DiffusionGemma.from_pretrained(args.model, dtype=dtype, device=args.device)
+made = {"split": "test", "seed": 1, "workers": args.workers, "folder": args.puzzles}
+rows = []
+print(f"{'':52}{'exact':>8}{'± error':>9}{'steps':>7}")
+for kind, givens in KINDS.items():
+    task = solving(model, sudoku.generate_puzzles(args.num_tests, givens=givens, **made), args.noise)
+    for order, varied in settings(args.noise, args.max_steps).items():
+        for row in dgemma.sweep(task, varied, progress=False).rows:
+            found = {"exact": row.quality, "error": row.error, "steps": row.forwards}
+            rows.append({"kind": kind, "order": order, "setting": row.label, **found})
+            label = f"{kind}: {order}, {row.label}"
+            print(f"{label:52}{row.quality:8.1%}{row.error:9.1%}{row.forwards:7.1f}", flush=True)
+if args.out is not None:
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "orders.json").write_text(json.dumps(rows, indent=1) + "\n")
+    plot(rows, args.out / "steps.png")

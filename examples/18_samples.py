@@ -1,0 +1,69 @@
+"""What a text model writes: the same prompts by several samplers and word by word, seed 0, nothing chosen or edited.
+
+python examples/18_samples.py --new-tokens 64                        a minute on a CPU; the page is printed
+python examples/18_samples.py --out samples.md                       the page that ships with the checkpoint
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dgemma
+
+PROMPTS = [
+    "",
+    "It was a dark night, and the old captain",
+    '"My dear Emma," said Mr. Knightley,',
+    "And the LORD said unto",
+    "The condition of our relations with foreign powers",
+]
+# what is passed to `generate`, beside the checkpoint's own defaults
+SAMPLERS: dict[str, dict[str, Any]] = {
+    "published sampler, at most 48 steps a canvas": {},
+    "published sampler, at most 16 steps": {"steps": 16},
+    "entropy bound 1 nat": {"sampler": dgemma.EntropyBound(bound=1.0)},
+    "ancestral, 64 steps, temperature 0.8": {
+        "sampler": dgemma.Ancestral(),
+        "steps": 64,
+        "stop": None,
+        "temperature": 0.8,
+    },
+}
+
+
+def quote(prompt: str, text: str) -> str:
+    shown = (f"**{prompt}**" if prompt else "") + text
+    return "\n".join(f"> {line}" if line else ">" for line in shown.splitlines())
+
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--model", default="dgemma/text", help="a checkpoint with a tokenizer (%(default)s)")
+parser.add_argument("--num-prompts", type=int, default=len(PROMPTS), help="the first few (%(default)s)")
+parser.add_argument("--new-tokens", type=int, default=192, help="of each sample (%(default)s)")
+parser.add_argument("--out", type=Path, help="a Markdown file; default: print it")
+parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+args = parser.parse_args()
+
+model = dgemma.DiffusionGemma.from_pretrained(args.model, dtype=torch.float32, device=args.device)
+tokenizer = dgemma.Tokenizer.from_pretrained(args.model)
+prompts = PROMPTS[: args.num_prompts]
+tokens, mask = (tensor.to(args.device) for tensor in tokenizer.encode_batch(prompts))
+common = {"attention_mask": mask, "max_new_tokens": args.new_tokens, "seed": [0] * len(prompts)}
+
+page = ["# Samples", "", "Seed 0 everywhere; nothing was chosen or edited. The prompt is in bold."]
+for name, options in SAMPLERS.items():
+    out = dgemma.generate(model, tokens, **common, **options, progress=False)
+    page += ["", f"## {name}"]
+    for row, prompt in enumerate(prompts):
+        forwards = f"({int(out.steps[row].sum())} forwards, {float(out.tokens_per_forward[row]):.1f} tokens each)"
+        page += ["", quote(prompt, tokenizer.decode(out.new_tokens[row])), "", forwards]
+page += ["", "## word by word, temperature 0.8"]
+for prompt, written in zip(prompts, dgemma.generate_causal(model, tokens, **common, temperature=0.8), strict=True):
+    page += ["", quote(prompt, tokenizer.decode(written))]
+text = "\n".join(page) + "\n"
+if args.out is None:
+    print(text, end="")
+else:
+    args.out.write_text(text)

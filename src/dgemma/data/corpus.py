@@ -1,0 +1,53 @@
+"""A corpus in a folder: train.txt, validation.txt and test.txt, their tokenizer and tokens made once beside them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from dgemma.data.documents import read_documents
+from dgemma.data.token_file import TokenFile
+from dgemma.data.vocabulary import train_tokenizer
+from dgemma.tokenizer import Tokenizer
+
+SEPARATOR = "\f"  # between two documents
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """A tokenizer learned from the training text, and the three parts in its tokens."""
+
+    tokenizer: Tokenizer
+    train: TokenFile
+    validation: TokenFile
+    test: TokenFile
+
+
+def prepare_corpus(folder: str | Path, vocab_size: int) -> Corpus:
+    """Open a corpus; what is missing of `tokenizer/` and `tokens/` is made first. Delete them when a text changes.
+
+    Documents are parted by a form feed.
+
+    Example: `prepare_corpus("runs/corpus", vocab_size=4096).train.num_tokens`.
+    """
+    folder = Path(folder)
+    made = folder / "tokenizer"
+    if (made / "tokenizer_config.json").is_file():
+        tokenizer = Tokenizer.from_pretrained(made)
+    else:
+        texts = (document.text for document in read_documents(folder / "train.txt", separator=SEPARATOR))
+        tokenizer = train_tokenizer(texts, vocab_size, made)
+    if tokenizer.vocab_size != vocab_size:
+        raise ValueError(
+            f"prepare_corpus vocab_size must be {tokenizer.vocab_size}, with which {made} was made, got {vocab_size}. "
+            f"Delete that folder and {folder / 'tokens'} to make them anew."
+        )
+    return Corpus(
+        tokenizer=tokenizer,
+        **{part: _tokenise(folder, part, tokenizer) for part in ("train", "validation", "test")},
+    )
+
+
+def _tokenise(folder: Path, part: str, tokenizer: Tokenizer) -> TokenFile:
+    made = folder / "tokens" / part
+    if (made / "about.json").is_file():  # written last
+        return TokenFile.open(made)
+    return TokenFile.write(read_documents(folder / f"{part}.txt", separator=SEPARATOR), tokenizer, made)

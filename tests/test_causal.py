@@ -1,0 +1,88 @@
+"""Word by word: every token is drawn from the distribution that the whole text before it gives, and from no other."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import dgemma
+import next_token
+
+PROMPTS = torch.tensor([[2, 9, 17, 5], [2, 30, 11, 8]])
+
+
+@pytest.fixture(scope="module")
+def model():
+    return next_token.model()
+
+
+def from_scratch(model, tokens):
+    """The next token's probabilities, read without a cache, a row at a time; (B, V)."""
+    rows = [model.causal_logits(row[None])[0, -1] for row in tokens]
+    return torch.stack(rows).softmax(-1)
+
+
+def test_greedy_writing_takes_the_argmax_after_every_word(model):
+    written = dgemma.generate_causal(model, PROMPTS, max_new_tokens=40, top_k=1, eos_token_ids=[])
+    assert written.shape == (2, 40)  # longer than the sliding window
+    text = PROMPTS
+    for token in written.T:
+        assert torch.equal(token, from_scratch(model, text).argmax(-1))
+        text = torch.cat([text, token[:, None]], dim=1)
+
+
+def test_words_come_as_often_as_they_are_probable(model):
+    count = 4000
+    prompts = PROMPTS[:1].expand(count, -1)
+    written = dgemma.generate_causal(model, prompts, max_new_tokens=2, temperature=0.7, eos_token_ids=[])
+    first = from_scratch(model, PROMPTS[:1])[0].pow(1 / 0.7)
+    first /= first.sum()
+    # 4 standard deviations of a frequency; 32 tokens are compared
+    found = written[:, 0].bincount(minlength=next_token.VOCAB) / count
+    assert ((found - first).abs() <= 4 * (first * (1 - first) / count).sqrt()).all()
+    likeliest = int(first.argmax())
+    second = from_scratch(model, torch.cat([PROMPTS[:1], torch.tensor([[likeliest]])], dim=1))[0].pow(1 / 0.7)
+    second /= second.sum()
+    after = written[written[:, 0] == likeliest, 1]
+    found = after.bincount(minlength=next_token.VOCAB) / len(after)
+    assert ((found - second).abs() <= 4 * (second * (1 - second) / len(after)).sqrt()).all()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_row_does_not_depend_on_its_batch(model, side):
+    short = PROMPTS[1:, :2]
+    alone = dgemma.generate_causal(model, short, max_new_tokens=8, seed=[5], eos_token_ids=[])
+    padding = (2, 0) if side == "left" else (0, 2)
+    padded = torch.cat([PROMPTS[:1], torch.nn.functional.pad(short, padding)])
+    mask = torch.cat([torch.ones(1, 4), torch.nn.functional.pad(torch.ones(1, 2), padding)]).long()
+    batch = dgemma.generate_causal(model, padded, attention_mask=mask, max_new_tokens=8, seed=[4, 5], eos_token_ids=[])
+    assert torch.equal(batch[1:], alone)
+
+
+def test_a_stop_token_is_written_and_padded_after(model):
+    free = dgemma.generate_causal(model, PROMPTS, max_new_tokens=12, seed=3, eos_token_ids=[])
+    stop = int(free[0, 4])
+    assert stop not in free[0, :4]
+    stopped = dgemma.generate_causal(model, PROMPTS[:1], max_new_tokens=12, seed=3, eos_token_ids=stop)
+    assert torch.equal(stopped, free[:1, :5])  # nobody is left to write more
+    both = dgemma.generate_causal(model, PROMPTS, max_new_tokens=12, seed=3, eos_token_ids=stop)
+    assert torch.equal(both[0, :5], free[0, :5])
+    assert (both[0, 5:] == model.generation.pad_token_id).all()
+
+
+def test_arguments_are_refused_as_by_generate(model):
+    with pytest.raises(ValueError, match="at least one token a row"):
+        dgemma.generate_causal(model, PROMPTS[:, :0])
+    with pytest.raises(ValueError, match=r"Temperature\.value must be > 0"):
+        dgemma.generate_causal(model, PROMPTS, temperature=0.0)
+    with pytest.raises(ValueError, match="max_new_tokens must be an integer of at least 1"):
+        dgemma.generate_causal(model, PROMPTS, max_new_tokens=0)
+
+
+def test_the_page_of_samples_that_ships_is_what_the_checkpoint_writes():
+    model = dgemma.DiffusionGemma.from_pretrained("dgemma/text", dtype=torch.float32)
+    tokenizer = dgemma.Tokenizer.from_pretrained("dgemma/text")
+    page = (Path(dgemma.__file__).parent / "assets" / "text" / "samples.md").read_text()
+    prompt, mask = tokenizer.encode_batch(["It was a dark night, and the old captain"])
+    written = dgemma.generate_causal(model, prompt, attention_mask=mask, max_new_tokens=16, temperature=0.8)
+    assert f"**It was a dark night, and the old captain**{tokenizer.decode(written[0])}" in page
