@@ -1,7 +1,7 @@
 """Which order of solving is best? One Sudoku solver under many samplers: exact grids against steps.
 
 Cells are filled at random, by confidence, or by the margin between the two best digits, in a fixed number of steps; or
-as many at once as an entropy bound allows, until the grid stands still. The second line made the README's table and
+as many at once as an entropy bound allows, until the grid stands still. The second line gives the README's table and
 picture, on one GPU; the third is for a solver of your own, trained by 10_train_sudoku.py with the other noise.
 
     python examples/17_sudoku_orders.py                                     four puzzles of each kind, at most 8 steps
