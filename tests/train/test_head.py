@@ -139,13 +139,15 @@ def test_under_autocast_the_products_are_in_bfloat16_and_the_loss_in_float32():
 
 @pytest.mark.parametrize("self_cond_logits", ["rounded", "float32"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_soft_embedding_is_the_models_and_trains_the_embedding_alone(self_cond_logits, dtype):
+@pytest.mark.parametrize("allowed", [None, torch.arange(512) % 7 == 3], ids=["all tokens", "some"])
+def test_the_soft_embedding_is_the_models_and_trains_the_embedding_alone(self_cond_logits, dtype, allowed):
     conventions = Conventions(self_cond_logits=self_cond_logits)
     model = DiffusionGemma(dgemma.presets.tiny(), dtype=dtype, conventions=conventions)
     hidden = torch.randn(2, 3, 5, 64, dtype=dtype, requires_grad=True)
-    found = head.soft_embedding(model, hidden, slice_elements=4 * 512)
+    found = head.soft_embedding(model, hidden, allowed=allowed, slice_elements=4 * 512)
     raw = (hidden @ model.embed_tokens.weight.T).detach()
-    expected = model.soft_embedding(Prediction(raw.flatten(0, 1), (SoftCap(30.0),))).unflatten(0, (2, 3))
+    prediction = Prediction(raw.flatten(0, 1), (SoftCap(30.0),)).shape(allowed=allowed)
+    expected = model.soft_embedding(prediction).unflatten(0, (2, 3))
     tolerance = {"atol": 2e-2, "rtol": 2e-2} if dtype == torch.bfloat16 else {"atol": 1e-5, "rtol": 1e-5}
     torch.testing.assert_close(found, expected, **tolerance)
     probe = torch.randn_like(found)

@@ -440,6 +440,24 @@ def test_the_weights_of_the_terms_scale_them(model):
     assert set(make(decoder_weight=0.0)(model, BATCH, seeds=SEEDS).sums) == {"causal"}
 
 
+@pytest.mark.parametrize(
+    ("noise", "ids"),
+    [(UniformNoise(VOCAB), (7, 8, 9)), (MaskNoise(VOCAB, mask_token_id=MASK), None)],
+    ids=["allowed", "all but the mask"],
+)
+def test_self_conditioning_is_over_what_generate_may_propose(model, seen, noise, ids):
+    loss = make(noise=noise, allowed=ids, self_cond_prob=1.0, causal_weight=0.0, t_range=(0.9, 0.9))
+    loss(model, BATCH, seeds=SEEDS)
+    first, second = seen
+    hidden = objective.predict_canvases(model, first["z"], first["starts"], first["clean"])
+    allowed = torch.tensor([token in (ids or range(VOCAB)) and token != noise.mask_token for token in range(VOCAB)])
+    raw = model._head(hidden.flatten(0, 1))
+    expected = model.soft_embedding(raw.shape(allowed=allowed)).view_as(second["signal"])
+    torch.testing.assert_close(second["signal"], expected, rtol=1e-4, atol=1e-4)
+    everywhere = model.soft_embedding(raw).view_as(expected)
+    assert (everywhere - expected).abs().max() > 0.01  # or this would say nothing
+
+
 def test_packed_texts_are_scored_as_if_each_stood_alone(model):
     tokens = torch.arange(5, 5 + 24)[None]
     packed = TrainBatch(

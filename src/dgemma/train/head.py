@@ -73,18 +73,23 @@ def map_logits(
     return torch.cat([checkpoint(of_slice, rows, weight, *given, use_reentrant=False) for rows, *given in pieces])
 
 
-def soft_embedding(model: DiffusionGemma, hidden: Tensor, *, slice_elements: int | None = None) -> Tensor:
+def soft_embedding(
+    model: DiffusionGemma, hidden: Tensor, *, allowed: Tensor | None = None, slice_elements: int | None = None
+) -> Tensor:
     """`model.soft_embedding` of the prediction that hidden (..., D) gives, which is taken as given: (..., D).
 
-    The gradient reaches the embedding that the probabilities are multiplied with, as in the published model, and stops
-    at the probabilities.
+    allowed, (V,) or (1, 1, V) bool: the tokens that may be proposed, as in `generate`; None: all. The gradient reaches
+    the embedding that the probabilities are multiplied with, as in the published model, and stops at the probabilities.
 
     Example: `model.embed_canvas(canvas, soft_embedding(model, first_pass_hidden))`.
     """
     weight, rows = model.embed_tokens.weight, hidden.detach().flatten(0, -2)
     rounded = model.dtype if model.conventions.self_cond_logits == "rounded" else None
     size, dtype = _rows_at_once(weight, slice_elements or _fused_elements(weight)), _product_dtype(hidden)
-    soft: Tensor = _SoftEmbedding.apply(rows, weight, model.config.final_logit_softcapping, rounded, dtype, size)
+    allowed = None if allowed is None else allowed.flatten()
+    soft: Tensor = _SoftEmbedding.apply(
+        rows, weight, allowed, model.config.final_logit_softcapping, rounded, dtype, size
+    )
     return (soft * model.embed_scale()).view(hidden.shape)
 
 
@@ -144,18 +149,19 @@ class _SoftEmbedding(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        allowed: Tensor | None,
         cap: float,
         rounded: torch.dtype | None,
         dtype: torch.dtype,
         num_rows: int,
     ) -> Tensor:
-        ctx.save_for_backward(hidden, weight)
+        ctx.save_for_backward(hidden, weight, allowed)
         ctx.cap, ctx.rounded, ctx.dtype, ctx.num_rows = cap, rounded, dtype, num_rows
         narrow = weight.to(dtype)
         probabilities = fused(_probabilities_of_slice, hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
             pieces = [
-                probabilities(F.linear(rows.to(dtype), narrow), cap, rounded) @ narrow
+                probabilities(F.linear(rows.to(dtype), narrow), allowed, cap, rounded) @ narrow
                 for rows in hidden.split(num_rows)
             ]
         return torch.cat(pieces)
@@ -163,16 +169,16 @@ class _SoftEmbedding(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight = ctx.saved_tensors
+        hidden, weight, allowed = ctx.saved_tensors
         if not ctx.needs_input_grad[1]:
-            return None, None, None, None, None, None
+            return None, None, None, None, None, None, None
         narrow = weight.to(ctx.dtype)
         grad_weight = torch.zeros_like(weight, dtype=wide_dtype(weight))
         probabilities = fused(_probabilities_of_slice, hidden.device)
         for rows, grad_rows in zip(hidden.split(ctx.num_rows), grad.split(ctx.num_rows), strict=True):
             logits = F.linear(rows.to(ctx.dtype), narrow)
-            grad_weight += probabilities(logits, ctx.cap, ctx.rounded).T @ grad_rows.to(ctx.dtype)
-        return None, grad_weight.to(weight.dtype), None, None, None, None
+            grad_weight += probabilities(logits, allowed, ctx.cap, ctx.rounded).T @ grad_rows.to(ctx.dtype)
+        return None, grad_weight.to(weight.dtype), None, None, None, None, None
 
 
 def _loss_of_slice(
@@ -200,9 +206,10 @@ def _grad_of_slice(
     return (slopes * (1 - (capped / cap).square()) * grad[:, None]).to(logits.dtype)
 
 
-def _probabilities_of_slice(logits: Tensor, cap: float, rounded: torch.dtype | None) -> Tensor:
+def _probabilities_of_slice(logits: Tensor, allowed: Tensor | None, cap: float, rounded: torch.dtype | None) -> Tensor:
     """logits (m, V), uncapped → probabilities (m, V) in their dtype."""
     capped = _cap(logits, cap)
+    capped = capped if allowed is None else capped.masked_fill(~allowed, -torch.inf)
     capped = capped if rounded is None else capped.to(rounded)
     return capped.softmax(-1, dtype=wide_dtype(capped)).to(logits.dtype)
 

@@ -192,7 +192,8 @@ class _Estimator:
         hidden = predict(None)
         if not self.self_cond:
             return hidden
-        return predict(head.soft_embedding(self.model, hidden.flatten(1, 2)).view(*z.shape, -1))
+        proposable = self.noise.proposable(None, z.device)  # as in `generate`
+        return predict(head.soft_embedding(self.model, hidden, allowed=proposable))
 
     def _causal(self, cut: Canvases, clean: CleanText) -> tuple[Tensor, Tensor]:
         """What each canvas position costs word by word, and where the causal mode predicts it: (B, K, C) both.

@@ -67,7 +67,7 @@ class Objective:
     fill_token: int = 1  # end-of-text, after an answer's end
     canvases: str = "one"  # of each row: "one", drawn uniformly among those that hold text, or "all", in one pass
     t_range: tuple[float, float] = (1e-4, 1 - 1e-4)  # t is uniform on it, one for each canvas
-    allowed: tuple[int, ...] | None = None  # the ids that random noise draws from; None: the vocabulary
+    allowed: tuple[int, ...] | None = None  # the ids that random noise draws from and self-conditioning is over
 
     # The decoder's term. "cross_entropy" of what was there; "leave_one_out": the same, of logits that mean p(x | z
     # without this position); "nelbo": the exact bound, whose logits mean what `parametrisation` says.
@@ -237,10 +237,7 @@ class Objective:
         u = fused(_draw, seeds.device)(seeds, cut.index, self.canvas_len)
         low, high = self.t_range
         level = 1 - self.noise.schedule.alpha(low + (high - low) * u.time)  # (B, K, 1) float64
-        allowed = None
-        if self.allowed is not None:
-            allowed = _allowed_mask(self.allowed, self.noise.vocab_size, seeds.device)
-        z = self.noise.corrupt(cut.x, level, u.event, u.token, allowed=allowed)
+        z = self.noise.corrupt(cut.x, level, u.event, u.token, allowed=self._allowed_mask(seeds.device))
         replaced = (u.event >= self.noise.clean_share(level)) & ~cut.pinned
         self_cond = u.self_cond < self.self_cond_prob
         return Noised(torch.where(cut.pinned, cut.x, z), replaced, level[..., 0], self_cond[..., 0])
@@ -280,7 +277,8 @@ class Objective:
             return predict(off)
         with torch.no_grad():
             first = predict(off)
-        signal = head.soft_embedding(model, first)
+        proposable = self.noise.proposable(self._allowed_mask(first.device), first.device)  # as in `generate`
+        signal = head.soft_embedding(model, first, allowed=proposable)
         return predict(torch.where(noised.self_cond[..., None, None], signal, 0.0 if off is None else off))
 
     def _decoder_losses(self, model: DiffusionGemma, cut: Canvases, noised: Noised, hidden: Tensor) -> Tensor:
@@ -322,9 +320,14 @@ class Objective:
         """log(1 + Kα/(1 - α)): how much more likely z is seen where it stood; K is how many tokens noise draws from."""
         num_tokens = self.noise.vocab_size if self.allowed is None else len(set(self.allowed))
         evidence = torch.log1p(num_tokens * (1 - level) / level).clamp(max=_CERTAIN)
-        if self.allowed is None:
+        allowed = self._allowed_mask(z.device)
+        if allowed is None:
             return evidence
-        return torch.where(_allowed_mask(self.allowed, self.noise.vocab_size, z.device)[z], evidence, _CERTAIN)
+        return torch.where(allowed[z], evidence, _CERTAIN)
+
+    def _allowed_mask(self, device: torch.device) -> Tensor | None:
+        """(V,) bool; None: all."""
+        return None if self.allowed is None else _mask_of(self.allowed, self.noise.vocab_size, device)
 
     def _causal_losses(self, model: DiffusionGemma, cut: Canvases, clean: CleanText | None) -> Tensor:
         """What each token's successor costs, (B, causal_len)."""
@@ -354,6 +357,6 @@ def _draw(seeds: Tensor, index: Tensor, canvas_len: int) -> _Draws:
 
 
 @cache
-def _allowed_mask(ids: tuple[int, ...], vocab_size: int, device: torch.device) -> Tensor:
+def _mask_of(ids: tuple[int, ...], vocab_size: int, device: torch.device) -> Tensor:
     """(V,) bool, made once: copying ids to a GPU waits for it."""
     return torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, torch.tensor(ids), True).to(device)
