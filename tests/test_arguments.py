@@ -1,5 +1,7 @@
 """What a caller may pass: every form of it that is clear is read, every other refused in a sentence before any work."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
@@ -181,6 +183,50 @@ def test_knobs_refuse_what_generate_refuses():
     for change in ({"top_k": 0}, {"top_p": 1.5}, {"sampler": dgemma.EntropyBound}, {"temperature": 0.5}, {"stop": 3}):
         with pytest.raises(ValueError, match=rf"Knobs\.{next(iter(change))} must"):
             dgemma.Knobs(**(whole | change))
+
+
+class Adjustable(dgemma.EntropyBound):
+    """Inherits a frozen dataclass, and keeps a setting beside its fields: equal to another by what it does not say."""
+
+    def __init__(self, window):
+        super().__init__()
+        self.window = window
+
+
+@dataclass
+class Thawed(dgemma.Sampler):
+    window: int = 8
+
+
+@dataclass(frozen=True)
+class Wrapper(dgemma.Sampler):
+    inner: dgemma.Sampler
+
+
+class LooseRule(dgemma.StopRule):
+    pass
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sampler": Thawed()},
+        {"sampler": Adjustable(4)},
+        {"sampler": Wrapper(Thawed())},
+        {"stop": LooseRule()},
+        {"stop": dgemma.StepCap(4) | LooseRule()},
+    ],
+    ids=["thawed", "attribute", "wrapped", "rule", "combined"],
+)
+def test_what_could_change_behind_a_captured_graph_is_refused_as_a_knob(change):
+    whole = {"sampler": dgemma.EntropyBound(), "temperature": dgemma.LinearTemperature()}
+    fix = r"must be a frozen dataclass .*, got .*\. Write @dataclass\(frozen=True, kw_only=True\) above the class\.$"
+    with pytest.raises(ValueError, match=rf"^Knobs\.{next(iter(change))} {fix}"):
+        dgemma.Knobs(**(whole | change))
+
+
+def test_a_frozen_sampler_that_holds_another_is_a_knob():
+    dgemma.Knobs(sampler=Wrapper(dgemma.EntropyBound()), temperature=dgemma.LinearTemperature())
 
 
 def test_the_noise_level_is_that_of_blocks_with_a_canvas_alone(model):

@@ -192,16 +192,18 @@ class _Predicted(NamedTuple):
         return self.prediction
 
 
+@dataclass(frozen=True, eq=False)
 class _Decided(Sampler):
     """A sampler that has already been asked."""
 
-    def __init__(self, sampler: Sampler, decision: Decision, revises: bool) -> None:
-        self.sampler, self.decision, self._revises = sampler, decision, revises
-        self.redecides = sampler.redecides
+    sampler: Sampler
+    decision: Decision
+    may_revise: bool
+    redecides: frozenset[str] = frozenset()
 
     @property
     def revises(self) -> bool:
-        return self._revises
+        return self.may_revise
 
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
         return self.decision
@@ -222,7 +224,7 @@ def update(
 
     Where positions are multiplied as independent, whether a canvas is closed is no property of one of them.
     """
-    decided = _Decided(sampler, decision, independent or sampler.revises)
+    decided = _Decided(sampler, decision, independent or sampler.revises, sampler.redecides)
     knobs = Knobs(sampler=decided, temperature=ConstantTemperature(value=1.0), stop=stop)
     after, _ = step(_Predicted(prediction), state, cache=None, knobs=knobs)
     return replace(after, injected={}, self_cond=None)

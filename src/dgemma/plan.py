@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from dgemma import arguments
 from dgemma.arguments import Span
@@ -39,6 +40,12 @@ class Knobs:
                 raise ValueError(
                     f"Knobs.{name} must be a value such as {example.__name__}(), got {value!r}. "
                     "Write a class with its parentheses."
+                )
+            # It keys a CUDA graph: what could change behind its back would replay the old graph.
+            if value is not None and not _is_frozen(value):
+                raise ValueError(
+                    f"Knobs.{name} must be a frozen dataclass whose settings are its fields, got {type(value).__name__}"
+                    ". Write @dataclass(frozen=True, kw_only=True) above the class."
                 )
         if not callable(self.temperature) or isinstance(self.temperature, type):
             raise ValueError(
@@ -84,6 +91,15 @@ class Plan:
             name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)
         }
         return replace(self, span=self.span.to(device), **moved)
+
+
+def _is_frozen(value: Any) -> bool:
+    """Whether it is a frozen dataclass with no attribute but its fields, and so are the samplers and rules in it."""
+    made = getattr(type(value), "__dataclass_params__", None)
+    if made is None or not made.frozen:
+        return False
+    held = (part for part in tree_leaves(list(vars(value).values())) if isinstance(part, Sampler | StopRule))
+    return vars(value).keys() <= {f.name for f in fields(value)} and all(_is_frozen(part) for part in held)
 
 
 def read_plan(
