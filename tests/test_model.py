@@ -11,6 +11,7 @@ from dgemma import DiffusionGemma
 from dgemma.config import Conventions
 from dgemma.model import experts
 from dgemma.model.experts import grouped_product, looped_product
+from dgemma.model.layout import lay_out_by_column
 from published import pair
 
 
@@ -148,6 +149,22 @@ def test_experts_run_the_same_on_shapes_the_grouped_product_refuses(monkeypatch)
     grouped = layer.experts(x, layer.router(x))
     monkeypatch.setattr(experts, "_supports_grouped", lambda *weights: False)
     torch.testing.assert_close(layer.experts(x, layer.router(x)), grouped, atol=1e-7, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_weights_laid_out_by_column_are_the_same_weights(tmp_path):
+    model, canvas = DiffusionGemma(dgemma.presets.tiny()), torch.randint(0, 512, (1, 8))
+    by_column = copy.deepcopy(model)
+    lay_out_by_column(by_column)
+    assert all(
+        w.mT.is_contiguous()
+        for w in (by_column.layers[0].mlp.up_proj.weight, *by_column.layers[0].experts.parameters())
+    )
+    expected = model.denoise(canvas, model.encode(canvas)).logits
+    torch.testing.assert_close(by_column.denoise(canvas, by_column.encode(canvas)).logits, expected)
+    by_column.save_pretrained(tmp_path)
+    for name, weight in DiffusionGemma.from_pretrained(tmp_path).named_parameters():
+        assert torch.equal(weight, model.get_parameter(name))
 
 
 @torch.no_grad()

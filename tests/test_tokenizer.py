@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import GemmaTokenizer
+from transformers import AutoTokenizer, GemmaTokenizer, PreTrainedTokenizerFast
 
-from dgemma.tokenizer import ByteTokenizer, PretrainedTokenizer, Tokenizer
+from dgemma.tokenizer import ByteTokenizer, PretrainedTokenizer, Tokenizer, _transformers_class
 
 # The published tokenizer's ids (google/diffusiongemma-26B-A4B-it); BPE pieces in between sit at ids it uses otherwise.
 SPECIAL = {
@@ -238,6 +238,18 @@ def test_code_in_a_checkpoint_is_not_run(folders, tmp_path):
     with suppress(ValueError):  # refusing the checkpoint is as good as ignoring its code
         Tokenizer.from_pretrained(folder)
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_plain_tokenizer_is_read_without_auto_tokenizer_and_just_the_same(tmp_path):
+    names = {f"{name}_token": f"<{name}>" for name in ("pad", "eos", "bos", "unk", "mask")}
+    plain = PreTrainedTokenizerFast(tokenizer_object=_published_like_tokenizer().backend_tokenizer, **names)
+    plain.save_pretrained(tmp_path)
+    assert _transformers_class(tmp_path) is PreTrainedTokenizerFast
+    ours, theirs = Tokenizer.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    ids = ours.encode("Why is the sky blue? <mask>é", bos=False)
+    assert ids == theirs.encode("Why is the sky blue? <mask>é", add_special_tokens=False)
+    assert ours.decode(ids) == theirs.decode(ids)
+    assert ours.mask_token_id == theirs.mask_token_id == 4
 
 
 def test_saved_tokenizers_are_found_again(tokenizer, tmp_path):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dgemma.checkpoint import resolve
+from dgemma.config import read_json
 from dgemma.sampling.checks import as_int
 
 Message = Mapping[str, Any]
@@ -204,15 +205,13 @@ class PretrainedTokenizer(Tokenizer):
     """
 
     def __init__(self, folder: str | Path) -> None:
-        from transformers import AutoTokenizer
-
         if not (Path(folder) / "tokenizer.json").is_file():
             raise FileNotFoundError(
                 f"{Path(folder) / 'tokenizer.json'} does not exist. Copy the checkpoint's tokenizer files there, or "
                 "use ByteTokenizer() for a model trained on bytes."
             )
         self._folder = Path(folder)
-        self._hf = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+        self._hf = _transformers_class(self._folder).from_pretrained(str(folder), trust_remote_code=False)
         self.vocab_size = max(self._hf.get_vocab().values()) + 1
         self.mask_token_id = self._hf.mask_token_id
         for name in ("pad_token_id", "eos_token_id", "bos_token_id"):
@@ -348,6 +347,16 @@ class ByteTokenizer(Tokenizer):
 def _names_byte_tokenizer(folder: Path) -> bool:
     config = folder / "tokenizer_config.json"
     return config.is_file() and '"dgemma.ByteTokenizer"' in config.read_text(errors="replace")
+
+
+def _transformers_class(folder: Path) -> Any:
+    """What transformers reads the folder with: `AutoTokenizer`, or without its seconds of imports the plain class."""
+    import transformers
+
+    is_described = (folder / "tokenizer_config.json").is_file()
+    name = read_json(folder, "tokenizer_config.json").get("tokenizer_class") if is_described else None
+    is_plain = name in ("TokenizersBackend", "PreTrainedTokenizerFast")
+    return transformers.PreTrainedTokenizerFast if is_plain else transformers.AutoTokenizer
 
 
 def _without_thought(message: Message) -> dict[str, Any]:

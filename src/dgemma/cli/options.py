@@ -10,6 +10,7 @@ import torch
 from dgemma.cli import values
 from dgemma.generate import Denoiser
 from dgemma.model import DiffusionGemma
+from dgemma.model.layout import lay_out_by_column
 from dgemma.noise import HybridNoise, MaskNoise, Noise, UniformNoise
 from dgemma.sampling import Sampler
 from dgemma.tokenizer import Tokenizer
@@ -116,6 +117,8 @@ def load_denoiser(arguments: argparse.Namespace) -> tuple[DiffusionGemma, Denois
     """The model, and what denoises with it: itself, or with --fast the kernels'."""
     if not arguments.fast:
         model = load_model(arguments)
+        if model.device.type == "cpu":
+            lay_out_by_column(model)
         return model, model
     if pick_device(arguments).type != "cuda":
         raise ValueError("--fast needs a GPU that torch can see, got none. Leave it out.")
