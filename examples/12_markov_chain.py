@@ -29,11 +29,11 @@ class Size:
     num_states: int = 254
     num_successors: int = 7
     length: int = 30
-    hidden_size: int = 256
+    hidden_size: int = 512
     num_layers: int = 5
     steps: int = 6000
     batch_size: int = 512
-    lr: float = 1.5e-3
+    lr: float = 1e-3
     num_test_rows: int = 8192
 
 

@@ -91,9 +91,9 @@ def sudoku() -> ModelConfig:
 
 
 def markov(
-    *, num_states: int = 254, length: int = 30, hidden_size: int = 256, num_hidden_layers: int = 5
+    *, num_states: int = 254, length: int = 30, hidden_size: int = 512, num_hidden_layers: int = 5
 ) -> ModelConfig:
-    """A dense network for short texts of `dgemma.data.markov`, 6.3 million weights; a canvas is a text.
+    """A dense network for short texts of `dgemma.data.markov`, 24 million weights; a canvas is a text.
 
     After the states come the mask and a spare id. Heads are one size, all layers see everything, positions turn fast.
     """
