@@ -1,10 +1,12 @@
 import os
 import subprocess
 import sys
+import zlib
 
 import pytest
 import torch
 
+import dgemma
 from dgemma import draws
 
 # Random123 1.14.0, tests/kat_vectors, rows "philox4x32 10": counter, key, output.
@@ -141,3 +143,33 @@ def test_gumbel_noise_picks_tokens_with_the_probabilities_of_a_softmax():
     counts = (logits + draws.gumbel(u)).argmax(-1).bincount(minlength=3) / n
     assert counts.tolist() == pytest.approx(logits.softmax(-1).tolist(), abs=5 * 0.5 / n**0.5)
     assert bool(draws.gumbel(torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)).isfinite().all())
+
+
+@pytest.mark.parametrize("purpose", ["", "token", "training self_cond", "ünïcode 中"])
+def test_the_word_of_a_purpose_is_its_crc32(purpose):
+    assert draws.purpose_word(purpose) == zlib.crc32(purpose.encode())
+
+
+@pytest.mark.parametrize(
+    ("noise", "sampler"),
+    [
+        (dgemma.UniformNoise(512), dgemma.EntropyBound()),
+        (dgemma.MaskNoise(512, mask_token_id=4), dgemma.Ancestral()),
+    ],
+    ids=["published", "ancestral"],
+)
+def test_a_step_with_its_draws_compiles_into_one_graph(noise, sampler):
+    # Graph breaks are what fullgraph refuses; the backend changes no number.
+    model = dgemma.DiffusionGemma(dgemma.presets.tiny())
+    cache = model.encode(torch.tensor([[2, 5, 6]]))
+    knobs = dgemma.Knobs(sampler=sampler, temperature=dgemma.LinearTemperature(start=0.8, end=0.4))
+    start = dgemma.start_state(knobs, noise, seeds=torch.tensor([3]), canvas_len=8, num_steps=4)
+    torch._dynamo.reset()
+    canvases = []
+    for step in (dgemma.step, torch.compile(dgemma.step, fullgraph=True, backend="eager")):
+        state = start
+        with torch.no_grad():
+            for _ in range(2):
+                state, _record = step(model, state, cache=cache, knobs=knobs)
+        canvases.append(state.canvas.tolist())
+    assert canvases[0] == canvases[1]

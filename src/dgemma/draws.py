@@ -5,8 +5,6 @@ on CPU, on GPU and in a Triton kernel (`tl.philox(seed, position, step, block, p
 here reads or moves a global generator.
 """
 
-import zlib
-
 import torch
 from torch import Tensor
 
@@ -15,6 +13,15 @@ _ROUND_A, _ROUND_B = 0xD2511F53, 0xCD9E8D57
 _KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
 _NUM_ROUNDS = 10
 _SMALLEST_UNIFORM = 2.0**-54  # half of the least uniform above 0; keeps Gumbel noise finite
+
+
+def _crc_of_byte(word: int) -> int:
+    for _ in range(8):
+        word = (word >> 1) ^ (0xEDB88320 if word & 1 else 0)
+    return word
+
+
+_CRC_TABLE = tuple(map(_crc_of_byte, range(256)))
 
 
 def philox(key: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -33,8 +40,14 @@ def philox(key: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple
 
 
 def purpose_word(purpose: str) -> int:
-    """The counter word of a purpose: any string is a stream of its own, stable across runs and machines."""
-    return zlib.crc32(purpose.encode())
+    """The counter word of a purpose, its CRC-32: any string is a stream of its own, stable across runs and machines.
+
+    Written out, because torch.compile traces plain Python and no `zlib`: a sampler that draws by any name compiles.
+    """
+    word = _LOW_32
+    for byte in purpose.encode():
+        word = (word >> 8) ^ _CRC_TABLE[(word ^ byte) & 0xFF]
+    return word ^ _LOW_32
 
 
 def uniform(seeds: Tensor, block: Tensor, step: Tensor, num_positions: int, purpose: str) -> Tensor:
