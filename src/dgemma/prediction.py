@@ -1,8 +1,8 @@
 """What a denoiser says about a canvas, and every statistic a sampler may ask of it.
 
 A `Prediction` is lazy: it holds the head's logits and how they are to be shaped, and computes entropy, argmax,
-confidence and samples when asked, a slice of positions at a time, so that no second (B, C, V) tensor is ever built
-unless somebody reads `.logits`. The fused engine has a twin with the same interface.
+confidence and samples when asked, a slice of positions at a time, so that no second (B, C, V) tensor of a large
+vocabulary is ever built unless somebody reads `.logits`. The fused engine has a twin with the same interface.
 """
 
 from collections.abc import Iterator
@@ -103,9 +103,8 @@ class Prediction:
     @property
     def logits(self) -> Tensor:
         """The shaped logits, (B, C, V)."""
-        if self._known_logits is not None:
-            return self._known_logits
-        logits = torch.cat(list(self.pieces()), dim=1)
+        pieces = list(self.pieces())
+        logits = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
         if self._may_keep():
             self._known_logits = logits
         return logits
@@ -175,12 +174,15 @@ class Prediction:
         return torch.is_grad_enabled() or not self._raw.requires_grad
 
     def _shaped(self, positions: slice) -> Tensor:
-        if self._known_logits is not None:  # somebody already paid for the whole tensor
+        """The shaped logits of one of the `_slices`; of a small vocabulary, which has only one, they are kept."""
+        if self._known_logits is not None:
             return self._known_logits[:, positions]
         logits = self._raw[:, positions]
         logits = logits if logits.dtype == torch.float64 else logits.float()
         for transform in self._transforms:
             logits = transform(logits, positions)
+        if logits.shape[1] == self.canvas_len and self._may_keep():
+            self._known_logits = logits
         return logits
 
     def _slices(self) -> list[slice]:
@@ -239,15 +241,15 @@ class _TopP(NamedTuple):
 
 def _describe(logits: Tensor) -> _Statistics:
     """The statistics of a (B, c, V) slice."""
-    log_normalizer = logits.logsumexp(-1)
-    log_probs = logits - log_normalizer[..., None]
-    probabilities = log_probs.exp()
+    best, argmax = logits.max(-1)
+    below = logits - best[..., None]
+    # Weights beside the best token's, which is 1: apart from it they keep their digits where it is nearly certain.
+    others = below.exp().scatter(-1, argmax[..., None], 0.0)
+    rest = others.sum(-1)
+    total, log_total = 1 + rest, rest.log1p()
     # 0 · log 0 is 0: a forbidden token carries no entropy.
-    entropy = -(probabilities * log_probs.masked_fill(log_probs == -torch.inf, 0.0)).sum(-1)
-    argmax = logits.argmax(-1)
-    best = probabilities.topk(min(2, logits.shape[-1]), dim=-1).values
-    margin = best[..., 0] - best[..., 1] if best.shape[-1] == 2 else best[..., 0]
-    return _Statistics(entropy, argmax, best[..., 0], margin, log_normalizer)
+    mean_below = (others * below.clamp(min=torch.finfo(below.dtype).min)).sum(-1) / total
+    return _Statistics(log_total - mean_below, argmax, 1 / total, (1 - others.amax(-1)) / total, best + log_total)
 
 
 def _inverse_cdf(logits: Tensor, u: Tensor) -> Tensor:

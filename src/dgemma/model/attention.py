@@ -70,11 +70,11 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """x (B, T, D) → queries (B, T, N, H), keys and values (B, K, T, H): normed per head, then rotated."""
-        split = "b t (n h) -> b t n h"
-        queries = rearrange(self.q_proj(x), split, h=self.head_dim)
-        raw_keys = rearrange(self.k_proj(x), split, h=self.head_dim)
-        raw_values = raw_keys if self.v_proj is None else rearrange(self.v_proj(x), split, h=self.head_dim)
-        queries = rotate(self.q_norm(queries), *rope)
+        heads = (-1, self.head_dim)
+        raw_queries = self.q_proj(x).unflatten(-1, heads)
+        raw_keys = self.k_proj(x).unflatten(-1, heads)
+        raw_values = raw_keys if self.v_proj is None else self.v_proj(x).unflatten(-1, heads)
+        queries = rotate(self.q_norm(raw_queries), *rope)
         keys = rotate(self.k_norm(raw_keys), *rope)
         values = rms_norm(raw_values, None, self.eps)
         return queries, keys.transpose(1, 2), values.transpose(1, 2)

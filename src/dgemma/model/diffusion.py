@@ -251,7 +251,8 @@ class DiffusionGemma(nn.Module):
         What `encode` and `denoise` have in common, for whoever lays out attention another way.
         """
         shapes = [self.config.layer_shape(layer) for layer in range(self.config.num_hidden_layers)]
-        tables = {shape.kind: rotary_table(shape, positions, x.dtype) for shape in shapes}
+        kinds = {shape.kind: shape for shape in shapes}
+        tables = {kind: rotary_table(shape, positions, x.dtype) for kind, shape in kinds.items()}
         layers: list[Layer] = list(self.layers)  # type: ignore[arg-type]
         x, new = run_layers(
             layers,
