@@ -2,6 +2,7 @@
 
 import inspect
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -388,6 +389,37 @@ def test_a_sampler_that_decides_nothing_usable_is_named(decide, error, sentence)
 
     with pytest.raises(error, match=sentence):
         dgemma.generate(RowwiseDenoiser(), torch.full((1, 3), 5), sampler=Careless())
+
+
+def test_weights_that_are_not_finite_stop_the_run_where_they_show():
+    model, prompt = pair()[0], torch.randint(5, 512, (2, 4))
+
+    def overflow(record: StepRecord):
+        if int(record.block[0]) == 1 and int(record.step[0]) == 2:
+            with torch.no_grad():
+                model.norm.weight[3] = torch.nan
+
+    sentence = r"Prediction\.entropy must be a number, got nan at block 1, step 3, row 0\. Check the weights"
+    with pytest.raises(FloatingPointError, match=sentence):
+        dgemma.generate(
+            model, prompt, max_new_tokens=64, steps=5, stop=None, seed=0, eos_token_ids=[], on_step=overflow
+        )
+
+
+@pytest.mark.parametrize("token", [-1, 64])
+def test_a_sampler_that_writes_no_token_of_the_vocabulary_is_named(token):
+    @dataclass(frozen=True)
+    class Stray(dgemma.Sampler):
+        redecides: ClassVar[frozenset[str]] = frozenset({"uniform"})
+
+        def __call__(self, prediction, state):
+            here = ((state.rows == 1) & (state.step == 2))[:, None]
+            tokens = torch.where(here, token, prediction.argmax)
+            return dgemma.Decision(tokens=tokens, write=state.open, renoise=~state.open)
+
+    sentence = r"Stray must write tokens in \[0, 64\), got .* at block 0, step 2, row 1\. Take them from the prediction"
+    with pytest.raises(ValueError, match=sentence):
+        dgemma.generate(RowwiseDenoiser(), torch.full((2, 3), 5), steps=3, stop=None, sampler=Stray())
 
 
 @pytest.mark.parametrize("combine", [lambda rule: rule, lambda rule: dgemma.StepCap(9) | rule], ids=["alone", "paired"])

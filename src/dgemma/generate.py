@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -422,7 +422,12 @@ def denoise_canvas(
     for num_taken in itertools.count(1):
         state, record = advance(state, cache=cache, knobs=knobs)  # nothing before it: the device is waiting
         state, knobs = apply_changes((yield record), state, knobs)
-        ended = (state.done | (state.step >= state.num_steps)).tolist()  # here the host waits for the device
+        out_of_steps, broken = state.step >= state.num_steps, record.entropy.sum(-1).isnan()
+        stray = ((state.canvas < 0) | (state.canvas >= state.noise.vocab_size)).any(-1)
+        flags = torch.stack((state.done | out_of_steps, broken, stray))
+        ended, broken_rows, stray_rows = flags.tolist()  # here the host waits for the device
+        if any(broken_rows) or any(stray_rows):
+            _refuse_step(record, broken_rows, stray_rows)
         if any(ended):
             drafts[here], num_forwards[here] = state.draft, num_taken
             if all(ended):
@@ -430,6 +435,22 @@ def denoise_canvas(
             working = _where([not end for end in ended], device)
             here, state, cache = here[working], state.select(working), cache.select(working)
     return Denoised(drafts, num_forwards, knobs)
+
+
+def _refuse_step(record: StepRecord, broken: list[bool], stray: list[bool]) -> NoReturn:
+    """Say where a step went wrong, and through whom: the model's numbers, or the sampler's tokens."""
+    row = (broken if any(broken) else stray).index(True)
+    where = f"at block {int(record.block[row])}, step {int(record.step[row])}, row {int(record.rows[row])}"
+    if any(broken):
+        raise FloatingPointError(
+            f"Prediction.entropy must be a number, got nan {where}. Check the weights, and their dtype: float16 "
+            "overflows where bfloat16 does not."
+        )
+    canvas = record.state.canvas[row]
+    raise ValueError(
+        f"{type(record.knobs.sampler).__name__} must write tokens in [0, {record.state.noise.vocab_size}), "
+        f"got {int(canvas.min())}..{int(canvas.max())} {where}. Take them from the prediction."
+    )
 
 
 def _where(flags: Sequence[bool], device: torch.device) -> Tensor:
