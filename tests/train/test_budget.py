@@ -42,7 +42,7 @@ def clock(monkeypatch):
     return Clock
 
 
-def run(out, clock, pace, *, minutes=MINUTES, stop_at=None, **changes):
+def run(out, clock, pace, *, minutes=MINUTES, stop_at=None, allow_changes=False, **changes):
     """Train, each step taking `pace(step)` seconds; the result, and the seconds it took."""
 
     def on_step(record):
@@ -52,7 +52,8 @@ def run(out, clock, pace, *, minutes=MINUTES, stop_at=None, **changes):
     settings = {"steps": 5, "batch_size": 2, "lr": PEAK, "warmup": 2, "final_lr": FLOOR, "precision": "weights"}
     config = TrainConfig(**settings | {"log_every": 1, "progress": False} | changes)
     began = clock.now
-    result = train_for(next_token.model(), Shrink(), counting, config, minutes=minutes, out=out, on_step=on_step)
+    options = {"out": out, "on_step": on_step, "allow_changes": allow_changes}
+    result = train_for(next_token.model(), Shrink(), counting, config, minutes=minutes, **options)
     return result, clock.now - began
 
 
@@ -117,6 +118,8 @@ def test_the_same_call_goes_on_and_the_minutes_before_count(tmp_path, clock):
     assert 0.94 * SECONDS < before + rest < SECONDS
     again, none = run(tmp_path, clock, lambda step: 2.0)
     assert (again.step, none) == (result.step, 0)  # a finished run stays finished
+    _, more = run(tmp_path, clock, lambda step: 2.0, minutes=1.5 * MINUTES, allow_changes=True)
+    assert 1.4 * SECONDS < before + rest + more < 1.5 * SECONDS
 
 
 def test_another_configuration_is_refused_unless_allowed(tmp_path, clock):

@@ -46,7 +46,8 @@ def train_for(
     How many steps fit is not known before, and on a shared GPU their pace changes. So the run looks at the clock a few
     times, at first as soon as it has a pace, and goes on with as many steps as fit into what is left: the learning rate
     comes down when the time ends. Where that was too many, the run takes one last step at its end. Given the same call
-    again, a run that was killed or stopped goes on; its earlier minutes count.
+    again, a run that was killed or stopped goes on; its earlier minutes count. With allow_changes and more minutes, a
+    finished one does too.
 
     Example: `train_for(model, objective, source, TrainConfig(steps=1, batch_size=64), minutes=7, out="run")`.
     """
@@ -55,7 +56,8 @@ def train_for(
         return run(config=config, on_step=on_step, allow_changes=allow_changes)
     if not 0 < minutes < math.inf:
         raise ValueError(f"train_for minutes must be above 0 and finite, got {minutes}. Use None for config.steps.")
-    steps, spent = _read(Path(out))
+    planned, spent = _read(Path(out))
+    steps = _UNPLANNED if allow_changes else planned  # of a finished run none are left
     watch = _Watch(seconds=60 * minutes, spent=spent, on_step=on_step)
     while True:
         with watch.unheard():
