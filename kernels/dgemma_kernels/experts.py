@@ -110,7 +110,8 @@ def _grid_tiles(tiles: ExpertTiles, num_experts: int) -> int:
     # one canvas, and a program that finds nothing to do still costs a launch, a second tile where there is one less.
     # Where experts of several tiles are the rule, these must run side by side to share the weights in cache.
     num_pairs = tiles.pairs.numel()
-    several = 2 * num_pairs > num_experts * tiles.rows_per_tile
+    average = num_pairs / num_experts
+    several = average + 3 * average**0.5 > tiles.rows_per_tile  # no expert has many more when routing is even
     return tiles.tiles.shape[0] if several else min(num_experts, num_pairs)
 
 
