@@ -22,6 +22,7 @@ from dgemma.prediction import Prediction
 from dgemma.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from dgemma.view.board import Board
     from dgemma.view.html import Page
 
 _KIND = "trajectory"
@@ -184,12 +185,13 @@ class Trajectory:
         self,
         path: str | Path | None = None,
         *,
-        tokenizer: Tokenizer | None = None,
+        tokenizer: "Tokenizer | Board | None" = None,
         row: int | Sequence[int] | None = None,
     ) -> "Page":
         """One page that needs no network: play the run, scrub it, see every position's candidates. A notebook shows it.
 
-        All rows, or those named; without a tokenizer it shows token ids. Written to `path` if one is given.
+        All rows, or those named; without a tokenizer it shows token ids, with `dgemma.view.Board()` a Sudoku. Written
+        to `path` if one is given.
 
         Example: `trajectory.to_html("run.html", tokenizer=tokenizer)`.
         """
@@ -200,7 +202,9 @@ class Trajectory:
             Path(path).write_text(page, encoding="utf-8")
         return page
 
-    def to_gif(self, path: str | Path, *, tokenizer: Tokenizer | None = None, row: int = 0, **options: Any) -> None:
+    def to_gif(
+        self, path: str | Path, *, tokenizer: "Tokenizer | Board | None" = None, row: int = 0, **options: Any
+    ) -> None:
         """Write a row's run as an animated picture; see `dgemma.view.gif.write_gif` for the options.
 
         Example: `trajectory.to_gif("run.gif", tokenizer=tokenizer)`.

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import dgemma
+from dgemma.view import Board
 from dgemma.view.gif import Place, lay_out
 from view.converging import Words, record
 
@@ -54,6 +55,37 @@ def test_ids_and_masks_have_pictures_too(tmp_path):
     out, _ = record("ids", canvas_len=16, noise=dgemma.MaskNoise(384), sampler=dgemma.Confidence())
     out.trajectory.to_gif(tmp_path / "run.gif")
     assert frames_of(tmp_path / "run.gif")[0].n_frames > 3
+
+
+def test_the_prompt_stands_before_the_text_from_the_first_frame_to_the_last(tmp_path):
+    tokenizer = Words(["What", " is", " it", "?", " Noise"])
+    out, _ = record("What is it? Noise", tokenizer=tokenizer, canvas_len=8)  # its prompt is "What is it"
+    out.trajectory.to_gif(tmp_path / "run.gif", tokenizer=tokenizer, columns=48, font_size=10)
+    _, pictures, _ = frames_of(tmp_path / "run.gif")
+    margin, cell = 20, 6  # of a font of 10 pixels
+    prompt = [picture[margin : margin + 16, margin : margin + 10 * cell] for picture in pictures]
+    assert all((picture == prompt[0]).all() for picture in prompt)
+    assert (np.abs(prompt[0] - [0x7D, 0x7A, 0x88]).sum(-1) < 40).sum() > 20, "soft ink"
+
+
+def test_a_sudoku_is_drawn_as_a_board_with_its_clues_in_their_colour_to_the_end(board, tmp_path):
+    out, _ = board
+    out.trajectory.to_gif(tmp_path / "run.gif", tokenizer=Board(), font_size=20)
+    image, pictures, _ = frames_of(tmp_path / "run.gif")
+    margin, cell, line = 40, 12, 31
+    assert image.size == (25 * cell + 2 * margin, 14 * line + 2 * margin)
+
+    def cells_in(colour):
+        """Which of the 81 places hold ink of a colour."""
+        inked = np.abs(pictures[-1] - colour).sum(-1) < 60
+        places = [(1 + y + y // 3, 2 * x + 2 + 2 * (x // 3)) for y in range(9) for x in range(9)]
+        tiles = [(margin + row * line, margin + column * cell) for row, column in places]
+        return [i for i, (top, left) in enumerate(tiles) if inked[top : top + line, left : left + cell].sum() > 5]
+
+    assert cells_in([0x82, 0xB4, 0xFF]) == [0, 1, 2, 3]
+    assert cells_in([0xF5, 0xF1, 0xE8]) == list(range(4, 81))
+    with pytest.raises(ValueError, match="to_gif must be given a run of one canvas of 81 tokens for a Board"):
+        record("short", canvas_len=8)[0].trajectory.to_gif(tmp_path / "other.gif", tokenizer=Board())
 
 
 def test_words_stay_whole_and_lines_do_not_begin_with_space():

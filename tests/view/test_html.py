@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import dgemma
+from dgemma.view import Board
 from dgemma.view.html import NOTEBOOK_BYTES, Page
 from view.converging import Words, record
 
@@ -89,7 +90,11 @@ def test_it_plays_scrubs_and_steps_with_mouse_and_keys(recorded, browser, tmp_pa
         return int(browser.run("document.getElementById('scrub').value"))
 
     browser.open(tmp_path / "run.html")
-    assert frame() == 0
+    assert frame() == last, "it opens on what was written"
+    assert browser.run("document.getElementById('place').textContent") == "Written"
+    speed = f"{out.tokens_per_forward[0]:.1f} tokens per forward"
+    assert browser.run("document.getElementById('total').textContent").endswith(speed)
+    browser.press("Home")
     assert browser.run("document.getElementById('place').textContent") == "Block 1 of 2, noise"
     for key, expected in [("ArrowRight", 1), ("ArrowRight", 2), ("ArrowLeft", 1), ("End", last), ("Home", 0)]:
         browser.press(key)
@@ -125,6 +130,8 @@ def test_rows_colours_and_guesses_can_be_chosen(recorded, browser, tmp_path):
     )
     step = out.trajectory.at(block=0, step=1)
     assert browser.run("document.getElementById('row').value") == "1"
+    options = browser.run("[...document.getElementById('row').options].map(e => e.textContent)")
+    assert options == ["0: Noi", "1: Noi"]  # the first words of their prompts
     assert f"{int(step.accepted[1].sum())} accepted" in browser.run("document.getElementById('facts').textContent")
     canvas, by_confidence = browser.run(texts), browser.run(levels)
     surest_first = step.confidence[1].argsort(descending=True).tolist()
@@ -201,7 +208,7 @@ def test_a_thousand_positions_over_fifty_steps_make_a_small_page_that_keeps_up(b
     # 50 · 1024 positions with five candidates each are 1.5 MB of raw numbers.
     assert len(page) < 1_500_000
     began = time.monotonic()
-    browser.open(tmp_path / "run.html")
+    browser.open(tmp_path / "run.html", "#step=0")
     for step in range(1, 11):
         browser.press("ArrowRight")
         assert browser.run("document.getElementById('scrub').value") == str(step)
@@ -230,11 +237,13 @@ def test_the_notebooks_frame_works_in_a_browser(recorded, browser, tmp_path):
     (tmp_path / "notebook.html").write_text(f"<body data-ready=yes>{frame}</body>", encoding="utf-8")
     complaints = len(browser.complaints)
     browser.open(tmp_path / "notebook.html")
-    time.sleep(1.0)
+    image = pytest.importorskip("PIL.Image")
+    deadline, num_colours = time.monotonic() + 60, 0
+    while num_colours <= 50:
+        assert time.monotonic() < deadline, "the frame stayed empty"
+        browser.screenshot(tmp_path / "frame.png")
+        num_colours = len(image.open(tmp_path / "frame.png").convert("RGB").getcolors(1 << 24))
     assert browser.complaints[complaints:] == []
-    browser.screenshot(tmp_path / "frame.png")
-    from_disk = pytest.importorskip("PIL.Image").open(tmp_path / "frame.png").convert("RGB")
-    assert len(from_disk.getcolors(1 << 24)) > 50, "the frame stayed empty"
 
 
 def test_without_a_tokenizer_ids_are_shown(recorded, browser, tmp_path):
@@ -243,6 +252,30 @@ def test_without_a_tokenizer_ids_are_shown(recorded, browser, tmp_path):
     browser.open(tmp_path / "run.html", "#step=999")
     shown = browser.run("[...document.querySelectorAll('#canvas .t')].slice(0, 5).map(e => e.innerText)")
     assert shown == [str(token) for token in out.new_tokens[0, :5].tolist()]
+
+
+def test_a_sudoku_is_a_board_of_its_digits(board, browser, tmp_path):
+    out, solution = board
+    out.trajectory.to_html(tmp_path / "run.html", tokenizer=Board())
+    browser.open(tmp_path / "run.html")
+    assert browser.run("document.querySelector('h1').textContent") == "Sudoku"
+    assert browser.run("document.getElementById('prompt').textContent").startswith("1234..... 4")
+    cells = browser.run(
+        "[...document.querySelectorAll('#canvas .t')].map(e => [e.innerText, ...['left', 'top'].map("
+        "side => Math.round(e.getBoundingClientRect()[side]))])"
+    )
+    assert "".join(text for text, _, _ in cells) == solution
+    assert len({left for _, left, _ in cells}) == len({top for _, _, top in cells}) == 9
+    assert [len({top for _, _, top in cells[i : i + 9]}) for i in range(0, 81, 9)] == [1] * 9
+    assert browser.run("document.querySelectorAll('#canvas .frozen').length") == 4
+    browser.press("Home")
+    shown = browser.run("[...document.querySelectorAll('#canvas .t')].map(e => e.innerText).join('')")
+    assert shown == "1234" + "░" * 77
+
+
+def test_a_board_needs_81_cells(recorded, tmp_path):
+    with pytest.raises(ValueError, match=r"to_html must be given a run of one canvas of 81 tokens for a Board, got 2"):
+        recorded[0].trajectory.to_html(tokenizer=Board())
 
 
 def test_a_folder_that_cannot_be_written_is_named(recorded, tmp_path):
@@ -260,7 +293,7 @@ def test_a_run_recorded_without_candidates_still_has_its_page(browser, tmp_path)
         sampler=dgemma.Confidence(),
     )
     out.trajectory.to_html(tmp_path / "run.html", tokenizer=tokenizer)
-    browser.open(tmp_path / "run.html")
+    browser.open(tmp_path / "run.html", "#step=0")
     assert browser.run("document.querySelector('#canvas .t').innerText") == "░"
     browser.mouse("mouseMoved", *browser.centre('[data-i="3"]'))
     browser.press("ArrowRight")

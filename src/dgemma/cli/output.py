@@ -9,6 +9,7 @@ from typing import Any
 from dgemma.cli import values
 from dgemma.tokenizer import Tokenizer
 from dgemma.trajectory import Trajectory
+from dgemma.view.board import Board
 from dgemma.view.pieces import printable
 
 
@@ -57,9 +58,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def write_pictures(
-    arguments: argparse.Namespace, trajectory: Trajectory | None, tokenizer: Tokenizer | None = None
-) -> None:
+def write_pictures(arguments: argparse.Namespace, trajectory: Trajectory | None, tokenizer: Tokenizer | Board) -> None:
     """The page and the animation that --html and --gif ask for."""
     for path, name in ((arguments.html, "to_html"), (arguments.gif, "to_gif")):
         if path and trajectory is not None:

@@ -12,6 +12,7 @@ from dgemma.cli import options, output, values
 from dgemma.data import sudoku
 from dgemma.generate import Denoiser
 from dgemma.sampling import EntropyBound, StableAndConfident
+from dgemma.view.board import Board
 from dgemma.view.terminal import BoardView
 
 _BLANKS = ".0_*"
@@ -73,7 +74,7 @@ def _sudoku(arguments: argparse.Namespace) -> int:
             record=bool(arguments.html or arguments.gif),
             progress=not arguments.quiet,
         )
-    output.write_pictures(arguments, solved.generation.trajectory)
+    output.write_pictures(arguments, solved.generation.trajectory, Board())
     grid = solved.grids.cpu().numpy().astype(puzzles.dtype)  # (1, 81)
     is_right = bool(((grid == puzzles) | (puzzles == 0)).all() and (grid > 0).all() and sudoku.solve(grid).counts[0])
     num_steps = int(solved.steps[0])

@@ -7,6 +7,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dgemma.view.board import NUM_CELLS, Board
+from dgemma.view.pieces import Pieces, printable
+
 if TYPE_CHECKING:
     from dgemma.trajectory import RecordedStep, Trajectory
 
@@ -58,6 +61,30 @@ def check_row(trajectory: "Trajectory", row: object, *, owner: str) -> None:
         raise ValueError(f"{owner} needs a trajectory with at least one step, got {trajectory!r}.")
     if not isinstance(row, int) or not 0 <= row < trajectory.batch_size:
         raise ValueError(f"{owner} row must be in [0, {trajectory.batch_size}), got {row!r}.")
+
+
+def check_canvas(trajectory: "Trajectory", tokenizer: object, *, owner: str) -> None:
+    """A board has as many cells as its canvas has positions."""
+    plan = trajectory.plan
+    if isinstance(tokenizer, Board) and (plan.canvas_len, plan.num_blocks) != (NUM_CELLS, 1):
+        raise ValueError(
+            f"{owner} must be given a run of one canvas of {NUM_CELLS} tokens for a Board, got {plan.num_blocks} of "
+            f"{plan.canvas_len}. Use a Tokenizer for texts."
+        )
+
+
+def read_prompt(trajectory: "Trajectory", row: int, pieces: Pieces, *, num_tokens: int) -> str:
+    """A row's prompt as text, of a longer one its last tokens, which are what a canvas answers to.
+
+    Example: `read_prompt(trajectory, 0, Pieces(tokenizer), num_tokens=100)`.
+    """
+    plan = trajectory.plan
+    tokens = plan.prompt_tokens[row].cpu()
+    if plan.attention_mask is not None:  # of the cache's tokens too, if the run went on from one
+        tokens = tokens[plan.attention_mask[row, -len(tokens) :].cpu().bool()]
+    shown = tokens[-num_tokens:].tolist()
+    text = " ".join(map(str, shown)) if pieces.tokenizer is None else printable(pieces.tokenizer.decode(shown))
+    return ("… " if len(shown) < len(tokens) else "") + text
 
 
 def read_frames(trajectory: "Trajectory", row: int) -> Frames:

@@ -1,5 +1,9 @@
-"""A recorded run as an animated GIF: every position has the room of its final token, and noise settles into it."""
+"""A recorded run as an animated GIF: every position has the room of its final token, and noise settles into it.
 
+The prompt stands before a text, its end if it is long; a Sudoku is drawn as a board.
+"""
+
+import re
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -7,7 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from dgemma.tokenizer import Tokenizer
-from dgemma.view.frames import Frames, check_row, read_frames
+from dgemma.view import board
+from dgemma.view.board import Board
+from dgemma.view.frames import Frames, check_canvas, check_row, read_frames, read_prompt
 from dgemma.view.heat import LEVELS, palette
 from dgemma.view.pieces import STATIC, Pieces, width
 
@@ -16,6 +22,7 @@ if TYPE_CHECKING:
 
 _PAGE, _SOFT, _ACCENT, _PIN = "#101218", "#7d7a88", "#3ecfb4", "#82b4ff"
 _HEAT = palette(dark=True)
+_PROMPT_TOKENS = 60
 _MAX_FRAMES = 240
 _HOLD_MS = 2500  # the finished text stays this long
 _LINE_HEIGHT = 1.55  # of the font's size
@@ -26,7 +33,7 @@ def write_gif(
     trajectory: "Trajectory",
     path: str | Path,
     *,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: Tokenizer | Board | None = None,
     row: int = 0,
     columns: int | None = None,
     max_lines: int = 36,
@@ -36,12 +43,14 @@ def write_gif(
 ) -> None:
     """Write a row's run to `path`, looping. A longer text is seen `max_lines` lines at a time.
 
-    columns: characters a line, font_size: pixels (None: what suits the text). font: a monospaced TrueType file (None:
-    DejaVu Sans Mono). A run of more than 240 frames is thinned out evenly.
+    tokenizer: None shows token ids, `Board()` a Sudoku. columns: characters a line, font_size: pixels (None: what suits
+    the text). font: a monospaced TrueType file (None: DejaVu Sans Mono). A run of more than 240 frames is thinned out
+    evenly.
 
     Example: `write_gif(out.trajectory, "run.gif", tokenizer=tokenizer)`.
     """
     check_row(trajectory, row, owner="to_gif")
+    check_canvas(trajectory, tokenizer, owner="to_gif")
     given = {"columns": columns, "max_lines": max_lines, "font_size": font_size, "frame_ms": frame_ms}
     for name, (low, high) in _LIMITS.items():
         value = given[name]
@@ -50,17 +59,25 @@ def write_gif(
     pieces = Pieces(tokenizer, mask_token=trajectory.plan.noise.mask_token)
     frames = read_frames(trajectory, row)
     texts = [text for line in frames.final.tolist() for text in pieces(line)]
-    if columns is None:
-        columns = int(min(100, max(48, (3 * sum(map(width, texts))) ** 0.5)))
-    places = lay_out(texts, columns, spaced=tokenizer is None)
-    num_lines = min(places[-1].line + 1, max_lines)
+    prompt: list[str] = []
+    if isinstance(tokenizer, Board):
+        places = [Place(*board.place_of(cell), 1) for cell in range(board.NUM_CELLS)]
+        columns, num_lines = len(board.LINES[0]), len(board.LINES)
+    else:
+        prompt = re.findall(r"\s*\S+|\s+", read_prompt(trajectory, row, pieces, num_tokens=_PROMPT_TOKENS))
+        columns = columns or int(min(100, max(48, (3 * sum(map(width, prompt + texts))) ** 0.5)))
+        places = lay_out(prompt + texts, columns, spaced=tokenizer is None)
+        num_lines = min(places[-1].line + 1, max_lines)
     pen = _Pen(font, font_size or (18 if num_lines <= 20 else 13))
+    asked = [_Look(text, _SOFT) for text in prompt]
     kept = np.linspace(0, len(frames) - 1, min(len(frames), _MAX_FRAMES)).round().astype(int).tolist()
     images = []
     for index in [*kept, len(frames)]:
         image = pen.page(columns, num_lines, _footer(frames, index))
-        top = _top_line(frames, index, places, num_lines)
-        for place, look in zip(places, _looks(frames, index, texts, pieces), strict=False):
+        if isinstance(tokenizer, Board):
+            pen.frame(image)
+        top = _top_line(frames, index, places[len(prompt) :], num_lines)
+        for place, look in zip(places, asked + _looks(frames, index, texts, pieces), strict=False):
             if look is not None and place.cells and 0 <= place.line - top < num_lines:
                 pen.put(image, place.line - top, place, look)
         images.append(image)
@@ -118,8 +135,11 @@ def _looks(frames: Frames, index: int, texts: list[str], pieces: Pieces) -> list
     """What each position shows in a frame; None for nothing. The frame after the last is the finished text."""
     at, canvas_len = min(index, len(frames) - 1), frames.canvas.shape[1]
     num_finished = frames.num_blocks if index == len(frames) else int(frames.block[at])
+    pinned = [frames.frozen[frames.block == block][-1] for block in range(num_finished)]
     looks: list[_Look | None] = [
-        _Look(text, _HEAT[0]) if i % canvas_len < frames.kept[i // canvas_len] else None
+        _Look(text, _PIN if pinned[i // canvas_len][i % canvas_len] else _HEAT[0])
+        if i % canvas_len < frames.kept[i // canvas_len]
+        else None
         for i, text in enumerate(texts[: num_finished * canvas_len])
     ]
     if index == len(frames):
@@ -180,6 +200,15 @@ class _Pen:
         where = (self._margin, height - self._margin)
         self._draw.Draw(page).text(where, footer, font=self._font, fill=_SOFT, anchor="ls")
         return page
+
+    def frame(self, page: Any) -> None:
+        """The lines of a board, drawn through the middle of where `board.LINES` has them: glyphs would leave gaps."""
+        draw = self._draw.Draw(page)
+        across = [self._margin + (8 * box + 0.5) * self._cell for box in range(4)]
+        down = [self._margin + (4 * box + 0.5) * self._line for box in range(4)]
+        for x, y in zip(across, down, strict=True):
+            draw.line((x, down[0], x, down[-1]), fill=_SOFT)
+            draw.line((across[0], y, across[-1], y), fill=_SOFT)
 
     def put(self, page: Any, line: int, place: Place, look: _Look) -> None:
         where = (self._margin + place.column * self._cell, self._margin + line * self._line)

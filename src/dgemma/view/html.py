@@ -21,16 +21,17 @@ import numpy as np
 
 from dgemma.sweep import describe_sampler
 from dgemma.tokenizer import Tokenizer
-from dgemma.view.frames import Array, Frames, check_row, read_frames, settled
+from dgemma.view.board import Board
+from dgemma.view.frames import Array, Frames, check_canvas, check_row, read_frames, read_prompt, settled
 from dgemma.view.heat import LEVELS, palette
-from dgemma.view.pieces import Pieces, printable
+from dgemma.view.pieces import Pieces
 
 if TYPE_CHECKING:
     from dgemma.trajectory import Trajectory
 
 ENTROPY_SCALE = 4096  # 16 bits reach 16 nats, more than log(262144)
 NOTEBOOK_BYTES = 4 << 20  # what a notebook is asked to store for one picture
-_PROMPT_TOKENS = 400  # the end of a longer prompt is what a canvas answers to
+_PROMPT_TOKENS = 400
 
 
 class Page(str):
@@ -50,9 +51,9 @@ class Page(str):
 
 
 def build_page(
-    trajectory: "Trajectory", *, tokenizer: Tokenizer | None = None, row: int | Sequence[int] | None = None
+    trajectory: "Trajectory", *, tokenizer: Tokenizer | Board | None = None, row: int | Sequence[int] | None = None
 ) -> Page:
-    """The page of a trajectory: all rows, or those named. Without a tokenizer it shows token ids.
+    """The page of a trajectory: all rows, or those named. Without a tokenizer it shows ids; `Board()` shows a Sudoku.
 
     Example: `Path("run.html").write_text(build_page(out.trajectory, tokenizer=tokenizer))`.
     """
@@ -61,6 +62,7 @@ def build_page(
         raise ValueError("to_html row must name at least one row, got none. Leave it out for all.")
     for one in rows:
         check_row(trajectory, one, owner="to_html")
+    check_canvas(trajectory, tokenizer, owner="to_html")
     plan = trajectory.plan
     pieces = Pieces(tokenizer, mask_token=plan.noise.mask_token)
     table = _Table(pieces)
@@ -68,7 +70,11 @@ def build_page(
     arrays = [_arrays(one, table) for one in frames]
     content = {
         "rows": [
-            {"name": one, "prompt": _prompt(trajectory, one, pieces), **_facts(its, table)}
+            {
+                "name": one,
+                "prompt": read_prompt(trajectory, one, pieces, num_tokens=_PROMPT_TOKENS),
+                **_facts(its, table),
+            }
             for one, its in zip(rows, frames, strict=True)
         ],
         "about": _about(trajectory),
@@ -77,6 +83,7 @@ def build_page(
         "maxEntropy": math.log(plan.noise.vocab_size),
         "entropyScale": ENTROPY_SCALE,
         "ids": tokenizer is None,
+        "board": isinstance(tokenizer, Board),
         "special": sorted({*plan.eos_token_ids, plan.pad_token_id}),
         **table.columns(),
     }
@@ -86,6 +93,7 @@ def build_page(
     return Page(
         string.Template(files.joinpath("page.html").read_text()).substitute(
             policy=f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}",
+            title="Sudoku" if isinstance(tokenizer, Board) else "Text from noise",
             style=style,
             script=script,
             content=_json({**content, "wide": len(table) > 1 << 16}),
@@ -159,16 +167,6 @@ def _arrays(frames: Frames, table: _Table) -> dict[str, Array]:
 def _compress(arrays: dict[str, Array], *, wide: bool) -> str:
     places = {name: arrays[name].astype("<u4" if wide else "<u2") for name in ("canvas", "draft", "top")}
     return base64.b64encode(zlib.compress(b"".join(a.tobytes() for a in (arrays | places).values()), 9)).decode()
-
-
-def _prompt(trajectory: "Trajectory", row: int, pieces: Pieces) -> str:
-    plan = trajectory.plan
-    tokens = plan.prompt_tokens[row].cpu()
-    if plan.attention_mask is not None:  # of the cache's tokens too, if the run went on from one
-        tokens = tokens[plan.attention_mask[row, -len(tokens) :].cpu().bool()]
-    shown = tokens[-_PROMPT_TOKENS:].tolist()
-    text = " ".join(map(str, shown)) if pieces.tokenizer is None else printable(pieces.tokenizer.decode(shown))
-    return ("… " if len(shown) < len(tokens) else "") + text
 
 
 def _text(frames: Frames, pieces: Pieces) -> str:

@@ -73,7 +73,7 @@
     const canvas = byId("canvas");
     canvas.replaceChildren();
     const length = row.final.reduce((sum, place) => sum + texts[place].length, 0);
-    canvas.className = length > 1500 ? "many" : length > 400 ? "some" : "";
+    canvas.className = content.board ? "board" : length > 1500 ? "many" : length > 400 ? "some" : "";
     cells = [];
     for (let start = 0; start < row.final.length; start += canvasLen) {
       const block = add(canvas, "span", "block");
@@ -84,8 +84,8 @@
         const trimmed = text.trimStart();
         const spaced = content.ids || (trimmed !== "" && trimmed !== text);
         if (spaced) block.append(" ");
-        if (word === null || spaced || used > 28) {
-          block.append(document.createElement("wbr"));
+        if (word === null || spaced || used > 28 || content.board) {
+          if (!content.board) block.append(document.createElement("wbr")); // it would be a cell of the grid
           word = add(block, "span", "w");
           used = 0;
         }
@@ -158,18 +158,21 @@
     if (held >= 0) inspect(held);
   }
 
+  function totals() {
+    const kept = row.kept.reduce((sum, count) => sum + count, 0);
+    const forwards = row.step.filter((step) => step >= 0).length;
+    return `${kept} tokens in ${forwards} forwards, ${(kept / forwards).toFixed(1)} tokens per forward`;
+  }
+
   function describe(finished, at) {
     const blocks = row.block[row.numSteps - 1] + 1;
-    const forwards = (until) => row.step.slice(0, until + 1).filter((step) => step >= 0).length;
-    const total = forwards(row.numSteps - 1);
     const inBlock = blocks > 1 ? `Block ${row.block[at] + 1} of ${blocks}, ` : "";
-    const kept = row.kept.reduce((sum, count) => sum + count, 0);
     let place = `${inBlock}step ${row.step[at] + 1} of ${row.step[row.lastOf.get(row.block[at])] + 1}`;
     let facts = [`mean entropy ${row.entropy[at].toFixed(3)} nats`, `${row.accepted[at]} accepted`,
       `${row.renoised[at]} renoised`, `temperature ${row.temperature[at]}`];
     if (finished) {
-      place = "Written";
-      facts = [`${kept} tokens`, `${total} forwards`, `${(kept / total).toFixed(1)} tokens per forward`];
+      place = content.board ? "Filled" : "Written";
+      facts = [];
     } else if (row.step[at] < 0) {
       place = inBlock + (inBlock ? "noise" : "Noise");
       facts = [`${canvasLen} positions, nothing predicted yet`];
@@ -204,6 +207,8 @@
       path += `${row.step[i] === 0 ? "M" : "L"}${i + 0.5} ${1 - (0.94 * value) / highest}`;
     });
     draw(svg, "path", { class: "entropy", d: path });
+    byId("bars").textContent = `accepted, up to ${most} a step`;
+    byId("curve").textContent = `mean entropy, up to ${highest.toFixed(2)} nats`;
   }
 
   // A position's candidates at this step, and how its confidence went.
@@ -228,7 +233,7 @@
       const chart = draw(tip, "svg", { viewBox: `0 0 ${Math.max(1, span.length - 1)} 1`, preserveAspectRatio: "none", "aria-hidden": "true" });
       draw(chart, "line", { x1: span.indexOf(at), x2: span.indexOf(at), y1: 0, y2: 1 });
       draw(chart, "path", { d: span.map((i, x) => `${x ? "L" : "M"}${x} ${1 - row.confidence[i * canvasLen + (position % canvasLen)] / 65535}`).join("") });
-      add(tip, "div", "caption", "confidence, step by step");
+      add(tip, "div", "caption", "confidence, step by step, from 0 to 1");
       const list = add(tip, "ol");
       for (let k = 0; k < top; k++) {
         const chance = row.probability[offset * top + k] / 65535;
@@ -310,6 +315,7 @@
     byId("row").value = index;
     byId("prompt").textContent = row.prompt;
     byId("prompt").hidden = !row.prompt;
+    byId("total").textContent = totals();
     byId("pins").hidden = !row.flags.some((flags) => flags & FROZEN);
     layOut();
     drawStrip();
@@ -412,13 +418,16 @@
 
   byId("about").textContent = content.about;
   for (let i = 0; i < LEVELS; i++) add(byId("ramp"), "span", `h${i}`);
-  rows.forEach((facts, i) => { add(byId("row"), "option", "", `${facts.name}`).value = i; });
+  rows.forEach(({ name, prompt }, i) => {
+    const words = prompt.length > 32 ? `${prompt.slice(0, 31).trimEnd()}…` : prompt;
+    add(byId("row"), "option", "", words ? `${name}: ${words}` : `${name}`).value = i;
+  });
   byId("pick").hidden = rows.length < 2;
 
   async function readAddress() {
     const asked = new URLSearchParams(location.hash.slice(1));
     const index = rows.findIndex((facts) => String(facts.name) === asked.get("row"));
-    const at = Number(asked.get("step")) || 0;
+    const at = asked.has("step") ? Number(asked.get("step")) || 0 : Infinity; // what was written, and then how
     if (row === null || (index >= 0 && index !== row.index)) await choose(Math.max(0, index), at);
     else go(at);
   }

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from dgemma.tokenizer import Tokenizer
+from dgemma.view.board import Board
 
 MASK = "░"
 STATIC = "▖▗▘▝▚▞"  # stands for what is no text on its own, as on a screen without a signal
@@ -23,8 +24,8 @@ class Pieces:
     Example: `Pieces(ByteTokenizer())(ByteTokenizer().encode("é!", bos=False))` is `["é", "", "!"]`.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, *, mask_token: int | None = None) -> None:
-        if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
+    def __init__(self, tokenizer: Tokenizer | Board | None, *, mask_token: int | None = None) -> None:
+        if tokenizer is not None and not isinstance(tokenizer, Tokenizer | Board):
             raise ValueError(
                 f"tokenizer must be a dgemma.Tokenizer or None, got {type(tokenizer).__name__}. "
                 "Use dgemma.Tokenizer.from_pretrained(folder)."

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dgemma.generate import BlockCommit, Events, Generation, StepRecord
 from dgemma.tokenizer import Tokenizer
+from dgemma.view import board
 from dgemma.view.heat import TERMINAL
 from dgemma.view.pieces import MASK, Pieces, printable, width
 from dgemma.view.screen import Ink, Screen, wrap
@@ -237,20 +238,14 @@ class BoardView(View):
     def draw(self) -> list[list[Ink]]:
         if self._canvas is None:
             return []
-        cells = self._canvas.positions[:81]
+        cells = self._canvas.positions[: board.NUM_CELLS]
         digits = self._digits(torch.tensor([cell.token for cell in cells])).tolist()
-        rule = "───────".join
-        lines = [[Ink(rule("┌┬┬┐"), _FAINT)]]
-        for y in range(9):
-            line = [Ink("│ ", _FAINT)]
-            for x in range(9):
-                cell = cells[9 * y + x]
-                line += [self._ink(cell, digits[9 * y + x], 9 * y + x), Ink(" │ " if x % 3 == 2 else " ", _FAINT)]
-            lines.append(line)
-            if y in (2, 5):
-                lines.append([Ink(rule("├┼┼┤"), _FAINT)])
+        lines = [[Ink(character, _FAINT) for character in line] for line in board.LINES]
+        for cell in range(board.NUM_CELLS):
+            line, column = board.place_of(cell)
+            lines[line][column] = self._ink(cells[cell], digits[cell], cell)
         status = f"step {self._canvas.step}/{self._canvas.num_steps} · mean entropy {self._canvas.entropy:.2f} nats"
-        return [*lines, [Ink(rule("└┴┴┘"), _FAINT)], [Ink(status, _FAINT)]]
+        return [*lines, [Ink(status, _FAINT)]]
 
     def _commit(self, tokens: list[int]) -> None:
         """The board stays as the last step left it."""

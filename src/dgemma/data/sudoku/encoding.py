@@ -41,6 +41,17 @@ def canvas_digits(tokens: Tensor) -> Tensor:
     return torch.where((digits >= 1) & (digits <= 9), digits, 0)
 
 
+def token_text(token: int) -> str:
+    """A cell as text: its digit, "." for a blank of the prompt, "" for any other token; a space ends a prompt's row.
+
+    Example: `"".join(map(token_text, prompt_tokens(puzzle)[0].tolist()))` is "53..7.... 6..195... " and so on.
+    """
+    if token < _FIRST_CLUE:
+        return str(token - _FIRST_DIGIT) if token in DIGIT_TOKENS else ""
+    cell, clue = divmod(token - _FIRST_CLUE, 10)
+    return (str(clue) if clue else ".") + (" " if cell % 9 == 8 else "")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SudokuSource:
     """Endless training batches out of a pool of puzzles: a `BatchSource`, a pure function of (seed, step, row).
