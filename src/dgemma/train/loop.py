@@ -7,7 +7,6 @@ saved.
 
 import logging
 import math
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +25,7 @@ from dgemma.train.checkpoints import Checkpoints
 from dgemma.train.config import TrainConfig
 from dgemma.train.description import checksum, describe_run, refuse_changes
 from dgemma.train.feed import Part, StepInput, feed
+from dgemma.train.interrupt import asked_to_stop
 from dgemma.train.log import TrainLog
 from dgemma.train.optimizer import (
     OptimizerFactory,
@@ -36,7 +36,7 @@ from dgemma.train.optimizer import (
     optimizer_state,
 )
 from dgemma.train.parallel import Parallel
-from dgemma.train.records import Measure, StepRecord, Terms, TrainResult
+from dgemma.train.records import Measure, StepRecord, Terms, TrainResult, make_lines
 
 logger = logging.getLogger("dgemma")
 
@@ -74,7 +74,7 @@ def train(
     """
     run = _Run(model, objective, source, config, Path(out), parallel or Parallel(), optimizer)
     run.start(allow_changes)
-    with _ready_to_train(run.model, config), run.load.watching(), _asked_to_stop() as asked:
+    with _ready_to_train(run.model, config), run.load.watching(), asked_to_stop() as asked:
         interrupted = run.loop(on_step, evaluate, asked)
     return run.finish(interrupted)
 
@@ -247,7 +247,10 @@ class _Run:
 
     def read(self) -> dict[str, Any]:
         """Fetch what the steps since the last reading computed, make sure it is finite, and log it."""
-        lines = self._fetch()
+        lines = make_lines(self.unread, self.parallel)
+        for record, line in zip(self.unread, lines, strict=True):
+            if not all(map(math.isfinite, line.values())):
+                self._stop_not_finite(record, line)
         self._account(lines)
         lines[-1]["router"] = summary(self.parallel.sum(self.load.counts()))
         lines[-1]["evenness"] = min((layer["evenness"] for layer in lines[-1]["router"]), default=1.0)
@@ -262,24 +265,6 @@ class _Run:
         self.load.reset()
         self.clock = time.perf_counter()
 
-    def _fetch(self) -> list[dict[str, Any]]:
-        names = list(self.unread[0].sums)
-        numbers, norms = [], []
-        for record in self.unread:
-            totals = [values[name].sum() for values in (record.sums, record.counts) for name in names]
-            numbers.append(torch.stack([x.double() for x in (record.loss, *totals)]))
-            norms.append(record.grad_norm.double())
-        fetched = torch.cat((self.parallel.sum(torch.stack(numbers)), torch.stack(norms)[:, None]), dim=1).tolist()
-        lines = []
-        for record, (loss, *values, grad_norm) in zip(self.unread, fetched, strict=True):
-            sums, counts = values[: len(names)], values[len(names) :]
-            means = {f"loss/{n}": s / c if c else 0.0 for n, s, c in zip(names, sums, counts, strict=True)}
-            line = {"step": record.step, "loss": loss, **means, "grad_norm": grad_norm, "lr": record.lr}
-            if not all(math.isfinite(x) for x in (loss, grad_norm, *sums)):
-                self._stop_not_finite(record, line)
-            lines.append(line)
-        return lines
-
     def _account(self, lines: list[dict[str, Any]]) -> None:
         seconds = time.perf_counter() - self.clock
         tokens = sum(record.num_tokens for record in self.unread) * self.parallel.world_size
@@ -289,7 +274,7 @@ class _Run:
     def _stop_not_finite(self, record: StepRecord, line: Mapping[str, Any]) -> None:
         last = self.checkpoints.latest()
         assert last is not None  # `start` wrote one
-        terms = [name for name, x in line.items() if isinstance(x, float) and not math.isfinite(x)]
+        terms = [name for name, x in line.items() if not math.isfinite(x)]
         finite = torch.stack([values.isfinite() for values in record.sums.values()]).all(0)  # (B,)
         seeds = torch.cat([part.seeds for part in record.parts])[~finite].tolist()
         self.restore(last)
@@ -381,25 +366,3 @@ def _ready_to_train(model: DiffusionGemma, config: TrainConfig) -> Iterator[None
             layer._compiled_call_impl = None
         model.recompute_activations = recompute
         torch.set_float32_matmul_precision(matmul)
-
-
-@contextmanager
-def _asked_to_stop() -> Iterator[threading.Event]:
-    """Set by Ctrl-C or SIGTERM, so that a step is never cut in two; a second Ctrl-C does what it always does."""
-    asked = threading.Event()
-    if threading.current_thread() is not threading.main_thread():  # only there can signals be caught
-        yield asked
-        return
-    previous = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}
-
-    def ask(number: int, frame: Any) -> None:
-        asked.set()
-        signal.signal(number, previous[signal.Signals(number)])
-
-    for name in previous:
-        signal.signal(name, ask)
-    try:
-        yield asked
-    finally:
-        for name, handler in previous.items():
-            signal.signal(name, handler)

@@ -8,18 +8,16 @@ bounds of `nelbo` are losses here too: MDLM and LLaDA (mask), Duo (uniform), GID
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dgemma import draws
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.noise import HybridNoise, Noise
 from dgemma.train import head, nelbo
 from dgemma.train.batch import TrainBatch
 from dgemma.train.canvases import Canvases, cut_canvases
-from dgemma.train.fused import fused
+from dgemma.train.noising import Noised, draw_choice, noise_canvases
 from dgemma.train.packed import ATTENTIONS, CleanText, predict_canvases, read_clean
 from dgemma.train.records import Terms
 
@@ -37,19 +35,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
 }
 
 
-_CANVAS, _TIME, _EVENT, _TOKEN, _SELF_COND = map(
-    draws.purpose_word, ("training canvas", "training time", "training event", "training token", "training self_cond")
-)
 _CERTAIN = 1e4  # evidence that leaves no doubt, and is finite
-
-
-class Noised(NamedTuple):
-    """Canvases with noise on them."""
-
-    z: Tensor  # (B, K, C)
-    replaced: Tensor  # (B, K, C) bool; a replaced token may have drawn itself
-    level: Tensor  # (B, K)
-    self_cond: Tensor  # (B, K) bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,28 +205,25 @@ class Objective:
         return sums.sum() / totals[name].clamp(min=1)
 
     def _cut(self, batch: TrainBatch, seeds: Tensor) -> Canvases:
-        choose = None
-        if self.canvases == "one":
-            zeros = torch.zeros_like(seeds)
-            choose = fused(draws.uniform_of_word, seeds.device)(seeds, zeros, zeros, 1, _CANVAS)[:, 0]
         return cut_canvases(
             batch,
             canvas_len=self.canvas_len,
             fill_token=self.fill_token,
-            choose=choose,
+            choose=draw_choice(seeds) if self.canvases == "one" else None,
             truncated=self.truncated,
             causal_scope=self.causal_scope if self.causal_weight else None,
             causal_fill=self.causal_fill,
         )
 
     def _noise(self, cut: Canvases, seeds: Tensor) -> Noised:
-        u = fused(_draw, seeds.device)(seeds, cut.index, self.canvas_len)
-        low, high = self.t_range
-        level = 1 - self.noise.schedule.alpha(low + (high - low) * u.time)  # (B, K, 1) float64
-        z = self.noise.corrupt(cut.x, level, u.event, u.token, allowed=self._allowed_mask(seeds.device))
-        replaced = (u.event >= self.noise.clean_share(level)) & ~cut.pinned
-        self_cond = u.self_cond < self.self_cond_prob
-        return Noised(torch.where(cut.pinned, cut.x, z), replaced, level[..., 0], self_cond[..., 0])
+        return noise_canvases(
+            self.noise,
+            cut,
+            seeds,
+            t_range=self.t_range,
+            self_cond_prob=self.self_cond_prob,
+            allowed=self._allowed_mask(seeds.device),
+        )
 
     def _decoder_scored(self, cut: Canvases, noised: Noised) -> Tensor:
         return cut.scored & noised.replaced if self.scored == "noised" else cut.scored
@@ -336,24 +319,6 @@ class Objective:
             return targets.float()
         rows, cap = clean.hidden[:, : cut.causal_len].flatten(0, 1), model.config.final_logit_softcapping
         return head.cross_entropy(rows, model.embed_tokens.weight, targets.flatten(), cap=cap).view_as(targets)
-
-
-class _Draws(NamedTuple):
-    time: Tensor  # (B, K, 1)
-    event: Tensor  # (B, K, C)
-    token: Tensor  # (B, K, C)
-    self_cond: Tensor  # (B, K, 1)
-
-
-def _draw(seeds: Tensor, index: Tensor, canvas_len: int) -> _Draws:
-    """The uniforms of canvases `index` (B, K), the same for a canvas alone as among the others."""
-    rows, canvas = seeds[:, None].expand_as(index).flatten(), index.flatten()
-
-    def uniform(num_positions: int, word: int) -> Tensor:
-        u = draws.uniform_of_word(rows, canvas, torch.zeros_like(canvas), num_positions, word)
-        return u.unflatten(0, index.shape)
-
-    return _Draws(uniform(1, _TIME), uniform(canvas_len, _EVENT), uniform(canvas_len, _TOKEN), uniform(1, _SELF_COND))
 
 
 @cache

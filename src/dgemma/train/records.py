@@ -1,16 +1,18 @@
 """What passes between the training loop and those around it: an objective's terms, a step, a result."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.train.batch import TrainBatch
 from dgemma.train.feed import Part
 from dgemma.train.log import TrainLog
+from dgemma.train.parallel import Parallel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,23 @@ class StepRecord:
     counts: Mapping[str, Tensor]
     parts: list[Part]  # the micro-batches
     num_tokens: int
+
+
+def make_lines(records: Sequence[StepRecord], parallel: Parallel) -> list[dict[str, Any]]:
+    """What the log says of each step, summed over all processes: the one place where steps are waited for."""
+    names = list(records[0].sums)
+    numbers, norms = [], []
+    for record in records:
+        totals = [values[name].sum() for values in (record.sums, record.counts) for name in names]
+        numbers.append(torch.stack([x.double() for x in (record.loss, *totals)]))
+        norms.append(record.grad_norm.double())
+    fetched = torch.cat((parallel.sum(torch.stack(numbers)), torch.stack(norms)[:, None]), dim=1).tolist()
+    lines = []
+    for record, (loss, *values, grad_norm) in zip(records, fetched, strict=True):
+        sums, counts = values[: len(names)], values[len(names) :]
+        means = {f"loss/{n}": s / c if c else s for n, s, c in zip(names, sums, counts, strict=True)}
+        lines.append({"step": record.step, "loss": loss, **means, "grad_norm": grad_norm, "lr": record.lr})
+    return lines
 
 
 @dataclass(frozen=True, kw_only=True)
