@@ -316,6 +316,7 @@ def test_a_scan_scores_every_token_once_with_its_context(letters):
     expected = [t for number in range(26) for t in letters.document(number)[1:].tolist()]
     assert scored == expected
     assert int((~batch.truncated).sum()) == 26  # each document ends once
+    assert batch.text.unique(return_counts=True)[1].tolist() == [-(-(n + 2) // 8) for n in range(26)]  # rows of each
 
 
 def test_a_text_shorter_than_a_row_is_a_row(tmp_path):

@@ -5,7 +5,7 @@ gives each prompt and answer a row of its own, `scan` reads held-out text from i
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
@@ -202,7 +202,7 @@ def scan(file: TokenFile, *, row_len: int, context: int, documents: Sequence[int
     """
     if row_len < 1 or context < 1:
         raise ValueError(f"scan row_len and context must be at least 1, got {row_len} and {context}.")
-    pieces, prompt_len, cut = [], [], []
+    pieces, prompt_len, cut, text = [], [], [], []
     for number in range(file.num_documents) if documents is None else documents:
         tokens = file.document(number)
         for start in range(int(file.prompt_len[number]), len(tokens), row_len):
@@ -210,7 +210,8 @@ def scan(file: TokenFile, *, row_len: int, context: int, documents: Sequence[int
             pieces.append(tokens[first : start + row_len])
             prompt_len.append(start - first)
             cut.append(start + row_len < len(tokens))
-    return _stack(pieces, prompt_len, cut, file.eos_token_id)
+            text.append(number)
+    return replace(_stack(pieces, prompt_len, cut, file.eos_token_id), text=torch.tensor(text))
 
 
 def _pad(pieces: list[np.ndarray], file: TokenFile, numbers: list[int], max_len: int) -> TrainBatch:

@@ -24,6 +24,7 @@ class TrainBatch:
     truncated: Tensor | None = None  # (B,) bool
     pinned: Tensor | None = None  # (B, T) bool
     documents: Tensor | None = None  # (B, T) int64
+    text: Tensor | None = None  # (B,) int64: which text a row is a part of; `evaluate`'s intervals are over texts
     fill: Tensor | None = None  # (B, T) bool; what lies beyond `length` is none of it
     # (prompt_len, length) of each row, known to the host: shapes follow from them without waiting for a device.
     spans: tuple[tuple[int, int], ...] | None = None
@@ -37,6 +38,7 @@ class TrainBatch:
             "prompt_len": (batch_size,),
             "length": (batch_size,),
             "truncated": (batch_size,),
+            "text": (batch_size,),
             "pinned": (batch_size, num_tokens),
             "documents": (batch_size, num_tokens),
             "fill": (batch_size, num_tokens),

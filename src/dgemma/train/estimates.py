@@ -30,8 +30,9 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class RowSums:
-    """What was measured on R independent rows, in float64 on the host; every number is a sum over a row's tokens."""
+    """What was measured on R rows, in float64 on the host; every number is a sum over a row's tokens."""
 
+    text: Tensor  # (R,) int64: which text it is a part of; -1: one of its own
     nats: Tensor  # (R,) the bound
     tokens: Tensor  # (R,) scored, of the text itself
     fill_tokens: Tensor  # (R,) scored behind its end; their nats are in the sums
@@ -49,6 +50,13 @@ class RowSums:
         """All rows of several, in order."""
         return cls(**{name: torch.cat([getattr(part, name) for part in parts]) for name in cls.__dataclass_fields__})
 
+    @property
+    def clusters(self) -> Tensor:
+        """(R,) int64, from 0 up: rows with one number are not independent. If there is one text alone, its rows are."""
+        own = torch.arange(len(self.text))
+        clusters = torch.where(self.text < 0, -1 - own, self.text).unique(return_inverse=True)[1]
+        return clusters if clusters.any() else own
+
 
 @dataclass(frozen=True, kw_only=True)
 class Likelihood:
@@ -58,7 +66,8 @@ class Likelihood:
     `num_fill_tokens` are not among the `num_tokens` that sums are divided by. `by_level` holds each noise level's share
     of the bound and adds up to `nelbo` less `reconstruction`, the part below the lowest level; `by_position` and
     `causal_by_position` are means over all that is scored at each place of a canvas, fill included. `rows` are the sums
-    all of it comes from: rows are independent, so their spread is what the intervals are made of.
+    all of it comes from. Texts are independent, so their spread is what the intervals are made of; that of rows, where
+    no text has several or there is only one.
     """
 
     nelbo: Estimate
@@ -79,16 +88,20 @@ class Likelihood:
             raise ValueError(f"evaluate confidence must lie in (0, 1), got {confidence}.")
         if not rows.tokens.any():
             raise ValueError("evaluate source must hold a token to score, got none in any row. Check the data.")
-        width = _width(confidence)
+        width, clusters = _width(confidence), rows.clusters
         levels = torch.linspace(0, 1, rows.by_level.shape[1] + 1, dtype=torch.float64)
         places = torch.arange(rows.by_position.shape[1] + 1, dtype=torch.float64)
+
+        def curve(edges: Tensor, nats: Tensor, tokens: Tensor) -> Curve:
+            return mean_of_rows(edges, nats, tokens, width, clusters=clusters)
+
         return cls(
-            nelbo=_per_token(rows.nats, rows.tokens, width),
-            causal=_per_token(rows.causal, rows.causal_tokens, width),
-            reconstruction=_per_token(rows.reconstruction, rows.tokens, width).value,
-            by_level=mean_of_rows(levels, rows.by_level, rows.tokens[:, None], width),
-            by_position=mean_of_rows(places, rows.by_position, rows.tokens_by_position, width),
-            causal_by_position=mean_of_rows(places, rows.causal_by_position, rows.causal_tokens_by_position, width),
+            nelbo=_per_token(rows.nats, rows.tokens, width, clusters),
+            causal=_per_token(rows.causal, rows.causal_tokens, width, clusters),
+            reconstruction=_per_token(rows.reconstruction, rows.tokens, width, clusters).value,
+            by_level=curve(levels, rows.by_level, rows.tokens[:, None]),
+            by_position=curve(places, rows.by_position, rows.tokens_by_position),
+            causal_by_position=curve(places, rows.causal_by_position, rows.causal_tokens_by_position),
             rows=rows,
             num_samples=num_samples,
             confidence=confidence,
@@ -104,6 +117,11 @@ class Likelihood:
     def num_fill_tokens(self) -> int:
         """Scored tokens behind the texts' ends."""
         return int(self.rows.fill_tokens.sum())
+
+    @property
+    def num_texts(self) -> int | None:
+        """How many texts the rows are parts of; None if that was not said."""
+        return len(self.rows.text.unique()) if (self.rows.text >= 0).all() else None
 
     @property
     def perplexity(self) -> float:
@@ -127,7 +145,7 @@ class Likelihood:
 
         Example: `likelihood.gap(chain.nll(tokens))` is what a model of a Markov chain has still to learn.
         """
-        return _per_token(self.rows.nats - nats.cpu(), self.rows.tokens, _width(self.confidence))
+        return _per_token(self.rows.nats - nats.cpu(), self.rows.tokens, _width(self.confidence), self.rows.clusters)
 
     def _per_byte(self, nats: Estimate) -> Estimate | None:
         if self.num_bytes is None:
@@ -147,6 +165,7 @@ class Likelihood:
             "bits_per_byte": None if bits is None else bits.value,
             "causal_bits_per_byte": None if causal_bits is None else causal_bits.value,
             "num_rows": len(self.rows.tokens),
+            "num_texts": self.num_texts,
             "num_tokens": self.num_tokens,
             "num_fill_tokens": self.num_fill_tokens,
             "num_samples": self.num_samples,
@@ -158,10 +177,12 @@ class Likelihood:
         }
 
     def __str__(self) -> str:
-        rows, share = len(self.rows.tokens), f"{self.confidence:.0%} interval"
+        rows, share = f"{len(self.rows.tokens):,} rows", f"{self.confidence:.0%} interval"
+        if self.num_texts is not None:
+            rows += f" of {self.num_texts:,} {'text' if self.num_texts == 1 else 'texts'}"
         fill = f" and {self.num_fill_tokens:,} of fill" if self.num_fill_tokens else ""
         lines = [
-            f"{self.num_tokens:,} tokens{fill} in {rows:,} rows, {self.num_samples} noise levels a canvas",
+            f"{self.num_tokens:,} tokens{fill} in {rows}, {self.num_samples} noise levels a canvas",
             f"{'':22}{'nats/token':>10}   {share:20}{'perplexity':>10}",
         ]
         for name, found in (("diffusion, at most", self.nelbo), ("causal", self.causal)):
@@ -183,24 +204,29 @@ class Likelihood:
         return "\n".join(lines)
 
 
-def mean_of_rows(edges: Tensor, nats: Tensor, tokens: Tensor, width: float) -> Curve:
-    """Σ nats / Σ tokens of independent rows, by column: nats (R, n), tokens (R, n) or (R, 1).
+def mean_of_rows(edges: Tensor, nats: Tensor, tokens: Tensor, width: float, *, clusters: Tensor | None = None) -> Curve:
+    """Σ nats / Σ tokens of rows, by column: nats (R, n), tokens (R, n) or (R, 1).
 
-    Rows differ in length, so the interval is of a ratio: `width` standard deviations of what each row adds beyond the
-    mean of its tokens. One row says nothing about the spread.
+    The interval is `width` standard errors of that ratio, robust to clusters: rows with one number in `clusters` (R,),
+    from 0 up, may depend on each other, and what counts is what they add together beyond the mean of their tokens.
+    None: all rows are independent. A single cluster says nothing about the spread.
 
     Example: `mean_of_rows(edges, nats, tokens, 1.96).error` is the half-width of a 95 % interval.
     """
-    num_rows, total = len(nats), tokens.sum(0)
+    total = tokens.sum(0)
     mean = nats.sum(0) / total
-    if num_rows == 1:
+    residual = nats - mean * tokens
+    if clusters is not None:
+        residual = residual.new_zeros(int(clusters.max()) + 1, residual.shape[1]).index_add(0, clusters, residual)
+    count = len(residual)
+    if count == 1:
         return Curve(edges=edges, nats=mean, error=torch.full_like(mean, torch.inf))
-    residual = (nats - mean * tokens).square().sum(0) * num_rows / (num_rows - 1)
-    return Curve(edges=edges, nats=mean, error=width * residual.sqrt() / total)
+    variance = residual.square().sum(0) * count / (count - 1)
+    return Curve(edges=edges, nats=mean, error=width * variance.sqrt() / total)
 
 
-def _per_token(nats: Tensor, tokens: Tensor, width: float) -> Estimate:
-    curve = mean_of_rows(torch.zeros(2), nats[:, None], tokens[:, None], width)
+def _per_token(nats: Tensor, tokens: Tensor, width: float, clusters: Tensor) -> Estimate:
+    curve = mean_of_rows(torch.zeros(2), nats[:, None], tokens[:, None], width, clusters=clusters)
     return Estimate(curve.nats.item(), curve.error.item())
 
 

@@ -57,7 +57,8 @@ def evaluate(
     Each canvas is noised `num_samples` times, at times that are "stratified" (one in each of as many equal parts of the
     noise's schedule) or "independent". `parametrisation` says what the network's logits mean, see `nelbo.integrand`; of
     a network that is not told its level, "mean" is converted with a level it does not know. `self_cond` gives each
-    canvas a first pass. `num_bytes` of all scored text adds bits per byte. The same seed gives the same number, however
+    canvas a first pass. Intervals are over texts where the batch says which row is of which (`scan` does), else over
+    rows. `num_bytes` of all scored text adds bits per byte. The same seed gives the same number, however
     rows are batched.
 
     Example: `print(evaluate(model, tokens, MaskNoise(512, mask_token_id=4), num_samples=16))`.
@@ -138,7 +139,8 @@ class _Estimator:
             "causal_by_position": causal.sum(1),
             "causal_tokens_by_position": causal_scored.sum(1),
         }
-        return RowSums(**{name: value.double().cpu() for name, value in sums.items()})
+        text = torch.full_like(seeds, -1) if batch.text is None else batch.text
+        return RowSums(text=text.cpu(), **{name: value.double().cpu() for name, value in sums.items()})
 
     def _draw(self, cut: Canvases, seeds: Tensor, sample: int, num_positions: int, purpose: str) -> Tensor:
         """Uniforms of each canvas and sample's own, (B, K, num_positions)."""
