@@ -1,6 +1,7 @@
 """Tokenizers: published ids and templates, left padding, channels and tool calls, bytes."""
 
 import json
+import shutil
 from contextlib import suppress
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, GemmaTokenizer, PreTrainedTokenizerFast
 
-from dgemma.tokenizer import ByteTokenizer, PretrainedTokenizer, Tokenizer, _transformers_class
+from dgemma.tokenizer import ByteTokenizer, PretrainedTokenizer, Tokenizer
 
 # The published tokenizer's ids (google/diffusiongemma-26B-A4B-it); BPE pieces in between sit at ids it uses otherwise.
 SPECIAL = {
@@ -240,16 +241,30 @@ def test_code_in_a_checkpoint_is_not_run(folders, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_plain_tokenizer_is_read_without_auto_tokenizer_and_just_the_same(tmp_path):
-    names = {f"{name}_token": f"<{name}>" for name in ("pad", "eos", "bos", "unk", "mask")}
-    plain = PreTrainedTokenizerFast(tokenizer_object=_published_like_tokenizer().backend_tokenizer, **names)
-    plain.save_pretrained(tmp_path)
-    assert _transformers_class(tmp_path) is PreTrainedTokenizerFast
+# Gemma's own class, and the plain one that the shipped checkpoints name.
+@pytest.mark.parametrize("kind", [GemmaTokenizer, PreTrainedTokenizerFast])
+def test_texts_are_read_and_written_as_transformers_does(kind, tmp_path):
+    saved = _published_like_tokenizer()
+    if kind is PreTrainedTokenizerFast:
+        names = {f"{name}_token": f"<{name}>" for name in ("pad", "eos", "bos", "unk", "mask")}
+        saved = PreTrainedTokenizerFast(tokenizer_object=saved.backend_tokenizer, **names)
+    saved.save_pretrained(tmp_path)
     ours, theirs = Tokenizer.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
-    ids = ours.encode("Why is the sky blue? <mask>é", bos=False)
-    assert ids == theirs.encode("Why is the sky blue? <mask>é", add_special_tokens=False)
-    assert ours.decode(ids) == theirs.decode(ids)
-    assert ours.mask_token_id == theirs.mask_token_id == 4
+    assert type(theirs) is kind
+    for text in ("Why is the  sky blue?\n<mask>é\U0001f30a", " <|turn>user\nWhy", ""):
+        ids = ours.encode(text, bos=False)
+        assert ids == theirs.encode(text, add_special_tokens=False)
+        assert ours.decode(ids, skip_special=False) == theirs.decode(ids, clean_up_tokenization_spaces=False)
+    names = ("pad_token_id", "eos_token_id", "bos_token_id", "mask_token_id")
+    assert [getattr(ours, name) for name in names] == [getattr(theirs, name) for name in names] == [0, 1, 2, 4]
+    assert ours.vocab_size == max(theirs.get_vocab().values()) + 1
+
+
+def test_a_file_that_is_no_tokenizer_is_refused(folders, tmp_path):
+    folder = shutil.copytree(folders / "current", tmp_path / "damaged")
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds no tokenizer"):
+        Tokenizer.from_pretrained(folder)
 
 
 def test_saved_tokenizers_are_found_again(tokenizer, tmp_path):

@@ -1,7 +1,7 @@
 """Text to tokens and back: the checkpoint's own tokenizer and chat template, or plain bytes for small models.
 
-A thin layer on transformers' tokenizers. The template always comes from the checkpoint: the published one has changed
-once already, and a copy in code would silently be the wrong one.
+A thin layer on the tokenizers library, and on transformers for chats. The template always comes from the checkpoint:
+the published one has changed once already, and a copy in code would silently be the wrong one.
 """
 
 import json
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import tokenizers
 import torch
 from torch import Tensor
 
@@ -199,36 +200,44 @@ class Tokenizer(ABC):
 
 
 class PretrainedTokenizer(Tokenizer):
-    """A checkpoint's own tokenizer and template, through transformers. Remote code is never run.
+    """A checkpoint's own tokenizer.json, and its template through transformers. Remote code is never run.
 
     Example: `Tokenizer.from_pretrained("path/to/checkpoint")` builds one.
     """
 
+    mask_token_id: int | None = None
+
     def __init__(self, folder: str | Path) -> None:
-        if not (Path(folder) / "tokenizer.json").is_file():
-            raise FileNotFoundError(
-                f"{Path(folder) / 'tokenizer.json'} does not exist. Copy the checkpoint's tokenizer files there, or "
-                "use ByteTokenizer() for a model trained on bytes."
-            )
         self._folder = Path(folder)
-        self._hf = _transformers_class(self._folder).from_pretrained(str(folder), trust_remote_code=False)
-        self.vocab_size = max(self._hf.get_vocab().values()) + 1
-        self.mask_token_id = self._hf.mask_token_id
-        for name in ("pad_token_id", "eos_token_id", "bos_token_id"):
-            value = getattr(self._hf, name)
-            if value is None:
+        file = self._folder / "tokenizer.json"
+        if not file.is_file():
+            raise FileNotFoundError(
+                f"{file} does not exist. Copy the checkpoint's tokenizer files there, or use ByteTokenizer() for a "
+                "model trained on bytes."
+            )
+        try:
+            self._pieces = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library has no class of its own for it
+            raise ValueError(f"{file} holds no tokenizer ({error}). Download it again.") from None
+        self.vocab_size = max(self._pieces.get_vocab().values()) + 1
+        config = read_json(self._folder, "tokenizer_config.json")
+        for name in ("pad", "eos", "bos", "mask"):
+            token = config.get(f"{name}_token")
+            token = token.get("content") if isinstance(token, dict) else token
+            token_id = None if token is None else self._pieces.token_to_id(token)
+            if token_id is None and name != "mask":
                 raise ValueError(
-                    f"Tokenizer.{name} must be set, got None in {folder}. Complete its tokenizer_config.json."
+                    f"Tokenizer.{name}_token_id must be set, got None in {folder}. Complete its tokenizer_config.json."
                 )
-            setattr(self, name, value)
+            setattr(self, f"{name}_token_id", token_id)
 
     def encode(self, text: str, *, bos: bool = True) -> list[int]:
-        ids = self._hf.encode(text, add_special_tokens=False)
+        ids: list[int] = self._pieces.encode(text, add_special_tokens=False).ids
         return [self.bos_token_id, *ids] if bos else ids
 
     def token_id(self, token: str) -> int | None:
-        found = self._hf.convert_tokens_to_ids(token)
-        return None if found == self._hf.unk_token_id and token != self._hf.unk_token else found
+        found: int | None = self._pieces.token_to_id(token)
+        return found
 
     @property
     def has_chat_template(self) -> bool:
@@ -238,7 +247,8 @@ class PretrainedTokenizer(Tokenizer):
         self._hf.save_pretrained(str(path))
 
     def _decode(self, ids: list[int]) -> str:
-        return self._hf.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text: str = self._pieces.decode(ids, skip_special_tokens=False)
+        return text
 
     def _render(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         if not self.has_chat_template:
@@ -247,6 +257,12 @@ class PretrainedTokenizer(Tokenizer):
                 "Put its chat_template.jinja there, or pass plain text to encode."
             )
         return list(self._hf.apply_chat_template(messages, tokenize=True, return_dict=False, **options))
+
+    @cached_property
+    def _hf(self) -> Any:
+        from transformers import AutoTokenizer  # seconds of imports, which plain text need not wait for
+
+        return AutoTokenizer.from_pretrained(str(self._folder), trust_remote_code=False)
 
 
 class ByteTokenizer(Tokenizer):
@@ -347,16 +363,6 @@ class ByteTokenizer(Tokenizer):
 def _names_byte_tokenizer(folder: Path) -> bool:
     config = folder / "tokenizer_config.json"
     return config.is_file() and '"dgemma.ByteTokenizer"' in config.read_text(errors="replace")
-
-
-def _transformers_class(folder: Path) -> Any:
-    """What transformers reads the folder with: `AutoTokenizer`, or without its seconds of imports the plain class."""
-    import transformers
-
-    is_described = (folder / "tokenizer_config.json").is_file()
-    name = read_json(folder, "tokenizer_config.json").get("tokenizer_class") if is_described else None
-    is_plain = name in ("TokenizersBackend", "PreTrainedTokenizerFast")
-    return transformers.PreTrainedTokenizerFast if is_plain else transformers.AutoTokenizer
 
 
 def _without_thought(message: Message) -> dict[str, Any]:
