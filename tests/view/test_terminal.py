@@ -120,8 +120,9 @@ def test_text_settles_in_place_at_any_width(monkeypatch, columns):
     run(view, on_step=look)
     text, _, status = screen.screen.rpartition("\n\n")
     assert " ".join(text.split()) == "Q: " + TEXT
-    assert "░" in seen[0]
-    assert seen[0].count("░") > seen[5].count("░")
+    assert TEXT[:40] not in seen[0]
+    assert "2;38;5;97" in screen.styles, "noise, faint"
+    assert re.search(r"step 1/48 · .*\d of 40 accepted$", seen[0])
     assert re.search(r"step \d+/48 · .*\d\.\d tok", status)
     assert all(len(line) < columns for screen in seen for line in screen.split("\n"))
     assert screen.wrapped == 0
@@ -151,12 +152,42 @@ def test_a_dumb_terminal_is_treated_as_a_pipe(monkeypatch):
     assert screen.raw == TEXT + "\n"
 
 
-def test_no_color_means_no_colour_and_still_shows_what_is_decided(monkeypatch):
+@pytest.mark.parametrize("noise", ["uniform", "mask"])
+def test_no_color_means_no_colour_and_still_shows_what_is_decided_and_what_is_guessed(monkeypatch, noise):
     monkeypatch.setenv("NO_COLOR", "1")
     screen = Terminal()
-    run(LiveView(dgemma.ByteTokenizer(), file=screen, leave=True))
+    view = LiveView(dgemma.ByteTokenizer(), file=screen, leave=True)
+    seen = []
+
+    def look(record):
+        view(record)
+        seen.append((screen.screen.partition("\n")[0], int(record.accepted.sum())))
+
+    process = dgemma.UniformNoise(384) if noise == "uniform" else dgemma.MaskNoise(384)
+    run(view, on_step=look, noise=process, sampler=dgemma.EntropyBound(bound=0.5, greedy=True))
     assert screen.styles <= {"0", "1", "2"}
     assert TEXT in screen.screen.replace("\n", " ")
+    (first, num_accepted), (later, _) = seen[0], seen[5]
+    assert len(first) == 40
+    assert 40 > first.count("░") > later.count("░")
+    assert 40 - first.count("░") > num_accepted, "guesses are shown, too"
+
+
+def test_noise_takes_the_room_of_an_average_token_and_does_not_push_the_prompt_around(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    words = [f" {'w' * (1 + i % 9)}{i}" for i in range(200)]  # from 3 to 13 cells
+    tokenizer, screen = Words(words), Terminal(40)
+    text = "".join(words[7 * i % 200] for i in range(32))
+    view = LiveView(tokenizer, file=screen, prefix="A prompt that ends near the line's end")
+    seen = []
+
+    def look(record):
+        view(record)
+        seen.append(screen.screen.rpartition("\n\n")[0].split("\n"))
+
+    run(view, text, tokenizer, canvas_len=32, on_step=look, steps=12)
+    assert {lines[0] for lines in seen} == {"A prompt that ends near the line's end"}
+    assert max(map(len, seen)) - min(map(len, seen)) <= 2
 
 
 def test_an_interrupted_run_leaves_the_terminal_clean():
@@ -255,6 +286,10 @@ def test_words_are_kept_whole_where_a_line_can_hold_them():
     assert lines("to be or not", 6) == ["to be", "or not"]
     assert lines("a\n\nb", 6) == ["a", "", "b"]
     assert lines("abcdefgh ij", 3) == ["abc", "def", "gh", "ij"]
+    assert ["".join(i.text for i in line) for line in wrap([Ink("end"), *[Ink("░", loose=True)] * 4], 5)] == [
+        "end░░",
+        "░░",
+    ]
     assert ["".join(i.text for i in line) for line in wrap([Ink("spl"), Ink("it up", "1")], 6)] == ["split", "up"]
 
 

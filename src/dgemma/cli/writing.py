@@ -24,7 +24,7 @@ def add_commands(commands: Any) -> None:
         help="continue a prompt, watching the canvas settle",
         usage="dgemma generate [OPTION ...] [PROMPT ...]",
         description="Continue a prompt. On a terminal the canvas is shown as it settles: certain words plain, "
-        "uncertain ones coloured, ░ where there is no guess yet.",
+        "uncertain ones coloured, faint noise where there is no guess yet.",
         epilog="examples:\n"
         '  dgemma generate "It was a dark night"\n'
         '  dgemma generate --steps 16 --html run.html "It was"\n'

@@ -19,10 +19,14 @@ _TAB = "    "
 
 
 class Ink(NamedTuple):
-    """A piece of text, and how it is drawn: codes such as "1" (bold), "2" (faint) or "38;5;97" (a colour)."""
+    """A piece of text, and how it is drawn: codes such as "1" (bold), "2" (faint) or "38;5;97" (a colour).
+
+    A line may end before and after what is `loose`, as if spaces stood there.
+    """
 
     text: str
     style: str = ""
+    loose: bool = False
 
 
 class Screen:
@@ -134,7 +138,9 @@ def wrap(inks: Iterable[Ink], columns: int) -> list[list[Ink]]:
         lines[-1].extend(word)
         used, word_width, word = used + word_width, 0, []
 
-    for text, style in inks:
+    for text, style, loose in inks:
+        if loose:
+            end_word()
         for part in re.findall(r"\n|[^\S\n]+|\S+", text):
             if part == "\n":
                 end_word()
@@ -153,6 +159,8 @@ def wrap(inks: Iterable[Ink], columns: int) -> list[list[Ink]]:
                         end_word()
                     word.append(Ink(piece, style))
                     word_width += width(piece)
+        if loose:
+            end_word()
     end_word()
     return lines
 
@@ -160,12 +168,20 @@ def wrap(inks: Iterable[Ink], columns: int) -> list[list[Ink]]:
 def _fit(line: Sequence[Ink], columns: int) -> list[Ink]:
     """A line without what lies beyond the last column."""
     fitted, used = [], 0
-    for text, style in line:
-        kept = text
-        while width(kept) > columns - used:
-            kept = kept[:-1]
+    for text, style, _ in line:
+        kept = cut(text, columns - used)
         fitted.append(Ink(kept, style))
         used += width(kept)
         if kept != text:
             break
     return fitted
+
+
+def cut(text: str, cells: int) -> str:
+    """As much of the beginning of a text as fits.
+
+    Example: `cut("né語", 3)` is "né": the wide character needs two cells.
+    """
+    while width(text) > cells:
+        text = text[:-1]
+    return text

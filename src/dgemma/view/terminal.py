@@ -4,6 +4,7 @@ Views are callbacks for `generate`, `infill` and `edit`, and can drain a `stream
 standard output stays plain, and only where somebody looks.
 """
 
+import statistics
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -18,17 +19,19 @@ from dgemma.tokenizer import Tokenizer
 from dgemma.view import board
 from dgemma.view.heat import TERMINAL
 from dgemma.view.pieces import MASK, Pieces, printable, width
-from dgemma.view.screen import Ink, Screen, wrap
+from dgemma.view.screen import Ink, Screen, cut, wrap
 
 _BOLD, _FAINT = "1", "2"
 _SHOWN_FROM = 0.25  # a guess less probable than this is no text yet
+_SAMPLED = 64  # tokens of a vocabulary, to know how long one is
 
 
 class _Position(NamedTuple):
-    token: int
+    token: int  # what was decided, or the best guess
     confidence: float
     decided: bool
     pinned: bool
+    noise: int  # on the canvas where nothing is decided; -1 for a mask
 
 
 class _Canvas(NamedTuple):
@@ -37,6 +40,7 @@ class _Canvas(NamedTuple):
     block: int
     step: int  # 1-based
     num_steps: int
+    done: bool
     entropy: float  # mean over what is not pinned
     positions: list[_Position]
 
@@ -113,7 +117,10 @@ class View(ABC):
 
 
 class LiveView(View):
-    """Text appearing: certain words plain, uncertain ones coloured, ░ where there is no guess worth showing.
+    """Text appearing: certain words plain, uncertain ones coloured, faint noise where there is no guess worth showing.
+
+    Noise is ░ where there are no colours, and for masks. All of it takes as much room as an average token, so that the
+    text hardly moves while it settles.
 
     Watches one row. `prefix` is shown before the canvas. The view is erased at the end unless told to `leave` the
     text; with `leave`, a pipe gets the final text and nothing else. Finished blocks stay above the canvas, up to the
@@ -144,6 +151,7 @@ class LiveView(View):
             eos_token_ids = [tokenizer.eos_token_id, *filter(None, [tokenizer.token_id("<turn|>")])]
         self._ends = frozenset(eos_token_ids or ())
         self._finished: list[int] = []
+        self._room = self._average_width()
 
     @property
     def text(self) -> str:
@@ -170,21 +178,41 @@ class LiveView(View):
     def _ink(self, position: _Position, piece: str) -> Ink:
         if position.decided:
             return Ink("" if self._is_frame(position.token) else piece, self._style(position))
-        if position.confidence >= _SHOWN_FROM and self.screen.has_colour:
+        if position.confidence >= _SHOWN_FROM:
             return Ink(piece.replace("\n", "⏎"), self._style(position))
-        return Ink(MASK * width(piece.replace("\n", "⏎")), self._style(position))
+        gap = " " if self._room > 1 else ""
+        room = self._room - len(gap)
+        if position.noise < 0 or not self.screen.has_colour:
+            return Ink(gap + MASK * room, _FAINT, loose=True)
+        noise = cut(self._pieces.one(position.noise).strip().replace("\n", "⏎"), room)
+        return Ink(gap + noise + " " * (room - width(noise)), f"{_FAINT};{self._style(position)}", loose=True)
+
+    def _average_width(self) -> int:
+        """Cells of a token: 1 for bytes, some 5 for words and their parts."""
+        tokenizer = self._pieces.tokenizer
+        if not isinstance(tokenizer, Tokenizer):
+            return 4
+        sample = range(0, tokenizer.vocab_size, max(1, tokenizer.vocab_size // _SAMPLED))
+        return round(statistics.median(width(self._pieces.one(token)) for token in sample))
 
     def _status(self, columns: int) -> str:
+        """How far the canvas is; once it is done, how fast it was."""
         assert self._canvas is not None
-        block, step, num_steps, entropy, positions = self._canvas
-        so_far = len(self._finished) + sum(position.decided for position in positions)
-        speed = so_far / self.num_forwards
+        block, step, num_steps, done, entropy, positions = self._canvas
+        if done:
+            speed = (len(self._finished) + len(positions)) / self.num_forwards
+            long, short, shortest = (
+                f"{speed:.1f} {unit}" for unit in ("tokens per forward", "tokens/forward", "tok/fwd")
+            )
+        else:
+            num_accepted = sum(position.decided for position in positions)
+            long = short = f"{num_accepted} of {len(positions)} accepted"
+            shortest = f"{num_accepted}/{len(positions)}"
         forms = (
-            f"block {block + 1} · step {step}/{num_steps} · mean entropy {entropy:.2f} nats · "
-            f"{speed:.1f} tokens per forward",
-            f"block {block + 1} · step {step}/{num_steps} · entropy {entropy:.2f} · {speed:.1f} tokens/forward",
-            f"step {step}/{num_steps} · H {entropy:.2f} · {speed:.1f} tok/forward",
-            f"{step}/{num_steps} · {speed:.1f} tok/forward",
+            f"block {block + 1} · step {step}/{num_steps} · mean entropy {entropy:.2f} nats · {long}",
+            f"block {block + 1} · step {step}/{num_steps} · entropy {entropy:.2f} · {short}",
+            f"step {step}/{num_steps} · {short}",
+            f"{step}/{num_steps} · {shortest}",
         )
         return next((form for form in forms if len(form) <= columns), forms[-1])
 
@@ -268,11 +296,13 @@ def _read_canvas(record: StepRecord, row: int) -> _Canvas | None:
     tokens = torch.where(decided & ~state.done[at], state.canvas[at], state.draft[at])
     free = ~frozen
     entropy = (record.entropy[at] * free).sum() / free.sum().clamp(min=1)
-    columns = (tokens, record.confidence[at], decided | state.done[at], frozen)
+    noise = torch.where(state.noise.masked(state.canvas[at]), -1, state.canvas[at])
+    columns = (tokens, record.confidence[at], decided | state.done[at], frozen, noise)
     return _Canvas(
         block=int(record.block[at]),
         step=int(record.step[at]) + 1,
         num_steps=int(state.num_steps[at]),
+        done=bool(state.done[at]),
         entropy=float(entropy),
         positions=[_Position(*values) for values in zip(*(column.tolist() for column in columns), strict=True)],
     )
