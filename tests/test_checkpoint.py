@@ -87,7 +87,7 @@ def test_the_table_gives_the_published_model_exactly_its_published_text_tensors(
 @pytest.mark.parametrize("limit", ["5GB", "20KB", 1], ids=["single", "sharded", "one-tensor-a-shard"])
 def test_saved_weights_come_back_bit_for_bit(tmp_path, limit):
     model = random_model()
-    model.generation = GenerationDefaults(t_max=0.9, eos_token_id=(7,))
+    model.generation = GenerationDefaults(t_max=0.9, eos_token_id=(7,), noise={"kind": "mask", "mask_token_id": 9})
     model.save_pretrained(tmp_path, max_shard_size=limit)
     loaded = DiffusionGemma.from_pretrained(tmp_path)
     assert same_weights(model, loaded)

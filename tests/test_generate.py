@@ -185,6 +185,18 @@ def test_knobs_and_states_may_change_between_steps():
         dgemma.generate(model, prompt, max_new_tokens=32, steps=2, stop=None, on_step=lambda record: {"bound": 3})
 
 
+def test_what_is_left_out_runs_under_the_noise_that_the_checkpoint_learnt():
+    model, prompt = pair()[0], torch.randint(5, 512, (2, 4))
+    noise, knobs = dgemma.MaskNoise(512, mask_token_id=9), {"max_new_tokens": 32, "steps": 3, "eos_token_ids": []}
+    model.generation = GenerationDefaults(noise={"kind": "mask", "mask_token_id": 9})
+    seen: list[StepRecord] = []
+    learnt = dgemma.generate(model, prompt, on_step=seen.append, **knobs)
+    assert (seen[0].canvas == 9).all()
+    assert torch.equal(learnt.tokens, dgemma.generate(model, prompt, noise=noise, **knobs).tokens)
+    dgemma.infill(model, prompt, [(1, 3)], on_step=seen.append, steps=3)
+    assert seen[-1].state.noise == noise
+
+
 def test_driving_step_by_hand_equals_generate():
     model, prompt = pair()[0], torch.randint(5, 512, (2, 4))
     out = dgemma.generate(model, prompt, max_new_tokens=32, steps=5, seed=11, stop=None, eos_token_ids=[])

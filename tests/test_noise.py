@@ -1,13 +1,16 @@
 import itertools
+import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dgemma.noise import HybridNoise, MaskNoise, UniformNoise
+from dgemma import GenerationDefaults, presets
+from dgemma.noise import HybridNoise, MaskNoise, UniformNoise, describe_noise, learnt_noise
 from dgemma.schedule import Loop, PlainCosine
 from toy import MASK, NUM_TOKENS, SEQUENCES, Denoiser, fresh_state, hybrid_noise, likelihood, mask_noise, uniform_noise
 
@@ -267,6 +270,32 @@ def test_a_gamma_beyond_two_would_need_negative_probabilities():
 def test_noises_are_values_that_carry_their_schedule():
     assert MaskNoise(32, schedule=Loop()) == MaskNoise(32, 4, schedule=Loop())
     assert UniformNoise(32) != UniformNoise(32, schedule=PlainCosine())
+
+
+def saying(noise, vocab_size=NUM_TOKENS + 1):
+    """A model whose checkpoint says this of its noise."""
+    config = presets.tiny().replace(vocab_size=vocab_size, pad_token_id=0, bos_token_id=1)
+    return SimpleNamespace(config=config, generation=GenerationDefaults.from_hf({"noise": noise}))
+
+
+@pytest.mark.parametrize("process", PROCESSES, ids=name)
+def test_a_process_comes_back_from_what_a_checkpoint_keeps_of_it(process):
+    kept = json.loads(json.dumps(describe_noise(replace(process, schedule=Loop()))))
+    assert learnt_noise(saying(kept, process.vocab_size)) == process  # the schedule is no part of what is learnt
+
+
+def test_a_checkpoint_that_says_nothing_of_its_noise_learnt_the_published_one():
+    assert learnt_noise(saying(None)) == UniformNoise(NUM_TOKENS + 1)
+
+
+def test_a_process_that_cannot_be_built_again_is_refused_not_replaced():
+    class Own(HybridNoise):
+        pass
+
+    with pytest.raises(ValueError, match=r"noise kind must be one of uniform, mask, hybrid, got 'Own'\. Pass"):
+        learnt_noise(saying(describe_noise(Own(NUM_TOKENS + 1, mask_token_id=MASK))))
+    with pytest.raises(ValueError, match=r"noise must hold settings of MaskNoise, got \{'mask': 3\}.* Correct"):
+        learnt_noise(saying({"kind": "mask", "mask": 3}))
 
 
 @pytest.mark.parametrize("process", PROCESSES, ids=name)

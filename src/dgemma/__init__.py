@@ -20,7 +20,7 @@ from dgemma.generate import (
 from dgemma.guidance import Guided
 from dgemma.infill import Infilling, edit, infill
 from dgemma.model import CacheMark, DiffusionGemma, PrefixCache
-from dgemma.noise import HybridNoise, MaskNoise, Noise, UniformNoise
+from dgemma.noise import HybridNoise, MaskNoise, Noise, UniformNoise, describe_noise, learnt_noise
 from dgemma.observe import Observation, Pass, observe
 from dgemma.plan import Knobs, Plan, read_plan
 from dgemma.prediction import Prediction
@@ -114,10 +114,12 @@ __all__ = [
     "UniformNoise",
     "apply_changes",
     "denoise_canvas",
+    "describe_noise",
     "edit",
     "generate",
     "generate_causal",
     "infill",
+    "learnt_noise",
     "observe",
     "presets",
     "read_plan",

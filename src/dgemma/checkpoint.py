@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -138,6 +138,8 @@ def load_pretrained(
                 f"GenerationDefaults.pad_token_id must be below the vocabulary's {config.vocab_size}, "
                 f"got {model.generation.pad_token_id}. Correct generation_config.json."
             )
+    if published.get("noise") is not None:
+        model.generation = replace(model.generation, noise=published["noise"])
     plan = _plan(model.state_dict(), stored, plain_gemma4=published.get("model_type") in GEMMA4_TYPES)
     dtype = dtype or _FLOATS[stored[plan.primary["embed_tokens.weight"]].dtype]
     state = _read_weights(plan, stored, dtype, torch.device(device))
@@ -327,6 +329,8 @@ def save_pretrained(model: "DiffusionGemma", path: str | Path, *, max_shard_size
         (folder / _SINGLE_FILE).unlink(missing_ok=True)
     config = model.config.to_hf()
     config["dtype"] = config["text_config"]["dtype"] = str(model.dtype).removeprefix("torch.")
+    if model.generation.noise is not None:
+        config["noise"] = dict(model.generation.noise)
     _put_json(folder, "generation_config.json", model.generation.to_hf())
     _put_json(folder, "config.json", config)
     for old in folder.glob("model*-of-*.safetensors*"):

@@ -167,8 +167,8 @@ class ModelConfig:
         if isinstance(values.get("eos_token_id"), list | tuple) and values["eos_token_id"]:
             values["eos_token_id"] = values["eos_token_id"][0]
         if "text_config" in published:
-            carried = {k: v for k, v in published.items() if k not in ("text_config", "vision_config", "canvas_length")}
-            values["carried"] = carried
+            own = ("text_config", "vision_config", "canvas_length", "noise")
+            values["carried"] = {k: v for k, v in published.items() if k not in own}
             values["vision_config"] = published.get("vision_config")
             if published.get("canvas_length") is not None:
                 values["canvas_length"] = published["canvas_length"]
@@ -237,6 +237,9 @@ class GenerationDefaults:
     confidence_threshold: float = 0.005
     eos_token_id: tuple[int, ...] = (1, 106, 50)
     pad_token_id: int = 0
+    # The process that was learnt, as `describe_noise` says it; None: uniform. It stands in config.json, since
+    # transformers refuses what it does not know in generation_config.json.
+    noise: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "max_denoising_steps"):
@@ -249,6 +252,8 @@ class GenerationDefaults:
         _require(self.t_min <= self.t_max, "t_min", "be at most t_max", self)
         _require(all(_is_int(t, 0) for t in self.eos_token_id), "eos_token_id", "hold token ids", self)
         _require(_is_int(self.pad_token_id, 0), "pad_token_id", "be a token id", self)
+        named = self.noise is None or (isinstance(self.noise, Mapping) and isinstance(self.noise.get("kind"), str))
+        _require(named, "noise", 'be a dictionary with a "kind", such as {"kind": "uniform"}', self)
 
     @classmethod
     def from_hf(cls, source: Mapping[str, Any] | str | Path) -> Self:
@@ -273,6 +278,7 @@ class GenerationDefaults:
         values = asdict(self)
         bound = float(values.pop("entropy_bound"))
         values["eos_token_id"] = list(self.eos_token_id)
+        del values["noise"]
         return {**values, "sampler_config": {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": bound}}
 
 

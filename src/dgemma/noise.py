@@ -8,8 +8,8 @@ so a process is two curves, the clean share A and the mask share S of its noise.
 1. Uniform (UDLM, arXiv:2412.10193; DiffusionGemma): S is 0. Hybrid (GIDD, arXiv:2503.04482): S moves with the level.
 """
 
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from dgemma import draws
 from dgemma.sampling.base import Decision
 from dgemma.schedule import Linear, Schedule
 from dgemma.state import DenoiseState
+
+if TYPE_CHECKING:
+    from dgemma.generate import Denoiser
 
 
 @dataclass(frozen=True)
@@ -305,6 +308,44 @@ class HybridNoise(_MaskingNoise):
             token = draws.integers(rest, self.vocab_size - 1)
             token = token + (token >= self.mask_token_id)
         return torch.where(u < share, self.mask_token_id, token)
+
+
+_PROCESSES: dict[str, type[Noise]] = {cls.kind: cls for cls in (UniformNoise, MaskNoise, HybridNoise)}
+
+
+def describe_noise(noise: Noise) -> dict[str, Any]:
+    """What a checkpoint keeps of the process it learnt: its kind and settings, in `GenerationDefaults.noise`.
+
+    Not the schedule: a network learns every level, and how they are passed through is the sampler's business.
+
+    Example: `describe_noise(MaskNoise(512, mask_token_id=4))` is `{"kind": "mask", "mask_token_id": 4}`.
+    """
+    if type(noise) is not _PROCESSES.get(noise.kind):
+        return {"kind": type(noise).__name__}  # to be named again by whoever has the class
+    settings = {f.name: getattr(noise, f.name) for f in fields(noise) if f.name not in ("vocab_size", "schedule")}
+    return {"kind": noise.kind, **settings}
+
+
+def learnt_noise(model: "Denoiser") -> Noise:
+    """The process that a model's checkpoint says it learnt; uniform, as published, where it says nothing.
+
+    Example: `learnt_noise(DiffusionGemma.from_pretrained("dgemma/sudoku"))` is a `MaskNoise`.
+    """
+    settings = dict(model.generation.noise or {"kind": "uniform"})
+    kind = settings.pop("kind")
+    process = _PROCESSES.get(kind)
+    if process is None:
+        raise ValueError(
+            f"GenerationDefaults.noise kind must be one of {', '.join(_PROCESSES)}, got {kind!r}. "
+            "Pass the process that the model learnt as noise=."
+        )
+    try:
+        return process(model.config.vocab_size, **settings)
+    except TypeError as error:
+        raise ValueError(
+            f"GenerationDefaults.noise must hold settings of {process.__name__}, got {settings} ({error}). "
+            "Correct generation_config.json."
+        ) from None
 
 
 def _per_position(level: Tensor, tokens: Tensor) -> Tensor:

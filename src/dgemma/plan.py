@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from dgemma import arguments
 from dgemma.arguments import Span
 from dgemma.model.cache import PrefixCache
-from dgemma.noise import Noise, UniformNoise
+from dgemma.noise import Noise, learnt_noise
 from dgemma.sampling.base import Sampler
 from dgemma.sampling.checks import as_int, as_number, check_count, check_probability
 from dgemma.sampling.entropy_bound import EntropyBound
@@ -139,7 +139,7 @@ def read_plan(
         top_k=top_k,
         top_p=top_p,
     )
-    noise = UniformNoise(config.vocab_size) if noise is None else noise
+    noise = learnt_noise(model) if noise is None else noise
     max_new_tokens = defaults.max_new_tokens if max_new_tokens is None else max_new_tokens
     max_new_tokens = arguments.read_count("max_new_tokens", max_new_tokens)
     num_steps = arguments.read_count("steps", defaults.max_denoising_steps if steps is None else steps)

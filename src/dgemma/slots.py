@@ -18,7 +18,7 @@ from torch import Tensor
 from dgemma import draws
 from dgemma.generate import Denoiser
 from dgemma.model.cache import PrefixCache
-from dgemma.noise import Noise, UniformNoise
+from dgemma.noise import Noise, learnt_noise
 from dgemma.prediction import Prediction
 from dgemma.tokenizer import Tokenizer
 
@@ -102,7 +102,7 @@ def slots(
         filled = slots(model, ["Is 7 prime? ", Slot(["yes", "no"], name="prime"), "."], tokenizer=tokenizer)
         filled["prime"].probabilities
     """
-    noise = UniformNoise(model.config.vocab_size) if noise is None else noise
+    noise = learnt_noise(model) if noise is None else noise
     if noise.vocab_size != model.config.vocab_size:
         raise ValueError(
             f"{type(noise).__name__}.vocab_size must be the model's {model.config.vocab_size}, got {noise.vocab_size}."

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import DiffusionGemmaConfig
+from transformers.models.diffusion_gemma.generation_diffusion_gemma import DiffusionGemmaGenerationConfig
 
 import dgemma
 
@@ -15,6 +17,19 @@ needs_text, needs_sudoku = (
     pytest.mark.skipif(not (ASSETS / name / "config.json").is_file(), reason=f"this copy ships no dgemma/{name}")
     for name in ("text", "sudoku")
 )
+
+
+@pytest.mark.parametrize(
+    ("name", "noise"),
+    [
+        pytest.param("text", dgemma.UniformNoise, marks=needs_text),
+        pytest.param("sudoku", dgemma.MaskNoise, marks=needs_sudoku),
+    ],
+)
+def test_a_shipped_checkpoint_knows_its_noise_and_transformers_reads_it_all_the_same(name, noise):
+    assert type(dgemma.learnt_noise(dgemma.DiffusionGemma.from_pretrained(f"dgemma/{name}"))) is noise
+    assert DiffusionGemmaGenerationConfig.from_pretrained(ASSETS / name).t_max == 0.8
+    assert DiffusionGemmaConfig.from_pretrained(ASSETS / name).noise["kind"] == noise.kind
 
 
 @needs_text

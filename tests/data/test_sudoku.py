@@ -310,6 +310,22 @@ def test_completion_writes_what_the_model_knows(some, keep_clues):
     assert scores == {"exact": 1.0, "cells": 1.0, "clues": 1.0, "steps": 2.0, "most_steps": 2.0}
 
 
+def test_a_puzzle_may_be_given_as_text(some):
+    texts = sudoku.to_text(some.puzzles)
+    for given, solutions in ((texts, some.solutions), (texts[0], some.solutions[:1])):
+        done = sudoku.complete(Oracle(solutions), given, sampler=Confidence(greedy=True), steps=1, stop=None)
+        assert done.scores(solutions)["exact"] == 1.0
+    with pytest.raises(ValueError, match="parse must get 81 characters a puzzle"):
+        sudoku.complete(Oracle(some.solutions[:1]), "530")
+
+
+def test_a_checkpoint_that_learnt_uniform_noise_completes_under_it(some):
+    oracle, seen = Oracle(some.solutions), []
+    oracle.generation = dgemma.GenerationDefaults(noise={"kind": "uniform"})
+    sudoku.complete(oracle, some.puzzles, steps=1, on_step=seen.append)
+    assert seen[0].state.noise == dgemma.UniformNoise(sudoku.VOCAB_SIZE)
+
+
 def test_scores_count_grids_cells_and_clues_apart(some):
     """A model that knows only row 0's puzzle: the other rows keep their clues if frozen, and lose some if not."""
     oracle = Oracle(np.repeat(some.solutions[:1], len(some), 0))

@@ -64,6 +64,14 @@ def test_a_model_learns_to_count(tmp_path):
     assert result.tokens_per_second > 0
 
 
+def test_the_final_checkpoint_knows_the_noise_it_was_trained_under(tmp_path):
+    noise = dgemma.MaskNoise(next_token.VOCAB, mask_token_id=3)
+    objective = Objective(noise=noise, canvas_len=next_token.model().config.canvas_length)
+    model, result = run(tmp_path, objective=objective, steps=1)
+    assert dgemma.learnt_noise(model) == noise
+    assert dgemma.learnt_noise(DiffusionGemma.from_pretrained(result.final)) == noise
+
+
 def test_micro_batches_change_nothing(tmp_path):
     # In float64, where the order of a sum shows in the last digits alone. Rows differ in length, so a mean of
     # micro-batch means would be another loss.

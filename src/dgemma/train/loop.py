@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dgemma.model.diffusion import DiffusionGemma
+from dgemma.noise import Noise, describe_noise
 from dgemma.progress import progress_bar
 from dgemma.train.balance import RouterLoad, summary
 from dgemma.train.batch import BatchSource
@@ -322,6 +324,9 @@ class _Run:
         assert last is not None  # `start` wrote one
         if self.average is not None:
             self.average.put_in()
+        noise = getattr(self.objective, "noise", None)
+        if isinstance(noise, Noise):
+            self.model.generation = replace(self.model.generation, noise=describe_noise(noise))
         final = None
         if interrupted:
             logger.warning(

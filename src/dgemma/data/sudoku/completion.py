@@ -16,8 +16,9 @@ from dgemma.data.sudoku.encoding import (
     canvas_tokens,
     prompt_tokens,
 )
+from dgemma.data.sudoku.puzzles import parse
 from dgemma.generate import Denoiser, Generation, generate
-from dgemma.noise import MaskNoise, Noise, UniformNoise
+from dgemma.noise import MaskNoise, Noise, UniformNoise, learnt_noise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,14 +60,15 @@ def sudoku_noise(kind: str) -> Noise:
 def complete(
     model: Denoiser, puzzles: Any, *, keep_clues: bool = True, noise: Noise | None = None, **options: Any
 ) -> Completion:
-    """Let a model trained on `SudokuSource` solve puzzles (B, 81); 0 is a blank.
+    """Let a model trained on `SudokuSource` solve puzzles: digits (B, 81) with 0 for a blank, or texts for `parse`.
 
-    keep_clues freezes them on the canvas; otherwise the model must copy them from the prompt itself. noise: masks by
-    default. options: any of `generate`'s, such as steps, sampler, stop, seed, on_step, record.
+    keep_clues freezes them on the canvas; otherwise the model must copy them from the prompt itself. noise: what the
+    checkpoint says it learnt, else masks. options: any of `generate`'s, such as steps, sampler, stop, seed, record.
 
-    Example: `complete(model, parse("53..7..." + "." * 73), sampler=EntropyBound(bound=0.1, greedy=True)).grids`.
+    Example: `complete(model, "53..7..." + "." * 73, sampler=EntropyBound(bound=0.1, greedy=True)).grids`.
     """
-    puzzles = torch.as_tensor(puzzles).to(model.device).long()
+    is_text = isinstance(puzzles, str) or (isinstance(puzzles, list | tuple) and isinstance(puzzles[0], str))
+    puzzles = torch.as_tensor(parse(puzzles) if is_text else puzzles).to(model.device).long()
     if puzzles.dim() != 2 or puzzles.shape[1] != NUM_CELLS:
         raise ValueError(f"complete puzzles must be (B, 81) digits, got shape {tuple(puzzles.shape)}. See `parse`.")
     if keep_clues:
@@ -75,7 +77,7 @@ def complete(
         model,
         prompt_tokens(puzzles),
         max_new_tokens=NUM_CELLS,
-        noise=noise or sudoku_noise("mask"),
+        noise=noise or (sudoku_noise("mask") if model.generation.noise is None else learnt_noise(model)),
         allowed=list(DIGIT_TOKENS),
         eos_token_ids=[EOS_TOKEN],
         **options,
