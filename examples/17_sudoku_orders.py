@@ -2,11 +2,11 @@
 
 Cells are filled at random, by confidence, or by the margin between the two best digits, in a fixed number of steps; or
 as many at once as an entropy bound allows, until the grid stands still. The second line gives the README's table and
-picture, on one GPU; the third is for a solver of your own, trained by 10_train_sudoku.py with the other noise.
+picture, on one GPU; the third is for a solver of your own, trained by 10_train_sudoku.py, with either noise.
 
     python examples/17_sudoku_orders.py                                     four puzzles of each kind, at most 8 steps
     python examples/17_sudoku_orders.py --num-tests 1000 --max-steps 81 --out runs/orders
-    python examples/17_sudoku_orders.py --num-tests 1000 --max-steps 81 --noise uniform --model runs/uniform/checkpoint
+    python examples/17_sudoku_orders.py --num-tests 1000 --max-steps 81 --model runs/uniform/checkpoint
 """
 
 import argparse
@@ -26,8 +26,8 @@ BOUNDS = (0.001, 0.01, 0.1, 0.5, 1.0, 2.0, 4.0)  # nats
 CONFIDENT = (0.8, 0.95, 0.99)
 
 
-def settings(noise: str, max_steps: int) -> dict[str, dict[str, Any]]:
-    """By order, what is varied within it: options for `sudoku.complete`."""
+def settings(kind: str, max_steps: int) -> dict[str, dict[str, Any]]:
+    """By order, what is varied within it: options for `sudoku.complete`, under one kind of noise."""
     adaptive = {"steps": min(48, max_steps), "stop": StableAndConfident()}
 
     def fixed(sampler: Any) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def settings(noise: str, max_steps: int) -> dict[str, dict[str, Any]]:
     def bounded(**more: Any) -> dict[str, Any]:
         return {f"{b} nats": {"sampler": EntropyBound(bound=b, greedy=True, **more), **adaptive} for b in BOUNDS}
 
-    if noise == "mask":
+    if kind == "mask":
         found = {order: fixed(Confidence(order=order, greedy=True)) for order in ("random", "confidence", "margin")}
     else:  # where what is written can change again
         found = {"random": fixed(Ancestral()), "confidence": fixed(BlockRefinement(tau=1.0, greedy=True))}
@@ -47,13 +47,12 @@ def settings(noise: str, max_steps: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-def solving(model: dgemma.DiffusionGemma, tests: sudoku.Puzzles, noise: str) -> Any:
+def solving(model: dgemma.DiffusionGemma, tests: sudoku.Puzzles) -> Any:
     """The task of a sweep: which grids are right, and the run they come from."""
     solutions = torch.from_numpy(tests.solutions).to(model.device)
 
     def solve(options: dict[str, Any], seed: int) -> tuple[torch.Tensor, dgemma.Generation]:
-        common = {"noise": sudoku.sudoku_noise(noise), "temperature": 1.0, "seed": seed, "progress": False}
-        done = sudoku.complete(model, tests.puzzles, **common, **options)
+        done = sudoku.complete(model, tests.puzzles, temperature=1.0, seed=seed, progress=False, **options)
         return (done.grids == solutions).all(1), done.generation
 
     return solve
@@ -77,7 +76,6 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", default="dgemma/sudoku", help="the solver (%(default)s)")
-parser.add_argument("--noise", choices=["mask", "uniform"], default="mask", help="what it was trained with (mask)")
 parser.add_argument("--num-tests", type=int, default=4, help="puzzles of each kind (%(default)s)")
 parser.add_argument("--max-steps", type=int, default=8, help="leave out what may take more (%(default)s)")
 parser.add_argument("--puzzles", type=Path, help="a folder that keeps the puzzles")
@@ -89,11 +87,12 @@ args = parser.parse_args()
 dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
 model = dgemma.DiffusionGemma.from_pretrained(args.model, dtype=dtype, device=args.device)
 made = {"split": "test", "seed": 1, "workers": args.workers, "folder": args.puzzles}
+orders = settings(dgemma.learnt_noise(model).kind, args.max_steps)
 rows = []
 print(f"{'':52}{'exact':>8}{'± error':>9}{'steps':>7}")
 for kind, givens in KINDS.items():
-    task = solving(model, sudoku.generate_puzzles(args.num_tests, givens=givens, **made), args.noise)
-    for order, varied in settings(args.noise, args.max_steps).items():
+    task = solving(model, sudoku.generate_puzzles(args.num_tests, givens=givens, **made))
+    for order, varied in orders.items():
         for row in dgemma.sweep(task, varied, progress=False).rows:
             found = {"exact": row.quality, "error": row.error, "steps": row.forwards}
             rows.append({"kind": kind, "order": order, "setting": row.label, **found})

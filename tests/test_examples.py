@@ -119,15 +119,14 @@ def test_sudoku_is_trained_and_orders_of_solving_compared(run, tmp_path):
     more = ("--denoising-steps", "2", "--workers", "1", "--device", "cpu", "--puzzles", "puzzles")
     assert run("10", *sizes, *more, "--prepare-only") == ""
     assert len(list((tmp_path / "puzzles").iterdir())) == 3
-    run("10", *sizes, *more, "--noise", "uniform", "--out", "out")
-    results = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert results["test_grids_with_a_key_trained_on"] == 0
-    assert results["untrained"]["24-29 givens"]["exact"] == 0
-    assert results["train_steps"] == 2
-
-    options = ("--model", "out/checkpoint", "--num-tests", "2", "--max-steps", "1", "--puzzles", "puzzles")
     for noise, num_settings in (("mask", 3 + 7 + 1), ("uniform", 2 + 3 + 7 + 7 + 1)):
-        printed = run("17", *options, "--noise", noise, "--out", noise, "--device", "cpu")
+        run("10", *sizes, *more, "--noise", noise, "--out", noise)
+        results = json.loads((tmp_path / noise / "results.json").read_text())
+        assert results["test_grids_with_a_key_trained_on"] == 0
+        assert results["untrained"]["24-29 givens"]["exact"] == 0
+        assert results["train_steps"] == 2
+        options = ("--num-tests", "2", "--max-steps", "1", "--puzzles", "puzzles", "--device", "cpu")
+        printed = run("17", "--model", f"{noise}/checkpoint", *options, "--out", noise)
         rows = json.loads((tmp_path / noise / "orders.json").read_text())
         assert len(rows) == len(printed.splitlines()) - 1 == 2 * num_settings
         assert all(row["steps"] == 1 for row in rows)
