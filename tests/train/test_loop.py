@@ -177,13 +177,13 @@ SCRIPT = """
     torch.set_num_threads(1)
     import next_token
     from dgemma.train.loop import TrainConfig, train
-    settings = eval(sys.argv[2]) | {"steps": 40, "checkpoint_every": 2, "ema_decay": 0.9}
+    settings = eval(sys.argv[2]) | {"steps": 120, "checkpoint_every": 2, "ema_decay": 0.9}
     train(next_token.model(), next_token.NextToken(), next_token.counting, TrainConfig(**settings), out=sys.argv[1])
 """
 
 
 def test_a_run_killed_at_random_moments_ends_in_the_same_bits(tmp_path):
-    straight, _ = run(tmp_path / "straight", steps=40, ema_decay=0.9)
+    straight, _ = run(tmp_path / "straight", steps=120, ema_decay=0.9)
     out = tmp_path / "killed"
     command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(out), repr(SETTINGS)]
     source = Path(__file__).parents[2]
@@ -199,7 +199,7 @@ def test_a_run_killed_at_random_moments_ends_in_the_same_bits(tmp_path):
     assert subprocess.run(command, env=environment, check=False).returncode == 0
     assert_same_bits(weights(straight), weights(DiffusionGemma.from_pretrained(out / "final")))
     steps = [line["step"] for line in map(json.loads, (out / "log.jsonl").read_text().splitlines())]
-    assert steps == list(range(1, 41))
+    assert steps == list(range(1, 121))
 
 
 @pytest.mark.parametrize(
