@@ -34,7 +34,7 @@ NO_CHECKPOINT_READ = [
     (("generate", "--steps", "0", "Hi"), "--steps must be a whole number of at least 1, got 0"),
     (("generate", "--steps", "few", "Hi"), "--steps must be a whole number of at least 1, got 'few'"),
     (("generate", "-n", "-4", "Hi"), "-n/--max-new-tokens must be"),
-    (("generate", "--step", "3", "Hi"), "unknown: --step 3, perhaps --steps was meant"),
+    (("generate", "--step", "3", "Hi"), "unknown: --step, perhaps --steps was meant"),
     (("infill", "--loud", "Hi"), "unknown: --loud. See dgemma infill --help."),
     (("--loud",), "COMMAND"),
     (("generate", "--gif", "run.png", "Hi"), "--gif must be a file that ends in .gif, got 'run.png'"),
@@ -126,7 +126,7 @@ def test_a_read_only_folder_is_named(command, checkpoint, tmp_path):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 def test_a_full_disk_is_no_bad_argument(command, checkpoint):
-    ran = command("generate", "-m", checkpoint, "-n", "1", "--steps", "1", "--html", "/dev/full", "Hi")
+    ran = command("generate", "-m", checkpoint, "-n", "32", "--steps", "1", "--html", "/dev/full", "Hi")
     assert (ran.code, ran.err) == (1, "dgemma generate: [Errno 28] No space left on device\n")
 
 
@@ -152,7 +152,7 @@ def test_every_option_of_every_command_is_explained():
 
 
 # What is not loaded is not waited for: transformers alone takes as long to import as a canvas to write.
-@pytest.mark.parametrize("arguments", [["--help"], ["generate", "-n", "1", "--steps", "1", "It was"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "-n", "64", "--steps", "1", "It was"]])
 def test_the_module_is_the_command_and_loads_no_more_than_the_library(arguments):
     script = (
         f"import runpy, sys; sys.argv = ['dgemma', *{arguments}]\n"

@@ -27,7 +27,9 @@ def write(model, ids, **options):
 def test_generate_prints_prompt_and_continuation_and_nothing_else(command, checkpoint, model):
     ran = command("generate", "-m", checkpoint, *QUICK, "Once", "upon")
     tokenizer = dgemma.ByteTokenizer()
-    assert ran == (0, "Once upon" + tokenizer.decode(write(model, tokenizer.encode("Once upon"))) + "\n", "")
+    said = "-n 1 becomes 32: whole canvases of 32.\n"
+    assert ran == (0, "Once upon" + tokenizer.decode(write(model, tokenizer.encode("Once upon"))) + "\n", said)
+    assert command("generate", "-m", checkpoint, "-n", "32", "--steps", "1", "Once").err == ""
     assert "\x1b[" not in ran.out
 
 
@@ -93,8 +95,9 @@ def test_a_conversation_has_one_json_object_a_line_until_an_empty_one(command, c
     first, second = map(json.loads, ran.out.splitlines())
     tokenizer = dgemma.ByteTokenizer()
     messages = [{"role": "user", "content": "Who?"}]
-    for found, next_question in ((first, "Why?"), (second, "")):
-        assert found["text"] == tokenizer.reply(write(model, tokenizer.chat(messages))).answer
+    for seed, (found, next_question) in enumerate(((first, "Why?"), (second, ""))):
+        assert found["text"] == tokenizer.reply(write(model, tokenizer.chat(messages), seed=seed)).answer
+        assert found["seed"] == seed, "each turn has noise of its own"
         messages += [{"role": "assistant", "content": found["text"]}, {"role": "user", "content": next_question}]
 
 
@@ -114,7 +117,7 @@ def test_what_was_read_in_a_turn_is_not_read_again(command, checkpoint, model, m
     assert read == [(start, False), (more, True)]
     assert "continues what you write" in ran.err
     written = write(model, start)
-    whole = write(model, [*start, *written, *more])
+    whole = write(model, [*start, *written, *more], seed=1)
     assert [json.loads(line)["text"] for line in ran.out.splitlines()] == list(map(tokenizer.decode, (written, whole)))
 
 
@@ -127,6 +130,35 @@ def test_infill_writes_a_token_for_every_underscore_and_keeps_the_rest(command, 
     assert [found["tokens"][i] for i in kept] == [given[i] for i in kept]
     assert found["text"].startswith("The ")
     assert " sat_on a " in found["text"]
+
+
+@pytest.mark.parametrize("words", [("infill", "The __ sat."), ("edit", "The cat sat.")], ids=["infill", "edit"])
+def test_what_follows_the_text_is_its_end_and_need_not_be_written(command, checkpoint, monkeypatch, words):
+    """A canvas of 32 reaches beyond these texts; free positions there would be written, and waited for."""
+    tails = []
+    library = getattr(writing, words[0])
+
+    def watched(*given, tail_token_id, **options):
+        tails.append(tail_token_id)
+        return library(*given, tail_token_id=tail_token_id, **options)
+
+    monkeypatch.setattr(writing, words[0], watched)
+    assert command(words[0], "-m", checkpoint, "--steps", "1", words[1]).code == 0
+    assert tails == [dgemma.ByteTokenizer.eos_token_id]
+
+
+def test_the_noise_is_the_checkpoints_unless_named_and_another_is_warned_of(command, checkpoint, tmp_path):
+    folder = tmp_path / "masks"
+    shutil.copytree(checkpoint, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"noise": {"kind": "mask", "mask_token_id": 4}}))
+    words = ("generate", "-m", folder, "-n", "32", "--steps", "2", "--json", "Once")
+    own, named = command(*words), command(*words[:-1], "--noise", "mask", "Once")
+    assert own == named
+    assert own.err == ""
+    other = command(*words[:-1], "--noise", "uniform", "Once")
+    assert other.err == f"{folder} learnt mask noise; under --noise uniform it guesses.\n"
+    assert json.loads(other.out)["tokens"] != json.loads(own.out)["tokens"]
 
 
 def test_edit_keeps_the_words_it_is_told_to(command, checkpoint):
@@ -154,7 +186,7 @@ def test_a_page_and_an_animation_are_written_without_a_display(command, checkpoi
     assert page.read_text().startswith("<!")
     assert gif.read_bytes().startswith(b"GIF8")
     assert json.loads(ran.out)["prompt"] == "Once"  # what was written is said on standard error
-    assert ran.err == f"Wrote {page}.\nWrote {gif}.\n"
+    assert ran.err.endswith(f"\nWrote {page}.\nWrote {gif}.\n")
 
 
 def test_a_gif_without_matplotlib_is_refused_before_the_work(command, checkpoint, tmp_path, monkeypatch):

@@ -2,10 +2,12 @@
 
 import io
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Sequence
 from importlib import metadata
+from pathlib import Path
 
 from dgemma.cli import study, sudoku, training, writing
 from dgemma.cli.parser import Parser
@@ -100,4 +102,6 @@ def _version() -> str:
     try:
         return metadata.version("dgemma")
     except metadata.PackageNotFoundError:  # run from its source
-        return "(not installed)"
+        project = Path(__file__).parents[3] / "pyproject.toml"
+        version = re.search(r'^version = "(.*)"', project.read_text(), re.MULTILINE) if project.is_file() else None
+        return f"{version[1] if version else 'unknown'}, not installed"

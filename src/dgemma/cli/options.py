@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from dgemma.cli import values
 from dgemma.generate import Denoiser
 from dgemma.model import DiffusionGemma
 from dgemma.model.layout import lay_out_by_column
-from dgemma.noise import HybridNoise, MaskNoise, Noise, UniformNoise
+from dgemma.noise import HybridNoise, MaskNoise, Noise, UniformNoise, learnt_noise
 from dgemma.sampling import Sampler
 from dgemma.tokenizer import Tokenizer
 
@@ -59,16 +60,11 @@ def add_noise_option(
     parser: Any,
     *,
     choices: Sequence[str] = _NOISES,
-    default: str = "uniform",
     help: str = "the process that the model learnt",
 ) -> None:
     """--noise."""
     parser.add_argument(
-        "--noise",
-        choices=choices,
-        default=default,
-        metavar="KIND",
-        help=f"{help}: {', '.join(choices)} (%(default)s)",
+        "--noise", choices=choices, metavar="KIND", help=f"{help}: {', '.join(choices)} (what the checkpoint says)"
     )
 
 
@@ -105,6 +101,8 @@ def load_model(arguments: argparse.Namespace, *, dtype: torch.dtype | None = Non
     """The model that -m names, where --device says and as --dtype says, else in `dtype`."""
     device = pick_device(arguments)
     dtype = DTYPES.get(arguments.dtype, dtype or (torch.float32 if device.type == "cpu" else None))
+    # Some CPUs take another way for small 16-bit products, and torch then prints where in its sources it does.
+    warnings.filterwarnings("ignore", message=".*mkldnn_matmul failed")
     return DiffusionGemma.from_pretrained(arguments.model, dtype=dtype, device=device).eval()
 
 
@@ -133,24 +131,34 @@ def load_denoiser(arguments: argparse.Namespace) -> tuple[DiffusionGemma, Denois
 
 def load_writer(arguments: argparse.Namespace) -> Writer:
     """All that `generate`, `chat`, `infill` and `edit` need, as far as the command line says it."""
-    check_sampler(arguments.sampler, arguments.noise)
     tokenizer = Tokenizer.from_pretrained(arguments.model)
     model, denoiser = load_denoiser(arguments)
     names = ("steps", "sampler", "temperature", "top_k", "top_p", "seed")
     settings = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     settings["noise"] = make_noise(arguments.noise, model, tokenizer)
+    check_sampler(arguments.sampler, settings["noise"])
+    warn_of_noise(arguments, model)
     return Writer(model, denoiser, tokenizer, settings)
 
 
-def check_sampler(sampler: Sampler | None, noise: str) -> None:
+def check_sampler(sampler: Sampler | None, noise: Noise) -> None:
     """A sampler is only ever run under noise that it is valid for."""
-    if sampler is not None and noise not in sampler.valid_for:
+    if sampler is not None and noise.kind not in sampler.valid_for:
         fitting = " or ".join(f"--noise {kind}" for kind in sorted(sampler.valid_for))
-        raise ValueError(f"--sampler {type(sampler).__name__} must run under {fitting}, got --noise {noise}.")
+        raise ValueError(f"--sampler {type(sampler).__name__} must run under {fitting}, got {noise.kind} noise.")
 
 
-def make_noise(name: str, model: DiffusionGemma, tokenizer: Tokenizer) -> Noise:
-    """The process that --noise names, over the model's vocabulary."""
+def warn_of_noise(arguments: argparse.Namespace, model: Denoiser) -> None:
+    """One line where --noise is another process than the checkpoint learnt."""
+    learnt = (model.generation.noise or {}).get("kind")
+    if learnt is not None and arguments.noise not in (None, learnt):
+        print(f"{arguments.model} learnt {learnt} noise; under --noise {arguments.noise} it guesses.", file=sys.stderr)
+
+
+def make_noise(name: str | None, model: DiffusionGemma, tokenizer: Tokenizer) -> Noise:
+    """The process that --noise names, over the model's vocabulary; without one what the checkpoint learnt."""
+    if name is None:
+        return learnt_noise(model)
     vocab_size = model.config.vocab_size
     if name == "uniform":
         return UniformNoise(vocab_size)

@@ -1,6 +1,7 @@
 """argparse with help that reads like a page at any width, and errors of one sentence."""
 
 import argparse
+import difflib
 import re
 import textwrap
 from typing import Any, NoReturn
@@ -12,6 +13,15 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         # An abbreviation that is unique today may be ambiguous tomorrow.
         super().__init__(formatter_class=_Help, allow_abbrev=False, **options)
+
+    def parse_known_args(self, *given: Any, **options: Any) -> Any:
+        """What is left over is refused here, where the command's own name is known."""
+        read, unknown = super().parse_known_args(*given, **options)
+        if unknown:
+            known = [name for action in self._actions for name in action.option_strings]
+            near = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1, cutoff=0.8)
+            self.error(f"unknown: {' '.join(unknown)}" + (f", perhaps {near[0]} was meant" if near else ""))
+        return read, unknown
 
     def error(self, message: str) -> NoReturn:
         # "argument --steps: must be …" as a sentence

@@ -44,27 +44,28 @@ def add_commands(commands: Any) -> None:
     group = parser.add_argument_group("sampling")
     group.add_argument("--steps", type=values.count, default=48, metavar="N", help="the most to take (%(default)s)")
     options.add_sampler_option(group, default="entropy-bound:greedy=True; `dgemma generate --help` has all")
-    options.add_noise_option(group, choices=("mask", "uniform"), default="mask")
+    options.add_noise_option(group, choices=("mask", "uniform"))
     options.add_seed_option(group, help="of the new puzzle and of the draws")
     output.add_view_options(parser)
     parser.set_defaults(run=_sudoku)
 
 
 def _sudoku(arguments: argparse.Namespace) -> int:
-    options.check_sampler(arguments.sampler, arguments.noise)
     puzzles = _read_puzzle(arguments)
     known = sudoku.solve(puzzles)
     if known.counts[0] == 0:
         raise ValueError("the puzzle must have a solution, and this one's clues contradict each other.")
     _, denoiser = options.load_denoiser(arguments)
     _check_solver(denoiser, arguments.model)
+    options.warn_of_noise(arguments, denoiser)
+    noise = sudoku.sudoku_noise(arguments.noise) if arguments.noise else None  # None: what the checkpoint learnt
     is_watched = output.is_watched(arguments)
     with BoardView(givens=puzzles[0].tolist(), leave=True) if is_watched else nullcontext() as view:
         solved = sudoku.complete(
             denoiser,
             puzzles,
             keep_clues=not arguments.write_clues,
-            noise=sudoku.sudoku_noise(arguments.noise),
+            noise=noise,
             sampler=arguments.sampler or _SAMPLER,
             steps=arguments.steps,
             stop=StableAndConfident(),

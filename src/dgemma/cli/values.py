@@ -53,7 +53,7 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
 
 
 count = whole(1)
-seed = whole(0, 2**63 - 1)
+seed = whole(-(2**63), 2**63 - 1)
 
 
 def positive(most: float = math.inf) -> Callable[[str], float]:
@@ -142,7 +142,9 @@ def new_file(text: str) -> Path:
 
 
 def new_gif(text: str) -> Path:
-    """A file, and the packages that draw it."""
+    """A file whose name says what it is, and the packages that draw it."""
+    if Path(text).suffix.lower() != ".gif":
+        raise argparse.ArgumentTypeError(f"must be a file that ends in .gif, got {text!r}")
     if any(importlib.util.find_spec(name) is None for name in _PICTURE_PACKAGES):
         raise argparse.ArgumentTypeError("needs Pillow and matplotlib: pip install 'dgemma[plots]'")
     return new_file(text)

@@ -104,6 +104,7 @@ def _generate(arguments: argparse.Namespace) -> None:
     text = options.read_text(arguments.prompt)
     writer = options.load_writer(arguments)
     tokenizer = writer.tokenizer
+    _note_length(arguments, writer)
     with _view(arguments, writer, prefix="" if arguments.chat else text) as view:
         out = generate(
             writer.denoiser,
@@ -128,9 +129,11 @@ def _chat(arguments: argparse.Namespace) -> None:
         import readline  # noqa: F401
     writer = options.load_writer(arguments)
     tokenizer = writer.tokenizer
+    _note_length(arguments, writer)
     converses = tokenizer.has_chat_template
     if not converses:
         print(f"{arguments.model} has no chat template: it continues what you write.", file=sys.stderr)
+    first_seed = writer.settings.pop("seed")
     messages: list[dict[str, str]] = []
     read: list[int] = []  # the tokens in the cache
     cache = None
@@ -142,10 +145,12 @@ def _chat(arguments: argparse.Namespace) -> None:
             asked = [*read, *tokenizer.encode(line, bos=not read)]
         if asked[: len(read)] != read:  # the template renders the past differently from how it was written
             cache, read = None, []
+        seed = first_seed + len(messages) // 2  # each turn has noise of its own
         with _view(arguments, writer) as view:
             out = generate(
                 writer.denoiser,
                 writer.tokens(asked[len(read) :]),
+                seed=seed,
                 cache=cache,
                 max_new_tokens=arguments.max_new_tokens,
                 on_step=view,
@@ -158,9 +163,16 @@ def _chat(arguments: argparse.Namespace) -> None:
         answer = reply.answer if converses else tokenizer.decode(new)
         messages.append({"role": "assistant", "content": answer})
         if arguments.json:
-            output.print_json({"text": answer, "thought": reply.thought, **_counts(out)})
+            output.print_json({"text": answer, "thought": reply.thought, "seed": seed, **_counts(out)})
         else:
             output.print_text(f"({reply.thought})\n{answer}" if reply.thought else answer)
+
+
+def _note_length(arguments: argparse.Namespace, writer: Writer) -> None:
+    """One line where more is written than was asked for."""
+    asked, canvas_len = arguments.max_new_tokens, writer.model.config.canvas_length
+    if asked % canvas_len and not arguments.quiet:
+        print(f"-n {asked} becomes {asked + -asked % canvas_len}: whole canvases of {canvas_len}.", file=sys.stderr)
 
 
 def _infill(arguments: argparse.Namespace) -> None:
@@ -176,7 +188,12 @@ def _infill(arguments: argparse.Namespace) -> None:
         text,
         writer,
         lambda view: infill(
-            writer.denoiser, writer.tokens(ids), writer.tokens(is_hole), on_step=view, **writer.settings
+            writer.denoiser,
+            writer.tokens(ids),
+            writer.tokens(is_hole),
+            tail_token_id=writer.tokenizer.eos_token_id,  # else it would be written, too, and waited for
+            on_step=view,
+            **writer.settings,
         ),
     )
 
@@ -200,6 +217,7 @@ def _edit(arguments: argparse.Namespace) -> None:
             writer.tokens(ids),
             noise_level=arguments.level,
             frozen=writer.tokens(is_kept),
+            tail_token_id=writer.tokenizer.eos_token_id,
             on_step=view,
             **writer.settings,
         ),

@@ -200,7 +200,10 @@ class Likelihood:
             self.by_level.nats.tolist(),
             strict=True,
         ):
-            lines.append(f"  {f'{low:.2f} … {high:.2f}':20}{nats:10.4f}   {'█' * round(24 * max(0.0, nats) / largest)}")
+            value = f"{nats:10.4f}" if nats else f"{'–':>10}"  # no level in it was drawn
+            lines.append(
+                f"  {f'{low:.2f} … {high:.2f}':20}{value}   {'█' * round(24 * max(0.0, nats) / largest)}".rstrip()
+            )
         return "\n".join(lines)
 
 
