@@ -1,5 +1,6 @@
 """Holes are filled and nothing else moves; canvases lie where they see what follows; edits start from the text."""
 
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -268,27 +269,105 @@ def test_an_edit_first_offers_what_is_allowed(model):
     assert changed == [[0, 7]]  # the one token that may not stay is the only one to go
 
 
-def test_log_probs_are_those_of_the_last_prediction(model):
+@pytest.mark.parametrize("how", ["infill", "edit"])
+def test_log_probs_are_what_the_model_alone_says_of_the_canvas_as_it_began(model, how):
     tokens, seen = text(2, 50), []
-    out = infill(model, tokens, [(5, 9)], on_step=seen.append, **options("uniform"))
-    last = seen[-1].prediction.logits.log_softmax(-1).gather(-1, out.tokens[:, 5:37, None])[..., 0]
-    torch.testing.assert_close(out.log_probs[:, 5:9], last[:, :4])
+    if how == "infill":
+        out = infill(model, tokens, [(5, 9)], on_step=seen.append, **options("mask"))
+    else:
+        frozen = torch.ones(2, 50, dtype=torch.bool)
+        frozen[:, 5:9] = False
+        out = edit(model, tokens, frozen=frozen, noise_level=0.9, on_step=seen.append, **options("mask", steps=10))
+    first = model.denoise(seen[0].canvas, model.encode(tokens[:, :5])).logits
+    first[..., 4] = -torch.inf  # the mask is no word
+    expected = first.log_softmax(-1).gather(-1, out.tokens[:, 5:37, None])[..., 0]
+    torch.testing.assert_close(out.log_probs[:, 5:9], expected[:, :4])
     assert bool((out.log_probs[:, 9:] == 0).all())
+    assert bool((out.log_probs[:, 5:9] < -1e-3).any())
 
 
-def test_log_probs_are_known_too_where_a_callback_ended_the_canvas(model):
-    tokens, seen = text(2, 50), []
+class SureOfTheText(CopyFromTheRight):
+    """Certain of 7 at the canvas's first `num_sure` positions, and of nothing beyond them."""
 
-    def end(record):
-        seen.append(record)
-        draft = torch.full_like(record.state.draft, 77)
-        return {"done": torch.ones_like(record.state.done), "draft": draft} if len(seen) == 2 else None
+    def __init__(self, canvas_len, num_sure):
+        super().__init__(canvas_len)
+        self.num_sure = num_sure
 
-    out = infill(model, tokens, [(5, 9)], on_step=end, **options("uniform"))
-    assert out.steps.tolist() == [2, 2]
-    expected = seen[-1].prediction.logits.log_softmax(-1)[:, :4, 77]  # the canvas begins with the hole
-    torch.testing.assert_close(out.log_probs[:, 5:9], expected)
-    assert bool((out.log_probs[:, 5:9] < 0).all())
+    def denoise(self, canvas, cache, self_cond=None):
+        logits = torch.zeros(*canvas.shape, VOCAB)
+        logits[:, : self.num_sure, 7] = 100.0
+        return dgemma.Prediction(logits)
+
+
+@pytest.mark.parametrize(
+    ("process", "sampler", "expected"),
+    [
+        ("uniform", EntropyBound(), 2),  # the argmax is stable after two
+        ("mask", EntropyBound(bound=0.0), 1),  # what is certain costs nothing
+    ],
+)
+def test_a_tail_that_nobody_asked_for_holds_nothing_up(process, sampler, expected):
+    seen = []
+    stop = dgemma.StableAndConfident() if process == "uniform" else None
+    tokens = text(1, 12)
+    out = infill(
+        SureOfTheText(32, num_sure=11),
+        tokens,
+        [(4, 7)],
+        on_step=seen.append,
+        **options(process, sampler=sampler, stop=stop, steps=30),
+    )
+    assert out.tokens[0, 4:7].tolist() == [7, 7, 7]
+    assert int(out.steps) == expected
+    assert not bool(seen[-1].state.frozen[0, 11:].any())  # it was there, and free
+
+
+def two_canvases(model, how, **more):
+    tokens = text(2, 75)
+    if how == "edit":
+        return edit(model, tokens, noise_level=0.6, **more)
+    return infill(model, tokens, [(20, 26), (60, 64)], **more)
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+@pytest.mark.parametrize("how", ["infill", "edit"])
+def test_every_canvas_is_on_record_and_replays_bit_for_bit(model, how, process, tmp_path):
+    recorded = two_canvases(model, how, record=True, progress=False, **options(process, stop=StepCap(2)))
+    assert two_canvases(model, how, **options(process, stop=StepCap(2))).trajectories is None
+    assert len(recorded.trajectories) == 2 + (how == "edit")
+    assert sum(len(trajectory) for trajectory in recorded.trajectories) == int(recorded.steps[0])
+    for number, trajectory in enumerate(recorded.trajectories):
+        trajectory.save(tmp_path / f"{number}.safetensors")
+        again = dgemma.Trajectory.load(tmp_path / f"{number}.safetensors").replay(model)
+        assert trajectory.difference(again) is None
+        assert torch.equal(again.commits[0].tokens, trajectory[-1].draft)
+    if how == "infill":
+        assert torch.equal(recorded.trajectories[0].commits[0].tokens[:, :6], recorded.tokens[:, 20:26])
+
+
+def test_a_record_holds_the_rows_that_had_a_canvas(model):
+    holes = torch.zeros(3, 75, dtype=torch.bool)
+    holes[:, 5], holes[1, 70] = True, True
+    seen = []
+    out = infill(model, text(3, 75), holes, record=True, record_top=0, on_step=seen.append, **options("mask"))
+    assert [trajectory.batch_size for trajectory in out.trajectories] == [3, 1]
+    assert seen[-1].rows.tolist() == [1]
+    assert out.trajectories[1].plan.seeds.tolist() == [[6]]
+
+
+def test_a_recorded_infill_can_be_forked(model):
+    (trajectory,) = infill(model, text(1, 40), [(8, 20)], record=True, **options("uniform")).trajectories
+    assert torch.equal(trajectory.fork(model, step=1).new_tokens, trajectory.commits[0].tokens)
+    forked = trajectory.fork(model, step=1, seed=99).new_tokens
+    assert not torch.equal(forked[:, :12], trajectory.commits[0].tokens[:, :12])
+    assert torch.equal(forked[:, 12:], trajectory.commits[0].tokens[:, 12:])  # the text stays
+
+
+def test_the_options_of_generate_that_hold_are_in_the_signature():
+    for function in (infill, edit):
+        parameters = inspect.signature(function).parameters
+        assert {"steps", "noise", "sampler", "temperature", "stop", "seed", "record", "progress"} <= parameters.keys()
+        assert not {"cache", "max_new_tokens", "canvas", "options"} & parameters.keys()
 
 
 def test_a_text_may_be_as_long_as_the_model_reaches():
@@ -346,7 +425,7 @@ def test_arguments_that_do_not_fit_are_refused_before_any_work(arguments, senten
 
 
 def test_unknown_options_and_levels_are_refused(model):
-    with pytest.raises(TypeError, match=r"infill has no argument cache\. Of generate's it takes allowed, noise"):
+    with pytest.raises(TypeError, match=r"infill got an unexpected keyword argument 'cache'\. It takes allowed, att"):
         infill(model, text(1, 20), [(3, 4)], cache=None)
     with pytest.raises(ValueError, match=r"noise_level must be in \(0, 1\], got 0"):
         edit(model, text(1, 20), noise_level=0.0)

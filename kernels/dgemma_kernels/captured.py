@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 STATE_INPUTS = (
     *("canvas", "open", "frozen", "draft", "done", "block", "step", "num_steps", "noise_level", "next_noise_level"),
-    *("temperature", "seeds", "rows", "allowed", "memory", "stop_memory", "injected"),
+    *("temperature", "seeds", "rows", "awaited", "allowed", "memory", "stop_memory", "injected"),
 )
-_UNCHANGED = frozenset({"frozen", "block", "num_steps", "seeds", "rows", "allowed", "injected"})  # by a step
+_UNCHANGED = frozenset({"frozen", "block", "num_steps", "seeds", "rows", "awaited", "allowed", "injected"})  # by a step
 _RECORD_TENSORS = (
     *("block", "step", "seeds", "temperature", "noise_level", "canvas", "argmax", "entropy", "confidence"),
     *("accepted", "renoised", "active", "rows"),

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,11 +27,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Constraints over all blocks: canvas (B, N) with -1 for noise, frozen (B, N), allowed (B or 1, N or 1, V)."""
+    """Constraints over all blocks: canvas (B, N) with -1 for noise, frozen (B, N), allowed (B or 1, N or 1, V).
+
+    awaited (B, N) marks the positions that decide when a canvas ends; None: all.
+    """
 
     canvas: Tensor | None = None
     frozen: Tensor | None = None
     allowed: Tensor | None = None
+    awaited: Tensor | None = None
 
     def past_pins(self, block: int, canvas_len: int, rows: Tensor) -> Tensor:
         """Where a stop token may end a row: from its last pin on, (R, C) bool. Pins are kept, whatever comes before."""
@@ -49,22 +53,24 @@ class Span:
     def block(self, block: int, canvas_len: int, rows: Tensor) -> dict[str, Any]:
         """The part that falls on one block, for some rows; past its end a constraint says nothing."""
         part = slice(block * canvas_len, (block + 1) * canvas_len)
-        canvas, frozen = self.canvas, self.frozen
+        canvas, frozen, awaited = self.canvas, self.frozen, self.awaited
         if canvas is not None:
             canvas = _pad(canvas[rows, part], canvas_len, -1) if part.start < canvas.shape[1] else None
         if frozen is not None:
             frozen = _pad(frozen[rows, part], canvas_len, False)
+        if awaited is not None:
+            awaited = _pad(awaited[rows, part], canvas_len, False)
         allowed = self.allowed
         if allowed is not None:
             allowed = allowed if allowed.shape[0] == 1 else allowed[rows]
             if allowed.shape[1] > 1:
                 part_len = allowed[:, part].shape[1]
                 allowed = F.pad(allowed[:, part], (0, 0, 0, canvas_len - part_len), value=True)
-        return {"canvas": canvas, "frozen": frozen, "allowed": allowed}
+        return {"canvas": canvas, "frozen": frozen, "allowed": allowed, "awaited": awaited}
 
 
-def passes_on(inner: Callable[..., Any]) -> Callable[[Function], Function]:
-    """Show the keywords of `inner` in the signature of a function that passes `**options` on to it.
+def passes_on(inner: Callable[..., Any], only: Collection[str] | None = None) -> Callable[[Function], Function]:
+    """Show the keywords of `inner`, or `only` some of them, in the signature of a function that passes them on to it.
 
     For `help`, notebooks and editors: one list of arguments, written once.
 
@@ -74,7 +80,8 @@ def passes_on(inner: Callable[..., Any]) -> Callable[[Function], Function]:
     def decorate(outer: Function) -> Function:
         own = [p for p in inspect.signature(outer).parameters.values() if p.kind is not p.VAR_KEYWORD]
         names = {p.name for p in own}
-        more = [p for p in inspect.signature(inner).parameters.values() if p.name not in names]
+        passed = [p for p in inspect.signature(inner).parameters.values() if only is None or p.name in only]
+        more = [p for p in passed if p.name not in names]
         names |= {p.name for p in more}
 
         @functools.wraps(outer)

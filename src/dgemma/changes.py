@@ -21,7 +21,7 @@ Changes = DenoiseState | Mapping[str, Any] | None
 # Not to be changed: they say which process and which rows these are.
 _FIXED = frozenset({"noise", "rows"})
 _STATE_FIELDS = frozenset(f.name for f in fields(DenoiseState)) - _FIXED
-_ANY_SHAPE = frozenset({"allowed", "self_cond", "memory", "stop_memory", "injected"})
+_ANY_SHAPE = frozenset({"awaited", "allowed", "self_cond", "memory", "stop_memory", "injected"})
 
 
 def list_changes(changes: Changes, state: DenoiseState, knobs: "Knobs") -> dict[str, Any]:

@@ -138,8 +138,7 @@ def step(
 
     Example: `state, record = step(model, state, cache=cache, knobs=Knobs(sampler=EntropyBound(), temperature=...))`.
     """
-    told = {"noise_level": state.noise_level} if getattr(denoiser, "takes_noise_level", False) else {}
-    raw = denoiser.denoise(state.canvas, cache, self_cond=state.self_cond, **told)
+    raw = predict(denoiser, state.canvas, cache, noise_level=state.noise_level, self_cond=state.self_cond)
     prediction = raw.shape(temperature=state.temperature, allowed=state.allowed, top_k=knobs.top_k, top_p=knobs.top_p)
     decision = knobs.sampler(prediction, state)
     if not isinstance(decision, Decision):
@@ -165,11 +164,13 @@ def step(
 
     final = torch.where(state.frozen, state.canvas, knobs.sampler.final(prediction, after))
     after = replace(after, draft=torch.where(state.done[:, None], state.draft, final))
-    done = state.done
+    done, looked_at = state.done, after
+    if state.awaited is not None:
+        looked_at = replace(after, open=after.open & state.awaited, frozen=after.frozen | ~state.awaited)
     if not knobs.sampler.revises:
-        done = done | ~after.open.any(-1)
+        done = done | ~looked_at.open.any(-1)
     if knobs.stop is not None:
-        stopped, stop_memory = ask(knobs.stop, prediction, after)
+        stopped, stop_memory = ask(knobs.stop, prediction, looked_at)
         done, after = done | stopped, replace(after, stop_memory=stop_memory)
     after = replace(after, done=done)
     record = StepRecord(
@@ -194,6 +195,22 @@ def step(
     return after, record
 
 
+def predict(
+    denoiser: Denoiser,
+    canvas: Tensor,
+    cache: PrefixCache,
+    *,
+    noise_level: Tensor,
+    self_cond: Prediction | Tensor | None = None,
+) -> Prediction:
+    """What a denoiser says about canvas (B, C), told its noise_level (B,) if it asks for it.
+
+    Example: `predict(model, canvas, cache, noise_level=torch.ones(2)).entropy`.
+    """
+    told = {"noise_level": noise_level} if getattr(denoiser, "takes_noise_level", False) else {}
+    return denoiser.denoise(canvas, cache, self_cond=self_cond, **told)
+
+
 def start_state(
     knobs: Knobs,
     noise: Noise,
@@ -206,13 +223,15 @@ def start_state(
     canvas: Tensor | None = None,
     frozen: Tensor | None = None,
     allowed: Tensor | None = None,
+    awaited: Tensor | None = None,
     noise_level: float = 1.0,
     uniform: Callable[[Tensor, Tensor, Tensor, int, str], Tensor] = draws.uniform,
 ) -> DenoiseState:
     """A canvas about to be denoised: noise, or `canvas` (B, C) of yours, where -1 asks for noise at that position.
 
-    frozen (B, C) bool never changes; allowed is boolean and broadcastable to (B, C, V). A noise_level below 1 skips the
-    steps above it, to edit a canvas that is only partly noise. `uniform` draws, as `draws.uniform` does.
+    frozen (B, C) bool never changes; allowed is boolean and broadcastable to (B, C, V); awaited (B, C) bool are the
+    positions that decide when the canvas ends. A noise_level below 1 skips the steps above it, to edit a canvas that is
+    only partly noise. `uniform` draws, as `draws.uniform` does.
 
     Example: `start_state(knobs, UniformNoise(512), seeds=torch.arange(2), canvas_len=32, num_steps=16)`.
     """
@@ -238,11 +257,27 @@ def start_state(
         seeds=seeds,
         rows=torch.arange(batch_size, device=device) if rows is None else rows,
         noise=noise,
+        awaited=awaited,
         allowed=noise.proposable(allowed, device),  # a mask is noise, never a proposal
         **_clock(noise, knobs.temperature, torch.full_like(block_index, min(first_step, num_steps - 1)), num_steps_row),
     )
     state = replace(state, memory=knobs.sampler.start(state))
     return state if knobs.stop is None else replace(state, stop_memory=knobs.stop.start(state))
+
+
+def start_block(model: Denoiser, plan: Plan, block: int, rows: Tensor, knobs: Knobs) -> DenoiseState:
+    """A block of a plan about to be denoised, for some rows (R,) of its batch."""
+    return start_state(
+        knobs,
+        plan.noise,
+        seeds=plan.seeds[block, rows],
+        canvas_len=plan.canvas_len,
+        num_steps=plan.num_steps,
+        block=plan.first_block + block,
+        rows=rows,
+        uniform=model.uniform if hasattr(type(model), "uniform") else draws.uniform,  # type: ignore[attr-defined]
+        **plan.block(block, rows),
+    )
 
 
 def _clock(noise: Noise, temperature: Temperature, step: Tensor, num_steps: Tensor) -> dict[str, Any]:
@@ -359,17 +394,7 @@ def run(
         if block < len(past):
             tokens, num_forwards = past[block].tokens.to(device)[rows], past[block].steps.to(device)
         else:
-            state = start_state(
-                knobs,
-                plan.noise,
-                seeds=plan.seeds[block, rows],
-                canvas_len=plan.canvas_len,
-                num_steps=plan.num_steps,
-                block=block,
-                rows=rows,
-                uniform=model.uniform if hasattr(type(model), "uniform") else draws.uniform,  # type: ignore[attr-defined]
-                **plan.block(block, rows),
-            )
+            state = start_block(model, plan, block, rows, knobs)
             if on_start is not None:
                 state, knobs = apply_changes(on_start(Moment(state, cache, knobs)), state, knobs)
             tokens, taken, knobs = yield from denoise_canvas(model, state, cache, knobs)

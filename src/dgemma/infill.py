@@ -4,22 +4,26 @@ A canvas sees the text to its left as prefix, but nothing to its right. So each 
 left, where it has most of what follows inside it; a hole too close to its end waits for a canvas of its own.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
 
 from dgemma import arguments
-from dgemma.changes import Changes, apply_changes
-from dgemma.generate import Denoised, Denoiser, OnStep, denoise_canvas, start_state
+from dgemma.arguments import Span, passes_on
+from dgemma.changes import Changes
+from dgemma.generate import BlockCommit, Denoised, Denoiser, OnStep, denoise_canvas, predict, start_block
 from dgemma.model.cache import PrefixCache
 from dgemma.plan import Knobs, Plan, read_plan
+from dgemma.progress import progress_bar
 from dgemma.state import DenoiseState
+from dgemma.trajectory import Trajectory
 
 _OPTIONS = frozenset({"steps", "noise", "sampler", "temperature", "stop", "top_k", "top_p", "seed", "allowed"})
 
@@ -28,12 +32,18 @@ Holes = Tensor | int | Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, kw_only=True)
 class Infilling:
-    """A text made whole. log_probs are those of the written tokens at their last step, 0 where the text was given."""
+    """A text made whole.
+
+    log_probs says how the model, asked once at temperature 1 about the canvas as it began (the holes noise, or the text
+    noised), liked each token that it wrote in the end; 0 where the text was given. With `record=True` there is a
+    `Trajectory` per canvas, of the rows that had one, in their order; each can be shown, saved, replayed and forked.
+    """
 
     tokens: Tensor  # (B, N) int64
     log_probs: Tensor  # (B, N) float32
     steps: Tensor  # (B,) forwards, over all canvases
     tokens_per_forward: Tensor  # (B,): tokens written / forwards
+    trajectories: tuple[Trajectory, ...] | None
 
 
 class Placement(NamedTuple):
@@ -68,6 +78,7 @@ def place_canvas(todo: Tensor, canvas_len: int) -> Placement:
     return Placement(start, keep_until)
 
 
+@passes_on(read_plan, only=_OPTIONS)
 @torch.no_grad()
 def infill(
     model: Denoiser,
@@ -77,6 +88,9 @@ def infill(
     attention_mask: Tensor | None = None,
     tail_token_id: int | None = None,
     on_step: OnStep | None = None,
+    record: bool = False,
+    record_top: int = 5,
+    progress: bool = True,
     **options: Any,
 ) -> Infilling:
     """Write the holes of tokens (B, N); everything else stays as it is.
@@ -84,8 +98,10 @@ def infill(
     holes: booleans (B, N), spans [(start, stop), ...] for all rows, or a token id that stands for a hole. They may be
     longer than a canvas. attention_mask (B, N) is 0 for padding, on whichever side. A text that ends inside a canvas is
     followed by positions that are written freely and dropped, or by `tail_token_id` (models tuned on canvases that are
-    filled up with a stop token expect that one). The options of `generate` hold: steps, noise, sampler, temperature,
-    stop, top_k, top_p, seed, and `allowed` over the positions of the text.
+    filled up with a stop token expect that one); a canvas ends when what is kept of it is done. The options of
+    `generate` hold: steps, noise, sampler, temperature, stop, top_k, top_p, seed, and `allowed` over the positions of
+    the text; on_step, record, record_top and progress too. A recorded run reads the prefix of each canvas anew, as its
+    replay will.
 
     Example: `infill(model, tokens, [(12, 20)], noise=MaskNoise(vocab_size), sampler=Confidence(), seed=1).tokens`.
     """
@@ -97,9 +113,11 @@ def infill(
     if bool((todo & (real.cumsum(1) == 1)).any()):
         raise ValueError("infill holes must spare the first token of a row, the canvas's prefix. Begin it with bos.")
     _check_text("infill", tokens, real & ~todo, tail_token_id, plan)
-    return _write(model, tokens, real, todo, plan, tail_token_id, on_step)
+    writer = _Writer(model, plan, tail_token_id, on_step, record_top if record else None, progress)
+    return writer.write(tokens, real, todo)
 
 
+@passes_on(read_plan, only=_OPTIONS)
 @torch.no_grad()
 def edit(
     model: Denoiser,
@@ -110,6 +128,9 @@ def edit(
     attention_mask: Tensor | None = None,
     tail_token_id: int | None = None,
     on_step: OnStep | None = None,
+    record: bool = False,
+    record_top: int = 5,
+    progress: bool = True,
     **options: Any,
 ) -> Infilling:
     """Rewrite tokens (B, N) in place: noise them to `noise_level` (1 forgets the text), then denoise from there.
@@ -130,7 +151,8 @@ def edit(
     if not bool(todo.any(1).all()):
         raise ValueError("edit frozen must leave a token to rewrite in every row. Leave out the rows that have none.")
     _check_text("edit", tokens, real, tail_token_id, plan)
-    return _write(model, tokens, real, todo, plan, tail_token_id, on_step, from_text=True)
+    writer = _Writer(model, plan, tail_token_id, on_step, record_top if record else None, progress, from_text=True)
+    return writer.write(tokens, real, todo)
 
 
 @dataclass
@@ -150,100 +172,134 @@ class _Row:
         return F.pad(part, (0, canvas_len - len(part)), value=beyond)
 
 
-def _write(
-    model: Denoiser,
-    tokens: Tensor,
-    real: Tensor,
-    todo: Tensor,
-    plan: Plan,
-    tail_token_id: int | None,
-    on_step: OnStep | None,
-    *,
-    from_text: bool = False,
-) -> Infilling:
-    """Canvas after canvas until nothing is left to do, each row at its own places; from noise, or from noised text."""
-    device, canvas_len = tokens.device, plan.canvas_len
-    out, log_probs = tokens.clone(), torch.zeros(tokens.shape, device=device)
-    forwards = torch.zeros(tokens.shape[0], dtype=torch.int64, device=device)
-    rows = [
-        _Row(index, kept.nonzero()[:, 0], text[kept], holes[kept], 0, Placement(0, 0))
-        for index, (text, kept, holes) in enumerate(zip(tokens.cpu(), real.cpu(), todo.cpu(), strict=True))
-    ]
-    cache: PrefixCache | None = None
-    knobs, canvas_index = plan.knobs, 0
-    while rows:
-        for row in rows:
-            row.place = place_canvas(row.todo, canvas_len)
-        cache = _read_prefix(model, cache, rows, device)
-        index = torch.tensor([row.index for row in rows], device=device)
+@dataclass(frozen=True)
+class _Writer:
+    """Writes canvas after canvas until nothing is left to do, each row at its own places."""
+
+    model: Denoiser
+    plan: Plan  # of one canvas after one token; its span allows over the whole text
+    tail_token_id: int | None
+    on_step: OnStep | None
+    record_top: int | None  # None: no record
+    progress: bool
+    from_text: bool = False  # from noised text rather than from noise
+
+    def write(self, tokens: Tensor, real: Tensor, todo: Tensor) -> Infilling:
+        """tokens, real and todo are (B, N)."""
+        device = tokens.device
+        out, log_probs = tokens.clone(), torch.zeros(tokens.shape, device=device)
+        forwards = torch.zeros(tokens.shape[0], dtype=torch.int64, device=device)
+        rows = [
+            _Row(index, kept.nonzero()[:, 0], text[kept], holes[kept], 0, Placement(0, 0))
+            for index, (text, kept, holes) in enumerate(zip(tokens.cpu(), real.cpu(), todo.cpu(), strict=True))
+        ]
+        cache: PrefixCache | None = None
+        knobs, trajectories = self.plan.knobs, []
+        show = self.progress and not getattr(self.on_step, "shows_progress", False)
+        with progress_bar(desc="denoising", unit="step", show=show) as bar:
+            for number in itertools.count():
+                for row in rows:
+                    row.place = place_canvas(row.todo, self.plan.canvas_len)
+                plan = self._plan_canvas(rows, number, knobs, device)
+                trajectory = None if self.record_top is None else Trajectory(plan, top=self.record_top)
+                cache = self._read_prefix(cache, rows, plan)
+                index = torch.tensor([row.index for row in rows], device=device)
+                state = replace(
+                    start_block(self.model, plan, 0, torch.arange(len(rows), device=device), knobs), rows=index
+                )
+                drafts, num_forwards, knobs = self._denoise(state, cache, knobs, trajectory, bar)
+                liked = self._score(state, cache, drafts)
+                if trajectory is not None:
+                    finished = torch.zeros_like(index, dtype=torch.bool)
+                    trajectory.add_commit(BlockCommit(block=0, tokens=drafts, finished=finished, steps=num_forwards))
+                    trajectories.append(trajectory)
+                forwards[index] += num_forwards
+                for i, row in enumerate(rows):
+                    start, keep_until = row.place
+                    kept = row.todo[start:keep_until].nonzero()[:, 0]  # places on the canvas
+                    row.text[start + kept] = drafts[i].cpu()[kept]
+                    row.todo[start + kept] = False
+                    columns = row.columns[start + kept].to(device)
+                    out[row.index, columns] = drafts[i, kept]
+                    log_probs[row.index, columns] = liked[i, kept]
+                unfinished = [i for i, row in enumerate(rows) if bool(row.todo.any())]
+                if not unfinished:
+                    break
+                rows, cache = [rows[i] for i in unfinished], cache.select(torch.tensor(unfinished, device=device))
+        return Infilling(
+            tokens=out,
+            log_probs=log_probs,
+            steps=forwards,
+            tokens_per_forward=todo.sum(1) / forwards,
+            trajectories=None if self.record_top is None else tuple(trajectories),
+        )
+
+    def _plan_canvas(self, rows: list[_Row], number: int, knobs: Knobs, device: torch.device) -> Plan:
+        """The next canvas of every row as a run of its own: `generate` after all that stands to its left."""
+        canvas_len = self.plan.canvas_len
         text = torch.stack([row.under(row.text, canvas_len, -1) for row in rows]).to(device)
         fixed = torch.stack([row.under(~row.todo, canvas_len, False) for row in rows]).to(device)
-        allowed = _allowed_under(plan.span.allowed, rows, canvas_len)
-        begin = partial(
-            start_state,
-            knobs,
-            plan.noise,
-            seeds=plan.seeds[0, index],
-            canvas_len=canvas_len,
-            num_steps=plan.num_steps,
-            block=canvas_index,
-            rows=index,
-            allowed=allowed,
-            noise_level=plan.noise_level,
+        kept = torch.tensor([row.place.keep_until - row.place.start for row in rows], device=device)
+        awaited = ~fixed & (torch.arange(canvas_len, device=device) < kept[:, None])
+        canvas, allowed = torch.full_like(text, -1), _allowed_under(self.plan.span.allowed, rows, canvas_len)
+        prefix, is_prefix = _pad_rows([row.text[: row.place.start] for row in rows], device)
+        plan = replace(
+            self.plan,
+            prompt_tokens=prefix,
+            attention_mask=is_prefix,
+            knobs=knobs,
+            seeds=self.plan.seeds[:, [row.index for row in rows]],
+            eos_token_ids=(),
+            span=Span(canvas=canvas, allowed=allowed, awaited=awaited),
+            first_block=number,
         )
-        # The level is that of the step the canvas begins with, which is rarely the one asked for.
-        canvas = _corrupt(text, allowed, begin(), plan) if from_text else torch.full_like(text, -1)
+        if self.from_text:
+            # The level is that of the step the canvas begins with, which is rarely the one asked for.
+            begins = start_block(self.model, plan, 0, torch.arange(len(rows), device=device), knobs)
+            canvas = _corrupt(text, allowed, begins, plan)
         canvas = torch.where(fixed, text, canvas)
-        if tail_token_id is not None:
-            canvas, fixed = torch.where(text < 0, tail_token_id, canvas), fixed | (text < 0)
-        state = begin(canvas=canvas, frozen=fixed)
-        (drafts, num_forwards, knobs), draft_log_probs = _denoise(model, state, cache, knobs, on_step)
-        forwards[index] += num_forwards
-        for i, row in enumerate(rows):
-            start, keep_until = row.place
-            kept = row.todo[start:keep_until].nonzero()[:, 0]  # places on the canvas
-            row.text[start + kept] = drafts[i].cpu()[kept]
-            row.todo[start + kept] = False
-            columns = row.columns[start + kept].to(device)
-            out[row.index, columns] = drafts[i, kept]
-            log_probs[row.index, columns] = draft_log_probs[i, kept]
-        unfinished = [i for i, row in enumerate(rows) if bool(row.todo.any())]
-        rows, cache = [rows[i] for i in unfinished], cache.select(torch.tensor(unfinished, device=device).long())
-        canvas_index += 1
-    written = todo.sum(1)
-    return Infilling(tokens=out, log_probs=log_probs, steps=forwards, tokens_per_forward=written / forwards)
+        if self.tail_token_id is not None:
+            canvas, fixed = torch.where(text < 0, self.tail_token_id, canvas), fixed | (text < 0)
+        return replace(plan, span=replace(plan.span, canvas=canvas, frozen=fixed))
+
+    def _read_prefix(self, cache: PrefixCache | None, rows: list[_Row], plan: Plan) -> PrefixCache:
+        """Encode what stands left of each row's canvas: what is new of it, or for a record all of it."""
+        if self.record_top is not None:
+            return self.model.encode(plan.prompt_tokens, None, plan.attention_mask)
+        tokens, is_new = _pad_rows(
+            [row.text[row.num_read : row.place.start] for row in rows], plan.prompt_tokens.device
+        )
+        for row in rows:
+            row.num_read = row.place.start
+        return cache if tokens.shape[1] == 0 and cache is not None else self.model.encode(tokens, cache, is_new)
+
+    def _denoise(
+        self, state: DenoiseState, cache: PrefixCache, knobs: Knobs, trajectory: Trajectory | None, bar: tqdm
+    ) -> Denoised:
+        """The canvas at its end."""
+        events = denoise_canvas(self.model, state, cache, knobs)
+        changes: Changes = None
+        while True:
+            try:
+                record = events.send(changes)
+            except StopIteration as finished:
+                return finished.value
+            bar.update()
+            changes = self.on_step(record) if self.on_step is not None else None
+            if trajectory is not None:
+                here = torch.searchsorted(state.rows, record.rows)  # rows ascend
+                trajectory.add_step(replace(record, rows=here), changes)
+
+    def _score(self, state: DenoiseState, cache: PrefixCache, drafts: Tensor) -> Tensor:
+        """The log-probability of every draft on the canvas as it began, (R, C): nothing of the drafts is on it."""
+        prediction = predict(self.model, state.canvas, cache, noise_level=state.noise_level)
+        return prediction.shape(allowed=state.noise.proposable(None, state.device)).log_prob(drafts).float()
 
 
-def _denoise(
-    model: Denoiser, state: DenoiseState, cache: PrefixCache, knobs: Knobs, on_step: OnStep | None
-) -> tuple[Denoised, Tensor]:
-    """The canvas at its end, and the log-probability of every token of it at its row's last step, (R, C)."""
-    log_probs = torch.zeros(state.canvas.shape, device=state.device)
-    events = denoise_canvas(model, state, cache, knobs)
-    changes: Changes = None
-    while True:
-        try:
-            record = events.send(changes)
-        except StopIteration as finished:
-            return finished.value, log_probs
-        changes = on_step(record) if on_step is not None else None
-        after, _ = apply_changes(changes, record.state, record.knobs)
-        ended = after.done | (after.step >= after.num_steps)
-        if bool(ended.any()):
-            here = torch.searchsorted(state.rows, record.rows[ended])  # rows ascend
-            log_probs[here] = record.prediction.log_prob(after.draft)[ended].float()
-
-
-def _read_prefix(model: Denoiser, cache: PrefixCache | None, rows: list[_Row], device: torch.device) -> PrefixCache:
-    """Encode what lies between the prefix so far and each row's canvas."""
-    new = [row.text[row.num_read : row.place.start] for row in rows]
-    for row in rows:
-        row.num_read = row.place.start
-    tokens = pad_sequence(new, batch_first=True)  # (R, longest)
-    if tokens.shape[1] == 0 and cache is not None:
-        return cache
-    is_new = torch.arange(tokens.shape[1]) < torch.tensor([len(part) for part in new])[:, None]
-    return model.encode(tokens.to(device), cache, is_new.to(device))
+def _pad_rows(parts: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows of different lengths as one tensor, (R, longest), and which of it is real."""
+    is_real = torch.arange(max(len(part) for part in parts)) < torch.tensor([len(part) for part in parts])[:, None]
+    return pad_sequence(parts, batch_first=True).to(device), is_real.to(device)
 
 
 def _allowed_under(allowed: Tensor | None, rows: list[_Row], canvas_len: int) -> Tensor | None:
@@ -276,11 +332,6 @@ def _corrupt(text: Tensor, allowed: Tensor | None, state: DenoiseState, plan: Pl
 
 def _read_options(name: str, model: Denoiser, tokens: Any, options: dict[str, Any]) -> tuple[Tensor, Plan]:
     """The tokens in int64, and the options of `generate` that make sense here, checked as there."""
-    unknown = sorted(options.keys() - _OPTIONS)
-    if unknown:
-        raise TypeError(
-            f"{name} has no argument {', '.join(unknown)}. Of generate's it takes {', '.join(sorted(_OPTIONS))}."
-        )
     if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.is_floating_point() or 0 in tokens.shape:
         got = f"{tokens.dtype} {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
         raise ValueError(f"{name} tokens must be integer ids of shape (batch, length), got {got}.")
@@ -296,7 +347,7 @@ def _read_options(name: str, model: Denoiser, tokens: Any, options: dict[str, An
     if allowed is not None:
         shape = (tokens.shape[0], tokens.shape[1])
         allowed = arguments.read_allowed(f"{name} allowed", allowed, plan.noise, shape, tokens.device)
-    return tokens.long(), replace(plan, span=arguments.Span(allowed=allowed))
+    return tokens.long(), replace(plan, span=Span(allowed=allowed))
 
 
 def _read_mask(name: str, attention_mask: Tensor | None, tokens: Tensor) -> Tensor:

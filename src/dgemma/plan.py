@@ -79,6 +79,7 @@ class Plan:
     pad_token_id: int
     span: Span
     noise_level: float  # of the blocks that the span's canvas reaches into
+    first_block: int = 0  # the number its draws begin to count blocks from
 
     def block(self, block: int, rows: Tensor) -> dict[str, Any]:
         """What `start_state` is to know of one block, for some rows: its part of the span, and its noise level."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dgemma import draws
-from dgemma.generate import Denoiser
+from dgemma.generate import Denoiser, predict
 from dgemma.model.cache import PrefixCache
 from dgemma.noise import Noise, learnt_noise
 from dgemma.prediction import Prediction
@@ -216,11 +216,9 @@ class _Reader:
         draw = torch.tensor([draw for _, draw in rows], device=device)
         seeds, blocks = torch.full_like(draw, self.seed), torch.full_like(draw, block)
         fill = self.noise.prior(draws.uniform(seeds, blocks, draw, canvas.shape[1], "prior"))
-        told = (
-            {"noise_level": (canvas < 0).double().mean(-1)} if getattr(self.model, "takes_noise_level", False) else {}
-        )
-        canvas = torch.where(canvas < 0, fill, canvas)
-        prediction = self.model.denoise(canvas, cache.select(torch.zeros_like(draw)), **told)
+        gaps = canvas < 0
+        canvas, prefix = torch.where(gaps, fill, canvas), cache.select(torch.zeros_like(draw))
+        prediction = predict(self.model, canvas, prefix, noise_level=gaps.double().mean(-1))
         return prediction.shape(allowed=self.noise.proposable(None, device))
 
 

@@ -42,6 +42,7 @@ class DenoiseState:
     seeds: Tensor  # (B,) int64
     rows: Tensor  # (B,) int64: which rows of the whole batch these are
     noise: "Noise"
+    awaited: Tensor | None = None  # (B, C) bool: where the end is looked for; None: everywhere
     allowed: Tensor | None = None  # (B or 1, C or 1, V) bool: 1 is the same for all; None allows everything
     self_cond: "Prediction | Tensor | None" = None  # what the next forward is conditioned on
     memory: Any = None  # the sampler's own
