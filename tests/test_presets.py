@@ -49,5 +49,5 @@ def test_the_sudoku_preset_has_the_tokens_of_sudoku():
 def test_the_markov_preset_sees_whole_texts_and_has_the_weights_it_says():
     config = dgemma.presets.markov()
     assert counts(config)[0] == pytest.approx(24.5e6, rel=0.01)
-    assert config.sliding_window >= config.canvas_length == 30
+    assert config.sliding_window >= config.canvas_length == 1 + 30
     assert config.vocab_size == 254 + 2

@@ -95,17 +95,18 @@ def markov(
 ) -> ModelConfig:
     """A dense network for short texts of `dgemma.data.markov`, 24 million weights; a canvas is a text.
 
-    After the states come the mask and a spare id. Heads are one size, all layers see everything, positions turn fast.
+    After the states come the mask and the token that every text begins with. Heads are one size, all layers see
+    everything, positions turn fast.
     """
     rope = {"rope_type": "default", "rope_theta": 100.0}
     return ModelConfig(
         vocab_size=num_states + 2,
         hidden_size=hidden_size,
         intermediate_size=4 * hidden_size,
-        canvas_length=length,
+        canvas_length=length + 1,
         num_hidden_layers=num_hidden_layers,
         layer_types=(SLIDING,) * (num_hidden_layers - 1) + (FULL,),
-        sliding_window=max(64, length),
+        sliding_window=max(64, length + 1),
         num_attention_heads=4,
         num_key_value_heads=4,
         head_dim=hidden_size // 4,
@@ -115,7 +116,7 @@ def markov(
         top_k_experts=1,
         moe_intermediate_size=64,
         rope_parameters={SLIDING: rope, FULL: rope},
-        max_position_embeddings=max(256, length),
+        max_position_embeddings=max(256, length + 1),
         vision_config=dict(_TINY_VISION),
     )
 

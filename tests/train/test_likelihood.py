@@ -286,7 +286,7 @@ def test_evaluate_takes_the_rows_of_one_text_together(model, tokens):
 
 def test_a_source_is_asked_for_the_rows_wanted_and_printed_readably(model):
     chain = MarkovChain.random(num_states=13, num_successors=3)
-    source = MarkovSource(chain=chain, bos=14, length=8)
+    source = MarkovSource(chain=chain, length=8)
     found = evaluate(model, source, NOISES["mask"], num_rows=10, batch_size=4, num_bytes=160)
     assert (len(found.rows.nats), found.num_tokens) == (10, 80)
     assert found.bits_per_byte.value == pytest.approx(found.nelbo.value / 2 / math.log(2), abs=1e-12)

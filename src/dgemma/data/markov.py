@@ -102,9 +102,12 @@ class MarkovChain:
 
 @dataclass(frozen=True, kw_only=True)
 class MarkovSource:
-    """Batches of texts, each after a prompt of one token `bos` if there is one; a `BatchSource`, new at every step.
+    """Batches of texts, each behind a pinned token `bos` if there is one; a `BatchSource`, new at every step.
 
-    Example: `MarkovSource(chain=MarkovChain.random(), bos=254)(0, range(64)).tokens` is (64, 31).
+    Attention knows how far apart tokens are, not where a text begins, and the law of a first token is another than that
+    of the rest. So without `bos` no network is exact on a canvas that is all noise.
+
+    Example: `MarkovSource(chain=MarkovChain.random(), bos=255)(0, range(64)).tokens` is (64, 31).
     """
 
     chain: MarkovChain
@@ -115,12 +118,9 @@ class MarkovSource:
     def __call__(self, step: int, rows: range) -> TrainBatch:
         row = torch.arange(rows.start, rows.stop)
         u = draws.uniform(torch.full_like(row, self.seed), row, torch.full_like(row, step), self.length, "text")
-        tokens = self.chain.sample(u)
-        prompt_len = 0 if self.bos is None else 1
+        tokens, pinned = self.chain.sample(u), None
         if self.bos is not None:
             tokens = F.pad(tokens, (1, 0), value=self.bos)
-        return TrainBatch(
-            tokens=tokens,
-            prompt_len=torch.full_like(row, prompt_len),
-            length=torch.full_like(row, prompt_len + self.length),
-        )
+            pinned = F.pad(torch.zeros(len(row), self.length, dtype=torch.bool), (1, 0), value=True)
+        length = torch.full_like(row, tokens.shape[1])
+        return TrainBatch(tokens=tokens, prompt_len=torch.zeros_like(row), length=length, pinned=pinned)
