@@ -29,6 +29,12 @@ def test_the_heatmap_holds_the_entropies_of_every_step_and_block(recorded, tmp_p
     step = out.trajectory.at(block=1, step=2)
     assert np.allclose(grid[2, 64:], step.entropy[step.rows.tolist().index(1)].numpy())
     assert np.ma.masked_invalid(grid).count() == 64 * sum(steps)
+    assert figure.axes[0].get_title() == "Entropy, step by step"
+    assert [(text.get_text(), text.get_position()[0]) for text in figure.axes[0].texts] == [
+        ("block 1", 31.5),
+        ("block 2", 95.5),
+    ]
+    assert [line.get_xdata()[0] for line in figure.axes[0].lines] == [63.5], "where the second block begins"
     figure.savefig(tmp_path / "entropy.png")
     assert (tmp_path / "entropy.png").stat().st_size > 5000
 
@@ -69,6 +75,9 @@ def test_the_frontier_joins_what_nothing_beats():
     figure = plots.plot_frontier(Sweep((row("slow", 0.9, 2.0), row("worse", 0.5, 1.0), row("fast", 0.6, 8.0))))
     line = next(line for line in figure.axes[0].lines if line.get_color() == "0.7")
     assert line.get_xydata().tolist() == [[2.0, 0.9], [8.0, 0.6]]
+    named = {text.get_text(): text.xy for text in figure.axes[0].texts}
+    assert named == {"slow": (2.0, 0.9), "worse": (1.0, 0.5), "fast": (8.0, 0.6)}, "each at its point"
+    assert figure.axes[0].get_legend() is None
 
 
 @pytest.fixture

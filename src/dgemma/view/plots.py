@@ -47,7 +47,8 @@ def plot_entropy(
     extent = (-0.5, grid.shape[1] - 0.5, num_steps + 0.5, 0.5)
     image = ax.imshow(grid, aspect="auto", cmap=_colours(), vmin=0, interpolation="nearest", extent=extent)
     for block in range(1, frames.num_blocks):
-        ax.axvline(block * canvas_len - 0.5, color="0.5", linewidth=0.8)
+        ax.axvline(block * canvas_len - 0.5, color="0.15", linewidth=1.5)
+    _entitle(ax, "Entropy, step by step", frames.num_blocks, canvas_len)
     ax.set(xlabel="position", ylabel="step")
     ax.locator_params(axis="y", integer=True)
     figure.colorbar(image, ax=ax, label="entropy (nats)", pad=0.015)
@@ -67,13 +68,12 @@ def plot_order(
     frames = read_frames(trajectory, row)
     for block, steps in enumerate(settled(frames)):
         positions = block * len(steps) + np.arange(len(steps))
-        ax.plot(positions, steps + 1, ".", markersize=5, label=f"block {block + 1}")
+        ax.plot(positions, steps + 1, ".", markersize=5)
+    _entitle(ax, "When each position found its token", frames.num_blocks, frames.final.shape[1])
     ax.set(xlabel="position", ylabel="settled at step", xlim=(-0.5, frames.final.size - 0.5))
     ax.locator_params(axis="y", integer=True)
     ax.grid(axis="y", color="0.9")
     ax.set_axisbelow(True)
-    if frames.num_blocks > 1:
-        ax.legend(fontsize="small")
     _write_text(ax, frames.final, tokenizer)
     return figure
 
@@ -81,16 +81,20 @@ def plot_order(
 def plot_frontier(sweep: "Sweep", *, ax: "Axes | None" = None) -> "Figure":
     """Quality over tokens per forward, a point a sampler with its error; a line through those that no other beats.
 
+    Each point is named where it stands, so that many of them need no legend.
+
     Example: `plot_frontier(sweep(task, samplers)).savefig("sweep.png")`.
     """
     figure, ax = _axes(ax, "plot_frontier")
-    for row in sweep.rows:
-        height = None if row.error != row.error else row.error
-        ax.errorbar(row.tokens_per_forward, row.quality, yerr=height, fmt="o", capsize=3, label=row.label)
     best = sweep.frontier
     ax.plot([row.tokens_per_forward for row in best], [row.quality for row in best], color="0.7", zorder=0)
+    for row in sweep.rows:
+        height = None if row.error != row.error else row.error
+        ax.errorbar(row.tokens_per_forward, row.quality, yerr=height, fmt="o", capsize=3)
+        near = (row.tokens_per_forward, row.quality)
+        ax.annotate(row.label, near, xytext=(5, 4), textcoords="offset points", fontsize="small")
     ax.set(xlabel="new tokens / forward", ylabel="quality")
-    ax.legend(fontsize="small")
+    ax.margins(x=0.15)
     return figure
 
 
@@ -151,6 +155,14 @@ def _colours() -> Any:
 
     colours = ["#fffdf8", *reversed(palette(dark=False)[::3])]
     return LinearSegmentedColormap.from_list("certainty", colours).with_extremes(bad="0.93")
+
+
+def _entitle(ax: "Axes", title: str, num_blocks: int, canvas_len: int) -> None:
+    """A title, and where there are several blocks each one's number below it."""
+    ax.set_title(title, pad=18 if num_blocks > 1 else 6)
+    for block in range(num_blocks if num_blocks > 1 else 0):
+        middle, along = (block + 0.5) * canvas_len - 0.5, ax.get_xaxis_transform()
+        ax.text(middle, 1.02, f"block {block + 1}", transform=along, ha="center", fontsize="small", color="0.35")
 
 
 def _write_text(ax: "Axes", final: Array, tokenizer: Tokenizer | None) -> None:
