@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from dgemma import checkpoint, presets
+from dgemma import archive, checkpoint, presets
 from dgemma.checkpoint import our_names, published_name, resolve
 from dgemma.config import GenerationDefaults
 from dgemma.model.diffusion import DiffusionGemma
@@ -94,6 +94,19 @@ def test_saved_weights_come_back_bit_for_bit(tmp_path, limit):
     assert loaded.config.to_hf()["text_config"] == model.config.to_hf()["text_config"]
     assert loaded.generation == model.generation
     assert not list(tmp_path.glob("*.new"))
+
+
+@pytest.mark.skipif(os.name != "posix", reason="the permissions of POSIX")
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002], ids=oct)
+def test_what_is_saved_may_be_read_by_whom_the_umask_lets(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        random_model().save_pretrained(tmp_path / "model")
+        archive.save(tmp_path / "run.safetensors", {"seeds": torch.arange(2)}, kind="trajectory")
+    finally:
+        os.umask(before)
+    modes = {file.stat().st_mode & 0o777 for file in tmp_path.rglob("*") if file.is_file()}
+    assert modes == {0o666 & ~umask}
 
 
 def test_shards_stay_under_the_limit_and_the_index_accounts_for_every_byte(sharded):

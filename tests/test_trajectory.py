@@ -171,11 +171,11 @@ def test_an_interrupted_save_leaves_the_old_file(recorded, tmp_path, monkeypatch
     recorded.trajectory.save(path)
     before = path.read_bytes()
 
-    def fail(tensors, name, metadata):
+    def fail(name, tensors, metadata):
         Path(name).write_bytes(b"half")
         raise OSError("no space left")
 
-    monkeypatch.setattr(archive, "save_file", fail)
+    monkeypatch.setattr(archive, "write_tensors", fail)
     with pytest.raises(OSError, match="no space"):
         recorded.trajectory.save(path)
     assert path.read_bytes() == before

@@ -4,7 +4,7 @@ import inspect
 import json
 import os
 import sys
-import tempfile
+import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from dgemma.checkpoint import write_tensors
 from dgemma.noise import Noise
 from dgemma.sampling.base import Sampler
 from dgemma.sampling.stopping import StopRule
@@ -45,15 +45,14 @@ def save(path: str | Path, content: Mapping[str, Any], *, kind: str) -> None:
         raise FileNotFoundError(f"{path} cannot be written: its folder does not exist. Create {path.parent} first.")
     tensors: dict[str, Tensor] = {}
     header = {"kind": kind, "content": _describe(dict(content), "", tensors)}
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".new")
-    os.close(handle)
+    new = path.with_name(f"{path.name}.{uuid.uuid4().hex}.new")
     try:
-        save_file(tensors, name, metadata={_HEADER: json.dumps(header)})
-        with open(name, "rb") as file:
+        write_tensors(new, tensors, metadata={_HEADER: json.dumps(header)})
+        with new.open("rb") as file:
             os.fsync(file.fileno())
-        os.replace(name, path)
+        os.replace(new, path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        new.unlink(missing_ok=True)
         raise
 
 

@@ -316,7 +316,7 @@ def save_pretrained(model: "DiffusionGemma", path: str | Path, *, max_shard_size
     names = _free_names(folder, len(shards))
     for name, shard in zip(names, shards, strict=True):
         tensors = {tensor: weight.detach().cpu().contiguous() for tensor, weight in shard.items()}
-        save_file(tensors, folder / f"{name}.new", metadata={"format": "pt"})
+        write_tensors(folder / f"{name}.new", tensors, metadata={"format": "pt"})
     for name in names:
         _put(folder, name)
     # Where both exist the single file wins, in transformers and here: removing the loser is no part of the switch.
@@ -336,6 +336,18 @@ def save_pretrained(model: "DiffusionGemma", path: str | Path, *, max_shard_size
     for old in folder.glob("model*-of-*.safetensors*"):
         if old.name not in names:
             old.unlink()
+
+
+def write_tensors(path: str | Path, tensors: dict[str, Tensor], *, metadata: dict[str, str] | None = None) -> None:
+    """A safetensors file that others may read as far as the umask lets them: `save_file` alone shuts them out.
+
+    Example: `write_tensors("seeds.safetensors", {"seeds": torch.arange(4)})`.
+    """
+    path = Path(path)
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata=metadata)
+    path.chmod(mode & 0o777)
 
 
 def _tensors_to_save(model: "DiffusionGemma") -> dict[str, Tensor]:

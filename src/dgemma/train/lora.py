@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from dgemma.checkpoint import write_tensors
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.experts import Experts, product_by_group
 
@@ -167,7 +167,7 @@ def save_lora(model: DiffusionGemma, path: str | Path) -> None:
     _require_adapters(model, "save_lora")
     lora = next(module.lora for _, module in _adapted_modules(model))
     tensors = {name: weight.detach().cpu().contiguous() for name, weight in _adapter_weights(model)}
-    save_file(tensors, str(path), metadata={"lora": json.dumps(asdict(lora))})
+    write_tensors(path, tensors, metadata={"lora": json.dumps(asdict(lora))})
 
 
 def load_lora(model: DiffusionGemma, path: str | Path) -> LoRA:

@@ -15,9 +15,9 @@ from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from dgemma.checkpoint import write_tensors
 from dgemma.train.lora import is_adapted, save_lora
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -92,7 +92,7 @@ class Parallel:
     def save(self, folder: Path, state: Mapping[str, Tensor]) -> list[Path]:
         """Write named tensors into an existing, empty folder; the files that this process wrote."""
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-        save_file(tensors, folder / STATE_FILE)
+        write_tensors(folder / STATE_FILE, tensors)
         return [folder / STATE_FILE]
 
     def names(self, folder: Path) -> set[str]:
