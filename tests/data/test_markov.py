@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+import dgemma
 from dgemma.data.markov import MarkovChain, MarkovSource
 
 SMALL = MarkovChain.random(num_states=4, num_successors=3, seed=2)
@@ -81,6 +82,19 @@ def test_batches_do_not_depend_on_how_they_are_cut_and_differ_by_step_and_seed()
     assert torch.equal(bare.tokens, batch.tokens[:, 1:])
     assert bare.pinned is None
     assert (bare.prompt_len.tolist(), bare.length.tolist()) == ([0] * 8, [6] * 8)
+
+
+@torch.no_grad()
+def test_only_a_first_token_tells_positions_of_a_masked_text_apart():
+    """Why texts have a `bos`: over masks alone, attention sees the same from everywhere."""
+    config = dgemma.presets.markov(num_states=4, length=6, hidden_size=32, num_hidden_layers=2)
+    model = dgemma.DiffusionGemma(config.replace(initializer_range=0.5))
+    canvas = torch.full((1, 7), 4)
+    bare = model.denoise(canvas, model.new_cache(1)).logits[0]
+    torch.testing.assert_close(bare, bare[:1].expand_as(bare), atol=1e-4, rtol=0)
+    canvas[0, 0] = 5
+    told = model.denoise(canvas, model.new_cache(1)).logits[0, 1:]
+    assert (told[1:] - told[:-1]).abs().amax(1).min() > 0.01
 
 
 def test_what_is_no_chain_is_refused():
