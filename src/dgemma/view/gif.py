@@ -24,6 +24,7 @@ _PAGE, _SOFT, _ACCENT, _PIN = "#101218", "#7d7a88", "#3ecfb4", "#82b4ff"
 _HEAT = palette(dark=True)
 _PROMPT_TOKENS = 60
 _MAX_FRAMES = 240
+_RUN_MS = 5000  # what a run of few frames is stretched to
 _HOLD_MS = 2500  # the finished text stays this long
 _LINE_HEIGHT = 1.55  # of the font's size
 _LIMITS = {"columns": (16, 200), "max_lines": (1, 100), "font_size": (8, 48), "frame_ms": (20, 5000)}
@@ -39,13 +40,13 @@ def write_gif(
     max_lines: int = 36,
     font_size: int | None = None,
     font: str | Path | None = None,
-    frame_ms: int = 110,
+    frame_ms: int | None = None,
 ) -> None:
     """Write a row's run to `path`, looping. A longer text is seen `max_lines` lines at a time.
 
-    tokenizer: None shows token ids, `Board()` a Sudoku. columns: characters a line, font_size: pixels (None: what suits
-    the text). font: a monospaced TrueType file (None: DejaVu Sans Mono). A run of more than 240 frames is thinned out
-    evenly.
+    tokenizer: None shows token ids, `Board()` a Sudoku. columns: characters a line, font_size: pixels, frame_ms: how
+    long a frame stays (None: what suits the run). font: a monospaced TrueType file (None: DejaVu Sans Mono). A run of
+    more than 240 frames is thinned out evenly.
 
     Example: `write_gif(out.trajectory, "run.gif", tokenizer=tokenizer)`.
     """
@@ -81,6 +82,7 @@ def write_gif(
             if look is not None and place.cells and 0 <= place.line - top < num_lines:
                 pen.put(image, place.line - top, place, look)
         images.append(image)
+    frame_ms = frame_ms or min(600, max(110, _RUN_MS // len(images)))
     pen.save(images, path, [frame_ms] * (len(images) - 1) + [_HOLD_MS])
 
 
