@@ -171,6 +171,13 @@ def test_arguments_that_do_not_fit_raise_one_sentence_before_any_work(model, cha
         dgemma.generate(model, prompt(), max_new_tokens=CANVAS_LEN, **changes)
 
 
+@pytest.mark.parametrize("mask", [[[0, 0, 0], [0, 0, 0]], [[1, 1, 1], [0, 0, 0]]], ids=["nowhere", "in-one-row"])
+def test_a_prompt_that_is_all_padding_is_as_empty_as_an_empty_one(model, mask):
+    for tokens, given in ((torch.full((2, 3), 5), torch.tensor(mask)), (torch.zeros(2, 0, dtype=torch.long), None)):
+        with pytest.raises(ValueError, match=r"prompt_tokens must hold at least one token a row\. Start with the bos"):
+            dgemma.generate(model, tokens, attention_mask=given)
+
+
 def test_a_prompt_on_another_device_is_refused_with_the_way_to_move_it(model):
     with pytest.raises(
         ValueError, match=r"on the model's device cpu, got meta\. Pass prompt_tokens\.to\(model\.device"

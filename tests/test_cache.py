@@ -207,3 +207,11 @@ def test_a_mask_that_contradicts_the_cache_and_a_wrong_batch_raise(model):
         model.encode(torch.full((2, 3), 5), cache, mask)
     with pytest.raises(ValueError, match="cache's batch size 2, got 1"):
         model.denoise(canvas_for(1), cache)
+
+
+def test_a_cache_shows_how_much_it_holds():
+    config = dgemma.presets.tiny()
+    cache = dgemma.DiffusionGemma(config).encode(
+        torch.full((2, 3), 5), attention_mask=torch.tensor([[1, 1, 1], [0, 1, 1]])
+    )
+    assert repr(cache) == f"PrefixCache(lengths=[3, 2], num_layers={config.num_hidden_layers})"

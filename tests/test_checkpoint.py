@@ -109,6 +109,12 @@ def test_what_is_saved_may_be_read_by_whom_the_umask_lets(tmp_path, umask):
     assert modes == {0o666 & ~umask}
 
 
+def test_a_dtype_may_be_given_by_its_name(sharded):
+    assert DiffusionGemma.from_pretrained(sharded, dtype="bfloat16").dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="dtype must be a torch dtype, got 'bf16'"):
+        DiffusionGemma.from_pretrained(sharded, dtype="bf16")
+
+
 def test_shards_stay_under_the_limit_and_the_index_accounts_for_every_byte(sharded):
     index = json.loads((sharded / "model.safetensors.index.json").read_text())
     held = {}

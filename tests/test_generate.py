@@ -390,8 +390,18 @@ def test_a_prompt_that_is_no_batch_of_tokens_is_refused(prompt):
             ValueError,
             "boolean write",
         ),
+        (
+            lambda p, s: dgemma.Decision(tokens=p.argmax, write=s.done[:, None], renoise=s.open),
+            ValueError,
+            r"one shape \(B, C\), got \(1, 16\), \(1, 1\) and \(1, 16\)\. Expand",
+        ),
+        (
+            lambda p, s: dgemma.Decision(tokens=p.argmax[:, :4], write=s.open[:, :4], renoise=~s.open[:, :4]),
+            ValueError,
+            r"Careless must decide the canvas's \(1, 16\) positions, got \(1, 4\)",
+        ),
     ],
-    ids=["no-decision", "no-booleans"],
+    ids=["no-decision", "no-booleans", "broadcast", "another-canvas"],
 )
 def test_a_sampler_that_decides_nothing_usable_is_named(decide, error, sentence):
     @dataclass(frozen=True)

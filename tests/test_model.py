@@ -225,3 +225,13 @@ def test_building_a_model_seeds_with_torch_and_a_copy_is_independent():
     second = copy.deepcopy(DiffusionGemma(dgemma.presets.tiny(), dtype=torch.float32))
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
     assert abs(first.embed_tokens.weight.detach().std() - first.config.initializer_range) < 1e-3
+
+
+def test_what_people_try_first_points_to_generate():
+    model = DiffusionGemma(dgemma.presets.tiny(), device="meta")
+    with pytest.raises(TypeError, match=r"encode\(tokens\) reads.*dgemma\.generate\(model, prompt_tokens\)"):
+        model(torch.zeros(1, 3, dtype=torch.long))
+    with pytest.raises(AttributeError, match=r"Call dgemma\.generate\(model, prompt_tokens\)"):
+        _ = model.generate
+    with pytest.raises(AttributeError, match="no attribute 'lm_head'"):
+        _ = model.lm_head

@@ -170,3 +170,13 @@ def test_gradients_of_the_statistics_equal_those_of_torch_distributions(logits):
     (shaped.entropy + shaped.confidence + 2 * shaped.margin).sum().backward()
     (reference.entropy() + best[..., 0] + 2 * (best[..., 0] - best[..., 1])).sum().backward()
     torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("temperature", [0, 0.0, -1.0, float("nan"), float("inf")])
+def test_a_temperature_that_divides_into_nothing_is_refused(temperature):
+    with pytest.raises(ValueError, match=r"Prediction\.shape temperature must be finite and > 0, got .* Use \.argmax"):
+        Prediction(torch.randn(1, 2, 5)).shape(temperature=temperature)
+
+
+def test_a_prediction_shows_its_size_and_not_its_address():
+    assert repr(Prediction(torch.randn(2, 3, 5))) == "Prediction(batch_size=2, canvas_len=3, vocab_size=5)"

@@ -348,3 +348,9 @@ def test_ids_of_numpy_decode_like_any_others():
     assert tokenizer.decode_batch(np.array([ids, ids])) == ["hi", "hi"]
     with pytest.raises(ValueError, match="decode_batch"):
         tokenizer.decode(np.array([1.5]))
+
+
+def test_a_list_of_texts_is_pointed_to_the_batch():
+    with pytest.raises(ValueError, match=r"Tokenizer\.encode text must be one str, got list\. Use encode_batch"):
+        ByteTokenizer().encode(["a"])
+    assert repr(ByteTokenizer()) == f"ByteTokenizer(vocab_size={ByteTokenizer().vocab_size})"

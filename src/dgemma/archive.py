@@ -79,16 +79,16 @@ def load(path: str | Path, *, kind: str, classes: Iterable[type] = ()) -> dict[s
     return content
 
 
-def find_unknown(value: Any) -> str | None:
-    """The name of the first `Unknown` inside a nested value, None if all is known."""
+def find_unknown(value: Any) -> Unknown | None:
+    """The first `Unknown` inside a nested value, None if all is known."""
     if isinstance(value, Unknown):
-        return value.name
+        return value
     if is_dataclass(value) and not isinstance(value, type):
         value = [getattr(value, f.name) for f in fields(value)]
     elif isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple):
-        return next((name for item in value if (name := find_unknown(item)) is not None), None)
+        return next((found for item in value if (found := find_unknown(item)) is not None), None)
     return None
 
 

@@ -19,6 +19,8 @@ from dgemma.noise import Noise
 from dgemma.sampling.base import Sampler
 from dgemma.sampling.checks import as_int, as_number
 
+_NO_TOKEN = "generate prompt_tokens must hold at least one token a row. Start with the bos token."
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 if TYPE_CHECKING:
@@ -172,11 +174,15 @@ def check_sampler(sampler: Sampler, noise: Noise, config: ModelConfig) -> None:
             f"generate noise must be a process such as UniformNoise(vocab_size) or MaskNoise(vocab_size), "
             f"got {_show(noise)}."
         )
+    check_vocabulary(noise, config)
+    check_valid(sampler, noise)
+
+
+def check_vocabulary(noise: Noise, config: ModelConfig) -> None:
     if noise.vocab_size != config.vocab_size:
         raise ValueError(
             f"{type(noise).__name__}.vocab_size must be the model's {config.vocab_size}, got {noise.vocab_size}."
         )
-    check_valid(sampler, noise)
 
 
 def check_valid(sampler: Sampler, noise: Noise) -> None:
@@ -208,7 +214,7 @@ def read_noise_level(noise_level: Any, canvas: Any) -> float:
     return level
 
 
-def check_mask(attention_mask: Any, prompt_tokens: Tensor) -> None:
+def check_mask(attention_mask: Any, prompt_tokens: Tensor, num_cached: int) -> None:
     """Which tokens are real, of the new ones or of the cached ones too; the model knows how many those are."""
     if attention_mask is None:
         return
@@ -219,6 +225,8 @@ def check_mask(attention_mask: Any, prompt_tokens: Tensor) -> None:
             f"generate attention_mask must be a tensor of shape ({rows}, {width}), 1 for real tokens, "
             f"got {_show(attention_mask)}."
         )
+    if num_cached == 0 and not bool(attention_mask.bool().any(1).all()):
+        raise ValueError(_NO_TOKEN)
 
 
 def check_prompt(
@@ -235,7 +243,7 @@ def check_prompt(
             "Pass prompt_tokens.to(model.device)."
         )
     if prompt_tokens.shape[0] == 0 or (prompt_tokens.shape[1] == 0 and (cache is None or cache.num_slots == 0)):
-        raise ValueError("generate prompt_tokens must hold at least one token a row. Start with the bos token.")
+        raise ValueError(_NO_TOKEN)
     num_blocks = -(-max_new_tokens // config.canvas_length)
     total = (cache.num_slots if cache else 0) + prompt_tokens.shape[1] + num_blocks * config.canvas_length
     if total > config.max_position_embeddings:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from dgemma.arguments import read_allowed
+from dgemma.arguments import check_valid, read_allowed
 from dgemma.prediction import Prediction
 from dgemma.sampling.temperature import read_temperature
 from dgemma.state import DenoiseState
@@ -85,11 +85,7 @@ def apply_changes(changes: Changes, state: DenoiseState, knobs: "Knobs") -> tupl
     if "temperature" in of_knobs:
         state = replace(state, temperature=knobs.temperature(state.step, state.num_steps))
     if "sampler" in of_knobs:
-        if state.noise.kind not in knobs.sampler.valid_for:
-            raise ValueError(
-                f"{type(knobs.sampler).__name__} must run under {' or '.join(sorted(knobs.sampler.valid_for))} noise, "
-                f"got {state.noise.kind}. Change to another sampler."
-            )
+        check_valid(knobs.sampler, state.noise)
         if "memory" not in of_state and knobs.sampler != old.sampler:
             fresh = knobs.sampler.start(state)
             kept = type(knobs.sampler) is type(old.sampler) and _alike(fresh, state.memory)

@@ -103,7 +103,7 @@ def load_pretrained(
     cls: "type[Model]",
     path_or_repo: str | Path,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     device: torch.device | str = "cpu",
     conventions: Conventions | None = None,
 ) -> "Model":
@@ -115,6 +115,7 @@ def load_pretrained(
 
     Example: `load_pretrained(DiffusionGemma, "path/to/checkpoint", dtype=torch.bfloat16, device="cuda")`.
     """
+    dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise ValueError(f"from_pretrained dtype must be a torch dtype, got {dtype!r}. Use torch.bfloat16, say.")
     folder = resolve(path_or_repo)

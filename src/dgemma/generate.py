@@ -103,8 +103,10 @@ class Generation:
     trajectory: "Trajectory | None"
 
     def __repr__(self) -> str:
-        per_forward = [round(value, 2) for value in self.tokens_per_forward.tolist()]
-        return f"Generation(new_tokens={tuple(self.new_tokens.shape)}, steps={self.steps.tolist()}, {per_forward=})"
+        tokens_per_forward = [round(value, 2) for value in self.tokens_per_forward.tolist()]
+        return (
+            f"Generation(new_tokens={tuple(self.new_tokens.shape)}, steps={self.steps.tolist()}, {tokens_per_forward=})"
+        )
 
 
 class Moment(NamedTuple):
@@ -143,6 +145,11 @@ def step(
     decision = knobs.sampler(prediction, state)
     if not isinstance(decision, Decision):
         raise TypeError(f"{type(knobs.sampler).__name__} must return a Decision, got {type(decision).__name__}.")
+    if decision.tokens.shape != state.canvas.shape:
+        raise ValueError(
+            f"{type(knobs.sampler).__name__} must decide the canvas's {tuple(state.canvas.shape)} positions, "
+            f"got {tuple(decision.tokens.shape)}."
+        )
 
     free = ~state.frozen & ~state.done[:, None]
     write = decision.write & free

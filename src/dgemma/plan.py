@@ -146,7 +146,7 @@ def read_plan(
     num_steps = arguments.read_count("steps", defaults.max_denoising_steps if steps is None else steps)
     arguments.check_sampler(knobs.sampler, noise, config)
     arguments.check_prompt(prompt_tokens, cache, config, max_new_tokens, model.device)
-    arguments.check_mask(attention_mask, prompt_tokens)
+    arguments.check_mask(attention_mask, prompt_tokens, num_cached=0 if cache is None else cache.num_slots)
     noise_level = arguments.read_noise_level(noise_level, canvas)
     eos_token_ids = defaults.eos_token_id if eos_token_ids is None else eos_token_ids
     span = arguments.read_span(canvas, frozen, allowed, prompt_tokens, noise, max_new_tokens)

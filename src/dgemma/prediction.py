@@ -5,6 +5,7 @@ confidence and samples when asked, a slice of positions at a time, so that no se
 vocabulary is ever built unless somebody reads `.logits`. The fused engine has a twin with the same interface.
 """
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
@@ -52,6 +53,12 @@ class Prediction:
         self._known_logits: Tensor | None = None
         self._known_statistics: _Statistics | None = None
 
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(batch_size={self.batch_size}, canvas_len={self.canvas_len}, "
+            f"vocab_size={self.vocab_size})"
+        )
+
     @property
     def batch_size(self) -> int:
         return self._raw.shape[0]
@@ -87,6 +94,10 @@ class Prediction:
         if allowed is not None:
             transforms = (*transforms, _Allow(allowed))
         if temperature is not None:
+            if not isinstance(temperature, Tensor) and not (math.isfinite(temperature) and temperature > 0):
+                raise ValueError(
+                    f"Prediction.shape temperature must be finite and > 0, got {temperature}. Use .argmax for 0."
+                )
             transforms = (*transforms, _Temper(temperature))
         if top_k is not None:
             if top_k < 1:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dgemma import draws
+from dgemma.arguments import check_vocabulary
 from dgemma.generate import Denoiser, predict
 from dgemma.model.cache import PrefixCache
 from dgemma.noise import Noise, learnt_noise
@@ -103,10 +104,7 @@ def slots(
         filled["prime"].probabilities
     """
     noise = learnt_noise(model) if noise is None else noise
-    if noise.vocab_size != model.config.vocab_size:
-        raise ValueError(
-            f"{type(noise).__name__}.vocab_size must be the model's {model.config.vocab_size}, got {noise.vocab_size}."
-        )
+    check_vocabulary(noise, model.config)
     pieces = _read_template(template, tokenizer, noise, model.config.canvas_length)
     for name, value, least in (("num_draws", num_draws, 1), ("max_rows", max_rows, 1), ("horizon", horizon, 0)):
         if not isinstance(value, int) or value < least:
@@ -240,6 +238,12 @@ def _read_template(
         raise ValueError("slots template must have a Slot in it. Use generate or infill to write freely.")
     if not pieces[0] or isinstance(pieces[0], tuple):
         raise ValueError("slots template must begin with fixed text, the canvas's prefix. Begin it with bos.")
+    names = [slot.name for slot, _ in choices if slot.name]
+    repeated = [name for name in names if names.count(name) > 1]
+    if repeated:
+        raise ValueError(
+            f"Slot.name must differ from slot to slot of a template, got {repeated[0]!r} twice. Rename one."
+        )
     longest = max(len(option) for _, options in choices for option in options)
     if longest > canvas_len:
         raise ValueError(f"slots options must fit into a canvas of {canvas_len} tokens, got one of {longest}.")

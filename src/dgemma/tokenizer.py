@@ -90,6 +90,9 @@ class Tokenizer(ABC):
         Example: `tokenizer.encode("Paris is <mask>", bos=False)`.
         """
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(vocab_size={self.vocab_size})"
+
     @abstractmethod
     def token_id(self, token: str) -> int | None:
         """The id of one token given as text; None when the vocabulary has no such token."""
@@ -232,6 +235,7 @@ class PretrainedTokenizer(Tokenizer):
             setattr(self, f"{name}_token_id", token_id)
 
     def encode(self, text: str, *, bos: bool = True) -> list[int]:
+        _require_text(text)
         ids: list[int] = self._pieces.encode(text, add_special_tokens=False).ids
         return [self.bos_token_id, *ids] if bos else ids
 
@@ -305,6 +309,7 @@ class ByteTokenizer(Tokenizer):
     _marker_pattern = re.compile("(" + "|".join(re.escape(marker) for marker in markers) + ")")
 
     def encode(self, text: str, *, bos: bool = True) -> list[int]:
+        _require_text(text)
         ids = [self.bos_token_id] if bos else []
         for piece in self._marker_pattern.split(text):
             if piece in self.markers:
@@ -363,6 +368,13 @@ class ByteTokenizer(Tokenizer):
 def _names_byte_tokenizer(folder: Path) -> bool:
     config = folder / "tokenizer_config.json"
     return config.is_file() and '"dgemma.ByteTokenizer"' in config.read_text(errors="replace")
+
+
+def _require_text(text: Any) -> None:
+    if not isinstance(text, str):
+        raise ValueError(
+            f"Tokenizer.encode text must be one str, got {type(text).__name__}. Use encode_batch for several."
+        )
 
 
 def _without_thought(message: Message) -> dict[str, Any]:

@@ -237,7 +237,7 @@ class Trajectory:
         missing = archive.find_unknown(content["plan"].noise)
         if missing is not None:
             raise ValueError(
-                f"{path} was made with {missing}, which this process does not know. Pass it in classes=[...]."
+                f"{path} was made with {missing.name}, which this process does not know. Pass it in classes=[...]."
             )
         trajectory = cls(content["plan"], top=content["top"])
         trajectory.commits, trajectory.changes = list(content["commits"]), list(content["changes"])
@@ -424,10 +424,10 @@ class Trajectory:
         plan, config = self.plan, model.config
         missing = archive.find_unknown((plan, self.changes))
         if missing is not None:
-            raise ValueError(
-                f"This trajectory was made with {missing}, which this process does not know. "
-                f"Pass it: Trajectory.load(path, classes=[{missing}])."
-            )
+            fix = f"Pass it: Trajectory.load(path, classes=[{missing.name}])."
+            if missing.fields is None:
+                fix = "Only its name was saved, since it is no dataclass: record the run again with a frozen one."
+            raise ValueError(f"This trajectory was made with {missing.name}, which this process does not know. {fix}")
         if (plan.canvas_len, plan.noise.vocab_size) != (config.canvas_length, config.vocab_size):
             raise ValueError(
                 f"This trajectory needs a model with canvas_length {plan.canvas_len} and vocab_size "

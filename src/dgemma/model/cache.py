@@ -103,6 +103,9 @@ class PrefixCache:
         self.ragged = False  # whether rows may differ in length, as far as the host knows
         self._marks: list[CacheMark] = []
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(lengths={self.lengths.tolist()}, num_layers={len(self.layers)})"
+
     @property
     def batch_size(self) -> int:
         return self.lengths.shape[0]

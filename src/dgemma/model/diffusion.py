@@ -5,7 +5,7 @@ The meaning of the model, in plain PyTorch with autograd; `dgemma_kernels.accele
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, NoReturn, Self
 
 import torch
 import torch.nn.functional as F
@@ -99,7 +99,7 @@ class DiffusionGemma(nn.Module):
         cls,
         path_or_repo: str | Path,
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         device: torch.device | str = "cpu",
         conventions: Conventions | None = None,
     ) -> Self:
@@ -116,6 +116,18 @@ class DiffusionGemma(nn.Module):
         from dgemma.checkpoint import save_pretrained
 
         save_pretrained(self, path, max_shard_size=max_shard_size)
+
+    def forward(self, *args: object, **options: object) -> NoReturn:
+        """Two modes have no one forward."""
+        raise TypeError(
+            "DiffusionGemma is not called: encode(tokens) reads, denoise(canvas, cache) predicts. "
+            "Write text by dgemma.generate(model, prompt_tokens)."
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "generate":
+            raise AttributeError("DiffusionGemma has no method generate. Call dgemma.generate(model, prompt_tokens).")
+        return super().__getattr__(name)
 
     @property
     def device(self) -> torch.device:

@@ -29,6 +29,11 @@ class Decision:
                 f"Decision must hold int64 tokens and boolean write and renoise, got {self.tokens.dtype}, "
                 f"{self.write.dtype} and {self.renoise.dtype}."
             )
+        if not self.tokens.shape == self.write.shape == self.renoise.shape:
+            raise ValueError(
+                f"Decision must hold tokens, write and renoise of one shape (B, C), got {tuple(self.tokens.shape)}, "
+                f"{tuple(self.write.shape)} and {tuple(self.renoise.shape)}. Expand them to the canvas."
+            )
 
 
 class Sampler:
