@@ -68,8 +68,13 @@ def test_more_than_one_solution_is_said(command, solver):
 def test_the_solution_of_another_puzzle_is_wrong(command, solver, monkeypatch):
     another = SOLUTION.translate(str.maketrans("12", "21"))  # keeps every rule, but not the clues
     grids = torch.tensor([[int(digit) for digit in another]])
-    completion = SimpleNamespace(grids=grids, steps=torch.tensor([1]), generation=SimpleNamespace(trajectory=None))
-    monkeypatch.setattr(sudoku, "complete", lambda *given, **options: completion)
+    generation = SimpleNamespace(trajectory=None)
+
+    def complete(model, puzzles, **options):
+        given = torch.as_tensor(puzzles)
+        return sudoku.Completion(puzzles=given, grids=grids, steps=torch.tensor([1]), generation=generation)
+
+    monkeypatch.setattr(sudoku, "complete", complete)
     assert json.loads(command("sudoku", "-m", solver, "--json", another).out)["right"] is True
     assert json.loads(command("sudoku", "-m", solver, "--json", PUZZLE).out)["right"] is False
 
@@ -79,3 +84,14 @@ def test_clues_that_the_model_writes_itself_are_checked_too(command, solver, noi
     ran = command("sudoku", "-m", solver, "--steps", "1", "--write-clues", "--noise", noise, SOLUTION)
     assert ran.code == 1
     assert ran.err.startswith("Wrong")
+
+
+def test_a_wrong_answer_is_tried_again_as_often_as_asked(command, solver, tmp_path):
+    words = ("sudoku", "-m", solver, "--steps", "1", PUZZLE)
+    assert command(*words).err.endswith(" --retry 3 would try again.\n")
+    ran = command(*words, "--retry", "2", "--json", "--html", tmp_path / "run.html")
+    found = json.loads(ran.out)
+    assert ran.code == 1
+    assert (found["attempts"], found["steps"]) == (3, 3)
+    assert all(given in ("0", answer) for given, answer in zip(PUZZLE, found["solution"], strict=True))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run-2.html", "run-3.html", "run.html"]

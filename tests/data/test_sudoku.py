@@ -338,6 +338,59 @@ def test_scores_count_grids_cells_and_clues_apart(some):
     assert kept["cells"] == lost["cells"] < 0.5
 
 
+class Stuck(Oracle):
+    """Reads the puzzle and knows its solution, unless it is one of those it is stuck on."""
+
+    def __init__(self, puzzles):
+        super().__init__(puzzles)
+        self.stuck = set(sudoku.to_text(puzzles))
+
+    def encode(self, tokens, cache=None, attention_mask=None):
+        if cache is None:  # the prompt
+            puzzles = ((tokens - 14) % 10).numpy().astype(np.int8)
+            known = [text not in self.stuck for text in sudoku.to_text(puzzles)]
+            self.targets = sudoku.canvas_tokens(np.where(np.array(known)[:, None], sudoku.solve(puzzles).grids, 1))
+        return super().encode(tokens, cache, attention_mask)
+
+
+def test_a_retry_solves_what_another_look_solves_and_keeps_the_rest(some):
+    options = {"sampler": Confidence(greedy=True), "steps": 2, "stop": None}
+    model = Stuck(some.puzzles[1:3])
+    first = sudoku.complete(model, some.puzzles, **options)
+    assert first.solved.tolist() == [row not in (1, 2) for row in range(len(some))]
+    again = sudoku.retry(model, first, **options)
+    assert again.scores(some.solutions)["exact"] == 1.0
+    assert again.steps.tolist() == [4 if row in (1, 2) else 2 for row in range(len(some))]
+    assert again.generation.new_tokens.shape == (2, 81)
+    assert sudoku.retry(model, again, **options) is again
+
+
+def test_a_transformation_is_taken_back(some):
+    u = torch.rand(len(some), 34, generator=torch.Generator().manual_seed(0))
+    for digits in map(torch.from_numpy, (some.puzzles, some.solutions)):
+        moved = sudoku.equivalents(digits, u)
+        assert not torch.equal(moved, digits)
+        assert torch.equal(sudoku.originals(moved, u), digits)
+
+
+def test_a_solution_keeps_rows_columns_boxes_and_clues(some):
+    puzzles, right = torch.from_numpy(some.puzzles), torch.from_numpy(some.solutions)
+    assert sudoku.is_solution(puzzles, right).all()
+    y, x = torch.arange(9)[:, None], torch.arange(9)
+    blank = torch.zeros(1, 81, dtype=torch.long)
+    wrong = {
+        "boxes": (x + y) % 9 + 1,
+        "columns": (x + 0 * y) % 9 + 1,
+        "rows": (y + 0 * x) % 9 + 1,
+        "holes": right[0].long().reshape(9, 9) * (x + y > 0),
+    }
+    for name, grid in wrong.items():
+        assert not sudoku.is_solution(blank, grid.reshape(1, 81)), name
+    relabelled = torch.where(right == 1, 2, torch.where(right == 2, 1, right))
+    assert sudoku.is_solution(blank.expand_as(right), relabelled).all()
+    assert not sudoku.is_solution(puzzles, relabelled).any(), "keeps every rule, but not the clues"
+
+
 def test_a_row_as_text_is_a_start_the_puzzle_and_the_solution(some):
     tokenizer = dgemma.ByteTokenizer()
     source = sudoku.SudokuSource(pool=some, pinned=1.0)

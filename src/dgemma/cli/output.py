@@ -58,9 +58,18 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def write_pictures(arguments: argparse.Namespace, trajectory: Trajectory | None, tokenizer: Tokenizer | Board) -> None:
-    """The page and the animation that --html and --gif ask for."""
+def is_recorded(arguments: argparse.Namespace) -> bool:
+    """Whether a picture is asked for."""
+    return bool(arguments.html or arguments.gif)
+
+
+def write_pictures(
+    arguments: argparse.Namespace, tokenizer: Tokenizer | Board, *trajectories: Trajectory | None
+) -> None:
+    """The page and the animation that --html and --gif ask for; those of further runs beside them, as NAME-2 etc."""
     for path, name in ((arguments.html, "to_html"), (arguments.gif, "to_gif")):
-        if path and trajectory is not None:
-            getattr(trajectory, name)(path, tokenizer=tokenizer)
-            print(f"Wrote {path}.", file=sys.stderr)
+        for number, trajectory in enumerate(trajectories, start=1):
+            if path and trajectory is not None:
+                file = path if number == 1 else path.with_stem(f"{path.stem}-{number}")
+                getattr(trajectory, name)(file, tokenizer=tokenizer)
+                print(f"Wrote {file}.", file=sys.stderr)

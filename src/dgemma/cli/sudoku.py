@@ -39,6 +39,14 @@ def add_commands(commands: Any) -> None:
     parser.add_argument(
         "--givens", type=values.whole(23, 81), default=30, metavar="N", help="clues of a new puzzle (%(default)s)"
     )
+    parser.add_argument(
+        "--retry",
+        type=values.whole(0),
+        default=0,
+        metavar="K",
+        help="while the answer breaks a rule, try again up to K times, as an equivalent puzzle whose rows, columns and "
+        "digits have changed places (%(default)s)",
+    )
     parser.add_argument("--write-clues", action="store_true", help="let the model write the clues too, none pinned")
     options.add_model_options(parser, default="dgemma/sudoku")
     group = parser.add_argument_group("sampling")
@@ -60,34 +68,41 @@ def _sudoku(arguments: argparse.Namespace) -> int:
     options.warn_of_noise(arguments, denoiser)
     noise = sudoku.sudoku_noise(arguments.noise) if arguments.noise else None  # None: what the checkpoint learnt
     is_watched = output.is_watched(arguments)
+    settings: dict[str, Any] = {
+        "keep_clues": not arguments.write_clues,
+        "noise": noise,
+        "sampler": arguments.sampler or _SAMPLER,
+        "steps": arguments.steps,
+        "stop": StableAndConfident(),
+        "temperature": 1.0,
+        "seed": arguments.seed,
+        "record": output.is_recorded(arguments),
+        "progress": not arguments.quiet,
+    }
     with BoardView(givens=puzzles[0].tolist(), leave=True) if is_watched else nullcontext() as view:
-        solved = sudoku.complete(
-            denoiser,
-            puzzles,
-            keep_clues=not arguments.write_clues,
-            noise=noise,
-            sampler=arguments.sampler or _SAMPLER,
-            steps=arguments.steps,
-            stop=StableAndConfident(),
-            temperature=1.0,
-            seed=arguments.seed,
-            on_step=view,
-            record=bool(arguments.html or arguments.gif),
-            progress=not arguments.quiet,
-        )
-    output.write_pictures(arguments, solved.generation.trajectory, Board())
-    grid = solved.grids.cpu().numpy().astype(puzzles.dtype)  # (1, 81)
-    is_right = bool(((grid == puzzles) | (puzzles == 0)).all() and (grid > 0).all() and sudoku.solve(grid).counts[0])
-    num_steps = int(solved.steps[0])
-    (given,), (answer,) = sudoku.to_text(puzzles), sudoku.to_text(grid)
+        done = sudoku.complete(denoiser, puzzles, on_step=view, **settings)
+    runs = [done.generation]
+    while not bool(done.solved[0]) and len(runs) <= arguments.retry:
+        with BoardView() if is_watched else nullcontext() as view:
+            done = sudoku.retry(denoiser, done, moves_seed=len(runs), on_step=view, **settings)
+        runs.append(done.generation)
+    output.write_pictures(arguments, Board(), *(run.trajectory for run in runs))
+    is_right, num_steps = bool(done.solved[0]), int(done.steps[0])
+    (given,), (answer,) = sudoku.to_text(puzzles), sudoku.to_text(done.grids.cpu().numpy().astype(puzzles.dtype))
     if arguments.json:
-        output.print_json({"puzzle": given, "solution": answer, "right": is_right, "steps": num_steps})
+        found = {"puzzle": given, "solution": answer, "right": is_right, "steps": num_steps, "attempts": len(runs)}
+        output.print_json(found)
         return 0 if is_right else 1
-    if not is_watched:  # else the board stands there
+    if not is_watched or len(runs) > 1:  # else the board stands there
         print(answer)
     verdict = "Solved" if is_right else "Wrong: the answer breaks a rule"
+    attempts = f" and {len(runs)} attempts" if len(runs) > 1 else ""
     several = "" if known.counts[0] == 1 else " The puzzle has more than one solution."
-    print(f"{verdict}, in {num_steps} steps, {int((puzzles == 0).sum())} blanks.{several}", file=sys.stderr)
+    hint = "" if is_right or arguments.retry else " --retry 3 would try again."
+    print(
+        f"{verdict}, in {num_steps} steps{attempts}, {int((puzzles == 0).sum())} blanks.{several}{hint}",
+        file=sys.stderr,
+    )
     return 0 if is_right else 1
 
 

@@ -35,7 +35,7 @@ def add_commands(commands: Any) -> None:
     )
     _add_length(parser, "tokens to write")
     parser.add_argument("--chat", action="store_true", help="make the prompt a user's turn, by the chat template")
-    _add_options(parser, _generate, pictures=True)
+    _add_options(parser, _generate)
 
     parser = commands.add_parser(
         "chat",
@@ -48,7 +48,7 @@ def add_commands(commands: Any) -> None:
     )
     _add_length(parser, "tokens a turn")
     parser.add_argument("--thinking", action="store_true", help="ask for a thought channel, shown in brackets")
-    _add_options(parser, _chat)
+    _add_options(parser, _chat, pictures=False)
 
     parser = commands.add_parser(
         "infill",
@@ -93,7 +93,7 @@ def _add_length(parser: argparse.ArgumentParser, what: str) -> None:
     )
 
 
-def _add_options(parser: argparse.ArgumentParser, run: Any, *, pictures: bool = False) -> None:
+def _add_options(parser: argparse.ArgumentParser, run: Any, *, pictures: bool = True) -> None:
     options.add_model_options(parser, default="dgemma/text")
     options.add_sampling_options(parser)
     output.add_view_options(parser, pictures=pictures)
@@ -111,11 +111,11 @@ def _generate(arguments: argparse.Namespace) -> None:
             writer.tokens(tokenizer.chat(text) if arguments.chat else tokenizer.encode(text)),
             max_new_tokens=arguments.max_new_tokens,
             on_step=view,
-            record=bool(arguments.html or arguments.gif),
+            record=output.is_recorded(arguments),
             progress=not arguments.quiet,
             **writer.settings,
         )
-    output.write_pictures(arguments, out.trajectory, tokenizer)
+    output.write_pictures(arguments, tokenizer, out.trajectory)
     new = [token for token in _written(out, writer) if token != tokenizer.pad_token_id]
     written = tokenizer.decode(new)
     if arguments.json:
@@ -191,9 +191,8 @@ def _infill(arguments: argparse.Namespace) -> None:
             writer.denoiser,
             writer.tokens(ids),
             writer.tokens(is_hole),
-            tail_token_id=writer.tokenizer.eos_token_id,  # else it would be written, too, and waited for
             on_step=view,
-            **writer.settings,
+            **_filling(arguments, writer),
         ),
     )
 
@@ -217,9 +216,8 @@ def _edit(arguments: argparse.Namespace) -> None:
             writer.tokens(ids),
             noise_level=arguments.level,
             frozen=writer.tokens(is_kept),
-            tail_token_id=writer.tokenizer.eos_token_id,
             on_step=view,
-            **writer.settings,
+            **_filling(arguments, writer),
         ),
     )
 
@@ -236,12 +234,23 @@ def _tokenise(
     return ids, marks
 
 
+def _filling(arguments: argparse.Namespace, writer: Writer) -> dict[str, Any]:
+    """What `infill` and `edit` share: the text is followed by its end, not by more of it."""
+    return {
+        "tail_token_id": writer.tokenizer.eos_token_id,
+        "record": output.is_recorded(arguments),
+        "progress": not arguments.quiet,
+        **writer.settings,
+    }
+
+
 def _fill(
     arguments: argparse.Namespace, text: str, writer: Writer, write: Callable[[OnStep | None], Infilling]
 ) -> None:
     """Run `infill` or `edit` under the live view and print what came of it."""
     with _view(arguments, writer) as view:
         out = write(view)
+    output.write_pictures(arguments, writer.tokenizer, *(out.trajectories or ()))
     written = writer.tokenizer.decode(out.tokens[0])
     if arguments.json:
         log_probs = [round(value, 4) for value in out.log_probs[0].tolist()]

@@ -1,6 +1,6 @@
 """Sudoku: puzzles with one solution, their symmetries and splits, and their form as tokens."""
 
-from dgemma.data.sudoku.completion import Completion, complete, sudoku_noise
+from dgemma.data.sudoku.completion import Completion, complete, is_solution, retry, sudoku_noise
 from dgemma.data.sudoku.encoding import (
     DIGIT_TOKENS,
     MASK_TOKEN,
@@ -13,7 +13,7 @@ from dgemma.data.sudoku.encoding import (
 )
 from dgemma.data.sudoku.puzzles import BANDS, Puzzles, generate_puzzles, parse, split_of, to_text
 from dgemma.data.sudoku.solver import solve
-from dgemma.data.sudoku.symmetry import class_keys, equivalents
+from dgemma.data.sudoku.symmetry import class_keys, equivalents, originals
 from dgemma.data.sudoku.text import TextSudoku
 
 __all__ = [
@@ -32,8 +32,11 @@ __all__ = [
     "complete",
     "equivalents",
     "generate_puzzles",
+    "is_solution",
+    "originals",
     "parse",
     "prompt_tokens",
+    "retry",
     "solve",
     "split_of",
     "sudoku_noise",

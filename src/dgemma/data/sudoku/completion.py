@@ -1,11 +1,13 @@
 """A model solves Sudokus: the puzzle as prompt, its clues frozen on the canvas or not, the rest by `generate`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from dgemma import draws
 from dgemma.data.sudoku.encoding import (
     DIGIT_TOKENS,
     EOS_TOKEN,
@@ -17,22 +19,24 @@ from dgemma.data.sudoku.encoding import (
     prompt_tokens,
 )
 from dgemma.data.sudoku.puzzles import parse
+from dgemma.data.sudoku.symmetry import NUM_UNIFORMS, equivalents, originals
 from dgemma.generate import Denoiser, Generation, generate
 from dgemma.noise import MaskNoise, Noise, UniformNoise, learnt_noise
 
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """What a model made of B puzzles: grids (B, 81) of digits, and the run they come from."""
+    """What a model made of B puzzles: grids (B, 81) of digits, and the run they come from, or the last of several."""
 
     puzzles: Tensor  # (B, 81)
     grids: Tensor  # (B, 81)
+    steps: Tensor  # (B,) forwards each puzzle took, over all attempts
     generation: Generation
 
     @property
-    def steps(self) -> Tensor:
-        """Forwards each puzzle took, (B,)."""
-        return self.generation.steps[:, 0]
+    def solved(self) -> Tensor:
+        """Which grids keep every rule and every clue, (B,) bool: known without the solution."""
+        return is_solution(self.puzzles, self.grids)
 
     def scores(self, solutions: Any) -> dict[str, float]:
         """Against solutions (B, 81): shares of exact grids, right blanks and clues preserved; mean and most steps.
@@ -48,6 +52,19 @@ class Completion:
             "steps": self.steps.double().mean().item(),
             "most_steps": float(self.steps.max().item()),
         }
+
+
+def is_solution(puzzles: Tensor, grids: Tensor) -> Tensor:
+    """Whether grids (B, 81) have every digit once in each row, column and box, and the clues of puzzles (B, 81); (B,).
+
+    Example: `is_solution(completion.puzzles, completion.grids)`.
+    """
+    cells = F.one_hot(grids.long(), 10)[..., 1:].unflatten(
+        1, (3, 3, 3, 3)
+    )  # (B, 3, 3, 3, 3, 9): band, row, stack, column
+    units = (cells.sum((3, 4)), cells.sum((1, 2)), cells.sum((2, 4)))  # rows, columns, boxes; (B, 3, 3, 9) each
+    keeps_rules = torch.stack([(unit == 1).flatten(1).all(1) for unit in units]).all(0)
+    return keeps_rules & ((puzzles == 0) | (puzzles == grids)).all(1)
 
 
 def sudoku_noise(kind: str) -> Noise:
@@ -82,4 +99,28 @@ def complete(
         eos_token_ids=[EOS_TOKEN],
         **options,
     )
-    return Completion(puzzles=puzzles, grids=canvas_digits(generation.new_tokens), generation=generation)
+    grids = canvas_digits(generation.new_tokens)
+    return Completion(puzzles=puzzles, grids=grids, steps=generation.steps[:, 0], generation=generation)
+
+
+def retry(model: Denoiser, completion: Completion, *, moves_seed: int = 0, **options: Any) -> Completion:
+    """Try again what is not solved, as an equivalent puzzle: rows, columns and digits change places, and come back.
+
+    A model that is wrong is so with confidence: of 20 failures, opening again the cells of broken units and sampling
+    on repaired 1, and starting over 0 of 12; an equivalent puzzle half. `moves_seed` names the places; options as for
+    `complete`. The result's generation is that of the equivalents alone; where all is solved it is what was given.
+
+    Example: `for attempt in range(3): done = retry(model, done, moves_seed=attempt)`.
+    """
+    rows = (~completion.solved).nonzero()[:, 0]
+    if not len(rows):
+        return completion
+    seeds = moves_seed + rows
+    u = draws.uniform(seeds, torch.zeros_like(rows), torch.zeros_like(rows), NUM_UNIFORMS, "retry")
+    again = complete(model, equivalents(completion.puzzles[rows], u), **options)
+    return replace(
+        completion,
+        grids=completion.grids.index_copy(0, rows, originals(again.grids, u)),
+        steps=completion.steps.index_add(0, rows, again.steps),
+        generation=again.generation,
+    )

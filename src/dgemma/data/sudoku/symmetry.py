@@ -27,16 +27,31 @@ def equivalents(digits: Tensor, u: Tensor) -> Tensor:
             f"equivalents u must be ({digits.shape[0]}, {NUM_UNIFORMS}), one row of uniforms per puzzle, "
             f"got {tuple(u.shape)}."
         )
-    label_u, row_u, column_u, flip_u = u.split([9, 12, 12, 1], dim=1)
-    rows, columns = _line_order(row_u), _line_order(column_u)  # (B, 9)
-    source = rows[:, :, None] * 9 + columns[:, None, :]  # (B, 9, 9): which cell comes here
-    source = torch.where(flip_u[:, :, None] < 0.5, source, source.transpose(1, 2)).flatten(1)
-    labels = torch.nn.functional.pad(label_u.argsort(1) + 1, (1, 0))  # (B, 10); a blank stays one
+    source, labels = _read_moves(u)
     rest = digits.shape[1:-1]
     spread = (-1, *[1] * len(rest))
     moved = digits.gather(-1, source.view(*spread, 81).expand(-1, *rest, 81))
     relabelled = labels.view(*spread, 10).expand(-1, *rest, 10).gather(-1, moved.long())
     return relabelled.to(digits.dtype)
+
+
+def originals(digits: Tensor, u: Tensor) -> Tensor:
+    """What `equivalents` made of digits (B, 81) by u (B, 34), taken back: (B, 81).
+
+    Example: `originals(equivalents(grid, u), u)` is `grid`.
+    """
+    source, labels = _read_moves(u)
+    relabelled = labels.argsort(1).gather(1, digits.long()).to(digits.dtype)
+    return torch.empty_like(digits).scatter(1, source, relabelled)
+
+
+def _read_moves(u: Tensor) -> tuple[Tensor, Tensor]:
+    """Uniforms (B, 34) as which cell comes where, (B, 81), and what becomes of each digit, (B, 10)."""
+    label_u, row_u, column_u, flip_u = u.split([9, 12, 12, 1], dim=1)
+    rows, columns = _line_order(row_u), _line_order(column_u)  # (B, 9)
+    source = rows[:, :, None] * 9 + columns[:, None, :]  # (B, 9, 9)
+    source = torch.where(flip_u[:, :, None] < 0.5, source, source.transpose(1, 2)).flatten(1)
+    return source, torch.nn.functional.pad(label_u.argsort(1) + 1, (1, 0))  # a blank stays one
 
 
 def _line_order(u: Tensor) -> Tensor:
