@@ -42,7 +42,8 @@ def solve(model: dgemma.DiffusionGemma, text: sudoku.TextSudoku, puzzles: sudoku
     prompt = text.prompt_tokens(puzzles.puzzles).to(model.device)
     out = dgemma.generate(model, prompt, max_new_tokens=sudoku.NUM_CELLS, steps=num_steps, progress=False)
     grids, given = text.canvas_digits(out.new_tokens), torch.from_numpy(puzzles.puzzles).to(model.device)
-    return sudoku.Completion(puzzles=given, grids=grids, steps=out.steps[:, 0], generation=out).scores(puzzles.solutions)
+    done = sudoku.Completion(puzzles=given, grids=grids, steps=out.steps[:, 0], generation=out)
+    return done.scores(puzzles.solutions)
 
 
 def tune(how: str, args: argparse.Namespace, text: sudoku.TextSudoku, out: Path) -> tuple[dgemma.DiffusionGemma, dict]:
