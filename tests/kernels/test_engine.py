@@ -115,6 +115,15 @@ def test_generate_cannot_tell_the_fused_denoiser_from_the_reference(models, kind
     assert torch.equal(got.cache.lengths, want.cache.lengths)
 
 
+def test_infill_cannot_tell_the_fused_denoiser_from_the_reference(models):
+    tokens = draw_tokens(1, 5)  # the canvas of four begins at the second, and the hole is only one of them
+    options = {"steps": 3, "stop": dgemma.StableAndConfident(confidence=10.0), "seed": 5, "progress": False}
+    want, got = (dgemma.infill(model, tokens, [(2, 3)], **options) for model in models)
+    assert torch.equal(got.tokens, want.tokens)
+    assert torch.equal(got.steps, want.steps)
+    torch.testing.assert_close(got.log_probs, want.log_probs, **CLOSE)
+
+
 def test_a_step_can_be_taken_again_from_any_state_and_old_logits_are_refused(models):
     _, fast = models
     prompt, _ = ragged_prompt()
