@@ -48,6 +48,14 @@ def test_settled_is_the_step_from_which_the_canvas_no_longer_differed(recorded):
         assert at == 0 or history[at - 1] != frames.final[block, position]
 
 
+def test_what_fills_up_a_canvas_is_not_of_the_text():
+    canvas = torch.full((1, 32), -1)
+    canvas[0, 20:] = 1
+    canvas[0, 18:20] = 200
+    out, _ = record("A text of eighteen", canvas_len=32, canvas=canvas, frozen=canvas >= 0, eos_token_ids=())
+    assert read_frames(out.trajectory, 0).kept == [20]
+
+
 def test_pins_are_those_of_the_plan_and_those_a_callback_set():
     canvas = torch.full((2, 32), -1)
     canvas[1, 5] = 200

@@ -60,6 +60,10 @@ def write_gif(
     pieces = Pieces(tokenizer, mask_token=trajectory.plan.noise.mask_token)
     frames = read_frames(trajectory, row)
     texts = [text for line in frames.final.tolist() for text in pieces(line)]
+    for i in range(len(texts)):
+        block, position = divmod(i, frames.canvas.shape[1])
+        if position >= frames.kept[block] and frames.frozen[frames.block == block][-1, position]:
+            texts[i] = ""  # fill takes no room
     prompt: list[str] = []
     if isinstance(tokenizer, Board):
         places = [Place(*board.place_of(cell), 1) for cell in range(board.NUM_CELLS)]

@@ -293,16 +293,17 @@ def _read_canvas(record: StepRecord, row: int) -> _Canvas | None:
     at, state = rows.index(row), record.state
     frozen, accepted = state.frozen[at], record.accepted[at]
     decided = frozen | accepted | ~(record.renoised[at] | state.open[at])
-    tokens = torch.where(decided & ~state.done[at], state.canvas[at], state.draft[at])
+    ended = state.done[at] | (state.step[at] >= state.num_steps[at])  # the draft is then the text
+    tokens = torch.where(decided & ~ended, state.canvas[at], state.draft[at])
     free = ~frozen
     entropy = (record.entropy[at] * free).sum() / free.sum().clamp(min=1)
     noise = torch.where(state.noise.masked(state.canvas[at]), -1, state.canvas[at])
-    columns = (tokens, record.confidence[at], decided | state.done[at], frozen, noise)
+    columns = (tokens, record.confidence[at], decided | ended, frozen, noise)
     return _Canvas(
         block=int(record.block[at]),
         step=int(record.step[at]) + 1,
         num_steps=int(state.num_steps[at]),
-        done=bool(state.done[at]),
+        done=bool(ended),
         entropy=float(entropy),
         positions=[_Position(*values) for values in zip(*(column.tolist() for column in columns), strict=True)],
     )
