@@ -54,7 +54,7 @@ def test_ctrl_c_leaves_the_board_as_it_was(solver):
 
 
 def test_the_live_view_is_followed_by_the_text_alone(checkpoint, command):
-    words = ("generate", "-m", checkpoint, "-n", "1", "--steps", "3", "Once")
+    words = ("generate", "-m", checkpoint, "-n", "32", "--steps", "3", "Once")
     ended = terminal.run(*words)
     left = screen(ended)
     assert ended.code == 0
@@ -65,7 +65,7 @@ def test_the_live_view_is_followed_by_the_text_alone(checkpoint, command):
 
 
 def test_what_is_piped_is_plain_while_the_view_shows(checkpoint, command):
-    words = ("generate", "-m", checkpoint, "-n", "1", "--steps", "3", "Once")
+    words = ("generate", "-m", checkpoint, "-n", "32", "--steps", "3", "Once")
     ended = terminal.run(*words, pipe_out=True)
     assert ended.piped.decode() == command(*words).out
     assert "step 1/3" in ended.terminal
@@ -73,7 +73,7 @@ def test_what_is_piped_is_plain_while_the_view_shows(checkpoint, command):
 
 
 def test_quiet_shows_nothing_but_the_text(checkpoint):
-    ended = terminal.run("generate", "-m", checkpoint, "-n", "1", "--steps", "3", "--quiet", "Once")
+    ended = terminal.run("generate", "-m", checkpoint, "-n", "32", "--steps", "3", "--quiet", "Once")
     assert "\x1b" not in ended.terminal
     assert ended.terminal.startswith("Once")
 
@@ -87,7 +87,7 @@ def test_a_conversation_on_a_terminal_ends_with_ctrl_d(checkpoint):
             return typed[-1]
         return b""
 
-    ended = terminal.run("chat", "-m", checkpoint, "-n", "1", "--steps", "2", "--quiet", react=react)
+    ended = terminal.run("chat", "-m", checkpoint, "-n", "32", "--steps", "2", "--quiet", react=react)
     assert ended.code == 0
     assert len(typed) == 2
     assert "> Who?" in ended.terminal
@@ -106,6 +106,6 @@ def test_a_reader_that_leaves_early_is_no_error(checkpoint, words):
 
 
 def test_characters_that_the_output_cannot_show_do_not_stop_it(checkpoint):
-    words = ("generate", "-m", checkpoint, "-n", "1", "--steps", "1", "--json", "Où?")
+    words = ("generate", "-m", checkpoint, "-n", "32", "--steps", "1", "--json", "Où?")
     ended = terminal.run(*words, pipe_out=True, encoding="ascii")
     assert json.loads(ended.piped)["prompt"] == "O??"
