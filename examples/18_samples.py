@@ -23,7 +23,7 @@ PROMPTS = [
 SAMPLERS: dict[str, dict[str, Any]] = {
     "published sampler, at most 48 steps a canvas": {},
     "published sampler, at most 16 steps": {"steps": 16},
-    "entropy bound 1 nat": {"sampler": dgemma.EntropyBound(bound=1.0)},
+    "entropy bound 0.3 nats": {"sampler": dgemma.EntropyBound(bound=0.3)},
     "ancestral, 64 steps, temperature 0.8": {
         "sampler": dgemma.Ancestral(),
         "steps": 64,
