@@ -8,6 +8,9 @@ except ModuleNotFoundError as error:
         "which needs neither Triton nor a GPU."
     ) from error
 
+from dgemma_kernels import interpreter
 from dgemma_kernels.engine import FusedDenoiser, accelerate
+
+interpreter.accept_new_numpy()
 
 __all__ = ["FusedDenoiser", "accelerate"]

@@ -4,18 +4,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from triton.runtime import interpreter
-
-_patch_lang_tensor = interpreter._patch_lang_tensor
-
-
-def _patch_lang_tensor_for_numpy(tensor: type, scope: object) -> None:
-    """Triton 3.6 makes loop bounds of arrays of shape (1,) by `int`, which NumPy refuses from 2.4 on."""
-    _patch_lang_tensor(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-
-interpreter._patch_lang_tensor = _patch_lang_tensor_for_numpy
 
 
 @pytest.fixture
