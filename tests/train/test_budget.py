@@ -1,6 +1,7 @@
 """A run of so many minutes ends with them, its learning rate down, at whatever pace its steps turn out to take."""
 
 import logging
+import signal
 import time
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import torch
 
 import next_token
 from dgemma.train.budget import train_for
+from dgemma.train.checkpoints import Checkpoints
 from dgemma.train.config import TrainConfig
 from next_token import counting
 
@@ -109,6 +111,44 @@ def test_looks_are_silent_and_a_stop_is_not(tmp_path, clock, caplog):
     result, _ = run(tmp_path / "stopped", clock, lambda step: 2.0, stop_at=7)
     assert result.interrupted
     assert [message[:29] for message in caplog.messages] == ["Training stopped after step 7"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("moment", ["step", "save"])
+def test_a_signal_at_a_look_stops_the_run(tmp_path, clock, caplog, monkeypatch, number, moment):
+    caplog.set_level(logging.WARNING, "dgemma")
+    handlers = [signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)]
+    save = Checkpoints.save
+
+    def save_at_look(self, step, *arguments):
+        if step == 10 and moment == "save":
+            signal.raise_signal(number)
+        return save(self, step, *arguments)
+
+    def pace(step):
+        if step == 10 and moment == "step":  # the first look is after it
+            signal.raise_signal(number)
+        return 2.0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "save", save_at_look)
+        result, _ = run(tmp_path, clock, pace)
+    assert (result.interrupted, result.step) == (True, 10)
+    assert [message[:30] for message in caplog.messages] == ["Training stopped after step 10"]
+    assert [signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)] == handlers
+    result, _ = run(tmp_path, clock, lambda step: 2.0)
+    assert result.final is not None
+
+
+def test_a_second_interrupt_does_what_it_always_does(tmp_path, clock):
+    def pace(step):
+        if step == 3:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        return 2.0
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, clock, pace)
 
 
 def test_the_same_call_goes_on_and_the_minutes_before_count(tmp_path, clock):

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from dgemma.model.diffusion import DiffusionGemma
 from dgemma.train.batch import BatchSource
 from dgemma.train.checkpoints import Checkpoints
 from dgemma.train.config import TrainConfig
+from dgemma.train.interrupt import asked_to_stop
 from dgemma.train.log import TrainLog
 from dgemma.train.loop import Evaluate, OnStep, train
 from dgemma.train.optimizer import OptimizerFactory
@@ -59,14 +61,15 @@ def train_for(
     planned, spent = _read(Path(out))
     steps = _UNPLANNED if allow_changes else planned  # of a finished run none are left
     watch = _Watch(seconds=60 * minutes, spent=spent, on_step=on_step)
-    while True:
-        with watch.unheard():
-            result = run(config=replace(config, steps=steps), on_step=watch, allow_changes=allow_changes)
-        if not (watch.has_stopped if result.interrupted else watch.is_early):
-            return result
-        steps, allow_changes = result.step + watch.steps_left(), True
-        logger.info("Step %d of %d planned, %.0f%% of the time is over.", result.step, steps, 100 * watch.share)
-        watch.start()
+    with asked_to_stop() as asked:
+        while True:
+            with watch.unheard(asked):
+                result = run(config=replace(config, steps=steps), on_step=watch, allow_changes=allow_changes)
+            if asked.is_set() or not (watch.has_stopped if result.interrupted else watch.is_early):
+                return result
+            steps, allow_changes = result.step + watch.steps_left(), True
+            logger.info("Step %d of %d planned, %.0f%% of the time is over.", result.step, steps, 100 * watch.share)
+            watch.start()
 
 
 def _read(out: Path) -> tuple[int, float]:
@@ -118,11 +121,11 @@ class _Watch:
         return max(1, int((_PLANNED - self.share) / pace))
 
     @contextmanager
-    def unheard(self) -> Iterator[None]:
-        """What `train` says of a run that stopped for a look is not so."""
+    def unheard(self, asked: threading.Event) -> Iterator[None]:
+        """What `train` says of a run that stopped for a look, and for nothing else, is not so."""
 
         def is_heard(record: logging.LogRecord) -> bool:
-            return not self.has_stopped
+            return not self.has_stopped or asked.is_set()
 
         logger.addFilter(is_heard)
         try:
