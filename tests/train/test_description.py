@@ -1,8 +1,15 @@
 """What is said of a run tells it from every other, and is the same in the next process."""
 
+import datetime
 import functools
+import os
+import subprocess
+import sys
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -18,6 +25,15 @@ from dgemma.train.objective import Objective
 @dataclass
 class Holder:
     held: object
+
+
+class Pair(NamedTuple):
+    first: object
+    second: object
+
+
+class Rows(list[object]):
+    """A list of its own kind."""
 
 
 class Silent:
@@ -49,15 +65,73 @@ def small() -> list[object]:
         small,
         Silent(),
         functools.partial(small, 3),
+        functools.partial(small, 4),
+        functools.partial(small, 4, key=5),
+        functools.partial(Silent, 4),
+        Holder,
+        np.array([Silent(), "a", {1}], dtype=object),
+        np.array([Silent(), "b", {1}], dtype=object),
+        np.array({"b", "a"}, dtype=object),
+        np.array(["2020-01-01"], dtype="datetime64[D]"),
+        np.array(["2020-01-02"], dtype="datetime64[D]"),
+        np.longdouble(1.25),
+        datetime.date(2020, 1, 1),
+        Rows([1, 2]),
+        Pair(1, Silent()),
+        deque([1, 2]),
+        deque([1, 2], maxlen=2),
+        SimpleNamespace(a=1, b=Silent()),
+        torch.eye(3).to_sparse(),
+        torch.eye(3).mul(2).to_sparse(),
+        torch.eye(4).to_sparse_csr(),
+        torch.eye(4).to_sparse_csc(),
+        torch.eye(4).to_sparse_bsr((2, 2)),
+        torch.empty(3, device="meta"),
+        torch.empty((), device="meta"),
+        torch.nested.nested_tensor([torch.arange(2.0), torch.arange(3.0)]),
+        torch.tensor([1j, 2]).conj(),
+        [*map(str, range(5000))],
         torch.float32,
     ]
 
 
+@pytest.mark.filterwarnings("ignore:.*(beta|prototype) sta")
 def test_values_are_told_apart_and_named_alike_whenever_they_are_made():
     first, second = ([describe(Holder(value)) for value in small()] for _ in range(2))
     assert first == second
     assert len(set(first)) == len(first)
     assert all(len(line) < 1100 and " at 0x" not in line for line in first)
+
+
+def test_sets_are_told_in_one_order_wherever_they_lie():
+    words = """{"alpha", "beta", "gamma", "delta", "epsilon"}"""
+    program = f"""if True:
+        from collections import deque, namedtuple
+        from types import SimpleNamespace
+        import functools, numpy as np
+        from dgemma.train.description import describe
+        words, Rows, Pair = {words}, type("Rows", (list,), {{}}), namedtuple("Pair", "a b")
+        array = np.array([words, 1], dtype=object)
+        print(describe([Pair(words, 1), Rows([words]), deque([words]), SimpleNamespace(a=words), array,
+                        functools.partial(print, words, end=words)]))
+    """
+    lines = {
+        subprocess.check_output([sys.executable, "-c", program], env={**os.environ, "PYTHONHASHSEED": seed}, text=True)
+        for seed in ("1", "2")
+    }
+    assert len(lines) == 1
+
+
+def test_a_text_is_no_address():
+    assert describe("seen at 0x1") == "'seen at 0x1'"
+
+
+def test_one_number_or_word_of_a_long_list_is_noticed():
+    for data, other in ([*range(5000)], -1), ([*map(str, range(5000))], "word"), ([0.5] * 5000, np.float64(0.25)):
+        changed = [*data]
+        changed[4000] = other
+        assert describe(data) != describe(changed)
+        assert describe(data).startswith(repr(data)[:60])
 
 
 def test_one_element_of_the_data_is_noticed():

@@ -1,9 +1,12 @@
 """What a run is, in words that JSON keeps: a resumed one must be the same, or be told that it is another."""
 
+import functools
 import zlib
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,8 @@ from dgemma.train.config import TrainConfig
 _FREE_FIELDS = {"log_every", "checkpoint_every", "evaluate_every", "keep_last", "progress"}
 _FREE_SWITCHES = {"foreach", "fused", "capturable", "differentiable"}  # how an optimizer computes the same update
 _LONGEST = 1000  # characters
+_NUMBERS = {bool, int, float, complex, type(None)}
+_PLAIN = _NUMBERS | {str, bytes}  # their repr says all
 
 
 def describe_run(
@@ -65,24 +70,34 @@ def describe(value: object) -> str:
 
     Example: `describe(SudokuSource(pool=pool))` names its settings and the checksum of its puzzles.
     """
+    if type(value) in _PLAIN:
+        return _shorten(repr(value))
+    if type(value) is list or type(value) is tuple:
+        return _shorten(_describe_sequence(value))
     offered = getattr(value, "fingerprint", None)
     if isinstance(offered, str):
         return offered
-    if is_dataclass(value):
-        return f"{type(value).__qualname__}({_join((f.name, getattr(value, f.name)) for f in fields(value) if f.repr)})"
-    if isinstance(value, Tensor | np.ndarray) and value.ndim:
-        return f"{value.dtype} {tuple(value.shape)} crc32 {_crc32(value):08x}"
-    if type(value) is list:
-        return _shorten(f"[{', '.join(map(describe, value))}]")
-    if type(value) is tuple:
-        return _shorten(f"({', '.join(map(describe, value))}{',' if len(value) == 1 else ''})")
+    name = type(value).__qualname__
+    if is_dataclass(value) and not isinstance(value, type):
+        return f"{name}({_join((f.name, getattr(value, f.name)) for f in fields(value) if f.repr)})"
+    if isinstance(value, Tensor):
+        return _describe_tensor(value)
+    if isinstance(value, np.ndarray | np.generic):
+        return _describe_array(value)
+    if isinstance(value, list | tuple | deque):
+        return _shorten(_describe_sequence(value))
     if isinstance(value, set | frozenset):
         return _shorten(f"{{{', '.join(sorted(map(describe, value)))}}}")
     if isinstance(value, Mapping):
         return _shorten(f"{{{', '.join(f'{describe(key)}: {describe(item)}' for key, item in value.items())}}}")
-    text = repr(value.item() if isinstance(value, Tensor | np.ndarray | np.generic) else value)
+    if isinstance(value, SimpleNamespace):
+        return _shorten(f"{'namespace' if type(value) is SimpleNamespace else name}({_join(vars(value).items())})")
+    if isinstance(value, functools.partial):
+        given = [describe(value.func), *map(describe, value.args)]
+        return _shorten(f"functools.partial({', '.join(given)}{_more(value.keywords)})")
+    text = repr(value)
     if " at 0x" in text:  # an address, which the next process will not have
-        return str(getattr(value, "__qualname__", type(value).__qualname__))
+        return str(getattr(value, "__qualname__", name))
     return _shorten(text)
 
 
@@ -109,9 +124,60 @@ def _join(items: Iterable[tuple[str, object]]) -> str:
     return ", ".join(f"{name}={describe(value)}" for name, value in items)
 
 
-def _crc32(data: Tensor | np.ndarray) -> int:
-    if isinstance(data, Tensor):
-        data = data.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+def _more(items: Mapping[str, object]) -> str:
+    return f", {_join(items.items())}" if items else ""
+
+
+def _describe_sequence(value: list[Any] | tuple[Any, ...] | deque[Any]) -> str:
+    """As its repr, but for the elements; a subclass is named, and its attributes are."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a NamedTuple
+        return f"{type(value).__qualname__}({_join(zip(value._fields, value, strict=True))})"
+    # Long lists of numbers are common, and quick to write in one go.
+    inner = repr(list(value))[1:-1] if set(map(type, value)) <= _NUMBERS else ", ".join(map(describe, value))
+    text = f"({inner}{',' if len(value) == 1 else ''})" if isinstance(value, tuple) else f"[{inner}]"
+    if type(value) is list or type(value) is tuple:
+        return text
+    limit = f", maxlen={value.maxlen}" if isinstance(value, deque) and value.maxlen is not None else ""
+    return f"{type(value).__qualname__}({text}{limit}{_more(getattr(value, '__dict__', {}))})"
+
+
+def _describe_tensor(value: Tensor) -> str:
+    if value.is_nested:
+        return f"nested {describe(value.unbind())}"
+    head = f"{value.dtype} {tuple(value.shape)}"
+    if value.is_meta:
+        return f"{head} on meta"
+    if value.layout is not torch.strided:
+        return f"{head} {value.layout} {describe(_sparse_parts(value.detach()))}"
+    if not value.ndim:
+        return describe(value.item())
+    plain = value.detach().cpu().resolve_conj().resolve_neg()
+    plain = plain.dequantize() if plain.is_quantized else plain
+    return f"{head} crc32 {_crc32(plain.contiguous().flatten().view(torch.uint8).numpy()):08x}"
+
+
+def _sparse_parts(value: Tensor) -> list[Tensor]:
+    if value.layout is torch.sparse_coo:
+        value = value.coalesce()
+        return [value.indices(), value.values()]
+    if value.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [value.crow_indices(), value.col_indices(), value.values()]
+    if value.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [value.ccol_indices(), value.row_indices(), value.values()]
+    return [value.to_dense()]
+
+
+def _describe_array(value: np.ndarray | np.generic) -> str:
+    if not value.ndim:
+        item = value.item()
+        return repr(item) if isinstance(item, np.generic) else describe(item)  # a long double has no Python number
+    head = f"{value.dtype} {value.shape}"
+    if value.dtype.hasobject or value.dtype.kind in "mM":  # addresses, or no buffer
+        return f"{head} {describe(value.tolist())}"
+    return f"{head} crc32 {_crc32(np.asarray(value)):08x}"
+
+
+def _crc32(data: np.ndarray) -> int:
     return zlib.crc32(np.ascontiguousarray(data).data)
 
 
