@@ -1,7 +1,4 @@
-"""The command in a process of its own, on a terminal, a pipe or both: what arrives there, and how it ends.
-
-The process is a fork, which need not import torch again; one thread is all it may use.
-"""
+"""The command in a process of its own, on a terminal, a pipe or both: what arrives there, and how it ends."""
 
 import contextlib
 import fcntl
@@ -16,11 +13,13 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, NoReturn
 
-import torch
-
+_PATIENCE = 120  # seconds
+_COMMAND = """
+import sys
+sys.stdout = open(1, "w", encoding=sys.argv.pop(1))
 from dgemma.cli import main
-
-_PATIENCE = 60  # seconds
+raise SystemExit(main(sys.argv[1:]))
+"""
 
 
 class Ended(NamedTuple):
@@ -92,22 +91,9 @@ def run_with_a_reader_that_leaves(*words: object) -> Ended:
 
 
 def _become_the_command(words: tuple[object, ...], columns: int = 80, encoding: str = "utf-8") -> NoReturn:
-    """Never returns: a process like the one that the shell starts, down to the interpreter's last flush."""
-    code = 70
-    try:
-        os.environ.update(TERM="xterm-256color")
-        for name in ("NO_COLOR", "COLUMNS", "LINES"):
-            os.environ.pop(name, None)
-        if os.isatty(2):
-            fcntl.ioctl(2, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-        sys.stdin, sys.stderr = open(0), open(2, "w")  # noqa: SIM115
-        sys.stdout = open(1, "w", encoding=encoding)  # noqa: SIM115
-        torch.set_num_threads(1)
-        code = main([str(word) for word in words])
-        sys.stdout.flush()
-    except BaseException as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}")
-    finally:
-        with contextlib.suppress(OSError):
-            sys.stderr.flush()
-        os._exit(code)
+    """Never returns. A fresh interpreter: a fork may inherit locks of torch's that some thread held."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES")}
+    environment |= {"TERM": "xterm-256color", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    if os.isatty(2):
+        fcntl.ioctl(2, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    os.execve(sys.executable, [sys.executable, "-c", _COMMAND, encoding, *map(str, words)], environment)
