@@ -162,6 +162,14 @@ def test_the_same_call_goes_on_and_the_minutes_before_count(tmp_path, clock):
     assert 1.4 * SECONDS < before + rest + more < 1.5 * SECONDS
 
 
+def test_changes_to_an_unfinished_run_leave_its_rate_where_it_was(tmp_path, clock):
+    run(tmp_path, clock, lambda step: 2.0, stop_at=45)
+    result, _ = run(tmp_path, clock, lambda step: 2.0, allow_changes=True, batch_size=3)
+    rates = result.log.column("lr")[1]
+    assert rates[2:] == sorted(rates[2:], reverse=True)
+    assert result.final is not None
+
+
 def test_another_configuration_is_refused_unless_allowed(tmp_path, clock):
     run(tmp_path, clock, lambda step: 2.0, stop_at=20)
     with pytest.raises(ValueError, match=r"TrainConfig\.lr must stay 0\.01"):

@@ -58,8 +58,8 @@ def train_for(
         return run(config=config, on_step=on_step, allow_changes=allow_changes)
     if not 0 < minutes < math.inf:
         raise ValueError(f"train_for minutes must be above 0 and finite, got {minutes}. Use None for config.steps.")
-    planned, spent = _read(Path(out))
-    steps = _UNPLANNED if allow_changes else planned  # of a finished run none are left
+    step, planned, spent = _read(Path(out))
+    steps = _UNPLANNED if allow_changes and step >= planned else planned  # of a finished run none are left
     watch = _Watch(seconds=60 * minutes, spent=spent, on_step=on_step)
     with asked_to_stop() as asked:
         while True:
@@ -72,15 +72,15 @@ def train_for(
             watch.start()
 
 
-def _read(out: Path) -> tuple[int, float]:
-    """The steps that a run begun earlier had planned, and the seconds it took up to its last checkpoint."""
+def _read(out: Path) -> tuple[int, int, float]:
+    """The step of the last checkpoint of a run begun earlier, how many were planned, and the seconds up to it."""
     checkpoints = Checkpoints(folder=out, keep_last=1, parallel=Parallel())
     last = checkpoints.latest()
     if last is None:
-        return _UNPLANNED, 0.0
+        return 0, _UNPLANNED, 0.0
     run = checkpoints.read_run(last)
     taken = zip(*TrainLog(out / "log.jsonl").column("seconds"), strict=True)
-    return run["config"]["steps"], sum(seconds for step, seconds in taken if step <= run["step"])
+    return run["step"], run["config"]["steps"], sum(seconds for step, seconds in taken if step <= run["step"])
 
 
 class _Watch:
