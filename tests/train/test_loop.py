@@ -72,6 +72,19 @@ def test_the_final_checkpoint_knows_the_noise_it_was_trained_under(tmp_path):
     assert dgemma.learnt_noise(DiffusionGemma.from_pretrained(result.final)) == noise
 
 
+def test_who_evaluates_samples_under_the_noise_being_learnt(tmp_path):
+    noise, seen = dgemma.MaskNoise(next_token.VOCAB, mask_token_id=3), []
+
+    def evaluate(model, step):
+        seen.append(dgemma.learnt_noise(model))
+        return {}
+
+    objective = Objective(noise=noise, canvas_len=4, propose_mask=True)
+    run(tmp_path, objective=objective, steps=2, evaluate=evaluate, evaluate_every=1, on_step=stop_at(1))
+    run(tmp_path, objective=objective, steps=2, evaluate=evaluate, evaluate_every=1)  # resumed, by another model
+    assert seen == [noise, noise]
+
+
 def test_micro_batches_change_nothing(tmp_path):
     # In float64, where the order of a sum shows in the last digits alone. Rows differ in length, so a mean of
     # micro-batch means would be another loss.

@@ -153,6 +153,9 @@ class _Run:
 
     def loop(self, on_step: OnStep | None, evaluate: Evaluate | None, asked: threading.Event) -> bool:
         """Train to the end; whether it was stopped before."""
+        noise = getattr(self.objective, "noise", None)
+        if isinstance(noise, Noise):  # from now on: who evaluates samples under the noise that is being learnt
+            self.model.generation = replace(self.model.generation, noise=describe_noise(noise))
         config = self.config
         rows = self.parallel.rows(config.batch_size)
         inputs = feed(
@@ -324,9 +327,6 @@ class _Run:
         assert last is not None  # `start` wrote one
         if self.average is not None:
             self.average.put_in()
-        noise = getattr(self.objective, "noise", None)
-        if isinstance(noise, Noise):
-            self.model.generation = replace(self.model.generation, noise=describe_noise(noise))
         final = None
         if interrupted:
             logger.warning(
