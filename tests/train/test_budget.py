@@ -181,7 +181,12 @@ def test_without_minutes_the_steps_are_the_configurations(tmp_path, clock):
     assert result.step == 5
 
 
-@pytest.mark.parametrize("minutes", [0, -1, float("nan"), float("inf")])
-def test_no_time_is_refused(tmp_path, clock, minutes):
-    with pytest.raises(ValueError, match="train_for minutes must be above 0 and finite"):
+@pytest.mark.parametrize("minutes", [0, -1, float("nan"), float("inf"), 1e307])
+def test_no_time_and_no_end_are_refused(tmp_path, clock, minutes):
+    with pytest.raises(ValueError, match="train_for minutes must be above 0 and at most"):
         run(tmp_path, clock, lambda step: 1.0, minutes=minutes)
+
+
+def test_the_least_time_is_two_steps(tmp_path, clock):
+    result, _ = run(tmp_path, clock, lambda step: 1.0, minutes=5e-324)
+    assert result.step == 2

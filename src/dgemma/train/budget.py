@@ -24,6 +24,7 @@ from dgemma.train.records import Measure, StepRecord, TrainResult
 logger = logging.getLogger("dgemma")
 
 _UNPLANNED = 10**9  # steps, until the pace is known: after its warm-up the learning rate stays at the peak
+_MOST_MINUTES = 10**7  # 19 years: of many more, a step is no share that could be measured
 _NUM_PACED = 10  # steps that make a pace; the earlier half compiles and warms up, and does not count
 _LOOKS = (0.1, 0.3, 0.6, 0.85, 1.0)  # shares of the time
 _PLANNED = 0.97  # the share that steps are planned for: every look writes a checkpoint, and so does the end
@@ -56,8 +57,10 @@ def train_for(
     run = partial(train, model, objective, source, out=out, evaluate=evaluate, optimizer=optimizer)
     if minutes is None:
         return run(config=config, on_step=on_step, allow_changes=allow_changes)
-    if not 0 < minutes < math.inf:
-        raise ValueError(f"train_for minutes must be above 0 and finite, got {minutes}. Use None for config.steps.")
+    if not 0 < minutes <= _MOST_MINUTES:
+        raise ValueError(
+            f"train_for minutes must be above 0 and at most {_MOST_MINUTES}, got {minutes}. Use None for config.steps."
+        )
     step, planned, spent = _read(Path(out))
     steps = _UNPLANNED if allow_changes and step >= planned else planned  # of a finished run none are left
     watch = _Watch(seconds=60 * minutes, spent=spent, on_step=on_step)
@@ -116,6 +119,8 @@ class _Watch:
 
     def steps_left(self) -> int:
         """How many fit, at the pace of the later half of those just taken; at least one, with which a run ends."""
+        if self.share >= _PLANNED:
+            return 1
         paced = self.shares[(len(self.shares) - 1) // 2 :]
         pace = (paced[-1] - paced[0]) / (len(paced) - 1)
         return max(1, int((_PLANNED - self.share) / pace))
