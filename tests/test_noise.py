@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -282,6 +283,17 @@ def saying(noise, vocab_size=NUM_TOKENS + 1):
 def test_a_process_comes_back_from_what_a_checkpoint_keeps_of_it(process):
     kept = json.loads(json.dumps(describe_noise(replace(process, schedule=Loop()))))
     assert learnt_noise(saying(kept, process.vocab_size)) == process  # the schedule is no part of what is learnt
+
+
+@pytest.mark.parametrize("scalar", [np.int64, torch.tensor])
+def test_what_a_checkpoint_keeps_is_json_whatever_scalars_were_given(scalar):
+    process = HybridNoise(NUM_TOKENS + 1, mask_token_id=scalar(MASK), uniform_share=np.float32(0.25))
+    assert json.loads(json.dumps(describe_noise(process))) == {
+        "kind": "hybrid",
+        "mask_token_id": MASK,
+        "uniform_share": 0.25,
+        "gamma": 1.0,
+    }
 
 
 def test_a_checkpoint_that_says_nothing_of_its_noise_learnt_the_published_one():

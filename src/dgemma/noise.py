@@ -323,7 +323,8 @@ def describe_noise(noise: Noise) -> dict[str, Any]:
     if type(noise) is not _PROCESSES.get(noise.kind):
         return {"kind": type(noise).__name__}  # to be named again by whoever has the class
     settings = {f.name: getattr(noise, f.name) for f in fields(noise) if f.name not in ("vocab_size", "schedule")}
-    return {"kind": noise.kind, **settings}
+    # Scalars of numpy and torch become Python's, which JSON knows.
+    return {"kind": noise.kind, **{k: v.item() if hasattr(v, "item") else v for k, v in settings.items()}}
 
 
 def learnt_noise(model: "Denoiser") -> Noise:
