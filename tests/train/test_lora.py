@@ -1,5 +1,7 @@
 """Adapters change exactly what a changed weight would change, and merging is that weight."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -96,6 +98,26 @@ def test_saved_adapters_come_back(tmp_path):
     other = _model(torch.float32)
     assert load_lora(other, tmp_path / "adapter.safetensors") == LoRA(rank=2, alpha=1.5, targets=("experts", "router"))
     assert torch.equal(_logits(other), _logits(model))
+
+
+def test_adapters_bring_the_noise_they_learnt(tmp_path):
+    model, path = _model(torch.float32), tmp_path / "adapter.safetensors"
+    noise = dgemma.MaskNoise(model.config.vocab_size, mask_token_id=7)
+    add_lora(model, LoRA(rank=2, targets=("router",)))
+    save_lora(model, tmp_path / "silent.safetensors")
+    model.generation = replace(model.generation, noise=dgemma.describe_noise(noise))
+    save_lora(model, path)
+    other = _model(torch.float32)
+    load_lora(other, path)
+    assert dgemma.learnt_noise(other) == noise
+    assert replace(other.generation, noise=None) == _model().generation
+    merge_lora(other)
+    load_lora(other, tmp_path / "silent.safetensors")  # says nothing, so nothing changes
+    assert dgemma.learnt_noise(other) == noise
+    bigger = dgemma.DiffusionGemma(dgemma.presets.tiny().replace(hidden_size=128))
+    with pytest.raises(ValueError, match="made for another model"):
+        load_lora(bigger, path)
+    assert bigger.generation.noise is None
 
 
 def test_a_merged_model_saves_and_an_adapted_one_says_to_merge(tmp_path):

@@ -7,7 +7,7 @@ their base weights; adapters are further parameters beside them, saved apart.
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -160,29 +160,33 @@ def drop_lora(model: DiffusionGemma) -> None:
 
 
 def save_lora(model: DiffusionGemma, path: str | Path) -> None:
-    """Write the adapters alone, one safetensors file that says what they adapt.
+    """Write the adapters alone, one safetensors file that says what they adapt and which noise was learnt.
 
     Example: `save_lora(model, "sudoku-lora.safetensors")`.
     """
     _require_adapters(model, "save_lora")
     lora = next(module.lora for _, module in _adapted_modules(model))
     tensors = {name: weight.detach().cpu().contiguous() for name, weight in _adapter_weights(model)}
-    write_tensors(path, tensors, metadata={"lora": json.dumps(asdict(lora))})
+    noise = {} if model.generation.noise is None else {"noise": json.dumps(dict(model.generation.noise))}
+    write_tensors(path, tensors, metadata={"lora": json.dumps(asdict(lora)), **noise})
 
 
 def load_lora(model: DiffusionGemma, path: str | Path) -> LoRA:
-    """Put saved adapters on a model without any; returns what they are.
+    """Put saved adapters on a model without any, which then samples under their noise; returns what they are.
 
     Example: `load_lora(model, "sudoku-lora.safetensors"); merge_lora(model)`.
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"{path} does not exist. Point at a file written by save_lora.")
     with safe_open(str(path), framework="pt") as stored:
-        described = (stored.metadata() or {}).get("lora")
+        metadata = stored.metadata() or {}
         tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
-    if described is None:
+    if "lora" not in metadata:
         raise ValueError(f"{path} holds no adapters of this library. Point at a file written by save_lora.")
-    lora = LoRA(**json.loads(described))
+    lora = LoRA(**json.loads(metadata["lora"]))
+    generation = model.generation
+    if "noise" in metadata:  # a file that says nothing leaves the model's own
+        generation = replace(generation, noise=json.loads(metadata["noise"]))
     add_lora(model, lora)
     weights = dict(_adapter_weights(model))
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
@@ -191,6 +195,7 @@ def load_lora(model: DiffusionGemma, path: str | Path) -> LoRA:
         raise ValueError(f"{path} was made for another model: its adapters' names or shapes do not fit this one.")
     for name, weight in weights.items():
         weight.data.copy_(tensors[name])
+    model.generation = generation
     return lora
 
 
