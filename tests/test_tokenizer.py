@@ -6,6 +6,7 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -258,6 +259,100 @@ def test_texts_are_read_and_written_as_transformers_does(kind, tmp_path):
     names = ("pad_token_id", "eos_token_id", "bos_token_id", "mask_token_id")
     assert [getattr(ours, name) for name in names] == [getattr(theirs, name) for name in names] == [0, 1, 2, 4]
     assert ours.vocab_size == max(theirs.get_vocab().values()) + 1
+
+
+def _rewritten(folder, file_name, change):
+    """A folder's JSON file after `change` has had its contents."""
+    contents = json.loads((folder / file_name).read_text())
+    change(contents)
+    (folder / file_name).write_text(json.dumps(contents))
+
+
+def test_a_stored_truncation_and_padding_are_not_obeyed(folders, tmp_path):
+    folder = shutil.copytree(folders / "none", tmp_path / "short")
+    pieces = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    pieces.enable_truncation(3)
+    pieces.enable_padding(length=12)
+    pieces.save(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer.from_pretrained(folder)
+    assert tokenizer.encode("Why is the sky blue?") == [2, *SKY_CURRENT[4:10]]
+    assert tokenizer.encode("Why") == [2, 11355]
+
+
+@pytest.mark.parametrize("kept", ["absent", "null"])
+def test_special_tokens_may_stand_in_the_older_file_alone(folders, tmp_path, kept):
+    folder = shutil.copytree(folders / "none", tmp_path / "older")
+    names = ("pad_token", "eos_token", "bos_token", "mask_token")
+
+    def forget(config):
+        for name in names:
+            if kept == "null":
+                config[name] = None
+            else:
+                del config[name]
+
+    _rewritten(folder, "tokenizer_config.json", forget)
+    with pytest.raises(ValueError, match="pad_token_id must be set"):
+        Tokenizer.from_pretrained(folder)
+    older = {"pad_token": {"content": "<pad>"}, "eos_token": "<eos>", "bos_token": "<bos>", "mask_token": "<mask>"}
+    (folder / "special_tokens_map.json").write_text(json.dumps(older))
+    tokenizer = Tokenizer.from_pretrained(folder)
+    assert [getattr(tokenizer, f"{name}_id") for name in names] == [0, 1, 2, 4]
+    _rewritten(folder, "tokenizer_config.json", lambda config: config.update(eos_token="<turn|>"))
+    assert Tokenizer.from_pretrained(folder).eos_token_id == 106
+
+
+@pytest.fixture
+def words_folder(tmp_path):
+    """A checkpoint of few words without gaps between the ids, as transformers saves it."""
+    words = ("<pad>", "<eos>", "<bos>", "<unk>", "sky", "blue", "<think>")
+    model = tokenizers.models.WordLevel({word: id for id, word in enumerate(words)}, unk_token="<unk>")
+    pieces = tokenizers.Tokenizer(model)
+    pieces.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    names = {f"{name}_token": f"<{name}>" for name in ("pad", "eos", "bos", "unk")}
+    PreTrainedTokenizerFast(tokenizer_object=pieces, **names).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def _listed(**tokens):
+    flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+    return {str(id): flags | {"content": content} | more for content, (id, more) in tokens.items()}
+
+
+def test_tokens_that_the_config_alone_lists_are_read_as_transformers_does(words_folder):
+    listed = _listed(
+        **{
+            "<pad>": (0, {}),
+            "<mask>": (8, {"lstrip": True}),
+            "turn": (7, {"special": False, "single_word": True}),
+            "<think>": (6, {}),  # in the vocabulary, but no marker there
+        }
+    )
+    change = {"added_tokens_decoder": listed, "mask_token": "<mask>"}
+    _rewritten(words_folder, "tokenizer_config.json", lambda config: config.update(change))
+    ours, theirs = Tokenizer.from_pretrained(words_folder), AutoTokenizer.from_pretrained(words_folder)
+    for text in ("sky <mask>blue", "turn turns <think>sky", "<pad>blue<eos>", ""):
+        assert ours.encode(text, bos=False) == theirs.encode(text, add_special_tokens=False)
+    assert ours.encode("sky <mask>turn<think>", bos=False) == [4, 8, 7, 6]
+    assert ours.mask_token_id == theirs.mask_token_id == 8
+    assert ours.vocab_size == 9
+    found = ours._pieces.get_added_tokens_decoder()
+    assert [found[id].special for id in (6, 7, 8)] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("listed", "sentence"),
+    [
+        (_listed(**{"<mask>": (9, {})}), r"must go on from the ids of tokenizer\.json, got '<mask>' at 9 for 7 in"),
+        ({"7": "<mask>"}, r"must hold a token's content and flags by its id, got '<mask>' at '7' in"),
+        ({"seven": {"content": "<mask>"}}, r"must hold a token's content and flags by its id, got .* at 'seven' in"),
+    ],
+    ids=["gap", "text", "no-id"],
+)
+def test_listed_tokens_that_fit_nowhere_are_refused(words_folder, listed, sentence):
+    _rewritten(words_folder, "tokenizer_config.json", lambda config: config.update(added_tokens_decoder=listed))
+    with pytest.raises(ValueError, match=rf"Tokenizer\.added_tokens_decoder {sentence}"):
+        Tokenizer.from_pretrained(words_folder)
 
 
 def test_a_file_that_is_no_tokenizer_is_refused(folders, tmp_path):

@@ -222,8 +222,11 @@ class PretrainedTokenizer(Tokenizer):
             self._pieces = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library has no class of its own for it
             raise ValueError(f"{file} holds no tokenizer ({error}). Download it again.") from None
+        self._pieces.no_truncation()  # a text is read whole, whatever the file was saved with
+        self._pieces.no_padding()
+        config = self._read_config()
+        self._add_tokens(config)
         self.vocab_size = max(self._pieces.get_vocab().values()) + 1
-        config = read_json(self._folder, "tokenizer_config.json")
         for name in ("pad", "eos", "bos", "mask"):
             token = config.get(f"{name}_token")
             token = token.get("content") if isinstance(token, dict) else token
@@ -233,6 +236,37 @@ class PretrainedTokenizer(Tokenizer):
                     f"Tokenizer.{name}_token_id must be set, got None in {folder}. Complete its tokenizer_config.json."
                 )
             setattr(self, f"{name}_token_id", token_id)
+
+    def _read_config(self) -> dict[str, Any]:
+        """tokenizer_config.json; what it leaves open, older checkpoints say in special_tokens_map.json."""
+        config = read_json(self._folder, "tokenizer_config.json")
+        if not (self._folder / "special_tokens_map.json").is_file():
+            return config
+        older = read_json(self._folder, "special_tokens_map.json")
+        return older | {name: value for name, value in config.items() if value is not None}
+
+    def _add_tokens(self, config: Mapping[str, Any]) -> None:
+        """Tokens that stand in the config alone, at the ids it gives them."""
+        file = self._folder / "tokenizer_config.json"
+        listed: dict[int, tokenizers.AddedToken] = {}
+        for key, token in (config.get("added_tokens_decoder") or {}).items():
+            try:
+                listed[int(key)] = tokenizers.AddedToken(**token)
+            except (TypeError, ValueError):
+                raise ValueError(
+                    "Tokenizer.added_tokens_decoder must hold a token's content and flags by its id, "
+                    f"got {token!r} at {key!r} in {file}. Download the file again."
+                ) from None
+        listed = dict(sorted(listed.items()))
+        new = {id: token for id, token in listed.items() if self._pieces.token_to_id(token.content) is None}
+        self._pieces.add_tokens(list(listed.values()))  # at once: every call builds the search for all of them anew
+        for listed_id, token in new.items():
+            found = self._pieces.token_to_id(token.content)
+            if found != listed_id:
+                raise ValueError(
+                    "Tokenizer.added_tokens_decoder must go on from the ids of tokenizer.json, "
+                    f"got {token.content!r} at {listed_id} for {found} in {file}. Download both files again."
+                )
 
     def encode(self, text: str, *, bos: bool = True) -> list[int]:
         _require_text(text)
