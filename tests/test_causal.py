@@ -1,7 +1,9 @@
 """Word by word: every token is drawn from the distribution that the whole text before it gives, and from no other."""
 
+import itertools
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -77,6 +79,59 @@ def test_arguments_are_refused_as_by_generate(model):
         dgemma.generate_causal(model, PROMPTS, temperature=0.0)
     with pytest.raises(ValueError, match="max_new_tokens must be an integer of at least 1"):
         dgemma.generate_causal(model, PROMPTS, max_new_tokens=0)
+    for knob in ({"top_k": 0}, {"top_k": 1.5}, {"top_p": 0}, {"top_p": 1.5}, {"top_p": "0.9"}, {"temperature": "warm"}):
+        with pytest.raises(ValueError, match=rf"^Knobs\.{next(iter(knob))} must"):
+            dgemma.generate_causal(model, PROMPTS, **knob)
+
+
+@pytest.mark.parametrize("temperature", [dgemma.LinearTemperature(), None], ids=["schedule", "none"])
+def test_a_schedule_of_temperatures_is_refused(model, temperature):
+    with pytest.raises(ValueError, match=r"^generate_causal\.temperature must be one number, got .*\. Use generate"):
+        dgemma.generate_causal(model, PROMPTS, temperature=temperature)
+
+
+def test_a_constant_temperature_is_its_number(model):
+    constant, number = (
+        dgemma.generate_causal(model, PROMPTS, max_new_tokens=8, temperature=value, eos_token_ids=[])
+        for value in (dgemma.ConstantTemperature(0.7), np.float64(0.7))
+    )
+    assert torch.equal(constant, number)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("options", [{}, {"top_k": 1}, {"top_p": 0.9}], ids=["all", "top-k", "top-p"])
+def test_logits_that_are_not_finite_stop_the_run_where_they_show(monkeypatch, value, options):
+    model, num_calls = next_token.model(), itertools.count()
+    read = model.causal_logits
+
+    def overflow(*args):
+        logits = read(*args)
+        if next(num_calls) == 2:
+            logits[1] = value
+        return logits
+
+    monkeypatch.setattr(model, "causal_logits", overflow)
+    sentence = r"^Prediction\.entropy must be a number, got nan at token 2, row 1\. Check the weights"
+    with pytest.raises(FloatingPointError, match=sentence):
+        dgemma.generate_causal(model, PROMPTS, max_new_tokens=3, eos_token_ids=[], **options)
+
+
+def test_what_a_row_reads_after_its_stop_token_stops_nobody(monkeypatch):
+    model = next_token.model()
+    free = dgemma.generate_causal(model, PROMPTS, max_new_tokens=12, seed=3, eos_token_ids=[])
+    read = model.causal_logits
+
+    def overflow(*args):
+        logits = read(*args)
+        if args[0].shape[1] == 1:
+            logits[args[0][:, 0] == model.generation.pad_token_id] = torch.nan
+        return logits
+
+    monkeypatch.setattr(model, "causal_logits", overflow)
+    stop = int(free[0, 4])
+    both = dgemma.generate_causal(model, PROMPTS, max_new_tokens=12, seed=3, eos_token_ids=stop)
+    assert torch.equal(both[0, :5], free[0, :5])
+    assert (both[0, 5:] == model.generation.pad_token_id).all()
 
 
 def test_the_page_of_samples_that_ships_is_what_the_checkpoint_writes():

@@ -9,6 +9,7 @@ from dgemma import draws
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.plan import read_plan
 from dgemma.prediction import Prediction
+from dgemma.sampling.temperature import ConstantTemperature
 
 
 @torch.no_grad()
@@ -36,10 +37,18 @@ def generate_causal(
         prompt_tokens,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
         seed=seed,
         attention_mask=attention_mask,
         eos_token_ids=eos_token_ids,
     )
+    if temperature is None or not isinstance(plan.knobs.temperature, ConstantTemperature):
+        raise ValueError(
+            f"generate_causal.temperature must be one number, got {temperature!r}. Use generate for a schedule: "
+            "a token written at once has no steps."
+        )
+    degrees, top_k, top_p = float(plan.knobs.temperature.value), plan.knobs.top_k, plan.knobs.top_p
     num_tokens = model.generation.max_new_tokens if max_new_tokens is None else max_new_tokens
     seeds, eos = plan.seeds[0], torch.tensor(plan.eos_token_ids, device=model.device)
     cache = model.new_cache(len(seeds))
@@ -48,11 +57,17 @@ def generate_causal(
     written, done = [], torch.zeros_like(seeds, dtype=torch.bool)
     for step in range(num_tokens):
         u = draws.uniform(seeds, torch.zeros_like(seeds), torch.full_like(seeds, step), 1, "token")
-        token = Prediction(logits).shape(temperature=temperature, top_k=top_k, top_p=top_p).sample(u)  # (B, 1)
-        token = torch.where(done[:, None], plan.pad_token_id, token)
+        prediction = Prediction(logits).shape(temperature=degrees, top_k=top_k, top_p=top_p)
+        token = torch.where(done[:, None], plan.pad_token_id, prediction.sample(u))  # (B, 1)
         written.append(token)
-        done = done | torch.isin(token[:, 0], eos)
-        if step + 1 == num_tokens or bool(done.all()):
+        broken, done = prediction.entropy[:, 0].isnan() & ~done, done | torch.isin(token[:, 0], eos)
+        ended, broken_rows = torch.stack((done, broken)).tolist()  # here the host waits for the device
+        if any(broken_rows):
+            raise FloatingPointError(
+                f"Prediction.entropy must be a number, got nan at token {step}, row {broken_rows.index(True)}. Check "
+                "the weights, and their dtype: float16 overflows where bfloat16 does not."
+            )
+        if step + 1 == num_tokens or all(ended):
             break
         logits = model.causal_logits(token, cache)
     return torch.cat(written, dim=1)
