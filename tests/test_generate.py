@@ -2,6 +2,7 @@
 
 import inspect
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import ClassVar
 
 import pytest
@@ -162,6 +163,22 @@ def test_a_canvas_of_ones_own_is_where_denoising_starts():
     assert torch.equal(seen[0].canvas, canvas)
     assert [int(r.step[0]) for r in seen] == [2, 3]  # half the noise, so the last half of the steps
     torch.testing.assert_close(seen[0].temperature, torch.tensor([0.4 + 0.4 * 2 / 4]))
+
+
+def test_a_sampler_that_caches_what_follows_from_its_fields_is_a_knob_again():
+    @dataclass(frozen=True, kw_only=True)
+    class Caching(dgemma.EntropyBound):
+        @cached_property
+        def half(self):
+            return self.bound / 2
+
+    sampler = Caching()
+    for _ in range(2):
+        Knobs(sampler=sampler, temperature=dgemma.LinearTemperature())
+        assert sampler.half == sampler.bound / 2
+    object.__setattr__(sampler, "window", 8)
+    with pytest.raises(ValueError, match=r"Knobs\.sampler must be a frozen dataclass"):
+        Knobs(sampler=sampler, temperature=dgemma.LinearTemperature())
 
 
 def test_knobs_and_states_may_change_between_steps():

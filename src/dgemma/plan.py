@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
@@ -99,8 +100,10 @@ def _is_frozen(value: Any) -> bool:
     made = getattr(type(value), "__dataclass_params__", None)
     if made is None or not made.frozen:
         return False
-    held = (part for part in tree_leaves(list(vars(value).values())) if isinstance(part, Sampler | StopRule))
-    return vars(value).keys() <= {f.name for f in fields(value)} and all(_is_frozen(part) for part in held)
+    # What a cached_property keeps follows from the fields.
+    kept = {n: v for n, v in vars(value).items() if not isinstance(getattr(type(value), n, None), cached_property)}
+    held = (part for part in tree_leaves(list(kept.values())) if isinstance(part, Sampler | StopRule))
+    return kept.keys() <= {f.name for f in fields(value)} and all(_is_frozen(part) for part in held)
 
 
 def read_plan(
