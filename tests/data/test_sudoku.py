@@ -319,6 +319,12 @@ def test_a_puzzle_may_be_given_as_text(some):
         sudoku.complete(Oracle(some.solutions[:1]), "530")
 
 
+@pytest.mark.parametrize("puzzles", [[], (), torch.zeros(0, 81)], ids=["list", "tuple", "tensor"])
+def test_to_complete_nothing_is_refused(some, puzzles):
+    with pytest.raises(ValueError, match=r"complete puzzles must be .* at least one puzzle, got shape \(0.*\)\. See"):
+        sudoku.complete(Oracle(some.solutions[:1]), puzzles)
+
+
 def test_a_checkpoint_that_learnt_uniform_noise_completes_under_it(some):
     oracle, seen = Oracle(some.solutions), []
     oracle.generation = dgemma.GenerationDefaults(noise={"kind": "uniform"})

@@ -84,10 +84,13 @@ def complete(
 
     Example: `complete(model, "53..7..." + "." * 73, sampler=EntropyBound(bound=0.1, greedy=True)).grids`.
     """
-    is_text = isinstance(puzzles, str) or (isinstance(puzzles, list | tuple) and isinstance(puzzles[0], str))
-    puzzles = torch.as_tensor(parse(puzzles) if is_text else puzzles).to(model.device).long()
-    if puzzles.dim() != 2 or puzzles.shape[1] != NUM_CELLS:
-        raise ValueError(f"complete puzzles must be (B, 81) digits, got shape {tuple(puzzles.shape)}. See `parse`.")
+    first = puzzles[0] if isinstance(puzzles, list | tuple) and puzzles else puzzles
+    puzzles = torch.as_tensor(parse(puzzles) if isinstance(first, str) else puzzles).to(model.device).long()
+    if puzzles.dim() != 2 or puzzles.shape[1] != NUM_CELLS or not len(puzzles):
+        raise ValueError(
+            f"complete puzzles must be (B, 81) digits of at least one puzzle, got shape {tuple(puzzles.shape)}. "
+            "See `parse`."
+        )
     if keep_clues:
         options |= {"canvas": canvas_tokens(puzzles), "frozen": puzzles > 0}
     generation = generate(
