@@ -20,7 +20,7 @@ _FREE_FIELDS = {"log_every", "checkpoint_every", "evaluate_every", "keep_last", 
 _FREE_SWITCHES = {"foreach", "fused", "capturable", "differentiable"}  # how an optimizer computes the same update
 _LONGEST = 1000  # characters
 _NUMBERS = {bool, int, float, complex, type(None)}
-_PLAIN = _NUMBERS | {str, bytes}  # their repr says all
+_PLAIN = _NUMBERS | {str, bytes, torch.Size}  # their repr says all
 
 
 def describe_run(
@@ -51,14 +51,14 @@ def refuse_changes(now: Mapping[str, Any], then: Mapping[str, Any], folder: Path
         if item.name not in _FREE_FIELDS and before != after:
             raise ValueError(
                 f"TrainConfig.{item.name} must stay {before!r}, with which the run in {folder} began, got {after!r}. "
-                f"Choose another folder, or pass allow_changes=True."
+                f"Choose another folder, or pass allow_changes=True (--allow-changes)."
             )
     for name, after in now.items():
         before = then.get(name, after)  # runs of earlier versions did not say
         if name != "config" and before != after:
             raise ValueError(
                 f"train {name} must be what the run in {folder} began with, {before}, got {after}. Choose another "
-                f"folder, or pass allow_changes=True."
+                f"folder, or pass allow_changes=True (--allow-changes)."
             )
 
 
@@ -178,7 +178,8 @@ def _describe_array(value: np.ndarray | np.generic) -> str:
 
 
 def _crc32(data: np.ndarray) -> int:
-    return zlib.crc32(np.ascontiguousarray(data).data)
+    data = np.ascontiguousarray(data)
+    return zlib.crc32(data.reshape(-1).view(np.uint8).data if data.itemsize else b"")  # not every type has a buffer
 
 
 def _shorten(text: str) -> str:
