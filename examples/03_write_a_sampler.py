@@ -45,7 +45,7 @@ model = dgemma.DiffusionGemma.from_pretrained("dgemma/text", dtype=torch.float32
 tokenizer = dgemma.Tokenizer.from_pretrained("dgemma/text")
 prompt = torch.tensor([tokenizer.encode("She opened the letter and")])
 
-for sampler in (OnTime(), dgemma.EntropyBound(bound=0.1), dgemma.EntropyBound(bound=1.0), dgemma.Ancestral()):
+for sampler in (OnTime(), dgemma.EntropyBound(bound=0.1), dgemma.EntropyBound(bound=12.0), dgemma.Ancestral()):
     out = dgemma.generate(
         model, prompt, max_new_tokens=64, steps=steps, sampler=sampler, temperature=0.7, stop=None, seed=3
     )

@@ -33,6 +33,15 @@ def test_a_shipped_checkpoint_knows_its_noise_and_transformers_reads_it_all_the_
 
 
 @needs_text
+def test_a_hole_has_the_space_in_front_of_its_word(command):
+    """The vocabulary's words carry it; after a space of its own, which stays, no whole word could be written."""
+    found = json.loads(command("infill", "--json", "--steps", "1", "The ____ sat down.").out)
+    words = dgemma.Tokenizer.from_pretrained("dgemma/text")
+    assert found["tokens"][:2] == words.encode("The")
+    assert found["tokens"][6:] == words.encode(" sat down.", bos=False)
+
+
+@needs_text
 def test_the_text_model_writes_words(command):
     found = json.loads(command("generate", "-n", "64", "--json", "It was a dark night, and the old captain").out)
     letters = sum(character.isalpha() or character in " ,.'\n" for character in found["text"])

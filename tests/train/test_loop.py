@@ -27,6 +27,7 @@ from dgemma.train.objective import Objective
 from dgemma.train.parallel import Parallel
 from next_token import NextToken, counting
 
+MASK = dgemma.MaskNoise(next_token.VOCAB, mask_token_id=3)
 SETTINGS = {"steps": 6, "batch_size": 4, "lr": 1e-2, "warmup": 2, "precision": "weights", "log_every": 4}
 
 
@@ -65,15 +66,25 @@ def test_a_model_learns_to_count(tmp_path):
 
 
 def test_the_final_checkpoint_knows_the_noise_it_was_trained_under(tmp_path):
-    noise = dgemma.MaskNoise(next_token.VOCAB, mask_token_id=3)
-    objective = Objective(noise=noise, canvas_len=4, propose_mask=True)  # the text counts through every token
+    noise, objective = (
+        MASK,
+        Objective(noise=MASK, canvas_len=4, propose_mask=True),
+    )  # the text counts through every token
     model, result = run(tmp_path, objective=objective, steps=1)
     assert dgemma.learnt_noise(model) == noise
     assert dgemma.learnt_noise(DiffusionGemma.from_pretrained(result.final)) == noise
 
 
+@pytest.mark.parametrize(("noise", "kept"), [(dgemma.UniformNoise(next_token.VOCAB), 12.0), (MASK, 0.1)])
+def test_a_bound_chosen_for_one_noise_does_not_outlive_it(tmp_path, noise, kept):
+    model = next_token.model()
+    model.generation = replace(model.generation, entropy_bound=12.0)
+    run(tmp_path, model=model, objective=Objective(noise=noise, canvas_len=4, propose_mask=noise is MASK), steps=1)
+    assert model.generation.entropy_bound == kept
+
+
 def test_who_evaluates_samples_under_the_noise_being_learnt(tmp_path):
-    noise, seen = dgemma.MaskNoise(next_token.VOCAB, mask_token_id=3), []
+    noise, seen = MASK, []
 
     def evaluate(model, step):
         seen.append(dgemma.learnt_noise(model))

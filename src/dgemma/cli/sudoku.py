@@ -51,7 +51,7 @@ def add_commands(commands: Any) -> None:
     options.add_model_options(parser, default="dgemma/sudoku")
     group = parser.add_argument_group("sampling")
     group.add_argument("--steps", type=values.count, default=48, metavar="N", help="the most to take (%(default)s)")
-    options.add_sampler_option(group, default="entropy-bound:greedy=True; `dgemma generate --help` has all")
+    options.add_sampler_option(group, default="entropy-bound:bound=0.01,greedy=True; `dgemma generate --help` has all")
     options.add_noise_option(group, choices=("mask", "uniform"))
     options.add_seed_option(group, help="of the new puzzle and of the draws")
     output.add_view_options(parser)

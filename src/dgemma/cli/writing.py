@@ -180,9 +180,11 @@ def _infill(arguments: argparse.Namespace) -> None:
     if not _HOLE.search(text):
         raise ValueError('the text must have a hole. Write two underscores or more: "The ____ sat down."')
     writer = options.load_writer(arguments)
-    pieces = ((piece, bool(_HOLE.fullmatch(piece))) for piece in re.split(f"({_HOLE.pattern})", text))
+    # Where words carry the space in front of them, it is part of the hole: after a lone one only fragments fit.
+    hole = f" ?{_HOLE.pattern}" if len(writer.tokenizer.encode(" a", bos=False)) == 1 else _HOLE.pattern
+    pieces = ((piece, bool(re.fullmatch(hole, piece))) for piece in re.split(f"({hole})", text))
     pad = writer.tokenizer.pad_token_id
-    ids, is_hole = _tokenise(pieces, writer.tokenizer, lambda hole: [pad] * len(hole))
+    ids, is_hole = _tokenise(pieces, writer.tokenizer, lambda hole: [pad] * hole.count("_"))
     _fill(
         arguments,
         text,
@@ -235,9 +237,9 @@ def _tokenise(
 
 
 def _filling(arguments: argparse.Namespace, writer: Writer) -> dict[str, Any]:
-    """What `infill` and `edit` share: the text is followed by its end, not by more of it."""
+    """What `infill` and `edit` share. Models tuned on whole replies know a canvas that is filled up with its end."""
     return {
-        "tail_token_id": writer.tokenizer.eos_token_id,
+        "tail_token_id": writer.tokenizer.eos_token_id if writer.tokenizer.has_chat_template else None,
         "record": output.is_recorded(arguments),
         "progress": not arguments.quiet,
         **writer.settings,

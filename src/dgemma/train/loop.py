@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dgemma.config import GenerationDefaults
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.noise import Noise, describe_noise
 from dgemma.progress import progress_bar
@@ -151,11 +152,18 @@ class _Run:
             self.log.cut(self.step)
         self.parallel.barrier()
 
+    def _teach(self, noise: Noise) -> None:
+        """The model says which noise it learns, so that who evaluates samples under it; another kind's bound goes."""
+        before, taught = self.model.generation, describe_noise(noise)
+        same_kind = (before.noise or {"kind": "uniform"})["kind"] == taught["kind"]
+        bound = before.entropy_bound if same_kind else GenerationDefaults().entropy_bound
+        self.model.generation = replace(before, noise=taught, entropy_bound=bound)
+
     def loop(self, on_step: OnStep | None, evaluate: Evaluate | None, asked: threading.Event) -> bool:
         """Train to the end; whether it was stopped before."""
         noise = getattr(self.objective, "noise", None)
-        if isinstance(noise, Noise):  # from now on: who evaluates samples under the noise that is being learnt
-            self.model.generation = replace(self.model.generation, noise=describe_noise(noise))
+        if isinstance(noise, Noise):
+            self._teach(noise)
         config = self.config
         rows = self.parallel.rows(config.batch_size)
         inputs = feed(
