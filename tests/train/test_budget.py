@@ -44,7 +44,7 @@ def clock(monkeypatch):
     return Clock
 
 
-def run(out, clock, pace, *, minutes=MINUTES, stop_at=None, allow_changes=False, **changes):
+def run(out, clock, pace, *, minutes=MINUTES, stop_at=None, allow_changes=False, evaluate=None, **changes):
     """Train, each step taking `pace(step)` seconds; the result, and the seconds it took."""
 
     def on_step(record):
@@ -54,7 +54,7 @@ def run(out, clock, pace, *, minutes=MINUTES, stop_at=None, allow_changes=False,
     settings = {"steps": 5, "batch_size": 2, "lr": PEAK, "warmup": 2, "final_lr": FLOOR, "precision": "weights"}
     config = TrainConfig(**settings | {"log_every": 1, "progress": False} | changes)
     began = clock.now
-    options = {"out": out, "on_step": on_step, "allow_changes": allow_changes}
+    options = {"out": out, "on_step": on_step, "allow_changes": allow_changes, "evaluate": evaluate}
     result = train_for(next_token.model(), Shrink(), counting, config, minutes=minutes, **options)
     return result, clock.now - began
 
@@ -160,6 +160,40 @@ def test_the_same_call_goes_on_and_the_minutes_before_count(tmp_path, clock):
     assert (again.step, none) == (result.step, 0)  # a finished run stays finished
     _, more = run(tmp_path, clock, lambda step: 2.0, minutes=1.5 * MINUTES, allow_changes=True)
     assert 1.4 * SECONDS < before + rest + more < 1.5 * SECONDS
+
+
+@pytest.mark.parametrize("end", ["stopped", "killed"])
+def test_the_time_of_evaluating_counts_in_a_resumed_run(tmp_path, clock, end):
+    def evaluate(model, step):
+        clock.now += 10.0
+        return {"x": 0.0}
+
+    def pace(step):
+        if step == 28 and end == "killed" and not again:
+            raise MemoryError
+        return 1.0
+
+    began, again = clock.now, False
+    options = {"evaluate": evaluate, "evaluate_every": 5, "checkpoint_every": 1}
+    if end == "stopped":
+        run(tmp_path, clock, pace, stop_at=27, **options)
+    else:
+        with pytest.raises(MemoryError):
+            run(tmp_path, clock, pace, **options)
+    assert clock.now - began == 27 + 5 * 10
+    again = True
+    result, _ = run(tmp_path, clock, pace, **options)
+    assert 0.9 * SECONDS < clock.now - began < 1.15 * SECONDS  # the last evaluation comes after the last step
+    assert result.final is not None
+
+
+def test_a_folder_of_an_earlier_version_or_run_keeps_no_wrong_time(tmp_path, clock):
+    (tmp_path / "time.json").write_text('{"0": 1000.0, "5": 1000.0}')  # the run's checkpoints were deleted
+    _, before = run(tmp_path, clock, lambda step: 2.0, stop_at=31)
+    assert before == 62
+    (tmp_path / "time.json").unlink()
+    _, rest = run(tmp_path, clock, lambda step: 2.0)
+    assert 0.94 * SECONDS < before + rest < SECONDS
 
 
 def test_changes_to_an_unfinished_run_leave_its_rate_where_it_was(tmp_path, clock):

@@ -1,7 +1,9 @@
 """Training for a number of minutes: a schedule of steps that ends when the time does."""
 
+import json
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -49,8 +51,8 @@ def train_for(
     How many steps fit is not known before, and on a shared GPU their pace changes. So the run looks at the clock a few
     times, at first as soon as it has a pace, and goes on with as many steps as fit into what is left: the learning rate
     comes down when the time ends. Where that was too many, the run takes one last step at its end. Given the same call
-    again, a run that was killed or stopped goes on; its earlier minutes count. With allow_changes and more minutes, a
-    finished one does too.
+    again, a run that was killed or stopped goes on; its earlier minutes count (they are in `time.json` beside the log).
+    With allow_changes and more minutes, a finished one does too.
 
     Example: `train_for(model, objective, source, TrainConfig(steps=1, batch_size=64), minutes=7, out="run")`.
     """
@@ -61,13 +63,15 @@ def train_for(
         raise ValueError(
             f"train_for minutes must be above 0 and at most {_MOST_MINUTES}, got {minutes}. Use None for config.steps."
         )
-    step, planned, spent = _read(Path(out))
+    times = _Times(Path(out) / "time.json")
+    step, planned, spent = _read(Path(out), times)
     steps = _UNPLANNED if allow_changes and step >= planned else planned  # of a finished run none are left
-    watch = _Watch(seconds=60 * minutes, spent=spent, on_step=on_step)
+    watch = _Watch(seconds=60 * minutes, spent=spent, on_step=on_step, times=times, every=config.checkpoint_every)
     with asked_to_stop() as asked:
         while True:
             with watch.unheard(asked):
                 result = run(config=replace(config, steps=steps), on_step=watch, allow_changes=allow_changes)
+            watch.note(result.step)
             if asked.is_set() or not (watch.has_stopped if result.interrupted else watch.is_early):
                 return result
             steps, allow_changes = result.step + watch.steps_left(), True
@@ -75,22 +79,56 @@ def train_for(
             watch.start()
 
 
-def _read(out: Path) -> tuple[int, int, float]:
+class _Times:
+    """`time.json`: the seconds a run had taken at its checkpoints. Those in the log leave out evaluating and saving."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.at: dict[int, float] = {}
+
+    def read(self, last_step: int) -> None:
+        """What was noted up to `last_step`; nothing by runs of earlier versions."""
+        try:
+            noted = json.loads(self.path.read_text())
+            self.at = {int(step): float(seconds) for step, seconds in noted.items() if int(step) <= last_step}
+        except (OSError, ValueError, AttributeError):
+            self.at = {}
+
+    def note(self, step: int, seconds: float) -> None:
+        self.at[step] = seconds
+        new = self.path.with_suffix(".new")
+        new.write_text(json.dumps(self.at) + "\n")
+        os.replace(new, self.path)
+
+
+def _read(out: Path, times: _Times) -> tuple[int, int, float]:
     """The step of the last checkpoint of a run begun earlier, how many were planned, and the seconds up to it."""
     checkpoints = Checkpoints(folder=out, keep_last=1, parallel=Parallel())
     last = checkpoints.latest()
     if last is None:
+        times.path.unlink(missing_ok=True)
         return 0, _UNPLANNED, 0.0
     run = checkpoints.read_run(last)
-    taken = zip(*TrainLog(out / "log.jsonl").column("seconds"), strict=True)
-    return run["step"], run["config"]["steps"], sum(seconds for step, seconds in taken if step <= run["step"])
+    times.read(run["step"])
+    noted = max(times.at, default=0)
+    taken = [
+        (step, seconds)
+        for step, seconds in zip(*TrainLog(out / "log.jsonl").column("seconds"), strict=True)
+        if step <= run["step"]
+    ]
+    since = sum(seconds for step, seconds in taken if step > noted)
+    spent = max(times.at.get(noted, 0.0) + since, sum(seconds for _, seconds in taken))
+    return run["step"], run["config"]["steps"], spent
 
 
 class _Watch:
     """Given to `train` as `on_step`: stops the run when it is time to plan again, and says how many steps are left."""
 
-    def __init__(self, *, seconds: float, spent: float, on_step: OnStep | None) -> None:
+    def __init__(
+        self, *, seconds: float, spent: float, on_step: OnStep | None, times: _Times, every: int | None
+    ) -> None:
         self.seconds, self.on_step = seconds, on_step
+        self.times, self.every = times, every
         self.began = time.perf_counter() - spent
         self.start()
         self.look = 0.0
@@ -113,9 +151,16 @@ class _Watch:
         if self.on_step is not None and self.on_step(record):
             return True
         self.shares.append(self.share)
+        if self.every is not None and record.step % self.every == 0:  # a checkpoint follows
+            self.note(record.step)
         has_pace = len(self.shares) > _NUM_PACED
         self.has_stopped = self.look < math.inf and self.shares[-1] >= (self.look if has_pace else 1.0)
         return self.has_stopped
+
+    def note(self, step: int) -> None:
+        """Write down the time, for the run to go on from; a call that took no step takes no time."""
+        if len(self.shares) > 1:
+            self.times.note(step, time.perf_counter() - self.began)
 
     def steps_left(self) -> int:
         """How many fit, at the pace of the later half of those just taken; at least one, with which a run ends."""
