@@ -88,7 +88,7 @@ def test_the_plot_shows_every_sampler(monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # a plot must not touch what other figures share
     ax = Sweep((row("a", 0.5, 2.0), row("b", 0.25, 10.0))).plot()
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["a", "b"]
+    assert [text.get_text() for text in ax.texts] == ["a", "b"]
     points = [tuple(container[0].get_xydata()[0]) for container in ax.containers]
     assert points == [(2.0, 0.5), (10.0, 0.25)]
 
