@@ -91,6 +91,25 @@ def test_the_rate_falls_with_the_time(tmp_path, clock):
     assert rates[len(rates) // 2] == pytest.approx(PEAK * (1 + FLOOR) / 2, rel=0.05)  # half of the cosine
 
 
+def test_a_short_run_leaves_its_warm_up(tmp_path, clock):
+    run(tmp_path, clock, lambda step: 2.0, warmup=100, stop_at=20)
+    result, _ = run(tmp_path, clock, lambda step: 2.0, warmup=100)  # the shorter warm-up is no change of the run
+    rates = result.log.column("lr")[1]
+    assert rates[9] == pytest.approx(0.1 * PEAK)  # until the pace is known
+    assert rates[10] > 0.95 * PEAK
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[-1] == pytest.approx(FLOOR * PEAK)
+    again, none = run(tmp_path, clock, lambda step: 2.0, warmup=100)
+    assert (again.step, none) == (result.step, 0)
+
+
+def test_a_run_whose_warm_up_was_not_cut_goes_on(tmp_path, clock):
+    run(tmp_path, clock, lambda step: 2.0, minutes=None, steps=60, warmup=30, stop_at=20)  # as earlier versions did
+    result, _ = run(tmp_path, clock, lambda step: 2.0, steps=60, warmup=30)
+    assert result.final is not None
+    assert result.log.column("lr")[1][-1] == pytest.approx(FLOOR * PEAK)
+
+
 def test_steps_that_outlast_the_time_are_two(tmp_path, clock):
     # The one during which it ended, and one to finish with.
     result, _ = run(tmp_path, clock, lambda step: 1.5 * SECONDS)

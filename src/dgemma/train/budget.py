@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.train.batch import BatchSource
@@ -28,6 +29,7 @@ logger = logging.getLogger("dgemma")
 _UNPLANNED = 10**9  # steps, until the pace is known: after its warm-up the learning rate stays at the peak
 _MOST_MINUTES = 10**7  # 19 years: of many more, a step is no share that could be measured
 _NUM_PACED = 10  # steps that make a pace; the earlier half compiles and warms up, and does not count
+_WARMUP_PART = 10  # at most one step in so many
 _LOOKS = (0.1, 0.3, 0.6, 0.85, 1.0)  # shares of the time
 _PLANNED = 0.97  # the share that steps are planned for: every look writes a checkpoint, and so does the end
 _EARLY = 0.9  # a run whose steps are over before has become faster, and has time for more
@@ -50,9 +52,9 @@ def train_for(
 
     How many steps fit is not known before, and on a shared GPU their pace changes. So the run looks at the clock a few
     times, at first as soon as it has a pace, and goes on with as many steps as fit into what is left: the learning rate
-    comes down when the time ends. Where that was too many, the run takes one last step at its end. Given the same call
-    again, a run that was killed or stopped goes on; its earlier minutes count (they are in `time.json` beside the log).
-    With allow_changes and more minutes, a finished one does too.
+    comes down when the time ends. At most a tenth of the steps warm up. Where the steps were too many, the run takes
+    one last step at its end. Given the same call again, a run that was killed or stopped goes on; its earlier minutes
+    count (they are in `time.json` beside the log). With allow_changes and more minutes, a finished one does too.
 
     Example: `train_for(model, objective, source, TrainConfig(steps=1, batch_size=64), minutes=7, out="run")`.
     """
@@ -64,19 +66,29 @@ def train_for(
             f"train_for minutes must be above 0 and at most {_MOST_MINUTES}, got {minutes}. Use None for config.steps."
         )
     times = _Times(Path(out) / "time.json")
-    step, planned, spent = _read(Path(out), times)
-    steps = _UNPLANNED if allow_changes and step >= planned else planned  # of a finished run none are left
+    step, plan, spent = _read(Path(out), times)
+    planned = plan["steps"]
+    if allow_changes and step >= planned:  # of a finished run no steps are left
+        planned = _UNPLANNED
+    now = _plan(config, planned)
+    if plan.get("warmup") == config.warmup:  # then it was not cut: also by earlier versions, and by `train`
+        now = replace(now, warmup=config.warmup)
     watch = _Watch(seconds=60 * minutes, spent=spent, on_step=on_step, times=times, every=config.checkpoint_every)
     with asked_to_stop() as asked:
         while True:
             with watch.unheard(asked):
-                result = run(config=replace(config, steps=steps), on_step=watch, allow_changes=allow_changes)
+                result = run(config=now, on_step=watch, allow_changes=allow_changes)
             watch.note(result.step)
             if asked.is_set() or not (watch.has_stopped if result.interrupted else watch.is_early):
                 return result
-            steps, allow_changes = result.step + watch.steps_left(), True
-            logger.info("Step %d of %d planned, %.0f%% of the time is over.", result.step, steps, 100 * watch.share)
+            now, allow_changes = _plan(config, result.step + watch.steps_left()), True
+            logger.info("Step %d of %d planned, %.0f%% of the time is over.", result.step, now.steps, 100 * watch.share)
             watch.start()
+
+
+def _plan(config: TrainConfig, steps: int) -> TrainConfig:
+    """So many steps, of which at most a tenth warm up: a short run would do nothing else."""
+    return replace(config, steps=steps, warmup=min(config.warmup, steps // _WARMUP_PART))
 
 
 class _Times:
@@ -101,13 +113,13 @@ class _Times:
         os.replace(new, self.path)
 
 
-def _read(out: Path, times: _Times) -> tuple[int, int, float]:
-    """The step of the last checkpoint of a run begun earlier, how many were planned, and the seconds up to it."""
+def _read(out: Path, times: _Times) -> tuple[int, dict[str, Any], float]:
+    """The step of the last checkpoint of a run begun earlier, its configuration, and the seconds up to it."""
     checkpoints = Checkpoints(folder=out, keep_last=1, parallel=Parallel())
     last = checkpoints.latest()
     if last is None:
         times.path.unlink(missing_ok=True)
-        return 0, _UNPLANNED, 0.0
+        return 0, {"steps": _UNPLANNED}, 0.0
     run = checkpoints.read_run(last)
     times.read(run["step"])
     noted = max(times.at, default=0)
@@ -118,7 +130,7 @@ def _read(out: Path, times: _Times) -> tuple[int, int, float]:
     ]
     since = sum(seconds for step, seconds in taken if step > noted)
     spent = max(times.at.get(noted, 0.0) + since, sum(seconds for _, seconds in taken))
-    return run["step"], run["config"]["steps"], spent
+    return run["step"], run["config"], spent
 
 
 class _Watch:
