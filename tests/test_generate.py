@@ -445,6 +445,34 @@ def test_weights_that_are_not_finite_stop_the_run_where_they_show():
         )
 
 
+def test_an_engine_reads_ahead_only_where_another_step_is_certain():
+    answers = []
+
+    class Ahead(RowwiseDenoiser):
+        def read_ahead(self, values):
+            answers.append(values.tolist())
+            return answers[-1]
+
+    prompt, knobs = torch.full((2, 3), 5), {"max_new_tokens": 16, "eos_token_ids": []}
+    want, got = (dgemma.generate(model, prompt, steps=5, stop=None, **knobs) for model in (RowwiseDenoiser(), Ahead()))
+    # Not after the first step, when the number of steps is unknown, and not after the last, when there is no other.
+    assert answers == [[[left, left], [0, 0], [0, 0]] for left in (3, 2, 1)]
+    assert torch.equal(got.new_tokens, want.new_tokens)
+    dgemma.generate(Ahead(), prompt, steps=5, stop=dgemma.StepCap(4), **knobs)
+    assert len(answers) == 3
+
+
+def test_what_ends_a_canvas_is_read_from_the_state_that_on_step_returns():
+    prompt, knobs = torch.full((2, 3), 5), {"max_new_tokens": 16, "eos_token_ids": []}
+    end = {"done": torch.tensor([True, True])}
+    out = dgemma.generate(RowwiseDenoiser(), prompt, steps=5, stop=None, on_step=lambda record: end, **knobs)
+    assert out.steps.tolist() == [[1], [1]]
+    more = {"num_steps": torch.tensor([7, 2])}
+    shorter = lambda record: more if len(record.rows) == 2 else None  # noqa: E731
+    out = dgemma.generate(RowwiseDenoiser(), prompt, steps=5, stop=None, on_step=shorter, **knobs)
+    assert out.steps.tolist() == [[7], [2]]
+
+
 @pytest.mark.parametrize("token", [-1, 64])
 def test_a_sampler_that_writes_no_token_of_the_vocabulary_is_named(token):
     @dataclass(frozen=True)

@@ -1,8 +1,9 @@
-"""Accept, renoise and stop in one launch: the published sampler (entropy bound, arXiv:2505.24857) on uniform noise with
-its stop rule; the twin is `reference.accept`, the meaning `dgemma.EntropyBound` and `dgemma.StableAndConfident`.
+"""All that follows a step's sample, in one launch: the published sampler (entropy bound, arXiv:2505.24857) on uniform
+noise, and its stop rule; the twin is `reference.accept`, the meaning `dgemma.step` with `dgemma.EntropyBound`,
+`dgemma.UniformNoise` and `dgemma.StableAndConfident`.
 
-A canvas is short, so instead of sorting, each position adds the entropies of all that precede it in sorted order; the
-positions of one canvas are spread over several programs.
+A canvas is short, so instead of sorting, each position adds the entropies of all that precede it in sorted order. The
+positions of one canvas are spread over several programs, and one more looks at the row as a whole.
 """
 
 from typing import NamedTuple
@@ -14,18 +15,22 @@ from torch import Tensor
 
 from dgemma import draws
 
-_MAX_CANVAS = 1024
+MAX_CANVAS = 1024
 _PAIRS = 8192  # comparisons of one program: 32 positions of a canvas of 256
 _NOISE = tl.constexpr(draws.purpose_word("noise") - (1 << 32) * (draws.purpose_word("noise") >> 31))  # as int32
 
 
 class Accepted(NamedTuple):
-    """What a step leaves behind; rows that were done keep what they had."""
+    """What a step leaves behind; rows that were done keep what they had, but for `recent`, as in `dgemma.step`."""
 
     canvas: Tensor  # (B, C) int64
-    accept: Tensor  # (B, C) bool, positions that took their token
-    argmax: Tensor  # (B, C) int64, the next step's `previous`
+    open: Tensor  # (B, C) bool
+    draft: Tensor  # (B, C) int64
     done: Tensor  # (B,) bool
+    recent: Tensor | None  # (B, n, C) int64
+    accepted: Tensor  # (B, C) bool, positions that took their token
+    renoised: Tensor  # (B, C) bool
+    verdict: Tensor  # (3, B) int64, of `dgemma.generate.judge`
 
 
 def accept(
@@ -33,66 +38,103 @@ def accept(
     tokens: Tensor,
     argmax: Tensor,
     canvas: Tensor,
+    open: Tensor,
     frozen: Tensor,
-    previous: Tensor,
+    draft: Tensor,
     done: Tensor,
     seeds: Tensor,
     block: Tensor,
     step: Tensor,
+    num_steps: Tensor,
+    recent: Tensor | None = None,
     *,
     bound: float,
-    confidence: float,
     vocab_size: int,
+    commit_canvas: bool = False,
+    confidence: float = 0.0,
+    compare_canvas: bool = False,
 ) -> Accepted:
-    """Accept the most certain positions while the entropies before them sum to at most `bound`; renoise the others.
+    """Accept the most certain open positions while the entropies before them sum to at most `bound`; renoise the
+    others; draft what would be committed; stop.
 
-    entropy: (B, C) float32. tokens (sampled), argmax, canvas, previous (the last step's argmax, -1 at first): (B, C)
-    int64. frozen: (B, C) bool, left alone and free of charge. done: (B,) bool. seeds, block, step: (B,) int64; noise is
-    `draws.integers(draws.uniform(seeds, block, step, C, "noise"), vocab_size)`. A row is done when its argmax equals
-    `previous` and its mean entropy is below `confidence`, both over unfrozen positions.
+    entropy: (B, C) float32. tokens (sampled), argmax, canvas, draft: (B, C) int64. open, frozen: (B, C) bool; what is
+    not open is left alone and free of charge. done: (B,) bool. seeds, block, step, num_steps: (B,) int64; noise is
+    `draws.integers(draws.uniform(seeds, block, step, C, "noise"), vocab_size)`. The draft is the argmax, or the new
+    canvas if `commit_canvas`. A row without unfrozen positions is done; with `recent`, the last n argmaxes (B, n, C)
+    int64, or the last n canvases if `compare_canvas`, so is one whose argmax equals all of them and whose mean entropy
+    is below `confidence`, both over unfrozen positions. The verdict is `dgemma.generate.judge`'s, but calls a row stray
+    for a token of no vocabulary that was proposed, not only for one that was accepted.
 
-    Example: `accept(h, sampled, argmax, canvas, frozen, previous, done, seeds, block, step, bound=0.1,
-    confidence=0.005, vocab_size=262144).canvas`.
+    Example: `accept(h, sampled, argmax, canvas, open, frozen, draft, done, seeds, block, step, num_steps, recent,
+    bound=0.1, vocab_size=262144, confidence=0.005).canvas`.
     """
     batch, canvas_len = entropy.shape
-    if canvas_len > _MAX_CANVAS:
-        raise ValueError(f"accept canvases must have at most {_MAX_CANVAS} positions, got {canvas_len}.")
+    if canvas_len > MAX_CANVAS:
+        raise ValueError(f"accept canvases must have at most {MAX_CANVAS} positions, got {canvas_len}.")
+    positions, rows = (batch, canvas_len), (batch,)
     wanted = {
-        "entropy": (entropy, torch.float32, (batch, canvas_len)),
-        "tokens": (tokens, torch.int64, (batch, canvas_len)),
-        "argmax": (argmax, torch.int64, (batch, canvas_len)),
-        "canvas": (canvas, torch.int64, (batch, canvas_len)),
-        "frozen": (frozen, torch.bool, (batch, canvas_len)),
-        "previous": (previous, torch.int64, (batch, canvas_len)),
-        "done": (done, torch.bool, (batch,)),
-        "seeds": (seeds, torch.int64, (batch,)),
-        "block": (block, torch.int64, (batch,)),
-        "step": (step, torch.int64, (batch,)),
+        "entropy": (entropy, torch.float32, positions),
+        "tokens": (tokens, torch.int64, positions),
+        "argmax": (argmax, torch.int64, positions),
+        "canvas": (canvas, torch.int64, positions),
+        "open": (open, torch.bool, positions),
+        "frozen": (frozen, torch.bool, positions),
+        "draft": (draft, torch.int64, positions),
+        "done": (done, torch.bool, rows),
+        "seeds": (seeds, torch.int64, rows),
+        "block": (block, torch.int64, rows),
+        "step": (step, torch.int64, rows),
+        "num_steps": (num_steps, torch.int64, rows),
     }
+    num_recent = 0
+    if recent is not None:
+        num_recent = recent.shape[1]
+        wanted["recent"] = (recent, torch.int64, (batch, num_recent, canvas_len))
     for name, (tensor, dtype, shape) in wanted.items():
         if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
             raise ValueError(
                 f"accept {name} must be contiguous {dtype} {shape}, got {tensor.dtype} {tuple(tensor.shape)}."
             )
-    next_canvas, next_argmax = torch.empty_like(canvas), torch.empty_like(argmax)
-    accepted, next_done = torch.empty_like(frozen), torch.empty_like(done)
+    after = Accepted(
+        canvas=torch.empty_like(canvas),
+        open=torch.empty_like(open),
+        draft=torch.empty_like(draft),
+        done=torch.empty_like(done),
+        recent=None if recent is None else torch.empty_like(recent),
+        accepted=torch.empty_like(open),
+        renoised=torch.empty_like(open),
+        verdict=torch.empty(3, batch, dtype=torch.int64, device=done.device),
+    )
     canvas_block = max(16, triton.next_power_of_2(canvas_len))
-    positions = min(canvas_block, max(16, _PAIRS // canvas_block))
-    _accept_kernel[(batch, triton.cdiv(canvas_len, positions))](
-        *(tensor for tensor, _, _ in wanted.values()),
-        next_canvas,
-        accepted,
-        next_argmax,
-        next_done,
+    part_len = min(canvas_block, max(16, _PAIRS // canvas_block))
+    _accept_kernel[(batch, triton.cdiv(canvas_len, part_len) + 1)](
+        entropy,
+        tokens,
+        argmax,
+        canvas,
+        open,
+        frozen,
+        draft,
+        done,
+        seeds,
+        block,
+        step,
+        num_steps,
+        recent,
+        *after,
         bound,
         confidence,
         vocab_size,
         canvas_len,
+        RECENT=num_recent,
+        STOPS=recent is not None,
+        COMMIT_CANVAS=commit_canvas,
+        COMPARE_CANVAS=compare_canvas,
         CANVAS=canvas_block,
-        POSITIONS=positions,
+        POSITIONS=part_len,
         num_warps=4,
     )
-    return Accepted(next_canvas, accepted, next_argmax, next_done)
+    return after
 
 
 @triton.jit
@@ -101,67 +143,112 @@ def _accept_kernel(
     token_ptr: tl.tensor,
     argmax_ptr: tl.tensor,
     canvas_ptr: tl.tensor,
+    open_ptr: tl.tensor,
     frozen_ptr: tl.tensor,
-    previous_ptr: tl.tensor,
+    draft_ptr: tl.tensor,
     done_ptr: tl.tensor,
     seed_ptr: tl.tensor,
     block_ptr: tl.tensor,
     step_ptr: tl.tensor,
+    num_steps_ptr: tl.tensor,
+    recent_ptr: tl.tensor,
     next_canvas_ptr: tl.tensor,
-    accept_ptr: tl.tensor,
-    next_argmax_ptr: tl.tensor,
+    next_open_ptr: tl.tensor,
+    next_draft_ptr: tl.tensor,
     next_done_ptr: tl.tensor,
+    next_recent_ptr: tl.tensor,
+    accepted_ptr: tl.tensor,
+    renoised_ptr: tl.tensor,
+    verdict_ptr: tl.tensor,
     bound: tl.tensor,
     confidence: tl.tensor,
     vocab_size: tl.tensor,
     canvas_len: tl.tensor,
+    RECENT: tl.constexpr,
+    STOPS: tl.constexpr,
+    COMMIT_CANVAS: tl.constexpr,
+    COMPARE_CANVAS: tl.constexpr,
     CANVAS: tl.constexpr,
     POSITIONS: tl.constexpr,
 ) -> None:
     row = tl.program_id(0)
+    part = tl.program_id(1)
     other = tl.arange(0, CANVAS)  # the whole canvas
     other_valid = other < canvas_len
     other_at = row * canvas_len + other
-    other_open = (tl.load(frozen_ptr + other_at, mask=other_valid, other=1) == 0) & other_valid
-    other_entropy = tl.where(other_open, tl.load(entropy_ptr + other_at, mask=other_valid, other=0.0), 0.0)
-    position = tl.program_id(1) * POSITIONS + tl.arange(0, POSITIONS)  # this program's part of it
-    valid = position < canvas_len
-    at = row * canvas_len + position
-    is_open = (tl.load(frozen_ptr + at, mask=valid, other=1) == 0) & valid
-    entropy = tl.where(is_open, tl.load(entropy_ptr + at, mask=valid, other=0.0), 0.0)
-    canvas = tl.load(canvas_ptr + at, mask=valid, other=0)
-    token = tl.load(token_ptr + at, mask=valid, other=0)
-    argmax = tl.load(argmax_ptr + at, mask=valid, other=0)
-    previous = tl.load(previous_ptr + at, mask=valid, other=0)
+    other_open = tl.load(open_ptr + other_at, mask=other_valid, other=0) != 0
+    other_entropy = tl.load(entropy_ptr + other_at, mask=other_valid, other=0.0)
     was_done = tl.load(done_ptr + row) != 0
+    step = tl.load(step_ptr + row)
 
-    # Entropies up to and including each position, in ascending order, equal ones by position. Summed in float64 and
-    # rounded once: what a sequential float32 sum with a wide accumulator gives.
-    precedes = (other_entropy[:, None] < entropy[None, :]) | (
-        (other_entropy[:, None] == entropy[None, :]) & (other[:, None] <= position[None, :])
-    )
-    inclusive = tl.sum(tl.where(precedes, other_entropy.to(tl.float64)[:, None], 0.0), 0)
-    accept = is_open & (inclusive.to(tl.float32) - entropy <= bound)
+    if part < tl.num_programs(1) - 1:
+        position = part * POSITIONS + tl.arange(0, POSITIONS)
+        valid = position < canvas_len
+        at = row * canvas_len + position
+        is_open = tl.load(open_ptr + at, mask=valid, other=0) != 0
+        frozen = tl.load(frozen_ptr + at, mask=valid, other=1) != 0
+        entropy = tl.load(entropy_ptr + at, mask=valid, other=0.0)
+        canvas = tl.load(canvas_ptr + at, mask=valid, other=0)
+        token = tl.load(token_ptr + at, mask=valid, other=0)
+        argmax = tl.load(argmax_ptr + at, mask=valid, other=0)
+        draft = tl.load(draft_ptr + at, mask=valid, other=0)
 
-    seed = tl.load(seed_ptr + row)
-    zero = position * 0
-    step = zero + tl.load(step_ptr + row).to(tl.int32)
-    block = zero + tl.load(block_ptr + row).to(tl.int32)
-    high, low, _, _ = tl.philox(seed, position, step, block, zero + _NOISE)
-    bits = ((high >> 5).to(tl.int64) << 26) | (low >> 6).to(tl.int64)
-    noise = (bits.to(tl.float64) * 1.1102230246251565e-16 * vocab_size).to(tl.int64)
-    noise = tl.minimum(noise, vocab_size - 1)
-
-    next_canvas = tl.where(is_open & (not was_done), tl.where(accept, token, noise), canvas)
-    tl.store(next_canvas_ptr + at, next_canvas, mask=valid)
-    tl.store(accept_ptr + at, accept & (not was_done), mask=valid)
-    tl.store(next_argmax_ptr + at, tl.where(was_done, previous, argmax), mask=valid)
-
-    if tl.program_id(1) == 0:
-        changed = tl.load(argmax_ptr + other_at, mask=other_open, other=0) != tl.load(
-            previous_ptr + other_at, mask=other_open, other=0
+        # Entropies up to and including each position, in ascending order, equal ones by position. Summed in float64
+        # and rounded once: what a sequential float32 sum with a wide accumulator gives.
+        charge = tl.where(is_open, entropy, 0.0)
+        other_charge = tl.where(other_open, other_entropy, 0.0)
+        precedes = (other_charge[:, None] < charge[None, :]) | (
+            (other_charge[:, None] == charge[None, :]) & (other[:, None] <= position[None, :])
         )
-        num_open = tl.maximum(tl.sum(other_open.to(tl.int32), 0), 1)
-        mean_entropy = tl.sum(other_entropy.to(tl.float64), 0).to(tl.float32) / num_open.to(tl.float32)
-        stop = (tl.sum(changed.to(tl.int32), 0) == 0) & (mean_entropy < confidence)
-        tl.store(next_done_ptr + row, was_done | stop)
+        inclusive = tl.sum(tl.where(precedes, other_charge.to(tl.float64)[:, None], 0.0), 0)
+        decided = is_open & (frozen == 0) & (not was_done)
+        accepted = decided & (inclusive.to(tl.float32) - charge <= bound)
+
+        zero = position * 0
+        block = zero + tl.load(block_ptr + row).to(tl.int32)
+        seed = tl.load(seed_ptr + row)
+        high, low, _, _ = tl.philox(seed, position, zero + step.to(tl.int32), block, zero + _NOISE)
+        bits = ((high >> 5).to(tl.int64) << 26) | (low >> 6).to(tl.int64)
+        noise = (bits.to(tl.float64) * 1.1102230246251565e-16 * vocab_size).to(tl.int64)
+        noise = tl.minimum(noise, vocab_size - 1)
+
+        next_canvas = tl.where(decided, tl.where(accepted, token, noise), canvas)
+        final = next_canvas if COMMIT_CANVAS else tl.where(frozen, canvas, argmax)
+        tl.store(next_canvas_ptr + at, next_canvas, mask=valid)
+        tl.store(accepted_ptr + at, accepted, mask=valid)
+        tl.store(renoised_ptr + at, decided & (accepted == 0), mask=valid)
+        tl.store(next_open_ptr + at, tl.where(was_done, is_open, frozen == 0), mask=valid)
+        tl.store(next_draft_ptr + at, tl.where(was_done, draft, final), mask=valid)
+        newest = next_canvas if COMPARE_CANVAS else argmax
+        for age in tl.static_range(RECENT):
+            recent_at = (row * RECENT + age) * canvas_len + position
+            if age < RECENT - 1:
+                newer = tl.load(recent_ptr + recent_at + canvas_len, mask=valid, other=0)
+                tl.store(next_recent_ptr + recent_at, newer, mask=valid)
+            else:
+                tl.store(next_recent_ptr + recent_at, newest, mask=valid)
+    else:
+        unfrozen = tl.load(frozen_ptr + other_at, mask=other_valid, other=1) == 0
+        other_token = tl.load(token_ptr + other_at, mask=other_valid, other=0)
+        other_canvas = tl.load(canvas_ptr + other_at, mask=other_valid, other=0)
+        num_unfrozen = tl.sum(unfrozen.to(tl.int32), 0)
+        done = was_done | (num_unfrozen == 0)
+        if STOPS:
+            other_argmax = tl.load(argmax_ptr + other_at, mask=other_valid, other=0)
+            changed = other < 0
+            for age in tl.static_range(RECENT):
+                then = tl.load(recent_ptr + (row * RECENT + age) * canvas_len + other, mask=other_valid, other=0)
+                changed |= unfrozen & (then != other_argmax)
+            entropies = tl.where(unfrozen, other_entropy, 0.0).to(tl.float64)
+            mean_entropy = (tl.sum(entropies, 0) / tl.maximum(num_unfrozen, 1).to(tl.float64)).to(tl.float32)
+            done |= (tl.sum(changed.to(tl.int32), 0) == 0) & (mean_entropy < confidence)
+        tl.store(next_done_ptr + row, done)
+
+        left = tl.maximum(tl.load(num_steps_ptr + row) - step - 1, 0)
+        broken = tl.sum((other_entropy != other_entropy).to(tl.int32), 0) > 0
+        shown = tl.where(other_open & unfrozen & (not was_done), other_token, other_canvas)
+        stray = tl.sum((other_valid & ((shown < 0) | (shown >= vocab_size))).to(tl.int32), 0) > 0
+        num_rows = tl.num_programs(0)
+        tl.store(verdict_ptr + row, tl.where(done, 0, left))
+        tl.store(verdict_ptr + num_rows + row, broken.to(tl.int64))
+        tl.store(verdict_ptr + 2 * num_rows + row, stray.to(tl.int64))

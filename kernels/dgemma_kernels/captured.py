@@ -1,28 +1,27 @@
 """What the fused denoiser captures: a causal forward, a canvas's forward, and a whole denoising step.
 
-A step is `dgemma.step` itself, run once under capture over static tensors, whatever its sampler and stop rule; draws
-and the published sampler's acceptance are one launch each there.
+A step is `dgemma.step` itself, run once under capture over static tensors, whatever its sampler and stop rule, or its
+equal with the published sampler (`published.py`); draws are one launch each there.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from dgemma.generate import Knobs
 from dgemma.generate import step as denoising_step
-from dgemma.prediction import Prediction, SoftCap
-from dgemma.sampling.base import Decision
-from dgemma.sampling.entropy_bound import EntropyBound
+from dgemma.prediction import SoftCap
 from dgemma.state import DenoiseState
 from dgemma_kernels import draws
-from dgemma_kernels.accept import accept
 from dgemma_kernels.cache import CacheBuffers
 from dgemma_kernels.forward import Forward
-from dgemma_kernels.graphs import Replay, copy_groups
+from dgemma_kernels.graphs import CaptureError, Replay, copy_all
 from dgemma_kernels.prediction import FusedPrediction, Logits
+from dgemma_kernels.published import fuse_sampler, is_published, published_step
 
 if TYPE_CHECKING:
     from dgemma_kernels.engine import FusedDenoiser
@@ -34,7 +33,7 @@ STATE_INPUTS = (
 _UNCHANGED = frozenset({"frozen", "block", "num_steps", "seeds", "rows", "awaited", "allowed", "injected"})  # by a step
 _RECORD_TENSORS = (
     *("block", "step", "seeds", "temperature", "noise_level", "canvas", "argmax", "entropy", "confidence"),
-    *("accepted", "renoised", "active", "rows"),
+    *("accepted", "renoised", "active", "rows", "verdict"),
 )
 
 
@@ -108,38 +107,6 @@ class _Predicts:
         return FusedPrediction(self.logits, (self.softcap,))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _FusedEntropyBound(EntropyBound):
-    """The published sampler with its sort, sums and comparison in one launch."""
-
-    def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
-        tokens = prediction.sample(state.uniform("token"))
-        accepted = accept(
-            prediction.entropy,
-            tokens,
-            prediction.argmax,
-            state.canvas,
-            ~state.open,
-            prediction.argmax,
-            state.done,
-            state.seeds,
-            state.block,
-            state.step,
-            bound=self.bound,
-            confidence=0.0,  # the stop rule decides, whichever it is
-            vocab_size=prediction.vocab_size,
-        ).accept
-        return Decision(tokens=tokens, write=accepted, renoise=state.open & ~accepted)
-
-
-def _fuse_sampler(knobs: Knobs) -> Knobs:
-    """The same knobs with the sampler's kernel where there is one."""
-    sampler = knobs.sampler
-    if type(sampler) is not EntropyBound or sampler.order != "entropy" or sampler.greedy:
-        return knobs
-    return replace(knobs, sampler=_FusedEntropyBound(bound=sampler.bound, commit=sampler.commit))
-
-
 class CapturedStep:
     """`dgemma.step` over static tensors, and the soft embedding that the next step is conditioned on.
 
@@ -160,7 +127,8 @@ class CapturedStep:
         form: Any,
     ) -> None:
         self._postponed = None if postponed is None else postponed.long().clone()
-        self._inputs = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
+        dense = torch.contiguous_format
+        self._inputs = [x.clone(memory_format=dense) if isinstance(x, Tensor) else x for x in leaves]
         device, memory = engine.device, engine._graph_memory
         self._signal = engine._static_signal(state.canvas.numel(), signal)
         self._logits = engine._logits_buffer(*state.canvas.shape)
@@ -170,28 +138,28 @@ class CapturedStep:
         static = _DrawingState(
             **dict(zip(STATE_INPUTS, tree_unflatten(self._inputs, form), strict=True)), noise=state.noise
         )
-        fused = _fuse_sampler(knobs)
+        advance: Any = partial(denoising_step, knobs=fuse_sampler(knobs, state.canvas_len))
+        if is_published(static, knobs):
+            advance = partial(published_step, knobs=knobs)
         kept: list[FusedPrediction] = []
 
         def run() -> tuple[dict[str, Any], dict[str, Any], tuple[Tensor, ...], Any]:
-            after, record = denoising_step(predicts, static, cache=None, knobs=fused)  # type: ignore[arg-type]
+            after, record = advance(predicts, static, cache=None)
             prediction: Any = record.prediction
             kept[:] = [prediction]
             shaping = prediction._shaping
             sweep = None if shaping is None else (tuple(prediction._sweep), shaping.allowed)
-            return (
+            results = (
                 {name: getattr(after, name) for name in STATE_INPUTS if name not in _UNCHANGED},
                 {name: getattr(record, name) for name in _RECORD_TENSORS},
-                tuple(part.contiguous() for part in prediction._statistics),
-                sweep,
+                tuple(prediction._statistics),
             )
+            return *tree_map(lambda x: x.contiguous() if isinstance(x, Tensor) else x, results), sweep
 
         self._logits.version += 1
         try:
             self._replay = Replay(run, device, memory)
-        except RuntimeError as error:
-            if "captur" not in str(error):
-                raise
+        except CaptureError as error:
             raise RuntimeError(
                 f"This step could not be captured in a CUDA graph: {knobs.sampler} or {knobs.stop} waits for the host. "
                 "Write it as pure tensor code (no .item(), no if on a tensor, no boolean indexing)."
@@ -211,20 +179,18 @@ class CapturedStep:
             if self.keeps_form:
                 # An input that stands for another is read before it is written over.
                 new = [x.clone() if id(x) in given else x for x in after]
-                copy_groups(before, new, _by_dtype(new))
+                copy_all(_tensors(before), _tensors(new))
             return signal
 
         self._soft = Replay(soften, device, memory)
         self._soft.replay()  # what it did for capture it did from no step
         results, self._form = tree_flatten(self._replay.result[:3])
         self._origins, self._computed = _origins(results, self._inputs)
-        self._input_groups = _by_dtype(self._inputs)
-        self._output_groups = _by_dtype(self._computed)
 
     def load(self, leaves: list, postponed: Tensor | None, signal: Tensor | None) -> None:
         if self._postponed is not None and postponed is not None:
             self._postponed.copy_(postponed)
-        copy_groups(self._inputs, leaves, self._input_groups)
+        copy_all(_tensors(self._inputs), _tensors(leaves))
         fill(self._signal, signal)
 
     def replay(self) -> None:
@@ -234,7 +200,7 @@ class CapturedStep:
     def results(self, leaves: list) -> tuple[dict[str, Any], dict[str, Any], FusedPrediction]:
         """The state's and the record's tensors after the step from `leaves`, in tensors of their own."""
         fresh = [torch.empty_like(source) for source in self._computed]
-        copy_groups(fresh, self._computed, self._output_groups)
+        copy_all(fresh, self._computed)
         where = {"computed": fresh.__getitem__, "given": leaves.__getitem__, "constant": lambda value: value}
         results = [where[kind](at) for kind, at in self._origins]
         after, record, statistics = tree_unflatten(results, self._form)
@@ -265,12 +231,8 @@ def fill(static: Tensor, signal: Tensor | None) -> None:
         static.copy_(signal.view_as(static))
 
 
-def _by_dtype(tensors: list) -> list[list[int]]:
-    groups: dict[torch.dtype, list[int]] = {}
-    for at, tensor in enumerate(tensors):
-        if isinstance(tensor, Tensor):
-            groups.setdefault(tensor.dtype, []).append(at)
-    return list(groups.values())
+def _tensors(leaves: list) -> list[Tensor]:
+    return [x for x in leaves if isinstance(x, Tensor)]
 
 
 def _origins(results: list, inputs: list) -> tuple[list[tuple[str, Any]], list[Tensor]]:

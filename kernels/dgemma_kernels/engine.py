@@ -212,6 +212,19 @@ class FusedDenoiser:
         self._last = None if num_postponed else _LastStep(after_state, knobs, buffers, captured)
         return after_state, StepRecord(**record, prediction=prediction, state=after_state, cache=fused, knobs=knobs)
 
+    @torch.no_grad()
+    def read_ahead(self, values: Tensor) -> list[Any]:
+        """`values.tolist()`, while the device computes what the next step begins with: the last one's soft embedding.
+
+        Example: `left, broken, stray = fast.read_ahead(record.verdict)`.
+        """
+        on_host = values.to("cpu", non_blocking=True)
+        arrived = torch.cuda.current_stream(values.device).record_event() if values.is_cuda else None
+        self._soften()
+        if arrived is not None:
+            arrived.synchronize()
+        return on_host.tolist()
+
     @property
     def _softcap(self) -> SoftCap:
         return SoftCap(self.config.final_logit_softcapping)

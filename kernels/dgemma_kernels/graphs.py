@@ -10,6 +10,10 @@ from torch.utils._pytree import tree_leaves
 _MOST_GRAPHS = 12  # captured over one set of buffers; a knob that changes at every step must not fill the memory
 
 
+class CaptureError(RuntimeError):
+    """What ran by itself could not be captured."""
+
+
 class Replay:
     """`fn()` captured: `result` is what it returned, and every `replay()` computes the tensors in it anew, in place.
 
@@ -30,8 +34,13 @@ class Replay:
             fn()  # compiles, and lets libraries make what they cannot make during capture
         torch.cuda.current_stream(device).wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=memory, stream=stream, capture_error_mode="thread_local"):
-            self.result = fn()
+        try:
+            with torch.cuda.graph(self._graph, pool=memory, stream=stream, capture_error_mode="thread_local"):
+                self.result = fn()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # of capture alone: the same has just run without
+            raise CaptureError(str(error)) from error
 
     def replay(self) -> None:
         if self._graph is not None:
@@ -55,7 +64,7 @@ def remembered(graphs: Any, key: Any, make: Callable[[], Any]) -> Any:
     return graphs[key]
 
 
-def copy_groups(targets: Sequence[Tensor], sources: Sequence[Tensor], groups: Sequence[Sequence[int]]) -> None:
-    """targets[i].copy_(sources[i]) for every i of each group, which is of one dtype: one launch a group."""
-    for group in groups:
-        torch._foreach_copy_([targets[at] for at in group], [sources[at] for at in group])
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """targets[i].copy_(sources[i]) for all i in one launch, as bytes: of one dtype and shape, targets contiguous."""
+    copied_to = [target.view(-1).view(torch.uint8) for target in targets]
+    torch._foreach_copy_(copied_to, [source.contiguous().view(-1).view(torch.uint8) for source in sources])

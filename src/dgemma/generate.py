@@ -37,8 +37,9 @@ class Denoiser(Protocol):
     """What `generate` needs of a model: the reference `DiffusionGemma`, the fused engine, or a fake in a test.
 
     A class may also have `step(state, *, cache, knobs)`, the same function as `step(model, state, ...)` made faster,
-    `uniform`, which is `draws.uniform` made faster, and `takes_noise_level`: where it is True, `denoise` is told the
-    canvas's `noise_level` (B,).
+    `read_ahead(values)`, which is `values.tolist()` while the device begins the next step, `uniform`, which is
+    `draws.uniform` made faster, and `takes_noise_level`: where it is True, `denoise` is told the canvas's `noise_level`
+    (B,).
     """
 
     config: ModelConfig
@@ -71,6 +72,7 @@ class StepRecord:
     renoised: Tensor  # (B, C) bool: returned to noise
     active: Tensor  # (B,) bool: rows that were not done before the step
     rows: Tensor  # (B,) which rows of the whole batch these are: finished ones leave and cost nothing more
+    verdict: Tensor  # (3, B) int64, see `judge`
     prediction: Prediction  # the shaped one
     state: DenoiseState
     cache: PrefixCache  # that was looked at
@@ -194,6 +196,7 @@ def step(
         renoised=renoise,
         active=~state.done,
         rows=state.rows,
+        verdict=judge(prediction, after),
         prediction=prediction,
         state=after,
         cache=cache,
@@ -216,6 +219,18 @@ def predict(
     """
     told = {"noise_level": noise_level} if getattr(denoiser, "takes_noise_level", False) else {}
     return denoiser.denoise(canvas, cache, self_cond=self_cond, **told)
+
+
+def judge(prediction: Prediction, state: DenoiseState) -> Tensor:
+    """What the loop asks of a step, (3, B) int64: how many steps a row has left, 0 once it is done; whether its
+    prediction is no number; whether its canvas holds tokens of no vocabulary.
+
+    Example: `left, broken, stray = judge(prediction, state).tolist()`.
+    """
+    left = (state.num_steps - state.step).clamp(min=0).masked_fill(state.done, 0)
+    broken = prediction.entropy.isnan().any(-1)
+    stray = ((state.canvas < 0) | (state.canvas >= state.noise.vocab_size)).any(-1)
+    return torch.stack((left, broken.long(), stray.long()))
 
 
 def start_state(
@@ -451,27 +466,28 @@ def denoise_canvas(
     drafts, num_forwards = state.draft.clone(), torch.zeros_like(here)
     # Asked of the class: a wrapper around an engine must not step past what it wraps.
     advance: Any = model.step if hasattr(type(model), "step") else partial(step, model)  # type: ignore[attr-defined]
+    read_ahead: Any = model.read_ahead if hasattr(type(model), "read_ahead") else Tensor.tolist  # type: ignore[attr-defined]
+    goes_on = False  # whether another step follows for certain
     for num_taken in itertools.count(1):
         state, record = advance(state, cache=cache, knobs=knobs)  # nothing before it: the device is waiting
         state, knobs = apply_changes((yield record), state, knobs)
-        out_of_steps, broken = state.step >= state.num_steps, record.entropy.sum(-1).isnan()
-        stray = ((state.canvas < 0) | (state.canvas >= state.noise.vocab_size)).any(-1)
-        flags = torch.stack((state.done | out_of_steps, broken, stray))
-        ended, broken_rows, stray_rows = flags.tolist()  # here the host waits for the device
-        if any(broken_rows) or any(stray_rows):
-            _refuse_step(record, broken_rows, stray_rows)
-        if any(ended):
+        verdict = record.verdict if state is record.state else judge(record.prediction, state)
+        left, broken, stray = read_ahead(verdict) if goes_on else verdict.tolist()  # here the host waits for the device
+        if any(broken) or any(stray):
+            _refuse_step(record, broken, stray)
+        if not all(left):
             drafts[here], num_forwards[here] = state.draft, num_taken
-            if all(ended):
+            if not any(left):
                 break
-            working = _where([not end for end in ended], device)
+            working = _where(left, device)
             here, state, cache = here[working], state.select(working), cache.select(working)
+        goes_on = knobs.stop is None and min(left) > 1
     return Denoised(drafts, num_forwards, knobs)
 
 
-def _refuse_step(record: StepRecord, broken: list[bool], stray: list[bool]) -> NoReturn:
+def _refuse_step(record: StepRecord, broken: list[int], stray: list[int]) -> NoReturn:
     """Say where a step went wrong, and through whom: the model's numbers, or the sampler's tokens."""
-    row = (broken if any(broken) else stray).index(True)
+    row = (broken if any(broken) else stray).index(1)
     where = f"at block {int(record.block[row])}, step {int(record.step[row])}, row {int(record.rows[row])}"
     if any(broken):
         raise FloatingPointError(
@@ -485,8 +501,8 @@ def _refuse_step(record: StepRecord, broken: list[bool], stray: list[bool]) -> N
     )
 
 
-def _where(flags: Sequence[bool], device: torch.device) -> Tensor:
-    """The places of what is true, (n,) int64."""
+def _where(flags: Sequence[int], device: torch.device) -> Tensor:
+    """The places of what is not zero, (n,) int64."""
     return torch.tensor([at for at, flag in enumerate(flags) if flag], dtype=torch.int64, device=device)
 
 

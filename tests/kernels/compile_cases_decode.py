@@ -39,12 +39,13 @@ def run_vocabulary(vocab_size: int, allowed: torch.Tensor | None) -> None:
     soft_probabilities(logits, statistics, temperature, allowed=allowed)
 
 
-def run_accept() -> None:
+def run_accept(stability: int | None) -> None:
     tokens, flags = empty(2, 256, dtype=torch.int64), empty(2, 256, dtype=torch.bool)
-    row = empty(2, dtype=torch.int64)
-    entropy, done = empty(2, 256, dtype=torch.float32), empty(2, dtype=torch.bool)
+    row, done = empty(2, dtype=torch.int64), empty(2, dtype=torch.bool)
+    entropy = empty(2, 256, dtype=torch.float32)
+    recent = None if stability is None else empty(2, stability, 256, dtype=torch.int64)
     limits = {"bound": 0.1, "confidence": 0.005, "vocab_size": 262_144}
-    accept(entropy, tokens, tokens, tokens, flags, tokens, done, row, row, row, **limits)
+    accept(entropy, tokens, tokens, tokens, flags, flags, tokens, done, row, row, row, row, recent, **limits)
 
 
 CALLS = {
@@ -55,5 +56,7 @@ CALLS = {
     "vocabulary": lambda: run_vocabulary(262_144, None),
     "vocabulary, allowed": lambda: run_vocabulary(262_144, empty(1, 8192, dtype=torch.int32)),
     "vocabulary, ragged": lambda: run_vocabulary(1000, None),
-    "accept": run_accept,
+    "accept": lambda: run_accept(1),
+    "accept, patient": lambda: run_accept(3),
+    "accept, fixed steps": lambda: run_accept(None),
 }

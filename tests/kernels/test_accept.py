@@ -7,14 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
+import dgemma
 from dgemma import draws
+from dgemma.generate import Knobs, start_state
 from dgemma.noise import UniformNoise
 from dgemma.prediction import Prediction
 from dgemma.sampling.entropy_bound import EntropyBound
 from dgemma.sampling.stopping import StableAndConfident
+from dgemma.sampling.temperature import ConstantTemperature
 from dgemma_kernels import accept as kernel
 from dgemma_kernels import reference
-from toy import fresh_state
 
 VOCAB = 262_144
 TWINS = pytest.mark.parametrize("twin", [kernel, reference], ids=["kernel", "reference"])
@@ -31,17 +33,20 @@ def inputs(entropy: Tensor, **changes: Tensor) -> dict[str, Tensor]:
         "argmax": 2000 + position,
         "canvas": 3000 + position,
         "frozen": torch.zeros_like(position, dtype=torch.bool),
-        "previous": 2000 + position,
+        "draft": 4000 + position,
+        "recent": 2000 + position[:, None],
         "done": torch.zeros_like(row, dtype=torch.bool),
         "seeds": 7 + row,
         "block": 3 + 0 * row,
         "step": 1 + 0 * row,
+        "num_steps": 48 + 0 * row,
     }
-    return tensors | changes
+    tensors |= changes
+    return {"open": ~tensors["frozen"]} | tensors
 
 
-def run(twin, tensors: dict[str, Tensor], *, bound: float = 0.1, confidence: float = 0.005, vocab_size: int = VOCAB):
-    return twin.accept(**tensors, bound=bound, confidence=confidence, vocab_size=vocab_size)
+def run(twin, tensors: dict[str, Tensor], *, bound: float = 0.1, vocab_size: int = VOCAB, **options):
+    return twin.accept(**tensors, bound=bound, vocab_size=vocab_size, **{"confidence": 0.005} | options)
 
 
 @TWINS
@@ -51,7 +56,7 @@ def test_published_fixture_accepts_the_two_most_certain(twin, device):
     logits = torch.zeros(4, 5)
     logits[:, 0] = torch.tensor([5.0, 1.0, 9.0, 0.0])
     entropy = torch.distributions.Categorical(logits=logits).entropy()[None].to(device)
-    assert run(twin, inputs(entropy)).accept.tolist() == [[True, False, True, False]]
+    assert run(twin, inputs(entropy)).accepted.tolist() == [[True, False, True, False]]
 
 
 @TWINS
@@ -59,15 +64,15 @@ def test_published_fixture_accepts_the_two_most_certain(twin, device):
 def test_zero_bound_accepts_exactly_the_most_certain_position(twin, canvas_len, device):
     entropy = torch.rand(3, canvas_len, generator=torch.Generator().manual_seed(1)).to(device) + 0.1
     result = run(twin, inputs(entropy), bound=0.0)
-    assert result.accept.sum(-1).tolist() == [1, 1, 1]
-    assert result.accept.int().argmax(-1).tolist() == entropy.argmin(-1).tolist()
+    assert result.accepted.sum(-1).tolist() == [1, 1, 1]
+    assert result.accepted.int().argmax(-1).tolist() == entropy.argmin(-1).tolist()
 
 
 @TWINS
 def test_of_equal_entropies_the_first_position_wins(twin, device):
     # 0.25 is exact: three of them make 0.75, and the fourth exclusive sum is the first above the bound of 0.7.
     result = run(twin, inputs(torch.full((1, 8), 0.25, device=device)), bound=0.7)
-    assert result.accept.tolist() == [[True, True, True, False, False, False, False, False]]
+    assert result.accepted.tolist() == [[True, True, True, False, False, False, False, False]]
 
 
 @TWINS
@@ -77,9 +82,9 @@ def test_refused_positions_get_the_counters_noise(twin, device):
     tensors = inputs(entropy, seeds=seeds.to(device), step=torch.tensor([0, 47]).to(device))
     result = run(twin, tensors)
     u = draws.uniform(seeds, torch.tensor([3, 3]), torch.tensor([0, 47]), 40, "noise")
-    want = torch.where(result.accept.cpu(), 1000 + torch.arange(40), draws.integers(u, VOCAB))
+    want = torch.where(result.accepted.cpu(), 1000 + torch.arange(40), draws.integers(u, VOCAB))
     assert result.canvas.cpu().tolist() == want.tolist()
-    assert 0 < result.accept.sum() < 80
+    assert 0 < result.accepted.sum() < 80
 
 
 @TWINS
@@ -88,7 +93,7 @@ def test_frozen_positions_stay_and_cost_nothing(twin, device):
     frozen = torch.tensor([[False, True, False, False]], device=device)
     result = run(twin, inputs(entropy, frozen=frozen))
     # Exclusive sums of the open ones are 0, .06 and .12.
-    assert result.accept.tolist() == [[True, False, True, False]]
+    assert result.accepted.tolist() == [[True, False, True, False]]
     assert result.canvas[0, 1].item() == 3001
 
 
@@ -101,7 +106,7 @@ def test_frozen_positions_stay_and_cost_nothing(twin, device):
 def test_a_row_stops_when_its_argmax_holds_and_its_entropy_is_low(twin, entropy, changed, done, device):
     tensors = inputs(torch.full((1, 9), entropy, device=device))
     if changed is not None:
-        tensors["previous"][0, changed] = 0
+        tensors["recent"][0, 0, changed] = 0
     assert run(twin, tensors).done.tolist() == [done]
 
 
@@ -110,47 +115,103 @@ def test_frozen_positions_neither_block_nor_dilute_the_stop(twin, device):
     entropy = torch.tensor([[0.004, 9.0, 0.004], [0.006, 0.0, 0.006]], device=device)
     frozen = torch.tensor([[False, True, False]] * 2, device=device)
     tensors = inputs(entropy, frozen=frozen)
-    tensors["previous"][:, 1] = 0
+    tensors["recent"][:, 0, 1] = 0
     assert run(twin, tensors).done.tolist() == [True, False]
 
 
 @TWINS
-def test_done_rows_are_left_as_they_were(twin, device):
+def test_done_rows_keep_all_but_what_the_stop_rule_remembers(twin, device):
     tensors = inputs(torch.full((2, 6), 0.5, device=device), done=torch.tensor([True, False], device=device))
-    tensors["previous"][0] = 42
+    tensors["recent"][0] = 42
     result = run(twin, tensors)
-    assert result.canvas[0].tolist() == tensors["canvas"][0].tolist()
-    assert result.argmax[0].tolist() == [42] * 6
-    assert result.argmax[1].tolist() == tensors["argmax"][1].tolist()
-    assert not result.accept[0].any()
+    for name in ("canvas", "open", "draft"):
+        assert torch.equal(getattr(result, name)[0], tensors[name][0])
+    assert torch.equal(result.recent[:, 0], tensors["argmax"])
+    assert torch.equal(result.draft[1], tensors["argmax"][1])
+    assert not result.accepted[0].any()
+    assert not result.renoised[0].any()
     assert result.done.tolist() == [True, False]
 
 
-def test_a_step_of_the_library_gives_the_same_canvas_and_stop(device):
-    logits = torch.randn(3, 24, 50, generator=torch.Generator().manual_seed(4)) * torch.linspace(1, 9, 24)[:, None]
-    logits[2] *= 0.1  # too uncertain to stop; row 1 changes its argmax
-    prediction = Prediction(logits)
-    frozen = (torch.arange(24).expand(3, -1) % 7 == 0).contiguous()
-    tensors = inputs(prediction.entropy, frozen=frozen, argmax=prediction.argmax, previous=prediction.argmax.clone())
-    tensors["previous"][1, 3] = -1
-    state = replace(
-        fresh_state(tensors["canvas"], UniformNoise(50), 48),
-        **{name: tensors[name] for name in ("frozen", "seeds", "block", "step")},
-        open=~frozen,
-        stop_memory=tensors["previous"][:, None],
-    )
-    decision = EntropyBound(bound=0.5)(prediction, state)
-    noise = state.noise.refill(state)
-    canvas = torch.where(decision.write, decision.tokens, torch.where(decision.renoise, noise, state.canvas))
-    done, _ = StableAndConfident(confidence=2.5)(prediction, state)
-    assert 0 < decision.write.sum() < decision.write.numel()
-    assert done.tolist() == [True, False, False]
+@TWINS
+def test_the_verdict_counts_steps_and_finds_what_is_no_number_and_no_token(twin, device):
+    entropy = torch.full((5, 6), 0.5, device=device)
+    entropy[1, 4] = torch.nan
+    frozen = torch.zeros(5, 6, dtype=torch.bool, device=device)
+    frozen[2:4, 1] = True
+    tensors = inputs(entropy, frozen=frozen, num_steps=torch.tensor([7, 2, 9, 9, 1], device=device))
+    tensors["canvas"][2, 1] = VOCAB  # frozen, and so it stays; that of the third is replaced, whatever it was
+    tensors["canvas"][3, 0] = -1
+    result = run(twin, tensors)
+    # The steps counted are those after this one, the second; the last row is past its end.
+    assert result.verdict.tolist() == [[5, 0, 7, 7, 0], [0, 1, 0, 0, 0], [0, 0, 1, 0, 0]]
 
-    tensors = {name: tensor.to(device) for name, tensor in (tensors | {"tokens": decision.tokens}).items()}
-    result = run(kernel, tensors, bound=0.5, confidence=2.5, vocab_size=50)
-    assert result.canvas.tolist() == canvas.tolist()
-    assert result.done.tolist() == done.tolist()
-    assert result.accept.tolist() == decision.write.tolist()
+
+LOGITS = torch.randn(4, 3, 24, 50, generator=torch.Generator().manual_seed(4)) * torch.linspace(1, 9, 24)[:, None]
+LOGITS[2:, :2] = LOGITS[1, :2]  # two rows say the same from the second step on; the other is too uncertain to stop
+LOGITS[:, 1] *= 0.1
+
+
+class Replayed:
+    """A denoiser that says the same four things, one a step."""
+
+    def __init__(self) -> None:
+        self.logits = iter(LOGITS)
+
+    def denoise(self, canvas, cache, self_cond=None):
+        return Prediction(next(self.logits))
+
+
+@TWINS
+@pytest.mark.parametrize("commit", ["argmax", "canvas"])
+@pytest.mark.parametrize(
+    ("stop", "ends_at"),
+    [
+        (None, None),
+        (StableAndConfident(stability=1, confidence=2.5), 2),
+        (StableAndConfident(stability=2, confidence=2.5), 3),
+        (StableAndConfident(stability=0, confidence=2.5), 0),
+        (StableAndConfident(stability=2, confidence=2.5, compare="canvas"), None),
+    ],
+    ids=["never", "stable", "patient", "confident", "canvas"],
+)
+def test_it_does_all_that_the_librarys_step_does_after_sampling(twin, commit, stop, ends_at, device):
+    knobs = Knobs(sampler=EntropyBound(bound=0.5, commit=commit), temperature=ConstantTemperature(1.0), stop=stop)
+    frozen = torch.arange(24) % torch.tensor([[7], [5], [1]]) == 0  # all of the last row
+    seeds = torch.tensor([3, 4, 5])
+    state = start_state(knobs, UniformNoise(50), seeds=seeds, canvas_len=24, num_steps=3, frozen=frozen)
+    state = replace(state, open=state.open & (torch.arange(24) != 9))  # as someone might leave it
+    denoiser = Replayed()
+    for number in range(len(LOGITS)):
+        after, record = dgemma.step(denoiser, state, cache=None, knobs=knobs)
+        tensors = {
+            "entropy": record.entropy,
+            "tokens": record.prediction.sample(state.uniform("token")),
+            "argmax": record.argmax,
+            "recent": state.stop_memory,
+            **{name: getattr(state, name) for name in ("canvas", "open", "frozen", "draft", "done")},
+            **{name: getattr(state, name) for name in ("seeds", "block", "step", "num_steps")},
+        }
+        options = {} if stop is None else {"confidence": stop.confidence, "compare_canvas": stop.compare == "canvas"}
+        result = run(
+            twin,
+            {name: None if tensor is None else tensor.contiguous().to(device) for name, tensor in tensors.items()},
+            bound=0.5,
+            vocab_size=50,
+            commit_canvas=commit == "canvas",
+            **options,
+        )
+        for name in ("canvas", "open", "draft", "done"):
+            assert torch.equal(getattr(result, name).cpu(), getattr(after, name)), name
+        for name in ("accepted", "renoised", "verdict"):
+            assert torch.equal(getattr(result, name).cpu(), getattr(record, name)), name
+        if stop is None:
+            assert result.recent is None
+        else:
+            assert torch.equal(result.recent.cpu(), after.stop_memory)
+        assert after.done.tolist() == [ends_at is not None and number >= ends_at, False, True]
+        assert (0 < record.accepted[0].sum() < 24) == bool(record.active[0])
+        state = after
 
 
 def test_noise_reaches_both_ends_of_a_small_vocabulary(device):

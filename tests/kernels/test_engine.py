@@ -1,8 +1,9 @@
 """The fused denoiser against the reference model, in float32: same logits to rounding, same tokens, same caches."""
 
 import copy
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +12,13 @@ import dgemma
 from dgemma import draws as reference_draws
 from dgemma.config import FULL, SLIDING
 from dgemma.generate import Knobs, start_state
+from dgemma.schedule import OneMinusCosine
 from dgemma.train.lora import LoRA, add_lora
-from dgemma_kernels import accelerate, draws, embedding, reference, vocabulary
+from dgemma_kernels import accelerate, accept, captured, draws, embedding, published, reference, vocabulary
 from dgemma_kernels import cache as fused_cache
+from dgemma_kernels.forward import Forward
+from dgemma_kernels.graphs import CaptureError
+from dgemma_kernels.prediction import FusedPrediction, Logits
 
 CANVAS, VOCAB = 4, 40
 # float32 throughout: two layers of sums in another order, over activations of order ten.
@@ -105,11 +110,10 @@ def test_generate_cannot_tell_the_fused_denoiser_from_the_reference(models, kind
             "stop": dgemma.StableAndConfident(confidence=10.0),
         },
         "masked": {**alone, "noise": dgemma.MaskNoise(VOCAB), "sampler": dgemma.EntropyBound(bound=1.0)},
-        "shaped": {**alone, "top_k": 5, "allowed": list(range(3, 30)), "stop": None},
+        "shaped": {**alone, "top_k": 5, "allowed": list(range(3, 30)), "stop": None, "steps": 3},
     }[kind]
-    want, got = (
-        dgemma.generate(model, steps=2, seed=5, eos_token_ids=[7], progress=False, **options) for model in models
-    )
+    options = {"steps": 2, "seed": 5, "eos_token_ids": [7], "progress": False} | options
+    want, got = (dgemma.generate(model, **options) for model in models)
     assert torch.equal(got.new_tokens, want.new_tokens)
     assert torch.equal(got.steps, want.steps)
     assert torch.equal(got.cache.lengths, want.cache.lengths)
@@ -150,6 +154,80 @@ def test_a_step_can_be_taken_again_from_any_state_and_old_logits_are_refused(mod
     again.canvas.copy_(planted.canvas)  # behind the engine's back
     seen = [fast.step(state, cache=cache, knobs=knobs)[1].entropy for state in (again, planted)]
     assert torch.equal(*seen)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize(
+    ("bound", "commit", "stop", "more"),
+    [
+        (0.05, "argmax", None, {}),
+        (0.05, "argmax", dgemma.StableAndConfident(confidence=10.0), {}),
+        (0.5, "canvas", dgemma.StableAndConfident(stability=2, confidence=1.5, compare="canvas"), {"top_k": 3}),
+    ],
+    ids=["fixed-steps", "published", "of-canvases"],
+)
+def test_a_published_step_leaves_what_the_librarys_step_leaves(
+    models, bound, commit, stop, more, num_rows, monkeypatch, device
+):
+    _, fast = models
+    # Nearly sure of token 7, the less so the more a position's token has in common with others.
+    table = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(2)).to(device)
+    table[:, 7] += torch.linspace(4, 9, VOCAB, device=device)
+    monkeypatch.setattr(Forward, "canvas", lambda self, tokens, signal, buffers: tokens.flatten())
+    monkeypatch.setattr(Forward, "head", lambda self, hidden, out: out.copy_(table[hidden]))
+    launches = []
+    monkeypatch.setattr(published, "accept", lambda *args, **more: launches.append(1) or accept.accept(*args, **more))
+    sampler = dgemma.EntropyBound(bound=bound, commit=commit)
+    knobs = Knobs(sampler=sampler, temperature=dgemma.LinearTemperature(), stop=stop, **more)
+    tokens = draw_tokens(num_rows, CANVAS, seed=8)
+    frozen = torch.zeros_like(tokens, dtype=torch.bool)
+    frozen[0, 1] = True
+    state = start_state(
+        knobs,
+        dgemma.UniformNoise(VOCAB, schedule=OneMinusCosine()),
+        seeds=11 + torch.arange(num_rows, device=device),
+        canvas_len=CANVAS,
+        num_steps=4,
+        block=2,
+        canvas=tokens,
+        frozen=frozen,
+    )
+    cache = fast.encode(draw_tokens(num_rows, 2))
+    num_accepted, num_renoised = 0, 0
+    for number in range(5):  # one past the end
+        after, record = fast.step(state, cache=cache, knobs=knobs)
+        if number % 2:  # the soft embedding at once: the logits stay, and the next step goes on from there
+            assert fast.read_ahead(record.verdict) == record.verdict.tolist()
+        # The same numbers to decide from: the kernels' own statistics of the same logits.
+        said = FusedPrediction(Logits(record.prediction._raw.clone()), (fast._softcap,))
+        denoiser = SimpleNamespace(denoise=lambda canvas, cache, self_cond, said=said: said)
+        want_after, want_record = dgemma.step(denoiser, state, cache=cache, knobs=knobs)
+        for got, want in ((after, want_after), (record, want_record)):
+            for field in fields(want):
+                expected, value = getattr(want, field.name), getattr(got, field.name)
+                if isinstance(expected, torch.Tensor):
+                    assert value.dtype == expected.dtype, field.name
+                    assert torch.equal(value, expected), field.name
+                elif field.name in ("memory", "stop_memory", "awaited", "allowed", "injected"):
+                    assert value == expected, field.name
+        num_accepted, num_renoised = num_accepted + record.accepted.sum(), num_renoised + record.renoised.sum()
+        state = after
+    assert launches
+    assert num_accepted > 0
+    assert num_renoised > 0
+    assert state.done.any() == (stop is not None)
+
+
+def test_a_sampler_that_waits_for_the_host_is_named(models, monkeypatch):
+    _, fast = models
+
+    def fail(*args):
+        raise CaptureError("operation not permitted")
+
+    monkeypatch.setattr(captured, "Replay", fail)
+    sampler = dgemma.Ancestral()
+    with pytest.raises(RuntimeError, match=r"could not be captured .* Ancestral\(.*waits for the host"):
+        dgemma.generate(fast, draw_tokens(1, 3), sampler=sampler, max_new_tokens=CANVAS, steps=2, progress=False)
 
 
 def test_a_finished_canvas_is_read_together_with_the_next_one(models):
