@@ -76,11 +76,12 @@ def measure_read_bandwidth(num_bytes: int = 8 << 30) -> float:
 
 
 def describe_run() -> str:
-    """GPU, versions, commit (COMMIT names it where there is no repository) and command: no result without this line."""
+    """Device, versions, commit (COMMIT names it where there is no repository), command: no result without this line."""
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     commit = os.environ.get("COMMIT") or git.stdout.strip() or "unknown"
     versions = f"torch {torch.__version__}, triton {triton.__version__}"
-    return f"{torch.cuda.get_device_name()}, {versions}, commit {commit}, command: python {' '.join(sys.argv)}"
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return f"{device}, {versions}, commit {commit}, command: python {' '.join(sys.argv)}"
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import transformers_training
+from timing import describe_run
 from torch import Tensor, nn
 from transformers import DiffusionGemmaForBlockDiffusion
 
@@ -94,8 +95,7 @@ def main() -> None:
     config: dgemma.ModelConfig = getattr(dgemma.presets, options.preset)()
     shape = (options.batch_size, options.prompt_len + config.canvas_length)
     config = config.replace(sliding_window=max(config.sliding_window, shape[1] + 1))  # everything is seen, in both
-    hardware = f"{torch.cuda.get_device_name() if ON_GPU else 'CPU'}, torch {torch.__version__}"
-    print(f"\n{options.preset}, {shape[0]} rows of {shape[1]} tokens, {hardware}\n")
+    print(f"\n{options.preset}, {shape[0]} rows of {shape[1]} tokens, {describe_run()}\n")
     print(
         "| loop | work | tokens/s | times transformers | ms a step | peak GiB | loss |\n|---|---|---|---|---|---|---|"
     )
@@ -130,7 +130,7 @@ def main() -> None:
     torch.cuda.empty_cache()
     run("dgemma", build(config), fine_tuning_loss)
     if options.output is not None:
-        options.output.write_text(json.dumps({"hardware": hardware, "results": results}, indent=1) + "\n")
+        options.output.write_text(json.dumps({"run": describe_run(), "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
