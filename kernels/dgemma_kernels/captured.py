@@ -126,15 +126,14 @@ class CapturedStep:
         leaves: list,
         form: Any,
     ) -> None:
+        self._knobs, self._softcap = knobs, engine._softcap
         self._postponed = None if postponed is None else postponed.long().clone()
         dense = torch.contiguous_format
         self._inputs = [x.clone(memory_format=dense) if isinstance(x, Tensor) else x for x in leaves]
         device, memory = engine.device, engine._graph_memory
         self._signal = engine._static_signal(state.canvas.numel(), signal)
         self._logits = engine._logits_buffer(*state.canvas.shape)
-        predicts: Any = _Predicts(
-            engine._forward, self._postponed, self._signal, buffers, self._logits, engine._softcap
-        )
+        predicts = _Predicts(engine._forward, self._postponed, self._signal, buffers, self._logits, self._softcap)
         static = _DrawingState(
             **dict(zip(STATE_INPUTS, tree_unflatten(self._inputs, form), strict=True)), noise=state.noise
         )
@@ -197,14 +196,18 @@ class CapturedStep:
         self._logits.version += 1
         self._replay.replay()
 
-    def results(self, leaves: list) -> tuple[dict[str, Any], dict[str, Any], FusedPrediction]:
-        """The state's and the record's tensors after the step from `leaves`, in tensors of their own."""
+    def results(self, state: DenoiseState, leaves: list) -> tuple[dict[str, Any], dict[str, Any], FusedPrediction]:
+        """What the step from `state`, whose leaves these are, led to and recorded, in tensors of their own."""
         fresh = [torch.empty_like(source) for source in self._computed]
         copy_all(fresh, self._computed)
         where = {"computed": fresh.__getitem__, "given": leaves.__getitem__, "constant": lambda value: value}
         results = [where[kind](at) for kind, at in self._origins]
         after, record, statistics = tree_unflatten(results, self._form)
-        return after, record, self._prediction.after_replay(statistics)
+        # Shaped by the state's own tensors: the graph's will hold another temperature.
+        prediction = FusedPrediction(self._logits, (self._softcap,)).shape(
+            temperature=state.temperature, allowed=state.allowed, top_k=self._knobs.top_k, top_p=self._knobs.top_p
+        )
+        return after, record, prediction.after_replay(statistics)
 
     def soften(self) -> Tensor:
         """The soft embedding (B, C, D) of the last replay, while no other graph has run since."""

@@ -198,7 +198,7 @@ class FusedDenoiser:
             )
             captured.load(leaves, postponed, signal)
             captured.replay()
-        after, record, prediction = captured.results(leaves)
+        after, record, prediction = captured.results(state, leaves)
         self._unsoftened = weakref.ref(prediction), captured
         if num_postponed:
             fused.take_postponed()

@@ -1,6 +1,7 @@
 """Work captured once and replayed: a CUDA graph on a GPU; elsewhere (Triton's interpreter) the same function again."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -52,6 +53,21 @@ class Replay:
         for target, source in zip(tree_leaves(self.result), tree_leaves(self._fn()), strict=True):
             if isinstance(target, Tensor) and target is not source:
                 target.copy_(source)
+
+
+@contextmanager
+def beside(device: torch.device) -> Iterator[Callable[[], None]]:
+    """Launch on a second stream, beside what follows. Gives what is to be called before the results are read there.
+
+    Example: `with beside(x.device) as join: y = f(x)`; `z = g(x)`; `join()`; `y + z`.
+    """
+    if device.type != "cuda":
+        yield lambda: None
+        return
+    here, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    side.wait_stream(here)
+    with torch.cuda.stream(side):
+        yield lambda: here.wait_stream(side)
 
 
 def remembered(graphs: Any, key: Any, make: Callable[[], Any]) -> Any:

@@ -5,7 +5,6 @@ sample, and what needs no prediction beside the forward.
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dgemma.generate import Knobs, StepRecord, _clock
@@ -16,6 +15,7 @@ from dgemma.sampling.entropy_bound import EntropyBound
 from dgemma.sampling.stopping import StableAndConfident
 from dgemma.state import DenoiseState
 from dgemma_kernels.accept import MAX_CANVAS, Accepted, accept
+from dgemma_kernels.graphs import beside
 
 
 def is_published(state: DenoiseState, knobs: Knobs) -> bool:
@@ -34,16 +34,11 @@ def is_published(state: DenoiseState, knobs: Knobs) -> bool:
 
 def published_step(denoiser: Any, state: DenoiseState, *, cache: Any, knobs: Knobs) -> tuple[DenoiseState, StepRecord]:
     """`dgemma.step` where `is_published`, bit for bit but for sums of entropies, which are rounded once."""
-    here = torch.cuda.current_stream(state.device) if state.device.type == "cuda" else None
-    side = None if here is None else torch.cuda.Stream(state.device)
-    if here is not None and side is not None:
-        side.wait_stream(here)
-    with torch.cuda.stream(side):  # None is no other stream
+    with beside(state.device) as join:
         clock = _clock(state.noise, knobs.temperature, state.step + 1, state.num_steps)
         u, active = state.uniform("token"), ~state.done
     raw = denoiser.denoise(state.canvas, cache)
-    if here is not None and side is not None:
-        here.wait_stream(side)
+    join()
     prediction = raw.shape(temperature=state.temperature, top_k=knobs.top_k, top_p=knobs.top_p)
     taken = _accept(prediction, prediction.sample(u), state, knobs.sampler, knobs.stop)
     after = replace(

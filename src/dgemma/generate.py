@@ -267,10 +267,9 @@ def start_state(
     start = fresh if canvas is None else torch.where(canvas < 0, fresh, canvas)
     if frozen is None:
         frozen = torch.zeros(batch_size, canvas_len, dtype=torch.bool, device=device)
-    still_open = noise.masked(start) if noise.kind == "mask" else torch.ones_like(frozen)
     state = DenoiseState(
         canvas=start,
-        open=still_open & ~frozen,
+        open=noise.masked(start) & ~frozen if noise.kind == "mask" else ~frozen,
         frozen=frozen,
         draft=start,
         done=torch.zeros(batch_size, dtype=torch.bool, device=device),
@@ -304,14 +303,13 @@ def start_block(model: Denoiser, plan: Plan, block: int, rows: Tensor, knobs: Kn
 
 def _clock(noise: Noise, temperature: Temperature, step: Tensor, num_steps: Tensor) -> dict[str, Any]:
     """All that follows from the step's number: noise before and after it, and the temperature it runs at; (B,) each."""
-    time = (1 - step.double() / num_steps).clamp(min=0.0)
-    next_time = (1 - (step + 1).double() / num_steps).clamp(min=0.0)
-    next_level = 1 - noise.schedule.alpha(next_time)
+    steps = torch.stack((step, step + 1))
+    level, next_level = 1 - noise.schedule.alpha((1 - steps.double() / num_steps).clamp(min=0.0))
     return {
         "step": step,
-        "noise_level": 1 - noise.schedule.alpha(time),
+        "noise_level": level,
         # The last step ends without noise, also under a schedule that never quite gets there.
-        "next_noise_level": torch.where(step + 1 >= num_steps, 0.0, next_level),
+        "next_noise_level": torch.where(steps[1] >= num_steps, 0.0, next_level),
         "temperature": temperature(step, num_steps),
     }
 
@@ -422,7 +420,9 @@ def run(
             tokens, taken, knobs = yield from denoise_canvas(model, state, cache, knobs)
             num_forwards = _spread(taken, rows, batch_size, 0)
 
-        ends_row = torch.isin(tokens, eos) & plan.span.past_pins(block, plan.canvas_len, rows)
+        ends_row = torch.isin(tokens, eos)
+        if plan.span.frozen is not None:
+            ends_row = ends_row & plan.span.past_pins(block, plan.canvas_len, rows)
         ended = ends_row.any(-1).tolist()  # here the host waits for the device
         real = None  # all of them
         if any(ended):
@@ -462,8 +462,8 @@ def denoise_canvas(
     Yields each `StepRecord`, and takes changes as `stream` does.
     """
     device = state.device
-    here = torch.arange(state.batch_size, device=device)  # which of the given rows are still there
-    drafts, num_forwards = state.draft.clone(), torch.zeros_like(here)
+    here = list(range(state.batch_size))  # which of the given rows are still there
+    drafts, num_forwards = list(state.draft), [0] * state.batch_size
     # Asked of the class: a wrapper around an engine must not step past what it wraps.
     advance: Any = model.step if hasattr(type(model), "step") else partial(step, model)  # type: ignore[attr-defined]
     read_ahead: Any = model.read_ahead if hasattr(type(model), "read_ahead") else Tensor.tolist  # type: ignore[attr-defined]
@@ -476,13 +476,15 @@ def denoise_canvas(
         if any(broken) or any(stray):
             _refuse_step(record, broken, stray)
         if not all(left):
-            drafts[here], num_forwards[here] = state.draft, num_taken
+            for row, draft in zip(here, state.draft, strict=True):
+                drafts[row], num_forwards[row] = draft, num_taken
             if not any(left):
                 break
+            here = [row for row, steps in zip(here, left, strict=True) if steps]
             working = _where(left, device)
-            here, state, cache = here[working], state.select(working), cache.select(working)
+            state, cache = state.select(working), cache.select(working)
         goes_on = knobs.stop is None and min(left) > 1
-    return Denoised(drafts, num_forwards, knobs)
+    return Denoised(torch.stack(drafts), torch.tensor(num_forwards, device=device), knobs)
 
 
 def _refuse_step(record: StepRecord, broken: list[int], stray: list[int]) -> NoReturn:

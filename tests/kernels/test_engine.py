@@ -210,6 +210,7 @@ def test_a_published_step_leaves_what_the_librarys_step_leaves(
                     assert torch.equal(value, expected), field.name
                 elif field.name in ("memory", "stop_memory", "awaited", "allowed", "injected"):
                     assert value == expected, field.name
+        assert torch.equal(record.prediction.logits, want_record.prediction.logits)
         num_accepted, num_renoised = num_accepted + record.accepted.sum(), num_renoised + record.renoised.sum()
         state = after
     assert launches
