@@ -8,6 +8,7 @@ import torch
 
 import dgemma
 from dgemma.data.markov import MarkovChain, MarkovSource
+from dgemma.train import nelbo
 
 SMALL = MarkovChain.random(num_states=4, num_successors=3, seed=2)
 
@@ -66,6 +67,57 @@ def test_the_extreme_uniforms_draw_possible_texts():
 def test_an_impossible_step_has_no_likelihood():
     forbidden = (SMALL.move == 0).nonzero()[0]
     assert SMALL.nll(forbidden[None]).item() == math.inf
+
+
+def _uniform(z, x, level):
+    """q(z | x) over the chain's four states and two tokens more."""
+    return (1 - level) * (z == x) + level / 6
+
+
+def _mask(z, x, level):
+    return (1 - level) * (z == x) + level * (z == 5)
+
+
+@pytest.mark.parametrize(
+    ("noise", "q"), [(dgemma.UniformNoise(6), _uniform), (dgemma.MaskNoise(6, mask_token_id=5), _mask)]
+)
+def test_leave_one_out_is_bayes_rule_over_all_texts(noise, q):
+    """Every text's probability times that of what is seen elsewhere, added up by what stands at the position."""
+    texts = torch.tensor(list(itertools.product(range(4), repeat=4)))
+    p_text = (-SMALL.nll(texts)).exp()
+    clean, levels = texts[p_text > 0][::7], (0.05, 0.6)
+    u = torch.rand(2, *clean.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    z = torch.cat([noise.corrupt(clean, torch.full((len(clean),), level), *u) for level in levels])
+    level = torch.tensor(levels, dtype=torch.float64).repeat_interleave(len(clean))
+    found = SMALL.leave_one_out(z, noise, level)
+    assert found.dtype == torch.float64
+    for row, canvas in enumerate(z):
+        seen = q(canvas, texts, level[row])  # (texts, 4)
+        for position in range(4):
+            others = [p for p in range(4) if p != position]
+            weight = p_text * seen[:, others].prod(1)
+            expected = torch.stack([weight[texts[:, position] == state].sum() for state in range(4)]) / weight.sum()
+            torch.testing.assert_close(found[row, position, :4], expected, atol=1e-13, rtol=0)
+    assert not found[..., 4:].any()
+
+
+def test_the_bound_of_the_exact_posterior_is_the_likelihood():
+    """On the published chain, level by level; the posterior that has seen its own position is far off."""
+    chain, noise = MarkovChain.random(), dgemma.UniformNoise(254)
+    x = MarkovSource(chain=chain)(0, range(128)).tokens
+    generator, bound, of_mean = torch.Generator().manual_seed(0), torch.zeros(128).double(), torch.zeros(128).double()
+    for part in range(16):
+        time, u_event, u_token = torch.rand(3, *x.shape, generator=generator, dtype=torch.float64)
+        level = (part + time[:, 0]) / 16
+        z = noise.corrupt(x, level, u_event, u_token)
+        loo = chain.leave_one_out(z, noise, level).log()
+        bound += nelbo.integrand(noise, loo, x, z, level, parametrisation="loo").sum(1) / 16
+        mean = noise.to_mean(loo, z, level[:, None].expand(x.shape))
+        of_mean += nelbo.integrand(noise, mean, x, z, level, parametrisation="loo").sum(1) / 16
+    excess = (bound - chain.nll(x)) / 30
+    error = excess.std() / 128**0.5
+    assert excess.mean().abs() < 4 * error < 0.1
+    assert ((of_mean - bound) / 30).mean() > 0.5
 
 
 def test_batches_do_not_depend_on_how_they_are_cut_and_differ_by_step_and_seed():

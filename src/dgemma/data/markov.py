@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dgemma import draws
+from dgemma.noise import Noise
 from dgemma.train.batch import TrainBatch
 
 
@@ -79,6 +80,26 @@ class MarkovChain:
         """-log p of whole texts, exactly: tokens (B, L) → (B,) float64, in nats."""
         return -(self.first[tokens[:, 0]].log() + self.move[tokens[:, :-1], tokens[:, 1:]].log().sum(-1))
 
+    def leave_one_out(self, z: Tensor, noise: Noise, noise_level: Tensor) -> Tensor:
+        """p(x_i | z without z_i) of noised texts, exactly: the network with which the bound of `nelbo` is `nll`.
+
+        z (B, L) and noise_level (B,) → (B, L, noise.vocab_size) float64; tokens that are no state have none. The noised
+        chain is a hidden Markov model, so this is one pass from either end, both of which stop short of the position.
+
+        Example: `nelbo.integrand(noise, chain.leave_one_out(z, noise, t).log(), x, z, t, parametrisation="loo")`.
+        """
+        alpha, states = 1 - noise_level.double(), torch.arange(self.num_states, device=z.device)
+        of_noise = noise.marginal(alpha.new_zeros(len(z), noise.vocab_size), alpha).gather(1, z)  # (B, L)
+        clean = noise.clean_share(noise_level.double())
+        seen = of_noise[..., None] + clean[:, None, None] * (z[..., None] == states)  # (B, L, V): q(z_i | x_i)
+        move = self.move.to(z.device)
+        before, after = [self.first.to(z.device).expand_as(seen[:, 0])], [torch.ones_like(seen[:, 0])]
+        for position in range(1, z.shape[1]):
+            before.append(_normed((before[-1] * seen[:, position - 1]) @ move))
+            after.append(_normed((after[-1] * seen[:, -position]) @ move.T))
+        joint = torch.stack(before, dim=1) * torch.stack(after[::-1], dim=1)
+        return F.pad(_normed(joint), (0, noise.vocab_size - self.num_states))
+
     def entropy(self, length: int) -> float:
         """The expectation of `nll` over texts of this length, in nats; no model's average can lie below it."""
         of_move = -torch.xlogy(self.move, self.move).sum(-1)  # (V,)
@@ -98,6 +119,10 @@ class MarkovChain:
         target[-1] = 1.0
         law = torch.linalg.lstsq(system, target[:, None], driver="gelsd").solution[:, 0]
         return float(law @ -torch.xlogy(self.move, self.move).sum(-1))
+
+
+def _normed(weights: Tensor) -> Tensor:
+    return weights / weights.sum(-1, keepdim=True)
 
 
 @dataclass(frozen=True, kw_only=True)
