@@ -19,7 +19,7 @@ from dgemma.state import DenoiseState
 from dgemma_kernels import draws
 from dgemma_kernels.cache import CacheBuffers
 from dgemma_kernels.forward import Forward
-from dgemma_kernels.graphs import CaptureError, Replay, copy_all
+from dgemma_kernels.graphs import CaptureError, Replay, as_bytes, copy_all
 from dgemma_kernels.prediction import FusedPrediction, Logits
 from dgemma_kernels.published import fuse_sampler, is_published, published_step
 
@@ -178,13 +178,14 @@ class CapturedStep:
             if self.keeps_form:
                 # An input that stands for another is read before it is written over.
                 new = [x.clone() if id(x) in given else x for x in after]
-                copy_all(_tensors(before), _tensors(new))
+                copy_all(as_bytes(_tensors(before)), as_bytes(_tensors(new)))
             return signal
 
         self._soft = Replay(soften, device, memory)
         self._soft.replay()  # what it did for capture it did from no step
         results, self._form = tree_flatten(self._replay.result[:3])
         self._origins, self._computed = _origins(results, self._inputs)
+        self._computed_bytes = as_bytes(self._computed)
 
     def load(self, leaves: list, postponed: Tensor | None, signal: Tensor | None) -> None:
         if self._postponed is not None and postponed is not None:
@@ -199,7 +200,7 @@ class CapturedStep:
     def results(self, state: DenoiseState, leaves: list) -> tuple[dict[str, Any], dict[str, Any], FusedPrediction]:
         """What the step from `state`, whose leaves these are, led to and recorded, in tensors of their own."""
         fresh = [torch.empty_like(source) for source in self._computed]
-        copy_all(fresh, self._computed)
+        copy_all(as_bytes(fresh), self._computed_bytes)
         where = {"computed": fresh.__getitem__, "given": leaves.__getitem__, "constant": lambda value: value}
         results = [where[kind](at) for kind, at in self._origins]
         after, record, statistics = tree_unflatten(results, self._form)

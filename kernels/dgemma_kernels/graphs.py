@@ -81,6 +81,16 @@ def remembered(graphs: Any, key: Any, make: Callable[[], Any]) -> Any:
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """targets[i].copy_(sources[i]) for all i in one launch, as bytes: of one dtype and shape, targets contiguous."""
-    copied_to = [target.view(-1).view(torch.uint8) for target in targets]
-    torch._foreach_copy_(copied_to, [source.contiguous().view(-1).view(torch.uint8) for source in sources])
+    """targets[i].copy_(sources[i]) for all i, each of one shape and dtype: one launch a dtype."""
+    groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        of_dtype = groups.setdefault(target.dtype, ([], []))
+        of_dtype[0].append(target)
+        of_dtype[1].append(source)
+    for group in groups.values():
+        torch._foreach_copy_(*group)
+
+
+def as_bytes(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The memory of contiguous tensors, (n,) uint8 each: all of one dtype."""
+    return [tensor.view(-1).view(torch.uint8) for tensor in tensors]
