@@ -44,7 +44,8 @@ class ExpertConfig:
 @dataclass(frozen=True, kw_only=True)
 class DenseConfig:
     """How the dense MLP runs beside the experts at `min_tokens` to `max_tokens` tokens: `programs` programs, each alone
-    on a multiprocessor, over tiles of `rows` tokens."""
+    on a multiprocessor, over tiles of `rows` tokens. With `prefetch` (Hopper and later) a tile asks for all its weights
+    at once, into L2: the router in front of the experts leaves memory idle."""
 
     min_tokens: int
     max_tokens: int
@@ -55,6 +56,7 @@ class DenseConfig:
     depth: int
     warps: int
     stages: int
+    prefetch: bool
 
     def __post_init__(self) -> None:
         for field in ("rows", "gate_up_cols", "down_cols", "depth", "warps"):
@@ -129,6 +131,7 @@ DENSE: dict[str, DenseConfig] = {
         depth=64,
         warps=8,
         stages=4,
+        prefetch=True,
     ),
 }
 
