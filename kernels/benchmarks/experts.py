@@ -21,7 +21,7 @@ import torch
 from timing import demand_parity, describe_run, measure_read_bandwidth, time_graph
 from torch import Tensor
 
-from dgemma_kernels import configs, experts, mlp, norms, reference, router
+from dgemma_kernels import configs, dense, experts, mlp, norms, reference, router
 
 E, A, D, F, DENSE, EPS = 128, 8, 2816, 704, 2112, 1e-6
 # Two products and four bf16 roundings in a row come to about 3e-3; a wrong row or tile to more than 1e-2.
@@ -127,6 +127,7 @@ def check_rest(layer: Layer, tokens: int) -> None:
     expert_rows, scalar = draw_rows(tokens, A, D), torch.full((1,), 0.3, dtype=torch.bfloat16, device=GPU)
     tail = [*rows, expert_rows, *vectors[:3], scalar, vectors[3]]
     gate_up = draw_rows(tokens, 2 * DENSE)
+    mlp_arguments = [rows[0], layer.dense_gate_up, layer.dense_down, torch.zeros(2, dtype=torch.int32, device=GPU)]
     with poisoned_memory():
         pairs = [
             ("rms_norm", norms.rms_norm(rows[0], vectors[0], EPS), reference.rms_norm, [rows[0], vectors[0], EPS]),
@@ -137,6 +138,7 @@ def check_rest(layer: Layer, tokens: int) -> None:
                 reference.gate_up_geglu,
                 [rows[0], layer.dense_gate_up],
             ),
+            ("dense_mlp", dense.dense_mlp(*mlp_arguments), reference.dense_mlp, mlp_arguments),
             (
                 "attention_residual",
                 norms.attention_residual(*rows, *vectors, EPS),
@@ -221,7 +223,7 @@ def time_rest(report: Report, layers: list[Layer], tokens: int) -> None:
     rows, vectors = [draw_rows(tokens, D) for _ in range(2)], [draw_rows(D) for _ in range(4)]
     scalar, scale = torch.ones(1, dtype=torch.bfloat16, device=GPU), torch.ones(E, dtype=torch.bfloat16, device=GPU)
     expert_rows, index = draw_rows(tokens, A, D), draw_index(tokens)
-    dense_hidden = draw_rows(tokens, DENSE)
+    dense_hidden, progress = draw_rows(tokens, DENSE), torch.zeros(2, dtype=torch.int32, device=GPU)
     tail = [*rows, expert_rows, *vectors[:3], scalar, vectors[3]]
 
     def each(fn: Callable[[Layer], object]) -> tuple[float, float]:
@@ -242,6 +244,8 @@ def time_rest(report: Report, layers: list[Layer], tokens: int) -> None:
     report.add("dense gate_up, geglu" + what, timed, count, up + row, 2 * flops)
     timed = each(lambda layer: torch.mm(dense_hidden, layer.dense_down.T))
     report.add("dense down" + what, timed, count, down + 2 * row, flops)
+    timed = each(lambda layer: dense.dense_mlp(rows[0], layer.dense_gate_up, layer.dense_down, progress))
+    report.add("dense MLP, as it runs" + what, timed, count, up + down + 2 * row, 3 * flops)
     timed = each(lambda _: norms.layer_tail(*tail, EPS))
     report.add("layer_tail" + what, timed, count, (A + 4) * row, 0)
 
@@ -254,6 +258,7 @@ class Half:
     vectors: list[Tensor]
     scalar: Tensor
     scale: Tensor
+    progress: Tensor
     side: torch.cuda.Stream | None
 
     def __call__(self, x: Tensor, layer: Layer, index: Tensor | None = None) -> Tensor:
@@ -263,19 +268,26 @@ class Half:
         side = self.side or main
         side.wait_stream(main)
         with torch.cuda.stream(side):
-            dense = torch.mm(mlp.gate_up_geglu(dense_in, layer.dense_gate_up), layer.dense_down.T)
+            dense_out = dense.dense_mlp(dense_in, layer.dense_gate_up, layer.dense_down, self.progress)
         weights, chosen = router.route(router_in, layer.proj, self.scale, A)
         tiles = sort(chosen if index is None else index)
         hidden = experts.expert_gate_up(expert_in, layer.gate_up, tiles)
         rows = experts.expert_down(hidden, layer.down, weights, tiles, overlap=True)
         main.wait_stream(side)
-        return norms.layer_tail(x, dense, rows, *vectors[4:7], self.scalar, vectors[7], EPS)[0]
+        return norms.layer_tail(x, dense_out, rows, *vectors[4:7], self.scalar, vectors[7], EPS)[0]
 
 
 def draw_half(tokens: int, side: torch.cuda.Stream | None) -> Half:
     ones = torch.ones(E, dtype=torch.bfloat16, device=GPU)
     vectors = [draw_rows(D) for _ in range(8)]
-    return Half(attention=draw_rows(tokens, D), vectors=vectors, scalar=ones[:1], scale=ones, side=side)
+    return Half(
+        attention=draw_rows(tokens, D),
+        vectors=vectors,
+        scalar=ones[:1],
+        scale=ones,
+        progress=torch.zeros(2, dtype=torch.int32, device=GPU),
+        side=side,
+    )
 
 
 def check_half(layer: Layer, tokens: int) -> None:

@@ -41,6 +41,32 @@ class ExpertConfig:
             raise ValueError(f"ExpertConfig.rows must be a power of two >= 16 or the sum of two, got {self.rows}.")
 
 
+@dataclass(frozen=True, kw_only=True)
+class DenseConfig:
+    """How the dense MLP runs beside the experts at `min_tokens` to `max_tokens` tokens: `programs` programs, each alone
+    on a multiprocessor, over tiles of `rows` tokens. With `prefetch` (Hopper and later) a tile asks for all its weights
+    at once, into L2: the router in front of the experts leaves memory idle."""
+
+    min_tokens: int
+    max_tokens: int
+    programs: int
+    rows: int
+    gate_up_cols: int
+    down_cols: int
+    depth: int
+    warps: int
+    stages: int
+    prefetch: bool
+
+    def __post_init__(self) -> None:
+        for field in ("rows", "gate_up_cols", "down_cols", "depth", "warps"):
+            value = getattr(self, field)
+            if value < 1 or value & (value - 1):
+                raise ValueError(f"DenseConfig.{field} must be a power of two, got {value}.")
+        if self.programs < 1 or self.stages < 1:
+            raise ValueError(f"DenseConfig.programs and stages must be >= 1, got {self.programs} and {self.stages}.")
+
+
 _ANY = 1 << 62
 
 EXPERTS: dict[str, tuple[ExpertConfig, ...]] = {
@@ -93,6 +119,22 @@ EXPERTS: dict[str, tuple[ExpertConfig, ...]] = {
     ),
 }
 
+# Nearly all of a multiprocessor's shared memory, so that no program of another kernel shares it.
+DENSE: dict[str, DenseConfig] = {
+    "NVIDIA H200": DenseConfig(
+        min_tokens=65,
+        max_tokens=512,
+        programs=33,
+        rows=256,
+        gate_up_cols=64,
+        down_cols=128,
+        depth=64,
+        warps=8,
+        stages=4,
+        prefetch=True,
+    ),
+}
+
 # GPUs on which a kernel starts while the last programs of the kernel in front still run, and waits for them itself:
 # programmatic dependent launch, Hopper and later.
 DEPENDENT_LAUNCH: set[str] = {"NVIDIA H200"}
@@ -110,6 +152,15 @@ def expert_config(num_tokens: int, device: torch.device) -> ExpertConfig:
     """
     table = EXPERTS.get(gpu_name(device), EXPERTS["default"])
     return next(config for config in table if num_tokens <= config.max_tokens)
+
+
+def dense_config(num_tokens: int, device: torch.device) -> DenseConfig | None:
+    """The dense MLP's own kernel for `num_tokens` tokens on this device; None where library products are as good.
+
+    Example: `dense_config(256, torch.device("cuda")).programs` is 33 on an H200.
+    """
+    config = DENSE.get(gpu_name(device))
+    return config if config is not None and config.min_tokens <= num_tokens <= config.max_tokens else None
 
 
 def dependent_launch(device: torch.device) -> dict[str, bool]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dgemma.config import ModelConfig
-from dgemma_kernels import attention, embedding, experts, mlp, norms, qkv, router
+from dgemma_kernels import attention, dense, embedding, experts, mlp, norms, qkv, router
 from dgemma_kernels.cache import CacheBuffers
 from dgemma_kernels.configs import expert_config
 from dgemma_kernels.weights import LayerWeights, Weights
@@ -24,6 +24,7 @@ class Forward:
         # The dense MLP runs beside the router and the experts, which wait for memory: on the first of these that is not
         # the stream of the rest, which may be any of the 32 that torch gives in turn.
         self._sides = [torch.cuda.Stream(table.device) for _ in range(2)] if table.device.type == "cuda" else []
+        self._dense_progress = torch.zeros(2, dtype=torch.int32, device=table.device)
 
     def canvas(self, tokens: Tensor, signal: Tensor, buffers: CacheBuffers) -> Tensor:
         """The canvas (B, C), each position seeing prefix and canvas; signal (B·C, D), zero for none → (B·C, D)."""
@@ -116,19 +117,18 @@ class Forward:
         here = torch.cuda.current_stream(x.device) if self._sides else None
         side = next((stream for stream in self._sides if stream != here), None)
         if here is None or side is None:
-            dense = self._dense(layer, dense_in)
+            dense_out = self._dense(layer, dense_in)
         else:
             side.wait_stream(here)
             with torch.cuda.stream(side):
-                dense = self._dense(layer, dense_in)
+                dense_out = self._dense(layer, dense_in)
         weights, chosen = router.route(router_in, layer.router, layer.per_expert_scale, config.top_k_experts)
         tiles = router.sort_by_expert(chosen, config.num_experts, expert_config(x.shape[0], x.device).rows)
         hidden = experts.expert_gate_up(expert_in, layer.expert_gate_up, tiles)
         rows = experts.expert_down(hidden, layer.expert_down, weights, tiles, overlap=True)
         if here is not None and side is not None:
             here.wait_stream(side)
-        return norms.layer_tail(x, dense, rows, *layer.tail_norms, scalar, next_norm, eps)
+        return norms.layer_tail(x, dense_out, rows, *layer.tail_norms, scalar, next_norm, eps)
 
-    @staticmethod
-    def _dense(layer: LayerWeights, dense_in: Tensor) -> Tensor:
-        return torch.mm(mlp.gate_up_geglu(dense_in, layer.gate_up), layer.down.T)
+    def _dense(self, layer: LayerWeights, dense_in: Tensor) -> Tensor:
+        return dense.dense_mlp(dense_in, layer.gate_up, layer.down, self._dense_progress)

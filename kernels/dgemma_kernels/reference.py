@@ -94,6 +94,11 @@ def gate_up_geglu(x: Tensor, gate_up_weight: Tensor) -> Tensor:
     return geglu(x @ gate_up_weight.T)
 
 
+def dense_mlp(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, progress: Tensor) -> Tensor:
+    """gate_up_geglu(x) @ down_weight.T; nothing is counted in `progress`. (M, D), (2F, D), (D, F), (2,) → (M, D)."""
+    return gate_up_geglu(x, gate_up_weight) @ down_weight.T
+
+
 def expert_gate_up(x: Tensor, gate_up_proj: Tensor, tiles: ExpertTiles) -> Tensor:
     """geglu(x[token] @ gate_up_proj[expert].T) in the order of `tiles.pairs`. (M, D), (E, 2F, D) → (M * A, F)."""
     rows = []

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import torch
 
-from dgemma_kernels import configs, experts, mlp, norms, router
+from dgemma_kernels import configs, dense, experts, mlp, norms, router
 
 E, A, D, F, DENSE = 128, 8, 2816, 704, 2112
-WGMMA = {"_partial_scores_kernel", "_expert_gate_up_kernel", "_expert_down_kernel"}
+WGMMA = {"_partial_scores_kernel", "_expert_gate_up_kernel", "_expert_down_kernel", "_dense_mlp_kernel"}
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -31,6 +31,10 @@ def run_two_blocks(tokens: int, rows: int) -> None:
         configs.EXPERTS["NVIDIA H200"] = table
 
 
+def run_dense(tokens: int) -> None:
+    dense.dense_mlp(empty(tokens, D), empty(2 * DENSE, D), empty(D, DENSE), empty(2, dtype=torch.int32))
+
+
 def run_norms() -> None:
     row, vector = empty(256, D), empty(D)
     norms.rms_norm(row, vector, 1e-6)
@@ -46,6 +50,8 @@ CALLS = {
         for tokens in (1, 16, 256, 512, 1024, 4096)
     },
     "experts, 96 rows a tile": lambda: run_two_blocks(1024, 96),
+    "dense MLP, whole blocks of tokens": lambda: run_dense(256),
+    "dense MLP, ragged": lambda: run_dense(500),
     **{
         f"router, {tokens} tokens": lambda tokens=tokens: router.route(empty(tokens, D), empty(E, D), empty(E), A)
         for tokens in (1, 256, 4096)

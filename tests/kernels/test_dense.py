@@ -1,0 +1,115 @@
+"""The dense MLP in one launch against its meaning in float64."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from dgemma_kernels import configs, dense, reference
+
+# float32 sums of a hundred terms; float16 rounds five times on the way, 2**-11 each.
+LIMITS = {torch.float32: 1e-6, torch.float16: 2e-3}
+SMALL = configs.DenseConfig(
+    min_tokens=1,
+    max_tokens=512,
+    programs=3,
+    rows=32,
+    gate_up_cols=16,
+    down_cols=32,
+    depth=32,
+    warps=4,
+    stages=2,
+    prefetch=False,
+)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(configs.DENSE, "default", SMALL)
+
+
+def draw(
+    tokens: int, width: int, hidden: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(tokens)
+    shapes = ((tokens, width, 1), (2 * hidden, width, width), (width, hidden, hidden))
+    drawn = (torch.randn(m, n, generator=generator) * fan_in**-0.5 for m, n, fan_in in shapes)
+    x, gate_up, down = (tensor.to(device, dtype) for tensor in drawn)
+    return x, gate_up, down
+
+
+def count(device: torch.device) -> Tensor:
+    return torch.zeros(2, dtype=torch.int32, device=device)
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+@pytest.mark.parametrize("tokens", [1, 32, 70], ids=["one-row", "one-block", "ragged-blocks"])
+@pytest.mark.parametrize(("width", "hidden"), [(64, 96), (72, 88), (16, 8)], ids=["exact", "ragged", "less-than-tiles"])
+def test_the_dense_mlp_matches_float64(tokens, width, hidden, dtype, device):
+    arguments = draw(tokens, width, hidden, dtype, device)
+    want = reference.dense_mlp(*(tensor.double() for tensor in arguments), count(device))
+    assert error(dense.dense_mlp(*arguments, count(device)), want) < LIMITS[dtype]
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="an instruction of Hopper"
+)
+@pytest.mark.parametrize(("width", "hidden"), [(64, 96), (64, 88), (72, 88)], ids=["exact", "ragged", "odd-bytes"])
+def test_asking_for_weights_ahead_changes_no_bit(width, hidden, monkeypatch, device):
+    arguments, outputs = draw(70, width, hidden, torch.float16, device), []
+    for prefetch in (False, True):
+        monkeypatch.setitem(configs.DENSE, "default", replace(SMALL, prefetch=prefetch))
+        outputs.append(dense.dense_mlp(*arguments, count(device)))
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("programs", [1, 4, 40], ids=["one", "some", "more-than-tiles"])
+def test_counts_are_zero_again_for_the_next_launch(programs, monkeypatch, device):
+    monkeypatch.setitem(configs.DENSE, "default", replace(SMALL, programs=programs))
+    arguments, progress = draw(70, 72, 88, torch.float32, device), count(device)
+    first = dense.dense_mlp(*arguments, progress)
+    assert progress.tolist() == [0, 0]
+    assert torch.equal(dense.dense_mlp(*arguments, progress), first)
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_the_dense_mlp_rounds_where_separate_float16_layers_round(device):
+    # Gate, activation, product and output each round once; rounded once, more than half of the values would differ.
+    arguments = draw(64, 72, 88, torch.float16, device)
+    got, want = (module.dense_mlp(*arguments, count(device)) for module in (dense, reference))
+    assert (got != want).float().mean() < 0.05
+
+
+@pytest.mark.parametrize(("tokens", "kernel"), [(64, False), (65, True), (512, True), (513, False)])
+def test_few_and_many_tokens_are_library_products(tokens, kernel, monkeypatch):
+    monkeypatch.setattr(configs, "gpu_name", lambda device: "NVIDIA H200")
+    assert (configs.dense_config(tokens, torch.device("cpu")) is not None) == kernel
+
+
+def test_without_tiles_for_a_gpu_the_dense_mlp_is_library_products(device):
+    arguments = draw(7, 72, 88, torch.float32, device)
+    want = reference.dense_mlp(*(tensor.double() for tensor in arguments), count(device))
+    assert configs.dense_config(256, device) is None
+    assert error(dense.dense_mlp(*arguments, count(device)), want) < LIMITS[torch.float32]
+
+
+def test_weights_of_other_widths_are_refused(device):
+    x, gate_up, down = draw(4, 16, 8, torch.float32, device)
+    with pytest.raises(ValueError, match=r"dense_mlp must be given \(M, D\), \(2F, D\) and \(D, F\), got"):
+        dense.dense_mlp(x, gate_up, down.T.contiguous(), count(device))
+
+
+def test_counts_of_another_shape_are_refused(device):
+    with pytest.raises(ValueError, match=r"dense_mlp.progress must be \(2,\) int32, got \(1,\) torch.int32"):
+        dense.dense_mlp(*draw(4, 16, 8, torch.float32, device), count(device)[:1])
+
+
+def test_a_tile_that_is_no_power_of_two_is_refused():
+    with pytest.raises(ValueError, match=r"DenseConfig.rows must be a power of two, got 48"):
+        replace(SMALL, rows=48)
