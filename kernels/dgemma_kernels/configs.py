@@ -44,8 +44,7 @@ class ExpertConfig:
 @dataclass(frozen=True, kw_only=True)
 class DenseConfig:
     """How the dense MLP runs beside the experts at `min_tokens` to `max_tokens` tokens: `programs` programs, each alone
-    on a multiprocessor, over tiles of `rows` tokens. With `prefetch` (Hopper and later) a tile asks for all its weights
-    at once, into L2: the router in front of the experts leaves memory idle."""
+    on a multiprocessor, over tiles of `rows` tokens."""
 
     min_tokens: int
     max_tokens: int
@@ -56,7 +55,6 @@ class DenseConfig:
     depth: int
     warps: int
     stages: int
-    prefetch: bool
 
     def __post_init__(self) -> None:
         for field in ("rows", "gate_up_cols", "down_cols", "depth", "warps"):
@@ -105,6 +103,12 @@ EXPERTS: dict[str, tuple[ExpertConfig, ...]] = {
             down=Tile(cols=128, depth=64, warps=8, stages=4),
         ),
         ExpertConfig(
+            max_tokens=1152,
+            rows=80,
+            gate_up=Tile(cols=64, depth=64, warps=4, stages=4),
+            down=Tile(cols=64, depth=64, warps=4, stages=4),
+        ),
+        ExpertConfig(
             max_tokens=1536,
             rows=64,
             gate_up=Tile(cols=64, depth=64, warps=4, stages=4),
@@ -131,7 +135,6 @@ DENSE: dict[str, DenseConfig] = {
         depth=64,
         warps=8,
         stages=4,
-        prefetch=True,
     ),
 }
 

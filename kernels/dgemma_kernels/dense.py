@@ -59,31 +59,10 @@ def dense_mlp(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, progress: 
         GATE_UP_COLS=config.gate_up_cols,
         DOWN_COLS=config.down_cols,
         DEPTH=config.depth,
-        PREFETCH=config.prefetch and width * x.element_size() % 32 == 0,  # half rows of whole 16 bytes
         num_warps=config.warps,
         num_stages=config.stages,
     )
     return out
-
-
-@triton.jit
-def _ask_for_gate_up(
-    gate_up_weight: tl.tensor, first_col: tl.tensor, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, COLS: tl.constexpr
-) -> None:
-    """Asks for a tile's weights into L2, in half rows: with 64 columns these are as many as 8 warps have threads."""
-    HALF: tl.constexpr = WIDTH // 2
-    NUM_BYTES: tl.constexpr = HALF * gate_up_weight.dtype.element_ty.primitive_bitwidth // 8
-    piece = tl.arange(0, 4 * COLS)
-    row = piece % 2 * HIDDEN + tl.minimum(first_col + piece // 4, HIDDEN - 1)
-    address = gate_up_weight + row.to(tl.int64) * WIDTH + piece // 2 % 2 * HALF
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
-        "=r,l,r",
-        [address.to(tl.int64), tl.full([4 * COLS], NUM_BYTES, tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit
@@ -162,7 +141,6 @@ def _dense_mlp_kernel(
     GATE_UP_COLS: tl.constexpr,
     DOWN_COLS: tl.constexpr,
     DEPTH: tl.constexpr,
-    PREFETCH: tl.constexpr,
 ) -> None:
     row_blocks = tl.cdiv(num_rows, ROWS)
     gate_up_tiles = tl.cdiv(HIDDEN, GATE_UP_COLS) * row_blocks
@@ -171,11 +149,8 @@ def _dense_mlp_kernel(
     tile = tl.atomic_add(taken, 1)
     while tile < gate_up_tiles:
         rows = tile % row_blocks * ROWS + tl.arange(0, ROWS)
-        first_col = tile // row_blocks * GATE_UP_COLS
-        cols = first_col + tl.arange(0, GATE_UP_COLS)
+        cols = tile // row_blocks * GATE_UP_COLS + tl.arange(0, GATE_UP_COLS)
         row_inside = inside(rows, num_rows, EXACT_ROWS)
-        if PREFETCH:
-            _ask_for_gate_up(gate_up_weight, first_col, WIDTH, HIDDEN, GATE_UP_COLS)
         _gate_up_tile(x, gate_up_weight, hidden, rows, row_inside, cols, WIDTH, HIDDEN, ROWS, GATE_UP_COLS, DEPTH)
         tl.debug_barrier()  # the stores of all threads come before the one that counts
         tl.atomic_add(stored, 1, sem="release")

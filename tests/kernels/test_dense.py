@@ -20,7 +20,6 @@ SMALL = configs.DenseConfig(
     depth=32,
     warps=4,
     stages=2,
-    prefetch=False,
 )
 
 
@@ -55,18 +54,6 @@ def test_the_dense_mlp_matches_float64(tokens, width, hidden, dtype, device):
     arguments = draw(tokens, width, hidden, dtype, device)
     want = reference.dense_mlp(*(tensor.double() for tensor in arguments), count(device))
     assert error(dense.dense_mlp(*arguments, count(device)), want) < LIMITS[dtype]
-
-
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="an instruction of Hopper"
-)
-@pytest.mark.parametrize(("width", "hidden"), [(64, 96), (64, 88), (72, 88)], ids=["exact", "ragged", "odd-bytes"])
-def test_asking_for_weights_ahead_changes_no_bit(width, hidden, monkeypatch, device):
-    arguments, outputs = draw(70, width, hidden, torch.float16, device), []
-    for prefetch in (False, True):
-        monkeypatch.setitem(configs.DENSE, "default", replace(SMALL, prefetch=prefetch))
-        outputs.append(dense.dense_mlp(*arguments, count(device)))
-    assert torch.equal(*outputs)
 
 
 @pytest.mark.parametrize("programs", [1, 4, 40], ids=["one", "some", "more-than-tiles"])
