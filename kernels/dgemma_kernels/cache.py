@@ -315,7 +315,8 @@ def forget(keys: Tensor, values: Tensor, held: Tensor, keep: int) -> None:
     """
     num_layers, batch, kv_heads, capacity, head_dim = keys.shape
     cols = min(head_dim, 32)
-    _forget_kernel[(head_dim // cols, num_layers * batch * kv_heads, 2)](
+    # All but the pair on the first axis, the only one that may exceed 65,535: 25 layers of 8 heads do at 328 rows.
+    _forget_kernel[(num_layers * batch * kv_heads * (head_dim // cols), 2)](
         keys, values, held, keep, batch * kv_heads, capacity, KV_HEADS=kv_heads, HEAD_DIM=head_dim, COLS=cols, SLOTS=128
     )
 
@@ -333,14 +334,14 @@ def _forget_kernel(
     COLS: tl.constexpr,
     SLOTS: tl.constexpr,
 ) -> None:
-    head = tl.program_id(1)  # of (layers, B, K)
+    head = tl.program_id(0) // (HEAD_DIM // COLS)  # of (layers, B, K)
     shift = tl.maximum(tl.load(held + head % num_heads // KV_HEADS) - keep, 0)
     if shift > 0:
-        if tl.program_id(2) == 0:
+        if tl.program_id(1) == 0:
             base = keys
         else:
             base = values
-        cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
+        cols = tl.program_id(0) % (HEAD_DIM // COLS) * COLS + tl.arange(0, COLS)
         base += head.to(tl.int64) * capacity * HEAD_DIM
         # One program moves its columns block by block from the front, so that nothing is overwritten before it is read.
         for start in range(0, keep, SLOTS):

@@ -4,6 +4,7 @@ import copy
 from dataclasses import fields, replace
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -336,13 +337,25 @@ def test_embed_equals_its_reference(device):
 
 
 def test_forget_moves_the_newest_tokens_to_the_front(device):
-    keys, values = torch.randn(2, 2, 3, 2, 150, 16, generator=torch.Generator().manual_seed(0)).to(device)
+    # 64 wide: two programs a head.
+    keys, values = torch.randn(2, 2, 3, 2, 150, 64, generator=torch.Generator().manual_seed(0)).to(device)
     held = torch.tensor([150, 133, 7], device=device)
     want = keys.clone(), values.clone()
     reference.forget(*want, held, 131)
     fused_cache.forget(keys, values, held, 131)
     for got, expected in zip((keys, values), want, strict=True):
         assert torch.equal(got[..., :131, :], expected[..., :131, :])
+
+
+def test_forget_launches_for_any_number_of_rows(monkeypatch):
+    # CUDA takes 2³¹ - 1 programs along the first axis of a grid and 65,535 along the others.
+    kernel = MagicMock()
+    monkeypatch.setattr(fused_cache, "_forget_kernel", kernel)
+    cache = torch.empty(25, 512, 8, 1, 256, device="meta")
+    fused_cache.forget(cache, cache, torch.empty(512, device="meta"), 1023)
+    first, *others = kernel.__getitem__.call_args.args[0]
+    assert first < 2**31
+    assert all(size <= 65_535 for size in others)
 
 
 def test_a_model_with_adapters_is_told_to_merge_them_first():
