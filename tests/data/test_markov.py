@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import dgemma
-from dgemma.data.markov import MarkovChain, MarkovSource
-from dgemma.train import nelbo
+from dgemma.data.markov import MarkovChain, MarkovSource, gap_by_level
+from dgemma.train import evaluate, nelbo
 
 SMALL = MarkovChain.random(num_states=4, num_successors=3, seed=2)
 
@@ -118,6 +118,44 @@ def test_the_bound_of_the_exact_posterior_is_the_likelihood():
     error = excess.std() / 128**0.5
     assert excess.mean().abs() < 4 * error < 0.1
     assert ((of_mean - bound) / 30).mean() > 0.5
+
+
+class Exact:
+    """A model of `SMALL` that knows it; `flat`: how far it lets its logits fall short of the truth."""
+
+    device, takes_noise_level = torch.device("cpu"), True
+
+    def __init__(self, noise, flat=0.0):
+        self.noise, self.flat = noise, flat
+
+    def new_cache(self, batch_size):
+        return None
+
+    def denoise(self, canvas, cache, *, noise_level):
+        logits = SMALL.leave_one_out(canvas[:, 1:], self.noise, noise_level).log().clamp(min=-1e4) * (1 - self.flat)
+        return dgemma.Prediction(torch.cat([logits[:, :1], logits], dim=1))
+
+
+@pytest.mark.parametrize("noise", [dgemma.UniformNoise(6), dgemma.MaskNoise(6, mask_token_id=4)])
+def test_the_exact_network_loses_nothing_at_any_level(noise):
+    tokens = MarkovSource(chain=SMALL, bos=5, length=8)(0, range(64)).tokens
+    found = gap_by_level(Exact(noise), tokens, noise, SMALL, parametrisation="loo")
+    torch.testing.assert_close(found.nats, torch.zeros(10).double(), atol=1e-12, rtol=0)
+    assert gap_by_level(Exact(noise, flat=0.6), tokens, noise, SMALL, parametrisation="loo").nats.sum() > 0.01
+
+
+@pytest.mark.parametrize("kind", ["mask", "uniform"])
+def test_the_gap_by_level_adds_up_to_the_gap(kind):
+    noise = dgemma.MaskNoise(6, mask_token_id=4) if kind == "mask" else dgemma.UniformNoise(6)
+    config = dgemma.presets.markov(num_states=4, length=8, hidden_size=32, num_hidden_layers=1)
+    torch.manual_seed(0)
+    model = dgemma.DiffusionGemma(config.replace(noise_conditioning=kind == "uniform"))
+    batch = MarkovSource(chain=SMALL, bos=5, length=8)(0, range(256))
+    likelihood = evaluate(model, batch, noise, num_samples=16, lowest_level=1e-3, batch_size=256, progress=False)
+    gap, by_level = likelihood.gap(SMALL.nll(batch.tokens[:, 1:])), gap_by_level(model, batch.tokens, noise, SMALL)
+    error = (gap.error**2 + by_level.error.square().sum().item()) ** 0.5
+    assert by_level.nats.sum().item() == pytest.approx(gap.value, abs=2 * error)
+    assert error < 0.2 * gap.value
 
 
 def test_batches_do_not_depend_on_how_they_are_cut_and_differ_by_step_and_seed():
