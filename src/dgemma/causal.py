@@ -8,7 +8,7 @@ from torch import Tensor
 from dgemma import draws
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.plan import read_plan
-from dgemma.prediction import Prediction
+from dgemma.prediction import Prediction, refuse_nan
 from dgemma.sampling.temperature import ConstantTemperature
 
 
@@ -63,10 +63,7 @@ def generate_causal(
         broken, done = prediction.entropy[:, 0].isnan() & ~done, done | torch.isin(token[:, 0], eos)
         ended, broken_rows = torch.stack((done, broken)).tolist()  # here the host waits for the device
         if any(broken_rows):
-            raise FloatingPointError(
-                f"Prediction.entropy must be a number, got nan at token {step}, row {broken_rows.index(True)}. Check "
-                "the weights, and their dtype: float16 overflows where bfloat16 does not."
-            )
+            refuse_nan(f"at token {step}, row {broken_rows.index(True)}")
         if step + 1 == num_tokens or all(ended):
             break
         logits = model.causal_logits(token, cache)

@@ -22,7 +22,7 @@ from dgemma.config import GenerationDefaults, ModelConfig
 from dgemma.model.cache import PrefixCache
 from dgemma.noise import Noise
 from dgemma.plan import Knobs, Plan, read_plan
-from dgemma.prediction import Prediction, Top
+from dgemma.prediction import Prediction, Top, refuse_nan
 from dgemma.progress import progress_bar
 from dgemma.sampling.base import Decision
 from dgemma.sampling.stopping import ask
@@ -492,10 +492,7 @@ def _refuse_step(record: StepRecord, broken: list[int], stray: list[int]) -> NoR
     row = (broken if any(broken) else stray).index(1)
     where = f"at block {int(record.block[row])}, step {int(record.step[row])}, row {int(record.rows[row])}"
     if any(broken):
-        raise FloatingPointError(
-            f"Prediction.entropy must be a number, got nan {where}. Check the weights, and their dtype: float16 "
-            "overflows where bfloat16 does not."
-        )
+        refuse_nan(where)
     canvas = record.state.canvas[row]
     raise ValueError(
         f"{type(record.knobs.sampler).__name__} must write tokens in [0, {record.state.noise.vocab_size}), "

@@ -7,7 +7,7 @@ vocabulary is ever built unless somebody reads `.logits`. The fused engine has a
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -282,3 +282,11 @@ def _first_above(ends: Tensor, target: Tensor) -> Tensor:
     """Index of the first cell whose end lies above target; the last cell that has a width if rounding passed them."""
     last = (ends < ends[..., -1:]).sum(-1, keepdim=True)
     return torch.minimum(torch.searchsorted(ends, target, right=True), last)
+
+
+def refuse_nan(where: str) -> NoReturn:
+    """Say of a prediction that is no number where it was made: no sampler could decide by it."""
+    raise FloatingPointError(
+        f"Prediction.entropy must be a number, got nan {where}. Check the weights, and their dtype: float16 overflows "
+        "where bfloat16 does not."
+    )
