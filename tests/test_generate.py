@@ -473,6 +473,15 @@ def test_what_ends_a_canvas_is_read_from_the_state_that_on_step_returns():
     assert out.steps.tolist() == [[7], [2]]
 
 
+def test_what_on_step_writes_into_the_state_it_returns_ends_the_canvas_too():
+    def end(record: StepRecord):
+        record.state.done.fill_(True)
+        return record.state
+
+    out = dgemma.generate(RowwiseDenoiser(), torch.full((2, 3), 5), max_new_tokens=16, stop=None, on_step=end)
+    assert out.steps.tolist() == [[1], [1]]
+
+
 @pytest.mark.parametrize("token", [-1, 64])
 def test_a_sampler_that_writes_no_token_of_the_vocabulary_is_named(token):
     @dataclass(frozen=True)

@@ -467,11 +467,13 @@ def denoise_canvas(
     # Asked of the class: a wrapper around an engine must not step past what it wraps.
     advance: Any = model.step if hasattr(type(model), "step") else partial(step, model)  # type: ignore[attr-defined]
     read_ahead: Any = model.read_ahead if hasattr(type(model), "read_ahead") else Tensor.tolist  # type: ignore[attr-defined]
-    goes_on = False  # whether another step follows for certain
+    goes_on = False  # whether another step follows, unless every row settles in this one
     for num_taken in itertools.count(1):
         state, record = advance(state, cache=cache, knobs=knobs)  # nothing before it: the device is waiting
-        state, knobs = apply_changes((yield record), state, knobs)
-        verdict = record.verdict if state is record.state else judge(record.prediction, state)
+        changes = yield record
+        state, knobs = apply_changes(changes, state, knobs)
+        # Judged again whatever was answered: it may be the same state, written into.
+        verdict = record.verdict if changes is None else judge(record.prediction, state)
         left, broken, stray = read_ahead(verdict) if goes_on else verdict.tolist()  # here the host waits for the device
         if any(broken) or any(stray):
             _refuse_step(record, broken, stray)
