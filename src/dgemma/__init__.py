@@ -1,6 +1,6 @@
 """dgemma: text diffusion, readable and fast. Start with `generate.py`."""
 
-from dgemma import presets, schedule
+from dgemma import _startup, presets, schedule  # noqa: F401
 from dgemma.causal import generate_causal
 from dgemma.changes import apply_changes
 from dgemma.config import Conventions, GenerationDefaults, ModelConfig

@@ -164,5 +164,28 @@ def test_the_module_is_the_command_and_loads_no_more_than_the_library(arguments)
     assert ran.stderr == ""
 
 
+@pytest.mark.parametrize("called", ["module", "script"])
+def test_ctrl_c_while_torch_is_imported_leaves_no_traceback(called, tmp_path):
+    ran = _interrupt_import(["-m", "dgemma"] if called == "module" else [tmp_path / "dgemma"], tmp_path)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "\nStopped.\n")
+
+
+def test_ctrl_c_while_another_program_imports_the_library_is_its_own_matter(tmp_path):
+    ran = _interrupt_import([tmp_path / "other.py"], tmp_path)
+    assert ran.returncode != 130
+    assert ran.stderr.startswith("Traceback")
+
+
+def _interrupt_import(words: list[object], folder: Path) -> subprocess.CompletedProcess:
+    """Run Python with a torch that Ctrl-C is pressed in. The scripts do what an installed command does."""
+    (folder / "torch.py").write_text("raise KeyboardInterrupt")
+    for name in ("dgemma", "other.py"):
+        (folder / name).write_text("import sys\nfrom dgemma.cli import main\nsys.exit(main())\n")
+    path = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{_source_path()['PYTHONPATH']}"}
+    return subprocess.run(
+        [sys.executable, *map(str, words)], capture_output=True, text=True, env=path, check=False, timeout=60
+    )
+
+
 def _source_path() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(Path(dgemma.__file__).parents[1])}

@@ -1,0 +1,28 @@
+"""Ctrl-C while the `dgemma` command is still importing torch: it ends as it does later on, without a traceback.
+
+Imported before all else: the code that would catch it comes after torch. Other programs are left alone.
+"""
+
+import sys
+from pathlib import Path
+from types import TracebackType
+
+
+def _is_command() -> bool:
+    """Whether this process is `dgemma …` or `python -m dgemma …`."""
+    words = sys.orig_argv
+    if sys.argv[:1] == ["-m"] and "-m" in words:  # as long as the module is only being looked for
+        return words[words.index("-m") + 1 :][:1] == ["dgemma"]
+    return bool(sys.argv) and Path(sys.argv[0]).stem == "dgemma"
+
+
+def _end_quietly(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    if not issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, traceback)
+        return
+    print("\nStopped.", file=sys.stderr)
+    sys.exit(130)
+
+
+if _is_command():
+    sys.excepthook = _end_quietly
