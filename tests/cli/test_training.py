@@ -2,6 +2,7 @@
 
 import functools
 import json
+import statistics
 
 import pytest
 import torch
@@ -25,7 +26,9 @@ def words(tmp_path_factory):
 def test_a_trained_model_can_be_named_by_m(command, checkpoint, words, tmp_path):
     ran = command("train", "-m", checkpoint, "--out", tmp_path, *QUICK, words)
     assert ran.code == 0
-    assert ran.out.startswith(f"Wrote {tmp_path / 'final'} after 3 steps, loss ")
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    mean = statistics.fmean(losses)
+    assert ran.out == f"Wrote {tmp_path / 'final'} after 3 steps, mean loss of the last 3 {mean:.4f}.\n"
     before, after = (load_file(folder / "model.safetensors") for folder in (checkpoint, tmp_path / "final"))
     assert not torch.equal(before["model.decoder.embed_tokens.weight"], after["model.decoder.embed_tokens.weight"])
     assert command("generate", "-m", tmp_path / "final", "-n", "1", "--steps", "1", "Hi").code == 0
@@ -36,7 +39,7 @@ def test_from_scratch_the_preset_takes_the_tokenizers_vocabulary(command, checkp
         "train", "-m", checkpoint, "--preset", "tiny", "--out", tmp_path, *QUICK, "--ema", "0.5", "--json", words
     )
     found = json.loads(ran.out)
-    assert (found["final"], found["step"]) == (str(tmp_path / "final"), 3)
+    assert (found["final"], found["step"], found["new_steps"]) == (str(tmp_path / "final"), 3, 3)
     model = dgemma.DiffusionGemma.from_pretrained(tmp_path / "final")
     assert model.config.vocab_size == 384
     assert model.config.max_position_embeddings == 8192  # the preset's, not the checkpoint's 256
@@ -65,10 +68,12 @@ def test_the_same_command_goes_on_where_it_was_stopped(command, checkpoint, word
         patch.setattr(training, "train_for", stops)
         assert train("parts").code == 130
     assert not (tmp_path / "parts" / "final").exists()
-    assert train("parts").code == 0
+    assert train("parts").out.startswith("Wrote ")
     whole, parts = (load_file(tmp_path / out / "final" / "model.safetensors") for out in ("whole", "parts"))
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
-    assert train("parts").code == 0  # a finished run stays finished
+    again = train("parts")  # a finished run stays finished, and says so
+    assert again.code == 0
+    assert again.out.startswith(f"Already finished (step 3 of 3). Wrote {tmp_path / 'parts' / 'final'} after 3 steps")
 
 
 def test_minutes_may_stand_for_steps(command, checkpoint, words, tmp_path, monkeypatch):

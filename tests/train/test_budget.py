@@ -175,8 +175,9 @@ def test_the_same_call_goes_on_and_the_minutes_before_count(tmp_path, clock):
     assert before == 62
     result, rest = run(tmp_path, clock, lambda step: 2.0)
     assert 0.94 * SECONDS < before + rest < SECONDS
+    assert result.num_new_steps == result.step - 31
     again, none = run(tmp_path, clock, lambda step: 2.0)
-    assert (again.step, none) == (result.step, 0)  # a finished run stays finished
+    assert (again.step, again.num_new_steps, none) == (result.step, 0, 0)  # a finished run stays finished
     _, more = run(tmp_path, clock, lambda step: 2.0, minutes=1.5 * MINUTES, allow_changes=True)
     assert 1.4 * SECONDS < before + rest + more < 1.5 * SECONDS
 

@@ -26,6 +26,7 @@ from dgemma.train.loop import TrainConfig
 from dgemma.train.lora import LoRA, add_lora, merge_lora
 
 _PRESETS = ("tiny", "small")
+_NUM_AVERAGED = 50  # steps at the end whose mean loss is named: one batch's says little
 _STOP_MARKERS = ("<turn|>", "<|tool_response>")  # what ends a turn, in vocabularies that have them
 
 
@@ -196,12 +197,15 @@ def _train(arguments: argparse.Namespace) -> int:
         merge_lora(model)
         model.save_pretrained(result.final)
     tokenizer.save_pretrained(result.final)  # so that -m can name the folder
-    loss = result.log.column("loss")[1][-1]
+    losses = result.log.column("loss")[1][-_NUM_AVERAGED:]
+    loss = sum(losses) / len(losses)
     if arguments.json:
+        counts = {"step": result.step, "new_steps": result.num_new_steps}
         speed = result.tokens_per_second
-        output.print_json({"final": str(result.final), "step": result.step, "loss": loss, "tokens_per_second": speed})
+        output.print_json({"final": str(result.final), **counts, "mean_loss": loss, "tokens_per_second": speed})
     else:
-        print(f"Wrote {result.final} after {result.step} steps, loss {loss:.4f}.")
+        found = "" if result.num_new_steps else f"Already finished (step {result.step} of {result.step}). "
+        print(f"{found}Wrote {result.final} after {result.step} steps, mean loss of the last {len(losses)} {loss:.4f}.")
     return 0
 
 

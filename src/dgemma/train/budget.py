@@ -80,7 +80,7 @@ def train_for(
                 result = run(config=now, on_step=watch, allow_changes=allow_changes)
             watch.note(result.step)
             if asked.is_set() or not (watch.has_stopped if result.interrupted else watch.is_early):
-                return result
+                return replace(result, num_new_steps=result.step - step)
             now, allow_changes = _plan(config, result.step + watch.steps_left()), True
             logger.info("Step %d of %d planned, %.0f%% of the time is over.", result.step, now.steps, 100 * watch.share)
             watch.start()

@@ -126,7 +126,7 @@ class _Run:
         self.checkpoints = Checkpoints(folder=out, keep_last=config.keep_last, parallel=parallel)
         self.log = TrainLog(out / "log.jsonl")
         self.load = RouterLoad(self.model)
-        self.step = 0
+        self.step = self.first_step = 0
         self.unread: list[StepRecord] = []
         self.tokens, self.seconds, self.clock = 0, 0.0, 0.0
         self.evaluation: Mapping[str, float] = {}
@@ -147,7 +147,7 @@ class _Run:
         if not allow_changes:
             refuse_changes(self.description, saved, self.out)
         self.restore(last)
-        self.step = int(saved["step"])
+        self.step = self.first_step = int(saved["step"])
         if self.parallel.is_main:
             self.log.cut(self.step)
         self.parallel.barrier()
@@ -348,6 +348,7 @@ class _Run:
             self.parallel.save_pretrained(self.model, final)
         return TrainResult(
             step=self.step,
+            num_new_steps=self.step - self.first_step,
             interrupted=interrupted,
             checkpoint=last,
             final=final,

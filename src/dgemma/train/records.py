@@ -78,6 +78,7 @@ class TrainResult:
     """
 
     step: int  # steps taken in all
+    num_new_steps: int  # of them, by this call: 0 if it found the run finished
     interrupted: bool
     checkpoint: Path  # the last one, from which the same call goes on
     final: Path | None  # what `from_pretrained` or `load_lora` reads; None if interrupted
