@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import next_token
+from dgemma.train import loop
 from dgemma.train.budget import train_for
 from dgemma.train.checkpoints import Checkpoints
 from dgemma.train.config import TrainConfig
@@ -129,7 +130,21 @@ def test_looks_are_silent_and_a_stop_is_not(tmp_path, clock, caplog):
     assert caplog.messages == []
     result, _ = run(tmp_path / "stopped", clock, lambda step: 2.0, stop_at=7)
     assert result.interrupted
-    assert [message[:29] for message in caplog.messages] == ["Training stopped after step 7"]
+    assert [message[:30] for message in caplog.messages] == ["Training stopped after step 7;"]
+
+
+def test_until_there_is_a_pace_nobody_is_told_a_number_of_steps(tmp_path, clock, caplog, monkeypatch):
+    caplog.set_level(logging.INFO, "dgemma")
+    totals, make_bar = [], loop.progress_bar
+
+    def see(*, total, **options):
+        totals.append(total)
+        return make_bar(total=total, **options)
+
+    monkeypatch.setattr(loop, "progress_bar", see)
+    result, _ = run(tmp_path, clock, lambda step: 2.0)
+    assert (totals[0], totals[-1]) == (None, result.step)
+    assert caplog.messages[0].startswith("Training for 2 minutes; how many steps that makes is known ")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

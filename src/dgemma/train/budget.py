@@ -16,7 +16,7 @@ from typing import Any
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.train.batch import BatchSource
 from dgemma.train.checkpoints import Checkpoints
-from dgemma.train.config import TrainConfig
+from dgemma.train.config import UNPLANNED, TrainConfig
 from dgemma.train.interrupt import asked_to_stop
 from dgemma.train.log import TrainLog
 from dgemma.train.loop import Evaluate, OnStep, train
@@ -26,7 +26,6 @@ from dgemma.train.records import Measure, StepRecord, TrainResult
 
 logger = logging.getLogger("dgemma")
 
-_UNPLANNED = 10**9  # steps, until the pace is known: after its warm-up the learning rate stays at the peak
 _MOST_MINUTES = 10**7  # 19 years: of many more, a step is no share that could be measured
 _NUM_PACED = 10  # steps that make a pace; the earlier half compiles and warms up, and does not count
 _WARMUP_PART = 10  # at most one step in so many
@@ -69,11 +68,13 @@ def train_for(
     step, plan, spent = _read(Path(out), times)
     planned = plan["steps"]
     if allow_changes and step >= planned:  # of a finished run no steps are left
-        planned = _UNPLANNED
+        planned = UNPLANNED  # until there is a pace, the learning rate stays at the peak after its warm-up
     now = _plan(config, planned)
     if plan.get("warmup") == config.warmup:  # then it was not cut: also by earlier versions, and by `train`
         now = replace(now, warmup=config.warmup)
     watch = _Watch(seconds=60 * minutes, spent=spent, on_step=on_step, times=times, every=config.checkpoint_every)
+    if planned == UNPLANNED:
+        logger.info("Training for %g minutes; how many steps that makes is known after the first tenth.", minutes)
     with asked_to_stop() as asked:
         while True:
             with watch.unheard(asked):
@@ -119,7 +120,7 @@ def _read(out: Path, times: _Times) -> tuple[int, dict[str, Any], float]:
     last = checkpoints.latest()
     if last is None:
         times.path.unlink(missing_ok=True)
-        return 0, {"steps": _UNPLANNED}, 0.0
+        return 0, {"steps": UNPLANNED}, 0.0
     run = checkpoints.read_run(last)
     times.read(run["step"])
     noted = max(times.at, default=0)

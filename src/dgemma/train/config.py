@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 
+UNPLANNED = 10**9  # steps of a run that will know later how many fit: see `train_for`
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:

@@ -25,7 +25,7 @@ from dgemma.progress import progress_bar
 from dgemma.train.balance import RouterLoad, summary
 from dgemma.train.batch import BatchSource
 from dgemma.train.checkpoints import Checkpoints
-from dgemma.train.config import TrainConfig
+from dgemma.train.config import UNPLANNED, TrainConfig
 from dgemma.train.description import checksum, describe_run, refuse_changes
 from dgemma.train.feed import Part, StepInput, feed
 from dgemma.train.interrupt import asked_to_stop
@@ -127,6 +127,7 @@ class _Run:
         self.log = TrainLog(out / "log.jsonl")
         self.load = RouterLoad(self.model)
         self.step = self.first_step = 0
+        self.total = None if config.steps >= UNPLANNED else config.steps  # steps, as far as is known
         self.unread: list[StepRecord] = []
         self.tokens, self.seconds, self.clock = 0, 0.0, 0.0
         self.evaluation: Mapping[str, float] = {}
@@ -174,9 +175,8 @@ class _Run:
             steps=range(self.step, config.steps),
             device=self.device,
         )
-        bar = progress_bar(
-            desc="training", unit="step", total=config.steps, show=config.progress and self.parallel.is_main
-        )
+        show = config.progress and self.parallel.is_main
+        bar = progress_bar(desc="training", unit="step", total=self.total, show=show)
         bar.update(self.step)
         self._begin_interval()
         with bar:
@@ -337,12 +337,8 @@ class _Run:
             self.average.put_in()
         final = None
         if interrupted:
-            logger.warning(
-                "Training stopped after step %d of %d; the same call goes on from %s.",
-                self.step,
-                self.config.steps,
-                last,
-            )
+            of_all = "" if self.total is None else f" of {self.total}"
+            logger.warning("Training stopped after step %d%s; the same call goes on from %s.", self.step, of_all, last)
         else:
             final = self.out / "final"
             self.parallel.save_pretrained(self.model, final)
