@@ -57,7 +57,10 @@ class Denoiser(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """What one step saw and did. B rows, C positions; `state` is the one after the step."""
+    """What one denoising step saw and did. B rows, C positions; `state` is the one after the step.
+
+    A training step's is `dgemma.train.records.StepRecord`.
+    """
 
     block: Tensor  # (B,)
     step: Tensor  # (B,)
@@ -127,7 +130,7 @@ class Denoised(NamedTuple):
     knobs: Knobs
 
 
-OnStep = Callable[[StepRecord], Changes]
+OnStep = Callable[[StepRecord], Changes]  # `dgemma.train.loop.OnStep` is of training steps
 Events = Generator[StepRecord | BlockCommit, Changes, Generation]
 
 

@@ -41,7 +41,10 @@ class Measure(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """A step just taken, as `on_step` sees it. Tensors are on the device: reading one waits for the step to finish."""
+    """A training step just taken, as `on_step` sees it; a denoising step's is `dgemma.StepRecord`.
+
+    Tensors are on the device: reading one waits for the step to finish.
+    """
 
     step: int  # steps taken, this one included
     lr: float
