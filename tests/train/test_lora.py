@@ -1,5 +1,6 @@
 """Adapters change exactly what a changed weight would change, and merging is that weight."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -88,6 +89,20 @@ def test_only_adapters_train_and_dropping_them_gives_the_model_back():
     assert set(model.state_dict()) == names
     assert torch.equal(_logits(model), before)
     assert all(p.requires_grad for p in model.parameters())
+
+
+def test_dropped_adapters_take_the_noise_they_learnt_with_them():
+    model = _model(torch.float32)
+    model.generation = replace(model.generation, noise={"kind": "uniform"}, entropy_bound=12.0)
+    add_lora(model, LoRA(rank=2, targets=("router",)))
+    # As training under another process leaves it; and a setting that has nothing to do with adapters.
+    model.generation = replace(model.generation, noise={"kind": "mask"}, entropy_bound=0.1, max_new_tokens=7)
+    merged = copy.deepcopy(model)
+    drop_lora(model)
+    assert (model.generation.noise, model.generation.entropy_bound) == ({"kind": "uniform"}, 12.0)
+    assert model.generation.max_new_tokens == 7
+    merge_lora(merged)
+    assert merged.generation.noise == {"kind": "mask"}
 
 
 def test_saved_adapters_come_back(tmp_path):

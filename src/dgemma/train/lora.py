@@ -16,6 +16,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from dgemma.checkpoint import write_tensors
+from dgemma.config import GenerationDefaults
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.experts import Experts, product_by_group
 
@@ -59,6 +60,8 @@ class LoRA:
 class AdaptedLinear(nn.Linear):
     """A linear layer whose output gains scale · B A x."""
 
+    base_generation: GenerationDefaults  # of the model before it was adapted: training adapters may change its noise
+
     def __init__(self, base: nn.Linear, lora: LoRA) -> None:
         with torch.device("meta"):
             super().__init__(base.in_features, base.out_features, bias=False)
@@ -83,6 +86,8 @@ class AdaptedLinear(nn.Linear):
 
 class AdaptedExperts(Experts):
     """Experts whose every product gains scale · B_e A_e x."""
+
+    base_generation: GenerationDefaults
 
     def __init__(self, base: Experts, lora: LoRA) -> None:
         nn.Module.__init__(self)
@@ -128,6 +133,7 @@ def add_lora(model: DiffusionGemma, lora: LoRA | None = None, *, seed: int = 0) 
         if not _is_target(name, lora.targets):
             continue
         adapted = AdaptedExperts(module, lora) if isinstance(module, Experts) else AdaptedLinear(module, lora)
+        adapted.base_generation = model.generation
         _put(model, name, adapted)
     generator = torch.Generator().manual_seed(seed)
     for name, weight in _adapter_weights(model):
@@ -148,15 +154,18 @@ def merge_lora(model: DiffusionGemma) -> None:
         for weight, update in module.updates():
             # In the wider of the two, rounded once.
             weight.copy_((weight.to(torch.promote_types(weight.dtype, update.dtype)) + update).to(weight.dtype))
-    drop_lora(model)
+    _take_off(model)
 
 
 def drop_lora(model: DiffusionGemma) -> None:
-    """Take the adapters off: the base model again, trainable."""
+    """Take the adapters off: the base model again, trainable, which samples under the noise it learnt itself.
+
+    Example: `load_lora(model, "sudoku-lora.safetensors"); ...; drop_lora(model)`.
+    """
     _require_adapters(model, "drop_lora")
-    for name, module in _adapted_modules(model):
-        _put(model, name, module.base())
-    model.requires_grad_(True)
+    base = next(module.base_generation for _, module in _adapted_modules(model))
+    model.generation = replace(model.generation, noise=base.noise, entropy_bound=base.entropy_bound)
+    _take_off(model)
 
 
 def save_lora(model: DiffusionGemma, path: str | Path) -> None:
@@ -202,6 +211,12 @@ def load_lora(model: DiffusionGemma, path: str | Path) -> LoRA:
 def is_adapted(model: nn.Module) -> bool:
     """Whether adapters sit on the model."""
     return any(True for _ in _adapted_modules(model))
+
+
+def _take_off(model: DiffusionGemma) -> None:
+    for name, module in _adapted_modules(model):
+        _put(model, name, module.base())
+    model.requires_grad_(True)
 
 
 def _adapted_modules(model: nn.Module) -> Iterator[tuple[str, AdaptedLinear | AdaptedExperts]]:
