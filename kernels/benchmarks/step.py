@@ -3,6 +3,7 @@
 python kernels/benchmarks/step.py                    every part, about four minutes
 python kernels/benchmarks/step.py --parts parity step profile
 python kernels/benchmarks/step.py --transformers     also transformers' eager step, in a process of its own
+python kernels/benchmarks/step.py --compiled         and its compiled one, which takes minutes
 
 Random bfloat16 weights: they route nearly evenly over all experts, the worst case; `skewed` restricts every layer to 84
 experts, as seen on text. Long prefixes are random keys and values. Each part prints a table and adds to the JSON.
@@ -344,6 +345,7 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 2, 4, 8])
     parser.add_argument("--prefixes", nargs="+", type=int, default=[0, 1024, 16_384, 131_072])
     parser.add_argument("--transformers", action="store_true", help="time transformers' eager step as well")
+    parser.add_argument("--compiled", action="store_true", help="time its compiled one, which takes minutes")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "step.json")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -392,11 +394,15 @@ def main() -> None:
         restrict_experts(model)
         time_step(results, "skewed", model, 1, PROMPT)
         keep()
-    if options.transformers:
-        del model
-        gc.collect()
-        torch.cuda.empty_cache()
-        subprocess.run([sys.executable, str(Path(__file__).with_name("transformers_step.py"))], check=True)
+    del model  # both do not fit together
+    gc.collect()
+    torch.cuda.empty_cache()
+    for wanted, flags in ((options.transformers, []), (options.compiled, ["--compiled"])):
+        if wanted:
+            command = [sys.executable, str(Path(__file__).with_name("transformers_step.py")), *flags]
+            said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+            results.add("transformers", said=said.strip().splitlines()[-1])
+            keep()
 
 
 if __name__ == "__main__":
