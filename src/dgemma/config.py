@@ -255,6 +255,15 @@ class GenerationDefaults:
         named = self.noise is None or (isinstance(self.noise, Mapping) and isinstance(self.noise.get("kind"), str))
         _require(named, "noise", 'be a dictionary with a "kind", such as {"kind": "uniform"}', self)
 
+    def after_learning(self, noise: Mapping[str, Any]) -> Self:
+        """The same of a model that learnt this noise since; a bound chosen for another kind of noise goes.
+
+        Example: `model.generation.after_learning(describe_noise(MaskNoise(512, mask_token_id=4)))`.
+        """
+        same_kind = (self.noise or {"kind": "uniform"})["kind"] == noise["kind"]
+        bound = self.entropy_bound if same_kind else type(self)().entropy_bound
+        return replace(self, noise=noise, entropy_bound=bound)
+
     @classmethod
     def from_hf(cls, source: Mapping[str, Any] | str | Path) -> Self:
         """Read a published generation_config.json; null or absent fields mean the published defaults.

@@ -345,7 +345,7 @@ def learnt_noise(model: "Denoiser") -> Noise:
     except TypeError as error:
         raise ValueError(
             f"GenerationDefaults.noise must hold settings of {process.__name__}, got {settings} ({error}). "
-            "Correct generation_config.json."
+            "Correct config.json."
         ) from None
 
 

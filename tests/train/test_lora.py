@@ -126,6 +126,10 @@ def test_adapters_bring_the_noise_they_learnt(tmp_path):
     load_lora(other, path)
     assert dgemma.learnt_noise(other) == noise
     assert replace(other.generation, noise=None) == _model().generation
+    tuned = _model(torch.float32)  # a bound for the noise that its weights learnt, not for the adapters'
+    tuned.generation = replace(tuned.generation, entropy_bound=12.0)
+    load_lora(tuned, path)
+    assert tuned.generation.entropy_bound == dgemma.GenerationDefaults().entropy_bound
     merge_lora(other)
     load_lora(other, tmp_path / "silent.safetensors")  # says nothing, so nothing changes
     assert dgemma.learnt_noise(other) == noise

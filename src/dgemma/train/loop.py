@@ -11,14 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dgemma.config import GenerationDefaults
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.noise import Noise, describe_noise
 from dgemma.progress import progress_bar
@@ -153,18 +151,11 @@ class _Run:
             self.log.cut(self.step)
         self.parallel.barrier()
 
-    def _teach(self, noise: Noise) -> None:
-        """The model says which noise it learns, so that who evaluates samples under it; another kind's bound goes."""
-        before, taught = self.model.generation, describe_noise(noise)
-        same_kind = (before.noise or {"kind": "uniform"})["kind"] == taught["kind"]
-        bound = before.entropy_bound if same_kind else GenerationDefaults().entropy_bound
-        self.model.generation = replace(before, noise=taught, entropy_bound=bound)
-
     def loop(self, on_step: OnStep | None, evaluate: Evaluate | None, asked: threading.Event) -> bool:
         """Train to the end; whether it was stopped before."""
         noise = getattr(self.objective, "noise", None)
-        if isinstance(noise, Noise):
-            self._teach(noise)
+        if isinstance(noise, Noise):  # the model says which it learns, so that who evaluates samples under it
+            self.model.generation = self.model.generation.after_learning(describe_noise(noise))
         config = self.config
         rows = self.parallel.rows(config.batch_size)
         inputs = feed(

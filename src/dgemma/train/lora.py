@@ -195,7 +195,7 @@ def load_lora(model: DiffusionGemma, path: str | Path) -> LoRA:
     lora = LoRA(**json.loads(metadata["lora"]))
     generation = model.generation
     if "noise" in metadata:  # a file that says nothing leaves the model's own
-        generation = replace(generation, noise=json.loads(metadata["noise"]))
+        generation = generation.after_learning(json.loads(metadata["noise"]))
     add_lora(model, lora)
     weights = dict(_adapter_weights(model))
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
