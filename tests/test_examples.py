@@ -144,11 +144,13 @@ def test_sudoku_is_finetuned_in_both_ways(run, tmp_path):
     assert results["lora"]["after"]["30-39 givens"].keys() >= {"exact", "cells", "clues", "steps"}
 
 
-def test_no_bound_on_a_markov_chain_is_below_its_entropy(run):
-    printed = run("12", "--size", "tiny", "--steps", "3", "--device", "cpu")
+def test_no_bound_on_a_markov_chain_is_below_its_entropy(run, tmp_path):
+    printed = run("12", "--size", "tiny", "--steps", "3", "--device", "cpu", "--out", "out")
     rows = [line.split() for line in printed.splitlines()[1:]]
     assert [row[0] for row in rows] == ["mask", "uniform-told", "uniform-untold", "uniform-untold-mean"]
     assert all(float(bound) > float(exact) for _, exact, bound, *_ in rows)
+    result = json.loads((tmp_path / "out" / "uniform-told" / "result.json").read_text())
+    assert sum(result["gap_by_level"]) == pytest.approx(result["gap"], abs=2 * result["gap_error"])
 
 
 def test_the_gradient_reaches_the_first_step_only_through_the_chain(run):
