@@ -12,6 +12,7 @@ from torch import Tensor
 import dgemma
 from dgemma import BlockCommit, DiffusionGemma, GenerationDefaults, Knobs, Prediction, StepRecord
 from dgemma.model.cache import PrefixCache
+from dgemma.noise import _warn_once
 from published import pair
 
 
@@ -212,6 +213,19 @@ def test_what_is_left_out_runs_under_the_noise_that_the_checkpoint_learnt():
     assert torch.equal(learnt.tokens, dgemma.generate(model, prompt, noise=noise, **knobs).tokens)
     dgemma.infill(model, prompt, [(1, 3)], on_step=seen.append, steps=3)
     assert seen[-1].state.noise == noise
+
+
+def test_noise_that_the_checkpoint_did_not_learn_is_warned_of_once(caplog):
+    _warn_once.cache_clear()
+    model, prompt = pair()[0], torch.randint(5, 512, (2, 4))
+    knobs = {"max_new_tokens": 32, "steps": 1, "eos_token_ids": []}
+    dgemma.generate(model, prompt, noise=dgemma.MaskNoise(512, mask_token_id=9), **knobs)  # it says nothing of its own
+    model.generation = GenerationDefaults(noise={"kind": "mask", "mask_token_id": 9})
+    dgemma.generate(model, prompt, **knobs)
+    assert caplog.messages == []
+    for _ in range(2):
+        dgemma.generate(model, prompt, noise=dgemma.UniformNoise(512), **knobs)
+    assert caplog.messages == ["The checkpoint learnt mask noise; under uniform noise it guesses."]
 
 
 def test_driving_step_by_hand_equals_generate():

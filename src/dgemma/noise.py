@@ -8,7 +8,9 @@ so a process is two curves, the clean share A and the mask share S of its noise.
 1. Uniform (UDLM, arXiv:2412.10193; DiffusionGemma): S is 0. Hybrid (GIDD, arXiv:2503.04482): S moves with the level.
 """
 
+import logging
 from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -21,6 +23,8 @@ from dgemma.state import DenoiseState
 
 if TYPE_CHECKING:
     from dgemma.generate import Denoiser
+
+logger = logging.getLogger("dgemma")
 
 
 @dataclass(frozen=True)
@@ -347,6 +351,21 @@ def learnt_noise(model: "Denoiser") -> Noise:
             f"GenerationDefaults.noise must hold settings of {process.__name__}, got {settings} ({error}). "
             "Correct config.json."
         ) from None
+
+
+def warn_of_noise(model: "Denoiser", noise: Noise) -> None:
+    """One line in the log where a process is another than the model's checkpoint learnt; once for any two.
+
+    Example: `warn_of_noise(DiffusionGemma.from_pretrained("dgemma/sudoku"), UniformNoise(16))`.
+    """
+    learnt, kind = (model.generation.noise or {}).get("kind"), describe_noise(noise)["kind"]
+    if learnt not in (None, kind):
+        _warn_once(learnt, kind)
+
+
+@cache
+def _warn_once(learnt: str, kind: str) -> None:
+    logger.warning("The checkpoint learnt %s noise; under %s noise it guesses.", learnt, kind)
 
 
 def _per_position(level: Tensor, tokens: Tensor) -> Tensor:

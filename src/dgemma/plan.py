@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from dgemma import arguments
 from dgemma.arguments import Span
 from dgemma.model.cache import PrefixCache
-from dgemma.noise import Noise, learnt_noise
+from dgemma.noise import Noise, learnt_noise, warn_of_noise
 from dgemma.sampling.base import Sampler
 from dgemma.sampling.checks import as_int, as_number, check_count, check_probability
 from dgemma.sampling.entropy_bound import EntropyBound
@@ -148,6 +148,7 @@ def read_plan(
     max_new_tokens = arguments.read_count("max_new_tokens", max_new_tokens)
     num_steps = arguments.read_count("steps", defaults.max_denoising_steps if steps is None else steps)
     arguments.check_sampler(knobs.sampler, noise, config)
+    warn_of_noise(model, noise)
     arguments.check_prompt(prompt_tokens, cache, config, max_new_tokens, model.device)
     arguments.check_mask(attention_mask, prompt_tokens, num_cached=0 if cache is None else cache.num_slots)
     noise_level = arguments.read_noise_level(noise_level, canvas)

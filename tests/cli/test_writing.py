@@ -10,6 +10,7 @@ import torch
 
 import dgemma
 from dgemma.cli import writing
+from dgemma.noise import _warn_once
 
 QUICK = ("-n", "1", "--steps", "2")  # one canvas
 
@@ -147,7 +148,8 @@ def test_what_follows_the_text_is_its_end_and_need_not_be_written(command, check
     assert tails == [dgemma.ByteTokenizer.eos_token_id]
 
 
-def test_the_noise_is_the_checkpoints_unless_named_and_another_is_warned_of(command, checkpoint, tmp_path):
+def test_the_noise_is_the_checkpoints_unless_named_and_another_is_warned_of(command, checkpoint, tmp_path, caplog):
+    _warn_once.cache_clear()
     folder = tmp_path / "masks"
     shutil.copytree(checkpoint, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -157,7 +159,7 @@ def test_the_noise_is_the_checkpoints_unless_named_and_another_is_warned_of(comm
     assert own == named
     assert own.err == ""
     other = command(*words[:-1], "--noise", "uniform", "Once")
-    assert other.err == f"{folder} learnt mask noise; under --noise uniform it guesses.\n"
+    assert caplog.messages == ["The checkpoint learnt mask noise; under uniform noise it guesses."]
     assert json.loads(other.out)["tokens"] != json.loads(own.out)["tokens"]
 
 

@@ -12,7 +12,7 @@ from dgemma.cli import values
 from dgemma.generate import Denoiser
 from dgemma.model import DiffusionGemma
 from dgemma.model.layout import lay_out_by_column
-from dgemma.noise import HybridNoise, MaskNoise, Noise, UniformNoise, learnt_noise
+from dgemma.noise import HybridNoise, MaskNoise, Noise, UniformNoise, learnt_noise, warn_of_noise
 from dgemma.sampling import Sampler
 from dgemma.tokenizer import Tokenizer
 
@@ -137,7 +137,7 @@ def load_writer(arguments: argparse.Namespace) -> Writer:
     settings = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     settings["noise"] = make_noise(arguments.noise, model, tokenizer)
     check_sampler(arguments.sampler, settings["noise"])
-    warn_of_noise(arguments, model)
+    warn_of_noise(model, settings["noise"])  # now, in front of the live view
     return Writer(model, denoiser, tokenizer, settings)
 
 
@@ -146,13 +146,6 @@ def check_sampler(sampler: Sampler | None, noise: Noise) -> None:
     if sampler is not None and noise.kind not in sampler.valid_for:
         fitting = " or ".join(f"--noise {kind}" for kind in sorted(sampler.valid_for))
         raise ValueError(f"--sampler {type(sampler).__name__} must run under {fitting}, got {noise.kind} noise.")
-
-
-def warn_of_noise(arguments: argparse.Namespace, model: Denoiser) -> None:
-    """One line where --noise is another process than the checkpoint learnt."""
-    learnt = (model.generation.noise or {}).get("kind")
-    if learnt is not None and arguments.noise not in (None, learnt):
-        print(f"{arguments.model} learnt {learnt} noise; under --noise {arguments.noise} it guesses.", file=sys.stderr)
 
 
 def make_noise(name: str | None, model: DiffusionGemma, tokenizer: Tokenizer) -> Noise:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from dgemma.cli import options, output, values
 from dgemma.data import sudoku
 from dgemma.generate import Denoiser
+from dgemma.noise import warn_of_noise
 from dgemma.sampling import EntropyBound, StableAndConfident
 from dgemma.view.board import Board
 from dgemma.view.terminal import BoardView
@@ -65,8 +66,9 @@ def _sudoku(arguments: argparse.Namespace) -> int:
         raise ValueError("the puzzle must have a solution, and this one's clues contradict each other.")
     _, denoiser = options.load_denoiser(arguments)
     _check_solver(denoiser, arguments.model)
-    options.warn_of_noise(arguments, denoiser)
     noise = sudoku.sudoku_noise(arguments.noise) if arguments.noise else None  # None: what the checkpoint learnt
+    if noise is not None:
+        warn_of_noise(denoiser, noise)  # now, in front of the live view
     is_watched = output.is_watched(arguments)
     settings: dict[str, Any] = {
         "keep_clues": not arguments.write_clues,

@@ -125,7 +125,6 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         if file.num_bytes == 0:
             raise ValueError("the files must hold text to score, and every answer in them is empty.")
         model = options.load_model(arguments)
-        options.warn_of_noise(arguments, model)
         row_len = model.config.canvas_length * arguments.canvases
         rows = scan(file, row_len=row_len, context=row_len)
     is_whole = arguments.rows is None or arguments.rows >= rows.batch_size

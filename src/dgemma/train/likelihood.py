@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dgemma import draws
 from dgemma.model.diffusion import DiffusionGemma
-from dgemma.noise import Noise
+from dgemma.noise import Noise, warn_of_noise
 from dgemma.progress import progress_bar
 from dgemma.train import head, nelbo
 from dgemma.train.batch import BatchSource, TrainBatch
@@ -241,6 +241,7 @@ def _check(
             f"evaluate noise must cover the model's {model.config.vocab_size} tokens, got {noise!r}. "
             "Make the noise with config.vocab_size."
         )
+    warn_of_noise(model, noise)
     for name, value in (("num_samples", num_samples), ("batch_size", batch_size)):
         if value < 1:
             raise ValueError(f"evaluate {name} must be at least 1, got {value}.")
