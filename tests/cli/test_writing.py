@@ -114,7 +114,7 @@ def test_what_was_read_in_a_turn_is_not_read_again(command, checkpoint, model, m
     monkeypatch.setattr(dgemma.ByteTokenizer, "has_chat_template", False)
     ran = command("chat", "-m", checkpoint, *QUICK, "--json", stdin=b"ab\ncd\n")
     tokenizer = dgemma.ByteTokenizer()
-    start, more = tokenizer.encode("ab"), tokenizer.encode("cd", bos=False)
+    start, more = tokenizer.encode("ab"), tokenizer.encode("\ncd", bos=False)  # a line of its own
     assert read == [(start, False), (more, True)]
     assert "continues what you write" in ran.err
     written = write(model, start)

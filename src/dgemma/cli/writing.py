@@ -142,7 +142,7 @@ def _chat(arguments: argparse.Namespace) -> None:
         if converses:
             asked = tokenizer.chat(messages, thinking=arguments.thinking)
         else:
-            asked = [*read, *tokenizer.encode(line, bos=not read)]
+            asked = [*read, *(tokenizer.encode(f"\n{line}", bos=False) if read else tokenizer.encode(line))]
         if asked[: len(read)] != read:  # the template renders the past differently from how it was written
             cache, read = None, []
         seed = first_seed + len(messages) // 2  # each turn has noise of its own
