@@ -12,7 +12,7 @@ import dgemma
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--steps", type=int, default=24, help="of each canvas (%(default)s)")
-options = {"steps": parser.parse_args().steps, "max_new_tokens": 64, "sampler": dgemma.EntropyBound(bound=3.0)}
+options = {"steps": parser.parse_args().steps, "max_new_tokens": 64}
 
 model = dgemma.DiffusionGemma.from_pretrained("dgemma/text", dtype=torch.float32)
 tokenizer = dgemma.Tokenizer.from_pretrained("dgemma/text")
