@@ -2,7 +2,8 @@
 
 Cells are filled at random, by confidence, or by the margin between the two best digits, in a fixed number of steps; or
 as many at once as an entropy bound allows, until the grid stands still. The second line gives the README's table and
-picture, on one GPU; the third is for a solver of your own, trained by 10_train_sudoku.py, with either noise.
+picture, on one GPU; the third is for a solver of your own, trained by 10_train_sudoku.py, with either noise. A GPU
+takes about 70 seconds for 1,000 puzzles of a kind; without one the first line takes about a minute, the others hours.
 
     python examples/17_sudoku_orders.py                                     four puzzles of each kind, at most 8 steps
     python examples/17_sudoku_orders.py --num-tests 1000 --max-steps 81 --out runs/orders
