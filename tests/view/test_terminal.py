@@ -253,6 +253,40 @@ def test_only_the_watched_row_is_shown_and_blocks_can_be_shown_one_by_one():
     assert view.num_forwards == int(out.steps[1].sum())
 
 
+@pytest.mark.parametrize("tail", [None, 1], ids=["free tail", "given tail"])
+def test_of_a_text_with_holes_only_the_holes_are_counted(tail):
+    tokenizer, screen = dgemma.ByteTokenizer(), Terminal()
+    model, ids = writer_of(TEXT, tokenizer, 40)
+    view, seen = LiveView(tokenizer, file=screen, keep_blocks=False), []
+
+    def look(record):
+        view(record)
+        seen.append(screen.screen.rpartition("\n")[2])
+
+    # A text of 60 over canvases of 40: one for each hole, the second with its end inside.
+    options = {"sampler": dgemma.EntropyBound(bound=0.5), "steps": 3, "stop": None, "tail_token_id": tail}
+    with view:
+        dgemma.infill(model, torch.tensor([ids[:60]]), [(2, 7), (45, 48)], on_step=look, **options)
+    assert all(re.search(r" [0-5] of 5 accepted$", status) for status in seen[:2])
+    assert all(re.search(r" [0-3] of 3 accepted$", status) for status in seen[3:5])
+    # 5 tokens in 3 forwards, and then 5 + 3 in 6.
+    assert [re.search(r"(\S+) tokens per forward", seen[at])[1] for at in (2, 5)] == ["1.7", "1.3"]
+
+
+def test_an_edit_counts_the_steps_it_takes():
+    tokenizer, screen = dgemma.ByteTokenizer(), Terminal()
+    model, ids = writer_of(TEXT, tokenizer, 40)
+    view, seen = LiveView(tokenizer, file=screen, keep_blocks=False), []
+
+    def look(record):
+        view(record)
+        seen.append(re.search(r"step (\d+/\d+)", screen.screen)[1])
+
+    with view:
+        dgemma.edit(model, torch.tensor([ids[:40]]), noise_level=0.3, steps=10, stop=None, on_step=look)
+    assert seen == ["1/3", "2/3", "3/3"]
+
+
 def test_the_progress_bar_makes_room_for_the_view(monkeypatch):
     asked = []
     spine = sys.modules["dgemma.generate"]

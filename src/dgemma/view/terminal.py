@@ -38,10 +38,12 @@ class _Canvas(NamedTuple):
     """One row's canvas after a step, on the host."""
 
     block: int
-    step: int  # 1-based
+    step: int  # 1-based, of those that are taken: an edit skips the noisiest
     num_steps: int
     done: bool
-    entropy: float  # mean over what is not pinned
+    entropy: float  # mean over what is to be decided
+    num_awaited: int  # positions to be decided: neither pinned nor behind the text's end
+    num_decided: int  # of them
     positions: list[_Position]
 
 
@@ -55,6 +57,7 @@ class View(ABC):
         self.screen = Screen(sys.stderr if file is None else file)
         self.num_forwards = 0
         self._canvas: _Canvas | None = None
+        self._num_skipped = 0  # steps of this canvas
         self._is_done = False  # the row wrote its stop token; later blocks are padding
 
     @abstractmethod
@@ -86,8 +89,11 @@ class View(ABC):
             return
         if self._canvas is not None and canvas.block != self._canvas.block:
             self._commit([position.token for position in self._canvas.positions])
+        if self._canvas is None or canvas.block != self._canvas.block:
+            self._num_skipped = canvas.step - 1
         self.num_forwards += 1
-        self._canvas = canvas
+        step, num_steps = canvas.step - self._num_skipped, canvas.num_steps - self._num_skipped
+        self._canvas = canvas._replace(step=step, num_steps=num_steps)
         if self.screen.is_due:
             self.screen.draw(self.draw())
 
@@ -151,6 +157,7 @@ class LiveView(View):
             eos_token_ids = [tokenizer.eos_token_id, *filter(None, [tokenizer.token_id("<turn|>")])]
         self._ends = frozenset(eos_token_ids or ())
         self._finished: list[int] = []
+        self._num_filled = 0  # tokens of finished canvases that are not kept
         self._room = self._average_width()
 
     @property
@@ -198,16 +205,16 @@ class LiveView(View):
     def _status(self, columns: int) -> str:
         """How far the canvas is; once it is done, how fast it was."""
         assert self._canvas is not None
-        block, step, num_steps, done, entropy, positions = self._canvas
+        block, step, num_steps, done, entropy, num_awaited, num_decided, positions = self._canvas
         if done:
-            speed = (len(self._finished) + len(positions)) / self.num_forwards
+            num_new = len(self._finished) + len(positions) if self.keep_blocks else self._num_filled + num_awaited
+            speed = num_new / self.num_forwards
             long, short, shortest = (
                 f"{speed:.1f} {unit}" for unit in ("tokens per forward", "tokens/forward", "tok/fwd")
             )
         else:
-            num_accepted = sum(position.decided for position in positions)
-            long = short = f"{num_accepted} of {len(positions)} accepted"
-            shortest = f"{num_accepted}/{len(positions)}"
+            long = short = f"{num_decided} of {num_awaited} accepted"
+            shortest = f"{num_decided}/{num_awaited}"
         forms = (
             f"block {block + 1} · step {step}/{num_steps} · mean entropy {entropy:.2f} nats · {long}",
             f"block {block + 1} · step {step}/{num_steps} · entropy {entropy:.2f} · {short}",
@@ -217,9 +224,11 @@ class LiveView(View):
         return next((form for form in forms if len(form) <= columns), forms[-1])
 
     def _commit(self, tokens: list[int]) -> None:
-        self._canvas = None
         if self.keep_blocks:
             self._finished += self._cut(tokens)
+        elif self._canvas is not None:
+            self._num_filled += self._canvas.num_awaited
+        self._canvas = None
 
     def _cut(self, tokens: list[int]) -> list[int]:
         ends = [i for i, token in enumerate(tokens) if token in self._ends]
@@ -295,8 +304,8 @@ def _read_canvas(record: StepRecord, row: int) -> _Canvas | None:
     decided = frozen | accepted | ~(record.renoised[at] | state.open[at])
     ended = state.done[at] | (state.step[at] >= state.num_steps[at])  # the draft is then the text
     tokens = torch.where(decided & ~ended, state.canvas[at], state.draft[at])
-    free = ~frozen
-    entropy = (record.entropy[at] * free).sum() / free.sum().clamp(min=1)
+    awaited = ~frozen if state.awaited is None else ~frozen & state.awaited[at]
+    entropy = (record.entropy[at] * awaited).sum() / awaited.sum().clamp(min=1)
     noise = torch.where(state.noise.masked(state.canvas[at]), -1, state.canvas[at])
     columns = (tokens, record.confidence[at], decided | ended, frozen, noise)
     return _Canvas(
@@ -305,5 +314,7 @@ def _read_canvas(record: StepRecord, row: int) -> _Canvas | None:
         num_steps=int(state.num_steps[at]),
         done=bool(ended),
         entropy=float(entropy),
+        num_awaited=int(awaited.sum()),
+        num_decided=int((awaited & decided).sum()),
         positions=[_Position(*values) for values in zip(*(column.tolist() for column in columns), strict=True)],
     )
