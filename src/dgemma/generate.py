@@ -427,7 +427,7 @@ def run(
         if plan.span.frozen is not None:
             ends_row = ends_row & plan.span.past_pins(block, plan.canvas_len, rows)
         ended = ends_row.any(-1).tolist()  # here the host waits for the device
-        real = None  # all of them
+        tokens, real = plan.cut_text(tokens)  # None: all are real
         if any(ended):
             real = ends_row.cumsum(1) - ends_row.long() == 0  # (R, C): no stop token in front
             tokens = torch.where(real, tokens, plan.pad_token_id)

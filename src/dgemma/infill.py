@@ -210,8 +210,8 @@ class _Writer:
                 drafts, num_forwards, knobs = self._denoise(state, cache, knobs, trajectory, bar)
                 liked = self._score(state, cache, drafts)
                 if trajectory is not None:
-                    finished = torch.zeros_like(index, dtype=torch.bool)
-                    trajectory.add_commit(BlockCommit(block=0, tokens=drafts, finished=finished, steps=num_forwards))
+                    written, finished = plan.cut_text(drafts)[0], torch.zeros_like(index, dtype=torch.bool)
+                    trajectory.add_commit(BlockCommit(block=0, tokens=written, finished=finished, steps=num_forwards))
                     trajectories.append(trajectory)
                 forwards[index] += num_forwards
                 for i, row in enumerate(rows):
@@ -241,6 +241,7 @@ class _Writer:
         fixed = torch.stack([row.under(~row.todo, canvas_len, False) for row in rows]).to(device)
         kept = torch.tensor([row.place.keep_until - row.place.start for row in rows], device=device)
         awaited = ~fixed & (torch.arange(canvas_len, device=device) < kept[:, None])
+        text_len = [min(len(row.text) - row.place.start, canvas_len) for row in rows]
         canvas, allowed = torch.full_like(text, -1), _allowed_under(self.plan.span.allowed, rows, canvas_len)
         prefix, is_prefix = _pad_rows([row.text[: row.place.start] for row in rows], device)
         plan = replace(
@@ -252,6 +253,7 @@ class _Writer:
             eos_token_ids=(),
             span=Span(canvas=canvas, allowed=allowed, awaited=awaited),
             first_block=number,
+            text_len=torch.tensor(text_len, device=device) if min(text_len) < canvas_len else None,
         )
         if self.from_text:
             # The level is that of the step the canvas begins with, which is rarely the one asked for.

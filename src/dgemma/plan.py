@@ -81,11 +81,20 @@ class Plan:
     span: Span
     noise_level: float  # of the blocks that the span's canvas reaches into
     first_block: int = 0  # the number its draws begin to count blocks from
+    # (B,) tokens up to the text's end, of a single canvas that is longer; what lies behind is dropped. None: no such.
+    text_len: Tensor | None = None
 
     def block(self, block: int, rows: Tensor) -> dict[str, Any]:
         """What `start_state` is to know of one block, for some rows: its part of the span, and its noise level."""
         part = self.span.block(block, self.canvas_len, rows)
         return {**part, "noise_level": 1.0 if part["canvas"] is None else self.noise_level}
+
+    def cut_text(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """A canvas (B, C) padded behind its text's end, and which of it is text; None: all."""
+        if self.text_len is None:
+            return tokens, None
+        is_text = torch.arange(self.canvas_len, device=tokens.device) < self.text_len[:, None]  # (B, C)
+        return torch.where(is_text, tokens, self.pad_token_id), is_text
 
     def to(self, device: torch.device) -> Self:
         """The same plan with its tensors on `device`."""

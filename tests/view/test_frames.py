@@ -6,7 +6,7 @@ import torch
 
 import dgemma
 from dgemma.view.frames import check_row, read_frames, settled
-from view.converging import record
+from view.converging import record, writer_of
 
 
 def test_a_row_has_every_blocks_noise_and_then_its_own_steps(recorded):
@@ -48,12 +48,27 @@ def test_settled_is_the_step_from_which_the_canvas_no_longer_differed(recorded):
         assert at == 0 or history[at - 1] != frames.final[block, position]
 
 
-def test_what_fills_up_a_canvas_is_not_of_the_text():
+@pytest.mark.parametrize("tail", [None, 1], ids=["free", "given"])
+def test_what_fills_up_a_canvas_is_not_of_the_text(tail):
+    model, ids = writer_of("A text of eighteen", dgemma.ByteTokenizer(), 32)
+    text = torch.tensor([[2, *ids[:15], 200, 200, 200]])  # it ends in one token, three times
+    out = dgemma.infill(model, text, [(3, 9)], tail_token_id=tail, steps=3, record=True, progress=False)
+    (trajectory,) = out.trajectories
+    frames = read_frames(trajectory, 0)
+    assert frames.kept == [18]  # all but the first token, which is the prefix
+    assert frames.final[0, :18].tolist() == out.tokens[0, 1:].tolist()
+    forked = trajectory.fork(model, step=1)
+    assert torch.equal(forked.new_tokens[:, :18], out.tokens[:, 1:])
+    assert (forked.new_tokens[:, 18:] == model.generation.pad_token_id).all()
+    assert forked.cache.lengths.tolist() == [19]
+    assert trajectory.difference(trajectory.replay(model)) is None
+
+
+def test_a_pinned_end_of_equal_tokens_is_text():
     canvas = torch.full((1, 32), -1)
-    canvas[0, 20:] = 1
-    canvas[0, 18:20] = 200
+    canvas[0, 20:] = 200
     out, _ = record("A text of eighteen", canvas_len=32, canvas=canvas, frozen=canvas >= 0, eos_token_ids=())
-    assert read_frames(out.trajectory, 0).kept == [20]
+    assert read_frames(out.trajectory, 0).kept == [32]
 
 
 def test_pins_are_those_of_the_plan_and_those_a_callback_set():

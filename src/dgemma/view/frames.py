@@ -40,7 +40,7 @@ class Frames:
     top_tokens: Array  # (F, C, k) int64
     top_probabilities: Array  # (F, C, k) float32
     final: Array  # (blocks, C) int64: what was committed, and the last draft where a stop token cut it off
-    kept: list[int]  # tokens of each block up to its stop token, or to what fills up its canvas
+    kept: list[int]  # tokens of each block up to its stop token, or to the end of the text that a canvas was laid over
 
     def __len__(self) -> int:
         return len(self.block)
@@ -111,9 +111,7 @@ def read_frames(trajectory: "Trajectory", row: int) -> Frames:
     arrays = {name: np.stack([frame[name] for frame in seen]) for name in seen[0]}
     arrays |= {name: arrays[name].astype(np.int64) for name in ("canvas", "draft", "top_tokens")}
     last_of_block = {block: i for i, (block, _) in enumerate(places)}
-    ends = [
-        _commit(trajectory, block, row, arrays["draft"][i], arrays["frozen"][i]) for block, i in last_of_block.items()
-    ]
+    ends = [_commit(trajectory, block, row, arrays["draft"][i]) for block, i in last_of_block.items()]
     block, number = (np.array(column) for column in zip(*places, strict=True))
     return Frames(
         **arrays, block=block, step=number, final=np.stack([end[0] for end in ends]), kept=[end[1] for end in ends]
@@ -146,15 +144,13 @@ def _frozen(trajectory: "Trajectory", step: "RecordedStep", row: int) -> Array:
     return pinned.numpy()
 
 
-def _commit(trajectory: "Trajectory", block: int, row: int, draft: Array, frozen: Array) -> tuple[Array, int]:
+def _commit(trajectory: "Trajectory", block: int, row: int, draft: Array) -> tuple[Array, int]:
     """A block as it was left, and how many of its tokens count."""
-    # One token pinned again and again at the end is what `infill` fills a canvas up with.
-    is_text = np.flatnonzero(~frozen | (draft != draft[-1]))
-    if len(is_text) and len(draft) - is_text[-1] > 2:
-        return draft, int(is_text[-1]) + 1
+    plan = trajectory.plan.to(torch.device("cpu"))
+    if plan.text_len is not None:
+        return draft, int(plan.text_len[row])
     if block >= len(trajectory.commits):
         return draft, len(draft)
-    plan = trajectory.plan.to(torch.device("cpu"))
     tokens = trajectory.commits[block].tokens[row]
     may_end = plan.span.past_pins(block, plan.canvas_len, torch.tensor([row]))[0]
     ends = (torch.isin(tokens, torch.tensor(plan.eos_token_ids, dtype=torch.int64)) & may_end).nonzero()[:, 0]
