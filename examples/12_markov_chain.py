@@ -21,9 +21,8 @@ import torch
 
 import dgemma
 from dgemma.data.markov import MarkovChain, MarkovSource, gap_by_level
-from dgemma.train import Objective, TrainConfig, evaluate, train
+from dgemma.train import Objective, TrainConfig, evaluate, muon, train
 from dgemma.train.initial import soften_attention
-from dgemma.train.muon import muon
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +32,7 @@ class Size:
     length: int = 30
     hidden_size: int = 512
     num_layers: int = 5
-    steps: int = 5500
+    steps: int = 9000
     batch_size: int = 1536
     lr: float = 2e-3
     num_test_rows: int = 8192

@@ -6,6 +6,7 @@ from dgemma.train.budget import train_for
 from dgemma.train.likelihood import evaluate
 from dgemma.train.loop import TrainConfig, TrainResult, train
 from dgemma.train.lora import LoRA, add_lora, drop_lora, load_lora, merge_lora, save_lora
+from dgemma.train.muon import muon
 from dgemma.train.objective import Objective, Terms
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "evaluate",
     "load_lora",
     "merge_lora",
+    "muon",
     "recipes",
     "save_lora",
     "train",
