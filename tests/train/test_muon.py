@@ -55,14 +55,14 @@ def test_matrices_step_as_torchs_muon_has_it_and_the_rest_as_adamw():
         assert (found - begun).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("shape", [(3, 8, 20), (3, 20, 8), (2, 3, 8, 12)])
+@pytest.mark.parametrize("shape", [(8, 16), (3, 8, 20), (3, 20, 8), (2, 3, 8, 12)])
 def test_orthogonal_keeps_the_singular_vectors_and_levels_the_values(shape):
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     left, _, right = torch.linalg.svd(matrices, full_matrices=False)
     found = left.mT @ orthogonal(matrices) @ right.mT
     values = found.diagonal(dim1=-2, dim2=-1)
-    assert values.min() > 0.65
-    assert values.max() < 1.25
+    assert values.min() > 0.68
+    assert values.max() < 1.14
     torch.testing.assert_close(found, torch.diag_embed(values), atol=1e-4, rtol=0)
 
 

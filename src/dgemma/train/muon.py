@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_ROUNDS, _QUINTIC = 5, (3.4445, -4.775, 2.0315)  # five of x ← ax + bx³ + cx⁵ take all of (0.01, 1] to 0.7 … 1.2
+_ROUNDS, _QUINTIC = 5, (3.4445, -4.775, 2.0315)  # five of x ← ax + bx³ + cx⁵ take all of (0.01, 1] to 0.68 … 1.14
 
 
 def muon(
@@ -78,7 +78,7 @@ class Muon(torch.optim.AdamW):
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """U·Vᵀ of matrices U·S·Vᵀ (..., rows, columns), nearly: but for tiny ones, singular values become 0.7 to 1.2.
+    """U·Vᵀ of matrices U·S·Vᵀ (..., rows, columns), nearly: but for tiny ones, singular values become 0.68 to 1.14.
 
     By Newton-Schulz, which is all products: in bfloat16 on a GPU, in float32 elsewhere.
 
@@ -86,7 +86,8 @@ def orthogonal(matrices: Tensor) -> Tensor:
     """
     a, b, c = _QUINTIC
     is_tall = matrices.shape[-2] > matrices.shape[-1]
-    x = (matrices.mT if is_tall else matrices).flatten(0, -3)  # (n, short, long)
+    x = matrices.mT if is_tall else matrices
+    x = x.reshape(-1, *x.shape[-2:])  # (n, short, long)
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     x = x.to(torch.bfloat16 if x.is_cuda else torch.float32)
     for _ in range(_ROUNDS):
