@@ -1,5 +1,8 @@
 """Muon against torch's own, one matrix at a time, against a singular value decomposition and against AdamW."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -12,12 +15,14 @@ SHAPES = {
     "layers.0.mlp.up_proj.weight": (12, 6),
     "layers.1.mlp.up_proj.weight": (12, 6),
     "layers.0.mlp.down_proj.weight": (6, 12),
+    "layers.0.experts.gate_up_proj": (3, 8, 6),
     "layers.0.experts.down_proj": (3, 6, 4),
     "layers.0.router.proj.weight": (3, 6),
     "layers.0.input_layernorm.weight": (6,),
     "embed_tokens.weight": (20, 6),
 }
 IS_MATRIX = ("mlp", "experts")
+BETAS = (0.9, 0.98)
 
 
 def parameters():
@@ -25,34 +30,104 @@ def parameters():
     return {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
 
 
-def move(optimizer, named, *, steps=3):
-    generator = torch.Generator().manual_seed(1)
+def index(text):
+    """ "3" is 3, "0:4" the rows from 0 to 4."""
+    return slice(*map(int, text.split(":"))) if ":" in text else int(text)
+
+
+def move(optimizer, named, *, steps=3, seed=1):
+    generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         grads = {name: torch.randn(SHAPES[name], generator=generator) for name in SHAPES}
         for name, parameter in named.items():
-            parameter.grad = grads[name.split("#")[0]][tuple(map(int, name.split("#")[1:]))]
+            name, *expert_and_rows = name.split("#")
+            parameter.grad = grads[name][tuple(index(text) for text in expert_and_rows)]
         optimizer.step()
         optimizer.zero_grad()
+
+
+def one_by_one(named):
+    """Each matrix of the experts by itself; the gate and the up projection, one above the other, are two."""
+    single = {name: p for name, p in named.items() if "experts" not in name}
+    for expert, (gate_up, down) in enumerate(
+        zip(named["layers.0.experts.gate_up_proj"], named["layers.0.experts.down_proj"], strict=True)
+    ):
+        single[f"layers.0.experts.down_proj#{expert}"] = down
+        single[f"layers.0.experts.gate_up_proj#{expert}#0:4"] = gate_up[:4]
+        single[f"layers.0.experts.gate_up_proj#{expert}#4:8"] = gate_up[4:]
+    return {name: nn.Parameter(p.detach().clone()) for name, p in single.items()}
 
 
 def test_matrices_step_as_torchs_muon_has_it_and_the_rest_as_adamw():
     ours, options = parameters(), {"lr": 0.03, "weight_decay": 0.1}
     move(muon(ours, **options), ours)
-    # Experts are matrices stacked.
-    theirs = {name: p for name, p in parameters().items() if "experts" not in name}
-    experts = parameters()["layers.0.experts.down_proj"].detach()
-    theirs |= {f"layers.0.experts.down_proj#{n}": nn.Parameter(matrix.clone()) for n, matrix in enumerate(experts)}
+    theirs, start = one_by_one(parameters()), one_by_one(parameters())
     matrices = {name: p for name, p in theirs.items() if any(part in name for part in IS_MATRIX)}
     others = {name: p for name, p in theirs.items() if name not in matrices}
+    norms = [others["layers.0.input_layernorm.weight"]]
+    decaying = [others["layers.0.router.proj.weight"], others["embed_tokens.weight"]]
+    adamw = torch.optim.AdamW([{"params": decaying}, {"params": norms, "weight_decay": 0.0}], **options, betas=BETAS)
     move(torch.optim.Muon(matrices.values(), **options, adjust_lr_fn="match_rms_adamw"), matrices)
-    move(torch.optim.AdamW(others.values(), **options, betas=(0.9, 0.98)), others)
-    start = parameters()
-    for name, parameter in theirs.items():
-        name, *index = name.split("#")
-        found, begun = (named[name][tuple(map(int, index))] for named in (ours, start))
-        close = 1e-6 if name in others else 0.03 * (parameter - begun).abs().max().item()  # theirs is in bfloat16
-        torch.testing.assert_close(found, parameter, atol=close, rtol=0)
-        assert (found - begun).abs().max() > 0.01
+    move(adamw, others)
+    for name, found in one_by_one(ours).items():
+        moved = (theirs[name] - start[name]).abs().max().item()
+        close = 1e-6 if name in others else 0.03 * moved  # theirs is in bfloat16
+        torch.testing.assert_close(found, theirs[name], atol=close, rtol=0)
+        assert moved > 0.01
+
+
+@pytest.mark.parametrize(
+    "make_again",
+    [
+        lambda ours, optimizer: copy.deepcopy((ours, optimizer)),
+        lambda ours, optimizer: pickle.loads(pickle.dumps((ours, optimizer))),
+        lambda ours, optimizer: reloaded(*copy.deepcopy((ours, optimizer.state_dict()))),
+    ],
+    ids=["deepcopy", "pickle", "state_dict"],
+)
+def test_a_copy_goes_on_in_the_same_bits(make_again):
+    ours = parameters()
+    optimizer = muon(ours, lr=0.03, weight_decay=0.1)
+    move(optimizer, ours)
+    again, optimizer_again = make_again(ours, optimizer)
+    move(optimizer, ours, seed=2)
+    assert not any(torch.equal(ours[name], again[name]) for name in ours)
+    move(optimizer_again, again, seed=2)
+    assert all(torch.equal(ours[name], again[name]) for name in ours)
+
+
+def reloaded(named, state):
+    optimizer = muon(named, lr=1.0)
+    optimizer.load_state_dict(state)
+    return named, optimizer
+
+
+def test_hooks_run_once_a_step_and_gradients_stay():
+    """Whatever else was made in the process: torch wraps the `step` of each class when it is first made."""
+    torch.optim.AdamW(parameters().values())
+    named, calls = parameters(), []
+    optimizer = muon(named, lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    for parameter in named.values():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert calls == ["before", "after"]
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in named.values())
+
+
+def test_a_schedule_of_the_learning_rate_reaches_all_parameters():
+    named = parameters()
+    optimizer = muon(named, lr=0.1)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0)
+    move(optimizer, named)
+    assert all(torch.equal(named[name], start) for name, start in parameters().items())
+
+
+@pytest.mark.parametrize("momentum", [-0.1, 1.0, 1.5, float("nan")])
+def test_a_momentum_outside_0_to_1_is_refused(momentum):
+    with pytest.raises(ValueError, match=rf"muon momentum must lie in \[0, 1\), got {momentum}\. Usual is 0\.95\."):
+        muon(parameters(), lr=0.1, momentum=momentum)
 
 
 @pytest.mark.parametrize("shape", [(8, 16), (3, 8, 20), (3, 20, 8), (2, 3, 8, 12)])

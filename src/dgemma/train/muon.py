@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw as adamw_step
+
+from dgemma.train.optimizer import adamw
 
 _ROUNDS, _QUINTIC = 5, (3.4445, -4.775, 2.0315)  # five of x ← ax + bx³ + cx⁵ take all of (0.01, 1] to 0.68 … 1.14
 
@@ -24,57 +27,90 @@ def muon(
 ) -> "Muon":
     """An optimizer for `train`: Muon over the matrices of the layers, AdamW over embeddings, routers, norms and scales.
 
-    Steps are scaled to Adam's size, so one learning rate does for both. Matrices must be whole: not for FSDP.
+    Steps are scaled to Adam's size, so one learning rate does for both. Norms and scales do not decay. Matrices
+    must be whole: not for FSDP.
 
     Example: `train(model, objective, source, config, out="run", optimizer=lambda named: muon(named, lr=1e-3))`.
     """
+    if not 0 <= momentum < 1:
+        raise ValueError(f"muon momentum must lie in [0, 1), got {momentum}. Usual is 0.95.")
+    matrices = {parameter: _num_matrices(name, parameter) for name, parameter in parameters.items()}
+    groups: list[dict[str, Any]] = []
+    for group in adamw(parameters, lr=lr, betas=betas, weight_decay=weight_decay).param_groups:  # it knows what decays
+        for number in (0, 1, 2):
+            chosen = [parameter for parameter in group["params"] if matrices[parameter] == number]
+            groups.append({"params": chosen, "matrices": number, "weight_decay": group["weight_decay"]})
+    return Muon([group for group in groups if group["params"]], {"lr": lr, "betas": betas, "momentum": momentum})
 
-    def is_matrix(name: str) -> bool:
-        return name.startswith("layers.") and ".router." not in name and parameters[name].dim() >= 2
 
-    matrices = [parameter for name, parameter in parameters.items() if is_matrix(name)]
-    others = [parameter for name, parameter in parameters.items() if not is_matrix(name)]
-    groups: list[dict[str, Any]] = [{"params": matrices, "momentum": momentum}, {"params": others}]
-    return Muon([group for group in groups if group["params"]], lr=lr, betas=betas, weight_decay=weight_decay)
+def _num_matrices(name: str, parameter: Tensor) -> int:
+    """How many matrices stand one above the other in a parameter's rows; none in what is left to AdamW."""
+    if not name.startswith("layers.") or ".router." in name or parameter.dim() < 2:
+        return 0
+    return 2 if name.endswith(".gate_up_proj") else 1  # gate and up are two, as they are outside the experts
 
 
-class Muon(torch.optim.AdamW):
-    """AdamW, but for groups with a "momentum": their parameters are matrices (..., rows, columns)."""
+class Muon(torch.optim.Optimizer):
+    """Each group says how many "matrices" its parameters (..., matrices · rows, columns) have; with 0 it is AdamW's."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update. The matrices' gradients are gone afterwards."""
+        """One update."""
         if closure is not None:
             raise ValueError("Muon.step closure must be None, got one. Compute the gradients before.")
         for group in self.param_groups:
-            if "momentum" in group:
-                self._step_matrices(group)
-        return super().step()  # of what still has a gradient
+            touched = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if group["matrices"]:
+                self._step_matrices(touched, group)
+            else:
+                self._step_others(touched, group)
 
-    def _step_matrices(self, group: dict[str, Any]) -> None:
-        alike: dict[torch.Size, list[tuple[Tensor, Tensor]]] = defaultdict(list)
-        for matrix in group["params"]:
-            if matrix.grad is not None:
-                alike[matrix.shape].append((matrix, matrix.grad))
-        for shape, pairs in alike.items():
-            matrices, grads = map(list, zip(*pairs, strict=True))
-            momenta = [self._momentum(matrix) for matrix in matrices]
+    def _step_matrices(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        alike: dict[torch.Size, list[Tensor]] = defaultdict(list)
+        for parameter in parameters:
+            alike[parameter.shape].append(parameter)
+        for same in alike.values():
+            grads = _grads(same)
+            momenta = [self._state(parameter, "momentum")["momentum"] for parameter in same]
             torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
-            ahead = torch._foreach_lerp(grads, momenta, group["momentum"])  # Nesterov
-            steps = orthogonal(torch.stack(ahead)).to(matrices[0].dtype)
+            ahead = torch.stack(torch._foreach_lerp(grads, momenta, group["momentum"]))  # Nesterov
+            ahead = ahead.unflatten(-2, (group["matrices"], -1))  # (n, ..., matrices, rows, columns)
+            steps = orthogonal(ahead).to(same[0].dtype).flatten(-3, -2)
             # An orthogonal matrix has entries of size 1/√(its longer side); Adam's steps are about 0.2 of its rate.
-            size = 0.2 * max(shape[-2:]) ** 0.5 * group["lr"]
-            torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(matrices, list(steps), alpha=-size)
-            for matrix in matrices:
-                matrix.grad = None
+            size = 0.2 * max(ahead.shape[-2:]) ** 0.5 * group["lr"]
+            torch._foreach_mul_(same, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(same, list(steps), alpha=-size)
 
-    def _momentum(self, matrix: Tensor) -> Tensor:
-        state = self.state[matrix]
-        if not state:
-            state["momentum"] = torch.zeros_like(matrix)
-        momentum: Tensor = state["momentum"]
-        return momentum
+    def _step_others(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        states = [self._state(parameter, "exp_avg", "exp_avg_sq") for parameter in parameters]
+        for state in states:
+            state.setdefault("step", torch.zeros((), dtype=torch.float32, device="cpu"))  # as AdamW has it
+        adamw_step(
+            parameters,
+            _grads(parameters),
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            eps=1e-8,
+            weight_decay=group["weight_decay"],
+            amsgrad=False,
+            maximize=False,
+        )
+
+    def _state(self, parameter: Tensor, *names: str) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.state[parameter]
+        for name in names:
+            if name not in state:
+                state[name] = torch.zeros_like(parameter)
+        return state
+
+
+def _grads(parameters: list[Tensor]) -> list[Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
