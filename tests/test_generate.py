@@ -1,7 +1,7 @@
 """The loop itself: rows on their own, knobs that change, pins that hold, mistakes that are named."""
 
 import inspect
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -487,13 +487,56 @@ def test_what_ends_a_canvas_is_read_from_the_state_that_on_step_returns():
     assert out.steps.tolist() == [[7], [2]]
 
 
-def test_what_on_step_writes_into_the_state_it_returns_ends_the_canvas_too():
+@pytest.mark.parametrize("inference", [False, True], ids=["no-grad", "inference-mode"])
+@pytest.mark.parametrize("returned", [True, False], ids=["state", "nothing"])
+def test_what_on_step_writes_into_the_state_ends_the_canvas_too_whatever_it_returns(returned, inference):
     def end(record: StepRecord):
         record.state.done.fill_(True)
-        return record.state
+        return record.state if returned else None
 
-    out = dgemma.generate(RowwiseDenoiser(), torch.full((2, 3), 5), max_new_tokens=16, stop=None, on_step=end)
+    with torch.inference_mode(inference):
+        out = dgemma.generate(RowwiseDenoiser(), torch.full((2, 3), 5), max_new_tokens=16, stop=None, on_step=end)
     assert out.steps.tolist() == [[1], [1]]
+
+
+def test_a_stray_token_written_into_the_state_of_a_stream_is_refused():
+    events = dgemma.stream(RowwiseDenoiser(), torch.full((2, 3), 5), max_new_tokens=16, steps=4, stop=None)
+    record = next(events)
+    record.state.canvas[1, 7] = 64
+    sentence = r"into a state.s canvas must be tokens in \[0, 64\), got \d+\.\.64 at block 0, step 0, row 1"
+    with pytest.raises(ValueError, match=sentence):
+        next(events)
+
+
+def test_rows_that_end_early_keep_their_drafts_when_a_denoiser_reuses_its_own():
+    class OneBuffer(RowwiseDenoiser):
+        draft = torch.zeros(2, 16, dtype=torch.int64)
+
+        def step(self, state, *, cache, knobs):
+            after, record = dgemma.step(self, state, cache=cache, knobs=knobs)
+            draft = self.draft[: len(after.rows)].copy_(after.draft)
+            after = replace(after, draft=draft)
+            return after, replace(record, state=after)
+
+    end_first = lambda record: {"done": record.rows == 0}  # noqa: E731
+    knobs = {"max_new_tokens": 16, "steps": 4, "stop": None, "eos_token_ids": [], "on_step": end_first}
+    prompt = torch.tensor([[5, 6, 7], [9, 8, 7]])
+    want, got = (dgemma.generate(model, prompt, **knobs) for model in (RowwiseDenoiser(), OneBuffer()))
+    assert got.steps.tolist() == [[1], [4]]
+    assert torch.equal(got.new_tokens, want.new_tokens)
+
+
+def test_a_denoisers_own_step_need_not_judge():
+    class Silent(RowwiseDenoiser):
+        def step(self, state, *, cache, knobs):
+            after, record = dgemma.step(self, state, cache=cache, knobs=knobs)
+            told = {field.name: getattr(record, field.name) for field in fields(record) if field.name != "verdict"}
+            return after, StepRecord(**told)
+
+    prompt = torch.tensor([[5, 6, 7], [9, 8, 7]])
+    want, got = (dgemma.generate(model, prompt, seed=1, **options()) for model in (RowwiseDenoiser(), Silent()))
+    assert torch.equal(got.new_tokens, want.new_tokens)
+    assert torch.equal(got.steps, want.steps)
 
 
 @pytest.mark.parametrize("token", [-1, 64])

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 
 from dgemma.config import Conventions, GenerationDefaults, ModelConfig
-from dgemma.generate import Knobs, StepRecord
+from dgemma.generate import Knobs, StepRecord, watch
 from dgemma.model.cache import PrefixCache
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.prediction import Prediction, SoftCap
@@ -68,14 +68,12 @@ class _LastStep:
     def __init__(self, state: DenoiseState, knobs: Knobs, buffers: CacheBuffers, captured: CapturedStep) -> None:
         self._state, self._knobs, self._buffers, self.captured = weakref.ref(state), knobs, buffers, captured
         leaves = tree_leaves([getattr(state, name) for name in STATE_INPUTS])
-        tensors = [x for x in leaves if isinstance(x, Tensor)]
-        self._can_go_on = captured.keeps_form and not any(x.is_inference() for x in tensors)
-        self._versions = [(x, x._version) for x in tensors] if self._can_go_on else []
+        self._written = watch(*(x for x in leaves if isinstance(x, Tensor)))
 
     def led_to(self, state: DenoiseState, knobs: Knobs, buffers: CacheBuffers) -> bool:
         """Whether `state` is its result, not written to since, and goes on under the same knobs over these buffers."""
         same = self._state() is state and self._knobs is knobs and self._buffers is buffers
-        return same and self._can_go_on and all(x._version == version for x, version in self._versions)
+        return same and self.captured.keeps_form and not self._written()
 
 
 class FusedDenoiser:

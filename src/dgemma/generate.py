@@ -75,7 +75,7 @@ class StepRecord:
     renoised: Tensor  # (B, C) bool: returned to noise
     active: Tensor  # (B,) bool: rows that were not done before the step
     rows: Tensor  # (B,) which rows of the whole batch these are: finished ones leave and cost nothing more
-    verdict: Tensor  # (3, B) int64, see `judge`
+    verdict: Tensor | None = None  # (3, B) int64, see `judge`; None: the loop judges
     prediction: Prediction  # the shaped one
     state: DenoiseState
     cache: PrefixCache  # that was looked at
@@ -234,6 +234,19 @@ def judge(prediction: Prediction, state: DenoiseState) -> Tensor:
     broken = prediction.entropy.isnan().any(-1)
     stray = ((state.canvas < 0) | (state.canvas >= state.noise.vocab_size)).any(-1)
     return torch.stack((left, broken.long(), stray.long()))
+
+
+def watch(*tensors: Tensor) -> Callable[[], bool]:
+    """What tells later whether any of these was written into meanwhile; nothing runs on the device.
+
+    Tensors made under `torch.inference_mode` do not count their writes: of them the answer is always yes.
+
+    Example: `written = watch(state.done); state.done.fill_(True); written()` is True.
+    """
+    if any(tensor.is_inference() for tensor in tensors):
+        return lambda: True
+    before = [tensor._version for tensor in tensors]
+    return lambda: [tensor._version for tensor in tensors] != before
 
 
 def start_state(
@@ -473,15 +486,17 @@ def denoise_canvas(
     goes_on = False  # whether another step follows, unless every row settles in this one
     for num_taken in itertools.count(1):
         state, record = advance(state, cache=cache, knobs=knobs)  # nothing before it: the device is waiting
+        written = watch(state.done, state.step, state.num_steps, state.canvas)
         changes = yield record
+        verdict = record.verdict if changes is None and not written() else None
         state, knobs = apply_changes(changes, state, knobs)
-        # Judged again whatever was answered: it may be the same state, written into.
-        verdict = record.verdict if changes is None else judge(record.prediction, state)
+        if verdict is None:
+            verdict = judge(record.prediction, state)
         left, broken, stray = read_ahead(verdict) if goes_on else verdict.tolist()  # here the host waits for the device
         if any(broken) or any(stray):
             _refuse_step(record, broken, stray)
         if not all(left):
-            for row, draft in zip(here, state.draft, strict=True):
+            for row, draft in zip(here, state.draft.clone(), strict=True):  # a denoiser may reuse its own
                 drafts[row], num_forwards[row] = draft, num_taken
             if not any(left):
                 break
@@ -493,15 +508,18 @@ def denoise_canvas(
 
 
 def _refuse_step(record: StepRecord, broken: list[int], stray: list[int]) -> NoReturn:
-    """Say where a step went wrong, and through whom: the model's numbers, or the sampler's tokens."""
+    """Say where a step went wrong, and through whom: the model's numbers, the sampler's tokens, or a caller's."""
     row = (broken if any(broken) else stray).index(1)
     where = f"at block {int(record.block[row])}, step {int(record.step[row])}, row {int(record.rows[row])}"
     if any(broken):
         refuse_nan(where)
-    canvas = record.state.canvas[row]
+    canvas, vocab_size = record.state.canvas[row], record.state.noise.vocab_size
+    got = f"got {int(canvas.min())}..{int(canvas.max())} {where}."
+    if record.verdict is not None and not record.verdict[2, row]:
+        raise ValueError(f"What is written into a state's canvas must be tokens in [0, {vocab_size}), {got}")
     raise ValueError(
-        f"{type(record.knobs.sampler).__name__} must write tokens in [0, {record.state.noise.vocab_size}), "
-        f"got {int(canvas.min())}..{int(canvas.max())} {where}. Take them from the prediction."
+        f"{type(record.knobs.sampler).__name__} must write tokens in [0, {vocab_size}), {got} "
+        "Take them from the prediction."
     )
 
 
