@@ -159,9 +159,10 @@ class CapturedStep:
         try:
             self._replay = Replay(run, device, memory)
         except CaptureError as error:
+            said = str(error).partition("\n")[0]
             raise RuntimeError(
-                f"This step could not be captured in a CUDA graph: {knobs.sampler} or {knobs.stop} waits for the host. "
-                "Write it as pure tensor code (no .item(), no if on a tensor, no boolean indexing)."
+                f"This step could not be captured in a CUDA graph ({said}). If {knobs.sampler} or {knobs.stop} waits "
+                "for the host, write it as pure tensor code (no .item(), no if on a tensor, no boolean indexing)."
             ) from error
         self._prediction = kept[0]
         loaded = dict(zip(STATE_INPUTS, tree_unflatten(self._inputs, form), strict=True))
@@ -170,15 +171,15 @@ class CapturedStep:
         after, form_after = tree_flatten(list(led_to.values()))
         # Else the next step is another graph.
         self.keeps_form = form_before == form_after and list_shapes(before) == list_shapes(after)
-        given = {id(x) for x in self._inputs if isinstance(x, Tensor)}
+        given = {_memory(x) for x in _tensors(self._inputs)}
 
         def soften() -> Tensor:
             signal = engine._soft_embedding(self._unread())
             self._signal.copy_(signal.view_as(self._signal))
             if self.keeps_form:
-                # An input that stands for another is read before it is written over.
-                new = [x.clone() if id(x) in given else x for x in after]
-                copy_all(as_bytes(_tensors(before)), as_bytes(_tensors(new)))
+                # An input, or a view of one, that stands for another is read before it is written over.
+                new = [x.clone() if _memory(x) in given else x for x in _tensors(after)]
+                copy_all(as_bytes(_tensors(before)), as_bytes(new))
             return signal
 
         self._soft = Replay(soften, device, memory)
@@ -237,6 +238,11 @@ def fill(static: Tensor, signal: Tensor | None) -> None:
 
 def _tensors(leaves: list) -> list[Tensor]:
     return [x for x in leaves if isinstance(x, Tensor)]
+
+
+def _memory(tensor: Tensor) -> int:
+    """Where its storage begins: one number for a tensor and all its views."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def _origins(results: list, inputs: list) -> tuple[list[tuple[str, Any]], list[Tensor]]:

@@ -33,7 +33,7 @@ class Replay:
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             fn()  # compiles, and lets libraries make what they cannot make during capture
-        torch.cuda.current_stream(device).wait_stream(stream)
+        torch.cuda.synchronize(device)  # a kernel that failed says so here, and is not taken for a failed capture
         self._graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(self._graph, pool=memory, stream=stream, capture_error_mode="thread_local"):

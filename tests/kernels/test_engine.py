@@ -1,9 +1,11 @@
 """The fused denoiser against the reference model, in float32: same logits to rounding, same tokens, same caches."""
 
 import copy
-from dataclasses import fields, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from types import SimpleNamespace
+from typing import ClassVar
 from unittest.mock import MagicMock
 
 import pytest
@@ -18,7 +20,7 @@ from dgemma.train.lora import LoRA, add_lora
 from dgemma_kernels import accelerate, accept, captured, draws, embedding, published, reference, vocabulary
 from dgemma_kernels import cache as fused_cache
 from dgemma_kernels.forward import Forward
-from dgemma_kernels.graphs import CaptureError
+from dgemma_kernels.graphs import CaptureError, Replay
 from dgemma_kernels.prediction import FusedPrediction, Logits
 
 CANVAS, VOCAB = 4, 40
@@ -224,12 +226,59 @@ def test_a_sampler_that_waits_for_the_host_is_named(models, monkeypatch):
     _, fast = models
 
     def fail(*args):
-        raise CaptureError("operation not permitted")
+        raise CaptureError("operation not permitted\nCompile with TORCH_USE_CUDA_DSA")
 
     monkeypatch.setattr(captured, "Replay", fail)
     sampler = dgemma.Ancestral()
-    with pytest.raises(RuntimeError, match=r"could not be captured .* Ancestral\(.*waits for the host"):
+    sentence = r"could not be captured in a CUDA graph \(operation not permitted\)\. If Ancestral\(.*waits for the host"
+    with pytest.raises(RuntimeError, match=sentence):
         dgemma.generate(fast, draw_tokens(1, 3), sampler=sampler, max_new_tokens=CANVAS, steps=2, progress=False)
+
+
+def test_a_kernel_that_fails_before_capture_is_not_called_a_failed_capture(monkeypatch):
+    # Kernels fail late, in whatever waits for the device next; torch.cuda.graph does when it begins.
+    def wait(device=None):
+        raise RuntimeError("an illegal memory access was encountered")
+
+    @contextmanager
+    def capture(graph, **options):
+        wait()
+        yield
+
+    for name in ("Stream", "CUDAGraph", "current_stream", "stream"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    with pytest.raises(RuntimeError, match="illegal memory access") as raised:
+        Replay(lambda: None, torch.device("cuda"), None)
+    assert not isinstance(raised.value, CaptureError)
+
+
+def test_a_sampler_may_remember_views_of_what_it_was_given(models):
+    @dataclass(frozen=True, kw_only=True)
+    class LastTwo(dgemma.Sampler):
+        revises: ClassVar[bool] = True
+
+        def start(self, state):
+            return torch.zeros_like(state.canvas), torch.zeros_like(state.canvas)
+
+        def __call__(self, prediction, state):
+            last, before = state.memory
+            return dgemma.Decision(
+                tokens=(prediction.argmax + before) % VOCAB,
+                write=torch.ones_like(state.open),
+                renoise=torch.zeros_like(state.open),
+                memory=(prediction.argmax, last.view_as(last)),
+            )
+
+    seen = []
+    for model in models:
+        seen.append([])
+        keep = lambda record: seen[-1].append((record.state.canvas, *record.state.memory))  # noqa: E731
+        options = {"sampler": LastTwo(), "stop": None, "max_new_tokens": CANVAS, "steps": 4, "eos_token_ids": []}
+        dgemma.generate(model, draw_tokens(1, 3), seed=5, on_step=keep, progress=False, **options)
+    for want, got in zip(*seen, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(want, got, strict=True))
 
 
 def test_a_finished_canvas_is_read_together_with_the_next_one(models):
