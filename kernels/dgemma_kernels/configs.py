@@ -58,9 +58,13 @@ class DenseConfig:
 
     def __post_init__(self) -> None:
         for field in ("rows", "gate_up_cols", "down_cols", "depth", "warps"):
-            value = getattr(self, field)
-            if value < 1 or value & (value - 1):
-                raise ValueError(f"DenseConfig.{field} must be a power of two, got {value}.")
+            value, least = getattr(self, field), 1 if field == "warps" else 16  # tensor cores take no less
+            if value < least or value & (value - 1):
+                raise ValueError(f"DenseConfig.{field} must be a power of two >= {least}, got {value}.")
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"DenseConfig.min_tokens must be at most max_tokens = {self.max_tokens}, got {self.min_tokens}."
+            )
         if self.programs < 1 or self.stages < 1:
             raise ValueError(f"DenseConfig.programs and stages must be >= 1, got {self.programs} and {self.stages}.")
 
@@ -148,22 +152,28 @@ def gpu_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "default"
 
 
-def expert_config(num_tokens: int, device: torch.device) -> ExpertConfig:
-    """The experts' tiles for `num_tokens` tokens on this device.
+def expert_config(num_tokens: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> ExpertConfig:
+    """The experts' tiles for `num_tokens` tokens on this device; for weights wider than 2 bytes the default ones.
 
     Example: `expert_config(256, torch.device("cuda")).rows` is 32 on an H200.
     """
-    table = EXPERTS.get(gpu_name(device), EXPERTS["default"])
+    table = EXPERTS.get(_tiles_of(device, dtype), EXPERTS["default"])
     return next(config for config in table if num_tokens <= config.max_tokens)
 
 
-def dense_config(num_tokens: int, device: torch.device) -> DenseConfig | None:
-    """The dense MLP's own kernel for `num_tokens` tokens on this device; None where library products are as good.
+def dense_config(num_tokens: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> DenseConfig | None:
+    """The dense MLP's own kernel for `num_tokens` tokens on this device; None where library products are as good, and
+    for weights wider than 2 bytes, of which its tiles do not fit into shared memory.
 
     Example: `dense_config(256, torch.device("cuda")).programs` is 33 on an H200.
     """
-    config = DENSE.get(gpu_name(device))
+    config = DENSE.get(_tiles_of(device, dtype))
     return config if config is not None and config.min_tokens <= num_tokens <= config.max_tokens else None
+
+
+def _tiles_of(device: torch.device, dtype: torch.dtype) -> str:
+    """`gpu_name`, where a GPU's tiles were measured for weights of this size: 2 bytes and less."""
+    return gpu_name(device) if dtype.itemsize <= 2 else "default"
 
 
 def dependent_launch(device: torch.device) -> dict[str, bool]:

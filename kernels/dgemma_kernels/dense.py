@@ -17,7 +17,7 @@ from dgemma_kernels.mlp import gate_up_geglu
 
 
 def dense_mlp(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, progress: Tensor) -> Tensor:
-    """geglu(x @ gate_up_weight.T) @ down_weight.T; for few and for many tokens by library products.
+    """geglu(x @ gate_up_weight.T) @ down_weight.T; for few and for many tokens, and in float32, by library products.
 
     x: (M, D), gate_up_weight: (2F, D), gate rows first, down_weight: (D, F) → (M, D). progress: (2,) int32, zeros
     before and after, for the programs of one launch to count in: launches that share it must follow each other.
@@ -35,11 +35,11 @@ def dense_mlp(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, progress: 
         raise ValueError(
             f"dense_mlp must be given tensors of one dtype, got {x.dtype}, {gate_up_weight.dtype}, {down_weight.dtype}."
         )
-    if not (x.is_contiguous() and gate_up_weight.is_contiguous() and down_weight.is_contiguous()):
+    if not all(tensor.is_contiguous() for tensor in (x, gate_up_weight, down_weight, progress)):
         raise ValueError("dense_mlp must be given contiguous tensors. Call .contiguous() on them first.")
     if progress.shape != (2,) or progress.dtype != torch.int32:
         raise ValueError(f"dense_mlp.progress must be (2,) int32, got {tuple(progress.shape)} {progress.dtype}.")
-    config = dense_config(num_rows, x.device)
+    config = dense_config(num_rows, x.device, x.dtype)
     if config is None:
         return torch.mm(gate_up_geglu(x, gate_up_weight), down_weight.T)
     hidden = torch.empty(num_rows, hidden_width, dtype=x.dtype, device=x.device)

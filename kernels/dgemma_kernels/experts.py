@@ -30,7 +30,7 @@ def expert_gate_up(x: Tensor, gate_up_proj: Tensor, tiles: ExpertTiles) -> Tenso
             f"expert_gate_up.tiles must be of the same {x.shape[0]} tokens, got {tiles.pairs.numel()} pairs of "
             f"{tiles.num_active} a token."
         )
-    tile = expert_config(x.shape[0], x.device).gate_up
+    tile = expert_config(x.shape[0], x.device, x.dtype).gate_up
     num_experts, double, width = gate_up_proj.shape
     hidden_width = double // 2
     out = torch.empty(tiles.pairs.numel(), hidden_width, dtype=x.dtype, device=x.device)
@@ -76,7 +76,7 @@ def expert_down(
             f"expert_down must be given the {num_pairs} pairs of its tiles, got hidden {tuple(hidden.shape)} and "
             f"weights {tuple(weights.shape)}."
         )
-    config = expert_config(num_pairs // tiles.num_active, hidden.device)
+    config = expert_config(num_pairs // tiles.num_active, hidden.device, hidden.dtype)
     tile = config.down
     num_experts, width, hidden_width = down_proj.shape
     out = torch.empty(num_pairs // tiles.num_active, tiles.num_active, width, dtype=hidden.dtype, device=hidden.device)

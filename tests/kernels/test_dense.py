@@ -1,6 +1,7 @@
 """The dense MLP in one launch against its meaning in float64."""
 
 from dataclasses import replace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -79,6 +80,19 @@ def test_few_and_many_tokens_are_library_products(tokens, kernel, monkeypatch):
     assert (configs.dense_config(tokens, torch.device("cpu")) is not None) == kernel
 
 
+def test_float32_weights_are_library_products_where_tiles_were_measured_for_half_of_that(monkeypatch, device):
+    # Gate, up and 256 tokens of 64 deep tiles in four stages: 384 KiB of float32, where a multiprocessor has 227.
+    monkeypatch.setattr(configs, "gpu_name", lambda device: "NVIDIA H200")
+    launches = MagicMock()
+    monkeypatch.setattr(dense, "_dense_mlp_kernel", launches)
+    arguments = draw(70, 72, 88, torch.float32, device)
+    want = reference.dense_mlp(*(tensor.double() for tensor in arguments), count(device))
+    assert error(dense.dense_mlp(*arguments, count(device)), want) < LIMITS[torch.float32]
+    assert not launches.mock_calls
+    dense.dense_mlp(*(tensor.half() for tensor in arguments), count(device))
+    assert launches.mock_calls
+
+
 def test_without_tiles_for_a_gpu_the_dense_mlp_is_library_products(device):
     arguments = draw(7, 72, 88, torch.float32, device)
     want = reference.dense_mlp(*(tensor.double() for tensor in arguments), count(device))
@@ -97,6 +111,22 @@ def test_counts_of_another_shape_are_refused(device):
         dense.dense_mlp(*draw(4, 16, 8, torch.float32, device), count(device)[:1])
 
 
-def test_a_tile_that_is_no_power_of_two_is_refused():
-    with pytest.raises(ValueError, match=r"DenseConfig.rows must be a power of two, got 48"):
-        replace(SMALL, rows=48)
+def test_counts_that_lie_apart_are_refused(device):
+    apart = torch.zeros(4, dtype=torch.int32, device=device)[::2]
+    with pytest.raises(ValueError, match="dense_mlp must be given contiguous tensors"):
+        dense.dense_mlp(*draw(4, 16, 8, torch.float32, device), apart)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"rows": 48}, "rows must be a power of two >= 16, got 48"),
+        ({"rows": 8}, "rows must be a power of two >= 16, got 8"),
+        ({"depth": 8}, "depth must be a power of two >= 16, got 8"),
+        ({"warps": 3}, "warps must be a power of two >= 1, got 3"),
+        ({"min_tokens": 513}, "min_tokens must be at most max_tokens = 512, got 513"),
+    ],
+)
+def test_tiles_that_cannot_run_are_refused(changes, sentence):
+    with pytest.raises(ValueError, match=f"DenseConfig.{sentence}"):
+        replace(SMALL, **changes)

@@ -126,6 +126,14 @@ def test_every_table_of_tiles_covers_every_batch(table, monkeypatch):
     assert rows == sorted(rows)
 
 
+def test_float32_weights_get_the_default_tiles_on_every_gpu(monkeypatch):
+    # Those of a GPU fill its shared memory with weights of half the size.
+    monkeypatch.setattr(configs, "gpu_name", lambda device: "NVIDIA H200")
+    wide, narrow = (configs.expert_config(256, torch.device("cpu"), dtype) for dtype in (torch.float32, torch.float16))
+    assert wide in configs.EXPERTS["default"]
+    assert narrow in configs.EXPERTS["NVIDIA H200"]
+
+
 def test_weights_of_another_dtype_are_refused(device):
     index = draw_routing("even").to(device)
     x, gate_up, _, _ = draw(index, D, F, torch.float32, device)
