@@ -105,6 +105,17 @@ def test_dropped_adapters_take_the_noise_they_learnt_with_them():
     assert merged.generation.noise == {"kind": "mask"}
 
 
+def test_a_model_adapted_by_an_earlier_version_keeps_its_noise_when_adapters_are_dropped():
+    model = _model(torch.float32)
+    add_lora(model, LoRA(rank=2, targets=("router",)))
+    for module in model.modules():
+        module.__dict__.pop("base_generation", None)  # which pickled modules of that version do not have
+    model.generation = replace(model.generation, noise={"kind": "mask"})
+    drop_lora(model)
+    assert not is_adapted(model)
+    assert model.generation.noise == {"kind": "mask"}
+
+
 def test_saved_adapters_come_back(tmp_path):
     model = _model(torch.float32)
     add_lora(model, LoRA(rank=2, alpha=1.5, targets=("experts", "router")))

@@ -163,7 +163,8 @@ def drop_lora(model: DiffusionGemma) -> None:
     Example: `load_lora(model, "sudoku-lora.safetensors"); ...; drop_lora(model)`.
     """
     _require_adapters(model, "drop_lora")
-    base = next(module.base_generation for _, module in _adapted_modules(model))
+    # An adapted model that was pickled by an earlier version does not say: it keeps the noise it has.
+    base = next(getattr(module, "base_generation", model.generation) for _, module in _adapted_modules(model))
     model.generation = replace(model.generation, noise=base.noise, entropy_bound=base.entropy_bound)
     _take_off(model)
 
