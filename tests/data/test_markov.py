@@ -8,6 +8,7 @@ import torch
 
 import dgemma
 from dgemma.data.markov import MarkovChain, MarkovSource, gap_by_level
+from dgemma.schedule import Linear, OneMinusCosine
 from dgemma.train import evaluate, nelbo
 
 SMALL = MarkovChain.random(num_states=4, num_successors=3, seed=2)
@@ -156,6 +157,29 @@ def test_the_gap_by_level_adds_up_to_the_gap(kind):
     error = (gap.error**2 + by_level.error.square().sum().item()) ** 0.5
     assert by_level.nats.sum().item() == pytest.approx(gap.value, abs=2 * error)
     assert error < 0.2 * gap.value
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"schedule": OneMinusCosine()},
+            r"gap_by_level noise must have a Linear schedule, got .*Cosine.* use Linear\(\)",
+        ),
+        (Linear(), {"samples_per_bin": 0}, "gap_by_level samples_per_bin must be at least 1, got 0"),
+        (Linear(), {"num_bins": 0}, "gap_by_level num_bins must be at least 1, got 0"),
+    ],
+)
+def test_a_gap_that_would_be_wrong_is_refused(schedule, options, message):
+    noise = dgemma.UniformNoise(6, schedule=schedule)
+    tokens = MarkovSource(chain=SMALL, bos=5, length=8)(0, range(4)).tokens
+    with pytest.raises(ValueError, match=message):
+        gap_by_level(Exact(noise), tokens, noise, SMALL, parametrisation="loo", **options)
+
+
+def test_a_noise_that_does_not_cover_the_states_is_refused():
+    with pytest.raises(ValueError, match=r"leave_one_out noise must cover the chain's 4 states, got UniformNoise.*3"):
+        SMALL.leave_one_out(torch.zeros(1, 2, dtype=torch.int64), dgemma.UniformNoise(3), torch.tensor([0.5]))
 
 
 def test_batches_do_not_depend_on_how_they_are_cut_and_differ_by_step_and_seed():

@@ -13,6 +13,7 @@ from torch import Tensor
 from dgemma import draws
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.noise import Noise
+from dgemma.schedule import Linear
 from dgemma.train import nelbo
 from dgemma.train.batch import TrainBatch
 from dgemma.train.estimates import Curve, mean_of_rows
@@ -91,6 +92,11 @@ class MarkovChain:
 
         Example: `nelbo.integrand(noise, chain.leave_one_out(z, noise, t).log(), x, z, t, parametrisation="loo")`.
         """
+        if noise.vocab_size < self.num_states:
+            raise ValueError(
+                f"MarkovChain.leave_one_out noise must cover the chain's {self.num_states} states, got {noise!r}. "
+                f"Make it with a vocab_size of at least {self.num_states}."
+            )
         alpha, states = 1 - noise_level.double(), torch.arange(self.num_states, device=z.device)
         of_noise = noise.marginal(alpha.new_zeros(len(z), noise.vocab_size), alpha).gather(1, z)  # (B, L)
         clean = noise.clean_share(noise_level.double())
@@ -174,6 +180,14 @@ def gap_by_level(
 
     Example: `gap_by_level(model, source(0, range(512)).tokens, noise, source.chain, parametrisation="loo").nats`.
     """
+    if not isinstance(noise.schedule, Linear):
+        raise ValueError(
+            f"gap_by_level noise must have a Linear schedule, got {noise.schedule!r}. The bound does not depend on the "
+            "schedule: use Linear()."
+        )
+    for name, value in (("num_bins", num_bins), ("samples_per_bin", samples_per_bin)):
+        if value < 1:
+            raise ValueError(f"gap_by_level {name} must be at least 1, got {value}. The defaults are 10 and 3.")
     tokens, num_samples = tokens.to(model.device), num_bins * samples_per_bin
     rows, x, gaps = torch.arange(len(tokens), device=tokens.device), tokens[:, 1:], []
     for sample in range(num_samples):
