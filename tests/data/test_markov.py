@@ -160,11 +160,12 @@ def test_the_gap_by_level_adds_up_to_the_gap(kind):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("schedule", "options", "message"),
     [
         (
-            {"schedule": OneMinusCosine()},
-            r"gap_by_level noise must have a Linear schedule, got .*Cosine.* use Linear\(\)",
+            OneMinusCosine(),
+            {},
+            r"gap_by_level noise must have a Linear schedule, got OneMinus.* use Linear\(\)",
         ),
         (Linear(), {"samples_per_bin": 0}, "gap_by_level samples_per_bin must be at least 1, got 0"),
         (Linear(), {"num_bins": 0}, "gap_by_level num_bins must be at least 1, got 0"),
