@@ -52,18 +52,14 @@ def published_step(denoiser: Any, state: DenoiseState, *, cache: Any, knobs: Kno
         self_cond=prediction,
         **clock,
     )
-    record = StepRecord(
-        **{name: getattr(state, name) for name in ("block", "step", "seeds", "temperature", "noise_level", "canvas")},
-        argmax=prediction.argmax,
-        entropy=prediction.entropy,
-        confidence=prediction.confidence,
+    record = StepRecord.of(
+        state,
+        after,
+        prediction,
         accepted=taken.accepted,
         renoised=taken.renoised,
         active=active,
-        rows=state.rows,
         verdict=taken.verdict,
-        prediction=prediction,
-        state=after,
         cache=cache,
         knobs=knobs,
     )

@@ -27,7 +27,7 @@ from dgemma.progress import progress_bar
 from dgemma.sampling.base import Decision
 from dgemma.sampling.stopping import ask
 from dgemma.sampling.temperature import Temperature
-from dgemma.state import DenoiseState
+from dgemma.state import DenoiseState, watch
 
 if TYPE_CHECKING:
     from dgemma.trajectory import Trajectory
@@ -80,6 +80,14 @@ class StepRecord:
     state: DenoiseState
     cache: PrefixCache  # that was looked at
     knobs: Knobs
+
+    @classmethod
+    def of(cls, before: DenoiseState, after: DenoiseState, prediction: Prediction, **did: Any) -> "StepRecord":
+        """The record of the step from `before` to `after`; `did` is all that neither they nor the prediction say."""
+        kept = ("block", "step", "seeds", "temperature", "noise_level", "canvas", "rows")
+        said = ("argmax", "entropy", "confidence")
+        seen = {name: getattr(before, name) for name in kept} | {name: getattr(prediction, name) for name in said}
+        return cls(**seen, prediction=prediction, state=after, **did)
 
     def top(self, k: int) -> Top:
         """The k best candidates of every position, computed when asked."""
@@ -185,23 +193,14 @@ def step(
         stopped, stop_memory = ask(knobs.stop, prediction, looked_at)
         done, after = done | stopped, replace(after, stop_memory=stop_memory)
     after = replace(after, done=done)
-    record = StepRecord(
-        block=state.block,
-        step=state.step,
-        seeds=state.seeds,
-        temperature=state.temperature,
-        noise_level=state.noise_level,
-        canvas=state.canvas,
-        argmax=prediction.argmax,
-        entropy=prediction.entropy,
-        confidence=prediction.confidence,
+    record = StepRecord.of(
+        state,
+        after,
+        prediction,
         accepted=write,
         renoised=renoise,
         active=~state.done,
-        rows=state.rows,
         verdict=judge(prediction, after),
-        prediction=prediction,
-        state=after,
         cache=cache,
         knobs=knobs,
     )
@@ -234,19 +233,6 @@ def judge(prediction: Prediction, state: DenoiseState) -> Tensor:
     broken = prediction.entropy.isnan().any(-1)
     stray = ((state.canvas < 0) | (state.canvas >= state.noise.vocab_size)).any(-1)
     return torch.stack((left, broken.long(), stray.long()))
-
-
-def watch(*tensors: Tensor) -> Callable[[], bool]:
-    """What tells later whether any of these was written into meanwhile; nothing runs on the device.
-
-    Tensors made under `torch.inference_mode` do not count their writes: of them the answer is always yes.
-
-    Example: `written = watch(state.done); state.done.fill_(True); written()` is True.
-    """
-    if any(tensor.is_inference() for tensor in tensors):
-        return lambda: True
-    before = [tensor._version for tensor in tensors]
-    return lambda: [tensor._version for tensor in tensors] != before
 
 
 def start_state(

@@ -129,3 +129,16 @@ def _row_fields(state: DenoiseState) -> dict[str, Any]:
 
 def _row_tensors(state: DenoiseState) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(list(_row_fields(state).values())) if isinstance(leaf, Tensor)]
+
+
+def watch(*tensors: Tensor) -> Callable[[], bool]:
+    """What tells later whether any of these was written into meanwhile; nothing runs on the device.
+
+    Tensors made under `torch.inference_mode` do not count their writes: of them the answer is always yes.
+
+    Example: `written = watch(state.done); state.done.fill_(True); written()` is True.
+    """
+    if any(tensor.is_inference() for tensor in tensors):
+        return lambda: True
+    before = [tensor._version for tensor in tensors]
+    return lambda: [tensor._version for tensor in tensors] != before

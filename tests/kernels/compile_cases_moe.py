@@ -1,7 +1,5 @@
 """The mixture-of-experts half of a layer at the published sizes, from one token to sixteen canvases."""
 
-from dataclasses import replace
-
 import torch
 
 from dgemma_kernels import configs, dense, experts, mlp, norms, router
@@ -19,16 +17,6 @@ def run_experts(tokens: int) -> None:
     hidden = experts.expert_gate_up(empty(tokens, D), empty(E, 2 * F, D), tiles)
     for overlap in (False, True):
         experts.expert_down(hidden, empty(E, D, F), empty(tokens, A, dtype=torch.float32), tiles, overlap=overlap)
-
-
-def run_two_blocks(tokens: int, rows: int) -> None:
-    """Rows that are no power of two, in the tiles of the next smaller one."""
-    table = configs.EXPERTS["NVIDIA H200"]
-    configs.EXPERTS["NVIDIA H200"] = (replace(configs.expert_config(tokens, None), max_tokens=1 << 62, rows=rows),)
-    try:
-        run_experts(tokens)
-    finally:
-        configs.EXPERTS["NVIDIA H200"] = table
 
 
 def run_dense(tokens: int) -> None:
@@ -49,7 +37,6 @@ CALLS = {
         f"experts, {tokens} tokens": lambda tokens=tokens: run_experts(tokens)
         for tokens in (1, 16, 256, 512, 1024, 4096)
     },
-    "experts, 96 rows a tile": lambda: run_two_blocks(1024, 96),
     "dense MLP, whole blocks of tokens": lambda: run_dense(256),
     "dense MLP, ragged": lambda: run_dense(500),
     **{
