@@ -7,6 +7,7 @@ import torch
 from dgemma.schedule import (
     ClippedLinear,
     Geometric,
+    InverseSmoothstep,
     Linear,
     Logarithmic,
     Loop,
@@ -15,7 +16,16 @@ from dgemma.schedule import (
     Polynomial,
 )
 
-COMPLETE = [Linear(), OneMinusCosine(), PlainCosine(), Polynomial(2.0), Polynomial(0.5), Logarithmic(), Loop()]
+COMPLETE = [
+    Linear(),
+    OneMinusCosine(),
+    PlainCosine(),
+    Polynomial(2.0),
+    Polynomial(0.5),
+    Logarithmic(),
+    InverseSmoothstep(),
+    Loop(),
+]
 EVERY = [*COMPLETE, Geometric(), ClippedLinear(low=0.3, high=0.8)]
 
 
@@ -44,6 +54,13 @@ def test_time_inverts_alpha(schedule):
 @pytest.mark.parametrize("schedule", [Geometric(), ClippedLinear(low=0.3, high=0.8)], ids=str)
 def test_time_of_an_alpha_out_of_reach_is_the_nearest_end(schedule):
     assert schedule.time(torch.tensor([1.0, 0.0], dtype=torch.float64)).tolist() == [0.0, 1.0]
+
+
+def test_inverse_smoothstep_draws_levels_from_beta_2_2():
+    """Mean 1/2, variance 1/20, fourth moment 1/7; the middle of a fine grid of times stands for a uniform one."""
+    level = 1 - InverseSmoothstep().alpha((torch.arange(20000).double() + 0.5) / 20000)
+    moments = [level.mean().item(), level.var().item(), (level**4).mean().item()]
+    assert moments == pytest.approx([1 / 2, 1 / 20, 1 / 7], abs=1e-4)
 
 
 def test_the_two_cosines_are_different_curves():

@@ -180,6 +180,28 @@ class ClippedLinear(Schedule):
 
 
 @dataclass(frozen=True)
+class InverseSmoothstep(Schedule):
+    """t = 3s² - 2s³ for the noise level s = 1 - α, which lingers between text and noise.
+
+    A training schedule: with t uniform the noise level has the density 6s(1 - s), Beta(2, 2). Its speed is infinite at
+    both ends.
+
+    Example: `InverseSmoothstep().time(torch.tensor(0.75))` is 0.15625.
+    """
+
+    def alpha(self, t: Tensor) -> Tensor:
+        return 0.5 + torch.sin(torch.asin(1 - 2 * t) / 3)
+
+    def derivative(self, t: Tensor) -> Tensor:
+        alpha = self.alpha(t)
+        return -1 / (6 * alpha * (1 - alpha))
+
+    def time(self, alpha: Tensor) -> Tensor:
+        level = 1 - alpha
+        return level.square() * (3 - 2 * level)
+
+
+@dataclass(frozen=True)
 class Loop(Schedule):
     """ReMDM's loop (arXiv:2503.00307): α rises linearly to `plateau`, rests there for t in [stop, start], goes on to 1.
 

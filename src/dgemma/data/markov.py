@@ -5,6 +5,7 @@ must reach and none can beat.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -68,17 +69,26 @@ class MarkovChain:
 
         Example: `chain.sample(torch.rand(8, 30, dtype=torch.float64))`.
         """
-        ends = torch.cat((self.first[None], self.move)).cumsum(-1)  # (1 + V, V)
-        # All rows in one sorted list, row r between r and r + 1: a binary search in it copies no text's row.
-        row_number = torch.arange(len(ends), device=ends.device)
-        ends = (ends / ends[:, -1:] + row_number[:, None]).flatten()
-        u = u.double().clamp(max=1 - len(ends) * 2.0**-53)  # else r + u may round to r + 1
+        ends, token = self._cells
+        largest = 1 - self.num_states * (1 + self.num_states) * 2.0**-53  # else r + u may round to r + 1
+        u = u.double().clamp(max=largest)
         row, tokens = torch.zeros_like(u[:, 0], dtype=torch.int64), []
         for position in range(u.shape[1]):
-            cell = torch.searchsorted(ends, row + u[:, position], right=True)
-            tokens.append(cell - row * self.num_states)
+            tokens.append(token[torch.searchsorted(ends, row + u[:, position], right=True)])
             row = tokens[-1] + 1
         return torch.stack(tokens, dim=1)
+
+    @cached_property
+    def _cells(self) -> tuple[Tensor, Tensor]:
+        """Where each possible cell of the CDFs ends, and its token: all rows in one sorted list, row r in (r, r + 1].
+
+        Row 0 is the first token's, row 1 + i what follows state i. A binary search in it copies no text's row, and what
+        is impossible is not in it: of a chain of few successors it stays in the processor's nearest cache.
+        """
+        cells = torch.cat((self.first[None], self.move))  # (1 + V, V)
+        ends, row_number = cells.cumsum(-1), torch.arange(len(cells), device=cells.device)
+        ends = ends / ends[:, -1:] + row_number[:, None]
+        return ends[cells > 0], cells.nonzero()[:, 1]
 
     def nll(self, tokens: Tensor) -> Tensor:
         """-log p of whole texts, exactly: tokens (B, L) → (B,) float64, in nats."""

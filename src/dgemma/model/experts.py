@@ -50,6 +50,11 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         """Σ_a weight · expert_a(x) over each token's chosen experts. x: (M, D) → (M, D)."""
+        if self.gate_up_proj.shape[0] == 1:  # nothing to sort
+            ends = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
+            gate, up = self.gate_up(x, ends).chunk(2, dim=-1)
+            out = self.down(gated_gelu(gate, up), ends)
+            return (out.to(wide_dtype(out)) * routing.weights).to(x.dtype)
         num_chosen = routing.experts.shape[1]
         # Rows sorted by expert: each expert then owns one contiguous group. No counting on the host.
         sorted_experts, order = routing.experts.flatten().sort(stable=True)

@@ -76,10 +76,10 @@ def cut_canvases(
 
     # Sizes come from what the host knows, so that nothing waits for the device and shapes repeat.
     assert batch.spans is not None
-    blocks = [(prompt, max(0, -((prompt - length) // canvas_len))) for prompt, length in batch.spans]
+    blocks = {(prompt, max(0, -((prompt - length) // canvas_len))) for prompt, length in set(batch.spans)}
     most = max(1, *(count for _, count in blocks))
     num_tokens = max(1, *(prompt + count * canvas_len for prompt, count in blocks))
-    last_starts = [prompt + (count - 1) * canvas_len for prompt, count in blocks if count > 0]
+    last_starts = {prompt + (count - 1) * canvas_len for prompt, count in blocks if count > 0}
     causal_ends = torch.zeros_like(ends)
     causal_end = 0
     if causal_scope is not None:
@@ -134,7 +134,7 @@ def cut_canvases(
         canvas_documents=None if documents is None else of_canvases(documents),
         prefix_len=max(last_starts, default=0),
         causal_len=max(causal_end - 1, 0),
-        aligned=most == 1 and len(set(last_starts)) == 1 and len(last_starts) == batch.batch_size,
+        aligned=most == 1 and len(last_starts) == 1 and all(count > 0 for _, count in blocks),
     )
 
 

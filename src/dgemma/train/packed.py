@@ -114,7 +114,9 @@ def predict_canvases(
     # The positions of one canvas all see the same, so one query stands for them.
     num_queries = 1 if num_canvases == 1 and both is None and attention == "dense" else num_noisy
     masks = _masks(model, rule_of, batch_size, (num_queries, num_clean + num_noisy), attention)
-    levels = None if noise_level is None else noise_level.repeat_interleave(canvas_len, dim=1)  # (B, K·C)
+    levels = noise_level
+    if noise_level is not None:  # (B,) or (B, K·C)
+        levels = noise_level[:, 0] if num_canvases == 1 else noise_level.repeat_interleave(canvas_len, dim=1)
     x = model.embed_canvas(canvases.flatten(1), None if signal is None else signal.flatten(1, 2), levels)
     positions = (starts[..., None] + torch.arange(canvas_len, device=starts.device)).flatten(1)
     pasts = [None] * len(masks) if clean is None else clean.keys_values
