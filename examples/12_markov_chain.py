@@ -101,7 +101,9 @@ def run(name: str, size: Size, out: Path, device: str) -> None:
         compile=device == "cuda",
         checkpoint_every=max(1, size.steps // 6),
     )
-    train(model, objective, source, training, out=out, optimizer=lambda named: muon(named, lr=size.lr))
+    outcome = train(model, objective, source, training, out=out, optimizer=lambda named: muon(named, lr=size.lr))
+    if outcome.interrupted:
+        raise SystemExit(1)
     trained = time.perf_counter()
     test = replace(source, seed=2)(0, range(size.num_test_rows))
     means = "loo" if "decoder_loss" in choice.loss else "mean"
