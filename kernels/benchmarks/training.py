@@ -2,6 +2,7 @@
 
 python kernels/benchmarks/training.py                                  on a GPU the 1B preset, elsewhere a toy
 python kernels/benchmarks/training.py --batch-size 4 --output out.json
+python kernels/benchmarks/training.py --profile --rounds 2             dgemma alone, and how busy the GPU is
 
 Both train one architecture on rows of a prompt and a canvas. A step reads the row causally, draws noise, denoises the
 canvas twice (first without gradients, for self-conditioning) and takes the cross-entropy of the canvas and of every
@@ -80,6 +81,23 @@ def measure(step: Callable[[], Tensor], options: argparse.Namespace) -> dict[str
     return {"milliseconds": statistics.median(times), "rounds_ms": times, "peak_GiB": peak, "loss": last}
 
 
+def profile(step: Callable[[], Tensor], milliseconds: float, num_steps: int = 3) -> None:
+    """How long the GPU computes in a step that takes so many milliseconds unwatched, and on what."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as watched:
+        for _ in range(num_steps):
+            step()
+        torch.cuda.synchronize()
+    kernels = [event for event in watched.key_averages() if event.self_device_time_total > 0]
+    kernels.sort(key=lambda kernel: -kernel.self_device_time_total)
+    busy = sum(kernel.self_device_time_total for kernel in kernels) / num_steps / 1e3
+    launches = sum(kernel.count for kernel in kernels) / num_steps
+    share = busy / milliseconds
+    print(f"\nthe GPU computes {busy:.1f} of {milliseconds:.1f} ms a step ({share:.0%}), {launches:.0f} kernels:")
+    for kernel in kernels[:15]:
+        each = kernel.self_device_time_total / num_steps / 1e3
+        print(f"{each:8.2f} ms {kernel.count / num_steps:7.0f} × {kernel.key[:90]}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="medium_1b" if ON_GPU else "tiny")
@@ -89,7 +107,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5 if ON_GPU else 1)
     parser.add_argument("--steps", type=int, default=4 if ON_GPU else 1, help="of a round")
     parser.add_argument("--output", type=Path, help="a JSON file")
+    parser.add_argument("--profile", action="store_true", help="only dgemma, then which kernels its steps run")
     options = parser.parse_args()
+    if options.profile and not ON_GPU:
+        parser.error("--profile must run on a GPU, and there is none. Leave it out.")
     demand_equal_losses()
 
     config: dgemma.ModelConfig = getattr(dgemma.presets, options.preset)()
@@ -118,10 +139,15 @@ def main() -> None:
             found = {"loop": loop, "work": work, **measure(step, options)}
             found["tokens_per_second"] = shape[0] * shape[1] / found["milliseconds"] * 1e3
             results.append(found)
-            ratio = found["tokens_per_second"] / results[update]["tokens_per_second"]
+            ratio = found["tokens_per_second"] / results[update]["tokens_per_second"]  # the first loop's, same work
             print(f"| {loop} | {work} | {found['tokens_per_second']:,.0f} | {ratio:.2f} |", end="")
             print(f" {found['milliseconds']:.1f} | {found['peak_GiB']:.1f} | {found['loss']:.2f} |", flush=True)
+        if options.profile:
+            profile(step, results[-1]["milliseconds"])
 
+    if options.profile:
+        run("dgemma", build(config), fine_tuning_loss)
+        return
     plain = transformers_training.build(config, DEVICE, DTYPE)
     ways = f"{plain.config._attn_implementation}, {plain.config.text_config._experts_implementation}"
     run(f"transformers ({ways})", plain, transformers_training.fine_tuning_loss)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parents[2] / "kernels" / "benchmarks"
 
@@ -23,3 +24,12 @@ def test_both_loops_have_one_loss_and_are_timed(monkeypatch, tmp_path, capsys):
     assert len(re.findall(r"^\| (?:transformers|dgemma).*\|$", printed, flags=re.MULTILINE)) == len(results) == 4
     # Random weights know nothing: both terms begin near the entropy of 512 tokens.
     assert all(result["loss"] == pytest.approx(2 * 6.24, rel=0.1) for result in results)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there it runs")
+def test_a_profile_without_a_gpu_is_refused(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    monkeypatch.setattr(sys, "argv", ["training.py", "--profile"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(BENCHMARKS / "training.py"), run_name="__main__")
+    assert "--profile must run on a GPU" in capsys.readouterr().err

@@ -133,6 +133,14 @@ def test_looks_are_silent_and_a_stop_is_not(tmp_path, clock, caplog):
     assert [message[:30] for message in caplog.messages] == ["Training stopped after step 7;"]
 
 
+@pytest.mark.parametrize(("minutes", "compiles", "is_told"), [(2, True, True), (8, True, False), (2, False, False)])
+def test_a_run_that_would_mostly_compile_is_warned_of(tmp_path, clock, caplog, minutes, compiles, is_told):
+    caplog.set_level(logging.WARNING, "dgemma")
+    run(tmp_path, clock, lambda step: 30.0, minutes=minutes, compile=compiles)
+    told = ["Of 2 minutes, compiling takes one or two, without learning. Leave compile out of so short a run."]
+    assert caplog.messages == (told if is_told else [])
+
+
 def test_until_there_is_a_pace_nobody_is_told_a_number_of_steps(tmp_path, clock, caplog, monkeypatch):
     caplog.set_level(logging.INFO, "dgemma")
     totals, make_bar = [], loop.progress_bar

@@ -27,6 +27,7 @@ from dgemma.train.records import Measure, StepRecord, TrainResult
 logger = logging.getLogger("dgemma")
 
 _MOST_MINUTES = 10**7  # 19 years: of many more, a step is no share that could be measured
+_SHORT = 5  # minutes: below, compiling takes more than it gives
 _NUM_PACED = 10  # steps that make a pace; the earlier half compiles and warms up, and does not count
 _WARMUP_PART = 10  # at most one step in so many
 _LOOKS = (0.1, 0.3, 0.6, 0.85, 1.0)  # shares of the time
@@ -63,6 +64,11 @@ def train_for(
     if not 0 < minutes <= _MOST_MINUTES:
         raise ValueError(
             f"train_for minutes must be above 0 and at most {_MOST_MINUTES}, got {minutes}. Use None for config.steps."
+        )
+    if config.compile and minutes < _SHORT:
+        logger.warning(
+            "Of %g minutes, compiling takes one or two, without learning. Leave compile out of so short a run.",
+            minutes,
         )
     times = _Times(Path(out) / "time.json")
     step, plan, spent = _read(Path(out), times)
