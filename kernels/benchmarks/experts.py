@@ -78,8 +78,8 @@ def poisoned_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def sort(index: Tensor) -> router.ExpertTiles:
-    return router.sort_by_expert(index, E, configs.expert_config(index.shape[0], GPU).rows)
+def sort(index: Tensor, counts: Tensor) -> router.ExpertTiles:
+    return router.sort_by_expert(index, counts, configs.expert_config(index.shape[0], GPU).rows)
 
 
 def run_experts(x: Tensor, layer: Layer, weights: Tensor, tiles: router.ExpertTiles) -> Tensor:
@@ -89,11 +89,11 @@ def run_experts(x: Tensor, layer: Layer, weights: Tensor, tiles: router.ExpertTi
 
 def check_experts(name: str, layer: Layer, index: Tensor) -> float:
     x, weights = draw_rows(index.shape[0], D), torch.rand(index.shape, device=GPU)
-    rows = configs.expert_config(index.shape[0], GPU).rows
+    rows, counts = configs.expert_config(index.shape[0], GPU).rows, reference.count_pairs(index, E)
     with poisoned_memory():
-        tiles = sort(index)
+        tiles = sort(index, counts)
         got = run_experts(x, layer, weights, tiles)
-    want_tiles = reference.sort_by_expert(index, E, rows)
+    want_tiles = reference.sort_by_expert(index, counts, rows)
     if not (torch.equal(tiles.pairs, want_tiles.pairs) and torch.equal(tiles.tiles, want_tiles.tiles)):
         raise SystemExit(f"PARITY FAILED, nothing timed: sort_by_expert, {name}.")
     want = torch.empty(got.shape, dtype=torch.float64, device=GPU)
@@ -111,13 +111,15 @@ def check_experts(name: str, layer: Layer, index: Tensor) -> float:
 def check_router(layer: Layer, tokens: int) -> None:
     router_input, scale = draw_rows(tokens, D), torch.rand(E, device=GPU).bfloat16() + 0.5
     with poisoned_memory():
-        weights, index = router.route(router_input, layer.proj, scale, A)
+        weights, index, counts = router.route(router_input, layer.proj, scale, A)
     scores = router_input.double() @ layer.proj.double().T
     best, chosen = scores.topk(A, dim=-1).values, scores.gather(-1, index.long())
     if (best.sum(-1) - chosen.sum(-1)).max() > 2 * A * scores.abs().max() * 2**-8 or index.sort(-1).values.diff().eq(
         0
     ).any():
         raise SystemExit(f"PARITY FAILED, nothing timed: route, {tokens} tokens, chose other experts than the largest.")
+    if not torch.equal(counts, reference.count_pairs(index, E)):
+        raise SystemExit(f"PARITY FAILED, nothing timed: route, {tokens} tokens, miscounted.")
     want = chosen.softmax(-1) * scale[index.long()].double()
     demand_parity(f"route, {tokens} tokens", weights, want, 1e-2)
 
@@ -191,7 +193,7 @@ class Report:
 def time_experts(report: Report, layers: list[Layer], tokens: int, distinct: int) -> None:
     x, weights = draw_rows(tokens, D), torch.rand(tokens, A, device=GPU)
     indices = [draw_index(tokens, distinct) for _ in layers]
-    tiles = [sort(index) for index in indices]
+    tiles = [sort(index, reference.count_pairs(index, E)) for index in indices]
     hidden = draw_rows(tokens * A, F)
     active = sum(index.unique().numel() for index in indices) / len(layers)
     note, what = f"{active:.1f} active experts", f"{tokens} tokens, {distinct} experts"
@@ -223,6 +225,7 @@ def time_rest(report: Report, layers: list[Layer], tokens: int) -> None:
     rows, vectors = [draw_rows(tokens, D) for _ in range(2)], [draw_rows(D) for _ in range(4)]
     scalar, scale = torch.ones(1, dtype=torch.bfloat16, device=GPU), torch.ones(E, dtype=torch.bfloat16, device=GPU)
     expert_rows, index = draw_rows(tokens, A, D), draw_index(tokens)
+    counts = reference.count_pairs(index, E)
     dense_hidden, progress = draw_rows(tokens, DENSE), torch.zeros(2, dtype=torch.int32, device=GPU)
     tail = [*rows, expert_rows, *vectors[:3], scalar, vectors[3]]
 
@@ -239,7 +242,7 @@ def time_rest(report: Report, layers: list[Layer], tokens: int) -> None:
     report.add("attention_residual" + what, timed, count, 6 * row, 0)
     timed = each(lambda layer: router.route(rows[0], layer.proj, scale, A))
     report.add("route" + what, timed, count, E * D * 2 + row, 2.0 * tokens * D * E)
-    report.add("sort_by_expert" + what, each(lambda _: sort(index)), count, tokens * A * 8, 0)
+    report.add("sort_by_expert" + what, each(lambda _: sort(index, counts)), count, tokens * A * 8, 0)
     timed = each(lambda layer: mlp.gate_up_geglu(rows[0], layer.dense_gate_up))
     report.add("dense gate_up, geglu" + what, timed, count, up + row, 2 * flops)
     timed = each(lambda layer: torch.mm(dense_hidden, layer.dense_down.T))
@@ -261,16 +264,16 @@ class Half:
     progress: Tensor
     side: torch.cuda.Stream | None
 
-    def __call__(self, x: Tensor, layer: Layer, index: Tensor | None = None) -> Tensor:
-        """x after one half layer. Routed by `index` where given; without a second stream everything is in one row."""
+    def __call__(self, x: Tensor, layer: Layer, routing: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """x after one half layer, routed by index and counts where given; without a second stream all is in one row."""
         main, vectors = torch.cuda.current_stream(), self.vectors
         x, dense_in, expert_in, router_in = norms.attention_residual(self.attention, x, *vectors[:4], EPS)
         side = self.side or main
         side.wait_stream(main)
         with torch.cuda.stream(side):
             dense_out = dense.dense_mlp(dense_in, layer.dense_gate_up, layer.dense_down, self.progress)
-        weights, chosen = router.route(router_in, layer.proj, self.scale, A)
-        tiles = sort(chosen if index is None else index)
+        weights, *chosen = router.route(router_in, layer.proj, self.scale, A)
+        tiles = sort(*(routing or chosen))
         hidden = experts.expert_gate_up(expert_in, layer.gate_up, tiles)
         rows = experts.expert_down(hidden, layer.down, weights, tiles, overlap=True)
         main.wait_stream(side)
@@ -309,8 +312,9 @@ def check_half(layer: Layer, tokens: int) -> None:
 
 def time_half(report: Report, layers: list[Layer], tokens: int, distinct: int) -> None:
     """The half layer as it runs, and with each of the second stream and dependent launches left out."""
-    start, fixed = draw_rows(tokens, D), [draw_index(tokens, distinct) for _ in layers]
-    active = sum(index.unique().numel() for index in fixed) / len(layers)
+    start, indices = draw_rows(tokens, D), [draw_index(tokens, distinct) for _ in layers]
+    fixed = [(index, reference.count_pairs(index, E)) for index in indices]
+    active = sum(index.unique().numel() for index in indices) / len(layers)
     num_bytes = (active * 3 * F * D + 3 * DENSE * D + E * D) * 2
     flops = 6.0 * tokens * D * (A * F + DENSE)
     for streams, dependent in ((1, False), (2, False), (1, True), (2, True)):
@@ -318,8 +322,8 @@ def time_half(report: Report, layers: list[Layer], tokens: int, distinct: int) -
 
         def run(half: Half = half) -> None:
             x = start
-            for layer, index in zip(layers, fixed, strict=True):
-                x = half(x, layer, index)
+            for layer, routing in zip(layers, fixed, strict=True):
+                x = half(x, layer, routing)
 
         with dependent_launch(dependent):
             name = f"half layer, {tokens} tokens, {distinct} experts, {streams} stream{'s' * (streams > 1)}"
@@ -394,7 +398,7 @@ def sweep(report: Report, layers: list[Layer], tokens: int, distinct: int) -> No
             with expert_table((config,)):
                 if which == "both":
                     check_experts(name, layers[0], index[0])
-                tiles = [sort(i) for i in index]
+                tiles = [sort(i, reference.count_pairs(i, E)) for i in index]
                 return report.add(name, time_graph(run, replays=15), len(layers), num_bytes, flops)
         except (Exception, SystemExit) as error:  # a tile that does not fit, or is wrong, is a result of the sweep
             print(f"{name}: {type(error).__name__}: {str(error)[:100]}", flush=True)
@@ -424,7 +428,8 @@ def rows_worth_trying(tokens: int) -> list[int]:
 
 def compile_tile(rows: int, gate_up: tuple[int, ...] | None, down: tuple[int, ...] | None) -> None:
     """Leaves one tile's kernel in Triton's cache: the sweep's own process then loads it. One expert's weights do."""
-    tiles = router.sort_by_expert(torch.zeros(8, A, dtype=torch.int32, device=GPU), 1, rows)
+    index = torch.zeros(8, A, dtype=torch.int32, device=GPU)
+    tiles = router.sort_by_expert(index, reference.count_pairs(index, 1), rows)
     with contextlib.suppress(Exception), expert_table((make_config(rows, gate_up or down, down or gate_up),)):
         if gate_up:
             experts.expert_gate_up(draw_rows(8, D), draw_rows(1, 2 * F, D), tiles)

@@ -91,9 +91,9 @@ def count_active(model: FusedDenoiser, cache: FusedCache) -> float:
     counts, route = [], router.route
 
     def counted(*arguments: Any) -> Any:
-        weights, index = route(*arguments)
+        weights, index, pairs = route(*arguments)
         counts.append(index.unique().numel())
-        return weights, index
+        return weights, index, pairs
 
     router.route = counted
     try:

@@ -122,8 +122,8 @@ class Forward:
             side.wait_stream(here)
             with torch.cuda.stream(side):
                 dense_out = self._dense(layer, dense_in)
-        weights, chosen = router.route(router_in, layer.router, layer.per_expert_scale, config.top_k_experts)
-        tiles = router.sort_by_expert(chosen, config.num_experts, expert_config(x.shape[0], x.device, x.dtype).rows)
+        weights, chosen, counts = router.route(router_in, layer.router, layer.per_expert_scale, config.top_k_experts)
+        tiles = router.sort_by_expert(chosen, counts, expert_config(x.shape[0], x.device, x.dtype).rows)
         hidden = experts.expert_gate_up(expert_in, layer.expert_gate_up, tiles)
         rows = experts.expert_down(hidden, layer.expert_down, weights, tiles, overlap=True)
         if here is not None and side is not None:

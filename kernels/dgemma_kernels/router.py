@@ -1,7 +1,7 @@
 """From router inputs to tiles of rows by expert: who computes what, decided on the device in three launches.
 
 The norm, scale and root in front of the product are `norms.attention_residual`'s, which already has the statistic.
-No atomics: the same input gives the same order, run after run. Reference twin: `reference`.
+The only atomics add integers: the same input gives the same order, run after run. Reference twin: `reference`.
 """
 
 from typing import NamedTuple
@@ -16,6 +16,8 @@ from dgemma_kernels.configs import dependent_launch
 
 # Of the product's depth a program: with all of it, one program reads all weights at a single multiprocessor's pace.
 _SPLIT_DEPTH = 256
+# Rows of `counts` that a program of the sort asks for at once.
+_COUNTS_AT_ONCE = 8
 
 
 class ExpertTiles(NamedTuple):
@@ -33,14 +35,26 @@ class ExpertTiles(NamedTuple):
     rows_per_tile: int
 
 
-def route(router_input: Tensor, proj: Tensor, per_expert_scale: Tensor, num_active: int) -> tuple[Tensor, Tensor]:
+def tokens_a_count(num_tokens: int) -> int:
+    """How many tokens one row of `counts` is about, a power of two: the more tokens, the more a row.
+
+    Example: `tokens_a_count(256)` is 64, so that the counts of one canvas have four rows.
+    """
+    few = max(min(triton.next_power_of_2(num_tokens), 64), 16)
+    return min(max(triton.next_power_of_2(triton.cdiv(num_tokens, _COUNTS_AT_ONCE)), few), 512)
+
+
+def route(
+    router_input: Tensor, proj: Tensor, per_expert_scale: Tensor, num_active: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Each token's experts and their weights: product, float32 softmax, top `num_active`, renormalised, scaled.
 
     Scores round to the input's dtype before the softmax, as a linear layer's do; of equal scores the lower expert wins.
     router_input: (M, D), proj: (E, D), per_expert_scale: (E,) → weights (M, A) float32, index (M, A) int32, largest
-    probability first.
+    probability first, counts (N, E) int32: how many of each `tokens_a_count(M)` tokens chose an expert, for
+    `sort_by_expert`.
 
-    Example: `weights, index = route(router_in, router.proj.weight, router.per_expert_scale, 8)`.
+    Example: `weights, index, counts = route(router_in, router.proj.weight, router.per_expert_scale, 8)`.
     """
     num_tokens, width = router_input.shape
     num_experts = proj.shape[0]
@@ -57,12 +71,16 @@ def route(router_input: Tensor, proj: Tensor, per_expert_scale: Tensor, num_acti
     partial = torch.empty(splits, num_tokens, num_experts, dtype=torch.float32, device=router_input.device)
     weights = torch.empty(num_tokens, num_active, dtype=torch.float32, device=router_input.device)
     index = torch.empty(num_tokens, num_active, dtype=torch.int32, device=router_input.device)
+    chunk = tokens_a_count(num_tokens)
+    counts = torch.empty(triton.cdiv(num_tokens, chunk), num_experts, dtype=torch.int32, device=router_input.device)
     experts = max(triton.next_power_of_2(num_experts), 16)
     _partial_scores_kernel[(triton.cdiv(num_tokens, rows), splits)](
         router_input,
         proj,
         partial,
+        counts,
         num_tokens,
+        counts.numel(),
         WIDTH=width,
         NUM_EXPERTS=num_experts,
         EXPERTS=experts,
@@ -77,55 +95,73 @@ def route(router_input: Tensor, proj: Tensor, per_expert_scale: Tensor, num_acti
         per_expert_scale,
         weights,
         index,
+        counts,
         num_tokens,
         SPLITS=splits,
         NUM_EXPERTS=num_experts,
         NUM_ACTIVE=num_active,
         EXPERTS=experts,
         ACTIVE=triton.next_power_of_2(num_active),
+        CHUNK=chunk,
         num_warps=1,
         **dependent_launch(router_input.device),
     )
-    return weights, index
+    return weights, index, counts
 
 
-def sort_by_expert(index: Tensor, num_experts: int, rows_per_tile: int) -> ExpertTiles:
-    """The pairs sorted by expert and cut into tiles. index: (M, A) int32 → `ExpertTiles`.
+def sort_by_expert(index: Tensor, counts: Tensor, rows_per_tile: int) -> ExpertTiles:
+    """The pairs sorted by expert and cut into tiles. index: (M, A) int32, counts: (N, E) int32, both from `route`.
 
-    Example: `tiles = sort_by_expert(index, 128, expert_config(256, index.device).rows)`.
+    A token's experts must differ from each other.
+
+    Example: `tiles = sort_by_expert(index, counts, expert_config(256, index.device).rows)`.
     """
     if index.ndim != 2 or index.dtype != torch.int32 or not index.is_contiguous():
         raise ValueError(
             f"sort_by_expert.index must be contiguous (M, A) int32, got {tuple(index.shape)} {index.dtype}."
         )
-    num_pairs = index.numel()
+    num_tokens, num_active = index.shape
+    num_pairs, chunk, num_experts = index.numel(), tokens_a_count(num_tokens), counts.shape[-1]
+    num_chunks = triton.cdiv(num_tokens, chunk)
+    if counts.shape != (num_chunks, num_experts) or counts.dtype != torch.int32 or not counts.is_contiguous():
+        raise ValueError(
+            f"sort_by_expert.counts must be contiguous ({num_chunks}, E) int32, got {tuple(counts.shape)} "
+            f"{counts.dtype}. Take them from route, or from reference.count_pairs."
+        )
     # Every expert with rows has at most one tile that is not full.
     max_tiles = num_pairs // rows_per_tile + min(num_experts, num_pairs)
     pairs = torch.empty(num_pairs, dtype=torch.int32, device=index.device)
     tiles = torch.empty(max_tiles, 3, dtype=torch.int32, device=index.device)
     finished = torch.empty(max_tiles, dtype=torch.int32, device=index.device)
-    _sort_by_expert_kernel[(num_experts,)](
+    _sort_by_expert_kernel[(num_experts, num_chunks)](
         index,
+        counts,
         pairs,
         tiles,
         finished,
-        num_pairs,
+        num_tokens,
         max_tiles,
+        NUM_ACTIVE=num_active,
+        ACTIVE=triton.next_power_of_2(num_active),
         ROWS=rows_per_tile,
+        NUM_EXPERTS=num_experts,
         EXPERTS=max(triton.next_power_of_2(num_experts), 2),
-        BLOCK=min(max(triton.next_power_of_2(num_pairs), 128), 4096),
-        num_warps=8,
+        CHUNK=chunk,
+        AT_ONCE=min(triton.next_power_of_2(num_chunks), _COUNTS_AT_ONCE),
+        num_warps=1 if chunk <= 128 else 4,
         **dependent_launch(index.device),
     )
-    return ExpertTiles(pairs, tiles, finished, index.shape[1], rows_per_tile)
+    return ExpertTiles(pairs, tiles, finished, num_active, rows_per_tile)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "num_counts"])
 def _partial_scores_kernel(
     router_input: tl.tensor,
     proj: tl.tensor,
     partial: tl.tensor,
+    counts: tl.tensor,
     num_tokens: tl.tensor,
+    num_counts: tl.tensor,
     WIDTH: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -133,7 +169,10 @@ def _partial_scores_kernel(
     DEPTH: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    """All experts' scores of ROWS tokens over one block of the depth, which is one load and one product."""
+    """All experts' scores of ROWS tokens over one block of the depth, which is one load and one product.
+
+    One program sets the counts to zero, which the next launch adds to.
+    """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     experts = tl.arange(0, EXPERTS)
     depth = tl.program_id(1) * DEPTH + tl.arange(0, DEPTH)
@@ -146,6 +185,10 @@ def _partial_scores_kernel(
     scores = tl.dot(w, x.T, input_precision="ieee").T
     at = (tl.program_id(1) * num_tokens + rows)[:, None].to(tl.int64) * NUM_EXPERTS + experts[None, :]
     tl.store(partial + at, scores, mask=row_inside & expert_inside[None, :])
+    if tl.program_id(0) + tl.program_id(1) == 0:
+        for start in range(0, num_counts, 1024):
+            count = start + tl.arange(0, 1024)
+            tl.store(counts + count, tl.zeros([1024], tl.int32), mask=count < num_counts)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -155,18 +198,26 @@ def _choose_experts_kernel(
     per_expert_scale: tl.tensor,
     weights: tl.tensor,
     index: tl.tensor,
+    counts: tl.tensor,
     num_tokens: tl.tensor,
     SPLITS: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     NUM_ACTIVE: tl.constexpr,
     EXPERTS: tl.constexpr,
     ACTIVE: tl.constexpr,
+    CHUNK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    """One warp a token, so that every reduction over the experts stays in registers."""
+    """One warp a token, so that every reduction over the experts stays in registers.
+
+    Probabilities are not negative, so their bits, as integers, are in the same order; and of integers a warp has the
+    largest in one instruction.
+    """
+    TAKEN: tl.constexpr = -(2**31)
     token = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, EXPERTS)
     expert_inside = inside(experts, NUM_EXPERTS, NUM_EXPERTS == EXPERTS)
+    scales = tl.load(per_expert_scale + experts, mask=expert_inside, other=0.0).to(tl.float32)
     wait_for_launches_before(DEPENDENT)
     scores = tl.zeros([EXPERTS], tl.float32)
     for split in tl.static_range(SPLITS):
@@ -179,68 +230,77 @@ def _choose_experts_kernel(
     slots = tl.arange(0, ACTIVE)
     top = tl.zeros([ACTIVE], tl.float32)
     chosen = tl.zeros([ACTIVE], tl.int32)
+    keys = tl.where(expert_inside, probabilities.to(tl.int32, bitcast=True), TAKEN)
     for k in tl.static_range(NUM_ACTIVE):
-        largest, first = tl.max(probabilities, 0, return_indices=True)
-        first = tl.minimum(first, NUM_EXPERTS - 1)  # where scores are NaN, any index comes first
-        top = tl.where(slots == k, largest, top)
+        largest = tl.max(keys, 0)
+        first = tl.min(tl.where(keys == largest, experts, EXPERTS), 0)
+        top = tl.where(slots == k, largest.to(tl.float32, bitcast=True), top)
         chosen = tl.where(slots == k, first, chosen)
-        probabilities = tl.where(experts == first, -1.0, probabilities)
+        keys = tl.where(experts == first, TAKEN, keys)
     top /= tl.sum(top, 0)
-    top *= tl.load(per_expert_scale + chosen).to(tl.float32)
-    at = token * NUM_ACTIVE + slots
-    tl.store(weights + at, top, mask=slots < NUM_ACTIVE)
-    tl.store(index + at, chosen, mask=slots < NUM_ACTIVE)
+    top *= tl.gather(scales, chosen, 0)  # a load here would be waited for on its own
+    pair = token * NUM_ACTIVE + slots
+    tl.store(weights + pair, top, mask=slots < NUM_ACTIVE)
+    tl.store(index + pair, chosen, mask=slots < NUM_ACTIVE)
+    tl.atomic_add(counts + token // CHUNK * NUM_EXPERTS + chosen, 1, mask=slots < NUM_ACTIVE, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["num_pairs", "max_tiles"])
+@triton.jit(do_not_specialize=["num_tokens", "max_tiles"])
 def _sort_by_expert_kernel(
     index: tl.tensor,
+    counts: tl.tensor,
     pairs: tl.tensor,
     tiles: tl.tensor,
     finished: tl.tensor,
-    num_pairs: tl.tensor,
+    num_tokens: tl.tensor,
     max_tiles: tl.tensor,
+    NUM_ACTIVE: tl.constexpr,
+    ACTIVE: tl.constexpr,
     ROWS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
     EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    """One program an expert. Each counts all experts for itself, which is cheaper than a launch to share the counts."""
-    mine = tl.program_id(0)
-    slots = tl.arange(0, BLOCK)
+    """One program an expert and CHUNK tokens, whose pairs it writes by rank behind all that the counts put in front."""
+    mine, my_chunk = tl.program_id(0), tl.program_id(1)
+    num_chunks = tl.num_programs(1)
     experts = tl.arange(0, EXPERTS)
-    counts = tl.zeros([EXPERTS], tl.int32)
+    expert_inside = inside(experts, NUM_EXPERTS, NUM_EXPERTS == EXPERTS)
+    token = my_chunk * CHUNK + tl.arange(0, CHUNK)
+    slot = tl.arange(0, ACTIVE)[None, :]
+    slot_inside = (token < num_tokens)[:, None] & inside(slot, NUM_ACTIVE, NUM_ACTIVE == ACTIVE)
     wait_for_launches_before(DEPENDENT)
-    for start in range(0, num_pairs, BLOCK):
-        mask = start + slots < num_pairs
-        expert = tl.load(index + start + slots, mask=mask, other=0)
-        counts += tl.histogram(expert, EXPERTS, mask=mask)
-    tile_counts = (counts + ROWS - 1) // ROWS
-    first_row = tl.sum(tl.where(experts < mine, counts, 0))
-    first_tile = tl.sum(tl.where(experts < mine, tile_counts, 0))
-    num_rows = tl.sum(tl.where(experts == mine, counts, 0))
-    my_tiles = tl.sum(tl.where(experts == mine, tile_counts, 0))
+    # Asked for here and looked at behind the counts: one wait for both.
+    expert = tl.load(index + token[:, None] * NUM_ACTIVE + slot, mask=slot_inside, other=-1)
+    total = tl.zeros([EXPERTS], tl.int32)
+    earlier = tl.zeros([EXPERTS], tl.int32)  # of the chunks in front of this one
+    for start in range(0, num_chunks, AT_ONCE):
+        for at in tl.static_range(AT_ONCE):
+            chunk = start + at
+            count = tl.load(counts + chunk * NUM_EXPERTS + experts, mask=expert_inside & (chunk < num_chunks), other=0)
+            total += count
+            earlier += tl.where(chunk < my_chunk, count, 0)
 
-    written = first_row
-    for start in range(0, num_pairs, BLOCK):
-        pair = start + slots
-        hit = tl.load(index + pair, mask=pair < num_pairs, other=-1) == mine
-        rank = tl.cumsum(hit.to(tl.int32), 0)
-        tl.store(pairs + written + rank - 1, pair, mask=hit)
-        written += tl.sum(hit.to(tl.int32))
+    first_row = tl.sum(tl.where(experts < mine, total, 0))
+    first = first_row + tl.sum(tl.where(experts == mine, earlier, 0))
+    place = tl.sum(tl.where(expert == mine, slot + 1, 0), 1)  # k + 1 where the token chose this expert, else 0
+    rank = tl.cumsum((place > 0).to(tl.int32), 0) - 1
+    tl.store(pairs + first + rank, token * NUM_ACTIVE + place - 1, mask=place > 0)
 
-    for start in range(0, my_tiles, 64):
-        tile = start + tl.arange(0, 64)
-        entry = tiles + (first_tile + tile) * 3
-        tl.store(entry, tl.zeros([64], tl.int32) + mine, mask=tile < my_tiles)
-        tl.store(entry + 1, first_row + tile * ROWS, mask=tile < my_tiles)
-        tl.store(entry + 2, tl.minimum(num_rows - tile * ROWS, ROWS), mask=tile < my_tiles)
-    if mine == 0:
-        for start in range(0, max_tiles, 64):
-            tile = start + tl.arange(0, 64)
-            tl.store(finished + tile, tl.zeros([64], tl.int32), mask=tile < max_tiles)
-        for start in range(tl.sum(tile_counts), max_tiles, 64):
-            tile = start + tl.arange(0, 64)[:, None]
-            field = tl.arange(0, 4)[None, :]
-            nothing = tl.zeros([64, 4], tl.int32)
-            tl.store(tiles + tile * 3 + field, nothing, mask=(tile < max_tiles) & (field < 3))
+    if my_chunk == 0:
+        tile_counts = (total + ROWS - 1) // ROWS
+        first_tile = tl.sum(tl.where(experts < mine, tile_counts, 0))
+        num_rows = tl.sum(tl.where(experts == mine, total, 0))
+        for start in range(0, num_rows, 32 * ROWS):
+            row = start + tl.arange(0, 32) * ROWS
+            entry = tiles + (first_tile + row // ROWS) * 3
+            tl.store(entry, tl.zeros([32], tl.int32) + mine, mask=row < num_rows)
+            tl.store(entry + 1, first_row + row, mask=row < num_rows)
+            tl.store(entry + 2, tl.minimum(num_rows - row, ROWS), mask=row < num_rows)
+        num_tiles = tl.sum(tile_counts)
+        field = tl.arange(0, 4)
+        for tile in range(mine, max_tiles, NUM_EXPERTS):
+            tl.store(finished + tile, 0)
+            tl.store(tiles + tile * 3 + field, tl.zeros([4], tl.int32), mask=(field < 3) & (tile >= num_tiles))

@@ -12,8 +12,9 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype)
 
 
-def run_experts(tokens: int) -> None:
-    tiles = router.sort_by_expert(empty(tokens, A, dtype=torch.int32), E, configs.expert_config(tokens, None).rows)
+def run_routed_experts(tokens: int) -> None:
+    _, index, counts = router.route(empty(tokens, D), empty(E, D), empty(E), A)
+    tiles = router.sort_by_expert(index, counts, configs.expert_config(tokens, None).rows)
     hidden = experts.expert_gate_up(empty(tokens, D), empty(E, 2 * F, D), tiles)
     for overlap in (False, True):
         experts.expert_down(hidden, empty(E, D, F), empty(tokens, A, dtype=torch.float32), tiles, overlap=overlap)
@@ -34,14 +35,10 @@ def run_norms() -> None:
 
 CALLS = {
     **{
-        f"experts, {tokens} tokens": lambda tokens=tokens: run_experts(tokens)
+        f"router and experts, {tokens} tokens": lambda tokens=tokens: run_routed_experts(tokens)
         for tokens in (1, 16, 256, 512, 1024, 4096)
     },
     "dense MLP, whole blocks of tokens": lambda: run_dense(256),
     "dense MLP, ragged": lambda: run_dense(500),
-    **{
-        f"router, {tokens} tokens": lambda tokens=tokens: router.route(empty(tokens, D), empty(E, D), empty(E), A)
-        for tokens in (1, 256, 4096)
-    },
     "norms": run_norms,
 }

@@ -55,8 +55,10 @@ def test_the_half_layer_equals_transformers_layer(device):
         theirs.router.scale.data,
         eps,
     )
-    weights, index = router.route(router_in, theirs.router.proj.weight.data, theirs.router.per_expert_scale.data, 3)
-    tiles = router.sort_by_expert(index, 12, configs.expert_config(37, device).rows)
+    weights, index, counts = router.route(
+        router_in, theirs.router.proj.weight.data, theirs.router.per_expert_scale.data, 3
+    )
+    tiles = router.sort_by_expert(index, counts, configs.expert_config(37, device).rows)
     gate_up = torch.cat((theirs.mlp.gate_proj.weight.data, theirs.mlp.up_proj.weight.data))
     dense = mlp.gate_up_geglu(dense_in, gate_up) @ theirs.mlp.down_proj.weight.data.T
     hidden = experts.expert_gate_up(expert_in, theirs.experts.gate_up_proj.data, tiles)

@@ -24,9 +24,10 @@ def draw(tokens: int, width: int, experts: int, dtype: torch.dtype, device: torc
 def test_route_matches_float64(shape, device):
     tokens, width, experts, active = shape
     inputs = draw(tokens, width, experts, torch.float32, device)
-    weights, index = router.route(*inputs, active)
-    want_weights, want_index = reference.route(*(t.double() for t in inputs), active)
+    weights, index, counts = router.route(*inputs, active)
+    want_weights, want_index, _ = reference.route(*(t.double() for t in inputs), active)
     assert torch.equal(index, want_index)
+    assert counts.sum(0).tolist() == [index.eq(expert).sum().item() for expert in range(experts)]
     assert (weights - want_weights).norm() / want_weights.norm() < 1e-6
 
 
@@ -34,7 +35,7 @@ def test_route_matches_float64(shape, device):
 def test_route_in_float16_picks_experts_no_worse_than_rounding(shape, device):
     tokens, width, experts, active = shape
     inputs = draw(tokens, width, experts, torch.float16, device)
-    _, index = router.route(*inputs, active)
+    _, index, _ = router.route(*inputs, active)
     scores = inputs[0].double() @ inputs[1].double().T
     chosen = scores.gather(1, index.long()).sum(-1)
     best = scores.topk(active, dim=-1).values.sum(-1)
@@ -62,14 +63,14 @@ def test_route_equals_transformers_router(device):
         torch.zeros_like(x), x, ones, ones, ones, theirs.scale.data, config.rms_norm_eps
     )
     assert torch.equal(raw, x)
-    weights, index = router.route(router_input, theirs.proj.weight.data, theirs.per_expert_scale.data, 4)
+    weights, index, _ = router.route(router_input, theirs.proj.weight.data, theirs.per_expert_scale.data, 4)
     assert torch.equal(index.long(), want_index)
     torch.testing.assert_close(weights, want_weights, rtol=1e-5, atol=1e-6)
 
 
 def test_a_token_routes_the_same_alone_and_in_any_batch(device):
     inputs = draw(70, 600, 12, torch.float16, device)
-    weights, index = router.route(*inputs, 3)
+    weights, index, _ = router.route(*inputs, 3)
     alone = router.route(inputs[0][37:38], *inputs[1:], 3)
     assert torch.equal(weights[37:38], alone[0])
     assert torch.equal(index[37:38], alone[1])
@@ -77,7 +78,7 @@ def test_a_token_routes_the_same_alone_and_in_any_batch(device):
 
 def test_the_lower_expert_wins_a_tie(device):
     x = torch.ones(3, 16, device=device)
-    _, index = router.route(x, torch.ones(20, 16, device=device), torch.ones(20, device=device), 5)
+    _, index, _ = router.route(x, torch.ones(20, 16, device=device), torch.ones(20, device=device), 5)
     assert index.tolist() == [[0, 1, 2, 3, 4]] * 3
 
 
@@ -87,21 +88,38 @@ def test_the_lower_expert_wins_a_tie(device):
 )
 def test_scores_that_are_not_numbers_still_give_experts_that_exist(device):
     x = torch.full((2, 16), float("nan"), device=device)
-    _, index = router.route(x, torch.ones(20, 16, device=device), torch.ones(20, device=device), 5)
+    _, index, _ = router.route(x, torch.ones(20, 16, device=device), torch.ones(20, device=device), 5)
     assert index.min() >= 0
     assert index.max() < 20
 
 
+def test_of_probabilities_that_vanish_the_lower_expert_wins(device):
+    # Scores of 0, 200, ..., 3,800: softmax leaves one expert, and every other probability is zero, whatever its score.
+    proj = 200 * torch.arange(20.0, device=device)[:, None].expand(20, 16).contiguous() / 16
+    weights, index, _ = router.route(torch.ones(2, 16, device=device), proj, torch.ones(20, device=device), 4)
+    assert index.tolist() == [[19, 0, 1, 2]] * 2
+    assert weights.tolist() == [[1, 0, 0, 0]] * 2
+
+
+def test_counts_are_of_the_tokens_they_stand_for(device):
+    # 100 tokens: the first 64 and the rest.
+    _, index, counts = router.route(*draw(100, 16, 12, torch.float32, device), 3)
+    chunks = [index[:64].flatten().tolist(), index[64:].flatten().tolist()]
+    assert counts.tolist() == [[chunk.count(expert) for expert in range(12)] for chunk in chunks]
+
+
 def routings(experts: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(3)
-    even = torch.stack([torch.randperm(experts, generator=generator)[:4] for _ in range(50)])
+    even, inner = (
+        torch.stack([torch.randperm(n, generator=generator)[:4] for _ in range(50)]) for n in (experts, experts - 2)
+    )
     return {
         "one-token": even[:1],
         "even": even,
         "all-to-one-expert": torch.full((70, 1), 5),
-        "first-and-last-experts-empty": even[:, :2].remainder(experts - 2) + 1,
-        # 1,100 tokens of 4 are more pairs than one block of the kernel holds.
-        "several-blocks": even.repeat(22, 1),
+        "first-and-last-experts-empty": inner + 1,
+        # 150 tokens are three rows of counts, the last about fewer.
+        "several-counts": even.repeat(3, 1),
     }
 
 
@@ -109,7 +127,8 @@ def routings(experts: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", routings(12))
 def test_tiles_hold_every_pair_once_in_stable_order(name, rows_per_tile, device):
     index = routings(12)[name].int().to(device)
-    tiles = router.sort_by_expert(index, 12, rows_per_tile)
+    counts = reference.count_pairs(index, 12)
+    tiles = router.sort_by_expert(index, counts, rows_per_tile)
     by_hand = sorted(range(index.numel()), key=lambda pair: index.flatten()[pair].item())
     assert tiles.pairs.tolist() == by_hand
     used = [entry for entry in tiles.tiles.tolist() if entry[2]]
@@ -121,10 +140,18 @@ def test_tiles_hold_every_pair_once_in_stable_order(name, rows_per_tile, device)
         assert (index.flatten()[tiles.pairs[first : first + rows].long()] == expert).all()
     # As few tiles as whole experts allow.
     assert len(used) == sum(-(-n // rows_per_tile) for n in index.flatten().bincount().tolist())
-    want = reference.sort_by_expert(index, 12, rows_per_tile)
+    want = reference.sort_by_expert(index, counts, rows_per_tile)
     assert torch.equal(tiles.pairs, want.pairs)
     assert torch.equal(tiles.tiles, want.tiles)
     assert torch.equal(tiles.finished, torch.zeros_like(tiles.tiles[:, 0]))
+
+
+def test_counts_that_are_asked_for_one_after_the_other_sort_the_same(monkeypatch, device):
+    index = routings(12)["even"].repeat(11, 1).int().to(device)
+    monkeypatch.setattr(router, "_COUNTS_AT_ONCE", 1)
+    counts = reference.count_pairs(index, 12)
+    assert len(counts) == 2
+    assert router.sort_by_expert(index, counts, 16).pairs.tolist() == index.flatten().argsort(stable=True).tolist()
 
 
 def test_more_active_experts_than_experts_are_refused(device):
@@ -141,4 +168,10 @@ def test_a_projection_of_another_width_is_refused(device):
 
 def test_indices_of_another_dtype_are_refused(device):
     with pytest.raises(ValueError, match=r"sort_by_expert.index must be contiguous \(M, A\) int32"):
-        router.sort_by_expert(torch.zeros(1, 2, dtype=torch.int64, device=device), 4, 16)
+        router.sort_by_expert(torch.zeros(1, 2, dtype=torch.int64, device=device), torch.zeros(1, 4), 16)
+
+
+def test_counts_of_another_number_of_pairs_are_refused(device):
+    index, counts = (torch.zeros(2, n, dtype=torch.int32, device=device) for n in (3, 4))
+    with pytest.raises(ValueError, match=r"sort_by_expert.counts must be contiguous \(1, E\) int32, got \(2, 4\)"):
+        router.sort_by_expert(index, counts, 16)
