@@ -1,6 +1,6 @@
 """Tile shapes as data: what was measured best on a GPU, and a choice that fits any GPU of the last ten years."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -97,20 +97,20 @@ EXPERTS: dict[str, tuple[ExpertConfig, ...]] = {
         ExpertConfig(
             max_tokens=320,
             rows=32,
-            gate_up=Tile(cols=64, depth=64, warps=4, stages=8),
+            gate_up=Tile(cols=64, depth=128, warps=4, stages=5),
             down=Tile(cols=64, depth=64, warps=4, stages=3),
         ),
         ExpertConfig(
             max_tokens=768,
             rows=64,
             gate_up=Tile(cols=64, depth=64, warps=4, stages=8),
-            down=Tile(cols=128, depth=64, warps=8, stages=4),
+            down=Tile(cols=128, depth=64, warps=8, stages=3),
         ),
         ExpertConfig(
             max_tokens=1152,
             rows=80,
             gate_up=Tile(cols=64, depth=64, warps=4, stages=4),
-            down=Tile(cols=64, depth=64, warps=4, stages=4),
+            down=Tile(cols=128, depth=64, warps=8, stages=4),
         ),
         ExpertConfig(
             max_tokens=1536,
@@ -122,7 +122,7 @@ EXPERTS: dict[str, tuple[ExpertConfig, ...]] = {
             max_tokens=_ANY,
             rows=128,
             gate_up=Tile(cols=128, depth=64, warps=8, stages=4),
-            down=Tile(cols=128, depth=64, warps=8, stages=4),
+            down=Tile(cols=128, depth=64, warps=8, stages=3),
         ),
     ),
 }
@@ -146,6 +146,10 @@ DENSE: dict[str, DenseConfig] = {
 # programmatic dependent launch, Hopper and later.
 DEPENDENT_LAUNCH: set[str] = {"NVIDIA H200"}
 
+# GPUs whose memory unit fetches whole blocks of the experts' weights (TMA, Hopper and later). Elsewhere Triton turns a
+# descriptor into loads that wait for each other.
+TENSOR_DESCRIPTORS: set[str] = {"NVIDIA H200"}
+
 
 def gpu_name(device: torch.device) -> str:
     """The key into the tables here: the GPU's name, or "default" for tensors on no GPU (Triton's interpreter)."""
@@ -153,12 +157,17 @@ def gpu_name(device: torch.device) -> str:
 
 
 def expert_config(num_tokens: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> ExpertConfig:
-    """The experts' tiles for `num_tokens` tokens on this device; for weights wider than 2 bytes the default ones.
+    """The experts' tiles for `num_tokens` tokens on this device; for weights wider than 2 bytes the default ones, as
+    much less deep, so that a tile's bytes stay the same.
 
     Example: `expert_config(256, torch.device("cuda")).rows` is 32 on an H200.
     """
     table = EXPERTS.get(_tiles_of(device, dtype), EXPERTS["default"])
-    return next(config for config in table if num_tokens <= config.max_tokens)
+    config = next(config for config in table if num_tokens <= config.max_tokens)
+    if dtype.itemsize <= 2:
+        return config
+    gate_up, down = (replace(tile, depth=tile.depth * 2 // dtype.itemsize) for tile in (config.gate_up, config.down))
+    return replace(config, gate_up=gate_up, down=down)
 
 
 def dense_config(num_tokens: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> DenseConfig | None:
@@ -182,3 +191,12 @@ def dependent_launch(device: torch.device) -> dict[str, bool]:
     Example: `_kernel[grid](x, **dependent_launch(x.device))`.
     """
     return {"DEPENDENT": True, "launch_pdl": True} if gpu_name(device) in DEPENDENT_LAUNCH else {"DEPENDENT": False}
+
+
+def tensor_descriptors(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> bool:
+    """Whether the experts' weights go to their kernels as tensor descriptors or, as all wider than 2 bytes do, as
+    pointers: with descriptors the products of float32, which are no warpgroup instructions, spill registers.
+
+    Example: `tensor_descriptors(torch.device("cuda"))` is true on an H200.
+    """
+    return _tiles_of(device, dtype) in TENSOR_DESCRIPTORS

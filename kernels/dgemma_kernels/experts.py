@@ -3,17 +3,19 @@
 gate_up gathers its rows and ends in GeGLU; down multiplies by the routing weight and writes one row a (token, k) pair,
 which `norms.layer_tail` sums in the order of k. A program owns a tile of one expert's rows and a block of its columns;
 column blocks run fastest, so that neighbours share the expert. The weights are the products' 64-row operand, which
-makes them Hopper's warpgroup instructions at 16 and 32 rows of tokens too. The last programs of gate_up leave memory
-idle: down's start beside them, each waiting for its own tile alone. Reference twin: `reference`.
+makes them Hopper's warpgroup instructions at 16 and 32 rows of tokens too; there the memory unit fetches them in whole
+blocks. The last programs of gate_up leave memory idle: down's start beside them, each waiting for its own tile alone.
+Reference twin: `reference`.
 """
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dgemma_kernels.blocks import gelu_tanh_times, inside, wait_for_launches_before
-from dgemma_kernels.configs import dependent_launch, expert_config
+from dgemma_kernels.configs import Tile, dependent_launch, expert_config, tensor_descriptors
 from dgemma_kernels.router import ExpertTiles
 
 
@@ -35,10 +37,10 @@ def expert_gate_up(x: Tensor, gate_up_proj: Tensor, tiles: ExpertTiles) -> Tenso
     hidden_width = double // 2
     out = torch.empty(tiles.pairs.numel(), hidden_width, dtype=x.dtype, device=x.device)
     col_blocks = triton.cdiv(hidden_width, tile.cols)
-    grid_tiles = _grid_tiles(tiles, num_experts)
+    grid_tiles, proj = _grid_tiles(tiles, num_experts), _in_blocks(gate_up_proj, tile)
     _expert_gate_up_kernel[(col_blocks * grid_tiles,)](
         x,
-        gate_up_proj,
+        proj,
         tiles.pairs,
         tiles.tiles,
         tiles.finished,
@@ -51,6 +53,7 @@ def expert_gate_up(x: Tensor, gate_up_proj: Tensor, tiles: ExpertTiles) -> Tenso
         **_split_rows(tiles.rows_per_tile),
         COLS=tile.cols,
         DEPTH=tile.depth,
+        DESCRIBED=isinstance(proj, TensorDescriptor),
         num_warps=tile.warps,
         num_stages=tile.stages,
         **dependent_launch(x.device),
@@ -80,10 +83,10 @@ def expert_down(
     tile = config.down
     num_experts, width, hidden_width = down_proj.shape
     out = torch.empty(num_pairs // tiles.num_active, tiles.num_active, width, dtype=hidden.dtype, device=hidden.device)
-    grid_tiles = _grid_tiles(tiles, num_experts)
+    grid_tiles, proj = _grid_tiles(tiles, num_experts), _in_blocks(down_proj, tile)
     _expert_down_kernel[(triton.cdiv(width, tile.cols) * grid_tiles,)](
         hidden,
-        down_proj,
+        proj,
         weights,
         tiles.pairs,
         tiles.tiles,
@@ -98,6 +101,7 @@ def expert_down(
         **_split_rows(tiles.rows_per_tile),
         COLS=tile.cols,
         DEPTH=tile.depth,
+        DESCRIBED=isinstance(proj, TensorDescriptor),
         num_warps=tile.warps,
         num_stages=tile.stages,
         **dependent_launch(hidden.device),
@@ -105,18 +109,25 @@ def expert_down(
     return out
 
 
+def _in_blocks(proj: Tensor, tile: Tile) -> Tensor | TensorDescriptor:
+    """All experts' rows one below the other, for the memory unit to fetch in blocks: neither addresses nor masks."""
+    rows = proj.view(-1, proj.shape[-1])
+    whole = rows.stride(0) * rows.element_size() % 16 == 0 and rows.data_ptr() % 16 == 0  # what the unit can fetch
+    if not (whole and tensor_descriptors(proj.device, proj.dtype)):
+        return proj
+    return TensorDescriptor.from_tensor(rows, [tile.cols, tile.depth])
+
+
 def _grid_tiles(tiles: ExpertTiles, num_experts: int) -> int:
-    # Programs step over tiles this far apart. The bound on tiles is half as large again as what even routing uses at
-    # one canvas, and a program that finds nothing to do still costs a launch, a second tile where there is one less.
-    # Where experts of several tiles are the rule, these must run side by side to share the weights in cache.
+    # Programs step over tiles this far apart: as many as even routing fills. The bound on tiles is up to twice that,
+    # and a program that finds nothing to do still costs a launch; a second tile, where there is one, costs less. An
+    # expert's tiles are neighbours, so that they run side by side and share its weights in cache.
     num_pairs = tiles.pairs.numel()
-    average = num_pairs / num_experts
-    several = average + 3 * average**0.5 > tiles.rows_per_tile  # no expert has many more when routing is even
-    return tiles.tiles.shape[0] if several else min(num_experts, num_pairs)
+    return min(num_experts, num_pairs) * triton.cdiv(num_pairs, num_experts * tiles.rows_per_tile)
 
 
 def _split_rows(rows_per_tile: int) -> dict[str, int]:
-    """Blocks are powers of two: 96 rows are 64 and 32, which share the weights that a program has loaded."""
+    """Blocks are powers of two: 80 rows are 64 and 16, which share the weights that a program has loaded."""
     rows = 1 << (rows_per_tile.bit_length() - 1)
     return {"ROWS": rows, "MORE": rows_per_tile - rows}
 
@@ -164,6 +175,64 @@ def _store_weighted(
     tl.store(out + at, result.to(out.dtype.element_ty).T, mask=row_inside[:, None] & col_inside[None, :])
 
 
+@triton.jit
+def _gate_up_tile(
+    x: tl.tensor,
+    gate_up_proj: tl.tensor,
+    pairs: tl.tensor,
+    out: tl.tensor,
+    expert: tl.tensor,
+    first: tl.tensor,
+    num_rows: tl.tensor,
+    col: tl.tensor,
+    WIDTH: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    NUM_ACTIVE: tl.constexpr,
+    ROWS: tl.constexpr,
+    MORE: tl.constexpr,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+) -> None:
+    """One tile's rows by COLS columns of the weights, a tensor descriptor where DESCRIBED, else a pointer."""
+    cols = col + tl.arange(0, COLS)
+    col_inside = inside(cols, HIDDEN, HIDDEN % COLS == 0)
+    depth = tl.arange(0, DEPTH)
+    slots = tl.arange(0, ROWS)
+    row_inside = slots < num_rows
+    inputs = x + _token_rows(pairs, first, slots, row_inside, NUM_ACTIVE) * WIDTH + depth[None, :]
+    row = expert * 2 * HIDDEN + col
+    if not DESCRIBED:
+        gates = gate_up_proj + (expert.to(tl.int64) * 2 * HIDDEN + cols[:, None]) * WIDTH + depth[None, :]
+    gate = tl.zeros([COLS, ROWS], tl.float32)
+    up = tl.zeros([COLS, ROWS], tl.float32)
+    if MORE > 0:
+        more = ROWS + tl.arange(0, MORE)
+        more_inside = more < num_rows
+        more_inputs = x + _token_rows(pairs, first, more, more_inside, NUM_ACTIVE) * WIDTH + depth[None, :]
+        more_gate = tl.zeros([COLS, MORE], tl.float32)
+        more_up = tl.zeros([COLS, MORE], tl.float32)
+    for start in range(0, WIDTH, DEPTH):
+        left = inside(depth, WIDTH - start, WIDTH % DEPTH == 0)[None, :]
+        # Weights first: their loads need not wait for the rows' addresses, which come from memory too.
+        if DESCRIBED:
+            gate_w = gate_up_proj.load([row, start])
+            up_w = gate_up_proj.load([row + HIDDEN, start])
+        else:
+            gate_w = tl.load(gates + start, mask=col_inside[:, None] & left, other=0.0)
+            up_w = tl.load(gates + HIDDEN * WIDTH + start, mask=col_inside[:, None] & left, other=0.0)
+        tokens = tl.load(inputs + start, mask=row_inside[:, None] & left, other=0.0).T
+        gate = tl.dot(gate_w, tokens, gate, input_precision="ieee")
+        up = tl.dot(up_w, tokens, up, input_precision="ieee")
+        if MORE > 0:
+            more_tokens = tl.load(more_inputs + start, mask=more_inside[:, None] & left, other=0.0).T
+            more_gate = tl.dot(gate_w, more_tokens, more_gate, input_precision="ieee")
+            more_up = tl.dot(up_w, more_tokens, more_up, input_precision="ieee")
+    _store_geglu(out, gate, up, first + slots, row_inside, cols, col_inside, HIDDEN)
+    if MORE > 0:
+        _store_geglu(out, more_gate, more_up, first + more, more_inside, cols, col_inside, HIDDEN)
+
+
 @triton.jit(do_not_specialize=["grid_tiles", "max_tiles"])
 def _expert_gate_up_kernel(
     x: tl.tensor,
@@ -181,49 +250,83 @@ def _expert_gate_up_kernel(
     MORE: tl.constexpr,
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
+    DESCRIBED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
     COL_BLOCKS: tl.constexpr = (HIDDEN + COLS - 1) // COLS
-    cols = tl.program_id(0) % COL_BLOCKS * COLS + tl.arange(0, COLS)
-    col_inside = inside(cols, HIDDEN, HIDDEN % COLS == 0)
-    depth = tl.arange(0, DEPTH)
-    slots = tl.arange(0, ROWS)
+    col = tl.program_id(0) % COL_BLOCKS * COLS
     tile = tl.program_id(0) // COL_BLOCKS
     wait_for_launches_before(DEPENDENT)
     expert, first, num_rows = tl.load(tiles + tile * 3), tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
     while num_rows > 0:
-        row_inside = slots < num_rows
-        inputs = x + _token_rows(pairs, first, slots, row_inside, NUM_ACTIVE) * WIDTH + depth[None, :]
-        gates = gate_up_proj + (expert.to(tl.int64) * 2 * HIDDEN + cols[:, None]) * WIDTH + depth[None, :]
-        gate = tl.zeros([COLS, ROWS], tl.float32)
-        up = tl.zeros([COLS, ROWS], tl.float32)
-        if MORE > 0:
-            more = ROWS + tl.arange(0, MORE)
-            more_inside = more < num_rows
-            more_inputs = x + _token_rows(pairs, first, more, more_inside, NUM_ACTIVE) * WIDTH + depth[None, :]
-            more_gate = tl.zeros([COLS, MORE], tl.float32)
-            more_up = tl.zeros([COLS, MORE], tl.float32)
-        for start in range(0, WIDTH, DEPTH):
-            left = inside(depth, WIDTH - start, WIDTH % DEPTH == 0)[None, :]
-            # Weights first: their loads need not wait for the rows' addresses, which come from memory too.
-            gate_w = tl.load(gates + start, mask=col_inside[:, None] & left, other=0.0)
-            up_w = tl.load(gates + HIDDEN * WIDTH + start, mask=col_inside[:, None] & left, other=0.0)
-            tokens = tl.load(inputs + start, mask=row_inside[:, None] & left, other=0.0).T
-            gate = tl.dot(gate_w, tokens, gate, input_precision="ieee")
-            up = tl.dot(up_w, tokens, up, input_precision="ieee")
-            if MORE > 0:
-                more_tokens = tl.load(more_inputs + start, mask=more_inside[:, None] & left, other=0.0).T
-                more_gate = tl.dot(gate_w, more_tokens, more_gate, input_precision="ieee")
-                more_up = tl.dot(up_w, more_tokens, more_up, input_precision="ieee")
-        _store_geglu(out, gate, up, first + slots, row_inside, cols, col_inside, HIDDEN)
-        if MORE > 0:
-            _store_geglu(out, more_gate, more_up, first + more, more_inside, cols, col_inside, HIDDEN)
+        if MORE > 0 and num_rows > ROWS:  # two loops: half of the experts at 1,024 tokens need no second block
+            _gate_up_tile(
+                x, gate_up_proj, pairs, out, expert, first, num_rows, col,
+                WIDTH, HIDDEN, NUM_ACTIVE, ROWS, MORE, COLS, DEPTH, DESCRIBED,
+            )  # fmt: skip
+        else:
+            _gate_up_tile(
+                x, gate_up_proj, pairs, out, expert, first, num_rows, col,
+                WIDTH, HIDDEN, NUM_ACTIVE, ROWS, 0, COLS, DEPTH, DESCRIBED,
+            )  # fmt: skip
         tl.debug_barrier()  # the stores of all threads come before the one that counts
         tl.atomic_add(finished + tile, 1, sem="release")
         tile += grid_tiles
         expert = tl.load(tiles + tile * 3, tile < max_tiles, 0)
         first = tl.load(tiles + tile * 3 + 1, tile < max_tiles, 0)
         num_rows = tl.load(tiles + tile * 3 + 2, tile < max_tiles, 0)
+
+
+@triton.jit
+def _down_tile(
+    hidden: tl.tensor,
+    down_proj: tl.tensor,
+    weights: tl.tensor,
+    pairs: tl.tensor,
+    out: tl.tensor,
+    expert: tl.tensor,
+    first: tl.tensor,
+    num_rows: tl.tensor,
+    col: tl.tensor,
+    WIDTH: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    MORE: tl.constexpr,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+) -> None:
+    """As `_gate_up_tile`."""
+    cols = col + tl.arange(0, COLS)
+    col_inside = inside(cols, WIDTH, WIDTH % COLS == 0)
+    depth = tl.arange(0, DEPTH)
+    slots = tl.arange(0, ROWS)
+    row_inside = slots < num_rows
+    pair = tl.load(pairs + first + slots, mask=row_inside, other=0)
+    inputs = hidden + (first + slots)[:, None].to(tl.int64) * HIDDEN + depth[None, :]
+    if not DESCRIBED:
+        kernels = down_proj + (expert.to(tl.int64) * WIDTH + cols[:, None]) * HIDDEN + depth[None, :]
+    sums = tl.zeros([COLS, ROWS], tl.float32)
+    if MORE > 0:
+        more = ROWS + tl.arange(0, MORE)
+        more_inside = more < num_rows
+        more_pair = tl.load(pairs + first + more, mask=more_inside, other=0)
+        more_inputs = hidden + (first + more)[:, None].to(tl.int64) * HIDDEN + depth[None, :]
+        more_sums = tl.zeros([COLS, MORE], tl.float32)
+    for start in range(0, HIDDEN, DEPTH):
+        left = inside(depth, HIDDEN - start, HIDDEN % DEPTH == 0)[None, :]
+        if DESCRIBED:
+            w = down_proj.load([expert * WIDTH + col, start])
+        else:
+            w = tl.load(kernels + start, mask=col_inside[:, None] & left, other=0.0)
+        h = tl.load(inputs + start, mask=row_inside[:, None] & left, other=0.0)
+        sums = tl.dot(w, h.T, sums, input_precision="ieee")
+        if MORE > 0:
+            more_h = tl.load(more_inputs + start, mask=more_inside[:, None] & left, other=0.0)
+            more_sums = tl.dot(w, more_h.T, more_sums, input_precision="ieee")
+    _store_weighted(out, sums, weights, pair, row_inside, cols, col_inside, WIDTH)
+    if MORE > 0:
+        _store_weighted(out, more_sums, weights, more_pair, more_inside, cols, col_inside, WIDTH)
 
 
 @triton.jit(do_not_specialize=["grid_tiles", "max_tiles", "gate_up_blocks"])
@@ -245,13 +348,11 @@ def _expert_down_kernel(
     MORE: tl.constexpr,
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
+    DESCRIBED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
     COL_BLOCKS: tl.constexpr = (WIDTH + COLS - 1) // COLS
-    cols = tl.program_id(0) % COL_BLOCKS * COLS + tl.arange(0, COLS)
-    col_inside = inside(cols, WIDTH, WIDTH % COLS == 0)
-    depth = tl.arange(0, DEPTH)
-    slots = tl.arange(0, ROWS)
+    col = tl.program_id(0) % COL_BLOCKS * COLS
     tile = tl.program_id(0) // COL_BLOCKS
     if not OVERLAP:
         wait_for_launches_before(DEPENDENT)
@@ -262,27 +363,16 @@ def _expert_down_kernel(
         if OVERLAP:
             while tl.atomic_add(finished + tile, 0, sem="acquire") < gate_up_blocks:
                 pass
-        row_inside = slots < num_rows
-        pair = tl.load(pairs + first + slots, mask=row_inside, other=0)
-        inputs = hidden + (first + slots)[:, None].to(tl.int64) * HIDDEN + depth[None, :]
-        kernels = down_proj + (expert.to(tl.int64) * WIDTH + cols[:, None]) * HIDDEN + depth[None, :]
-        sums = tl.zeros([COLS, ROWS], tl.float32)
-        if MORE > 0:
-            more_inside = ROWS + tl.arange(0, MORE) < num_rows
-            more_pair = tl.load(pairs + first + ROWS + tl.arange(0, MORE), mask=more_inside, other=0)
-            more_inputs = hidden + (first + ROWS + tl.arange(0, MORE))[:, None].to(tl.int64) * HIDDEN + depth[None, :]
-            more_sums = tl.zeros([COLS, MORE], tl.float32)
-        for start in range(0, HIDDEN, DEPTH):
-            left = inside(depth, HIDDEN - start, HIDDEN % DEPTH == 0)[None, :]
-            w = tl.load(kernels + start, mask=col_inside[:, None] & left, other=0.0)
-            h = tl.load(inputs + start, mask=row_inside[:, None] & left, other=0.0)
-            sums = tl.dot(w, h.T, sums, input_precision="ieee")
-            if MORE > 0:
-                more_h = tl.load(more_inputs + start, mask=more_inside[:, None] & left, other=0.0)
-                more_sums = tl.dot(w, more_h.T, more_sums, input_precision="ieee")
-        _store_weighted(out, sums, weights, pair, row_inside, cols, col_inside, WIDTH)
-        if MORE > 0:
-            _store_weighted(out, more_sums, weights, more_pair, more_inside, cols, col_inside, WIDTH)
+        if MORE > 0 and num_rows > ROWS:
+            _down_tile(
+                hidden, down_proj, weights, pairs, out, expert, first, num_rows, col,
+                WIDTH, HIDDEN, ROWS, MORE, COLS, DEPTH, DESCRIBED,
+            )  # fmt: skip
+        else:
+            _down_tile(
+                hidden, down_proj, weights, pairs, out, expert, first, num_rows, col,
+                WIDTH, HIDDEN, ROWS, 0, COLS, DEPTH, DESCRIBED,
+            )  # fmt: skip
         tile += grid_tiles
         expert = tl.load(tiles + tile * 3, tile < max_tiles, 0)
         first = tl.load(tiles + tile * 3 + 1, tile < max_tiles, 0)

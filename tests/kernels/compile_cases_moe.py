@@ -36,7 +36,7 @@ def run_norms() -> None:
 CALLS = {
     **{
         f"router and experts, {tokens} tokens": lambda tokens=tokens: run_routed_experts(tokens)
-        for tokens in (1, 16, 256, 512, 1024, 4096)
+        for tokens in (1, 16, 256, 512, 1024, 1536, 4096)
     },
     "dense MLP, whole blocks of tokens": lambda: run_dense(256),
     "dense MLP, ragged": lambda: run_dense(500),

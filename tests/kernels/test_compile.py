@@ -35,5 +35,12 @@ def test_every_kernel_fits_shared_memory(compiled):
     assert [row for row in compiled if row["shared"] > SHARED_MEMORY_OF_A_BLOCK] == []
 
 
+def test_default_tiles_fit_consumer_gpus(compiled):
+    # 99 KiB a block on compute capability 8.6 and 8.9. Compiled for 9.0, where Triton keeps a buffer more, not less.
+    shared = [row["shared"] for row in compiled if "compile_cases_default: default" in row["case"]]
+    assert shared
+    assert max(shared) <= 99 * 1024
+
+
 def test_matrix_products_use_warpgroup_instructions(compiled):
     assert [row for row in compiled if row["wants_wgmma"] and not row["wgmma"]] == []

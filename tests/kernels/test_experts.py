@@ -41,9 +41,17 @@ def run(index: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor
     return experts.expert_down(experts.expert_gate_up(x, gate_up, tiles), down, weights, tiles, overlap=True)
 
 
+@pytest.fixture(params=[False, True], ids=["pointers", "descriptors"])
+def described(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Weights as pointers, or as tensor descriptors."""
+    monkeypatch.setattr(configs, "TENSOR_DESCRIPTORS", {"default"} if request.param else set())
+    return request.param
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
 @pytest.mark.parametrize("routing", ["one-token", "even", "one-expert-has-every-row", "two-experts-have-no-rows"])
 @pytest.mark.parametrize(("width", "hidden"), [(D, F), (64, 128)], ids=["ragged", "exact"])
+@pytest.mark.usefixtures("described")
 def test_experts_match_float64(routing, width, hidden, dtype, device):
     index = draw_routing(routing).to(device)
     x, gate_up, down, weights = draw(index, width, hidden, dtype, device)
@@ -80,8 +88,8 @@ def test_summed_rows_equal_transformers_experts(routing, device):
 
 @pytest.mark.parametrize(
     ("rows_of_experts", "num_tiles"),
-    # Six programs' worth of tiles for eight; then so many that every possible tile has its programs.
-    [([17, 17, 1, 1, 1, 1], 8), ([17, 17, 17, 17, 17, 17], 12)],
+    # The grid has as many tiles as even routing fills: six for 38 rows, twelve for 97.
+    [([17, 17, 1, 1, 1, 1], 8), ([97, 0, 0, 0, 0, 0], 7)],
     ids=["more-tiles-than-programs", "more-programs-than-tiles"],
 )
 def test_every_tile_is_computed(rows_of_experts, num_tiles, device, monkeypatch):
@@ -96,6 +104,7 @@ def test_every_tile_is_computed(rows_of_experts, num_tiles, device, monkeypatch)
     assert (run(index, *inputs) - want).norm() / want.norm() < LIMITS[torch.float32]
 
 
+@pytest.mark.usefixtures("described")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
 def test_a_tile_of_two_blocks_gives_the_rows_of_a_tile_of_one(dtype, device, monkeypatch):
     # 32 rows and 16 that share the weights. Experts of none, of one, of the first block, of both, and of a second tile.
@@ -107,6 +116,34 @@ def test_a_tile_of_two_blocks_gives_the_rows_of_a_tile_of_one(dtype, device, mon
         monkeypatch.setitem(configs.EXPERTS, "default", (config,))
         rows[size] = run(index, *inputs)
     assert torch.equal(rows[48], rows[32])
+
+
+def test_descriptors_give_the_bits_of_pointers(monkeypatch, device):
+    index = draw_routing("even").to(device)
+    inputs = draw(index, D, F, torch.float16, device)
+    pointers = run(index, *inputs)
+    asked = []
+    monkeypatch.setattr(configs, "TENSOR_DESCRIPTORS", {"default"})
+    described = experts.TensorDescriptor.from_tensor
+    monkeypatch.setattr(
+        experts.TensorDescriptor,
+        "from_tensor",
+        staticmethod(lambda tensor, block: asked.append(tensor.shape) or described(tensor, block)),
+    )
+    assert torch.equal(run(index, *inputs), pointers)
+    assert asked == [(E * 2 * F, D), (E * D, F)]
+
+
+@pytest.mark.usefixtures("described")
+@pytest.mark.parametrize(("width", "offset"), [(12, 0), (16, 2)], ids=["rows-of-24-bytes", "4-bytes-in"])
+def test_weights_that_are_not_aligned_to_16_bytes_are_read_by_pointers(width, offset, device):
+    index = draw_routing("even").to(device)
+    x, gate_up, _, _ = draw(index, width, F, torch.float16, device)
+    memory = torch.empty(gate_up.numel() + offset, dtype=gate_up.dtype, device=device)
+    weights = memory[offset:].view_as(gate_up).copy_(gate_up)
+    tiles = sort(index, 32)
+    want = reference.expert_gate_up(x.double(), gate_up.double(), tiles)
+    assert (experts.expert_gate_up(x, weights, tiles) - want).norm() / want.norm() < LIMITS[torch.float16]
 
 
 @pytest.mark.parametrize("rows", [8, 24, 112])
@@ -132,11 +169,17 @@ def test_every_table_of_tiles_covers_every_batch(table, monkeypatch):
     assert rows == sorted(rows)
 
 
-def test_float32_weights_get_the_default_tiles_on_every_gpu(monkeypatch):
-    # Those of a GPU fill its shared memory with weights of half the size.
+def test_float32_weights_get_the_default_tiles_at_half_the_depth_on_every_gpu(monkeypatch):
+    # Those of a GPU fill its shared memory with weights of half the size, and the default ones spill registers.
     monkeypatch.setattr(configs, "gpu_name", lambda device: "NVIDIA H200")
     wide, narrow = (configs.expert_config(256, torch.device("cpu"), dtype) for dtype in (torch.float32, torch.float16))
-    assert wide in configs.EXPERTS["default"]
+    default = configs.EXPERTS["default"][0]
+    assert (wide.rows, wide.gate_up.cols, wide.gate_up.depth, wide.down.depth) == (
+        default.rows,
+        default.gate_up.cols,
+        default.gate_up.depth // 2,
+        default.down.depth // 2,
+    )
     assert narrow in configs.EXPERTS["NVIDIA H200"]
 
 

@@ -1,0 +1,32 @@
+"""The experts on GPUs without tiles of their own, and in float32, whose products are no warpgroup instructions."""
+
+from unittest.mock import patch
+
+import torch
+
+from dgemma_kernels import configs, experts, reference, router
+
+E, A, D, F = 128, 8, 2816, 704
+WGMMA: set[str] = set()
+
+
+def run_experts(gpu: str, dtype: torch.dtype, tokens: int) -> None:
+    with patch.object(configs, "gpu_name", lambda device: gpu):
+        index = torch.zeros(tokens, A, dtype=torch.int32)
+        rows = configs.expert_config(tokens, index.device, dtype).rows
+        tiles = router.sort_by_expert(index, reference.count_pairs(index, E), rows)
+        hidden = experts.expert_gate_up(
+            torch.empty(tokens, D, dtype=dtype), torch.empty(E, 2 * F, D, dtype=dtype), tiles
+        )
+        experts.expert_down(hidden, torch.empty(E, D, F, dtype=dtype), torch.empty(tokens, A), tiles, overlap=True)
+
+
+CALLS = {
+    f"{gpu}, {dtype}, {tokens} tokens": lambda case=(gpu, dtype, tokens): run_experts(*case)
+    for gpu, dtype in (
+        ("default", torch.bfloat16),
+        ("default", torch.float32),
+        ("NVIDIA H200", torch.float32),
+    )
+    for tokens in (256, 1024)
+}
