@@ -128,17 +128,23 @@ EXPERTS: dict[str, tuple[ExpertConfig, ...]] = {
 }
 
 # Nearly all of a multiprocessor's shared memory, so that no program of another kernel shares it.
-DENSE: dict[str, DenseConfig] = {
-    "NVIDIA H200": DenseConfig(
-        min_tokens=65,
-        max_tokens=512,
-        programs=33,
-        rows=256,
-        gate_up_cols=64,
-        down_cols=128,
-        depth=64,
-        warps=8,
-        stages=4,
+_DENSE_H200 = DenseConfig(
+    min_tokens=65,
+    max_tokens=256,
+    programs=33,
+    rows=256,
+    gate_up_cols=64,
+    down_cols=128,
+    depth=64,
+    warps=8,
+    stages=4,
+)
+# The published model has 33 tiles of gate and up and 22 of down for every 256 tokens: these programs end together.
+DENSE: dict[str, tuple[DenseConfig, ...]] = {
+    "NVIDIA H200": (
+        _DENSE_H200,
+        replace(_DENSE_H200, min_tokens=257, max_tokens=512, programs=66),
+        replace(_DENSE_H200, min_tokens=513, max_tokens=1152, programs=44),
     ),
 }
 
@@ -176,8 +182,8 @@ def dense_config(num_tokens: int, device: torch.device, dtype: torch.dtype = tor
 
     Example: `dense_config(256, torch.device("cuda")).programs` is 33 on an H200.
     """
-    config = DENSE.get(_tiles_of(device, dtype))
-    return config if config is not None and config.min_tokens <= num_tokens <= config.max_tokens else None
+    table = DENSE.get(_tiles_of(device, dtype), ())
+    return next((config for config in table if config.min_tokens <= num_tokens <= config.max_tokens), None)
 
 
 def _tiles_of(device: torch.device, dtype: torch.dtype) -> str:

@@ -26,7 +26,7 @@ SMALL = configs.DenseConfig(
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(configs.DENSE, "default", SMALL)
+    monkeypatch.setitem(configs.DENSE, "default", (SMALL,))
 
 
 def draw(
@@ -59,7 +59,7 @@ def test_the_dense_mlp_matches_float64(tokens, width, hidden, dtype, device):
 
 @pytest.mark.parametrize("programs", [1, 4, 40], ids=["one", "some", "more-than-tiles"])
 def test_counts_are_zero_again_for_the_next_launch(programs, monkeypatch, device):
-    monkeypatch.setitem(configs.DENSE, "default", replace(SMALL, programs=programs))
+    monkeypatch.setitem(configs.DENSE, "default", (replace(SMALL, programs=programs),))
     arguments, progress = draw(70, 72, 88, torch.float32, device), count(device)
     first = dense.dense_mlp(*arguments, progress)
     assert progress.tolist() == [0, 0]
@@ -74,7 +74,7 @@ def test_the_dense_mlp_rounds_where_separate_float16_layers_round(device):
     assert (got != want).float().mean() < 0.05
 
 
-@pytest.mark.parametrize(("tokens", "kernel"), [(64, False), (65, True), (512, True), (513, False)])
+@pytest.mark.parametrize(("tokens", "kernel"), [(64, False), (65, True), (1152, True), (1153, False)])
 def test_few_and_many_tokens_are_library_products(tokens, kernel, monkeypatch):
     monkeypatch.setattr(configs, "gpu_name", lambda device: "NVIDIA H200")
     assert (configs.dense_config(tokens, torch.device("cpu")) is not None) == kernel
