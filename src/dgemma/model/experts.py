@@ -114,6 +114,8 @@ def product_by_group(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     if torch.is_autocast_enabled(rows.device.type):  # which does not know our operator
         dtype = torch.get_autocast_dtype(rows.device.type)
         rows, weights = rows.to(dtype), weights.to(dtype)
+    if weights.shape[0] == 1:
+        return F.linear(rows, weights[0])
     if not _supports_grouped(weights):
         return looped_product(rows, weights, ends)
     if type(rows) is Tensor and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
