@@ -1,9 +1,8 @@
 """Attention of new tokens over a cached prefix and themselves, split over keys; the twin is `reference.attention`.
 
 Online softmax (FlashAttention, arXiv:2205.14135), the query heads that share a key head packed as rows of one tile, and
-the keys cut into equal parts so that one small canvas fills the GPU (Flash-Decoding). Where a part begins is computed
-from the device's lengths, how many parts there are from shapes alone: a growing prefix never changes a launch, so a
-captured graph stays valid. The parts are added in a fixed order, so the same inputs give the same bits.
+the keys cut into equal parts so that one small canvas fills the GPU (Flash-Decoding; `attention_parts`). Two kernels do
+it: the Triton kernel here, everywhere, and on Hopper one that specialises its warps (`attention_hopper`).
 """
 
 from typing import NamedTuple
@@ -13,8 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_MAX_SPLITS = 128
-_COMBINE_ELEMENTS = 8192  # float32 values of partial results one combining program holds in registers
+from dgemma_kernels.attention_parts import choose_num_splits, combine_parts, part_of_keys, seen_slots
+
+# Gluon, in which the Hopper kernel is written, changes with every version of Triton: it is used where it has been run.
+if triton.__version__.startswith("3.6."):
+    from dgemma_kernels import attention_hopper
+else:
+    attention_hopper = None  # type: ignore[assignment]
 
 
 class AttentionTile(NamedTuple):
@@ -65,36 +69,82 @@ def attention(
     integers on the device. Bidirectional by default; `causal` lets query i see slots up to its own, and `window` only
     the last `window` of those. Behind causal tokens may follow a canvas: the last `canvas_len` tokens see all of
     themselves and everything in front, or in a windowed layer the last `keep` of that. Returns (B, T, N, H). `tile` and
-    `num_splits` are tuning choices: they change rounding.
+    `num_splits` are tuning choices: they change rounding; a `tile` is one of the Triton kernel.
 
     Example: `attention(queries, cache.keys, cache.values, cache.length)`.
     """
     _check(queries, keys, values, length, causal, window, canvas_len)
     batch, num_tokens, num_heads, head_dim = queries.shape
     kv_heads, capacity = keys.shape[1], keys.shape[2]
-    group = num_heads // kv_heads
-    tile = tile or default_tile(num_tokens * group, head_dim, hopper=_is_hopper(queries.device))
-    if tile.tma:
-        triton.set_allocator(_allocate)  # where the descriptors are built
-    value_dim = tile.value_dim or head_dim
-    row_tiles = triton.cdiv(num_tokens * group, tile.rows)
-    programs = row_tiles * (head_dim // value_dim) * batch * kv_heads
+    num_rows = num_tokens * num_heads // kv_heads
+    hopper = tile is None and uses_hopper_kernel(queries, keys, values)
+    tile = tile or default_tile(num_rows, head_dim, hopper=_is_hopper(queries.device))
     if num_splits is None:
-        num_splits = choose_num_splits(programs, _num_multiprocessors(queries.device), triton.cdiv(capacity, tile.keys))
+        rows, slots, columns = attention_hopper.TILE if hopper else (tile.rows, tile.keys, tile.value_dim or head_dim)
+        programs = triton.cdiv(num_rows, rows) * (head_dim // columns) * batch * kv_heads
+        num_splits = choose_num_splits(programs, _num_multiprocessors(queries.device), triton.cdiv(capacity, slots))
 
     out = torch.empty_like(queries)
     if num_splits == 1:
-        partial, log_weight = out, out  # never touched
+        partial, log_weight = out.unsqueeze(0), out  # the one part is the output, and its weight never written
     else:
         # In the output's own dtype: half the traffic, and each rounds once more by what the output rounds anyway.
         partial = torch.empty((num_splits, *queries.shape), dtype=queries.dtype, device=queries.device)
         log_weight = torch.empty((num_splits, *queries.shape[:3]), dtype=torch.float32, device=queries.device)
+    arguments = (queries, keys, values, length, partial, log_weight, causal, window or 0, canvas_len, keep)
+    if hopper:
+        attention_hopper.attend(*arguments)
+    else:
+        _attend(*arguments, tile)
+    if num_splits > 1:
+        combine_parts(partial, log_weight, out)
+    return out
+
+
+def uses_hopper_kernel(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """Whether `attention` without a `tile` runs the Hopper kernel, for arguments that it accepts.
+
+    Few rows, such as a single token's, are better off with the Triton kernel's small tile.
+
+    Example: `uses_hopper_kernel(queries, cache.keys, cache.values)`.
+    """
+    _, num_tokens, num_heads, head_dim = queries.shape
+    group = num_heads // keys.shape[1]
+    return (
+        attention_hopper is not None
+        and _is_hopper(queries.device)
+        and queries.dtype in (torch.bfloat16, torch.float16)
+        and head_dim in (256, 512)
+        and num_tokens * group > 16
+        and 64 % group == 0
+        and all(stride % head_dim == 0 for cache in (keys, values) for stride in cache.stride()[:2])
+    )
+
+
+def _attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    length: Tensor,
+    partial: Tensor,
+    log_weight: Tensor,
+    causal: bool,
+    window: int,
+    canvas_len: int,
+    keep: int,
+    tile: AttentionTile,
+) -> None:
+    batch, num_tokens, num_heads, head_dim = queries.shape
+    kv_heads, num_splits, value_dim = keys.shape[1], partial.shape[0], tile.value_dim or head_dim
+    group = num_heads // kv_heads
+    row_tiles = triton.cdiv(num_tokens * group, tile.rows)
+    if tile.tma:
+        triton.set_allocator(_allocate)  # where the descriptors are built
     _attention_kernel[(row_tiles * (head_dim // value_dim), num_splits, batch * kv_heads)](
         queries,
         keys,
         values,
         length,
-        out,
         partial,
         log_weight,
         num_tokens,
@@ -108,7 +158,7 @@ def attention(
         ROWS=tile.rows,
         KEYS=tile.keys,
         CAUSAL=causal,
-        WINDOW=window or 0,
+        WINDOW=window,
         CANVAS=canvas_len,
         KEEP=keep,
         SPLIT=num_splits > 1,
@@ -116,48 +166,6 @@ def attention(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    if num_splits > 1:
-        splits = triton.next_power_of_2(num_splits)
-        columns = min(head_dim, max(32, _COMBINE_ELEMENTS // splits))
-        num_rows = batch * num_tokens * num_heads
-        _combine_kernel[(num_rows, head_dim // columns)](
-            partial,
-            log_weight,
-            out,
-            num_rows,
-            num_splits,
-            HEAD_DIM=head_dim,
-            SPLITS=splits,
-            COLUMNS=columns,
-            num_warps=1 if splits * columns <= 2048 else 4,  # few parts: every row of a canvas at once
-        )
-    return out
-
-
-def choose_num_splits(programs: int, num_multiprocessors: int, most: int) -> int:
-    """How many parts to cut the keys into: rounds over the GPU times the work of a part, plus what adding parts costs.
-
-    Example: `choose_num_splits(64, 132, 20)` is 2; `choose_num_splits(128, 132, 20)` is 1.
-    """
-
-    def cost(splits: int) -> float:
-        rounds = triton.cdiv(programs * splits, num_multiprocessors) / splits
-        return rounds + 0.02 * splits * programs / num_multiprocessors
-
-    return min(range(1, max(1, min(most, _MAX_SPLITS)) + 1), key=cost)
-
-
-@triton.jit
-def _seen(
-    token: tl.tensor, num_tokens: tl.tensor, WINDOW: tl.constexpr, CANVAS: tl.constexpr, KEEP: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """The first and the last slot that a token behind the prefix sees, counted from the prefix's end."""
-    first = token - WINDOW + 1
-    last = token
-    if CANVAS > 0:
-        first = tl.where(token < num_tokens - CANVAS, first, num_tokens - CANVAS - KEEP)
-        last = tl.where(token < num_tokens - CANVAS, last, num_tokens - 1)
-    return first, last
 
 
 @triton.jit
@@ -166,8 +174,7 @@ def _attention_kernel(
     key_ptr: tl.tensor,
     value_ptr: tl.tensor,
     length_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    partial_ptr: tl.tensor,  # (splits, B, T, N, H), if SPLIT
+    partial_ptr: tl.tensor,  # (splits, B, T, N, H)
     log_weight_ptr: tl.tensor,  # (splits, B, T, N) float32, base 2, if SPLIT
     num_tokens: tl.tensor,
     num_query_heads: tl.tensor,  # B·T·N
@@ -191,7 +198,6 @@ def _attention_kernel(
     VALUE_PARTS: tl.constexpr = HEAD_DIM // VALUE_DIM
     row_tile = tl.program_id(0) // VALUE_PARTS
     value_part = tl.program_id(0) % VALUE_PARTS
-    split = tl.program_id(1)
     batch = (tl.program_id(2) // KV_HEADS).to(tl.int64)
     head = (tl.program_id(2) % KV_HEADS).to(tl.int64)
     prefix_len = tl.load(length_ptr + batch).to(tl.int32)
@@ -201,22 +207,7 @@ def _attention_kernel(
     row_valid = token < num_tokens
     query_head = (batch * num_tokens + token) * (KV_HEADS * GROUP) + head * GROUP + row % GROUP  # into (B, T, N)
 
-    # The slots this tile can see, cut into equal parts of whole key tiles.
-    end = prefix_len + num_tokens
-    begin = 0
-    if CAUSAL:
-        first_token = row_tile * ROWS // GROUP
-        last_token = tl.minimum((row_tile * ROWS + ROWS - 1) // GROUP, num_tokens - 1)
-        tile_first, _ = _seen(first_token, num_tokens, WINDOW, CANVAS, KEEP)
-        _, tile_last = _seen(last_token, num_tokens, WINDOW, CANVAS, KEEP)
-        end = prefix_len + tile_last + 1
-        if WINDOW > 0:
-            begin = tl.maximum(prefix_len + tile_first, 0) // KEYS * KEYS
-    if SPLIT:
-        part = tl.cdiv(tl.cdiv(end - begin, KEYS), tl.num_programs(1)) * KEYS
-        begin += split * part
-        end = tl.minimum(end, begin + part)
-
+    begin, end = part_of_keys(row_tile, prefix_len, num_tokens, ROWS, GROUP, KEYS, CAUSAL, WINDOW, CANVAS, KEEP, SPLIT)
     column = tl.arange(0, HEAD_DIM)
     value_column = value_part * VALUE_DIM + tl.arange(0, VALUE_DIM)
     query = tl.load(query_ptr + query_head[:, None] * HEAD_DIM + column[None, :], mask=row_valid[:, None], other=0.0)
@@ -239,7 +230,7 @@ def _attention_kernel(
             key = tl.load(key_ptr + offset[None, :] + column[:, None], mask=slot_valid[None, :], other=0.0)
         score = tl.dot(query, key, input_precision="ieee")
         if CAUSAL:
-            first_seen, last_seen = _seen(token, num_tokens, WINDOW, CANVAS, KEEP)
+            first_seen, last_seen = seen_slots(token, num_tokens, WINDOW, CANVAS, KEEP)
             seen = slot[None, :] <= prefix_len + last_seen[:, None]
             if WINDOW > 0:
                 seen = seen & (slot[None, :] >= prefix_len + first_seen[:, None])
@@ -266,40 +257,12 @@ def _attention_kernel(
     seen_any = total > 0.0
     total = tl.where(seen_any, total, 1.0)
     acc = acc / total[:, None]
-    if SPLIT:
-        query_head += split.to(tl.int64) * num_query_heads
-        if value_part == 0:
-            log_weight = tl.where(seen_any, top + tl.log2(total), float("-inf"))
-            tl.store(log_weight_ptr + query_head, log_weight, mask=row_valid)
-        target_ptr = partial_ptr
-    else:
-        target_ptr = out_ptr
-    target = target_ptr + query_head[:, None] * HEAD_DIM + value_column[None, :]
-    tl.store(target, acc.to(target_ptr.dtype.element_ty), mask=(row_valid & seen_any)[:, None])
-
-
-@triton.jit
-def _combine_kernel(
-    partial_ptr: tl.tensor,
-    log_weight_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    num_rows: tl.tensor,
-    num_splits: tl.tensor,
-    HEAD_DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    part = tl.arange(0, SPLITS)
-    at = part.to(tl.int64) * num_rows + row
-    log_weight = tl.load(log_weight_ptr + at, mask=part < num_splits, other=float("-inf"))
-    source = partial_ptr + at[:, None] * HEAD_DIM + column[None, :]
-    values = tl.load(source, mask=(part < num_splits)[:, None], other=0.0).to(tl.float32)
-    weight = tl.exp2(log_weight - tl.max(log_weight, 0))
-    weight = (weight / tl.sum(weight, 0))[:, None]
-    out = tl.sum(tl.where(weight > 0.0, values * weight, 0.0), 0)  # an empty part's values were never written
-    tl.store(out_ptr + row * HEAD_DIM + column, out.to(out_ptr.dtype.element_ty))
+    query_head += tl.program_id(1).to(tl.int64) * num_query_heads
+    if SPLIT and value_part == 0:
+        log_weight = tl.where(seen_any, top + tl.log2(total), float("-inf"))
+        tl.store(log_weight_ptr + query_head, log_weight, mask=row_valid)
+    target = partial_ptr + query_head[:, None] * HEAD_DIM + value_column[None, :]
+    tl.store(target, acc.to(partial_ptr.dtype.element_ty), mask=(row_valid & seen_any)[:, None])
 
 
 def _is_hopper(device: torch.device) -> bool:

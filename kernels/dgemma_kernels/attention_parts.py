@@ -1,0 +1,119 @@
+"""What both attention kernels share: which slots a token sees, how keys are cut in parts, and how the parts are added.
+
+Where a part begins is computed from the device's lengths, how many parts there are from shapes alone: a growing prefix
+never changes a launch, so a captured graph stays valid. The parts are added in a fixed order, so the same inputs give
+the same bits.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_MAX_SPLITS = 128
+_COMBINE_ELEMENTS = 8192  # float32 values of partial results one combining program holds in registers
+
+
+def choose_num_splits(programs: int, num_multiprocessors: int, most: int) -> int:
+    """How many parts to cut the keys into: rounds over the GPU times the work of a part, plus what adding parts costs.
+
+    Example: `choose_num_splits(64, 132, 20)` is 2; `choose_num_splits(128, 132, 20)` is 1.
+    """
+
+    def cost(splits: int) -> float:
+        rounds = triton.cdiv(programs * splits, num_multiprocessors) / splits
+        return rounds + 0.02 * splits * programs / num_multiprocessors
+
+    return min(range(1, max(1, min(most, _MAX_SPLITS)) + 1), key=cost)
+
+
+@triton.jit
+def seen_slots(
+    token: tl.tensor, num_tokens: tl.tensor, WINDOW: tl.constexpr, CANVAS: tl.constexpr, KEEP: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """The first and the last slot that a token behind the prefix sees, counted from the prefix's end."""
+    first = token - WINDOW + 1
+    last = token
+    if CANVAS > 0:
+        first = tl.where(token < num_tokens - CANVAS, first, num_tokens - CANVAS - KEEP)
+        last = tl.where(token < num_tokens - CANVAS, last, num_tokens - 1)
+    return first, last
+
+
+@triton.jit
+def part_of_keys(
+    row_tile: tl.tensor,
+    prefix_len: tl.tensor,
+    num_tokens: tl.tensor,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CANVAS: tl.constexpr,
+    KEEP: tl.constexpr,
+    SPLIT: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """The slots [begin, end) of this program: those its tile of rows can see, cut into equal parts of whole tiles."""
+    end = prefix_len + num_tokens
+    begin = 0
+    if CAUSAL:
+        first_token = row_tile * ROWS // GROUP
+        last_token = tl.minimum((row_tile * ROWS + ROWS - 1) // GROUP, num_tokens - 1)
+        tile_first, _ = seen_slots(first_token, num_tokens, WINDOW, CANVAS, KEEP)
+        _, tile_last = seen_slots(last_token, num_tokens, WINDOW, CANVAS, KEEP)
+        end = prefix_len + tile_last + 1
+        if WINDOW > 0:
+            begin = tl.maximum(prefix_len + tile_first, 0) // KEYS * KEYS
+    if SPLIT:
+        part = tl.cdiv(tl.cdiv(end - begin, KEYS), tl.num_programs(1)) * KEYS
+        begin += tl.program_id(1) * part
+        end = tl.minimum(end, begin + part)
+    return begin, end
+
+
+def combine_parts(partial: Tensor, log_weight: Tensor, out: Tensor) -> None:
+    """out: (B, T, N, H), each part of partial (splits, B, T, N, H) times 2^log_weight (splits, B, T, N), normalised.
+
+    A part of weight zero (log-weight -inf) may hold anything.
+
+    Example: `combine_parts(partial, log_weight, out)`.
+    """
+    num_splits, head_dim = partial.shape[0], out.shape[3]
+    num_rows = out.numel() // head_dim
+    splits = triton.next_power_of_2(num_splits)
+    columns = min(head_dim, max(32, _COMBINE_ELEMENTS // splits))
+    _combine_kernel[(num_rows, head_dim // columns)](
+        partial,
+        log_weight,
+        out,
+        num_rows,
+        num_splits,
+        HEAD_DIM=head_dim,
+        SPLITS=splits,
+        COLUMNS=columns,
+        num_warps=1 if splits * columns <= 2048 else 4,  # few parts: every row of a canvas at once
+    )
+
+
+@triton.jit
+def _combine_kernel(
+    partial_ptr: tl.tensor,
+    log_weight_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    num_splits: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    part = tl.arange(0, SPLITS)
+    at = part.to(tl.int64) * num_rows + row
+    log_weight = tl.load(log_weight_ptr + at, mask=part < num_splits, other=float("-inf"))
+    source = partial_ptr + at[:, None] * HEAD_DIM + column[None, :]
+    values = tl.load(source, mask=(part < num_splits)[:, None], other=0.0).to(tl.float32)
+    weight = tl.exp2(log_weight - tl.max(log_weight, 0))
+    weight = (weight / tl.sum(weight, 0))[:, None]
+    out = tl.sum(tl.where(weight > 0.0, values * weight, 0.0), 0)  # an empty part's values were never written
+    tl.store(out_ptr + row * HEAD_DIM + column, out.to(out_ptr.dtype.element_ty))
