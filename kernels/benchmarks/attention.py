@@ -3,7 +3,8 @@
     PYTHONPATH=src:kernels python kernels/benchmarks/attention.py [--sweep] [--quick]
 
 Bidirectional rows are a canvas over its prefix (a sliding layer's buffer never holds more than 1,023 prefix tokens).
-Every call reads keys and values from memory: copies rotate until they are several times the L2 cache.
+Where the Hopper kernel runs, the Triton kernel is checked and timed beside it. Every call reads keys and values from
+memory: copies rotate until they are several times the L2 cache.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from dgemma_kernels import reference
-from dgemma_kernels.attention import AttentionTile, attention, default_tile
+from dgemma_kernels.attention import AttentionTile, attention, default_tile, uses_hopper_kernel
 from dgemma_kernels.qkv import prepare_qkv
 
 HEADS = 16
@@ -26,8 +27,9 @@ MATRIX_RATE = 816e12  # bf16 FLOP/s measured on one H200
 COLD_BYTES = 512 << 20
 # Sliding: 0 and a full window. Full: the published context, as far as it is long.
 CANVAS = [("sliding", 0), ("sliding", 1023), ("full", 0), ("full", 1024), ("full", 16_384), ("full", 131_072)]
-TILES = {
+TILES: dict[tuple[str, int], list[AttentionTile | None]] = {  # None: the Hopper kernel, where it runs
     ("sliding", 256): [
+        None,
         AttentionTile(64, 64, 4, 2, tma=True),
         AttentionTile(64, 64, 8, 2, tma=True),
         AttentionTile(128, 64, 8, 2, tma=True),
@@ -36,6 +38,7 @@ TILES = {
         AttentionTile(64, 64, 8, 2),
     ],
     ("full", 256): [
+        None,
         AttentionTile(64, 32, 8, 2, tma=True),
         AttentionTile(64, 64, 8, 1, tma=True),
         AttentionTile(128, 32, 8, 2, tma=True, value_dim=256),
@@ -70,6 +73,16 @@ def draw(layer: str, batch: int, num_tokens: int, prefix: int, copies: int = 1) 
         values[:, :, prefix + num_tokens :] = torch.nan
         sets.append((queries, keys, values, torch.full((batch,), prefix, device="cuda")))
     return sets
+
+
+def kernels(layer: str, num_tokens: int) -> dict[str, AttentionTile | None]:
+    """What to time by name, the kernel that `attention` chooses first; as its argument `tile`."""
+    kv_heads, head_dim = LAYERS[layer]
+    queries = torch.empty(1, num_tokens, HEADS, head_dim, device="cuda", dtype=torch.bfloat16)
+    keys = torch.empty(1, kv_heads, num_tokens, head_dim, device="cuda", dtype=torch.bfloat16)
+    if not uses_hopper_kernel(queries, keys, keys):
+        return {"triton": None}
+    return {"hopper": None, "triton": default_tile(num_tokens * HEADS // kv_heads, head_dim, hopper=True)}
 
 
 def exact(queries: Tensor, keys: Tensor, values: Tensor, length: Tensor, **mode: int | bool) -> Tensor:
@@ -171,7 +184,7 @@ def sweep(quick: bool) -> None:
             default = default_tile(num_tokens * HEADS // LAYERS[layer][0], LAYERS[layer][1], hopper=True)
             print(f"sweep {layer} T={num_tokens} prefix={prefix}, B=1 (default {tuple(default)}):")
             for median, spread, num_splits, tile in sorted(results)[:8]:
-                print(f"  {median:8.1f} us ±{spread:4.1f}  splits={num_splits:<4} {tile}", flush=True)
+                print(f"  {median:8.1f} us ±{spread:4.1f}  splits={num_splits:<4} {tile or 'as chosen'}", flush=True)
 
 
 def main() -> None:
@@ -187,12 +200,13 @@ def main() -> None:
 
     worst = 0.0
     for layer, prefix in canvas:
-        batches = (1, 2) if prefix <= 16_384 else (1,)
-        worst = max(worst, *(check(layer, batch, 256, prefix) for batch in batches))
+        for batch, tile in itertools.product((1, 2) if prefix <= 16_384 else (1,), kernels(layer, 256).values()):
+            worst = max(worst, check(layer, batch, 256, prefix, tile=tile))
         worst = max(worst, check(layer, 2 if prefix <= 16_384 else 1, 1, prefix, causal=True))
     for layer, window in (("sliding", {"window": 1024}), ("full", {})):
-        worst = max(worst, check(layer, 2, 256, 1023, causal=True, **window))
-        worst = max(worst, check(layer, 1, 1500, 0, causal=True, **window))
+        for tile in kernels(layer, 256).values():
+            worst = max(worst, check(layer, 2, 256, 1023, causal=True, tile=tile, **window))
+            worst = max(worst, check(layer, 1, 1500, 0, causal=True, tile=tile, **window))
     print(f"parity: worst relative error against float64 {worst:.2e}, limit {LIMIT:.0e}; two runs equal", flush=True)
     if arguments.sweep:
         sweep(arguments.quick)
@@ -201,15 +215,17 @@ def main() -> None:
     bandwidth = measure_read_bandwidth()
     print(f"read bandwidth {bandwidth / 1e12:.2f} TB/s; floors use it and {MATRIX_RATE / 1e12:.0f} TFLOP/s")
     for layer, prefix in canvas:
-        for batch in (1, 2, 4, 8):
-            print(row(layer, batch, 256, prefix, bandwidth), flush=True)
+        for batch, (kernel, tile) in itertools.product((1, 2, 4, 8), kernels(layer, 256).items()):
+            print(f"{kernel} {row(layer, batch, 256, prefix, bandwidth, tile=tile)}", flush=True)
     for layer, prefix in canvas:
         for batch in (1, 8):
             window = {"window": 1024} if layer == "sliding" else {}
-            print(row(layer, batch, 1, prefix, bandwidth, causal=True, **window), flush=True)
+            print(f"triton {row(layer, batch, 1, prefix, bandwidth, causal=True, **window)}", flush=True)
     for layer, window in (("sliding", {"window": 1024}), ("full", {})):
         for num_tokens, prefix in ((256, 1023), (4096, 0)):
-            print(row(layer, 1, num_tokens, prefix, bandwidth, causal=True, **window), flush=True)
+            for kernel, tile in kernels(layer, num_tokens).items():
+                line = row(layer, 1, num_tokens, prefix, bandwidth, causal=True, tile=tile, **window)
+                print(f"{kernel} {line}", flush=True)
     for layer in LAYERS:
         print(run_qkv(layer, 1023), flush=True)
 

@@ -173,7 +173,9 @@ def test_tokens_and_a_canvas_behind_them_match_float64(layer):
 
 
 @native
-@pytest.mark.parametrize(("heads", "kv_heads"), [(16, 16), (16, 4), (16, 1), (64, 1)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads"), [(16, 16), (16, 4), (16, 1), (64, 1)], ids=["alone", "fours", "sixteen", "sixty-four"]
+)
 def test_float16_and_other_groups_of_heads_match_float64(heads, kv_heads):
     check(draw([70, 0], 40, (kv_heads, 256), heads=heads, dtype=torch.float16), num_splits=2)
 
