@@ -15,7 +15,8 @@ from torch import Tensor
 from dgemma_kernels.attention_parts import choose_num_splits, combine_parts, part_of_keys, seen_slots
 
 # Gluon, in which the Hopper kernel is written, changes with every version of Triton: it is used where it has been run.
-if triton.__version__.startswith("3.6."):
+# The interpreter does not know it.
+if triton.__version__.startswith("3.6.") and not triton.knobs.runtime.interpret:
     from dgemma_kernels import attention_hopper
 else:
     attention_hopper = None  # type: ignore[assignment]
