@@ -76,6 +76,19 @@ def test_matrices_step_as_torchs_muon_has_it_and_the_rest_as_adamw():
         assert moved > 0.01
 
 
+def test_the_fused_kernel_steps_alike_and_keeps_its_count_beside_the_weights():
+    plain, ours = parameters(), parameters()
+    move(muon(plain, lr=0.03, weight_decay=0.1), plain)
+    optimizer = muon(ours, lr=0.03, weight_decay=0.1)
+    for group in optimizer.param_groups:
+        assert not group["fused"]  # as on a GPU, from here on
+        group["fused"] = True
+    move(optimizer, ours)
+    for name in ours:
+        torch.testing.assert_close(ours[name], plain[name], atol=1e-6, rtol=0)
+    assert optimizer.state[ours["embed_tokens.weight"]]["step"].item() == 3
+
+
 @pytest.mark.parametrize(
     "make_again",
     [

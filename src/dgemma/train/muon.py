@@ -36,10 +36,12 @@ def muon(
         raise ValueError(f"muon momentum must lie in [0, 1), got {momentum}. Usual is 0.95.")
     matrices = {parameter: _num_matrices(name, parameter) for name, parameter in parameters.items()}
     groups: list[dict[str, Any]] = []
-    for group in adamw(parameters, lr=lr, betas=betas, weight_decay=weight_decay).param_groups:  # it knows what decays
+    # It knows what decays, and where its kernel is fused.
+    for group in adamw(parameters, lr=lr, betas=betas, weight_decay=weight_decay).param_groups:
         for number in (0, 1, 2):
             chosen = [parameter for parameter in group["params"] if matrices[parameter] == number]
-            groups.append({"params": chosen, "matrices": number, "weight_decay": group["weight_decay"]})
+            kept = {name: group[name] for name in ("weight_decay", "fused")}
+            groups.append({"params": chosen, "matrices": number, **kept})
     return Muon([group for group in groups if group["params"]], {"lr": lr, "betas": betas, "momentum": momentum})
 
 
@@ -83,8 +85,10 @@ class Muon(torch.optim.Optimizer):
 
     def _step_others(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         states = [self._state(parameter, "exp_avg", "exp_avg_sq") for parameter in parameters]
-        for state in states:
-            state.setdefault("step", torch.zeros((), dtype=torch.float32, device="cpu"))  # as AdamW has it
+        for parameter, state in zip(parameters, states, strict=True):
+            if "step" not in state:  # as AdamW has it
+                device = parameter.device if group["fused"] else "cpu"
+                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
         adamw_step(
             parameters,
             _grads(parameters),
@@ -99,6 +103,7 @@ class Muon(torch.optim.Optimizer):
             weight_decay=group["weight_decay"],
             amsgrad=False,
             maximize=False,
+            fused=group["fused"] or None,  # None leaves torch the choice among the others
         )
 
     def _state(self, parameter: Tensor, *names: str) -> dict[str, Tensor]:

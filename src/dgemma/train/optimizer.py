@@ -88,7 +88,7 @@ class WeightAverage:
     @torch.no_grad()
     def update(self, step: int) -> None:
         decay = min(self.decay, (1 + step) / (10 + step))
-        current = [p.detach().float() for p in self.parameters.values()]
+        current = [p if p.dtype == torch.float32 else p.float() for p in self.parameters.values()]
         torch._foreach_lerp_(list(self.weights.values()), current, 1 - decay)
 
     @contextmanager
