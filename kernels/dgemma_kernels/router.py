@@ -267,7 +267,6 @@ def _sort_by_expert_kernel(
     mine, my_chunk = tl.program_id(0), tl.program_id(1)
     num_chunks = tl.num_programs(1)
     experts = tl.arange(0, EXPERTS)
-    expert_inside = inside(experts, NUM_EXPERTS, NUM_EXPERTS == EXPERTS)
     token = my_chunk * CHUNK + tl.arange(0, CHUNK)
     slot = tl.arange(0, ACTIVE)[None, :]
     slot_inside = (token < num_tokens)[:, None] & inside(slot, NUM_ACTIVE, NUM_ACTIVE == ACTIVE)
@@ -279,7 +278,8 @@ def _sort_by_expert_kernel(
     for start in range(0, num_chunks, AT_ONCE):
         for at in tl.static_range(AT_ONCE):
             chunk = start + at
-            count = tl.load(counts + chunk * NUM_EXPERTS + experts, mask=expert_inside & (chunk < num_chunks), other=0)
+            limit = tl.where(chunk < num_chunks, NUM_EXPERTS, 0)
+            count = tl.load(counts + chunk * NUM_EXPERTS + experts, mask=experts < limit, other=0)
             total += count
             earlier += tl.where(chunk < my_chunk, count, 0)
 
@@ -303,4 +303,4 @@ def _sort_by_expert_kernel(
         field = tl.arange(0, 4)
         for tile in range(mine, max_tiles, NUM_EXPERTS):
             tl.store(finished + tile, 0)
-            tl.store(tiles + tile * 3 + field, tl.zeros([4], tl.int32), mask=(field < 3) & (tile >= num_tiles))
+            tl.store(tiles + tile * 3 + field, tl.zeros([4], tl.int32), mask=field < tl.where(tile >= num_tiles, 3, 0))
