@@ -14,8 +14,6 @@ from torch import Tensor
 from dgemma_kernels.blocks import inside, wait_for_launches_before
 from dgemma_kernels.configs import dependent_launch
 
-# Of the product's depth a program: with all of it, one program reads all weights at a single multiprocessor's pace.
-_SPLIT_DEPTH = 256
 # Rows of `counts` that a program of the sort asks for at once.
 _COUNTS_AT_ONCE = 8
 
@@ -66,14 +64,15 @@ def route(
         raise ValueError(f"route.num_active must be in 1..E with E <= 256, got {num_active} of {num_experts} experts.")
     if not (router_input.is_contiguous() and proj.is_contiguous() and per_expert_scale.is_contiguous()):
         raise ValueError("route must be given contiguous tensors. Call .contiguous() on them first.")
-    splits = triton.cdiv(width, _SPLIT_DEPTH)
+    experts = max(triton.next_power_of_2(num_experts), 16)
+    depth = _split_depth(experts, proj.dtype)
+    splits = triton.cdiv(width, depth)
     rows = 16 if num_tokens <= 16 else 64
     partial = torch.empty(splits, num_tokens, num_experts, dtype=torch.float32, device=router_input.device)
     weights = torch.empty(num_tokens, num_active, dtype=torch.float32, device=router_input.device)
     index = torch.empty(num_tokens, num_active, dtype=torch.int32, device=router_input.device)
     chunk = tokens_a_count(num_tokens)
     counts = torch.empty(triton.cdiv(num_tokens, chunk), num_experts, dtype=torch.int32, device=router_input.device)
-    experts = max(triton.next_power_of_2(num_experts), 16)
     _partial_scores_kernel[(triton.cdiv(num_tokens, rows), splits)](
         router_input,
         proj,
@@ -85,7 +84,7 @@ def route(
         NUM_EXPERTS=num_experts,
         EXPERTS=experts,
         ROWS=rows,
-        DEPTH=_SPLIT_DEPTH,
+        DEPTH=depth,
         num_warps=8,
         **dependent_launch(router_input.device),
     )
@@ -152,6 +151,12 @@ def sort_by_expert(index: Tensor, counts: Tensor, rows_per_tile: int) -> ExpertT
         **dependent_launch(index.device),
     )
     return ExpertTiles(pairs, tiles, finished, num_active, rows_per_tile)
+
+
+def _split_depth(experts: int, dtype: torch.dtype) -> int:
+    # Of the product's depth a program: with all of it, one program reads all weights at a single multiprocessor's pace.
+    # Its block of all experts' weights is at most 64 KiB; of float32, no warpgroup instruction's, more than 32 spill.
+    return min(256, 32768 // experts) if dtype.itemsize <= 2 else 32
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_counts"])

@@ -1,4 +1,4 @@
-"""The experts on GPUs without tiles of their own, and in float32, whose products are no warpgroup instructions."""
+"""Router and experts on GPUs without tiles of their own, and in float32, no warpgroup instruction's."""
 
 from unittest.mock import patch
 
@@ -21,6 +21,12 @@ def run_experts(gpu: str, dtype: torch.dtype, tokens: int) -> None:
         experts.expert_down(hidden, torch.empty(E, D, F, dtype=dtype), torch.empty(tokens, A), tiles, overlap=True)
 
 
+def run_router(dtype: torch.dtype, num_experts: int) -> None:
+    with patch.object(configs, "gpu_name", lambda device: "default"):
+        tensors = (torch.empty(*shape, dtype=dtype) for shape in ((256, D), (num_experts, D), (num_experts,)))
+        router.route(*tensors, A)
+
+
 CALLS = {
     f"{gpu}, {dtype}, {tokens} tokens": lambda case=(gpu, dtype, tokens): run_experts(*case)
     for gpu, dtype in (
@@ -29,4 +35,9 @@ CALLS = {
         ("NVIDIA H200", torch.float32),
     )
     for tokens in (256, 1024)
+}
+CALLS |= {
+    f"default, {dtype}, router of {num_experts} experts": lambda case=(dtype, num_experts): run_router(*case)
+    for dtype in (torch.bfloat16, torch.float32)
+    for num_experts in (E, 256)
 }
