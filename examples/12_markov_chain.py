@@ -99,7 +99,6 @@ def run(name: str, size: Size, out: Path, device: str) -> None:
         ema_decay=0.995,
         precision="mixed" if device == "cuda" else "weights",
         compile=device == "cuda",
-        source_process=device == "cuda",  # texts are drawn in hundreds of small operations
         checkpoint_every=max(1, size.steps // 6),
     )
     outcome = train(model, objective, source, training, out=out, optimizer=lambda named: muon(named, lr=size.lr))

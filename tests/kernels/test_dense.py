@@ -74,10 +74,10 @@ def test_the_dense_mlp_rounds_where_separate_float16_layers_round(device):
     assert (got != want).float().mean() < 0.05
 
 
-@pytest.mark.parametrize(("tokens", "kernel"), [(64, False), (65, True), (1152, True), (1153, False)])
-def test_few_and_many_tokens_are_library_products(tokens, kernel, monkeypatch):
+def test_few_and_many_tokens_are_library_products(monkeypatch):
     monkeypatch.setattr(configs, "gpu_name", lambda device: "NVIDIA H200")
-    assert (configs.dense_config(tokens, torch.device("cpu")) is not None) == kernel
+    own = [tokens for tokens in range(1, 2000) if configs.dense_config(tokens, torch.device("cpu")) is not None]
+    assert own == list(range(65, 1153))  # between its tables there is no gap
 
 
 def test_float32_weights_are_library_products_where_tiles_were_measured_for_half_of_that(monkeypatch, device):

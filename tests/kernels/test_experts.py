@@ -1,6 +1,7 @@
 """The experts' two products over ragged and skewed routings, against float64 and transformers' experts."""
 
 from dataclasses import replace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -87,21 +88,39 @@ def test_summed_rows_equal_transformers_experts(routing, device):
 
 
 @pytest.mark.parametrize(
-    ("rows_of_experts", "num_tiles"),
+    ("rows_of_experts", "num_tiles", "grid"),
     # The grid has as many tiles as even routing fills: six for 38 rows, twelve for 97.
-    [([17, 17, 1, 1, 1, 1], 8), ([97, 0, 0, 0, 0, 0], 7)],
+    [([17, 17, 1, 1, 1, 1], 8, 6), ([97, 0, 0, 0, 0, 0], 7, 12)],
     ids=["more-tiles-than-programs", "more-programs-than-tiles"],
 )
-def test_every_tile_is_computed(rows_of_experts, num_tiles, device, monkeypatch):
+def test_every_tile_is_computed(rows_of_experts, num_tiles, grid, device, monkeypatch):
     config = replace(configs.EXPERTS["default"][0], rows=16)
     monkeypatch.setitem(configs.EXPERTS, "default", (config,))
     index = torch.arange(E).repeat_interleave(torch.tensor(rows_of_experts))[:, None].int().to(device)
     inputs = draw(index, D, F, torch.float32, device)
     tiles = sort(index, 16)
     assert (tiles.tiles[:, 2] > 0).sum() == num_tiles
+    assert experts._grid_tiles(tiles, E) == grid
     hidden = reference.expert_gate_up(inputs[0].double(), inputs[1].double(), tiles)
     want = reference.expert_down(hidden, inputs[2].double(), inputs[3].double(), tiles)
     assert (run(index, *inputs) - want).norm() / want.norm() < LIMITS[torch.float32]
+
+
+def test_down_waits_for_all_columns_of_gate_up(device, monkeypatch):
+    # Two blocks of 64 make the 88 hidden columns; an interpreter runs one launch after the other and would not tell.
+    default = configs.EXPERTS["default"][0]
+    monkeypatch.setitem(configs.EXPERTS, "default", (replace(default, down=replace(default.down, cols=128)),))
+    index = draw_routing("two-experts-have-no-rows").to(device)
+    x, gate_up, down, weights = draw(index, D, F, torch.float16, device)
+    tiles = sort(index, 32)
+    hidden = experts.expert_gate_up(x, gate_up, tiles)
+    assert tiles.finished.tolist() == [2 if rows else 0 for rows in tiles.tiles[:, 2].tolist()]
+    names, launch = experts._expert_down_kernel.arg_names, MagicMock()
+    monkeypatch.setattr(experts, "_expert_down_kernel", launch)
+    experts.expert_down(hidden, down, weights, tiles, overlap=True)
+    given = dict(zip(names, launch.__getitem__.return_value.call_args.args, strict=False))
+    assert given["gate_up_blocks"] == 2
+    assert given["finished"] is tiles.finished
 
 
 @pytest.mark.usefixtures("described")

@@ -296,13 +296,6 @@ def test_how_a_run_is_watched_may_change(tmp_path):
     assert result.step == 6
 
 
-def test_who_makes_the_rows_changes_nothing(tmp_path):
-    by_thread, _ = run(tmp_path / "thread")
-    run(tmp_path / "both", source_process=True, on_step=stop_at(4))
-    by_both, _ = run(tmp_path / "both")
-    assert_same_bits(weights(by_thread), weights(by_both))
-
-
 @dataclass(frozen=True)
 class Poisoned(NextToken):
     """Row 2 of step 4 has no finite loss."""

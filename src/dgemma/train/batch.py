@@ -65,10 +65,6 @@ class TrainBatch:
         """The same batch on another device."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def pin_memory(self) -> "TrainBatch":
-        """The same batch in page-locked memory, from which a copy to a GPU need not be waited for."""
-        return self._map(lambda tensor: tensor if tensor.is_cuda else tensor.pin_memory())
-
     def select(self, rows: Tensor | slice) -> "TrainBatch":
         """Some rows, in the given order.
 

@@ -31,7 +31,6 @@ class TrainConfig:
     recompute_activations: bool = False
     compile: bool = False
     seed: int = 0
-    source_process: bool = False  # rows made by a process of their own: for sources that compute, but on no GPU
     log_every: int = 20
     evaluate_every: int | None = None  # None: only after the last step
     checkpoint_every: int = 1000

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from dgemma.train.config import TrainConfig
 
-# What may differ when a run is resumed: it changes what is written down and who computes, not what is computed.
-_FREE_FIELDS = {"log_every", "checkpoint_every", "evaluate_every", "keep_last", "progress", "source_process"}
+# What may differ when a run is resumed: it changes what is written down, not what is computed.
+_FREE_FIELDS = {"log_every", "checkpoint_every", "evaluate_every", "keep_last", "progress"}
 _FREE_SWITCHES = {"foreach", "fused", "capturable", "differentiable"}  # how an optimizer computes the same update
 _LONGEST = 1000  # characters
 _NUMBERS = {bool, int, float, complex, type(None)}

@@ -165,7 +165,6 @@ class _Run:
             micro_batch_size=config.micro_batch_size or len(rows),
             steps=range(self.step, config.steps),
             device=self.device,
-            in_process=config.source_process,
         )
         show = config.progress and self.parallel.is_main
         bar = progress_bar(desc="training", unit="step", total=self.total, show=show)
