@@ -1,6 +1,7 @@
 """The experts' two products over ragged and skewed routings, against float64 and transformers' experts."""
 
 from dataclasses import replace
+from threading import Thread
 from unittest.mock import MagicMock
 
 import pytest
@@ -121,6 +122,26 @@ def test_down_waits_for_all_columns_of_gate_up(device, monkeypatch):
     given = dict(zip(names, launch.__getitem__.return_value.call_args.args, strict=False))
     assert given["gate_up_blocks"] == 2
     assert given["finished"] is tiles.finished
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a launch would keep the counts from changing")
+def test_down_reads_no_tile_before_gate_up_has_counted_it():
+    index = draw_routing("even")
+    x, gate_up, down, weights = draw(index, 16, 16, torch.float32, index.device)
+    tiles = sort(index, 32)
+    hidden = experts.expert_gate_up(x, gate_up, tiles)
+    want = experts.expert_down(hidden, down, weights, tiles)
+    late, counted, rows = torch.full_like(hidden, torch.nan), tiles.finished.clone(), []
+    tiles.finished.zero_()
+    beside = Thread(
+        target=lambda: rows.append(experts.expert_down(late, down, weights, tiles, overlap=True)), daemon=True
+    )
+    beside.start()
+    beside.join(0.5)  # without a wait it is over long before
+    late.copy_(hidden)
+    tiles.finished.copy_(counted)
+    beside.join(60)
+    assert torch.equal(rows[0], want)
 
 
 @pytest.mark.usefixtures("described")
