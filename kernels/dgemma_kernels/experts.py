@@ -26,18 +26,18 @@ def expert_gate_up(x: Tensor, gate_up_proj: Tensor, tiles: ExpertTiles) -> Tenso
 
     Example: `hidden = expert_gate_up(expert_in, experts.gate_up_proj, tiles)`.
     """
-    _require("expert_gate_up", x, gate_up_proj, gate_up_proj.shape[1] // 2 * 2, x.shape[-1])
+    _require("expert_gate_up", x, gate_up_proj, gate_up_proj.shape[1] // 2 * 2, tiles)
     if x.shape[0] * tiles.num_active != tiles.pairs.numel():
         raise ValueError(
             f"expert_gate_up.tiles must be of the same {x.shape[0]} tokens, got {tiles.pairs.numel()} pairs of "
             f"{tiles.num_active} a token."
         )
     tile = expert_config(x.shape[0], x.device, x.dtype).gate_up
-    num_experts, double, width = gate_up_proj.shape
+    _, double, width = gate_up_proj.shape
     hidden_width = double // 2
     out = torch.empty(tiles.pairs.numel(), hidden_width, dtype=x.dtype, device=x.device)
     col_blocks = triton.cdiv(hidden_width, tile.cols)
-    grid_tiles, proj = _grid_tiles(tiles, num_experts), _in_blocks(gate_up_proj, tile)
+    grid_tiles, proj = _grid_tiles(tiles), _in_blocks(gate_up_proj, tile)
     _expert_gate_up_kernel[(col_blocks * grid_tiles,)](
         x,
         proj,
@@ -72,18 +72,20 @@ def expert_down(
 
     Example: `rows = expert_down(hidden, experts.down_proj, weights, tiles)`; their sum over k is the experts' output.
     """
-    _require("expert_down", hidden, down_proj, down_proj.shape[1], hidden.shape[-1])
+    _require("expert_down", hidden, down_proj, down_proj.shape[1], tiles)
     num_pairs = tiles.pairs.numel()
-    if weights.numel() != num_pairs or hidden.shape[0] != num_pairs or not weights.is_contiguous():
+    if weights.numel() != num_pairs or hidden.shape[0] != num_pairs:
         raise ValueError(
             f"expert_down must be given the {num_pairs} pairs of its tiles, got hidden {tuple(hidden.shape)} and "
             f"weights {tuple(weights.shape)}."
         )
+    if not weights.is_contiguous():
+        raise ValueError("expert_down.weights must be contiguous. Call .contiguous() on them first.")
     config = expert_config(num_pairs // tiles.num_active, hidden.device, hidden.dtype)
     tile = config.down
-    num_experts, width, hidden_width = down_proj.shape
+    _, width, hidden_width = down_proj.shape
     out = torch.empty(num_pairs // tiles.num_active, tiles.num_active, width, dtype=hidden.dtype, device=hidden.device)
-    grid_tiles, proj = _grid_tiles(tiles, num_experts), _in_blocks(down_proj, tile)
+    grid_tiles, proj = _grid_tiles(tiles), _in_blocks(down_proj, tile)
     _expert_down_kernel[(triton.cdiv(width, tile.cols) * grid_tiles,)](
         hidden,
         proj,
@@ -118,11 +120,11 @@ def _in_blocks(proj: Tensor, tile: Tile) -> Tensor | TensorDescriptor:
     return TensorDescriptor.from_tensor(rows, [tile.cols, tile.depth])
 
 
-def _grid_tiles(tiles: ExpertTiles, num_experts: int) -> int:
+def _grid_tiles(tiles: ExpertTiles) -> int:
     # Programs step over tiles this far apart: as many as even routing fills. The bound on tiles is up to twice that,
     # and a program that finds nothing to do still costs a launch; a second tile, where there is one, costs less. An
     # expert's tiles are neighbours, so that they run side by side and share its weights in cache.
-    num_pairs = tiles.pairs.numel()
+    num_pairs, num_experts = tiles.pairs.numel(), tiles.num_experts
     return min(num_experts, num_pairs) * triton.cdiv(num_pairs, num_experts * tiles.rows_per_tile)
 
 
@@ -381,10 +383,15 @@ def _expert_down_kernel(
         tl.extra.cuda.gdc_wait()  # so that whoever waits for this kernel has waited for all before it
 
 
-def _require(owner: str, x: Tensor, proj: Tensor, out_width: int, in_width: int) -> None:
-    if x.ndim != 2 or proj.ndim != 3 or proj.shape[1:] != (out_width, in_width):
+def _require(owner: str, x: Tensor, proj: Tensor, out_width: int, tiles: ExpertTiles) -> None:
+    if x.ndim != 2 or proj.ndim != 3 or proj.shape[1:] != (out_width, x.shape[-1]):
         raise ValueError(
             f"{owner} must be given rows (M, K) and weights (E, N, K), got {tuple(x.shape)} and {tuple(proj.shape)}."
         )
     if x.dtype != proj.dtype or not (x.is_contiguous() and proj.is_contiguous()):
         raise ValueError(f"{owner} must be given contiguous tensors of one dtype, got {x.dtype} and {proj.dtype}.")
+    if proj.shape[0] != tiles.num_experts:
+        raise ValueError(
+            f"{owner}.tiles must be of the weights' {proj.shape[0]} experts, got tiles of {tiles.num_experts}. "
+            "Route and sort with the same layer's router."
+        )

@@ -88,7 +88,7 @@ def sort_by_expert(index: Tensor, counts: Tensor, rows_per_tile: int) -> ExpertT
     tiles += [(0, 0, 0)] * (max_tiles - len(tiles))
     table = torch.tensor(tiles, dtype=torch.int32, device=index.device)
     finished = torch.zeros(max_tiles, dtype=torch.int32, device=index.device)
-    return ExpertTiles(pairs, table, finished, index.shape[1], rows_per_tile)
+    return ExpertTiles(pairs, table, finished, num_experts, index.shape[1], rows_per_tile)
 
 
 def geglu(gate_up: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ class ExpertTiles(NamedTuple):
     pairs: Tensor
     tiles: Tensor
     finished: Tensor
+    num_experts: int
     num_active: int
     rows_per_tile: int
 
@@ -150,7 +151,7 @@ def sort_by_expert(index: Tensor, counts: Tensor, rows_per_tile: int) -> ExpertT
         num_warps=1 if chunk <= 128 else 4,
         **dependent_launch(index.device),
     )
-    return ExpertTiles(pairs, tiles, finished, num_active, rows_per_tile)
+    return ExpertTiles(pairs, tiles, finished, num_experts, num_active, rows_per_tile)
 
 
 def _split_depth(experts: int, dtype: torch.dtype) -> int:

@@ -101,7 +101,7 @@ def test_every_tile_is_computed(rows_of_experts, num_tiles, grid, device, monkey
     inputs = draw(index, D, F, torch.float32, device)
     tiles = sort(index, 16)
     assert (tiles.tiles[:, 2] > 0).sum() == num_tiles
-    assert experts._grid_tiles(tiles, E) == grid
+    assert experts._grid_tiles(tiles) == grid
     hidden = reference.expert_gate_up(inputs[0].double(), inputs[1].double(), tiles)
     want = reference.expert_down(hidden, inputs[2].double(), inputs[3].double(), tiles)
     assert (run(index, *inputs) - want).norm() / want.norm() < LIMITS[torch.float32]
@@ -238,6 +238,23 @@ def test_tiles_of_other_tokens_are_refused(device):
         experts.expert_gate_up(x, gate_up, tiles)
     with pytest.raises(ValueError, match=r"expert_down must be given the 10 pairs"):
         experts.expert_down(torch.ones(80, F, device=device), down, weights, tiles)
+
+
+def test_weights_of_other_experts_than_the_tiles_are_refused(device):
+    index = draw_routing("even").to(device)
+    x, gate_up, down, weights = draw(index, D, F, torch.float32, device)
+    tiles = sort(index, 32)
+    with pytest.raises(ValueError, match=r"expert_gate_up.tiles must be of the weights' 4 experts, got tiles of 6"):
+        experts.expert_gate_up(x, gate_up[:4], tiles)
+    with pytest.raises(ValueError, match=r"expert_down.tiles must be of the weights' 12 experts, got tiles of 6"):
+        experts.expert_down(torch.ones(80, F, device=device), torch.cat((down, down)), weights, tiles)
+
+
+def test_routing_weights_that_lie_apart_are_refused(device):
+    index = draw_routing("even").to(device)
+    _, _, down, weights = draw(index, D, F, torch.float32, device)
+    with pytest.raises(ValueError, match=r"expert_down.weights must be contiguous"):
+        experts.expert_down(torch.ones(80, F, device=device), down, weights.T.contiguous().T, sort(index, 32))
 
 
 def test_a_tile_that_is_no_power_of_two_is_refused():
