@@ -101,11 +101,12 @@ def test_of_probabilities_that_vanish_the_lower_expert_wins(device):
     assert weights.tolist() == [[1, 0, 0, 0]] * 2
 
 
-def test_counts_are_of_the_tokens_they_stand_for(device):
-    # 100 tokens: the first 64 and the rest.
-    _, index, counts = router.route(*draw(100, 16, 12, torch.float32, device), 3)
-    chunks = [index[:64].flatten().tolist(), index[64:].flatten().tolist()]
-    assert counts.tolist() == [[chunk.count(expert) for expert in range(12)] for chunk in chunks]
+@pytest.mark.parametrize(("tokens", "experts"), [(100, 12), (330, 200)], ids=["two-rows", "more-than-1024-counts"])
+def test_counts_are_of_the_tokens_they_stand_for(tokens, experts, device):
+    # 64 tokens a row, and the rest.
+    _, index, counts = router.route(*draw(tokens, 16, experts, torch.float32, device), 3)
+    chunks = [chunk.flatten().tolist() for chunk in index.split(64)]
+    assert counts.tolist() == [[chunk.count(expert) for expert in range(experts)] for chunk in chunks]
 
 
 def routings(experts: int) -> dict[str, Tensor]:
@@ -116,7 +117,8 @@ def routings(experts: int) -> dict[str, Tensor]:
     return {
         "one-token": even[:1],
         "even": even,
-        "all-to-one-expert": torch.full((70, 1), 5),
+        # 38 tiles of 16 rows, of which a program writes 32 at once.
+        "all-to-one-expert": torch.full((600, 1), 5),
         "first-and-last-experts-empty": inner + 1,
         # 150 tokens are three rows of counts, the last about fewer.
         "several-counts": even.repeat(3, 1),
