@@ -1,6 +1,7 @@
 """The dense MLP in one launch against its meaning in float64."""
 
 from dataclasses import replace
+from threading import Thread
 from unittest.mock import MagicMock
 
 import pytest
@@ -64,6 +65,20 @@ def test_counts_are_zero_again_for_the_next_launch(programs, monkeypatch, device
     first = dense.dense_mlp(*arguments, progress)
     assert progress.tolist() == [0, 0]
     assert torch.equal(dense.dense_mlp(*arguments, progress), first)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a launch would keep the counts from changing")
+@pytest.mark.usefixtures("small_tiles")
+def test_down_waits_for_tiles_that_another_program_has_taken_and_not_stored(device):
+    arguments, progress = draw(32, 32, 32, torch.float32, device), count(device)
+    progress[0] = 2  # 32 hidden columns in two tiles, both taken
+    beside = Thread(target=dense.dense_mlp, args=(*arguments, progress), daemon=True)
+    beside.start()
+    beside.join(0.5)  # without a wait it is over long before
+    assert beside.is_alive()
+    progress[1] = 2
+    beside.join(60)
+    assert progress.tolist() == [0, 0]
 
 
 @pytest.mark.usefixtures("small_tiles")
