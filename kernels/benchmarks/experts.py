@@ -165,7 +165,7 @@ def check_parity() -> None:
         check_router(layer, tokens)
         check_rest(layer, tokens)
         print(f"parity ok at {tokens:5d} tokens, experts' relative error {error:.2e}", flush=True)
-    for tokens in (1, 256, 4096):
+    for tokens in (1, 256, 512, 1000, 1024, 4096):
         check_half(layer, tokens)
 
 
@@ -487,7 +487,7 @@ def time_all(report: Report, layers: list[Layer]) -> None:
         time_experts(report, layers, tokens, distinct)
     for tokens in (256, 1024, 1):
         time_rest(report, layers, tokens)
-    for tokens, distinct in ((256, E), (256, 84), (512, E), (1, E)):
+    for tokens, distinct in ((256, E), (256, 84), (512, E), (1024, E), (1, E)):
         time_half(report, layers, tokens, distinct)
 
 

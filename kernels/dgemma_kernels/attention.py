@@ -74,7 +74,7 @@ def attention(
 
     Example: `attention(queries, cache.keys, cache.values, cache.length)`.
     """
-    _check(queries, keys, values, length, causal, window, canvas_len)
+    _check(queries, keys, values, length, causal, window, canvas_len, keep)
     batch, num_tokens, num_heads, head_dim = queries.shape
     kv_heads, capacity = keys.shape[1], keys.shape[2]
     num_rows = num_tokens * num_heads // kv_heads
@@ -119,6 +119,7 @@ def uses_hopper_kernel(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
         and num_tokens * group > 16
         and 64 % group == 0
         and all(stride % head_dim == 0 for cache in (keys, values) for stride in cache.stride()[:2])
+        and all(tensor.data_ptr() % 16 == 0 for tensor in (queries, keys, values))  # as descriptors ask
     )
 
 
@@ -288,6 +289,7 @@ def _check(
     causal: bool,
     window: int | None,
     canvas_len: int,
+    keep: int,
 ) -> None:
     if queries.dim() != 4 or not queries.is_contiguous():
         raise ValueError(
@@ -335,3 +337,5 @@ def _check(
             f"attention canvas_len must be within the {num_tokens} tokens and comes with causal=True, got {canvas_len} "
             f"with causal={causal}."
         )
+    if window is not None and not 0 <= keep <= window:
+        raise ValueError(f"attention keep must be within the window of {window}, got {keep}.")

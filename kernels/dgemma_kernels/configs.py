@@ -139,7 +139,8 @@ _DENSE_H200 = DenseConfig(
     warps=8,
     stages=4,
 )
-# The published model has 33 tiles of gate and up and 22 of down for every 256 tokens: these programs end together.
+# The published model has 33 tiles of gate and up and 22 of down for every 256 tokens: at 256, 512 and 1,024 tokens
+# these programs end together.
 DENSE: dict[str, tuple[DenseConfig, ...]] = {
     "NVIDIA H200": (
         _DENSE_H200,
@@ -158,8 +159,17 @@ TENSOR_DESCRIPTORS: set[str] = {"NVIDIA H200"}
 
 
 def gpu_name(device: torch.device) -> str:
-    """The key into the tables here: the GPU's name, or "default" for tensors on no GPU (Triton's interpreter)."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "default"
+    """The key into the tables here: the GPU's name, or "default" for tensors on no GPU (Triton's interpreter).
+
+    Hoppers that nobody measured are taken for the one that was: the same multiprocessors, more or fewer of them.
+
+    Example: `gpu_name(torch.device("cuda"))` is "NVIDIA H200" on an H100.
+    """
+    if device.type != "cuda":
+        return "default"
+    name = torch.cuda.get_device_name(device)
+    is_hopper = torch.cuda.get_device_capability(device) == (9, 0)
+    return "NVIDIA H200" if is_hopper and name not in EXPERTS else name
 
 
 def expert_config(num_tokens: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> ExpertConfig:

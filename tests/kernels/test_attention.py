@@ -157,6 +157,7 @@ def test_canvases_of_any_batch_fill_an_h200_in_one_round():
     [
         ({"window": 4}, "window must be"),
         ({"canvas_len": 1}, "canvas_len must be"),
+        ({"causal": True, "window": 4, "canvas_len": 1, "keep": 5}, "keep must be"),
         ({"length": torch.zeros(1)}, "length must be"),
         ({"keys": torch.zeros(1, 2, 8, 24)}, "keys and values must"),
         ({"queries": torch.zeros(1, 2, 3, 16)}, "divisible"),
@@ -166,6 +167,7 @@ def test_canvases_of_any_batch_fill_an_h200_in_one_round():
     ids=[
         "window-without-causal",
         "canvas-without-causal",
+        "keeps-more-than-the-window",
         "float-length",
         "other-head-dim",
         "odd-heads",

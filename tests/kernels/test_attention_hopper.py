@@ -102,6 +102,16 @@ def test_hopper_kernel_needs_whole_slots_between_heads(hopper):
     assert not uses_hopper_kernel(queries, keys, keys)
 
 
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["queries", "keys", "values"])
+def test_hopper_kernel_needs_tensors_aligned_to_16_bytes(which, hopper):
+    shapes = [(1, 32, 16, 256), (1, 8, 64, 256), (1, 8, 64, 256)]
+    tensors = [torch.empty(shape, dtype=torch.bfloat16) for shape in shapes]
+    assert uses_hopper_kernel(*tensors)
+    shape = shapes[which]
+    tensors[which] = torch.empty(tensors[which].numel() + 4, dtype=torch.bfloat16)[4:].view(shape)
+    assert not uses_hopper_kernel(*tensors)
+
+
 @pytest.mark.parametrize("num_splits", [None, 1, 3])
 def test_chosen_kernel_gives_all_parts_of_the_result(num_splits, hopper, device):
     case = draw([0, 27], 9, (2, 256), heads=4, dtype=torch.float16, device=device)

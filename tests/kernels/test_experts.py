@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dgemma_kernels import configs, experts, reference, router
+from dgemma_kernels.configs import gpu_name
 
 E, D, F = 6, 72, 88  # neither width is a multiple of any tile
 # Sums of 88 float32 products; one float16 rounding is 2**-11, of the hidden value, the product and the weighted row.
@@ -207,6 +208,25 @@ def test_every_table_of_tiles_covers_every_batch(table, monkeypatch):
     monkeypatch.setitem(configs.EXPERTS, "default", table)
     rows = [configs.expert_config(tokens, torch.device("cpu")).rows for tokens in (1, 16, 256, 512, 4096, 1 << 20)]
     assert rows == sorted(rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "tables"),
+    [
+        ("NVIDIA H200", (9, 0), "NVIDIA H200"),
+        ("NVIDIA H100 80GB HBM3", (9, 0), "NVIDIA H200"),
+        ("NVIDIA A100-SXM4-80GB", (8, 0), "default"),
+        ("NVIDIA B200", (10, 0), "default"),
+    ],
+)
+def test_a_hopper_that_was_not_measured_has_the_tables_of_the_one_that_was(name, capability, tables, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(configs, "gpu_name", gpu_name)
+    gpu = torch.device("cuda")
+    assert configs.expert_config(256, gpu) in configs.EXPERTS[tables]
+    assert (configs.dense_config(256, gpu) is not None) is (tables == "NVIDIA H200")
+    assert configs.dependent_launch(gpu)["DEPENDENT"] is configs.tensor_descriptors(gpu) is (tables == "NVIDIA H200")
 
 
 def test_float32_weights_get_the_default_tiles_at_half_the_depth_on_every_gpu(monkeypatch):
