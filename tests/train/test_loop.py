@@ -21,7 +21,7 @@ import next_token
 from dgemma import DiffusionGemma
 from dgemma.model import experts
 from dgemma.train.feed import Part, StepInput, feed
-from dgemma.train.loop import TrainConfig, _Run, train
+from dgemma.train.loop import TrainConfig, _known_cause, _Run, train
 from dgemma.train.lora import LoRA, add_lora, load_lora
 from dgemma.train.objective import Objective
 from dgemma.train.parallel import Parallel
@@ -320,6 +320,21 @@ def test_a_number_that_is_not_finite_stops_the_run_at_the_last_good_checkpoint(t
         run(tmp_path / "bad", model=model, objective=Poisoned(bad_seed=bad, term=value), checkpoint_every=3)
     assert_same_bits(weights(good), weights(model))
     assert sorted(path.name for path in (tmp_path / "bad").glob("step-*")) == ["step-000000", "step-000003"]
+
+
+@pytest.mark.parametrize(
+    ("device", "version", "enabled", "named"),
+    [
+        ("cuda", 91900, True, True),
+        ("cuda", 92600, True, False),
+        ("cuda", 91900, False, False),
+        ("cpu", None, True, False),
+    ],
+)
+def test_attention_known_to_give_such_gradients_is_named(device, version, enabled, named, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: enabled)
+    assert ("enable_cudnn_sdp(False)" in _known_cause(torch.device(device))) is named
 
 
 def test_a_gradient_that_is_not_finite_is_named(tmp_path):

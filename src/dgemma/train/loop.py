@@ -284,9 +284,10 @@ class _Run:
         self.restore(last)
         self.unread = []
         rows = f"in the rows with seeds {seeds}" if seeds else "though every row's terms here are finite"
+        cause = "" if seeds else _known_cause(self.device)
         raise FloatingPointError(
             f"train met a number that is not finite at step {record.step}: {', '.join(terms)}, {rows}. The model is as "
-            f"it was at {last.name}; lower TrainConfig.lr or clip, or look at those rows."
+            f"it was at {last.name}; lower TrainConfig.lr or clip, or look at those rows.{cause}"
         )
 
     def evaluate(self, evaluate: Evaluate) -> None:
@@ -367,3 +368,15 @@ def _ready_to_train(model: DiffusionGemma, config: TrainConfig) -> Iterator[None
             layer._compiled_call_impl = None
         model.recompute_activations = recompute
         torch.set_float32_matmul_precision(matmul)
+
+
+def _known_cause(device: torch.device) -> str:
+    """What else may be at fault where only the gradient is not finite."""
+    if device.type != "cuda" or (torch.backends.cudnn.version() or 0) >= 92600:
+        return ""
+    if not torch.backends.cuda.cudnn_sdp_enabled():
+        return ""
+    return (
+        " Or try torch.backends.cuda.enable_cudnn_sdp(False): before cuDNN 9.26 the gradient of its attention under a "
+        "mask may not be finite (github.com/pytorch/pytorch/issues/196678)."
+    )
