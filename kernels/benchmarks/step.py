@@ -26,8 +26,10 @@ from timing import demand_parity, describe_run, measure_read_bandwidth
 from torch import Tensor
 
 import dgemma
-from dgemma.generate import BlockCommit, Knobs, read_plan, start_state
+from dgemma.generate import start_state
 from dgemma.model import experts as reference_experts
+from dgemma.plan import Knobs, read_plan
+from dgemma.records import BlockCommit
 from dgemma_kernels import FusedDenoiser, accelerate
 from dgemma_kernels.cache import FusedCache
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from dgemma.generate import Knobs
 from dgemma.generate import step as denoising_step
+from dgemma.plan import Knobs
 from dgemma.prediction import SoftCap
 from dgemma.state import DenoiseState
 from dgemma_kernels import draws

@@ -16,10 +16,11 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 
 from dgemma.config import Conventions, GenerationDefaults, ModelConfig
-from dgemma.generate import Knobs, StepRecord
 from dgemma.model.cache import PrefixCache
 from dgemma.model.diffusion import DiffusionGemma
+from dgemma.plan import Knobs
 from dgemma.prediction import Prediction, SoftCap
+from dgemma.records import StepRecord
 from dgemma.state import DenoiseState, watch
 from dgemma.train.lora import is_adapted
 from dgemma_kernels import draws

@@ -7,9 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from dgemma.generate import Knobs, StepRecord, _clock
+from dgemma.generate import _clock
 from dgemma.noise import UniformNoise
+from dgemma.plan import Knobs
 from dgemma.prediction import Prediction
+from dgemma.records import StepRecord
 from dgemma.sampling.base import Decision
 from dgemma.sampling.entropy_bound import EntropyBound
 from dgemma.sampling.stopping import StableAndConfident

@@ -4,19 +4,8 @@ from dgemma import _startup, presets, schedule  # noqa: F401
 from dgemma.causal import generate_causal
 from dgemma.changes import apply_changes
 from dgemma.config import Conventions, GenerationDefaults, ModelConfig
-from dgemma.generate import (
-    BlockCommit,
-    Denoiser,
-    Generation,
-    Moment,
-    StepRecord,
-    denoise_canvas,
-    generate,
-    run,
-    start_state,
-    step,
-    stream,
-)
+from dgemma.denoiser import Denoiser
+from dgemma.generate import denoise_canvas, generate, run, start_state, step, stream
 from dgemma.guidance import Guided
 from dgemma.infill import Infilling, edit, infill
 from dgemma.model import CacheMark, DiffusionGemma, PrefixCache
@@ -24,6 +13,7 @@ from dgemma.noise import HybridNoise, MaskNoise, Noise, UniformNoise, describe_n
 from dgemma.observe import Observation, Pass, observe
 from dgemma.plan import Knobs, Plan, read_plan
 from dgemma.prediction import Prediction
+from dgemma.records import BlockCommit, Generation, Moment, StepRecord
 from dgemma.sampling import (
     KLASS,
     P2,

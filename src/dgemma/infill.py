@@ -18,10 +18,12 @@ from tqdm import tqdm
 from dgemma import arguments
 from dgemma.arguments import Span, passes_on
 from dgemma.changes import Changes
-from dgemma.generate import BlockCommit, Denoised, Denoiser, OnStep, denoise_canvas, predict, start_block
+from dgemma.denoiser import Denoiser
+from dgemma.generate import denoise_canvas, predict, start_block
 from dgemma.model.cache import PrefixCache
 from dgemma.plan import Knobs, Plan, read_plan
 from dgemma.progress import progress_bar
+from dgemma.records import BlockCommit, Denoised, OnStep
 from dgemma.state import DenoiseState
 from dgemma.trajectory import Trajectory
 

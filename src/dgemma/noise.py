@@ -22,7 +22,7 @@ from dgemma.schedule import Linear, Schedule
 from dgemma.state import DenoiseState
 
 if TYPE_CHECKING:
-    from dgemma.generate import Denoiser
+    from dgemma.denoiser import Denoiser
 
 logger = logging.getLogger("dgemma")
 

@@ -21,7 +21,7 @@ from dgemma.sampling.stopping import StableAndConfident, StopRule
 from dgemma.sampling.temperature import LinearTemperature, Temperature, read_temperature
 
 if TYPE_CHECKING:
-    from dgemma.generate import Denoiser
+    from dgemma.denoiser import Denoiser
 
 
 @dataclass(frozen=True, kw_only=True)

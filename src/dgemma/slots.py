@@ -17,7 +17,8 @@ from torch import Tensor
 
 from dgemma import draws
 from dgemma.arguments import check_vocabulary
-from dgemma.generate import Denoiser, predict
+from dgemma.denoiser import Denoiser
+from dgemma.generate import predict
 from dgemma.model.cache import PrefixCache
 from dgemma.noise import Noise, learnt_noise
 from dgemma.prediction import Prediction

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dgemma.generate import Generation
 from dgemma.progress import progress_bar
+from dgemma.records import Generation
 from dgemma.sampling.base import Sampler
 
 Task = Callable[[Any, int], tuple[float | Tensor, Generation]]

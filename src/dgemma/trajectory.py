@@ -15,10 +15,12 @@ from torch.utils._pytree import tree_map
 
 from dgemma import archive, arguments
 from dgemma.changes import Changes, apply_changes, knob_changes, list_changes
-from dgemma.generate import BlockCommit, Denoiser, Generation, Moment, OnStep, StepRecord, drain, run
+from dgemma.denoiser import Denoiser
+from dgemma.generate import drain, run
 from dgemma.model.cache import PrefixCache
 from dgemma.plan import Knobs, Plan
 from dgemma.prediction import Prediction
+from dgemma.records import BlockCommit, Generation, Moment, OnStep, StepRecord
 from dgemma.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dgemma.cli import values
-from dgemma.generate import Denoiser
+from dgemma.denoiser import Denoiser
 from dgemma.model import DiffusionGemma
 from dgemma.model.layout import lay_out_by_column
 from dgemma.noise import HybridNoise, MaskNoise, Noise, UniformNoise, learnt_noise, warn_of_noise

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dgemma.cli import options, output, values
 from dgemma.data import sudoku
-from dgemma.generate import Denoiser
+from dgemma.denoiser import Denoiser
 from dgemma.noise import warn_of_noise
 from dgemma.sampling import EntropyBound, StableAndConfident
 from dgemma.view.board import Board

@@ -9,8 +9,9 @@ from typing import Any
 
 from dgemma.cli import options, output, values
 from dgemma.cli.options import Writer
-from dgemma.generate import Generation, OnStep, generate
+from dgemma.generate import generate
 from dgemma.infill import Infilling, edit, infill
+from dgemma.records import Generation, OnStep
 from dgemma.tokenizer import Tokenizer
 from dgemma.view.terminal import LiveView
 

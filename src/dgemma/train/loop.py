@@ -41,7 +41,7 @@ from dgemma.train.records import Measure, StepRecord, Terms, TrainResult, make_l
 
 logger = logging.getLogger("dgemma")
 
-OnStep = Callable[[StepRecord], bool | None]  # True stops the run; `dgemma.generate.OnStep` is of denoising steps
+OnStep = Callable[[StepRecord], bool | None]  # True stops the run; `dgemma.records.OnStep` is of denoising steps
 Evaluate = Callable[[Any, int], Mapping[str, float]]
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple, Self, TextIO
 import torch
 from torch import Tensor
 
-from dgemma.generate import BlockCommit, Events, Generation, StepRecord
+from dgemma.records import BlockCommit, Events, Generation, StepRecord
 from dgemma.tokenizer import Tokenizer
 from dgemma.view import board
 from dgemma.view.heat import TERMINAL

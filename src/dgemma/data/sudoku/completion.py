@@ -20,8 +20,10 @@ from dgemma.data.sudoku.encoding import (
 )
 from dgemma.data.sudoku.puzzles import parse
 from dgemma.data.sudoku.symmetry import NUM_UNIFORMS, equivalents, originals
-from dgemma.generate import Denoiser, Generation, generate
+from dgemma.denoiser import Denoiser
+from dgemma.generate import generate
 from dgemma.noise import MaskNoise, Noise, UniformNoise, learnt_noise
+from dgemma.records import Generation
 
 
 @dataclass(frozen=True, kw_only=True)
