@@ -1,0 +1,38 @@
+"""The README's figures of the kernels are those of the recorded run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def parts() -> dict[str, list[dict]]:
+    return json.loads((ROOT / "kernels/benchmarks/results/step.json").read_text())["parts"]
+
+
+def row(first_cell: str) -> str:
+    """The cell of `accelerate` in the README's table, of the row that begins so."""
+    (line,) = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith(f"| {first_cell}")]
+    return line.split("|")[3].strip()
+
+
+def test_steps_are_the_recorded_ones(parts):
+    batches = {part["batch"]: part["step_ms"] for part in parts["batches"]}
+    prefixes = {part["prefix"]: part["step_ms"] for part in parts["prefixes"]}
+    assert row("one denoising step") == f"**{parts['step'][0]['step_ms']:.1f} ms**"
+    assert row("the same with 84 experts") == f"{parts['skewed'][0]['step_ms']:.1f} ms"
+    assert row("batch 2, 4, 8").startswith(f"{batches[2]:.1f}, {batches[4]:.1f}, {batches[8]:.0f} ")
+    assert row("prefix 0, 16,384, 131,072") == f"{prefixes[0]:.1f}, {prefixes[16384]:.1f}, {prefixes[131072]:.1f} ms"
+
+
+def test_tokens_a_second_are_the_recorded_ones(parts):
+    one, two, four = (part["tokens_per_s"] for part in parts["generate"] if part["prompt"] == 256)
+    assert row("16 steps and the commit").startswith(f"**{one:,.0f}**, {two:,.0f}, {four:,.0f} tokens/s")
+    assert row("word by word") == f"{parts['words'][0]['ms_a_token']:.1f} ms a token"
+
+
+def test_peak_memory_is_the_recorded_one(parts):
+    assert row("peak memory") == f"{parts['memory'][0]['peak_gib'] * 2**30 / 1e9:.1f} GB"
