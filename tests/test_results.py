@@ -36,3 +36,8 @@ def test_tokens_a_second_are_the_recorded_ones(parts):
 
 def test_peak_memory_is_the_recorded_one(parts):
     assert row("peak memory") == f"{parts['memory'][0]['peak_gib'] * 2**30 / 1e9:.1f} GB"
+
+
+def test_the_first_token_is_the_recorded_one():
+    recorded = json.loads((ROOT / "kernels/benchmarks/results/first_token.json").read_text())["parts"]["build"][0]
+    assert row("first token").startswith(f"{recorded['first_token_s']:.0f} s with nothing compiled yet")
