@@ -212,4 +212,4 @@ def gap_by_level(
         gaps.append((ours - exact).sum(1) * (1 - lowest_level) / num_samples)
     by_level = torch.stack(gaps, dim=1).unflatten(1, (num_bins, -1)).sum(-1).cpu()  # (B, bins)
     edges = torch.linspace(lowest_level, 1, num_bins + 1, dtype=torch.float64)
-    return mean_of_rows(edges, by_level, torch.full((len(x), 1), x.shape[1]), 1.96)
+    return mean_of_rows(edges, by_level, torch.full((len(x), 1), x.shape[1]), 0.95)

@@ -2,11 +2,14 @@
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+_MANY = 1000  # degrees of freedom, from which on Student's t is the normal distribution to a part in a thousand
 
 
 class Estimate(NamedTuple):
@@ -84,21 +87,19 @@ class Likelihood:
     @classmethod
     def of_rows(cls, rows: RowSums, *, num_samples: int, confidence: float, num_bytes: int | None) -> "Likelihood":
         """Means and intervals over rows."""
-        if not 0 < confidence < 1:
-            raise ValueError(f"evaluate confidence must lie in (0, 1), got {confidence}.")
         if not rows.tokens.any():
             raise ValueError("evaluate source must hold a token to score, got none in any row. Check the data.")
-        width, clusters = _width(confidence), rows.clusters
+        clusters = rows.clusters
         levels = torch.linspace(0, 1, rows.by_level.shape[1] + 1, dtype=torch.float64)
         places = torch.arange(rows.by_position.shape[1] + 1, dtype=torch.float64)
 
         def curve(edges: Tensor, nats: Tensor, tokens: Tensor) -> Curve:
-            return mean_of_rows(edges, nats, tokens, width, clusters=clusters)
+            return mean_of_rows(edges, nats, tokens, confidence, clusters=clusters)
 
         return cls(
-            nelbo=_per_token(rows.nats, rows.tokens, width, clusters),
-            causal=_per_token(rows.causal, rows.causal_tokens, width, clusters),
-            reconstruction=_per_token(rows.reconstruction, rows.tokens, width, clusters).value,
+            nelbo=_per_token(rows.nats, rows.tokens, confidence, clusters),
+            causal=_per_token(rows.causal, rows.causal_tokens, confidence, clusters),
+            reconstruction=_per_token(rows.reconstruction, rows.tokens, confidence, clusters).value,
             by_level=curve(levels, rows.by_level, rows.tokens[:, None]),
             by_position=curve(places, rows.by_position, rows.tokens_by_position),
             causal_by_position=curve(places, rows.causal_by_position, rows.causal_tokens_by_position),
@@ -145,7 +146,7 @@ class Likelihood:
 
         Example: `likelihood.gap(chain.nll(tokens))` is what a model of a Markov chain has still to learn.
         """
-        return _per_token(self.rows.nats - nats.cpu(), self.rows.tokens, _width(self.confidence), self.rows.clusters)
+        return _per_token(self.rows.nats - nats.cpu(), self.rows.tokens, self.confidence, self.rows.clusters)
 
     def _per_byte(self, nats: Estimate) -> Estimate | None:
         if self.num_bytes is None:
@@ -177,16 +178,18 @@ class Likelihood:
         }
 
     def __str__(self) -> str:
-        rows, share = f"{len(self.rows.tokens):,} rows", f"{self.confidence:.0%} interval"
+        rows, share = _counted(len(self.rows.tokens), "row"), f"{self.confidence:.0%} interval"
         if self.num_texts is not None:
-            rows += f" of {self.num_texts:,} {'text' if self.num_texts == 1 else 'texts'}"
+            rows += f" of {_counted(self.num_texts, 'text')}"
         fill = f" and {self.num_fill_tokens:,} of fill" if self.num_fill_tokens else ""
+        tokens, levels = _counted(self.num_tokens, "token"), _counted(self.num_samples, "noise level")
         lines = [
-            f"{self.num_tokens:,} tokens{fill} in {rows}, {self.num_samples} noise levels a canvas",
+            f"{tokens}{fill} in {rows}, {levels} a canvas",
             f"{'':22}{'nats/token':>10}   {share:20}{'perplexity':>10}",
         ]
         for name, found in (("diffusion, at most", self.nelbo), ("causal", self.causal)):
             interval = f"{found.value - found.error:.4f} … {found.value + found.error:.4f}"
+            interval = interval if math.isfinite(found.error) else "–"  # a single row
             lines.append(f"{name:22}{found.value:10.4f}   {interval:20}{math.exp(min(found.value, 700)):10.2f}")
         for name, bits in (("bits per byte", self.bits_per_byte), ("bits per byte, causal", self.causal_bits_per_byte)):
             if bits is not None:
@@ -207,14 +210,16 @@ class Likelihood:
         return "\n".join(lines)
 
 
-def mean_of_rows(edges: Tensor, nats: Tensor, tokens: Tensor, width: float, *, clusters: Tensor | None = None) -> Curve:
+def mean_of_rows(
+    edges: Tensor, nats: Tensor, tokens: Tensor, confidence: float, *, clusters: Tensor | None = None
+) -> Curve:
     """Σ nats / Σ tokens of rows, by column: nats (R, n), tokens (R, n) or (R, 1).
 
-    The interval is `width` standard errors of that ratio, robust to clusters: rows with one number in `clusters` (R,),
-    from 0 up, may depend on each other, and what counts is what they add together beyond the mean of their tokens.
-    None: all rows are independent. A single cluster says nothing about the spread.
+    The interval is Student's, of that ratio, and robust to clusters: rows with one number in `clusters` (R,), from 0
+    up, may depend on each other, and what counts is what they add together beyond the mean of their tokens. None: all
+    rows are independent. A single cluster says nothing about the spread.
 
-    Example: `mean_of_rows(edges, nats, tokens, 1.96).error` is the half-width of a 95 % interval.
+    Example: `mean_of_rows(edges, nats, tokens, 0.95).error` is the half-width of a 95 % interval.
     """
     total = tokens.sum(0)
     mean = nats.sum(0) / total
@@ -225,14 +230,39 @@ def mean_of_rows(edges: Tensor, nats: Tensor, tokens: Tensor, width: float, *, c
     if count == 1:
         return Curve(edges=edges, nats=mean, error=torch.full_like(mean, torch.inf))
     variance = residual.square().sum(0) * count / (count - 1)
-    return Curve(edges=edges, nats=mean, error=width * variance.sqrt() / total)
+    return Curve(edges=edges, nats=mean, error=half_width(confidence, count - 1) * variance.sqrt() / total)
 
 
-def _per_token(nats: Tensor, tokens: Tensor, width: float, clusters: Tensor) -> Estimate:
-    curve = mean_of_rows(torch.zeros(2), nats[:, None], tokens[:, None], width, clusters=clusters)
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _per_token(nats: Tensor, tokens: Tensor, confidence: float, clusters: Tensor) -> Estimate:
+    curve = mean_of_rows(torch.zeros(2), nats[:, None], tokens[:, None], confidence, clusters=clusters)
     return Estimate(curve.nats.item(), curve.error.item())
 
 
-def _width(confidence: float) -> float:
-    """Of an interval, in standard deviations to either side."""
-    return NormalDist().inv_cdf((1 + confidence) / 2)
+@cache
+def half_width(confidence: float, degrees: int) -> float:
+    """Of an interval, in standard errors that were estimated with so many degrees of freedom: Student's t.
+
+    Example: `half_width(0.95, 2)` is 4.303: of three texts' spread little is known.
+    """
+    if degrees > _MANY:
+        return NormalDist().inv_cdf((1 + confidence) / 2)
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _inside(middle, degrees) < confidence else (low, middle)
+    return math.sqrt(degrees) * math.tan(low)
+
+
+def _inside(angle: float, degrees: int) -> float:
+    """How often Student's t is within ±√degrees · tan(angle) (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    is_odd = degrees % 2
+    term, total = math.cos(angle) ** is_odd, 0.0
+    for power in range(is_odd, degrees - 1, 2):
+        if power > 1:
+            term *= math.cos(angle) ** 2 * (power - 1) / power
+        total += term
+    return (angle + math.sin(angle) * total) * 2 / math.pi if is_odd else math.sin(angle) * total

@@ -5,7 +5,7 @@ The bound is Monte Carlo over noise levels and noise (`nelbo`), canvas by canvas
 that is not told its level and would pay without end as the level falls to 0.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -63,8 +63,17 @@ def evaluate(
 
     Example: `print(evaluate(model, tokens, MaskNoise(512, mask_token_id=4), num_samples=16))`.
     """
-    _check(model, noise, num_samples=num_samples, batch_size=batch_size, levels=levels, lowest_level=lowest_level)
     source, num_rows = _as_source(source, num_rows)
+    canvas_len = model.config.canvas_length if canvas_len is None else canvas_len
+    counts = {
+        "num_rows": num_rows,
+        "num_samples": num_samples,
+        "batch_size": batch_size,
+        "canvas_len": canvas_len,
+        "num_level_bins": num_level_bins,
+        "num_bytes": 1 if num_bytes is None else num_bytes,
+    }
+    _check(model, noise, counts, levels=levels, lowest_level=lowest_level, confidence=confidence)
     estimator = _Estimator(
         model=model,
         noise=noise,
@@ -73,7 +82,7 @@ def evaluate(
         lowest_level=lowest_level,
         parametrisation=parametrisation,
         self_cond=self_cond,
-        canvas_len=model.config.canvas_length if canvas_len is None else canvas_len,
+        canvas_len=canvas_len,
         fill_token=model.config.eos_token_id if fill_token is None else fill_token,
         num_level_bins=num_level_bins,
     )
@@ -112,6 +121,11 @@ class _Estimator:
             causal_fill=True,
         )
         cut.check_positions(self.model.config.max_position_embeddings)
+        if bool((cut.scored & self.noise.masked(cut.x)).any()):
+            raise ValueError(
+                f"evaluate source must hold no mask token, {self.noise.mask_token}, where it is scored: no text has "
+                "one, and its bound would be infinite. Take it out, or pin it."
+            )
         clean = read_clean(self.model, cut.tokens, documents=cut.documents)
         causal, causal_scored = self._causal(cut, clean)
         earliest = self.noise.schedule.time(torch.tensor(1 - self.lowest_level, dtype=torch.float64)).to(seeds.device)
@@ -234,7 +248,13 @@ def _as_source(source: BatchSource | TrainBatch | Tensor, num_rows: int | None) 
 
 
 def _check(
-    model: DiffusionGemma, noise: Noise, *, num_samples: int, batch_size: int, levels: str, lowest_level: float
+    model: DiffusionGemma,
+    noise: Noise,
+    counts: Mapping[str, int],
+    *,
+    levels: str,
+    lowest_level: float,
+    confidence: float,
 ) -> None:
     if noise.vocab_size != model.config.vocab_size:
         raise ValueError(
@@ -242,13 +262,15 @@ def _check(
             "Make the noise with config.vocab_size."
         )
     warn_of_noise(model, noise)
-    for name, value in (("num_samples", num_samples), ("batch_size", batch_size)):
+    for name, value in counts.items():
         if value < 1:
             raise ValueError(f"evaluate {name} must be at least 1, got {value}.")
     if levels not in ("stratified", "independent"):
         raise ValueError(f"evaluate levels must be 'stratified' or 'independent', got {levels!r}.")
     if not 0 < lowest_level < 1:
         raise ValueError(f"evaluate lowest_level must lie in (0, 1), got {lowest_level}.")
+    if not 0 < confidence < 1:
+        raise ValueError(f"evaluate confidence must lie in (0, 1), got {confidence}.")
     reached = 1 - noise.schedule.alpha(torch.ones((), dtype=torch.float64)).item()
     if reached < _LEAST_NOISE:
         raise ValueError(
