@@ -120,7 +120,7 @@ def test_a_micro_batch_may_lack_answers_and_a_step_may_not(tmp_path, answers):
     def source(step, rows):
         batch = counting(step, range(4))
         prompt_len = torch.full((4,), 4)
-        made = replace(batch, prompt_len=prompt_len, length=prompt_len + torch.tensor(answers), spans=None)
+        made = replace(batch, prompt_len=prompt_len, length=prompt_len + torch.tensor(answers))
         return made.select(slice(rows.start, rows.stop))
 
     model = next_token.model(torch.float64)

@@ -30,10 +30,9 @@ class TrainBatch:
     spans: tuple[tuple[int, int], ...] | None = None
 
     def __post_init__(self) -> None:
+        if self.tokens.dim() != 2 or not len(self.tokens):
+            raise ValueError(f"TrainBatch.tokens must have shape (B, T), B at least 1, got {tuple(self.tokens.shape)}.")
         batch_size, num_tokens = self.tokens.shape
-        if self.spans is None:
-            spans = tuple(zip(self.prompt_len.tolist(), self.length.tolist(), strict=True))
-            object.__setattr__(self, "spans", spans)
         shapes = {
             "prompt_len": (batch_size,),
             "length": (batch_size,),
@@ -49,6 +48,17 @@ class TrainBatch:
                 raise ValueError(
                     f"TrainBatch.{name} must have shape {shape}, got {tuple(value.shape)}. Give one value per "
                     f"{'row' if len(shape) == 1 else 'token'} of tokens {tuple(self.tokens.shape)}."
+                )
+        # On the host they are read anew: `replace(batch, length=...)` brings those of the batch it is made from.
+        if self.spans is None or (type(self.length) is Tensor and self.length.device.type == "cpu"):
+            spans = tuple(zip(self.prompt_len.tolist(), self.length.tolist(), strict=True))
+            object.__setattr__(self, "spans", spans)
+        assert self.spans is not None
+        for row, (prompt_len, length) in enumerate(self.spans):
+            if not 0 <= prompt_len <= length <= num_tokens:
+                raise ValueError(
+                    f"TrainBatch must satisfy 0 <= prompt_len <= length <= {num_tokens} tokens, got prompt_len "
+                    f"{prompt_len} and length {length} in row {row}. Pad the tokens, or cut the lengths."
                 )
 
     @property

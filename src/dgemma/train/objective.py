@@ -205,6 +205,11 @@ class Objective:
         return sums.sum() / totals[name].clamp(min=1)
 
     def _cut(self, batch: TrainBatch, seeds: Tensor) -> Canvases:
+        if seeds.shape != batch.length.shape:  # one seed would be every row's noise
+            raise ValueError(
+                f"Objective seeds must be one for each of {batch.batch_size} rows, got shape {tuple(seeds.shape)}. "
+                "`row_seeds` makes them."
+            )
         return cut_canvases(
             batch,
             canvas_len=self.canvas_len,

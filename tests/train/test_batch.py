@@ -1,0 +1,41 @@
+"""Batches that cannot be are refused, and what the host knows of a batch is always that batch's."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dgemma.train import TrainBatch
+
+
+def make(prompt_len: list[int], length: list[int], num_tokens: int = 9) -> TrainBatch:
+    tokens = torch.arange(len(length) * num_tokens).view(len(length), num_tokens)
+    return TrainBatch(tokens=tokens, prompt_len=torch.tensor(prompt_len), length=torch.tensor(length))
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "length", "named"),
+    [
+        ([1, 1], [9, 10], "got prompt_len 1 and length 10 in row 1"),  # a token that is not there
+        ([4, 1], [3, 9], "got prompt_len 4 and length 3 in row 0"),
+        ([-1, 1], [9, 9], "got prompt_len -1 and length 9 in row 0"),
+        ([1], [9, 9], r"prompt_len must have shape \(2,\), got \(1,\)"),
+        ([], [], "tokens must have shape"),
+    ],
+)
+def test_a_batch_that_cannot_be_is_refused(prompt_len, length, named):
+    with pytest.raises(ValueError, match=named):
+        make(prompt_len, length)
+
+
+def test_a_row_may_be_all_prompt_or_all_answer_or_empty():
+    assert make([9, 0, 0], [9, 9, 0]).spans == ((9, 9), (0, 9), (0, 0))
+
+
+def test_what_the_host_knows_follows_the_lengths():
+    batch = make([1, 2, 3], [9, 8, 7])
+    shorter = replace(batch, length=torch.tensor([1, 2, 3]))
+    assert shorter.spans == ((1, 1), (2, 2), (3, 3))
+    assert not shorter.has_answer
+    assert batch.select(torch.tensor([2, 0])).spans == ((3, 7), (1, 9))
+    assert batch.to("meta").spans == batch.spans  # a device is never asked

@@ -1,0 +1,48 @@
+"""What is known of canvases before any noise: where they lie, and whether all rows can do without a mask."""
+
+import pytest
+import torch
+
+from dgemma.train import TrainBatch
+from dgemma.train.canvases import Canvases, cut_canvases
+
+
+def cut(prompt_len: list[int], length: list[int], *, choose: list[float] | None = None) -> Canvases:
+    tokens = torch.arange(5, 5 + 20).expand(len(length), -1)
+    return cut_canvases(
+        TrainBatch(tokens=tokens, prompt_len=torch.tensor(prompt_len), length=torch.tensor(length)),
+        canvas_len=4,
+        fill_token=1,
+        choose=None if choose is None else torch.tensor(choose),
+        truncated="scored",
+        causal_scope=None,
+        causal_fill=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "length", "aligned"),
+    [
+        ([6, 6], [10, 7], True),  # one canvas each, at 6
+        ([0, 0], [4, 1], True),
+        ([6, 6], [10, 11], False),  # a second canvas, at 10
+        ([6, 5], [10, 9], False),
+        ([6, 2], [10, 2], False),  # a row without an answer still starts at 2
+        ([6, 6], [6, 6], False),  # no canvas at all
+    ],
+)
+def test_rows_are_aligned_if_each_has_one_canvas_right_behind_the_text_that_is_read(prompt_len, length, aligned):
+    assert cut(prompt_len, length).aligned is aligned
+
+
+def test_canvases_lie_behind_the_prompt_and_are_filled_to_their_end():
+    found = cut([3, 1], [9, 4])
+    assert found.starts.tolist() == [[3, 7], [1, 5]]
+    assert found.x[0].tolist() == [[8, 9, 10, 11], [12, 13, 1, 1]]
+    assert found.x[1, 0].tolist() == [6, 7, 8, 1]
+    assert found.scored.flatten(1).sum(1).tolist() == [8, 4]  # the second row's second canvas is padding
+    assert found.fill[0].tolist() == [[False] * 4, [False, False, True, True]]
+
+
+def test_one_canvas_is_chosen_by_where_its_number_falls():
+    assert cut([3, 3, 3], [12, 12, 12], choose=[0.3, 0.4, 0.99]).starts.tolist() == [[3], [7], [11]]
