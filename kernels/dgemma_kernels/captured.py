@@ -56,7 +56,7 @@ class CapturedRead:
             hidden = engine._forward.read(static, buffers, last=last)
             return engine._causal_logits(hidden) if head else hidden
 
-        self._replay = Replay(run, engine.device, engine._graph_memory)
+        self._replay = Replay(run, engine.device, engine._graph_memory, launches=run)
 
     def __call__(self, tokens: Tensor) -> Tensor:
         self._tokens.copy_(tokens)
@@ -77,7 +77,7 @@ class CapturedDenoise:
             forward.head(forward.canvas(static, conditioned_on, buffers), out=logits.tensor.flatten(0, 1))
 
         self._logits.version += 1
-        self._replay = Replay(run, engine.device, engine._graph_memory)
+        self._replay = Replay(run, engine.device, engine._graph_memory, launches=run)
 
     def __call__(self, canvas: Tensor, signal: Tensor | None) -> Tensor:
         self._canvas.copy_(canvas)
@@ -138,7 +138,8 @@ class CapturedStep:
             **dict(zip(STATE_INPUTS, tree_unflatten(self._inputs, form), strict=True)), noise=state.noise
         )
         advance: Any = partial(denoising_step, knobs=fuse_sampler(knobs, state.canvas_len))
-        if is_published(static, knobs):
+        published = is_published(static, knobs)
+        if published:
             advance = partial(published_step, knobs=knobs)
         kept: list[FusedPrediction] = []
 
@@ -155,9 +156,14 @@ class CapturedStep:
             )
             return *tree_map(lambda x: x.contiguous() if isinstance(x, Tensor) else x, results), sweep
 
+        def forward() -> Any:
+            return predicts.denoise(static.canvas, None)
+
+        # What is written in PyTorch may look something up by a prediction, which `compile_together` does not make.
+        all_kernels = published and knobs.top_k is None and knobs.top_p is None
         self._logits.version += 1
         try:
-            self._replay = Replay(run, device, memory)
+            self._replay = Replay(run, device, memory, launches=run if all_kernels else forward)
         except CaptureError as error:
             said = str(error).partition("\n")[0]
             raise RuntimeError(

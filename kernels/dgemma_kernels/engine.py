@@ -8,6 +8,7 @@ another graph.
 """
 
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from dgemma_kernels import draws
 from dgemma_kernels.cache import BufferPool, CacheBuffers, FusedCache
 from dgemma_kernels.captured import STATE_INPUTS, CapturedDenoise, CapturedRead, CapturedStep, fill, list_shapes
 from dgemma_kernels.forward import Forward
-from dgemma_kernels.graphs import remembered
+from dgemma_kernels.graphs import compile_together, remembered
 from dgemma_kernels.prediction import FusedPrediction, Logits
 from dgemma_kernels.weights import take_weights
 
@@ -89,6 +90,7 @@ class FusedDenoiser:
         self._forward = Forward(model.config, take_weights(model))
         self._pool = BufferPool(model.config, model.conventions, model.device, model.dtype)
         self._logits: dict[tuple[int, int], Logits] = {}
+        self._sizes_read: set[int] = set()  # of prompts, whose forwards are no graphs
         self._last: _LastStep | None = None
         # The last step's prediction, as long as someone holds it, and the step that can compute its soft embedding.
         self._unsoftened: tuple[Any, CapturedStep | None] = (lambda: None, None)
@@ -317,7 +319,11 @@ class FusedDenoiser:
 
     def _read_chunk(self, tokens: Tensor, buffers: CacheBuffers, last: bool) -> Tensor:
         if tokens.shape[1] != self.config.canvas_length:
-            hidden = self._forward.read(tokens.long(), buffers, last=last)
+            read, size = partial(self._forward.read, tokens.long(), buffers, last=last), tokens.numel().bit_length()
+            if size not in self._sizes_read and self.device.type == "cuda":  # others may be other kernels
+                compile_together(read)
+            self._sizes_read.add(size)
+            hidden = read()
         else:
             self._soften()
             make = lambda: CapturedRead(self, tokens, buffers, last)  # noqa: E731

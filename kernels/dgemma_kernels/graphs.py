@@ -1,12 +1,15 @@
 """Work captured once and replayed: a CUDA graph on a GPU; elsewhere (Triton's interpreter) the same function again."""
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from triton import AsyncCompileMode
+from triton.runtime.jit import JITFunction
 
 _MOST_GRAPHS = 12  # captured over one set of buffers; a knob that changes at every step must not fill the memory
 
@@ -19,12 +22,14 @@ class Replay:
     """`fn()` captured: `result` is what it returned, and every `replay()` computes the tensors in it anew, in place.
 
     `fn` reads static tensors, which already hold the first replay's inputs, and returns a pytree. What it does on the
-    host happens once, at capture.
+    host happens once, at capture. `launches`, a part of it, is for `compile_together`.
 
     Example: `square = Replay(lambda: x * x, x.device, None); x.fill_(3.0); square.replay(); square.result`.
     """
 
-    def __init__(self, fn: Callable[[], Any], device: torch.device, memory: Any) -> None:
+    def __init__(
+        self, fn: Callable[[], Any], device: torch.device, memory: Any, launches: Callable[[], Any] | None = None
+    ) -> None:
         self._graph: torch.cuda.CUDAGraph | None = None
         if device.type != "cuda":
             self._fn, self.result, self._is_fresh = fn, fn(), True
@@ -32,7 +37,9 @@ class Replay:
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            fn()  # compiles, and lets libraries make what they cannot make during capture
+            if launches is not None:
+                compile_together(launches)
+            fn()  # compiles what is left, and lets libraries make what they cannot make during capture
         torch.cuda.synchronize(device)  # a kernel that failed says so here, and is not taken for a failed capture
         self._graph = torch.cuda.CUDAGraph()
         try:
@@ -53,6 +60,27 @@ class Replay:
         for target, source in zip(tree_leaves(self.result), tree_leaves(self._fn()), strict=True):
             if isinstance(target, Tensor) and target is not source:
                 target.copy_(source)
+
+
+def compile_together(launches: Callable[[], Any]) -> None:
+    """Compile all kernels that `launches` would launch, side by side: it runs with the launches themselves left out.
+
+    What they would have computed is therefore not there: nothing in `launches` may look anything up by it.
+
+    Example: `compile_together(lambda: forward.canvas(tokens, signal, buffers))`.
+    """
+    run = JITFunction.run
+
+    def compile_only(kernel: Any, *args: Any, warmup: bool, **options: Any) -> Any:
+        return run(kernel, *args, warmup=True, **options)
+
+    # Threads do: Triton lets go of Python's lock while it compiles. What fails to compile says so when it is launched.
+    with ThreadPoolExecutor() as threads, AsyncCompileMode(threads, ignore_errors=True):
+        JITFunction.run = compile_only
+        try:
+            launches()
+        finally:
+            JITFunction.run = run
 
 
 @contextmanager

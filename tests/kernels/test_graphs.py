@@ -1,0 +1,82 @@
+"""Kernels are compiled side by side before a capture; what would launch them does not."""
+
+import threading
+from inspect import signature
+
+import pytest
+import torch
+from triton.runtime import _async_compile
+from triton.runtime.jit import JITFunction
+
+from dgemma_kernels.graphs import compile_together
+
+
+class _Kernel(JITFunction):
+    """A kernel whose compilation ends only when that of another has begun."""
+
+    launched, compiled = 0, 0
+
+    def __init__(self, name: str, both: threading.Barrier) -> None:
+        self.name, self.both = name, both
+
+    def compile_it(self) -> str:
+        self.both.wait(timeout=20)
+        return self.name
+
+    def finalize(self, kernel: str) -> None:
+        self.compiled += 1
+
+
+def _run(kernel: _Kernel, *args: object, grid: object, warmup: bool, **options: object) -> None:
+    kernel.launched += not warmup
+    mode = _async_compile.active_mode.get()
+    if mode is not None:
+        after_failure = [lambda future: None] * (len(signature(mode.submit).parameters) - 3)  # since Triton 3.7
+        mode.submit(kernel.name, kernel.compile_it, kernel.finalize, *after_failure)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> list[_Kernel]:
+    monkeypatch.setattr(JITFunction, "run", _run)
+    both = threading.Barrier(2)
+    return [_Kernel("a", both), _Kernel("b", both)]
+
+
+def test_kernels_compile_side_by_side_and_once(kernels):
+    def launches():
+        for kernel in (*kernels, *kernels):
+            kernel[(1,)]("an argument", num_warps=4)
+
+    compile_together(launches)
+    assert [kernel.compiled for kernel in kernels] == [1, 1]
+    assert [kernel.launched for kernel in kernels] == [0, 0]
+
+
+def test_afterwards_a_launch_is_a_launch_also_where_one_failed(kernels):
+    def launches():
+        raise KeyError("not there")
+
+    with pytest.raises(KeyError):
+        compile_together(launches)
+    kernels[0][(1,)]()
+    assert kernels[0].launched == 1
+    assert _async_compile.active_mode.get() is None
+
+
+def test_a_compilation_that_fails_is_left_to_the_launch(kernels):
+    kernels[0].compile_it = lambda: 1 / 0
+    compile_together(lambda: kernels[0][(1,)]())
+    assert kernels[0].compiled == 0
+    assert _async_compile.active_mode.get() is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="launches real kernels")
+def test_nothing_is_written_until_the_launch_itself():
+    from dgemma_kernels.norms import rms_norm
+
+    x = torch.randn(4, 96, device="cuda")
+    weight = torch.ones(96, device="cuda")
+    out = []
+    compile_together(lambda: out.append(rms_norm(x, weight, 1e-6)))
+    assert out[0].isnan().all()  # poisoned memory, as it was
+    torch.testing.assert_close(rms_norm(x, weight, 1e-6), torch.nn.functional.rms_norm(x, (96,), weight, 1e-6))
