@@ -34,6 +34,21 @@ def test_a_trained_model_can_be_named_by_m(command, checkpoint, words, tmp_path)
     assert command("generate", "-m", tmp_path / "final", "-n", "1", "--steps", "1", "Hi").code == 0
 
 
+@pytest.mark.parametrize(
+    ("separator", "said"),
+    [
+        (r"\n\n", r"--separator '\\n\\n' parts none of the files: each is one document. In bash, write $'\n\n'."),
+        ("<end>", "--separator '<end>' parts none of the files: each is one document."),
+        ("question", None),
+    ],
+)
+def test_a_separator_that_parts_nothing_is_noted(command, checkpoint, words, separator, said):
+    ran = command("evaluate", "-m", checkpoint, "--samples", "1", "--rows", "1", "--separator", separator, words)
+    assert ran.code == 0
+    assert ("--separator" in ran.err) is (said is not None)
+    assert said is None or said in ran.err.splitlines()
+
+
 def test_from_scratch_the_preset_takes_the_tokenizers_vocabulary(command, checkpoint, words, tmp_path):
     ran = command(
         "train", "-m", checkpoint, "--preset", "tiny", "--out", tmp_path, *QUICK, "--ema", "0.5", "--json", words

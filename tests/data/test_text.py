@@ -40,6 +40,12 @@ def test_text_files_are_read_document_by_document(tmp_path):
     ]
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo")
+    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "three"}\r\n')
+    assert [d.text for d in read_documents(tmp_path)] == ["one\r\ntwo", "three"]  # line ends are
+
+
 def test_a_separator_across_two_reads_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr("dgemma.data.documents._CHUNK", 4)
     (tmp_path / "a.txt").write_text("abc<end>défg<end>h", encoding="utf-8")

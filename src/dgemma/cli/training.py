@@ -14,6 +14,7 @@ import torch
 from dgemma import presets
 from dgemma.cli import options, output, values
 from dgemma.config import GenerationDefaults
+from dgemma.data.documents import list_files
 from dgemma.data.text import PromptSource, TextSource, TokenFile, read_documents, scan
 from dgemma.data.token_file import describe_files
 from dgemma.model import DiffusionGemma
@@ -122,6 +123,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     tokenizer = Tokenizer.from_pretrained(arguments.model)
     with tempfile.TemporaryDirectory() as folder:
         file = TokenFile.write(_documents(arguments), tokenizer, folder)
+        _note_separator(arguments, file)
         if file.num_bytes == 0:
             raise ValueError("the files must hold text to score, and every answer in them is empty.")
         model = options.load_model(arguments)
@@ -159,6 +161,7 @@ def _compress(arguments: argparse.Namespace) -> dict[str, float]:
 def _train(arguments: argparse.Namespace) -> int:
     tokenizer = Tokenizer.from_pretrained(arguments.model)
     file = _keep_tokens(arguments, tokenizer, arguments.out / "tokens")
+    _note_separator(arguments, file)
     model = _new_model(arguments, tokenizer)
     source = _source(arguments, file, model.config.canvas_length)
     config = TrainConfig(
@@ -230,6 +233,15 @@ def _new_model(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Diffusion
 
 def _documents(arguments: argparse.Namespace) -> Any:
     return read_documents(arguments.files, separator=arguments.separator)
+
+
+def _note_separator(arguments: argparse.Namespace, file: TokenFile) -> None:
+    """One line where nothing was parted."""
+    if arguments.separator is not None and file.num_documents == len(list_files(arguments.files)):
+        hint = f" In bash, write $'{arguments.separator}'." if "\\" in arguments.separator else ""
+        print(
+            f"--separator {arguments.separator!r} parts none of the files: each is one document.{hint}", file=sys.stderr
+        )
 
 
 def _keep_tokens(arguments: argparse.Namespace, tokenizer: Tokenizer, folder: Path) -> TokenFile:

@@ -61,7 +61,7 @@ def _read_text(path: Path, separator: str | None) -> Iterator[Document]:
         raise ValueError("read_documents separator must be a string that parts documents, or None, got ''.")
     pieces: list[str] = []  # of the document that is being read, without separators
     held = ""  # its end, which may be the beginning of one
-    with path.open(encoding="utf-8", newline="") as file:
+    with path.open(encoding="utf-8-sig", newline="") as file:  # a byte-order mark is no text
         while chunk := file.read(_CHUNK):
             chunk = held + chunk
             *whole, rest = [chunk] if separator is None else chunk.split(separator)
@@ -81,7 +81,7 @@ def _document(pieces: list[str]) -> Iterator[Document]:
 
 
 def _read_jsonl(path: Path) -> Iterator[Document]:
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
