@@ -31,6 +31,8 @@ class Ended(NamedTuple):
 def run(
     *words: object,
     columns: int = 80,
+    lines: int = 24,
+    kind: str = "xterm-256color",
     react: Callable[[str], bytes] | None = None,
     pipe_out: bool = False,
     encoding: str = "utf-8",
@@ -46,7 +48,7 @@ def run(
         if pipe_out:
             os.dup2(write_end, 1)
         os.close(write_end)
-        _become_the_command(words, columns, encoding)
+        _become_the_command(words, columns, encoding, lines, kind)
     os.close(write_end)
     seen, piped, deadline = b"", b"", time.monotonic() + _PATIENCE
     open_ends = {terminal, read_end}
@@ -90,10 +92,16 @@ def run_with_a_reader_that_leaves(*words: object) -> Ended:
     return Ended(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), said.decode(), b"")
 
 
-def _become_the_command(words: tuple[object, ...], columns: int = 80, encoding: str = "utf-8") -> NoReturn:
+def _become_the_command(
+    words: tuple[object, ...],
+    columns: int = 80,
+    encoding: str = "utf-8",
+    lines: int = 24,
+    kind: str = "xterm-256color",
+) -> NoReturn:
     """Never returns. A fresh interpreter: a fork may inherit locks of torch's that some thread held."""
     environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES")}
-    environment |= {"TERM": "xterm-256color", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment |= {"TERM": kind, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     if os.isatty(2):
-        fcntl.ioctl(2, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        fcntl.ioctl(2, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
     os.execve(sys.executable, [sys.executable, "-c", _COMMAND, encoding, *map(str, words)], environment)

@@ -37,7 +37,7 @@ def test_a_solution_is_recognised(command, solver):
     for digit, ran in answers.items():
         right = digit == "5"
         assert ran.code == (0 if right else 1)
-        assert ran.err.startswith("Solved, in 1 steps, 1 blanks." if right else "Wrong: the answer breaks a rule")
+        assert ran.err.startswith("Solved, in 1 step, 1 blank." if right else "Wrong: the answer breaks a rule")
     assert "5" in answers
     assert len(answers) > 1
 

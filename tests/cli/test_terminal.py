@@ -5,6 +5,7 @@ import json
 import pytest
 
 from cli import terminal
+from cli.test_sudoku import SOLUTION
 from view.test_terminal import Terminal
 
 LONG = ("-n", "32", "--steps", "5000")  # would take minutes
@@ -108,4 +109,17 @@ def test_a_reader_that_leaves_early_is_no_error(checkpoint, words):
 def test_characters_that_the_output_cannot_show_do_not_stop_it(checkpoint):
     words = ("generate", "-m", checkpoint, "-n", "32", "--steps", "1", "--json", "Où?")
     ended = terminal.run(*words, pipe_out=True, encoding="ascii")
-    assert json.loads(ended.piped)["prompt"] == "O??"
+    assert json.loads(ended.piped)["prompt"] == "Où?"  # escaped: nothing is lost
+
+
+@pytest.mark.parametrize(
+    ("given", "is_printed"),
+    [({}, False), ({"pipe_out": True}, True), ({"kind": "dumb"}, True), ({"columns": 25}, True), ({"lines": 14}, True)],
+    ids=["board", "piped", "dumb", "narrow", "low"],
+)
+def test_the_answer_is_printed_wherever_the_board_does_not_stand(solver, given, is_printed):
+    """A board and its last line are 14 lines of 25 characters, and the cursor needs a place beside and below them."""
+    almost = "0" + SOLUTION[1:]
+    ended = terminal.run("sudoku", "-m", solver, "--steps", "1", almost, **given)
+    printed = ended.piped.decode() if "pipe_out" in given else ended.terminal
+    assert (SOLUTION[1:] in printed) is is_printed

@@ -47,7 +47,16 @@ def print_text(text: str) -> None:
 
 def print_json(found: dict[str, Any]) -> None:
     """One JSON object on a line, at once; null for numbers that JSON cannot write."""
-    print(json.dumps(_finite(found), ensure_ascii=False), flush=True)
+    shows_all = (getattr(sys.stdout, "encoding", None) or "").lower().startswith("utf")  # else characters are escaped
+    print(json.dumps(_finite(found), ensure_ascii=not shows_all), flush=True)
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things.
+
+    Example: `counted(1, "step")` is "1 step".
+    """
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def _finite(value: Any) -> Any:

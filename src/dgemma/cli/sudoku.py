@@ -83,6 +83,7 @@ def _sudoku(arguments: argparse.Namespace) -> int:
     }
     with BoardView(givens=puzzles[0].tolist(), leave=True) if is_watched else nullcontext() as view:
         done = sudoku.complete(denoiser, puzzles, on_step=view, **settings)
+    is_shown = view is not None and view.has_room and sys.stdout.isatty()
     runs = [done.generation]
     while not bool(done.solved[0]) and len(runs) <= arguments.retry:
         with BoardView() if is_watched else nullcontext() as view:
@@ -95,16 +96,14 @@ def _sudoku(arguments: argparse.Namespace) -> int:
         found = {"puzzle": given, "solution": answer, "right": is_right, "steps": num_steps, "attempts": len(runs)}
         output.print_json(found)
         return 0 if is_right else 1
-    if not is_watched or len(runs) > 1:  # else the board stands there
+    if not is_shown or len(runs) > 1:  # else the board stands there
         print(answer)
     verdict = "Solved" if is_right else "Wrong: the answer breaks a rule"
+    steps, blanks = output.counted(num_steps, "step"), output.counted(int((puzzles == 0).sum()), "blank")
     attempts = f" and {len(runs)} attempts" if len(runs) > 1 else ""
     several = "" if known.counts[0] == 1 else " The puzzle has more than one solution."
     hint = "" if is_right or arguments.retry else " --retry 3 would try again."
-    print(
-        f"{verdict}, in {num_steps} steps{attempts}, {int((puzzles == 0).sum())} blanks.{several}{hint}",
-        file=sys.stderr,
-    )
+    print(f"{verdict}, in {steps}{attempts}, {blanks}.{several}{hint}", file=sys.stderr)
     return 0 if is_right else 1
 
 

@@ -207,7 +207,8 @@ def _train(arguments: argparse.Namespace) -> int:
         output.print_json({"final": str(result.final), **counts, "mean_loss": loss, "tokens_per_second": speed})
     else:
         found = "" if result.num_new_steps else f"Already finished (step {result.step} of {result.step}). "
-        print(f"{found}Wrote {result.final} after {result.step} steps, mean loss of the last {len(losses)} {loss:.4f}.")
+        taken = output.counted(result.step, "step")
+        print(f"{found}Wrote {result.final} after {taken}, mean loss of the last {len(losses)} {loss:.4f}.")
     return 0
 
 

@@ -272,6 +272,11 @@ class BoardView(View):
         if self._givens is not None and len(self._givens) != 81:
             raise ValueError(f"BoardView.givens must hold 81 digits, 0 for a blank, got {len(self._givens)}.")
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the terminal shows all of the board, and the line below it."""
+        return self.screen.live and self.screen.columns >= len(board.LINES[0]) and self.screen.lines > len(board.LINES)
+
     def draw(self) -> list[list[Ink]]:
         if self._canvas is None:
             return []
