@@ -307,6 +307,8 @@ def test_prompts_and_answers_get_a_row_each_and_cuts_are_marked(tmp_path):
     assert batch.length[order].tolist() == [7, 12]
     assert batch.truncated[order].tolist() == [False, True]
     assert ByteTokenizer().decode(batch.tokens[order[0], :7]) == "2+2=4"
+    fitting = PromptSource(file=file, max_len=7, batch_size=2)(0, range(2))
+    assert fitting.truncated[fitting.tokens[:, 1].argsort()].tolist() == [False, True]  # 7 tokens are not cut
     with pytest.raises(ValueError, match="longest prompt, 5 tokens, got 5"):
         PromptSource(file=file, max_len=5, batch_size=2)
 

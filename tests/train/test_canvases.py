@@ -2,15 +2,19 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from dgemma.train import TrainBatch
 from dgemma.train.canvases import Canvases, cut_canvases
 
 
-def cut(prompt_len: list[int], length: list[int], *, choose: list[float] | None = None) -> Canvases:
+def cut(
+    prompt_len: list[int], length: list[int], *, choose: list[float] | None = None, documents: Tensor | None = None
+) -> Canvases:
     tokens = torch.arange(5, 5 + 20).expand(len(length), -1)
+    lengths = {"prompt_len": torch.tensor(prompt_len), "length": torch.tensor(length)}
     return cut_canvases(
-        TrainBatch(tokens=tokens, prompt_len=torch.tensor(prompt_len), length=torch.tensor(length)),
+        TrainBatch(tokens=tokens, documents=documents, **lengths),
         canvas_len=4,
         fill_token=1,
         choose=None if choose is None else torch.tensor(choose),
@@ -46,3 +50,13 @@ def test_canvases_lie_behind_the_prompt_and_are_filled_to_their_end():
 
 def test_one_canvas_is_chosen_by_where_its_number_falls():
     assert cut([3, 3, 3], [12, 12, 12], choose=[0.3, 0.4, 0.99]).starts.tolist() == [[3], [7], [11]]
+
+
+def test_the_fill_belongs_to_the_text_it_ends_whatever_the_padding_says():
+    documents = torch.tensor([[7] * 5 + [8] * 4 + [3] * 11])
+    found = cut([1], [9], documents=documents)  # canvases at 1 and 5, then nothing
+    assert found.documents.tolist() == [[7] * 5 + [8] * 4]
+    shorter = cut([1], [7], documents=documents)
+    assert shorter.canvas_documents[0, 1].tolist() == [8] * 4
+    padded = cut([1], [6], documents=torch.tensor([[7] * 5 + [8] + [3] * 14]))
+    assert padded.canvas_documents[0, 1].tolist() == [8] * 4

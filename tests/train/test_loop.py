@@ -437,6 +437,14 @@ def test_the_average_is_what_is_evaluated_and_handed_back(tmp_path):
     assert result.log.column("evaluation/norm")[0] == [4, 6]
 
 
+def test_after_one_step_the_average_is_a_tenth_the_start(tmp_path):
+    averaged, _ = run(tmp_path / "averaged", steps=1, ema_decay=0.99)
+    raw, _ = run(tmp_path / "raw", steps=1)
+    start = weights(next_token.model())
+    for name, weight in weights(averaged).items():
+        torch.testing.assert_close(weight, 0.1 * start[name] + 0.9 * weights(raw)[name])
+
+
 def test_adapters_resume_without_the_frozen_weights_being_saved(tmp_path):
     straight, resumed = adapted(), adapted()
     _, result = run(tmp_path / "straight", model=straight)

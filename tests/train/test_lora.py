@@ -44,6 +44,16 @@ def test_a_fresh_adapter_changes_nothing_and_a_trained_one_does(target):
     assert (_logits(model) - before).abs().max() > 1e-4
 
 
+def test_the_way_down_keeps_the_size_of_what_comes_in():
+    """Entries of size 1 leave A at size 1, so that the learning rate means the same for every width."""
+    model = _model()
+    add_lora(model, LoRA(rank=64))
+    layer, draw = model.layers[0], torch.Generator().manual_seed(3)
+    for a in (layer.self_attn.q_proj.lora_a, layer.experts.gate_up_lora_a, layer.experts.down_lora_a):
+        x = torch.randn(a.shape[-1], 200, generator=draw, dtype=a.dtype)
+        assert (a @ x).std().item() == pytest.approx(1.0, abs=0.1)
+
+
 @pytest.mark.parametrize("targets", [(t,) for t in EVERYTHING] + [EVERYTHING], ids=lambda t: "+".join(t))
 def test_merged_weights_give_the_adapted_logits(targets):
     model = _model()
