@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+import dgemma
 from dgemma.noise import HybridNoise, MaskNoise, UniformNoise
 from dgemma.prediction import Prediction
 from dgemma.schedule import Linear, OneMinusCosine, PlainCosine, Polynomial
 from dgemma.train import nelbo
+from dgemma.train.likelihood import evaluate
+from dgemma.train.objective import Objective
 from toy import (
     JOINT,
     LENGTH,
@@ -305,3 +308,28 @@ def test_what_cannot_be_meant_is_refused():
         nelbo.integrand_by_count(hybrid_noise(), logits, x, x)
     with pytest.raises(ValueError, match="must have a mask token"):
         nelbo.mask_exactly(uniform_noise(), x, torch.tensor([1]), torch.rand(1, 2))
+
+
+@dataclass(frozen=True)
+class HalfMasked(HybridNoise):
+    """The process of docs/extending.md. The hybrid's formula would charge 0.43 nats for a token that costs 0.69."""
+
+    def clean_share(self, noise_level: torch.Tensor) -> torch.Tensor:
+        return 1 - noise_level
+
+    def mask_share(self, noise_level: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(noise_level, 0.5)
+
+
+def test_the_bound_of_a_process_of_ones_own_is_not_guessed():
+    noise, x, level = HalfMasked(4, mask_token_id=3), torch.zeros(1, 2, dtype=torch.int64), torch.tensor([0.5])
+    model = dgemma.DiffusionGemma(dgemma.presets.tiny().replace(vocab_size=4))
+    for call in (
+        lambda: nelbo.integrand(noise, torch.zeros(1, 2, 4), x, x, level),
+        lambda: nelbo.reconstruction(noise, torch.zeros(1, 2, 4), x, x, level),
+        lambda: evaluate(model, x, noise),
+        lambda: Objective(noise=noise, canvas_len=4, decoder_loss="nelbo"),
+    ):
+        with pytest.raises(ValueError, match=r"must be MaskNoise, UniformNoise or HybridNoise itself.* got HalfMasked"):
+            call()
+    assert Objective(noise=noise, canvas_len=4).decoder_loss == "cross_entropy"

@@ -261,6 +261,7 @@ def _check(
             f"evaluate noise must cover the model's {model.config.vocab_size} tokens, got {noise!r}. "
             "Make the noise with config.vocab_size."
         )
+    nelbo.check_process(noise)
     warn_of_noise(model, noise)
     for name, value in counts.items():
         if value < 1:

@@ -15,7 +15,7 @@ equality for the exact leave-one-out network, under any schedule that runs from 
 import torch
 from torch import Tensor
 
-from dgemma.noise import HybridNoise, Noise
+from dgemma.noise import HybridNoise, MaskNoise, Noise, UniformNoise
 
 PARAMETRISATIONS = ("mean", "loo")
 
@@ -174,7 +174,20 @@ def _without_mask(noise: Noise, logits: Tensor) -> Tensor:
     return logits.masked_fill(torch.arange(noise.vocab_size, device=logits.device) == noise.mask_token, -torch.inf)
 
 
+def check_process(noise: Noise) -> None:
+    """Refuse a process of somebody's own: its bound is another formula, and what these give may lie below -log p(x).
+
+    Example: `check_process(MaskNoise(512))` returns; a subclass of it is refused.
+    """
+    if type(noise) not in (MaskNoise, UniformNoise, HybridNoise):
+        raise ValueError(
+            "nelbo noise must be MaskNoise, UniformNoise or HybridNoise itself, whose bounds are known, got "
+            f"{noise!r}. Train with decoder_loss 'cross_entropy'; the causal likelihood needs no bound."
+        )
+
+
 def _check(noise: Noise, logits: Tensor, parametrisation: str) -> None:
+    check_process(noise)
     if parametrisation not in PARAMETRISATIONS:
         raise ValueError(f"nelbo parametrisation must be one of {PARAMETRISATIONS}, got {parametrisation!r}.")
     if logits.shape[-1] != noise.vocab_size:

@@ -100,6 +100,8 @@ class Objective:
     def _check_loss(self) -> None:
         """Losses that the noise has no formula for, and switches that the loss would not read."""
         is_bound = self.decoder_loss == "nelbo"
+        if self.decoder_loss != "cross_entropy":
+            nelbo.check_process(self.noise)
         if self.weights != "exact" and not is_bound:
             raise ValueError(f"Objective.weights must be 'exact' but for decoder_loss 'nelbo', got {self.weights!r}.")
         if self.parametrisation != "mean" and (not is_bound or self.noise.kind == "mask"):
