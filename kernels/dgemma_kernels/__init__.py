@@ -12,5 +12,6 @@ from dgemma_kernels import interpreter
 from dgemma_kernels.engine import FusedDenoiser, accelerate
 
 interpreter.accept_new_numpy()
+interpreter.round_float8()
 
 __all__ = ["FusedDenoiser", "accelerate"]

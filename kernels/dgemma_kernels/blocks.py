@@ -23,6 +23,12 @@ def gelu_tanh_times(gate: tl.tensor, up: tl.tensor, dtype: tl.constexpr) -> tl.t
 
 
 @triton.jit
+def float8_scale(values: tl.tensor, AXIS: tl.constexpr) -> tl.tensor:
+    """By what rows along AXIS are divided so that float8 (e4m3) holds their largest value; `quantized.quantize`."""
+    return tl.maximum(tl.max(tl.abs(values), AXIS), 2.0**-80) / 448.0
+
+
+@triton.jit
 def wait_for_launches_before(DEPENDENT: tl.constexpr) -> None:
     """Under programmatic dependent launch (`configs.dependent_launch`), the start of what needs earlier kernels.
 

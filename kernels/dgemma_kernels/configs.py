@@ -127,6 +127,63 @@ EXPERTS: dict[str, tuple[ExpertConfig, ...]] = {
     ),
 }
 
+# The same for float8 weights. One scale of hidden values is for the columns of a tile of gate_up, which the depth of a
+# tile of down divides; the published hidden width of 704 is 11 times 64.
+EXPERTS_FLOAT8: dict[str, tuple[ExpertConfig, ...]] = {
+    "default": (
+        ExpertConfig(
+            max_tokens=512,
+            rows=32,
+            gate_up=Tile(cols=64, depth=128, warps=4, stages=3),
+            down=Tile(cols=64, depth=64, warps=4, stages=3),
+        ),
+        ExpertConfig(
+            max_tokens=_ANY,
+            rows=64,
+            gate_up=Tile(cols=64, depth=128, warps=4, stages=3),
+            down=Tile(cols=64, depth=64, warps=4, stages=3),
+        ),
+    ),
+    "NVIDIA H200": (
+        ExpertConfig(
+            max_tokens=64,
+            rows=16,
+            gate_up=Tile(cols=64, depth=256, warps=4, stages=4),
+            down=Tile(cols=64, depth=64, warps=4, stages=5),
+        ),
+        ExpertConfig(
+            max_tokens=320,
+            rows=32,
+            gate_up=Tile(cols=64, depth=256, warps=4, stages=5),
+            down=Tile(cols=64, depth=64, warps=4, stages=5),
+        ),
+        ExpertConfig(
+            max_tokens=768,
+            rows=64,
+            gate_up=Tile(cols=64, depth=128, warps=4, stages=8),
+            down=Tile(cols=128, depth=64, warps=8, stages=5),
+        ),
+        ExpertConfig(
+            max_tokens=1152,
+            rows=80,
+            gate_up=Tile(cols=64, depth=128, warps=4, stages=4),
+            down=Tile(cols=128, depth=64, warps=8, stages=5),
+        ),
+        ExpertConfig(
+            max_tokens=1536,
+            rows=64,
+            gate_up=Tile(cols=64, depth=128, warps=4, stages=4),
+            down=Tile(cols=128, depth=64, warps=8, stages=5),
+        ),
+        ExpertConfig(
+            max_tokens=_ANY,
+            rows=128,
+            gate_up=Tile(cols=64, depth=128, warps=8, stages=4),
+            down=Tile(cols=128, depth=64, warps=8, stages=4),
+        ),
+    ),
+}
+
 # Nearly all of a multiprocessor's shared memory, so that no program of another kernel shares it.
 _DENSE_H200 = DenseConfig(
     min_tokens=65,
@@ -174,11 +231,12 @@ def gpu_name(device: torch.device) -> str:
 
 def expert_config(num_tokens: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> ExpertConfig:
     """The experts' tiles for `num_tokens` tokens on this device; for weights wider than 2 bytes the default ones, as
-    much less deep, so that a tile's bytes stay the same.
+    much less deep, so that a tile's bytes stay the same, and for those of 1 byte their own.
 
     Example: `expert_config(256, torch.device("cuda")).rows` is 32 on an H200.
     """
-    table = EXPERTS.get(_tiles_of(device, dtype), EXPERTS["default"])
+    tables = EXPERTS_FLOAT8 if dtype.itemsize == 1 else EXPERTS
+    table = tables.get(_tiles_of(device, dtype), tables["default"])
     config = next(config for config in table if num_tokens <= config.max_tokens)
     if dtype.itemsize <= 2:
         return config

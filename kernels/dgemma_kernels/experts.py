@@ -5,7 +5,8 @@ which `norms.layer_tail` sums in the order of k. A program owns a tile of one ex
 column blocks run fastest, so that neighbours share the expert. The weights are the products' 64-row operand, which
 makes them Hopper's warpgroup instructions at 16 and 32 rows of tokens too; there the memory unit fetches them in whole
 blocks. The last programs of gate_up leave memory idle: down's start beside them, each waiting for its own tile alone.
-Reference twin: `reference`.
+Weights and rows may also be in float8: products of float8 values, to whose float32 sums the scales are applied; hidden
+values have a scale for each row and block of a program's columns. Reference twin: `reference`.
 """
 
 import torch
@@ -14,37 +15,47 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dgemma_kernels.blocks import gelu_tanh_times, inside, wait_for_launches_before
+from dgemma_kernels.blocks import float8_scale, gelu_tanh_times, inside, wait_for_launches_before
 from dgemma_kernels.configs import Tile, dependent_launch, expert_config, tensor_descriptors
+from dgemma_kernels.quantized import Quantized, split
 from dgemma_kernels.router import ExpertTiles
 
 
-def expert_gate_up(x: Tensor, gate_up_proj: Tensor, tiles: ExpertTiles) -> Tensor:
+def expert_gate_up(x: Tensor | Quantized, gate_up_proj: Tensor | Quantized, tiles: ExpertTiles) -> Tensor | Quantized:
     """geglu(x[token] @ gate_up_proj[expert].T) for every (token, k) pair, in the order of `tiles.pairs`.
 
-    x: (M, D), gate_up_proj: (E, 2F, D), gate rows first → (M * A, F).
+    x: (M, D), gate_up_proj: (E, 2F, D), gate rows first → (M * A, F). Both quantised, or neither; so is the result.
 
     Example: `hidden = expert_gate_up(expert_in, experts.gate_up_proj, tiles)`.
     """
-    _require("expert_gate_up", x, gate_up_proj, gate_up_proj.shape[1] // 2 * 2, tiles)
-    if x.shape[0] * tiles.num_active != tiles.pairs.numel():
+    (rows, row_scale), (proj, proj_scale) = split(x), split(gate_up_proj)
+    _require("expert_gate_up", rows, proj, proj.shape[1] // 2 * 2, tiles)
+    num_pairs = tiles.pairs.numel()
+    if rows.shape[0] * tiles.num_active != num_pairs:
         raise ValueError(
-            f"expert_gate_up.tiles must be of the same {x.shape[0]} tokens, got {tiles.pairs.numel()} pairs of "
+            f"expert_gate_up.tiles must be of the same {rows.shape[0]} tokens, got {num_pairs} pairs of "
             f"{tiles.num_active} a token."
         )
-    tile = expert_config(x.shape[0], x.device, x.dtype).gate_up
-    _, double, width = gate_up_proj.shape
+    tile = expert_config(rows.shape[0], rows.device, rows.dtype).gate_up
+    _, double, width = proj.shape
     hidden_width = double // 2
-    out = torch.empty(tiles.pairs.numel(), hidden_width, dtype=x.dtype, device=x.device)
+    out = torch.empty(num_pairs, hidden_width, dtype=rows.dtype, device=rows.device)
     col_blocks = triton.cdiv(hidden_width, tile.cols)
-    grid_tiles, proj = _grid_tiles(tiles), _in_blocks(gate_up_proj, tile)
+    quantized, out_scale = isinstance(x, Quantized), None
+    if quantized:  # a block's scales of all rows side by side: down reads those of one block and many rows at a time
+        out_scale = torch.empty(col_blocks, num_pairs, dtype=torch.float32, device=rows.device)
+    grid_tiles, in_blocks = _grid_tiles(tiles), _in_blocks(proj, tile)
     _expert_gate_up_kernel[(col_blocks * grid_tiles,)](
-        x,
-        proj,
+        rows,
+        row_scale,
+        in_blocks,
+        proj_scale,
         tiles.pairs,
         tiles.tiles,
         tiles.finished,
         out,
+        out_scale,
+        num_pairs if quantized else None,
         grid_tiles,
         tiles.tiles.shape[0],
         WIDTH=width,
@@ -53,16 +64,21 @@ def expert_gate_up(x: Tensor, gate_up_proj: Tensor, tiles: ExpertTiles) -> Tenso
         **_split_rows(tiles.rows_per_tile),
         COLS=tile.cols,
         DEPTH=tile.depth,
-        DESCRIBED=isinstance(proj, TensorDescriptor),
+        DESCRIBED=isinstance(in_blocks, TensorDescriptor),
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **dependent_launch(x.device),
+        **dependent_launch(rows.device),
     )
-    return out
+    return Quantized(values=out, scale=out_scale, dtype=x.dtype, block=tile.cols) if out_scale is not None else out
 
 
 def expert_down(
-    hidden: Tensor, down_proj: Tensor, weights: Tensor, tiles: ExpertTiles, *, overlap: bool = False
+    hidden: Tensor | Quantized,
+    down_proj: Tensor | Quantized,
+    weights: Tensor,
+    tiles: ExpertTiles,
+    *,
+    overlap: bool = False,
 ) -> Tensor:
     """weights[token, k] * (hidden[pair] @ down_proj[expert].T), each pair's row at its place. → (M, A, D).
 
@@ -72,28 +88,37 @@ def expert_down(
 
     Example: `rows = expert_down(hidden, experts.down_proj, weights, tiles)`; their sum over k is the experts' output.
     """
-    _require("expert_down", hidden, down_proj, down_proj.shape[1], tiles)
+    (rows, row_scale), (proj, proj_scale) = split(hidden), split(down_proj)
+    _require("expert_down", rows, proj, proj.shape[1], tiles)
     num_pairs = tiles.pairs.numel()
-    if weights.numel() != num_pairs or hidden.shape[0] != num_pairs:
+    if weights.numel() != num_pairs or rows.shape[0] != num_pairs:
         raise ValueError(
-            f"expert_down must be given the {num_pairs} pairs of its tiles, got hidden {tuple(hidden.shape)} and "
+            f"expert_down must be given the {num_pairs} pairs of its tiles, got hidden {tuple(rows.shape)} and "
             f"weights {tuple(weights.shape)}."
         )
     if not weights.is_contiguous():
         raise ValueError("expert_down.weights must be contiguous. Call .contiguous() on them first.")
-    config = expert_config(num_pairs // tiles.num_active, hidden.device, hidden.dtype)
-    tile = config.down
-    _, width, hidden_width = down_proj.shape
-    out = torch.empty(num_pairs // tiles.num_active, tiles.num_active, width, dtype=hidden.dtype, device=hidden.device)
-    grid_tiles, proj = _grid_tiles(tiles), _in_blocks(down_proj, tile)
+    config = expert_config(num_pairs // tiles.num_active, rows.device, rows.dtype)
+    tile, block = config.down, hidden.block if isinstance(hidden, Quantized) else None
+    if isinstance(hidden, Quantized) and (block is None or block % tile.depth):
+        raise ValueError(
+            f"expert_down.hidden must have a scale for every whole number of {tile.depth} columns, got {block}. "
+            "Give a down tile whose depth divides the columns of gate_up's."
+        )
+    _, width, hidden_width = proj.shape
+    out = torch.empty(num_pairs // tiles.num_active, tiles.num_active, width, dtype=hidden.dtype, device=rows.device)
+    grid_tiles, in_blocks = _grid_tiles(tiles), _in_blocks(proj, tile)
     _expert_down_kernel[(triton.cdiv(width, tile.cols) * grid_tiles,)](
-        hidden,
-        proj,
+        rows,
+        row_scale,
+        in_blocks,
+        proj_scale,
         weights,
         tiles.pairs,
         tiles.tiles,
         tiles.finished,
         out,
+        num_pairs if block else None,
         grid_tiles,
         tiles.tiles.shape[0],
         triton.cdiv(hidden_width, config.gate_up.cols),
@@ -103,10 +128,11 @@ def expert_down(
         **_split_rows(tiles.rows_per_tile),
         COLS=tile.cols,
         DEPTH=tile.depth,
-        DESCRIBED=isinstance(proj, TensorDescriptor),
+        BLOCK=block,
+        DESCRIBED=isinstance(in_blocks, TensorDescriptor),
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **dependent_launch(hidden.device),
+        **dependent_launch(rows.device),
     )
     return out
 
@@ -135,26 +161,56 @@ def _split_rows(rows_per_tile: int) -> dict[str, int]:
 
 
 @triton.jit
-def _token_rows(
+def _tokens(
     pairs: tl.tensor, first: tl.tensor, slots: tl.tensor, row_inside: tl.tensor, NUM_ACTIVE: tl.constexpr
 ) -> tl.tensor:
-    """Which tokens the slots of a tile are, as a column."""
-    token = tl.load(pairs + first + slots, mask=row_inside, other=0) // NUM_ACTIVE
-    return token[:, None].to(tl.int64)
+    """Which tokens the slots of a tile are."""
+    return tl.load(pairs + first + slots, mask=row_inside, other=0) // NUM_ACTIVE
+
+
+@triton.jit
+def _add_products(
+    sums: tl.tensor, w: tl.tensor, rows: tl.tensor, row_scale: tl.tensor, FLOAT8: tl.constexpr
+) -> tl.tensor:
+    """sums + w @ rows, of float8 times the rows' scale. Hopper adds products of float8 with 14 bits: those of one block
+    alone, and blocks in float32 (`max_num_imprecise_acc` means the same, and waits for each instruction in between)."""
+    if not FLOAT8:
+        sums = tl.dot(w, rows, sums, input_precision="ieee")
+    elif row_scale is None:
+        sums += tl.dot(w, rows)
+    else:
+        sums += tl.dot(w, rows) * row_scale[None, :]
+    return sums
 
 
 @triton.jit
 def _store_geglu(
     out: tl.tensor,
+    out_scale: tl.tensor,
+    num_pairs: tl.tensor,
     gate: tl.tensor,
     up: tl.tensor,
+    gate_scale: tl.tensor,
+    up_scale: tl.tensor,
+    x_scale: tl.tensor,
+    token: tl.tensor,
     row: tl.tensor,
     row_inside: tl.tensor,
     cols: tl.tensor,
     col_inside: tl.tensor,
+    block: tl.tensor,
     HIDDEN: tl.constexpr,
 ) -> None:
-    hidden = gelu_tanh_times(gate, up, out.dtype.element_ty).T
+    if out_scale is None:
+        hidden = gelu_tanh_times(gate, up, out.dtype.element_ty).T
+    else:
+        token_scale = tl.load(x_scale + token, mask=row_inside, other=0.0)
+        gate *= gate_scale[:, None] * token_scale[None, :]
+        up *= up_scale[:, None] * token_scale[None, :]
+        hidden = gelu_tanh_times(gate, up, tl.float32)
+        scale = float8_scale(hidden, 0)
+        tl.store(out_scale + block * num_pairs + row, scale, mask=row_inside)
+        hidden = (hidden / scale[None, :]).to(out.dtype.element_ty).T
     at = row[:, None].to(tl.int64) * HIDDEN + cols[None, :]
     tl.store(out + at, hidden, mask=row_inside[:, None] & col_inside[None, :])
 
@@ -163,6 +219,7 @@ def _store_geglu(
 def _store_weighted(
     out: tl.tensor,
     sums: tl.tensor,
+    scale: tl.tensor,
     weights: tl.tensor,
     pair: tl.tensor,
     row_inside: tl.tensor,
@@ -172,6 +229,8 @@ def _store_weighted(
 ) -> None:
     # Read here, since in front of the loop it would hold back the first weights until `pair` has arrived.
     weight = tl.load(weights + pair, mask=row_inside, other=0.0)
+    if scale is not None:
+        sums *= scale[:, None]
     result = sums.to(out.dtype.element_ty).to(tl.float32) * weight[None, :]
     at = pair[:, None].to(tl.int64) * WIDTH + cols[None, :]
     tl.store(out + at, result.to(out.dtype.element_ty).T, mask=row_inside[:, None] & col_inside[None, :])
@@ -180,9 +239,13 @@ def _store_weighted(
 @triton.jit
 def _gate_up_tile(
     x: tl.tensor,
+    x_scale: tl.tensor,
     gate_up_proj: tl.tensor,
+    proj_scale: tl.tensor,
     pairs: tl.tensor,
     out: tl.tensor,
+    out_scale: tl.tensor,
+    num_pairs: tl.tensor,
     expert: tl.tensor,
     first: tl.tensor,
     num_rows: tl.tensor,
@@ -197,21 +260,28 @@ def _gate_up_tile(
     DESCRIBED: tl.constexpr,
 ) -> None:
     """One tile's rows by COLS columns of the weights, a tensor descriptor where DESCRIBED, else a pointer."""
+    FLOAT8: tl.constexpr = x_scale is not None
     cols = col + tl.arange(0, COLS)
     col_inside = inside(cols, HIDDEN, HIDDEN % COLS == 0)
     depth = tl.arange(0, DEPTH)
     slots = tl.arange(0, ROWS)
     row_inside = slots < num_rows
-    inputs = x + _token_rows(pairs, first, slots, row_inside, NUM_ACTIVE) * WIDTH + depth[None, :]
+    token = _tokens(pairs, first, slots, row_inside, NUM_ACTIVE)
+    inputs = x + token[:, None].to(tl.int64) * WIDTH + depth[None, :]
     row = expert * 2 * HIDDEN + col
     if not DESCRIBED:
         gates = gate_up_proj + (expert.to(tl.int64) * 2 * HIDDEN + cols[:, None]) * WIDTH + depth[None, :]
+    gate_scale, up_scale = None, None
+    if proj_scale is not None:  # asked for here: behind the loop they would be one more wait for memory
+        gate_scale = tl.load(proj_scale + row + cols - col, mask=col_inside, other=0.0)
+        up_scale = tl.load(proj_scale + row + HIDDEN + cols - col, mask=col_inside, other=0.0)
     gate = tl.zeros([COLS, ROWS], tl.float32)
     up = tl.zeros([COLS, ROWS], tl.float32)
     if MORE > 0:
         more = ROWS + tl.arange(0, MORE)
         more_inside = more < num_rows
-        more_inputs = x + _token_rows(pairs, first, more, more_inside, NUM_ACTIVE) * WIDTH + depth[None, :]
+        more_token = _tokens(pairs, first, more, more_inside, NUM_ACTIVE)
+        more_inputs = x + more_token[:, None].to(tl.int64) * WIDTH + depth[None, :]
         more_gate = tl.zeros([COLS, MORE], tl.float32)
         more_up = tl.zeros([COLS, MORE], tl.float32)
     for start in range(0, WIDTH, DEPTH):
@@ -224,25 +294,35 @@ def _gate_up_tile(
             gate_w = tl.load(gates + start, mask=col_inside[:, None] & left, other=0.0)
             up_w = tl.load(gates + HIDDEN * WIDTH + start, mask=col_inside[:, None] & left, other=0.0)
         tokens = tl.load(inputs + start, mask=row_inside[:, None] & left, other=0.0).T
-        gate = tl.dot(gate_w, tokens, gate, input_precision="ieee")
-        up = tl.dot(up_w, tokens, up, input_precision="ieee")
+        gate = _add_products(gate, gate_w, tokens, None, FLOAT8)
+        up = _add_products(up, up_w, tokens, None, FLOAT8)
         if MORE > 0:
             more_tokens = tl.load(more_inputs + start, mask=more_inside[:, None] & left, other=0.0).T
-            more_gate = tl.dot(gate_w, more_tokens, more_gate, input_precision="ieee")
-            more_up = tl.dot(up_w, more_tokens, more_up, input_precision="ieee")
-    _store_geglu(out, gate, up, first + slots, row_inside, cols, col_inside, HIDDEN)
+            more_gate = _add_products(more_gate, gate_w, more_tokens, None, FLOAT8)
+            more_up = _add_products(more_up, up_w, more_tokens, None, FLOAT8)
+    _store_geglu(
+        out, out_scale, num_pairs, gate, up, gate_scale, up_scale, x_scale, token,
+        first + slots, row_inside, cols, col_inside, col // COLS, HIDDEN,
+    )  # fmt: skip
     if MORE > 0:
-        _store_geglu(out, more_gate, more_up, first + more, more_inside, cols, col_inside, HIDDEN)
+        _store_geglu(
+            out, out_scale, num_pairs, more_gate, more_up, gate_scale, up_scale, x_scale, more_token,
+            first + more, more_inside, cols, col_inside, col // COLS, HIDDEN,
+        )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["grid_tiles", "max_tiles"])
+@triton.jit(do_not_specialize=["num_pairs", "grid_tiles", "max_tiles"])
 def _expert_gate_up_kernel(
     x: tl.tensor,
+    x_scale: tl.tensor,
     gate_up_proj: tl.tensor,
+    proj_scale: tl.tensor,
     pairs: tl.tensor,
     tiles: tl.tensor,
     finished: tl.tensor,
     out: tl.tensor,
+    out_scale: tl.tensor,
+    num_pairs: tl.tensor,
     grid_tiles: tl.tensor,
     max_tiles: tl.tensor,
     WIDTH: tl.constexpr,
@@ -263,12 +343,12 @@ def _expert_gate_up_kernel(
     while num_rows > 0:
         if MORE > 0 and num_rows > ROWS:  # two loops: half of the experts at 1,024 tokens need no second block
             _gate_up_tile(
-                x, gate_up_proj, pairs, out, expert, first, num_rows, col,
+                x, x_scale, gate_up_proj, proj_scale, pairs, out, out_scale, num_pairs, expert, first, num_rows, col,
                 WIDTH, HIDDEN, NUM_ACTIVE, ROWS, MORE, COLS, DEPTH, DESCRIBED,
             )  # fmt: skip
         else:
             _gate_up_tile(
-                x, gate_up_proj, pairs, out, expert, first, num_rows, col,
+                x, x_scale, gate_up_proj, proj_scale, pairs, out, out_scale, num_pairs, expert, first, num_rows, col,
                 WIDTH, HIDDEN, NUM_ACTIVE, ROWS, 0, COLS, DEPTH, DESCRIBED,
             )  # fmt: skip
         tl.debug_barrier()  # the stores of all threads come before the one that counts
@@ -282,10 +362,13 @@ def _expert_gate_up_kernel(
 @triton.jit
 def _down_tile(
     hidden: tl.tensor,
+    hidden_scale: tl.tensor,
     down_proj: tl.tensor,
+    proj_scale: tl.tensor,
     weights: tl.tensor,
     pairs: tl.tensor,
     out: tl.tensor,
+    num_pairs: tl.tensor,
     expert: tl.tensor,
     first: tl.tensor,
     num_rows: tl.tensor,
@@ -296,9 +379,10 @@ def _down_tile(
     MORE: tl.constexpr,
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
+    BLOCK: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ) -> None:
-    """As `_gate_up_tile`."""
+    """As `_gate_up_tile`; hidden values in float8 have a scale for each BLOCK of them."""
     cols = col + tl.arange(0, COLS)
     col_inside = inside(cols, WIDTH, WIDTH % COLS == 0)
     depth = tl.arange(0, DEPTH)
@@ -308,6 +392,10 @@ def _down_tile(
     inputs = hidden + (first + slots)[:, None].to(tl.int64) * HIDDEN + depth[None, :]
     if not DESCRIBED:
         kernels = down_proj + (expert.to(tl.int64) * WIDTH + cols[:, None]) * HIDDEN + depth[None, :]
+    scale, row_scale, more_scale = None, None, None
+    if BLOCK is not None:  # the rows' scales one block ahead, so that no block waits for them
+        scale = tl.load(proj_scale + expert * WIDTH + cols, mask=col_inside, other=0.0)
+        row_scale = tl.load(hidden_scale + first + slots, mask=row_inside, other=0.0)
     sums = tl.zeros([COLS, ROWS], tl.float32)
     if MORE > 0:
         more = ROWS + tl.arange(0, MORE)
@@ -315,6 +403,8 @@ def _down_tile(
         more_pair = tl.load(pairs + first + more, mask=more_inside, other=0)
         more_inputs = hidden + (first + more)[:, None].to(tl.int64) * HIDDEN + depth[None, :]
         more_sums = tl.zeros([COLS, MORE], tl.float32)
+        if BLOCK is not None:
+            more_scale = tl.load(hidden_scale + first + more, mask=more_inside, other=0.0)
     for start in range(0, HIDDEN, DEPTH):
         left = inside(depth, HIDDEN - start, HIDDEN % DEPTH == 0)[None, :]
         if DESCRIBED:
@@ -322,24 +412,32 @@ def _down_tile(
         else:
             w = tl.load(kernels + start, mask=col_inside[:, None] & left, other=0.0)
         h = tl.load(inputs + start, mask=row_inside[:, None] & left, other=0.0)
-        sums = tl.dot(w, h.T, sums, input_precision="ieee")
+        sums = _add_products(sums, w, h.T, row_scale, BLOCK is not None)
+        if BLOCK is not None:
+            scales = hidden_scale + tl.minimum(start + DEPTH, HIDDEN - 1) // BLOCK * num_pairs + first
+            row_scale = tl.load(scales + slots, mask=row_inside, other=0.0)
         if MORE > 0:
             more_h = tl.load(more_inputs + start, mask=more_inside[:, None] & left, other=0.0)
-            more_sums = tl.dot(w, more_h.T, more_sums, input_precision="ieee")
-    _store_weighted(out, sums, weights, pair, row_inside, cols, col_inside, WIDTH)
+            more_sums = _add_products(more_sums, w, more_h.T, more_scale, BLOCK is not None)
+            if BLOCK is not None:
+                more_scale = tl.load(scales + more, mask=more_inside, other=0.0)
+    _store_weighted(out, sums, scale, weights, pair, row_inside, cols, col_inside, WIDTH)
     if MORE > 0:
-        _store_weighted(out, more_sums, weights, more_pair, more_inside, cols, col_inside, WIDTH)
+        _store_weighted(out, more_sums, scale, weights, more_pair, more_inside, cols, col_inside, WIDTH)
 
 
-@triton.jit(do_not_specialize=["grid_tiles", "max_tiles", "gate_up_blocks"])
+@triton.jit(do_not_specialize=["num_pairs", "grid_tiles", "max_tiles", "gate_up_blocks"])
 def _expert_down_kernel(
     hidden: tl.tensor,
+    hidden_scale: tl.tensor,
     down_proj: tl.tensor,
+    proj_scale: tl.tensor,
     weights: tl.tensor,
     pairs: tl.tensor,
     tiles: tl.tensor,
     finished: tl.tensor,
     out: tl.tensor,
+    num_pairs: tl.tensor,
     grid_tiles: tl.tensor,
     max_tiles: tl.tensor,
     gate_up_blocks: tl.tensor,
@@ -350,6 +448,7 @@ def _expert_down_kernel(
     MORE: tl.constexpr,
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
+    BLOCK: tl.constexpr,
     DESCRIBED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
@@ -367,13 +466,13 @@ def _expert_down_kernel(
                 pass
         if MORE > 0 and num_rows > ROWS:
             _down_tile(
-                hidden, down_proj, weights, pairs, out, expert, first, num_rows, col,
-                WIDTH, HIDDEN, ROWS, MORE, COLS, DEPTH, DESCRIBED,
+                hidden, hidden_scale, down_proj, proj_scale, weights, pairs, out, num_pairs,
+                expert, first, num_rows, col, WIDTH, HIDDEN, ROWS, MORE, COLS, DEPTH, BLOCK, DESCRIBED,
             )  # fmt: skip
         else:
             _down_tile(
-                hidden, down_proj, weights, pairs, out, expert, first, num_rows, col,
-                WIDTH, HIDDEN, ROWS, 0, COLS, DEPTH, DESCRIBED,
+                hidden, hidden_scale, down_proj, proj_scale, weights, pairs, out, num_pairs,
+                expert, first, num_rows, col, WIDTH, HIDDEN, ROWS, 0, COLS, DEPTH, BLOCK, DESCRIBED,
             )  # fmt: skip
         tile += grid_tiles
         expert = tl.load(tiles + tile * 3, tile < max_tiles, 0)

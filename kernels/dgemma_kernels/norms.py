@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgemma_kernels.blocks import wait_for_launches_before
+from dgemma_kernels.blocks import float8_scale, wait_for_launches_before
 from dgemma_kernels.configs import dependent_launch
+from dgemma_kernels.quantized import Quantized
 
 _MAX_WIDTH = 16384
 
@@ -38,12 +39,14 @@ def attention_residual(
     expert_weight: Tensor,
     router_scale: Tensor,
     eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *,
+    float8: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | Quantized, Tensor]:
     """From the attention's output to the three inputs of the feed-forward half, whose norms share one statistic.
 
     x = residual + norm(attention) * post_weight; with n = norm(x) returns
     (x, n * dense_weight, n * expert_weight, n * router_scale * D**-0.5). attention, residual: (M, D), others (D,);
-    all four results (M, D).
+    all four results (M, D). With `float8` the experts' input is rounded to that, with one scale a row.
 
     Example: `x, dense_in, expert_in, router_in = attention_residual(attention, x, *weights, eps=1e-6)`.
     """
@@ -51,7 +54,9 @@ def attention_residual(
     width = residual.shape[-1]
     vectors = {"post_weight": post_weight, "dense_weight": dense_weight, "expert_weight": expert_weight}
     _require_vectors("attention_residual", width, **vectors, router_scale=router_scale)
-    x, dense, expert, router = (torch.empty_like(residual) for _ in range(4))
+    x, dense, router = (torch.empty_like(residual) for _ in range(3))
+    expert = torch.empty_like(residual, dtype=torch.float8_e4m3fn if float8 else None)
+    expert_scale = torch.empty(residual.shape[:-1], dtype=torch.float32, device=x.device) if float8 else None
     _attention_residual_kernel[(residual.numel() // width,)](
         attention,
         residual,
@@ -62,6 +67,7 @@ def attention_residual(
         x,
         dense,
         expert,
+        expert_scale,
         router,
         eps,
         width**-0.5,
@@ -70,6 +76,8 @@ def attention_residual(
         num_warps=_num_warps(width),
         **dependent_launch(residual.device),
     )
+    if expert_scale is not None:
+        return x, dense, Quantized(values=expert, scale=expert_scale, dtype=x.dtype), router
     return x, dense, expert, router
 
 
@@ -159,6 +167,7 @@ def _attention_residual_kernel(
     x: tl.tensor,
     dense: tl.tensor,
     expert: tl.tensor,
+    expert_scale: tl.tensor,
     router: tl.tensor,
     eps: tl.tensor,
     root: tl.tensor,
@@ -187,7 +196,12 @@ def _attention_residual_kernel(
     after = after.to(tl.float32)
     normed = after * _inverse_rms(after, width, eps)
     tl.store(dense + at, (normed * dense_w.to(tl.float32)).to(dtype), mask=inside)
-    tl.store(expert + at, (normed * expert_w.to(tl.float32)).to(dtype), mask=inside)
+    for_experts = normed * expert_w.to(tl.float32)
+    if expert_scale is not None:
+        row_scale = float8_scale(for_experts, 0)
+        tl.store(expert_scale + tl.program_id(0), row_scale)
+        for_experts /= row_scale
+    tl.store(expert + at, for_experts.to(expert.dtype.element_ty), mask=inside)
     # The reference rounds after the norm, after the scale and after the root: a rounding apart can swap two experts.
     scaled = (normed.to(dtype).to(tl.float32) * scale.to(tl.float32)).to(dtype)
     tl.store(router + at, (scaled.to(tl.float32) * root).to(dtype), mask=inside)

@@ -8,6 +8,7 @@ from dgemma import draws
 from dgemma.prediction import Prediction
 from dgemma_kernels import vocabulary
 from dgemma_kernels.accept import Accepted
+from dgemma_kernels.quantized import Quantized, quantize
 from dgemma_kernels.router import ExpertTiles, tokens_a_count
 from dgemma_kernels.vocabulary import VocabularyStatistics
 
@@ -31,11 +32,14 @@ def attention_residual(
     expert_weight: Tensor,
     router_scale: Tensor,
     eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *,
+    float8: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | Quantized, Tensor]:
     """(x, dense input, expert input, router input) from the attention's output. All (M, D); weights (D,)."""
     x = residual + rms_norm(attention, post_weight, eps)
     router = rms_norm(x, None, eps) * router_scale * x.shape[-1] ** -0.5
-    return x, rms_norm(x, dense_weight, eps), rms_norm(x, expert_weight, eps), router
+    expert = rms_norm(x, expert_weight, eps)
+    return x, rms_norm(x, dense_weight, eps), quantize(expert) if float8 else expert, router
 
 
 def layer_tail(
@@ -107,8 +111,12 @@ def dense_mlp(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, progress: 
     return gate_up_geglu(x, gate_up_weight) @ down_weight.T
 
 
-def expert_gate_up(x: Tensor, gate_up_proj: Tensor, tiles: ExpertTiles) -> Tensor:
-    """geglu(x[token] @ gate_up_proj[expert].T) in the order of `tiles.pairs`. (M, D), (E, 2F, D) → (M * A, F)."""
+def expert_gate_up(x: Tensor | Quantized, gate_up_proj: Tensor | Quantized, tiles: ExpertTiles) -> Tensor:
+    """geglu(x[token] @ gate_up_proj[expert].T) in the order of `tiles.pairs`. (M, D), (E, 2F, D) → (M * A, F).
+
+    What is quantised is multiplied in float64, and the result is not rounded.
+    """
+    x, gate_up_proj = _widen(x), _widen(gate_up_proj)
     rows = []
     for expert, first, count in tiles.tiles.tolist():
         tokens = tiles.pairs[first : first + count].long() // tiles.num_active
@@ -117,15 +125,25 @@ def expert_gate_up(x: Tensor, gate_up_proj: Tensor, tiles: ExpertTiles) -> Tenso
 
 
 def expert_down(
-    hidden: Tensor, down_proj: Tensor, weights: Tensor, tiles: ExpertTiles, *, overlap: bool = False
+    hidden: Tensor | Quantized,
+    down_proj: Tensor | Quantized,
+    weights: Tensor,
+    tiles: ExpertTiles,
+    *,
+    overlap: bool = False,
 ) -> Tensor:
     """weights[pair] * (hidden @ down_proj[expert].T) at the pair's place. (M * A, F), (E, D, F), (M, A) → (M, A, D)."""
+    hidden, down_proj = _widen(hidden), _widen(down_proj)
     out = hidden.new_empty(hidden.shape[0], down_proj.shape[1])
     for expert, first, count in tiles.tiles.tolist():
         pairs = tiles.pairs[first : first + count].long()
         rows = hidden[first : first + count] @ down_proj[expert].T
         out[pairs] = (rows * weights.flatten()[pairs, None]).to(hidden.dtype)
     return out.view(-1, tiles.num_active, down_proj.shape[1])
+
+
+def _widen(x: Tensor | Quantized) -> Tensor:
+    return x.dequantize() if isinstance(x, Quantized) else x
 
 
 # The attention half of a layer and the vocabulary side: q/k/v, attention, statistics, samples, acceptance.

@@ -1,6 +1,7 @@
 """A model's weights as the kernels read them: its own tensors, with q, k, v and gate, up fused into one product each.
 
-Nothing is held twice: the model's parameters become views of the fused tensors, and go on working.
+Nothing is held twice: the model's parameters become views of the fused tensors, and go on working. Experts in float8
+are tensors of their own.
 """
 
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from dgemma.config import LayerShape
 from dgemma.model.backbone import Layer
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.layers import GatedMLP
+from dgemma_kernels.quantized import Quantized, quantize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +32,8 @@ class LayerWeights:
     per_expert_scale: Tensor
     gate_up: Tensor  # of the dense MLP
     down: Tensor
-    expert_gate_up: Tensor
-    expert_down: Tensor
+    expert_gate_up: Tensor | Quantized
+    expert_down: Tensor | Quantized
     tail_norms: tuple[Tensor, Tensor, Tensor]  # dense, expert, both
     scalar: Tensor
     causal_scalar: Tensor
@@ -49,14 +51,14 @@ class Weights:
     signal_down: Tensor
 
 
-def take_weights(model: DiffusionGemma) -> Weights:
-    """Fuse the model's projections in place, a layer at a time, and hand out its tensors.
+def take_weights(model: DiffusionGemma, *, float8: bool = False) -> Weights:
+    """Fuse the model's projections in place, a layer at a time, and hand out its tensors; experts in float8 if asked.
 
     Example: `take_weights(model).layers[0].qkv.shape` is `((16 + 2 * 8) * 256, 2816)`.
     """
     config = model.config
     layers = tuple(
-        _take_layer(layer, config.layer_shape(index))  # type: ignore[arg-type]
+        _take_layer(layer, config.layer_shape(index), float8)  # type: ignore[arg-type]
         for index, layer in enumerate(model.layers)
     )
     mixer = model.self_conditioning
@@ -70,13 +72,14 @@ def take_weights(model: DiffusionGemma) -> Weights:
     )
 
 
-def _take_layer(layer: Layer, shape: LayerShape) -> LayerWeights:
+def _take_layer(layer: Layer, shape: LayerShape, float8: bool) -> LayerWeights:
     attention, device = layer.self_attn, layer.layer_scalar.device
     projections = [attention.q_proj, attention.k_proj]
     if attention.v_proj is not None:
         projections.append(attention.v_proj)
     pair = torch.arange(shape.head_dim // 2, device=device, dtype=torch.float32)
     frequencies = shape.rope_theta ** (-2.0 * pair / shape.head_dim)
+    gate_up, down = layer.experts.gate_up_proj.detach(), layer.experts.down_proj.detach()
     return LayerWeights(
         shape=shape,
         qkv=_fuse(*projections),
@@ -95,8 +98,8 @@ def _take_layer(layer: Layer, shape: LayerShape) -> LayerWeights:
         per_expert_scale=layer.router.per_expert_scale.detach(),
         gate_up=_fuse_mlp(layer.mlp),
         down=layer.mlp.down_proj.weight.detach(),
-        expert_gate_up=layer.experts.gate_up_proj.detach(),
-        expert_down=layer.experts.down_proj.detach(),
+        expert_gate_up=quantize(gate_up) if float8 else gate_up,
+        expert_down=quantize(down) if float8 else down,
         tail_norms=(
             layer.post_feedforward_layernorm_1.weight.detach(),
             layer.post_feedforward_layernorm_2.weight.detach(),

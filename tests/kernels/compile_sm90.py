@@ -74,7 +74,8 @@ def main() -> None:
             call()
             for kernel in compiled.values():
                 row = {"case": f"{path.stem}: {case}: {kernel.name}", "shared": kernel.metadata.shared}
-                row |= {"wgmma": "wgmma" in kernel.asm["ptx"], "wants_wgmma": kernel.name in table["WGMMA"]}
+                used = re.findall(r"wgmma\.mma_async\S+", kernel.asm["ptx"])
+                row |= {"wgmma": sorted(set(used)), "wants_wgmma": kernel.name in table["WGMMA"]}
                 rows.append(row | resources(kernel.asm["cubin"]))
     print(json.dumps(rows))
 

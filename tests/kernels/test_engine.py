@@ -225,7 +225,7 @@ def test_a_published_step_leaves_what_the_librarys_step_leaves(
 def test_a_sampler_that_waits_for_the_host_is_named(models, monkeypatch):
     _, fast = models
 
-    def fail(*args):
+    def fail(*args, **options):
         raise CaptureError("operation not permitted\nCompile with TORCH_USE_CUDA_DSA")
 
     monkeypatch.setattr(captured, "Replay", fail)
@@ -346,8 +346,8 @@ def test_the_model_goes_on_working_and_nothing_is_held_twice(device):
 def test_mistakes_are_answered_in_one_sentence(models, monkeypatch):
     plain, fast = models
     prompt, _ = ragged_prompt()
-    with pytest.raises(ValueError, match="weights must be \"bf16\", got 'fp8'"):
-        accelerate(plain, weights="fp8")
+    with pytest.raises(ValueError, match='weights must be "bf16" or "fp8", got \'int4\''):
+        accelerate(plain, weights="int4")
     with pytest.raises(ValueError, match="head_dim must be a power of two >= 16"):
         accelerate(dgemma.DiffusionGemma(plain.config.replace(head_dim=24), device=plain.device))
     with pytest.raises(ValueError, match="cache must be one that it made itself"):

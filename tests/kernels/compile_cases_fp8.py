@@ -1,0 +1,39 @@
+"""The experts in float8 at the published sizes, on Hopper and on GPUs without tiles of their own."""
+
+from unittest.mock import patch
+
+import torch
+
+from dgemma_kernels import configs, experts, norms, reference, router
+from dgemma_kernels.quantized import Quantized
+
+E, A, D, F = 128, 8, 2816, 704
+WGMMA = {"_expert_gate_up_kernel", "_expert_down_kernel"}
+
+
+def empty(*shape: int) -> Quantized:
+    values = torch.empty(*shape, dtype=torch.float8_e4m3fn)
+    return Quantized(values=values, scale=torch.empty(shape[:-1]), dtype=torch.bfloat16)
+
+
+def run_experts(gpu: str, tokens: int) -> None:
+    with patch.object(configs, "gpu_name", lambda device: gpu):
+        index = torch.zeros(tokens, A, dtype=torch.int32)
+        rows = configs.expert_config(tokens, index.device, torch.float8_e4m3fn).rows
+        tiles = router.sort_by_expert(index, reference.count_pairs(index, E), rows)
+        hidden = experts.expert_gate_up(empty(tokens, D), empty(E, 2 * F, D), tiles)
+        for overlap in (False, True):
+            experts.expert_down(hidden, empty(E, D, F), torch.empty(tokens, A), tiles, overlap=overlap)
+
+
+def run_norms() -> None:
+    row, vector = torch.empty(256, D, dtype=torch.bfloat16), torch.empty(D, dtype=torch.bfloat16)
+    norms.attention_residual(row, row, *[vector] * 4, 1e-6, float8=True)
+
+
+CALLS = {
+    f"{gpu}, {tokens} tokens": lambda case=(gpu, tokens): run_experts(*case)
+    for gpu, sizes in (("NVIDIA H200", (1, 256, 512, 1024, 1536, 4096)), ("default", (256, 1024)))
+    for tokens in sizes
+}
+CALLS["norms"] = run_norms
