@@ -2,6 +2,7 @@
 
 python kernels/benchmarks/experts.py            parity, every kernel of the half, the experts from 1 to 4,096 tokens
 python kernels/benchmarks/experts.py --sweep 256 512    parity and time of the promising tiles at 256 and at 512 tokens
+python kernels/benchmarks/experts.py --weights fp8      either, with the experts in float8
 
 Weights are random, distinct in every layer (30 layers are 45 GB, so that no cache helps), and so is the routing: even
 over all experts, the worst case, or over a random 84 of them a layer, as seen on text.
@@ -22,9 +23,11 @@ from timing import demand_parity, describe_run, measure_read_bandwidth, time_gra
 from torch import Tensor
 
 from dgemma_kernels import configs, dense, experts, mlp, norms, reference, router
+from dgemma_kernels.quantized import Quantized, quantize, split
 
 E, A, D, F, DENSE, EPS = 128, 8, 2816, 704, 2112, 1e-6
-# Two products and four bf16 roundings in a row come to about 3e-3; a wrong row or tile to more than 1e-2.
+# Two products and four bf16 roundings in a row come to about 3e-3; a wrong row or tile to more than 1e-2. Of float8 it
+# is what goes beyond the rounding of hidden values, and the second product from these as they are.
 LIMIT = 6e-3
 GPU = torch.device("cuda")
 
@@ -33,14 +36,24 @@ GPU = torch.device("cuda")
 class Layer:
     """One layer's weights."""
 
-    gate_up: Tensor  # (E, 2F, D)
-    down: Tensor  # (E, D, F)
+    gate_up: Tensor | Quantized  # (E, 2F, D)
+    down: Tensor | Quantized  # (E, D, F)
     dense_gate_up: Tensor  # (2 DENSE, D)
     dense_down: Tensor  # (D, DENSE)
     proj: Tensor  # (E, D)
 
+    @property
+    def float8(self) -> bool:
+        return isinstance(self.gate_up, Quantized)
 
-def draw_layer() -> Layer:
+    def expert_bytes(self, active: float) -> tuple[float, float]:
+        """What gate_up and what down reads of `active` experts: their weights, and the scales of these."""
+        weights = [[t for t in split(w) if t is not None] for w in (self.gate_up, self.down)]
+        first, second = (active / E * sum(t.numel() * t.itemsize for t in tensors) for tensors in weights)
+        return first, second
+
+
+def draw_layer(float8: bool) -> Layer:
     shapes = {
         "gate_up": (E, 2 * F, D),
         "down": (E, D, F),
@@ -49,11 +62,25 @@ def draw_layer() -> Layer:
         "proj": (E, D),
     }
     weights = {name: torch.randn(*shape, dtype=torch.bfloat16, device=GPU) for name, shape in shapes.items()}
-    return Layer(**{name: weight.mul_(weight.shape[-1] ** -0.5) for name, weight in weights.items()})
+    weights = {name: weight.mul_(weight.shape[-1] ** -0.5) for name, weight in weights.items()}
+    rounded = {name: quantize(weights[name]) for name in ("gate_up", "down") if float8}
+    return Layer(**(weights | rounded))
 
 
 def draw_rows(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.bfloat16, device=GPU)
+
+
+def draw_input(tokens: int, float8: bool) -> Tensor | Quantized:
+    return quantize(draw_rows(tokens, D)) if float8 else draw_rows(tokens, D)
+
+
+def draw_hidden(pairs: int, float8: bool, block: int = 64) -> Tensor | Quantized:
+    rows = draw_rows(pairs, F)
+    if not float8:
+        return rows
+    scale = torch.full((-(-F // block), pairs), 0.01, device=GPU)
+    return Quantized(values=rows.to(torch.float8_e4m3fn), scale=scale, dtype=rows.dtype, block=block)
 
 
 def draw_index(tokens: int, distinct: int = E) -> Tensor:
@@ -78,34 +105,56 @@ def poisoned_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def sort(index: Tensor, counts: Tensor) -> router.ExpertTiles:
-    return router.sort_by_expert(index, counts, configs.expert_config(index.shape[0], GPU).rows)
+def find_config(tokens: int, float8: bool) -> configs.ExpertConfig:
+    return configs.expert_config(tokens, GPU, torch.float8_e4m3fn if float8 else torch.bfloat16)
 
 
-def run_experts(x: Tensor, layer: Layer, weights: Tensor, tiles: router.ExpertTiles) -> Tensor:
+def sort(index: Tensor, counts: Tensor, float8: bool) -> router.ExpertTiles:
+    return router.sort_by_expert(index, counts, find_config(index.shape[0], float8).rows)
+
+
+def run_experts(x: Tensor | Quantized, layer: Layer, weights: Tensor, tiles: router.ExpertTiles) -> Tensor:
     """Without overlap, which needs fresh tiles: these are timed over the same ones again and again."""
     return experts.expert_down(experts.expert_gate_up(x, layer.gate_up, tiles), layer.down, weights, tiles)
 
 
 def check_experts(name: str, layer: Layer, index: Tensor) -> float:
-    x, weights = draw_rows(index.shape[0], D), torch.rand(index.shape, device=GPU)
-    rows, counts = configs.expert_config(index.shape[0], GPU).rows, reference.count_pairs(index, E)
+    x, weights = draw_input(index.shape[0], layer.float8), torch.rand(index.shape, device=GPU)
+    rows, counts = find_config(index.shape[0], layer.float8).rows, reference.count_pairs(index, E)
     with poisoned_memory():
-        tiles = sort(index, counts)
-        got = run_experts(x, layer, weights, tiles)
+        tiles = sort(index, counts, layer.float8)
+        hidden = experts.expert_gate_up(x, layer.gate_up, tiles)
+        got = experts.expert_down(hidden, layer.down, weights, tiles)
     want_tiles = reference.sort_by_expert(index, counts, rows)
     if not (torch.equal(tiles.pairs, want_tiles.pairs) and torch.equal(tiles.tiles, want_tiles.tiles)):
         raise SystemExit(f"PARITY FAILED, nothing timed: sort_by_expert, {name}.")
-    want = torch.empty(got.shape, dtype=torch.float64, device=GPU)
+    want, want_hidden = (torch.empty(tiles.pairs.numel(), n, dtype=torch.float64, device=GPU) for n in (D, F))
+    wide, first = x.dequantize() if isinstance(x, Quantized) else x.double(), 0
     for expert in range(E):
         pairs = (index.flatten() == expert).nonzero()[:, 0]
-        hidden = reference.geglu(x[pairs // A].double() @ layer.gate_up[expert].double().T)
-        rows_of_expert = hidden @ layer.down[expert].double().T
-        want.view(-1, D)[pairs] = rows_of_expert * weights.flatten()[pairs, None].double()
+        here, first = slice(first, first + len(pairs)), first + len(pairs)
+        want_hidden[here] = reference.geglu(wide[pairs // A] @ widen(layer.gate_up, expert).T)
+        given = hidden.dequantize()[here] if isinstance(hidden, Quantized) else want_hidden[here]
+        want[pairs] = given @ widen(layer.down, expert).T * weights.flatten()[pairs, None].double()
+    want = want.view(got.shape)
+    if isinstance(hidden, Quantized):
+        demand_parity(f"hidden values beyond rounding, {name}", *round_as(hidden, want_hidden), LIMIT)
     error = demand_parity(f"experts, {name}", got, want, LIMIT)
     if not torch.equal(run_experts(x, layer, weights, tiles), got):
         raise SystemExit(f"PARITY FAILED, nothing timed: experts, {name}, differ between two runs.")
     return error
+
+
+def widen(weights: Tensor | Quantized, expert: int) -> Tensor:
+    values, scale = split(weights)
+    return values[expert].double() if scale is None else values[expert].double() * scale[expert, :, None]
+
+
+def round_as(got: Quantized, want: Tensor) -> tuple[Tensor, Tensor]:
+    """Both, with `want` moved by at most half a step of float8 towards `got`: what is left between them is error."""
+    wide, scale = got.dequantize(), got.scale.T.repeat_interleave(got.block or F, 1)[:, : want.shape[1]].double()
+    half_step = 2.0 ** ((want / scale).abs().clamp(min=2.0**-6).log2().floor() - 4) * scale
+    return wide, want + (wide - want).clamp(-half_step, half_step)
 
 
 def check_router(layer: Layer, tokens: int) -> None:
@@ -157,8 +206,8 @@ def check_rest(layer: Layer, tokens: int) -> None:
             demand_parity(f"{name}[{part}], {tokens} tokens", g, w, 1e-2)
 
 
-def check_parity() -> None:
-    layer = draw_layer()
+def check_parity(float8: bool) -> None:
+    layer = draw_layer(float8)
     for tokens in (1, 3, 16, 100, 256, 257, 512, 1000, 4096):
         error = check_experts(f"{tokens} tokens, even", layer, draw_index(tokens))
         check_experts(f"{tokens} tokens, skewed", layer, draw_skewed_index(tokens))
@@ -191,10 +240,11 @@ class Report:
 
 
 def time_experts(report: Report, layers: list[Layer], tokens: int, distinct: int) -> None:
-    x, weights = draw_rows(tokens, D), torch.rand(tokens, A, device=GPU)
+    float8 = layers[0].float8
+    x, weights = draw_input(tokens, float8), torch.rand(tokens, A, device=GPU)
     indices = [draw_index(tokens, distinct) for _ in layers]
-    tiles = [sort(index, reference.count_pairs(index, E)) for index in indices]
-    hidden = draw_rows(tokens * A, F)
+    tiles = [sort(index, reference.count_pairs(index, E), float8) for index in indices]
+    hidden = draw_hidden(tokens * A, float8)
     active = sum(index.unique().numel() for index in indices) / len(layers)
     note, what = f"{active:.1f} active experts", f"{tokens} tokens, {distinct} experts"
     pairs = tokens * A
@@ -212,7 +262,7 @@ def time_experts(report: Report, layers: list[Layer], tokens: int, distinct: int
             run_experts(x, layer, weights, tile)
 
     count = len(layers)
-    first, second = active * 2 * F * D * 2, active * F * D * 2
+    first, second = layers[0].expert_bytes(active)
     report.add(f"gate_up, {what}", time_graph(gate_up), count, first, 4.0 * pairs * D * F, note)
     report.add(f"down, {what}", time_graph(down), count, second, 2.0 * pairs * D * F, note)
     total = report.add(f"both, {what}", time_graph(both), count, first + second, 6.0 * pairs * D * F, note)
@@ -238,11 +288,12 @@ def time_rest(report: Report, layers: list[Layer], tokens: int) -> None:
 
     what, up, down = f", {tokens} tokens", 2 * DENSE * D * 2, DENSE * D * 2
     flops = 2.0 * tokens * DENSE * D
-    timed = each(lambda _: norms.attention_residual(*rows, *vectors, EPS))
-    report.add("attention_residual" + what, timed, count, 6 * row, 0)
+    float8 = layers[0].float8
+    timed = each(lambda _: norms.attention_residual(*rows, *vectors, EPS, float8=float8))
+    report.add("attention_residual" + what, timed, count, 6 * row - float8 * row / 2, 0)
     timed = each(lambda layer: router.route(rows[0], layer.proj, scale, A))
     report.add("route" + what, timed, count, E * D * 2 + row, 2.0 * tokens * D * E)
-    report.add("sort_by_expert" + what, each(lambda _: sort(index, counts)), count, tokens * A * 8, 0)
+    report.add("sort_by_expert" + what, each(lambda _: sort(index, counts, float8)), count, tokens * A * 8, 0)
     timed = each(lambda layer: mlp.gate_up_geglu(rows[0], layer.dense_gate_up))
     report.add("dense gate_up, geglu" + what, timed, count, up + row, 2 * flops)
     timed = each(lambda layer: torch.mm(dense_hidden, layer.dense_down.T))
@@ -267,13 +318,15 @@ class Half:
     def __call__(self, x: Tensor, layer: Layer, routing: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """x after one half layer, routed by index and counts where given; without a second stream all is in one row."""
         main, vectors = torch.cuda.current_stream(), self.vectors
-        x, dense_in, expert_in, router_in = norms.attention_residual(self.attention, x, *vectors[:4], EPS)
+        x, dense_in, expert_in, router_in = norms.attention_residual(
+            self.attention, x, *vectors[:4], EPS, float8=layer.float8
+        )
         side = self.side or main
         side.wait_stream(main)
         with torch.cuda.stream(side):
             dense_out = dense.dense_mlp(dense_in, layer.dense_gate_up, layer.dense_down, self.progress)
         weights, *chosen = router.route(router_in, layer.proj, self.scale, A)
-        tiles = sort(*(routing or chosen))
+        tiles = sort(*(routing or chosen), layer.float8)
         hidden = experts.expert_gate_up(expert_in, layer.gate_up, tiles)
         rows = experts.expert_down(hidden, layer.down, weights, tiles, overlap=True)
         main.wait_stream(side)
@@ -315,7 +368,7 @@ def time_half(report: Report, layers: list[Layer], tokens: int, distinct: int) -
     start, indices = draw_rows(tokens, D), [draw_index(tokens, distinct) for _ in layers]
     fixed = [(index, reference.count_pairs(index, E)) for index in indices]
     active = sum(index.unique().numel() for index in indices) / len(layers)
-    num_bytes = (active * 3 * F * D + 3 * DENSE * D + E * D) * 2
+    num_bytes = sum(layers[0].expert_bytes(active)) + (3 * DENSE * D + E * D) * 2
     flops = 6.0 * tokens * D * (A * F + DENSE)
     for streams, dependent in ((1, False), (2, False), (1, True), (2, True)):
         half = draw_half(tokens, torch.cuda.Stream() if streams == 2 else None)
@@ -333,14 +386,14 @@ def time_half(report: Report, layers: list[Layer], tokens: int, distinct: int) -
 
 
 @contextlib.contextmanager
-def expert_table(table: tuple[configs.ExpertConfig, ...]) -> Iterator[None]:
-    name = configs.gpu_name(GPU)
-    before = configs.EXPERTS.get(name, configs.EXPERTS["default"])
-    configs.EXPERTS[name] = table
+def expert_table(table: tuple[configs.ExpertConfig, ...], float8: bool) -> Iterator[None]:
+    name, tables = configs.gpu_name(GPU), configs.EXPERTS_FLOAT8 if float8 else configs.EXPERTS
+    before = tables.get(name, tables["default"])
+    tables[name] = table
     try:
         yield
     finally:
-        configs.EXPERTS[name] = before
+        tables[name] = before
 
 
 @contextlib.contextmanager
@@ -372,14 +425,40 @@ DOWN_TILES = {
     96: [(64, 64, 4, 4), (128, 64, 8, 4), (128, 64, 8, 6)],
     128: [(64, 64, 4, 5), (128, 64, 4, 4), (128, 64, 8, 4), (128, 64, 8, 5), (128, 128, 8, 3)],
 }
+# The same in float8: 64 columns of gate_up have one scale of hidden values, and 64 divides the hidden width.
+FLOAT8_GATE_UP_TILES = {
+    16: [(64, 256, 4, 4), (64, 256, 4, 5), (64, 128, 4, 8), (64, 128, 4, 5)],
+    32: [(64, 256, 4, 5), (64, 256, 4, 4), (64, 128, 4, 5), (64, 128, 4, 10), (64, 128, 4, 4), (64, 256, 8, 5)],
+    64: [(64, 128, 4, 8), (64, 128, 4, 4), (64, 256, 4, 4), (64, 128, 8, 4)],
+    80: [(64, 128, 4, 4), (64, 128, 8, 4), (64, 128, 4, 8), (64, 256, 4, 4)],
+    96: [(64, 128, 8, 4)],
+    128: [(64, 128, 8, 4), (64, 128, 8, 3), (64, 128, 4, 4)],
+}
+FLOAT8_DOWN_TILES = {
+    16: [(64, 64, 4, 5), (64, 64, 4, 11), (128, 64, 4, 6)],
+    32: [
+        *((64, 64, 4, 5), (64, 64, 4, 4), (64, 64, 4, 8), (64, 64, 4, 11), (64, 64, 8, 5), (128, 64, 4, 5)),
+        *((128, 64, 8, 5), (128, 64, 4, 8), (128, 64, 4, 11), (256, 64, 8, 5)),
+    ],
+    64: [(128, 64, 8, 5), (128, 64, 4, 5), (64, 64, 4, 5), (64, 64, 4, 8), (128, 64, 8, 8), (256, 64, 8, 5)],
+    80: [(128, 64, 8, 5), (64, 64, 4, 5), (128, 64, 8, 4), (128, 64, 4, 4)],
+    96: [(128, 64, 8, 5)],
+    128: [(128, 64, 8, 4), (64, 64, 8, 4), (128, 64, 8, 3)],
+}
 
 
-def sweep(report: Report, layers: list[Layer], tokens: int, distinct: int) -> None:
+def tiles_worth_trying(float8: bool) -> tuple[dict[int, list[tuple[int, ...]]], dict[int, list[tuple[int, ...]]]]:
+    return (FLOAT8_GATE_UP_TILES, FLOAT8_DOWN_TILES) if float8 else (GATE_UP_TILES, DOWN_TILES)
+
+
+def sweep(report: Report, layers: list[Layer], tokens: int, distinct: int) -> configs.ExpertConfig:
     """Tiles of gate_up alone and of down alone for each sensible number of rows, then the best of each together."""
     index = [draw_index(tokens, distinct) for _ in layers]
     active = sum(i.unique().numel() for i in index) / len(layers)
-    x, weights, hidden = draw_rows(tokens, D), torch.rand(tokens, A, device=GPU), draw_rows(tokens * A, F)
-    first, second = active * 2 * F * D * 2, active * F * D * 2
+    float8 = layers[0].float8
+    gate_up_tiles, down_tiles = tiles_worth_trying(float8)
+    x, weights, hidden = draw_input(tokens, float8), torch.rand(tokens, A, device=GPU), draw_hidden(tokens * A, float8)
+    first, second = layers[0].expert_bytes(active)
     flops = 6.0 * tokens * A * D * F
 
     def timed(config: configs.ExpertConfig, which: str, num_bytes: float, flops: float) -> float:
@@ -395,10 +474,10 @@ def sweep(report: Report, layers: list[Layer], tokens: int, distinct: int) -> No
         shown = {"gate_up": [config.gate_up], "down": [config.down]}.get(which, [config.gate_up, config.down])
         name = f"{which} {tokens}: {config.rows} rows, {' and '.join(map(label, shown))}"
         try:
-            with expert_table((config,)):
+            with expert_table((config,), float8):
                 if which == "both":
                     check_experts(name, layers[0], index[0])
-                tiles = [sort(i, reference.count_pairs(i, E)) for i in index]
+                tiles = [sort(i, reference.count_pairs(i, E), float8) for i in index]
                 return report.add(name, time_graph(run, replays=15), len(layers), num_bytes, flops)
         except (Exception, SystemExit) as error:  # a tile that does not fit, or is wrong, is a result of the sweep
             print(f"{name}: {type(error).__name__}: {str(error)[:100]}", flush=True)
@@ -406,41 +485,48 @@ def sweep(report: Report, layers: list[Layer], tokens: int, distinct: int) -> No
 
     print(f"{tokens} tokens, {active:.1f} active experts", flush=True)
     together = {}
-    for rows in rows_worth_trying(tokens):
+    for rows in rows_worth_trying(tokens, float8):
         ups, downs = {}, {}
-        for shape in GATE_UP_TILES[rows]:
-            config = make_config(rows, shape, DOWN_TILES[rows][0])
+        for shape in gate_up_tiles[rows]:
+            config = make_config(rows, shape, down_tiles[rows][0])
             ups[shape] = timed(config, "gate_up", first, flops * 2 / 3)
-        for shape in DOWN_TILES[rows]:
-            config = make_config(rows, GATE_UP_TILES[rows][0], shape)
+        for shape in down_tiles[rows]:
+            config = make_config(rows, gate_up_tiles[rows][0], shape)
             downs[shape] = timed(config, "down", second, flops / 3)
         best = make_config(rows, min(ups, key=ups.__getitem__), min(downs, key=downs.__getitem__))
         together[best] = timed(best, "both", first + second, flops)
     best = min(together, key=together.__getitem__)
     print(f"BEST at {tokens}: {together[best]:.1f} us a layer, {together[best] * 30 / 1e3:.2f} ms for 30\n{best}")
+    return best
 
 
-def rows_worth_trying(tokens: int) -> list[int]:
+def rows_worth_trying(tokens: int, float8: bool) -> list[int]:
     """Tiles of an expert's average rows to twice as many: smaller ones repeat weights, larger ones waste arithmetic."""
     average = tokens * A // E
-    return [rows for rows in GATE_UP_TILES if average <= rows <= 2 * average] or [16 if average < 16 else 128]
+    return [rows for rows in tiles_worth_trying(float8)[0] if average <= rows <= 2 * average] or [
+        16 if average < 16 else 128
+    ]
 
 
-def compile_tile(rows: int, gate_up: tuple[int, ...] | None, down: tuple[int, ...] | None) -> None:
+def compile_tile(rows: int, gate_up: tuple[int, ...] | None, down: tuple[int, ...] | None, float8: bool) -> None:
     """Leaves one tile's kernel in Triton's cache: the sweep's own process then loads it. One expert's weights do."""
     index = torch.zeros(8, A, dtype=torch.int32, device=GPU)
     tiles = router.sort_by_expert(index, reference.count_pairs(index, 1), rows)
-    with contextlib.suppress(Exception), expert_table((make_config(rows, gate_up or down, down or gate_up),)):
+    config = make_config(rows, gate_up or down, down or gate_up)
+    layer = {name: draw_rows(1, *shape) for name, shape in (("gate_up", (2 * F, D)), ("down", (D, F)))}
+    weights = {name: quantize(weight) if float8 else weight for name, weight in layer.items()}
+    with contextlib.suppress(Exception), expert_table((config,), float8):
         if gate_up:
-            experts.expert_gate_up(draw_rows(8, D), draw_rows(1, 2 * F, D), tiles)
+            experts.expert_gate_up(draw_input(8, float8), weights["gate_up"], tiles)
         else:
-            weights = torch.ones(8, A, device=GPU)
-            experts.expert_down(draw_rows(8 * A, F), draw_rows(1, D, F), weights, tiles)
+            routing = torch.ones(8, A, device=GPU)
+            experts.expert_down(draw_hidden(8 * A, float8), weights["down"], routing, tiles)
 
 
-def compile_tiles(rows: set[int]) -> None:
-    jobs = [(r, shape, None) for r in rows for shape in GATE_UP_TILES[r]]
-    jobs += [(r, None, shape) for r in rows for shape in DOWN_TILES[r]]
+def compile_tiles(rows: set[int], float8: bool) -> None:
+    gate_up_tiles, down_tiles = tiles_worth_trying(float8)
+    jobs = [(r, shape, None, float8) for r in rows for shape in gate_up_tiles[r]]
+    jobs += [(r, None, shape, float8) for r in rows for shape in down_tiles[r]]
     with ProcessPoolExecutor(min(len(jobs), os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_tile, *zip(*jobs, strict=True)))
 
@@ -457,10 +543,12 @@ def label(tile: configs.Tile) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", type=int, nargs="+", metavar="TOKENS", help="compare tiles at these sizes instead")
+    parser.add_argument("--weights", choices=("bf16", "fp8"), default="bf16", help="what the experts are held in")
     parser.add_argument("--distinct", type=int, default=E, help="experts the sweep's routing is drawn from")
     parser.add_argument("--layers", type=int, default=30, help="distinct layers of weights, 1.5 GB each")
     parser.add_argument("--output", type=Path, help="where to write the numbers as JSON")
     arguments = parser.parse_args()
+    float8 = arguments.weights == "fp8"
     if not torch.cuda.is_available():
         raise SystemExit("This benchmark needs a CUDA GPU; on a CPU, tests/kernels check the same kernels.")
     torch.manual_seed(0)
@@ -469,13 +557,13 @@ def main() -> None:
     print(f"read bandwidth {report.bandwidth / 1e12:.2f} TB/s", flush=True)
     try:
         if arguments.sweep:
-            compile_tiles({rows for tokens in arguments.sweep for rows in rows_worth_trying(tokens)})
-            layers = [draw_layer() for _ in range(min(arguments.layers, 8))]
+            compile_tiles({rows for tokens in arguments.sweep for rows in rows_worth_trying(tokens, float8)}, float8)
+            layers = [draw_layer(float8) for _ in range(min(arguments.layers, 8))]
             for tokens in arguments.sweep:
                 sweep(report, layers, tokens, arguments.distinct)
         else:
-            check_parity()
-            time_all(report, [draw_layer() for _ in range(arguments.layers)])
+            check_parity(float8)
+            time_all(report, [draw_layer(float8) for _ in range(arguments.layers)])
     finally:
         if arguments.output:
             result = {"run": describe_run(), "read_bandwidth": report.bandwidth, "lines": report.lines}
