@@ -349,6 +349,35 @@ def test_what_a_callback_changed_is_changed_again(model, prompt, tmp_path):
     assert Trajectory.load(tmp_path / "run").replay(model).difference(out.trajectory) is None
 
 
+def write_in_place(record):
+    """A canvas planted into what is there, a pin, a row ended; and on top of it a knob that is returned."""
+    state = record.state
+    if int(state.step[0]) == 2:
+        state.canvas[:, :4] = 77
+        state.frozen[:, 1] = True
+    if int(state.step[0]) == 3 and 2 in state.rows.tolist():
+        state.done[state.rows == 2] = True
+        return {"sampler": replace(record.knobs.sampler)}
+    return None
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+def test_what_was_written_in_place_is_written_again(model, prompt, process, tmp_path):
+    given = options(process, stop=None, record=True)
+    out = dgemma.generate(model, prompt, on_step=write_in_place, **given)
+    assert not torch.equal(out.new_tokens, dgemma.generate(model, prompt, **given).new_tokens)
+    assert (out.new_tokens[:, 1] == 77).all()
+    out.trajectory.save(tmp_path / "run.safetensors")
+    again = Trajectory.load(tmp_path / "run.safetensors").replay(model)  # or it says where they part
+    assert torch.equal(again.new_tokens, out.new_tokens)
+    assert torch.equal(out.trajectory.fork(model, block=1, step=1).new_tokens, out.new_tokens)
+    shared = {name: value for name, value in given.items() if name not in ("max_new_tokens", "eos_token_ids")}
+    filled = dgemma.infill(model, prompt.repeat(1, 3), [(2, 9)], on_step=write_in_place, **shared)
+    for trajectory in filled.trajectories:
+        assert trajectory.changes
+        trajectory.replay(model)
+
+
 @pytest.mark.parametrize(("block", "at"), [(0, 0), (0, 1), (0, 2), (1, 0), (1, 2)])
 def test_a_fork_of_a_meddled_run_repeats_what_came_before_it(model, prompt, block, at):
     out = dgemma.generate(model, prompt, record=True, on_step=meddle, **options())

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 from dgemma.arguments import check_valid, read_allowed
 from dgemma.prediction import Prediction
@@ -97,6 +97,26 @@ def apply_changes(changes: Changes, state: DenoiseState, knobs: "Knobs") -> tupl
     return state, knobs
 
 
+def snapshot(state: DenoiseState) -> DenoiseState:
+    """A copy that nobody writes into; predictions, which nobody should, are shared.
+
+    Example: `before = snapshot(record.state)`, then `list_writes(before, record.state)`.
+    """
+    return replace(state, **{name: tree_map(_copied, getattr(state, name)) for name in _STATE_FIELDS})
+
+
+def list_writes(before: DenoiseState, after: DenoiseState) -> dict[str, Any]:
+    """The fields that were written into in place, by name, in the form of `list_changes`.
+
+    Such a canvas opens nothing by itself, so what is open is said with it.
+
+    Example: `list_writes(before, record.state)` is `{}` where a callback only looked.
+    """
+    names = {name for name in _STATE_FIELDS if not _same(getattr(before, name), getattr(after, name))}
+    names |= {"open"} if names & {"canvas", "frozen"} else set()
+    return {name: getattr(after, name) for name in sorted(names)}
+
+
 def knob_changes(listed: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the listed changes that are of knobs."""
     return {name: value for name, value in listed.items() if name not in _STATE_FIELDS or _is_schedule(name, value)}
@@ -124,6 +144,10 @@ def _check(name: str, value: Any, state: DenoiseState) -> None:
             f"DenoiseState.canvas must hold ids in [0, {state.noise.vocab_size}), "
             f"got {int(value.min())}..{int(value.max())}."
         )
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _same(left: Any, right: Any) -> bool:

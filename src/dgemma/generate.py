@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dgemma import draws
 from dgemma.arguments import check_valid, passes_on
-from dgemma.changes import Changes, apply_changes
+from dgemma.changes import Changes, apply_changes, snapshot
 from dgemma.denoiser import Denoiser
 from dgemma.model.cache import PrefixCache
 from dgemma.noise import Noise
@@ -274,9 +274,10 @@ def drain(
             changes = None
             if isinstance(event, StepRecord):
                 bar.update()
+                before = snapshot(event.state) if trajectory is not None and on_step is not None else None
                 changes = on_step(event) if on_step is not None else None
                 if trajectory is not None:
-                    trajectory.add_step(event, changes)
+                    trajectory.add_step(event, changes, before=before)
             elif trajectory is not None:
                 trajectory.add_commit(event)
 

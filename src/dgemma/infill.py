@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from dgemma import arguments
 from dgemma.arguments import Span, passes_on
-from dgemma.changes import Changes
+from dgemma.changes import Changes, snapshot
 from dgemma.denoiser import Denoiser
 from dgemma.generate import denoise_canvas, predict, start_block
 from dgemma.model.cache import PrefixCache
@@ -289,10 +289,11 @@ class _Writer:
             except StopIteration as finished:
                 return finished.value
             bar.update()
+            before = snapshot(record.state) if trajectory is not None and self.on_step is not None else None
             changes = self.on_step(record) if self.on_step is not None else None
             if trajectory is not None:
                 here = torch.searchsorted(state.rows, record.rows)  # rows ascend
-                trajectory.add_step(replace(record, rows=here), changes)
+                trajectory.add_step(replace(record, rows=here), changes, before=before)
 
     def _score(self, state: DenoiseState, cache: PrefixCache, drafts: Tensor) -> Tensor:
         """The log-probability of every draft on the canvas as it began, (R, C): nothing of the drafts is on it."""

@@ -4,7 +4,7 @@ A draw is a function of (seed, block, step, position, purpose), so a run is its 
 changed on the way. All of that but the model is kept, and so the run can be made again from any step on.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -14,13 +14,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from dgemma import archive, arguments
-from dgemma.changes import Changes, apply_changes, knob_changes, list_changes
+from dgemma.changes import Changes, apply_changes, knob_changes, list_changes, list_writes
 from dgemma.denoiser import Denoiser
 from dgemma.generate import drain, run
 from dgemma.model.cache import PrefixCache
 from dgemma.plan import Knobs, Plan
 from dgemma.prediction import Prediction
 from dgemma.records import BlockCommit, Generation, Moment, OnStep, StepRecord
+from dgemma.state import DenoiseState
 from dgemma.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -85,8 +86,13 @@ class Trajectory:
         self.commits: list[BlockCommit] = []
         self.changes: list[Change] = []
 
-    def add_step(self, record: StepRecord, changes: Changes = None) -> None:
-        """Put a step on record, and what is to change after it."""
+    def add_step(self, record: StepRecord, changes: Changes = None, *, before: DenoiseState | None = None) -> None:
+        """Put a step on record, and what is to change after it.
+
+        before: the state as the step left it, where somebody may have written into the record's since (`snapshot`).
+        """
+        written = {} if before is None else list_writes(before, record.state)
+        after = record.state if before is None else before
         token_type = torch.int16 if self.plan.noise.vocab_size <= 2**15 else torch.int32
         top = record.top(self.top) if self.top else None
         none = record.entropy.new_empty(*record.canvas.shape, 0)
@@ -96,14 +102,14 @@ class Trajectory:
             "seeds": record.seeds,
             "temperature": record.temperature.float(),
             "noise_level": record.noise_level,
-            "done": record.state.done,
+            "done": after.done,
             "canvas": record.canvas.to(token_type),
-            "next_canvas": record.state.canvas.to(token_type),
-            "draft": record.state.draft.to(token_type),
+            "next_canvas": after.canvas.to(token_type),
+            "draft": after.draft.to(token_type),
             "argmax": record.argmax.to(token_type),
             "accepted": record.accepted,
             "renoised": record.renoised,
-            "open": record.state.open,
+            "open": after.open,
             "entropy": record.entropy.float(),
             "confidence": record.confidence.float(),
             "top_tokens": (none if top is None else top.tokens).to(token_type),
@@ -112,7 +118,7 @@ class Trajectory:
         columns = {name: tensor.detach().cpu() for name, tensor in columns.items()}
         block, index = self._place()
         self.steps.append(RecordedStep(block=block, index=index, **columns))
-        self._add_change((block, index + 1), changes, Moment(record.state, record.cache, record.knobs))
+        self._add_change((block, index + 1), changes, Moment(record.state, record.cache, record.knobs), written)
 
     def add_commit(self, commit: BlockCommit) -> None:
         """Put a finished block on record."""
@@ -393,8 +399,10 @@ class Trajectory:
         beginning.changes = [change for change in self.changes if change.block < block]
         return beginning
 
-    def _add_change(self, place: "Place", changes: Changes, moment: Moment) -> None:
-        values = list_changes(changes, moment.state, moment.knobs)
+    def _add_change(
+        self, place: "Place", changes: Changes, moment: Moment, written: Mapping[str, Any] | None = None
+    ) -> None:
+        values = _merge(dict(written or {}), list_changes(changes, moment.state, moment.knobs))
         if values:
             self.changes.append(Change(block=place[0], index=place[1], values=tree_map(_kept, values)))
 
