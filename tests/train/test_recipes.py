@@ -166,6 +166,22 @@ def test_adapters_are_those_of_the_sources():
         recipes.adapter("nemo")
 
 
+@pytest.mark.parametrize(
+    ("recipe", "router", "others"),
+    [("megatron", False, True), ("trl", False, False), ("official_jax", True, False), ("dgemma", True, False)],
+)
+def test_recipes_part_in_whether_routers_learn(recipe, router, others):
+    """A router learns by its own weights or by an adapter on them; the others, by theirs."""
+    model = DiffusionGemma(CONFIG)
+    recipes.prepare(model, recipe)
+    loss = recipes.RECIPES[recipe](CONFIG)
+    loss.reduce(loss(model, BATCH, seeds=SEEDS)).backward()
+    learns = {name for name, weight in model.named_parameters() if weight.grad is not None}
+    assert any(".router." in name for name in learns) is router
+    assert any(name.endswith("q_proj.weight") for name in learns) is others
+    assert any("q_proj" in name for name in learns)
+
+
 def test_the_published_config_gets_the_published_sizes():
     published: ModelConfig = dgemma.presets.diffusiongemma_26b_a4b()
     loss = recipes.official_jax(published)

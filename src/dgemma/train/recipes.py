@@ -1,16 +1,18 @@
 """Objectives by source: the public fine-tuning recipes of the model, and the losses of the papers.
 
 Each is a function of the model's config. What two of them share and where they part is what the fields say, and the
-tests hold them to it. Recipes also differ in what their LoRA adapts: `adapter` has those that are known.
+tests hold them to it. Recipes also differ in which weights they train, the routers' above all: `prepare` does that.
 """
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from dgemma.config import ModelConfig
+from dgemma.model import DiffusionGemma
+from dgemma.model.experts import Router
 from dgemma.noise import HybridNoise, MaskNoise, UniformNoise
 from dgemma.schedule import Linear, Schedule
-from dgemma.train.lora import LoRA
+from dgemma.train.lora import LoRA, add_lora
 from dgemma.train.objective import Objective
 
 
@@ -95,8 +97,22 @@ RECIPES: Mapping[str, Callable[..., Objective]] = {
 }
 
 
+def prepare(model: DiffusionGemma, recipe: str) -> None:
+    """Let a model train what a fine-tuning recipe trains: its `adapter`, or where it has none all but the routers.
+
+    Example: `recipes.prepare(model, "megatron"); train(model, recipes.megatron(model.config), ...)`.
+    """
+    lora = adapter(recipe)
+    if lora is not None:
+        add_lora(model, lora)
+        return
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.requires_grad_(False)
+
+
 def adapter(recipe: str) -> LoRA | None:
-    """What a fine-tuning recipe adapts; None where it trains every weight.
+    """What a fine-tuning recipe adapts; None for Megatron, which trains every weight but the routers'.
 
     TRL and Unsloth put separate adapters on the tied weights, which cannot be merged; here it is always a shared one.
 
