@@ -61,12 +61,14 @@ class TrainLog:
 
         Example: `result.log.to_csv("run.csv")`.
         """
-        lines = [{k: v for k, v in line.items() if isinstance(v, int | float | str)} for line in self.lines()]
-        names = list(dict.fromkeys(name for line in lines for name in line))
+        rows: dict[int, dict[str, Any]] = {}  # by step: what was evaluated after it is a line of its own
+        for line in self.lines():
+            rows.setdefault(line["step"], {}).update({k: v for k, v in line.items() if isinstance(v, int | float | str)})
+        names = list(dict.fromkeys(name for row in rows.values() for name in row))
         with Path(path).open("w", newline="") as file:
             writer = csv.DictWriter(file, names)
             writer.writeheader()
-            writer.writerows(lines)
+            writer.writerows(rows.values())
 
     def plot(self, path: str | Path | None = None, *, smooth: int = 50) -> "Figure":
         """Loss and terms against the step, means over `smooth` steps; saved to `path` if one is given.
