@@ -437,6 +437,13 @@ def test_the_average_is_what_is_evaluated_and_handed_back(tmp_path):
     assert result.log.column("evaluation/norm")[0] == [4, 6]
 
 
+def test_evaluations_may_be_tensors_or_say_nothing(tmp_path):
+    said = {2: {"accuracy": torch.tensor(0.5)}, 4: None, 6: {"accuracy": 1}}
+    _, result = run(tmp_path, evaluate=lambda model, step: said[step], evaluate_every=2)
+    assert result.log.column("evaluation/accuracy") == ([2, 6], [0.5, 1.0])
+    assert result.evaluation == {"accuracy": 1.0}
+
+
 def test_after_one_step_the_average_is_a_tenth_the_start(tmp_path):
     averaged, _ = run(tmp_path / "averaged", steps=1, ema_decay=0.99)
     raw, _ = run(tmp_path / "raw", steps=1)

@@ -63,7 +63,9 @@ class TrainLog:
         """
         rows: dict[int, dict[str, Any]] = {}  # by step: what was evaluated after it is a line of its own
         for line in self.lines():
-            rows.setdefault(line["step"], {}).update({k: v for k, v in line.items() if isinstance(v, int | float | str)})
+            rows.setdefault(line["step"], {}).update(
+                {k: v for k, v in line.items() if isinstance(v, int | float | str)}
+            )
         names = list(dict.fromkeys(name for row in rows.values() for name in row))
         with Path(path).open("w", newline="") as file:
             writer = csv.DictWriter(file, names)

@@ -42,7 +42,7 @@ from dgemma.train.records import Measure, StepRecord, Terms, TrainResult, make_l
 logger = logging.getLogger("dgemma")
 
 OnStep = Callable[[StepRecord], bool | None]  # True stops the run; `dgemma.records.OnStep` is of denoising steps
-Evaluate = Callable[[Any, int], Mapping[str, float]]
+Evaluate = Callable[[Any, int], Mapping[str, Any] | None]
 
 
 def train(
@@ -66,10 +66,10 @@ def train(
     step, writes a checkpoint and returns. A loss or gradient that is not finite stops the run with FloatingPointError,
     the model as it was at the last checkpoint.
 
-    on_step: called after every step; returning True stops the run as Ctrl-C does. evaluate: `(model, step) -> numbers`,
-    called with the averaged weights if there are any. optimizer: makes one from named parameters, AdamW by default;
-    its learning rates are the peaks that warm-up and cosine scale. allow_changes: go on with another configuration,
-    objective, source or optimizer than the run began with.
+    on_step: called after every step; returning True stops the run as Ctrl-C does. evaluate: `(model, step) -> numbers`
+    by name, or None, called with the averaged weights if there are any. optimizer: makes one from named parameters,
+    AdamW by default; its learning rates are the peaks that warm-up and cosine scale. allow_changes: go on with another
+    configuration, objective, source or optimizer than the run began with.
 
     Example: `train(model, recipes.official_jax(), source, TrainConfig(steps=2000, batch_size=64), out="run")`.
     """
@@ -297,7 +297,8 @@ class _Run:
             if self.average is not None:
                 stack.enter_context(self.average.swapped_in())
             stack.enter_context(torch.no_grad())
-            self.evaluation = dict(self.parallel.forward(self.model, lambda: evaluate(self.model, self.step)))
+            found = self.parallel.forward(self.model, lambda: evaluate(self.model, self.step)) or {}
+        self.evaluation = {name: float(value) for name, value in found.items()}  # tensors, too
         if self.parallel.is_main:
             self.log.append([{"step": self.step, **{f"evaluation/{k}": v for k, v in self.evaluation.items()}}])
         self._begin_interval()
@@ -328,10 +329,10 @@ class _Run:
         if self.average is not None:
             self.average.put_in()
         final = None
-        if interrupted:
+        if interrupted and self.parallel.is_main:  # said once, however many processes
             of_all = "" if self.total is None else f" of {self.total}"
             logger.warning("Training stopped after step %d%s; the same call goes on from %s.", self.step, of_all, last)
-        else:
+        if not interrupted:
             final = self.out / "final"
             self.parallel.save_pretrained(self.model, final)
         return TrainResult(
