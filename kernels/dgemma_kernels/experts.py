@@ -161,11 +161,12 @@ def _split_rows(rows_per_tile: int) -> dict[str, int]:
 
 
 @triton.jit
-def _tokens(
+def _token_rows(
     pairs: tl.tensor, first: tl.tensor, slots: tl.tensor, row_inside: tl.tensor, NUM_ACTIVE: tl.constexpr
 ) -> tl.tensor:
-    """Which tokens the slots of a tile are."""
-    return tl.load(pairs + first + slots, mask=row_inside, other=0) // NUM_ACTIVE
+    """Which tokens the slots of a tile are, as a column."""
+    token = tl.load(pairs + first + slots, mask=row_inside, other=0) // NUM_ACTIVE
+    return token[:, None].to(tl.int64)
 
 
 @triton.jit
@@ -193,17 +194,20 @@ def _store_geglu(
     gate_scale: tl.tensor,
     up_scale: tl.tensor,
     x_scale: tl.tensor,
-    token: tl.tensor,
+    pairs: tl.tensor,
     row: tl.tensor,
     row_inside: tl.tensor,
     cols: tl.tensor,
     col_inside: tl.tensor,
     block: tl.tensor,
     HIDDEN: tl.constexpr,
+    NUM_ACTIVE: tl.constexpr,
 ) -> None:
     if out_scale is None:
         hidden = gelu_tanh_times(gate, up, out.dtype.element_ty).T
     else:
+        # Read again (under a modifier, else Triton keeps it from the front, and 40 registers with it).
+        token = tl.load(pairs + row, mask=row_inside, other=0, cache_modifier=".ca") // NUM_ACTIVE
         token_scale = tl.load(x_scale + token, mask=row_inside, other=0.0)
         gate *= gate_scale[:, None] * token_scale[None, :]
         up *= up_scale[:, None] * token_scale[None, :]
@@ -266,8 +270,7 @@ def _gate_up_tile(
     depth = tl.arange(0, DEPTH)
     slots = tl.arange(0, ROWS)
     row_inside = slots < num_rows
-    token = _tokens(pairs, first, slots, row_inside, NUM_ACTIVE)
-    inputs = x + token[:, None].to(tl.int64) * WIDTH + depth[None, :]
+    inputs = x + _token_rows(pairs, first, slots, row_inside, NUM_ACTIVE) * WIDTH + depth[None, :]
     row = expert * 2 * HIDDEN + col
     if not DESCRIBED:
         gates = gate_up_proj + (expert.to(tl.int64) * 2 * HIDDEN + cols[:, None]) * WIDTH + depth[None, :]
@@ -280,8 +283,7 @@ def _gate_up_tile(
     if MORE > 0:
         more = ROWS + tl.arange(0, MORE)
         more_inside = more < num_rows
-        more_token = _tokens(pairs, first, more, more_inside, NUM_ACTIVE)
-        more_inputs = x + more_token[:, None].to(tl.int64) * WIDTH + depth[None, :]
+        more_inputs = x + _token_rows(pairs, first, more, more_inside, NUM_ACTIVE) * WIDTH + depth[None, :]
         more_gate = tl.zeros([COLS, MORE], tl.float32)
         more_up = tl.zeros([COLS, MORE], tl.float32)
     for start in range(0, WIDTH, DEPTH):
@@ -301,13 +303,13 @@ def _gate_up_tile(
             more_gate = _add_products(more_gate, gate_w, more_tokens, None, FLOAT8)
             more_up = _add_products(more_up, up_w, more_tokens, None, FLOAT8)
     _store_geglu(
-        out, out_scale, num_pairs, gate, up, gate_scale, up_scale, x_scale, token,
-        first + slots, row_inside, cols, col_inside, col // COLS, HIDDEN,
+        out, out_scale, num_pairs, gate, up, gate_scale, up_scale, x_scale, pairs,
+        first + slots, row_inside, cols, col_inside, col // COLS, HIDDEN, NUM_ACTIVE,
     )  # fmt: skip
     if MORE > 0:
         _store_geglu(
-            out, out_scale, num_pairs, more_gate, more_up, gate_scale, up_scale, x_scale, more_token,
-            first + more, more_inside, cols, col_inside, col // COLS, HIDDEN,
+            out, out_scale, num_pairs, more_gate, more_up, gate_scale, up_scale, x_scale, pairs,
+            first + more, more_inside, cols, col_inside, col // COLS, HIDDEN, NUM_ACTIVE,
         )  # fmt: skip
 
 

@@ -150,9 +150,16 @@ def described(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("described")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
-@pytest.mark.parametrize("routing", ["one-token", "even", "one-expert-has-every-row", "two-experts-have-no-rows"])
-@pytest.mark.parametrize(("width", "hidden"), [(D, F), (80, 80), (128, 128)], ids=["24-bytes", "ragged", "exact"])
+@pytest.mark.parametrize(
+    ("routing", "dtype"),
+    [
+        ("one-token", torch.float32),
+        ("even", torch.float16),
+        ("one-expert-has-every-row", torch.float32),
+        ("two-experts-have-no-rows", torch.float32),
+    ],
+)
+@pytest.mark.parametrize(("width", "hidden"), [(D, F), (80, 80), (128, 128)], ids=["72-bytes", "ragged", "exact"])
 def test_products_match_float64_of_what_was_rounded(routing, width, hidden, dtype, device):
     # A row of 72 bytes is not whole 16 bytes, which descriptors need; those of 80 and 128 are.
     index = draw_routing(routing).to(device)
@@ -328,11 +335,10 @@ def test_the_same_seed_gives_the_same_tokens_alone_and_in_a_batch(models):
     _, _, fast = models
     prompt = draw_tokens(2, 3)
     options = {"max_new_tokens": 2 * CANVAS, "steps": 1, "stop": None, "eos_token_ids": [], "progress": False}
-    together, alone, again = (
-        dgemma.generate(fast, rows, seed=5, **options) for rows in (prompt, prompt[:1], prompt[:1])
-    )
+    together, alone = (dgemma.generate(fast, rows, seed=5, **options) for rows in (prompt, prompt[:1]))
+    again = dgemma.generate(fast, prompt[:1], seed=5, **(options | {"max_new_tokens": CANVAS}))
     assert NATIVE or torch.equal(together.tokens[:1], alone.tokens)  # library products of two rows round otherwise
-    assert torch.equal(again.tokens, alone.tokens)
+    assert torch.equal(again.tokens, alone.tokens[:, : 3 + CANVAS])
     assert together.new_tokens.shape == (2, 2 * CANVAS)
 
 
