@@ -319,6 +319,25 @@ def test_a_puzzle_may_be_given_as_text(some):
         sudoku.complete(Oracle(some.solutions[:1]), "530")
 
 
+@pytest.mark.parametrize("strange", [10, -1, 0.5])
+def test_what_is_no_digit_is_refused(some, strange):
+    puzzles = np.where(np.arange(81) == 7, strange, some.puzzles[:2])
+    solver = Oracle(some.solutions[:2])
+    with pytest.raises(ValueError, match="complete puzzles must hold whole digits"):
+        sudoku.complete(solver, puzzles, steps=1)
+    if strange != 0.5:
+        with pytest.raises(ValueError, match=r"solve puzzles must be \(N, 81\) digits"):
+            sudoku.solve(puzzles)
+
+
+def test_a_model_of_other_tokens_and_solutions_of_other_puzzles_are_refused(some):
+    with pytest.raises(ValueError, match="must be a Sudoku solver, of 824 tokens and canvas 81, got 512 and 32"):
+        sudoku.complete(dgemma.DiffusionGemma(dgemma.presets.tiny()), some.puzzles[:2], steps=1)
+    done = sudoku.complete(Oracle(some.solutions[:2]), some.puzzles[:2], steps=1)
+    with pytest.raises(ValueError, match=r"scores solutions must be \(2, 81\), got \(1, 81\)"):
+        done.scores(some.solutions[:1])
+
+
 @pytest.mark.parametrize("puzzles", [[], (), torch.zeros(0, 81)], ids=["list", "tuple", "tensor"])
 def test_to_complete_nothing_is_refused(some, puzzles):
     with pytest.raises(ValueError, match=r"complete puzzles must be .* at least one puzzle, got shape \(0.*\)\. See"):

@@ -45,7 +45,10 @@ class Completion:
 
         Example: `complete(model, test.puzzles).scores(test.solutions)["exact"]`.
         """
-        right = self.grids == torch.as_tensor(solutions).to(self.grids)
+        solutions = torch.as_tensor(solutions).to(self.grids)
+        if solutions.shape != self.grids.shape:
+            raise ValueError(f"scores solutions must be {tuple(self.grids.shape)}, got {tuple(solutions.shape)}.")
+        right = self.grids == solutions
         clue = self.puzzles > 0
         return {
             "exact": right.all(1).double().mean().item(),
@@ -87,11 +90,20 @@ def complete(
     Example: `complete(model, "53..7..." + "." * 73, sampler=EntropyBound(bound=0.1, greedy=True)).grids`.
     """
     first = puzzles[0] if isinstance(puzzles, list | tuple) and puzzles else puzzles
-    puzzles = torch.as_tensor(parse(puzzles) if isinstance(first, str) else puzzles).to(model.device).long()
+    puzzles = torch.as_tensor(parse(puzzles) if isinstance(first, str) else puzzles).to(model.device)
     if puzzles.dim() != 2 or puzzles.shape[1] != NUM_CELLS or not len(puzzles):
         raise ValueError(
             f"complete puzzles must be (B, 81) digits of at least one puzzle, got shape {tuple(puzzles.shape)}. "
             "See `parse`."
+        )
+    if puzzles.is_floating_point() or not bool(((puzzles >= 0) & (puzzles <= 9)).all()):
+        found = f"{puzzles.dtype} from {puzzles.min():g} to {puzzles.max():g}"
+        raise ValueError(f"complete puzzles must hold whole digits, 1 to 9 and 0 for a blank, got {found}.")
+    config, puzzles = model.config, puzzles.long()
+    if (config.vocab_size, config.canvas_length) != (VOCAB_SIZE, NUM_CELLS):
+        raise ValueError(
+            f"complete model must be a Sudoku solver, of {VOCAB_SIZE} tokens and canvas {NUM_CELLS}, got "
+            f"{config.vocab_size} and {config.canvas_length}. Load dgemma/sudoku, or train one on `SudokuSource`."
         )
     if keep_clues:
         options |= {"canvas": canvas_tokens(puzzles), "frozen": puzzles > 0}

@@ -30,7 +30,13 @@ def solve(puzzles: Any, *, limit: int = 2) -> Solutions:
     Example: `solve(parse("53..7....6..195....98....6.8...6...34..8.3..17...2...6.6....28....419..5....8..79")).counts`
     is `[1]`.
     """
-    return search(candidates(np.asarray(puzzles)), limit=limit)
+    digits = np.asarray(puzzles)
+    if digits.ndim != 2 or digits.shape[1] != 81 or digits.min(initial=0) < 0 or digits.max(initial=0) > 9:
+        raise ValueError(
+            f"solve puzzles must be (N, 81) digits, 1 to 9 and 0 for a blank, got shape {digits.shape} from "
+            f"{digits.min(initial=0)} to {digits.max(initial=0)}. See `parse`."
+        )
+    return search(candidates(digits), limit=limit)
 
 
 def candidates(digits: NDArray[Any]) -> NDArray[np.uint16]:
