@@ -13,7 +13,7 @@ from dgemma.denoiser import Denoiser
 from dgemma.model import DiffusionGemma
 from dgemma.model.layout import lay_out_by_column
 from dgemma.noise import HybridNoise, MaskNoise, Noise, UniformNoise, learnt_noise, warn_of_noise
-from dgemma.sampling import Sampler
+from dgemma.sampling import EntropyBound, Sampler
 from dgemma.tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -142,10 +142,12 @@ def load_writer(arguments: argparse.Namespace) -> Writer:
 
 
 def check_sampler(sampler: Sampler | None, noise: Noise) -> None:
-    """A sampler is only ever run under noise that it is valid for."""
-    if sampler is not None and noise.kind not in sampler.valid_for:
-        fitting = " or ".join(f"--noise {kind}" for kind in sorted(sampler.valid_for))
-        raise ValueError(f"--sampler {type(sampler).__name__} must run under {fitting}, got {noise.kind} noise.")
+    """A sampler, or the default where none is named, is only ever run under noise that it is valid for."""
+    chosen = sampler or EntropyBound()
+    if noise.kind not in chosen.valid_for:
+        fitting = " or ".join(f"--noise {kind}" for kind in sorted(chosen.valid_for))
+        hint = "" if sampler else " Name another --sampler."
+        raise ValueError(f"--sampler {type(chosen).__name__} must run under {fitting}, got {noise.kind} noise.{hint}")
 
 
 def make_noise(name: str | None, model: DiffusionGemma, tokenizer: Tokenizer) -> Noise:
