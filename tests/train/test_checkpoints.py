@@ -56,6 +56,15 @@ def test_the_last_few_are_kept(tmp_path):
     assert read(saved) == 1_000_000
 
 
+def test_the_checkpoint_before_a_damaged_one_is_found_by_its_number(tmp_path):
+    saved = checkpoints(tmp_path)
+    for step in (999_999, 1_000_000):  # as names they sort the other way round
+        saved.save(step, state(step), {"step": step})
+    (saved.path(1_000_000) / "run.json").write_text("{")
+    with pytest.raises(ValueError, match="Delete that folder to continue from step-999999"):
+        read(saved)
+
+
 @pytest.mark.parametrize("deadly_call", range(10))
 def test_death_at_any_call_to_the_file_system_leaves_the_old_checkpoint_or_the_new(tmp_path, monkeypatch, deadly_call):
     saved = checkpoints(tmp_path, keep_last=1)

@@ -122,7 +122,7 @@ class Checkpoints:
                 raise ValueError(self._damaged(path, f"{name} is not as it was written"))
 
     def _damaged(self, path: Path, why: str) -> str:
-        before = [step for step in self.steps() if self.path(step) < path]
+        before = [step for step in self.steps() if step < int(path.name.removeprefix("step-"))]
         fallback = f"continue from {self.path(before[-1]).name}" if before else "begin again"
         return f"{path} is no whole checkpoint: {why}. Delete that folder to {fallback}."
 
