@@ -152,6 +152,17 @@ def test_a_tensor_that_was_never_saved_is_named(tmp_path):
     assert wanted["model.a"].tolist() == [7.0] * 3  # and nothing was loaded
 
 
+def test_a_tensor_of_another_shape_is_another_models_and_no_damage(tmp_path):
+    saved = checkpoints(tmp_path)
+    path = saved.save(1, state(1), {"step": 1})
+    wanted = state(7) | {"optimizer.a.step": torch.zeros(2)}
+    with pytest.raises(
+        ValueError, match=r"of another model: optimizer\.a\.step has .* is \(2,\)\. Continue"
+    ):
+        saved.load(path, wanted)
+    assert wanted["model.a"].tolist() == [7.0] * 3  # and nothing was loaded
+
+
 def test_a_run_is_described_in_readable_json(tmp_path):
     path = checkpoints(tmp_path).save(4, state(4), {"step": 4, "config": {"betas": (0.9, 0.99)}})
     run = json.loads((path / "run.json").read_text())

@@ -476,9 +476,18 @@ def test_adapters_are_not_continued_on_other_frozen_weights(tmp_path):
         run(tmp_path, model=other)
 
 
-def adapted() -> DiffusionGemma:
+def test_adapters_of_another_rank_or_none_are_refused_by_name(tmp_path):
+    run(tmp_path, model=adapted(), on_step=stop_at(2))
+    for other, named in ((adapted(rank=3), r"LoRA\(rank=3, .*"), (next_token.model(), "None")):
+        with pytest.raises(ValueError, match=rf"train adapters must be what .*LoRA\(rank=2, .*, got {named}\. Choose"):
+            run(tmp_path, model=other)
+    with pytest.raises(ValueError, match=r"of another model: .* Continue the run with the model"):
+        run(tmp_path, model=adapted(rank=3), allow_changes=True)
+
+
+def adapted(rank: int = 2) -> DiffusionGemma:
     model = next_token.model()
-    add_lora(model, LoRA(rank=2))
+    add_lora(model, LoRA(rank=rank))
     return model
 
 

@@ -16,6 +16,7 @@ from dgemma.train.parallel import Parallel
 
 _RUN_FILE = "run.json"
 _CHUNK = 1 << 24  # bytes read at a time
+_OTHER_MODEL = "Continue the run with the model and the settings that it began with, or choose another folder."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,14 +102,13 @@ class Checkpoints:
         self._check_files(path)
         missing = sorted(state.keys() - self.names(path))
         if missing:
-            raise ValueError(
-                f"{path} holds no {missing[0]} ({len(missing)} tensors are missing). Continue the run with the model "
-                f"and the settings that it began with, or choose another folder."
-            )
+            raise ValueError(f"{path} holds no {missing[0]} ({len(missing)} tensors are missing). {_OTHER_MODEL}")
         try:
             self.parallel.load(path, state)
-        except (ValueError, OSError) as error:
+        except OSError as error:
             raise ValueError(self._damaged(path, str(error))) from None
+        except ValueError as error:  # a shape: the file is whole
+            raise ValueError(f"{path} is of another model: {error}. {_OTHER_MODEL}") from None
 
     def _check_files(self, path: Path) -> None:
         """Every file must be as it was written; each process reads its share of them."""

@@ -28,6 +28,7 @@ from dgemma.train.description import checksum, describe_run, refuse_changes
 from dgemma.train.feed import Part, StepInput, feed
 from dgemma.train.interrupt import asked_to_stop
 from dgemma.train.log import TrainLog
+from dgemma.train.lora import adapters_of
 from dgemma.train.optimizer import (
     OptimizerFactory,
     WeightAverage,
@@ -116,6 +117,7 @@ class _Run:
             config,
             objective=objective,
             source=source,
+            adapters=adapters_of(model),
             optimizer=self.optimizer,
             model=model.config.to_hf(),
             frozen=int(parallel.sum(torch.tensor(frozen))),

@@ -175,7 +175,8 @@ def save_lora(model: DiffusionGemma, path: str | Path) -> None:
     Example: `save_lora(model, "sudoku-lora.safetensors")`.
     """
     _require_adapters(model, "save_lora")
-    lora = next(module.lora for _, module in _adapted_modules(model))
+    lora = adapters_of(model)
+    assert lora is not None
     tensors = {name: weight.detach().cpu().contiguous() for name, weight in _adapter_weights(model)}
     noise = {} if model.generation.noise is None else {"noise": json.dumps(dict(model.generation.noise))}
     write_tensors(path, tensors, metadata={"lora": json.dumps(asdict(lora)), **noise})
@@ -211,7 +212,15 @@ def load_lora(model: DiffusionGemma, path: str | Path) -> LoRA:
 
 def is_adapted(model: nn.Module) -> bool:
     """Whether adapters sit on the model."""
-    return any(True for _ in _adapted_modules(model))
+    return adapters_of(model) is not None
+
+
+def adapters_of(model: nn.Module) -> LoRA | None:
+    """What the adapters on a model are; None for a model without any.
+
+    Example: `add_lora(model, LoRA(rank=4)); adapters_of(model).rank` is 4.
+    """
+    return next((module.lora for _, module in _adapted_modules(model)), None)
 
 
 def _take_off(model: DiffusionGemma) -> None:

@@ -9,7 +9,7 @@ The loop knows no more about parallelism than this class. Its contract, for whoe
 - The loop makes folders, renames them and writes text on the main process alone, between two barriers.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,6 +25,13 @@ Result = TypeVar("Result")
 
 STATE_FILE = "state.safetensors"
 ADAPTERS_FILE = "adapters.safetensors"
+
+
+def require_shapes(state: Mapping[str, Tensor], stored: Mapping[str, Sequence[int]]) -> None:
+    """ValueError where a tensor has another shape than the one stored under its name."""
+    for name, tensor in state.items():
+        if tuple(stored[name]) != tuple(tensor.shape):
+            raise ValueError(f"{name} has shape {tuple(stored[name])}, the model's is {tuple(tensor.shape)}")
 
 
 class Parallel:
@@ -108,18 +115,17 @@ class Parallel:
             raise ValueError(f"{folder / STATE_FILE} cannot be read ({error})") from error
 
     def load(self, folder: Path, state: Mapping[str, Tensor]) -> None:
-        """Overwrite these tensors, in place, with what was saved under their names. Other names stay unread."""
+        """Overwrite these tensors, in place, with what was saved under their names; ValueError, and none of them is
+        touched, where a shape differs. Other names stay unread."""
         if not (folder / STATE_FILE).exists():
             from dgemma.train.sharded_state import load_sharded
 
             load_sharded(folder, state)
             return
         with safe_open(str(folder / STATE_FILE), framework="pt") as file, torch.no_grad():
+            require_shapes(state, {name: file.get_slice(name).get_shape() for name in state})
             for name, tensor in state.items():
-                stored = file.get_tensor(name)
-                if stored.shape != tensor.shape:
-                    raise ValueError(f"{name} has shape {tuple(stored.shape)}, the model's is {tuple(tensor.shape)}")
-                tensor.copy_(stored)
+                tensor.copy_(file.get_tensor(name))
 
     def save_pretrained(self, model: nn.Module, folder: Path) -> None:
         """Write the whole model with its own `save_pretrained`, once; of an adapted one the adapters."""

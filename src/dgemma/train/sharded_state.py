@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from dgemma.train.parallel import require_shapes
+
 _METADATA_FILE = ".metadata"
 
 
@@ -38,10 +40,7 @@ def sharded_names(folder: Path) -> set[str]:
 
 def load_sharded(folder: Path, state: Mapping[str, Tensor]) -> None:
     """Overwrite these tensors, in place, each process its own part."""
-    sizes = _sizes(folder)
-    for name, tensor in state.items():
-        if sizes[name] != tensor.shape:
-            raise ValueError(f"{name} has shape {tuple(sizes[name])}, the model's is {tuple(tensor.shape)}")
+    require_shapes(state, _sizes(folder))
     tensors = {name: tensor.detach() for name, tensor in state.items()}
     with _ordinary_errors(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")  # so be it
@@ -51,10 +50,9 @@ def load_sharded(folder: Path, state: Mapping[str, Tensor]) -> None:
 def load_parts(file: Path, state: Mapping[str, Tensor]) -> None:
     """The same from a safetensors file of whole tensors, of which each process reads its part."""
     with safe_open(str(file), framework="pt") as stored, torch.no_grad():
+        require_shapes(state, {name: stored.get_slice(name).get_shape() for name in state})
         for name, tensor in state.items():
             whole = stored.get_slice(name)
-            if tuple(whole.get_shape()) != tuple(tensor.shape):
-                raise ValueError(f"{name} has shape {tuple(whole.get_shape())}, the model's is {tuple(tensor.shape)}")
             if not isinstance(tensor, DTensor):
                 tensor.copy_(stored.get_tensor(name))
                 continue
