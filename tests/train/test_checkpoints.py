@@ -156,9 +156,7 @@ def test_a_tensor_of_another_shape_is_another_models_and_no_damage(tmp_path):
     saved = checkpoints(tmp_path)
     path = saved.save(1, state(1), {"step": 1})
     wanted = state(7) | {"optimizer.a.step": torch.zeros(2)}
-    with pytest.raises(
-        ValueError, match=r"of another model: optimizer\.a\.step has .* is \(2,\)\. Continue"
-    ):
+    with pytest.raises(ValueError, match=r"of another model: optimizer\.a\.step has .* is \(2,\)\. Continue"):
         saved.load(path, wanted)
     assert wanted["model.a"].tolist() == [7.0] * 3  # and nothing was loaded
 

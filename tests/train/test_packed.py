@@ -158,7 +158,7 @@ def test_texts_packed_into_a_row_are_read_as_if_each_stood_alone():
         torch.testing.assert_close(together[:, half * 2 : half * 2 + 2], hidden, atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize("start", [0, 5, 20], ids=["no-prefix", "inside-the-window", "past-the-window"])
+@pytest.mark.parametrize("start", [0, 6, 7, 20], ids=["no-prefix", "just-inside", "just-past", "past-the-window"])
 def test_rows_that_start_alike_need_no_mask(start):
     model = make_model()
     tokens, canvases = make_inputs()
