@@ -327,6 +327,14 @@ def test_a_scan_scores_every_token_once_with_its_context(letters):
     assert batch.text.unique(return_counts=True)[1].tolist() == [-(-(n + 2) // 8) for n in range(26)]  # rows of each
 
 
+def test_prompts_are_no_running_text_and_a_scan_of_nothing_is_none(tmp_path):
+    file = TokenFile.write([Document("4", "2+2="), Document("free")], ByteTokenizer(), tmp_path)
+    with pytest.raises(ValueError, match=r"running text, got 1 of 2 documents with a prompt.* Use PromptSource"):
+        source_of(file)
+    with pytest.raises(ValueError, match="scan documents must name at least one"):
+        scan(file, row_len=8, context=8, documents=[])
+
+
 def test_a_text_shorter_than_a_row_is_a_row(tmp_path):
     file = TokenFile.write([Document("short")], ByteTokenizer(), tmp_path)
     source = source_of(file)

@@ -50,6 +50,12 @@ class TextSource:
         for name, least in (("canvas_len", 1), ("num_canvases", 2), ("batch_size", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"TextSource.{name} must be at least {least}, got {getattr(self, name)}.")
+        num_prompts = int((self.file.prompt_len > 1).sum())  # more than begin-of-text
+        if num_prompts:
+            raise ValueError(
+                f"TextSource.file must hold running text, got {num_prompts} of {self.file.num_documents} documents "
+                "with a prompt, which would be trained on. Use PromptSource."
+            )
 
     @property
     def stride(self) -> int:
@@ -211,6 +217,8 @@ def scan(file: TokenFile, *, row_len: int, context: int, documents: Sequence[int
             prompt_len.append(start - first)
             cut.append(start + row_len < len(tokens))
             text.append(number)
+    if not pieces:
+        raise ValueError("scan documents must name at least one, got none. Leave them out for all.")
     return replace(_stack(pieces, prompt_len, cut, file.eos_token_id), text=torch.tensor(text))
 
 

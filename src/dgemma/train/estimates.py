@@ -178,13 +178,14 @@ class Likelihood:
         }
 
     def __str__(self) -> str:
-        rows, share = _counted(len(self.rows.tokens), "row"), f"{self.confidence:.0%} interval"
+        share, num_rows = f"{self.confidence:.0%} interval", len(self.rows.tokens)
+        rows = f"{num_rows:,} row{'s' * (num_rows != 1)}"
         if self.num_texts is not None:
-            rows += f" of {_counted(self.num_texts, 'text')}"
+            rows += f" of {self.num_texts:,} text{'s' * (self.num_texts != 1)}"
         fill = f" and {self.num_fill_tokens:,} of fill" if self.num_fill_tokens else ""
-        tokens, levels = _counted(self.num_tokens, "token"), _counted(self.num_samples, "noise level")
+        tokens = f"{self.num_tokens:,} token{'s' * (self.num_tokens != 1)}{fill}"
         lines = [
-            f"{tokens}{fill} in {rows}, {levels} a canvas",
+            f"{tokens} in {rows}, {self.num_samples} noise level{'s' * (self.num_samples != 1)} a canvas",
             f"{'':22}{'nats/token':>10}   {share:20}{'perplexity':>10}",
         ]
         for name, found in (("diffusion, at most", self.nelbo), ("causal", self.causal)):
@@ -231,10 +232,6 @@ def mean_of_rows(
         return Curve(edges=edges, nats=mean, error=torch.full_like(mean, torch.inf))
     variance = residual.square().sum(0) * count / (count - 1)
     return Curve(edges=edges, nats=mean, error=half_width(confidence, count - 1) * variance.sqrt() / total)
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def _per_token(nats: Tensor, tokens: Tensor, confidence: float, clusters: Tensor) -> Estimate:
