@@ -427,7 +427,7 @@ def test_arguments_that_do_not_fit_are_refused_before_any_work(arguments, senten
 def test_unknown_options_and_levels_are_refused(model):
     with pytest.raises(TypeError, match=r"infill got an unexpected keyword argument 'cache'\. It takes allowed, att"):
         infill(model, text(1, 20), [(3, 4)], cache=None)
-    with pytest.raises(ValueError, match=r"noise_level must be in \(0, 1\], got 0"):
+    with pytest.raises(ValueError, match=r"edit noise_level must be in \(0, 1\], got 0"):
         edit(model, text(1, 20), noise_level=0.0)
     with pytest.raises(ValueError, match="must leave a token to rewrite"):
         edit(model, text(1, 20), frozen=torch.ones(1, 20, dtype=torch.bool))

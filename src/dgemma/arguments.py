@@ -201,11 +201,11 @@ def read_count(name: str, value: Any) -> int:
     return count
 
 
-def read_noise_level(noise_level: Any, canvas: Any) -> float:
+def read_noise_level(noise_level: Any, canvas: Any, *, owner: str = "generate") -> float:
     """The level a given canvas is at, 1 without one."""
     level = as_number(noise_level)
     if level is None or not 0 < level <= 1:
-        raise ValueError(f"generate noise_level must be in (0, 1], got {noise_level!r}. 1 starts from pure noise.")
+        raise ValueError(f"{owner} noise_level must be in (0, 1], got {noise_level!r}. 1 starts from pure noise.")
     if level < 1 and canvas is None:
         raise ValueError(
             f"generate noise_level must be 1 without canvas, got {level}: pure noise has no other. "

@@ -144,7 +144,7 @@ def edit(
     Example: `edit(model, tokens, noise_level=0.3, frozen=is_prompt)`.
     """
     tokens, plan = _read_options("edit", model, tokens, options)
-    plan = replace(plan, noise_level=arguments.read_noise_level(noise_level, tokens))
+    plan = replace(plan, noise_level=arguments.read_noise_level(noise_level, tokens, owner="edit"))
     real = _read_mask("edit", attention_mask, tokens)
     todo = real & (real.cumsum(1) > 1)
     if frozen is not None:
