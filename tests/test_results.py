@@ -41,3 +41,19 @@ def test_peak_memory_is_the_recorded_one(parts):
 def test_the_first_token_is_the_recorded_one():
     recorded = json.loads((ROOT / "kernels/benchmarks/results/first_token.json").read_text())["parts"]["build"][0]
     assert row("first token").startswith(f"{recorded['first_token_s']:.0f} s with nothing compiled yet")
+
+
+@pytest.mark.parametrize(
+    ("first_cell", "work"),
+    [("forward and backward", "forward + backward"), ("and AdamW", "forward + backward + AdamW")],
+)
+def test_training_throughput_is_the_recorded_one(first_cell, work):
+    recorded = json.loads((ROOT / "kernels/benchmarks/results/training.json").read_text())["results"]
+    line = next(line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith(f"| {first_cell} |"))
+    cells = [cell.strip().replace("*", "") for cell in line.split("|")[2:4]]
+    measured = [result for result in recorded if result["work"] == work]  # transformers' loop first
+    for cell, result in zip(cells, measured, strict=True):
+        tokens = result["tokens_per_second"] * result["milliseconds"] / 1000
+        rates = sorted(tokens / (milliseconds / 1000) for milliseconds in result["rounds_ms"])
+        middle, least, most = (f"{round(rate, -2):,.0f}" for rate in (result["tokens_per_second"], rates[0], rates[-1]))
+        assert cell == f"{middle} tokens/s ({least}–{most}), {result['peak_GiB']:.1f} GiB"
