@@ -154,26 +154,26 @@ EXPERTS_FLOAT8: dict[str, tuple[ExpertConfig, ...]] = {
         ExpertConfig(
             max_tokens=320,
             rows=32,
-            gate_up=Tile(cols=64, depth=256, warps=4, stages=5),
-            down=Tile(cols=64, depth=64, warps=4, stages=5),
+            gate_up=Tile(cols=64, depth=128, warps=4, stages=3),
+            down=Tile(cols=128, depth=64, warps=4, stages=5),
         ),
         ExpertConfig(
             max_tokens=768,
             rows=64,
-            gate_up=Tile(cols=64, depth=128, warps=4, stages=8),
-            down=Tile(cols=128, depth=64, warps=8, stages=5),
+            gate_up=Tile(cols=64, depth=128, warps=4, stages=4),
+            down=Tile(cols=128, depth=64, warps=4, stages=5),
         ),
         ExpertConfig(
             max_tokens=1152,
             rows=80,
             gate_up=Tile(cols=64, depth=128, warps=4, stages=4),
-            down=Tile(cols=128, depth=64, warps=8, stages=5),
+            down=Tile(cols=128, depth=64, warps=4, stages=4),
         ),
         ExpertConfig(
             max_tokens=1536,
             rows=64,
             gate_up=Tile(cols=64, depth=128, warps=4, stages=4),
-            down=Tile(cols=128, depth=64, warps=8, stages=5),
+            down=Tile(cols=128, depth=64, warps=4, stages=5),
         ),
         ExpertConfig(
             max_tokens=_ANY,
