@@ -104,6 +104,7 @@ def test_a_text_model_solves_no_sudoku(command, checkpoint):
 def test_what_needs_a_gpu_says_so(command, checkpoint):
     refuses(command("generate", "-m", checkpoint, "--device", "cuda", "Hi"), "0 here, got cuda")
     refuses(command("generate", "-m", checkpoint, "--fast", "Hi"), "--fast needs a GPU")
+    refuses(command("generate", "-m", checkpoint, "--weights", "fp8", "Hi"), "--weights must come with --fast")
 
 
 def test_nothing_is_written_where_nothing_may_be(command, checkpoint, tmp_path):

@@ -407,9 +407,9 @@ def test_forget_launches_for_any_number_of_rows(monkeypatch):
     assert all(size <= 65_535 for size in others)
 
 
-def test_a_model_with_adapters_is_told_to_merge_them_first():
+def test_a_model_with_adapters_is_told_to_merge_them_first(device):
     # The kernels read base weights only, and would silently leave the adapters out.
-    model = dgemma.DiffusionGemma(dgemma.presets.tiny())
+    model = dgemma.DiffusionGemma(dgemma.presets.tiny(), device=device)
     add_lora(model, LoRA(rank=4))
     with pytest.raises(ValueError, match="merge_lora"):
         accelerate(model)

@@ -89,7 +89,7 @@ def test_rows_of_nothing_become_zeros(device):
     assert not got.values.float()[:2].any()
     assert got.scale.isfinite().all()
     assert (got.scale > 0).all()
-    assert got.dequantize()[2, 0] == pytest.approx(3.0, rel=1e-6)
+    assert got.dequantize()[2, 0].item() == pytest.approx(3.0, rel=1e-6)
 
 
 def test_scales_of_other_rows_are_refused():
@@ -107,7 +107,10 @@ def test_the_experts_input_is_the_nearest_float8_and_the_others_are_as_before(sh
     vectors = [(1 + 0.3 * random(shape[1], seed=seed)).to(device, dtype) for seed in (3, 4, 5, 6)]
     x, dense, expert, scored = norms.attention_residual(*rows, *vectors, EPS, float8=True)
     plain = norms.attention_residual(*rows, *vectors, EPS)
-    assert all(torch.equal(*pair) for pair in zip((x, dense, scored), (plain[0], plain[1], plain[3]), strict=True))
+    # Another kernel to the compiler, which may add up a row in another order.
+    torch.testing.assert_close(
+        (x, dense, scored), (plain[0], plain[1], plain[3]), rtol=4 * torch.finfo(dtype).eps, atol=0
+    )
     want = reference.rms_norm(x.double(), vectors[2].double(), EPS)
     assert expert.dtype == dtype
     torch.testing.assert_close(expert.scale.double(), want.abs().amax(-1) / 448, rtol=1e-5, atol=0)

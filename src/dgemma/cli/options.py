@@ -34,7 +34,7 @@ class Writer(NamedTuple):
 
 
 def add_model_options(parser: argparse.ArgumentParser, *, default: str, fast: bool = True) -> None:
-    """-m, --device, --dtype, --fast."""
+    """-m, --device, --dtype, --fast, --weights."""
     group = parser.add_argument_group("model")
     group.add_argument(
         "-m",
@@ -54,6 +54,11 @@ def add_model_options(parser: argparse.ArgumentParser, *, default: str, fast: bo
     )
     if fast:
         group.add_argument("--fast", action="store_true", help="Triton kernels and CUDA graphs; needs a GPU")
+        group.add_argument(
+            "--weights",
+            choices=("bf16", "fp8"),
+            help="with --fast: fp8 rounds the experts to 8 bits, 1.4 times as fast (bf16)",
+        )
 
 
 def add_noise_option(
@@ -114,6 +119,8 @@ def pick_device(arguments: argparse.Namespace) -> torch.device:
 def load_denoiser(arguments: argparse.Namespace) -> tuple[DiffusionGemma, Denoiser]:
     """The model, and what denoises with it: itself, or with --fast the kernels'."""
     if not arguments.fast:
+        if arguments.weights is not None:
+            raise ValueError("--weights must come with --fast, whose weights they are. Add it, or leave both out.")
         model = load_model(arguments)
         if model.device.type == "cpu":
             lay_out_by_column(model)
@@ -125,7 +132,7 @@ def load_denoiser(arguments: argparse.Namespace) -> tuple[DiffusionGemma, Denois
     except ImportError as error:
         raise ValueError(f"--fast needs the kernels: {error}") from None
     model = load_model(arguments)
-    fast: Any = accelerate(model)  # a Denoiser whose cache is its own
+    fast: Any = accelerate(model, weights=arguments.weights or "bf16")  # a Denoiser whose cache is its own
     return model, fast
 
 
