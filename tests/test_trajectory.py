@@ -367,6 +367,7 @@ def test_what_was_written_in_place_is_written_again(model, prompt, process, tmp_
     out = dgemma.generate(model, prompt, on_step=write_in_place, **given)
     assert not torch.equal(out.new_tokens, dgemma.generate(model, prompt, **given).new_tokens)
     assert (out.new_tokens[:, 1] == 77).all()
+    assert dgemma.generate(model, prompt, on_step=lambda record: None, **given).trajectory.changes == []
     out.trajectory.save(tmp_path / "run.safetensors")
     again = Trajectory.load(tmp_path / "run.safetensors").replay(model)  # or it says where they part
     assert torch.equal(again.new_tokens, out.new_tokens)

@@ -173,7 +173,8 @@ def _bench(arguments: argparse.Namespace) -> None:
             "canvas": canvas_time,
         }
     tokens_per_second = arguments.batch * config.canvas_length / (canvas_time.median / 1000)
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    threads = output.counted(torch.get_num_threads(), "thread")
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {threads}"
     if arguments.json:
         given = {name: getattr(arguments, name) for name in ("model", "batch", "prefix", "steps")}
         milliseconds = {name: asdict(timing) for name, timing in timings.items()}
