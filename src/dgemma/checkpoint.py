@@ -79,8 +79,11 @@ def resolve(path_or_repo: str | Path, files: Sequence[str] = _CHECKPOINT_FILES) 
 
     Example: `resolve("google/diffusiongemma-26B-A4B-it", files=["config.json"])`.
     """
-    if Path(path_or_repo).expanduser().is_dir():
-        return Path(path_or_repo).expanduser()
+    folder = Path(path_or_repo).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file() and (folder / "final" / "config.json").is_file():
+            raise FileNotFoundError(f"{folder} is the folder of a training run. Name its result, {folder / 'final'}.")
+        return folder
     if isinstance(path_or_repo, Path) or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path_or_repo):
         raise FileNotFoundError(
             f"{path_or_repo} is neither a folder nor a hub id. Give a checkpoint folder or owner/name."

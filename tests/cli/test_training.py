@@ -32,6 +32,10 @@ def test_a_trained_model_can_be_named_by_m(command, checkpoint, words, tmp_path)
     before, after = (load_file(folder / "model.safetensors") for folder in (checkpoint, tmp_path / "final"))
     assert not torch.equal(before["model.decoder.embed_tokens.weight"], after["model.decoder.embed_tokens.weight"])
     assert command("generate", "-m", tmp_path / "final", "-n", "1", "--steps", "1", "Hi").code == 0
+    for words_of_run in (("generate", "-m", tmp_path, "Hi"), ("info", tmp_path)):
+        ran = command(*words_of_run)
+        assert ran.code == 2
+        assert f"is the folder of a training run. Name its result, {tmp_path / 'final'}." in ran.err
 
 
 @pytest.mark.parametrize(
