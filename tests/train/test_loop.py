@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 import dgemma
@@ -278,6 +280,39 @@ def test_another_optimizer_is_refused_unless_asked_for(tmp_path):
             run(tmp_path, optimizer=other)
     assert run(tmp_path, optimizer=sgd(foreach=True), on_step=stop_at(3))[1].step == 3  # how it computes is free
     assert run(tmp_path, optimizer=sgd(lr=0.2), allow_changes=True)[1].step == 6
+
+
+def with_momentum(named):
+    return torch.optim.SGD(named.values(), lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [(None, with_momentum), (with_momentum, None)], ids=["to SGD", "to AdamW"]
+)
+def test_another_kind_of_optimizer_goes_on_from_the_weights_alone(tmp_path, first, second):
+    run(tmp_path / "changed", optimizer=first, on_step=stop_at(3))
+    shutil.copytree(tmp_path / "changed", tmp_path / "again")
+    changed, result = run(tmp_path / "changed", optimizer=second, allow_changes=True, on_step=stop_at(4))
+    # The fourth step by hand: the weights as saved, and an optimizer that has seen nothing.
+    by_hand, half = next_token.model(), load_file(tmp_path / "again" / "step-000003" / "state.safetensors")
+    by_hand.load_state_dict({name: half[f"model.{name}"] for name in by_hand.state_dict()})
+    fresh = _Run(by_hand, NextToken(), counting, config(), tmp_path / "hand", Parallel(), second)
+    fresh.step = 3
+    rows = {"rows": range(4), "micro_batch_size": 4, "steps": range(3, 4), "device": torch.device("cpu")}
+    fresh.take_step(*feed(counting, seed=0, **rows))
+    assert result.step == 4
+    assert_same_bits(weights(changed), weights(by_hand))
+
+
+def test_an_average_may_begin_in_the_middle_of_a_run(tmp_path):
+    raw, _ = run(tmp_path / "raw")
+    half, _ = run(tmp_path / "begun", on_step=stop_at(5))
+    start = weights(half)
+    with pytest.raises(ValueError, match=r"TrainConfig\.ema_decay must stay None"):
+        run(tmp_path / "begun", ema_decay=0.99)
+    averaged, _ = run(tmp_path / "begun", ema_decay=0.99, allow_changes=True)
+    for name, weight in weights(averaged).items():  # by the sixth step it keeps 6/15 of what it was
+        torch.testing.assert_close(weight, 0.4 * start[name] + 0.6 * weights(raw)[name])
 
 
 def test_a_run_of_a_version_that_did_not_describe_its_source_goes_on(tmp_path):

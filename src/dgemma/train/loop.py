@@ -126,6 +126,7 @@ class _Run:
         self.checkpoints = Checkpoints(folder=out, keep_last=config.keep_last, parallel=parallel)
         self.log = TrainLog(out / "log.jsonl")
         self.load = RouterLoad(self.model)
+        self.allow_changes = False
         self.step = self.first_step = 0
         self.total = None if config.steps >= UNPLANNED else config.steps  # steps, as far as is known
         self.unread: list[StepRecord] = []
@@ -144,7 +145,7 @@ class _Run:
                 self.log.path.unlink(missing_ok=True)
             self.save()
             return
-        saved = self.checkpoints.read_run(last)
+        saved, self.allow_changes = self.checkpoints.read_run(last), allow_changes
         if not allow_changes:
             refuse_changes(self.description, saved, self.out)
         self.restore(last)
@@ -321,9 +322,14 @@ class _Run:
         self.clock = time.perf_counter()
 
     def restore(self, path: Path) -> None:
-        stored = self.checkpoints.names(path)
-        make_optimizer_state(self.optimizer, self.parameters, stored)
-        self.checkpoints.load(path, self.state())
+        stored, may_differ = self.checkpoints.names(path), self.allow_changes
+        make_optimizer_state(self.optimizer, self.parameters, stored, may_differ=may_differ)
+        state = self.state()
+        if may_differ and self.average is not None and stored.isdisjoint(self.average.state):  # it begins here
+            self.checkpoints.load(path, {name: state[name] for name in state.keys() - self.average.state.keys()})
+            self.average = WeightAverage(self.parameters, self.average.decay)
+        else:
+            self.checkpoints.load(path, state)
 
     def finish(self, interrupted: bool) -> TrainResult:
         last = self.checkpoints.latest()

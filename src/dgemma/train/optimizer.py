@@ -50,11 +50,12 @@ def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, n
 
 
 def make_optimizer_state(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], stored: set[str]
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], stored: set[str], *, may_differ: bool
 ) -> dict[str, Tensor]:
     """Let the optimizer lay out its state as it was when `stored` names were saved, to be loaded into.
 
     The optimizers lay it out in their first step, so one is taken, with gradients and learning rates of zero.
+    may_differ: another optimizer may have been saved; a weight whose state is not all there then begins without any.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     for parameter in parameters.values():
@@ -66,7 +67,9 @@ def make_optimizer_state(
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     for name, parameter in parameters.items():
-        if not any(key.startswith(f"optimizer.{name}.") for key in stored):
+        wanted = {f"optimizer.{name}.{key}" for key in optimizer.state.get(parameter, {})}
+        has_any = any(key.startswith(f"optimizer.{name}.") for key in stored)
+        if not has_any or (may_differ and not wanted <= stored):
             optimizer.state.pop(parameter, None)
     return optimizer_state(optimizer, parameters)
 
