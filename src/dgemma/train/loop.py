@@ -72,7 +72,7 @@ def train(
     AdamW by default; its learning rates are the peaks that warm-up and cosine scale. allow_changes: go on with another
     configuration, objective, source or optimizer than the run began with.
 
-    Example: `train(model, recipes.official_jax(), source, TrainConfig(steps=2000, batch_size=64), out="run")`.
+    Example: `train(model, recipes.trl(model.config), source, TrainConfig(steps=2000, batch_size=64), out="run")`.
     """
     run = _Run(model, objective, source, config, Path(out), parallel or Parallel(), optimizer)
     run.start(allow_changes)

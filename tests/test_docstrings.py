@@ -1,0 +1,67 @@
+"""The examples in docstrings are code: they parse, and what they call takes the arguments they give."""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Iterator
+from functools import cache
+from types import ModuleType
+
+import dgemma
+
+
+@cache
+def modules() -> list[ModuleType]:
+    found = (module.name for module in pkgutil.walk_packages(dgemma.__path__, "dgemma."))
+    return [importlib.import_module(name) for name in found if not name.endswith("__main__")]
+
+
+@cache
+def names() -> dict[str, object]:
+    """All that examples may call: modules, and what each defines."""
+    known: dict[str, object] = {module.__name__.rpartition(".")[2]: module for module in modules()}
+    for module in modules():
+        own = {name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
+        known |= {name: getattr(module, name) for name in own}
+    return known | {"dgemma": dgemma}
+
+
+def examples() -> Iterator[tuple[str, str]]:
+    """Where an example stands, and its code. What has an ellipsis in it is none that could run."""
+    for module in modules():
+        for node in ast.walk(ast.parse(inspect.getsource(module))):
+            if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+                continue
+            _, found, text = (ast.get_docstring(node) or "").partition("\nExample: ")
+            for code in re.findall(r"`([^`]+)`", text.split("\n\n")[0]) if found else ():
+                if "..." not in code:
+                    yield f"{module.__name__}.{node.name}", " ".join(code.split())
+
+
+def misfits(code: str) -> Iterator[str]:
+    """Calls of the library's own whose arguments do not fit."""
+    for call in (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)):
+        name = ast.unparse(call.func)
+        try:
+            signature = inspect.signature(eval(name if re.fullmatch(r"[\w.]+", name) else "None", names()))
+        except (NameError, AttributeError, TypeError, ValueError):  # a variable of the example, or a builtin
+            continue
+        spread = any(isinstance(part, ast.Starred) for part in call.args) or any(k.arg is None for k in call.keywords)
+        try:
+            if not spread:
+                signature.bind(*call.args, **{keyword.arg or "": keyword.value for keyword in call.keywords})
+        except TypeError as error:
+            yield f"{ast.unparse(call)}: {error}"
+
+
+def test_examples_parse_and_their_calls_fit():
+    found = list(examples())
+    assert len(found) > 150
+    assert not [(where, misfit) for where, code in found for misfit in misfits(code)]
+
+
+def test_a_call_that_does_not_fit_would_be_noticed():
+    assert list(misfits("train(model, recipes.official_jax(), source, config, out='run')"))
+    assert list(misfits("generate(model, prompt, max_new_tokens=3)")) == []
