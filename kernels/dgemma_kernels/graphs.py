@@ -1,8 +1,10 @@
 """Work captured once and replayed: a CUDA graph on a GPU; elsewhere (Triton's interpreter) the same function again."""
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import copy_context
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from triton import AsyncCompileMode
 from triton.runtime.jit import JITFunction
 
 _MOST_GRAPHS = 12  # captured over one set of buffers; a knob that changes at every step must not fill the memory
+_compiling = threading.RLock()  # what `compile_together` replaces is there once for all threads
 
 
 class CaptureError(RuntimeError):
@@ -69,10 +72,15 @@ def compile_together(launches: Callable[[], Any]) -> None:
 
     Example: `compile_together(lambda: forward.canvas(tokens, signal, buffers))`.
     """
-    run = JITFunction.run
+    with _compiling:
+        copy_context().run(_compile_together, launches)  # an interrupt would else leave Triton in its mode for good
+
+
+def _compile_together(launches: Callable[[], Any]) -> None:
+    run, here = JITFunction.run, threading.get_ident()
 
     def compile_only(kernel: Any, *args: Any, warmup: bool, **options: Any) -> Any:
-        return run(kernel, *args, warmup=True, **options)
+        return run(kernel, *args, warmup=warmup or threading.get_ident() == here, **options)
 
     # Threads do: Triton lets go of Python's lock while it compiles. What fails to compile says so when it is launched.
     with ThreadPoolExecutor() as threads, AsyncCompileMode(threads, ignore_errors=True):

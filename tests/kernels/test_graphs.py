@@ -70,6 +70,41 @@ def test_a_compilation_that_fails_is_left_to_the_launch(kernels):
     assert _async_compile.active_mode.get() is None
 
 
+def test_an_interrupt_leaves_nothing_behind(kernels):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    kernels[0].compile_it = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        compile_together(lambda: kernels[0][(1,)]())
+    assert _async_compile.active_mode.get() is None
+    assert JITFunction.run is _run
+
+
+def test_what_another_thread_launches_meanwhile_is_launched(kernels):
+    def launches():
+        other = threading.Thread(target=lambda: kernels[1][(1,)]())
+        other.start()
+        other.join()
+
+    compile_together(launches)
+    assert kernels[1].launched == 1
+
+
+def test_threads_compile_one_after_the_other_and_leave_triton_as_it_was():
+    run, first_is_done = JITFunction.run, threading.Event()
+    second = threading.Thread(target=lambda: compile_together(lambda: first_is_done.wait(20)))
+
+    def launches():
+        second.start()
+        second.join(0.1)  # time to begin in the middle of the first
+
+    compile_together(launches)
+    first_is_done.set()
+    second.join()
+    assert JITFunction.run is run
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="launches real kernels")
 def test_nothing_is_written_until_the_launch_itself():
     from dgemma_kernels.norms import rms_norm
