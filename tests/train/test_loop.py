@@ -544,7 +544,8 @@ def test_what_a_source_raises_arrives(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"steps": 0}, "TrainConfig.steps must be at least 1, got 0"),
+        ({"steps": 0}, "TrainConfig.steps must be a whole number, at least 1, got 0"),
+        ({"steps": 2.5}, "TrainConfig.steps must be a whole number, at least 1, got 2.5"),
         ({"micro_batch_size": 0}, "micro_batch_size"),
         ({"clip": 0.0}, "clip"),
         ({"ema_decay": 1.0}, "ema_decay"),

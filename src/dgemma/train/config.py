@@ -12,7 +12,8 @@ class TrainConfig:
 
     precision: `"mixed"` computes in bfloat16 with float32 weights, norms and softmax; `"weights"` computes everything
     in the weights' own dtype. `batch_size` counts rows over all processes; `micro_batch_size` is what one process runs
-    at once, and changes no result. `ema_decay` averages the weights; the average is evaluated and handed back.
+    at once, and changes no result, unless the objective's `reduction` is "micro_batch". `ema_decay` averages the
+    weights; the average is evaluated and handed back.
 
     Example: `TrainConfig(steps=2000, batch_size=64, lr=3e-4, ema_decay=0.999)`.
     """
@@ -42,7 +43,8 @@ class TrainConfig:
         for name in ("steps", "batch_size", "micro_batch_size", "log_every", "evaluate_every", "checkpoint_every"):
             value = getattr(self, name)
             optional = name in ("micro_batch_size", "evaluate_every")
-            _require(optional if value is None else value >= 1, name, "be at least 1", self)
+            whole = isinstance(value, int) and value >= 1
+            _require(optional if value is None else whole, name, "be a whole number, at least 1", self)
         _require(self.keep_last >= 1, "keep_last", "be at least 1, or nothing could be resumed", self)
         _require(self.warmup >= 0, "warmup", "be at least 0 steps", self)
         _require(0 <= self.lr < math.inf, "lr", "be at least 0", self)
