@@ -74,7 +74,7 @@ def test_json_of_generate_ends_with_the_stop_token_and_holds_no_padding(command,
 
 def test_what_is_written_ends_with_the_stop_token_whatever_comes_before_and_after():
     """A padding token that the model chose itself is in the cache, and so in what the next turn goes on from."""
-    writer = SimpleNamespace(model=SimpleNamespace(generation=dgemma.GenerationDefaults()))
+    writer = SimpleNamespace(denoiser=SimpleNamespace(generation=dgemma.GenerationDefaults()))
     out = SimpleNamespace(new_tokens=torch.tensor([[200, 0, 106, 0, 0]]))
     assert writing._written(out, writer) == [200, 0, 106]
 

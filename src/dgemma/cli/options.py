@@ -21,16 +21,15 @@ _NOISES = ("uniform", "mask", "hybrid")
 
 
 class Writer(NamedTuple):
-    """What writes a text: the model, what denoises with it, its tokenizer, and the options of `generate`."""
+    """What writes a text: a denoiser, its tokenizer, and the options of `generate`."""
 
-    model: DiffusionGemma
     denoiser: Denoiser
     tokenizer: Tokenizer
     settings: dict[str, Any]
 
     def tokens(self, row: Sequence[Any]) -> torch.Tensor:
         """One row, (1, N), where the model is."""
-        return torch.tensor([row], device=self.model.device)
+        return torch.tensor([row], device=self.denoiser.device)
 
 
 def add_model_options(parser: argparse.ArgumentParser, *, default: str, fast: bool = True) -> None:
@@ -116,36 +115,35 @@ def pick_device(arguments: argparse.Namespace) -> torch.device:
     return arguments.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def load_denoiser(arguments: argparse.Namespace) -> tuple[DiffusionGemma, Denoiser]:
-    """The model, and what denoises with it: itself, or with --fast the kernels'."""
+def load_denoiser(arguments: argparse.Namespace) -> Denoiser:
+    """The model, or with --fast the kernels', which then is all that holds its weights."""
     if not arguments.fast:
         if arguments.weights is not None:
             raise ValueError("--weights must come with --fast, whose weights they are. Add it, or leave both out.")
         model = load_model(arguments)
         if model.device.type == "cpu":
             lay_out_by_column(model)
-        return model, model
+        return model
     if pick_device(arguments).type != "cuda":
         raise ValueError("--fast needs a GPU that torch can see, got none. Leave it out.")
     try:
         from dgemma_kernels import accelerate
     except ImportError as error:
         raise ValueError(f"--fast needs the kernels: {error}") from None
-    model = load_model(arguments)
-    fast: Any = accelerate(model, weights=arguments.weights or "bf16")  # a Denoiser whose cache is its own
-    return model, fast
+    fast: Any = accelerate(load_model(arguments), weights=arguments.weights or "bf16")  # its cache is its own
+    return fast
 
 
 def load_writer(arguments: argparse.Namespace) -> Writer:
     """All that `generate`, `chat`, `infill` and `edit` need, as far as the command line says it."""
     tokenizer = Tokenizer.from_pretrained(arguments.model)
-    model, denoiser = load_denoiser(arguments)
+    denoiser = load_denoiser(arguments)
     names = ("steps", "sampler", "temperature", "top_k", "top_p", "seed")
     settings = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
-    settings["noise"] = make_noise(arguments.noise, model, tokenizer)
+    settings["noise"] = make_noise(arguments.noise, denoiser, tokenizer)
     check_sampler(arguments.sampler, settings["noise"])
-    warn_of_noise(model, settings["noise"])  # now, in front of the live view
-    return Writer(model, denoiser, tokenizer, settings)
+    warn_of_noise(denoiser, settings["noise"])  # now, in front of the live view
+    return Writer(denoiser, tokenizer, settings)
 
 
 def check_sampler(sampler: Sampler | None, noise: Noise) -> None:
@@ -157,7 +155,7 @@ def check_sampler(sampler: Sampler | None, noise: Noise) -> None:
         raise ValueError(f"--sampler {type(chosen).__name__} must run under {fitting}, got {noise.kind} noise.{hint}")
 
 
-def make_noise(name: str | None, model: DiffusionGemma, tokenizer: Tokenizer) -> Noise:
+def make_noise(name: str | None, model: Denoiser, tokenizer: Tokenizer) -> Noise:
     """The process that --noise names, over the model's vocabulary; without one what the checkpoint learnt."""
     if name is None:
         return learnt_noise(model)

@@ -146,8 +146,8 @@ class Timing:
 
 
 def _bench(arguments: argparse.Namespace) -> None:
-    model, denoiser = options.load_denoiser(arguments)
-    config, device = model.config, model.device
+    denoiser = options.load_denoiser(arguments)
+    config, device = denoiser.config, denoiser.device
     shape = (arguments.batch, arguments.prefix + config.canvas_length)
     tokens = torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(device)
     prefix, canvas = tokens.split([arguments.prefix, config.canvas_length], dim=1)

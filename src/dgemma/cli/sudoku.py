@@ -64,7 +64,7 @@ def _sudoku(arguments: argparse.Namespace) -> int:
     known = sudoku.solve(puzzles)
     if known.counts[0] == 0:
         raise ValueError("the puzzle must have a solution, and this one's clues contradict each other.")
-    _, denoiser = options.load_denoiser(arguments)
+    denoiser = options.load_denoiser(arguments)
     _check_solver(denoiser, arguments.model)
     noise = sudoku.sudoku_noise(arguments.noise) if arguments.noise else None  # None: what the checkpoint learnt
     if noise is not None:

@@ -171,7 +171,7 @@ def _chat(arguments: argparse.Namespace) -> None:
 
 def _note_length(arguments: argparse.Namespace, writer: Writer) -> None:
     """One line where more is written than was asked for."""
-    asked, canvas_len = arguments.max_new_tokens, writer.model.config.canvas_length
+    asked, canvas_len = arguments.max_new_tokens, writer.denoiser.config.canvas_length
     if asked % canvas_len and not arguments.quiet:
         print(f"-n {asked} becomes {asked + -asked % canvas_len}: whole canvases of {canvas_len}.", file=sys.stderr)
 
@@ -271,7 +271,7 @@ def _view(arguments: argparse.Namespace, writer: Writer, prefix: str = "") -> Ab
         writer.tokenizer,
         prefix=prefix,
         keep_blocks=arguments.command in ("generate", "chat"),
-        eos_token_ids=writer.model.generation.eos_token_id,
+        eos_token_ids=writer.denoiser.generation.eos_token_id,
     )
 
 
@@ -290,7 +290,7 @@ def _read_line() -> str:
 def _written(out: Generation, writer: Writer) -> list[int]:
     """The new tokens up to the one that stopped the row, without the padding after it."""
     new: Sequence[int] = out.new_tokens[0].tolist()
-    stops = writer.model.generation.eos_token_id
+    stops = writer.denoiser.generation.eos_token_id
     end = next((i for i, token in enumerate(new, start=1) if token in stops), len(new))
     return list(new[:end])
 
