@@ -29,13 +29,15 @@ def expert_gate_up(x: Tensor | Quantized, gate_up_proj: Tensor | Quantized, tile
     Example: `hidden = expert_gate_up(expert_in, experts.gate_up_proj, tiles)`.
     """
     (rows, row_scale), (proj, proj_scale) = split(x), split(gate_up_proj)
-    _require("expert_gate_up", rows, proj, proj.shape[1] // 2 * 2, tiles)
+    _require("expert_gate_up", x, gate_up_proj, proj.shape[1] // 2 * 2, tiles)
     num_pairs = tiles.pairs.numel()
     if rows.shape[0] * tiles.num_active != num_pairs:
         raise ValueError(
             f"expert_gate_up.tiles must be of the same {rows.shape[0]} tokens, got {num_pairs} pairs of "
             f"{tiles.num_active} a token."
         )
+    if isinstance(x, Quantized) and x.block is not None:
+        raise ValueError(f"expert_gate_up.x must have one scale a row, got one for each {x.block} columns.")
     tile = expert_config(rows.shape[0], rows.device, rows.dtype).gate_up
     _, double, width = proj.shape
     hidden_width = double // 2
@@ -89,7 +91,7 @@ def expert_down(
     Example: `rows = expert_down(hidden, experts.down_proj, weights, tiles)`; their sum over k is the experts' output.
     """
     (rows, row_scale), (proj, proj_scale) = split(hidden), split(down_proj)
-    _require("expert_down", rows, proj, proj.shape[1], tiles)
+    _require("expert_down", hidden, down_proj, proj.shape[1], tiles)
     num_pairs = tiles.pairs.numel()
     if weights.numel() != num_pairs or rows.shape[0] != num_pairs:
         raise ValueError(
@@ -484,13 +486,18 @@ def _expert_down_kernel(
         tl.extra.cuda.gdc_wait()  # so that whoever waits for this kernel has waited for all before it
 
 
-def _require(owner: str, x: Tensor, proj: Tensor, out_width: int, tiles: ExpertTiles) -> None:
-    if x.ndim != 2 or proj.ndim != 3 or proj.shape[1:] != (out_width, x.shape[-1]):
+def _require(
+    owner: str, x: Tensor | Quantized, weights: Tensor | Quantized, out_width: int, tiles: ExpertTiles
+) -> None:
+    (rows, row_scale), (proj, proj_scale) = split(x), split(weights)
+    if rows.ndim != 2 or proj.ndim != 3 or proj.shape[1:] != (out_width, rows.shape[-1]):
         raise ValueError(
-            f"{owner} must be given rows (M, K) and weights (E, N, K), got {tuple(x.shape)} and {tuple(proj.shape)}."
+            f"{owner} must be given rows (M, K) and weights (E, N, K), got {tuple(rows.shape)} and {tuple(proj.shape)}."
         )
-    if x.dtype != proj.dtype or not (x.is_contiguous() and proj.is_contiguous()):
-        raise ValueError(f"{owner} must be given contiguous tensors of one dtype, got {x.dtype} and {proj.dtype}.")
+    if rows.dtype != proj.dtype or not (rows.is_contiguous() and proj.is_contiguous()):
+        raise ValueError(f"{owner} must be given contiguous tensors of one dtype, got {rows.dtype} and {proj.dtype}.")
+    if rows.dtype.itemsize == 1 and (row_scale is None or proj_scale is None or proj_scale.ndim != 2):
+        raise ValueError(f"{owner} must be given {rows.dtype} with scales, one for each output. Call quantize first.")
     if proj.shape[0] != tiles.num_experts:
         raise ValueError(
             f"{owner}.tiles must be of the weights' {proj.shape[0]} experts, got tiles of {tiles.num_experts}. "

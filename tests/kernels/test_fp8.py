@@ -230,6 +230,50 @@ def test_rows_that_are_not_float8_are_refused(device):
         experts.expert_gate_up(x.dequantize(), gate_up, sort(index))
 
 
+def test_float8_without_the_scales_that_kernels_apply_is_refused(device):
+    index = draw_routing("even").to(device)
+    x, gate_up, down, weights = draw(index, D, F, torch.float32, device)
+    tiles = sort(index)
+    hidden = experts.expert_gate_up(x, gate_up, tiles)
+    by_block = replace(gate_up, scale=gate_up.scale[None], block=D)
+    for rows, proj in ((x.values, gate_up.values), (x, gate_up.values), (x.values, gate_up), (x, by_block)):
+        with pytest.raises(ValueError, match=r"expert_gate_up must be given torch.float8_e4m3fn with scales, one for"):
+            experts.expert_gate_up(rows, proj, tiles)
+    with pytest.raises(ValueError, match=r"expert_down must be given torch.float8_e4m3fn with scales"):
+        experts.expert_down(hidden, down.values, weights, tiles)
+    blocks = replace(x, scale=x.scale.expand(2, -1).contiguous(), block=64)
+    with pytest.raises(ValueError, match=r"expert_gate_up.x must have one scale a row, got one for each 64 columns"):
+        experts.expert_gate_up(blocks, gate_up, tiles)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:invalid value")
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf], ids=str)
+def test_a_row_that_is_no_number_stays_none_and_leaves_the_others_as_they_are(bad, device):
+    # A scale that passed over it, or a cast that took it for the largest value, would make it one again.
+    index = draw_routing("even").to(device)
+    _, gate_up, down, weights = draw(index, D, F, torch.float32, device)
+    tiles, ones, rows = sort(index), torch.ones(D, device=device), []
+    for value in (0.0, bad):
+        residual = random(index.shape[0], D).to(device)
+        residual[7, 3] = value
+        x = norms.attention_residual(torch.zeros_like(residual), residual, *[ones] * 4, EPS, float8=True)[2]
+        rows.append(experts.expert_down(experts.expert_gate_up(x, gate_up, tiles), down, weights, tiles))
+    others = torch.arange(index.shape[0]) != 7
+    assert rows[1][7].isnan().all()
+    assert torch.equal(rows[1][others], rows[0][others])
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=str)
+def test_weights_that_are_no_numbers_are_not_rounded_to_some(bad, device):
+    index = torch.arange(E)[:, None].int().to(device)
+    x, gate_up, down, weights = draw(index, D, F, torch.float32, device)
+    wide, tiles = down.dequantize().float(), sort(index)
+    wide[2, 5, 7] = bad
+    rows = experts.expert_down(experts.expert_gate_up(x, gate_up, tiles), quantize(wide), weights, tiles)
+    assert rows.isnan().nonzero().tolist() == [[2, 0, 5]]
+
+
 def test_a_tile_deeper_than_a_block_of_hidden_values_is_refused(device, monkeypatch):
     index = draw_routing("even").to(device)
     x, gate_up, down, weights = draw(index, D, F, torch.float32, device)
