@@ -446,7 +446,7 @@ FLOAT8_DOWN_TILES = {
     64: [(128, 64, 8, 5), (128, 64, 4, 5), (64, 64, 4, 5), (64, 64, 4, 8), (128, 64, 8, 8), (256, 64, 8, 5)],
     80: [(128, 64, 8, 5), (64, 64, 4, 5), (128, 64, 8, 4), (128, 64, 4, 4)],
     96: [(128, 64, 8, 5)],
-    128: [(128, 64, 8, 4), (64, 64, 8, 4), (128, 64, 8, 3)],
+    128: [(128, 64, 8, 4), (64, 64, 8, 4), (128, 64, 8, 3), (64, 64, 4, 5)],
 }
 
 
@@ -454,7 +454,7 @@ def tiles_worth_trying(float8: bool) -> tuple[dict[int, list[tuple[int, ...]]], 
     return (FLOAT8_GATE_UP_TILES, FLOAT8_DOWN_TILES) if float8 else (GATE_UP_TILES, DOWN_TILES)
 
 
-def sweep(report: Report, layers: list[Layer], tokens: int, distinct: int) -> configs.ExpertConfig:
+def sweep(report: Report, layers: list[Layer], tokens: int, distinct: int) -> None:
     """Tiles of gate_up alone and of down alone for each sensible number of rows, then the best of each together."""
     index = [draw_index(tokens, distinct) for _ in layers]
     active = sum(i.unique().numel() for i in index) / len(layers)
@@ -500,7 +500,6 @@ def sweep(report: Report, layers: list[Layer], tokens: int, distinct: int) -> co
         together[best] = timed(best, "both", first + second, flops)
     best = min(together, key=together.__getitem__)
     print(f"BEST at {tokens}: {together[best]:.1f} us a layer, {together[best] * 30 / 1e3:.2f} ms for 30\n{best}")
-    return best
 
 
 def rows_worth_trying(tokens: int, float8: bool) -> list[int]:

@@ -378,6 +378,15 @@ def test_both_modes_equal_the_reference_that_rounds_at_the_same_places(models):
         assert 1e-3 < off < 0.1
 
 
+def test_tokens_are_sorted_into_tiles_of_float8(models, monkeypatch):
+    sizes, sort_by_expert = set(), router.sort_by_expert
+    config = replace(configs.EXPERTS_FLOAT8["default"][0], rows=16)
+    monkeypatch.setitem(configs.EXPERTS_FLOAT8, "default", (config,))
+    monkeypatch.setattr(router, "sort_by_expert", lambda *args: sizes.add(args[2]) or sort_by_expert(*args))
+    models[2].causal_logits(draw_tokens(1, 2))
+    assert sizes == {16}
+
+
 def test_the_same_seed_gives_the_same_tokens_alone_and_in_a_batch(models):
     _, _, fast = models
     prompt = draw_tokens(2, 3)

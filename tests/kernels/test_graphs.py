@@ -1,7 +1,12 @@
 """Kernels are compiled side by side before a capture; what would launch them does not."""
 
+import json
+import os
+import subprocess
+import sys
 import threading
 from inspect import signature
+from pathlib import Path
 
 import pytest
 import torch
@@ -68,6 +73,17 @@ def test_a_compilation_that_fails_is_left_to_the_launch(kernels):
     compile_together(lambda: kernels[0][(1,)]())
     assert kernels[0].compiled == 0
     assert _async_compile.active_mode.get() is None
+
+
+def test_tritons_own_kernels_are_found_compiled_and_a_wrong_one_says_so_at_its_launch(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": str(tmp_path)}
+    script = Path(__file__).with_name("compile_side_by_side.py")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["held"] == [["CompiledKernel"], ["CompiledKernel"], []]
+    assert "says so" in found["said"]
 
 
 def test_an_interrupt_leaves_nothing_behind(kernels):

@@ -1,0 +1,49 @@
+"""`graphs.compile_together` over Triton's own kernels, for a GPU that is not there; what Triton then holds as JSON.
+
+Run in a process of its own, without TRITON_INTERPRET.
+"""
+
+import json
+
+import torch
+import triton
+import triton.language as tl
+from compile_sm90 import AbsentGPU
+from triton.runtime.jit import JITFunction
+
+from dgemma_kernels import configs, norms
+from dgemma_kernels.graphs import compile_together
+
+
+@triton.jit
+def _wrong_kernel(x):
+    tl.static_assert(False, "says so")
+
+
+def held(kernel: JITFunction) -> list[str]:
+    return [type(compiled).__name__ for kernels, *_ in kernel.device_caches.values() for compiled in kernels.values()]
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(AbsentGPU())
+    configs.gpu_name = lambda device: "NVIDIA H200"
+    x, weight = torch.empty(4, 96), torch.empty(96)
+
+    def launches() -> None:
+        for _ in range(2):
+            norms.rms_norm(x, weight, 1e-6)
+            norms.attention_residual(x, x, *[weight] * 4, 1e-6, float8=True)
+            _wrong_kernel[(1,)](x)
+
+    compile_together(launches)
+    try:
+        _wrong_kernel[(1,)](x)
+        said = ""
+    except triton.CompilationError as error:
+        said = str(error)
+    kernels = (norms._rms_norm_kernel, norms._attention_residual_kernel, _wrong_kernel)
+    print(json.dumps({"held": [held(kernel) for kernel in kernels], "said": said}))
+
+
+if __name__ == "__main__":
+    main()
