@@ -1,7 +1,7 @@
 """Triton kernels of the denoising step, for inference; `dgemma` is their meaning, `reference` their PyTorch twin."""
 
 try:
-    import triton  # noqa: F401
+    import triton
 except ModuleNotFoundError as error:
     raise ImportError(
         "dgemma_kernels needs Triton, which is not installed: pip install 'dgemma[kernels]', or use dgemma itself, "
@@ -11,7 +11,8 @@ except ModuleNotFoundError as error:
 from dgemma_kernels import interpreter
 from dgemma_kernels.engine import FusedDenoiser, accelerate
 
-interpreter.accept_new_numpy()
-interpreter.round_float8()
+if triton.knobs.runtime.interpret:  # what they replace is private to Triton, and of no use on a GPU
+    interpreter.accept_new_numpy()
+    interpreter.round_float8()
 
 __all__ = ["FusedDenoiser", "accelerate"]

@@ -1,4 +1,4 @@
-"""What a machine without Triton is told."""
+"""What a machine without Triton is told, and what is asked of one with another Triton."""
 
 import os
 import subprocess
@@ -14,3 +14,15 @@ def test_without_triton_one_sentence_says_what_to_install():
         "ImportError: dgemma_kernels needs Triton, which is not installed: pip install 'dgemma[kernels]', or use "
         "dgemma itself, which needs neither Triton nor a GPU."
     )
+
+
+def test_without_the_interpreter_nothing_private_to_it_is_needed():
+    script = """
+from triton.runtime import interpreter
+del interpreter._patch_lang_tensor, interpreter._convert_float
+import dgemma_kernels
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
