@@ -13,7 +13,6 @@ import torch
 
 import dgemma
 from dgemma import draws as reference_draws
-from dgemma.config import FULL, SLIDING
 from dgemma.generate import Knobs, start_state
 from dgemma.schedule import OneMinusCosine
 from dgemma.train.lora import LoRA, add_lora
@@ -22,37 +21,11 @@ from dgemma_kernels import cache as fused_cache
 from dgemma_kernels.forward import Forward
 from dgemma_kernels.graphs import CaptureError, Replay
 from dgemma_kernels.prediction import FusedPrediction, Logits
+from kernel_inputs import make_model
 
 CANVAS, VOCAB = 4, 40
 # float32 throughout: two layers of sums in another order, over activations of order ten.
 CLOSE = {"rtol": 2e-4, "atol": 2e-4}
-
-
-def make_model(device, **changes):
-    config = dgemma.presets.tiny().replace(
-        vocab_size=VOCAB,
-        canvas_length=CANVAS,
-        hidden_size=32,
-        intermediate_size=32,
-        moe_intermediate_size=16,
-        num_hidden_layers=2,
-        layer_types=(SLIDING, FULL),
-        sliding_window=5,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        global_head_dim=16,
-        num_experts=4,
-        **changes,
-    )
-    model = dgemma.DiffusionGemma(config).requires_grad_(False)
-    generator = torch.Generator().manual_seed(3)
-    for parameter in model.parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        parameter.copy_(noise * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1 + 0.2 * noise)
-    for layer in model.layers:
-        layer.layer_scalar.fill_(0.8)
-        layer.causal_layer_scalar.fill_(0.9)
-    return model.to(device)
 
 
 @pytest.fixture(scope="module")

@@ -10,21 +10,11 @@ from torch import Tensor
 
 from dgemma_kernels import configs, experts, reference, router
 from dgemma_kernels.configs import gpu_name
+from kernel_inputs import NUM_EXPERTS, draw_routing
 
-E, D, F = 6, 72, 88  # neither width is a multiple of any tile
+E, D, F = NUM_EXPERTS, 72, 88  # neither width is a multiple of any tile
 # Sums of 88 float32 products; one float16 rounding is 2**-11, of the hidden value, the product and the weighted row.
 LIMITS = {torch.float32: 1e-6, torch.float16: 2e-3}
-
-
-def draw_routing(name: str) -> Tensor:
-    generator = torch.Generator().manual_seed(7)
-    spread, inner = (torch.stack([torch.randperm(n, generator=generator)[:2] for _ in range(40)]) for n in (E, E - 2))
-    return {
-        "one-token": spread[:1],
-        "even": spread,
-        "one-expert-has-every-row": torch.full((75, 1), 4),
-        "two-experts-have-no-rows": inner + 1,
-    }[name].int()
 
 
 def draw(index: Tensor, width: int, hidden: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:

@@ -13,11 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 import dgemma
-from dgemma.config import FULL, SLIDING
 from dgemma_kernels import accelerate, configs, experts, norms, reference, router, vocabulary
 from dgemma_kernels.quantized import Quantized, quantize
+from kernel_inputs import NUM_EXPERTS, draw_routing, make_model
 
-E, D, F = 6, 72, 88  # neither width is a multiple of any tile; hidden values of two blocks, 64 and 24
+E, D, F = NUM_EXPERTS, 72, 88  # neither width is a multiple of any tile; hidden values of two blocks, 64 and 24
 EPS, FLOAT8 = 1e-6, torch.float8_e4m3fn
 GRID = torch.arange(256, dtype=torch.uint8).view(FLOAT8).double()
 GRID = GRID[GRID.isfinite()]  # all values there are
@@ -121,17 +121,6 @@ def test_the_experts_input_of_a_zero_row_is_zero(device):
     rows, vectors = [torch.zeros(2, D, device=device)] * 2, [torch.ones(D, device=device)] * 4
     expert = norms.attention_residual(*rows, *vectors, EPS, float8=True)[2]
     assert not expert.dequantize().any()
-
-
-def draw_routing(name: str) -> Tensor:
-    generator = torch.Generator().manual_seed(7)
-    spread, inner = (torch.stack([torch.randperm(n, generator=generator)[:2] for _ in range(40)]) for n in (E, E - 2))
-    return {
-        "one-token": spread[:1],
-        "even": spread,
-        "one-expert-has-every-row": torch.full((75, 1), 4),
-        "two-experts-have-no-rows": inner + 1,
-    }[name].int()
 
 
 def draw(index: Tensor, width: int, hidden: int, dtype: torch.dtype, device: torch.device) -> tuple:
@@ -299,28 +288,6 @@ def test_every_table_of_tiles_covers_every_batch_and_its_blocks_agree(name, monk
         assert config.gate_up.cols == 64
 
 
-def make_model(device: torch.device) -> dgemma.DiffusionGemma:
-    config = dgemma.presets.tiny().replace(
-        vocab_size=VOCAB,
-        canvas_length=CANVAS,
-        hidden_size=32,
-        intermediate_size=32,
-        moe_intermediate_size=80,
-        num_hidden_layers=2,
-        layer_types=(SLIDING, FULL),
-        sliding_window=5,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        global_head_dim=16,
-        num_experts=4,
-    )
-    model = dgemma.DiffusionGemma(config).requires_grad_(False)
-    for seed, parameter in enumerate(model.parameters()):
-        noise = random(*parameter.shape, seed=seed)
-        parameter.copy_(noise * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1 + 0.2 * noise)
-    return model.to(device)
-
-
 def rounded(x: Tensor, block: int = 1 << 30) -> Tensor:
     """x as float8 holds it under a scale for each row and so many columns."""
     parts = []
@@ -334,7 +301,7 @@ def rounded(x: Tensor, block: int = 1 << 30) -> Tensor:
 def models() -> tuple:
     """A reference with rounded weights, one that rounds what these multiply as well, and the accelerated model."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = make_model(device)
+    model = make_model(device, moe_intermediate_size=80)
     plain = copy.deepcopy(model)
     for layer in plain.layers:
         for weight in (layer.experts.gate_up_proj, layer.experts.down_proj):
@@ -399,7 +366,7 @@ def test_the_same_seed_gives_the_same_tokens_alone_and_in_a_batch(models):
 
 
 def test_the_model_goes_on_working_and_its_experts_are_freed_with_it(device):
-    model = make_model(device)
+    model = make_model(device, moe_intermediate_size=80)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     fast = accelerate(model, weights="fp8")
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -416,7 +383,7 @@ def test_the_model_goes_on_working_and_its_experts_are_freed_with_it(device):
 
 
 def test_a_gpu_without_float8_products_is_told_what_to_do(monkeypatch):
-    model = make_model(torch.device("cpu"))
+    model = make_model(torch.device("cpu"), moe_intermediate_size=80)
     monkeypatch.setattr(dgemma.DiffusionGemma, "device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     with pytest.raises(ValueError, match=r'fp8" needs a GPU of .* 8\.9 or higher, got 8\.6\. Use weights="bf16"'):

@@ -1,0 +1,53 @@
+"""What several tests of the kernels run on: routings that are even and skewed, and a small model with every feature."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import dgemma
+from dgemma.config import FULL, SLIDING
+
+NUM_EXPERTS = 6
+
+
+def draw_routing(name: str) -> Tensor:
+    """Experts (tokens, k), different within a token."""
+    generator = torch.Generator().manual_seed(7)
+    spread, inner = (
+        torch.stack([torch.randperm(n, generator=generator)[:2] for _ in range(40)])
+        for n in (NUM_EXPERTS, NUM_EXPERTS - 2)
+    )
+    return {
+        "one-token": spread[:1],
+        "even": spread,
+        "one-expert-has-every-row": torch.full((75, 1), 4),
+        "two-experts-have-no-rows": inner + 1,
+    }[name].int()
+
+
+def make_model(device: torch.device, **changes: Any) -> dgemma.DiffusionGemma:
+    """Two layers, one of each kind, random norms and scalars."""
+    config = dgemma.presets.tiny().replace(
+        vocab_size=40,
+        canvas_length=4,
+        hidden_size=32,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        layer_types=(SLIDING, FULL),
+        sliding_window=5,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        global_head_dim=16,
+        num_experts=4,
+    )
+    model = dgemma.DiffusionGemma(config.replace(**changes)).requires_grad_(False)
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.copy_(noise * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1 + 0.2 * noise)
+    for layer in model.layers:
+        layer.layer_scalar.fill_(0.8)
+        layer.causal_layer_scalar.fill_(0.9)
+    return model.to(device)
