@@ -21,10 +21,16 @@ E, D, F = NUM_EXPERTS, 72, 88  # neither width is a multiple of any tile; hidden
 EPS, FLOAT8 = 1e-6, torch.float8_e4m3fn
 GRID = torch.arange(256, dtype=torch.uint8).view(FLOAT8).double()
 GRID = GRID[GRID.isfinite()]  # all values there are
-# Float32 sums of 88 products in the interpreter; Hopper adds those of one block with 14 bits. What that sends to the
-# other neighbour of a value between two is off by a step of float8, 6 to 12 %.
 NATIVE = torch.cuda.is_available()
-SUMS, FLIPS = (4e-3, 2e-2) if NATIVE else (1e-5, 2e-3)
+# Float32 sums of 88 products in the interpreter; Hopper adds those of one block with 14 bits.
+SUMS = 4e-3 if NATIVE else 1e-5
+# What that sends to the other neighbour of a value between two is off by a step of float8, 6 to 12 %, and so is what
+# follows. How far this carries the model below was seen on a reference that adds as Hopper does (3e-5 of a row's size):
+# the typical position by up to 0.7 % in 300 texts, 1.0 % where sums are three times as far off; all together by 2.4 %,
+# and 11 % in the one text that lands on another expert. Faults are apart from that in one or the other: values left
+# unrounded, or a row's blocks under one scale, 1.4 % in the typical position; scales of another row or block 4 to 40 %
+# in both; one row lost 15 % in all together. In the interpreter a single value goes the other way at most: 0.5 %.
+TYPICAL, TOGETHER = (1e-2, 5e-2) if NATIVE else (1e-3, 1e-2)
 CANVAS, VOCAB = 4, 40
 
 
@@ -107,10 +113,10 @@ def test_the_experts_input_is_the_nearest_float8_and_the_others_are_as_before(sh
     vectors = [(1 + 0.3 * random(shape[1], seed=seed)).to(device, dtype) for seed in (3, 4, 5, 6)]
     x, dense, expert, scored = norms.attention_residual(*rows, *vectors, EPS, float8=True)
     plain = norms.attention_residual(*rows, *vectors, EPS)
-    # Another kernel to the compiler, which may add up a row in another order.
-    torch.testing.assert_close(
-        (x, dense, scored), (plain[0], plain[1], plain[3]), rtol=4 * torch.finfo(dtype).eps, atol=0
-    )
+    for got, before in zip((x, dense, scored), (plain[0], plain[1], plain[3]), strict=True):
+        # Another kernel to the compiler, which may add up a row in another order: off by roundings of what is added,
+        # of which a sum may leave little.
+        torch.testing.assert_close(got, before, rtol=0, atol=4 * torch.finfo(dtype).eps * before.abs().amax().item())
     want = reference.rms_norm(x.double(), vectors[2].double(), EPS)
     assert expert.dtype == dtype
     torch.testing.assert_close(expert.scale.double(), want.abs().amax(-1) / 448, rtol=1e-5, atol=0)
@@ -325,24 +331,32 @@ def draw_tokens(*shape: int, seed: int = 0) -> Tensor:
     return tokens.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def apart(a: Tensor, b: Tensor) -> tuple[float, float]:
+    """The relative distance of logits in the typical position, as a geometric mean, and of all together."""
+    each = (a - b).norm(dim=-1) / b.norm(dim=-1)
+    return each.log().mean().exp().item(), ((a - b).norm() / b.norm()).item()
+
+
 def test_both_modes_equal_the_reference_that_rounds_at_the_same_places(models):
     prompt, canvas = draw_tokens(2, 7), draw_tokens(2, CANVAS, seed=1)
     real = torch.ones_like(prompt)
     real[1, :2] = 0
+    caches = [model.encode(prompt, attention_mask=real) for model in models]
+    firsts = [model.denoise(canvas, cache) for model, cache in zip(models, caches, strict=True)]
+    condition = firsts[2].shape(temperature=0.7)  # one for all: with its own each would be five times as far off
     results = []
-    for model in models:
-        cache = model.encode(prompt, attention_mask=real)
-        first = model.denoise(canvas, cache)
-        second = model.denoise(canvas, cache, self_cond=first.shape(temperature=0.7))
+    for model, cache, first in zip(models, caches, firsts, strict=True):
+        second = model.denoise(canvas, cache, self_cond=condition)
         words = model.causal_logits(canvas[:, :2], cache)
         word = model.causal_logits(canvas[:, 3:], cache)
         results.append([first.logits, second.logits, words, word])
     for plain, exact, got in zip(*results, strict=True):
-        assert (got - exact).norm() / exact.norm() < FLIPS
+        typical, together = apart(got, exact)
+        assert typical < TYPICAL
+        assert together < TOGETHER
         # Two roundings in a row, of 2.6 % of a value each, in two layers, of which the experts are a half; where they
         # send a token to another expert it is off by tens of per cent, so the typical position counts.
-        off = ((got - plain).norm(dim=-1) / plain.norm(dim=-1)).log().mean().exp()
-        assert 1e-3 < off < 0.1
+        assert 1.5e-2 < apart(got, plain)[0] < 0.1
 
 
 def test_tokens_are_sorted_into_tiles_of_float8(models, monkeypatch):
