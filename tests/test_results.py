@@ -1,13 +1,12 @@
-"""The README's figures of the kernels are those of the recorded run."""
+"""The README's figures of the kernels are those of the recorded runs."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-
-
 COLUMNS = {"step.json": 3, "step_fp8.json": 4}  # of the README's table, by the recorded run
 
 
@@ -18,7 +17,15 @@ def file(request) -> str:
 
 @pytest.fixture(scope="module")
 def parts(file) -> dict[str, list[dict]]:
-    return json.loads((ROOT / "kernels/benchmarks/results" / file).read_text())["parts"]
+    return read_parts(file)
+
+
+def read(file: str) -> str:
+    return (ROOT / file).read_text()
+
+
+def read_parts(file: str) -> dict[str, list[dict]]:
+    return json.loads(read(f"kernels/benchmarks/results/{file}"))["parts"]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +35,7 @@ def row(file):
 
 def cell(first_cell: str, column: int) -> str:
     """A cell of the README's table, of the row that begins so."""
-    (line,) = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith(f"| {first_cell}")]
+    (line,) = [line for line in read("README.md").splitlines() if line.startswith(f"| {first_cell}")]
     return line.split("|")[column].strip()
 
 
@@ -52,10 +59,43 @@ def test_peak_memory_is_the_recorded_one(parts, row):
 
 
 def test_the_first_token_is_the_recorded_one():
-    recorded = json.loads((ROOT / "kernels/benchmarks/results/first_token.json").read_text())["parts"]["build"][0]
-    assert cell("first token", COLUMNS["step.json"]).startswith(
-        f"{recorded['first_token_s']:.0f} s with nothing compiled yet"
-    )
+    seconds = read_parts("first_token.json")["build"][0]["first_token_s"]
+    assert cell("first token", COLUMNS["step.json"]).startswith(f"{seconds:.0f} s with nothing compiled yet")
+    assert f"with nothing compiled yet {seconds:.1f} s" in read("kernels/README.md")
+    assert f"{seconds:.0f} s instead of 24 to the first token" in read("CHANGELOG.md")
+
+
+def test_transformers_figures_are_those_of_the_command_that_timed_our_step_as_well():
+    parts = read_parts("step_transformers.json")
+    ours, (eager, compiled) = parts["step"][0]["step_ms"], (part["said"] for part in parts["transformers"])
+    assert eager.startswith("transformers, eager: ")
+    assert compiled.startswith("transformers, compiled, ")
+    slow, least, most, peak = re.findall(r"\d+\.\d", eager)
+    fast, lowest, highest, other_peak = re.findall(r"\d+\.\d", compiled)
+    assert peak == other_peak
+
+    in_table = f"{slow} ms ({least}–{most}) eager, {fast} ({lowest}–{highest}) compiled"
+    assert cell("one denoising step", 5) == f"{in_table}; `accelerate` on that machine {ours:.1f}"
+    assert cell("peak memory", 5) == f"{float(peak) * 2**30 / 1e9:.0f} GB"
+    assert f"where our step takes {ours:.2f} ms (`step.py --parts parity step profile" in read("kernels/README.md")
+    in_text = f"eager {slow} ms ({least} to {most}), compiled {fast} ms ({lowest} to {highest})"
+    assert f"{in_text}, both with a peak of {peak} GiB" in read("kernels/README.md")
+    assert f"{ours:.1f} ms where transformers takes {fast} compiled and {slow} eager" in read("CHANGELOG.md")
+
+    faster, float8 = (read_parts(file) for file in COLUMNS)
+    steps = f"{ours:.1f} ms on an H200 ({faster['step'][0]['step_ms']:.1f} on a faster one)"
+    assert f"in {steps}, {float8['step'][0]['step_ms']:.1f} with the experts in fp8" in read("README.md")
+    assert f"where transformers takes {fast} compiled and {slow} eager: " in read("README.md")
+
+
+def test_both_machines_tokens_a_second_are_the_recorded_ones():
+    slower, faster, float8 = (read_parts(file)["generate"] for file in ("step_transformers.json", *COLUMNS))
+    one, fastest, fp8 = (f"{rows[0]['tokens_per_s']:,.0f}" for rows in (slower, faster, float8))
+    assert f": {one} ({fastest}) and {fp8} tokens/s for one user" in read("README.md")
+    assert f" ms and {one} tokens/s, in 4 min 48 s" in read("README.md")
+    long = f"{slower[3]['tokens_per_s']:,.0f}"
+    two, four, long_two, long_four = (f"× {slower[i]['against_batch_1']:.2f}" for i in (1, 2, 4, 5))
+    assert f" {one} tokens/s ({two}, {four}) and {long} ({long_two}, {long_four});" in read("kernels/README.md")
 
 
 @pytest.mark.parametrize(
@@ -63,8 +103,8 @@ def test_the_first_token_is_the_recorded_one():
     [("forward and backward", "forward + backward"), ("and AdamW", "forward + backward + AdamW")],
 )
 def test_training_throughput_is_the_recorded_one(first_cell, work):
-    recorded = json.loads((ROOT / "kernels/benchmarks/results/training.json").read_text())["results"]
-    line = next(line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith(f"| {first_cell} |"))
+    recorded = json.loads(read("kernels/benchmarks/results/training.json"))["results"]
+    line = next(line for line in read("README.md").splitlines() if line.startswith(f"| {first_cell} |"))
     cells = [cell.strip().replace("*", "") for cell in line.split("|")[2:4]]
     measured = [result for result in recorded if result["work"] == work]  # transformers' loop first
     for cell, result in zip(cells, measured, strict=True):
