@@ -8,6 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 import dgemma
+from dgemma.cli import options
 
 
 def test_info_counts_what_is_in_the_file(command, checkpoint):
@@ -50,6 +51,22 @@ def test_bench_times_are_consistent(command, checkpoint):
     assert times["canvas"]["fastest"] > times["forward"]["fastest"]  # two forwards, the prefix and the commit
     assert found["tokens_per_second"] == pytest.approx(2 * 32 / (times["canvas"]["median"] / 1000))
     assert "tokens a second" in command("bench", "-m", checkpoint, "--steps", "1", "--repeats", "1").out
+
+
+@pytest.mark.parametrize(
+    ("given", "fast", "weights", "named"),
+    [
+        ((), False, None, ""),
+        (("--fast",), True, "bf16", " --fast --weights bf16"),
+        (("--fast", "--weights", "fp8"), True, "fp8", " --fast --weights fp8"),
+    ],
+)
+def test_bench_says_what_was_timed(command, checkpoint, monkeypatch, given, fast, weights, named):
+    monkeypatch.setattr(options, "load_denoiser", options.load_model)  # the kernels need a GPU; what is said does not
+    bench = ("bench", "-m", checkpoint, "--steps", "1", "--repeats", "1", *given)
+    found = json.loads(command(*bench, "--json").out)
+    assert (found["fast"], found["weights"]) == (fast, weights)
+    assert command(*bench).out.startswith(f"{checkpoint}{named} on CPU")
 
 
 @pytest.fixture

@@ -147,6 +147,21 @@ def test_prompts_and_answers_are_rows_of_their_own(command, checkpoint, tmp_path
     assert command("train", "-m", checkpoint, "--out", tmp_path / "run", *QUICK, pairs).code == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("few.txt", "to be"), ("one.jsonl", '{"prompt": "to be", "answer": "or not"}')],
+    ids=["text", "prompt"],
+)
+def test_a_text_that_every_step_sees_all_of_is_noted(command, checkpoint, words, tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    said = "The files hold 1 row and a step takes 2: every step sees all of the text"
+    ran = command("train", "-m", checkpoint, "--out", tmp_path / "few", *QUICK, tmp_path / name)
+    assert ran.code == 0
+    assert len([line for line in ran.err.splitlines() if line.startswith(said)]) == 1
+    # 505 tokens are 16 canvases, in rows of one and of two.
+    assert "sees all of" not in command("train", "-m", checkpoint, "--out", tmp_path / "many", *QUICK, words).err
+
+
 def test_a_loss_that_is_not_finite_fails_in_a_sentence(command, checkpoint, words, tmp_path):
     ran = command("train", "-m", checkpoint, "--out", tmp_path, *QUICK, "--lr", "1e30", words)
     assert ran.code == 1

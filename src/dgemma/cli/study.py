@@ -175,14 +175,22 @@ def _bench(arguments: argparse.Namespace) -> None:
     tokens_per_second = arguments.batch * config.canvas_length / (canvas_time.median / 1000)
     threads = output.counted(torch.get_num_threads(), "thread")
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {threads}"
+    weights = (arguments.weights or "bf16") if arguments.fast else None
     if arguments.json:
-        given = {name: getattr(arguments, name) for name in ("model", "batch", "prefix", "steps")}
+        given = {name: getattr(arguments, name) for name in ("model", "fast", "batch", "prefix", "steps")}
         milliseconds = {name: asdict(timing) for name, timing in timings.items()}
         output.print_json(
-            {**given, "device": where, "milliseconds": milliseconds, "tokens_per_second": tokens_per_second}
+            {
+                **given,
+                "weights": weights,
+                "device": where,
+                "milliseconds": milliseconds,
+                "tokens_per_second": tokens_per_second,
+            }
         )
         return
-    print(f"{arguments.model} on {where}, batch {arguments.batch}")
+    how = f" --fast --weights {weights}" if arguments.fast else ""
+    print(f"{arguments.model}{how} on {where}, batch {arguments.batch}")
     print(f"  prefix of {arguments.prefix}: {timings['prefix']}")
     print(f"  forward over {config.canvas_length}: {timings['forward']}")
     print(f"  canvas in {arguments.steps} steps, with prefix: {timings['canvas']}")

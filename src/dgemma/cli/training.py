@@ -280,11 +280,24 @@ def _source(arguments: argparse.Namespace, file: TokenFile, canvas_len: int) -> 
                 f"{num_cut} of {file.num_documents} answers are cut at {max_len} tokens; raise --canvases for more.",
                 file=sys.stderr,
             )
+        _note_few_rows(arguments, file.num_documents)
         return PromptSource(file=file, max_len=max_len, batch_size=arguments.batch_size, seed=arguments.seed)
-    return TextSource(
+    source = TextSource(
         file=file,
         canvas_len=canvas_len,
         num_canvases=arguments.canvases,
         batch_size=arguments.batch_size,
         seed=arguments.seed,
     )
+    _note_few_rows(arguments, source.num_rows)
+    return source
+
+
+def _note_few_rows(arguments: argparse.Namespace, num_rows: int) -> None:
+    """One line where a step goes through all there is."""
+    if num_rows <= arguments.batch_size:
+        print(
+            f"The files hold {output.counted(num_rows, 'row')} and a step takes {arguments.batch_size}: every step "
+            "sees all of the text, and many steps learn it by heart. Give more of it, or fewer --steps.",
+            file=sys.stderr,
+        )
