@@ -1,0 +1,91 @@
+"""The benchmarks of the experts, as far as they run without a GPU: what they refuse to time, and what a sweep tries."""
+
+import importlib
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from dgemma_kernels import configs
+from dgemma_kernels import experts as kernels
+
+BENCHMARKS = Path(__file__).parents[2] / "kernels" / "benchmarks"
+SIZES = {"E": 4, "A": 2, "D": 64, "F": 128, "DENSE": 16, "GPU": torch.device("cpu")}
+
+
+@pytest.fixture
+def bench(monkeypatch) -> tuple[ModuleType, ModuleType]:
+    """`experts` and `experts_sweep`, on small sizes without a GPU."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    modules = []
+    for name in ("experts", "experts_sweep"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        module = importlib.import_module(name)
+        modules.append(module)
+        for constant in SIZES.keys() & vars(module).keys():
+            monkeypatch.setattr(module, constant, SIZES[constant])
+    monkeypatch.setattr(modules[0], "LIMIT", 1e-2)  # the interpreter cuts bfloat16 off where a GPU rounds: 6e-3
+    return tuple(modules)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"), [("experts", []), ("experts_sweep", ["256", "512", "--weights", "fp8", "--distinct", "84"])]
+)
+def test_without_a_gpu_a_benchmark_says_so(bench, monkeypatch, name, given):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *given])
+    with pytest.raises(SystemExit, match="needs a CUDA GPU"):
+        sys.modules[name].main()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the sizes are those of Triton's interpreter")
+def test_experts_that_are_wrong_are_not_timed(bench, monkeypatch):
+    experts, _ = bench
+    torch.manual_seed(0)
+    layer, index = experts.draw_layer(float8=True), experts.draw_index(12, 4)
+    assert experts.check_experts("even", layer, index) < experts.LIMIT
+    experts.check_experts("skewed", layer, torch.tensor([[0, 1]] * 12, dtype=torch.int32))
+    scale = layer.down.scale.roll(1, dims=-1)  # of the row before
+    down = kernels.expert_down
+    monkeypatch.setattr(kernels, "expert_down", lambda x, w, *rest: down(x, replace(w, scale=scale), *rest))
+    with pytest.raises(SystemExit, match="PARITY FAILED, nothing timed: experts, even"):
+        experts.check_experts("even", layer, index)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the sizes are those of Triton's interpreter")
+def test_a_sweep_times_every_tile_and_names_the_best_of_both_that_are_right(bench, monkeypatch, capsys):
+    experts, sweep = bench
+    torch.manual_seed(0)
+    times = iter([3.0, 2.0, 5.0, 4.0, 9.0])  # two tiles of gate_up, two of down, the better of each together
+    monkeypatch.setattr(sweep, "time_graph", lambda run, replays: (run(), (next(times), 0.0))[1])
+    monkeypatch.setitem(sweep.FLOAT8_GATE_UP_TILES, 16, [(64, 32, 4, 2), (64, 64, 4, 2)])
+    monkeypatch.setitem(sweep.FLOAT8_DOWN_TILES, 16, [(32, 64, 4, 2), (64, 128, 4, 2), (64, 64, 4, 2)])
+    tables, report = dict(configs.EXPERTS_FLOAT8), experts.Report(bandwidth=1e12, lines=[])
+    sweep.sweep(report, [experts.draw_layer(float8=True)], 8, 4)
+    printed = capsys.readouterr().out
+    assert [line["name"].partition(":")[0] for line in report.lines] == ["gate_up 8"] * 2 + ["down 8"] * 2 + ["both 8"]
+    assert "64x128 w4 s2: ValueError: expert_down.hidden must have a scale" in printed  # deeper than a block of 64
+    assert report.lines[-1]["name"] == "both 8: 16 rows, 64x64 w4 s2 and 64x64 w4 s2"
+    assert "BEST at 8: 9000.0 us a layer" in printed
+    assert tables == configs.EXPERTS_FLOAT8
+
+
+@pytest.mark.parametrize("float8", [False, True], ids=["bf16", "fp8"])
+def test_every_tile_of_a_sweep_can_be_configured_at_every_size(bench, float8, monkeypatch):
+    _, sweep = bench
+    monkeypatch.setattr(sweep, "E", 128)
+    monkeypatch.setattr(sweep, "A", 8)
+    gate_up, down = sweep.tiles_worth_trying(float8)
+    assert gate_up.keys() == down.keys()
+    for tokens in (1, 16, 64, 256, 320, 512, 769, 1024, 1536, 2048, 4096, 16_384):
+        assert set(sweep.rows_worth_trying(tokens, float8)) <= gate_up.keys()
+    for rows in gate_up:
+        tiles = [sweep.make_config(rows, up, down[rows][0]).gate_up for up in gate_up[rows]]
+        tiles += [sweep.make_config(rows, gate_up[rows][0], shape).down for shape in down[rows]]
+        assert len({sweep.label(tile) for tile in tiles[: len(gate_up[rows])]}) == len(gate_up[rows])
+        # A block of hidden values has one scale: 64 columns of gate_up, of which down takes whole ones.
+        assert not float8 or all(tile.cols == 64 for tile in tiles[: len(gate_up[rows])])
+        assert not float8 or all(tile.depth == 64 for tile in tiles[len(gate_up[rows]) :])
