@@ -8,12 +8,13 @@ import torch
 @dataclass(frozen=True, kw_only=True)
 class Tile:
     """One program's share of a matrix product: `cols` outputs of as many rows as the routing has a tile, `depth` at a
-    time, on `warps` warps with `stages` loads in flight."""
+    time, on `warps` warps with `stages` loads in flight, in at most `registers` a thread."""
 
     cols: int
     depth: int
     warps: int
     stages: int
+    registers: int | None = None
 
     def __post_init__(self) -> None:
         for field in ("cols", "depth", "warps"):
@@ -184,6 +185,51 @@ EXPERTS_FLOAT8: dict[str, tuple[ExpertConfig, ...]] = {
     ),
 }
 
+# The same for packed weights, of which a block is 128 rows, 64 of gate and of up each, and 128 deep. In 168 registers
+# three programs of four warps share a multiprocessor.
+EXPERTS_PACKED: dict[str, tuple[ExpertConfig, ...]] = {
+    "default": (
+        ExpertConfig(
+            max_tokens=512,
+            rows=32,
+            gate_up=Tile(cols=64, depth=128, warps=4, stages=3),
+            down=Tile(cols=128, depth=128, warps=4, stages=3),
+        ),
+        ExpertConfig(
+            max_tokens=_ANY,
+            rows=64,
+            gate_up=Tile(cols=64, depth=128, warps=8, stages=2),
+            down=Tile(cols=128, depth=128, warps=8, stages=2),
+        ),
+    ),
+    "NVIDIA H200": (
+        ExpertConfig(
+            max_tokens=64,
+            rows=16,
+            gate_up=Tile(cols=64, depth=128, warps=4, stages=4),
+            down=Tile(cols=128, depth=128, warps=4, stages=3),
+        ),
+        ExpertConfig(
+            max_tokens=320,
+            rows=32,
+            gate_up=Tile(cols=64, depth=128, warps=4, stages=4),
+            down=Tile(cols=128, depth=128, warps=4, stages=3, registers=168),
+        ),
+        ExpertConfig(
+            max_tokens=1536,
+            rows=64,
+            gate_up=Tile(cols=64, depth=128, warps=4, stages=3),
+            down=Tile(cols=128, depth=128, warps=8, stages=3),
+        ),
+        ExpertConfig(
+            max_tokens=_ANY,
+            rows=128,
+            gate_up=Tile(cols=64, depth=128, warps=8, stages=3),
+            down=Tile(cols=128, depth=128, warps=8, stages=3),
+        ),
+    ),
+}
+
 # Nearly all of a multiprocessor's shared memory, so that no program of another kernel shares it.
 _DENSE_H200 = DenseConfig(
     min_tokens=65,
@@ -231,11 +277,11 @@ def gpu_name(device: torch.device) -> str:
 
 def expert_config(num_tokens: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> ExpertConfig:
     """The experts' tiles for `num_tokens` tokens on this device; for weights wider than 2 bytes the default ones, as
-    much less deep, so that a tile's bytes stay the same, and for those of 1 byte their own.
+    much less deep, so that a tile's bytes stay the same, for float8 and for packed ones, which are uint8, their own.
 
     Example: `expert_config(256, torch.device("cuda")).rows` is 32 on an H200.
     """
-    tables = EXPERTS_FLOAT8 if dtype.itemsize == 1 else EXPERTS
+    tables = {torch.float8_e4m3fn: EXPERTS_FLOAT8, torch.uint8: EXPERTS_PACKED}.get(dtype, EXPERTS)
     table = tables.get(_tiles_of(device, dtype), tables["default"])
     config = next(config for config in table if num_tokens <= config.max_tokens)
     if dtype.itemsize <= 2:

@@ -31,22 +31,27 @@ from dgemma_kernels.captured import STATE_INPUTS, CapturedDenoise, CapturedRead,
 from dgemma_kernels.forward import Forward
 from dgemma_kernels.graphs import compile_together, remembered
 from dgemma_kernels.prediction import FusedPrediction, Logits
-from dgemma_kernels.weights import take_weights
+from dgemma_kernels.weights import HOLD, take_weights
 
 
-def accelerate(model: DiffusionGemma, weights: str = "bf16") -> "FusedDenoiser":
+def accelerate(model: DiffusionGemma, weights: str = "bf16", *, release: bool = False) -> "FusedDenoiser":
     """The same denoiser at speed: give it to `dgemma.generate` in place of the model.
 
     The model's tensors are shared, not copied; its q, k, v and gate, up projections become views of fused ones. Do not
-    move, train or cast the model while the accelerated one is in use. `weights="bf16"` runs them as they are.
-    `weights="fp8"` rounds the experts, nine tenths of the published weights, to float8 (e4m3) with a scale for each
-    output, and what they multiply with one for each row: 21 GiB beside the model's 47, whose own experts (42) are freed
-    when nobody holds the model any more. It needs a GPU with fp8 tensor cores: Ada, Hopper or later.
+    move, train or cast the model while the accelerated one is in use. `weights="bf16"` runs them as they are. The
+    others hold the experts, nine tenths of the published weights, in tensors of their own, beside the model's 47 GiB,
+    whose own experts (42) are freed when nobody holds the model any more; with `release` each layer's are taken out of
+    the model as soon as they are held otherwise, so that at no time there are two of all.
+    `weights="packed"` is bfloat16 in 12 bits a weight without loss, 32 GiB: faster, since a step is mostly reading.
+    `weights="fp8"` rounds to float8 (e4m3) with a scale for each output, and what they multiply with one for each row,
+    21 GiB. It needs a GPU with fp8 tensor cores: Ada, Hopper or later.
 
     Example: `fast = accelerate(DiffusionGemma.from_pretrained(path, dtype=torch.bfloat16, device="cuda"))`.
     """
-    if weights not in ("bf16", "fp8"):
-        raise ValueError(f'accelerate weights must be "bf16" or "fp8", got {weights!r}.')
+    if weights not in HOLD:
+        raise ValueError(f'accelerate weights must be "bf16", "packed" or "fp8", got {weights!r}.')
+    if release and weights == "bf16":
+        raise ValueError('accelerate release must be False for weights="bf16", which are the model\'s own.')
     if model.device.type != "cuda" and not isinstance(draws._uniform_kernel, InterpretedFunction):
         raise ValueError(
             f"accelerate needs the model on a CUDA GPU, got {model.device}. Move it there, or use the model itself, "
@@ -72,7 +77,7 @@ def accelerate(model: DiffusionGemma, weights: str = "bf16") -> "FusedDenoiser":
         )
     if is_adapted(model):
         raise ValueError("accelerate model must have its adapters merged. Call dgemma.train.merge_lora(model) first.")
-    return FusedDenoiser(model, float8=weights == "fp8")
+    return FusedDenoiser(model, weights, release=release)
 
 
 def _without_layers(model: DiffusionGemma) -> DiffusionGemma:
@@ -100,12 +105,13 @@ class FusedDenoiser:
     """What `accelerate` returns. Batches of any size; predictions of `step` are readable until the next step."""
 
     config: ModelConfig
+    generation: GenerationDefaults  # the model's at first, and its own from then on: the model may be let go
 
     @torch.no_grad()
-    def __init__(self, model: DiffusionGemma, *, float8: bool = False) -> None:
-        self._model = _without_layers(model) if float8 else model
-        self.config = model.config
-        self._forward = Forward(model.config, take_weights(model, float8=float8))
+    def __init__(self, model: DiffusionGemma, weights: str = "bf16", *, release: bool = False) -> None:
+        self._model = model if weights == "bf16" else _without_layers(model)
+        self.config, self.generation = model.config, model.generation
+        self._forward = Forward(model.config, take_weights(model, weights, release=release))
         self._pool = BufferPool(model.config, model.conventions, model.device, model.dtype)
         self._logits: dict[tuple[int, int], Logits] = {}
         self._sizes_read: set[int] = set()  # of prompts, whose forwards are no graphs
@@ -113,10 +119,6 @@ class FusedDenoiser:
         # The last step's prediction, as long as someone holds it, and the step that can compute its soft embedding.
         self._unsoftened: tuple[Any, CapturedStep | None] = (lambda: None, None)
         self._graph_memory = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
-
-    @property
-    def generation(self) -> GenerationDefaults:
-        return self._model.generation
 
     @property
     def conventions(self) -> Conventions:

@@ -6,7 +6,8 @@ column blocks run fastest, so that neighbours share the expert. The weights are 
 makes them Hopper's warpgroup instructions at 16 and 32 rows of tokens too; there the memory unit fetches them in whole
 blocks. The last programs of gate_up leave memory idle: down's start beside them, each waiting for its own tile alone.
 Weights and rows may also be in float8: products of float8 values, to whose float32 sums the scales are applied; hidden
-values have a scale for each row and block of a program's columns. Reference twin: `reference`.
+values have a scale for each row and block of a program's columns. Packed weights have tiles of their own, in which
+gate and up are one product. Reference twin: `reference`.
 """
 
 import torch
@@ -17,19 +18,23 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dgemma_kernels.blocks import float8_scale, gelu_tanh_times, inside, wait_for_launches_before
 from dgemma_kernels.configs import Tile, dependent_launch, expert_config, tensor_descriptors
+from dgemma_kernels.packed import DEPTH, HALF, ROWS, Packed, multiply_packed
 from dgemma_kernels.quantized import Quantized, split
 from dgemma_kernels.router import ExpertTiles
 
 
-def expert_gate_up(x: Tensor | Quantized, gate_up_proj: Tensor | Quantized, tiles: ExpertTiles) -> Tensor | Quantized:
+def expert_gate_up(
+    x: Tensor | Quantized, gate_up_proj: Tensor | Quantized | Packed, tiles: ExpertTiles
+) -> Tensor | Quantized:
     """geglu(x[token] @ gate_up_proj[expert].T) for every (token, k) pair, in the order of `tiles.pairs`.
 
     x: (M, D), gate_up_proj: (E, 2F, D), gate rows first → (M * A, F). Both quantised, or neither; so is the result.
+    Packed weights are packed with `gated=True`, and give what plain ones give.
 
     Example: `hidden = expert_gate_up(expert_in, experts.gate_up_proj, tiles)`.
     """
-    (rows, row_scale), (proj, proj_scale) = split(x), split(gate_up_proj)
-    _require("expert_gate_up", x, gate_up_proj, proj.shape[1] // 2 * 2, tiles)
+    rows, row_scale = split(x)
+    _require("expert_gate_up", x, gate_up_proj, gate_up_proj.shape[1] // 2 * 2, tiles)
     num_pairs = tiles.pairs.numel()
     if rows.shape[0] * tiles.num_active != num_pairs:
         raise ValueError(
@@ -38,20 +43,19 @@ def expert_gate_up(x: Tensor | Quantized, gate_up_proj: Tensor | Quantized, tile
         )
     if isinstance(x, Quantized) and x.block is not None:
         raise ValueError(f"expert_gate_up.x must have one scale a row, got one for each {x.block} columns.")
-    tile = expert_config(rows.shape[0], rows.device, rows.dtype).gate_up
-    _, double, width = proj.shape
+    tile = expert_config(rows.shape[0], rows.device, weight_dtype(gate_up_proj)).gate_up
+    _, double, width = gate_up_proj.shape
     hidden_width = double // 2
     out = torch.empty(num_pairs, hidden_width, dtype=rows.dtype, device=rows.device)
     col_blocks = triton.cdiv(hidden_width, tile.cols)
     quantized, out_scale = isinstance(x, Quantized), None
     if quantized:  # a block's scales of all rows side by side: down reads those of one block and many rows at a time
         out_scale = torch.empty(col_blocks, num_pairs, dtype=torch.float32, device=rows.device)
-    grid_tiles, in_blocks = _grid_tiles(tiles), _in_blocks(proj, tile)
+    grid_tiles, proj = _grid_tiles(tiles), _weight_arguments(gate_up_proj, tile)
     _expert_gate_up_kernel[(col_blocks * grid_tiles,)](
         rows,
         row_scale,
-        in_blocks,
-        proj_scale,
+        *proj,
         tiles.pairs,
         tiles.tiles,
         tiles.finished,
@@ -66,9 +70,10 @@ def expert_gate_up(x: Tensor | Quantized, gate_up_proj: Tensor | Quantized, tile
         **_split_rows(tiles.rows_per_tile),
         COLS=tile.cols,
         DEPTH=tile.depth,
-        DESCRIBED=isinstance(in_blocks, TensorDescriptor),
+        DESCRIBED=isinstance(proj[0], TensorDescriptor),
         num_warps=tile.warps,
         num_stages=tile.stages,
+        maxnreg=tile.registers,
         **dependent_launch(rows.device),
     )
     return Quantized(values=out, scale=out_scale, dtype=x.dtype, block=tile.cols) if out_scale is not None else out
@@ -76,7 +81,7 @@ def expert_gate_up(x: Tensor | Quantized, gate_up_proj: Tensor | Quantized, tile
 
 def expert_down(
     hidden: Tensor | Quantized,
-    down_proj: Tensor | Quantized,
+    down_proj: Tensor | Quantized | Packed,
     weights: Tensor,
     tiles: ExpertTiles,
     *,
@@ -90,8 +95,8 @@ def expert_down(
 
     Example: `rows = expert_down(hidden, experts.down_proj, weights, tiles)`; their sum over k is the experts' output.
     """
-    (rows, row_scale), (proj, proj_scale) = split(hidden), split(down_proj)
-    _require("expert_down", hidden, down_proj, proj.shape[1], tiles)
+    rows, row_scale = split(hidden)
+    _require("expert_down", hidden, down_proj, down_proj.shape[1], tiles)
     num_pairs = tiles.pairs.numel()
     if weights.numel() != num_pairs or rows.shape[0] != num_pairs:
         raise ValueError(
@@ -100,21 +105,20 @@ def expert_down(
         )
     if not weights.is_contiguous():
         raise ValueError("expert_down.weights must be contiguous. Call .contiguous() on them first.")
-    config = expert_config(num_pairs // tiles.num_active, rows.device, rows.dtype)
+    config = expert_config(num_pairs // tiles.num_active, rows.device, weight_dtype(down_proj))
     tile, block = config.down, hidden.block if isinstance(hidden, Quantized) else None
     if isinstance(hidden, Quantized) and (block is None or block % tile.depth):
         raise ValueError(
             f"expert_down.hidden must have a scale for every whole number of {tile.depth} columns, got {block}. "
             "Give a down tile whose depth divides the columns of gate_up's."
         )
-    _, width, hidden_width = proj.shape
+    _, width, hidden_width = down_proj.shape
     out = torch.empty(num_pairs // tiles.num_active, tiles.num_active, width, dtype=hidden.dtype, device=rows.device)
-    grid_tiles, in_blocks = _grid_tiles(tiles), _in_blocks(proj, tile)
+    grid_tiles, proj = _grid_tiles(tiles), _weight_arguments(down_proj, tile)
     _expert_down_kernel[(triton.cdiv(width, tile.cols) * grid_tiles,)](
         rows,
         row_scale,
-        in_blocks,
-        proj_scale,
+        *proj,
         weights,
         tiles.pairs,
         tiles.tiles,
@@ -131,21 +135,42 @@ def expert_down(
         COLS=tile.cols,
         DEPTH=tile.depth,
         BLOCK=block,
-        DESCRIBED=isinstance(in_blocks, TensorDescriptor),
+        DESCRIBED=isinstance(proj[0], TensorDescriptor),
         num_warps=tile.warps,
         num_stages=tile.stages,
+        maxnreg=tile.registers,
         **dependent_launch(rows.device),
     )
     return out
 
 
-def _in_blocks(proj: Tensor, tile: Tile) -> Tensor | TensorDescriptor:
+def weight_dtype(weights: Tensor | Quantized | Packed) -> torch.dtype:
+    """The dtype of what is read, by which tiles are chosen; packed weights are bytes.
+
+    Example: `expert_config(256, x.device, weight_dtype(gate_up_proj)).rows`.
+    """
+    return weights.planes.dtype if isinstance(weights, Packed) else split(weights)[0].dtype
+
+
+def _weight_arguments(weights: Tensor | Quantized | Packed, tile: Tile) -> tuple[Tensor | TensorDescriptor | None, ...]:
+    """The values, or the planes of packed weights; scales; what else packed ones have."""
+    if not isinstance(weights, Packed):
+        values, scale = split(weights)
+        return _in_blocks(values, tile.cols, tile.depth), scale, None, None, None
+    cols = ROWS // 2 if weights.gated else ROWS
+    if (tile.cols, tile.depth) != (cols, DEPTH):
+        raise ValueError(f"Tile must have {cols} columns and be {DEPTH} deep for these packed weights, got {tile}.")
+    planes = _in_blocks(weights.planes, ROWS, HALF)
+    return planes, weights.scale, weights.starts, weights.places, weights.outliers
+
+
+def _in_blocks(values: Tensor, rows: int, depth: int) -> Tensor | TensorDescriptor:
     """All experts' rows one below the other, for the memory unit to fetch in blocks: neither addresses nor masks."""
-    rows = proj.view(-1, proj.shape[-1])
-    whole = rows.stride(0) * rows.element_size() % 16 == 0 and rows.data_ptr() % 16 == 0  # what the unit can fetch
-    if not (whole and tensor_descriptors(proj.device, proj.dtype)):
-        return proj
-    return TensorDescriptor.from_tensor(rows, [tile.cols, tile.depth])
+    matrix = values.view(-1, values.shape[-1])
+    whole = matrix.stride(0) * matrix.element_size() % 16 == 0 and matrix.data_ptr() % 16 == 0  # what it can fetch
+    if not (whole and tensor_descriptors(values.device, values.dtype)):
+        return values
+    return TensorDescriptor.from_tensor(matrix, [rows, depth])
 
 
 def _grid_tiles(tiles: ExpertTiles) -> int:
@@ -315,12 +340,87 @@ def _gate_up_tile(
         )  # fmt: skip
 
 
+@triton.jit
+def _packed_gate_up_tile(
+    x: tl.tensor,
+    planes: tl.tensor,
+    scale: tl.tensor,
+    starts: tl.tensor,
+    places: tl.tensor,
+    outliers: tl.tensor,
+    pairs: tl.tensor,
+    out: tl.tensor,
+    expert: tl.tensor,
+    first: tl.tensor,
+    num_rows: tl.tensor,
+    col: tl.tensor,
+    WIDTH: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    NUM_ACTIVE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+) -> None:
+    """A block's columns of gate and up are neighbours among the packed rows, and one product."""
+    slots = tl.arange(0, ROWS)
+    row_inside = slots < num_rows
+    rows = x + _token_rows(pairs, first, slots, row_inside, NUM_ACTIVE) * WIDTH
+    sums = multiply_packed(
+        rows, row_inside, planes, scale, starts, places, outliers, expert, col // COLS,
+        (HIDDEN + COLS - 1) // COLS, WIDTH, ROWS, DESCRIBED,
+    )  # fmt: skip
+    gate, up = sums.reshape(2, COLS, ROWS).permute(1, 2, 0).split()
+    cols = col + tl.arange(0, COLS)
+    col_inside = inside(cols, HIDDEN, HIDDEN % COLS == 0)
+    _store_geglu(
+        out, None, None, gate, up, None, None, None, pairs,
+        first + slots, row_inside, cols, col_inside, col // COLS, HIDDEN, NUM_ACTIVE,
+    )  # fmt: skip
+
+
+@triton.jit
+def _packed_down_tile(
+    hidden: tl.tensor,
+    planes: tl.tensor,
+    scale: tl.tensor,
+    starts: tl.tensor,
+    places: tl.tensor,
+    outliers: tl.tensor,
+    weights: tl.tensor,
+    pairs: tl.tensor,
+    out: tl.tensor,
+    expert: tl.tensor,
+    first: tl.tensor,
+    num_rows: tl.tensor,
+    col: tl.tensor,
+    WIDTH: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+) -> None:
+    slots = tl.arange(0, ROWS)
+    row_inside = slots < num_rows
+    pair = tl.load(pairs + first + slots, mask=row_inside, other=0)
+    rows = hidden + (first + slots)[:, None].to(tl.int64) * HIDDEN
+    sums = multiply_packed(
+        rows, row_inside, planes, scale, starts, places, outliers, expert, col // COLS,
+        (WIDTH + COLS - 1) // COLS, HIDDEN, ROWS, DESCRIBED,
+    )  # fmt: skip
+    cols = col + tl.arange(0, COLS)
+    col_inside = inside(cols, WIDTH, WIDTH % COLS == 0)
+    _store_weighted(out, sums, None, weights, pair, row_inside, cols, col_inside, WIDTH)
+
+
 @triton.jit(do_not_specialize=["num_pairs", "grid_tiles", "max_tiles"])
 def _expert_gate_up_kernel(
     x: tl.tensor,
     x_scale: tl.tensor,
     gate_up_proj: tl.tensor,
     proj_scale: tl.tensor,
+    starts: tl.tensor,
+    places: tl.tensor,
+    outliers: tl.tensor,
     pairs: tl.tensor,
     tiles: tl.tensor,
     finished: tl.tensor,
@@ -345,7 +445,12 @@ def _expert_gate_up_kernel(
     wait_for_launches_before(DEPENDENT)
     expert, first, num_rows = tl.load(tiles + tile * 3), tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
     while num_rows > 0:
-        if MORE > 0 and num_rows > ROWS:  # two loops: half of the experts at 1,024 tokens need no second block
+        if places is not None:
+            _packed_gate_up_tile(
+                x, gate_up_proj, proj_scale, starts, places, outliers, pairs, out, expert, first, num_rows, col,
+                WIDTH, HIDDEN, NUM_ACTIVE, ROWS, COLS, DESCRIBED,
+            )  # fmt: skip
+        elif MORE > 0 and num_rows > ROWS:  # two loops: half of the experts at 1,024 tokens need no second block
             _gate_up_tile(
                 x, x_scale, gate_up_proj, proj_scale, pairs, out, out_scale, num_pairs, expert, first, num_rows, col,
                 WIDTH, HIDDEN, NUM_ACTIVE, ROWS, MORE, COLS, DEPTH, DESCRIBED,
@@ -436,6 +541,9 @@ def _expert_down_kernel(
     hidden_scale: tl.tensor,
     down_proj: tl.tensor,
     proj_scale: tl.tensor,
+    starts: tl.tensor,
+    places: tl.tensor,
+    outliers: tl.tensor,
     weights: tl.tensor,
     pairs: tl.tensor,
     tiles: tl.tensor,
@@ -468,7 +576,12 @@ def _expert_down_kernel(
         if OVERLAP:
             while tl.atomic_add(finished + tile, 0, sem="acquire") < gate_up_blocks:
                 pass
-        if MORE > 0 and num_rows > ROWS:
+        if places is not None:
+            _packed_down_tile(
+                hidden, down_proj, proj_scale, starts, places, outliers, weights, pairs, out,
+                expert, first, num_rows, col, WIDTH, HIDDEN, ROWS, COLS, DESCRIBED,
+            )  # fmt: skip
+        elif MORE > 0 and num_rows > ROWS:
             _down_tile(
                 hidden, hidden_scale, down_proj, proj_scale, weights, pairs, out, num_pairs,
                 expert, first, num_rows, col, WIDTH, HIDDEN, ROWS, MORE, COLS, DEPTH, BLOCK, DESCRIBED,
@@ -487,19 +600,30 @@ def _expert_down_kernel(
 
 
 def _require(
-    owner: str, x: Tensor | Quantized, weights: Tensor | Quantized, out_width: int, tiles: ExpertTiles
+    owner: str, x: Tensor | Quantized, weights: Tensor | Quantized | Packed, out_width: int, tiles: ExpertTiles
 ) -> None:
-    (rows, row_scale), (proj, proj_scale) = split(x), split(weights)
-    if rows.ndim != 2 or proj.ndim != 3 or proj.shape[1:] != (out_width, rows.shape[-1]):
+    (rows, row_scale), shape = split(x), tuple(weights.shape)
+    if rows.ndim != 2 or len(shape) != 3 or shape[1:] != (out_width, rows.shape[-1]):
         raise ValueError(
-            f"{owner} must be given rows (M, K) and weights (E, N, K), got {tuple(rows.shape)} and {tuple(proj.shape)}."
+            f"{owner} must be given rows (M, K) and weights (E, N, K), got {tuple(rows.shape)} and {shape}."
         )
-    if rows.dtype != proj.dtype or not (rows.is_contiguous() and proj.is_contiguous()):
-        raise ValueError(f"{owner} must be given contiguous tensors of one dtype, got {rows.dtype} and {proj.dtype}.")
-    if rows.dtype.itemsize == 1 and (row_scale is None or proj_scale is None or proj_scale.ndim != 2):
+    if isinstance(weights, Packed):
+        dtype, scale, held = weights.dtype, None, weights.tensors()
+        if weights.gated != (owner == "expert_gate_up"):
+            raise ValueError(f"{owner} must be given weights packed with gated={not weights.gated}.")
+        if tiles.rows_per_tile.bit_count() > 1:
+            raise ValueError(
+                f"{owner}.tiles must be of a power of two rows for packed weights, got {tiles.rows_per_tile}."
+            )
+    else:
+        proj, scale = split(weights)
+        dtype, held = proj.dtype, (proj,)
+    if rows.dtype != dtype or not all(tensor.is_contiguous() for tensor in (rows, *held)):
+        raise ValueError(f"{owner} must be given contiguous tensors of one dtype, got {rows.dtype} and {dtype}.")
+    if rows.dtype.itemsize == 1 and (row_scale is None or scale is None or scale.ndim != 2):
         raise ValueError(f"{owner} must be given {rows.dtype} with scales, one for each output. Call quantize first.")
-    if proj.shape[0] != tiles.num_experts:
+    if shape[0] != tiles.num_experts:
         raise ValueError(
-            f"{owner}.tiles must be of the weights' {proj.shape[0]} experts, got tiles of {tiles.num_experts}. "
+            f"{owner}.tiles must be of the weights' {shape[0]} experts, got tiles of {tiles.num_experts}. "
             "Route and sort with the same layer's router."
         )

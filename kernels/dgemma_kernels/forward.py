@@ -10,7 +10,7 @@ from dgemma.config import ModelConfig
 from dgemma_kernels import attention, dense, embedding, experts, mlp, norms, qkv, router
 from dgemma_kernels.cache import CacheBuffers
 from dgemma_kernels.configs import expert_config
-from dgemma_kernels.quantized import Quantized, split
+from dgemma_kernels.quantized import Quantized
 from dgemma_kernels.weights import LayerWeights, Weights
 
 
@@ -114,9 +114,8 @@ class Forward:
         self, layer: LayerWeights, attended: Tensor, x: Tensor, next_norm: Tensor, scalar: Tensor
     ) -> tuple[Tensor, Tensor]:
         config, eps = self.config, self.config.rms_norm_eps
-        float8, expert_dtype = isinstance(layer.expert_gate_up, Quantized), split(layer.expert_gate_up)[0].dtype
         x, dense_in, expert_in, router_in = norms.attention_residual(
-            attended, x, *layer.residual_norms, eps, float8=float8
+            attended, x, *layer.residual_norms, eps, float8=isinstance(layer.expert_gate_up, Quantized)
         )
         here = torch.cuda.current_stream(x.device) if self._sides else None
         side = next((stream for stream in self._sides if stream != here), None)
@@ -127,7 +126,8 @@ class Forward:
             with torch.cuda.stream(side):
                 dense_out = self._dense(layer, dense_in)
         weights, chosen, counts = router.route(router_in, layer.router, layer.per_expert_scale, config.top_k_experts)
-        tiles = router.sort_by_expert(chosen, counts, expert_config(x.shape[0], x.device, expert_dtype).rows)
+        tile = expert_config(x.shape[0], x.device, experts.weight_dtype(layer.expert_gate_up))
+        tiles = router.sort_by_expert(chosen, counts, tile.rows)
         hidden = experts.expert_gate_up(expert_in, layer.expert_gate_up, tiles)
         rows = experts.expert_down(hidden, layer.expert_down, weights, tiles, overlap=True)
         if here is not None and side is not None:

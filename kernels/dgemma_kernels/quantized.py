@@ -31,6 +31,10 @@ class Quantized:
                 f"got {tuple(self.scale.shape)} {self.scale.dtype}."
             )
 
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
     def dequantize(self) -> Tensor:
         """What they stand for, exactly: (..., K) float64."""
         if self.block is None:

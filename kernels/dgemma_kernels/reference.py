@@ -8,6 +8,7 @@ from dgemma import draws
 from dgemma.prediction import Prediction
 from dgemma_kernels import vocabulary
 from dgemma_kernels.accept import Accepted
+from dgemma_kernels.packed import Packed
 from dgemma_kernels.quantized import Quantized, quantize
 from dgemma_kernels.router import ExpertTiles, tokens_a_count
 from dgemma_kernels.vocabulary import VocabularyStatistics
@@ -111,7 +112,7 @@ def dense_mlp(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, progress: 
     return gate_up_geglu(x, gate_up_weight) @ down_weight.T
 
 
-def expert_gate_up(x: Tensor | Quantized, gate_up_proj: Tensor | Quantized, tiles: ExpertTiles) -> Tensor:
+def expert_gate_up(x: Tensor | Quantized, gate_up_proj: Tensor | Quantized | Packed, tiles: ExpertTiles) -> Tensor:
     """geglu(x[token] @ gate_up_proj[expert].T) in the order of `tiles.pairs`. (M, D), (E, 2F, D) → (M * A, F).
 
     What is quantised is multiplied in float64, and the result is not rounded.
@@ -126,7 +127,7 @@ def expert_gate_up(x: Tensor | Quantized, gate_up_proj: Tensor | Quantized, tile
 
 def expert_down(
     hidden: Tensor | Quantized,
-    down_proj: Tensor | Quantized,
+    down_proj: Tensor | Quantized | Packed,
     weights: Tensor,
     tiles: ExpertTiles,
     *,
@@ -142,7 +143,9 @@ def expert_down(
     return out.view(-1, tiles.num_active, down_proj.shape[1])
 
 
-def _widen(x: Tensor | Quantized) -> Tensor:
+def _widen(x: Tensor | Quantized | Packed) -> Tensor:
+    if isinstance(x, Packed):
+        return x.unpack()
     return x.dequantize() if isinstance(x, Quantized) else x
 
 

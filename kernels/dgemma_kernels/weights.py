@@ -1,10 +1,12 @@
 """A model's weights as the kernels read them: its own tensors, with q, k, v and gate, up fused into one product each.
 
-Nothing is held twice: the model's parameters become views of the fused tensors, and go on working. Experts in float8
-are tensors of their own.
+Nothing is held twice: the model's parameters become views of the fused tensors, and go on working. Experts that are
+packed, or in float8, are tensors of their own.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +15,15 @@ from dgemma.config import LayerShape
 from dgemma.model.backbone import Layer
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.layers import GatedMLP
+from dgemma_kernels.packed import Packed, pack
 from dgemma_kernels.quantized import Quantized, quantize
+
+Hold = Callable[[Tensor], Tensor | Packed | Quantized]
+HOLD: dict[str, tuple[Hold, Hold]] = {  # the ways to hold experts' gate_up and down
+    "bf16": (Tensor.detach, Tensor.detach),
+    "packed": (partial(pack, gated=True), pack),
+    "fp8": (quantize, quantize),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +42,8 @@ class LayerWeights:
     per_expert_scale: Tensor
     gate_up: Tensor  # of the dense MLP
     down: Tensor
-    expert_gate_up: Tensor | Quantized
-    expert_down: Tensor | Quantized
+    expert_gate_up: Tensor | Packed | Quantized
+    expert_down: Tensor | Packed | Quantized
     tail_norms: tuple[Tensor, Tensor, Tensor]  # dense, expert, both
     scalar: Tensor
     causal_scalar: Tensor
@@ -51,20 +61,22 @@ class Weights:
     signal_down: Tensor
 
 
-def take_weights(model: DiffusionGemma, *, float8: bool = False) -> Weights:
-    """Fuse the model's projections in place, a layer at a time, and hand out its tensors; experts in float8 if asked.
+def take_weights(model: DiffusionGemma, hold: str = "bf16", *, release: bool = False) -> Weights:
+    """Fuse the model's projections in place, a layer at a time, and hand out its tensors; experts by `HOLD[hold]`, and
+    with `release` out of the model as soon as they are held otherwise.
 
     Example: `take_weights(model).layers[0].qkv.shape` is `((16 + 2 * 8) * 256, 2816)`.
     """
     config = model.config
-    layers = tuple(
-        _take_layer(layer, config.layer_shape(index), float8)  # type: ignore[arg-type]
-        for index, layer in enumerate(model.layers)
-    )
+    layers = []
+    for index, layer in enumerate(model.layers):
+        layers.append(_take_layer(layer, config.layer_shape(index), *HOLD[hold]))  # type: ignore[arg-type]
+        if release:
+            layer.experts = _Released()
     mixer = model.self_conditioning
     return Weights(
         embedding=model.embed_tokens.weight.detach(),
-        layers=layers,
+        layers=tuple(layers),
         norm=model.norm.weight.detach(),
         signal_norm=mixer.pre_norm.weight.detach(),
         signal_gate_up=_fuse_mlp(mixer),
@@ -72,14 +84,23 @@ def take_weights(model: DiffusionGemma, *, float8: bool = False) -> Weights:
     )
 
 
-def _take_layer(layer: Layer, shape: LayerShape, float8: bool) -> LayerWeights:
+class _Released(nn.Module):
+    """In the place of experts that were taken out."""
+
+    def forward(self, *_: Tensor) -> Tensor:
+        raise RuntimeError(
+            "accelerate(release=True) has taken the experts out of this model. Use what it returned, or load the model "
+            "again."
+        )
+
+
+def _take_layer(layer: Layer, shape: LayerShape, hold_gate_up: Hold, hold_down: Hold) -> LayerWeights:
     attention, device = layer.self_attn, layer.layer_scalar.device
     projections = [attention.q_proj, attention.k_proj]
     if attention.v_proj is not None:
         projections.append(attention.v_proj)
     pair = torch.arange(shape.head_dim // 2, device=device, dtype=torch.float32)
     frequencies = shape.rope_theta ** (-2.0 * pair / shape.head_dim)
-    gate_up, down = layer.experts.gate_up_proj.detach(), layer.experts.down_proj.detach()
     return LayerWeights(
         shape=shape,
         qkv=_fuse(*projections),
@@ -98,8 +119,8 @@ def _take_layer(layer: Layer, shape: LayerShape, float8: bool) -> LayerWeights:
         per_expert_scale=layer.router.per_expert_scale.detach(),
         gate_up=_fuse_mlp(layer.mlp),
         down=layer.mlp.down_proj.weight.detach(),
-        expert_gate_up=quantize(gate_up) if float8 else gate_up,
-        expert_down=quantize(down) if float8 else down,
+        expert_gate_up=hold_gate_up(layer.experts.gate_up_proj.detach()),
+        expert_down=hold_down(layer.experts.down_proj.detach()),
         tail_norms=(
             layer.post_feedforward_layernorm_1.weight.detach(),
             layer.post_feedforward_layernorm_2.weight.detach(),
