@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-COLUMNS = {"step.json": 3, "step_fp8.json": 4}  # of the README's table, by the recorded run
+COLUMNS = {"step.json": 3, "step_packed.json": 4, "step_fp8.json": 5}  # of the README's table, by the recorded run
 
 
 @pytest.fixture(scope="module", params=COLUMNS)
@@ -75,23 +75,23 @@ def test_transformers_figures_are_those_of_the_command_that_timed_our_step_as_we
     assert peak == other_peak
 
     in_table = f"{slow} ms ({least}–{most}) eager, {fast} ({lowest}–{highest}) compiled"
-    assert cell("one denoising step", 5) == f"{in_table}; `accelerate` on that machine {ours:.1f}"
-    assert cell("peak memory", 5) == f"{float(peak) * 2**30 / 1e9:.0f} GB"
+    assert cell("one denoising step", 6) == f"{in_table}; `accelerate` on that machine {ours:.1f}"
+    assert cell("peak memory", 6) == f"{float(peak) * 2**30 / 1e9:.0f} GB"
     assert f"where our step takes {ours:.2f} ms (`step.py --parts parity step profile" in read("kernels/README.md")
     in_text = f"eager {slow} ms ({least} to {most}), compiled {fast} ms ({lowest} to {highest})"
     assert f"{in_text}, both with a peak of {peak} GiB" in read("kernels/README.md")
     assert f"{ours:.1f} ms where transformers takes {fast} compiled and {slow} eager" in read("CHANGELOG.md")
 
-    faster, float8 = (read_parts(file) for file in COLUMNS)
-    steps = f"{ours:.1f} ms on an H200 ({faster['step'][0]['step_ms']:.1f} on a faster one)"
-    assert f"in {steps}, {float8['step'][0]['step_ms']:.1f} with the experts in fp8" in read("README.md")
-    assert f"where transformers takes {fast} compiled and {slow} eager: " in read("README.md")
+    plain, packed, float8 = (f"{read_parts(file)['step'][0]['step_ms']:.1f}" for file in COLUMNS)
+    assert f"in {ours:.1f} ms on an H200 ({plain} on a faster one), where transformers takes" in read("README.md")
+    assert f"where transformers takes {fast} compiled and {slow} eager; {packed} with the experts'" in read("README.md")
+    assert f"without loss, {float8} with them in fp8: " in read("README.md")
 
 
 def test_both_machines_tokens_a_second_are_the_recorded_ones():
-    slower, faster, float8 = (read_parts(file)["generate"] for file in ("step_transformers.json", *COLUMNS))
-    one, fastest, fp8 = (f"{rows[0]['tokens_per_s']:,.0f}" for rows in (slower, faster, float8))
-    assert f": {one} ({fastest}) and {fp8} tokens/s for one user" in read("README.md")
+    slower, *others = (read_parts(file)["generate"] for file in ("step_transformers.json", *COLUMNS))
+    one, faster, packed, fp8 = (f"{rows[0]['tokens_per_s']:,.0f}" for rows in (slower, *others))
+    assert f": {one} ({faster}), {packed} and {fp8} tokens/s for one user" in read("README.md")
     assert f" ms and {one} tokens/s, in 4 min 48 s" in read("README.md")
     long = f"{slower[3]['tokens_per_s']:,.0f}"
     two, four, long_two, long_four = (f"× {slower[i]['against_batch_1']:.2f}" for i in (1, 2, 4, 5))

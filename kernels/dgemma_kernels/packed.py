@@ -1,7 +1,7 @@
 """bfloat16 weights in 12 bits each, without loss: three quarters of the bytes that a step has to read.
 
 Of a bfloat16 the upper byte, a sign and seven of the exponent's eight bits, says little: nearly all weights of a row
-lie within 2^15 of its largest, so that those seven bits take eight values. A packed weight is its lower byte as it is
+lie within about 2^15 of its largest, so that those seven bits take eight values. A packed weight is its lower byte as it is
 and a code of four bits: the sign, and which of the eight. A row has a power of two as its scale, applied to float32
 sums, of which it changes the exponent alone. Weights outside of the eight, smaller than the rest by far or zero, are
 outliers: the smallest value that has a code stands in their place, and a list says what to add instead.
