@@ -87,12 +87,19 @@ def test_the_table_gives_the_published_model_exactly_its_published_text_tensors(
 @pytest.mark.parametrize("limit", ["5GB", "20KB", 1], ids=["single", "sharded", "one-tensor-a-shard"])
 def test_saved_weights_come_back_bit_for_bit(tmp_path, limit):
     model = random_model()
-    model.generation = GenerationDefaults(t_max=0.9, eos_token_id=(7,), noise={"kind": "mask", "mask_token_id": 9})
+    own = {"noise": {"kind": "mask", "mask_token_id": 9}, "sampler": {"name": "confidence", "greedy": True}}
+    model.generation = GenerationDefaults(t_max=0.9, eos_token_id=(7,), **own)
     model.save_pretrained(tmp_path, max_shard_size=limit)
     loaded = DiffusionGemma.from_pretrained(tmp_path)
     assert same_weights(model, loaded)
     assert loaded.config.to_hf()["text_config"] == model.config.to_hf()["text_config"]
     assert loaded.generation == model.generation
+    config, generation = (
+        json.loads((tmp_path / name).read_text()) for name in ("config.json", "generation_config.json")
+    )
+    assert {name: config[name] for name in own} == own
+    assert not own.keys() & generation.keys()  # transformers would refuse them there
+    assert not own.keys() & loaded.config.carried.keys()
     assert not list(tmp_path.glob("*.new"))
 
 

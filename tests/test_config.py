@@ -165,3 +165,5 @@ def test_a_generation_value_that_does_not_fit_is_named():
         GenerationDefaults.from_hf({"t_min": 2.0})
     with pytest.raises(ValueError, match=r"GenerationDefaults\.noise must be a dictionary with a \"kind\""):
         GenerationDefaults.from_hf({"noise": "mask"})
+    with pytest.raises(ValueError, match=r"GenerationDefaults\.sampler must be a dictionary with a \"name\""):
+        GenerationDefaults(sampler={"kind": "ancestral"})

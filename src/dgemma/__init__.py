@@ -38,6 +38,7 @@ from dgemma.sampling import (
     TokenEditing,
     Unchanged,
 )
+from dgemma.sampling.named import default_sampler, describe_sampler
 from dgemma.slots import Choice, FilledTemplate, Slot, slots
 from dgemma.state import DenoiseState
 from dgemma.sweep import Sweep, SweepRow, sweep
@@ -103,8 +104,10 @@ __all__ = [
     "Unchanged",
     "UniformNoise",
     "apply_changes",
+    "default_sampler",
     "denoise_canvas",
     "describe_noise",
+    "describe_sampler",
     "edit",
     "generate",
     "generate_causal",

@@ -32,6 +32,7 @@ logger = logging.getLogger("dgemma")
 _ASSETS = Path(__file__).parent / "assets"
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
+_OWN_DEFAULTS = ("noise", "sampler")  # of GenerationDefaults, in config.json
 _CHECKPOINT_FILES = ("*.safetensors", "*.json", "*.jinja")
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _VISION = re.compile(r"(?:model\.)?(?:encoder\.)?(vision_tower|embed_vision|audio_tower|embed_audio)\.")
@@ -142,8 +143,8 @@ def load_pretrained(
                 f"GenerationDefaults.pad_token_id must be below the vocabulary's {config.vocab_size}, "
                 f"got {model.generation.pad_token_id}. Correct generation_config.json."
             )
-    if published.get("noise") is not None:
-        model.generation = replace(model.generation, noise=published["noise"])
+    said = {name: published[name] for name in _OWN_DEFAULTS if published.get(name) is not None}
+    model.generation = replace(model.generation, **said)
     plan = _plan(model.state_dict(), stored, plain_gemma4=published.get("model_type") in GEMMA4_TYPES)
     dtype = dtype or _FLOATS[stored[plan.primary["embed_tokens.weight"]].dtype]
     state = _read_weights(plan, stored, dtype, torch.device(device))
@@ -333,8 +334,9 @@ def save_pretrained(model: "DiffusionGemma", path: str | Path, *, max_shard_size
         (folder / _SINGLE_FILE).unlink(missing_ok=True)
     config = model.config.to_hf()
     config["dtype"] = config["text_config"]["dtype"] = str(model.dtype).removeprefix("torch.")
-    if model.generation.noise is not None:
-        config["noise"] = dict(model.generation.noise)
+    for name in _OWN_DEFAULTS:
+        if getattr(model.generation, name) is not None:
+            config[name] = dict(getattr(model.generation, name))
     _put_json(folder, "generation_config.json", model.generation.to_hf())
     _put_json(folder, "config.json", config)
     for old in folder.glob("model*-of-*.safetensors*"):

@@ -167,7 +167,7 @@ class ModelConfig:
         if isinstance(values.get("eos_token_id"), list | tuple) and values["eos_token_id"]:
             values["eos_token_id"] = values["eos_token_id"][0]
         if "text_config" in published:
-            own = ("text_config", "vision_config", "canvas_length", "noise")
+            own = ("text_config", "vision_config", "canvas_length", "noise", "sampler")
             values["carried"] = {k: v for k, v in published.items() if k not in own}
             values["vision_config"] = published.get("vision_config")
             if published.get("canvas_length") is not None:
@@ -240,6 +240,9 @@ class GenerationDefaults:
     # The process that was learnt, as `describe_noise` says it; None: uniform. It stands in config.json, since
     # transformers refuses what it does not know in generation_config.json.
     noise: Mapping[str, Any] | None = field(default=None, hash=False)
+    # The sampler to write with, as `describe_sampler` says it; None: the published one, with entropy_bound, which is
+    # all that transformers knows. It stands in config.json, too.
+    sampler: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "max_denoising_steps"):
@@ -252,17 +255,20 @@ class GenerationDefaults:
         _require(self.t_min <= self.t_max, "t_min", "be at most t_max", self)
         _require(all(_is_int(t, 0) for t in self.eos_token_id), "eos_token_id", "hold token ids", self)
         _require(_is_int(self.pad_token_id, 0), "pad_token_id", "be a token id", self)
-        named = self.noise is None or (isinstance(self.noise, Mapping) and isinstance(self.noise.get("kind"), str))
-        _require(named, "noise", 'be a dictionary with a "kind", such as {"kind": "uniform"}', self)
+        for name, key, example in (("noise", "kind", "uniform"), ("sampler", "name", "ancestral")):
+            said = getattr(self, name)
+            named = said is None or (isinstance(said, Mapping) and isinstance(said.get(key), str))
+            _require(named, name, f'be a dictionary with a "{key}", such as {{"{key}": "{example}"}}', self)
 
     def after_learning(self, noise: Mapping[str, Any]) -> Self:
-        """The same of a model that learnt this noise since; a bound chosen for another kind of noise goes.
+        """The same of a model that learnt this noise since; what was chosen to sample another kind of noise goes.
 
         Example: `model.generation.after_learning(describe_noise(MaskNoise(512, mask_token_id=4)))`.
         """
         same_kind = (self.noise or {"kind": "uniform"})["kind"] == noise["kind"]
-        bound = self.entropy_bound if same_kind else type(self)().entropy_bound
-        return replace(self, noise=noise, entropy_bound=bound)
+        if same_kind:
+            return replace(self, noise=noise)
+        return replace(self, noise=noise, entropy_bound=type(self)().entropy_bound, sampler=None)
 
     @classmethod
     def from_hf(cls, source: Mapping[str, Any] | str | Path) -> Self:
@@ -287,7 +293,7 @@ class GenerationDefaults:
         values = asdict(self)
         bound = float(values.pop("entropy_bound"))
         values["eos_token_id"] = list(self.eos_token_id)
-        del values["noise"]
+        del values["noise"], values["sampler"]
         return {**values, "sampler_config": {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": bound}}
 
 

@@ -237,7 +237,8 @@ def generate(
     max_new_tokens rounds up to whole canvases. `steps` caps the forwards per canvas. `noise` is the process, `sampler`
     decides what is kept, `temperature` (a schedule or a number), `top_k` and `top_p` shape every prediction, `stop`
     ends a canvas early (None: never). What is left out is the checkpoint's own, which for the published model means
-    256 tokens, 48 steps, UniformNoise, EntropyBound(bound=0.1), temperature 0.8 → 0.4, StableAndConfident.
+    256 tokens, 48 steps, UniformNoise, EntropyBound(bound=0.1), temperature 0.8 → 0.4, StableAndConfident; that rule
+    waits for certain predictions, so a sampler that doubts them (LeaveOneOutGibbs) runs without it.
 
     An int `seed` s gives row i the seed s + i. With `cache`, prompt_tokens are only what is new. `canvas` (B, N) starts
     from tokens of yours (-1, and whatever lies past N: noise), `frozen` (B, N) bool pins some of them, `allowed`

@@ -17,6 +17,7 @@ from dgemma.noise import Noise, learnt_noise, warn_of_noise
 from dgemma.sampling.base import Sampler
 from dgemma.sampling.checks import as_int, as_number, check_count, check_probability
 from dgemma.sampling.entropy_bound import EntropyBound
+from dgemma.sampling.named import default_sampler
 from dgemma.sampling.stopping import StableAndConfident, StopRule
 from dgemma.sampling.temperature import LinearTemperature, Temperature, read_temperature
 
@@ -143,10 +144,12 @@ def read_plan(
     defaults, config = model.generation, model.config
     if temperature is None:
         temperature = LinearTemperature(start=defaults.t_max, end=defaults.t_min)
+    sampler = default_sampler(model) if sampler is None else sampler
     if isinstance(stop, str) and stop == "checkpoint":
-        stop = StableAndConfident(stability=defaults.stability_threshold, confidence=defaults.confidence_threshold)
+        rule = StableAndConfident(stability=defaults.stability_threshold, confidence=defaults.confidence_threshold)
+        stop = rule if getattr(sampler, "stops_when_certain", True) else None
     knobs = Knobs(
-        sampler=EntropyBound(bound=defaults.entropy_bound) if sampler is None else sampler,
+        sampler=sampler,
         temperature=read_temperature(temperature),
         stop=stop,
         top_k=top_k,

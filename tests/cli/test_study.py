@@ -3,12 +3,13 @@
 import json
 import math
 import zlib
+from dataclasses import replace
 
 import pytest
 from safetensors.torch import load_file
 
 import dgemma
-from dgemma.cli import options
+from dgemma.cli import options, values
 
 
 def test_info_counts_what_is_in_the_file(command, checkpoint):
@@ -32,6 +33,16 @@ def test_info_prints_a_table_and_on_demand_the_tensors(command, checkpoint):
     assert long.out.startswith(short.out)
     names = [line.split()[0] for line in long.out.removeprefix(short.out).splitlines()]
     assert names == sorted(load_file(checkpoint / "model.safetensors"))
+
+
+def test_info_says_the_sampler_as_sampler_takes_it(command, checkpoint, tmp_path):
+    model = dgemma.DiffusionGemma.from_pretrained(checkpoint)
+    sampler = dgemma.LeaveOneOutGibbs(choice_temperature=0.5)
+    model.generation = replace(model.generation, sampler=dgemma.describe_sampler(sampler))
+    model.save_pretrained(tmp_path)
+    assert json.loads(command("info", "--json", tmp_path).out)["sampler"] == model.generation.sampler
+    line = next(line for line in command("info", tmp_path).out.splitlines() if line.startswith("  sampler "))
+    assert values.sampler(line.split()[1]) == sampler
 
 
 def test_info_without_a_name_lists_what_ships(command):

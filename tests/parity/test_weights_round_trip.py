@@ -1,5 +1,7 @@
 """Weights travel between transformers and dgemma without changing: tensors bit for bit, logits to float32 rounding."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import (
@@ -62,6 +64,7 @@ def _assert_same_tensors(ours, theirs):
 @pytest.mark.parametrize("max_shard_size", ["5GB", "100KB"], ids=["single", "sharded"])
 def test_our_checkpoint_loads_in_transformers(tmp_path, max_shard_size):
     ours = _shake(DiffusionGemma(presets.tiny()), seed=0)
+    ours.generation = replace(ours.generation, noise={"kind": "uniform"}, sampler={"name": "ancestral"})
     ours.save_pretrained(tmp_path, max_shard_size=max_shard_size)
     theirs, info = DiffusionGemmaForBlockDiffusion.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["unexpected_keys"]
@@ -71,6 +74,8 @@ def test_our_checkpoint_loads_in_transformers(tmp_path, max_shard_size):
     _assert_same_logits(ours, theirs.eval())
     assert theirs.generation_config.eos_token_id == [1, 106, 50]
     assert theirs.generation_config.sampler_config.entropy_bound == 0.1
+    theirs.save_pretrained(tmp_path / "theirs")
+    assert DiffusionGemma.from_pretrained(tmp_path / "theirs").generation == ours.generation
 
 
 @pytest.mark.parametrize("max_shard_size", ["5GB", "100KB"], ids=["single", "sharded"])

@@ -103,16 +103,17 @@ def test_only_adapters_train_and_dropping_them_gives_the_model_back():
 
 def test_dropped_adapters_take_the_noise_they_learnt_with_them():
     model = _model(torch.float32)
-    model.generation = replace(model.generation, noise={"kind": "uniform"}, entropy_bound=12.0)
+    own = {"noise": {"kind": "uniform"}, "entropy_bound": 12.0, "sampler": {"name": "leave-one-out-gibbs"}}
+    model.generation = replace(model.generation, **own)
     add_lora(model, LoRA(rank=2, targets=("router",)))
     # As training under another process leaves it; and a setting that has nothing to do with adapters.
-    model.generation = replace(model.generation, noise={"kind": "mask"}, entropy_bound=0.1, max_new_tokens=7)
+    model.generation = replace(model.generation.after_learning({"kind": "mask"}), max_new_tokens=7)
     merged = copy.deepcopy(model)
     drop_lora(model)
-    assert (model.generation.noise, model.generation.entropy_bound) == ({"kind": "uniform"}, 12.0)
+    assert {name: getattr(model.generation, name) for name in own} == own
     assert model.generation.max_new_tokens == 7
     merge_lora(merged)
-    assert merged.generation.noise == {"kind": "mask"}
+    assert (merged.generation.noise, merged.generation.sampler) == ({"kind": "mask"}, None)
 
 
 def test_a_model_adapted_by_an_earlier_version_keeps_its_noise_when_adapters_are_dropped():

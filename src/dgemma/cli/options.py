@@ -13,7 +13,8 @@ from dgemma.denoiser import Denoiser
 from dgemma.model import DiffusionGemma
 from dgemma.model.layout import lay_out_by_column
 from dgemma.noise import HybridNoise, MaskNoise, Noise, UniformNoise, learnt_noise, warn_of_noise
-from dgemma.sampling import EntropyBound, Sampler
+from dgemma.sampling import Sampler
+from dgemma.sampling.named import default_sampler
 from dgemma.tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -91,7 +92,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """--steps, --sampler, --noise, --temperature, --top-k, --top-p, --seed."""
     group = parser.add_argument_group("sampling", "What is left out is the checkpoint's own choice.")
     group.add_argument("--steps", type=values.count, metavar="N", help="the most denoising steps a canvas may take")
-    add_sampler_option(group, default="entropy-bound; all are at the end of `dgemma generate --help`")
+    add_sampler_option(group, default="all are at the end of `dgemma generate --help`")
     add_noise_option(group)
     group.add_argument("--temperature", type=values.positive(), metavar="T", help="one temperature for every step")
     group.add_argument("--top-k", type=values.count, metavar="K", help="sample from the K likeliest tokens only")
@@ -141,14 +142,14 @@ def load_writer(arguments: argparse.Namespace) -> Writer:
     names = ("steps", "sampler", "temperature", "top_k", "top_p", "seed")
     settings = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     settings["noise"] = make_noise(arguments.noise, denoiser, tokenizer)
-    check_sampler(arguments.sampler, settings["noise"])
+    check_sampler(arguments.sampler, settings["noise"], denoiser)
     warn_of_noise(denoiser, settings["noise"])  # now, in front of the live view
     return Writer(denoiser, tokenizer, settings)
 
 
-def check_sampler(sampler: Sampler | None, noise: Noise) -> None:
-    """A sampler, or the default where none is named, is only ever run under noise that it is valid for."""
-    chosen = sampler or EntropyBound()
+def check_sampler(sampler: Sampler | None, noise: Noise, denoiser: Denoiser) -> None:
+    """A sampler, or the checkpoint's where none is named, is only ever run under noise that it is valid for."""
+    chosen = sampler or default_sampler(denoiser)
     if noise.kind not in chosen.valid_for:
         fitting = " or ".join(f"--noise {kind}" for kind in sorted(chosen.valid_for))
         hint = "" if sampler else " Name another --sampler."

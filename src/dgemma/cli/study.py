@@ -13,9 +13,10 @@ import torch
 
 from dgemma.checkpoint import Stored, read_headers, resolve
 from dgemma.cli import options, output, values
-from dgemma.config import ModelConfig
+from dgemma.config import GenerationDefaults, ModelConfig, read_json
 from dgemma.generate import generate
 from dgemma.model import DiffusionGemma
+from dgemma.sampling.named import say_settings
 
 _CONFIG_FILES = ("config.json", "*.index.json")
 _ASSETS = Path(__file__).parents[1] / "assets"
@@ -74,7 +75,9 @@ def _info(arguments: argparse.Namespace) -> None:
             print("\n".join(names) or "No checkpoint ships with this copy of dgemma.")
         return
     folder = resolve(arguments.checkpoint, files=_CONFIG_FILES)
-    config = ModelConfig.from_hf(folder)
+    published = read_json(folder, "config.json")
+    config = ModelConfig.from_hf(published)
+    own = GenerationDefaults(noise=published.get("noise"), sampler=published.get("sampler"))
     stored = read_headers(folder) if any(folder.glob("*.safetensors")) else {}
     model = DiffusionGemma(config, device="meta")
     described: dict[str, Any] = {
@@ -84,6 +87,8 @@ def _info(arguments: argparse.Namespace) -> None:
         "canvas_length": config.canvas_length,
         "cache_bytes_per_token": _cache_bytes_per_token(config),
         "bytes": sum(file.stat().st_size for file in {tensor.file for tensor in stored.values()}) or None,
+        "noise": own.noise,
+        "sampler": own.sampler,
         "config": config.to_hf(),
         "tensors": {name: {"shape": tensor.shape, "dtype": tensor.dtype} for name, tensor in stored.items()},
     }
@@ -109,6 +114,10 @@ def _summary(config: ModelConfig, described: dict[str, Any], stored: dict[str, S
         ("canvas", f"{config.canvas_length} tokens, context {config.max_position_embeddings:,}"),
         ("prefix cache", f"{_size(described['cache_bytes_per_token'])} a token and row, in 16 bits"),
     ]
+    for name, key in (("noise", "kind"), ("sampler", "name")):
+        if described[name] is not None:
+            settings = dict(described[name])
+            rows.append((name, ":".join(filter(None, (settings.pop(key), say_settings(settings))))))
     if stored:
         dtypes = Counter(tensor.dtype for tensor in stored.values())
         rows.append(("tensors", f"{_counted(dtypes)}; {_size(described['bytes'])} on disk"))

@@ -12,21 +12,10 @@ from typing import Any
 
 import torch
 
-from dgemma import sampling
 from dgemma.sampling import Sampler
+from dgemma.sampling.named import SAMPLERS, build_sampler
 
 _PICTURE_PACKAGES = ("PIL", "matplotlib")
-
-
-def _kebab(name: str) -> str:
-    return re.sub(r"(?<=[a-z])(?=[A-Z][a-z])", "-", name).lower()
-
-
-SAMPLERS: dict[str, type[Sampler]] = {
-    _kebab(kind.__name__): kind
-    for kind in sorted((getattr(sampling, name) for name in sampling.__all__), key=lambda kind: _kebab(kind.__name__))
-    if isinstance(kind, type) and issubclass(kind, Sampler) and kind is not Sampler
-}
 
 
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:
@@ -95,24 +84,16 @@ def sampler(text: str) -> Sampler:
     Example: `sampler("threshold:tau=0.8,greedy=True")`.
     """
     name, _, listed = text.partition(":")
-    if name not in SAMPLERS:
-        raise argparse.ArgumentTypeError(f"must be one of {', '.join(SAMPLERS)}, got {name!r}")
-    known = {field.name: field for field in fields(SAMPLERS[name])}  # type: ignore[arg-type]
-    values: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for pair in filter(None, listed.split(",")):
         field, equals, value = pair.partition("=")
-        if not equals or field not in known:
-            takes = f"takes {', '.join(f'{field}=…' for field in known)}" if known else "takes no fields"
-            raise argparse.ArgumentTypeError(f"must fit {name}, which {takes}, got {pair!r}")
-        values[field] = _literal(value)
-        if known[field].type is bool and not isinstance(values[field], bool):
-            raise argparse.ArgumentTypeError(f"must fit {name}, whose {field} is True or False, got {pair!r}")
+        if not equals:
+            raise argparse.ArgumentTypeError(f"must be NAME:FIELD=VALUE,…, got {pair!r} without a value")
+        settings[field] = _literal(value)
     try:
-        return SAMPLERS[name](**values)
-    except TypeError:
-        raise argparse.ArgumentTypeError(f"must fit {name}, got {listed!r}, of another type") from None
+        return build_sampler(name, settings)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"must fit {name}: {error}") from None
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def describe_samplers() -> str:

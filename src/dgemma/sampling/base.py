@@ -52,6 +52,9 @@ class Sampler:
     valid_for: ClassVar[frozenset[str]] = frozenset({"mask", "uniform", "hybrid"})
     # Noise processes under which every unfrozen position is decided anew at every step; elsewhere commits persist.
     redecides: ClassVar[frozenset[str]] = frozenset()
+    # Whether a checkpoint's stop rule, which waits for certain predictions, may end it; one that mends what the
+    # prediction is certain of takes all its steps, unless a rule is given.
+    stops_when_certain: ClassVar[bool] = True
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

@@ -9,6 +9,7 @@ from torch import Tensor
 from dgemma import draws
 from dgemma.prediction import Prediction
 from dgemma.sampling.base import Decision, Sampler
+from dgemma.sampling.checks import check_choice, check_count, check_size
 from dgemma.state import DenoiseState
 
 
@@ -33,23 +34,14 @@ class LeaveOneOutGibbs(Sampler):
     parametrisation: Literal["mean", "loo"] = "mean"
     valid_for: ClassVar[frozenset[str]] = frozenset({"uniform"})
     redecides: ClassVar[frozenset[str]] = frozenset({"uniform"})
+    stops_when_certain: ClassVar[bool] = False  # certain is the mean, to which each token speaks for itself
 
     def __post_init__(self) -> None:
-        if self.corrections < 1:
-            raise ValueError(
-                f"LeaveOneOutGibbs.corrections must be >= 1, got {self.corrections}. Without any, use Ancestral."
-            )
-        if self.num_positions < 1:
-            raise ValueError(f"LeaveOneOutGibbs.num_positions must be >= 1, got {self.num_positions}.")
-        if self.choice_temperature is not None and self.choice_temperature < 0:
-            raise ValueError(
-                f"LeaveOneOutGibbs.choice_temperature must be >= 0, got {self.choice_temperature}. None picks blindly."
-            )
-        if self.parametrisation not in ("mean", "loo"):
-            raise ValueError(
-                f'LeaveOneOutGibbs.parametrisation must be "mean" or "loo", got {self.parametrisation!r}. '
-                'A network trained by cross-entropy predicts the "mean".'
-            )
+        check_count(self, "corrections", fix="Without any, use Ancestral.")
+        check_count(self, "num_positions", fix="Use 1 to leave each level's law as it is.")
+        if self.choice_temperature is not None:
+            check_size(self, "choice_temperature", fix="None picks blindly.")
+        check_choice(self, "parametrisation", ("mean", "loo"))
 
     def start(self, state: DenoiseState) -> Tensor:
         return state.noise_level

@@ -165,7 +165,9 @@ def drop_lora(model: DiffusionGemma) -> None:
     _require_adapters(model, "drop_lora")
     # An adapted model that was pickled by an earlier version does not say: it keeps the noise it has.
     base = next(getattr(module, "base_generation", model.generation) for _, module in _adapted_modules(model))
-    model.generation = replace(model.generation, noise=base.noise, entropy_bound=base.entropy_bound)
+    model.generation = replace(
+        model.generation, noise=base.noise, entropy_bound=base.entropy_bound, sampler=base.sampler
+    )
     _take_off(model)
 
 

@@ -1,0 +1,25 @@
+"""A checkpoint's own sampler in the engine: the general way, not the published sampler's one launch."""
+
+import copy
+from dataclasses import replace
+
+import torch
+
+import dgemma
+from dgemma_kernels import accelerate, published, vocabulary
+from kernel_inputs import make_model
+
+
+def test_a_checkpoint_with_a_sampler_of_its_own_writes_the_same(monkeypatch, device):
+    monkeypatch.setattr(vocabulary, "CHUNK", 16)  # the interpreter goes through a chunk of 4,096 entry by entry
+    launches = []
+    monkeypatch.setattr(published, "accept", lambda *args, **more: launches.append(1))
+    model = make_model(device)
+    sampler = dgemma.LeaveOneOutGibbs(corrections=1, num_positions=2, choice_temperature=0.5)
+    model.generation = replace(model.generation, sampler=dgemma.describe_sampler(sampler))
+    tokens = torch.randint(model.config.vocab_size, (2, 5), generator=torch.Generator().manual_seed(0)).to(device)
+    options = {"steps": 3, "max_new_tokens": model.config.canvas_length, "eos_token_ids": (), "progress": False}
+    want, got = (dgemma.generate(m, tokens, **options) for m in (copy.deepcopy(model), accelerate(model)))
+    assert torch.equal(got.new_tokens, want.new_tokens)
+    assert torch.equal(got.steps, want.steps)
+    assert not launches

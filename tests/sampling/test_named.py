@@ -1,0 +1,124 @@
+"""Samplers by name: what a checkpoint keeps comes back, is used where none is given, and is refused in a sentence."""
+
+import json
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+import dgemma
+from dgemma.sampling.named import SAMPLERS, build_sampler
+from every_sampler import SAMPLERS as EVERY
+
+GIBBS = dgemma.LeaveOneOutGibbs(corrections=1, num_positions=3, choice_temperature=0.5)
+
+
+def model(sampler=None, **defaults):
+    model = dgemma.DiffusionGemma(dgemma.presets.tiny()).eval()
+    model.generation = replace(model.generation, sampler=sampler, **defaults)
+    return model
+
+
+def prompt():
+    return torch.full((2, 3), 5)
+
+
+@pytest.mark.parametrize("sampler", EVERY, ids=repr)
+def test_every_sampler_comes_back_from_what_a_checkpoint_keeps_of_it(sampler):
+    kept = json.loads(json.dumps(dgemma.describe_sampler(sampler)))
+    assert dgemma.default_sampler(model(kept)) == sampler
+    assert SAMPLERS[kept["name"]] is type(sampler)
+
+
+def test_what_a_checkpoint_keeps_is_json_whatever_scalars_were_given():
+    sampler = dgemma.LeaveOneOutGibbs(num_positions=np.int64(8), choice_temperature=torch.tensor(0.5))
+    assert json.loads(json.dumps(dgemma.describe_sampler(sampler))) == {
+        "name": "leave-one-out-gibbs",
+        "corrections": 2,
+        "num_positions": 8,
+        "choice_temperature": 0.5,
+        "parametrisation": "mean",
+    }
+
+
+def test_a_checkpoint_that_names_no_sampler_has_the_published_one_with_its_bound():
+    assert dgemma.default_sampler(model(entropy_bound=3.0)) == dgemma.EntropyBound(bound=3.0)
+
+
+def test_a_run_without_a_sampler_is_the_one_with_the_checkpoints():
+    plain, own = model(max_denoising_steps=5), model(dgemma.describe_sampler(GIBBS), max_denoising_steps=5)
+    own.load_state_dict(plain.state_dict())
+    options = {"max_new_tokens": 32, "seed": 3, "eos_token_ids": []}
+    named = dgemma.generate(plain, prompt(), sampler=GIBBS, **options)
+    assert torch.equal(dgemma.generate(own, prompt(), **options).new_tokens, named.new_tokens)
+    assert not torch.equal(dgemma.generate(plain, prompt(), **options).new_tokens, named.new_tokens)
+    tokens, holes = torch.randint(5, 90, (1, 40)), [(8, 20)]
+    for work in (lambda m, **s: dgemma.infill(m, tokens, holes, **s), lambda m, **s: dgemma.edit(m, tokens, **s)):
+        assert torch.equal(work(own).tokens, work(plain, sampler=GIBBS).tokens)
+
+
+def test_a_sampler_that_is_given_wins():
+    ancestral = dgemma.Ancestral()
+    plan = dgemma.read_plan(model(dgemma.describe_sampler(GIBBS)), prompt(), sampler=ancestral)
+    assert plan.knobs.sampler is ancestral
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["the checkpoint's", "given"])
+def test_gibbs_takes_all_its_steps_unless_a_rule_is_given(named):
+    rule = {"stability_threshold": 2, "confidence_threshold": 0.25}
+    plan = dgemma.read_plan(
+        model(dgemma.describe_sampler(GIBBS) if named else None, **rule), prompt(), sampler=None if named else GIBBS
+    )
+    assert (plan.knobs.sampler, plan.knobs.stop) == (GIBBS, None)
+    given = dgemma.read_plan(model(dgemma.describe_sampler(GIBBS)), prompt(), stop=dgemma.StepCap(3))
+    assert given.knobs.stop == dgemma.StepCap(3)
+    other = dgemma.read_plan(model({"name": "entropy-bound", "greedy": True}, **rule), prompt())
+    assert other.knobs.sampler == dgemma.EntropyBound(greedy=True)
+    assert other.knobs.stop == dgemma.StableAndConfident(stability=2, confidence=0.25)
+
+
+@pytest.mark.parametrize(
+    ("kept", "said"),
+    [
+        ({"name": "gibbs"}, r"one of ancestral, .*, token-editing, got 'gibbs'\. Pass another"),
+        ({"name": "ancestral", "tau": 1}, r"which takes parametrisation=…, got 'tau=1'\. Pass"),
+        ({"name": "first-hitting", "tau": 1}, "which takes no fields"),
+        ({"name": "p2", "greedy": 1}, "whose greedy is True or False, got 'greedy=1'"),
+        ({"name": "p2", "eta": "high"}, "fit p2, got 'eta=high', of another type"),
+        ({"name": "leave-one-out-gibbs", "num_positions": 2.5}, "num_positions must be an integer >= 1, got 2.5"),
+        ({"name": "threshold", "tau": 7}, r"fit threshold: Threshold\.tau must be a probability, got 7"),
+    ],
+    ids=lambda value: value["name"] if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_built_is_said_in_a_sentence_and_another_sampler_still_runs(kept, said):
+    broken = model(kept)
+    with pytest.raises(ValueError, match=f"^GenerationDefaults.sampler must .*{said}.*correct config.json.$"):
+        dgemma.generate(broken, prompt(), max_new_tokens=32)
+    dgemma.generate(broken, prompt(), max_new_tokens=32, steps=1, sampler=dgemma.Ancestral())
+
+
+def test_a_sampler_of_ones_own_is_passed_not_kept():
+    @dataclass(frozen=True, kw_only=True)
+    class Ancestral(dgemma.Ancestral):
+        pass
+
+    with pytest.raises(ValueError, match=r"must get one of ancestral, .* got Ancestral\. Pass your own as sampler="):
+        dgemma.describe_sampler(Ancestral())
+
+
+def test_a_checkpoints_sampler_is_refused_under_noise_it_is_not_for():
+    with pytest.raises(ValueError, match="LeaveOneOutGibbs must run under uniform noise, got mask"):
+        dgemma.generate(model(dgemma.describe_sampler(GIBBS)), prompt(), noise=dgemma.MaskNoise(512))
+
+
+def test_what_was_chosen_to_sample_one_noise_goes_when_another_is_learnt():
+    own = model(dgemma.describe_sampler(GIBBS), entropy_bound=3.0).generation
+    assert own.after_learning({"kind": "uniform"}) == replace(own, noise={"kind": "uniform"})
+    learnt = own.after_learning({"kind": "mask", "mask_token_id": 4})
+    assert (learnt.sampler, learnt.entropy_bound) == (None, 0.1)
+
+
+def test_names_are_those_of_the_command_line():
+    assert build_sampler("klass", {"tau": 0.8}) == dgemma.KLASS(tau=0.8)
+    assert {kind.__name__ for kind in SAMPLERS.values()} == {type(sampler).__name__ for sampler in EVERY}
