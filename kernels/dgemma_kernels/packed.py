@@ -1,7 +1,7 @@
 """bfloat16 weights in 12 bits each, without loss: three quarters of the bytes that a step has to read.
 
 Of a bfloat16 the upper byte, a sign and seven of the exponent's eight bits, says little: nearly all weights of a row
-lie within about 2^15 of its largest, so that those seven bits take eight values. A packed weight is its lower byte as it is
+lie within 2^14 of its largest, so that those seven bits take eight values. A packed weight is its lower byte as it is
 and a code of four bits: the sign, and which of the eight. A row has a power of two as its scale, applied to float32
 sums, of which it changes the exponent alone. Weights outside of the eight, smaller than the rest by far or zero, are
 outliers: the smallest value that has a code stands in their place, and a list says what to add instead.
@@ -86,6 +86,8 @@ def pack(weights: Tensor, *, gated: bool = False) -> Packed:
             f"pack weights must be (E, N, K), N and K at most 16,384, with as many rows of gate as of up, got "
             f"{tuple(weights.shape)}."
         )
+    if weights.dtype not in (torch.bfloat16, torch.float32):  # float16 does not hold outliers over their rows' scales
+        raise ValueError(f"pack weights must be bfloat16 or float32, got {weights.dtype}.")
     planes, scale, counts, places, outliers = map(torch.cat, zip(*_pack_chunks(weights, gated), strict=True))
     if len(places) > _MOST_OUTLIERS * weights.numel():
         raise ValueError(
@@ -127,7 +129,7 @@ def _pack_chunks(weights: Tensor, gated: bool) -> Iterator[tuple[Tensor, ...]]:
         expert, row, column = outlier.nonzero(as_tuple=True)
         exact, factor = short[outlier].double(), scale[expert, row].double()
         values = (exact / factor).to(torch.bfloat16)
-        if not torch.equal(values.double() * factor, exact):
+        if scale.isinf().any() or not torch.equal(values.double() * factor, exact):  # from 2^127 on, far below the rest
             raise ValueError('pack weights must span less of the range of bfloat16. Use weights="bf16".')
         low, code = (
             _in_threads(pad(plane, (0, -width % size))).view(-1, ROWS, size // HALF * -(-width // size), HALF)

@@ -21,6 +21,7 @@ from dgemma_kernels import cache as fused_cache
 from dgemma_kernels.forward import Forward
 from dgemma_kernels.graphs import CaptureError, Replay
 from dgemma_kernels.prediction import FusedPrediction, Logits
+from dgemma_kernels.weights import HOLD
 from kernel_inputs import make_model
 
 CANVAS, VOCAB = 4, 40
@@ -316,10 +317,22 @@ def test_the_model_goes_on_working_and_nothing_is_held_twice(device):
     assert model.layers[1].mlp.up_proj.weight.data_ptr() == fast._forward.weights.layers[1].gate_up[32:].data_ptr()
 
 
+@pytest.mark.parametrize("weights", HOLD)
+def test_generation_defaults_are_those_the_model_had_and_its_own_from_then_on(weights, device):
+    model = make_model(device)
+    for layer in model.layers:  # what packs without loss
+        layer.experts.to(torch.bfloat16).to(torch.float32)
+    fast, before = accelerate(model, weights), model.generation
+    model.generation = replace(before, max_new_tokens=7)
+    assert fast.generation == before
+    fast.generation = replace(before, max_new_tokens=9)
+    assert (fast.generation.max_new_tokens, model.generation.max_new_tokens) == (9, 7)
+
+
 def test_mistakes_are_answered_in_one_sentence(models, monkeypatch):
     plain, fast = models
     prompt, _ = ragged_prompt()
-    with pytest.raises(ValueError, match='weights must be "bf16" or "fp8", got \'int4\''):
+    with pytest.raises(ValueError, match='weights must be "bf16", "packed" or "fp8", got \'int4\''):
         accelerate(plain, weights="int4")
     with pytest.raises(ValueError, match="head_dim must be a power of two >= 16"):
         accelerate(dgemma.DiffusionGemma(plain.config.replace(head_dim=24), device=plain.device))

@@ -1,0 +1,442 @@
+"""Experts packed to 12 bits a weight: the same bits back, the products against float64 of the weights themselves, the
+whole denoiser against the one that holds them as they are."""
+
+import gc
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import dgemma
+from dgemma_kernels import accelerate, configs, experts, packed, reference, router, vocabulary
+from dgemma_kernels.packed import Packed, pack
+from dgemma_kernels.weights import HOLD
+from kernel_inputs import NUM_EXPERTS, draw_routing, make_model
+
+E, D, F = NUM_EXPERTS, 72, 88  # neither width is a multiple of any tile, nor of the 64 columns of a plane
+CANVAS, VOCAB = 4, 40
+NATIVE = torch.cuda.is_available()
+# Sums of up to 1,088 float32 products; bfloat16 rounds by up to 2**-9: a product, a hidden value, a weighted row.
+LIMITS = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
+# The interpreter multiplies in float32 whatever it is given, and cuts bfloat16 off where a GPU rounds.
+DTYPES = [torch.float32, torch.bfloat16] if NATIVE else [torch.float32]
+# What outliers multiply, other weights in the same column of other experts besides: what stands in for an outlier, of
+# 2**-15 or so of a row's largest weight, is then an eighth of that weight, and what the outliers are themselves more
+# than a hundredth.
+LOUD = 2.0**12
+CLOSE = {"rtol": 2e-5, "atol": 2e-5}  # float32 in two layers, in another order; logits of order ten
+
+
+def from_bits(sign: Tensor, upper: Tensor, lower: Tensor) -> Tensor:
+    """The bfloat16 of these patterns: a bit, seven and eight."""
+    return (upper << 8 | lower | -(sign << 15)).to(torch.int16).view(torch.bfloat16)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    integers = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    return a.dtype == b.dtype and torch.equal(a.view(integers), b.view(integers))
+
+
+def draw_weights(*shape: int, seed: int = 0, tops: tuple[int, int] = (20, 63), odd: bool = True) -> Tensor:
+    """Rows of any sign, mantissa and eight upper bytes below one from `tops`, which the first column has: sizes of
+    2**-86 to 2. One in a hundred is `odd`: a zero, the least denormal, or far below the rest."""
+    generator = torch.Generator().manual_seed(seed)
+    top = torch.randint(tops[0], tops[1] + 1, (*shape[:-1], 1), generator=generator)
+    upper = top - torch.randint(8, shape, generator=generator)
+    upper[..., :1] = top
+    sign, lower = (torch.randint(n, shape, generator=generator) for n in (2, 256))
+    weights = from_bits(sign, upper, lower)
+    if odd and shape[-1] > 1:
+        others = weights[..., 1:].flatten()
+        places = torch.randperm(len(others), generator=generator)[: weights.numel() // 100]
+        values = torch.tensor([0.0, -0.0, 2.0**-133, -(2.0**-126), 1e-30, -3e-39]).bfloat16()
+        others[places] = values[torch.arange(len(places)) % len(values)]
+        weights = torch.cat((weights[..., :1], others.view(*shape[:-1], -1)), dim=-1)
+    return weights
+
+
+def test_every_pattern_below_2_127_is_packed_without_loss(device):
+    # A row for each upper byte, of all 512 patterns that have it. Half of the first row's are zeros and denormals.
+    upper, sign, lower = torch.meshgrid(*(torch.arange(n) for n in (127, 2, 256)), indexing="ij")
+    weights = from_bits(sign, upper, lower).view(1, 127, 512).to(device)
+    got = pack(weights)
+    assert same_bits(got.unpack(), weights)
+    assert len(got.places) == 256
+    assert same_bits(pack(weights.float()).unpack(), weights.float())
+
+
+def test_eight_upper_bytes_have_codes_and_the_ninth_is_an_outlier(device):
+    # Each row has all 4,096 patterns of eight upper bytes, and is a byte above the row before.
+    sign, upper, lower = torch.meshgrid(*(torch.arange(n) for n in (2, 8, 256)), indexing="ij")
+    first = torch.arange(1, 120)
+    weights = from_bits(sign.flatten(), upper.flatten() + first[:, None], lower.flatten())
+    got = pack(weights[None].to(device))
+    assert same_bits(got.unpack().cpu(), weights[None])
+    assert len(got.places) == 0
+    weights[5, 1234] = from_bits(*torch.tensor([1, 5, 255]))  # the largest below row 5's, which begin at 6
+    got = pack(weights[None].to(device))
+    assert same_bits(got.unpack().cpu(), weights[None])
+    assert got.places.tolist() == [5 << 16 | 1234]
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(2, 130, 72), (1, 128, 80), (3, 100, 200), (1, 64, 704), (2, 2, 64), (1, 256, 128), (1, 382, 1)],
+    ids=str,
+)
+def test_rows_of_any_size_and_number_come_back(shape, dtype, gated, device):
+    weights = draw_weights(*shape).to(device, dtype)
+    got = pack(weights, gated=gated)
+    assert same_bits(got.unpack(), weights)
+    assert got.shape == weights.shape
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    shape=st.tuples(st.integers(1, 3), st.integers(1, 140), st.integers(1, 210)),
+    seed=st.integers(0, 2**32),
+    top=st.integers(20, 63),
+    gated=st.booleans(),
+)
+def test_any_shape_comes_back(shape, seed, top, gated):
+    num_experts, num_rows, width = shape
+    weights = draw_weights(num_experts, num_rows * (1 + gated), width, seed=seed, tops=(top, 63))
+    assert same_bits(pack(weights, gated=gated).unpack(), weights)
+
+
+def test_experts_are_packed_a_few_at_a_time_as_all_at_once(monkeypatch):
+    weights = draw_weights(5, 130, 72)
+    whole = pack(weights)
+    monkeypatch.setattr(packed, "_CHUNK", 2 * 130 * 72)
+    for got, want in zip(pack(weights).tensors(), whole.tensors(), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(("num_rows", "width"), [(1408, 2816), (2816, 704)], ids=["gate_up", "down"])
+def test_the_published_sizes_take_three_quarters_of_the_bytes(num_rows, width):
+    weights = torch.randn(1, num_rows, width, generator=torch.Generator().manual_seed(0)).bfloat16()
+    held = sum(tensor.numel() * tensor.itemsize for tensor in pack(weights, gated=width == 2816).tensors())
+    # Codes of 64 columns left over, as of 704, are half empty: 17 planes where 16.5 would do. Scales, outliers: 1 %.
+    assert held / (2 * weights.numel()) < (0.76 if width == 2816 else 0.79)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda w: w.float().add_(2.0**-20), r"finite values of bfloat16, got others in torch\.float32\. Use weights="),
+        (lambda w: w.index_fill_(2, torch.tensor(3), torch.inf), "must be finite values of bfloat16"),
+        (lambda w: w.index_fill_(2, torch.tensor(3), torch.nan), "must be finite values of bfloat16"),
+        (lambda w: w.index_fill_(1, torch.tensor(7), 0.0), r"got 360 of 7,200 that do not, or are zero\. Use weights="),
+        (lambda w: w.half(), r"pack weights must be bfloat16 or float32, got torch\.float16"),
+        (lambda w: w[0], r"must be \(E, N, K\), N and K at most 16,384, .* got \(20, 72\)"),
+        (lambda w: w.expand(5, 20, 72).repeat(1, 820, 1), r"at most 16,384, .* got \(5, 16400, 72\)"),
+    ],
+    ids=["float32", "inf", "nan", "a row of zeros", "float16", "two dimensions", "too many rows"],
+)
+def test_weights_that_cannot_be_packed_are_refused(change, sentence):
+    weights = change(draw_weights(5, 20, 72, odd=False))
+    with pytest.raises(ValueError, match=sentence):
+        pack(weights)
+
+
+@pytest.mark.parametrize(("others", "value"), [(2.0**126, 2.0**127), (2.0**14, 2.0**-133)], ids=["scale", "outlier"])
+def test_rows_whose_scale_or_outliers_no_float_holds_are_refused(others, value):
+    weights = torch.full((1, 20, 72), others).bfloat16()
+    weights[0, 3, 9] = value
+    with pytest.raises(ValueError, match=r'must span less of the range of bfloat16\. Use weights="bf16"'):
+        pack(weights)
+
+
+def test_gate_without_as_much_up_is_refused():
+    with pytest.raises(ValueError, match=r"with as many rows of gate as of up, got \(1, 21, 72\)"):
+        pack(draw_weights(1, 21, 72, odd=False), gated=True)
+
+
+def sort(index: Tensor) -> router.ExpertTiles:
+    rows = configs.expert_config(index.shape[0], index.device, torch.uint8).rows
+    return reference.sort_by_expert(index, reference.count_pairs(index, E), rows)
+
+
+@pytest.fixture(params=[False, True], ids=["pointers", "descriptors"])
+def described(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Planes as pointers, or as tensor descriptors."""
+    monkeypatch.setattr(configs, "TENSOR_DESCRIPTORS", {"default"} if request.param else set())
+    return request.param
+
+
+def draw_ordinary(*shape: int, seed: int) -> Tensor:
+    """Normal weights whose rows have no outliers, each of a size of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.randn(*shape, generator=generator)
+    size = 2.0 ** torch.randint(-8, 2, (*shape[:-1], 1), generator=generator)  # next to each other, and unalike
+    return (weights.sign() * weights.abs().clamp(min=2.0**-6) * size * shape[-1] ** -0.5).bfloat16().float()
+
+
+def shrink(weights: Tensor, at: tuple) -> None:
+    """Makes outliers: zeros of both signs, and values from just below those that have codes to a quarter of that."""
+    rows = weights.abs().amax(-1, keepdim=True).expand_as(weights)[at]
+    least = 2.0 ** (2 * (rows.log2() / 2 + 0.25).floor() - 15)  # that has a code, of rows from 1/2 to 2 times 4**n
+    value = torch.where(torch.rand(rows.shape) < 0.5, -1, 1) * least * (0.25 + 0.7 * torch.rand(rows.shape))
+    value = torch.where(torch.rand(rows.shape) < 0.2, value * 0, value)
+    weights[at] = value.bfloat16().float()
+
+
+OUTLIERS = {  # what of weights (E, N, K)
+    "none": [],
+    "the last": [(-1, -1, -1), (-1, 0, -1)],
+    "more than one list": [(4, slice(None), 5), (0, slice(None), -2)],  # of every row, 64 to 128 a block
+}
+
+
+def draw_outliers(*shape: int, seed: int, outliers: str) -> tuple[Tensor, Tensor]:
+    """Weights, and how loud each column is."""
+    weights, loud = draw_ordinary(*shape, seed=seed), torch.ones(shape[-1])
+    for at in OUTLIERS[outliers]:
+        shrink(weights, at)
+        loud[at[-1]] = LOUD
+    return weights, loud
+
+
+@pytest.mark.usefixtures("described")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("routing", "outliers"),
+    [
+        ("one-token", "more than one list"),
+        ("even", "the last"),
+        ("even", "more than one list"),
+        ("one-expert-has-every-row", "more than one list"),
+        ("two-experts-have-no-rows", "none"),
+    ],
+)
+@pytest.mark.parametrize(("width", "hidden"), [(D, F), (200, 80), (128, 192)], ids=["ragged", "odd halves", "exact"])
+def test_products_match_float64(routing, outliers, width, hidden, dtype, device):
+    check_products(draw_routing(routing), width, hidden, outliers, dtype, device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products_of_wide_rows_match_float64(dtype, device):
+    # Of more than 1,024 columns a program takes 32 outliers at a time, of fewer 16.
+    check_products(draw_routing("even"), 1088, 64, "more than one list", dtype, device)
+
+
+def check_products(
+    index: Tensor, width: int, hidden: int, outliers: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    gate_up, loud = draw_outliers(E, 2 * hidden, width, seed=1, outliers=outliers)
+    down, hidden_loud = draw_outliers(E, width, hidden, seed=2, outliers=outliers)
+    x, given = torch.randn(index.shape[0], width) * loud, torch.randn(index.numel(), hidden) * hidden_loud
+    index, x, given, gate_up, down = (t.to(device) for t in (index, x.to(dtype), given.to(dtype), gate_up, down))
+    weights, tiles = torch.rand(index.shape, device=device), sort(index)
+    lists = pack(gate_up.to(dtype), gated=True), pack(down.to(dtype))
+    assert [len(held.places) > 0 for held in lists] == [outliers != "none"] * 2
+
+    got = experts.expert_gate_up(x, lists[0], tiles)
+    want = reference.expert_gate_up(x.double(), gate_up.double(), tiles)
+    assert got.dtype == dtype
+    assert ((got - want).norm(dim=-1) / want.norm(dim=-1)).max() < LIMITS[dtype]
+
+    got = experts.expert_down(given, lists[1], weights, tiles)
+    want = reference.expert_down(given.double(), down.double(), weights.double(), tiles)
+    assert got.dtype == dtype
+    assert ((got - want).norm(dim=-1) / want.norm(dim=-1)).max() < LIMITS[dtype]
+
+
+def draw(index: Tensor, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Packed, Packed, Tensor]:
+    shapes = [(index.shape[0], D), (E, 2 * F, D), (E, D, F)]
+    x, gate_up, down = (draw_ordinary(*shape, seed=i).to(device, dtype) for i, shape in enumerate(shapes))
+    return x, pack(gate_up, gated=True), pack(down), torch.ones(index.shape, device=device)
+
+
+def run(index: Tensor, x: Tensor, gate_up: Packed, down: Packed, weights: Tensor) -> Tensor:
+    tiles = router.sort_by_expert(
+        index, reference.count_pairs(index, E), configs.expert_config(index.shape[0], index.device, torch.uint8).rows
+    )
+    return experts.expert_down(experts.expert_gate_up(x, gate_up, tiles), down, weights, tiles, overlap=True)
+
+
+def test_a_row_does_not_depend_on_its_batch(device):
+    index = draw_routing("even").to(device)
+    x, gate_up, down, weights = draw(index, torch.float32, device)
+    together, alone = (run(index[at], x[at], gate_up, down, weights[at]) for at in (slice(None), slice(7, 8)))
+    assert torch.equal(together[7], alone[0])
+
+
+def test_planes_are_described_and_descriptors_give_the_bits_of_pointers(monkeypatch, device):
+    index = draw_routing("even").to(device)
+    inputs = draw(index, torch.float32, device)
+    pointers, asked, described = run(index, *inputs), [], experts.TensorDescriptor.from_tensor
+    monkeypatch.setattr(configs, "TENSOR_DESCRIPTORS", {"default"})
+    note = lambda tensor, block: asked.append((*tensor.shape, *block)) or described(tensor, block)  # noqa: E731
+    monkeypatch.setattr(experts.TensorDescriptor, "from_tensor", staticmethod(note))
+    assert torch.equal(run(index, *inputs), pointers)
+    # Two blocks of 64 columns of gate and of up, one of 128 of down; 72 and 88 columns are two planes and their codes.
+    assert asked == [(E * 2 * 3 * 128, 64, 128, 64), (E * 3 * 128, 64, 128, 64)]
+
+
+@pytest.mark.parametrize("name", configs.EXPERTS_PACKED)
+def test_every_table_of_tiles_covers_every_batch_in_blocks_of_packed_rows(name, monkeypatch):
+    monkeypatch.setattr(configs, "gpu_name", lambda device: name)
+    sizes = [configs.expert_config(tokens, torch.device("cpu"), torch.uint8) for tokens in (1, 256, 512, 4096, 1 << 20)]
+    assert [config.rows for config in sizes] == sorted(config.rows for config in sizes)
+    for config in configs.EXPERTS_PACKED[name]:
+        assert config.rows.bit_count() == 1
+        assert (config.gate_up.cols, config.gate_up.depth) == (64, 128)
+        assert (config.down.cols, config.down.depth) == (128, 128)
+
+
+def test_weights_packed_for_the_other_product_are_refused(device):
+    index = draw_routing("even").to(device)
+    x, gate_up, down, weights = draw(index, torch.float32, device)
+    hidden = torch.ones(index.numel(), F, device=device)
+    with pytest.raises(ValueError, match=r"expert_gate_up must be given weights packed with gated=True"):
+        experts.expert_gate_up(x, replace(gate_up, gated=False), sort(index))
+    with pytest.raises(ValueError, match=r"expert_down must be given weights packed with gated=False"):
+        experts.expert_down(hidden, replace(down, gated=True), weights, sort(index))
+
+
+def test_rows_and_weights_that_do_not_fit_are_refused(device):
+    index = draw_routing("even").to(device)
+    x, gate_up, _, _ = draw(index, torch.float32, device)
+    with pytest.raises(ValueError, match=r"contiguous tensors of one dtype, got torch\.float16 and torch\.float32"):
+        experts.expert_gate_up(x.half(), gate_up, sort(index))
+    with pytest.raises(ValueError, match=r"must be given rows \(M, K\) and weights \(E, N, K\), got \(40, 71\) and"):
+        experts.expert_gate_up(x[:, 1:].contiguous(), gate_up, sort(index))
+    with pytest.raises(ValueError, match=r"must be of the weights' 4 experts, got tiles of 6"):
+        experts.expert_gate_up(x, replace(gate_up, shape=torch.Size((4, 2 * F, D))), sort(index))
+
+
+def test_tiles_of_two_blocks_of_rows_are_refused(device):
+    index = draw_routing("even").to(device)
+    x, gate_up, _, _ = draw(index, torch.float32, device)
+    tiles = reference.sort_by_expert(index, reference.count_pairs(index, E), 80)
+    with pytest.raises(ValueError, match=r"expert_gate_up.tiles must be of a power of two rows .*, got 80"):
+        experts.expert_gate_up(x, gate_up, tiles)
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "cols"),
+    [("gate_up", {"cols": 128}, 64), ("gate_up", {"depth": 64}, 64), ("down", {"cols": 64}, 128)],
+)
+def test_a_tile_that_is_no_packed_block_is_refused(part, change, cols, device, monkeypatch):
+    config = configs.EXPERTS_PACKED["default"][0]
+    config = replace(config, **{part: replace(getattr(config, part), **change)})
+    monkeypatch.setitem(configs.EXPERTS_PACKED, "default", (config,))
+    index = draw_routing("even").to(device)
+    with pytest.raises(ValueError, match=f"Tile must have {cols} columns and be 128 deep for these packed weights"):
+        run(index, *draw(index, torch.float32, device))
+
+
+def make_rounded_model(device: torch.device) -> dgemma.DiffusionGemma:
+    """float32, with experts whose values bfloat16 holds, a few of them outliers."""
+    model = make_model(device, moe_intermediate_size=80)
+    for layer in model.layers:
+        for weight in (layer.experts.gate_up_proj, layer.experts.down_proj):
+            weight[:, 3, 5], weight[1, 7, 9] = 0.0, 1e-12
+            weight.copy_(weight.bfloat16())
+    return model
+
+
+@pytest.fixture(scope="module")
+def models() -> tuple:
+    """The reference and the accelerated model."""
+    device = torch.device("cuda" if NATIVE else "cpu")
+    return make_rounded_model(device), accelerate(make_rounded_model(device), weights="packed")
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch):
+    """Three chunks of the vocabulary; the interpreter goes through a chunk of 4,096 entry by entry."""
+    monkeypatch.setattr(vocabulary, "CHUNK", 16)
+
+
+def draw_tokens(*shape: int, seed: int = 0) -> Tensor:
+    tokens = torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(seed))
+    return tokens.to("cuda" if NATIVE else "cpu")
+
+
+def test_both_modes_equal_the_reference(models):
+    prompt, canvas = draw_tokens(2, 7), draw_tokens(2, CANVAS, seed=1)
+    real = torch.ones_like(prompt)
+    real[1, :2] = 0
+    before = torch.randn(2, CANVAS, VOCAB, generator=torch.Generator().manual_seed(4)).to(canvas.device)
+    results = []
+    for model in models:
+        cache = model.encode(prompt, attention_mask=real)
+        denoised = model.denoise(canvas, cache, self_cond=before).logits
+        results.append([denoised, model.causal_logits(canvas[:, :2], cache), model.causal_logits(canvas[:, 3:], cache)])
+    for want, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, **CLOSE)
+
+
+def test_weights_as_they_are_give_the_same_to_rounding(models):
+    as_they_are, canvas = accelerate(make_rounded_model(models[0].device)), draw_tokens(1, CANVAS)
+    want, got = (model.causal_logits(canvas) for model in (as_they_are, models[1]))
+    torch.testing.assert_close(got, want, **CLOSE)
+
+
+def test_generate_cannot_tell_the_packed_denoiser_from_the_reference(models):
+    options = {"max_new_tokens": 2 * CANVAS, "steps": 2, "stop": None, "eos_token_ids": [], "progress": False}
+    want, got = (dgemma.generate(model, draw_tokens(1, 3), seed=5, **options) for model in models)
+    assert torch.equal(got.tokens, want.tokens)
+    assert got.new_tokens.unique().numel() > 3
+
+
+def test_tokens_are_sorted_into_tiles_of_packed_weights(models, monkeypatch):
+    sizes, sort_by_expert = set(), router.sort_by_expert
+    config = replace(configs.EXPERTS_PACKED["default"][0], rows=16)
+    monkeypatch.setitem(configs.EXPERTS_PACKED, "default", (config,))
+    monkeypatch.setattr(router, "sort_by_expert", lambda *args: sizes.add(args[2]) or sort_by_expert(*args))
+    models[1].causal_logits(draw_tokens(1, 2))
+    assert sizes == {16}
+
+
+def test_the_model_goes_on_working_and_its_experts_are_freed_with_it(device):
+    model = make_rounded_model(device)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    fast = accelerate(model, weights="packed")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    taken = fast._forward.weights.layers[0]
+    assert model.layers[0].self_attn.q_proj.weight.data_ptr() == taken.qkv.data_ptr()
+    held = weakref.ref(model.layers[0].experts.gate_up_proj)
+    del model
+    gc.collect()
+    assert held() is None
+    cache = fast.encode(draw_tokens(1, 3))
+    assert fast.denoise(draw_tokens(1, CANVAS), cache).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("weights", ["packed", "fp8"])
+def test_released_experts_are_gone_layer_by_layer_and_the_model_says_so(weights, device, monkeypatch):
+    model, canvas = make_rounded_model(device), draw_tokens(1, CANVAS)
+    kept = accelerate(make_rounded_model(device), weights)
+    held = [weakref.ref(layer.experts.down_proj) for layer in model.layers]
+    alive: list[list[bool]] = []  # when a layer's turn comes
+    first, second = HOLD[weights]
+    note = lambda weight: alive.append([one() is not None for one in held]) or first(weight)  # noqa: E731
+    monkeypatch.setitem(HOLD, weights, (note, second))
+    fast = accelerate(model, weights, release=True)
+    assert alive == [[True, True], [False, True]]
+    assert [one() for one in held] == [None, None]
+    logits = [denoiser.denoise(canvas, denoiser.encode(canvas)).logits for denoiser in (kept, fast)]
+    assert torch.equal(*logits)
+    with pytest.raises(RuntimeError, match=r"accelerate\(release=True\) has taken the experts out of this model\. Use"):
+        model.encode(canvas)
+
+
+def test_the_models_own_weights_cannot_be_released(device):
+    with pytest.raises(ValueError, match=r'accelerate release must be False for weights="bf16", which are the model'):
+        accelerate(make_rounded_model(device), release=True)
+
+
+def test_a_model_that_cannot_be_packed_is_left_as_it_was(device):
+    model, canvas = make_model(device, moe_intermediate_size=80), draw_tokens(1, CANVAS)
+    with pytest.raises(ValueError, match=r"must be finite values of bfloat16, got others in torch\.float32"):
+        accelerate(model, weights="packed", release=True)
+    assert model.denoise(canvas, model.encode(canvas)).logits.isfinite().all()
