@@ -74,8 +74,11 @@ def main() -> None:
             call()
             for kernel in compiled.values():
                 row = {"case": f"{path.stem}: {case}: {kernel.name}", "shared": kernel.metadata.shared}
-                used = re.findall(r"wgmma\.mma_async\S+", kernel.asm["ptx"])
-                row |= {"wgmma": sorted(set(used)), "wants_wgmma": kernel.name in table["WGMMA"]}
+                used = re.findall(
+                    r"(wgmma\.mma_async\S+)\s*\{[^}]*\},\s*(\{?)", kernel.asm["ptx"]
+                )  # sums, left operand
+                row |= {"wgmma": sorted({name for name, _ in used}), "wants_wgmma": kernel.name in table["WGMMA"]}
+                row["left_in_registers"] = all(brace for _, brace in used)
                 rows.append(row | resources(kernel.asm["cubin"]))
     print(json.dumps(rows))
 

@@ -29,10 +29,13 @@ def test_every_table_of_cases_compiles_some_kernel(compiled):
 
 
 def test_no_kernel_spills_registers(compiled):
-    # Float8's tiles were measured with Triton 3.6 and fill the registers as that allots them; 3.9 spills 8 to 24 bytes.
-    few = 0 if triton.__version__.startswith("3.6.") else 32
-    limits = {row["case"]: few if row["case"].startswith("compile_cases_fp8") else 0 for row in compiled}
-    assert [row for row in compiled if row["stack"] > limits[row["case"]] or row["local"]] == []
+    # Tiles of float8 and of packed weights were measured with Triton 3.6 and fill the registers as that allots them,
+    # packed ones but for 8 bytes in a `down` that does not overlap; 3.9 spills 8 to 24 and 80 to 120 bytes.
+    measured = triton.__version__.startswith("3.6.")
+    few = {"compile_cases_fp8": 0 if measured else 32, "compile_cases_packed": 8 if measured else 128}
+    limits = [few.get(row["case"].split(":")[0], 0) for row in compiled]
+    spilling = [r for r, limit in zip(compiled, limits, strict=True) if r["stack"] > limit or r["local"]]
+    assert spilling == []
 
 
 def test_every_kernel_fits_shared_memory(compiled):
@@ -54,3 +57,15 @@ def test_products_of_float8_are_not_widened_first(compiled):
     used = [row["wgmma"] for row in compiled if "compile_cases_fp8" in row["case"] and row["wants_wgmma"]]
     assert used
     assert all(name.endswith("k32.f32.e4m3.e4m3") for names in used for name in names)
+
+
+def test_packed_weights_are_multiplied_from_the_registers_that_they_were_put_together_in(compiled):
+    used = [row for row in compiled if "compile_cases_packed" in row["case"] and row["wants_wgmma"]]
+    assert used
+    assert all(row["left_in_registers"] for row in used)
+    assert all(name.endswith("k16.f32.bf16.bf16") for row in used for name in row["wgmma"])
+    plain = [
+        row for row in compiled if "compile_cases_moe" in row["case"] and row["case"].endswith("_expert_gate_up_kernel")
+    ]
+    assert plain
+    assert not any(row["left_in_registers"] for row in plain)  # those that come as they are come from shared memory
