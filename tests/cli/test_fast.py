@@ -12,9 +12,15 @@ import dgemma
 from dgemma.cli import options
 
 
-@pytest.mark.parametrize(("given", "asked"), [(None, "bf16"), ("fp8", "fp8")])
-def test_the_kernels_are_given_the_weights_asked_for_and_nothing_else_holds_the_model(given, asked, monkeypatch):
-    # Of experts in fp8 the model's own would else be held as well: 69 GiB of the published size, not 27.
+@pytest.mark.parametrize(
+    ("given", "asked", "release"),
+    [(None, "bf16", False), ("bf16", "bf16", False), ("packed", "packed", True), ("fp8", "fp8", True)],
+)
+def test_the_kernels_are_given_the_weights_asked_for_and_nothing_else_holds_the_model(
+    given, asked, release, monkeypatch
+):
+    # Of experts in fp8 the model's own would else be held as well: 69 GiB of the published size, not 27; and while they
+    # are rounded, unless they are released.
     kernels = pytest.importorskip("dgemma_kernels")
     loaded = []
 
@@ -25,8 +31,10 @@ def test_the_kernels_are_given_the_weights_asked_for_and_nothing_else_holds_the_
 
     monkeypatch.setattr(options, "pick_device", lambda arguments: torch.device("cuda"))
     monkeypatch.setattr(options, "load_model", load)
-    monkeypatch.setattr(kernels, "accelerate", lambda model, weights: SimpleNamespace(weights=weights))
+    monkeypatch.setattr(
+        kernels, "accelerate", lambda model, weights, release: SimpleNamespace(weights=weights, release=release)
+    )
     denoiser = options.load_denoiser(Namespace(fast=True, weights=given))
     gc.collect()
-    assert denoiser.weights == asked
+    assert (denoiser.weights, denoiser.release) == (asked, release)
     assert loaded[0]() is None
