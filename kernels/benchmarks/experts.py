@@ -1,7 +1,7 @@
 """The mixture-of-experts half of a layer at the published sizes: parity first, then time against read bandwidth.
 
 python kernels/benchmarks/experts.py                  every kernel of the half, the experts from 1 to 4,096 tokens
-python kernels/benchmarks/experts.py --weights fp8    with the experts in float8
+python kernels/benchmarks/experts.py --weights packed with the experts in 12 bits, or in float8 by --weights fp8
 
 Weights are random, distinct in every layer (30 layers are 45 GB, so that no cache helps), and so is the routing: even
 over all experts, the worst case, or over a random 84 of them a layer, as seen on text. Tiles: `experts_sweep.py`.
@@ -19,37 +19,37 @@ from timing import demand_parity, describe_run, measure_read_bandwidth, time_gra
 from torch import Tensor
 
 from dgemma_kernels import configs, dense, experts, mlp, norms, reference, router
+from dgemma_kernels.packed import Packed
 from dgemma_kernels.quantized import Quantized, quantize, split
+from dgemma_kernels.weights import HOLD
 
 E, A, D, F, DENSE, EPS = 128, 8, 2816, 704, 2112, 1e-6
 # Two products and four bf16 roundings in a row come to about 3e-3; a wrong row or tile to more than 1e-2. Of float8 it
 # is what goes beyond the rounding of hidden values, and the second product from these as they are.
 LIMIT = 6e-3
-GPU = torch.device("cuda")
+GPU, DTYPE = torch.device("cuda"), torch.bfloat16  # of rows, and what weights are drawn in
+READ = {"bf16": torch.bfloat16, "packed": torch.uint8, "fp8": torch.float8_e4m3fn}  # by what experts are held in
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One layer's weights."""
+    """One layer's weights, the experts' as `held`."""
 
-    gate_up: Tensor | Quantized  # (E, 2F, D)
-    down: Tensor | Quantized  # (E, D, F)
+    held: str
+    gate_up: Tensor | Packed | Quantized  # (E, 2F, D)
+    down: Tensor | Packed | Quantized  # (E, D, F)
     dense_gate_up: Tensor  # (2 DENSE, D)
     dense_down: Tensor  # (D, DENSE)
     proj: Tensor  # (E, D)
 
-    @property
-    def float8(self) -> bool:
-        return isinstance(self.gate_up, Quantized)
-
     def expert_bytes(self, active: float) -> tuple[float, float]:
-        """What gate_up and what down reads of `active` experts: their weights, and the scales of these."""
-        weights = [[t for t in split(w) if t is not None] for w in (self.gate_up, self.down)]
-        first, second = (active / E * sum(t.numel() * t.itemsize for t in tensors) for tensors in weights)
+        """What gate_up and what down reads of `active` experts: their weights, and the scales and outliers of these."""
+        weights = [w.tensors() if isinstance(w, Packed) else split(w) for w in (self.gate_up, self.down)]
+        first, second = (active / E * sum(t.numel() * t.itemsize for t in parts if t is not None) for parts in weights)
         return first, second
 
 
-def draw_layer(float8: bool) -> Layer:
+def draw_layer(held: str) -> Layer:
     shapes = {
         "gate_up": (E, 2 * F, D),
         "down": (E, D, F),
@@ -58,22 +58,22 @@ def draw_layer(float8: bool) -> Layer:
         "proj": (E, D),
     }
     weights = {name: torch.randn(*shape, dtype=torch.bfloat16, device=GPU) for name, shape in shapes.items()}
-    weights = {name: weight.mul_(weight.shape[-1] ** -0.5) for name, weight in weights.items()}
-    rounded = {name: quantize(weights[name]) for name in ("gate_up", "down") if float8}
-    return Layer(**(weights | rounded))
+    weights = {name: weight.mul_(weight.shape[-1] ** -0.5).to(DTYPE) for name, weight in weights.items()}
+    experts_weights = {name: hold(weights[name]) for name, hold in zip(("gate_up", "down"), HOLD[held], strict=True)}
+    return Layer(held=held, **(weights | experts_weights))
 
 
 def draw_rows(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.bfloat16, device=GPU)
+    return torch.randn(*shape, dtype=torch.bfloat16, device=GPU).to(DTYPE)
 
 
-def draw_input(tokens: int, float8: bool) -> Tensor | Quantized:
-    return quantize(draw_rows(tokens, D)) if float8 else draw_rows(tokens, D)
+def draw_input(tokens: int, held: str) -> Tensor | Quantized:
+    return quantize(draw_rows(tokens, D)) if held == "fp8" else draw_rows(tokens, D)
 
 
-def draw_hidden(pairs: int, float8: bool, block: int = 64) -> Tensor | Quantized:
+def draw_hidden(pairs: int, held: str, block: int = 64) -> Tensor | Quantized:
     rows = draw_rows(pairs, F)
-    if not float8:
+    if held != "fp8":
         return rows
     scale = torch.full((-(-F // block), pairs), 0.01, device=GPU)
     return Quantized(values=rows.to(torch.float8_e4m3fn), scale=scale, dtype=rows.dtype, block=block)
@@ -101,12 +101,12 @@ def poisoned_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def find_config(tokens: int, float8: bool) -> configs.ExpertConfig:
-    return configs.expert_config(tokens, GPU, torch.float8_e4m3fn if float8 else torch.bfloat16)
+def find_config(tokens: int, held: str) -> configs.ExpertConfig:
+    return configs.expert_config(tokens, GPU, READ[held])
 
 
-def sort(index: Tensor, counts: Tensor, float8: bool) -> router.ExpertTiles:
-    return router.sort_by_expert(index, counts, find_config(index.shape[0], float8).rows)
+def sort(index: Tensor, counts: Tensor, held: str) -> router.ExpertTiles:
+    return router.sort_by_expert(index, counts, find_config(index.shape[0], held).rows)
 
 
 def run_experts(x: Tensor | Quantized, layer: Layer, weights: Tensor, tiles: router.ExpertTiles) -> Tensor:
@@ -115,10 +115,10 @@ def run_experts(x: Tensor | Quantized, layer: Layer, weights: Tensor, tiles: rou
 
 
 def check_experts(name: str, layer: Layer, index: Tensor) -> float:
-    x, weights = draw_input(index.shape[0], layer.float8), torch.rand(index.shape, device=GPU)
-    rows, counts = find_config(index.shape[0], layer.float8).rows, reference.count_pairs(index, E)
+    x, weights = draw_input(index.shape[0], layer.held), torch.rand(index.shape, device=GPU)
+    rows, counts = find_config(index.shape[0], layer.held).rows, reference.count_pairs(index, E)
     with poisoned_memory():
-        tiles = sort(index, counts, layer.float8)
+        tiles = sort(index, counts, layer.held)
         hidden = experts.expert_gate_up(x, layer.gate_up, tiles)
         got = experts.expert_down(hidden, layer.down, weights, tiles)
     want_tiles = reference.sort_by_expert(index, counts, rows)
@@ -126,12 +126,13 @@ def check_experts(name: str, layer: Layer, index: Tensor) -> float:
         raise SystemExit(f"PARITY FAILED, nothing timed: sort_by_expert, {name}.")
     want, want_hidden = (torch.empty(tiles.pairs.numel(), n, dtype=torch.float64, device=GPU) for n in (D, F))
     wide, first = x.dequantize() if isinstance(x, Quantized) else x.double(), 0
+    gate_up, down = (w.unpack() if isinstance(w, Packed) else w for w in (layer.gate_up, layer.down))
     for expert in range(E):
         pairs = (index.flatten() == expert).nonzero()[:, 0]
         here, first = slice(first, first + len(pairs)), first + len(pairs)
-        want_hidden[here] = reference.geglu(wide[pairs // A] @ widen(layer.gate_up, expert).T)
+        want_hidden[here] = reference.geglu(wide[pairs // A] @ widen(gate_up, expert).T)
         given = hidden.dequantize()[here] if isinstance(hidden, Quantized) else want_hidden[here]
-        want[pairs] = given @ widen(layer.down, expert).T * weights.flatten()[pairs, None].double()
+        want[pairs] = given @ widen(down, expert).T * weights.flatten()[pairs, None].double()
     want = want.view(got.shape)
     if isinstance(hidden, Quantized):
         demand_parity(f"hidden values beyond rounding, {name}", *round_as(hidden, want_hidden), LIMIT)
@@ -202,8 +203,8 @@ def check_rest(layer: Layer, tokens: int) -> None:
             demand_parity(f"{name}[{part}], {tokens} tokens", g, w, 1e-2)
 
 
-def check_parity(float8: bool) -> None:
-    layer = draw_layer(float8)
+def check_parity(held: str) -> None:
+    layer = draw_layer(held)
     for tokens in (1, 3, 16, 100, 256, 257, 512, 1000, 4096):
         error = check_experts(f"{tokens} tokens, even", layer, draw_index(tokens))
         check_experts(f"{tokens} tokens, skewed", layer, draw_skewed_index(tokens))
@@ -236,11 +237,11 @@ class Report:
 
 
 def time_experts(report: Report, layers: list[Layer], tokens: int, distinct: int) -> None:
-    float8 = layers[0].float8
-    x, weights = draw_input(tokens, float8), torch.rand(tokens, A, device=GPU)
+    held = layers[0].held
+    x, weights = draw_input(tokens, held), torch.rand(tokens, A, device=GPU)
     indices = [draw_index(tokens, distinct) for _ in layers]
-    tiles = [sort(index, reference.count_pairs(index, E), float8) for index in indices]
-    hidden = draw_hidden(tokens * A, float8)
+    tiles = [sort(index, reference.count_pairs(index, E), held) for index in indices]
+    hidden = draw_hidden(tokens * A, held)
     active = sum(index.unique().numel() for index in indices) / len(layers)
     note, what = f"{active:.1f} active experts", f"{tokens} tokens, {distinct} experts"
     pairs = tokens * A
@@ -284,12 +285,13 @@ def time_rest(report: Report, layers: list[Layer], tokens: int) -> None:
 
     what, up, down = f", {tokens} tokens", 2 * DENSE * D * 2, DENSE * D * 2
     flops = 2.0 * tokens * DENSE * D
-    float8 = layers[0].float8
+    held = layers[0].held
+    float8 = held == "fp8"
     timed = each(lambda _: norms.attention_residual(*rows, *vectors, EPS, float8=float8))
     report.add("attention_residual" + what, timed, count, 6 * row - float8 * row / 2, 0)
     timed = each(lambda layer: router.route(rows[0], layer.proj, scale, A))
     report.add("route" + what, timed, count, E * D * 2 + row, 2.0 * tokens * D * E)
-    report.add("sort_by_expert" + what, each(lambda _: sort(index, counts, float8)), count, tokens * A * 8, 0)
+    report.add("sort_by_expert" + what, each(lambda _: sort(index, counts, held)), count, tokens * A * 8, 0)
     timed = each(lambda layer: mlp.gate_up_geglu(rows[0], layer.dense_gate_up))
     report.add("dense gate_up, geglu" + what, timed, count, up + row, 2 * flops)
     timed = each(lambda layer: torch.mm(dense_hidden, layer.dense_down.T))
@@ -315,14 +317,14 @@ class Half:
         """x after one half layer, routed by index and counts where given; without a second stream all is in one row."""
         main, vectors = torch.cuda.current_stream(), self.vectors
         x, dense_in, expert_in, router_in = norms.attention_residual(
-            self.attention, x, *vectors[:4], EPS, float8=layer.float8
+            self.attention, x, *vectors[:4], EPS, float8=layer.held == "fp8"
         )
         side = self.side or main
         side.wait_stream(main)
         with torch.cuda.stream(side):
             dense_out = dense.dense_mlp(dense_in, layer.dense_gate_up, layer.dense_down, self.progress)
         weights, *chosen = router.route(router_in, layer.proj, self.scale, A)
-        tiles = sort(*(routing or chosen), layer.float8)
+        tiles = sort(*(routing or chosen), layer.held)
         hidden = experts.expert_gate_up(expert_in, layer.gate_up, tiles)
         rows = experts.expert_down(hidden, layer.down, weights, tiles, overlap=True)
         main.wait_stream(side)
@@ -419,14 +421,13 @@ def reporting(output: Path | None) -> Iterator[Report]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--weights", choices=("bf16", "fp8"), default="bf16", help="what the experts are held in")
+    parser.add_argument("--weights", choices=tuple(HOLD), default="bf16", help="what the experts are held in")
     parser.add_argument("--layers", type=int, default=30, help="distinct layers of weights, 1.5 GB each (%(default)s)")
     parser.add_argument("--output", type=Path, help="where to write the numbers as JSON")
     arguments = parser.parse_args()
-    float8 = arguments.weights == "fp8"
     with reporting(arguments.output) as report:
-        check_parity(float8)
-        time_all(report, [draw_layer(float8) for _ in range(arguments.layers)])
+        check_parity(arguments.weights)
+        time_all(report, [draw_layer(arguments.weights) for _ in range(arguments.layers)])
 
 
 if __name__ == "__main__":

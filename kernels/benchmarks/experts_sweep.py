@@ -1,10 +1,10 @@
 """Tiles of the experts' two products at the published sizes: each that is promising alone, the best of both together.
 
 python kernels/benchmarks/experts_sweep.py 256 512                    at 256 and at 512 tokens
-python kernels/benchmarks/experts_sweep.py 256 --weights fp8          with the experts in float8
+python kernels/benchmarks/experts_sweep.py 256 --weights packed       with the experts in 12 bits, or in float8 by fp8
 python kernels/benchmarks/experts_sweep.py 256 --distinct 84          routed over 84 experts a layer, as seen on text
 
-A tile that is wrong or does not fit is said and left out. What wins belongs in `configs.EXPERTS` or `EXPERTS_FLOAT8`.
+A tile that is wrong or does not fit is said and left out. What wins belongs in a table of `configs`.
 """
 
 import argparse
@@ -37,9 +37,9 @@ from experts import (
 from timing import time_graph
 
 from dgemma_kernels import configs, experts, reference, router
-from dgemma_kernels.quantized import quantize
+from dgemma_kernels.weights import HOLD
 
-# (columns, depth, warps, stages) worth trying, by rows of a tile; and the rows by tokens.
+# (columns, depth, warps, stages) and registers, if bounded, worth trying, by rows of a tile; and the rows by tokens.
 GATE_UP_TILES = {
     16: [(64, 128, 4, 4), (64, 64, 4, 8), (32, 128, 4, 4), (32, 256, 4, 3), (16, 256, 4, 4)],
     32: [(64, 64, 4, 8), (64, 128, 4, 4), (128, 64, 8, 5)],
@@ -81,11 +81,24 @@ FLOAT8_DOWN_TILES = {
     96: [(128, 64, 8, 5)],
     128: [(128, 64, 8, 4), (64, 64, 8, 4), (128, 64, 8, 3), (64, 64, 4, 5)],
 }
+# Packed weights leave no choice of a block.
+PACKED_GATE_UP_TILES, PACKED_DOWN_TILES = (
+    {
+        rows: [(cols, 128, w, s, *bound) for w in (4, 8) for s in (2, 3, 4) for bound in ((), (168,))]
+        for rows in (16, 32, 64, 128)
+    }
+    for cols in (64, 128)
+)
+TILES = {
+    "bf16": (configs.EXPERTS, GATE_UP_TILES, DOWN_TILES),
+    "packed": (configs.EXPERTS_PACKED, PACKED_GATE_UP_TILES, PACKED_DOWN_TILES),
+    "fp8": (configs.EXPERTS_FLOAT8, FLOAT8_GATE_UP_TILES, FLOAT8_DOWN_TILES),
+}  # where those in use are, and those to try
 
 
 @contextlib.contextmanager
-def expert_table(table: tuple[configs.ExpertConfig, ...], float8: bool) -> Iterator[None]:
-    name, tables = configs.gpu_name(GPU), configs.EXPERTS_FLOAT8 if float8 else configs.EXPERTS
+def expert_table(table: tuple[configs.ExpertConfig, ...], held: str) -> Iterator[None]:
+    name, tables = configs.gpu_name(GPU), TILES[held][0]
     before = tables.get(name, tables["default"])
     tables[name] = table
     try:
@@ -94,17 +107,13 @@ def expert_table(table: tuple[configs.ExpertConfig, ...], float8: bool) -> Itera
         tables[name] = before
 
 
-def tiles_worth_trying(float8: bool) -> tuple[dict[int, list[tuple[int, ...]]], dict[int, list[tuple[int, ...]]]]:
-    return (FLOAT8_GATE_UP_TILES, FLOAT8_DOWN_TILES) if float8 else (GATE_UP_TILES, DOWN_TILES)
-
-
 def sweep(report: Report, layers: list[Layer], tokens: int, distinct: int) -> None:
     """Tiles of gate_up alone and of down alone for each sensible number of rows, then the best of each together."""
     index = [draw_index(tokens, distinct) for _ in layers]
     active = sum(i.unique().numel() for i in index) / len(layers)
-    float8 = layers[0].float8
-    gate_up_tiles, down_tiles = tiles_worth_trying(float8)
-    x, weights, hidden = draw_input(tokens, float8), torch.rand(tokens, A, device=GPU), draw_hidden(tokens * A, float8)
+    held = layers[0].held
+    _, gate_up_tiles, down_tiles = TILES[held]
+    x, weights, hidden = draw_input(tokens, held), torch.rand(tokens, A, device=GPU), draw_hidden(tokens * A, held)
     first, second = layers[0].expert_bytes(active)
     flops = 6.0 * tokens * A * D * F
 
@@ -121,10 +130,10 @@ def sweep(report: Report, layers: list[Layer], tokens: int, distinct: int) -> No
         shown = {"gate_up": [config.gate_up], "down": [config.down]}.get(which, [config.gate_up, config.down])
         name = f"{which} {tokens}: {config.rows} rows, {' and '.join(map(label, shown))}"
         try:
-            with expert_table((config,), float8):
+            with expert_table((config,), held):
                 if which == "both":
                     check_experts(name, layers[0], index[0])
-                tiles = [sort(i, reference.count_pairs(i, E), float8) for i in index]
+                tiles = [sort(i, reference.count_pairs(i, E), held) for i in index]
                 return report.add(name, time_graph(run, replays=15), len(layers), num_bytes, flops)
         except (Exception, SystemExit) as error:  # a tile that does not fit, or is wrong, is a result of the sweep
             print(f"{name}: {type(error).__name__}: {str(error)[:100]}", flush=True)
@@ -132,7 +141,7 @@ def sweep(report: Report, layers: list[Layer], tokens: int, distinct: int) -> No
 
     print(f"{tokens} tokens, {active:.1f} active experts", flush=True)
     together = {}
-    for rows in rows_worth_trying(tokens, float8):
+    for rows in rows_worth_trying(tokens, held):
         ups, downs = {}, {}
         for shape in gate_up_tiles[rows]:
             config = make_config(rows, shape, down_tiles[rows][0])
@@ -146,58 +155,57 @@ def sweep(report: Report, layers: list[Layer], tokens: int, distinct: int) -> No
     print(f"BEST at {tokens}: {together[best]:.1f} us a layer, {together[best] * 30 / 1e3:.2f} ms for 30\n{best}")
 
 
-def rows_worth_trying(tokens: int, float8: bool) -> list[int]:
+def rows_worth_trying(tokens: int, held: str) -> list[int]:
     """Tiles of an expert's average rows to twice as many: smaller ones repeat weights, larger ones waste arithmetic."""
     average = tokens * A // E
-    return [rows for rows in tiles_worth_trying(float8)[0] if average <= rows <= 2 * average] or [
-        16 if average < 16 else 128
-    ]
+    return [rows for rows in TILES[held][1] if average <= rows <= 2 * average] or [16 if average < 16 else 128]
 
 
-def compile_tile(rows: int, gate_up: tuple[int, ...] | None, down: tuple[int, ...] | None, float8: bool) -> None:
+def compile_tile(rows: int, gate_up: tuple[int, ...] | None, down: tuple[int, ...] | None, held: str) -> None:
     """Leaves one tile's kernel in Triton's cache: the sweep's own process then loads it. One expert's weights do."""
     index = torch.zeros(8, A, dtype=torch.int32, device=GPU)
     tiles = router.sort_by_expert(index, reference.count_pairs(index, 1), rows)
     config = make_config(rows, gate_up or down, down or gate_up)
-    layer = {name: draw_rows(1, *shape) for name, shape in (("gate_up", (2 * F, D)), ("down", (D, F)))}
-    weights = {name: quantize(weight) if float8 else weight for name, weight in layer.items()}
-    with contextlib.suppress(Exception), expert_table((config,), float8):
+    hold_gate_up, hold_down = HOLD[held]
+    with contextlib.suppress(Exception), expert_table((config,), held):
         if gate_up:
-            experts.expert_gate_up(draw_input(8, float8), weights["gate_up"], tiles)
+            experts.expert_gate_up(draw_input(8, held), hold_gate_up(draw_rows(1, 2 * F, D)), tiles)
         else:
             routing = torch.ones(8, A, device=GPU)
-            experts.expert_down(draw_hidden(8 * A, float8), weights["down"], routing, tiles)
+            experts.expert_down(draw_hidden(8 * A, held), hold_down(draw_rows(1, D, F)), routing, tiles)
 
 
-def compile_tiles(rows: set[int], float8: bool) -> None:
-    gate_up_tiles, down_tiles = tiles_worth_trying(float8)
-    jobs = [(r, shape, None, float8) for r in rows for shape in gate_up_tiles[r]]
-    jobs += [(r, None, shape, float8) for r in rows for shape in down_tiles[r]]
+def compile_tiles(rows: set[int], held: str) -> None:
+    _, gate_up_tiles, down_tiles = TILES[held]
+    jobs = [(r, shape, None, held) for r in rows for shape in gate_up_tiles[r]]
+    jobs += [(r, None, shape, held) for r in rows for shape in down_tiles[r]]
     with ProcessPoolExecutor(min(len(jobs), os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_tile, *zip(*jobs, strict=True)))
 
 
 def make_config(rows: int, gate_up: tuple[int, ...], down: tuple[int, ...]) -> configs.ExpertConfig:
-    tiles = (configs.Tile(cols=c, depth=d, warps=w, stages=s) for c, d, w, s in (gate_up, down))
-    return configs.ExpertConfig(max_tokens=1 << 62, rows=rows, **dict(zip(("gate_up", "down"), tiles, strict=True)))
+    fields = ("cols", "depth", "warps", "stages", "registers")
+    first, second = (configs.Tile(**dict(zip(fields, shape, strict=False))) for shape in (gate_up, down))
+    return configs.ExpertConfig(max_tokens=1 << 62, rows=rows, gate_up=first, down=second)
 
 
 def label(tile: configs.Tile) -> str:
-    return f"{tile.cols}x{tile.depth} w{tile.warps} s{tile.stages}"
+    bound = "" if tile.registers is None else f" r{tile.registers}"
+    return f"{tile.cols}x{tile.depth} w{tile.warps} s{tile.stages}{bound}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tokens", type=int, nargs="+", metavar="TOKENS", help="sizes to compare tiles at")
-    parser.add_argument("--weights", choices=("bf16", "fp8"), default="bf16", help="what the experts are held in")
+    parser.add_argument("--weights", choices=tuple(HOLD), default="bf16", help="what the experts are held in")
     parser.add_argument("--distinct", type=int, default=E, help="experts the routing is drawn from (%(default)s)")
     parser.add_argument("--layers", type=int, default=8, help="distinct layers of weights, 1.5 GB each (%(default)s)")
     parser.add_argument("--output", type=Path, help="where to write the numbers as JSON")
     arguments = parser.parse_args()
-    float8 = arguments.weights == "fp8"
+    held = arguments.weights
     with reporting(arguments.output) as report:
-        compile_tiles({rows for tokens in arguments.tokens for rows in rows_worth_trying(tokens, float8)}, float8)
-        layers = [draw_layer(float8) for _ in range(arguments.layers)]
+        compile_tiles({rows for tokens in arguments.tokens for rows in rows_worth_trying(tokens, held)}, held)
+        layers = [draw_layer(held) for _ in range(arguments.layers)]
         for tokens in arguments.tokens:
             sweep(report, layers, tokens, arguments.distinct)
 

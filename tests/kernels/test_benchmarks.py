@@ -32,7 +32,7 @@ def bench(monkeypatch) -> tuple[ModuleType, ModuleType]:
 
 
 @pytest.mark.parametrize(
-    ("name", "given"), [("experts", []), ("experts_sweep", ["256", "512", "--weights", "fp8", "--distinct", "84"])]
+    ("name", "given"), [("experts", []), ("experts_sweep", ["256", "512", "--weights", "packed", "--distinct", "84"])]
 )
 def test_without_a_gpu_a_benchmark_says_so(bench, monkeypatch, name, given):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -42,15 +42,18 @@ def test_without_a_gpu_a_benchmark_says_so(bench, monkeypatch, name, given):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the sizes are those of Triton's interpreter")
-def test_experts_that_are_wrong_are_not_timed(bench, monkeypatch):
+@pytest.mark.parametrize(("held", "part"), [("packed", "planes"), ("fp8", "scale")])
+def test_experts_that_are_wrong_are_not_timed(bench, monkeypatch, held, part):
     experts, _ = bench
+    if held == "packed":  # the interpreter does not multiply bfloat16
+        monkeypatch.setattr(experts, "DTYPE", torch.float32)
     torch.manual_seed(0)
-    layer, index = experts.draw_layer(float8=True), experts.draw_index(12, 4)
+    layer, index = experts.draw_layer(held), experts.draw_index(12, 4)
     assert experts.check_experts("even", layer, index) < experts.LIMIT
     experts.check_experts("skewed", layer, torch.tensor([[0, 1]] * 12, dtype=torch.int32))
-    scale = layer.down.scale.roll(1, dims=-1)  # of the row before
+    rolled = {part: getattr(layer.down, part).roll(1, dims=-1)}  # scales of the row before, bytes of the column before
     down = kernels.expert_down
-    monkeypatch.setattr(kernels, "expert_down", lambda x, w, *rest: down(x, replace(w, scale=scale), *rest))
+    monkeypatch.setattr(kernels, "expert_down", lambda x, w, *rest: down(x, replace(w, **rolled), *rest))
     with pytest.raises(SystemExit, match="PARITY FAILED, nothing timed: experts, even"):
         experts.check_experts("even", layer, index)
 
@@ -64,7 +67,7 @@ def test_a_sweep_times_every_tile_and_names_the_best_of_both_that_are_right(benc
     monkeypatch.setitem(sweep.FLOAT8_GATE_UP_TILES, 16, [(64, 32, 4, 2), (64, 64, 4, 2)])
     monkeypatch.setitem(sweep.FLOAT8_DOWN_TILES, 16, [(32, 64, 4, 2), (64, 128, 4, 2), (64, 64, 4, 2)])
     tables, report = dict(configs.EXPERTS_FLOAT8), experts.Report(bandwidth=1e12, lines=[])
-    sweep.sweep(report, [experts.draw_layer(float8=True)], 8, 4)
+    sweep.sweep(report, [experts.draw_layer("fp8")], 8, 4)
     printed = capsys.readouterr().out
     assert [line["name"].partition(":")[0] for line in report.lines] == ["gate_up 8"] * 2 + ["down 8"] * 2 + ["both 8"]
     assert "64x128 w4 s2: ValueError: expert_down.hidden must have a scale" in printed  # deeper than a block of 64
@@ -73,19 +76,43 @@ def test_a_sweep_times_every_tile_and_names_the_best_of_both_that_are_right(benc
     assert tables == configs.EXPERTS_FLOAT8
 
 
-@pytest.mark.parametrize("float8", [False, True], ids=["bf16", "fp8"])
-def test_every_tile_of_a_sweep_can_be_configured_at_every_size(bench, float8, monkeypatch):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the sizes are those of Triton's interpreter")
+def test_a_sweep_of_packed_weights_bounds_registers(bench, monkeypatch):
+    experts, sweep = bench
+    monkeypatch.setattr(experts, "DTYPE", torch.float32)
+    torch.manual_seed(0)
+    times = iter([3.0, 2.0, 4.0, 9.0])  # two tiles of gate_up, one of down, both together
+    monkeypatch.setattr(sweep, "time_graph", lambda run, replays: (run(), (next(times), 0.0))[1])
+    monkeypatch.setitem(sweep.PACKED_GATE_UP_TILES, 16, [(64, 128, 4, 2), (64, 128, 4, 2, 168)])
+    monkeypatch.setitem(sweep.PACKED_DOWN_TILES, 16, [(128, 128, 8, 3)])
+    tables, report = dict(configs.EXPERTS_PACKED), experts.Report(bandwidth=1e12, lines=[])
+    layer = experts.draw_layer("packed")
+    sweep.sweep(report, [layer], 8, 4)
+    assert report.lines[-1]["name"] == "both 8: 16 rows, 64x128 w4 s2 r168 and 128x128 w8 s3"
+    # 12 bits a weight; codes of gate_up's 64 columns are half empty, and so is down's one block of 128 rows. Each row has
+    # a scale and a start.
+    planes = 4 * (256 * 64 * 2 + 128 * 128 * 1.5)
+    assert planes < report.lines[-1]["bytes"] < 1.1 * planes
+    assert tables == configs.EXPERTS_PACKED
+
+
+@pytest.mark.parametrize("held", ["bf16", "packed", "fp8"])
+def test_every_tile_of_a_sweep_can_be_configured_at_every_size(bench, held, monkeypatch):
     _, sweep = bench
     monkeypatch.setattr(sweep, "E", 128)
     monkeypatch.setattr(sweep, "A", 8)
-    gate_up, down = sweep.tiles_worth_trying(float8)
+    _, gate_up, down = sweep.TILES[held]
     assert gate_up.keys() == down.keys()
     for tokens in (1, 16, 64, 256, 320, 512, 769, 1024, 1536, 2048, 4096, 16_384):
-        assert set(sweep.rows_worth_trying(tokens, float8)) <= gate_up.keys()
+        assert set(sweep.rows_worth_trying(tokens, held)) <= gate_up.keys()
     for rows in gate_up:
-        tiles = [sweep.make_config(rows, up, down[rows][0]).gate_up for up in gate_up[rows]]
-        tiles += [sweep.make_config(rows, gate_up[rows][0], shape).down for shape in down[rows]]
-        assert len({sweep.label(tile) for tile in tiles[: len(gate_up[rows])]}) == len(gate_up[rows])
-        # A block of hidden values has one scale: 64 columns of gate_up, of which down takes whole ones.
-        assert not float8 or all(tile.cols == 64 for tile in tiles[: len(gate_up[rows])])
-        assert not float8 or all(tile.depth == 64 for tile in tiles[len(gate_up[rows]) :])
+        ups = [sweep.make_config(rows, shape, down[rows][0]).gate_up for shape in gate_up[rows]]
+        downs = [sweep.make_config(rows, gate_up[rows][0], shape).down for shape in down[rows]]
+        assert len(set(map(sweep.label, ups))) == len(ups)
+        if held == "packed":  # a block of packed rows, a half of which is gate's
+            assert {(tile.cols, tile.depth) for tile in ups} == {(64, 128)}
+            assert {(tile.cols, tile.depth) for tile in downs} == {(128, 128)}
+            assert rows.bit_count() == 1
+        if held == "fp8":  # 64 columns of gate_up have one scale of hidden values, of which down takes whole ones
+            assert {tile.cols for tile in ups} == {64}
+            assert {tile.depth for tile in downs} == {64}

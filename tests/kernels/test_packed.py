@@ -22,7 +22,7 @@ CANVAS, VOCAB = 4, 40
 NATIVE = torch.cuda.is_available()
 # Sums of up to 1,088 float32 products; bfloat16 rounds by up to 2**-9: a product, a hidden value, a weighted row.
 LIMITS = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
-# The interpreter multiplies in float32 whatever it is given, and cuts bfloat16 off where a GPU rounds.
+# The interpreter does not multiply bfloat16.
 DTYPES = [torch.float32, torch.bfloat16] if NATIVE else [torch.float32]
 # What outliers multiply, other weights in the same column of other experts besides: what stands in for an outlier, of
 # 2**-15 or so of a row's largest weight, is then an eighth of that weight, and what the outliers are themselves more
