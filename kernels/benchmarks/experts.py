@@ -59,8 +59,8 @@ def draw_layer(held: str) -> Layer:
     }
     weights = {name: torch.randn(*shape, dtype=torch.bfloat16, device=GPU) for name, shape in shapes.items()}
     weights = {name: weight.mul_(weight.shape[-1] ** -0.5).to(DTYPE) for name, weight in weights.items()}
-    experts_weights = {name: hold(weights[name]) for name, hold in zip(("gate_up", "down"), HOLD[held], strict=True)}
-    return Layer(held=held, **(weights | experts_weights))
+    as_held = {name: hold(weights[name]) for name, hold in zip(("gate_up", "down"), HOLD[held], strict=True)}
+    return Layer(held=held, **(weights | as_held))
 
 
 def draw_rows(*shape: int) -> Tensor:
