@@ -89,8 +89,8 @@ def test_a_sweep_of_packed_weights_bounds_registers(bench, monkeypatch):
     layer = experts.draw_layer("packed")
     sweep.sweep(report, [layer], 8, 4)
     assert report.lines[-1]["name"] == "both 8: 16 rows, 64x128 w4 s2 r168 and 128x128 w8 s3"
-    # 12 bits a weight, but the codes of gate_up's 64 columns are half empty, and so is down's one block of 128 rows. Each
-    # row has a scale and a start.
+    # 12 bits a weight, but the codes of gate_up's 64 columns are half empty, and so is down's one block of 128 rows;
+    # a scale and a start for each row.
     planes = 4 * (256 * 64 * 2 + 128 * 128 * 1.5)
     assert planes < report.lines[-1]["bytes"] < 1.1 * planes
     assert tables == configs.EXPERTS_PACKED
