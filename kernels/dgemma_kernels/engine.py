@@ -41,7 +41,7 @@ def accelerate(model: DiffusionGemma, weights: str = "bf16", *, release: bool = 
     move, train or cast the model while the accelerated one is in use. `weights="bf16"` runs them as they are. The
     others hold the experts, nine tenths of the published weights, in tensors of their own, beside the model's 47 GiB,
     whose own experts (42) are freed when nobody holds the model any more; with `release` each layer's are taken out of
-    the model as soon as they are held otherwise, so that at no time there are two of all.
+    the model as soon as they are held otherwise, so that there are never two of more than one layer.
     `weights="packed"` is bfloat16 in 12 bits a weight without loss, 32 GiB: faster, since a step is mostly reading.
     `weights="fp8"` rounds to float8 (e4m3) with a scale for each output, and what they multiply with one for each row,
     21 GiB. It needs a GPU with fp8 tensor cores: Ada, Hopper or later.

@@ -27,7 +27,7 @@ HALF, DEPTH = 64, 128  # columns whose codes are the same half of as many bytes,
 ROWS = 128  # of a block; where weights are packed `gated`, a half of gate and a half of up
 _TOP = 0x3F  # the upper byte, but for its sign, of a row's largest weights over its scale: from 1/2 to 2
 _CHUNK = 1 << 26  # weights packed at a time
-_MOST_OUTLIERS = 0.01  # of all weights: beyond, packing brings nothing
+_MOST_OUTLIERS = 0.01  # of all weights, a hundred times as many as normal ones have: programs go through lists slowly
 _INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
@@ -81,6 +81,7 @@ def pack(weights: Tensor, *, gated: bool = False) -> Packed:
 
     Example: `pack(experts.down_proj).planes.shape` is `(128 * 22, 17, 128, 64)`.
     """
+    # Of 256 experts, the most there are, all rows of planes are then counted in 32 bits, and places take 30.
     if weights.ndim != 3 or max(weights.shape[1:]) > 1 << 14 or (gated and weights.shape[1] % 2):
         raise ValueError(
             f"pack weights must be (E, N, K), N and K at most 16,384, with as many rows of gate as of up, got "
@@ -129,7 +130,8 @@ def _pack_chunks(weights: Tensor, gated: bool) -> Iterator[tuple[Tensor, ...]]:
         expert, row, column = outlier.nonzero(as_tuple=True)
         exact, factor = short[outlier].double(), scale[expert, row].double()
         values = (exact / factor).to(torch.bfloat16)
-        if scale.isinf().any() or not torch.equal(values.double() * factor, exact):  # from 2^127 on, far below the rest
+        # From 2^127 on float32 has no scale, and over a large one bfloat16 does not hold all of the smallest outliers.
+        if scale.isinf().any() or not torch.equal(values.double() * factor, exact):
             raise ValueError('pack weights must span less of the range of bfloat16. Use weights="bf16".')
         low, code = (
             _in_threads(pad(plane, (0, -width % size))).view(-1, ROWS, size // HALF * -(-width // size), HALF)

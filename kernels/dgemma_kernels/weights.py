@@ -68,6 +68,10 @@ def take_weights(model: DiffusionGemma, hold: str = "bf16", *, release: bool = F
     Example: `take_weights(model).layers[0].qkv.shape` is `((16 + 2 * 8) * 256, 2816)`.
     """
     config = model.config
+    if any(isinstance(layer.experts, _Released) for layer in model.layers):
+        raise ValueError(
+            "accelerate model must have its experts, which accelerate(release=True) has taken out. Load it again."
+        )
     layers = []
     for index, layer in enumerate(model.layers):
         layers.append(_take_layer(layer, config.layer_shape(index), *HOLD[hold]))  # type: ignore[arg-type]
