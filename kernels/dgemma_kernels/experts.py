@@ -138,7 +138,7 @@ def expert_down(
         DESCRIBED=isinstance(proj[0], TensorDescriptor),
         num_warps=tile.warps,
         num_stages=tile.stages,
-        maxnreg=tile.registers,
+        maxnreg=tile.registers if overlap else None,  # measured so; the other form would spill
         **dependent_launch(rows.device),
     )
     return out

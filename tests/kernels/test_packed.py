@@ -19,8 +19,9 @@ from kernel_inputs import NUM_EXPERTS, draw_routing, make_model
 E, D, F = NUM_EXPERTS, 72, 88  # neither width is a multiple of any tile, nor of the 64 columns of a plane
 CANVAS, VOCAB = 4, 40
 NATIVE = torch.cuda.is_available()
-# Of each row: sums of up to 1,088 float32 products; in bfloat16 four roundings of up to 2**-9, if few values are large.
-LIMITS = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
+# Of each row: sums of up to 1,088 float32 products; of bfloat16 four roundings of up to 2**-9, the first of which GeGLU
+# enlarges where a gate is negative. Seen on an H200: up to 3.6e-6 and 9.5e-3, where a row has few large values.
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
 # The interpreter does not multiply bfloat16.
 DTYPES = [torch.float32, torch.bfloat16] if NATIVE else [torch.float32]
 # What outliers multiply, other weights in the same column of other experts besides: what stands in for an outlier, of
