@@ -74,6 +74,7 @@ class Packed:
         return wide[:, :num_rows].to(self.dtype)
 
 
+@torch.no_grad()
 def pack(weights: Tensor, *, gated: bool = False) -> Packed:
     """The same weights in 12 bits each. weights: (E, N, K), bfloat16, or float32 whose values bfloat16 holds.
 
@@ -82,10 +83,11 @@ def pack(weights: Tensor, *, gated: bool = False) -> Packed:
     Example: `pack(experts.down_proj).planes.shape` is `(128 * 22, 17, 128, 64)`.
     """
     # Of 256 experts, the most there are, all rows of planes are then counted in 32 bits, and places take 30.
-    if weights.ndim != 3 or max(weights.shape[1:]) > 1 << 14 or (gated and weights.shape[1] % 2):
+    fits = weights.ndim == 3 and weights.numel() > 0 and max(weights.shape[1:]) <= 1 << 14
+    if not fits or (gated and weights.shape[1] % 2):
         raise ValueError(
-            f"pack weights must be (E, N, K), N and K at most 16,384, with as many rows of gate as of up, got "
-            f"{tuple(weights.shape)}."
+            f"pack weights must be (E, N, K), N and K at most 16,384, none of them 0, with as many rows of gate as of "
+            f"up, got {tuple(weights.shape)}."
         )
     if weights.dtype not in (torch.bfloat16, torch.float32):  # float16 does not hold outliers over their rows' scales
         raise ValueError(f"pack weights must be bfloat16 or float32, got {weights.dtype}.")

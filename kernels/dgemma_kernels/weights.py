@@ -7,6 +7,7 @@ packed, or in float8, are tensors of their own.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +75,12 @@ def take_weights(model: DiffusionGemma, hold: str = "bf16", *, release: bool = F
         )
     layers = []
     for index, layer in enumerate(model.layers):
-        layers.append(_take_layer(layer, config.layer_shape(index), *HOLD[hold]))  # type: ignore[arg-type]
+        try:
+            layers.append(_take_layer(layer, config.layer_shape(index), *HOLD[hold]))  # type: ignore[arg-type]
+        except ValueError as error:
+            if release and layers:
+                raise ValueError(f"{error} Load the model again: release has taken its first experts out.") from None
+            raise
         if release:
             layer.experts = _Released()
     mixer = model.self_conditioning
@@ -91,11 +97,14 @@ def take_weights(model: DiffusionGemma, hold: str = "bf16", *, release: bool = F
 class _Released(nn.Module):
     """In the place of experts that were taken out."""
 
-    def forward(self, *_: Tensor) -> Tensor:
+    def forward(self, *_: Any) -> NoReturn:
         raise RuntimeError(
             "accelerate(release=True) has taken the experts out of this model. Use what it returned, or load the model "
             "again."
         )
+
+    def _save_to_state_dict(self, *_: Any) -> NoReturn:
+        self.forward()  # else a state would be missing them
 
 
 def _take_layer(layer: Layer, shape: LayerShape, hold_gate_up: Hold, hold_down: Hold) -> LayerWeights:

@@ -107,6 +107,12 @@ def test_any_shape_comes_back(seed, device):
     assert same_bits(pack(weights, gated=gated).unpack(), weights)
 
 
+def test_packed_parameters_hold_on_to_no_graph():
+    got = pack(torch.nn.Parameter(draw_weights(2, 130, 72)))
+    assert len(got.outliers)
+    assert not any(tensor.requires_grad for tensor in got.tensors())
+
+
 def test_experts_are_packed_a_few_at_a_time_as_all_at_once(monkeypatch):
     weights = draw_weights(5, 130, 72)
     whole = pack(weights)
@@ -131,10 +137,11 @@ def test_the_published_sizes_take_three_quarters_of_the_bytes(num_rows, width):
         (lambda w: w.index_fill_(2, torch.tensor(3), torch.nan), "must be finite values of bfloat16"),
         (lambda w: w.index_fill_(1, torch.tensor(7), 0.0), r"got 360 of 7,200 that do not, or are zero\. Use weights="),
         (lambda w: w.half(), r"pack weights must be bfloat16 or float32, got torch\.float16"),
+        (lambda w: w[:, :, :0], r"none of them 0, .* got \(5, 20, 0\)"),
         (lambda w: w[0], r"must be \(E, N, K\), N and K at most 16,384, .* got \(20, 72\)"),
         (lambda w: w.expand(5, 20, 72).repeat(1, 820, 1), r"at most 16,384, .* got \(5, 16400, 72\)"),
     ],
-    ids=["float32", "inf", "nan", "a row of zeros", "float16", "two dimensions", "too many rows"],
+    ids=["float32", "inf", "nan", "a row of zeros", "float16", "no columns", "two dimensions", "too many rows"],
 )
 def test_weights_that_cannot_be_packed_are_refused(change, sentence):
     weights = change(draw_weights(5, 20, 72, odd=False))
@@ -425,6 +432,8 @@ def test_released_experts_are_gone_layer_by_layer_and_the_model_says_so(weights,
     assert torch.equal(*logits)
     with pytest.raises(RuntimeError, match=r"accelerate\(release=True\) has taken the experts out of this model\. Use"):
         model.encode(canvas)
+    with pytest.raises(RuntimeError, match=r"has taken the experts out of this model\. Use"):
+        model.state_dict()
     with pytest.raises(ValueError, match=r"accelerate model must have its experts, .* has taken out\. Load it again"):
         accelerate(model, weights)
 
@@ -439,3 +448,14 @@ def test_a_model_that_cannot_be_packed_is_left_as_it_was(device):
     with pytest.raises(ValueError, match=r"must be finite values of bfloat16, got others in torch\.float32"):
         accelerate(model, weights="packed", release=True)
     assert model.denoise(canvas, model.encode(canvas)).logits.isfinite().all()
+
+
+def test_a_later_layer_that_cannot_be_packed_says_that_those_before_are_gone(device):
+    model = make_rounded_model(device)
+    model.layers[1].experts.down_proj[0] = 0.0
+    with pytest.raises(ValueError, match=r'are zero\. Use weights="bf16"\. Load the model again: release has taken'):
+        accelerate(model, weights="packed", release=True)
+    model = make_rounded_model(device)
+    model.layers[1].experts.down_proj[0] = 0.0
+    with pytest.raises(ValueError, match=r'are zero\. Use weights="bf16"\.$'):
+        accelerate(model, weights="packed")
