@@ -1,8 +1,8 @@
 """Text from noise, on a model that ships with the library. Start here.
 
 The model does not write word by word. It reads the prompt once, then takes a canvas of 64 random tokens, predicts all
-of them at once, keeps what it is sure of, and repeats until the canvas has settled. It is small (5.5 million weights,
-trained for minutes on 19th-century prose), so expect the sound of English more than its sense.
+of them at once, writes some, doubts others, and repeats until no noise is left. It is small (7.8 million weights,
+trained for minutes on old stories, novels and a Bible), so expect the sound of English more than its sense.
 
     python examples/01_generate.py
     python examples/01_generate.py "It was a dark night, and the old captain" --steps 16 --seed 7

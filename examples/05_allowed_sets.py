@@ -39,9 +39,9 @@ out = dgemma.generate(model, prompt, max_new_tokens=canvas_len, allowed=allowed,
 print(f"a year:    {tokenizer.decode(out.tokens[0])!r}\n")
 
 # A template with a typed slot: the model weighs the options in their place, with what follows in view.
-nouns = ["ship", "king", "cake"]
-template = ["The captain gave the order and the ", dgemma.Slot(nouns, name="noun"), " set sail."]
+nouns = [" ship", " king", " cake"]  # the vocabulary's words carry the space in front of them
+template = ["The whale rose near the", dgemma.Slot(nouns, name="noun"), " and the sailors cried out."]
 choice = dgemma.slots(model, template, tokenizer=tokenizer)["noun"]
-print("The captain gave the order and the ... set sail.")
+print("The whale rose near the ... and the sailors cried out.")
 for noun, probability in zip(nouns, choice.probabilities.tolist(), strict=True):
-    print(f"  {noun:5} {probability:6.1%}")
+    print(f" {noun:6} {probability:6.1%}")

@@ -34,7 +34,7 @@ settled = torch.where(unlike_the_last.any(0), settled, 0).float()
 thirds = ", ".join(f"{third.mean():.1f}" for third in settled.tensor_split(3))
 print(f"\nmean step at which positions settled, by thirds of the canvas from the left: {thirds}")
 
-# How many experts does a layer really use? Shares of 8 experts, 4 chosen for every token; even would be 12.5% each.
+# How many experts does a layer really use? Shares of 4 experts, 2 chosen for every token; even would be 25% each.
 print("\nshare of each expert, over all steps and positions:")
 for layer in range(model.config.num_hidden_layers):
     experts = torch.cat([step.router[layer].experts.flatten() for step in seen.steps])

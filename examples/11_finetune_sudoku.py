@@ -40,7 +40,10 @@ def load(args: argparse.Namespace) -> dgemma.DiffusionGemma:
 def solve(model: dgemma.DiffusionGemma, text: sudoku.TextSudoku, puzzles: sudoku.Puzzles, num_steps: int) -> dict:
     """The published sampler, free to write anything: exact grids, right cells, clues preserved, steps."""
     prompt = text.prompt_tokens(puzzles.puzzles).to(model.device)
-    out = dgemma.generate(model, prompt, max_new_tokens=sudoku.NUM_CELLS, steps=num_steps, progress=False)
+    sampler = dgemma.EntropyBound(bound=12.0)  # stops by itself, which the checkpoint's own does not
+    out = dgemma.generate(
+        model, prompt, max_new_tokens=sudoku.NUM_CELLS, steps=num_steps, sampler=sampler, progress=False
+    )
     grids, given = text.canvas_digits(out.new_tokens), torch.from_numpy(puzzles.puzzles).to(model.device)
     done = sudoku.Completion(puzzles=given, grids=grids, steps=out.steps[:, 0], generation=out)
     return done.scores(puzzles.solutions)

@@ -15,15 +15,19 @@ import dgemma
 PROMPTS = [
     "",
     "It was a dark night, and the old captain",
+    "Once upon a time there was a little",
     '"My dear Emma," said Mr. Knightley,',
-    "And the LORD said unto",
-    "The condition of our relations with foreign powers",
+    "Yahweh said to Moses,",
 ]
 # what is passed to `generate`, beside the checkpoint's own defaults
 SAMPLERS: dict[str, dict[str, Any]] = {
-    "published sampler, at most 48 steps a canvas": {},
-    "published sampler, at most 16 steps": {"steps": 16},
-    "entropy bound 0.3 nats": {"sampler": dgemma.EntropyBound(bound=0.3)},
+    "the checkpoint's own": {},
+    "the same, 16 steps a canvas": {"steps": 16},
+    "published sampler, entropy bound 12 nats, at most 48 steps": {
+        "sampler": dgemma.EntropyBound(bound=12.0),
+        "steps": 48,
+        "temperature": dgemma.LinearTemperature(start=0.8, end=0.4),
+    },
     "ancestral, 64 steps, temperature 0.8": {
         "sampler": dgemma.Ancestral(),
         "steps": 64,

