@@ -81,13 +81,14 @@ FLOAT8_DOWN_TILES = {
     96: [(128, 64, 8, 5)],
     128: [(128, 64, 8, 4), (64, 64, 8, 4), (128, 64, 8, 3), (64, 64, 4, 5)],
 }
-# Packed weights leave no choice of a block.
+# Packed weights leave no choice of a block. A bound on down's registers holds where it starts beside gate_up, which is
+# not what is timed here.
 PACKED_GATE_UP_TILES, PACKED_DOWN_TILES = (
     {
-        rows: [(cols, 128, w, s, *bound) for w in (4, 8) for s in (2, 3, 4) for bound in ((), (168,))]
+        rows: [(cols, 128, w, s, *bound) for w in (4, 8) for s in (2, 3, 4) for bound in bounds]
         for rows in (16, 32, 64, 128)
     }
-    for cols in (64, 128)
+    for cols, bounds in ((64, ((), (168,))), (128, ((),)))
 )
 TILES = {
     "bf16": (configs.EXPERTS, GATE_UP_TILES, DOWN_TILES),

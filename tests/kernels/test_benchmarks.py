@@ -109,6 +109,7 @@ def test_every_tile_of_a_sweep_can_be_configured_at_every_size(bench, held, monk
         ups = [sweep.make_config(rows, shape, down[rows][0]).gate_up for shape in gate_up[rows]]
         downs = [sweep.make_config(rows, gate_up[rows][0], shape).down for shape in down[rows]]
         assert len(set(map(sweep.label, ups))) == len(ups)
+        assert {tile.registers for tile in downs} == {None}  # a sweep runs down without overlap, and so unbounded
         if held == "packed":  # a block of packed rows, a half of which is gate's
             assert {(tile.cols, tile.depth) for tile in ups} == {(64, 128)}
             assert {(tile.cols, tile.depth) for tile in downs} == {(128, 128)}
