@@ -48,6 +48,10 @@ def accelerate(model: DiffusionGemma, weights: str = "bf16", *, release: bool = 
 
     Example: `fast = accelerate(DiffusionGemma.from_pretrained(path, dtype=torch.bfloat16, device="cuda"))`.
     """
+    if not isinstance(model, DiffusionGemma):
+        raise TypeError(
+            f"accelerate model must be a DiffusionGemma, got {type(model).__name__}. Accelerate what it was made from."
+        )
     if weights not in HOLD:
         raise ValueError(f'accelerate weights must be "bf16", "packed" or "fp8", got {weights!r}.')
     if release and weights == "bf16":
