@@ -154,8 +154,8 @@ def check_sampler(sampler: Sampler | None, noise: Noise, denoiser: Denoiser) -> 
     chosen = sampler or default_sampler(denoiser)
     if noise.kind not in chosen.valid_for:
         fitting = " or ".join(f"--noise {kind}" for kind in sorted(chosen.valid_for))
-        hint = "" if sampler else " Name another --sampler."
-        raise ValueError(f"--sampler {type(chosen).__name__} must run under {fitting}, got {noise.kind} noise.{hint}")
+        owner, fix = ("--sampler", "") if sampler else ("The checkpoint's sampler", " Name another --sampler.")
+        raise ValueError(f"{owner} {type(chosen).__name__} must run under {fitting}, got {noise.kind} noise.{fix}")
 
 
 def make_noise(name: str | None, model: Denoiser, tokenizer: Tokenizer) -> Noise:
