@@ -5,6 +5,7 @@ import io
 import struct
 import sys
 import tarfile
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,12 +46,20 @@ def test_a_sentence_that_begins_like_a_heading_is_kept(corpus):
     assert [d.text for d in corpus.by_chapter("work", [sentence])] == [sentence]
 
 
-def test_the_bible_loses_its_verse_numbers_and_keeps_its_chapters(corpus):
-    verses = "Genesis\n\n\n1:1 In the\nbeginning.\n\n1:2 And the earth.\n\n2:1 Thus.\n"
-    files = {f"package/gutenberg/{work}.txt": b"" for work in corpus.NOVELS}
-    files["package/gutenberg/bible-kjv.txt"] = f"The Bible\n\n\n\n{verses}".encode()
-    found = [d for d in corpus.read_gutenberg(files) if d.name.startswith("bible")]
-    assert [d.text for d in found] == ["In the beginning. And the earth.", "Thus."]
+def test_the_bible_loses_notes_and_marks_and_keeps_chapters_and_paragraphs(corpus):
+    def osis(book: str, *chapters: str) -> bytes:
+        marks = (f'<chapter osisID="{book}.{n}" sID="{book}.{n}"/>{text}' for n, text in enumerate(chapters, start=1))
+        return zlib.compress("".join(marks).encode())
+
+    first = '<title>Light</title><div sID="g1" type="x-p"/>In the\nbeginning<note type="study">1:1 God</note> , all.'
+    second = '<div eID="g1" type="x-p"/><div sID="g2" type="x-p"/><verse osisID="Gen.1.2"/>And the <w>earth</w>.'
+    blocks = [osis("Gen", first + second, "Thus."), osis("DanGr", "A double.")]
+    index = struct.pack("<IIIIII", 0, len(blocks[0]), 99, len(blocks[0]), len(blocks[1]), 99)
+    found = list(corpus.read_bible({"modules/ot.bzs": index, "modules/ot.bzz": b"".join(blocks), "web.conf": b""}))
+    assert [(d.name, d.text) for d in found] == [
+        ("bible Gen.1", "In the beginning, all.\n\nAnd the earth."),
+        ("bible Gen.2", "Thus."),
+    ]
 
 
 def test_strings_of_r_are_read(corpus):
