@@ -2,8 +2,6 @@
 whole denoiser against a reference whose experts are rounded at the same places."""
 
 import copy
-import gc
-import weakref
 from dataclasses import replace
 
 import pytest
@@ -359,15 +357,6 @@ def test_both_modes_equal_the_reference_that_rounds_at_the_same_places(models):
         assert 1.5e-2 < apart(got, plain)[0] < 0.1
 
 
-def test_tokens_are_sorted_into_tiles_of_float8(models, monkeypatch):
-    sizes, sort_by_expert = set(), router.sort_by_expert
-    config = replace(configs.EXPERTS_FLOAT8["default"][0], rows=16)
-    monkeypatch.setitem(configs.EXPERTS_FLOAT8, "default", (config,))
-    monkeypatch.setattr(router, "sort_by_expert", lambda *args: sizes.add(args[2]) or sort_by_expert(*args))
-    models[2].causal_logits(draw_tokens(1, 2))
-    assert sizes == {16}
-
-
 def test_the_same_seed_gives_the_same_tokens_alone_and_in_a_batch(models):
     _, _, fast = models
     prompt = draw_tokens(2, 3)
@@ -377,23 +366,6 @@ def test_the_same_seed_gives_the_same_tokens_alone_and_in_a_batch(models):
     assert NATIVE or torch.equal(together.tokens[:1], alone.tokens)  # library products of two rows round otherwise
     assert torch.equal(again.tokens, alone.tokens[:, : 3 + CANVAS])
     assert together.new_tokens.shape == (2, 2 * CANVAS)
-
-
-def test_the_model_goes_on_working_and_its_experts_are_freed_with_it(device):
-    model = make_model(device, moe_intermediate_size=80)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    fast = accelerate(model, weights="fp8")
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    taken = fast._forward.weights.layers[0]
-    assert model.layers[0].self_attn.q_proj.weight.data_ptr() == taken.qkv.data_ptr()
-    held = weakref.ref(model.layers[0].experts.gate_up_proj)
-    del model
-    gc.collect()
-    assert held() is None
-    cache = fast.encode(draw_tokens(1, 3))
-    assert fast.denoise(draw_tokens(1, CANVAS), cache).logits.isfinite().all()
-    with pytest.raises(ValueError, match="attention_mask must be"):
-        fast.encode(draw_tokens(1, 3), cache, torch.ones(1, 1, device=device))
 
 
 def test_a_gpu_without_float8_products_is_told_what_to_do(monkeypatch):

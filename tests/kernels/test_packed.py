@@ -392,19 +392,21 @@ def test_generate_cannot_tell_the_packed_denoiser_from_the_reference(models):
     assert got.new_tokens.unique().numel() > 3
 
 
-def test_tokens_are_sorted_into_tiles_of_packed_weights(models, monkeypatch):
+@pytest.mark.parametrize(("weights", "table"), [("packed", configs.EXPERTS_PACKED), ("fp8", configs.EXPERTS_FLOAT8)])
+def test_tokens_are_sorted_into_the_tiles_of_what_is_held(weights, table, device, monkeypatch):
     sizes, sort_by_expert = set(), router.sort_by_expert
-    config = replace(configs.EXPERTS_PACKED["default"][0], rows=16)
-    monkeypatch.setitem(configs.EXPERTS_PACKED, "default", (config,))
+    monkeypatch.setattr(configs, "gpu_name", lambda _: "default")
+    monkeypatch.setitem(table, "default", (replace(table["default"][0], rows=16),))
     monkeypatch.setattr(router, "sort_by_expert", lambda *args: sizes.add(args[2]) or sort_by_expert(*args))
-    models[1].causal_logits(draw_tokens(1, 2))
+    accelerate(make_rounded_model(device), weights).causal_logits(draw_tokens(1, 2))
     assert sizes == {16}
 
 
-def test_the_model_goes_on_working_and_its_experts_are_freed_with_it(device):
+@pytest.mark.parametrize("weights", ["packed", "fp8"])
+def test_the_model_goes_on_working_and_its_experts_are_freed_with_it(weights, device):
     model = make_rounded_model(device)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    fast = accelerate(model, weights="packed")
+    fast = accelerate(model, weights)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     taken = fast._forward.weights.layers[0]
     assert model.layers[0].self_attn.q_proj.weight.data_ptr() == taken.qkv.data_ptr()
@@ -414,6 +416,8 @@ def test_the_model_goes_on_working_and_its_experts_are_freed_with_it(device):
     assert held() is None
     cache = fast.encode(draw_tokens(1, 3))
     assert fast.denoise(draw_tokens(1, CANVAS), cache).logits.isfinite().all()
+    with pytest.raises(ValueError, match="attention_mask must be"):
+        fast.encode(draw_tokens(1, 3), cache, torch.ones(1, 1, device=device))
 
 
 @pytest.mark.parametrize("weights", ["packed", "fp8"])
