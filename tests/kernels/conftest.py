@@ -1,9 +1,37 @@
-"""Kernels run natively where there is a GPU, else in Triton's interpreter, on uninitialised memory full of NaN."""
+"""Kernels run natively where there is a GPU, else in Triton's interpreter, on uninitialised memory full of NaN.
 
+On a newer GPU an older one's code can be run: with `TRITON_OVERRIDE_ARCH=sm80` Triton lowers every kernel as it does
+for an A100, and only the assembler writes this GPU's instructions.
+"""
+
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+# Of a block, in bytes, by compute capability: CUDA C++ Programming Guide, "Technical Specifications".
+SHARED_MEMORY = {"sm75": 65_536, "sm80": 166_912, "sm86": 101_376, "sm89": 101_376, "sm120": 101_376}
+
+
+def take_for(architecture: str) -> None:
+    """Takes this GPU for one of another architecture: what torch says of it, and how much shared memory a block has."""
+    from triton.compiler import compiler
+
+    capability = divmod(int(architecture.removeprefix("sm")), 10)
+    torch.cuda.get_device_capability = lambda device=None: capability
+    compiler.max_shared_mem = lambda device: SHARED_MEMORY[architecture]
+
+
+if torch.cuda.is_available() and "TRITON_OVERRIDE_ARCH" in os.environ:
+    take_for(os.environ["TRITON_OVERRIDE_ARCH"])
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
+        for item in items:
+            if "fp8" in item.nodeid:
+                item.add_marker(pytest.mark.skip(reason="needs a GPU with float8, compute capability 8.9"))
 
 
 @pytest.fixture
