@@ -8,7 +8,7 @@ to its front. Buffers grow in steps and return to a pool, with their graphs, whe
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 import triton
@@ -111,6 +111,15 @@ class FusedCache(PrefixCache):
         buffers = getattr(self, "_buffers", None)
         if buffers is not None:
             self._pool.give_back(buffers)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.clone()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "FusedCache lies in buffers of its denoiser, and cannot be pickled or copied without them. Keep its "
+            "tokens, and encode them again; clone() copies it for the same denoiser."
+        )
 
     @property
     def buffers(self) -> CacheBuffers:

@@ -9,6 +9,7 @@ another graph.
 
 import copy
 import weakref
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,7 +32,7 @@ from dgemma_kernels.captured import STATE_INPUTS, CapturedDenoise, CapturedRead,
 from dgemma_kernels.forward import Forward
 from dgemma_kernels.graphs import compile_together, remembered
 from dgemma_kernels.prediction import FusedPrediction, Logits
-from dgemma_kernels.weights import HOLD, take_weights
+from dgemma_kernels.weights import HOLD, Weights, take_weights
 
 
 def accelerate(model: DiffusionGemma, weights: str = "bf16", *, release: bool = False) -> "FusedDenoiser":
@@ -56,11 +57,7 @@ def accelerate(model: DiffusionGemma, weights: str = "bf16", *, release: bool = 
         raise ValueError(f'accelerate weights must be "bf16", "packed" or "fp8", got {weights!r}.')
     if release and weights == "bf16":
         raise ValueError('accelerate release must be False for weights="bf16", which are the model\'s own.')
-    if model.device.type != "cuda" and not isinstance(draws._uniform_kernel, InterpretedFunction):
-        raise ValueError(
-            f"accelerate needs the model on a CUDA GPU, got {model.device}. Move it there, or use the model itself, "
-            "which runs anywhere."
-        )
+    _require_gpu(model)
     if weights == "fp8" and model.device.type == "cuda":
         capability = torch.cuda.get_device_capability(model.device)
         if capability < (8, 9):
@@ -82,6 +79,14 @@ def accelerate(model: DiffusionGemma, weights: str = "bf16", *, release: bool = 
     if is_adapted(model):
         raise ValueError("accelerate model must have its adapters merged. Call dgemma.train.merge_lora(model) first.")
     return FusedDenoiser(model, weights, release=release)
+
+
+def _require_gpu(model: DiffusionGemma) -> None:
+    if model.device.type != "cuda" and not isinstance(draws._uniform_kernel, InterpretedFunction):
+        raise ValueError(
+            f"accelerate needs the model on a CUDA GPU, got {model.device}. Move it there, or use the model itself, "
+            "which runs anywhere."
+        )
 
 
 def _without_layers(model: DiffusionGemma) -> DiffusionGemma:
@@ -113,9 +118,12 @@ class FusedDenoiser:
 
     @torch.no_grad()
     def __init__(self, model: DiffusionGemma, weights: str = "bf16", *, release: bool = False) -> None:
-        self._model = model if weights == "bf16" else _without_layers(model)
-        self.config, self.generation = model.config, model.generation
-        self._forward = Forward(model.config, take_weights(model, weights, release=release))
+        taken = take_weights(model, weights, release=release)
+        self._start(model if weights == "bf16" else _without_layers(model), taken, model.generation)
+
+    def _start(self, model: DiffusionGemma, weights: Weights, generation: GenerationDefaults) -> None:
+        self._model, self.config, self.generation = model, model.config, generation
+        self._forward = Forward(model.config, weights)
         self._pool = BufferPool(model.config, model.conventions, model.device, model.dtype)
         self._logits: dict[tuple[int, int], Logits] = {}
         self._sizes_read: set[int] = set()  # of prompts, whose forwards are no graphs
@@ -123,6 +131,24 @@ class FusedDenoiser:
         # The last step's prediction, as long as someone holds it, and the step that can compute its soft embedding.
         self._unsoftened: tuple[Any, CapturedStep | None] = (lambda: None, None)
         self._graph_memory = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a pickle is made of: weights, and neither graphs nor buffers, of which it makes its own."""
+        weights = None  # where they are the model's
+        if "layers" not in self._model._modules:
+            held = self._forward.weights
+            weights = replace(held, embedding=held.embedding.new_empty(0))  # which the rest of the model has
+        return {"model": self._model, "weights": weights, "generation": self.generation}
+
+    @torch.no_grad()
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        model, weights = state["model"], state["weights"]
+        _require_gpu(model)  # of a pickle, which may have been loaded elsewhere
+        if weights is None:
+            weights = take_weights(model)
+        else:
+            weights = replace(weights, embedding=model.embed_tokens.weight.detach())
+        self._start(model, weights, state["generation"])
 
     @property
     def conventions(self) -> Conventions:

@@ -5,7 +5,7 @@ packed, or in float8, are tensors of their own.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -48,6 +48,12 @@ class LayerWeights:
     tail_norms: tuple[Tensor, Tensor, Tensor]  # dense, expert, both
     scalar: Tensor
     causal_scalar: Tensor
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: _view_float8(value, torch.uint8) for name, value in vars(self).items()}  # as pickle can carry it
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update({name: _view_float8(value, torch.float8_e4m3fn) for name, value in state.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +148,10 @@ def _take_layer(layer: Layer, shape: LayerShape, hold_gate_up: Hold, hold_down: 
         scalar=layer.layer_scalar,
         causal_scalar=layer.causal_layer_scalar,
     )
+
+
+def _view_float8(held: Any, dtype: torch.dtype) -> Any:
+    return replace(held, values=held.values.view(dtype)) if isinstance(held, Quantized) else held
 
 
 def _fuse_mlp(mlp: GatedMLP) -> Tensor:

@@ -1,6 +1,7 @@
 """The fused denoiser against the reference model, in float32: same logits to rounding, same tokens, same caches."""
 
 import copy
+import pickle
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -382,6 +383,38 @@ def test_forget_moves_the_newest_tokens_to_the_front(device):
     fused_cache.forget(keys, values, held, 131)
     for got, expected in zip((keys, values), want, strict=True):
         assert torch.equal(got[..., :131, :], expected[..., :131, :])
+
+
+def test_a_denoisers_copy_has_weights_and_graphs_of_its_own(device):
+    fast, tokens = accelerate(make_model(device)), draw_tokens(1, CANVAS)
+    want = fast.causal_logits(tokens)
+    copies = [copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))]
+    for parameter in fast._model.parameters():
+        parameter.zero_()
+    for other in copies:
+        assert torch.equal(other.causal_logits(tokens), want)
+        projection, taken = other._model.layers[0].self_attn.q_proj.weight, other._forward.weights.layers[0]
+        assert projection.data_ptr() == taken.qkv.data_ptr()  # not held twice
+
+
+def test_a_pickled_denoiser_is_not_brought_back_without_a_gpu(monkeypatch):
+    pickled = pickle.dumps(accelerate(make_model(torch.device("cpu"))))
+    monkeypatch.setattr(draws, "_uniform_kernel", None)  # no interpreter either
+    with pytest.raises(ValueError, match="needs the model on a CUDA GPU, got cpu"):
+        pickle.loads(pickled)
+
+
+def test_a_copied_cache_is_a_clone_and_a_pickled_one_is_told_what_to_keep(models):
+    _, fast = models
+    cache = fast.encode(draw_tokens(1, 3))
+    other = copy.deepcopy({"kept": cache})["kept"]
+    for mine, own in zip(cache.layers, other.layers, strict=True):
+        assert torch.equal(mine.keys[:, :, :3], own.keys[:, :, :3])
+        assert mine.keys.data_ptr() != own.keys.data_ptr()
+    fast.denoise(draw_tokens(1, CANVAS), other)  # which is no stranger's
+    for attempt in (pickle.dumps, copy.copy):
+        with pytest.raises(TypeError, match=r"FusedCache .* Keep its tokens, and encode them again"):
+            attempt(cache)
 
 
 def test_forget_launches_for_any_number_of_rows(monkeypatch):

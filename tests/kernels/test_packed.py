@@ -2,6 +2,7 @@
 whole denoiser against the one that holds them as they are."""
 
 import gc
+import pickle
 import random
 import weakref
 from dataclasses import replace
@@ -440,6 +441,18 @@ def test_released_experts_are_gone_layer_by_layer_and_the_model_says_so(weights,
         model.state_dict()
     with pytest.raises(ValueError, match=r"accelerate model must have its experts, .* has taken out\. Load it again"):
         accelerate(model, weights)
+
+
+@pytest.mark.parametrize("weights", ["packed", "fp8"])
+def test_a_pickled_denoiser_has_weights_of_its_own(weights, device):
+    fast, canvas = accelerate(make_rounded_model(device), weights), draw_tokens(1, CANVAS)
+    want = fast.causal_logits(canvas)
+    other = pickle.loads(pickle.dumps(fast))
+    for taken in (fast._forward.weights.embedding, fast._forward.weights.layers[0].qkv):
+        taken.zero_()
+    assert torch.equal(other.causal_logits(canvas), want)
+    table = other._model.embed_tokens.weight
+    assert other._forward.weights.embedding.data_ptr() == table.data_ptr()  # not held twice
 
 
 def test_the_models_own_weights_cannot_be_released(device):
