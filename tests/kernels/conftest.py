@@ -17,7 +17,9 @@ SHARED_MEMORY = {"sm75": 65_536, "sm80": 166_912, "sm86": 101_376, "sm89": 101_3
 def take_for(architecture: str) -> None:
     """Takes this GPU for one of another architecture: what torch says of it, and how much shared memory a block has."""
     from triton.compiler import compiler
+    from triton.runtime import driver
 
+    driver.active.get_current_target()  # Triton asks torch what to assemble for, and is to hear the truth
     capability = divmod(int(architecture.removeprefix("sm")), 10)
     torch.cuda.get_device_capability = lambda device=None: capability
     compiler.max_shared_mem = lambda device: SHARED_MEMORY[architecture]
