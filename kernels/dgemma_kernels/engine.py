@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 
@@ -90,9 +90,9 @@ def _require_gpu(model: DiffusionGemma) -> None:
 
 
 def _without_layers(model: DiffusionGemma) -> DiffusionGemma:
-    """The model's defaults and its checks of arguments, and no hold on its layers."""
+    """The model's defaults and its checks of arguments, and no hold on its layers: casts of it are no casts of this."""
     rest = copy.copy(model)
-    rest._modules = {"embed_tokens": model.embed_tokens}
+    rest._modules = {"embed_tokens": nn.Embedding.from_pretrained(model.embed_tokens.weight.detach())}
     return rest
 
 

@@ -7,7 +7,7 @@ packed, or in float8, are tensors of their own.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from dgemma.config import LayerShape
 from dgemma.model.backbone import Layer
 from dgemma.model.diffusion import DiffusionGemma
+from dgemma.model.experts import ReleasedExperts, require_experts
 from dgemma.model.layers import GatedMLP
 from dgemma_kernels.packed import Packed, pack
 from dgemma_kernels.quantized import Quantized, quantize
@@ -75,10 +76,7 @@ def take_weights(model: DiffusionGemma, hold: str = "bf16", *, release: bool = F
     Example: `take_weights(model).layers[0].qkv.shape` is `((16 + 2 * 8) * 256, 2816)`.
     """
     config = model.config
-    if any(isinstance(layer.experts, _Released) for layer in model.layers):
-        raise ValueError(
-            "accelerate model must have its experts, which accelerate(release=True) has taken out. Load it again."
-        )
+    require_experts(model, "accelerate")
     layers = []
     for index, layer in enumerate(model.layers):
         try:
@@ -88,7 +86,7 @@ def take_weights(model: DiffusionGemma, hold: str = "bf16", *, release: bool = F
                 raise ValueError(f"{error} Load the model again: release has taken its first experts out.") from None
             raise
         if release:
-            layer.experts = _Released()
+            layer.experts = ReleasedExperts()
     mixer = model.self_conditioning
     return Weights(
         embedding=model.embed_tokens.weight.detach(),
@@ -98,19 +96,6 @@ def take_weights(model: DiffusionGemma, hold: str = "bf16", *, release: bool = F
         signal_gate_up=_fuse_mlp(mixer),
         signal_down=mixer.down_proj.weight.detach(),
     )
-
-
-class _Released(nn.Module):
-    """In the place of experts that were taken out."""
-
-    def forward(self, *_: Any) -> NoReturn:
-        raise RuntimeError(
-            "accelerate(release=True) has taken the experts out of this model. Use what it returned, or load the model "
-            "again."
-        )
-
-    def _save_to_state_dict(self, *_: Any) -> NoReturn:
-        self.forward()  # else a state would be missing them
 
 
 def _take_layer(layer: Layer, shape: LayerShape, hold_gate_up: Hold, hold_down: Hold) -> LayerWeights:

@@ -315,9 +315,9 @@ def save_pretrained(model: "DiffusionGemma", path: str | Path, *, max_shard_size
 
     Example: `save_pretrained(model, "checkpoint", max_shard_size="2GB")`.
     """
+    shards = _pack(_tensors_to_save(model), _num_bytes(max_shard_size))
     folder = Path(path).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
-    shards = _pack(_tensors_to_save(model), _num_bytes(max_shard_size))
     names = _free_names(folder, len(shards))
     for name, shard in zip(names, shards, strict=True):
         tensors = {tensor: weight.detach().cpu().contiguous() for tensor, weight in shard.items()}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import dgemma
+from dgemma.train import LoRA, Objective, TrainConfig, add_lora, train
 from dgemma_kernels import accelerate, configs, experts, packed, reference, router, vocabulary
 from dgemma_kernels.packed import Packed, pack
 from dgemma_kernels.weights import HOLD
@@ -439,8 +440,35 @@ def test_released_experts_are_gone_layer_by_layer_and_the_model_says_so(weights,
         model.encode(canvas)
     with pytest.raises(RuntimeError, match=r"has taken the experts out of this model\. Use"):
         model.state_dict()
-    with pytest.raises(ValueError, match=r"accelerate model must have its experts, .* has taken out\. Load it again"):
+    with pytest.raises(RuntimeError, match=r"has taken the experts out of this model\. Use"):
+        model.load_state_dict(make_rounded_model(device).state_dict())
+    with pytest.raises(ValueError, match=r"accelerate model must have its experts, .* has taken out\. Load the model"):
         accelerate(model, weights)
+
+
+def test_a_model_without_its_experts_is_left_as_it_is_by_what_needs_them(device, tmp_path):
+    model = make_rounded_model(device).requires_grad_(True)
+    accelerate(model, "packed", release=True)
+    modules, objective = list(model.modules()), Objective(noise=dgemma.UniformNoise(VOCAB), canvas_len=CANVAS)
+    config = TrainConfig(steps=1, batch_size=1, precision="weights")
+    with pytest.raises(ValueError, match=r"add_lora model must have its experts, .* or accelerate it without rel"):
+        add_lora(model, LoRA(targets=("attention",)))
+    with pytest.raises(ValueError, match="train model must have its experts, "):
+        train(model, objective, None, config, out=tmp_path / "run")
+    with pytest.raises(RuntimeError, match="has taken the experts out of this model"):
+        model.save_pretrained(tmp_path / "saved")
+    assert list(model.modules()) == modules
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_is_cast_takes_no_weights_along(device):
+    model, canvas = make_rounded_model(device), draw_tokens(1, CANVAS)
+    fast = accelerate(model, "packed")
+    want = fast.causal_logits(canvas)
+    model.to(torch.bfloat16)
+    assert fast.dtype == torch.float32
+    assert torch.equal(fast.causal_logits(canvas), want)
 
 
 @pytest.mark.parametrize("weights", ["packed", "fp8"])

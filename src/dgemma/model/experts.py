@@ -1,6 +1,6 @@
 """The mixture of experts: a router that reads the raw residual, and the experts it chooses."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -74,6 +74,34 @@ class Experts(nn.Module):
     def down(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Rows (R, F) grouped by expert → (R, D)."""
         return product_by_group(rows, self.down_proj, ends)
+
+
+class ReleasedExperts(nn.Module):
+    """In the place of experts that `dgemma_kernels.accelerate(release=True)` has taken out."""
+
+    def forward(self, *_: Any) -> NoReturn:
+        raise RuntimeError(
+            "accelerate(release=True) has taken the experts out of this model. Use what it returned, or load the model "
+            "again."
+        )
+
+    def _save_to_state_dict(self, *_: Any) -> NoReturn:
+        self.forward()  # else a state would be missing them
+
+    def _load_from_state_dict(self, *_: Any) -> NoReturn:
+        self.forward()
+
+
+def require_experts(model: nn.Module, owner: str) -> None:
+    """Refuse a model whose experts were taken out, before anything is done to it.
+
+    Example: `require_experts(model, "add_lora")`.
+    """
+    if any(isinstance(module, ReleasedExperts) for module in model.modules()):
+        raise ValueError(
+            f"{owner} model must have its experts, which accelerate(release=True) has taken out. Load the model again, "
+            "or accelerate it without release."
+        )
 
 
 class _Dispatch(torch.autograd.Function):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dgemma.model.diffusion import DiffusionGemma
+from dgemma.model.experts import require_experts
 from dgemma.noise import Noise, describe_noise
 from dgemma.progress import progress_bar
 from dgemma.train.balance import RouterLoad, summary
@@ -94,6 +95,7 @@ class _Run:
         parallel: Parallel,
         optimizer: OptimizerFactory | None,
     ) -> None:
+        require_experts(model, "train")
         if config.precision == "mixed" and model.dtype != torch.float32:
             raise ValueError(
                 f"TrainConfig.precision 'mixed' must train float32 weights, got {model.dtype}. "

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dgemma.checkpoint import write_tensors
 from dgemma.config import GenerationDefaults
 from dgemma.model.diffusion import DiffusionGemma
-from dgemma.model.experts import Experts, product_by_group
+from dgemma.model.experts import Experts, product_by_group, require_experts
 
 _TARGETS = {
     "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -124,6 +124,7 @@ def add_lora(model: DiffusionGemma, lora: LoRA | None = None, *, seed: int = 0) 
     Example: `add_lora(model, LoRA(rank=8)); train(model, objective, source, config, out="run")`.
     """
     lora = lora or LoRA()
+    require_experts(model, "add_lora")
     if is_adapted(model):
         raise ValueError(
             "add_lora must get a model without adapters. Call merge_lora(model) or drop_lora(model) first."
