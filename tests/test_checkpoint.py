@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from dgemma import archive, checkpoint, presets
 from dgemma.checkpoint import our_names, published_name, resolve
-from dgemma.config import GenerationDefaults
+from dgemma.config import SLIDING, GenerationDefaults
 from dgemma.model.diffusion import DiffusionGemma
 
 TINY = presets.tiny().replace(vocab_size=128, hidden_size=16, num_experts=4)
@@ -269,6 +269,50 @@ def test_everything_that_does_not_fit_is_named_in_one_error(folder):
         "misshapen model.decoder.layers.0.router.scale: (3,), not (16,)",
         "unreadable model.decoder.layers.1.router.scale: stored as I8, not as a float",
     }
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        *("vocab_size", "hidden_size", "intermediate_size", "num_experts", "moe_intermediate_size", "head_dim"),
+        *("num_attention_heads", "num_key_value_heads", "global_head_dim", "num_global_key_value_heads"),
+    ],
+)
+def test_a_config_that_does_not_fit_its_tensors_names_the_field_that_does_not(folder, field):
+    size = getattr(TINY, field)
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    edit_json(folder / "config.json", text_config=text | {field: 2 * size})
+    with pytest.raises(ValueError, match="does not fit its config") as error:
+        DiffusionGemma.from_pretrained(folder)
+    lines = str(error.value).split("\n  ")
+    assert [line for line in lines if "ModelConfig" in line] == [
+        f"ModelConfig.{field} must be {size}, as stored, got {2 * size}."
+    ]
+
+
+def test_of_all_tensors_that_do_not_fit_a_few_are_named_and_the_others_counted(folder):
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    changes = {"num_hidden_layers": 4, "layer_types": [SLIDING, *TINY.layer_types]}
+    edit_json(folder / "config.json", text_config=text | changes)
+    with pytest.raises(ValueError, match="does not fit its config") as error:
+        DiffusionGemma.from_pretrained(folder)
+    lines = str(error.value).split("\n  ")
+    assert lines[1:3] == [
+        "ModelConfig.layer_types must have 'full_attention' at [2], stored without v_proj, got it at [].",
+        "ModelConfig.num_hidden_layers must be 3, as stored, got 4.",
+    ]
+    # The third layer, sliding by this config, has q, o and both norms of other heads and no v: five. The fourth is not
+    # there: q, k, o and two norms, the dense three, five of router and experts, seven norms, two scalars.
+    assert len(lines) == 3 + 5 + 1
+    assert lines[-1] == "and 22 more"
+
+
+def test_a_lost_v_proj_is_missed_and_the_layers_kind_not_doubted(folder):
+    edit(folder, lambda tensors: tensors.pop("model.decoder.layers.1.self_attn.v_proj.weight"))
+    with pytest.raises(
+        ValueError, match=r"config\.json:\n  missing model\.decoder\.layers\.1\.self_attn\.v_proj\.weight$"
+    ):
+        DiffusionGemma.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("keep", [0, 4, 300, -1], ids=["empty", "no-header", "header-cut", "last-byte"])

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from dgemma.config import Conventions, GenerationDefaults, ModelConfig, read_json
 from dgemma.gemma4 import GEMMA4_TYPES
+from dgemma.stored_sizes import contradictions
 
 if TYPE_CHECKING:
     from dgemma.model.diffusion import DiffusionGemma
@@ -33,6 +34,7 @@ _ASSETS = Path(__file__).parent / "assets"
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _OWN_DEFAULTS = ("noise", "sampler")  # of GenerationDefaults, in config.json
+_MOST_NAMED = 5  # tensors or files, in an error
 _CHECKPOINT_FILES = ("*.safetensors", "*.json", "*.jinja")
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _VISION = re.compile(r"(?:model\.)?(?:encoder\.)?(vision_tower|embed_vision|audio_tower|embed_audio)\.")
@@ -145,7 +147,7 @@ def load_pretrained(
             )
     said = {name: published[name] for name in _OWN_DEFAULTS if published.get(name) is not None}
     model.generation = replace(model.generation, **said)
-    plan = _plan(model.state_dict(), stored, plain_gemma4=published.get("model_type") in GEMMA4_TYPES)
+    plan = _plan(config, model.state_dict(), stored, plain_gemma4=published.get("model_type") in GEMMA4_TYPES)
     dtype = dtype or _FLOATS[stored[plan.primary["embed_tokens.weight"]].dtype]
     state = _read_weights(plan, stored, dtype, torch.device(device))
     state |= _start_self_conditioning(model, plan.fresh, dtype, torch.device(device))
@@ -183,7 +185,7 @@ def read_headers(folder: Path) -> dict[str, Stored]:
             raise ValueError(f"{file} is truncated or damaged ({error}). Download or save it again.") from None
     misplaced = [f"{t} in {f}" for t, f in weight_map.items() if t not in stored or stored[t].file.name != f]
     if misplaced:
-        raise ValueError(f"{folder / _INDEX_FILE} names tensors that are not there: {', '.join(misplaced)}.")
+        raise ValueError(f"{folder / _INDEX_FILE} names tensors that are not there: {', '.join(_first(misplaced))}.")
     return stored
 
 
@@ -204,7 +206,7 @@ def _read_index(folder: Path) -> dict[str, str]:
         raise ValueError(f"{folder / _INDEX_FILE} must name safetensors files of its own folder, got {outside}.")
     absent = sorted(file for file in files if not (folder / file).is_file())
     if absent:
-        raise FileNotFoundError(f"{folder} lacks the shards {', '.join(absent)}. Download them again.")
+        raise FileNotFoundError(f"{folder} lacks the shards {', '.join(_first(absent))}. Download them again.")
     return weight_map
 
 
@@ -216,11 +218,13 @@ class _Plan:
     vision: list[str]
 
 
-def _plan(expected: Mapping[str, Tensor], stored: Mapping[str, Stored], *, plain_gemma4: bool) -> _Plan:
-    """Match what the model needs with what the files hold; everything that does not fit goes into one error."""
+def _plan(
+    config: ModelConfig, expected: Mapping[str, Tensor], stored: Mapping[str, Stored], *, plain_gemma4: bool
+) -> _Plan:
+    """Match what the model needs with what the files hold; what does not fit goes into one error, causes first."""
     primary: dict[str, str] = {}
     ties: list[tuple[str, str]] = []
-    found: set[str] = set()
+    found: dict[str, tuple[int, ...]] = {}
     problems: list[str] = []
     # The decoder's tensor is the one; encoder copies and a written-out head only repeat it.
     for name in sorted(stored, key=lambda n: (n.startswith(("model.encoder.", "encoder.", "lm_head.")), n)):
@@ -229,7 +233,7 @@ def _plan(expected: Mapping[str, Tensor], stored: Mapping[str, Stored], *, plain
         if stored[name].dtype not in _FLOATS:
             problems.append(f"unreadable {name}: stored as {stored[name].dtype}, not as a float")
         for ours in our_names(name):
-            found.add(ours)
+            found.setdefault(ours, stored[name].shape)
             if ours not in expected:
                 problems.append(f"unexpected {name}")
             elif stored[name].shape != tuple(expected[ours].shape):
@@ -242,8 +246,14 @@ def _plan(expected: Mapping[str, Tensor], stored: Mapping[str, Stored], *, plain
     fresh = [name for name in absent if plain_gemma4 and name.startswith("self_conditioning.")]
     problems += [f"missing {published_name(name)}" for name in absent if name not in fresh]
     if problems:
-        raise ValueError("\n  ".join(["The checkpoint does not fit its config.json:", *dict.fromkeys(problems)]))
+        lines = [*contradictions(config, found), *_first(list(dict.fromkeys(problems)))]
+        raise ValueError("\n  ".join(["The checkpoint does not fit its config.json:", *lines]))
     return _Plan(primary=primary, ties=ties, fresh=fresh, vision=[name for name in stored if _VISION.match(name)])
+
+
+def _first(items: list[str]) -> list[str]:
+    """A list that a person will read: of a whole model's tensors the first few say what is wrong."""
+    return items if len(items) <= _MOST_NAMED else [*items[:_MOST_NAMED], f"and {len(items) - _MOST_NAMED} more"]
 
 
 def _read_weights(
@@ -266,7 +276,7 @@ def _read_weights(
         untied = [name for name, ours in plan.ties if not torch.equal(read(name), state[ours])]
     if untied:
         raise ValueError(
-            f"The checkpoint holds copies that differ from the tensor they are tied to: {', '.join(untied)}."
+            f"The checkpoint holds copies that differ from the tensor they are tied to: {', '.join(_first(untied))}."
         )
     return state
 
@@ -300,7 +310,7 @@ def _give_notices(plan: _Plan, state: Mapping[str, Tensor], config: ModelConfig)
     unequal = [name for name, causal in pairs.items() if not torch.equal(state[name], state[causal])]
     if unequal:
         logger.warning(
-            "The two modes scale these layers differently, unlike the published model: %s.", ", ".join(unequal)
+            "The two modes scale these layers differently, unlike the published model: %s.", ", ".join(_first(unequal))
         )
 
 
@@ -362,7 +372,8 @@ def _tensors_to_save(model: "DiffusionGemma") -> dict[str, Tensor]:
     if state.keys() != needed:
         raise ValueError(
             "DiffusionGemma.save_pretrained must find exactly the published tensors, "
-            f"got also {sorted(state.keys() - needed)} and not {sorted(needed - state.keys())}. Merge adapters first."
+            f"got also {_first(sorted(state.keys() - needed))} and not {_first(sorted(needed - state.keys()))}. "
+            "Merge adapters first."
         )
     tensors = {published_name(name): weight for name, weight in state.items()}
     if model.vision_source is None:
