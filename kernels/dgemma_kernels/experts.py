@@ -72,7 +72,7 @@ def expert_gate_up(
         DEPTH=tile.depth,
         DESCRIBED=isinstance(proj[0], TensorDescriptor),
         num_warps=tile.warps,
-        num_stages=tile.stages,
+        num_stages=_stages(tile, rows, gate_up_proj),
         maxnreg=tile.registers,
         **dependent_launch(rows.device),
     )
@@ -137,7 +137,7 @@ def expert_down(
         BLOCK=block,
         DESCRIBED=isinstance(proj[0], TensorDescriptor),
         num_warps=tile.warps,
-        num_stages=tile.stages,
+        num_stages=_stages(tile, rows, down_proj),
         maxnreg=tile.registers if overlap else None,  # measured so; the other form would spill
         **dependent_launch(rows.device),
     )
@@ -162,6 +162,11 @@ def _weight_arguments(weights: Tensor | Quantized | Packed, tile: Tile) -> tuple
         raise ValueError(f"Tile must have {cols} columns and be {DEPTH} deep for these packed weights, got {tile}.")
     planes = _in_blocks(weights.planes, ROWS, HALF)
     return planes, weights.scale, weights.starts, weights.places, weights.outliers
+
+
+def _stages(tile: Tile, rows: Tensor, weights: Tensor | Quantized | Packed) -> int:
+    """Packed weights come 128 deep whatever they multiply: of float32 rows shared memory holds one such block."""
+    return 1 if isinstance(weights, Packed) and rows.element_size() > 2 else tile.stages
 
 
 def _in_blocks(values: Tensor, rows: int, depth: int) -> Tensor | TensorDescriptor:

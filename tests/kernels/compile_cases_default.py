@@ -2,6 +2,7 @@
 
 from unittest.mock import patch
 
+import compile_cases_packed
 import torch
 
 from dgemma_kernels import configs, experts, reference, router
@@ -40,4 +41,10 @@ CALLS |= {
     f"default, {dtype}, router of {num_experts} experts": lambda case=(dtype, num_experts): run_router(*case)
     for dtype in (torch.bfloat16, torch.float32)
     for num_experts in (E, 256)
+}
+CALLS |= {
+    f"default, packed times float32, {tokens} tokens": lambda tokens=tokens: compile_cases_packed.run_experts(
+        "default", tokens, torch.float32
+    )
+    for tokens in (256, 1024)
 }

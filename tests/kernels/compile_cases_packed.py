@@ -11,25 +11,25 @@ E, A, D, F = 128, 8, 2816, 704
 WGMMA = {"_expert_gate_up_kernel", "_expert_down_kernel"}
 
 
-def empty(num_rows: int, width: int, *, gated: bool) -> Packed:
+def empty(num_rows: int, width: int, dtype: torch.dtype, *, gated: bool) -> Packed:
     blocks, halves = -(-num_rows // 128), -(-width // 64)
     planes = torch.empty(E * blocks, halves + -(-halves // 2), 128, 64, dtype=torch.uint8)
     scale, starts = torch.empty(E, blocks * 128), torch.empty(E * blocks * 128 + 1, dtype=torch.int32)
     places, outliers = torch.empty(1000, dtype=torch.int32), torch.empty(1000, dtype=torch.bfloat16)
     lists = {"starts": starts, "places": places, "outliers": outliers}
     shape = torch.Size((E, num_rows, width))
-    return Packed(planes=planes, scale=scale, **lists, shape=shape, dtype=torch.bfloat16, gated=gated)
+    return Packed(planes=planes, scale=scale, **lists, shape=shape, dtype=dtype, gated=gated)
 
 
-def run_experts(gpu: str, tokens: int) -> None:
+def run_experts(gpu: str, tokens: int, dtype: torch.dtype = torch.bfloat16) -> None:
     with patch.object(configs, "gpu_name", lambda device: gpu):
         index = torch.zeros(tokens, A, dtype=torch.int32)
         rows = configs.expert_config(tokens, index.device, torch.uint8).rows
         tiles = router.sort_by_expert(index, reference.count_pairs(index, E), rows)
-        x = torch.empty(tokens, D, dtype=torch.bfloat16)
-        hidden = experts.expert_gate_up(x, empty(2 * F, D, gated=True), tiles)
+        x = torch.empty(tokens, D, dtype=dtype)
+        hidden = experts.expert_gate_up(x, empty(2 * F, D, dtype, gated=True), tiles)
         for overlap in (False, True):
-            down = empty(D, F, gated=False)
+            down = empty(D, F, dtype, gated=False)
             experts.expert_down(hidden, down, torch.empty(tokens, A), tiles, overlap=overlap)
 
 

@@ -397,6 +397,7 @@ def test_a_denoisers_copy_has_weights_and_graphs_of_its_own(device):
         assert projection.data_ptr() == taken.qkv.data_ptr()  # not held twice
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs an accelerated model on no GPU")
 def test_a_pickled_denoiser_is_not_brought_back_without_a_gpu(monkeypatch):
     pickled = pickle.dumps(accelerate(make_model(torch.device("cpu"))))
     monkeypatch.setattr(draws, "_uniform_kernel", None)  # no interpreter either

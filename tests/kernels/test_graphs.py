@@ -76,7 +76,8 @@ def test_a_compilation_that_fails_is_left_to_the_launch(kernels):
 
 
 def test_tritons_own_kernels_are_found_compiled_and_a_wrong_one_says_so_at_its_launch(tmp_path):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    switches = ("TRITON_INTERPRET", "TRITON_OVERRIDE_ARCH")
+    environment = {name: value for name, value in os.environ.items() if name not in switches}
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": str(tmp_path)}
     script = Path(__file__).with_name("compile_side_by_side.py")
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, check=False)
