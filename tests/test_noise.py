@@ -306,7 +306,7 @@ def test_a_process_that_cannot_be_built_again_is_refused_not_replaced():
 
     with pytest.raises(ValueError, match=r"noise kind must be one of uniform, mask, hybrid, got 'Own'\. Pass"):
         learnt_noise(saying(describe_noise(Own(NUM_TOKENS + 1, mask_token_id=MASK))))
-    with pytest.raises(ValueError, match=r"noise must hold settings of MaskNoise, got \{'mask': 3\}.* Correct"):
+    with pytest.raises(ValueError, match=r"noise must hold settings of MaskNoise, got \{'mask': 3\}.* correct config"):
         learnt_noise(saying({"kind": "mask", "mask": 3}))
 
 

@@ -146,7 +146,10 @@ def load_pretrained(
                 f"got {model.generation.pad_token_id}. Correct generation_config.json."
             )
     said = {name: published[name] for name in _OWN_DEFAULTS if published.get(name) is not None}
-    model.generation = replace(model.generation, **said)
+    try:
+        model.generation = replace(model.generation, **said)
+    except ValueError as error:
+        raise ValueError(f"{error} Correct {folder / 'config.json'}.") from None
     plan = _plan(config, model.state_dict(), stored, plain_gemma4=published.get("model_type") in GEMMA4_TYPES)
     dtype = dtype or _FLOATS[stored[plan.primary["embed_tokens.weight"]].dtype]
     state = _read_weights(plan, stored, dtype, torch.device(device))

@@ -9,6 +9,7 @@ so a process is two curves, the clean share A and the mask share S of its noise.
 """
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -336,21 +337,31 @@ def learnt_noise(model: "Denoiser") -> Noise:
 
     Example: `learnt_noise(DiffusionGemma.from_pretrained("dgemma/sudoku"))` is a `MaskNoise`.
     """
-    settings = dict(model.generation.noise or {"kind": "uniform"})
+    try:
+        return rebuild_noise(model.generation.noise or {"kind": "uniform"}, model.config.vocab_size)
+    except ValueError as error:
+        rule = str(error).removesuffix(".")
+        raise ValueError(
+            f"GenerationDefaults.noise {rule}. Pass what the model learnt as noise=, or correct config.json."
+        ) from None
+
+
+def rebuild_noise(described: Mapping[str, Any], vocab_size: int) -> Noise:
+    """What `describe_noise` was given. What is wrong is a rule, for whoever described it to put a subject in front of.
+
+    Example: `rebuild_noise({"kind": "mask", "mask_token_id": 4}, 512)`.
+    """
+    settings = dict(described)
     kind = settings.pop("kind")
     process = _PROCESSES.get(kind)
     if process is None:
-        raise ValueError(
-            f"GenerationDefaults.noise kind must be one of {', '.join(_PROCESSES)}, got {kind!r}. "
-            "Pass the process that the model learnt as noise=."
-        )
+        raise ValueError(f"kind must be one of {', '.join(_PROCESSES)}, got {kind!r}")
     try:
-        return process(model.config.vocab_size, **settings)
+        return process(vocab_size, **settings)
     except TypeError as error:
-        raise ValueError(
-            f"GenerationDefaults.noise must hold settings of {process.__name__}, got {settings} ({error}). "
-            "Correct config.json."
-        ) from None
+        raise ValueError(f"must hold settings of {process.__name__}, got {settings} ({error})") from None
+    except ValueError as error:
+        raise ValueError(f"must fit {kind}: {error}") from None
 
 
 def warn_of_noise(model: "Denoiser", noise: Noise) -> None:

@@ -1,6 +1,8 @@
 """Bad arguments: one line on standard error, exit code 2, nothing on standard output, no traceback."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -87,6 +89,36 @@ def test_other_encodings_than_utf8_are_refused(command, checkpoint):
 def test_a_folder_without_a_model_is_no_checkpoint(command, checkpoint, tmp_path):
     dgemma.ByteTokenizer().save_pretrained(tmp_path)
     refuses(command("generate", "-m", tmp_path, "Hi"), f"{tmp_path}/config.json does not exist")
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ({"sampler": {"name": "best"}}, "must be one of ancestral,"),
+        ({"sampler": {"name": "threshold", "bound": 1}}, "must fit threshold, which takes tau=…"),
+        ({"sampler": {"name": "threshold", "tau": "high"}}, "Threshold.tau must be a probability, got 'high'"),
+        ({"noise": {"kind": "pink"}}, "kind must be one of uniform, mask, hybrid, got 'pink'"),
+        ({"noise": {"kind": "mask", "mask_token_id": 10**6}}, "must fit mask: MaskNoise.mask_token_id must"),
+    ],
+)
+def test_what_is_wrong_in_a_config_is_named_by_file_and_entry(command, checkpoint, tmp_path, entry, said):
+    folder, (name,) = shutil.copytree(checkpoint, tmp_path / "model"), entry
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | entry))
+    where = f'"{name}" in {file} '
+    ran = command("generate", "-m", folder, "Hi")
+    refuses(ran, f"dgemma generate: {where}", said, f"Correct it there, or name another as --{name}.")
+    refuses(command("bench", "-m", folder), f"dgemma bench: {where}", said)
+    others = ("--sampler", "ancestral", "--noise", "uniform")
+    assert command("generate", "-m", folder, *others, "-n", 32, "--steps", 1, "Hi").code == 0
+
+
+def test_an_entry_of_a_config_that_is_no_description_names_the_file(command, checkpoint, tmp_path):
+    file = shutil.copytree(checkpoint, tmp_path / "model") / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"sampler": "ancestral"}))
+    refuses(
+        command("generate", "-m", file.parent, "Hi"), 'sampler must be a dictionary with a "name"', f"Correct {file}."
+    )
 
 
 def test_text_files_must_be_there_and_hold_text(command, checkpoint, tmp_path):

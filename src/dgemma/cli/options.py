@@ -3,18 +3,20 @@
 import argparse
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
+from dgemma.checkpoint import resolve
 from dgemma.cli import values
 from dgemma.denoiser import Denoiser
 from dgemma.model import DiffusionGemma
 from dgemma.model.layout import lay_out_by_column
-from dgemma.noise import HybridNoise, MaskNoise, Noise, UniformNoise, learnt_noise, warn_of_noise
+from dgemma.noise import HybridNoise, MaskNoise, Noise, UniformNoise, rebuild_noise, warn_of_noise
 from dgemma.sampling import Sampler
-from dgemma.sampling.named import default_sampler
+from dgemma.sampling.named import default_sampler, rebuild_sampler
 from dgemma.tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -143,32 +145,60 @@ def load_writer(arguments: argparse.Namespace) -> Writer:
     denoiser = load_denoiser(arguments)
     names = ("steps", "sampler", "temperature", "top_k", "top_p", "seed")
     settings = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
-    settings["noise"] = make_noise(arguments.noise, denoiser, tokenizer)
-    check_sampler(arguments.sampler, settings["noise"], denoiser)
+    settings["noise"] = make_noise(arguments, denoiser, tokenizer)
+    check_sampler(arguments, settings["noise"], denoiser)
     warn_of_noise(denoiser, settings["noise"])  # now, in front of the live view
     return Writer(denoiser, tokenizer, settings)
 
 
-def check_sampler(sampler: Sampler | None, noise: Noise, denoiser: Denoiser) -> None:
+def check_sampler(arguments: argparse.Namespace, noise: Noise, denoiser: Denoiser) -> None:
     """A sampler, or the checkpoint's where none is named, is only ever run under noise that it is valid for."""
-    chosen = sampler or default_sampler(denoiser)
+    sampler = arguments.sampler
+    chosen = sampler or own_sampler(arguments, denoiser)
     if noise.kind not in chosen.valid_for:
         fitting = " or ".join(f"--noise {kind}" for kind in sorted(chosen.valid_for))
         owner, fix = ("--sampler", "") if sampler else ("The checkpoint's sampler", " Name another --sampler.")
         raise ValueError(f"{owner} {type(chosen).__name__} must run under {fitting}, got {noise.kind} noise.{fix}")
 
 
-def make_noise(name: str | None, model: Denoiser, tokenizer: Tokenizer) -> Noise:
+def make_noise(arguments: argparse.Namespace, model: Denoiser, tokenizer: Tokenizer) -> Noise:
     """The process that --noise names, over the model's vocabulary; without one what the checkpoint learnt."""
+    name, vocab_size = arguments.noise, model.config.vocab_size
     if name is None:
-        return learnt_noise(model)
-    vocab_size = model.config.vocab_size
+        return own_noise(arguments, model) or UniformNoise(vocab_size)
     if name == "uniform":
         return UniformNoise(vocab_size)
     if tokenizer.mask_token_id is None:
         raise ValueError(f"--noise {name} needs a mask token, and this checkpoint's tokenizer has none. Use uniform.")
     kind = {"mask": MaskNoise, "hybrid": HybridNoise}[name]
     return kind(vocab_size, mask_token_id=tokenizer.mask_token_id)
+
+
+def own_sampler(arguments: argparse.Namespace, model: Denoiser) -> Sampler:
+    """What the checkpoint says to write with; the published one where it says nothing."""
+    if model.generation.sampler is None:
+        return default_sampler(model)
+    with _in_config(arguments, "sampler"):
+        return rebuild_sampler(model.generation.sampler)
+
+
+def own_noise(arguments: argparse.Namespace, model: Denoiser) -> Noise | None:
+    """What the checkpoint says that it learnt; None where it says nothing."""
+    if model.generation.noise is None:
+        return None
+    with _in_config(arguments, "noise"):
+        return rebuild_noise(model.generation.noise, model.config.vocab_size)
+
+
+@contextmanager
+def _in_config(arguments: argparse.Namespace, entry: str) -> Iterator[None]:
+    """Says of a rule that an entry of config.json breaks where the entry is, and which option does without it."""
+    try:
+        yield
+    except ValueError as error:
+        file = resolve(arguments.model, files=["config.json"]) / "config.json"
+        rule, way_out = str(error).removesuffix("."), f", or name another as --{entry}" if entry in arguments else ""
+        raise ValueError(f'"{entry}" in {file} {rule}. Correct it there{way_out}.') from None
 
 
 def read_text(words: Sequence[str]) -> str:

@@ -160,6 +160,7 @@ def _bench(arguments: argparse.Namespace) -> None:
     shape = (arguments.batch, arguments.prefix + config.canvas_length)
     tokens = torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(device)
     prefix, canvas = tokens.split([arguments.prefix, config.canvas_length], dim=1)
+    sampler, noise = options.own_sampler(arguments, denoiser), options.own_noise(arguments, denoiser)
 
     def write_canvas() -> None:
         """With the prefix and the commit; no stop rule and no stop token, so that every one costs the same."""
@@ -168,6 +169,8 @@ def _bench(arguments: argparse.Namespace) -> None:
             prefix,
             max_new_tokens=config.canvas_length,
             steps=arguments.steps,
+            sampler=sampler,
+            noise=noise,
             stop=None,
             eos_token_ids=(),
             progress=False,

@@ -66,7 +66,7 @@ def _sudoku(arguments: argparse.Namespace) -> int:
         raise ValueError("the puzzle must have a solution, and this one's clues contradict each other.")
     denoiser = options.load_denoiser(arguments)
     _check_solver(denoiser, arguments.model)
-    noise = sudoku.sudoku_noise(arguments.noise) if arguments.noise else None  # None: what the checkpoint learnt
+    noise = sudoku.sudoku_noise(arguments.noise) if arguments.noise else options.own_noise(arguments, denoiser)
     if noise is not None:
         warn_of_noise(denoiser, noise)  # now, in front of the live view
     is_watched = output.is_watched(arguments)

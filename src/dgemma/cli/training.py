@@ -133,7 +133,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     found = evaluate(
         model,
         rows,
-        options.make_noise(arguments.noise, model, tokenizer),
+        options.make_noise(arguments, model, tokenizer),
         num_rows=arguments.rows,
         num_samples=arguments.samples,
         batch_size=arguments.batch_size,
@@ -175,7 +175,7 @@ def _train(arguments: argparse.Namespace) -> int:
         precision="mixed" if model.device.type == "cuda" and model.dtype == torch.float32 else "weights",
         seed=arguments.seed,
     )
-    noise = options.make_noise(arguments.noise, model, tokenizer)
+    noise = options.make_noise(arguments, model, tokenizer)
     objective = recipes.dgemma(model.config, noise=noise, fill_token=tokenizer.eos_token_id)
     print(
         f"{model.num_parameters():,} weights, {file.num_tokens:,} tokens of text; "

@@ -62,6 +62,15 @@ def describe_sampler(sampler: Sampler) -> dict[str, Any]:
     return {"name": name, **{field: v.item() if hasattr(v, "item") else v for field, v in settings.items()}}
 
 
+def rebuild_sampler(described: Mapping[str, Any]) -> Sampler:
+    """What `describe_sampler` was given; its rules are those of `build_sampler`.
+
+    Example: `rebuild_sampler({"name": "threshold", "tau": 0.8})`.
+    """
+    settings = dict(described)
+    return build_sampler(settings.pop("name"), settings)
+
+
 def default_sampler(model: "Denoiser") -> Sampler:
     """The sampler that a model's checkpoint names; the published one, with the checkpoint's bound, where it names none.
 
@@ -69,9 +78,8 @@ def default_sampler(model: "Denoiser") -> Sampler:
     """
     if model.generation.sampler is None:
         return EntropyBound(bound=model.generation.entropy_bound)
-    settings = dict(model.generation.sampler)
     try:
-        return build_sampler(settings.pop("name"), settings)
+        return rebuild_sampler(model.generation.sampler)
     except ValueError as error:
         rule = str(error).removesuffix(".")
         raise ValueError(
