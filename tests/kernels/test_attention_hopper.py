@@ -1,11 +1,14 @@
-"""The Hopper kernel of `attention`: when it is chosen, everywhere; what it computes, on a Hopper GPU alone.
+"""The Hopper kernel of `attention`: when it is chosen, and what it computes, natively on a Hopper GPU alone.
 
-Triton's interpreter does not run Gluon, so that without such a GPU this kernel is only compiled (`test_compile.py`).
+Everywhere its source runs in `gluon_interpreter`, on small shapes and in several orders of what has none on a GPU; so
+do copies of it with a mistake each, which must be found.
 """
 
+import functools
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from torch import Tensor
 from dgemma_kernels import attention as module
 from dgemma_kernels import reference
 from dgemma_kernels.attention import AttentionTile, attention, uses_hopper_kernel
+from gluon_interpreter import Hazard, load
 
 HEADS = 16
 SLIDING, FULL = (8, 256), (2, 512)  # key heads, head_dim
@@ -146,12 +150,125 @@ def test_hopper_kernel_is_imported_with_the_triton_it_ran_with_alone(before, kno
     assert done.returncode == 0, done.stderr
 
 
+@functools.cache
+def interpreted(seed: int = 0, edits: tuple[tuple[str, str], ...] = ()) -> Any:
+    return load("dgemma_kernels.attention_hopper", seed=seed, edits=dict(edits))
+
+
+def interpret(case: tuple[Tensor, ...], *, kernel: Any = None, num_splits: int = 1, **mode: int | bool) -> Tensor:
+    """What the kernel's source gives on the CPU, (B, T, N, H); parts are added in float64."""
+    queries = case[0]
+    partial = torch.empty((num_splits, *queries.shape), dtype=queries.dtype)
+    log_weight = torch.empty((num_splits, *queries.shape[:3]), dtype=torch.float32)
+    modes = {"causal": False, "window": 0, "canvas_len": 0, "keep": 0} | mode
+    (kernel or interpreted()).attend(*case, partial, log_weight, *modes.values())
+    if num_splits == 1:
+        return partial[0]
+    weight = (log_weight.double() - log_weight.amax(0)).exp2().unsqueeze(-1)  # (splits, B, T, N, 1)
+    return torch.where(weight > 0, partial * weight, 0).sum(0) / weight.sum(0)
+
+
+def check_interpreted(case: tuple[Tensor, ...], num_splits: int = 1, **mode: int | bool) -> None:
+    got = interpret(case, num_splits=num_splits, **mode)
+    assert error(got, exact(*case, **mode)) < LIMITS[case[0].dtype]
+
+
+# Four heads share a key head, so that 32 tokens are a program's rows. Shared memory holds two tiles, one at H = 512.
+SMALL = pytest.mark.parametrize(
+    ("layer", "dtype"),
+    [((1, 256), torch.bfloat16), ((1, 256), torch.float16), ((1, 512), torch.bfloat16)],
+    ids=["sliding", "sliding-float16", "full"],
+)
+
+
+@SMALL
+@pytest.mark.parametrize("num_splits", [1, 3], ids=["whole", "three-parts"])
+def test_interpreted_canvas_matches_float64(layer, dtype, num_splits):
+    # Around a tile of 64 slots without and with the canvas; parts without a tile; seven tiles fill a buffer thrice.
+    for lengths in ([0], [1], [54], [55], [56], [63], [64], [65], [400]):
+        check_interpreted(draw(lengths, 9, layer, heads=4, dtype=dtype, device="cpu"), num_splits)
+    check_interpreted(draw([65, 0], 35, layer, heads=4, dtype=dtype, device="cpu"), num_splits)  # rows fill no tile
+
+
+@SMALL
+@pytest.mark.parametrize("num_splits", [1, 2], ids=["whole", "two-parts"])
+def test_interpreted_causal_tokens_match_float64(layer, dtype, num_splits):
+    window = {"window": 50} if layer[1] == 256 else {}
+    # With this window the first program's last token sees nothing of that program's first tile.
+    check_interpreted(draw([150], 40, layer, heads=4, dtype=dtype, device="cpu"), num_splits, causal=True, **window)
+    check_interpreted(draw([0, 70], 9, layer, heads=4, dtype=dtype, device="cpu"), num_splits, causal=True, **window)
+
+
+@SMALL
+def test_interpreted_tokens_and_a_canvas_behind_them_match_float64(layer, dtype):
+    window = {"window": 50, "keep": 40} if layer[1] == 256 else {}
+    case = draw([3, 120], 40, layer, heads=4, dtype=dtype, device="cpu")
+    check_interpreted(case, 2, causal=True, canvas_len=12, **window)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (32, 2), (64, 1)], ids=["alone", "sixteen", "sixty-four"])
+def test_interpreted_groups_of_heads_match_float64(heads, kv_heads):
+    queries, keys, values, length = draw([0, 70], 3, (kv_heads, 256), heads=heads, dtype=torch.float16, device="cpu")
+    used = 70 + 3  # to the last slot of the values' memory, whose strides are not the keys'
+    others = torch.empty(2, kv_heads + 1, used, 256, dtype=torch.float16)
+    others[:, 1:] = values[:, :, :used]
+    check_interpreted((queries, keys[:, :, :used], others[:, 1:], length), 2)
+
+
+def test_interpreted_kernel_is_what_attention_calls(monkeypatch):
+    monkeypatch.setattr(module, "attention_hopper", interpreted())
+    monkeypatch.setattr(module, "_is_hopper", lambda device: True)
+    check(draw([5, 64], 9, (2, 256), heads=8, device="cpu"), num_splits=1)
+
+
+@pytest.mark.parametrize("head_dim", [256, 512], ids=["sliding", "full"])
+def test_bits_do_not_depend_on_the_order_of_copies_and_warps(head_dim):
+    case = draw([380], 9, (1, head_dim), heads=4, device="cpu")
+    first, *others = (interpret(case, kernel=interpreted(seed)) for seed in range(6))
+    assert all(torch.equal(other, first) for other in others)
+
+
+# Passages of the kernel, what they are made, and what is then found: a hazard, or None for a wrong result.
+UNSEEN, TAKEN = "reads shared memory without having waited", "overwrites shared memory"
+HANGS = r"nobody can go on: .* waits for barrier \d of \d, which is in phase \d"
+MISTAKES = {
+    "values-not-awaited": ("        mbarrier.wait(v_full.index(at + 1), phase)\n", "", UNSEEN),
+    "keys-awaited-in-one-phase": ("k_full.index(at), j // BUFFERS & 1", "k_full.index(at), 0", f"{TAKEN}|{HANGS}"),
+    "phase-not-flipped": ("(i // BUFFERS & 1) ^ 1", "i // BUFFERS & 1", f"{HANGS}|{TAKEN}"),
+    "keys-given-back-in-flight": ("mma_wait(1, deps=(s,))", "mma_wait(2, deps=(s,))", TAKEN),
+    "values-given-back-by-one": ("v_free = _barriers(BUFFERS * 2, 2)", "v_free = _barriers(4, 1)", f"{TAKEN}|{HANGS}"),
+    "half-the-bytes": ("expect(q_full.index(c), 2 * _BYTES)", "expect(q_full.index(c), _BYTES)", "does not expect"),
+    "copy-too-many": ("        if j < num_tiles:\n", "        if j <= num_tiles:\n", "waited for all its copies"),
+    "scores-in-flight": ("mma_wait(2, deps=(s,))", "mma_wait(3, deps=(s,))", "that it has not waited for"),
+    "result-in-flight": ("    tma.store_wait(0)\n", "    tma.store_wait(1)\n", "ends before its products and stores"),
+    "no-fence": ("        fence_async_shared()\n        mbarrier", "        mbarrier", "without fence_async_shared"),
+    "other-warpgroup-not-awaited": ("        mbarrier.wait(v_clean.index(0), 0)\n", "", f"{UNSEEN}|{TAKEN}"),
+    "layouts-mixed": ("gl.convert_layout(decay, SUM_ROW)", "decay", "must have one layout"),
+    "token-too-many": ("mask=token < num_tokens", "mask=token <= num_tokens", "reaches elements"),
+    "values-not-cleaned": ("if begin + num_tiles * _KEYS > end:", "if num_tiles < 0:", None),
+    "values-of-another-tile": ("value_slot + i * _KEYS", "value_slot + j * _KEYS", None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new", "found"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_in_the_kernel_is_found_in_any_order(old, new, found):
+    case = draw([500], 9, (1, 256), heads=4, dtype=torch.float16, device="cpu")
+    for seed in range(2):
+        kernel = interpreted(seed, ((old, new),))
+        if found:
+            with pytest.raises((Hazard, ValueError), match=found):
+                interpret(case, kernel=kernel, num_splits=2)
+        else:
+            got = interpret(case, kernel=kernel, num_splits=2)
+            assert not error(got, exact(*case)) < 10 * LIMITS[torch.float16]
+
+
 def runs_here() -> bool:
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
     return hopper and module.attention_hopper is not None
 
 
-native = pytest.mark.skipif(not runs_here(), reason="Gluon runs on a GPU alone: needs Hopper and Triton 3.6")
+native = pytest.mark.skipif(not runs_here(), reason="compiled Gluon: needs Hopper and Triton 3.6")
 LAYERS = pytest.mark.parametrize("layer", [SLIDING, FULL], ids=["sliding", "full"])
 
 

@@ -1,0 +1,165 @@
+"""Runs a Gluon kernel's own source on CPU tensors: the part of Gluon for Hopper that `attention_hopper` is written in.
+
+Triton's interpreter does not know Gluon. `load` executes a module with what is here in place of Triton, whichever is
+installed; `machine` says what is simulated, and what is refused that a GPU may get right by luck.
+"""
+
+import builtins
+import functools
+import importlib.util
+import inspect
+import itertools
+import linecache
+import random
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from types import SimpleNamespace as Names
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gluon_interpreter import machine, tiles
+from gluon_interpreter.tiles import Hazard, Value, elementwise, int32
+
+__all__ = ["Hazard", "load"]
+
+_loads = itertools.count()
+
+
+def load(name: str, *, seed: int = 0, edits: dict[str, str] | None = None) -> Any:
+    """The module of that name, interpreted, with those that it imports from its package.
+
+    `seed` draws the order of whatever has none; `edits` are passages of the source and what is read in their place.
+
+    Example: `load("dgemma_kernels.attention_hopper", seed=3).attend(...)`.
+    """
+    path = Path(importlib.util.find_spec(name).origin)
+    source = path.read_text(encoding="utf-8")
+    for old, new in (edits or {}).items():
+        assert source.count(old) == 1, f"{name} must say {old!r} once, not {source.count(old)} times"
+        source = source.replace(old, new)
+
+    def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+        return Jitted(function, seed) if function else jit
+
+    triton = _triton(jit)
+
+    def import_(wanted: str, scope: Any = None, local: Any = None, names: Any = (), level: int = 0) -> Any:
+        if wanted.split(".")[0] == "triton":
+            return functools.reduce(getattr, wanted.split(".")[1:] if names else [], triton)
+        if wanted.startswith(name.rpartition(".")[0] + "."):
+            return load(wanted, seed=seed)
+        return builtins.__import__(wanted, scope, local, names, level)
+
+    module = ModuleType(name)
+    module.__dict__["__builtins__"] = {**vars(builtins), "__import__": import_, "range": _range}
+    filename = f"{path}, interpreted {next(_loads)}"  # of its own: errors show the lines as edited
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    exec(compile(source, filename, "exec"), module.__dict__)
+    return module
+
+
+class Jitted:
+    """A function of a kernel: others call it, or the host launches it as `kernel[grid](...)`."""
+
+    def __init__(self, function: Callable[..., Any], seed: int) -> None:
+        self.function, self.signature, self.seed = function, inspect.signature(function), seed
+
+    def __call__(self, *arguments: Any) -> Any:
+        for name, argument in self.signature.bind(*arguments).arguments.items():
+            parts = argument if isinstance(argument, tuple) else (argument,)
+            if self._is_constant(name) and any(isinstance(part, Value) for part in parts):
+                raise TypeError(f"{name} must be known when the kernel is compiled")
+        return self.function(*arguments)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return functools.partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *arguments: Any, num_warps: int, **constants: Any) -> None:
+        bound = self.signature.bind(*arguments, **constants).arguments
+        for name, argument in bound.items():
+            if isinstance(argument, Tensor):
+                bound[name] = tiles.Pointer(argument, Value(torch.tensor(0)))
+            elif isinstance(argument, int) and not self._is_constant(name):
+                bound[name] = int32(argument)
+        order = random.Random(self.seed)
+        for program in itertools.product(*map(range, grid)):
+            machine.run_block(program, grid, order, functools.partial(self, *bound.values()))
+
+    def _is_constant(self, name: str) -> bool:
+        return self.signature.parameters[name].annotation is _Constexpr
+
+
+class _Constexpr(int):
+    """A number known when the kernel is compiled; plain ones are such as well."""
+
+    value = property(int)
+
+
+def _range(*bounds: Any) -> Any:
+    """Numbers that a kernel only knows when it runs, if that holds for a bound."""
+    numbers = range(*map(tiles.number, bounds))
+    return map(int32, numbers) if any(isinstance(bound, Value) for bound in bounds) else numbers
+
+
+def _triton(jit: Callable[..., Any]) -> Names:
+    """What `import triton` gives; Triton's language and Gluon's are one here."""
+    language = Names(
+        constexpr=_Constexpr,
+        tensor=Value,
+        tuple=tuple,
+        int32=torch.int32,
+        int64=torch.int64,
+        float32=torch.float32,
+        BlockedLayout=tiles.BlockedLayout,
+        DotOperandLayout=tiles.DotOperandLayout,
+        NVMMADistributedLayout=tiles.NVMMADistributedLayout,
+        NVMMASharedLayout=tiles.NVMMASharedLayout,
+        SliceLayout=tiles.SliceLayout,
+        program_id=lambda axis: int32(machine.block.program[axis]),
+        num_programs=lambda axis: int32(machine.block.grid[axis]),
+        static_range=range,
+        cdiv=lambda x, y: (x + y - 1) // y,
+        arange=lambda begin, end, layout: Value(torch.arange(begin, end, dtype=torch.int32), layout),
+        full=lambda shape, value, dtype, layout: Value(torch.full(shape, value, dtype=dtype), layout),
+        zeros=lambda shape, dtype, layout: Value(torch.zeros(shape, dtype=dtype), layout),
+        zeros_like=lambda tile: Value(torch.zeros_like(tile.data), tile.layout),
+        where=tiles.where,
+        maximum=functools.partial(elementwise, torch.maximum),
+        minimum=functools.partial(elementwise, torch.minimum),
+        exp2=functools.partial(elementwise, torch.exp2),
+        log2=functools.partial(elementwise, torch.log2),
+        max=functools.partial(tiles.reduce, torch.amax),
+        sum=functools.partial(tiles.reduce, torch.sum),
+        expand_dims=tiles.expand_dims,
+        convert_layout=lambda tile, layout: Value(tile.data, layout),
+        load=tiles.Pointer.load,
+        store=tiles.Pointer.store,
+        allocate_shared_memory=machine.Allocation,
+        warp_specialize=machine.warp_specialize,
+    )
+    barrier = machine.Barrier
+    language.nvidia = Names(
+        hopper=Names(
+            fence_async_shared=machine.fence_async_shared,
+            warpgroup_mma=machine.warpgroup_mma,
+            warpgroup_mma_wait=machine.warpgroup_mma_wait,
+            mbarrier=Names(
+                MBarrierLayout=tiles.MBarrierLayout,
+                init=barrier.init,
+                expect=barrier.expect,
+                arrive=barrier.arrive,
+                wait=barrier.wait,
+            ),
+            tma=Names(
+                async_copy_global_to_shared=machine.copy_to_shared,
+                async_copy_shared_to_global=machine.copy_to_global,
+                store_wait=machine.store_wait,
+            ),
+        )
+    )
+    descriptors = Names(hopper=Names(TensorDescriptor=tiles.TensorDescriptor))
+    gluon = Names(jit=jit, language=language, nvidia=descriptors)
+    return Names(jit=jit, cdiv=language.cdiv, language=language, experimental=Names(gluon=gluon))

@@ -1,0 +1,387 @@
+"""What a Gluon kernel runs on: the partitions of a block, its shared memory, barriers, copies and products.
+
+Partitions of warps take turns, and copies land late and in any order, as a seed decides. Every read and write of shared
+memory is an event, and whoever touches it must know those events by barriers that it has waited for (happens-before):
+what a GPU gets right by luck is refused in whatever order was drawn. So is an asynchronous operation that was not
+waited for, and one that meets what a thread wrote without a fence. Time, registers, and the threads within a partition,
+which the compiler keeps together, are not simulated.
+"""
+
+import functools
+import itertools
+import linecache
+import random
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gluon_interpreter.tiles import (
+    DotOperandLayout,
+    Hazard,
+    MBarrierLayout,
+    NVMMADistributedLayout,
+    NVMMASharedLayout,
+    TensorDescriptor,
+    Value,
+    number,
+)
+
+SHARED_BYTES = 232_448  # of a block on Hopper
+
+
+class Block:
+    """One program: its partitions, its copies under way, and whose turn it is."""
+
+    def __init__(self, program: tuple[int, ...], grid: tuple[int, ...], order: random.Random) -> None:
+        self.program, self.grid, self.order = program, grid, order
+        self.events = itertools.count()
+        self.shared_bytes = 0
+        self.partitions: list[Partition] = []
+        self.copies: list[Copy] = []
+        self.copied: set[int] = set()
+        self.failure: BaseException | None = None
+        self.current: Partition
+        self.turn_is_over = threading.Lock()
+        self.turn_is_over.acquire()
+
+    def run(self, call: Callable[[], None]) -> None:
+        whole = self.start(call, set(), "the whole")
+        while self.partitions and not self.failure:
+            ready = [partition for partition in self.partitions if partition.ready()] + self.copies
+            if not ready:
+                waiting = "; ".join(f"{one.name} waits for {one.waits_for}" for one in self.partitions)
+                self.failure = Hazard(f"nobody can go on: {waiting}")
+                break
+            # Who is first stays so for a while, since mistakes show where one is far ahead of another.
+            turn = max(ready, key=lambda one: one.priority)
+            if self.order.random() < 0.1:
+                turn.priority = self.order.random()
+            turn.go_on()
+        for partition in list(self.partitions):  # which end, finding the failure
+            partition.go_on()
+        if self.failure:
+            raise self.failure
+        if not self.copied <= whole.knows:
+            raise Hazard("ends without having waited for all its copies")
+
+    def start(self, call: Callable[[], None], knows: set[int], name: str) -> "Partition":
+        self.partitions.append(Partition(call, knows, name, self.order.random()))
+        return self.partitions[-1]
+
+    def pause(self, ready: Callable[[], bool] = lambda: True, waits_for: str = "its turn") -> None:
+        partition = self.current
+        partition.ready, partition.waits_for = ready, waits_for
+        self.turn_is_over.release()
+        partition.turn.acquire()
+        if self.failure:
+            raise SystemExit
+
+
+block: Block  # the one that is being run
+
+
+def run_block(program: tuple[int, ...], grid: tuple[int, ...], order: random.Random, call: Callable[[], None]) -> None:
+    global block
+    block = Block(program, grid, order)
+    block.run(call)
+
+
+class Partition:
+    """Warps that run one function: a thread, which waits for its turn whenever it comes to a barrier or a copy."""
+
+    def __init__(self, call: Callable[[], None], knows: set[int], name: str, priority: float) -> None:
+        self.knows = set(knows)  # the events that happened before whatever comes next
+        self.unfenced: list[Chunk | Barrier] = []
+        self.products: deque[Product] = deque()
+        self.stores: deque[tuple[TensorDescriptor, list[int], SharedTile]] = deque()
+        self.name, self.waits_for, self.priority = name, "its turn", priority
+        self.ready: Callable[[], bool] = lambda: True
+        self.turn = threading.Lock()
+        self.turn.acquire()
+        threading.Thread(target=self.run, args=(call,), daemon=True).start()
+
+    def run(self, call: Callable[[], None]) -> None:
+        self.turn.acquire()
+        try:
+            if not block.failure:
+                call()
+                if self.products or self.stores:
+                    raise Hazard("ends before its products and stores do")
+        except BaseException as error:
+            block.failure = block.failure or error
+        block.partitions.remove(self)
+        block.turn_is_over.release()
+
+    def go_on(self) -> None:
+        block.current = self
+        self.turn.release()
+        block.turn_is_over.acquire()
+
+
+def warp_specialize(
+    partitions: list[tuple[Callable[..., None], tuple[Any, ...]]], worker_num_warps: list[int], num_regs: list[int]
+) -> None:
+    if not len(partitions) - 1 == len(worker_num_warps) == len(num_regs):
+        raise ValueError("every partition but the first must have a number of warps and one of registers")
+    whole = block.current
+    parts = [
+        block.start(functools.partial(function, *arguments), whole.knows, f"partition {i}")
+        for i, (function, arguments) in enumerate(partitions)
+    ]
+    block.pause(lambda: not any(part in block.partitions for part in parts), "its partitions")
+    whole.knows.update(*(part.knows for part in parts))
+
+
+@dataclass(eq=False)
+class Chunk:
+    """Shared memory under one index of an allocation, and the events there."""
+
+    written: int | None = None
+    read: set[int] = field(default_factory=set)  # since then
+    readers: int = 0  # operations in flight
+    fenced: bool = True
+
+    def begin_read(self, asynchronous: bool) -> None:
+        if self.written is None:
+            raise Hazard("reads shared memory that nobody has written")
+        if self.written not in block.current.knows:
+            raise Hazard("reads shared memory without having waited for what is written there")
+        self._check_fence(asynchronous)
+        self.readers += 1
+
+    def end_read(self) -> None:
+        event = next(block.events)
+        self.readers -= 1
+        self.read.add(event)
+        block.current.knows.add(event)
+
+    def write(self, asynchronous: bool) -> int:
+        if self.readers:
+            raise Hazard("overwrites shared memory that an operation in flight reads")
+        if not (self.read | {self.written} - {None}) <= block.current.knows:
+            raise Hazard("overwrites shared memory without having waited for who read or wrote it")
+        self._check_fence(asynchronous)
+        self.written, self.read = next(block.events), set()
+        return self.written
+
+    def _check_fence(self, asynchronous: bool) -> None:
+        if asynchronous and not self.fenced:
+            raise Hazard("lets an asynchronous operation meet what a thread wrote, without fence_async_shared()")
+
+
+@dataclass
+class SharedTile:
+    """A chunk as seen through a shape and a layout."""
+
+    chunk: Chunk
+    data: Tensor
+    layout: NVMMASharedLayout
+    shape = property(lambda self: list(self.data.shape))
+    dtype = property(lambda self: self.data.dtype)
+
+    def reshape(self, shape: tuple[int, ...]) -> "SharedTile":
+        return SharedTile(self.chunk, self.data.view(shape), replace(self.layout, rank=len(shape)))
+
+    def permute(self, order: tuple[int, int]) -> "SharedTile":
+        return SharedTile(self.chunk, self.data.permute(order), replace(self.layout, transposed=order == (1, 0)))
+
+    def load(self, layout: Any) -> Value:
+        self.chunk.begin_read(asynchronous=False)
+        self.chunk.end_read()
+        return Value(self.data.clone(), layout)
+
+    def store(self, value: Value) -> None:
+        if (list(value.data.shape), value.data.dtype) != (self.shape, self.dtype):
+            raise ValueError(f"{tuple(value.data.shape)} {value.data.dtype} does not fit {self.shape} {self.dtype}")
+        block.current.knows.add(self.chunk.write(asynchronous=False))
+        self.chunk.fenced = False
+        block.current.unfenced.append(self.chunk)
+        self.data.copy_(value.data)
+
+
+@dataclass(eq=False)
+class Barrier:
+    """An mbarrier: a phase is over when `count` have arrived, and the bytes that they expect."""
+
+    name: str
+    count: int = 0
+    missing: int = 0
+    bytes: int = 0
+    phase: int = 0
+    fenced: bool = False
+    arriving: set[int] = field(default_factory=set)  # events that happened before who arrived
+    arrived: set[int] = field(default_factory=set)  # those of phases that are over
+
+    def init(self, count: int) -> None:
+        self.count = self.missing = count
+        block.current.unfenced.append(self)
+
+    def arrive(self, *, count: int = 1) -> None:
+        self._arrive(count, 0)
+
+    def expect(self, bytes: int) -> None:
+        self._arrive(1, bytes)
+
+    def _arrive(self, count: int, bytes: int) -> None:
+        block.pause()
+        if self.missing < count:
+            raise Hazard(f"arrives at {self.name}, where nobody is missing in phase {self.phase}")
+        self.missing -= count
+        self.bytes += bytes
+        self.arriving |= block.current.knows
+        self.end_phase()
+
+    def wait(self, phase: Any) -> None:
+        parity, caller = number(phase), sys._getframe(1)
+        line = linecache.getline(caller.f_code.co_filename, caller.f_lineno).strip()
+        waits_for = f"{self.name}, which is in phase {self.phase}, to have ended one of parity {parity}: {line}"
+        block.pause(lambda: self.phase & 1 != parity, waits_for)
+        block.current.knows |= self.arrived
+
+    def end_phase(self) -> None:
+        if self.missing == self.bytes == 0:
+            self.phase, self.missing = self.phase + 1, self.count
+            self.arrived |= self.arriving
+
+
+def fence_async_shared() -> None:
+    for one in block.current.unfenced:
+        one.fenced = True
+    block.current.unfenced.clear()
+
+
+class Allocation:
+    """Shared memory by its first index: chunks or barriers."""
+
+    def __init__(self, dtype: torch.dtype, shape: list[int], layout: NVMMASharedLayout | MBarrierLayout) -> None:
+        if len(shape) != layout.rank + 1:
+            raise ValueError(f"shared memory of shape {shape} cannot have the layout {layout}")
+        block.shared_bytes += torch.Size(shape).numel() * dtype.itemsize
+        if block.shared_bytes > SHARED_BYTES:
+            raise Hazard(f"takes {block.shared_bytes} bytes of shared memory, where there are {SHARED_BYTES}")
+        self.dtype, self.shape = dtype, shape
+        self.parts: list[Any]
+        if isinstance(layout, NVMMASharedLayout):
+            nans = (torch.full(shape[1:], torch.nan, dtype=dtype) for _ in range(shape[0]))
+            self.parts = [SharedTile(Chunk(), data, layout) for data in nans]
+        else:
+            self.parts = [Barrier(f"barrier {i} of {shape[0]}") for i in range(shape[0])]
+
+    def index(self, i: Any) -> Any:
+        if not 0 <= number(i) < len(self.parts):
+            raise Hazard(f"takes part {number(i)} of shared memory of {len(self.parts)} parts")
+        return self.parts[number(i)]
+
+
+@dataclass(eq=False)
+class Copy:
+    """A block of a tensor on its way to shared memory."""
+
+    desc: TensorDescriptor
+    at: list[int]
+    barrier: Barrier
+    target: SharedTile
+    event: int
+    priority: float
+
+    def go_on(self) -> None:
+        block.copies.remove(self)
+        there, here = self.desc.overlap(self.at)
+        self.target.data.zero_()[here] = self.desc.base[there]
+        self.barrier.bytes -= self.target.data.nbytes
+        self.barrier.arriving.add(self.event)
+        self.barrier.end_phase()
+
+
+def copy_to_shared(desc: TensorDescriptor, at: list[Any], barrier: Barrier, target: SharedTile) -> None:
+    block.pause()
+    _check_copy(desc, target)
+    if not barrier.fenced:
+        raise Hazard(f"copies with {barrier.name} without a fence_async_shared() after its init")
+    under_way = sum(copy.target.data.nbytes for copy in block.copies if copy.barrier is barrier)
+    if barrier.bytes < under_way + target.data.nbytes:
+        raise Hazard(f"copies what {barrier.name} does not expect")
+    event = target.chunk.write(asynchronous=True)
+    block.copied.add(event)
+    block.copies.append(Copy(desc, [number(x) for x in at], barrier, target, event, block.order.random()))
+
+
+def copy_to_global(desc: TensorDescriptor, at: list[Any], source: SharedTile) -> None:
+    _check_copy(desc, source)
+    source.chunk.begin_read(asynchronous=True)
+    block.current.stores.append((desc, [number(x) for x in at], source))
+
+
+def store_wait(pendings: int) -> None:
+    while len(block.current.stores) > pendings:
+        desc, at, source = block.current.stores.popleft()
+        there, here = desc.overlap(at)
+        desc.base[there] = source.data[here]
+        source.chunk.end_read()
+
+
+def _check_copy(desc: TensorDescriptor, tile: SharedTile) -> None:
+    if (desc.block_shape, desc.dtype, desc.layout) != (tile.shape, tile.dtype, tile.layout):
+        raise ValueError(f"blocks of {desc.block_shape} in {desc.layout} do not fit {tile.shape} in {tile.layout}")
+
+
+@dataclass(eq=False)
+class Product:
+    """acc + a·b under way: it reads its operands when it is waited for, and has no value until then."""
+
+    a: Value | SharedTile
+    b: SharedTile
+    acc: "Value | Product"
+    use_acc: bool
+    result: Value | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        raise Hazard("uses the result of a product that it has not waited for")
+
+    def shared(self) -> list[Chunk]:
+        return [x.chunk for x in (self.a, self.b) if isinstance(x, SharedTile)]
+
+    def finish(self) -> None:
+        acc = self.acc.result if isinstance(self.acc, Product) else self.acc
+        product = self.a.data.float() @ self.b.data.float()
+        self.result = Value(acc.data + product if self.use_acc else product, acc.layout)
+        for chunk in self.shared():
+            chunk.end_read()
+
+
+def warpgroup_mma(
+    a: Value | SharedTile, b: SharedTile, acc: Value | Product, *, use_acc: bool = True, is_async: bool
+) -> Product:
+    sums = acc
+    while isinstance(sums, Product):
+        sums = sums.acc
+    (m, k), n, layout = a.data.shape, b.data.shape[1], sums.layout
+    fits = isinstance(layout, NVMMADistributedLayout) and m == 64 and n % layout.instr_shape[1] == 0
+    if (
+        not is_async
+        or not fits
+        or b.data.shape[0] != k
+        or sums.data.shape != (m, n)
+        or sums.data.dtype != torch.float32
+    ):
+        raise ValueError(f"no product of {a.data.shape} and {b.data.shape} into {sums.data.shape} with {layout}")
+    if isinstance(a, Value) and a.layout != DotOperandLayout(0, layout, 4 // a.data.itemsize):
+        raise ValueError(f"an operand in registers must be one for {layout}, got {a.layout}")
+    product = Product(a, b, acc, use_acc)
+    for chunk in product.shared():
+        chunk.begin_read(asynchronous=True)
+    block.current.products.append(product)
+    return product
+
+
+def warpgroup_mma_wait(num_outstanding: int, deps: tuple[Any, ...]) -> Any:
+    while len(block.current.products) > num_outstanding:
+        block.current.products.popleft().finish()
+    results = tuple(dep.result if isinstance(dep, Product) and dep.result is not None else dep for dep in deps)
+    return results if len(deps) > 1 else results[0]

@@ -1,0 +1,192 @@
+"""What a Gluon kernel computes with: numbers and tiles in registers, their layouts, tensors in global memory.
+
+Arithmetic is torch's, with Triton's dtypes; NaN spreads through `maximum`, where a GPU may drop it. Which thread holds
+which element is not simulated, but operands must agree on it, as the compiler demands.
+"""
+
+import functools
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Hazard(Exception):
+    """What on a GPU is a wrong result, a crash or a hang, be it rarely."""
+
+
+@dataclass
+class BlockedLayout:
+    size_per_thread: list[int]
+    threads_per_warp: list[int]
+    warps_per_cta: list[int]
+    order: list[int]
+    rank = property(lambda self: len(self.order))
+
+
+@dataclass
+class NVMMADistributedLayout:
+    version: list[int]
+    warps_per_cta: list[int]
+    instr_shape: list[int]
+    rank = 2
+
+
+@dataclass
+class DotOperandLayout:
+    operand_index: int
+    parent: NVMMADistributedLayout
+    k_width: int
+    rank = 2
+
+
+@dataclass
+class SliceLayout:
+    dim: int
+    parent: Any
+    rank = property(lambda self: self.parent.rank - 1)
+
+
+@dataclass
+class NVMMASharedLayout:
+    swizzle_byte_width: int
+    element_bitwidth: int
+    rank: int
+    transposed: bool = False
+
+
+@dataclass
+class MBarrierLayout:
+    rank = 1
+
+
+class Value:
+    """A number or a tile of numbers in registers; a tile has a layout."""
+
+    def __init__(self, data: Tensor, layout: Any = None) -> None:
+        if data.dim() != (layout.rank if layout else 0):
+            raise ValueError(f"a tile of shape {tuple(data.shape)} cannot have the layout {layout}")
+        self.data, self.layout = data, layout
+
+    type = property(lambda self: self)  # kernels say `tile.type.layout`
+
+    def to(self, dtype: torch.dtype) -> "Value":
+        return Value(self.data.to(dtype), self.layout)
+
+    def __bool__(self) -> bool:
+        if self.layout:
+            raise TypeError("a tile is neither true nor false")
+        return bool(self.data)
+
+
+def int32(x: int) -> Value:
+    return Value(torch.tensor(x, dtype=torch.int32))
+
+
+def number(x: Any) -> int:
+    return int(x.data) if isinstance(x, Value) else int(x)
+
+
+def elementwise(function: Callable[..., Tensor], *operands: Any) -> Value:
+    """The function of tiles that have one layout, of numbers, and of constants, which take the others' dtype."""
+    values = [x for x in operands if isinstance(x, Value)]
+    layouts = [x.layout for x in values if x.layout]
+    if any(layout != layouts[0] for layout in layouts):
+        raise ValueError(f"tiles must have one layout, got {layouts}")
+    dtype = functools.reduce(torch.promote_types, [x.data.dtype for x in values])
+    if any(isinstance(x, float) for x in operands) and not dtype.is_floating_point:
+        dtype = torch.float32
+    data = [torch.tensor(x, dtype=dtype) if isinstance(x, int | float) else x.data.to(dtype) for x in operands]
+    return Value(function(*data), layouts[0] if layouts else None)
+
+
+_COMPARISONS = ("lt", "le", "gt", "ge", "eq")
+
+
+def _overload(name: str, function: Callable[..., Tensor]) -> None:
+    setattr(Value, f"__{name}__", lambda x, y: elementwise(function, x, y))
+    if name not in _COMPARISONS:
+        setattr(Value, f"__r{name}__", lambda x, y: elementwise(function, y, x))
+
+
+for _name in ("add", "sub", "mul", "truediv", "and", "xor", "rshift", *_COMPARISONS):
+    _overload(_name, getattr(operator, f"__{_name}__"))
+_overload("floordiv", functools.partial(torch.div, rounding_mode="trunc"))  # integers divide as in C
+_overload("mod", torch.fmod)
+
+
+def where(condition: Value, x: Any, y: Any) -> Value:
+    return elementwise(lambda c, a, b: torch.where(c != 0, a, b), condition, x, y)
+
+
+def reduce(function: Callable[..., Tensor], tile: Value, axis: int) -> Value:
+    return Value(function(tile.data, axis), SliceLayout(axis, tile.layout))
+
+
+def expand_dims(tile: Value, axis: int) -> Value:
+    if not isinstance(tile.layout, SliceLayout) or tile.layout.dim != axis:
+        raise ValueError(f"expand_dims at {axis} needs a layout sliced there, got {tile.layout}")
+    return Value(tile.data.unsqueeze(axis), tile.layout.parent)
+
+
+@dataclass
+class Pointer:
+    """Elements of a contiguous tensor."""
+
+    memory: Tensor
+    offset: Value
+
+    def __add__(self, offset: Any) -> "Pointer":
+        return Pointer(self.memory, self.offset + offset)
+
+    def load(self) -> Value:
+        at = self.offset.data
+        return Value(self.memory.view(-1)[self._check(at)], self.offset.layout)
+
+    def store(self, value: Value, mask: Value) -> None:
+        if not self.offset.layout == value.layout == mask.layout:
+            raise ValueError(f"tiles must have one layout, got {[self.offset.layout, value.layout, mask.layout]}")
+        self.memory.view(-1)[self._check(self.offset.data[mask.data])] = value.data[mask.data].to(self.memory.dtype)
+
+    def _check(self, at: Tensor) -> Tensor:
+        if at.numel() and not 0 <= at.min() <= at.max() < self.memory.numel():
+            raise Hazard(f"reaches elements {at.min()} to {at.max()} of a tensor of {self.memory.numel()}")
+        return at
+
+
+@dataclass
+class TensorDescriptor:
+    """What the copy engine knows of a tensor: it reads zeros beyond the tensor's ends, and writes nothing there."""
+
+    base: Tensor
+    block_shape: list[int]
+    layout: NVMMASharedLayout
+    dtype = property(lambda self: self.base.dtype)
+
+    @staticmethod
+    def from_tensor(tensor: Tensor, block_shape: list[int], layout: NVMMASharedLayout) -> "TensorDescriptor":
+        width, strides = tensor.element_size(), tensor.stride()
+        rules = {
+            "one to five dimensions": 1 <= tensor.dim() == len(block_shape) == layout.rank <= 5,
+            "an address of whole 16 bytes": tensor.data_ptr() % 16 == 0,
+            "strides of whole 16 bytes": all(stride * width % 16 == 0 for stride in strides[:-1]),
+            "a contiguous last dimension": strides[-1] == 1,
+            "blocks of powers of two up to 256": all(1 <= n <= 256 and n & (n - 1) == 0 for n in block_shape),
+            "16 bytes or more of a row": block_shape[-1] * width >= 16,
+            "a layout of its dtype": layout.element_bitwidth == 8 * width,
+        }
+        broken = [rule for rule, holds in rules.items() if not holds]
+        if broken:
+            raise ValueError(f"a tensor descriptor needs {broken}, got {tuple(tensor.shape)}, {strides}, {block_shape}")
+        return TensorDescriptor(tensor, block_shape, layout)
+
+    def overlap(self, at: list[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        """What there is of the block that begins at `at`: which part of the tensor, and which of the block."""
+        begin = [max(first, 0) for first in at]
+        end = [first + size for first, size in zip(at, self.block_shape, strict=True)]
+        end = [max(b, min(e, size)) for b, e, size in zip(begin, end, self.base.shape, strict=True)]
+        both = list(zip(begin, end, at, strict=True))
+        return tuple(slice(b, e) for b, e, _ in both), tuple(slice(b - a, e - a) for b, e, a in both)
