@@ -10,6 +10,7 @@ memory: copies rotate until they are several times the L2 cache.
 import argparse
 import itertools
 import math
+from typing import Any
 
 import torch
 from timing import demand_parity, describe_run, measure_read_bandwidth, time_graph
@@ -59,7 +60,9 @@ TILES: dict[tuple[str, int], list[AttentionTile | None]] = {  # None: the Hopper
 }
 
 
-def draw(layer: str, batch: int, num_tokens: int, prefix: int, copies: int = 1) -> list[tuple[Tensor, ...]]:
+def draw(
+    layer: str, batch: int, num_tokens: int, prefix: int, copies: int = 1
+) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Random queries, keys, values and lengths, `copies` times; slots that hold no token are NaN."""
     kv_heads, head_dim = LAYERS[layer]
     capacity = math.ceil((prefix + num_tokens) / 256) * 256
@@ -85,7 +88,7 @@ def kernels(layer: str, num_tokens: int) -> dict[str, AttentionTile | None]:
     return {"hopper": None, "triton": default_tile(num_tokens * HEADS // kv_heads, head_dim, hopper=True)}
 
 
-def exact(queries: Tensor, keys: Tensor, values: Tensor, length: Tensor, **mode: int | bool) -> Tensor:
+def exact(queries: Tensor, keys: Tensor, values: Tensor, length: Tensor, **mode: Any) -> Tensor:
     """The reference in float64, a few heads at a time so that 128k keys fit."""
     group = queries.shape[2] // keys.shape[1]
     heads = [
@@ -101,7 +104,7 @@ def exact(queries: Tensor, keys: Tensor, values: Tensor, length: Tensor, **mode:
     return torch.cat(heads, dim=2)
 
 
-def check(layer: str, batch: int, num_tokens: int, prefix: int, **options: object) -> float:
+def check(layer: str, batch: int, num_tokens: int, prefix: int, **options: Any) -> float:
     ((queries, keys, values, length),) = draw(layer, batch, num_tokens, prefix)
     if batch > 1:  # ragged: the second row's prefix is shorter, and the rest of its buffer unused
         length[1] = prefix // 3
@@ -116,7 +119,7 @@ def check(layer: str, batch: int, num_tokens: int, prefix: int, **options: objec
     return demand_parity(name, got, exact(queries, keys, values, length, **mode), LIMIT)
 
 
-def measure(layer: str, batch: int, num_tokens: int, prefix: int, **options: object) -> tuple[float, float]:
+def measure(layer: str, batch: int, num_tokens: int, prefix: int, **options: Any) -> tuple[float, float]:
     """Median and spread of one call, microseconds."""
     kv_heads, head_dim = LAYERS[layer]
     num_bytes = 4 * batch * kv_heads * (prefix + num_tokens) * head_dim
@@ -126,7 +129,7 @@ def measure(layer: str, batch: int, num_tokens: int, prefix: int, **options: obj
     return 1e3 * median / copies, 1e3 * spread / copies
 
 
-def row(layer: str, batch: int, num_tokens: int, prefix: int, bandwidth: float, **options: object) -> str:
+def row(layer: str, batch: int, num_tokens: int, prefix: int, bandwidth: float, **options: Any) -> str:
     kv_heads, head_dim = LAYERS[layer]
     median, spread = measure(layer, batch, num_tokens, prefix, **options)
     keys = prefix + num_tokens
@@ -151,18 +154,18 @@ def run_qkv(layer: str, prefix: int) -> str:
     copies = 24
     width = (HEADS + projections * kv_heads) * head_dim
     projected = [torch.randn(256, width, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
-    weights = [1 + 0.1 * torch.randn(head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    query_norm, key_norm = (1 + 0.1 * torch.randn(head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     inv_freq = 10_000.0 ** (-torch.arange(0, head_dim, 2, device="cuda") / head_dim)
     start = torch.tensor([prefix], device="cuda")
     caches = [torch.full((2, 1, kv_heads, prefix + 256, head_dim), torch.nan, device="cuda").bfloat16() for _ in "ab"]
-    options = {"num_heads": HEADS, "eps": 1e-6}
-    got = prepare_qkv(projected[0], *weights, inv_freq, start, start, *caches[0], **options)
-    want = reference.prepare_qkv(projected[0], *weights, inv_freq, start, start, *caches[1], **options)
+    options: dict[str, Any] = {"num_heads": HEADS, "eps": 1e-6}
+    given = (query_norm, key_norm, inv_freq, start, start)
+    mine, others = ((cache[0], cache[1]) for cache in caches)
+    got = prepare_qkv(projected[0], *given, *mine, **options)
+    want = reference.prepare_qkv(projected[0], *given, *others, **options)
     demand_parity(f"prepare_qkv {layer} queries", got, want, 2e-3)  # the same roundings, bar a square root's last bit
     demand_parity(f"prepare_qkv {layer} cache", caches[0][..., prefix:, :], caches[1][..., prefix:, :], 2e-3)
-    median, spread = time_graph(
-        lambda: [prepare_qkv(x, *weights, inv_freq, start, start, *caches[0], **options) for x in projected]
-    )
+    median, spread = time_graph(lambda: [prepare_qkv(x, *given, *mine, **options) for x in projected])
     num_bytes = 2 * 256 * (width + (HEADS + 2 * kv_heads) * head_dim)
     median, spread = 1e3 * median / copies, 1e3 * spread / copies
     return f"qkv     {layer:8} T=256 B=1 {median:9.1f} us ±{spread:5.1f}  {num_bytes / median * 1e-6:5.2f} TB/s"

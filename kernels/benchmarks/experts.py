@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from timing import demand_parity, describe_run, measure_read_bandwidth, time_graph
@@ -59,7 +60,9 @@ def draw_layer(held: str) -> Layer:
     }
     weights = {name: torch.randn(*shape, dtype=torch.bfloat16, device=GPU) for name, shape in shapes.items()}
     weights = {name: weight.mul_(weight.shape[-1] ** -0.5).to(DTYPE) for name, weight in weights.items()}
-    as_held = {name: hold(weights[name]) for name, hold in zip(("gate_up", "down"), HOLD[held], strict=True)}
+    as_held: dict[str, Any] = {
+        name: hold(weights[name]) for name, hold in zip(("gate_up", "down"), HOLD[held], strict=True)
+    }
     return Layer(held=held, **(weights | as_held))
 
 
@@ -171,13 +174,14 @@ def check_router(layer: Layer, tokens: int) -> None:
 
 
 def check_rest(layer: Layer, tokens: int) -> None:
-    rows, vectors = [draw_rows(tokens, D) for _ in range(2)], [draw_rows(D) for _ in range(4)]
+    rows = (draw_rows(tokens, D), draw_rows(tokens, D))
+    vectors = (draw_rows(D), draw_rows(D), draw_rows(D), draw_rows(D))
     expert_rows, scalar = draw_rows(tokens, A, D), torch.full((1,), 0.3, dtype=torch.bfloat16, device=GPU)
-    tail = [*rows, expert_rows, *vectors[:3], scalar, vectors[3]]
+    tail = (*rows, expert_rows, *vectors[:3], scalar, vectors[3])
     gate_up = draw_rows(tokens, 2 * DENSE)
     mlp_arguments = [rows[0], layer.dense_gate_up, layer.dense_down, torch.zeros(2, dtype=torch.int32, device=GPU)]
     with poisoned_memory():
-        pairs = [
+        pairs: list[tuple[str, Any, Callable[..., Any], list[Any]]] = [
             ("rms_norm", norms.rms_norm(rows[0], vectors[0], EPS), reference.rms_norm, [rows[0], vectors[0], EPS]),
             ("geglu", mlp.geglu(gate_up), reference.geglu, [gate_up]),
             (
@@ -269,12 +273,13 @@ def time_experts(report: Report, layers: list[Layer], tokens: int, distinct: int
 
 def time_rest(report: Report, layers: list[Layer], tokens: int) -> None:
     count, row = len(layers), tokens * D * 2
-    rows, vectors = [draw_rows(tokens, D) for _ in range(2)], [draw_rows(D) for _ in range(4)]
+    rows = (draw_rows(tokens, D), draw_rows(tokens, D))
+    vectors = (draw_rows(D), draw_rows(D), draw_rows(D), draw_rows(D))
     scalar, scale = torch.ones(1, dtype=torch.bfloat16, device=GPU), torch.ones(E, dtype=torch.bfloat16, device=GPU)
     expert_rows, index = draw_rows(tokens, A, D), draw_index(tokens)
     counts = reference.count_pairs(index, E)
     dense_hidden, progress = draw_rows(tokens, DENSE), torch.zeros(2, dtype=torch.int32, device=GPU)
-    tail = [*rows, expert_rows, *vectors[:3], scalar, vectors[3]]
+    tail = (*rows, expert_rows, *vectors[:3], scalar, vectors[3])
 
     def each(fn: Callable[[Layer], object]) -> tuple[float, float]:
         def run() -> None:
@@ -307,7 +312,9 @@ class Half:
     """What the second half of every layer is given, and how its kernels are ordered."""
 
     attention: Tensor  # (M, D)
-    vectors: list[Tensor]
+    residual_norms: tuple[Tensor, Tensor, Tensor, Tensor]
+    tail_norms: tuple[Tensor, Tensor, Tensor]
+    next_norm: Tensor
     scalar: Tensor
     scale: Tensor
     progress: Tensor
@@ -315,28 +322,30 @@ class Half:
 
     def __call__(self, x: Tensor, layer: Layer, routing: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """x after one half layer, routed by index and counts where given; without a second stream all is in one row."""
-        main, vectors = torch.cuda.current_stream(), self.vectors
+        main = torch.cuda.current_stream()
         x, dense_in, expert_in, router_in = norms.attention_residual(
-            self.attention, x, *vectors[:4], EPS, float8=layer.held == "fp8"
+            self.attention, x, *self.residual_norms, EPS, float8=layer.held == "fp8"
         )
         side = self.side or main
         side.wait_stream(main)
         with torch.cuda.stream(side):
             dense_out = dense.dense_mlp(dense_in, layer.dense_gate_up, layer.dense_down, self.progress)
-        weights, *chosen = router.route(router_in, layer.proj, self.scale, A)
-        tiles = sort(*(routing or chosen), layer.held)
+        weights, index, counts = router.route(router_in, layer.proj, self.scale, A)
+        index, counts = routing or (index, counts)
+        tiles = sort(index, counts, layer.held)
         hidden = experts.expert_gate_up(expert_in, layer.gate_up, tiles)
         rows = experts.expert_down(hidden, layer.down, weights, tiles, overlap=True)
         main.wait_stream(side)
-        return norms.layer_tail(x, dense_out, rows, *vectors[4:7], self.scalar, vectors[7], EPS)[0]
+        return norms.layer_tail(x, dense_out, rows, *self.tail_norms, self.scalar, self.next_norm, EPS)[0]
 
 
 def draw_half(tokens: int, side: torch.cuda.Stream | None) -> Half:
     ones = torch.ones(E, dtype=torch.bfloat16, device=GPU)
-    vectors = [draw_rows(D) for _ in range(8)]
     return Half(
         attention=draw_rows(tokens, D),
-        vectors=vectors,
+        residual_norms=(draw_rows(D), draw_rows(D), draw_rows(D), draw_rows(D)),
+        tail_norms=(draw_rows(D), draw_rows(D), draw_rows(D)),
+        next_norm=draw_rows(D),
         scalar=ones[:1],
         scale=ones,
         progress=torch.zeros(2, dtype=torch.int32, device=GPU),

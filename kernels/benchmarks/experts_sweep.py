@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from experts import (
@@ -162,8 +163,11 @@ def rows_worth_trying(tokens: int, held: str) -> list[int]:
     return [rows for rows in TILES[held][1] if average <= rows <= 2 * average] or [16 if average < 16 else 128]
 
 
-def compile_tile(rows: int, gate_up: tuple[int, ...] | None, down: tuple[int, ...] | None, held: str) -> None:
-    """Leaves one tile's kernel in Triton's cache: the sweep's own process then loads it. One expert's weights do."""
+def compile_tile(rows: int, gate_up: tuple[int, ...], down: tuple[int, ...], held: str) -> None:
+    """Leaves one tile's kernel in Triton's cache: the sweep's own process then loads it. One expert's weights do.
+
+    One of the two tiles is empty: its kernel is not compiled.
+    """
     index = torch.zeros(8, A, dtype=torch.int32, device=GPU)
     tiles = router.sort_by_expert(index, reference.count_pairs(index, 1), rows)
     config = make_config(rows, gate_up or down, down or gate_up)
@@ -178,8 +182,8 @@ def compile_tile(rows: int, gate_up: tuple[int, ...] | None, down: tuple[int, ..
 
 def compile_tiles(rows: set[int], held: str) -> None:
     _, gate_up_tiles, down_tiles = TILES[held]
-    jobs = [(r, shape, None, held) for r in rows for shape in gate_up_tiles[r]]
-    jobs += [(r, None, shape, held) for r in rows for shape in down_tiles[r]]
+    jobs: list[tuple[Any, ...]] = [(r, shape, (), held) for r in rows for shape in gate_up_tiles[r]]
+    jobs += [(r, (), shape, held) for r in rows for shape in down_tiles[r]]
     with ProcessPoolExecutor(min(len(jobs), os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_tile, *zip(*jobs, strict=True)))
 

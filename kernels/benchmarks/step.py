@@ -101,7 +101,7 @@ def count_active(model: FusedDenoiser, cache: FusedCache) -> float:
         counts.append(index.unique().numel())
         return weights, index, pairs
 
-    router.route = counted
+    router.route = counted  # type: ignore[assignment]
     try:
         signal = torch.zeros(cache.batch_size * CANVAS, model.config.hidden_size, dtype=model.dtype, device=GPU)
         model._forward.canvas(draw_tokens(cache.batch_size, CANVAS), signal, cache.make_room(CANVAS))
@@ -128,7 +128,8 @@ class Results:
     """Prints lines and keeps them for the JSON."""
 
     def __init__(self, bandwidth: float) -> None:
-        self.bandwidth, self.parts = bandwidth, {}  # type: dict[str, list[dict[str, Any]]]
+        self.bandwidth = bandwidth
+        self.parts: dict[str, list[dict[str, Any]]] = {}
 
     def add(self, part: str, **values: Any) -> None:
         self.parts.setdefault(part, []).append(values)
@@ -144,7 +145,8 @@ def typical_error(got: Tensor, want: Tensor) -> float:
 
 def round_experts(model: dgemma.DiffusionGemma, wide: dgemma.DiffusionGemma) -> None:
     """Both models' experts as float8 holds them; `model` from now on rounds what these multiply as the kernels do."""
-    for layer, wide_layer in zip(model.layers, wide.layers, strict=True):
+    layers: list[Any] = list(model.layers)
+    for layer, wide_layer in zip(layers, wide.layers, strict=True):
         for name in ("gate_up_proj", "down_proj"):
             rounded = quantize(getattr(layer.experts, name)).dequantize()
             getattr(layer.experts, name).copy_(rounded)
@@ -165,7 +167,8 @@ def check_parity(results: Results, weights: str) -> None:
         num_hidden_layers=2, layer_types=dgemma.config.default_layer_types(2)
     )
     model = dgemma.DiffusionGemma(config, device=GPU, dtype=torch.bfloat16).requires_grad_(False)
-    for layer in model.layers:  # unit norms at scale 1 make every softmax a hard maximum, and any rounding chaos
+    layers: list[Any] = list(model.layers)
+    for layer in layers:  # unit norms at scale 1 make every softmax a hard maximum, and any rounding chaos
         layer.self_attn.q_norm.weight.fill_(0.25)
         layer.self_attn.k_norm.weight.fill_(0.25)
     wide = dgemma.DiffusionGemma(config, device=GPU, dtype=torch.float32).requires_grad_(False)
@@ -223,7 +226,8 @@ def check_greedy(results: Results, model: dgemma.DiffusionGemma, fast: FusedDeno
         sampler=dgemma.EntropyBound(bound=4.0, greedy=True), temperature=dgemma.LinearTemperature(), stop=None
     )
     noise, seeds = dgemma.UniformNoise(model.config.vocab_size), torch.arange(prompt.shape[0], device=GPU)
-    caches = [engine.encode(prompt) for engine in (model, fast)]
+    engines: tuple[Any, Any] = (model, fast)
+    caches = [engine.encode(prompt) for engine in engines]
     same = total = 0
     with torch.no_grad():
         for block in range(2):
@@ -239,9 +243,9 @@ def check_greedy(results: Results, model: dgemma.DiffusionGemma, fast: FusedDeno
                 if (parted & (best[..., 0] - best[..., 1] > 2 * apart)).any():
                     raise SystemExit("PARITY FAILED, nothing timed: a greedy token differs by more than rounding")
                 state = after
-            caches = [engine.encode(after.draft, cache) for engine, cache in zip((model, fast), caches, strict=True)]
-        options = {"max_new_tokens": 512, "steps": 4, "sampler": knobs.sampler, "stop": None, "progress": False}
-        texts = [dgemma.generate(engine, prompt, **options).new_tokens for engine in (model, fast)]
+            caches = [engine.encode(after.draft, cache) for engine, cache in zip(engines, caches, strict=True)]
+        options: Any = {"max_new_tokens": 512, "steps": 4, "sampler": knobs.sampler, "stop": None, "progress": False}
+        texts = [dgemma.generate(engine, prompt, **options).new_tokens for engine in engines]
     agreed = (texts[0] == texts[1]).float().mean().item()
     results.add("greedy", tokens_chosen=total, the_same=same, else_within_rounding=total - same, two_texts_agree=agreed)
 

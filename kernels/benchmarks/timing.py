@@ -51,7 +51,7 @@ def _read_kernel(x: tl.tensor, out: tl.tensor, steps: tl.tensor, BLOCK: tl.const
     cols = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.int32)
     for step in range(steps):
-        block = step.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+        block = step.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)  # type: ignore[attr-defined]
         total += tl.load(x + block * BLOCK + cols)
     tl.store(out + tl.program_id(0), tl.sum(total))
 

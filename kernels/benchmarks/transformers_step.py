@@ -10,6 +10,7 @@ steps, so it has the sampler in it and neither the prefill nor the commit.
 import argparse
 import statistics
 import time
+from typing import Any
 
 import torch
 
@@ -33,7 +34,7 @@ def build(config: dgemma.ModelConfig, device: str) -> torch.nn.Module:
         torch.set_default_dtype(before)
 
 
-def time_steps(model: torch.nn.Module, prompt: torch.Tensor, *, compiled: bool, repeats: int) -> list[float]:
+def time_steps(model: Any, prompt: torch.Tensor, *, compiled: bool, repeats: int) -> list[float]:
     """Milliseconds a step, one figure a repeat."""
 
     def seconds(steps: int) -> float:

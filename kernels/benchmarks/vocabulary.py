@@ -7,6 +7,7 @@ Beside it the same work in eager PyTorch as transformers does it, and the two ma
 
 import argparse
 import itertools
+from typing import Any
 
 import torch
 from timing import demand_parity, describe_run, measure_read_bandwidth, time_graph
@@ -19,7 +20,7 @@ from dgemma_kernels.accept import accept
 from dgemma_kernels.vocabulary import pack_allowed, sample, soft_probabilities, vocabulary_statistics
 
 VOCAB, HIDDEN, CANVAS, SOFTCAP = 262_144, 2816, 256, 30.0
-LIMITS = {"bound": 0.1, "confidence": 0.005, "vocab_size": VOCAB}
+LIMITS: dict[str, Any] = {"bound": 0.1, "confidence": 0.005, "vocab_size": VOCAB}
 CHECKED_ROWS = 16  # float64 copies of the checked rows, not of all
 LIMIT = 5e-5  # a capped logit of 30 / 0.4 is off by about 2e-5 in float32, and so is a probability, relatively
 
@@ -58,7 +59,7 @@ def check(logits: Tensor, temperature: Tensor, u: Tensor) -> None:
     demand_parity("entropy over allowed tokens", masked.entropy, law.entropy(), LIMIT)
 
 
-def check_accept(state: dict[str, Tensor]) -> None:
+def check_accept(state: dict[str, Any]) -> None:
     got, want = accept(**state, **LIMITS), reference.accept(**state, **LIMITS)
     noise = draws.integers(draws.uniform(state["seeds"], state["block"], state["step"], CANVAS, "noise"), VOCAB)
     moved = (got.accepted != want.accepted).sum().item()
@@ -69,7 +70,7 @@ def check_accept(state: dict[str, Tensor]) -> None:
             raise SystemExit(f"PARITY FAILED, nothing timed: accept leaves another {name} than its reference.")
 
 
-def draw_state(batch: int) -> dict[str, Tensor]:
+def draw_state(batch: int) -> dict[str, Any]:
     tokens = torch.randint(VOCAB, (4, batch, CANVAS), device="cuda")
     rows = torch.arange(batch, device="cuda")
     frozen = torch.rand(batch, CANVAS, device="cuda") < 0.1
