@@ -20,7 +20,7 @@ EPS, FLOAT8 = 1e-6, torch.float8_e4m3fn
 GRID = torch.arange(256, dtype=torch.uint8).view(FLOAT8).double()
 GRID = GRID[GRID.isfinite()]  # all values there are
 NATIVE = torch.cuda.is_available()
-ADA = NATIVE and torch.cuda.get_device_capability() == (8, 9)  # where Triton rounds float32 to float16 first
+ADA = NATIVE and torch.cuda.get_device_capability() == (8, 9)  # where Triton cuts float32 to float16 first
 # Float32 sums of 88 products in the interpreter; Hopper adds those of one block with 14 bits.
 SUMS = 4e-3 if NATIVE else 1e-5
 # What that sends to the other neighbour of a value between two is off by a step of float8, 6 to 12 %, and so is what
@@ -45,6 +45,12 @@ def assert_nearest(got: Tensor, want: Tensor, scale: Tensor, slack: float = 2e-6
     assert (off <= nearest + slack * exact.abs().amax()).all()
 
 
+def cut_to_half(x: Tensor) -> Tensor:
+    """To the float16 that is next to x on the side of zero."""
+    half = x.half()
+    return torch.where(half.abs() > x.abs(), (half.view(torch.int16) - 1).view(torch.float16), half)
+
+
 @triton.jit
 def _cast_kernel(x, out, N: tl.constexpr):
     index = tl.arange(0, N)
@@ -57,7 +63,7 @@ def test_kernels_round_to_float8_as_torch_does(device):
     x = torch.nn.functional.pad(x, (0, 4096 - len(x))).to(device)
     out = torch.empty(4096, dtype=FLOAT8, device=device)
     _cast_kernel[(1,)](x, out, 4096)
-    want = (x.half() if ADA else x).to(FLOAT8)
+    want = (cut_to_half(x) if ADA else x).to(FLOAT8)
     assert torch.equal(out.view(torch.uint8), want.view(torch.uint8))
     x[:3] = torch.tensor([449.0, -1e9, torch.nan])
     _cast_kernel[(1,)](x, out, 4096)
@@ -120,7 +126,7 @@ def test_the_experts_input_is_the_nearest_float8_and_the_others_are_as_before(sh
     want = reference.rms_norm(x.double(), vectors[2].double(), EPS)
     assert expert.dtype == dtype
     torch.testing.assert_close(expert.scale.double(), want.abs().amax(-1) / 448, rtol=1e-5, atol=0)
-    assert_nearest(expert.values, want, expert.scale[:, None], slack=2.0**-11 if ADA else 1e-5)
+    assert_nearest(expert.values, want, expert.scale[:, None], slack=2.0**-9 if ADA else 1e-5)
 
 
 def test_the_experts_input_of_a_zero_row_is_zero(device):
