@@ -25,6 +25,7 @@ from dgemma.sampling.checks import as_int
 Message = Mapping[str, Any]
 
 _TOKENIZER_FILES = ("tokenizer*", "*.jinja", "special_tokens_map.json", "added_tokens.json", "config.json")
+_TEMPLATES = ("chat_template.jinja", "additional_chat_templates")  # outside of tokenizer_config.json
 _TURN_TOKENS = ("<|turn>", "<turn|>")
 # An unclosed thought runs to the end: the token limit cut it off.
 _THOUGHT = re.compile(r"<\|channel>thought\n?(.*?)(?:<channel\|>|\Z)", re.DOTALL)
@@ -225,6 +226,7 @@ class PretrainedTokenizer(Tokenizer):
         self._pieces.no_truncation()  # a text is read whole, whatever the file was saved with
         self._pieces.no_padding()
         config = self._read_config()
+        self._names_template = config.get("chat_template") is not None
         self._add_tokens(config)
         self.vocab_size = max(self._pieces.get_vocab().values()) + 1
         for name in ("pad", "eos", "bos", "mask"):
@@ -279,6 +281,8 @@ class PretrainedTokenizer(Tokenizer):
 
     @property
     def has_chat_template(self) -> bool:
+        if not self._names_template and not any((self._folder / name).exists() for name in _TEMPLATES):
+            return False  # known without the seconds that it takes to import transformers
         return self._hf.chat_template is not None
 
     def save_pretrained(self, path: str | Path) -> None:

@@ -186,7 +186,9 @@ def test_every_option_of_every_command_is_explained():
 
 
 # What is not loaded is not waited for: transformers alone takes as long to import as a canvas to write.
-@pytest.mark.parametrize("arguments", [["--help"], ["generate", "-n", "64", "--steps", "1", "It was"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["generate", "-n", "64", "--steps", "1", "It was"], ["infill", "--steps", "1", "A ____."]]
+)
 def test_the_module_is_the_command_and_loads_no_more_than_the_library(arguments):
     script = (
         f"import runpy, sys; sys.argv = ['dgemma', *{arguments}]\n"
