@@ -47,6 +47,14 @@ def test_a_hole_has_the_space_in_front_of_its_word(command):
 
 
 @needs_text
+def test_words_that_are_kept_keep_the_space_in_front_of_them(command):
+    text, words = "It was the old man who spoke.", dgemma.Tokenizer.from_pretrained("dgemma/text")
+    found = json.loads(command("edit", "--json", "--level", "1", "--steps", "1", "--keep", "old man", text).out)
+    before, kept = len(words.encode("It was the")), words.encode(" old man", bos=False)
+    assert found["tokens"][before : before + len(kept)] == kept
+
+
+@needs_text
 def test_the_text_model_writes_words(command):
     found = json.loads(command("generate", "-n", "64", "--json", "It was a dark night, and the old captain").out)
     letters = sum(character.isalpha() or character in " ,.'\n" for character in found["text"])

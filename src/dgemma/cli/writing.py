@@ -3,7 +3,7 @@
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
@@ -181,11 +181,8 @@ def _infill(arguments: argparse.Namespace) -> None:
     if not _HOLE.search(text):
         raise ValueError('the text must have a hole. Write two underscores or more: "The ____ sat down."')
     writer = options.load_writer(arguments)
-    # Where words carry the space in front of them, it is part of the hole: after a lone one only fragments fit.
-    hole = f" ?{_HOLE.pattern}" if len(writer.tokenizer.encode(" a", bos=False)) == 1 else _HOLE.pattern
-    pieces = ((piece, bool(re.fullmatch(hole, piece))) for piece in re.split(f"({hole})", text))
     pad = writer.tokenizer.pad_token_id
-    ids, is_hole = _tokenise(pieces, writer.tokenizer, lambda hole: [pad] * hole.count("_"))
+    ids, is_hole = _tokenise(text, _HOLE.pattern, writer.tokenizer, lambda hole: [pad] * hole.count("_"))
     _fill(
         arguments,
         text,
@@ -208,8 +205,7 @@ def _edit(arguments: argparse.Namespace) -> None:
     writer = options.load_writer(arguments)
     # The longest first, so that words which contain others are kept whole.
     kept = "|".join(re.escape(words) for words in sorted(arguments.keep, key=len, reverse=True)) or "(?!)"
-    pieces = ((piece, piece in arguments.keep) for piece in re.split(f"({kept})", text))
-    ids, is_kept = _tokenise(pieces, writer.tokenizer)
+    ids, is_kept = _tokenise(text, kept, writer.tokenizer)
     _fill(
         arguments,
         text,
@@ -226,11 +222,15 @@ def _edit(arguments: argparse.Namespace) -> None:
 
 
 def _tokenise(
-    pieces: Iterable[tuple[str, bool]], tokenizer: Tokenizer, marked: Callable[[str], list[int]] | None = None
+    text: str, pattern: str, tokenizer: Tokenizer, marked: Callable[[str], list[int]] | None = None
 ) -> tuple[list[int], list[bool]]:
-    """Ids of pieces, and for each whether its piece is marked; marked pieces become ids by `marked` if there is one."""
+    """A text's ids, and whether they are of a piece that `pattern` marks, which become ids by `marked` if given."""
+    # Where words carry the space in front of them, it belongs to them: after a lone one only fragments fit.
+    space = " ?" if len(tokenizer.encode(" a", bos=False)) == 1 else ""
+    pattern = f"{space}(?:{pattern})"
     ids, marks = [tokenizer.bos_token_id], [False]
-    for piece, is_marked in pieces:
+    for piece in re.split(f"({pattern})", text):
+        is_marked = re.fullmatch(pattern, piece) is not None
         new = marked(piece) if is_marked and marked is not None else tokenizer.encode(piece, bos=False)
         ids += new
         marks += [is_marked] * len(new)
