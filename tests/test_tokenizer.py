@@ -226,6 +226,7 @@ def test_a_malformed_tool_call_keeps_its_text(tokenizer, body):
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
     with pytest.raises(FileNotFoundError, match=r"tokenizer\.json does not exist"):
         Tokenizer.from_pretrained(tmp_path)
 

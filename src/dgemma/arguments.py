@@ -249,7 +249,8 @@ def check_prompt(
     if total > config.max_position_embeddings:
         raise ValueError(
             f"generate must stay within max_position_embeddings {config.max_position_embeddings}, got {total} tokens "
-            f"with the prompt and {num_blocks} canvases. Shorten the prompt or lower max_new_tokens."
+            f"with the prompt and {num_blocks} canvas{'es' if num_blocks > 1 else ''}. Shorten the prompt or lower "
+            "max_new_tokens."
         )
 
 

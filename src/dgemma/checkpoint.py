@@ -35,6 +35,7 @@ _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _OWN_DEFAULTS = ("noise", "sampler")  # of GenerationDefaults, in config.json
 _MOST_NAMED = 5  # tensors or files, in an error
+_SIGNS = ("config.json", "tokenizer.json", "tokenizer_config.json", _SINGLE_FILE, _INDEX_FILE)  # of a checkpoint
 _CHECKPOINT_FILES = ("*.safetensors", "*.json", "*.jinja")
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _VISION = re.compile(r"(?:model\.)?(?:encoder\.)?(vision_tower|embed_vision|audio_tower|embed_audio)\.")
@@ -83,13 +84,17 @@ def resolve(path_or_repo: str | Path, files: Sequence[str] = _CHECKPOINT_FILES) 
     Example: `resolve("google/diffusiongemma-26B-A4B-it", files=["config.json"])`.
     """
     folder = Path(path_or_repo).expanduser()
-    if folder.is_dir():
+    if str(path_or_repo) and folder.is_dir():
         if not (folder / "config.json").is_file() and (folder / "final" / "config.json").is_file():
             raise FileNotFoundError(f"{folder} is the folder of a training run. Name its result, {folder / 'final'}.")
+        if not any((folder / name).is_file() for name in _SIGNS):
+            raise FileNotFoundError(
+                f"{folder} holds no checkpoint: there is no config.json. Give a checkpoint folder or owner/name."
+            )
         return folder
     if isinstance(path_or_repo, Path) or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path_or_repo):
         raise FileNotFoundError(
-            f"{path_or_repo} is neither a folder nor a hub id. Give a checkpoint folder or owner/name."
+            f"{path_or_repo or repr('')} is neither a folder nor a hub id. Give a checkpoint folder or owner/name."
         )
     owner, name = path_or_repo.split("/")
     if owner == "dgemma":

@@ -216,8 +216,8 @@ class PretrainedTokenizer(Tokenizer):
         file = self._folder / "tokenizer.json"
         if not file.is_file():
             raise FileNotFoundError(
-                f"{file} does not exist. Copy the checkpoint's tokenizer files there, or use ByteTokenizer() for a "
-                "model trained on bytes."
+                f"{file} does not exist: this checkpoint reads no text, or has lost its tokenizer. Copy that there, or "
+                "use ByteTokenizer() for a model trained on bytes."
             )
         try:
             self._pieces = tokenizers.Tokenizer.from_file(str(file))

@@ -40,6 +40,23 @@ NO_CHECKPOINT_READ = [
     (("infill", "--loud", "Hi"), "unknown: --loud. See dgemma infill --help."),
     (("--loud",), "COMMAND"),
     (("generate", "--gif", "run.png", "Hi"), "--gif must be a file that ends in .gif, got 'run.png'"),
+    (("generate", "-m", "", "Hi"), "'' is neither a folder nor a hub id"),
+    (
+        ("generate", "--temperature", "1e-300", "Hi"),
+        "ConstantTemperature.value must be from 1e-30 to 1e+30, got 1e-300",
+    ),
+    (("generate", "--temperature", "1e300", "Hi"), "must be from 1e-30 to 1e+30, got 1e+300"),
+    (
+        ("generate", "--sampler", "threshold:tau=1,tau=0.5", "Hi"),
+        "--sampler must name every field once, got 'tau' again",
+    ),
+    (("generate", "--sampler", "threshold:tau=inf", "Hi"), "Threshold.tau must be a probability, got inf"),
+    (
+        ("sudoku", "--sampler", "leave-one-out-gibbs"),
+        "--sampler LeaveOneOutGibbs must run under --noise uniform, got mask",
+    ),
+    (("evaluate", "--separator", "", "words.txt"), "--separator must not be empty"),
+    (("train", "--ema", "1", "--out", "run", "words.txt"), "--ema must be a number above 0 and below 1, got 1"),
     (("generate", "--top-p", "1.5", "Hi"), "--top-p must be a number above 0, at most 1, got 1.5"),
     (("generate", "--temperature", "nan", "Hi"), "--temperature must be a number above 0, got nan"),
     (("generate", "--seed", str(2**63), "Hi"), "--seed must be a whole number from -9223372036854775808 to"),
@@ -77,7 +94,8 @@ def test_bad_arguments_get_one_sentence(command, words, said):
 
 
 def test_a_prompt_longer_than_the_context_is_refused(command, checkpoint):
-    refuses(command("generate", "-m", checkpoint, "x" * 400), "got 657 tokens with the prompt and 8 canvases")
+    refuses(command("generate", "-m", checkpoint, "x" * 400), "got 657 tokens with the prompt and 8 canvases.")
+    refuses(command("generate", "-m", checkpoint, "-n", 32, "x" * 400), "got 433 tokens with the prompt and 1 canvas.")
 
 
 def test_other_encodings_than_utf8_are_refused(command, checkpoint):
@@ -87,6 +105,8 @@ def test_other_encodings_than_utf8_are_refused(command, checkpoint):
 
 
 def test_a_folder_without_a_model_is_no_checkpoint(command, checkpoint, tmp_path):
+    for words in (("generate", "-m", tmp_path, "Hi"), ("info", tmp_path)):
+        refuses(command(*words), f"{tmp_path} holds no checkpoint: there is no config.json")
     dgemma.ByteTokenizer().save_pretrained(tmp_path)
     refuses(command("generate", "-m", tmp_path, "Hi"), f"{tmp_path}/config.json does not exist")
 

@@ -3,6 +3,7 @@
 import functools
 import json
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ def test_a_trained_model_can_be_named_by_m(command, checkpoint, words, tmp_path)
     assert ran.code == 0
     losses = [json.loads(line)["loss"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     mean = statistics.fmean(losses)
-    assert ran.out == f"Wrote {tmp_path / 'final'} after 3 steps, mean loss of the last 3 {mean:.4f}.\n"
+    assert ran.out == f"Wrote {tmp_path / 'final'} after 3 steps, mean loss {mean:.4f}.\n"
     before, after = (load_file(folder / "model.safetensors") for folder in (checkpoint, tmp_path / "final"))
     assert not torch.equal(before["model.decoder.embed_tokens.weight"], after["model.decoder.embed_tokens.weight"])
     assert command("generate", "-m", tmp_path / "final", "-n", "1", "--steps", "1", "Hi").code == 0
@@ -98,11 +99,34 @@ def test_the_same_command_goes_on_where_it_was_stopped(command, checkpoint, word
 def test_minutes_may_stand_for_steps(command, checkpoint, words, tmp_path, monkeypatch):
     given = []
     real = training.train_for
-    monkeypatch.setattr(
-        training, "train_for", lambda *a, minutes, **k: given.append(minutes) or real(*a, minutes=None, **k)
-    )
-    assert command("train", "-m", checkpoint, "--out", tmp_path, *QUICK, "--minutes", "2.5", words).code == 0
+
+    def three_steps(model, objective, source, config, *, minutes, **options):
+        given.append(minutes)
+        return real(model, objective, source, replace(config, steps=3, warmup=0), minutes=None, **options)
+
+    monkeypatch.setattr(training, "train_for", three_steps)
+    quick = ("train", "-m", checkpoint, "--out", tmp_path, *QUICK[2:], words)
+    assert command(*quick, "--minutes", "2.5").code == 0
     assert given == [2.5]
+    both = command(*quick, "--minutes", "2.5", "--steps", "3")
+    assert (both.code, both.err[:50]) == (2, "dgemma train: --steps must not come with --minutes")
+
+
+def test_a_text_that_is_refused_leaves_no_folder(command, checkpoint, words, tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"text": "some words"}\n{"text": 3}\n')
+    assert command("train", "-m", checkpoint, "--out", tmp_path / "run", tmp_path / "bad.jsonl").code == 2
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes").touch()  # somebody's own
+    assert command("train", "-m", checkpoint, "--out", tmp_path / "run", tmp_path / "bad.jsonl").code == 2
+    assert (tmp_path / "run" / "notes").exists()
+
+
+def test_the_mean_loss_says_over_how_many_steps(command, checkpoint, words, tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "_NUM_AVERAGED", 2)
+    ran = command("train", "-m", checkpoint, "--out", tmp_path, *QUICK, words)
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert ran.out.endswith(f"after 3 steps, mean loss {statistics.mean(losses[-2:]):.4f} over the last 2.\n")
 
 
 def test_other_settings_are_refused_unless_allowed(command, checkpoint, words, tmp_path):

@@ -205,7 +205,7 @@ def _bench(arguments: argparse.Namespace) -> None:
     print(f"{arguments.model}{how} on {where}, batch {arguments.batch}")
     print(f"  prefix of {arguments.prefix}: {timings['prefix']}")
     print(f"  forward over {config.canvas_length}: {timings['forward']}")
-    print(f"  canvas in {arguments.steps} steps, with prefix: {timings['canvas']}")
+    print(f"  canvas in {output.counted(arguments.steps, 'step')}, with prefix: {timings['canvas']}")
     print(f"  {tokens_per_second:.1f} tokens a second")
 
 

@@ -69,6 +69,8 @@ def _sudoku(arguments: argparse.Namespace) -> int:
     noise = sudoku.sudoku_noise(arguments.noise) if arguments.noise else options.own_noise(arguments, denoiser)
     if noise is not None:
         warn_of_noise(denoiser, noise)  # now, in front of the live view
+    if arguments.sampler is not None:
+        options.check_sampler(arguments, noise or sudoku.sudoku_noise("mask"), denoiser)
     is_watched = output.is_watched(arguments)
     settings: dict[str, Any] = {
         "keep_clues": not arguments.write_clues,

@@ -2,6 +2,7 @@
 
 import argparse
 import lzma
+import shutil
 import sys
 import tempfile
 import zlib
@@ -81,8 +82,9 @@ def add_commands(commands: Any) -> None:
         help=f"begin with random weights of this size ({' or '.join(_PRESETS)}); -m then gives the tokenizer only",
     )
     group = parser.add_argument_group("training")
-    group.add_argument("--steps", type=values.count, default=1000, metavar="N", help="updates (%(default)s)")
-    group.add_argument(
+    length = group.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=values.count, default=1000, metavar="N", help="updates (%(default)s)")
+    length.add_argument(
         "--minutes", type=values.positive(), metavar="M", help="as many updates as fit into so long, instead of --steps"
     )
     group.add_argument("--batch-size", type=values.count, default=16, metavar="B", help="rows a step (%(default)s)")
@@ -99,7 +101,7 @@ def add_commands(commands: Any) -> None:
         "--lora", type=values.count, metavar="RANK", help="train adapters of this rank, and merge them at the end"
     )
     group.add_argument(
-        "--ema", type=values.positive(1.0), metavar="DECAY", help="keep an average of the weights, for instance 0.999"
+        "--ema", type=values.share, metavar="DECAY", help="keep an average of the weights, for instance 0.999"
     )
     options.add_noise_option(group, help="the process to learn")
     group.add_argument("--compile", action="store_true", help="compile the layers: slow to start, then faster")
@@ -115,7 +117,10 @@ def add_commands(commands: Any) -> None:
 def _add_files(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="+", metavar="FILE", help=".txt or .jsonl files, or folders of them")
     parser.add_argument(
-        "--separator", metavar="TEXT", help="what parts the documents of a .txt file (none: one document)"
+        "--separator",
+        type=values.some_text,
+        metavar="TEXT",
+        help="what parts the documents of a .txt file (none: one document)",
     )
 
 
@@ -208,7 +213,8 @@ def _train(arguments: argparse.Namespace) -> int:
     else:
         found = "" if result.num_new_steps else f"Already finished (step {result.step} of {result.step}). "
         taken = output.counted(result.step, "step")
-        print(f"{found}Wrote {result.final} after {taken}, mean loss of the last {len(losses)} {loss:.4f}.")
+        averaged = f" over the last {len(losses)}" if len(losses) < result.step else ""
+        print(f"{found}Wrote {result.final} after {taken}, mean loss {loss:.4f}{averaged}.")
     return 0
 
 
@@ -260,7 +266,13 @@ def _keep_tokens(arguments: argparse.Namespace, tokenizer: Tokenizer, folder: Pa
                 f"the text must be what the run in {arguments.out} began with, got another {changed}. Choose another "
                 "--out, or pass --allow-changes."
             )
-    return TokenFile.write(_documents(arguments), tokenizer, folder, made_from=made_from)
+    is_new = not arguments.out.exists()
+    try:
+        return TokenFile.write(_documents(arguments), tokenizer, folder, made_from=made_from)
+    except ValueError:  # a text that is refused leaves nothing behind
+        if is_new:
+            shutil.rmtree(arguments.out)
+        raise
 
 
 def _source(arguments: argparse.Namespace, file: TokenFile, canvas_len: int) -> BatchSource:

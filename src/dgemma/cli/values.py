@@ -6,6 +6,7 @@ import importlib.util
 import math
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,24 @@ def positive(most: float = math.inf) -> Callable[[str], float]:
     return read
 
 
+def share(text: str) -> float:
+    """Reads a number above 0 and below 1.
+
+    Example: `share("0.999")` is 0.999.
+    """
+    value = positive(1.0)(text)
+    if value == 1:
+        raise argparse.ArgumentTypeError(f"must be a number above 0 and below 1, got {text}")
+    return value
+
+
+def some_text(text: str) -> str:
+    """A text that is not empty."""
+    if not text:
+        raise argparse.ArgumentTypeError("must not be empty")
+    return text
+
+
 def device(text: str) -> torch.device:
     """A device that is there.
 
@@ -89,6 +108,8 @@ def sampler(text: str) -> Sampler:
         field, equals, value = pair.partition("=")
         if not equals:
             raise argparse.ArgumentTypeError(f"must be NAME:FIELD=VALUE,…, got {pair!r} without a value")
+        if field in settings:
+            raise argparse.ArgumentTypeError(f"must name every field once, got {field!r} again")
         settings[field] = _literal(value)
     try:
         return build_sampler(name, settings)
@@ -132,10 +153,10 @@ def new_gif(text: str) -> Path:
 
 
 def _literal(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
+    for read in (ast.literal_eval, float):  # the second for inf
+        with suppress(ValueError, SyntaxError):
+            return read(text)
+    return text
 
 
 def _default(field: Field[Any]) -> str:

@@ -9,6 +9,7 @@ from torch import Tensor
 from dgemma.sampling.checks import as_number, check_finite
 
 _GREEDY = "Use a sampler's greedy=True for the argmax."
+_LEAST, _MOST = 1e-30, 1e30  # what float32 can divide logits by
 
 
 class Temperature(Protocol):
@@ -27,7 +28,7 @@ class ConstantTemperature:
     value: float = 1.0
 
     def __post_init__(self) -> None:
-        check_finite(self, "value", above=0, fix=_GREEDY)
+        _check(self, "value")
 
     def __call__(self, step: Tensor, num_steps: Tensor) -> Tensor:
         return torch.full_like(step, self.value, dtype=torch.float32)
@@ -47,12 +48,21 @@ class LinearTemperature:
 
     def __post_init__(self) -> None:
         for name in ("start", "end"):
-            check_finite(self, name, above=0, fix=_GREEDY)
+            _check(self, name)
 
     def __call__(self, step: Tensor, num_steps: Tensor) -> Tensor:
         # float32 from here on, as in transformers; past the last step nothing is left.
         share_left = (num_steps - step).clamp(min=0).float() / num_steps.float()
         return self.end + (self.start - self.end) * share_left
+
+
+def _check(owner: Any, field: str) -> None:
+    check_finite(owner, field, above=0, fix=_GREEDY)
+    value = getattr(owner, field)
+    if not _LEAST <= value <= _MOST:
+        raise ValueError(
+            f"{type(owner).__name__}.{field} must be from {_LEAST:g} to {_MOST:g}, got {value!r}. {_GREEDY}"
+        )
 
 
 def read_temperature(value: Any) -> Any:
