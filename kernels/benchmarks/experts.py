@@ -78,7 +78,7 @@ def draw_hidden(pairs: int, held: str, block: int = 64) -> Tensor | Quantized:
     rows = draw_rows(pairs, F)
     if held != "fp8":
         return rows
-    scale = torch.full((-(-F // block), pairs), 0.01, device=GPU)
+    scale = torch.full((pairs, -(-F // block)), 0.01, device=GPU)
     return Quantized(values=rows.to(torch.float8_e4m3fn), scale=scale, dtype=rows.dtype, block=block)
 
 
@@ -152,7 +152,7 @@ def widen(weights: Tensor | Quantized, expert: int) -> Tensor:
 
 def round_as(got: Quantized, want: Tensor) -> tuple[Tensor, Tensor]:
     """Both, with `want` moved by at most half a step of float8 towards `got`: what is left between them is error."""
-    wide, scale = got.dequantize(), got.scale.T.repeat_interleave(got.block or F, 1)[:, : want.shape[1]].double()
+    wide, scale = got.dequantize(), got.scale.repeat_interleave(got.block or F, 1)[:, : want.shape[1]].double()
     half_step = 2.0 ** ((want / scale).abs().clamp(min=2.0**-6).log2().floor() - 4) * scale
     return wide, want + (wide - want).clamp(-half_step, half_step)
 

@@ -162,7 +162,7 @@ EXPERTS_FLOAT8: dict[str, tuple[ExpertConfig, ...]] = {
             max_tokens=768,
             rows=64,
             gate_up=Tile(cols=64, depth=128, warps=4, stages=4),
-            down=Tile(cols=128, depth=64, warps=4, stages=5),
+            down=Tile(cols=128, depth=64, warps=4, stages=4),
         ),
         ExpertConfig(
             max_tokens=1152,

@@ -48,9 +48,9 @@ def expert_gate_up(
     hidden_width = double // 2
     out = torch.empty(num_pairs, hidden_width, dtype=rows.dtype, device=rows.device)
     col_blocks = triton.cdiv(hidden_width, tile.cols)
-    quantized, out_scale = isinstance(x, Quantized), None
-    if quantized:  # a block's scales of all rows side by side: down reads those of one block and many rows at a time
-        out_scale = torch.empty(col_blocks, num_pairs, dtype=torch.float32, device=rows.device)
+    out_scale = None
+    if isinstance(x, Quantized):
+        out_scale = torch.empty(num_pairs, col_blocks, dtype=torch.float32, device=rows.device)
     grid_tiles, proj = _grid_tiles(tiles), _weight_arguments(gate_up_proj, tile)
     _expert_gate_up_kernel[(col_blocks * grid_tiles,)](
         rows,
@@ -61,7 +61,6 @@ def expert_gate_up(
         tiles.finished,
         out,
         out_scale,
-        num_pairs if quantized else None,
         grid_tiles,
         tiles.tiles.shape[0],
         WIDTH=width,
@@ -124,7 +123,6 @@ def expert_down(
         tiles.tiles,
         tiles.finished,
         out,
-        num_pairs if block else None,
         grid_tiles,
         tiles.tiles.shape[0],
         triton.cdiv(hidden_width, config.gate_up.cols),
@@ -202,17 +200,30 @@ def _token_rows(
 
 
 @triton.jit
-def _add_products(
-    sums: tl.tensor, w: tl.tensor, rows: tl.tensor, row_scale: tl.tensor, FLOAT8: tl.constexpr
+def _load_scales(
+    hidden_scale: tl.tensor, row: tl.tensor, row_inside: tl.tensor, HIDDEN: tl.constexpr, BLOCK: tl.constexpr
 ) -> tl.tensor:
-    """sums + w @ rows, of float8 times the rows' scale. Hopper adds products of float8 with 14 bits: those of one block
-    alone, and blocks in float32 (`max_num_imprecise_acc` means the same, and waits for each instruction in between)."""
+    """The scales of all blocks of these rows, (rows, blocks and what makes them a power of two). Asked for at once, in
+    front of the loop: one block ahead of its products each would still be waited for, a trip to L2 in every turn."""
+    BLOCKS: tl.constexpr = triton.cdiv(HIDDEN, BLOCK)
+    block = tl.arange(0, triton.next_power_of_2(BLOCKS))[None, :]
+    return tl.load(hidden_scale + row[:, None] * BLOCKS + block, mask=row_inside[:, None] & (block < BLOCKS), other=0.0)
+
+
+@triton.jit
+def _add_products(
+    sums: tl.tensor, w: tl.tensor, rows: tl.tensor, scales: tl.tensor, block: tl.tensor, FLOAT8: tl.constexpr
+) -> tl.tensor:
+    """sums + w @ rows, of float8 times the rows' scales of this block, the others of which `scales` holds too. Hopper
+    adds products of float8 with 14 bits: those of one block alone, and blocks in float32 (`max_num_imprecise_acc` means
+    the same, and waits for each instruction in between)."""
     if not FLOAT8:
         sums = tl.dot(w, rows, sums, input_precision="ieee")
-    elif row_scale is None:
+    elif scales is None:
         sums += tl.dot(w, rows)
     else:
-        sums += tl.dot(w, rows) * row_scale[None, :]
+        scale = tl.sum(tl.where(tl.arange(0, scales.shape[1])[None, :] == block, scales, 0.0), 1)
+        sums += tl.dot(w, rows) * scale[None, :]
     return sums
 
 
@@ -220,7 +231,6 @@ def _add_products(
 def _store_geglu(
     out: tl.tensor,
     out_scale: tl.tensor,
-    num_pairs: tl.tensor,
     gate: tl.tensor,
     up: tl.tensor,
     gate_scale: tl.tensor,
@@ -245,7 +255,7 @@ def _store_geglu(
         up *= up_scale[:, None] * token_scale[None, :]
         hidden = gelu_tanh_times(gate, up, tl.float32)
         scale = float8_scale(hidden, 0)
-        tl.store(out_scale + block * num_pairs + row, scale, mask=row_inside)
+        tl.store(out_scale + row * triton.cdiv(HIDDEN, gate.shape[0]) + block, scale, mask=row_inside)
         hidden = (hidden / scale[None, :]).to(out.dtype.element_ty).T
     at = row[:, None].to(tl.int64) * HIDDEN + cols[None, :]
     tl.store(out + at, hidden, mask=row_inside[:, None] & col_inside[None, :])
@@ -281,7 +291,6 @@ def _gate_up_tile(
     pairs: tl.tensor,
     out: tl.tensor,
     out_scale: tl.tensor,
-    num_pairs: tl.tensor,
     expert: tl.tensor,
     first: tl.tensor,
     num_rows: tl.tensor,
@@ -328,19 +337,19 @@ def _gate_up_tile(
             gate_w = tl.load(gates + start, mask=col_inside[:, None] & left, other=0.0)
             up_w = tl.load(gates + HIDDEN * WIDTH + start, mask=col_inside[:, None] & left, other=0.0)
         tokens = tl.load(inputs + start, mask=row_inside[:, None] & left, other=0.0).T
-        gate = _add_products(gate, gate_w, tokens, None, FLOAT8)
-        up = _add_products(up, up_w, tokens, None, FLOAT8)
+        gate = _add_products(gate, gate_w, tokens, None, None, FLOAT8)
+        up = _add_products(up, up_w, tokens, None, None, FLOAT8)
         if MORE > 0:
             more_tokens = tl.load(more_inputs + start, mask=more_inside[:, None] & left, other=0.0).T
-            more_gate = _add_products(more_gate, gate_w, more_tokens, None, FLOAT8)
-            more_up = _add_products(more_up, up_w, more_tokens, None, FLOAT8)
+            more_gate = _add_products(more_gate, gate_w, more_tokens, None, None, FLOAT8)
+            more_up = _add_products(more_up, up_w, more_tokens, None, None, FLOAT8)
     _store_geglu(
-        out, out_scale, num_pairs, gate, up, gate_scale, up_scale, x_scale, pairs,
+        out, out_scale, gate, up, gate_scale, up_scale, x_scale, pairs,
         first + slots, row_inside, cols, col_inside, col // COLS, HIDDEN, NUM_ACTIVE,
     )  # fmt: skip
     if MORE > 0:
         _store_geglu(
-            out, out_scale, num_pairs, more_gate, more_up, gate_scale, up_scale, x_scale, pairs,
+            out, out_scale, more_gate, more_up, gate_scale, up_scale, x_scale, pairs,
             first + more, more_inside, cols, col_inside, col // COLS, HIDDEN, NUM_ACTIVE,
         )  # fmt: skip
 
@@ -378,7 +387,7 @@ def _packed_gate_up_tile(
     cols = col + tl.arange(0, COLS)
     col_inside = inside(cols, HIDDEN, HIDDEN % COLS == 0)
     _store_geglu(
-        out, None, None, gate, up, None, None, None, pairs,
+        out, None, gate, up, None, None, None, pairs,
         first + slots, row_inside, cols, col_inside, col // COLS, HIDDEN, NUM_ACTIVE,
     )  # fmt: skip
 
@@ -417,7 +426,7 @@ def _packed_down_tile(
     _store_weighted(out, sums, None, weights, pair, row_inside, cols, col_inside, WIDTH)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "grid_tiles", "max_tiles"])
+@triton.jit(do_not_specialize=["grid_tiles", "max_tiles"])
 def _expert_gate_up_kernel(
     x: tl.tensor,
     x_scale: tl.tensor,
@@ -431,7 +440,6 @@ def _expert_gate_up_kernel(
     finished: tl.tensor,
     out: tl.tensor,
     out_scale: tl.tensor,
-    num_pairs: tl.tensor,
     grid_tiles: tl.tensor,
     max_tiles: tl.tensor,
     WIDTH: tl.constexpr,
@@ -457,12 +465,12 @@ def _expert_gate_up_kernel(
             )  # fmt: skip
         elif MORE > 0 and num_rows > ROWS:  # two loops: half of the experts at 1,024 tokens need no second block
             _gate_up_tile(
-                x, x_scale, gate_up_proj, proj_scale, pairs, out, out_scale, num_pairs, expert, first, num_rows, col,
+                x, x_scale, gate_up_proj, proj_scale, pairs, out, out_scale, expert, first, num_rows, col,
                 WIDTH, HIDDEN, NUM_ACTIVE, ROWS, MORE, COLS, DEPTH, DESCRIBED,
             )  # fmt: skip
         else:
             _gate_up_tile(
-                x, x_scale, gate_up_proj, proj_scale, pairs, out, out_scale, num_pairs, expert, first, num_rows, col,
+                x, x_scale, gate_up_proj, proj_scale, pairs, out, out_scale, expert, first, num_rows, col,
                 WIDTH, HIDDEN, NUM_ACTIVE, ROWS, 0, COLS, DEPTH, DESCRIBED,
             )  # fmt: skip
         tl.debug_barrier()  # the stores of all threads come before the one that counts
@@ -482,7 +490,6 @@ def _down_tile(
     weights: tl.tensor,
     pairs: tl.tensor,
     out: tl.tensor,
-    num_pairs: tl.tensor,
     expert: tl.tensor,
     first: tl.tensor,
     num_rows: tl.tensor,
@@ -506,10 +513,11 @@ def _down_tile(
     inputs = hidden + (first + slots)[:, None].to(tl.int64) * HIDDEN + depth[None, :]
     if not DESCRIBED:
         kernels = down_proj + (expert.to(tl.int64) * WIDTH + cols[:, None]) * HIDDEN + depth[None, :]
-    scale, row_scale, more_scale = None, None, None
-    if BLOCK is not None:  # the rows' scales one block ahead, so that no block waits for them
+    FLOAT8: tl.constexpr = hidden_scale is not None
+    scale, scales, more_scales = None, None, None
+    if FLOAT8:
         scale = tl.load(proj_scale + expert * WIDTH + cols, mask=col_inside, other=0.0)
-        row_scale = tl.load(hidden_scale + first + slots, mask=row_inside, other=0.0)
+        scales = _load_scales(hidden_scale, first + slots, row_inside, HIDDEN, BLOCK)
     sums = tl.zeros([COLS, ROWS], tl.float32)
     if MORE > 0:
         more = ROWS + tl.arange(0, MORE)
@@ -517,8 +525,8 @@ def _down_tile(
         more_pair = tl.load(pairs + first + more, mask=more_inside, other=0)
         more_inputs = hidden + (first + more)[:, None].to(tl.int64) * HIDDEN + depth[None, :]
         more_sums = tl.zeros([COLS, MORE], tl.float32)
-        if BLOCK is not None:
-            more_scale = tl.load(hidden_scale + first + more, mask=more_inside, other=0.0)
+        if FLOAT8:
+            more_scales = _load_scales(hidden_scale, first + more, more_inside, HIDDEN, BLOCK)
     for start in range(0, HIDDEN, DEPTH):
         left = inside(depth, HIDDEN - start, HIDDEN % DEPTH == 0)[None, :]
         if DESCRIBED:
@@ -526,21 +534,17 @@ def _down_tile(
         else:
             w = tl.load(kernels + start, mask=col_inside[:, None] & left, other=0.0)
         h = tl.load(inputs + start, mask=row_inside[:, None] & left, other=0.0)
-        sums = _add_products(sums, w, h.T, row_scale, BLOCK is not None)
-        if BLOCK is not None:
-            scales = hidden_scale + tl.minimum(start + DEPTH, HIDDEN - 1) // BLOCK * num_pairs + first
-            row_scale = tl.load(scales + slots, mask=row_inside, other=0.0)
+        block = start // BLOCK if FLOAT8 else None
+        sums = _add_products(sums, w, h.T, scales, block, FLOAT8)
         if MORE > 0:
             more_h = tl.load(more_inputs + start, mask=more_inside[:, None] & left, other=0.0)
-            more_sums = _add_products(more_sums, w, more_h.T, more_scale, BLOCK is not None)
-            if BLOCK is not None:
-                more_scale = tl.load(scales + more, mask=more_inside, other=0.0)
+            more_sums = _add_products(more_sums, w, more_h.T, more_scales, block, FLOAT8)
     _store_weighted(out, sums, scale, weights, pair, row_inside, cols, col_inside, WIDTH)
     if MORE > 0:
         _store_weighted(out, more_sums, scale, weights, more_pair, more_inside, cols, col_inside, WIDTH)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "grid_tiles", "max_tiles", "gate_up_blocks"])
+@triton.jit(do_not_specialize=["grid_tiles", "max_tiles", "gate_up_blocks"])
 def _expert_down_kernel(
     hidden: tl.tensor,
     hidden_scale: tl.tensor,
@@ -554,7 +558,6 @@ def _expert_down_kernel(
     tiles: tl.tensor,
     finished: tl.tensor,
     out: tl.tensor,
-    num_pairs: tl.tensor,
     grid_tiles: tl.tensor,
     max_tiles: tl.tensor,
     gate_up_blocks: tl.tensor,
@@ -588,12 +591,12 @@ def _expert_down_kernel(
             )  # fmt: skip
         elif MORE > 0 and num_rows > ROWS:
             _down_tile(
-                hidden, hidden_scale, down_proj, proj_scale, weights, pairs, out, num_pairs,
+                hidden, hidden_scale, down_proj, proj_scale, weights, pairs, out,
                 expert, first, num_rows, col, WIDTH, HIDDEN, ROWS, MORE, COLS, DEPTH, BLOCK, DESCRIBED,
             )  # fmt: skip
         else:
             _down_tile(
-                hidden, hidden_scale, down_proj, proj_scale, weights, pairs, out, num_pairs,
+                hidden, hidden_scale, down_proj, proj_scale, weights, pairs, out,
                 expert, first, num_rows, col, WIDTH, HIDDEN, ROWS, 0, COLS, DEPTH, BLOCK, DESCRIBED,
             )  # fmt: skip
         tile += grid_tiles

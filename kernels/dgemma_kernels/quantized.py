@@ -18,13 +18,13 @@ class Quantized:
     """
 
     values: Tensor  # (..., K) float8_e4m3fn
-    scale: Tensor  # (...) float32, one a row; with `block` (G, ...), one for each so many columns of a row
+    scale: Tensor  # (...) float32, one a row; with `block` (..., G), one for each so many columns
     dtype: torch.dtype
     block: int | None = None
 
     def __post_init__(self) -> None:
         *rows, width = self.values.shape
-        shape = rows if self.block is None else [-(-width // self.block), *rows]
+        shape = rows if self.block is None else [*rows, -(-width // self.block)]
         if list(self.scale.shape) != shape or self.scale.dtype != torch.float32 or not self.scale.is_contiguous():
             raise ValueError(
                 f"Quantized.scale must be contiguous {tuple(shape)} float32 for values {tuple(self.values.shape)}, "
@@ -39,7 +39,7 @@ class Quantized:
         """What they stand for, exactly: (..., K) float64."""
         if self.block is None:
             return self.values.double() * self.scale[..., None]
-        wide = self.scale.movedim(0, -1).repeat_interleave(self.block, -1)
+        wide = self.scale.repeat_interleave(self.block, -1)
         return self.values.double() * wide[..., : self.values.shape[-1]]
 
 

@@ -108,7 +108,7 @@ def test_scales_of_other_rows_are_refused():
     values = torch.zeros(4, 88).to(FLOAT8)
     with pytest.raises(ValueError, match=r"Quantized.scale must be contiguous \(4,\) float32 for values \(4, 88\)"):
         Quantized(values=values, scale=torch.ones(3), dtype=torch.float32)
-    with pytest.raises(ValueError, match=r"Quantized.scale must be contiguous \(2, 4\) float32"):
+    with pytest.raises(ValueError, match=r"Quantized.scale must be contiguous \(4, 2\) float32"):
         Quantized(values=values, scale=torch.ones(4), dtype=torch.float32, block=64)
 
 
@@ -163,9 +163,10 @@ def described(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         ("two-experts-have-no-rows", torch.float32),
     ],
 )
-@pytest.mark.parametrize(("width", "hidden"), [(D, F), (80, 80), (128, 128)], ids=["72-bytes", "ragged", "exact"])
+@pytest.mark.parametrize(("width", "hidden"), [(D, F), (80, 144), (128, 128)], ids=["72-bytes", "ragged", "exact"])
 def test_products_match_float64_of_what_was_rounded(routing, width, hidden, dtype, device):
-    # A row of 72 bytes is not whole 16 bytes, which descriptors need; those of 80 and 128 are.
+    # A row of 72 bytes is not whole 16 bytes, which descriptors need; the others are. 144 columns are three blocks: a
+    # program holds a power of two of their scales.
     index = draw_routing(routing).to(device)
     x, gate_up, down, weights = draw(index, width, hidden, dtype, device)
     tiles = sort(index)
@@ -174,7 +175,7 @@ def test_products_match_float64_of_what_was_rounded(routing, width, hidden, dtyp
     want_hidden = reference.expert_gate_up(x, gate_up, tiles)
     assert (got_hidden.block, got_hidden.dtype) == (64, dtype)
     for block, columns in enumerate(want_hidden.split(64, dim=1)):
-        scale = got_hidden.scale[block]
+        scale = got_hidden.scale[:, block]
         torch.testing.assert_close(scale.double(), columns.abs().amax(-1) / 448, rtol=SUMS, atol=0)
         assert_nearest(got_hidden.values.split(64, dim=1)[block], columns, scale[:, None], slack=SUMS)
 
@@ -195,8 +196,8 @@ def test_a_block_of_hidden_values_does_not_coarsen_another(device):
     scale[:, F : F + 64] *= 1000
     after = experts.expert_gate_up(x, replace(gate_up, scale=scale), tiles)
     assert torch.equal(after.values[:, 64:].float(), before.values[:, 64:].float())
-    assert torch.equal(after.scale[1], before.scale[1])
-    assert (after.scale[0] > 900 * before.scale[0]).all()
+    assert torch.equal(after.scale[:, 1], before.scale[:, 1])
+    assert (after.scale[:, 0] > 900 * before.scale[:, 0]).all()
 
 
 @pytest.mark.usefixtures("described")
@@ -236,13 +237,13 @@ def test_float8_without_the_scales_that_kernels_apply_is_refused(device):
     x, gate_up, down, weights = draw(index, D, F, torch.float32, device)
     tiles = sort(index)
     hidden = experts.expert_gate_up(x, gate_up, tiles)
-    by_block = replace(gate_up, scale=gate_up.scale[None], block=D)
+    by_block = replace(gate_up, scale=gate_up.scale[..., None], block=D)
     for rows, proj in ((x.values, gate_up.values), (x, gate_up.values), (x.values, gate_up), (x, by_block)):
         with pytest.raises(ValueError, match=r"expert_gate_up must be given torch.float8_e4m3fn with scales, one for"):
             experts.expert_gate_up(rows, proj, tiles)
     with pytest.raises(ValueError, match=r"expert_down must be given torch.float8_e4m3fn with scales"):
         experts.expert_down(hidden, down.values, weights, tiles)
-    blocks = replace(x, scale=x.scale.expand(2, -1).contiguous(), block=64)
+    blocks = replace(x, scale=x.scale[:, None].expand(-1, 2).contiguous(), block=64)
     with pytest.raises(ValueError, match=r"expert_gate_up.x must have one scale a row, got one for each 64 columns"):
         experts.expert_gate_up(blocks, gate_up, tiles)
 
@@ -273,6 +274,17 @@ def test_weights_that_are_no_numbers_are_not_rounded_to_some(bad, device):
     wide[2, 5, 7] = bad
     rows = experts.expert_down(experts.expert_gate_up(x, gate_up, tiles), quantize(wide), weights, tiles)
     assert rows.isnan().nonzero().tolist() == [[2, 0, 5]]
+
+
+def test_a_tile_shallower_than_a_block_of_hidden_values_takes_the_block_s_scale(device, monkeypatch):
+    index = draw_routing("even").to(device)
+    x, gate_up, down, weights = draw(index, D, F, torch.float32, device)
+    tiles, config = sort(index), configs.EXPERTS_FLOAT8["default"][0]
+    hidden = experts.expert_gate_up(x, gate_up, tiles)
+    monkeypatch.setitem(configs.EXPERTS_FLOAT8, "default", (replace(config, down=replace(config.down, depth=32)),))
+    got = experts.expert_down(hidden, down, weights, tiles)
+    want = reference.expert_down(hidden, down, weights.double(), tiles)
+    assert (got - want).norm() / want.norm() < SUMS
 
 
 def test_a_tile_deeper_than_a_block_of_hidden_values_is_refused(device, monkeypatch):
