@@ -60,7 +60,7 @@ def add_model_options(parser: argparse.ArgumentParser, *, default: str, fast: bo
             "--weights",
             choices=("bf16", "packed", "fp8"),
             help="with --fast: packed is bf16 in 12 bits without loss, 1.1 times as fast for one text; fp8 rounds the "
-            "experts to 8 bits, 1.4 times as fast (bf16)",
+            "experts to 8 bits, 1.5 times as fast (bf16)",
         )
 
 
