@@ -33,6 +33,7 @@ NO_CHECKPOINT_READ = [
     (("generate", "bytes \udcff"), "must be UTF-8"),
     (("generate", "-m", "/no/such/folder", "Hi"), "/no/such/folder is neither a folder nor a hub id"),
     (("generate", "-m", "dgemma/novels", "Hi"), "dgemma/novels does not ship with dgemma"),
+    (("generate", "dgemma/text", "Hi"), "dgemma/text is a model, not part of the text. Write --model in front of it"),
     (("generate", "--steps", "0", "Hi"), "--steps must be a whole number of at least 1, got 0"),
     (("generate", "--steps", "few", "Hi"), "--steps must be a whole number of at least 1, got 'few'"),
     (("generate", "-n", "-4", "Hi"), "-n/--max-new-tokens must be"),
@@ -96,6 +97,10 @@ def test_bad_arguments_get_one_sentence(command, words, said):
 def test_a_prompt_longer_than_the_context_is_refused(command, checkpoint):
     refuses(command("generate", "-m", checkpoint, "x" * 400), "got 657 tokens with the prompt and 8 canvases.")
     refuses(command("generate", "-m", checkpoint, "-n", 32, "x" * 400), "got 433 tokens with the prompt and 1 canvas.")
+
+
+def test_a_folder_in_front_of_the_text_is_not_taken_for_words(command, checkpoint):
+    refuses(command("infill", checkpoint, "The ____ sat."), f"{checkpoint} is a model, not part of the text")
 
 
 def test_other_encodings_than_utf8_are_refused(command, checkpoint):

@@ -5,6 +5,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -203,6 +204,8 @@ def _in_config(arguments: argparse.Namespace, entry: str) -> Iterator[None]:
 
 def read_text(words: Sequence[str]) -> str:
     """The words of the command line as one text, or what is piped in when there are none or a single "-"."""
+    if len(words) > 1 and (words[0].startswith("dgemma/") or Path(words[0], "config.json").is_file()):
+        raise ValueError(f"{words[0]} is a model, not part of the text. Write --model in front of it.")
     if list(words) not in ([], ["-"]):
         text = " ".join(words)
     elif sys.stdin is None or sys.stdin.isatty():
