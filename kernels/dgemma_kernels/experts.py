@@ -6,8 +6,8 @@ column blocks run fastest, so that neighbours share the expert. The weights are 
 makes them Hopper's warpgroup instructions at 16 and 32 rows of tokens too; there the memory unit fetches them in whole
 blocks. The last programs of gate_up leave memory idle: down's start beside them, each waiting for its own tile alone.
 Weights and rows may also be in float8: products of float8 values, to whose float32 sums the scales are applied; hidden
-values have a scale for each row and block of a program's columns. Packed weights have tiles of their own, in which
-gate and up are one product. Reference twin: `reference`.
+values have a scale for each row and block of a program's columns. What a program does with its tile is in
+`expert_tiles`. Reference twin: `reference`.
 """
 
 import torch
@@ -16,9 +16,18 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dgemma_kernels.blocks import float8_scale, gelu_tanh_times, inside, wait_for_launches_before
+from dgemma_kernels.blocks import wait_for_launches_before
 from dgemma_kernels.configs import Tile, dependent_launch, expert_config, tensor_descriptors
-from dgemma_kernels.packed import DEPTH, HALF, ROWS, Packed, multiply_packed
+from dgemma_kernels.expert_tiles import (
+    Sizes,
+    Values,
+    down_tile,
+    gate_up_tile,
+    load_tile,
+    packed_down_tile,
+    packed_gate_up_tile,
+)
+from dgemma_kernels.packed import DEPTH, HALF, ROWS, Packed, Weights
 from dgemma_kernels.quantized import Quantized, split
 from dgemma_kernels.router import ExpertTiles
 
@@ -190,242 +199,6 @@ def _split_rows(rows_per_tile: int) -> dict[str, int]:
     return {"ROWS": rows, "MORE": rows_per_tile - rows}
 
 
-@triton.jit
-def _token_rows(
-    pairs: tl.tensor, first: tl.tensor, slots: tl.tensor, row_inside: tl.tensor, NUM_ACTIVE: tl.constexpr
-) -> tl.tensor:
-    """Which tokens the slots of a tile are, as a column."""
-    token = tl.load(pairs + first + slots, mask=row_inside, other=0) // NUM_ACTIVE
-    return token[:, None].to(tl.int64)
-
-
-@triton.jit
-def _load_scales(
-    hidden_scale: tl.tensor, row: tl.tensor, row_inside: tl.tensor, HIDDEN: tl.constexpr, BLOCK: tl.constexpr
-) -> tl.tensor:
-    """The scales of all blocks of these rows, (rows, blocks and what makes them a power of two). Asked for at once, in
-    front of the loop: one block ahead of its products each would still be waited for, a trip to L2 in every turn."""
-    BLOCKS: tl.constexpr = triton.cdiv(HIDDEN, BLOCK)
-    block = tl.arange(0, triton.next_power_of_2(BLOCKS))[None, :]
-    return tl.load(hidden_scale + row[:, None] * BLOCKS + block, mask=row_inside[:, None] & (block < BLOCKS), other=0.0)
-
-
-@triton.jit
-def _add_products(
-    sums: tl.tensor, w: tl.tensor, rows: tl.tensor, scales: tl.tensor, block: tl.tensor, FLOAT8: tl.constexpr
-) -> tl.tensor:
-    """sums + w @ rows, of float8 times the rows' scales of this block, the others of which `scales` holds too. Hopper
-    adds products of float8 with 14 bits: those of one block alone, and blocks in float32 (`max_num_imprecise_acc` means
-    the same, and waits for each instruction in between)."""
-    if not FLOAT8:
-        sums = tl.dot(w, rows, sums, input_precision="ieee")
-    elif scales is None:
-        sums += tl.dot(w, rows)
-    else:
-        scale = tl.sum(tl.where(tl.arange(0, scales.shape[1])[None, :] == block, scales, 0.0), 1)
-        sums += tl.dot(w, rows) * scale[None, :]
-    return sums
-
-
-@triton.jit
-def _store_geglu(
-    out: tl.tensor,
-    out_scale: tl.tensor,
-    gate: tl.tensor,
-    up: tl.tensor,
-    gate_scale: tl.tensor,
-    up_scale: tl.tensor,
-    x_scale: tl.tensor,
-    pairs: tl.tensor,
-    row: tl.tensor,
-    row_inside: tl.tensor,
-    cols: tl.tensor,
-    col_inside: tl.tensor,
-    block: tl.tensor,
-    HIDDEN: tl.constexpr,
-    NUM_ACTIVE: tl.constexpr,
-) -> None:
-    if out_scale is None:
-        hidden = gelu_tanh_times(gate, up, out.dtype.element_ty).T
-    else:
-        # Read again (under a modifier, else Triton keeps it from the front, and 40 registers with it).
-        token = tl.load(pairs + row, mask=row_inside, other=0, cache_modifier=".ca") // NUM_ACTIVE
-        token_scale = tl.load(x_scale + token, mask=row_inside, other=0.0)
-        gate *= gate_scale[:, None] * token_scale[None, :]
-        up *= up_scale[:, None] * token_scale[None, :]
-        hidden = gelu_tanh_times(gate, up, tl.float32)
-        scale = float8_scale(hidden, 0)
-        tl.store(out_scale + row * triton.cdiv(HIDDEN, gate.shape[0]) + block, scale, mask=row_inside)
-        hidden = (hidden / scale[None, :]).to(out.dtype.element_ty).T
-    at = row[:, None].to(tl.int64) * HIDDEN + cols[None, :]
-    tl.store(out + at, hidden, mask=row_inside[:, None] & col_inside[None, :])
-
-
-@triton.jit
-def _store_weighted(
-    out: tl.tensor,
-    sums: tl.tensor,
-    scale: tl.tensor,
-    weights: tl.tensor,
-    pair: tl.tensor,
-    row_inside: tl.tensor,
-    cols: tl.tensor,
-    col_inside: tl.tensor,
-    WIDTH: tl.constexpr,
-) -> None:
-    # Read here, since in front of the loop it would hold back the first weights until `pair` has arrived.
-    weight = tl.load(weights + pair, mask=row_inside, other=0.0)
-    if scale is not None:
-        sums *= scale[:, None]
-    result = sums.to(out.dtype.element_ty).to(tl.float32) * weight[None, :]
-    at = pair[:, None].to(tl.int64) * WIDTH + cols[None, :]
-    tl.store(out + at, result.to(out.dtype.element_ty).T, mask=row_inside[:, None] & col_inside[None, :])
-
-
-@triton.jit
-def _gate_up_tile(
-    x: tl.tensor,
-    x_scale: tl.tensor,
-    gate_up_proj: tl.tensor,
-    proj_scale: tl.tensor,
-    pairs: tl.tensor,
-    out: tl.tensor,
-    out_scale: tl.tensor,
-    expert: tl.tensor,
-    first: tl.tensor,
-    num_rows: tl.tensor,
-    col: tl.tensor,
-    WIDTH: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    NUM_ACTIVE: tl.constexpr,
-    ROWS: tl.constexpr,
-    MORE: tl.constexpr,
-    COLS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    DESCRIBED: tl.constexpr,
-) -> None:
-    """One tile's rows by COLS columns of the weights, a tensor descriptor where DESCRIBED, else a pointer."""
-    FLOAT8: tl.constexpr = x_scale is not None
-    cols = col + tl.arange(0, COLS)
-    col_inside = inside(cols, HIDDEN, HIDDEN % COLS == 0)
-    depth = tl.arange(0, DEPTH)
-    slots = tl.arange(0, ROWS)
-    row_inside = slots < num_rows
-    inputs = x + _token_rows(pairs, first, slots, row_inside, NUM_ACTIVE) * WIDTH + depth[None, :]
-    row = expert * 2 * HIDDEN + col
-    if not DESCRIBED:
-        gates = gate_up_proj + (expert.to(tl.int64) * 2 * HIDDEN + cols[:, None]) * WIDTH + depth[None, :]
-    gate_scale, up_scale = None, None
-    if proj_scale is not None:  # asked for here: behind the loop they would be one more wait for memory
-        gate_scale = tl.load(proj_scale + row + cols - col, mask=col_inside, other=0.0)
-        up_scale = tl.load(proj_scale + row + HIDDEN + cols - col, mask=col_inside, other=0.0)
-    gate = tl.zeros([COLS, ROWS], tl.float32)
-    up = tl.zeros([COLS, ROWS], tl.float32)
-    if MORE > 0:
-        more = ROWS + tl.arange(0, MORE)
-        more_inside = more < num_rows
-        more_inputs = x + _token_rows(pairs, first, more, more_inside, NUM_ACTIVE) * WIDTH + depth[None, :]
-        more_gate = tl.zeros([COLS, MORE], tl.float32)
-        more_up = tl.zeros([COLS, MORE], tl.float32)
-    for start in range(0, WIDTH, DEPTH):
-        left = inside(depth, WIDTH - start, WIDTH % DEPTH == 0)[None, :]
-        # Weights first: their loads need not wait for the rows' addresses, which come from memory too.
-        if DESCRIBED:
-            gate_w = gate_up_proj.load([row, start])
-            up_w = gate_up_proj.load([row + HIDDEN, start])
-        else:
-            gate_w = tl.load(gates + start, mask=col_inside[:, None] & left, other=0.0)
-            up_w = tl.load(gates + HIDDEN * WIDTH + start, mask=col_inside[:, None] & left, other=0.0)
-        tokens = tl.load(inputs + start, mask=row_inside[:, None] & left, other=0.0).T
-        gate = _add_products(gate, gate_w, tokens, None, None, FLOAT8)
-        up = _add_products(up, up_w, tokens, None, None, FLOAT8)
-        if MORE > 0:
-            more_tokens = tl.load(more_inputs + start, mask=more_inside[:, None] & left, other=0.0).T
-            more_gate = _add_products(more_gate, gate_w, more_tokens, None, None, FLOAT8)
-            more_up = _add_products(more_up, up_w, more_tokens, None, None, FLOAT8)
-    _store_geglu(
-        out, out_scale, gate, up, gate_scale, up_scale, x_scale, pairs,
-        first + slots, row_inside, cols, col_inside, col // COLS, HIDDEN, NUM_ACTIVE,
-    )  # fmt: skip
-    if MORE > 0:
-        _store_geglu(
-            out, out_scale, more_gate, more_up, gate_scale, up_scale, x_scale, pairs,
-            first + more, more_inside, cols, col_inside, col // COLS, HIDDEN, NUM_ACTIVE,
-        )  # fmt: skip
-
-
-@triton.jit
-def _packed_gate_up_tile(
-    x: tl.tensor,
-    planes: tl.tensor,
-    scale: tl.tensor,
-    starts: tl.tensor,
-    places: tl.tensor,
-    outliers: tl.tensor,
-    pairs: tl.tensor,
-    out: tl.tensor,
-    expert: tl.tensor,
-    first: tl.tensor,
-    num_rows: tl.tensor,
-    col: tl.tensor,
-    WIDTH: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    NUM_ACTIVE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    DESCRIBED: tl.constexpr,
-) -> None:
-    """A block's columns of gate and up are neighbours among the packed rows, and one product."""
-    slots = tl.arange(0, ROWS)
-    row_inside = slots < num_rows
-    rows = x + _token_rows(pairs, first, slots, row_inside, NUM_ACTIVE) * WIDTH
-    sums = multiply_packed(
-        rows, row_inside, planes, scale, starts, places, outliers, expert, col // COLS,
-        (HIDDEN + COLS - 1) // COLS, WIDTH, ROWS, DESCRIBED,
-    )  # fmt: skip
-    gate, up = sums.reshape(2, COLS, ROWS).permute(1, 2, 0).split()
-    cols = col + tl.arange(0, COLS)
-    col_inside = inside(cols, HIDDEN, HIDDEN % COLS == 0)
-    _store_geglu(
-        out, None, gate, up, None, None, None, pairs,
-        first + slots, row_inside, cols, col_inside, col // COLS, HIDDEN, NUM_ACTIVE,
-    )  # fmt: skip
-
-
-@triton.jit
-def _packed_down_tile(
-    hidden: tl.tensor,
-    planes: tl.tensor,
-    scale: tl.tensor,
-    starts: tl.tensor,
-    places: tl.tensor,
-    outliers: tl.tensor,
-    weights: tl.tensor,
-    pairs: tl.tensor,
-    out: tl.tensor,
-    expert: tl.tensor,
-    first: tl.tensor,
-    num_rows: tl.tensor,
-    col: tl.tensor,
-    WIDTH: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    DESCRIBED: tl.constexpr,
-) -> None:
-    slots = tl.arange(0, ROWS)
-    row_inside = slots < num_rows
-    pair = tl.load(pairs + first + slots, mask=row_inside, other=0)
-    rows = hidden + (first + slots)[:, None].to(tl.int64) * HIDDEN
-    sums = multiply_packed(
-        rows, row_inside, planes, scale, starts, places, outliers, expert, col // COLS,
-        (WIDTH + COLS - 1) // COLS, HIDDEN, ROWS, DESCRIBED,
-    )  # fmt: skip
-    cols = col + tl.arange(0, COLS)
-    col_inside = inside(cols, WIDTH, WIDTH % COLS == 0)
-    _store_weighted(out, sums, None, weights, pair, row_inside, cols, col_inside, WIDTH)
-
-
 @triton.jit(do_not_specialize=["grid_tiles", "max_tiles"])
 def _expert_gate_up_kernel(
     x: tl.tensor,
@@ -452,96 +225,25 @@ def _expert_gate_up_kernel(
     DESCRIBED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    COL_BLOCKS: tl.constexpr = (HIDDEN + COLS - 1) // COLS
+    SIZE: tl.constexpr = Sizes(WIDTH, HIDDEN, ROWS, COLS, DEPTH)
+    proj = Weights(gate_up_proj, proj_scale, starts, places, outliers)
+    given, hidden = Values(x, x_scale), Values(out, out_scale)
+    COL_BLOCKS: tl.constexpr = triton.cdiv(HIDDEN, COLS)
     col = tl.program_id(0) % COL_BLOCKS * COLS
-    tile = tl.program_id(0) // COL_BLOCKS
+    number = tl.program_id(0) // COL_BLOCKS
     wait_for_launches_before(DEPENDENT)
-    expert, first, num_rows = tl.load(tiles + tile * 3), tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
-    while num_rows > 0:
+    tile = load_tile(tiles, number, None)
+    while tile.num_rows > 0:
         if places is not None:
-            _packed_gate_up_tile(
-                x, gate_up_proj, proj_scale, starts, places, outliers, pairs, out, expert, first, num_rows, col,
-                WIDTH, HIDDEN, NUM_ACTIVE, ROWS, COLS, DESCRIBED,
-            )  # fmt: skip
-        elif MORE > 0 and num_rows > ROWS:  # two loops: half of the experts at 1,024 tokens need no second block
-            _gate_up_tile(
-                x, x_scale, gate_up_proj, proj_scale, pairs, out, out_scale, expert, first, num_rows, col,
-                WIDTH, HIDDEN, NUM_ACTIVE, ROWS, MORE, COLS, DEPTH, DESCRIBED,
-            )  # fmt: skip
+            packed_gate_up_tile(given, proj, hidden, pairs, tile, col, SIZE, NUM_ACTIVE, DESCRIBED)
+        elif MORE > 0 and tile.num_rows > ROWS:  # two loops: half of the experts at 1,024 tokens need no second block
+            gate_up_tile(given, proj, hidden, pairs, tile, col, SIZE, MORE, NUM_ACTIVE, DESCRIBED)
         else:
-            _gate_up_tile(
-                x, x_scale, gate_up_proj, proj_scale, pairs, out, out_scale, expert, first, num_rows, col,
-                WIDTH, HIDDEN, NUM_ACTIVE, ROWS, 0, COLS, DEPTH, DESCRIBED,
-            )  # fmt: skip
+            gate_up_tile(given, proj, hidden, pairs, tile, col, SIZE, 0, NUM_ACTIVE, DESCRIBED)
         tl.debug_barrier()  # the stores of all threads come before the one that counts
-        tl.atomic_add(finished + tile, 1, sem="release")
-        tile += grid_tiles
-        expert = tl.load(tiles + tile * 3, tile < max_tiles, 0)
-        first = tl.load(tiles + tile * 3 + 1, tile < max_tiles, 0)
-        num_rows = tl.load(tiles + tile * 3 + 2, tile < max_tiles, 0)
-
-
-@triton.jit
-def _down_tile(
-    hidden: tl.tensor,
-    hidden_scale: tl.tensor,
-    down_proj: tl.tensor,
-    proj_scale: tl.tensor,
-    weights: tl.tensor,
-    pairs: tl.tensor,
-    out: tl.tensor,
-    expert: tl.tensor,
-    first: tl.tensor,
-    num_rows: tl.tensor,
-    col: tl.tensor,
-    WIDTH: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    ROWS: tl.constexpr,
-    MORE: tl.constexpr,
-    COLS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DESCRIBED: tl.constexpr,
-) -> None:
-    """As `_gate_up_tile`; hidden values in float8 have a scale for each BLOCK of them."""
-    cols = col + tl.arange(0, COLS)
-    col_inside = inside(cols, WIDTH, WIDTH % COLS == 0)
-    depth = tl.arange(0, DEPTH)
-    slots = tl.arange(0, ROWS)
-    row_inside = slots < num_rows
-    pair = tl.load(pairs + first + slots, mask=row_inside, other=0)
-    inputs = hidden + (first + slots)[:, None].to(tl.int64) * HIDDEN + depth[None, :]
-    if not DESCRIBED:
-        kernels = down_proj + (expert.to(tl.int64) * WIDTH + cols[:, None]) * HIDDEN + depth[None, :]
-    FLOAT8: tl.constexpr = hidden_scale is not None
-    scale, scales, more_scales = None, None, None
-    if FLOAT8:
-        scale = tl.load(proj_scale + expert * WIDTH + cols, mask=col_inside, other=0.0)
-        scales = _load_scales(hidden_scale, first + slots, row_inside, HIDDEN, BLOCK)
-    sums = tl.zeros([COLS, ROWS], tl.float32)
-    if MORE > 0:
-        more = ROWS + tl.arange(0, MORE)
-        more_inside = more < num_rows
-        more_pair = tl.load(pairs + first + more, mask=more_inside, other=0)
-        more_inputs = hidden + (first + more)[:, None].to(tl.int64) * HIDDEN + depth[None, :]
-        more_sums = tl.zeros([COLS, MORE], tl.float32)
-        if FLOAT8:
-            more_scales = _load_scales(hidden_scale, first + more, more_inside, HIDDEN, BLOCK)
-    for start in range(0, HIDDEN, DEPTH):
-        left = inside(depth, HIDDEN - start, HIDDEN % DEPTH == 0)[None, :]
-        if DESCRIBED:
-            w = down_proj.load([expert * WIDTH + col, start])
-        else:
-            w = tl.load(kernels + start, mask=col_inside[:, None] & left, other=0.0)
-        h = tl.load(inputs + start, mask=row_inside[:, None] & left, other=0.0)
-        block = start // BLOCK if FLOAT8 else None
-        sums = _add_products(sums, w, h.T, scales, block, FLOAT8)
-        if MORE > 0:
-            more_h = tl.load(more_inputs + start, mask=more_inside[:, None] & left, other=0.0)
-            more_sums = _add_products(more_sums, w, more_h.T, more_scales, block, FLOAT8)
-    _store_weighted(out, sums, scale, weights, pair, row_inside, cols, col_inside, WIDTH)
-    if MORE > 0:
-        _store_weighted(out, more_sums, scale, weights, more_pair, more_inside, cols, col_inside, WIDTH)
+        tl.atomic_add(finished + number, 1, sem="release")
+        number += grid_tiles
+        tile = load_tile(tiles, number, max_tiles)
 
 
 @triton.jit(do_not_specialize=["grid_tiles", "max_tiles", "gate_up_blocks"])
@@ -572,37 +274,29 @@ def _expert_down_kernel(
     DESCRIBED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    COL_BLOCKS: tl.constexpr = (WIDTH + COLS - 1) // COLS
+    SIZE: tl.constexpr = Sizes(WIDTH, HIDDEN, ROWS, COLS, DEPTH)
+    proj = Weights(down_proj, proj_scale, starts, places, outliers)
+    given = Values(hidden, hidden_scale)
+    COL_BLOCKS: tl.constexpr = triton.cdiv(WIDTH, COLS)
     col = tl.program_id(0) % COL_BLOCKS * COLS
-    tile = tl.program_id(0) // COL_BLOCKS
+    number = tl.program_id(0) // COL_BLOCKS
     if not OVERLAP:
         wait_for_launches_before(DEPENDENT)
     elif DEPENDENT:  # gate_up's programs all run by now, and what they were given is complete
         tl.extra.cuda.gdc_launch_dependents()
-    expert, first, num_rows = tl.load(tiles + tile * 3), tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
-    while num_rows > 0:
+    tile = load_tile(tiles, number, None)
+    while tile.num_rows > 0:
         if OVERLAP:
-            while tl.atomic_add(finished + tile, 0, sem="acquire") < gate_up_blocks:
+            while tl.atomic_add(finished + number, 0, sem="acquire") < gate_up_blocks:
                 pass
         if places is not None:
-            _packed_down_tile(
-                hidden, down_proj, proj_scale, starts, places, outliers, weights, pairs, out,
-                expert, first, num_rows, col, WIDTH, HIDDEN, ROWS, COLS, DESCRIBED,
-            )  # fmt: skip
-        elif MORE > 0 and num_rows > ROWS:
-            _down_tile(
-                hidden, hidden_scale, down_proj, proj_scale, weights, pairs, out,
-                expert, first, num_rows, col, WIDTH, HIDDEN, ROWS, MORE, COLS, DEPTH, BLOCK, DESCRIBED,
-            )  # fmt: skip
+            packed_down_tile(given, proj, weights, pairs, out, tile, col, SIZE, DESCRIBED)
+        elif MORE > 0 and tile.num_rows > ROWS:
+            down_tile(given, proj, weights, pairs, out, tile, col, SIZE, MORE, BLOCK, DESCRIBED)
         else:
-            _down_tile(
-                hidden, hidden_scale, down_proj, proj_scale, weights, pairs, out,
-                expert, first, num_rows, col, WIDTH, HIDDEN, ROWS, 0, COLS, DEPTH, BLOCK, DESCRIBED,
-            )  # fmt: skip
-        tile += grid_tiles
-        expert = tl.load(tiles + tile * 3, tile < max_tiles, 0)
-        first = tl.load(tiles + tile * 3 + 1, tile < max_tiles, 0)
-        num_rows = tl.load(tiles + tile * 3 + 2, tile < max_tiles, 0)
+            down_tile(given, proj, weights, pairs, out, tile, col, SIZE, 0, BLOCK, DESCRIBED)
+        number += grid_tiles
+        tile = load_tile(tiles, number, max_tiles)
     if OVERLAP and DEPENDENT:
         tl.extra.cuda.gdc_wait()  # so that whoever waits for this kernel has waited for all before it
 

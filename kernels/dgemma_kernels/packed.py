@@ -14,6 +14,7 @@ registers.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -237,15 +238,22 @@ def _add_outliers(
     return tl.dot(stand_ins, given, sums, input_precision="ieee")
 
 
+class Weights(NamedTuple):
+    """What kernels read of weights: their values and, where there are some, scales; of packed ones the planes, and all
+    that `Packed` holds beside them."""
+
+    data: tl.tensor
+    scale: tl.tensor
+    starts: tl.tensor
+    places: tl.tensor
+    outliers: tl.tensor
+
+
 @triton.jit
 def multiply_packed(
     inputs: tl.tensor,
     input_inside: tl.tensor,
-    planes: tl.tensor,
-    scale: tl.tensor,
-    starts: tl.tensor,
-    places: tl.tensor,
-    outliers: tl.tensor,
+    held: Weights,
     expert: tl.tensor,
     block: tl.tensor,
     BLOCKS: tl.constexpr,
@@ -255,27 +263,27 @@ def multiply_packed(
 ) -> tl.tensor:
     """The 128 rows of an expert's block, one of BLOCKS, times M rows of inputs: (128, M) float32.
 
-    inputs: (M, 1), where the rows begin. `planes` is a tensor descriptor where DESCRIBED, else a pointer.
+    inputs: (M, 1), where the rows begin. `held.data` is a tensor descriptor where DESCRIBED, else a pointer.
     """
     LIST: tl.constexpr = 32 if WIDTH > 1024 else 16  # a block has about 29 and 9 outliers at the published widths
     row = (expert * BLOCKS + block) * 128  # among all experts'
-    row_scale = tl.load(scale + row + tl.arange(0, 128))
+    row_scale = tl.load(held.scale + row + tl.arange(0, 128))
     # The first outliers are asked for here, so that behind the loop only the inputs that they multiply are waited for.
-    begin, end = tl.load(starts + row), tl.load(starts + row + 128)
+    begin, end = tl.load(held.starts + row), tl.load(held.starts + row + 128)
     at = begin + tl.arange(0, LIST)
-    place = tl.load(places + at, mask=at < end, other=-1)
-    value = tl.load(outliers + at, mask=at < end, other=0.0)
+    place = tl.load(held.places + at, mask=at < end, other=-1)
+    value = tl.load(held.outliers + at, mask=at < end, other=0.0)
     depth = tl.arange(0, 128)
     sums = tl.zeros([128, M], tl.float32)
     for start in range(0, WIDTH, 128):
-        weights = _load_block(planes, expert * BLOCKS + block, start, WIDTH, DESCRIBED)
+        weights = _load_block(held.data, expert * BLOCKS + block, start, WIDTH, DESCRIBED)
         left = inside(depth, WIDTH - start, WIDTH % 128 == 0)
         given = tl.load(inputs + start + depth[None, :], mask=input_inside[:, None] & left[None, :], other=0.0).T
         sums = tl.dot(weights.to(given.dtype), given, sums, input_precision="ieee")
     sums = _add_outliers(sums, inputs, input_inside, place, value, block * 128)
     for more in tl.range(begin + LIST, end, LIST, num_stages=1):
         at = more + tl.arange(0, LIST)
-        place = tl.load(places + at, mask=at < end, other=-1)
-        value = tl.load(outliers + at, mask=at < end, other=0.0)
+        place = tl.load(held.places + at, mask=at < end, other=-1)
+        value = tl.load(held.outliers + at, mask=at < end, other=0.0)
         sums = _add_outliers(sums, inputs, input_inside, place, value, block * 128)
     return sums * row_scale[:, None]
