@@ -307,6 +307,27 @@ def test_of_all_tensors_that_do_not_fit_a_few_are_named_and_the_others_counted(f
     assert lines[-1] == "and 22 more"
 
 
+def q_norm_of_other_heads(tensors):
+    tensors["model.decoder.layers.1.self_attn.q_norm.weight"] = torch.ones(5)
+
+
+def v_proj_of_a_full_layer(tensors):
+    tensors["model.decoder.layers.2.self_attn.v_proj.weight"] = torch.ones(32, 16)
+
+
+def without_a_layer(tensors):
+    for name in [name for name in tensors if ".layers.1." in name]:
+        del tensors[name]
+
+
+@pytest.mark.parametrize("damage", [q_norm_of_other_heads, v_proj_of_a_full_layer, without_a_layer])
+def test_one_wrong_tensor_or_layer_among_right_ones_is_not_blamed_on_the_config(folder, damage):
+    edit(folder, damage)
+    with pytest.raises(ValueError, match="does not fit its config") as error:
+        DiffusionGemma.from_pretrained(folder)
+    assert "ModelConfig" not in str(error.value)
+
+
 def test_a_lost_v_proj_is_missed_and_the_layers_kind_not_doubted(folder):
     edit(folder, lambda tensors: tensors.pop("model.decoder.layers.1.self_attn.v_proj.weight"))
     with pytest.raises(

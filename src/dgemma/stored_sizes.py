@@ -25,26 +25,33 @@ def contradictions(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -
         """0 where nothing of the kind is stored."""
         return shapes[name][dim] if len(shapes.get(name, ())) > dim else 0
 
-    sentences = []
-    stored = {field: size(*where) for field, where in _SIZES.items()}
-    stored["num_hidden_layers"] = sum(bool(re.fullmatch(r"layers\.\d+\.input_layernorm\.weight", n)) for n in shapes)
+    stored: dict[str, set[int]] = {field: {size(*where)} for field, where in _SIZES.items()}
+    found = [re.fullmatch(r"layers\.(\d+)\.input_layernorm\.weight", name) for name in shapes]
+    numbers = {int(match[1]) for match in found if match}
+    stored["num_hidden_layers"] = {len(numbers) if numbers == set(range(len(numbers))) else 0}  # else some got lost
     attentions = {layer: f"layers.{layer}.self_attn" for layer in range(config.num_hidden_layers)}
     both = [layer for layer, name in attentions.items() if f"{name}.q_proj.weight" in shapes]
-    said_full = [layer for layer in both if config.layer_types[layer] == FULL]
-    full = [layer for layer in both if f"{attentions[layer]}.v_proj.weight" not in shapes]
-    # With the heads of a sliding layer it is one whose v_proj got lost.
-    full = [at for at in full if at in said_full or size(f"{attentions[at]}.q_norm.weight", 0) != config.head_dim]
+    heads = {layer: size(f"{attentions[layer]}.q_norm.weight", 0) for layer in both}
+    said, kinds = config.layer_types, {}
+    for layer in both:
+        kinds[layer] = SLIDING if f"{attentions[layer]}.v_proj.weight" in shapes else FULL
+        if heads[layer] == getattr(config, _HEADS[said[layer]][0]):
+            kinds[layer] = said[layer]  # with the heads of its kind: v_proj got lost, or is one too many
+    full, said_full = ([layer for layer in both if kind[layer] == FULL] for kind in (kinds, said))
+    sentences = []
     if full == said_full:
         for layer in both:
-            head_dim, num_kv_heads = _HEADS[config.layer_types[layer]]
-            head = stored[head_dim] = size(f"{attentions[layer]}.q_norm.weight", 0)
+            head_dim, num_kv_heads = _HEADS[said[layer]]
+            stored.setdefault(head_dim, set()).add(heads[layer])
             for field, projection in (("num_attention_heads", "q_proj"), (num_kv_heads, "k_proj")):
-                stored[field] = size(f"{attentions[layer]}.{projection}.weight", 0) // head if head else 0
+                rows = size(f"{attentions[layer]}.{projection}.weight", 0)
+                stored.setdefault(field, set()).add(rows // heads[layer] if heads[layer] else 0)
     else:
         sentences.append(
             f"ModelConfig.layer_types must have {FULL!r} at {full}, stored without v_proj, got it at {said_full}."
         )
-    for field, its_size in stored.items():
-        if its_size and its_size != getattr(config, field):
-            sentences.append(f"ModelConfig.{field} must be {its_size}, as stored, got {getattr(config, field)}.")
+    for field, sizes in stored.items():
+        sizes.discard(0)
+        if len(sizes) == 1 and sizes != {getattr(config, field)}:  # of several a tensor is wrong, not the config
+            sentences.append(f"ModelConfig.{field} must be {sizes.pop()}, as stored, got {getattr(config, field)}.")
     return sentences
