@@ -609,5 +609,5 @@ def test_unknown_arguments_are_refused():
 
 
 def test_a_mask_token_the_vocabulary_lacks_is_refused():
-    with pytest.raises(ValueError, match="mask_token_id must lie in"):
+    with pytest.raises(ValueError, match="mask_token_id must be an integer in"):
         dgemma.MaskNoise(512, mask_token_id=512)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dgemma import draws
 from dgemma.sampling.base import Decision
+from dgemma.sampling.checks import as_int
 from dgemma.schedule import Linear, Schedule
 from dgemma.state import DenoiseState
 
@@ -230,10 +231,12 @@ class _MaskingNoise(Noise):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.mask_token_id < self.vocab_size:
+        mask = as_int(self.mask_token_id)
+        if mask is None or not 0 <= mask < self.vocab_size:
             raise ValueError(
-                f"{type(self).__name__}.mask_token_id must lie in [0, vocab_size), got {self.mask_token_id} with "
-                f"vocab_size {self.vocab_size}. Pass the id of a token that never occurs in text."
+                f"{type(self).__name__}.mask_token_id must be an integer in [0, vocab_size), got "
+                f"{self.mask_token_id!r} with vocab_size {self.vocab_size}. Pass the id of a token that never occurs "
+                "in text."
             )
 
     @property
