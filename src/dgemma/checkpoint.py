@@ -94,7 +94,7 @@ def resolve(path_or_repo: str | Path, files: Sequence[str] = _CHECKPOINT_FILES) 
         return folder
     if isinstance(path_or_repo, Path) or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path_or_repo):
         raise FileNotFoundError(
-            f"{path_or_repo or repr('')} is neither a folder nor a hub id. Give a checkpoint folder or owner/name."
+            f"{str(path_or_repo)!r} is neither a folder nor a hub id. Give a checkpoint folder or owner/name."
         )
     owner, name = path_or_repo.split("/")
     if owner == "dgemma":

@@ -31,7 +31,7 @@ NO_CHECKPOINT_READ = [
     (("generate", ""), "must not be empty"),
     (("generate", " \n"), "must not be empty"),
     (("generate", "bytes \udcff"), "must be UTF-8"),
-    (("generate", "-m", "/no/such/folder", "Hi"), "/no/such/folder is neither a folder nor a hub id"),
+    (("generate", "-m", "/no/such/folder", "Hi"), "'/no/such/folder' is neither a folder nor a hub id"),
     (("generate", "-m", "dgemma/novels", "Hi"), "dgemma/novels does not ship with dgemma"),
     (("generate", "dgemma/text", "Hi"), "dgemma/text is a model, not part of the text. Write --model in front of it"),
     (("generate", "--steps", "0", "Hi"), "--steps must be a whole number of at least 1, got 0"),
@@ -42,6 +42,7 @@ NO_CHECKPOINT_READ = [
     (("--loud",), "COMMAND"),
     (("generate", "--gif", "run.png", "Hi"), "--gif must be a file that ends in .gif, got 'run.png'"),
     (("generate", "-m", "", "Hi"), "'' is neither a folder nor a hub id"),
+    (("generate", "-m", " ", "Hi"), "' ' is neither a folder nor a hub id"),
     (
         ("generate", "--temperature", "1e-300", "Hi"),
         "ConstantTemperature.value must be from 1e-30 to 1e+30, got 1e-300",
@@ -58,6 +59,7 @@ NO_CHECKPOINT_READ = [
     ),
     (("evaluate", "--separator", "", "words.txt"), "--separator must not be empty"),
     (("train", "--ema", "1", "--out", "run", "words.txt"), "--ema must be a number above 0 and below 1, got 1"),
+    (("train", "--ema", "2", "--out", "run", "words.txt"), "--ema must be a number above 0 and below 1, got 2"),
     (("generate", "--top-p", "1.5", "Hi"), "--top-p must be a number above 0, at most 1, got 1.5"),
     (("generate", "--temperature", "nan", "Hi"), "--temperature must be a number above 0, got nan"),
     (("generate", "--seed", str(2**63), "Hi"), "--seed must be a whole number from -9223372036854775808 to"),
@@ -124,6 +126,7 @@ def test_a_folder_without_a_model_is_no_checkpoint(command, checkpoint, tmp_path
         ({"sampler": {"name": "threshold", "tau": "high"}}, "Threshold.tau must be a probability, got 'high'"),
         ({"noise": {"kind": "pink"}}, "kind must be one of uniform, mask, hybrid, got 'pink'"),
         ({"noise": {"kind": "mask", "mask_token_id": 10**6}}, "must fit mask: MaskNoise.mask_token_id must"),
+        ({"noise": {"kind": "mask", "mask_token_id": 1.5}}, "mask_token_id must be an integer in [0, vocab_size), got"),
     ],
 )
 def test_what_is_wrong_in_a_config_is_named_by_file_and_entry(command, checkpoint, tmp_path, entry, said):

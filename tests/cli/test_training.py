@@ -114,8 +114,8 @@ def test_minutes_may_stand_for_steps(command, checkpoint, words, tmp_path, monke
 
 def test_a_text_that_is_refused_leaves_no_folder(command, checkpoint, words, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"text": "some words"}\n{"text": 3}\n')
-    assert command("train", "-m", checkpoint, "--out", tmp_path / "run", tmp_path / "bad.jsonl").code == 2
-    assert not (tmp_path / "run").exists()
+    assert command("train", "-m", checkpoint, "--out", tmp_path / "runs" / "run", tmp_path / "bad.jsonl").code == 2
+    assert not (tmp_path / "runs").exists()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes").touch()  # somebody's own
     assert command("train", "-m", checkpoint, "--out", tmp_path / "run", tmp_path / "bad.jsonl").code == 2

@@ -266,12 +266,14 @@ def _keep_tokens(arguments: argparse.Namespace, tokenizer: Tokenizer, folder: Pa
                 f"the text must be what the run in {arguments.out} began with, got another {changed}. Choose another "
                 "--out, or pass --allow-changes."
             )
-    is_new = not arguments.out.exists()
+    new_folders = [path for path in (arguments.out, *arguments.out.parents) if not path.exists()]
     try:
         return TokenFile.write(_documents(arguments), tokenizer, folder, made_from=made_from)
     except ValueError:  # a text that is refused leaves nothing behind
-        if is_new:
-            shutil.rmtree(arguments.out)
+        if new_folders:
+            shutil.rmtree(new_folders[0])
+        for parent in new_folders[1:]:
+            parent.rmdir()
         raise
 
 

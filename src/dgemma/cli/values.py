@@ -70,10 +70,10 @@ def share(text: str) -> float:
 
     Example: `share("0.999")` is 0.999.
     """
-    value = positive(1.0)(text)
-    if value == 1:
-        raise argparse.ArgumentTypeError(f"must be a number above 0 and below 1, got {text}")
-    return value
+    with suppress(ValueError):
+        if 0 < float(text) < 1:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"must be a number above 0 and below 1, got {text}")
 
 
 def some_text(text: str) -> str:
@@ -154,7 +154,7 @@ def new_gif(text: str) -> Path:
 
 def _literal(text: str) -> Any:
     for read in (ast.literal_eval, float):  # the second for inf
-        with suppress(ValueError, SyntaxError):
+        with suppress(ValueError, SyntaxError, TypeError):
             return read(text)
     return text
 
