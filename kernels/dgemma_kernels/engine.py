@@ -90,7 +90,7 @@ def _require_gpu(model: DiffusionGemma) -> None:
 
 
 def _without_layers(model: DiffusionGemma) -> DiffusionGemma:
-    """The model's defaults and its checks of arguments, and no hold on its layers: casts of it are no casts of this."""
+    """The model's defaults and its checks of arguments, without its layers. Casts of the model leave it as it is."""
     rest = copy.copy(model)
     rest._modules = {"embed_tokens": nn.Embedding.from_pretrained(model.embed_tokens.weight.detach())}
     return rest
