@@ -350,7 +350,7 @@ def learnt_noise(model: "Denoiser") -> Noise:
 
 
 def rebuild_noise(described: Mapping[str, Any], vocab_size: int) -> Noise:
-    """What `describe_noise` was given. What is wrong is a rule, for whoever described it to put a subject in front of.
+    """What `describe_noise` was given. Errors begin with the broken rule: callers say first where it was described.
 
     Example: `rebuild_noise({"kind": "mask", "mask_token_id": 4}, 512)`.
     """

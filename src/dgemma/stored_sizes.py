@@ -30,17 +30,17 @@ def contradictions(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -
     numbers = {int(match[1]) for match in found if match}
     stored["num_hidden_layers"] = {len(numbers) if numbers == set(range(len(numbers))) else 0}  # else some got lost
     attentions = {layer: f"layers.{layer}.self_attn" for layer in range(config.num_hidden_layers)}
-    both = [layer for layer, name in attentions.items() if f"{name}.q_proj.weight" in shapes]
-    heads = {layer: size(f"{attentions[layer]}.q_norm.weight", 0) for layer in both}
+    layers = [layer for layer, name in attentions.items() if f"{name}.q_proj.weight" in shapes]
+    heads = {layer: size(f"{attentions[layer]}.q_norm.weight", 0) for layer in layers}
     said, kinds = config.layer_types, {}
-    for layer in both:
+    for layer in layers:
         kinds[layer] = SLIDING if f"{attentions[layer]}.v_proj.weight" in shapes else FULL
         if heads[layer] == getattr(config, _HEADS[said[layer]][0]):
             kinds[layer] = said[layer]  # with the heads of its kind: v_proj got lost, or is one too many
-    full, said_full = ([layer for layer in both if kind[layer] == FULL] for kind in (kinds, said))
+    full, said_full = ([layer for layer in layers if kind[layer] == FULL] for kind in (kinds, said))
     sentences = []
     if full == said_full:
-        for layer in both:
+        for layer in layers:
             head_dim, num_kv_heads = _HEADS[said[layer]]
             stored.setdefault(head_dim, set()).add(heads[layer])
             for field, projection in (("num_attention_heads", "q_proj"), (num_kv_heads, "k_proj")):
