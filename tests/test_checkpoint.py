@@ -311,16 +311,22 @@ def q_norm_of_other_heads(tensors):
     tensors["model.decoder.layers.1.self_attn.q_norm.weight"] = torch.ones(5)
 
 
+def q_norm_without_dimensions(tensors):
+    tensors["model.decoder.layers.1.self_attn.q_norm.weight"] = torch.tensor(1.0)
+
+
 def v_proj_of_a_full_layer(tensors):
     tensors["model.decoder.layers.2.self_attn.v_proj.weight"] = torch.ones(32, 16)
 
 
 def without_a_layer(tensors):
-    for name in [name for name in tensors if ".layers.1." in name]:
+    for name in [name for name in tensors if ".layers.0." in name]:
         del tensors[name]
 
 
-@pytest.mark.parametrize("damage", [q_norm_of_other_heads, v_proj_of_a_full_layer, without_a_layer])
+@pytest.mark.parametrize(
+    "damage", [q_norm_of_other_heads, q_norm_without_dimensions, v_proj_of_a_full_layer, without_a_layer]
+)
 def test_one_wrong_tensor_or_layer_among_right_ones_is_not_blamed_on_the_config(folder, damage):
     edit(folder, damage)
     with pytest.raises(ValueError, match="does not fit its config") as error:
@@ -349,6 +355,11 @@ def test_missing_shards_are_named(sharded):
     for file in gone:
         file.unlink()
     with pytest.raises(FileNotFoundError, match=f"lacks the shards {gone[0].name}, {gone[1].name}"):
+        DiffusionGemma.from_pretrained(sharded)
+    others = list(sharded.glob("*.safetensors"))
+    for file in others:
+        file.unlink()
+    with pytest.raises(FileNotFoundError, match=rf"\.safetensors, and {len(others) - 3} more\. Download"):  # five named
         DiffusionGemma.from_pretrained(sharded)
 
 

@@ -136,6 +136,19 @@ def test_a_checkpoint_without_a_template_says_so(folders):
         tokenizer.chat("Why is the sky blue?")
 
 
+@pytest.mark.parametrize("where", ["tokenizer_config.json", "additional_chat_templates/default.jinja"])
+def test_a_template_is_found_wherever_checkpoints_keep_one(folders, tmp_path, where):
+    folder, template = shutil.copytree(folders / "none", tmp_path / "checkpoint"), "{{ messages[0].content }}"
+    assert not Tokenizer.from_pretrained(folder).has_chat_template
+    file = folder / where
+    if file.suffix == ".json":
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
+    else:
+        file.parent.mkdir()
+        file.write_text(template)
+    assert Tokenizer.from_pretrained(folder).has_chat_template
+
+
 def test_history_holds_no_thoughts(tokenizer):
     thought = "<|channel>thought\nthe user<channel|>"
     turns = [

@@ -95,3 +95,9 @@ def test_a_wrong_answer_is_tried_again_as_often_as_asked(command, solver, tmp_pa
     assert (found["attempts"], found["steps"]) == (3, 3)
     assert all(given in ("0", answer) for given, answer in zip(PUZZLE, found["solution"], strict=True))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run-2.html", "run-3.html", "run.html"]
+
+
+def test_a_solver_that_names_no_noise_runs_under_masks_which_its_sampler_must_fit(command, solver):
+    ran = command("sudoku", "-m", solver, "--sampler", "leave-one-out-gibbs")
+    assert (ran.code, ran.out) == (2, "")
+    assert "--sampler LeaveOneOutGibbs must run under --noise uniform, got mask" in ran.err
