@@ -32,6 +32,7 @@ from dgemma_kernels.captured import STATE_INPUTS, CapturedDenoise, CapturedRead,
 from dgemma_kernels.forward import Forward
 from dgemma_kernels.graphs import compile_together, remembered
 from dgemma_kernels.prediction import FusedPrediction, Logits
+from dgemma_kernels.quantized import Quantized
 from dgemma_kernels.weights import HOLD, Weights, take_weights
 
 
@@ -57,14 +58,7 @@ def accelerate(model: DiffusionGemma, weights: str = "bf16", *, release: bool = 
         raise ValueError(f'accelerate weights must be "bf16", "packed" or "fp8", got {weights!r}.')
     if release and weights == "bf16":
         raise ValueError('accelerate release must be False for weights="bf16", which are the model\'s own.')
-    _require_gpu(model)
-    if weights == "fp8" and model.device.type == "cuda":
-        capability = torch.cuda.get_device_capability(model.device)
-        if capability < (8, 9):
-            raise ValueError(
-                'accelerate weights="fp8" needs a GPU of compute capability 8.9 or higher, got '
-                f'{capability[0]}.{capability[1]}. Use weights="bf16".'
-            )
+    _require_gpu(model, float8=weights == "fp8")
     config = model.config
     for name in ("head_dim", "global_head_dim"):
         size = getattr(config, name)
@@ -81,12 +75,19 @@ def accelerate(model: DiffusionGemma, weights: str = "bf16", *, release: bool = 
     return FusedDenoiser(model, weights, release=release)
 
 
-def _require_gpu(model: DiffusionGemma) -> None:
+def _require_gpu(model: DiffusionGemma, *, float8: bool) -> None:
     if model.device.type != "cuda" and not isinstance(draws._uniform_kernel, InterpretedFunction):
         raise ValueError(
             f"accelerate needs the model on a CUDA GPU, got {model.device}. Move it there, or use the model itself, "
             "which runs anywhere."
         )
+    if float8 and model.device.type == "cuda":
+        capability = torch.cuda.get_device_capability(model.device)
+        if capability < (8, 9):
+            raise ValueError(
+                'accelerate weights="fp8" needs a GPU of compute capability 8.9 or higher, got '
+                f'{capability[0]}.{capability[1]}. Use weights="bf16".'
+            )
 
 
 def _without_layers(model: DiffusionGemma) -> DiffusionGemma:
@@ -143,7 +144,8 @@ class FusedDenoiser:
     @torch.no_grad()
     def __setstate__(self, state: dict[str, Any]) -> None:
         model, weights = state["model"], state["weights"]
-        _require_gpu(model)  # of a pickle, which may have been loaded elsewhere
+        float8 = weights is not None and isinstance(weights.layers[0].expert_gate_up, Quantized)
+        _require_gpu(model, float8=float8)  # a pickle may be loaded on another machine
         if weights is None:
             weights = take_weights(model)
         else:

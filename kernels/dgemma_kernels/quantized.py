@@ -23,6 +23,8 @@ class Quantized:
     block: int | None = None
 
     def __post_init__(self) -> None:
+        if self.block is not None and self.block < 1:
+            raise ValueError(f"Quantized.block must be at least 1 column, got {self.block}.")
         *rows, width = self.values.shape
         shape = rows if self.block is None else [*rows, -(-width // self.block)]
         if list(self.scale.shape) != shape or self.scale.dtype != torch.float32 or not self.scale.is_contiguous():

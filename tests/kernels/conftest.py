@@ -20,6 +20,8 @@ def take_for(architecture: str) -> None:
     from triton.runtime import driver
 
     driver.active.get_current_target()  # Triton asks torch what to assemble for, and is to hear the truth
+    if architecture not in SHARED_MEMORY:
+        raise pytest.UsageError(f"TRITON_OVERRIDE_ARCH must be one of {', '.join(SHARED_MEMORY)}, got {architecture}.")
     capability = divmod(int(architecture.removeprefix("sm")), 10)
     torch.cuda.get_device_capability = lambda device=None: capability
     compiler.max_shared_mem = lambda device: SHARED_MEMORY[architecture]

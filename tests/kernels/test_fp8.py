@@ -2,6 +2,7 @@
 whole denoiser against a reference whose experts are rounded at the same places."""
 
 import copy
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -106,6 +107,8 @@ def test_rows_of_nothing_become_zeros(device):
 
 def test_scales_of_other_rows_are_refused():
     values = torch.zeros(4, 88).to(FLOAT8)
+    with pytest.raises(ValueError, match=r"Quantized.block must be at least 1 column, got 0"):
+        Quantized(values=values, scale=torch.ones(4, 1), dtype=torch.float32, block=0)
     with pytest.raises(ValueError, match=r"Quantized.scale must be contiguous \(4,\) float32 for values \(4, 88\)"):
         Quantized(values=values, scale=torch.ones(3), dtype=torch.float32)
     with pytest.raises(ValueError, match=r"Quantized.scale must be contiguous \(4, 2\) float32"):
@@ -388,9 +391,11 @@ def test_the_same_seed_gives_the_same_tokens_alone_and_in_a_batch(models):
     assert together.new_tokens.shape == (2, 2 * CANVAS)
 
 
-def test_a_gpu_without_float8_products_is_told_what_to_do(monkeypatch):
-    model = make_model(torch.device("cpu"), moe_intermediate_size=80)
+def test_a_gpu_without_float8_products_is_told_what_to_do(models, monkeypatch):
+    model, pickled = make_model(torch.device("cpu"), moe_intermediate_size=80), pickle.dumps(models[2])
     monkeypatch.setattr(dgemma.DiffusionGemma, "device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     with pytest.raises(ValueError, match=r'fp8" needs a GPU of .* 8\.9 or higher, got 8\.6\. Use weights="bf16"'):
         accelerate(model, weights="fp8")
+    with pytest.raises(ValueError, match=r'fp8" needs a GPU of .* 8\.9 or higher'):
+        pickle.loads(pickled)
