@@ -21,14 +21,16 @@ def empty(num_rows: int, width: int, dtype: torch.dtype, *, gated: bool) -> Pack
     return Packed(planes=planes, scale=scale, **lists, shape=shape, dtype=dtype, gated=gated)
 
 
-def run_experts(gpu: str, tokens: int, dtype: torch.dtype = torch.bfloat16) -> None:
+def run_experts(
+    gpu: str, tokens: int, dtype: torch.dtype = torch.bfloat16, overlaps: tuple[bool, ...] = (False, True)
+) -> None:
     with patch.object(configs, "gpu_name", lambda device: gpu):
         index = torch.zeros(tokens, A, dtype=torch.int32)
         rows = configs.expert_config(tokens, index.device, torch.uint8).rows
         tiles = router.sort_by_expert(index, reference.count_pairs(index, E), rows)
         x = torch.empty(tokens, D, dtype=dtype)
         hidden = experts.expert_gate_up(x, empty(2 * F, D, dtype, gated=True), tiles)
-        for overlap in (False, True):
+        for overlap in overlaps:
             down = empty(D, F, dtype, gated=False)
             experts.expert_down(hidden, down, torch.empty(tokens, A), tiles, overlap=overlap)
 
