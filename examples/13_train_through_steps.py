@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dgemma
-from dgemma.config import FULL
+from dgemma.model.config import FULL
 from dgemma.train.initial import soften_attention
 
 SIDE, MASK, FIRST_DIGIT, NUM_STEPS = 4, 4, 5, 3

@@ -12,7 +12,7 @@ import time
 import torch
 
 import dgemma
-from dgemma.config import FULL, SLIDING
+from dgemma.model.config import FULL, SLIDING
 
 on_gpu = torch.cuda.is_available()
 if not on_gpu:

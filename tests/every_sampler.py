@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 import dgemma.sampling
-from dgemma.noise import HybridNoise, MaskNoise, Noise, UniformNoise
+from dgemma.diffusion.noise import HybridNoise, MaskNoise, Noise, UniformNoise
+from dgemma.diffusion.schedule import Linear, Loop
 from dgemma.sampling.base import Sampler
 from dgemma.sampling.stopping import StopRule
-from dgemma.schedule import Linear, Loop
 from toy import fresh_state
 
 _PROCESSES: dict[str, type[Noise]] = {process.kind: process for process in (MaskNoise, UniformNoise, HybridNoise)}

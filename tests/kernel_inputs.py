@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import dgemma
-from dgemma.config import FULL, SLIDING
+from dgemma.model.config import FULL, SLIDING
 
 NUM_EXPERTS = 6
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dgemma
-from dgemma import draws
+from dgemma.diffusion import draws
 from dgemma.train import TrainBatch
 
 VOCAB = 32

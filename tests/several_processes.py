@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import dgemma
-from dgemma.config import FULL, SLIDING
+from dgemma.model.config import FULL, SLIDING
 from dgemma.train.batch import BatchSource, TrainBatch
 from dgemma.train.distributed import FullySharded
 from dgemma.train.loop import TrainConfig, train

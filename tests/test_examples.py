@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dgemma_kernels import vocabulary
+from dgemma_kernels.ops.vocabulary import kernel as vocabulary
 
 ROOT = Path(__file__).parents[1]
 ASSETS = ROOT / "src" / "dgemma" / "assets"

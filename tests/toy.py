@@ -39,12 +39,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dgemma.generate import Knobs, step
-from dgemma.noise import HybridNoise, MaskNoise, Noise, UniformNoise
-from dgemma.prediction import Prediction
+from dgemma.diffusion.noise import HybridNoise, MaskNoise, Noise, UniformNoise
+from dgemma.diffusion.prediction import Prediction
+from dgemma.diffusion.state import DenoiseState
+from dgemma.run.generate import Knobs, step
 from dgemma.sampling.base import Decision, Sampler
 from dgemma.sampling.temperature import ConstantTemperature
-from dgemma.state import DenoiseState
 
 LENGTH, NUM_TOKENS, MASK = 3, 3, 3
 FIRST = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
@@ -69,7 +69,7 @@ def divergence(law: Tensor, target: Tensor = JOINT) -> float:
 
 
 def likelihood(noise: Noise, level: Tensor) -> Tensor:
-    """q(z | x) written from the papers, not from dgemma.noise: level (R,) → (R, x, z)."""
+    """q(z | x) written from the papers, not from dgemma.diffusion.noise: level (R,) → (R, x, z)."""
     t = level[:, None, None]
     same = torch.eye(NUM_TOKENS, dtype=torch.float64)
     if noise.kind == "uniform":

@@ -18,8 +18,8 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from dgemma_kernels import reference
-from dgemma_kernels.attention import AttentionTile, attention, default_tile, uses_hopper_kernel
-from dgemma_kernels.qkv import prepare_qkv
+from dgemma_kernels.ops.attention.kernel import AttentionTile, attention, default_tile, uses_hopper_kernel
+from dgemma_kernels.ops.qkv.kernel import prepare_qkv
 
 HEADS = 16
 LAYERS = {"sliding": (8, 256), "full": (2, 512)}  # key heads, head_dim

@@ -19,10 +19,16 @@ import torch
 from timing import demand_parity, describe_run, measure_read_bandwidth, time_graph
 from torch import Tensor
 
-from dgemma_kernels import configs, dense, experts, mlp, norms, reference, router
-from dgemma_kernels.packed import Packed
-from dgemma_kernels.quantized import Quantized, quantize, split
-from dgemma_kernels.weights import HOLD
+from dgemma_kernels import reference
+from dgemma_kernels.engine.weights import HOLD
+from dgemma_kernels.formats.float8 import Quantized, quantize, split
+from dgemma_kernels.formats.packed import Packed
+from dgemma_kernels.ops import configs
+from dgemma_kernels.ops.experts import kernel as experts
+from dgemma_kernels.ops.mlp import fused as dense
+from dgemma_kernels.ops.mlp import kernel as mlp
+from dgemma_kernels.ops.norms import kernel as norms
+from dgemma_kernels.ops.router import kernel as router
 
 E, A, D, F, DENSE, EPS = 128, 8, 2816, 704, 2112, 1e-6
 # Two products and four bf16 roundings in a row come to about 3e-3; a wrong row or tile to more than 1e-2. Of float8 it

@@ -37,8 +37,11 @@ from experts import (
 )
 from timing import time_graph
 
-from dgemma_kernels import configs, experts, reference, router
-from dgemma_kernels.weights import HOLD
+from dgemma_kernels import reference
+from dgemma_kernels.engine.weights import HOLD
+from dgemma_kernels.ops import configs
+from dgemma_kernels.ops.experts import kernel as experts
+from dgemma_kernels.ops.router import kernel as router
 
 # (columns, depth, warps, stages) and registers, if bounded, worth trying, by rows of a tile; and the rows by tokens.
 GATE_UP_TILES = {

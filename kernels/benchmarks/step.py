@@ -27,15 +27,15 @@ from timing import demand_parity, describe_run, measure_read_bandwidth
 from torch import Tensor
 
 import dgemma
-from dgemma.generate import start_state
 from dgemma.model import experts as reference_experts
-from dgemma.plan import Knobs, read_plan
-from dgemma.records import BlockCommit
+from dgemma.run.generate import start_state
+from dgemma.run.plan import Knobs, read_plan
+from dgemma.run.records import BlockCommit
 from dgemma_kernels import FusedDenoiser, accelerate
-from dgemma_kernels.cache import FusedCache
-from dgemma_kernels.packed import Packed
-from dgemma_kernels.quantized import quantize, split
-from dgemma_kernels.weights import HOLD
+from dgemma_kernels.engine.cache import FusedCache
+from dgemma_kernels.engine.weights import HOLD
+from dgemma_kernels.formats.float8 import quantize, split
+from dgemma_kernels.formats.packed import Packed
 
 PARTS = ("parity", "step", "profile", "batches", "prefixes", "skewed", "generate", "words")
 CANVAS, PROMPT, STEPS, DISTINCT = 256, 1024, 16, 84
@@ -92,7 +92,7 @@ def time_replays(*replays: Callable[[], None], repeats: int = 30) -> list[tuple[
 
 def count_active(model: FusedDenoiser, cache: FusedCache) -> float:
     """Distinct experts a layer in one forward of a random canvas, on average."""
-    from dgemma_kernels import router
+    from dgemma_kernels.ops.router import kernel as router
 
     counts, route = [], router.route
 
@@ -164,7 +164,7 @@ def check_parity(results: Results, weights: str) -> None:
     In float8 all three have the rounded weights, and the first two round what these multiply.
     """
     config = dgemma.presets.diffusiongemma_26b_a4b().replace(
-        num_hidden_layers=2, layer_types=dgemma.config.default_layer_types(2)
+        num_hidden_layers=2, layer_types=dgemma.model.config.default_layer_types(2)
     )
     model = dgemma.DiffusionGemma(config, device=GPU, dtype=torch.bfloat16).requires_grad_(False)
     layers: list[Any] = list(model.layers)

@@ -13,11 +13,12 @@ import torch
 from timing import demand_parity, describe_run, measure_read_bandwidth, time_graph
 from torch import Tensor
 
-from dgemma import draws
-from dgemma.prediction import Prediction
-from dgemma_kernels import reference, vocabulary
-from dgemma_kernels.accept import accept
-from dgemma_kernels.vocabulary import pack_allowed, sample, soft_probabilities, vocabulary_statistics
+from dgemma.diffusion import draws
+from dgemma.diffusion.prediction import Prediction
+from dgemma_kernels import reference
+from dgemma_kernels.ops.accept.kernel import accept
+from dgemma_kernels.ops.vocabulary import kernel as vocabulary
+from dgemma_kernels.ops.vocabulary.kernel import pack_allowed, sample, soft_probabilities, vocabulary_statistics
 
 VOCAB, HIDDEN, CANVAS, SOFTCAP = 262_144, 2816, 256, 30.0
 LIMITS: dict[str, Any] = {"bound": 0.1, "confidence": 0.005, "vocab_size": VOCAB}

@@ -8,8 +8,8 @@ except ModuleNotFoundError as error:
         "which needs neither Triton nor a GPU."
     ) from error
 
-from dgemma_kernels import interpreter
-from dgemma_kernels.engine import FusedDenoiser, accelerate
+from dgemma_kernels.engine import interpreter
+from dgemma_kernels.engine.denoiser import FusedDenoiser, accelerate
 
 if triton.knobs.runtime.interpret:  # what they replace is private to Triton, and of no use on a GPU
     interpreter.accept_new_numpy()

@@ -4,14 +4,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dgemma import draws
-from dgemma.prediction import Prediction
-from dgemma_kernels import vocabulary
-from dgemma_kernels.accept import Accepted
-from dgemma_kernels.packed import Packed
-from dgemma_kernels.quantized import Quantized, quantize
-from dgemma_kernels.router import ExpertTiles, tokens_a_count
-from dgemma_kernels.vocabulary import VocabularyStatistics
+from dgemma.diffusion import draws
+from dgemma.diffusion.prediction import Prediction
+from dgemma_kernels.formats.float8 import Quantized, quantize
+from dgemma_kernels.formats.packed import Packed
+from dgemma_kernels.ops.accept.kernel import Accepted
+from dgemma_kernels.ops.router.kernel import ExpertTiles, tokens_a_count
+from dgemma_kernels.ops.vocabulary import kernel as vocabulary
+from dgemma_kernels.ops.vocabulary.kernel import VocabularyStatistics
 
 # The mixture-of-experts half of a layer: norms, router, experts, dense MLP.
 

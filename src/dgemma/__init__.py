@@ -1,19 +1,19 @@
 """dgemma: text diffusion, readable and fast. Start with `generate.py`."""
 
-from dgemma import _startup, presets, schedule  # noqa: F401
-from dgemma.causal import generate_causal
-from dgemma.changes import apply_changes
-from dgemma.config import Conventions, GenerationDefaults, ModelConfig
-from dgemma.denoiser import Denoiser
-from dgemma.generate import denoise_canvas, generate, run, start_state, step, stream
-from dgemma.guidance import Guided
-from dgemma.infill import Infilling, edit, infill
-from dgemma.model import CacheMark, DiffusionGemma, PrefixCache
-from dgemma.noise import HybridNoise, MaskNoise, Noise, UniformNoise, describe_noise, learnt_noise
-from dgemma.observe import Observation, Pass, observe
-from dgemma.plan import Knobs, Plan, read_plan
-from dgemma.prediction import Prediction
-from dgemma.records import BlockCommit, Generation, Moment, StepRecord
+from dgemma import _startup  # noqa: F401
+from dgemma.checkpoint.tokenizer import ByteTokenizer, Reply, TokenBatch, Tokenizer, ToolCall
+from dgemma.diffusion import schedule
+from dgemma.diffusion.noise import HybridNoise, MaskNoise, Noise, UniformNoise, describe_noise, learnt_noise
+from dgemma.diffusion.prediction import Prediction
+from dgemma.diffusion.state import DenoiseState
+from dgemma.model import CacheMark, DiffusionGemma, PrefixCache, presets
+from dgemma.model.config import Conventions, GenerationDefaults, ModelConfig
+from dgemma.run.changes import apply_changes
+from dgemma.run.denoiser import Denoiser
+from dgemma.run.generate import denoise_canvas, generate, start_state, step, stream
+from dgemma.run.plan import Knobs, Plan, read_plan
+from dgemma.run.records import BlockCommit, Generation, Moment, StepRecord
+from dgemma.run.trajectory import RecordedStep, Trajectory
 from dgemma.sampling import (
     KLASS,
     P2,
@@ -39,11 +39,12 @@ from dgemma.sampling import (
     Unchanged,
 )
 from dgemma.sampling.named import default_sampler, describe_sampler
-from dgemma.slots import Choice, FilledTemplate, Slot, slots
-from dgemma.state import DenoiseState
-from dgemma.sweep import Sweep, SweepRow, sweep
-from dgemma.tokenizer import ByteTokenizer, Reply, TokenBatch, Tokenizer, ToolCall
-from dgemma.trajectory import RecordedStep, Trajectory
+from dgemma.study.observe import Observation, Pass, observe
+from dgemma.study.sweep import Sweep, SweepRow, sweep
+from dgemma.tasks.autoregressive import generate_causal
+from dgemma.tasks.guidance import Guided
+from dgemma.tasks.infill import Infilling, edit, infill
+from dgemma.tasks.slots import Choice, FilledTemplate, Slot, slots
 
 __all__ = [
     "KLASS",
@@ -116,7 +117,6 @@ __all__ = [
     "observe",
     "presets",
     "read_plan",
-    "run",
     "schedule",
     "slots",
     "start_state",

@@ -8,7 +8,7 @@ import torch
 
 import dgemma
 from dgemma.data.markov import MarkovChain, MarkovSource, gap_by_level
-from dgemma.schedule import Linear, OneMinusCosine
+from dgemma.diffusion.schedule import Linear, OneMinusCosine
 from dgemma.train import evaluate, nelbo
 
 SMALL = MarkovChain.random(num_states=4, num_successors=3, seed=2)

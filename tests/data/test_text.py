@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from dgemma import DiffusionGemma, UniformNoise, presets
+from dgemma.checkpoint.tokenizer import ByteTokenizer, Tokenizer
 from dgemma.data.text import Document, PromptSource, TextSource, TokenFile, permute, read_documents, scan
 from dgemma.data.vocabulary import train_tokenizer
-from dgemma.tokenizer import ByteTokenizer, Tokenizer
 from dgemma.train.objective import Objective
 
 BOS, EOS = 2, 1

@@ -33,7 +33,7 @@ def load(name: str, *, seed: int = 0, edits: dict[str, str] | None = None) -> An
 
     `seed` draws the order of whatever has none; `edits` are passages of the source and what is read in their place.
 
-    Example: `load("dgemma_kernels.attention_hopper", seed=3).attend(...)`.
+    Example: `load("dgemma_kernels.ops.attention.hopper", seed=3).attend(...)`.
     """
     path = Path(importlib.util.find_spec(name).origin)
     source = path.read_text(encoding="utf-8")

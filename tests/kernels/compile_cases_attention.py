@@ -2,8 +2,8 @@
 
 import torch
 
-from dgemma_kernels import attention as module
-from dgemma_kernels.attention import attention, default_tile, uses_hopper_kernel
+from dgemma_kernels.ops.attention import kernel as module
+from dgemma_kernels.ops.attention.kernel import attention, default_tile, uses_hopper_kernel
 
 WGMMA = {"_attention_kernel", "_attention_hopper_kernel"}
 HEADS, SLIDING, FULL = 16, (8, 256), (2, 512)  # query heads; key heads and head_dim of the two kinds of layer

@@ -2,10 +2,10 @@
 
 import torch
 
-from dgemma_kernels.accept import accept
-from dgemma_kernels.attention import attention, default_tile
-from dgemma_kernels.qkv import prepare_qkv
-from dgemma_kernels.vocabulary import sample, soft_probabilities, vocabulary_statistics
+from dgemma_kernels.ops.accept.kernel import accept
+from dgemma_kernels.ops.attention.kernel import attention, default_tile
+from dgemma_kernels.ops.qkv.kernel import prepare_qkv
+from dgemma_kernels.ops.vocabulary.kernel import sample, soft_probabilities, vocabulary_statistics
 
 WGMMA: set[str] = set()
 HEADS, SLIDING, FULL = 16, (8, 256), (2, 512)  # query heads; key heads and head_dim of the two kinds of layer

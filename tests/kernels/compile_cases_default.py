@@ -5,7 +5,10 @@ from unittest.mock import patch
 import compile_cases_packed
 import torch
 
-from dgemma_kernels import configs, experts, reference, router
+from dgemma_kernels import reference
+from dgemma_kernels.ops import configs
+from dgemma_kernels.ops.experts import kernel as experts
+from dgemma_kernels.ops.router import kernel as router
 
 E, A, D, F = 128, 8, 2816, 704
 WGMMA: set[str] = set()

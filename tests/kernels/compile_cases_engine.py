@@ -2,9 +2,9 @@
 
 import torch
 
-from dgemma_kernels.cache import forget
-from dgemma_kernels.draws import uniform
-from dgemma_kernels.embedding import embed
+from dgemma_kernels.engine.cache import forget
+from dgemma_kernels.ops.draws.kernel import uniform
+from dgemma_kernels.ops.embedding.kernel import embed
 
 WGMMA: set[str] = set()
 

@@ -4,8 +4,12 @@ from unittest.mock import patch
 
 import torch
 
-from dgemma_kernels import configs, experts, norms, reference, router
-from dgemma_kernels.quantized import Quantized
+from dgemma_kernels import reference
+from dgemma_kernels.formats.float8 import Quantized
+from dgemma_kernels.ops import configs
+from dgemma_kernels.ops.experts import kernel as experts
+from dgemma_kernels.ops.norms import kernel as norms
+from dgemma_kernels.ops.router import kernel as router
 
 E, A, D, F = 128, 8, 2816, 704
 WGMMA = {"_expert_gate_up_kernel", "_expert_down_kernel"}

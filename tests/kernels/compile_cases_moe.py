@@ -2,7 +2,12 @@
 
 import torch
 
-from dgemma_kernels import configs, dense, experts, mlp, norms, router
+from dgemma_kernels.ops import configs
+from dgemma_kernels.ops.experts import kernel as experts
+from dgemma_kernels.ops.mlp import fused as dense
+from dgemma_kernels.ops.mlp import kernel as mlp
+from dgemma_kernels.ops.norms import kernel as norms
+from dgemma_kernels.ops.router import kernel as router
 
 E, A, D, F, DENSE = 128, 8, 2816, 704, 2112
 WGMMA = {"_partial_scores_kernel", "_expert_gate_up_kernel", "_expert_down_kernel", "_dense_mlp_kernel"}

@@ -11,8 +11,9 @@ import triton.language as tl
 from compile_sm90 import AbsentGPU
 from triton.runtime.jit import JITFunction
 
-from dgemma_kernels import configs, norms
-from dgemma_kernels.graphs import compile_together
+from dgemma_kernels.engine.graphs import compile_together
+from dgemma_kernels.ops import configs
+from dgemma_kernels.ops.norms import kernel as norms
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
 
-from dgemma_kernels import configs
+from dgemma_kernels.ops import configs
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 

@@ -54,6 +54,6 @@ def _poisoned_memory() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _default_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiles of no particular GPU, so that a test means the same everywhere; float32 would not fit larger ones."""
-    from dgemma_kernels import configs
+    from dgemma_kernels.ops import configs
 
     monkeypatch.setattr(configs, "gpu_name", lambda device: "default")

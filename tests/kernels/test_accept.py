@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 import dgemma
-from dgemma import draws
-from dgemma.generate import Knobs, start_state
-from dgemma.noise import UniformNoise
-from dgemma.prediction import Prediction
+from dgemma.diffusion import draws
+from dgemma.diffusion.noise import UniformNoise
+from dgemma.diffusion.prediction import Prediction
+from dgemma.run.generate import Knobs, start_state
 from dgemma.sampling.entropy_bound import EntropyBound
 from dgemma.sampling.stopping import StableAndConfident
 from dgemma.sampling.temperature import ConstantTemperature
-from dgemma_kernels import accept as kernel
 from dgemma_kernels import reference
+from dgemma_kernels.ops.accept import kernel
 
 VOCAB = 262_144
 TWINS = pytest.mark.parametrize("twin", [kernel, reference], ids=["kernel", "reference"])

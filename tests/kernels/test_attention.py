@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from dgemma_kernels import reference
-from dgemma_kernels.attention import AttentionTile, attention, choose_num_splits, default_tile
+from dgemma_kernels.ops.attention.kernel import AttentionTile, attention, choose_num_splits, default_tile
 
 # float32 sums of at most a hundred terms; float16 rounds the softmax weights and the output, 2**-11 each.
 LIMITS = {torch.float32: 2e-6, torch.float16: 2e-3}

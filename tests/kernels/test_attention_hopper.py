@@ -15,9 +15,9 @@ import torch
 import triton
 from torch import Tensor
 
-from dgemma_kernels import attention as module
 from dgemma_kernels import reference
-from dgemma_kernels.attention import AttentionTile, attention, uses_hopper_kernel
+from dgemma_kernels.ops.attention import kernel as module
+from dgemma_kernels.ops.attention.kernel import AttentionTile, attention, uses_hopper_kernel
 from gluon_interpreter import Hazard, load
 
 HEADS = 16
@@ -152,7 +152,7 @@ def test_hopper_kernel_is_imported_with_the_triton_it_ran_with_alone(before, kno
 
 @functools.cache
 def interpreted(seed: int = 0, edits: tuple[tuple[str, str], ...] = ()) -> Any:
-    return load("dgemma_kernels.attention_hopper", seed=seed, edits=dict(edits))
+    return load("dgemma_kernels.ops.attention.hopper", seed=seed, edits=dict(edits))
 
 
 def interpret(case: tuple[Tensor, ...], *, kernel: Any = None, num_splits: int = 1, **mode: int | bool) -> Tensor:

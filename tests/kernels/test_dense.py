@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dgemma_kernels import configs, dense, reference
+from dgemma_kernels import reference
+from dgemma_kernels.ops import configs
+from dgemma_kernels.ops.mlp import fused as dense
 
 # float32 sums of a hundred terms; float16 rounds five times on the way, 2**-11 each.
 LIMITS = {torch.float32: 1e-6, torch.float16: 2e-3}

@@ -13,16 +13,21 @@ import pytest
 import torch
 
 import dgemma
-from dgemma import draws as reference_draws
-from dgemma.generate import Knobs, start_state
-from dgemma.schedule import OneMinusCosine
+from dgemma.diffusion import draws as reference_draws
+from dgemma.diffusion.schedule import OneMinusCosine
+from dgemma.run.generate import Knobs, start_state
 from dgemma.train.lora import LoRA, add_lora
-from dgemma_kernels import accelerate, accept, captured, draws, embedding, published, reference, vocabulary
-from dgemma_kernels import cache as fused_cache
-from dgemma_kernels.forward import Forward
-from dgemma_kernels.graphs import CaptureError, Replay
-from dgemma_kernels.prediction import FusedPrediction, Logits
-from dgemma_kernels.weights import HOLD
+from dgemma_kernels import accelerate, reference
+from dgemma_kernels.engine import cache as fused_cache
+from dgemma_kernels.engine import captured, published
+from dgemma_kernels.engine.forward import Forward
+from dgemma_kernels.engine.graphs import CaptureError, Replay
+from dgemma_kernels.engine.prediction import FusedPrediction, Logits
+from dgemma_kernels.engine.weights import HOLD
+from dgemma_kernels.ops.accept import kernel as accept
+from dgemma_kernels.ops.draws import kernel as draws
+from dgemma_kernels.ops.embedding import kernel as embedding
+from dgemma_kernels.ops.vocabulary import kernel as vocabulary
 from kernel_inputs import make_model
 
 CANVAS, VOCAB = 4, 40
@@ -341,7 +346,7 @@ def test_mistakes_are_answered_in_one_sentence(models, monkeypatch):
         accelerate(dgemma.DiffusionGemma(plain.config.replace(head_dim=24), device=plain.device))
     with pytest.raises(ValueError, match="cache must be one that it made itself"):
         fast.denoise(prompt[:, :CANVAS], plain.encode(prompt))
-    monkeypatch.setattr("dgemma_kernels.engine.InterpretedFunction", int)
+    monkeypatch.setattr("dgemma_kernels.engine.denoiser.InterpretedFunction", int)
     with pytest.raises(ValueError, match="needs the model on a CUDA GPU"):
         accelerate(dgemma.DiffusionGemma(plain.config, device="cpu"))
 

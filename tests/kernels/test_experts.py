@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dgemma_kernels import configs, experts, reference, router
-from dgemma_kernels.configs import gpu_name
+from dgemma_kernels import reference
+from dgemma_kernels.ops import configs
+from dgemma_kernels.ops.configs import gpu_name
+from dgemma_kernels.ops.experts import kernel as experts
+from dgemma_kernels.ops.router import kernel as router
 from kernel_inputs import NUM_EXPERTS, draw_routing
 
 E, D, F = NUM_EXPERTS, 72, 88  # neither width is a multiple of any tile

@@ -12,8 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 import dgemma
-from dgemma_kernels import accelerate, configs, experts, norms, reference, router, vocabulary
-from dgemma_kernels.quantized import Quantized, quantize
+from dgemma_kernels import accelerate, reference
+from dgemma_kernels.formats.float8 import Quantized, quantize
+from dgemma_kernels.ops import configs
+from dgemma_kernels.ops.experts import kernel as experts
+from dgemma_kernels.ops.norms import kernel as norms
+from dgemma_kernels.ops.router import kernel as router
+from dgemma_kernels.ops.vocabulary import kernel as vocabulary
 from kernel_inputs import NUM_EXPERTS, draw_routing, make_model
 
 E, D, F = NUM_EXPERTS, 72, 88  # neither width is a multiple of any tile; hidden values of two blocks, 64 and 24

@@ -13,7 +13,7 @@ import torch
 from triton.runtime import _async_compile
 from triton.runtime.jit import JITFunction
 
-from dgemma_kernels.graphs import compile_together
+from dgemma_kernels.engine.graphs import compile_together
 
 
 class _Kernel(JITFunction):
@@ -124,7 +124,7 @@ def test_threads_compile_one_after_the_other_and_leave_triton_as_it_was():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="launches real kernels")
 def test_nothing_is_written_until_the_launch_itself():
-    from dgemma_kernels.norms import rms_norm
+    from dgemma_kernels.ops.norms.kernel import rms_norm
 
     x = torch.randn(4, 96, device="cuda")
     weight = torch.ones(96, device="cuda")

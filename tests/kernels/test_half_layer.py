@@ -2,7 +2,11 @@
 
 import torch
 
-from dgemma_kernels import configs, experts, mlp, norms, router
+from dgemma_kernels.ops import configs
+from dgemma_kernels.ops.experts import kernel as experts
+from dgemma_kernels.ops.mlp import kernel as mlp
+from dgemma_kernels.ops.norms import kernel as norms
+from dgemma_kernels.ops.router import kernel as router
 
 
 class Given(torch.nn.Module):

@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dgemma_kernels import mlp, norms, reference
+from dgemma_kernels import reference
+from dgemma_kernels.ops.mlp import kernel as mlp
+from dgemma_kernels.ops.norms import kernel as norms
 
 EPS = 1e-6
 # float32 sums of a few hundred terms; one rounding of float16 is 2**-11, and a tail has about eight of them in a row.

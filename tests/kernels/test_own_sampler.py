@@ -6,7 +6,9 @@ from dataclasses import replace
 import torch
 
 import dgemma
-from dgemma_kernels import accelerate, published, vocabulary
+from dgemma_kernels import accelerate
+from dgemma_kernels.engine import published
+from dgemma_kernels.ops.vocabulary import kernel as vocabulary
 from kernel_inputs import make_model
 
 

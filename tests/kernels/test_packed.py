@@ -13,9 +13,14 @@ from torch import Tensor
 
 import dgemma
 from dgemma.train import LoRA, Objective, TrainConfig, add_lora, train
-from dgemma_kernels import accelerate, configs, experts, packed, reference, router, vocabulary
-from dgemma_kernels.packed import Packed, pack
-from dgemma_kernels.weights import HOLD
+from dgemma_kernels import accelerate, reference
+from dgemma_kernels.engine.weights import HOLD
+from dgemma_kernels.formats import packed
+from dgemma_kernels.formats.packed import Packed, pack
+from dgemma_kernels.ops import configs
+from dgemma_kernels.ops.experts import kernel as experts
+from dgemma_kernels.ops.router import kernel as router
+from dgemma_kernels.ops.vocabulary import kernel as vocabulary
 from kernel_inputs import NUM_EXPERTS, draw_routing, make_model
 
 E, D, F = NUM_EXPERTS, 72, 88  # neither width is a multiple of any tile, nor of the 64 columns of a plane

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dgemma_kernels import qkv, reference
+from dgemma_kernels import reference
+from dgemma_kernels.ops.qkv import kernel as qkv
 
 EPS = 1e-6
 # (query heads, key heads, head_dim, own v heads): the two published layouts, smaller; and odd numbers of heads.

@@ -5,7 +5,8 @@ import torch
 import triton
 from torch import Tensor
 
-from dgemma_kernels import reference, router
+from dgemma_kernels import reference
+from dgemma_kernels.ops.router import kernel as router
 
 # (tokens, width, experts, active): one token; the published 128 of 8; ragged everywhere; every expert active.
 # A width of one block of the split depth, of several, and of several with a ragged last one.

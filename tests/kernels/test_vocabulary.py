@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dgemma.prediction import Prediction
-from dgemma_kernels import reference, vocabulary
-from dgemma_kernels.vocabulary import pack_allowed
+from dgemma.diffusion.prediction import Prediction
+from dgemma_kernels import reference
+from dgemma_kernels.ops.vocabulary import kernel as vocabulary
+from dgemma_kernels.ops.vocabulary.kernel import pack_allowed
 
 CHUNK = 128  # of the tests: the interpreter adds up a chunk in a Python loop, and the production one has 4,096
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import dgemma
-from dgemma import draws
+from dgemma.diffusion import draws
 from published import pair
 
 

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from dgemma import presets
-from dgemma.config import ModelConfig
+from dgemma.model.config import ModelConfig
 from dgemma.model.diffusion import DiffusionGemma
 
 TOLERANCE = 1e-5  # of the largest |logit|: float32 rounding through three layers

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dgemma.prediction import Prediction
+from dgemma.diffusion.prediction import Prediction
+from dgemma.diffusion.schedule import Logarithmic, OneMinusCosine, PlainCosine
 from dgemma.sampling.ancestral import Ancestral
-from dgemma.schedule import Logarithmic, OneMinusCosine, PlainCosine
 from toy import (
     MASK,
     Denoiser,

@@ -7,8 +7,8 @@ from typing import ClassVar
 import pytest
 import torch
 
-from dgemma.noise import MaskNoise
-from dgemma.prediction import Prediction
+from dgemma.diffusion.noise import MaskNoise
+from dgemma.diffusion.prediction import Prediction
 from dgemma.sampling.base import Decision, Sampler
 from dgemma.sampling.confidence import Confidence
 from dgemma.sampling.ranking import best, take_turn

@@ -10,8 +10,8 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
     EntropyBoundSamplerConfig,
 )
 
-from dgemma.noise import MaskNoise, UniformNoise
-from dgemma.prediction import Prediction
+from dgemma.diffusion.noise import MaskNoise, UniformNoise
+from dgemma.diffusion.prediction import Prediction
 from dgemma.sampling.entropy_bound import EntropyBound
 from toy import divergence, fresh_state, mask_noise, propagate, total_variation, update
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dgemma.prediction import Prediction
+from dgemma.diffusion.prediction import Prediction
 from dgemma.sampling.first_hitting import FirstHitting
 from toy import MASK, SEQUENCES, fresh_state, mask_noise, propagate, total_variation, update
 

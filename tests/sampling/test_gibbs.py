@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dgemma.prediction import Prediction
+from dgemma.diffusion.prediction import Prediction
 from dgemma.sampling.gibbs import LeaveOneOutGibbs
 from toy import (
     JOINT,

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dgemma.generate import Knobs, start_state, step
-from dgemma.prediction import Prediction
+from dgemma.diffusion.prediction import Prediction
+from dgemma.run.generate import Knobs, start_state, step
 from dgemma.sampling.base import Decision, Sampler
 from dgemma.sampling.entropy_bound import EntropyBound
 from dgemma.sampling.stopping import EndOfText, StableAndConfident

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dgemma.noise import MaskNoise
-from dgemma.prediction import Prediction
+from dgemma.diffusion.noise import MaskNoise
+from dgemma.diffusion.prediction import Prediction
 from dgemma.sampling.klass import KLASS
 from toy import fresh_state
 

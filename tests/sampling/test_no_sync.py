@@ -16,12 +16,12 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-from dgemma.noise import MaskNoise, UniformNoise
-from dgemma.prediction import Prediction
+from dgemma.diffusion.noise import MaskNoise, UniformNoise
+from dgemma.diffusion.prediction import Prediction
+from dgemma.diffusion.state import DenoiseState
 from dgemma.sampling.base import Decision, Sampler
 from dgemma.sampling.stopping import StopRule
 from dgemma.sampling.temperature import ConstantTemperature, LinearTemperature
-from dgemma.state import DenoiseState
 from every_sampler import SAMPLERS, STOP_RULES, noises
 
 VOCAB, CANVAS_LEN, BATCH = 11, 6, 3

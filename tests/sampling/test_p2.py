@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dgemma.noise import MaskNoise
-from dgemma.prediction import Prediction
+from dgemma.diffusion.noise import MaskNoise
+from dgemma.diffusion.prediction import Prediction
 from dgemma.sampling.p2 import P2
 from toy import fresh_state, mask_noise, propagate, update
 

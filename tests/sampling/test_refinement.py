@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dgemma.noise import UniformNoise
-from dgemma.prediction import Prediction
+from dgemma.diffusion.noise import UniformNoise
+from dgemma.diffusion.prediction import Prediction
 from dgemma.sampling.refinement import BlockRefinement
 from toy import fresh_state, propagate, uniform_noise, update
 

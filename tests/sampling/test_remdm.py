@@ -3,10 +3,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dgemma.prediction import Prediction
+from dgemma.diffusion.prediction import Prediction
+from dgemma.diffusion.schedule import Loop
 from dgemma.sampling.ancestral import Ancestral
 from dgemma.sampling.remdm import ReMDM
-from dgemma.schedule import Loop
 from toy import MASK, fresh_state, initial, mask_noise, propagate, route_cells, total_variation
 
 STEPS = [(0.9, 0.6), (0.5, 0.45), (0.2, 0.0), (0.1, 0.1)]  # noise level before and after

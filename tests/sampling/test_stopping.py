@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers.models.diffusion_gemma.generation_diffusion_gemma import StableAndConfidentStoppingCriteria
 
-from dgemma.noise import UniformNoise
-from dgemma.prediction import Prediction
+from dgemma.diffusion.noise import UniformNoise
+from dgemma.diffusion.prediction import Prediction
 from dgemma.sampling.confidence import Confidence
 from dgemma.sampling.stopping import ConfidenceGap, EndOfText, StableAndConfident, StepCap, StopRule, Unchanged
 from toy import LENGTH, SEQUENCES, fresh_state, mask_noise, propagate

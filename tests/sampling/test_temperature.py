@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.models.diffusion_gemma.generation_diffusion_gemma import LinearTemperatureScheduleLogitsProcessor
 
-from dgemma.prediction import Prediction
+from dgemma.diffusion.prediction import Prediction
 from dgemma.sampling.temperature import ConstantTemperature, LinearTemperature
 
 

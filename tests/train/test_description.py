@@ -17,7 +17,7 @@ import torch
 
 from dgemma.data.markov import MarkovChain, MarkovSource
 from dgemma.data.sudoku import SudokuSource, generate_puzzles
-from dgemma.noise import HybridNoise, MaskNoise
+from dgemma.diffusion.noise import HybridNoise, MaskNoise
 from dgemma.train.description import describe, describe_optimizer
 from dgemma.train.objective import Objective
 

@@ -8,8 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dgemma
 from dgemma import DiffusionGemma
-from dgemma.config import Conventions
-from dgemma.prediction import Prediction, SoftCap
+from dgemma.diffusion.prediction import Prediction, SoftCap
+from dgemma.model.config import Conventions
 from dgemma.train import head
 
 CAP = 3.0  # low, so that the cap bends these logits

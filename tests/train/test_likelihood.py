@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 import dgemma
 from dgemma.data.markov import MarkovChain, MarkovSource
-from dgemma.noise import HybridNoise, MaskNoise, UniformNoise
-from dgemma.schedule import ClippedLinear, OneMinusCosine
+from dgemma.diffusion.noise import HybridNoise, MaskNoise, UniformNoise
+from dgemma.diffusion.schedule import ClippedLinear, OneMinusCosine
 from dgemma.train import nelbo
 from dgemma.train.batch import TrainBatch
 from dgemma.train.estimates import half_width, mean_of_rows

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import dgemma
-from dgemma.noise import HybridNoise, MaskNoise, UniformNoise
-from dgemma.prediction import Prediction
-from dgemma.schedule import Linear, OneMinusCosine, PlainCosine, Polynomial
+from dgemma.diffusion.noise import HybridNoise, MaskNoise, UniformNoise
+from dgemma.diffusion.prediction import Prediction
+from dgemma.diffusion.schedule import Linear, OneMinusCosine, PlainCosine, Polynomial
 from dgemma.train import nelbo
 from dgemma.train.likelihood import evaluate
 from dgemma.train.objective import Objective

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import dgemma
 from dgemma import DiffusionGemma, HybridNoise, MaskNoise, UniformNoise
-from dgemma.schedule import ClippedLinear, OneMinusCosine
+from dgemma.diffusion.schedule import ClippedLinear, OneMinusCosine
 from dgemma.train import TrainBatch, nelbo, objective
 from dgemma.train.objective import Objective
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import dgemma
 from dgemma import DiffusionGemma
-from dgemma.config import Conventions
+from dgemma.model.config import Conventions
 from dgemma.train.packed import predict_canvases, read_clean
 
 CANVAS_LEN = 6

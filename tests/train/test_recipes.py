@@ -8,7 +8,7 @@ from torch import Tensor
 
 import dgemma
 from dgemma import DiffusionGemma
-from dgemma.config import ModelConfig
+from dgemma.model.config import ModelConfig
 from dgemma.train import Objective, TrainBatch, recipes
 
 CONFIG = dgemma.presets.tiny().replace(vocab_size=48, canvas_length=8, eos_token_id=3, num_experts=4)

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from dgemma.sweep import Sweep, SweepRow
+from dgemma.study.sweep import Sweep, SweepRow
 from dgemma.view import plots
 from view.converging import record
 

@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dgemma.checkpoint import resolve
+from dgemma.checkpoint.tokenizer import Tokenizer
+from dgemma.checkpoint.weights import resolve
 from dgemma.cli import values
-from dgemma.denoiser import Denoiser
+from dgemma.diffusion.noise import HybridNoise, MaskNoise, Noise, UniformNoise, rebuild_noise, warn_of_noise
 from dgemma.model import DiffusionGemma
 from dgemma.model.layout import lay_out_by_column
-from dgemma.noise import HybridNoise, MaskNoise, Noise, UniformNoise, rebuild_noise, warn_of_noise
+from dgemma.run.denoiser import Denoiser
 from dgemma.sampling import Sampler
 from dgemma.sampling.named import default_sampler, rebuild_sampler
-from dgemma.tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NOISES = ("uniform", "mask", "hybrid")

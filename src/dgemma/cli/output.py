@@ -6,9 +6,9 @@ import math
 import sys
 from typing import Any
 
+from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.cli import values
-from dgemma.tokenizer import Tokenizer
-from dgemma.trajectory import Trajectory
+from dgemma.run.trajectory import Trajectory
 from dgemma.view.board import Board
 from dgemma.view.pieces import printable
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from dgemma.checkpoint import Stored, read_headers, resolve
+from dgemma.checkpoint.weights import Stored, read_headers, resolve
 from dgemma.cli import options, output, values
-from dgemma.config import GenerationDefaults, ModelConfig, read_json
-from dgemma.generate import generate
 from dgemma.model import DiffusionGemma
+from dgemma.model.config import GenerationDefaults, ModelConfig, read_json
+from dgemma.run.generate import generate
 from dgemma.sampling.named import say_settings
 
 _CONFIG_FILES = ("config.json", "*.index.json")

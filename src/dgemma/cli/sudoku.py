@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from dgemma.cli import options, output, values
 from dgemma.data import sudoku
-from dgemma.denoiser import Denoiser
-from dgemma.noise import warn_of_noise
+from dgemma.diffusion.noise import warn_of_noise
+from dgemma.run.denoiser import Denoiser
 from dgemma.sampling import EntropyBound, StableAndConfident
 from dgemma.view.board import Board
 from dgemma.view.terminal import BoardView

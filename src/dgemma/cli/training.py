@@ -13,13 +13,13 @@ import numpy as np
 import torch
 
 from dgemma import presets
+from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.cli import options, output, values
-from dgemma.config import GenerationDefaults
 from dgemma.data.documents import list_files
 from dgemma.data.text import PromptSource, TextSource, TokenFile, read_documents, scan
 from dgemma.data.token_file import describe_files
 from dgemma.model import DiffusionGemma
-from dgemma.tokenizer import Tokenizer
+from dgemma.model.config import GenerationDefaults
 from dgemma.train import recipes
 from dgemma.train.batch import BatchSource
 from dgemma.train.budget import train_for

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
+from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.cli import options, output, values
 from dgemma.cli.options import Writer
-from dgemma.generate import generate
-from dgemma.infill import Infilling, edit, infill
-from dgemma.records import Generation, OnStep
-from dgemma.tokenizer import Tokenizer
+from dgemma.run.generate import generate
+from dgemma.run.records import Generation, OnStep
+from dgemma.tasks.infill import Infilling, edit, infill
 from dgemma.view.terminal import LiveView
 
 _HOLE = re.compile(r"_{2,}")

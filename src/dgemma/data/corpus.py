@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.data.documents import read_documents
 from dgemma.data.token_file import TokenFile
 from dgemma.data.vocabulary import train_tokenizer
-from dgemma.tokenizer import Tokenizer
 
 SEPARATOR = "\f"  # between two documents
 

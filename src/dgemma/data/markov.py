@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dgemma import draws
+from dgemma.diffusion import draws
+from dgemma.diffusion.noise import Noise
+from dgemma.diffusion.schedule import Linear
 from dgemma.model.diffusion import DiffusionGemma
-from dgemma.noise import Noise
-from dgemma.schedule import Linear
 from dgemma.train import nelbo
 from dgemma.train.batch import TrainBatch
 from dgemma.train.estimates import Curve, mean_of_rows

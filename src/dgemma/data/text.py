@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dgemma import draws
 from dgemma.data.documents import Document, read_documents
 from dgemma.data.token_file import TokenFile
+from dgemma.diffusion import draws
 from dgemma.train.batch import TrainBatch
 
 __all__ = ["Document", "PromptSource", "TextSource", "TokenFile", "permute", "read_documents", "scan"]

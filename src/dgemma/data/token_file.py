@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.data.documents import Document, list_files
-from dgemma.tokenizer import Tokenizer
 
 _FORMAT = 1
 _CHUNK = 1 << 24  # bytes read at a time

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from dgemma.tokenizer import Tokenizer
+from dgemma.checkpoint.tokenizer import Tokenizer
 
 # In the order of their published ids: 0 to 4.
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>")

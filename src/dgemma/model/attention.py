@@ -9,7 +9,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from dgemma.config import LayerShape, ModelConfig
+from dgemma.model.config import LayerShape, ModelConfig
 from dgemma.model.layers import RMSNorm, rms_norm
 from dgemma.model.rotary import rotate
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dgemma.config import LayerShape, ModelConfig
 from dgemma.model.attention import Attention, Mask
+from dgemma.model.config import LayerShape, ModelConfig
 from dgemma.model.experts import Experts, Router
 from dgemma.model.layers import GatedMLP, RMSNorm
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dgemma.config import Conventions, ModelConfig
+from dgemma.model.config import Conventions, ModelConfig
 
 _GROWTH = 1.25  # spare room when a full layer's buffer must grow, so that appending stays linear
 

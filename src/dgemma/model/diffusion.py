@@ -11,16 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dgemma.config import Conventions, GenerationDefaults, ModelConfig
+from dgemma.diffusion.prediction import Prediction, SoftCap
 from dgemma.model.attention import Mask
 from dgemma.model.backbone import KeysValues, Layer, run_layers
 from dgemma.model.cache import LayerCache, PrefixCache
+from dgemma.model.config import Conventions, GenerationDefaults, ModelConfig
 from dgemma.model.experts import Experts
 from dgemma.model.layers import GatedMLP, RMSNorm, rms_norm, wide_dtype
 from dgemma.model.masks import canvas_mask, causal_mask
 from dgemma.model.noise_level import NoiseLevelEmbedding
 from dgemma.model.rotary import rotary_table
-from dgemma.prediction import Prediction, SoftCap
 
 _ENCODE_CHUNK = 1024  # tokens read at once, so that a long prompt's memory grows with its length and not its square
 
@@ -107,13 +107,13 @@ class DiffusionGemma(nn.Module):
 
         Example: `DiffusionGemma.from_pretrained("google/diffusiongemma-26B-A4B-it", device="cuda")`.
         """
-        from dgemma.checkpoint import load_pretrained
+        from dgemma.checkpoint.weights import load_pretrained
 
         return load_pretrained(cls, path_or_repo, dtype=dtype, device=device, conventions=conventions)
 
     def save_pretrained(self, path: str | Path, *, max_shard_size: int | str = "5GB") -> None:
         """Write a checkpoint folder that transformers loads as DiffusionGemmaForBlockDiffusion."""
-        from dgemma.checkpoint import save_pretrained
+        from dgemma.checkpoint.weights import save_pretrained
 
         save_pretrained(self, path, max_shard_size=max_shard_size)
 

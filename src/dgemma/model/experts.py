@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dgemma.config import ModelConfig
+from dgemma.model.config import ModelConfig
 from dgemma.model.layers import gated_gelu, rms_norm, wide_dtype
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from dgemma.config import LayerShape
+from dgemma.model.config import LayerShape
 
 
 def rotary_table(shape: LayerShape, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dgemma.prediction import Prediction
-from dgemma.state import DenoiseState
+from dgemma.diffusion.prediction import Prediction
+from dgemma.diffusion.state import DenoiseState
 
 
 @dataclass(frozen=True, kw_only=True)

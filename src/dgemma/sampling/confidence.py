@@ -7,12 +7,12 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from dgemma import draws
-from dgemma.prediction import Prediction
+from dgemma.checks import check_block_len, check_choice, check_finite
+from dgemma.diffusion import draws
+from dgemma.diffusion.prediction import Prediction
+from dgemma.diffusion.state import DenoiseState
 from dgemma.sampling.base import Decision, Sampler
-from dgemma.sampling.checks import check_block_len, check_choice, check_finite
 from dgemma.sampling.ranking import Turn, best, certainty, even_share, propose, take_turn
-from dgemma.state import DenoiseState
 
 _ROUNDING = 1e-9  # L · 0.5 must not fall below its integer
 

@@ -6,11 +6,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from dgemma.prediction import Prediction
+from dgemma.checks import check_choice, check_size
+from dgemma.diffusion.prediction import Prediction
+from dgemma.diffusion.state import DenoiseState
 from dgemma.sampling.base import Decision, Sampler
-from dgemma.sampling.checks import check_choice, check_size
 from dgemma.sampling.ranking import certainty, propose
-from dgemma.state import DenoiseState
 
 
 @dataclass(frozen=True, kw_only=True)

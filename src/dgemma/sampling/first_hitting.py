@@ -6,9 +6,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dgemma.prediction import Prediction
+from dgemma.diffusion.prediction import Prediction
+from dgemma.diffusion.state import DenoiseState
 from dgemma.sampling.base import Decision, Sampler
-from dgemma.state import DenoiseState
 
 
 @dataclass(frozen=True, kw_only=True)

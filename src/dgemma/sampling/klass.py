@@ -6,11 +6,11 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from dgemma.prediction import Prediction
+from dgemma.checks import check_block_len, check_count, check_probability, check_size
+from dgemma.diffusion.prediction import Prediction
+from dgemma.diffusion.state import DenoiseState
 from dgemma.sampling.base import Decision, Sampler
-from dgemma.sampling.checks import check_block_len, check_count, check_probability, check_size
 from dgemma.sampling.ranking import best, even_share, propose, take_turn
-from dgemma.state import DenoiseState
 
 
 class Recent(NamedTuple):

@@ -10,7 +10,7 @@ from dgemma.sampling.base import Sampler
 from dgemma.sampling.entropy_bound import EntropyBound
 
 if TYPE_CHECKING:
-    from dgemma.denoiser import Denoiser
+    from dgemma.run.denoiser import Denoiser
 
 
 def _kebab(name: str) -> str:

@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from dgemma.prediction import Prediction
-from dgemma.state import DenoiseState
+from dgemma.diffusion.prediction import Prediction
+from dgemma.diffusion.state import DenoiseState
 
 Order = Literal["confidence", "log_confidence", "margin", "entropy"]
 

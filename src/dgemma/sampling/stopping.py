@@ -6,9 +6,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dgemma.prediction import Prediction
-from dgemma.sampling.checks import as_int, check_choice, check_count, check_size
-from dgemma.state import DenoiseState
+from dgemma.checks import as_int, check_choice, check_count, check_size
+from dgemma.diffusion.prediction import Prediction
+from dgemma.diffusion.state import DenoiseState
 
 
 class StopRule:

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dgemma.sampling.checks import as_number, check_finite
+from dgemma.checks import as_number, check_finite
 
 _GREEDY = "Use a sampler's greedy=True for the argmax."
 _LEAST, _MOST = 1e-30, 1e30  # what float32 can divide logits by

@@ -5,11 +5,11 @@ from typing import ClassVar
 
 import torch
 
-from dgemma.prediction import Prediction
+from dgemma.checks import check_block_len, check_probability, check_size
+from dgemma.diffusion.prediction import Prediction
+from dgemma.diffusion.state import DenoiseState
 from dgemma.sampling.base import Decision, Sampler
-from dgemma.sampling.checks import check_block_len, check_probability, check_size
 from dgemma.sampling.ranking import best, propose, take_turn
-from dgemma.state import DenoiseState
 
 
 @dataclass(frozen=True, kw_only=True)

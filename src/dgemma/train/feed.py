@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dgemma import draws
+from dgemma.diffusion import draws
 from dgemma.train.batch import BatchSource, TrainBatch
 
 _DEPTH = 2  # steps made ahead

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dgemma import draws
+from dgemma.diffusion import draws
+from dgemma.diffusion.noise import Noise, warn_of_noise
 from dgemma.model.diffusion import DiffusionGemma
-from dgemma.noise import Noise, warn_of_noise
 from dgemma.progress import progress_bar
 from dgemma.train import head, nelbo
 from dgemma.train.batch import BatchSource, TrainBatch

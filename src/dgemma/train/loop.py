@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dgemma.diffusion.noise import Noise, describe_noise
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.experts import require_experts
-from dgemma.noise import Noise, describe_noise
 from dgemma.progress import progress_bar
 from dgemma.train.balance import RouterLoad, summary
 from dgemma.train.batch import BatchSource
@@ -43,7 +43,7 @@ from dgemma.train.records import Measure, StepRecord, Terms, TrainResult, make_l
 
 logger = logging.getLogger("dgemma")
 
-OnStep = Callable[[StepRecord], bool | None]  # True stops the run; `dgemma.records.OnStep` is of denoising steps
+OnStep = Callable[[StepRecord], bool | None]  # True stops the run; `dgemma.run.records.OnStep` is of denoising steps
 Evaluate = Callable[[Any, int], Mapping[str, Any] | None]
 
 

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from dgemma.checkpoint import write_tensors
-from dgemma.config import GenerationDefaults
+from dgemma.checkpoint.weights import write_tensors
+from dgemma.model.config import GenerationDefaults
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.experts import Experts, product_by_group, require_experts
 

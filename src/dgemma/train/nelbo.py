@@ -15,7 +15,7 @@ equality for the exact leave-one-out network, under any schedule that runs from 
 import torch
 from torch import Tensor
 
-from dgemma.noise import HybridNoise, MaskNoise, Noise, UniformNoise
+from dgemma.diffusion.noise import HybridNoise, MaskNoise, Noise, UniformNoise
 
 PARAMETRISATIONS = ("mean", "loo")
 

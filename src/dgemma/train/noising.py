@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dgemma import draws
-from dgemma.noise import Noise
+from dgemma.diffusion import draws
+from dgemma.diffusion.noise import Noise
 from dgemma.train.canvases import Canvases
 from dgemma.train.fused import fused
 

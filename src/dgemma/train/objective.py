@@ -12,8 +12,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from dgemma.diffusion.noise import HybridNoise, Noise
 from dgemma.model.diffusion import DiffusionGemma
-from dgemma.noise import HybridNoise, Noise
 from dgemma.train import head, nelbo
 from dgemma.train.batch import TrainBatch
 from dgemma.train.canvases import Canvases, cut_canvases

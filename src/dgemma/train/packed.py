@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
-from dgemma.config import LayerShape
 from dgemma.model.attention import Mask
 from dgemma.model.backbone import KeysValues
+from dgemma.model.config import LayerShape
 from dgemma.model.diffusion import DiffusionGemma
 
 ATTENTIONS = ("dense", "blocks")

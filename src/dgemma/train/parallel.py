@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from dgemma.checkpoint import write_tensors
+from dgemma.checkpoint.weights import write_tensors
 from dgemma.train.lora import is_adapted, save_lora
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -7,11 +7,11 @@ tests hold them to it. Recipes also differ in which weights they train, the rout
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dgemma.config import ModelConfig
+from dgemma.diffusion.noise import HybridNoise, MaskNoise, UniformNoise
+from dgemma.diffusion.schedule import Linear, Schedule
 from dgemma.model import DiffusionGemma
+from dgemma.model.config import ModelConfig
 from dgemma.model.experts import Router
-from dgemma.noise import HybridNoise, MaskNoise, UniformNoise
-from dgemma.schedule import Linear, Schedule
 from dgemma.train.lora import LoRA, add_lora
 from dgemma.train.objective import Objective
 

@@ -11,7 +11,7 @@ from dgemma.view.board import NUM_CELLS, Board
 from dgemma.view.pieces import Pieces, printable
 
 if TYPE_CHECKING:
-    from dgemma.trajectory import RecordedStep, Trajectory
+    from dgemma.run.trajectory import RecordedStep, Trajectory
 
 Array = NDArray[Any]
 

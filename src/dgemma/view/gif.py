@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from dgemma.tokenizer import Tokenizer
+from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.view import board
 from dgemma.view.board import Board
 from dgemma.view.frames import Frames, check_canvas, check_row, read_frames, read_prompt
@@ -18,7 +18,7 @@ from dgemma.view.heat import LEVELS, palette
 from dgemma.view.pieces import STATIC, Pieces, width
 
 if TYPE_CHECKING:
-    from dgemma.trajectory import Trajectory
+    from dgemma.run.trajectory import Trajectory
 
 _PAGE, _SOFT, _ACCENT, _PIN = "#101218", "#7d7a88", "#3ecfb4", "#82b4ff"
 _HEAT = palette(dark=True)

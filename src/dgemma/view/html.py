@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dgemma.sweep import describe_sampler
-from dgemma.tokenizer import Tokenizer
+from dgemma.checkpoint.tokenizer import Tokenizer
+from dgemma.study.sweep import describe_sampler
 from dgemma.view.board import Board
 from dgemma.view.frames import Array, Frames, check_canvas, check_row, read_frames, read_prompt, settled
 from dgemma.view.heat import LEVELS, palette
 from dgemma.view.pieces import Pieces
 
 if TYPE_CHECKING:
-    from dgemma.trajectory import Trajectory
+    from dgemma.run.trajectory import Trajectory
 
 ENTROPY_SCALE = 4096  # 16 bits reach 16 nats, more than log(262144)
 NOTEBOOK_BYTES = 4 << 20  # what a notebook is asked to store for one picture

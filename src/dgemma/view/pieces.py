@@ -4,7 +4,7 @@ import unicodedata
 from collections.abc import Sequence
 from functools import lru_cache
 
-from dgemma.tokenizer import Tokenizer
+from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.view.board import Board
 
 MASK = "░"

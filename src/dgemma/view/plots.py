@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from dgemma.tokenizer import Tokenizer
+from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.view.frames import Array, check_row, read_frames, settled
 from dgemma.view.heat import palette
 from dgemma.view.pieces import Pieces
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from dgemma.sweep import Sweep
-    from dgemma.trajectory import Trajectory
+    from dgemma.run.trajectory import Trajectory
+    from dgemma.study.sweep import Sweep
 
 _LABELLED = 60  # positions up to which each can have its token written below it
 

@@ -14,8 +14,8 @@ from typing import NamedTuple, Self, TextIO
 import torch
 from torch import Tensor
 
-from dgemma.records import BlockCommit, Events, Generation, StepRecord
-from dgemma.tokenizer import Tokenizer
+from dgemma.checkpoint.tokenizer import Tokenizer
+from dgemma.run.records import BlockCommit, Events, Generation, StepRecord
 from dgemma.view import board
 from dgemma.view.heat import TERMINAL
 from dgemma.view.pieces import MASK, Pieces, printable, width

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dgemma import draws
 from dgemma.data.sudoku.encoding import (
     DIGIT_TOKENS,
     EOS_TOKEN,
@@ -20,10 +19,11 @@ from dgemma.data.sudoku.encoding import (
 )
 from dgemma.data.sudoku.puzzles import parse
 from dgemma.data.sudoku.symmetry import NUM_UNIFORMS, equivalents, originals
-from dgemma.denoiser import Denoiser
-from dgemma.generate import generate
-from dgemma.noise import MaskNoise, Noise, UniformNoise, learnt_noise
-from dgemma.records import Generation
+from dgemma.diffusion import draws
+from dgemma.diffusion.noise import MaskNoise, Noise, UniformNoise, learnt_noise
+from dgemma.run.denoiser import Denoiser
+from dgemma.run.generate import generate
+from dgemma.run.records import Generation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dgemma import draws
 from dgemma.data.sudoku.puzzles import Puzzles
 from dgemma.data.sudoku.symmetry import NUM_UNIFORMS, equivalents
+from dgemma.diffusion import draws
 from dgemma.train.batch import TrainBatch
 
 NUM_CELLS = 81

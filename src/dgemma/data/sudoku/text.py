@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.data.sudoku.encoding import NUM_CELLS, SudokuSource
-from dgemma.tokenizer import Tokenizer
 from dgemma.train.batch import TrainBatch
 
 

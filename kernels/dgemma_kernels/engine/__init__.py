@@ -1,0 +1,1 @@
+"""The fused denoiser: weights, prefix buffers, CUDA graphs and the captured denoising step."""

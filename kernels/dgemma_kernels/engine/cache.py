@@ -1,0 +1,368 @@
+"""The prefix cache in buffers that stay where they are, so that a CUDA graph captured over them stays valid.
+
+Twin of `dgemma.model.cache.PrefixCache`: rows left-aligned, lengths on the device. Behind every prefix lies a tail in
+which a forward writes the keys and values of its own tokens; committing them is adding to a length. Full layers have
+room for the whole prefix, sliding layers for what they keep and a tail; `settle` moves a sliding layer's newest tokens
+to its front. Buffers grow in steps and return to a pool, with their graphs, when a cache is no longer used.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Self
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dgemma.model.cache import CacheMark, LayerCache, PrefixCache
+from dgemma.model.config import Conventions, ModelConfig
+from dgemma_kernels.engine.graphs import Replay, remembered
+
+_SMALLEST = 1024  # slots of a full layer; then powers of two up to _LINEAR, then multiples of it
+_LINEAR = 16_384
+_PREFILL_TOKENS = 4096  # of all rows together, that one forward reads
+_FREE_BYTES = 4 << 30  # of unused buffers that a pool keeps for the next run
+
+
+class CacheBuffers:
+    """Keys and values of every layer, (B, K, capacity, H) each; the device's counters; graphs captured over them."""
+
+    def __init__(
+        self, config: ModelConfig, batch_size: int, capacity: int, tail: int, keep: int, where: dict[str, Any]
+    ) -> None:
+        self.size = (batch_size, capacity, tail)
+        self.keep, self.window_capacity = keep, keep + tail
+        self.keys: list[Tensor] = [torch.empty(0)] * config.num_hidden_layers
+        self.values: list[Tensor] = [*self.keys]
+        self.sliding: Tensor | None = None  # keys and values of all sliding layers: (2, layers, B, K, capacity, H)
+        for kind in set(config.layer_types):
+            layers = [layer for layer, its_kind in enumerate(config.layer_types) if its_kind == kind]
+            shape = config.layer_shape(layers[0])
+            slots = capacity if shape.window is None else self.window_capacity
+            size = (2, len(layers), batch_size, shape.num_key_value_heads, slots, shape.head_dim)
+            both = torch.empty(size, **where)
+            for at, layer in enumerate(layers):
+                self.keys[layer], self.values[layer] = both[:, at]
+            if shape.window is not None:
+                self.sliding = both
+        self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=where["device"])  # tokens of each row
+        self.held = torch.zeros_like(self.lengths)  # of them, how many a sliding layer still has
+        self.graphs: OrderedDict[Any, Any] = OrderedDict()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in (*self.keys, *self.values))
+
+
+class BufferPool:
+    """Makes cache buffers of one model and keeps those no cache uses any more, up to a bound, newest first."""
+
+    def __init__(self, config: ModelConfig, conventions: Conventions, device: torch.device, dtype: torch.dtype) -> None:
+        self.config = config
+        self.keep = config.sliding_window - (0 if conventions.sliding_prefix == "window" else 1)
+        self._where: dict[str, Any] = {"device": device, "dtype": dtype}
+        self._free: list[CacheBuffers] = []
+
+    @property
+    def device(self) -> torch.device:
+        return self._where["device"]
+
+    def prefill_len(self, batch_size: int) -> int:
+        """Tokens a row that one forward reads: the experts' weights are read once for all of them."""
+        return max(self.config.canvas_length, min(1024, _PREFILL_TOKENS // max(batch_size, 1)))
+
+    def take(self, batch_size: int, num_slots: int, tail: int) -> CacheBuffers:
+        """Buffers for `num_slots` tokens a row, tail included, of which `tail` may be new."""
+        two_canvases = 2 * self.config.canvas_length  # one postponed, and one being denoised
+        size = (batch_size, _step_up(num_slots), max(tail, two_canvases, self.prefill_len(batch_size)))
+        for buffers in reversed(self._free):
+            if buffers.size == size:
+                self._free.remove(buffers)
+                return buffers
+        return CacheBuffers(self.config, *size, self.keep, self._where)
+
+    def give_back(self, buffers: CacheBuffers) -> None:
+        self._free.append(buffers)
+        while len(self._free) > 1 and sum(free.num_bytes for free in self._free) > _FREE_BYTES:
+            self._free.pop(0)
+
+
+class FusedCache(PrefixCache):
+    """A `PrefixCache` over pooled buffers. Made and extended by the fused denoiser alone.
+
+    A finished block may be `postponed`: it counts as read, but the engine reads it together with the next canvas, in
+    one pass over the weights, unless something else looks at the cache first (`catch_up`).
+    """
+
+    def __init__(self, pool: BufferPool, batch_size: int) -> None:
+        self._pool = pool
+        self._buffers: CacheBuffers | None = None
+        self._lengths = torch.zeros(batch_size, dtype=torch.int64, device=pool.device)
+        self._num_slots = 0
+        self._num_seen = 0
+        self.postponed: Tensor | None = None  # (B, C) tokens
+        self._read: Callable[[Tensor, FusedCache], None] | None = None
+        self.num_held = 0  # the most tokens a row has in a sliding layer's buffer, as far as the host knows
+        self.ragged = False
+        self._marks: list[CacheMark] = []
+
+    def __del__(self) -> None:
+        buffers = getattr(self, "_buffers", None)
+        if buffers is not None:
+            self._pool.give_back(buffers)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.clone()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "FusedCache lies in buffers of its denoiser, and cannot be pickled or copied without them. Keep its "
+            "tokens, and encode them again; clone() copies it for the same denoiser."
+        )
+
+    @property
+    def buffers(self) -> CacheBuffers:
+        if self._buffers is None:
+            self.make_room(self._pool.config.canvas_length)
+        assert self._buffers is not None
+        return self._buffers
+
+    @property
+    def lengths(self) -> Tensor:  # type: ignore[override]
+        """Tokens of each row, (B,) int64. A tensor of its own at every change, so that one read earlier stays true."""
+        return self._lengths if self.postponed is None else self._lengths + self._num_postponed
+
+    @property
+    def batch_size(self) -> int:
+        return self._lengths.shape[0]
+
+    @property
+    def num_slots(self) -> int:  # type: ignore[override]
+        return self._num_slots + self._num_postponed
+
+    @property
+    def num_seen(self) -> int:  # type: ignore[override]
+        return self._num_seen + self._num_postponed
+
+    @property
+    def _num_postponed(self) -> int:
+        return 0 if self.postponed is None else self.postponed.shape[1]
+
+    def postpone(self, tokens: Tensor, read: Callable[[Tensor, "FusedCache"], None]) -> None:
+        """Count tokens (B, C) as read; `read(tokens, cache)` is called when someone wants to see them."""
+        self.catch_up()
+        self.postponed, self._read = tokens.clone(), read
+
+    def take_postponed(self) -> Tensor | None:
+        """The postponed tokens (B, C), for the caller to read; None if there are none."""
+        tokens, self.postponed = self.postponed, None
+        return tokens
+
+    def catch_up(self) -> None:
+        """Read what was postponed."""
+        tokens = self.take_postponed()
+        if tokens is not None:
+            assert self._read is not None
+            self._read(tokens, self)
+
+    @property
+    def layers(self) -> list[LayerCache]:  # type: ignore[override]
+        self.catch_up()
+        self.settle()
+        shapes = [self._pool.config.layer_shape(layer) for layer in range(self._pool.config.num_hidden_layers)]
+        return [
+            LayerCache(keys, values, shape.window, None if shape.window is None else self._pool.keep)
+            for keys, values, shape in zip(self.buffers.keys, self.buffers.values, shapes, strict=True)
+        ]
+
+    def make_room(self, num_new: int, num_later: int = 0) -> CacheBuffers:
+        """Buffers with room for `num_new` tokens a row behind the prefix, and for `num_later` in full layers."""
+        old, num_slots = self._buffers, self._num_slots + num_new + num_later
+        if old is not None and self.num_held + num_new > old.window_capacity:
+            self.settle()
+        if old is not None and num_slots <= old.size[1] and num_new <= old.size[2]:
+            return old
+        self.settle()
+        self._move_to(self._pool.take(self.batch_size, num_slots, num_new), lambda tensor: tensor)
+        if old is not None:
+            self._pool.give_back(old)
+        return self.buffers
+
+    def extend(self, num_new: int, counts: Tensor | None) -> None:
+        """Commit tokens that a forward wrote to the tail: all `num_new`, or the first counts (B,) of each row."""
+        grown = self._lengths + (num_new if counts is None else counts)
+        self.buffers.held.add_(num_new if counts is None else counts)
+        self._num_slots = self._num_slots + num_new if counts is None else int(grown.max())
+        self.num_held += num_new
+        self._num_seen += num_new
+        self.ragged = self.ragged or counts is not None
+        self._set_lengths(grown)
+
+    def settle(self) -> None:
+        """Sliding layers forget all but their newest tokens, which move to the front."""
+        buffers = self._buffers
+        if buffers is None or self.num_held <= buffers.keep:
+            return
+
+        def run() -> None:  # again on what is settled it does nothing, so that capture may run it twice
+            if buffers.sliding is not None:
+                forget(buffers.sliding[0], buffers.sliding[1], buffers.held, buffers.keep)
+            buffers.held.clamp_(max=buffers.keep)
+
+        remembered(buffers.graphs, "settle", lambda: Replay(run, self._pool.device, None)).replay()
+        self.num_held = buffers.keep
+
+    def reserve(self, num_tokens: int) -> None:
+        """Make room for `num_tokens` in all, so that appending up to there never copies."""
+        self.make_room(self._num_postponed, max(0, num_tokens - self.num_slots))
+
+    def append(self, new: list[tuple[Tensor, Tensor]], real: Tensor | None) -> None:
+        raise ValueError(
+            "FusedCache.append must not be called: only the accelerated denoiser extends its caches. "
+            "Encode the prefix with the model that is to extend it."
+        )
+
+    def mark(self) -> CacheMark:
+        """Remember this boundary, to roll back to it later; copies what sliding layers will forget."""
+        windows = [  # of layers that have caught up
+            None if layer.keep is None else tuple(view.clone() for view in layer.view(self.num_slots))
+            for layer in self.layers
+        ]
+        mark = CacheMark(self.lengths, self.num_slots, self.num_seen, self.ragged, windows)  # type: ignore[arg-type]
+        self._marks.append(mark)
+        return mark
+
+    def rollback(self, mark: CacheMark) -> None:
+        """Forget everything after `mark`. Marks taken later are gone with it; this one can be used again."""
+        if not any(kept is mark for kept in self._marks):
+            raise ValueError(
+                "PrefixCache.rollback must get a mark of this cache that no earlier rollback has passed. "
+                "Call cache.mark() at each boundary you want to return to."
+            )
+        while self._marks[-1] is not mark:
+            self._marks.pop()
+        self.take_postponed()
+        self._num_slots, self._num_seen, self.ragged = mark.num_slots, mark.num_seen, mark.ragged
+        for layer, window in zip(self.layers, mark.windows, strict=True):
+            if window is not None:
+                for target, source in zip((layer.keys, layer.values), window, strict=True):
+                    target[:, :, : source.shape[2]] = source
+        self._hold(mark.lengths)
+
+    def clone(self) -> Self:
+        return self._rebuild(lambda tensor: tensor)
+
+    def select(self, rows: Tensor) -> Self:
+        return self._rebuild(lambda tensor: tensor.index_select(0, rows))
+
+    @classmethod
+    def join(cls, parts: Sequence[tuple[Tensor, PrefixCache]]) -> "FusedCache":
+        """One cache out of several: each part holds the given rows (R,) of the batch; together they are all of them."""
+        joined = PrefixCache.join(parts)
+        pool = next(cache._pool for _, cache in parts if isinstance(cache, FusedCache))
+        fused = cls(pool, joined.batch_size)
+        fused._num_slots, fused._num_seen, fused.ragged = joined.num_slots, joined.num_seen, True
+        fused.make_room(pool.config.canvas_length)
+        for target, layer in zip(fused.layers, joined.layers, strict=True):
+            size = layer.keys.shape[2]
+            target.keys[:, :, :size], target.values[:, :, :size] = layer.keys, layer.values
+        fused._hold(joined.lengths)
+        return fused
+
+    def _rebuild(self, transform: Callable[[Tensor], Tensor]) -> Self:
+        self.catch_up()
+        self.settle()
+        lengths = transform(self._lengths)
+        copy = type(self)(self._pool, lengths.shape[0])
+        copy._lengths = lengths.clone()
+        copy._num_slots, copy._num_seen = self._num_slots, self._num_seen
+        copy.ragged, copy.num_held = self.ragged, self.num_held
+        if self._buffers is not None:
+            _, capacity, tail = self._buffers.size
+            old, copy._buffers = self._buffers, self._pool.take(lengths.shape[0], capacity, tail)
+            copy._copy_from(old, transform)
+        return copy
+
+    def _move_to(self, buffers: CacheBuffers, transform: Callable[[Tensor], Tensor]) -> None:
+        old, self._buffers = self._buffers, buffers
+        if old is not None:
+            self._copy_from(old, transform)
+        else:
+            self._hold(self._lengths)
+
+    def _copy_from(self, old: CacheBuffers, transform: Callable[[Tensor], Tensor]) -> None:
+        assert self._buffers is not None
+        for layer in range(self._pool.config.num_hidden_layers):
+            sliding = self._pool.config.layer_shape(layer).window is not None
+            size = self.num_held if sliding else self._num_slots
+            for target, source in (
+                (self._buffers.keys[layer], old.keys[layer]),
+                (self._buffers.values[layer], old.values[layer]),
+            ):
+                target[:, :, :size] = transform(source[:, :, :size])
+        self._hold(self._lengths)
+
+    def _hold(self, lengths: Tensor) -> None:
+        """Settled sliding layers hold what they keep of `lengths` tokens."""
+        self.num_held = min(self._num_slots, self._pool.keep)
+        self.buffers.held.copy_(lengths.clamp(max=self._pool.keep))
+        self._set_lengths(lengths)
+
+    def _set_lengths(self, lengths: Tensor) -> None:
+        self._lengths = lengths
+        self.buffers.lengths.copy_(lengths)
+
+
+def forget(keys: Tensor, values: Tensor, held: Tensor, keep: int) -> None:
+    """Move each row's last `keep` of its held tokens to the front, in place, in every layer.
+
+    keys, values: (layers, B, K, capacity, H) contiguous, row b's tokens in the slots [0, held[b]). held: (B,) int64,
+    left as it is.
+
+    Example: `forget(keys, values, held, 1023); held.clamp_(max=1023)`.
+    """
+    num_layers, batch, kv_heads, capacity, head_dim = keys.shape
+    cols = min(head_dim, 32)
+    # All but the pair on the first axis, the only one that may exceed 65,535: 25 layers of 8 heads do at 328 rows.
+    _forget_kernel[(num_layers * batch * kv_heads * (head_dim // cols), 2)](
+        keys, values, held, keep, batch * kv_heads, capacity, KV_HEADS=kv_heads, HEAD_DIM=head_dim, COLS=cols, SLOTS=128
+    )
+
+
+@triton.jit
+def _forget_kernel(
+    keys: tl.tensor,
+    values: tl.tensor,
+    held: tl.tensor,
+    keep: tl.tensor,
+    num_heads: tl.tensor,  # B·K
+    capacity: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    COLS: tl.constexpr,
+    SLOTS: tl.constexpr,
+) -> None:
+    head = tl.program_id(0) // (HEAD_DIM // COLS)  # of (layers, B, K)
+    shift = tl.maximum(tl.load(held + head % num_heads // KV_HEADS) - keep, 0)
+    if shift > 0:
+        if tl.program_id(1) == 0:
+            base = keys
+        else:
+            base = values
+        cols = tl.program_id(0) % (HEAD_DIM // COLS) * COLS + tl.arange(0, COLS)
+        base += head.to(tl.int64) * capacity * HEAD_DIM
+        # One program moves its columns block by block from the front, so that nothing is overwritten before it is read.
+        for start in range(0, keep, SLOTS):
+            slot = start + tl.arange(0, SLOTS)
+            mask = (slot < keep)[:, None]
+            target = base + slot[:, None] * HEAD_DIM + cols[None, :]
+            moved = tl.load(target + shift * HEAD_DIM, mask=mask)
+            tl.debug_barrier()
+            tl.store(target, moved, mask=mask)
+
+
+def _step_up(num_slots: int) -> int:
+    if num_slots > _LINEAR:
+        return triton.cdiv(num_slots, _LINEAR) * _LINEAR
+    return max(_SMALLEST, triton.next_power_of_2(num_slots))

@@ -1,0 +1,402 @@
+"""The fused denoiser: `dgemma.DiffusionGemma`'s seam over Triton kernels and CUDA graphs, for inference.
+
+`step` is a whole denoising step (embedding, self-conditioning, layers, head, vocabulary pass, sampler, stop test) in
+two graphs without host synchronisation: one up to the stop test, and one for the soft embedding that the next step is
+conditioned on, with which that step begins: while it runs, the host prepares the rest. All that varies lives on the
+device; what is frozen (sampler, noise, temperature schedule, stop rule, shapes) keys the graph, so a changed knob is
+another graph.
+"""
+
+import copy
+import weakref
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves
+from triton.runtime.interpreter import InterpretedFunction
+
+from dgemma.diffusion.prediction import Prediction, SoftCap
+from dgemma.diffusion.state import DenoiseState, watch
+from dgemma.model.cache import PrefixCache
+from dgemma.model.config import Conventions, GenerationDefaults, ModelConfig
+from dgemma.model.diffusion import DiffusionGemma
+from dgemma.run.plan import Knobs
+from dgemma.run.records import StepRecord
+from dgemma.train.lora import is_adapted
+from dgemma_kernels.engine.cache import BufferPool, CacheBuffers, FusedCache
+from dgemma_kernels.engine.captured import STATE_INPUTS, CapturedDenoise, CapturedRead, CapturedStep, fill, list_shapes
+from dgemma_kernels.engine.forward import Forward
+from dgemma_kernels.engine.graphs import compile_together, remembered
+from dgemma_kernels.engine.prediction import FusedPrediction, Logits
+from dgemma_kernels.engine.weights import HOLD, Weights, take_weights
+from dgemma_kernels.formats.float8 import Quantized
+from dgemma_kernels.ops.draws import kernel as draws
+
+
+def accelerate(model: DiffusionGemma, weights: str = "bf16", *, release: bool = False) -> "FusedDenoiser":
+    """The same denoiser at speed: give it to `dgemma.generate` in place of the model.
+
+    The model's tensors are shared, not copied; its q, k, v and gate, up projections become views of fused ones. Do not
+    move, train or cast the model while the accelerated one is in use. `weights="bf16"` runs them as they are. The
+    others hold the experts, nine tenths of the published weights, in tensors of their own, beside the model's 47 GiB,
+    whose own experts (42) are freed when nobody holds the model any more; with `release` each layer's are taken out of
+    the model as soon as they are held otherwise, so that there are never two of more than one layer.
+    `weights="packed"` is bfloat16 in 12 bits a weight without loss, 32 GiB: faster, since a step is mostly reading.
+    `weights="fp8"` rounds to float8 (e4m3) with a scale for each output, and what they multiply with one for each row,
+    21 GiB. It needs a GPU with fp8 tensor cores: Ada, Hopper or later.
+
+    Example: `fast = accelerate(DiffusionGemma.from_pretrained(path, dtype=torch.bfloat16, device="cuda"))`.
+    """
+    if not isinstance(model, DiffusionGemma):
+        raise TypeError(
+            f"accelerate model must be a DiffusionGemma, got {type(model).__name__}. Accelerate what it was made from."
+        )
+    if weights not in HOLD:
+        raise ValueError(f'accelerate weights must be "bf16", "packed" or "fp8", got {weights!r}.')
+    if release and weights == "bf16":
+        raise ValueError('accelerate release must be False for weights="bf16", which are the model\'s own.')
+    _require_gpu(model, float8=weights == "fp8")
+    config = model.config
+    for name in ("head_dim", "global_head_dim"):
+        size = getattr(config, name)
+        if size < 16 or size & (size - 1):
+            raise ValueError(f"ModelConfig.{name} must be a power of two >= 16 for the kernels, got {size}.")
+    if config.num_experts > 256:
+        raise ValueError(f"ModelConfig.num_experts must be at most 256 for the kernels, got {config.num_experts}.")
+    if config.noise_conditioning:
+        raise ValueError(
+            "ModelConfig.noise_conditioning must be False for the kernels, got True. Use the model itself."
+        )
+    if is_adapted(model):
+        raise ValueError("accelerate model must have its adapters merged. Call dgemma.train.merge_lora(model) first.")
+    return FusedDenoiser(model, weights, release=release)
+
+
+def _require_gpu(model: DiffusionGemma, *, float8: bool) -> None:
+    if model.device.type != "cuda" and not isinstance(draws._uniform_kernel, InterpretedFunction):
+        raise ValueError(
+            f"accelerate needs the model on a CUDA GPU, got {model.device}. Move it there, or use the model itself, "
+            "which runs anywhere."
+        )
+    if float8 and model.device.type == "cuda":
+        capability = torch.cuda.get_device_capability(model.device)
+        if capability < (8, 9):
+            raise ValueError(
+                'accelerate weights="fp8" needs a GPU of compute capability 8.9 or higher, got '
+                f'{capability[0]}.{capability[1]}. Use weights="bf16".'
+            )
+
+
+def _without_layers(model: DiffusionGemma) -> DiffusionGemma:
+    """The model's defaults and its checks of arguments, without its layers. Casts of the model leave it as it is."""
+    rest = copy.copy(model)
+    rest._modules = {"embed_tokens": nn.Embedding.from_pretrained(model.embed_tokens.weight.detach())}
+    return rest
+
+
+class _LastStep:
+    """The step taken last. What it led to is loaded already: to take the next from there, nothing is copied."""
+
+    def __init__(self, state: DenoiseState, knobs: Knobs, buffers: CacheBuffers, captured: CapturedStep) -> None:
+        self._state, self._knobs, self._buffers, self.captured = weakref.ref(state), knobs, buffers, captured
+        leaves = tree_leaves([getattr(state, name) for name in STATE_INPUTS])
+        self._written = watch(*(x for x in leaves if isinstance(x, Tensor)))
+
+    def led_to(self, state: DenoiseState, knobs: Knobs, buffers: CacheBuffers) -> bool:
+        """Whether `state` is its result, not written to since, and goes on under the same knobs over these buffers."""
+        same = self._state() is state and self._knobs is knobs and self._buffers is buffers
+        return same and self.captured.keeps_form and not self._written()
+
+
+class FusedDenoiser:
+    """What `accelerate` returns. Batches of any size; predictions of `step` are readable until the next step."""
+
+    config: ModelConfig
+    generation: GenerationDefaults  # the model's at first, and its own from then on: the model may be let go
+
+    @torch.no_grad()
+    def __init__(self, model: DiffusionGemma, weights: str = "bf16", *, release: bool = False) -> None:
+        taken = take_weights(model, weights, release=release)
+        self._start(model if weights == "bf16" else _without_layers(model), taken, model.generation)
+
+    def _start(self, model: DiffusionGemma, weights: Weights, generation: GenerationDefaults) -> None:
+        self._model, self.config, self.generation = model, model.config, generation
+        self._forward = Forward(model.config, weights)
+        self._pool = BufferPool(model.config, model.conventions, model.device, model.dtype)
+        self._logits: dict[tuple[int, int], Logits] = {}
+        self._sizes_read: set[int] = set()  # of prompts, whose forwards are no graphs
+        self._last: _LastStep | None = None
+        # The last step's prediction, as long as someone holds it, and the step that can compute its soft embedding.
+        self._unsoftened: tuple[Any, CapturedStep | None] = (lambda: None, None)
+        self._graph_memory = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a pickle is made of: weights, and neither graphs nor buffers, of which it makes its own."""
+        weights = None  # where they are the model's
+        if "layers" not in self._model._modules:
+            held = self._forward.weights
+            weights = replace(held, embedding=held.embedding.new_empty(0))  # which the rest of the model has
+        return {"model": self._model, "weights": weights, "generation": self.generation}
+
+    @torch.no_grad()
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        model, weights = state["model"], state["weights"]
+        float8 = weights is not None and isinstance(weights.layers[0].expert_gate_up, Quantized)
+        _require_gpu(model, float8=float8)  # a pickle may be loaded on another machine
+        if weights is None:
+            weights = take_weights(model)
+        else:
+            weights = replace(weights, embedding=model.embed_tokens.weight.detach())
+        self._start(model, weights, state["generation"])
+
+    @property
+    def conventions(self) -> Conventions:
+        return self._model.conventions
+
+    @property
+    def device(self) -> torch.device:
+        return self._model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._model.dtype
+
+    @staticmethod
+    def uniform(seeds: Tensor, block: Tensor, step: Tensor, num_positions: int, purpose: str) -> Tensor:
+        """`dgemma.diffusion.draws.uniform`, bit for bit, in one launch."""
+        seeds, block, step = (x.long().contiguous() for x in (seeds, block, step))
+        return draws.uniform(seeds, block, step, num_positions, purpose)
+
+    def new_cache(self, batch_size: int) -> FusedCache:
+        """An empty prefix for `batch_size` rows."""
+        return FusedCache(self._pool, batch_size)
+
+    @torch.no_grad()
+    def encode(
+        self, tokens: Tensor, cache: PrefixCache | None = None, attention_mask: Tensor | None = None
+    ) -> FusedCache:
+        """Read tokens (B, P) causally into a prefix cache; see `DiffusionGemma.encode`."""
+        fused, real = self._check_prefix(tokens, cache, attention_mask)
+        if real is None and fused.num_slots > 0 and tokens.shape[1] == self.config.canvas_length:
+            fused.postpone(tokens, self._read_block)  # a finished canvas: the next one's first step reads it as well
+            return fused
+        fused.catch_up()
+        self._read(tokens, fused, real, last=False)
+        fused.settle()  # now, while the device is busy, rather than in front of the next canvas
+        return fused
+
+    @torch.no_grad()
+    def causal_logits(
+        self, tokens: Tensor, cache: PrefixCache | None = None, attention_mask: Tensor | None = None
+    ) -> Tensor:
+        """Next-token logits, word by word: tokens (B, T) → (B, T, V) float32; see `DiffusionGemma.causal_logits`."""
+        fused, real = self._check_prefix(tokens, cache, attention_mask)
+        fused.catch_up()
+        if tokens.shape[1] == 1 and real is None:
+            return self._read_word(tokens, fused)
+        hidden = self._read(tokens, fused, real, last=True)
+        assert hidden is not None
+        return self._causal_logits(hidden.flatten(0, 1)).view(*tokens.shape, -1)
+
+    @torch.no_grad()
+    def denoise(
+        self,
+        canvas: Tensor,
+        cache: PrefixCache,
+        self_cond: Prediction | Tensor | None = None,
+        self_cond_mask: Tensor | None = None,
+    ) -> FusedPrediction:
+        """Predict every position of canvas (B, C) at once; see `DiffusionGemma.denoise`. The logits are its own."""
+        fused = self._check_canvas(canvas, cache)
+        fused.catch_up()
+        buffers = fused.make_room(canvas.shape[1])
+        fused.settle()
+        self._soften()
+        signal = self._signal(self_cond)
+        if signal is not None and self_cond_mask is not None:
+            signal = signal * self_cond_mask.to(signal.dtype)[:, None, None]
+        captured = remembered(
+            buffers.graphs, ("denoise", canvas.shape), lambda: CapturedDenoise(self, canvas, signal, buffers)
+        )
+        return FusedPrediction(Logits(captured(canvas, signal)), (self._softcap,))
+
+    @torch.no_grad()
+    def step(self, state: DenoiseState, *, cache: PrefixCache, knobs: Knobs) -> tuple[DenoiseState, StepRecord]:
+        """`dgemma.step` of this denoiser as graph replays: pure, with results in tensors of their own.
+
+        Example: `state, record = fast.step(state, cache=cache, knobs=knobs)`.
+        """
+        self._soften()  # before anything else: the device is waiting
+        fused = self._check_canvas(state.canvas, cache)
+        postponed = fused.postponed
+        num_postponed = 0 if postponed is None else postponed.shape[1]
+        buffers = fused.make_room(num_postponed + state.canvas_len)
+        fused.settle()
+        last = self._last
+        as_last = postponed is None and last is not None and last.led_to(state, knobs, buffers)
+        if last is not None and as_last:
+            captured = last.captured
+            captured.replay()
+        leaves, form = tree_flatten([getattr(state, name) for name in STATE_INPUTS])
+        if not as_last:
+            signal = self._signal(state.self_cond)
+            shapes = list_shapes(leaves)
+            captured = remembered(
+                buffers.graphs,
+                ("step", knobs, state.noise, str(form), shapes, num_postponed),
+                lambda: CapturedStep(self, state, knobs, postponed, signal, buffers, leaves, form),
+            )
+            captured.load(leaves, postponed, signal)
+            captured.replay()
+        after, record, prediction = captured.results(state, leaves)
+        self._unsoftened = weakref.ref(prediction), captured
+        if num_postponed:
+            fused.take_postponed()
+            fused.extend(num_postponed, None)
+        after_state = DenoiseState(
+            **{name: getattr(state, name) for name in STATE_INPUTS if name not in after},
+            **after,
+            noise=state.noise,
+            self_cond=prediction,
+        )
+        self._last = None if num_postponed else _LastStep(after_state, knobs, buffers, captured)
+        return after_state, StepRecord(**record, prediction=prediction, state=after_state, cache=fused, knobs=knobs)
+
+    @torch.no_grad()
+    def read_ahead(self, values: Tensor) -> list[Any]:
+        """`values.tolist()`, while the device computes what the next step begins with: the last one's soft embedding.
+
+        Example: `left, broken, stray = fast.read_ahead(record.verdict)`.
+        """
+        on_host = values.to("cpu", non_blocking=True)
+        arrived = torch.cuda.current_stream(values.device).record_event() if values.is_cuda else None
+        self._soften()
+        if arrived is not None:
+            arrived.synchronize()
+        return on_host.tolist()
+
+    @property
+    def _softcap(self) -> SoftCap:
+        return SoftCap(self.config.final_logit_softcapping)
+
+    def _logits_buffer(self, batch_size: int, canvas_len: int) -> Logits:
+        key = (batch_size, canvas_len)
+        if key not in self._logits:
+            shape = (batch_size, canvas_len, self.config.vocab_size)
+            self._logits[key] = Logits(torch.empty(shape, dtype=self.dtype, device=self.device))
+        return self._logits[key]
+
+    def _static_signal(self, num_rows: int, signal: Tensor | None) -> Tensor:
+        static = torch.empty(num_rows, self.config.hidden_size, dtype=self.dtype, device=self.device)
+        fill(static, signal)
+        return static
+
+    def _signal(self, self_cond: Prediction | Tensor | None) -> Tensor | None:
+        """The soft embedding (B, C, D) of what the forward is conditioned on."""
+        if self_cond is None:
+            return None
+        if isinstance(self_cond, FusedPrediction):
+            if self_cond.signal is not None:
+                return self_cond.signal
+            return self._soft_embedding(self_cond)
+        logits = self_cond.logits if isinstance(self_cond, Prediction) else self_cond
+        return self._soft_embedding_of(logits)
+
+    def _soft_embedding(self, prediction: FusedPrediction) -> Tensor:
+        probabilities = None
+        if self.conventions.self_cond_logits == "rounded":
+            probabilities = prediction.soft_probabilities()
+        if probabilities is None:
+            return self._soft_embedding_of(prediction.logits)
+        signal = self._forward.soft_embedding(probabilities)
+        return signal.view(prediction.batch_size, prediction.canvas_len, -1)
+
+    def _soft_embedding_of(self, logits: Tensor) -> Tensor:
+        if self.conventions.self_cond_logits == "rounded":
+            logits = logits.to(self.dtype)
+        probabilities = logits.softmax(-1, dtype=torch.float32).to(self.dtype)
+        return self._forward.soft_embedding(probabilities.flatten(0, 1)).view(*logits.shape[:2], -1)
+
+    def _soften(self) -> None:
+        """Compute the soft embedding of the last step while its logits are there: before any other graph runs."""
+        prediction, captured = self._unsoftened[0](), self._unsoftened[1]
+        self._unsoftened = (lambda: None, None)
+        if prediction is not None and captured is not None:
+            prediction.signal = captured.soften()
+
+    @torch.no_grad()
+    def _read_block(self, tokens: Tensor, cache: FusedCache) -> None:
+        self._read(tokens, cache, None, last=False)
+        cache.settle()
+
+    def _read(self, tokens: Tensor, cache: FusedCache, real: Tensor | None, *, last: bool) -> Tensor | None:
+        """Run tokens (B, T) causally, chunk by chunk, and commit them; the last hidden state (B, T, D) if wanted."""
+        num_new, counts, order = tokens.shape[1], None, None
+        if real is not None:
+            # A row's real tokens first: what follows them is written behind its prefix and never counted in.
+            order = (~real).to(torch.uint8).sort(dim=1, stable=True).indices
+            tokens, counts = tokens.gather(1, order), real.sum(1)
+        chunk_len = self._pool.prefill_len(tokens.shape[0])
+        hidden = []
+        for start in range(0, num_new, chunk_len):
+            chunk = tokens[:, start : start + chunk_len]
+            size = chunk.shape[1]
+            buffers = cache.make_room(size, num_new - start - size + self.config.canvas_length)
+            hidden.append(self._read_chunk(chunk, buffers, last))
+            cache.extend(size, None if counts is None else (counts - start).clamp(0, size))
+        if not last:
+            return None
+        nothing = torch.empty(tokens.shape[0], 0, self.config.hidden_size, dtype=self.dtype, device=self.device)
+        joined = torch.cat([nothing, *hidden], dim=1)
+        if order is None:
+            return joined
+        back = torch.empty_like(order).scatter(1, order, torch.arange(num_new, device=order.device).expand_as(order))
+        return joined.gather(1, back[..., None].expand_as(joined))
+
+    def _read_word(self, tokens: Tensor, cache: FusedCache) -> Tensor:
+        """One token a row, head included, in one graph: autoregressive decoding. (B, 1) → (B, 1, V) float32."""
+        buffers = cache.make_room(1, self.config.canvas_length)
+        self._soften()
+        make = lambda: CapturedRead(self, tokens, buffers, last=True, head=True)  # noqa: E731
+        logits = remembered(buffers.graphs, ("word", tokens.shape), make)(tokens)
+        cache.extend(1, None)
+        return logits[:, None]
+
+    def _causal_logits(self, hidden: Tensor) -> Tensor:
+        logits = self._forward.head(hidden)
+        return Prediction(logits[None], (self._softcap,)).logits[0]
+
+    def _read_chunk(self, tokens: Tensor, buffers: CacheBuffers, last: bool) -> Tensor:
+        if tokens.shape[1] != self.config.canvas_length:
+            read, size = partial(self._forward.read, tokens.long(), buffers, last=last), tokens.numel().bit_length()
+            if size not in self._sizes_read and self.device.type == "cuda":  # others may be other kernels
+                compile_together(read)
+            self._sizes_read.add(size)
+            hidden = read()
+        else:
+            self._soften()
+            make = lambda: CapturedRead(self, tokens, buffers, last)  # noqa: E731
+            hidden = remembered(buffers.graphs, ("read", tokens.shape, last), make)(tokens)
+        return hidden.view(*tokens.shape, -1)
+
+    def _check_canvas(self, canvas: Tensor, cache: PrefixCache) -> FusedCache:
+        self._model._check_tokens(canvas, cache, "canvas")
+        return self._own(cache)
+
+    def _check_prefix(
+        self, tokens: Tensor, cache: PrefixCache | None, attention_mask: Tensor | None
+    ) -> tuple[FusedCache, Tensor | None]:
+        fused = self.new_cache(tokens.shape[0]) if cache is None else self._own(cache)
+        _, real = self._model._check_prefix(tokens, fused, attention_mask)
+        return fused, real
+
+    def _own(self, cache: PrefixCache) -> FusedCache:
+        if not isinstance(cache, FusedCache) or cache._pool is not self._pool:
+            raise ValueError(
+                f"FusedDenoiser cache must be one that it made itself, got a {type(cache).__name__} of another model. "
+                "Encode the prefix with the accelerated model."
+            )
+        return cache

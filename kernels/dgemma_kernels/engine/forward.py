@@ -1,0 +1,145 @@
+"""The stack in both of its modes, over a cache's buffers: embedding, layers, head, soft embedding; launches alone.
+
+Nothing here reads the device, so all of it can be captured. Meaning: `dgemma.DiffusionGemma`.
+"""
+
+import torch
+from torch import Tensor
+
+from dgemma.model.config import ModelConfig
+from dgemma_kernels.engine.cache import CacheBuffers
+from dgemma_kernels.engine.weights import LayerWeights, Weights
+from dgemma_kernels.formats.float8 import Quantized
+from dgemma_kernels.ops.attention import kernel as attention
+from dgemma_kernels.ops.configs import expert_config
+from dgemma_kernels.ops.embedding import kernel as embedding
+from dgemma_kernels.ops.experts import kernel as experts
+from dgemma_kernels.ops.mlp import fused as dense
+from dgemma_kernels.ops.mlp import kernel as mlp
+from dgemma_kernels.ops.norms import kernel as norms
+from dgemma_kernels.ops.qkv import kernel as qkv
+from dgemma_kernels.ops.router import kernel as router
+
+
+class Forward:
+    """The kernels in the order of the model's layers."""
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        self.config, self.weights = config, weights
+        table = weights.embedding
+        # sqrt(hidden), rounded to the weights' dtype as the published model does
+        self.embed_scale = float(torch.tensor(config.hidden_size**0.5, dtype=table.dtype))
+        # The dense MLP runs beside the router and the experts, which wait for memory: on the first of these that is not
+        # the stream of the rest, which may be any of the 32 that torch gives in turn.
+        self._sides = [torch.cuda.Stream(table.device) for _ in range(2)] if table.device.type == "cuda" else []
+        self._dense_progress = torch.zeros(2, dtype=torch.int32, device=table.device)
+
+    def canvas(self, tokens: Tensor, signal: Tensor, buffers: CacheBuffers) -> Tensor:
+        """The canvas (B, C), each position seeing prefix and canvas; signal (B·C, D), zero for none → (B·C, D)."""
+        return self._stack(*self._embed_canvas(tokens, signal), buffers, causal=False)
+
+    def read_and_canvas(self, tokens: Tensor, canvas: Tensor, signal: Tensor, buffers: CacheBuffers) -> Tensor:
+        """`read` of tokens (B, T) and `canvas` (B, C) behind them in one pass over the weights → canvas's (B·C, D)."""
+        parts = zip(self._embed(tokens), self._embed_canvas(canvas, signal), strict=True)
+        shapes = [(*part.shape, self.config.hidden_size) for part in (tokens, canvas)]
+        x, normed = (torch.cat((a.view(shapes[0]), b.view(shapes[1])), dim=1).flatten(0, 1) for a, b in parts)
+        hidden = self._stack(x, normed, buffers, causal=True, canvas_len=canvas.shape[1])
+        return hidden.view(canvas.shape[0], -1, hidden.shape[1])[:, tokens.shape[1] :].flatten(0, 1)
+
+    def read(self, tokens: Tensor, buffers: CacheBuffers, *, last: bool) -> Tensor:
+        """Tokens (B, T), causally, into the tail of the buffers → the `last` hidden state (B·T, D), if it is wanted."""
+        return self._stack(*self._embed(tokens), buffers, causal=True, last=last)
+
+    def head(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Logits before the soft-cap: (R, D) → (R, V)."""
+        return torch.mm(hidden, self.weights.embedding.T, out=out)
+
+    def soft_embedding(self, probabilities: Tensor) -> Tensor:
+        """The expected embedding: (R, V) → (R, D)."""
+        return torch.mm(probabilities, self.weights.embedding).mul_(self.embed_scale)
+
+    def _embed_canvas(self, canvas: Tensor, signal: Tensor) -> tuple[Tensor, Tensor]:
+        weights = self.weights
+        normed = norms.rms_norm(signal, weights.signal_norm, self.config.rms_norm_eps)
+        update = torch.mm(mlp.gate_up_geglu(normed, weights.signal_gate_up), weights.signal_down.T)
+        return self._embed(canvas, update)
+
+    def _embed(self, tokens: Tensor, update: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return embedding.embed(
+            tokens.flatten(),
+            self.weights.embedding,
+            self.weights.layers[0].input_norm,
+            update,
+            scale=self.embed_scale,
+            norm=update is not None,
+            eps=self.config.rms_norm_eps,
+        )
+
+    def _stack(
+        self,
+        x: Tensor,
+        normed: Tensor,
+        buffers: CacheBuffers,
+        *,
+        causal: bool,
+        canvas_len: int = 0,
+        last: bool = True,
+    ) -> Tensor:
+        layers, num_tokens = self.weights.layers, x.shape[0] // buffers.lengths.shape[0]
+        if canvas_len:
+            of_canvas = torch.arange(x.shape[0], device=x.device) % num_tokens >= num_tokens - canvas_len
+        following = [*(layer.input_norm for layer in layers[1:]), self.weights.norm]
+        for index, (layer, next_norm) in enumerate(zip(layers, following, strict=True)):
+            keys, values = buffers.keys[index], buffers.values[index]
+            slot = buffers.lengths if layer.shape.window is None else buffers.held
+            queries = qkv.prepare_qkv(
+                torch.mm(normed, layer.qkv.T),
+                layer.query_norm,
+                layer.key_norm,
+                layer.inv_freq,
+                buffers.lengths,
+                slot,
+                keys,
+                values,
+                num_heads=self.config.num_attention_heads,
+                eps=self.config.rms_norm_eps,
+            )
+            if not last and index == len(layers) - 1:
+                return x  # its keys and values are all that was wanted
+            window = layer.shape.window if causal else None
+            seen = attention.attention(
+                queries, keys, values, slot, causal=causal, window=window, canvas_len=canvas_len, keep=buffers.keep
+            )
+            attended = torch.mm(seen.view(x.shape[0], -1), layer.o.T)
+            scalar = layer.causal_scalar if causal else layer.scalar
+            if canvas_len:
+                scalar = torch.where(of_canvas, layer.scalar, layer.causal_scalar)
+            x, normed = self._feed_forward(layer, attended, x, next_norm, scalar)
+        return normed
+
+    def _feed_forward(
+        self, layer: LayerWeights, attended: Tensor, x: Tensor, next_norm: Tensor, scalar: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        config, eps = self.config, self.config.rms_norm_eps
+        x, dense_in, expert_in, router_in = norms.attention_residual(
+            attended, x, *layer.residual_norms, eps, float8=isinstance(layer.expert_gate_up, Quantized)
+        )
+        here = torch.cuda.current_stream(x.device) if self._sides else None
+        side = next((stream for stream in self._sides if stream != here), None)
+        if here is None or side is None:
+            dense_out = self._dense(layer, dense_in)
+        else:
+            side.wait_stream(here)
+            with torch.cuda.stream(side):
+                dense_out = self._dense(layer, dense_in)
+        weights, chosen, counts = router.route(router_in, layer.router, layer.per_expert_scale, config.top_k_experts)
+        tile = expert_config(x.shape[0], x.device, experts.weight_dtype(layer.expert_gate_up))
+        tiles = router.sort_by_expert(chosen, counts, tile.rows)
+        hidden = experts.expert_gate_up(expert_in, layer.expert_gate_up, tiles)
+        rows = experts.expert_down(hidden, layer.expert_down, weights, tiles, overlap=True)
+        if here is not None and side is not None:
+            here.wait_stream(side)
+        return norms.layer_tail(x, dense_out, rows, *layer.tail_norms, scalar, next_norm, eps)
+
+    def _dense(self, layer: LayerWeights, dense_in: Tensor) -> Tensor:
+        return dense.dense_mlp(dense_in, layer.gate_up, layer.down, self._dense_progress)

@@ -1,0 +1,138 @@
+"""What the fused denoiser says about a canvas: `dgemma.Prediction` whose statistics come from one vocabulary sweep.
+
+Soft-cap, temperature and allowed tokens are the kernel's; under top-k or top-p, and for `logits`, `log_prob` and `top`,
+the twin's own PyTorch code runs on the same logits, a slice of positions at a time.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dgemma.diffusion.prediction import Prediction, SoftCap, Transform, _Allow, _Statistics, _Temper
+from dgemma_kernels.ops.vocabulary import kernel as vocabulary
+
+
+@dataclass
+class Logits:
+    """The head's output (B, C, V) before the soft-cap, in a buffer that a later step may overwrite."""
+
+    tensor: Tensor
+    version: int = 0
+
+
+class _Shaping(NamedTuple):
+    softcap: float
+    temperature: Tensor  # (n,), n dividing B·C
+    allowed: Tensor | None  # (n, V / 32) packed
+
+
+class FusedPrediction(Prediction):
+    """A `Prediction` over the fused head's logits; `signal` (B, C, D) is its soft embedding, once that is computed."""
+
+    def __init__(self, logits: Logits, transforms: tuple[Transform, ...]) -> None:
+        self._source, self._version = logits, logits.version
+        super().__init__(logits.tensor, transforms)
+        self.signal: Tensor | None = None
+
+    @property
+    def _raw(self) -> Tensor:
+        if self._source.version != self._version:
+            raise RuntimeError(
+                "This Prediction's logits were overwritten by a later step: the fused engine keeps those of the last "
+                "step only. Read .logits, .top, .sample or .log_prob before the next step."
+            )
+        return self._source.tensor
+
+    @_raw.setter
+    def _raw(self, logits: Tensor) -> None:
+        assert logits is self._source.tensor
+
+    @property
+    def batch_size(self) -> int:
+        return self._source.tensor.shape[0]
+
+    @property
+    def canvas_len(self) -> int:
+        return self._source.tensor.shape[1]
+
+    @property
+    def vocab_size(self) -> int:
+        return self._source.tensor.shape[2]
+
+    @property
+    def device(self) -> torch.device:
+        return self._source.tensor.device
+
+    def shape(
+        self,
+        *,
+        temperature: Tensor | float | None = None,
+        allowed: Tensor | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+    ) -> "FusedPrediction":
+        shaped = super().shape(temperature=temperature, allowed=allowed, top_k=top_k, top_p=top_p)
+        return FusedPrediction(self._source, shaped._transforms)
+
+    def after_replay(self, statistics: tuple[Tensor, ...]) -> "FusedPrediction":
+        """The same prediction of the graph's latest replay; its statistics, entropy first, are tensors of their own."""
+        latest = FusedPrediction(self._source, self._transforms)
+        latest.__dict__["_statistics"] = _Statistics(*statistics)
+        return latest
+
+    def soft_probabilities(self) -> Tensor | None:
+        """The distribution the next forward is conditioned on, (B·C, V) in the logits' dtype; None if not by kernel."""
+        if self._shaping is None:
+            return None
+        softcap, temperature, allowed = self._shaping
+        return vocabulary.soft_probabilities(self._rows, self._sweep, temperature, softcap=softcap, allowed=allowed)
+
+    def sample(self, u: Tensor) -> Tensor:
+        if self._shaping is None:
+            return super().sample(u)
+        softcap, temperature, allowed = self._shaping
+        u = u.double().flatten().contiguous()
+        tokens = vocabulary.sample(self._rows, self._sweep, u, temperature, softcap=softcap, allowed=allowed)
+        return tokens.view(self.batch_size, self.canvas_len)
+
+    @property
+    def _rows(self) -> Tensor:
+        return self._raw.view(-1, self.vocab_size)
+
+    @cached_property
+    def _statistics(self) -> _Statistics:
+        if self._shaping is None:
+            return Prediction(self._raw, self._transforms)._statistics
+        sweep, shape = self._sweep, (self.batch_size, self.canvas_len)
+        parts = (sweep.entropy, sweep.argmax, sweep.confidence, sweep.margin, sweep.log_normalizer)
+        return _Statistics(*(part.view(shape) for part in parts))
+
+    @cached_property
+    def _sweep(self) -> vocabulary.VocabularyStatistics:
+        assert self._shaping is not None
+        softcap, temperature, allowed = self._shaping
+        return vocabulary.vocabulary_statistics(self._rows, temperature, softcap=softcap, allowed=allowed)
+
+    @cached_property
+    def _shaping(self) -> _Shaping | None:
+        """What the kernels need, None where the transforms are more than a cap, a mask and a temperature."""
+        rest: list[Any] = list(self._transforms)
+        cap = rest.pop(0)
+        allowed = rest.pop(0).allowed if rest and isinstance(rest[0], _Allow) else None
+        temper = rest.pop(0).temperature if rest and isinstance(rest[0], _Temper) else 1.0
+        if rest or not isinstance(cap, SoftCap):
+            return None
+        if isinstance(temper, Tensor):
+            temperature = temper.float().reshape(-1).contiguous()
+        else:
+            temperature = torch.full((1,), float(temper), device=self.device)
+        return _Shaping(cap.cap, temperature, None if allowed is None else self._pack(allowed))
+
+    def _pack(self, allowed: Tensor) -> Tensor:
+        allowed = allowed.reshape(*[1] * (3 - allowed.dim()), *allowed.shape).expand(-1, -1, self.vocab_size)
+        if allowed.shape[1] > 1 or allowed.shape[0] not in (1, self.batch_size):
+            allowed = allowed.expand(self.batch_size, self.canvas_len, -1)
+        return vocabulary.pack_allowed(allowed.reshape(-1, self.vocab_size))

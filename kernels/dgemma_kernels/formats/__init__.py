@@ -1,0 +1,1 @@
+"""Weight formats of the experts, with encoder and decoder in PyTorch."""

@@ -1,0 +1,254 @@
+"""All that follows a step's sample, in one launch: the published sampler (entropy bound, arXiv:2505.24857) on uniform
+noise, and its stop rule; the twin is `reference.accept`, the meaning `dgemma.step` with `dgemma.EntropyBound`,
+`dgemma.UniformNoise` and `dgemma.StableAndConfident`.
+
+A canvas is short, so instead of sorting, each position adds the entropies of all that precede it in sorted order. The
+positions of one canvas are spread over several programs, and one more looks at the row as a whole.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dgemma.diffusion import draws
+
+MAX_CANVAS = 1024
+_PAIRS = 8192  # comparisons of one program: 32 positions of a canvas of 256
+_NOISE = tl.constexpr(draws.purpose_word("noise") - (1 << 32) * (draws.purpose_word("noise") >> 31))  # as int32
+
+
+class Accepted(NamedTuple):
+    """What a step leaves behind; rows that were done keep what they had, but for `recent`, as in `dgemma.step`."""
+
+    canvas: Tensor  # (B, C) int64
+    open: Tensor  # (B, C) bool
+    draft: Tensor  # (B, C) int64
+    done: Tensor  # (B,) bool
+    recent: Tensor | None  # (B, n, C) int64
+    accepted: Tensor  # (B, C) bool, positions that took their token
+    renoised: Tensor  # (B, C) bool
+    verdict: Tensor  # (3, B) int64, of `dgemma.generate.judge`
+
+
+def accept(
+    entropy: Tensor,
+    tokens: Tensor,
+    argmax: Tensor,
+    canvas: Tensor,
+    open: Tensor,
+    frozen: Tensor,
+    draft: Tensor,
+    done: Tensor,
+    seeds: Tensor,
+    block: Tensor,
+    step: Tensor,
+    num_steps: Tensor,
+    recent: Tensor | None = None,
+    *,
+    bound: float,
+    vocab_size: int,
+    commit_canvas: bool = False,
+    confidence: float = 0.0,
+    compare_canvas: bool = False,
+) -> Accepted:
+    """Accept the most certain open positions while the entropies before them sum to at most `bound`; renoise the
+    others; draft what would be committed; stop.
+
+    entropy: (B, C) float32. tokens (sampled), argmax, canvas, draft: (B, C) int64. open, frozen: (B, C) bool; what is
+    not open is left alone and free of charge. done: (B,) bool. seeds, block, step, num_steps: (B,) int64; noise is
+    `draws.integers(draws.uniform(seeds, block, step, C, "noise"), vocab_size)`. The draft is the argmax, or the new
+    canvas if `commit_canvas`. A row without unfrozen positions is done; with `recent`, the last n argmaxes (B, n, C)
+    int64, or the last n canvases if `compare_canvas`, so is one whose argmax equals all of them and whose mean entropy
+    is below `confidence`, both over unfrozen positions. The verdict is `dgemma.generate.judge`'s, but calls a row stray
+    for a token of no vocabulary that was proposed, not only for one that was accepted.
+
+    Example: `accept(h, sampled, argmax, canvas, open, frozen, draft, done, seeds, block, step, num_steps, recent,
+    bound=0.1, vocab_size=262144, confidence=0.005).canvas`.
+    """
+    batch, canvas_len = entropy.shape
+    if canvas_len > MAX_CANVAS:
+        raise ValueError(f"accept canvases must have at most {MAX_CANVAS} positions, got {canvas_len}.")
+    positions, rows = (batch, canvas_len), (batch,)
+    wanted = {
+        "entropy": (entropy, torch.float32, positions),
+        "tokens": (tokens, torch.int64, positions),
+        "argmax": (argmax, torch.int64, positions),
+        "canvas": (canvas, torch.int64, positions),
+        "open": (open, torch.bool, positions),
+        "frozen": (frozen, torch.bool, positions),
+        "draft": (draft, torch.int64, positions),
+        "done": (done, torch.bool, rows),
+        "seeds": (seeds, torch.int64, rows),
+        "block": (block, torch.int64, rows),
+        "step": (step, torch.int64, rows),
+        "num_steps": (num_steps, torch.int64, rows),
+    }
+    num_recent = 0
+    if recent is not None:
+        num_recent = recent.shape[1]
+        wanted["recent"] = (recent, torch.int64, (batch, num_recent, canvas_len))
+    for name, (tensor, dtype, shape) in wanted.items():
+        if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
+            raise ValueError(
+                f"accept {name} must be contiguous {dtype} {shape}, got {tensor.dtype} {tuple(tensor.shape)}."
+            )
+    after = Accepted(
+        canvas=torch.empty_like(canvas),
+        open=torch.empty_like(open),
+        draft=torch.empty_like(draft),
+        done=torch.empty_like(done),
+        recent=None if recent is None else torch.empty_like(recent),
+        accepted=torch.empty_like(open),
+        renoised=torch.empty_like(open),
+        verdict=torch.empty(3, batch, dtype=torch.int64, device=done.device),
+    )
+    canvas_block = max(16, triton.next_power_of_2(canvas_len))
+    part_len = min(canvas_block, max(16, _PAIRS // canvas_block))
+    _accept_kernel[(batch, triton.cdiv(canvas_len, part_len) + 1)](
+        entropy,
+        tokens,
+        argmax,
+        canvas,
+        open,
+        frozen,
+        draft,
+        done,
+        seeds,
+        block,
+        step,
+        num_steps,
+        recent,
+        *after,
+        bound,
+        confidence,
+        vocab_size,
+        canvas_len,
+        RECENT=num_recent,
+        STOPS=recent is not None,
+        COMMIT_CANVAS=commit_canvas,
+        COMPARE_CANVAS=compare_canvas,
+        CANVAS=canvas_block,
+        POSITIONS=part_len,
+        num_warps=4,
+    )
+    return after
+
+
+@triton.jit
+def _accept_kernel(
+    entropy_ptr: tl.tensor,
+    token_ptr: tl.tensor,
+    argmax_ptr: tl.tensor,
+    canvas_ptr: tl.tensor,
+    open_ptr: tl.tensor,
+    frozen_ptr: tl.tensor,
+    draft_ptr: tl.tensor,
+    done_ptr: tl.tensor,
+    seed_ptr: tl.tensor,
+    block_ptr: tl.tensor,
+    step_ptr: tl.tensor,
+    num_steps_ptr: tl.tensor,
+    recent_ptr: tl.tensor,
+    next_canvas_ptr: tl.tensor,
+    next_open_ptr: tl.tensor,
+    next_draft_ptr: tl.tensor,
+    next_done_ptr: tl.tensor,
+    next_recent_ptr: tl.tensor,
+    accepted_ptr: tl.tensor,
+    renoised_ptr: tl.tensor,
+    verdict_ptr: tl.tensor,
+    bound: tl.tensor,
+    confidence: tl.tensor,
+    vocab_size: tl.tensor,
+    canvas_len: tl.tensor,
+    RECENT: tl.constexpr,
+    STOPS: tl.constexpr,
+    COMMIT_CANVAS: tl.constexpr,
+    COMPARE_CANVAS: tl.constexpr,
+    CANVAS: tl.constexpr,
+    POSITIONS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0)
+    part = tl.program_id(1)
+    other = tl.arange(0, CANVAS)  # the whole canvas
+    other_valid = other < canvas_len
+    other_at = row * canvas_len + other
+    other_open = tl.load(open_ptr + other_at, mask=other_valid, other=0) != 0
+    other_entropy = tl.load(entropy_ptr + other_at, mask=other_valid, other=0.0)
+    was_done = tl.load(done_ptr + row) != 0
+    step = tl.load(step_ptr + row)
+
+    if part < tl.num_programs(1) - 1:
+        position = part * POSITIONS + tl.arange(0, POSITIONS)
+        valid = position < canvas_len
+        at = row * canvas_len + position
+        is_open = tl.load(open_ptr + at, mask=valid, other=0) != 0
+        frozen = tl.load(frozen_ptr + at, mask=valid, other=1) != 0
+        entropy = tl.load(entropy_ptr + at, mask=valid, other=0.0)
+        canvas = tl.load(canvas_ptr + at, mask=valid, other=0)
+        token = tl.load(token_ptr + at, mask=valid, other=0)
+        argmax = tl.load(argmax_ptr + at, mask=valid, other=0)
+        draft = tl.load(draft_ptr + at, mask=valid, other=0)
+
+        # Entropies up to and including each position, in ascending order, equal ones by position. Summed in float64
+        # and rounded once: what a sequential float32 sum with a wide accumulator gives.
+        charge = tl.where(is_open, entropy, 0.0)
+        other_charge = tl.where(other_open, other_entropy, 0.0)
+        precedes = (other_charge[:, None] < charge[None, :]) | (
+            (other_charge[:, None] == charge[None, :]) & (other[:, None] <= position[None, :])
+        )
+        inclusive = tl.sum(tl.where(precedes, other_charge.to(tl.float64)[:, None], 0.0), 0)
+        decided = is_open & (frozen == 0) & (not was_done)
+        accepted = decided & (inclusive.to(tl.float32) - charge <= bound)
+
+        zero = position * 0
+        block = zero + tl.load(block_ptr + row).to(tl.int32)
+        seed = tl.load(seed_ptr + row)
+        high, low, _, _ = tl.philox(seed, position, zero + step.to(tl.int32), block, zero + _NOISE)
+        bits = ((high >> 5).to(tl.int64) << 26) | (low >> 6).to(tl.int64)
+        noise = (bits.to(tl.float64) * 1.1102230246251565e-16 * vocab_size).to(tl.int64)
+        noise = tl.minimum(noise, vocab_size - 1)
+
+        next_canvas = tl.where(decided, tl.where(accepted, token, noise), canvas)
+        final = next_canvas if COMMIT_CANVAS else tl.where(frozen, canvas, argmax)
+        tl.store(next_canvas_ptr + at, next_canvas, mask=valid)
+        tl.store(accepted_ptr + at, accepted, mask=valid)
+        tl.store(renoised_ptr + at, decided & (accepted == 0), mask=valid)
+        tl.store(next_open_ptr + at, tl.where(was_done, is_open, frozen == 0), mask=valid)
+        tl.store(next_draft_ptr + at, tl.where(was_done, draft, final), mask=valid)
+        newest = next_canvas if COMPARE_CANVAS else argmax
+        for age in tl.static_range(RECENT):
+            recent_at = (row * RECENT + age) * canvas_len + position
+            if age < RECENT - 1:
+                newer = tl.load(recent_ptr + recent_at + canvas_len, mask=valid, other=0)
+                tl.store(next_recent_ptr + recent_at, newer, mask=valid)
+            else:
+                tl.store(next_recent_ptr + recent_at, newest, mask=valid)
+    else:
+        unfrozen = tl.load(frozen_ptr + other_at, mask=other_valid, other=1) == 0
+        other_token = tl.load(token_ptr + other_at, mask=other_valid, other=0)
+        other_canvas = tl.load(canvas_ptr + other_at, mask=other_valid, other=0)
+        num_unfrozen = tl.sum(unfrozen.to(tl.int32), 0)
+        done = was_done | (num_unfrozen == 0)
+        if STOPS:
+            other_argmax = tl.load(argmax_ptr + other_at, mask=other_valid, other=0)
+            changed = other < 0
+            for age in tl.static_range(RECENT):
+                then = tl.load(recent_ptr + (row * RECENT + age) * canvas_len + other, mask=other_valid, other=0)
+                changed |= unfrozen & (then != other_argmax)
+            entropies = tl.where(unfrozen, other_entropy, 0.0).to(tl.float64)
+            mean_entropy = (tl.sum(entropies, 0) / tl.maximum(num_unfrozen, 1).to(tl.float64)).to(tl.float32)
+            done |= (tl.sum(changed.to(tl.int32), 0) == 0) & (mean_entropy < confidence)
+        tl.store(next_done_ptr + row, done)
+
+        left = tl.maximum(tl.load(num_steps_ptr + row) - step - 1, 0)
+        broken = tl.sum((other_entropy != other_entropy).to(tl.int32), 0) > 0
+        shown = tl.where(other_open & unfrozen & (not was_done), other_token, other_canvas)
+        stray = tl.sum((other_valid & ((shown < 0) | (shown >= vocab_size))).to(tl.int32), 0) > 0
+        num_rows = tl.num_programs(0)
+        tl.store(verdict_ptr + row, tl.where(done, 0, left))
+        tl.store(verdict_ptr + num_rows + row, broken.to(tl.int64))
+        tl.store(verdict_ptr + 2 * num_rows + row, stray.to(tl.int64))

@@ -1,0 +1,382 @@
+"""Attention of a canvas on Hopper, written in Gluon: copies, products and softmax of different tiles run at once.
+
+A program is 128 packed query rows by 256 value columns, in twelve warps. Four of them, of which one thread works, keep
+the copy engine busy with keys and values, in chunks of 64 slots × 128 columns; each of two warpgroups owns 64 rows and
+does the softmax of a key tile while its products with the last tile's values are under way (FlashAttention-3,
+arXiv:2407.08608). `attention.attention` chooses it; the same maths in Triton is `attention._attention_kernel`.
+
+Barriers in shared memory hold it together: a chunk of keys or values is `full` when its copy has landed, and `free`
+when both warpgroups have read it.
+"""
+
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from dgemma_kernels.ops.attention.parts import part_of_keys, seen_slots
+
+TILE = (128, 64, 256)  # query rows and value columns of a program, and between them the slots it takes at a time
+
+_ROWS = gl.constexpr(64)  # of a warpgroup
+_KEYS = gl.constexpr(64)
+_CHUNK = gl.constexpr(128)  # columns of one copy
+_BYTES = gl.constexpr(2 * 64 * 128)  # of one copy, be it queries, keys or values
+
+
+def attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    length: Tensor,
+    partial: Tensor,
+    log_weight: Tensor,
+    causal: bool,
+    window: int,
+    canvas_len: int,
+    keep: int,
+) -> None:
+    """Attention by parts of the keys: `partial` (splits, B, T, N, H), and their float32 `log_weight` (splits, B, T, N).
+
+    One split is the whole, and `log_weight` not written. Otherwise the arguments are those of `attention`, checked, in
+    bfloat16 or float16, with H of 256 or 512, N / K dividing 64 and strides that are whole slots; `window` 0 is none.
+    Tensor descriptors hold the tensors' addresses and are passed to the kernel by value: a captured graph keeps them,
+    and is valid as long as the tensors stay where they are.
+
+    Example: `attend(queries, keys, values, length, out.unsqueeze(0), out, False, 0, 0, 0)`.
+    """
+    batch, num_tokens, num_heads, head_dim = queries.shape
+    kv_heads, group = keys.shape[1], num_heads // keys.shape[1]
+    row_tiles = triton.cdiv(num_tokens * group, TILE[0])
+    _attention_hopper_kernel[(row_tiles * (head_dim // TILE[2]), partial.shape[0], batch * kv_heads)](
+        _descriptor(queries.flatten(0, 1), _ROWS.value // group, group),
+        _slots(keys),
+        _slots(values),
+        _descriptor(partial, 1, 1, _ROWS.value // group, group),
+        length,
+        log_weight,
+        num_tokens,
+        batch * num_tokens * num_heads,
+        *(stride // head_dim for cache in (keys, values) for stride in cache.stride()[:2]),
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BUFFERS=512 // head_dim,  # of a tile of keys and one of values: what fits shared memory
+        CAUSAL=causal,
+        WINDOW=window,
+        CANVAS=canvas_len,
+        KEEP=keep,
+        SPLIT=partial.shape[0] > 1,
+        num_warps=4,
+    )
+
+
+def _slots(cache: Tensor) -> TensorDescriptor:
+    """Keys or values (B, K, capacity, H) as slots of H: one number names batch row, head and slot."""
+    batch, heads, capacity, head_dim = cache.shape
+    num_slots = ((batch - 1) * cache.stride(0) + (heads - 1) * cache.stride(1)) // head_dim + capacity
+    return _descriptor(cache.as_strided((num_slots, head_dim), (head_dim, 1)), _KEYS.value)
+
+
+def _descriptor(tensor: Tensor, *block: int) -> TensorDescriptor:
+    """Blocks of that many along each dimension but the last, of which it is one chunk."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=tensor.dim())
+    return TensorDescriptor.from_tensor(tensor, [*block, _CHUNK.value], layout)
+
+
+# Compiling takes seconds: a number that happens to be a multiple of 16 is no reason to do it again.
+_NUMBERS = [
+    "num_tokens", "num_query_heads", "key_batch_slots", "key_head_slots", "value_batch_slots", "value_head_slots"
+]  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=_NUMBERS)
+def _attention_hopper_kernel(
+    query_desc: gl.tensor,  # (B·T, N, H)
+    key_desc: gl.tensor,  # (slots, H)
+    value_desc: gl.tensor,
+    out_desc: gl.tensor,  # (splits, B, T, N, H)
+    length_ptr: gl.tensor,
+    log_weight_ptr: gl.tensor,  # (splits, B, T, N) float32, base 2, if SPLIT
+    num_tokens: gl.tensor,
+    num_query_heads: gl.tensor,  # B·T·N
+    key_batch_slots: gl.tensor,
+    key_head_slots: gl.tensor,
+    value_batch_slots: gl.tensor,
+    value_head_slots: gl.tensor,
+    KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    BUFFERS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    CANVAS: gl.constexpr,
+    KEEP: gl.constexpr,
+    SPLIT: gl.constexpr,
+) -> None:
+    K_CHUNKS: gl.constexpr = HEAD_DIM // _CHUNK
+    row_tile, _, batch, _ = _place(KV_HEADS, K_CHUNKS)
+    prefix_len = gl.load(length_ptr + batch).to(gl.int32)
+    begin, end = part_of_keys(
+        row_tile, prefix_len, num_tokens, 2 * _ROWS, GROUP, _KEYS, CAUSAL, WINDOW, CANVAS, KEEP, SPLIT
+    )
+    num_tiles = gl.maximum(gl.cdiv(end - begin, _KEYS), 1)  # an empty part reads one tile and hides all of it
+
+    dtype: gl.constexpr = key_desc.dtype
+    q_smem = gl.allocate_shared_memory(dtype, [2 * K_CHUNKS, _ROWS // GROUP, GROUP, _CHUNK], query_desc.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [BUFFERS * K_CHUNKS, _KEYS, _CHUNK], key_desc.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [BUFFERS * 2, _KEYS, _CHUNK], value_desc.layout)
+    q_full = _barriers(K_CHUNKS, 1)
+    k_full = _barriers(BUFFERS * K_CHUNKS, 1)
+    k_free = _barriers(BUFFERS * K_CHUNKS, 2)
+    v_full = _barriers(BUFFERS * 2, 1)
+    v_free = _barriers(BUFFERS * 2, 2)
+    v_clean = _barriers(1, 2)
+    fence_async_shared()
+
+    descs = (query_desc, key_desc, value_desc)
+    strides = (key_batch_slots, key_head_slots, value_batch_slots, value_head_slots)
+    outs = (out_desc, log_weight_ptr, num_query_heads)
+    smem = (q_smem, k_smem, v_smem)
+    barriers = (q_full, k_full, k_free, v_full, v_free, v_clean)
+    span = (prefix_len, num_tokens, begin, end, num_tiles)
+    MODE: gl.constexpr = (CAUSAL, WINDOW, CANVAS, KEEP)
+    FIRST: gl.constexpr = 0
+    SECOND: gl.constexpr = 1
+    gl.warp_specialize(
+        [
+            (_copy, (descs, strides, smem, barriers, span, KV_HEADS)),
+            (_attend, (outs, smem, barriers, span, FIRST, KV_HEADS, SPLIT, MODE)),
+            (_attend, (outs, smem, barriers, span, SECOND, KV_HEADS, SPLIT, MODE)),
+        ],
+        [4, 4],
+        [240, 240],  # registers a thread, which leaves the copying warps 24
+    )
+
+
+@gluon.jit
+def _place(KV_HEADS: gl.constexpr, K_CHUNKS: gl.constexpr) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:
+    """This program's tile of rows, its first value column, its batch row and its key head."""
+    VALUE_PARTS: gl.constexpr = K_CHUNKS // 2
+    column = gl.program_id(0) % VALUE_PARTS * (2 * _CHUNK)
+    return gl.program_id(0) // VALUE_PARTS, column, gl.program_id(2) // KV_HEADS, gl.program_id(2) % KV_HEADS
+
+
+@gluon.jit
+def _barriers(NUM: gl.constexpr, ARRIVALS: gl.constexpr) -> gl.tensor:
+    barriers = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUM):
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
+    return barriers
+
+
+@gluon.jit
+def _copy(
+    descs: gl.tuple, strides: gl.tuple, smem: gl.tuple, barriers: gl.tuple, span: gl.tuple, KV_HEADS: gl.constexpr
+) -> None:
+    """The producer: queries, keys 0, values 0, then keys 1, keys 2, values 1, ... in the order of their use."""
+    query_desc, key_desc, value_desc = descs
+    key_batch_slots, key_head_slots, value_batch_slots, value_head_slots = strides
+    q_smem, k_smem, v_smem = smem
+    q_full, k_full, k_free, v_full, v_free, _ = barriers
+    _, num_tokens, begin, _, num_tiles = span
+    K_CHUNKS: gl.constexpr = q_smem.shape[0] // 2
+    BUFFERS: gl.constexpr = v_smem.shape[0] // 2
+    TOKENS: gl.constexpr = q_smem.shape[1]
+    GROUP: gl.constexpr = q_smem.shape[2]
+    row_tile, column, batch, head = _place(KV_HEADS, K_CHUNKS)
+    token = batch * num_tokens + row_tile * (2 * TOKENS)
+    key_slot = batch * key_batch_slots + head * key_head_slots + begin
+    value_slot = batch * value_batch_slots + head * value_head_slots + begin
+    for c in gl.static_range(K_CHUNKS):
+        mbarrier.expect(q_full.index(c), 2 * _BYTES)
+        for w in gl.static_range(2):
+            at_query = [token + w * TOKENS, head * GROUP, c * _CHUNK]
+            tma.async_copy_global_to_shared(query_desc, at_query, q_full.index(c), q_smem.index(w * K_CHUNKS + c))
+        _copy_chunk(key_desc, key_slot, c * _CHUNK, k_full, k_smem, c)
+    for c in gl.static_range(2):
+        _copy_chunk(value_desc, value_slot, column + c * _CHUNK, v_full, v_smem, c)
+    for j in range(1, num_tiles + 1):
+        if j < num_tiles:
+            for c in gl.static_range(K_CHUNKS):
+                at = j % BUFFERS * K_CHUNKS + c
+                mbarrier.wait(k_free.index(at), (j // BUFFERS & 1) ^ 1)
+                _copy_chunk(key_desc, key_slot + j * _KEYS, c * _CHUNK, k_full, k_smem, at)
+        if j > 1:
+            i = j - 1
+            for c in gl.static_range(2):
+                at = i % BUFFERS * 2 + c
+                mbarrier.wait(v_free.index(at), (i // BUFFERS & 1) ^ 1)
+                _copy_chunk(value_desc, value_slot + i * _KEYS, column + c * _CHUNK, v_full, v_smem, at)
+
+
+@gluon.jit
+def _copy_chunk(
+    desc: gl.tensor, slot: gl.tensor, column: gl.tensor, full: gl.tensor, smem: gl.tensor, at: gl.tensor
+) -> None:
+    mbarrier.expect(full.index(at), _BYTES)
+    tma.async_copy_global_to_shared(desc, [slot, column], full.index(at), smem.index(at))
+
+
+@gluon.jit
+def _attend(
+    outs: gl.tuple,
+    smem: gl.tuple,
+    barriers: gl.tuple,
+    span: gl.tuple,
+    WG: gl.constexpr,
+    KV_HEADS: gl.constexpr,
+    SPLIT: gl.constexpr,
+    MODE: gl.constexpr,
+) -> None:
+    """One of the two consumers: 64 rows, all keys of this part."""
+    out_desc, log_weight_ptr, num_query_heads = outs
+    q_smem, _, v_smem = smem
+    q_full, _, k_free, v_full, v_free, v_clean = barriers
+    _, num_tokens, begin, end, num_tiles = span
+    K_CHUNKS: gl.constexpr = q_smem.shape[0] // 2
+    BUFFERS: gl.constexpr = v_smem.shape[0] // 2
+    GROUP: gl.constexpr = q_smem.shape[2]
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _CHUNK, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)  # an operand in registers
+    SCORE_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    SUM_ROW: gl.constexpr = gl.SliceLayout(1, SUMS)
+    dtype: gl.constexpr = q_smem.dtype
+
+    row_tile, column, batch, head = _place(KV_HEADS, K_CHUNKS)
+    row = (row_tile * 2 + WG) * _ROWS + gl.arange(0, _ROWS, SCORE_ROW)
+    token = row // GROUP  # packed: token-major, then the GROUP heads that share this key head
+    top = gl.full((_ROWS,), float("-inf"), gl.float32, SCORE_ROW)
+    total = gl.zeros((_ROWS,), gl.float32, SCORE_ROW)
+    acc0 = gl.zeros((_ROWS, _CHUNK), gl.float32, SUMS)
+    acc1 = gl.zeros((_ROWS, _CHUNK), gl.float32, SUMS)
+
+    s = _scores(smem, barriers, 0, WG, True)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    mbarrier.arrive(k_free.index(K_CHUNKS - 1))
+    weight, decay, top, total = _softmax(s, top, total, 0, token, span, MODE)
+    p = gl.convert_layout(weight.to(dtype), WEIGHTS)
+    for j in range(1, num_tiles):
+        s = _scores(smem, barriers, j, WG, False)
+        at = (j - 1) % BUFFERS * 2
+        phase = (j - 1) // BUFFERS & 1
+        mbarrier.wait(v_full.index(at), phase)
+        acc0 = warpgroup_mma(p, v_smem.index(at), acc0, is_async=True)
+        mbarrier.wait(v_full.index(at + 1), phase)
+        acc1 = warpgroup_mma(p, v_smem.index(at + 1), acc1, is_async=True)
+        s = warpgroup_mma_wait(2, deps=(s,))
+        mbarrier.arrive(k_free.index(j % BUFFERS * K_CHUNKS + K_CHUNKS - 1))
+        weight, decay, top, total = _softmax(s, top, total, j, token, span, MODE)
+        next_p = gl.convert_layout(weight.to(dtype), WEIGHTS)
+        # A wait that is always over: the assembler moves the one for the sums up to the last branch in front of it.
+        mbarrier.wait(q_full.index(0), 0)
+        acc0, acc1, p, next_p = warpgroup_mma_wait(0, deps=(acc0, acc1, p, next_p))
+        mbarrier.arrive(v_free.index(at))
+        mbarrier.arrive(v_free.index(at + 1))
+        factor = gl.expand_dims(gl.convert_layout(decay, SUM_ROW), 1)
+        acc0 = acc0 * factor
+        acc1 = acc1 * factor
+        p = next_p
+
+    last = num_tiles - 1
+    at = last % BUFFERS * 2
+    mbarrier.wait(v_full.index(at), last // BUFFERS & 1)
+    mbarrier.wait(v_full.index(at + 1), last // BUFFERS & 1)
+    if begin + num_tiles * _KEYS > end:
+        # Slots beyond the end may hold anything, and 0 · NaN is NaN. Each warpgroup cleans one chunk and waits for the
+        # other's: nobody reads what is being written.
+        B: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+        live = begin + last * _KEYS + gl.arange(0, _KEYS, gl.SliceLayout(1, B)) < end
+        values = v_smem.index(at + WG).load(B)
+        v_smem.index(at + WG).store(gl.where(gl.expand_dims(live, 1), values, gl.zeros_like(values)))
+        fence_async_shared()
+        mbarrier.arrive(v_clean.index(0))
+        mbarrier.wait(v_clean.index(0), 0)
+    acc0 = warpgroup_mma(p, v_smem.index(at), acc0, is_async=True)
+    acc1 = warpgroup_mma(p, v_smem.index(at + 1), acc1, is_async=True)
+    acc0, acc1, p = warpgroup_mma_wait(0, deps=(acc0, acc1, p))
+
+    # A part without a visible key has weight zero.
+    seen_any = total > 0.0
+    total = gl.where(seen_any, total, 1.0)
+    split = gl.program_id(1)
+    if SPLIT and column == 0:
+        query_head = (batch * num_tokens + token) * (KV_HEADS * GROUP) + head * GROUP + row % GROUP  # into (B, T, N)
+        log_weight = gl.where(seen_any, top + gl.log2(total), float("-inf"))
+        target = log_weight_ptr + split.to(gl.int64) * num_query_heads + query_head
+        gl.store(target, log_weight, mask=token < num_tokens)
+    scale = gl.expand_dims(gl.convert_layout(1.0 / total, SUM_ROW), 1)
+    # Taken from where this warpgroup's queries were; the copy engine leaves out rows beyond the last token.
+    o0_smem = q_smem.index(WG * K_CHUNKS)
+    o1_smem = q_smem.index(WG * K_CHUNKS + 1)
+    o0_smem.reshape((_ROWS, _CHUNK)).store((acc0 * scale).to(dtype))
+    o1_smem.reshape((_ROWS, _CHUNK)).store((acc1 * scale).to(dtype))
+    fence_async_shared()
+    SHAPE: gl.constexpr = (1, 1, _ROWS // GROUP, GROUP, _CHUNK)
+    at_token = (row_tile * 2 + WG) * (_ROWS // GROUP)
+    tma.async_copy_shared_to_global(out_desc, [split, batch, at_token, head * GROUP, column], o0_smem.reshape(SHAPE))
+    tma.async_copy_shared_to_global(
+        out_desc, [split, batch, at_token, head * GROUP, column + _CHUNK], o1_smem.reshape(SHAPE)
+    )
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _scores(smem: gl.tuple, barriers: gl.tuple, j: gl.tensor, WG: gl.constexpr, FIRST: gl.constexpr) -> gl.tensor:
+    """Asks for q kᵀ of tile j; every chunk but the last is given back as soon as it has been read."""
+    q_smem, k_smem, v_smem = smem
+    q_full, k_full, k_free, _, _, _ = barriers
+    K_CHUNKS: gl.constexpr = q_smem.shape[0] // 2
+    BUFFERS: gl.constexpr = v_smem.shape[0] // 2
+    s = gl.zeros((_ROWS, _KEYS), gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16]))
+    zero = j >> 28  # which the compiler cannot know: else it keeps every matrix descriptor, on the stack
+    for c in gl.static_range(K_CHUNKS):
+        at = j % BUFFERS * K_CHUNKS + c
+        if FIRST:
+            mbarrier.wait(q_full.index(c), 0)
+        mbarrier.wait(k_full.index(at), j // BUFFERS & 1)
+        q = q_smem.index(WG * K_CHUNKS + c + zero).reshape((_ROWS, _CHUNK))
+        s = warpgroup_mma(q, k_smem.index(at + zero).permute((1, 0)), s, use_acc=c > 0, is_async=True)
+        if c > 0:
+            s = warpgroup_mma_wait(1, deps=(s,))
+            mbarrier.arrive(k_free.index(at - 1))
+    return s
+
+
+@gluon.jit
+def _softmax(
+    s: gl.tensor,
+    top: gl.tensor,
+    total: gl.tensor,
+    j: gl.tensor,
+    token: gl.tensor,
+    span: gl.tuple,
+    MODE: gl.constexpr,
+) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:
+    """Weights of tile j's keys, by what earlier sums decay, the new maximum (base 2) and the sum of weights."""
+    prefix_len, num_tokens, begin, end, _ = span
+    CAUSAL, WINDOW, CANVAS, KEEP = MODE
+    slot = begin + j * _KEYS + gl.arange(0, _KEYS, gl.SliceLayout(0, s.type.layout))
+    slot = gl.expand_dims(slot, 0)
+    seen = slot < end
+    if CAUSAL:
+        first_seen, last_seen = seen_slots(token, num_tokens, WINDOW, CANVAS, KEEP)
+        seen = seen & (slot <= prefix_len + gl.expand_dims(last_seen, 1))
+        if WINDOW > 0:
+            seen = seen & (slot >= prefix_len + gl.expand_dims(first_seen, 1))
+    s = gl.where(seen, s, float("-inf"))
+    new_top = gl.maximum(top, gl.max(s, 1) * 1.4426950408889634)
+    shift = gl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen nothing yet
+    weight = gl.exp2(s * 1.4426950408889634 - gl.expand_dims(shift, 1))
+    decay = gl.exp2(top - shift)
+    total = total * decay + gl.sum(weight, 1)
+    return weight, decay, new_top, total

@@ -1,0 +1,320 @@
+"""What a program of `experts` does with a tile: rows of one expert times a block of columns of its weights.
+
+Weights are plain, float8, for whose scales there is an argument that else is None, or packed, which have tiles of their
+own. What belongs together is passed as a tuple, which Triton takes apart: of it nothing is left in what it compiles.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from dgemma_kernels.formats.packed import Weights, multiply_packed
+from dgemma_kernels.ops.blocks import float8_scale, gelu_tanh_times, inside
+
+
+class Tile(NamedTuple):
+    """Rows of one expert, which are neighbours in the order of `ExpertTiles.pairs`."""
+
+    expert: tl.tensor
+    first: tl.tensor
+    num_rows: tl.tensor
+
+
+class Values(NamedTuple):
+    """Values, and their scales where they are float8."""
+
+    data: tl.tensor
+    scale: tl.tensor
+
+
+class Rows(NamedTuple):
+    """A block of a tile's rows: the tile's first, their places behind it, and which of these the tile has."""
+
+    first: tl.tensor
+    slots: tl.tensor
+    inside: tl.tensor
+
+
+class Cols(NamedTuple):
+    """A block of columns: the first, each of them, and which exist."""
+
+    first: tl.tensor
+    each: tl.tensor
+    inside: tl.tensor
+
+
+class Sizes(NamedTuple):
+    """The widths of a token and of hidden values; how many rows and columns a tile has, and how deep it is."""
+
+    WIDTH: tl.constexpr
+    HIDDEN: tl.constexpr
+    ROWS: tl.constexpr
+    COLS: tl.constexpr
+    DEPTH: tl.constexpr
+
+
+@triton.jit
+def load_tile(tiles: tl.tensor, number: tl.tensor, max_tiles: tl.tensor) -> Tile:
+    """One of no rows where there are not so many; `max_tiles` is None where there surely are."""
+    at = tiles + number * 3
+    there = None if max_tiles is None else number < max_tiles
+    other = None if max_tiles is None else 0
+    return Tile(tl.load(at, there, other), tl.load(at + 1, there, other), tl.load(at + 2, there, other))
+
+
+@triton.jit
+def _rows_of(tile: Tile, START: tl.constexpr, ROWS: tl.constexpr) -> Rows:
+    slots = START + tl.arange(0, ROWS)
+    return Rows(tile.first, slots, slots < tile.num_rows)
+
+
+@triton.jit
+def _cols_from(first: tl.tensor, LIMIT: tl.constexpr, COLS: tl.constexpr) -> Cols:
+    each = first + tl.arange(0, COLS)
+    return Cols(first, each, inside(each, LIMIT, LIMIT % COLS == 0))
+
+
+@triton.jit
+def _token_rows(x: tl.tensor, pairs: tl.tensor, rows: Rows, WIDTH: tl.constexpr, NUM_ACTIVE: tl.constexpr) -> tl.tensor:
+    """Where the rows of their tokens begin, as a column."""
+    token = tl.load(pairs + rows.first + rows.slots, mask=rows.inside, other=0) // NUM_ACTIVE
+    return x + token[:, None].to(tl.int64) * WIDTH
+
+
+@triton.jit
+def _hidden_rows(hidden: tl.tensor, rows: Rows, HIDDEN: tl.constexpr) -> tl.tensor:
+    """Where they begin, as a column."""
+    return hidden + (rows.first + rows.slots)[:, None].to(tl.int64) * HIDDEN
+
+
+@triton.jit
+def _load_scales(hidden_scale: tl.tensor, rows: Rows, HIDDEN: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
+    """The scales of all blocks of these rows, (rows, blocks and what makes them a power of two). Asked for at once, in
+    front of the loop: one block ahead of its products each would still be waited for, a trip to L2 in every turn."""
+    BLOCKS: tl.constexpr = triton.cdiv(HIDDEN, BLOCK)
+    block = tl.arange(0, triton.next_power_of_2(BLOCKS))[None, :]
+    row = (rows.first + rows.slots)[:, None]
+    return tl.load(hidden_scale + row * BLOCKS + block, mask=rows.inside[:, None] & (block < BLOCKS), other=0.0)
+
+
+@triton.jit
+def _add_products(sums: tl.tensor, w: tl.tensor, rows: tl.tensor, scales: tl.tensor, block: tl.tensor) -> tl.tensor:
+    """sums + w @ rows, of float8 times the rows' scales of this block, the others of which `scales` holds too. Hopper
+    adds products of float8 with 14 bits: those of one block alone, and blocks in float32 (`max_num_imprecise_acc` means
+    the same, and waits for each instruction in between)."""
+    if not w.dtype.is_fp8():
+        sums = tl.dot(w, rows, sums, input_precision="ieee")
+    elif scales is None:
+        sums += tl.dot(w, rows)
+    else:
+        scale = tl.sum(tl.where(tl.arange(0, scales.shape[1])[None, :] == block, scales, 0.0), 1)
+        sums += tl.dot(w, rows) * scale[None, :]
+    return sums
+
+
+@triton.jit
+def _store_geglu(
+    out: Values,
+    gate: tl.tensor,
+    up: tl.tensor,
+    gate_scale: tl.tensor,
+    up_scale: tl.tensor,
+    x_scale: tl.tensor,
+    pairs: tl.tensor,
+    rows: Rows,
+    cols: Cols,
+    HIDDEN: tl.constexpr,
+    NUM_ACTIVE: tl.constexpr,
+) -> None:
+    row = rows.first + rows.slots
+    dtype = out.data.dtype.element_ty
+    if out.scale is None:
+        hidden = gelu_tanh_times(gate, up, dtype).T
+    else:
+        # Read again (under a modifier, else Triton keeps it from the front, and 40 registers with it).
+        token = tl.load(pairs + row, mask=rows.inside, other=0, cache_modifier=".ca") // NUM_ACTIVE
+        token_scale = tl.load(x_scale + token, mask=rows.inside, other=0.0)
+        gate *= gate_scale[:, None] * token_scale[None, :]
+        up *= up_scale[:, None] * token_scale[None, :]
+        hidden = gelu_tanh_times(gate, up, tl.float32)
+        scale = float8_scale(hidden, 0)
+        COLS: tl.constexpr = gate.shape[0]
+        tl.store(out.scale + row * triton.cdiv(HIDDEN, COLS) + cols.first // COLS, scale, mask=rows.inside)
+        hidden = (hidden / scale[None, :]).to(dtype).T
+    at = row[:, None].to(tl.int64) * HIDDEN + cols.each[None, :]
+    tl.store(out.data + at, hidden, mask=rows.inside[:, None] & cols.inside[None, :])
+
+
+@triton.jit
+def _store_weighted(
+    out: tl.tensor,
+    sums: tl.tensor,
+    scale: tl.tensor,
+    weights: tl.tensor,
+    pair: tl.tensor,
+    rows: Rows,
+    cols: Cols,
+    WIDTH: tl.constexpr,
+) -> None:
+    # Read here, since in front of the loop it would hold back the first weights until `pair` has arrived.
+    weight = tl.load(weights + pair, mask=rows.inside, other=0.0)
+    if scale is not None:
+        sums *= scale[:, None]
+    result = sums.to(out.dtype.element_ty).to(tl.float32) * weight[None, :]
+    at = pair[:, None].to(tl.int64) * WIDTH + cols.each[None, :]
+    tl.store(out + at, result.to(out.dtype.element_ty).T, mask=rows.inside[:, None] & cols.inside[None, :])
+
+
+@triton.jit
+def gate_up_tile(
+    x: Values,
+    proj: Weights,
+    out: Values,
+    pairs: tl.tensor,
+    tile: Tile,
+    col: tl.tensor,
+    SIZE: tl.constexpr,
+    MORE: tl.constexpr,
+    NUM_ACTIVE: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+) -> None:
+    """One tile's rows by COLS columns of the weights, a tensor descriptor where DESCRIBED, else a pointer."""
+    WIDTH: tl.constexpr = SIZE.WIDTH
+    HIDDEN: tl.constexpr = SIZE.HIDDEN
+    COLS: tl.constexpr = SIZE.COLS
+    cols = _cols_from(col, HIDDEN, COLS)
+    depth = tl.arange(0, SIZE.DEPTH)
+    rows = _rows_of(tile, 0, SIZE.ROWS)
+    inputs = _token_rows(x.data, pairs, rows, WIDTH, NUM_ACTIVE) + depth[None, :]
+    row = tile.expert * 2 * HIDDEN + col
+    if not DESCRIBED:
+        gates = proj.data + (tile.expert.to(tl.int64) * 2 * HIDDEN + cols.each[:, None]) * WIDTH + depth[None, :]
+    gate_scale, up_scale = None, None
+    if proj.scale is not None:  # asked for here: behind the loop they would be one more wait for memory
+        gate_scale = tl.load(proj.scale + row + cols.each - col, mask=cols.inside, other=0.0)
+        up_scale = tl.load(proj.scale + row + HIDDEN + cols.each - col, mask=cols.inside, other=0.0)
+    gate = tl.zeros([COLS, SIZE.ROWS], tl.float32)
+    up = tl.zeros([COLS, SIZE.ROWS], tl.float32)
+    if MORE > 0:
+        more = _rows_of(tile, SIZE.ROWS, MORE)
+        more_inputs = _token_rows(x.data, pairs, more, WIDTH, NUM_ACTIVE) + depth[None, :]
+        more_gate = tl.zeros([COLS, MORE], tl.float32)
+        more_up = tl.zeros([COLS, MORE], tl.float32)
+    for start in range(0, WIDTH, SIZE.DEPTH):
+        left = inside(depth, WIDTH - start, WIDTH % SIZE.DEPTH == 0)[None, :]
+        # Weights first: their loads need not wait for the rows' addresses, which come from memory too.
+        if DESCRIBED:
+            gate_w = proj.data.load([row, start])
+            up_w = proj.data.load([row + HIDDEN, start])
+        else:
+            gate_w = tl.load(gates + start, mask=cols.inside[:, None] & left, other=0.0)
+            up_w = tl.load(gates + HIDDEN * WIDTH + start, mask=cols.inside[:, None] & left, other=0.0)
+        tokens = tl.load(inputs + start, mask=rows.inside[:, None] & left, other=0.0).T
+        gate = _add_products(gate, gate_w, tokens, None, None)
+        up = _add_products(up, up_w, tokens, None, None)
+        if MORE > 0:
+            more_tokens = tl.load(more_inputs + start, mask=more.inside[:, None] & left, other=0.0).T
+            more_gate = _add_products(more_gate, gate_w, more_tokens, None, None)
+            more_up = _add_products(more_up, up_w, more_tokens, None, None)
+    _store_geglu(out, gate, up, gate_scale, up_scale, x.scale, pairs, rows, cols, HIDDEN, NUM_ACTIVE)
+    if MORE > 0:
+        _store_geglu(out, more_gate, more_up, gate_scale, up_scale, x.scale, pairs, more, cols, HIDDEN, NUM_ACTIVE)
+
+
+@triton.jit
+def packed_gate_up_tile(
+    x: Values,
+    proj: Weights,
+    out: Values,
+    pairs: tl.tensor,
+    tile: Tile,
+    col: tl.tensor,
+    SIZE: tl.constexpr,
+    NUM_ACTIVE: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+) -> None:
+    """A block's columns of gate and up are neighbours among the packed rows, and one product."""
+    rows = _rows_of(tile, 0, SIZE.ROWS)
+    inputs = _token_rows(x.data, pairs, rows, SIZE.WIDTH, NUM_ACTIVE)
+    BLOCKS: tl.constexpr = triton.cdiv(SIZE.HIDDEN, SIZE.COLS)
+    block = col // SIZE.COLS
+    sums = multiply_packed(inputs, rows.inside, proj, tile.expert, block, BLOCKS, SIZE.WIDTH, SIZE.ROWS, DESCRIBED)
+    gate, up = sums.reshape(2, SIZE.COLS, SIZE.ROWS).permute(1, 2, 0).split()
+    cols = _cols_from(col, SIZE.HIDDEN, SIZE.COLS)
+    _store_geglu(out, gate, up, None, None, None, pairs, rows, cols, SIZE.HIDDEN, NUM_ACTIVE)
+
+
+@triton.jit
+def down_tile(
+    hidden: Values,
+    proj: Weights,
+    weights: tl.tensor,
+    pairs: tl.tensor,
+    out: tl.tensor,
+    tile: Tile,
+    col: tl.tensor,
+    SIZE: tl.constexpr,
+    MORE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+) -> None:
+    """As `gate_up_tile`; hidden values in float8 have a scale for each BLOCK of them."""
+    WIDTH: tl.constexpr = SIZE.WIDTH
+    HIDDEN: tl.constexpr = SIZE.HIDDEN
+    cols = _cols_from(col, WIDTH, SIZE.COLS)
+    depth = tl.arange(0, SIZE.DEPTH)
+    rows = _rows_of(tile, 0, SIZE.ROWS)
+    pair = tl.load(pairs + tile.first + rows.slots, mask=rows.inside, other=0)
+    inputs = _hidden_rows(hidden.data, rows, HIDDEN) + depth[None, :]
+    if not DESCRIBED:
+        kernels = proj.data + (tile.expert.to(tl.int64) * WIDTH + cols.each[:, None]) * HIDDEN + depth[None, :]
+    scale, scales, more_scales = None, None, None
+    if BLOCK is not None:
+        scale = tl.load(proj.scale + tile.expert * WIDTH + cols.each, mask=cols.inside, other=0.0)
+        scales = _load_scales(hidden.scale, rows, HIDDEN, BLOCK)
+    sums = tl.zeros([SIZE.COLS, SIZE.ROWS], tl.float32)
+    if MORE > 0:
+        more = _rows_of(tile, SIZE.ROWS, MORE)
+        more_pair = tl.load(pairs + tile.first + more.slots, mask=more.inside, other=0)
+        more_inputs = _hidden_rows(hidden.data, more, HIDDEN) + depth[None, :]
+        more_sums = tl.zeros([SIZE.COLS, MORE], tl.float32)
+        if BLOCK is not None:
+            more_scales = _load_scales(hidden.scale, more, HIDDEN, BLOCK)
+    for start in range(0, HIDDEN, SIZE.DEPTH):
+        left = inside(depth, HIDDEN - start, HIDDEN % SIZE.DEPTH == 0)[None, :]
+        if DESCRIBED:
+            w = proj.data.load([tile.expert * WIDTH + col, start])
+        else:
+            w = tl.load(kernels + start, mask=cols.inside[:, None] & left, other=0.0)
+        h = tl.load(inputs + start, mask=rows.inside[:, None] & left, other=0.0)
+        block = start // BLOCK if BLOCK is not None else None
+        sums = _add_products(sums, w, h.T, scales, block)
+        if MORE > 0:
+            more_h = tl.load(more_inputs + start, mask=more.inside[:, None] & left, other=0.0)
+            more_sums = _add_products(more_sums, w, more_h.T, more_scales, block)
+    _store_weighted(out, sums, scale, weights, pair, rows, cols, WIDTH)
+    if MORE > 0:
+        _store_weighted(out, more_sums, scale, weights, more_pair, more, cols, WIDTH)
+
+
+@triton.jit
+def packed_down_tile(
+    hidden: Values,
+    proj: Weights,
+    weights: tl.tensor,
+    pairs: tl.tensor,
+    out: tl.tensor,
+    tile: Tile,
+    col: tl.tensor,
+    SIZE: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+) -> None:
+    rows = _rows_of(tile, 0, SIZE.ROWS)
+    pair = tl.load(pairs + tile.first + rows.slots, mask=rows.inside, other=0)
+    inputs = _hidden_rows(hidden.data, rows, SIZE.HIDDEN)
+    BLOCKS: tl.constexpr = triton.cdiv(SIZE.WIDTH, SIZE.COLS)
+    block = col // SIZE.COLS
+    sums = multiply_packed(inputs, rows.inside, proj, tile.expert, block, BLOCKS, SIZE.HIDDEN, SIZE.ROWS, DESCRIBED)
+    cols = _cols_from(col, SIZE.WIDTH, SIZE.COLS)
+    _store_weighted(out, sums, None, weights, pair, rows, cols, SIZE.WIDTH)

@@ -1,0 +1,291 @@
+"""RMSNorm and the residual stream between a layer's products, each in one pass over the rows.
+
+Statistics and multiplications are in float32; values round to the model's dtype where the reference model
+(transformers' DiffusionGemma) rounds them. Reference twin: `reference`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dgemma_kernels.formats.float8 import Quantized
+from dgemma_kernels.ops.blocks import float8_scale, wait_for_launches_before
+from dgemma_kernels.ops.configs import dependent_launch
+
+_MAX_WIDTH = 16384
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """x / rms(x), times `weight` unless None. x: (..., D), weight: (D,) → (..., D).
+
+    Example: `rms_norm(hidden, layer.input_layernorm.weight, 1e-6)`.
+    """
+    _require_rows("rms_norm", x=x)
+    _require_vectors("rms_norm", x.shape[-1], weight=weight)
+    out = torch.empty_like(x)
+    width = x.shape[-1]
+    _rms_norm_kernel[(x.numel() // width,)](
+        x, weight, out, eps, width, BLOCK=triton.next_power_of_2(width), num_warps=_num_warps(width)
+    )
+    return out
+
+
+def attention_residual(
+    attention: Tensor,
+    residual: Tensor,
+    post_weight: Tensor,
+    dense_weight: Tensor,
+    expert_weight: Tensor,
+    router_scale: Tensor,
+    eps: float,
+    *,
+    float8: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | Quantized, Tensor]:
+    """From the attention's output to the three inputs of the feed-forward half, whose norms share one statistic.
+
+    x = residual + norm(attention) * post_weight; with n = norm(x) returns
+    (x, n * dense_weight, n * expert_weight, n * router_scale * D**-0.5). attention, residual: (M, D), others (D,);
+    all four results (M, D). With `float8` the experts' input is rounded to that, with one scale a row.
+
+    Example: `x, dense_in, expert_in, router_in = attention_residual(attention, x, *weights, eps=1e-6)`.
+    """
+    _require_rows("attention_residual", attention=attention, residual=residual)
+    width = residual.shape[-1]
+    vectors = {"post_weight": post_weight, "dense_weight": dense_weight, "expert_weight": expert_weight}
+    _require_vectors("attention_residual", width, **vectors, router_scale=router_scale)
+    x, dense, router = (torch.empty_like(residual) for _ in range(3))
+    expert = torch.empty_like(residual, dtype=torch.float8_e4m3fn if float8 else None)
+    expert_scale = torch.empty(residual.shape[:-1], dtype=torch.float32, device=x.device) if float8 else None
+    _attention_residual_kernel[(residual.numel() // width,)](
+        attention,
+        residual,
+        post_weight,
+        dense_weight,
+        expert_weight,
+        router_scale,
+        x,
+        dense,
+        expert,
+        expert_scale,
+        router,
+        eps,
+        width**-0.5,
+        width,
+        BLOCK=triton.next_power_of_2(width),
+        num_warps=_num_warps(width),
+        **dependent_launch(residual.device),
+    )
+    if expert_scale is not None:
+        return x, dense, Quantized(values=expert, scale=expert_scale, dtype=x.dtype), router
+    return x, dense, expert, router
+
+
+def layer_tail(
+    residual: Tensor,
+    dense: Tensor,
+    expert_rows: Tensor,
+    dense_weight: Tensor,
+    expert_weight: Tensor,
+    post_weight: Tensor,
+    layer_scalar: Tensor,
+    next_weight: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """The end of a layer and the first norm of the next, from the dense output and each token's weighted expert rows.
+
+    moe = Σ_k expert_rows[:, k], in the order of k, so that the sum is the same run after run;
+    x = (residual + norm(norm(dense) * dense_weight + norm(moe) * expert_weight) * post_weight) * layer_scalar;
+    returns (x, norm(x) * next_weight). residual, dense: (M, D), expert_rows: (M, A, D), layer_scalar: (1,) or one a
+    row (M,), the other weights (D,).
+
+    Example: `x, normed = layer_tail(x, dense, rows, *weights, layer.layer_scalar, next_input_layernorm.weight, 1e-6)`.
+    """
+    _require_rows("layer_tail", residual=residual, dense=dense)
+    width = residual.shape[-1]
+    vectors = {"dense_weight": dense_weight, "expert_weight": expert_weight, "post_weight": post_weight}
+    _require_vectors("layer_tail", width, **vectors, next_weight=next_weight)
+    _require_vectors("layer_tail", layer_scalar.numel(), layer_scalar=layer_scalar)
+    if layer_scalar.numel() not in (1, residual.numel() // width):
+        raise ValueError(f"layer_tail.layer_scalar must be (1,) or one a row, got {tuple(layer_scalar.shape)}.")
+    num_active = expert_rows.shape[-2]
+    if expert_rows.shape != (residual.numel() // width, num_active, width) or not expert_rows.is_contiguous():
+        raise ValueError(
+            f"layer_tail.expert_rows must be contiguous (M, A, D) with M, D those of the residual "
+            f"{tuple(residual.shape)}, got {tuple(expert_rows.shape)}."
+        )
+    x, normed = torch.empty_like(residual), torch.empty_like(residual)
+    _layer_tail_kernel[(residual.numel() // width,)](
+        residual,
+        dense,
+        expert_rows,
+        dense_weight,
+        expert_weight,
+        post_weight,
+        layer_scalar,
+        next_weight,
+        x,
+        normed,
+        eps,
+        width,
+        SCALAR_A_ROW=layer_scalar.numel() > 1,
+        NUM_ACTIVE=num_active,
+        BLOCK=triton.next_power_of_2(width),
+        num_warps=_num_warps(width),
+        **dependent_launch(residual.device),
+    )
+    return x, normed
+
+
+@triton.jit
+def _inverse_rms(x: tl.tensor, width: tl.tensor, eps: tl.tensor) -> tl.tensor:
+    return 1.0 / tl.sqrt(tl.sum(x * x, 0) / width + eps)
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x: tl.tensor, weight: tl.tensor, out: tl.tensor, eps: tl.tensor, width: tl.tensor, BLOCK: tl.constexpr
+) -> None:
+    cols = tl.arange(0, BLOCK)
+    inside = cols < width
+    at = tl.program_id(0).to(tl.int64) * width + cols
+    values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    values *= _inverse_rms(values, width, eps)
+    if weight is not None:
+        values *= tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, values.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _attention_residual_kernel(
+    attention: tl.tensor,
+    residual: tl.tensor,
+    post_weight: tl.tensor,
+    dense_weight: tl.tensor,
+    expert_weight: tl.tensor,
+    router_scale: tl.tensor,
+    x: tl.tensor,
+    dense: tl.tensor,
+    expert: tl.tensor,
+    expert_scale: tl.tensor,
+    router: tl.tensor,
+    eps: tl.tensor,
+    root: tl.tensor,
+    width: tl.tensor,
+    DEPENDENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    dtype = x.dtype.element_ty
+    cols = tl.arange(0, BLOCK)
+    inside = cols < width
+    at = tl.program_id(0).to(tl.int64) * width + cols
+    # All loads in front: one that follows a reduction is waited for on its own, and memory is a microsecond away.
+    post = tl.load(post_weight + cols, mask=inside, other=0.0)
+    dense_w = tl.load(dense_weight + cols, mask=inside, other=0.0)
+    expert_w = tl.load(expert_weight + cols, mask=inside, other=0.0)
+    scale = tl.load(router_scale + cols, mask=inside, other=0.0)
+    wait_for_launches_before(DEPENDENT)
+    update = tl.load(attention + at, mask=inside, other=0.0).to(tl.float32)
+    before = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+
+    update *= _inverse_rms(update, width, eps)
+    update *= post.to(tl.float32)
+    after = (before + update.to(dtype).to(tl.float32)).to(dtype)
+    tl.store(x + at, after, mask=inside)
+
+    after = after.to(tl.float32)
+    normed = after * _inverse_rms(after, width, eps)
+    tl.store(dense + at, (normed * dense_w.to(tl.float32)).to(dtype), mask=inside)
+    for_experts = normed * expert_w.to(tl.float32)
+    if expert_scale is not None:
+        row_scale = float8_scale(for_experts, 0)
+        tl.store(expert_scale + tl.program_id(0), row_scale)
+        for_experts /= row_scale
+    tl.store(expert + at, for_experts.to(expert.dtype.element_ty), mask=inside)
+    # The reference rounds after the norm, after the scale and after the root: a rounding apart can swap two experts.
+    scaled = (normed.to(dtype).to(tl.float32) * scale.to(tl.float32)).to(dtype)
+    tl.store(router + at, (scaled.to(tl.float32) * root).to(dtype), mask=inside)
+
+
+@triton.jit
+def _layer_tail_kernel(
+    residual: tl.tensor,
+    dense: tl.tensor,
+    expert_rows: tl.tensor,
+    dense_weight: tl.tensor,
+    expert_weight: tl.tensor,
+    post_weight: tl.tensor,
+    layer_scalar: tl.tensor,
+    next_weight: tl.tensor,
+    x: tl.tensor,
+    normed: tl.tensor,
+    eps: tl.tensor,
+    width: tl.tensor,
+    SCALAR_A_ROW: tl.constexpr,
+    NUM_ACTIVE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    dtype = x.dtype.element_ty
+    cols = tl.arange(0, BLOCK)
+    inside = cols < width
+    row = tl.program_id(0).to(tl.int64)
+    at = row * width + cols
+    if SCALAR_A_ROW:
+        layer_scalar += row
+    # All loads in front, as above.
+    dense_w = tl.load(dense_weight + cols, mask=inside, other=0.0)
+    expert_w = tl.load(expert_weight + cols, mask=inside, other=0.0)
+    post = tl.load(post_weight + cols, mask=inside, other=0.0)
+    following = tl.load(next_weight + cols, mask=inside, other=0.0)
+    wait_for_launches_before(DEPENDENT)
+    scalar = tl.load(layer_scalar).to(tl.float32)
+    before = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    both = tl.load(dense + at, mask=inside, other=0.0).to(tl.float32)
+
+    moe = tl.zeros([BLOCK], tl.float32)
+    for k in tl.static_range(NUM_ACTIVE):
+        moe += tl.load(expert_rows + (row * NUM_ACTIVE + k) * width + cols, mask=inside, other=0.0).to(tl.float32)
+    moe = moe.to(dtype).to(tl.float32)
+    moe *= _inverse_rms(moe, width, eps)
+    moe = (moe * expert_w.to(tl.float32)).to(dtype).to(tl.float32)
+
+    both *= _inverse_rms(both, width, eps)
+    both = (both * dense_w.to(tl.float32)).to(dtype).to(tl.float32)
+    both = (both + moe).to(dtype).to(tl.float32)
+    both *= _inverse_rms(both, width, eps)
+    both = (both * post.to(tl.float32)).to(dtype).to(tl.float32)
+
+    after = (before + both).to(dtype).to(tl.float32)
+    after = (after * scalar).to(dtype)
+    tl.store(x + at, after, mask=inside)
+    after = after.to(tl.float32)
+    after *= _inverse_rms(after, width, eps)
+    after *= following.to(tl.float32)
+    tl.store(normed + at, after.to(dtype), mask=inside)
+
+
+def _num_warps(width: int) -> int:
+    # 16 values a thread at the published width: the row stays in registers, and loads are 16 bytes wide.
+    return min(max(triton.next_power_of_2(width) // 512, 1), 16)
+
+
+def _require_rows(owner: str, **tensors: Tensor) -> None:
+    first = next(iter(tensors.values()))
+    for name, tensor in tensors.items():
+        if tensor.shape != first.shape or tensor.dtype != first.dtype or not tensor.is_contiguous():
+            raise ValueError(
+                f"{owner}.{name} must be contiguous {tuple(first.shape)} {first.dtype}, got {tuple(tensor.shape)} "
+                f"{tensor.dtype} with strides {tensor.stride()}."
+            )
+    if not first.is_floating_point() or not 1 <= first.shape[-1] <= _MAX_WIDTH:
+        raise ValueError(
+            f"{owner} must be given floating-point rows of 1 to {_MAX_WIDTH} values, got {tuple(first.shape)} "
+            f"{first.dtype}."
+        )
+
+
+def _require_vectors(owner: str, width: int, **tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and (tensor.shape != (width,) or not tensor.is_contiguous()):
+            raise ValueError(f"{owner}.{name} must be contiguous ({width},), got {tuple(tensor.shape)}.")

@@ -1,0 +1,312 @@
+"""From router inputs to tiles of rows by expert: who computes what, decided on the device in three launches.
+
+The norm, scale and root in front of the product are `norms.attention_residual`'s, which already has the statistic.
+The only atomics add integers: the same input gives the same order, run after run. Reference twin: `reference`.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dgemma_kernels.ops.blocks import inside, wait_for_launches_before
+from dgemma_kernels.ops.configs import dependent_launch
+
+# Rows of `counts` that a program of the sort asks for at once.
+_COUNTS_AT_ONCE = 8
+
+
+class ExpertTiles(NamedTuple):
+    """The (token, k) pairs in order of their expert, cut into tiles of at most `rows_per_tile` rows of one expert.
+
+    A pair is token * A + k. `pairs`: (M * A,) int32, stable within an expert. `tiles`: (max_tiles, 3) int32 of (expert,
+    first row, rows) in order of the first row; as the host knows only a bound on their number, the last have no rows.
+    `finished`: (max_tiles,) int32, zeros, for the experts to count in: a table serves them once.
+    """
+
+    pairs: Tensor
+    tiles: Tensor
+    finished: Tensor
+    num_experts: int
+    num_active: int
+    rows_per_tile: int
+
+
+def tokens_a_count(num_tokens: int) -> int:
+    """How many tokens one row of `counts` is about, a power of two: the more tokens, the more a row.
+
+    Example: `tokens_a_count(256)` is 64, so that the counts of one canvas have four rows.
+    """
+    few = max(min(triton.next_power_of_2(num_tokens), 64), 16)
+    return min(max(triton.next_power_of_2(triton.cdiv(num_tokens, _COUNTS_AT_ONCE)), few), 512)
+
+
+def route(
+    router_input: Tensor, proj: Tensor, per_expert_scale: Tensor, num_active: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Each token's experts and their weights: product, float32 softmax, top `num_active`, renormalised, scaled.
+
+    Scores round to the input's dtype before the softmax, as a linear layer's do; of equal scores the lower expert wins.
+    router_input: (M, D), proj: (E, D), per_expert_scale: (E,) → weights (M, A) float32, index (M, A) int32, largest
+    probability first, counts (N, E) int32: how many of each `tokens_a_count(M)` tokens chose an expert, for
+    `sort_by_expert`.
+
+    Example: `weights, index, counts = route(router_in, router.proj.weight, router.per_expert_scale, 8)`.
+    """
+    num_tokens, width = router_input.shape
+    num_experts = proj.shape[0]
+    if proj.shape != (num_experts, width) or proj.dtype != router_input.dtype:
+        raise ValueError(f"route.proj must be (E, {width}) {router_input.dtype}, got {tuple(proj.shape)} {proj.dtype}.")
+    if per_expert_scale.shape != (num_experts,):
+        raise ValueError(f"route.per_expert_scale must be ({num_experts},), got {tuple(per_expert_scale.shape)}.")
+    if not 1 <= num_active <= num_experts <= 256:
+        raise ValueError(f"route.num_active must be in 1..E with E <= 256, got {num_active} of {num_experts} experts.")
+    if not (router_input.is_contiguous() and proj.is_contiguous() and per_expert_scale.is_contiguous()):
+        raise ValueError("route must be given contiguous tensors. Call .contiguous() on them first.")
+    experts = max(triton.next_power_of_2(num_experts), 16)
+    depth = _split_depth(experts, proj.dtype)
+    splits = triton.cdiv(width, depth)
+    rows = 16 if num_tokens <= 16 else 64
+    partial = torch.empty(splits, num_tokens, num_experts, dtype=torch.float32, device=router_input.device)
+    weights = torch.empty(num_tokens, num_active, dtype=torch.float32, device=router_input.device)
+    index = torch.empty(num_tokens, num_active, dtype=torch.int32, device=router_input.device)
+    chunk = tokens_a_count(num_tokens)
+    counts = torch.empty(triton.cdiv(num_tokens, chunk), num_experts, dtype=torch.int32, device=router_input.device)
+    _partial_scores_kernel[(triton.cdiv(num_tokens, rows), splits)](
+        router_input,
+        proj,
+        partial,
+        counts,
+        num_tokens,
+        counts.numel(),
+        WIDTH=width,
+        NUM_EXPERTS=num_experts,
+        EXPERTS=experts,
+        ROWS=rows,
+        DEPTH=depth,
+        num_warps=8,
+        **dependent_launch(router_input.device),
+    )
+    _choose_experts_kernel[(num_tokens,)](
+        partial,
+        router_input,
+        per_expert_scale,
+        weights,
+        index,
+        counts,
+        num_tokens,
+        SPLITS=splits,
+        NUM_EXPERTS=num_experts,
+        NUM_ACTIVE=num_active,
+        EXPERTS=experts,
+        ACTIVE=triton.next_power_of_2(num_active),
+        CHUNK=chunk,
+        num_warps=1,
+        **dependent_launch(router_input.device),
+    )
+    return weights, index, counts
+
+
+def sort_by_expert(index: Tensor, counts: Tensor, rows_per_tile: int) -> ExpertTiles:
+    """The pairs sorted by expert and cut into tiles. index: (M, A) int32, counts: (N, E) int32, both from `route`.
+
+    A token's experts must differ from each other.
+
+    Example: `tiles = sort_by_expert(index, counts, expert_config(256, index.device).rows)`.
+    """
+    if index.ndim != 2 or index.dtype != torch.int32 or not index.is_contiguous():
+        raise ValueError(
+            f"sort_by_expert.index must be contiguous (M, A) int32, got {tuple(index.shape)} {index.dtype}."
+        )
+    num_tokens, num_active = index.shape
+    num_pairs, chunk, num_experts = index.numel(), tokens_a_count(num_tokens), counts.shape[-1]
+    num_chunks = triton.cdiv(num_tokens, chunk)
+    if counts.shape != (num_chunks, num_experts) or counts.dtype != torch.int32 or not counts.is_contiguous():
+        raise ValueError(
+            f"sort_by_expert.counts must be contiguous ({num_chunks}, E) int32, got {tuple(counts.shape)} "
+            f"{counts.dtype}. Take them from route, or from reference.count_pairs."
+        )
+    # Every expert with rows has at most one tile that is not full.
+    max_tiles = num_pairs // rows_per_tile + min(num_experts, num_pairs)
+    pairs = torch.empty(num_pairs, dtype=torch.int32, device=index.device)
+    tiles = torch.empty(max_tiles, 3, dtype=torch.int32, device=index.device)
+    finished = torch.empty(max_tiles, dtype=torch.int32, device=index.device)
+    _sort_by_expert_kernel[(num_experts, num_chunks)](
+        index,
+        counts,
+        pairs,
+        tiles,
+        finished,
+        num_tokens,
+        max_tiles,
+        NUM_ACTIVE=num_active,
+        ACTIVE=triton.next_power_of_2(num_active),
+        ROWS=rows_per_tile,
+        NUM_EXPERTS=num_experts,
+        EXPERTS=max(triton.next_power_of_2(num_experts), 2),
+        CHUNK=chunk,
+        AT_ONCE=min(triton.next_power_of_2(num_chunks), _COUNTS_AT_ONCE),
+        num_warps=1 if chunk <= 128 else 4,
+        **dependent_launch(index.device),
+    )
+    return ExpertTiles(pairs, tiles, finished, num_experts, num_active, rows_per_tile)
+
+
+def _split_depth(experts: int, dtype: torch.dtype) -> int:
+    # Of the product's depth a program: with all of it, one program reads all weights at a single multiprocessor's pace.
+    # Its block of all experts' weights is at most 64 KiB; of float32, no warpgroup instruction's, more than 32 spill.
+    return min(256, 32768 // experts) if dtype.itemsize <= 2 else 32
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_counts"])
+def _partial_scores_kernel(
+    router_input: tl.tensor,
+    proj: tl.tensor,
+    partial: tl.tensor,
+    counts: tl.tensor,
+    num_tokens: tl.tensor,
+    num_counts: tl.tensor,
+    WIDTH: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+) -> None:
+    """All experts' scores of ROWS tokens over one block of the depth, which is one load and one product.
+
+    One program sets the counts to zero, which the next launch adds to.
+    """
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    experts = tl.arange(0, EXPERTS)
+    depth = tl.program_id(1) * DEPTH + tl.arange(0, DEPTH)
+    row_inside = (rows < num_tokens)[:, None]
+    expert_inside = inside(experts, NUM_EXPERTS, NUM_EXPERTS == EXPERTS)
+    left = inside(depth, WIDTH, WIDTH % DEPTH == 0)[None, :]
+    w = tl.load(proj + experts[:, None] * WIDTH + depth[None, :], mask=expert_inside[:, None] & left, other=0.0)
+    wait_for_launches_before(DEPENDENT)
+    x = tl.load(router_input + rows[:, None].to(tl.int64) * WIDTH + depth[None, :], mask=row_inside & left, other=0.0)
+    scores = tl.dot(w, x.T, input_precision="ieee").T
+    at = (tl.program_id(1) * num_tokens + rows)[:, None].to(tl.int64) * NUM_EXPERTS + experts[None, :]
+    tl.store(partial + at, scores, mask=row_inside & expert_inside[None, :])
+    if tl.program_id(0) + tl.program_id(1) == 0:
+        for start in range(0, num_counts, 1024):
+            count = start + tl.arange(0, 1024)
+            tl.store(counts + count, tl.zeros([1024], tl.int32), mask=count < num_counts)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _choose_experts_kernel(
+    partial: tl.tensor,
+    router_input: tl.tensor,
+    per_expert_scale: tl.tensor,
+    weights: tl.tensor,
+    index: tl.tensor,
+    counts: tl.tensor,
+    num_tokens: tl.tensor,
+    SPLITS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    NUM_ACTIVE: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    ACTIVE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+) -> None:
+    """One warp a token, so that every reduction over the experts stays in registers.
+
+    Probabilities are not negative, so their bits, as integers, are in the same order; and of integers a warp has the
+    largest in one instruction.
+    """
+    TAKEN: tl.constexpr = -(2**31)
+    token = tl.program_id(0).to(tl.int64)
+    experts = tl.arange(0, EXPERTS)
+    expert_inside = inside(experts, NUM_EXPERTS, NUM_EXPERTS == EXPERTS)
+    scales = tl.load(per_expert_scale + experts, mask=expert_inside, other=0.0).to(tl.float32)
+    wait_for_launches_before(DEPENDENT)
+    scores = tl.zeros([EXPERTS], tl.float32)
+    for split in tl.static_range(SPLITS):
+        scores += tl.load(partial + (split * num_tokens + token) * NUM_EXPERTS + experts, mask=expert_inside, other=0.0)
+    scores = scores.to(router_input.dtype.element_ty).to(tl.float32)
+    scores = tl.where(expert_inside, scores, float("-inf"))
+    probabilities = tl.exp(scores - tl.max(scores, 0))
+    probabilities /= tl.sum(probabilities, 0)
+
+    slots = tl.arange(0, ACTIVE)
+    top = tl.zeros([ACTIVE], tl.float32)
+    chosen = tl.zeros([ACTIVE], tl.int32)
+    keys = tl.where(expert_inside, probabilities.to(tl.int32, bitcast=True), TAKEN)
+    for k in tl.static_range(NUM_ACTIVE):
+        largest = tl.max(keys, 0)
+        first = tl.min(tl.where(keys == largest, experts, EXPERTS), 0)
+        top = tl.where(slots == k, largest.to(tl.float32, bitcast=True), top)
+        chosen = tl.where(slots == k, first, chosen)
+        keys = tl.where(experts == first, TAKEN, keys)
+    top /= tl.sum(top, 0)
+    top *= tl.gather(scales, chosen, 0)  # a load here would be waited for on its own
+    pair = token * NUM_ACTIVE + slots
+    tl.store(weights + pair, top, mask=slots < NUM_ACTIVE)
+    tl.store(index + pair, chosen, mask=slots < NUM_ACTIVE)
+    tl.atomic_add(counts + token // CHUNK * NUM_EXPERTS + chosen, 1, mask=slots < NUM_ACTIVE, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["num_tokens", "max_tiles"])
+def _sort_by_expert_kernel(
+    index: tl.tensor,
+    counts: tl.tensor,
+    pairs: tl.tensor,
+    tiles: tl.tensor,
+    finished: tl.tensor,
+    num_tokens: tl.tensor,
+    max_tiles: tl.tensor,
+    NUM_ACTIVE: tl.constexpr,
+    ACTIVE: tl.constexpr,
+    ROWS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+) -> None:
+    """One program an expert and CHUNK tokens, whose pairs it writes by rank behind all that the counts put in front."""
+    mine, my_chunk = tl.program_id(0), tl.program_id(1)
+    num_chunks = tl.num_programs(1)
+    experts = tl.arange(0, EXPERTS)
+    token = my_chunk * CHUNK + tl.arange(0, CHUNK)
+    slot = tl.arange(0, ACTIVE)[None, :]
+    slot_inside = (token < num_tokens)[:, None] & inside(slot, NUM_ACTIVE, NUM_ACTIVE == ACTIVE)
+    wait_for_launches_before(DEPENDENT)
+    # Asked for here and looked at behind the counts: one wait for both.
+    expert = tl.load(index + token[:, None] * NUM_ACTIVE + slot, mask=slot_inside, other=-1)
+    total = tl.zeros([EXPERTS], tl.int32)
+    earlier = tl.zeros([EXPERTS], tl.int32)  # of the chunks in front of this one
+    for start in range(0, num_chunks, AT_ONCE):
+        for at in tl.static_range(AT_ONCE):
+            chunk = start + at
+            limit = tl.where(chunk < num_chunks, NUM_EXPERTS, 0)
+            count = tl.load(counts + chunk * NUM_EXPERTS + experts, mask=experts < limit, other=0)
+            total += count
+            earlier += tl.where(chunk < my_chunk, count, 0)
+
+    first_row = tl.sum(tl.where(experts < mine, total, 0))
+    first = first_row + tl.sum(tl.where(experts == mine, earlier, 0))
+    place = tl.sum(tl.where(expert == mine, slot + 1, 0), 1)  # k + 1 where the token chose this expert, else 0
+    rank = tl.cumsum((place > 0).to(tl.int32), 0) - 1
+    tl.store(pairs + first + rank, token * NUM_ACTIVE + place - 1, mask=place > 0)
+
+    if my_chunk == 0:
+        tile_counts = (total + ROWS - 1) // ROWS
+        first_tile = tl.sum(tl.where(experts < mine, tile_counts, 0))
+        num_rows = tl.sum(tl.where(experts == mine, total, 0))
+        for start in range(0, num_rows, 32 * ROWS):
+            row = start + tl.arange(0, 32) * ROWS
+            entry = tiles + (first_tile + row // ROWS) * 3
+            tl.store(entry, tl.zeros([32], tl.int32) + mine, mask=row < num_rows)
+            tl.store(entry + 1, first_row + row, mask=row < num_rows)
+            tl.store(entry + 2, tl.minimum(num_rows - row, ROWS), mask=row < num_rows)
+        num_tiles = tl.sum(tile_counts)
+        field = tl.arange(0, 4)
+        for tile in range(mine, max_tiles, NUM_EXPERTS):
+            tl.store(finished + tile, 0)
+            tl.store(tiles + tile * 3 + field, tl.zeros([4], tl.int32), mask=field < tl.where(tile >= num_tiles, 3, 0))

@@ -1,0 +1,1 @@
+"""Checkpoints on disk: weights in safetensors, configs and tokenizers."""

@@ -1,0 +1,57 @@
+"""Which fields of a config.json the tensors stored beside it contradict: what to look at where the two do not fit."""
+
+import re
+from collections.abc import Mapping
+
+from dgemma.model.config import FULL, SLIDING, ModelConfig
+
+_SIZES = {  # fields, and the tensors and dimensions of their size
+    "vocab_size": ("embed_tokens.weight", 0),
+    "hidden_size": ("embed_tokens.weight", 1),
+    "intermediate_size": ("layers.0.mlp.gate_proj.weight", 0),
+    "num_experts": ("layers.0.experts.down_proj", 0),
+    "moe_intermediate_size": ("layers.0.experts.down_proj", 2),
+}
+_HEADS = {SLIDING: ("head_dim", "num_key_value_heads"), FULL: ("global_head_dim", "num_global_key_value_heads")}
+
+
+def contradictions(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """A sentence for every field that is another size by the shapes of stored tensors, which have our names.
+
+    Example: `contradictions(config, {"embed_tokens.weight": (512, 64)})` is [] where the config says 512 and 64.
+    """
+
+    def size(name: str, dim: int) -> int:
+        """0 where nothing of the kind is stored."""
+        return shapes[name][dim] if len(shapes.get(name, ())) > dim else 0
+
+    stored: dict[str, set[int]] = {field: {size(*where)} for field, where in _SIZES.items()}
+    found = [re.fullmatch(r"layers\.(\d+)\.input_layernorm\.weight", name) for name in shapes]
+    numbers = {int(match[1]) for match in found if match}
+    stored["num_hidden_layers"] = {len(numbers) if numbers == set(range(len(numbers))) else 0}  # else some got lost
+    attentions = {layer: f"layers.{layer}.self_attn" for layer in range(config.num_hidden_layers)}
+    layers = [layer for layer, name in attentions.items() if f"{name}.q_proj.weight" in shapes]
+    heads = {layer: size(f"{attentions[layer]}.q_norm.weight", 0) for layer in layers}
+    said, kinds = config.layer_types, {}
+    for layer in layers:
+        kinds[layer] = SLIDING if f"{attentions[layer]}.v_proj.weight" in shapes else FULL
+        if heads[layer] == getattr(config, _HEADS[said[layer]][0]):
+            kinds[layer] = said[layer]  # with the heads of its kind: v_proj got lost, or is one too many
+    full, said_full = ([layer for layer in layers if kind[layer] == FULL] for kind in (kinds, said))
+    sentences = []
+    if full == said_full:
+        for layer in layers:
+            head_dim, num_kv_heads = _HEADS[said[layer]]
+            stored.setdefault(head_dim, set()).add(heads[layer])
+            for field, projection in (("num_attention_heads", "q_proj"), (num_kv_heads, "k_proj")):
+                rows = size(f"{attentions[layer]}.{projection}.weight", 0)
+                stored.setdefault(field, set()).add(rows // heads[layer] if heads[layer] else 0)
+    else:
+        sentences.append(
+            f"ModelConfig.layer_types must have {FULL!r} at {full}, stored without v_proj, got it at {said_full}."
+        )
+    for field, sizes in stored.items():
+        sizes.discard(0)
+        if len(sizes) == 1 and sizes != {getattr(config, field)}:  # of several a tensor is wrong, not the config
+            sentences.append(f"ModelConfig.{field} must be {sizes.pop()}, as stored, got {getattr(config, field)}.")
+    return sentences

@@ -1,0 +1,443 @@
+"""Text to tokens and back: the checkpoint's own tokenizer and chat template, or plain bytes for small models.
+
+A thin layer on the tokenizers library, and on transformers for chats. The template always comes from the checkpoint:
+the published one has changed once already, and a copy in code would silently be the wrong one.
+"""
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import tokenizers
+import torch
+from torch import Tensor
+
+from dgemma.checkpoint.weights import resolve
+from dgemma.checks import as_int
+from dgemma.model.config import read_json
+
+Message = Mapping[str, Any]
+
+_TOKENIZER_FILES = ("tokenizer*", "*.jinja", "special_tokens_map.json", "added_tokens.json", "config.json")
+_TEMPLATES = ("chat_template.jinja", "additional_chat_templates")  # outside of tokenizer_config.json
+_TURN_TOKENS = ("<|turn>", "<turn|>")
+# An unclosed thought runs to the end: the token limit cut it off.
+_THOUGHT = re.compile(r"<\|channel>thought\n?(.*?)(?:<channel\|>|\Z)", re.DOTALL)
+_TOOL_CALL = re.compile(r"<\|tool_call>(.*?)(?:<tool_call\|>|\Z)", re.DOTALL)
+_TOOL_QUOTE = '<|"|>'
+
+
+class TokenBatch(NamedTuple):
+    """Rows of different lengths, padded on the left so that every row ends where its canvas begins."""
+
+    tokens: Tensor  # (B, P) int64
+    attention_mask: Tensor  # (B, P) int64, 1 = real token
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolCall:
+    """A function the model asks for. `arguments` is None when the model wrote something that does not parse."""
+
+    name: str
+    arguments: dict[str, Any] | None
+    text: str  # as the model wrote it, between the markers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """A model turn taken apart. `thought` is None when the turn has no thought channel, "" when it is empty."""
+
+    answer: str
+    thought: str | None
+    tool_calls: tuple[ToolCall, ...]
+
+
+class Tokenizer(ABC):
+    """Text, chats and batches as token ids, and a model's turn as thought, answer and tool calls.
+
+    Example:
+        tokenizer = Tokenizer.from_pretrained("google/diffusiongemma-26B-A4B-it")
+        prompt = tokenizer.chat("Why is the sky blue?", thinking=True)
+        reply = tokenizer.reply(new_tokens)
+    """
+
+    vocab_size: int  # ids run below it; a model's vocabulary may be larger, never smaller
+    pad_token_id: int
+    eos_token_id: int
+    bos_token_id: int
+    mask_token_id: int | None
+
+    @staticmethod
+    def from_pretrained(path_or_repo: str | Path) -> "Tokenizer":
+        """The tokenizer of a checkpoint folder or hub repository; only its tokenizer files are downloaded.
+
+        Example: `Tokenizer.from_pretrained("path/to/checkpoint").encode("hello")`.
+        """
+        folder = resolve(path_or_repo, files=_TOKENIZER_FILES)
+        if _names_byte_tokenizer(folder):
+            return ByteTokenizer()
+        return PretrainedTokenizer(folder)
+
+    @abstractmethod
+    def encode(self, text: str, *, bos: bool = True) -> list[int]:
+        """Token ids of a text. Markers written in it (`<mask>`, `<|turn>`) become their single ids.
+
+        Example: `tokenizer.encode("Paris is <mask>", bos=False)`.
+        """
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(vocab_size={self.vocab_size})"
+
+    @abstractmethod
+    def token_id(self, token: str) -> int | None:
+        """The id of one token given as text; None when the vocabulary has no such token."""
+
+    @property
+    @abstractmethod
+    def has_chat_template(self) -> bool:
+        """Whether `chat` works: the checkpoint says how a conversation is written."""
+
+    @abstractmethod
+    def save_pretrained(self, path: str | Path) -> None:
+        """Write the tokenizer beside a checkpoint, for `Tokenizer.from_pretrained` to find."""
+
+    @cached_property
+    def _frame(self) -> frozenset[int | None]:
+        ids = (self.pad_token_id, self.bos_token_id, self.eos_token_id, *map(self.token_id, _TURN_TOKENS))
+        return frozenset(ids)
+
+    @abstractmethod
+    def _decode(self, ids: list[int]) -> str:
+        """Text of every id, markers included."""
+
+    @abstractmethod
+    def _render(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+        """Token ids of a chat through the template."""
+
+    def encode_batch(self, prompts: Sequence[str | Sequence[int]], *, bos: bool = True) -> TokenBatch:
+        """B texts or id lists → tokens and attention mask, both (B, P), padded on the left to the longest.
+
+        Example: `tokens, attention_mask = tokenizer.encode_batch(["short", tokenizer.chat("longer?")])`.
+        """
+        if isinstance(prompts, str):
+            raise ValueError(f"Tokenizer.encode_batch prompts must be a list of texts, got one. Write [{prompts!r}].")
+        rows = [self.encode(p, bos=bos) if isinstance(p, str) else list(p) for p in prompts]
+        if not rows or not all(rows):
+            raise ValueError(
+                f"Tokenizer.encode_batch prompts must hold at least one token each, got {list(prompts)!r}."
+            )
+        longest = max(map(len, rows))
+        tokens = [[self.pad_token_id] * (longest - len(row)) + row for row in rows]
+        mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]
+        return TokenBatch(torch.tensor(tokens), torch.tensor(mask))
+
+    def decode(self, tokens: Tensor | Sequence[int], *, skip_special: bool = True) -> str:
+        """Text of a row of tokens, (N,) → str.
+
+        `skip_special` leaves out what only frames a text (padding, bos, eos, turn markers). Channel, tool and mask
+        markers stay: without them thought, answer and tool calls run into each other.
+
+        Example: `tokenizer.decode(out.new_tokens[0])`.
+        """
+        listed = tokens.tolist() if isinstance(tokens, Tensor | np.ndarray) else list(tokens)
+        ids = [as_int(token) for token in listed] if isinstance(listed, list) else [None]
+        if None in ids:
+            raise ValueError(
+                "Tokenizer.decode tokens must be one row (N,) of ids, got something else. See decode_batch."
+            )
+        hidden = self._frame if skip_special else frozenset()
+        return self._decode([token for token in ids if token is not None and token not in hidden])
+
+    def decode_batch(self, tokens: Tensor | Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]:
+        """Texts of a batch, (B, N) → B strings.
+
+        Example: `tokenizer.decode_batch(out.new_tokens)`.
+        """
+        return [self.decode(row, skip_special=skip_special) for row in tokens]
+
+    def chat(
+        self,
+        messages: str | Sequence[Message],
+        *,
+        thinking: bool = False,
+        tools: Sequence[Any] | None = None,
+        generation_prompt: bool = True,
+    ) -> list[int]:
+        """Token ids of a conversation, ready for the model's turn. A string is one user turn.
+
+        messages: dictionaries with "role" (system, user, assistant, tool) and "content". Thoughts in earlier model
+        turns are left out, as the model was trained. `thinking` asks for a thought channel.
+
+        Example: `tokenizer.chat([{"role": "user", "content": "2 + 2?"}], thinking=True)`.
+        """
+        turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        history = [_without_thought(message) for message in turns]
+        if not history:
+            raise ValueError("Tokenizer.chat messages must hold at least one turn, got none.")
+        options = {"tools": tools, "add_generation_prompt": generation_prompt}
+        ids = self._render(history, enable_thinking=thinking, **options)
+        if thinking and ids == self._render(history, enable_thinking=False, **options):
+            raise ValueError(
+                "Tokenizer.chat thinking must be False for this checkpoint: its chat template has no thinking switch. "
+                "Use thinking=False, or a checkpoint whose template reads enable_thinking."
+            )
+        return ids
+
+    def reply(self, tokens: Tensor | Sequence[int] | str) -> Reply:
+        """Take a model turn (its tokens or their text) apart into thought, answer and tool calls.
+
+        Example: `tokenizer.reply("<|channel>thought\\n2+2<channel|>4").answer` is "4".
+        """
+        text = tokens if isinstance(tokens, str) else self.decode(tokens)
+        thoughts = [match.strip() for match in _THOUGHT.findall(text)]
+        answer = _THOUGHT.sub("", text)
+        calls = tuple(_parse_tool_call(match) for match in _TOOL_CALL.findall(answer))
+        # A turn that calls a tool ends by opening the tool's response.
+        answer = _TOOL_CALL.sub("", answer).removesuffix("<|tool_response>")
+        return Reply(answer=answer.strip(), thought="\n".join(thoughts) if thoughts else None, tool_calls=calls)
+
+
+class PretrainedTokenizer(Tokenizer):
+    """A checkpoint's own tokenizer.json, and its template through transformers. Remote code is never run.
+
+    Example: `Tokenizer.from_pretrained("path/to/checkpoint")` builds one.
+    """
+
+    mask_token_id: int | None = None
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder)
+        file = self._folder / "tokenizer.json"
+        if not file.is_file():
+            raise FileNotFoundError(
+                f"{file} does not exist: this checkpoint reads no text, or has lost its tokenizer. Copy that there, or "
+                "use ByteTokenizer() for a model trained on bytes."
+            )
+        try:
+            self._pieces = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library has no class of its own for it
+            raise ValueError(f"{file} holds no tokenizer ({error}). Download it again.") from None
+        self._pieces.no_truncation()  # a text is read whole, whatever the file was saved with
+        self._pieces.no_padding()
+        config = self._read_config()
+        self._names_template = config.get("chat_template") is not None
+        self._add_tokens(config)
+        self.vocab_size = max(self._pieces.get_vocab().values()) + 1
+        for name in ("pad", "eos", "bos", "mask"):
+            token = config.get(f"{name}_token")
+            token = token.get("content") if isinstance(token, dict) else token
+            token_id = None if token is None else self._pieces.token_to_id(token)
+            if token_id is None and name != "mask":
+                raise ValueError(
+                    f"Tokenizer.{name}_token_id must be set, got None in {folder}. Complete its tokenizer_config.json."
+                )
+            setattr(self, f"{name}_token_id", token_id)
+
+    def _read_config(self) -> dict[str, Any]:
+        """tokenizer_config.json; what it leaves open, older checkpoints say in special_tokens_map.json."""
+        config = read_json(self._folder, "tokenizer_config.json")
+        if not (self._folder / "special_tokens_map.json").is_file():
+            return config
+        older = read_json(self._folder, "special_tokens_map.json")
+        return older | {name: value for name, value in config.items() if value is not None}
+
+    def _add_tokens(self, config: Mapping[str, Any]) -> None:
+        """Tokens that stand in the config alone, at the ids it gives them."""
+        file = self._folder / "tokenizer_config.json"
+        listed: dict[int, tokenizers.AddedToken] = {}
+        for key, token in (config.get("added_tokens_decoder") or {}).items():
+            try:
+                listed[int(key)] = tokenizers.AddedToken(**token)
+            except (TypeError, ValueError):
+                raise ValueError(
+                    "Tokenizer.added_tokens_decoder must hold a token's content and flags by its id, "
+                    f"got {token!r} at {key!r} in {file}. Download the file again."
+                ) from None
+        listed = dict(sorted(listed.items()))
+        new = {id: token for id, token in listed.items() if self._pieces.token_to_id(token.content) is None}
+        self._pieces.add_tokens(list(listed.values()))  # at once: every call builds the search for all of them anew
+        for listed_id, token in new.items():
+            found = self._pieces.token_to_id(token.content)
+            if found != listed_id:
+                raise ValueError(
+                    "Tokenizer.added_tokens_decoder must go on from the ids of tokenizer.json, "
+                    f"got {token.content!r} at {listed_id} for {found} in {file}. Download both files again."
+                )
+
+    def encode(self, text: str, *, bos: bool = True) -> list[int]:
+        _require_text(text)
+        ids: list[int] = self._pieces.encode(text, add_special_tokens=False).ids
+        return [self.bos_token_id, *ids] if bos else ids
+
+    def token_id(self, token: str) -> int | None:
+        found: int | None = self._pieces.token_to_id(token)
+        return found
+
+    @property
+    def has_chat_template(self) -> bool:
+        if not self._names_template and not any((self._folder / name).exists() for name in _TEMPLATES):
+            return False  # known without the seconds that it takes to import transformers
+        return self._hf.chat_template is not None
+
+    def save_pretrained(self, path: str | Path) -> None:
+        self._hf.save_pretrained(str(path))
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._pieces.decode(ids, skip_special_tokens=False)
+        return text
+
+    def _render(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+        if not self.has_chat_template:
+            raise ValueError(
+                f"Tokenizer.chat needs the checkpoint's chat template, got none in {self._folder}. "
+                "Put its chat_template.jinja there, or pass plain text to encode."
+            )
+        return list(self._hf.apply_chat_template(messages, tokenize=True, return_dict=False, **options))
+
+    @cached_property
+    def _hf(self) -> Any:
+        from transformers import AutoTokenizer  # seconds of imports, which plain text need not wait for
+
+        return AutoTokenizer.from_pretrained(str(self._folder), trust_remote_code=False)
+
+
+class ByteTokenizer(Tokenizer):
+    """UTF-8 bytes as tokens, for models with a small vocabulary (384 ids).
+
+    Ids 0–127 hold the published markers at their published ids (pad 0, eos 1, bos 2, unk 3, mask 4, tools 46–52,
+    think 98, channel 100 and 101, turn 105 and 106; the rest unused), so the published stop tokens 1, 106 and 50 mean
+    the same here. Byte b is id 128 + b. Ids without a meaning and invalid UTF-8 decode to U+FFFD.
+    Chats use the published turn format; tools are not supported.
+
+    Example: `ByteTokenizer().encode("hi")` is `[2, 232, 233]`.
+    """
+
+    markers: Mapping[str, int] = {
+        "<pad>": 0,
+        "<eos>": 1,
+        "<bos>": 2,
+        "<unk>": 3,
+        "<mask>": 4,
+        "<|tool>": 46,
+        "<tool|>": 47,
+        "<|tool_call>": 48,
+        "<tool_call|>": 49,
+        "<|tool_response>": 50,
+        "<tool_response|>": 51,
+        _TOOL_QUOTE: 52,
+        "<|think|>": 98,
+        "<|channel>": 100,
+        "<channel|>": 101,
+        "<|turn>": 105,
+        "<turn|>": 106,
+    }
+    first_byte = 128
+    vocab_size = 384
+    pad_token_id = 0
+    eos_token_id = 1
+    bos_token_id = 2
+    mask_token_id = 4
+
+    _marker_pattern = re.compile("(" + "|".join(re.escape(marker) for marker in markers) + ")")
+
+    def encode(self, text: str, *, bos: bool = True) -> list[int]:
+        _require_text(text)
+        ids = [self.bos_token_id] if bos else []
+        for piece in self._marker_pattern.split(text):
+            if piece in self.markers:
+                ids.append(self.markers[piece])
+            else:
+                # A lone surrogate has no UTF-8 form; "?" stands in for it.
+                ids.extend(self.first_byte + byte for byte in piece.encode("utf-8", errors="replace"))
+        return ids
+
+    def token_id(self, token: str) -> int | None:
+        if token in self.markers:
+            return self.markers[token]
+        encoded = token.encode("utf-8", errors="replace")
+        return self.first_byte + encoded[0] if len(encoded) == 1 else None
+
+    @property
+    def has_chat_template(self) -> bool:
+        return True
+
+    def save_pretrained(self, path: str | Path) -> None:
+        Path(path).mkdir(parents=True, exist_ok=True)
+        (Path(path) / "tokenizer_config.json").write_text(
+            json.dumps({"tokenizer_class": "dgemma.ByteTokenizer"}) + "\n"
+        )
+
+    def _decode(self, ids: list[int]) -> str:
+        names = {token: marker for marker, token in self.markers.items()}
+        raw = bytearray()
+        for token in ids:
+            if self.first_byte <= token < self.vocab_size:
+                raw.append(token - self.first_byte)
+            else:
+                raw.extend(names.get(token, "\ufffd").encode())
+        return raw.decode("utf-8", errors="replace")
+
+    def _render(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+        if options["tools"]:
+            raise ValueError(
+                "ByteTokenizer.chat tools must be None: its template has no tools. Use a checkpoint's own."
+            )
+        if not all(isinstance(message.get("content"), str) for message in messages):
+            raise ValueError("ByteTokenizer.chat content must be a string in every message, got something else.")
+        system, text = "", ""
+        if messages[0]["role"] == "system":
+            system, messages = messages[0]["content"].strip(), messages[1:]
+        if system or options["enable_thinking"]:
+            text += "<|turn>system\n" + ("<|think|>\n" if options["enable_thinking"] else "") + f"{system}<turn|>\n"
+        for message in messages:
+            role = {"assistant": "model", "model": "model", "user": "user"}.get(message["role"])
+            if role is None:
+                raise ValueError(f"ByteTokenizer.chat role must be user or assistant here, got {message['role']!r}.")
+            text += f"<|turn>{role}\n{message['content'].strip()}<turn|>\n"
+        return self.encode(text + ("<|turn>model\n" if options["add_generation_prompt"] else ""))
+
+
+def _names_byte_tokenizer(folder: Path) -> bool:
+    config = folder / "tokenizer_config.json"
+    return config.is_file() and '"dgemma.ByteTokenizer"' in config.read_text(errors="replace")
+
+
+def _require_text(text: Any) -> None:
+    if not isinstance(text, str):
+        raise ValueError(
+            f"Tokenizer.encode text must be one str, got {type(text).__name__}. Use encode_batch for several."
+        )
+
+
+def _without_thought(message: Message) -> dict[str, Any]:
+    """The message as history: a model turn loses its thought channel."""
+    content = message.get("content")
+    if message.get("role") not in ("assistant", "model") or content is None:
+        return dict(message)
+    if isinstance(content, str):
+        return {**message, "content": _THOUGHT.sub("", content).strip()}
+    parts = [{**part, "text": _THOUGHT.sub("", part["text"]).strip()} if "text" in part else part for part in content]
+    return {**message, "content": parts}
+
+
+def _parse_tool_call(text: str) -> ToolCall:
+    """`call:name{key:<|"|>text<|"|>,count:3}`: JSON with bare keys and a quote token of its own."""
+    name, brace, body = text.strip().removeprefix("call:").partition("{")
+    pieces = (brace + body).split(_TOOL_QUOTE)
+    for index, piece in enumerate(pieces):
+        if index % 2 == 1:
+            pieces[index] = json.dumps(piece)
+        else:
+            piece = re.sub(r"([{,]\s*)([\w.-]+)(\s*:)", r'\1"\2"\3', piece)
+            pieces[index] = re.sub(r"\bNone\b", "null", piece)  # how the published template writes a null
+    try:
+        arguments = json.loads("".join(pieces))
+    except ValueError:
+        arguments = None
+    return ToolCall(name=name.strip(), arguments=arguments if isinstance(arguments, dict) else None, text=text)

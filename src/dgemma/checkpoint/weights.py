@@ -1,0 +1,454 @@
+"""Checkpoints: one table of published tensor names and ours, and safetensors both ways, single or sharded.
+
+The files are those of transformers' DiffusionGemmaForBlockDiffusion, its reference twin. Nothing is ever unpickled and
+no code from a checkpoint is run.
+"""
+
+import json
+import logging
+import os
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dgemma.checkpoint.stored_sizes import contradictions
+from dgemma.model.config import Conventions, GenerationDefaults, ModelConfig, read_json
+from dgemma.model.gemma4 import GEMMA4_TYPES
+
+if TYPE_CHECKING:
+    from dgemma.model.diffusion import DiffusionGemma
+
+    Model = TypeVar("Model", bound=DiffusionGemma)
+
+logger = logging.getLogger("dgemma")
+
+_ASSETS = Path(__file__).parents[1] / "assets"
+_SINGLE_FILE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+_OWN_DEFAULTS = ("noise", "sampler")  # of GenerationDefaults, in config.json
+_MOST_NAMED = 5  # tensors or files, in an error
+_SIGNS = ("config.json", "tokenizer.json", "tokenizer_config.json", _SINGLE_FILE, _INDEX_FILE)  # of a checkpoint
+_CHECKPOINT_FILES = ("*.safetensors", "*.json", "*.jinja")
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_VISION = re.compile(r"(?:model\.)?(?:encoder\.)?(vision_tower|embed_vision|audio_tower|embed_audio)\.")
+
+
+def our_names(published: str) -> tuple[str, ...]:
+    """The table, read from left to right: where a published tensor goes in our model.
+
+    | published                                              | ours                                                    |
+    |--------------------------------------------------------|---------------------------------------------------------|
+    | model.decoder.X                                        | X                                                       |
+    | model.encoder.language_model.layers.i.layer_scalar     | layers.i.causal_layer_scalar                            |
+    | model.encoder.language_model.X, lm_head.weight         | X, embed_tokens.weight: tied copies, usually absent     |
+    | model.language_model.X or model.X (plain Gemma 4)      | X; its layer_scalar serves both modes                   |
+
+    Example: `our_names("model.decoder.norm.weight")` is `("norm.weight",)`.
+    """
+    name = published.removeprefix("model.")
+    if name == "lm_head.weight":
+        return ("embed_tokens.weight",)
+    if name.startswith("decoder."):
+        return (name.removeprefix("decoder."),)
+    if name.startswith("encoder.language_model."):
+        return (_causal(name.removeprefix("encoder.language_model.")),)
+    name = name.removeprefix("language_model.")
+    return tuple(dict.fromkeys((name, _causal(name))))
+
+
+def published_name(ours: str) -> str:
+    """The table, read from right to left: the name under which our tensor is saved.
+
+    Example: `published_name("layers.0.causal_layer_scalar")` is "model.encoder.language_model.layers.0.layer_scalar".
+    """
+    if ours.endswith(".causal_layer_scalar"):
+        return "model.encoder.language_model." + ours.replace("causal_layer_scalar", "layer_scalar")
+    return "model.decoder." + ours
+
+
+def _causal(name: str) -> str:
+    return re.sub(r"^(layers\.\d+\.)layer_scalar$", r"\1causal_layer_scalar", name)
+
+
+def resolve(path_or_repo: str | Path, files: Sequence[str] = _CHECKPOINT_FILES) -> Path:
+    """A local folder as it is; "dgemma/NAME" among the package's assets; else a hub id, of which `files` are fetched.
+
+    Example: `resolve("google/diffusiongemma-26B-A4B-it", files=["config.json"])`.
+    """
+    folder = Path(path_or_repo).expanduser()
+    if str(path_or_repo) and folder.is_dir():
+        if not (folder / "config.json").is_file() and (folder / "final" / "config.json").is_file():
+            raise FileNotFoundError(f"{folder} is the folder of a training run. Name its result, {folder / 'final'}.")
+        if not any((folder / name).is_file() for name in _SIGNS):
+            raise FileNotFoundError(
+                f"{folder} holds no checkpoint: there is no config.json. Give a checkpoint folder or owner/name."
+            )
+        return folder
+    if isinstance(path_or_repo, Path) or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path_or_repo):
+        raise FileNotFoundError(
+            f"{str(path_or_repo)!r} is neither a folder nor a hub id. Give a checkpoint folder or owner/name."
+        )
+    owner, name = path_or_repo.split("/")
+    if owner == "dgemma":
+        if not (_ASSETS / name).is_dir():
+            shipped = sorted(f"dgemma/{folder.name}" for folder in _ASSETS.glob("*") if folder.is_dir())
+            raise FileNotFoundError(f"{path_or_repo} does not ship with dgemma. Choose from {shipped}.")
+        return _ASSETS / name
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path_or_repo, allow_patterns=list(files)))
+    except OSError as error:
+        raise FileNotFoundError(f"{path_or_repo} could not be fetched from the hub: {error}") from error
+
+
+def load_pretrained(
+    cls: "type[Model]",
+    path_or_repo: str | Path,
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str = "cpu",
+    conventions: Conventions | None = None,
+) -> "Model":
+    """Build `cls` from a checkpoint folder or hub id: the whole model, or one error and nothing.
+
+    Every header is checked before the first weight is read; weights then go one by one straight to `device` and `dtype`
+    (None: the embedding's own, but float32 for what ships with dgemma, which is stored in bfloat16 for its size alone
+    and would be slow on most CPUs), so that no second copy is ever held.
+
+    Example: `load_pretrained(DiffusionGemma, "path/to/checkpoint", dtype=torch.bfloat16, device="cuda")`.
+    """
+    dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ValueError(f"from_pretrained dtype must be a torch dtype, got {dtype!r}. Use torch.bfloat16, say.")
+    folder = resolve(path_or_repo)
+    if dtype is None and folder.parent == _ASSETS:
+        dtype = torch.float32
+    published = read_json(folder, "config.json")
+    stored = read_headers(folder)
+    text = published.get("text_config", published)
+    layers = text.get("num_hidden_layers") if isinstance(text, Mapping) else None
+    if isinstance(layers, int) and layers > len(stored):  # before anything is built layer by layer
+        raise ValueError(f"ModelConfig.num_hidden_layers must fit the {len(stored)} tensors stored, got {layers}.")
+    config = ModelConfig.from_hf(published)
+    try:
+        model = cls(config, device="meta", conventions=conventions)
+    except RuntimeError as error:
+        raise ValueError(f"{folder / 'config.json'} describes tensors that cannot exist: {error}.") from None
+    if (folder / "generation_config.json").is_file():
+        model.generation = GenerationDefaults.from_hf(folder)
+        if model.generation.pad_token_id >= config.vocab_size:
+            raise ValueError(
+                f"GenerationDefaults.pad_token_id must be below the vocabulary's {config.vocab_size}, "
+                f"got {model.generation.pad_token_id}. Correct generation_config.json."
+            )
+    said = {name: published[name] for name in _OWN_DEFAULTS if published.get(name) is not None}
+    try:
+        model.generation = replace(model.generation, **said)
+    except ValueError as error:
+        raise ValueError(f"{error} Correct {folder / 'config.json'}.") from None
+    plan = _plan(config, model.state_dict(), stored, plain_gemma4=published.get("model_type") in GEMMA4_TYPES)
+    dtype = dtype or _FLOATS[stored[plan.primary["embed_tokens.weight"]].dtype]
+    state = _read_weights(plan, stored, dtype, torch.device(device))
+    state |= _start_self_conditioning(model, plan.fresh, dtype, torch.device(device))
+    model.load_state_dict(state, assign=True)
+    model.vision_source = folder if plan.vision else None
+    _give_notices(plan, state, config)
+    return model
+
+
+class Stored(NamedTuple):
+    """A tensor in a file, known from the file's header alone."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def read_headers(folder: Path) -> dict[str, Stored]:
+    """Every tensor of a checkpoint folder by its published name; no weight is read.
+
+    Example: `read_headers(Path("checkpoint"))["model.decoder.norm.weight"].shape`.
+    """
+    weight_map = _read_index(folder)
+    stored: dict[str, Stored] = {}
+    for name in sorted(set(weight_map.values())) or [_SINGLE_FILE]:
+        file = folder / name
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for tensor in sorted(tensors.keys()):
+                    if tensor in stored:
+                        raise ValueError(f"{file} repeats {tensor}, which {stored[tensor].file.name} holds too.")
+                    entry = tensors.get_slice(tensor)
+                    stored[tensor] = Stored(file, tuple(entry.get_shape()), entry.get_dtype())
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{file} is truncated or damaged ({error}). Download or save it again.") from None
+    misplaced = [f"{t} in {f}" for t, f in weight_map.items() if t not in stored or stored[t].file.name != f]
+    if misplaced:
+        raise ValueError(f"{folder / _INDEX_FILE} names tensors that are not there: {', '.join(_first(misplaced))}.")
+    return stored
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    """Which shard holds which tensor; empty when one file holds all. A single file wins, as in transformers."""
+    if (folder / _SINGLE_FILE).is_file():
+        return {}
+    if not (folder / _INDEX_FILE).is_file():
+        raise FileNotFoundError(
+            f"{folder} holds neither {_SINGLE_FILE} nor {_INDEX_FILE}. Only safetensors are read, never pickles."
+        )
+    weight_map = read_json(folder / _INDEX_FILE, _INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{folder / _INDEX_FILE} must map tensors to files under 'weight_map'. Download it again.")
+    files = set(map(str, weight_map.values()))
+    outside = sorted(file for file in files if not re.fullmatch(r"[\w-][\w.-]*\.safetensors", file))
+    if outside:
+        raise ValueError(f"{folder / _INDEX_FILE} must name safetensors files of its own folder, got {outside}.")
+    absent = sorted(file for file in files if not (folder / file).is_file())
+    if absent:
+        raise FileNotFoundError(f"{folder} lacks the shards {', '.join(_first(absent))}. Download them again.")
+    return weight_map
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    primary: dict[str, str]  # our name → the published tensor it is read from
+    ties: list[tuple[str, str]]  # (published copy, our name) that must agree with the primary
+    fresh: list[str]  # our names without a source, to be initialised
+    vision: list[str]
+
+
+def _plan(
+    config: ModelConfig, expected: Mapping[str, Tensor], stored: Mapping[str, Stored], *, plain_gemma4: bool
+) -> _Plan:
+    """Match what the model needs with what the files hold; what does not fit goes into one error, causes first."""
+    primary: dict[str, str] = {}
+    ties: list[tuple[str, str]] = []
+    found: dict[str, tuple[int, ...]] = {}
+    problems: list[str] = []
+    # The decoder's tensor is the one; encoder copies and a written-out head only repeat it.
+    for name in sorted(stored, key=lambda n: (n.startswith(("model.encoder.", "encoder.", "lm_head.")), n)):
+        if _VISION.match(name):
+            continue
+        if stored[name].dtype not in _FLOATS:
+            problems.append(f"unreadable {name}: stored as {stored[name].dtype}, not as a float")
+        for ours in our_names(name):
+            found.setdefault(ours, stored[name].shape)
+            if ours not in expected:
+                problems.append(f"unexpected {name}")
+            elif stored[name].shape != tuple(expected[ours].shape):
+                problems.append(f"misshapen {name}: {stored[name].shape}, not {tuple(expected[ours].shape)}")
+            elif ours in primary:
+                ties.append((name, ours))
+            else:
+                primary[ours] = name
+    absent = [name for name in expected if name not in found]
+    fresh = [name for name in absent if plain_gemma4 and name.startswith("self_conditioning.")]
+    problems += [f"missing {published_name(name)}" for name in absent if name not in fresh]
+    if problems:
+        lines = [*contradictions(config, found), *_first(list(dict.fromkeys(problems)))]
+        raise ValueError("\n  ".join(["The checkpoint does not fit its config.json:", *lines]))
+    return _Plan(primary=primary, ties=ties, fresh=fresh, vision=[name for name in stored if _VISION.match(name)])
+
+
+def _first(items: list[str]) -> list[str]:
+    """A list that a person will read: of a whole model's tensors the first few say what is wrong."""
+    return items if len(items) <= _MOST_NAMED else [*items[:_MOST_NAMED], f"and {len(items) - _MOST_NAMED} more"]
+
+
+def _read_weights(
+    plan: _Plan, stored: Mapping[str, Stored], dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    """Our names → weights on `device`. A shard at a time; tied copies are compared and dropped again."""
+    state: dict[str, Tensor] = {}
+    with ExitStack() as stack:
+        paths = sorted({entry.file for entry in stored.values()})
+        files = {path: stack.enter_context(safe_open(path, "pt", str(device))) for path in paths}
+
+        def read(name: str) -> Tensor:
+            return files[stored[name].file].get_tensor(name).to(dtype)
+
+        taken: set[str] = set()
+        for ours, name in sorted(plan.primary.items(), key=lambda item: stored[item[1]].file):
+            # Plain Gemma 4 has one scalar for both modes, which must not share memory.
+            state[ours] = read(name).clone() if name in taken else read(name)
+            taken.add(name)
+        untied = [name for name, ours in plan.ties if not torch.equal(read(name), state[ours])]
+    if untied:
+        raise ValueError(
+            f"The checkpoint holds copies that differ from the tensor they are tied to: {', '.join(_first(untied))}."
+        )
+    return state
+
+
+def _start_self_conditioning(
+    model: "DiffusionGemma", names: Sequence[str], dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    """Fresh self-conditioning weights. `down_proj` starts at zero: at first the model is the one without the block."""
+    generator = torch.Generator().manual_seed(0)
+    state = {}
+    for name in names:
+        shape = model.state_dict()[name].shape
+        if name.endswith("norm.weight"):
+            weight = torch.ones(shape)
+        elif name.endswith("down_proj.weight"):
+            weight = torch.zeros(shape)
+        else:
+            weight = torch.randn(shape, generator=generator) * model.config.initializer_range
+        state[name] = weight.to(device, dtype)
+    return state
+
+
+def _give_notices(plan: _Plan, state: Mapping[str, Tensor], config: ModelConfig) -> None:
+    if plan.vision:
+        logger.warning(
+            "Skipped %d vision tensors: dgemma reads text; save_pretrained carries them on.", len(plan.vision)
+        )
+    if plan.fresh:
+        logger.warning("The checkpoint is a plain Gemma 4; newly initialised: %s.", ", ".join(plan.fresh))
+    pairs = {f"layers.{i}.layer_scalar": f"layers.{i}.causal_layer_scalar" for i in range(config.num_hidden_layers)}
+    unequal = [name for name, causal in pairs.items() if not torch.equal(state[name], state[causal])]
+    if unequal:
+        logger.warning(
+            "The two modes scale these layers differently, unlike the published model: %s.", ", ".join(_first(unequal))
+        )
+
+
+def save_pretrained(model: "DiffusionGemma", path: str | Path, *, max_shard_size: int | str = "5GB") -> None:
+    """Write a folder that transformers' DiffusionGemmaForBlockDiffusion.from_pretrained loads.
+
+    Vision tensors of the checkpoint the model came from are copied through untouched: transformers would fill missing
+    ones with random weights, and images would silently stop working. Other files in the folder stay.
+
+    New files are written beside the old and one rename puts them in force, so that a process killed at any moment
+    leaves the old weights or the new. Only where the old config differs too do two renames follow each other.
+
+    Example: `save_pretrained(model, "checkpoint", max_shard_size="2GB")`.
+    """
+    shards = _pack(_tensors_to_save(model), _num_bytes(max_shard_size))
+    folder = Path(path).expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    names = _free_names(folder, len(shards))
+    for name, shard in zip(names, shards, strict=True):
+        tensors = {tensor: weight.detach().cpu().contiguous() for tensor, weight in shard.items()}
+        write_tensors(folder / f"{name}.new", tensors, metadata={"format": "pt"})
+    for name in names:
+        _put(folder, name)
+    # Where both exist the single file wins, in transformers and here: removing the loser is no part of the switch.
+    if names == [_SINGLE_FILE]:
+        (folder / _INDEX_FILE).unlink(missing_ok=True)
+    else:
+        weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        total = sum(weight.nbytes for shard in shards for weight in shard.values())
+        _put_json(folder, _INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        (folder / _SINGLE_FILE).unlink(missing_ok=True)
+    config = model.config.to_hf()
+    config["dtype"] = config["text_config"]["dtype"] = str(model.dtype).removeprefix("torch.")
+    for name in _OWN_DEFAULTS:
+        if getattr(model.generation, name) is not None:
+            config[name] = dict(getattr(model.generation, name))
+    _put_json(folder, "generation_config.json", model.generation.to_hf())
+    _put_json(folder, "config.json", config)
+    for old in folder.glob("model*-of-*.safetensors*"):
+        if old.name not in names:
+            old.unlink()
+
+
+def write_tensors(path: str | Path, tensors: dict[str, Tensor], *, metadata: dict[str, str] | None = None) -> None:
+    """A safetensors file that others may read as far as the umask lets them: `save_file` alone shuts them out.
+
+    Example: `write_tensors("seeds.safetensors", {"seeds": torch.arange(4)})`.
+    """
+    path = Path(path)
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata=metadata)
+    path.chmod(mode & 0o777)
+
+
+def _tensors_to_save(model: "DiffusionGemma") -> dict[str, Tensor]:
+    state = model.state_dict()
+    needed = type(model)(model.config, device="meta").state_dict().keys()
+    if state.keys() != needed:
+        raise ValueError(
+            "DiffusionGemma.save_pretrained must find exactly the published tensors, "
+            f"got also {_first(sorted(state.keys() - needed))} and not {_first(sorted(needed - state.keys()))}. "
+            "Merge adapters first."
+        )
+    tensors = {published_name(name): weight for name, weight in state.items()}
+    if model.vision_source is None:
+        return tensors
+    try:
+        stored = read_headers(model.vision_source)
+    except (OSError, ValueError) as error:  # a training run must not lose its weights over this
+        logger.warning("Saved without vision tensors, which transformers will draw at random: %s", error)
+        return tensors
+    for name, entry in stored.items():
+        kind = _VISION.match(name)
+        if kind and "audio" not in kind[1]:  # DiffusionGemma has no audio tower
+            with safe_open(entry.file, "pt") as file:
+                tensors[f"model.encoder.{name[kind.start(1) :]}"] = file.get_tensor(name)  # mapped, not copied
+    return tensors
+
+
+def _pack(tensors: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
+    """Tensors in order, in as few files of at most `limit` bytes as that allows; a larger tensor has one to itself."""
+    shards: list[dict[str, Tensor]] = [{}]
+    used = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and used + tensor.nbytes > limit:
+            shards.append({})
+            used = 0
+        shards[-1][name] = tensor
+        used += tensor.nbytes
+    return shards
+
+
+def _num_bytes(size: int | str) -> int:
+    number, unit = (str(size), "") if isinstance(size, int) else (size[:-2], size[-2:].upper())
+    factor = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}.get(unit)
+    if factor is None or not number.strip().isdigit() or int(number) == 0:
+        raise ValueError(f"save_pretrained max_shard_size must be bytes or like '5GB', '200MB', got {size!r}.")
+    return int(number) * factor
+
+
+def _free_names(folder: Path, num_shards: int) -> list[str]:
+    """File names for the shards: the usual ones, or the next that no shard of the checkpoint in force has."""
+    if num_shards == 1:
+        return [_SINGLE_FILE]
+    save = 0
+    while True:
+        stem = "model" if save == 0 else f"model.{save}"
+        names = [f"{stem}-{i + 1:05d}-of-{num_shards:05d}.safetensors" for i in range(num_shards)]
+        if not any((folder / name).exists() for name in names):
+            return names
+        save += 1
+
+
+def _put(folder: Path, name: str) -> None:
+    """Put `name.new` in force as `name`, once its bytes are on the disk."""
+    _flush(folder / f"{name}.new")
+    os.replace(folder / f"{name}.new", folder / name)
+    if os.name == "posix":  # elsewhere a folder cannot be opened
+        _flush(folder)
+
+
+def _put_json(folder: Path, name: str, content: Mapping[str, Any]) -> None:
+    (folder / f"{name}.new").write_text(json.dumps(content, indent=2) + "\n")
+    _put(folder, name)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,397 @@
+"""Noise processes: how a text is corrupted, and the exact kernels that undo it.
+
+Every process here is one mixture: at a noise level the token x becomes z with
+
+    q(z | x) = A·1(z = x) + (1 - A)·[S·1(z = mask) + (1 - S)·uniform(z)]
+
+so a process is two curves, the clean share A and the mask share S of its noise. Masking (MDLM, arXiv:2406.07524): S is
+1. Uniform (UDLM, arXiv:2412.10193; DiffusionGemma): S is 0. Hybrid (GIDD, arXiv:2503.04482): S moves with the level.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from dgemma.checks import as_int
+from dgemma.diffusion import draws
+from dgemma.diffusion.schedule import Linear, Schedule
+from dgemma.diffusion.state import DenoiseState
+from dgemma.sampling.base import Decision
+
+if TYPE_CHECKING:
+    from dgemma.run.denoiser import Denoiser
+
+logger = logging.getLogger("dgemma")
+
+
+@dataclass(frozen=True)
+class Noise:
+    """A process over `vocab_size` tokens; `schedule` gives α(t), and noise_level is 1 - α throughout.
+
+    A noise_level of shape (B,) speaks for whole rows of (B, C) tokens; a shape that broadcasts to them is taken as is.
+    """
+
+    kind: ClassVar[str]
+
+    vocab_size: int
+    schedule: Schedule = field(default=Linear(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.vocab_size < 2:
+            raise ValueError(f"{type(self).__name__}.vocab_size must be >= 2, got {self.vocab_size}. Pass the model's.")
+
+    def clean_share(self, noise_level: Tensor) -> Tensor:
+        """A: the probability that a token is untouched."""
+        return 1 - noise_level
+
+    def mask_share(self, noise_level: Tensor) -> Tensor:
+        """S: the part of the noise that is the mask token; the rest is uniform over the other tokens."""
+        raise NotImplementedError
+
+    @property
+    def mask_token(self) -> int | None:
+        """The id of the mask token, None if the process has none."""
+        return None
+
+    def masked(self, canvas: Tensor) -> Tensor:
+        """Where the canvas shows the mask token, (B, C) bool."""
+        return torch.zeros_like(canvas, dtype=torch.bool) if self.mask_token is None else canvas == self.mask_token
+
+    def proposable(self, allowed: Tensor | None, device: torch.device) -> Tensor | None:
+        """The tokens a sampler may write, (B or 1, C or 1, V) bool: of those allowed, all but the mask; None: all."""
+        if allowed is not None:
+            allowed = allowed.reshape(*[1] * (3 - allowed.dim()), *allowed.shape)
+        if self.mask_token is None:
+            return allowed
+        real = torch.arange(self.vocab_size, device=device) != self.mask_token
+        return real[None, None] if allowed is None else allowed & real
+
+    def prior(self, u: Tensor, *, allowed: Tensor | None = None) -> Tensor:
+        """A canvas of pure noise: u (B, C) in [0, 1) → tokens (B, C), uniform ones from the `allowed` set.
+
+        Example: `UniformNoise(256).prior(torch.rand(2, 8, dtype=torch.float64))`.
+        """
+        return self._draw(u, torch.ones_like(u), allowed)
+
+    def refill(self, state: DenoiseState) -> Tensor:
+        """Noise for positions that return to it, at the level the step ends on, (B, C).
+
+        Example: `torch.where(decision.renoise, noise.refill(state), state.canvas)`.
+        """
+        return self._draw(state.uniform("noise"), state.next_noise_level, state.allowed)
+
+    def corrupt(
+        self,
+        tokens: Tensor,
+        noise_level: Tensor,
+        u_event: Tensor,
+        u_token: Tensor,
+        *,
+        allowed: Tensor | None = None,
+    ) -> Tensor:
+        """A draw of q(z | x): tokens, u_event, u_token (B, C) → z (B, C). A uniform draw may hit the token itself.
+
+        `allowed`, booleans that broadcast to (B, C, V), restricts what uniform noise draws from.
+
+        Example: `noise.corrupt(tokens, torch.tensor([0.5]), torch.rand(1, 8), torch.rand(1, 8))`.
+        """
+        level = _per_position(noise_level, tokens)
+        return torch.where(u_event < self.clean_share(level), tokens, self._draw(u_token, level, allowed))
+
+    def marginal(self, x_probs: Tensor, alpha: Tensor) -> Tensor:
+        """q(z | x) where x is itself a distribution: x_probs (..., V), alpha (B,) or broadcastable to (...) → (..., V).
+
+        Example: `MaskNoise(5).marginal(torch.eye(5)[0], torch.tensor(0.7))` is 0.7 for token 0 and 0.3 for the mask.
+        """
+        level = _per_position(1 - alpha, x_probs[..., 0])[..., None]
+        return self.clean_share(level) * x_probs + self._weight(self._ids(x_probs), level)
+
+    def posterior(self, z_t: Tensor, x_probs: Tensor, alpha_t: Tensor, alpha_s: Tensor) -> Tensor:
+        """q(z_s | z_t, x) by Bayes' rule, x a distribution: z_t (...), x_probs (..., V) → (..., V); α_s >= α_t.
+
+        Both α are of shape (B,) or broadcast to (...). With a leave-one-out prediction as x this is the exact reverse
+        kernel; with the mean it is not. A token that no noise can have produced is copied.
+
+        Example: `noise.posterior(canvas, loo.logits.softmax(-1), alpha_t, alpha_s)`.
+        """
+        alpha_t, alpha_s = _per_position(alpha_t, z_t), _per_position(alpha_s, z_t)
+        ratio, fresh = self._bridge(z_t, 1 - alpha_t, 1 - alpha_s)
+        stays = self._ids(x_probs) == z_t[..., None]
+        joint = (ratio[..., None] * stays + fresh[..., None]) * self.marginal(x_probs, alpha_s)
+        possible = self._weight(z_t, 1 - alpha_t) > 0
+        return torch.where(possible[..., None], joint / joint.sum(-1, keepdim=True), stays.to(joint.dtype))
+
+    def routes(
+        self, x0: Tensor, canvas: Tensor, noise_level: Tensor, next_noise_level: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """How z_s is reached given x0: the probabilities of becoming x0 and of staying; the rest is fresh noise.
+
+        x0, canvas: (B, C) → two (B, C). A token that no noise can have produced stays for certain.
+
+        Example: `clean, stay = noise.routes(x0, canvas, noise_level, next_noise_level)`.
+        """
+        level, next_level = _per_position(noise_level, canvas), _per_position(next_noise_level, canvas)
+        ratio, fresh = self._bridge(canvas, level, next_level)
+        clean = self.clean_share(next_level) * (fresh + ratio * (x0 == canvas))
+        stay = ratio * self._weight(canvas, next_level)
+        total = clean + stay + fresh * (1 - self.clean_share(next_level))
+        possible = self._weight(canvas, level) > 0
+        total = torch.where(possible, total, 1.0)
+        return torch.where(possible, clean / total, 0.0), torch.where(possible, stay / total, 1.0)
+
+    def transition(self, x0: Tensor, state: DenoiseState) -> Decision:
+        """The exact kernel q(z_s | z_t, x0) for drawn x0 (B, C), as a decision: write x0, keep, or return to noise.
+
+        With x0 from the mean prediction this is the exact reverse step of each position. The event and the token have
+        their own uniforms, so an event of probability 1e-7 keeps it.
+
+        Example: `noise.transition(prediction.sample(state.uniform("token")), state)`.
+        """
+        clean, stay = self.routes(x0, state.canvas, state.noise_level, state.next_noise_level)
+        u = state.uniform("event")
+        return Decision(tokens=x0, write=u < clean, renoise=u >= clean + stay)
+
+    def to_loo(self, logits: Tensor, z: Tensor, noise_level: Tensor) -> Tensor:
+        """From p(x0 | z) to p(x0 | z without this position): logits (B, C, V), z (B, C) → (B, C, V).
+
+        Exact for the level the network believes in. A token that no noise can have produced leaves nothing to undo
+        (its leave-one-out law cannot be read off the mean), and its logits come back unchanged.
+
+        Example: `noise.to_loo(prediction.logits, state.canvas, state.noise_level)`.
+        """
+        bump = self._evidence(z, noise_level).to(logits.dtype)
+        return logits.scatter_add(-1, z[..., None], -bump[..., None])
+
+    def to_mean(self, logits: Tensor, z: Tensor, noise_level: Tensor) -> Tensor:
+        """From p(x0 | z without this position) to p(x0 | z), the inverse of `to_loo`; certain where z is no noise.
+
+        Example: `noise.to_mean(prediction.logits, state.canvas, state.noise_level)`.
+        """
+        bump = self._evidence(z, noise_level).to(logits.dtype)
+        certain = torch.full_like(logits, -torch.inf).scatter(-1, z[..., None], 0.0)
+        impossible = self._weight(z, _per_position(noise_level, z)) <= 0
+        return torch.where(impossible[..., None], certain, logits.scatter_add(-1, z[..., None], bump[..., None]))
+
+    def _evidence(self, z: Tensor, noise_level: Tensor) -> Tensor:
+        """log q(z | x = z) - log q(z | another x), (B, C); 0 for a mask and where no noise makes z."""
+        level = _per_position(noise_level, z)
+        weight = self._weight(z, level)
+        informative = (weight > 0) & ~self.masked(z)
+        return torch.log1p(self.clean_share(level) / torch.where(informative, weight, torch.inf))
+
+    def _bridge(self, z_t: Tensor, level: Tensor, next_level: Tensor) -> tuple[Tensor, Tensor]:
+        """q(z_t | z_s) = ratio·1(z_t = z_s) + fresh: what survives from s to t, and z_t's share of the noise added."""
+        before, after = self.clean_share(level), self.clean_share(next_level)
+        ratio = torch.where(after > 0, before / torch.where(after > 0, after, 1.0), 1.0)
+        fresh = self._weight(z_t, level) - ratio * self._weight(z_t, next_level)
+        return ratio.expand_as(fresh), fresh.clamp(min=0.0)
+
+    def _weight(self, z: Tensor, level: Tensor) -> Tensor:
+        """The probability that noise, at this level, put the token z there."""
+        share = self.mask_share(level)
+        return (1 - self.clean_share(level)) * torch.where(self.masked(z), share, (1 - share) / self._num_uniform)
+
+    @property
+    def _num_uniform(self) -> int:
+        """How many tokens the uniform part of the noise draws from."""
+        return self.vocab_size
+
+    def _draw(self, u: Tensor, level: Tensor, allowed: Tensor | None) -> Tensor:
+        """Noise by inverse CDF, u (B, C) → (B, C)."""
+        raise NotImplementedError
+
+    def _ids(self, like: Tensor) -> Tensor:
+        return torch.arange(self.vocab_size, device=like.device)
+
+
+@dataclass(frozen=True)
+class UniformNoise(Noise):
+    """A token is replaced by one drawn from the whole vocabulary, itself included.
+
+    Example: `UniformNoise(262144)`.
+    """
+
+    kind: ClassVar[str] = "uniform"
+
+    def mask_share(self, noise_level: Tensor) -> Tensor:
+        return torch.zeros_like(noise_level)
+
+    def _draw(self, u: Tensor, level: Tensor, allowed: Tensor | None) -> Tensor:
+        return _pick(u, allowed) if allowed is not None else draws.integers(u, self.vocab_size)
+
+
+@dataclass(frozen=True)
+class _MaskingNoise(Noise):
+    mask_token_id: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        mask = as_int(self.mask_token_id)
+        if mask is None or not 0 <= mask < self.vocab_size:
+            raise ValueError(
+                f"{type(self).__name__}.mask_token_id must be an integer in [0, vocab_size), got "
+                f"{self.mask_token_id!r} with vocab_size {self.vocab_size}. Pass the id of a token that never occurs "
+                "in text."
+            )
+
+    @property
+    def mask_token(self) -> int:
+        return self.mask_token_id
+
+    @property
+    def _num_uniform(self) -> int:
+        return self.vocab_size - 1
+
+
+@dataclass(frozen=True)
+class MaskNoise(_MaskingNoise):
+    """A token is replaced by the mask token.
+
+    Example: `MaskNoise(262144, mask_token_id=4)`.
+    """
+
+    kind: ClassVar[str] = "mask"
+
+    def mask_share(self, noise_level: Tensor) -> Tensor:
+        return torch.ones_like(noise_level)
+
+    def _draw(self, u: Tensor, level: Tensor, allowed: Tensor | None) -> Tensor:
+        return torch.full_like(u, self.mask_token_id, dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class HybridNoise(_MaskingNoise):
+    """GIDD: mask and uniform noise together, (1 - t)·x + t·mask + c·uniform over 1 + c, with t the noise level.
+
+    c = B·(t(1 - t))^(gamma/2), and B is such that `uniform_share` of the tokens are random at t = 1/2. The uniform part
+    spares the mask token; both ends are pure, clean text at t = 0 and masks at t = 1. α is 1 - t wherever it is asked
+    for, which is more than the share of clean tokens in between.
+
+    Example: `HybridNoise(262144, mask_token_id=4, uniform_share=0.1)`.
+    """
+
+    kind: ClassVar[str] = "hybrid"
+
+    uniform_share: float = 0.2
+    gamma: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.uniform_share < 1:
+            raise ValueError(
+                f"HybridNoise.uniform_share must lie in (0, 1), got {self.uniform_share}. Use MaskNoise for 0, "
+                "UniformNoise for 1."
+            )
+        if not 0 < self.gamma <= 2:
+            raise ValueError(
+                f"HybridNoise.gamma must lie in (0, 2], got {self.gamma}. Beyond 2 the random tokens would fade faster "
+                "than the text, which no corruption process can do; 1 is the published value."
+            )
+
+    def clean_share(self, noise_level: Tensor) -> Tensor:
+        return (1 - noise_level) / (1 + self.uniform_rate(noise_level))
+
+    def mask_share(self, noise_level: Tensor) -> Tensor:
+        t = noise_level.clamp(
+            min=torch.finfo(noise_level.dtype).tiny
+        )  # the share has a limit at t = 0, where c is 0 too
+        return t / (t + self.uniform_rate(t))
+
+    def uniform_rate(self, t: Tensor) -> Tensor:
+        """c: the weight of the random tokens, where clean text has 1 - t and the mask t."""
+        scale = 2**self.gamma * self.uniform_share / (1 - self.uniform_share)
+        return scale * (t * (1 - t)) ** (self.gamma / 2)
+
+    def _draw(self, u: Tensor, level: Tensor, allowed: Tensor | None) -> Tensor:
+        share = self.mask_share(_per_position(level, u)).expand_as(u)
+        rest = ((u - share) / torch.where(share < 1, 1 - share, 1.0)).clamp(min=0.0)
+        if allowed is not None:
+            token = _pick(rest, allowed & (self._ids(u) != self.mask_token_id))
+        else:
+            token = draws.integers(rest, self.vocab_size - 1)
+            token = token + (token >= self.mask_token_id)
+        return torch.where(u < share, self.mask_token_id, token)
+
+
+_PROCESSES: dict[str, type[Noise]] = {cls.kind: cls for cls in (UniformNoise, MaskNoise, HybridNoise)}
+
+
+def describe_noise(noise: Noise) -> dict[str, Any]:
+    """What a checkpoint keeps of the process it learnt: its kind and settings, in `GenerationDefaults.noise`.
+
+    Not the schedule: a network learns every level, and how they are passed through is the sampler's business.
+
+    Example: `describe_noise(MaskNoise(512, mask_token_id=4))` is `{"kind": "mask", "mask_token_id": 4}`.
+    """
+    if type(noise) is not _PROCESSES.get(noise.kind):
+        return {"kind": type(noise).__name__}  # to be named again by whoever has the class
+    settings = {f.name: getattr(noise, f.name) for f in fields(noise) if f.name not in ("vocab_size", "schedule")}
+    # Scalars of numpy and torch become Python's, which JSON knows.
+    return {"kind": noise.kind, **{k: v.item() if hasattr(v, "item") else v for k, v in settings.items()}}
+
+
+def learnt_noise(model: "Denoiser") -> Noise:
+    """The process that a model's checkpoint says it learnt; uniform, as published, where it says nothing.
+
+    Example: `learnt_noise(DiffusionGemma.from_pretrained("dgemma/sudoku"))` is a `MaskNoise`.
+    """
+    try:
+        return rebuild_noise(model.generation.noise or {"kind": "uniform"}, model.config.vocab_size)
+    except ValueError as error:
+        rule = str(error).removesuffix(".")
+        raise ValueError(
+            f"GenerationDefaults.noise {rule}. Pass what the model learnt as noise=, or correct config.json."
+        ) from None
+
+
+def rebuild_noise(described: Mapping[str, Any], vocab_size: int) -> Noise:
+    """What `describe_noise` was given. Errors begin with the broken rule: callers say first where it was described.
+
+    Example: `rebuild_noise({"kind": "mask", "mask_token_id": 4}, 512)`.
+    """
+    settings = dict(described)
+    kind = settings.pop("kind")
+    process = _PROCESSES.get(kind)
+    if process is None:
+        raise ValueError(f"kind must be one of {', '.join(_PROCESSES)}, got {kind!r}")
+    try:
+        return process(vocab_size, **settings)
+    except TypeError as error:
+        raise ValueError(f"must hold settings of {process.__name__}, got {settings} ({error})") from None
+    except ValueError as error:
+        raise ValueError(f"must fit {kind}: {error}") from None
+
+
+def warn_of_noise(model: "Denoiser", noise: Noise) -> None:
+    """One line in the log where a process is another than the model's checkpoint learnt; once for any two.
+
+    Example: `warn_of_noise(DiffusionGemma.from_pretrained("dgemma/sudoku"), UniformNoise(16))`.
+    """
+    learnt, kind = (model.generation.noise or {}).get("kind"), describe_noise(noise)["kind"]
+    if learnt not in (None, kind):
+        _warn_once(learnt, kind)
+
+
+@cache
+def _warn_once(learnt: str, kind: str) -> None:
+    logger.warning("The checkpoint learnt %s noise; under %s noise it guesses.", learnt, kind)
+
+
+def _per_position(level: Tensor, tokens: Tensor) -> Tensor:
+    """A level per row becomes one per position; (B,) → (B, 1)."""
+    return level[:, None] if level.dim() == 1 and tokens.dim() == 2 else level
+
+
+def _pick(u: Tensor, allowed: Tensor) -> Tensor:
+    """A uniform draw from each position's allowed ids, in their order: u (B, C), allowed (..., V) → (B, C)."""
+    ends = allowed.cumsum(-1, dtype=torch.int32)  # how many allowed ids there are up to each
+    # One set for all positions is searched as it is; (B, C, V) copies of a large vocabulary would be gigabytes.
+    ends = ends.flatten() if allowed.numel() == allowed.shape[-1] else ends.expand(*u.shape, -1).contiguous()
+    count = ends[..., -1]
+    rank = torch.minimum((u * count).int(), count - 1)
+    return torch.searchsorted(ends, rank if ends.dim() == 1 else rank[..., None], right=True).reshape(u.shape)

@@ -1,0 +1,144 @@
+"""The state of a canvas being denoised: tensors only, so that a step is a pure function of it.
+
+Researchers read it, change a field with `dataclasses.replace`, splice rows of one state into another, save it. What is
+not a tensor (the noise process) is a frozen value that keys a CUDA graph and never changes inside a canvas.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from dgemma.diffusion import draws
+
+if TYPE_CHECKING:
+    from dgemma.diffusion.noise import Noise
+    from dgemma.diffusion.prediction import Prediction
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenoiseState:
+    """One batch of canvases in the middle of denoising. B rows, C positions.
+
+    `open` marks positions still to decide. With commits that persist it shrinks; a sampler that decides everything
+    anew each step (the published one) has every position open that is not frozen. `frozen` positions never change.
+    `noise_level` is 1 - α before the step, `next_noise_level` after it.
+    """
+
+    canvas: Tensor  # (B, C) int64
+    open: Tensor  # (B, C) bool
+    frozen: Tensor  # (B, C) bool
+    draft: Tensor  # (B, C) int64: what would be committed if the canvas ended now
+    done: Tensor  # (B,) bool
+    block: Tensor  # (B,) int64
+    step: Tensor  # (B,) int64, counted up from 0
+    num_steps: Tensor  # (B,) int64, the cap
+    noise_level: Tensor  # (B,) float64
+    next_noise_level: Tensor  # (B,) float64
+    temperature: Tensor  # (B,) float32
+    seeds: Tensor  # (B,) int64
+    rows: Tensor  # (B,) int64: which rows of the whole batch these are
+    noise: "Noise"
+    awaited: Tensor | None = None  # (B, C) bool: where the end is looked for; None: everywhere
+    allowed: Tensor | None = None  # (B or 1, C or 1, V) bool: 1 is the same for all; None allows everything
+    self_cond: "Prediction | Tensor | None" = None  # what the next forward is conditioned on
+    memory: Any = None  # the sampler's own
+    stop_memory: Any = None  # the stop rule's own
+    injected: Mapping[str, Tensor] = field(default_factory=dict)  # purpose → (B, C) uniforms that replace the counter's
+
+    draw = staticmethod(draws.uniform)  # an engine may have its own, of the same bits
+
+    @property
+    def batch_size(self) -> int:
+        return self.canvas.shape[0]
+
+    @property
+    def canvas_len(self) -> int:
+        return self.canvas.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.canvas.device
+
+    def select(self, rows: Tensor) -> "DenoiseState":
+        """Some rows of the state: rows (R,) int64 → batch size R. Memory follows; its tensors have rows first.
+
+        Example: `state.select(torch.tensor([0, 2]))`.
+        """
+        selected = self._map_rows(lambda tensor: tensor.index_select(0, rows))
+        if self.allowed is None or self.allowed.shape[0] == 1:  # the same for every row
+            return selected
+        return replace(selected, allowed=self.allowed.index_select(0, rows))
+
+    def splice(self, rows: Tensor, donor: "DenoiseState") -> "DenoiseState":
+        """This state with `rows` (R,) replaced by the rows of a donor of batch size R: transplant another run's canvas.
+
+        Seeds, clock, allowed tokens and memory come along; which rows of the batch they are stays.
+
+        Example: `state.splice(torch.tensor([1]), other.select(torch.tensor([0])))`.
+        """
+        donors = iter(_row_tensors(donor))
+        mine = len(_row_tensors(self))
+        if mine != len(_row_tensors(donor)):
+            raise ValueError(
+                "DenoiseState.splice must get a donor with the same fields present (self_cond, memory); "
+                "take both states after the same number of steps under the same sampler."
+            )
+        spliced = self._map_rows(lambda tensor: tensor.index_copy(0, rows, next(donors).to(tensor.dtype)))
+        return replace(spliced, rows=self.rows, allowed=self._splice_allowed(rows, donor))
+
+    def _splice_allowed(self, rows: Tensor, donor: "DenoiseState") -> Tensor | None:
+        if self.allowed is None and donor.allowed is None:
+            return None
+        everything = torch.ones(1, 1, self.noise.vocab_size, dtype=torch.bool, device=self.device)
+        mine, theirs = (everything if table is None else table for table in (self.allowed, donor.allowed))
+        num_positions = max(mine.shape[1], theirs.shape[1])
+        theirs = theirs.expand(donor.batch_size, num_positions, -1)
+        return mine.expand(self.batch_size, num_positions, -1).index_copy(0, rows, theirs)
+
+    def _map_rows(self, transform: Callable[[Tensor], Tensor]) -> "DenoiseState":
+        """Apply a function to every tensor that has one entry per row."""
+        changes: dict[str, Any] = {}
+        for name, value in _row_fields(self).items():
+            changes[name] = tree_map(lambda x: transform(x) if isinstance(x, Tensor) else x, value)
+        return replace(self, **changes)
+
+    def uniform(self, purpose: str) -> Tensor:
+        """One uniform in [0, 1) per position, (B, C) float64: a function of (seed, block, step, position, purpose)."""
+        if purpose in self.injected:
+            return self.injected[purpose]
+        return self.draw(self.seeds, self.block, self.step, self.canvas_len, purpose)
+
+    def row_uniform(self, purpose: str) -> Tensor:
+        """One uniform in [0, 1) per row, (B,) float64."""
+        if purpose in self.injected:
+            return self.injected[purpose]
+        return self.draw(self.seeds, self.block, self.step, 1, purpose)[:, 0]
+
+
+def _row_fields(state: DenoiseState) -> dict[str, Any]:
+    """The fields whose tensors have one entry per row, the lazy prediction as logits."""
+    values = {f.name: getattr(state, f.name) for f in fields(state) if f.name not in ("noise", "allowed")}
+    if state.self_cond is not None and not isinstance(state.self_cond, Tensor):
+        values["self_cond"] = state.self_cond.logits
+    return values
+
+
+def _row_tensors(state: DenoiseState) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(list(_row_fields(state).values())) if isinstance(leaf, Tensor)]
+
+
+def watch(*tensors: Tensor) -> Callable[[], bool]:
+    """What tells later whether any of these was written into meanwhile; nothing runs on the device.
+
+    Tensors made under `torch.inference_mode` do not count their writes: of them the answer is always yes.
+
+    Example: `written = watch(state.done); state.done.fill_(True); written()` is True.
+    """
+    if any(tensor.is_inference() for tensor in tensors):
+        return lambda: True
+    before = [tensor._version for tensor in tensors]
+    return lambda: [tensor._version for tensor in tensors] != before

@@ -1,0 +1,388 @@
+"""The model's configuration: the published field names, frozen, validated in one place.
+
+`ModelConfig.from_hf` reads a published config.json, `to_hf` writes one that transformers accepts.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Self
+
+from dgemma.model.gemma4 import GEMMA4_TYPES, config_from_gemma4
+
+SLIDING = "sliding_attention"
+FULL = "full_attention"
+
+_LARGEST_SIZE = 2**31 - 1  # beyond it no tensor dimension is honest
+_DEFAULT_ROPE: Mapping[str, Mapping[str, Any]] = {
+    SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+}
+# Published fields that dgemma implements for one value only; any other would change the result.
+_FIXED_TEXT_FIELDS: Mapping[str, tuple[Any, ...]] = {
+    "hidden_activation": ("gelu_pytorch_tanh",),
+    "attention_bias": (False, None),
+    "attention_dropout": (0.0, None),
+    "tie_word_embeddings": (True,),
+    "use_bidirectional_attention": ("vision", None),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """What differs between a sliding-window layer and a full-attention layer."""
+
+    kind: str
+    num_key_value_heads: int
+    head_dim: int
+    window: int | None  # keys a query sees, itself included; None: all
+    rope_theta: float
+    rotary_pairs: int  # pairs that rotate, of head_dim / 2
+
+    @property
+    def is_sliding(self) -> bool:
+        return self.kind == SLIDING
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Geometry of a DiffusionGemma model.
+
+    Example: `ModelConfig.from_hf("path/to/config.json").layer_shape(0).head_dim`.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int  # of the dense MLP beside the experts
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int  # sliding layers
+    head_dim: int  # sliding layers
+    num_global_key_value_heads: int  # full layers
+    global_head_dim: int  # full layers
+    num_experts: int
+    top_k_experts: int
+    moe_intermediate_size: int
+    sliding_window: int
+    layer_types: tuple[str, ...]
+    canvas_length: int = 256
+    max_position_embeddings: int = 262_144
+    rope_parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: dict(_DEFAULT_ROPE), hash=False)
+    rms_norm_eps: float = 1e-6
+    final_logit_softcapping: float = 30.0
+    initializer_range: float = 0.02
+    pad_token_id: int = 0
+    bos_token_id: int = 2
+    eos_token_id: int = 1
+    noise_conditioning: bool = False  # tell the network its canvas's noise level; the published model has no such input
+    vision_config: Mapping[str, Any] | None = field(default=None, hash=False)  # carried through, never built
+    carried: Mapping[str, Any] = field(default_factory=dict, hash=False)  # other published top-level fields
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layer_types", tuple(self.layer_types))
+        for name in _POSITIVE_INTS:
+            _require(_is_int(getattr(self, name), 1), name, f"be an integer from 1 to {_LARGEST_SIZE}", self)
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            value = getattr(self, name)
+            _require(_is_int(value, 0) and value < self.vocab_size, name, "be a token id below vocab_size", self)
+        for name in ("rms_norm_eps", "final_logit_softcapping", "initializer_range"):
+            _require(_is_positive(getattr(self, name)), name, "be a finite number above 0", self)
+        _require(isinstance(self.noise_conditioning, bool), "noise_conditioning", "be True or False", self)
+        _require(len(self.layer_types) == self.num_hidden_layers, "layer_types", "name one type per layer", self)
+        _require(
+            all(kind in (SLIDING, FULL) for kind in self.layer_types),
+            "layer_types",
+            f"hold only {SLIDING!r} or {FULL!r}",
+            self,
+        )
+        _require(self.layer_types[-1] == FULL, "layer_types", f"end with {FULL!r}", self)
+        _require(self.top_k_experts <= self.num_experts, "top_k_experts", "be at most num_experts", self)
+        _require(self.sliding_window >= 2, "sliding_window", "be at least 2 (a query and one key before it)", self)
+        for kv, head in (("num_key_value_heads", "head_dim"), ("num_global_key_value_heads", "global_head_dim")):
+            _require(self.num_attention_heads % getattr(self, kv) == 0, kv, "divide num_attention_heads", self)
+            _require(getattr(self, head) % 2 == 0, head, "be even, since rope rotates pairs", self)
+        for kind in sorted(set(self.layer_types)):
+            _check_rope(self.rope_parameters, kind)
+
+    def layer_shape(self, layer: int) -> LayerShape:
+        """Heads, window and rope of one layer.
+
+        Example: `dgemma.presets.diffusiongemma_26b_a4b().layer_shape(5).head_dim` is 512.
+        """
+        kind = self.layer_types[layer]
+        sliding = kind == SLIDING
+        head_dim = self.head_dim if sliding else self.global_head_dim
+        rope = self.rope_parameters[kind]
+        return LayerShape(
+            kind=kind,
+            num_key_value_heads=self.num_key_value_heads if sliding else self.num_global_key_value_heads,
+            head_dim=head_dim,
+            window=self.sliding_window if sliding else None,
+            rope_theta=float(rope["rope_theta"]),
+            rotary_pairs=int(rope.get("partial_rotary_factor", 1.0) * head_dim // 2),
+        )
+
+    @classmethod
+    def from_hf(cls, source: Mapping[str, Any] | str | Path) -> Self:
+        """Read a published config: a dictionary, a config.json, or a folder that holds one.
+
+        The text part may be nested under "text_config" or stand alone.
+
+        Example: `ModelConfig.from_hf({"model_type": "diffusion_gemma", "text_config": {...}, "canvas_length": 256})`.
+        """
+        published = read_json(source, "config.json")
+        model_type = published.get("model_type")
+        if model_type in GEMMA4_TYPES:
+            published = config_from_gemma4(published)
+            model_type = published["model_type"]
+        if model_type not in ("diffusion_gemma", "diffusion_gemma_text"):
+            raise ValueError(
+                f"ModelConfig.model_type must be 'diffusion_gemma', 'diffusion_gemma_text' or a Gemma 4 text model, "
+                f"got {model_type!r}. Point at a DiffusionGemma checkpoint."
+            )
+        text = published.get("text_config") if "text_config" in published else published
+        if not isinstance(text, Mapping):
+            raise ValueError(f"ModelConfig.text_config must be a dictionary, got {type(text).__name__}.")
+        for name, kind in (("layer_types", list | tuple), ("rope_parameters", Mapping), ("per_layer_config", Mapping)):
+            if text.get(name) is not None and not isinstance(text[name], kind):
+                rule = "a dictionary" if kind is Mapping else "a list"
+                raise ValueError(f"ModelConfig.{name} must be {rule}, got {text[name]!r}.")
+        for name, accepted in _FIXED_TEXT_FIELDS.items():
+            if name in text and text[name] not in accepted:
+                raise ValueError(
+                    f"ModelConfig.{name} must be {accepted[0]!r}, got {text[name]!r}. "
+                    f"dgemma implements only that value."
+                )
+        if "final_logit_softcapping" in text and text["final_logit_softcapping"] is None:
+            raise ValueError(
+                "ModelConfig.final_logit_softcapping must be a number, got None. dgemma always caps its logits."
+            )
+        values = {f.name: text[f.name] for f in fields(cls) if text.get(f.name) is not None}
+        values.update(_full_layer_heads(text))
+        if values.get("layer_types") is None and _is_int(values.get("num_hidden_layers"), 1):
+            values["layer_types"] = default_layer_types(values["num_hidden_layers"])
+        # `eos_token_id` may be a list; the first is the end-of-text token that fills a canvas.
+        if isinstance(values.get("eos_token_id"), list | tuple) and values["eos_token_id"]:
+            values["eos_token_id"] = values["eos_token_id"][0]
+        if "text_config" in published:
+            own = ("text_config", "vision_config", "canvas_length", "noise", "sampler")
+            values["carried"] = {k: v for k, v in published.items() if k not in own}
+            values["vision_config"] = published.get("vision_config")
+            if published.get("canvas_length") is not None:
+                values["canvas_length"] = published["canvas_length"]
+        missing = sorted(_REQUIRED - values.keys())
+        if missing:
+            raise ValueError(f"ModelConfig.from_hf needs {', '.join(missing)}, absent from the config. Add the fields.")
+        return cls(**values)
+
+    def to_hf(self) -> dict[str, Any]:
+        """A config.json in the published form, which transformers' DiffusionGemmaConfig accepts."""
+        text = {k: v for k, v in asdict(self).items() if k not in ("vision_config", "carried", "canvas_length")}
+        text["layer_types"] = list(self.layer_types)
+        if not self.noise_conditioning:
+            del text["noise_conditioning"]  # not a published field
+        text["rope_parameters"] = {kind: dict(p) for kind, p in self.rope_parameters.items()}
+        text |= {name: accepted[0] for name, accepted in _FIXED_TEXT_FIELDS.items()}
+        text["model_type"] = "diffusion_gemma_text"
+        return {
+            "architectures": ["DiffusionGemmaForBlockDiffusion"],
+            "initializer_range": self.initializer_range,
+            **self.carried,
+            "model_type": "diffusion_gemma",
+            "canvas_length": self.canvas_length,
+            "tie_word_embeddings": True,
+            "text_config": text,
+            **({"vision_config": dict(self.vision_config)} if self.vision_config is not None else {}),
+        }
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some fields changed, validated again.
+
+        Example: `dgemma.presets.tiny().replace(canvas_length=17)`.
+        """
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conventions:
+    """Choices on which the public implementations of the model disagree; the defaults are transformers'.
+
+    sliding_prefix: prefix tokens a canvas sees in sliding layers, `"window - 1"` (transformers) or `"window"` (Google's
+    JAX code). self_cond_logits: `"rounded"` to the weights' dtype before the softmax (transformers) or `"float32"`
+    (vLLM).
+
+    Example: `DiffusionGemma(config, conventions=Conventions(self_cond_logits="float32"))`.
+    """
+
+    sliding_prefix: str = "window - 1"
+    self_cond_logits: str = "rounded"
+
+    def __post_init__(self) -> None:
+        _require(self.sliding_prefix in ("window - 1", "window"), "sliding_prefix", "be 'window - 1' or 'window'", self)
+        _require(self.self_cond_logits in ("rounded", "float32"), "self_cond_logits", "be 'rounded' or 'float32'", self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationDefaults:
+    """What a checkpoint says about how to sample from it; the defaults are the published ones."""
+
+    max_new_tokens: int = 256
+    max_denoising_steps: int = 48
+    entropy_bound: float = 0.1
+    t_max: float = 0.8
+    t_min: float = 0.4
+    stability_threshold: int = 1
+    confidence_threshold: float = 0.005
+    eos_token_id: tuple[int, ...] = (1, 106, 50)
+    pad_token_id: int = 0
+    # The process that was learnt, as `describe_noise` says it; None: uniform. It stands in config.json, since
+    # transformers refuses what it does not know in generation_config.json.
+    noise: Mapping[str, Any] | None = field(default=None, hash=False)
+    # The sampler to write with, as `describe_sampler` says it; None: the published one, with entropy_bound, which is
+    # all that transformers knows. It stands in config.json, too.
+    sampler: Mapping[str, Any] | None = field(default=None, hash=False)
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "max_denoising_steps"):
+            _require(_is_int(getattr(self, name), 1), name, "be an integer of at least 1", self)
+        _require(_is_int(self.stability_threshold, 0), "stability_threshold", "be an integer of at least 0", self)
+        for name in ("t_max", "t_min", "confidence_threshold"):
+            _require(_is_positive(getattr(self, name)), name, "be a finite number above 0", self)
+        bound_fits = self.entropy_bound == 0 or _is_positive(self.entropy_bound)
+        _require(bound_fits, "entropy_bound", "be a finite number of at least 0", self)
+        _require(self.t_min <= self.t_max, "t_min", "be at most t_max", self)
+        _require(all(_is_int(t, 0) for t in self.eos_token_id), "eos_token_id", "hold token ids", self)
+        _require(_is_int(self.pad_token_id, 0), "pad_token_id", "be a token id", self)
+        for name, key, example in (("noise", "kind", "uniform"), ("sampler", "name", "ancestral")):
+            said = getattr(self, name)
+            named = said is None or (isinstance(said, Mapping) and isinstance(said.get(key), str))
+            _require(named, name, f'be a dictionary with a "{key}", such as {{"{key}": "{example}"}}', self)
+
+    def after_learning(self, noise: Mapping[str, Any]) -> Self:
+        """The same of a model that learnt this noise since; what was chosen to sample another kind of noise goes.
+
+        Example: `model.generation.after_learning(describe_noise(MaskNoise(512, mask_token_id=4)))`.
+        """
+        same_kind = (self.noise or {"kind": "uniform"})["kind"] == noise["kind"]
+        if same_kind:
+            return replace(self, noise=noise)
+        return replace(self, noise=noise, entropy_bound=type(self)().entropy_bound, sampler=None)
+
+    @classmethod
+    def from_hf(cls, source: Mapping[str, Any] | str | Path) -> Self:
+        """Read a published generation_config.json; null or absent fields mean the published defaults.
+
+        Example: `GenerationDefaults.from_hf({"t_max": 0.9}).t_min` is 0.4.
+        """
+        published = read_json(source, "generation_config.json")
+        values = {f.name: published[f.name] for f in fields(cls) if published.get(f.name) is not None}
+        sampler = published.get("sampler_config") or {}
+        if not isinstance(sampler, Mapping):
+            raise ValueError(f"GenerationDefaults.sampler_config must be a dictionary, got {sampler!r}.")
+        if sampler.get("entropy_bound") is not None:
+            values["entropy_bound"] = sampler["entropy_bound"]
+        if "eos_token_id" in values:
+            eos = values["eos_token_id"]
+            values["eos_token_id"] = tuple(eos) if isinstance(eos, list | tuple) else (eos,)
+        return cls(**values)
+
+    def to_hf(self) -> dict[str, Any]:
+        """A generation_config.json in the published form."""
+        values = asdict(self)
+        bound = float(values.pop("entropy_bound"))
+        values["eos_token_id"] = list(self.eos_token_id)
+        del values["noise"], values["sampler"]
+        return {**values, "sampler_config": {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": bound}}
+
+
+def default_layer_types(num_hidden_layers: int) -> tuple[str, ...]:
+    """The published pattern: five sliding layers, then a full one; the last is always full."""
+    pattern = [FULL if (layer + 1) % 6 == 0 else SLIDING for layer in range(num_hidden_layers)]
+    return (*pattern[:-1], FULL)
+
+
+def read_json(source: Mapping[str, Any] | str | Path, file_name: str) -> dict[str, Any]:
+    """A dictionary as it is, or the JSON object in a file (or in `file_name` inside a folder)."""
+    if isinstance(source, Mapping):
+        return dict(source)
+    path = Path(source)
+    path = path / file_name if path.is_dir() else path
+    try:
+        loaded = json.loads(path.read_text())
+    except (FileNotFoundError, IsADirectoryError):
+        raise FileNotFoundError(
+            f"{path} does not exist or is no file. Point at a checkpoint folder or its {file_name}."
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON ({error}). Download the file again.") from None
+    if not isinstance(loaded, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(loaded).__name__}. Download the file again.")
+    return loaded
+
+
+def _full_layer_heads(text: Mapping[str, Any]) -> dict[str, Any]:
+    """Heads of the full layers: published fields, or the per_layer_config that newer transformers saves instead."""
+    overrides = text.get("per_layer_config") or {}
+    layer_types = text.get("layer_types") or ()
+    if overrides:
+        full_layers = {layer for layer, kind in enumerate(layer_types) if kind == FULL}
+        overridden = {int(layer) if str(layer).isdecimal() else layer for layer in overrides}  # "5", and also "05"
+        override = next(iter(overrides.values()))
+        alike = isinstance(override, Mapping) and all(other == override for other in overrides.values())
+        if overridden != full_layers or not alike:
+            raise ValueError(
+                f"ModelConfig.per_layer_config must override exactly the full-attention layers, all alike, got layers "
+                f"{sorted(map(str, overrides))}. dgemma has one head shape per layer type."
+            )
+        head_dim, kv_heads = override.get("head_dim"), override.get("num_key_value_heads")
+    else:
+        head_dim, kv_heads = text.get("global_head_dim"), text.get("num_global_key_value_heads")
+    kv_heads = kv_heads if kv_heads is not None else text.get("num_key_value_heads")
+    # transformers' class default, in force whenever the field is absent
+    return {"global_head_dim": head_dim if head_dim is not None else 512, "num_global_key_value_heads": kv_heads}
+
+
+def _check_rope(rope_parameters: Mapping[str, Mapping[str, Any]], kind: str) -> None:
+    rope = rope_parameters.get(kind)
+    if not isinstance(rope, Mapping) or rope.get("rope_type") not in ("default", "proportional"):
+        raise ValueError(
+            f"ModelConfig.rope_parameters[{kind!r}] must have rope_type 'default' or 'proportional', got {rope!r}."
+        )
+    theta, share = rope.get("rope_theta"), rope.get("partial_rotary_factor", 1.0)
+    if not isinstance(theta, int | float) or not math.isfinite(theta) or theta <= 0:
+        raise ValueError(f"ModelConfig.rope_parameters[{kind!r}].rope_theta must be above 0, got {theta!r}.")
+    if not isinstance(share, int | float) or not 0 < share <= 1:
+        raise ValueError(
+            f"ModelConfig.rope_parameters[{kind!r}].partial_rotary_factor must be in (0, 1], got {share!r}."
+        )
+    if rope["rope_type"] == "default" and share != 1:
+        raise ValueError(
+            f"ModelConfig.rope_parameters[{kind!r}].partial_rotary_factor must be 1 with rope_type 'default', "
+            f"got {share}. Use 'proportional'."
+        )
+    unknown = sorted(set(rope) - {"rope_type", "rope_theta", "partial_rotary_factor"})
+    if unknown:
+        raise ValueError(f"ModelConfig.rope_parameters[{kind!r}] has fields dgemma does not implement: {unknown}.")
+
+
+def _is_int(value: object, smallest: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and smallest <= value <= _LARGEST_SIZE
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and value > 0
+
+
+def _require(condition: bool, name: str, rule: str, owner: object) -> None:
+    if not condition:
+        raise ValueError(f"{type(owner).__name__}.{name} must {rule}, got {getattr(owner, name)!r}.")
+
+
+_POSITIVE_INTS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "num_global_key_value_heads", "global_head_dim", "num_experts"),
+    *("top_k_experts", "moe_intermediate_size", "sliding_window", "canvas_length", "max_position_embeddings"),
+)
+_REQUIRED = {*_POSITIVE_INTS} - {"canvas_length", "max_position_embeddings"}

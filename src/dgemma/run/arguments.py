@@ -1,0 +1,330 @@
+"""What a caller gave `generate`, checked before any work is done: every mistake is one sentence that names the fix."""
+
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from dgemma.checks import as_int, as_number
+from dgemma.diffusion.noise import Noise
+from dgemma.model.cache import PrefixCache
+from dgemma.model.config import ModelConfig
+from dgemma.sampling.base import Sampler
+
+_NO_TOKEN = "generate prompt_tokens must hold at least one token a row. Start with the bos token."
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+if TYPE_CHECKING:
+    Allowed = Tensor | Sequence[int] | Sequence[Sequence[int]] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Constraints over all blocks: canvas (B, N) with -1 for noise, frozen (B, N), allowed (B or 1, N or 1, V).
+
+    awaited (B, N) marks the positions that decide when a canvas ends; None: all.
+    """
+
+    canvas: Tensor | None = None
+    frozen: Tensor | None = None
+    allowed: Tensor | None = None
+    awaited: Tensor | None = None
+
+    def past_pins(self, block: int, canvas_len: int, rows: Tensor) -> Tensor:
+        """Where a stop token may end a row: from its last pin on, (R, C) bool. Pins are kept, whatever comes before."""
+        if self.frozen is None:
+            return torch.ones(len(rows), canvas_len, dtype=torch.bool, device=rows.device)
+        position = block * canvas_len + torch.arange(canvas_len, device=rows.device)
+        column = torch.arange(self.frozen.shape[1], device=rows.device)
+        last = torch.where(self.frozen[rows], column, -1).amax(-1, keepdim=True)  # (R, 1)
+        return position >= last
+
+    def to(self, device: torch.device) -> "Span":
+        """The same constraints on `device`."""
+        return Span(**{name: None if value is None else value.to(device) for name, value in vars(self).items()})
+
+    def block(self, block: int, canvas_len: int, rows: Tensor) -> dict[str, Any]:
+        """The part that falls on one block, for some rows; past its end a constraint says nothing."""
+        part = slice(block * canvas_len, (block + 1) * canvas_len)
+        canvas, frozen, awaited = self.canvas, self.frozen, self.awaited
+        if canvas is not None:
+            canvas = _pad(canvas[rows, part], canvas_len, -1) if part.start < canvas.shape[1] else None
+        if frozen is not None:
+            frozen = _pad(frozen[rows, part], canvas_len, False)
+        if awaited is not None:
+            awaited = _pad(awaited[rows, part], canvas_len, False)
+        allowed = self.allowed
+        if allowed is not None:
+            allowed = allowed if allowed.shape[0] == 1 else allowed[rows]
+            if allowed.shape[1] > 1:
+                part_len = allowed[:, part].shape[1]
+                allowed = F.pad(allowed[:, part], (0, 0, 0, canvas_len - part_len), value=True)
+        return {"canvas": canvas, "frozen": frozen, "allowed": allowed, "awaited": awaited}
+
+
+def passes_on(inner: Callable[..., Any], only: Collection[str] | None = None) -> Callable[[Function], Function]:
+    """Show the keywords of `inner`, or `only` some of them, in the signature of a function that passes them on to it.
+
+    For `help`, notebooks and editors: one list of arguments, written once.
+
+    Example: `inspect.signature(dgemma.generate).parameters["steps"]`.
+    """
+
+    def decorate(outer: Function) -> Function:
+        own = [p for p in inspect.signature(outer).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        names = {p.name for p in own}
+        passed = [p for p in inspect.signature(inner).parameters.values() if only is None or p.name in only]
+        more = [p for p in passed if p.name not in names]
+        names |= {p.name for p in more}
+
+        @functools.wraps(outer)
+        def checked(*args: Any, **options: Any) -> Any:
+            unknown = sorted(options.keys() - names)
+            if unknown:
+                raise TypeError(
+                    f"{outer.__name__} got an unexpected keyword argument '{unknown[0]}'. "
+                    f"It takes {', '.join(sorted(names))}."
+                )
+            return outer(*args, **options)
+
+        checked.__signature__ = inspect.signature(outer).replace(parameters=[*own, *more])  # type: ignore[attr-defined]
+        return checked  # type: ignore[return-value]
+
+    return decorate
+
+
+def read_seeds(seed: int | Sequence[int] | Tensor, prompt_tokens: Tensor) -> Tensor:
+    """One seed per row: an int s gives row i the seed s + i. → (B,) int64."""
+    batch_size = prompt_tokens.shape[0]
+    first = as_int(seed)
+    seeds = _as_lists(seed) if first is None else [first + row for row in range(batch_size)]
+    whole = isinstance(seeds, list) and all(type(s) is int and -(2**63) <= s < 2**63 for s in seeds)
+    if not whole or len(seeds) != batch_size:
+        raise ValueError(
+            f"generate seed must be an int or one int per row ({batch_size}), each of 64 bits, got {_show(seed)}."
+        )
+    return torch.tensor(seeds, dtype=torch.int64, device=prompt_tokens.device)
+
+
+def read_token_ids(name: str, ids: int | Iterable[int]) -> tuple[int, ...]:
+    """One id or several, in any form, sorted."""
+    one = as_int(ids)
+    listed = _as_lists(ids) if one is None else [one]
+    if not isinstance(listed, list) or any(type(token) is not int for token in listed):
+        raise ValueError(f"generate {name} must be a token id or several, got {_show(ids)}.")
+    return tuple(sorted(listed))
+
+
+def read_span(
+    canvas: Tensor | None,
+    frozen: Tensor | None,
+    allowed: "Allowed",
+    prompt_tokens: Tensor,
+    noise: Noise,
+    max_new_tokens: int,
+) -> Span:
+    """Canvas, frozen and allowed in one form, each checked against the others and the vocabulary."""
+    batch_size, device = prompt_tokens.shape[0], prompt_tokens.device
+    if canvas is not None:
+        _require_span("canvas", canvas, batch_size, (torch.int64, torch.int32), "int64 tokens, -1 for noise")
+        if canvas.shape[1] == 0:
+            raise ValueError("generate canvas must have at least one position, got none. Leave it out for pure noise.")
+        if canvas.shape[1] > max_new_tokens:
+            raise ValueError(
+                f"generate canvas must fit into max_new_tokens, got {canvas.shape[1]} positions for {max_new_tokens}. "
+                f"Raise max_new_tokens to {canvas.shape[1]}."
+            )
+        if int(canvas.min()) < -1 or int(canvas.max()) >= noise.vocab_size:
+            raise ValueError(
+                f"generate canvas must hold ids in [0, {noise.vocab_size}) or -1 for noise, "
+                f"got {int(canvas.min())}..{int(canvas.max())}."
+            )
+        canvas = canvas.to(device, torch.int64)
+    if frozen is not None:
+        if canvas is None:
+            raise ValueError("generate frozen needs canvas: the tokens to keep. Pass both, of the same shape.")
+        _require_span("frozen", frozen, batch_size, (torch.bool,), "booleans")
+        if frozen.shape != canvas.shape:
+            raise ValueError(
+                f"generate frozen must have the canvas's shape {tuple(canvas.shape)}, got {tuple(frozen.shape)}."
+            )
+        frozen = frozen.to(device)
+        if bool((frozen & ((canvas < 0) | noise.masked(canvas))).any()):
+            raise ValueError(
+                "generate frozen must mark real tokens, got a position whose canvas is noise. Unfreeze it."
+            )
+    if allowed is not None:
+        allowed = read_allowed("generate allowed", allowed, noise, (batch_size, max_new_tokens), device)
+    return Span(canvas=canvas, frozen=frozen, allowed=allowed)
+
+
+def check_sampler(sampler: Sampler, noise: Noise, config: ModelConfig) -> None:
+    """A sampler is only ever run under a noise process it is valid for."""
+    if not isinstance(noise, Noise):
+        raise ValueError(
+            f"generate noise must be a process such as UniformNoise(vocab_size) or MaskNoise(vocab_size), "
+            f"got {_show(noise)}."
+        )
+    check_vocabulary(noise, config)
+    check_valid(sampler, noise)
+
+
+def check_vocabulary(noise: Noise, config: ModelConfig) -> None:
+    if noise.vocab_size != config.vocab_size:
+        raise ValueError(
+            f"{type(noise).__name__}.vocab_size must be the model's {config.vocab_size}, got {noise.vocab_size}."
+        )
+
+
+def check_valid(sampler: Sampler, noise: Noise) -> None:
+    if noise.kind not in sampler.valid_for:
+        raise ValueError(
+            f"{type(sampler).__name__} must run under {' or '.join(sorted(sampler.valid_for))} noise, "
+            f"got {noise.kind}. Pass noise= of that kind or another sampler."
+        )
+
+
+def read_count(name: str, value: Any) -> int:
+    """An integer of at least 1."""
+    count = as_int(value)
+    if count is None or count < 1:
+        raise ValueError(f"generate {name} must be an integer of at least 1, got {value!r}.")
+    return count
+
+
+def read_noise_level(noise_level: Any, canvas: Any, *, owner: str = "generate") -> float:
+    """The level a given canvas is at, 1 without one."""
+    level = as_number(noise_level)
+    if level is None or not 0 < level <= 1:
+        raise ValueError(f"{owner} noise_level must be in (0, 1], got {noise_level!r}. 1 starts from pure noise.")
+    if level < 1 and canvas is None:
+        raise ValueError(
+            f"generate noise_level must be 1 without canvas, got {level}: pure noise has no other. "
+            "Pass the canvas that is at this level."
+        )
+    return level
+
+
+def check_mask(attention_mask: Any, prompt_tokens: Tensor, num_cached: int) -> None:
+    """Which tokens are real, of the new ones or of the cached ones too; the model knows how many those are."""
+    if attention_mask is None:
+        return
+    rows, width = prompt_tokens.shape
+    fits = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
+    if not fits or attention_mask.shape[0] != rows or attention_mask.shape[1] < width:
+        raise ValueError(
+            f"generate attention_mask must be a tensor of shape ({rows}, {width}), 1 for real tokens, "
+            f"got {_show(attention_mask)}."
+        )
+    if num_cached == 0 and not bool(attention_mask.bool().any(1).all()):
+        raise ValueError(_NO_TOKEN)
+
+
+def check_prompt(
+    prompt_tokens: Any, cache: PrefixCache | None, config: ModelConfig, max_new_tokens: int, device: torch.device
+) -> None:
+    if not isinstance(prompt_tokens, Tensor) or prompt_tokens.dim() != 2 or prompt_tokens.is_floating_point():
+        raise ValueError(
+            f"generate prompt_tokens must be integer ids of shape (batch, length), got {_show(prompt_tokens)}. "
+            f"Use tokenizer.encode_batch([text])."
+        )
+    if prompt_tokens.device != device:
+        raise ValueError(
+            f"generate prompt_tokens must be on the model's device {device}, got {prompt_tokens.device}. "
+            "Pass prompt_tokens.to(model.device)."
+        )
+    if prompt_tokens.shape[0] == 0 or (prompt_tokens.shape[1] == 0 and (cache is None or cache.num_slots == 0)):
+        raise ValueError(_NO_TOKEN)
+    num_blocks = -(-max_new_tokens // config.canvas_length)
+    total = (cache.num_slots if cache else 0) + prompt_tokens.shape[1] + num_blocks * config.canvas_length
+    if total > config.max_position_embeddings:
+        raise ValueError(
+            f"generate must stay within max_position_embeddings {config.max_position_embeddings}, got {total} tokens "
+            f"with the prompt and {num_blocks} canvas{'es' if num_blocks > 1 else ''}. Shorten the prompt or lower "
+            "max_new_tokens."
+        )
+
+
+def read_allowed(
+    name: str, allowed: Any, noise: Noise, shape: tuple[int, int], device: torch.device, *, exact: bool = False
+) -> Tensor:
+    """Any form of `allowed` as booleans (B or 1, N or 1, V), for `shape` = (B, largest N); `exact`: that N or 1.
+
+    Booleans that broadcast, ids for all positions, or one collection of ids per position.
+
+    Example: `read_allowed("generate allowed", [65, 66], noise, (2, 32), device).shape` is (1, 1, V).
+    """
+    table = _allowed_table(name, allowed, noise.vocab_size).to(device)
+    table = table.reshape(*[1] * (3 - table.dim()), *table.shape)
+    batch_size, num_positions = shape
+    fits = table.dim() == 3 and table.shape[0] in (1, batch_size) and table.shape[2] == noise.vocab_size
+    if not fits or table.shape[1] > num_positions or (exact and table.shape[1] not in (1, num_positions)):
+        raise ValueError(
+            f"{name} must broadcast to (batch, positions, vocab) = ({batch_size}, "
+            f"{'' if exact else 'up to '}{num_positions}, {noise.vocab_size}), got {tuple(table.shape)}."
+        )
+    usable = noise.proposable(table, device)
+    if usable is not None and not bool(usable.any(-1).all()):
+        raise ValueError(f"{name} must leave at least one token at every position. Allow a token there.")
+    return table
+
+
+def _allowed_table(name: str, allowed: Any, vocab_size: int) -> Tensor:
+    """Booleans (..., V), as given or made of ids."""
+    if isinstance(allowed, Tensor | np.ndarray) and allowed.dtype in (torch.bool, np.bool_):
+        return torch.as_tensor(allowed)
+    listed = _as_lists(allowed)
+    if {type(leaf) for leaf in tree_leaves(listed)} == {bool}:
+        with suppress(ValueError):  # rows of different lengths
+            return torch.tensor(listed)
+    nested = isinstance(listed, list) and any(isinstance(item, list) for item in listed)
+    sets = listed if nested else [listed]
+    of_ids = all(isinstance(ids, list) and all(type(token) is int for token in ids) for ids in sets)
+    if not of_ids:
+        raise ValueError(
+            f"{name} must be booleans, token ids, or one list of ids per position, got {_show(allowed)}. "
+            "Do not mix these forms."
+        )
+    if any(not 0 <= token < vocab_size for ids in sets for token in ids):
+        raise ValueError(f"{name} must hold ids in [0, {vocab_size}), got {_show(allowed)}.")
+    table = torch.zeros(len(sets), vocab_size, dtype=torch.bool)
+    for position, ids in enumerate(sets):
+        table[position, ids] = True
+    return table
+
+
+def _as_lists(value: Any) -> Any:
+    """Tensors, arrays, sets, ranges, generators as nested lists of Python values; anything else stays."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes):
+        return [_as_lists(item) for item in value]
+    return value
+
+
+def _show(value: Any) -> str:
+    """A value in a sentence: tensors by type and shape, classes and strings as what they are."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype} of shape {tuple(value.shape)}"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    shown = repr(value)
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."
+
+
+def _require_span(name: str, value: Any, batch_size: int, dtypes: tuple[torch.dtype, ...], what: str) -> None:
+    if not isinstance(value, Tensor) or value.dim() != 2 or value.shape[0] != batch_size or value.dtype not in dtypes:
+        raise ValueError(f"generate {name} must be {what} of shape ({batch_size}, positions), got {_show(value)}.")
+
+
+def _pad(part: Tensor, canvas_len: int, value: int | bool) -> Tensor:
+    return F.pad(part, (0, canvas_len - part.shape[1]), value=value)

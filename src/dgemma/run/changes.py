@@ -1,0 +1,170 @@
+"""What may change between two steps: any field of the state, any knob. Callbacks, forks and replays all come here."""
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map
+
+from dgemma.diffusion.prediction import Prediction
+from dgemma.diffusion.state import DenoiseState
+from dgemma.run.arguments import check_valid, read_allowed
+from dgemma.sampling.temperature import read_temperature
+
+if TYPE_CHECKING:
+    from dgemma.run.plan import Knobs
+
+Changes = DenoiseState | Mapping[str, Any] | None
+
+# Not to be changed: they say which process and which rows these are.
+_FIXED = frozenset({"noise", "rows"})
+_STATE_FIELDS = frozenset(f.name for f in fields(DenoiseState)) - _FIXED
+_ANY_SHAPE = frozenset({"awaited", "allowed", "self_cond", "memory", "stop_memory", "injected"})
+
+
+def list_changes(changes: Changes, state: DenoiseState, knobs: "Knobs") -> dict[str, Any]:
+    """Every field and knob that is to change, by name: the one form that is applied, recorded and replayed.
+
+    A canvas changed alone opens exactly its masks under mask noise, where a position is open because it is masked.
+
+    Example: `list_changes(replace(state, canvas=planted), state, knobs)` is `{"canvas": planted}`.
+    """
+    if changes is None:
+        return {}
+    if isinstance(changes, DenoiseState):
+        changes = {"state": changes}
+    if not isinstance(changes, Mapping):
+        raise ValueError(
+            f"What changes between two steps must be None, a state or a dictionary, got {type(changes).__name__}. "
+            "Return one of them from on_step."
+        )
+    listed = dict(changes)
+    given = listed.pop("state", state)
+    known = _STATE_FIELDS | {f.name for f in fields(knobs)}
+    unknown = sorted(listed.keys() - known)
+    if unknown:
+        raise ValueError(
+            f"What changes between two steps must be among state, {', '.join(sorted(known))}; got {', '.join(unknown)}."
+        )
+    for name in sorted(_STATE_FIELDS - listed.keys()):
+        if not _same(getattr(given, name), getattr(state, name)):
+            listed[name] = getattr(given, name)
+    if "temperature" in listed:
+        listed["temperature"] = read_temperature(listed["temperature"])
+    for name, value in listed.items():
+        _check(name, value, state)
+    if "allowed" in listed:
+        allowed, shape = listed["allowed"], (state.batch_size, state.canvas_len)
+        if allowed is not None:
+            allowed = read_allowed("DenoiseState.allowed", allowed, state.noise, shape, state.device, exact=True)
+        listed["allowed"] = state.noise.proposable(allowed, state.device)
+    if listed.keys() & {"canvas", "frozen"} and "open" not in listed:
+        canvas, frozen = listed.get("canvas", state.canvas), listed.get("frozen", state.frozen)
+        masked = state.noise.kind == "mask" and "canvas" in listed
+        still_open = state.noise.masked(canvas) if masked else state.open | (state.frozen & ~frozen)
+        listed["open"] = still_open & ~frozen
+    return listed
+
+
+def apply_changes(changes: Changes, state: DenoiseState, knobs: "Knobs") -> tuple[DenoiseState, "Knobs"]:
+    """The state and knobs the next step runs with.
+
+    A new sampler or stop rule keeps the memory of the old one if it is of the same class and remembers the same
+    things, and starts afresh otherwise.
+
+    Example: `apply_changes({"sampler": EntropyBound(bound=0.5)}, state, knobs)`.
+    """
+    listed = list_changes(changes, state, knobs)
+    if not listed:
+        return state, knobs
+    of_knobs = knob_changes(listed)
+    of_state = {name: value for name, value in listed.items() if name not in of_knobs}
+    state, old, knobs = replace(state, **of_state), knobs, replace(knobs, **of_knobs)
+    if "temperature" in of_knobs:
+        state = replace(state, temperature=knobs.temperature(state.step, state.num_steps))
+    if "sampler" in of_knobs:
+        check_valid(knobs.sampler, state.noise)
+        if "memory" not in of_state and knobs.sampler != old.sampler:
+            fresh = knobs.sampler.start(state)
+            kept = type(knobs.sampler) is type(old.sampler) and _alike(fresh, state.memory)
+            state = state if kept else replace(state, memory=fresh)
+    if "stop" in of_knobs and "stop_memory" not in of_state and knobs.stop != old.stop:
+        fresh = None if knobs.stop is None else knobs.stop.start(state)
+        kept = type(knobs.stop) is type(old.stop) and _alike(fresh, state.stop_memory)
+        state = state if kept else replace(state, stop_memory=fresh)
+    return state, knobs
+
+
+def snapshot(state: DenoiseState) -> DenoiseState:
+    """A copy that nobody writes into; predictions, which nobody should, are shared.
+
+    Example: `before = snapshot(record.state)`, then `list_writes(before, record.state)`.
+    """
+    return replace(state, **{name: tree_map(_copied, getattr(state, name)) for name in _STATE_FIELDS})
+
+
+def list_writes(before: DenoiseState, after: DenoiseState) -> dict[str, Any]:
+    """The fields that were written into in place, by name, in the form of `list_changes`.
+
+    Such a canvas opens nothing by itself, so what is open is said with it.
+
+    Example: `list_writes(before, record.state)` is `{}` where a callback only looked.
+    """
+    names = {name for name in _STATE_FIELDS if not _same(getattr(before, name), getattr(after, name))}
+    names |= {"open"} if names & {"canvas", "frozen"} else set()
+    return {name: getattr(after, name) for name in sorted(names)}
+
+
+def knob_changes(listed: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the listed changes that are of knobs."""
+    return {name: value for name, value in listed.items() if name not in _STATE_FIELDS or _is_schedule(name, value)}
+
+
+def _is_schedule(name: str, value: Any) -> bool:
+    """Both the state and the knobs have a temperature: a tensor is this step's, anything else the schedule."""
+    return name == "temperature" and not isinstance(value, Tensor)
+
+
+def _check(name: str, value: Any, state: DenoiseState) -> None:
+    if name == "self_cond" and not isinstance(value, Prediction | Tensor | None):
+        raise ValueError(
+            f"DenoiseState.self_cond must be a Prediction, logits or None, got {type(value).__name__}. "
+            "None conditions the next step on nothing."
+        )
+    if name not in _STATE_FIELDS - _ANY_SHAPE or _is_schedule(name, value):
+        return
+    now: Tensor = getattr(state, name)
+    if not isinstance(value, Tensor) or value.shape != now.shape or value.dtype != now.dtype:
+        got = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"DenoiseState.{name} must stay {now.dtype} {tuple(now.shape)}, got {got}.")
+    if name == "canvas" and bool(((value < 0) | (value >= state.noise.vocab_size)).any()):
+        raise ValueError(
+            f"DenoiseState.canvas must hold ids in [0, {state.noise.vocab_size}), "
+            f"got {int(value.min())}..{int(value.max())}."
+        )
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _same(left: Any, right: Any) -> bool:
+    """Whether two values of a field are equal: tensors, predictions by their logits, memories part by part."""
+    if left is right:
+        return True
+    left, right = (x.logits if isinstance(x, Prediction) else x for x in (left, right))
+    (left_leaves, left_form), (right_leaves, right_form) = tree_flatten(left), tree_flatten(right)
+    return left_form == right_form and all(
+        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is b
+        for a, b in zip(left_leaves, right_leaves, strict=True)
+    )
+
+
+def _alike(left: Any, right: Any) -> bool:
+    """Whether two memories have the same parts of the same shapes."""
+    (left_leaves, left_form), (right_leaves, right_form) = tree_flatten(left), tree_flatten(right)
+    return left_form == right_form and all(
+        getattr(a, "shape", None) == getattr(b, "shape", None) for a, b in zip(left_leaves, right_leaves, strict=True)
+    )

@@ -1,0 +1,103 @@
+"""What a run yields: a step, a committed block, the whole."""
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from dgemma.diffusion.prediction import Prediction, Top
+from dgemma.diffusion.state import DenoiseState
+from dgemma.model.cache import PrefixCache
+from dgemma.run.changes import Changes
+from dgemma.run.plan import Knobs
+
+if TYPE_CHECKING:
+    from dgemma.run.trajectory import Trajectory
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """What one denoising step saw and did. B rows, C positions; `state` is the one after the step.
+
+    A training step's is `dgemma.train.records.StepRecord`.
+    """
+
+    block: Tensor  # (B,)
+    step: Tensor  # (B,)
+    seeds: Tensor  # (B,)
+    temperature: Tensor  # (B,)
+    noise_level: Tensor  # (B,) of the canvas
+    canvas: Tensor  # (B, C) that was predicted from
+    argmax: Tensor  # (B, C)
+    entropy: Tensor  # (B, C)
+    confidence: Tensor  # (B, C)
+    accepted: Tensor  # (B, C) bool: written
+    renoised: Tensor  # (B, C) bool: returned to noise
+    active: Tensor  # (B,) bool: rows that were not done before the step
+    rows: Tensor  # (B,) which rows of the whole batch these are: finished ones leave and cost nothing more
+    verdict: Tensor | None = None  # (3, B) int64, see `judge`; None: the loop judges
+    prediction: Prediction  # the shaped one
+    state: DenoiseState
+    cache: PrefixCache  # that was looked at
+    knobs: Knobs
+
+    @classmethod
+    def of(cls, before: DenoiseState, after: DenoiseState, prediction: Prediction, **did: Any) -> "StepRecord":
+        """The record of the step from `before` to `after`; `did` is all that neither they nor the prediction say."""
+        kept = ("block", "step", "seeds", "temperature", "noise_level", "canvas", "rows")
+        said = ("argmax", "entropy", "confidence")
+        seen = {name: getattr(before, name) for name in kept} | {name: getattr(prediction, name) for name in said}
+        return cls(**seen, prediction=prediction, state=after, **did)
+
+    def top(self, k: int) -> Top:
+        """The k best candidates of every position, computed when asked."""
+        return self.prediction.top(k)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockCommit:
+    """A finished block: tokens (B, C), padded after a row's stop token; `finished` rows (B,) write no more."""
+
+    block: int
+    tokens: Tensor
+    finished: Tensor
+    steps: Tensor  # (B,) forwards each row needed
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Generation:
+    """The result. tokens (B, P + N) and new_tokens (B, N); steps (B, blocks) counts forwards; see `generate`."""
+
+    tokens: Tensor
+    new_tokens: Tensor
+    steps: Tensor
+    tokens_per_forward: Tensor  # (B,): new tokens that are not padding / forwards while the row was unfinished
+    cache: PrefixCache
+    trajectory: "Trajectory | None"
+
+    def __repr__(self) -> str:
+        tokens_per_forward = [round(value, 2) for value in self.tokens_per_forward.tolist()]
+        return (
+            f"Generation(new_tokens={tuple(self.new_tokens.shape)}, steps={self.steps.tolist()}, {tokens_per_forward=})"
+        )
+
+
+class Moment(NamedTuple):
+    """All that the next step needs: `step(model, moment.state, cache=moment.cache, knobs=moment.knobs)`."""
+
+    state: DenoiseState
+    cache: PrefixCache
+    knobs: Knobs
+
+
+class Denoised(NamedTuple):
+    """A canvas at its end: drafts (B, C), the forwards each row took (B,), and the knobs last in force."""
+
+    drafts: Tensor
+    num_forwards: Tensor
+    knobs: Knobs
+
+
+OnStep = Callable[[StepRecord], Changes]  # `dgemma.train.loop.OnStep` is of training steps
+Events = Generator[StepRecord | BlockCommit, Changes, Generation]

@@ -1,0 +1,487 @@
+"""A run on record: every step's canvas, decisions and certainty; saved, replayed bit for bit, forked at any step.
+
+A draw is a function of (seed, block, step, position, purpose), so a run is its plan, the model, and what a callback
+changed on the way. All of that but the model is kept, and so the run can be made again from any step on.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from dgemma.checkpoint.tokenizer import Tokenizer
+from dgemma.diffusion.prediction import Prediction
+from dgemma.diffusion.state import DenoiseState
+from dgemma.model.cache import PrefixCache
+from dgemma.run import archive, arguments
+from dgemma.run.changes import Changes, apply_changes, knob_changes, list_changes, list_writes
+from dgemma.run.denoiser import Denoiser
+from dgemma.run.generate import drain, run
+from dgemma.run.plan import Knobs, Plan
+from dgemma.run.records import BlockCommit, Generation, Moment, OnStep, StepRecord
+
+if TYPE_CHECKING:
+    from dgemma.view.board import Board
+    from dgemma.view.html import Page
+
+_KIND = "trajectory"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RecordedStep:
+    """One step of R rows, C positions and k candidates, on the CPU in small types. Rows that are done have left."""
+
+    block: int
+    index: int  # the step's place in its block
+    rows: Tensor  # (R,) of the batch
+    step: Tensor  # (R,) int64, the number its draws were made with
+    seeds: Tensor  # (R,) int64
+    temperature: Tensor  # (R,) float32
+    noise_level: Tensor  # (R,) float64
+    done: Tensor  # (R,) bool, after the step
+    canvas: Tensor  # (R, C) int, before the step
+    next_canvas: Tensor  # (R, C) int, after it
+    draft: Tensor  # (R, C) int: what would be committed now
+    argmax: Tensor  # (R, C) int
+    accepted: Tensor  # (R, C) bool
+    renoised: Tensor  # (R, C) bool
+    open: Tensor  # (R, C) bool, after the step
+    entropy: Tensor  # (R, C) float32, nats
+    confidence: Tensor  # (R, C) float32
+    top_tokens: Tensor  # (R, C, k) int, best first
+    top_probabilities: Tensor  # (R, C, k) float16
+
+
+_COLUMNS = tuple(f.name for f in fields(RecordedStep) if f.type is Tensor)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Change:
+    """What a callback or a fork changed before step `index` of a block: fields of the state and knobs, by name."""
+
+    block: int
+    index: int
+    values: dict[str, Any]
+
+
+class Trajectory:
+    """A recorded run; `generate(..., record=True).trajectory` is one.
+
+    `len` counts the steps of all blocks, `trajectory[i]` is a `RecordedStep`, `array(name)` one of its fields over all
+    steps and rows. `plan` says how the run was made, `changes` what a callback changed on the way, and `commits` holds
+    the finished blocks.
+
+    Example: `generate(model, prompt, record=True).trajectory.array("entropy").mean(-1)` is (steps, B).
+    """
+
+    def __init__(self, plan: Plan, *, top: int = 5) -> None:
+        if not 0 <= top <= plan.noise.vocab_size:
+            raise ValueError(f"Trajectory.top must be in [0, {plan.noise.vocab_size}], got {top}. Use 0 for none.")
+        self.plan, self.top = plan, top
+        self.steps: list[RecordedStep] = []
+        self.commits: list[BlockCommit] = []
+        self.changes: list[Change] = []
+
+    def add_step(self, record: StepRecord, changes: Changes = None, *, before: DenoiseState | None = None) -> None:
+        """Put a step on record, and what is to change after it.
+
+        before: the state as the step left it, where somebody may have written into the record's since (`snapshot`).
+        """
+        written = {} if before is None else list_writes(before, record.state)
+        after = record.state if before is None else before
+        token_type = torch.int16 if self.plan.noise.vocab_size <= 2**15 else torch.int32
+        top = record.top(self.top) if self.top else None
+        none = record.entropy.new_empty(*record.canvas.shape, 0)
+        columns = {
+            "rows": record.rows.int(),
+            "step": record.step,
+            "seeds": record.seeds,
+            "temperature": record.temperature.float(),
+            "noise_level": record.noise_level,
+            "done": after.done,
+            "canvas": record.canvas.to(token_type),
+            "next_canvas": after.canvas.to(token_type),
+            "draft": after.draft.to(token_type),
+            "argmax": record.argmax.to(token_type),
+            "accepted": record.accepted,
+            "renoised": record.renoised,
+            "open": after.open,
+            "entropy": record.entropy.float(),
+            "confidence": record.confidence.float(),
+            "top_tokens": (none if top is None else top.tokens).to(token_type),
+            "top_probabilities": (none if top is None else top.probabilities).half(),
+        }
+        columns = {name: tensor.detach().cpu() for name, tensor in columns.items()}
+        block, index = self._place()
+        self.steps.append(RecordedStep(block=block, index=index, **columns))
+        self._add_change((block, index + 1), changes, Moment(record.state, record.cache, record.knobs), written)
+
+    def add_commit(self, commit: BlockCommit) -> None:
+        """Put a finished block on record."""
+        kept = {f.name: tree_map(_kept, getattr(commit, f.name)) for f in fields(commit)}
+        self.commits.append(BlockCommit(**kept))
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __getitem__(self, index: int) -> RecordedStep:
+        return self.steps[index]
+
+    def __iter__(self) -> Iterator[RecordedStep]:
+        return iter(self.steps)
+
+    def __repr__(self) -> str:
+        blocks = f"{len(self.commits)} of {self.plan.num_blocks} blocks"
+        return (
+            f"Trajectory({self.batch_size} rows, {blocks}, {len(self)} steps, {type(self.plan.knobs.sampler).__name__})"
+        )
+
+    @property
+    def batch_size(self) -> int:
+        return self.plan.prompt_tokens.shape[0]
+
+    @property
+    def present(self) -> Tensor:
+        """Which rows each step had, (steps, B) bool; the others were done and cost nothing."""
+        return self._spread("rows", -1) >= 0
+
+    def array(self, name: str) -> Tensor:
+        """A field of `RecordedStep` over all steps and rows: (steps, B), (steps, B, C) or (steps, B, C, k).
+
+        Where a row was absent, tokens and numbers are -1, certainties nan, decisions False.
+
+        Example: `trajectory.array("accepted").sum(-1)` counts what each step accepted.
+        """
+        if name not in _COLUMNS:
+            raise ValueError(f"Trajectory.array name must be one of {', '.join(_COLUMNS)}; got {name!r}.")
+        kind = getattr(self.steps[0], name).dtype if self.steps else torch.int64
+        absent = False if kind == torch.bool else float("nan") if kind.is_floating_point else -1
+        return self._spread(name, absent)
+
+    def at(self, *, block: int, step: int) -> RecordedStep:
+        """The step at place `step` of a block.
+
+        Example: `trajectory.at(block=0, step=3).entropy`.
+        """
+        for recorded in self.steps:
+            if (recorded.block, recorded.index) == (block, step):
+                return recorded
+        raise IndexError(f"Trajectory.at must name a recorded step, got block {block}, step {step} of {self!r}.")
+
+    @property
+    def new_tokens(self) -> Tensor:
+        """The committed blocks, (B, N) int64."""
+        none = torch.empty(self.batch_size, 0, dtype=torch.int64)
+        return torch.cat([none, *(commit.tokens for commit in self.commits)], dim=1)
+
+    @property
+    def num_forwards(self) -> Tensor:
+        """Forwards of each row in each committed block, (B, blocks)."""
+        none = torch.empty(self.batch_size, 0, dtype=torch.int64)
+        return torch.cat([none, *(commit.steps[:, None] for commit in self.commits)], dim=1)
+
+    @property
+    def tokens_per_forward(self) -> Tensor:
+        """New tokens that are not padding over forwards, (B,)."""
+        return (self.new_tokens != self.plan.pad_token_id).sum(1) / self.num_forwards.sum(1)
+
+    def to_html(
+        self,
+        path: str | Path | None = None,
+        *,
+        tokenizer: "Tokenizer | Board | None" = None,
+        row: int | Sequence[int] | None = None,
+    ) -> "Page":
+        """One page that needs no network: play the run, scrub it, see every position's candidates. A notebook shows it.
+
+        All rows, or those named; without a tokenizer it shows token ids, with `dgemma.view.Board()` a Sudoku. Written
+        to `path` if one is given.
+
+        Example: `trajectory.to_html("run.html", tokenizer=tokenizer)`.
+        """
+        from dgemma.view.html import build_page
+
+        page = build_page(self, tokenizer=tokenizer, row=row)
+        if path is not None:
+            Path(path).write_text(page, encoding="utf-8")
+        return page
+
+    def to_gif(
+        self, path: str | Path, *, tokenizer: "Tokenizer | Board | None" = None, row: int = 0, **options: Any
+    ) -> None:
+        """Write a row's run as an animated picture; see `dgemma.view.gif.write_gif` for the options.
+
+        Example: `trajectory.to_gif("run.gif", tokenizer=tokenizer)`.
+        """
+        from dgemma.view.gif import write_gif
+
+        write_gif(self, path, tokenizer=tokenizer, row=row, **options)
+
+    def _repr_html_(self) -> str | None:
+        """The page in a notebook, in token ids; `to_html(tokenizer=tokenizer)` shows text."""
+        return self.to_html(row=range(min(self.batch_size, 4)))._repr_html_() if self.steps else None
+
+    def save(self, path: str | Path) -> None:
+        """Write the trajectory to one safetensors file; see `load`.
+
+        Example: `trajectory.save("run.safetensors")`.
+        """
+        steps = {name: torch.cat([getattr(step, name) for step in self.steps]) for name in _COLUMNS if self.steps}
+        sizes = [(step.block, step.index, len(step.rows)) for step in self.steps]
+        content = {"plan": self.plan, "top": self.top, "steps": steps, "sizes": sizes}
+        archive.save(path, {**content, "commits": self.commits, "changes": self.changes}, kind=_KIND)
+
+    @classmethod
+    def load(cls, path: str | Path, *, classes: Iterable[type] = ()) -> Self:
+        """Read a trajectory back. `classes` of yours that it was made with are needed only to replay or fork it.
+
+        Example: `Trajectory.load("run.safetensors", classes=[MySampler]).replay(model)`.
+        """
+        content = archive.load(path, kind=_KIND, classes=classes)
+        missing = archive.find_unknown(content["plan"].noise)
+        if missing is not None:
+            raise ValueError(
+                f"{path} was made with {missing.name}, which this process does not know. Pass it in classes=[...]."
+            )
+        trajectory = cls(content["plan"], top=content["top"])
+        trajectory.commits, trajectory.changes = list(content["commits"]), list(content["changes"])
+        columns = {name: tensor.split([s[2] for s in content["sizes"]]) for name, tensor in content["steps"].items()}
+        for i, (block, index, _) in enumerate(content["sizes"]):
+            tensors = {name: column[i] for name, column in columns.items()}
+            trajectory.steps.append(RecordedStep(block=block, index=index, **tensors))
+        return trajectory
+
+    def replay(self, model: Denoiser, *, cache: PrefixCache | None = None, strict: bool = True) -> "Trajectory":
+        """Make the run again: an equal trajectory, or an error that says where it parted (`strict=False`: no check).
+
+        What an `on_step` callback changed is on record and is changed again. A run that went on from a cache needs
+        that cache, as it was then; it is copied, not extended.
+
+        Example: `trajectory.replay(model)`.
+        """
+        again = Trajectory(self.plan, top=self.top)
+        self._rerun(model, cache, again, lambda place, moment, record: self._changes_before(place, moment))
+        parted = self.difference(again) if strict else None
+        if parted:
+            raise RuntimeError(
+                f"The replay parts from the run at {parted}. Use the same weights, dtype, device and versions."
+            )
+        return again
+
+    def moment(self, model: Denoiser, *, block: int = 0, step: int = 0, cache: PrefixCache | None = None) -> Moment:
+        """The state before step `step` of a block, rebuilt by running from the block's start, ready to be stepped.
+
+        Rows that were done by then are still in it. A state made of it goes back in by `fork(..., state=...)`.
+
+        Example: `a.moment(model, step=3).state.splice(rows, b.moment(model, step=3).state.select(rows))`.
+        """
+        self._check_place(block, step)
+
+        def script(place: Place, moment: Moment, record: StepRecord | None) -> Changes:
+            changes = self._changes_before(place, moment)
+            if place == (block, step):
+                state, knobs = apply_changes(changes, moment.state, moment.knobs)
+                raise _Reached(Moment(state, moment.cache, knobs))
+            return changes
+
+        try:
+            self._rerun(model, cache, self._until(block), script)
+        except _Reached as reached:
+            return reached.moment
+        raise RuntimeError(f"The run ended before block {block}, step {step}. Use the model it was recorded with.")
+
+    def fork(
+        self,
+        model: Denoiser,
+        *,
+        block: int = 0,
+        step: int = 0,
+        cache: PrefixCache | None = None,
+        seed: int | Sequence[int] | Tensor | None = None,
+        on_step: OnStep | None = None,
+        **changes: Any,
+    ) -> Generation:
+        """Go on from step `step` of a block with changes; without any, the result equals the run.
+
+        changes: fields of the state, with the rows of `moment`; a whole `state`; any of `Knobs`. `seed` holds from that
+        step on. What a callback changed up to that step is changed again. What it changed later is, too, if the fork
+        changes nothing; otherwise it would meet another canvas, and `on_step` is to be passed anew. The result's
+        trajectory begins with what both share and can itself be saved, replayed and forked.
+
+        Example: `trajectory.fork(model, block=1, step=4, sampler=EntropyBound(bound=0.5))`.
+        """
+        self._check_place(block, step)
+        forked = self._until(block)
+        if seed is not None:
+            row_seeds = arguments.read_seeds(seed, self.plan.prompt_tokens)
+            seeds = self.plan.seeds.clone()
+            seeds[block if step == 0 else block + 1 :] = row_seeds
+            forked.plan = replace(self.plan, seeds=seeds)
+
+        unchanged = not changes and seed is None and on_step is None
+
+        def script(place: Place, moment: Moment, record: StepRecord | None) -> Changes:
+            if place > (block, step) and not unchanged:
+                return on_step(record) if on_step is not None and record is not None else None
+            earlier = self._changes_before(place, moment)
+            if place != (block, step):
+                return earlier
+            new = dict(changes)
+            if seed is not None and step > 0:
+                new.setdefault("seeds", row_seeds.to(moment.state.device)[moment.state.rows])
+            return _merge(earlier, new)
+
+        return self._rerun(model, cache, forked, script)
+
+    def difference(self, other: "Trajectory") -> str | None:
+        """Where two trajectories first part, in words; None if they are equal bit for bit.
+
+        Example: `a.difference(b)` may be "block 0, step 3, row 1: canvas".
+        """
+        for mine, theirs in zip(self.steps, other.steps, strict=False):
+            where = f"block {mine.block}, step {mine.index}"
+            if (mine.block, mine.index) != (theirs.block, theirs.index) or not torch.equal(mine.rows, theirs.rows):
+                return f"{where}: the rows still writing"
+            for name in _COLUMNS:
+                differs = ~_same(getattr(mine, name), getattr(theirs, name)).flatten(1).all(1)
+                if bool(differs.any()):
+                    return f"{where}, row {int(mine.rows[differs][0])}: {name}"
+        for one, another in zip(self.commits, other.commits, strict=False):
+            if not torch.equal(one.tokens, another.tokens) or not torch.equal(one.steps, another.steps):
+                return f"block {one.block}: the committed tokens"
+        if len(self) != len(other) or len(self.commits) != len(other.commits):
+            return f"the end: {len(self)} steps against {len(other)}"
+        return None
+
+    def _rerun(self, model: Denoiser, cache: PrefixCache | None, again: "Trajectory", script: "Script") -> Generation:
+        """Run the plan of `again`, from the blocks it has, into it; script says what changes before each step."""
+        plan = replace(again.plan, knobs=self._knobs_at(len(again.commits))).to(model.device)
+        self._check_model(model, cache)
+
+        def on_start(moment: Moment) -> Changes:
+            place = (len(again.commits), 0)
+            changes = script(place, moment, None)
+            again._add_change(place, changes, moment)
+            return changes
+
+        def on_step(record: StepRecord) -> Changes:
+            block, index = again._place()
+            return script((block, index + 1), Moment(record.state, record.cache, record.knobs), record)
+
+        past = list(again.commits)
+        events = run(model, plan, None if cache is None else cache.clone(), past=past, on_start=on_start)
+        return drain(events, on_step=on_step, trajectory=again)
+
+    def _spread(self, name: str, absent: Any) -> Tensor:
+        """A column over all steps and rows, (steps, B, ...)."""
+        columns = [getattr(step, name) for step in self.steps]
+        if not columns:
+            return torch.full((0, self.batch_size), absent)
+        spread = torch.full((len(columns), self.batch_size, *columns[0].shape[1:]), absent, dtype=columns[0].dtype)
+        for i, (step, column) in enumerate(zip(self.steps, columns, strict=True)):
+            spread[i, step.rows.long()] = column
+        return spread
+
+    def _place(self) -> "Place":
+        """Where the next recorded step goes: its block and its place there."""
+        block = len(self.commits)
+        return block, self.steps[-1].index + 1 if self.steps and self.steps[-1].block == block else 0
+
+    def _until(self, block: int) -> "Trajectory":
+        """A trajectory that begins as this one, with all before `block`."""
+        beginning = Trajectory(self.plan, top=self.top)
+        beginning.steps = [recorded for recorded in self.steps if recorded.block < block]
+        beginning.commits = self.commits[:block]
+        beginning.changes = [change for change in self.changes if change.block < block]
+        return beginning
+
+    def _add_change(
+        self, place: "Place", changes: Changes, moment: Moment, written: Mapping[str, Any] | None = None
+    ) -> None:
+        values = _merge(dict(written or {}), list_changes(changes, moment.state, moment.knobs))
+        if values:
+            self.changes.append(Change(block=place[0], index=place[1], values=tree_map(_kept, values)))
+
+    def _changes_before(self, place: "Place", moment: Moment) -> dict[str, Any]:
+        """What was changed before the step at `place`, on the device of the run."""
+        values: dict[str, Any] = {}
+        for change in self.changes:
+            if (change.block, change.index) == place:
+                values = _merge(values, change.values)
+        return tree_map(lambda x: x.to(moment.state.device) if isinstance(x, Tensor) else x, values)
+
+    def _knobs_at(self, block: int) -> Knobs:
+        """The knobs in force when a block begins."""
+        knobs = self.plan.knobs
+        for change in self.changes:
+            if change.block < block:
+                knobs = replace(knobs, **knob_changes(change.values))
+        return knobs
+
+    def _check_place(self, block: int, step: int) -> None:
+        if not any((recorded.block, recorded.index) == (block, step) for recorded in self.steps):
+            counts = [sum(recorded.block == b for recorded in self.steps) for b in range(self._place()[0] + 1)]
+            raise ValueError(
+                f"Trajectory block and step must name a recorded step, got block {block}, step {step}. "
+                f"The steps on record, block by block: {[count for count in counts if count]}."
+            )
+
+    def _check_model(self, model: Denoiser, cache: PrefixCache | None) -> None:
+        plan, config = self.plan, model.config
+        missing = archive.find_unknown((plan, self.changes))
+        if missing is not None:
+            fix = f"Pass it: Trajectory.load(path, classes=[{missing.name}])."
+            if missing.fields is None:
+                fix = "Only its name was saved, since it is no dataclass: record the run again with a frozen one."
+            raise ValueError(f"This trajectory was made with {missing.name}, which this process does not know. {fix}")
+        if (plan.canvas_len, plan.noise.vocab_size) != (config.canvas_length, config.vocab_size):
+            raise ValueError(
+                f"This trajectory needs a model with canvas_length {plan.canvas_len} and vocab_size "
+                f"{plan.noise.vocab_size}, got {config.canvas_length} and {config.vocab_size}."
+            )
+        if (plan.num_cached is None) != (cache is None) or (
+            cache is not None
+            and plan.num_cached is not None
+            and not torch.equal(plan.num_cached.cpu(), cache.lengths.cpu())
+        ):
+            had = "no cache" if plan.num_cached is None else f"a cache of {plan.num_cached.tolist()} tokens a row"
+            got = "none" if cache is None else f"one of {cache.lengths.tolist()}"
+            raise ValueError(
+                f"This trajectory began with {had}, got {got}. Pass a clone taken before the run, or None."
+            )
+
+
+Place = tuple[int, int]  # a block, and a step's place in it
+Script = Callable[[Place, Moment, StepRecord | None], Changes]
+
+
+class _Reached(Exception):
+    """Ends a rerun at the moment asked for."""
+
+    def __init__(self, moment: Moment) -> None:
+        self.moment = moment
+
+
+def _merge(earlier: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
+    """Both changes at once, the later ones on top."""
+    if "state" in later:  # built on the moment, it has the earlier changes of the state in it
+        earlier = knob_changes(earlier)
+    if later.keys() & {"canvas", "frozen"}:  # which decide anew what is open
+        earlier = {name: value for name, value in earlier.items() if name != "open"}
+    return {**earlier, **later}
+
+
+def _kept(value: Any) -> Any:
+    value = value.logits if isinstance(value, Prediction) else value
+    return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def _same(left: Tensor, right: Tensor) -> Tensor:
+    if left.shape != right.shape:
+        return torch.zeros(len(left), 1, dtype=torch.bool)
+    same = left == right
+    return (same | (left.isnan() & right.isnan()) if left.is_floating_point() else same).reshape(len(left), -1)

@@ -1,0 +1,1 @@
+"""Tools to study a model: `observe` looks inside a forward pass, `sweep` compares samplers."""

@@ -1,0 +1,188 @@
+"""The speed/quality slider: one task under many samplers, as a table and a plot of quality over tokens per forward."""
+
+import csv
+import html
+import io
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dgemma.progress import progress_bar
+from dgemma.run.records import Generation
+from dgemma.sampling.base import Sampler
+
+Task = Callable[[Any, int], tuple[float | Tensor, Generation]]
+
+_COLUMNS = ("sampler", "quality", "± error", "tokens/forward", "forwards", "seconds", "runs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepRow:
+    """One sampler: means over all rows of all runs; `error` is the standard error of quality, nan for a single value.
+
+    tokens_per_forward counts new tokens that are not padding over the forwards of a row while unfinished; forwards and
+    seconds are per row and per run.
+    """
+
+    label: str
+    quality: float
+    error: float
+    tokens_per_forward: float
+    forwards: float
+    seconds: float
+    runs: int
+
+    def cells(self) -> tuple[str, ...]:
+        error = "" if self.error != self.error else f"{self.error:.4f}"
+        numbers = (f"{self.quality:.4f}", error, f"{self.tokens_per_forward:.2f}", f"{self.forwards:.1f}")
+        return (self.label, *numbers, f"{self.seconds:.2f}", str(self.runs))
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The result of `sweep`: rows in the order of the samplers; shows itself as a table in a notebook."""
+
+    rows: tuple[SweepRow, ...]
+
+    @property
+    def frontier(self) -> tuple[SweepRow, ...]:
+        """The rows no other beats in both quality and tokens per forward, fastest last."""
+        best: list[SweepRow] = []
+        for row in sorted(self.rows, key=lambda row: (-row.tokens_per_forward, -row.quality)):
+            if not best or row.quality > best[-1].quality:
+                best.append(row)
+        return tuple(reversed(best))
+
+    def to_markdown(self) -> str:
+        """A table for a README."""
+        lines = [_COLUMNS, ("---",) * len(_COLUMNS), *(row.cells() for row in self.rows)]
+        return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+    def to_csv(self, path: str | Path | None = None) -> str:
+        """The numbers in full precision, one line a sampler; written to `path` if given."""
+        text = io.StringIO()
+        names = [field.name for field in fields(SweepRow)]
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(names)
+        writer.writerows([getattr(row, name) for name in names] for row in self.rows)
+        if path is not None:
+            Path(path).write_text(text.getvalue())
+        return text.getvalue()
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{html.escape(name)}</th>" for name in _COLUMNS)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row.cells()) + "</tr>" for row in self.rows
+        )
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+    def plot(self, ax: Any = None) -> Any:
+        """Quality over tokens per forward, a point a sampler with its error, the frontier as a line; the axes.
+
+        Example: `sweep(task, samplers).plot().figure.savefig("sweep.png")`.
+        """
+        from dgemma.view.plots import plot_frontier
+
+        figure = plot_frontier(self, ax=ax)
+        return figure.axes[0] if ax is None else ax
+
+
+def sweep(
+    task: Task, samplers: Mapping[str, Any] | Sequence[Any], *, seeds: Iterable[int] = (0,), progress: bool = True
+) -> Sweep:
+    """Run `task(sampler, seed)` for every sampler and seed; it returns a quality and what `generate` returned.
+
+    Quality is a number or one per row, (B,). `samplers` may be named, {"fast": ..., "slow": ...}; otherwise each is
+    called by what differs from its defaults. They are handed to the task as they are, so dictionaries of options work
+    as well.
+
+    Example:
+        def task(sampler, seed):
+            out = dgemma.generate(model, prompts, sampler=sampler, seed=seed)
+            return (out.new_tokens == answers).all(1).float(), out
+        sweep(task, [EntropyBound(bound=b) for b in (0.05, 0.1, 0.5)], seeds=range(4))
+    """
+    if isinstance(samplers, Sampler):
+        raise ValueError(f"sweep samplers must be a list, got one {type(samplers).__name__}. Write [sampler].")
+    named = dict(samplers) if isinstance(samplers, Mapping) else _name(samplers)
+    seeds = list(seeds)
+    if not named or not seeds:
+        raise ValueError(f"sweep needs at least one sampler and one seed, got {len(named)} and {len(seeds)}.")
+    rows = []
+    runs = progress_bar(total=len(named) * len(seeds), desc="sweep", unit="run", show=progress)
+    with runs:
+        for label, sampler in named.items():
+            outcomes = []
+            for seed in seeds:
+                outcomes.append(_run(task, sampler, seed))
+                runs.update()
+            rows.append(_summarise(label, outcomes))
+    return Sweep(tuple(rows))
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    quality: list[float]
+    tokens_per_forward: list[float]
+    forwards: list[float]
+    seconds: float
+
+
+def _run(task: Task, sampler: Any, seed: int) -> _Outcome:
+    began = time.perf_counter()
+    result = task(sampler, seed)
+    if not (isinstance(result, tuple) and len(result) == 2 and hasattr(result[1], "tokens_per_forward")):
+        raise ValueError(
+            f"sweep task must return (quality, generation), got {type(result).__name__}. Return what generate returned."
+        )
+    quality = torch.as_tensor(result[0], dtype=torch.float64).reshape(-1).tolist()
+    generation = result[1]
+    return _Outcome(
+        quality=quality,
+        tokens_per_forward=generation.tokens_per_forward.tolist(),
+        forwards=generation.steps.reshape(len(generation.tokens_per_forward), -1).sum(1).tolist(),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _summarise(label: str, outcomes: Sequence[_Outcome]) -> SweepRow:
+    quality = [value for outcome in outcomes for value in outcome.quality]
+    return SweepRow(
+        label=label,
+        quality=fmean(quality),
+        error=stdev(quality) / len(quality) ** 0.5 if len(quality) > 1 else float("nan"),
+        tokens_per_forward=fmean(value for outcome in outcomes for value in outcome.tokens_per_forward),
+        forwards=fmean(value for outcome in outcomes for value in outcome.forwards),
+        seconds=fmean(outcome.seconds for outcome in outcomes),
+        runs=len(outcomes),
+    )
+
+
+def _name(samplers: Sequence[Any]) -> dict[str, Any]:
+    named: dict[str, Any] = {}
+    for sampler in samplers:
+        label = describe_sampler(sampler)
+        if label in named:
+            raise ValueError(
+                f"sweep samplers must differ from one another, got {label} twice. Name them: {{name: ...}}."
+            )
+        named[label] = sampler
+    return named
+
+
+def describe_sampler(sampler: Any) -> str:
+    """The class and the fields that differ from their defaults, such as EntropyBound(bound=0.5)."""
+    if not is_dataclass(sampler) or isinstance(sampler, type):
+        return repr(sampler)
+    differing = [
+        f"{field.name}={getattr(sampler, field.name)!r}"
+        for field in fields(sampler)
+        if field.default is MISSING or getattr(sampler, field.name) != field.default
+    ]
+    return f"{type(sampler).__name__}({', '.join(differing)})"

@@ -1,0 +1,1 @@
+"""Tasks built on a run: infilling, editing, slots, guidance and autoregressive decoding."""

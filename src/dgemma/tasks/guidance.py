@@ -1,0 +1,153 @@
+"""Classifier-free guidance as a wrapper at the Denoiser seam: two predictions in, one out (LLaDA, arXiv:2502.09992)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from dgemma.diffusion.prediction import Prediction
+
+
+def mix(conditional: Tensor, unconditional: Tensor, strength: float) -> Tensor:
+    """u + (w + 1)(c - u) of two sets of log-probabilities or logits, any shape: the law ∝ p_c^(w+1) · p_u^(-w).
+
+    w = 0 gives c back exactly and w = -1 gives u. What either side forbids (-inf) stays forbidden.
+
+    Example: `mix(conditional.logits, unconditional.logits, 1.5)`.
+    """
+    forbidden = (conditional == -torch.inf) | (unconditional == -torch.inf)
+    return (conditional + strength * (conditional - unconditional)).masked_fill(forbidden, -torch.inf)
+
+
+@dataclass(frozen=True, eq=False)
+class GuidedCache:
+    """The prefix as it is and the prefix without its prompt; what is done to one is done to both."""
+
+    conditional: Any
+    unconditional: Any
+
+    @property
+    def batch_size(self) -> int:
+        return self.conditional.batch_size
+
+    @property
+    def lengths(self) -> Tensor:
+        """Each row's tokens, prompt included, (B,)."""
+        return self.conditional.lengths
+
+    @property
+    def num_slots(self) -> int:
+        """The length of the longest row of either."""
+        return max(self.conditional.num_slots, self.unconditional.num_slots)
+
+    def clone(self) -> Self:
+        """An independent copy: extending one leaves the other as it is."""
+        return type(self)(self.conditional.clone(), self.unconditional.clone())
+
+    def select(self, rows: Tensor) -> Self:
+        """The cache of some rows: rows (R,) int64 → batch size R."""
+        return type(self)(self.conditional.select(rows), self.unconditional.select(rows))
+
+    @classmethod
+    def join(cls, parts: Sequence[tuple[Tensor, "GuidedCache"]]) -> Self:
+        """One cache out of several: each part holds the given rows (R,) of the batch; together they are all of them."""
+        halves = [[(rows, getattr(cache, half)) for rows, cache in parts] for half in ("conditional", "unconditional")]
+        return cls(*(type(half[0][1]).join(half) for half in halves))
+
+    def mark(self) -> tuple[Any, Any]:
+        """Remember this boundary, to roll back to it later."""
+        return self.conditional.mark(), self.unconditional.mark()
+
+    def rollback(self, mark: tuple[Any, Any]) -> None:
+        """Forget everything after `mark`."""
+        self.conditional.rollback(mark[0])
+        self.unconditional.rollback(mark[1])
+
+
+@dataclass(frozen=True, eq=False)
+class Guided:
+    """A denoiser steered away from what it would write without the prompt.
+
+    strength is LLaDA's w: 0 is no guidance, -1 the model without its prompt. `unconditional` says what stands in the
+    prompt's place: a token id repeated over it (LLaDA: the mask token), or another prompt, (P,) or (B, P). Only the
+    first `encode` hides its tokens; what is encoded onto a cache afterwards, committed blocks above all, both see. The
+    self-conditioning of both is the guided prediction. Two forwards a step.
+
+    Which law this is: log p(x0 | z) = log p(x0) + log q(z | x0) + const, and both predictions share q. So for a single
+    position, under mask and uniform noise alike, with mean or leave-one-out networks, mixing predictions is the exact
+    network of the mixed prior p_c^(w+1) · p_u^(-w). For more positions it is, as everywhere, a heuristic. The rule
+    published for uniform noise (Schiff et al., arXiv:2412.10193) is another one: it mixes the logarithms of the two
+    reverse kernels, `mix(noise.posterior(...).log(), ...)`, which no wrapper around the network can do.
+
+    Example: `generate(Guided(model, strength=1.0, unconditional=4), prompt, ...)`.
+    """
+
+    denoiser: Any
+    strength: float = field(kw_only=True)
+    unconditional: int | Tensor = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not self.strength >= -1:
+            raise ValueError(f"Guided.strength must be >= -1, got {self.strength}. Use 0 for no guidance.")
+        if isinstance(self.unconditional, Tensor) and self.unconditional.dim() not in (1, 2):
+            raise ValueError(
+                f"Guided.unconditional must be a token id or a prompt (P,) or (B, P), got shape "
+                f"{tuple(self.unconditional.shape)}. Pass token ids without further dimensions."
+            )
+
+    @property
+    def config(self) -> Any:
+        return self.denoiser.config
+
+    @property
+    def generation(self) -> Any:
+        return self.denoiser.generation
+
+    @property
+    def device(self) -> torch.device:
+        return self.denoiser.device
+
+    @property
+    def takes_noise_level(self) -> bool:
+        return getattr(self.denoiser, "takes_noise_level", False)
+
+    def encode(
+        self, tokens: Tensor, cache: GuidedCache | None = None, attention_mask: Tensor | None = None
+    ) -> GuidedCache:
+        """Read tokens (B, P) into both prefixes; without a cache they are the prompt, which one does not see."""
+        if cache is None:
+            prompt, prompt_mask = self._stand_in(tokens, attention_mask)
+            return GuidedCache(
+                self.denoiser.encode(tokens, attention_mask=attention_mask),
+                self.denoiser.encode(prompt, attention_mask=prompt_mask),
+            )
+        # The prefixes may differ in length, so each gets the mask of the new tokens alone.
+        new = None if attention_mask is None else attention_mask[:, -tokens.shape[1] :]
+        return GuidedCache(
+            self.denoiser.encode(tokens, cache.conditional, new),
+            self.denoiser.encode(tokens, cache.unconditional, new),
+        )
+
+    def denoise(
+        self,
+        canvas: Tensor,
+        cache: GuidedCache,
+        self_cond: Prediction | Tensor | None = None,
+        self_cond_mask: Tensor | None = None,
+        **told: Tensor,
+    ) -> Prediction:
+        """The guided prediction for canvas (B, C); `told` is what else the denoiser takes, such as `noise_level`."""
+        conditional, unconditional = (
+            self.denoiser.denoise(canvas, prefix, self_cond=self_cond, self_cond_mask=self_cond_mask, **told).logits
+            for prefix in (cache.conditional, cache.unconditional)
+        )
+        return Prediction(mix(conditional, unconditional, self.strength))
+
+    def _stand_in(self, tokens: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """What the unconditional prefix reads for the prompt, and which of it is real."""
+        if isinstance(self.unconditional, int):
+            return torch.full_like(tokens, self.unconditional), attention_mask
+        prompt = self.unconditional.to(tokens).reshape(-1, self.unconditional.shape[-1])
+        return prompt.expand(tokens.shape[0], -1), None

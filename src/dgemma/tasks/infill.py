@@ -1,0 +1,402 @@
+"""Fill holes in a text, or edit one in place: canvases laid over what is to change, everything else frozen.
+
+A canvas sees the text to its left as prefix, but nothing to its right. So each canvas begins at the first hole that is
+left, where it has most of what follows inside it; a hole too close to its end waits for a canvas of its own.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+
+from dgemma.diffusion.state import DenoiseState
+from dgemma.model.cache import PrefixCache
+from dgemma.progress import progress_bar
+from dgemma.run import arguments
+from dgemma.run.arguments import Span, passes_on
+from dgemma.run.changes import Changes, snapshot
+from dgemma.run.denoiser import Denoiser
+from dgemma.run.generate import denoise_canvas, predict, start_block
+from dgemma.run.plan import Knobs, Plan, read_plan
+from dgemma.run.records import BlockCommit, Denoised, OnStep
+from dgemma.run.trajectory import Trajectory
+
+_OPTIONS = frozenset({"steps", "noise", "sampler", "temperature", "stop", "top_k", "top_p", "seed", "allowed"})
+
+Holes = Tensor | int | Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Infilling:
+    """A text made whole.
+
+    log_probs says how the model, asked once at temperature 1 about the canvas as it began (the holes noise, or the text
+    noised), liked each token that it wrote in the end; 0 where the text was given. With `record=True` there is a
+    `Trajectory` per canvas, of the rows that had one, in their order; each can be shown, saved, replayed and forked.
+    """
+
+    tokens: Tensor  # (B, N) int64
+    log_probs: Tensor  # (B, N) float32
+    steps: Tensor  # (B,) forwards, over all canvases
+    tokens_per_forward: Tensor  # (B,): tokens written / forwards
+    trajectories: tuple[Trajectory, ...] | None
+
+
+class Placement(NamedTuple):
+    """A canvas over a text: where it starts, and the position up to which what it writes is kept."""
+
+    start: int
+    keep_until: int
+
+
+def place_canvas(todo: Tensor, canvas_len: int) -> Placement:
+    """Where the next canvas goes: todo (N,) bool marks what is still to be written, not the first token.
+
+    It starts at the first hole, or earlier where the text ends before it does. A hole is kept if a quarter of a canvas
+    lies to its right, or all the text there is; of one too long for that, as much as leaves the last canvas that view.
+
+    Example: with holes at 5..7 and 18..19 of 100 tokens, a canvas of 16 gives `Placement(start=5, keep_until=8)`.
+    """
+    text_len = len(todo)
+    edges = torch.diff(F.pad(todo.int(), (1, 1))).nonzero()[:, 0].tolist()
+    holes = list(zip(edges[::2], edges[1::2], strict=True))
+    first, first_stop = holes[0]
+    start = max(1, min(first, text_len - canvas_len))
+    end = min(start + canvas_len, text_len)
+    keep_until = first
+    for _, stop in holes:
+        if stop + min(canvas_len // 4, text_len - stop) > end:
+            break
+        keep_until = stop
+    if keep_until == first:
+        view = min(canvas_len // 4, text_len - first_stop)
+        keep_until = min(end, first_stop + view - canvas_len) if view else end
+    return Placement(start, keep_until)
+
+
+@passes_on(read_plan, only=_OPTIONS)
+@torch.no_grad()
+def infill(
+    model: Denoiser,
+    tokens: Tensor,
+    holes: Holes,
+    *,
+    attention_mask: Tensor | None = None,
+    tail_token_id: int | None = None,
+    on_step: OnStep | None = None,
+    record: bool = False,
+    record_top: int = 5,
+    progress: bool = True,
+    **options: Any,
+) -> Infilling:
+    """Write the holes of tokens (B, N); everything else stays as it is.
+
+    holes: booleans (B, N), spans [(start, stop), ...] for all rows, or a token id that stands for a hole. They may be
+    longer than a canvas. attention_mask (B, N) is 0 for padding, on whichever side. A text that ends inside a canvas is
+    followed by positions that are written freely and dropped, or by `tail_token_id` (models tuned on canvases that are
+    filled up with a stop token expect that one); a canvas ends when what is kept of it is done. The options of
+    `generate` hold: steps, noise, sampler, temperature, stop, top_k, top_p, seed, and `allowed` over the positions of
+    the text; on_step, record, record_top and progress too. A recorded run reads the prefix of each canvas anew, as its
+    replay will.
+
+    Example: `infill(model, tokens, [(12, 20)], noise=MaskNoise(vocab_size), sampler=Confidence(), seed=1).tokens`.
+    """
+    tokens, plan = _read_options("infill", model, tokens, options)
+    real = _read_mask("infill", attention_mask, tokens)
+    todo = _read_holes(holes, tokens) & real
+    if not bool(todo.any(1).all()):
+        raise ValueError("infill holes must mark a token in every row. Leave out the rows that have none.")
+    if bool((todo & (real.cumsum(1) == 1)).any()):
+        raise ValueError("infill holes must spare the first token of a row, the canvas's prefix. Begin it with bos.")
+    _check_text("infill", tokens, real & ~todo, tail_token_id, plan)
+    writer = _Writer(model, plan, tail_token_id, on_step, record_top if record else None, progress)
+    return writer.write(tokens, real, todo)
+
+
+@passes_on(read_plan, only=_OPTIONS)
+@torch.no_grad()
+def edit(
+    model: Denoiser,
+    tokens: Tensor,
+    *,
+    noise_level: float = 0.5,
+    frozen: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    tail_token_id: int | None = None,
+    on_step: OnStep | None = None,
+    record: bool = False,
+    record_top: int = 5,
+    progress: bool = True,
+    **options: Any,
+) -> Infilling:
+    """Rewrite tokens (B, N) in place: noise them to `noise_level` (1 forgets the text), then denoise from there.
+
+    frozen (B, N) bool marks what stays; a row's first token always does, since a canvas needs a prefix. Arguments
+    otherwise as for `infill`; `steps` is what a whole denoising would take, of which those above the level are skipped.
+    The text gets the noise of the step it begins with, the nearest to the level: of few steps, that may be far.
+
+    Example: `edit(model, tokens, noise_level=0.3, frozen=is_prompt)`.
+    """
+    tokens, plan = _read_options("edit", model, tokens, options)
+    plan = replace(plan, noise_level=arguments.read_noise_level(noise_level, tokens, owner="edit"))
+    real = _read_mask("edit", attention_mask, tokens)
+    todo = real & (real.cumsum(1) > 1)
+    if frozen is not None:
+        _require("edit frozen", frozen, tokens, torch.bool)
+        todo = todo & ~frozen.to(tokens.device)
+    if not bool(todo.any(1).all()):
+        raise ValueError("edit frozen must leave a token to rewrite in every row. Leave out the rows that have none.")
+    _check_text("edit", tokens, real, tail_token_id, plan)
+    writer = _Writer(model, plan, tail_token_id, on_step, record_top if record else None, progress, from_text=True)
+    return writer.write(tokens, real, todo)
+
+
+@dataclass
+class _Row:
+    """One row of the batch without its padding, on the host."""
+
+    index: int
+    columns: Tensor  # (n,) where its tokens are in the batch
+    text: Tensor  # (n,) int64
+    todo: Tensor  # (n,) bool
+    num_read: int  # tokens already in the prefix
+    place: Placement
+
+    def under(self, values: Tensor, canvas_len: int, beyond: int) -> Tensor:
+        """The part of values (n,) under the canvas, `beyond` where the text has ended, (C,)."""
+        part = values[self.place.start : self.place.start + canvas_len]
+        return F.pad(part, (0, canvas_len - len(part)), value=beyond)
+
+
+@dataclass(frozen=True)
+class _Writer:
+    """Writes canvas after canvas until nothing is left to do, each row at its own places."""
+
+    model: Denoiser
+    plan: Plan  # of one canvas after one token; its span allows over the whole text
+    tail_token_id: int | None
+    on_step: OnStep | None
+    record_top: int | None  # None: no record
+    progress: bool
+    from_text: bool = False  # from noised text rather than from noise
+
+    def write(self, tokens: Tensor, real: Tensor, todo: Tensor) -> Infilling:
+        """tokens, real and todo are (B, N)."""
+        device = tokens.device
+        out, log_probs = tokens.clone(), torch.zeros(tokens.shape, device=device)
+        forwards = torch.zeros(tokens.shape[0], dtype=torch.int64, device=device)
+        rows = [
+            _Row(index, kept.nonzero()[:, 0], text[kept], holes[kept], 0, Placement(0, 0))
+            for index, (text, kept, holes) in enumerate(zip(tokens.cpu(), real.cpu(), todo.cpu(), strict=True))
+        ]
+        cache: PrefixCache | None = None
+        knobs, trajectories = self.plan.knobs, []
+        show = self.progress and not getattr(self.on_step, "shows_progress", False)
+        with progress_bar(desc="denoising", unit="step", show=show) as bar:
+            for number in itertools.count():
+                for row in rows:
+                    row.place = place_canvas(row.todo, self.plan.canvas_len)
+                plan = self._plan_canvas(rows, number, knobs, device)
+                trajectory = None if self.record_top is None else Trajectory(plan, top=self.record_top)
+                cache = self._read_prefix(cache, rows, plan)
+                index = torch.tensor([row.index for row in rows], device=device)
+                state = replace(
+                    start_block(self.model, plan, 0, torch.arange(len(rows), device=device), knobs), rows=index
+                )
+                drafts, num_forwards, knobs = self._denoise(state, cache, knobs, trajectory, bar)
+                liked = self._score(state, cache, drafts)
+                if trajectory is not None:
+                    written, finished = plan.cut_text(drafts)[0], torch.zeros_like(index, dtype=torch.bool)
+                    trajectory.add_commit(BlockCommit(block=0, tokens=written, finished=finished, steps=num_forwards))
+                    trajectories.append(trajectory)
+                forwards[index] += num_forwards
+                for i, row in enumerate(rows):
+                    start, keep_until = row.place
+                    kept = row.todo[start:keep_until].nonzero()[:, 0]  # places on the canvas
+                    row.text[start + kept] = drafts[i].cpu()[kept]
+                    row.todo[start + kept] = False
+                    columns = row.columns[start + kept].to(device)
+                    out[row.index, columns] = drafts[i, kept]
+                    log_probs[row.index, columns] = liked[i, kept]
+                unfinished = [i for i, row in enumerate(rows) if bool(row.todo.any())]
+                if not unfinished:
+                    break
+                rows, cache = [rows[i] for i in unfinished], cache.select(torch.tensor(unfinished, device=device))
+        return Infilling(
+            tokens=out,
+            log_probs=log_probs,
+            steps=forwards,
+            tokens_per_forward=todo.sum(1) / forwards,
+            trajectories=None if self.record_top is None else tuple(trajectories),
+        )
+
+    def _plan_canvas(self, rows: list[_Row], number: int, knobs: Knobs, device: torch.device) -> Plan:
+        """The next canvas of every row as a run of its own: `generate` after all that stands to its left."""
+        canvas_len = self.plan.canvas_len
+        text = torch.stack([row.under(row.text, canvas_len, -1) for row in rows]).to(device)
+        fixed = torch.stack([row.under(~row.todo, canvas_len, False) for row in rows]).to(device)
+        kept = torch.tensor([row.place.keep_until - row.place.start for row in rows], device=device)
+        awaited = ~fixed & (torch.arange(canvas_len, device=device) < kept[:, None])
+        text_len = [min(len(row.text) - row.place.start, canvas_len) for row in rows]
+        canvas, allowed = torch.full_like(text, -1), _allowed_under(self.plan.span.allowed, rows, canvas_len)
+        prefix, is_prefix = _pad_rows([row.text[: row.place.start] for row in rows], device)
+        plan = replace(
+            self.plan,
+            prompt_tokens=prefix,
+            attention_mask=is_prefix,
+            knobs=knobs,
+            seeds=self.plan.seeds[:, [row.index for row in rows]],
+            eos_token_ids=(),
+            span=Span(canvas=canvas, allowed=allowed, awaited=awaited),
+            first_block=number,
+            text_len=torch.tensor(text_len, device=device) if min(text_len) < canvas_len else None,
+        )
+        if self.from_text:
+            # The level is that of the step the canvas begins with, which is rarely the one asked for.
+            begins = start_block(self.model, plan, 0, torch.arange(len(rows), device=device), knobs)
+            canvas = _corrupt(text, allowed, begins, plan)
+        canvas = torch.where(fixed, text, canvas)
+        if self.tail_token_id is not None:
+            canvas, fixed = torch.where(text < 0, self.tail_token_id, canvas), fixed | (text < 0)
+        return replace(plan, span=replace(plan.span, canvas=canvas, frozen=fixed))
+
+    def _read_prefix(self, cache: PrefixCache | None, rows: list[_Row], plan: Plan) -> PrefixCache:
+        """Encode what stands left of each row's canvas: what is new of it, or for a record all of it."""
+        if self.record_top is not None:
+            return self.model.encode(plan.prompt_tokens, None, plan.attention_mask)
+        tokens, is_new = _pad_rows(
+            [row.text[row.num_read : row.place.start] for row in rows], plan.prompt_tokens.device
+        )
+        for row in rows:
+            row.num_read = row.place.start
+        return cache if tokens.shape[1] == 0 and cache is not None else self.model.encode(tokens, cache, is_new)
+
+    def _denoise(
+        self, state: DenoiseState, cache: PrefixCache, knobs: Knobs, trajectory: Trajectory | None, bar: tqdm
+    ) -> Denoised:
+        """The canvas at its end."""
+        events = denoise_canvas(self.model, state, cache, knobs)
+        changes: Changes = None
+        while True:
+            try:
+                record = events.send(changes)
+            except StopIteration as finished:
+                return finished.value
+            bar.update()
+            before = snapshot(record.state) if trajectory is not None and self.on_step is not None else None
+            changes = self.on_step(record) if self.on_step is not None else None
+            if trajectory is not None:
+                here = torch.searchsorted(state.rows, record.rows)  # rows ascend
+                trajectory.add_step(replace(record, rows=here), changes, before=before)
+
+    def _score(self, state: DenoiseState, cache: PrefixCache, drafts: Tensor) -> Tensor:
+        """The log-probability of every draft on the canvas as it began, (R, C): nothing of the drafts is on it."""
+        prediction = predict(self.model, state.canvas, cache, noise_level=state.noise_level)
+        return prediction.shape(allowed=state.noise.proposable(None, state.device)).log_prob(drafts).float()
+
+
+def _pad_rows(parts: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows of different lengths as one tensor, (R, longest), and which of it is real."""
+    is_real = torch.arange(max(len(part) for part in parts)) < torch.tensor([len(part) for part in parts])[:, None]
+    return pad_sequence(parts, batch_first=True).to(device), is_real.to(device)
+
+
+def _allowed_under(allowed: Tensor | None, rows: list[_Row], canvas_len: int) -> Tensor | None:
+    """The part of allowed (B or 1, N or 1, V) under each row's canvas, (R, C or 1, V); past its end, anything."""
+    if allowed is None:
+        return None
+    if allowed.shape[1] == 1:
+        return allowed if allowed.shape[0] == 1 else allowed[[row.index for row in rows]]
+    anything = F.pad(allowed, (0, 0, 0, 1), value=True)  # (B or 1, N + 1, V)
+    end = allowed.shape[1]
+    return torch.stack(
+        [
+            anything[row.index if len(allowed) > 1 else 0, row.under(row.columns.clamp(max=end), canvas_len, end)]
+            for row in rows
+        ]
+    )
+
+
+def _corrupt(text: Tensor, allowed: Tensor | None, state: DenoiseState, plan: Plan) -> Tensor:
+    """The text (R, C), -1 beyond its end, at the state's level; -1 too where it shows a token that is not allowed."""
+    u_event, u_token = state.uniform("corrupt event"), state.uniform("corrupt token")
+    noised = plan.noise.corrupt(text, state.noise_level, u_event, u_token, allowed=allowed)
+    ends = text < 0
+    if allowed is not None:
+        table = allowed.expand(-1, plan.canvas_len, -1)
+        forbidden = ~table.gather(-1, noised.clamp(min=0)[..., None])[..., 0]
+        ends = ends | (forbidden & ~plan.noise.masked(noised))
+    return torch.where(ends, -1, noised)
+
+
+def _read_options(name: str, model: Denoiser, tokens: Any, options: dict[str, Any]) -> tuple[Tensor, Plan]:
+    """The tokens in int64, and the options of `generate` that make sense here, checked as there."""
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.is_floating_point() or 0 in tokens.shape:
+        got = f"{tokens.dtype} {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise ValueError(f"{name} tokens must be integer ids of shape (batch, length), got {got}.")
+    longest = model.config.max_position_embeddings
+    if tokens.shape[1] > longest:
+        raise ValueError(
+            f"{name} tokens must number at most {longest} (max_position_embeddings), got {tokens.shape[1]}. "
+            "Shorten the text."
+        )
+    allowed = options.pop("allowed", None)
+    # One canvas after one token is the least that is ever read; a canvas moves over the text, and never beyond it.
+    plan = read_plan(model, tokens[:, :1], max_new_tokens=model.config.canvas_length, **options)
+    if allowed is not None:
+        shape = (tokens.shape[0], tokens.shape[1])
+        allowed = arguments.read_allowed(f"{name} allowed", allowed, plan.noise, shape, tokens.device)
+    return tokens.long(), replace(plan, span=Span(allowed=allowed))
+
+
+def _read_mask(name: str, attention_mask: Tensor | None, tokens: Tensor) -> Tensor:
+    """Which tokens are real, (B, N) bool."""
+    if attention_mask is None:
+        return torch.ones_like(tokens, dtype=torch.bool)
+    _require(f"{name} attention_mask", attention_mask, tokens, None)
+    return attention_mask.to(tokens.device, torch.bool)
+
+
+def _read_holes(holes: Holes, tokens: Tensor) -> Tensor:
+    """Any form of `holes` as booleans (B, N)."""
+    if isinstance(holes, int):
+        return tokens == holes
+    if isinstance(holes, Tensor):
+        _require("infill holes", holes, tokens, torch.bool)
+        return holes.to(tokens.device)
+    marked = torch.zeros_like(tokens, dtype=torch.bool)
+    for span in holes:
+        pair = isinstance(span, Sequence) and len(span) == 2 and all(isinstance(end, int) for end in span)
+        if not pair or not 0 <= span[0] < span[1] <= tokens.shape[1]:
+            raise ValueError(
+                f"infill holes must be spans [(start, stop), ...] with 0 <= start < stop <= {tokens.shape[1]}, "
+                f"booleans of the tokens' shape, or a token id, got {holes!r}."
+            )
+        marked[:, span[0] : span[1]] = True
+    return marked
+
+
+def _check_text(name: str, tokens: Tensor, kept: Tensor, tail_token_id: int | None, plan: Plan) -> None:
+    """What is given must be real tokens: neither outside the vocabulary nor noise."""
+    vocab_size = plan.noise.vocab_size
+    if bool((kept & ((tokens < 0) | (tokens >= vocab_size))).any()):
+        raise ValueError(
+            f"{name} tokens must hold ids in [0, {vocab_size}) where they are given. Mark others as holes."
+        )
+    if bool((kept & plan.noise.masked(tokens)).any()):
+        raise ValueError(f"{name} tokens must hold no mask token where they are given. Mark it as a hole.")
+    if tail_token_id is not None and (not 0 <= tail_token_id < vocab_size or tail_token_id == plan.noise.mask_token):
+        raise ValueError(f"{name} tail_token_id must be a real token below {vocab_size}, got {tail_token_id}.")
+
+
+def _require(name: str, value: Any, tokens: Tensor, dtype: torch.dtype | None) -> None:
+    if not isinstance(value, Tensor) or value.shape != tokens.shape or (dtype is not None and value.dtype != dtype):
+        got = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        kind = "a tensor" if dtype is None else str(dtype)
+        raise ValueError(f"{name} must be {kind} of the tokens' shape {tuple(tokens.shape)}, got {got}.")

@@ -1,0 +1,587 @@
+"""Checkpoints: the name table, loading all or nothing, refusing damage and hostility, saving atomically."""
+
+import json
+import os
+import pickle
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from dgemma import presets
+from dgemma.checkpoint import weights as checkpoint
+from dgemma.checkpoint.weights import our_names, published_name, resolve
+from dgemma.model.config import SLIDING, GenerationDefaults
+from dgemma.model.diffusion import DiffusionGemma
+from dgemma.run import archive
+
+TINY = presets.tiny().replace(vocab_size=128, hidden_size=16, num_experts=4)
+HEAD = "model.decoder.embed_tokens.weight"
+
+
+def random_model(seed=0, **changes):
+    model = DiffusionGemma(TINY.replace(**changes))
+    model.reset_parameters(torch.Generator().manual_seed(seed))
+    return model
+
+
+def edit(folder, change):
+    """Rewrite the single weight file after `change` had its way with its tensors."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def edit_json(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def same_weights(a, b):
+    other = b.state_dict()
+    return all(torch.equal(tensor, other[name]) for name, tensor in a.state_dict().items())
+
+
+@pytest.fixture
+def folder(tmp_path):
+    random_model().save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    random_model().save_pretrained(tmp_path, max_shard_size="20KB")
+    return tmp_path
+
+
+def test_the_table_gives_the_published_model_exactly_its_published_text_tensors():
+    """Names and shapes as listed for google/diffusiongemma-26B-A4B-it: 1,047 tensors, 356 of them vision."""
+    hidden, experts = 2816, 128
+    norms = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+    norms += ("post_feedforward_layernorm_1", "post_feedforward_layernorm_2", "pre_feedforward_layernorm_2")
+    expected = {HEAD: (262144, hidden), "model.decoder.norm.weight": (hidden,)}
+    for block in ("model.decoder.self_conditioning.", *(f"model.decoder.layers.{i}.mlp." for i in range(30))):
+        expected |= {f"{block}gate_proj.weight": (2112, hidden), f"{block}up_proj.weight": (2112, hidden)}
+        expected |= {f"{block}down_proj.weight": (hidden, 2112)}
+    expected["model.decoder.self_conditioning.pre_norm.weight"] = (hidden,)
+    for i in range(30):
+        layer, full = f"model.decoder.layers.{i}.", i in (5, 11, 17, 23, 29)
+        query, key, head = (8192, 1024, 512) if full else (4096, 2048, 256)
+        expected |= {f"{layer}self_attn.q_proj.weight": (query, hidden), f"{layer}self_attn.q_norm.weight": (head,)}
+        expected |= {f"{layer}self_attn.k_proj.weight": (key, hidden), f"{layer}self_attn.k_norm.weight": (head,)}
+        expected |= {} if full else {f"{layer}self_attn.v_proj.weight": (key, hidden)}
+        expected |= {f"{layer}self_attn.o_proj.weight": (hidden, query)}
+        expected |= {f"{layer}router.proj.weight": (experts, hidden), f"{layer}router.scale": (hidden,)}
+        expected |= {f"{layer}router.per_expert_scale": (experts,)}
+        expected |= {f"{layer}experts.gate_up_proj": (experts, 1408, hidden)}
+        expected |= {f"{layer}experts.down_proj": (experts, hidden, 704)}
+        expected |= {f"{layer}{norm}.weight": (hidden,) for norm in norms}
+        expected |= {f"{layer}layer_scalar": (1,), f"model.encoder.language_model.layers.{i}.layer_scalar": (1,)}
+    assert len(expected) == 1047 - 356
+
+    ours = DiffusionGemma(presets.diffusiongemma_26b_a4b(), device="meta").state_dict()
+    assert {published_name(name): tuple(tensor.shape) for name, tensor in ours.items()} == expected
+    assert all(our_names(published_name(name)) == (name,) for name in ours)
+
+
+@pytest.mark.parametrize("limit", ["5GB", "20KB", 1], ids=["single", "sharded", "one-tensor-a-shard"])
+def test_saved_weights_come_back_bit_for_bit(tmp_path, limit):
+    model = random_model()
+    own = {"noise": {"kind": "mask", "mask_token_id": 9}, "sampler": {"name": "confidence", "greedy": True}}
+    model.generation = GenerationDefaults(t_max=0.9, eos_token_id=(7,), **own)
+    model.save_pretrained(tmp_path, max_shard_size=limit)
+    loaded = DiffusionGemma.from_pretrained(tmp_path)
+    assert same_weights(model, loaded)
+    assert loaded.config.to_hf()["text_config"] == model.config.to_hf()["text_config"]
+    assert loaded.generation == model.generation
+    config, generation = (
+        json.loads((tmp_path / name).read_text()) for name in ("config.json", "generation_config.json")
+    )
+    assert {name: config[name] for name in own} == own
+    assert not own.keys() & generation.keys()  # transformers would refuse them there
+    assert not own.keys() & loaded.config.carried.keys()
+    assert not list(tmp_path.glob("*.new"))
+
+
+@pytest.mark.skipif(os.name != "posix", reason="the permissions of POSIX")
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002], ids=oct)
+def test_what_is_saved_may_be_read_by_whom_the_umask_lets(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        random_model().save_pretrained(tmp_path / "model")
+        archive.save(tmp_path / "run.safetensors", {"seeds": torch.arange(2)}, kind="trajectory")
+    finally:
+        os.umask(before)
+    modes = {file.stat().st_mode & 0o777 for file in tmp_path.rglob("*") if file.is_file()}
+    assert modes == {0o666 & ~umask}
+
+
+def test_a_dtype_may_be_given_by_its_name(sharded):
+    assert DiffusionGemma.from_pretrained(sharded, dtype="bfloat16").dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="dtype must be a torch dtype, got 'bf16'"):
+        DiffusionGemma.from_pretrained(sharded, dtype="bf16")
+
+
+def test_shards_stay_under_the_limit_and_the_index_accounts_for_every_byte(sharded):
+    index = json.loads((sharded / "model.safetensors.index.json").read_text())
+    held = {}
+    for file in sharded.glob("*.safetensors"):
+        tensors = load_file(file)
+        assert sum(t.nbytes for t in tensors.values()) <= 20_000 or len(tensors) == 1
+        held |= dict.fromkeys(tensors, file.name)
+    assert index["weight_map"] == held
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in random_model().state_dict().values())
+
+
+@pytest.mark.parametrize("size", ["5 parsecs", "GB", 0, "-1GB", ""])
+def test_a_meaningless_shard_size_is_refused(tmp_path, size):
+    with pytest.raises(ValueError, match="max_shard_size must be bytes or like '5GB'"):
+        random_model().save_pretrained(tmp_path, max_shard_size=size)
+
+
+def test_the_dtype_is_the_files_own_unless_asked(folder):
+    assert DiffusionGemma.from_pretrained(folder).dtype == torch.float32
+    half = DiffusionGemma.from_pretrained(folder, dtype=torch.bfloat16)
+    assert {tensor.dtype for tensor in half.state_dict().values()} == {torch.bfloat16}
+    half.save_pretrained(folder)
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+    assert DiffusionGemma.from_pretrained(folder).dtype == torch.bfloat16
+
+
+def test_loading_holds_one_stored_tensor_at_a_time(sharded, monkeypatch):
+    """Each is converted and let go before the next is read: never a second copy of the weights."""
+    alive, most = weakref.WeakSet(), []
+
+    class Watched:
+        def __init__(self, *args):
+            self.file = safe_open(*args)
+
+        def __enter__(self):
+            self.file.__enter__()
+            return self
+
+        def __exit__(self, *error):
+            self.file.__exit__(*error)
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+        def get_tensor(self, name):
+            tensor = self.file.get_tensor(name)
+            alive.add(tensor)
+            most.append(len(alive))
+            return tensor
+
+    monkeypatch.setattr(checkpoint, "safe_open", lambda *args, **kwargs: Watched(*args, *kwargs.values()))
+    model = DiffusionGemma.from_pretrained(sharded, dtype=torch.bfloat16)
+    assert len(most) == len(model.state_dict())
+    assert max(most) == 1
+
+
+def test_tied_copies_are_recognised(folder):
+    def write_out_the_ties(tensors):
+        decoder = [name for name in tensors if name.startswith("model.decoder.") and "self_cond" not in name]
+        for name in decoder:
+            if not name.endswith("layer_scalar"):
+                copy = name.replace("model.decoder.", "model.encoder.language_model.")
+                tensors[copy] = tensors[name].clone()
+        tensors["lm_head.weight"] = tensors[HEAD].clone()
+
+    expected = DiffusionGemma.from_pretrained(folder)
+    edit(folder, write_out_the_ties)
+    assert same_weights(expected, DiffusionGemma.from_pretrained(folder))
+
+
+def test_a_tensor_stored_only_under_its_tied_name_is_found(folder):
+    expected = DiffusionGemma.from_pretrained(folder)
+    edit(folder, lambda t: t.update({"lm_head.weight": t.pop(HEAD)}))
+    assert same_weights(expected, DiffusionGemma.from_pretrained(folder))
+
+
+def test_copies_that_differ_from_their_tie_are_refused_by_name(folder):
+    norm = "model.encoder.language_model.norm.weight"
+
+    def untie(tensors):
+        tensors["lm_head.weight"] = tensors[HEAD] + 1
+        tensors[norm] = tensors["model.decoder.norm.weight"] + 1
+
+    edit(folder, untie)
+    with pytest.raises(ValueError, match=rf"differ from .* tied to: lm_head\.weight, {norm}"):
+        DiffusionGemma.from_pretrained(folder)
+
+
+def test_scalars_that_differ_between_the_modes_are_kept_apart_with_one_warning(folder, caplog):
+    DiffusionGemma.from_pretrained(folder)
+    assert not caplog.records
+    edit(folder, lambda t: t["model.encoder.language_model.layers.1.layer_scalar"].fill_(0.5))
+    model = DiffusionGemma.from_pretrained(folder)
+    assert (model.layers[1].layer_scalar.item(), model.layers[1].causal_layer_scalar.item()) == (1.0, 0.5)
+    assert ["layers.1.layer_scalar" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_vision_tensors_are_skipped_with_one_notice(folder, caplog):
+    expected = DiffusionGemma.from_pretrained(folder)
+    prefix = "model.encoder."
+    vision = {f"{prefix}vision_tower.std_bias": torch.ones(3), f"{prefix}embed_vision.x": torch.ones(2)}
+    edit(folder, lambda t: t.update(vision))
+    assert same_weights(expected, DiffusionGemma.from_pretrained(folder))
+    assert ["2 vision tensors" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_a_gemma4_vision_tower_is_saved_under_the_new_names_and_an_audio_tower_is_not(folder):
+    edit(
+        folder, lambda t: t.update({"model.vision_tower.std_bias": torch.ones(3), "model.audio_tower.x": torch.ones(2)})
+    )
+    model = DiffusionGemma.from_pretrained(folder)
+    model.save_pretrained(folder)
+    saved = load_file(folder / "model.safetensors")
+    extra = saved.keys() - {published_name(name) for name in model.state_dict()}
+    assert extra == {"model.encoder.vision_tower.std_bias"}
+    assert torch.equal(saved["model.encoder.vision_tower.std_bias"], torch.ones(3))
+
+
+def test_a_lost_vision_source_warns_and_still_saves(folder, tmp_path, caplog):
+    edit(folder, lambda t: t.update({"model.encoder.vision_tower.std_bias": torch.ones(3)}))
+    model = DiffusionGemma.from_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    caplog.clear()
+    model.save_pretrained(tmp_path / "again")
+    assert ["without vision tensors" in record.getMessage() for record in caplog.records] == [True]
+    assert DiffusionGemma.from_pretrained(tmp_path / "again").vision_source is None
+
+
+def test_everything_that_does_not_fit_is_named_in_one_error(folder):
+    def spoil(tensors):
+        del tensors["model.decoder.norm.weight"]
+        del tensors["model.encoder.language_model.layers.2.layer_scalar"]
+        tensors["model.decoder.layers.9.surprise"] = torch.ones(1)
+        tensors["model.decoder.layers.0.router.scale"] = torch.ones(3)
+        tensors["model.decoder.layers.1.router.scale"] = torch.ones(16, dtype=torch.int8)
+
+    edit(folder, spoil)
+    with pytest.raises(ValueError) as error:
+        DiffusionGemma.from_pretrained(folder)
+    assert set(str(error.value).split("\n  ")) == {
+        "The checkpoint does not fit its config.json:",
+        "missing model.decoder.norm.weight",
+        "missing model.encoder.language_model.layers.2.layer_scalar",
+        "unexpected model.decoder.layers.9.surprise",
+        "misshapen model.decoder.layers.0.router.scale: (3,), not (16,)",
+        "unreadable model.decoder.layers.1.router.scale: stored as I8, not as a float",
+    }
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        *("vocab_size", "hidden_size", "intermediate_size", "num_experts", "moe_intermediate_size", "head_dim"),
+        *("num_attention_heads", "num_key_value_heads", "global_head_dim", "num_global_key_value_heads"),
+    ],
+)
+def test_a_config_that_does_not_fit_its_tensors_names_the_field_that_does_not(folder, field):
+    size = getattr(TINY, field)
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    edit_json(folder / "config.json", text_config=text | {field: 2 * size})
+    with pytest.raises(ValueError, match="does not fit its config") as error:
+        DiffusionGemma.from_pretrained(folder)
+    lines = str(error.value).split("\n  ")
+    assert [line for line in lines if "ModelConfig" in line] == [
+        f"ModelConfig.{field} must be {size}, as stored, got {2 * size}."
+    ]
+
+
+def test_of_all_tensors_that_do_not_fit_a_few_are_named_and_the_others_counted(folder):
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    changes = {"num_hidden_layers": 4, "layer_types": [SLIDING, *TINY.layer_types]}
+    edit_json(folder / "config.json", text_config=text | changes)
+    with pytest.raises(ValueError, match="does not fit its config") as error:
+        DiffusionGemma.from_pretrained(folder)
+    lines = str(error.value).split("\n  ")
+    assert lines[1:3] == [
+        "ModelConfig.layer_types must have 'full_attention' at [2], stored without v_proj, got it at [].",
+        "ModelConfig.num_hidden_layers must be 3, as stored, got 4.",
+    ]
+    # The third layer, sliding by this config, has q, o and both norms of other heads and no v: five. The fourth is not
+    # there: q, k, o and two norms, the dense three, five of router and experts, seven norms, two scalars.
+    assert len(lines) == 3 + 5 + 1
+    assert lines[-1] == "and 22 more"
+
+
+def q_norm_of_other_heads(tensors):
+    tensors["model.decoder.layers.1.self_attn.q_norm.weight"] = torch.ones(5)
+
+
+def q_norm_without_dimensions(tensors):
+    tensors["model.decoder.layers.1.self_attn.q_norm.weight"] = torch.tensor(1.0)
+
+
+def v_proj_of_a_full_layer(tensors):
+    tensors["model.decoder.layers.2.self_attn.v_proj.weight"] = torch.ones(32, 16)
+
+
+def without_a_layer(tensors):
+    for name in [name for name in tensors if ".layers.0." in name]:
+        del tensors[name]
+
+
+@pytest.mark.parametrize(
+    "damage", [q_norm_of_other_heads, q_norm_without_dimensions, v_proj_of_a_full_layer, without_a_layer]
+)
+def test_one_wrong_tensor_or_layer_among_right_ones_is_not_blamed_on_the_config(folder, damage):
+    edit(folder, damage)
+    with pytest.raises(ValueError, match="does not fit its config") as error:
+        DiffusionGemma.from_pretrained(folder)
+    assert "ModelConfig" not in str(error.value)
+
+
+def test_a_lost_v_proj_is_missed_and_the_layers_kind_not_doubted(folder):
+    edit(folder, lambda tensors: tensors.pop("model.decoder.layers.1.self_attn.v_proj.weight"))
+    with pytest.raises(
+        ValueError, match=r"config\.json:\n  missing model\.decoder\.layers\.1\.self_attn\.v_proj\.weight$"
+    ):
+        DiffusionGemma.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 300, -1], ids=["empty", "no-header", "header-cut", "last-byte"])
+def test_a_truncated_file_is_refused(folder, keep):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(ValueError, match=r"model\.safetensors is truncated or damaged"):
+        DiffusionGemma.from_pretrained(folder)
+
+
+def test_missing_shards_are_named(sharded):
+    gone = sorted(sharded.glob("*.safetensors"))[1:3]
+    for file in gone:
+        file.unlink()
+    with pytest.raises(FileNotFoundError, match=f"lacks the shards {gone[0].name}, {gone[1].name}"):
+        DiffusionGemma.from_pretrained(sharded)
+    others = list(sharded.glob("*.safetensors"))
+    for file in others:
+        file.unlink()
+    with pytest.raises(FileNotFoundError, match=rf"\.safetensors, and {len(others) - 3} more\. Download"):  # five named
+        DiffusionGemma.from_pretrained(sharded)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "../model.safetensors",
+        "/etc/model.safetensors",
+        "sub/model.safetensors",
+        "..\\a.safetensors",
+        "a.bin",
+        "",
+        7,
+        None,
+    ],
+)
+def test_an_index_may_only_name_safetensors_of_its_own_folder(sharded, file):
+    elsewhere = sharded.parent / "model.safetensors"
+    save_file({HEAD: torch.ones(128, 16)}, elsewhere)
+    index = sharded / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    edit_json(index, weight_map=weight_map | {HEAD: file})
+    with pytest.raises(ValueError, match="must name safetensors files of its own folder"):
+        DiffusionGemma.from_pretrained(sharded)
+
+
+@pytest.mark.parametrize("weight_map", [None, [], {}, "x"])
+def test_an_index_without_a_map_is_refused(sharded, weight_map):
+    edit_json(sharded / "model.safetensors.index.json", weight_map=weight_map)
+    with pytest.raises(ValueError, match="must map tensors to files"):
+        DiffusionGemma.from_pretrained(sharded)
+
+
+def test_an_index_that_contradicts_its_shards_is_refused(sharded):
+    index = sharded / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    last = max(weight_map.values())
+    assert weight_map[HEAD] != last
+    edit_json(index, weight_map=weight_map | {HEAD: last})
+    with pytest.raises(ValueError, match=f"not there: {HEAD} in {last}"):
+        DiffusionGemma.from_pretrained(sharded)
+
+
+def test_a_tensor_held_twice_is_refused(sharded):
+    last = max(sharded.glob("*.safetensors"))
+    save_file(load_file(last) | {HEAD: torch.ones(128, 16)}, last)
+    with pytest.raises(ValueError, match=f"repeats {HEAD}"):
+        DiffusionGemma.from_pretrained(sharded)
+
+
+def test_pickled_weights_are_never_opened(folder):
+    class Trap:
+        def __reduce__(self):
+            return Path.touch, (folder / "ran",)
+
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Trap()))
+    with pytest.raises(FileNotFoundError, match="never pickles"):
+        DiffusionGemma.from_pretrained(folder)
+    (folder / "pytorch_model.bin").rename(folder / "model.safetensors")
+    with pytest.raises(ValueError, match="damaged"):
+        DiffusionGemma.from_pretrained(folder)
+    assert not (folder / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "llama"}, "model_type must be .* got 'llama'"),
+        ({"model_type": None}, "model_type must be .* got None"),
+        ({"text_config": 3}, "text_config must be a dictionary"),
+    ],
+)
+def test_a_config_of_another_model_is_refused(folder, changes, message):
+    edit_json(folder / "config.json", **changes)
+    with pytest.raises(ValueError, match=message):
+        DiffusionGemma.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_hidden_layers": 2**31 - 1, "layer_types": None},  # would build two billion layers
+        {"num_experts": 2**31 - 1, "moe_intermediate_size": 2**31 - 1},  # more elements than 64 bits count
+        {"vocab_size": 2**40},
+        {"hidden_size": 24},  # plausible, but not what the file holds
+        {"hidden_size": -16},
+        {"rms_norm_eps": float("nan")},
+        {"final_logit_softcapping": float("inf")},
+        {"rope_parameters": [1]},
+        {"layer_types": "full_attention"},
+        {"per_layer_config": {"2": []}},
+        {"num_attention_heads": "4"},
+    ],
+    ids=lambda changes: "-".join(changes),
+)
+def test_hostile_sizes_and_values_are_refused_at_once(folder, changes):
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"] |= changes
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError):
+        DiffusionGemma.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, '{"a": ' + "9" * 5000 + "}", "\x80"])
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+def test_broken_json_is_refused_by_file(sharded, file, text):
+    (sharded / file).write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=rf"{file} (is not valid JSON|must hold a JSON object)"):
+        DiffusionGemma.from_pretrained(sharded)
+
+
+class Killed(BaseException):
+    """Stands for a process that ends here."""
+
+
+THREE_SHARDS = 75_000  # bytes
+
+
+@pytest.mark.parametrize("new_limit", ["5GB", THREE_SHARDS], ids=["to-single", "to-sharded"])
+@pytest.mark.parametrize("old_limit", ["5GB", THREE_SHARDS], ids=["from-single", "from-sharded"])
+def test_a_save_killed_at_any_moment_leaves_the_old_checkpoint_or_the_new(tmp_path, monkeypatch, old_limit, new_limit):
+    """The moments: in the middle of a weight file, then before each change of a name in the folder."""
+    old, new = random_model(seed=1), random_model(seed=2)
+    outcomes = []
+    for moment in range(100):
+        folder = tmp_path / str(moment)
+        old.save_pretrained(folder, max_shard_size=old_limit)
+        done = []
+
+        def killing(change, moment=moment, done=done):
+            def run(*args, **kwargs):
+                done.append(change)
+                if len(done) == moment:
+                    raise Killed
+                return change(*args, **kwargs)
+
+            return run
+
+        def cut_short(tensors, file, metadata):
+            save_file(tensors, file, metadata=metadata)
+            file.write_bytes(file.read_bytes()[:-7])
+            raise Killed
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", killing(os.replace))
+            patch.setattr(Path, "unlink", killing(Path.unlink))
+            if moment == 0:
+                patch.setattr(checkpoint, "save_file", cut_short)
+            try:
+                new.save_pretrained(folder, max_shard_size=new_limit)
+                break
+            except Killed:
+                pass
+        loaded = DiffusionGemma.from_pretrained(folder)
+        outcomes.append(same_weights(loaded, new))
+        assert outcomes[-1] or same_weights(loaded, old)
+
+        new.save_pretrained(folder, max_shard_size=new_limit)  # the next save is whole and leaves nothing behind
+        assert same_weights(DiffusionGemma.from_pretrained(folder), new)
+        assert not list(folder.glob("*.new"))
+        index = folder / "model.safetensors.index.json"
+        named = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
+        assert {file.name for file in folder.glob("*.safetensors")} == named
+        assert len(named) == (1 if new_limit == "5GB" else 3)
+    assert outcomes == sorted(outcomes), "once the new checkpoint is in force it stays"
+    assert set(outcomes) == {False, True}
+
+
+def test_saving_leaves_other_files_alone(folder):
+    (folder / "optimizer.safetensors").write_bytes(b"mine")
+    (folder / "tokenizer.json").write_text("{}")
+    random_model(seed=5).save_pretrained(folder, max_shard_size="20KB")
+    assert (folder / "optimizer.safetensors").read_bytes() == b"mine"
+    assert (folder / "tokenizer.json").exists()
+
+
+def test_a_model_with_adapters_is_not_saved_as_if_it_had_none(tmp_path):
+    model = random_model()
+    model.layers[0].mlp.register_parameter("lora_a", torch.nn.Parameter(torch.ones(2)))
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.lora_a.*Merge adapters"):
+        model.save_pretrained(tmp_path / "saved")
+
+
+def test_hub_ids_fetch_only_what_is_read(monkeypatch, folder):
+    asked = {}
+
+    def snapshot_download(repo, allow_patterns):
+        asked[repo] = allow_patterns
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    DiffusionGemma.from_pretrained("someone/some-model")
+    assert asked == {"someone/some-model": ["*.safetensors", "*.json", "*.jinja"]}
+
+
+def test_an_unreachable_hub_is_one_error(monkeypatch):
+    def snapshot_download(repo, allow_patterns):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    with pytest.raises(FileNotFoundError, match="someone/some-model could not be fetched from the hub: no route"):
+        resolve("someone/some-model")
+
+
+@pytest.mark.parametrize("name", ["missing", "/missing/folder", "a/b/c", "../x", "http://host/x", Path("a/b")])
+def test_what_is_neither_folder_nor_hub_id_is_refused(name):
+    with pytest.raises(FileNotFoundError, match="neither a folder nor a hub id"):
+        resolve(name)
+
+
+def test_assets_are_found_by_name(monkeypatch, tmp_path):
+    (tmp_path / "assets" / "sample").mkdir(parents=True)
+    monkeypatch.setattr("dgemma.checkpoint.weights._ASSETS", tmp_path / "assets")
+    assert resolve("dgemma/sample") == tmp_path / "assets" / "sample"
+    with pytest.raises(FileNotFoundError, match=r"does not ship with dgemma. Choose from \['dgemma/sample'\]"):
+        resolve("dgemma/other")
+
+
+def test_what_ships_is_read_in_float32_unless_asked_otherwise():
+    # Stored in bfloat16, which most CPUs have no fast products for.
+    assert DiffusionGemma.from_pretrained("dgemma/sudoku").dtype == torch.float32
+    assert DiffusionGemma.from_pretrained("dgemma/sudoku", dtype=torch.bfloat16).dtype == torch.bfloat16

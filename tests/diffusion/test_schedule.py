@@ -1,0 +1,120 @@
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from dgemma.diffusion.schedule import (
+    ClippedLinear,
+    Geometric,
+    InverseSmoothstep,
+    Linear,
+    Logarithmic,
+    Loop,
+    OneMinusCosine,
+    PlainCosine,
+    Polynomial,
+)
+
+COMPLETE = [
+    Linear(),
+    OneMinusCosine(),
+    PlainCosine(),
+    Polynomial(2.0),
+    Polynomial(0.5),
+    Logarithmic(),
+    InverseSmoothstep(),
+    Loop(),
+]
+EVERY = [*COMPLETE, Geometric(), ClippedLinear(low=0.3, high=0.8)]
+
+
+def times(n=41):
+    return torch.linspace(0, 1, n, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("schedule", COMPLETE, ids=str)
+def test_text_is_whole_at_time_zero_and_gone_at_time_one(schedule):
+    torch.testing.assert_close(schedule.alpha(times(2)), torch.tensor([1.0, 0.0]).double(), atol=1e-15, rtol=0)
+
+
+@pytest.mark.parametrize("schedule", EVERY, ids=str)
+def test_derivative_is_that_of_alpha(schedule):
+    t = times(40)[1:-1].requires_grad_()  # 39 intervals: no point falls on a corner of the loop
+    (expected,) = torch.autograd.grad(schedule.alpha(t).sum(), t)
+    torch.testing.assert_close(schedule.derivative(t), expected, atol=1e-12, rtol=1e-12)
+    assert (schedule.derivative(t) <= 0).all()
+
+
+@pytest.mark.parametrize("schedule", [s for s in EVERY if not isinstance(s, Loop)], ids=str)
+def test_time_inverts_alpha(schedule):
+    torch.testing.assert_close(schedule.time(schedule.alpha(times())), times(), atol=1e-7, rtol=0)  # acos at its ends
+
+
+@pytest.mark.parametrize("schedule", [Geometric(), ClippedLinear(low=0.3, high=0.8)], ids=str)
+def test_time_of_an_alpha_out_of_reach_is_the_nearest_end(schedule):
+    assert schedule.time(torch.tensor([1.0, 0.0], dtype=torch.float64)).tolist() == [0.0, 1.0]
+
+
+def test_inverse_smoothstep_draws_levels_from_beta_2_2():
+    """Mean 1/2, variance 1/20, fourth moment 1/7; the middle of a fine grid of times stands for a uniform one."""
+    level = 1 - InverseSmoothstep().alpha((torch.arange(20000).double() + 0.5) / 20000)
+    moments = [level.mean().item(), level.var().item(), (level**4).mean().item()]
+    assert moments == pytest.approx([1 / 2, 1 / 20, 1 / 7], abs=1e-4)
+
+
+def test_the_two_cosines_are_different_curves():
+    half = torch.tensor(0.5, dtype=torch.float64)
+    assert OneMinusCosine().alpha(half).item() == pytest.approx(1 - math.sqrt(0.5), abs=1e-15)
+    assert PlainCosine().alpha(half).item() == pytest.approx(math.sqrt(0.5), abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "published"),
+    [
+        (Linear(), lambda t: 1 / t),
+        (OneMinusCosine(), lambda t: math.pi / 2 * math.tan(math.pi / 2 * (1 - t))),
+        (Polynomial(3.0), lambda t: 3 / t),
+    ],
+    ids=["linear", "one-minus-cosine", "polynomial"],
+)
+def test_loss_weight_is_the_published_one(schedule, published):
+    """-α'/(1 - α), the weight of the masked loss, as MD4 (arXiv:2406.04329) lists it."""
+    t = torch.tensor([0.1, 0.35, 0.8], dtype=torch.float64)
+    weight = -schedule.derivative(t) / (1 - schedule.alpha(t))
+    assert weight.tolist() == pytest.approx([published(x) for x in t.tolist()], rel=1e-12)
+
+
+def test_geometric_runs_between_the_exponentials_of_its_sigmas():
+    alpha = Geometric(sigma_min=0.01, sigma_max=9.0).alpha(times(3))
+    assert alpha.tolist() == pytest.approx([math.exp(-0.01), math.exp(-0.3), math.exp(-9.0)], rel=1e-12)
+
+
+def test_loop_rests_at_its_plateau_and_returns_there_in_time():
+    t = torch.tensor([0.775, 0.55, 0.3, 0.0501, 0.05, 0.025], dtype=torch.float64)
+    assert Loop().alpha(t).tolist() == pytest.approx([0.45, 0.9, 0.9, 0.9, 0.9, 0.95], abs=1e-12)
+    assert Loop().time(torch.tensor([0.45, 0.9, 0.95], dtype=torch.float64)).tolist() == pytest.approx(
+        [0.775, 0.55, 0.025], abs=1e-12
+    )
+
+
+@pytest.mark.parametrize(
+    ("build", "field"),
+    [
+        (lambda: Polynomial(0.0), "Polynomial.exponent"),
+        (lambda: Geometric(sigma_min=2.0, sigma_max=1.0), "Geometric.sigma_min"),
+        (lambda: ClippedLinear(low=0.5, high=0.5), "ClippedLinear.low"),
+        (lambda: Loop(plateau=1.0), "Loop.plateau"),
+        (lambda: Loop(start=0.05, stop=0.55), "Loop.start"),
+    ],
+)
+def test_impossible_curves_are_refused(build, field):
+    with pytest.raises(ValueError, match=field):
+        build()
+
+
+def test_schedules_are_values():
+    assert Loop() == Loop()
+    assert hash(Geometric()) == hash(Geometric())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Linear().x = 1

@@ -1,0 +1,217 @@
+"""The prefix cache: any chunking, any padding, any batch gives the same prefix."""
+
+import pytest
+import torch
+
+import dgemma
+from dgemma import DiffusionGemma, PrefixCache
+from dgemma.model import cache as cache_module
+from dgemma.model.config import Conventions
+from published import pair
+
+ROUNDING = 2e-5  # float32 sums in another order; logits here are of order one
+
+
+@pytest.fixture(scope="module")
+def model() -> DiffusionGemma:
+    return pair()[0].requires_grad_(False)
+
+
+def predict(model: DiffusionGemma, cache: PrefixCache, canvas: torch.Tensor) -> torch.Tensor:
+    return model.denoise(canvas, cache).logits
+
+
+def canvas_for(batch: int) -> torch.Tensor:
+    return torch.randint(0, 512, (batch, 12), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_encoding_in_random_chunks_equals_encoding_whole(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(5, 512, (2, 61), generator=generator)  # well past the window of 24
+    cuts = torch.randint(1, 61, (5,), generator=generator).unique().tolist()
+    whole, chunked = model.encode(tokens), None
+    for start, stop in zip([0, *cuts], [*cuts, 61], strict=True):
+        chunked = model.encode(tokens[:, start:stop], chunked)
+    assert chunked.num_slots == whole.num_slots == 61
+    torch.testing.assert_close(
+        predict(model, chunked, canvas_for(2)), predict(model, whole, canvas_for(2)), atol=ROUNDING, rtol=0
+    )
+    for a, b in zip(chunked.layers, whole.layers, strict=True):
+        torch.testing.assert_close(a.view(61)[0], b.view(61)[0], atol=ROUNDING, rtol=1e-5)
+
+
+def test_prompts_longer_than_a_chunk_are_read_in_pieces(model, monkeypatch):
+    tokens = torch.randint(5, 512, (2, 50))
+    mask = torch.ones_like(tokens)
+    mask[0, :30] = 0  # the padding is wider than a chunk
+    whole = predict(model, model.encode(tokens, attention_mask=mask), canvas_for(2))
+    causal = model.causal_logits(tokens, attention_mask=mask)
+    monkeypatch.setattr("dgemma.model.diffusion._ENCODE_CHUNK", 7)
+    torch.testing.assert_close(
+        predict(model, model.encode(tokens, attention_mask=mask), canvas_for(2)), whole, atol=ROUNDING, rtol=0
+    )
+    torch.testing.assert_close(
+        model.causal_logits(tokens, attention_mask=mask)[mask.bool()], causal[mask.bool()], atol=ROUNDING, rtol=0
+    )
+
+
+@pytest.mark.parametrize("side", ["left", "right", "middle"])
+def test_a_row_equals_itself_alone_wherever_its_padding_is(model, side):
+    tokens, mask = torch.randint(5, 512, (3, 40)), torch.ones(3, 40, dtype=torch.long)
+    hole = {"left": slice(0, 11), "right": slice(29, 40), "middle": slice(9, 20)}[side]
+    mask[1, hole] = 0
+    cache = model.encode(tokens, attention_mask=mask)
+    later = torch.randint(5, 512, (3, 10))
+    cache = model.encode(later, cache)
+    assert cache.lengths.tolist() == [50, 39, 50]
+    together = predict(model, cache, canvas_for(3))
+    for row in range(3):
+        alone = model.encode(torch.cat((tokens[row][mask[row].bool()], later[row]))[None])
+        torch.testing.assert_close(
+            together[row : row + 1], predict(model, alone, canvas_for(3)[row : row + 1]), atol=ROUNDING, rtol=0
+        )
+
+
+def test_denoise_never_changes_the_cache(model):
+    cache = model.encode(torch.randint(5, 512, (2, 30)))
+    before = [t.clone() for layer in cache.layers for t in (layer.keys, layer.values)]
+    predict(model, cache, canvas_for(2))
+    after = [t for layer in cache.layers for t in (layer.keys, layer.values)]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert cache.lengths.tolist() == [30, 30]
+
+
+def test_sliding_layers_keep_only_their_window():
+    published = dgemma.presets.diffusiongemma_26b_a4b()
+    cache = PrefixCache(published, 1, device="meta", dtype=torch.bfloat16)
+    cache.reserve(262_144)
+    assert 5.3e9 < cache.num_bytes < 5.5e9  # 5 full layers × 2 × 2 heads × 512 × 2 bytes × 262,144
+    tiny = DiffusionGemma(dgemma.presets.tiny())
+    long = tiny.encode(torch.randint(5, 512, (1, 200)))
+    assert [layer.keys.shape[2] for layer in long.layers] == [23, 23, 200]
+
+
+def test_appending_copies_a_full_layer_rarely(model, monkeypatch):
+    grown = []
+    grow = cache_module._grow
+    monkeypatch.setattr(cache_module, "_grow", lambda *args: grown.append(args[2]) or grow(*args))
+    cache = model.encode(torch.randint(5, 512, (1, 100)))
+    for _ in range(100):
+        model.encode(torch.randint(5, 512, (1, 1)), cache)
+    assert cache.num_slots == 200
+    # Room grows by a quarter at a time: about log(2)/log(1.25) = 3 times for keys and as often for values.
+    assert len(grown) <= 10
+
+
+def test_nothing_new_leaves_the_cache_as_it_is(model):
+    cache = model.encode(torch.randint(5, 512, (2, 30)))
+    before = predict(model, cache, canvas_for(2))
+    model.encode(torch.zeros(2, 0, dtype=torch.long), cache)
+    assert model.causal_logits(torch.zeros(2, 0, dtype=torch.long), cache).shape == (2, 0, 512)
+    assert torch.equal(predict(model, cache, canvas_for(2)), before)
+    with pytest.raises(ValueError, match="canvas must hold something"):
+        model.denoise(torch.zeros(2, 0, dtype=torch.long), cache)
+
+
+def test_rolling_back_to_a_mark_equals_never_having_gone_on(model):
+    prompt, reply, other = (torch.randint(5, 512, (2, n)) for n in (30, 15, 20))
+    cache = model.encode(prompt)
+    expected_then = predict(model, cache, canvas_for(2))
+    expected_other = predict(model, model.encode(other, cache.clone()), canvas_for(2))
+    mark = cache.mark()
+    for _ in range(2):
+        model.encode(reply, cache)
+        model.encode(reply, cache)
+        cache.rollback(mark)
+        assert torch.equal(predict(model, cache, canvas_for(2)), expected_then)
+    torch.testing.assert_close(
+        predict(model, model.encode(other, cache), canvas_for(2)), expected_other, atol=ROUNDING, rtol=0
+    )
+
+
+def test_a_mark_that_was_passed_cannot_be_returned_to(model):
+    cache = model.encode(torch.randint(5, 512, (1, 5)))
+    early = cache.mark()
+    model.encode(torch.randint(5, 512, (1, 5)), cache)
+    late = cache.mark()
+    cache.rollback(early)
+    with pytest.raises(ValueError, match="must get a mark of this cache"):
+        cache.rollback(late)
+    with pytest.raises(ValueError, match="must get a mark of this cache"):
+        cache.clone().rollback(early)
+
+
+def test_clones_and_selections_are_independent(model):
+    tokens = torch.randint(5, 512, (3, 30))
+    cache = model.encode(tokens)
+    expected = predict(model, cache, canvas_for(3))
+    copy, picked = cache.clone(), cache.select(torch.tensor([2, 0]))
+    model.encode(tokens, cache)
+    assert (copy.num_slots, picked.num_slots) == (30, 30)
+    assert torch.equal(predict(model, copy, canvas_for(3)), expected)
+    torch.testing.assert_close(
+        predict(model, picked, canvas_for(3)[[2, 0]]),
+        predict(model, copy, canvas_for(3))[[2, 0]],
+        atol=ROUNDING,
+        rtol=0,
+    )
+
+
+def test_joining_parts_gives_back_every_row(model):
+    tokens, mask = torch.randint(5, 512, (3, 40)), torch.ones(3, 40, dtype=torch.long)
+    mask[1, :33] = 0
+    cache = model.encode(tokens, attention_mask=mask)
+    expected = predict(model, cache, canvas_for(3))
+    parts = [(torch.tensor(rows), cache.select(torch.tensor(rows))) for rows in ([1], [2, 0])]
+    joined = PrefixCache.join(parts)
+    assert joined.lengths.tolist() == [40, 7, 40]
+    torch.testing.assert_close(predict(model, joined, canvas_for(3)), expected, atol=ROUNDING, rtol=0)
+
+
+def test_the_prefix_a_canvas_sees_in_sliding_layers_is_a_named_choice():
+    config = dgemma.presets.tiny().replace(num_hidden_layers=2, layer_types=("sliding_attention", "full_attention"))
+    torch.manual_seed(0)
+    transformers_like = DiffusionGemma(config).requires_grad_(False)
+    jax_like = DiffusionGemma(config, conventions=Conventions(sliding_prefix="window")).requires_grad_(False)
+    jax_like.load_state_dict(transformers_like.state_dict())
+    tokens = torch.randint(5, 512, (1, 24))  # as long as the window: the oldest token is the one in question
+    caches = [m.encode(tokens) for m in (transformers_like, jax_like)]
+    assert [c.layers[0].view(24)[0].shape[2] for c in caches] == [23, 24]
+    torch.testing.assert_close(caches[0].layers[0].keys, caches[1].layers[0].keys[:, :, 1:])
+    a, b = (predict(m, c, canvas_for(1)) for m, c in zip((transformers_like, jax_like), caches, strict=True))
+    assert not torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "mask", "sentence"),
+    [
+        (torch.zeros(3, dtype=torch.long), None, "must be integer ids of shape"),
+        (torch.zeros(1, 3), None, "must be integer ids of shape"),
+        (torch.full((1, 3), 512), None, r"must hold ids in \[0, 512\)"),
+        (torch.full((1, 3), -1), None, r"must hold ids in \[0, 512\)"),
+        (torch.full((1, 9000), 5), None, "within max_position_embeddings"),
+        (torch.full((1, 3), 5), torch.ones(1, 4), "attention_mask must be"),
+    ],
+)
+def test_tokens_that_do_not_fit_raise_one_sentence(model, tokens, mask, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        model.encode(tokens, attention_mask=mask)
+
+
+def test_a_mask_that_contradicts_the_cache_and_a_wrong_batch_raise(model):
+    cache = model.encode(torch.randint(5, 512, (2, 6)))
+    mask = torch.ones(2, 9)
+    mask[0, 0] = 0
+    with pytest.raises(ValueError, match="must repeat, for the cached tokens"):
+        model.encode(torch.full((2, 3), 5), cache, mask)
+    with pytest.raises(ValueError, match="cache's batch size 2, got 1"):
+        model.denoise(canvas_for(1), cache)
+
+
+def test_a_cache_shows_how_much_it_holds():
+    config = dgemma.presets.tiny()
+    cache = dgemma.DiffusionGemma(config).encode(
+        torch.full((2, 3), 5), attention_mask=torch.tensor([[1, 1, 1], [0, 1, 1]])
+    )
+    assert repr(cache) == f"PrefixCache(lengths=[3, 2], num_layers={config.num_hidden_layers})"

@@ -1,0 +1,238 @@
+"""Autograd, activation checkpointing, compilation and experts: the model beyond its published numbers."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import dgemma
+from dgemma import DiffusionGemma
+from dgemma.model import experts
+from dgemma.model.config import Conventions
+from dgemma.model.experts import grouped_product, looped_product
+from dgemma.model.layout import lay_out_by_column
+from published import pair
+
+
+def loss(model: DiffusionGemma, tokens: torch.Tensor, canvas: torch.Tensor) -> torch.Tensor:
+    """Both modes and both passes of self-conditioning, as training uses them."""
+    cache = model.encode(tokens)
+    first = model.denoise(canvas, cache)
+    second = model.denoise(canvas, cache, self_cond=first, self_cond_mask=torch.tensor([True, False]))
+    causal = model.causal_logits(tokens)
+    return F.cross_entropy(second.logits.flatten(0, 1), canvas.flatten()) + F.cross_entropy(
+        causal[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
+    )
+
+
+def gradients(model: DiffusionGemma, *args: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss(model, *args).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randint(5, 512, (2, 30)), torch.randint(0, 512, (2, 12))
+
+
+def test_every_weight_gets_the_gradient_the_published_model_gives_it(batch):
+    ours, theirs = pair()
+    tokens, canvas = batch
+    rows = torch.tensor([True, False])
+    found = gradients(ours, *batch)
+
+    read = theirs.model.encoder(input_ids=tokens)
+    first = theirs(decoder_input_ids=canvas, past_key_values=read.past_key_values).logits
+    second = theirs(
+        decoder_input_ids=canvas,
+        past_key_values=read.past_key_values,
+        self_conditioning_logits=first,
+        self_conditioning_mask=rows,
+    ).logits
+    causal = (theirs.lm_head(read.last_hidden_state) / 30).tanh() * 30
+    (
+        F.cross_entropy(second.flatten(0, 1), canvas.flatten())
+        + F.cross_entropy(causal[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    ).backward()
+    for name, grad in found.items():
+        expected = theirs.get_parameter(f"model.decoder.{name}").grad
+        # Float32 through six layers and back; a gradient's error is measured against its own size.
+        assert (grad - expected).norm() <= 1e-4 * expected.norm(), name
+        assert expected.norm() > 0, name
+
+
+def test_activation_checkpointing_gives_the_same_gradients(batch):
+    model = pair()[0]
+    plain = gradients(model, *batch)
+    model.recompute_activations = True
+    for name, grad in gradients(model, *batch).items():
+        torch.testing.assert_close(grad, plain[name], msg=name)
+
+
+def test_under_autograd_a_cache_concatenates_instead_of_writing_in_place(batch):
+    model = pair()[0]
+    cache = model.encode(batch[0])
+    before = cache.layers[-1].keys
+    model.encode(batch[0], cache)
+    assert before.shape[2] == 30
+    assert cache.layers[-1].keys.shape[2] == 60
+    model.denoise(batch[1], cache).logits.sum().backward()
+    assert model.layers[0].self_attn.k_proj.weight.grad.abs().sum() > 0
+
+
+@torch.no_grad()
+def test_both_modes_compile_without_graph_breaks(batch):
+    torch._dynamo.reset()
+    config = dgemma.presets.tiny().replace(num_hidden_layers=2, layer_types=("sliding_attention", "full_attention"))
+    model = DiffusionGemma(config)
+    # The eager backend: whether the whole graph can be traced is the question, not what a code generator makes of it.
+    encode = torch.compile(model.encode, fullgraph=True, backend="eager")
+    denoise = torch.compile(model.denoise, fullgraph=True, backend="eager")
+    mask = torch.ones_like(batch[0])
+    mask[0, :9] = 0
+    for attention_mask in (None, mask):
+        expected_cache = model.encode(batch[0], attention_mask=attention_mask)
+        expected = model.denoise(batch[1], expected_cache)
+        cache = encode(batch[0], attention_mask=attention_mask)
+        assert cache.lengths.tolist() == expected_cache.lengths.tolist()
+        torch.testing.assert_close(denoise(batch[1], cache).logits, expected.logits, atol=2e-5, rtol=0)
+    # As the loop does it: conditioned on a shaped prediction that nobody has looked at yet.
+    conditioned = denoise(batch[1], cache, self_cond=model.denoise(batch[1], cache).shape(temperature=0.7))
+    torch.testing.assert_close(
+        conditioned.logits,
+        model.denoise(batch[1], cache, self_cond=expected.logits / 0.7).logits,
+        atol=2e-5,
+        rtol=0,
+    )
+    causal = torch.compile(model.causal_logits, fullgraph=True, backend="eager")
+    torch.testing.assert_close(causal(batch[0]), model.causal_logits(batch[0]), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("sizes", [(3, 0, 5, 1), (0, 0, 9, 0), (9, 0, 0, 0)], ids=["ragged", "one-middle", "one-first"])
+def test_the_grouped_product_equals_the_loop_forward_and_backward(sizes):
+    rows, weights = torch.randn(9, 8, requires_grad=True), torch.randn(4, 12, 8, requires_grad=True)
+    ends = torch.tensor(sizes).cumsum(0).int()
+    seen = torch.randn(9, 12)
+    results = []
+    for product in (grouped_product, looped_product):
+        rows.grad = weights.grad = None
+        out = product(rows, weights, ends)
+        (out * seen).sum().backward()
+        results.append((out.detach(), rows.grad, weights.grad))
+    for grouped, looped in zip(*results, strict=True):
+        torch.testing.assert_close(grouped, looped)
+    start, stop = int(ends[1]), int(ends[2])
+    torch.testing.assert_close(results[0][0][start:stop], (rows[start:stop] @ weights[2].T).detach())
+
+
+@pytest.mark.parametrize("config", [dgemma.presets.tiny(), dgemma.presets.markov(hidden_size=64)], ids=["two", "one"])
+@torch.no_grad()
+def test_the_experts_equal_a_sum_over_each_token_by_hand(config):
+    torch.manual_seed(0)
+    layer = DiffusionGemma(config).layers[0]
+    layer.router.per_expert_scale.uniform_(0.5, 2.0)
+    x = torch.randn(11, config.hidden_size)
+    routing = layer.router(x)
+    expected = torch.zeros_like(x)
+    for token in range(11):
+        for weight, expert in zip(routing.weights[token], routing.experts[token], strict=True):
+            gate, up = (layer.experts.gate_up_proj[expert] @ x[token]).chunk(2)
+            expected[token] += weight * (layer.experts.down_proj[expert] @ (F.gelu(gate, approximate="tanh") * up))
+    torch.testing.assert_close(layer.experts(x, routing), expected, atol=1e-7, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_experts_run_the_same_on_shapes_the_grouped_product_refuses(monkeypatch):
+    layer = DiffusionGemma(dgemma.presets.tiny()).layers[0]
+    x = torch.randn(7, 64)
+    grouped = layer.experts(x, layer.router(x))
+    monkeypatch.setattr(experts, "_supports_grouped", lambda *weights: False)
+    torch.testing.assert_close(layer.experts(x, layer.router(x)), grouped, atol=1e-7, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_weights_laid_out_by_column_are_the_same_weights(tmp_path):
+    model, canvas = DiffusionGemma(dgemma.presets.tiny()), torch.randint(0, 512, (1, 8))
+    by_column = copy.deepcopy(model)
+    lay_out_by_column(by_column)
+    assert all(
+        w.mT.is_contiguous()
+        for w in (by_column.layers[0].mlp.up_proj.weight, *by_column.layers[0].experts.parameters())
+    )
+    expected = model.denoise(canvas, model.encode(canvas)).logits
+    torch.testing.assert_close(by_column.denoise(canvas, by_column.encode(canvas)).logits, expected)
+    by_column.save_pretrained(tmp_path)
+    for name, weight in DiffusionGemma.from_pretrained(tmp_path).named_parameters():
+        assert torch.equal(weight, model.get_parameter(name))
+
+
+@torch.no_grad()
+def test_no_self_conditioning_is_a_zero_signal_not_zero_logits():
+    model = pair()[0]
+    cache, canvas = model.encode(torch.randint(5, 512, (1, 6))), torch.randint(0, 512, (1, 8))
+    without = model.denoise(canvas, cache).logits
+    off = model.denoise(canvas, cache, self_cond=torch.randn(1, 8, 512), self_cond_mask=torch.tensor([False])).logits
+    torch.testing.assert_close(off, without, atol=1e-6, rtol=0)
+    assert not torch.allclose(model.denoise(canvas, cache, self_cond=torch.zeros(1, 8, 512)).logits, without, atol=1e-3)
+
+
+@torch.no_grad()
+def test_rounding_of_self_conditioning_logits_is_a_named_choice():
+    rounded = pair()[0].bfloat16()
+    wide = DiffusionGemma(rounded.config, dtype=torch.bfloat16, conventions=Conventions(self_cond_logits="float32"))
+    wide.load_state_dict(rounded.state_dict())
+    logits = torch.randn(1, 8, 512) * 10
+    cache, canvas = rounded.encode(torch.randint(5, 512, (1, 6))), torch.randint(0, 512, (1, 8))
+    as_published = rounded.denoise(canvas, cache, self_cond=logits).logits
+    assert torch.equal(as_published, wide.denoise(canvas, cache, self_cond=logits.bfloat16()).logits)
+    assert not torch.equal(as_published, wide.denoise(canvas, cache, self_cond=logits).logits)
+
+
+@torch.no_grad()
+def test_a_float64_model_is_float64_throughout():
+    config = dgemma.presets.tiny().replace(num_hidden_layers=1, layer_types=("full_attention",))
+    model = DiffusionGemma(config, dtype=torch.float64)
+    tokens = torch.randint(5, 512, (1, 4))
+    logits = model.denoise(tokens, model.encode(tokens)).logits
+    assert logits.dtype == torch.float64
+    # Twelfth decimals get through; rounding to float32 anywhere would drown them.
+    model.layers[0].input_layernorm.weight[0] *= 1 + 1e-10
+    difference = (model.denoise(tokens, model.encode(tokens)).logits - logits).abs().max()
+    assert 0 < difference < 1e-9
+
+
+@torch.no_grad()
+def test_causal_logits_word_by_word_equal_those_at_once():
+    model = pair()[0]
+    tokens = torch.randint(5, 512, (2, 33))
+    at_once = model.causal_logits(tokens)
+    cache = model.new_cache(2)
+    word_by_word = torch.cat([model.causal_logits(tokens[:, i : i + 1], cache) for i in range(33)], dim=1)
+    torch.testing.assert_close(word_by_word, at_once, atol=2e-5, rtol=0)
+
+
+def test_a_forward_refuses_unknown_arguments():
+    model = DiffusionGemma(dgemma.presets.tiny())
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        model.denoise(torch.zeros(1, 4, dtype=torch.long), model.new_cache(1), self_conditioning_logits=None)
+
+
+def test_building_a_model_seeds_with_torch_and_a_copy_is_independent():
+    torch.manual_seed(5)
+    first = DiffusionGemma(dgemma.presets.tiny())
+    torch.manual_seed(5)
+    second = copy.deepcopy(DiffusionGemma(dgemma.presets.tiny(), dtype=torch.float32))
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert abs(first.embed_tokens.weight.detach().std() - first.config.initializer_range) < 1e-3
+
+
+def test_what_people_try_first_points_to_generate():
+    model = DiffusionGemma(dgemma.presets.tiny(), device="meta")
+    with pytest.raises(TypeError, match=r"encode\(tokens\) reads.*dgemma\.generate\(model, prompt_tokens\)"):
+        model(torch.zeros(1, 3, dtype=torch.long))
+    with pytest.raises(AttributeError, match=r"Call dgemma\.generate\(model, prompt_tokens\)"):
+        _ = model.generate
+    with pytest.raises(AttributeError, match="no attribute 'lm_head'"):
+        _ = model.lm_head

@@ -1,0 +1,116 @@
+"""The optional noise-level input: off by default and then nowhere to be seen; on, it reaches network and disk."""
+
+import json
+
+import pytest
+import torch
+
+import dgemma
+from dgemma.tasks.guidance import Guided
+from dgemma.tasks.slots import Slot, slots
+
+PLAIN = dgemma.presets.tiny()
+TOLD = PLAIN.replace(noise_conditioning=True)
+
+
+@pytest.fixture
+def canvas():
+    return torch.randint(512, (2, 32))
+
+
+def levels(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_off_it_leaves_no_trace_in_config_or_weights(tmp_path):
+    model = dgemma.DiffusionGemma(PLAIN)
+    model.save_pretrained(tmp_path)
+    assert "noise_conditioning" not in (tmp_path / "config.json").read_text()
+    assert not [name for name in model.state_dict() if "noise" in name]
+    assert dgemma.ModelConfig.from_hf(tmp_path).noise_conditioning is False
+
+
+def test_off_a_level_changes_nothing(canvas):
+    model = dgemma.DiffusionGemma(PLAIN)
+    cache = model.encode(canvas[:, :4])
+    told = model.denoise(canvas, cache, noise_level=levels(0.2, 0.9)).logits
+    assert torch.equal(told, model.denoise(canvas, cache).logits)
+
+
+def test_on_the_prediction_depends_on_each_rows_own_level(canvas):
+    model = dgemma.DiffusionGemma(TOLD)
+    cache = model.encode(canvas[:, :4])
+    first, second = (model.denoise(canvas, cache, noise_level=levels(a, 0.9)).logits for a in (0.2, 0.7))
+    assert (first[0] - second[0]).abs().max() > 1e-4
+    assert torch.equal(first[1], second[1])
+
+
+def test_a_level_per_position_is_the_level_of_the_row_repeated(canvas):
+    model = dgemma.DiffusionGemma(TOLD)
+    by_row = model.embed_canvas(canvas, None, levels(0.2, 0.9))
+    by_position = model.embed_canvas(canvas, None, levels(0.2, 0.9)[:, None].expand(2, 32))
+    assert torch.equal(by_row, by_position)
+
+
+def test_both_ends_are_finite_and_gradients_reach_the_weights(canvas):
+    model = dgemma.DiffusionGemma(TOLD)
+    logits = model.denoise(canvas, model.encode(canvas[:, :4]), noise_level=levels(0.0, 1.0)).logits
+    logits.square().mean().backward()
+    for weight in model.noise_level_embedding.parameters():
+        assert weight.grad.isfinite().all()
+        assert weight.grad.abs().max() > 0
+
+
+def test_on_it_is_saved_and_loaded(tmp_path, canvas):
+    model = dgemma.DiffusionGemma(TOLD)
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["text_config"]["noise_conditioning"] is True
+    again = dgemma.DiffusionGemma.from_pretrained(tmp_path)
+    assert again.config.noise_conditioning
+    logits = [m.denoise(canvas, m.encode(canvas[:, :4]), noise_level=levels(0.3, 0.6)).logits for m in (model, again)]
+    assert torch.equal(*logits)
+
+
+def test_generation_tells_the_model_the_level_of_every_step(monkeypatch):
+    model, told = dgemma.DiffusionGemma(TOLD), []
+    denoise = model.denoise
+
+    def listen(canvas, cache, **keywords):
+        told.append(keywords["noise_level"].item())
+        return denoise(canvas, cache, **keywords)
+
+    monkeypatch.setattr(model, "denoise", listen)
+    prompt = torch.randint(512, (1, 5))
+    for denoiser in (model, Guided(model, strength=0.0, unconditional=0)):
+        told.clear()
+        dgemma.generate(denoiser, prompt, max_new_tokens=32, steps=4, stop=None)
+        assert told[:: len(told) // 4] == [1.0, 0.75, 0.5, 0.25]
+
+
+def test_slots_are_told_the_share_of_noise_on_their_canvas(monkeypatch):
+    model, told = dgemma.DiffusionGemma(TOLD), []
+    denoise = model.denoise
+
+    def listen(canvas, cache, **keywords):
+        told.extend(keywords["noise_level"].tolist())
+        return denoise(canvas, cache, **keywords)
+
+    monkeypatch.setattr(model, "denoise", listen)
+    slots(model, [[7, 8, 9], Slot([[10], [11]]), [12, 13]])
+    assert set(told) == {30 / 32}  # of the canvas after 7, 8, 9 the last two tokens are known
+
+
+def test_a_model_that_needs_the_level_says_so(canvas):
+    model = dgemma.DiffusionGemma(TOLD)
+    with pytest.raises(ValueError, match="noise_level must be given"):
+        model.denoise(canvas, model.encode(canvas[:, :4]))
+    with pytest.raises(ValueError, match=r"ModelConfig\.noise_conditioning must be True or False, got 1"):
+        PLAIN.replace(noise_conditioning=1)
+
+
+def test_the_kernels_refuse_what_they_would_ignore():
+    dgemma_kernels = pytest.importorskip("dgemma_kernels")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = dgemma.DiffusionGemma(TOLD, device=device, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="noise_conditioning must be False for the kernels"):
+        dgemma_kernels.accelerate(model)

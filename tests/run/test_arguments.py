@@ -1,0 +1,254 @@
+"""What a caller may pass: every form of it that is clear is read, every other refused in a sentence before any work."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+import dgemma
+from dgemma.run.arguments import read_allowed, read_seeds, read_token_ids
+from dgemma.sampling import ConstantTemperature
+
+VOCAB, CANVAS_LEN = 512, 32
+NOISE = dgemma.UniformNoise(VOCAB)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    model = dgemma.DiffusionGemma(dgemma.presets.tiny())
+    with torch.no_grad():
+        model.embed_tokens.weight.mul_(20)
+    return model.eval()
+
+
+def prompt(batch_size=2):
+    return torch.randint(5, VOCAB, (batch_size, 4), generator=torch.Generator().manual_seed(1))
+
+
+def marks(*ids):
+    """Booleans over the vocabulary, True at the ids."""
+    keep = np.zeros(VOCAB, dtype=bool)
+    keep[list(ids)] = True
+    return keep
+
+
+@pytest.mark.parametrize(
+    "allowed",
+    [
+        [5, 9],
+        (5, 9),
+        {5, 9},
+        range(5, 10, 4),
+        torch.tensor([5, 9]),
+        np.array([5, 9]),
+        [np.int64(5), np.int64(9)],
+        [torch.tensor(5), torch.tensor(9)],
+        [[5, 9]],
+        [torch.tensor([5, 9])],
+        np.array([[5, 9]]),
+        marks(5, 9),
+        marks(5, 9).tolist(),
+        [marks(5, 9).tolist()],
+        torch.from_numpy(marks(5, 9)),
+        [torch.from_numpy(marks(5, 9))],
+    ],
+    ids=lambda allowed: f"{type(allowed).__name__}-{str(allowed)[:20]}",
+)
+def test_allowed_means_the_same_in_every_form(allowed):
+    table = read_allowed("generate allowed", allowed, NOISE, (2, 64), CPU)
+    assert table.shape == (1, 1, VOCAB)
+    assert table.nonzero()[:, 2].tolist() == [5, 9]
+
+
+@pytest.mark.parametrize(
+    "allowed",
+    [[[5], [6, 7]], [{5}, range(6, 8)], [torch.tensor([5]), torch.tensor([6, 7])], np.stack([marks(5), marks(6, 7)])],
+    ids=["lists", "sets", "tensors", "booleans"],
+)
+def test_allowed_position_by_position_means_the_same_in_every_form(allowed):
+    table = read_allowed("generate allowed", allowed, NOISE, (2, 64), CPU)
+    assert table.nonzero().tolist() == [[0, 0, 5], [0, 1, 6], [0, 1, 7]]
+
+
+def test_lists_of_one_id_each_are_positions_and_not_one_list():
+    table = read_allowed("generate allowed", [torch.tensor([5]), torch.tensor([6])], NOISE, (2, 64), CPU)
+    assert table.nonzero().tolist() == [[0, 0, 5], [0, 1, 6]]
+
+
+@pytest.mark.parametrize(
+    ("allowed", "sentence"),
+    [
+        ([[65], 66], "Do not mix these forms"),
+        ([True, 66], "Do not mix these forms"),
+        ([65.0], "must be booleans, token ids, or one list of ids per position"),
+        ("abc", "must be booleans, token ids"),
+        (65, "must be booleans, token ids"),
+        ([[[65]]], "must be booleans, token ids"),
+        ([[True, False], [True]], "must be booleans, token ids"),
+        ([True, False], "must broadcast to"),
+        ([-1], r"must hold ids in \[0, 512\)"),
+        ([], "must leave at least one token at every position"),
+        ([[65], []], "must leave at least one token at every position"),
+    ],
+    ids=str,
+)
+def test_an_allowed_set_that_is_not_clear_is_refused(allowed, sentence):
+    with pytest.raises(ValueError, match=f"generate allowed {sentence}|{sentence}"):
+        read_allowed("generate allowed", allowed, NOISE, (2, 64), CPU)
+
+
+def test_what_is_written_stays_within_booleans_of_numpy(model):
+    keep = marks(*range(100, 120))
+    out = dgemma.generate(
+        model, prompt(), max_new_tokens=CANVAS_LEN, steps=2, allowed=keep, eos_token_ids=[], progress=False
+    )
+    assert bool(((out.new_tokens >= 100) & (out.new_tokens < 120)).all())
+
+
+@pytest.mark.parametrize("seed", [7, np.int64(7), torch.tensor(7), [7, 8], np.array([7, 8]), torch.tensor([7, 8])])
+def test_seeds_in_every_form(seed):
+    seeds = read_seeds(seed, prompt())
+    assert seeds.dtype == torch.int64
+    assert seeds.tolist() == [7, 8]
+
+
+@pytest.mark.parametrize("ids", [1, np.int64(1), [1], (1,), {1}, torch.tensor([1]), np.array([1]), torch.tensor(1)])
+def test_stop_tokens_in_every_form(ids):
+    assert read_token_ids("eos_token_ids", ids) == (1,)
+
+
+def test_numbers_of_any_make_are_numbers(model):
+    chosen = {"temperature": torch.tensor(0.5), "steps": np.int64(2), "top_k": np.int32(7), "top_p": np.float32(0.5)}
+    out = dgemma.generate(
+        model, prompt(), max_new_tokens=np.int64(CANVAS_LEN), record=True, stop=None, progress=False, **chosen
+    )
+    plan = out.trajectory.plan
+    assert plan.knobs.temperature == ConstantTemperature(0.5)
+    assert (plan.num_steps, plan.knobs.top_k, plan.knobs.top_p) == (2, 7, 0.5)
+    assert all(type(value) is kind for value, kind in ((plan.num_steps, int), (plan.knobs.top_k, int)))
+
+
+BAD = [
+    ({"top_k": 0}, r"Knobs\.top_k must be an integer >= 1, got 0"),
+    ({"top_k": 1.5}, r"Knobs\.top_k must be an integer >= 1, got 1\.5"),
+    ({"top_p": 2.0}, r"Knobs\.top_p must be a probability, got 2\.0"),
+    ({"top_p": 0.0}, r"Knobs\.top_p must be > 0"),
+    ({"temperature": "hot"}, r"Knobs\.temperature must be a schedule such as LinearTemperature\(\), got 'hot'"),
+    ({"temperature": True}, r"Knobs\.temperature must be a schedule"),
+    ({"temperature": dgemma.LinearTemperature}, r"Knobs\.temperature must be a schedule"),
+    ({"temperature": torch.tensor([0.5, 0.6])}, r"Knobs\.temperature must be a schedule"),
+    ({"temperature": float("nan")}, r"ConstantTemperature\.value must be > 0"),
+    ({"temperature": float("inf")}, r"ConstantTemperature\.value must be finite"),
+    ({"sampler": "entropy"}, r"Knobs\.sampler must be a value such as EntropyBound\(\), got 'entropy'"),
+    ({"sampler": dgemma.EntropyBound}, r"Knobs\.sampler must be .*Write a class with its parentheses"),
+    ({"stop": "never"}, r"Knobs\.stop must be a value such as StableAndConfident\(\), got 'never'"),
+    ({"stop": dgemma.StableAndConfident}, r"Knobs\.stop must be .*Write a class with its parentheses"),
+    ({"noise": "uniform"}, r"noise must be a process such as UniformNoise\(vocab_size\) or .*, got 'uniform'"),
+    ({"noise": dgemma.UniformNoise}, "noise must be a process .*got the class UniformNoise"),
+    ({"attention_mask": [[1] * 4] * 2}, r"attention_mask must be a tensor of shape \(2, 4\)"),
+    ({"attention_mask": torch.ones(3, 4)}, r"attention_mask must be a tensor of shape \(2, 4\)"),
+    ({"eos_token_ids": [1.5]}, r"eos_token_ids must be a token id or several, got \[1\.5\]"),
+    ({"eos_token_ids": "stop"}, "eos_token_ids must be a token id or several, got 'stop'"),
+    ({"canvas": torch.zeros(2, 0, dtype=torch.long)}, "canvas must have at least one position"),
+    ({"seed": None}, "seed must be an int or one int per row .*got None"),
+    ({"seed": 2**70}, "seed must be an int .*64 bits"),
+    ({"seed": 2**63 - 1}, "seed must be an int .*64 bits"),  # the second row's would be 2**63
+    ({"seed": [1, 2**64]}, "seed must be an int .*64 bits"),
+    ({"steps": 2.0}, r"steps must be an integer of at least 1, got 2\.0"),
+    ({"noise_level": "half"}, r"noise_level must be in \(0, 1\], got 'half'"),
+    ({"noise_level": float("nan")}, r"noise_level must be in \(0, 1\]"),
+    ({"noise_level": 0.5}, r"noise_level must be 1 without canvas, got 0\.5.*Pass the canvas that is at this level"),
+]
+
+
+@pytest.mark.parametrize(("changes", "sentence"), BAD, ids=[str(changes) for changes, _ in BAD])
+def test_arguments_that_do_not_fit_raise_one_sentence_before_any_work(model, changes, sentence, monkeypatch):
+    monkeypatch.setattr(model, "encode", lambda *args: pytest.fail("work was done before the arguments were checked"))
+    with pytest.raises(ValueError, match=sentence):
+        dgemma.generate(model, prompt(), max_new_tokens=CANVAS_LEN, **changes)
+
+
+@pytest.mark.parametrize("mask", [[[0, 0, 0], [0, 0, 0]], [[1, 1, 1], [0, 0, 0]]], ids=["nowhere", "in-one-row"])
+def test_a_prompt_that_is_all_padding_is_as_empty_as_an_empty_one(model, mask):
+    for tokens, given in ((torch.full((2, 3), 5), torch.tensor(mask)), (torch.zeros(2, 0, dtype=torch.long), None)):
+        with pytest.raises(ValueError, match=r"prompt_tokens must hold at least one token a row\. Start with the bos"):
+            dgemma.generate(model, tokens, attention_mask=given)
+
+
+def test_a_prompt_on_another_device_is_refused_with_the_way_to_move_it(model):
+    with pytest.raises(
+        ValueError, match=r"on the model's device cpu, got meta\. Pass prompt_tokens\.to\(model\.device"
+    ):
+        dgemma.generate(model, prompt().to("meta"))
+
+
+def test_knobs_refuse_what_generate_refuses():
+    whole = {"sampler": dgemma.EntropyBound(), "temperature": dgemma.LinearTemperature()}
+    for change in ({"top_k": 0}, {"top_p": 1.5}, {"sampler": dgemma.EntropyBound}, {"temperature": 0.5}, {"stop": 3}):
+        with pytest.raises(ValueError, match=rf"Knobs\.{next(iter(change))} must"):
+            dgemma.Knobs(**(whole | change))
+
+
+class Adjustable(dgemma.EntropyBound):
+    """Inherits a frozen dataclass, and keeps a setting beside its fields: equal to another by what it does not say."""
+
+    def __init__(self, window):
+        super().__init__()
+        self.window = window
+
+
+@dataclass
+class Thawed(dgemma.Sampler):
+    window: int = 8
+
+
+@dataclass(frozen=True)
+class Wrapper(dgemma.Sampler):
+    inner: dgemma.Sampler
+
+
+class LooseRule(dgemma.StopRule):
+    pass
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sampler": Thawed()},
+        {"sampler": Adjustable(4)},
+        {"sampler": Wrapper(Thawed())},
+        {"stop": LooseRule()},
+        {"stop": dgemma.StepCap(4) | LooseRule()},
+    ],
+    ids=["thawed", "attribute", "wrapped", "rule", "combined"],
+)
+def test_what_could_change_behind_a_captured_graph_is_refused_as_a_knob(change):
+    whole = {"sampler": dgemma.EntropyBound(), "temperature": dgemma.LinearTemperature()}
+    fix = r"must be a frozen dataclass .*, got .*\. Write @dataclass\(frozen=True, kw_only=True\) above the class\.$"
+    with pytest.raises(ValueError, match=rf"^Knobs\.{next(iter(change))} {fix}"):
+        dgemma.Knobs(**(whole | change))
+
+
+def test_a_frozen_sampler_that_holds_another_is_a_knob():
+    dgemma.Knobs(sampler=Wrapper(dgemma.EntropyBound()), temperature=dgemma.LinearTemperature())
+
+
+def test_the_noise_level_is_that_of_blocks_with_a_canvas_alone(model):
+    seen = []
+    dgemma.generate(
+        model,
+        prompt(),
+        max_new_tokens=3 * CANVAS_LEN,
+        steps=4,
+        stop=None,
+        canvas=torch.full((2, CANVAS_LEN + 1), 9),
+        noise_level=0.25,
+        eos_token_ids=[],
+        progress=False,
+        on_step=lambda record: seen.append((int(record.block[0]), float(record.noise_level[0]))),
+    )
+    # The canvas reaches one token into the second block and not into the third.
+    assert seen == [(0, 0.25), (1, 0.25), (2, 1.0), (2, 0.75), (2, 0.5), (2, 0.25)]

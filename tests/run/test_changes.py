@@ -1,0 +1,194 @@
+"""What a callback changes holds from the next step on, and nothing is remembered that no longer fits."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import dgemma
+from dgemma.run.changes import apply_changes
+from dgemma.run.generate import Knobs, start_state
+from dgemma.sampling import KLASS, Ancestral, Confidence, ConstantTemperature, EntropyBound, StableAndConfident
+
+VOCAB, CANVAS_LEN = 11, 6
+
+
+def fresh(sampler, noise=None, stop=None):
+    knobs = Knobs(sampler=sampler, temperature=ConstantTemperature(1.0), stop=stop)
+    noise = noise or dgemma.MaskNoise(VOCAB)
+    return start_state(knobs, noise, seeds=torch.arange(2), canvas_len=CANVAS_LEN, num_steps=4), knobs
+
+
+def test_a_new_temperature_holds_for_the_very_next_step():
+    state, knobs = fresh(EntropyBound())
+    state, knobs = apply_changes({"temperature": 0.25}, state, knobs)
+    assert state.temperature.tolist() == [0.25, 0.25]
+    assert knobs.temperature == ConstantTemperature(0.25)
+
+
+def test_a_temperature_tensor_is_this_steps_alone():
+    state, knobs = fresh(EntropyBound())
+    state, changed = apply_changes({"temperature": torch.tensor([0.5, 2.0])}, state, knobs)
+    assert state.temperature.tolist() == [0.5, 2.0]
+    assert changed == knobs
+
+
+def test_a_sampler_with_other_memory_starts_afresh():
+    state, knobs = fresh(EntropyBound())
+    assert state.memory is None
+    state, knobs = apply_changes({"sampler": KLASS(history=2)}, state, knobs)
+    assert state.memory.divergences.shape == (2, 2, CANVAS_LEN)
+    kept = replace(state, memory=state.memory._replace(divergences=torch.zeros(2, 2, CANVAS_LEN)))
+    same_form, _ = apply_changes({"sampler": KLASS(history=2, tau=0.5)}, kept, knobs)
+    assert bool((same_form.memory.divergences == 0).all())
+    longer, _ = apply_changes({"sampler": KLASS(history=3)}, kept, knobs)
+    assert longer.memory.divergences.shape == (2, 3, CANVAS_LEN)
+    assert bool(longer.memory.divergences.isinf().all())
+
+
+def test_a_stop_rule_with_a_longer_memory_starts_afresh():
+    state, knobs = fresh(EntropyBound(), stop=StableAndConfident(stability=1))
+    state, knobs = apply_changes({"stop": StableAndConfident(stability=2)}, state, knobs)
+    assert state.stop_memory.shape == (2, 2, CANVAS_LEN)
+    state, knobs = apply_changes({"stop": None}, state, knobs)
+    assert knobs.stop is None
+
+
+def test_a_canvas_planted_under_mask_noise_opens_its_masks():
+    state, knobs = fresh(Confidence())
+    canvas = torch.full((2, CANVAS_LEN), 7)
+    canvas[0, 2] = 4  # the mask
+    planted, _ = apply_changes({"canvas": canvas}, state, knobs)
+    assert planted.open.nonzero().tolist() == [[0, 2]]
+    by_replace, _ = apply_changes(replace(state, canvas=canvas), state, knobs)
+    assert torch.equal(by_replace.open, planted.open)
+    kept_open, _ = apply_changes({"canvas": canvas, "open": state.open}, state, knobs)
+    assert bool(kept_open.open.all())
+
+
+def test_freezing_closes_and_unfreezing_opens():
+    state, knobs = fresh(EntropyBound(), noise=dgemma.UniformNoise(VOCAB))
+    frozen = torch.zeros(2, CANVAS_LEN, dtype=torch.bool)
+    frozen[:, 1] = True
+    closed, _ = apply_changes({"frozen": frozen}, state, knobs)
+    assert torch.equal(closed.open, ~frozen)
+    opened, _ = apply_changes({"frozen": ~frozen & False}, closed, knobs)
+    assert bool(opened.open.all())
+
+
+def test_the_mask_stays_unproposable_when_allowed_changes():
+    state, knobs = fresh(Confidence())
+    changed, _ = apply_changes({"allowed": torch.ones(1, 1, VOCAB, dtype=torch.bool)}, state, knobs)
+    assert changed.allowed[0, 0].logical_not().nonzero().tolist() == [[4]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"bound": 0.1}, "must be among state, .*; got bound"),
+        ({"rows": torch.arange(2)}, "got rows"),
+        (
+            {"canvas": torch.zeros(2, 3, dtype=torch.int64)},
+            r"DenoiseState\.canvas must stay torch\.int64 \(2, 6\), got",
+        ),
+        ({"frozen": torch.zeros(2, 6)}, r"DenoiseState\.frozen must stay torch\.bool"),
+        ({"sampler": Confidence()}, "Confidence must run under mask noise, got uniform"),
+        ({"self_cond": 3}, r"DenoiseState\.self_cond must be a Prediction, logits or None, got int"),
+        (5, "must be None, a state or a dictionary, got int"),
+        (True, "must be None, a state or a dictionary, got bool"),
+        ("abc", "must be None, a state or a dictionary, got str"),
+        (torch.zeros(3), "must be None, a state or a dictionary, got Tensor"),
+        ({"sampler": 3}, r"Knobs\.sampler must be a value such as EntropyBound\(\), got 3"),
+        ({"top_k": 0}, r"Knobs\.top_k must be an integer >= 1, got 0"),
+        ({"temperature": -1}, r"ConstantTemperature\.value must be > 0"),
+        ({"canvas": torch.full((2, 6), 11)}, r"DenoiseState\.canvas must hold ids in \[0, 11\), got 11\.\.11"),
+        (
+            {"allowed": torch.zeros(1, 1, VOCAB, dtype=torch.bool)},
+            r"DenoiseState\.allowed must leave at least one token",
+        ),
+        ({"allowed": torch.ones(3, VOCAB, dtype=torch.bool)}, r"must broadcast to .* = \(2, 6, 11\), got \(1, 3, 11\)"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_changes_that_do_not_fit_are_refused(changes, sentence):
+    state, knobs = fresh(Ancestral(), noise=dgemma.UniformNoise(VOCAB))
+    with pytest.raises(ValueError, match=sentence):
+        apply_changes(changes, state, knobs)
+
+
+@pytest.mark.parametrize("temperature", [torch.tensor(0.25), 0.25], ids=["tensor", "float"])
+def test_a_number_of_any_make_is_a_schedule(temperature):
+    state, knobs = fresh(EntropyBound())
+    state, knobs = apply_changes({"temperature": temperature}, state, knobs)
+    assert knobs.temperature == ConstantTemperature(0.25)
+
+
+def allow(*ids):
+    table = torch.zeros(VOCAB, dtype=torch.bool)
+    table[list(ids)] = True
+    return table
+
+
+UNIFORM = dgemma.UniformNoise(VOCAB)
+
+
+@pytest.mark.parametrize("allowed", [allow(5), allow(5).expand(CANVAS_LEN, -1), [5], [[5]] * CANVAS_LEN])
+def test_an_allowed_set_has_rows_positions_and_tokens_however_it_was_given(allowed):
+    state, knobs = fresh(EntropyBound(), noise=UNIFORM)
+    changed, _ = apply_changes({"allowed": allowed}, state, knobs)
+    if isinstance(allowed, torch.Tensor):
+        started = start_state(
+            knobs, UNIFORM, seeds=torch.arange(2), canvas_len=CANVAS_LEN, num_steps=4, allowed=allowed
+        )
+        assert torch.equal(started.allowed, changed.allowed)
+    assert changed.allowed.dim() == 3
+    selected = changed.select(torch.tensor([1]))
+    assert torch.equal(selected.allowed.expand(1, CANVAS_LEN, -1), allow(5).expand(1, CANVAS_LEN, -1))
+
+
+def started(allowed, seeds=(0, 1)):
+    knobs = Knobs(sampler=EntropyBound(), temperature=ConstantTemperature(1.0))
+    return start_state(knobs, UNIFORM, seeds=torch.tensor(seeds), canvas_len=CANVAS_LEN, num_steps=4, allowed=allowed)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs"),
+    [
+        (None, allow(5)),
+        (allow(6), None),
+        (allow(6), allow(5)),
+        (allow(6), allow(5).expand(CANVAS_LEN, -1)),
+        (allow(6).expand(2, CANVAS_LEN, -1), allow(5).expand(2, CANVAS_LEN, -1)),
+        (allow(6).expand(2, 1, -1), allow(5).expand(2, CANVAS_LEN, -1)),
+    ],
+    ids=["donor-alone", "host-alone", "shared", "shared-by-position", "own", "own-by-row"],
+)
+def test_a_spliced_row_brings_its_allowed_set_and_leaves_the_others_theirs(mine, theirs):
+    host, donor = started(mine), started(theirs, seeds=(8, 9)).select(torch.tensor([0]))
+    spliced = host.splice(torch.tensor([1]), donor)
+    everything = torch.ones(VOCAB, dtype=torch.bool)
+    table = spliced.allowed.expand(2, CANVAS_LEN, -1)
+    for row, expected in enumerate((mine, theirs)):
+        expected = everything if expected is None else expected.reshape(-1, VOCAB)[0]
+        assert torch.equal(table[row], expected.expand(CANVAS_LEN, -1))
+    assert torch.equal(spliced.canvas[1], donor.canvas[0])
+
+
+def test_rows_that_leave_take_their_own_positions_sets_with_them():
+    table = torch.stack([allow(5 + position) for position in range(CANVAS_LEN)])  # (C, V)
+    state, knobs = fresh(EntropyBound(), noise=dgemma.UniformNoise(VOCAB))
+    changed, _ = apply_changes({"allowed": table}, state, knobs)
+    assert torch.equal(changed.select(torch.tensor([1])).allowed[0], table)
+
+
+def test_steps_taken_past_the_last_are_without_noise_and_at_the_last_temperature():
+    class Flat:
+        def denoise(self, canvas, cache, self_cond=None):
+            return dgemma.Prediction(torch.zeros(*canvas.shape, VOCAB))
+
+    knobs = Knobs(sampler=Ancestral(), temperature=dgemma.LinearTemperature(start=0.8, end=0.4))
+    state = start_state(knobs, UNIFORM, seeds=torch.arange(2), canvas_len=CANVAS_LEN, num_steps=2)
+    for _ in range(6):
+        state, _ = dgemma.step(Flat(), state, cache=None, knobs=knobs)
+    assert state.noise_level.tolist() == state.next_noise_level.tolist() == [0.0, 0.0]
+    assert state.temperature.tolist() == pytest.approx([0.4, 0.4])

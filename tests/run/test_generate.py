@@ -1,0 +1,613 @@
+"""The loop itself: rows on their own, knobs that change, pins that hold, mistakes that are named."""
+
+import inspect
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+import dgemma
+from dgemma import BlockCommit, DiffusionGemma, GenerationDefaults, Knobs, Prediction, StepRecord
+from dgemma.diffusion.noise import _warn_once
+from dgemma.model.cache import PrefixCache
+from published import pair
+
+
+@dataclass
+class RowwiseDenoiser:
+    """A fake whose prediction is an exact function of each row's own canvas and prefix, whatever the batch."""
+
+    config: dgemma.ModelConfig = field(
+        default_factory=lambda: dgemma.presets.tiny().replace(vocab_size=64, canvas_length=16)
+    )
+    generation: GenerationDefaults = field(default_factory=lambda: GenerationDefaults(eos_token_id=(1,)))
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def encode(
+        self, tokens: Tensor, cache: PrefixCache | None = None, attention_mask: Tensor | None = None
+    ) -> PrefixCache:
+        cache = cache or PrefixCache(self.config, tokens.shape[0], device="cpu", dtype=torch.float32)
+        sums = tokens.float()[:, None, :, None]
+        new = [(sums.expand(-1, layer.keys.shape[1], -1, layer.keys.shape[3]),) * 2 for layer in cache.layers]
+        real = None if attention_mask is None else attention_mask[:, -tokens.shape[1] :].bool()
+        cache.append(new, real)
+        return cache
+
+    def denoise(self, canvas: Tensor, cache: PrefixCache, self_cond: object = None) -> Prediction:
+        keys = cache.layers[-1].view(cache.num_slots)[0][:, 0, :, 0]  # (B, S): the tokens themselves
+        seen = torch.arange(keys.shape[1]) < cache.lengths[:, None]
+        prefix = keys.long().masked_fill(~seen, 0).sum(-1)  # exact integers: no rounding depends on the batch
+        position = torch.arange(canvas.shape[1])
+        seed = (prefix[:, None] * 31 + canvas * 7 + position * 13) % 97
+        vocab = torch.arange(self.config.vocab_size)
+        return Prediction((((seed[..., None] + vocab) * 29) % 101).float() / 6)
+
+
+def options(**changes):
+    return {"max_new_tokens": 48, "steps": 6, "stop": dgemma.StableAndConfident(confidence=2.5)} | changes
+
+
+def test_row_i_of_a_batch_equals_row_i_alone_bit_for_bit():
+    model = RowwiseDenoiser()
+    prompt = torch.randint(5, 64, (5, 7))
+    together = dgemma.generate(model, prompt, seed=40, **options())
+    lengths = set()
+    for row in range(5):
+        alone = dgemma.generate(model, prompt[row : row + 1], seed=[40 + row], **options())
+        width = alone.new_tokens.shape[1]
+        assert torch.equal(alone.new_tokens, together.new_tokens[row : row + 1, :width])
+        assert (together.new_tokens[row, width:] == 0).all()
+        assert torch.equal(alone.steps[0], together.steps[row, : alone.steps.shape[1]])
+        assert alone.cache.lengths[0] == together.cache.lengths[row]
+        lengths.add(int(alone.cache.lengths[0]))
+    assert len(lengths) > 1, "the case is meant to have rows that end at different places"
+
+
+def test_the_host_waits_for_the_device_once_a_step_and_once_a_block(monkeypatch):
+    # On a GPU each of these stops the launches until everything in front has run.
+    waits = []
+
+    def counted(read):
+        return lambda tensor, *arguments: waits.append(read) or read(tensor, *arguments)
+
+    for name in ("tolist", "item", "nonzero", "__bool__", "__int__"):
+        monkeypatch.setattr(Tensor, name, counted(getattr(Tensor, name)))
+    events = dgemma.stream(RowwiseDenoiser(), torch.randint(5, 64, (2, 7)), **options(stop=None), eos_token_ids=[])
+    next(events)  # the arguments are read before it
+    waits.clear()
+    assert sum(isinstance(event, StepRecord) for event in events) == 3 * 6 - 1
+    assert len(waits) == 3 * (6 + 1)
+
+
+def test_row_i_of_a_batch_writes_the_tokens_of_row_i_alone_with_the_real_model():
+    model = pair(seed=3)[0]
+    prompt, mask = torch.randint(5, 512, (3, 9)), torch.ones(3, 9, dtype=torch.long)
+    mask[1, :4] = 0
+    together = dgemma.generate(model, prompt, attention_mask=mask, max_new_tokens=64, steps=6, seed=3)
+    for row in range(3):
+        alone = dgemma.generate(model, prompt[row][mask[row].bool()][None], max_new_tokens=64, steps=6, seed=[3 + row])
+        assert torch.equal(alone.new_tokens[0], together.new_tokens[row, : alone.new_tokens.shape[1]])
+
+
+def test_the_same_seed_gives_the_same_tokens_and_leaves_the_global_generator_alone():
+    model, prompt = RowwiseDenoiser(), torch.randint(5, 64, (2, 7))
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    first = dgemma.generate(model, prompt, seed=1, **options())
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(99)
+    assert torch.equal(dgemma.generate(model, prompt, seed=1, **options()).tokens, first.tokens)
+    assert not torch.equal(
+        dgemma.generate(model, prompt, seed=2, **options()).new_tokens[:, :16], first.new_tokens[:, :16]
+    )
+
+
+def test_a_second_turn_on_the_cache_equals_one_run_over_the_whole_history():
+    model = pair(seed=3)[0]
+    prompt, reply = torch.randint(5, 512, (2, 6)), torch.randint(5, 512, (2, 5))
+    first = dgemma.generate(model, prompt, max_new_tokens=64, steps=4, seed=0, eos_token_ids=range(40))
+    assert first.cache.lengths[0] != first.cache.lengths[1], "the case is meant to have rows of different length"
+    lengths = first.cache.lengths.tolist()
+    second = dgemma.generate(model, reply, cache=first.cache, max_new_tokens=32, steps=4, seed=7, eos_token_ids=[1])
+    for row in range(2):
+        history = torch.cat((first.tokens[row, : lengths[row]], reply[row]))[None]
+        whole = dgemma.generate(model, history, max_new_tokens=32, steps=4, seed=[7 + row], eos_token_ids=[1])
+        assert torch.equal(whole.new_tokens[0], second.new_tokens[row])
+
+
+@pytest.mark.parametrize("noise", [dgemma.UniformNoise(512), dgemma.MaskNoise(512)], ids=lambda n: n.kind)
+def test_pins_and_allowed_sets_hold_over_several_blocks(noise):
+    model = pair()[0]
+    prompt = torch.randint(5, 512, (2, 4))
+    canvas = torch.full((2, 50), -1)
+    canvas[0, 3:9], canvas[1, 30:40] = 77, 88  # the second pin lies across the first block's end
+    allowed = torch.zeros(2, 50, 512, dtype=torch.bool)
+    allowed[:, :, 100:110] = True
+    allowed[:, 45, :] = False
+    allowed[:, 45, 7] = True
+    seen: list[StepRecord] = []
+    out = dgemma.generate(
+        model,
+        prompt,
+        max_new_tokens=64,
+        steps=4,
+        noise=noise,
+        canvas=canvas,
+        frozen=canvas >= 0,
+        allowed=allowed,
+        stop=None,
+        on_step=seen.append,
+        eos_token_ids=[],
+    )
+    pinned = canvas >= 0
+    assert torch.equal(out.new_tokens[:, :50][pinned], canvas[pinned])
+    free = out.new_tokens[:, :50][~pinned & (torch.arange(50) != 45)]
+    assert ((free >= 100) & (free < 110)).all()
+    assert (out.new_tokens[:, 45] == 7).all()
+    for record in seen:
+        block = int(record.block[0])
+        part = slice(block * 32, min((block + 1) * 32, 50))
+        shown = record.canvas[:, : part.stop - part.start]
+        assert torch.equal(shown[pinned[:, part]], canvas[:, part][pinned[:, part]])
+        inside = allowed[:, part].gather(-1, shown[..., None])[..., 0] | pinned[:, part] | noise.masked(shown)
+        assert inside.all()
+
+
+def test_a_canvas_of_ones_own_is_where_denoising_starts():
+    model, prompt = pair()[0], torch.randint(5, 512, (1, 4))
+    canvas = torch.randint(5, 512, (1, 32))
+    seen: list[StepRecord] = []
+    dgemma.generate(model, prompt, max_new_tokens=32, steps=4, canvas=canvas, on_step=seen.append, noise_level=0.5)
+    assert torch.equal(seen[0].canvas, canvas)
+    assert [int(r.step[0]) for r in seen] == [2, 3]  # half the noise, so the last half of the steps
+    torch.testing.assert_close(seen[0].temperature, torch.tensor([0.4 + 0.4 * 2 / 4]))
+
+
+def test_a_sampler_that_caches_what_follows_from_its_fields_is_a_knob_again():
+    @dataclass(frozen=True, kw_only=True)
+    class Caching(dgemma.EntropyBound):
+        @cached_property
+        def half(self):
+            return self.bound / 2
+
+    sampler = Caching()
+    for _ in range(2):
+        Knobs(sampler=sampler, temperature=dgemma.LinearTemperature())
+        assert sampler.half == sampler.bound / 2
+    object.__setattr__(sampler, "window", 8)
+    with pytest.raises(ValueError, match=r"Knobs\.sampler must be a frozen dataclass"):
+        Knobs(sampler=sampler, temperature=dgemma.LinearTemperature())
+
+
+def test_knobs_and_states_may_change_between_steps():
+    model, prompt = pair()[0], torch.randint(5, 512, (2, 4))
+    bounds: list[float] = []
+
+    def widen(record: StepRecord):
+        bounds.append(record.knobs.sampler.bound)
+        if int(record.step[0]) == 1:
+            return {"sampler": dgemma.EntropyBound(bound=9e9)}
+        if int(record.step[0]) == 2:
+            assert record.accepted.all()
+            return replace(record.state, canvas=torch.full_like(record.state.canvas, 9))
+        if int(record.step[0]) == 3:
+            assert (record.canvas == 9).all()
+        return None
+
+    dgemma.generate(model, prompt, max_new_tokens=32, steps=5, stop=None, on_step=widen)
+    assert bounds == [0.1, 0.1, 9e9, 9e9, 9e9]
+    with pytest.raises(ValueError, match=r"must be among state, .*sampler.*got bound"):
+        dgemma.generate(model, prompt, max_new_tokens=32, steps=2, stop=None, on_step=lambda record: {"bound": 3})
+
+
+def test_what_is_left_out_runs_under_the_noise_that_the_checkpoint_learnt():
+    model, prompt = pair()[0], torch.randint(5, 512, (2, 4))
+    noise, knobs = dgemma.MaskNoise(512, mask_token_id=9), {"max_new_tokens": 32, "steps": 3, "eos_token_ids": []}
+    model.generation = GenerationDefaults(noise={"kind": "mask", "mask_token_id": 9})
+    seen: list[StepRecord] = []
+    learnt = dgemma.generate(model, prompt, on_step=seen.append, **knobs)
+    assert (seen[0].canvas == 9).all()
+    assert torch.equal(learnt.tokens, dgemma.generate(model, prompt, noise=noise, **knobs).tokens)
+    dgemma.infill(model, prompt, [(1, 3)], on_step=seen.append, steps=3)
+    assert seen[-1].state.noise == noise
+
+
+def test_noise_that_the_checkpoint_did_not_learn_is_warned_of_once(caplog):
+    _warn_once.cache_clear()
+    model, prompt = pair()[0], torch.randint(5, 512, (2, 4))
+    knobs = {"max_new_tokens": 32, "steps": 1, "eos_token_ids": []}
+    dgemma.generate(model, prompt, noise=dgemma.MaskNoise(512, mask_token_id=9), **knobs)  # it says nothing of its own
+    model.generation = GenerationDefaults(noise={"kind": "mask", "mask_token_id": 9})
+    dgemma.generate(model, prompt, **knobs)
+    assert caplog.messages == []
+    for _ in range(2):
+        dgemma.generate(model, prompt, noise=dgemma.UniformNoise(512), **knobs)
+    assert caplog.messages == ["The checkpoint learnt mask noise; under uniform noise it guesses."]
+
+
+def test_driving_step_by_hand_equals_generate():
+    model, prompt = pair()[0], torch.randint(5, 512, (2, 4))
+    out = dgemma.generate(model, prompt, max_new_tokens=32, steps=5, seed=11, stop=None, eos_token_ids=[])
+    knobs = Knobs(sampler=dgemma.EntropyBound(), temperature=dgemma.LinearTemperature())
+    with torch.no_grad():
+        cache = model.encode(prompt)
+        state = dgemma.start_state(
+            knobs, dgemma.UniformNoise(512), seeds=torch.tensor([11, 12]), canvas_len=32, num_steps=5
+        )
+        for _ in range(5):
+            state, _ = dgemma.step(model, state, cache=cache, knobs=knobs)
+    assert torch.equal(state.draft, out.new_tokens)
+
+
+def test_a_spliced_row_goes_on_as_its_donor():
+    model = RowwiseDenoiser()
+    knobs = Knobs(
+        sampler=dgemma.EntropyBound(), temperature=dgemma.LinearTemperature(), stop=dgemma.StableAndConfident()
+    )
+    cache = model.encode(torch.full((2, 3), 5))
+    noise = dgemma.UniformNoise(64)
+    start = [
+        dgemma.start_state(knobs, noise, seeds=torch.tensor(s), canvas_len=16, num_steps=6) for s in ([0, 1], [8, 9])
+    ]
+    host, donor = (dgemma.step(model, s, cache=cache, knobs=knobs)[0] for s in start)
+    mixed = host.splice(torch.tensor([1]), donor.select(torch.tensor([0])))
+    for _ in range(3):
+        host, donor, mixed = (dgemma.step(model, s, cache=cache, knobs=knobs)[0] for s in (host, donor, mixed))
+    assert torch.equal(mixed.canvas[0], host.canvas[0])
+    assert torch.equal(mixed.canvas[1], donor.canvas[0])
+
+
+def test_streaming_gives_drafts_and_committed_blocks_for_any_batch():
+    model, prompt = RowwiseDenoiser(), torch.randint(5, 64, (3, 7))
+    events = list(dgemma.stream(model, prompt, seed=40, **options()))
+    out = dgemma.generate(model, prompt, seed=40, **options())
+    commits = [event for event in events if isinstance(event, BlockCommit)]
+    assert torch.equal(torch.cat([c.tokens for c in commits], dim=1), out.new_tokens)
+    assert torch.equal(torch.stack([c.steps for c in commits], dim=1), out.steps)
+    records = [event for event in events if isinstance(event, StepRecord)]
+    assert sum(len(record.rows) for record in records) == int(out.steps.sum()), "finished rows must cost nothing"
+
+
+@pytest.mark.parametrize(
+    ("sampler", "expected"),
+    [
+        (dgemma.EntropyBound(bound=9e9), 1),
+        (dgemma.Threshold(tau=0.0), 1),
+        (dgemma.Confidence(), 8),  # its quota: a share of the canvas each step
+        (dgemma.ReMDM(), 8),  # takes tokens back, so a full canvas is not yet done
+    ],
+    ids=["entropy-bound", "threshold", "confidence", "remdm"],
+)
+def test_a_canvas_with_nothing_open_costs_no_more_forwards(sampler, expected):
+    model, prompt = pair()[0], torch.randint(5, 512, (2, 4))
+    out = dgemma.generate(
+        model,
+        prompt,
+        max_new_tokens=32,
+        steps=8,
+        noise=dgemma.MaskNoise(512),
+        sampler=sampler,
+        stop=None,
+        temperature=1.0,
+        eos_token_ids=[],
+    )
+    assert (out.steps == expected).all()
+
+
+@dataclass
+class SureDenoiser(RowwiseDenoiser):
+    """Certain of one token everywhere, so that whatever else is committed was noise."""
+
+    token: int = 7
+
+    def denoise(self, canvas: Tensor, cache: PrefixCache, self_cond: object = None) -> Prediction:
+        certain = torch.full((*canvas.shape, self.config.vocab_size), -40.0)
+        certain[..., self.token] = 0.0
+        return Prediction(certain)
+
+
+@pytest.mark.parametrize("sampler", [dgemma.Ancestral(), dgemma.LeaveOneOutGibbs(), dgemma.EntropyBound()], ids=repr)
+@pytest.mark.parametrize("stop", [dgemma.StableAndConfident(), dgemma.StepCap(steps=1), None], ids=repr)
+def test_uniform_noise_is_never_committed_whatever_ends_the_canvas(sampler, stop):
+    out = dgemma.generate(SureDenoiser(), torch.full((3, 4), 5), max_new_tokens=16, steps=6, sampler=sampler, stop=stop)
+    assert (out.new_tokens == 7).all()
+
+
+def test_hybrid_noise_is_never_committed_whatever_ends_the_canvas():
+    out = dgemma.generate(
+        SureDenoiser(),
+        torch.full((3, 4), 5),
+        max_new_tokens=16,
+        steps=6,
+        noise=dgemma.HybridNoise(64),
+        sampler=dgemma.Ancestral(),
+    )
+    assert (out.new_tokens == 7).all()
+
+
+def test_a_stop_token_before_a_pin_does_not_end_the_row():
+    canvas = torch.full((2, 40), -1)
+    canvas[0, 10:15] = 33  # in the first block; row 1 is pinned in the third
+    canvas[1, 35] = 34
+    out = dgemma.generate(
+        SureDenoiser(token=1), torch.full((2, 3), 5), max_new_tokens=48, steps=3, canvas=canvas, frozen=canvas >= 0
+    )
+    assert torch.equal(out.new_tokens[:, :40][canvas >= 0], canvas[canvas >= 0])
+    assert out.new_tokens[0, 15:17].tolist() == [1, 0]  # the first stop token after the pin ends the row
+    assert out.new_tokens[1, 36:38].tolist() == [1, 0]
+
+
+def test_going_on_from_a_cache_needs_no_new_prompt():
+    model, prompt = pair()[0], torch.randint(5, 512, (2, 6))
+    whole = dgemma.generate(model, prompt, max_new_tokens=32, steps=3)
+    cached = dgemma.generate(model, prompt[:, :0], cache=model.encode(prompt), max_new_tokens=32, steps=3)
+    assert torch.equal(cached.new_tokens, whole.new_tokens)
+
+
+def test_noise_is_never_committed_whatever_ends_the_canvas():
+    model, prompt = pair()[0], torch.randint(5, 512, (2, 4))
+    noise = dgemma.MaskNoise(512)
+    for sampler in (dgemma.Confidence(), dgemma.EntropyBound(), dgemma.Ancestral()):
+        out = dgemma.generate(
+            model,
+            prompt,
+            max_new_tokens=32,
+            steps=7,
+            noise=noise,
+            sampler=sampler,
+            stop=dgemma.StepCap(steps=2),
+            eos_token_ids=[],
+        )
+        assert (out.steps == 2).all()
+        assert not noise.masked(out.new_tokens).any(), sampler
+
+
+@pytest.mark.parametrize("schedule", [dgemma.schedule.Geometric(), dgemma.schedule.ClippedLinear(0.3, 0.8)], ids=repr)
+def test_the_last_step_ends_without_noise_under_any_schedule(schedule):
+    noise = dgemma.UniformNoise(512, schedule=schedule)
+    knobs = Knobs(sampler=dgemma.Ancestral(), temperature=dgemma.ConstantTemperature(1.0))
+    state = dgemma.start_state(knobs, noise, seeds=torch.arange(2), canvas_len=32, num_steps=1)
+    assert (state.next_noise_level == 0).all()
+    assert (state.noise_level > 0).all()
+
+
+BAD = [
+    ({"steps": 0}, "steps must be an integer of at least 1"),
+    ({"max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1"),
+    ({"max_new_tokens": 10_000}, "stay within max_position_embeddings"),
+    ({"noise_level": 0.0}, r"noise_level must be in \(0, 1\]"),
+    ({"noise": dgemma.UniformNoise(100)}, "vocab_size must be the model's 512"),
+    ({"noise": dgemma.UniformNoise(512), "sampler": dgemma.Confidence()}, "Confidence must run under mask noise"),
+    ({"frozen": torch.zeros(2, 32, dtype=torch.bool)}, "frozen needs canvas"),
+    ({"canvas": torch.zeros(1, 32, dtype=torch.long)}, "canvas must be int64 tokens"),
+    ({"canvas": torch.zeros(2, 32)}, "canvas must be int64 tokens"),
+    ({"canvas": torch.full((2, 32), 600)}, r"canvas must hold ids in \[0, 512\)"),
+    ({"canvas": torch.zeros(2, 300, dtype=torch.long)}, "Raise max_new_tokens to 300"),
+    ({"canvas": torch.full((2, 32), -1), "frozen": torch.ones(2, 32, dtype=torch.bool)}, "must mark real tokens"),
+    ({"canvas": torch.zeros(2, 32, dtype=torch.long), "frozen": torch.ones(2, 30, dtype=torch.bool)}, "canvas's shape"),
+    ({"allowed": torch.ones(3, 32, 512, dtype=torch.bool)}, "allowed must broadcast"),
+    ({"allowed": torch.zeros(512, dtype=torch.bool)}, "at least one token at every position"),
+    ({"allowed": [5, 512]}, r"allowed must hold ids in \[0, 512\)"),
+    ({"seed": [1, 2, 3]}, r"one int per row \(2\)"),
+    ({"seed": [0.5, 1.5]}, r"one int per row \(2\)"),
+]
+
+
+@pytest.mark.parametrize(("changes", "sentence"), BAD, ids=[s for _, s in BAD])
+def test_arguments_that_do_not_fit_raise_one_sentence_before_any_work(changes, sentence, monkeypatch):
+    model = DiffusionGemma(dgemma.presets.tiny())
+    monkeypatch.setattr(model, "encode", lambda *args: pytest.fail("work was done before the arguments were checked"))
+    with pytest.raises(ValueError, match=sentence):
+        dgemma.generate(model, torch.full((2, 3), 5), **({"max_new_tokens": 64} | changes))
+
+
+@pytest.mark.parametrize(
+    "prompt", [torch.zeros(2, 0, dtype=torch.long), torch.zeros(3, dtype=torch.long), [1, 2], torch.zeros(1, 2)]
+)
+def test_a_prompt_that_is_no_batch_of_tokens_is_refused(prompt):
+    with pytest.raises(ValueError, match="generate prompt_tokens must"):
+        dgemma.generate(DiffusionGemma(dgemma.presets.tiny()), prompt)
+
+
+@pytest.mark.parametrize(
+    ("decide", "error", "sentence"),
+    [
+        (lambda p, s: p.argmax, TypeError, "Careless must return a Decision, got Tensor"),
+        (
+            lambda p, s: dgemma.Decision(tokens=p.argmax, write=p.confidence, renoise=s.open),
+            ValueError,
+            "boolean write",
+        ),
+        (
+            lambda p, s: dgemma.Decision(tokens=p.argmax, write=s.done[:, None], renoise=s.open),
+            ValueError,
+            r"one shape \(B, C\), got \(1, 16\), \(1, 1\) and \(1, 16\)\. Expand",
+        ),
+        (
+            lambda p, s: dgemma.Decision(tokens=p.argmax[:, :4], write=s.open[:, :4], renoise=~s.open[:, :4]),
+            ValueError,
+            r"Careless must decide the canvas's \(1, 16\) positions, got \(1, 4\)",
+        ),
+    ],
+    ids=["no-decision", "no-booleans", "broadcast", "another-canvas"],
+)
+def test_a_sampler_that_decides_nothing_usable_is_named(decide, error, sentence):
+    @dataclass(frozen=True)
+    class Careless(dgemma.Sampler):
+        def __call__(self, prediction, state):
+            return decide(prediction, state)
+
+    with pytest.raises(error, match=sentence):
+        dgemma.generate(RowwiseDenoiser(), torch.full((1, 3), 5), sampler=Careless())
+
+
+def test_weights_that_are_not_finite_stop_the_run_where_they_show():
+    model, prompt = pair()[0], torch.randint(5, 512, (2, 4))
+
+    def overflow(record: StepRecord):
+        if int(record.block[0]) == 1 and int(record.step[0]) == 2:
+            with torch.no_grad():
+                model.norm.weight[3] = torch.nan
+
+    sentence = r"Prediction\.entropy must be a number, got nan at block 1, step 3, row 0\. Check the weights"
+    with pytest.raises(FloatingPointError, match=sentence):
+        dgemma.generate(
+            model, prompt, max_new_tokens=64, steps=5, stop=None, seed=0, eos_token_ids=[], on_step=overflow
+        )
+
+
+def test_an_engine_reads_ahead_only_where_another_step_is_certain():
+    answers = []
+
+    class Ahead(RowwiseDenoiser):
+        def read_ahead(self, values):
+            answers.append(values.tolist())
+            return answers[-1]
+
+    prompt, knobs = torch.full((2, 3), 5), {"max_new_tokens": 16, "eos_token_ids": []}
+    want, got = (dgemma.generate(model, prompt, steps=5, stop=None, **knobs) for model in (RowwiseDenoiser(), Ahead()))
+    # Not after the first step, when the number of steps is unknown, and not after the last, when there is no other.
+    assert answers == [[[left, left], [0, 0], [0, 0]] for left in (3, 2, 1)]
+    assert torch.equal(got.new_tokens, want.new_tokens)
+    dgemma.generate(Ahead(), prompt, steps=5, stop=dgemma.StepCap(4), **knobs)
+    assert len(answers) == 3
+
+
+def test_what_ends_a_canvas_is_read_from_the_state_that_on_step_returns():
+    prompt, knobs = torch.full((2, 3), 5), {"max_new_tokens": 16, "eos_token_ids": []}
+    end = {"done": torch.tensor([True, True])}
+    out = dgemma.generate(RowwiseDenoiser(), prompt, steps=5, stop=None, on_step=lambda record: end, **knobs)
+    assert out.steps.tolist() == [[1], [1]]
+    more = {"num_steps": torch.tensor([7, 2])}
+    shorter = lambda record: more if len(record.rows) == 2 else None  # noqa: E731
+    out = dgemma.generate(RowwiseDenoiser(), prompt, steps=5, stop=None, on_step=shorter, **knobs)
+    assert out.steps.tolist() == [[7], [2]]
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["no-grad", "inference-mode"])
+@pytest.mark.parametrize("returned", [True, False], ids=["state", "nothing"])
+def test_what_on_step_writes_into_the_state_ends_the_canvas_too_whatever_it_returns(returned, inference):
+    def end(record: StepRecord):
+        record.state.done.fill_(True)
+        return record.state if returned else None
+
+    with torch.inference_mode(inference):
+        out = dgemma.generate(RowwiseDenoiser(), torch.full((2, 3), 5), max_new_tokens=16, stop=None, on_step=end)
+    assert out.steps.tolist() == [[1], [1]]
+
+
+def test_a_stray_token_written_into_the_state_of_a_stream_is_refused():
+    events = dgemma.stream(RowwiseDenoiser(), torch.full((2, 3), 5), max_new_tokens=16, steps=4, stop=None)
+    record = next(events)
+    record.state.canvas[1, 7] = 64
+    sentence = r"into a state.s canvas must be tokens in \[0, 64\), got \d+\.\.64 at block 0, step 0, row 1"
+    with pytest.raises(ValueError, match=sentence):
+        next(events)
+
+
+def test_rows_that_end_early_keep_their_drafts_when_a_denoiser_reuses_its_own():
+    class OneBuffer(RowwiseDenoiser):
+        draft = torch.zeros(2, 16, dtype=torch.int64)
+
+        def step(self, state, *, cache, knobs):
+            after, record = dgemma.step(self, state, cache=cache, knobs=knobs)
+            draft = self.draft[: len(after.rows)].copy_(after.draft)
+            after = replace(after, draft=draft)
+            return after, replace(record, state=after)
+
+    end_first = lambda record: {"done": record.rows == 0}  # noqa: E731
+    knobs = {"max_new_tokens": 16, "steps": 4, "stop": None, "eos_token_ids": [], "on_step": end_first}
+    prompt = torch.tensor([[5, 6, 7], [9, 8, 7]])
+    want, got = (dgemma.generate(model, prompt, **knobs) for model in (RowwiseDenoiser(), OneBuffer()))
+    assert got.steps.tolist() == [[1], [4]]
+    assert torch.equal(got.new_tokens, want.new_tokens)
+
+
+def test_a_denoisers_own_step_need_not_judge():
+    class Silent(RowwiseDenoiser):
+        def step(self, state, *, cache, knobs):
+            after, record = dgemma.step(self, state, cache=cache, knobs=knobs)
+            told = {field.name: getattr(record, field.name) for field in fields(record) if field.name != "verdict"}
+            return after, StepRecord(**told)
+
+    prompt = torch.tensor([[5, 6, 7], [9, 8, 7]])
+    want, got = (dgemma.generate(model, prompt, seed=1, **options()) for model in (RowwiseDenoiser(), Silent()))
+    assert torch.equal(got.new_tokens, want.new_tokens)
+    assert torch.equal(got.steps, want.steps)
+
+
+@pytest.mark.parametrize("token", [-1, 64])
+def test_a_sampler_that_writes_no_token_of_the_vocabulary_is_named(token):
+    @dataclass(frozen=True)
+    class Stray(dgemma.Sampler):
+        redecides: ClassVar[frozenset[str]] = frozenset({"uniform"})
+
+        def __call__(self, prediction, state):
+            here = ((state.rows == 1) & (state.step == 2))[:, None]
+            tokens = torch.where(here, token, prediction.argmax)
+            return dgemma.Decision(tokens=tokens, write=state.open, renoise=~state.open)
+
+    sentence = r"Stray must write tokens in \[0, 64\), got .* at block 0, step 2, row 1\. Take them from the prediction"
+    with pytest.raises(ValueError, match=sentence):
+        dgemma.generate(RowwiseDenoiser(), torch.full((2, 3), 5), steps=3, stop=None, sampler=Stray())
+
+
+@pytest.mark.parametrize("combine", [lambda rule: rule, lambda rule: dgemma.StepCap(9) | rule], ids=["alone", "paired"])
+@pytest.mark.parametrize(
+    ("answer", "got"),
+    [
+        (lambda s: s.step >= 2, r"torch.bool \(2,\)"),  # two rows would unpack as (done, memory)
+        (lambda s: (s.canvas > 3, None), r"done torch.bool \(2, 16\)"),
+        (lambda s: (s.step.float(), None), r"done torch.float32 \(2,\)"),
+        (lambda s: None, "NoneType"),
+    ],
+    ids=["no-memory", "by-position", "numbers", "nothing"],
+)
+def test_a_stop_rule_that_answers_anything_but_done_and_memory_is_named(answer, got, combine):
+    @dataclass(frozen=True)
+    class Careless(dgemma.StopRule):
+        def __call__(self, prediction, state):
+            return answer(state)
+
+    with pytest.raises(TypeError, match=rf"Careless must return \(done, memory\), .* \(2,\), got {got}\. Return"):
+        dgemma.generate(RowwiseDenoiser(), torch.full((2, 3), 5), stop=combine(Careless()))
+
+
+def test_a_stop_rule_without_a_test_says_what_it_must_define():
+    @dataclass(frozen=True)
+    class Empty(dgemma.StopRule):
+        pass
+
+    with pytest.raises(NotImplementedError, match=r"Empty must define __call__\(self, prediction, state\)"):
+        dgemma.generate(RowwiseDenoiser(), torch.full((2, 3), 5), stop=Empty())
+
+
+def test_a_sampler_for_an_unknown_process_is_refused_where_it_is_written():
+    with pytest.raises(ValueError, match="valid_for must hold"):
+        type("Typo", (dgemma.Sampler,), {"valid_for": frozenset({"masked"})})
+
+
+def test_a_state_is_not_started_under_noise_the_sampler_cannot_handle():
+    knobs = Knobs(sampler=dgemma.Confidence(), temperature=dgemma.ConstantTemperature(1.0))
+    with pytest.raises(ValueError, match="Confidence must run under mask noise"):
+        dgemma.start_state(knobs, dgemma.UniformNoise(64), seeds=torch.arange(1), canvas_len=4, num_steps=2)
+
+
+def test_the_signature_shows_every_argument():
+    shown = inspect.signature(dgemma.generate).parameters
+    contract = "max_new_tokens steps noise sampler temperature stop seed cache canvas frozen allowed attention_mask"
+    assert {*contract.split(), "eos_token_ids", "on_step", "record"} <= shown.keys()
+    assert not any(p.kind is p.VAR_KEYWORD for p in shown.values())
+
+
+def test_unknown_arguments_are_refused():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'entropy_bound'"):
+        dgemma.generate(DiffusionGemma(dgemma.presets.tiny()), torch.full((1, 3), 5), entropy_bound=0.2)
+
+
+def test_a_mask_token_the_vocabulary_lacks_is_refused():
+    with pytest.raises(ValueError, match="mask_token_id must be an integer in"):
+        dgemma.MaskNoise(512, mask_token_id=512)

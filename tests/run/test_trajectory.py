@@ -1,0 +1,436 @@
+"""A recorded run: kept as it was, saved, replayed bit for bit, forked."""
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import dgemma
+from dgemma.run import archive
+from dgemma.run.generate import step
+from dgemma.run.trajectory import Trajectory
+from dgemma.sampling import Ancestral, Confidence, EntropyBound, StepCap
+from dgemma.sampling.stopping import StopRule
+
+VOCAB, CANVAS_LEN, STEPS = 512, 32, 5
+ANY = tuple(range(5, VOCAB))
+PROCESSES = {
+    "uniform": (dgemma.UniformNoise(VOCAB), EntropyBound(bound=0.5)),
+    "mask": (dgemma.MaskNoise(VOCAB), Confidence(order="margin")),
+    "hybrid": (dgemma.HybridNoise(VOCAB), Ancestral()),
+}
+
+
+@dataclass(frozen=True)
+class RowByRow(StopRule):
+    """Row i is done after 2 + i steps, so that rows leave one after the other."""
+
+    def __call__(self, prediction, state):
+        return state.step >= 2 + state.rows, None
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = dgemma.presets.tiny().replace(num_hidden_layers=1, layer_types=("full_attention",), num_experts=2)
+    model = dgemma.DiffusionGemma(config)
+    with torch.no_grad():
+        model.embed_tokens.weight.mul_(20)  # predictions that are neither flat nor certain
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def prompt():
+    return torch.randint(5, VOCAB, (3, 7), generator=torch.Generator().manual_seed(1))
+
+
+def options(process="uniform", **more):
+    noise, sampler = PROCESSES[process]
+    chosen = {"noise": noise, "sampler": sampler, "steps": STEPS, "stop": RowByRow(), "max_new_tokens": 2 * CANVAS_LEN}
+    return {**chosen, "temperature": 0.7, "eos_token_ids": (), "seed": 3, "progress": False, **more}
+
+
+@pytest.fixture(scope="module")
+def recorded(model, prompt):
+    return dgemma.generate(model, prompt, record=True, **options())
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+def test_replay_equals_the_run_bit_for_bit(model, prompt, process):
+    more = {
+        "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7, [1] * 7]),
+        "canvas": torch.full((3, 40), -1).index_fill(1, torch.tensor([2, 35]), 9),
+        "allowed": [ANY],
+        "top_k": 40,
+        "top_p": 0.95,
+    }
+    more["frozen"] = more["canvas"] == 9
+    out = dgemma.generate(model, prompt, record=True, **options(process, **more))
+    again = out.trajectory.replay(model)
+    assert out.trajectory.difference(again) is None
+    assert torch.equal(again.new_tokens, out.new_tokens)
+
+
+def test_a_replay_with_other_weights_says_where_it_parts(prompt, model, recorded):
+    torch.manual_seed(5)
+    other = dgemma.DiffusionGemma(dgemma.presets.tiny())
+    with pytest.raises(RuntimeError, match=r"parts from the run at block 0, step 0, row 0: "):
+        recorded.trajectory.replay(other)
+    parted = recorded.trajectory.replay(other, strict=False)
+    assert parted.difference(recorded.trajectory) is not None
+
+
+def test_the_record_is_what_a_callback_saw(model, prompt):
+    seen = []
+    out = dgemma.generate(model, prompt, record=True, record_top=3, on_step=seen.append, **options())
+    assert len(out.trajectory) == len(seen)
+    for kept, record in zip(out.trajectory, seen, strict=True):
+        assert torch.equal(kept.rows.long(), record.rows)
+        assert torch.equal(kept.canvas.long(), record.canvas)
+        assert torch.equal(kept.argmax.long(), record.prediction.logits.argmax(-1))
+        assert torch.equal(kept.accepted, record.accepted)
+        assert torch.equal(kept.draft.long(), record.state.draft)
+        entropy = torch.distributions.Categorical(logits=record.prediction.logits).entropy()
+        torch.testing.assert_close(kept.entropy, entropy, rtol=1e-4, atol=1e-4)
+        best = record.prediction.logits.softmax(-1).topk(3)
+        assert torch.equal(kept.top_tokens.long(), best.indices)
+        torch.testing.assert_close(kept.top_probabilities.float(), best.values, rtol=1e-3, atol=1e-4)
+
+
+def test_rows_that_left_are_absent_and_counted(recorded):
+    trajectory = recorded.trajectory
+    # Rows are done after 2, 3 and 4 steps of each of the two blocks.
+    expected = torch.tensor([[1, 1, 1], [1, 1, 1], [0, 1, 1], [0, 0, 1]] * 2, dtype=torch.bool)
+    assert torch.equal(trajectory.present, expected)
+    assert trajectory.array("canvas").shape == (8, 3, CANVAS_LEN)
+    assert trajectory.array("top_tokens").shape == (8, 3, CANVAS_LEN, 5)
+    assert bool((trajectory.array("canvas")[~expected] == -1).all())
+    assert bool(trajectory.array("entropy")[~expected].isnan().all())
+    assert not bool(trajectory.array("accepted")[~expected].any())
+    assert torch.equal(trajectory.num_forwards, torch.tensor([[2, 2], [3, 3], [4, 4]]))
+    assert torch.equal(trajectory.num_forwards, recorded.steps)
+    assert torch.equal(trajectory.new_tokens, recorded.new_tokens)
+    assert torch.equal(trajectory.tokens_per_forward, recorded.tokens_per_forward)
+    assert trajectory.at(block=1, step=3).rows.tolist() == [2]
+
+
+def test_one_step_leads_to_the_next(recorded):
+    steps = list(recorded.trajectory)
+    for before, after in pairwise(steps):
+        if before.block == after.block:
+            still_there = torch.isin(before.rows, after.rows)
+            assert torch.equal(before.next_canvas[still_there], after.canvas)
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+def test_a_saved_trajectory_comes_back_whole_and_replays(model, prompt, process, tmp_path):
+    out = dgemma.generate(model, prompt, record=True, **options(process, allowed=[ANY]))
+    out.trajectory.save(tmp_path / "run.safetensors")
+    loaded = Trajectory.load(tmp_path / "run.safetensors")
+    assert loaded.difference(out.trajectory) is None
+    assert loaded.plan.knobs == out.trajectory.plan.knobs
+    assert loaded.plan.noise == out.trajectory.plan.noise
+    assert torch.equal(loaded.plan.span.allowed, out.trajectory.plan.span.allowed)
+    assert loaded.replay(model).difference(out.trajectory) is None
+
+
+def test_the_file_is_plain_safetensors_and_compact(recorded, tmp_path):
+    path = tmp_path / "run.safetensors"
+    recorded.trajectory.save(path)
+    with safe_open(str(path), framework="pt") as file:
+        assert file.get_tensor("steps.canvas").dtype == torch.int16
+        assert file.get_tensor("steps.entropy").shape == (18, CANVAS_LEN)  # 2 × (2 + 3 + 4) rows that were there
+        assert "EntropyBound" in file.metadata()["dgemma"]
+    # Per position of a row's step: 4 token ids, 2 float32, 5 candidates of 2 + 2 bytes, 3 bits.
+    assert path.stat().st_size < 18 * CANVAS_LEN * (4 * 2 + 2 * 4 + 5 * 4 + 3 / 8) * 1.1 + 8000
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.99], ids=["empty", "inside", "last-bytes"])
+def test_a_truncated_file_is_refused_in_one_sentence(recorded, tmp_path, share):
+    path = tmp_path / "run.safetensors"
+    recorded.trajectory.save(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(len(whole) * share)])
+    with pytest.raises(ValueError, match=r"run\.safetensors is not a whole trajectory file"):
+        Trajectory.load(path)
+
+
+def test_other_files_are_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        Trajectory.load(tmp_path / "nothing")
+    archive.save(tmp_path / "other", {"tensor": torch.zeros(1)}, kind="checkpoint")
+    with pytest.raises(ValueError, match="must be a trajectory file, got a checkpoint file"):
+        Trajectory.load(tmp_path / "other")
+
+
+def test_an_interrupted_save_leaves_the_old_file(recorded, tmp_path, monkeypatch):
+    path = tmp_path / "run.safetensors"
+    recorded.trajectory.save(path)
+    before = path.read_bytes()
+
+    def fail(name, tensors, metadata):
+        Path(name).write_bytes(b"half")
+        raise OSError("no space left")
+
+    monkeypatch.setattr(archive, "write_tensors", fail)
+    with pytest.raises(OSError, match="no space"):
+        recorded.trajectory.save(path)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_policy_without_a_name_is_replayed_here_and_refused_elsewhere(model, prompt, tmp_path):
+    warm = lambda step, num_steps: torch.full_like(step, 0.6, dtype=torch.float32)  # noqa: E731
+    out = dgemma.generate(model, prompt, record=True, **options(temperature=warm))
+    out.trajectory.replay(model)
+    out.trajectory.save(tmp_path / "run")
+    loaded = Trajectory.load(tmp_path / "run")
+    assert loaded.difference(out.trajectory) is None
+    with pytest.raises(ValueError, match=r"made with .*lambda.*does not know\. Only its name was saved, since it"):
+        loaded.replay(model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bold(EntropyBound):
+    """A sampler of one's own."""
+
+    bound: float = 3.0
+
+
+def namesake():
+    """Another class of the library's name, and of the same fields."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class EntropyBound(Bold):
+        pass
+
+    EntropyBound.__qualname__ = "EntropyBound"
+    return EntropyBound
+
+
+def test_a_class_is_rebuilt_only_as_the_very_one_it_was(model, prompt, tmp_path):
+    impostor = namesake()
+    out = dgemma.generate(model, prompt, record=True, **options())
+    out.trajectory.save(tmp_path / "run")
+    for classes in ((), (impostor,)):
+        loaded = Trajectory.load(tmp_path / "run", classes=classes)
+        assert type(loaded.plan.knobs.sampler) is EntropyBound
+        loaded.replay(model)
+
+    own = dgemma.generate(model, prompt, record=True, **options(sampler=Bold()))
+    own.trajectory.save(tmp_path / "own")
+    assert type(Trajectory.load(tmp_path / "own").plan.knobs.sampler) is Bold
+    theirs = dgemma.generate(model, prompt, record=True, **options(sampler=impostor()))
+    theirs.trajectory.save(tmp_path / "theirs")
+    assert type(Trajectory.load(tmp_path / "theirs").plan.knobs.sampler) is impostor
+
+
+def test_a_class_that_has_moved_is_unknown_until_it_is_passed(model, prompt, tmp_path, monkeypatch):
+    out = dgemma.generate(model, prompt, record=True, **options(sampler=Bold()))
+    monkeypatch.setattr(Bold, "__module__", "elsewhere")
+    out.trajectory.save(tmp_path / "run")
+    monkeypatch.undo()
+    loaded = Trajectory.load(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"made with elsewhere\.Bold, which this process does not know"):
+        loaded.replay(model)
+    Trajectory.load(tmp_path / "run", classes=[Bold]).replay(model)
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+@pytest.mark.parametrize(("block", "at"), [(0, 0), (0, 2), (1, 0), (1, 3)])
+def test_a_fork_without_change_equals_the_run(model, prompt, process, block, at):
+    out = dgemma.generate(model, prompt, record=True, **options(process))
+    fork = out.trajectory.fork(model, block=block, step=at)
+    assert out.trajectory.difference(fork.trajectory) is None
+    assert torch.equal(fork.tokens, out.tokens)
+    assert torch.equal(fork.steps, out.steps)
+    assert torch.equal(fork.tokens_per_forward, out.tokens_per_forward)
+    assert torch.equal(fork.cache.lengths, out.cache.lengths)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sampler": EntropyBound(bound=30.0)},
+        {"temperature": 0.05},
+        {"seed": 77},
+        {"stop": StepCap(5)},
+        {"top_k": 1},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_fork_with_a_change_shares_the_beginning_and_then_differs(model, recorded, change):
+    run = recorded.trajectory
+    fork = recorded.trajectory.fork(model, block=1, step=1, **change).trajectory
+    place = next(i for i, s in enumerate(run) if (s.block, s.index) == (1, 1))
+    assert torch.equal(fork.commits[0].tokens, run.commits[0].tokens)
+    for mine, theirs in zip(run.steps[:place], fork.steps[:place], strict=True):
+        assert torch.equal(mine.canvas, theirs.canvas)
+        assert torch.equal(mine.top_probabilities, theirs.top_probabilities)
+    assert torch.equal(run[place].canvas, fork[place].canvas)  # the change comes after what led here
+    assert run.difference(fork).startswith("block 1, step ")
+    assert fork.difference(fork.replay(model)) is None
+
+
+def test_a_new_seed_at_step_zero_is_the_run_of_that_seed_for_the_block(model, prompt):
+    one = options(max_new_tokens=CANVAS_LEN)
+    first = dgemma.generate(model, prompt, record=True, **one).trajectory
+    second = dgemma.generate(model, prompt, record=True, **{**one, "seed": 90}).trajectory
+    assert first.difference(second) is not None
+    assert first.fork(model, seed=90).trajectory.difference(second) is None
+
+
+def test_a_new_seed_holds_for_all_rows_and_later_blocks(model, recorded):
+    fork = recorded.trajectory.fork(model, block=0, step=2, seed=90).trajectory
+    # Row 0 had left block 0 by then, so its new seed begins with block 1.
+    assert fork.at(block=0, step=1).seeds.tolist() == [3, 4, 5]
+    assert fork.at(block=0, step=2).seeds.tolist() == [91, 92]
+    assert fork.at(block=1, step=0).seeds.tolist() == [90, 91, 92]
+
+
+def test_a_planted_canvas_is_what_the_step_sees(model, recorded):
+    moment = recorded.trajectory.moment(model, block=0, step=1)
+    planted = torch.full_like(moment.state.canvas, 17)
+    fork = recorded.trajectory.fork(model, block=0, step=1, canvas=planted)
+    assert bool((fork.trajectory.at(block=0, step=1).canvas == 17).all())
+    assert torch.equal(fork.trajectory.at(block=0, step=0).canvas, recorded.trajectory.at(block=0, step=0).canvas)
+
+
+def test_a_moment_can_be_stepped_by_hand(model, recorded):
+    state, cache, knobs = recorded.trajectory.moment(model, block=1, step=1)
+    for index in (1, 2):
+        kept = recorded.trajectory.at(block=1, step=index)
+        alive = torch.isin(state.rows, kept.rows.long())
+        assert torch.equal(state.canvas[alive], kept.canvas.long())
+        state, record = step(model, state, cache=cache, knobs=knobs)
+        assert torch.equal(record.argmax[alive], kept.argmax.long())
+
+
+def test_a_spliced_row_goes_on_as_the_donor_did(model, prompt):
+    one = options(max_new_tokens=CANVAS_LEN, stop=None)
+    host = dgemma.generate(model, prompt, record=True, **one)
+    donor = dgemma.generate(model, prompt, record=True, **{**one, "seed": 90})
+    row = torch.tensor([1])
+    state = donor.trajectory.moment(model, step=2).state.select(row)
+    spliced = host.trajectory.moment(model, step=2).state.splice(row, state)
+    fork = host.trajectory.fork(model, step=2, state=spliced)
+    assert torch.equal(fork.new_tokens[[0, 2]], host.new_tokens[[0, 2]])
+    assert torch.equal(fork.new_tokens[1], donor.new_tokens[1])
+    assert not torch.equal(host.new_tokens[1], donor.new_tokens[1])
+    assert fork.trajectory.difference(fork.trajectory.replay(model)) is None
+
+
+def test_a_spliced_row_keeps_its_place_in_the_batch(model, recorded):
+    state = recorded.trajectory.moment(model, step=1).state
+    spliced = state.splice(torch.tensor([1]), state.select(torch.tensor([2])))
+    assert spliced.rows.tolist() == [0, 1, 2]
+    assert torch.equal(spliced.canvas[1], state.canvas[2])
+
+
+def meddle(record):
+    """Everything a callback may do: plant tokens, edit the self-conditioning, change sampler and temperature."""
+    if int(record.block[0]) == 0 and int(record.step[0]) == 0:
+        state = replace(record.state, canvas=record.state.canvas.clone().index_fill(1, torch.tensor([4]), 11))
+        return {"state": state, "sampler": EntropyBound(bound=2.0)}
+    if int(record.step[0]) == 1:
+        return {"self_cond": record.prediction.logits * 0.5, "temperature": 0.3}
+    return None
+
+
+def test_what_a_callback_changed_is_changed_again(model, prompt, tmp_path):
+    out = dgemma.generate(model, prompt, record=True, on_step=meddle, **options())
+    plain = dgemma.generate(model, prompt, record=True, **options())
+    assert out.trajectory.difference(plain.trajectory) is not None
+    assert out.trajectory.replay(model).difference(out.trajectory) is None
+    out.trajectory.save(tmp_path / "run")
+    assert Trajectory.load(tmp_path / "run").replay(model).difference(out.trajectory) is None
+
+
+def write_in_place(record):
+    """A canvas planted into what is there, a pin, a row ended; and on top of it a knob that is returned."""
+    state = record.state
+    if int(state.step[0]) == 2:
+        state.canvas[:, :4] = 77
+        state.frozen[:, 1] = True
+    if int(state.step[0]) == 3 and 2 in state.rows.tolist():
+        state.done[state.rows == 2] = True
+        return {"sampler": replace(record.knobs.sampler)}
+    return None
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+def test_what_was_written_in_place_is_written_again(model, prompt, process, tmp_path):
+    given = options(process, stop=None, record=True)
+    out = dgemma.generate(model, prompt, on_step=write_in_place, **given)
+    assert not torch.equal(out.new_tokens, dgemma.generate(model, prompt, **given).new_tokens)
+    assert (out.new_tokens[:, 1] == 77).all()
+    assert dgemma.generate(model, prompt, on_step=lambda record: None, **given).trajectory.changes == []
+    out.trajectory.save(tmp_path / "run.safetensors")
+    again = Trajectory.load(tmp_path / "run.safetensors").replay(model)  # or it says where they part
+    assert torch.equal(again.new_tokens, out.new_tokens)
+    assert torch.equal(out.trajectory.fork(model, block=1, step=1).new_tokens, out.new_tokens)
+    shared = {name: value for name, value in given.items() if name not in ("max_new_tokens", "eos_token_ids")}
+    filled = dgemma.infill(model, prompt.repeat(1, 3), [(2, 9)], on_step=write_in_place, **shared)
+    for trajectory in filled.trajectories:
+        assert trajectory.changes
+        trajectory.replay(model)
+
+
+@pytest.mark.parametrize(("block", "at"), [(0, 0), (0, 1), (0, 2), (1, 0), (1, 2)])
+def test_a_fork_of_a_meddled_run_repeats_what_came_before_it(model, prompt, block, at):
+    out = dgemma.generate(model, prompt, record=True, on_step=meddle, **options())
+    fork = out.trajectory.fork(model, block=block, step=at, on_step=meddle)
+    assert out.trajectory.difference(fork.trajectory) is None
+    without = out.trajectory.fork(model, block=block, step=at)  # nothing is changed, so all is as on record
+    assert out.trajectory.difference(without.trajectory) is None
+    assert [(c.block, c.index) for c in without.trajectory.changes] == [
+        (c.block, c.index) for c in out.trajectory.changes
+    ]
+    changed = out.trajectory.fork(model, block=block, step=at, top_k=3)  # what came later belonged to another canvas
+    before = {(c.block, c.index) for c in out.trajectory.changes if (c.block, c.index) <= (block, at)}
+    assert {(c.block, c.index) for c in changed.trajectory.changes} == before | {(block, at)}
+
+
+def test_a_state_given_to_a_fork_stands_above_earlier_changes(model, prompt):
+    out = dgemma.generate(model, prompt, record=True, on_step=meddle, **options())
+    state = out.trajectory.moment(model, block=0, step=1).state
+    assert bool((state.canvas[:, 4] == 11).all())  # what the callback planted there
+    fork = out.trajectory.fork(model, block=0, step=1, state=replace(state, canvas=torch.full_like(state.canvas, 17)))
+    assert bool((fork.trajectory.at(block=0, step=1).canvas == 17).all())
+    kept = fork.trajectory.changes[0].values
+    assert kept["sampler"] == EntropyBound(bound=2.0)  # the callback's knobs stay in force
+    assert kept.keys() == {"sampler", "canvas", "open"}  # of a whole state, only what differs is kept
+
+
+def test_forks_of_forks_hold(model, recorded):
+    first = recorded.trajectory.fork(model, block=0, step=1, temperature=0.2).trajectory
+    second = first.fork(model, block=1, step=1, seed=8).trajectory
+    assert first.difference(second).startswith("block 1, step 1")
+    assert second.difference(second.replay(model)) is None
+    assert second.difference(second.fork(model, block=1, step=2).trajectory) is None
+
+
+def test_a_run_from_a_cache_needs_that_cache(model, prompt):
+    cache = model.encode(prompt)
+    before = cache.clone()
+    out = dgemma.generate(model, prompt[:, :2], cache=cache, record=True, **options())
+    with pytest.raises(ValueError, match=r"began with a cache of \[7, 7, 7\] tokens a row, got none"):
+        out.trajectory.replay(model)
+    with pytest.raises(ValueError, match="got one of"):
+        out.trajectory.replay(model, cache=out.cache)
+    assert out.trajectory.difference(out.trajectory.replay(model, cache=before)) is None
+    assert before.lengths.tolist() == [7, 7, 7]  # copied, not extended
+
+
+def test_places_and_names_that_do_not_exist_are_refused(model, recorded):
+    with pytest.raises(ValueError, match=r"block 0, step 4\. The steps on record, block by block: \[4, 4\]"):
+        recorded.trajectory.fork(model, block=0, step=4)
+    with pytest.raises(ValueError, match="must be one of rows, step"):
+        recorded.trajectory.array("canvass")
+    with pytest.raises(ValueError, match=r"must be among state, .*; got bound"):
+        recorded.trajectory.fork(model, step=1, bound=0.3)
+    with pytest.raises(ValueError, match=r"Trajectory\.top must be in"):
+        Trajectory(recorded.trajectory.plan, top=-1)

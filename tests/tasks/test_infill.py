@@ -1,0 +1,433 @@
+"""Holes are filled and nothing else moves; canvases lie where they see what follows; edits start from the text."""
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dgemma
+from dgemma.sampling import Ancestral, Confidence, EntropyBound, StepCap
+from dgemma.tasks.infill import edit, infill, place_canvas
+
+VOCAB, CANVAS_LEN = 512, 32
+PROCESSES = {
+    "uniform": (dgemma.UniformNoise(VOCAB), EntropyBound(bound=0.5)),
+    "mask": (dgemma.MaskNoise(VOCAB), Confidence()),
+    "hybrid": (dgemma.HybridNoise(VOCAB), Ancestral()),
+}
+
+
+def options(process, **more):
+    noise, sampler = PROCESSES[process]
+    return {"noise": noise, "sampler": sampler, "steps": 3, "stop": None, "seed": 5, **more}
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = dgemma.presets.tiny().replace(num_hidden_layers=2, layer_types=("sliding_attention", "full_attention"))
+    model = dgemma.DiffusionGemma(config)
+    with torch.no_grad():
+        model.embed_tokens.weight.mul_(20)  # predictions that are neither flat nor certain
+    return model.eval()
+
+
+def text(batch_size, length, seed=0):
+    return torch.randint(5, VOCAB, (batch_size, length), generator=torch.Generator().manual_seed(seed))
+
+
+def random_holes(batch_size, length, share, seed=1):
+    holes = torch.rand(batch_size, length, generator=torch.Generator().manual_seed(seed)) < share
+    holes[:, 0], holes[:, 1] = False, True
+    return holes
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+@pytest.mark.parametrize("share", [0.1, 0.6], ids=["few", "many"])
+def test_what_is_given_never_changes_and_every_hole_is_written(model, process, share):
+    tokens, holes = text(2, 75), random_holes(2, 75, share)
+    holes[1, 20:60] = True  # longer than a canvas
+    out = infill(model, tokens.masked_fill(holes, -1), holes, **options(process))
+    assert torch.equal(out.tokens[~holes], tokens[~holes])
+    assert bool((out.tokens[holes] >= 0).all())
+    if process != "uniform":
+        assert not bool((out.tokens == 4).any())  # no mask is left
+    assert bool((out.log_probs[~holes] == 0).all())
+    assert torch.equal(out.tokens_per_forward, holes.sum(1) / out.steps)
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+def test_a_hole_under_one_canvas_is_generate_with_a_frozen_canvas(model, process):
+    tokens = text(2, 60)
+    out = infill(model, tokens, [(20, 26), (30, 33)], **options(process))
+    canvas = tokens[:, 20:52].clone()
+    holes = torch.zeros(2, CANVAS_LEN, dtype=torch.bool)
+    holes[:, :6] = holes[:, 10:13] = True
+    again = dgemma.generate(
+        model,
+        tokens[:, :20],
+        canvas=canvas.masked_fill(holes, -1),
+        frozen=~holes,
+        max_new_tokens=CANVAS_LEN,
+        eos_token_ids=(),
+        progress=False,
+        **options(process),
+    )
+    assert torch.equal(out.tokens[:, 20:52], again.new_tokens)
+    assert torch.equal(out.tokens[:, :20], tokens[:, :20])
+
+
+@pytest.mark.parametrize("holes", ["mask", "spans", "token"])
+def test_holes_in_all_their_forms_are_the_same(model, holes):
+    tokens = text(2, 40)
+    expected = infill(model, tokens, [(9, 12), (30, 31)], **options("mask")).tokens
+    marked = torch.zeros(2, 40, dtype=torch.bool)
+    marked[:, 9:12] = marked[:, 30] = True
+    given_as = {"mask": marked, "spans": [(30, 31), (9, 12)], "token": 4}
+    shown = tokens.masked_fill(marked, 4) if holes == "token" else tokens
+    assert torch.equal(infill(model, shown, given_as[holes], **options("mask")).tokens, expected)
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+def test_a_row_does_not_depend_on_its_batch(model, process):
+    tokens, holes = text(3, 70), random_holes(3, 70, 0.3)
+    holes[2, 5:55] = True
+    together = infill(model, tokens, holes, **options(process))
+    for row in range(3):
+        alone = infill(model, tokens[row : row + 1], holes[row : row + 1], **options(process, seed=[5 + row]))
+        assert torch.equal(together.tokens[row], alone.tokens[0])
+        assert together.steps[row] == alone.steps[0]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_is_as_if_it_were_not_there(model, side):
+    tokens, holes = text(1, 50), random_holes(1, 50, 0.3)
+    alone = infill(model, tokens, holes, **options("uniform"))
+    other = text(1, 63, seed=9)
+    pads = torch.full((1, 13), 0)
+    padded = torch.cat([pads, tokens] if side == "left" else [tokens, pads], dim=1)
+    marked = torch.cat([pads.bool(), holes] if side == "left" else [holes, pads.bool()], dim=1)
+    mask = torch.cat([pads, torch.ones_like(tokens)] if side == "left" else [torch.ones_like(tokens), pads], dim=1)
+    out = infill(
+        model,
+        torch.cat([padded, other]),
+        torch.cat([marked, random_holes(1, 63, 0.3)]),
+        attention_mask=torch.cat([mask, torch.ones_like(other)]),
+        **options("uniform"),
+    )
+    kept = slice(13, None) if side == "left" else slice(0, 50)
+    assert torch.equal(out.tokens[0, kept], alone.tokens[0])
+    assert bool((out.tokens[0, :13] == 0).all()) if side == "left" else bool((out.tokens[0, 50:] == 0).all())
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+@pytest.mark.parametrize("how", ["infill", "edit"])
+def test_an_allowed_set_is_never_left(model, process, how):
+    tokens = text(2, 70)
+    allowed = torch.zeros(2, 70, VOCAB, dtype=torch.bool)
+    generator = torch.Generator().manual_seed(3)
+    allowed.scatter_(-1, torch.randint(5, VOCAB, (2, 70, 3), generator=generator), True)
+    holes = random_holes(2, 70, 0.5)
+    seen = []
+    more = options(process, allowed=allowed, on_step=seen.append)
+    if how == "infill":
+        out = infill(model, tokens, holes, **more)
+    else:
+        out = edit(model, tokens, frozen=~holes, noise_level=0.6, **more)
+    assert bool(allowed.gather(-1, out.tokens[..., None])[..., 0][holes].all())
+    assert torch.equal(out.tokens[~holes], tokens[~holes])
+    if process == "uniform":  # noise obeys too, from the first canvas on
+        first = seen[0]
+        start = int(holes[0].nonzero()[0])
+        under = slice(start, start + CANVAS_LEN)
+        shown = allowed[:, under].gather(-1, first.canvas[..., None])[..., 0]
+        assert bool(shown[holes[:, under]].all())
+
+
+class CopyFromTheRight:
+    """Predicts everywhere the next token to the right that is no mask, as far as the canvas goes, and 1 past that."""
+
+    generation = dgemma.GenerationDefaults()
+    device = torch.device("cpu")
+
+    def __init__(self, canvas_len):
+        self.config = SimpleNamespace(canvas_length=canvas_len, vocab_size=VOCAB, max_position_embeddings=4096)
+
+    def encode(self, tokens, cache=None, attention_mask=None):
+        assert not bool((tokens == 4).any())  # a prefix is never noise
+        return SimpleNamespace(select=lambda rows: self.encode(tokens[rows]), lengths=None)
+
+    def denoise(self, canvas, cache, self_cond=None):
+        best = torch.ones_like(canvas)
+        following = torch.ones_like(canvas[:, 0])
+        for position in range(canvas.shape[1] - 1, -1, -1):
+            best[:, position] = following
+            following = torch.where(canvas[:, position] == 4, following, canvas[:, position])
+        return dgemma.Prediction(torch.nn.functional.one_hot(best, VOCAB).float() * 100)
+
+
+@pytest.mark.parametrize("start", range(1, 60, 7))
+@pytest.mark.parametrize("length", [1, 5, 12])
+def test_a_hole_sees_what_follows_it_wherever_it_lies(start, length):
+    tokens = torch.arange(100, 180)[None]
+    mask = {"noise": dgemma.MaskNoise(VOCAB), "sampler": EntropyBound(bound=100.0), "steps": 1}
+    out = infill(CopyFromTheRight(16), tokens, [(start, start + length)], **mask)
+    assert bool((out.tokens[0, start : start + length] == tokens[0, start + length]).all())
+
+
+@pytest.mark.parametrize("length", [13, 16, 17, 40, 48])
+def test_the_end_of_a_long_hole_sees_what_follows_it(length):
+    tokens = torch.arange(100, 180)[None]
+    mask = {"noise": dgemma.MaskNoise(VOCAB), "sampler": EntropyBound(bound=100.0), "steps": 1}
+    out = infill(CopyFromTheRight(16), tokens, [(10, 10 + length)], **mask)
+    written = out.tokens[0, 10 : 10 + length]
+    # The last canvas of 16 keeps 4 places for what follows, and so fills the last 12 of the hole.
+    assert bool((written[-12:] == tokens[0, 10 + length]).all())
+    assert int(out.steps[0]) <= -(-length // 16) + 1
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    marks=st.lists(st.booleans(), min_size=2, max_size=60).filter(lambda marks: any(marks[1:])),
+    canvas_len=st.integers(1, 20),
+)
+def test_canvases_reach_every_hole_and_never_look_past_an_open_one(marks, canvas_len):
+    todo = torch.tensor([False, *marks[1:]])
+    last_start, rounds = 0, 0
+    while bool(todo.any()):
+        start, keep_until = place_canvas(todo, canvas_len)
+        first = int(todo.nonzero()[0])
+        assert max(1, last_start) <= start <= first < keep_until <= min(start + canvas_len, len(todo))
+        todo[start:keep_until] = False
+        last_start, rounds = start, rounds + 1
+    assert rounds <= len(marks)
+
+
+def test_a_text_that_ends_inside_the_canvas_has_a_free_or_a_given_tail(model):
+    tokens = text(1, 10)
+    seen = []
+    infill(model, tokens, [(4, 6)], on_step=seen.append, **options("mask"))
+    assert bool((seen[0].canvas[0, 9:] == 4).all())  # the canvas lies over positions 1..32
+    assert bool(seen[0].state.frozen[0, :3].all())
+    seen.clear()
+    infill(model, tokens, [(4, 6)], on_step=seen.append, tail_token_id=1, **options("mask"))
+    assert bool((seen[-1].state.canvas[0, 9:] == 1).all())
+    assert bool(seen[-1].state.frozen[0, 9:].all())
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+def test_an_edit_keeps_what_is_frozen_and_skips_the_noisier_steps(model, process):
+    tokens = text(2, 80)
+    frozen = torch.zeros(2, 80, dtype=torch.bool)
+    frozen[:, :10] = frozen[:, 40:50] = True
+    seen = []
+    more = options(process, steps=10, on_step=seen.append)
+    out = edit(model, tokens, noise_level=0.3, frozen=frozen, **more)
+    assert torch.equal(out.tokens[frozen], tokens[frozen])
+    assert int(seen[0].step[0]) == 7  # of 10 steps, those from level 0.3 down
+    assert float(seen[0].noise_level[0]) == pytest.approx(0.3)
+    canvases = len({int(record.block[0]) for record in seen})
+    assert out.steps.tolist() == [3 * canvases] * 2
+
+
+@pytest.mark.parametrize(("process", "level"), [("uniform", 0.3), ("mask", 0.7)])
+def test_an_edit_begins_with_as_much_noise_as_asked(model, process, level):
+    tokens = text(40, 1 + CANVAS_LEN)
+    seen = []
+    edit(model, tokens, noise_level=level, on_step=seen.append, **options(process))
+    changed = (seen[0].canvas != tokens[:, 1:]).float().mean()
+    n = 40 * CANVAS_LEN
+    assert abs(float(changed) - level) < 4 * (level * (1 - level) / n) ** 0.5 + 1 / VOCAB
+
+
+@pytest.mark.parametrize(("level", "steps"), [(0.5, 1), (0.3, 2), (0.74, 10), (0.01, 16)])
+def test_the_text_of_an_edit_is_at_the_level_its_clock_shows(model, level, steps):
+    tokens = text(40, 1 + CANVAS_LEN)
+    seen = []
+    edit(model, tokens, noise_level=level, on_step=seen.append, **options("mask", steps=steps))
+    shown = float(seen[0].noise_level[0])
+    assert abs(shown - level) <= 1 / steps
+    masked = float((seen[0].canvas == 4).float().mean())
+    assert abs(masked - shown) < 4 * (shown * (1 - shown) / seen[0].canvas.numel()) ** 0.5 + 1e-9
+
+
+def test_an_edit_at_the_lowest_levels_leaves_a_masked_text_alone(model):
+    tokens = text(2, 60)
+    # Of a million steps only the last is run, at a level of one in a million.
+    assert torch.equal(edit(model, tokens, noise_level=1e-9, **options("mask", steps=10**6)).tokens, tokens)
+
+
+def test_an_edit_first_offers_what_is_allowed(model):
+    tokens = text(1, 40)
+    allowed = torch.ones(1, 40, VOCAB, dtype=torch.bool)
+    allowed[0, 7, int(tokens[0, 7])] = False
+    out = edit(model, tokens, noise_level=1e-9, allowed=allowed, **options("mask", steps=10**6))
+    changed = (out.tokens != tokens).nonzero().tolist()
+    assert changed == [[0, 7]]  # the one token that may not stay is the only one to go
+
+
+@pytest.mark.parametrize("how", ["infill", "edit"])
+def test_log_probs_are_what_the_model_alone_says_of_the_canvas_as_it_began(model, how):
+    tokens, seen = text(2, 50), []
+    if how == "infill":
+        out = infill(model, tokens, [(5, 9)], on_step=seen.append, **options("mask"))
+    else:
+        frozen = torch.ones(2, 50, dtype=torch.bool)
+        frozen[:, 5:9] = False
+        out = edit(model, tokens, frozen=frozen, noise_level=0.9, on_step=seen.append, **options("mask", steps=10))
+    first = model.denoise(seen[0].canvas, model.encode(tokens[:, :5])).logits
+    first[..., 4] = -torch.inf  # the mask is no word
+    expected = first.log_softmax(-1).gather(-1, out.tokens[:, 5:37, None])[..., 0]
+    torch.testing.assert_close(out.log_probs[:, 5:9], expected[:, :4])
+    assert bool((out.log_probs[:, 9:] == 0).all())
+    assert bool((out.log_probs[:, 5:9] < -1e-3).any())
+
+
+class SureOfTheText(CopyFromTheRight):
+    """Certain of 7 at the canvas's first `num_sure` positions, and of nothing beyond them."""
+
+    def __init__(self, canvas_len, num_sure):
+        super().__init__(canvas_len)
+        self.num_sure = num_sure
+
+    def denoise(self, canvas, cache, self_cond=None):
+        logits = torch.zeros(*canvas.shape, VOCAB)
+        logits[:, : self.num_sure, 7] = 100.0
+        return dgemma.Prediction(logits)
+
+
+@pytest.mark.parametrize(
+    ("process", "sampler", "expected"),
+    [
+        ("uniform", EntropyBound(), 2),  # the argmax is stable after two
+        ("mask", EntropyBound(bound=0.0), 1),  # what is certain costs nothing
+    ],
+)
+def test_a_tail_that_nobody_asked_for_holds_nothing_up(process, sampler, expected):
+    seen = []
+    stop = dgemma.StableAndConfident() if process == "uniform" else None
+    tokens = text(1, 12)
+    out = infill(
+        SureOfTheText(32, num_sure=11),
+        tokens,
+        [(4, 7)],
+        on_step=seen.append,
+        **options(process, sampler=sampler, stop=stop, steps=30),
+    )
+    assert out.tokens[0, 4:7].tolist() == [7, 7, 7]
+    assert int(out.steps) == expected
+    assert not bool(seen[-1].state.frozen[0, 11:].any())  # it was there, and free
+
+
+def two_canvases(model, how, **more):
+    tokens = text(2, 75)
+    if how == "edit":
+        return edit(model, tokens, noise_level=0.6, **more)
+    return infill(model, tokens, [(20, 26), (60, 64)], **more)
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+@pytest.mark.parametrize("how", ["infill", "edit"])
+def test_every_canvas_is_on_record_and_replays_bit_for_bit(model, how, process, tmp_path):
+    recorded = two_canvases(model, how, record=True, progress=False, **options(process, stop=StepCap(2)))
+    assert two_canvases(model, how, **options(process, stop=StepCap(2))).trajectories is None
+    assert len(recorded.trajectories) == 2 + (how == "edit")
+    assert sum(len(trajectory) for trajectory in recorded.trajectories) == int(recorded.steps[0])
+    for number, trajectory in enumerate(recorded.trajectories):
+        trajectory.save(tmp_path / f"{number}.safetensors")
+        again = dgemma.Trajectory.load(tmp_path / f"{number}.safetensors").replay(model)
+        assert trajectory.difference(again) is None
+        assert torch.equal(again.commits[0].tokens, trajectory[-1].draft)
+    if how == "infill":
+        assert torch.equal(recorded.trajectories[0].commits[0].tokens[:, :6], recorded.tokens[:, 20:26])
+
+
+def test_a_record_holds_the_rows_that_had_a_canvas(model):
+    holes = torch.zeros(3, 75, dtype=torch.bool)
+    holes[:, 5], holes[1, 70] = True, True
+    seen = []
+    out = infill(model, text(3, 75), holes, record=True, record_top=0, on_step=seen.append, **options("mask"))
+    assert [trajectory.batch_size for trajectory in out.trajectories] == [3, 1]
+    assert seen[-1].rows.tolist() == [1]
+    assert out.trajectories[1].plan.seeds.tolist() == [[6]]
+
+
+def test_a_recorded_infill_can_be_forked(model):
+    (trajectory,) = infill(model, text(1, 40), [(8, 20)], record=True, **options("uniform")).trajectories
+    assert torch.equal(trajectory.fork(model, step=1).new_tokens, trajectory.commits[0].tokens)
+    forked = trajectory.fork(model, step=1, seed=99).new_tokens
+    assert not torch.equal(forked[:, :12], trajectory.commits[0].tokens[:, :12])
+    assert torch.equal(forked[:, 12:], trajectory.commits[0].tokens[:, 12:])  # the text stays
+
+
+def test_the_options_of_generate_that_hold_are_in_the_signature():
+    for function in (infill, edit):
+        parameters = inspect.signature(function).parameters
+        assert {"steps", "noise", "sampler", "temperature", "stop", "seed", "record", "progress"} <= parameters.keys()
+        assert not {"cache", "max_new_tokens", "canvas", "options"} & parameters.keys()
+
+
+def test_a_text_may_be_as_long_as_the_model_reaches():
+    config = dgemma.presets.tiny().replace(max_position_embeddings=96)
+    short = dgemma.DiffusionGemma(config)
+    tokens = text(1, 96)
+    out = infill(short, tokens, [(5, 9), (90, 96)], **options("mask"))
+    assert torch.equal(out.tokens[:, 9:90], tokens[:, 9:90])
+    with pytest.raises(ValueError, match=r"must number at most 96 \(max_position_embeddings\), got 97"):
+        infill(short, text(1, 97), [(5, 9)], **options("mask"))
+
+
+def test_tokens_of_any_integer_type_are_the_same_text(model):
+    tokens = text(1, 40)
+    expected = infill(model, tokens, [(5, 9)], **options("mask")).tokens
+    found = infill(model, tokens.int(), [(5, 9)], **options("mask")).tokens
+    assert torch.equal(found, expected)
+    assert found.dtype == torch.int64
+
+
+def test_a_stop_rule_saves_forwards(model):
+    tokens = text(2, 50)
+    out = infill(model, tokens, [(5, 8)], **options("uniform", steps=6, stop=StepCap(2)))
+    assert out.steps.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"holes": [(0, 2)]}, "must spare the first token"),
+        ({"holes": [(5, 5)]}, r"must be spans .* 0 <= start < stop <= 20, .*got \[\(5, 5\)\]"),
+        ({"holes": (5, 9)}, r"must be spans \[\(start, stop\), ...\].*got \(5, 9\)"),
+        ({"holes": [(5, 21)]}, "must be spans"),
+        ({"holes": []}, "must mark a token in every row"),
+        ({"holes": torch.zeros(2, 20)}, r"infill holes must be torch\.bool of the tokens' shape \(2, 20\)"),
+        ({"holes": torch.ones(2, 19, dtype=torch.bool)}, "of the tokens' shape"),
+        ({"tokens": torch.zeros(2, 20)}, "infill tokens must be integer ids"),
+        ({"tokens": torch.full((2, 20), 512)}, r"must hold ids in \[0, 512\)"),
+        ({"tokens": torch.full((2, 20), 4), "noise": dgemma.MaskNoise(512)}, "must hold no mask token"),
+        ({"tail_token_id": -3}, "tail_token_id must be a real token below 512, got -3"),
+        ({"attention_mask": torch.ones(2, 3)}, "infill attention_mask must be a tensor of the tokens' shape"),
+        ({"sampler": Confidence()}, "Confidence must run under mask noise, got uniform"),
+        ({"steps": 0}, "steps must be an integer of at least 1"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused_before_any_work(arguments, sentence):
+    given = {"tokens": text(2, 20), "holes": [(5, 8)], **arguments}
+
+    class NoWork(CopyFromTheRight):
+        def encode(self, *args, **kwargs):
+            raise AssertionError("work was done")
+
+    with pytest.raises(ValueError, match=sentence):
+        infill(NoWork(16), given.pop("tokens"), given.pop("holes"), **given)
+
+
+def test_unknown_options_and_levels_are_refused(model):
+    with pytest.raises(TypeError, match=r"infill got an unexpected keyword argument 'cache'\. It takes allowed, att"):
+        infill(model, text(1, 20), [(3, 4)], cache=None)
+    with pytest.raises(ValueError, match=r"edit noise_level must be in \(0, 1\], got 0"):
+        edit(model, text(1, 20), noise_level=0.0)
+    with pytest.raises(ValueError, match="must leave a token to rewrite"):
+        edit(model, text(1, 20), frozen=torch.ones(1, 20, dtype=torch.bool))
