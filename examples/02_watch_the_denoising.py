@@ -34,11 +34,11 @@ print(text + tokenizer.decode(out.new_tokens[0]))
 print(f"\n{out.steps.sum()} forwards for two canvases, {out.tokens_per_forward.item():.1f} tokens per forward")
 
 run = out.trajectory
-run.to_html(options.out / "run.html", tokenizer=tokenizer)
+dgemma.view.to_html(run, options.out / "run.html", tokenizer=tokenizer)
 written = ["run.html"]
 if importlib.util.find_spec("matplotlib"):
     plot_entropy(run, tokenizer=tokenizer).savefig(options.out / "entropy.png")
     plot_order(run, tokenizer=tokenizer).savefig(options.out / "order.png")
-    run.to_gif(options.out / "run.gif", tokenizer=tokenizer)
+    dgemma.view.to_gif(run, options.out / "run.gif", tokenizer=tokenizer)
     written += ["entropy.png", "order.png", "run.gif"]
 print(f"wrote {', '.join(written)} to {options.out.resolve()}")

@@ -1,4 +1,7 @@
-"""dgemma: text diffusion, readable and fast. Start with `generate.py`."""
+"""dgemma: text diffusion, readable and fast. Start with `run/generate.py`."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from dgemma import _startup  # noqa: F401
 from dgemma.checkpoint.tokenizer import ByteTokenizer, Reply, TokenBatch, Tokenizer, ToolCall
@@ -105,6 +108,7 @@ __all__ = [
     "Unchanged",
     "UniformNoise",
     "apply_changes",
+    "data",
     "default_sampler",
     "denoise_canvas",
     "describe_noise",
@@ -123,4 +127,17 @@ __all__ = [
     "step",
     "stream",
     "sweep",
+    "train",
+    "view",
 ]
+
+_ON_DEMAND = ("data", "train", "view")  # `import dgemma` stays quick: these load when they are first used
+
+if TYPE_CHECKING:
+    from dgemma import data, train, view
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name in _ON_DEMAND:
+            return importlib.import_module(f"dgemma.{name}")
+        raise AttributeError(f"module 'dgemma' has no attribute {name!r}")

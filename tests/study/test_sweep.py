@@ -10,6 +10,7 @@ import torch
 import dgemma
 from dgemma.sampling import EntropyBound
 from dgemma.study.sweep import Sweep, SweepRow, sweep
+from dgemma.view.plots import plot_frontier
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +88,7 @@ def test_the_frontier_holds_what_nothing_beats():
 def test_the_plot_shows_every_sampler(monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # a plot must not touch what other figures share
-    ax = Sweep((row("a", 0.5, 2.0), row("b", 0.25, 10.0))).plot()
+    ax = plot_frontier(Sweep((row("a", 0.5, 2.0), row("b", 0.25, 10.0)))).axes[0]
     assert [text.get_text() for text in ax.texts] == ["a", "b"]
     points = [tuple(container[0].get_xydata()[0]) for container in ax.containers]
     assert points == [(2.0, 0.5), (10.0, 0.25)]
@@ -97,7 +98,7 @@ def test_without_matplotlib_the_plot_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"needs matplotlib\. Install it with: pip install 'dgemma\[plots\]'"):
-        Sweep((row("a", 0.5, 2.0),)).plot()
+        plot_frontier(Sweep((row("a", 0.5, 2.0),)))
 
 
 def test_sweeps_that_do_not_fit_are_refused():

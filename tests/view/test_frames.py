@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import dgemma
+from dgemma.view import to_html
 from dgemma.view.frames import check_row, read_frames, settled
 from view.converging import record, writer_of
 
@@ -95,8 +96,8 @@ def test_pins_are_those_of_the_plan_and_those_a_callback_set():
 def test_rows_that_are_not_there_and_empty_runs_are_refused(recorded):
     out, _ = recorded
     with pytest.raises(ValueError, match=r"to_html row must be in \[0, 2\), got 2"):
-        out.trajectory.to_html(row=2)
+        to_html(out.trajectory, row=2)
     with pytest.raises(ValueError, match="at least one row, got none"):
-        out.trajectory.to_html(row=[])
+        to_html(out.trajectory, row=[])
     with pytest.raises(ValueError, match="at least one step"):
         check_row(dgemma.Trajectory(out.trajectory.plan), 0, owner="to_html")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import dgemma
-from dgemma.view import Board
+from dgemma.view import Board, to_gif
 from dgemma.view.gif import Place, lay_out
 from view.converging import Words, record
 
@@ -26,7 +26,7 @@ def frames_of(path):
 
 def test_a_frame_a_step_looping_and_the_end_held(recorded, tmp_path):
     out, tokenizer = recorded
-    out.trajectory.to_gif(tmp_path / "run.gif", tokenizer=tokenizer, frame_ms=80)
+    to_gif(out.trajectory, tmp_path / "run.gif", tokenizer=tokenizer, frame_ms=80)
     image, pictures, durations = frames_of(tmp_path / "run.gif")
     assert image.info["loop"] == 0
     assert len(pictures) == int(out.steps[0].sum()) + 3  # two blocks' noise, and the finished text
@@ -46,21 +46,21 @@ def test_a_long_text_is_shown_a_window_at_a_time(tmp_path):
     tokenizer = Words([f" w{i}" for i in range(60)])
     text = "".join(f" w{i % 60}" for i in range(256))
     out, _ = record(text, tokenizer=tokenizer, canvas_len=256, steps=6, stop=None)
-    out.trajectory.to_gif(tmp_path / "run.gif", tokenizer=tokenizer, columns=40, max_lines=8, font_size=10)
+    to_gif(out.trajectory, tmp_path / "run.gif", tokenizer=tokenizer, columns=40, max_lines=8, font_size=10)
     image, _, _ = frames_of(tmp_path / "run.gif")
     assert image.height < 250  # eight lines of 16 pixels, a footer and margins; the whole text has 26 lines
 
 
 def test_ids_and_masks_have_pictures_too(tmp_path):
     out, _ = record("ids", canvas_len=16, noise=dgemma.MaskNoise(384), sampler=dgemma.Confidence())
-    out.trajectory.to_gif(tmp_path / "run.gif")
+    to_gif(out.trajectory, tmp_path / "run.gif")
     assert frames_of(tmp_path / "run.gif")[0].n_frames > 3
 
 
 def test_the_prompt_stands_before_the_text_from_the_first_frame_to_the_last(tmp_path):
     tokenizer = Words(["What", " is", " it", "?", " Noise"])
     out, _ = record("What is it? Noise", tokenizer=tokenizer, canvas_len=8)  # its prompt is "What is it"
-    out.trajectory.to_gif(tmp_path / "run.gif", tokenizer=tokenizer, columns=48, font_size=10)
+    to_gif(out.trajectory, tmp_path / "run.gif", tokenizer=tokenizer, columns=48, font_size=10)
     _, pictures, _ = frames_of(tmp_path / "run.gif")
     margin, cell = 20, 6  # of a font of 10 pixels
     prompt = [picture[margin : margin + 16, margin : margin + 10 * cell] for picture in pictures]
@@ -70,7 +70,7 @@ def test_the_prompt_stands_before_the_text_from_the_first_frame_to_the_last(tmp_
 
 def test_a_sudoku_is_drawn_as_a_board_with_its_clues_in_their_colour_to_the_end(board, tmp_path):
     out, _ = board
-    out.trajectory.to_gif(tmp_path / "run.gif", tokenizer=Board(), font_size=20)
+    to_gif(out.trajectory, tmp_path / "run.gif", tokenizer=Board(), font_size=20)
     image, pictures, _ = frames_of(tmp_path / "run.gif")
     margin, cell, line = 40, 12, 31
     assert image.size == (25 * cell + 2 * margin, 14 * line + 2 * margin)
@@ -85,7 +85,7 @@ def test_a_sudoku_is_drawn_as_a_board_with_its_clues_in_their_colour_to_the_end(
     assert cells_in([0x82, 0xB4, 0xFF]) == [0, 1, 2, 3]
     assert cells_in([0xF5, 0xF1, 0xE8]) == list(range(4, 81))
     with pytest.raises(ValueError, match="to_gif must be given a run of one canvas of 81 tokens for a Board"):
-        record("short", canvas_len=8)[0].trajectory.to_gif(tmp_path / "other.gif", tokenizer=Board())
+        to_gif(record("short", canvas_len=8)[0].trajectory, tmp_path / "other.gif", tokenizer=Board())
 
 
 def test_words_stay_whole_and_lines_do_not_begin_with_space():
@@ -101,16 +101,16 @@ def test_mistakes_are_named(recorded, tmp_path, monkeypatch):
     trajectory = recorded[0].trajectory
     for name, value in {"columns": 3, "max_lines": 0, "font_size": 200, "frame_ms": 1}.items():
         with pytest.raises(ValueError, match=rf"to_gif {name} must be in \[\d+, \d+\], got {value}"):
-            trajectory.to_gif(tmp_path / "run.gif", **{name: value})
+            to_gif(trajectory, tmp_path / "run.gif", **{name: value})
     with pytest.raises(ValueError, match=r"to_gif row must be in \[0, 2\), got 2"):
-        trajectory.to_gif(tmp_path / "run.gif", row=2)
+        to_gif(trajectory, tmp_path / "run.gif", row=2)
     with pytest.raises(ValueError, match="to_gif font must be a TrueType file, got nofont"):
-        trajectory.to_gif(tmp_path / "run.gif", font="nofont.ttf")
+        to_gif(trajectory, tmp_path / "run.gif", font="nofont.ttf")
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match=re.escape(str(tmp_path / "file"))):
-        trajectory.to_gif(tmp_path / "file" / "run.gif")
+        to_gif(trajectory, tmp_path / "file" / "run.gif")
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(
         ImportError, match=r"to_gif needs Pillow and matplotlib\. Install them with: pip install 'dgemma"
     ):
-        trajectory.to_gif(tmp_path / "run.gif")
+        to_gif(trajectory, tmp_path / "run.gif")

@@ -10,6 +10,8 @@ from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.cli import values
 from dgemma.run.trajectory import Trajectory
 from dgemma.view.board import Board
+from dgemma.view.gif import to_gif
+from dgemma.view.html import to_html
 from dgemma.view.pieces import printable
 
 
@@ -76,9 +78,9 @@ def write_pictures(
     arguments: argparse.Namespace, tokenizer: Tokenizer | Board, *trajectories: Trajectory | None
 ) -> None:
     """The page and the animation that --html and --gif ask for; those of further runs beside them, as NAME-2 etc."""
-    for path, name in ((arguments.html, "to_html"), (arguments.gif, "to_gif")):
+    for path, write in ((arguments.html, to_html), (arguments.gif, to_gif)):
         for number, trajectory in enumerate(trajectories, start=1):
             if path and trajectory is not None:
                 file = path if number == 1 else path.with_stem(f"{path.stem}-{number}")
-                getattr(trajectory, name)(file, tokenizer=tokenizer)
+                write(trajectory, file, tokenizer=tokenizer)
                 print(f"Wrote {file}.", file=sys.stderr)

@@ -7,13 +7,12 @@ changed on the way. All of that but the model is kept, and so the run can be mad
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
 from dgemma.model.cache import PrefixCache
@@ -23,10 +22,6 @@ from dgemma.run.denoiser import Denoiser
 from dgemma.run.generate import drain, run
 from dgemma.run.plan import Knobs, Plan
 from dgemma.run.records import BlockCommit, Generation, Moment, OnStep, StepRecord
-
-if TYPE_CHECKING:
-    from dgemma.view.board import Board
-    from dgemma.view.html import Page
 
 _KIND = "trajectory"
 
@@ -188,42 +183,6 @@ class Trajectory:
     def tokens_per_forward(self) -> Tensor:
         """New tokens that are not padding over forwards, (B,)."""
         return (self.new_tokens != self.plan.pad_token_id).sum(1) / self.num_forwards.sum(1)
-
-    def to_html(
-        self,
-        path: str | Path | None = None,
-        *,
-        tokenizer: "Tokenizer | Board | None" = None,
-        row: int | Sequence[int] | None = None,
-    ) -> "Page":
-        """One page that needs no network: play the run, scrub it, see every position's candidates. A notebook shows it.
-
-        All rows, or those named; without a tokenizer it shows token ids, with `dgemma.view.Board()` a Sudoku. Written
-        to `path` if one is given.
-
-        Example: `trajectory.to_html("run.html", tokenizer=tokenizer)`.
-        """
-        from dgemma.view.html import build_page
-
-        page = build_page(self, tokenizer=tokenizer, row=row)
-        if path is not None:
-            Path(path).write_text(page, encoding="utf-8")
-        return page
-
-    def to_gif(
-        self, path: str | Path, *, tokenizer: "Tokenizer | Board | None" = None, row: int = 0, **options: Any
-    ) -> None:
-        """Write a row's run as an animated picture; see `dgemma.view.gif.write_gif` for the options.
-
-        Example: `trajectory.to_gif("run.gif", tokenizer=tokenizer)`.
-        """
-        from dgemma.view.gif import write_gif
-
-        write_gif(self, path, tokenizer=tokenizer, row=row, **options)
-
-    def _repr_html_(self) -> str | None:
-        """The page in a notebook, in token ids; `to_html(tokenizer=tokenizer)` shows text."""
-        return self.to_html(row=range(min(self.batch_size, 4)))._repr_html_() if self.steps else None
 
     def save(self, path: str | Path) -> None:
         """Write the trajectory to one safetensors file; see `load`.

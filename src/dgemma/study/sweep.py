@@ -82,16 +82,6 @@ class Sweep:
         )
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
-    def plot(self, ax: Any = None) -> Any:
-        """Quality over tokens per forward, a point a sampler with its error, the frontier as a line; the axes.
-
-        Example: `sweep(task, samplers).plot().figure.savefig("sweep.png")`.
-        """
-        from dgemma.view.plots import plot_frontier
-
-        figure = plot_frontier(self, ax=ax)
-        return figure.axes[0] if ax is None else ax
-
 
 def sweep(
     task: Task, samplers: Mapping[str, Any] | Sequence[Any], *, seeds: Iterable[int] = (0,), progress: bool = True

@@ -12,7 +12,7 @@ LINES = [_RULE("┌┬┬┐"), *_BAND, _RULE("├┼┼┤"), *_BAND, _RULE("�
 class Board:
     """Given to `to_html` and `to_gif` as their tokenizer, it makes the picture a board: the canvas is its 81 cells.
 
-    Example: `sudoku.complete(model, puzzle, record=True).generation.trajectory.to_html("run.html", tokenizer=Board())`.
+    Example: `to_html(solved.generation.trajectory, "run.html", tokenizer=Board())` after `sudoku.complete(...)`.
     """
 
     def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:

@@ -1,17 +1,15 @@
 """A recorded run as frames, one row at a time: what there is to see after each step, for pages, pictures and plots."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dgemma.run.trajectory import RecordedStep, Trajectory
 from dgemma.view.board import NUM_CELLS, Board
 from dgemma.view.pieces import Pieces, printable
-
-if TYPE_CHECKING:
-    from dgemma.run.trajectory import RecordedStep, Trajectory
 
 Array = NDArray[Any]
 
@@ -55,7 +53,7 @@ class Frames:
         return (self.renoised | self.open) & ~self.accepted & ~self.frozen
 
 
-def check_row(trajectory: "Trajectory", row: object, *, owner: str) -> None:
+def check_row(trajectory: Trajectory, row: object, *, owner: str) -> None:
     """A trajectory that has steps, and a row it has."""
     if not len(trajectory):
         raise ValueError(f"{owner} needs a trajectory with at least one step, got {trajectory!r}.")
@@ -63,7 +61,7 @@ def check_row(trajectory: "Trajectory", row: object, *, owner: str) -> None:
         raise ValueError(f"{owner} row must be in [0, {trajectory.batch_size}), got {row!r}.")
 
 
-def check_canvas(trajectory: "Trajectory", tokenizer: object, *, owner: str) -> None:
+def check_canvas(trajectory: Trajectory, tokenizer: object, *, owner: str) -> None:
     """A board has as many cells as its canvas has positions."""
     plan = trajectory.plan
     if isinstance(tokenizer, Board) and (plan.canvas_len, plan.num_blocks) != (NUM_CELLS, 1):
@@ -73,7 +71,7 @@ def check_canvas(trajectory: "Trajectory", tokenizer: object, *, owner: str) -> 
         )
 
 
-def read_prompt(trajectory: "Trajectory", row: int, pieces: Pieces, *, num_tokens: int) -> str:
+def read_prompt(trajectory: Trajectory, row: int, pieces: Pieces, *, num_tokens: int) -> str:
     """A row's prompt as text, of a longer one its last tokens, which are what a canvas answers to.
 
     Example: `read_prompt(trajectory, 0, Pieces(tokenizer), num_tokens=100)`.
@@ -87,7 +85,7 @@ def read_prompt(trajectory: "Trajectory", row: int, pieces: Pieces, *, num_token
     return ("… " if len(shown) < len(tokens) else "") + text
 
 
-def read_frames(trajectory: "Trajectory", row: int) -> Frames:
+def read_frames(trajectory: Trajectory, row: int) -> Frames:
     """The frames of a row. Steps in which it was already done are not its own and are left out.
 
     Example: `read_frames(out.trajectory, 0).entropy.mean(1)`.
@@ -131,7 +129,7 @@ def settled(frames: Frames) -> Array:
     return steps
 
 
-def _frozen(trajectory: "Trajectory", step: "RecordedStep", row: int) -> Array:
+def _frozen(trajectory: Trajectory, step: RecordedStep, row: int) -> Array:
     """What was pinned in a step: by the plan, or by a callback before it."""
     plan = trajectory.plan
     frozen = plan.to(torch.device("cpu")).block(step.block, torch.tensor([row]))["frozen"]
@@ -144,7 +142,7 @@ def _frozen(trajectory: "Trajectory", step: "RecordedStep", row: int) -> Array:
     return pinned.numpy()
 
 
-def _commit(trajectory: "Trajectory", block: int, row: int, draft: Array) -> tuple[Array, int]:
+def _commit(trajectory: Trajectory, block: int, row: int, draft: Array) -> tuple[Array, int]:
     """A block as it was left, and how many of its tokens count."""
     plan = trajectory.plan.to(torch.device("cpu"))
     if plan.text_len is not None:

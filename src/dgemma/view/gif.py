@@ -6,19 +6,17 @@ The prompt stands before a text, its end if it is long; a Sudoku is drawn as a b
 import re
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dgemma.checkpoint.tokenizer import Tokenizer
+from dgemma.run.trajectory import Trajectory
 from dgemma.view import board
 from dgemma.view.board import Board
 from dgemma.view.frames import Frames, check_canvas, check_row, read_frames, read_prompt
 from dgemma.view.heat import LEVELS, palette
 from dgemma.view.pieces import STATIC, Pieces, width
-
-if TYPE_CHECKING:
-    from dgemma.run.trajectory import Trajectory
 
 _PAGE, _SOFT, _ACCENT, _PIN = "#101218", "#7d7a88", "#3ecfb4", "#82b4ff"
 _HEAT = palette(dark=True)
@@ -30,8 +28,8 @@ _LINE_HEIGHT = 1.55  # of the font's size
 _LIMITS = {"columns": (16, 200), "max_lines": (1, 100), "font_size": (8, 48), "frame_ms": (20, 5000)}
 
 
-def write_gif(
-    trajectory: "Trajectory",
+def to_gif(
+    trajectory: Trajectory,
     path: str | Path,
     *,
     tokenizer: Tokenizer | Board | None = None,
@@ -48,7 +46,7 @@ def write_gif(
     long a frame stays (None: what suits the run). font: a monospaced TrueType file (None: DejaVu Sans Mono). A run of
     more than 240 frames is thinned out evenly.
 
-    Example: `write_gif(out.trajectory, "run.gif", tokenizer=tokenizer)`.
+    Example: `to_gif(out.trajectory, "run.gif", tokenizer=tokenizer)`.
     """
     check_row(trajectory, row, owner="to_gif")
     check_canvas(trajectory, tokenizer, owner="to_gif")

@@ -15,19 +15,18 @@ import string
 import zlib
 from collections.abc import Sequence
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from dgemma.checkpoint.tokenizer import Tokenizer
+from dgemma.run.trajectory import Trajectory
 from dgemma.study.sweep import describe_sampler
 from dgemma.view.board import Board
 from dgemma.view.frames import Array, Frames, check_canvas, check_row, read_frames, read_prompt, settled
 from dgemma.view.heat import LEVELS, palette
 from dgemma.view.pieces import Pieces
-
-if TYPE_CHECKING:
-    from dgemma.run.trajectory import Trajectory
 
 ENTROPY_SCALE = 4096  # 16 bits reach 16 nats, more than log(262144)
 NOTEBOOK_BYTES = 4 << 20  # what a notebook is asked to store for one picture
@@ -40,7 +39,7 @@ class Page(str):
     def _repr_html_(self) -> str:
         if len(self) > NOTEBOOK_BYTES:
             size = f"{len(self) / 2**20:.1f} MiB"
-            return f"<p>A page of {size}: too large for a notebook. Write it with <code>to_html(path)</code>.</p>"
+            return f"<p>A page of {size} is too large here. Write it with <code>to_html(trajectory, path)</code>.</p>"
         return (
             f'<iframe srcdoc="{html.escape(self)}" sandbox="allow-scripts" title="Denoising, step by step" '
             'style="width:100%;height:620px;border:0;border-radius:10px" loading="lazy"></iframe>'
@@ -50,12 +49,18 @@ class Page(str):
         return f"Page({len(self):,} characters)"
 
 
-def build_page(
-    trajectory: "Trajectory", *, tokenizer: Tokenizer | Board | None = None, row: int | Sequence[int] | None = None
+def to_html(
+    trajectory: Trajectory,
+    path: str | Path | None = None,
+    *,
+    tokenizer: Tokenizer | Board | None = None,
+    row: int | Sequence[int] | None = None,
 ) -> Page:
-    """The page of a trajectory: all rows, or those named. Without a tokenizer it shows ids; `Board()` shows a Sudoku.
+    """Return a page that plays a recorded run and shows every position's candidates; write it to `path` if given.
 
-    Example: `Path("run.html").write_text(build_page(out.trajectory, tokenizer=tokenizer))`.
+    tokenizer: None shows token ids, `Board()` shows a Sudoku. row: one row or several; None means all rows.
+
+    Example: `to_html(out.trajectory, "run.html", tokenizer=tokenizer)`.
     """
     rows = range(trajectory.batch_size) if row is None else [row] if isinstance(row, int) else row
     if not rows:
@@ -90,7 +95,7 @@ def build_page(
     files = resources.files("dgemma.view")
     style, script = _colours() + files.joinpath("page.css").read_text(), files.joinpath("page.js").read_text()
     packed = [_compress(its, wide=len(table) > 1 << 16) for its in arrays]
-    return Page(
+    page = Page(
         string.Template(files.joinpath("page.html").read_text()).substitute(
             policy=f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}",
             title="Sudoku" if isinstance(tokenizer, Board) else "Text from noise",
@@ -103,6 +108,9 @@ def build_page(
             text=html.escape("\n\n".join(_text(its, pieces) for its in frames)),
         )
     )
+    if path is not None:
+        Path(path).write_text(page, encoding="utf-8")
+    return page
 
 
 class _Table:
@@ -175,7 +183,7 @@ def _text(frames: Frames, pieces: Pieces) -> str:
     return between.join(text for line in lines for text in line)
 
 
-def _about(trajectory: "Trajectory") -> str:
+def _about(trajectory: Trajectory) -> str:
     plan = trajectory.plan
     sampler = describe_sampler(plan.knobs.sampler)
     return f"{sampler} · {plan.noise.kind} noise · canvas of {plan.canvas_len} · at most {plan.num_steps} steps"

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from dgemma.checkpoint.tokenizer import Tokenizer
+from dgemma.run.trajectory import Trajectory
+from dgemma.study.sweep import Sweep
 from dgemma.view.frames import Array, check_row, read_frames, settled
 from dgemma.view.heat import palette
 from dgemma.view.pieces import Pieces
@@ -21,14 +23,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from dgemma.run.trajectory import Trajectory
-    from dgemma.study.sweep import Sweep
-
 _LABELLED = 60  # positions up to which each can have its token written below it
 
 
 def plot_entropy(
-    trajectory: "Trajectory", *, row: int = 0, tokenizer: Tokenizer | None = None, ax: "Axes | None" = None
+    trajectory: Trajectory, *, row: int = 0, tokenizer: Tokenizer | None = None, ax: "Axes | None" = None
 ) -> "Figure":
     """Entropy in nats, steps down, positions across, blocks side by side: where a canvas was unsure, and for how long.
 
@@ -57,7 +56,7 @@ def plot_entropy(
 
 
 def plot_order(
-    trajectory: "Trajectory", *, row: int = 0, tokenizer: Tokenizer | None = None, ax: "Axes | None" = None
+    trajectory: Trajectory, *, row: int = 0, tokenizer: Tokenizer | None = None, ax: "Axes | None" = None
 ) -> "Figure":
     """The step from which on each position held its final token; the colour is the block.
 
@@ -78,7 +77,7 @@ def plot_order(
     return figure
 
 
-def plot_frontier(sweep: "Sweep", *, ax: "Axes | None" = None) -> "Figure":
+def plot_frontier(sweep: Sweep, *, ax: "Axes | None" = None) -> "Figure":
     """Quality over tokens per forward, a point a sampler with its error; a line through those that no other beats.
 
     Each point is named where it stands, so that many of them need no legend.
