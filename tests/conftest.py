@@ -15,6 +15,24 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
+QUICK_LANE = "not slow and not compile"  # as in addopts of pyproject.toml
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Someone who names a file or a test wants it to run. Deselecting it would end in "no tests ran".
+    if config.option.markexpr == QUICK_LANE and config.args and all(".py" in argument for argument in config.args):
+        config.option.markexpr = ""
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.option.markexpr == QUICK_LANE:
+        terminalreporter.write_line("Quick lane done. Others: pytest -m slow, pytest -m compile; all: pytest -m ''.")
+
 
 @pytest.fixture(autouse=True)
 def _same_inputs_every_run() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import triton
 
+pytestmark = pytest.mark.compile
 SHARED_MEMORY_OF_A_BLOCK = 232_448  # bytes, compute capability 9.0
 
 
