@@ -246,7 +246,7 @@ def propagate(
 ) -> Result:
     """The exact law of what `sampler` commits after `steps` steps, and the expected number of forwards.
 
-    shape: arguments for `Prediction.shape`. start: a law to begin with instead of pure noise; its clock runs on from
+    shape: arguments for `Prediction.shaped`. start: a law to begin with instead of pure noise; its clock runs on from
     where it stands. level: what the denoiser is told, (R,), for a sampler that keeps a clock of its own. check: try
     both ends of every cell; a long run, whose cells a short one has checked, may do without.
     """
@@ -277,7 +277,7 @@ def advance(
     check: bool = True,
 ) -> Law:
     """One step of the law."""
-    prediction = denoiser.denoise(law.state.canvas, None).shape(**(shape or {}))
+    prediction = denoiser.denoise(law.state.canvas, None).shaped(**(shape or {}))
     parents = torch.arange(len(law.weight))
     rows = _Rows(law.state, prediction, parents, torch.ones(len(parents), LENGTH if independent else 1).double())
     rows, decision = _run(rows, sampler, cells, independent)

@@ -37,13 +37,13 @@ def main() -> None:
         cache = model.encode(prompt)
         torch.cuda.synchronize()
         print(f"encoded {options.prefix} tokens in {(time.perf_counter() - start) * 1e3:.1f} ms (attempt {attempt})")
-    prediction = model.denoise(canvas, cache).shape(temperature=0.8)
+    prediction = model.denoise(canvas, cache).shaped(temperature=0.8)
     assert torch.isfinite(prediction.entropy).all()
     times = []
     for _ in range(12):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        prediction = model.denoise(canvas, cache, self_cond=prediction).shape(temperature=0.8)
+        prediction = model.denoise(canvas, cache, self_cond=prediction).shaped(temperature=0.8)
         tokens = prediction.argmax
         torch.cuda.synchronize()
         times.append((time.perf_counter() - start) * 1e3)

@@ -183,7 +183,7 @@ def check_parity(results: Results, weights: str) -> None:
         with torch.no_grad():
             cache = model.encode(prompt, attention_mask=real)
             first = model.denoise(canvas, cache)
-            second = model.denoise(canvas, cache, self_cond=first.shape(temperature=0.6))
+            second = model.denoise(canvas, cache, self_cond=first.shaped(temperature=0.6))
             words = model.causal_logits(canvas[:, :100], cache)
             each = [model.causal_logits(word, cache) for word in canvas[:, 100:164].split(1, dim=1)]
             return first.logits, second.logits, words, torch.cat(each, dim=1)
@@ -203,7 +203,7 @@ def check_parity(results: Results, weights: str) -> None:
     cache = fast.encode(prompt)
     one, two = (dgemma.generate(fast, prompt, max_new_tokens=512, steps=6, progress=False) for _ in range(2))
     assert torch.equal(one.tokens, two.tokens), "two runs of the same seed differ"
-    prediction = fast.denoise(canvas, cache).shape(temperature=4.0)  # random weights are sure of the token they see
+    prediction = fast.denoise(canvas, cache).shaped(temperature=4.0)  # random weights are sure of the token they see
     plain_prediction = dgemma.Prediction(prediction.logits)
     demand_parity("entropy", prediction.entropy, plain_prediction.entropy, 1e-4)
     u = torch.rand(2, CANVAS, dtype=torch.float64, device=GPU)

@@ -32,10 +32,10 @@ def test_statistics_equal_those_of_torch_distributions(logits):
 
 
 def test_reading_positions_in_slices_gives_the_same_statistics(logits, monkeypatch):
-    whole = Prediction(logits).shape(temperature=torch.tensor([0.5, 2.0]))
+    whole = Prediction(logits).shaped(temperature=torch.tensor([0.5, 2.0]))
     expected = (whole.entropy, whole.argmax, whole.sample(torch.full((2, 5), 0.3)), whole.top(3).tokens)
     monkeypatch.setattr("dgemma.diffusion.prediction._SLICE_ELEMENTS", 2 * 37 * 2)  # two positions at a time
-    sliced = Prediction(logits).shape(temperature=torch.tensor([0.5, 2.0]))
+    sliced = Prediction(logits).shaped(temperature=torch.tensor([0.5, 2.0]))
     assert len(sliced._slices()) == 3
     found = (sliced.entropy, sliced.argmax, sliced.sample(torch.full((2, 5), 0.3)), sliced.top(3).tokens)
     for a, b in zip(found, expected, strict=True):
@@ -66,10 +66,11 @@ def test_the_entropy_of_a_nearly_certain_position_keeps_its_digits():
 
 
 def test_temperature_is_per_row_and_divides(logits):
-    shaped = Prediction(logits).shape(temperature=torch.tensor([0.5, 2.0]))
+    shaped = Prediction(logits).shaped(temperature=torch.tensor([0.5, 2.0]))
     torch.testing.assert_close(shaped.logits[0], logits[0] / 0.5)
     torch.testing.assert_close(shaped.logits[1], logits[1] / 2.0)
-    torch.testing.assert_close(shaped.shape(temperature=3.0).logits[0], logits[0] / 1.5)
+    assert shaped.shape == logits.shape
+    torch.testing.assert_close(shaped.shaped(temperature=3.0).logits[0], logits[0] / 1.5)
 
 
 @pytest.mark.parametrize("form", ["vocab", "positions", "rows"])
@@ -77,29 +78,29 @@ def test_forbidden_tokens_have_no_probability_and_no_entropy(logits, form):
     allowed = torch.zeros(37, dtype=torch.bool)
     allowed[[3, 4, 9]] = True
     given = {"vocab": allowed, "positions": allowed.expand(5, 37), "rows": allowed.expand(2, 5, 37)}[form]
-    shaped = Prediction(logits).shape(allowed=given)
+    shaped = Prediction(logits).shaped(allowed=given)
     reference = Categorical(logits=logits[..., [3, 4, 9]])
     torch.testing.assert_close(shaped.entropy, reference.entropy())
     assert torch.isin(shaped.argmax, torch.tensor([3, 4, 9])).all()
     assert torch.isin(shaped.sample(torch.rand(2, 5)), torch.tensor([3, 4, 9])).all()
     single = torch.zeros(37, dtype=torch.bool)
     single[7] = True
-    assert (Prediction(logits).shape(allowed=single).entropy == 0).all()
+    assert (Prediction(logits).shaped(allowed=single).entropy == 0).all()
 
 
 def test_top_k_and_top_p_keep_the_smallest_set_that_reaches_the_mass():
     probabilities = torch.tensor([0.4, 0.3, 0.2, 0.06, 0.04])
     prediction = Prediction(probabilities.log()[None, None])
-    assert torch.isfinite(prediction.shape(top_k=2).logits).sum() == 2
+    assert torch.isfinite(prediction.shaped(top_k=2).logits).sum() == 2
     # 0.4 + 0.3 < 0.75 <= 0.4 + 0.3 + 0.2, so three tokens
-    kept = prediction.shape(top_p=0.75)
+    kept = prediction.shaped(top_p=0.75)
     torch.testing.assert_close(kept.logits.softmax(-1)[0, 0, :3], torch.tensor([0.4, 0.3, 0.2]) / 0.9)
     assert torch.isfinite(kept.logits).sum() == 3
-    assert torch.isfinite(prediction.shape(top_p=1e-6).logits).sum() == 1
+    assert torch.isfinite(prediction.shaped(top_p=1e-6).logits).sum() == 1
     with pytest.raises(ValueError, match="top_p must be in"):
-        prediction.shape(top_p=0.0)
+        prediction.shaped(top_p=0.0)
     with pytest.raises(ValueError, match="top_k must be >= 1"):
-        prediction.shape(top_k=0)
+        prediction.shaped(top_k=0)
 
 
 # Under one chunk of the two-level sum, exactly one, one more, and several.
@@ -135,7 +136,7 @@ def test_ties_go_to_the_lowest_id():
 
 def test_the_soft_cap_is_applied_before_any_shaping():
     raw = torch.tensor([[[100.0, 0.0, -40.0]]])
-    shaped = Prediction(raw, (SoftCap(30.0),)).shape(temperature=0.5)
+    shaped = Prediction(raw, (SoftCap(30.0),)).shaped(temperature=0.5)
     expected = 30.0 * np.tanh(np.array([100.0, 0.0, -40.0]) / 30.0) / 0.5
     np.testing.assert_allclose(shaped.logits[0, 0].numpy(), expected, rtol=1e-6)
 
@@ -151,7 +152,7 @@ def test_a_look_without_gradients_does_not_cut_the_graph_for_later(logits):
 
     def gradient(look: bool) -> torch.Tensor:
         leaf = logits.clone().requires_grad_()
-        prediction = Prediction(leaf).shape(temperature=0.7)
+        prediction = Prediction(leaf).shaped(temperature=0.7)
         if look:
             with torch.no_grad():
                 assert prediction.entropy.shape == prediction.logits.shape[:2]
@@ -164,7 +165,7 @@ def test_a_look_without_gradients_does_not_cut_the_graph_for_later(logits):
 def test_gradients_of_the_statistics_equal_those_of_torch_distributions(logits):
     allowed = torch.arange(37) % 4 > 0
     ours, theirs = (logits.double().requires_grad_() for _ in range(2))
-    shaped = Prediction(ours).shape(allowed=allowed, temperature=0.7)
+    shaped = Prediction(ours).shaped(allowed=allowed, temperature=0.7)
     reference = Categorical(logits=theirs[..., allowed] / 0.7)
     best = reference.probs.sort(-1, descending=True).values
     (shaped.entropy + shaped.confidence + 2 * shaped.margin).sum().backward()
@@ -175,7 +176,7 @@ def test_gradients_of_the_statistics_equal_those_of_torch_distributions(logits):
 @pytest.mark.parametrize("temperature", [0, 0.0, -1.0, float("nan"), float("inf")])
 def test_a_temperature_that_divides_into_nothing_is_refused(temperature):
     with pytest.raises(ValueError, match=r"Prediction\.shape temperature must be finite and > 0, got .* Use \.argmax"):
-        Prediction(torch.randn(1, 2, 5)).shape(temperature=temperature)
+        Prediction(torch.randn(1, 2, 5)).shaped(temperature=temperature)
 
 
 def test_a_prediction_shows_its_size_and_not_its_address():

@@ -71,7 +71,7 @@ def test_both_modes_equal_the_reference_over_ragged_rows(models):
     for model in models:
         cache = model.encode(prompt, attention_mask=real)
         prediction = model.denoise(canvas, cache, self_cond=before, self_cond_mask=switched)
-        shaped = prediction.shape(temperature=0.7)
+        shaped = prediction.shaped(temperature=0.7)
         cache = model.encode(canvas, cache, committed)
         words = model.causal_logits(canvas[:, :2], cache)
         word = model.causal_logits(canvas[:, 3:], cache)

@@ -369,7 +369,7 @@ def test_both_modes_equal_the_reference_that_rounds_at_the_same_places(models):
     real[1, :2] = 0
     caches = [model.encode(prompt, attention_mask=real) for model in models]
     firsts = [model.denoise(canvas, cache) for model, cache in zip(models, caches, strict=True)]
-    condition = firsts[2].shape(temperature=0.7)  # one for all: with its own each would be five times as far off
+    condition = firsts[2].shaped(temperature=0.7)  # one for all: with its own each would be five times as far off
     results = []
     for model, cache, first in zip(models, caches, firsts, strict=True):
         second = model.denoise(canvas, cache, self_cond=condition)

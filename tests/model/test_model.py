@@ -99,7 +99,7 @@ def test_both_modes_compile_without_graph_breaks(batch):
         assert cache.lengths.tolist() == expected_cache.lengths.tolist()
         torch.testing.assert_close(denoise(batch[1], cache).logits, expected.logits, atol=2e-5, rtol=0)
     # As the loop does it: conditioned on a shaped prediction that nobody has looked at yet.
-    conditioned = denoise(batch[1], cache, self_cond=model.denoise(batch[1], cache).shape(temperature=0.7))
+    conditioned = denoise(batch[1], cache, self_cond=model.denoise(batch[1], cache).shaped(temperature=0.7))
     torch.testing.assert_close(
         conditioned.logits,
         model.denoise(batch[1], cache, self_cond=expected.logits / 0.7).logits,

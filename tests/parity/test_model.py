@@ -52,7 +52,7 @@ def test_encode_denoise_and_causal_logits_equal_the_published_model(prefix_len):
     close(ours.denoise(canvas, cache).logits, first)
     conditioned = published_denoise(theirs, canvas, read.past_key_values, mask, first / 0.7)
     close(ours.denoise(canvas, cache, self_cond=first / 0.7).logits, conditioned)
-    lazily = ours.denoise(canvas, cache).shape(temperature=0.7)
+    lazily = ours.denoise(canvas, cache).shaped(temperature=0.7)
     close(ours.denoise(canvas, cache, self_cond=lazily).logits, conditioned)
 
     published_causal = (theirs.lm_head(read.last_hidden_state) / 30).tanh() * 30

@@ -86,7 +86,7 @@ def test_settled_positions_are_neither_accepted_nor_charged():
 def test_entropy_is_taken_at_the_sampling_temperature():
     logits = torch.tensor([[[2.0, 0.0], [2.0, 0.0]]])
     state = fresh_state(torch.zeros(1, 2, dtype=torch.int64), UniformNoise(2), 4)
-    hot, cold = (EntropyBound(bound=0.1)(Prediction(logits).shape(temperature=t), state).write for t in (1.0, 0.5))
+    hot, cold = (EntropyBound(bound=0.1)(Prediction(logits).shaped(temperature=t), state).write for t in (1.0, 0.5))
     assert hot.sum() == 1  # h = 0.365
     assert cold.sum() == 2  # h = 0.090
 

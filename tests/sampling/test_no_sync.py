@@ -66,7 +66,7 @@ def fake_state(noise: Any, device: str, kind: type[DenoiseState] = QuickDraws) -
 
 def fake_prediction(state: DenoiseState) -> Prediction:
     logits = torch.zeros(BATCH, CANVAS_LEN, VOCAB, device=state.device)
-    return Prediction(logits).shape(temperature=state.temperature, allowed=state.allowed)
+    return Prediction(logits).shaped(temperature=state.temperature, allowed=state.allowed)
 
 
 def run_sampler(sampler: Sampler, noise: Any, device: str) -> None:

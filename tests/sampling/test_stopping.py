@@ -171,9 +171,9 @@ def test_a_gap_too_large_for_probabilities_is_still_a_number():
 def test_a_position_with_one_allowed_token_does_not_vouch_for_the_others():
     rule, state = ConfidenceGap(), canvas_state([[0, 0]])
     allowed = torch.tensor([[[True, False], [True, True]]])
-    prediction = Prediction(torch.zeros(1, 2, 2)).shape(allowed=allowed)
+    prediction = Prediction(torch.zeros(1, 2, 2)).shaped(allowed=allowed)
     assert rule(prediction, state)[0].tolist() == [False]
-    only = Prediction(torch.zeros(1, 2, 2)).shape(allowed=torch.tensor([True, False]))
+    only = Prediction(torch.zeros(1, 2, 2)).shaped(allowed=torch.tensor([True, False]))
     assert rule(only, state)[0].tolist() == [True]
 
 

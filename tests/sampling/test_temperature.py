@@ -26,7 +26,7 @@ def test_tempered_logits_equal_those_of_transformers_bit_for_bit(num_steps, star
     reference = LinearTemperatureScheduleLogitsProcessor(t_min=end, t_max=start, max_denoising_steps=num_steps)
     logits = torch.randn(num_steps, 4, 33, generator=torch.Generator().manual_seed(0)) * 8
     temperature = every_step(LinearTemperature(start=start, end=end), num_steps)
-    tempered = Prediction(logits).shape(temperature=temperature).logits  # row n is at step n
+    tempered = Prediction(logits).shaped(temperature=temperature).logits  # row n is at step n
     for n in range(num_steps):
         steps_left = torch.tensor(num_steps - n, dtype=torch.int32)
         assert torch.equal(tempered[n], reference(None, logits[n], cur_step=steps_left))

@@ -146,7 +146,7 @@ def test_the_soft_embedding_is_the_models_and_trains_the_embedding_alone(self_co
     hidden = torch.randn(2, 3, 5, 64, dtype=dtype, requires_grad=True)
     found = head.soft_embedding(model, hidden, allowed=allowed, slice_elements=4 * 512)
     raw = (hidden @ model.embed_tokens.weight.T).detach()
-    prediction = Prediction(raw.flatten(0, 1), (SoftCap(30.0),)).shape(allowed=allowed)
+    prediction = Prediction(raw.flatten(0, 1), (SoftCap(30.0),)).shaped(allowed=allowed)
     expected = model.soft_embedding(prediction).unflatten(0, (2, 3))
     tolerance = {"atol": 2e-2, "rtol": 2e-2} if dtype == torch.bfloat16 else {"atol": 1e-5, "rtol": 1e-5}
     torch.testing.assert_close(found, expected, **tolerance)

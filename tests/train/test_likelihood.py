@@ -123,7 +123,7 @@ def test_bound_equals_the_loop_over_canvases_with_the_same_noise(kind, told, sel
             logits = first.logits
             if self_cond:
                 proposable = None if kind == "uniform" else torch.arange(VOCAB) != MASK
-                logits = model.denoise(z[row, canvas][None], cache, self_cond=first.shape(allowed=proposable)).logits
+                logits = model.denoise(z[row, canvas][None], cache, self_cond=first.shaped(allowed=proposable)).logits
             expected = original(noise, logits, x[row, canvas][None], z[row, canvas][None], level[row, canvas, :1])
             torch.testing.assert_close(found[row, canvas], expected[0], atol=1e-4, rtol=1e-3)
 

@@ -452,7 +452,7 @@ def test_self_conditioning_is_over_what_generate_may_propose(model, seen, noise,
     hidden = objective.predict_canvases(model, first["z"], first["starts"], first["clean"])
     allowed = torch.tensor([token in (ids or range(VOCAB)) and token != noise.mask_token for token in range(VOCAB)])
     raw = model._head(hidden.flatten(0, 1))
-    expected = model.soft_embedding(raw.shape(allowed=allowed)).view_as(second["signal"])
+    expected = model.soft_embedding(raw.shaped(allowed=allowed)).view_as(second["signal"])
     torch.testing.assert_close(second["signal"], expected, rtol=1e-4, atol=1e-4)
     everywhere = model.soft_embedding(raw).view_as(expected)
     assert (everywhere - expected).abs().max() > 0.01  # or this would say nothing

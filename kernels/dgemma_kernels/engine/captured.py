@@ -212,7 +212,7 @@ class CapturedStep:
         results = [where[kind](at) for kind, at in self._origins]
         after, record, statistics = tree_unflatten(results, self._form)
         # Shaped by the state's own tensors: the graph's will hold another temperature.
-        prediction = FusedPrediction(self._logits, (self._softcap,)).shape(
+        prediction = FusedPrediction(self._logits, (self._softcap,)).shaped(
             temperature=state.temperature, allowed=state.allowed, top_k=self._knobs.top_k, top_p=self._knobs.top_p
         )
         return after, record, prediction.after_replay(statistics)

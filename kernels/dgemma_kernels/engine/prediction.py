@@ -51,22 +51,14 @@ class FusedPrediction(Prediction):
         assert logits is self._source.tensor
 
     @property
-    def batch_size(self) -> int:
-        return self._source.tensor.shape[0]
-
-    @property
-    def canvas_len(self) -> int:
-        return self._source.tensor.shape[1]
-
-    @property
-    def vocab_size(self) -> int:
-        return self._source.tensor.shape[2]
+    def shape(self) -> torch.Size:
+        return self._source.tensor.shape
 
     @property
     def device(self) -> torch.device:
         return self._source.tensor.device
 
-    def shape(
+    def shaped(
         self,
         *,
         temperature: Tensor | float | None = None,
@@ -74,7 +66,7 @@ class FusedPrediction(Prediction):
         top_k: int | None = None,
         top_p: float | None = None,
     ) -> "FusedPrediction":
-        shaped = super().shape(temperature=temperature, allowed=allowed, top_k=top_k, top_p=top_p)
+        shaped = super().shaped(temperature=temperature, allowed=allowed, top_k=top_k, top_p=top_p)
         return FusedPrediction(self._source, shaped._transforms)
 
     def after_replay(self, statistics: tuple[Tensor, ...]) -> "FusedPrediction":

@@ -41,7 +41,7 @@ def published_step(denoiser: Any, state: DenoiseState, *, cache: Any, knobs: Kno
         u, active = state.uniform("token"), ~state.done
     raw = denoiser.denoise(state.canvas, cache)
     join()
-    prediction = raw.shape(temperature=state.temperature, top_k=knobs.top_k, top_p=knobs.top_p)
+    prediction = raw.shaped(temperature=state.temperature, top_k=knobs.top_k, top_p=knobs.top_p)
     taken = _accept(prediction, prediction.sample(u), state, knobs.sampler, knobs.stop)
     after = replace(
         state,

@@ -40,10 +40,10 @@ class Transform(Protocol):
 class Prediction:
     """A distribution over the vocabulary for each canvas position; statistics in float32 (float64 if the logits are).
 
-    logits: (B, C, V), any floating dtype. What `.shape(...)` adds is applied lazily, and every statistic is of the
+    logits: (B, C, V), any floating dtype. What `.shaped(...)` adds is applied lazily, and every statistic is of the
     shaped distribution.
 
-    Example: `Prediction(torch.randn(2, 8, 50)).shape(temperature=0.8).entropy` has shape (2, 8).
+    Example: `Prediction(torch.randn(2, 8, 50)).shaped(temperature=0.8).entropy` has shape (2, 8).
     """
 
     def __init__(self, logits: Tensor, transforms: tuple["Transform", ...] = ()) -> None:
@@ -60,22 +60,27 @@ class Prediction:
         )
 
     @property
+    def shape(self) -> torch.Size:
+        """The shape of the logits, (B, C, V)."""
+        return self._raw.shape
+
+    @property
     def batch_size(self) -> int:
-        return self._raw.shape[0]
+        return self.shape[0]
 
     @property
     def canvas_len(self) -> int:
-        return self._raw.shape[1]
+        return self.shape[1]
 
     @property
     def vocab_size(self) -> int:
-        return self._raw.shape[2]
+        return self.shape[2]
 
     @property
     def device(self) -> torch.device:
         return self._raw.device
 
-    def shape(
+    def shaped(
         self,
         *,
         temperature: Tensor | float | None = None,
@@ -88,7 +93,7 @@ class Prediction:
         temperature: a number, (B,) or (B, C). allowed: boolean, broadcastable to (B, C, V), at least one True a
         position. Nothing is computed until a statistic is read.
 
-        Example: `prediction.shape(temperature=0.7, top_p=0.95).sample(u)`.
+        Example: `prediction.shaped(temperature=0.7, top_p=0.95).sample(u)`.
         """
         transforms = self._transforms
         if allowed is not None:
@@ -96,17 +101,17 @@ class Prediction:
         if temperature is not None:
             if not isinstance(temperature, Tensor) and not (math.isfinite(temperature) and temperature > 0):
                 raise ValueError(
-                    f"Prediction.shape temperature must be finite and > 0, got {temperature}. Use .argmax for 0."
+                    f"Prediction.shaped temperature must be finite and > 0, got {temperature}. Use .argmax for 0."
                 )
             transforms = (*transforms, _Temper(temperature))
         if top_k is not None:
             if top_k < 1:
-                raise ValueError(f"Prediction.shape top_k must be >= 1, got {top_k}. Use None to keep every token.")
+                raise ValueError(f"Prediction.shaped top_k must be >= 1, got {top_k}. Use None to keep every token.")
             transforms = (*transforms, _TopK(top_k))
         if top_p is not None:
             if not 0 < top_p <= 1:
                 raise ValueError(
-                    f"Prediction.shape top_p must be in (0, 1], got {top_p}. Use None to keep every token."
+                    f"Prediction.shaped top_p must be in (0, 1], got {top_p}. Use None to keep every token."
                 )
             transforms = (*transforms, _TopP(top_p))
         return Prediction(self._raw, transforms)

@@ -191,7 +191,7 @@ class DiffusionGemma(nn.Module):
         "off" is a zero signal. noise_level (B,) is for a model with `config.noise_conditioning`; others, the published
         one among them, do not look at it. The cache is read, never changed.
 
-        Example: `model.denoise(canvas, cache, self_cond=prediction.shape(temperature=0.8)).entropy`.
+        Example: `model.denoise(canvas, cache, self_cond=prediction.shaped(temperature=0.8)).entropy`.
         """
         self._check_tokens(canvas, cache, "canvas")
         signal = None if self_cond is None else self.soft_embedding(self_cond, self_cond_mask)

@@ -46,7 +46,7 @@ def step(
     Example: `state, record = step(model, state, cache=cache, knobs=Knobs(sampler=EntropyBound(), temperature=...))`.
     """
     raw = predict(denoiser, state.canvas, cache, noise_level=state.noise_level, self_cond=state.self_cond)
-    prediction = raw.shape(temperature=state.temperature, allowed=state.allowed, top_k=knobs.top_k, top_p=knobs.top_p)
+    prediction = raw.shaped(temperature=state.temperature, allowed=state.allowed, top_k=knobs.top_k, top_p=knobs.top_p)
     decision = knobs.sampler(prediction, state)
     if not isinstance(decision, Decision):
         raise TypeError(f"{type(knobs.sampler).__name__} must return a Decision, got {type(decision).__name__}.")

@@ -57,7 +57,7 @@ def generate_causal(
     written, done = [], torch.zeros_like(seeds, dtype=torch.bool)
     for step in range(num_tokens):
         u = draws.uniform(seeds, torch.zeros_like(seeds), torch.full_like(seeds, step), 1, "token")
-        prediction = Prediction(logits).shape(temperature=degrees, top_k=top_k, top_p=top_p)
+        prediction = Prediction(logits).shaped(temperature=degrees, top_k=top_k, top_p=top_p)
         token = torch.where(done[:, None], plan.pad_token_id, prediction.sample(u))  # (B, 1)
         written.append(token)
         broken, done = prediction.entropy[:, 0].isnan() & ~done, done | torch.isin(token[:, 0], eos)

@@ -298,7 +298,7 @@ class _Writer:
     def _score(self, state: DenoiseState, cache: PrefixCache, drafts: Tensor) -> Tensor:
         """The log-probability of every draft on the canvas as it began, (R, C): nothing of the drafts is on it."""
         prediction = predict(self.model, state.canvas, cache, noise_level=state.noise_level)
-        return prediction.shape(allowed=state.noise.proposable(None, state.device)).log_prob(drafts).float()
+        return prediction.shaped(allowed=state.noise.proposable(None, state.device)).log_prob(drafts).float()
 
 
 def _pad_rows(parts: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -218,7 +218,7 @@ class _Reader:
         gaps = canvas < 0
         canvas, prefix = torch.where(gaps, fill, canvas), cache.select(torch.zeros_like(draw))
         prediction = predict(self.model, canvas, prefix, noise_level=gaps.double().mean(-1))
-        return prediction.shape(allowed=self.noise.proposable(None, device))
+        return prediction.shaped(allowed=self.noise.proposable(None, device))
 
 
 Piece = list[int] | tuple[Slot, list[list[int]]]
