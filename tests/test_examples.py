@@ -180,3 +180,15 @@ def test_two_processes_have_the_losses_of_one(run):
     assert len(losses) == 3
     for together, alone in losses:
         assert float(together) == pytest.approx(float(alone), abs=1e-3)  # float32, summed in another order
+
+
+def test_samplers_and_stop_rules_are_compared_under_both_kinds_of_noise(run, tmp_path):
+    run("19", "--num-tests", "1", "--num-prompts", "1", "--max-steps", "2", "--out", "out", "--device", "cpu")
+    results = json.loads((tmp_path / "out" / "samplers.json").read_text())
+    assert results.keys() == {"mask", "mask stop rules", "uniform", "uniform stop rules"}
+    assert all(
+        row["forwards"] <= 2
+        for rows in results.values()
+        for row in rows
+        if "itself" not in row["label"] and "autoregressive" not in row["label"]
+    )
