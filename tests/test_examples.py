@@ -12,6 +12,8 @@ import torch
 
 from dgemma_kernels.ops.vocabulary import kernel as vocabulary
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 ASSETS = ROOT / "src" / "dgemma" / "assets"
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))

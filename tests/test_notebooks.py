@@ -42,6 +42,7 @@ def test_it_is_a_valid_notebook(path):
     nbformat.validate(nbformat.read(path, as_version=4))
 
 
+@pytest.mark.slow
 @each_notebook
 def test_cells_run_in_order_and_something_is_drawn(path, monkeypatch, tmp_path):
     matplotlib = pytest.importorskip("matplotlib")

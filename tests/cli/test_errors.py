@@ -214,6 +214,7 @@ def test_every_option_of_every_command_is_explained():
 
 
 # What is not loaded is not waited for: transformers alone takes as long to import as a canvas to write.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["generate", "-n", "64", "--steps", "1", "It was"], ["infill", "--steps", "1", "A ____."]]
 )

@@ -8,6 +8,8 @@ from cli import terminal
 from cli.test_sudoku import SOLUTION
 from view.test_terminal import Terminal
 
+pytestmark = pytest.mark.slow
+
 LONG = ("-n", "32", "--steps", "5000")  # would take minutes
 
 

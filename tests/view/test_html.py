@@ -62,6 +62,7 @@ def test_the_page_asks_for_nothing_and_runs_only_its_own_script(hostile):
     assert not re.search(r"""(src|href)\s*=\s*["']""", page.split('id="content"')[0])
 
 
+@pytest.mark.slow
 def test_the_numbers_are_those_of_the_trajectory(recorded, browser, tmp_path):
     out, tokenizer = recorded
     to_html(out.trajectory, tmp_path / "run.html", tokenizer=tokenizer)
@@ -81,6 +82,7 @@ def test_the_numbers_are_those_of_the_trajectory(recorded, browser, tmp_path):
     assert marks[:64] == step.accepted[0].tolist()
 
 
+@pytest.mark.slow
 def test_it_plays_scrubs_and_steps_with_mouse_and_keys(recorded, browser, tmp_path):
     out, tokenizer = recorded
     to_html(out.trajectory, tmp_path / "run.html", tokenizer=tokenizer)
@@ -120,6 +122,7 @@ def test_it_plays_scrubs_and_steps_with_mouse_and_keys(recorded, browser, tmp_pa
     browser.wait(f"location.hash === '#step={last}&row=0'")
 
 
+@pytest.mark.slow
 def test_rows_colours_and_guesses_can_be_chosen(recorded, browser, tmp_path):
     out, tokenizer = recorded
     to_html(out.trajectory, tmp_path / "run.html", tokenizer=tokenizer)
@@ -150,6 +153,7 @@ def test_rows_colours_and_guesses_can_be_chosen(recorded, browser, tmp_path):
     browser.wait("document.getElementById('row').value === '0'")
 
 
+@pytest.mark.slow
 def test_positions_can_be_read_with_the_keyboard_alone(recorded, browser, tmp_path):
     out, tokenizer = recorded
     to_html(out.trajectory, tmp_path / "run.html", tokenizer=tokenizer)
@@ -167,6 +171,7 @@ def test_positions_can_be_read_with_the_keyboard_alone(recorded, browser, tmp_pa
     browser.resize(1200, 800)
 
 
+@pytest.mark.slow
 def test_hostile_text_is_shown_as_text_in_a_browser(hostile, browser, tmp_path):
     out, tokenizer = hostile
     to_html(out.trajectory, tmp_path / "run.html", tokenizer=tokenizer)
@@ -183,6 +188,7 @@ def test_hostile_text_is_shown_as_text_in_a_browser(hostile, browser, tmp_path):
     assert browser.complaints[complaints:] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "dark"), [(1200, True), (390, False)], ids=["wide-dark", "narrow-light"])
 def test_the_page_fits_its_window(recorded, browser, tmp_path, width, dark):
     out, tokenizer = recorded
@@ -200,6 +206,7 @@ def test_the_page_fits_its_window(recorded, browser, tmp_path, width, dark):
     browser.resize(1200, 800)
 
 
+@pytest.mark.slow
 def test_a_thousand_positions_over_fifty_steps_make_a_small_page_that_keeps_up(browser, tmp_path):
     tokenizer = Words([f" word{i}" for i in range(900)] + [" "])
     text = "".join(f" word{(i * 7) % 900}" for i in range(1024))
@@ -228,6 +235,7 @@ def test_a_notebook_shows_the_page_in_a_frame_that_can_reach_nothing(recorded):
     assert "to_html(trajectory, path)" in Page("x" * (NOTEBOOK_BYTES + 1))._repr_html_()
 
 
+@pytest.mark.slow
 def test_the_notebooks_frame_works_in_a_browser(recorded, browser, tmp_path):
     out, tokenizer = recorded
     frame = to_html(out.trajectory, tokenizer=tokenizer)._repr_html_()
@@ -244,6 +252,7 @@ def test_the_notebooks_frame_works_in_a_browser(recorded, browser, tmp_path):
     assert browser.complaints[complaints:] == []
 
 
+@pytest.mark.slow
 def test_without_a_tokenizer_ids_are_shown(recorded, browser, tmp_path):
     out, _ = recorded
     to_html(out.trajectory, tmp_path / "run.html", row=0)
@@ -252,6 +261,7 @@ def test_without_a_tokenizer_ids_are_shown(recorded, browser, tmp_path):
     assert shown == [str(token) for token in out.new_tokens[0, :5].tolist()]
 
 
+@pytest.mark.slow
 def test_a_sudoku_is_a_board_of_its_digits(board, browser, tmp_path):
     out, solution = board
     to_html(out.trajectory, tmp_path / "run.html", tokenizer=Board())
@@ -282,6 +292,7 @@ def test_a_folder_that_cannot_be_written_is_named(recorded, tmp_path):
         to_html(recorded[0].trajectory, tmp_path / "file" / "run.html")
 
 
+@pytest.mark.slow
 def test_a_run_recorded_without_candidates_still_has_its_page(browser, tmp_path):
     out, tokenizer = record(
         "No candidates were kept.",

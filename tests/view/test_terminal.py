@@ -366,6 +366,7 @@ def test_a_narrow_encoding_gets_replacements_and_no_error():
     assert "na?ve text" in screen.screen
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs pseudo-terminals")
 def test_ctrl_c_in_a_real_terminal_shows_the_cursor_again(tmp_path):
     script = tmp_path / "watch.py"
