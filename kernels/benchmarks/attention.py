@@ -17,9 +17,10 @@ from timing import demand_parity, describe_run, measure_read_bandwidth, time_gra
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from dgemma_kernels import reference
+from dgemma_kernels.ops.attention import reference
 from dgemma_kernels.ops.attention.kernel import AttentionTile, attention, default_tile, uses_hopper_kernel
-from dgemma_kernels.ops.qkv.kernel import prepare_qkv
+from dgemma_kernels.ops.qkv import prepare_qkv
+from dgemma_kernels.ops.qkv import reference as qkv_reference
 
 HEADS = 16
 LAYERS = {"sliding": (8, 256), "full": (2, 512)}  # key heads, head_dim
@@ -162,7 +163,7 @@ def run_qkv(layer: str, prefix: int) -> str:
     given = (query_norm, key_norm, inv_freq, start, start)
     mine, others = ((cache[0], cache[1]) for cache in caches)
     got = prepare_qkv(projected[0], *given, *mine, **options)
-    want = reference.prepare_qkv(projected[0], *given, *others, **options)
+    want = qkv_reference.prepare_qkv(projected[0], *given, *others, **options)
     demand_parity(f"prepare_qkv {layer} queries", got, want, 2e-3)  # the same roundings, bar a square root's last bit
     demand_parity(f"prepare_qkv {layer} cache", caches[0][..., prefix:, :], caches[1][..., prefix:, :], 2e-3)
     median, spread = time_graph(lambda: [prepare_qkv(x, *given, *mine, **options) for x in projected])

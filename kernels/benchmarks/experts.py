@@ -19,44 +19,40 @@ import torch
 from timing import demand_parity, describe_run, measure_read_bandwidth, time_graph
 from torch import Tensor
 
-from dgemma_kernels import reference
-from dgemma_kernels.engine.weights import HOLD
-from dgemma_kernels.formats.float8 import Quantized, quantize, split
-from dgemma_kernels.formats.packed import Packed
-from dgemma_kernels.ops import configs
-from dgemma_kernels.ops.experts import kernel as experts
-from dgemma_kernels.ops.mlp import fused as dense
-from dgemma_kernels.ops.mlp import kernel as mlp
-from dgemma_kernels.ops.norms import kernel as norms
-from dgemma_kernels.ops.router import kernel as router
+from dgemma_kernels.formats import ENCODERS, ExpertWeights, Packed, Quantized, quantize, stored_tensors
+from dgemma_kernels.formats.float8 import values_and_scale
+from dgemma_kernels.ops import configs, experts, mlp, norms, router
+from dgemma_kernels.ops.mlp import reference as mlp_reference
+from dgemma_kernels.ops.norms import reference as norms_reference
+from dgemma_kernels.ops.router import reference as router_reference
+from dgemma_kernels.ops.router.reference import count_pairs
 
 E, A, D, F, DENSE, EPS = 128, 8, 2816, 704, 2112, 1e-6
 # Two products and four bf16 roundings in a row come to about 3e-3; a wrong row or tile to more than 1e-2. Of float8 it
 # is what goes beyond the rounding of hidden values, and the second product from these as they are.
 LIMIT = 6e-3
 GPU, DTYPE = torch.device("cuda"), torch.bfloat16  # of rows, and what weights are drawn in
-READ = {"bf16": torch.bfloat16, "packed": torch.uint8, "fp8": torch.float8_e4m3fn}  # by what experts are held in
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One layer's weights, the experts' as `held`."""
+    """One layer's weights, with the experts in this storage format."""
 
-    held: str
-    gate_up: Tensor | Packed | Quantized  # (E, 2F, D)
-    down: Tensor | Packed | Quantized  # (E, D, F)
+    format: str
+    gate_up: ExpertWeights  # (E, 2F, D)
+    down: ExpertWeights  # (E, D, F)
     dense_gate_up: Tensor  # (2 DENSE, D)
     dense_down: Tensor  # (D, DENSE)
     proj: Tensor  # (E, D)
 
     def expert_bytes(self, active: float) -> tuple[float, float]:
-        """What gate_up and what down reads of `active` experts: their weights, and the scales and outliers of these."""
-        weights = [w.tensors() if isinstance(w, Packed) else split(w) for w in (self.gate_up, self.down)]
-        first, second = (active / E * sum(t.numel() * t.itemsize for t in parts if t is not None) for parts in weights)
+        """Return the bytes that gate_up and down read for `active` experts, with scales and outliers."""
+        stored = (stored_tensors(weights) for weights in (self.gate_up, self.down))
+        first, second = (active / E * sum(t.nbytes for t in tensors) for tensors in stored)
         return first, second
 
 
-def draw_layer(held: str) -> Layer:
+def draw_layer(format: str) -> Layer:
     shapes = {
         "gate_up": (E, 2 * F, D),
         "down": (E, D, F),
@@ -66,23 +62,23 @@ def draw_layer(held: str) -> Layer:
     }
     weights = {name: torch.randn(*shape, dtype=torch.bfloat16, device=GPU) for name, shape in shapes.items()}
     weights = {name: weight.mul_(weight.shape[-1] ** -0.5).to(DTYPE) for name, weight in weights.items()}
-    as_held: dict[str, Any] = {
-        name: hold(weights[name]) for name, hold in zip(("gate_up", "down"), HOLD[held], strict=True)
+    encoded: dict[str, Any] = {
+        name: encode(weights[name]) for name, encode in zip(("gate_up", "down"), ENCODERS[format], strict=True)
     }
-    return Layer(held=held, **(weights | as_held))
+    return Layer(format=format, **(weights | encoded))
 
 
 def draw_rows(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.bfloat16, device=GPU).to(DTYPE)
 
 
-def draw_input(tokens: int, held: str) -> Tensor | Quantized:
-    return quantize(draw_rows(tokens, D)) if held == "fp8" else draw_rows(tokens, D)
+def draw_input(tokens: int, format: str) -> Tensor | Quantized:
+    return quantize(draw_rows(tokens, D)) if format == "fp8" else draw_rows(tokens, D)
 
 
-def draw_hidden(pairs: int, held: str, block: int = 64) -> Tensor | Quantized:
+def draw_hidden(pairs: int, format: str, block: int = 64) -> Tensor | Quantized:
     rows = draw_rows(pairs, F)
-    if held != "fp8":
+    if format != "fp8":
         return rows
     scale = torch.full((pairs, -(-F // block)), 0.01, device=GPU)
     return Quantized(values=rows.to(torch.float8_e4m3fn), scale=scale, dtype=rows.dtype, block=block)
@@ -110,12 +106,12 @@ def poisoned_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def find_config(tokens: int, held: str) -> configs.ExpertConfig:
-    return configs.expert_config(tokens, GPU, READ[held])
+def find_config(tokens: int, format: str) -> configs.ExpertConfig:
+    return configs.expert_config(tokens, GPU, format)
 
 
-def sort(index: Tensor, counts: Tensor, held: str) -> router.ExpertTiles:
-    return router.sort_by_expert(index, counts, find_config(index.shape[0], held).rows)
+def sort(index: Tensor, counts: Tensor, format: str) -> router.ExpertTiles:
+    return router.sort_by_expert(index, counts, find_config(index.shape[0], format).rows)
 
 
 def run_experts(x: Tensor | Quantized, layer: Layer, weights: Tensor, tiles: router.ExpertTiles) -> Tensor:
@@ -124,23 +120,23 @@ def run_experts(x: Tensor | Quantized, layer: Layer, weights: Tensor, tiles: rou
 
 
 def check_experts(name: str, layer: Layer, index: Tensor) -> float:
-    x, weights = draw_input(index.shape[0], layer.held), torch.rand(index.shape, device=GPU)
-    rows, counts = find_config(index.shape[0], layer.held).rows, reference.count_pairs(index, E)
+    x, weights = draw_input(index.shape[0], layer.format), torch.rand(index.shape, device=GPU)
+    rows, counts = find_config(index.shape[0], layer.format).rows, count_pairs(index, E)
     with poisoned_memory():
-        tiles = sort(index, counts, layer.held)
+        tiles = sort(index, counts, layer.format)
         hidden = experts.expert_gate_up(x, layer.gate_up, tiles)
         got = experts.expert_down(hidden, layer.down, weights, tiles)
-    want_tiles = reference.sort_by_expert(index, counts, rows)
+    want_tiles = router_reference.sort_by_expert(index, counts, rows)
     if not (torch.equal(tiles.pairs, want_tiles.pairs) and torch.equal(tiles.tiles, want_tiles.tiles)):
         raise SystemExit(f"PARITY FAILED, nothing timed: sort_by_expert, {name}.")
     want, want_hidden = (torch.empty(tiles.pairs.numel(), n, dtype=torch.float64, device=GPU) for n in (D, F))
-    wide, first = x.dequantize() if isinstance(x, Quantized) else x.double(), 0
-    gate_up, down = (w.unpack() if isinstance(w, Packed) else w for w in (layer.gate_up, layer.down))
+    wide, first = x.decode() if isinstance(x, Quantized) else x.double(), 0
+    gate_up, down = (w.decode() if isinstance(w, Packed) else w for w in (layer.gate_up, layer.down))
     for expert in range(E):
         pairs = (index.flatten() == expert).nonzero()[:, 0]
         here, first = slice(first, first + len(pairs)), first + len(pairs)
-        want_hidden[here] = reference.geglu(wide[pairs // A] @ widen(gate_up, expert).T)
-        given = hidden.dequantize()[here] if isinstance(hidden, Quantized) else want_hidden[here]
+        want_hidden[here] = mlp_reference.geglu(wide[pairs // A] @ widen(gate_up, expert).T)
+        given = hidden.decode()[here] if isinstance(hidden, Quantized) else want_hidden[here]
         want[pairs] = given @ widen(down, expert).T * weights.flatten()[pairs, None].double()
     want = want.view(got.shape)
     if isinstance(hidden, Quantized):
@@ -152,13 +148,13 @@ def check_experts(name: str, layer: Layer, index: Tensor) -> float:
 
 
 def widen(weights: Tensor | Quantized, expert: int) -> Tensor:
-    values, scale = split(weights)
+    values, scale = values_and_scale(weights)
     return values[expert].double() if scale is None else values[expert].double() * scale[expert, :, None]
 
 
 def round_as(got: Quantized, want: Tensor) -> tuple[Tensor, Tensor]:
     """Both, with `want` moved by at most half a step of float8 towards `got`: what is left between them is error."""
-    wide, scale = got.dequantize(), got.scale.repeat_interleave(got.block or F, 1)[:, : want.shape[1]].double()
+    wide, scale = got.decode(), got.scale.repeat_interleave(got.block or F, 1)[:, : want.shape[1]].double()
     half_step = 2.0 ** ((want / scale).abs().clamp(min=2.0**-6).log2().floor() - 4) * scale
     return wide, want + (wide - want).clamp(-half_step, half_step)
 
@@ -173,7 +169,7 @@ def check_router(layer: Layer, tokens: int) -> None:
         0
     ).any():
         raise SystemExit(f"PARITY FAILED, nothing timed: route, {tokens} tokens, chose other experts than the largest.")
-    if not torch.equal(counts, reference.count_pairs(index, E)):
+    if not torch.equal(counts, count_pairs(index, E)):
         raise SystemExit(f"PARITY FAILED, nothing timed: route, {tokens} tokens, miscounted.")
     want = chosen.softmax(-1) * scale[index.long()].double()
     demand_parity(f"route, {tokens} tokens", weights, want, 1e-2)
@@ -188,22 +184,27 @@ def check_rest(layer: Layer, tokens: int) -> None:
     mlp_arguments = [rows[0], layer.dense_gate_up, layer.dense_down, torch.zeros(2, dtype=torch.int32, device=GPU)]
     with poisoned_memory():
         pairs: list[tuple[str, Any, Callable[..., Any], list[Any]]] = [
-            ("rms_norm", norms.rms_norm(rows[0], vectors[0], EPS), reference.rms_norm, [rows[0], vectors[0], EPS]),
-            ("geglu", mlp.geglu(gate_up), reference.geglu, [gate_up]),
+            (
+                "rms_norm",
+                norms.rms_norm(rows[0], vectors[0], EPS),
+                norms_reference.rms_norm,
+                [rows[0], vectors[0], EPS],
+            ),
+            ("geglu", mlp.geglu(gate_up), mlp_reference.geglu, [gate_up]),
             (
                 "gate_up_geglu",
                 mlp.gate_up_geglu(rows[0], layer.dense_gate_up),
-                reference.gate_up_geglu,
+                mlp_reference.gate_up_geglu,
                 [rows[0], layer.dense_gate_up],
             ),
-            ("dense_mlp", dense.dense_mlp(*mlp_arguments), reference.dense_mlp, mlp_arguments),
+            ("dense_mlp", mlp.dense_mlp(*mlp_arguments), mlp_reference.dense_mlp, mlp_arguments),
             (
                 "attention_residual",
                 norms.attention_residual(*rows, *vectors, EPS),
-                reference.attention_residual,
+                norms_reference.attention_residual,
                 [*rows, *vectors, EPS],
             ),
-            ("layer_tail", norms.layer_tail(*tail, EPS), reference.layer_tail, [*tail, EPS]),
+            ("layer_tail", norms.layer_tail(*tail, EPS), norms_reference.layer_tail, [*tail, EPS]),
         ]
     for name, got, fn, arguments in pairs:
         want = fn(*(a.double() if isinstance(a, Tensor) else a for a in arguments))
@@ -213,8 +214,8 @@ def check_rest(layer: Layer, tokens: int) -> None:
             demand_parity(f"{name}[{part}], {tokens} tokens", g, w, 1e-2)
 
 
-def check_parity(held: str) -> None:
-    layer = draw_layer(held)
+def check_parity(format: str) -> None:
+    layer = draw_layer(format)
     for tokens in (1, 3, 16, 100, 256, 257, 512, 1000, 4096):
         error = check_experts(f"{tokens} tokens, even", layer, draw_index(tokens))
         check_experts(f"{tokens} tokens, skewed", layer, draw_skewed_index(tokens))
@@ -247,11 +248,11 @@ class Report:
 
 
 def time_experts(report: Report, layers: list[Layer], tokens: int, distinct: int) -> None:
-    held = layers[0].held
-    x, weights = draw_input(tokens, held), torch.rand(tokens, A, device=GPU)
+    format = layers[0].format
+    x, weights = draw_input(tokens, format), torch.rand(tokens, A, device=GPU)
     indices = [draw_index(tokens, distinct) for _ in layers]
-    tiles = [sort(index, reference.count_pairs(index, E), held) for index in indices]
-    hidden = draw_hidden(tokens * A, held)
+    tiles = [sort(index, count_pairs(index, E), format) for index in indices]
+    hidden = draw_hidden(tokens * A, format)
     active = sum(index.unique().numel() for index in indices) / len(layers)
     note, what = f"{active:.1f} active experts", f"{tokens} tokens, {distinct} experts"
     pairs = tokens * A
@@ -283,7 +284,7 @@ def time_rest(report: Report, layers: list[Layer], tokens: int) -> None:
     vectors = (draw_rows(D), draw_rows(D), draw_rows(D), draw_rows(D))
     scalar, scale = torch.ones(1, dtype=torch.bfloat16, device=GPU), torch.ones(E, dtype=torch.bfloat16, device=GPU)
     expert_rows, index = draw_rows(tokens, A, D), draw_index(tokens)
-    counts = reference.count_pairs(index, E)
+    counts = count_pairs(index, E)
     dense_hidden, progress = draw_rows(tokens, DENSE), torch.zeros(2, dtype=torch.int32, device=GPU)
     tail = (*rows, expert_rows, *vectors[:3], scalar, vectors[3])
 
@@ -296,18 +297,18 @@ def time_rest(report: Report, layers: list[Layer], tokens: int) -> None:
 
     what, up, down = f", {tokens} tokens", 2 * DENSE * D * 2, DENSE * D * 2
     flops = 2.0 * tokens * DENSE * D
-    held = layers[0].held
-    float8 = held == "fp8"
+    format = layers[0].format
+    float8 = format == "fp8"
     timed = each(lambda _: norms.attention_residual(*rows, *vectors, EPS, float8=float8))
     report.add("attention_residual" + what, timed, count, 6 * row - float8 * row / 2, 0)
     timed = each(lambda layer: router.route(rows[0], layer.proj, scale, A))
     report.add("route" + what, timed, count, E * D * 2 + row, 2.0 * tokens * D * E)
-    report.add("sort_by_expert" + what, each(lambda _: sort(index, counts, held)), count, tokens * A * 8, 0)
+    report.add("sort_by_expert" + what, each(lambda _: sort(index, counts, format)), count, tokens * A * 8, 0)
     timed = each(lambda layer: mlp.gate_up_geglu(rows[0], layer.dense_gate_up))
     report.add("dense gate_up, geglu" + what, timed, count, up + row, 2 * flops)
     timed = each(lambda layer: torch.mm(dense_hidden, layer.dense_down.T))
     report.add("dense down" + what, timed, count, down + 2 * row, flops)
-    timed = each(lambda layer: dense.dense_mlp(rows[0], layer.dense_gate_up, layer.dense_down, progress))
+    timed = each(lambda layer: mlp.dense_mlp(rows[0], layer.dense_gate_up, layer.dense_down, progress))
     report.add("dense MLP, as it runs" + what, timed, count, up + down + 2 * row, 3 * flops)
     timed = each(lambda _: norms.layer_tail(*tail, EPS))
     report.add("layer_tail" + what, timed, count, (A + 4) * row, 0)
@@ -330,15 +331,15 @@ class Half:
         """x after one half layer, routed by index and counts where given; without a second stream all is in one row."""
         main = torch.cuda.current_stream()
         x, dense_in, expert_in, router_in = norms.attention_residual(
-            self.attention, x, *self.residual_norms, EPS, float8=layer.held == "fp8"
+            self.attention, x, *self.residual_norms, EPS, float8=layer.format == "fp8"
         )
         side = self.side or main
         side.wait_stream(main)
         with torch.cuda.stream(side):
-            dense_out = dense.dense_mlp(dense_in, layer.dense_gate_up, layer.dense_down, self.progress)
+            dense_out = mlp.dense_mlp(dense_in, layer.dense_gate_up, layer.dense_down, self.progress)
         weights, index, counts = router.route(router_in, layer.proj, self.scale, A)
         index, counts = routing or (index, counts)
-        tiles = sort(index, counts, layer.held)
+        tiles = sort(index, counts, layer.format)
         hidden = experts.expert_gate_up(expert_in, layer.gate_up, tiles)
         rows = experts.expert_down(hidden, layer.down, weights, tiles, overlap=True)
         main.wait_stream(side)
@@ -379,7 +380,7 @@ def check_half(layer: Layer, tokens: int) -> None:
 def time_half(report: Report, layers: list[Layer], tokens: int, distinct: int) -> None:
     """The half layer as it runs, and with each of the second stream and dependent launches left out."""
     start, indices = draw_rows(tokens, D), [draw_index(tokens, distinct) for _ in layers]
-    fixed = [(index, reference.count_pairs(index, E)) for index in indices]
+    fixed = [(index, count_pairs(index, E)) for index in indices]
     active = sum(index.unique().numel() for index in indices) / len(layers)
     num_bytes = sum(layers[0].expert_bytes(active)) + (3 * DENSE * D + E * D) * 2
     flops = 6.0 * tokens * D * (A * F + DENSE)
@@ -436,7 +437,7 @@ def reporting(output: Path | None) -> Iterator[Report]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--weights", choices=tuple(HOLD), default="bf16", help="what the experts are held in")
+    parser.add_argument("--weights", choices=tuple(ENCODERS), default="bf16", help="storage format of the experts")
     parser.add_argument("--layers", type=int, default=30, help="distinct layers of weights, 1.5 GB each (%(default)s)")
     parser.add_argument("--output", type=Path, help="where to write the numbers as JSON")
     arguments = parser.parse_args()

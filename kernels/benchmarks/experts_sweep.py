@@ -37,11 +37,9 @@ from experts import (
 )
 from timing import time_graph
 
-from dgemma_kernels import reference
-from dgemma_kernels.engine.weights import HOLD
-from dgemma_kernels.ops import configs
-from dgemma_kernels.ops.experts import kernel as experts
-from dgemma_kernels.ops.router import kernel as router
+from dgemma_kernels.formats import ENCODERS
+from dgemma_kernels.ops import configs, experts, router
+from dgemma_kernels.ops.router.reference import count_pairs
 
 # (columns, depth, warps, stages) and registers, if bounded, worth trying, by rows of a tile; and the rows by tokens.
 GATE_UP_TILES = {
@@ -95,15 +93,15 @@ PACKED_GATE_UP_TILES, PACKED_DOWN_TILES = (
     for cols, bounds in ((64, ((), (168,))), (128, ((),)))
 )
 TILES = {
-    "bf16": (configs.EXPERTS, GATE_UP_TILES, DOWN_TILES),
-    "packed": (configs.EXPERTS_PACKED, PACKED_GATE_UP_TILES, PACKED_DOWN_TILES),
-    "fp8": (configs.EXPERTS_FLOAT8, FLOAT8_GATE_UP_TILES, FLOAT8_DOWN_TILES),
-}  # where those in use are, and those to try
+    "bf16": (GATE_UP_TILES, DOWN_TILES),
+    "packed": (PACKED_GATE_UP_TILES, PACKED_DOWN_TILES),
+    "fp8": (FLOAT8_GATE_UP_TILES, FLOAT8_DOWN_TILES),
+}
 
 
 @contextlib.contextmanager
-def expert_table(table: tuple[configs.ExpertConfig, ...], held: str) -> Iterator[None]:
-    name, tables = configs.gpu_name(GPU), TILES[held][0]
+def expert_table(table: tuple[configs.ExpertConfig, ...], format: str) -> Iterator[None]:
+    name, tables = configs.gpu_name(GPU), configs.EXPERTS[format]
     before = tables.get(name, tables["default"])
     tables[name] = table
     try:
@@ -116,9 +114,9 @@ def sweep(report: Report, layers: list[Layer], tokens: int, distinct: int) -> No
     """Tiles of gate_up alone and of down alone for each sensible number of rows, then the best of each together."""
     index = [draw_index(tokens, distinct) for _ in layers]
     active = sum(i.unique().numel() for i in index) / len(layers)
-    held = layers[0].held
-    _, gate_up_tiles, down_tiles = TILES[held]
-    x, weights, hidden = draw_input(tokens, held), torch.rand(tokens, A, device=GPU), draw_hidden(tokens * A, held)
+    format = layers[0].format
+    gate_up_tiles, down_tiles = TILES[format]
+    x, weights, hidden = draw_input(tokens, format), torch.rand(tokens, A, device=GPU), draw_hidden(tokens * A, format)
     first, second = layers[0].expert_bytes(active)
     flops = 6.0 * tokens * A * D * F
 
@@ -135,10 +133,10 @@ def sweep(report: Report, layers: list[Layer], tokens: int, distinct: int) -> No
         shown = {"gate_up": [config.gate_up], "down": [config.down]}.get(which, [config.gate_up, config.down])
         name = f"{which} {tokens}: {config.rows} rows, {' and '.join(map(label, shown))}"
         try:
-            with expert_table((config,), held):
+            with expert_table((config,), format):
                 if which == "both":
                     check_experts(name, layers[0], index[0])
-                tiles = [sort(i, reference.count_pairs(i, E), held) for i in index]
+                tiles = [sort(i, count_pairs(i, E), format) for i in index]
                 return report.add(name, time_graph(run, replays=15), len(layers), num_bytes, flops)
         except (Exception, SystemExit) as error:  # a tile that does not fit, or is wrong, is a result of the sweep
             print(f"{name}: {type(error).__name__}: {str(error)[:100]}", flush=True)
@@ -146,7 +144,7 @@ def sweep(report: Report, layers: list[Layer], tokens: int, distinct: int) -> No
 
     print(f"{tokens} tokens, {active:.1f} active experts", flush=True)
     together = {}
-    for rows in rows_worth_trying(tokens, held):
+    for rows in rows_worth_trying(tokens, format):
         ups, downs = {}, {}
         for shape in gate_up_tiles[rows]:
             config = make_config(rows, shape, down_tiles[rows][0])
@@ -160,44 +158,44 @@ def sweep(report: Report, layers: list[Layer], tokens: int, distinct: int) -> No
     print(f"BEST at {tokens}: {together[best]:.1f} us a layer, {together[best] * 30 / 1e3:.2f} ms for 30\n{best}")
 
 
-def rows_worth_trying(tokens: int, held: str) -> list[int]:
+def rows_worth_trying(tokens: int, format: str) -> list[int]:
     """Tiles of an expert's average rows to twice as many: smaller ones repeat weights, larger ones waste arithmetic."""
     average = tokens * A // E
-    return [rows for rows in TILES[held][1] if average <= rows <= 2 * average] or [16 if average < 16 else 128]
+    return [rows for rows in TILES[format][0] if average <= rows <= 2 * average] or [16 if average < 16 else 128]
 
 
-def compile_tile(rows: int, gate_up: tuple[int, ...], down: tuple[int, ...], held: str) -> None:
+def compile_tile(rows: int, gate_up: tuple[int, ...], down: tuple[int, ...], format: str) -> None:
     """Leaves one tile's kernel in Triton's cache: the sweep's own process then loads it. One expert's weights do.
 
     One of the two tiles is empty: its kernel is not compiled.
     """
     index = torch.zeros(8, A, dtype=torch.int32, device=GPU)
-    tiles = router.sort_by_expert(index, reference.count_pairs(index, 1), rows)
+    tiles = router.sort_by_expert(index, count_pairs(index, 1), rows)
     config = make_config(rows, gate_up or down, down or gate_up)
-    hold_gate_up, hold_down = HOLD[held]
-    with contextlib.suppress(Exception), expert_table((config,), held):
+    encode_gate_up, encode_down = ENCODERS[format]
+    with contextlib.suppress(Exception), expert_table((config,), format):
         if gate_up:
-            experts.expert_gate_up(draw_input(8, held), hold_gate_up(draw_rows(1, 2 * F, D)), tiles)
+            experts.expert_gate_up(draw_input(8, format), encode_gate_up(draw_rows(1, 2 * F, D)), tiles)
         else:
             routing = torch.ones(8, A, device=GPU)
-            experts.expert_down(draw_hidden(8 * A, held), hold_down(draw_rows(1, D, F)), routing, tiles)
+            experts.expert_down(draw_hidden(8 * A, format), encode_down(draw_rows(1, D, F)), routing, tiles)
 
 
-def compile_tiles(rows: set[int], held: str) -> None:
-    _, gate_up_tiles, down_tiles = TILES[held]
-    jobs: list[tuple[Any, ...]] = [(r, shape, (), held) for r in rows for shape in gate_up_tiles[r]]
-    jobs += [(r, (), shape, held) for r in rows for shape in down_tiles[r]]
+def compile_tiles(rows: set[int], format: str) -> None:
+    gate_up_tiles, down_tiles = TILES[format]
+    jobs: list[tuple[Any, ...]] = [(r, shape, (), format) for r in rows for shape in gate_up_tiles[r]]
+    jobs += [(r, (), shape, format) for r in rows for shape in down_tiles[r]]
     with ProcessPoolExecutor(min(len(jobs), os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_tile, *zip(*jobs, strict=True)))
 
 
 def make_config(rows: int, gate_up: tuple[int, ...], down: tuple[int, ...]) -> configs.ExpertConfig:
     fields = ("cols", "depth", "warps", "stages", "registers")
-    first, second = (configs.Tile(**dict(zip(fields, shape, strict=False))) for shape in (gate_up, down))
+    first, second = (configs.TileShape(**dict(zip(fields, shape, strict=False))) for shape in (gate_up, down))
     return configs.ExpertConfig(max_tokens=1 << 62, rows=rows, gate_up=first, down=second)
 
 
-def label(tile: configs.Tile) -> str:
+def label(tile: configs.TileShape) -> str:
     bound = "" if tile.registers is None else f" r{tile.registers}"
     return f"{tile.cols}x{tile.depth} w{tile.warps} s{tile.stages}{bound}"
 
@@ -205,15 +203,15 @@ def label(tile: configs.Tile) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tokens", type=int, nargs="+", metavar="TOKENS", help="sizes to compare tiles at")
-    parser.add_argument("--weights", choices=tuple(HOLD), default="bf16", help="what the experts are held in")
+    parser.add_argument("--weights", choices=tuple(ENCODERS), default="bf16", help="storage format of the experts")
     parser.add_argument("--distinct", type=int, default=E, help="experts the routing is drawn from (%(default)s)")
     parser.add_argument("--layers", type=int, default=8, help="distinct layers of weights, 1.5 GB each (%(default)s)")
     parser.add_argument("--output", type=Path, help="where to write the numbers as JSON")
     arguments = parser.parse_args()
-    held = arguments.weights
+    format = arguments.weights
     with reporting(arguments.output) as report:
-        compile_tiles({rows for tokens in arguments.tokens for rows in rows_worth_trying(tokens, held)}, held)
-        layers = [draw_layer(held) for _ in range(arguments.layers)]
+        compile_tiles({rows for tokens in arguments.tokens for rows in rows_worth_trying(tokens, format)}, format)
+        layers = [draw_layer(format) for _ in range(arguments.layers)]
         for tokens in arguments.tokens:
             sweep(report, layers, tokens, arguments.distinct)
 

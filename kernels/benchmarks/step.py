@@ -33,9 +33,7 @@ from dgemma.run.plan import Knobs, read_plan
 from dgemma.run.records import BlockCommit
 from dgemma_kernels import FusedDenoiser, accelerate
 from dgemma_kernels.engine.cache import FusedCache
-from dgemma_kernels.engine.weights import HOLD
-from dgemma_kernels.formats.float8 import quantize, split
-from dgemma_kernels.formats.packed import Packed
+from dgemma_kernels.formats import ENCODERS, quantize, stored_tensors
 
 PARTS = ("parity", "step", "profile", "batches", "prefixes", "skewed", "generate", "words")
 CANVAS, PROMPT, STEPS, DISTINCT = 256, 1024, 16, 84
@@ -92,21 +90,21 @@ def time_replays(*replays: Callable[[], None], repeats: int = 30) -> list[tuple[
 
 def count_active(model: FusedDenoiser, cache: FusedCache) -> float:
     """Distinct experts a layer in one forward of a random canvas, on average."""
-    from dgemma_kernels.ops.router import kernel as router
+    from dgemma_kernels.engine import forward
 
-    counts, route = [], router.route
+    counts, route = [], forward.route
 
     def counted(*arguments: Any) -> Any:
         weights, index, pairs = route(*arguments)
         counts.append(index.unique().numel())
         return weights, index, pairs
 
-    router.route = counted  # type: ignore[assignment]
+    forward.route = counted  # type: ignore[assignment]
     try:
         signal = torch.zeros(cache.batch_size * CANVAS, model.config.hidden_size, dtype=model.dtype, device=GPU)
         model._forward.canvas(draw_tokens(cache.batch_size, CANVAS), signal, cache.make_room(CANVAS))
     finally:
-        router.route = route
+        forward.route = route
     return sum(counts) / len(counts)
 
 
@@ -115,8 +113,7 @@ def step_bytes(model: FusedDenoiser, active: float, batch: int, prefix: int) -> 
     config, total, of_experts = model.config, 0.0, 0.0
     for layer in model._forward.weights.layers:
         both = (layer.expert_gate_up, layer.expert_down)
-        tensors = [t for w in both for t in (w.tensors() if isinstance(w, Packed) else split(w))]
-        of_experts += active / config.num_experts * sum(t.numel() * t.itemsize for t in tensors if t is not None)
+        of_experts += active / config.num_experts * sum(t.nbytes for w in both for t in stored_tensors(w))
         total += sum(w.numel() for w in (layer.qkv, layer.o, layer.router, layer.gate_up, layer.down))
         seen = prefix if layer.shape.window is None else min(prefix, layer.shape.window - 1)
         total += 2 * batch * seen * layer.shape.num_key_value_heads * layer.shape.head_dim
@@ -148,13 +145,13 @@ def round_experts(model: dgemma.DiffusionGemma, wide: dgemma.DiffusionGemma) -> 
     layers: list[Any] = list(model.layers)
     for layer, wide_layer in zip(layers, wide.layers, strict=True):
         for name in ("gate_up_proj", "down_proj"):
-            rounded = quantize(getattr(layer.experts, name)).dequantize()
+            rounded = quantize(getattr(layer.experts, name)).decode()
             getattr(layer.experts, name).copy_(rounded)
             getattr(wide_layer.experts, name).copy_(rounded)
         gate_up, down = layer.experts.gate_up, layer.experts.down
-        layer.experts.gate_up = lambda rows, ends, fn=gate_up: fn(quantize(rows).dequantize().to(rows.dtype), ends)
+        layer.experts.gate_up = lambda rows, ends, fn=gate_up: fn(quantize(rows).decode().to(rows.dtype), ends)
         layer.experts.down = lambda rows, ends, fn=down: fn(
-            quantize(rows.unflatten(1, (-1, 64))).dequantize().flatten(1).to(rows.dtype), ends
+            quantize(rows.unflatten(1, (-1, 64))).decode().flatten(1).to(rows.dtype), ends
         )
 
 
@@ -372,7 +369,7 @@ def restrict_experts(model: FusedDenoiser) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--weights", choices=tuple(HOLD), default="bf16", help="what the experts are held in")
+    parser.add_argument("--weights", choices=tuple(ENCODERS), default="bf16", help="storage format of the experts")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 2, 4, 8])
     parser.add_argument("--prefixes", nargs="+", type=int, default=[0, 1024, 16_384, 131_072])

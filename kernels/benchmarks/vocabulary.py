@@ -15,10 +15,10 @@ from torch import Tensor
 
 from dgemma.diffusion import draws
 from dgemma.diffusion.prediction import Prediction
-from dgemma_kernels import reference
-from dgemma_kernels.ops.accept.kernel import accept
+from dgemma_kernels.ops.accept import accept
+from dgemma_kernels.ops.accept import reference as accept_reference
 from dgemma_kernels.ops.vocabulary import kernel as vocabulary
-from dgemma_kernels.ops.vocabulary.kernel import pack_allowed, sample, soft_probabilities, vocabulary_statistics
+from dgemma_kernels.ops.vocabulary import pack_allowed, reference, sample, soft_probabilities, vocabulary_statistics
 
 VOCAB, HIDDEN, CANVAS, SOFTCAP = 262_144, 2816, 256, 30.0
 LIMITS: dict[str, Any] = {"bound": 0.1, "confidence": 0.005, "vocab_size": VOCAB}
@@ -61,7 +61,7 @@ def check(logits: Tensor, temperature: Tensor, u: Tensor) -> None:
 
 
 def check_accept(state: dict[str, Any]) -> None:
-    got, want = accept(**state, **LIMITS), reference.accept(**state, **LIMITS)
+    got, want = accept(**state, **LIMITS), accept_reference.accept(**state, **LIMITS)
     noise = draws.integers(draws.uniform(state["seeds"], state["block"], state["step"], CANVAS, "noise"), VOCAB)
     moved = (got.accepted != want.accepted).sum().item()
     if moved > len(state["done"]) or not torch.equal(got.canvas[got.renoised], noise[got.renoised]):

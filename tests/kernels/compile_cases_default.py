@@ -5,10 +5,10 @@ from unittest.mock import patch
 import compile_cases_packed
 import torch
 
-from dgemma_kernels import reference
 from dgemma_kernels.ops import configs
 from dgemma_kernels.ops.experts import kernel as experts
 from dgemma_kernels.ops.router import kernel as router
+from dgemma_kernels.ops.router import reference
 
 E, A, D, F = 128, 8, 2816, 704
 WGMMA: set[str] = set()
@@ -17,7 +17,7 @@ WGMMA: set[str] = set()
 def run_experts(gpu: str, dtype: torch.dtype, tokens: int) -> None:
     with patch.object(configs, "gpu_name", lambda device: gpu):
         index = torch.zeros(tokens, A, dtype=torch.int32)
-        rows = configs.expert_config(tokens, index.device, dtype).rows
+        rows = configs.expert_config(tokens, index.device, "bf16" if dtype == torch.bfloat16 else "float32").rows
         tiles = router.sort_by_expert(index, reference.count_pairs(index, E), rows)
         hidden = experts.expert_gate_up(
             torch.empty(tokens, D, dtype=dtype), torch.empty(E, 2 * F, D, dtype=dtype), tiles

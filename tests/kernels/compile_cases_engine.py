@@ -2,9 +2,9 @@
 
 import torch
 
-from dgemma_kernels.engine.cache import forget
 from dgemma_kernels.ops.draws.kernel import uniform
 from dgemma_kernels.ops.embedding.kernel import embed
+from dgemma_kernels.ops.prefix import forget
 
 WGMMA: set[str] = set()
 

@@ -4,12 +4,12 @@ from unittest.mock import patch
 
 import torch
 
-from dgemma_kernels import reference
 from dgemma_kernels.formats.float8 import Quantized
 from dgemma_kernels.ops import configs
 from dgemma_kernels.ops.experts import kernel as experts
 from dgemma_kernels.ops.norms import kernel as norms
 from dgemma_kernels.ops.router import kernel as router
+from dgemma_kernels.ops.router import reference
 
 E, A, D, F = 128, 8, 2816, 704
 WGMMA = {"_expert_gate_up_kernel", "_expert_down_kernel"}
@@ -23,7 +23,7 @@ def empty(*shape: int) -> Quantized:
 def run_experts(gpu: str, tokens: int) -> None:
     with patch.object(configs, "gpu_name", lambda device: gpu):
         index = torch.zeros(tokens, A, dtype=torch.int32)
-        rows = configs.expert_config(tokens, index.device, torch.float8_e4m3fn).rows
+        rows = configs.expert_config(tokens, index.device, "fp8").rows
         tiles = router.sort_by_expert(index, reference.count_pairs(index, E), rows)
         hidden = experts.expert_gate_up(empty(tokens, D), empty(E, 2 * F, D), tiles)
         for overlap in (False, True):

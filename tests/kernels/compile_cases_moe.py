@@ -4,7 +4,6 @@ import torch
 
 from dgemma_kernels.ops import configs
 from dgemma_kernels.ops.experts import kernel as experts
-from dgemma_kernels.ops.mlp import fused as dense
 from dgemma_kernels.ops.mlp import kernel as mlp
 from dgemma_kernels.ops.norms import kernel as norms
 from dgemma_kernels.ops.router import kernel as router
@@ -26,7 +25,7 @@ def run_routed_experts(tokens: int) -> None:
 
 
 def run_dense(tokens: int) -> None:
-    dense.dense_mlp(empty(tokens, D), empty(2 * DENSE, D), empty(D, DENSE), empty(2, dtype=torch.int32))
+    mlp.dense_mlp(empty(tokens, D), empty(2 * DENSE, D), empty(D, DENSE), empty(2, dtype=torch.int32))
 
 
 def run_norms() -> None:

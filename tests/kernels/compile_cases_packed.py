@@ -4,11 +4,11 @@ from unittest.mock import patch
 
 import torch
 
-from dgemma_kernels import reference
 from dgemma_kernels.formats.packed import Packed
 from dgemma_kernels.ops import configs
 from dgemma_kernels.ops.experts import kernel as experts
 from dgemma_kernels.ops.router import kernel as router
+from dgemma_kernels.ops.router import reference
 
 E, A, D, F = 128, 8, 2816, 704
 WGMMA = {"_expert_gate_up_kernel", "_expert_down_kernel"}
@@ -29,7 +29,7 @@ def run_experts(
 ) -> None:
     with patch.object(configs, "gpu_name", lambda device: gpu):
         index = torch.zeros(tokens, A, dtype=torch.int32)
-        rows = configs.expert_config(tokens, index.device, torch.uint8).rows
+        rows = configs.expert_config(tokens, index.device, "packed").rows
         tiles = router.sort_by_expert(index, reference.count_pairs(index, E), rows)
         x = torch.empty(tokens, D, dtype=dtype)
         hidden = experts.expert_gate_up(x, empty(2 * F, D, dtype, gated=True), tiles)

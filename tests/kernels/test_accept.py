@@ -15,8 +15,7 @@ from dgemma.run.generate import Knobs, start_state
 from dgemma.sampling.entropy_bound import EntropyBound
 from dgemma.sampling.stopping import StableAndConfident
 from dgemma.sampling.temperature import ConstantTemperature
-from dgemma_kernels import reference
-from dgemma_kernels.ops.accept import kernel
+from dgemma_kernels.ops.accept import kernel, reference
 
 VOCAB = 262_144
 TWINS = pytest.mark.parametrize("twin", [kernel, reference], ids=["kernel", "reference"])

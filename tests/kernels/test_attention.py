@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dgemma_kernels import reference
+from dgemma_kernels.ops.attention import reference
 from dgemma_kernels.ops.attention.kernel import AttentionTile, attention, choose_num_splits, default_tile
 
 # float32 sums of at most a hundred terms; float16 rounds the softmax weights and the output, 2**-11 each.

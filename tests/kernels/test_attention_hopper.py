@@ -15,8 +15,8 @@ import torch
 import triton
 from torch import Tensor
 
-from dgemma_kernels import reference
 from dgemma_kernels.ops.attention import kernel as module
+from dgemma_kernels.ops.attention import reference
 from dgemma_kernels.ops.attention.kernel import AttentionTile, attention, uses_hopper_kernel
 from gluon_interpreter import Hazard, load
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dgemma_kernels import reference
 from dgemma_kernels.ops import configs
-from dgemma_kernels.ops.mlp import fused as dense
+from dgemma_kernels.ops.mlp import kernel as dense
+from dgemma_kernels.ops.mlp import reference
 
 # float32 sums of a hundred terms; float16 rounds five times on the way, 2**-11 each.
 LIMITS = {torch.float32: 1e-6, torch.float16: 2e-3}
@@ -119,7 +119,7 @@ def test_without_tiles_for_a_gpu_the_dense_mlp_is_library_products(device):
 
 def test_weights_of_other_widths_are_refused(device):
     x, gate_up, down = draw(4, 16, 8, torch.float32, device)
-    with pytest.raises(ValueError, match=r"dense_mlp must be given \(M, D\), \(2F, D\) and \(D, F\), got"):
+    with pytest.raises(ValueError, match=r"dense_mlp operands must be \(M, D\), \(2F, D\) and \(D, F\), got"):
         dense.dense_mlp(x, gate_up, down.T.contiguous(), count(device))
 
 
@@ -130,7 +130,7 @@ def test_counts_of_another_shape_are_refused(device):
 
 def test_counts_that_lie_apart_are_refused(device):
     apart = torch.zeros(4, dtype=torch.int32, device=device)[::2]
-    with pytest.raises(ValueError, match="dense_mlp must be given contiguous tensors"):
+    with pytest.raises(ValueError, match="dense_mlp must get contiguous tensors"):
         dense.dense_mlp(*draw(4, 16, 8, torch.float32, device), apart)
 
 

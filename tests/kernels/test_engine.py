@@ -17,16 +17,16 @@ from dgemma.diffusion import draws as reference_draws
 from dgemma.diffusion.schedule import OneMinusCosine
 from dgemma.run.generate import Knobs, start_state
 from dgemma.train.lora import LoRA, add_lora
-from dgemma_kernels import accelerate, reference
-from dgemma_kernels.engine import cache as fused_cache
+from dgemma_kernels import accelerate
 from dgemma_kernels.engine import captured, published
 from dgemma_kernels.engine.forward import Forward
 from dgemma_kernels.engine.graphs import CaptureError, Replay
 from dgemma_kernels.engine.prediction import FusedPrediction, Logits
-from dgemma_kernels.engine.weights import HOLD
+from dgemma_kernels.formats import ENCODERS
 from dgemma_kernels.ops.accept import kernel as accept
 from dgemma_kernels.ops.draws import kernel as draws
 from dgemma_kernels.ops.embedding import kernel as embedding
+from dgemma_kernels.ops.embedding import reference as embedding_reference
 from dgemma_kernels.ops.vocabulary import kernel as vocabulary
 from kernel_inputs import make_model
 
@@ -323,7 +323,7 @@ def test_the_model_goes_on_working_and_nothing_is_held_twice(device):
     assert model.layers[1].mlp.up_proj.weight.data_ptr() == fast._forward.weights.layers[1].gate_up[32:].data_ptr()
 
 
-@pytest.mark.parametrize("weights", HOLD)
+@pytest.mark.parametrize("weights", ENCODERS)
 def test_generation_defaults_are_those_the_model_had_and_its_own_from_then_on(weights, device):
     model = make_model(device)
     for layer in model.layers:  # what packs without loss
@@ -369,7 +369,7 @@ def test_embed_equals_its_reference(device):
     for added, norm in ((None, False), (update, True)):
         arguments = (tokens, table, weight, added)
         got = embedding.embed(*arguments, scale=8.5, norm=norm, eps=1e-6)
-        want = reference.embed(
+        want = embedding_reference.embed(
             *(x.double() if x is not None and x.is_floating_point() else x for x in arguments),
             scale=8.5,
             norm=norm,
@@ -377,17 +377,6 @@ def test_embed_equals_its_reference(device):
         )
         for g, w in zip(got, want, strict=True):
             torch.testing.assert_close(g.double(), w, rtol=1e-5, atol=1e-5)
-
-
-def test_forget_moves_the_newest_tokens_to_the_front(device):
-    # 64 wide: two programs a head.
-    keys, values = torch.randn(2, 2, 3, 2, 150, 64, generator=torch.Generator().manual_seed(0)).to(device)
-    held = torch.tensor([150, 133, 7], device=device)
-    want = keys.clone(), values.clone()
-    reference.forget(*want, held, 131)
-    fused_cache.forget(keys, values, held, 131)
-    for got, expected in zip((keys, values), want, strict=True):
-        assert torch.equal(got[..., :131, :], expected[..., :131, :])
 
 
 def test_a_denoisers_copy_has_weights_and_graphs_of_its_own(device):
@@ -422,17 +411,6 @@ def test_a_copied_cache_is_a_clone_and_a_pickled_one_is_told_what_to_keep(models
     for attempt in (pickle.dumps, copy.copy):
         with pytest.raises(TypeError, match=r"FusedCache .* Keep its tokens, and encode them again"):
             attempt(cache)
-
-
-def test_forget_launches_for_any_number_of_rows(monkeypatch):
-    # CUDA takes 2³¹ - 1 programs along the first axis of a grid and 65,535 along the others.
-    kernel = MagicMock()
-    monkeypatch.setattr(fused_cache, "_forget_kernel", kernel)
-    cache = torch.empty(25, 512, 8, 1, 256, device="meta")
-    fused_cache.forget(cache, cache, torch.empty(512, device="meta"), 1023)
-    first, *others = kernel.__getitem__.call_args.args[0]
-    assert first < 2**31
-    assert all(size <= 65_535 for size in others)
 
 
 def test_a_model_with_adapters_is_told_to_merge_them_first(device):

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dgemma_kernels import reference
 from dgemma_kernels.ops import configs
 from dgemma_kernels.ops.configs import gpu_name
 from dgemma_kernels.ops.experts import kernel as experts
+from dgemma_kernels.ops.experts import reference as experts_reference
 from dgemma_kernels.ops.router import kernel as router
+from dgemma_kernels.ops.router import reference as router_reference
 from kernel_inputs import NUM_EXPERTS, draw_routing
 
 E, D, F = NUM_EXPERTS, 72, 88  # neither width is a multiple of any tile
@@ -29,7 +30,7 @@ def draw(index: Tensor, width: int, hidden: int, dtype: torch.dtype, device: tor
 
 
 def sort(index: Tensor, rows_per_tile: int) -> router.ExpertTiles:
-    return router.sort_by_expert(index, reference.count_pairs(index, E), rows_per_tile)
+    return router.sort_by_expert(index, router_reference.count_pairs(index, E), rows_per_tile)
 
 
 def run(index: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor) -> Tensor:
@@ -51,16 +52,16 @@ def described(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 def test_experts_match_float64(routing, width, hidden, dtype, device):
     index = draw_routing(routing).to(device)
     x, gate_up, down, weights = draw(index, width, hidden, dtype, device)
-    tiles = reference.sort_by_expert(
-        index, reference.count_pairs(index, E), configs.expert_config(index.shape[0], index.device).rows
+    tiles = router_reference.sort_by_expert(
+        index, router_reference.count_pairs(index, E), configs.expert_config(index.shape[0], index.device).rows
     )
 
     got_hidden = experts.expert_gate_up(x, gate_up, tiles)
-    want_hidden = reference.expert_gate_up(x.double(), gate_up.double(), tiles)
+    want_hidden = experts_reference.expert_gate_up(x.double(), gate_up.double(), tiles)
     assert (got_hidden - want_hidden).norm() / want_hidden.norm() < LIMITS[dtype]
 
     got = experts.expert_down(got_hidden, down, weights, tiles)
-    want = reference.expert_down(want_hidden, down.double(), weights.double(), tiles)
+    want = experts_reference.expert_down(want_hidden, down.double(), weights.double(), tiles)
     assert got.shape == (*index.shape, width)
     assert (got - want).norm() / want.norm() < LIMITS[dtype]
 
@@ -89,22 +90,22 @@ def test_summed_rows_equal_transformers_experts(routing, device):
     ids=["more-tiles-than-programs", "more-programs-than-tiles"],
 )
 def test_every_tile_is_computed(rows_of_experts, num_tiles, grid, device, monkeypatch):
-    config = replace(configs.EXPERTS["default"][0], rows=16)
-    monkeypatch.setitem(configs.EXPERTS, "default", (config,))
+    config = replace(configs.EXPERTS["bf16"]["default"][0], rows=16)
+    monkeypatch.setitem(configs.EXPERTS["bf16"], "default", (config,))
     index = torch.arange(E).repeat_interleave(torch.tensor(rows_of_experts))[:, None].int().to(device)
     inputs = draw(index, D, F, torch.float32, device)
     tiles = sort(index, 16)
     assert (tiles.tiles[:, 2] > 0).sum() == num_tiles
     assert experts._grid_tiles(tiles) == grid
-    hidden = reference.expert_gate_up(inputs[0].double(), inputs[1].double(), tiles)
-    want = reference.expert_down(hidden, inputs[2].double(), inputs[3].double(), tiles)
+    hidden = experts_reference.expert_gate_up(inputs[0].double(), inputs[1].double(), tiles)
+    want = experts_reference.expert_down(hidden, inputs[2].double(), inputs[3].double(), tiles)
     assert (run(index, *inputs) - want).norm() / want.norm() < LIMITS[torch.float32]
 
 
 def test_down_waits_for_all_columns_of_gate_up(device, monkeypatch):
     # Two blocks of 64 make the 88 hidden columns; an interpreter runs one launch after the other and would not tell.
-    default = configs.EXPERTS["default"][0]
-    monkeypatch.setitem(configs.EXPERTS, "default", (replace(default, down=replace(default.down, cols=128)),))
+    default = configs.EXPERTS["bf16"]["default"][0]
+    monkeypatch.setitem(configs.EXPERTS["bf16"], "default", (replace(default, down=replace(default.down, cols=128)),))
     index = draw_routing("two-experts-have-no-rows").to(device)
     x, gate_up, down, weights = draw(index, D, F, torch.float16, device)
     tiles = sort(index, 32)
@@ -146,8 +147,8 @@ def test_a_tile_of_two_blocks_gives_the_rows_of_a_tile_of_one(dtype, device, mon
     inputs = draw(index, D, F, dtype, device)
     rows = {}
     for size in (32, 48):
-        config = replace(configs.EXPERTS["default"][0], rows=size)
-        monkeypatch.setitem(configs.EXPERTS, "default", (config,))
+        config = replace(configs.EXPERTS["bf16"]["default"][0], rows=size)
+        monkeypatch.setitem(configs.EXPERTS["bf16"], "default", (config,))
         rows[size] = run(index, *inputs)
     assert torch.equal(rows[48], rows[32])
 
@@ -176,7 +177,7 @@ def test_weights_that_are_not_aligned_to_16_bytes_are_read_by_pointers(width, of
     memory = torch.empty(gate_up.numel() + offset, dtype=gate_up.dtype, device=device)
     weights = memory[offset:].view_as(gate_up).copy_(gate_up)
     tiles = sort(index, 32)
-    want = reference.expert_gate_up(x.double(), gate_up.double(), tiles)
+    want = experts_reference.expert_gate_up(x.double(), gate_up.double(), tiles)
     assert (experts.expert_gate_up(x, weights, tiles) - want).norm() / want.norm() < LIMITS[torch.float16]
 
 
@@ -185,7 +186,7 @@ def test_tiles_of_other_than_two_blocks_are_refused(rows):
     with pytest.raises(
         ValueError, match=f"ExpertConfig.rows must be a power of two >= 16 or the sum of two, got {rows}"
     ):
-        replace(configs.EXPERTS["default"][0], rows=rows)
+        replace(configs.EXPERTS["bf16"]["default"][0], rows=rows)
 
 
 def test_a_row_does_not_depend_on_its_batch(device):
@@ -196,9 +197,9 @@ def test_a_row_does_not_depend_on_its_batch(device):
     assert torch.equal(together[7], alone[0])
 
 
-@pytest.mark.parametrize("table", configs.EXPERTS.values(), ids=configs.EXPERTS)
+@pytest.mark.parametrize("table", configs.EXPERTS["bf16"].values(), ids=configs.EXPERTS["bf16"])
 def test_every_table_of_tiles_covers_every_batch(table, monkeypatch):
-    monkeypatch.setitem(configs.EXPERTS, "default", table)
+    monkeypatch.setitem(configs.EXPERTS["bf16"], "default", table)
     rows = [configs.expert_config(tokens, torch.device("cpu")).rows for tokens in (1, 16, 256, 512, 4096, 1 << 20)]
     assert rows == sorted(rows)
 
@@ -217,7 +218,7 @@ def test_a_hopper_that_was_not_measured_has_the_tables_of_the_one_that_was(name,
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(configs, "gpu_name", gpu_name)
     gpu = torch.device("cuda")
-    assert configs.expert_config(256, gpu) in configs.EXPERTS[tables]
+    assert configs.expert_config(256, gpu) in configs.EXPERTS["bf16"][tables]
     assert (configs.dense_config(256, gpu) is not None) is (tables == "NVIDIA H200")
     assert configs.dependent_launch(gpu)["DEPENDENT"] is configs.tensor_descriptors(gpu) is (tables == "NVIDIA H200")
 
@@ -225,21 +226,21 @@ def test_a_hopper_that_was_not_measured_has_the_tables_of_the_one_that_was(name,
 def test_float32_weights_get_the_default_tiles_at_half_the_depth_on_every_gpu(monkeypatch):
     # Those of a GPU fill its shared memory with weights of half the size, and the default ones spill registers.
     monkeypatch.setattr(configs, "gpu_name", lambda device: "NVIDIA H200")
-    wide, narrow = (configs.expert_config(256, torch.device("cpu"), dtype) for dtype in (torch.float32, torch.float16))
-    default = configs.EXPERTS["default"][0]
+    wide, narrow = (configs.expert_config(256, torch.device("cpu"), format) for format in ("float32", "bf16"))
+    default = configs.EXPERTS["bf16"]["default"][0]
     assert (wide.rows, wide.gate_up.cols, wide.gate_up.depth, wide.down.depth) == (
         default.rows,
         default.gate_up.cols,
         default.gate_up.depth // 2,
         default.down.depth // 2,
     )
-    assert narrow in configs.EXPERTS["NVIDIA H200"]
+    assert narrow in configs.EXPERTS["bf16"]["NVIDIA H200"]
 
 
 def test_weights_of_another_dtype_are_refused(device):
     index = draw_routing("even").to(device)
     x, gate_up, _, _ = draw(index, D, F, torch.float32, device)
-    with pytest.raises(ValueError, match=r"expert_gate_up must be given contiguous tensors of one dtype"):
+    with pytest.raises(ValueError, match=r"expert_gate_up must get contiguous tensors of one dtype"):
         experts.expert_gate_up(x, gate_up.half(), sort(index, 32))
 
 
@@ -247,9 +248,9 @@ def test_tiles_of_other_tokens_are_refused(device):
     index = draw_routing("even").to(device)
     x, gate_up, down, weights = draw(index, D, F, torch.float32, device)
     tiles = sort(index[:5].contiguous(), 32)
-    with pytest.raises(ValueError, match=r"expert_gate_up.tiles must be of the same 40 tokens"):
+    with pytest.raises(ValueError, match=r"expert_gate_up.tiles must have 2 pairs for each of the 40 tokens of x"):
         experts.expert_gate_up(x, gate_up, tiles)
-    with pytest.raises(ValueError, match=r"expert_down must be given the 10 pairs"):
+    with pytest.raises(ValueError, match=r"expert_down hidden and weights must have the 10 pairs"):
         experts.expert_down(torch.ones(80, F, device=device), down, weights, tiles)
 
 
@@ -257,9 +258,9 @@ def test_weights_of_other_experts_than_the_tiles_are_refused(device):
     index = draw_routing("even").to(device)
     x, gate_up, down, weights = draw(index, D, F, torch.float32, device)
     tiles = sort(index, 32)
-    with pytest.raises(ValueError, match=r"expert_gate_up.tiles must be of the weights' 4 experts, got tiles of 6"):
+    with pytest.raises(ValueError, match=r"expert_gate_up.tiles must have the 4 experts of the weights, got 6"):
         experts.expert_gate_up(x, gate_up[:4], tiles)
-    with pytest.raises(ValueError, match=r"expert_down.tiles must be of the weights' 12 experts, got tiles of 6"):
+    with pytest.raises(ValueError, match=r"expert_down.tiles must have the 12 experts of the weights, got 6"):
         experts.expert_down(torch.ones(80, F, device=device), torch.cat((down, down)), weights, tiles)
 
 
@@ -271,5 +272,5 @@ def test_routing_weights_that_lie_apart_are_refused(device):
 
 
 def test_a_tile_that_is_no_power_of_two_is_refused():
-    with pytest.raises(ValueError, match=r"Tile.cols must be a power of two, got 96"):
-        configs.Tile(cols=96, depth=64, warps=4, stages=2)
+    with pytest.raises(ValueError, match=r"TileShape.cols must be a power of two, got 96"):
+        configs.TileShape(cols=96, depth=64, warps=4, stages=2)

@@ -12,12 +12,15 @@ import triton.language as tl
 from torch import Tensor
 
 import dgemma
-from dgemma_kernels import accelerate, reference
+from dgemma_kernels import accelerate
 from dgemma_kernels.formats.float8 import Quantized, quantize
 from dgemma_kernels.ops import configs
 from dgemma_kernels.ops.experts import kernel as experts
+from dgemma_kernels.ops.experts import reference as experts_reference
 from dgemma_kernels.ops.norms import kernel as norms
+from dgemma_kernels.ops.norms import reference as norms_reference
 from dgemma_kernels.ops.router import kernel as router
+from dgemma_kernels.ops.router import reference as router_reference
 from dgemma_kernels.ops.vocabulary import kernel as vocabulary
 from kernel_inputs import NUM_EXPERTS, draw_routing, make_model
 
@@ -107,7 +110,7 @@ def test_rows_of_nothing_become_zeros(device):
     assert not got.values.float()[:2].any()
     assert got.scale.isfinite().all()
     assert (got.scale > 0).all()
-    assert got.dequantize()[2, 0].item() == pytest.approx(3.0, rel=1e-6)
+    assert got.decode()[2, 0].item() == pytest.approx(3.0, rel=1e-6)
 
 
 def test_scales_of_other_rows_are_refused():
@@ -131,7 +134,7 @@ def test_the_experts_input_is_the_nearest_float8_and_the_others_are_as_before(sh
         # Another kernel to the compiler, which may add up a row in another order: off by roundings of what is added,
         # of which a sum may leave little.
         torch.testing.assert_close(got, before, rtol=0, atol=4 * torch.finfo(dtype).eps * before.abs().amax().item())
-    want = reference.rms_norm(x.double(), vectors[2].double(), EPS)
+    want = norms_reference.rms_norm(x.double(), vectors[2].double(), EPS)
     assert expert.dtype == dtype
     torch.testing.assert_close(expert.scale.double(), want.abs().amax(-1) / 448, rtol=1e-5, atol=0)
     assert_nearest(expert.values, want, expert.scale[:, None], slack=2.0**-9 if ADA else 1e-5)
@@ -140,7 +143,7 @@ def test_the_experts_input_is_the_nearest_float8_and_the_others_are_as_before(sh
 def test_the_experts_input_of_a_zero_row_is_zero(device):
     rows, vectors = [torch.zeros(2, D, device=device)] * 2, [torch.ones(D, device=device)] * 4
     expert = norms.attention_residual(*rows, *vectors, EPS, float8=True)[2]
-    assert not expert.dequantize().any()
+    assert not expert.decode().any()
 
 
 def draw(index: Tensor, width: int, hidden: int, dtype: torch.dtype, device: torch.device) -> tuple:
@@ -150,8 +153,8 @@ def draw(index: Tensor, width: int, hidden: int, dtype: torch.dtype, device: tor
 
 
 def sort(index: Tensor) -> router.ExpertTiles:
-    rows = configs.expert_config(index.shape[0], index.device, FLOAT8).rows
-    return router.sort_by_expert(index, reference.count_pairs(index, E), rows)
+    rows = configs.expert_config(index.shape[0], index.device, "fp8").rows
+    return router.sort_by_expert(index, router_reference.count_pairs(index, E), rows)
 
 
 @pytest.fixture(params=[False, True], ids=["pointers", "descriptors"])
@@ -180,7 +183,7 @@ def test_products_match_float64_of_what_was_rounded(routing, width, hidden, dtyp
     tiles = sort(index)
 
     got_hidden = experts.expert_gate_up(x, gate_up, tiles)
-    want_hidden = reference.expert_gate_up(x, gate_up, tiles)
+    want_hidden = experts_reference.expert_gate_up(x, gate_up, tiles)
     assert (got_hidden.block, got_hidden.dtype) == (64, dtype)
     for block, columns in enumerate(want_hidden.split(64, dim=1)):
         scale = got_hidden.scale[:, block]
@@ -188,7 +191,7 @@ def test_products_match_float64_of_what_was_rounded(routing, width, hidden, dtyp
         assert_nearest(got_hidden.values.split(64, dim=1)[block], columns, scale[:, None], slack=SUMS)
 
     got = experts.expert_down(got_hidden, down, weights, tiles)
-    want = reference.expert_down(got_hidden, down, weights.double(), tiles)
+    want = experts_reference.expert_down(got_hidden, down, weights.double(), tiles)
     assert got.dtype == dtype
     assert got.shape == (*index.shape, width)
     rounding = 0 if dtype == torch.float32 else 2**-10  # twice, to 2**-11
@@ -215,8 +218,8 @@ def test_a_tile_of_two_blocks_of_rows_gives_the_rows_of_a_tile_of_one(device, mo
     x, gate_up, down, weights = draw(index, 80, F, torch.float32, device)
     rows = {}
     for size in (32, 48):
-        table = (replace(configs.EXPERTS_FLOAT8["default"][0], rows=size),)
-        monkeypatch.setitem(configs.EXPERTS_FLOAT8, "default", table)
+        table = (replace(configs.EXPERTS["fp8"]["default"][0], rows=size),)
+        monkeypatch.setitem(configs.EXPERTS["fp8"], "default", table)
         tiles = sort(index)
         rows[size] = experts.expert_down(experts.expert_gate_up(x, gate_up, tiles), down, weights, tiles, overlap=True)
     assert torch.equal(rows[48], rows[32])
@@ -236,8 +239,8 @@ def test_a_row_does_not_depend_on_its_batch(device):
 def test_rows_that_are_not_float8_are_refused(device):
     index = draw_routing("even").to(device)
     x, gate_up, _, _ = draw(index, D, F, torch.float32, device)
-    with pytest.raises(ValueError, match=r"expert_gate_up must be given contiguous tensors of one dtype"):
-        experts.expert_gate_up(x.dequantize(), gate_up, sort(index))
+    with pytest.raises(ValueError, match=r"expert_gate_up must get contiguous tensors of one dtype"):
+        experts.expert_gate_up(x.decode(), gate_up, sort(index))
 
 
 def test_float8_without_the_scales_that_kernels_apply_is_refused(device):
@@ -247,12 +250,12 @@ def test_float8_without_the_scales_that_kernels_apply_is_refused(device):
     hidden = experts.expert_gate_up(x, gate_up, tiles)
     by_block = replace(gate_up, scale=gate_up.scale[..., None], block=D)
     for rows, proj in ((x.values, gate_up.values), (x, gate_up.values), (x.values, gate_up), (x, by_block)):
-        with pytest.raises(ValueError, match=r"expert_gate_up must be given torch.float8_e4m3fn with scales, one for"):
+        with pytest.raises(ValueError, match=r"expert_gate_up must get torch.float8_e4m3fn with one scale per output"):
             experts.expert_gate_up(rows, proj, tiles)
-    with pytest.raises(ValueError, match=r"expert_down must be given torch.float8_e4m3fn with scales"):
+    with pytest.raises(ValueError, match=r"expert_down must get torch.float8_e4m3fn with one scale per output"):
         experts.expert_down(hidden, down.values, weights, tiles)
     blocks = replace(x, scale=x.scale[:, None].expand(-1, 2).contiguous(), block=64)
-    with pytest.raises(ValueError, match=r"expert_gate_up.x must have one scale a row, got one for each 64 columns"):
+    with pytest.raises(ValueError, match=r"expert_gate_up.x must have one scale per row, got one per 64 columns"):
         experts.expert_gate_up(blocks, gate_up, tiles)
 
 
@@ -278,7 +281,7 @@ def test_a_row_that_is_no_number_stays_none_and_leaves_the_others_as_they_are(ba
 def test_weights_that_are_no_numbers_are_not_rounded_to_some(bad, device):
     index = torch.arange(E)[:, None].int().to(device)
     x, gate_up, down, weights = draw(index, D, F, torch.float32, device)
-    wide, tiles = down.dequantize().float(), sort(index)
+    wide, tiles = down.decode().float(), sort(index)
     wide[2, 5, 7] = bad
     rows = experts.expert_down(experts.expert_gate_up(x, gate_up, tiles), quantize(wide), weights, tiles)
     assert rows.isnan().nonzero().tolist() == [[2, 0, 5]]
@@ -287,34 +290,34 @@ def test_weights_that_are_no_numbers_are_not_rounded_to_some(bad, device):
 def test_a_tile_shallower_than_a_block_of_hidden_values_takes_the_block_s_scale(device, monkeypatch):
     index = draw_routing("even").to(device)
     x, gate_up, down, weights = draw(index, D, F, torch.float32, device)
-    tiles, config = sort(index), configs.EXPERTS_FLOAT8["default"][0]
+    tiles, config = sort(index), configs.EXPERTS["fp8"]["default"][0]
     hidden = experts.expert_gate_up(x, gate_up, tiles)
-    monkeypatch.setitem(configs.EXPERTS_FLOAT8, "default", (replace(config, down=replace(config.down, depth=32)),))
+    monkeypatch.setitem(configs.EXPERTS["fp8"], "default", (replace(config, down=replace(config.down, depth=32)),))
     got = experts.expert_down(hidden, down, weights, tiles)
-    want = reference.expert_down(hidden, down, weights.double(), tiles)
+    want = experts_reference.expert_down(hidden, down, weights.double(), tiles)
     assert (got - want).norm() / want.norm() < SUMS
 
 
 def test_a_tile_deeper_than_a_block_of_hidden_values_is_refused(device, monkeypatch):
     index = draw_routing("even").to(device)
     x, gate_up, down, weights = draw(index, D, F, torch.float32, device)
-    tiles, config = sort(index), configs.EXPERTS_FLOAT8["default"][0]
+    tiles, config = sort(index), configs.EXPERTS["fp8"]["default"][0]
     hidden = experts.expert_gate_up(x, gate_up, tiles)
-    monkeypatch.setitem(configs.EXPERTS_FLOAT8, "default", (replace(config, down=replace(config.down, depth=128)),))
-    with pytest.raises(ValueError, match=r"expert_down.hidden must have a scale .* of 128 columns, got 64\. Give a"):
+    monkeypatch.setitem(configs.EXPERTS["fp8"], "default", (replace(config, down=replace(config.down, depth=128)),))
+    with pytest.raises(ValueError, match=r"hidden must have one scale per multiple of 128 columns, got 64\. Use a"):
         experts.expert_down(hidden, down, weights, tiles)
-    one_scale = quantize(hidden.dequantize())
-    with pytest.raises(ValueError, match=r"expert_down.hidden must have a scale .* got None"):
+    one_scale = quantize(hidden.decode())
+    with pytest.raises(ValueError, match=r"expert_down.hidden must have one scale .* got None"):
         experts.expert_down(one_scale, down, weights, tiles)
 
 
-@pytest.mark.parametrize("name", configs.EXPERTS_FLOAT8)
+@pytest.mark.parametrize("name", configs.EXPERTS["fp8"])
 def test_every_table_of_tiles_covers_every_batch_and_its_blocks_agree(name, monkeypatch):
     monkeypatch.setattr(configs, "gpu_name", lambda device: name)
-    sizes = [configs.expert_config(tokens, torch.device("cpu"), FLOAT8) for tokens in (1, 256, 512, 4096, 1 << 20)]
+    sizes = [configs.expert_config(tokens, torch.device("cpu"), "fp8") for tokens in (1, 256, 512, 4096, 1 << 20)]
     assert [config.rows for config in sizes] == sorted(config.rows for config in sizes)
-    assert all(config in configs.EXPERTS_FLOAT8[name] for config in sizes)
-    for config in configs.EXPERTS_FLOAT8[name]:
+    assert all(config in configs.EXPERTS["fp8"][name] for config in sizes)
+    for config in configs.EXPERTS["fp8"][name]:
         assert config.gate_up.cols % config.down.depth == 0
         # One width of a block, so that a token's hidden values are rounded the same in every batch.
         assert config.gate_up.cols == 64

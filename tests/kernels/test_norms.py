@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dgemma_kernels import reference
 from dgemma_kernels.ops.mlp import kernel as mlp
+from dgemma_kernels.ops.mlp import reference as mlp_reference
 from dgemma_kernels.ops.norms import kernel as norms
+from dgemma_kernels.ops.norms import reference as norms_reference
 
 EPS = 1e-6
 # float32 sums of a few hundred terms; one rounding of float16 is 2**-11, and a tail has about eight of them in a row.
@@ -31,7 +32,7 @@ def error(got: Tensor, want: Tensor) -> float:
 def test_rms_norm_matches_float64(shape, dtype, weighted, device):
     x = draw(*shape, dtype=dtype, device=device, seed=1)
     weight = draw(shape[1], dtype=dtype, device=device, seed=2) if weighted else None
-    want = reference.rms_norm(x.double(), weight.double() if weighted else None, EPS)
+    want = norms_reference.rms_norm(x.double(), weight.double() if weighted else None, EPS)
     assert error(norms.rms_norm(x, weight, EPS), want) < LIMITS[dtype]
 
 
@@ -46,7 +47,7 @@ def test_attention_residual_matches_float64(shape, dtype, device):
     rows = [draw(*shape, dtype=dtype, device=device, seed=seed) for seed in (1, 2)]
     vectors = [draw(shape[1], dtype=dtype, device=device, seed=seed) for seed in (3, 4, 5, 6)]
     got = norms.attention_residual(*rows, *vectors, EPS)
-    want = reference.attention_residual(*(t.double() for t in rows + vectors), EPS)
+    want = norms_reference.attention_residual(*(t.double() for t in rows + vectors), EPS)
     assert all(error(g, w) < LIMITS[dtype] for g, w in zip(got, want, strict=True))
 
 
@@ -55,7 +56,7 @@ def test_attention_residual_rounds_where_separate_float16_layers_round(device):
     rows = [draw(64, 88, dtype=torch.float16, device=device, seed=seed) for seed in (1, 2)]
     vectors = [draw(88, dtype=torch.float16, device=device, seed=seed) for seed in (3, 4, 5, 6)]
     got = norms.attention_residual(*rows, *vectors, EPS)
-    want = reference.attention_residual(*rows, *vectors, EPS)
+    want = norms_reference.attention_residual(*rows, *vectors, EPS)
     assert all((g != w).float().mean() < 0.01 for g, w in zip(got, want, strict=True))
 
 
@@ -70,7 +71,7 @@ def test_layer_tail_matches_float64(shape, dtype, num_active, scalars, device):
     following = draw(shape[1], dtype=dtype, device=device, seed=7)
     arguments = [*rows, expert_rows, *vectors, scalar, following]
     got = norms.layer_tail(*arguments, EPS)
-    want = reference.layer_tail(*(t.double() for t in arguments), EPS)
+    want = norms_reference.layer_tail(*(t.double() for t in arguments), EPS)
     assert all(error(g, w) < LIMITS[dtype] for g, w in zip(got, want, strict=True))
 
 
@@ -87,7 +88,7 @@ def test_layer_tail_gives_the_same_bits_every_time(device):
 @pytest.mark.parametrize("shape", [(1, 2), (3, 2 * 1024), (5, 2 * 1030)], ids=["one", "one-block", "ragged"])
 def test_geglu_matches_float64(shape, dtype, device):
     gate_up = 3 * draw(*shape, dtype=dtype, device=device, seed=1)
-    assert error(mlp.geglu(gate_up), reference.geglu(gate_up.double())) < LIMITS[dtype]
+    assert error(mlp.geglu(gate_up), mlp_reference.geglu(gate_up.double())) < LIMITS[dtype]
 
 
 def test_geglu_saturates_where_tanh_does(device):
@@ -102,7 +103,7 @@ def test_geglu_saturates_where_tanh_does(device):
 def test_gate_up_geglu_matches_float64(tokens, width, hidden, dtype, device):
     x = draw(tokens, width, dtype=dtype, device=device, seed=1)
     weight = draw(2 * hidden, width, dtype=dtype, device=device, seed=2) * width**-0.5
-    want = reference.gate_up_geglu(x.double(), weight.double())
+    want = mlp_reference.gate_up_geglu(x.double(), weight.double())
     assert error(mlp.gate_up_geglu(x, weight), want) < LIMITS[dtype]
 
 

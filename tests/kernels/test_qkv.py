@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dgemma_kernels import reference
 from dgemma_kernels.ops.qkv import kernel as qkv
+from dgemma_kernels.ops.qkv import reference
 
 EPS = 1e-6
 # (query heads, key heads, head_dim, own v heads): the two published layouts, smaller; and odd numbers of heads.

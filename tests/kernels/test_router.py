@@ -5,8 +5,9 @@ import torch
 import triton
 from torch import Tensor
 
-from dgemma_kernels import reference
+from dgemma_kernels.ops.norms import reference as norms_reference
 from dgemma_kernels.ops.router import kernel as router
+from dgemma_kernels.ops.router import reference as router_reference
 
 # (tokens, width, experts, active): one token; the published 128 of 8; ragged everywhere; every expert active.
 # A width of one block of the split depth, of several, and of several with a ragged last one.
@@ -26,7 +27,7 @@ def test_route_matches_float64(shape, device):
     tokens, width, experts, active = shape
     inputs = draw(tokens, width, experts, torch.float32, device)
     weights, index, counts = router.route(*inputs, active)
-    want_weights, want_index, _ = reference.route(*(t.double() for t in inputs), active)
+    want_weights, want_index, _ = router_reference.route(*(t.double() for t in inputs), active)
     assert torch.equal(index, want_index)
     assert counts.sum(0).tolist() == [index.eq(expert).sum().item() for expert in range(experts)]
     assert (weights - want_weights).norm() / want_weights.norm() < 1e-6
@@ -60,7 +61,7 @@ def test_route_equals_transformers_router(device):
         _, want_weights, want_index = theirs(x)
     ones = torch.ones(64, device=device)
     # A zero attention output leaves the residual as it is.
-    raw, _, _, router_input = reference.attention_residual(
+    raw, _, _, router_input = norms_reference.attention_residual(
         torch.zeros_like(x), x, ones, ones, ones, theirs.scale.data, config.rms_norm_eps
     )
     assert torch.equal(raw, x)
@@ -130,7 +131,7 @@ def routings(experts: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", routings(12))
 def test_tiles_hold_every_pair_once_in_stable_order(name, rows_per_tile, device):
     index = routings(12)[name].int().to(device)
-    counts = reference.count_pairs(index, 12)
+    counts = router_reference.count_pairs(index, 12)
     tiles = router.sort_by_expert(index, counts, rows_per_tile)
     by_hand = sorted(range(index.numel()), key=lambda pair: index.flatten()[pair].item())
     assert tiles.pairs.tolist() == by_hand
@@ -143,7 +144,7 @@ def test_tiles_hold_every_pair_once_in_stable_order(name, rows_per_tile, device)
         assert (index.flatten()[tiles.pairs[first : first + rows].long()] == expert).all()
     # As few tiles as whole experts allow.
     assert len(used) == sum(-(-n // rows_per_tile) for n in index.flatten().bincount().tolist())
-    want = reference.sort_by_expert(index, counts, rows_per_tile)
+    want = router_reference.sort_by_expert(index, counts, rows_per_tile)
     assert torch.equal(tiles.pairs, want.pairs)
     assert torch.equal(tiles.tiles, want.tiles)
     assert torch.equal(tiles.finished, torch.zeros_like(tiles.tiles[:, 0]))
@@ -151,8 +152,8 @@ def test_tiles_hold_every_pair_once_in_stable_order(name, rows_per_tile, device)
 
 def test_counts_that_are_asked_for_one_after_the_other_sort_the_same(monkeypatch, device):
     index = routings(12)["even"].repeat(11, 1).int().to(device)
-    monkeypatch.setattr(router, "_COUNTS_AT_ONCE", 1)
-    counts = reference.count_pairs(index, 12)
+    monkeypatch.setattr(router, "_COUNT_ROWS_PER_LOAD", 1)
+    counts = router_reference.count_pairs(index, 12)
     assert len(counts) == 2
     assert router.sort_by_expert(index, counts, 16).pairs.tolist() == index.flatten().argsort(stable=True).tolist()
 

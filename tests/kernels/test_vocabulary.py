@@ -5,9 +5,8 @@ import torch
 from torch import Tensor
 
 from dgemma.diffusion.prediction import Prediction
-from dgemma_kernels import reference
 from dgemma_kernels.ops.vocabulary import kernel as vocabulary
-from dgemma_kernels.ops.vocabulary.kernel import pack_allowed
+from dgemma_kernels.ops.vocabulary import pack_allowed, reference
 
 CHUNK = 128  # of the tests: the interpreter adds up a chunk in a Python loop, and the production one has 4,096
 

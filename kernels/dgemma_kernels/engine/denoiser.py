@@ -31,8 +31,8 @@ from dgemma_kernels.engine.captured import STATE_INPUTS, CapturedDenoise, Captur
 from dgemma_kernels.engine.forward import Forward
 from dgemma_kernels.engine.graphs import compile_together, remembered
 from dgemma_kernels.engine.prediction import FusedPrediction, Logits
-from dgemma_kernels.engine.weights import HOLD, Weights, take_weights
-from dgemma_kernels.formats.float8 import Quantized
+from dgemma_kernels.engine.weights import Weights, take_weights
+from dgemma_kernels.formats import ENCODERS, Quantized
 from dgemma_kernels.ops.draws import kernel as draws
 
 
@@ -54,7 +54,7 @@ def accelerate(model: DiffusionGemma, weights: str = "bf16", *, release: bool = 
         raise TypeError(
             f"accelerate model must be a DiffusionGemma, got {type(model).__name__}. Accelerate what it was made from."
         )
-    if weights not in HOLD:
+    if weights not in ENCODERS:
         raise ValueError(f'accelerate weights must be "bf16", "packed" or "fp8", got {weights!r}.')
     if release and weights == "bf16":
         raise ValueError('accelerate release must be False for weights="bf16", which are the model\'s own.')

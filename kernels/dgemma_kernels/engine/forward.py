@@ -9,16 +9,15 @@ from torch import Tensor
 from dgemma.model.config import ModelConfig
 from dgemma_kernels.engine.cache import CacheBuffers
 from dgemma_kernels.engine.weights import LayerWeights, Weights
-from dgemma_kernels.formats.float8 import Quantized
-from dgemma_kernels.ops.attention import kernel as attention
+from dgemma_kernels.formats import Quantized, format_of
+from dgemma_kernels.ops.attention import attention
 from dgemma_kernels.ops.configs import expert_config
-from dgemma_kernels.ops.embedding import kernel as embedding
-from dgemma_kernels.ops.experts import kernel as experts
-from dgemma_kernels.ops.mlp import fused as dense
-from dgemma_kernels.ops.mlp import kernel as mlp
-from dgemma_kernels.ops.norms import kernel as norms
-from dgemma_kernels.ops.qkv import kernel as qkv
-from dgemma_kernels.ops.router import kernel as router
+from dgemma_kernels.ops.embedding import embed
+from dgemma_kernels.ops.experts import expert_down, expert_gate_up
+from dgemma_kernels.ops.mlp import dense_mlp, gate_up_geglu
+from dgemma_kernels.ops.norms import attention_residual, layer_tail, rms_norm
+from dgemma_kernels.ops.qkv import prepare_qkv
+from dgemma_kernels.ops.router import route, sort_by_expert
 
 
 class Forward:
@@ -60,12 +59,12 @@ class Forward:
 
     def _embed_canvas(self, canvas: Tensor, signal: Tensor) -> tuple[Tensor, Tensor]:
         weights = self.weights
-        normed = norms.rms_norm(signal, weights.signal_norm, self.config.rms_norm_eps)
-        update = torch.mm(mlp.gate_up_geglu(normed, weights.signal_gate_up), weights.signal_down.T)
+        normed = rms_norm(signal, weights.signal_norm, self.config.rms_norm_eps)
+        update = torch.mm(gate_up_geglu(normed, weights.signal_gate_up), weights.signal_down.T)
         return self._embed(canvas, update)
 
     def _embed(self, tokens: Tensor, update: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return embedding.embed(
+        return embed(
             tokens.flatten(),
             self.weights.embedding,
             self.weights.layers[0].input_norm,
@@ -92,7 +91,7 @@ class Forward:
         for index, (layer, next_norm) in enumerate(zip(layers, following, strict=True)):
             keys, values = buffers.keys[index], buffers.values[index]
             slot = buffers.lengths if layer.shape.window is None else buffers.held
-            queries = qkv.prepare_qkv(
+            queries = prepare_qkv(
                 torch.mm(normed, layer.qkv.T),
                 layer.query_norm,
                 layer.key_norm,
@@ -107,7 +106,7 @@ class Forward:
             if not last and index == len(layers) - 1:
                 return x  # its keys and values are all that was wanted
             window = layer.shape.window if causal else None
-            seen = attention.attention(
+            seen = attention(
                 queries, keys, values, slot, causal=causal, window=window, canvas_len=canvas_len, keep=buffers.keep
             )
             attended = torch.mm(seen.view(x.shape[0], -1), layer.o.T)
@@ -121,7 +120,7 @@ class Forward:
         self, layer: LayerWeights, attended: Tensor, x: Tensor, next_norm: Tensor, scalar: Tensor
     ) -> tuple[Tensor, Tensor]:
         config, eps = self.config, self.config.rms_norm_eps
-        x, dense_in, expert_in, router_in = norms.attention_residual(
+        x, dense_in, expert_in, router_in = attention_residual(
             attended, x, *layer.residual_norms, eps, float8=isinstance(layer.expert_gate_up, Quantized)
         )
         here = torch.cuda.current_stream(x.device) if self._sides else None
@@ -132,14 +131,14 @@ class Forward:
             side.wait_stream(here)
             with torch.cuda.stream(side):
                 dense_out = self._dense(layer, dense_in)
-        weights, chosen, counts = router.route(router_in, layer.router, layer.per_expert_scale, config.top_k_experts)
-        tile = expert_config(x.shape[0], x.device, experts.weight_dtype(layer.expert_gate_up))
-        tiles = router.sort_by_expert(chosen, counts, tile.rows)
-        hidden = experts.expert_gate_up(expert_in, layer.expert_gate_up, tiles)
-        rows = experts.expert_down(hidden, layer.expert_down, weights, tiles, overlap=True)
+        weights, chosen, counts = route(router_in, layer.router, layer.per_expert_scale, config.top_k_experts)
+        tile = expert_config(x.shape[0], x.device, format_of(layer.expert_gate_up))
+        tiles = sort_by_expert(chosen, counts, tile.rows)
+        hidden = expert_gate_up(expert_in, layer.expert_gate_up, tiles)
+        rows = expert_down(hidden, layer.expert_down, weights, tiles, overlap=True)
         if here is not None and side is not None:
             here.wait_stream(side)
-        return norms.layer_tail(x, dense_out, rows, *layer.tail_norms, scalar, next_norm, eps)
+        return layer_tail(x, dense_out, rows, *layer.tail_norms, scalar, next_norm, eps)
 
     def _dense(self, layer: LayerWeights, dense_in: Tensor) -> Tensor:
-        return dense.dense_mlp(dense_in, layer.gate_up, layer.down, self._dense_progress)
+        return dense_mlp(dense_in, layer.gate_up, layer.down, self._dense_progress)

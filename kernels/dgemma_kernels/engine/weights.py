@@ -4,9 +4,7 @@ Nothing is held twice: the model's parameters become views of the fused tensors,
 packed, or in float8, are tensors of their own.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,15 +15,7 @@ from dgemma.model.config import LayerShape
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.experts import ReleasedExperts, require_experts
 from dgemma.model.layers import GatedMLP
-from dgemma_kernels.formats.float8 import Quantized, quantize
-from dgemma_kernels.formats.packed import Packed, pack
-
-Hold = Callable[[Tensor], Tensor | Packed | Quantized]
-HOLD: dict[str, tuple[Hold, Hold]] = {  # the ways to hold experts' gate_up and down
-    "bf16": (Tensor.detach, Tensor.detach),
-    "packed": (partial(pack, gated=True), pack),
-    "fp8": (quantize, quantize),
-}
+from dgemma_kernels.formats import ENCODERS, Encoder, ExpertWeights, Quantized
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +34,8 @@ class LayerWeights:
     per_expert_scale: Tensor
     gate_up: Tensor  # of the dense MLP
     down: Tensor
-    expert_gate_up: Tensor | Packed | Quantized
-    expert_down: Tensor | Packed | Quantized
+    expert_gate_up: ExpertWeights
+    expert_down: ExpertWeights
     tail_norms: tuple[Tensor, Tensor, Tensor]  # dense, expert, both
     scalar: Tensor
     causal_scalar: Tensor
@@ -69,9 +59,10 @@ class Weights:
     signal_down: Tensor
 
 
-def take_weights(model: DiffusionGemma, hold: str = "bf16", *, release: bool = False) -> Weights:
-    """Fuse the model's projections in place, a layer at a time, and hand out its tensors; experts by `HOLD[hold]`, and
-    with `release` out of the model as soon as they are held otherwise.
+def take_weights(model: DiffusionGemma, format: str = "bf16", *, release: bool = False) -> Weights:
+    """Fuse the model's projections in place, a layer at a time, and return its tensors.
+
+    Experts are encoded by `formats.ENCODERS[format]`. With `release` each layer's experts leave the model once encoded.
 
     Example: `take_weights(model).layers[0].qkv.shape` is `((16 + 2 * 8) * 256, 2816)`.
     """
@@ -80,7 +71,7 @@ def take_weights(model: DiffusionGemma, hold: str = "bf16", *, release: bool = F
     layers = []
     for index, layer in enumerate(model.layers):
         try:
-            layers.append(_take_layer(layer, config.layer_shape(index), *HOLD[hold]))  # type: ignore[arg-type]
+            layers.append(_take_layer(layer, config.layer_shape(index), *ENCODERS[format]))  # type: ignore[arg-type]
         except ValueError as error:
             if release and layers:
                 raise ValueError(f"{error} Load the model again: release has taken its first experts out.") from None
@@ -98,7 +89,7 @@ def take_weights(model: DiffusionGemma, hold: str = "bf16", *, release: bool = F
     )
 
 
-def _take_layer(layer: Layer, shape: LayerShape, hold_gate_up: Hold, hold_down: Hold) -> LayerWeights:
+def _take_layer(layer: Layer, shape: LayerShape, encode_gate_up: Encoder, encode_down: Encoder) -> LayerWeights:
     attention, device = layer.self_attn, layer.layer_scalar.device
     projections = [attention.q_proj, attention.k_proj]
     if attention.v_proj is not None:
@@ -123,8 +114,8 @@ def _take_layer(layer: Layer, shape: LayerShape, hold_gate_up: Hold, hold_down: 
         per_expert_scale=layer.router.per_expert_scale.detach(),
         gate_up=_fuse_mlp(layer.mlp),
         down=layer.mlp.down_proj.weight.detach(),
-        expert_gate_up=hold_gate_up(layer.experts.gate_up_proj.detach()),
-        expert_down=hold_down(layer.experts.down_proj.detach()),
+        expert_gate_up=encode_gate_up(layer.experts.gate_up_proj.detach()),
+        expert_down=encode_down(layer.experts.down_proj.detach()),
         tail_norms=(
             layer.post_feedforward_layernorm_1.weight.detach(),
             layer.post_feedforward_layernorm_2.weight.detach(),

@@ -6,19 +6,19 @@ import torch
 from torch import Tensor
 
 LARGEST = 448.0  # of e4m3
-_LEAST = 2.0**-80  # rows that are smaller than this everywhere become zeros, not NaN
-_CHUNK = 16_384  # rows: all experts' quotients in float32 would take as much memory as their weights
+_LEAST = 2.0**-80  # a row whose values are all smaller becomes zeros, not NaN
+_CHUNK = 16_384  # rows; the float32 quotients of all experts would take as much memory as their weights
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quantized:
-    """values times scale. `dtype` is what they stand for, and what is computed from them.
+    """float8 values times float32 scales. `dtype` is the dtype of the original values and of results from them.
 
-    Example: `quantize(weight).dequantize()` is within a sixteenth of `weight`, or of its row's largest / 448 / 512.
+    Example: `quantize(weight).decode()` is within a sixteenth of `weight`, or of its row's largest / 448 / 512.
     """
 
     values: Tensor  # (..., K) float8_e4m3fn
-    scale: Tensor  # (...) float32, one a row; with `block` (..., G), one for each so many columns
+    scale: Tensor  # (...) float32, one per row; with `block` (..., G), one per `block` columns
     dtype: torch.dtype
     block: int | None = None
 
@@ -37,8 +37,12 @@ class Quantized:
     def shape(self) -> torch.Size:
         return self.values.shape
 
-    def dequantize(self) -> Tensor:
-        """What they stand for, exactly: (..., K) float64."""
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return every tensor that it stores."""
+        return self.values, self.scale
+
+    def decode(self) -> Tensor:
+        """Return values times scales, exactly: (..., K) float64."""
         if self.block is None:
             return self.values.double() * self.scale[..., None]
         wide = self.scale.repeat_interleave(self.block, -1)
@@ -46,7 +50,7 @@ class Quantized:
 
 
 def quantize(x: Tensor) -> Quantized:
-    """x (..., K) rounded to float8, each row scaled so that its largest value is float8's.
+    """Round x (..., K) to float8, with one scale per row that maps the row's largest value to float8's largest.
 
     Example: `quantize(experts.gate_up_proj).scale.shape` is `(128, 1408)`.
     """
@@ -59,6 +63,9 @@ def quantize(x: Tensor) -> Quantized:
     return Quantized(values=values, scale=scale, dtype=x.dtype)
 
 
-def split(x: Tensor | Quantized) -> tuple[Tensor, Tensor | None]:
-    """What a kernel reads: the values, and their scale where they have one."""
+def values_and_scale(x: Tensor | Quantized) -> tuple[Tensor, Tensor | None]:
+    """Return the two arguments of a kernel: the values, and their scale, which is None for a plain tensor.
+
+    Example: `values, scale = values_and_scale(quantize(x))`.
+    """
     return (x.values, x.scale) if isinstance(x, Quantized) else (x, None)

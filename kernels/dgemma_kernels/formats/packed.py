@@ -1,15 +1,15 @@
-"""bfloat16 weights in 12 bits each, without loss: three quarters of the bytes that a step has to read.
+"""bfloat16 weights in 12 bits each, without loss, so that a step reads three quarters of the bytes.
 
-Of a bfloat16 the upper byte, a sign and seven of the exponent's eight bits, says little: nearly all weights of a row
-lie within 2^14 of its largest, so that those seven bits take eight values. A packed weight is its lower byte as it is
-and a code of four bits: the sign, and which of the eight. A row has a power of two as its scale, applied to float32
-sums, of which it changes the exponent alone. Weights outside of the eight, smaller than the rest by far or zero, are
-outliers: the smallest value that has a code stands in their place, and a list says what to add instead.
+The upper byte of a bfloat16 holds the sign and seven of the eight exponent bits. Nearly all weights of a row lie within
+2^14 of its largest weight, so that those seven bits take only eight values. A packed weight is its lower byte as it is
+and a code of four bits: the sign, and an index into the eight values. Each row has a power of two as its scale, applied
+to float32 sums, where it changes only the exponent. Other weights, which are zero or much smaller, are outliers. The
+smallest value with a code takes their place, and a list stores the value to add instead.
 
-What a program reads at a time lies together: of 128 rows the lower bytes of 64 columns, those of the next 64, and the
-codes of both, which share bytes. Within 64 columns weights lie in the order in which the threads of a warpgroup
-hold a product's left operand: each loads 16 neighbouring bytes, puts its weights together, and multiplies them from
-registers.
+The bytes that a program reads together lie together. For 128 rows these are the lower bytes of 64 columns, the lower
+bytes of the next 64 columns, and the codes of both, two per byte. Within 64 columns, weights lie in the order in which
+the threads of a warpgroup hold the left operand of a product. Each thread loads 16 neighbouring bytes, decodes its
+weights, and multiplies them from registers.
 """
 
 from collections.abc import Iterator
@@ -24,37 +24,38 @@ from torch.nn.functional import pad
 
 from dgemma_kernels.ops.blocks import inside
 
-HALF, DEPTH = 64, 128  # columns whose codes are the same half of as many bytes, and those of both
-ROWS = 128  # of a block; where weights are packed `gated`, a half of gate and a half of up
-_TOP = 0x3F  # the upper byte, but for its sign, of a row's largest weights over its scale: from 1/2 to 2
+HALF, DEPTH = 64, 128  # columns per plane of lower bytes, and per plane of codes, which holds two halves
+ROWS = 128  # per block; with `gated`, 64 of gate and 64 of up
+_TOP = 0x3F  # the upper byte without its sign of a row's largest weights over its scale: from 1/2 to 2
 _CHUNK = 1 << 26  # weights packed at a time
-_MOST_OUTLIERS = 0.01  # of all weights, a hundred times as many as normal ones have: programs go through lists slowly
+_MOST_OUTLIERS = 0.01  # of all weights; normal weights have a hundredth of that. Programs read lists slowly.
 _INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """Weights (E, N, K), all of which bfloat16 holds. N' is N filled up to whole blocks of 128 rows. The planes of a
-    block are low, low, codes for every 128 columns, and low, codes for 64 that are left.
+    """Weights (E, N, K) whose values bfloat16 represents. N' is N rounded up to whole blocks of 128 rows.
 
-    Example: `pack(experts.down_proj).unpack()` has the same bits.
+    A block has the planes low, low, codes for every 128 columns, and low, codes for a last 64 columns.
+
+    Example: `pack(experts.down_proj).decode()` has the same bits.
     """
 
     planes: Tensor  # (E N' / 128, planes, 128, 64) uint8
     scale: Tensor  # (E, N') float32, powers of two
-    starts: Tensor  # (E N' + 1,) int32: where a row's outliers begin
+    starts: Tensor  # (E N' + 1,) int32: index of each row's first outlier
     places: Tensor  # (outliers,) int32: row << 16 | column
-    outliers: Tensor  # (outliers,) bfloat16, over their rows' scales
+    outliers: Tensor  # (outliers,) bfloat16, divided by their rows' scales
     shape: torch.Size  # (E, N, K)
-    dtype: torch.dtype  # what the weights were, and what they multiply is
-    gated: bool  # the rows are gate's, then up's
+    dtype: torch.dtype  # of the original weights, and of the rows they multiply
+    gated: bool  # the first half of the rows is gate, the second up
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that is held."""
+        """Return every tensor that it stores."""
         return self.planes, self.scale, self.starts, self.places, self.outliers
 
-    def unpack(self) -> Tensor:
-        """The weights, bit for bit: (E, N, K)."""
+    def decode(self) -> Tensor:
+        """Return the weights, bit for bit: (E, N, K)."""
         num_experts, num_rows, width = self.shape
         halves = -(-width // HALF)
         pairs = self.planes[:, : halves // 2 * 3].unflatten(1, (-1, 3))
@@ -77,26 +78,28 @@ class Packed:
 
 @torch.no_grad()
 def pack(weights: Tensor, *, gated: bool = False) -> Packed:
-    """The same weights in 12 bits each. weights: (E, N, K), bfloat16, or float32 whose values bfloat16 holds.
+    """Encode weights (E, N, K) in 12 bits each. They are bfloat16, or float32 with values that bfloat16 represents.
 
-    With `gated` the first half of the rows are gate's and the second up's, as `expert_gate_up` takes them.
+    With `gated` the first half of the rows is gate and the second half up, as `expert_gate_up` takes them.
 
     Example: `pack(experts.down_proj).planes.shape` is `(128 * 22, 17, 128, 64)`.
     """
-    # Of 256 experts, the most there are, all rows of planes are then counted in 32 bits, and places take 30.
+    # With at most 256 experts, 32 bits then count all rows of planes, and places take 30 bits.
     fits = weights.ndim == 3 and weights.numel() > 0 and max(weights.shape[1:]) <= 1 << 14
     if not fits or (gated and weights.shape[1] % 2):
         raise ValueError(
-            f"pack weights must be (E, N, K), N and K at most 16,384, none of them 0, with as many rows of gate as of "
-            f"up, got {tuple(weights.shape)}."
+            f"pack weights must be (E, N, K) with 1 <= N, K <= 16384, and N even if gated, got {tuple(weights.shape)}."
         )
-    if weights.dtype not in (torch.bfloat16, torch.float32):  # float16 does not hold outliers over their rows' scales
+    if weights.dtype not in (
+        torch.bfloat16,
+        torch.float32,
+    ):  # float16 underflows outliers over scales
         raise ValueError(f"pack weights must be bfloat16 or float32, got {weights.dtype}.")
     planes, scale, counts, places, outliers = map(torch.cat, zip(*_pack_chunks(weights, gated), strict=True))
     if len(places) > _MOST_OUTLIERS * weights.numel():
         raise ValueError(
-            f"pack weights must nearly all lie within 2^14 of their row's largest, got {len(places):,} of "
-            f'{weights.numel():,} that do not, or are zero. Use weights="bf16".'
+            f"pack weights must have at most 1 % zeros and values under 2^-14 of their row's largest, "
+            f'got {len(places):,} of {weights.numel():,}. Use weights="bf16".'
         )
     return Packed(
         planes=planes,
@@ -111,29 +114,29 @@ def pack(weights: Tensor, *, gated: bool = False) -> Packed:
 
 
 def _pack_chunks(weights: Tensor, gated: bool) -> Iterator[tuple[Tensor, ...]]:
-    """A few experts at a time: planes, scale, outliers of each row, their places and values."""
+    """Yield for a few experts at a time: planes, scale, number of outliers per row, their places and values."""
     _, num_rows, width = weights.shape
     parts = 2 if gated else 1
     for chunk in weights.split(max(1, _CHUNK // (num_rows * width))):
         short = chunk.to(torch.bfloat16)
         if not torch.equal(short, chunk) or not short.isfinite().all():
             raise ValueError(
-                f"pack weights must be finite values of bfloat16, got others in {chunk.dtype}. "
+                f"pack weights must be finite values that bfloat16 represents, got other {chunk.dtype} values. "
                 'Use weights="bf16", or load the model with dtype=torch.bfloat16.'
             )
-        # The last block is filled up with ones: zeros would be outliers.
+        # The last block is padded with ones, because zeros would be outliers.
         filled = pad(short.unflatten(1, (parts, -1)), (0, 0, 0, -(num_rows // parts) % (ROWS // parts)), value=1.0)
         short = filled.unflatten(2, (-1, ROWS // parts)).transpose(1, 2).flatten(1, 3)  # (E, N', K)
         bits = short.contiguous().view(torch.uint8).unflatten(-1, (-1, 2))
         low, high, negative = bits[..., 0], bits[..., 1] & 0x7F, bits[..., 1] >> 7
         top = high.amax(-1, keepdim=True)
-        outlier = (high + 7 < top) | ((high == 0) & (low < 0x80))  # the latter zero, or smaller than what is normal
+        outlier = (high + 7 < top) | ((high == 0) & (low < 0x80))  # the latter is zero or subnormal
         code = torch.where(outlier, 0, high + 7 - top | negative << 3)
         scale = torch.exp2(2.0 * (top.squeeze(-1).float() - _TOP))
         expert, row, column = outlier.nonzero(as_tuple=True)
         exact, factor = short[outlier].double(), scale[expert, row].double()
         values = (exact / factor).to(torch.bfloat16)
-        # From 2^127 on float32 has no scale, and over a large one bfloat16 does not hold all of the smallest outliers.
+        # float32 has no scale from 2^127 on. Divided by a large scale, the smallest outliers underflow bfloat16.
         if scale.isinf().any() or not torch.equal(values.double() * factor, exact):
             raise ValueError('pack weights must span less of the range of bfloat16. Use weights="bf16".')
         low, code = (
@@ -154,18 +157,17 @@ def _pack_chunks(weights: Tensor, gated: bool) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _in_threads(x: Tensor) -> Tensor:
-    """Of every 64 columns, 16 g + 8 h + 2 t + i to place 16 t + 4 g + 2 h + i: to thread t what it multiplies."""
+    """Move column 16 g + 8 h + 2 t + i of every 64 to place 16 t + 4 g + 2 h + i, next to the others of thread t."""
     return x.unflatten(-1, (-1, 4, 2, 4, 2)).movedim(-2, -4).flatten(-5)
 
 
 def _in_order(x: Tensor) -> Tensor:
-    """`_in_threads`, undone."""
+    """Undo `_in_threads`."""
     return x.unflatten(-1, (-1, 4, 4, 2, 2)).movedim(-4, -2).flatten(-5)
 
 
-# Four weights from four lower bytes and as many bytes of codes: shifted and masked, signs and exponents are upper
-# bytes, and two permutations put the halves together. Written out since the compiler takes weights one by one, at
-# several times the work.
+# Four weights from four lower bytes and four bytes of codes. Shifts and masks turn codes into upper bytes; two byte
+# permutations join the halves. In PTX, because the compiler decodes weights one by one, with several times the work.
 _FIRST: tl.constexpr = tl.constexpr(
     """{
     .reg .b32 upper;
@@ -190,7 +192,7 @@ _SECOND: tl.constexpr = tl.constexpr(
 
 @triton.jit
 def _decode(low: tl.tensor, codes: tl.tensor, SECOND: tl.constexpr) -> tl.tensor:
-    """One half of a block's weights over their rows' scales, in order: (N, 64) bfloat16."""
+    """Return one half of a block's weights divided by their rows' scales, in order: (N, 64) bfloat16."""
     if _INTERPRETED:
         code = (codes >> 4 if SECOND else codes & 15).to(tl.uint16)
         bits = ((code & 8) << 12) | ((0x38 | (code & 7)) << 8) | low.to(tl.uint16)
@@ -206,10 +208,10 @@ def _decode(low: tl.tensor, codes: tl.tensor, SECOND: tl.constexpr) -> tl.tensor
 def _load_block(
     planes: tl.tensor, block: tl.tensor, start: tl.tensor, WIDTH: tl.constexpr, DESCRIBED: tl.constexpr
 ) -> tl.tensor:
-    """A block's 128 rows by 128 columns from `start` on; beyond WIDTH any values, but no NaN."""
+    """Return a block's 128 rows by 128 columns from `start` on; columns beyond WIDTH are arbitrary but not NaN."""
     HALVES: tl.constexpr = (WIDTH + 63) // 64
     PLANES: tl.constexpr = HALVES + (HALVES + 1) // 2
-    whole = start + 64 < WIDTH  # else the second half does not exist: it is read from before the first row, as zeros
+    whole = start + 64 < WIDTH  # else there is no second half: the read starts before the first row and gives zeros
     at = (block * PLANES + start // 128 * 3) * 128
     after, codes = tl.where(whole, at + 128, -128), tl.where(whole, at + 256, at + 128)
     if DESCRIBED:
@@ -227,20 +229,22 @@ def _load_block(
 def _add_outliers(
     sums: tl.tensor, inputs: tl.tensor, inside: tl.tensor, place: tl.tensor, value: tl.tensor, row: tl.tensor
 ) -> tl.tensor:
-    """A product with a matrix that has one of these outliers in each column, and one with what stands in for them."""
+    """Add the product with a matrix of one outlier per column, and subtract the product with their placeholders."""
     real = place >= 0
     columns = tl.where(real, place & 0xFFFF, 0)
-    given = tl.load(inputs + columns[None, :], mask=inside[:, None] & real[None, :], other=0.0).T
+    rows = tl.load(inputs + columns[None, :], mask=inside[:, None] & real[None, :], other=0.0).T
     here = (place >> 16)[None, :] == row + tl.arange(0, sums.shape[0])[:, None]
-    outliers = tl.where(here, value[None, :], 0.0).to(given.dtype)
-    stand_ins = tl.where(here, -(2.0**-15), 0.0).to(given.dtype)
-    sums = tl.dot(outliers, given, sums, input_precision="ieee")
-    return tl.dot(stand_ins, given, sums, input_precision="ieee")
+    outliers = tl.where(here, value[None, :], 0.0).to(rows.dtype)
+    placeholders = tl.where(here, -(2.0**-15), 0.0).to(rows.dtype)
+    sums = tl.dot(outliers, rows, sums, input_precision="ieee")
+    return tl.dot(placeholders, rows, sums, input_precision="ieee")
 
 
 class Weights(NamedTuple):
-    """What kernels read of weights: their values and, where there are some, scales; of packed ones the planes, and all
-    that `Packed` holds beside them."""
+    """Arguments of a kernel for weights of any format. `scale` is None for plain weights.
+
+    The last three are those of `Packed`, whose planes are `data`, and None for other formats.
+    """
 
     data: tl.tensor
     scale: tl.tensor
@@ -253,7 +257,7 @@ class Weights(NamedTuple):
 def multiply_packed(
     inputs: tl.tensor,
     input_inside: tl.tensor,
-    held: Weights,
+    weights: Weights,
     expert: tl.tensor,
     block: tl.tensor,
     BLOCKS: tl.constexpr,
@@ -261,29 +265,29 @@ def multiply_packed(
     M: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ) -> tl.tensor:
-    """The 128 rows of an expert's block, one of BLOCKS, times M rows of inputs: (128, M) float32.
+    """Multiply the 128 rows of an expert's block, one of BLOCKS, by M rows of inputs: (128, M) float32.
 
-    inputs: (M, 1), where the rows begin. `held.data` is a tensor descriptor where DESCRIBED, else a pointer.
+    inputs: (M, 1) pointers to the rows. `weights.data` is a tensor descriptor if DESCRIBED, else a pointer.
     """
     LIST: tl.constexpr = 32 if WIDTH > 1024 else 16  # a block has about 29 and 9 outliers at the published widths
-    row = (expert * BLOCKS + block) * 128  # among all experts'
-    row_scale = tl.load(held.scale + row + tl.arange(0, 128))
-    # The first outliers are asked for here, so that behind the loop only the inputs that they multiply are waited for.
-    begin, end = tl.load(held.starts + row), tl.load(held.starts + row + 128)
+    row = (expert * BLOCKS + block) * 128  # among the rows of all experts
+    row_scale = tl.load(weights.scale + row + tl.arange(0, 128))
+    # The first outliers are loaded here, so that after the loop only the inputs that they multiply remain to be loaded.
+    begin, end = tl.load(weights.starts + row), tl.load(weights.starts + row + 128)
     at = begin + tl.arange(0, LIST)
-    place = tl.load(held.places + at, mask=at < end, other=-1)
-    value = tl.load(held.outliers + at, mask=at < end, other=0.0)
+    place = tl.load(weights.places + at, mask=at < end, other=-1)
+    value = tl.load(weights.outliers + at, mask=at < end, other=0.0)
     depth = tl.arange(0, 128)
     sums = tl.zeros([128, M], tl.float32)
     for start in range(0, WIDTH, 128):
-        weights = _load_block(held.data, expert * BLOCKS + block, start, WIDTH, DESCRIBED)
+        block_weights = _load_block(weights.data, expert * BLOCKS + block, start, WIDTH, DESCRIBED)
         left = inside(depth, WIDTH - start, WIDTH % 128 == 0)
-        given = tl.load(inputs + start + depth[None, :], mask=input_inside[:, None] & left[None, :], other=0.0).T
-        sums = tl.dot(weights.to(given.dtype), given, sums, input_precision="ieee")
+        rows = tl.load(inputs + start + depth[None, :], mask=input_inside[:, None] & left[None, :], other=0.0).T
+        sums = tl.dot(block_weights.to(rows.dtype), rows, sums, input_precision="ieee")
     sums = _add_outliers(sums, inputs, input_inside, place, value, block * 128)
     for more in tl.range(begin + LIST, end, LIST, num_stages=1):
         at = more + tl.arange(0, LIST)
-        place = tl.load(held.places + at, mask=at < end, other=-1)
-        value = tl.load(held.outliers + at, mask=at < end, other=0.0)
+        place = tl.load(weights.places + at, mask=at < end, other=-1)
+        value = tl.load(weights.outliers + at, mask=at < end, other=0.0)
         sums = _add_outliers(sums, inputs, input_inside, place, value, block * 128)
     return sums * row_scale[:, None]

@@ -1,4 +1,4 @@
-"""Tile shapes as data: what was measured best on a GPU, and a choice that fits any GPU of the last ten years."""
+"""Tile shapes as data: the fastest measured ones for a GPU, and default ones that fit any GPU since Turing."""
 
 from dataclasses import dataclass, replace
 
@@ -6,9 +6,12 @@ import torch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tile:
-    """One program's share of a matrix product: `cols` outputs of as many rows as the routing has a tile, `depth` at a
-    time, on `warps` warps with `stages` loads in flight, in at most `registers` a thread."""
+class TileShape:
+    """The part of a matrix product that one program computes.
+
+    It has `cols` outputs for each row of the tile and reads `depth` inputs at a time. It runs on `warps` warps with
+    `stages` loads in flight, in at most `registers` registers per thread.
+    """
 
     cols: int
     depth: int
@@ -20,22 +23,22 @@ class Tile:
         for field in ("cols", "depth", "warps"):
             value = getattr(self, field)
             if value < 1 or value & (value - 1):
-                raise ValueError(f"Tile.{field} must be a power of two, got {value}.")
+                raise ValueError(f"TileShape.{field} must be a power of two, got {value}.")
         if self.stages < 1:
-            raise ValueError(f"Tile.stages must be >= 1, got {self.stages}.")
+            raise ValueError(f"TileShape.stages must be >= 1, got {self.stages}.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertConfig:
-    """How the experts run for batches of up to `max_tokens` tokens: rows of a tile, and the two products' tiles.
+    """Tiles of the experts for batches of up to `max_tokens` tokens: rows per tile, and one shape per product.
 
-    Rows are a power of two or the sum of two, which are two blocks over the same weights: 96 is 64 and 32.
+    `rows` is a power of two or the sum of two. A sum is two blocks over the same weights: 96 rows are 64 and 32.
     """
 
     max_tokens: int
     rows: int
-    gate_up: Tile
-    down: Tile
+    gate_up: TileShape
+    down: TileShape
 
     def __post_init__(self) -> None:
         if self.rows < 16 or self.rows % 16 or self.rows.bit_count() > 2:
@@ -44,8 +47,10 @@ class ExpertConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DenseConfig:
-    """How the dense MLP runs beside the experts at `min_tokens` to `max_tokens` tokens: `programs` programs, each alone
-    on a multiprocessor, over tiles of `rows` tokens."""
+    """Tiles of the dense MLP for batches of `min_tokens` to `max_tokens` tokens.
+
+    `programs` programs, each alone on a multiprocessor, work through tiles of `rows` tokens.
+    """
 
     min_tokens: int
     max_tokens: int
@@ -72,165 +77,167 @@ class DenseConfig:
 
 _ANY = 1 << 62
 
-EXPERTS: dict[str, tuple[ExpertConfig, ...]] = {
-    # Fits the 99 KiB of shared memory a block gets on consumer Ampere and Ada.
-    "default": (
-        ExpertConfig(
-            max_tokens=512,
-            rows=32,
-            gate_up=Tile(cols=64, depth=64, warps=4, stages=3),
-            down=Tile(cols=64, depth=64, warps=4, stages=3),
+# By storage format of the weights (`formats.format_of`), then by GPU. Plain weights of 4 bytes have no row: they run
+# the default tiles of "bf16" with half the depth.
+EXPERTS: dict[str, dict[str, tuple[ExpertConfig, ...]]] = {
+    "bf16": {
+        # Fits the 99 KiB of shared memory a block gets on consumer Ampere and Ada.
+        "default": (
+            ExpertConfig(
+                max_tokens=512,
+                rows=32,
+                gate_up=TileShape(cols=64, depth=64, warps=4, stages=3),
+                down=TileShape(cols=64, depth=64, warps=4, stages=3),
+            ),
+            ExpertConfig(
+                max_tokens=_ANY,
+                rows=64,
+                gate_up=TileShape(cols=64, depth=64, warps=4, stages=3),
+                down=TileShape(cols=64, depth=64, warps=4, stages=3),
+            ),
         ),
-        ExpertConfig(
-            max_tokens=_ANY,
-            rows=64,
-            gate_up=Tile(cols=64, depth=64, warps=4, stages=3),
-            down=Tile(cols=64, depth=64, warps=4, stages=3),
+        "NVIDIA H200": (
+            ExpertConfig(
+                max_tokens=64,
+                rows=16,
+                gate_up=TileShape(cols=64, depth=128, warps=4, stages=4),
+                down=TileShape(cols=64, depth=64, warps=4, stages=3),
+            ),
+            ExpertConfig(
+                max_tokens=320,
+                rows=32,
+                gate_up=TileShape(cols=64, depth=128, warps=4, stages=5),
+                down=TileShape(cols=64, depth=64, warps=4, stages=3),
+            ),
+            ExpertConfig(
+                max_tokens=768,
+                rows=64,
+                gate_up=TileShape(cols=64, depth=64, warps=4, stages=8),
+                down=TileShape(cols=128, depth=64, warps=8, stages=3),
+            ),
+            ExpertConfig(
+                max_tokens=1152,
+                rows=80,
+                gate_up=TileShape(cols=64, depth=64, warps=4, stages=4),
+                down=TileShape(cols=128, depth=64, warps=8, stages=4),
+            ),
+            ExpertConfig(
+                max_tokens=1536,
+                rows=64,
+                gate_up=TileShape(cols=64, depth=64, warps=4, stages=4),
+                down=TileShape(cols=128, depth=64, warps=8, stages=4),
+            ),
+            ExpertConfig(
+                max_tokens=_ANY,
+                rows=128,
+                gate_up=TileShape(cols=128, depth=64, warps=8, stages=4),
+                down=TileShape(cols=128, depth=64, warps=8, stages=3),
+            ),
         ),
-    ),
-    "NVIDIA H200": (
-        ExpertConfig(
-            max_tokens=64,
-            rows=16,
-            gate_up=Tile(cols=64, depth=128, warps=4, stages=4),
-            down=Tile(cols=64, depth=64, warps=4, stages=3),
+    },
+    # Hidden values have one scale per row and gate_up tile. The depth of a down tile divides the columns of a gate_up
+    # tile; the published hidden width of 704 is 11 times 64.
+    "fp8": {
+        "default": (
+            ExpertConfig(
+                max_tokens=512,
+                rows=32,
+                gate_up=TileShape(cols=64, depth=128, warps=4, stages=3),
+                down=TileShape(cols=64, depth=64, warps=4, stages=3),
+            ),
+            ExpertConfig(
+                max_tokens=_ANY,
+                rows=64,
+                gate_up=TileShape(cols=64, depth=128, warps=4, stages=3),
+                down=TileShape(cols=64, depth=64, warps=4, stages=3),
+            ),
         ),
-        ExpertConfig(
-            max_tokens=320,
-            rows=32,
-            gate_up=Tile(cols=64, depth=128, warps=4, stages=5),
-            down=Tile(cols=64, depth=64, warps=4, stages=3),
+        "NVIDIA H200": (
+            ExpertConfig(
+                max_tokens=64,
+                rows=16,
+                gate_up=TileShape(cols=64, depth=256, warps=4, stages=4),
+                down=TileShape(cols=64, depth=64, warps=4, stages=5),
+            ),
+            ExpertConfig(
+                max_tokens=320,
+                rows=32,
+                gate_up=TileShape(cols=64, depth=128, warps=4, stages=3),
+                down=TileShape(cols=128, depth=64, warps=4, stages=5),
+            ),
+            ExpertConfig(
+                max_tokens=768,
+                rows=64,
+                gate_up=TileShape(cols=64, depth=128, warps=4, stages=4),
+                down=TileShape(cols=128, depth=64, warps=4, stages=4),
+            ),
+            ExpertConfig(
+                max_tokens=1152,
+                rows=80,
+                gate_up=TileShape(cols=64, depth=128, warps=4, stages=4),
+                down=TileShape(cols=128, depth=64, warps=4, stages=4),
+            ),
+            ExpertConfig(
+                max_tokens=1536,
+                rows=64,
+                gate_up=TileShape(cols=64, depth=128, warps=4, stages=4),
+                down=TileShape(cols=128, depth=64, warps=4, stages=5),
+            ),
+            ExpertConfig(
+                max_tokens=_ANY,
+                rows=128,
+                gate_up=TileShape(cols=64, depth=128, warps=8, stages=4),
+                down=TileShape(cols=128, depth=64, warps=8, stages=4),
+            ),
         ),
-        ExpertConfig(
-            max_tokens=768,
-            rows=64,
-            gate_up=Tile(cols=64, depth=64, warps=4, stages=8),
-            down=Tile(cols=128, depth=64, warps=8, stages=3),
+    },
+    # A block of packed weights is 128 rows, of gate_up 64 each of gate and up, and 128 deep. With 168 registers per
+    # thread, three programs of four warps share a multiprocessor.
+    "packed": {
+        "default": (
+            ExpertConfig(
+                max_tokens=512,
+                rows=32,
+                gate_up=TileShape(cols=64, depth=128, warps=4, stages=3),
+                down=TileShape(cols=128, depth=128, warps=4, stages=3),
+            ),
+            ExpertConfig(
+                max_tokens=_ANY,
+                rows=64,
+                gate_up=TileShape(cols=64, depth=128, warps=8, stages=2),
+                down=TileShape(cols=128, depth=128, warps=8, stages=2),
+            ),
         ),
-        ExpertConfig(
-            max_tokens=1152,
-            rows=80,
-            gate_up=Tile(cols=64, depth=64, warps=4, stages=4),
-            down=Tile(cols=128, depth=64, warps=8, stages=4),
+        "NVIDIA H200": (
+            ExpertConfig(
+                max_tokens=64,
+                rows=16,
+                gate_up=TileShape(cols=64, depth=128, warps=4, stages=4),
+                down=TileShape(cols=128, depth=128, warps=4, stages=3),
+            ),
+            ExpertConfig(
+                max_tokens=320,
+                rows=32,
+                gate_up=TileShape(cols=64, depth=128, warps=4, stages=4),
+                down=TileShape(cols=128, depth=128, warps=4, stages=3, registers=168),
+            ),
+            ExpertConfig(
+                max_tokens=1536,
+                rows=64,
+                gate_up=TileShape(cols=64, depth=128, warps=4, stages=3),
+                down=TileShape(cols=128, depth=128, warps=8, stages=3),
+            ),
+            ExpertConfig(
+                max_tokens=_ANY,
+                rows=128,
+                gate_up=TileShape(cols=64, depth=128, warps=8, stages=3),
+                down=TileShape(cols=128, depth=128, warps=8, stages=3),
+            ),
         ),
-        ExpertConfig(
-            max_tokens=1536,
-            rows=64,
-            gate_up=Tile(cols=64, depth=64, warps=4, stages=4),
-            down=Tile(cols=128, depth=64, warps=8, stages=4),
-        ),
-        ExpertConfig(
-            max_tokens=_ANY,
-            rows=128,
-            gate_up=Tile(cols=128, depth=64, warps=8, stages=4),
-            down=Tile(cols=128, depth=64, warps=8, stages=3),
-        ),
-    ),
+    },
 }
 
-# The same for float8 weights. One scale of hidden values is for the columns of a tile of gate_up, which the depth of a
-# tile of down divides; the published hidden width of 704 is 11 times 64.
-EXPERTS_FLOAT8: dict[str, tuple[ExpertConfig, ...]] = {
-    "default": (
-        ExpertConfig(
-            max_tokens=512,
-            rows=32,
-            gate_up=Tile(cols=64, depth=128, warps=4, stages=3),
-            down=Tile(cols=64, depth=64, warps=4, stages=3),
-        ),
-        ExpertConfig(
-            max_tokens=_ANY,
-            rows=64,
-            gate_up=Tile(cols=64, depth=128, warps=4, stages=3),
-            down=Tile(cols=64, depth=64, warps=4, stages=3),
-        ),
-    ),
-    "NVIDIA H200": (
-        ExpertConfig(
-            max_tokens=64,
-            rows=16,
-            gate_up=Tile(cols=64, depth=256, warps=4, stages=4),
-            down=Tile(cols=64, depth=64, warps=4, stages=5),
-        ),
-        ExpertConfig(
-            max_tokens=320,
-            rows=32,
-            gate_up=Tile(cols=64, depth=128, warps=4, stages=3),
-            down=Tile(cols=128, depth=64, warps=4, stages=5),
-        ),
-        ExpertConfig(
-            max_tokens=768,
-            rows=64,
-            gate_up=Tile(cols=64, depth=128, warps=4, stages=4),
-            down=Tile(cols=128, depth=64, warps=4, stages=4),
-        ),
-        ExpertConfig(
-            max_tokens=1152,
-            rows=80,
-            gate_up=Tile(cols=64, depth=128, warps=4, stages=4),
-            down=Tile(cols=128, depth=64, warps=4, stages=4),
-        ),
-        ExpertConfig(
-            max_tokens=1536,
-            rows=64,
-            gate_up=Tile(cols=64, depth=128, warps=4, stages=4),
-            down=Tile(cols=128, depth=64, warps=4, stages=5),
-        ),
-        ExpertConfig(
-            max_tokens=_ANY,
-            rows=128,
-            gate_up=Tile(cols=64, depth=128, warps=8, stages=4),
-            down=Tile(cols=128, depth=64, warps=8, stages=4),
-        ),
-    ),
-}
-
-# The same for packed weights, of which a block is 128 rows, 64 of gate and of up each, and 128 deep. In 168 registers
-# three programs of four warps share a multiprocessor.
-EXPERTS_PACKED: dict[str, tuple[ExpertConfig, ...]] = {
-    "default": (
-        ExpertConfig(
-            max_tokens=512,
-            rows=32,
-            gate_up=Tile(cols=64, depth=128, warps=4, stages=3),
-            down=Tile(cols=128, depth=128, warps=4, stages=3),
-        ),
-        ExpertConfig(
-            max_tokens=_ANY,
-            rows=64,
-            gate_up=Tile(cols=64, depth=128, warps=8, stages=2),
-            down=Tile(cols=128, depth=128, warps=8, stages=2),
-        ),
-    ),
-    "NVIDIA H200": (
-        ExpertConfig(
-            max_tokens=64,
-            rows=16,
-            gate_up=Tile(cols=64, depth=128, warps=4, stages=4),
-            down=Tile(cols=128, depth=128, warps=4, stages=3),
-        ),
-        ExpertConfig(
-            max_tokens=320,
-            rows=32,
-            gate_up=Tile(cols=64, depth=128, warps=4, stages=4),
-            down=Tile(cols=128, depth=128, warps=4, stages=3, registers=168),
-        ),
-        ExpertConfig(
-            max_tokens=1536,
-            rows=64,
-            gate_up=Tile(cols=64, depth=128, warps=4, stages=3),
-            down=Tile(cols=128, depth=128, warps=8, stages=3),
-        ),
-        ExpertConfig(
-            max_tokens=_ANY,
-            rows=128,
-            gate_up=Tile(cols=64, depth=128, warps=8, stages=3),
-            down=Tile(cols=128, depth=128, warps=8, stages=3),
-        ),
-    ),
-}
-
-# Nearly all of a multiprocessor's shared memory, so that no program of another kernel shares it.
+# Uses nearly all shared memory of a multiprocessor, so that no program of another kernel runs there.
 _DENSE_H200 = DenseConfig(
     min_tokens=65,
     max_tokens=256,
@@ -242,8 +249,8 @@ _DENSE_H200 = DenseConfig(
     warps=8,
     stages=4,
 )
-# The published model has 33 tiles of gate and up and 22 of down for every 256 tokens: at 256, 512 and 1,024 tokens
-# these programs end together.
+# The published model has 33 tiles of gate and up and 22 of down per 256 tokens. With these numbers of programs, all
+# programs end together at 256, 512 and 1,024 tokens.
 DENSE: dict[str, tuple[DenseConfig, ...]] = {
     "NVIDIA H200": (
         _DENSE_H200,
@@ -252,19 +259,19 @@ DENSE: dict[str, tuple[DenseConfig, ...]] = {
     ),
 }
 
-# GPUs on which a kernel starts while the last programs of the kernel in front still run, and waits for them itself:
-# programmatic dependent launch, Hopper and later.
+# GPUs with programmatic dependent launch (Hopper and later): a kernel starts while the last programs of the previous
+# kernel still run, and waits for them itself.
 DEPENDENT_LAUNCH: set[str] = {"NVIDIA H200"}
 
-# GPUs whose memory unit fetches whole blocks of the experts' weights (TMA, Hopper and later). Elsewhere Triton turns a
-# descriptor into loads that wait for each other.
+# GPUs whose memory unit loads whole blocks of the experts' weights (TMA, Hopper and later). On other GPUs Triton turns
+# a descriptor into loads that wait for each other.
 TENSOR_DESCRIPTORS: set[str] = {"NVIDIA H200"}
 
 
 def gpu_name(device: torch.device) -> str:
-    """The key into the tables here: the GPU's name, or "default" for tensors on no GPU (Triton's interpreter).
+    """Return the key into these tables: the GPU's name, or "default" for CPU tensors (Triton's interpreter).
 
-    Hoppers that nobody measured are taken for the one that was: the same multiprocessors, more or fewer of them.
+    A Hopper GPU without measured tiles uses those of the H200: it has the same multiprocessors in another number.
 
     Example: `gpu_name(torch.device("cuda"))` is "NVIDIA H200" on an H100.
     """
@@ -272,51 +279,57 @@ def gpu_name(device: torch.device) -> str:
         return "default"
     name = torch.cuda.get_device_name(device)
     is_hopper = torch.cuda.get_device_capability(device) == (9, 0)
-    return "NVIDIA H200" if is_hopper and name not in EXPERTS else name
+    return "NVIDIA H200" if is_hopper and name not in EXPERTS["bf16"] else name
 
 
-def expert_config(num_tokens: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> ExpertConfig:
-    """The experts' tiles for `num_tokens` tokens on this device; for weights wider than 2 bytes the default ones, as
-    much less deep, so that a tile's bytes stay the same, for float8 and for packed ones, which are uint8, their own.
+def expert_config(num_tokens: int, device: torch.device, format: str = "bf16") -> ExpertConfig:
+    """Return the experts' tiles for `num_tokens` tokens on this device and weights of this format.
+
+    `format` is the result of `formats.format_of`. Weights of 4 bytes ("float32") run the default tiles with half the
+    depth, so that a tile has as many bytes.
 
     Example: `expert_config(256, torch.device("cuda")).rows` is 32 on an H200.
     """
-    tables = {torch.float8_e4m3fn: EXPERTS_FLOAT8, torch.uint8: EXPERTS_PACKED}.get(dtype, EXPERTS)
-    table = tables.get(_tiles_of(device, dtype), tables["default"])
+    tables = EXPERTS["bf16" if format == "float32" else format]
+    table = tables.get(_tiles_of(device, format), tables["default"])
     config = next(config for config in table if num_tokens <= config.max_tokens)
-    if dtype.itemsize <= 2:
+    if format != "float32":
         return config
-    gate_up, down = (replace(tile, depth=tile.depth * 2 // dtype.itemsize) for tile in (config.gate_up, config.down))
+    gate_up, down = (replace(tile, depth=tile.depth // 2) for tile in (config.gate_up, config.down))
     return replace(config, gate_up=gate_up, down=down)
 
 
-def dense_config(num_tokens: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> DenseConfig | None:
-    """The dense MLP's own kernel for `num_tokens` tokens on this device; None where library products are as good, and
-    for weights wider than 2 bytes, of which its tiles do not fit into shared memory.
+def dense_config(num_tokens: int, device: torch.device, format: str = "bf16") -> DenseConfig | None:
+    """Return the tiles of the dense MLP's own kernel for `num_tokens` tokens on this device.
+
+    The result is None where library products are as fast, and for weights of 4 bytes ("float32"), whose tiles do not
+    fit into shared memory.
 
     Example: `dense_config(256, torch.device("cuda")).programs` is 33 on an H200.
     """
-    table = DENSE.get(_tiles_of(device, dtype), ())
+    table = DENSE.get(_tiles_of(device, format), ())
     return next((config for config in table if config.min_tokens <= num_tokens <= config.max_tokens), None)
 
 
-def _tiles_of(device: torch.device, dtype: torch.dtype) -> str:
-    """`gpu_name`, where a GPU's tiles were measured for weights of this size: 2 bytes and less."""
-    return gpu_name(device) if dtype.itemsize <= 2 else "default"
+def _tiles_of(device: torch.device, format: str) -> str:
+    """`gpu_name`, or "default" for weights of 4 bytes, for which no GPU was measured."""
+    return "default" if format == "float32" else gpu_name(device)
 
 
 def dependent_launch(device: torch.device) -> dict[str, bool]:
-    """The launch arguments of kernels that call `blocks.wait_for_launches_before`.
+    """Return the launch arguments of kernels that call `blocks.wait_for_launches_before`.
 
     Example: `_kernel[grid](x, **dependent_launch(x.device))`.
     """
     return {"DEPENDENT": True, "launch_pdl": True} if gpu_name(device) in DEPENDENT_LAUNCH else {"DEPENDENT": False}
 
 
-def tensor_descriptors(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> bool:
-    """Whether the experts' weights go to their kernels as tensor descriptors or, as all wider than 2 bytes do, as
-    pointers: with descriptors the products of float32, which are no warpgroup instructions, spill registers.
+def tensor_descriptors(device: torch.device, format: str = "bf16") -> bool:
+    """True if kernels read the experts' weights through tensor descriptors, False for pointers.
+
+    Weights of 4 bytes always use pointers: their products are not warpgroup instructions and spill registers next to
+    descriptors.
 
     Example: `tensor_descriptors(torch.device("cuda"))` is true on an H200.
     """
-    return _tiles_of(device, dtype) in TENSOR_DESCRIPTORS
+    return _tiles_of(device, format) in TENSOR_DESCRIPTORS

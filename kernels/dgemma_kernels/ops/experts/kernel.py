@@ -1,13 +1,13 @@
-"""The mixture of experts in two launches, each reading every active expert's weights once.
+"""The mixture of experts in two launches, each of which reads every active expert's weights once.
 
-gate_up gathers its rows and ends in GeGLU; down multiplies by the routing weight and writes one row a (token, k) pair,
-which `norms.layer_tail` sums in the order of k. A program owns a tile of one expert's rows and a block of its columns;
-column blocks run fastest, so that neighbours share the expert. The weights are the products' 64-row operand, which
-makes them Hopper's warpgroup instructions at 16 and 32 rows of tokens too; there the memory unit fetches them in whole
-blocks. The last programs of gate_up leave memory idle: down's start beside them, each waiting for its own tile alone.
-Weights and rows may also be in float8: products of float8 values, to whose float32 sums the scales are applied; hidden
-values have a scale for each row and block of a program's columns. What a program does with its tile is in
-`expert_tiles`. Reference twin: `reference`.
+gate_up gathers its rows and ends in GeGLU. down multiplies by the routing weight and writes one row per (token, k)
+pair; `norms.layer_tail` sums these in the order of k. A program computes a tile of one expert's rows and a block of its
+columns. Column blocks run fastest, so that neighbouring programs share the expert. The weights are the 64-row operand
+of the products, which makes them Hopper's warpgroup instructions even for 16 and 32 token rows. On Hopper the memory
+unit loads them in whole blocks. The last programs of gate_up leave memory idle, so that programs of down start next to
+them and wait only for their own tile. Rows and weights may be float8: scales are then applied to float32 sums, and
+hidden values have one scale per row and block of a program's columns. The work of a program on its tile is in `tiles`.
+Reference twin: `reference`.
 """
 
 import torch
@@ -16,10 +16,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dgemma_kernels.formats.float8 import Quantized, split
-from dgemma_kernels.formats.packed import DEPTH, HALF, ROWS, Packed, Weights
+from dgemma_kernels.formats import ExpertWeights, Packed, Quantized, format_of, stored_tensors
+from dgemma_kernels.formats.float8 import values_and_scale
+from dgemma_kernels.formats.packed import DEPTH, HALF, ROWS, Weights
 from dgemma_kernels.ops.blocks import wait_for_launches_before
-from dgemma_kernels.ops.configs import Tile, dependent_launch, expert_config, tensor_descriptors
+from dgemma_kernels.ops.configs import TileShape, dependent_launch, expert_config, tensor_descriptors
 from dgemma_kernels.ops.experts.tiles import (
     Sizes,
     Values,
@@ -32,27 +33,25 @@ from dgemma_kernels.ops.experts.tiles import (
 from dgemma_kernels.ops.router.kernel import ExpertTiles
 
 
-def expert_gate_up(
-    x: Tensor | Quantized, gate_up_proj: Tensor | Quantized | Packed, tiles: ExpertTiles
-) -> Tensor | Quantized:
+def expert_gate_up(x: Tensor | Quantized, gate_up_proj: ExpertWeights, tiles: ExpertTiles) -> Tensor | Quantized:
     """geglu(x[token] @ gate_up_proj[expert].T) for every (token, k) pair, in the order of `tiles.pairs`.
 
-    x: (M, D), gate_up_proj: (E, 2F, D), gate rows first → (M * A, F). Both quantised, or neither; so is the result.
-    Packed weights are packed with `gated=True`, and give what plain ones give.
+    x: (M, D), gate_up_proj: (E, 2F, D), gate rows first → (M * A, F). If one operand is `Quantized`, so are the other
+    and the result. Packed weights must be packed with `gated=True`; their result is that of plain weights.
 
     Example: `hidden = expert_gate_up(expert_in, experts.gate_up_proj, tiles)`.
     """
-    rows, row_scale = split(x)
+    rows, row_scale = values_and_scale(x)
     _require("expert_gate_up", x, gate_up_proj, gate_up_proj.shape[1] // 2 * 2, tiles)
     num_pairs = tiles.pairs.numel()
     if rows.shape[0] * tiles.num_active != num_pairs:
         raise ValueError(
-            f"expert_gate_up.tiles must be of the same {rows.shape[0]} tokens, got {num_pairs} pairs of "
-            f"{tiles.num_active} a token."
+            f"expert_gate_up.tiles must have {tiles.num_active} pairs for each of the {rows.shape[0]} tokens of x, "
+            f"got {num_pairs} pairs."
         )
     if isinstance(x, Quantized) and x.block is not None:
-        raise ValueError(f"expert_gate_up.x must have one scale a row, got one for each {x.block} columns.")
-    tile = expert_config(rows.shape[0], rows.device, weight_dtype(gate_up_proj)).gate_up
+        raise ValueError(f"expert_gate_up.x must have one scale per row, got one per {x.block} columns.")
+    tile = expert_config(rows.shape[0], rows.device, format_of(gate_up_proj)).gate_up
     _, double, width = gate_up_proj.shape
     hidden_width = double // 2
     out = torch.empty(num_pairs, hidden_width, dtype=rows.dtype, device=rows.device)
@@ -89,36 +88,36 @@ def expert_gate_up(
 
 def expert_down(
     hidden: Tensor | Quantized,
-    down_proj: Tensor | Quantized | Packed,
+    down_proj: ExpertWeights,
     weights: Tensor,
     tiles: ExpertTiles,
     *,
     overlap: bool = False,
 ) -> Tensor:
-    """weights[token, k] * (hidden[pair] @ down_proj[expert].T), each pair's row at its place. → (M, A, D).
+    """weights[token, k] * (hidden[pair] @ down_proj[expert].T), with row k of token i at [i, k]. → (M, A, D).
 
     hidden: (M * A, F) in the order of `tiles.pairs`, down_proj: (E, D, F), weights: (M, A) float32. With `overlap` each
-    program waits for its own tile's hidden values instead of the whole of `expert_gate_up`, which must be the launch in
-    front, over the same tiles, fresh from `sort_by_expert`.
+    program waits for the hidden values of its own tile instead of the whole `expert_gate_up`. That must then be the
+    previous launch, over the same tiles, and `sort_by_expert` must have made these tiles anew for the two launches.
 
     Example: `rows = expert_down(hidden, experts.down_proj, weights, tiles)`; their sum over k is the experts' output.
     """
-    rows, row_scale = split(hidden)
+    rows, row_scale = values_and_scale(hidden)
     _require("expert_down", hidden, down_proj, down_proj.shape[1], tiles)
     num_pairs = tiles.pairs.numel()
     if weights.numel() != num_pairs or rows.shape[0] != num_pairs:
         raise ValueError(
-            f"expert_down must be given the {num_pairs} pairs of its tiles, got hidden {tuple(rows.shape)} and "
-            f"weights {tuple(weights.shape)}."
+            f"expert_down hidden and weights must have the {num_pairs} pairs of the tiles, got {tuple(rows.shape)} and "
+            f"{tuple(weights.shape)}."
         )
     if not weights.is_contiguous():
         raise ValueError("expert_down.weights must be contiguous. Call .contiguous() on them first.")
-    config = expert_config(num_pairs // tiles.num_active, rows.device, weight_dtype(down_proj))
+    config = expert_config(num_pairs // tiles.num_active, rows.device, format_of(down_proj))
     tile, block = config.down, hidden.block if isinstance(hidden, Quantized) else None
     if isinstance(hidden, Quantized) and (block is None or block % tile.depth):
         raise ValueError(
-            f"expert_down.hidden must have a scale for every whole number of {tile.depth} columns, got {block}. "
-            "Give a down tile whose depth divides the columns of gate_up's."
+            f"expert_down.hidden must have one scale per multiple of {tile.depth} columns, got {block}. "
+            "Use a down tile whose depth divides the columns of the gate_up tile."
         )
     _, width, hidden_width = down_proj.shape
     out = torch.empty(num_pairs // tiles.num_active, tiles.num_active, width, dtype=hidden.dtype, device=rows.device)
@@ -145,56 +144,51 @@ def expert_down(
         DESCRIBED=isinstance(proj[0], TensorDescriptor),
         num_warps=tile.warps,
         num_stages=_stages(tile, rows, down_proj),
-        maxnreg=tile.registers if overlap else None,  # measured so; the other form would spill
+        maxnreg=tile.registers if overlap else None,  # without overlap the kernel would spill
         **dependent_launch(rows.device),
     )
     return out
 
 
-def weight_dtype(weights: Tensor | Quantized | Packed) -> torch.dtype:
-    """The dtype of what is read, by which tiles are chosen; packed weights are bytes.
-
-    Example: `expert_config(256, x.device, weight_dtype(gate_up_proj)).rows`.
-    """
-    return weights.planes.dtype if isinstance(weights, Packed) else split(weights)[0].dtype
-
-
-def _weight_arguments(weights: Tensor | Quantized | Packed, tile: Tile) -> tuple[Tensor | TensorDescriptor | None, ...]:
-    """The values, or the planes of packed weights; scales; what else packed ones have."""
+def _weight_arguments(weights: ExpertWeights, tile: TileShape) -> tuple[Tensor | TensorDescriptor | None, ...]:
+    """Return the fields of `packed.Weights`: values or planes, scales, and the lists of packed weights."""
     if not isinstance(weights, Packed):
-        values, scale = split(weights)
-        return _in_blocks(values, tile.cols, tile.depth), scale, None, None, None
+        values, scale = values_and_scale(weights)
+        return _in_blocks(values, tile.cols, tile.depth, format_of(weights)), scale, None, None, None
     cols = ROWS // 2 if weights.gated else ROWS
     if (tile.cols, tile.depth) != (cols, DEPTH):
-        raise ValueError(f"Tile must have {cols} columns and be {DEPTH} deep for these packed weights, got {tile}.")
-    planes = _in_blocks(weights.planes, ROWS, HALF)
+        raise ValueError(f"TileShape must have {cols} columns and depth {DEPTH} for these packed weights, got {tile}.")
+    planes = _in_blocks(weights.planes, ROWS, HALF, "packed")
     return planes, weights.scale, weights.starts, weights.places, weights.outliers
 
 
-def _stages(tile: Tile, rows: Tensor, weights: Tensor | Quantized | Packed) -> int:
-    """Packed weights come 128 deep whatever they multiply: of float32 rows shared memory holds one such block."""
+def _stages(tile: TileShape, rows: Tensor, weights: ExpertWeights) -> int:
+    """Return the tile's stages, or 1 for packed weights times float32: shared memory fits one such 128-deep block."""
     return 1 if isinstance(weights, Packed) and rows.element_size() > 2 else tile.stages
 
 
-def _in_blocks(values: Tensor, rows: int, depth: int) -> Tensor | TensorDescriptor:
-    """All experts' rows one below the other, for the memory unit to fetch in blocks: neither addresses nor masks."""
+def _in_blocks(values: Tensor, rows: int, depth: int, format: str) -> Tensor | TensorDescriptor:
+    """Return a descriptor of all experts' rows as one matrix, or the tensor where the memory unit cannot load blocks.
+
+    With a descriptor, programs need neither addresses nor masks.
+    """
     matrix = values.view(-1, values.shape[-1])
-    whole = matrix.stride(0) * matrix.element_size() % 16 == 0 and matrix.data_ptr() % 16 == 0  # what it can fetch
-    if not (whole and tensor_descriptors(values.device, values.dtype)):
+    aligned = matrix.stride(0) * matrix.element_size() % 16 == 0 and matrix.data_ptr() % 16 == 0
+    if not (aligned and tensor_descriptors(values.device, format)):
         return values
     return TensorDescriptor.from_tensor(matrix, [rows, depth])
 
 
 def _grid_tiles(tiles: ExpertTiles) -> int:
-    # Programs step over tiles this far apart: as many as even routing fills. The bound on tiles is up to twice that,
-    # and a program that finds nothing to do still costs a launch; a second tile, where there is one, costs less. An
-    # expert's tiles are neighbours, so that they run side by side and share its weights in cache.
+    # Each program steps over the tiles by this number, which is the number of tiles under even routing. The bound on
+    # tiles is up to twice that, and a program without work costs more than a second tile for some programs. An expert's
+    # tiles are neighbours, so that they run at the same time and share its weights in the cache.
     num_pairs, num_experts = tiles.pairs.numel(), tiles.num_experts
     return min(num_experts, num_pairs) * triton.cdiv(num_pairs, num_experts * tiles.rows_per_tile)
 
 
 def _split_rows(rows_per_tile: int) -> dict[str, int]:
-    """Blocks are powers of two: 80 rows are 64 and 16, which share the weights that a program has loaded."""
+    """Split a tile's rows into two blocks of powers of two over the same weights: 80 rows are 64 and 16."""
     rows = 1 << (rows_per_tile.bit_length() - 1)
     return {"ROWS": rows, "MORE": rows_per_tile - rows}
 
@@ -227,7 +221,7 @@ def _expert_gate_up_kernel(
 ) -> None:
     SIZE: tl.constexpr = Sizes(WIDTH, HIDDEN, ROWS, COLS, DEPTH)
     proj = Weights(gate_up_proj, proj_scale, starts, places, outliers)
-    given, hidden = Values(x, x_scale), Values(out, out_scale)
+    inputs, hidden = Values(x, x_scale), Values(out, out_scale)
     COL_BLOCKS: tl.constexpr = triton.cdiv(HIDDEN, COLS)
     col = tl.program_id(0) % COL_BLOCKS * COLS
     number = tl.program_id(0) // COL_BLOCKS
@@ -235,12 +229,12 @@ def _expert_gate_up_kernel(
     tile = load_tile(tiles, number, None)
     while tile.num_rows > 0:
         if places is not None:
-            packed_gate_up_tile(given, proj, hidden, pairs, tile, col, SIZE, NUM_ACTIVE, DESCRIBED)
+            packed_gate_up_tile(inputs, proj, hidden, pairs, tile, col, SIZE, NUM_ACTIVE, DESCRIBED)
         elif MORE > 0 and tile.num_rows > ROWS:  # two loops: half of the experts at 1,024 tokens need no second block
-            gate_up_tile(given, proj, hidden, pairs, tile, col, SIZE, MORE, NUM_ACTIVE, DESCRIBED)
+            gate_up_tile(inputs, proj, hidden, pairs, tile, col, SIZE, MORE, NUM_ACTIVE, DESCRIBED)
         else:
-            gate_up_tile(given, proj, hidden, pairs, tile, col, SIZE, 0, NUM_ACTIVE, DESCRIBED)
-        tl.debug_barrier()  # the stores of all threads come before the one that counts
+            gate_up_tile(inputs, proj, hidden, pairs, tile, col, SIZE, 0, NUM_ACTIVE, DESCRIBED)
+        tl.debug_barrier()  # all threads store before one thread counts the tile
         tl.atomic_add(finished + number, 1, sem="release")
         number += grid_tiles
         tile = load_tile(tiles, number, max_tiles)
@@ -276,13 +270,13 @@ def _expert_down_kernel(
 ) -> None:
     SIZE: tl.constexpr = Sizes(WIDTH, HIDDEN, ROWS, COLS, DEPTH)
     proj = Weights(down_proj, proj_scale, starts, places, outliers)
-    given = Values(hidden, hidden_scale)
+    inputs = Values(hidden, hidden_scale)
     COL_BLOCKS: tl.constexpr = triton.cdiv(WIDTH, COLS)
     col = tl.program_id(0) % COL_BLOCKS * COLS
     number = tl.program_id(0) // COL_BLOCKS
     if not OVERLAP:
         wait_for_launches_before(DEPENDENT)
-    elif DEPENDENT:  # gate_up's programs all run by now, and what they were given is complete
+    elif DEPENDENT:  # all programs of gate_up run by now, so that their own inputs are complete
         tl.extra.cuda.gdc_launch_dependents()
     tile = load_tile(tiles, number, None)
     while tile.num_rows > 0:
@@ -290,42 +284,39 @@ def _expert_down_kernel(
             while tl.atomic_add(finished + number, 0, sem="acquire") < gate_up_blocks:
                 pass
         if places is not None:
-            packed_down_tile(given, proj, weights, pairs, out, tile, col, SIZE, DESCRIBED)
+            packed_down_tile(inputs, proj, weights, pairs, out, tile, col, SIZE, DESCRIBED)
         elif MORE > 0 and tile.num_rows > ROWS:
-            down_tile(given, proj, weights, pairs, out, tile, col, SIZE, MORE, BLOCK, DESCRIBED)
+            down_tile(inputs, proj, weights, pairs, out, tile, col, SIZE, MORE, BLOCK, DESCRIBED)
         else:
-            down_tile(given, proj, weights, pairs, out, tile, col, SIZE, 0, BLOCK, DESCRIBED)
+            down_tile(inputs, proj, weights, pairs, out, tile, col, SIZE, 0, BLOCK, DESCRIBED)
         number += grid_tiles
         tile = load_tile(tiles, number, max_tiles)
     if OVERLAP and DEPENDENT:
-        tl.extra.cuda.gdc_wait()  # so that whoever waits for this kernel has waited for all before it
+        tl.extra.cuda.gdc_wait()  # a kernel that waits for this one then also waits for all earlier ones
 
 
-def _require(
-    owner: str, x: Tensor | Quantized, weights: Tensor | Quantized | Packed, out_width: int, tiles: ExpertTiles
-) -> None:
-    (rows, row_scale), shape = split(x), tuple(weights.shape)
+def _require(owner: str, x: Tensor | Quantized, weights: ExpertWeights, out_width: int, tiles: ExpertTiles) -> None:
+    (rows, row_scale), shape = values_and_scale(x), tuple(weights.shape)
     if rows.ndim != 2 or len(shape) != 3 or shape[1:] != (out_width, rows.shape[-1]):
-        raise ValueError(
-            f"{owner} must be given rows (M, K) and weights (E, N, K), got {tuple(rows.shape)} and {shape}."
-        )
+        raise ValueError(f"{owner} rows must be (M, K) and weights (E, N, K), got {tuple(rows.shape)} and {shape}.")
+    stored = stored_tensors(weights)
     if isinstance(weights, Packed):
-        dtype, scale, held = weights.dtype, None, weights.tensors()
+        dtype, scale = weights.dtype, None
         if weights.gated != (owner == "expert_gate_up"):
-            raise ValueError(f"{owner} must be given weights packed with gated={not weights.gated}.")
+            raise ValueError(f"{owner} weights must be packed with gated={not weights.gated}.")
         if tiles.rows_per_tile.bit_count() > 1:
             raise ValueError(
-                f"{owner}.tiles must be of a power of two rows for packed weights, got {tiles.rows_per_tile}."
+                f"{owner}.tiles must have a power of two rows for packed weights, got {tiles.rows_per_tile}."
             )
     else:
-        proj, scale = split(weights)
-        dtype, held = proj.dtype, (proj,)
-    if rows.dtype != dtype or not all(tensor.is_contiguous() for tensor in (rows, *held)):
-        raise ValueError(f"{owner} must be given contiguous tensors of one dtype, got {rows.dtype} and {dtype}.")
+        values, scale = values_and_scale(weights)
+        dtype = values.dtype
+    if rows.dtype != dtype or not all(tensor.is_contiguous() for tensor in (rows, *stored)):
+        raise ValueError(f"{owner} must get contiguous tensors of one dtype, got {rows.dtype} and {dtype}.")
     if rows.dtype.itemsize == 1 and (row_scale is None or scale is None or scale.ndim != 2):
-        raise ValueError(f"{owner} must be given {rows.dtype} with scales, one for each output. Call quantize first.")
+        raise ValueError(f"{owner} must get {rows.dtype} with one scale per output. Call quantize first.")
     if shape[0] != tiles.num_experts:
         raise ValueError(
-            f"{owner}.tiles must be of the weights' {shape[0]} experts, got tiles of {tiles.num_experts}. "
-            "Route and sort with the same layer's router."
+            f"{owner}.tiles must have the {shape[0]} experts of the weights, got {tiles.num_experts}. "
+            "Route and sort with the router of the same layer."
         )

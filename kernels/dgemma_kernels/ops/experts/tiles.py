@@ -1,7 +1,7 @@
-"""What a program of `experts` does with a tile: rows of one expert times a block of columns of its weights.
+"""The work of one program of `kernel` on its tile: rows of one expert times a block of columns of its weights.
 
-Weights are plain, float8, for whose scales there is an argument that else is None, or packed, which have tiles of their
-own. What belongs together is passed as a tuple, which Triton takes apart: of it nothing is left in what it compiles.
+Plain and float8 weights share a function, where the scales are None for plain ones; packed weights have another.
+Arguments are grouped in tuples, which leave no trace in the compiled code.
 """
 
 from typing import NamedTuple
@@ -13,8 +13,8 @@ from dgemma_kernels.formats.packed import Weights, multiply_packed
 from dgemma_kernels.ops.blocks import float8_scale, gelu_tanh_times, inside
 
 
-class Tile(NamedTuple):
-    """Rows of one expert, which are neighbours in the order of `ExpertTiles.pairs`."""
+class ExpertTile(NamedTuple):
+    """One entry of `ExpertTiles`: rows of one expert, neighbours in the order of `ExpertTiles.pairs`."""
 
     expert: tl.tensor
     first: tl.tensor
@@ -22,14 +22,14 @@ class Tile(NamedTuple):
 
 
 class Values(NamedTuple):
-    """Values, and their scales where they are float8."""
+    """Values, and their scales if they are float8, else None."""
 
     data: tl.tensor
     scale: tl.tensor
 
 
 class Rows(NamedTuple):
-    """A block of a tile's rows: the tile's first, their places behind it, and which of these the tile has."""
+    """A block of a tile's rows: the tile's first row, the offsets from it, and a mask of those inside the tile."""
 
     first: tl.tensor
     slots: tl.tensor
@@ -37,7 +37,7 @@ class Rows(NamedTuple):
 
 
 class Cols(NamedTuple):
-    """A block of columns: the first, each of them, and which exist."""
+    """A block of columns: the first, each of them, and a mask of those inside the matrix."""
 
     first: tl.tensor
     each: tl.tensor
@@ -45,7 +45,7 @@ class Cols(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The widths of a token and of hidden values; how many rows and columns a tile has, and how deep it is."""
+    """The widths of a token and of hidden values; rows, columns and depth of a tile."""
 
     WIDTH: tl.constexpr
     HIDDEN: tl.constexpr
@@ -55,16 +55,16 @@ class Sizes(NamedTuple):
 
 
 @triton.jit
-def load_tile(tiles: tl.tensor, number: tl.tensor, max_tiles: tl.tensor) -> Tile:
-    """One of no rows where there are not so many; `max_tiles` is None where there surely are."""
+def load_tile(tiles: tl.tensor, number: tl.tensor, max_tiles: tl.tensor) -> ExpertTile:
+    """Load a tile; beyond `max_tiles` it has no rows. `max_tiles` is None if the tile is known to exist."""
     at = tiles + number * 3
     there = None if max_tiles is None else number < max_tiles
     other = None if max_tiles is None else 0
-    return Tile(tl.load(at, there, other), tl.load(at + 1, there, other), tl.load(at + 2, there, other))
+    return ExpertTile(tl.load(at, there, other), tl.load(at + 1, there, other), tl.load(at + 2, there, other))
 
 
 @triton.jit
-def _rows_of(tile: Tile, START: tl.constexpr, ROWS: tl.constexpr) -> Rows:
+def _rows_of(tile: ExpertTile, START: tl.constexpr, ROWS: tl.constexpr) -> Rows:
     slots = START + tl.arange(0, ROWS)
     return Rows(tile.first, slots, slots < tile.num_rows)
 
@@ -77,21 +77,23 @@ def _cols_from(first: tl.tensor, LIMIT: tl.constexpr, COLS: tl.constexpr) -> Col
 
 @triton.jit
 def _token_rows(x: tl.tensor, pairs: tl.tensor, rows: Rows, WIDTH: tl.constexpr, NUM_ACTIVE: tl.constexpr) -> tl.tensor:
-    """Where the rows of their tokens begin, as a column."""
+    """Return a column of pointers to the rows' tokens."""
     token = tl.load(pairs + rows.first + rows.slots, mask=rows.inside, other=0) // NUM_ACTIVE
     return x + token[:, None].to(tl.int64) * WIDTH
 
 
 @triton.jit
 def _hidden_rows(hidden: tl.tensor, rows: Rows, HIDDEN: tl.constexpr) -> tl.tensor:
-    """Where they begin, as a column."""
+    """Return a column of pointers to the rows."""
     return hidden + (rows.first + rows.slots)[:, None].to(tl.int64) * HIDDEN
 
 
 @triton.jit
 def _load_scales(hidden_scale: tl.tensor, rows: Rows, HIDDEN: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
-    """The scales of all blocks of these rows, (rows, blocks and what makes them a power of two). Asked for at once, in
-    front of the loop: one block ahead of its products each would still be waited for, a trip to L2 in every turn."""
+    """Load the scales of all blocks of these rows, (rows, blocks rounded up to a power of two).
+
+    All scales are loaded before the loop. Prefetching one block ahead would still stall on L2 in every iteration.
+    """
     BLOCKS: tl.constexpr = triton.cdiv(HIDDEN, BLOCK)
     block = tl.arange(0, triton.next_power_of_2(BLOCKS))[None, :]
     row = (rows.first + rows.slots)[:, None]
@@ -100,9 +102,11 @@ def _load_scales(hidden_scale: tl.tensor, rows: Rows, HIDDEN: tl.constexpr, BLOC
 
 @triton.jit
 def _add_products(sums: tl.tensor, w: tl.tensor, rows: tl.tensor, scales: tl.tensor, block: tl.tensor) -> tl.tensor:
-    """sums + w @ rows, of float8 times the rows' scales of this block, the others of which `scales` holds too. Hopper
-    adds products of float8 with 14 bits: those of one block alone, and blocks in float32 (`max_num_imprecise_acc` means
-    the same, and waits for each instruction in between)."""
+    """Return sums + w @ rows; for float8, the products of a block are multiplied by the rows' scales of that block.
+
+    Hopper accumulates float8 products with 14 bits. So only the products of one block are accumulated that way, and
+    blocks are added in float32. (`max_num_imprecise_acc` does the same, but waits after each instruction.)
+    """
     if not w.dtype.is_fp8():
         sums = tl.dot(w, rows, sums, input_precision="ieee")
     elif scales is None:
@@ -132,7 +136,7 @@ def _store_geglu(
     if out.scale is None:
         hidden = gelu_tanh_times(gate, up, dtype).T
     else:
-        # Read again (under a modifier, else Triton keeps it from the front, and 40 registers with it).
+        # Loaded again, with a modifier. Otherwise Triton keeps the first load's value in 40 registers.
         token = tl.load(pairs + row, mask=rows.inside, other=0, cache_modifier=".ca") // NUM_ACTIVE
         token_scale = tl.load(x_scale + token, mask=rows.inside, other=0.0)
         gate *= gate_scale[:, None] * token_scale[None, :]
@@ -157,7 +161,7 @@ def _store_weighted(
     cols: Cols,
     WIDTH: tl.constexpr,
 ) -> None:
-    # Read here, since in front of the loop it would hold back the first weights until `pair` has arrived.
+    # Loaded here: before the loop it would delay the first weights until `pair` has arrived.
     weight = tl.load(weights + pair, mask=rows.inside, other=0.0)
     if scale is not None:
         sums *= scale[:, None]
@@ -172,14 +176,14 @@ def gate_up_tile(
     proj: Weights,
     out: Values,
     pairs: tl.tensor,
-    tile: Tile,
+    tile: ExpertTile,
     col: tl.tensor,
     SIZE: tl.constexpr,
     MORE: tl.constexpr,
     NUM_ACTIVE: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ) -> None:
-    """One tile's rows by COLS columns of the weights, a tensor descriptor where DESCRIBED, else a pointer."""
+    """Compute a tile's rows by COLS columns. The weights are a tensor descriptor if DESCRIBED, else a pointer."""
     WIDTH: tl.constexpr = SIZE.WIDTH
     HIDDEN: tl.constexpr = SIZE.HIDDEN
     COLS: tl.constexpr = SIZE.COLS
@@ -191,7 +195,7 @@ def gate_up_tile(
     if not DESCRIBED:
         gates = proj.data + (tile.expert.to(tl.int64) * 2 * HIDDEN + cols.each[:, None]) * WIDTH + depth[None, :]
     gate_scale, up_scale = None, None
-    if proj.scale is not None:  # asked for here: behind the loop they would be one more wait for memory
+    if proj.scale is not None:  # loaded here: after the loop they would be one more wait for memory
         gate_scale = tl.load(proj.scale + row + cols.each - col, mask=cols.inside, other=0.0)
         up_scale = tl.load(proj.scale + row + HIDDEN + cols.each - col, mask=cols.inside, other=0.0)
     gate = tl.zeros([COLS, SIZE.ROWS], tl.float32)
@@ -203,7 +207,7 @@ def gate_up_tile(
         more_up = tl.zeros([COLS, MORE], tl.float32)
     for start in range(0, WIDTH, SIZE.DEPTH):
         left = inside(depth, WIDTH - start, WIDTH % SIZE.DEPTH == 0)[None, :]
-        # Weights first: their loads need not wait for the rows' addresses, which come from memory too.
+        # Weights first: their loads do not wait for the rows' addresses, which also come from memory.
         if DESCRIBED:
             gate_w = proj.data.load([row, start])
             up_w = proj.data.load([row + HIDDEN, start])
@@ -228,13 +232,13 @@ def packed_gate_up_tile(
     proj: Weights,
     out: Values,
     pairs: tl.tensor,
-    tile: Tile,
+    tile: ExpertTile,
     col: tl.tensor,
     SIZE: tl.constexpr,
     NUM_ACTIVE: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ) -> None:
-    """A block's columns of gate and up are neighbours among the packed rows, and one product."""
+    """Compute one product for gate and up, whose columns of a block are neighbouring packed rows."""
     rows = _rows_of(tile, 0, SIZE.ROWS)
     inputs = _token_rows(x.data, pairs, rows, SIZE.WIDTH, NUM_ACTIVE)
     BLOCKS: tl.constexpr = triton.cdiv(SIZE.HIDDEN, SIZE.COLS)
@@ -252,14 +256,14 @@ def down_tile(
     weights: tl.tensor,
     pairs: tl.tensor,
     out: tl.tensor,
-    tile: Tile,
+    tile: ExpertTile,
     col: tl.tensor,
     SIZE: tl.constexpr,
     MORE: tl.constexpr,
     BLOCK: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ) -> None:
-    """As `gate_up_tile`; hidden values in float8 have a scale for each BLOCK of them."""
+    """Compute a tile of down as `gate_up_tile` does; float8 hidden values have one scale per BLOCK of them."""
     WIDTH: tl.constexpr = SIZE.WIDTH
     HIDDEN: tl.constexpr = SIZE.HIDDEN
     cols = _cols_from(col, WIDTH, SIZE.COLS)
@@ -305,11 +309,12 @@ def packed_down_tile(
     weights: tl.tensor,
     pairs: tl.tensor,
     out: tl.tensor,
-    tile: Tile,
+    tile: ExpertTile,
     col: tl.tensor,
     SIZE: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ) -> None:
+    """Compute a tile of down with packed weights."""
     rows = _rows_of(tile, 0, SIZE.ROWS)
     pair = tl.load(pairs + tile.first + rows.slots, mask=rows.inside, other=0)
     inputs = _hidden_rows(hidden.data, rows, SIZE.HIDDEN)

@@ -1,15 +1,24 @@
-"""GeGLU, gelu_tanh(gate) * up, alone and after the dense gate and up product. Reference twin: `reference`."""
+"""GeGLU, gelu_tanh(gate) * up, and the dense MLP in one launch of a few long programs. Reference twin: `reference`.
+
+The dense MLP runs at the same time as the experts. Library products would occupy every multiprocessor for a short time
+and stop the experts' loads there. The experts saturate memory from three quarters of the multiprocessors. So each
+program of `dense_mlp` occupies one of the remaining multiprocessors for a long time. Programs take tiles from a
+counter: first all of gate and up with GeGLU, then down, once the last gate and up tile is stored. The weights are the
+64-row operand of the products, as in `experts`.
+"""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgemma_kernels.ops.blocks import gelu_tanh_times
+from dgemma_kernels.formats import format_of
+from dgemma_kernels.ops.blocks import gelu_tanh_times, inside
+from dgemma_kernels.ops.configs import dense_config
 
 
 def geglu(gate_up: Tensor) -> Tensor:
-    """gelu_tanh of the first half of the last axis, times the second half. gate_up: (M, 2F) → (M, F).
+    """Return gelu_tanh of the first half of the last axis times the second half. gate_up: (M, 2F) → (M, F).
 
     Example: `geglu(torch.mm(x, gate_up_weight.T))`.
     """
@@ -22,7 +31,7 @@ def geglu(gate_up: Tensor) -> Tensor:
 
 
 def gate_up_geglu(x: Tensor, gate_up_weight: Tensor) -> Tensor:
-    """geglu(x @ gate_up_weight.T): a library product, which one kernel for both does not beat, then GeGLU.
+    """Return geglu(x @ gate_up_weight.T): a library product, then GeGLU. One kernel for both was not faster.
 
     x: (M, D), gate_up_weight: (2F, D), gate rows first → (M, F).
 
@@ -30,13 +39,64 @@ def gate_up_geglu(x: Tensor, gate_up_weight: Tensor) -> Tensor:
     """
     if x.ndim != 2 or gate_up_weight.ndim != 2 or gate_up_weight.shape[1] != x.shape[1] or gate_up_weight.shape[0] % 2:
         raise ValueError(
-            f"gate_up_geglu must be given (M, D) and (2F, D), got {tuple(x.shape)} and {tuple(gate_up_weight.shape)}."
+            f"gate_up_geglu operands must be (M, D) and (2F, D), got {tuple(x.shape)} and "
+            f"{tuple(gate_up_weight.shape)}."
         )
     if x.dtype != gate_up_weight.dtype or not (x.is_contiguous() and gate_up_weight.is_contiguous()):
         raise ValueError(
-            f"gate_up_geglu must be given contiguous tensors of one dtype, got {x.dtype} and {gate_up_weight.dtype}."
+            f"gate_up_geglu must get contiguous tensors of one dtype, got {x.dtype} and {gate_up_weight.dtype}."
         )
     return geglu(torch.mm(x, gate_up_weight.T))
+
+
+def dense_mlp(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, progress: Tensor) -> Tensor:
+    """Return geglu(x @ gate_up_weight.T) @ down_weight.T.
+
+    x: (M, D), gate_up_weight: (2F, D), gate rows first, down_weight: (D, F) → (M, D). progress: (2,) int32 counters of
+    one launch, zero before and after it; launches that share them must not run at the same time. Few tokens, many
+    tokens and float32 use library products (`configs.dense_config`).
+
+    Example: `dense_mlp(dense_in, gate_up, down, progress=torch.zeros(2, dtype=torch.int32, device="cuda"))`.
+    """
+    num_rows, width = x.shape
+    hidden_width = down_weight.shape[1]
+    if gate_up_weight.shape != (2 * hidden_width, width) or down_weight.shape[0] != width:
+        raise ValueError(
+            f"dense_mlp operands must be (M, D), (2F, D) and (D, F), got {tuple(x.shape)}, "
+            f"{tuple(gate_up_weight.shape)} and {tuple(down_weight.shape)}."
+        )
+    if not x.dtype == gate_up_weight.dtype == down_weight.dtype:
+        raise ValueError(
+            f"dense_mlp must get tensors of one dtype, got {x.dtype}, {gate_up_weight.dtype}, {down_weight.dtype}."
+        )
+    if not all(tensor.is_contiguous() for tensor in (x, gate_up_weight, down_weight, progress)):
+        raise ValueError("dense_mlp must get contiguous tensors. Call .contiguous() on them first.")
+    if progress.shape != (2,) or progress.dtype != torch.int32:
+        raise ValueError(f"dense_mlp.progress must be (2,) int32, got {tuple(progress.shape)} {progress.dtype}.")
+    config = dense_config(num_rows, x.device, format_of(x))
+    if config is None:
+        return torch.mm(gate_up_geglu(x, gate_up_weight), down_weight.T)
+    hidden = torch.empty(num_rows, hidden_width, dtype=x.dtype, device=x.device)
+    out = torch.empty_like(x)
+    _dense_mlp_kernel[(config.programs,)](
+        x,
+        gate_up_weight,
+        down_weight,
+        hidden,
+        out,
+        progress,
+        num_rows,
+        WIDTH=width,
+        HIDDEN=hidden_width,
+        ROWS=config.rows,
+        EXACT_ROWS=num_rows % config.rows == 0,
+        GATE_UP_COLS=config.gate_up_cols,
+        DOWN_COLS=config.down_cols,
+        DEPTH=config.depth,
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
+    return out
 
 
 @triton.jit
@@ -47,3 +107,111 @@ def _geglu_kernel(gate_up: tl.tensor, out: tl.tensor, width: tl.tensor, BLOCK: t
     gate = tl.load(gate_up + row * 2 * width + cols, mask=mask).to(tl.float32)
     up = tl.load(gate_up + row * 2 * width + width + cols, mask=mask).to(tl.float32)
     tl.store(out + row * width + cols, gelu_tanh_times(gate, up, out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gate_up_tile(
+    x: tl.tensor,
+    gate_up_weight: tl.tensor,
+    hidden: tl.tensor,
+    rows: tl.tensor,
+    row_inside: tl.tensor,
+    cols: tl.tensor,
+    WIDTH: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+) -> None:
+    depth = tl.arange(0, DEPTH)
+    col_inside = inside(cols, HIDDEN, HIDDEN % COLS == 0)
+    gates = gate_up_weight + cols[:, None].to(tl.int64) * WIDTH + depth[None, :]
+    inputs = x + rows[:, None].to(tl.int64) * WIDTH + depth[None, :]
+    gate = tl.zeros([COLS, ROWS], tl.float32)
+    up = tl.zeros([COLS, ROWS], tl.float32)
+    for start in range(0, WIDTH, DEPTH):
+        left = inside(depth, WIDTH - start, WIDTH % DEPTH == 0)[None, :]
+        gate_w = tl.load(gates + start, mask=col_inside[:, None] & left, other=0.0)
+        up_w = tl.load(gates + HIDDEN * WIDTH + start, mask=col_inside[:, None] & left, other=0.0)
+        tokens = tl.load(inputs + start, mask=row_inside[:, None] & left, other=0.0).T
+        gate = tl.dot(gate_w, tokens, gate, input_precision="ieee")
+        up = tl.dot(up_w, tokens, up, input_precision="ieee")
+    at = rows[:, None].to(tl.int64) * HIDDEN + cols[None, :]
+    values = gelu_tanh_times(gate, up, hidden.dtype.element_ty).T
+    tl.store(hidden + at, values, mask=row_inside[:, None] & col_inside[None, :])
+
+
+@triton.jit
+def _down_tile(
+    hidden: tl.tensor,
+    down_weight: tl.tensor,
+    out: tl.tensor,
+    rows: tl.tensor,
+    row_inside: tl.tensor,
+    cols: tl.tensor,
+    WIDTH: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+) -> None:
+    depth = tl.arange(0, DEPTH)
+    col_inside = inside(cols, WIDTH, WIDTH % COLS == 0)
+    kernels = down_weight + cols[:, None].to(tl.int64) * HIDDEN + depth[None, :]
+    inputs = hidden + rows[:, None].to(tl.int64) * HIDDEN + depth[None, :]
+    sums = tl.zeros([COLS, ROWS], tl.float32)
+    for start in range(0, HIDDEN, DEPTH):
+        left = inside(depth, HIDDEN - start, HIDDEN % DEPTH == 0)[None, :]
+        w = tl.load(kernels + start, mask=col_inside[:, None] & left, other=0.0)
+        h = tl.load(inputs + start, mask=row_inside[:, None] & left, other=0.0)
+        sums = tl.dot(w, h.T, sums, input_precision="ieee")
+    at = rows[:, None].to(tl.int64) * WIDTH + cols[None, :]
+    tl.store(out + at, sums.to(out.dtype.element_ty).T, mask=row_inside[:, None] & col_inside[None, :])
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _dense_mlp_kernel(
+    x: tl.tensor,
+    gate_up_weight: tl.tensor,
+    down_weight: tl.tensor,
+    hidden: tl.tensor,
+    out: tl.tensor,
+    progress: tl.tensor,
+    num_rows: tl.tensor,
+    WIDTH: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    EXACT_ROWS: tl.constexpr,
+    GATE_UP_COLS: tl.constexpr,
+    DOWN_COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+) -> None:
+    row_blocks = tl.cdiv(num_rows, ROWS)
+    gate_up_tiles = tl.cdiv(HIDDEN, GATE_UP_COLS) * row_blocks
+    all_tiles = gate_up_tiles + tl.cdiv(WIDTH, DOWN_COLS) * row_blocks
+    taken, stored = progress, progress + 1
+    tile = tl.atomic_add(taken, 1)
+    while tile < gate_up_tiles:
+        rows = tile % row_blocks * ROWS + tl.arange(0, ROWS)
+        cols = tile // row_blocks * GATE_UP_COLS + tl.arange(0, GATE_UP_COLS)
+        row_inside = inside(rows, num_rows, EXACT_ROWS)
+        _gate_up_tile(x, gate_up_weight, hidden, rows, row_inside, cols, WIDTH, HIDDEN, ROWS, GATE_UP_COLS, DEPTH)
+        tl.debug_barrier()  # all threads store before one thread counts the tile
+        tl.atomic_add(stored, 1, sem="release")
+        tile = tl.atomic_add(taken, 1)
+    # Every gate and up tile was taken before this one by a program that is running. So all of them will be stored, even
+    # if some programs of this launch still wait for a multiprocessor.
+    if tile < all_tiles:
+        while tl.atomic_add(stored, 0, sem="acquire") < gate_up_tiles:
+            pass
+    while tile < all_tiles:
+        at = tile - gate_up_tiles
+        rows = at % row_blocks * ROWS + tl.arange(0, ROWS)
+        cols = at // row_blocks * DOWN_COLS + tl.arange(0, DOWN_COLS)
+        row_inside = inside(rows, num_rows, EXACT_ROWS)
+        _down_tile(hidden, down_weight, out, rows, row_inside, cols, WIDTH, HIDDEN, ROWS, DOWN_COLS, DEPTH)
+        tile = tl.atomic_add(taken, 1)
+    # Every program ends by taking a number beyond the last tile. The last program to do so resets the counters.
+    if tile == all_tiles + tl.num_programs(0) - 1:
+        tl.store(taken, 0)
+        tl.store(stored, 0)

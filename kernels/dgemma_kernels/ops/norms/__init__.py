@@ -1,0 +1,5 @@
+"""RMSNorm and the residual stream around a layer's products."""
+
+from dgemma_kernels.ops.norms.kernel import attention_residual, layer_tail, rms_norm
+
+__all__ = ["attention_residual", "layer_tail", "rms_norm"]

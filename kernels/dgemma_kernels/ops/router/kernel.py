@@ -15,7 +15,7 @@ from dgemma_kernels.ops.blocks import inside, wait_for_launches_before
 from dgemma_kernels.ops.configs import dependent_launch
 
 # Rows of `counts` that a program of the sort asks for at once.
-_COUNTS_AT_ONCE = 8
+_COUNT_ROWS_PER_LOAD = 8
 
 
 class ExpertTiles(NamedTuple):
@@ -34,13 +34,13 @@ class ExpertTiles(NamedTuple):
     rows_per_tile: int
 
 
-def tokens_a_count(num_tokens: int) -> int:
+def tokens_per_count(num_tokens: int) -> int:
     """How many tokens one row of `counts` is about, a power of two: the more tokens, the more a row.
 
-    Example: `tokens_a_count(256)` is 64, so that the counts of one canvas have four rows.
+    Example: `tokens_per_count(256)` is 64, so that the counts of one canvas have four rows.
     """
     few = max(min(triton.next_power_of_2(num_tokens), 64), 16)
-    return min(max(triton.next_power_of_2(triton.cdiv(num_tokens, _COUNTS_AT_ONCE)), few), 512)
+    return min(max(triton.next_power_of_2(triton.cdiv(num_tokens, _COUNT_ROWS_PER_LOAD)), few), 512)
 
 
 def route(
@@ -50,7 +50,7 @@ def route(
 
     Scores round to the input's dtype before the softmax, as a linear layer's do; of equal scores the lower expert wins.
     router_input: (M, D), proj: (E, D), per_expert_scale: (E,) → weights (M, A) float32, index (M, A) int32, largest
-    probability first, counts (N, E) int32: how many of each `tokens_a_count(M)` tokens chose an expert, for
+    probability first, counts (N, E) int32: how many of each `tokens_per_count(M)` tokens chose an expert, for
     `sort_by_expert`.
 
     Example: `weights, index, counts = route(router_in, router.proj.weight, router.per_expert_scale, 8)`.
@@ -72,7 +72,7 @@ def route(
     partial = torch.empty(splits, num_tokens, num_experts, dtype=torch.float32, device=router_input.device)
     weights = torch.empty(num_tokens, num_active, dtype=torch.float32, device=router_input.device)
     index = torch.empty(num_tokens, num_active, dtype=torch.int32, device=router_input.device)
-    chunk = tokens_a_count(num_tokens)
+    chunk = tokens_per_count(num_tokens)
     counts = torch.empty(triton.cdiv(num_tokens, chunk), num_experts, dtype=torch.int32, device=router_input.device)
     _partial_scores_kernel[(triton.cdiv(num_tokens, rows), splits)](
         router_input,
@@ -121,7 +121,7 @@ def sort_by_expert(index: Tensor, counts: Tensor, rows_per_tile: int) -> ExpertT
             f"sort_by_expert.index must be contiguous (M, A) int32, got {tuple(index.shape)} {index.dtype}."
         )
     num_tokens, num_active = index.shape
-    num_pairs, chunk, num_experts = index.numel(), tokens_a_count(num_tokens), counts.shape[-1]
+    num_pairs, chunk, num_experts = index.numel(), tokens_per_count(num_tokens), counts.shape[-1]
     num_chunks = triton.cdiv(num_tokens, chunk)
     if counts.shape != (num_chunks, num_experts) or counts.dtype != torch.int32 or not counts.is_contiguous():
         raise ValueError(
@@ -147,7 +147,7 @@ def sort_by_expert(index: Tensor, counts: Tensor, rows_per_tile: int) -> ExpertT
         NUM_EXPERTS=num_experts,
         EXPERTS=max(triton.next_power_of_2(num_experts), 2),
         CHUNK=chunk,
-        AT_ONCE=min(triton.next_power_of_2(num_chunks), _COUNTS_AT_ONCE),
+        AT_ONCE=min(triton.next_power_of_2(num_chunks), _COUNT_ROWS_PER_LOAD),
         num_warps=1 if chunk <= 128 else 4,
         **dependent_launch(index.device),
     )

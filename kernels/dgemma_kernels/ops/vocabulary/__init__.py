@@ -1,0 +1,11 @@
+"""Statistics, samples and soft probabilities from the logits."""
+
+from dgemma_kernels.ops.vocabulary.kernel import (
+    VocabularyStatistics,
+    pack_allowed,
+    sample,
+    soft_probabilities,
+    vocabulary_statistics,
+)
+
+__all__ = ["VocabularyStatistics", "pack_allowed", "sample", "soft_probabilities", "vocabulary_statistics"]

@@ -1,0 +1,52 @@
+"""RMSNorm and the residual stream in plain PyTorch: the meaning of `kernel`."""
+
+import torch
+from torch import Tensor
+
+from dgemma_kernels.formats.float8 import Quantized, quantize
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """x / rms(x), times `weight` unless None, in at least float32. x: (..., D), weight: (D,) → (..., D)."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    if weight is not None:
+        wide = wide * weight.to(wide.dtype)
+    return wide.to(x.dtype)
+
+
+def attention_residual(
+    attention: Tensor,
+    residual: Tensor,
+    post_weight: Tensor,
+    dense_weight: Tensor,
+    expert_weight: Tensor,
+    router_scale: Tensor,
+    eps: float,
+    *,
+    float8: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | Quantized, Tensor]:
+    """(x, dense input, expert input, router input) from the attention's output. All (M, D); weights (D,)."""
+    x = residual + rms_norm(attention, post_weight, eps)
+    router = rms_norm(x, None, eps) * router_scale * x.shape[-1] ** -0.5
+    expert = rms_norm(x, expert_weight, eps)
+    return x, rms_norm(x, dense_weight, eps), quantize(expert) if float8 else expert, router
+
+
+def layer_tail(
+    residual: Tensor,
+    dense: Tensor,
+    expert_rows: Tensor,
+    dense_weight: Tensor,
+    expert_weight: Tensor,
+    post_weight: Tensor,
+    layer_scalar: Tensor,
+    next_weight: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """(x, the next layer's normed input) from the dense output (M, D) and the experts' weighted rows (M, A, D)."""
+    wide = expert_rows.to(torch.promote_types(expert_rows.dtype, torch.float32))
+    moe = wide.sum(-2).to(residual.dtype)
+    both = rms_norm(dense, dense_weight, eps) + rms_norm(moe, expert_weight, eps)
+    x = (residual + rms_norm(both, post_weight, eps)) * layer_scalar[:, None]
+    return x, rms_norm(x, next_weight, eps)

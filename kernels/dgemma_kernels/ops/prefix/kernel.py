@@ -1,0 +1,53 @@
+"""Moving a sliding layer's newest tokens to the front of its buffer. Reference twin: `reference`."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def forget(keys: Tensor, values: Tensor, held: Tensor, keep: int) -> None:
+    """Move each row's last `keep` of its held tokens to the front, in place, in every layer.
+
+    keys, values: (layers, B, K, capacity, H) contiguous, row b's tokens in the slots [0, held[b]). held: (B,) int64,
+    left as it is.
+
+    Example: `forget(keys, values, held, 1023); held.clamp_(max=1023)`.
+    """
+    num_layers, batch, kv_heads, capacity, head_dim = keys.shape
+    cols = min(head_dim, 32)
+    # All but the pair on the first axis, the only one that may exceed 65,535: 25 layers of 8 heads do at 328 rows.
+    _forget_kernel[(num_layers * batch * kv_heads * (head_dim // cols), 2)](
+        keys, values, held, keep, batch * kv_heads, capacity, KV_HEADS=kv_heads, HEAD_DIM=head_dim, COLS=cols, SLOTS=128
+    )
+
+
+@triton.jit
+def _forget_kernel(
+    keys: tl.tensor,
+    values: tl.tensor,
+    held: tl.tensor,
+    keep: tl.tensor,
+    num_heads: tl.tensor,  # B·K
+    capacity: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    COLS: tl.constexpr,
+    SLOTS: tl.constexpr,
+) -> None:
+    head = tl.program_id(0) // (HEAD_DIM // COLS)  # of (layers, B, K)
+    shift = tl.maximum(tl.load(held + head % num_heads // KV_HEADS) - keep, 0)
+    if shift > 0:
+        if tl.program_id(1) == 0:
+            base = keys
+        else:
+            base = values
+        cols = tl.program_id(0) % (HEAD_DIM // COLS) * COLS + tl.arange(0, COLS)
+        base += head.to(tl.int64) * capacity * HEAD_DIM
+        # One program moves its columns block by block from the front, so that nothing is overwritten before it is read.
+        for start in range(0, keep, SLOTS):
+            slot = start + tl.arange(0, SLOTS)
+            mask = (slot < keep)[:, None]
+            target = base + slot[:, None] * HEAD_DIM + cols[None, :]
+            moved = tl.load(target + shift * HEAD_DIM, mask=mask)
+            tl.debug_barrier()
+            tl.store(target, moved, mask=mask)

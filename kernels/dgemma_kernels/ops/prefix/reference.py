@@ -1,0 +1,11 @@
+"""The move of a sliding layer's newest tokens in plain PyTorch: the meaning of `kernel`."""
+
+from torch import Tensor
+
+
+def forget(keys: Tensor, values: Tensor, held: Tensor, keep: int) -> None:
+    """Each row's last `keep` of held[b] tokens move to its front, in place. (layers, B, K, capacity, H), (B,)."""
+    for row, count in enumerate(held.tolist()):
+        for tensor in (keys, values):
+            if count > keep:
+                tensor[:, row, :, :keep] = tensor[:, row, :, count - keep : count].clone()

@@ -1,0 +1,76 @@
+"""The vocabulary pass in plain PyTorch: the meaning of `kernel`."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dgemma.diffusion.prediction import Prediction
+from dgemma_kernels.ops.vocabulary import kernel
+from dgemma_kernels.ops.vocabulary.kernel import VocabularyStatistics
+
+
+def vocabulary_statistics(
+    logits: Tensor, temperature: Tensor, *, softcap: float | None = 30.0, allowed: Tensor | None = None
+) -> VocabularyStatistics:
+    """Statistics of softmax(cap(logits) / temperature): logits (R, V), temperature (B,) with B dividing R."""
+    x = _processed(logits, temperature, softcap, allowed)
+    chunk = kernel.CHUNK
+    padded = F.pad(x, (0, -x.shape[1] % chunk), value=-torch.inf).unflatten(1, (-1, chunk))
+    chunk_best = padded.amax(-1)
+    shift = chunk_best.masked_fill(chunk_best == -torch.inf, 0.0)
+    best = x.amax(-1)
+    log_normalizer = x.logsumexp(-1)
+    log_probs = x - log_normalizer[:, None]
+    probabilities = log_probs.exp()
+    top = probabilities.topk(min(2, x.shape[1]), dim=-1).values
+    rounded = x.to(logits.dtype).to(x.dtype)
+    return VocabularyStatistics(
+        entropy=-(probabilities * log_probs.masked_fill(log_probs == -torch.inf, 0.0)).sum(-1),
+        argmax=x.argmax(-1),
+        confidence=top[:, 0],
+        margin=top[:, 0] - (top[:, 1] if x.shape[1] > 1 else 0.0),
+        log_normalizer=log_normalizer,
+        best=best,
+        soft_normalizer=(rounded - rounded.amax(-1, keepdim=True)).exp().sum(-1),
+        chunk_best=chunk_best,
+        chunk_sum=(padded - shift[..., None]).exp().sum(-1),
+    )
+
+
+def sample(
+    logits: Tensor,
+    statistics: VocabularyStatistics,
+    u: Tensor,
+    temperature: Tensor,
+    *,
+    softcap: float | None = 30.0,
+    allowed: Tensor | None = None,
+) -> Tensor:
+    """Inverse CDF in vocabulary order, one uniform a row: u (R,) float64 → tokens (R,)."""
+    prediction = Prediction(_processed(logits, temperature, softcap, allowed)[None])
+    return prediction.sample(u[None])[0]
+
+
+def soft_probabilities(
+    logits: Tensor,
+    statistics: VocabularyStatistics,
+    temperature: Tensor,
+    *,
+    softcap: float | None = 30.0,
+    allowed: Tensor | None = None,
+) -> Tensor:
+    """softmax of the processed logits rounded to their dtype, (R, V) in that dtype."""
+    x = _processed(logits, temperature, softcap, allowed)
+    return x.to(logits.dtype).softmax(-1, dtype=x.dtype).to(logits.dtype)
+
+
+def _processed(logits: Tensor, temperature: Tensor, softcap: float | None, allowed: Tensor | None) -> Tensor:
+    num_rows, vocab_size = logits.shape
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if softcap is not None:
+        x = torch.tanh(x / softcap) * softcap
+    if allowed is not None:
+        bits = (allowed[:, :, None] >> torch.arange(32, device=allowed.device)) & 1
+        mask = bits.flatten(1)[:, :vocab_size].bool().repeat_interleave(num_rows // allowed.shape[0], 0)
+        x = x.masked_fill(~mask, -torch.inf)
+    return x / temperature.repeat_interleave(num_rows // temperature.shape[0])[:, None].to(x.dtype)
