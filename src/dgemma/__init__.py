@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 from dgemma import _startup  # noqa: F401
 from dgemma.checkpoint.tokenizer import ByteTokenizer, Reply, TokenBatch, Tokenizer, ToolCall
 from dgemma.diffusion import schedule
-from dgemma.diffusion.noise import HybridNoise, MaskNoise, Noise, UniformNoise, describe_noise, learnt_noise
+from dgemma.diffusion.noise import HybridNoise, MaskNoise, Noise, UniformNoise
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
 from dgemma.model import CacheMark, DiffusionGemma, PrefixCache, presets
 from dgemma.model.config import Conventions, GenerationDefaults, ModelConfig
 from dgemma.run.changes import apply_changes
+from dgemma.run.defaults import default_sampler, learnt_noise
 from dgemma.run.denoiser import Denoiser
 from dgemma.run.generate import denoise_canvas, generate, start_state, step, stream
 from dgemma.run.plan import Knobs, Plan, read_plan
@@ -41,13 +42,13 @@ from dgemma.sampling import (
     TokenEditing,
     Unchanged,
 )
-from dgemma.sampling.named import default_sampler, describe_sampler
 from dgemma.study.observe import Observation, Pass, observe
 from dgemma.study.sweep import Sweep, SweepRow, sweep
 from dgemma.tasks.autoregressive import generate_causal
 from dgemma.tasks.guidance import Guided
 from dgemma.tasks.infill import Infilling, edit, infill
 from dgemma.tasks.slots import Choice, FilledTemplate, Slot, slots
+from dgemma.values import describe_noise, describe_sampler
 
 __all__ = [
     "KLASS",

@@ -124,7 +124,7 @@ def test_a_folder_without_a_model_is_no_checkpoint(command, checkpoint, tmp_path
         ({"sampler": {"name": "best"}}, "must be one of ancestral,"),
         ({"sampler": {"name": "threshold", "bound": 1}}, "must fit threshold, which takes tau=…"),
         ({"sampler": {"name": "threshold", "tau": "high"}}, "Threshold.tau must be a probability, got 'high'"),
-        ({"noise": {"kind": "pink"}}, "kind must be one of uniform, mask, hybrid, got 'pink'"),
+        ({"noise": {"kind": "pink"}}, "must be one of uniform, mask, hybrid, got 'pink'"),
         ({"noise": {"kind": "mask", "mask_token_id": 10**6}}, "must fit mask: MaskNoise.mask_token_id must"),
         ({"noise": {"kind": "mask", "mask_token_id": 1.5}}, "mask_token_id must be an integer in [0, vocab_size), got"),
     ],

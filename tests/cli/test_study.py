@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 import dgemma
-from dgemma.cli import options, values
+from dgemma.cli import options, types
 
 
 def test_info_counts_what_is_in_the_file(command, checkpoint):
@@ -42,7 +42,7 @@ def test_info_says_the_sampler_as_sampler_takes_it(command, checkpoint, tmp_path
     model.save_pretrained(tmp_path)
     assert json.loads(command("info", "--json", tmp_path).out)["sampler"] == model.generation.sampler
     line = next(line for line in command("info", tmp_path).out.splitlines() if line.startswith("  sampler "))
-    assert values.sampler(line.split()[1]) == sampler
+    assert types.sampler(line.split()[1]) == sampler
 
 
 def test_info_without_a_name_lists_what_ships(command):

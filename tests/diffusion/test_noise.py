@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dgemma import GenerationDefaults, presets
-from dgemma.diffusion.noise import HybridNoise, MaskNoise, UniformNoise, describe_noise, learnt_noise
+from dgemma.diffusion.noise import HybridNoise, MaskNoise, UniformNoise
 from dgemma.diffusion.schedule import Loop, PlainCosine
+from dgemma.run.defaults import learnt_noise
+from dgemma.values import describe_noise
 from toy import MASK, NUM_TOKENS, SEQUENCES, Denoiser, fresh_state, hybrid_noise, likelihood, mask_noise, uniform_noise
 
 PROCESSES = [
@@ -305,9 +307,9 @@ def test_a_process_that_cannot_be_built_again_is_refused_not_replaced():
     class Own(HybridNoise):
         pass
 
-    with pytest.raises(ValueError, match=r"noise kind must be one of uniform, mask, hybrid, got 'Own'\. Pass"):
+    with pytest.raises(ValueError, match=r"noise must be one of uniform, mask, hybrid, got 'Own'\. Pass"):
         learnt_noise(saying(describe_noise(Own(NUM_TOKENS + 1, mask_token_id=MASK))))
-    with pytest.raises(ValueError, match=r"noise must hold settings of MaskNoise, got \{'mask': 3\}.* correct config"):
+    with pytest.raises(ValueError, match=r"noise must fit mask, which takes mask_token_id=…, got 'mask=3'.*config"):
         learnt_noise(saying({"kind": "mask", "mask": 3}))
 
 

@@ -1,5 +1,6 @@
 """A recorded run: kept as it was, saved, replayed bit for bit, forked."""
 
+import json
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 from safetensors import safe_open
 
 import dgemma
+from dgemma import values
 from dgemma.run import archive
 from dgemma.run.generate import step
 from dgemma.run.trajectory import Trajectory
@@ -237,6 +239,17 @@ def test_a_class_that_has_moved_is_unknown_until_it_is_passed(model, prompt, tmp
     with pytest.raises(ValueError, match=r"made with elsewhere\.Bold, which this process does not know"):
         loaded.replay(model)
     Trajectory.load(tmp_path / "run", classes=[Bold]).replay(model)
+
+
+def test_a_class_of_the_library_is_found_by_its_name_after_it_has_moved(model, prompt, tmp_path):
+    out = dgemma.generate(model, prompt, record=True, **options("mask"))
+    tensors: dict[str, torch.Tensor] = {}
+    written = json.dumps(values.describe_value(out.trajectory.plan, tensors))
+    earlier = written.replace("dgemma.diffusion.", "dgemma.").replace("dgemma.run.", "dgemma.")  # where they once were
+    assert "dgemma.noise:MaskNoise" in earlier
+    plan = values.rebuild_value(json.loads(earlier), tensors)
+    assert (plan.noise, plan.knobs) == (out.trajectory.plan.noise, out.trajectory.plan.knobs)
+    assert torch.equal(plan.seeds, out.trajectory.plan.seeds)
 
 
 @pytest.mark.parametrize("process", PROCESSES)

@@ -12,13 +12,14 @@ import torch
 
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checkpoint.weights import resolve
-from dgemma.cli import values
-from dgemma.diffusion.noise import HybridNoise, MaskNoise, Noise, UniformNoise, rebuild_noise, warn_of_noise
+from dgemma.cli import types
+from dgemma.diffusion.noise import HybridNoise, MaskNoise, Noise, UniformNoise
 from dgemma.model import DiffusionGemma
 from dgemma.model.layout import lay_out_by_column
+from dgemma.run.defaults import default_sampler, warn_of_noise
 from dgemma.run.denoiser import Denoiser
 from dgemma.sampling import Sampler
-from dgemma.sampling.named import default_sampler, rebuild_sampler
+from dgemma.values import rebuild_noise, rebuild_sampler
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NOISES = ("uniform", "mask", "hybrid")
@@ -47,7 +48,7 @@ def add_model_options(parser: argparse.ArgumentParser, *, default: str, fast: bo
         help="checkpoint folder, dgemma/NAME for one that ships, or hub id (%(default)s)",
     )
     group.add_argument(
-        "--device", type=values.device, metavar="NAME", help="cpu, cuda or cuda:N (a GPU where there is one)"
+        "--device", type=types.device, metavar="NAME", help="cpu, cuda or cuda:N (a GPU where there is one)"
     )
     group.add_argument(
         "--dtype",
@@ -81,7 +82,7 @@ def add_sampler_option(parser: Any, *, default: str) -> None:
     """--sampler."""
     parser.add_argument(
         "--sampler",
-        type=values.sampler,
+        type=types.sampler,
         metavar="NAME[:FIELD=VALUE,…]",
         help=f"what decides which positions to keep ({default})",
     )
@@ -89,19 +90,19 @@ def add_sampler_option(parser: Any, *, default: str) -> None:
 
 def add_seed_option(parser: Any, *, help: str) -> None:
     """--seed."""
-    parser.add_argument("--seed", type=values.seed, default=0, metavar="S", help=f"{help} (%(default)s)")
+    parser.add_argument("--seed", type=types.seed, default=0, metavar="S", help=f"{help} (%(default)s)")
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """--steps, --sampler, --noise, --temperature, --top-k, --top-p, --seed."""
     group = parser.add_argument_group("sampling", "What is left out is the checkpoint's own choice.")
-    group.add_argument("--steps", type=values.count, metavar="N", help="the most denoising steps a canvas may take")
+    group.add_argument("--steps", type=types.count, metavar="N", help="the most denoising steps a canvas may take")
     add_sampler_option(group, default="all are at the end of `dgemma generate --help`")
     add_noise_option(group)
-    group.add_argument("--temperature", type=values.positive(), metavar="T", help="one temperature for every step")
-    group.add_argument("--top-k", type=values.count, metavar="K", help="sample from the K likeliest tokens only")
+    group.add_argument("--temperature", type=types.positive(), metavar="T", help="one temperature for every step")
+    group.add_argument("--top-k", type=types.count, metavar="K", help="sample from the K likeliest tokens only")
     group.add_argument(
-        "--top-p", type=values.positive(1.0), metavar="P", help="sample from the likeliest tokens that sum to P"
+        "--top-p", type=types.positive(1.0), metavar="P", help="sample from the likeliest tokens that sum to P"
     )
     add_seed_option(group, help="same seed, same text")
 

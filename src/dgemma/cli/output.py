@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from dgemma.checkpoint.tokenizer import Tokenizer
-from dgemma.cli import values
+from dgemma.cli import types
 from dgemma.run.trajectory import Trajectory
 from dgemma.view.board import Board
 from dgemma.view.gif import to_gif
@@ -27,11 +27,11 @@ def add_view_options(parser: argparse.ArgumentParser, *, pictures: bool = True) 
     group.add_argument("--quiet", action="store_true", help="no live view, no progress bar")
     if pictures:
         group.add_argument(
-            "--html", type=values.new_file, metavar="FILE", help="write the denoising as a page to play and scrub"
+            "--html", type=types.new_file, metavar="FILE", help="write the denoising as a page to play and scrub"
         )
         group.add_argument(
             "--gif",
-            type=values.new_gif,
+            type=types.new_gif,
             metavar="FILE",
             help="write it as an animation; needs pip install 'dgemma[plots]'",
         )

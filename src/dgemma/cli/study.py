@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from dgemma.checkpoint.weights import Stored, read_headers, resolve
-from dgemma.cli import options, output, values
+from dgemma.cli import options, output, types
 from dgemma.model import DiffusionGemma
 from dgemma.model.config import GenerationDefaults, ModelConfig, read_json
 from dgemma.run.generate import generate
-from dgemma.sampling.named import say_settings
+from dgemma.values import join_settings
 
 _CONFIG_FILES = ("config.json", "*.index.json")
 _ASSETS = Path(__file__).parents[1] / "assets"
@@ -51,15 +51,15 @@ def add_commands(commands: Any) -> None:
         "Every time is the median of several, beside the fastest and the slowest.",
         epilog="example:\n  dgemma bench --batch 4 --steps 16",
     )
-    parser.add_argument("--batch", type=values.count, default=1, metavar="B", help="rows at once (%(default)s)")
+    parser.add_argument("--batch", type=types.count, default=1, metavar="B", help="rows at once (%(default)s)")
     parser.add_argument(
-        "--prefix", type=values.count, default=64, metavar="P", help="tokens in the prefix (%(default)s)"
+        "--prefix", type=types.count, default=64, metavar="P", help="tokens in the prefix (%(default)s)"
     )
     parser.add_argument(
-        "--steps", type=values.count, default=16, metavar="N", help="steps a canvas, none left out (%(default)s)"
+        "--steps", type=types.count, default=16, metavar="N", help="steps a canvas, none left out (%(default)s)"
     )
     parser.add_argument(
-        "--repeats", type=values.count, default=10, metavar="R", help="runs against the clock (%(default)s)"
+        "--repeats", type=types.count, default=10, metavar="R", help="runs against the clock (%(default)s)"
     )
     options.add_model_options(parser, default="dgemma/text")
     output.add_json_option(parser)
@@ -117,7 +117,7 @@ def _summary(config: ModelConfig, described: dict[str, Any], stored: dict[str, S
     for name, key in (("noise", "kind"), ("sampler", "name")):
         if described[name] is not None:
             settings = dict(described[name])
-            rows.append((name, ":".join(filter(None, (settings.pop(key), say_settings(settings))))))
+            rows.append((name, ":".join(filter(None, (settings.pop(key), join_settings(settings))))))
     if stored:
         dtypes = Counter(tensor.dtype for tensor in stored.values())
         rows.append(("tensors", f"{_counted(dtypes)}; {_size(described['bytes'])} on disk"))

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dgemma.cli import options, output, values
+from dgemma.cli import options, output, types
 from dgemma.data import sudoku
-from dgemma.diffusion.noise import warn_of_noise
+from dgemma.run.defaults import warn_of_noise
 from dgemma.run.denoiser import Denoiser
 from dgemma.sampling import EntropyBound, StableAndConfident
 from dgemma.view.board import Board
@@ -38,11 +38,11 @@ def add_commands(commands: Any) -> None:
         help="81 cells row by row, 0 . _ or * for a blank (- reads standard input; without it a new puzzle is made)",
     )
     parser.add_argument(
-        "--givens", type=values.whole(23, 81), default=30, metavar="N", help="clues of a new puzzle (%(default)s)"
+        "--givens", type=types.whole(23, 81), default=30, metavar="N", help="clues of a new puzzle (%(default)s)"
     )
     parser.add_argument(
         "--retry",
-        type=values.whole(0),
+        type=types.whole(0),
         default=0,
         metavar="K",
         help="while the answer breaks a rule, try again up to K times, as an equivalent puzzle whose rows, columns and "
@@ -51,7 +51,7 @@ def add_commands(commands: Any) -> None:
     parser.add_argument("--write-clues", action="store_true", help="let the model write the clues too, none pinned")
     options.add_model_options(parser, default="dgemma/sudoku")
     group = parser.add_argument_group("sampling")
-    group.add_argument("--steps", type=values.count, default=48, metavar="N", help="the most to take (%(default)s)")
+    group.add_argument("--steps", type=types.count, default=48, metavar="N", help="the most to take (%(default)s)")
     options.add_sampler_option(group, default="entropy-bound:bound=0.01,greedy=True; `dgemma generate --help` has all")
     options.add_noise_option(group, choices=("mask", "uniform"))
     options.add_seed_option(group, help="of the new puzzle and of the draws")

@@ -14,7 +14,7 @@ import torch
 
 from dgemma import presets
 from dgemma.checkpoint.tokenizer import Tokenizer
-from dgemma.cli import options, output, values
+from dgemma.cli import options, output, types
 from dgemma.data.documents import list_files
 from dgemma.data.text import PromptSource, TextSource, TokenFile, read_documents, scan
 from dgemma.data.token_file import describe_files
@@ -43,13 +43,13 @@ def add_commands(commands: Any) -> None:
         epilog="example:\n  dgemma evaluate held_out.txt --samples 4",
     )
     _add_files(parser)
-    parser.add_argument("--rows", type=values.count, metavar="R", help="the first R rows only (all)")
-    parser.add_argument("--canvases", type=values.count, default=4, metavar="K", help="canvases a row (%(default)s)")
+    parser.add_argument("--rows", type=types.count, metavar="R", help="the first R rows only (all)")
+    parser.add_argument("--canvases", type=types.count, default=4, metavar="K", help="canvases a row (%(default)s)")
     parser.add_argument(
-        "--samples", type=values.count, default=8, metavar="N", help="noise levels a canvas (%(default)s)"
+        "--samples", type=types.count, default=8, metavar="N", help="noise levels a canvas (%(default)s)"
     )
     parser.add_argument(
-        "--batch-size", type=values.count, default=8, metavar="B", help="rows at once; changes no number (%(default)s)"
+        "--batch-size", type=types.count, default=8, metavar="B", help="rows at once; changes no number (%(default)s)"
     )
     options.add_noise_option(parser)
     options.add_seed_option(parser, help="same seed, same number")
@@ -83,25 +83,25 @@ def add_commands(commands: Any) -> None:
     )
     group = parser.add_argument_group("training")
     length = group.add_mutually_exclusive_group()
-    length.add_argument("--steps", type=values.count, default=1000, metavar="N", help="updates (%(default)s)")
+    length.add_argument("--steps", type=types.count, default=1000, metavar="N", help="updates (%(default)s)")
     length.add_argument(
-        "--minutes", type=values.positive(), metavar="M", help="as many updates as fit into so long, instead of --steps"
+        "--minutes", type=types.positive(), metavar="M", help="as many updates as fit into so long, instead of --steps"
     )
-    group.add_argument("--batch-size", type=values.count, default=16, metavar="B", help="rows a step (%(default)s)")
+    group.add_argument("--batch-size", type=types.count, default=16, metavar="B", help="rows a step (%(default)s)")
     group.add_argument(
-        "--micro-batch-size", type=values.count, metavar="B", help="rows at once; changes memory, not the result"
-    )
-    group.add_argument(
-        "--canvases", type=values.whole(2), default=4, metavar="K", help="canvases a row, 2 or more (%(default)s)"
+        "--micro-batch-size", type=types.count, metavar="B", help="rows at once; changes memory, not the result"
     )
     group.add_argument(
-        "--lr", type=values.positive(), default=1.5e-4, metavar="RATE", help="peak learning rate (%(default)s)"
+        "--canvases", type=types.whole(2), default=4, metavar="K", help="canvases a row, 2 or more (%(default)s)"
     )
     group.add_argument(
-        "--lora", type=values.count, metavar="RANK", help="train adapters of this rank, and merge them at the end"
+        "--lr", type=types.positive(), default=1.5e-4, metavar="RATE", help="peak learning rate (%(default)s)"
     )
     group.add_argument(
-        "--ema", type=values.share, metavar="DECAY", help="keep an average of the weights, for instance 0.999"
+        "--lora", type=types.count, metavar="RANK", help="train adapters of this rank, and merge them at the end"
+    )
+    group.add_argument(
+        "--ema", type=types.share, metavar="DECAY", help="keep an average of the weights, for instance 0.999"
     )
     options.add_noise_option(group, help="the process to learn")
     group.add_argument("--compile", action="store_true", help="compile the layers: slow to start, then faster")
@@ -118,7 +118,7 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="+", metavar="FILE", help=".txt or .jsonl files, or folders of them")
     parser.add_argument(
         "--separator",
-        type=values.some_text,
+        type=types.some_text,
         metavar="TEXT",
         help="what parts the documents of a .txt file (none: one document)",
     )

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 from dgemma.checkpoint.tokenizer import Tokenizer
-from dgemma.cli import options, output, values
+from dgemma.cli import options, output, types
 from dgemma.cli.options import Writer
 from dgemma.run.generate import generate
 from dgemma.run.records import Generation, OnStep
@@ -29,7 +29,7 @@ def add_commands(commands: Any) -> None:
         epilog="examples:\n"
         '  dgemma generate "It was a dark night"\n'
         '  dgemma generate --steps 16 --html run.html "It was"\n'
-        "  dgemma generate --json - < prompt.txt\n\n" + values.describe_samplers(),
+        "  dgemma generate --json - < prompt.txt\n\n" + types.describe_samplers(),
     )
     parser.add_argument(
         "prompt", nargs="*", metavar="PROMPT", help="the text to continue (- or nothing: standard input)"
@@ -74,7 +74,7 @@ def add_commands(commands: Any) -> None:
     parser.add_argument("text", nargs="*", metavar="TEXT", help="the text (- or nothing: standard input)")
     parser.add_argument(
         "--level",
-        type=values.positive(1.0),
+        type=types.positive(1.0),
         default=0.5,
         metavar="L",
         help="the share of the text that becomes noise; 1 forgets all of it (%(default)s)",
@@ -87,7 +87,7 @@ def _add_length(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument(
         "-n",
         "--max-new-tokens",
-        type=values.count,
+        type=types.count,
         default=256,
         metavar="N",
         help=f"{what} at most, rounded up to whole canvases (%(default)s)",

@@ -8,11 +8,8 @@ so a process is two curves, the clean share A and the mask share S of its noise.
 1. Uniform (UDLM, arXiv:2412.10193; DiffusionGemma): S is 0. Hybrid (GIDD, arXiv:2503.04482): S moves with the level.
 """
 
-import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,11 +19,6 @@ from dgemma.diffusion import draws
 from dgemma.diffusion.schedule import Linear, Schedule
 from dgemma.diffusion.state import DenoiseState
 from dgemma.sampling.base import Decision
-
-if TYPE_CHECKING:
-    from dgemma.run.denoiser import Denoiser
-
-logger = logging.getLogger("dgemma")
 
 
 @dataclass(frozen=True)
@@ -316,70 +308,6 @@ class HybridNoise(_MaskingNoise):
             token = draws.integers(rest, self.vocab_size - 1)
             token = token + (token >= self.mask_token_id)
         return torch.where(u < share, self.mask_token_id, token)
-
-
-_PROCESSES: dict[str, type[Noise]] = {cls.kind: cls for cls in (UniformNoise, MaskNoise, HybridNoise)}
-
-
-def describe_noise(noise: Noise) -> dict[str, Any]:
-    """What a checkpoint keeps of the process it learnt: its kind and settings, in `GenerationDefaults.noise`.
-
-    Not the schedule: a network learns every level, and how they are passed through is the sampler's business.
-
-    Example: `describe_noise(MaskNoise(512, mask_token_id=4))` is `{"kind": "mask", "mask_token_id": 4}`.
-    """
-    if type(noise) is not _PROCESSES.get(noise.kind):
-        return {"kind": type(noise).__name__}  # to be named again by whoever has the class
-    settings = {f.name: getattr(noise, f.name) for f in fields(noise) if f.name not in ("vocab_size", "schedule")}
-    # Scalars of numpy and torch become Python's, which JSON knows.
-    return {"kind": noise.kind, **{k: v.item() if hasattr(v, "item") else v for k, v in settings.items()}}
-
-
-def learnt_noise(model: "Denoiser") -> Noise:
-    """The process that a model's checkpoint says it learnt; uniform, as published, where it says nothing.
-
-    Example: `learnt_noise(DiffusionGemma.from_pretrained("dgemma/sudoku"))` is a `MaskNoise`.
-    """
-    try:
-        return rebuild_noise(model.generation.noise or {"kind": "uniform"}, model.config.vocab_size)
-    except ValueError as error:
-        rule = str(error).removesuffix(".")
-        raise ValueError(
-            f"GenerationDefaults.noise {rule}. Pass what the model learnt as noise=, or correct config.json."
-        ) from None
-
-
-def rebuild_noise(described: Mapping[str, Any], vocab_size: int) -> Noise:
-    """What `describe_noise` was given. Errors begin with the broken rule: callers say first where it was described.
-
-    Example: `rebuild_noise({"kind": "mask", "mask_token_id": 4}, 512)`.
-    """
-    settings = dict(described)
-    kind = settings.pop("kind")
-    process = _PROCESSES.get(kind)
-    if process is None:
-        raise ValueError(f"kind must be one of {', '.join(_PROCESSES)}, got {kind!r}")
-    try:
-        return process(vocab_size, **settings)
-    except TypeError as error:
-        raise ValueError(f"must hold settings of {process.__name__}, got {settings} ({error})") from None
-    except ValueError as error:
-        raise ValueError(f"must fit {kind}: {error}") from None
-
-
-def warn_of_noise(model: "Denoiser", noise: Noise) -> None:
-    """One line in the log where a process is another than the model's checkpoint learnt; once for any two.
-
-    Example: `warn_of_noise(DiffusionGemma.from_pretrained("dgemma/sudoku"), UniformNoise(16))`.
-    """
-    learnt, kind = (model.generation.noise or {}).get("kind"), describe_noise(noise)["kind"]
-    if learnt not in (None, kind):
-        _warn_once(learnt, kind)
-
-
-@cache
-def _warn_once(learnt: str, kind: str) -> None:
-    logger.warning("The checkpoint learnt %s noise; under %s noise it guesses.", learnt, kind)
 
 
 def _per_position(level: Tensor, tokens: Tensor) -> Tensor:

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from dgemma.checks import as_int, as_number, check_count, check_probability
-from dgemma.diffusion.noise import Noise, learnt_noise, warn_of_noise
+from dgemma.diffusion.noise import Noise
 from dgemma.model.cache import PrefixCache
 from dgemma.run import arguments
 from dgemma.run.arguments import Span
+from dgemma.run.defaults import default_sampler, learnt_noise, warn_of_noise
 from dgemma.sampling.base import Sampler
 from dgemma.sampling.entropy_bound import EntropyBound
-from dgemma.sampling.named import default_sampler
 from dgemma.sampling.stopping import StableAndConfident, StopRule
 from dgemma.sampling.temperature import LinearTemperature, Temperature, read_temperature
 

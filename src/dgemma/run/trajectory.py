@@ -22,6 +22,7 @@ from dgemma.run.denoiser import Denoiser
 from dgemma.run.generate import drain, run
 from dgemma.run.plan import Knobs, Plan
 from dgemma.run.records import BlockCommit, Generation, Moment, OnStep, StepRecord
+from dgemma.values import find_unknown
 
 _KIND = "trajectory"
 
@@ -201,7 +202,7 @@ class Trajectory:
         Example: `Trajectory.load("run.safetensors", classes=[MySampler]).replay(model)`.
         """
         content = archive.load(path, kind=_KIND, classes=classes)
-        missing = archive.find_unknown(content["plan"].noise)
+        missing = find_unknown(content["plan"].noise)
         if missing is not None:
             raise ValueError(
                 f"{path} was made with {missing.name}, which this process does not know. Pass it in classes=[...]."
@@ -391,7 +392,7 @@ class Trajectory:
 
     def _check_model(self, model: Denoiser, cache: PrefixCache | None) -> None:
         plan, config = self.plan, model.config
-        missing = archive.find_unknown((plan, self.changes))
+        missing = find_unknown((plan, self.changes))
         if missing is not None:
             fix = f"Pass it: Trajectory.load(path, classes=[{missing.name}])."
             if missing.fields is None:

@@ -5,7 +5,7 @@ import html
 import io
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor
 from dgemma.progress import progress_bar
 from dgemma.run.records import Generation
 from dgemma.sampling.base import Sampler
+from dgemma.values import label
 
 Task = Callable[[Any, int], tuple[float | Tensor, Generation]]
 
@@ -107,12 +108,12 @@ def sweep(
     rows = []
     runs = progress_bar(total=len(named) * len(seeds), desc="sweep", unit="run", show=progress)
     with runs:
-        for label, sampler in named.items():
+        for name, sampler in named.items():
             outcomes = []
             for seed in seeds:
                 outcomes.append(_run(task, sampler, seed))
                 runs.update()
-            rows.append(_summarise(label, outcomes))
+            rows.append(_summarise(name, outcomes))
     return Sweep(tuple(rows))
 
 
@@ -141,10 +142,10 @@ def _run(task: Task, sampler: Any, seed: int) -> _Outcome:
     )
 
 
-def _summarise(label: str, outcomes: Sequence[_Outcome]) -> SweepRow:
+def _summarise(name: str, outcomes: Sequence[_Outcome]) -> SweepRow:
     quality = [value for outcome in outcomes for value in outcome.quality]
     return SweepRow(
-        label=label,
+        label=name,
         quality=fmean(quality),
         error=stdev(quality) / len(quality) ** 0.5 if len(quality) > 1 else float("nan"),
         tokens_per_forward=fmean(value for outcome in outcomes for value in outcome.tokens_per_forward),
@@ -157,22 +158,10 @@ def _summarise(label: str, outcomes: Sequence[_Outcome]) -> SweepRow:
 def _name(samplers: Sequence[Any]) -> dict[str, Any]:
     named: dict[str, Any] = {}
     for sampler in samplers:
-        label = describe_sampler(sampler)
-        if label in named:
+        name = label(sampler)
+        if name in named:
             raise ValueError(
-                f"sweep samplers must differ from one another, got {label} twice. Name them: {{name: ...}}."
+                f"sweep samplers must differ from one another, got {name} twice. Name them: {{name: ...}}."
             )
-        named[label] = sampler
+        named[name] = sampler
     return named
-
-
-def describe_sampler(sampler: Any) -> str:
-    """The class and the fields that differ from their defaults, such as EntropyBound(bound=0.5)."""
-    if not is_dataclass(sampler) or isinstance(sampler, type):
-        return repr(sampler)
-    differing = [
-        f"{field.name}={getattr(sampler, field.name)!r}"
-        for field in fields(sampler)
-        if field.default is MISSING or getattr(sampler, field.name) != field.default
-    ]
-    return f"{type(sampler).__name__}({', '.join(differing)})"

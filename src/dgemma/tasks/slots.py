@@ -17,10 +17,11 @@ from torch import Tensor
 
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.diffusion import draws
-from dgemma.diffusion.noise import Noise, learnt_noise
+from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.prediction import Prediction
 from dgemma.model.cache import PrefixCache
 from dgemma.run.arguments import check_vocabulary
+from dgemma.run.defaults import learnt_noise
 from dgemma.run.denoiser import Denoiser
 from dgemma.run.generate import predict
 

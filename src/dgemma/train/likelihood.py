@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dgemma.diffusion import draws
-from dgemma.diffusion.noise import Noise, warn_of_noise
+from dgemma.diffusion.noise import Noise
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.progress import progress_bar
+from dgemma.run.defaults import warn_of_noise
 from dgemma.train import head, nelbo
 from dgemma.train.batch import BatchSource, TrainBatch
 from dgemma.train.canvases import Canvases, cut_canvases

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dgemma.diffusion.noise import Noise, describe_noise
+from dgemma.diffusion.noise import Noise
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.experts import require_experts
 from dgemma.progress import progress_bar
@@ -40,6 +40,7 @@ from dgemma.train.optimizer import (
 )
 from dgemma.train.parallel import Parallel
 from dgemma.train.records import Measure, StepRecord, Terms, TrainResult, make_lines
+from dgemma.values import describe_noise
 
 logger = logging.getLogger("dgemma")
 

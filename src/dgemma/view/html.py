@@ -22,7 +22,7 @@ import numpy as np
 
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.run.trajectory import Trajectory
-from dgemma.study.sweep import describe_sampler
+from dgemma.values import label
 from dgemma.view.board import Board
 from dgemma.view.frames import Array, Frames, check_canvas, check_row, read_frames, read_prompt, settled
 from dgemma.view.heat import LEVELS, palette
@@ -185,7 +185,7 @@ def _text(frames: Frames, pieces: Pieces) -> str:
 
 def _about(trajectory: Trajectory) -> str:
     plan = trajectory.plan
-    sampler = describe_sampler(plan.knobs.sampler)
+    sampler = label(plan.knobs.sampler)
     return f"{sampler} · {plan.noise.kind} noise · canvas of {plan.canvas_len} · at most {plan.num_steps} steps"
 
 

@@ -20,7 +20,8 @@ from dgemma.data.sudoku.encoding import (
 from dgemma.data.sudoku.puzzles import parse
 from dgemma.data.sudoku.symmetry import NUM_UNIFORMS, equivalents, originals
 from dgemma.diffusion import draws
-from dgemma.diffusion.noise import MaskNoise, Noise, UniformNoise, learnt_noise
+from dgemma.diffusion.noise import MaskNoise, Noise, UniformNoise
+from dgemma.run.defaults import learnt_noise
 from dgemma.run.denoiser import Denoiser
 from dgemma.run.generate import generate
 from dgemma.run.records import Generation

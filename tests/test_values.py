@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dgemma
-from dgemma.sampling.named import SAMPLERS, build_sampler
+from dgemma.values import SAMPLERS, rebuild_sampler
 from every_sampler import SAMPLERS as EVERY
 
 GIBBS = dgemma.LeaveOneOutGibbs(corrections=1, num_positions=3, choice_temperature=0.5)
@@ -120,5 +120,5 @@ def test_what_was_chosen_to_sample_one_noise_goes_when_another_is_learnt():
 
 
 def test_names_are_those_of_the_command_line():
-    assert build_sampler("klass", {"tau": 0.8}) == dgemma.KLASS(tau=0.8)
+    assert rebuild_sampler({"name": "klass", "tau": 0.8}) == dgemma.KLASS(tau=0.8)
     assert {kind.__name__ for kind in SAMPLERS.values()} == {type(sampler).__name__ for sampler in EVERY}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dgemma.sampling import Sampler
-from dgemma.sampling.named import SAMPLERS, build_sampler
+from dgemma.values import SAMPLERS, rebuild_sampler
 
 _PICTURE_PACKAGES = ("PIL", "matplotlib")
 
@@ -112,7 +112,7 @@ def sampler(text: str) -> Sampler:
             raise argparse.ArgumentTypeError(f"must name every field once, got {field!r} again")
         settings[field] = _literal(value)
     try:
-        return build_sampler(name, settings)
+        return rebuild_sampler({"name": name, **settings})
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

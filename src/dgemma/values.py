@@ -1,0 +1,268 @@
+"""Frozen values as dictionaries and back: samplers, noises, schedules, stop rules and other dataclasses.
+
+A checkpoint and a command line name samplers and noises by short names ("threshold", "mask"). A saved trajectory names
+any class by its module and name, and holds tensors as well.
+"""
+
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dgemma import sampling
+from dgemma.diffusion.noise import HybridNoise, MaskNoise, Noise, UniformNoise
+from dgemma.diffusion.schedule import Linear, Schedule
+from dgemma.sampling import Sampler, StopRule
+
+_Value = TypeVar("_Value")
+
+
+def _kebab(name: str) -> str:
+    return re.sub(r"(?<=[a-z])(?=[A-Z][a-z])", "-", name).lower()
+
+
+SAMPLERS: dict[str, type[Sampler]] = {
+    _kebab(kind.__name__): kind
+    for kind in sorted((getattr(sampling, name) for name in sampling.__all__), key=lambda kind: _kebab(kind.__name__))
+    if isinstance(kind, type) and issubclass(kind, Sampler) and kind is not Sampler
+}
+NOISES: dict[str, type[Noise]] = {kind.kind: kind for kind in (UniformNoise, MaskNoise, HybridNoise)}
+
+# Folders whose dataclasses may be in a saved file. Names are unique there, so a class is found after it has moved.
+_FOLDERS = ("dgemma.diffusion.", "dgemma.sampling.", "dgemma.run.")
+
+
+def describe_sampler(sampler: Sampler) -> dict[str, Any]:
+    """Return a sampler's name and fields, which a checkpoint stores in `GenerationDefaults.sampler`.
+
+    Example: `describe_sampler(Ancestral())` is `{"name": "ancestral", "parametrisation": "mean"}`.
+    """
+    name = _kebab(type(sampler).__name__)
+    if SAMPLERS.get(name) is not type(sampler):
+        raise ValueError(
+            f"describe_sampler must get one of {', '.join(SAMPLERS)}, which every copy of dgemma can build again, "
+            f"got {type(sampler).__name__}. Pass your own as sampler=."
+        )
+    return {"name": name, **_settings(sampler)}
+
+
+def rebuild_sampler(description: Mapping[str, Any]) -> Sampler:
+    """Return the sampler that `describe_sampler` described.
+
+    Errors start with the rule ("must ..."), so that the caller can put the owner in front.
+
+    Example: `rebuild_sampler({"name": "threshold", "tau": 0.8})`.
+    """
+    settings = dict(description)
+    return _build(SAMPLERS, settings.pop("name"), settings)
+
+
+def describe_noise(noise: Noise) -> dict[str, Any]:
+    """Return a noise's kind and fields, which a checkpoint stores in `GenerationDefaults.noise`.
+
+    The schedule is left out: a network learns every noise level, and the run chooses the path through them.
+
+    Example: `describe_noise(MaskNoise(512, mask_token_id=4))` is `{"kind": "mask", "mask_token_id": 4}`.
+    """
+    if type(noise) is not NOISES.get(noise.kind):
+        return {"kind": type(noise).__name__}  # the user has to pass such a noise again
+    return {"kind": noise.kind, **_settings(noise, without=("vocab_size", "schedule"))}
+
+
+def rebuild_noise(description: Mapping[str, Any], vocab_size: int) -> Noise:
+    """Return the noise that `describe_noise` described. Errors start with the rule, as in `rebuild_sampler`.
+
+    Example: `rebuild_noise({"kind": "mask", "mask_token_id": 4}, 512)`.
+    """
+    settings = dict(description)
+    return _build(NOISES, settings.pop("kind"), settings, vocab_size=vocab_size, schedule=Linear())
+
+
+def label(value: Any) -> str:
+    """Return the class and the fields that differ from their defaults.
+
+    Example: `label(EntropyBound(bound=0.5))` is "EntropyBound(bound=0.5)".
+    """
+    if not is_dataclass(value) or isinstance(value, type):
+        return repr(value)
+    differing = [
+        f"{field.name}={getattr(value, field.name)!r}"
+        for field in fields(value)
+        if field.default is MISSING or getattr(value, field.name) != field.default
+    ]
+    return f"{type(value).__name__}({', '.join(differing)})"
+
+
+def join_settings(settings: Mapping[str, Any]) -> str:
+    """Return fields as the command line takes them.
+
+    Example: `join_settings({"tau": 0.8, "greedy": True})` is "tau=0.8,greedy=True".
+    """
+    return ",".join(f"{field}={value}" for field, value in settings.items())
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """A value in a file whose class this process does not know. Its full name and its fields stay readable."""
+
+    name: str
+    fields: Any = None
+
+
+def find_unknown(value: Any) -> Unknown | None:
+    """Return the first `Unknown` inside a nested value, or None."""
+    if isinstance(value, Unknown):
+        return value
+    if is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, f.name) for f in fields(value)]
+    elif isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return next((found for item in value if (found := find_unknown(item)) is not None), None)
+    return None
+
+
+def describe_value(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
+    """Return a nested value as JSON; its tensors go into `tensors` under their paths, such as "steps.entropy".
+
+    value: dictionaries, lists, tuples, dataclasses, named tuples, numbers, strings, None and tensors.
+
+    Example: `describe_value(UniformNoise(512), {})["class"]` is "dgemma.diffusion.noise:UniformNoise".
+    """
+    value = value.item() if isinstance(value, np.generic) else value
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor):
+        whole = value.detach().cpu().contiguous()
+        if whole.dtype == torch.bool:
+            tensors[path] = torch.from_numpy(np.packbits(whole.numpy()))
+            return {"bits": path, "shape": list(whole.shape)}
+        tensors[path] = whole.clone()  # safetensors refuses tensors that share memory
+        return {"tensor": path}
+
+    def describe_each(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            name: describe_value(item, tensors, f"{path}.{name}" if path else name) for name, item in values.items()
+        }
+
+    if isinstance(value, Mapping):
+        return {"map": describe_each(value)}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return {"class": _full_name(type(value)), "fields": describe_each(value._asdict())}
+    if isinstance(value, list | tuple):
+        return {"list": [describe_value(item, tensors, f"{path}.{i}") for i, item in enumerate(value)]}
+    if is_dataclass(value) and not isinstance(value, type):
+        own = {f.name: getattr(value, f.name) for f in fields(value) if f.init}
+        return {"class": _full_name(type(value)), "fields": describe_each(own)}
+    return {"class": _full_name(value if hasattr(value, "__qualname__") else type(value)), "fields": None}
+
+
+def rebuild_value(description: Any, tensors: Mapping[str, Tensor], classes: Iterable[type] = ()) -> Any:
+    """Return the value that `describe_value` described; lists become tuples.
+
+    Only classes of dgemma, classes derived from its bases, and `classes` are built; another one becomes an `Unknown`.
+    A class of dgemma and one of `classes` is found by its name alone, wherever it now lives.
+
+    Example: `rebuild_value(describe_value(UniformNoise(512), tensors), tensors)`.
+    """
+    return _rebuild(description, tensors, _Classes(_library_classes(), _derived_classes(), tuple(classes)))
+
+
+def _settings(value: Any, *, without: Iterable[str] = ()) -> dict[str, Any]:
+    """The fields of a dataclass. Scalars of NumPy and torch become Python's, which JSON can write."""
+    own = {field.name: getattr(value, field.name) for field in fields(value) if field.name not in without}
+    return {name: item.item() if hasattr(item, "item") else item for name, item in own.items()}
+
+
+def _build(kinds: Mapping[str, type[_Value]], name: str, settings: Mapping[str, Any], **own: Any) -> _Value:
+    """The value with this short name: `settings` come from a file or a command line, `own` from the caller."""
+    if name not in kinds:
+        raise ValueError(f"must be one of {', '.join(kinds)}, got {name!r}")
+    known = {field.name: field for field in fields(kinds[name]) if field.name not in own}  # type: ignore[arg-type]
+    for field, value in settings.items():
+        if field not in known:
+            rule = f"takes {', '.join(f'{field}=…' for field in known)}" if known else "takes no fields"
+            raise ValueError(f"must fit {name}, which {rule}, got {f'{field}={value}'!r}")
+        if known[field].type is bool and not isinstance(value, bool):
+            raise ValueError(f"must fit {name}, whose {field} is True or False, got {f'{field}={value}'!r}")
+    try:
+        return kinds[name](**settings, **own)
+    except TypeError:
+        raise ValueError(f"must fit {name}, got {join_settings(settings)!r}, of another type") from None
+    except ValueError as error:
+        raise ValueError(f"must fit {name}: {error}") from None
+
+
+class _Classes(NamedTuple):
+    """The classes that may be built."""
+
+    library: Mapping[str, type]  # by name
+    derived: Mapping[str, type]  # by module and name
+    extra: tuple[type, ...]
+
+    def find(self, full_name: str) -> type | None:
+        name = full_name.partition(":")[2]
+        if full_name.startswith("dgemma."):
+            return self.library.get(name)
+        return self.derived.get(full_name) or next((cls for cls in self.extra if cls.__qualname__ == name), None)
+
+
+def _rebuild(description: Any, tensors: Mapping[str, Tensor], classes: _Classes) -> Any:
+    if not isinstance(description, dict):
+        return description
+    if "tensor" in description:
+        return tensors[description["tensor"]]
+    if "bits" in description:
+        shape = description["shape"]
+        bits = np.unpackbits(tensors[description["bits"]].numpy(), count=int(np.prod(shape)))
+        return torch.from_numpy(bits.astype(bool)).reshape(shape)
+    if "list" in description:
+        return tuple(_rebuild(item, tensors, classes) for item in description["list"])
+    if "map" in description:
+        return {name: _rebuild(item, tensors, classes) for name, item in description["map"].items()}
+    full_name, inner = description["class"], description["fields"]
+    if inner is None:
+        return Unknown(full_name.replace(":", "."))
+    values = {field: _rebuild(item, tensors, classes) for field, item in inner.items()}
+    cls = classes.find(full_name)
+    if cls is None:
+        return Unknown(full_name.replace(":", "."), values)
+    if not is_dataclass(cls) or find_unknown(values) is None:
+        return cls(**values)
+    value = object.__new__(cls)  # __post_init__ would refuse an Unknown
+    for field, item in values.items():
+        object.__setattr__(value, field, item)
+    return value
+
+
+def _full_name(named: Any) -> str:
+    """The module and the name of a class or a function."""
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+def _library_classes() -> dict[str, type]:
+    """The dataclasses and named tuples of dgemma that a file may hold."""
+    modules = [(name, module) for name, module in sorted(sys.modules.items()) if name.startswith(_FOLDERS)]
+    return {
+        member.__qualname__: member
+        for name, module in modules
+        for member in vars(module).values()
+        if isinstance(member, type) and member.__module__ == name
+        if is_dataclass(member) or hasattr(member, "_fields")
+    }
+
+
+def _derived_classes() -> dict[str, type]:
+    """The user's own classes, derived from the bases of dgemma. The latest definition of each full name counts."""
+    found: dict[str, type] = {}
+    pending: list[type] = [Sampler, StopRule, Noise, Schedule]
+    while pending:
+        derived: list[type] = pending.pop().__subclasses__()
+        found.update({_full_name(cls): cls for cls in derived if not cls.__module__.startswith("dgemma.")})
+        pending.extend(derived)
+    return found
