@@ -25,8 +25,7 @@ import torch
 import dgemma
 from dgemma.data.corpus import SEPARATOR, prepare_corpus
 from dgemma.data.text import TextSource, scan
-from dgemma.train import Objective, TrainConfig, evaluate, muon, train_for
-from dgemma.train.initial import soften_attention
+from dgemma.train import Objective, TrainConfig, evaluate, muon, soften_attention, train
 
 NUMBERS = {  # on a GPU, and without one
     "steps": (4000, 10, "of training"),
@@ -77,7 +76,8 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
         seed=args.seed,
     )
     config = TrainConfig(
-        steps=args.steps,
+        steps=args.steps if args.minutes is None else None,
+        minutes=args.minutes,
         batch_size=args.batch_size,
         warmup=200,
         final_lr=0.02,
@@ -87,9 +87,8 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
         seed=args.seed,
     )
     optimizer = partial(muon, lr=3e-3, momentum=0.9, weight_decay=0.1)
-    run = partial(train_for, model, objective, source, config, out=out / "run", optimizer=optimizer)
     began = time.perf_counter()
-    result = run(minutes=args.minutes, allow_changes=args.more)
+    result = train(model, objective, source, config, out=out / "run", optimizer=optimizer, allow_changes=args.more)
     seconds = time.perf_counter() - began
 
     # What is measured is what ships: weights rounded to bfloat16.

@@ -22,8 +22,7 @@ import torch
 
 import dgemma
 from dgemma.data import sudoku
-from dgemma.train import Objective, TrainConfig, train_for
-from dgemma.train.initial import soften_attention
+from dgemma.train import Objective, TrainConfig, soften_attention, train
 
 NUMBERS = {  # on a GPU, and without one
     "steps": (8000, 3, "of training"),
@@ -71,7 +70,8 @@ def main(args: argparse.Namespace, out: Path) -> None:
         causal_weight=0.0,
     )
     config = TrainConfig(
-        steps=args.steps,
+        steps=args.steps if args.minutes is None else None,
+        minutes=args.minutes,
         batch_size=args.batch_size,
         seed=args.seed,
         compile=args.compile,
@@ -79,7 +79,7 @@ def main(args: argparse.Namespace, out: Path) -> None:
         **RECIPE,
     )
     source, began = sudoku.SudokuSource(pool=pool, seed=args.seed), time.perf_counter()
-    result = train_for(model, objective, source, config, minutes=args.minutes, out=out / "run")
+    result = train(model, objective, source, config, out=out / "run")
     seconds = time.perf_counter() - began
     model.to(torch.bfloat16).save_pretrained(out / "checkpoint")
     model.to(torch.float32)  # of the weights as they were saved

@@ -18,7 +18,7 @@ import torch
 
 import dgemma
 from dgemma.data import sudoku
-from dgemma.train import LoRA, TrainConfig, add_lora, merge_lora, recipes, train_for
+from dgemma.train import LoRA, TrainConfig, add_lora, merge_lora, recipes, train
 
 NUMBERS = {  # on a GPU, and without one
     "steps": (2000, 2, "of training"),
@@ -54,7 +54,8 @@ def tune(how: str, args: argparse.Namespace, text: sudoku.TextSudoku, out: Path)
     if how == "lora":
         add_lora(model, LoRA(rank=8))
     config = TrainConfig(
-        steps=args.steps,
+        steps=args.steps if args.minutes is None else None,
+        minutes=args.minutes,
         batch_size=args.batch_size,
         lr=LEARNING_RATES[how],
         betas=(0.9, 0.98),
@@ -63,7 +64,7 @@ def tune(how: str, args: argparse.Namespace, text: sudoku.TextSudoku, out: Path)
         compile=args.compile,
     )
     trained, began = sum(p.numel() for p in model.parameters() if p.requires_grad), time.perf_counter()
-    result = train_for(model, recipes.dgemma(model.config), text, config, minutes=args.minutes, out=out)
+    result = train(model, recipes.dgemma(model.config), text, config, out=out)
     if how == "lora":
         merge_lora(model)
     return model, {"trained_weights": trained, "steps": result.step, "seconds": time.perf_counter() - began}

@@ -24,8 +24,7 @@ import torch
 import dgemma
 from dgemma.data.markov import MarkovChain, MarkovSource, gap_by_level
 from dgemma.diffusion.schedule import InverseSmoothstep, Linear, Schedule
-from dgemma.train import Objective, TrainConfig, evaluate, muon, train
-from dgemma.train.initial import soften_attention
+from dgemma.train import Objective, TrainConfig, evaluate, muon, soften_attention, train
 
 
 @dataclass(frozen=True, kw_only=True)

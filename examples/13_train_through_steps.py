@@ -26,7 +26,7 @@ from torch import Tensor
 
 import dgemma
 from dgemma.model.config import FULL
-from dgemma.train.initial import soften_attention
+from dgemma.train import soften_attention
 
 SIDE, MASK, FIRST_DIGIT, NUM_STEPS = 4, 4, 5, 3
 CONFIG = dgemma.presets.tiny().replace(

@@ -84,8 +84,8 @@ def test_the_same_command_goes_on_where_it_was_stopped(command, checkpoint, word
 
     assert train("whole").code == 0
     with monkeypatch.context() as patch:
-        stops = functools.partial(training.train_for, on_step=lambda record: record.step == 2)
-        patch.setattr(training, "train_for", stops)
+        stops = functools.partial(training.train, on_step=lambda record: record.step == 2)
+        patch.setattr(training, "train", stops)
         assert train("parts").code == 130
     assert not (tmp_path / "parts" / "final").exists()
     assert train("parts").out.startswith("Wrote ")
@@ -97,17 +97,17 @@ def test_the_same_command_goes_on_where_it_was_stopped(command, checkpoint, word
 
 
 def test_minutes_may_stand_for_steps(command, checkpoint, words, tmp_path, monkeypatch):
-    given = []
-    real = training.train_for
+    minutes = []
+    real = training.train
 
-    def three_steps(model, objective, source, config, *, minutes, **options):
-        given.append(minutes)
-        return real(model, objective, source, replace(config, steps=3, warmup=0), minutes=None, **options)
+    def three_steps(model, objective, source, config, **options):
+        minutes.append(config.minutes)
+        return real(model, objective, source, replace(config, steps=3, minutes=None, warmup=0), **options)
 
-    monkeypatch.setattr(training, "train_for", three_steps)
+    monkeypatch.setattr(training, "train", three_steps)
     quick = ("train", "-m", checkpoint, "--out", tmp_path, *QUICK[2:], words)
     assert command(*quick, "--minutes", "2.5").code == 0
-    assert given == [2.5]
+    assert minutes == [2.5]
     both = command(*quick, "--minutes", "2.5", "--steps", "3")
     assert (both.code, both.err[:50]) == (2, "dgemma train: --steps must not come with --minutes")
 
@@ -205,14 +205,14 @@ def test_the_fill_behind_a_cut_answer_is_no_target(command, checkpoint, tmp_path
     # The model would learn to stop in mid-sentence.
     lines = [{"prompt": "p" * 30, "answer": "a"}, {"prompt": "p", "answer": "long " * 60}]
     (tmp_path / "cut.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    given = []
-    real = training.train_for
+    objectives = []
+    real = training.train
     monkeypatch.setattr(
         training,
-        "train_for",
-        lambda model, objective, *a, **k: given.append(objective) or real(model, objective, *a, **k),
+        "train",
+        lambda model, objective, *a, **k: objectives.append(objective) or real(model, objective, *a, **k),
     )
     ran = command("train", "-m", checkpoint, "--out", tmp_path / "run", *QUICK, tmp_path / "cut.jsonl")
     assert ran.code == 0
     assert "1 of 2 answers are cut" in ran.err
-    assert given[0].truncated == "unscored"
+    assert objectives[0].truncated == "unscored"

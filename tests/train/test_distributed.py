@@ -16,8 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 import dgemma
-from dgemma.train.distributed import FullySharded
-from dgemma.train.expert_parallel import spread_experts
+from dgemma.train.distributed import FullySharded, spread_experts
 from dgemma.train.log import TrainLog
 from several_processes import CONFIG, OBJECTIVE, Job, launch, run_alone, run_together, uneven_source
 

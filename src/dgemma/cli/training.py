@@ -20,11 +20,8 @@ from dgemma.data.text import PromptSource, TextSource, TokenFile, read_documents
 from dgemma.data.token_file import describe_files
 from dgemma.model import DiffusionGemma
 from dgemma.model.config import GenerationDefaults
-from dgemma.train import recipes
+from dgemma.train import TrainConfig, evaluate, recipes, train
 from dgemma.train.batch import BatchSource
-from dgemma.train.budget import train_for
-from dgemma.train.likelihood import evaluate
-from dgemma.train.loop import TrainConfig
 from dgemma.train.lora import LoRA, add_lora, merge_lora
 
 _PRESETS = ("tiny", "small")
@@ -170,7 +167,8 @@ def _train(arguments: argparse.Namespace) -> int:
     model = _new_model(arguments, tokenizer)
     source = _source(arguments, file, model.config.canvas_length)
     config = TrainConfig(
-        steps=arguments.steps,
+        steps=arguments.steps if arguments.minutes is None else None,
+        minutes=arguments.minutes,
         batch_size=arguments.batch_size,
         micro_batch_size=arguments.micro_batch_size,
         lr=arguments.lr,
@@ -189,15 +187,7 @@ def _train(arguments: argparse.Namespace) -> int:
     )
     if arguments.lora:
         add_lora(model, LoRA(rank=arguments.lora, alpha=2.0 * arguments.lora), seed=arguments.seed)
-    result = train_for(
-        model,
-        objective,
-        source,
-        config,
-        minutes=arguments.minutes,
-        out=arguments.out,
-        allow_changes=arguments.allow_changes,
-    )
+    result = train(model, objective, source, config, out=arguments.out, allow_changes=arguments.allow_changes)
     if result.final is None:  # the loop has said where it stopped
         return 130
     if arguments.lora:

@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """What one denoising step saw and did. B rows, C positions; `state` is the one after the step.
-
-    A training step's is `dgemma.train.records.StepRecord`.
-    """
+    """What one denoising step saw and did. B rows, C positions; `state` is the one after the step."""
 
     block: Tensor  # (B,)
     step: Tensor  # (B,)
@@ -99,5 +96,5 @@ class Denoised(NamedTuple):
     knobs: Knobs
 
 
-OnStep = Callable[[StepRecord], Changes]  # `dgemma.train.loop.OnStep` is of training steps
+OnStep = Callable[[StepRecord], Changes]
 Events = Generator[StepRecord | BlockCommit, Changes, Generation]

@@ -1,13 +1,35 @@
-"""Training: objectives, likelihood, adapters, the loop."""
+"""Training: objectives, likelihood, adapters, optimizers, and a loop that resumes bit for bit.
+
+| file | subject |
+|---|---|
+| `batch.py` | batches of text, their sources, and the thread that prepares them |
+| `canvases.py` | answers cut into canvases, and the noise put on them |
+| `one_pass.py` | all canvases of a row predicted in one pass |
+| `head.py` | the tied head and its losses, one slice of tokens at a time |
+| `nelbo.py` | the exact bounds of the three noise processes |
+| `objective.py` | the loss as a value: `Objective` |
+| `recipes.py` | the objectives of public recipes and papers; models prepared for them |
+| `likelihood.py`, `estimates.py` | `evaluate`: the bound on text, with intervals and curves |
+| `lora.py` | low-rank adapters |
+| `optimizer.py`, `muon.py` | AdamW, the learning rate, averaged weights; Muon |
+| `config.py` | `TrainConfig`, and the description that a resumed run must match |
+| `loop.py` | `train` |
+| `stopping.py` | Ctrl-C, and runs limited by minutes |
+| `log.py` | numbers per step, router load, `log.jsonl`, `TrainResult` |
+| `checkpoints.py`, `state_files.py` | checkpoints that are complete or absent; files of named tensors |
+| `parallel.py`, `distributed.py` | one process; many, with `FullySharded` |
+"""
 
 from dgemma.train import recipes
 from dgemma.train.batch import BatchSource, TrainBatch
-from dgemma.train.budget import train_for
+from dgemma.train.config import TrainConfig
 from dgemma.train.likelihood import evaluate
-from dgemma.train.loop import TrainConfig, TrainResult, train
+from dgemma.train.log import TrainResult
+from dgemma.train.loop import train
 from dgemma.train.lora import LoRA, add_lora, drop_lora, load_lora, merge_lora, save_lora
 from dgemma.train.muon import muon
 from dgemma.train.objective import Objective, Terms
+from dgemma.train.recipes import soften_attention
 
 __all__ = [
     "BatchSource",
@@ -25,6 +47,6 @@ __all__ = [
     "muon",
     "recipes",
     "save_lora",
+    "soften_attention",
     "train",
-    "train_for",
 ]

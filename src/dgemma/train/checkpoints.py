@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dgemma.train.parallel import Parallel
+from dgemma.train.state_files import load_state, stored_names
 
 _RUN_FILE = "run.json"
 _CHUNK = 1 << 24  # bytes read at a time
@@ -93,7 +94,7 @@ class Checkpoints:
     def names(self, path: Path) -> set[str]:
         """The tensors in a checkpoint."""
         try:
-            return self.parallel.names(path)
+            return stored_names(path)
         except ValueError as error:
             raise ValueError(self._damaged(path, str(error))) from None
 
@@ -104,7 +105,7 @@ class Checkpoints:
         if missing:
             raise ValueError(f"{path} holds no {missing[0]} ({len(missing)} tensors are missing). {_OTHER_MODEL}")
         try:
-            self.parallel.load(path, state)
+            load_state(path, state)
         except OSError as error:
             raise ValueError(self._damaged(path, str(error))) from None
         except ValueError as error:  # a shape: the file is whole

@@ -1,32 +1,55 @@
-"""How a model is trained: one frozen value, validated in one place."""
+"""The settings of a training run, and the description by which a resumed run is recognised as the same one."""
 
-import math
-from dataclasses import dataclass
+import functools
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
 
-UNPLANNED = 10**9  # steps of a run that will know later how many fit: see `train_for`
+import numpy as np
+import torch
+from torch import Tensor
+
+from dgemma.checks import check_choice, check_count, check_finite, check_probability, check_size
+
+_MOST_MINUTES = 10**7  # 19 years; a step would be too small a share of a longer run to measure
+# Settings that may differ when a run is resumed, because they change no computed number.
+_FREE_FIELDS = {"log_every", "checkpoint_every", "evaluate_every", "keep_last", "progress"}
+_FREE_SWITCHES = {
+    "foreach",
+    "fused",
+    "capturable",
+    "differentiable",
+}  # of optimizers; the update is the same
+_LONGEST = 1000  # characters of a description
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How a model is trained; the defaults are the published fine-tuning recipe's.
+    """The settings of a training run; the defaults are those of the published fine-tuning recipe.
 
-    precision: `"mixed"` computes in bfloat16 with float32 weights, norms and softmax; `"weights"` computes everything
-    in the weights' own dtype. `batch_size` counts rows over all processes; `micro_batch_size` is what one process runs
-    at once, and changes no result, unless the objective's `reduction` is "micro_batch". `ema_decay` averages the
-    weights; the average is evaluated and handed back.
+    Give either `steps` or `minutes`. With `minutes` the run measures its pace, plans as many steps as fit, and lowers
+    the learning rate accordingly; at most a tenth of the steps warm up. Minutes of an earlier call count.
+
+    precision: `"mixed"` computes in bfloat16 and keeps weights, norms and softmax in float32; `"weights"` computes in
+    the dtype of the weights. `batch_size` counts rows over all processes. `micro_batch_size` is the number of rows that
+    one process runs at once; it changes no result unless the objective's `reduction` is "micro_batch". `ema_decay`
+    averages the weights; the average is evaluated and returned.
 
     Example: `TrainConfig(steps=2000, batch_size=64, lr=3e-4, ema_decay=0.999)`.
     """
 
-    steps: int
+    steps: int | None = None
+    minutes: float | None = None
     batch_size: int
     micro_batch_size: int | None = None  # None: all rows at once
     lr: float = 1.5e-4
     betas: tuple[float, float] = (0.95, 0.99)
     weight_decay: float = 1e-4
-    clip: float = 1.0  # the gradient's largest norm
-    warmup: int = 100
-    final_lr: float = 0.1  # where the cosine ends, of the peak
+    clip: float = 1.0  # the largest norm of the gradient
+    warmup: int = 100  # steps
+    final_lr: float = 0.1  # the last learning rate, as a fraction of the peak
     ema_decay: float | None = None
     precision: str = "mixed"
     recompute_activations: bool = False
@@ -35,27 +58,141 @@ class TrainConfig:
     log_every: int = 20
     evaluate_every: int | None = None  # None: only after the last step
     checkpoint_every: int = 1000
-    keep_last: int = 2
+    keep_last: int = 2  # checkpoints
     progress: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))
-        for name in ("steps", "batch_size", "micro_batch_size", "log_every", "evaluate_every", "checkpoint_every"):
-            value = getattr(self, name)
-            optional = name in ("micro_batch_size", "evaluate_every")
-            whole = isinstance(value, int) and value >= 1
-            _require(optional if value is None else whole, name, "be a whole number, at least 1", self)
-        _require(self.keep_last >= 1, "keep_last", "be at least 1, or nothing could be resumed", self)
-        _require(self.warmup >= 0, "warmup", "be at least 0 steps", self)
-        _require(0 <= self.lr < math.inf, "lr", "be at least 0", self)
-        _require(all(0 <= beta < 1 for beta in self.betas) and len(self.betas) == 2, "betas", "be two in [0, 1)", self)
-        _require(self.weight_decay >= 0, "weight_decay", "be at least 0", self)
-        _require(self.clip > 0, "clip", "be above 0; math.inf never clips", self)
-        _require(0 <= self.final_lr <= 1, "final_lr", "be in [0, 1], a fraction of the peak", self)
-        _require(self.ema_decay is None or 0 < self.ema_decay < 1, "ema_decay", "be in (0, 1) or None", self)
-        _require(self.precision in ("mixed", "weights"), "precision", "be 'mixed' or 'weights'", self)
+        if (self.steps is None) == (self.minutes is None):
+            raise ValueError(
+                f"TrainConfig must have either steps or minutes, got steps={self.steps} and minutes={self.minutes}. "
+                "Set one of them."
+            )
+        if self.minutes is not None and not 0 < self.minutes <= _MOST_MINUTES:
+            raise ValueError(
+                f"TrainConfig.minutes must be above 0 and at most {_MOST_MINUTES}, got {self.minutes}. Use steps for a "
+                "run without a time limit."
+            )
+        for name in ("steps", "micro_batch_size", "evaluate_every"):
+            if getattr(self, name) is not None:
+                check_count(self, name, fix="Use None to leave it open.")
+        for name in ("batch_size", "log_every", "checkpoint_every"):
+            check_count(self, name, fix="Use 1 or more.")
+        check_count(self, "keep_last", fix="Keep 1 or more, or the run cannot be resumed.")
+        check_count(self, "warmup", least=0, fix="Use 0 for no warm-up.")
+        check_finite(self, "lr", fix="Use 1.5e-4, as published.")
+        check_size(self, "weight_decay", fix="Use 0 for none.")
+        check_size(self, "clip", above=0, fix="Use math.inf to never clip.")
+        check_probability(self, "final_lr", fix="It is a fraction of the peak; use 0.1, as published.")
+        check_choice(self, "precision", ("mixed", "weights"))
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"TrainConfig.betas must be two numbers in [0, 1), got {self.betas}. Use (0.95, 0.99).")
+        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
+            raise ValueError(f"TrainConfig.ema_decay must be in (0, 1), got {self.ema_decay}. Use None for no average.")
 
 
-def _require(condition: bool, name: str, rule: str, owner: object) -> None:
-    if not condition:
-        raise ValueError(f"{type(owner).__name__}.{name} must {rule}, got {getattr(owner, name)!r}.")
+def describe_run(
+    config: TrainConfig,
+    *,
+    objective: object,
+    source: object,
+    adapters: object,
+    optimizer: torch.optim.Optimizer,
+    model: Mapping[str, Any],
+    frozen: int,
+) -> dict[str, Any]:
+    """Return the description that is saved with every checkpoint; `frozen` is the checksum of the untrained weights."""
+    return {
+        "config": asdict(config),
+        "objective": describe(objective),
+        "source": describe(source),
+        "adapters": describe(adapters),
+        "optimizer": describe_optimizer(optimizer),
+        "model": model,
+        "frozen weights": frozen,
+    }
+
+
+def refuse_changes(now: Mapping[str, Any], then: Mapping[str, Any], folder: Path) -> None:
+    """Raise ValueError if a run that began as `then` would continue as `now`; the message names the first change."""
+    fix = "Choose another folder, or pass allow_changes=True (--allow-changes)."
+    for item in fields(TrainConfig):
+        before, after = then["config"].get(item.name), now["config"][item.name]
+        before = tuple(before) if isinstance(before, list) else before
+        if item.name not in _FREE_FIELDS and before != after:
+            raise ValueError(
+                f"TrainConfig.{item.name} must stay {before!r}, as in the run in {folder}, got {after!r}. {fix}"
+            )
+    for name, after in now.items():
+        before = then.get(name, after)  # earlier versions saved fewer descriptions
+        if name != "config" and before != after:
+            raise ValueError(f"train {name} must stay as in the run in {folder}, {before}, got {after}. {fix}")
+
+
+def describe(value: object) -> str:
+    """Return a line that identifies a value, the same in every process.
+
+    An object may offer the line itself as `fingerprint`. Otherwise a dataclass is identified by its fields, a
+    collection by its elements, a partial function by its arguments, and a dense tensor or array by dtype, shape and
+    checksum. Everything else is identified by its repr; if that shows an address, by its qualified name alone. So a
+    source that is a function or a plain object is not told apart from another of the same name: use a dataclass.
+
+    Example: `describe(SudokuSource(pool=pool))` holds its settings and the checksum of its puzzles.
+    """
+    if value is None or isinstance(value, str | bytes | int | float):  # first, because lists of them can be long
+        return _shorten(repr(value))
+    fingerprint = getattr(value, "fingerprint", None)
+    if isinstance(fingerprint, str):
+        return fingerprint
+    if is_dataclass(value) and not isinstance(value, type):
+        items = (f"{f.name}={describe(getattr(value, f.name))}" for f in fields(value) if f.repr)
+        return f"{type(value).__qualname__}({', '.join(items)})"
+    if isinstance(value, Tensor) and not value.dim():
+        return describe(value.item())
+    if isinstance(value, Tensor) and value.layout is torch.strided:
+        data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        return f"{value.dtype} {tuple(value.shape)} crc32 {zlib.crc32(data.data):08x}"
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+        return f"{value.dtype} {value.shape} crc32 {zlib.crc32(data.data):08x}"
+    if isinstance(value, list):
+        return _shorten(f"[{', '.join(map(describe, value))}]")
+    if isinstance(value, tuple) and not isinstance(value, torch.Size):
+        return _shorten(f"({', '.join(map(describe, value))}{',' if len(value) == 1 else ''})")
+    if isinstance(value, set | frozenset):
+        return _shorten(f"{{{', '.join(sorted(map(describe, value)))}}}")
+    if isinstance(value, Mapping):
+        return _shorten(f"{{{', '.join(f'{describe(key)}: {describe(item)}' for key, item in value.items())}}}")
+    if isinstance(value, functools.partial):
+        arguments = [describe(value.func), *map(describe, value.args)]
+        arguments += [f"{name}={describe(item)}" for name, item in value.keywords.items()]
+        return _shorten(f"functools.partial({', '.join(arguments)})")
+    text = repr(value)
+    if " at 0x" in text:  # another process has another address
+        return str(getattr(value, "__qualname__", type(value).__qualname__))
+    return _shorten(text)
+
+
+def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
+    """Return the class and the settings of the groups. Before the first step, their learning rates are the peaks.
+
+    Example: `describe_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))`.
+    """
+    groups = (
+        {name: value for name, value in group.items() if name not in _FREE_SWITCHES | {"params"}}
+        for group in optimizer.param_groups
+    )
+    return f"{type(optimizer).__qualname__}({', '.join(describe(group) for group in groups)})"
+
+
+def checksum(tensors: Iterable[Tensor]) -> int:
+    """Return a checksum of weights that does not depend on their device: their bits, added as integers."""
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = [int(t.detach().contiguous().view(words[t.element_size()]).sum(dtype=torch.int64)) for t in tensors]
+    return zlib.crc32(repr(sums).encode())
+
+
+def _shorten(text: str) -> str:
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[:60]} … of {len(text)} characters, crc32 {zlib.crc32(text.encode()):08x}"

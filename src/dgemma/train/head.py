@@ -6,7 +6,8 @@ What is computed is `Prediction`'s soft-capped softmax.
 """
 
 from collections.abc import Callable
-from typing import Any
+from functools import cache
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -16,12 +17,13 @@ from torch.utils.checkpoint import checkpoint
 
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.layers import wide_dtype
-from dgemma.train.fused import fused
 
 SLICE_ELEMENTS = 1 << 27  # logits at once: 512 tokens of the published vocabulary
 # Where a pass over a slice is one kernel without temporaries: every slice adds to a (V, D) gradient in float32, which
 # for 512 tokens takes longer than their products.
 FUSED_SLICE_ELEMENTS = 1 << 29
+
+Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def cross_entropy(
@@ -245,3 +247,17 @@ def _rows_at_once(weight: Tensor, slice_elements: int) -> int:
 
 def _slices(num_tokens: int, size: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, num_tokens, size)]
+
+
+def fused(function: Function, device: torch.device) -> Function:
+    """The function, compiled if it is to run on a GPU.
+
+    Example: `fused(softmax_of_slice, logits.device)(logits)`.
+    """
+    return _compiled(function) if device.type == "cuda" else function  # type: ignore[return-value]
+
+
+@cache
+def _compiled(function: Callable[..., object]) -> Callable[..., object]:
+    # Roundings between operations are part of what is computed; without this they are fused away.
+    return torch.compile(function, options={"emulate_precision_casts": True})

@@ -18,11 +18,10 @@ from dgemma.model.diffusion import DiffusionGemma
 from dgemma.progress import progress_bar
 from dgemma.run.defaults import warn_of_noise
 from dgemma.train import head, nelbo
-from dgemma.train.batch import BatchSource, TrainBatch
+from dgemma.train.batch import BatchSource, TrainBatch, row_seeds
 from dgemma.train.canvases import Canvases, cut_canvases
 from dgemma.train.estimates import Likelihood, RowSums
-from dgemma.train.feed import row_seeds
-from dgemma.train.packed import CleanText, predict_canvases, read_clean
+from dgemma.train.one_pass import CleanText, predict_canvases, read_clean
 
 _LEAST_NOISE = 1 - 1e-6  # what a schedule must reach at t = 1; the prior is then worth less than 1e-4 nats a token
 

@@ -1,15 +1,61 @@
-"""The log of a run: a line of JSON a step in `log.jsonl`; as columns, as CSV, as a picture."""
+"""The record of a run: each step's numbers, the router load, the log file `log.jsonl`, and the result."""
 
 import csv
 import json
+import math
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor, nn
+
+from dgemma.model.experts import Router, Routing
+from dgemma.train.batch import Part
+from dgemma.train.parallel import Parallel
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainStep:
+    """A training step just taken, as `on_step` sees it; a denoising step's is `dgemma.TrainStep`.
+
+    Tensors are on the device: reading one waits for the step to finish.
+    """
+
+    step: int  # steps taken, this one included
+    lr: float
+    loss: Tensor  # (), this process's part
+    grad_norm: Tensor  # (), before clipping
+    sums: Mapping[str, Tensor]  # of each term, by row of this process: (B,)
+    counts: Mapping[str, Tensor]
+    parts: list[Part]  # the micro-batches
+    num_tokens: int
+
+
+OnTrainStep = Callable[[TrainStep], bool | None]  # returning True stops the run
+
+
+def make_lines(records: Sequence[TrainStep], parallel: Parallel) -> list[dict[str, Any]]:
+    """What the log says of each step, summed over all processes: the one place where steps are waited for."""
+    names = list(records[0].sums)
+    numbers, norms = [], []
+    for record in records:
+        totals = [values[name].sum() for values in (record.sums, record.counts) for name in names]
+        numbers.append(torch.stack([x.double() for x in (record.loss, *totals)]))
+        norms.append(record.grad_norm.double())
+    fetched = torch.cat((parallel.sum(torch.stack(numbers)), torch.stack(norms)[:, None]), dim=1).tolist()
+    lines = []
+    for record, (loss, *values, grad_norm) in zip(records, fetched, strict=True):
+        sums, counts = values[: len(names)], values[len(names) :]
+        means = {f"loss/{n}": s / c if c else s for n, s, c in zip(names, sums, counts, strict=True)}
+        lines.append({"step": record.step, "loss": loss, **means, "grad_norm": grad_norm, "lr": record.lr})
+    return lines
 
 
 @dataclass(frozen=True)
@@ -92,3 +138,84 @@ class TrainLog:
         if path is not None:
             figure.savefig(path, dpi=150)
         return figure
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """A run that ended or was interrupted; the model holds its last weights, or their average if one was kept.
+
+    Example: `train(...).plot("loss.png")`.
+    """
+
+    step: int  # steps taken in all
+    num_new_steps: int  # of them, by this call: 0 if it found the run finished
+    interrupted: bool
+    checkpoint: Path  # the last one, from which the same call goes on
+    final: Path | None  # what `from_pretrained` or `load_lora` reads; None if interrupted
+    log: TrainLog
+    averaged: bool  # whether the model now holds the average of its weights
+    tokens_per_second: float  # of this call, over all processes, saving and evaluating left out
+    evaluation: Mapping[str, float] = field(default_factory=dict)  # the last
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """The loss against the step, as a matplotlib figure."""
+        return self.log.plot(path)
+
+
+class RouterLoad:
+    """Counts, per layer, how often each expert is chosen; compiled layers count too.
+
+    Example: `load = RouterLoad(model)`, then `with load.watching(): model.encode(tokens); load.counts()`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.routers = [module for module in model.modules() if isinstance(module, Router)]
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Count while inside."""
+        handles = []
+        for router in self.routers:
+            # A buffer of the module and one function for all: what was compiled in one run then counts in the next.
+            scale = router.per_expert_scale  # may be spread over processes; each counts its own tokens
+            counts = torch.zeros(scale.shape, dtype=torch.int64, device=scale.device)
+            router.register_buffer("load", counts, persistent=False)
+            handles.append(router.register_forward_hook(_count))
+        try:
+            yield
+        finally:
+            for router, handle in zip(self.routers, handles, strict=True):
+                handle.remove()
+                del router.load
+
+    def counts(self) -> Tensor:
+        """Choices of each expert since the last reset: (L, E) int64."""
+        return torch.stack([_load(router) for router in self.routers])
+
+    def reset(self) -> None:
+        for router in self.routers:
+            _load(router).zero_()
+
+
+def summary(counts: Tensor) -> list[dict[str, Any]]:
+    """Of counts (L, E), per layer: each expert's share of the choices, the least and the most, and their entropy over
+    log E, which is 1 when all are equally busy."""
+    layers = []
+    for choices in counts.tolist():
+        shares = [count / max(1, sum(choices)) for count in choices]
+        entropy = -sum(share * math.log(share) for share in shares if share > 0)
+        evenness = entropy / math.log(len(shares)) if len(shares) > 1 else 1.0
+        layers.append({"min": min(shares), "max": max(shares), "evenness": evenness, "load": shares})
+    return layers
+
+
+def _count(router: nn.Module, inputs: Any, routing: Routing) -> None:
+    load = _load(router)
+    expert = torch.arange(load.shape[0], device=load.device)
+    load.add_((routing.experts.reshape(-1, 1) == expert).sum(0))
+
+
+def _load(router: nn.Module) -> Tensor:
+    load = router.load
+    assert isinstance(load, Tensor)
+    return load

@@ -1,12 +1,13 @@
 """The training loop: a pure function of its configuration and seed, which a resumed run repeats bit for bit.
 
-Each step: rows from the source, noise from the rows' seeds, the objective's terms, one scalar, one update. Nothing in a
-step waits for the GPU; what was computed is read, checked and logged every `log_every` steps, and before anything is
-saved.
+Each step takes rows from the source, draws noise from their seeds, measures the objective's terms, reduces them to a
+scalar and updates the weights. No step waits for the GPU. The numbers are read, checked and logged every `log_every`
+steps, and before anything is saved.
 """
 
 import logging
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,15 +22,12 @@ from dgemma.diffusion.noise import Noise
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.experts import require_experts
 from dgemma.progress import progress_bar
-from dgemma.train.balance import RouterLoad, summary
-from dgemma.train.batch import BatchSource
+from dgemma.train.batch import BatchSource, Part, StepInput, feed
 from dgemma.train.checkpoints import Checkpoints
-from dgemma.train.config import UNPLANNED, TrainConfig
-from dgemma.train.description import checksum, describe_run, refuse_changes
-from dgemma.train.feed import Part, StepInput, feed
-from dgemma.train.interrupt import asked_to_stop
-from dgemma.train.log import TrainLog
+from dgemma.train.config import TrainConfig, checksum, describe_run, refuse_changes
+from dgemma.train.log import OnTrainStep, RouterLoad, TrainLog, TrainResult, TrainStep, make_lines, summary
 from dgemma.train.lora import adapters_of
+from dgemma.train.objective import Measure, Terms
 from dgemma.train.optimizer import (
     OptimizerFactory,
     WeightAverage,
@@ -39,12 +37,14 @@ from dgemma.train.optimizer import (
     optimizer_state,
 )
 from dgemma.train.parallel import Parallel
-from dgemma.train.records import Measure, StepRecord, Terms, TrainResult, make_lines
+from dgemma.train.stopping import TimeBudget, stop_request
 from dgemma.values import describe_noise
 
 logger = logging.getLogger("dgemma")
 
-OnStep = Callable[[StepRecord], bool | None]  # True stops the run; `dgemma.run.records.OnStep` is of denoising steps
+_SHORT = 5  # minutes; in a shorter run compiling takes more time than it saves
+_WARMUP_PART = 10  # with minutes, at most one step in ten warms up
+
 Evaluate = Callable[[Any, int], Mapping[str, Any] | None]
 
 
@@ -56,35 +56,36 @@ def train(
     *,
     out: str | Path,
     parallel: Parallel | None = None,
-    on_step: OnStep | None = None,
+    on_step: OnTrainStep | None = None,
     evaluate: Evaluate | None = None,
     optimizer: OptimizerFactory | None = None,
     allow_changes: bool = False,
 ) -> TrainResult:
     """Train `model` in place, from the last checkpoint in the folder `out` if there is one.
 
-    `out` gets `log.jsonl`, checkpoints `step-000100/` and in the end `final/`, which `from_pretrained` reads (of an
-    adapted model `final/adapters.safetensors`, for `load_lora`). The process may be killed at any moment: the same call
-    goes on from the last checkpoint, and ends where an uninterrupted run would have. Ctrl-C (and SIGTERM) finishes the
-    step, writes a checkpoint and returns. A loss or gradient that is not finite stops the run with FloatingPointError,
-    the model as it was at the last checkpoint.
+    `out` gets `log.jsonl`, checkpoints `step-000100/` and at the end `final/`, which `from_pretrained` reads. An
+    adapted model gets `final/adapters.safetensors`, which `load_lora` reads. The process may be killed at any moment:
+    the same call continues from the last checkpoint and ends as an uninterrupted run would have. Ctrl-C or SIGTERM
+    finishes the step, writes a checkpoint and returns. A loss or gradient that is not finite raises FloatingPointError
+    and puts the model back to the last checkpoint.
 
     on_step: called after every step; returning True stops the run as Ctrl-C does. evaluate: `(model, step) -> numbers`
-    by name, or None, called with the averaged weights if there are any. optimizer: makes one from named parameters,
-    AdamW by default; its learning rates are the peaks that warm-up and cosine scale. allow_changes: go on with another
-    configuration, objective, source or optimizer than the run began with.
+    by name, or None; called with the averaged weights if there are any. optimizer: makes an optimizer from named
+    parameters, by default AdamW; its learning rates are the peaks that warm-up and cosine scale. allow_changes:
+    continue with another configuration, objective, source or optimizer than the run began with. A finished run with
+    `config.minutes` can be continued with more minutes this way.
 
     Example: `train(model, recipes.trl(model.config), source, TrainConfig(steps=2000, batch_size=64), out="run")`.
     """
     run = _Run(model, objective, source, config, Path(out), parallel or Parallel(), optimizer)
     run.start(allow_changes)
-    with _ready_to_train(run.model, config), run.load.watching(), asked_to_stop() as asked:
-        interrupted = run.loop(on_step, evaluate, asked)
+    with _ready_to_train(run.model, config), run.load.watching(), stop_request() as request:
+        interrupted = run.loop(on_step, evaluate, request)
     return run.finish(interrupted)
 
 
 class _Run:
-    """The state of a run between two steps: weights, optimizer, average, and what is still to be read and logged."""
+    """The state of a run between two steps: weights, optimizer, average, and the steps not yet read and logged."""
 
     def __init__(
         self,
@@ -102,7 +103,7 @@ class _Run:
                 f"TrainConfig.precision 'mixed' must train float32 weights, got {model.dtype}. "
                 f"Load the model with dtype=torch.float32, or choose precision='weights'."
             )
-        # All processes get the main one's weights; until then only its own mean anything.
+        # Before `prepare`, only the main process is sure to have the weights.
         frozen = checksum(p for p in model.parameters() if not p.requires_grad) if parallel.is_main else 0
         self.model = parallel.prepare(model, mixed=config.precision == "mixed")
         self.device = model.device
@@ -131,13 +132,14 @@ class _Run:
         self.load = RouterLoad(self.model)
         self.allow_changes = False
         self.step = self.first_step = 0
-        self.total = None if config.steps >= UNPLANNED else config.steps  # steps, as far as is known
-        self.unread: list[StepRecord] = []
+        self.steps = config.steps  # of the whole run; None until it is planned
+        self.budget = None if config.minutes is None else TimeBudget(config.minutes, 0.0)
+        self.unread: list[TrainStep] = []
         self.tokens, self.seconds, self.clock = 0, 0.0, 0.0
         self.evaluation: Mapping[str, float] = {}
 
     def start(self, allow_changes: bool) -> None:
-        """Go on from the last checkpoint, or write the first: from then on there is always one to go back to."""
+        """Continue from the last checkpoint, or write the first one: from then on there is always one to go back to."""
         if self.parallel.is_main:
             self.out.mkdir(parents=True, exist_ok=True)
         self.parallel.barrier()
@@ -153,15 +155,22 @@ class _Run:
             refuse_changes(self.description, saved, self.out)
         self.restore(last)
         self.step = self.first_step = int(saved["step"])
+        if self.config.minutes is not None:
+            self.budget = TimeBudget(self.config.minutes, saved.get("seconds", 0.0))
+            self.steps = saved.get("planned steps")
+            if allow_changes and self.step == self.steps:  # finished, and continued with more minutes
+                self.steps = None
         if self.parallel.is_main:
             self.log.cut(self.step)
         self.parallel.barrier()
 
-    def loop(self, on_step: OnStep | None, evaluate: Evaluate | None, asked: threading.Event) -> bool:
-        """Train to the end; whether it was stopped before."""
+    def loop(self, on_step: OnTrainStep | None, evaluate: Evaluate | None, request: threading.Event) -> bool:
+        """Train to the end; return True if the run was stopped before."""
         noise = getattr(self.objective, "noise", None)
-        if isinstance(noise, Noise):  # the model says which it learns, so that who evaluates samples under it
+        if isinstance(noise, Noise):  # recorded in the model, so that `evaluate` samples under it
             self.model.generation = self.model.generation.after_learning(describe_noise(noise))
+        if self.steps is not None and self.step >= self.steps:
+            return False
         config = self.config
         rows = self.parallel.rows(config.batch_size)
         inputs = feed(
@@ -169,18 +178,21 @@ class _Run:
             seed=config.seed,
             rows=rows,
             micro_batch_size=config.micro_batch_size or len(rows),
-            steps=range(self.step, config.steps),
+            steps=range(self.step, config.steps or sys.maxsize),
             device=self.device,
         )
+        self._announce_minutes()
         show = config.progress and self.parallel.is_main
-        bar = progress_bar(desc="training", unit="step", total=self.total, show=show)
+        bar = progress_bar(desc="training", unit="step", total=self.steps, show=show)
         bar.update(self.step)
         self._begin_interval()
         with bar:
-            for given in inputs:
-                record = self.take_step(given)
-                stop = bool(on_step is not None and on_step(record)) or asked.is_set()
-                stop = self.parallel.agree(stop) and self.step < config.steps
+            for step_input in inputs:
+                record = self.take_step(step_input)
+                stop = bool(on_step is not None and on_step(record)) or request.is_set()
+                self._plan()
+                bar.total = self.steps
+                stop = self.parallel.agree(stop) and self.step != self.steps
                 if stop or self._due(config.log_every):
                     line = self.read()
                     bar.set_postfix(loss=f"{line['loss']:.4f}", evenness=f"{line['evenness']:.2f}")
@@ -189,29 +201,49 @@ class _Run:
                 if stop or self._due(config.checkpoint_every):
                     self.save()
                 bar.update()
-                if stop:
-                    inputs.close()
-                    return True
-        return False
+                if stop or self.step == self.steps:
+                    break
+        inputs.close()
+        return stop
 
     def _due(self, every: int | None) -> bool:
-        return self.step == self.config.steps or (every is not None and self.step % every == 0)
+        return self.step == self.steps or (every is not None and self.step % every == 0)
 
-    def take_step(self, given: StepInput) -> StepRecord:
-        """One update. Waits for nothing on the device."""
+    def _announce_minutes(self) -> None:
+        minutes = self.config.minutes
+        if minutes is None or not self.parallel.is_main:
+            return
+        if self.config.compile and minutes < _SHORT:
+            logger.warning("Compiling takes one or two of the %g minutes. Set compile=False for such a run.", minutes)
+        if self.steps is None:
+            logger.info("Training for %g minutes; the number of steps is planned after the first tenth.", minutes)
+
+    def _plan(self) -> None:
+        """With `config.minutes`, renew the number of steps that fit."""
+        if self.budget is None:
+            return
+        share = torch.tensor(self.budget.share if self.parallel.is_main else 0.0, dtype=torch.float64)
+        share_of_main = float(self.parallel.sum(share))  # all processes must plan alike
+        steps = self.budget.plan(self.step, self.steps, share_of_main)
+        if steps != self.steps and self.parallel.is_main:
+            logger.info("Step %d of %d planned, %.0f%% of the time is over.", self.step, steps, 100 * share_of_main)
+        self.steps = steps
+
+    def take_step(self, step_input: StepInput) -> TrainStep:
+        """Take one update, without waiting for the device."""
         config, objective = self.config, self.objective
-        totals = self._totals(given.parts)
+        totals = self._totals(step_input.parts)
         sums, counts, loss = [], [], torch.zeros((), device=self.device)
-        for number, part in enumerate(given.parts, start=1):
+        for number, part in enumerate(step_input.parts, start=1):
             terms = self._measure(part)
             share = objective.reduce(terms, totals)
-            self.parallel.before_backward(self.model, last=number == len(given.parts))
+            self.parallel.before_backward(self.model, last=number == len(step_input.parts))
             share.backward()
             loss = loss + share.detach()
             sums.append({name: value.detach() for name, value in terms.sums.items()})
             counts.append(dict(terms.counts))
         grad_norm = self.parallel.clip_grad_norm(self.parameters.values(), config.clip)
-        factor = learning_rate_factor(self.step, steps=config.steps, warmup=config.warmup, floor=config.final_lr)
+        factor = learning_rate_factor(self.step, steps=self.steps, warmup=self._warmup(), floor=config.final_lr)
         for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
             group["lr"] = peak * factor
         self.optimizer.step()
@@ -219,34 +251,39 @@ class _Run:
         if self.average is not None:
             self.average.update(self.step)
         self.step += 1
-        record = StepRecord(
+        record = TrainStep(
             step=self.step,
             lr=self.peaks[0] * factor,
             loss=loss,
             grad_norm=grad_norm,
             sums={name: torch.cat([part[name] for part in sums]) for name in sums[0]},
             counts={name: torch.cat([part[name] for part in counts]) for name in sums[0]},
-            parts=given.parts,
-            num_tokens=given.num_tokens,
+            parts=step_input.parts,
+            num_tokens=step_input.num_tokens,
         )
         self.unread.append(record)
         return record
 
+    def _warmup(self) -> int:
+        """Return the steps of warm-up; a run limited by time would otherwise do nothing else."""
+        warmup = self.config.warmup
+        return warmup if self.budget is None or self.steps is None else min(warmup, self.steps // _WARMUP_PART)
+
     def _measure(self, part: Part) -> Terms:
-        """The objective's terms on a micro-batch."""
-        # No cache of rounded weights: one made by a pass without gradients would cut them off in the next.
+        """Return the objective's terms on a micro-batch."""
+        # No cache of rounded weights: a cache made without gradients would cut the gradients of the next pass.
         mixed = self.config.precision == "mixed"
         with torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False) if mixed else nullcontext():
             return self.parallel.forward(self.model, lambda: self.objective(self.model, part.batch, seeds=part.seeds))
 
     def _totals(self, parts: list[Part]) -> dict[str, Tensor]:
-        """What the objective counts, over the whole step; under "process/…" over this process alone."""
+        """Return the objective's counts over the whole step, and under "process/…" those of this process alone."""
         counts = [self.objective.total_counts(part.batch, part.seeds) for part in parts]
         here = {name: torch.stack([count[name] for count in counts]).sum(0) for name in counts[0]}
-        # Of several processes, one may have no answers.
+        # One of several processes may have no answers.
         if "decoder" in here and self.parallel.world_size == 1 and not any(part.batch.has_answer for part in parts):
             raise ValueError(
-                f"TrainBatch.length must exceed prompt_len in some row of a step, got no answer at all in step "
+                f"TrainBatch.length must exceed prompt_len in some row of a step, got no answer in any row of step "
                 f"{self.step}. Check the data."
             )
         everywhere = self.parallel.sum(torch.stack([*here.values(), torch.ones_like(next(iter(here.values())))]))
@@ -256,7 +293,7 @@ class _Run:
         }
 
     def read(self) -> dict[str, Any]:
-        """Fetch what the steps since the last reading computed, make sure it is finite, and log it."""
+        """Fetch the numbers of the steps since the last reading, check that they are finite, and log them."""
         lines = make_lines(self.unread, self.parallel)
         for record, line in zip(self.unread, lines, strict=True):
             if not all(map(math.isfinite, line.values())):
@@ -270,7 +307,7 @@ class _Run:
         return lines[-1]
 
     def _begin_interval(self) -> None:
-        """What is measured from here on belongs to the next line; saving and evaluating belong to none."""
+        """Start the measurements of the next log line; saving and evaluating belong to no line."""
         self.unread = []
         self.load.reset()
         self.clock = time.perf_counter()
@@ -281,7 +318,7 @@ class _Run:
         self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
         lines[-1] |= {"tokens_per_second": tokens / seconds, "seconds": seconds}
 
-    def _stop_not_finite(self, record: StepRecord, line: Mapping[str, Any]) -> None:
+    def _stop_not_finite(self, record: TrainStep, line: Mapping[str, Any]) -> None:
         last = self.checkpoints.latest()
         assert last is not None  # `start` wrote one
         terms = [name for name, x in line.items() if not math.isfinite(x)]
@@ -289,11 +326,11 @@ class _Run:
         seeds = torch.cat([part.seeds for part in record.parts])[~finite].tolist()
         self.restore(last)
         self.unread = []
-        rows = f"in the rows with seeds {seeds}" if seeds else "though every row's terms here are finite"
+        rows = f"in the rows with seeds {seeds}" if seeds else "although the terms of every row here are finite"
         cause = "" if seeds else _known_cause(self.device)
         raise FloatingPointError(
-            f"train met a number that is not finite at step {record.step}: {', '.join(terms)}, {rows}. The model is as "
-            f"it was at {last.name}; lower TrainConfig.lr or clip, or look at those rows.{cause}"
+            f"train computed a number that is not finite at step {record.step}: {', '.join(terms)}, {rows}. The model "
+            f"is back at {last.name}. Lower TrainConfig.lr or clip, or look at those rows.{cause}"
         )
 
     def evaluate(self, evaluate: Evaluate) -> None:
@@ -303,14 +340,14 @@ class _Run:
             if self.average is not None:
                 stack.enter_context(self.average.swapped_in())
             stack.enter_context(torch.no_grad())
-            found = self.parallel.forward(self.model, lambda: evaluate(self.model, self.step)) or {}
-        self.evaluation = {name: float(value) for name, value in found.items()}  # tensors, too
+            numbers = self.parallel.forward(self.model, lambda: evaluate(self.model, self.step)) or {}
+        self.evaluation = {name: float(value) for name, value in numbers.items()}
         if self.parallel.is_main:
             self.log.append([{"step": self.step, **{f"evaluation/{k}": v for k, v in self.evaluation.items()}}])
         self._begin_interval()
 
     def state(self) -> dict[str, Tensor]:
-        """Everything a resumed run needs, by name. Frozen weights it is given again: beside adapters they are large."""
+        """Return everything a resumed run needs, by name, except frozen weights: the caller passes those again."""
         frozen = {name for name, p in self.model.named_parameters() if not p.requires_grad}
         state = {f"model.{name}": t for name, t in self.model.state_dict().items() if name not in frozen}
         state |= optimizer_state(self.optimizer, self.parameters)
@@ -321,14 +358,16 @@ class _Run:
             self.read()
         if self.parallel.is_main:
             self.log.sync()
-        self.checkpoints.save(self.step, self.state(), {"step": self.step, **self.description})
+        time_plan = {} if self.budget is None else {"seconds": self.budget.seconds, "planned steps": self.steps}
+        self.checkpoints.save(self.step, self.state(), {"step": self.step, **time_plan, **self.description})
         self.clock = time.perf_counter()
 
     def restore(self, path: Path) -> None:
         stored, may_differ = self.checkpoints.names(path), self.allow_changes
         make_optimizer_state(self.optimizer, self.parameters, stored, may_differ=may_differ)
         state = self.state()
-        if may_differ and self.average is not None and stored.isdisjoint(self.average.state):  # it begins here
+        if may_differ and self.average is not None and stored.isdisjoint(self.average.state):
+            # The average begins here.
             self.checkpoints.load(path, {name: state[name] for name in state.keys() - self.average.state.keys()})
             self.average = WeightAverage(self.parameters, self.average.decay)
         else:
@@ -340,9 +379,11 @@ class _Run:
         if self.average is not None:
             self.average.put_in()
         final = None
-        if interrupted and self.parallel.is_main:  # said once, however many processes
-            of_all = "" if self.total is None else f" of {self.total}"
-            logger.warning("Training stopped after step %d%s; the same call goes on from %s.", self.step, of_all, last)
+        if interrupted and self.parallel.is_main:
+            of_all = "" if self.steps is None else f" of {self.steps}"
+            logger.warning(
+                "Training stopped after step %d%s. The same call continues from %s.", self.step, of_all, last
+            )
         if not interrupted:
             final = self.out / "final"
             self.parallel.save_pretrained(self.model, final)
@@ -361,16 +402,16 @@ class _Run:
 
 @contextmanager
 def _ready_to_train(model: DiffusionGemma, config: TrainConfig) -> Iterator[None]:
-    """The model and torch set up for the run, and afterwards as they were."""
+    """Set up the model and torch for the run, and restore both afterwards."""
     layers = list(model.layers)
     recompute, matmul = model.recompute_activations, torch.get_float32_matmul_precision()
     model.recompute_activations = config.recompute_activations
     if config.precision == "mixed":
-        torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
+        torch.set_float32_matmul_precision("high")  # TF32 for the products that autocast leaves in float32
     try:
         with ExitStack() as stack:
             if config.compile:
-                # One code object serves all layers: by kind, by mode, with and without gradients.
+                # All layers share one code object, compiled per kind, per mode, with and without gradients.
                 stack.enter_context(torch._dynamo.config.patch(recompile_limit=64))
                 for layer in layers:
                     layer.compile(dynamic=False)
@@ -383,12 +424,12 @@ def _ready_to_train(model: DiffusionGemma, config: TrainConfig) -> Iterator[None
 
 
 def _known_cause(device: torch.device) -> str:
-    """What else may be at fault where only the gradient is not finite."""
+    """Return a hint at a bug of cuDNN, for a gradient that is not finite while the terms are."""
     if device.type != "cuda" or (torch.backends.cudnn.version() or 0) >= 92600:
         return ""
     if not torch.backends.cuda.cudnn_sdp_enabled():
         return ""
     return (
-        " Or try torch.backends.cuda.enable_cudnn_sdp(False): before cuDNN 9.26 the gradient of its attention under a "
-        "mask may not be finite (github.com/pytorch/pytorch/issues/196678)."
+        " Or try torch.backends.cuda.enable_cudnn_sdp(False): before cuDNN 9.26 the gradient of masked attention may "
+        "not be finite (github.com/pytorch/pytorch/issues/196678)."
     )

@@ -8,6 +8,7 @@ bounds of `nelbo` are losses here too: MDLM and LLaDA (mask), Duo (uniform), GID
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,10 +17,8 @@ from dgemma.diffusion.noise import HybridNoise, Noise
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.train import head, nelbo
 from dgemma.train.batch import TrainBatch
-from dgemma.train.canvases import Canvases, cut_canvases
-from dgemma.train.noising import Noised, draw_choice, noise_canvases
-from dgemma.train.packed import ATTENTIONS, CleanText, predict_canvases, read_clean
-from dgemma.train.records import Terms
+from dgemma.train.canvases import Canvases, Noised, cut_canvases, draw_choice, noise_canvases
+from dgemma.train.one_pass import ATTENTIONS, CleanText, predict_canvases, read_clean
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "canvases": ("one", "all"),
@@ -36,6 +35,30 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
 
 
 _CERTAIN = 1e4  # evidence that leaves no doubt, and is finite
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What an objective measured: of each named term, every row's sum (B,) and how many positions it is over (B,).
+
+    Example: `objective(model, batch, seeds=seeds).sums["decoder"]`.
+    """
+
+    sums: Mapping[str, Tensor]
+    counts: Mapping[str, Tensor]
+
+
+class Measure(Protocol):
+    """What is minimised. A function of the model, the rows and their seeds: it draws nothing else.
+
+    `total_counts` says, before any forward, how many positions each term of these rows will have; `reduce` makes the
+    scalar. Given the totals of the whole step it returns these rows' part, so that the parts of all micro-batches and
+    processes add up to the loss of the whole batch.
+    """
+
+    def __call__(self, model: DiffusionGemma, batch: TrainBatch, *, seeds: Tensor) -> Terms: ...
+    def total_counts(self, batch: TrainBatch, seeds: Tensor) -> Mapping[str, Tensor]: ...
+    def reduce(self, terms: Terms, totals: Mapping[str, Tensor] | None = None) -> Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True)

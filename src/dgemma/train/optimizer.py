@@ -10,13 +10,17 @@ from torch import Tensor, nn
 OptimizerFactory = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
 
 
-def learning_rate_factor(step: int, *, steps: int, warmup: int, floor: float) -> float:
-    """What the peak learning rate is multiplied by at `step`: a line up to 1, then half a cosine down to `floor`.
+def learning_rate_factor(step: int, *, steps: int | None, warmup: int, floor: float) -> float:
+    """Return the factor of the peak learning rate at `step`: a line up to 1, then half a cosine down to `floor`.
+
+    steps: of the whole run; None if that is not known yet, and the rate then stays at its peak.
 
     Example: `learning_rate_factor(49, steps=1000, warmup=100, floor=0.1)` is 0.5.
     """
     if step < warmup:
         return (step + 1) / warmup
+    if steps is None:
+        return 1.0
     progress = (step - warmup) / max(1, steps - 1 - warmup)
     return floor + (1 - floor) * (1 + math.cos(math.pi * min(1.0, progress))) / 2
 

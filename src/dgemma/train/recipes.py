@@ -7,9 +7,12 @@ tests hold them to it. Recipes also differ in which weights they train, the rout
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from dgemma.diffusion.noise import HybridNoise, MaskNoise, UniformNoise
 from dgemma.diffusion.schedule import Linear, Schedule
 from dgemma.model import DiffusionGemma
+from dgemma.model.attention import Attention
 from dgemma.model.config import ModelConfig
 from dgemma.model.experts import Router
 from dgemma.train.lora import LoRA, add_lora
@@ -128,6 +131,20 @@ def adapter(recipe: str) -> LoRA | None:
     if recipe not in adapters:
         raise ValueError(f"adapter recipe must be one of {tuple(adapters)}, got {recipe!r}. Make a LoRA of your own.")
     return adapters[recipe]
+
+
+@torch.no_grad()
+def soften_attention(model: DiffusionGemma) -> None:
+    """Let random weights begin with attention that is spread out: each query norm becomes head_dim^-1/2.
+
+    Queries and keys are normed and their product is not scaled, so with unit norms the scores of a fresh model have a
+    standard deviation of sqrt(head_dim), and its attention is almost one-hot and slow to learn from.
+
+    Example: `model = DiffusionGemma(config); soften_attention(model)`.
+    """
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.q_norm.weight.fill_(module.head_dim**-0.5)
 
 
 def _fine_tuning(config: ModelConfig, defaults: dict[str, Any], changes: dict[str, Any]) -> Objective:

@@ -9,7 +9,7 @@ from torch import Tensor
 import dgemma
 from dgemma import DiffusionGemma
 from dgemma.model.config import Conventions
-from dgemma.train.packed import predict_canvases, read_clean
+from dgemma.train.one_pass import predict_canvases, read_clean
 
 CANVAS_LEN = 6
 # Rows start at different places; the last canvases lie far past the window of 7, so sliding layers must forget.

@@ -133,7 +133,7 @@ def _masks(
 ) -> list[Mask | None]:
     """One mask per kind of layer, handed to every layer of that kind."""
     if attention not in ATTENTIONS:
-        raise ValueError(f"packed attention must be one of {ATTENTIONS}, got {attention!r}.")
+        raise ValueError(f"attention must be one of {ATTENTIONS}, got {attention!r}.")
     shapes = [model.config.layer_shape(layer) for layer in range(model.config.num_hidden_layers)]
     rules = {shape.kind: rule_of(shape) for shape in shapes}
     masks: dict[str, Mask | None] = {}

@@ -1,4 +1,4 @@
-"""A run of so many minutes ends with them, its learning rate down, at whatever pace its steps turn out to take."""
+"""A run limited by minutes ends in time with its learning rate at the floor, whatever the pace of its steps."""
 
 import logging
 import signal
@@ -9,10 +9,7 @@ import pytest
 import torch
 
 import next_token
-from dgemma.train import loop
-from dgemma.train.budget import train_for
-from dgemma.train.checkpoints import Checkpoints
-from dgemma.train.config import TrainConfig
+from dgemma.train import TrainConfig, loop, train
 from next_token import counting
 
 MINUTES = 2
@@ -52,11 +49,11 @@ def run(out, clock, pace, *, minutes=MINUTES, stop_at=None, allow_changes=False,
         clock.now += pace(record.step)
         return record.step == stop_at
 
-    settings = {"steps": 5, "batch_size": 2, "lr": PEAK, "warmup": 2, "final_lr": FLOOR, "precision": "weights"}
+    settings = {"minutes": minutes, "batch_size": 2, "lr": PEAK, "warmup": 2, "final_lr": FLOOR, "precision": "weights"}
     config = TrainConfig(**settings | {"log_every": 1, "progress": False} | changes)
     began = clock.now
     options = {"out": out, "on_step": on_step, "allow_changes": allow_changes, "evaluate": evaluate}
-    result = train_for(next_token.model(), Shrink(), counting, config, minutes=minutes, **options)
+    result = train(next_token.model(), Shrink(), counting, config, **options)
     return result, clock.now - began
 
 
@@ -104,10 +101,12 @@ def test_a_short_run_leaves_its_warm_up(tmp_path, clock):
     assert (again.step, none) == (result.step, 0)
 
 
-def test_a_run_whose_warm_up_was_not_cut_goes_on(tmp_path, clock):
-    run(tmp_path, clock, lambda step: 2.0, minutes=None, steps=60, warmup=30, stop_at=20)  # as earlier versions did
-    result, _ = run(tmp_path, clock, lambda step: 2.0, steps=60, warmup=30)
-    assert result.final is not None
+def test_a_run_limited_by_steps_can_continue_for_minutes(tmp_path, clock):
+    run(tmp_path, clock, lambda step: 2.0, minutes=None, steps=60, stop_at=20)
+    with pytest.raises(ValueError, match=r"TrainConfig\.steps must stay 60, .*, got None"):
+        run(tmp_path, clock, lambda step: 2.0)
+    result, seconds = run(tmp_path, clock, lambda step: 2.0, allow_changes=True)
+    assert 0.95 * SECONDS < seconds < SECONDS
     assert result.log.column("lr")[1][-1] == pytest.approx(FLOOR * PEAK)
 
 
@@ -124,57 +123,54 @@ def test_a_stall_ends_the_run_with_one_last_step(tmp_path, clock):
     assert result.final is not None
 
 
-def test_looks_are_silent_and_a_stop_is_not(tmp_path, clock, caplog):
+def test_a_stop_is_reported_and_a_new_plan_is_not(tmp_path, clock, caplog):
     caplog.set_level(logging.WARNING, "dgemma")
     run(tmp_path / "whole", clock, lambda step: 2.0)
     assert caplog.messages == []
     result, _ = run(tmp_path / "stopped", clock, lambda step: 2.0, stop_at=7)
     assert result.interrupted
-    assert [message[:30] for message in caplog.messages] == ["Training stopped after step 7;"]
+    assert [message[:30] for message in caplog.messages] == ["Training stopped after step 7."]
 
 
-@pytest.mark.parametrize(("minutes", "compiles", "is_told"), [(2, True, True), (8, True, False), (2, False, False)])
-def test_a_run_that_would_mostly_compile_is_warned_of(tmp_path, clock, caplog, minutes, compiles, is_told):
+@pytest.mark.parametrize(("minutes", "compiles", "warns"), [(2, True, True), (8, True, False), (2, False, False)])
+def test_a_run_that_would_mostly_compile_warns(tmp_path, clock, caplog, minutes, compiles, warns):
     caplog.set_level(logging.WARNING, "dgemma")
     run(tmp_path, clock, lambda step: 30.0, minutes=minutes, compile=compiles)
-    told = ["Of 2 minutes, compiling takes one or two, without learning. Leave compile out of so short a run."]
-    assert caplog.messages == (told if is_told else [])
+    warning = ["Compiling takes one or two of the 2 minutes. Set compile=False for such a run."]
+    assert caplog.messages == (warning if warns else [])
 
 
-def test_until_there_is_a_pace_nobody_is_told_a_number_of_steps(tmp_path, clock, caplog, monkeypatch):
+def test_the_number_of_steps_is_shown_once_the_pace_is_known(tmp_path, clock, caplog, monkeypatch):
     caplog.set_level(logging.INFO, "dgemma")
-    totals, make_bar = [], loop.progress_bar
+    bars, totals, make_bar = [], [], loop.progress_bar
 
-    def see(*, total, **options):
-        totals.append(total)
-        return make_bar(total=total, **options)
+    def spy(**options):
+        bars.append(make_bar(**options))
+        return bars[-1]
 
-    monkeypatch.setattr(loop, "progress_bar", see)
-    result, _ = run(tmp_path, clock, lambda step: 2.0)
-    assert (totals[0], totals[-1]) == (None, result.step)
-    assert caplog.messages[0].startswith("Training for 2 minutes; how many steps that makes is known ")
+    def pace(step):
+        totals.append(bars[0].total)
+        return 2.0
+
+    monkeypatch.setattr(loop, "progress_bar", spy)
+    result, _ = run(tmp_path, clock, pace)
+    assert totals[:10] == [None] * 10
+    assert totals[10] == pytest.approx(result.step, abs=1)
+    assert totals[-1] == result.step
+    assert caplog.messages[0].startswith("Training for 2 minutes; the number of steps is planned after ")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("moment", ["step", "save"])
-def test_a_signal_at_a_look_stops_the_run(tmp_path, clock, caplog, monkeypatch, number, moment):
+def test_a_signal_while_the_plan_is_renewed_stops_the_run(tmp_path, clock, caplog, number):
     caplog.set_level(logging.WARNING, "dgemma")
     handlers = [signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)]
-    save = Checkpoints.save
-
-    def save_at_look(self, step, *arguments):
-        if step == 10 and moment == "save":
-            signal.raise_signal(number)
-        return save(self, step, *arguments)
 
     def pace(step):
-        if step == 10 and moment == "step":  # the first look is after it
+        if step == 10:  # the first plan is made after it
             signal.raise_signal(number)
         return 2.0
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Checkpoints, "save", save_at_look)
-        result, _ = run(tmp_path, clock, pace)
+    result, _ = run(tmp_path, clock, pace)
     assert (result.interrupted, result.step) == (True, 10)
     assert [message[:30] for message in caplog.messages] == ["Training stopped after step 10"]
     assert [signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)] == handlers
@@ -230,15 +226,6 @@ def test_the_time_of_evaluating_counts_in_a_resumed_run(tmp_path, clock, end):
     assert result.final is not None
 
 
-def test_a_folder_of_an_earlier_version_or_run_keeps_no_wrong_time(tmp_path, clock):
-    (tmp_path / "time.json").write_text('{"0": 1000.0, "5": 1000.0}')  # the run's checkpoints were deleted
-    _, before = run(tmp_path, clock, lambda step: 2.0, stop_at=31)
-    assert before == 62
-    (tmp_path / "time.json").unlink()
-    _, rest = run(tmp_path, clock, lambda step: 2.0)
-    assert 0.94 * SECONDS < before + rest < SECONDS
-
-
 def test_changes_to_an_unfinished_run_leave_its_rate_where_it_was(tmp_path, clock):
     run(tmp_path, clock, lambda step: 2.0, stop_at=45)
     result, _ = run(tmp_path, clock, lambda step: 2.0, allow_changes=True, batch_size=3)
@@ -253,15 +240,9 @@ def test_another_configuration_is_refused_unless_allowed(tmp_path, clock):
         run(tmp_path, clock, lambda step: 2.0, lr=0.1)
 
 
-def test_without_minutes_the_steps_are_the_configurations(tmp_path, clock):
-    result, _ = run(tmp_path, clock, lambda step: 1000.0, minutes=None)
+def test_without_minutes_the_run_takes_the_steps_of_its_configuration(tmp_path, clock):
+    result, _ = run(tmp_path, clock, lambda step: 1000.0, minutes=None, steps=5)
     assert result.step == 5
-
-
-@pytest.mark.parametrize("minutes", [0, -1, float("nan"), float("inf"), 1e307])
-def test_no_time_and_no_end_are_refused(tmp_path, clock, minutes):
-    with pytest.raises(ValueError, match="train_for minutes must be above 0 and at most"):
-        run(tmp_path, clock, lambda step: 1.0, minutes=minutes)
 
 
 def test_the_least_time_is_two_steps(tmp_path, clock):

@@ -1,0 +1,79 @@
+"""When a run ends before its last planned step: on Ctrl-C or SIGTERM, or because its minutes are over."""
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_NUM_PACED = 10  # steps needed to measure a pace; the earlier half compiles and warms up, and does not count
+_REPLAN = 0.1  # the plan is renewed after each such share of the time
+_PLANNED = 0.97  # the share of the time that steps are planned for; evaluating and saving take the rest
+_EARLY = 0.9  # a run that would end before this share has become faster, and continues
+
+
+@contextmanager
+def stop_request() -> Iterator[threading.Event]:
+    """Yield an event that Ctrl-C or SIGTERM sets, so that the current step can finish. A second signal acts as usual.
+
+    Example: `with stop_request() as request: ...; request.is_set()`.
+    """
+    request = threading.Event()
+    if threading.current_thread() is not threading.main_thread():  # other threads cannot catch signals
+        yield request
+        return
+    previous = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}
+
+    def ask(number: int, frame: Any) -> None:
+        request.set()
+        signal.signal(number, previous[signal.Signals(number)])
+
+    try:
+        for name in previous:
+            signal.signal(name, ask)
+        yield request
+    finally:
+        for name, handler in previous.items():
+            signal.signal(name, handler)
+
+
+class TimeBudget:
+    """Plans how many steps fit into `minutes`, of which `spent` seconds are already over.
+
+    The number of steps is unknown before the run, and the pace changes on a shared GPU. So the plan is renewed after
+    each tenth of the time, at the pace of the later half of the steps taken so far. When the time is over, one step
+    remains, in which the learning rate reaches its floor.
+    """
+
+    def __init__(self, minutes: float, spent: float) -> None:
+        self.limit = 60 * minutes
+        self.began = time.perf_counter() - spent
+        self.shares = [self.share]  # of the time: now, and after each step
+        self.next_plan = self.share // _REPLAN * _REPLAN + _REPLAN
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the run began, those of earlier calls included."""
+        return time.perf_counter() - self.began
+
+    @property
+    def share(self) -> float:
+        """The share of the time that is over."""
+        return self.seconds / self.limit
+
+    def plan(self, step: int, steps: int | None, share: float) -> int | None:
+        """Return the number of steps of the whole run, after `step` of `steps`; None while the pace is unknown.
+
+        share: of the time that is over, equal on all processes.
+        """
+        self.shares.append(share)
+        if share >= 1:
+            return step + 1 if steps is None else min(steps, step + 1)
+        is_due = share < _EARLY if step == steps else share >= self.next_plan
+        if not is_due or len(self.shares) <= _NUM_PACED:
+            return steps
+        self.next_plan = share // _REPLAN * _REPLAN + _REPLAN
+        half = self.shares[(len(self.shares) - 1) // 2 :]
+        pace = (half[-1] - half[0]) / (len(half) - 1)
+        return step + max(1, int((_PLANNED - share) / pace))
