@@ -1,8 +1,8 @@
-"""Every sampler and stop rule of dgemma.sampling, found by looking: a new file there is tested without being named.
+"""Every sampler and stop rule of dgemma.sampling. A new file there is found and tested without being listed here.
 
-Each class is built with its defaults, then once per option (every value of a Literal, both booleans, a number for an
-optional one or for a zero), then with the first alternative of every option at once. A required field is filled by its
-type. What a class refuses is left out, as long as each option is somewhere in what it accepts.
+Each class is built with its defaults, then once per alternative value of an option, then with all options changed.
+Alternatives are every value of a Literal, both booleans, and a number where the default is None or zero. Required
+fields get a value of their type. Refused combinations are skipped, but each option must be accepted in one of them.
 """
 
 import dataclasses
@@ -66,7 +66,7 @@ def _alternatives(hint: Any, default: Any) -> list[Any]:
         values = list(typing.get_args(hint))
     elif hint is bool:
         values = [False, True]
-    elif hint is float and default == 0:  # a zero that switches something off
+    elif hint is float and default == 0:  # zero switches the option off
         values = [0.5]
     elif typing.get_origin(hint) in (types.UnionType, typing.Union):
         values = [None] + [_REQUIRED[arg] for arg in typing.get_args(hint) if arg in _REQUIRED]
@@ -78,7 +78,7 @@ STOP_RULES: list[StopRule] = [instance for cls in classes(StopRule) for instance
 
 
 def noises(sampler: Sampler, vocab_size: int) -> list[Noise]:
-    """The processes the sampler is valid for, each on the first schedule the sampler agrees to start on."""
+    """The noise processes the sampler is valid for, each with the first schedule that its `start` accepts."""
     return [_first_accepted(sampler, _PROCESSES[kind], vocab_size) for kind in sorted(sampler.valid_for)]
 
 
@@ -90,4 +90,4 @@ def _first_accepted(sampler: Sampler, process: type[Noise], vocab_size: int) -> 
         except ValueError:
             continue
         return noise
-    raise AssertionError(f"{sampler} starts on no schedule known here.")
+    raise AssertionError(f"{sampler} refuses every schedule listed here.")

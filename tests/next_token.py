@@ -1,4 +1,4 @@
-"""The least objective and source a loop can be tested with: the next token, some of the earlier ones corrupted."""
+"""A minimal objective and data source for tests of the training loop: predict the next token of a count."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ VOCAB = 32
 
 
 def model(dtype: torch.dtype = torch.float32) -> dgemma.DiffusionGemma:
-    """A model of a few thousand weights, the same every time."""
+    """A model with a few thousand weights, the same at every call."""
     config = dgemma.presets.tiny().replace(
         vocab_size=VOCAB,
         hidden_size=16,
@@ -37,7 +37,7 @@ def model(dtype: torch.dtype = torch.float32) -> dgemma.DiffusionGemma:
 
 
 def counting(step: int, rows: range) -> TrainBatch:
-    """Row r of step s counts upwards from a number of its own; rows differ in length."""
+    """Rows that count upwards. The start depends on row and step, and rows differ in length."""
     start = torch.tensor([(7 * row + 3 * step) % VOCAB for row in rows])
     tokens = (start[:, None] + torch.arange(10)) % VOCAB
     length = torch.tensor([4 + (row + step) % 7 for row in rows])
@@ -46,7 +46,7 @@ def counting(step: int, rows: range) -> TrainBatch:
 
 @dataclass(frozen=True)
 class NextToken:
-    """Mean cross-entropy of the next token over all tokens of the batch; each token read may be another."""
+    """Mean cross-entropy of the next token over the batch. Input tokens are replaced with probability `corrupt`."""
 
     corrupt: float = 0.1
 

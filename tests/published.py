@@ -1,4 +1,4 @@
-"""The published implementation beside ours: a pair of models with the same random weights."""
+"""The model of transformers and ours with the same random weights."""
 
 import torch
 from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
@@ -8,21 +8,21 @@ from dgemma import DiffusionGemma, ModelConfig
 
 
 def published_model(config: ModelConfig, seed: int = 0) -> DiffusionGemmaForBlockDiffusion:
-    """transformers' model with random weights, every norm, scale and scalar away from 1 so that none goes unnoticed."""
+    """The model of transformers with random weights. Norms and scales differ from 1, so that each has an effect."""
     torch.manual_seed(seed)
     model = DiffusionGemmaForBlockDiffusion(DiffusionGemmaConfig(**config.to_hf())).eval()
-    model.set_experts_implementation("eager")  # its loop over experts: the plainest meaning, for any shape
+    model.set_experts_implementation("eager")  # a loop over experts, which works for any shape
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if tensor.dim() == 1 and "vision" not in name and "rotary" not in name:
                 tensor.uniform_(0.5, 1.5)
             elif tensor.dim() > 1 and "vision" not in name:
-                tensor.mul_(1.5)  # logits of order one; much more and rounding grows chaotically through the layers
+                tensor.mul_(1.5)  # logits of order one; larger weights amplify rounding from layer to layer
     return model
 
 
 def pair(config: ModelConfig | None = None, seed: int = 0) -> tuple[DiffusionGemma, DiffusionGemmaForBlockDiffusion]:
-    """Our model and transformers', weights copied name by name without the library's own checkpoint code."""
+    """Our model and the one of transformers. Weights are copied by name, without the checkpoint code of the library."""
     config = config or dgemma.presets.tiny()
     theirs = published_model(config, seed)
     state = theirs.state_dict()

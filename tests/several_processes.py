@@ -1,4 +1,4 @@
-"""Training runs on several gloo processes of this machine, for the tests: what a process runs, how they are started."""
+"""Training on several gloo processes of this machine: what each process runs, and how tests start them."""
 
 import os
 import socket
@@ -40,7 +40,7 @@ OBJECTIVE = Objective(noise=dgemma.UniformNoise(CONFIG.vocab_size), canvas_len=8
 
 
 def source(step: int, rows: range) -> TrainBatch:
-    """Rows of several lengths: means over tokens, rows and processes are different numbers."""
+    """Rows of several lengths, so that means over tokens, over rows and over processes differ."""
     generators = [torch.Generator().manual_seed(1000 * step + row) for row in rows]
     tokens = torch.stack([torch.randint(3, CONFIG.vocab_size, (20,), generator=g) for g in generators])
     length = torch.tensor([20 - 2 * row for row in rows])
@@ -48,7 +48,7 @@ def source(step: int, rows: range) -> TrainBatch:
 
 
 def uneven_source(step: int, rows: range) -> TrainBatch:
-    """Without prompts; only the first rows have a second canvas, and so a first one to look back at."""
+    """Rows without prompts. Only the first four have a second canvas, which can attend to the first."""
     length = torch.tensor([16 if row < 4 else 8 for row in rows])
     batch = source(step, rows)
     return TrainBatch(tokens=batch.tokens, prompt_len=torch.zeros(len(rows), dtype=torch.int64), length=length)
@@ -56,17 +56,17 @@ def uneven_source(step: int, rows: range) -> TrainBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A training run: what FullySharded and TrainConfig are given, and after which step it is interrupted."""
+    """A training run: arguments of FullySharded and TrainConfig, and the step after which it is interrupted."""
 
     out: Path
     parallel: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     stop: int | None = None
-    dies: int | None = None  # the rank that ends without a word after the first step
+    dies: int | None = None  # the rank whose process exits after the first step
     lora: bool = False
     objective: Objective = OBJECTIVE
     source: BatchSource = source
-    dtype: torch.dtype = torch.float64  # so that any difference of meaning shows, and order of summation does not
+    dtype: torch.dtype = torch.float64  # errors in the method stay visible, the order of summation does not
 
 
 def run_alone(job: Job) -> None:
@@ -74,13 +74,13 @@ def run_alone(job: Job) -> None:
 
 
 def run_together(job: Job) -> None:
-    """What each process runs."""
+    """Run the job in this process, as one of several."""
     with FullySharded(**job.parallel) as parallel:
         _train(job, parallel)
 
 
 def _train(job: Job, parallel: Parallel) -> None:
-    # Only the main process starts from weights, even ranks from none, odd ones from others.
+    # Only the main process has the right weights: even ranks have none, odd ranks have others.
     on_meta = parallel.rank % 2 == 0 and not parallel.is_main and not job.lora
     model = dgemma.DiffusionGemma(CONFIG, dtype=job.dtype, device="meta" if on_meta else "cpu")
     if not on_meta:
@@ -99,13 +99,15 @@ def _train(job: Job, parallel: Parallel) -> None:
 
 
 def launch(num_processes: int, function: Callable[[Job], None], jobs: Sequence[Job]) -> list[list[str]]:
-    """Run jobs one after another on the same processes, started as torchrun would; for each job what each process
-    failed with, "" where it did not."""
+    """Run jobs one after another on the same processes, with the environment that torchrun sets.
+
+    Returns the traceback of every process for every job, "" where it succeeded.
+    """
     context = _fork_server()
     ports = [_free_port() for _ in jobs]
-    said = context.Queue()
+    results = context.Queue()
     processes = [
-        context.Process(target=_run, args=(rank, num_processes, ports, said, function, jobs), daemon=True)
+        context.Process(target=_run, args=(rank, num_processes, ports, results, function, jobs), daemon=True)
         for rank in range(num_processes)
     ]
     for process in processes:
@@ -113,7 +115,7 @@ def launch(num_processes: int, function: Callable[[Job], None], jobs: Sequence[J
     errors = [["died"] * num_processes for _ in jobs]
     expected = sum(num_processes - (job.dies is not None) for job in jobs)
     for _ in range(expected):
-        number, rank, error = said.get(timeout=300)
+        number, rank, error = results.get(timeout=300)
         errors[number][rank] = error
     for process in processes:
         process.join(timeout=30)
@@ -122,11 +124,11 @@ def launch(num_processes: int, function: Callable[[Job], None], jobs: Sequence[J
 
 @cache
 def _fork_server() -> Any:
-    """Processes are forked from one that has imported everything and done nothing."""
+    """Context whose processes are forked from one that has imported everything and run nothing."""
     context = get_context("forkserver")
     context.set_forkserver_preload(["several_processes"])
     before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # all that it learns of where to import from
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # the server reads its import path from here
     forkserver.ensure_running()
     if before is None:
         del os.environ["PYTHONPATH"]
@@ -135,16 +137,18 @@ def _fork_server() -> Any:
     return context
 
 
-def _run(rank: int, num_processes: int, ports: list[int], said: Any, function: Callable, jobs: Sequence[Job]) -> None:
+def _run(
+    rank: int, num_processes: int, ports: list[int], results: Any, function: Callable, jobs: Sequence[Job]
+) -> None:
     torch.set_num_threads(1)
     for number, (job, port) in enumerate(zip(jobs, ports, strict=True)):
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_processes)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         try:
             function(job)
-            said.put((number, rank, ""))
+            results.put((number, rank, ""))
         except Exception:
-            said.put((number, rank, traceback.format_exc()))
+            results.put((number, rank, traceback.format_exc()))
             if dist.is_initialized():
                 dist.destroy_process_group()
 

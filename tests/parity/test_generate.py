@@ -1,4 +1,4 @@
-"""`generate` with the published defaults against transformers' `generate`, token by token, both fed the same noise."""
+"""`generate` with the published defaults equals `generate` of transformers, token by token, on the same noise."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from published import pair
 
 
 class SharedNoise:
-    """Answers transformers' calls of torch.randint and torch.multinomial with our counter-based draws."""
+    """Stand-in for torch.randint and torch.multinomial that returns our counter-based draws to transformers."""
 
     def __init__(self, seeds: list[int], canvas_len: int) -> None:
         self.seeds, self.canvas_len = torch.tensor(seeds), canvas_len
@@ -61,7 +61,7 @@ def compare(found, expected, prompt_len: int) -> None:
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "left-padded"])
-def test_generate_is_token_exact_with_the_published_one_up_to_the_step_cap(monkeypatch, padded):
+def test_generate_equals_the_published_one_token_by_token_up_to_the_step_cap(monkeypatch, padded):
     ours, theirs = pair(seed=3)
     prompt, mask = torch.randint(5, 512, (3, 11)), torch.ones(3, 11, dtype=torch.long)
     if padded:
@@ -75,8 +75,8 @@ def test_generate_is_token_exact_with_the_published_one_up_to_the_step_cap(monke
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "left-padded"])
-def test_rows_that_stop_early_are_token_exact_with_the_published_ones(monkeypatch, padded):
-    # These weights, sharpened and cooled, settle: the argmax repeats and entropy falls, at another step in each row.
+def test_rows_that_stop_early_equal_the_published_ones_token_by_token(monkeypatch, padded):
+    # With sharper logits and a low temperature the argmax repeats and entropy falls, at a different step in each row.
     ours, theirs = pair(seed=2)
     with torch.no_grad():
         ours.norm.weight.mul_(6)
@@ -101,8 +101,8 @@ def test_rows_that_stop_early_are_token_exact_with_the_published_ones(monkeypatc
         eos_token_ids=[1],
     )
     compare(found, expected, 11)
-    assert found.steps[:, 0].max() < 24, "the case is meant to stop early"
-    assert len(set(found.steps[:, 0].tolist())) > 1, "the case is meant to stop at different steps per row"
+    assert found.steps[:, 0].max() < 24, "this case must stop early"
+    assert len(set(found.steps[:, 0].tolist())) > 1, "this case must stop at a different step in each row"
 
 
 def test_stop_tokens_inside_a_canvas_end_rows_as_published(monkeypatch):
@@ -115,7 +115,7 @@ def test_stop_tokens_inside_a_canvas_end_rows_as_published(monkeypatch):
     found = dgemma.generate(ours, prompt, attention_mask=mask, max_new_tokens=128, steps=6, seed=0, eos_token_ids=eos)
     compare(found, expected, 4)
     ended = (found.steps == 0).any(1)
-    assert ended.any(), "the case was meant to have a row that ends before another"
+    assert ended.any(), "in this case one row must end before another"
 
 
 def test_max_new_tokens_rounds_up_to_whole_canvases_as_published(monkeypatch):

@@ -1,4 +1,4 @@
-"""Our model against transformers' on random weights, float32: the same function, to rounding."""
+"""Our model equals the one of transformers up to float32 rounding, on random weights."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ import dgemma
 from dgemma import ModelConfig
 from published import pair
 
-TOLERANCE = 1e-5  # of the largest |logit|: float32 sums in another order, through three layers
+TOLERANCE = 1e-5  # relative to the largest |logit|: three layers of float32 sums in a different order
 
 
 def close(ours: Tensor, theirs: Tensor) -> None:
@@ -45,17 +45,17 @@ def test_encode_denoise_and_causal_logits_equal_the_published_model(prefix_len):
     ours, theirs = pair()
     tokens, mask = left_padded(3, prefix_len, 512)
     canvas = torch.randint(0, 512, (3, 32))
-    read = theirs.model.encoder(input_ids=tokens, attention_mask=mask)
+    prefix = theirs.model.encoder(input_ids=tokens, attention_mask=mask)
     cache = ours.encode(tokens, attention_mask=mask)
 
-    first = published_denoise(theirs, canvas, read.past_key_values, mask)
+    first = published_denoise(theirs, canvas, prefix.past_key_values, mask)
     close(ours.denoise(canvas, cache).logits, first)
-    conditioned = published_denoise(theirs, canvas, read.past_key_values, mask, first / 0.7)
+    conditioned = published_denoise(theirs, canvas, prefix.past_key_values, mask, first / 0.7)
     close(ours.denoise(canvas, cache, self_cond=first / 0.7).logits, conditioned)
     lazily = ours.denoise(canvas, cache).shaped(temperature=0.7)
     close(ours.denoise(canvas, cache, self_cond=lazily).logits, conditioned)
 
-    published_causal = (theirs.lm_head(read.last_hidden_state) / 30).tanh() * 30
+    published_causal = (theirs.lm_head(prefix.last_hidden_state) / 30).tanh() * 30
     real = mask.bool()
     close(ours.causal_logits(tokens, attention_mask=mask)[real], published_causal[real])
 
@@ -80,8 +80,8 @@ def test_cached_keys_and_values_equal_the_published_cache(prefix_len):
         changed(num_key_value_heads=4, num_global_key_value_heads=4),
         changed(num_experts=4, top_k_experts=4),
         changed(num_experts=16, top_k_experts=1),
-        changed(moe_intermediate_size=20, hidden_size=60),  # float32 rows of 80 and 240 bytes: grouped products
-        changed(moe_intermediate_size=17, hidden_size=33),  # no grouped product takes these: the loop
+        changed(moe_intermediate_size=20, hidden_size=60),  # rows of 80 and 240 bytes: torch's grouped product
+        changed(moe_intermediate_size=17, hidden_size=33),  # sizes that it refuses: the loop over experts
         changed(num_hidden_layers=2, layer_types=("full_attention",) * 2),
         changed(rms_norm_eps=1e-2, final_logit_softcapping=2.0),
         changed(
@@ -147,7 +147,7 @@ def test_self_conditioning_mask_switches_rows_off_as_published():
 
 @torch.no_grad()
 def test_bfloat16_stays_within_rounding_of_the_published_model():
-    """Each of ~10 roundings a layer is off by up to 2**-9; three layers and a head leave hundredths of the RMS."""
+    """About 10 roundings per layer, each up to 2**-9, add up to a few hundredths of the RMS after three layers."""
     ours, theirs = pair()
     tokens, canvas = torch.randint(5, 512, (2, 30)), torch.randint(0, 512, (2, 32))
     exact = ours.denoise(canvas, ours.encode(tokens)).logits
@@ -156,5 +156,5 @@ def test_bfloat16_stays_within_rounding_of_the_published_model():
     published = theirs(decoder_input_ids=canvas, past_key_values=past).logits
     found = ours.denoise(canvas, ours.encode(tokens)).logits
     published_error = (published - exact).norm() / exact.norm()
-    assert (found - exact).norm() / exact.norm() <= 1.5 * published_error  # no worse than the published rounding
+    assert (found - exact).norm() / exact.norm() <= 1.5 * published_error
     assert (found - published).norm() / exact.norm() <= 3 * published_error

@@ -17,11 +17,11 @@ from dgemma import presets
 from dgemma.model.config import ModelConfig
 from dgemma.model.diffusion import DiffusionGemma
 
-TOLERANCE = 1e-5  # of the largest |logit|: float32 rounding through three layers
+TOLERANCE = 1e-5  # relative to the largest |logit|: float32 rounding through three layers
 
 
 def _shake(model, seed):
-    """Every weight and every per-mode scalar its own value: a swap of two tensors then cannot go unseen."""
+    """Give every weight and per-mode scalar a different value, so that swapping two tensors changes the result."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for tensor in (*model.parameters(), *(b for n, b in model.named_buffers() if n.endswith("layer_scalar"))):
@@ -93,7 +93,7 @@ def test_vision_weights_pass_through_untouched(tmp_path):
     theirs.save_pretrained(tmp_path / "theirs")
     ours = DiffusionGemma.from_pretrained(tmp_path / "theirs", dtype=torch.bfloat16)
     ours.save_pretrained(tmp_path / "ours")
-    ours.save_pretrained(tmp_path / "ours")  # over itself: what is copied through is being replaced meanwhile
+    ours.save_pretrained(tmp_path / "ours")  # reads the vision weights from the file that it replaces
     back, info = DiffusionGemmaForBlockDiffusion.from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not any(info.values())
     vision = {name: tensor for name, tensor in theirs.state_dict().items() if "vision" in name}
@@ -102,7 +102,7 @@ def test_vision_weights_pass_through_untouched(tmp_path):
         assert torch.equal(back.state_dict()[name], tensor.bfloat16()), name  # transformers rounds while loading
 
 
-def test_there_and_back_again_is_bit_for_bit(tmp_path):
+def test_a_round_trip_through_transformers_is_bit_for_bit(tmp_path):
     first = _shake(DiffusionGemma(presets.tiny()), seed=3)
     first.save_pretrained(tmp_path / "ours")
     DiffusionGemmaForBlockDiffusion.from_pretrained(tmp_path / "ours").save_pretrained(tmp_path / "theirs")
@@ -122,8 +122,8 @@ def _gemma4_text(**changes):
 
 
 @pytest.mark.parametrize("multimodal", [False, True], ids=["text-only", "with-vision"])
-def test_a_plain_gemma4_with_experts_is_a_starting_point(tmp_path, caplog, multimodal):
-    """Its causal logits are Gemma 4's own; the self-conditioning block is new and, at first, without effect."""
+def test_a_gemma4_checkpoint_with_experts_can_be_loaded(tmp_path, caplog, multimodal):
+    """Causal logits equal Gemma 4's. The self-conditioning block is new and has no effect before training."""
     if multimodal:
         vision = dict(presets.tiny().vision_config)
         theirs = Gemma4ForConditionalGeneration(Gemma4Config(text_config=_gemma4_text(), vision_config=vision))
@@ -145,7 +145,7 @@ def test_a_plain_gemma4_with_experts_is_a_starting_point(tmp_path, caplog, multi
         plain = ours.denoise(tokens[:, :8], cache)
         assert torch.equal(ours.denoise(tokens[:, :8], cache, self_cond=plain).logits, plain.logits)
 
-    if multimodal:  # the vision tower comes along, under DiffusionGemma's names
+    if multimodal:  # the vision tower is kept, under DiffusionGemma's names
         ours.save_pretrained(tmp_path / "diffusion")
         back, info = DiffusionGemmaForBlockDiffusion.from_pretrained(tmp_path / "diffusion", output_loading_info=True)
         assert not any(info.values())
@@ -156,7 +156,7 @@ def test_a_plain_gemma4_with_experts_is_a_starting_point(tmp_path, caplog, multi
     ("field", "value"),
     [("hidden_size_per_layer_input", 8), ("num_kv_shared_layers", 1), ("attention_k_eq_v", False)],
 )
-def test_gemma4_features_dgemma_lacks_are_refused_by_name(tmp_path, field, value):
+def test_gemma4_features_that_dgemma_lacks_are_refused_by_name(tmp_path, field, value):
     _gemma4_text(**{field: value}).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"ModelConfig.{field} must be"):
         ModelConfig.from_hf(tmp_path)
