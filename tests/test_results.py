@@ -1,119 +1,161 @@
-"""The README's figures of the kernels are those of the recorded runs."""
+"""Tables in documents repeat recorded results. Prose is free: only cells are compared."""
 
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-COLUMNS = {"step.json": 3, "step_packed.json": 4, "step_fp8.json": 5}  # of the README's table, by the recorded run
+ROOT = Path(__file__).parents[1]
+RECORDED = {"bf16": "step.json", "packed": "step_packed.json", "fp8": "step_fp8.json"}  # by column
+GIB = 2**30 / 1e9  # gigabytes
+
+Table = dict[str, dict[str, str]]
 
 
-@pytest.fixture(scope="module", params=COLUMNS)
-def file(request) -> str:
-    return request.param
+def read_table(page: str, heading: str) -> Table:
+    """Return the first table under a heading: rows by their first cell, cells by their column, without bold."""
+    _, found, section = (ROOT / page).read_text().partition(f"\n## {heading}\n")
+    assert found, f"{page} has no heading {heading!r}"
+    lines = [line for line in section.split("\n## ")[0].splitlines() if line.startswith("|")]
+    header, _, *rows = [[cell.strip().replace("*", "") for cell in line.split("|")[1:-1]] for line in lines]
+    return {row[0]: dict(zip(header[1:], row[1:], strict=True)) for row in rows if len(row) == len(header)}
 
 
-@pytest.fixture(scope="module")
-def parts(file) -> dict[str, list[dict]]:
-    return read_parts(file)
+def recorded(file: str) -> dict[str, list[dict[str, Any]]]:
+    return json.loads((ROOT / "kernels/benchmarks/results" / file).read_text())["parts"]
 
 
-def read(file: str) -> str:
-    return (ROOT / file).read_text()
-
-
-def read_parts(file: str) -> dict[str, list[dict]]:
-    return json.loads(read(f"kernels/benchmarks/results/{file}"))["parts"]
-
-
-@pytest.fixture(scope="module")
-def row(file):
-    return lambda first_cell: cell(first_cell, COLUMNS[file])
-
-
-def cell(first_cell: str, column: int) -> str:
-    """A cell of the README's table, of the row that begins so."""
-    (line,) = [line for line in read("README.md").splitlines() if line.startswith(f"| {first_cell}")]
-    return line.split("|")[column].strip()
-
-
-def say_step(part: dict) -> str:
-    """Milliseconds, and by how much they spread where that is more than one."""
+def milliseconds(part: dict[str, Any]) -> str:
+    """Format a step's time, with its spread where that exceeds 1 ms."""
     time, spread = part["step_ms"], part["spread_ms"]
     return f"{time:.1f}" if spread < 1 else f"{time:.0f} ± {spread:.0f}"
 
 
-def test_steps_are_the_recorded_ones(parts, row):
-    prefixes = {part["prefix"]: part["step_ms"] for part in parts["prefixes"]}
-    assert row("one denoising step") == f"**{parts['step'][0]['step_ms']:.1f} ms**"
-    assert row("the same with 84 experts") == f"{parts['skewed'][0]['step_ms']:.1f} ms"
-    assert row("batch 2, 4, 8") == f"{', '.join(say_step(part) for part in parts['batches'] if part['batch'] > 1)} ms"
-    assert row("prefix 0, 16,384, 131,072") == f"{prefixes[0]:.1f}, {prefixes[16384]:.1f}, {prefixes[131072]:.1f} ms"
+def transformers_step() -> dict[str, list[str]]:
+    """Return milliseconds, least, most and peak GiB of transformers, eager and compiled."""
+    eager, compiled = ((*part.values(),)[0] for part in recorded("step_transformers.json")["transformers"])
+    assert "eager" in eager
+    assert "compiled" in compiled
+    return {"eager": re.findall(r"\d+\.\d", eager), "compiled": re.findall(r"\d+\.\d", compiled)}
 
 
-def test_tokens_a_second_are_the_recorded_ones(parts, row):
-    one, two, four = (part["tokens_per_s"] for part in parts["generate"] if part["prompt"] == 256)
-    assert row("16 steps and the commit").startswith(f"**{one:,.0f}**, {two:,.0f}, {four:,.0f} tokens/s")
-    assert row("word by word") == f"{parts['words'][0]['ms_a_token']:.1f} ms a token"
+@pytest.mark.parametrize("column", RECORDED)
+def test_step_times_are_the_recorded_ones(column):
+    table, parts = read_table("docs/benchmarks.md", "One denoising step"), recorded(RECORDED[column])
+    expected = {
+        "batch 1, prefix 1,024": milliseconds(parts["step"][0]),
+        "84 experts active": milliseconds(parts["skewed"][0]),
+    }
+    expected |= {f"batch {part['batch']}": milliseconds(part) for part in parts["batches"] if part["batch"] > 1}
+    prefixes = {part["prefix"]: part for part in parts["prefixes"]}
+    expected |= {f"prefix {prefix:,}": milliseconds(prefixes[prefix]) for prefix in (0, 16384, 131072)}
+    assert {row: cells[column] for row, cells in table.items()} == expected
 
 
-def test_peak_memory_is_the_recorded_one(parts, row):
-    assert row("peak memory").partition(";")[0] == f"{parts['memory'][0]['peak_gib'] * 2**30 / 1e9:.1f} GB"
+@pytest.mark.parametrize("column", RECORDED)
+def test_tokens_per_second_are_the_recorded_ones(column):
+    table, parts = read_table("docs/benchmarks.md", "Tokens per second"), recorded(RECORDED[column])
+    expected = {
+        f"batch {part['batch']}": f"{part['tokens_per_s']:,.0f}" for part in parts["generate"] if part["prompt"] == 256
+    }
+    expected["autoregressive, batch 1"] = f"{parts['words'][0]['tokens_per_s']:.0f}"
+    assert {row: cells[column] for row, cells in table.items()} == expected
+
+
+@pytest.mark.parametrize("column", RECORDED)
+def test_memory_is_the_recorded_one(column):
+    table, memory = read_table("docs/benchmarks.md", "Memory"), recorded(RECORDED[column])["memory"][0]
+    assert table["peak, GB"][column] == f"{memory['peak_gib'] * GIB:.1f}"
+    if column != "bf16":
+        assert table["held afterwards, GB"][column] == f"{memory['held_gib'] * GIB:.1f}"
+
+
+def test_the_comparison_with_transformers_is_of_one_recorded_run():
+    table, ours = read_table("docs/benchmarks.md", "Next to transformers"), recorded("step_transformers.json")
+    for kind, (step, least, most, peak) in transformers_step().items():
+        expected = {"step, ms": step, "range, ms": f"{least}–{most}", "peak memory, GB": f"{float(peak) * GIB:.0f}"}
+        assert table[f"transformers, {kind}"] == expected
+    peak = f"{ours['memory'][0]['peak_gib'] * GIB:.1f}"
+    assert table["dgemma, `accelerate`"]["step, ms"] == f"{ours['step'][0]['step_ms']:.1f}"
+    assert table["dgemma, `accelerate`"]["peak memory, GB"] == peak
 
 
 def test_the_first_token_is_the_recorded_one():
-    seconds = read_parts("first_token.json")["build"][0]["first_token_s"]
-    assert cell("first token", COLUMNS["step.json"]).startswith(f"{seconds:.0f} s with nothing compiled yet")
-    assert f"with nothing compiled yet {seconds:.1f} s" in read("kernels/README.md")
-    assert f"{seconds:.0f} s instead of 24 to the first token" in read("CHANGELOG.md")
+    table = read_table("docs/benchmarks.md", "First token")
+    for row, file in (("nothing compiled yet", "first_token.json"), ("compiled before, same process", "step.json")):
+        assert table[row]["seconds"] == f"{recorded(file)['build'][0]['first_token_s']:.1f}"
 
 
-def test_transformers_figures_are_those_of_the_command_that_timed_our_step_as_well():
-    parts = read_parts("step_transformers.json")
-    ours, (eager, compiled) = parts["step"][0]["step_ms"], (part["said"] for part in parts["transformers"])
-    assert eager.startswith("transformers, eager: ")
-    assert compiled.startswith("transformers, compiled, ")
-    slow, least, most, peak = re.findall(r"\d+\.\d", eager)
-    fast, lowest, highest, other_peak = re.findall(r"\d+\.\d", compiled)
-    assert peak == other_peak
-
-    in_table = f"{slow} ms ({least}–{most}) eager, {fast} ({lowest}–{highest}) compiled"
-    assert cell("one denoising step", 6) == f"{in_table}; `accelerate` on that machine {ours:.1f}"
-    assert cell("peak memory", 6) == f"{float(peak) * 2**30 / 1e9:.0f} GB"
-    assert f"where our step takes {ours:.2f} ms (`step.py --parts parity step profile" in read("kernels/README.md")
-    in_text = f"eager {slow} ms ({least} to {most}), compiled {fast} ms ({lowest} to {highest})"
-    assert f"{in_text}, both with a peak of {peak} GiB" in read("kernels/README.md")
-    assert f"{ours:.1f} ms where transformers takes {fast} compiled and {slow} eager" in read("CHANGELOG.md")
-
-    plain, packed, float8 = (f"{read_parts(file)['step'][0]['step_ms']:.1f}" for file in COLUMNS)
-    assert f"in {ours:.1f} ms on an H200 ({plain} on a faster one), where transformers takes" in read("README.md")
-    assert f"where transformers takes {fast} compiled and {slow} eager; {packed} with the experts'" in read("README.md")
-    assert f"without loss, {float8} with them in fp8: " in read("README.md")
+def training_results() -> dict[tuple[str, str], dict[str, Any]]:
+    results = json.loads((ROOT / "kernels/benchmarks/results/training.json").read_text())["results"]
+    return {(result["loop"].split(" ")[0], result["work"]): result for result in results}
 
 
-def test_both_machines_tokens_a_second_are_the_recorded_ones():
-    slower, *others = (read_parts(file)["generate"] for file in ("step_transformers.json", *COLUMNS))
-    one, faster, packed, fp8 = (f"{rows[0]['tokens_per_s']:,.0f}" for rows in (slower, *others))
-    assert f": {one} ({faster}), {packed} and {fp8} tokens/s for one user" in read("README.md")
-    assert f" ms and {one} tokens/s, in 4 min 48 s" in read("README.md")
-    long = f"{slower[3]['tokens_per_s']:,.0f}"
-    two, four, long_two, long_four = (f"× {slower[i]['against_batch_1']:.2f}" for i in (1, 2, 4, 5))
-    assert f" {one} tokens/s ({two}, {four}) and {long} ({long_two}, {long_four});" in read("kernels/README.md")
+@pytest.mark.parametrize("loop", ["transformers", "dgemma"])
+def test_training_throughput_is_the_recorded_one(loop):
+    table, results = read_table("docs/benchmarks.md", "Training throughput"), training_results()
+    works = {
+        "forward + backward": ("forward and backward", "peak memory of the first, GiB"),
+        "forward + backward + AdamW": ("forward, backward and AdamW", "peak memory of the second, GiB"),
+    }
+    for work, (rate_row, memory_row) in works.items():
+        result = results[loop, work]
+        tokens = result["tokens_per_second"] * result["milliseconds"] / 1000
+        rates = sorted(1000 * tokens / milliseconds for milliseconds in result["rounds_ms"])
+        middle, least, most = (f"{round(rate, -2):,.0f}" for rate in (result["tokens_per_second"], rates[0], rates[-1]))
+        assert table[rate_row][loop] == f"{middle} ({least}–{most})"
+        assert table[memory_row][loop] == f"{result['peak_GiB']:.1f}"
+
+
+def test_the_five_numbers_of_the_readme_are_the_recorded_ones():
+    rows = list(read_table("README.md", "Five numbers").values())
+    here, theirs, training = recorded("step_transformers.json"), transformers_step(), training_results()
+    rate = {file: f"{recorded(file)['generate'][0]['tokens_per_s']:,.0f}" for file in RECORDED.values()}
+    throughput = {loop: result["tokens_per_second"] for (loop, work), result in training.items() if "AdamW" in work}
+    sudoku = read_table("docs/sudoku.md", "Exact grids and steps")["entropy bound 0.01, stops by itself"]
+    expected = [
+        (f"{here['step'][0]['step_ms']:.1f} ms", [theirs["compiled"][0], theirs["eager"][0]]),
+        (f"{rate['step.json']} in bfloat16, {rate['step_fp8.json']} with the experts in fp8", []),
+        (f"{here['memory'][0]['peak_gib'] * GIB:.1f} GB", [f"{float(theirs['eager'][3]) * GIB:.0f} GB"]),
+        (
+            f"{round(throughput['dgemma'], -2):,.0f} tokens/s",
+            [f"{round(throughput['transformers'], -2):,.0f} tokens/s"],
+        ),
+        (sudoku["mask, 30–45 clues"].replace(", ", " in ") + " steps", []),
+    ]
+    for row, (ours, others) in zip(rows, expected, strict=True):
+        assert row["dgemma"] == ours
+        assert all(other in row["for comparison"] for other in others)
 
 
 @pytest.mark.parametrize(
-    ("first_cell", "work"),
-    [("forward and backward", "forward + backward"), ("and AdamW", "forward + backward + AdamW")],
+    ("heading", "group"),
+    [
+        ("Measured under mask noise", "mask"),
+        ("Measured under uniform noise", "uniform"),
+        ("Stop rules measured under mask noise", "mask stop rules"),
+        ("Stop rules measured under uniform noise", "uniform stop rules"),
+    ],
 )
-def test_training_throughput_is_the_recorded_one(first_cell, work):
-    recorded = json.loads(read("kernels/benchmarks/results/training.json"))["results"]
-    line = next(line for line in read("README.md").splitlines() if line.startswith(f"| {first_cell} |"))
-    cells = [cell.strip().replace("*", "") for cell in line.split("|")[2:4]]
-    measured = [result for result in recorded if result["work"] == work]  # transformers' loop first
-    for cell, result in zip(cells, measured, strict=True):
-        tokens = result["tokens_per_second"] * result["milliseconds"] / 1000
-        rates = sorted(tokens / (milliseconds / 1000) for milliseconds in result["rounds_ms"])
-        middle, least, most = (f"{round(rate, -2):,.0f}" for rate in (result["tokens_per_second"], rates[0], rates[-1]))
-        assert cell == f"{middle} tokens/s ({least}–{most}), {result['peak_GiB']:.1f} GiB"
+def test_sampler_tables_are_the_recorded_ones(heading, group):
+    table = read_table("docs/samplers.md", heading)
+    rows = json.loads((ROOT / "docs/results/samplers.json").read_text())[group]
+    assert list(table) == [row["label"] for row in rows]
+    for row in rows:
+        expected = {"forwards": f"{row['forwards']:.1f}"}
+        if "exact" in row:
+            expected |= {"exact grids": f"{row['exact']:.1%}", "standard error": f"{row['error']:.1%}"}
+        else:
+            expected |= {"nats per token": f"{row['nats']:.2f}", "standard error": f"{row['error']:.2f}"}
+            expected |= {"repeats": f"{row['repeats']:.1%}", "distinct pairs": f"{row['distinct_pairs']:.3f}"}
+        assert {name: cell.replace(" %", "%") for name, cell in table[row["label"]].items()} == expected
+
+
+def test_the_sudoku_page_and_the_card_of_the_model_agree():
+    page = read_table("docs/sudoku.md", "Exact grids and steps")
+    card = (ROOT / "src/dgemma/assets/sudoku/README.md").read_text()
+    for bound, row in (("0.01", "entropy bound 0.01, stops by itself"), ("0.1", "entropy bound 0.1")):
+        cells = [page[row][f"mask, {clues} clues"].split(", ") for clues in ("30–45", "24–29")]
+        assert f"| entropy bound {bound} | " + " | ".join(part for cell in cells for part in cell) + " |" in card
