@@ -1,8 +1,9 @@
-"""Text from noise, on a model that ships with the library. Start here.
+"""Write text from noise with a model that ships with the library. Start here.
 
-The model does not write word by word. It reads the prompt once, then takes a canvas of 64 random tokens, predicts all
-of them at once, writes some, doubts others, and repeats until no noise is left. It is small (7.8 million weights,
-trained for minutes on old stories, novels and a Bible), so expect the sound of English more than its sense.
+The model does not write from left to right. It reads the prompt once and takes a canvas of 64 random tokens. It
+predicts all of them at once, keeps some, returns others to noise, and repeats until no noise is left. The model is
+small: 7.8 million weights, trained for minutes on old stories, novels and a Bible. Expect the sound of English more
+than its sense.
 
     python examples/01_generate.py
     python examples/01_generate.py "It was a dark night, and the old captain" --steps 16 --seed 7
@@ -16,7 +17,7 @@ import dgemma
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("prompt", nargs="?", default="The old man looked out to sea")
-parser.add_argument("--steps", type=int, help="predictions a canvas may take; default: the checkpoint's own")
+parser.add_argument("--steps", type=int, help="steps per canvas, at most; default: the checkpoint's")
 parser.add_argument("--seed", type=int, default=0)
 options = parser.parse_args()
 
@@ -26,7 +27,7 @@ prompt = torch.tensor([tokenizer.encode(options.prompt)])  # (1, P)
 
 
 def show(record: dgemma.StepRecord) -> None:
-    """After a step: how unsure the model still is, and the text it would hand over now."""
+    """Print the text that would be committed now, and the mean entropy."""
     step, num_steps = int(record.step), int(record.state.num_steps)
     if step == 0:
         print(f"noise    {tokenizer.decode(record.canvas[0])[:90]!r}")

@@ -1,10 +1,10 @@
-"""Watch the denoising: live in the terminal, then as a page to scrub, as plots and as an animation.
+"""Watch the denoising: live in the terminal, then as a web page, as plots and as an animation.
 
     python examples/02_watch_the_denoising.py --out pictures
 
-run.html needs no network: open it in any browser, play it, hover over a position for its candidates. Where matplotlib
-is installed there are also entropy.png (steps down, positions across), order.png (when each position settled) and
-run.gif.
+run.html needs no network. Open it in a browser, play it, and hover over a position to see its candidates. With
+matplotlib installed there are also entropy.png (steps down, positions across), order.png (the step at which each
+position settled) and run.gif.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from dgemma.view.terminal import LiveView
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--out", type=Path, default=Path(), help="folder for the pictures; default: this one")
-parser.add_argument("--steps", type=int, help="predictions a canvas may take; default: the checkpoint's own")
+parser.add_argument("--steps", type=int, help="steps per canvas, at most; default: the checkpoint's")
 options = parser.parse_args()
 options.out.mkdir(parents=True, exist_ok=True)
 

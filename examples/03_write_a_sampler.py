@@ -1,8 +1,8 @@
-"""Write a sampler: one class, nothing to register. Then set it beside the library's own.
+"""Write a sampler in one class, without registering it, and compare it with the library's.
 
-The published sampler accepts what is certain, however little that is; when the steps run out, positions it never
-accepted are committed all the same. The one below keeps an eye on the clock: with a tenth of the noise gone it accepts
-the surest tenth of the positions, at the end all of them.
+The published sampler accepts what is certain, however little that is. When the steps run out, it commits the rest
+anyway. The sampler below follows the clock: when a tenth of the noise is gone, it accepts the most certain tenth of
+the positions. At the end it accepts all of them.
 """
 
 import argparse
@@ -19,26 +19,26 @@ class OnTime(dgemma.Sampler):
     """Accept the most certain positions, as many as the noise level of the next step leaves clean."""
 
     valid_for: ClassVar[frozenset[str]] = frozenset({"uniform"})
-    redecides: ClassVar[frozenset[str]] = frozenset({"uniform"})  # what was accepted is judged again at every step
+    redecides: ClassVar[frozenset[str]] = frozenset({"uniform"})  # accepted positions are decided again at every step
 
     def __call__(self, prediction: dgemma.Prediction, state: dgemma.DenoiseState) -> dgemma.Decision:
-        entropy = prediction.entropy.masked_fill(state.frozen, -1.0)  # (B, C); what is given comes first
+        entropy = prediction.entropy.masked_fill(state.frozen, -1.0)  # (B, C); frozen positions come first
         place = entropy.argsort(dim=-1).argsort(dim=-1)  # 0 for the most certain
         quota = (1 - state.next_noise_level) * place.shape[-1]  # (B,)
         accept = (place < quota[:, None]) & state.open
-        tokens = prediction.sample(state.uniform("token"))  # one draw a position, from the row's own seed
+        tokens = prediction.sample(state.uniform("token"))  # one draw per position, from the row's seed
         return dgemma.Decision(tokens=tokens, write=accept, renoise=state.open & ~accept)
 
 
-def nats_word_by_word(model: dgemma.DiffusionGemma, tokens: torch.Tensor, prompt_len: int) -> float:
-    """What the same weights, read causally, think of a text (1, N): low is fluent (or dull), not good."""
+def autoregressive_nats(model: dgemma.DiffusionGemma, tokens: torch.Tensor, prompt_len: int) -> float:
+    """Score a text (1, N) with the same weights, autoregressively: low means fluent, or dull, not good."""
     with torch.no_grad():
         log_probs = model.causal_logits(tokens[:, :-1]).log_softmax(-1)
     return -log_probs.gather(-1, tokens[:, 1:, None])[:, prompt_len - 1 :].mean().item()
 
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--steps", type=int, default=16, help="of each canvas (%(default)s)")
+parser.add_argument("--steps", type=int, default=16, help="steps per canvas (%(default)s)")
 steps = parser.parse_args().steps
 
 model = dgemma.DiffusionGemma.from_pretrained("dgemma/text", dtype=torch.float32)
@@ -49,5 +49,5 @@ for sampler in (OnTime(), dgemma.EntropyBound(bound=0.1), dgemma.EntropyBound(bo
     out = dgemma.generate(
         model, prompt, max_new_tokens=64, steps=steps, sampler=sampler, temperature=0.7, stop=None, seed=3
     )
-    nats = nats_word_by_word(model, out.tokens, prompt.shape[1])
-    print(f"{sampler}\n  {nats:.2f} nats per token word by word: {tokenizer.decode(out.tokens[0])!r}\n")
+    nats = autoregressive_nats(model, out.tokens, prompt.shape[1])
+    print(f"{sampler}\n  {nats:.2f} nats per token, autoregressively: {tokenizer.decode(out.tokens[0])!r}\n")

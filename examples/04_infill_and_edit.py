@@ -1,4 +1,4 @@
-"""Fill holes with what stands on both sides in view, and rewrite a text in place. Given tokens never change."""
+"""Fill holes with the text on both sides in view, and rewrite a text in place. Frozen tokens never change."""
 
 import argparse
 
@@ -7,14 +7,14 @@ import torch
 import dgemma
 
 parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--steps", type=int, default=24, help="of a whole denoising (%(default)s)")
+parser.add_argument("--steps", type=int, default=24, help="steps per canvas (%(default)s)")
 options = {"steps": parser.parse_args().steps, "sampler": dgemma.Ancestral(), "temperature": 0.6, "stop": None}
 
 model = dgemma.DiffusionGemma.from_pretrained("dgemma/text", dtype=torch.float32)
 tokenizer = dgemma.Tokenizer.from_pretrained("dgemma/text")
 
-# A hole of eight tokens between two halves of a sentence. What stands to its left is read as the prefix; what stands to
-# its right lies on the same canvas, pinned, so the model sees it while it fills the hole.
+# A hole of eight tokens between two halves of a sentence. The text on the left is the prefix. The text on the right is
+# frozen on the same canvas, so that the model sees it while it fills the hole.
 left = tokenizer.encode("The captain stood upon the deck and")
 right = tokenizer.encode(" before the storm came down upon them.", bos=False)
 start, stop = len(left), len(left) + 8
@@ -25,7 +25,7 @@ for seed in range(3):
     assert (tokens[:start], tokens[stop:]) == (left, right)
     print(f"{tokenizer.decode(left)}[{tokenizer.decode(tokens[start:stop])}]{tokenizer.decode(right)}")
 
-# An edit noises the text to a level and denoises it from there: the more noise, the less is kept. `frozen` pins words.
+# An edit adds noise up to a level and denoises from there: the more noise, the less is kept. `frozen` pins words.
 original = "The captain stood upon the deck and looked at the sea before the storm came."
 text = torch.tensor([tokenizer.encode(original)])
 print(f"\n{original}")

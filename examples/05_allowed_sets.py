@@ -1,7 +1,7 @@
-"""Constrain what may be written, position by position: allowed sets, a pattern, and typed slots.
+"""Constrain the tokens at each position: allowed sets, a pattern, and typed slots.
 
-A constraint holds in the distribution (the rest gets probability zero) and in the noise (a refused position is refilled
-from the same set), so that nothing else ever stands on the canvas.
+A constraint applies to the prediction (other tokens get probability zero) and to the noise (a refused position is
+refilled from the same set). So no other token ever appears on the canvas.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import torch
 import dgemma
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--steps", type=int, default=24, help="of each canvas (%(default)s)")
+parser.add_argument("--steps", type=int, default=24, help="steps per canvas (%(default)s)")
 options = {"steps": parser.parse_args().steps, "sampler": dgemma.Ancestral(), "temperature": 0.7, "stop": None}
 
 model = dgemma.DiffusionGemma.from_pretrained("dgemma/text", dtype=torch.float32)
@@ -26,7 +26,7 @@ text = tokenizer.decode(out.new_tokens[0])
 assert "e" not in text.lower()
 print(f"without e: {text!r}\n")
 
-# A set for each position: a blank, 1, 8, any digit, any digit; what follows is free.
+# One set per position: a space, 1, 8, any digit, any digit. The rest is free.
 digits = tokenizer.encode("0123456789", bos=False)
 one, eight = digits[1], digits[8]
 year = [tokenizer.encode(" ", bos=False), [one], [eight], digits, digits]
@@ -38,8 +38,8 @@ prompt = torch.tensor([tokenizer.encode("In the year")])
 out = dgemma.generate(model, prompt, max_new_tokens=canvas_len, allowed=allowed, seed=2, **options)
 print(f"a year:    {tokenizer.decode(out.tokens[0])!r}\n")
 
-# A template with a typed slot: the model weighs the options in their place, with what follows in view.
-nouns = [" ship", " king", " cake"]  # the vocabulary's words carry the space in front of them
+# A template with a typed slot: the model compares the options in place, with the following text in view.
+nouns = [" ship", " king", " cake"]  # words in the vocabulary begin with a space
 template = ["The whale rose near the", dgemma.Slot(nouns, name="noun"), " and the sailors cried out."]
 choice = dgemma.slots(model, template, tokenizer=tokenizer)["noun"]
 print("The whale rose near the ... and the sailors cried out.")

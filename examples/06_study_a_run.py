@@ -1,7 +1,7 @@
 """Study a run: entropy over steps, the order in which positions settle, router choices, and an intervention.
 
-Everything a step sees and does is on record, and any of it may be changed between two steps. The intervention here is
-on self-conditioning: what the model thought a step ago, handed to it beside the canvas, is cut off.
+Everything that a step sees and does is recorded, and any of it can be changed between two steps. The intervention here
+removes self-conditioning: the model no longer sees its previous prediction.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import torch
 import dgemma
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--steps", type=int, default=24, help="of each canvas (%(default)s)")
+parser.add_argument("--steps", type=int, default=24, help="steps per canvas (%(default)s)")
 options = {"steps": parser.parse_args().steps, "max_new_tokens": 64}
 
 model = dgemma.DiffusionGemma.from_pretrained("dgemma/text", dtype=torch.float32)
@@ -26,15 +26,15 @@ entropy, accepted = run.array("entropy")[:, 0], run.array("accepted")[:, 0]  # (
 for step in range(0, len(run), max(1, len(run) // 6)):
     print(f"{step:4d}  {entropy[step].mean():12.2f}  {'█' * int(accepted[step].sum())}")
 
-# A position has settled when its argmax changes no more. Is text written from left to right?
+# A position has settled when its argmax no longer changes. Is text written from left to right?
 argmax = run.array("argmax")[:, 0]  # (steps, C)
-unlike_the_last = (argmax != argmax[-1]).int()
-settled = len(run) - unlike_the_last.flip(0).argmax(0)  # (C,): the step after the last that differed
-settled = torch.where(unlike_the_last.any(0), settled, 0).float()
+differs_from_last = (argmax != argmax[-1]).int()
+settled = len(run) - differs_from_last.flip(0).argmax(0)  # (C,): the step after the last that differed
+settled = torch.where(differs_from_last.any(0), settled, 0).float()
 thirds = ", ".join(f"{third.mean():.1f}" for third in settled.tensor_split(3))
 print(f"\nmean step at which positions settled, by thirds of the canvas from the left: {thirds}")
 
-# How many experts does a layer really use? Shares of 4 experts, 2 chosen for every token; even would be 25% each.
+# How evenly does a layer use its experts? Each token goes to 2 of 4; an even load would be 25% each.
 print("\nshare of each expert, over all steps and positions:")
 for layer in range(model.config.num_hidden_layers):
     experts = torch.cat([step.router[layer].experts.flatten() for step in seen.steps])
@@ -43,7 +43,7 @@ for layer in range(model.config.num_hidden_layers):
 
 
 def forget(record: dgemma.StepRecord) -> dict[str, None]:
-    """Hand the next step nothing of what this one thought."""
+    """Hide this step's prediction from the next step."""
     return {"self_cond": None}
 
 

@@ -1,7 +1,6 @@
-"""Fork a trajectory: go back to a step, change one thing, and let it run again.
+"""Fork a trajectory: go back to a step, change one thing, and run again from there.
 
-Draws are counter-based, so up to the fork everything repeats bit for bit, and what differs afterwards was caused by the
-change alone.
+Draws are counter-based, so everything before the fork repeats exactly. Later differences are caused by the change.
 """
 
 import argparse
@@ -11,7 +10,7 @@ import torch
 import dgemma
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--steps", type=int, default=24, help="of the canvas (%(default)s)")
+parser.add_argument("--steps", type=int, default=24, help="steps per canvas (%(default)s)")
 steps = parser.parse_args().steps
 
 model = dgemma.DiffusionGemma.from_pretrained("dgemma/text", dtype=torch.float32)
@@ -23,10 +22,10 @@ out = dgemma.generate(
 )
 run, middle = out.trajectory, steps // 2
 print(f"the run:\n  {tokenizer.decode(out.new_tokens[0])!r}")
-run.replay(model)  # bit for bit, or an error that says where it parts
+run.replay(model)  # raises an error at the first difference
 assert torch.equal(run.fork(model, step=middle).new_tokens, out.new_tokens)  # nothing changed: the same text
 
-# Plant two words on the canvas in the middle of the run and pin them.
+# Plant two words on the canvas in the middle of the run and freeze them.
 moment = run.moment(model, step=middle)
 words = torch.tensor(tokenizer.encode(" great storm", bos=False))
 place = slice(20, 20 + len(words))
@@ -34,8 +33,8 @@ canvas, frozen = moment.state.canvas.clone(), moment.state.frozen.clone()
 canvas[0, place], frozen[0, place] = words, True
 
 forks = {
-    "other dice from the middle on": {"step": middle, "seed": 1},
-    "other dice from three quarters on": {"step": 3 * steps // 4, "seed": 1},
+    "new draws from the middle on": {"step": middle, "seed": 1},
+    "new draws from three quarters on": {"step": 3 * steps // 4, "seed": 1},
     "colder from the middle on": {"step": middle, "temperature": 0.3},
     "two words planted in the middle": {"step": middle, "canvas": canvas, "frozen": frozen},
 }

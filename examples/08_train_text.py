@@ -1,16 +1,16 @@
-r"""Train a small text model from scratch, by the published objective: a tokenizer, packed text, a checkpoint.
+r"""Train a small text model from scratch with the published objective: a tokenizer, packed text, a checkpoint.
 
-    python examples/08_train_text.py                                    an excerpt and a toy model: shows that it runs
+    python examples/08_train_text.py                                    an excerpt and a toy model, to see that it runs
 
-How `dgemma/text` was made, on one GPU, what it says of held-out text, and what it writes:
+How `dgemma/text` was made on one GPU, evaluated on held-out text, and sampled:
 
     python examples/text_corpus/prepare.py --out runs/corpus
     python examples/08_train_text.py --corpus runs/corpus --out runs/text --minutes 6.8 --compile
     dgemma evaluate -m runs/text/checkpoint --separator $'\f' --canvases 8 --samples 16 runs/corpus/test.txt
     python examples/18_samples.py --model runs/text/checkpoint --out runs/text/samples.md
 
-The folder given by --out gets `checkpoint` (bfloat16; `from_pretrained` and transformers read it), `results.json` and
-`run`, with the log of the losses. Stopped, the same command goes on; --more lets a finished run have more --minutes.
+The --out folder gets `checkpoint` (bfloat16, for `from_pretrained` and transformers), `results.json` and `run`, with
+the log of the losses. Give the same command again to resume. --more extends a finished run to more --minutes.
 """
 
 import argparse
@@ -27,16 +27,16 @@ from dgemma.data.corpus import SEPARATOR, prepare_corpus
 from dgemma.data.text import TextSource, scan
 from dgemma.train import Objective, TrainConfig, evaluate, muon, soften_attention, train
 
-NUMBERS = {  # on a GPU, and without one
-    "steps": (4000, 10, "of training"),
-    "batch-size": (96, 4, "rows a step"),
-    "canvases": (8, 2, "of a row"),
+NUMBERS = {  # defaults with and without a GPU
+    "steps": (4000, 10, "training steps"),
+    "batch-size": (96, 4, "rows per step"),
+    "canvases": (8, 2, "canvases per row"),
 }
 EXCERPT = Path(dgemma.__file__).parent / "assets" / "text" / "held_out.txt"
 
 
 def split_excerpt(folder: Path) -> Path:
-    """The excerpt that ships, as a corpus of its own."""
+    """Split the excerpt that ships into a small corpus."""
     validation, test, *train = EXCERPT.read_text().split(SEPARATOR)
     for part, documents in (("train", train), ("validation", [validation]), ("test", [test])):
         (folder / f"{part}.txt").write_text(SEPARATOR.join(documents))
@@ -54,19 +54,19 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
     torch.manual_seed(args.seed)
     model = dgemma.DiffusionGemma(shape, device=args.device)
     soften_attention(model)
-    # The published stop tokens 106 and 50 are words here, and so small a model is rarely as sure as published: its
-    # mistakes would confirm themselves, and are redrawn instead. Chosen on the validation text, once it was trained.
+    # The published stop tokens 106 and 50 are words in this vocabulary. The sampler redraws doubtful positions, because
+    # the errors of a small model confirm themselves. It was chosen on the validation text after training.
     sampler = dgemma.LeaveOneOutGibbs(corrections=1, num_positions=8, choice_temperature=0.5)
     model.generation = dgemma.GenerationDefaults(
         eos_token_id=(corpus.tokenizer.eos_token_id,),
-        entropy_bound=12.0,  # for transformers, which knows no other sampler
+        entropy_bound=12.0,  # for transformers, which has no other sampler
         sampler=dgemma.describe_sampler(sampler),
         t_max=0.9,
     )
     print(f"{model.num_parameters():,} weights, {model.num_parameters(active=True):,} active", flush=True)
 
     noise = dgemma.UniformNoise(shape.vocab_size)
-    # All canvases of a row at once. Word by word, texts this few are soon learnt by heart; denoising them is not.
+    # All canvases of a row at once. The causal mode soon memorises so little text, so its loss has a low weight.
     objective = Objective(noise=noise, canvas_len=shape.canvas_length, canvases="all", causal_weight=0.25)
     source = TextSource(
         file=corpus.train,
@@ -91,7 +91,7 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
     result = train(model, objective, source, config, out=out / "run", optimizer=optimizer, allow_changes=args.more)
     seconds = time.perf_counter() - began
 
-    # What is measured is what ships: weights rounded to bfloat16.
+    # Measure what ships: weights rounded to bfloat16.
     model.to(torch.bfloat16).save_pretrained(out / "checkpoint")
     corpus.tokenizer.save_pretrained(out / "checkpoint")
     rows = scan(corpus.validation, row_len=source.stride, context=source.stride)
@@ -117,10 +117,10 @@ if __name__ == "__main__":
     for name, (on_gpu, without, meaning) in NUMBERS.items():
         default = on_gpu if torch.cuda.is_available() else without
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} (%(default)s)")
-    parser.add_argument("--minutes", type=float, help="as many steps of training as fit, instead of a number")
-    parser.add_argument("--more", action="store_true", help="go on with a finished run, for --minutes in all")
-    parser.add_argument("--prepare-only", action="store_true", help="make the tokenizer and the token files, and stop")
-    parser.add_argument("--compile", action="store_true", help="compile the layers: longer to start, faster after")
+    parser.add_argument("--minutes", type=float, help="train for this long, instead of a number of steps")
+    parser.add_argument("--more", action="store_true", help="extend a finished run to --minutes in total")
+    parser.add_argument("--prepare-only", action="store_true", help="only make the tokenizer and the token files")
+    parser.add_argument("--compile", action="store_true", help="compile the layers: slower start, faster steps")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as folder:

@@ -1,8 +1,8 @@
-"""Train a Sudoku solver from scratch, with masks or with uniform noise: the puzzle is the prompt, the grid a canvas.
+"""Train a Sudoku solver from scratch, with mask or uniform noise: the puzzle is the prompt, the grid a canvas.
 
-Test puzzles come from base grids of which no equivalent was ever trained on. They are solved before and after; which
-order of solving is best is the subject of 17_sudoku_orders.py. The folder given by --out gets `checkpoint` (bfloat16),
-`results.json` and `run`, with the log of the losses. The solver that ships was made by the last two lines:
+No equivalent of a test grid is trained on. Test puzzles are solved before and after training; 17_sudoku_orders.py
+compares orders of solving. The --out folder gets `checkpoint` (bfloat16), `results.json` and `run`, with the log of
+the losses. The last two lines made the solver that ships:
 
     python examples/10_train_sudoku.py                                without a GPU: three steps, to see that it runs
     python examples/10_train_sudoku.py --puzzles runs/puzzles --prepare-only
@@ -24,20 +24,20 @@ import dgemma
 from dgemma.data import sudoku
 from dgemma.train import Objective, TrainConfig, soften_attention, train
 
-NUMBERS = {  # on a GPU, and without one
-    "steps": (8000, 3, "of training"),
-    "batch-size": (1024, 2, "puzzles a step"),
-    "layers": (8, 1, "of the model"),
-    "pool": (32_768, 4, "base puzzles to train on, each in 1.2e12 equivalents"),
-    "num-tests": (1000, 2, "puzzles of each kind to test on"),
-    "denoising-steps": (48, 2, "at most, of a test puzzle"),
+NUMBERS = {  # defaults with and without a GPU
+    "steps": (8000, 3, "training steps"),
+    "batch-size": (1024, 2, "puzzles per step"),
+    "layers": (8, 1, "layers of the model"),
+    "pool": (32_768, 4, "base puzzles to train on, each with 1.2e12 equivalents"),
+    "num-tests": (1000, 2, "test puzzles of each kind"),
+    "denoising-steps": (48, 2, "steps per test puzzle, at most"),
 }
 TESTS = {"30-45 givens": (30, 45), "24-29 givens": (24, 29)}
 RECIPE = {"lr": 1.5e-3, "warmup": 300, "final_lr": 0.01, "betas": (0.9, 0.98), "weight_decay": 0.05, "ema_decay": 0.999}
 
 
 def solve(model: dgemma.DiffusionGemma, tests: dict[str, sudoku.Puzzles], args: argparse.Namespace) -> dict[str, Any]:
-    """Exact grids, right cells and steps, for each kind of puzzle."""
+    """Return exact grids, correct cells and steps for each kind of puzzle."""
     options = {"noise": sudoku.sudoku_noise(args.noise), "steps": args.denoising_steps, "temperature": 1.0}
     options |= {"sampler": dgemma.EntropyBound(bound=0.1, greedy=True), "stop": dgemma.StableAndConfident()}
     scores = {}
@@ -48,9 +48,11 @@ def solve(model: dgemma.DiffusionGemma, tests: dict[str, sudoku.Puzzles], args: 
 
 
 def main(args: argparse.Namespace, out: Path) -> None:
-    kept = {"seed": 1, "workers": args.workers, "folder": args.puzzles or out / "puzzles"}
-    pool = sudoku.generate_puzzles(args.pool, givens=24, exact=False, split="train", **kept)
-    tests = {name: sudoku.generate_puzzles(args.num_tests, givens=g, split="test", **kept) for name, g in TESTS.items()}
+    common = {"seed": 1, "workers": args.workers, "folder": args.puzzles or out / "puzzles"}
+    pool = sudoku.generate_puzzles(args.pool, givens=24, exact=False, split="train", **common)
+    tests = {
+        name: sudoku.generate_puzzles(args.num_tests, givens=g, split="test", **common) for name, g in TESTS.items()
+    }
     if args.prepare_only:
         return
     shipped = dgemma.presets.sudoku()
@@ -66,7 +68,7 @@ def main(args: argparse.Namespace, out: Path) -> None:
         noise=sudoku.sudoku_noise(args.noise),
         canvas_len=sudoku.NUM_CELLS,
         allowed=sudoku.DIGIT_TOKENS,
-        scored="noised" if args.noise == "mask" else "all",  # a uniform token does not show whether it is noise
+        scored="noised" if args.noise == "mask" else "all",  # uniform noise does not show which tokens are noise
         causal_weight=0.0,
     )
     config = TrainConfig(
@@ -82,11 +84,11 @@ def main(args: argparse.Namespace, out: Path) -> None:
     result = train(model, objective, source, config, out=out / "run")
     seconds = time.perf_counter() - began
     model.to(torch.bfloat16).save_pretrained(out / "checkpoint")
-    model.to(torch.float32)  # of the weights as they were saved
+    model.to(torch.float32)  # evaluate the weights as they were saved
     print(f"after {result.step} steps of {args.batch_size} puzzles in {seconds:.0f} s", flush=True)
 
-    trained_on = sudoku.class_keys(pool.solutions)  # other keys: no symmetry takes one grid to the other
-    seen = [np.isin(sudoku.class_keys(test.solutions), trained_on).sum() for test in tests.values()]
+    train_keys = sudoku.class_keys(pool.solutions)  # equivalent grids have the same key
+    shared = [np.isin(sudoku.class_keys(test.solutions), train_keys).sum() for test in tests.values()]
     results = {
         "options": vars(args),
         "parameters": model.num_parameters(),
@@ -94,7 +96,7 @@ def main(args: argparse.Namespace, out: Path) -> None:
         "train_seconds": seconds,
         "puzzles_per_second": result.tokens_per_second / (2 * sudoku.NUM_CELLS),
         "gpu": torch.cuda.get_device_name() if model.device.type == "cuda" else None,
-        "test_grids_with_a_key_trained_on": int(sum(seen)),
+        "test_grids_with_a_key_trained_on": int(sum(shared)),
         "untrained": untrained,
         "trained": solve(model, tests, args),
     }
@@ -107,12 +109,12 @@ if __name__ == "__main__":
     for name, (on_gpu, without, meaning) in NUMBERS.items():
         default = on_gpu if torch.cuda.is_available() else without
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} (%(default)s)")
-    parser.add_argument("--minutes", type=float, help="as many steps of training as fit, instead of a number")
-    parser.add_argument("--puzzles", type=Path, help="a folder that keeps the puzzles (puzzles, in --out)")
+    parser.add_argument("--minutes", type=float, help="train for this long, instead of a number of steps")
+    parser.add_argument("--puzzles", type=Path, help="folder for the puzzles; default: puzzles in --out")
     parser.add_argument("--workers", type=int, default=min(16, os.cpu_count() or 1), help="processes that make puzzles")
-    parser.add_argument("--prepare-only", action="store_true", help="make the puzzles, and stop")
+    parser.add_argument("--prepare-only", action="store_true", help="only make the puzzles")
     parser.add_argument("--out", type=Path, help="default: a temporary folder")
-    parser.add_argument("--compile", action="store_true", help="compile the layers: longer to start, faster after")
+    parser.add_argument("--compile", action="store_true", help="compile the layers: slower start, faster steps")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as scratch:

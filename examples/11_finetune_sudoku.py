@@ -1,10 +1,11 @@
-"""Fine-tune a text model on Sudoku written as text: 81 digits in, 81 digits out; all weights, and LoRA of rank 8.
+"""Fine-tune a text model on Sudoku written as text, 81 digits in and 81 out: all weights, and LoRA of rank 8.
 
-The objective is the published one: uniform noise over the whole vocabulary, every position scored, the causal loss
-beside it. Clues are not frozen: the model must write all 81 digits. Before and after, the same test puzzles.
+The objective is the published one: uniform noise over the whole vocabulary, every position scored, plus the
+autoregressive loss. Clues are not frozen: the model must write all 81 digits. The same test puzzles are solved before
+and after.
 
     python examples/11_finetune_sudoku.py                                       without a GPU: two steps of each
-    python examples/11_finetune_sudoku.py --minutes 2 --compile --out runs/finetuned          results.json goes there
+    python examples/11_finetune_sudoku.py --minutes 2 --compile --out runs/finetuned        writes results.json there
 """
 
 import argparse
@@ -20,12 +21,12 @@ import dgemma
 from dgemma.data import sudoku
 from dgemma.train import LoRA, TrainConfig, add_lora, merge_lora, recipes, train
 
-NUMBERS = {  # on a GPU, and without one
-    "steps": (2000, 2, "of training"),
-    "batch-size": (512, 2, "puzzles a step"),
+NUMBERS = {  # defaults with and without a GPU
+    "steps": (2000, 2, "training steps"),
+    "batch-size": (512, 2, "puzzles per step"),
     "pool": (16_384, 8, "base puzzles to train on"),
-    "num-tests": (500, 2, "puzzles of each kind to test on"),
-    "denoising-steps": (48, 2, "at most, of a test puzzle"),
+    "num-tests": (500, 2, "test puzzles of each kind"),
+    "denoising-steps": (48, 2, "steps per test puzzle, at most"),
 }
 TESTS = {"40-45 givens": (40, 45), "30-39 givens": (30, 39)}
 LEARNING_RATES = {"full": 5e-4, "lora": 2e-3}
@@ -33,20 +34,20 @@ LEARNING_RATES = {"full": 5e-4, "lora": 2e-3}
 
 def load(args: argparse.Namespace) -> dgemma.DiffusionGemma:
     model = dgemma.DiffusionGemma.from_pretrained(args.model, dtype=torch.float32, device=args.device)
-    model.config = model.config.replace(canvas_length=sudoku.NUM_CELLS)  # no weight knows how long a canvas is
+    model.config = model.config.replace(canvas_length=sudoku.NUM_CELLS)  # no weight depends on the length of a canvas
     return model
 
 
 def solve(model: dgemma.DiffusionGemma, text: sudoku.TextSudoku, puzzles: sudoku.Puzzles, num_steps: int) -> dict:
-    """The published sampler, free to write anything: exact grids, right cells, clues preserved, steps."""
+    """Solve with the published sampler, which may write anything; return the scores."""
     prompt = text.prompt_tokens(puzzles.puzzles).to(model.device)
-    sampler = dgemma.EntropyBound(bound=12.0)  # stops by itself, which the checkpoint's own does not
+    sampler = dgemma.EntropyBound(bound=12.0)  # stops early; the checkpoint's sampler does not
     out = dgemma.generate(
         model, prompt, max_new_tokens=sudoku.NUM_CELLS, steps=num_steps, sampler=sampler, progress=False
     )
-    grids, given = text.canvas_digits(out.new_tokens), torch.from_numpy(puzzles.puzzles).to(model.device)
-    done = sudoku.Completion(puzzles=given, grids=grids, steps=out.steps[:, 0], generation=out)
-    return done.scores(puzzles.solutions)
+    grids, clues = text.canvas_digits(out.new_tokens), torch.from_numpy(puzzles.puzzles).to(model.device)
+    completion = sudoku.Completion(puzzles=clues, grids=grids, steps=out.steps[:, 0], generation=out)
+    return completion.scores(puzzles.solutions)
 
 
 def tune(how: str, args: argparse.Namespace, text: sudoku.TextSudoku, out: Path) -> tuple[dgemma.DiffusionGemma, dict]:
@@ -71,9 +72,11 @@ def tune(how: str, args: argparse.Namespace, text: sudoku.TextSudoku, out: Path)
 
 
 def main(args: argparse.Namespace, out: Path) -> None:
-    made = {"seed": 1, "workers": args.workers, "folder": args.puzzles}
-    tests = {name: sudoku.generate_puzzles(args.num_tests, givens=g, split="test", **made) for name, g in TESTS.items()}
-    pool = sudoku.generate_puzzles(args.pool, givens=30, **made)
+    common = {"seed": 1, "workers": args.workers, "folder": args.puzzles}
+    tests = {
+        name: sudoku.generate_puzzles(args.num_tests, givens=g, split="test", **common) for name, g in TESTS.items()
+    }
+    pool = sudoku.generate_puzzles(args.pool, givens=30, **common)
     source = sudoku.SudokuSource(pool=pool, givens=(30, 45), skew=1.0)
     text = sudoku.TextSudoku(source, dgemma.Tokenizer.from_pretrained(args.model))
 
@@ -99,11 +102,11 @@ if __name__ == "__main__":
     for name, (on_gpu, without, meaning) in NUMBERS.items():
         default = on_gpu if torch.cuda.is_available() else without
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} (%(default)s)")
-    parser.add_argument("--minutes", type=float, help="of each training: as many steps as fit, instead of a number")
-    parser.add_argument("--puzzles", type=Path, help="a folder that keeps the puzzles")
+    parser.add_argument("--minutes", type=float, help="length of each training, instead of a number of steps")
+    parser.add_argument("--puzzles", type=Path, help="folder for the puzzles")
     parser.add_argument("--workers", type=int, default=min(16, os.cpu_count() or 1), help="processes that make puzzles")
     parser.add_argument("--out", type=Path, help="default: a temporary folder")
-    parser.add_argument("--compile", action="store_true", help="compile the layers: longer to start, faster after")
+    parser.add_argument("--compile", action="store_true", help="compile the layers: slower start, faster steps")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as scratch:
         arguments = parser.parse_args()

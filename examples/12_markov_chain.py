@@ -1,13 +1,13 @@
-"""Train on a text whose likelihood is known, and see how close each kind of noise comes to it.
+"""Train on a text whose likelihood is known, and measure how close each kind of noise comes to it.
 
-The text is a random Markov chain: 254 states, 30 tokens, about 1.72 nats a token, computed exactly. No model's bound
-can lie below; an exact one's is equal. Mask noise shows how much of a canvas is noise. Uniform noise does not: told the
-level, the network can be exact; without it, it must guess, and the gap is what that costs. The bars say at which noise
-levels, from 0 to 1, it is lost.
+The text is a random Markov chain: 254 states, 30 tokens, about 1.72 nats per token, computed exactly. No bound can be
+lower, and an exact model's bound is equal. Masks show how much of a canvas is noise. Uniform noise does not. A network
+that is given the noise level can be exact; one that is not must guess it, and the gap is the cost of guessing. The bars
+show at which noise levels, from 0 to 1, the gap arises.
 
     python examples/12_markov_chain.py                           all four in turn; without a GPU, on a smaller chain
     python examples/12_markov_chain.py --run mask --out markov   one of them, its numbers in markov/mask/result.json
-                                                                 (stopped, the same command goes on)
+                                                                 (give the same command again to resume)
 """
 
 import argparse
@@ -46,43 +46,43 @@ SIZES = {"full": Size(), "tiny": replace(TINY, num_test_rows=64)}
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Whether the network is told its level, and its loss.
+    """A kind of noise, with or without the noise level as an input, and its loss.
 
-    The bound wants logits that mean p(x | z without this position), as the losses named below learn them; the published
-    loss learns p(x | z), which is converted with the true level.
+    The bound needs logits of p(x | z without this position), which the losses below learn. The published loss learns
+    p(x | z); `evaluate` converts it with the true level.
     """
 
-    told: bool = False
-    levels: Schedule = field(default=Linear())  # in training; the bound is the same under all
+    level_input: bool = False
+    levels: Schedule = field(default=Linear())  # for training; the bound does not depend on it
     loss: dict[str, Any]
     momentum: float = 0.95  # Muon's
-    full: dict[str, int] = field(default_factory=dict)  # what its full size has of its own
+    full: dict[str, int] = field(default_factory=dict)  # changes to the full size
 
 
 RUNS = {
-    # The mean over the masked positions of each text: the bound's weight 1/t, without its variance.
+    # The mean over the masked positions of each text has the bound's weight 1/t, without its variance.
     "mask": Run(loss={"scored": "noised", "reduction": "example"}),
-    # Most of the gap is at levels in the middle, so they are drawn most, and the ends still reached.
-    "uniform-told": Run(
-        told=True,
+    # Most of the gap is at middle levels, so these are drawn most often.
+    "uniform-with-level": Run(
+        level_input=True,
         levels=InverseSmoothstep(),
         loss={"decoder_loss": "leave_one_out", "t_range": (1e-6, 1 - 1e-6)},
-        # The slowest to learn. On a chain of 24 states twice the texts a step left 0.79 of the excess loss, twice the
-        # steps 0.69, and this momentum 0.90 to 0.95; other rates, schedules and decay brought nothing.
+        # This run learns slowest. On a chain of 24 states, twice the batch left 0.79 of the excess loss, twice the
+        # steps 0.69, and this momentum 0.90 to 0.95. Other learning rates, schedules and decays did not help.
         momentum=0.9,
         full={"steps": 13_000, "batch_size": 2048},
     ),
-    "uniform-untold": Run(loss={"decoder_loss": "nelbo", "parametrisation": "loo"}),
-    "uniform-untold-mean": Run(loss={}),
+    "uniform": Run(loss={"decoder_loss": "nelbo", "parametrisation": "loo"}),
+    "uniform-mean": Run(loss={}),
 }
 
 
 def run(name: str, size: Size, out: Path, device: str) -> None:
-    """Train, evaluate on fresh texts, and write down how far the bound is from the truth."""
+    """Train, evaluate on new texts, and record how far the bound is from the exact likelihood."""
     choice, began = RUNS[name], time.perf_counter()
     config = dgemma.presets.markov(
         num_states=size.num_states, length=size.length, hidden_size=size.hidden_size, num_hidden_layers=size.num_layers
-    ).replace(intermediate_size=2 * size.hidden_size, noise_conditioning=choice.told)
+    ).replace(intermediate_size=2 * size.hidden_size, noise_conditioning=choice.level_input)
     torch.manual_seed(0)
     model = dgemma.DiffusionGemma(config, device=device)
     soften_attention(model)
@@ -115,7 +115,7 @@ def run(name: str, size: Size, out: Path, device: str) -> None:
     test = replace(source, seed=2)(0, range(size.num_test_rows))
     means = "loo" if "decoder_loss" in choice.loss else "mean"
     found = evaluate(model, test, noise, batch_size=1024, num_samples=32, lowest_level=1e-3, parametrisation=means)
-    gap = found.gap(chain.nll(test.tokens[:, 1:]))  # on these very texts: a narrower interval than the bound's
+    gap = found.gap(chain.nll(test.tokens[:, 1:]))  # on the same texts: a narrower interval than the bound's
     lost = gap_by_level(model, test.tokens[:2048], noise, chain, parametrisation=means)
     rate, seconds = chain.entropy(size.length) / size.length, time.perf_counter() - began
     result = {"run": name, "rate": rate, "gap": gap.value, "gap_error": gap.error, "steps": size.steps}
@@ -132,8 +132,8 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     parser.add_argument("--run", choices=[*RUNS, "all"], default="all")
     parser.add_argument("--size", choices=SIZES, default="full" if on_gpu else "tiny")
-    parser.add_argument("--steps", type=int, help="instead of the size's own")
-    parser.add_argument("--out", type=Path, help="where checkpoints and result.json go; default: a temporary folder")
+    parser.add_argument("--steps", type=int, help="training steps; default: the size's")
+    parser.add_argument("--out", type=Path, help="folder for checkpoints and result.json; default: temporary")
     parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
     options = parser.parse_args()
     print(f"{'noise':22}{'exact':>8}{'bound':>9}{'gap, nats/token':>20}  {'by level':10}{'seconds':>9}")

@@ -1,17 +1,17 @@
-"""Optimise through several denoising steps at once: the gradient of the last step's loss reaches the first.
+"""Train through several denoising steps: the gradient of the last step's loss reaches the first step.
 
-What a step thinks of every position is handed to the next as a soft embedding (self-conditioning), so k steps are one
-differentiable function, a recurrent network whose state is a distribution over tokens. The published training cuts the
-chain between steps. Here a one-layer model completes 4 × 4 Latin squares that have one solution, in three steps, and is
-trained twice, from the same weights on the same puzzles: with the gradient through the chain, and cut.
+Each step passes its prediction to the next as a soft embedding (self-conditioning). So k steps are one differentiable
+function: a recurrent network whose state is a distribution over tokens. The published training cuts the gradient
+between steps. Here a one-layer model completes 4 × 4 Latin squares with one solution in three steps. It is trained
+twice, from the same weights on the same puzzles: with the gradient through the chain, and with the gradient cut.
 
     python examples/13_train_through_steps.py                              a few updates: shows the gradient
     python examples/13_train_through_steps.py --updates 1000 --loss last   some minutes; or --loss all
 
-Squares solved, of 500 (± 2 %, one seed): where only the last step is scored, the gradient through the chain helps, and
-goes on helping in steps beyond the three of training. Where every step is scored, cutting it costs next to nothing.
+Squares solved out of 500 (± 2 %, one seed) after 1000 updates. If only the last step is scored, the gradient through
+the chain helps, also in steps beyond the three of training. If every step is scored, cutting it costs almost nothing.
 
-    1000 updates        after step 3             after step 6
+                       after step 3             after step 6
     scored          through      cut         through      cut
     the last step      51 %     39 %            72 %     58 %
     all three          46 %     44 %            63 %     62 %
@@ -45,13 +45,13 @@ SQUARES = GRIDS[IS_LATIN].flatten(1) + FIRST_DIGIT  # (576, 16), all there are
 
 
 def make_puzzles(squares: Tensor, count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """`count` of the squares and which of their cells are given (B, 16), such that no other square fits."""
+    """Return `count` squares and their clue cells, (B, 16) each, such that no other square fits the clues."""
     generator = torch.Generator().manual_seed(seed)
     solution = squares[torch.randint(len(squares), (4 * count,), generator=generator)]
-    given = torch.rand(solution.shape, generator=generator) < 0.45
-    shared = (F.one_hot(solution) * given[..., None]).flatten(1).float() @ F.one_hot(SQUARES).flatten(1).float().T
-    chosen = ((shared == given.sum(1, keepdim=True)).sum(1) == 1).nonzero()[:count, 0]
-    return solution[chosen], given[chosen]
+    clues = torch.rand(solution.shape, generator=generator) < 0.45
+    shared = (F.one_hot(solution) * clues[..., None]).flatten(1).float() @ F.one_hot(SQUARES).flatten(1).float().T
+    chosen = ((shared == clues.sum(1, keepdim=True)).sum(1) == 1).nonzero()[:count, 0]
+    return solution[chosen], clues[chosen]
 
 
 def new_model() -> dgemma.DiffusionGemma:
@@ -62,14 +62,14 @@ def new_model() -> dgemma.DiffusionGemma:
 
 
 def chain(
-    model: dgemma.DiffusionGemma, solution: Tensor, given: Tensor, *, num_steps: int = NUM_STEPS, through: bool = True
+    model: dgemma.DiffusionGemma, solution: Tensor, clues: Tensor, *, num_steps: int = NUM_STEPS, through: bool = True
 ) -> list[Tensor]:
-    """The logits (B, 16, V) of each step. The canvas stays as it is; only what was thought goes on."""
+    """Return the logits (B, 16, V) of each step. The canvas stays the same; only self-conditioning changes."""
     cache = model.encode(torch.full((len(solution), 1), CONFIG.bos_token_id))
-    canvas, said, steps = torch.where(given, solution, MASK), None, []
+    canvas, self_cond, steps = torch.where(clues, solution, MASK), None, []
     for _ in range(num_steps):
-        steps.append(model.denoise(canvas, cache, self_cond=said).logits)
-        said = steps[-1] if through else steps[-1].detach()
+        steps.append(model.denoise(canvas, cache, self_cond=self_cond).logits)
+        self_cond = steps[-1] if through else steps[-1].detach()
     return steps
 
 
@@ -78,9 +78,9 @@ def train(squares: Tensor, num_updates: int, *, through: bool, scored: slice) ->
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=num_updates + 1, pct_start=0.1)
     for update in range(num_updates):
-        solution, given = make_puzzles(squares, 64, seed=update)
-        steps = chain(model, solution, given, through=through)[scored]
-        loss = torch.stack([F.cross_entropy(logits[~given], solution[~given]) for logits in steps]).mean()
+        solution, clues = make_puzzles(squares, 64, seed=update)
+        steps = chain(model, solution, clues, through=through)[scored]
+        loss = torch.stack([F.cross_entropy(logits[~clues], solution[~clues]) for logits in steps]).mean()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -91,28 +91,28 @@ def train(squares: Tensor, num_updates: int, *, through: bool, scored: slice) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--updates", type=int, default=30, help="of 64 puzzles each (%(default)s)")
-    parser.add_argument("--loss", choices=["last", "all"], default="last", help="the steps that are scored")
+    parser.add_argument("--updates", type=int, default=30, help="updates of 64 puzzles (%(default)s)")
+    parser.add_argument("--loss", choices=["last", "all"], default="last", help="steps that are scored")
     options = parser.parse_args()
     order = torch.randperm(len(SQUARES), generator=torch.Generator().manual_seed(0))
-    trained_on, held_out = SQUARES[order[:450]], SQUARES[order[450:]]
-    solution, given = make_puzzles(held_out, 500, seed=10**6)
-    print(f"{len(SQUARES)} squares; {given.sum(1).float().mean():.1f} of 16 cells given in a puzzle")
+    train_squares, test_squares = SQUARES[order[:450]], SQUARES[order[450:]]
+    solution, clues = make_puzzles(test_squares, 500, seed=10**6)
+    print(f"{len(SQUARES)} squares; {clues.sum(1).float().mean():.1f} of 16 cells are clues")
     for name, through in (("through", True), ("cut", False)):
-        steps = chain(new_model(), solution[:8], given[:8], through=through)
-        loss = F.cross_entropy(steps[-1][~given[:8]], solution[:8][~given[:8]])
+        steps = chain(new_model(), solution[:8], clues[:8], through=through)
+        loss = F.cross_entropy(steps[-1][~clues[:8]], solution[:8][~clues[:8]])
         (gradient,) = torch.autograd.grad(loss, steps[0], allow_unused=True, materialize_grads=True)
         print(f"{name:8} |d loss of step 3 / d logits of step 1| = {gradient.norm():.1e}")
 
-    print(f"\nafter {options.updates} updates, squares of which no puzzle was trained on:")
+    print(f"\nafter {options.updates} updates, on squares that were not trained on:")
     print(f"{'step':>18}" + "".join(f"{step:9d}" for step in range(1, 2 * NUM_STEPS + 1)))
     scored = slice(-1, None) if options.loss == "last" else slice(None)
     for name, through in (("through", True), ("cut", False)):
-        model = train(trained_on, options.updates, through=through, scored=scored)
+        model = train(train_squares, options.updates, through=through, scored=scored)
         with torch.no_grad():
-            steps = chain(model, solution, given, num_steps=2 * NUM_STEPS)
-        right = torch.stack([(logits.argmax(-1) == solution) | given for logits in steps])  # (steps, B, 16)
-        for what, shares in (("cells", right[:, ~given].float().mean(1)), ("squares", right.all(2).float().mean(1))):
+            steps = chain(model, solution, clues, num_steps=2 * NUM_STEPS)
+        right = torch.stack([(logits.argmax(-1) == solution) | clues for logits in steps])  # (steps, B, 16)
+        for what, shares in (("cells", right[:, ~clues].float().mean(1)), ("squares", right.all(2).float().mean(1))):
             print(f"{name:8}{what:>10}" + "".join(f"{share:9.1%}" for share in shares.tolist()))
 
 

@@ -1,9 +1,9 @@
-"""Use the kernels: the same denoiser as Triton kernels and CUDA graphs. `generate` cannot tell it from the reference.
+"""Run the denoiser in Triton kernels and CUDA graphs. `generate` takes it in place of the reference model.
 
-    python examples/14_kernels.py    a GPU: a random model with heads of the published size, and the speed of both
-                                     no GPU: the same code on a toy in Triton's interpreter, half a minute
+    python examples/14_kernels.py    with a GPU: a random model with heads of the published size, and the speed of both
+                                     without: the same code on a toy in Triton's interpreter, half a minute
 
-The weights are shared, never copied. On a GPU the first run compiles for some seconds, the second shows the speed.
+The weights are shared, not copied. On a GPU the first run compiles for some seconds; the second shows the speed.
 """
 
 import os
@@ -25,11 +25,17 @@ if on_gpu:
         head_dim=256, global_head_dim=512, hidden_size=512, moe_intermediate_size=256, vocab_size=32_768
     )
 else:
-    device, dtype, prompt_len, new_tokens, steps = "cpu", torch.float32, 3, 4, 2  # it multiplies no bfloat16
+    device, dtype, prompt_len, new_tokens, steps = (
+        "cpu",
+        torch.float32,
+        3,
+        4,
+        2,
+    )  # no bfloat16 in the interpreter
     config = dgemma.presets.tiny().replace(
         vocab_size=64, canvas_length=4, num_experts=4, num_hidden_layers=2, layer_types=(SLIDING, FULL)
     )
-    print("No GPU that torch can see: a toy in Triton's interpreter, whose times say nothing.", flush=True)
+    print("torch finds no GPU. A toy runs in Triton's interpreter; its times mean nothing.", flush=True)
 
 torch.manual_seed(0)
 model = dgemma.DiffusionGemma(config, device=device, dtype=dtype)

@@ -1,9 +1,10 @@
-"""Load the published 26B checkpoint and talk to it. Needs the weights (about 52 GB) and a GPU that holds them.
+"""Load the published 26B checkpoint and ask it a question. Needs the weights (52 GB) and a GPU that holds them.
 
     python examples/15_published_checkpoint.py --checkpoint google/diffusiongemma-26B-A4B-it "Why is the sky blue?"
     python examples/15_published_checkpoint.py --checkpoint path/to/folder --thinking "What is 17 · 23?"
 
-DGEMMA_CHECKPOINT may name the checkpoint too. Without it, or without a GPU, this says what it would need.
+The environment variable DGEMMA_CHECKPOINT can name the checkpoint too. Without a checkpoint or a GPU, the script prints
+what it needs.
 """
 
 import argparse
@@ -28,12 +29,12 @@ def main() -> None:
         with torch.device("meta"):  # shapes, no memory
             model = dgemma.DiffusionGemma(dgemma.presets.diffusiongemma_26b_a4b())
         size, active = model.num_parameters(), model.num_parameters(active=True)
-        print(f"{PUBLISHED}: {size:,} parameters, {active:,} of them at work on a token.")
+        print(f"{PUBLISHED}: {size:,} parameters, {active:,} of them active per token.")
         print(f"In bfloat16 that is {2 * size / 1e9:.1f} GB on a GPU. Not loaded:")
         if not torch.cuda.is_available():
-            print("  torch sees no GPU here.")
+            print("  torch finds no GPU.")
         if arguments.checkpoint is None:
-            print(f"  no checkpoint was named; try --checkpoint {PUBLISHED}")
+            print(f"  no checkpoint; try --checkpoint {PUBLISHED}")
         return
 
     from dgemma_kernels import accelerate

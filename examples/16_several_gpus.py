@@ -1,7 +1,7 @@
-"""Train on several processes: the same losses as on one.
+"""Train on several processes, with the same losses as on one.
 
-Started plainly, this runs itself under torchrun with two processes, which need no GPU. On a machine with eight, or on
-four such machines:
+Started as it is, this script runs itself under torchrun with two processes, which need no GPU. On a machine with eight
+GPUs, or on four such machines:
 
     torchrun --nproc-per-node 8 examples/16_several_gpus.py
     torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 examples/16_several_gpus.py
@@ -15,10 +15,8 @@ import tempfile
 import torch
 
 import dgemma
-from dgemma.train.batch import TrainBatch
+from dgemma.train import Objective, TrainBatch, TrainConfig, TrainResult, train
 from dgemma.train.distributed import FullySharded
-from dgemma.train.loop import TrainConfig, TrainResult, train
-from dgemma.train.objective import Objective
 from dgemma.train.parallel import Parallel
 
 MODEL = dgemma.presets.tiny().replace(canvas_length=16)
@@ -27,7 +25,7 @@ CONFIG = TrainConfig(steps=3, batch_size=8, lr=3e-3, warmup=1, precision="weight
 
 
 def count_up(step: int, rows: range) -> TrainBatch:
-    """Each row counts up from a number of its own: a function of step and row, so any process can make any row."""
+    """Return rows that count up from a function of step and row, so that any process can make any row."""
     starts = torch.tensor([3 + (31 * step + 7 * row) % 400 for row in rows])
     tokens = starts[:, None] + torch.arange(20)
     return TrainBatch(tokens=tokens, prompt_len=torch.full((len(rows),), 4), length=torch.full((len(rows),), 20))
@@ -39,17 +37,17 @@ def run(parallel: Parallel, out: str) -> TrainResult:
 
 
 def main() -> None:
-    # Half of the experts on each process; `torchrun --nproc-per-node 8` would give four such pairs.
-    with FullySharded(expert_parallel=2) as parallel, tempfile.TemporaryDirectory() as own:
+    # Each process holds half of the experts. With `--nproc-per-node 8` there are four such pairs.
+    with FullySharded(expert_parallel=2) as parallel, tempfile.TemporaryDirectory() as folder:
         together = run(parallel, sys.argv[1] if len(sys.argv) > 1 else "runs/several_gpus")
         if not parallel.is_main:
             return
-        alone = run(Parallel(), own)
+        alone = run(Parallel(), folder)
         _, losses = together.log.column("loss")
         _, expected = alone.log.column("loss")
         for step, (loss, one) in enumerate(zip(losses, expected, strict=True), start=1):
             print(f"step {step}: loss {loss:.5f} on {parallel.world_size} processes, {one:.5f} on one")
-        print(f"the model, whole: {together.final}")
+        print(f"the whole model is in {together.final}")
 
 
 if __name__ == "__main__":
@@ -58,5 +56,5 @@ if __name__ == "__main__":
     else:
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", __file__, folder]
-            env = {"OMP_NUM_THREADS": "1", **os.environ}  # which torchrun would set too, with a warning
+            env = {"OMP_NUM_THREADS": "1", **os.environ}  # torchrun would set it too, with a warning
             print(subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout, end="")

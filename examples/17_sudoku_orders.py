@@ -1,9 +1,9 @@
-"""Which order of solving is best? One Sudoku solver under many samplers: exact grids against steps.
+"""Compare orders of solving: one Sudoku solver under many samplers, exact grids against steps.
 
-Cells are filled at random, by confidence, or by the margin between the two best digits, in a fixed number of steps; or
-as many at once as an entropy bound allows, until the grid stands still. The second line gives the README's table and
-picture, on one GPU; the third is for a solver of your own, trained by 10_train_sudoku.py, with either noise. A GPU
-takes about 70 seconds for 1,000 puzzles of a kind; without one the first line takes about a minute, the others hours.
+Cells are filled at random, by confidence, or by the margin between the two best digits, in a fixed number of steps. Or
+an entropy bound decides how many are filled at once, until the grid no longer changes. The second line gave the table
+and the picture of docs/sudoku.md on one GPU. The third is for a solver that you trained with 10_train_sudoku.py. 1,000
+puzzles of a kind take about 70 seconds on a GPU. Without one, the first line takes about a minute, the others hours.
 
     python examples/17_sudoku_orders.py                                     four puzzles of each kind, at most 8 steps
     python examples/17_sudoku_orders.py --num-tests 1000 --max-steps 81 --out runs/orders
@@ -27,40 +27,44 @@ BOUNDS = (0.001, 0.01, 0.1, 0.5, 1.0, 2.0, 4.0)  # nats
 CONFIDENT = (0.8, 0.95, 0.99)
 
 
-def settings(kind: str, max_steps: int) -> dict[str, dict[str, Any]]:
-    """By order, what is varied within it: options for `sudoku.complete`, under one kind of noise."""
+def list_settings(kind: str, max_steps: int) -> dict[str, dict[str, Any]]:
+    """Return options of `sudoku.complete` by order and by setting, for one kind of noise."""
     adaptive = {"steps": min(48, max_steps), "stop": StableAndConfident()}
 
-    def fixed(sampler: Any) -> dict[str, Any]:
+    def by_steps(sampler: Any) -> dict[str, Any]:
         return {f"{n} steps": {"sampler": sampler, "steps": n, "stop": None} for n in STEPS if n <= max_steps}
 
-    def bounded(**more: Any) -> dict[str, Any]:
+    def by_bound(**more: Any) -> dict[str, Any]:
         return {f"{b} nats": {"sampler": EntropyBound(bound=b, greedy=True, **more), **adaptive} for b in BOUNDS}
 
     if kind == "mask":
-        found = {order: fixed(Confidence(order=order, greedy=True)) for order in ("random", "confidence", "margin")}
-    else:  # where what is written can change again
-        found = {"random": fixed(Ancestral()), "confidence": fixed(BlockRefinement(tau=1.0, greedy=True))}
-        found["confident"] = {str(p): {"sampler": BlockRefinement(tau=p, greedy=True), **adaptive} for p in CONFIDENT}
-        found["margin"] = bounded(order="margin")
-    found["entropy"] = bounded()
-    found["entropy, clues not frozen"] = {"0.1 nats": {**found["entropy"]["0.1 nats"], "keep_clues": False}}
-    return found
+        settings = {
+            order: by_steps(Confidence(order=order, greedy=True)) for order in ("random", "confidence", "margin")
+        }
+    else:  # a written cell can change again
+        settings = {"random": by_steps(Ancestral()), "confidence": by_steps(BlockRefinement(tau=1.0, greedy=True))}
+        settings["confident"] = {
+            str(p): {"sampler": BlockRefinement(tau=p, greedy=True), **adaptive} for p in CONFIDENT
+        }
+        settings["margin"] = by_bound(order="margin")
+    settings["entropy"] = by_bound()
+    settings["entropy, clues not frozen"] = {"0.1 nats": {**settings["entropy"]["0.1 nats"], "keep_clues": False}}
+    return settings
 
 
-def solving(model: dgemma.DiffusionGemma, tests: sudoku.Puzzles) -> Any:
-    """The task of a sweep: which grids are right, and the run they come from."""
+def sudoku_task(model: dgemma.DiffusionGemma, tests: sudoku.Puzzles) -> Any:
+    """Return a task for `sweep`: the grids without a mistake, and the run that wrote them."""
     solutions = torch.from_numpy(tests.solutions).to(model.device)
 
     def solve(options: dict[str, Any], seed: int) -> tuple[torch.Tensor, dgemma.Generation]:
-        done = sudoku.complete(model, tests.puzzles, temperature=1.0, seed=seed, progress=False, **options)
-        return (done.grids == solutions).all(1), done.generation
+        completion = sudoku.complete(model, tests.puzzles, temperature=1.0, seed=seed, progress=False, **options)
+        return (completion.grids == solutions).all(1), completion.generation
 
     return solve
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """A colour for each order, a dash for each kind of puzzle."""
+    """Plot exact grids against steps: one colour per order, one line style per kind of puzzle."""
     from matplotlib.figure import Figure
 
     axes = Figure(figsize=(9, 4), layout="constrained").subplots()
@@ -78,25 +82,24 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", default="dgemma/sudoku", help="the solver (%(default)s)")
 parser.add_argument("--num-tests", type=int, default=4, help="puzzles of each kind (%(default)s)")
-parser.add_argument("--max-steps", type=int, default=8, help="leave out what may take more (%(default)s)")
-parser.add_argument("--puzzles", type=Path, help="a folder that keeps the puzzles")
-parser.add_argument("--workers", type=int, default=1, help="processes that make puzzles")
-parser.add_argument("--out", type=Path, help="a folder for orders.json and steps.png")
+parser.add_argument("--max-steps", type=int, default=8, help="leave out settings with more steps (%(default)s)")
+parser.add_argument("--puzzles", type=Path, help="folder for the puzzles")
+parser.add_argument("--out", type=Path, help="folder for orders.json and steps.png")
 parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 args = parser.parse_args()
 
 dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
 model = dgemma.DiffusionGemma.from_pretrained(args.model, dtype=dtype, device=args.device)
-made = {"split": "test", "seed": 1, "workers": args.workers, "folder": args.puzzles}
-orders = settings(dgemma.learnt_noise(model).kind, args.max_steps)
+common = {"split": "test", "seed": 1, "folder": args.puzzles}
+orders = list_settings(dgemma.learnt_noise(model).kind, args.max_steps)
 rows = []
 print(f"{'':52}{'exact':>8}{'± error':>9}{'steps':>7}")
 for kind, givens in KINDS.items():
-    task = solving(model, sudoku.generate_puzzles(args.num_tests, givens=givens, **made))
+    task = sudoku_task(model, sudoku.generate_puzzles(args.num_tests, givens=givens, **common))
     for order, varied in orders.items():
         for row in dgemma.sweep(task, varied, progress=False).rows:
-            found = {"exact": row.quality, "error": row.error, "steps": row.forwards}
-            rows.append({"kind": kind, "order": order, "setting": row.label, **found})
+            numbers = {"exact": row.quality, "error": row.error, "steps": row.forwards}
+            rows.append({"kind": kind, "order": order, "setting": row.label, **numbers})
             label = f"{kind}: {order}, {row.label}"
             print(f"{label:52}{row.quality:8.1%}{row.error:9.1%}{row.forwards:7.1f}", flush=True)
 if args.out is not None:

@@ -155,7 +155,6 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--num-tests", type=int, default=2, help="Sudokus (%(default)s)")
 parser.add_argument("--num-prompts", type=int, default=2, help="texts to continue (%(default)s)")
 parser.add_argument("--max-steps", type=int, default=12, help="leave out settings with more steps (%(default)s)")
-parser.add_argument("--workers", type=int, default=1, help="processes that make puzzles")
 parser.add_argument("--out", type=Path, help="a folder for samplers.json")
 parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 args = parser.parse_args()
@@ -173,7 +172,7 @@ def within_cap(settings: Settings) -> Settings:
 results: dict[str, list[dict[str, Any]]] = {}
 
 model = dgemma.DiffusionGemma.from_pretrained("dgemma/sudoku", dtype=torch.float32, device=args.device)
-puzzles = sudoku.generate_puzzles(args.num_tests, givens=(24, 29), split="test", seed=1, workers=args.workers)
+puzzles = sudoku.generate_puzzles(args.num_tests, givens=(24, 29), split="test", seed=1)
 task = sudoku_task(model, puzzles)
 for group, settings in (("mask", mask_samplers()), ("mask stop rules", mask_stop_rules())):
     print(f"\n{group + ', Sudoku with 24 to 29 clues':56}{'exact':>8}{'± error':>9}{'forwards':>10}")

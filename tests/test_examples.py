@@ -149,9 +149,9 @@ def test_sudoku_is_finetuned_in_both_ways(run, tmp_path):
 def test_no_bound_on_a_markov_chain_is_below_its_entropy(run, tmp_path):
     printed = run("12", "--size", "tiny", "--steps", "3", "--device", "cpu", "--out", "out")
     rows = [line.split() for line in printed.splitlines()[1:]]
-    assert [row[0] for row in rows] == ["mask", "uniform-told", "uniform-untold", "uniform-untold-mean"]
+    assert [row[0] for row in rows] == ["mask", "uniform-with-level", "uniform", "uniform-mean"]
     assert all(float(bound) > float(exact) for _, exact, bound, *_ in rows)
-    result = json.loads((tmp_path / "out" / "uniform-told" / "result.json").read_text())
+    result = json.loads((tmp_path / "out" / "uniform-with-level" / "result.json").read_text())
     assert sum(result["gap_by_level"]) == pytest.approx(result["gap"], abs=2 * result["gap_error"])
 
 
