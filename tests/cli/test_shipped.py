@@ -54,6 +54,7 @@ def test_words_that_are_kept_keep_the_space_in_front_of_them(command):
     assert found["tokens"][before : before + len(kept)] == kept
 
 
+@pytest.mark.slow
 @needs_text
 def test_the_text_model_writes_words(command):
     found = json.loads(command("generate", "-n", "64", "--json", "It was a dark night, and the old captain").out)
@@ -62,6 +63,7 @@ def test_the_text_model_writes_words(command):
     assert {"the", "and", "of", "to", "a", "in", "was", "his", "he"} & set(found["text"].split())
 
 
+@pytest.mark.slow
 @needs_text
 def test_a_hole_is_filled_by_the_text_model(command):
     ran = command("infill", "The ____ said that he would not go.")
