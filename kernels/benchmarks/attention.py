@@ -2,9 +2,9 @@
 
     PYTHONPATH=src:kernels python kernels/benchmarks/attention.py [--sweep] [--quick]
 
-Bidirectional rows are a canvas over its prefix (a sliding layer's buffer never holds more than 1,023 prefix tokens).
-Where the Hopper kernel runs, the Triton kernel is checked and timed beside it. Every call reads keys and values from
-memory: copies rotate until they are several times the L2 cache.
+Bidirectional rows are a canvas over its prefix (a sliding layer's buffer has at most 1,023 prefix tokens). Where the
+Hopper kernel runs, the Triton kernel is checked and timed as well. Every call reads keys and values from memory: it
+rotates over copies that together are several times the L2 cache.
 """
 
 import argparse
@@ -17,8 +17,8 @@ from timing import demand_parity, describe_run, measure_read_bandwidth, time_gra
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from dgemma_kernels.ops.attention import reference
-from dgemma_kernels.ops.attention.kernel import AttentionTile, attention, default_tile, uses_hopper_kernel
+from dgemma_kernels.ops.attention import AttentionTile, attention, choose_kernel, reference
+from dgemma_kernels.ops.attention.kernel import default_tile
 from dgemma_kernels.ops.qkv import prepare_qkv
 from dgemma_kernels.ops.qkv import reference as qkv_reference
 
@@ -29,7 +29,7 @@ MATRIX_RATE = 816e12  # bf16 FLOP/s measured on one H200
 COLD_BYTES = 512 << 20
 # Sliding: 0 and a full window. Full: the published context, as far as it is long.
 CANVAS = [("sliding", 0), ("sliding", 1023), ("full", 0), ("full", 1024), ("full", 16_384), ("full", 131_072)]
-TILES: dict[tuple[str, int], list[AttentionTile | None]] = {  # None: the Hopper kernel, where it runs
+TILES: dict[tuple[str, int], list[AttentionTile | None]] = {  # None: the kernel that `attention` chooses
     ("sliding", 256): [
         None,
         AttentionTile(64, 64, 4, 2, tma=True),
@@ -79,14 +79,12 @@ def draw(
     return sets
 
 
-def kernels(layer: str, num_tokens: int) -> dict[str, AttentionTile | None]:
-    """What to time by name, the kernel that `attention` chooses first; as its argument `tile`."""
+def kernels(layer: str, num_tokens: int) -> list[str]:
+    """Return the kernels to time; the first is the one that `attention` chooses."""
     kv_heads, head_dim = LAYERS[layer]
     queries = torch.empty(1, num_tokens, HEADS, head_dim, device="cuda", dtype=torch.bfloat16)
     keys = torch.empty(1, kv_heads, num_tokens, head_dim, device="cuda", dtype=torch.bfloat16)
-    if not uses_hopper_kernel(queries, keys, keys):
-        return {"triton": None}
-    return {"hopper": None, "triton": default_tile(num_tokens * HEADS // kv_heads, head_dim, hopper=True)}
+    return ["hopper", "triton"] if choose_kernel(queries, keys, keys).kernel == "hopper" else ["triton"]
 
 
 def exact(queries: Tensor, keys: Tensor, values: Tensor, length: Tensor, **mode: Any) -> Tensor:
@@ -204,13 +202,13 @@ def main() -> None:
 
     worst = 0.0
     for layer, prefix in canvas:
-        for batch, tile in itertools.product((1, 2) if prefix <= 16_384 else (1,), kernels(layer, 256).values()):
-            worst = max(worst, check(layer, batch, 256, prefix, tile=tile))
+        for batch, kernel in itertools.product((1, 2) if prefix <= 16_384 else (1,), kernels(layer, 256)):
+            worst = max(worst, check(layer, batch, 256, prefix, kernel=kernel))
         worst = max(worst, check(layer, 2 if prefix <= 16_384 else 1, 1, prefix, causal=True))
     for layer, window in (("sliding", {"window": 1024}), ("full", {})):
-        for tile in kernels(layer, 256).values():
-            worst = max(worst, check(layer, 2, 256, 1023, causal=True, tile=tile, **window))
-            worst = max(worst, check(layer, 1, 1500, 0, causal=True, tile=tile, **window))
+        for kernel in kernels(layer, 256):
+            worst = max(worst, check(layer, 2, 256, 1023, causal=True, kernel=kernel, **window))
+            worst = max(worst, check(layer, 1, 1500, 0, causal=True, kernel=kernel, **window))
     print(f"parity: worst relative error against float64 {worst:.2e}, limit {LIMIT:.0e}; two runs equal", flush=True)
     if arguments.sweep:
         sweep(arguments.quick)
@@ -219,16 +217,16 @@ def main() -> None:
     bandwidth = measure_read_bandwidth()
     print(f"read bandwidth {bandwidth / 1e12:.2f} TB/s; floors use it and {MATRIX_RATE / 1e12:.0f} TFLOP/s")
     for layer, prefix in canvas:
-        for batch, (kernel, tile) in itertools.product((1, 2, 4, 8), kernels(layer, 256).items()):
-            print(f"{kernel} {row(layer, batch, 256, prefix, bandwidth, tile=tile)}", flush=True)
+        for batch, kernel in itertools.product((1, 2, 4, 8), kernels(layer, 256)):
+            print(f"{kernel} {row(layer, batch, 256, prefix, bandwidth, kernel=kernel)}", flush=True)
     for layer, prefix in canvas:
         for batch in (1, 8):
             window = {"window": 1024} if layer == "sliding" else {}
             print(f"triton {row(layer, batch, 1, prefix, bandwidth, causal=True, **window)}", flush=True)
     for layer, window in (("sliding", {"window": 1024}), ("full", {})):
         for num_tokens, prefix in ((256, 1023), (4096, 0)):
-            for kernel, tile in kernels(layer, num_tokens).items():
-                line = row(layer, 1, num_tokens, prefix, bandwidth, causal=True, tile=tile, **window)
+            for kernel in kernels(layer, num_tokens):
+                line = row(layer, 1, num_tokens, prefix, bandwidth, causal=True, kernel=kernel, **window)
                 print(f"{kernel} {line}", flush=True)
     for layer in LAYERS:
         print(run_qkv(layer, 1023), flush=True)

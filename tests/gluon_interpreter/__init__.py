@@ -1,4 +1,4 @@
-"""Runs a Gluon kernel's own source on CPU tensors: the part of Gluon for Hopper that `attention_hopper` is written in.
+"""Runs the source of a Gluon kernel on CPU tensors: the part of Gluon for Hopper that `ops.attention.hopper` uses.
 
 Triton's interpreter does not know Gluon. `load` executes a module with what is here in place of Triton, whichever is
 installed; `machine` says what is simulated, and what is refused that a GPU may get right by luck.

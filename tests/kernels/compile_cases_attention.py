@@ -2,24 +2,21 @@
 
 import torch
 
+from dgemma_kernels.ops.attention import attention
 from dgemma_kernels.ops.attention import kernel as module
-from dgemma_kernels.ops.attention.kernel import attention, default_tile, uses_hopper_kernel
 
 WGMMA = {"_attention_kernel", "_attention_hopper_kernel"}
 HEADS, SLIDING, FULL = 16, (8, 256), (2, 512)  # query heads; key heads and head_dim of the two kinds of layer
-HOPPER = [False, True] if module.attention_hopper is not None else [False]  # which of the two kernels
 
 module._is_hopper = lambda device: True
 
 
-def run(num_tokens: int, layer: tuple[int, int], num_splits: int, *, hopper: bool, **mode: int | bool) -> None:
+def run(num_tokens: int, layer: tuple[int, int], num_splits: int, *, kernel: str, **mode: int | bool) -> None:
     kv_heads, head_dim = layer
     queries = torch.empty(1, num_tokens, HEADS, head_dim, dtype=torch.bfloat16)
     keys, values = (torch.empty(1, kv_heads, num_tokens + 1024, head_dim, dtype=torch.bfloat16) for _ in range(2))
-    tile = None if hopper else default_tile(num_tokens * HEADS // kv_heads, head_dim, hopper=True)
-    assert not hopper or uses_hopper_kernel(queries, keys, values)
     length = torch.empty(1, dtype=torch.int64)
-    attention(queries, keys, values, length, **mode, tile=tile, num_splits=num_splits)
+    attention(queries, keys, values, length, **mode, kernel=kernel, num_splits=num_splits)
 
 
 SHAPES = {
@@ -40,9 +37,7 @@ SHAPES = {
     "prompt, full": (4096, FULL, 1, {"causal": True}),
 }
 CALLS = {
-    f"{name}, {'hopper' if hopper else 'triton'}": lambda shape=shape, hopper=hopper: run(
-        *shape[:3], hopper=hopper, **shape[3]
-    )
+    f"{name}, {kernel}": lambda shape=shape, kernel=kernel: run(*shape[:3], kernel=kernel, **shape[3])
     for name, shape in SHAPES.items()
-    for hopper in HOPPER
+    for kernel in ("triton", "hopper")
 }

@@ -1,13 +1,10 @@
-"""The Hopper kernel of `attention`: when it is chosen, and what it computes, natively on a Hopper GPU alone.
+"""The Hopper kernel of `attention`: when it is chosen, and its results, compiled only on a Hopper GPU.
 
-Everywhere its source runs in `gluon_interpreter`, on small shapes and in several orders of what has none on a GPU; so
-do copies of it with a mistake each, which must be found.
+On every machine its source runs in `gluon_interpreter`, on small shapes and in several orders of operations that a GPU
+does not order. Copies of the source with one mistake each must be detected.
 """
 
 import functools
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -15,9 +12,8 @@ import torch
 import triton
 from torch import Tensor
 
+from dgemma_kernels.ops.attention import AttentionTile, attention, choose_kernel, reference
 from dgemma_kernels.ops.attention import kernel as module
-from dgemma_kernels.ops.attention import reference
-from dgemma_kernels.ops.attention.kernel import AttentionTile, attention, uses_hopper_kernel
 from gluon_interpreter import Hazard, load
 
 HEADS = 16
@@ -62,10 +58,10 @@ def error(got: Tensor, want: Tensor) -> float:
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
-    """Takes this machine for a Hopper GPU, with the Triton kernel as its own; the list is of the calls' arguments."""
+    """Pretend that this is a Hopper GPU with the right Triton; return the calls of its kernel, done by the other."""
     calls: list[tuple] = []
 
-    class Stand:
+    class Substitute:
         TILE = (128, 64, 256)
 
         @staticmethod
@@ -73,9 +69,14 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
             calls.append(arguments)
             module._attend(*arguments, AttentionTile(16, 16, 4, 2))
 
-    monkeypatch.setattr(module, "attention_hopper", Stand)
-    monkeypatch.setattr(module, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(module, "_hopper", lambda: Substitute)
+    pretend_hopper(monkeypatch)
     return calls
+
+
+def pretend_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(module, "_HOPPER_RAN_WITH", (triton.__version__,))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
 def test_hopper_kernel_is_chosen_for_canvases_of_wide_heads(num_tokens, heads, layer, dtype, chosen, hopper):
     queries = torch.empty(1, num_tokens, heads, layer[1], dtype=dtype)
     keys = torch.empty(1, layer[0], 300, layer[1], dtype=dtype)
-    assert uses_hopper_kernel(queries, keys, keys) is chosen
+    assert (choose_kernel(queries, keys, keys).kernel == "hopper") is chosen
 
 
 def test_hopper_kernel_needs_whole_slots_between_heads(hopper):
@@ -103,17 +104,17 @@ def test_hopper_kernel_needs_whole_slots_between_heads(hopper):
     keys = torch.empty(8 * (64 * 256 + 8), dtype=torch.bfloat16).as_strided(
         (1, 8, 64, 256), (8 * (64 * 256 + 8), 64 * 256 + 8, 256, 1)
     )
-    assert not uses_hopper_kernel(queries, keys, keys)
+    assert "strides" in choose_kernel(queries, keys, keys).reason
 
 
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["queries", "keys", "values"])
 def test_hopper_kernel_needs_tensors_aligned_to_16_bytes(which, hopper):
     shapes = [(1, 32, 16, 256), (1, 8, 64, 256), (1, 8, 64, 256)]
     tensors = [torch.empty(shape, dtype=torch.bfloat16) for shape in shapes]
-    assert uses_hopper_kernel(*tensors)
+    assert choose_kernel(*tensors).kernel == "hopper"
     shape = shapes[which]
     tensors[which] = torch.empty(tensors[which].numel() + 4, dtype=torch.bfloat16)[4:].view(shape)
-    assert not uses_hopper_kernel(*tensors)
+    assert choose_kernel(*tensors) == ("triton", "the Hopper kernel needs tensors aligned to 16 bytes")
 
 
 @pytest.mark.parametrize("num_splits", [None, 1, 3])
@@ -125,29 +126,45 @@ def test_chosen_kernel_gives_all_parts_of_the_result(num_splits, hopper, device)
     assert error(got, want) < 2e-3
 
 
-def test_a_tile_asks_for_the_triton_kernel(hopper, device):
+def test_a_tile_selects_the_triton_kernel(hopper, device):
     case = draw([5], 9, (2, 256), heads=4, dtype=torch.float16, device=device)
     attention(*case, tile=AttentionTile(16, 16, 4, 2))
     assert hopper == []
+    with pytest.raises(ValueError, match=r'attention tile must be None for kernel="hopper", got AttentionTile'):
+        attention(*case, kernel="hopper", tile=AttentionTile(16, 16, 4, 2))
 
 
-@pytest.mark.parametrize(
-    ("before", "known"),
-    [
-        ("triton.__version__ = '3.9.0'; sys.modules['triton.experimental.gluon'] = None", False),
-        pytest.param("", True, marks=pytest.mark.skipif(triton.__version__[:4] != "3.6.", reason="needs Triton 3.6")),
-    ],
-    ids=["another-version", "3.6"],
-)
-def test_hopper_kernel_is_imported_with_the_triton_it_ran_with_alone(before, known):
-    script = (
-        f"import sys, triton; {before}\n"
-        f"from dgemma_kernels import attention; assert (attention.attention_hopper is not None) is {known}"
-    )
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
+def test_auto_takes_the_hopper_kernel_only_with_a_triton_it_ran_with_and_names_what_to_install(hopper, monkeypatch):
+    queries, keys = torch.empty(1, 32, 16, 256).bfloat16(), torch.empty(1, 8, 64, 256).bfloat16()
+    assert choose_kernel(queries, keys, keys).kernel == "hopper"
+    monkeypatch.setattr(module, "_HOPPER_RAN_WITH", ("2.0.",))
+    choice = choose_kernel(queries, keys, keys)
+    assert choice.kernel == "triton"
+    assert f'got {triton.__version__}: pip install "triton==2.0.*", or pass kernel="hopper"' in choice.reason
+
+
+def test_an_explicit_kernel_runs_with_any_triton_and_any_number_of_rows(hopper, monkeypatch, device):
+    monkeypatch.setattr(module, "_HOPPER_RAN_WITH", ("2.0.",))
+    case = draw([5], 1, (2, 256), heads=4, dtype=torch.float16, device=device)
+    want = attention(*case, kernel="triton")
+    assert hopper == []
+    torch.testing.assert_close(attention(*case, kernel="hopper"), want)
+    assert len(hopper) == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there may be a Hopper GPU")
+def test_an_explicit_hopper_kernel_raises_where_it_cannot_run(monkeypatch):
+    case = draw([5], 9, (2, 256), heads=4, dtype=torch.float16, device="cpu")
+    with pytest.raises(ValueError, match=r'kernel="hopper" needs a Hopper GPU \(compute capability 9.0\), got .* cpu'):
+        attention(*case, kernel="hopper")
+    pretend_hopper(monkeypatch)
+    wide = [tensor.float() if tensor.is_floating_point() else tensor for tensor in case]
+    with pytest.raises(
+        ValueError, match=r'kernel="hopper" needs bfloat16 or float16, got torch.float32. Use kernel="a'
+    ):
+        attention(*wide, kernel="hopper")
+    with pytest.raises(ValueError, match=r"attention kernel must be .*, got 'gluon'"):
+        attention(*case, kernel="gluon")
 
 
 @functools.cache
@@ -216,8 +233,8 @@ def test_interpreted_groups_of_heads_match_float64(heads, kv_heads):
 
 
 def test_interpreted_kernel_is_what_attention_calls(monkeypatch):
-    monkeypatch.setattr(module, "attention_hopper", interpreted())
-    monkeypatch.setattr(module, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(module, "_hopper", interpreted)
+    pretend_hopper(monkeypatch)
     check(draw([5, 64], 9, (2, 256), heads=8, device="cpu"), num_splits=1)
 
 
@@ -263,18 +280,13 @@ def test_a_mistake_in_the_kernel_is_found_in_any_order(old, new, found):
             assert not error(got, exact(*case)) < 10 * LIMITS[torch.float16]
 
 
-def runs_here() -> bool:
-    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-    return hopper and module.attention_hopper is not None
-
-
-native = pytest.mark.skipif(not runs_here(), reason="compiled Gluon: needs Hopper and Triton 3.6")
+is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+native = pytest.mark.skipif(not is_hopper, reason="compiled Gluon needs a Hopper GPU")
 LAYERS = pytest.mark.parametrize("layer", [SLIDING, FULL], ids=["sliding", "full"])
 
 
 def check(case: tuple[Tensor, ...], **options: int | bool | None) -> None:
-    assert uses_hopper_kernel(*case[:3])
-    got = attention(*case, **options)
+    got = attention(*case, **options, kernel="hopper")
     options.pop("num_splits", None)
     assert error(got, exact(*case, **options)) < LIMITS[got.dtype]
 
@@ -323,7 +335,7 @@ def test_same_inputs_give_the_same_bits_in_any_batch(layer):
     queries, keys, values, length = draw([1023, 300], 256, layer)
     together = attention(queries, keys, values, length, num_splits=2)
     for _ in range(10):
-        assert torch.equal(attention(queries, keys, values, length, num_splits=2), together)
+        assert torch.equal(attention(queries, keys, values, length, kernel="hopper", num_splits=2), together)
     assert torch.equal(attention(queries[1:], keys[1:], values[1:], length[1:], num_splits=2), together[1:])
 
 

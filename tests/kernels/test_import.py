@@ -1,11 +1,11 @@
-"""What a machine without Triton is told, and what is asked of one with another Triton."""
+"""Importing the kernels without Triton, and with parts of it missing."""
 
 import os
 import subprocess
 import sys
 
 
-def test_without_triton_one_sentence_says_what_to_install():
+def test_without_triton_the_error_says_in_one_sentence_what_to_install():
     script = "import sys; sys.modules['triton'] = None; import dgemma_kernels"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)
@@ -16,9 +16,11 @@ def test_without_triton_one_sentence_says_what_to_install():
     )
 
 
-def test_without_the_interpreter_nothing_private_to_it_is_needed():
+def test_import_needs_neither_gluon_nor_private_parts_of_the_interpreter():
     script = """
+import sys
 from triton.runtime import interpreter
+sys.modules["triton.experimental.gluon"] = None
 del interpreter._patch_lang_tensor, interpreter._convert_float
 import dgemma_kernels
 """

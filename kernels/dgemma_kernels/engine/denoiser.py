@@ -33,10 +33,13 @@ from dgemma_kernels.engine.graphs import compile_together, remembered
 from dgemma_kernels.engine.prediction import FusedPrediction, Logits
 from dgemma_kernels.engine.weights import Weights, take_weights
 from dgemma_kernels.formats import ENCODERS, Quantized
+from dgemma_kernels.ops.attention import KernelName
 from dgemma_kernels.ops.draws import kernel as draws
 
 
-def accelerate(model: DiffusionGemma, weights: str = "bf16", *, release: bool = False) -> "FusedDenoiser":
+def accelerate(
+    model: DiffusionGemma, weights: str = "bf16", *, release: bool = False, attention: KernelName = "auto"
+) -> "FusedDenoiser":
     """The same denoiser at speed: give it to `dgemma.generate` in place of the model.
 
     The model's tensors are shared, not copied; its q, k, v and gate, up projections become views of fused ones. Do not
@@ -46,7 +49,8 @@ def accelerate(model: DiffusionGemma, weights: str = "bf16", *, release: bool = 
     the model as soon as they are held otherwise, so that there are never two of more than one layer.
     `weights="packed"` is bfloat16 in 12 bits a weight without loss, 32 GiB: faster, since a step is mostly reading.
     `weights="fp8"` rounds to float8 (e4m3) with a scale for each output, and what they multiply with one for each row,
-    21 GiB. It needs a GPU with fp8 tensor cores: Ada, Hopper or later.
+    21 GiB. It needs a GPU with fp8 tensor cores: Ada, Hopper or later. `attention` is the attention kernel: "triton",
+    "hopper", which raises where it cannot run, or "auto", the rule of `dgemma_kernels.ops.attention.choose_kernel`.
 
     Example: `fast = accelerate(DiffusionGemma.from_pretrained(path, dtype=torch.bfloat16, device="cuda"))`.
     """
@@ -72,7 +76,7 @@ def accelerate(model: DiffusionGemma, weights: str = "bf16", *, release: bool = 
         )
     if is_adapted(model):
         raise ValueError("accelerate model must have its adapters merged. Call dgemma.train.merge_lora(model) first.")
-    return FusedDenoiser(model, weights, release=release)
+    return FusedDenoiser(model, weights, release=release, attention=attention)
 
 
 def _require_gpu(model: DiffusionGemma, *, float8: bool) -> None:
@@ -118,13 +122,17 @@ class FusedDenoiser:
     generation: GenerationDefaults  # the model's at first, and its own from then on: the model may be let go
 
     @torch.no_grad()
-    def __init__(self, model: DiffusionGemma, weights: str = "bf16", *, release: bool = False) -> None:
+    def __init__(
+        self, model: DiffusionGemma, weights: str = "bf16", *, release: bool = False, attention: KernelName = "auto"
+    ) -> None:
         taken = take_weights(model, weights, release=release)
-        self._start(model if weights == "bf16" else _without_layers(model), taken, model.generation)
+        self._start(model if weights == "bf16" else _without_layers(model), taken, model.generation, attention)
 
-    def _start(self, model: DiffusionGemma, weights: Weights, generation: GenerationDefaults) -> None:
+    def _start(
+        self, model: DiffusionGemma, weights: Weights, generation: GenerationDefaults, attention: KernelName
+    ) -> None:
         self._model, self.config, self.generation = model, model.config, generation
-        self._forward = Forward(model.config, weights)
+        self._forward = Forward(model.config, weights, attention)
         self._pool = BufferPool(model.config, model.conventions, model.device, model.dtype)
         self._logits: dict[tuple[int, int], Logits] = {}
         self._sizes_read: set[int] = set()  # of prompts, whose forwards are no graphs
@@ -139,7 +147,12 @@ class FusedDenoiser:
         if "layers" not in self._model._modules:
             held = self._forward.weights
             weights = replace(held, embedding=held.embedding.new_empty(0))  # which the rest of the model has
-        return {"model": self._model, "weights": weights, "generation": self.generation}
+        return {
+            "model": self._model,
+            "weights": weights,
+            "generation": self.generation,
+            "attention": self._forward.attention_kernel,
+        }
 
     @torch.no_grad()
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -150,7 +163,7 @@ class FusedDenoiser:
             weights = take_weights(model)
         else:
             weights = replace(weights, embedding=model.embed_tokens.weight.detach())
-        self._start(model, weights, state["generation"])
+        self._start(model, weights, state["generation"], state["attention"])
 
     @property
     def conventions(self) -> Conventions:

@@ -10,7 +10,7 @@ from dgemma.model.config import ModelConfig
 from dgemma_kernels.engine.cache import CacheBuffers
 from dgemma_kernels.engine.weights import LayerWeights, Weights
 from dgemma_kernels.formats import Quantized, format_of
-from dgemma_kernels.ops.attention import attention
+from dgemma_kernels.ops.attention import KernelName, attention, choose_kernel
 from dgemma_kernels.ops.configs import expert_config
 from dgemma_kernels.ops.embedding import embed
 from dgemma_kernels.ops.experts import expert_down, expert_gate_up
@@ -23,9 +23,13 @@ from dgemma_kernels.ops.router import route, sort_by_expert
 class Forward:
     """The kernels in the order of the model's layers."""
 
-    def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        self.config, self.weights = config, weights
+    def __init__(self, config: ModelConfig, weights: Weights, attention_kernel: KernelName = "auto") -> None:
+        self.config, self.weights, self.attention_kernel = config, weights, attention_kernel
         table = weights.embedding
+        for layer in weights.layers:  # an explicit kernel that cannot run raises now, not in the first step
+            heads, size = (config.num_attention_heads, layer.shape.num_key_value_heads), layer.shape.head_dim
+            queries, keys = (table.new_empty(1, 1, heads[0], size), table.new_empty(1, heads[1], 1, size))
+            choose_kernel(queries, keys, keys, attention_kernel)
         # sqrt(hidden), rounded to the weights' dtype as the published model does
         self.embed_scale = float(torch.tensor(config.hidden_size**0.5, dtype=table.dtype))
         # The dense MLP runs beside the router and the experts, which wait for memory: on the first of these that is not
@@ -107,7 +111,15 @@ class Forward:
                 return x  # its keys and values are all that was wanted
             window = layer.shape.window if causal else None
             seen = attention(
-                queries, keys, values, slot, causal=causal, window=window, canvas_len=canvas_len, keep=buffers.keep
+                queries,
+                keys,
+                values,
+                slot,
+                causal=causal,
+                window=window,
+                canvas_len=canvas_len,
+                keep=buffers.keep,
+                kernel=self.attention_kernel,
             )
             attended = torch.mm(seen.view(x.shape[0], -1), layer.o.T)
             scalar = layer.causal_scalar if causal else layer.scalar

@@ -1,11 +1,11 @@
-"""Attention of a canvas on Hopper, written in Gluon: copies, products and softmax of different tiles run at once.
+"""Attention of a canvas on Hopper, in Gluon: copies, products and softmax of different tiles run at the same time.
 
-A program is 128 packed query rows by 256 value columns, in twelve warps. Four of them, of which one thread works, keep
-the copy engine busy with keys and values, in chunks of 64 slots × 128 columns; each of two warpgroups owns 64 rows and
-does the softmax of a key tile while its products with the last tile's values are under way (FlashAttention-3,
-arXiv:2407.08608). `attention.attention` chooses it; the same maths in Triton is `attention._attention_kernel`.
+A program computes 128 packed query rows by 256 value columns with twelve warps. Four warps, with one active thread,
+start the copies of keys and values in chunks of 64 slots × 128 columns. Each of two warpgroups has 64 rows. It computes
+the softmax of a key tile while its products with the previous tile's values run (FlashAttention-3, arXiv:2407.08608).
+`kernel.choose_kernel` selects it; `kernel._attention_kernel` is the same maths in Triton.
 
-Barriers in shared memory hold it together: a chunk of keys or values is `full` when its copy has landed, and `free`
+Barriers in shared memory order the warps: a chunk of keys or values is `full` when its copy is complete, and `free`
 when both warpgroups have read it.
 """
 
@@ -24,12 +24,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dgemma_kernels.ops.attention.parts import part_of_keys, seen_slots
 
-TILE = (128, 64, 256)  # query rows and value columns of a program, and between them the slots it takes at a time
+TILE = (128, 64, 256)  # of a program: query rows, slots per iteration, value columns
 
-_ROWS = gl.constexpr(64)  # of a warpgroup
+_ROWS = gl.constexpr(64)  # per warpgroup
 _KEYS = gl.constexpr(64)
-_CHUNK = gl.constexpr(128)  # columns of one copy
-_BYTES = gl.constexpr(2 * 64 * 128)  # of one copy, be it queries, keys or values
+_CHUNK = gl.constexpr(128)  # columns per copy
+_BYTES = gl.constexpr(2 * 64 * 128)  # per copy of queries, keys or values
+
+# Triton 3.9 renamed the two copies.
+_async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 
 def attend(
@@ -44,12 +48,12 @@ def attend(
     canvas_len: int,
     keep: int,
 ) -> None:
-    """Attention by parts of the keys: `partial` (splits, B, T, N, H), and their float32 `log_weight` (splits, B, T, N).
+    """Write attention by parts of the keys to `partial` (splits, B, T, N, H) and `log_weight` (splits, B, T, N).
 
-    One split is the whole, and `log_weight` not written. Otherwise the arguments are those of `attention`, checked, in
-    bfloat16 or float16, with H of 256 or 512, N / K dividing 64 and strides that are whole slots; `window` 0 is none.
-    Tensor descriptors hold the tensors' addresses and are passed to the kernel by value: a captured graph keeps them,
-    and is valid as long as the tensors stay where they are.
+    With one split `partial` is the whole result, and the float32 `log_weight` is not written. The other arguments are
+    those of `attention`, for which `kernel.choose_kernel` allows this kernel; `window` 0 means none. Tensor descriptors
+    contain the tensors' addresses and are passed by value. So a captured graph is valid only while the tensors stay in
+    place.
 
     Example: `attend(queries, keys, values, length, out.unsqueeze(0), out, False, 0, 0, 0)`.
     """
@@ -69,7 +73,7 @@ def attend(
         KV_HEADS=kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
-        BUFFERS=512 // head_dim,  # of a tile of keys and one of values: what fits shared memory
+        BUFFERS=512 // head_dim,  # tiles of keys and of values that fit shared memory
         CAUSAL=causal,
         WINDOW=window,
         CANVAS=canvas_len,
@@ -80,19 +84,19 @@ def attend(
 
 
 def _slots(cache: Tensor) -> TensorDescriptor:
-    """Keys or values (B, K, capacity, H) as slots of H: one number names batch row, head and slot."""
+    """Describe keys or values (B, K, capacity, H) as slots of H: one index selects batch row, head and slot."""
     batch, heads, capacity, head_dim = cache.shape
     num_slots = ((batch - 1) * cache.stride(0) + (heads - 1) * cache.stride(1)) // head_dim + capacity
     return _descriptor(cache.as_strided((num_slots, head_dim), (head_dim, 1)), _KEYS.value)
 
 
 def _descriptor(tensor: Tensor, *block: int) -> TensorDescriptor:
-    """Blocks of that many along each dimension but the last, of which it is one chunk."""
+    """Describe blocks of these sizes along each dimension but the last, where a block is one chunk."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=tensor.dim())
     return TensorDescriptor.from_tensor(tensor, [*block, _CHUNK.value], layout)
 
 
-# Compiling takes seconds: a number that happens to be a multiple of 16 is no reason to do it again.
+# Not specialised, because compiling takes seconds: Triton would compile again for a multiple of 16.
 _NUMBERS = [
     "num_tokens", "num_query_heads", "key_batch_slots", "key_head_slots", "value_batch_slots", "value_head_slots"
 ]  # fmt: skip
@@ -128,7 +132,7 @@ def _attention_hopper_kernel(
     begin, end = part_of_keys(
         row_tile, prefix_len, num_tokens, 2 * _ROWS, GROUP, _KEYS, CAUSAL, WINDOW, CANVAS, KEEP, SPLIT
     )
-    num_tiles = gl.maximum(gl.cdiv(end - begin, _KEYS), 1)  # an empty part reads one tile and hides all of it
+    num_tiles = gl.maximum(gl.cdiv(end - begin, _KEYS), 1)  # an empty part loads one tile and masks all of it
 
     dtype: gl.constexpr = key_desc.dtype
     q_smem = gl.allocate_shared_memory(dtype, [2 * K_CHUNKS, _ROWS // GROUP, GROUP, _CHUNK], query_desc.layout)
@@ -158,13 +162,13 @@ def _attention_hopper_kernel(
             (_attend, (outs, smem, barriers, span, SECOND, KV_HEADS, SPLIT, MODE)),
         ],
         [4, 4],
-        [240, 240],  # registers a thread, which leaves the copying warps 24
+        [240, 240],  # registers per thread, which leaves 24 for the copying warps
     )
 
 
 @gluon.jit
 def _place(KV_HEADS: gl.constexpr, K_CHUNKS: gl.constexpr) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:
-    """This program's tile of rows, its first value column, its batch row and its key head."""
+    """Return this program's tile of rows, first value column, batch row and key head."""
     VALUE_PARTS: gl.constexpr = K_CHUNKS // 2
     column = gl.program_id(0) % VALUE_PARTS * (2 * _CHUNK)
     return gl.program_id(0) // VALUE_PARTS, column, gl.program_id(2) // KV_HEADS, gl.program_id(2) % KV_HEADS
@@ -182,7 +186,7 @@ def _barriers(NUM: gl.constexpr, ARRIVALS: gl.constexpr) -> gl.tensor:
 def _copy(
     descs: gl.tuple, strides: gl.tuple, smem: gl.tuple, barriers: gl.tuple, span: gl.tuple, KV_HEADS: gl.constexpr
 ) -> None:
-    """The producer: queries, keys 0, values 0, then keys 1, keys 2, values 1, ... in the order of their use."""
+    """Start all copies, in the order of their use: queries, keys 0, values 0, then keys 1, keys 2, values 1, ..."""
     query_desc, key_desc, value_desc = descs
     key_batch_slots, key_head_slots, value_batch_slots, value_head_slots = strides
     q_smem, k_smem, v_smem = smem
@@ -200,7 +204,7 @@ def _copy(
         mbarrier.expect(q_full.index(c), 2 * _BYTES)
         for w in gl.static_range(2):
             at_query = [token + w * TOKENS, head * GROUP, c * _CHUNK]
-            tma.async_copy_global_to_shared(query_desc, at_query, q_full.index(c), q_smem.index(w * K_CHUNKS + c))
+            _async_load(query_desc, at_query, q_full.index(c), q_smem.index(w * K_CHUNKS + c))
         _copy_chunk(key_desc, key_slot, c * _CHUNK, k_full, k_smem, c)
     for c in gl.static_range(2):
         _copy_chunk(value_desc, value_slot, column + c * _CHUNK, v_full, v_smem, c)
@@ -223,7 +227,7 @@ def _copy_chunk(
     desc: gl.tensor, slot: gl.tensor, column: gl.tensor, full: gl.tensor, smem: gl.tensor, at: gl.tensor
 ) -> None:
     mbarrier.expect(full.index(at), _BYTES)
-    tma.async_copy_global_to_shared(desc, [slot, column], full.index(at), smem.index(at))
+    _async_load(desc, [slot, column], full.index(at), smem.index(at))
 
 
 @gluon.jit
@@ -237,7 +241,7 @@ def _attend(
     SPLIT: gl.constexpr,
     MODE: gl.constexpr,
 ) -> None:
-    """One of the two consumers: 64 rows, all keys of this part."""
+    """Compute 64 rows over all keys of this part, as one of the two consumers."""
     out_desc, log_weight_ptr, num_query_heads = outs
     q_smem, _, v_smem = smem
     q_full, _, k_free, v_full, v_free, v_clean = barriers
@@ -277,7 +281,8 @@ def _attend(
         mbarrier.arrive(k_free.index(j % BUFFERS * K_CHUNKS + K_CHUNKS - 1))
         weight, decay, top, total = _softmax(s, top, total, j, token, span, MODE)
         next_p = gl.convert_layout(weight.to(dtype), WEIGHTS)
-        # A wait that is always over: the assembler moves the one for the sums up to the last branch in front of it.
+        # This barrier is always complete. It is a branch: the assembler moves the next wait up to the last branch, and
+        # without this one that would be before the softmax.
         mbarrier.wait(q_full.index(0), 0)
         acc0, acc1, p, next_p = warpgroup_mma_wait(0, deps=(acc0, acc1, p, next_p))
         mbarrier.arrive(v_free.index(at))
@@ -292,8 +297,8 @@ def _attend(
     mbarrier.wait(v_full.index(at), last // BUFFERS & 1)
     mbarrier.wait(v_full.index(at + 1), last // BUFFERS & 1)
     if begin + num_tiles * _KEYS > end:
-        # Slots beyond the end may hold anything, and 0 · NaN is NaN. Each warpgroup cleans one chunk and waits for the
-        # other's: nobody reads what is being written.
+        # Slots beyond the end may be NaN, and 0 · NaN is NaN. Each warpgroup sets one chunk to zero there and waits for
+        # the other, so that neither reads a chunk during the write.
         B: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
         live = begin + last * _KEYS + gl.arange(0, _KEYS, gl.SliceLayout(1, B)) < end
         values = v_smem.index(at + WG).load(B)
@@ -315,7 +320,7 @@ def _attend(
         target = log_weight_ptr + split.to(gl.int64) * num_query_heads + query_head
         gl.store(target, log_weight, mask=token < num_tokens)
     scale = gl.expand_dims(gl.convert_layout(1.0 / total, SUM_ROW), 1)
-    # Taken from where this warpgroup's queries were; the copy engine leaves out rows beyond the last token.
+    # Stored through the memory of this warpgroup's queries. The copy engine skips rows beyond the last token.
     o0_smem = q_smem.index(WG * K_CHUNKS)
     o1_smem = q_smem.index(WG * K_CHUNKS + 1)
     o0_smem.reshape((_ROWS, _CHUNK)).store((acc0 * scale).to(dtype))
@@ -323,22 +328,20 @@ def _attend(
     fence_async_shared()
     SHAPE: gl.constexpr = (1, 1, _ROWS // GROUP, GROUP, _CHUNK)
     at_token = (row_tile * 2 + WG) * (_ROWS // GROUP)
-    tma.async_copy_shared_to_global(out_desc, [split, batch, at_token, head * GROUP, column], o0_smem.reshape(SHAPE))
-    tma.async_copy_shared_to_global(
-        out_desc, [split, batch, at_token, head * GROUP, column + _CHUNK], o1_smem.reshape(SHAPE)
-    )
+    _async_store(out_desc, [split, batch, at_token, head * GROUP, column], o0_smem.reshape(SHAPE))
+    _async_store(out_desc, [split, batch, at_token, head * GROUP, column + _CHUNK], o1_smem.reshape(SHAPE))
     tma.store_wait(0)
 
 
 @gluon.jit
 def _scores(smem: gl.tuple, barriers: gl.tuple, j: gl.tensor, WG: gl.constexpr, FIRST: gl.constexpr) -> gl.tensor:
-    """Asks for q kᵀ of tile j; every chunk but the last is given back as soon as it has been read."""
+    """Start q kᵀ of tile j. Every chunk of keys but the last is marked free as soon as it has been read."""
     q_smem, k_smem, v_smem = smem
     q_full, k_full, k_free, _, _, _ = barriers
     K_CHUNKS: gl.constexpr = q_smem.shape[0] // 2
     BUFFERS: gl.constexpr = v_smem.shape[0] // 2
     s = gl.zeros((_ROWS, _KEYS), gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16]))
-    zero = j >> 28  # which the compiler cannot know: else it keeps every matrix descriptor, on the stack
+    zero = j >> 28  # unknown to the compiler, which otherwise keeps every matrix descriptor on the stack
     for c in gl.static_range(K_CHUNKS):
         at = j % BUFFERS * K_CHUNKS + c
         if FIRST:
@@ -362,9 +365,12 @@ def _softmax(
     span: gl.tuple,
     MODE: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:
-    """Weights of tile j's keys, by what earlier sums decay, the new maximum (base 2) and the sum of weights."""
+    """Return the weights of tile j's keys, the decay of earlier sums, the new maximum (base 2) and sum of weights."""
     prefix_len, num_tokens, begin, end, _ = span
-    CAUSAL, WINDOW, CANVAS, KEEP = MODE
+    CAUSAL: gl.constexpr = MODE[0]
+    WINDOW: gl.constexpr = MODE[1]
+    CANVAS: gl.constexpr = MODE[2]
+    KEEP: gl.constexpr = MODE[3]
     slot = begin + j * _KEYS + gl.arange(0, _KEYS, gl.SliceLayout(0, s.type.layout))
     slot = gl.expand_dims(slot, 0)
     seen = slot < end
@@ -375,7 +381,7 @@ def _softmax(
             seen = seen & (slot >= prefix_len + gl.expand_dims(first_seen, 1))
     s = gl.where(seen, s, float("-inf"))
     new_top = gl.maximum(top, gl.max(s, 1) * 1.4426950408889634)
-    shift = gl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen nothing yet
+    shift = gl.where(new_top == float("-inf"), 0.0, new_top)  # a row without a visible key so far
     weight = gl.exp2(s * 1.4426950408889634 - gl.expand_dims(shift, 1))
     decay = gl.exp2(top - shift)
     total = total * decay + gl.sum(weight, 1)

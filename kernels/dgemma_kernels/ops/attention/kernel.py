@@ -1,11 +1,13 @@
-"""Attention of new tokens over a cached prefix and themselves, split over keys; the twin is `reference.attention`.
+"""Attention of new tokens over a cached prefix and themselves, and the choice between its two kernels.
 
-Online softmax (FlashAttention, arXiv:2205.14135), the query heads that share a key head packed as rows of one tile, and
-the keys cut into equal parts so that one small canvas fills the GPU (Flash-Decoding; `attention_parts`). Two kernels do
-it: the Triton kernel here, everywhere, and on Hopper one that specialises its warps (`attention_hopper`).
+Both use online softmax (FlashAttention, arXiv:2205.14135). The query heads that share a key head are packed as rows of
+one tile. The keys are split into equal parts, so that one small canvas fills the GPU (Flash-Decoding; `parts`). The
+Triton kernel in this module runs on every GPU; `hopper` has a kernel with specialised warps for Hopper. `choose_kernel`
+states the rule of choice. Reference twin: `reference`.
 """
 
-from typing import NamedTuple
+from types import ModuleType
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -14,18 +16,25 @@ from torch import Tensor
 
 from dgemma_kernels.ops.attention.parts import choose_num_splits, combine_parts, part_of_keys, seen_slots
 
-# Gluon, in which the Hopper kernel is written, changes with every version of Triton: it is used where it has been run.
-# The interpreter does not know it.
-if triton.__version__.startswith("3.6.") and not triton.knobs.runtime.interpret:
-    from dgemma_kernels.ops.attention import hopper as attention_hopper
-else:
-    attention_hopper = None  # type: ignore[assignment]
+KernelName = Literal["auto", "triton", "hopper"]
+
+# Gluon, the language of the Hopper kernel, changes with every version of Triton. With these versions it ran on a GPU.
+_HOPPER_RAN_WITH = ("3.6.",)
+_FEW_ROWS = 16  # packed query rows for which the Triton kernel's small tile is faster
+
+
+class KernelChoice(NamedTuple):
+    """The kernel that `attention` runs, "triton" or "hopper", and the reason in words."""
+
+    kernel: str
+    reason: str
 
 
 class AttentionTile(NamedTuple):
-    """The shape of one program: `rows` queries by `keys` keys, `value_dim` value columns (0: all of them).
+    """The shape of one program of the Triton kernel: `rows` queries by `keys` keys.
 
-    `tma` loads keys and values through tensor descriptors, which on Hopper keeps their pointers out of the registers.
+    It computes `value_dim` value columns (0: all). With `tma` it loads keys and values through tensor descriptors,
+    which need no registers for pointers on Hopper.
     """
 
     rows: int
@@ -37,13 +46,13 @@ class AttentionTile(NamedTuple):
 
 
 def default_tile(num_rows: int, head_dim: int, *, hopper: bool) -> AttentionTile:
-    """The tile for `num_rows` packed query rows of one key head (tokens × the heads that share it).
+    """Return the Triton kernel's tile for `num_rows` packed query rows of one key head (tokens × heads that share it).
 
     Example: `default_tile(512, 256, hopper=True)` is the canvas tile of a sliding layer.
     """
-    if not hopper:  # fits the 99 KiB of shared memory that a block gets on consumer GPUs
-        return AttentionTile(16 if num_rows <= 16 else 32, 16, 4, 2)
-    if num_rows <= 16:
+    if not hopper:  # fits the 99 KiB of shared memory per block of consumer GPUs
+        return AttentionTile(16 if num_rows <= _FEW_ROWS else 32, 16, 4, 2)
+    if num_rows <= _FEW_ROWS:
         return AttentionTile(16, 32, 4, 3)
     if head_dim > 256:
         return AttentionTile(128, 32, 8, 2, tma=True, value_dim=256)
@@ -60,17 +69,20 @@ def attention(
     window: int | None = None,
     canvas_len: int = 0,
     keep: int = 0,
+    kernel: KernelName = "auto",
     tile: AttentionTile | None = None,
     num_splits: int | None = None,
 ) -> Tensor:
-    """T query tokens a row attend to the row's prefix and to themselves, with scale 1.
+    """Attend from T query tokens per row to the row's prefix and to each other, with scale 1.
 
-    queries: (B, T, N, H) contiguous. keys, values: (B, K, capacity, H), last two dimensions contiguous; row b holds its
+    queries: (B, T, N, H) contiguous. keys, values: (B, K, capacity, H), last two dimensions contiguous; row b has its
     prefix in slots [0, length[b]) and the T new tokens in the next T, which must fit the capacity. length: (B,)
-    integers on the device. Bidirectional by default; `causal` lets query i see slots up to its own, and `window` only
-    the last `window` of those. Behind causal tokens may follow a canvas: the last `canvas_len` tokens see all of
-    themselves and everything in front, or in a windowed layer the last `keep` of that. Returns (B, T, N, H). `tile` and
-    `num_splits` are tuning choices: they change rounding; a `tile` is one of the Triton kernel.
+    integers on the device. Attention is bidirectional by default. With `causal` query i sees slots up to its own, and
+    with `window` only the last `window` of those. A canvas may follow causal tokens: the last `canvas_len` tokens see
+    each other and everything before them, in a windowed layer the last `keep` of that. Returns (B, T, N, H).
+
+    `kernel` "triton" or "hopper" raises where that kernel cannot run; "auto" is the rule of `choose_kernel`. `tile`, of
+    the Triton kernel, and `num_splits` are tuning choices that change rounding.
 
     Example: `attention(queries, cache.keys, cache.values, cache.length)`.
     """
@@ -78,23 +90,26 @@ def attention(
     batch, num_tokens, num_heads, head_dim = queries.shape
     kv_heads, capacity = keys.shape[1], keys.shape[2]
     num_rows = num_tokens * num_heads // kv_heads
-    hopper = tile is None and uses_hopper_kernel(queries, keys, values)
+    if tile is not None and kernel == "hopper":
+        raise ValueError(f'attention tile must be None for kernel="hopper", got {tile}. Use kernel="triton".')
+    choice = choose_kernel(queries, keys, values, kernel if tile is None else "triton")
     tile = tile or default_tile(num_rows, head_dim, hopper=_is_hopper(queries.device))
     if num_splits is None:
-        rows, slots, columns = attention_hopper.TILE if hopper else (tile.rows, tile.keys, tile.value_dim or head_dim)
+        hopper = choice.kernel == "hopper"
+        rows, slots, columns = _hopper().TILE if hopper else (tile.rows, tile.keys, tile.value_dim or head_dim)
         programs = triton.cdiv(num_rows, rows) * (head_dim // columns) * batch * kv_heads
         num_splits = choose_num_splits(programs, _num_multiprocessors(queries.device), triton.cdiv(capacity, slots))
 
     out = torch.empty_like(queries)
     if num_splits == 1:
-        partial, log_weight = out.unsqueeze(0), out  # the one part is the output, and its weight never written
+        partial, log_weight = out.unsqueeze(0), out  # the only part is the output; its weight is never written
     else:
-        # In the output's own dtype: half the traffic, and each rounds once more by what the output rounds anyway.
+        # In the output's dtype: half the traffic for one more rounding, no larger than the output's own.
         partial = torch.empty((num_splits, *queries.shape), dtype=queries.dtype, device=queries.device)
         log_weight = torch.empty((num_splits, *queries.shape[:3]), dtype=torch.float32, device=queries.device)
     arguments = (queries, keys, values, length, partial, log_weight, causal, window or 0, canvas_len, keep)
-    if hopper:
-        attention_hopper.attend(*arguments)
+    if choice.kernel == "hopper":
+        _hopper().attend(*arguments)
     else:
         _attend(*arguments, tile)
     if num_splits > 1:
@@ -102,25 +117,64 @@ def attention(
     return out
 
 
-def uses_hopper_kernel(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Whether `attention` without a `tile` runs the Hopper kernel, for arguments that it accepts.
+def choose_kernel(queries: Tensor, keys: Tensor, values: Tensor, kernel: KernelName = "auto") -> KernelChoice:
+    """Return the kernel that `attention` runs on these arguments, and the reason.
 
-    Few rows, such as a single token's, are better off with the Triton kernel's small tile.
+    "auto" is the Hopper kernel where it can run, for more than 16 packed query rows, with a Triton version with which
+    it ran on a GPU. Otherwise it is the Triton kernel. An explicit "hopper" runs with any Triton that compiles it, and
+    raises where it cannot run.
 
-    Example: `uses_hopper_kernel(queries, cache.keys, cache.values)`.
+    Example: `print(choose_kernel(queries, cache.keys, cache.values).reason)`.
     """
-    _, num_tokens, num_heads, head_dim = queries.shape
-    group = num_heads // keys.shape[1]
-    return (
-        attention_hopper is not None
-        and _is_hopper(queries.device)
-        and queries.dtype in (torch.bfloat16, torch.float16)
-        and head_dim in (256, 512)
-        and num_tokens * group > 16
-        and 64 % group == 0
-        and all(stride % head_dim == 0 for cache in (keys, values) for stride in cache.stride()[:2])
-        and all(tensor.data_ptr() % 16 == 0 for tensor in (queries, keys, values))  # as descriptors ask
-    )
+    if kernel not in ("auto", "triton", "hopper"):
+        raise ValueError(f'attention kernel must be "auto", "triton" or "hopper", got {kernel!r}.')
+    if kernel == "triton":
+        return KernelChoice("triton", "requested")
+    obstacle = _hopper_obstacle(queries, keys, values)
+    if kernel == "hopper":
+        if obstacle is not None:
+            raise ValueError(f'attention kernel="hopper" needs {obstacle}. Use kernel="auto".')
+        return KernelChoice("hopper", "requested")
+    if obstacle is not None:
+        return KernelChoice("triton", f"the Hopper kernel needs {obstacle}")
+    num_rows = queries.shape[1] * queries.shape[2] // keys.shape[1]
+    if num_rows <= _FEW_ROWS:
+        return KernelChoice("triton", f"it is faster for {num_rows} packed query rows, {_FEW_ROWS} or fewer")
+    if not triton.__version__.startswith(_HOPPER_RAN_WITH):
+        versions = ", ".join(f"{version}*" for version in _HOPPER_RAN_WITH)
+        return KernelChoice(
+            "triton",
+            f"the Hopper kernel ran on a GPU with Triton {versions} only, got {triton.__version__}: "
+            f'pip install "triton=={versions}", or pass kernel="hopper"',
+        )
+    return KernelChoice("hopper", "it can run and has more than 16 packed query rows")
+
+
+def _hopper_obstacle(queries: Tensor, keys: Tensor, values: Tensor) -> str | None:
+    """Return what the Hopper kernel needs and these arguments lack, None if it can run."""
+    head_dim, group = queries.shape[3], queries.shape[2] // keys.shape[1]
+    if triton.knobs.runtime.interpret and queries.device.type == "cuda":
+        return "a compiler: Triton's interpreter does not run Gluon"
+    if not _is_hopper(queries.device):
+        return f"a Hopper GPU (compute capability 9.0), got tensors on {queries.device}"
+    if queries.dtype not in (torch.bfloat16, torch.float16):
+        return f"bfloat16 or float16, got {queries.dtype}"
+    if head_dim not in (256, 512):
+        return f"a head_dim of 256 or 512, got {head_dim}"
+    if 64 % group:
+        return f"a number of query heads per key head that divides 64, got {group}"
+    if any(stride % head_dim for cache in (keys, values) for stride in cache.stride()[:2]):
+        return f"strides of keys and values in multiples of {head_dim}, got {keys.stride()} and {values.stride()}"
+    if any(tensor.data_ptr() % 16 for tensor in (queries, keys, values)):
+        return "tensors aligned to 16 bytes"  # for tensor descriptors
+    return None
+
+
+def _hopper() -> ModuleType:
+    """Import the Hopper kernel at its first use: only then must Triton have the Gluon that it is written in."""
+    from dgemma_kernels.ops.attention import hopper
+
+    return hopper
 
 
 def _attend(
@@ -141,7 +195,7 @@ def _attend(
     group = num_heads // kv_heads
     row_tiles = triton.cdiv(num_tokens * group, tile.rows)
     if tile.tma:
-        triton.set_allocator(_allocate)  # where the descriptors are built
+        triton.set_allocator(_allocate)  # for descriptors, which the kernel builds in memory
     _attention_kernel[(row_tiles * (head_dim // value_dim), num_splits, batch * kv_heads)](
         queries,
         keys,
@@ -219,7 +273,7 @@ def _attention_kernel(
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, VALUE_DIM), tl.float32)
-    if TMA:  # reads beyond `end` give zeros
+    if TMA:  # loads beyond `end` give zeros
         key_tiles = tl.make_tensor_descriptor(key_ptr, [end, HEAD_DIM], [HEAD_DIM, 1], [KEYS, HEAD_DIM])
         value_tiles = tl.make_tensor_descriptor(value_ptr, [end, HEAD_DIM], [HEAD_DIM, 1], [KEYS, VALUE_DIM])
     for start in range(begin, end, KEYS):
@@ -241,7 +295,7 @@ def _attention_kernel(
             score = tl.where(slot_valid[None, :], score, float("-inf"))
         new_top = tl.maximum(top, tl.max(score, 1) * 1.4426950408889634)  # base 2
         if CAUSAL:
-            shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen nothing yet
+            shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row without a visible key so far
         else:
             shift = new_top
         weight = tl.exp2(score * 1.4426950408889634 - shift[:, None])
@@ -255,7 +309,7 @@ def _attention_kernel(
         acc = tl.dot(weight.to(value.dtype), value, acc, input_precision="ieee")
         top = new_top
 
-    # A part without a visible key has weight zero; its values are neither written nor read.
+    # A part without a visible key has weight zero. Its values are neither written nor read.
     seen_any = total > 0.0
     total = tl.where(seen_any, total, 1.0)
     acc = acc / total[:, None]
@@ -278,7 +332,7 @@ def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
 def _num_multiprocessors(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
-    return 4  # the interpreter: enough to exercise the split path
+    return 4  # for the interpreter: enough to split the keys
 
 
 def _check(
@@ -308,7 +362,7 @@ def _check(
         )
     if num_heads % keys.shape[1] or head_dim < 16 or head_dim & (head_dim - 1):
         raise ValueError(
-            f"attention needs query heads divisible by key heads and a head_dim that is a power of two >= 16, got "
+            f"attention query heads must be a multiple of key heads and head_dim a power of two >= 16, got "
             f"{num_heads} query heads, {keys.shape[1]} key heads, head_dim {head_dim}."
         )
     if queries.dtype not in (torch.bfloat16, torch.float16, torch.float32) or {keys.dtype, values.dtype} != {
@@ -325,17 +379,14 @@ def _check(
         )
     if num_tokens < 1 or num_tokens > keys.shape[2]:
         raise ValueError(
-            f"attention must have 1 to capacity new tokens, got {num_tokens} for capacity {keys.shape[2]}. "
-            "Grow the buffers."
+            f"attention new tokens must be 1 to the capacity {keys.shape[2]}, got {num_tokens}. Grow the buffers."
         )
     if window is not None and (not causal or window < 1):
-        raise ValueError(
-            f"attention window must be >= 1 and comes with causal=True, got {window} with causal={causal}."
-        )
+        raise ValueError(f"attention window must be >= 1 with causal=True, got {window} with causal={causal}.")
     if not 0 <= canvas_len <= num_tokens or (canvas_len and not causal):
         raise ValueError(
-            f"attention canvas_len must be within the {num_tokens} tokens and comes with causal=True, got {canvas_len} "
-            f"with causal={causal}."
+            f"attention canvas_len must be 0 to {num_tokens} tokens with causal=True, got {canvas_len} with "
+            f"causal={causal}."
         )
     if window is not None and not 0 <= keep <= window:
-        raise ValueError(f"attention keep must be within the window of {window}, got {keep}.")
+        raise ValueError(f"attention keep must be 0 to the window of {window}, got {keep}.")

@@ -1,7 +1,7 @@
-"""What both attention kernels share: which slots a token sees, how keys are cut in parts, and how the parts are added.
+"""Code that both attention kernels share: the slots that a token sees, the parts of the keys, and the sum of parts.
 
-Where a part begins is computed from the device's lengths, how many parts there are from shapes alone: a growing prefix
-never changes a launch, so a captured graph stays valid. The parts are added in a fixed order, so the same inputs give
+The number of parts depends on shapes alone; their bounds are computed from lengths on the device. So a growing prefix
+never changes a launch, and a captured graph stays valid. Parts are added in a fixed order, so that the same inputs give
 the same bits.
 """
 
@@ -10,11 +10,11 @@ import triton.language as tl
 from torch import Tensor
 
 _MAX_SPLITS = 128
-_COMBINE_ELEMENTS = 8192  # float32 values of partial results one combining program holds in registers
+_COMBINE_ELEMENTS = 8192  # float32 values of partial results in the registers of one combining program
 
 
 def choose_num_splits(programs: int, num_multiprocessors: int, most: int) -> int:
-    """How many parts to cut the keys into: rounds over the GPU times the work of a part, plus what adding parts costs.
+    """Return the number of parts of the keys with the least cost: GPU rounds times work per part, plus the sum.
 
     Example: `choose_num_splits(64, 132, 20)` is 2; `choose_num_splits(128, 132, 20)` is 1.
     """
@@ -30,7 +30,7 @@ def choose_num_splits(programs: int, num_multiprocessors: int, most: int) -> int
 def seen_slots(
     token: tl.tensor, num_tokens: tl.tensor, WINDOW: tl.constexpr, CANVAS: tl.constexpr, KEEP: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The first and the last slot that a token behind the prefix sees, counted from the prefix's end."""
+    """Return the first and the last slot that a token after the prefix sees, counted from the prefix's end."""
     first = token - WINDOW + 1
     last = token
     if CANVAS > 0:
@@ -53,7 +53,7 @@ def part_of_keys(
     KEEP: tl.constexpr,
     SPLIT: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The slots [begin, end) of this program: those its tile of rows can see, cut into equal parts of whole tiles."""
+    """Return the slots [begin, end) of this program: those its rows can see, split into equal parts of whole tiles."""
     end = prefix_len + num_tokens
     begin = 0
     if CAUSAL:
@@ -72,9 +72,10 @@ def part_of_keys(
 
 
 def combine_parts(partial: Tensor, log_weight: Tensor, out: Tensor) -> None:
-    """out: (B, T, N, H), each part of partial (splits, B, T, N, H) times 2^log_weight (splits, B, T, N), normalised.
+    """Write the sum of the parts of `partial`, each times 2^log_weight, normalised, to `out`.
 
-    A part of weight zero (log-weight -inf) may hold anything.
+    partial: (splits, B, T, N, H), log_weight: (splits, B, T, N), out: (B, T, N, H). Values of a part with log-weight
+    -inf are ignored; they may be NaN.
 
     Example: `combine_parts(partial, log_weight, out)`.
     """
@@ -91,7 +92,7 @@ def combine_parts(partial: Tensor, log_weight: Tensor, out: Tensor) -> None:
         HEAD_DIM=head_dim,
         SPLITS=splits,
         COLUMNS=columns,
-        num_warps=1 if splits * columns <= 2048 else 4,  # few parts: every row of a canvas at once
+        num_warps=1 if splits * columns <= 2048 else 4,  # with few parts, all rows of a canvas run at once
     )
 
 
@@ -115,5 +116,5 @@ def _combine_kernel(
     values = tl.load(source, mask=(part < num_splits)[:, None], other=0.0).to(tl.float32)
     weight = tl.exp2(log_weight - tl.max(log_weight, 0))
     weight = (weight / tl.sum(weight, 0))[:, None]
-    out = tl.sum(tl.where(weight > 0.0, values * weight, 0.0), 0)  # an empty part's values were never written
+    out = tl.sum(tl.where(weight > 0.0, values * weight, 0.0), 0)  # the values of an empty part were never written
     tl.store(out_ptr + row * HEAD_DIM + column, out.to(out_ptr.dtype.element_ty))
