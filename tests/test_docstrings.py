@@ -1,4 +1,4 @@
-"""The examples in docstrings are code: they parse, and what they call takes the arguments they give."""
+"""Examples in docstrings parse, and their calls match the signatures of the library."""
 
 import ast
 import importlib
@@ -20,7 +20,7 @@ def modules() -> list[ModuleType]:
 
 @cache
 def names() -> dict[str, object]:
-    """All that examples may call: modules, and what each defines."""
+    """Return modules by name, and everything that they define."""
     known: dict[str, object] = {module.__name__.rpartition(".")[2]: module for module in modules()}
     for module in modules():
         own = {name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
@@ -29,7 +29,7 @@ def names() -> dict[str, object]:
 
 
 def examples() -> Iterator[tuple[str, str]]:
-    """Where an example stands, and its code. What has an ellipsis in it is none that could run."""
+    """Yield the place and the code of each example; examples with an ellipsis are skipped, because they cannot run."""
     for module in modules():
         for node in ast.walk(ast.parse(inspect.getsource(module))):
             if not isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -40,8 +40,8 @@ def examples() -> Iterator[tuple[str, str]]:
                     yield f"{module.__name__}.{node.name}", " ".join(code.split())
 
 
-def misfits(code: str) -> Iterator[str]:
-    """Calls of the library's own whose arguments do not fit."""
+def mismatches(code: str) -> Iterator[str]:
+    """Yield calls into the library whose arguments do not match the signature."""
     for call in (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)):
         name = ast.unparse(call.func)
         try:
@@ -56,12 +56,12 @@ def misfits(code: str) -> Iterator[str]:
             yield f"{ast.unparse(call)}: {error}"
 
 
-def test_examples_parse_and_their_calls_fit():
+def test_examples_parse_and_their_calls_match_signatures():
     found = list(examples())
     assert len(found) > 150
-    assert not [(where, misfit) for where, code in found for misfit in misfits(code)]
+    assert not [(place, mismatch) for place, code in found for mismatch in mismatches(code)]
 
 
-def test_a_call_that_does_not_fit_would_be_noticed():
-    assert list(misfits("train(model, recipes.official_jax(), source, config, out='run')"))
-    assert list(misfits("generate(model, prompt, max_new_tokens=3)")) == []
+def test_a_call_that_does_not_match_is_found():
+    assert list(mismatches("train(model, recipes.official_jax(), source, config, out='run')"))
+    assert list(mismatches("generate(model, prompt, max_new_tokens=3)")) == []

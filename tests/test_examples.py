@@ -1,4 +1,4 @@
-"""Every example runs, at a size that takes seconds, and what it prints is what its page promises."""
+"""Every example runs at a size that takes seconds, and prints what its docstring promises."""
 
 import json
 import os
@@ -21,9 +21,11 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 @pytest.fixture
 def run(monkeypatch, tmp_path, capsys):
-    """Run an example by the beginning of its name, with arguments, in a folder of its own; what it printed."""
+    """Return a function that runs an example in a temporary folder and returns its output."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), str(ROOT / "kernels")]))  # for its processes
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(ROOT / "src"), str(ROOT / "kernels")])
+    )  # for its subprocesses
 
     def run(name: str, *arguments: str) -> str:
         (path,) = (path for path in EXAMPLES if path.name.startswith(name))
@@ -64,7 +66,7 @@ def test_write_a_sampler_compares_four(run):
     assert all(0 < value < 30 for value in nats)
 
 
-def test_infill_and_edit_keep_what_is_given(run):
+def test_infill_and_edit_keep_frozen_tokens(run):
     printed = run("04", "--steps", "4")
     sides = r"^The captain stood upon the deck and\[.+\] before the storm came down upon them\.$"
     assert len(re.findall(sides, printed, flags=re.MULTILINE)) == 3
@@ -79,7 +81,7 @@ def test_allowed_sets_hold(run):
     assert re.search(r"In the year 18\d\d", printed)
     shares = {noun: float(share) for noun, share in re.findall(r"^  (\w+) +([\d.]+)%$", printed, flags=re.MULTILINE)}
     assert sum(shares.values()) == pytest.approx(100, abs=0.3)
-    assert max(shares, key=shares.get) == "ship"  # of ship, king and cake
+    assert max(shares, key=shares.get) == "ship"  # out of ship, king and cake
 
 
 def test_study_a_run_sees_every_layer(run):
@@ -92,7 +94,7 @@ def test_study_a_run_sees_every_layer(run):
 
 
 def test_forks_repeat_up_to_their_change(run):
-    printed = run("07", "--steps", "4")  # which asserts that an unchanged fork is the run itself
+    printed = run("07", "--steps", "4")  # asserts that an unchanged fork equals the run
     same = [int(share) for share in re.findall(r"(\d+)% of the positions as in the run", printed)]
     assert len(same) == 4
     assert min(same) < 100
@@ -113,7 +115,7 @@ def test_text_is_trained_from_files_to_a_checkpoint_that_writes(run, tmp_path):
 def test_likelihood_ranks_language_before_shuffled_words_before_reversed_letters(run):
     printed = run("09", "--rows", "2", "--samples", "2")
     rows = [re.split(r"  +", line) for line in printed.splitlines()[1:4]]
-    causal = [float(row[-1]) for row in rows]  # the bound, of two samples, is too wide to be ranked
+    causal = [float(row[-1]) for row in rows]  # the bound of two samples is too wide to rank
     assert [row[0] for row in rows] == ["as it was written", "its words shuffled", "its letters reversed"]
     assert causal == sorted(causal)
 
@@ -165,7 +167,7 @@ def test_the_gradient_reaches_the_first_step_only_through_the_chain(run):
 
 def test_kernels_write_what_the_reference_writes(run, monkeypatch):
     if not torch.cuda.is_available():
-        monkeypatch.setattr(vocabulary, "CHUNK", 64)  # the interpreter goes through a chunk entry by entry
+        monkeypatch.setattr(vocabulary, "CHUNK", 64)  # the interpreter visits a chunk entry by entry
     printed = run("14")
     assert len(re.findall(r"^(?:reference|kernels) .* tokens/s$", printed, flags=re.MULTILINE)) >= 2
     if not torch.cuda.is_available():
@@ -181,7 +183,7 @@ def test_two_processes_have_the_losses_of_one(run):
     losses = re.findall(r"loss ([\d.]+) on 2 processes, ([\d.]+) on one", run("16"))
     assert len(losses) == 3
     for together, alone in losses:
-        assert float(together) == pytest.approx(float(alone), abs=1e-3)  # float32, summed in another order
+        assert float(together) == pytest.approx(float(alone), abs=1e-3)  # float32 sums in another order
 
 
 def test_samplers_and_stop_rules_are_compared_under_both_kinds_of_noise(run, tmp_path):

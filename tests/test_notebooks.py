@@ -1,4 +1,4 @@
-"""Notebooks are kept without outputs, and their cells run in order; no Jupyter is needed for that."""
+"""Notebooks are stored without outputs, and their cells run in order, without Jupyter."""
 
 import ast
 import json
@@ -17,19 +17,19 @@ def code_cells(path: Path) -> list[str]:
 
 
 def show(source: str, namespace: dict[str, object]) -> object:
-    """Run a cell; the value of its last expression, as a notebook would show it."""
+    """Run a cell and return the value of its last expression, as a notebook would show it."""
     body = ast.parse(source).body
     last = body.pop() if isinstance(body[-1], ast.Expr) else None
     exec(compile(ast.Module(body, type_ignores=[]), "cell", "exec"), namespace)
     return None if last is None else eval(compile(ast.Expression(last.value), "cell", "eval"), namespace)
 
 
-def test_there_are_three_in_order():
+def test_there_are_three_notebooks_in_order():
     assert [path.name[:2] for path in NOTEBOOKS] == ["01", "02", "03"]
 
 
 @each_notebook
-def test_outputs_are_stripped(path):
+def test_a_notebook_has_no_outputs(path):
     notebook = json.loads(path.read_text())
     assert notebook["nbformat"] == 4
     for cell in notebook["cells"]:
@@ -38,7 +38,7 @@ def test_outputs_are_stripped(path):
 
 
 @each_notebook
-def test_it_is_a_valid_notebook(path):
+def test_a_notebook_is_valid(path):
     nbformat.validate(nbformat.read(path, as_version=4))
 
 
@@ -56,4 +56,4 @@ def test_cells_run_in_order_and_something_is_drawn(path, monkeypatch, tmp_path):
     assert all(picture.startswith(b"\x89PNG") for picture in pictures)
     assert all(page.startswith("<") for page in pages)
     assert pages or path.stem == "03_study_a_run"
-    assert not list(tmp_path.iterdir())  # a notebook shows, and leaves nothing behind
+    assert not list(tmp_path.iterdir())  # a notebook writes no files
