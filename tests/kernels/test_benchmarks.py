@@ -58,6 +58,7 @@ def test_experts_that_are_wrong_are_not_timed(bench, monkeypatch, format, part):
         experts.check_experts("even", layer, index)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the sizes are those of Triton's interpreter")
 def test_a_sweep_times_every_tile_and_names_the_best_of_both_that_are_right(bench, monkeypatch, capsys):
     experts, sweep = bench
@@ -76,6 +77,7 @@ def test_a_sweep_times_every_tile_and_names_the_best_of_both_that_are_right(benc
     assert tables == configs.EXPERTS["fp8"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the sizes are those of Triton's interpreter")
 def test_a_sweep_of_packed_weights_bounds_registers(bench, monkeypatch):
     experts, sweep = bench

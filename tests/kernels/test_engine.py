@@ -102,6 +102,7 @@ def test_generate_cannot_tell_the_fused_denoiser_from_the_reference(models, kind
     assert torch.equal(got.cache.lengths, want.cache.lengths)
 
 
+@pytest.mark.slow
 def test_infill_cannot_tell_the_fused_denoiser_from_the_reference(models):
     tokens = draw_tokens(1, 5)  # the canvas of four begins at the second, and the hole is only one of them
     options = {"steps": 3, "stop": dgemma.StableAndConfident(confidence=10.0), "seed": 5, "progress": False}
@@ -111,6 +112,7 @@ def test_infill_cannot_tell_the_fused_denoiser_from_the_reference(models):
     torch.testing.assert_close(got.log_probs, want.log_probs, **CLOSE)
 
 
+@pytest.mark.slow
 def test_a_step_can_be_taken_again_from_any_state_and_old_logits_are_refused(models):
     _, fast = models
     prompt, _ = ragged_prompt()
@@ -139,7 +141,7 @@ def test_a_step_can_be_taken_again_from_any_state_and_old_logits_are_refused(mod
     assert torch.equal(*seen)
 
 
-@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("num_rows", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("bound", "commit", "stop", "more"),
     [
@@ -234,6 +236,7 @@ def test_a_kernel_that_fails_before_capture_is_not_called_a_failed_capture(monke
     assert not isinstance(raised.value, CaptureError)
 
 
+@pytest.mark.slow
 def test_a_sampler_may_remember_views_of_what_it_was_given(models):
     @dataclass(frozen=True, kw_only=True)
     class LastTwo(dgemma.Sampler):

@@ -388,6 +388,7 @@ def test_both_modes_equal_the_reference_that_rounds_at_the_same_places(models):
         assert 1.5e-2 < apart(got, plain)[0] < 0.1
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_tokens_alone_and_in_a_batch(models):
     _, _, fast = models
     prompt = draw_tokens(2, 3)

@@ -75,6 +75,7 @@ def test_a_compilation_that_fails_is_left_to_the_launch(kernels):
     assert _async_compile.active_mode.get() is None
 
 
+@pytest.mark.compile
 def test_tritons_own_kernels_are_found_compiled_and_a_wrong_one_says_so_at_its_launch(tmp_path):
     switches = ("TRITON_INTERPRET", "TRITON_OVERRIDE_ARCH")
     environment = {name: value for name, value in os.environ.items() if name not in switches}

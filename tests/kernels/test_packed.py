@@ -399,6 +399,7 @@ def test_weights_as_they_are_give_the_same_to_rounding(models):
     torch.testing.assert_close(got, want, **CLOSE)
 
 
+@pytest.mark.slow
 def test_generate_cannot_tell_the_packed_denoiser_from_the_reference(models):
     options = {"max_new_tokens": 2 * CANVAS, "steps": 2, "stop": None, "eos_token_ids": [], "progress": False}
     want, got = (dgemma.generate(model, draw_tokens(1, 3), seed=5, **options) for model in models)
