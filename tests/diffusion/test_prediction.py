@@ -175,7 +175,7 @@ def test_gradients_of_the_statistics_equal_those_of_torch_distributions(logits):
 
 @pytest.mark.parametrize("temperature", [0, 0.0, -1.0, float("nan"), float("inf")])
 def test_a_temperature_that_divides_into_nothing_is_refused(temperature):
-    with pytest.raises(ValueError, match=r"Prediction\.shape temperature must be finite and > 0, got .* Use \.argmax"):
+    with pytest.raises(ValueError, match=r"Prediction\.shaped temperature must be finite and > 0, got .* Use \.argmax"):
         Prediction(torch.randn(1, 2, 5)).shaped(temperature=temperature)
 
 
