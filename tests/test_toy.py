@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from dgemma.sampling.base import Decision, Sampler
+from dgemma.diffusion.decision import Decision
+from dgemma.sampling.base import Sampler
 from toy import JOINT, LENGTH, MASK, SEQUENCES, Denoiser, hybrid_noise, mask_noise, propagate
 
 

@@ -39,11 +39,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+import dgemma
+from dgemma.diffusion.decision import Decision
 from dgemma.diffusion.noise import HybridNoise, MaskNoise, Noise, UniformNoise
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
-from dgemma.run.generate import Knobs, step
-from dgemma.sampling.base import Decision, Sampler
+from dgemma.run.knobs import Knobs
+from dgemma.run.step import settle
+from dgemma.sampling.base import Sampler
 from dgemma.sampling.temperature import ConstantTemperature
 
 LENGTH, NUM_TOKENS, MASK = 3, 3, 3
@@ -82,7 +85,7 @@ def likelihood(noise: Noise, level: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Denoiser:
+class Denoiser(dgemma.Denoiser):
     """The exact network of T0 by enumeration: log p(x0 at l | canvas), or without position l itself ("loo").
 
     A mask network needs no level (any in (0, 1) gives the same); the others get theirs by `.at(level)`, (R,) or float.
@@ -183,30 +186,17 @@ def fresh_state(canvas: Tensor, noise: Noise, steps: int) -> DenoiseState:
     )
 
 
-class _Predicted(NamedTuple):
-    """A denoiser that has already been asked."""
-
-    prediction: Prediction
-
-    def denoise(self, canvas: Tensor, cache: Any, self_cond: Any = None) -> Prediction:
-        return self.prediction
-
-
 @dataclass(frozen=True, eq=False)
-class _Decided(Sampler):
-    """A sampler that has already been asked."""
+class _Ending(Sampler):
+    """The end of a sampler whose decision is made: what it commits, and whether it may still revise."""
 
     sampler: Sampler
-    decision: Decision
     may_revise: bool
     redecides: frozenset[str] = frozenset()
 
     @property
     def revises(self) -> bool:
         return self.may_revise
-
-    def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
-        return self.decision
 
     def final(self, prediction: Prediction, state: DenoiseState) -> Tensor:
         return self.sampler.final(prediction, state)
@@ -224,9 +214,9 @@ def update(
 
     Where positions are multiplied as independent, whether a canvas is closed is no property of one of them.
     """
-    decided = _Decided(sampler, decision, independent or sampler.revises, sampler.redecides)
-    knobs = Knobs(sampler=decided, temperature=ConstantTemperature(value=1.0), stop=stop)
-    after, _ = step(_Predicted(prediction), state, cache=None, knobs=knobs)
+    ending = _Ending(sampler, independent or sampler.revises, sampler.redecides)
+    knobs = Knobs(sampler=ending, temperature=ConstantTemperature(value=1.0), stop=stop)
+    after = settle(state, prediction, decision, knobs).state
     return replace(after, injected={}, self_cond=None)
 
 

@@ -28,9 +28,10 @@ from torch import Tensor
 
 import dgemma
 from dgemma.model import experts as reference_experts
-from dgemma.run.generate import start_state
-from dgemma.run.plan import Knobs, read_plan
+from dgemma.run.knobs import Knobs
+from dgemma.run.plan import read_plan
 from dgemma.run.records import BlockCommit
+from dgemma.run.step import start_state
 from dgemma_kernels import FusedDenoiser, accelerate
 from dgemma_kernels.engine.cache import FusedCache
 from dgemma_kernels.formats import ENCODERS, quantize, stored_tensors

@@ -9,15 +9,19 @@ from dgemma.diffusion import schedule
 from dgemma.diffusion.noise import HybridNoise, MaskNoise, Noise, UniformNoise
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
-from dgemma.model import CacheMark, DiffusionGemma, PrefixCache, presets
+from dgemma.model import presets
+from dgemma.model.cache import CacheMark, PrefixCache
 from dgemma.model.config import Conventions, GenerationDefaults, ModelConfig
+from dgemma.model.diffusion import DiffusionGemma
 from dgemma.run.changes import apply_changes
 from dgemma.run.defaults import default_sampler, learnt_noise
-from dgemma.run.denoiser import Denoiser
-from dgemma.run.generate import denoise_canvas, generate, start_state, step, stream
-from dgemma.run.plan import Knobs, Plan, read_plan
-from dgemma.run.records import BlockCommit, Generation, Moment, StepRecord
-from dgemma.run.trajectory import RecordedStep, Trajectory
+from dgemma.run.generate import generate, stream
+from dgemma.run.knobs import Knobs
+from dgemma.run.loop import denoise_canvas
+from dgemma.run.plan import Plan, read_plan
+from dgemma.run.records import BlockCommit, Moment, StepRecord
+from dgemma.run.step import Denoiser, start_state, step
+from dgemma.run.trajectory import Generation, RecordedStep, Trajectory
 from dgemma.sampling import (
     KLASS,
     P2,

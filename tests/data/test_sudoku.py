@@ -285,7 +285,7 @@ def test_skew_prefers_few_clues(some):
     assert abs((even > 0).sum(1).double().mean() - 40) < 1
 
 
-class Oracle:
+class Oracle(dgemma.Denoiser):
     """A denoiser that knows the solutions, and how sure it pretends to be of each cell."""
 
     def __init__(self, solutions):

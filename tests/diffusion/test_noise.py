@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dgemma import GenerationDefaults, presets
+from dgemma.diffusion.decision import transition
 from dgemma.diffusion.noise import HybridNoise, MaskNoise, UniformNoise
 from dgemma.diffusion.schedule import Loop, PlainCosine
 from dgemma.run.defaults import learnt_noise
@@ -137,12 +138,7 @@ def test_an_event_of_probability_1e_minus_7_keeps_it():
         next_noise_level=torch.full((4,), 1 - 1e-7, dtype=torch.float64),
         injected={"event": level(0.0, 0.999e-7, 1.001e-7, 0.5)[:, None]},
     )
-    assert mask_noise().transition(torch.zeros(4, 1, dtype=torch.int64), state).write.tolist() == [
-        [True],
-        [True],
-        [False],
-        [False],
-    ]
+    assert transition(torch.zeros(4, 1, dtype=torch.int64), state).write[:, 0].tolist() == [True, True, False, False]
 
 
 @pytest.mark.parametrize("process", [p for p in PROCESSES if p.kind != "mask"], ids=name)
@@ -202,13 +198,7 @@ def test_hybrid_noise_is_random_by_its_share_halfway():
 @pytest.mark.parametrize("next_level", [0.0, 0.6], ids=["last-step", "mid-run"])
 def test_hybrid_refill_mixes_masks_and_tokens_as_the_level_it_ends_on(next_level):
     process = HybridNoise(6, mask_token_id=2, uniform_share=0.5)
-    u = grid(5000)[None]
-    state = replace(
-        fresh_state(torch.zeros(1, 5000, dtype=torch.int64), process, 1),
-        next_noise_level=level(next_level),
-        injected={"noise": u},
-    )
-    frequency = torch.bincount(process.refill(state)[0], minlength=6) / 5000
+    frequency = torch.bincount(process.refill(grid(5000)[None], level(next_level))[0], minlength=6) / 5000
     # c = 2·(t(1-t))^(1/2), and c dwarfs t as t goes to 0
     share = 0.6 / (0.6 + 2 * math.sqrt(0.24)) if next_level else 0.0
     expected = [share if token == 2 else (1 - share) / 5 for token in range(6)]
@@ -231,13 +221,9 @@ def test_allowed_sets_may_differ_by_row_and_position_and_spare_the_mask():
     allowed = torch.zeros(2, 3, 5, dtype=torch.bool)
     want = torch.tensor([[0, 1, 2], [3, 2, 0]])
     allowed.scatter_(-1, want[..., None], True)
-    state = replace(
-        fresh_state(torch.zeros(2, 3, dtype=torch.int64), process, 1),
-        next_noise_level=level(0.5, 0.5),
-        allowed=allowed,
+    tokens, masks = (
+        process.refill(torch.full((2, 3), u).double(), level(0.5, 0.5), allowed=allowed) for u in (0.999, 0.001)
     )
-    tokens = process.refill(replace(state, injected={"noise": torch.full((2, 3), 0.999).double()}))
-    masks = process.refill(replace(state, injected={"noise": torch.full((2, 3), 0.001).double()}))
     assert tokens.tolist() == want.tolist()
     assert (masks == 4).all()
 

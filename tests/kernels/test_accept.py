@@ -11,7 +11,8 @@ import dgemma
 from dgemma.diffusion import draws
 from dgemma.diffusion.noise import UniformNoise
 from dgemma.diffusion.prediction import Prediction
-from dgemma.run.generate import Knobs, start_state
+from dgemma.run.knobs import Knobs
+from dgemma.run.step import start_state
 from dgemma.sampling.entropy_bound import EntropyBound
 from dgemma.sampling.stopping import StableAndConfident
 from dgemma.sampling.temperature import ConstantTemperature
@@ -151,7 +152,7 @@ LOGITS[2:, :2] = LOGITS[1, :2]  # two rows say the same from the second step on;
 LOGITS[:, 1] *= 0.1
 
 
-class Replayed:
+class Replayed(dgemma.Denoiser):
     """A denoiser that says the same four things, one a step."""
 
     def __init__(self) -> None:

@@ -5,7 +5,6 @@ import pickle
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from types import SimpleNamespace
 from typing import ClassVar
 from unittest.mock import MagicMock
 
@@ -15,7 +14,8 @@ import torch
 import dgemma
 from dgemma.diffusion import draws as reference_draws
 from dgemma.diffusion.schedule import OneMinusCosine
-from dgemma.run.generate import Knobs, start_state
+from dgemma.run.knobs import Knobs
+from dgemma.run.step import start_state
 from dgemma.train.lora import LoRA, add_lora
 from dgemma_kernels import accelerate
 from dgemma_kernels.engine import captured, published
@@ -51,6 +51,16 @@ def _small_chunks(monkeypatch):
 def draw_tokens(*shape, seed=0):
     tokens = torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(seed))
     return tokens.to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@dataclass
+class Answering(dgemma.Denoiser):
+    """A denoiser with one answer."""
+
+    prediction: dgemma.Prediction
+
+    def denoise(self, canvas, cache, self_cond=None):
+        return self.prediction
 
 
 def ragged_prompt():
@@ -185,8 +195,7 @@ def test_a_published_step_leaves_what_the_librarys_step_leaves(
             assert fast.read_ahead(record.verdict) == record.verdict.tolist()
         # The same numbers to decide from: the kernels' own statistics of the same logits.
         said = FusedPrediction(Logits(record.prediction._raw.clone()), (fast._softcap,))
-        denoiser = SimpleNamespace(denoise=lambda canvas, cache, self_cond, said=said: said)
-        want_after, want_record = dgemma.step(denoiser, state, cache=cache, knobs=knobs)
+        want_after, want_record = dgemma.step(Answering(said), state, cache=cache, knobs=knobs)
         for got, want in ((after, want_after), (record, want_record)):
             for field in fields(want):
                 expected, value = getattr(want, field.name), getattr(got, field.name)

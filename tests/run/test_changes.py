@@ -7,7 +7,8 @@ import torch
 
 import dgemma
 from dgemma.run.changes import apply_changes
-from dgemma.run.generate import Knobs, start_state
+from dgemma.run.knobs import Knobs
+from dgemma.run.step import start_state
 from dgemma.sampling import KLASS, Ancestral, Confidence, ConstantTemperature, EntropyBound, StableAndConfident
 
 VOCAB, CANVAS_LEN = 11, 6
@@ -182,7 +183,7 @@ def test_rows_that_leave_take_their_own_positions_sets_with_them():
 
 
 def test_steps_taken_past_the_last_are_without_noise_and_at_the_last_temperature():
-    class Flat:
+    class Flat(dgemma.Denoiser):
         def denoise(self, canvas, cache, self_cond=None):
             return dgemma.Prediction(torch.zeros(*canvas.shape, VOCAB))
 

@@ -11,20 +11,20 @@ from torch import Tensor
 
 import dgemma
 from dgemma import BlockCommit, DiffusionGemma, GenerationDefaults, Knobs, Prediction, StepRecord
-from dgemma.diffusion.noise import _warn_once
 from dgemma.model.cache import PrefixCache
+from dgemma.run.defaults import _warn_once
 from published import pair
 
 
 @dataclass
-class RowwiseDenoiser:
+class RowwiseDenoiser(dgemma.Denoiser):
     """A fake whose prediction is an exact function of each row's own canvas and prefix, whatever the batch."""
 
     config: dgemma.ModelConfig = field(
         default_factory=lambda: dgemma.presets.tiny().replace(vocab_size=64, canvas_length=16)
     )
     generation: GenerationDefaults = field(default_factory=lambda: GenerationDefaults(eos_token_id=(1,)))
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    device = torch.device("cpu")
 
     def encode(
         self, tokens: Tensor, cache: PrefixCache | None = None, attention_mask: Tensor | None = None

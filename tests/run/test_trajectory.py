@@ -12,7 +12,7 @@ from safetensors import safe_open
 import dgemma
 from dgemma import values
 from dgemma.run import archive
-from dgemma.run.generate import step
+from dgemma.run.step import step
 from dgemma.run.trajectory import Trajectory
 from dgemma.sampling import Ancestral, Confidence, EntropyBound, StepCap
 from dgemma.sampling.stopping import StopRule

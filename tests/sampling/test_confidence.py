@@ -7,9 +7,10 @@ from typing import ClassVar
 import pytest
 import torch
 
+from dgemma.diffusion.decision import Decision
 from dgemma.diffusion.noise import MaskNoise
 from dgemma.diffusion.prediction import Prediction
-from dgemma.sampling.base import Decision, Sampler
+from dgemma.sampling.base import Sampler
 from dgemma.sampling.confidence import Confidence
 from dgemma.sampling.ranking import best, take_turn
 from toy import fresh_state, mask_noise, permutations, propagate, total_variation, update

@@ -7,9 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import dgemma
+from dgemma.diffusion.decision import Decision
 from dgemma.diffusion.prediction import Prediction
-from dgemma.run.generate import Knobs, start_state, step
-from dgemma.sampling.base import Decision, Sampler
+from dgemma.run.knobs import Knobs
+from dgemma.run.step import start_state, step
+from dgemma.sampling.base import Sampler
 from dgemma.sampling.entropy_bound import EntropyBound
 from dgemma.sampling.stopping import EndOfText, StableAndConfident
 from dgemma.sampling.temperature import LinearTemperature
@@ -20,7 +23,7 @@ CASES = [(sampler, noise) for sampler in SAMPLERS for noise in noises(sampler, V
 
 
 @dataclass(frozen=True)
-class RandomDenoiser:
+class RandomDenoiser(dgemma.Denoiser):
     """Logits that depend on the canvas, from flat to sharp, and on nothing else."""
 
     seed: int

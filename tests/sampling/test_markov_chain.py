@@ -17,7 +17,7 @@ LENGTH, ROWS = 16, 1500
 MASK = 3
 
 
-class ForwardBackward:
+class ForwardBackward(dgemma.Denoiser):
     """p(x at l | canvas) for every position at once, exactly; under uniform noise it is told the noise level."""
 
     def __init__(self) -> None:

@@ -16,10 +16,11 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
+from dgemma.diffusion.decision import Decision
 from dgemma.diffusion.noise import MaskNoise, UniformNoise
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
-from dgemma.sampling.base import Decision, Sampler
+from dgemma.sampling.base import Sampler
 from dgemma.sampling.stopping import StopRule
 from dgemma.sampling.temperature import ConstantTemperature, LinearTemperature
 from every_sampler import SAMPLERS, STOP_RULES, noises
@@ -83,7 +84,8 @@ def run_sampler(sampler: Sampler, noise: Any, device: str) -> None:
                 assert mask.device.type == device
             assert decision.tokens.shape == (BATCH, CANVAS_LEN)
             assert decision.tokens.dtype == torch.int64
-            canvas = torch.where(decision.renoise, noise.refill(state), state.canvas)
+            refill = noise.refill(state.uniform("noise"), state.next_noise_level, allowed=state.allowed)
+            canvas = torch.where(decision.renoise, refill, state.canvas)
             state = replace(state, canvas=canvas, memory=decision.memory)
         assert sampler.final(fake_prediction(state), state).shape == (BATCH, CANVAS_LEN)
 

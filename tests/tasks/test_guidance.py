@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+import dgemma
 from dgemma import presets
 from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.prediction import Prediction
@@ -20,7 +21,7 @@ WITHOUT = torch.tensor([[0.3, 0.3, 0.4], [0.5, 0.4, 0.1], [0.2, 0.5, 0.3]], dtyp
 
 
 @dataclass(frozen=True)
-class OnePositionTexts:
+class OnePositionTexts(dgemma.Denoiser):
     """The exact network of independent positions: p(x0) q(z | x0), with the prior the cache names."""
 
     noise: Noise
@@ -34,7 +35,7 @@ class OnePositionTexts:
 
 
 @dataclass(frozen=True)
-class GuidedTexts:
+class GuidedTexts(dgemma.Denoiser):
     """The guided network at a level, as the toy asks for it."""
 
     noise: Noise

@@ -147,7 +147,7 @@ def test_an_allowed_set_is_never_left(model, process, how):
         assert bool(shown[holes[:, under]].all())
 
 
-class CopyFromTheRight:
+class CopyFromTheRight(dgemma.Denoiser):
     """Predicts everywhere the next token to the right that is no mask, as far as the canvas goes, and 1 past that."""
 
     generation = dgemma.GenerationDefaults()

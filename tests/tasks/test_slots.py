@@ -13,7 +13,7 @@ from dgemma.tasks.slots import Slot, slots
 BOS = 0
 
 
-class ToyModel:
+class ToyModel(dgemma.Denoiser):
     """The exact mask network of toy T0 as a model: bos, then the three tokens of the text, then nothing known."""
 
     generation = dgemma.GenerationDefaults()

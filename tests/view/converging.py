@@ -17,7 +17,7 @@ TEXT = (
 
 
 @dataclass
-class Converging:
+class Converging(dgemma.Denoiser):
     """Predicts `tokens` (N,), canvas after canvas; at `start` logits ahead of the rest, `gain` more if all is right."""
 
     tokens: Tensor
@@ -26,7 +26,7 @@ class Converging:
     start: float = 5.5
     gain: float = 10.0
     generation: dgemma.GenerationDefaults = field(default_factory=dgemma.GenerationDefaults)
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    device = torch.device("cpu")
 
     def __post_init__(self) -> None:
         self.config = dgemma.presets.tiny().replace(vocab_size=self.vocab_size, canvas_length=self.canvas_len)

@@ -14,8 +14,9 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from dgemma.diffusion.prediction import SoftCap
 from dgemma.diffusion.state import DenoiseState
-from dgemma.run.generate import step as denoising_step
-from dgemma.run.plan import Knobs
+from dgemma.run.knobs import Knobs
+from dgemma.run.step import Denoiser
+from dgemma.run.step import step as denoising_step
 from dgemma_kernels.engine.cache import CacheBuffers
 from dgemma_kernels.engine.forward import Forward
 from dgemma_kernels.engine.graphs import CaptureError, Replay, as_bytes, copy_all
@@ -88,7 +89,7 @@ class CapturedDenoise:
 
 
 @dataclass(frozen=True)
-class _Predicts:
+class _Predicts(Denoiser):
     """A denoiser that answers with the static forward, for `dgemma.step` to run under capture."""
 
     forward: Forward
@@ -98,7 +99,7 @@ class _Predicts:
     logits: Logits
     softcap: SoftCap
 
-    def denoise(self, canvas: Tensor, cache: Any, self_cond: Any = None) -> FusedPrediction:
+    def denoise(self, canvas: Tensor, cache: Any, self_cond: Any = None, self_cond_mask: Any = None) -> FusedPrediction:
         if self.postponed is None:
             hidden = self.forward.canvas(canvas, self.signal, self.buffers)
         else:

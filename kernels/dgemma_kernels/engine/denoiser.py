@@ -23,8 +23,9 @@ from dgemma.diffusion.state import DenoiseState, watch
 from dgemma.model.cache import PrefixCache
 from dgemma.model.config import Conventions, GenerationDefaults, ModelConfig
 from dgemma.model.diffusion import DiffusionGemma
-from dgemma.run.plan import Knobs
+from dgemma.run.knobs import Knobs
 from dgemma.run.records import StepRecord
+from dgemma.run.step import Denoiser
 from dgemma.train.lora import is_adapted
 from dgemma_kernels.engine.cache import BufferPool, CacheBuffers, FusedCache
 from dgemma_kernels.engine.captured import STATE_INPUTS, CapturedDenoise, CapturedRead, CapturedStep, fill, list_shapes
@@ -115,7 +116,7 @@ class _LastStep:
         return same and self.captured.keeps_form and not self._written()
 
 
-class FusedDenoiser:
+class FusedDenoiser(Denoiser[FusedCache]):
     """What `accelerate` returns. Batches of any size; predictions of `step` are readable until the next step."""
 
     config: ModelConfig
@@ -177,8 +178,7 @@ class FusedDenoiser:
     def dtype(self) -> torch.dtype:
         return self._model.dtype
 
-    @staticmethod
-    def uniform(seeds: Tensor, block: Tensor, step: Tensor, num_positions: int, purpose: str) -> Tensor:
+    def uniform(self, seeds: Tensor, block: Tensor, step: Tensor, num_positions: int, purpose: str) -> Tensor:
         """`dgemma.diffusion.draws.uniform`, bit for bit, in one launch."""
         seeds, block, step = (x.long().contiguous() for x in (seeds, block, step))
         return draws.uniform(seeds, block, step, num_positions, purpose)

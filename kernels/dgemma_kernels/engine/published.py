@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
+from dgemma.diffusion.decision import Decision
 from dgemma.diffusion.noise import UniformNoise
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
-from dgemma.run.generate import _clock
-from dgemma.run.plan import Knobs
+from dgemma.run.knobs import Knobs
 from dgemma.run.records import StepRecord
-from dgemma.sampling.base import Decision
+from dgemma.run.step import Settled, clock, record_step
 from dgemma.sampling.entropy_bound import EntropyBound
 from dgemma.sampling.stopping import StableAndConfident
 from dgemma_kernels.engine.graphs import beside
@@ -37,7 +37,7 @@ def is_published(state: DenoiseState, knobs: Knobs) -> bool:
 def published_step(denoiser: Any, state: DenoiseState, *, cache: Any, knobs: Knobs) -> tuple[DenoiseState, StepRecord]:
     """`dgemma.step` where `is_published`, bit for bit but for sums of entropies, which are rounded once."""
     with beside(state.device) as join:
-        clock = _clock(state.noise, knobs.temperature, state.step + 1, state.num_steps)
+        after_clock = clock(state.noise, knobs.temperature, state.step + 1, state.num_steps)
         u, active = state.uniform("token"), ~state.done
     raw = denoiser.denoise(state.canvas, cache)
     join()
@@ -52,20 +52,10 @@ def published_step(denoiser: Any, state: DenoiseState, *, cache: Any, knobs: Kno
         memory=None,
         stop_memory=state.stop_memory if knobs.stop is None else taken.recent,
         self_cond=prediction,
-        **clock,
+        **after_clock,
     )
-    record = StepRecord.of(
-        state,
-        after,
-        prediction,
-        accepted=taken.accepted,
-        renoised=taken.renoised,
-        active=active,
-        verdict=taken.verdict,
-        cache=cache,
-        knobs=knobs,
-    )
-    return after, record
+    settled = Settled(after, taken.accepted, taken.renoised, active, taken.verdict)
+    return after, record_step(state, prediction, settled, cache=cache, knobs=knobs)
 
 
 def fuse_sampler(knobs: Knobs, canvas_len: int) -> Knobs:

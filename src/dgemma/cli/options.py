@@ -14,10 +14,10 @@ from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checkpoint.weights import resolve
 from dgemma.cli import types
 from dgemma.diffusion.noise import HybridNoise, MaskNoise, Noise, UniformNoise
-from dgemma.model import DiffusionGemma
+from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.layout import lay_out_by_column
 from dgemma.run.defaults import default_sampler, warn_of_noise
-from dgemma.run.denoiser import Denoiser
+from dgemma.run.step import Denoiser
 from dgemma.sampling import Sampler
 from dgemma.values import rebuild_noise, rebuild_sampler
 

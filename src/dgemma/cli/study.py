@@ -13,8 +13,8 @@ import torch
 
 from dgemma.checkpoint.weights import Stored, read_headers, resolve
 from dgemma.cli import options, output, types
-from dgemma.model import DiffusionGemma
 from dgemma.model.config import GenerationDefaults, ModelConfig, read_json
+from dgemma.model.diffusion import DiffusionGemma
 from dgemma.run.generate import generate
 from dgemma.values import join_settings
 

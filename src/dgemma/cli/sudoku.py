@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from dgemma.cli import options, output, types
 from dgemma.data import sudoku
 from dgemma.run.defaults import warn_of_noise
-from dgemma.run.denoiser import Denoiser
+from dgemma.run.step import Denoiser
 from dgemma.sampling import EntropyBound, StableAndConfident
 from dgemma.view.board import Board
 from dgemma.view.terminal import BoardView

@@ -18,8 +18,8 @@ from dgemma.cli import options, output, types
 from dgemma.data.documents import list_files
 from dgemma.data.text import PromptSource, TextSource, TokenFile, read_documents, scan
 from dgemma.data.token_file import describe_files
-from dgemma.model import DiffusionGemma
 from dgemma.model.config import GenerationDefaults
+from dgemma.model.diffusion import DiffusionGemma
 from dgemma.train import TrainConfig, evaluate, recipes, train
 from dgemma.train.batch import BatchSource
 from dgemma.train.lora import LoRA, add_lora, merge_lora

@@ -11,7 +11,8 @@ from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.cli import options, output, types
 from dgemma.cli.options import Writer
 from dgemma.run.generate import generate
-from dgemma.run.records import Generation, OnStep
+from dgemma.run.records import OnStep
+from dgemma.run.trajectory import Generation
 from dgemma.tasks.infill import Infilling, edit, infill
 from dgemma.view.terminal import LiveView
 

@@ -17,8 +17,6 @@ from torch import Tensor
 from dgemma.checks import as_int
 from dgemma.diffusion import draws
 from dgemma.diffusion.schedule import Linear, Schedule
-from dgemma.diffusion.state import DenoiseState
-from dgemma.sampling.base import Decision
 
 
 @dataclass(frozen=True)
@@ -70,12 +68,12 @@ class Noise:
         """
         return self._draw(u, torch.ones_like(u), allowed)
 
-    def refill(self, state: DenoiseState) -> Tensor:
-        """Noise for positions that return to it, at the level the step ends on, (B, C).
+    def refill(self, u: Tensor, noise_level: Tensor, *, allowed: Tensor | None = None) -> Tensor:
+        """Noise for positions that return to it: u (B, C) in [0, 1) → tokens (B, C) as the level has them.
 
-        Example: `torch.where(decision.renoise, noise.refill(state), state.canvas)`.
+        Example: `noise.refill(state.uniform("noise"), state.next_noise_level, allowed=state.allowed)`.
         """
-        return self._draw(state.uniform("noise"), state.next_noise_level, state.allowed)
+        return self._draw(u, noise_level, allowed)
 
     def corrupt(
         self,
@@ -135,18 +133,6 @@ class Noise:
         possible = self._weight(canvas, level) > 0
         total = torch.where(possible, total, 1.0)
         return torch.where(possible, clean / total, 0.0), torch.where(possible, stay / total, 1.0)
-
-    def transition(self, x0: Tensor, state: DenoiseState) -> Decision:
-        """The exact kernel q(z_s | z_t, x0) for drawn x0 (B, C), as a decision: write x0, keep, or return to noise.
-
-        With x0 from the mean prediction this is the exact reverse step of each position. The event and the token have
-        their own uniforms, so an event of probability 1e-7 keeps it.
-
-        Example: `noise.transition(prediction.sample(state.uniform("token")), state)`.
-        """
-        clean, stay = self.routes(x0, state.canvas, state.noise_level, state.next_noise_level)
-        u = state.uniform("event")
-        return Decision(tokens=x0, write=u < clean, renoise=u >= clean + stay)
 
     def to_loo(self, logits: Tensor, z: Tensor, noise_level: Tensor) -> Tensor:
         """From p(x0 | z) to p(x0 | z without this position): logits (B, C, V), z (B, C) → (B, C, V).

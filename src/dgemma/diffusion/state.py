@@ -6,17 +6,15 @@ not a tensor (the noise process) is a frozen value that keys a CUDA graph and ne
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dgemma.diffusion import draws
-
-if TYPE_CHECKING:
-    from dgemma.diffusion.noise import Noise
-    from dgemma.diffusion.prediction import Prediction
+from dgemma.diffusion.noise import Noise
+from dgemma.diffusion.prediction import Prediction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +39,10 @@ class DenoiseState:
     temperature: Tensor  # (B,) float32
     seeds: Tensor  # (B,) int64
     rows: Tensor  # (B,) int64: which rows of the whole batch these are
-    noise: "Noise"
+    noise: Noise
     awaited: Tensor | None = None  # (B, C) bool: where the end is looked for; None: everywhere
     allowed: Tensor | None = None  # (B or 1, C or 1, V) bool: 1 is the same for all; None allows everything
-    self_cond: "Prediction | Tensor | None" = None  # what the next forward is conditioned on
+    self_cond: Prediction | Tensor | None = None  # what the next forward is conditioned on
     memory: Any = None  # the sampler's own
     stop_memory: Any = None  # the stop rule's own
     injected: Mapping[str, Tensor] = field(default_factory=dict)  # purpose → (B, C) uniforms that replace the counter's

@@ -7,7 +7,7 @@ costs memory in the full layers alone (262,144 tokens of the 26B model: 5.4 GB i
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,39 @@ from torch import Tensor
 from dgemma.model.config import Conventions, ModelConfig
 
 _GROWTH = 1.25  # spare room when a full layer's buffer must grow, so that appending stays linear
+
+
+class Cache(Protocol):
+    """What a run needs of a prefix cache: `PrefixCache`, the fused engine's, and `Guided`'s pair of caches have it.
+
+    A denoiser makes and extends its own; everybody else reads, copies and joins caches through these members.
+    """
+
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def lengths(self) -> Tensor:
+        """The tokens of each row, (B,) int64, on the device."""
+
+    @property
+    def num_slots(self) -> int:
+        """The tokens of the longest row, known to the host."""
+
+    def clone(self) -> Self:
+        """An independent copy: extending one leaves the other unchanged. Marks stay with the original."""
+
+    def select(self, rows: Tensor) -> Self:
+        """The cache of some rows: rows (R,) int64 → batch size R."""
+
+    @classmethod
+    def join(cls, parts: Sequence[tuple[Tensor, Any]]) -> Self:
+        """One cache from several: each part has the cache of some rows (R,), and together they are the batch."""
+
+    def mark(self) -> Any:
+        """Remember this boundary, to roll back to it later."""
+
+    def rollback(self, mark: Any) -> None:
+        """Forget everything after `mark`, and later marks. This mark can be used again."""
 
 
 @dataclass(frozen=True)
@@ -160,13 +193,7 @@ class PrefixCache:
 
     def rollback(self, mark: CacheMark) -> None:
         """Forget everything after `mark`. Marks taken later are gone with it; this one can be used again."""
-        if not any(kept is mark for kept in self._marks):
-            raise ValueError(
-                "PrefixCache.rollback must get a mark of this cache that no earlier rollback has passed. "
-                "Call cache.mark() at each boundary you want to return to."
-            )
-        while self._marks[-1] is not mark:
-            self._marks.pop()
+        drop_later(self._marks, mark)
         self.lengths, self.num_slots, self.num_seen, self.ragged = (
             mark.lengths,
             mark.num_slots,
@@ -186,7 +213,7 @@ class PrefixCache:
         return self._rebuild(lambda tensor: tensor.index_select(0, rows))
 
     @classmethod
-    def join(cls, parts: Sequence[tuple[Tensor, "PrefixCache"]]) -> "PrefixCache":
+    def join(cls, parts: Sequence[tuple[Tensor, Any]]) -> Self:
         """One cache out of several: each part holds the given rows (R,) of the batch; together they are all of them.
 
         Example: `PrefixCache.join([(torch.tensor([1]), one), (torch.tensor([0, 2]), two)])` has batch size 3.
@@ -212,6 +239,17 @@ class PrefixCache:
         copy.lengths = transform(self.lengths)
         copy.num_slots, copy.num_seen, copy.ragged, copy._marks = self.num_slots, self.num_seen, self.ragged, []
         return copy
+
+
+def drop_later(marks: list[CacheMark], mark: CacheMark) -> None:
+    """Remove the marks taken after `mark`, which must be among them."""
+    if not any(known is mark for known in marks):
+        raise ValueError(
+            "PrefixCache.rollback must get a mark of this cache that no earlier rollback has passed. "
+            "Call cache.mark() at each boundary you want to return to."
+        )
+    while marks[-1] is not mark:
+        marks.pop()
 
 
 def _grow(buffer: Tensor, num_used: int, num_needed: int) -> Tensor:

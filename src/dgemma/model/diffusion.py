@@ -21,6 +21,7 @@ from dgemma.model.layers import GatedMLP, RMSNorm, rms_norm, wide_dtype
 from dgemma.model.masks import canvas_mask, causal_mask
 from dgemma.model.noise_level import NoiseLevelEmbedding
 from dgemma.model.rotary import rotary_table
+from dgemma.run.step import Denoiser
 
 _ENCODE_CHUNK = 1024  # tokens read at once, so that a long prompt's memory grows with its length and not its square
 
@@ -40,11 +41,14 @@ class SelfConditioning(GatedMLP):
         return rms_norm(embedded, None, self.eps)
 
 
-class DiffusionGemma(nn.Module):
+class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
     """The denoiser: `encode` a prefix, `denoise` a canvas over it; `causal_logits` runs the same weights word by word.
 
     Example: `model = DiffusionGemma(dgemma.presets.tiny()); model.denoise(canvas, model.encode(prompt)).argmax`.
     """
+
+    config: ModelConfig
+    generation: GenerationDefaults
 
     def __init__(
         self,
@@ -64,6 +68,7 @@ class DiffusionGemma(nn.Module):
         self.generation = GenerationDefaults()
         self.vision_source: Path | None = None  # the folder whose vision tensors save_pretrained carries on
         self.conventions = conventions or Conventions()
+        self.takes_noise_level = config.noise_conditioning
         self.recompute_activations = False  # activation checkpointing: trade a second forward for memory
         device = torch.device(device) if device is not None else torch.get_default_device()
         with torch.device("meta"):
@@ -295,11 +300,6 @@ class DiffusionGemma(nn.Module):
             level = self.noise_level_embedding(noise_level)
             embedded = embedded + (level[:, None] if noise_level.dim() == 1 else level)
         return self.self_conditioning(embedded, signal)
-
-    @property
-    def takes_noise_level(self) -> bool:
-        """Whether `denoise` must be told the canvas's noise level."""
-        return self.noise_level_embedding is not None
 
     def embed_scale(self) -> Tensor:
         """sqrt(hidden), rounded to the weights' dtype as the published model does."""

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from dgemma.checks import as_int, as_number
 from dgemma.diffusion.noise import Noise
-from dgemma.model.cache import PrefixCache
+from dgemma.model.cache import Cache
 from dgemma.model.config import ModelConfig
 from dgemma.sampling.base import Sampler
 
@@ -230,7 +230,7 @@ def check_mask(attention_mask: Any, prompt_tokens: Tensor, num_cached: int) -> N
 
 
 def check_prompt(
-    prompt_tokens: Any, cache: PrefixCache | None, config: ModelConfig, max_new_tokens: int, device: torch.device
+    prompt_tokens: Any, cache: Cache | None, config: ModelConfig, max_new_tokens: int, device: torch.device
 ) -> None:
     if not isinstance(prompt_tokens, Tensor) or prompt_tokens.dim() != 2 or prompt_tokens.is_floating_point():
         raise ValueError(

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,10 +11,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
 from dgemma.run.arguments import check_valid, read_allowed
+from dgemma.run.knobs import Knobs
 from dgemma.sampling.temperature import read_temperature
-
-if TYPE_CHECKING:
-    from dgemma.run.plan import Knobs
 
 Changes = DenoiseState | Mapping[str, Any] | None
 
@@ -24,7 +22,7 @@ _STATE_FIELDS = frozenset(f.name for f in fields(DenoiseState)) - _FIXED
 _ANY_SHAPE = frozenset({"awaited", "allowed", "self_cond", "memory", "stop_memory", "injected"})
 
 
-def list_changes(changes: Changes, state: DenoiseState, knobs: "Knobs") -> dict[str, Any]:
+def list_changes(changes: Changes, state: DenoiseState, knobs: Knobs) -> dict[str, Any]:
     """Every field and knob that is to change, by name: the one form that is applied, recorded and replayed.
 
     A canvas changed alone opens exactly its masks under mask noise, where a position is open because it is masked.
@@ -68,7 +66,7 @@ def list_changes(changes: Changes, state: DenoiseState, knobs: "Knobs") -> dict[
     return listed
 
 
-def apply_changes(changes: Changes, state: DenoiseState, knobs: "Knobs") -> tuple[DenoiseState, "Knobs"]:
+def apply_changes(changes: Changes, state: DenoiseState, knobs: Knobs) -> tuple[DenoiseState, Knobs]:
     """The state and knobs the next step runs with.
 
     A new sampler or stop rule keeps the memory of the old one if it is of the same class and remembers the same

@@ -1,67 +1,23 @@
-"""How a run is set up: the knobs of a step, and the plan that the arguments of `generate` come to."""
+"""The plan of a run: the arguments of `generate`, checked and with every default filled in."""
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, Self
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from dgemma.checks import as_int, as_number, check_count, check_probability
 from dgemma.diffusion.noise import Noise
-from dgemma.model.cache import PrefixCache
+from dgemma.model.cache import Cache
 from dgemma.run import arguments
 from dgemma.run.arguments import Span
 from dgemma.run.defaults import default_sampler, learnt_noise, warn_of_noise
+from dgemma.run.knobs import Knobs
+from dgemma.run.step import Denoiser
 from dgemma.sampling.base import Sampler
-from dgemma.sampling.entropy_bound import EntropyBound
 from dgemma.sampling.stopping import StableAndConfident, StopRule
 from dgemma.sampling.temperature import LinearTemperature, Temperature, read_temperature
-
-if TYPE_CHECKING:
-    from dgemma.run.denoiser import Denoiser
-
-
-@dataclass(frozen=True, kw_only=True)
-class Knobs:
-    """How a canvas is denoised; any of it may change between two steps."""
-
-    sampler: Sampler
-    temperature: Temperature
-    stop: StopRule | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-
-    def __post_init__(self) -> None:
-        for name, base, example in (("sampler", Sampler, EntropyBound), ("stop", StopRule, StableAndConfident)):
-            value = getattr(self, name)
-            if not isinstance(value, base) and not (name == "stop" and value is None):
-                raise ValueError(
-                    f"Knobs.{name} must be a value such as {example.__name__}(), got {value!r}. "
-                    "Write a class with its parentheses."
-                )
-            # It keys a CUDA graph: what could change behind its back would replay the old graph.
-            if value is not None and not _is_frozen(value):
-                raise ValueError(
-                    f"Knobs.{name} must be a frozen dataclass whose settings are its fields, got {type(value).__name__}"
-                    ". Write @dataclass(frozen=True, kw_only=True) above the class."
-                )
-        if not callable(self.temperature) or isinstance(self.temperature, type):
-            raise ValueError(
-                f"Knobs.temperature must be a schedule such as LinearTemperature(), got {self.temperature!r}. "
-                "Use ConstantTemperature(value) for a number."
-            )
-        if self.top_k is not None:
-            check_count(self, "top_k", fix="Use None to keep every token.")
-            object.__setattr__(self, "top_k", as_int(self.top_k))
-        if self.top_p is not None:
-            check_probability(self, "top_p", fix="Use None to keep every token.")
-            object.__setattr__(self, "top_p", as_number(self.top_p))
-            if self.top_p == 0:
-                raise ValueError("Knobs.top_p must be > 0, got 0. Use a sampler's greedy=True for the argmax.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,19 +61,8 @@ class Plan:
         return replace(self, span=self.span.to(device), **moved)
 
 
-def _is_frozen(value: Any) -> bool:
-    """Whether it is a frozen dataclass with no attribute but its fields, and so are the samplers and rules in it."""
-    made = getattr(type(value), "__dataclass_params__", None)
-    if made is None or not made.frozen:
-        return False
-    # What a cached_property keeps follows from the fields.
-    kept = {n: v for n, v in vars(value).items() if not isinstance(getattr(type(value), n, None), cached_property)}
-    held = (part for part in tree_leaves(list(kept.values())) if isinstance(part, Sampler | StopRule))
-    return kept.keys() <= {f.name for f in fields(value)} and all(_is_frozen(part) for part in held)
-
-
 def read_plan(
-    model: "Denoiser",
+    model: Denoiser,
     prompt_tokens: Tensor,
     *,
     max_new_tokens: int | None = None,
@@ -129,7 +74,7 @@ def read_plan(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int | Sequence[int] | Tensor = 0,
-    cache: PrefixCache | None = None,
+    cache: Cache | None = None,
     canvas: Tensor | None = None,
     frozen: Tensor | None = None,
     allowed: Tensor | Sequence[int] | Sequence[Sequence[int]] | None = None,
@@ -141,13 +86,17 @@ def read_plan(
 
     Example: `read_plan(model, prompt_tokens, steps=16).knobs.sampler`.
     """
+    if not isinstance(model, Denoiser):
+        raise TypeError(
+            f"generate model must be a Denoiser, got {type(model).__name__}. Derive its class from dgemma.Denoiser."
+        )
     defaults, config = model.generation, model.config
     if temperature is None:
         temperature = LinearTemperature(start=defaults.t_max, end=defaults.t_min)
     sampler = default_sampler(model) if sampler is None else sampler
     if isinstance(stop, str) and stop == "checkpoint":
         rule = StableAndConfident(stability=defaults.stability_threshold, confidence=defaults.confidence_threshold)
-        stop = rule if getattr(sampler, "stops_when_certain", True) else None
+        stop = None if isinstance(sampler, Sampler) and not sampler.stops_when_certain else rule
     knobs = Knobs(
         sampler=sampler,
         temperature=read_temperature(temperature),

@@ -2,18 +2,15 @@
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from dgemma.diffusion.prediction import Prediction, Top
 from dgemma.diffusion.state import DenoiseState
-from dgemma.model.cache import PrefixCache
+from dgemma.model.cache import Cache
 from dgemma.run.changes import Changes
-from dgemma.run.plan import Knobs
-
-if TYPE_CHECKING:
-    from dgemma.run.trajectory import Trajectory
+from dgemma.run.knobs import Knobs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,16 +33,8 @@ class StepRecord:
     verdict: Tensor | None = None  # (3, B) int64, see `judge`; None: the loop judges
     prediction: Prediction  # the shaped one
     state: DenoiseState
-    cache: PrefixCache  # that was looked at
+    cache: Cache  # that was looked at
     knobs: Knobs
-
-    @classmethod
-    def of(cls, before: DenoiseState, after: DenoiseState, prediction: Prediction, **did: Any) -> "StepRecord":
-        """The record of the step from `before` to `after`; `did` is all that neither they nor the prediction say."""
-        kept = ("block", "step", "seeds", "temperature", "noise_level", "canvas", "rows")
-        said = ("argmax", "entropy", "confidence")
-        seen = {name: getattr(before, name) for name in kept} | {name: getattr(prediction, name) for name in said}
-        return cls(**seen, prediction=prediction, state=after, **did)
 
     def top(self, k: int) -> Top:
         """The k best candidates of every position, computed when asked."""
@@ -63,20 +52,20 @@ class BlockCommit:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Generation:
-    """The result. tokens (B, P + N) and new_tokens (B, N); steps (B, blocks) counts forwards; see `generate`."""
+class Output:
+    """The end of a run. tokens (B, P + N) and new_tokens (B, N); steps (B, blocks) counts forwards; see `generate`."""
 
     tokens: Tensor
     new_tokens: Tensor
     steps: Tensor
     tokens_per_forward: Tensor  # (B,): new tokens that are not padding / forwards while the row was unfinished
-    cache: PrefixCache
-    trajectory: "Trajectory | None"
+    cache: Cache
 
     def __repr__(self) -> str:
         tokens_per_forward = [round(value, 2) for value in self.tokens_per_forward.tolist()]
         return (
-            f"Generation(new_tokens={tuple(self.new_tokens.shape)}, steps={self.steps.tolist()}, {tokens_per_forward=})"
+            f"{type(self).__name__}(new_tokens={tuple(self.new_tokens.shape)}, steps={self.steps.tolist()}, "
+            f"{tokens_per_forward=})"
         )
 
 
@@ -84,7 +73,7 @@ class Moment(NamedTuple):
     """All that the next step needs: `step(model, moment.state, cache=moment.cache, knobs=moment.knobs)`."""
 
     state: DenoiseState
-    cache: PrefixCache
+    cache: Cache
     knobs: Knobs
 
 
@@ -97,4 +86,4 @@ class Denoised(NamedTuple):
 
 
 OnStep = Callable[[StepRecord], Changes]
-Events = Generator[StepRecord | BlockCommit, Changes, Generation]
+Events = Generator[StepRecord | BlockCommit, Changes, Output]

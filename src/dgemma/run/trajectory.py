@@ -15,13 +15,15 @@ from torch.utils._pytree import tree_map
 
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
-from dgemma.model.cache import PrefixCache
+from dgemma.model.cache import Cache
+from dgemma.progress import progress_bar
 from dgemma.run import archive, arguments
-from dgemma.run.changes import Changes, apply_changes, knob_changes, list_changes, list_writes
-from dgemma.run.denoiser import Denoiser
-from dgemma.run.generate import drain, run
-from dgemma.run.plan import Knobs, Plan
-from dgemma.run.records import BlockCommit, Generation, Moment, OnStep, StepRecord
+from dgemma.run.changes import Changes, apply_changes, knob_changes, list_changes, list_writes, snapshot
+from dgemma.run.knobs import Knobs
+from dgemma.run.loop import run_plan
+from dgemma.run.plan import Plan
+from dgemma.run.records import BlockCommit, Events, Moment, OnStep, Output, StepRecord
+from dgemma.run.step import Denoiser
 from dgemma.values import find_unknown
 
 _KIND = "trajectory"
@@ -215,7 +217,7 @@ class Trajectory:
             trajectory.steps.append(RecordedStep(block=block, index=index, **tensors))
         return trajectory
 
-    def replay(self, model: Denoiser, *, cache: PrefixCache | None = None, strict: bool = True) -> "Trajectory":
+    def replay(self, model: Denoiser, *, cache: Cache | None = None, strict: bool = True) -> "Trajectory":
         """Make the run again: an equal trajectory, or an error that says where it parted (`strict=False`: no check).
 
         What an `on_step` callback changed is on record and is changed again. A run that went on from a cache needs
@@ -232,7 +234,7 @@ class Trajectory:
             )
         return again
 
-    def moment(self, model: Denoiser, *, block: int = 0, step: int = 0, cache: PrefixCache | None = None) -> Moment:
+    def moment(self, model: Denoiser, *, block: int = 0, step: int = 0, cache: Cache | None = None) -> Moment:
         """The state before step `step` of a block, rebuilt by running from the block's start, ready to be stepped.
 
         Rows that were done by then are still in it. A state made of it goes back in by `fork(..., state=...)`.
@@ -260,11 +262,11 @@ class Trajectory:
         *,
         block: int = 0,
         step: int = 0,
-        cache: PrefixCache | None = None,
+        cache: Cache | None = None,
         seed: int | Sequence[int] | Tensor | None = None,
         on_step: OnStep | None = None,
         **changes: Any,
-    ) -> Generation:
+    ) -> "Generation":
         """Go on from step `step` of a block with changes; without any, the result equals the run.
 
         changes: fields of the state, with the rows of `moment`; a whole `state`; any of `Knobs`. `seed` holds from that
@@ -317,7 +319,7 @@ class Trajectory:
             return f"the end: {len(self)} steps against {len(other)}"
         return None
 
-    def _rerun(self, model: Denoiser, cache: PrefixCache | None, again: "Trajectory", script: "Script") -> Generation:
+    def _rerun(self, model: Denoiser, cache: Cache | None, again: "Trajectory", script: "Script") -> "Generation":
         """Run the plan of `again`, from the blocks it has, into it; script says what changes before each step."""
         plan = replace(again.plan, knobs=self._knobs_at(len(again.commits))).to(model.device)
         self._check_model(model, cache)
@@ -333,7 +335,7 @@ class Trajectory:
             return script((block, index + 1), Moment(record.state, record.cache, record.knobs), record)
 
         past = list(again.commits)
-        events = run(model, plan, None if cache is None else cache.clone(), past=past, on_start=on_start)
+        events = run_plan(model, plan, None if cache is None else cache.clone(), past=past, on_start=on_start)
         return drain(events, on_step=on_step, trajectory=again)
 
     def _spread(self, name: str, absent: Any) -> Tensor:
@@ -390,7 +392,7 @@ class Trajectory:
                 f"The steps on record, block by block: {[count for count in counts if count]}."
             )
 
-    def _check_model(self, model: Denoiser, cache: PrefixCache | None) -> None:
+    def _check_model(self, model: Denoiser, cache: Cache | None) -> None:
         plan, config = self.plan, model.config
         missing = find_unknown((plan, self.changes))
         if missing is not None:
@@ -413,6 +415,36 @@ class Trajectory:
             raise ValueError(
                 f"This trajectory began with {had}, got {got}. Pass a clone taken before the run, or None."
             )
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Generation(Output):
+    """The result of `generate`. tokens (B, P + N) and new_tokens (B, N); steps (B, blocks) counts forwards."""
+
+    trajectory: Trajectory | None
+
+
+def drain(
+    events: Events, *, on_step: OnStep | None, trajectory: Trajectory | None = None, progress: bool = False
+) -> Generation:
+    """Run a stream to its end: pass what `on_step` answers back into it, and keep a record."""
+    changes: Changes = None
+    progress = progress and not getattr(on_step, "shows_progress", False)  # a live view draws where the bar would
+    with progress_bar(desc="denoising", unit="step", show=progress) as bar:
+        while True:
+            try:
+                event = events.send(changes)
+            except StopIteration as finished:
+                return Generation(**vars(finished.value), trajectory=trajectory)
+            changes = None
+            if isinstance(event, StepRecord):
+                bar.update()
+                before = snapshot(event.state) if trajectory is not None and on_step is not None else None
+                changes = on_step(event) if on_step is not None else None
+                if trajectory is not None:
+                    trajectory.add_step(event, changes, before=before)
+            elif trajectory is not None:
+                trajectory.add_commit(event)
 
 
 Place = tuple[int, int]  # a block, and a step's place in it

@@ -1,7 +1,8 @@
 """Samplers, stop rules and temperatures: one policy a file. `base.py` says what a sampler is."""
 
+from dgemma.diffusion.decision import Decision
 from dgemma.sampling.ancestral import Ancestral
-from dgemma.sampling.base import Decision, Sampler
+from dgemma.sampling.base import Sampler
 from dgemma.sampling.confidence import Confidence
 from dgemma.sampling.editing import TokenEditing
 from dgemma.sampling.entropy_bound import EntropyBound

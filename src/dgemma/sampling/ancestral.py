@@ -6,9 +6,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from dgemma.diffusion.decision import Decision, transition
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
-from dgemma.sampling.base import Decision, Sampler
+from dgemma.sampling.base import Sampler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,7 @@ class Ancestral(Sampler):
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
         if self.parametrisation == "loo":
             prediction = Prediction(state.noise.to_mean(prediction.logits, state.canvas, state.noise_level))
-        return state.noise.transition(prediction.sample(state.uniform("token")), state)
+        return transition(prediction.sample(state.uniform("token")), state)
 
     def final(self, prediction: Prediction, state: DenoiseState) -> Tensor:
         """The canvas once no noise is left; before that the argmax wherever there may be some."""

@@ -4,36 +4,14 @@ A new sampler is one file: subclass `Sampler`, declare `valid_for`, write `__cal
 the first, the decision returns the next) and say what is committed at the end (`final`).
 """
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from dgemma.diffusion.decision import Decision
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
-
-
-@dataclass(frozen=True, kw_only=True)
-class Decision:
-    """What to do with each position: next canvas = where(write, tokens, where(renoise, noise, canvas)); all (B, C)."""
-
-    tokens: Tensor
-    write: Tensor
-    renoise: Tensor
-    memory: Any = None
-
-    def __post_init__(self) -> None:
-        if self.tokens.dtype != torch.int64 or self.write.dtype != torch.bool or self.renoise.dtype != torch.bool:
-            raise ValueError(
-                f"Decision must hold int64 tokens and boolean write and renoise, got {self.tokens.dtype}, "
-                f"{self.write.dtype} and {self.renoise.dtype}."
-            )
-        if not self.tokens.shape == self.write.shape == self.renoise.shape:
-            raise ValueError(
-                f"Decision must hold tokens, write and renoise of one shape (B, C), got {tuple(self.tokens.shape)}, "
-                f"{tuple(self.write.shape)} and {tuple(self.renoise.shape)}. Expand them to the canvas."
-            )
 
 
 class Sampler:

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from dgemma.checks import check_block_len, check_choice, check_finite
 from dgemma.diffusion import draws
+from dgemma.diffusion.decision import Decision
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
-from dgemma.sampling.base import Decision, Sampler
+from dgemma.sampling.base import Sampler
 from dgemma.sampling.ranking import Turn, best, certainty, even_share, propose, take_turn
 
 _ROUNDING = 1e-9  # L · 0.5 must not fall below its integer

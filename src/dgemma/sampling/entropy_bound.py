@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from dgemma.checks import check_choice, check_size
+from dgemma.diffusion.decision import Decision
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
-from dgemma.sampling.base import Decision, Sampler
+from dgemma.sampling.base import Sampler
 from dgemma.sampling.ranking import certainty, propose
 
 

@@ -6,9 +6,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from dgemma.diffusion.decision import Decision
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
-from dgemma.sampling.base import Decision, Sampler
+from dgemma.sampling.base import Sampler
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from dgemma.checks import check_choice, check_count, check_size
 from dgemma.diffusion import draws
+from dgemma.diffusion.decision import Decision, transition
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
-from dgemma.sampling.base import Decision, Sampler
+from dgemma.sampling.base import Sampler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,7 @@ class LeaveOneOutGibbs(Sampler):
             mean = noise.to_mean(loo, state.canvas, level)
         tokens = Prediction(torch.where(predicts[:, None, None], mean, loo)).sample(state.uniform("token"))
 
-        ancestral = noise.transition(tokens, replace(state, noise_level=level, next_noise_level=next_level))
+        ancestral = transition(tokens, replace(state, noise_level=level, next_noise_level=next_level))
         picked = self._pick(loo, state)
         clean = state.uniform("event") < 1 - level[:, None]
         row = predicts[:, None]

@@ -5,9 +5,10 @@ from typing import ClassVar
 
 import torch
 
+from dgemma.diffusion.decision import Decision
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
-from dgemma.sampling.base import Decision, Sampler
+from dgemma.sampling.base import Sampler
 from dgemma.sampling.ranking import best, propose
 
 _ROUNDING = 1e-9  # a noise level of 1 - 0.9 times 10 positions must count as 1

@@ -6,10 +6,11 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
+from dgemma.diffusion.decision import Decision
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.schedule import Loop
 from dgemma.diffusion.state import DenoiseState
-from dgemma.sampling.base import Decision, Sampler
+from dgemma.sampling.base import Sampler
 
 Strategy = Literal["cap", "rescale", "conf", "loop"]
 _PUBLISHED_ETA = {"cap": 0.008, "rescale": 0.015, "loop": 0.02}

@@ -6,9 +6,10 @@ from typing import ClassVar
 import torch
 
 from dgemma.checks import check_block_len, check_probability, check_size
+from dgemma.diffusion.decision import Decision
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
-from dgemma.sampling.base import Decision, Sampler
+from dgemma.sampling.base import Sampler
 from dgemma.sampling.ranking import best, propose, take_turn
 
 

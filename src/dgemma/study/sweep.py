@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dgemma.progress import progress_bar
-from dgemma.run.records import Generation
+from dgemma.run.trajectory import Generation
 from dgemma.sampling.base import Sampler
 from dgemma.values import label
 

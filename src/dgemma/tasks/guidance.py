@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 from dgemma.diffusion.prediction import Prediction
+from dgemma.model.cache import Cache
+from dgemma.model.config import GenerationDefaults, ModelConfig
+from dgemma.run.step import Denoiser
 
 
 def mix(conditional: Tensor, unconditional: Tensor, strength: float) -> Tensor:
@@ -25,8 +28,8 @@ def mix(conditional: Tensor, unconditional: Tensor, strength: float) -> Tensor:
 class GuidedCache:
     """The prefix as it is and the prefix without its prompt; what is done to one is done to both."""
 
-    conditional: Any
-    unconditional: Any
+    conditional: Cache
+    unconditional: Cache
 
     @property
     def batch_size(self) -> int:
@@ -67,7 +70,7 @@ class GuidedCache:
 
 
 @dataclass(frozen=True, eq=False)
-class Guided:
+class Guided(Denoiser[GuidedCache]):
     """A denoiser steered away from what it would write without the prompt.
 
     strength is LLaDA's w: 0 is no guidance, -1 the model without its prompt. `unconditional` says what stands in the
@@ -84,11 +87,12 @@ class Guided:
     Example: `generate(Guided(model, strength=1.0, unconditional=4), prompt, ...)`.
     """
 
-    denoiser: Any
+    denoiser: Denoiser
     strength: float = field(kw_only=True)
     unconditional: int | Tensor = field(kw_only=True)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "takes_noise_level", self.denoiser.takes_noise_level)
         if not self.strength >= -1:
             raise ValueError(f"Guided.strength must be >= -1, got {self.strength}. Use 0 for no guidance.")
         if isinstance(self.unconditional, Tensor) and self.unconditional.dim() not in (1, 2):
@@ -98,20 +102,16 @@ class Guided:
             )
 
     @property
-    def config(self) -> Any:
+    def config(self) -> ModelConfig:
         return self.denoiser.config
 
     @property
-    def generation(self) -> Any:
+    def generation(self) -> GenerationDefaults:
         return self.denoiser.generation
 
     @property
     def device(self) -> torch.device:
         return self.denoiser.device
-
-    @property
-    def takes_noise_level(self) -> bool:
-        return getattr(self.denoiser, "takes_noise_level", False)
 
     def encode(
         self, tokens: Tensor, cache: GuidedCache | None = None, attention_mask: Tensor | None = None

@@ -16,15 +16,16 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from dgemma.diffusion.state import DenoiseState
-from dgemma.model.cache import PrefixCache
+from dgemma.model.cache import Cache
 from dgemma.progress import progress_bar
 from dgemma.run import arguments
 from dgemma.run.arguments import Span, passes_on
 from dgemma.run.changes import Changes, snapshot
-from dgemma.run.denoiser import Denoiser
-from dgemma.run.generate import denoise_canvas, predict, start_block
-from dgemma.run.plan import Knobs, Plan, read_plan
+from dgemma.run.knobs import Knobs
+from dgemma.run.loop import denoise_canvas, start_block
+from dgemma.run.plan import Plan, read_plan
 from dgemma.run.records import BlockCommit, Denoised, OnStep
+from dgemma.run.step import Denoiser
 from dgemma.run.trajectory import Trajectory
 
 _OPTIONS = frozenset({"steps", "noise", "sampler", "temperature", "stop", "top_k", "top_p", "seed", "allowed"})
@@ -195,7 +196,7 @@ class _Writer:
             _Row(index, kept.nonzero()[:, 0], text[kept], holes[kept], 0, Placement(0, 0))
             for index, (text, kept, holes) in enumerate(zip(tokens.cpu(), real.cpu(), todo.cpu(), strict=True))
         ]
-        cache: PrefixCache | None = None
+        cache: Cache | None = None
         knobs, trajectories = self.plan.knobs, []
         show = self.progress and not getattr(self.on_step, "shows_progress", False)
         with progress_bar(desc="denoising", unit="step", show=show) as bar:
@@ -266,7 +267,7 @@ class _Writer:
             canvas, fixed = torch.where(text < 0, self.tail_token_id, canvas), fixed | (text < 0)
         return replace(plan, span=replace(plan.span, canvas=canvas, frozen=fixed))
 
-    def _read_prefix(self, cache: PrefixCache | None, rows: list[_Row], plan: Plan) -> PrefixCache:
+    def _read_prefix(self, cache: Cache | None, rows: list[_Row], plan: Plan) -> Cache:
         """Encode what stands left of each row's canvas: what is new of it, or for a record all of it."""
         if self.record_top is not None:
             return self.model.encode(plan.prompt_tokens, None, plan.attention_mask)
@@ -278,7 +279,7 @@ class _Writer:
         return cache if tokens.shape[1] == 0 and cache is not None else self.model.encode(tokens, cache, is_new)
 
     def _denoise(
-        self, state: DenoiseState, cache: PrefixCache, knobs: Knobs, trajectory: Trajectory | None, bar: tqdm
+        self, state: DenoiseState, cache: Cache, knobs: Knobs, trajectory: Trajectory | None, bar: tqdm
     ) -> Denoised:
         """The canvas at its end."""
         events = denoise_canvas(self.model, state, cache, knobs)
@@ -295,9 +296,9 @@ class _Writer:
                 here = torch.searchsorted(state.rows, record.rows)  # rows ascend
                 trajectory.add_step(replace(record, rows=here), changes, before=before)
 
-    def _score(self, state: DenoiseState, cache: PrefixCache, drafts: Tensor) -> Tensor:
+    def _score(self, state: DenoiseState, cache: Cache, drafts: Tensor) -> Tensor:
         """The log-probability of every draft on the canvas as it began, (R, C): nothing of the drafts is on it."""
-        prediction = predict(self.model, state.canvas, cache, noise_level=state.noise_level)
+        prediction = self.model.denoise_at(state.noise_level, state.canvas, cache)
         return prediction.shaped(allowed=state.noise.proposable(None, state.device)).log_prob(drafts).float()
 
 

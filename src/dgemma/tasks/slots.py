@@ -19,11 +19,10 @@ from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.diffusion import draws
 from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.prediction import Prediction
-from dgemma.model.cache import PrefixCache
+from dgemma.model.cache import Cache
 from dgemma.run.arguments import check_vocabulary
 from dgemma.run.defaults import learnt_noise
-from dgemma.run.denoiser import Denoiser
-from dgemma.run.generate import predict
+from dgemma.run.step import Denoiser
 
 _UNKNOWN = -1
 
@@ -120,7 +119,7 @@ def slots(
     reader = _Reader(model, noise, num_draws, max_rows, seed)
     tokens: list[int] = []
     choices: list[Choice] = []
-    cache: PrefixCache | None = None
+    cache: Cache | None = None
     num_read = 0
     for place, piece in enumerate(pieces):
         if isinstance(piece, list):
@@ -156,9 +155,7 @@ class _Reader:
         self.model, self.noise, self.max_rows, self.seed = model, noise, max_rows, seed
         self.num_draws = num_draws if noise.mask_token is None else 1  # a gap that shows masks needs no draw
 
-    def score(
-        self, cache: PrefixCache, options: list[list[int]], right: list[int], horizon: int, *, block: int
-    ) -> Tensor:
+    def score(self, cache: Cache, options: list[list[int]], right: list[int], horizon: int, *, block: int) -> Tensor:
         """log p(option, right | left) of every option, up to a constant they share, (K,) float64."""
         terms = [self._terms(option, right, self._num_weighed(options, right, horizon)) for option in options]
         answers = self._answer(cache, list(dict.fromkeys(question for each in terms for question in each)), block)
@@ -185,7 +182,7 @@ class _Reader:
         canvas_len = self.model.config.canvas_length
         return _Question(tuple((text + [_UNKNOWN] * canvas_len)[:canvas_len]), position, token)
 
-    def _answer(self, cache: PrefixCache, questions: list[_Question], block: int) -> dict[_Question, Tensor]:
+    def _answer(self, cache: Cache, questions: list[_Question], block: int) -> dict[_Question, Tensor]:
         """The log-probabilities asked for, averaged (as probabilities) over the draws of what fills the gaps."""
         canvases = list(dict.fromkeys(question.canvas for question in questions))
         rows = [(canvas, draw) for canvas in canvases for draw in range(self.num_draws)]
@@ -209,7 +206,7 @@ class _Reader:
             question: torch.stack(values).logsumexp(0) - math.log(len(values)) for question, values in found.items()
         }
 
-    def _predict(self, cache: PrefixCache, rows: list[tuple[tuple[int, ...], int]], block: int) -> Prediction:
+    def _predict(self, cache: Cache, rows: list[tuple[tuple[int, ...], int]], block: int) -> Prediction:
         """What the model says about each canvas, its gaps filled with noise that depends on the draw alone."""
         device = self.model.device
         canvas = torch.tensor([canvas for canvas, _ in rows], device=device)
@@ -218,7 +215,7 @@ class _Reader:
         fill = self.noise.prior(draws.uniform(seeds, blocks, draw, canvas.shape[1], "prior"))
         gaps = canvas < 0
         canvas, prefix = torch.where(gaps, fill, canvas), cache.select(torch.zeros_like(draw))
-        prediction = predict(self.model, canvas, prefix, noise_level=gaps.double().mean(-1))
+        prediction = self.model.denoise_at(gaps.double().mean(-1), canvas, prefix)
         return prediction.shaped(allowed=self.noise.proposable(None, device))
 
 

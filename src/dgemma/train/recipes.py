@@ -11,9 +11,9 @@ import torch
 
 from dgemma.diffusion.noise import HybridNoise, MaskNoise, UniformNoise
 from dgemma.diffusion.schedule import Linear, Schedule
-from dgemma.model import DiffusionGemma
 from dgemma.model.attention import Attention
 from dgemma.model.config import ModelConfig
+from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.experts import Router
 from dgemma.train.lora import LoRA, add_lora
 from dgemma.train.objective import Objective

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from dgemma.checkpoint.tokenizer import Tokenizer
-from dgemma.run.records import BlockCommit, Events, Generation, StepRecord
+from dgemma.run.records import BlockCommit, Events, StepRecord
+from dgemma.run.trajectory import Generation
 from dgemma.view import board
 from dgemma.view.heat import TERMINAL
 from dgemma.view.pieces import MASK, Pieces, printable, width

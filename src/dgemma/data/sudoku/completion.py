@@ -22,9 +22,9 @@ from dgemma.data.sudoku.symmetry import NUM_UNIFORMS, equivalents, originals
 from dgemma.diffusion import draws
 from dgemma.diffusion.noise import MaskNoise, Noise, UniformNoise
 from dgemma.run.defaults import learnt_noise
-from dgemma.run.denoiser import Denoiser
 from dgemma.run.generate import generate
-from dgemma.run.records import Generation
+from dgemma.run.step import Denoiser
+from dgemma.run.trajectory import Generation
 
 
 @dataclass(frozen=True, kw_only=True)

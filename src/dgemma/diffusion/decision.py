@@ -1,0 +1,44 @@
+"""What a sampler decides for each position, and the exact reverse step as such a decision."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dgemma.diffusion.state import DenoiseState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What to do with each position: next canvas = where(write, tokens, where(renoise, noise, canvas)); all (B, C)."""
+
+    tokens: Tensor
+    write: Tensor
+    renoise: Tensor
+    memory: Any = None
+
+    def __post_init__(self) -> None:
+        if self.tokens.dtype != torch.int64 or self.write.dtype != torch.bool or self.renoise.dtype != torch.bool:
+            raise ValueError(
+                f"Decision must hold int64 tokens and boolean write and renoise, got {self.tokens.dtype}, "
+                f"{self.write.dtype} and {self.renoise.dtype}."
+            )
+        if not self.tokens.shape == self.write.shape == self.renoise.shape:
+            raise ValueError(
+                f"Decision must hold tokens, write and renoise of one shape (B, C), got {tuple(self.tokens.shape)}, "
+                f"{tuple(self.write.shape)} and {tuple(self.renoise.shape)}. Expand them to the canvas."
+            )
+
+
+def transition(x0: Tensor, state: DenoiseState) -> Decision:
+    """Draw from the exact kernel q(z_s | z_t, x0) for sampled x0 (B, C): write x0, keep z_t, or return to noise.
+
+    With x0 from the mean prediction this is the exact reverse step of each position. The event and the token have
+    separate uniforms, so an event of probability 1e-7 keeps that probability.
+
+    Example: `transition(prediction.sample(state.uniform("token")), state)`.
+    """
+    clean, stay = state.noise.routes(x0, state.canvas, state.noise_level, state.next_noise_level)
+    u = state.uniform("event")
+    return Decision(tokens=x0, write=u < clean, renoise=u >= clean + stay)

@@ -1,0 +1,63 @@
+"""The knobs of a step: sampler, temperature, stop rule, top-k and top-p."""
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+from torch.utils._pytree import tree_leaves
+
+from dgemma.checks import as_int, as_number, check_count, check_probability
+from dgemma.sampling.base import Sampler
+from dgemma.sampling.entropy_bound import EntropyBound
+from dgemma.sampling.stopping import StableAndConfident, StopRule
+from dgemma.sampling.temperature import Temperature
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knobs:
+    """How a canvas is denoised; any of it may change between two steps."""
+
+    sampler: Sampler
+    temperature: Temperature
+    stop: StopRule | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, base, example in (("sampler", Sampler, EntropyBound), ("stop", StopRule, StableAndConfident)):
+            value = getattr(self, name)
+            if not isinstance(value, base) and not (name == "stop" and value is None):
+                raise ValueError(
+                    f"Knobs.{name} must be a value such as {example.__name__}(), got {value!r}. "
+                    "Write a class with its parentheses."
+                )
+            # It keys a CUDA graph: what could change behind its back would replay the old graph.
+            if value is not None and not _is_frozen(value):
+                raise ValueError(
+                    f"Knobs.{name} must be a frozen dataclass whose settings are its fields, got {type(value).__name__}"
+                    ". Write @dataclass(frozen=True, kw_only=True) above the class."
+                )
+        if not callable(self.temperature) or isinstance(self.temperature, type):
+            raise ValueError(
+                f"Knobs.temperature must be a schedule such as LinearTemperature(), got {self.temperature!r}. "
+                "Use ConstantTemperature(value) for a number."
+            )
+        if self.top_k is not None:
+            check_count(self, "top_k", fix="Use None to keep every token.")
+            object.__setattr__(self, "top_k", as_int(self.top_k))
+        if self.top_p is not None:
+            check_probability(self, "top_p", fix="Use None to keep every token.")
+            object.__setattr__(self, "top_p", as_number(self.top_p))
+            if self.top_p == 0:
+                raise ValueError("Knobs.top_p must be > 0, got 0. Use a sampler's greedy=True for the argmax.")
+
+
+def _is_frozen(value: Any) -> bool:
+    """Whether it is a frozen dataclass with no attribute but its fields, and so are the samplers and rules in it."""
+    made = getattr(type(value), "__dataclass_params__", None)
+    if made is None or not made.frozen:
+        return False
+    # What a cached_property keeps follows from the fields.
+    kept = {n: v for n, v in vars(value).items() if not isinstance(getattr(type(value), n, None), cached_property)}
+    held = (part for part in tree_leaves(list(kept.values())) if isinstance(part, Sampler | StopRule))
+    return kept.keys() <= {f.name for f in fields(value)} and all(_is_frozen(part) for part in held)

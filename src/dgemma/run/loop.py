@@ -1,0 +1,162 @@
+"""The loop over blocks: start a canvas from noise, step it until its rows are done, commit it (stages 2, 3 and 7)."""
+
+import itertools
+from collections.abc import Callable, Generator, Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from dgemma.diffusion.prediction import refuse_nan
+from dgemma.diffusion.state import DenoiseState, watch
+from dgemma.model.cache import Cache
+from dgemma.run.changes import Changes, apply_changes
+from dgemma.run.knobs import Knobs
+from dgemma.run.plan import Plan
+from dgemma.run.records import BlockCommit, Denoised, Events, Moment, Output, StepRecord
+from dgemma.run.step import Denoiser, judge, start_state
+
+
+@torch.no_grad()
+def run_plan(
+    model: Denoiser,
+    plan: Plan,
+    cache: Cache | None = None,
+    *,
+    past: Sequence[BlockCommit] = (),
+    on_start: Callable[[Moment], Changes] | None = None,
+) -> Events:
+    """Carry out a plan, event by event: `stream` after its arguments were read.
+
+    `past` blocks are taken as written and not yielded again; `on_start` sees every fresh canvas and may change it.
+
+    Example: `run_plan(model, plan, past=trajectory.commits[:2])` begins with the third block.
+    """
+    prompt = plan.prompt_tokens
+    batch_size, device = prompt.shape[0], prompt.device
+    knobs, eos = plan.knobs, torch.tensor(plan.eos_token_ids, dtype=torch.int64, device=device)
+    cache = model.encode(prompt, cache, plan.attention_mask)
+    rows = torch.arange(batch_size, device=device)  # of the batch that still write
+    retired: list[tuple[Tensor, Cache]] = []
+    blocks: list[Tensor] = []
+    forwards: list[Tensor] = []
+    for block in range(plan.num_blocks):
+        if block < len(past):
+            tokens, num_forwards = past[block].tokens.to(device)[rows], past[block].steps.to(device)
+        else:
+            state = start_block(model, plan, block, rows, knobs)
+            if on_start is not None:
+                state, knobs = apply_changes(on_start(Moment(state, cache, knobs)), state, knobs)
+            tokens, taken, knobs = yield from denoise_canvas(model, state, cache, knobs)
+            num_forwards = _spread(taken, rows, batch_size, 0)
+
+        ends_row = torch.isin(tokens, eos)
+        if plan.span.frozen is not None:
+            ends_row = ends_row & plan.span.past_pins(block, plan.canvas_len, rows)
+        ended = ends_row.any(-1).tolist()  # here the host waits for the device
+        tokens, real = plan.cut_text(tokens)  # None: all are real
+        if any(ended):
+            real = ends_row.cumsum(1) - ends_row.long() == 0  # (R, C): no stop token in front
+            tokens = torch.where(real, tokens, plan.pad_token_id)
+        cache = model.encode(tokens, cache, real)
+        written = _spread(tokens, rows, batch_size, plan.pad_token_id)
+        blocks.append(written)
+        forwards.append(num_forwards)
+        if any(ended):
+            ends, goes_on = _where(ended, device), _where([not end for end in ended], device)
+            retired.append((rows[ends], cache.select(ends)))
+            rows, cache = rows[goes_on], cache.select(goes_on)
+        if block >= len(past):
+            finished = _spread(torch.zeros_like(rows, dtype=torch.bool), rows, batch_size, True)
+            yield BlockCommit(block=block, tokens=written, finished=finished, steps=num_forwards)
+        if len(rows) == 0:
+            break
+
+    new_tokens, steps = torch.cat(blocks, dim=1), torch.stack(forwards, dim=1)
+    return Output(
+        tokens=torch.cat((prompt, new_tokens), dim=1),
+        new_tokens=new_tokens,
+        steps=steps,
+        tokens_per_forward=(new_tokens != plan.pad_token_id).sum(1) / steps.sum(1),
+        cache=type(cache).join([*retired, (rows, cache)]) if retired else cache,
+    )
+
+
+def start_block(model: Denoiser, plan: Plan, block: int, rows: Tensor, knobs: Knobs) -> DenoiseState:
+    """A block of a plan about to be denoised, for some rows (R,) of its batch."""
+    return start_state(
+        knobs,
+        plan.noise,
+        seeds=plan.seeds[block, rows],
+        canvas_len=plan.canvas_len,
+        num_steps=plan.num_steps,
+        block=plan.first_block + block,
+        rows=rows,
+        uniform=model.uniform,
+        **plan.block(block, rows),
+    )
+
+
+@torch.no_grad()
+def denoise_canvas(
+    model: Denoiser, state: DenoiseState, cache: Cache, knobs: Knobs
+) -> Generator[StepRecord, Changes, Denoised]:
+    """Step a canvas until every row is done or out of steps; rows that are leave and cost nothing more.
+
+    Yields each `StepRecord`, and takes changes as `stream` does.
+    """
+    device = state.device
+    here = list(range(state.batch_size))  # which of the given rows are still there
+    drafts, num_forwards = list(state.draft), [0] * state.batch_size
+    goes_on = False  # whether another step follows, unless every row settles in this one
+    for num_taken in itertools.count(1):
+        state, record = model.step(state, cache=cache, knobs=knobs)  # nothing before it: the device is waiting
+        written = watch(state.done, state.step, state.num_steps, state.canvas)
+        changes = yield record
+        verdict = record.verdict if changes is None and not written() else None
+        state, knobs = apply_changes(changes, state, knobs)
+        if verdict is None:
+            verdict = judge(record.prediction, state)
+        left, broken, stray = (
+            model.read_ahead(verdict) if goes_on else verdict.tolist()
+        )  # here the host waits for the device
+        if any(broken) or any(stray):
+            _refuse_step(record, broken, stray)
+        if not all(left):
+            for row, draft in zip(here, state.draft.clone(), strict=True):  # a denoiser may reuse its own
+                drafts[row], num_forwards[row] = draft, num_taken
+            if not any(left):
+                break
+            here = [row for row, steps in zip(here, left, strict=True) if steps]
+            working = _where(left, device)
+            state, cache = state.select(working), cache.select(working)
+        goes_on = knobs.stop is None and min(left) > 1
+    return Denoised(torch.stack(drafts), torch.tensor(num_forwards, device=device), knobs)
+
+
+def _refuse_step(record: StepRecord, broken: list[int], stray: list[int]) -> NoReturn:
+    """Say where a step went wrong, and through whom: the model's numbers, the sampler's tokens, or a caller's."""
+    row = (broken if any(broken) else stray).index(1)
+    where = f"at block {int(record.block[row])}, step {int(record.step[row])}, row {int(record.rows[row])}"
+    if any(broken):
+        refuse_nan(where)
+    canvas, vocab_size = record.state.canvas[row], record.state.noise.vocab_size
+    got = f"got {int(canvas.min())}..{int(canvas.max())} {where}."
+    if record.verdict is not None and not record.verdict[2, row]:
+        raise ValueError(f"What is written into a state's canvas must be tokens in [0, {vocab_size}), {got}")
+    raise ValueError(
+        f"{type(record.knobs.sampler).__name__} must write tokens in [0, {vocab_size}), {got} "
+        "Take them from the prediction."
+    )
+
+
+def _where(flags: Sequence[int], device: torch.device) -> Tensor:
+    """The places of what is not zero, (n,) int64."""
+    return torch.tensor([at for at, flag in enumerate(flags) if flag], dtype=torch.int64, device=device)
+
+
+def _spread(values: Tensor, rows: Tensor, batch_size: int, fill: int | bool) -> Tensor:
+    """The values (R, ...) of some rows of the batch in their places, (B, ...), and `fill` in the others'."""
+    if len(rows) == batch_size:
+        return values
+    return values.new_full((batch_size, *values.shape[1:]), fill).index_copy(0, rows, values)

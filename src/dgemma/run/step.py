@@ -1,0 +1,290 @@
+"""One denoising step: the denoiser predicts, the sampler decides, and `settle` does what follows from the decision.
+
+`Denoiser` is the seam: what a run needs of a model. `step` is pure, so a run can be driven by hand.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from dgemma.diffusion import draws
+from dgemma.diffusion.decision import Decision
+from dgemma.diffusion.noise import Noise
+from dgemma.diffusion.prediction import Prediction
+from dgemma.diffusion.state import DenoiseState
+from dgemma.model.cache import Cache
+from dgemma.model.config import GenerationDefaults, ModelConfig
+from dgemma.run.arguments import check_valid
+from dgemma.run.knobs import Knobs
+from dgemma.run.records import StepRecord
+from dgemma.sampling.stopping import ask
+from dgemma.sampling.temperature import Temperature
+
+CacheT = TypeVar("CacheT", bound=Cache)
+
+
+class Denoiser(Generic[CacheT]):
+    """What a run needs of a model: `DiffusionGemma`, the fused engine, `Guided`, or a fake in a test.
+
+    A subclass defines `encode`, `denoise` and the attributes `config`, `generation` and `device`. An engine may
+    override `step`, `uniform` and `read_ahead` with faster functions of the same results.
+
+    Example: `class Flat(Denoiser): denoise = lambda self, canvas, cache, self_cond=None: Prediction(...)`.
+    """
+
+    if TYPE_CHECKING:  # attributes or properties, as a subclass likes
+
+        @property
+        def config(self) -> ModelConfig: ...
+        @property
+        def generation(self) -> GenerationDefaults: ...
+        @property
+        def device(self) -> torch.device: ...
+
+    takes_noise_level: bool = False  # if True, `denoise` also takes `noise_level` (B,)
+
+    def encode(self, tokens: Tensor, cache: CacheT | None = None, attention_mask: Tensor | None = None) -> CacheT:
+        """Read tokens (B, P) causally into a prefix cache, which is extended in place; 1 in the mask is a real token.
+
+        Example: `cache = model.encode(prompt_tokens)`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define encode(self, tokens, cache, attention_mask).")
+
+    def denoise(
+        self,
+        canvas: Tensor,
+        cache: CacheT,
+        self_cond: Prediction | Tensor | None = None,
+        self_cond_mask: Tensor | None = None,
+    ) -> Prediction:
+        """Predict every position of canvas (B, C) at once. The cache is read, never changed.
+
+        self_cond is the last step's (shaped) prediction or its logits; self_cond_mask (B,) switches it per row.
+
+        Example: `model.denoise(canvas, cache).entropy`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define denoise(self, canvas, cache, self_cond).")
+
+    def denoise_at(
+        self, noise_level: Tensor, canvas: Tensor, cache: CacheT, self_cond: Prediction | Tensor | None = None
+    ) -> Prediction:
+        """`denoise`, which gets the canvas's noise_level (B,) if it takes one.
+
+        Example: `model.denoise_at(torch.ones(2), canvas, cache).entropy`.
+        """
+        level = {"noise_level": noise_level} if self.takes_noise_level else {}
+        return self.denoise(canvas, cache, self_cond=self_cond, **level)
+
+    def step(self, state: DenoiseState, *, cache: CacheT, knobs: Knobs) -> tuple[DenoiseState, StepRecord]:
+        """Take one denoising step: `dgemma.step` with this denoiser.
+
+        Example: `state, record = model.step(state, cache=cache, knobs=knobs)`.
+        """
+        return step(self, state, cache=cache, knobs=knobs)
+
+    def uniform(self, seeds: Tensor, block: Tensor, step: Tensor, num_positions: int, purpose: str) -> Tensor:
+        """Draw uniforms as `draws.uniform` does: (B,) each → (B, num_positions) float64."""
+        return draws.uniform(seeds, block, step, num_positions, purpose)
+
+    def read_ahead(self, values: Tensor) -> list[Any]:
+        """Return `values.tolist()`. Another step follows, so an engine may begin it while the host waits.
+
+        Example: `left, broken, stray = model.read_ahead(record.verdict)`.
+        """
+        return values.tolist()
+
+
+class Settled(NamedTuple):
+    """What `settle` returns: the state after the step, and what happened to each position and row."""
+
+    state: DenoiseState
+    accepted: Tensor  # (B, C) bool: written
+    renoised: Tensor  # (B, C) bool: returned to noise
+    active: Tensor  # (B,) bool: rows that were not done before the step
+    verdict: Tensor  # (3, B) int64, see `judge`
+
+
+def step(denoiser: Denoiser, state: DenoiseState, *, cache: Cache, knobs: Knobs) -> tuple[DenoiseState, StepRecord]:
+    """Take one denoising step: predict every position, decide, and settle.
+
+    Pure, and without host synchronisation: all that varies is in `state`. Call it yourself to splice a row, plant a
+    canvas or (with `apply_changes`) change a knob between two steps. It keeps gradients through all steps; wrap it in
+    `torch.no_grad()` to sample.
+
+    Example: `state, record = step(model, state, cache=cache, knobs=Knobs(sampler=EntropyBound(), temperature=...))`.
+    """
+    prediction = predict(denoiser, state, cache=cache, knobs=knobs)
+    decision = decide(prediction, state, knobs)
+    settled = settle(state, prediction, decision, knobs)
+    return settled.state, record_step(state, prediction, settled, cache=cache, knobs=knobs)
+
+
+def predict(denoiser: Denoiser, state: DenoiseState, *, cache: Cache, knobs: Knobs) -> Prediction:
+    """Predict the state's canvas (B, C), shaped by its temperature and allowed tokens and the knobs' top-k and top-p.
+
+    Example: `predict(model, state, cache=cache, knobs=knobs).entropy`.
+    """
+    raw = denoiser.denoise_at(state.noise_level, state.canvas, cache, self_cond=state.self_cond)
+    return raw.shaped(temperature=state.temperature, allowed=state.allowed, top_k=knobs.top_k, top_p=knobs.top_p)
+
+
+def decide(prediction: Prediction, state: DenoiseState, knobs: Knobs) -> Decision:
+    """Let the sampler decide about every position of the canvas, (B, C).
+
+    Example: `decide(prediction, state, knobs).write`.
+    """
+    decision = knobs.sampler(prediction, state)
+    if not isinstance(decision, Decision):
+        raise TypeError(f"{type(knobs.sampler).__name__} must return a Decision, got {type(decision).__name__}.")
+    if decision.tokens.shape != state.canvas.shape:
+        raise ValueError(
+            f"{type(knobs.sampler).__name__} must decide the canvas's {tuple(state.canvas.shape)} positions, "
+            f"got {tuple(decision.tokens.shape)}."
+        )
+    return decision
+
+
+def settle(state: DenoiseState, prediction: Prediction, decision: Decision, knobs: Knobs) -> Settled:
+    """Carry out a decision: write, refill with noise, advance the clock, draft the commit, and test for the end.
+
+    Frozen positions and rows that are done keep their tokens. This is the whole meaning of a step after the decision.
+
+    Example: `settle(state, prediction, decide(prediction, state, knobs), knobs).state.canvas`.
+    """
+    free = ~state.frozen & ~state.done[:, None]
+    write = decision.write & free
+    renoise = decision.renoise & free & ~write
+    refill = state.noise.refill(state.uniform("noise"), state.next_noise_level, allowed=state.allowed)
+    canvas = torch.where(write, decision.tokens, torch.where(renoise, refill, state.canvas))
+    if state.noise.kind in knobs.sampler.redecides:
+        still_open = ~state.frozen
+    else:
+        still_open = ((state.open & ~write) | renoise | state.noise.masked(canvas)) & ~state.frozen
+    after = replace(
+        state,
+        canvas=canvas,
+        open=torch.where(state.done[:, None], state.open, still_open),
+        memory=decision.memory,
+        self_cond=prediction,
+        **clock(state.noise, knobs.temperature, state.step + 1, state.num_steps),
+    )
+
+    final = torch.where(state.frozen, state.canvas, knobs.sampler.final(prediction, after))
+    after = replace(after, draft=torch.where(state.done[:, None], state.draft, final))
+    done, watched = state.done, after
+    if state.awaited is not None:
+        watched = replace(after, open=after.open & state.awaited, frozen=after.frozen | ~state.awaited)
+    if not knobs.sampler.revises:
+        done = done | ~watched.open.any(-1)
+    if knobs.stop is not None:
+        stopped, stop_memory = ask(knobs.stop, prediction, watched)
+        done, after = done | stopped, replace(after, stop_memory=stop_memory)
+    after = replace(after, done=done)
+    return Settled(after, write, renoise, ~state.done, judge(prediction, after))
+
+
+def record_step(
+    before: DenoiseState, prediction: Prediction, settled: Settled, *, cache: Cache, knobs: Knobs
+) -> StepRecord:
+    """Describe the step that led from the state `before` to the settled one."""
+    return StepRecord(
+        block=before.block,
+        step=before.step,
+        seeds=before.seeds,
+        temperature=before.temperature,
+        noise_level=before.noise_level,
+        canvas=before.canvas,
+        argmax=prediction.argmax,
+        entropy=prediction.entropy,
+        confidence=prediction.confidence,
+        accepted=settled.accepted,
+        renoised=settled.renoised,
+        active=settled.active,
+        rows=before.rows,
+        verdict=settled.verdict,
+        prediction=prediction,
+        state=settled.state,
+        cache=cache,
+        knobs=knobs,
+    )
+
+
+def judge(prediction: Prediction, state: DenoiseState) -> Tensor:
+    """Summarise a step for the loop, (3, B) int64: the steps a row has left (0 once done), whether its prediction is
+    NaN, and whether its canvas holds ids outside the vocabulary.
+
+    Example: `left, broken, stray = judge(prediction, state).tolist()`.
+    """
+    left = (state.num_steps - state.step).clamp(min=0).masked_fill(state.done, 0)
+    broken = prediction.entropy.isnan().any(-1)
+    stray = ((state.canvas < 0) | (state.canvas >= state.noise.vocab_size)).any(-1)
+    return torch.stack((left, broken.long(), stray.long()))
+
+
+def start_state(
+    knobs: Knobs,
+    noise: Noise,
+    *,
+    seeds: Tensor,
+    canvas_len: int,
+    num_steps: int,
+    block: int = 0,
+    rows: Tensor | None = None,
+    canvas: Tensor | None = None,
+    frozen: Tensor | None = None,
+    allowed: Tensor | None = None,
+    awaited: Tensor | None = None,
+    noise_level: float = 1.0,
+    uniform: Callable[[Tensor, Tensor, Tensor, int, str], Tensor] = draws.uniform,
+) -> DenoiseState:
+    """A canvas before its first step: noise, or your `canvas` (B, C) with noise wherever it is -1.
+
+    frozen (B, C) bool marks positions that never change. allowed is boolean and broadcasts to (B, C, V). awaited (B, C)
+    bool marks the positions that decide when the canvas ends. A noise_level below 1 skips the steps above it, to edit a
+    canvas that is only partly noise. `uniform` draws like `draws.uniform`.
+
+    Example: `start_state(knobs, UniformNoise(512), seeds=torch.arange(2), canvas_len=32, num_steps=16)`.
+    """
+    check_valid(knobs.sampler, noise)
+    batch_size, device = seeds.shape[0], seeds.device
+    block_index = torch.full((batch_size,), block, device=device)
+    first_step = round((1 - float(noise.schedule.time(torch.tensor(1 - noise_level, dtype=torch.float64)))) * num_steps)
+    num_steps_row = torch.full((batch_size,), num_steps, device=device)
+    u = uniform(seeds, block_index, torch.zeros_like(block_index), canvas_len, "prior")
+    fresh = noise.prior(u, allowed=allowed)
+    start = fresh if canvas is None else torch.where(canvas < 0, fresh, canvas)
+    if frozen is None:
+        frozen = torch.zeros(batch_size, canvas_len, dtype=torch.bool, device=device)
+    state = DenoiseState(
+        canvas=start,
+        open=noise.masked(start) & ~frozen if noise.kind == "mask" else ~frozen,
+        frozen=frozen,
+        draft=start,
+        done=torch.zeros(batch_size, dtype=torch.bool, device=device),
+        block=block_index,
+        num_steps=num_steps_row,
+        seeds=seeds,
+        rows=torch.arange(batch_size, device=device) if rows is None else rows,
+        noise=noise,
+        awaited=awaited,
+        allowed=noise.proposable(allowed, device),  # a mask is noise, never a proposal
+        **clock(noise, knobs.temperature, torch.full_like(block_index, min(first_step, num_steps - 1)), num_steps_row),
+    )
+    state = replace(state, memory=knobs.sampler.start(state))
+    return state if knobs.stop is None else replace(state, stop_memory=knobs.stop.start(state))
+
+
+def clock(noise: Noise, temperature: Temperature, step: Tensor, num_steps: Tensor) -> dict[str, Any]:
+    """The fields that follow from the step's number: noise levels before and after it, and temperature; (B,) each."""
+    steps = torch.stack((step, step + 1))
+    level, next_level = 1 - noise.schedule.alpha((1 - steps.double() / num_steps).clamp(min=0.0))
+    return {
+        "step": step,
+        "noise_level": level,
+        # The last step ends without noise, also under a schedule that never quite gets there.
+        "next_noise_level": torch.where(steps[1] >= num_steps, 0.0, next_level),
+        "temperature": temperature(step, num_steps),
+    }
