@@ -210,7 +210,8 @@ def check_parity(results: Results, weights: str) -> None:
     check_greedy(results, model, fast, prompt)
     many = draw_tokens(16, 300)
     with torch.no_grad():
-        logits = [engine.denoise(many[:, :CANVAS], engine.encode(many)).logits for engine in (fast, model)]
+        engines: list[dgemma.Denoiser] = [fast, model]
+        logits = [engine.denoise(many[:, :CANVAS], engine.encode(many)).logits for engine in engines]
     apart = typical_error(*logits)
     results.add("parity", what="batch of 16", apart=apart)
     if not apart <= (0.1 if weights == "fp8" else 0.05):  # a value between two of float8 goes either way

@@ -4,7 +4,6 @@ import copy
 import pickle
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import ClassVar
 from unittest.mock import MagicMock
 
@@ -13,6 +12,7 @@ import torch
 
 import dgemma
 from dgemma.diffusion import draws as reference_draws
+from dgemma.diffusion.prediction import SoftCap
 from dgemma.diffusion.schedule import OneMinusCosine
 from dgemma.run.knobs import Knobs
 from dgemma.run.step import start_state
@@ -194,7 +194,7 @@ def test_a_published_step_leaves_what_the_librarys_step_leaves(
         if number % 2:  # the soft embedding at once: the logits stay, and the next step goes on from there
             assert fast.read_ahead(record.verdict) == record.verdict.tolist()
         # The same numbers to decide from: the kernels' own statistics of the same logits.
-        said = FusedPrediction(Logits(record.prediction._raw.clone()), (fast._softcap,))
+        said = FusedPrediction(Logits(record.prediction._raw.clone()), (SoftCap(fast.config.final_logit_softcapping),))
         want_after, want_record = dgemma.step(Answering(said), state, cache=cache, knobs=knobs)
         for got, want in ((after, want_after), (record, want_record)):
             for field in fields(want):
@@ -211,6 +211,46 @@ def test_a_published_step_leaves_what_the_librarys_step_leaves(
     assert num_accepted > 0
     assert num_renoised > 0
     assert state.done.any() == (stop is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedState(dgemma.DenoiseState):
+    """A state with fields of its own, of which one changes in a sampler and one in nothing."""
+
+    label: torch.Tensor
+    limit: int = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class AddLabel(dgemma.Sampler):
+    """Writes the label where the limit allows it."""
+
+    revises: ClassVar[bool] = True
+
+    def __call__(self, prediction, state):
+        positions = torch.arange(state.canvas_len, device=state.device).expand_as(state.canvas)
+        tokens = (prediction.argmax + state.label[:, None]) % VOCAB
+        return dgemma.Decision(tokens=tokens, write=positions < state.limit, renoise=positions > state.limit)
+
+
+@pytest.mark.parametrize("sampler", [AddLabel(), dgemma.EntropyBound(bound=0.5)], ids=["own", "published"])
+def test_a_field_added_to_the_state_arrives_in_the_captured_step_and_in_the_next_state(models, sampler, device):
+    knobs = Knobs(sampler=sampler, temperature=dgemma.LinearTemperature(), stop=None)
+    seeds = torch.tensor([3, 4], device=device)
+    plain = start_state(knobs, dgemma.UniformNoise(VOCAB), seeds=seeds, canvas_len=CANVAS, num_steps=4)
+    first = {f.name: getattr(plain, f.name) for f in fields(plain)}
+    ends = []
+    for model in models:
+        state = TracedState(**first, label=torch.tensor([5, 11], device=device))
+        cache = model.encode(draw_tokens(2, 3))
+        for _ in range(3):
+            state, _ = model.step(state, cache=cache, knobs=knobs)
+            assert type(state) is TracedState
+        other, _ = model.step(replace(state, label=state.label + 7, limit=1), cache=cache, knobs=knobs)
+        ends.append((state.canvas, state.label, other.canvas, other.label))
+        assert (state.limit, other.limit) == (3, 1)
+    for want, got in zip(*ends, strict=True):
+        assert torch.equal(got, want)
 
 
 def test_a_sampler_that_waits_for_the_host_is_named(models, monkeypatch):
@@ -284,8 +324,7 @@ def test_a_finished_canvas_is_read_together_with_the_next_one(models):
         cache = model.encode(block, model.encode(prompt, attention_mask=real))
         waits = getattr(cache, "postponed", None) is not None
         seen = cache.num_slots, cache.num_seen
-        advance = model.step if hasattr(model, "step") else partial(dgemma.step, model)
-        _, record = advance(start, cache=cache, knobs=knobs)
+        _, record = model.step(start, cache=cache, knobs=knobs)
         logits = record.prediction.logits
         assert getattr(cache, "postponed", None) is None
         assert (cache.num_slots, cache.num_seen) == seen == (7 + CANVAS, 7 + CANVAS)

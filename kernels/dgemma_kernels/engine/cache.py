@@ -6,7 +6,8 @@ room for the whole prefix, sliding layers for what they keep and a tail; `settle
 to its front. Buffers grow in steps and return to a pool, with their graphs, when a cache is no longer used.
 """
 
-from collections import OrderedDict
+import threading
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Self
 
@@ -14,9 +15,9 @@ import torch
 import triton
 from torch import Tensor
 
-from dgemma.model.cache import CacheMark, LayerCache, PrefixCache
+from dgemma.model.cache import CacheMark, LayerCache, PrefixCache, drop_later
 from dgemma.model.config import Conventions, ModelConfig
-from dgemma_kernels.engine.graphs import Replay, remembered
+from dgemma_kernels.engine.graphs import Replay, Turn, in_turn, remembered
 from dgemma_kernels.ops.prefix import forget
 
 _SMALLEST = 1024  # slots of a full layer; then powers of two up to _LINEAR, then multiples of it
@@ -58,11 +59,15 @@ class CacheBuffers:
 class BufferPool:
     """Makes cache buffers of one model and keeps those no cache uses any more, up to a bound, newest first."""
 
-    def __init__(self, config: ModelConfig, conventions: Conventions, device: torch.device, dtype: torch.dtype) -> None:
-        self.config = config
+    def __init__(
+        self, config: ModelConfig, conventions: Conventions, device: torch.device, dtype: torch.dtype, turn: Turn
+    ) -> None:
+        self.config, self.turn = config, turn
         self.keep = config.sliding_window - (0 if conventions.sliding_prefix == "window" else 1)
         self._where: dict[str, Any] = {"device": device, "dtype": dtype}
         self._free: list[CacheBuffers] = []
+        self._returned: deque[CacheBuffers] = deque()
+        self._sorting = threading.Lock()
 
     @property
     def device(self) -> torch.device:
@@ -76,20 +81,31 @@ class BufferPool:
         """Buffers for `num_slots` tokens a row, tail included, of which `tail` may be new."""
         two_canvases = 2 * self.config.canvas_length  # one postponed, and one being denoised
         size = (batch_size, _step_up(num_slots), max(tail, two_canvases, self.prefill_len(batch_size)))
-        for buffers in reversed(self._free):
-            if buffers.size == size:
-                self._free.remove(buffers)
-                return buffers
+        with self._sorting:
+            self._sort()
+            for at in reversed(range(len(self._free))):
+                if self._free[at].size == size:
+                    return self._free.pop(at)
         return CacheBuffers(self.config, *size, self.keep, self._where)
 
     def give_back(self, buffers: CacheBuffers) -> None:
-        self._free.append(buffers)
+        """Take back buffers from a cache, which may be collected in any thread at any moment: nothing here waits."""
+        self._returned.append(buffers)
+        if self._sorting.acquire(blocking=False):
+            try:
+                self._sort()
+            finally:
+                self._sorting.release()
+
+    def _sort(self) -> None:
+        while self._returned:
+            self._free.append(self._returned.popleft())
         while len(self._free) > 1 and sum(free.num_bytes for free in self._free) > _FREE_BYTES:
             self._free.pop(0)
 
 
-class FusedCache(PrefixCache):
-    """A `PrefixCache` over pooled buffers. Made and extended by the fused denoiser alone.
+class FusedCache:
+    """A `dgemma.model.cache.Cache` over pooled buffers. Made and extended by the fused denoiser alone.
 
     A finished block may be `postponed`: it counts as read, but the engine reads it together with the next canvas, in
     one pass over the weights, unless something else looks at the cache first (`catch_up`).
@@ -106,6 +122,11 @@ class FusedCache(PrefixCache):
         self.num_held = 0  # the most tokens a row has in a sliding layer's buffer, as far as the host knows
         self.ragged = False
         self._marks: list[CacheMark] = []
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(lengths={self.lengths.tolist()}, num_layers={self._pool.config.num_hidden_layers})"
+        )
 
     def __del__(self) -> None:
         buffers = getattr(self, "_buffers", None)
@@ -129,20 +150,29 @@ class FusedCache(PrefixCache):
         return self._buffers
 
     @property
-    def lengths(self) -> Tensor:  # type: ignore[override]
+    def lengths(self) -> Tensor:
         """Tokens of each row, (B,) int64. A tensor of its own at every change, so that one read earlier stays true."""
         return self._lengths if self.postponed is None else self._lengths + self._num_postponed
+
+    @property
+    def turn(self) -> Turn:
+        return self._pool.turn
 
     @property
     def batch_size(self) -> int:
         return self._lengths.shape[0]
 
     @property
-    def num_slots(self) -> int:  # type: ignore[override]
+    def num_bytes(self) -> int:
+        """Memory of the keys and values, in bytes."""
+        return self.buffers.num_bytes
+
+    @property
+    def num_slots(self) -> int:
         return self._num_slots + self._num_postponed
 
     @property
-    def num_seen(self) -> int:  # type: ignore[override]
+    def num_seen(self) -> int:
         return self._num_seen + self._num_postponed
 
     @property
@@ -159,6 +189,7 @@ class FusedCache(PrefixCache):
         tokens, self.postponed = self.postponed, None
         return tokens
 
+    @in_turn
     def catch_up(self) -> None:
         """Read what was postponed."""
         tokens = self.take_postponed()
@@ -167,15 +198,18 @@ class FusedCache(PrefixCache):
             self._read(tokens, self)
 
     @property
-    def layers(self) -> list[LayerCache]:  # type: ignore[override]
-        self.catch_up()
-        self.settle()
+    def layers(self) -> list[LayerCache]:
+        """The keys and values of every layer, with everything read."""
+        with self.turn:
+            self.catch_up()
+            self.settle()
         shapes = [self._pool.config.layer_shape(layer) for layer in range(self._pool.config.num_hidden_layers)]
         return [
             LayerCache(keys, values, shape.window, None if shape.window is None else self._pool.keep)
             for keys, values, shape in zip(self.buffers.keys, self.buffers.values, shapes, strict=True)
         ]
 
+    @in_turn
     def make_room(self, num_new: int, num_later: int = 0) -> CacheBuffers:
         """Buffers with room for `num_new` tokens a row behind the prefix, and for `num_later` in full layers."""
         old, num_slots = self._buffers, self._num_slots + num_new + num_later
@@ -189,6 +223,7 @@ class FusedCache(PrefixCache):
             self._pool.give_back(old)
         return self.buffers
 
+    @in_turn
     def extend(self, num_new: int, counts: Tensor | None) -> None:
         """Commit tokens that a forward wrote to the tail: all `num_new`, or the first counts (B,) of each row."""
         grown = self._lengths + (num_new if counts is None else counts)
@@ -199,6 +234,7 @@ class FusedCache(PrefixCache):
         self.ragged = self.ragged or counts is not None
         self._set_lengths(grown)
 
+    @in_turn
     def settle(self) -> None:
         """Sliding layers forget all but their newest tokens, which move to the front."""
         buffers = self._buffers
@@ -217,12 +253,7 @@ class FusedCache(PrefixCache):
         """Make room for `num_tokens` in all, so that appending up to there never copies."""
         self.make_room(self._num_postponed, max(0, num_tokens - self.num_slots))
 
-    def append(self, new: list[tuple[Tensor, Tensor]], real: Tensor | None) -> None:
-        raise ValueError(
-            "FusedCache.append must not be called: only the accelerated denoiser extends its caches. "
-            "Encode the prefix with the model that is to extend it."
-        )
-
+    @in_turn
     def mark(self) -> CacheMark:
         """Remember this boundary, to roll back to it later; copies what sliding layers will forget."""
         windows = [  # of layers that have caught up
@@ -233,15 +264,10 @@ class FusedCache(PrefixCache):
         self._marks.append(mark)
         return mark
 
+    @in_turn
     def rollback(self, mark: CacheMark) -> None:
         """Forget everything after `mark`. Marks taken later are gone with it; this one can be used again."""
-        if not any(kept is mark for kept in self._marks):
-            raise ValueError(
-                "PrefixCache.rollback must get a mark of this cache that no earlier rollback has passed. "
-                "Call cache.mark() at each boundary you want to return to."
-            )
-        while self._marks[-1] is not mark:
-            self._marks.pop()
+        drop_later(self._marks, mark)
         self.take_postponed()
         self._num_slots, self._num_seen, self.ragged = mark.num_slots, mark.num_seen, mark.ragged
         for layer, window in zip(self.layers, mark.windows, strict=True):
@@ -250,24 +276,27 @@ class FusedCache(PrefixCache):
                     target[:, :, : source.shape[2]] = source
         self._hold(mark.lengths)
 
+    @in_turn
     def clone(self) -> Self:
         return self._rebuild(lambda tensor: tensor)
 
+    @in_turn
     def select(self, rows: Tensor) -> Self:
         return self._rebuild(lambda tensor: tensor.index_select(0, rows))
 
     @classmethod
-    def join(cls, parts: Sequence[tuple[Tensor, PrefixCache]]) -> "FusedCache":
+    def join(cls, parts: Sequence[tuple[Tensor, Any]]) -> Self:
         """One cache out of several: each part holds the given rows (R,) of the batch; together they are all of them."""
-        joined = PrefixCache.join(parts)
-        pool = next(cache._pool for _, cache in parts if isinstance(cache, FusedCache))
-        fused = cls(pool, joined.batch_size)
-        fused._num_slots, fused._num_seen, fused.ragged = joined.num_slots, joined.num_seen, True
-        fused.make_room(pool.config.canvas_length)
-        for target, layer in zip(fused.layers, joined.layers, strict=True):
-            size = layer.keys.shape[2]
-            target.keys[:, :, :size], target.values[:, :, :size] = layer.keys, layer.values
-        fused._hold(joined.lengths)
+        pool: BufferPool = parts[0][1]._pool
+        with pool.turn:
+            joined = PrefixCache.join(parts)
+            fused = cls(pool, joined.batch_size)
+            fused._num_slots, fused._num_seen, fused.ragged = joined.num_slots, joined.num_seen, True
+            fused.make_room(pool.config.canvas_length)
+            for target, layer in zip(fused.layers, joined.layers, strict=True):
+                size = layer.keys.shape[2]
+                target.keys[:, :, :size], target.values[:, :, :size] = layer.keys, layer.values
+            fused._hold(joined.lengths)
         return fused
 
     def _rebuild(self, transform: Callable[[Tensor], Tensor]) -> Self:

@@ -1,63 +1,53 @@
-"""What the fused denoiser captures: a causal forward, a canvas's forward, and a whole denoising step.
+"""The graphs of the fused denoiser: a causal forward, a canvas's forward, and a whole denoising step.
 
-A step is `dgemma.step` itself, run once under capture over static tensors, whatever its sampler and stop rule, or its
-equal with the published sampler (`published.py`); draws are one launch each there.
+A captured step runs the library's own `predict`, `decide` and `settle` once over static tensors. With the published
+sampler one launch (`published.py`) replaces the last two. Each draw is one launch.
 """
 
-from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from dgemma.diffusion.prediction import SoftCap
 from dgemma.diffusion.state import DenoiseState
 from dgemma.run.knobs import Knobs
-from dgemma.run.step import Denoiser
-from dgemma.run.step import step as denoising_step
+from dgemma.run.step import Denoiser, Settled, decide, predict, record_step, settle
+from dgemma_kernels.engine import published
 from dgemma_kernels.engine.cache import CacheBuffers
-from dgemma_kernels.engine.forward import Forward
-from dgemma_kernels.engine.graphs import CaptureError, Replay, as_bytes, copy_all
+from dgemma_kernels.engine.graphs import CaptureError, Replay, as_bytes, beside, copy_all
 from dgemma_kernels.engine.prediction import FusedPrediction, Logits
-from dgemma_kernels.engine.published import fuse_sampler, is_published, published_step
+from dgemma_kernels.engine.workspace import Workspace, fill
 from dgemma_kernels.ops.draws import kernel as draws
 
-if TYPE_CHECKING:
-    from dgemma_kernels.engine.denoiser import FusedDenoiser
-
-STATE_INPUTS = (
-    *("canvas", "open", "frozen", "draft", "done", "block", "step", "num_steps", "noise_level", "next_noise_level"),
-    *("temperature", "seeds", "rows", "awaited", "allowed", "memory", "stop_memory", "injected"),
-)
-_UNCHANGED = frozenset({"frozen", "block", "num_steps", "seeds", "rows", "awaited", "allowed", "injected"})  # by a step
-_RECORD_TENSORS = (
-    *("block", "step", "seeds", "temperature", "noise_level", "canvas", "argmax", "entropy", "confidence"),
-    *("accepted", "renoised", "active", "rows", "verdict"),
-)
+_NO_CACHE: Any = None  # a static denoiser reads its buffers
 
 
-class _DrawingState(DenoiseState):
-    """A state whose draws are one launch each; bit for bit those of a `DenoiseState`."""
+def carried(state: DenoiseState) -> dict[str, Any]:
+    """The fields that a captured step gets and gives: all but the self-conditioning, a soft embedding in a graph."""
+    return {f.name: getattr(state, f.name) for f in fields(state) if f.name != "self_cond"}
 
-    draw = staticmethod(draws.uniform)
+
+def _drawing(kind: type[DenoiseState]) -> type[DenoiseState]:
+    """The same kind of state with draws of one launch each, bit for bit the same."""
+    return type(f"Drawing{kind.__name__}", (kind,), {"draw": staticmethod(draws.uniform)})
 
 
 class CapturedRead:
     """A causal forward of a fixed number of tokens, up to the last hidden state or the logits."""
 
     def __init__(
-        self, engine: "FusedDenoiser", tokens: Tensor, buffers: CacheBuffers, last: bool, head: bool = False
+        self, workspace: Workspace, tokens: Tensor, buffers: CacheBuffers, last: bool, head: bool = False
     ) -> None:
         self._tokens = tokens.long().clone()
         static = self._tokens
 
         def run() -> Tensor:
-            hidden = engine._forward.read(static, buffers, last=last)
-            return engine._causal_logits(hidden) if head else hidden
+            hidden = workspace.forward.read(static, buffers, last=last)
+            return workspace.causal_logits(hidden) if head else hidden
 
-        self._replay = Replay(run, engine.device, engine._graph_memory, launches=run)
+        self._replay = Replay(run, workspace.device, workspace.graph_memory, launches=run)
 
     def __call__(self, tokens: Tensor) -> Tensor:
         self._tokens.copy_(tokens)
@@ -68,44 +58,44 @@ class CapturedRead:
 class CapturedDenoise:
     """A forward over a canvas, up to the logits."""
 
-    def __init__(self, engine: "FusedDenoiser", canvas: Tensor, signal: Tensor | None, buffers: CacheBuffers) -> None:
+    def __init__(self, workspace: Workspace, canvas: Tensor, signal: Tensor | None, buffers: CacheBuffers) -> None:
         self._canvas = canvas.long().clone()
-        self._signal = engine._static_signal(canvas.numel(), signal)
-        self._logits = engine._logits_buffer(*canvas.shape)
-        forward, static, conditioned_on, logits = engine._forward, self._canvas, self._signal, self._logits
+        self._signal = workspace.static_signal(canvas.numel(), signal)
+        self._logits = workspace.logits_buffer(*canvas.shape)
+        forward, static, conditioned_on, logits = workspace.forward, self._canvas, self._signal, self._logits
 
         def run() -> None:
             forward.head(forward.canvas(static, conditioned_on, buffers), out=logits.tensor.flatten(0, 1))
 
-        self._logits.version += 1
-        self._replay = Replay(run, engine.device, engine._graph_memory, launches=run)
+        self._logits.renew()
+        self._replay = Replay(run, workspace.device, workspace.graph_memory, launches=run)
 
     def __call__(self, canvas: Tensor, signal: Tensor | None) -> Tensor:
         self._canvas.copy_(canvas)
         fill(self._signal, signal)
-        self._logits.version += 1
+        self._logits.renew()
         self._replay.replay()
         return self._logits.tensor.clone()
 
 
 @dataclass(frozen=True)
-class _Predicts(Denoiser):
-    """A denoiser that answers with the static forward, for `dgemma.step` to run under capture."""
+class _StaticDenoiser(Denoiser):
+    """A denoiser whose forward reads static tensors, for a step to run with under capture."""
 
-    forward: Forward
+    workspace: Workspace
     postponed: Tensor | None
     signal: Tensor
     buffers: CacheBuffers
     logits: Logits
-    softcap: SoftCap
 
     def denoise(self, canvas: Tensor, cache: Any, self_cond: Any = None, self_cond_mask: Any = None) -> FusedPrediction:
+        forward = self.workspace.forward
         if self.postponed is None:
-            hidden = self.forward.canvas(canvas, self.signal, self.buffers)
+            hidden = forward.canvas(canvas, self.signal, self.buffers)
         else:
-            hidden = self.forward.read_and_canvas(self.postponed, canvas, self.signal, self.buffers)
-        self.forward.head(hidden, out=self.logits.tensor.flatten(0, 1))
-        return FusedPrediction(self.logits, (self.softcap,))
+            hidden = forward.read_and_canvas(self.postponed, canvas, self.signal, self.buffers)
+        forward.head(hidden, out=self.logits.read().flatten(0, 1))
+        return FusedPrediction(self.logits, (self.workspace.softcap,))
 
 
 class CapturedStep:
@@ -118,79 +108,67 @@ class CapturedStep:
 
     def __init__(
         self,
-        engine: "FusedDenoiser",
+        workspace: Workspace,
         state: DenoiseState,
         knobs: Knobs,
         postponed: Tensor | None,
         signal: Tensor | None,
         buffers: CacheBuffers,
-        leaves: list,
-        form: Any,
     ) -> None:
-        self._knobs, self._softcap = knobs, engine._softcap
+        self._knobs, self._softcap = knobs, workspace.softcap
         self._postponed = None if postponed is None else postponed.long().clone()
+        leaves, form = tree_flatten(carried(state))
         dense = torch.contiguous_format
         self._inputs = [x.clone(memory_format=dense) if isinstance(x, Tensor) else x for x in leaves]
-        device, memory = engine.device, engine._graph_memory
-        self._signal = engine._static_signal(state.canvas.numel(), signal)
-        self._logits = engine._logits_buffer(*state.canvas.shape)
-        predicts = _Predicts(engine._forward, self._postponed, self._signal, buffers, self._logits, self._softcap)
-        static = _DrawingState(
-            **dict(zip(STATE_INPUTS, tree_unflatten(self._inputs, form), strict=True)), noise=state.noise
-        )
-        advance: Any = partial(denoising_step, knobs=fuse_sampler(knobs, state.canvas_len))
-        published = is_published(static, knobs)
-        if published:
-            advance = partial(published_step, knobs=knobs)
-        kept: list[FusedPrediction] = []
+        device, memory = workspace.device, workspace.graph_memory
+        self._signal = workspace.static_signal(state.canvas.numel(), signal)
+        self._logits = workspace.logits_buffer(*state.canvas.shape)
+        static = _drawing(type(state))(**tree_unflatten(self._inputs, form))
+        static_logits = Logits(self._logits.tensor, workspace.turn)  # of every replay: only graphs read them
+        denoiser = _StaticDenoiser(workspace, self._postponed, self._signal, buffers, static_logits)
+        predictions: list[FusedPrediction] = []
 
         def run() -> tuple[dict[str, Any], dict[str, Any], tuple[Tensor, ...], Any]:
-            after, record = advance(predicts, static, cache=None)
-            prediction: Any = record.prediction
-            kept[:] = [prediction]
+            prediction, settled = _predict_and_settle(denoiser, static, knobs)
+            record = record_step(static, prediction, settled, cache=_NO_CACHE, knobs=knobs)
+            predictions[:] = [prediction]
             shaping = prediction._shaping
             sweep = None if shaping is None else (tuple(prediction._sweep), shaping.allowed)
-            results = (
-                {name: getattr(after, name) for name in STATE_INPUTS if name not in _UNCHANGED},
-                {name: getattr(record, name) for name in _RECORD_TENSORS},
-                tuple(prediction._statistics),
-            )
+            results = (carried(settled.state), _tensor_fields(record), tuple(prediction._statistics))
             return *tree_map(lambda x: x.contiguous() if isinstance(x, Tensor) else x, results), sweep
 
         def forward() -> Any:
-            return predicts.denoise(static.canvas, None)
+            return denoiser.denoise(static.canvas, None)
 
         # What is written in PyTorch may look something up by a prediction, which `compile_together` does not make.
-        all_kernels = published and knobs.top_k is None and knobs.top_p is None
-        self._logits.version += 1
+        all_kernels = published.is_published(static, knobs) and knobs.top_k is None and knobs.top_p is None
+        self._logits.renew()
         try:
             self._replay = Replay(run, device, memory, launches=run if all_kernels else forward)
         except CaptureError as error:
-            said = str(error).partition("\n")[0]
+            reason = str(error).partition("\n")[0]
             raise RuntimeError(
-                f"This step could not be captured in a CUDA graph ({said}). If {knobs.sampler} or {knobs.stop} waits "
+                f"This step could not be captured in a CUDA graph ({reason}). If {knobs.sampler} or {knobs.stop} waits "
                 "for the host, write it as pure tensor code (no .item(), no if on a tensor, no boolean indexing)."
             ) from error
-        self._prediction = kept[0]
-        loaded = dict(zip(STATE_INPUTS, tree_unflatten(self._inputs, form), strict=True))
-        led_to = self._replay.result[0]
-        before, form_before = tree_flatten([loaded[name] for name in led_to])
-        after, form_after = tree_flatten(list(led_to.values()))
-        # Else the next step is another graph.
-        self.keeps_form = form_before == form_after and list_shapes(before) == list_shapes(after)
-        given = {_memory(x) for x in _tensors(self._inputs)}
+        prediction = predictions[0]
+        led_to, form_after = tree_flatten(self._replay.result[0])
+        # Otherwise the next step is another graph.
+        self.keeps_form = form_after == form and list_shapes(led_to) == list_shapes(self._inputs)
+        changed = [pair for pair in zip(self._inputs, led_to, strict=True) if pair[0] is not pair[1]]
+        changed = [(old, new) for old, new in changed if isinstance(new, Tensor)] if self.keeps_form else []
+        input_memory = {_memory(x) for x in _tensors(self._inputs)}
 
         def soften() -> Tensor:
-            signal = engine._soft_embedding(self._unread())
+            signal = workspace.soft_embedding(prediction.only_swept(static_logits))
             self._signal.copy_(signal.view_as(self._signal))
-            if self.keeps_form:
-                # An input, or a view of one, that stands for another is read before it is written over.
-                new = [x.clone() if _memory(x) in given else x for x in _tensors(after)]
-                copy_all(as_bytes(_tensors(before)), as_bytes(new))
+            # An input, or a view of one, that becomes another input is read before it is overwritten.
+            new = [x.clone() if _memory(x) in input_memory else x for _, x in changed]
+            copy_all(as_bytes([x for x, _ in changed]), as_bytes(new))
             return signal
 
         self._soft = Replay(soften, device, memory)
-        self._soft.replay()  # what it did for capture it did from no step
+        self._soft.replay()  # capture ran it without a step before it
         results, self._form = tree_flatten(self._replay.result[:3])
         self._origins, self._computed = _origins(results, self._inputs)
         self._computed_bytes = as_bytes(self._computed)
@@ -201,46 +179,60 @@ class CapturedStep:
         copy_all(_tensors(self._inputs), _tensors(leaves))
         fill(self._signal, signal)
 
-    def replay(self) -> None:
-        self._logits.version += 1
+    def replay(self) -> Logits:
+        """Take the step; the logits are those of its prediction."""
+        logits = self._logits.renew()
         self._replay.replay()
+        return logits
 
-    def results(self, state: DenoiseState, leaves: list) -> tuple[dict[str, Any], dict[str, Any], FusedPrediction]:
-        """What the step from `state`, whose leaves these are, led to and recorded, in tensors of their own."""
+    def results(
+        self, state: DenoiseState, leaves: list, logits: Logits
+    ) -> tuple[dict[str, Any], dict[str, Any], FusedPrediction]:
+        """The fields of the next state, those of the record, and the prediction, in new tensors.
+
+        leaves are those of `carried(state)`, from which the step was taken.
+        """
         fresh = [torch.empty_like(source) for source in self._computed]
         copy_all(as_bytes(fresh), self._computed_bytes)
         where = {"computed": fresh.__getitem__, "given": leaves.__getitem__, "constant": lambda value: value}
         results = [where[kind](at) for kind, at in self._origins]
         after, record, statistics = tree_unflatten(results, self._form)
         # Shaped by the state's own tensors: the graph's will hold another temperature.
-        prediction = FusedPrediction(self._logits, (self._softcap,)).shaped(
+        prediction = FusedPrediction(logits, (self._softcap,)).shaped(
             temperature=state.temperature, allowed=state.allowed, top_k=self._knobs.top_k, top_p=self._knobs.top_p
         )
-        return after, record, prediction.after_replay(statistics)
+        return after, record, prediction.with_statistics(statistics)
 
     def soften(self) -> Tensor:
         """The soft embedding (B, C, D) of the last replay, while no other graph has run since."""
         self._soft.replay()
         return self._soft.result.clone()
 
-    def _unread(self) -> FusedPrediction:
-        """The captured prediction, its sweep done and nothing else computed."""
-        prediction = FusedPrediction(self._logits, self._prediction._transforms)
-        if self._prediction._shaping is not None:
-            prediction.__dict__.update(_shaping=self._prediction._shaping, _sweep=self._prediction._sweep)
-        return prediction
+
+def _predict_and_settle(
+    denoiser: _StaticDenoiser, state: DenoiseState, knobs: Knobs
+) -> tuple[FusedPrediction, Settled]:
+    """One step up to its record, by the published sampler's kernel where that covers it."""
+    prediction: Any
+    if published.is_published(state, knobs):
+        with beside(state.device) as join:
+            early = published.prepare(state, knobs)
+        prediction = predict(denoiser, state, cache=_NO_CACHE, knobs=knobs)
+        join()
+        return prediction, published.settle(state, prediction, early, knobs)
+    knobs = published.fuse_sampler(knobs, state.canvas_len)
+    prediction = predict(denoiser, state, cache=_NO_CACHE, knobs=knobs)
+    return prediction, settle(state, prediction, decide(prediction, state, knobs), knobs)
+
+
+def _tensor_fields(record: Any) -> dict[str, Tensor]:
+    values = {f.name: getattr(record, f.name) for f in fields(record)}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
 def list_shapes(leaves: list) -> tuple[Any, ...]:
     """What a graph over these leaves is captured for: shapes and dtypes, and what is no tensor itself."""
     return tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves)
-
-
-def fill(static: Tensor, signal: Tensor | None) -> None:
-    if signal is None:
-        static.zero_()
-    else:
-        static.copy_(signal.view_as(static))
 
 
 def _tensors(leaves: list) -> list[Tensor]:

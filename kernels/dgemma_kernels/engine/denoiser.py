@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 
-from dgemma.diffusion.prediction import Prediction, SoftCap
+from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState, watch
-from dgemma.model.cache import PrefixCache
 from dgemma.model.config import Conventions, GenerationDefaults, ModelConfig
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.run.knobs import Knobs
@@ -28,11 +27,12 @@ from dgemma.run.records import StepRecord
 from dgemma.run.step import Denoiser
 from dgemma.train.lora import is_adapted
 from dgemma_kernels.engine.cache import BufferPool, CacheBuffers, FusedCache
-from dgemma_kernels.engine.captured import STATE_INPUTS, CapturedDenoise, CapturedRead, CapturedStep, fill, list_shapes
+from dgemma_kernels.engine.captured import CapturedDenoise, CapturedRead, CapturedStep, carried, list_shapes
 from dgemma_kernels.engine.forward import Forward
-from dgemma_kernels.engine.graphs import compile_together, remembered
+from dgemma_kernels.engine.graphs import Turn, compile_together, in_turn, remembered
 from dgemma_kernels.engine.prediction import FusedPrediction, Logits
 from dgemma_kernels.engine.weights import Weights, take_weights
+from dgemma_kernels.engine.workspace import Workspace
 from dgemma_kernels.formats import ENCODERS, Quantized
 from dgemma_kernels.ops.attention import KernelName
 from dgemma_kernels.ops.draws import kernel as draws
@@ -107,7 +107,7 @@ class _LastStep:
 
     def __init__(self, state: DenoiseState, knobs: Knobs, buffers: CacheBuffers, captured: CapturedStep) -> None:
         self._state, self._knobs, self._buffers, self.captured = weakref.ref(state), knobs, buffers, captured
-        leaves = tree_leaves([getattr(state, name) for name in STATE_INPUTS])
+        leaves = tree_leaves(carried(state))
         self._written = watch(*(x for x in leaves if isinstance(x, Tensor)))
 
     def led_to(self, state: DenoiseState, knobs: Knobs, buffers: CacheBuffers) -> bool:
@@ -117,7 +117,11 @@ class _LastStep:
 
 
 class FusedDenoiser(Denoiser[FusedCache]):
-    """What `accelerate` returns. Batches of any size; predictions of `step` are readable until the next step."""
+    """What `accelerate` returns. Batches of any size; predictions of `step` are readable until the next step.
+
+    Several threads may use one: each call holds the `turn`, and steps of different runs may follow each other in any
+    order. A thread's last prediction stays readable until that thread takes its next step.
+    """
 
     config: ModelConfig
     generation: GenerationDefaults  # the model's at first, and its own from then on: the model may be let go
@@ -133,14 +137,25 @@ class FusedDenoiser(Denoiser[FusedCache]):
         self, model: DiffusionGemma, weights: Weights, generation: GenerationDefaults, attention: KernelName
     ) -> None:
         self._model, self.config, self.generation = model, model.config, generation
-        self._forward = Forward(model.config, weights, attention)
-        self._pool = BufferPool(model.config, model.conventions, model.device, model.dtype)
-        self._logits: dict[tuple[int, int], Logits] = {}
+        self.turn = Turn(model.device)
+        self._pool = BufferPool(model.config, model.conventions, model.device, model.dtype, self.turn)
+        self._workspace = Workspace(
+            config=model.config,
+            conventions=model.conventions,
+            device=model.device,
+            dtype=model.dtype,
+            forward=Forward(model.config, weights, attention),
+            turn=self.turn,
+            graph_memory=torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None,
+        )
         self._sizes_read: set[int] = set()  # of prompts, whose forwards are no graphs
         self._last: _LastStep | None = None
         # The last step's prediction, as long as someone holds it, and the step that can compute its soft embedding.
         self._unsoftened: tuple[Any, CapturedStep | None] = (lambda: None, None)
-        self._graph_memory = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
+
+    @property
+    def _forward(self) -> Forward:
+        return self._workspace.forward
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or a pickle is made of: weights, and neither graphs nor buffers, of which it makes its own."""
@@ -178,6 +193,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
     def dtype(self) -> torch.dtype:
         return self._model.dtype
 
+    @in_turn
     def uniform(self, seeds: Tensor, block: Tensor, step: Tensor, num_positions: int, purpose: str) -> Tensor:
         """`dgemma.diffusion.draws.uniform`, bit for bit, in one launch."""
         seeds, block, step = (x.long().contiguous() for x in (seeds, block, step))
@@ -188,8 +204,9 @@ class FusedDenoiser(Denoiser[FusedCache]):
         return FusedCache(self._pool, batch_size)
 
     @torch.no_grad()
+    @in_turn
     def encode(
-        self, tokens: Tensor, cache: PrefixCache | None = None, attention_mask: Tensor | None = None
+        self, tokens: Tensor, cache: FusedCache | None = None, attention_mask: Tensor | None = None
     ) -> FusedCache:
         """Read tokens (B, P) causally into a prefix cache; see `DiffusionGemma.encode`."""
         fused, real = self._check_prefix(tokens, cache, attention_mask)
@@ -202,8 +219,9 @@ class FusedDenoiser(Denoiser[FusedCache]):
         return fused
 
     @torch.no_grad()
+    @in_turn
     def causal_logits(
-        self, tokens: Tensor, cache: PrefixCache | None = None, attention_mask: Tensor | None = None
+        self, tokens: Tensor, cache: FusedCache | None = None, attention_mask: Tensor | None = None
     ) -> Tensor:
         """Next-token logits, word by word: tokens (B, T) → (B, T, V) float32; see `DiffusionGemma.causal_logits`."""
         fused, real = self._check_prefix(tokens, cache, attention_mask)
@@ -212,13 +230,14 @@ class FusedDenoiser(Denoiser[FusedCache]):
             return self._read_word(tokens, fused)
         hidden = self._read(tokens, fused, real, last=True)
         assert hidden is not None
-        return self._causal_logits(hidden.flatten(0, 1)).view(*tokens.shape, -1)
+        return self._workspace.causal_logits(hidden.flatten(0, 1)).view(*tokens.shape, -1)
 
     @torch.no_grad()
+    @in_turn
     def denoise(
         self,
         canvas: Tensor,
-        cache: PrefixCache,
+        cache: FusedCache,
         self_cond: Prediction | Tensor | None = None,
         self_cond_mask: Tensor | None = None,
     ) -> FusedPrediction:
@@ -232,12 +251,13 @@ class FusedDenoiser(Denoiser[FusedCache]):
         if signal is not None and self_cond_mask is not None:
             signal = signal * self_cond_mask.to(signal.dtype)[:, None, None]
         captured = remembered(
-            buffers.graphs, ("denoise", canvas.shape), lambda: CapturedDenoise(self, canvas, signal, buffers)
+            buffers.graphs, ("denoise", canvas.shape), lambda: CapturedDenoise(self._workspace, canvas, signal, buffers)
         )
-        return FusedPrediction(Logits(captured(canvas, signal)), (self._softcap,))
+        return FusedPrediction(Logits(captured(canvas, signal)), (self._workspace.softcap,))
 
     @torch.no_grad()
-    def step(self, state: DenoiseState, *, cache: PrefixCache, knobs: Knobs) -> tuple[DenoiseState, StepRecord]:
+    @in_turn
+    def step(self, state: DenoiseState, *, cache: FusedCache, knobs: Knobs) -> tuple[DenoiseState, StepRecord]:
         """`dgemma.step` of this denoiser as graph replays: pure, with results in tensors of their own.
 
         Example: `state, record = fast.step(state, cache=cache, knobs=knobs)`.
@@ -252,29 +272,24 @@ class FusedDenoiser(Denoiser[FusedCache]):
         as_last = postponed is None and last is not None and last.led_to(state, knobs, buffers)
         if last is not None and as_last:
             captured = last.captured
-            captured.replay()
-        leaves, form = tree_flatten([getattr(state, name) for name in STATE_INPUTS])
+            logits = captured.replay()
+        leaves, form = tree_flatten(carried(state))
         if not as_last:
             signal = self._signal(state.self_cond)
             shapes = list_shapes(leaves)
             captured = remembered(
                 buffers.graphs,
-                ("step", knobs, state.noise, str(form), shapes, num_postponed),
-                lambda: CapturedStep(self, state, knobs, postponed, signal, buffers, leaves, form),
+                ("step", knobs, type(state), str(form), shapes, num_postponed),
+                lambda: CapturedStep(self._workspace, state, knobs, postponed, signal, buffers),
             )
             captured.load(leaves, postponed, signal)
-            captured.replay()
-        after, record, prediction = captured.results(state, leaves)
+            logits = captured.replay()
+        after, record, prediction = captured.results(state, leaves, logits)
         self._unsoftened = weakref.ref(prediction), captured
         if num_postponed:
             fused.take_postponed()
             fused.extend(num_postponed, None)
-        after_state = DenoiseState(
-            **{name: getattr(state, name) for name in STATE_INPUTS if name not in after},
-            **after,
-            noise=state.noise,
-            self_cond=prediction,
-        )
+        after_state = replace(state, **after, self_cond=prediction)
         self._last = None if num_postponed else _LastStep(after_state, knobs, buffers, captured)
         return after_state, StepRecord(**record, prediction=prediction, state=after_state, cache=fused, knobs=knobs)
 
@@ -284,28 +299,13 @@ class FusedDenoiser(Denoiser[FusedCache]):
 
         Example: `left, broken, stray = fast.read_ahead(record.verdict)`.
         """
-        on_host = values.to("cpu", non_blocking=True)
-        arrived = torch.cuda.current_stream(values.device).record_event() if values.is_cuda else None
-        self._soften()
+        with self.turn:
+            on_host = values.to("cpu", non_blocking=True)
+            arrived = torch.cuda.current_stream(values.device).record_event() if values.is_cuda else None
+            self._soften()
         if arrived is not None:
             arrived.synchronize()
         return on_host.tolist()
-
-    @property
-    def _softcap(self) -> SoftCap:
-        return SoftCap(self.config.final_logit_softcapping)
-
-    def _logits_buffer(self, batch_size: int, canvas_len: int) -> Logits:
-        key = (batch_size, canvas_len)
-        if key not in self._logits:
-            shape = (batch_size, canvas_len, self.config.vocab_size)
-            self._logits[key] = Logits(torch.empty(shape, dtype=self.dtype, device=self.device))
-        return self._logits[key]
-
-    def _static_signal(self, num_rows: int, signal: Tensor | None) -> Tensor:
-        static = torch.empty(num_rows, self.config.hidden_size, dtype=self.dtype, device=self.device)
-        fill(static, signal)
-        return static
 
     def _signal(self, self_cond: Prediction | Tensor | None) -> Tensor | None:
         """The soft embedding (B, C, D) of what the forward is conditioned on."""
@@ -314,24 +314,9 @@ class FusedDenoiser(Denoiser[FusedCache]):
         if isinstance(self_cond, FusedPrediction):
             if self_cond.signal is not None:
                 return self_cond.signal
-            return self._soft_embedding(self_cond)
+            return self._workspace.soft_embedding(self_cond)
         logits = self_cond.logits if isinstance(self_cond, Prediction) else self_cond
-        return self._soft_embedding_of(logits)
-
-    def _soft_embedding(self, prediction: FusedPrediction) -> Tensor:
-        probabilities = None
-        if self.conventions.self_cond_logits == "rounded":
-            probabilities = prediction.soft_probabilities()
-        if probabilities is None:
-            return self._soft_embedding_of(prediction.logits)
-        signal = self._forward.soft_embedding(probabilities)
-        return signal.view(prediction.batch_size, prediction.canvas_len, -1)
-
-    def _soft_embedding_of(self, logits: Tensor) -> Tensor:
-        if self.conventions.self_cond_logits == "rounded":
-            logits = logits.to(self.dtype)
-        probabilities = logits.softmax(-1, dtype=torch.float32).to(self.dtype)
-        return self._forward.soft_embedding(probabilities.flatten(0, 1)).view(*logits.shape[:2], -1)
+        return self._workspace.soft_embedding_of(logits)
 
     def _soften(self) -> None:
         """Compute the soft embedding of the last step while its logits are there: before any other graph runs."""
@@ -341,6 +326,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
             prediction.signal = captured.soften()
 
     @torch.no_grad()
+    @in_turn
     def _read_block(self, tokens: Tensor, cache: FusedCache) -> None:
         self._read(tokens, cache, None, last=False)
         cache.settle()
@@ -373,14 +359,10 @@ class FusedDenoiser(Denoiser[FusedCache]):
         """One token a row, head included, in one graph: autoregressive decoding. (B, 1) → (B, 1, V) float32."""
         buffers = cache.make_room(1, self.config.canvas_length)
         self._soften()
-        make = lambda: CapturedRead(self, tokens, buffers, last=True, head=True)  # noqa: E731
+        make = lambda: CapturedRead(self._workspace, tokens, buffers, last=True, head=True)  # noqa: E731
         logits = remembered(buffers.graphs, ("word", tokens.shape), make)(tokens)
         cache.extend(1, None)
         return logits[:, None]
-
-    def _causal_logits(self, hidden: Tensor) -> Tensor:
-        logits = self._forward.head(hidden)
-        return Prediction(logits[None], (self._softcap,)).logits[0]
 
     def _read_chunk(self, tokens: Tensor, buffers: CacheBuffers, last: bool) -> Tensor:
         if tokens.shape[1] != self.config.canvas_length:
@@ -391,22 +373,21 @@ class FusedDenoiser(Denoiser[FusedCache]):
             hidden = read()
         else:
             self._soften()
-            make = lambda: CapturedRead(self, tokens, buffers, last)  # noqa: E731
+            make = lambda: CapturedRead(self._workspace, tokens, buffers, last)  # noqa: E731
             hidden = remembered(buffers.graphs, ("read", tokens.shape, last), make)(tokens)
         return hidden.view(*tokens.shape, -1)
 
-    def _check_canvas(self, canvas: Tensor, cache: PrefixCache) -> FusedCache:
-        self._model._check_tokens(canvas, cache, "canvas")
+    def _check_canvas(self, canvas: Tensor, cache: FusedCache) -> FusedCache:
+        self._model.check_tokens(canvas, cache, "canvas")
         return self._own(cache)
 
     def _check_prefix(
-        self, tokens: Tensor, cache: PrefixCache | None, attention_mask: Tensor | None
+        self, tokens: Tensor, cache: FusedCache | None, attention_mask: Tensor | None
     ) -> tuple[FusedCache, Tensor | None]:
         fused = self.new_cache(tokens.shape[0]) if cache is None else self._own(cache)
-        _, real = self._model._check_prefix(tokens, fused, attention_mask)
-        return fused, real
+        return fused, self._model.check_prefix(tokens, fused, attention_mask)
 
-    def _own(self, cache: PrefixCache) -> FusedCache:
+    def _own(self, cache: FusedCache) -> FusedCache:
         if not isinstance(cache, FusedCache) or cache._pool is not self._pool:
             raise ValueError(
                 f"FusedDenoiser cache must be one that it made itself, got a {type(cache).__name__} of another model. "

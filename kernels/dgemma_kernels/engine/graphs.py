@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,59 @@ _compiling = threading.RLock()  # what `compile_together` replaces is there once
 
 class CaptureError(RuntimeError):
     """What ran by itself could not be captured."""
+
+
+class Turn:
+    """Lets one caller in at a time, whatever its thread. The device follows in that order, whatever the stream.
+
+    The holder may enter again. Static buffers and graphs are shared, so whoever touches them holds the turn.
+
+    Example: `with turn: graph.replay()`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._lock, self._depth = device, threading.RLock(), 0
+        self._stream: torch.cuda.Stream | None = None  # of the last holder
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        try:
+            if self._depth == 0 and self._device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+                stream = torch.cuda.current_stream(self._device)
+                if self._stream is not None and self._stream != stream:
+                    stream.wait_stream(self._stream)
+                self._stream = stream
+            self._depth += 1
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        self._depth -= 1
+        self._lock.release()
+
+
+class _TakesTurns(Protocol):
+    @property
+    def turn(self) -> Turn: ...
+
+
+Owner = TypeVar("Owner", bound=_TakesTurns)
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def in_turn(
+    method: Callable[Concatenate[Owner, Arguments], Result],
+) -> Callable[Concatenate[Owner, Arguments], Result]:
+    """A method that holds its owner's `turn` while it runs."""
+
+    @wraps(method)
+    def run(self: Owner, *args: Arguments.args, **options: Arguments.kwargs) -> Result:
+        with self.turn:
+            return method(self, *args, **options)
+
+    return run
 
 
 class Replay:

@@ -4,7 +4,9 @@ Soft-cap, temperature and allowed tokens are the kernel's; under top-k or top-p,
 the twin's own PyTorch code runs on the same logits, a slice of positions at a time.
 """
 
-from dataclasses import dataclass
+import threading
+import weakref
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -12,15 +14,48 @@ import torch
 from torch import Tensor
 
 from dgemma.diffusion.prediction import Prediction, SoftCap, Transform, _Allow, _Statistics, _Temper
+from dgemma_kernels.engine.graphs import Turn, in_turn
 from dgemma_kernels.ops.vocabulary import kernel as vocabulary
 
 
-@dataclass
 class Logits:
-    """The head's output (B, C, V) before the soft-cap, in a buffer that a later step may overwrite."""
+    """The head's output (B, C, V) before the soft-cap, in a tensor that a later step may overwrite."""
 
-    tensor: Tensor
-    version: int = 0
+    def __init__(self, tensor: Tensor, turn: Turn | None = None) -> None:
+        self.shape, self.device = tensor.shape, tensor.device
+        self.turn = Turn(tensor.device) if turn is None else turn
+        self._tensor: Tensor | None = tensor
+        self._thread = threading.get_ident()
+
+    def read(self) -> Tensor:
+        """The tensor, to be read while holding the turn."""
+        if self._tensor is None:
+            raise RuntimeError(
+                "This Prediction's logits were overwritten by a later step: the fused engine keeps those of the last "
+                "step only. Read .logits, .top, .sample or .log_prob before the next step."
+            )
+        return self._tensor
+
+    def give_up(self) -> None:
+        """Let the tensor be overwritten. Another thread's logits are copied: that thread took no later step."""
+        if self._tensor is not None:
+            self._tensor = None if self._thread == threading.get_ident() else self._tensor.clone()
+
+
+class LogitsBuffer:
+    """A tensor (B, C, V) that graphs write into, and the `Logits` that are in it now."""
+
+    def __init__(self, tensor: Tensor, turn: Turn) -> None:
+        self.tensor, self._turn = tensor, turn
+        self._current: Callable[[], Logits | None] = lambda: None
+
+    def renew(self) -> Logits:
+        """The logits that the next replay writes; those that are there now are given up."""
+        last, new = self._current(), Logits(self.tensor, self._turn)
+        if last is not None:
+            last.give_up()
+        self._current = weakref.ref(new)
+        return new
 
 
 class _Shaping(NamedTuple):
@@ -33,30 +68,25 @@ class FusedPrediction(Prediction):
     """A `Prediction` over the fused head's logits; `signal` (B, C, D) is its soft embedding, once that is computed."""
 
     def __init__(self, logits: Logits, transforms: tuple[Transform, ...]) -> None:
-        self._source, self._version = logits, logits.version
-        super().__init__(logits.tensor, transforms)
+        super().__init__(logits.read(), transforms)
+        self._source = logits
         self.signal: Tensor | None = None
 
     @property
     def _raw(self) -> Tensor:
-        if self._source.version != self._version:
-            raise RuntimeError(
-                "This Prediction's logits were overwritten by a later step: the fused engine keeps those of the last "
-                "step only. Read .logits, .top, .sample or .log_prob before the next step."
-            )
-        return self._source.tensor
-
-    @_raw.setter
-    def _raw(self, logits: Tensor) -> None:
-        assert logits is self._source.tensor
+        return self._source.read()
 
     @property
     def shape(self) -> torch.Size:
-        return self._source.tensor.shape
+        return self._source.shape
 
     @property
     def device(self) -> torch.device:
-        return self._source.tensor.device
+        return self._source.device
+
+    @property
+    def turn(self) -> Turn:
+        return self._source.turn
 
     def shaped(
         self,
@@ -69,12 +99,20 @@ class FusedPrediction(Prediction):
         shaped = super().shaped(temperature=temperature, allowed=allowed, top_k=top_k, top_p=top_p)
         return FusedPrediction(self._source, shaped._transforms)
 
-    def after_replay(self, statistics: tuple[Tensor, ...]) -> "FusedPrediction":
-        """The same prediction of the graph's latest replay; its statistics, entropy first, are tensors of their own."""
-        latest = FusedPrediction(self._source, self._transforms)
-        latest.__dict__["_statistics"] = _Statistics(*statistics)
-        return latest
+    def with_statistics(self, statistics: tuple[Tensor, ...]) -> "FusedPrediction":
+        """The same prediction with known statistics, entropy first."""
+        known = FusedPrediction(self._source, self._transforms)
+        known._statistics = _Statistics(*statistics)
+        return known
 
+    def only_swept(self, logits: Logits) -> "FusedPrediction":
+        """The same prediction over `logits`, with its sweep and nothing else computed."""
+        swept = FusedPrediction(logits, self._transforms)
+        if self._shaping is not None:
+            swept._shaping, swept._sweep = self._shaping, self._sweep
+        return swept
+
+    @in_turn
     def soft_probabilities(self) -> Tensor | None:
         """The distribution the next forward is conditioned on, (B·C, V) in the logits' dtype; None if not by kernel."""
         if self._shaping is None:
@@ -82,6 +120,7 @@ class FusedPrediction(Prediction):
         softcap, temperature, allowed = self._shaping
         return vocabulary.soft_probabilities(self._rows, self._sweep, temperature, softcap=softcap, allowed=allowed)
 
+    @in_turn
     def sample(self, u: Tensor) -> Tensor:
         if self._shaping is None:
             return super().sample(u)
@@ -97,7 +136,8 @@ class FusedPrediction(Prediction):
     @cached_property
     def _statistics(self) -> _Statistics:
         if self._shaping is None:
-            return Prediction(self._raw, self._transforms)._statistics
+            with self.turn:
+                return Prediction(self._raw, self._transforms)._statistics
         sweep, shape = self._sweep, (self.batch_size, self.canvas_len)
         parts = (sweep.entropy, sweep.argmax, sweep.confidence, sweep.margin, sweep.log_normalizer)
         return _Statistics(*(part.view(shape) for part in parts))
@@ -106,7 +146,12 @@ class FusedPrediction(Prediction):
     def _sweep(self) -> vocabulary.VocabularyStatistics:
         assert self._shaping is not None
         softcap, temperature, allowed = self._shaping
-        return vocabulary.vocabulary_statistics(self._rows, temperature, softcap=softcap, allowed=allowed)
+        with self.turn:
+            return vocabulary.vocabulary_statistics(self._rows, temperature, softcap=softcap, allowed=allowed)
+
+    @in_turn
+    def _shaped(self, positions: slice) -> Tensor:
+        return super()._shaped(positions)
 
     @cached_property
     def _shaping(self) -> _Shaping | None:

@@ -1,9 +1,10 @@
-"""A step of the published sampler for capture: `dgemma.step`, its meaning, with one launch for all that follows the
-sample, and what needs no prediction beside the forward.
+"""The published sampler for capture: one launch for its decision and all of `settle`.
+
+Twin of `dgemma.run.step.decide` and `settle`, bit for bit except for sums of entropies, which are rounded once.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -12,37 +13,45 @@ from dgemma.diffusion.noise import UniformNoise
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
 from dgemma.run.knobs import Knobs
-from dgemma.run.records import StepRecord
-from dgemma.run.step import Settled, clock, record_step
+from dgemma.run.step import Settled, clock
 from dgemma.sampling.entropy_bound import EntropyBound
 from dgemma.sampling.stopping import StableAndConfident
-from dgemma_kernels.engine.graphs import beside
 from dgemma_kernels.ops.accept.kernel import MAX_CANVAS, Accepted, accept
 
 
 def is_published(state: DenoiseState, knobs: Knobs) -> bool:
-    """Whether `published_step` covers it: else it is `dgemma.step` that is captured, with `fuse_sampler`'s knobs."""
+    """Tell whether `settle` covers this step. If not, the library's own is captured, with `fuse_sampler`'s knobs."""
     stop, memory = knobs.stop, state.stop_memory
-    remembers = (state.batch_size, getattr(stop, "stability", None), state.canvas_len)
+    rule_is_known = stop is None
+    if type(stop) is StableAndConfident and isinstance(memory, Tensor):
+        rule_is_known = memory.shape == (state.batch_size, stop.stability, state.canvas_len)
     return (
-        _has_kernel(knobs.sampler, state.canvas_len)
+        rule_is_known
+        and _has_kernel(knobs.sampler, state.canvas_len)
         and type(state.noise) is UniformNoise
-        and (stop is None or (type(stop) is StableAndConfident and getattr(memory, "shape", None) == remembers))
         and state.awaited is None
         and state.allowed is None
         and not state.injected
     )
 
 
-def published_step(denoiser: Any, state: DenoiseState, *, cache: Any, knobs: Knobs) -> tuple[DenoiseState, StepRecord]:
-    """`dgemma.step` where `is_published`, bit for bit but for sums of entropies, which are rounded once."""
-    with beside(state.device) as join:
-        after_clock = clock(state.noise, knobs.temperature, state.step + 1, state.num_steps)
-        u, active = state.uniform("token"), ~state.done
-    raw = denoiser.denoise(state.canvas, cache)
-    join()
-    prediction = raw.shaped(temperature=state.temperature, top_k=knobs.top_k, top_p=knobs.top_p)
-    taken = _accept(prediction, prediction.sample(u), state, knobs.sampler, knobs.stop)
+class Early(NamedTuple):
+    """The parts of a step that need no prediction, so that they can run next to the forward."""
+
+    clock: dict[str, Any]
+    u_token: Tensor  # (B, C)
+    active: Tensor  # (B,) bool
+
+
+def prepare(state: DenoiseState, knobs: Knobs) -> Early:
+    """Compute what a published step needs besides its prediction."""
+    after_clock = clock(state.noise, knobs.temperature, state.step + 1, state.num_steps)
+    return Early(after_clock, state.uniform("token"), ~state.done)
+
+
+def settle(state: DenoiseState, prediction: Prediction, early: Early, knobs: Knobs) -> Settled:
+    """Decide and settle where `is_published`: `dgemma.run.step.settle` of the sampler's decision."""
+    taken = _accept(prediction, prediction.sample(early.u_token), state, knobs.sampler, knobs.stop)
     after = replace(
         state,
         canvas=taken.canvas,
@@ -52,10 +61,9 @@ def published_step(denoiser: Any, state: DenoiseState, *, cache: Any, knobs: Kno
         memory=None,
         stop_memory=state.stop_memory if knobs.stop is None else taken.recent,
         self_cond=prediction,
-        **after_clock,
+        **early.clock,
     )
-    settled = Settled(after, taken.accepted, taken.renoised, active, taken.verdict)
-    return after, record_step(state, prediction, settled, cache=cache, knobs=knobs)
+    return Settled(after, taken.accepted, taken.renoised, early.active, taken.verdict)
 
 
 def fuse_sampler(knobs: Knobs, canvas_len: int) -> Knobs:

@@ -47,11 +47,15 @@ class Prediction:
     """
 
     def __init__(self, logits: Tensor, transforms: tuple["Transform", ...] = ()) -> None:
-        self._raw = logits
+        self._unshaped = logits
         self._transforms = transforms
         # Plain attributes, not cached properties: those lock, which torch.compile cannot trace.
         self._known_logits: Tensor | None = None
         self._known_statistics: _Statistics | None = None
+
+    @property
+    def _raw(self) -> Tensor:
+        return self._unshaped
 
     def __repr__(self) -> str:
         return (
@@ -187,7 +191,7 @@ class Prediction:
 
     def _may_keep(self) -> bool:
         """What was computed without a graph must not stand in for what needs one later."""
-        return torch.is_grad_enabled() or not self._raw.requires_grad
+        return torch.is_grad_enabled() or not self._unshaped.requires_grad
 
     def _shaped(self, positions: slice) -> Tensor:
         """The shaped logits of one of the `_slices`; of a small vocabulary, which has only one, they are kept."""

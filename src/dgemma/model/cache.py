@@ -34,6 +34,10 @@ class Cache(Protocol):
     def num_slots(self) -> int:
         """The tokens of the longest row, known to the host."""
 
+    @property
+    def num_seen(self) -> int:
+        """The tokens read so far, padding included: the width of their attention mask."""
+
     def clone(self) -> Self:
         """An independent copy: extending one leaves the other unchanged. Marks stay with the original."""
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dgemma.diffusion.prediction import Prediction, SoftCap
 from dgemma.model.attention import Mask
 from dgemma.model.backbone import KeysValues, Layer, run_layers
-from dgemma.model.cache import LayerCache, PrefixCache
+from dgemma.model.cache import Cache, LayerCache, PrefixCache
 from dgemma.model.config import Conventions, GenerationDefaults, ModelConfig
 from dgemma.model.experts import Experts
 from dgemma.model.layers import GatedMLP, RMSNorm, rms_norm, wide_dtype
@@ -166,7 +166,8 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
 
         Example: `cache = model.encode(prompt_tokens)`.
         """
-        cache, real = self._check_prefix(tokens, cache, attention_mask)
+        cache = self._cache_for(tokens, cache)
+        real = self.check_prefix(tokens, cache, attention_mask)
         self._read(tokens, cache, real)
         return cache
 
@@ -179,7 +180,8 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
 
         Example: `model.causal_logits(tokens)[:, -1].argmax(-1)` is the greedy next token.
         """
-        cache, real = self._check_prefix(tokens, cache, attention_mask)
+        cache = self._cache_for(tokens, cache)
+        real = self.check_prefix(tokens, cache, attention_mask)
         return self._head(self._read(tokens, cache, real)).logits
 
     def denoise(
@@ -198,7 +200,7 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
 
         Example: `model.denoise(canvas, cache, self_cond=prediction.shaped(temperature=0.8)).entropy`.
         """
-        self._check_tokens(canvas, cache, "canvas")
+        self.check_tokens(canvas, cache, "canvas")
         signal = None if self_cond is None else self.soft_embedding(self_cond, self_cond_mask)
         x = self.embed_canvas(canvas, signal, noise_level)
         positions = cache.lengths[:, None] + torch.arange(canvas.shape[1], device=canvas.device)
@@ -322,16 +324,16 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
         logits = F.linear(hidden, self.embed_tokens.weight)
         return Prediction(logits, (SoftCap(self.config.final_logit_softcapping),))
 
-    def _check_prefix(
-        self, tokens: Tensor, cache: PrefixCache | None, attention_mask: Tensor | None
-    ) -> tuple[PrefixCache, Tensor | None]:
-        """Validate what `encode` was given: the cache to extend and which new tokens are real (B, T), None for all."""
-        if cache is None:
-            _require_2d_ids(tokens, "tokens")
-            cache = self.new_cache(tokens.shape[0])
-        self._check_tokens(tokens, cache, "tokens")
+    def _cache_for(self, tokens: Tensor, cache: PrefixCache | None) -> PrefixCache:
+        """The cache that `tokens` extend, a new one for None."""
+        _require_2d_ids(tokens, "tokens")
+        return self.new_cache(tokens.shape[0]) if cache is None else cache
+
+    def check_prefix(self, tokens: Tensor, cache: Cache, attention_mask: Tensor | None) -> Tensor | None:
+        """Check the arguments of `encode`; return which of tokens (B, T) are real, None if all are."""
+        self.check_tokens(tokens, cache, "tokens")
         if attention_mask is None:
-            return cache, None
+            return None
         num_new = tokens.shape[1]
         if tuple(attention_mask.shape) not in {(tokens.shape[0], num_new), (tokens.shape[0], cache.num_seen + num_new)}:
             raise ValueError(
@@ -341,15 +343,16 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
             )
         seen, real = attention_mask.to(self.device, torch.bool).tensor_split([-num_new], dim=1)
         if torch.compiler.is_compiling():
-            return cache, real
+            return real
         if seen.shape[1] and not torch.equal(seen.sum(1), cache.lengths):
             raise ValueError(
                 "DiffusionGemma.encode attention_mask must repeat, for the cached tokens, what they were encoded with: "
                 f"{cache.lengths.tolist()} real tokens a row, got {seen.sum(1).tolist()}."
             )
-        return cache, None if bool(real.all()) else real
+        return None if bool(real.all()) else real
 
-    def _check_tokens(self, tokens: Tensor, cache: PrefixCache, name: str) -> None:
+    def check_tokens(self, tokens: Tensor, cache: Cache, name: str) -> None:
+        """Check tokens (B, T), the prefix's or a canvas's, against the cache they are read with."""
         _require_2d_ids(tokens, name)
         if tokens.shape[0] == 0 or (name == "canvas" and tokens.shape[1] == 0):
             raise ValueError(f"DiffusionGemma {name} must hold something, got shape {tuple(tokens.shape)}.")

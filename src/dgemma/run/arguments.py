@@ -1,11 +1,9 @@
 """What a caller gave `generate`, checked before any work is done: every mistake is one sentence that names the fix."""
 
-import functools
-import inspect
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,14 +15,10 @@ from dgemma.checks import as_int, as_number
 from dgemma.diffusion.noise import Noise
 from dgemma.model.cache import Cache
 from dgemma.model.config import ModelConfig
+from dgemma.run.options import Allowed
 from dgemma.sampling.base import Sampler
 
 _NO_TOKEN = "generate prompt_tokens must hold at least one token a row. Start with the bos token."
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-if TYPE_CHECKING:
-    Allowed = Tensor | Sequence[int] | Sequence[Sequence[int]] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,37 +65,6 @@ class Span:
         return {"canvas": canvas, "frozen": frozen, "allowed": allowed, "awaited": awaited}
 
 
-def passes_on(inner: Callable[..., Any], only: Collection[str] | None = None) -> Callable[[Function], Function]:
-    """Show the keywords of `inner`, or `only` some of them, in the signature of a function that passes them on to it.
-
-    For `help`, notebooks and editors: one list of arguments, written once.
-
-    Example: `inspect.signature(dgemma.generate).parameters["steps"]`.
-    """
-
-    def decorate(outer: Function) -> Function:
-        own = [p for p in inspect.signature(outer).parameters.values() if p.kind is not p.VAR_KEYWORD]
-        names = {p.name for p in own}
-        passed = [p for p in inspect.signature(inner).parameters.values() if only is None or p.name in only]
-        more = [p for p in passed if p.name not in names]
-        names |= {p.name for p in more}
-
-        @functools.wraps(outer)
-        def checked(*args: Any, **options: Any) -> Any:
-            unknown = sorted(options.keys() - names)
-            if unknown:
-                raise TypeError(
-                    f"{outer.__name__} got an unexpected keyword argument '{unknown[0]}'. "
-                    f"It takes {', '.join(sorted(names))}."
-                )
-            return outer(*args, **options)
-
-        checked.__signature__ = inspect.signature(outer).replace(parameters=[*own, *more])  # type: ignore[attr-defined]
-        return checked  # type: ignore[return-value]
-
-    return decorate
-
-
 def read_seeds(seed: int | Sequence[int] | Tensor, prompt_tokens: Tensor) -> Tensor:
     """One seed per row: an int s gives row i the seed s + i. → (B,) int64."""
     batch_size = prompt_tokens.shape[0]
@@ -127,7 +90,7 @@ def read_token_ids(name: str, ids: int | Iterable[int]) -> tuple[int, ...]:
 def read_span(
     canvas: Tensor | None,
     frozen: Tensor | None,
-    allowed: "Allowed",
+    allowed: Allowed,
     prompt_tokens: Tensor,
     noise: Noise,
     max_new_tokens: int,

@@ -14,20 +14,20 @@
 loop is one step (step.py), and `record=True` keeps every step in a trajectory (trajectory.py).
 """
 
-from typing import Any
+from typing import Unpack
 
 from torch import Tensor
 
 from dgemma.model.cache import Cache
-from dgemma.run.arguments import passes_on
 from dgemma.run.loop import run_plan
+from dgemma.run.options import RunOptions, takes_options
 from dgemma.run.plan import read_plan
 from dgemma.run.records import Events, OnStep
 from dgemma.run.step import Denoiser
 from dgemma.run.trajectory import Generation, Trajectory, drain
 
 
-@passes_on(read_plan)
+@takes_options(RunOptions)
 def generate(
     model: Denoiser,
     prompt_tokens: Tensor,
@@ -37,7 +37,7 @@ def generate(
     record: bool = False,
     record_top: int = 5,
     progress: bool = True,
-    **options: Any,
+    **options: Unpack[RunOptions],
 ) -> Generation:
     """Write up to `max_new_tokens` after prompt_tokens (B, P), canvas by canvas.
 
@@ -65,8 +65,10 @@ def generate(
     return drain(run_plan(model, plan, cache), on_step=on_step, trajectory=trajectory, progress=progress)
 
 
-@passes_on(read_plan)
-def stream(model: Denoiser, prompt_tokens: Tensor, *, cache: Cache | None = None, **options: Any) -> Events:
+@takes_options(RunOptions)
+def stream(
+    model: Denoiser, prompt_tokens: Tensor, *, cache: Cache | None = None, **options: Unpack[RunOptions]
+) -> Events:
     """`generate` as a stream: yields a `StepRecord` after every step and a `BlockCommit` after every block.
 
     For any batch size. Arguments as for `generate`, whose result is the generator's return value. Whatever is sent in

@@ -1,9 +1,8 @@
 """The plan of a run: the arguments of `generate`, checked and with every default filled in."""
 
 import math
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from typing import Any, Self, Unpack
 
 import torch
 from torch import Tensor
@@ -14,10 +13,11 @@ from dgemma.run import arguments
 from dgemma.run.arguments import Span
 from dgemma.run.defaults import default_sampler, learnt_noise, warn_of_noise
 from dgemma.run.knobs import Knobs
+from dgemma.run.options import RunOptions, fill_in, takes_options
 from dgemma.run.step import Denoiser
 from dgemma.sampling.base import Sampler
-from dgemma.sampling.stopping import StableAndConfident, StopRule
-from dgemma.sampling.temperature import LinearTemperature, Temperature, read_temperature
+from dgemma.sampling.stopping import StableAndConfident
+from dgemma.sampling.temperature import LinearTemperature, read_temperature
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,28 +61,11 @@ class Plan:
         return replace(self, span=self.span.to(device), **moved)
 
 
+@takes_options(RunOptions)
 def read_plan(
-    model: Denoiser,
-    prompt_tokens: Tensor,
-    *,
-    max_new_tokens: int | None = None,
-    steps: int | None = None,
-    noise: Noise | None = None,
-    sampler: Sampler | None = None,
-    temperature: Temperature | float | None = None,
-    stop: StopRule | Literal["checkpoint"] | None = "checkpoint",
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int | Sequence[int] | Tensor = 0,
-    cache: Cache | None = None,
-    canvas: Tensor | None = None,
-    frozen: Tensor | None = None,
-    allowed: Tensor | Sequence[int] | Sequence[Sequence[int]] | None = None,
-    attention_mask: Tensor | None = None,
-    eos_token_ids: int | Iterable[int] | None = None,
-    noise_level: float = 1.0,
+    model: Denoiser, prompt_tokens: Tensor, *, cache: Cache | None = None, **options: Unpack[RunOptions]
 ) -> Plan:
-    """Check the arguments of `generate`, which has their description, and fill in what was left out.
+    """Check the arguments of `generate`, which describes them, and fill in what was left out.
 
     Example: `read_plan(model, prompt_tokens, steps=16).knobs.sampler`.
     """
@@ -90,7 +73,8 @@ def read_plan(
         raise TypeError(
             f"generate model must be a Denoiser, got {type(model).__name__}. Derive its class from dgemma.Denoiser."
         )
-    defaults, config = model.generation, model.config
+    defaults, config, asked = model.generation, model.config, fill_in(options)
+    temperature, sampler, stop = asked["temperature"], asked["sampler"], asked["stop"]
     if temperature is None:
         temperature = LinearTemperature(start=defaults.t_max, end=defaults.t_min)
     sampler = default_sampler(model) if sampler is None else sampler
@@ -101,25 +85,28 @@ def read_plan(
         sampler=sampler,
         temperature=read_temperature(temperature),
         stop=stop,
-        top_k=top_k,
-        top_p=top_p,
+        top_k=asked["top_k"],
+        top_p=asked["top_p"],
     )
-    noise = learnt_noise(model) if noise is None else noise
-    max_new_tokens = defaults.max_new_tokens if max_new_tokens is None else max_new_tokens
-    max_new_tokens = arguments.read_count("max_new_tokens", max_new_tokens)
-    num_steps = arguments.read_count("steps", defaults.max_denoising_steps if steps is None else steps)
+    noise = learnt_noise(model) if asked["noise"] is None else asked["noise"]
+    max_new_tokens = arguments.read_count(
+        "max_new_tokens", defaults.max_new_tokens if asked["max_new_tokens"] is None else asked["max_new_tokens"]
+    )
+    num_steps = arguments.read_count(
+        "steps", defaults.max_denoising_steps if asked["steps"] is None else asked["steps"]
+    )
     arguments.check_sampler(knobs.sampler, noise, config)
     warn_of_noise(model, noise)
     arguments.check_prompt(prompt_tokens, cache, config, max_new_tokens, model.device)
-    arguments.check_mask(attention_mask, prompt_tokens, num_cached=0 if cache is None else cache.num_slots)
-    noise_level = arguments.read_noise_level(noise_level, canvas)
-    eos_token_ids = defaults.eos_token_id if eos_token_ids is None else eos_token_ids
-    span = arguments.read_span(canvas, frozen, allowed, prompt_tokens, noise, max_new_tokens)
-    seeds = arguments.read_seeds(seed, prompt_tokens)
+    arguments.check_mask(asked["attention_mask"], prompt_tokens, num_cached=0 if cache is None else cache.num_slots)
+    noise_level = arguments.read_noise_level(asked["noise_level"], asked["canvas"])
+    eos_token_ids = defaults.eos_token_id if asked["eos_token_ids"] is None else asked["eos_token_ids"]
+    span = arguments.read_span(asked["canvas"], asked["frozen"], asked["allowed"], prompt_tokens, noise, max_new_tokens)
+    seeds = arguments.read_seeds(asked["seed"], prompt_tokens)
     num_blocks = math.ceil(max_new_tokens / config.canvas_length)
     return Plan(
         prompt_tokens=prompt_tokens,
-        attention_mask=attention_mask,
+        attention_mask=asked["attention_mask"],
         num_cached=None if cache is None else cache.lengths,
         noise=noise,
         knobs=knobs,

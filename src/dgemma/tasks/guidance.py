@@ -45,6 +45,11 @@ class GuidedCache:
         """The length of the longest row of either."""
         return max(self.conditional.num_slots, self.unconditional.num_slots)
 
+    @property
+    def num_seen(self) -> int:
+        """The tokens read so far, padding included."""
+        return self.conditional.num_seen
+
     def clone(self) -> Self:
         """An independent copy: extending one leaves the other as it is."""
         return type(self)(self.conditional.clone(), self.unconditional.clone())

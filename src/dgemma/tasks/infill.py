@@ -7,7 +7,7 @@ left, where it has most of what follows inside it; a hole too close to its end w
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -19,16 +19,15 @@ from dgemma.diffusion.state import DenoiseState
 from dgemma.model.cache import Cache
 from dgemma.progress import progress_bar
 from dgemma.run import arguments
-from dgemma.run.arguments import Span, passes_on
+from dgemma.run.arguments import Span
 from dgemma.run.changes import Changes, snapshot
 from dgemma.run.knobs import Knobs
 from dgemma.run.loop import denoise_canvas, start_block
+from dgemma.run.options import CanvasOptions, takes_options
 from dgemma.run.plan import Plan, read_plan
 from dgemma.run.records import BlockCommit, Denoised, OnStep
 from dgemma.run.step import Denoiser
 from dgemma.run.trajectory import Trajectory
-
-_OPTIONS = frozenset({"steps", "noise", "sampler", "temperature", "stop", "top_k", "top_p", "seed", "allowed"})
 
 Holes = Tensor | int | Sequence[tuple[int, int]]
 
@@ -81,7 +80,7 @@ def place_canvas(todo: Tensor, canvas_len: int) -> Placement:
     return Placement(start, keep_until)
 
 
-@passes_on(read_plan, only=_OPTIONS)
+@takes_options(CanvasOptions)
 @torch.no_grad()
 def infill(
     model: Denoiser,
@@ -94,7 +93,7 @@ def infill(
     record: bool = False,
     record_top: int = 5,
     progress: bool = True,
-    **options: Any,
+    **options: Unpack[CanvasOptions],
 ) -> Infilling:
     """Write the holes of tokens (B, N); everything else stays as it is.
 
@@ -120,7 +119,7 @@ def infill(
     return writer.write(tokens, real, todo)
 
 
-@passes_on(read_plan, only=_OPTIONS)
+@takes_options(CanvasOptions)
 @torch.no_grad()
 def edit(
     model: Denoiser,
@@ -134,7 +133,7 @@ def edit(
     record: bool = False,
     record_top: int = 5,
     progress: bool = True,
-    **options: Any,
+    **options: Unpack[CanvasOptions],
 ) -> Infilling:
     """Rewrite tokens (B, N) in place: noise them to `noise_level` (1 forgets the text), then denoise from there.
 
@@ -336,7 +335,7 @@ def _corrupt(text: Tensor, allowed: Tensor | None, state: DenoiseState, plan: Pl
     return torch.where(ends, -1, noised)
 
 
-def _read_options(name: str, model: Denoiser, tokens: Any, options: dict[str, Any]) -> tuple[Tensor, Plan]:
+def _read_options(name: str, model: Denoiser, tokens: Any, options: CanvasOptions) -> tuple[Tensor, Plan]:
     """The tokens in int64, and the options of `generate` that make sense here, checked as there."""
     if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.is_floating_point() or 0 in tokens.shape:
         got = f"{tokens.dtype} {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__

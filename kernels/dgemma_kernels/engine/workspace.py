@@ -1,0 +1,75 @@
+"""What the fused denoiser and its captured graphs share: the forward, static buffers, and the memory of graphs."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dgemma.diffusion.prediction import Prediction, SoftCap
+from dgemma.model.config import Conventions, ModelConfig
+from dgemma_kernels.engine.forward import Forward
+from dgemma_kernels.engine.graphs import Turn
+from dgemma_kernels.engine.prediction import FusedPrediction, LogitsBuffer
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Workspace:
+    """One per denoiser. Whoever writes into its buffers, or replays a graph over them, holds the `turn`."""
+
+    config: ModelConfig
+    conventions: Conventions
+    device: torch.device
+    dtype: torch.dtype
+    forward: Forward
+    turn: Turn
+    graph_memory: Any  # that all graphs share; None on a CPU
+    _logits: dict[tuple[int, int], LogitsBuffer] = field(default_factory=dict)
+
+    @property
+    def softcap(self) -> SoftCap:
+        return SoftCap(self.config.final_logit_softcapping)
+
+    def logits_buffer(self, batch_size: int, canvas_len: int) -> LogitsBuffer:
+        """The buffer (B, C, V) for the head's output: one for all graphs of this shape, because it is large."""
+        key = (batch_size, canvas_len)
+        if key not in self._logits:
+            shape = (batch_size, canvas_len, self.config.vocab_size)
+            self._logits[key] = LogitsBuffer(torch.empty(shape, dtype=self.dtype, device=self.device), self.turn)
+        return self._logits[key]
+
+    def static_signal(self, num_rows: int, signal: Tensor | None) -> Tensor:
+        """A static tensor (num_rows, D) that holds the signal, or zeros."""
+        static = torch.empty(num_rows, self.config.hidden_size, dtype=self.dtype, device=self.device)
+        fill(static, signal)
+        return static
+
+    def soft_embedding(self, prediction: FusedPrediction) -> Tensor:
+        """The embedding that the prediction expects, (B, C, D)."""
+        probabilities = None
+        if self.conventions.self_cond_logits == "rounded":
+            probabilities = prediction.soft_probabilities()
+        if probabilities is None:
+            return self.soft_embedding_of(prediction.logits)
+        signal = self.forward.soft_embedding(probabilities)
+        return signal.view(prediction.batch_size, prediction.canvas_len, -1)
+
+    def soft_embedding_of(self, logits: Tensor) -> Tensor:
+        """The embedding that logits (B, C, V) expect, (B, C, D)."""
+        if self.conventions.self_cond_logits == "rounded":
+            logits = logits.to(self.dtype)
+        probabilities = logits.softmax(-1, dtype=torch.float32).to(self.dtype)
+        return self.forward.soft_embedding(probabilities.flatten(0, 1)).view(*logits.shape[:2], -1)
+
+    def causal_logits(self, hidden: Tensor) -> Tensor:
+        """Next-token logits of hidden states: (n, D) → (n, V) float32."""
+        logits = self.forward.head(hidden)
+        return Prediction(logits[None], (self.softcap,)).logits[0]
+
+
+def fill(static: Tensor, signal: Tensor | None) -> None:
+    """Write the signal, or zeros, into a static tensor."""
+    if signal is None:
+        static.zero_()
+    else:
+        static.copy_(signal.view_as(static))

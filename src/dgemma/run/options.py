@@ -1,0 +1,92 @@
+"""The options of `generate`, `stream`, `infill` and `edit`: names, types and defaults, written once."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict, TypeVar, get_type_hints
+
+from torch import Tensor
+
+from dgemma.diffusion.noise import Noise
+from dgemma.sampling.base import Sampler
+from dgemma.sampling.stopping import StopRule
+from dgemma.sampling.temperature import Temperature
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Allowed = Tensor | Sequence[int] | Sequence[Sequence[int]] | None
+
+
+class Default(NamedTuple):
+    """The default of an option; without one it is None, the checkpoint's choice."""
+
+    value: Any
+
+
+class CanvasOptions(TypedDict, total=False):
+    """How a canvas is denoised; `generate` describes the options."""
+
+    steps: int | None
+    noise: Noise | None
+    sampler: Sampler | None
+    temperature: Temperature | float | None
+    stop: Annotated[StopRule | Literal["checkpoint"] | None, Default("checkpoint")]
+    top_k: int | None
+    top_p: float | None
+    seed: Annotated[int | Sequence[int] | Tensor, Default(0)]
+    allowed: Allowed
+
+
+class RunOptions(CanvasOptions, total=False):
+    """How a run writes, canvas after canvas; `generate` describes the options."""
+
+    max_new_tokens: int | None
+    canvas: Tensor | None
+    frozen: Tensor | None
+    attention_mask: Tensor | None
+    eos_token_ids: int | Iterable[int] | None
+    noise_level: Annotated[float, Default(1.0)]
+
+
+def defaults_of(options: type) -> dict[str, Any]:
+    """Every option by name, with its default.
+
+    Example: `defaults_of(RunOptions)["seed"]` is 0.
+    """
+    hints = get_type_hints(options, include_extras=True)
+    notes = {name: getattr(hint, "__metadata__", (Default(None),)) for name, hint in hints.items()}
+    return {name: note[0].value for name, note in notes.items()}
+
+
+def takes_options(options: type) -> Callable[[Function], Function]:
+    """Show a function's `**options` in its signature, and refuse at run time what is not among them.
+
+    Example: `inspect.signature(dgemma.generate).parameters["steps"]`.
+    """
+    hints, defaults = get_type_hints(options), defaults_of(options)
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    listed = [inspect.Parameter(name, keyword, default=defaults[name], annotation=hints[name]) for name in defaults]
+
+    def decorate(function: Function) -> Function:
+        signature = inspect.signature(function)
+        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        names = {p.name for p in (*own, *listed)}
+
+        @functools.wraps(function)
+        def checked(*args: Any, **given: Any) -> Any:
+            unknown = sorted(given.keys() - names)
+            if unknown:
+                raise TypeError(
+                    f"{function.__name__} got an unexpected keyword argument '{unknown[0]}'. "
+                    f"It takes {', '.join(sorted(names))}."
+                )
+            return function(*args, **given)
+
+        checked.__signature__ = signature.replace(parameters=[*own, *listed])  # type: ignore[attr-defined]
+        return checked  # type: ignore[return-value]
+
+    return decorate
+
+
+def fill_in(options: Mapping[str, Any]) -> RunOptions:
+    """The options of a run with every default filled in."""
+    return RunOptions(**{**defaults_of(RunOptions), **options})  # type: ignore[typeddict-item]

@@ -1,0 +1,101 @@
+"""Several threads use one accelerated model: each gets what it would get alone."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import dgemma
+from dgemma.run.knobs import Knobs
+from dgemma.run.step import start_state
+from dgemma_kernels import accelerate
+from dgemma_kernels.ops.vocabulary import kernel as vocabulary
+from kernel_inputs import make_model
+
+CANVAS, VOCAB, STEPS = 4, 40, 2
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch):
+    """Three chunks of the vocabulary; the interpreter goes through a chunk of 4,096 entry by entry."""
+    monkeypatch.setattr(vocabulary, "CHUNK", 16)
+
+
+@pytest.fixture(scope="module")
+def fast():
+    return accelerate(make_model(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
+
+
+def prompt(seed: int, device: torch.device) -> torch.Tensor:
+    return torch.randint(VOCAB, (1, 5), generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def write(fast, seed: int, on_step=None) -> list[torch.Tensor]:
+    """One canvas of one row, and all that was predicted on the way."""
+    options = {"max_new_tokens": CANVAS, "steps": STEPS, "stop": None, "eos_token_ids": [], "progress": False}
+    out = dgemma.generate(
+        fast, prompt(seed, fast.device), seed=seed, record=True, record_top=2, on_step=on_step, **options
+    )
+    return [out.new_tokens.cpu(), *(out.trajectory.array(name) for name in ("canvas", "entropy", "top_tokens"))]
+
+
+def test_two_threads_whose_steps_alternate_write_what_each_writes_alone(fast):
+    alone = [write(fast, seed) for seed in (1, 2)]
+    both = threading.Barrier(2, timeout=120)
+
+    def alternate(record):
+        both.wait()  # the other thread has taken its step as well, and has overwritten the shared logits
+        record.prediction.top(3)  # which are still readable here
+        both.wait()
+
+    with ThreadPoolExecutor(2) as threads:
+        together = list(threads.map(lambda seed: write(fast, seed, alternate), (1, 2)))
+    for want, got in zip(alone, together, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+@pytest.mark.slow
+def test_threads_that_run_freely_write_what_each_writes_alone(fast):
+    alone = [write(fast, seed) for seed in range(3)]
+    with ThreadPoolExecutor(3) as threads:
+        together = list(threads.map(lambda seed: write(fast, seed), range(3)))
+    for want, got in zip(alone, together, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+def test_a_prediction_is_readable_until_its_own_thread_takes_the_next_step(fast):
+    knobs = Knobs(sampler=dgemma.EntropyBound(), temperature=dgemma.LinearTemperature(), stop=None)
+
+    def take_step(seed):
+        seeds = torch.tensor([seed], device=fast.device)
+        state = start_state(knobs, dgemma.UniformNoise(VOCAB), seeds=seeds, canvas_len=CANVAS, num_steps=STEPS)
+        return fast.step(state, cache=fast.encode(prompt(seed, fast.device)), knobs=knobs)[1].prediction
+
+    first = take_step(1)
+    want = first.logits.clone()
+    unread = take_step(1)
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(take_step, 2).result()
+    assert torch.equal(unread.logits, want)
+    assert torch.equal(first.logits, want)  # read before, and kept
+    stale = take_step(1).shaped(temperature=0.5)
+    take_step(2)
+    with pytest.raises(RuntimeError, match="overwritten by a later step"):
+        stale.top(1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs streams")
+def test_threads_with_streams_of_their_own_write_what_each_writes_alone(fast):
+    alone = [write(fast, seed) for seed in range(4)]
+
+    def write_aside(seed):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            return write(fast, seed)
+
+    for _ in range(5):
+        with ThreadPoolExecutor(4) as threads:
+            together = list(threads.map(write_aside, range(4)))
+        for want, got in zip(alone, together, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
