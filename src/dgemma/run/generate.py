@@ -14,15 +14,17 @@
 loop is one step (step.py), and `record=True` keeps every step in a trajectory (trajectory.py).
 """
 
+from collections.abc import Generator
 from typing import Unpack
 
 from torch import Tensor
 
 from dgemma.model.cache import Cache
+from dgemma.run.changes import Changes
 from dgemma.run.loop import run_plan
 from dgemma.run.options import RunOptions, takes_options
 from dgemma.run.plan import read_plan
-from dgemma.run.records import Events, OnStep
+from dgemma.run.records import BlockCommit, Events, OnStep, StepRecord
 from dgemma.run.step import Denoiser
 from dgemma.run.trajectory import Generation, Trajectory, drain
 
@@ -41,22 +43,29 @@ def generate(
 ) -> Generation:
     """Write up to `max_new_tokens` after prompt_tokens (B, P), canvas by canvas.
 
-    max_new_tokens rounds up to whole canvases. `steps` caps the forwards per canvas. `noise` is the process, `sampler`
-    decides what is kept, `temperature` (a schedule or a number), `top_k` and `top_p` shape every prediction, `stop`
-    ends a canvas early (None: never). What is left out is the checkpoint's own, which for the published model means
-    256 tokens, 48 steps, UniformNoise, EntropyBound(bound=0.1), temperature 0.8 → 0.4, StableAndConfident; that rule
-    waits for certain predictions, so a sampler that doubts them (LeaveOneOutGibbs) runs without it.
+    Arguments you omit come from the checkpoint. The published model has max_new_tokens 256, 48 steps, UniformNoise,
+    EntropyBound(bound=0.1), temperature 0.8 → 0.4 and StableAndConfident. That stop rule waits for confident
+    predictions, so a sampler that corrects them (LeaveOneOutGibbs) runs without it.
 
-    An int `seed` s gives row i the seed s + i. With `cache`, prompt_tokens are only what is new. `canvas` (B, N) starts
-    from tokens of yours (-1, and whatever lies past N: noise), `frozen` (B, N) bool pins some of them, `allowed`
-    restricts tokens: boolean, broadcastable to (B, N, V), a list of ids for all positions, or one list per position.
-    Rows that write a stop token (`eos_token_ids`) are padded after it and cost nothing more; before a row's last pin
-    nothing stops it. A given cache is extended in place until a row stops; `out.cache` is the one to go on with.
-
-    `on_step(record)` sees every `StepRecord` and may return a changed `record.state`, or a dictionary of changes: any
-    field of the state, any of `Knobs`. Knobs keep their change, a state's ends with its canvas. `record=True` keeps a
-    `Trajectory`, with the `record_top` best candidates of every position. A progress bar shows on terminals when runs
-    are long.
+    - `max_new_tokens` is rounded up to whole canvases; `steps` is the most forwards per canvas.
+    - `noise` is the corruption process, and `sampler` decides which tokens are written.
+    - `temperature` (a schedule or a number), `top_k` and `top_p` shape every prediction.
+    - `stop` ends a canvas early; None never does.
+    - `seed`: an int s gives row i the seed s + i.
+    - `cache`: the prefix so far; prompt_tokens are then only the new ones. It is extended in place until a row stops.
+      Continue with `out.cache`.
+    - `attention_mask` (B, P): 1 for real tokens, 0 for padding.
+    - `canvas` (B, N): tokens to start from; -1, and every position after N, is noise.
+    - `frozen` (B, N) bool: positions of `canvas` that never change.
+    - `noise_level`: how noisy `canvas` is, in (0, 1]; the steps above that level are skipped.
+    - `allowed`: the tokens that may be written: boolean and broadcastable to (B, N, V), a list of ids for all
+      positions, or one list per position.
+    - `eos_token_ids`: stop tokens. A row that writes one after its last frozen position is padded from there on and
+      costs nothing more.
+    - `on_step(record)` gets every `StepRecord`. It may return a changed `record.state`, or a dictionary of fields of
+      the state and of `Knobs`. Changed knobs stay; a changed state lasts until its canvas ends.
+    - `record` keeps a `Trajectory`, with the `record_top` best candidates of every position.
+    - `progress` shows a bar on terminals when a run is long.
 
     Example: `dgemma.generate(model, prompt_tokens, max_new_tokens=64, seed=1).new_tokens`.
     """
@@ -68,12 +77,17 @@ def generate(
 @takes_options(RunOptions)
 def stream(
     model: Denoiser, prompt_tokens: Tensor, *, cache: Cache | None = None, **options: Unpack[RunOptions]
-) -> Events:
-    """`generate` as a stream: yields a `StepRecord` after every step and a `BlockCommit` after every block.
+) -> Generator[StepRecord | BlockCommit, Changes, Generation]:
+    """Run `generate` as a generator: yield a `StepRecord` after every step and a `BlockCommit` after every block.
 
-    For any batch size. Arguments as for `generate`, whose result is the generator's return value. Whatever is sent in
-    after a `StepRecord` (a changed state, or a dictionary of changes) holds from the next step on.
+    It takes the options of `generate` and returns the same result. Send a changed state, or a dictionary of changes,
+    after a `StepRecord` to change the next step.
 
     Example: `for event in stream(model, prompt): print(event.state.draft if isinstance(event, StepRecord) else "|")`.
     """
-    return run_plan(model, read_plan(model, prompt_tokens, cache=cache, **options), cache)
+    return _finish(run_plan(model, read_plan(model, prompt_tokens, cache=cache, **options), cache))
+
+
+def _finish(events: Events) -> Generator[StepRecord | BlockCommit, Changes, Generation]:
+    output = yield from events
+    return Generation(**vars(output), trajectory=None)

@@ -117,9 +117,8 @@ def denoise_canvas(
         state, knobs = apply_changes(changes, state, knobs)
         if verdict is None:
             verdict = judge(record.prediction, state)
-        left, broken, stray = (
-            model.read_ahead(verdict) if goes_on else verdict.tolist()
-        )  # here the host waits for the device
+        # Here the host waits for the device.
+        left, broken, stray = model.read_ahead(verdict) if goes_on else verdict.tolist()
         if any(broken) or any(stray):
             _refuse_step(record, broken, stray)
         if not all(left):
