@@ -289,7 +289,7 @@ def test_an_edit_counts_the_steps_it_takes():
 
 def test_the_progress_bar_makes_room_for_the_view(monkeypatch):
     asked = []
-    spine = sys.modules["dgemma.run.generate"]
+    spine = sys.modules["dgemma.run.trajectory"]
 
     def bar(*, show, **options):
         asked.append(show)
