@@ -40,18 +40,18 @@ def test_a_trained_model_can_be_named_by_m(command, checkpoint, words, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("separator", "said"),
+    ("separator", "note"),
     [
-        (r"\n\n", r"--separator '\\n\\n' parts none of the files: each is one document. In bash, write $'\n\n'."),
-        ("<end>", "--separator '<end>' parts none of the files: each is one document."),
+        (r"\n\n", r"--separator '\\n\\n' is in none of the files: each is one document. In bash, write $'\n\n'."),
+        ("<end>", "--separator '<end>' is in none of the files: each is one document."),
         ("question", None),
     ],
 )
-def test_a_separator_that_parts_nothing_is_noted(command, checkpoint, words, separator, said):
+def test_a_separator_that_is_in_no_file_is_noted(command, checkpoint, words, separator, note):
     ran = command("evaluate", "-m", checkpoint, "--samples", "1", "--rows", "1", "--separator", separator, words)
     assert ran.code == 0
-    assert ("--separator" in ran.err) is (said is not None)
-    assert said is None or said in ran.err.splitlines()
+    assert ("--separator" in ran.err) is (note is not None)
+    assert note is None or note in ran.err.splitlines()
 
 
 def test_from_scratch_the_preset_takes_the_tokenizers_vocabulary(command, checkpoint, words, tmp_path):
@@ -156,7 +156,7 @@ def test_a_run_keeps_its_tokens_and_refuses_changed_text(command, checkpoint, tm
             text.write_text(text.read_text().replace("question", "answer"))
         ran = run(*change, text)
         assert ran.code == 2
-        assert "the text must be what the run in" in ran.err
+        assert "the text must stay as in the run in" in ran.err
         assert named in ran.err
         assert len(ran.err.strip().splitlines()) == 1
     assert len(made) == 1
@@ -178,12 +178,12 @@ def test_prompts_and_answers_are_rows_of_their_own(command, checkpoint, tmp_path
 )
 def test_a_text_that_every_step_sees_all_of_is_noted(command, checkpoint, words, tmp_path, name, text):
     (tmp_path / name).write_text(text)
-    said = "The files hold 1 row and a step takes 2: every step sees all of the text"
+    note = "The files have 1 row and a step takes 2, so every step reads all of the text"
     ran = command("train", "-m", checkpoint, "--out", tmp_path / "few", *QUICK, tmp_path / name)
     assert ran.code == 0
-    assert len([line for line in ran.err.splitlines() if line.startswith(said)]) == 1
+    assert len([line for line in ran.err.splitlines() if line.startswith(note)]) == 1
     # 505 tokens are 16 canvases, in rows of one and of two.
-    assert "sees all of" not in command("train", "-m", checkpoint, "--out", tmp_path / "many", *QUICK, words).err
+    assert "reads all of" not in command("train", "-m", checkpoint, "--out", tmp_path / "many", *QUICK, words).err
 
 
 def test_a_loss_that_is_not_finite_fails_in_a_sentence(command, checkpoint, words, tmp_path):
@@ -198,7 +198,7 @@ def test_prompts_and_running_text_are_not_mixed_in_silence(command, checkpoint, 
     (tmp_path / "one.jsonl").write_text('{"prompt": "Who goes there?", "answer": "I."}\n')
     ran = command("train", "-m", checkpoint, "--out", tmp_path / "run", *QUICK, words, tmp_path / "one.jsonl")
     assert ran.code == 2
-    assert "not both; 1 of 2 documents have no prompt" in ran.err
+    assert "got 1 of 2 documents without a prompt" in ran.err
 
 
 def test_the_fill_behind_a_cut_answer_is_no_target(command, checkpoint, tmp_path, monkeypatch):

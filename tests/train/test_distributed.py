@@ -131,9 +131,9 @@ def test_adapters_on_spread_experts_learn_as_on_one_process(runs):
 
 def test_a_bit_lost_from_one_processs_file_is_noticed_by_all(damaged):
     (errors,), folder = damaged
-    said = "step-000003 is no whole checkpoint: __1_0.distcp is not as it was written. Delete that folder"
+    said = "step-000003 must be a complete checkpoint, but __1_0.distcp has changed since it was written. Delete"
     assert all(said in error for error in errors)
-    with pytest.raises(ValueError, match=r"__1_0\.distcp is not as it was written"):
+    with pytest.raises(ValueError, match=r"__1_0\.distcp has changed since it was written"):
         run_alone(Job(out=folder))
 
 
@@ -168,7 +168,7 @@ def test_starting_without_torchrun_says_how(monkeypatch):
     [
         ({"expert_parallel": 3}, "must divide the 4 processes, got 3 x 1"),
         ({"expert_parallel": 2, "replicas": 4}, "must divide the 4 processes, got 2 x 4"),
-        ({"replicas": 0}, "replicas must be at least 1, got 0"),
+        ({"replicas": 0}, "replicas must be >= 1, got 0"),
     ],
 )
 def test_a_mesh_that_does_not_fit_the_processes_is_refused(monkeypatch, settings, rule):

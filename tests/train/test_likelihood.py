@@ -79,7 +79,7 @@ def exact_bound(model, tokens, start):
 
 @torch.no_grad()
 def test_mask_bound_is_the_exact_sum_over_masked_sets_canvas_by_canvas(model, tokens):
-    """512 noise levels a canvas; each row's own noise is averaged out, so compare means within four deviations."""
+    """512 noise levels per canvas; each row's own noise is averaged out, so compare means within four deviations."""
     repeated = tokens[:1].expand(64, -1)
     found = evaluate(model, repeated, NOISES["mask"], num_samples=8, batch_size=64, lowest_level=1e-6)
     exact = torch.stack([exact_bound(model, tokens[0], start) for start in (1, 5)])
@@ -227,7 +227,7 @@ def test_rows_without_an_answer_change_nothing_wherever_they_are_batched(model, 
     assert alone.nelbo.value == pytest.approx(together.nelbo.value, rel=1e-5)
     assert alone.nelbo.value == pytest.approx(apart.nelbo.value, rel=1e-5)
     assert apart.rows.tokens.tolist() == [8, 8, 8, 0, 0, 0]
-    with pytest.raises(ValueError, match="must hold a token to score"):
+    with pytest.raises(ValueError, match="must have a token to score"):
         evaluate(model, batch.select(slice(3, 6)), NOISES["mask"], num_samples=1)
 
 
@@ -295,7 +295,7 @@ def test_one_row_has_no_interval_and_is_one_row(model, tokens):
     found = evaluate(model, tokens[:1], NOISES["mask"], num_samples=1)
     assert found.nelbo.error == math.inf
     table = str(found)
-    assert table.startswith("8 tokens in 1 row, 1 noise level a canvas\n")
+    assert table.startswith("8 tokens in 1 row, 1 noise level per canvas\n")
     assert "inf" not in table
 
 
@@ -350,7 +350,7 @@ def test_rows_must_end_filled_within_the_positions_of_the_model(tokens):
     """A prompt of one token and an answer of 6 fill two canvases of 4: 9 positions."""
     fits, short = (dgemma.DiffusionGemma(CONFIG.replace(max_position_embeddings=limit)) for limit in (9, 8))
     assert evaluate(fits, tokens[:, :7], NOISES["mask"], num_samples=1).num_tokens == 36
-    with pytest.raises(ValueError, match="within max_position_embeddings 8, got 9"):
+    with pytest.raises(ValueError, match="max_position_embeddings 8 when the last canvas is filled, got 9"):
         evaluate(short, tokens[:, :7], NOISES["mask"], num_samples=1)
 
 
@@ -363,18 +363,18 @@ def test_what_cannot_be_evaluated_is_refused(model, tokens):
 
     for match, call in {
         "must cover the model's 16 tokens": lambda: evaluate(model, tokens, UniformNoise(8)),
-        "num_rows must say how many": lambda: evaluate(model, source, mask),
-        "num_samples must be at least 1": lambda: evaluate(model, tokens, mask, num_samples=0),
+        "num_rows must be a number": lambda: evaluate(model, source, mask),
+        "num_samples must be >= 1": lambda: evaluate(model, tokens, mask, num_samples=0),
         "levels must be 'stratified'": lambda: evaluate(model, tokens, mask, levels="sobol"),
-        "lowest_level must lie in": lambda: evaluate(model, tokens, mask, lowest_level=0.0),
+        "lowest_level must be in": lambda: evaluate(model, tokens, mask, lowest_level=0.0),
         "must be tokens": lambda: evaluate(model, tokens[0], mask),
-        "confidence must lie in": lambda: evaluate(model, unread, mask, num_rows=1, confidence=95),
-        "num_rows must be at least 1, got 0": lambda: evaluate(model, tokens, mask, num_rows=0),
-        "canvas_len must be at least 1": lambda: evaluate(model, tokens, mask, canvas_len=0),
-        "num_level_bins must be at least 1": lambda: evaluate(model, tokens, mask, num_level_bins=0),
-        "num_bytes must be at least 1": lambda: evaluate(model, tokens, mask, num_bytes=0),
-        "must hold no mask token": lambda: evaluate(model, tokens.index_fill(1, torch.tensor([3]), MASK), mask),
-        "ends in noise, got level 0.8": lambda: evaluate(
+        "confidence must be in": lambda: evaluate(model, unread, mask, num_rows=1, confidence=95),
+        "num_rows must be >= 1, got 0": lambda: evaluate(model, tokens, mask, num_rows=0),
+        "canvas_len must be >= 1": lambda: evaluate(model, tokens, mask, canvas_len=0),
+        "num_level_bins must be >= 1": lambda: evaluate(model, tokens, mask, num_level_bins=0),
+        "num_bytes must be >= 1": lambda: evaluate(model, tokens, mask, num_bytes=0),
+        "must not have the mask token": lambda: evaluate(model, tokens.index_fill(1, torch.tensor([3]), MASK), mask),
+        "ends at noise level 1, got 0.8": lambda: evaluate(
             model, tokens, UniformNoise(VOCAB, schedule=ClippedLinear(low=0.3, high=0.8))
         ),
     }.items():

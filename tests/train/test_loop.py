@@ -530,7 +530,7 @@ def adapted(rank: int = 2) -> DiffusionGemma:
 
 
 def test_a_source_that_gives_too_few_rows_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"train source must give a row for each of rows 0\.\.3 .*got 3"):
+    with pytest.raises(ValueError, match=r"train source must return one row for each of rows 0\.\.3, got 3"):
         run(tmp_path, source=lambda step, rows: counting(step, rows[:-1]))
 
 

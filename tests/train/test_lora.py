@@ -156,7 +156,7 @@ def test_adapters_bring_the_noise_they_learnt(tmp_path):
     load_lora(other, tmp_path / "silent.safetensors")  # says nothing, so nothing changes
     assert dgemma.learnt_noise(other) == noise
     bigger = dgemma.DiffusionGemma(dgemma.presets.tiny().replace(hidden_size=128))
-    with pytest.raises(ValueError, match="made for another model"):
+    with pytest.raises(ValueError, match="must fit the model, but its adapters"):
         load_lora(bigger, path)
     assert bigger.generation.noise is None
 
@@ -181,17 +181,17 @@ def test_adapters_of_bfloat16_weights_are_float32_and_run_in_bfloat16():
 
 def test_mistakes_get_a_sentence(tmp_path):
     model = _model(torch.float32)
-    with pytest.raises(ValueError, match="must get a model with adapters"):
+    with pytest.raises(ValueError, match="model must have adapters"):
         merge_lora(model)
     add_lora(model, LoRA(rank=2, targets=("attention",)))
-    with pytest.raises(ValueError, match="without adapters"):
+    with pytest.raises(ValueError, match="model must have no adapters"):
         add_lora(model)
     save_lora(model, tmp_path / "a.safetensors")
     bigger = dgemma.DiffusionGemma(dgemma.presets.tiny().replace(hidden_size=128))
-    with pytest.raises(ValueError, match="made for another model"):
+    with pytest.raises(ValueError, match="must fit the model, but its adapters"):
         load_lora(bigger, tmp_path / "a.safetensors")
     assert not is_adapted(bigger)
     with pytest.raises(FileNotFoundError, match="save_lora"):
         load_lora(bigger, tmp_path / "none.safetensors")
-    with pytest.raises(ValueError, match=r"LoRA\.targets must be some of attention"):
+    with pytest.raises(ValueError, match=r"LoRA\.targets must be among attention"):
         LoRA(targets=("q_proj",))

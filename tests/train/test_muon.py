@@ -139,7 +139,7 @@ def test_a_schedule_of_the_learning_rate_reaches_all_parameters():
 
 @pytest.mark.parametrize("momentum", [-0.1, 1.0, 1.5, float("nan")])
 def test_a_momentum_outside_0_to_1_is_refused(momentum):
-    with pytest.raises(ValueError, match=rf"muon momentum must lie in \[0, 1\), got {momentum}\. Usual is 0\.95\."):
+    with pytest.raises(ValueError, match=rf"muon momentum must be in \[0, 1\), got {momentum}\. Use 0\.95\."):
         muon(parameters(), lr=0.1, momentum=momentum)
 
 

@@ -300,7 +300,7 @@ def test_levels_may_be_given_per_row_or_per_position():
 
 def test_what_cannot_be_meant_is_refused():
     logits, x = torch.zeros(1, 2, 4), torch.zeros(1, 2, dtype=torch.int64)
-    with pytest.raises(ValueError, match="parametrisation must be one of"):
+    with pytest.raises(ValueError, match="parametrisation must be 'mean' or 'loo'"):
         nelbo.integrand(mask_noise(), logits, x, x, torch.tensor([0.5]), parametrisation="score")
     with pytest.raises(ValueError, match="must cover the noise's 3 tokens, got 4"):
         nelbo.integrand(uniform_noise(), logits, x, x, torch.tensor([0.5]))

@@ -525,21 +525,24 @@ def test_the_loss_runs_under_autocast_with_recomputed_activations(model):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"canvases": "two"}, "canvases must be one of"),
-        ({"reduction": "sum"}, "reduction must be one of"),
-        ({"canvas_len": 0}, "canvas_len must be at least 1"),
+        ({"canvases": "two"}, "canvases must be 'one' or 'all', got 'two'"),
+        ({"reduction": "sum"}, "reduction must be 'example' or"),
+        ({"canvas_len": 0}, "canvas_len must be an integer >= 1"),
         ({"t_range": (0.5, 0.2)}, "t_range must satisfy"),
-        ({"self_cond_prob": 1.5}, "self_cond_prob must lie in"),
-        ({"causal_weight": -1.0}, "causal_weight must be at least 0"),
-        ({"causal_weight": 0.0, "decoder_weight": 0.0}, "must not both be 0"),
-        ({"max_weight": 0.0}, "max_weight must be above 0"),
-        ({"weights": "dynamic", "decoder_loss": "nelbo"}, "'dynamic' must come with HybridNoise"),
+        ({"self_cond_prob": 1.5}, "self_cond_prob must be a probability"),
+        ({"causal_weight": -1.0}, "causal_weight must be >= 0"),
+        ({"causal_weight": 0.0, "decoder_weight": 0.0}, "causal_weight must be > 0, got 0 for both"),
+        ({"max_weight": 0.0}, "max_weight must be > 0"),
+        ({"weights": "dynamic", "decoder_loss": "nelbo"}, "must be HybridNoise with weights 'dynamic'"),
         ({"weights": "clipped"}, "weights must be 'exact'"),
         ({"parametrisation": "loo"}, "parametrisation must be 'mean'"),
         ({"propose_mask": True}, "propose_mask must be False"),
-        ({"decoder_loss": "leave_one_out", "noise": MaskNoise(VOCAB)}, "must come with UniformNoise"),
+        (
+            {"decoder_loss": "leave_one_out", "noise": MaskNoise(VOCAB)},
+            "noise must be UniformNoise with decoder_loss 'leave_one_out'",
+        ),
         ({"decoder_loss": "nelbo", "scored": "noised"}, "scored must be 'all'"),
-        ({"allowed": (1, VOCAB)}, "allowed must hold ids"),
+        ({"allowed": (1, VOCAB)}, "allowed must be ids"),
         ({"decoder_loss": "nelbo", "allowed": (1, 2)}, "allowed must be None"),
     ],
 )
@@ -557,9 +560,9 @@ def test_batches_that_do_not_fit_the_model_are_refused(model):
 
 def test_every_row_needs_a_seed_of_its_own(model):
     for seeds in (SEEDS[:1], SEEDS[:2], SEEDS[None]):
-        with pytest.raises(ValueError, match="seeds must be one for each of 3 rows"):
+        with pytest.raises(ValueError, match=r"seeds must have shape \(3,\), one per row"):
             make()(model, BATCH, seeds=seeds)
-        with pytest.raises(ValueError, match="seeds must be one for each of 3 rows"):
+        with pytest.raises(ValueError, match=r"seeds must have shape \(3,\), one per row"):
             make().total_counts(BATCH, seeds)
 
 

@@ -209,5 +209,5 @@ def test_under_autocast_it_runs_in_bfloat16_and_stays_close():
 
 
 def test_an_unknown_attention_is_refused():
-    with pytest.raises(ValueError, match="attention must be one of"):
+    with pytest.raises(ValueError, match="attention must be 'dense' or 'blocks'"):
         read_clean(make_model(), torch.zeros(1, 3, dtype=torch.int64), attention="flash")

@@ -162,7 +162,7 @@ def test_adapters_are_those_of_the_sources():
     assert "router" in recipes.adapter("official_jax").targets
     assert "router" not in recipes.adapter("trl").targets
     assert recipes.adapter("megatron") is None
-    with pytest.raises(ValueError, match="recipe must be one of"):
+    with pytest.raises(ValueError, match="recipe must be among"):
         recipes.adapter("nemo")
 
 

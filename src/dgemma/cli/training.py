@@ -1,4 +1,4 @@
-"""`dgemma train` and `dgemma evaluate`: learn from text files, and say how well a text is known."""
+"""`dgemma train` and `dgemma evaluate`: train on text files, and measure the likelihood of a text."""
 
 import argparse
 import lzma
@@ -25,31 +25,35 @@ from dgemma.train.batch import BatchSource
 from dgemma.train.lora import LoRA, add_lora, merge_lora
 
 _PRESETS = ("tiny", "small")
-_NUM_AVERAGED = 50  # steps at the end whose mean loss is named: one batch's says little
-_STOP_MARKERS = ("<turn|>", "<|tool_response>")  # what ends a turn, in vocabularies that have them
+_NUM_AVERAGED = 50  # the mean loss is over so many last steps, because single batches vary
+_STOP_MARKERS = ("<turn|>", "<|tool_response>")  # tokens that end a turn, in vocabularies that have them
 
 
 def add_commands(commands: Any) -> None:
-    """Put the two commands on the parser."""
+    """Add the two commands to the parser."""
     parser = commands.add_parser(
         "evaluate",
-        help="how well a model knows a text, in nats and bits per byte",
+        help="the likelihood of a text under a model, in nats and bits per byte",
         usage="dgemma evaluate [OPTION ...] FILE [FILE ...]",
-        description="The likelihood of text files: the diffusion bound with its interval and where it comes from, the "
-        "same weights word by word, and two compressors beside them.",
+        description="The likelihood of text files: the diffusion bound with its interval and its parts, the "
+        "autoregressive likelihood of the same weights, and two compressors for comparison.",
         epilog="example:\n  dgemma evaluate held_out.txt --samples 4",
     )
     _add_files(parser)
-    parser.add_argument("--rows", type=types.count, metavar="R", help="the first R rows only (all)")
-    parser.add_argument("--canvases", type=types.count, default=4, metavar="K", help="canvases a row (%(default)s)")
+    parser.add_argument("--rows", type=types.count, metavar="R", help="only the first R rows (all)")
+    parser.add_argument("--canvases", type=types.count, default=4, metavar="K", help="canvases per row (%(default)s)")
     parser.add_argument(
-        "--samples", type=types.count, default=8, metavar="N", help="noise levels a canvas (%(default)s)"
+        "--samples", type=types.count, default=8, metavar="N", help="noise levels per canvas (%(default)s)"
     )
     parser.add_argument(
-        "--batch-size", type=types.count, default=8, metavar="B", help="rows at once; changes no number (%(default)s)"
+        "--batch-size",
+        type=types.count,
+        default=8,
+        metavar="B",
+        help="rows at once; the result is the same (%(default)s)",
     )
     options.add_noise_option(parser)
-    options.add_seed_option(parser, help="same seed, same number")
+    options.add_seed_option(parser, help="the same seed gives the same number")
     options.add_model_options(parser, default="dgemma/text", fast=False)
     output.add_json_option(parser)
     parser.set_defaults(run=_evaluate)
@@ -58,8 +62,8 @@ def add_commands(commands: Any) -> None:
         "train",
         help="train or fine-tune a model on text files",
         usage="dgemma train [OPTION ...] --out FOLDER FILE [FILE ...]",
-        description="Train on .txt files (running text) or .jsonl files (prompts and answers). A run that was stopped, "
-        "by Ctrl-C or by force, goes on where it was when the same command is given again.",
+        description="Train on .txt files (running text) or .jsonl files (prompts and answers). A run that was stopped "
+        "or killed continues from its last checkpoint if you repeat the command.",
         epilog="examples:\n  dgemma train stories.txt --out run --preset small --steps 5000\n      from scratch\n"
         "  dgemma train answers.jsonl --out run --lora 8\n      adapters on the checkpoint that -m names\n"
         "  dgemma generate -m run/final …\n      afterwards",
@@ -70,41 +74,39 @@ def add_commands(commands: Any) -> None:
         required=True,
         type=Path,
         metavar="FOLDER",
-        help="gets log.jsonl, checkpoints and, in the end, final/",
+        help="folder for log.jsonl, checkpoints and, at the end, final/",
     )
     parser.add_argument(
         "--preset",
         choices=_PRESETS,
         metavar="SIZE",
-        help=f"begin with random weights of this size ({' or '.join(_PRESETS)}); -m then gives the tokenizer only",
+        help=f"start from random weights of this size ({' or '.join(_PRESETS)}); -m then only gives the tokenizer",
     )
     group = parser.add_argument_group("training")
     length = group.add_mutually_exclusive_group()
-    length.add_argument("--steps", type=types.count, default=1000, metavar="N", help="updates (%(default)s)")
-    length.add_argument(
-        "--minutes", type=types.positive(), metavar="M", help="as many updates as fit into so long, instead of --steps"
-    )
-    group.add_argument("--batch-size", type=types.count, default=16, metavar="B", help="rows a step (%(default)s)")
+    length.add_argument("--steps", type=types.count, default=1000, metavar="N", help="number of updates (%(default)s)")
+    length.add_argument("--minutes", type=types.positive(), metavar="M", help="train for M minutes, instead of --steps")
+    group.add_argument("--batch-size", type=types.count, default=16, metavar="B", help="rows per step (%(default)s)")
     group.add_argument(
-        "--micro-batch-size", type=types.count, metavar="B", help="rows at once; changes memory, not the result"
+        "--micro-batch-size", type=types.count, metavar="B", help="rows at once; changes the memory, not the result"
     )
     group.add_argument(
-        "--canvases", type=types.whole(2), default=4, metavar="K", help="canvases a row, 2 or more (%(default)s)"
+        "--canvases", type=types.whole(2), default=4, metavar="K", help="canvases per row, 2 or more (%(default)s)"
     )
     group.add_argument(
         "--lr", type=types.positive(), default=1.5e-4, metavar="RATE", help="peak learning rate (%(default)s)"
     )
     group.add_argument(
-        "--lora", type=types.count, metavar="RANK", help="train adapters of this rank, and merge them at the end"
+        "--lora", type=types.count, metavar="RANK", help="train adapters of this rank and merge them at the end"
     )
     group.add_argument(
-        "--ema", type=types.share, metavar="DECAY", help="keep an average of the weights, for instance 0.999"
+        "--ema", type=types.share, metavar="DECAY", help="average the weights with this decay, for instance 0.999"
     )
-    options.add_noise_option(group, help="the process to learn")
-    group.add_argument("--compile", action="store_true", help="compile the layers: slow to start, then faster")
-    options.add_seed_option(group, help="same seed, same run")
+    options.add_noise_option(group, help="the noise to train under")
+    group.add_argument("--compile", action="store_true", help="compile the layers: a slower start, then faster steps")
+    options.add_seed_option(group, help="the same seed gives the same run")
     group.add_argument(
-        "--allow-changes", action="store_true", help="go on although settings differ from those the run began with"
+        "--allow-changes", action="store_true", help="continue a run with other settings than it began with"
     )
     options.add_model_options(parser, default="dgemma/text", fast=False)
     output.add_json_option(parser)
@@ -117,7 +119,7 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
         "--separator",
         type=types.some_text,
         metavar="TEXT",
-        help="what parts the documents of a .txt file (none: one document)",
+        help="text between the documents of a .txt file (none: one document)",
     )
 
 
@@ -127,12 +129,12 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         file = TokenFile.write(_documents(arguments), tokenizer, folder)
         _note_separator(arguments, file)
         if file.num_bytes == 0:
-            raise ValueError("the files must hold text to score, and every answer in them is empty.")
+            raise ValueError("the files must have text to score, but every answer is empty. Check the files.")
         model = options.load_model(arguments)
         row_len = model.config.canvas_length * arguments.canvases
         rows = scan(file, row_len=row_len, context=row_len)
     is_whole = arguments.rows is None or arguments.rows >= rows.batch_size
-    found = evaluate(
+    likelihood = evaluate(
         model,
         rows,
         options.make_noise(arguments, model, tokenizer),
@@ -143,18 +145,18 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         seed=arguments.seed,
     )
     if not is_whole:
-        print("Bits per byte are for whole texts only; leave out --rows to see them.", file=sys.stderr)
+        print("Bits per byte need the whole text. Omit --rows to see them.", file=sys.stderr)
     compressed = _compress(arguments) if is_whole else {}
     if arguments.json:
-        output.print_json(found.summary() | {f"{name}_bits_per_byte": bits for name, bits in compressed.items()})
+        output.print_json(likelihood.summary() | {f"{name}_bits_per_byte": bits for name, bits in compressed.items()})
         return
-    print(found)
+    print(likelihood)
     for name, bits in compressed.items():
         print(f"{name + ', bits per byte':22}{bits:10.4f}")
 
 
 def _compress(arguments: argparse.Namespace) -> dict[str, float]:
-    """Bits per byte of general compressors, which know no English and pay for learning it from this text alone."""
+    """Return the bits per byte of general compressors, which learn from this text alone."""
     text = "".join(document.text for document in _documents(arguments)).encode()
     packed = {"gzip": zlib.compress(text, 9), "xz": lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)}
     return {name: 8 * len(data) / len(text) for name, data in packed.items()}
@@ -188,7 +190,7 @@ def _train(arguments: argparse.Namespace) -> int:
     if arguments.lora:
         add_lora(model, LoRA(rank=arguments.lora, alpha=2.0 * arguments.lora), seed=arguments.seed)
     result = train(model, objective, source, config, out=arguments.out, allow_changes=arguments.allow_changes)
-    if result.final is None:  # the loop has said where it stopped
+    if result.final is None:  # the loop has logged where it stopped
         return 130
     if arguments.lora:
         merge_lora(model)
@@ -201,15 +203,15 @@ def _train(arguments: argparse.Namespace) -> int:
         speed = result.tokens_per_second
         output.print_json({"final": str(result.final), **counts, "mean_loss": loss, "tokens_per_second": speed})
     else:
-        found = "" if result.num_new_steps else f"Already finished (step {result.step} of {result.step}). "
-        taken = output.counted(result.step, "step")
-        averaged = f" over the last {len(losses)}" if len(losses) < result.step else ""
-        print(f"{found}Wrote {result.final} after {taken}, mean loss {loss:.4f}{averaged}.")
+        note = "" if result.num_new_steps else f"Already finished (step {result.step} of {result.step}). "
+        steps = output.counted(result.step, "step")
+        window = f" over the last {len(losses)}" if len(losses) < result.step else ""
+        print(f"{note}Wrote {result.final} after {steps}, mean loss {loss:.4f}{window}.")
     return 0
 
 
 def _new_model(arguments: argparse.Namespace, tokenizer: Tokenizer) -> DiffusionGemma:
-    """The checkpoint to go on from, in float32, or random weights of a preset's size for the tokenizer's vocabulary."""
+    """Return the checkpoint in float32, or random weights of a preset's size for the tokenizer's vocabulary."""
     if arguments.preset is None:
         return options.load_model(arguments, dtype=torch.float32).train()
     config = getattr(presets, arguments.preset)().replace(
@@ -233,16 +235,16 @@ def _documents(arguments: argparse.Namespace) -> Any:
 
 
 def _note_separator(arguments: argparse.Namespace, file: TokenFile) -> None:
-    """One line where nothing was parted."""
+    """Print a line if the separator occurs in no file."""
     if arguments.separator is not None and file.num_documents == len(list_files(arguments.files)):
         hint = f" In bash, write $'{arguments.separator}'." if "\\" in arguments.separator else ""
         print(
-            f"--separator {arguments.separator!r} parts none of the files: each is one document.{hint}", file=sys.stderr
+            f"--separator {arguments.separator!r} is in none of the files: each is one document.{hint}", file=sys.stderr
         )
 
 
 def _keep_tokens(arguments: argparse.Namespace, tokenizer: Tokenizer, folder: Path) -> TokenFile:
-    """The files' tokens, made once for a run; text that changed since is another run's."""
+    """Return the tokens of the files, made once per run; raise ValueError if the text has changed since."""
     made_from = describe_files(arguments.files, tokenizer, separator=arguments.separator)
     if (folder / "about.json").is_file():
         file = TokenFile.open(folder)
@@ -251,15 +253,15 @@ def _keep_tokens(arguments: argparse.Namespace, tokenizer: Tokenizer, folder: Pa
         has_begun = any(arguments.out.glob("step-*"))
         if file.made_from is not None and has_begun and not arguments.allow_changes:
             both = {**file.made_from, **made_from}
-            changed = next(name for name in both if file.made_from.get(name) != made_from.get(name))
+            difference = next(name for name in both if file.made_from.get(name) != made_from.get(name))
             raise ValueError(
-                f"the text must be what the run in {arguments.out} began with, got another {changed}. Choose another "
-                "--out, or pass --allow-changes."
+                f"the text must stay as in the run in {arguments.out}, got another {difference}. Choose another --out, "
+                "or pass --allow-changes."
             )
     new_folders = [path for path in (arguments.out, *arguments.out.parents) if not path.exists()]
     try:
         return TokenFile.write(_documents(arguments), tokenizer, folder, made_from=made_from)
-    except ValueError:  # a text that is refused leaves nothing behind
+    except ValueError:  # leave no empty folders
         if new_folders:
             shutil.rmtree(new_folders[0])
         for parent in new_folders[1:]:
@@ -268,20 +270,20 @@ def _keep_tokens(arguments: argparse.Namespace, tokenizer: Tokenizer, folder: Pa
 
 
 def _source(arguments: argparse.Namespace, file: TokenFile, canvas_len: int) -> BatchSource:
-    """Rows of whole canvases from running text; a row each where there are prompts."""
+    """Return a source of rows of whole canvases for running text, or of one row per prompt."""
     longest_prompt = int(file.prompt_len.max())
     if longest_prompt > 1:  # more than begin-of-text
         num_without = int((file.prompt_len == 1).sum())
         if num_without:
             raise ValueError(
-                f"the files must hold prompts and answers or running text, not both; {num_without} of "
-                f"{file.num_documents} documents have no prompt. Train on one kind after the other."
+                f"the files must be all prompts and answers or all running text, got {num_without} of "
+                f"{file.num_documents} documents without a prompt. Train on one kind after the other."
             )
         max_len = longest_prompt + canvas_len * arguments.canvases
         num_cut = int((np.diff(file.starts) > max_len).sum())
         if num_cut:
             print(
-                f"{num_cut} of {file.num_documents} answers are cut at {max_len} tokens; raise --canvases for more.",
+                f"{num_cut} of {file.num_documents} answers are cut at {max_len} tokens. Raise --canvases for more.",
                 file=sys.stderr,
             )
         _note_few_rows(arguments, file.num_documents)
@@ -298,10 +300,10 @@ def _source(arguments: argparse.Namespace, file: TokenFile, canvas_len: int) -> 
 
 
 def _note_few_rows(arguments: argparse.Namespace, num_rows: int) -> None:
-    """One line where a step goes through all there is."""
+    """Print a line if every step reads all rows."""
     if num_rows <= arguments.batch_size:
         print(
-            f"The files hold {output.counted(num_rows, 'row')} and a step takes {arguments.batch_size}: every step "
-            "sees all of the text, and many steps learn it by heart. Give more of it, or fewer --steps.",
+            f"The files have {output.counted(num_rows, 'row')} and a step takes {arguments.batch_size}, so every step "
+            "reads all of the text. Many steps would memorise it. Use more text or fewer --steps.",
             file=sys.stderr,
         )

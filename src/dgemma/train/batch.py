@@ -16,28 +16,30 @@ _DEPTH = 2  # steps that the feed prepares ahead
 
 @dataclass(frozen=True, kw_only=True)
 class TrainBatch:
-    """B rows of tokens, right-padded to one length T: `prompt_len` tokens that are only read, then the answer.
+    """B rows of tokens, right-padded to one length T: a prompt of `prompt_len` tokens, then the answer.
 
-    The answer is what canvases cover, from the prompt's end in steps of the canvas length; the objective fills the last
-    one with end-of-text. A `truncated` answer was cut by whoever made the batch, so its end says nothing. `pinned`
-    tokens are never noised and never scored: Sudoku's clues. `documents` numbers the texts packed into a row; with it
-    no token sees another document's. `fill` marks the end-of-text that whoever packed the row put behind its texts.
+    Canvases cover the answer, starting where the prompt ends. The objective fills the last canvas with end-of-text.
+    A `truncated` answer was cut while the batch was made, so its end does not mean end-of-text. `pinned` tokens, such
+    as the clues of a Sudoku, are never noised and never scored. `documents` numbers the texts packed into a row; tokens
+    of different documents do not see each other. `fill` marks end-of-text tokens that packing appended to a text.
+
+    Example: `TrainBatch(tokens=tokens, prompt_len=torch.tensor([4]), length=torch.tensor([20]))`.
     """
 
     tokens: Tensor  # (B, T) int64
     prompt_len: Tensor  # (B,) int64
-    length: Tensor  # (B,) int64: prompt and answer; what lies beyond is padding
+    length: Tensor  # (B,) int64: prompt and answer; tokens after it are padding
     truncated: Tensor | None = None  # (B,) bool
     pinned: Tensor | None = None  # (B, T) bool
     documents: Tensor | None = None  # (B, T) int64
-    text: Tensor | None = None  # (B,) int64: which text a row is a part of; `evaluate`'s intervals are over texts
-    fill: Tensor | None = None  # (B, T) bool; what lies beyond `length` is none of it
-    # (prompt_len, length) of each row, known to the host: shapes follow from them without waiting for a device.
+    text: Tensor | None = None  # (B,) int64: the text that a row belongs to; `evaluate` computes intervals over texts
+    fill: Tensor | None = None  # (B, T) bool, within `length`
+    # (prompt_len, length) of each row on the host: shapes follow from them without waiting for a device.
     spans: tuple[tuple[int, int], ...] | None = None
 
     def __post_init__(self) -> None:
         if self.tokens.dim() != 2 or not len(self.tokens):
-            raise ValueError(f"TrainBatch.tokens must have shape (B, T), B at least 1, got {tuple(self.tokens.shape)}.")
+            raise ValueError(f"TrainBatch.tokens must have shape (B, T) with B >= 1, got {tuple(self.tokens.shape)}.")
         batch_size, num_tokens = self.tokens.shape
         shapes = {
             "prompt_len": (batch_size,),
@@ -55,7 +57,7 @@ class TrainBatch:
                     f"TrainBatch.{name} must have shape {shape}, got {tuple(value.shape)}. Give one value per "
                     f"{'row' if len(shape) == 1 else 'token'} of tokens {tuple(self.tokens.shape)}."
                 )
-        # On the host they are read anew: `replace(batch, length=...)` brings those of the batch it is made from.
+        # On the host they are read again, because `replace(batch, length=...)` passes the spans of the old batch.
         if self.spans is None or (type(self.length) is Tensor and self.length.device.type == "cpu"):
             spans = tuple(zip(self.prompt_len.tolist(), self.length.tolist(), strict=True))
             object.__setattr__(self, "spans", spans)
@@ -73,16 +75,16 @@ class TrainBatch:
 
     @property
     def has_answer(self) -> bool:
-        """Whether any row has a token to be written; the host knows."""
+        """True if any row has a token to write. Read from `spans`, without waiting for a device."""
         assert self.spans is not None
         return any(length > prompt for prompt, length in self.spans)
 
     def to(self, device: torch.device | str) -> "TrainBatch":
-        """The same batch on another device."""
+        """Return the batch on another device."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def select(self, rows: Tensor | slice) -> "TrainBatch":
-        """Some rows, in the given order.
+        """Return some rows, in this order.
 
         Example: `batch.select(slice(0, 8))`.
         """
@@ -97,10 +99,12 @@ class TrainBatch:
 
 
 class BatchSource(Protocol):
-    """Where batches come from: a pure function of (step, rows), so that a resumed run sees what it would have seen.
+    """A pure function of (step, rows) that returns a batch, so that a resumed run sees the same batches.
 
-    `rows` are indices into the global batch of that step. A process, or an accumulation, asks for its own part, and the
-    whole never depends on how it was cut.
+    `rows` are indices into the global batch of that step. Each process and each micro-batch requests its own rows. The
+    global batch must not depend on how it is split.
+
+    Example: `def source(step, rows): return batch_of([texts[step * 64 + row] for row in rows])`.
     """
 
     def __call__(self, step: int, rows: range) -> TrainBatch: ...
@@ -117,14 +121,14 @@ class Part(NamedTuple):
 
 
 class StepInput(NamedTuple):
-    """A step's micro-batches on this process, and how many tokens they hold, padding left out."""
+    """The micro-batches of a step on this process, and their number of tokens without padding."""
 
     parts: list[Part]
     num_tokens: int
 
 
 def row_seeds(seed: int, step: int, rows: range) -> Tensor:
-    """A seed for each row (B,) of a step's global batch: a function of the run's seed, the step and the row alone.
+    """Return a seed (B,) for each row of a step's global batch, from the run's seed, the step and the row alone.
 
     Example: `row_seeds(0, 7, range(4, 8))` is the second half of `row_seeds(0, 7, range(8))`.
     """
@@ -138,38 +142,43 @@ def row_seeds(seed: int, step: int, rows: range) -> Tensor:
 def feed(
     source: BatchSource, *, seed: int, rows: range, micro_batch_size: int, steps: range, device: torch.device
 ) -> Generator[StepInput, None, None]:
-    """For each of `steps`, this process's `rows` in micro-batches, on `device`."""
+    """Yield this process's `rows` for each of `steps`, in micro-batches, on `device`.
+
+    A thread makes and pins the next steps' rows while the current step computes.
+
+    Example: `next(feed(source, seed=0, rows=range(8), micro_batch_size=4, steps=range(9), device=device)).parts`.
+    """
 
     def make(step: int) -> StepInput:
         parts = []
         for start in range(rows.start, rows.stop, micro_batch_size):
-            some = range(start, min(start + micro_batch_size, rows.stop))
-            batch = source(step, some)
-            if batch.batch_size != len(some):
+            part_rows = range(start, min(start + micro_batch_size, rows.stop))
+            batch = source(step, part_rows)
+            if batch.batch_size != len(part_rows):
                 raise ValueError(
-                    f"train source must give a row for each of rows {some.start}..{some.stop - 1} it is asked for, "
-                    f"got {batch.batch_size}."
+                    f"train source must return one row for each of rows {part_rows.start}..{part_rows.stop - 1}, got "
+                    f"{batch.batch_size}. Return a batch of len(rows) rows."
                 )
-            parts.append(_pin(Part(batch, row_seeds(seed, step, some)), device))
+            parts.append(_pin(Part(batch, row_seeds(seed, step, part_rows)), device))
         return StepInput(parts, sum(int(part.batch.length.sum()) for part in parts))
 
     with ThreadPoolExecutor(1, thread_name_prefix="dgemma-feed") as pool:
         ahead = deque(pool.submit(make, step) for step in steps[:_DEPTH])
         try:
             for step in steps:
-                made = ahead.popleft().result()
+                step_input = ahead.popleft().result()
                 if step + _DEPTH in steps:
                     ahead.append(pool.submit(make, step + _DEPTH))
-                yield StepInput([part.to(device) for part in made.parts], made.num_tokens)
+                yield StepInput([part.to(device) for part in step_input.parts], step_input.num_tokens)
         finally:
             pool.shutdown(cancel_futures=True)
 
 
 def _pin(part: Part, device: torch.device) -> Part:
-    """Page-locked memory, from which a copy to the GPU need not be waited for."""
+    """Move a part into page-locked memory, from which copies to the GPU are asynchronous."""
     if device.type != "cuda":
         return part
     names = [field.name for field in fields(part.batch)]
     on_host = [name for name in names if isinstance(t := getattr(part.batch, name), Tensor) and not t.is_cuda]
-    pinned: dict[str, Any] = {name: getattr(part.batch, name).pin_memory() for name in on_host}
-    return Part(replace(part.batch, **pinned), part.seeds.pin_memory())
+    changes: dict[str, Any] = {name: getattr(part.batch, name).pin_memory() for name in on_host}
+    return Part(replace(part.batch, **changes), part.seeds.pin_memory())

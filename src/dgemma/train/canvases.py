@@ -26,18 +26,18 @@ _CANVAS, _TIME, _EVENT, _TOKEN, _SELF_COND = map(
 class Canvases:
     """K canvases of C tokens for each of B rows, and the text they are cut from.
 
-    `prefix_len` bounds the clean tokens that a canvas looks at, `causal_len` those with a successor to be scored; the
-    host knows both. `aligned`: one canvas, at `prefix_len` in every row.
+    Canvases look at no more than `prefix_len` clean tokens. `causal_len` tokens have a successor to score. The host
+    knows both. `aligned`: every row has one canvas, which starts at `prefix_len`.
     """
 
-    tokens: Tensor  # (B, T) filled
-    index: Tensor  # (B, K) which canvas of its answer
+    tokens: Tensor  # (B, T) with the fill
+    index: Tensor  # (B, K) of the canvas in its answer
     starts: Tensor  # (B, K) positions
-    x: Tensor  # (B, K, C) clean
+    x: Tensor  # (B, K, C) clean tokens
     pinned: Tensor  # (B, K, C) bool
     scored: Tensor  # (B, K, C) bool
-    fill: Tensor  # (B, K, C) bool: behind a text's end
-    causal_scored: Tensor  # (B, causal_len) bool: the successor of each token
+    fill: Tensor  # (B, K, C) bool: after the end of a text
+    causal_scored: Tensor  # (B, causal_len) bool: whether each token's successor is scored
     documents: Tensor | None  # (B, T)
     canvas_documents: Tensor | None  # (B, K, C)
     prefix_len: int
@@ -46,17 +46,17 @@ class Canvases:
 
     @property
     def packing(self) -> tuple[Tensor, Tensor] | None:
-        """The documents of the text (B, T) and of the canvases (B, K, C), for `predict_canvases`."""
+        """The documents of the text (B, T) and of the canvases (B, K, C), or None; for `predict_canvases`."""
         if self.documents is None or self.canvas_documents is None:
             return None
         return self.documents, self.canvas_documents
 
     def check_positions(self, max_positions: int) -> None:
-        """Refuse rows that the model has no positions for."""
+        """Raise ValueError if rows are longer than the model's positions."""
         if self.tokens.shape[1] > max_positions:
             raise ValueError(
-                f"TrainBatch.tokens must end, filled, within max_position_embeddings {max_positions}, got "
-                f"{self.tokens.shape[1]}. Cut the rows."
+                f"TrainBatch.tokens must fit into max_position_embeddings {max_positions} when the last canvas is "
+                f"filled, got {self.tokens.shape[1]}. Cut the rows."
             )
 
 
@@ -70,20 +70,23 @@ def cut_canvases(
     causal_scope: str | None,
     causal_fill: bool,
 ) -> Canvases:
-    """Cut a batch. choose (B,) in [0, 1) picks one canvas of each row, None takes all.
+    """Cut the answers of a batch into canvases.
 
-    truncated: a cut answer's fill is "scored" all the same or "unscored", or the whole row is "rejected". causal_scope:
-    whether the causal term scores the "sequence", only the "answer", or None; causal_fill: whether the fill, too.
+    choose: (B,) in [0, 1), picks one canvas per row; None takes all. truncated: the fill after a cut answer is
+    "scored" or "unscored", or the whole row is "rejected". causal_scope: the causal term scores the "sequence", only
+    the "answer", or nothing (None). causal_fill: whether it also scores the fill.
+
+    Example: with `choose=None`, an answer of 20 tokens gives three canvases of `canvas_len=8`.
     """
     lengths, prompt_len = batch.length, batch.prompt_len
     answer_len = (lengths - prompt_len).clamp(min=0)
     num_canvases = (answer_len + canvas_len - 1) // canvas_len  # (B,)
     ends = prompt_len + num_canvases * canvas_len
-    cut_off = torch.zeros_like(lengths, dtype=torch.bool) if batch.truncated is None else batch.truncated
-    kept = ~cut_off if truncated == "rejected" else torch.ones_like(cut_off)
-    scored_ends = torch.where(cut_off, lengths, ends) if truncated == "unscored" else ends
+    is_cut = torch.zeros_like(lengths, dtype=torch.bool) if batch.truncated is None else batch.truncated
+    is_used = ~is_cut if truncated == "rejected" else torch.ones_like(is_cut)
+    scored_ends = torch.where(is_cut, lengths, ends) if truncated == "unscored" else ends
 
-    # Sizes come from what the host knows, so that nothing waits for the device and shapes repeat.
+    # Sizes come from the host, so that nothing waits for the device and shapes repeat.
     assert batch.spans is not None
     blocks = {(prompt, max(0, -((prompt - length) // canvas_len))) for prompt, length in set(batch.spans)}
     most = max(1, *(count for _, count in blocks))
@@ -92,7 +95,7 @@ def cut_canvases(
     causal_ends = torch.zeros_like(ends)
     causal_end = 0
     if causal_scope is not None:
-        causal_ends = torch.where(kept, scored_ends if causal_fill else lengths, 0)
+        causal_ends = torch.where(is_used, scored_ends if causal_fill else lengths, 0)
         causal_end = num_tokens if causal_fill else max(length for _, length in batch.spans)
 
     device = batch.tokens.device
@@ -115,7 +118,7 @@ def cut_canvases(
         index = torch.minimum((choose * num_canvases).long(), (num_canvases - 1).clamp(min=0))[:, None]
     starts = prompt_len[:, None] + index * canvas_len
     where = starts[..., None] + torch.arange(canvas_len, device=device)  # (B, K, C)
-    valid = (index < num_canvases[:, None]) & kept[:, None]
+    valid = (index < num_canvases[:, None]) & is_used[:, None]
     inside = where.clamp(max=num_tokens - 1)
 
     def of_canvases(values: Tensor) -> Tensor:
@@ -147,43 +150,44 @@ def cut_canvases(
     )
 
 
-class Noised(NamedTuple):
+class NoisyCanvases(NamedTuple):
     """Canvases with noise on them."""
 
-    z: Tensor  # (B, K, C)
-    replaced: Tensor  # (B, K, C) bool; a replaced token may have drawn itself
+    z: Tensor  # (B, K, C) tokens
+    replaced: Tensor  # (B, K, C) bool; noise may have replaced a token by itself
     level: Tensor  # (B, K)
     self_cond: Tensor  # (B, K) bool
 
 
 def draw_choice(seeds: Tensor) -> Tensor:
-    """A uniform for each row's seed (B,), by which one of its canvases is chosen: (B,)."""
+    """Return a uniform (B,) per row seed (B,), which chooses one of the row's canvases."""
     zeros = torch.zeros_like(seeds)
     return fused(draws.uniform_of_word, seeds.device)(seeds, zeros, zeros, 1, _CANVAS)[:, 0]
 
 
 def noise_canvases(
     noise: Noise,
-    cut: Canvases,
+    canvases: Canvases,
     seeds: Tensor,
     *,
     t_range: tuple[float, float],
     self_cond_prob: float,
     allowed: Tensor | None = None,
-) -> Noised:
-    """Put noise on a batch's canvases, each at a time of its own, uniform on `t_range`; pinned tokens stay.
+) -> NoisyCanvases:
+    """Put noise on canvases, each at its own time, uniform on `t_range`; pinned tokens stay.
 
-    seeds (B,); allowed (V,) bool: what random noise draws from, None for all.
+    seeds: (B,). allowed: (V,) bool, the tokens that uniform noise draws from; None for all.
 
-    Example: `noise_canvases(noise, cut, seeds, t_range=(0.0, 1.0), self_cond_prob=0.5).z`.
+    Example: `noise_canvases(noise, canvases, seeds, t_range=(0.0, 1.0), self_cond_prob=0.5).z`.
     """
-    u = fused(_draw, seeds.device)(seeds, cut.index, cut.x.shape[-1])
+    u = fused(_draw, seeds.device)(seeds, canvases.index, canvases.x.shape[-1])
     low, high = t_range
     level = 1 - noise.schedule.alpha(low + (high - low) * u.time)  # (B, K, 1) float64
-    z = noise.corrupt(cut.x, level, u.event, u.token, allowed=allowed)
-    replaced = (u.event >= noise.clean_share(level)) & ~cut.pinned
+    z = noise.corrupt(canvases.x, level, u.event, u.token, allowed=allowed)
+    z = torch.where(canvases.pinned, canvases.x, z)
+    replaced = (u.event >= noise.clean_share(level)) & ~canvases.pinned
     self_cond = u.self_cond < self_cond_prob
-    return Noised(torch.where(cut.pinned, cut.x, z), replaced, level[..., 0], self_cond[..., 0])
+    return NoisyCanvases(z, replaced, level[..., 0], self_cond[..., 0])
 
 
 class _Draws(NamedTuple):
@@ -194,7 +198,7 @@ class _Draws(NamedTuple):
 
 
 def _draw(seeds: Tensor, index: Tensor, canvas_len: int) -> _Draws:
-    """The uniforms of canvases `index` (B, K)."""
+    """Return the uniforms of canvases `index` (B, K)."""
     rows, canvas = seeds[:, None].expand_as(index).flatten(), index.flatten()
 
     def uniform(num_positions: int, word: int) -> Tensor:
@@ -205,5 +209,5 @@ def _draw(seeds: Tensor, index: Tensor, canvas_len: int) -> _Draws:
 
 
 def _fit(values: Tensor, num_tokens: int, fill: int | bool) -> Tensor:
-    """(B, T) cut or filled to num_tokens."""
+    """Return values (B, T) cut or padded to (B, num_tokens)."""
     return F.pad(values[:, :num_tokens], (0, max(0, num_tokens - values.shape[1])), value=fill)

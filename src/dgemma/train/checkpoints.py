@@ -1,4 +1,4 @@
-"""Checkpoints of a run: folders `step-000100` that are whole or not there, whenever the process dies."""
+"""Checkpoints of a run: folders `step-000100` that are complete or absent, whenever the process dies."""
 
 import json
 import os
@@ -22,11 +22,11 @@ _OTHER_MODEL = "Continue the run with the model and the settings that it began w
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoints:
-    """The checkpoints of one run, in `folder`; the last `keep_last` are kept.
+    """The checkpoints of one run, in `folder`; only the last `keep_last` stay.
 
-    A checkpoint is written as `.step-000100.new`, brought to the disk and renamed; one that goes is renamed to
-    `.step-000100.old` before it is deleted. So a folder called `step-…` was whole when it got that name, and what a
-    disk lost since is noticed: `run.json` keeps the CRC-32 of its files.
+    A checkpoint is written as `.step-000100.new`, flushed to the disk and renamed. An old one is renamed to
+    `.step-000100.old` before it is deleted. So a folder called `step-…` was complete when it got that name. `run.json`
+    stores the CRC-32 of its files, which reveals later damage.
 
     Example: `Checkpoints(folder=Path("run"), keep_last=2, parallel=Parallel()).latest()`.
     """
@@ -36,35 +36,37 @@ class Checkpoints:
     parallel: Parallel
 
     def steps(self) -> list[int]:
-        """The steps saved, ascending."""
-        found = (path.name.removeprefix("step-") for path in self.folder.glob("step-*") if path.is_dir())
-        return sorted(int(step) for step in found if step.isdecimal())
+        """Return the saved steps in ascending order."""
+        names = (path.name.removeprefix("step-") for path in self.folder.glob("step-*") if path.is_dir())
+        return sorted(int(name) for name in names if name.isdecimal())
 
     def path(self, step: int) -> Path:
+        """Return the folder of a step."""
         return self.folder / f"step-{step:06d}"
 
     def latest(self) -> Path | None:
+        """Return the folder of the last step, or None."""
         steps = self.steps()
         return self.path(steps[-1]) if steps else None
 
     def clear_unfinished(self) -> None:
-        """Remove what a killed process left half written or half deleted."""
+        """Remove folders that a killed process left half written or half deleted."""
         if self.parallel.is_main:
-            for left in (*self.folder.glob(".step-*.new"), *self.folder.glob(".step-*.old")):
-                shutil.rmtree(left)
+            for remnant in (*self.folder.glob(".step-*.new"), *self.folder.glob(".step-*.old")):
+                shutil.rmtree(remnant)
         self.parallel.barrier()
 
     def save(self, step: int, state: Mapping[str, Tensor], run: Mapping[str, Any]) -> Path:
-        """Write named tensors and a description of the run; called by every process."""
+        """Write named tensors and a description of the run; return the folder. All processes call this."""
         final, new = self.path(step), self.folder / f".step-{step:06d}.new"
         if self.parallel.is_main:
             shutil.rmtree(new, ignore_errors=True)
             new.mkdir(parents=True)
         self.parallel.barrier()
-        written = self.parallel.save(new, state)
-        for path in written:
+        paths = self.parallel.save(new, state)
+        for path in paths:
             _flush(path)
-        files = self.parallel.collect({path.name: _crc32(path) for path in written})
+        files = self.parallel.collect({path.name: _crc32(path) for path in paths})
         if self.parallel.is_main:
             (new / _RUN_FILE).write_text(json.dumps({**run, "files": files}, indent=2) + "\n")
             _flush(new / _RUN_FILE)
@@ -82,54 +84,56 @@ class Checkpoints:
         shutil.rmtree(old)
 
     def read_run(self, path: Path) -> dict[str, Any]:
-        """The description saved with a checkpoint."""
+        """Return the description saved with a checkpoint."""
         try:
             run = json.loads((path / _RUN_FILE).read_text())
         except (OSError, ValueError) as error:
             raise ValueError(self._damaged(path, str(error))) from None
         if not isinstance(run, dict):
-            raise ValueError(self._damaged(path, f"{_RUN_FILE} holds no object"))
+            raise ValueError(self._damaged(path, f"{_RUN_FILE} is not a JSON object"))
         return run
 
     def names(self, path: Path) -> set[str]:
-        """The tensors in a checkpoint."""
+        """Return the names of the tensors in a checkpoint."""
         try:
             return stored_names(path)
         except ValueError as error:
             raise ValueError(self._damaged(path, str(error))) from None
 
     def load(self, path: Path, state: Mapping[str, Tensor]) -> None:
-        """Overwrite these tensors with the checkpoint's, all of them or none; called by every process."""
+        """Overwrite these tensors with the checkpoint's, all of them or none. All processes call this."""
         self._check_files(path)
         missing = sorted(state.keys() - self.names(path))
         if missing:
-            raise ValueError(f"{path} holds no {missing[0]} ({len(missing)} tensors are missing). {_OTHER_MODEL}")
+            raise ValueError(f"{path} has no tensor {missing[0]} ({len(missing)} are missing). {_OTHER_MODEL}")
         try:
             load_state(path, state)
         except OSError as error:
             raise ValueError(self._damaged(path, str(error))) from None
-        except ValueError as error:  # a shape: the file is whole
-            raise ValueError(f"{path} is of another model: {error}. {_OTHER_MODEL}") from None
+        except ValueError as error:  # a shape differs
+            raise ValueError(f"{path} belongs to another model: {error}. {_OTHER_MODEL}") from None
 
     def _check_files(self, path: Path) -> None:
-        """Every file must be as it was written; each process reads its share of them."""
-        files = self.read_run(path).get("files", {})  # earlier versions kept none
-        rank, share = self.parallel.rank, self.parallel.world_size
-        mine = (number % share == rank for number in range(len(files)))
-        changed = [own and _crc32(path / name) != crc32 for own, (name, crc32) in zip(mine, files.items(), strict=True)]
-        anywhere = self.parallel.sum(torch.tensor(changed, dtype=torch.int64)).tolist()
-        for name, is_changed in zip(files, anywhere, strict=True):
-            if is_changed:
-                raise ValueError(self._damaged(path, f"{name} is not as it was written"))
+        """Raise ValueError if a file has changed since it was written. Each process reads its share of the files."""
+        files = self.read_run(path).get("files", {})  # earlier versions stored no checksums
+        rank, world_size = self.parallel.rank, self.parallel.world_size
+        changes = [
+            number % world_size == rank and _crc32(path / name) != crc32
+            for number, (name, crc32) in enumerate(files.items())
+        ]
+        num_changes = self.parallel.sum(torch.tensor(changes, dtype=torch.int64)).tolist()
+        for name, num in zip(files, num_changes, strict=True):
+            if num:
+                raise ValueError(self._damaged(path, f"{name} has changed since it was written"))
 
     def _damaged(self, path: Path, why: str) -> str:
         before = [step for step in self.steps() if step < int(path.name.removeprefix("step-"))]
         fallback = f"continue from {self.path(before[-1]).name}" if before else "begin again"
-        return f"{path} is no whole checkpoint: {why}. Delete that folder to {fallback}."
+        return f"{path} must be a complete checkpoint, but {why}. Delete that folder to {fallback}."
 
 
 def _crc32(path: Path) -> int | None:
-    """Of a file's bytes; None if they cannot be read."""
+    """Return the CRC-32 of a file, or None if it cannot be read."""
     crc32 = 0
     try:
         with path.open("rb") as file:
@@ -141,8 +145,8 @@ def _crc32(path: Path) -> int | None:
 
 
 def _flush(path: Path) -> None:
-    """Bring a file's bytes, or a folder's list of names, to the disk."""
-    if path.is_dir() and os.name != "posix":  # elsewhere a folder cannot be opened
+    """Flush the bytes of a file, or the names in a folder, to the disk."""
+    if path.is_dir() and os.name != "posix":  # Windows cannot open a folder
         return
     descriptor = os.open(path, os.O_RDONLY)
     try:

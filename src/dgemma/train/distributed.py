@@ -33,14 +33,14 @@ _TORCHRUN = "torchrun --nproc-per-node 2 train.py"
 class FullySharded(Parallel):
     """Many processes, each with its part of the weights, gradients and optimizer state, and its rows of the batch.
 
-    expert_parallel: processes that share one set of experts; tokens travel among them instead of the experts' weights.
-    replicas: copies of the model, each spread over its own processes, so that weights need not cross slow links between
-    machines. whole_gradients: between micro-batches keep gradients whole instead of reducing them after each: fewer
-    messages, more memory. device: "cuda" where there is one, else "cpu".
+    expert_parallel: number of processes that share one set of experts; tokens travel among them instead of weights.
+    replicas: number of copies of the model, each spread over its own processes, so that weights need not cross slow
+    links between machines. whole_gradients: reduce gradients once per step instead of once per micro-batch, which
+    needs fewer messages and more memory. device: by default "cuda" if available, else "cpu".
 
-    All processes start with the main one's weights; elsewhere the model may be on the meta device.
+    All processes start with the weights of the main process. On the others the model may be on the meta device.
 
-    Example, started by `torchrun --nproc-per-node 8 train.py`:
+    Example, started with `torchrun --nproc-per-node 8 train.py`:
 
         with FullySharded(expert_parallel=4) as parallel:
             train(model, objective, source, config, out="run", parallel=parallel)
@@ -79,7 +79,7 @@ class FullySharded(Parallel):
     def _require_sizes(self, expert_parallel: int, replicas: int) -> None:
         for name, value in (("expert_parallel", expert_parallel), ("replicas", replicas)):
             if value < 1:
-                raise ValueError(f"FullySharded.{name} must be at least 1, got {value}.")
+                raise ValueError(f"FullySharded.{name} must be >= 1, got {value}. Use 1 or more.")
         if self.world_size % (expert_parallel * replicas):
             raise ValueError(
                 f"FullySharded.expert_parallel times replicas must divide the {self.world_size} processes, got "
@@ -92,27 +92,27 @@ class FullySharded(Parallel):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leave the group. A lost process is told in a sentence: what remains of the run cannot go on without it."""
+        """Leave the process group. Raise a RuntimeError in plain words if another process was lost."""
         if error is None:
             dist.destroy_process_group()
         elif isinstance(error, RuntimeError) and _lost_connection(error):
             raise RuntimeError(
-                f"Process {self.rank} of {self.world_size} lost another process, which died or hangs; its own message "
-                f"is above or on its machine. Start the same command again: the run goes on from its last checkpoint."
+                f"Process {self.rank} of {self.world_size} lost another process, which died or hangs. Its own message "
+                f"is above or on its machine. Start the same command again to continue from the last checkpoint."
             ) from error
 
     def prepare(self, model: Model, *, mixed: bool) -> Model:
-        """Spread the model, in place, a layer at a time: the GPU never holds more than its part and one layer.
+        """Spread the model in place, one layer at a time: a GPU never holds more than its part and one layer.
 
-        mixed: layers are gathered in bfloat16, everything else stays float32 for the loop's autocast.
+        mixed: layers are gathered in bfloat16; everything else stays in float32 for the loop's autocast.
         """
         narrow = mixed or next(model.parameters()).dtype.itemsize < 4
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if mixed else None,
             reduce_dtype=torch.float32 if narrow else None,
-            cast_forward_inputs=False,  # the residual stream is as wide as in one process
+            cast_forward_inputs=False,  # the residual stream keeps the dtype it has on one process
         )
-        # Layers hand out keys and values as views, which a cache under autograd only ever copies.
+        # Layers return keys and values as views. That is safe, because a cache under autograd only copies them.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         layers: list[nn.Module] = list(model.layers)  # type: ignore[arg-type]
         for layer in layers:
@@ -128,20 +128,22 @@ class FullySharded(Parallel):
         root = MixedPrecisionPolicy(reduce_dtype=policy.reduce_dtype, cast_forward_inputs=False)
         self._root = _Root(model)
         fully_shard(self._root, mesh=self._mesh, mp_policy=root)
-        # A process that runs the layers less often than the others would leave them waiting without a word.
+        # If one process ran the layers less often than the others, those would wait forever.
         layers[0].register_forward_pre_hook(lambda *_: self._meet(into_layers=True), prepend=True)
         for module in self._root.modules():
-            if isinstance(module, FSDPModule):  # a loss is a part of the whole, so gradients are sums
+            if isinstance(module, FSDPModule):  # a loss is a part of the global loss, so gradients are summed
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         return model
 
     def _place(self, module: nn.Module) -> None:
-        """Bring a module to the device, with the main process's weights."""
+        """Move a module to the device, with the weights of the main process."""
         tensors = [*module.parameters(), *module.buffers()]
         if any(tensor.is_meta for tensor in tensors):
             if self.is_main:
-                raise ValueError("FullySharded.prepare model must have weights on the main process, got meta tensors.")
+                raise ValueError(
+                    "FullySharded.prepare model must have weights on the main process, got meta tensors. Load them."
+                )
             module.to_empty(device=self.device)
         else:
             module.to(self.device)
@@ -149,22 +151,22 @@ class FullySharded(Parallel):
             dist.broadcast(tensor.detach(), src=0)
 
     def forward(self, model: nn.Module, run: Callable[[], Result]) -> Result:
-        assert self._root is not None, "prepare comes first"
+        assert self._root is not None, "call prepare first"
         self._running = True
         result: Result = self._root(run)
         self._meet(into_layers=False)
         self._running = False
-        if not torch.is_grad_enabled():  # else the backward does this
+        if not torch.is_grad_enabled():  # otherwise the backward does this
             cast(FSDPModule, self._root).reshard()
         return result
 
     @torch.compiler.disable
     def _meet(self, *, into_layers: bool) -> None:
-        """Before the layers run, and after they did for the last time: all processes must be about to do the same."""
+        """Raise RuntimeError if some processes run the layers again while others have finished."""
         if self._running and self._num_raised(into_layers) not in (0, self.world_size):
             raise RuntimeError(
-                "FullySharded processes must run the layers equally often, got some that were done when others went "
-                "on. Give every process rows of one kind: all with text before their canvases, or none."
+                "FullySharded processes must run the layers equally often, got some that finished while others "
+                "continued. Give every process the same kind of rows: all with text before their canvases, or none."
             )
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -179,7 +181,7 @@ class FullySharded(Parallel):
         self._num_raised(False)
 
     def _num_raised(self, flag: bool) -> int:
-        """How many processes raise their flag. They meet on the CPU, so that nobody waits for a GPU."""
+        """Return how many processes raise their flag. The sum is on the CPU, so that none waits for a GPU."""
         return int(self.sum(torch.tensor(int(flag))))
 
     def before_backward(self, model: nn.Module, *, last: bool) -> None:
@@ -188,12 +190,12 @@ class FullySharded(Parallel):
     @torch.no_grad()
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
         grads = [p.grad for p in parameters if p.grad is not None]
-        own = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
-        # Squares of each process's part, once each: what several processes hold counts for a share in each of them.
-        norms = torch._foreach_norm(own, dtype=wide_dtype(own[0]))
+        parts = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+        # A part that n processes hold counts as 1/n in each of them, so that every square is summed once.
+        norms = torch._foreach_norm(parts, dtype=wide_dtype(parts[0]))
         torch._foreach_div_(norms, [math.sqrt(self._num_copies(grad)) for grad in grads])
         norm = self.sum(torch.stack(norms).square().sum()).sqrt()
-        torch._foreach_mul_(own, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        torch._foreach_mul_(parts, (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
     def _num_copies(self, tensor: Tensor) -> int:
@@ -203,15 +205,15 @@ class FullySharded(Parallel):
         return math.prod(size for size, placement in sizes if placement.is_replicate())
 
     def collect(self, named: Mapping[str, Result]) -> dict[str, Result]:
-        everywhere: list[dict[str, Result]] = [{}] * self.world_size
-        dist.all_gather_object(everywhere, dict(named))
-        return {name: value for one in everywhere for name, value in one.items()}
+        entries: list[dict[str, Result]] = [{}] * self.world_size
+        dist.all_gather_object(entries, dict(named))
+        return {name: value for of_process in entries for name, value in of_process.items()}
 
     def save(self, folder: Path, state: Mapping[str, Tensor]) -> list[Path]:
         return save_sharded(folder, state)
 
     def save_pretrained(self, model: nn.Module, folder: Path) -> None:
-        """Gather the weights on the main process, tensor by tensor, and write them there."""
+        """Gather the weights on the main process, one tensor at a time, and write them there."""
         with _gathered(model, keep=self.is_main):
             if self.is_main:
                 super().save_pretrained(model, folder)
@@ -219,7 +221,7 @@ class FullySharded(Parallel):
 
 
 class _Root(nn.Module):
-    """The model as FSDP sees it: its forward is whatever is run, and no class or name of the model changes."""
+    """Wrapper of the model for FSDP: its forward runs any function, and the model keeps its class and names."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -230,25 +232,25 @@ class _Root(nn.Module):
 
 
 def _launched() -> tuple[int, int, int]:
-    """Rank, number of processes, and rank on this machine, as torchrun tells them."""
+    """Return the rank, the number of processes and the rank on this machine, from torchrun's environment."""
     missing = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR") if name not in os.environ]
     if missing:
         raise RuntimeError(
-            f"FullySharded must be started by torchrun, got no {missing[0]} in the environment. Run `{_TORCHRUN}`; on "
-            f"one process leave `parallel` out."
+            f"FullySharded must be started by torchrun, got no {missing[0]} in the environment. Run `{_TORCHRUN}`, or "
+            f"omit `parallel` for one process."
         )
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
 
 
 def _lost_connection(error: RuntimeError) -> bool:
-    """gloo's errors have no type of their own."""
-    said = str(error)
-    return isinstance(error, dist.DistError) or "Connection closed by peer" in said or "gloo" in said
+    """Return True for errors of a lost process; those of gloo are plain RuntimeErrors."""
+    text = str(error)
+    return isinstance(error, dist.DistError) or "Connection closed by peer" in text or "gloo" in text
 
 
 @contextmanager
 def _gathered(model: nn.Module, *, keep: bool) -> Iterator[None]:
-    """While inside, a model that keeps them has whole weights, on the CPU. All processes take part."""
+    """Within the context, the model has whole weights on the CPU if `keep` is true. All processes take part."""
     parts: list[tuple[nn.Module, str, nn.Parameter]] = []
     for module in model.modules():
         for name, part in list(module.named_parameters(recurse=False)):
@@ -264,7 +266,7 @@ def _gathered(model: nn.Module, *, keep: bool) -> Iterator[None]:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """The whole of a tensor, gathered along one dimension of its mesh after the other, last cut first."""
+    """Return the whole tensor, gathered along one mesh dimension after the other."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor
@@ -276,37 +278,39 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def spread_experts(experts: Experts, mesh: DeviceMesh) -> None:
-    """Keep this process's part of the experts, in place; `mesh` holds the processes that share them, in one dimension.
+    """Keep this process's part of the experts, in place; a one-dimensional `mesh` of processes shares them.
 
-    The weights become DTensors of the whole shape under their old names, so a checkpoint knows nothing of the spread.
+    The weights become DTensors of the whole shape under their old names, so a checkpoint does not depend on the mesh.
+    Adapters on the experts are spread with them.
 
     Example: `spread_experts(layer.experts, init_device_mesh("cuda", (8,)))`.
     """
     num_experts = experts.gate_up_proj.shape[0]
     if num_experts % mesh.size():
         raise ValueError(
-            f"FullySharded.expert_parallel must divide the model's {num_experts} experts, got {mesh.size()}."
+            f"FullySharded.expert_parallel must divide the model's {num_experts} experts, got {mesh.size()}. Use a "
+            "divisor."
         )
     for name, weight in list(experts.named_parameters()):
         part = weight.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
         spread = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
         setattr(experts, name, nn.Parameter(spread, requires_grad=weight.requires_grad))
-    # Whatever its class computes, an adapter's too, with the exchange around it.
+    # A subclass of the class at hand, so that adapters are computed as well, with the exchange around them.
     experts.__class__ = type(f"Spread{type(experts).__name__}", (_SpreadExperts, type(experts)), {"mesh": mesh})
 
 
 class _SpreadExperts(Experts):
     mesh: DeviceMesh
 
-    @torch.compiler.disable  # how many rows travel is known only while running
+    @torch.compiler.disable  # the number of rows that travel is known only at run time
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
-        """Σ_a weight · expert_a(x), each expert wherever it lives. x: (M, D) → (M, D)."""
+        """Return Σ_a weight · expert_a(x), each expert computed on its own process. x: (M, D) → (M, D)."""
         num_chosen = routing.experts.shape[1]
         num_own = self.gate_up_proj.shape[0] // self.mesh.size()
         sorted_experts, order = routing.experts.flatten().sort(stable=True)
         back = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=x.device))
         rows = _Dispatch.apply(x, order, back, num_chosen)
-        if torch.is_autocast_enabled(x.device.type):  # the products will round to this anyway: half the bytes travel
+        if torch.is_autocast_enabled(x.device.type):  # the products round to it anyway, and half the bytes travel
             rows = rows.to(torch.get_autocast_dtype(x.device.type))
 
         group = self.mesh.get_group()
@@ -317,10 +321,10 @@ class _SpreadExperts(Experts):
         own_rows = _Exchange.apply(rows, send, receive, group)  # (R, D)
         own_experts = _Exchange.apply(sorted_experts, send, receive, group) - self.mesh.get_local_rank() * num_own
 
-        # Each arrival is a token with one choice and weight 1, so the reference computes it.
-        one = torch.ones(own_experts.shape[0], 1, device=x.device, dtype=wide_dtype(x))
+        # Each received row is a token with one choice of weight 1, so the reference can compute it.
+        ones = torch.ones(own_experts.shape[0], 1, device=x.device, dtype=wide_dtype(x))
         with _own_weights(self):
-            out = super().forward(own_rows, Routing(one, one, own_experts[:, None]))
+            out = super().forward(own_rows, Routing(ones, ones, own_experts[:, None]))
         out = _Exchange.apply(out, receive, send, group)  # (M · A, D), sorted by expert again
         out = out.to(wide_dtype(out)) * _Dispatch.apply(routing.weights.view(-1, 1), order, back, 1)
         return _Combine.apply(out, order, back, num_chosen).to(x.dtype)
@@ -328,9 +332,9 @@ class _SpreadExperts(Experts):
 
 @contextmanager
 def _own_weights(module: nn.Module) -> Iterator[None]:
-    """While inside, the module's weights are this process's part of them."""
+    """Within the context, the module's weights are this process's part of them."""
     whole = dict(module._parameters)
-    # Straight into the dictionary: a part is no Parameter but the head of a graph that leads to one.
+    # Written into the dictionary, because a part is not a Parameter but computed from one, with a gradient.
     module._parameters.update({name: cast(DTensor, weight).to_local() for name, weight in whole.items()})  # type: ignore[misc]
     try:
         yield
@@ -339,7 +343,7 @@ def _own_weights(module: nn.Module) -> Iterator[None]:
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows (M, …), `send[i]` of them to process i of the group → (R, …), `receive[i]` from each. Gradients go back."""
+    """Send rows (M, …), `send[i]` of them to process i → (R, …), `receive[i]` from process i; differentiable."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:

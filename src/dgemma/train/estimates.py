@@ -1,4 +1,4 @@
-"""What a likelihood evaluation reports: numbers with intervals, curves, a table to print."""
+"""Results of a likelihood evaluation: numbers with confidence intervals, curves, a table to print."""
 
 import math
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_MANY = 1000  # degrees of freedom, from which on Student's t is the normal distribution to a part in a thousand
+_MANY = 1000  # degrees of freedom; above, Student's t equals the normal distribution to one part in a thousand
 
 
 class Estimate(NamedTuple):
@@ -24,7 +24,7 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """Nats over a coordinate: `edges` (n + 1,) of its bins, `nats` and the interval's half-width `error` (n,)."""
+    """Nats per bin of a coordinate: `edges` (n + 1,), `nats` (n,) and half-widths of intervals `error` (n,)."""
 
     edges: Tensor
     nats: Tensor
@@ -33,29 +33,29 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class RowSums:
-    """What was measured on R rows, in float64 on the host; every number is a sum over a row's tokens."""
+    """Sums over the tokens of each of R rows, in float64 on the host."""
 
-    text: Tensor  # (R,) int64: which text it is a part of; -1: one of its own
+    text: Tensor  # (R,) int64: the text that the row belongs to; -1: a text of one row
     nats: Tensor  # (R,) the bound
-    tokens: Tensor  # (R,) scored, of the text itself
-    fill_tokens: Tensor  # (R,) scored behind its end; their nats are in the sums
-    causal: Tensor  # (R,)
+    tokens: Tensor  # (R,) scored tokens of the text itself
+    fill_tokens: Tensor  # (R,) scored tokens after its end; their nats are included in the sums
+    causal: Tensor  # (R,) nats
     causal_tokens: Tensor  # (R,) of the text itself
     reconstruction: Tensor  # (R,) the part of the bound below the lowest level
-    by_level: Tensor  # (R, bins) the part in each bin of noise levels
-    by_position: Tensor  # (R, C) at each place of a canvas, summed over canvases
+    by_level: Tensor  # (R, bins) the part of the bound per bin of noise levels
+    by_position: Tensor  # (R, C) the bound per canvas position, summed over canvases
     tokens_by_position: Tensor  # (R, C) text and fill
     causal_by_position: Tensor  # (R, C)
     causal_tokens_by_position: Tensor  # (R, C)
 
     @classmethod
     def join(cls, parts: "list[RowSums]") -> "RowSums":
-        """All rows of several, in order."""
+        """Return the rows of all parts, in order."""
         return cls(**{name: torch.cat([getattr(part, name) for part in parts]) for name in cls.__dataclass_fields__})
 
     @property
     def clusters(self) -> Tensor:
-        """(R,) int64, from 0 up: rows with one number are not independent. If there is one text alone, its rows are."""
+        """(R,) int64 from 0: rows with the same number are dependent. With a single text, every row has its own."""
         own = torch.arange(len(self.text))
         clusters = torch.where(self.text < 0, -1 - own, self.text).unique(return_inverse=True)[1]
         return clusters if clusters.any() else own
@@ -63,14 +63,13 @@ class RowSums:
 
 @dataclass(frozen=True, kw_only=True)
 class Likelihood:
-    """What `evaluate` found. All is in nats, per token of the text unless it says otherwise; print it for a table.
+    """The result of `evaluate`, in nats per token of the text. Print it for a table.
 
-    The end-of-text that fills a last canvas is written by the model too, so its nats count; but it is no text, and its
-    `num_fill_tokens` are not among the `num_tokens` that sums are divided by. `by_level` holds each noise level's share
-    of the bound and adds up to `nelbo` less `reconstruction`, the part below the lowest level; `by_position` and
-    `causal_by_position` are means over all that is scored at each place of a canvas, fill included. `rows` are the sums
-    all of it comes from. Texts are independent, so their spread is what the intervals are made of; that of rows, where
-    no text has several or there is only one.
+    The model must also write the end-of-text that fills a last canvas. So its nats count, but its `num_fill_tokens`
+    are not among the `num_tokens` that sums are divided by. `by_level` is the part of the bound per noise level. It
+    adds up to `nelbo` minus `reconstruction`, the part below the lowest level. `by_position` and `causal_by_position`
+    are means per canvas position over all scored tokens, fill included. `rows` are the sums behind all numbers.
+    Intervals come from the spread between texts, or between rows if there is one text or one row per text.
     """
 
     nelbo: Estimate
@@ -86,12 +85,12 @@ class Likelihood:
 
     @classmethod
     def of_rows(cls, rows: RowSums, *, num_samples: int, confidence: float, num_bytes: int | None) -> "Likelihood":
-        """Means and intervals over rows."""
+        """Compute means and intervals from the sums of rows."""
         if not rows.tokens.any():
-            raise ValueError("evaluate source must hold a token to score, got none in any row. Check the data.")
+            raise ValueError("evaluate source must have a token to score, got none in any row. Check the data.")
         clusters = rows.clusters
         levels = torch.linspace(0, 1, rows.by_level.shape[1] + 1, dtype=torch.float64)
-        places = torch.arange(rows.by_position.shape[1] + 1, dtype=torch.float64)
+        positions = torch.arange(rows.by_position.shape[1] + 1, dtype=torch.float64)
 
         def curve(edges: Tensor, nats: Tensor, tokens: Tensor) -> Curve:
             return mean_of_rows(edges, nats, tokens, confidence, clusters=clusters)
@@ -101,8 +100,8 @@ class Likelihood:
             causal=_per_token(rows.causal, rows.causal_tokens, confidence, clusters),
             reconstruction=_per_token(rows.reconstruction, rows.tokens, confidence, clusters).value,
             by_level=curve(levels, rows.by_level, rows.tokens[:, None]),
-            by_position=curve(places, rows.by_position, rows.tokens_by_position),
-            causal_by_position=curve(places, rows.causal_by_position, rows.causal_tokens_by_position),
+            by_position=curve(positions, rows.by_position, rows.tokens_by_position),
+            causal_by_position=curve(positions, rows.causal_by_position, rows.causal_tokens_by_position),
             rows=rows,
             num_samples=num_samples,
             confidence=confidence,
@@ -111,40 +110,40 @@ class Likelihood:
 
     @property
     def num_tokens(self) -> int:
-        """Scored tokens of the text."""
+        """Number of scored tokens of the texts."""
         return int(self.rows.tokens.sum())
 
     @property
     def num_fill_tokens(self) -> int:
-        """Scored tokens behind the texts' ends."""
+        """Number of scored tokens after the ends of the texts."""
         return int(self.rows.fill_tokens.sum())
 
     @property
     def num_texts(self) -> int | None:
-        """How many texts the rows are parts of; None if that was not said."""
+        """Number of texts that the rows belong to; None if the batch does not say."""
         return len(self.rows.text.unique()) if (self.rows.text >= 0).all() else None
 
     @property
     def perplexity(self) -> float:
-        """exp of the bound: the model's true perplexity is at most this."""
+        """exp of the bound, an upper bound on the model's perplexity."""
         return math.exp(self.nelbo.value)
 
     @property
     def bits_per_byte(self) -> Estimate | None:
-        """The bound over the bytes of the scored text; None if their number was not given."""
+        """The bound per byte of the scored text, in bits; None without `num_bytes`."""
         return self._per_byte(self.nelbo)
 
     @property
     def causal_bits_per_byte(self) -> Estimate | None:
-        """The same of the causal likelihood; a first token that it cannot predict costs what the others do."""
+        """The causal likelihood per byte, in bits. A first token without a prediction costs the mean of the others."""
         return self._per_byte(self.causal)
 
     def gap(self, nats: Tensor) -> Estimate:
-        """How far the bound lies above another measure of the same rows, nats (R,): the mean per token.
+        """Return how far the bound lies above another measure of the same rows, nats (R,), per token.
 
-        Rows differ more than the two on a row do, so the interval is narrower than either's.
+        The interval is narrower than that of either measure, because the spread between rows cancels.
 
-        Example: `likelihood.gap(chain.nll(tokens))` is what a model of a Markov chain has still to learn.
+        Example: `likelihood.gap(chain.nll(tokens))` is what a model of a Markov chain has left to learn.
         """
         return _per_token(self.rows.nats - nats.cpu(), self.rows.tokens, self.confidence, self.rows.clusters)
 
@@ -155,7 +154,7 @@ class Likelihood:
         return Estimate(nats.value * scale, nats.error * scale)
 
     def summary(self) -> dict[str, Any]:
-        """The numbers as plain Python, for JSON."""
+        """Return the numbers as plain Python, for JSON."""
         bits, causal_bits = self.bits_per_byte, self.causal_bits_per_byte
         return {
             "nelbo": self.nelbo.value,
@@ -185,40 +184,35 @@ class Likelihood:
         fill = f" and {self.num_fill_tokens:,} of fill" if self.num_fill_tokens else ""
         tokens = f"{self.num_tokens:,} token{'s' * (self.num_tokens != 1)}{fill}"
         lines = [
-            f"{tokens} in {rows}, {self.num_samples} noise level{'s' * (self.num_samples != 1)} a canvas",
+            f"{tokens} in {rows}, {self.num_samples} noise level{'s' * (self.num_samples != 1)} per canvas",
             f"{'':22}{'nats/token':>10}   {share:20}{'perplexity':>10}",
         ]
-        for name, found in (("diffusion, at most", self.nelbo), ("causal", self.causal)):
-            interval = f"{found.value - found.error:.4f} … {found.value + found.error:.4f}"
-            interval = interval if math.isfinite(found.error) else "–"  # a single row
-            lines.append(f"{name:22}{found.value:10.4f}   {interval:20}{math.exp(min(found.value, 700)):10.2f}")
+        for name, nats in (("diffusion, at most", self.nelbo), ("causal", self.causal)):
+            interval = f"{nats.value - nats.error:.4f} … {nats.value + nats.error:.4f}"
+            interval = interval if math.isfinite(nats.error) else "–"  # a single row
+            lines.append(f"{name:22}{nats.value:10.4f}   {interval:20}{math.exp(min(nats.value, 700)):10.2f}")
         for name, bits in (("bits per byte", self.bits_per_byte), ("bits per byte, causal", self.causal_bits_per_byte)):
             if bits is not None:
                 lines.append(f"{name:22}{bits.value:10.4f}")
         lines.append(f"{'noise level':22}{'nats/token':>10}   its share of the bound")
         lines.append(f"{'  the text itself':22}{self.reconstruction:10.4f}")
         largest = max(self.by_level.nats.max().item(), 1e-9)
-        for low, high, nats in zip(
-            self.by_level.edges[:-1].tolist(),
-            self.by_level.edges[1:].tolist(),
-            self.by_level.nats.tolist(),
-            strict=True,
-        ):
-            value = f"{nats:10.4f}" if nats else f"{'–':>10}"  # no level in it was drawn
-            lines.append(
-                f"  {f'{low:.2f} … {high:.2f}':20}{value}   {'█' * round(24 * max(0.0, nats) / largest)}".rstrip()
-            )
+        edges = self.by_level.edges.tolist()
+        for low, high, part in zip(edges[:-1], edges[1:], self.by_level.nats.tolist(), strict=True):
+            value = f"{part:10.4f}" if part else f"{'–':>10}"  # no level in this bin was drawn
+            bar = "█" * round(24 * max(0.0, part) / largest)
+            lines.append(f"  {f'{low:.2f} … {high:.2f}':20}{value}   {bar}".rstrip())
         return "\n".join(lines)
 
 
 def mean_of_rows(
     edges: Tensor, nats: Tensor, tokens: Tensor, confidence: float, *, clusters: Tensor | None = None
 ) -> Curve:
-    """Σ nats / Σ tokens of rows, by column: nats (R, n), tokens (R, n) or (R, 1).
+    """Return Σ nats / Σ tokens over rows, per column: nats (R, n), tokens (R, n) or (R, 1).
 
-    The interval is Student's, of that ratio, and robust to clusters: rows with one number in `clusters` (R,), from 0
-    up, may depend on each other, and what counts is what they add together beyond the mean of their tokens. None: all
-    rows are independent. A single cluster says nothing about the spread.
+    The interval of that ratio is Student's and robust to clusters: rows with the same number in `clusters` (R,), from
+    0, may depend on each other. Their residuals are added before the variance is taken. None: all rows are
+    independent. With a single cluster the spread is unknown and the interval infinite.
 
     Example: `mean_of_rows(edges, nats, tokens, 0.95).error` is the half-width of a 95 % interval.
     """
@@ -241,9 +235,9 @@ def _per_token(nats: Tensor, tokens: Tensor, confidence: float, clusters: Tensor
 
 @cache
 def half_width(confidence: float, degrees: int) -> float:
-    """Of an interval, in standard errors that were estimated with so many degrees of freedom: Student's t.
+    """Return the half-width of an interval in standard errors, by Student's t with so many degrees of freedom.
 
-    Example: `half_width(0.95, 2)` is 4.303: of three texts' spread little is known.
+    Example: `half_width(0.95, 2)` is 4.303, because three texts say little about their spread.
     """
     if degrees > _MANY:
         return NormalDist().inv_cdf((1 + confidence) / 2)
@@ -255,7 +249,7 @@ def half_width(confidence: float, degrees: int) -> float:
 
 
 def _inside(angle: float, degrees: int) -> float:
-    """How often Student's t is within ±√degrees · tan(angle) (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    """Return P(|t| ≤ √degrees · tan(angle)) for Student's t (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
     is_odd = degrees % 2
     term, total = math.cos(angle) ** is_odd, 0.0
     for power in range(is_odd, degrees - 1, 2):

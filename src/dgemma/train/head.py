@@ -1,8 +1,8 @@
-"""The tied head and its losses a slice of tokens at a time, so that no float32 (tokens, vocabulary) tensor ever exists.
+"""The tied head and its losses, one slice of tokens at a time, so that no float32 (tokens, vocabulary) tensor exists.
 
-With 262,144 tokens in the vocabulary the logits of 8,192 positions are 8.6 GB in float32, and their gradient as much
-again. Here a slice's logits are made, reduced to one number a token, and dropped; the backward makes them once more.
-What is computed is `Prediction`'s soft-capped softmax.
+With a vocabulary of 262,144 tokens the logits of 8,192 positions are 8.6 GB in float32, and so is their gradient. Here
+the logits of a slice are computed, reduced to one number per token and dropped. The backward computes them again. The
+reference twin is `Prediction`, with its soft-capped softmax.
 """
 
 from collections.abc import Callable
@@ -19,8 +19,8 @@ from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.layers import wide_dtype
 
 SLICE_ELEMENTS = 1 << 27  # logits at once: 512 tokens of the published vocabulary
-# Where a pass over a slice is one kernel without temporaries: every slice adds to a (V, D) gradient in float32, which
-# for 512 tokens takes longer than their products.
+# On a GPU, where a pass over a slice is one kernel without temporaries. Every slice adds to a (V, D) gradient in
+# float32; for slices of 512 tokens that takes longer than the products.
 FUSED_SLICE_ELEMENTS = 1 << 29
 
 Function = TypeVar("Function", bound=Callable[..., object])
@@ -37,16 +37,18 @@ def cross_entropy(
     banned: int | None = None,
     slice_elements: int | None = None,
 ) -> Tensor:
-    """-log p(target) under softmax(cap · tanh(hidden @ weightᵀ / cap)): (M, D), (V, D) and targets (M,) → (M,).
+    """Return -log p(target) under softmax(cap · tanh(hidden @ weightᵀ / cap)): (M, D), (V, D), targets (M,) → (M,).
 
-    `evidence` (M,) is added to the capped logit of the `observed` token (M,): it turns leave-one-out logits into those
-    of the mean. A `banned` token has probability zero: the mask, where it is never a proposal. The result is float32
-    (float64 for float64 weights); under autocast the products are in its dtype.
+    `evidence` (M,) is added to the capped logit of the `observed` token (M,), which turns leave-one-out logits into
+    those of the mean. A `banned` token, such as a mask that is never proposed, has probability zero. The result is
+    float32 (float64 for float64 weights). Under autocast the products are in its dtype.
 
     Example: `cross_entropy(hidden, model.embed_tokens.weight, targets, cap=30.0).mean().backward()`.
     """
     if (observed is None) != (evidence is None):
-        raise ValueError("cross_entropy observed and evidence must come together. Give both or neither.")
+        raise ValueError(
+            "cross_entropy observed and evidence must come together, got one of them. Pass both or neither."
+        )
     size, dtype = _rows_at_once(weight, slice_elements or _fused_elements(weight)), _product_dtype(hidden)
     loss: Tensor = _CrossEntropy.apply(hidden, weight, targets, observed, evidence, cap, banned, dtype, size)
     return loss
@@ -60,28 +62,29 @@ def map_logits(
     cap: float,
     slice_elements: int = SLICE_ELEMENTS,
 ) -> Tensor:
-    """`function(logits (m, V), *slices of tokenwise (m, …)) -> (m,)` over slices of hidden (M, D), joined: (M,).
+    """Apply `function(logits (m, V), *slices of tokenwise (m, …)) -> (m,)` to slices of hidden (M, D); join to (M,).
 
-    For losses that read the whole distribution. Each slice is recomputed in the backward.
+    For losses that read the whole distribution. The backward recomputes each slice.
 
     Example: `map_logits(lambda logits, x: F.cross_entropy(logits, x, reduction="none"), hidden, weight, x, cap=30.0)`.
     """
 
-    def of_slice(rows: Tensor, weight: Tensor, *given: Tensor) -> Tensor:
-        return function(_cap(F.linear(rows, weight), cap), *given)
+    def of_slice(rows: Tensor, weight: Tensor, *values: Tensor) -> Tensor:
+        return function(_cap(F.linear(rows, weight), cap), *values)
 
     size = _rows_at_once(weight, slice_elements)
     pieces = zip(hidden.split(size), *(values.split(size) for values in tokenwise), strict=True)
-    return torch.cat([checkpoint(of_slice, rows, weight, *given, use_reentrant=False) for rows, *given in pieces])
+    return torch.cat([checkpoint(of_slice, rows, weight, *values, use_reentrant=False) for rows, *values in pieces])
 
 
 def soft_embedding(
     model: DiffusionGemma, hidden: Tensor, *, allowed: Tensor | None = None, slice_elements: int | None = None
 ) -> Tensor:
-    """`model.soft_embedding` of the prediction that hidden (..., D) gives, which is taken as given: (..., D).
+    """Return `model.soft_embedding` of the prediction from hidden (..., D), without a gradient to hidden: (..., D).
 
-    allowed, (V,) or (1, 1, V) bool: the tokens that may be proposed, as in `generate`; None: all. The gradient reaches
-    the embedding that the probabilities are multiplied with, as in the published model, and stops at the probabilities.
+    allowed: (V,) or (1, 1, V) bool, the tokens that may be proposed, as in `generate`; None for all. As in the
+    published model, the gradient reaches the embedding that the probabilities are multiplied with, and stops at the
+    probabilities.
 
     Example: `model.embed_canvas(canvas, soft_embedding(model, first_pass_hidden))`.
     """
@@ -129,7 +132,7 @@ class _CrossEntropy(torch.autograd.Function):
         narrow = weight.to(ctx.dtype)
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        # Summed over slices in float32, whatever the weights are in.
+        # Summed over slices in float32, whatever the dtype of the weights.
         grad_weight = torch.zeros_like(weight, dtype=wide_dtype(weight)) if needs_weight else None
         backward = fused(_grad_of_slice, hidden.device)
         for rows in _slices(hidden.shape[0], ctx.num_rows):
@@ -186,7 +189,7 @@ class _SoftEmbedding(torch.autograd.Function):
 def _loss_of_slice(
     logits: Tensor, targets: Tensor, bump: tuple[Tensor, Tensor] | None, cap: float, banned: int | None
 ) -> tuple[Tensor, Tensor]:
-    """logits (m, V), uncapped → the loss and the log of the normaliser, (m,) each."""
+    """Return the loss and the log of the normaliser, (m,) each, of uncapped logits (m, V)."""
     scores = _scores(_cap(logits, cap), bump, banned)
     normalizer = scores.logsumexp(-1)
     return normalizer - scores.gather(1, targets[:, None])[:, 0], normalizer
@@ -201,7 +204,7 @@ def _grad_of_slice(
     cap: float,
     banned: int | None,
 ) -> Tensor:
-    """The gradient of uncapped logits (m, V), in their dtype."""
+    """Return the gradient of uncapped logits (m, V), in their dtype."""
     capped = _cap(logits, cap)
     probabilities = (_scores(capped, bump, banned) - normalizer[:, None]).exp()
     slopes = probabilities - (_ids(logits) == targets[:, None]).to(probabilities.dtype)
@@ -209,7 +212,7 @@ def _grad_of_slice(
 
 
 def _probabilities_of_slice(logits: Tensor, allowed: Tensor | None, cap: float, rounded: torch.dtype | None) -> Tensor:
-    """logits (m, V), uncapped → probabilities (m, V) in their dtype."""
+    """Return probabilities (m, V) of uncapped logits (m, V), in their dtype."""
     capped = _cap(logits, cap)
     capped = capped if allowed is None else capped.masked_fill(~allowed, -torch.inf)
     capped = capped if rounded is None else capped.to(rounded)
@@ -232,7 +235,7 @@ def _ids(logits: Tensor) -> Tensor:
 
 
 def _product_dtype(x: Tensor) -> torch.dtype:
-    """What a product of x is computed in here and now."""
+    """Return the dtype of products of x under the current autocast."""
     autocast = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
     return torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
 
@@ -250,7 +253,7 @@ def _slices(num_tokens: int, size: int) -> list[slice]:
 
 
 def fused(function: Function, device: torch.device) -> Function:
-    """The function, compiled if it is to run on a GPU.
+    """Return the function, compiled for a GPU, where each elementwise operation would cost a launch and a pass.
 
     Example: `fused(softmax_of_slice, logits.device)(logits)`.
     """
@@ -259,5 +262,5 @@ def fused(function: Function, device: torch.device) -> Function:
 
 @cache
 def _compiled(function: Callable[..., object]) -> Callable[..., object]:
-    # Roundings between operations are part of what is computed; without this they are fused away.
+    # Without this option, fusion would skip the rounding between operations, which is part of the result.
     return torch.compile(function, options={"emulate_precision_casts": True})

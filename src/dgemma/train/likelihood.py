@@ -1,8 +1,8 @@
-"""How likely a text is under a diffusion model: its NELBO with an interval, beside the same weights' causal likelihood.
+"""The likelihood of a text under a diffusion model: its NELBO with an interval, and the causal likelihood next to it.
 
-The bound is Monte Carlo over noise levels and noise (`nelbo`), canvas by canvas (BD3-LM, arXiv:2503.09573). Below
-`lowest_level` the network is asked for the text itself. So what is reported is a bound for every network, also for one
-that is not told its level and would pay without end as the level falls to 0.
+The bound is a Monte Carlo estimate over noise levels and noise (`nelbo`), per canvas (BD3-LM, arXiv:2503.09573). Below
+`lowest_level` the text is drawn in one step. That makes the number a bound for every network: one that is not told the
+noise level would otherwise cost infinitely much as the level falls to 0.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ from dgemma.train.canvases import Canvases, cut_canvases
 from dgemma.train.estimates import Likelihood, RowSums
 from dgemma.train.one_pass import CleanText, predict_canvases, read_clean
 
-_LEAST_NOISE = 1 - 1e-6  # what a schedule must reach at t = 1; the prior is then worth less than 1e-4 nats a token
+_LEAST_NOISE = 1 - 1e-6  # the noise level needed at t = 1; the prior then costs less than 1e-4 nats per token
 
 
 @torch.no_grad()
@@ -47,19 +47,17 @@ def evaluate(
     seed: int = 0,
     progress: bool = True,
 ) -> Likelihood:
-    """The NELBO of a model on texts, per token, with its interval and curves, and the causal likelihood beside it.
+    """Return the NELBO of a model on texts, per token, with intervals and curves, and the causal likelihood.
 
-    source: a `TrainBatch`; a `BatchSource`, whose step 0 is asked for `num_rows` rows; or tokens (B, T), of which the
-    first is read and the rest scored. Answers are cut into canvases of `canvas_len` (None: the model's); a partial one
-    is filled with `fill_token` (None: the model's end-of-text), which is scored, as the model must write it, unless the
-    row is marked `truncated`; what the fill costs is the text's cost, and only the text's tokens share it.
+    source: a `TrainBatch`; a `BatchSource`, of which step 0 gives `num_rows` rows; or tokens (B, T), of which the first
+    is read and the rest scored. Answers are cut into canvases of `canvas_len` (None: the model's). A partial canvas is
+    filled with `fill_token` (None: the model's end-of-text). The fill is scored, because the model must write it,
+    unless the row is `truncated`. Its cost counts as the text's, but its tokens are not counted.
 
-    Each canvas is noised `num_samples` times, at times that are "stratified" (one in each of as many equal parts of the
-    noise's schedule) or "independent". `parametrisation` says what the network's logits mean, see `nelbo.integrand`; of
-    a network that is not told its level, "mean" is converted with a level it does not know. `self_cond` gives each
-    canvas a first pass. Intervals are over texts where the batch says which row is of which (`scan` does), else over
-    rows. `num_bytes` of all scored text adds bits per byte. The same seed gives the same number, however
-    rows are batched.
+    Each canvas is noised `num_samples` times. `levels` are "stratified", one in each of as many equal parts of the
+    schedule, or "independent". `parametrisation` says what the logits mean, see `nelbo.integrand`. `self_cond` gives
+    each canvas a first pass. Intervals are over texts if the batch names them (`scan` does), else over rows.
+    `num_bytes`, of all scored text, adds bits per byte. The same seed gives the same number for any `batch_size`.
 
     Example: `print(evaluate(model, tokens, MaskNoise(512, mask_token_id=4), num_samples=16))`.
     """
@@ -110,8 +108,8 @@ class _Estimator:
     num_level_bins: int
 
     def measure(self, batch: TrainBatch, seeds: Tensor) -> RowSums:
-        """Every sum of these rows; seeds (B,) are all the randomness there is."""
-        cut = cut_canvases(
+        """Return the sums of these rows; seeds (B,) are the only randomness."""
+        canvases = cut_canvases(
             batch,
             canvas_len=self.canvas_len,
             fill_token=self.fill_token,
@@ -120,89 +118,90 @@ class _Estimator:
             causal_scope="answer",
             causal_fill=True,
         )
-        cut.check_positions(self.model.config.max_position_embeddings)
-        if bool((cut.scored & self.noise.masked(cut.x)).any()):
+        canvases.check_positions(self.model.config.max_position_embeddings)
+        if bool((canvases.scored & self.noise.masked(canvases.x)).any()):
             raise ValueError(
-                f"evaluate source must hold no mask token, {self.noise.mask_token}, where it is scored: no text has "
-                "one, and its bound would be infinite. Take it out, or pin it."
+                f"evaluate source must not have the mask token among its scored tokens, got {self.noise.mask_token}. "
+                "Its bound is infinite. Remove it, or pin it."
             )
-        clean = read_clean(self.model, cut.tokens, documents=cut.documents)
-        causal, causal_scored = self._causal(cut, clean)
+        clean = read_clean(self.model, canvases.tokens, documents=canvases.documents)
+        causal, causal_scored = self._causal(canvases, clean)
         earliest = self.noise.schedule.time(torch.tensor(1 - self.lowest_level, dtype=torch.float64)).to(seeds.device)
-        lowest = (1 - self.noise.schedule.alpha(earliest)).expand(*cut.index.shape, 1)
-        bound = direct = self._cost(cut, clean, seeds, self.num_samples, lowest, nelbo.reconstruction)
+        lowest = (1 - self.noise.schedule.alpha(earliest)).expand(*canvases.index.shape, 1)
+        bound = direct = self._cost(canvases, clean, seeds, self.num_samples, lowest, nelbo.reconstruction)
         by_level = bound.new_zeros(len(seeds), self.num_level_bins)
         for sample in range(self.num_samples):
-            u = self._draw(cut, seeds, sample, 1, "time")  # (B, K, 1)
+            u = self._draw(canvases, seeds, sample, 1, "time")  # (B, K, 1)
             u = (sample + u) / self.num_samples if self.stratified else u
             level = 1 - self.noise.schedule.alpha(earliest + (1 - earliest) * u)
-            cost = self._cost(cut, clean, seeds, sample, level, nelbo.integrand) * (1 - earliest) / self.num_samples
+            cost = (
+                self._cost(canvases, clean, seeds, sample, level, nelbo.integrand) * (1 - earliest) / self.num_samples
+            )
             bound = bound + cost
             in_bin = (level[..., 0] * self.num_level_bins).long().clamp(max=self.num_level_bins - 1)
             by_level = by_level.scatter_add(1, in_bin, cost.sum(-1))
         sums = {
             "nats": bound.sum((1, 2)),
-            "tokens": (cut.scored & ~cut.fill).sum((1, 2)),
-            "fill_tokens": (cut.scored & cut.fill).sum((1, 2)),
+            "tokens": (canvases.scored & ~canvases.fill).sum((1, 2)),
+            "fill_tokens": (canvases.scored & canvases.fill).sum((1, 2)),
             "causal": causal.sum((1, 2)),
-            "causal_tokens": (causal_scored & ~cut.fill).sum((1, 2)),
+            "causal_tokens": (causal_scored & ~canvases.fill).sum((1, 2)),
             "reconstruction": direct.sum((1, 2)),
             "by_level": by_level,
             "by_position": bound.sum(1),
-            "tokens_by_position": cut.scored.sum(1),
+            "tokens_by_position": canvases.scored.sum(1),
             "causal_by_position": causal.sum(1),
             "causal_tokens_by_position": causal_scored.sum(1),
         }
         text = torch.full_like(seeds, -1) if batch.text is None else batch.text
         return RowSums(text=text.cpu(), **{name: value.double().cpu() for name, value in sums.items()})
 
-    def _draw(self, cut: Canvases, seeds: Tensor, sample: int, num_positions: int, purpose: str) -> Tensor:
-        """Uniforms of each canvas and sample's own, (B, K, num_positions)."""
-        index = cut.index.flatten()
-        rows = seeds.repeat_interleave(cut.index.shape[1])
+    def _draw(self, canvases: Canvases, seeds: Tensor, sample: int, num_positions: int, purpose: str) -> Tensor:
+        """Return uniforms for one sample of each canvas, (B, K, num_positions)."""
+        index = canvases.index.flatten()
+        rows = seeds.repeat_interleave(canvases.index.shape[1])
         u = draws.uniform(rows, index, torch.full_like(index, sample), num_positions, purpose)
-        return u.unflatten(0, cut.index.shape)
+        return u.unflatten(0, canvases.index.shape)
 
     def _cost(
         self,
-        cut: Canvases,
+        canvases: Canvases,
         clean: CleanText,
         seeds: Tensor,
         sample: int,
         level: Tensor,
         of_logits: Callable[..., Tensor],
     ) -> Tensor:
-        """`nelbo.integrand` or `nelbo.reconstruction` of canvases noised to `level` (B, K, 1): (B, K, C) float64."""
-        u_event, u_token = (self._draw(cut, seeds, sample, self.canvas_len, name) for name in ("event", "noise"))
-        z = torch.where(cut.pinned, cut.x, self.noise.corrupt(cut.x, level, u_event, u_token))
+        """Return `of_logits`, a function of `nelbo`, of canvases noised to `level` (B, K, 1): (B, K, C) float64."""
+        u_event, u_token = (self._draw(canvases, seeds, sample, self.canvas_len, name) for name in ("event", "noise"))
+        z = torch.where(canvases.pinned, canvases.x, self.noise.corrupt(canvases.x, level, u_event, u_token))
 
         def cost(logits: Tensor, x: Tensor, z: Tensor, level: Tensor) -> Tensor:
-            """logits (m, V), the others (m, 1) → (m,)."""
-            found = of_logits(self.noise, logits[:, None], x, z, level, parametrisation=self.parametrisation)
-            return found[:, 0]
+            """Take logits (m, V), the others (m, 1) → (m,)."""
+            return of_logits(self.noise, logits[:, None], x, z, level, parametrisation=self.parametrisation)[:, 0]
 
-        found = head.map_logits(
+        nats = head.map_logits(
             cost,
-            self._predict(cut, clean, z, level[..., 0]).flatten(0, 2),
+            self._predict(canvases, clean, z, level[..., 0]).flatten(0, 2),
             self.model.embed_tokens.weight,
-            *(values.expand(z.shape).reshape(-1, 1) for values in (cut.x, z, level)),
+            *(values.expand(z.shape).reshape(-1, 1) for values in (canvases.x, z, level)),
             cap=self.model.config.final_logit_softcapping,
         )
-        return torch.where(cut.scored, found.view_as(z).double(), 0.0)
+        return torch.where(canvases.scored, nats.view_as(z).double(), 0.0)
 
-    def _predict(self, cut: Canvases, clean: CleanText, z: Tensor, level: Tensor) -> Tensor:
-        """The last hidden states of canvases z (B, K, C): (B, K, C, D)."""
+    def _predict(self, canvases: Canvases, clean: CleanText, z: Tensor, level: Tensor) -> Tensor:
+        """Return the last hidden states (B, K, C, D) of canvases z (B, K, C)."""
 
         def predict(signal: Tensor | None) -> Tensor:
             return predict_canvases(
                 self.model,
                 z,
-                cut.starts,
-                clean.first(cut.prefix_len),
+                canvases.starts,
+                clean.first(canvases.prefix_len),
                 signal=signal,
                 noise_level=level if self.model.takes_noise_level else None,
-                documents=cut.packing,
-                aligned=cut.aligned,
+                documents=canvases.packing,
+                aligned=canvases.aligned,
             )
 
         hidden = predict(None)
@@ -211,30 +210,31 @@ class _Estimator:
         proposable = self.noise.proposable(None, z.device)  # as in `generate`
         return predict(head.soft_embedding(self.model, hidden, allowed=proposable))
 
-    def _causal(self, cut: Canvases, clean: CleanText) -> tuple[Tensor, Tensor]:
-        """What each canvas position costs word by word, and where the causal mode predicts it: (B, K, C) both.
+    def _causal(self, canvases: Canvases, clean: CleanText) -> tuple[Tensor, Tensor]:
+        """Return the autoregressive cost of each canvas position, and where it is defined: (B, K, C) each.
 
-        It predicts all that is scored but the first token of a text without a prompt.
+        It is defined for all scored tokens except the first token of a text without a prompt.
         """
         cost = head.cross_entropy(
             clean.hidden[:, :-1].flatten(0, 1),
             self.model.embed_tokens.weight,
-            cut.tokens[:, 1:].flatten(),
+            canvases.tokens[:, 1:].flatten(),
             cap=self.model.config.final_logit_softcapping,
         )
-        cost = torch.where(cut.causal_scored, cost.view_as(cut.causal_scored).double(), 0.0)
-        position = cut.starts[..., None] + torch.arange(self.canvas_len, device=cut.starts.device)
-        position = position.clamp(max=cut.tokens.shape[1] - 1).flatten(1)
-        of_token, predicted = (F.pad(values, (1, 0)).gather(1, position) for values in (cost, cut.causal_scored))
-        predicted = predicted.view_as(cut.x) & cut.scored
-        return torch.where(predicted, of_token.view_as(cut.x), 0.0), predicted
+        cost = torch.where(canvases.causal_scored, cost.view_as(canvases.causal_scored).double(), 0.0)
+        position = canvases.starts[..., None] + torch.arange(self.canvas_len, device=canvases.starts.device)
+        position = position.clamp(max=canvases.tokens.shape[1] - 1).flatten(1)
+        of_token, defined = (F.pad(values, (1, 0)).gather(1, position) for values in (cost, canvases.causal_scored))
+        defined = defined.view_as(canvases.x) & canvases.scored
+        return torch.where(defined, of_token.view_as(canvases.x), 0.0), defined
 
 
 def _as_source(source: BatchSource | TrainBatch | Tensor, num_rows: int | None) -> tuple[BatchSource, int]:
     if isinstance(source, Tensor):
         if source.dim() != 2 or source.shape[1] < 2:
             raise ValueError(
-                f"evaluate source must be tokens (B, T), one to read and some to score, got {tuple(source.shape)}."
+                f"evaluate source must be tokens (B, T) with T >= 2, got {tuple(source.shape)}. The first is read, the "
+                "rest are scored."
             )
         length = torch.full((len(source),), source.shape[1])
         source = TrainBatch(tokens=source, prompt_len=torch.ones_like(length), length=length)
@@ -243,7 +243,7 @@ def _as_source(source: BatchSource | TrainBatch | Tensor, num_rows: int | None) 
         num_rows = batch.batch_size if num_rows is None else min(num_rows, batch.batch_size)
         return lambda step, rows: batch.select(slice(rows.start, rows.stop)), num_rows
     if num_rows is None:
-        raise ValueError("evaluate num_rows must say how many rows of the source to read, got None.")
+        raise ValueError("evaluate num_rows must be a number for a source that is a function, got None. Set it.")
     return source, num_rows
 
 
@@ -265,16 +265,16 @@ def _check(
     warn_of_noise(model, noise)
     for name, value in counts.items():
         if value < 1:
-            raise ValueError(f"evaluate {name} must be at least 1, got {value}.")
+            raise ValueError(f"evaluate {name} must be >= 1, got {value}. Use 1 or more.")
     if levels not in ("stratified", "independent"):
-        raise ValueError(f"evaluate levels must be 'stratified' or 'independent', got {levels!r}.")
+        raise ValueError(f"evaluate levels must be 'stratified' or 'independent', got {levels!r}. Use one of them.")
     if not 0 < lowest_level < 1:
-        raise ValueError(f"evaluate lowest_level must lie in (0, 1), got {lowest_level}.")
+        raise ValueError(f"evaluate lowest_level must be in (0, 1), got {lowest_level}. Use 1e-4.")
     if not 0 < confidence < 1:
-        raise ValueError(f"evaluate confidence must lie in (0, 1), got {confidence}.")
+        raise ValueError(f"evaluate confidence must be in (0, 1), got {confidence}. Use 0.95.")
     reached = 1 - noise.schedule.alpha(torch.ones((), dtype=torch.float64)).item()
     if reached < _LEAST_NOISE:
         raise ValueError(
-            f"evaluate noise must have a schedule that ends in noise, got level {reached:.3g} at its end from "
-            f"{noise.schedule!r}. The bound does not depend on the schedule: use Linear()."
+            f"evaluate noise must have a schedule that ends at noise level 1, got {reached:.3g} from "
+            f"{noise.schedule!r}. Use Linear(), because the bound does not depend on the schedule."
         )

@@ -23,17 +23,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainStep:
-    """A training step just taken, as `on_step` sees it; a denoising step's is `dgemma.TrainStep`.
+    """A training step, as `on_step` receives it.
 
     Tensors are on the device: reading one waits for the step to finish.
+
+    Example: `train(..., on_step=lambda record: record.step == 100)` stops after 100 steps.
     """
 
-    step: int  # steps taken, this one included
+    step: int  # number of steps taken, this one included
     lr: float
     loss: Tensor  # (), this process's part
     grad_norm: Tensor  # (), before clipping
-    sums: Mapping[str, Tensor]  # of each term, by row of this process: (B,)
-    counts: Mapping[str, Tensor]
+    sums: Mapping[str, Tensor]  # per term, the sum of each row of this process (B,)
+    counts: Mapping[str, Tensor]  # per term, the number of scored positions of each row (B,)
     parts: list[Part]  # the micro-batches
     num_tokens: int
 
@@ -42,16 +44,16 @@ OnTrainStep = Callable[[TrainStep], bool | None]  # returning True stops the run
 
 
 def make_lines(records: Sequence[TrainStep], parallel: Parallel) -> list[dict[str, Any]]:
-    """What the log says of each step, summed over all processes: the one place where steps are waited for."""
+    """Return the log line of each step, summed over all processes. Only here the host waits for the steps."""
     names = list(records[0].sums)
     numbers, norms = [], []
     for record in records:
         totals = [values[name].sum() for values in (record.sums, record.counts) for name in names]
         numbers.append(torch.stack([x.double() for x in (record.loss, *totals)]))
         norms.append(record.grad_norm.double())
-    fetched = torch.cat((parallel.sum(torch.stack(numbers)), torch.stack(norms)[:, None]), dim=1).tolist()
+    values_of_steps = torch.cat((parallel.sum(torch.stack(numbers)), torch.stack(norms)[:, None]), dim=1).tolist()
     lines = []
-    for record, (loss, *values, grad_norm) in zip(records, fetched, strict=True):
+    for record, (loss, *values, grad_norm) in zip(records, values_of_steps, strict=True):
         sums, counts = values[: len(names)], values[len(names) :]
         means = {f"loss/{n}": s / c if c else s for n, s, c in zip(names, sums, counts, strict=True)}
         lines.append({"step": record.step, "loss": loss, **means, "grad_norm": grad_norm, "lr": record.lr})
@@ -60,8 +62,10 @@ def make_lines(records: Sequence[TrainStep], parallel: Parallel) -> list[dict[st
 
 @dataclass(frozen=True)
 class TrainLog:
-    """A run's log. Every step has a line with loss, "loss/TERM", gradient norm and learning rate; every so often also
-    the throughput and how evenly the routers load their experts. What `evaluate` said is a line of "evaluation/NAME".
+    """The log of a run, one JSON object per line.
+
+    Every step has a line with loss, "loss/TERM", gradient norm and learning rate. Every `log_every` steps it also has
+    the throughput and the router load. The numbers of `evaluate` are lines with "evaluation/NAME".
 
     Example: `steps, losses = TrainLog(Path("run/log.jsonl")).column("loss")`.
     """
@@ -69,7 +73,7 @@ class TrainLog:
     path: Path
 
     def lines(self) -> list[dict[str, Any]]:
-        """All lines; one that a killed process left unfinished does not count."""
+        """Return all lines, without an incomplete one that a killed process left."""
         if not self.path.is_file():
             return []
         lines = []
@@ -85,29 +89,32 @@ class TrainLog:
             file.writelines(json.dumps(line) + "\n" for line in lines)
 
     def sync(self) -> None:
-        """Bring what was written to the disk."""
+        """Flush the file to the disk."""
         if self.path.is_file():
             with self.path.open("rb") as file:
                 os.fsync(file.fileno())
 
     def cut(self, last_step: int) -> None:
-        """Forget what came after `last_step`: a resumed run writes it again."""
-        kept = [line for line in self.lines() if line["step"] <= last_step]
+        """Remove the lines after `last_step`, because a resumed run writes them again."""
+        lines = [line for line in self.lines() if line["step"] <= last_step]
         new = self.path.with_suffix(".new")
-        new.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        new.write_text("".join(json.dumps(line) + "\n" for line in lines))
         os.replace(new, self.path)
 
     def column(self, name: str) -> tuple[list[int], list[float]]:
-        """The steps that have `name`, and its values there."""
+        """Return the steps that have `name`, and its values there.
+
+        Example: `steps, losses = log.column("loss")`.
+        """
         lines = [line for line in self.lines() if name in line]
         return [line["step"] for line in lines], [line[name] for line in lines]
 
     def to_csv(self, path: str | Path) -> None:
-        """The numbers as CSV, a row a step, empty where a step has none. The routers' load is in the JSON alone.
+        """Write the numbers as CSV, one row per step, without the router load per expert.
 
         Example: `result.log.to_csv("run.csv")`.
         """
-        rows: dict[int, dict[str, Any]] = {}  # by step: what was evaluated after it is a line of its own
+        rows: dict[int, dict[str, Any]] = {}  # by step, because an evaluation is a separate line
         for line in self.lines():
             rows.setdefault(line["step"], {}).update(
                 {k: v for k, v in line.items() if isinstance(v, int | float | str)}
@@ -119,7 +126,7 @@ class TrainLog:
             writer.writerows(rows.values())
 
     def plot(self, path: str | Path | None = None, *, smooth: int = 50) -> "Figure":
-        """Loss and terms against the step, means over `smooth` steps; saved to `path` if one is given.
+        """Plot the loss and its terms against the step, as means over `smooth` steps; save to `path` if there is one.
 
         Example: `result.log.plot("loss.png")`.
         """
@@ -142,28 +149,28 @@ class TrainLog:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """A run that ended or was interrupted; the model holds its last weights, or their average if one was kept.
+    """A finished or interrupted run. The model has the last weights, or their average with `ema_decay`.
 
     Example: `train(...).plot("loss.png")`.
     """
 
-    step: int  # steps taken in all
-    num_new_steps: int  # of them, by this call: 0 if it found the run finished
+    step: int  # number of steps in all
+    num_new_steps: int  # number of steps in this call; 0 if the run was finished before
     interrupted: bool
-    checkpoint: Path  # the last one, from which the same call goes on
-    final: Path | None  # what `from_pretrained` or `load_lora` reads; None if interrupted
+    checkpoint: Path  # the last one, from which the same call continues
+    final: Path | None  # for `from_pretrained` or `load_lora`; None if interrupted
     log: TrainLog
-    averaged: bool  # whether the model now holds the average of its weights
-    tokens_per_second: float  # of this call, over all processes, saving and evaluating left out
-    evaluation: Mapping[str, float] = field(default_factory=dict)  # the last
+    averaged: bool  # whether the model now has the average of its weights
+    tokens_per_second: float  # in this call, over all processes, without saving and evaluating
+    evaluation: Mapping[str, float] = field(default_factory=dict)  # the last one
 
     def plot(self, path: str | Path | None = None) -> Any:
-        """The loss against the step, as a matplotlib figure."""
+        """Plot the loss against the step, as a matplotlib figure."""
         return self.log.plot(path)
 
 
 class RouterLoad:
-    """Counts, per layer, how often each expert is chosen; compiled layers count too.
+    """Counts how often each expert is chosen, per layer, also in compiled layers.
 
     Example: `load = RouterLoad(model)`, then `with load.watching(): model.encode(tokens); load.counts()`.
     """
@@ -173,11 +180,11 @@ class RouterLoad:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Count while inside."""
+        """Count within the context."""
         handles = []
         for router in self.routers:
-            # A buffer of the module and one function for all: what was compiled in one run then counts in the next.
-            scale = router.per_expert_scale  # may be spread over processes; each counts its own tokens
+            # A buffer of the module and one function for all, so that layers compiled in one run count in the next.
+            scale = router.per_expert_scale  # may be spread over processes; each process counts its own tokens
             counts = torch.zeros(scale.shape, dtype=torch.int64, device=scale.device)
             router.register_buffer("load", counts, persistent=False)
             handles.append(router.register_forward_hook(_count))
@@ -189,17 +196,22 @@ class RouterLoad:
                 del router.load
 
     def counts(self) -> Tensor:
-        """Choices of each expert since the last reset: (L, E) int64."""
+        """Return the number of choices of each expert since the last reset: (L, E) int64."""
         return torch.stack([_load(router) for router in self.routers])
 
     def reset(self) -> None:
+        """Set the counts to zero."""
         for router in self.routers:
             _load(router).zero_()
 
 
 def summary(counts: Tensor) -> list[dict[str, Any]]:
-    """Of counts (L, E), per layer: each expert's share of the choices, the least and the most, and their entropy over
-    log E, which is 1 when all are equally busy."""
+    """Return, per layer of counts (L, E), each expert's share of the choices, the extremes, and the evenness.
+
+    The evenness is the entropy of the shares over log E; it is 1 if all experts are chosen equally often.
+
+    Example: `summary(load.counts())[0]["evenness"]`.
+    """
     layers = []
     for choices in counts.tolist():
         shares = [count / max(1, sum(choices)) for count in choices]

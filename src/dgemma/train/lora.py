@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685) on the tied weights: one adapter serves both modes, so it can be merged.
 
-A weight W (out, in) acts as W + scale · B A, with A (rank, in) random and B (out, rank) zero, so that training starts
-from the model as it was. Experts are 3-D weights and get an A and a B each. The adapted modules keep their names and
-their base weights; adapters are further parameters beside them, saved apart.
+A weight W (out, in) acts as W + scale · B A. A (rank, in) is random and B (out, rank) is zero, so training starts from
+the unchanged model. Experts are 3-D weights, with an A and a B for each. The adapted modules keep their names and their
+base weights. Adapters are additional parameters of those modules, saved separately.
 """
 
 import json
@@ -31,7 +31,7 @@ _TARGETS = {
 
 @dataclass(frozen=True, kw_only=True)
 class LoRA:
-    """What is adapted, and how strongly: the update is alpha / rank · B A.
+    """The settings of adapters: their rank, their strength and their targets. The update is alpha / rank · B A.
 
     Targets are groups of weights: attention, dense, experts, router, self_conditioning.
 
@@ -45,12 +45,12 @@ class LoRA:
     def __post_init__(self) -> None:
         object.__setattr__(self, "targets", tuple(self.targets))
         if self.rank < 1:
-            raise ValueError(f"LoRA.rank must be at least 1, got {self.rank}.")
+            raise ValueError(f"LoRA.rank must be >= 1, got {self.rank}. Use 8.")
         if not self.alpha > 0:
-            raise ValueError(f"LoRA.alpha must be above 0, got {self.alpha}.")
+            raise ValueError(f"LoRA.alpha must be > 0, got {self.alpha}. Use twice the rank.")
         unknown = [target for target in self.targets if target not in _TARGETS]
         if unknown or not self.targets:
-            raise ValueError(f"LoRA.targets must be some of {', '.join(_TARGETS)}, got {self.targets}.")
+            raise ValueError(f"LoRA.targets must be among {', '.join(_TARGETS)}, got {self.targets}. Use one or more.")
 
     @property
     def scale(self) -> float:
@@ -60,7 +60,7 @@ class LoRA:
 class AdaptedLinear(nn.Linear):
     """A linear layer whose output gains scale · B A x."""
 
-    base_generation: GenerationDefaults  # of the model before it was adapted: training adapters may change its noise
+    base_generation: GenerationDefaults  # of the base model; training adapters may change the model's noise
 
     def __init__(self, base: nn.Linear, lora: LoRA) -> None:
         with torch.device("meta"):
@@ -73,11 +73,11 @@ class AdaptedLinear(nn.Linear):
         return super().forward(x) + F.linear(narrow, self.lora_b.to(x.dtype)) * self.lora.scale
 
     def updates(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The base weight, and what its adapter adds to it."""
+        """Yield the base weight and the update of its adapter."""
         yield self.weight, self.lora_b @ self.lora_a * self.lora.scale
 
     def base(self) -> nn.Linear:
-        """The layer without its adapter."""
+        """Return the layer without its adapter."""
         with torch.device("meta"):
             linear = nn.Linear(self.in_features, self.out_features, bias=False)
         linear.weight = self.weight
@@ -106,12 +106,12 @@ class AdaptedExperts(Experts):
         return product_by_group(narrow, b.to(rows.dtype), ends) * self.lora.scale
 
     def updates(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each base weight, and what its adapter adds to it."""
+        """Yield each base weight and the update of its adapter."""
         yield self.gate_up_proj, self.gate_up_lora_b @ self.gate_up_lora_a * self.lora.scale
         yield self.down_proj, self.down_lora_b @ self.down_lora_a * self.lora.scale
 
     def base(self) -> Experts:
-        """The experts without their adapters."""
+        """Return the experts without their adapters."""
         experts = Experts.__new__(Experts)
         nn.Module.__init__(experts)
         experts.gate_up_proj, experts.down_proj = self.gate_up_proj, self.down_proj
@@ -119,7 +119,7 @@ class AdaptedExperts(Experts):
 
 
 def add_lora(model: DiffusionGemma, lora: LoRA | None = None, *, seed: int = 0) -> list[nn.Parameter]:
-    """Freeze the model, put adapters on its targets, and return the adapters' weights: what an optimizer should get.
+    """Freeze the model, add adapters to its targets, and return the adapters' weights for an optimizer.
 
     Example: `add_lora(model, LoRA(rank=8)); train(model, objective, source, config, out="run")`.
     """
@@ -127,7 +127,7 @@ def add_lora(model: DiffusionGemma, lora: LoRA | None = None, *, seed: int = 0) 
     require_experts(model, "add_lora")
     if is_adapted(model):
         raise ValueError(
-            "add_lora must get a model without adapters. Call merge_lora(model) or drop_lora(model) first."
+            "add_lora model must have no adapters, got one with. Call merge_lora(model) or drop_lora(model) first."
         )
     model.requires_grad_(False)
     for name, module in list(model.named_modules()):
@@ -138,7 +138,7 @@ def add_lora(model: DiffusionGemma, lora: LoRA | None = None, *, seed: int = 0) 
         _put(model, name, adapted)
     generator = torch.Generator().manual_seed(seed)
     for name, weight in _adapter_weights(model):
-        if name.endswith("lora_a"):  # drawn on the CPU, so that every device starts from the same adapter
+        if name.endswith("lora_a"):  # drawn on the CPU, so that the adapter does not depend on the device
             values = torch.randn(weight.shape, generator=generator) * weight.shape[-1] ** -0.5
             weight.data.copy_(values)
     return [weight for _, weight in _adapter_weights(model)]
@@ -146,25 +146,25 @@ def add_lora(model: DiffusionGemma, lora: LoRA | None = None, *, seed: int = 0) 
 
 @torch.no_grad()
 def merge_lora(model: DiffusionGemma) -> None:
-    """Add the adapters into the weights and drop them: the same logits, an ordinary model that saves and accelerates.
+    """Add the adapters to the weights and remove them. The logits stay; the model can be saved and accelerated.
 
     Example: `merge_lora(model); model.save_pretrained("merged")`.
     """
     _require_adapters(model, "merge_lora")
     for _, module in _adapted_modules(model):
         for weight, update in module.updates():
-            # In the wider of the two, rounded once.
+            # Added in the wider dtype of the two, and rounded once.
             weight.copy_((weight.to(torch.promote_types(weight.dtype, update.dtype)) + update).to(weight.dtype))
     _take_off(model)
 
 
 def drop_lora(model: DiffusionGemma) -> None:
-    """Take the adapters off: the base model again, trainable, which samples under the noise it learnt itself.
+    """Remove the adapters. The base model is trainable again and samples under its own noise.
 
     Example: `load_lora(model, "sudoku-lora.safetensors"); ...; drop_lora(model)`.
     """
     _require_adapters(model, "drop_lora")
-    # An adapted model that was pickled by an earlier version does not say: it keeps the noise it has.
+    # A model that an earlier version pickled has no base_generation, and keeps its noise.
     base = next(getattr(module, "base_generation", model.generation) for _, module in _adapted_modules(model))
     model.generation = replace(
         model.generation, noise=base.noise, entropy_bound=base.entropy_bound, sampler=base.sampler
@@ -173,7 +173,7 @@ def drop_lora(model: DiffusionGemma) -> None:
 
 
 def save_lora(model: DiffusionGemma, path: str | Path) -> None:
-    """Write the adapters alone, one safetensors file that says what they adapt and which noise was learnt.
+    """Write only the adapters, to a safetensors file with their settings and the noise of the training.
 
     Example: `save_lora(model, "sudoku-lora.safetensors")`.
     """
@@ -186,7 +186,7 @@ def save_lora(model: DiffusionGemma, path: str | Path) -> None:
 
 
 def load_lora(model: DiffusionGemma, path: str | Path) -> LoRA:
-    """Put saved adapters on a model without any, which then samples under their noise; returns what they are.
+    """Add saved adapters to a model, which then samples under their noise; return their settings.
 
     Example: `load_lora(model, "sudoku-lora.safetensors"); merge_lora(model)`.
     """
@@ -196,17 +196,19 @@ def load_lora(model: DiffusionGemma, path: str | Path) -> LoRA:
         metadata = stored.metadata() or {}
         tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
     if "lora" not in metadata:
-        raise ValueError(f"{path} holds no adapters of this library. Point at a file written by save_lora.")
+        raise ValueError(f"{path} must be a file of adapters, got one without. Point at a file written by save_lora.")
     lora = LoRA(**json.loads(metadata["lora"]))
     generation = model.generation
-    if "noise" in metadata:  # a file that says nothing leaves the model's own
+    if "noise" in metadata:  # otherwise the model keeps its own
         generation = generation.after_learning(json.loads(metadata["noise"]))
     add_lora(model, lora)
     weights = dict(_adapter_weights(model))
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
     if shapes != {name: tuple(tensor.shape) for name, tensor in tensors.items()}:
         drop_lora(model)
-        raise ValueError(f"{path} was made for another model: its adapters' names or shapes do not fit this one.")
+        raise ValueError(
+            f"{path} must fit the model, but its adapters have other names or shapes. Load the model it was made for."
+        )
     for name, weight in weights.items():
         weight.data.copy_(tensors[name])
     model.generation = generation
@@ -214,12 +216,12 @@ def load_lora(model: DiffusionGemma, path: str | Path) -> LoRA:
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Whether adapters sit on the model."""
+    """Return True if the model has adapters."""
     return adapters_of(model) is not None
 
 
 def adapters_of(model: nn.Module) -> LoRA | None:
-    """What the adapters on a model are; None for a model without any.
+    """Return the settings of a model's adapters, or None.
 
     Example: `add_lora(model, LoRA(rank=4)); adapters_of(model).rank` is 4.
     """
@@ -245,7 +247,7 @@ def _is_target(name: str, targets: Iterable[str]) -> bool:
 
 
 def _new_pair(weight: Tensor, rank: int) -> tuple[nn.Parameter, nn.Parameter]:
-    """A (…, rank, in) and B (…, out, rank), zero for now; in float32 at least, since updates are small."""
+    """Return A (…, rank, in) and B (…, out, rank) of zeros, in float32 or wider because updates are small."""
     *experts, num_out, num_in = weight.shape
     dtype = torch.promote_types(weight.dtype, torch.float32)
     a, b = weight.new_zeros(*experts, rank, num_in, dtype=dtype), weight.new_zeros(*experts, num_out, rank, dtype=dtype)
@@ -260,5 +262,5 @@ def _put(model: nn.Module, name: str, module: nn.Module) -> None:
 def _require_adapters(model: nn.Module, owner: str) -> None:
     if not is_adapted(model):
         raise ValueError(
-            f"{owner} must get a model with adapters. Call add_lora(model) or load_lora(model, path) first."
+            f"{owner} model must have adapters, got one without. Call add_lora(model) or load_lora(model, path) first."
         )

@@ -1,7 +1,7 @@
-"""Muon (arXiv:2502.16982): a matrix steps by its momentum made orthogonal, everything else as AdamW has it.
+"""Muon (arXiv:2502.16982): matrices step by their orthogonalised momentum, everything else by AdamW.
 
-Adam lets the few directions that dominate a matrix's gradient dominate its step; here all of them move alike. The twin
-of `torch.optim.Muon`, which knows matrices alone and takes them one by one: here those of one shape go together.
+With Adam, the few directions that dominate the gradient of a matrix also dominate its step. Here all directions move
+equally. The reference twin is `torch.optim.Muon`, which takes matrices one by one; here those of one shape are batched.
 """
 
 from collections import defaultdict
@@ -14,7 +14,7 @@ from torch.optim.adamw import adamw as adamw_step
 
 from dgemma.train.optimizer import adamw
 
-_ROUNDS, _QUINTIC = 5, (3.4445, -4.775, 2.0315)  # five of x ← ax + bx³ + cx⁵ take all of (0.01, 1] to 0.68 … 1.14
+_ROUNDS, _QUINTIC = 5, (3.4445, -4.775, 2.0315)  # five rounds of x ← ax + bx³ + cx⁵ map (0.01, 1] to 0.68 … 1.14
 
 
 def muon(
@@ -25,60 +25,64 @@ def muon(
     momentum: float = 0.95,
     weight_decay: float = 0.0,
 ) -> "Muon":
-    """An optimizer for `train`: Muon over the matrices of the layers, AdamW over embeddings, routers, norms and scales.
+    """Return an optimizer for `train`: Muon for the matrices of the layers, AdamW for everything else.
 
-    Steps are scaled to Adam's size, so one learning rate does for both. Norms and scales do not decay. Matrices
-    must be whole: not for FSDP.
+    Embeddings, routers, norms and scales are everything else. Steps are scaled to Adam's size, so both share one
+    learning rate. Norms and scales do not decay. Matrices must be whole, so this does not work with `FullySharded`.
 
     Example: `train(model, objective, source, config, out="run", optimizer=lambda named: muon(named, lr=1e-3))`.
     """
     if not 0 <= momentum < 1:
-        raise ValueError(f"muon momentum must lie in [0, 1), got {momentum}. Usual is 0.95.")
+        raise ValueError(f"muon momentum must be in [0, 1), got {momentum}. Use 0.95.")
     matrices = {parameter: _num_matrices(name, parameter) for name, parameter in parameters.items()}
     groups: list[dict[str, Any]] = []
-    # It knows what decays, and where its kernel is fused.
+    # Its groups tell which parameters decay and whether the kernel is fused.
     for group in adamw(parameters, lr=lr, betas=betas, weight_decay=weight_decay).param_groups:
         for number in (0, 1, 2):
-            chosen = [parameter for parameter in group["params"] if matrices[parameter] == number]
-            kept = {name: group[name] for name in ("weight_decay", "fused")}
-            groups.append({"params": chosen, "matrices": number, **kept})
+            params = [parameter for parameter in group["params"] if matrices[parameter] == number]
+            groups.append(
+                {"params": params, "matrices": number, "weight_decay": group["weight_decay"], "fused": group["fused"]}
+            )
     return Muon([group for group in groups if group["params"]], {"lr": lr, "betas": betas, "momentum": momentum})
 
 
 def _num_matrices(name: str, parameter: Tensor) -> int:
-    """How many matrices stand one above the other in a parameter's rows; none in what is left to AdamW."""
+    """Return how many matrices are stacked in a parameter's rows; 0 for parameters of AdamW."""
     if not name.startswith("layers.") or ".router." in name or parameter.dim() < 2:
         return 0
-    return 2 if name.endswith(".gate_up_proj") else 1  # gate and up are two, as they are outside the experts
+    return 2 if name.endswith(".gate_up_proj") else 1  # gate and up
 
 
 class Muon(torch.optim.Optimizer):
-    """Each group says how many "matrices" its parameters (..., matrices · rows, columns) have; with 0 it is AdamW's."""
+    """Optimizer whose groups have "matrices", the number stacked in each parameter (..., matrices · rows, columns).
+
+    Groups with 0 matrices step by AdamW.
+    """
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update."""
+        """Take one update."""
         if closure is not None:
-            raise ValueError("Muon.step closure must be None, got one. Compute the gradients before.")
+            raise ValueError("Muon.step closure must be None, got a function. Compute the gradients first.")
         for group in self.param_groups:
-            touched = [parameter for parameter in group["params"] if parameter.grad is not None]
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if group["matrices"]:
-                self._step_matrices(touched, group)
+                self._step_matrices(parameters, group)
             else:
-                self._step_others(touched, group)
+                self._step_others(parameters, group)
 
     def _step_matrices(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        alike: dict[torch.Size, list[Tensor]] = defaultdict(list)
+        by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
         for parameter in parameters:
-            alike[parameter.shape].append(parameter)
-        for same in alike.values():
+            by_shape[parameter.shape].append(parameter)
+        for same in by_shape.values():
             grads = _grads(same)
             momenta = [self._state(parameter, "momentum")["momentum"] for parameter in same]
             torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
             ahead = torch.stack(torch._foreach_lerp(grads, momenta, group["momentum"]))  # Nesterov
             ahead = ahead.unflatten(-2, (group["matrices"], -1))  # (n, ..., matrices, rows, columns)
             steps = orthogonal(ahead).to(same[0].dtype).flatten(-3, -2)
-            # An orthogonal matrix has entries of size 1/√(its longer side); Adam's steps are about 0.2 of its rate.
+            # Entries of an orthogonal matrix are about 1/√(longer side); Adam's steps are about 0.2 of its rate.
             size = 0.2 * max(ahead.shape[-2:]) ** 0.5 * group["lr"]
             torch._foreach_mul_(same, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(same, list(steps), alpha=-size)
@@ -86,7 +90,7 @@ class Muon(torch.optim.Optimizer):
     def _step_others(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         states = [self._state(parameter, "exp_avg", "exp_avg_sq") for parameter in parameters]
         for parameter, state in zip(parameters, states, strict=True):
-            if "step" not in state:  # as AdamW has it
+            if "step" not in state:  # on the device that AdamW uses
                 device = parameter.device if group["fused"] else "cpu"
                 state["step"] = torch.zeros((), dtype=torch.float32, device=device)
         adamw_step(
@@ -103,7 +107,7 @@ class Muon(torch.optim.Optimizer):
             weight_decay=group["weight_decay"],
             amsgrad=False,
             maximize=False,
-            fused=group["fused"] or None,  # None leaves torch the choice among the others
+            fused=group["fused"] or None,  # None lets torch choose another implementation
         )
 
     def _state(self, parameter: Tensor, *names: str) -> dict[str, Tensor]:
@@ -119,9 +123,10 @@ def _grads(parameters: list[Tensor]) -> list[Tensor]:
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """U·Vᵀ of matrices U·S·Vᵀ (..., rows, columns), nearly: but for tiny ones, singular values become 0.68 to 1.14.
+    """Return approximately U·Vᵀ of matrices U·S·Vᵀ (..., rows, columns): singular values become 0.68 to 1.14.
 
-    By Newton-Schulz, which is all products: in bfloat16 on a GPU, in float32 elsewhere.
+    Singular values below 0.01 of the norm stay smaller. Newton-Schulz iteration, in bfloat16 on a GPU and in float32
+    elsewhere.
 
     Example: `orthogonal(torch.randn(4, 8, 16))` has nearly orthonormal rows.
     """

@@ -1,15 +1,15 @@
 """The exact negative ELBO of every noise process, as an integrand over time.
 
-Mask: MDLM's weighted cross-entropy (arXiv:2406.07524). Uniform: Duo's (arXiv:2506.10892). Hybrid: GIDD's
-(arXiv:2503.04482). The last two are one formula. A process replaces tokens at the rate r(z), and its reverse, which the
-network imitates, jumps from z to j at the rate r(z)·q(j)/q(z), where q is the marginal given x and q_θ the one given
-the prediction. Two jump processes differ by Σ_j r(z)[ρ_j log(ρ_j/ρθ_j) - ρ_j + ρθ_j], ρ_j = q(j)/q(z), which adds up
-to
+Mask: MDLM's weighted cross-entropy (arXiv:2406.07524). Uniform: Duo (arXiv:2506.10892). Hybrid: GIDD
+(arXiv:2503.04482). The last two share one formula. The noise process replaces tokens at the rate r(z). Its reverse
+jumps from z to j at the rate r(z)·q(j)/q(z), where q is the marginal given x. The network imitates it with q_θ, the
+marginal given the prediction. The divergence of the two jump processes is Σ_j r(z)[ρ_j log(ρ_j/ρθ_j) - ρ_j + ρθ_j]
+with ρ_j = q(j)/q(z), which equals
 
     r(z)/q(z) · [KL(q ‖ q_θ) + q(z)/q_θ(z) - 1 - log(q(z)/q_θ(z))].
 
-Integrated over t in (0, 1), in expectation over z and summed over positions it bounds -log p(x) from above, with
-equality for the exact leave-one-out network, under any schedule that runs from α = 1 to 0.
+Its expectation over z, integrated over t in (0, 1) and summed over positions, is an upper bound on -log p(x). The bound
+is tight for the exact leave-one-out network, under any schedule from α = 1 to 0.
 """
 
 import torch
@@ -19,7 +19,7 @@ from dgemma.diffusion.noise import HybridNoise, MaskNoise, Noise, UniformNoise
 
 PARAMETRISATIONS = ("mean", "loo")
 
-_ENDS = 1e-20, 1 - 2.0**-53  # of the noise level: where the integrand is a limit, take what is next to it
+_ENDS = 1e-20, 1 - 2.0**-53  # range of the noise level; at 0 and 1 the integrand is only defined as a limit
 
 
 def integrand(
@@ -32,14 +32,14 @@ def integrand(
     parametrisation: str = "mean",
     weights: Tensor | None = None,
 ) -> Tensor:
-    """What each position adds to the NELBO at this level, per unit of the schedule's time, in nats.
+    """Return each position's contribution to the NELBO at this level, per unit of the schedule's time, in nats.
 
-    logits (B, C, V); x and z (B, C), the clean and the noised tokens; noise_level (B,) or broadcastable to (B, C) →
-    (B, C), float64 if the logits are and float32 otherwise. `parametrisation` says what the logits are about: "mean",
-    p(x | z), which cross-entropy learns, or "loo", p(x | z without this position), which the bound wants and "mean" is
-    converted to. The mask token is never proposed (SUBS), and a token that mask noise left alone costs nothing. Memory
-    is a few copies of the logits: slice the positions where that is too much. `weights` (B, C) replace
-    `exact_weights`: a loss that is easier to train, and no bound.
+    logits (B, C, V); x and z (B, C), the clean and the noisy tokens; noise_level (B,) or broadcastable to (B, C) →
+    (B, C), float64 if the logits are, else float32. `parametrisation` says what the logits mean. "mean" is p(x | z),
+    which cross-entropy learns. "loo" is p(x | z without this position), which the bound is defined on; "mean" is
+    converted to it. The mask token is never proposed (SUBS). Under mask noise, a clean token costs nothing. `weights`
+    (B, C) replace `exact_weights`; the result then trains more easily, but is not a bound. Memory is a few copies of
+    the logits.
 
     Example: `nelbo.integrand(noise, model.denoise(z, cache).logits, x, z, level).sum(-1)` estimates -log p(x).
     """
@@ -58,11 +58,11 @@ def integrand(
 
 
 def exact_weights(noise: Noise, x: Tensor, z: Tensor, noise_level: Tensor) -> Tensor:
-    """What the bound multiplies a position's divergence by: r(z)/q(z) per unit of the schedule's time, (B, C) float64.
+    """Return the weight of each position's divergence, r(z)/q(z) per unit of the schedule's time: (B, C) float64.
 
-    Under mask noise the divergence is a cross-entropy, weighted where z is the mask.
+    Under mask noise the divergence is a cross-entropy, with a weight only where z is the mask.
 
-    Example: `exact_weights(noise, x, z, level).clamp(max=2.0)` are GIDD's clipped weights.
+    Example: `exact_weights(noise, x, z, level).clamp(max=2.0)` gives GIDD's clipped weights.
     """
     level = _per_position(noise_level)
     speed = -noise.schedule.derivative(noise.schedule.time(1 - level))
@@ -73,10 +73,11 @@ def exact_weights(noise: Noise, x: Tensor, z: Tensor, noise_level: Tensor) -> Te
 
 
 def integrand_by_count(noise: Noise, logits: Tensor, x: Tensor, z: Tensor) -> Tensor:
-    """LLaDA's estimator of the mask NELBO (arXiv:2502.09992), for a z with l of its C positions masked by
-    `mask_exactly`, l uniform on 1..C: C/l times the cross-entropy of the masked ones. → (B, C), nats.
+    """Return LLaDA's estimator of the mask NELBO (arXiv:2502.09992): (B, C), nats.
 
-    Its sum over positions has the same mean as `integrand`'s, and no 1/t to blow up.
+    z has l of its C positions masked by `mask_exactly`, with l uniform on 1..C. The estimator is C/l times the
+    cross-entropy of the masked positions. Its sum over positions has the mean of `integrand`, without the factor 1/t
+    that can become very large.
 
     Example: `nelbo.integrand_by_count(noise, logits, x, nelbo.mask_exactly(noise, x, num_masked, u)).sum(-1)`.
     """
@@ -92,9 +93,9 @@ def integrand_by_count(noise: Noise, logits: Tensor, x: Tensor, z: Tensor) -> Te
 def reconstruction(
     noise: Noise, logits: Tensor, x: Tensor, z: Tensor, noise_level: Tensor, *, parametrisation: str = "mean"
 ) -> Tensor:
-    """-log p(x | z), position by position: what the bound costs below this level if the text is then drawn at once.
+    """Return -log p(x | z) per position, the cost below this level if the text is drawn in one step: (B, C), nats.
 
-    Arguments as for `integrand` → (B, C), nats. A token that mask noise left alone is known.
+    Arguments are those of `integrand`. Under mask noise, a clean token costs nothing.
 
     Example: the integral of `integrand` from level 1e-3 to 1, plus this at 1e-3, bounds -log p(x) for any network.
     """
@@ -108,7 +109,7 @@ def reconstruction(
 
 
 def mask_exactly(noise: Noise, tokens: Tensor, num_masked: Tensor, u: Tensor) -> Tensor:
-    """Mask `num_masked` (B,) positions of tokens (B, C), those of the smallest u (B, C) → (B, C).
+    """Mask the `num_masked` (B,) positions with the smallest u (B, C) of tokens (B, C) → (B, C).
 
     Example: `nelbo.mask_exactly(noise, tokens, torch.tensor([3]), torch.rand(1, 8))` masks three of eight.
     """
@@ -119,29 +120,29 @@ def mask_exactly(noise: Noise, tokens: Tensor, num_masked: Tensor, u: Tensor) ->
 
 
 def _jump_divergence(noise: Noise, logits: Tensor, x: Tensor, z: Tensor, level: Tensor) -> Tensor:
-    """The bracket of the module's formula, for leave-one-out logits. (B, C)
+    """Return the bracket of the module's formula, for leave-one-out logits: (B, C).
 
-    In units of `floor`, what noise alone gives a token, q is 1 + odds at x and 1 elsewhere, and q_θ is 1 + odds·p. So
-    the large terms cancel on paper, and the vocabulary enters by one sum of log1p.
+    `floor` is the probability that noise alone gives a token. In that unit, q is 1 + odds at x and 1 elsewhere, and q_θ
+    is 1 + odds·p. Then the large terms cancel, and the vocabulary enters through one sum of log1p.
     """
     floor, odds = _floor_and_odds(noise, level)
-    # logsumexp adds pairwise; a softmax over 262,144 float32 entries can be off by 1e-4.
+    # logsumexp sums pairwise; a softmax over 262,144 float32 entries can be wrong by 1e-4.
     probs = (logits - logits.logsumexp(-1, keepdim=True)).exp()
     p_x, p_z = (probs.gather(-1, token[..., None])[..., 0].double() for token in (x, z))
-    everywhere = torch.log1p(odds.to(logits.dtype)[..., None] * probs).sum(-1).double()
-    divergence = floor * ((1 + odds) * torch.log1p(odds) - odds * torch.log1p(odds * p_x) - everywhere)  # KL(q ‖ q_θ)
+    log_sum = torch.log1p(odds.to(logits.dtype)[..., None] * probs).sum(-1).double()
+    divergence = floor * ((1 + odds) * torch.log1p(odds) - odds * torch.log1p(odds * p_x) - log_sum)  # KL(q ‖ q_θ)
 
-    kept = (z == x).double()
-    excess = odds * (kept - p_z) / (1 + odds * p_z)  # q(z)/q_θ(z) - 1
-    log_ratio = torch.log1p(odds * kept) - torch.log1p(odds * p_z)
-    series = excess**2 * (1 / 2 - excess * (1 / 3 - excess / 4))  # excess - log(1 + excess), where the two cancel
+    is_clean = (z == x).double()
+    excess = odds * (is_clean - p_z) / (1 + odds * p_z)  # q(z)/q_θ(z) - 1
+    log_ratio = torch.log1p(odds * is_clean) - torch.log1p(odds * p_z)
+    series = excess**2 * (1 / 2 - excess * (1 / 3 - excess / 4))  # excess - log(1 + excess) for a small excess
     ratio_part = torch.where(excess.abs() < 1e-3, series, excess - log_ratio)
     ratio_part = torch.where(noise.masked(z), 0.0, ratio_part)  # a mask is equally likely under both
     return divergence + ratio_part
 
 
 def _floor_and_odds(noise: Noise, level: Tensor) -> tuple[Tensor, Tensor]:
-    """What noise alone gives a token, and what the clean text adds to it there, in that unit."""
+    """Return the probability that noise alone gives a token, and the clean token's extra probability in that unit."""
     if isinstance(noise, HybridNoise):
         rate, num_tokens = noise.uniform_rate(level), noise.vocab_size - 1
         return rate / (1 + rate) / num_tokens, num_tokens * (1 - level) / rate
@@ -149,10 +150,7 @@ def _floor_and_odds(noise: Noise, level: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _hazard(noise: Noise, z: Tensor, level: Tensor) -> Tensor:
-    """How fast noise makes z, over the probability that it has: d log(noise(z) / clean) / d level. (B, C)
-
-    It is r(z)/q(z) wherever z is noise.
-    """
+    """Return d log(P(noise gives z) / P(clean)) / d level, (B, C). It equals r(z)/q(z) where z is noise."""
     pure = 1 / (level * (1 - level))
     if not isinstance(noise, HybridNoise):
         return pure
@@ -161,7 +159,7 @@ def _hazard(noise: Noise, z: Tensor, level: Tensor) -> Tensor:
 
 def _per_position(noise_level: Tensor) -> Tensor:
     level = noise_level[:, None] if noise_level.dim() == 1 else noise_level
-    return level.double().clamp(*_ENDS)  # (B, C) or (B, 1); one number a position, so float64 is free
+    return level.double().clamp(*_ENDS)  # (B, C) or (B, 1); one number per position, so float64 costs nothing
 
 
 def _cross_entropy(logits: Tensor, x: Tensor) -> Tensor:
@@ -175,21 +173,21 @@ def _without_mask(noise: Noise, logits: Tensor) -> Tensor:
 
 
 def check_process(noise: Noise) -> None:
-    """Refuse a process of somebody's own: its bound is another formula, and what these give may lie below -log p(x).
+    """Raise ValueError for other noise classes: their bounds have other formulas, and these might not be bounds.
 
-    Example: `check_process(MaskNoise(512))` returns; a subclass of it is refused.
+    Example: `check_process(MaskNoise(512))` returns; for a subclass of it this raises.
     """
     if type(noise) not in (MaskNoise, UniformNoise, HybridNoise):
         raise ValueError(
             "nelbo noise must be MaskNoise, UniformNoise or HybridNoise itself, whose bounds are known, got "
-            f"{noise!r}. Train with decoder_loss 'cross_entropy'; the causal likelihood needs no bound."
+            f"{noise!r}. Train with decoder_loss 'cross_entropy', or use the causal likelihood."
         )
 
 
 def _check(noise: Noise, logits: Tensor, parametrisation: str) -> None:
     check_process(noise)
     if parametrisation not in PARAMETRISATIONS:
-        raise ValueError(f"nelbo parametrisation must be one of {PARAMETRISATIONS}, got {parametrisation!r}.")
+        raise ValueError(f"nelbo parametrisation must be 'mean' or 'loo', got {parametrisation!r}. Use one of them.")
     if logits.shape[-1] != noise.vocab_size:
         raise ValueError(
             f"nelbo logits must cover the noise's {noise.vocab_size} tokens, got {logits.shape[-1]}. "

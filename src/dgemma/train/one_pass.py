@@ -1,8 +1,8 @@
-"""All canvases of a sequence in one pass, equal to `encode` + `denoise` canvas by canvas (BD3-LM, arXiv:2503.09573).
+"""All canvases of a row in one pass (BD3-LM, arXiv:2503.09573). Reference twin: `encode` and `denoise` per canvas.
 
-The clean text is read once, causally. Then every canvas, each at a noise level of its own, looks at the clean tokens
-before its start and at itself, and at nothing else: not at other canvases, and never at the clean tokens it is to find.
-Rows are right-padded, so a token's position is its index.
+The clean text is read once, causally. Then every canvas, at its own noise level, sees the clean tokens before its start
+and itself. It sees neither other canvases nor the clean tokens that it must predict. Rows are right-padded, so a
+token's position is its index.
 """
 
 from collections.abc import Callable
@@ -19,32 +19,32 @@ from dgemma.model.diffusion import DiffusionGemma
 
 ATTENTIONS = ("dense", "blocks")
 
-# (row, head, query, key) → whether the query sees the key: FlexAttention's form, on tensors that broadcast.
+# (row, head, query, key) → whether the query sees the key: a mask function of FlexAttention, on broadcastable tensors.
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class CleanText(NamedTuple):
-    """The clean tokens as read: hidden (B, P, D), and each layer's keys and values (B, K, P, H)."""
+    """The encoded clean tokens: hidden (B, P, D), and each layer's keys and values (B, K, P, H)."""
 
     hidden: Tensor
     keys_values: list[KeysValues]
 
     def first(self, num_tokens: int) -> "CleanText | None":
-        """Its first tokens, which are what canvases up to there look at; None for none."""
+        """Return the first tokens, those that canvases starting there see; None for zero tokens."""
         if num_tokens == 0:
             return None
-        cut = [(keys[:, :, :num_tokens], values[:, :, :num_tokens]) for keys, values in self.keys_values]
-        return CleanText(self.hidden[:, :num_tokens], cut)
+        keys_values = [(keys[:, :, :num_tokens], values[:, :, :num_tokens]) for keys, values in self.keys_values]
+        return CleanText(self.hidden[:, :num_tokens], keys_values)
 
 
 def read_clean(
     model: DiffusionGemma, tokens: Tensor, *, documents: Tensor | None = None, attention: str = "dense"
 ) -> CleanText:
-    """Read tokens (B, P) causally, with gradients. documents (B, P) numbers texts that may not see each other.
+    """Read tokens (B, P) causally, with gradients. documents (B, P) numbers texts that must not see each other.
 
-    attention: "dense" masks, or "blocks" that let FlexAttention skip what is hidden, for long rows on a GPU.
+    attention: "dense" masks, or "blocks", with which FlexAttention skips hidden keys in long rows on a GPU.
 
-    Example: `read_clean(model, tokens).hidden` is what the causal loss is taken of.
+    Example: `read_clean(model, tokens).hidden` gives the causal loss.
     """
     batch_size, num_tokens = tokens.shape
 
@@ -53,10 +53,10 @@ def read_clean(
             return "causal"
 
         def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            seen = key <= query
+            visible = key <= query
             if shape.window is not None:
-                seen = seen & (key > query - shape.window)
-            return seen if documents is None else seen & (documents[row, query] == documents[row, key])
+                visible = visible & (key > query - shape.window)
+            return visible if documents is None else visible & (documents[row, query] == documents[row, key])
 
         return sees
 
@@ -79,11 +79,11 @@ def predict_canvases(
     aligned: bool = False,
     attention: str = "dense",
 ) -> Tensor:
-    """The last hidden states of canvases (B, K, C) that start at positions (B, K): (B, K, C, D).
+    """Return the last hidden states (B, K, C, D) of canvases (B, K, C) that start at positions (B, K).
 
-    clean: the text they follow, None if all of them start at 0. signal (B, K, C, D): self-conditioning. noise_level
-    (B, K): for a model that is told. documents: of the clean tokens (B, P) and of the canvases (B, K, C). aligned: the
-    promise that K is 1 and every row starts at P, which saves the mask where the window allows it.
+    clean: the text before them; None if all start at 0. signal: self-conditioning (B, K, C, D). noise_level: (B, K),
+    for a model that takes it. documents: of the clean tokens (B, P) and of the canvases (B, K, C). aligned: True
+    promises that K is 1 and every canvas starts at P; then no mask is needed unless the window is too short.
 
     Example: `predict_canvases(model, canvases, starts, read_clean(model, tokens))`.
     """
@@ -106,12 +106,12 @@ def predict_canvases(
             before = key < start
             if reach is not None:
                 before = before & (key >= start - reach)
-            seen = torch.where(key < num_clean, before, (key - num_clean) // canvas_len == canvas)
-            return seen if both is None else seen & (both[row, num_clean + query] == both[row, key])
+            visible = torch.where(key < num_clean, before, (key - num_clean) // canvas_len == canvas)
+            return visible if both is None else visible & (both[row, num_clean + query] == both[row, key])
 
         return sees
 
-    # The positions of one canvas all see the same, so one query stands for them.
+    # All positions of a canvas see the same keys, so one query is enough for the mask.
     num_queries = 1 if num_canvases == 1 and both is None and attention == "dense" else num_noisy
     masks = _masks(model, rule_of, batch_size, (num_queries, num_clean + num_noisy), attention)
     levels = noise_level
@@ -131,9 +131,9 @@ def _masks(
     size: tuple[int, int],
     attention: str,
 ) -> list[Mask | None]:
-    """One mask per kind of layer, handed to every layer of that kind."""
+    """Return the mask of each layer; layers of one kind share it."""
     if attention not in ATTENTIONS:
-        raise ValueError(f"attention must be one of {ATTENTIONS}, got {attention!r}.")
+        raise ValueError(f"read_clean attention must be 'dense' or 'blocks', got {attention!r}. Use one of them.")
     shapes = [model.config.layer_shape(layer) for layer in range(model.config.num_hidden_layers)]
     rules = {shape.kind: rule_of(shape) for shape in shapes}
     masks: dict[str, Mask | None] = {}
@@ -148,9 +148,9 @@ def _masks(
 
 
 def _dense(rule: Rule, batch_size: int, size: tuple[int, int], device: torch.device) -> Tensor:
-    """The rule written out: (B, 1, Q, S) bool."""
+    """Return the rule as a tensor (B, 1, Q, S) bool."""
     row = torch.arange(batch_size, device=device)[:, None, None]
     query = torch.arange(size[0], device=device)[:, None]
     key = torch.arange(size[1], device=device)
-    seen = rule(row, torch.zeros_like(row), query, key)
-    return seen.expand(batch_size, *size)[:, None]
+    visible = rule(row, torch.zeros_like(row), query, key)
+    return visible.expand(batch_size, *size)[:, None]

@@ -1,4 +1,4 @@
-"""The optimizer's side of a run: AdamW, warm-up and cosine, its state by parameter name, the average of the weights."""
+"""The optimizer of a run: AdamW, warm-up and cosine, its state by parameter name, and the average of the weights."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +28,7 @@ def learning_rate_factor(step: int, *, steps: int | None, warmup: int, floor: fl
 def adamw(
     parameters: Mapping[str, nn.Parameter], *, lr: float, betas: tuple[float, float], weight_decay: float
 ) -> torch.optim.AdamW:
-    """AdamW over named parameters, one fused kernel on a GPU. Matrices decay; norms and scales do not.
+    """Return AdamW over named parameters, with a fused kernel on a GPU. Matrices decay; norms and scales do not.
 
     Example: `adamw(dict(model.named_parameters()), lr=1.5e-4, betas=(0.95, 0.99), weight_decay=1e-4)`.
     """
@@ -40,14 +40,14 @@ def adamw(
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """The optimizer's own tensors, by parameter: "optimizer.layers.0.….exp_avg". Weights never touched have none."""
+    """Return the optimizer's tensors as "optimizer.PARAMETER.KEY". Parameters without a step have none."""
     state: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if not isinstance(value, Tensor):
                 raise ValueError(
                     f"train optimizer must keep its state in tensors, got {key!r} of type {type(value).__name__}. "
-                    f"Use an optimizer of torch.optim."
+                    "Use an optimizer of torch.optim."
                 )
             state[f"optimizer.{name}.{key}"] = value
     return state
@@ -56,10 +56,10 @@ def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, n
 def make_optimizer_state(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], stored: set[str], *, may_differ: bool
 ) -> dict[str, Tensor]:
-    """Let the optimizer lay out its state as it was when `stored` names were saved, to be loaded into.
+    """Create the optimizer's state with the names that were `stored`, so that it can be loaded.
 
-    The optimizers lay it out in their first step, so one is taken, with gradients and learning rates of zero.
-    may_differ: another optimizer may have been saved; a weight whose state is not all there then begins without any.
+    Optimizers create their state in the first step, so one is taken, with gradients and learning rates of zero.
+    may_differ: the stored state may belong to another optimizer. A weight whose state is incomplete then has none.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     for parameter in parameters.values():
@@ -71,9 +71,9 @@ def make_optimizer_state(
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     for name, parameter in parameters.items():
-        wanted = {f"optimizer.{name}.{key}" for key in optimizer.state.get(parameter, {})}
+        keys = {f"optimizer.{name}.{key}" for key in optimizer.state.get(parameter, {})}
         has_any = any(key.startswith(f"optimizer.{name}.") for key in stored)
-        if not has_any or (may_differ and not wanted <= stored):
+        if not has_any or (may_differ and not keys <= stored):
             optimizer.state.pop(parameter, None)
     return optimizer_state(optimizer, parameters)
 
@@ -81,7 +81,9 @@ def make_optimizer_state(
 class WeightAverage:
     """An exponential moving average of the trained weights, in float32.
 
-    Early on it forgets faster, min(decay, (1 + step) / (10 + step)), so that the random start is soon gone.
+    Its decay is min(decay, (1 + step) / (10 + step)), so that the random start is soon forgotten.
+
+    Example: `average = WeightAverage(dict(model.named_parameters()), 0.999); average.update(step)`.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
@@ -100,16 +102,16 @@ class WeightAverage:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """While inside, the model holds the average."""
-        kept = {name: p.detach().clone() for name, p in self.parameters.items()}
+        """Within the context, the model has the average."""
+        weights = {name: p.detach().clone() for name, p in self.parameters.items()}
         self.put_in()
         try:
             yield
         finally:
-            self._put(kept)
+            self._put(weights)
 
     def put_in(self) -> None:
-        """Give the model the average for good."""
+        """Replace the model's weights by the average."""
         self._put(self.weights)
 
     @torch.no_grad()

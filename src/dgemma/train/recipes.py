@@ -1,7 +1,7 @@
-"""Objectives by source: the public fine-tuning recipes of the model, and the losses of the papers.
+"""Objectives of public fine-tuning recipes and of papers, and models prepared for training.
 
-Each is a function of the model's config. What two of them share and where they part is what the fields say, and the
-tests hold them to it. Recipes also differ in which weights they train, the routers' above all: `prepare` does that.
+Each objective is a function of the model's config. Recipes also differ in the weights they train, above all in the
+routers; `prepare` sets those.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ from dgemma.train.objective import Objective
 
 
 def dgemma(config: ModelConfig, **changes: Any) -> Objective:
-    """The published loss with every canvas in one pass, the mean over the step's tokens, and no guess at cut answers.
+    """The published loss over all canvases in one pass, as a mean over the step's tokens; ends of cut answers unscored.
 
     Example: `recipes.dgemma(model.config, causal_weight=0.5)`.
     """
@@ -28,12 +28,15 @@ def dgemma(config: ModelConfig, **changes: Any) -> Objective:
 
 
 def official_jax(config: ModelConfig, **changes: Any) -> Objective:
-    """Google's JAX fine-tuning: the mean of each example; "off" feeds zero logits, that is, the mean embedding."""
+    """Google's JAX fine-tuning: a mean per example; without self-conditioning it feeds zero logits.
+
+    Zero logits give the mean embedding.
+    """
     return _fine_tuning(config, {"self_cond_off": "zero_logits", "reduction": "example"}, changes)
 
 
 def trl(config: ModelConfig, **changes: Any) -> Objective:
-    """TRL: the token mean of each micro-batch; the fill is no target of the causal term, nor of cut answers at all."""
+    """TRL: a token mean per micro-batch. The causal term skips the fill; after cut answers no term scores it."""
     return _fine_tuning(config, {"reduction": "micro_batch", "causal_fill": False, "truncated": "unscored"}, changes)
 
 
@@ -43,35 +46,35 @@ def unsloth(config: ModelConfig, **changes: Any) -> Objective:
 
 
 def nemo(config: ModelConfig, **changes: Any) -> Objective:
-    """NeMo: t up to 1, the mean over all tokens of the step."""
+    """NeMo: t up to 1, a mean over all tokens of the step."""
     return _fine_tuning(config, {"t_range": (1e-3, 1.0), "reduction": "global"}, changes)
 
 
 def megatron(config: ModelConfig, **changes: Any) -> Objective:
-    """Megatron: t up to 1, the token mean of each process, cut answers rejected."""
+    """Megatron: t up to 1, a token mean per process, rows with cut answers rejected."""
     return _fine_tuning(config, {"t_range": (1e-3, 1.0), "reduction": "process", "truncated": "rejected"}, changes)
 
 
 def leave_one_out(config: ModelConfig, **changes: Any) -> Objective:
-    """The published loss for a network that predicts without looking at its own token (arXiv:2605.22765)."""
+    """The published loss for a network whose logits ignore the token at their own position (arXiv:2605.22765)."""
     return _fine_tuning(config, {"decoder_loss": "leave_one_out"}, changes)
 
 
 def mdlm(config: ModelConfig, *, mask_token_id: int = 4, schedule: Schedule | None = None, **changes: Any) -> Objective:
-    """MDLM (arXiv:2406.07524): the bound of mask noise, the mask never proposed; no causal term."""
+    """MDLM (arXiv:2406.07524): the bound of mask noise; the mask is never proposed; no causal term."""
     noise = MaskNoise(config.vocab_size, mask_token_id=mask_token_id, schedule=schedule or Linear())
     return _bound(config, {"noise": noise}, changes)
 
 
 def llada(config: ModelConfig, *, mask_token_id: int = 4, **changes: Any) -> Objective:
-    """LLaDA (arXiv:2502.09992): MDLM's bound with the mask left in the softmax, and the mean of each example."""
+    """LLaDA (arXiv:2502.09992): MDLM's bound with the mask in the softmax, and a mean per example."""
     return mdlm(config, mask_token_id=mask_token_id, **{"propose_mask": True, "reduction": "example", **changes})
 
 
 def block_diffusion(
     config: ModelConfig, *, mask_token_id: int = 4, schedule: Schedule | None = None, **changes: Any
 ) -> Objective:
-    """BD3-LM (arXiv:2503.09573): MDLM's bound over every block of a text at once, each given the clean ones before.
+    """BD3-LM (arXiv:2503.09573): MDLM's bound over all blocks of a text at once, each given the clean blocks before.
 
     Example: `recipes.block_diffusion(config, canvas_len=16, schedule=ClippedLinear(low=0.3, high=0.8))`.
     """
@@ -79,13 +82,13 @@ def block_diffusion(
 
 
 def duo(config: ModelConfig, *, schedule: Schedule | None = None, **changes: Any) -> Objective:
-    """Duo (arXiv:2506.10892): the exact bound of uniform noise, the network's softmax plugged in as it is."""
+    """Duo (arXiv:2506.10892): the exact bound of uniform noise, on the network's softmax without conversion."""
     noise = UniformNoise(config.vocab_size, schedule=schedule or Linear())
     return _bound(config, {"noise": noise, "parametrisation": "loo"}, changes)
 
 
 def gidd(config: ModelConfig, *, mask_token_id: int = 4, uniform_share: float = 0.2, **changes: Any) -> Objective:
-    """GIDD (arXiv:2503.04482): mask and uniform noise, the bound's divergence under its dynamic weights."""
+    """GIDD (arXiv:2503.04482): mask and uniform noise; the divergence of the bound with dynamic weights."""
     noise = HybridNoise(config.vocab_size, mask_token_id=mask_token_id, uniform_share=uniform_share)
     defaults = {"noise": noise, "parametrisation": "loo", "weights": "dynamic", "t_range": (1e-4, 1 - 1e-4)}
     return _bound(config, defaults, changes)
@@ -101,7 +104,7 @@ RECIPES: Mapping[str, Callable[..., Objective]] = {
 
 
 def prepare(model: DiffusionGemma, recipe: str) -> None:
-    """Let a model train what a fine-tuning recipe trains: its `adapter`, or where it has none all but the routers.
+    """Prepare a model for a fine-tuning recipe: add its `adapter`, or without one freeze the routers.
 
     Example: `recipes.prepare(model, "megatron"); train(model, recipes.megatron(model.config), ...)`.
     """
@@ -115,9 +118,9 @@ def prepare(model: DiffusionGemma, recipe: str) -> None:
 
 
 def adapter(recipe: str) -> LoRA | None:
-    """What a fine-tuning recipe adapts; None for Megatron, which trains every weight but the routers'.
+    """Return the adapter of a fine-tuning recipe; None for Megatron, which trains all weights except the routers.
 
-    TRL and Unsloth put separate adapters on the tied weights, which cannot be merged; here it is always a shared one.
+    TRL and Unsloth put separate adapters on tied weights, which cannot be merged. Here the adapter is always shared.
 
     Example: `add_lora(model, recipes.adapter("trl"))`.
     """
@@ -129,16 +132,16 @@ def adapter(recipe: str) -> LoRA | None:
         "megatron": None,
     }
     if recipe not in adapters:
-        raise ValueError(f"adapter recipe must be one of {tuple(adapters)}, got {recipe!r}. Make a LoRA of your own.")
+        raise ValueError(f"adapter recipe must be among {', '.join(adapters)}, got {recipe!r}. Or write your own LoRA.")
     return adapters[recipe]
 
 
 @torch.no_grad()
 def soften_attention(model: DiffusionGemma) -> None:
-    """Let random weights begin with attention that is spread out: each query norm becomes head_dim^-1/2.
+    """Spread out the attention of random weights: set each query norm to head_dim^-1/2.
 
-    Queries and keys are normed and their product is not scaled, so with unit norms the scores of a fresh model have a
-    standard deviation of sqrt(head_dim), and its attention is almost one-hot and slow to learn from.
+    Queries and keys are normalised and their product is not scaled. With unit norms, the scores of a new model have a
+    standard deviation of sqrt(head_dim), so its attention is almost one-hot and learns slowly.
 
     Example: `model = DiffusionGemma(config); soften_attention(model)`.
     """
