@@ -31,9 +31,9 @@ def model(dtype: torch.dtype = torch.float32) -> dgemma.DiffusionGemma:
         canvas_length=8,
         initializer_range=0.2,
     )
-    made = dgemma.DiffusionGemma(config, device="meta").to_empty(device="cpu")
-    made.reset_parameters(torch.Generator().manual_seed(1))
-    return made.to(dtype)
+    network = dgemma.DiffusionGemma(config, device="meta").to_empty(device="cpu")
+    network.reset_parameters(torch.Generator().manual_seed(1))
+    return network.to(dtype)
 
 
 def counting(step: int, rows: range) -> TrainBatch:

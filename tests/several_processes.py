@@ -24,7 +24,7 @@ from dgemma.train.objective import Objective
 from dgemma.train.parallel import Parallel
 
 CONFIG = dgemma.presets.tiny().replace(
-    vocab_size=61,  # no number of processes divides it
+    vocab_size=61,  # not divisible by any number of processes
     hidden_size=24,
     intermediate_size=20,
     moe_intermediate_size=12,

@@ -1,4 +1,4 @@
-"""train: what it leaves behind is a checkpoint, adapters end merged, and the same command goes on."""
+"""`dgemma train` writes a usable checkpoint, merges adapters, and continues with the same command."""
 
 import functools
 import json
@@ -24,7 +24,7 @@ def words(tmp_path_factory):
     return file
 
 
-def test_a_trained_model_can_be_named_by_m(command, checkpoint, words, tmp_path):
+def test_a_trained_model_can_be_used_with_m(command, checkpoint, words, tmp_path):
     ran = command("train", "-m", checkpoint, "--out", tmp_path, *QUICK, words)
     assert ran.code == 0
     losses = [json.loads(line)["loss"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
@@ -58,15 +58,15 @@ def test_from_scratch_the_preset_takes_the_tokenizers_vocabulary(command, checkp
     ran = command(
         "train", "-m", checkpoint, "--preset", "tiny", "--out", tmp_path, *QUICK, "--ema", "0.5", "--json", words
     )
-    found = json.loads(ran.out)
-    assert (found["final"], found["step"], found["new_steps"]) == (str(tmp_path / "final"), 3, 3)
+    summary = json.loads(ran.out)
+    assert (summary["final"], summary["step"], summary["new_steps"]) == (str(tmp_path / "final"), 3, 3)
     model = dgemma.DiffusionGemma.from_pretrained(tmp_path / "final")
     assert model.config.vocab_size == 384
     assert model.config.max_position_embeddings == 8192  # the preset's, not the checkpoint's 256
     assert sorted(model.generation.eos_token_id) == [1, 50, 106]
 
 
-def test_adapters_end_merged_into_the_base(command, checkpoint, words, tmp_path):
+def test_adapters_are_merged_at_the_end(command, checkpoint, words, tmp_path):
     assert command("train", "-m", checkpoint, "--out", tmp_path, *QUICK, "--lora", "2", words).code == 0
     merged = dgemma.DiffusionGemma.from_pretrained(tmp_path / "final")
     adapted = dgemma.DiffusionGemma.from_pretrained(checkpoint)
@@ -78,7 +78,7 @@ def test_adapters_end_merged_into_the_base(command, checkpoint, words, tmp_path)
 
 
 @pytest.mark.parametrize("more", [(), ("--lora", "2")], ids=["all weights", "adapters"])
-def test_the_same_command_goes_on_where_it_was_stopped(command, checkpoint, words, tmp_path, monkeypatch, more):
+def test_the_same_command_continues_where_it_was_stopped(command, checkpoint, words, tmp_path, monkeypatch, more):
     def train(out):
         return command("train", "-m", checkpoint, "--out", tmp_path / out, *QUICK, *more, words)
 
@@ -91,12 +91,12 @@ def test_the_same_command_goes_on_where_it_was_stopped(command, checkpoint, word
     assert train("parts").out.startswith("Wrote ")
     whole, parts = (load_file(tmp_path / out / "final" / "model.safetensors") for out in ("whole", "parts"))
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
-    again = train("parts")  # a finished run stays finished, and says so
+    again = train("parts")  # a finished run stays finished
     assert again.code == 0
     assert again.out.startswith(f"Already finished (step 3 of 3). Wrote {tmp_path / 'parts' / 'final'} after 3 steps")
 
 
-def test_minutes_may_stand_for_steps(command, checkpoint, words, tmp_path, monkeypatch):
+def test_minutes_replace_steps(command, checkpoint, words, tmp_path, monkeypatch):
     minutes = []
     real = training.train
 
@@ -112,12 +112,12 @@ def test_minutes_may_stand_for_steps(command, checkpoint, words, tmp_path, monke
     assert (both.code, both.err[:50]) == (2, "dgemma train: --steps must not come with --minutes")
 
 
-def test_a_text_that_is_refused_leaves_no_folder(command, checkpoint, words, tmp_path):
+def test_a_refused_text_leaves_no_folder(command, checkpoint, words, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"text": "some words"}\n{"text": 3}\n')
     assert command("train", "-m", checkpoint, "--out", tmp_path / "runs" / "run", tmp_path / "bad.jsonl").code == 2
     assert not (tmp_path / "runs").exists()
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "notes").touch()  # somebody's own
+    (tmp_path / "run" / "notes").touch()  # a file of the user
     assert command("train", "-m", checkpoint, "--out", tmp_path / "run", tmp_path / "bad.jsonl").code == 2
     assert (tmp_path / "run" / "notes").exists()
 
@@ -141,16 +141,16 @@ def test_other_settings_are_refused_unless_allowed(command, checkpoint, words, t
 def test_a_run_keeps_its_tokens_and_refuses_changed_text(command, checkpoint, tmp_path, monkeypatch):
     text = tmp_path / "text.txt"
     text.write_text("to be or not to be, that is the question. " * 12)
-    made = []
+    writes = []
     real = TokenFile.write
-    monkeypatch.setattr(TokenFile, "write", lambda *a, **k: made.append(1) or real(*a, **k))
+    monkeypatch.setattr(TokenFile, "write", lambda *a, **k: writes.append(1) or real(*a, **k))
     run = functools.partial(command, "train", "-m", checkpoint, "--out", tmp_path / "run", *QUICK)
     assert run(text).code == 0
     assert run(text).code == 0
     (tmp_path / "elsewhere").mkdir()
     text = text.rename(tmp_path / "elsewhere" / "text.txt")
     assert run(text).code == 0
-    assert len(made) == 1
+    assert len(writes) == 1
     for change, named in ((("--separator", "be"), "another separator"), ((), "another file 1, text.txt")):
         if not change:
             text.write_text(text.read_text().replace("question", "answer"))
@@ -159,12 +159,12 @@ def test_a_run_keeps_its_tokens_and_refuses_changed_text(command, checkpoint, tm
         assert "the text must stay as in the run in" in ran.err
         assert named in ran.err
         assert len(ran.err.strip().splitlines()) == 1
-    assert len(made) == 1
+    assert len(writes) == 1
     assert run(text, "--allow-changes").code == 0
-    assert len(made) == 2
+    assert len(writes) == 2
 
 
-def test_prompts_and_answers_are_rows_of_their_own(command, checkpoint, tmp_path):
+def test_each_prompt_and_answer_is_one_row(command, checkpoint, tmp_path):
     pairs = tmp_path / "pairs.jsonl"
     lines = [{"prompt": f"{n} + 1 =", "answer": str(n + 1)} for n in range(8)]
     pairs.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -176,7 +176,7 @@ def test_prompts_and_answers_are_rows_of_their_own(command, checkpoint, tmp_path
     [("few.txt", "to be"), ("one.jsonl", '{"prompt": "to be", "answer": "or not"}')],
     ids=["text", "prompt"],
 )
-def test_a_text_that_every_step_sees_all_of_is_noted(command, checkpoint, words, tmp_path, name, text):
+def test_a_text_that_every_step_reads_completely_is_noted(command, checkpoint, words, tmp_path, name, text):
     (tmp_path / name).write_text(text)
     note = "The files have 1 row and a step takes 2, so every step reads all of the text"
     ran = command("train", "-m", checkpoint, "--out", tmp_path / "few", *QUICK, tmp_path / name)
@@ -193,15 +193,15 @@ def test_a_loss_that_is_not_finite_fails_in_a_sentence(command, checkpoint, word
     assert "Traceback" not in ran.err
 
 
-def test_prompts_and_running_text_are_not_mixed_in_silence(command, checkpoint, words, tmp_path):
-    # Every document would become one row of a prompt's length, and most of the text would never be seen.
+def test_mixing_prompts_and_running_text_is_refused(command, checkpoint, words, tmp_path):
+    # Every document would become one short row, and most of the text would be unused.
     (tmp_path / "one.jsonl").write_text('{"prompt": "Who goes there?", "answer": "I."}\n')
     ran = command("train", "-m", checkpoint, "--out", tmp_path / "run", *QUICK, words, tmp_path / "one.jsonl")
     assert ran.code == 2
     assert "got 1 of 2 documents without a prompt" in ran.err
 
 
-def test_the_fill_behind_a_cut_answer_is_no_target(command, checkpoint, tmp_path, monkeypatch):
+def test_the_fill_after_a_cut_answer_is_not_scored(command, checkpoint, tmp_path, monkeypatch):
     # The model would learn to stop in mid-sentence.
     lines = [{"prompt": "p" * 30, "answer": "a"}, {"prompt": "p", "answer": "long " * 60}]
     (tmp_path / "cut.jsonl").write_text("\n".join(map(json.dumps, lines)))

@@ -24,7 +24,7 @@ def make(prompt_len: list[int], length: list[int], num_tokens: int = 9) -> Train
         ([], [], "tokens must have shape"),
     ],
 )
-def test_a_batch_that_cannot_be_is_refused(prompt_len, length, named):
+def test_an_impossible_batch_is_refused(prompt_len, length, named):
     with pytest.raises(ValueError, match=named):
         make(prompt_len, length)
 
@@ -33,7 +33,7 @@ def test_a_row_may_be_all_prompt_or_all_answer_or_empty():
     assert make([9, 0, 0], [9, 9, 0]).spans == ((9, 9), (0, 9), (0, 0))
 
 
-def test_what_the_host_knows_follows_the_lengths():
+def test_spans_follow_the_lengths_and_need_no_device():
     batch = make([1, 2, 3], [9, 8, 7])
     shorter = replace(batch, length=torch.tensor([1, 2, 3]))
     assert shorter.spans == ((1, 1), (2, 2), (3, 3))
@@ -50,7 +50,7 @@ def test_a_rows_seed_depends_on_run_step_and_row_alone():
     assert (whole >= 0).all()
 
 
-def test_micro_batches_together_are_the_process_share_of_the_step():
+def test_micro_batches_add_up_to_the_rows_of_the_process():
     steps = list(
         feed(counting, seed=0, rows=range(2, 7), micro_batch_size=2, steps=range(3, 6), device=torch.device("cpu"))
     )

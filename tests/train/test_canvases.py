@@ -1,4 +1,4 @@
-"""What is known of canvases before any noise: where they lie, and whether all rows can do without a mask."""
+"""Canvases before any noise: their positions, their fill, and whether rows are aligned."""
 
 import pytest
 import torch
@@ -35,27 +35,27 @@ def cut(
         ([6, 6], [6, 6], False),  # no canvas at all
     ],
 )
-def test_rows_are_aligned_if_each_has_one_canvas_right_behind_the_text_that_is_read(prompt_len, length, aligned):
+def test_rows_are_aligned_if_each_has_one_canvas_right_after_the_prefix(prompt_len, length, aligned):
     assert cut(prompt_len, length).aligned is aligned
 
 
-def test_canvases_lie_behind_the_prompt_and_are_filled_to_their_end():
-    found = cut([3, 1], [9, 4])
-    assert found.starts.tolist() == [[3, 7], [1, 5]]
-    assert found.x[0].tolist() == [[8, 9, 10, 11], [12, 13, 1, 1]]
-    assert found.x[1, 0].tolist() == [6, 7, 8, 1]
-    assert found.scored.flatten(1).sum(1).tolist() == [8, 4]  # the second row's second canvas is padding
-    assert found.fill[0].tolist() == [[False] * 4, [False, False, True, True]]
+def test_canvases_start_after_the_prompt_and_the_last_one_is_filled():
+    canvases = cut([3, 1], [9, 4])
+    assert canvases.starts.tolist() == [[3, 7], [1, 5]]
+    assert canvases.x[0].tolist() == [[8, 9, 10, 11], [12, 13, 1, 1]]
+    assert canvases.x[1, 0].tolist() == [6, 7, 8, 1]
+    assert canvases.scored.flatten(1).sum(1).tolist() == [8, 4]  # the second row's second canvas is padding
+    assert canvases.fill[0].tolist() == [[False] * 4, [False, False, True, True]]
 
 
-def test_one_canvas_is_chosen_by_where_its_number_falls():
+def test_the_uniform_of_a_row_chooses_one_canvas():
     assert cut([3, 3, 3], [12, 12, 12], choose=[0.3, 0.4, 0.99]).starts.tolist() == [[3], [7], [11]]
 
 
-def test_the_fill_belongs_to_the_text_it_ends_whatever_the_padding_says():
+def test_the_fill_belongs_to_the_document_before_it_whatever_the_padding():
     documents = torch.tensor([[7] * 5 + [8] * 4 + [3] * 11])
-    found = cut([1], [9], documents=documents)  # canvases at 1 and 5, then nothing
-    assert found.documents.tolist() == [[7] * 5 + [8] * 4]
+    canvases = cut([1], [9], documents=documents)  # canvases at 1 and 5, then nothing
+    assert canvases.documents.tolist() == [[7] * 5 + [8] * 4]
     shorter = cut([1], [7], documents=documents)
     assert shorter.canvas_documents[0, 1].tolist() == [8] * 4
     padded = cut([1], [6], documents=torch.tensor([[7] * 5 + [8] + [3] * 14]))

@@ -1,4 +1,4 @@
-"""A checkpoint is whole or not there, whatever moment the process dies at."""
+"""A checkpoint is complete or absent, at whatever moment the process dies."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from dgemma.train.parallel import Parallel
 
 
 class Killed(BaseException):
-    """Stands for kill -9: nothing catches it and nothing cleans up."""
+    """Simulates kill -9: nothing catches it and nothing cleans up."""
 
 
 class HalfWriting(Parallel):
@@ -36,19 +36,19 @@ def state(step: int) -> dict[str, torch.Tensor]:
 
 
 def read(saved: Checkpoints) -> int:
-    """The step of the last checkpoint, after checking that all of it says the same."""
+    """Return the step of the last checkpoint, after checking that all its parts agree."""
     latest = saved.latest()
     assert latest is not None
-    found = state(-1)
-    saved.load(latest, found)
+    tensors = state(-1)
+    saved.load(latest, tensors)
     step = saved.read_run(latest)["step"]
-    assert found["model.a"].tolist() == [step] * 3
-    assert found["optimizer.a.step"] == step
+    assert tensors["model.a"].tolist() == [step] * 3
+    assert tensors["optimizer.a.step"] == step
     assert latest.name == f"step-{step:06d}"
     return step
 
 
-def test_the_last_few_are_kept(tmp_path):
+def test_only_the_last_checkpoints_stay(tmp_path):
     saved = checkpoints(tmp_path, keep_last=2)
     for step in (0, 5, 10, 1_000_000):
         saved.save(step, state(step), {"step": step})
@@ -58,7 +58,7 @@ def test_the_last_few_are_kept(tmp_path):
 
 def test_the_checkpoint_before_a_damaged_one_is_found_by_its_number(tmp_path):
     saved = checkpoints(tmp_path)
-    for step in (999_999, 1_000_000):  # as names they sort the other way round
+    for step in (999_999, 1_000_000):  # as strings they sort in the other order
         saved.save(step, state(step), {"step": step})
     (saved.path(1_000_000) / "run.json").write_text("{")
     with pytest.raises(ValueError, match="Delete that folder to continue from step-999999"):
@@ -91,7 +91,7 @@ def test_death_at_any_call_to_the_file_system_leaves_the_old_checkpoint_or_the_n
         with pytest.raises(Killed):
             saved.save(2, state(2), {"step": 2})
     survived = read(saved)
-    assert survived == (1 if deadly_call <= 6 else 2)  # the seventh call is the rename that puts it in force
+    assert survived == (1 if deadly_call <= 6 else 2)  # the seventh call is the rename that makes it valid
     saved.clear_unfinished()
     assert not list(tmp_path.glob(".*"))
     saved.save(3, state(3), {"step": 3})
@@ -114,32 +114,30 @@ def test_a_damaged_checkpoint_is_named_together_with_the_one_before(tmp_path, fi
     damaged.write_bytes(damaged.read_bytes()[:-5])
     with pytest.raises(
         ValueError,
-        match=r"step-000002 must be a complete checkpoint, but .*Delete that folder to continue from step-000001",
+        match=r"step-000002 must be a complete checkpoint, .*Delete that folder to continue from step-000001",
     ):
         read(saved)
     shutil.rmtree(damaged.parent)
     assert read(saved) == 1
 
 
-def test_a_single_bit_that_the_disk_lost_is_noticed(tmp_path):
+def test_a_single_flipped_bit_is_detected(tmp_path):
     saved = checkpoints(tmp_path)
     path = saved.save(1, state(1), {"step": 1})
     file = path / "state.safetensors"
     data = bytearray(file.read_bytes())
-    data[-3] ^= 1  # in a tensor: the format itself checks its header alone
+    data[-3] ^= 1  # in a tensor, because the format only checks its header
     file.write_bytes(data)
-    found = state(7)
-    with pytest.raises(
-        ValueError, match=r"complete checkpoint, but state\.safetensors has changed since it was written\. Delete"
-    ):
-        saved.load(path, found)
-    assert found["model.a"].tolist() == [7.0] * 3
+    tensors = state(7)
+    with pytest.raises(ValueError, match=r"but state\.safetensors has changed since it was written\. Delete"):
+        saved.load(path, tensors)
+    assert tensors["model.a"].tolist() == [7.0] * 3
     file.unlink()
     with pytest.raises(ValueError, match="must be a complete checkpoint"):
-        saved.load(path, found)
+        saved.load(path, tensors)
 
 
-def test_checkpoints_of_versions_that_kept_no_checksums_are_loaded(tmp_path):
+def test_checkpoints_without_checksums_are_loaded(tmp_path):
     saved = checkpoints(tmp_path)
     path = saved.save(1, state(1), {"step": 1})
     (path / "run.json").write_text('{"step": 1}')
@@ -149,19 +147,19 @@ def test_checkpoints_of_versions_that_kept_no_checksums_are_loaded(tmp_path):
 def test_a_tensor_that_was_never_saved_is_named(tmp_path):
     saved = checkpoints(tmp_path)
     path = saved.save(1, state(1), {"step": 1})
-    wanted = state(7) | {"model.b": torch.zeros(1)}
+    tensors = state(7) | {"model.b": torch.zeros(1)}
     with pytest.raises(ValueError, match=r"has no tensor model\.b"):
-        saved.load(path, wanted)
-    assert wanted["model.a"].tolist() == [7.0] * 3  # and nothing was loaded
+        saved.load(path, tensors)
+    assert tensors["model.a"].tolist() == [7.0] * 3  # and nothing was loaded
 
 
-def test_a_tensor_of_another_shape_is_another_models_and_no_damage(tmp_path):
+def test_a_tensor_of_another_shape_means_another_model_and_not_damage(tmp_path):
     saved = checkpoints(tmp_path)
     path = saved.save(1, state(1), {"step": 1})
-    wanted = state(7) | {"optimizer.a.step": torch.zeros(2)}
+    tensors = state(7) | {"optimizer.a.step": torch.zeros(2)}
     with pytest.raises(ValueError, match=r"belongs to another model: optimizer\.a\.step has .* is \(2,\)\. Continue"):
-        saved.load(path, wanted)
-    assert wanted["model.a"].tolist() == [7.0] * 3  # and nothing was loaded
+        saved.load(path, tensors)
+    assert tensors["model.a"].tolist() == [7.0] * 3  # and nothing was loaded
 
 
 def test_a_run_is_described_in_readable_json(tmp_path):

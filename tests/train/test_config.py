@@ -121,7 +121,7 @@ def test_a_text_that_looks_like_an_address_is_described_in_full():
     assert describe("seen at 0x1") == "'seen at 0x1'"
 
 
-def test_one_number_or_word_of_a_long_list_is_noticed():
+def test_a_change_of_one_element_changes_the_description_of_a_long_list():
     for data, other in ([*range(5000)], -1), ([*map(str, range(5000))], "word"), ([0.5] * 5000, np.float64(0.25)):
         changed = [*data]
         changed[4000] = other
@@ -129,7 +129,7 @@ def test_one_number_or_word_of_a_long_list_is_noticed():
         assert describe(data).startswith(repr(data)[:60])
 
 
-def test_one_element_of_the_data_is_noticed():
+def test_a_change_of_one_element_changes_the_description_of_an_array():
     data = np.zeros(100_000, dtype=np.float32)
     before = describe(Holder([data]))
     data[70_000] = 1e-30
@@ -143,7 +143,7 @@ def test_one_element_of_the_data_is_noticed():
         Objective(noise=HybridNoise(512, mask_token_id=4), canvas_len=8, decoder_loss="nelbo"),
     ],
 )
-def test_an_objective_is_described_as_runs_always_did(objective):
+def test_an_objective_is_described_by_its_repr_as_in_earlier_versions(objective):
     assert describe(objective) == repr(objective)
 
 
@@ -159,7 +159,7 @@ def test_sources_are_described_by_their_settings_and_data():
     assert lines[0].startswith("SudokuSource(pool=Puzzles(puzzles=int8 (2, 81) crc32 ")
 
 
-def test_an_optimizer_is_described_by_what_decides_its_update():
+def test_an_optimizer_is_described_by_the_settings_that_change_its_update():
     weight = torch.nn.Parameter(torch.zeros(2))
     adam, sgd = functools.partial(torch.optim.AdamW, [weight]), functools.partial(torch.optim.SGD, [weight])
     lines = [describe_optimizer(o) for o in (adam(lr=0.1), adam(lr=0.2), adam(lr=0.1, eps=1e-6), sgd(lr=0.1))]

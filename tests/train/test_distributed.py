@@ -1,6 +1,6 @@
-"""Several processes train what one does: the same losses, the same weights, from each other's checkpoints too.
+"""Several processes give the losses and weights of one, also when they continue from each other's checkpoints.
 
-Runs are in float64, where rounding is far below any difference of meaning; they are made once for all tests here.
+Runs are in float64, so that rounding is far below any real difference. They are made once for all tests here.
 """
 
 import os
@@ -38,7 +38,7 @@ ON_FOUR = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Every run, in one folder. One is handed from four processes to two and to one, another from one to two."""
+    """All runs, in one folder. One continues from four processes to two and to one, another from one to two."""
     folder = tmp_path_factory.mktemp("runs")
     shrinking, growing = Job(out=folder / "shrinking"), Job(out=folder / "growing")
     mixed = {"dtype": torch.float32, "config": {"precision": "mixed"}}
@@ -66,7 +66,7 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def damaged(runs, tmp_path_factory):
-    """A run of two processes, whose second's file lost a bit: what two say who are to go on with it, and its folder."""
+    """A run of two processes with a flipped bit in one file: the errors of continuing it, and its folder."""
     folder = tmp_path_factory.mktemp("damaged") / "run"
     shutil.copytree(runs / "sharded_2", folder)
     file = folder / "step-000003" / "__1_0.distcp"
@@ -100,16 +100,16 @@ def test_four_processes_give_the_losses_and_weights_of_one(runs, name):
     _assert_same_run(runs / ON_FOUR[name].out, runs / "alone")
 
 
-def test_a_run_of_four_processes_goes_on_with_two_and_then_one(runs):
+def test_a_run_of_four_processes_continues_with_two_and_then_one(runs):
     _assert_same_run(runs / "shrinking", runs / "alone")
 
 
-def test_a_run_of_one_process_goes_on_with_two(runs):
+def test_a_run_of_one_process_continues_with_two(runs):
     _assert_same_run(runs / "growing", runs / "alone")
 
 
 def test_training_changes_every_weight(runs):
-    """Or the equalities above would say little."""
+    """Otherwise the equalities above would prove little."""
     model = dgemma.DiffusionGemma(CONFIG, dtype=torch.float64)
     model.reset_parameters(torch.Generator().manual_seed(0))
     trained = _final(runs / "alone")
@@ -117,7 +117,7 @@ def test_training_changes_every_weight(runs):
 
 
 def test_bfloat16_on_two_processes_is_near_that_of_one(runs):
-    """Layers are gathered in bfloat16, norms too: alike while those are 1, then a rounding of 2^-9 of each apart."""
+    """Layers, norms included, are gathered in bfloat16: equal while norms are 1, then 2^-9 apart by rounding."""
     two, one = ([loss for loss, _ in _losses(runs / name)] for name in ("mixed_2", "mixed_1"))
     torch.testing.assert_close(two[0], one[0], rtol=1e-4, atol=0)
     torch.testing.assert_close(two, one, rtol=2e-3, atol=0)
@@ -129,24 +129,24 @@ def test_adapters_on_spread_experts_learn_as_on_one_process(runs):
     torch.testing.assert_close(*(load_file(run / "final" / "adapters.safetensors") for run in (two, one)), **EXACT)
 
 
-def test_a_bit_lost_from_one_processs_file_is_noticed_by_all(damaged):
+def test_a_flipped_bit_in_one_process_file_is_detected_by_all(damaged):
     (errors,), folder = damaged
-    said = "step-000003 must be a complete checkpoint, but __1_0.distcp has changed since it was written. Delete"
-    assert all(said in error for error in errors)
+    message = "step-000003 must be a complete checkpoint, but __1_0.distcp has changed since it was written. Delete"
+    assert all(message in error for error in errors)
     with pytest.raises(ValueError, match=r"__1_0\.distcp has changed since it was written"):
         run_alone(Job(out=folder))
 
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory):
-    """What two processes say when one has less to do than the other, and when one dies."""
+    """The errors of two processes when one has less to do than the other, and when one dies."""
     folder = tmp_path_factory.mktemp("failures")
     decoder_alone = replace(OBJECTIVE, causal_weight=0.0)
     uneven = Job(out=folder / "uneven", objective=decoder_alone, source=uneven_source)
     return launch(2, run_together, [uneven, Job(out=folder / "dying", dies=1)])
 
 
-def test_processes_with_unequal_work_say_so_instead_of_waiting(failures):
+def test_processes_with_unequal_work_raise_instead_of_waiting(failures):
     for error in failures[0]:
         assert "processes must run the layers equally often" in error
 
@@ -157,7 +157,7 @@ def test_a_lost_process_ends_the_others_with_a_sentence(failures):
     assert "goes on from its last checkpoint" in survivor
 
 
-def test_starting_without_torchrun_says_how(monkeypatch):
+def test_starting_without_torchrun_names_the_command(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(RuntimeError, match=r"Run `torchrun --nproc-per-node 2 train\.py`"):
         FullySharded()
@@ -187,5 +187,5 @@ def test_experts_that_cannot_be_shared_evenly_are_refused():
 def test_importing_dgemma_loads_no_distributed_engine():
     code = "import sys, dgemma, dgemma.train; print([m for m in sys.modules if m.startswith('torch.distributed.fsdp')])"
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env).stdout
-    assert found.strip() == "[]"
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env).stdout
+    assert modules.strip() == "[]"

@@ -1,4 +1,4 @@
-"""The sliced head against torch's own cross-entropy of the whole logits, and a watch on what it allocates."""
+"""The sliced head equals torch's cross-entropy of the whole logits, and never allocates them."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from dgemma.diffusion.prediction import Prediction, SoftCap
 from dgemma.model.config import Conventions
 from dgemma.train import head
 
-CAP = 3.0  # low, so that the cap bends these logits
+CAP = 3.0  # low, so that the cap changes these logits
 
 
 def capped(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -26,7 +26,7 @@ def inputs(num_tokens: int, vocab: int, dtype: torch.dtype = torch.float64) -> t
 
 
 class LargestFloat(TorchDispatchMode):
-    """Remembers the most elements of any floating tensor that an operation made while it watched."""
+    """Records the size of the largest floating-point tensor that an operation returned."""
 
     elements = 0
 
@@ -51,12 +51,12 @@ def test_value_and_gradient_are_those_of_the_plain_formula(num_tokens, banned, w
     if banned is not None:
         logits = logits.masked_fill(F.one_hot(torch.tensor(banned), 11).bool(), -torch.inf)
     expected = F.cross_entropy(logits, targets, reduction="none")
-    given = {"cap": CAP, "observed": observed, "evidence": evidence, "banned": banned, "slice_elements": 4 * 11}
-    found = head.cross_entropy(hidden, weight, targets, **given)
-    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
-    scale = torch.randn(num_tokens, dtype=torch.float64)  # every token's gradient arrives with a weight of its own
+    options = {"cap": CAP, "observed": observed, "evidence": evidence, "banned": banned, "slice_elements": 4 * 11}
+    actual = head.cross_entropy(hidden, weight, targets, **options)
+    torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-12)
+    scale = torch.randn(num_tokens, dtype=torch.float64)  # a different weight for the gradient of every token
     for ours, theirs in zip(
-        torch.autograd.grad((found * scale).sum(), (hidden, weight)),
+        torch.autograd.grad((actual * scale).sum(), (hidden, weight)),
         torch.autograd.grad((expected * scale).sum(), (hidden, weight)),
         strict=True,
     ):
@@ -95,15 +95,15 @@ def run_map_logits(hidden: Tensor, weight: Tensor, targets: Tensor, slice_elemen
 
 
 @pytest.mark.parametrize("run", [run_cross_entropy, run_map_logits])
-def test_no_tensor_of_tokens_by_vocabulary_is_ever_made(run):
+def test_no_tensor_of_tokens_by_vocabulary_exists(run):
     num_tokens, vocab = 64, 512
     hidden, weight, targets = inputs(num_tokens, vocab, torch.float32)
     with LargestFloat() as sliced:
         run(hidden, weight, targets, slice_elements=4 * vocab)
-    # Four tokens a slice; the gradient of the weight, (V, D), is as large as that has to be.
+    # Four tokens per slice. The gradient of the weight, (V, D), is the largest tensor that is needed.
     assert sliced.elements <= max(4 * vocab, vocab * 8)
     assert sliced.elements <= num_tokens * vocab // 8
-    with LargestFloat() as whole:  # the watch does see what it is to see
+    with LargestFloat() as whole:  # the recorder does see whole logits
         run(hidden, weight, targets, slice_elements=num_tokens * vocab)
     assert whole.elements == num_tokens * vocab
 
@@ -114,11 +114,11 @@ def test_a_function_of_the_logits_gets_them_capped_and_in_order():
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(logits, targets, reduction="none")
 
-    found = head.map_logits(loss, hidden, weight, targets, cap=CAP, slice_elements=3 * 11)
+    actual = head.map_logits(loss, hidden, weight, targets, cap=CAP, slice_elements=3 * 11)
     expected = F.cross_entropy(capped(hidden, weight), targets, reduction="none")
-    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-12)
     for ours, theirs in zip(
-        torch.autograd.grad(found.square().sum(), (hidden, weight)),
+        torch.autograd.grad(actual.square().sum(), (hidden, weight)),
         torch.autograd.grad(expected.square().sum(), (hidden, weight)),
         strict=True,
     ):
@@ -129,11 +129,11 @@ def test_under_autocast_the_products_are_in_bfloat16_and_the_loss_in_float32():
     hidden, weight, targets = inputs(40, 30, torch.float32)
     expected = head.cross_entropy(hidden.bfloat16().float(), weight.bfloat16().float(), targets, cap=CAP)
     with torch.autocast("cpu", torch.bfloat16):
-        found = head.cross_entropy(hidden, weight, targets, cap=CAP)
-    assert found.dtype == torch.float32
+        actual = head.cross_entropy(hidden, weight, targets, cap=CAP)
+    assert actual.dtype == torch.float32
     # The same inputs; the product is rounded to 8 bits, logits here reach 10 before the cap.
-    torch.testing.assert_close(found, expected, atol=0.05, rtol=0)
-    found.sum().backward()
+    torch.testing.assert_close(actual, expected, atol=0.05, rtol=0)
+    actual.sum().backward()
     assert weight.grad.dtype == torch.float32
 
 
@@ -144,14 +144,14 @@ def test_the_soft_embedding_is_the_models_and_trains_the_embedding_alone(self_co
     conventions = Conventions(self_cond_logits=self_cond_logits)
     model = DiffusionGemma(dgemma.presets.tiny(), dtype=dtype, conventions=conventions)
     hidden = torch.randn(2, 3, 5, 64, dtype=dtype, requires_grad=True)
-    found = head.soft_embedding(model, hidden, allowed=allowed, slice_elements=4 * 512)
+    actual = head.soft_embedding(model, hidden, allowed=allowed, slice_elements=4 * 512)
     raw = (hidden @ model.embed_tokens.weight.T).detach()
     prediction = Prediction(raw.flatten(0, 1), (SoftCap(30.0),)).shaped(allowed=allowed)
     expected = model.soft_embedding(prediction).unflatten(0, (2, 3))
     tolerance = {"atol": 2e-2, "rtol": 2e-2} if dtype == torch.bfloat16 else {"atol": 1e-5, "rtol": 1e-5}
-    torch.testing.assert_close(found, expected, **tolerance)
-    probe = torch.randn_like(found)
-    (found * probe).sum().backward()
+    torch.testing.assert_close(actual, expected, **tolerance)
+    probe = torch.randn_like(actual)
+    (actual * probe).sum().backward()
     assert hidden.grad is None
     theirs = torch.autograd.grad((expected * probe).sum(), model.embed_tokens.weight)[0]
     assert (model.embed_tokens.weight.grad - theirs).norm() < tolerance["rtol"] * theirs.norm()

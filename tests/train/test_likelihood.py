@@ -1,4 +1,4 @@
-"""The likelihood of texts: against the loop over canvases, the exact integral, and how often intervals hold."""
+"""The likelihood of texts equals the loop over canvases and the exact integral; intervals hold as often as stated."""
 
 import json
 import math
@@ -38,7 +38,7 @@ def model():
     torch.manual_seed(1)
     model = dgemma.DiffusionGemma(CONFIG)
     with torch.no_grad():
-        model.norm.weight.mul_(8)  # opinions, so that a misplaced token shows
+        model.norm.weight.mul_(8)  # confident logits, so that a misplaced token changes the result
     return model
 
 
@@ -48,24 +48,26 @@ def tokens():
 
 
 def causal_costs(model, tokens):
-    """(B, T - 1): what each token after the first costs."""
+    """Return the cost of each token after the first, (B, T - 1)."""
     logits = model.causal_logits(tokens)[:, :-1]
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view(len(tokens), -1)
 
 
 def test_causal_likelihood_is_that_of_causal_logits(model, tokens):
-    found = evaluate(model, tokens, NOISES["mask"], num_samples=1)
+    likelihood = evaluate(model, tokens, NOISES["mask"], num_samples=1)
     expected = causal_costs(model, tokens).double()
-    torch.testing.assert_close(found.rows.causal, expected.sum(1), atol=1e-4, rtol=0)
-    assert found.causal.value == pytest.approx(expected.mean().item(), abs=1e-5)
-    torch.testing.assert_close(found.causal_by_position.nats, expected.view(6, 2, 4).mean((0, 1)), atol=1e-5, rtol=0)
+    torch.testing.assert_close(likelihood.rows.causal, expected.sum(1), atol=1e-4, rtol=0)
+    assert likelihood.causal.value == pytest.approx(expected.mean().item(), abs=1e-5)
+    torch.testing.assert_close(
+        likelihood.causal_by_position.nats, expected.view(6, 2, 4).mean((0, 1)), atol=1e-5, rtol=0
+    )
 
 
 def exact_bound(model, tokens, start):
-    """The integral over times and all canvases for one canvas of a row, by encode + denoise: (C,) by position."""
+    """Return the exact integral over times for one canvas of a row, by `encode` and `denoise`: (C,)."""
     x = tokens[start : start + 4]
     values = torch.tensor([[MASK, token] for token in x.tolist()])
-    canvases = torch.cartesian_prod(*values)  # mask noise: each token is there or masked
+    canvases = torch.cartesian_prod(*values)  # under mask noise each token is clean or masked
     cache = model.encode(tokens[None, :start].expand(len(canvases), -1))
     logits = model.denoise(canvases, cache).logits.double()
     logits[..., MASK] = -torch.inf
@@ -79,40 +81,40 @@ def exact_bound(model, tokens, start):
 
 @torch.no_grad()
 def test_mask_bound_is_the_exact_sum_over_masked_sets_canvas_by_canvas(model, tokens):
-    """512 noise levels per canvas; each row's own noise is averaged out, so compare means within four deviations."""
+    """512 noise levels per canvas; means must agree within four standard errors."""
     repeated = tokens[:1].expand(64, -1)
-    found = evaluate(model, repeated, NOISES["mask"], num_samples=8, batch_size=64, lowest_level=1e-6)
+    likelihood = evaluate(model, repeated, NOISES["mask"], num_samples=8, batch_size=64, lowest_level=1e-6)
     exact = torch.stack([exact_bound(model, tokens[0], start) for start in (1, 5)])
-    assert abs(found.nelbo.value - exact.mean().item()) < 4 * found.nelbo.error / 1.96
-    errors = (found.by_position.nats - exact.mean(0)).abs() / (found.by_position.error / 1.96)
+    assert abs(likelihood.nelbo.value - exact.mean().item()) < 4 * likelihood.nelbo.error / 1.96
+    errors = (likelihood.by_position.nats - exact.mean(0)).abs() / (likelihood.by_position.error / 1.96)
     assert errors.max() < 4.5
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", NOISES)
 @pytest.mark.parametrize(
-    ("told", "self_cond"),
+    ("conditioned", "self_cond"),
     [(False, False), (True, False), (False, True)],
-    ids=["untold", "told", "self-conditioned"],
+    ids=["plain", "noise-conditioned", "self-conditioned"],
 )
-def test_bound_equals_the_loop_over_canvases_with_the_same_noise(kind, told, self_cond, tokens, monkeypatch):
-    """encode + denoise on the very canvases `evaluate` made, ragged rows included."""
+def test_bound_equals_the_loop_over_canvases_with_the_same_noise(kind, conditioned, self_cond, tokens, monkeypatch):
+    """`encode` and `denoise` run on the canvases that `evaluate` made, including ragged rows."""
     noise = NOISES[kind]
-    model = dgemma.DiffusionGemma(CONFIG.replace(noise_conditioning=told))
+    model = dgemma.DiffusionGemma(CONFIG.replace(noise_conditioning=conditioned))
     model.norm.weight.mul_(8)
-    seen = []
+    calls = []
     original = nelbo.integrand
 
     def listen(noise, logits, x, z, level, **keywords):
-        found = original(noise, logits, x, z, level, **keywords)
-        seen.append((x, z, level, found))
-        return found
+        nats = original(noise, logits, x, z, level, **keywords)
+        calls.append((x, z, level, nats))
+        return nats
 
     monkeypatch.setattr(nelbo, "integrand", listen)
     prompt_len, length = torch.tensor([1, 3, 2, 1, 1, 2]), torch.tensor([9, 9, 8, 5, 7, 9])
     batch = TrainBatch(tokens=tokens, prompt_len=prompt_len, length=length)
     evaluate(model, batch, noise, num_samples=1, batch_size=6, self_cond=self_cond)
-    x, z, level, found = (t.view(6, 2, 4) for t in seen[0])
+    x, z, level, nats = (t.view(6, 2, 4) for t in calls[0])
     filled = torch.where(torch.arange(12) < length[:, None], F.pad(tokens, (0, 3)), CONFIG.eos_token_id)
     for row in range(6):
         for canvas in range(-(-(length[row] - prompt_len[row]) // 4)):
@@ -125,17 +127,21 @@ def test_bound_equals_the_loop_over_canvases_with_the_same_noise(kind, told, sel
                 proposable = None if kind == "uniform" else torch.arange(VOCAB) != MASK
                 logits = model.denoise(z[row, canvas][None], cache, self_cond=first.shaped(allowed=proposable)).logits
             expected = original(noise, logits, x[row, canvas][None], z[row, canvas][None], level[row, canvas, :1])
-            torch.testing.assert_close(found[row, canvas], expected[0], atol=1e-4, rtol=1e-3)
+            torch.testing.assert_close(nats[row, canvas], expected[0], atol=1e-4, rtol=1e-3)
 
 
-def test_the_levels_shares_and_the_positions_add_up_to_the_bound(model, tokens):
+def test_levels_and_positions_add_up_to_the_bound(model, tokens):
     for noise in NOISES.values():
-        found = evaluate(model, tokens, noise, num_samples=5, num_level_bins=7)
-        assert found.by_level.nats.sum() + found.reconstruction == pytest.approx(found.nelbo.value, abs=1e-9)
-        assert found.by_position.nats.mean() == pytest.approx(found.nelbo.value, abs=1e-9)  # all places are as frequent
+        likelihood = evaluate(model, tokens, noise, num_samples=5, num_level_bins=7)
+        assert likelihood.by_level.nats.sum() + likelihood.reconstruction == pytest.approx(
+            likelihood.nelbo.value, abs=1e-9
+        )
+        assert likelihood.by_position.nats.mean() == pytest.approx(
+            likelihood.nelbo.value, abs=1e-9
+        )  # all positions are equally frequent
 
 
-def test_the_same_seed_gives_the_same_number_however_rows_are_batched(model, tokens):
+def test_the_same_seed_gives_the_same_number_for_every_batch_size(model, tokens):
     first, again = (evaluate(model, tokens, NOISES["uniform"], batch_size=n, seed=5) for n in (6, 4))
     torch.testing.assert_close(first.rows.nats, again.rows.nats, atol=1e-4, rtol=1e-5)
     other = evaluate(model, tokens, NOISES["uniform"], seed=6)
@@ -143,7 +149,7 @@ def test_the_same_seed_gives_the_same_number_however_rows_are_batched(model, tok
 
 
 @pytest.mark.parametrize("kind", NOISES)
-def test_the_schedule_and_the_way_levels_are_drawn_change_only_the_spread(model, kind, tokens):
+def test_the_schedule_and_the_choice_of_levels_change_only_the_spread(model, kind, tokens):
     noise, rows = NOISES[kind], tokens.repeat(6, 1)
     scheduled = replace(noise, schedule=OneMinusCosine())
     reference = evaluate(model, rows, noise, num_samples=8, batch_size=36)
@@ -156,7 +162,7 @@ def test_the_schedule_and_the_way_levels_are_drawn_change_only_the_spread(model,
 
 
 def test_lowering_the_lowest_level_only_moves_cost_from_the_text_itself_to_the_integral(model, tokens):
-    """Mask noise and a network that hardly reads its canvas: asking directly then costs what the integral does."""
+    """With mask noise and a network that hardly reads its canvas, drawing the text costs as much as the integral."""
     rows = tokens.repeat(16, 1)
     high, low = (
         evaluate(model, rows, NOISES["mask"], num_samples=8, batch_size=96, lowest_level=level) for level in (0.3, 1e-4)
@@ -176,16 +182,16 @@ def test_pinned_and_truncated_tokens_are_not_scored(model, tokens):
         truncated=torch.tensor([False] * 5 + [True]),
         pinned=pinned,
     )
-    found = evaluate(model, batch, NOISES["uniform"], num_samples=2)
-    # Two canvases of 4, one token pinned. Texts of 7 leave two places, filled and scored but behind the cut one.
-    assert found.rows.tokens.tolist() == [7, 7, 7, 5, 5, 5]
-    assert found.rows.fill_tokens.tolist() == [0, 0, 0, 2, 2, 0]
-    assert found.by_position.nats[2] > 0
-    assert found.rows.tokens_by_position[:, 2].tolist() == [1, 1, 1, 1, 1, 0]
+    likelihood = evaluate(model, batch, NOISES["uniform"], num_samples=2)
+    # Two canvases of 4, one token pinned. Texts of 6 leave two positions, filled and scored except after the cut.
+    assert likelihood.rows.tokens.tolist() == [7, 7, 7, 5, 5, 5]
+    assert likelihood.rows.fill_tokens.tolist() == [0, 0, 0, 2, 2, 0]
+    assert likelihood.by_position.nats[2] > 0
+    assert likelihood.rows.tokens_by_position[:, 2].tolist() == [1, 1, 1, 1, 1, 0]
 
 
-def test_fill_costs_nats_but_is_no_token_to_divide_them_by(model, tokens):
-    """Texts that end after 6 tokens, the fill left to `evaluate` or written out as part of the text: the same sums."""
+def test_fill_costs_nats_but_is_not_counted_among_the_tokens(model, tokens):
+    """Texts of 6 tokens give the same sums if `evaluate` adds the fill or if the batch has it."""
     tokens[:, 6:] = CONFIG.eos_token_id
     ones = torch.ones(6, dtype=torch.int64)
     filled, written = (
@@ -217,7 +223,7 @@ def test_fill_costs_nats_but_is_no_token_to_divide_them_by(model, tokens):
 
 
 @pytest.mark.parametrize("prompt", [0, 1, 5])
-def test_rows_without_an_answer_change_nothing_wherever_they_are_batched(model, tokens, prompt):
+def test_rows_without_an_answer_change_nothing_in_any_batch(model, tokens, prompt):
     prompt_len = torch.tensor([1, 1, 1, prompt, prompt, prompt])
     batch = TrainBatch(tokens=tokens, prompt_len=prompt_len, length=torch.tensor([9, 9, 9, prompt, prompt, prompt]))
     alone, together, apart = (
@@ -231,17 +237,17 @@ def test_rows_without_an_answer_change_nothing_wherever_they_are_batched(model, 
         evaluate(model, batch.select(slice(3, 6)), NOISES["mask"], num_samples=1)
 
 
-def test_a_gap_is_measured_row_by_row(model, tokens):
-    found = evaluate(model, tokens, NOISES["mask"], num_samples=2, progress=False)
+def test_a_gap_is_measured_per_row(model, tokens):
+    likelihood = evaluate(model, tokens, NOISES["mask"], num_samples=2, progress=False)
     per_token = 0.25
-    gap = found.gap(found.rows.nats - per_token * found.rows.tokens)
+    gap = likelihood.gap(likelihood.rows.nats - per_token * likelihood.rows.tokens)
     assert gap.value == pytest.approx(per_token, abs=1e-9)
     assert gap.error == pytest.approx(0.0, abs=1e-6)
-    assert found.nelbo.error > 0.01  # the rows themselves differ
+    assert likelihood.nelbo.error > 0.01  # the rows themselves differ
 
 
-def test_intervals_cover_the_mean_as_often_as_they_say():
-    """1,000 samples of 40 rows of unequal length: a 90 % interval holds the ratio in 90 % of them, give or take 3."""
+def test_intervals_cover_the_mean_as_often_as_their_confidence():
+    """1,000 samples of 40 rows of unequal length: a 90 % interval covers the ratio in 90 ± 3 % of them."""
     tokens = torch.randint(1, 5, (1000, 40, 1)).double()
     nats = tokens * 2 + torch.randn(1000, 40, 1).double() * tokens.sqrt()
     hits = 0
@@ -251,8 +257,8 @@ def test_intervals_cover_the_mean_as_often_as_they_say():
     assert 0.87 < hits / 1000 < 0.93
 
 
-def test_intervals_over_texts_hold_though_a_texts_rows_are_alike():
-    """600 samples of 60 texts of one to six rows, which share what is special about their text."""
+def test_intervals_over_texts_hold_when_rows_of_a_text_are_alike():
+    """600 samples of 60 texts of one to six rows, which share a common deviation."""
     hits, hits_of_rows = 0, 0
     for _ in range(600):
         clusters = torch.arange(60).repeat_interleave(torch.randint(1, 7, (60,)))
@@ -263,14 +269,14 @@ def test_intervals_over_texts_hold_though_a_texts_rows_are_alike():
         assert over_texts.nats == over_rows.nats
         hits += abs(over_texts.nats.item() - 2) < over_texts.error.item()
         hits_of_rows += abs(over_rows.nats.item() - 2) < over_rows.error.item()
-    # 90 % are meant; 600 samples leave a standard deviation of 1.2 %, and 60 clusters err a little on the small side.
+    # 90 % is expected; 600 samples have a standard deviation of 1.2 %, and 60 clusters cover slightly less.
     assert 0.85 < hits / 600 < 0.94
     assert hits_of_rows / 600 < 0.8
 
 
 @pytest.mark.parametrize("num_texts", [2, 3, 6])
-def test_intervals_over_few_texts_are_as_wide_as_they_must_be(num_texts):
-    """2,000 samples of so many texts of three rows: a 95 % interval, of which a normal one would hold 70 to 90 %."""
+def test_intervals_over_few_texts_are_wide_enough(num_texts):
+    """2,000 samples of a few texts of three rows: a normal 95 % interval would cover 70 to 90 %."""
     clusters, tokens = torch.arange(num_texts).repeat_interleave(3), torch.full((3 * num_texts, 1), 64.0).double()
     hits = 0
     for _ in range(2000):
@@ -291,10 +297,10 @@ def test_half_widths_are_those_of_the_tables(confidence, degrees, tabulated):
     assert half_width(confidence, degrees) == pytest.approx(tabulated, abs=1e-4)
 
 
-def test_one_row_has_no_interval_and_is_one_row(model, tokens):
-    found = evaluate(model, tokens[:1], NOISES["mask"], num_samples=1)
-    assert found.nelbo.error == math.inf
-    table = str(found)
+def test_a_single_row_has_no_interval(model, tokens):
+    likelihood = evaluate(model, tokens[:1], NOISES["mask"], num_samples=1)
+    assert likelihood.nelbo.error == math.inf
+    table = str(likelihood)
     assert table.startswith("8 tokens in 1 row, 1 noise level per canvas\n")
     assert "inf" not in table
 
@@ -304,27 +310,27 @@ def test_evaluate_takes_the_rows_of_one_text_together(model, tokens):
     batch = TrainBatch(tokens=tokens, prompt_len=torch.ones_like(length), length=length)
 
     def errors(text):
-        found = evaluate(model, replace(batch, text=text), NOISES["mask"], num_samples=2, batch_size=4)
-        return found.nelbo.error, str(found).splitlines()[0], found
+        likelihood = evaluate(model, replace(batch, text=text), NOISES["mask"], num_samples=2, batch_size=4)
+        return likelihood.nelbo.error, str(likelihood).splitlines()[0], likelihood
 
-    alone, line, found = errors(None)
+    alone, line, likelihood = errors(None)
     assert "in 6 rows, " in line
     assert errors(torch.arange(6))[:2] == (alone, line.replace("rows", "rows of 6 texts"))
     assert errors(torch.zeros(6, dtype=torch.int64))[:2] == (alone, line.replace("rows", "rows of 1 text"))
     pairs = torch.tensor([5, 3, 3, 9, 9, 5])  # across the batches of four
-    residual = found.rows.nats - found.nelbo.value * found.rows.tokens
+    residual = likelihood.rows.nats - likelihood.nelbo.value * likelihood.rows.tokens
     together = torch.stack([residual[pairs == text].sum() for text in (3, 5, 9)])
     expected = 4.302653 * (together.square().sum() * 3 / 2).sqrt() / 48
     assert errors(pairs)[0] == pytest.approx(expected.item(), rel=1e-5)  # Student's t of three texts, from a table
 
 
-def test_a_source_is_asked_for_the_rows_wanted_and_printed_readably(model):
+def test_a_source_gives_the_requested_rows_and_the_table_is_readable(model):
     chain = MarkovChain.random(num_states=13, num_successors=3)
     source = MarkovSource(chain=chain, length=8)
-    found = evaluate(model, source, NOISES["mask"], num_rows=10, batch_size=4, num_bytes=160)
-    assert (len(found.rows.nats), found.num_tokens) == (10, 80)
-    assert found.bits_per_byte.value == pytest.approx(found.nelbo.value / 2 / math.log(2), abs=1e-12)
-    table = str(found)
+    likelihood = evaluate(model, source, NOISES["mask"], num_rows=10, batch_size=4, num_bytes=160)
+    assert (len(likelihood.rows.nats), likelihood.num_tokens) == (10, 80)
+    assert likelihood.bits_per_byte.value == pytest.approx(likelihood.nelbo.value / 2 / math.log(2), abs=1e-12)
+    table = str(likelihood)
     for words in (
         "80 tokens in 10 rows",
         "95% interval",
@@ -335,18 +341,18 @@ def test_a_source_is_asked_for_the_rows_wanted_and_printed_readably(model):
         "0.90 … 1.00",
     ):
         assert words in table
-    assert json.loads(json.dumps(found.summary()))["nelbo"] == found.nelbo.value
+    assert json.loads(json.dumps(likelihood.summary()))["nelbo"] == likelihood.nelbo.value
 
 
-def test_the_first_token_of_a_text_without_a_prompt_is_beyond_the_causal_mode(model):
+def test_the_causal_mode_cannot_score_the_first_token_without_a_prompt(model):
     source = MarkovSource(chain=MarkovChain.random(num_states=13, num_successors=3), length=8)
-    found = evaluate(model, source, NOISES["mask"], num_rows=3, num_samples=1)
-    assert (found.rows.tokens.tolist(), found.rows.causal_tokens.tolist()) == ([8] * 3, [7] * 3)
+    likelihood = evaluate(model, source, NOISES["mask"], num_rows=3, num_samples=1)
+    assert (likelihood.rows.tokens.tolist(), likelihood.rows.causal_tokens.tolist()) == ([8] * 3, [7] * 3)
     expected = causal_costs(model, source(0, range(3)).tokens).double()
-    torch.testing.assert_close(found.rows.causal, expected.sum(1), atol=1e-4, rtol=0)
+    torch.testing.assert_close(likelihood.rows.causal, expected.sum(1), atol=1e-4, rtol=0)
 
 
-def test_rows_must_end_filled_within_the_positions_of_the_model(tokens):
+def test_rows_with_their_fill_must_fit_the_positions_of_the_model(tokens):
     """A prompt of one token and an answer of 6 fill two canvases of 4: 9 positions."""
     fits, short = (dgemma.DiffusionGemma(CONFIG.replace(max_position_embeddings=limit)) for limit in (9, 8))
     assert evaluate(fits, tokens[:, :7], NOISES["mask"], num_samples=1).num_tokens == 36
@@ -354,7 +360,7 @@ def test_rows_must_end_filled_within_the_positions_of_the_model(tokens):
         evaluate(short, tokens[:, :7], NOISES["mask"], num_samples=1)
 
 
-def test_what_cannot_be_evaluated_is_refused(model, tokens):
+def test_impossible_evaluations_are_refused(model, tokens):
     mask = NOISES["mask"]
     source = MarkovSource(chain=MarkovChain.random(num_states=13, num_successors=3), bos=14, length=8)
 

@@ -19,19 +19,19 @@ LINES = [
 
 @pytest.fixture
 def log(tmp_path) -> TrainLog:
-    made = TrainLog(tmp_path / "log.jsonl")
-    made.append(LINES[:1])
-    made.append(LINES[1:])
-    return made
+    log = TrainLog(tmp_path / "log.jsonl")
+    log.append(LINES[:1])
+    log.append(LINES[1:])
+    return log
 
 
-def test_what_is_written_is_read_back(log):
+def test_lines_are_read_back_as_written(log):
     assert log.lines() == LINES
     assert log.column("loss") == ([1, 2], [2.0, 1.0])
     assert log.column("evaluation/accuracy") == ([2], [0.75])
 
 
-def test_an_unfinished_last_line_does_not_count(log):
+def test_an_incomplete_last_line_is_ignored(log):
     with log.path.open("a") as file:
         file.write('{"step": 3, "lo')
     assert log.lines() == LINES
@@ -40,7 +40,7 @@ def test_an_unfinished_last_line_does_not_count(log):
     assert log.column("loss") == ([1, 2], [2.0, 5.0])
 
 
-def test_csv_has_a_row_a_step_and_a_column_a_number(log, tmp_path):
+def test_csv_has_one_row_per_step_and_one_column_per_number(log, tmp_path):
     log.to_csv(tmp_path / "log.csv")
     with (tmp_path / "log.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -57,7 +57,7 @@ def test_the_plot_draws_the_loss_and_its_terms(log, tmp_path):
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_matplotlib_one_sentence_says_so(log, monkeypatch):
+def test_without_matplotlib_the_error_says_what_to_install(log, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"pip install dgemma\[plots\]"):
         log.plot()
@@ -67,7 +67,7 @@ def test_a_router_that_always_chooses_the_same_two_of_four_shows_it():
     model = next_token.model()
     with torch.no_grad():
         router = model.layers[0].router
-        # Whatever the token, experts 1 and 3 score highest: weights only where the residual is made constant.
+        # Experts 1 and 3 score highest for every token: the router only reads an entry that is constant.
         router.scale.zero_()
         router.scale[0] = 1.0
         router.proj.weight.zero_()
@@ -86,7 +86,7 @@ def test_a_router_that_always_chooses_the_same_two_of_four_shows_it():
     assert counts.sum(1).tolist() == [12, 12]  # six tokens, two choices each
 
 
-def test_counting_starts_anew_and_leaves_nothing_behind():
+def test_counts_can_be_reset_and_leave_no_buffer():
     model = next_token.model()
     names = model.state_dict().keys()
     load = RouterLoad(model)
@@ -109,7 +109,7 @@ def test_compiled_layers_count_in_every_run():
         expected = load.counts().clone()
     for layer in model.layers:
         layer.compile(backend="eager", dynamic=False)
-    for _ in range(2):  # the second time with what the first compiled
+    for _ in range(2):  # the second run reuses the compiled layers
         with load.watching():
             model.encode(tokens)
             assert torch.equal(load.counts(), expected)

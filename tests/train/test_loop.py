@@ -1,4 +1,4 @@
-"""A run is a function of its configuration: however it is cut up, interrupted and resumed, it ends in the same bits."""
+"""A run is a function of its configuration: split, interrupted or resumed, it ends in the same bits."""
 
 import json
 import math
@@ -40,9 +40,9 @@ def config(**changes) -> TrainConfig:
 
 def run(out, *, model=None, objective=None, source=counting, **kwargs):
     names = {"on_step", "evaluate", "optimizer", "allow_changes"}
-    given = {name: kwargs.pop(name) for name in names & kwargs.keys()}
+    options = {name: kwargs.pop(name) for name in names & kwargs.keys()}
     model = model if model is not None else next_token.model()
-    return model, train(model, objective or NextToken(), source, config(**kwargs), out=out, **given)
+    return model, train(model, objective or NextToken(), source, config(**kwargs), out=out, **options)
 
 
 def weights(model) -> dict[str, torch.Tensor]:
@@ -62,46 +62,45 @@ def stop_at(step: int):
 def test_a_model_learns_to_count(tmp_path):
     _, result = run(tmp_path, steps=60, batch_size=8, warmup=5)
     losses = result.log.column("loss")[1]
-    assert losses[0] > math.log(next_token.VOCAB) - 0.5  # it begins knowing nothing
-    assert sum(losses[-5:]) / 5 < 1.8  # one token in ten is corrupted, so it cannot come near zero
+    assert losses[0] > math.log(next_token.VOCAB) - 0.5  # at the start it predicts uniformly
+    assert sum(losses[-5:]) / 5 < 1.8  # one token in ten is corrupted, so it cannot reach zero
     assert result.final == tmp_path / "final"
     assert result.tokens_per_second > 0
 
 
-def test_the_final_checkpoint_knows_the_noise_it_was_trained_under(tmp_path):
-    noise, objective = (
-        MASK,
-        Objective(noise=MASK, canvas_len=4, propose_mask=True),
-    )  # the text counts through every token
+def test_the_final_checkpoint_stores_the_noise_of_its_training(tmp_path):
+    objective = Objective(noise=MASK, canvas_len=4, propose_mask=True)  # the mask token occurs in the text
     model, result = run(tmp_path, objective=objective, steps=1)
-    assert dgemma.learnt_noise(model) == noise
-    assert dgemma.learnt_noise(DiffusionGemma.from_pretrained(result.final)) == noise
+    assert dgemma.learnt_noise(model) == MASK
+    assert dgemma.learnt_noise(DiffusionGemma.from_pretrained(result.final)) == MASK
 
 
-@pytest.mark.parametrize(("noise", "kept"), [(dgemma.UniformNoise(next_token.VOCAB), 12.0), (MASK, 0.1)])
-def test_a_bound_chosen_for_one_noise_does_not_outlive_it(tmp_path, noise, kept):
+@pytest.mark.parametrize(("noise", "bound"), [(dgemma.UniformNoise(next_token.VOCAB), 12.0), (MASK, 0.1)])
+def test_training_under_another_noise_resets_the_entropy_bound(tmp_path, noise, bound):
     model = next_token.model()
     model.generation = replace(model.generation, entropy_bound=12.0)
     run(tmp_path, model=model, objective=Objective(noise=noise, canvas_len=4, propose_mask=noise is MASK), steps=1)
-    assert model.generation.entropy_bound == kept
+    assert model.generation.entropy_bound == bound
 
 
-def test_who_evaluates_samples_under_the_noise_being_learnt(tmp_path):
-    noise, seen = MASK, []
+def test_evaluate_samples_under_the_noise_of_the_training(tmp_path):
+    noise, noises = MASK, []
 
     def evaluate(model, step):
-        seen.append(dgemma.learnt_noise(model))
+        noises.append(dgemma.learnt_noise(model))
         return {}
 
     objective = Objective(noise=noise, canvas_len=4, propose_mask=True)
     run(tmp_path, objective=objective, steps=2, evaluate=evaluate, evaluate_every=1, on_step=stop_at(1))
-    run(tmp_path, objective=objective, steps=2, evaluate=evaluate, evaluate_every=1)  # resumed, by another model
-    assert seen == [noise, noise]
+    run(
+        tmp_path, objective=objective, steps=2, evaluate=evaluate, evaluate_every=1
+    )  # resumed with another model object
+    assert noises == [noise, noise]
 
 
 def test_micro_batches_change_nothing(tmp_path):
-    # In float64, where the order of a sum shows in the last digits alone. Rows differ in length, so a mean of
-    # micro-batch means would be another loss.
+    # In float64 the order of a sum only changes the last digits. Rows differ in length, so a mean of micro-batch means
+    # would be another loss.
     whole, _ = run(tmp_path / "whole", model=next_token.model(torch.float64))
     parts, _ = run(tmp_path / "parts", model=next_token.model(torch.float64), micro_batch_size=3)
     for name, weight in weights(whole).items():
@@ -109,7 +108,7 @@ def test_micro_batches_change_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("reduction", ["global", "example"])
-def test_micro_batches_change_nothing_of_the_published_objective(tmp_path, reduction):
+def test_micro_batches_change_nothing_in_the_published_objective(tmp_path, reduction):
     models = [next_token.model(torch.float64) for _ in range(2)]
     objective = Objective(noise=dgemma.UniformNoise(next_token.VOCAB), canvas_len=4, reduction=reduction)
     for model, size in zip(models, (4, 1), strict=True):
@@ -123,8 +122,8 @@ def test_a_micro_batch_may_lack_answers_and_a_step_may_not(tmp_path, answers):
     def source(step, rows):
         batch = counting(step, range(4))
         prompt_len = torch.full((4,), 4)
-        made = replace(batch, prompt_len=prompt_len, length=prompt_len + torch.tensor(answers))
-        return made.select(slice(rows.start, rows.stop))
+        batch = replace(batch, prompt_len=prompt_len, length=prompt_len + torch.tensor(answers))
+        return batch.select(slice(rows.start, rows.stop))
 
     model = next_token.model(torch.float64)
     before = weights(model)
@@ -143,19 +142,19 @@ def test_a_micro_batch_may_lack_answers_and_a_step_may_not(tmp_path, answers):
 
 
 @pytest.mark.parametrize(("precision", "canvases"), [("weights", "one"), ("mixed", "all")])
-def test_a_step_waits_for_no_number_from_the_device(tmp_path, precision, canvases):
-    # Fake tensors have shapes and no values: whatever looks at one raises.
+def test_a_step_never_waits_for_the_device(tmp_path, precision, canvases):
+    # Fake tensors have shapes but no values, so reading one raises.
     objective = Objective(noise=dgemma.UniformNoise(next_token.VOCAB), canvas_len=4, canvases=canvases)
     rows = {"rows": range(4), "micro_batch_size": 2, "steps": range(1), "device": torch.device("cpu")}
-    (given,) = feed(counting, seed=0, **rows)
+    (step_input,) = feed(counting, seed=0, **rows)
     model = next_token.model()
     settings = config(precision=precision, ema_decay=0.9, micro_batch_size=2)
     with FakeTensorMode() as mode:
         for module in model.modules():
             for tensors in (module._parameters, module._buffers):
                 tensors.update({name: mode.from_tensor(t) for name, t in tensors.items() if t is not None})
-        parts = [Part(part.batch._map(mode.from_tensor), mode.from_tensor(part.seeds)) for part in given.parts]
-        # AdamW counts its steps on the host unless it is fused, and here those would be fake too.
+        parts = [Part(part.batch._map(mode.from_tensor), mode.from_tensor(part.seeds)) for part in step_input.parts]
+        # AdamW counts its steps on the host unless it is fused, and those would be fake here as well.
         sgd = lambda named: torch.optim.SGD(named.values())  # noqa: E731 (a line shorter)
         taking = _Run(model, objective, counting, settings, tmp_path, Parallel(), sgd)
         record = taking.take_step(StepInput(parts, 0))
@@ -177,7 +176,7 @@ def test_a_resumed_run_ends_in_the_same_bits_and_with_the_same_log(tmp_path, sto
     ]
 
 
-def test_a_run_resumes_from_its_own_beginning_whatever_weights_it_is_given(tmp_path):
+def test_a_resumed_run_ignores_the_weights_of_the_model_passed_in(tmp_path):
     first, _ = run(tmp_path, steps=2)
     other = next_token.model()
     with torch.no_grad():
@@ -187,7 +186,7 @@ def test_a_run_resumes_from_its_own_beginning_whatever_weights_it_is_given(tmp_p
     assert_same_bits(weights(first), weights(again))
 
 
-def test_any_optimizer_of_torch_resumes_too(tmp_path):
+def test_other_optimizers_of_torch_resume_as_well(tmp_path):
     def momentum(parameters):
         return torch.optim.SGD(parameters.values(), lr=0.1, momentum=0.9)
 
@@ -195,7 +194,7 @@ def test_any_optimizer_of_torch_resumes_too(tmp_path):
     run(tmp_path / "resumed", optimizer=momentum, on_step=stop_at(2))
     resumed, result = run(tmp_path / "resumed", optimizer=momentum)
     assert_same_bits(weights(straight), weights(resumed))
-    assert result.log.lines()[1]["lr"] == pytest.approx(0.1)  # its own peak, at the end of two steps of warm-up
+    assert result.log.lines()[1]["lr"] == pytest.approx(0.1)  # the peak of this optimizer, after two steps of warm-up
 
 
 SCRIPT = """
@@ -233,7 +232,7 @@ def test_a_run_killed_at_random_moments_ends_in_the_same_bits(tmp_path):
     ("changes", "named"),
     [({"lr": 2e-2}, "TrainConfig.lr must stay 0.01"), ({"betas": (0.9, 0.99)}, "TrainConfig.betas")],
 )
-def test_another_configuration_is_refused_unless_asked_for(tmp_path, changes, named):
+def test_another_configuration_is_refused_unless_allowed(tmp_path, changes, named):
     run(tmp_path, on_step=stop_at(1))
     with pytest.raises(ValueError, match=named):
         run(tmp_path, **changes)
@@ -249,7 +248,7 @@ def test_another_objective_is_refused(tmp_path):
 
 @dataclass(frozen=True)
 class Shifted:
-    """Counts like `counting`, from a table."""
+    """`counting` with its tokens mapped by a table."""
 
     table: torch.Tensor
 
@@ -258,7 +257,7 @@ class Shifted:
         return replace(batch, tokens=self.table[batch.tokens])
 
 
-def test_another_source_is_refused_unless_asked_for(tmp_path):
+def test_another_source_is_refused_unless_allowed(tmp_path):
     table = torch.arange(next_token.VOCAB)
     run(tmp_path, source=Shifted(table), on_step=stop_at(1))
     other = table.clone()
@@ -271,7 +270,7 @@ def test_another_source_is_refused_unless_asked_for(tmp_path):
     assert run(tmp_path, source=counting, allow_changes=True)[1].step == 6
 
 
-def test_another_optimizer_is_refused_unless_asked_for(tmp_path):
+def test_another_optimizer_is_refused_unless_allowed(tmp_path):
     def sgd(**settings):
         return lambda named: torch.optim.SGD(named.values(), **({"lr": 0.1} | settings))
 
@@ -279,7 +278,7 @@ def test_another_optimizer_is_refused_unless_asked_for(tmp_path):
     for other in (sgd(lr=0.2), sgd(weight_decay=0.1), lambda named: torch.optim.Adam(named.values(), lr=0.1), None):
         with pytest.raises(ValueError, match=r"train optimizer must stay as in the run .* SGD\(\{'lr': 0.1, .*, got "):
             run(tmp_path, optimizer=other)
-    assert run(tmp_path, optimizer=sgd(foreach=True), on_step=stop_at(3))[1].step == 3  # how it computes is free
+    assert run(tmp_path, optimizer=sgd(foreach=True), on_step=stop_at(3))[1].step == 3  # the implementation may change
     assert run(tmp_path, optimizer=sgd(lr=0.2), allow_changes=True)[1].step == 6
 
 
@@ -290,11 +289,11 @@ def with_momentum(named):
 @pytest.mark.parametrize(
     ("first", "second"), [(None, with_momentum), (with_momentum, None)], ids=["to SGD", "to AdamW"]
 )
-def test_another_kind_of_optimizer_goes_on_from_the_weights_alone(tmp_path, first, second):
+def test_another_kind_of_optimizer_continues_from_the_weights_alone(tmp_path, first, second):
     run(tmp_path / "changed", optimizer=first, on_step=stop_at(3))
     shutil.copytree(tmp_path / "changed", tmp_path / "again")
     changed, result = run(tmp_path / "changed", optimizer=second, allow_changes=True, on_step=stop_at(4))
-    # The fourth step by hand: the weights as saved, and an optimizer that has seen nothing.
+    # The fourth step by hand: the saved weights and a new optimizer.
     by_hand, half = next_token.model(), load_file(tmp_path / "again" / "step-000003" / "state.safetensors")
     by_hand.load_state_dict({name: half[f"model.{name}"] for name in by_hand.state_dict()})
     fresh = _Run(by_hand, NextToken(), counting, config(), tmp_path / "hand", Parallel(), second)
@@ -312,11 +311,11 @@ def test_an_average_may_begin_in_the_middle_of_a_run(tmp_path):
     with pytest.raises(ValueError, match=r"TrainConfig\.ema_decay must stay None"):
         run(tmp_path / "begun", ema_decay=0.99)
     averaged, _ = run(tmp_path / "begun", ema_decay=0.99, allow_changes=True)
-    for name, weight in weights(averaged).items():  # by the sixth step it keeps 6/15 of what it was
+    for name, weight in weights(averaged).items():  # the decay of the sixth step is 6/15
         torch.testing.assert_close(weight, 0.4 * start[name] + 0.6 * weights(raw)[name])
 
 
-def test_a_run_of_a_version_that_did_not_describe_its_source_goes_on(tmp_path):
+def test_a_run_whose_source_was_not_described_continues(tmp_path):
     _, half = run(tmp_path, on_step=stop_at(2))
     file = half.checkpoint / "run.json"
     saved = json.loads(file.read_text())
@@ -326,7 +325,7 @@ def test_a_run_of_a_version_that_did_not_describe_its_source_goes_on(tmp_path):
     assert run(tmp_path)[1].step == 6
 
 
-def test_how_a_run_is_watched_may_change(tmp_path):
+def test_logging_and_checkpointing_may_change(tmp_path):
     run(tmp_path, on_step=stop_at(1))
     _, result = run(tmp_path, log_every=1, checkpoint_every=3, keep_last=1)
     assert result.step == 6
@@ -334,7 +333,7 @@ def test_how_a_run_is_watched_may_change(tmp_path):
 
 @dataclass(frozen=True)
 class Poisoned(NextToken):
-    """Row 2 of step 4 has no finite loss."""
+    """The row with `bad_seed` has a loss that is not finite."""
 
     bad_seed: int = 0
     term: float = math.nan
@@ -367,7 +366,7 @@ def test_a_number_that_is_not_finite_stops_the_run_at_the_last_good_checkpoint(t
         ("cpu", None, True, False),
     ],
 )
-def test_attention_known_to_give_such_gradients_is_named(device, version, enabled, named, monkeypatch):
+def test_the_error_names_attention_that_is_known_to_give_such_gradients(device, version, enabled, named, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
     monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: enabled)
     assert ("enable_cudnn_sdp(False)" in _known_cause(torch.device(device))) is named
@@ -386,7 +385,7 @@ def test_a_gradient_that_is_not_finite_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_finishes_the_step_saves_it_and_says_so(tmp_path, number, caplog):
+def test_ctrl_c_finishes_the_step_saves_and_warns(tmp_path, number, caplog):
     before = signal.getsignal(number)
     _, result = run(tmp_path, on_step=lambda record: signal.raise_signal(number) if record.step == 2 else None)
     assert (result.interrupted, result.step, result.checkpoint.name) == (True, 2, "step-000002")
@@ -400,24 +399,24 @@ def test_mixed_precision_comes_close_to_float32_and_keeps_float32_weights(tmp_pa
     assert {weight.dtype for weight in weights(mixed).values()} == {torch.float32}
     exact_losses, losses = one.log.column("loss")[1], two.log.column("loss")[1]
     assert losses[0] == pytest.approx(exact_losses[0], rel=0.004)  # the same weights, products rounded to 8 bits
-    assert losses == pytest.approx(exact_losses, rel=0.05)  # then Adam and the routers amplify what was rounded
+    assert losses == pytest.approx(exact_losses, rel=0.05)  # then Adam and the routers amplify the rounding
 
 
 def test_mixed_precision_reaches_the_experts_products(tmp_path, monkeypatch):
-    seen = set()
+    dtypes = set()
     product = experts.grouped_product
 
     def watch(rows, weights, ends):
-        seen.add((rows.dtype, weights.dtype))
+        dtypes.add((rows.dtype, weights.dtype))
         return product(rows, weights, ends)
 
     monkeypatch.setattr(experts, "grouped_product", watch)
     run(tmp_path, precision="mixed", steps=1)
-    assert seen == {(torch.bfloat16, torch.bfloat16)}
+    assert dtypes == {(torch.bfloat16, torch.bfloat16)}
 
 
-def test_a_pass_without_gradients_takes_none_from_the_next_one(tmp_path):
-    # autocast can keep the rounded weights of the first pass, which know no gradient, and use them in the second.
+def test_a_pass_without_gradients_leaves_those_of_the_next_pass(tmp_path):
+    # autocast can cache the rounded weights of the first pass, which have no gradient, and use them in the second.
     class TwoPasses(NextToken):
         def __call__(self, model, batch, *, seeds):
             with torch.no_grad():
@@ -442,7 +441,7 @@ def test_recomputed_activations_change_nothing_and_end_with_the_run(tmp_path):
 
 
 def test_layers_compile_into_one_graph_each_and_learn_the_same(tmp_path, monkeypatch):
-    # aot_eager traces forward and backward as the real compiler does, and leaves out the minutes of code generation.
+    # aot_eager traces forward and backward as the real compiler does, without the minutes of code generation.
     compile_module = torch.nn.Module.compile
     monkeypatch.setattr(
         torch.nn.Module, "compile", lambda self, **options: compile_module(self, backend="aot_eager", **options)
@@ -458,26 +457,26 @@ def test_layers_compile_into_one_graph_each_and_learn_the_same(tmp_path, monkeyp
     assert all(layer._compiled_call_impl is None for layer in compiled.layers)
 
 
-def test_the_average_is_what_is_evaluated_and_handed_back(tmp_path):
-    seen = {}
+def test_the_average_is_evaluated_and_returned(tmp_path):
+    averages = {}
 
     def evaluate(model, step):
-        seen[step] = weights(model)
+        averages[step] = weights(model)
         return {"norm": float(model.norm.weight.detach().norm())}
 
     averaged, result = run(tmp_path / "averaged", ema_decay=0.9, evaluate=evaluate, evaluate_every=4)
     raw, _ = run(tmp_path / "raw")
-    assert list(seen) == [4, 6]
-    assert_same_bits(seen[6], weights(averaged))
+    assert list(averages) == [4, 6]
+    assert_same_bits(averages[6], weights(averaged))
     assert_same_bits(weights(averaged), weights(DiffusionGemma.from_pretrained(tmp_path / "averaged/final")))
     assert not torch.equal(averaged.norm.weight, raw.norm.weight)
     assert result.evaluation == {"norm": pytest.approx(float(averaged.norm.weight.detach().norm()))}
     assert result.log.column("evaluation/norm")[0] == [4, 6]
 
 
-def test_evaluations_may_be_tensors_or_say_nothing(tmp_path):
-    said = {2: {"accuracy": torch.tensor(0.5)}, 4: None, 6: {"accuracy": 1}}
-    _, result = run(tmp_path, evaluate=lambda model, step: said[step], evaluate_every=2)
+def test_evaluations_may_return_tensors_or_none(tmp_path):
+    evaluations = {2: {"accuracy": torch.tensor(0.5)}, 4: None, 6: {"accuracy": 1}}
+    _, result = run(tmp_path, evaluate=lambda model, step: evaluations[step], evaluate_every=2)
     assert result.log.column("evaluation/accuracy") == ([2, 6], [0.5, 1.0])
     assert result.evaluation == {"accuracy": 1.0}
 
@@ -529,12 +528,12 @@ def adapted(rank: int = 2) -> DiffusionGemma:
     return model
 
 
-def test_a_source_that_gives_too_few_rows_is_named(tmp_path):
+def test_a_source_that_returns_too_few_rows_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"train source must return one row for each of rows 0\.\.3, got 3"):
         run(tmp_path, source=lambda step, rows: counting(step, rows[:-1]))
 
 
-def test_what_a_source_raises_arrives(tmp_path):
+def test_errors_of_a_source_reach_the_caller(tmp_path):
     def broken(step, rows):
         if step == 2:
             raise OSError("disk gone")

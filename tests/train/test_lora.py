@@ -1,4 +1,4 @@
-"""Adapters change exactly what a changed weight would change, and merging is that weight."""
+"""An adapter acts exactly like a changed weight, and merging gives that weight."""
 
 import copy
 from dataclasses import replace
@@ -19,7 +19,7 @@ def _model(dtype=torch.float64):
 
 
 def _stir(model):
-    """Adapters as after some training: B is no longer zero."""
+    """Return a model with adapters as after some training: B is not zero."""
     generator = torch.Generator().manual_seed(2)
     for name, weight in model.named_parameters():
         if "lora_" in name:
@@ -44,8 +44,8 @@ def test_a_fresh_adapter_changes_nothing_and_a_trained_one_does(target):
     assert (_logits(model) - before).abs().max() > 1e-4
 
 
-def test_the_way_down_keeps_the_size_of_what_comes_in():
-    """Entries of size 1 leave A at size 1, so that the learning rate means the same for every width."""
+def test_lora_a_keeps_the_size_of_its_input():
+    """Inputs of size 1 give outputs of size 1, so that the learning rate does not depend on the width."""
     model = _model()
     add_lora(model, LoRA(rank=64))
     layer, draw = model.layers[0], torch.Generator().manual_seed(3)
@@ -66,7 +66,7 @@ def test_merged_weights_give_the_adapted_logits(targets):
 
 
 def test_adapter_gradients_are_the_chain_rule_of_the_dense_weights_gradient():
-    # W' = W + s·B A, so dA = s·Bᵀ dW' and dB = s·dW' Aᵀ, with dW' from the ordinary model that holds W'.
+    # W' = W + s·B A, so dA = s·Bᵀ dW' and dB = s·dW' Aᵀ, with dW' from an ordinary model with W'.
     lora = LoRA(rank=2, alpha=6.0)
     adapted = _model()
     add_lora(adapted, lora)
@@ -89,7 +89,7 @@ def test_adapter_gradients_are_the_chain_rule_of_the_dense_weights_gradient():
         assert torch.allclose(b.grad, 3.0 * weight.grad @ a.mT, rtol=1e-8, atol=1e-9)
 
 
-def test_only_adapters_train_and_dropping_them_gives_the_model_back():
+def test_only_adapters_train_and_dropping_them_restores_the_model():
     model = _model()
     before, names = _logits(model), set(model.state_dict())
     weights = add_lora(model, LoRA(rank=2))
@@ -101,12 +101,12 @@ def test_only_adapters_train_and_dropping_them_gives_the_model_back():
     assert all(p.requires_grad for p in model.parameters())
 
 
-def test_dropped_adapters_take_the_noise_they_learnt_with_them():
+def test_dropping_adapters_restores_the_noise_of_the_base():
     model = _model(torch.float32)
     own = {"noise": {"kind": "uniform"}, "entropy_bound": 12.0, "sampler": {"name": "leave-one-out-gibbs"}}
     model.generation = replace(model.generation, **own)
     add_lora(model, LoRA(rank=2, targets=("router",)))
-    # As training under another process leaves it; and a setting that has nothing to do with adapters.
+    # The noise after training under another process, and a setting unrelated to adapters.
     model.generation = replace(model.generation.after_learning({"kind": "mask"}), max_new_tokens=7)
     merged = copy.deepcopy(model)
     drop_lora(model)
@@ -120,14 +120,14 @@ def test_a_model_adapted_by_an_earlier_version_keeps_its_noise_when_adapters_are
     model = _model(torch.float32)
     add_lora(model, LoRA(rank=2, targets=("router",)))
     for module in model.modules():
-        module.__dict__.pop("base_generation", None)  # which pickled modules of that version do not have
+        module.__dict__.pop("base_generation", None)  # pickled modules of earlier versions do not have it
     model.generation = replace(model.generation, noise={"kind": "mask"})
     drop_lora(model)
     assert not is_adapted(model)
     assert model.generation.noise == {"kind": "mask"}
 
 
-def test_saved_adapters_come_back(tmp_path):
+def test_saved_adapters_load_again(tmp_path):
     model = _model(torch.float32)
     add_lora(model, LoRA(rank=2, alpha=1.5, targets=("experts", "router")))
     _stir(model)
@@ -137,7 +137,7 @@ def test_saved_adapters_come_back(tmp_path):
     assert torch.equal(_logits(other), _logits(model))
 
 
-def test_adapters_bring_the_noise_they_learnt(tmp_path):
+def test_loaded_adapters_set_the_noise_of_their_training(tmp_path):
     model, path = _model(torch.float32), tmp_path / "adapter.safetensors"
     noise = dgemma.MaskNoise(model.config.vocab_size, mask_token_id=7)
     add_lora(model, LoRA(rank=2, targets=("router",)))
@@ -148,12 +148,12 @@ def test_adapters_bring_the_noise_they_learnt(tmp_path):
     load_lora(other, path)
     assert dgemma.learnt_noise(other) == noise
     assert replace(other.generation, noise=None) == _model().generation
-    tuned = _model(torch.float32)  # a bound for the noise that its weights learnt, not for the adapters'
+    tuned = _model(torch.float32)  # a bound for the noise of the base model, not of the adapters
     tuned.generation = replace(tuned.generation, entropy_bound=12.0)
     load_lora(tuned, path)
     assert tuned.generation.entropy_bound == dgemma.GenerationDefaults().entropy_bound
     merge_lora(other)
-    load_lora(other, tmp_path / "silent.safetensors")  # says nothing, so nothing changes
+    load_lora(other, tmp_path / "silent.safetensors")  # stores no noise, so nothing changes
     assert dgemma.learnt_noise(other) == noise
     bigger = dgemma.DiffusionGemma(dgemma.presets.tiny().replace(hidden_size=128))
     with pytest.raises(ValueError, match="must fit the model, but its adapters"):
@@ -161,7 +161,7 @@ def test_adapters_bring_the_noise_they_learnt(tmp_path):
     assert bigger.generation.noise is None
 
 
-def test_a_merged_model_saves_and_an_adapted_one_says_to_merge(tmp_path):
+def test_a_merged_model_can_be_saved_and_an_adapted_one_asks_to_merge(tmp_path):
     model = _model(torch.float32)
     add_lora(model, LoRA(rank=4))
     _stir(model)
@@ -179,7 +179,7 @@ def test_adapters_of_bfloat16_weights_are_float32_and_run_in_bfloat16():
     assert model.encode(torch.ones(1, 4, dtype=torch.int64)).layers[0].view(4)[0].dtype == torch.bfloat16
 
 
-def test_mistakes_get_a_sentence(tmp_path):
+def test_wrong_calls_raise_errors_that_name_the_fix(tmp_path):
     model = _model(torch.float32)
     with pytest.raises(ValueError, match="model must have adapters"):
         merge_lora(model)

@@ -1,4 +1,4 @@
-"""Muon against torch's own, one matrix at a time, against a singular value decomposition and against AdamW."""
+"""Muon agrees with torch's Muon per matrix, with a singular value decomposition, and with AdamW."""
 
 import copy
 import pickle
@@ -47,7 +47,7 @@ def move(optimizer, named, *, steps=3, seed=1):
 
 
 def one_by_one(named):
-    """Each matrix of the experts by itself; the gate and the up projection, one above the other, are two."""
+    """Return each matrix of the experts separately; the stacked gate and up projections are two matrices."""
     single = {name: p for name, p in named.items() if "experts" not in name}
     for expert, (gate_up, down) in enumerate(
         zip(named["layers.0.experts.gate_up_proj"], named["layers.0.experts.down_proj"], strict=True)
@@ -58,7 +58,7 @@ def one_by_one(named):
     return {name: nn.Parameter(p.detach().clone()) for name, p in single.items()}
 
 
-def test_matrices_step_as_torchs_muon_has_it_and_the_rest_as_adamw():
+def test_matrices_step_as_in_torchs_muon_and_the_rest_as_in_adamw():
     ours, options = parameters(), {"lr": 0.03, "weight_decay": 0.1}
     move(muon(ours, **options), ours)
     theirs, start = one_by_one(parameters()), one_by_one(parameters())
@@ -69,19 +69,19 @@ def test_matrices_step_as_torchs_muon_has_it_and_the_rest_as_adamw():
     adamw = torch.optim.AdamW([{"params": decaying}, {"params": norms, "weight_decay": 0.0}], **options, betas=BETAS)
     move(torch.optim.Muon(matrices.values(), **options, adjust_lr_fn="match_rms_adamw"), matrices)
     move(adamw, others)
-    for name, found in one_by_one(ours).items():
+    for name, actual in one_by_one(ours).items():
         moved = (theirs[name] - start[name]).abs().max().item()
-        close = 1e-6 if name in others else 0.03 * moved  # theirs is in bfloat16
-        torch.testing.assert_close(found, theirs[name], atol=close, rtol=0)
+        close = 1e-6 if name in others else 0.03 * moved  # torch computes in bfloat16
+        torch.testing.assert_close(actual, theirs[name], atol=close, rtol=0)
         assert moved > 0.01
 
 
-def test_the_fused_kernel_steps_alike_and_keeps_its_count_beside_the_weights():
+def test_the_fused_kernel_takes_the_same_steps_and_counts_them_on_its_device():
     plain, ours = parameters(), parameters()
     move(muon(plain, lr=0.03, weight_decay=0.1), plain)
     optimizer = muon(ours, lr=0.03, weight_decay=0.1)
     for group in optimizer.param_groups:
-        assert not group["fused"]  # as on a GPU, from here on
+        assert not group["fused"]  # below it is set, as on a GPU
         group["fused"] = True
     move(optimizer, ours)
     for name in ours:
@@ -98,7 +98,7 @@ def test_the_fused_kernel_steps_alike_and_keeps_its_count_beside_the_weights():
     ],
     ids=["deepcopy", "pickle", "state_dict"],
 )
-def test_a_copy_goes_on_in_the_same_bits(make_again):
+def test_a_copy_continues_in_the_same_bits(make_again):
     ours = parameters()
     optimizer = muon(ours, lr=0.03, weight_decay=0.1)
     move(optimizer, ours)
@@ -115,8 +115,8 @@ def reloaded(named, state):
     return named, optimizer
 
 
-def test_hooks_run_once_a_step_and_gradients_stay():
-    """Whatever else was made in the process: torch wraps the `step` of each class when it is first made."""
+def test_hooks_run_once_per_step_and_gradients_stay():
+    """Independent of other optimizers: torch wraps the `step` of a class when its first object is made."""
     torch.optim.AdamW(parameters().values())
     named, calls = parameters(), []
     optimizer = muon(named, lr=0.1)
@@ -147,14 +147,14 @@ def test_a_momentum_outside_0_to_1_is_refused(momentum):
 def test_orthogonal_keeps_the_singular_vectors_and_levels_the_values(shape):
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     left, _, right = torch.linalg.svd(matrices, full_matrices=False)
-    found = left.mT @ orthogonal(matrices) @ right.mT
-    values = found.diagonal(dim1=-2, dim2=-1)
+    actual = left.mT @ orthogonal(matrices) @ right.mT
+    values = actual.diagonal(dim1=-2, dim2=-1)
     assert values.min() > 0.68
     assert values.max() < 1.14
-    torch.testing.assert_close(found, torch.diag_embed(values), atol=1e-4, rtol=0)
+    torch.testing.assert_close(actual, torch.diag_embed(values), atol=1e-4, rtol=0)
 
 
-def test_a_matrix_without_a_gradient_stays_and_zeros_do_no_harm():
+def test_a_matrix_without_a_gradient_stays_and_zero_gradients_give_no_nan():
     named = {name: p for name, p in parameters().items() if "mlp" in name}
     optimizer, (still, zero, other) = muon(named, lr=0.1), named.values()
     zero.grad, other.grad = torch.zeros_like(zero), torch.ones_like(other)
@@ -165,7 +165,7 @@ def test_a_matrix_without_a_gradient_stays_and_zeros_do_no_harm():
         optimizer.step(lambda: 0.0)
 
 
-def test_a_run_with_it_learns_and_resumes_in_the_same_bits(tmp_path):
+def test_a_run_with_muon_learns_and_resumes_in_the_same_bits(tmp_path):
     config = TrainConfig(steps=40, batch_size=8, lr=0.0, warmup=4, precision="weights", log_every=4)
 
     def run(out, stop=None):

@@ -1,4 +1,4 @@
-"""The NELBO of exact networks is the likelihood, and of any network what the papers write."""
+"""The NELBO of an exact network is the likelihood; for any network it equals the formulas of the papers."""
 
 import itertools
 import math
@@ -35,7 +35,7 @@ SCHEDULES = [Linear(), OneMinusCosine(), PlainCosine(), Polynomial(3.0)]
 
 
 def quadrature(both_ends):
-    """Times and weights of 40-point Gauss-Legendre in u, t = u⁴: the integrands rise like a root towards the ends."""
+    """Times and weights of 40-point Gauss-Legendre in u, t = u⁴: the integrands rise like a root near the ends."""
     u, w = (torch.tensor(values) for values in np.polynomial.legendre.leggauss(40))
     u, w = (u + 1) / 2, w / 2
     if not both_ends:
@@ -44,7 +44,7 @@ def quadrature(both_ends):
 
 
 def expected_nelbo(noise, network, parametrisation, *, both_ends=False):
-    """The whole expectation, over every canvas and by quadrature over time: (27,), one bound per text."""
+    """Return the exact expectation over all canvases, by quadrature over time: (27,), one bound per text."""
     canvases = torch.cartesian_prod(*[torch.arange(noise.vocab_size)] * LENGTH)
     rows = len(SEQUENCES), len(canvases)
     x, z = (t.expand(*rows, LENGTH).flatten(0, 1) for t in (SEQUENCES[:, None], canvases[None]))
@@ -52,41 +52,41 @@ def expected_nelbo(noise, network, parametrisation, *, both_ends=False):
     for t, weight in zip(*quadrature(both_ends), strict=True):
         level = 1 - noise.schedule.alpha(t)
         logits = network.at(level).denoise(canvases).logits
-        logits = torch.where(logits.isnan(), 0.0, logits)  # of canvases that cannot occur
+        logits = torch.where(logits.isnan(), 0.0, logits)  # for canvases that cannot occur
         logits = logits.expand(rows[0], -1, -1, -1).flatten(0, 1)
-        found = nelbo.integrand(noise, logits, x, z, level.expand(len(x)), parametrisation=parametrisation)
+        actual = nelbo.integrand(noise, logits, x, z, level.expand(len(x)), parametrisation=parametrisation)
         probability = likelihood(noise, level.reshape(1))[0][x, z].prod(-1)
-        total += weight * (probability * found.sum(-1)).reshape(rows).sum(-1)
+        total += weight * (probability * actual.sum(-1)).reshape(rows).sum(-1)
     return total
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: type(s).__name__)
 def test_mask_nelbo_of_the_exact_network_is_the_likelihood_of_every_text(schedule):
-    found = expected_nelbo(mask_noise(schedule=schedule), Denoiser(mask_noise()), "mean")
-    torch.testing.assert_close(found, NLL, atol=1e-12, rtol=0)
+    actual = expected_nelbo(mask_noise(schedule=schedule), Denoiser(mask_noise()), "mean")
+    torch.testing.assert_close(actual, NLL, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("parametrisation", ["mean", "loo"])
 @pytest.mark.parametrize("schedule", [Linear(), OneMinusCosine()], ids=lambda s: type(s).__name__)
 def test_uniform_nelbo_of_the_exact_network_is_the_likelihood_of_every_text(schedule, parametrisation):
     noise = uniform_noise(schedule=schedule)
-    found = expected_nelbo(noise, Denoiser(noise, parametrisation), parametrisation)
-    torch.testing.assert_close(found, NLL, atol=1e-10, rtol=0)
-    assert found[INDEX["000"]].item() == pytest.approx(1.139434, abs=1e-6)
-    assert found[INDEX["120"]].item() == pytest.approx(4.199705, abs=1e-6)
+    actual = expected_nelbo(noise, Denoiser(noise, parametrisation), parametrisation)
+    torch.testing.assert_close(actual, NLL, atol=1e-10, rtol=0)
+    assert actual[INDEX["000"]].item() == pytest.approx(1.139434, abs=1e-6)
+    assert actual[INDEX["120"]].item() == pytest.approx(4.199705, abs=1e-6)
 
 
 @pytest.mark.parametrize("parametrisation", ["mean", "loo"])
 def test_hybrid_nelbo_of_the_exact_network_is_the_likelihood_of_every_text(parametrisation):
     noise = hybrid_noise(uniform_share=0.2, gamma=1.0)
-    found = expected_nelbo(noise, Denoiser(noise, parametrisation), parametrisation, both_ends=True)
-    torch.testing.assert_close(found, NLL, atol=1e-6, rtol=0)
+    actual = expected_nelbo(noise, Denoiser(noise, parametrisation), parametrisation, both_ends=True)
+    torch.testing.assert_close(actual, NLL, atol=1e-6, rtol=0)
 
 
 def test_a_hybrid_of_another_shape_and_schedule_is_exact_too():
     noise = hybrid_noise(uniform_share=0.6, gamma=2.0, schedule=Polynomial(1.5))
-    found = expected_nelbo(noise, Denoiser(noise, "loo"), "loo", both_ends=True)
-    torch.testing.assert_close(found, NLL, atol=1e-6, rtol=0)
+    actual = expected_nelbo(noise, Denoiser(noise, "loo"), "loo", both_ends=True)
+    torch.testing.assert_close(actual, NLL, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -94,14 +94,14 @@ def test_a_hybrid_of_another_shape_and_schedule_is_exact_too():
     [(uniform_noise(), (2.939057, 4.930600)), (hybrid_noise(), (2.5726, 4.7872))],
     ids=["uniform", "hybrid"],
 )
-def test_the_mean_taken_for_the_leave_one_out_is_charged_for_it(noise, values):
-    found = expected_nelbo(noise, Denoiser(noise, "mean"), "loo", both_ends=noise.kind == "hybrid")
-    assert found[[INDEX["000"], INDEX["120"]]].tolist() == pytest.approx(values, abs=5e-5)
+def test_using_the_mean_as_leave_one_out_costs_more(noise, values):
+    actual = expected_nelbo(noise, Denoiser(noise, "mean"), "loo", both_ends=noise.kind == "hybrid")
+    assert actual[[INDEX["000"], INDEX["120"]]].tolist() == pytest.approx(values, abs=5e-5)
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """A network that is wrong, but always in the same way: logits by what the canvas shows at the position."""
+    """A network that is consistently wrong: its logits depend only on the token at the position."""
 
     table: torch.Tensor  # (V, V)
 
@@ -118,25 +118,25 @@ def a_wrong_network(noise):
 
 @pytest.mark.parametrize("noise", [mask_noise(), uniform_noise(), hybrid_noise()], ids=lambda n: n.kind)
 def test_no_network_is_below_the_entropy(noise):
-    found = expected_nelbo(noise, a_wrong_network(noise), "loo", both_ends=True)
-    assert (JOINT * found).sum().item() > 2.424411  # the text's entropy
+    actual = expected_nelbo(noise, a_wrong_network(noise), "loo", both_ends=True)
+    assert (JOINT * actual).sum().item() > 2.424411  # the text's entropy
 
 
 @pytest.mark.parametrize("noise", [mask_noise(), uniform_noise(), hybrid_noise()], ids=lambda n: n.kind)
 def test_drawing_times_and_canvases_estimates_the_same_number(noise):
-    """Four standard errors; both sides are of the same wrong network, so neither is the likelihood."""
+    """Within four standard errors. Both sides use the same wrong network, so neither is the likelihood."""
     rows = 40_000
     network = a_wrong_network(noise)
     expected = (JOINT * expected_nelbo(noise, network, "loo", both_ends=True)).sum().item()
     x = SEQUENCES[JOINT.multinomial(rows, replacement=True)]
     level = torch.rand(rows, dtype=torch.float64)
     z = noise.corrupt(x, level, *torch.rand(2, rows, LENGTH, dtype=torch.float64))
-    found = nelbo.integrand(noise, network.denoise(z).logits, x, z, level, parametrisation="loo").sum(-1)
-    assert abs(found.mean().item() - expected) < 4 * found.std().item() / rows**0.5
+    actual = nelbo.integrand(noise, network.denoise(z).logits, x, z, level, parametrisation="loo").sum(-1)
+    assert abs(actual.mean().item() - expected) < 4 * actual.std().item() / rows**0.5
 
 
 def test_with_one_position_the_mask_bound_is_the_cross_entropy_at_the_mask():
-    """Block size 1: whatever the network, the NELBO is the autoregressive loss."""
+    """With block size 1 the NELBO is the autoregressive loss, for every network."""
     noise, logits = MaskNoise(7, mask_token_id=6), torch.randn(5, 1, 7, dtype=torch.float64)
     x, masks = torch.tensor([[0], [1], [2], [3], [5]]), torch.full((5, 1), 6)
     total = torch.zeros(5, 1, dtype=torch.float64)
@@ -148,7 +148,7 @@ def test_with_one_position_the_mask_bound_is_the_cross_entropy_at_the_mask():
 
 
 def test_counting_masks_estimates_the_likelihood_exactly():
-    """LLaDA's estimator, averaged over every count and every set of that size."""
+    """LLaDA's estimator, averaged over all counts and all sets of that size."""
     noise, total = mask_noise(), torch.zeros(len(SEQUENCES), dtype=torch.float64)
     for count in range(1, LENGTH + 1):
         orders = torch.tensor(list(itertools.permutations(range(LENGTH)))).double()
@@ -156,13 +156,13 @@ def test_counting_masks_estimates_the_likelihood_exactly():
             rows = len(SEQUENCES)
             z = nelbo.mask_exactly(noise, SEQUENCES, torch.full((rows,), count), u.expand(rows, -1))
             assert ((z == MASK).sum(-1) == count).all()
-            found = nelbo.integrand_by_count(noise, Denoiser(noise).denoise(z).logits, SEQUENCES, z).sum(-1)
-            total += found / len(orders) / LENGTH
+            actual = nelbo.integrand_by_count(noise, Denoiser(noise).denoise(z).logits, SEQUENCES, z).sum(-1)
+            total += actual / len(orders) / LENGTH
     torch.testing.assert_close(total, NLL, atol=1e-12, rtol=0)
 
 
 def random_case(vocab_size, mask=None):
-    """Logits, clean and noised tokens with every pairing among them."""
+    """Return logits, clean and noisy tokens in all combinations."""
     logits = 2 * torch.randn(3, 40, vocab_size, dtype=torch.float64)
     x, z = torch.randint(vocab_size, (2, 3, 40))
     z = torch.where(torch.rand(3, 40) < 0.4, x, z)
@@ -173,7 +173,7 @@ def random_case(vocab_size, mask=None):
 
 
 def test_uniform_integrand_is_the_formula_of_duo():
-    """As arXiv:2506.10892 writes it: x̄ = Kαx + 1 - α, i = z."""
+    """The formula of arXiv:2506.10892: x̄ = Kαx + 1 - α, i = z."""
     vocab = 11
     logits, x, z, level = random_case(vocab)
     alpha = (1 - level)[:, None, None]
@@ -188,12 +188,12 @@ def test_uniform_integrand_is_the_formula_of_duo():
     slope = math.pi / 2 * torch.sin(math.pi / 2 * PlainCosine().time(alpha))  # -α' of cos(πt/2)
     expected = (slope / (vocab * alpha) * brackets)[..., 0]
     noise = UniformNoise(vocab, schedule=PlainCosine())
-    found = nelbo.integrand(noise, logits, x, z, level, parametrisation="loo")
-    torch.testing.assert_close(found, expected, atol=1e-9, rtol=1e-9)
+    actual = nelbo.integrand(noise, logits, x, z, level, parametrisation="loo")
+    torch.testing.assert_close(actual, expected, atol=1e-9, rtol=1e-9)
 
 
 def test_hybrid_integrand_is_the_formula_of_gidd():
-    """As arXiv:2503.04482 writes it: w·[KL(q ‖ q_θ) + r - log r - 1], with its three weights."""
+    """The formula of arXiv:2503.04482: w·[KL(q ‖ q_θ) + r - log r - 1], with its three weights."""
     vocab, mask, gamma, share = 9, 2, 1.0, 0.2
     num_tokens = vocab - 1
     logits, x, z, level = random_case(vocab, mask)
@@ -219,13 +219,13 @@ def test_hybrid_integrand_is_the_formula_of_gidd():
         ),
     )
     noise = HybridNoise(vocab, mask_token_id=mask, uniform_share=share, gamma=gamma)
-    found = nelbo.integrand(noise, logits, x, z, level, parametrisation="loo")
-    torch.testing.assert_close(found, weight * bracket, atol=1e-9, rtol=1e-9)
+    actual = nelbo.integrand(noise, logits, x, z, level, parametrisation="loo")
+    torch.testing.assert_close(actual, weight * bracket, atol=1e-9, rtol=1e-9)
 
 
 @pytest.mark.parametrize("noise", [mask_noise(), uniform_noise(), hybrid_noise()], ids=lambda n: n.kind)
 def test_integrand_is_the_limit_of_the_divergence_of_short_reverse_steps(noise):
-    """KL(q(z_s | z_t, x) ‖ q(z_s | z_t, prediction)) / (t - s): a different road, by the exact posterior."""
+    """KL(q(z_s | z_t, x) ‖ q(z_s | z_t, prediction)) / (t - s): an independent derivation, from the exact posterior."""
     level, step = 0.37, 1e-6
     x, z = torch.cartesian_prod(torch.arange(NUM_TOKENS), torch.arange(noise.vocab_size)).T[..., None]
     possible = likelihood(noise, torch.tensor([level]).double())[0][x[:, 0], z[:, 0]] > 0
@@ -238,16 +238,16 @@ def test_integrand_is_the_limit_of_the_divergence_of_short_reverse_steps(noise):
     true = noise.posterior(z, onehot, before, after)
     model = noise.posterior(z, logits.softmax(-1), before, after)
     expected = torch.xlogy(true, true / torch.where(true > 0, model, 1.0)).sum(-1) / step
-    found = nelbo.integrand(noise, logits, x, z, 1 - before, parametrisation="loo")
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)  # the step is 1e-6; rounding in KL/step, 1e-9
+    actual = nelbo.integrand(noise, logits, x, z, 1 - before, parametrisation="loo")
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)  # the step is 1e-6; rounding in KL/step, 1e-9
 
 
 @pytest.mark.parametrize("parametrisation", ["mean", "loo"])
 @pytest.mark.parametrize("kind", ["mask", "uniform", "hybrid"])
 def test_float32_agrees_with_float64_at_the_published_vocabulary(kind, parametrisation):
-    """Levels from 1e-6 to 1 - 1e-6, confident and vague predictions, kept and replaced tokens.
+    """Levels from 1e-6 to 1 - 1e-6, confident and vague predictions, clean and replaced tokens.
 
-    An event counts by its probability: a token that survives a level of 1 - 1e-6 costs thousands of nats, rarely.
+    Events are weighted by their probability: a clean token at level 1 - 1e-6 is rare and costs thousands of nats.
     """
     vocab, mask = 262_144, 4
     noise = {
@@ -258,14 +258,14 @@ def test_float32_agrees_with_float64_at_the_published_vocabulary(kind, parametri
     level = torch.tensor([1e-6, 1e-3, 0.5, 1 - 1e-6], dtype=torch.float64)
     logits = torch.randn(4, 3, vocab) * 4  # float32 numbers, so that both precisions get the same
     x = torch.full((4, 3), 77)
-    z = torch.tensor([77, mask, 1234]).expand(4, 3)  # kept, the mask (to uniform noise a token), another
+    z = torch.tensor([77, mask, 1234]).expand(4, 3)  # clean, the mask (to uniform noise a token), another
     logits[:, 0, 77] += 25
     single = nelbo.integrand(noise, logits, x, z, level, parametrisation=parametrisation)
     double = nelbo.integrand(noise, logits.double(), x, z, level, parametrisation=parametrisation)
     assert (single.dtype, double.dtype) == (torch.float32, torch.float64)
     assert double.isfinite().all()
-    kept = noise.clean_share(level)
-    probability = torch.stack([kept, 1 - kept, 1 - kept], dim=-1)  # (4, 3)
+    clean = noise.clean_share(level)
+    probability = torch.stack([clean, 1 - clean, 1 - clean], dim=-1)  # (4, 3)
     torch.testing.assert_close(single.double() * probability, double * probability, atol=1e-5, rtol=1e-5)
 
 
@@ -275,20 +275,20 @@ def test_gradients_are_finite_up_to_the_ends(noise, level):
     logits = torch.randn(4, 2, noise.vocab_size, requires_grad=True)
     x = torch.tensor([[0, 1], [2, 0], [1, 1], [0, 0]])
     z = noise.corrupt(x, torch.full((4,), level), *torch.rand(2, 4, 2))
-    found = nelbo.integrand(noise, logits, x, z, torch.full((4,), level))
-    found.sum().backward()
-    assert found.isfinite().all()
+    actual = nelbo.integrand(noise, logits, x, z, torch.full((4,), level))
+    actual.sum().backward()
+    assert actual.isfinite().all()
     assert logits.grad.isfinite().all()
 
 
-def test_a_certain_network_pays_nothing_when_right():
-    """One-hot logits with -inf elsewhere: no 0·inf anywhere."""
+def test_a_certain_and_correct_network_costs_nothing():
+    """One-hot logits with -inf elsewhere must not give 0·inf."""
     x = torch.tensor([[0, 1, 2]])
     for noise in (mask_noise(), uniform_noise(), hybrid_noise()):
         onehot = torch.nn.functional.one_hot(x, noise.vocab_size).double().log()
         for z in torch.cartesian_prod(*[torch.arange(noise.vocab_size)] * 3):
-            found = nelbo.integrand(noise, onehot, x, z[None], torch.tensor([0.4]), parametrisation="loo")
-            assert found.abs().max() < 1e-12
+            actual = nelbo.integrand(noise, onehot, x, z[None], torch.tensor([0.4]), parametrisation="loo")
+            assert actual.abs().max() < 1e-12
 
 
 def test_levels_may_be_given_per_row_or_per_position():
@@ -298,7 +298,7 @@ def test_levels_may_be_given_per_row_or_per_position():
     assert torch.equal(by_row, by_position)
 
 
-def test_what_cannot_be_meant_is_refused():
+def test_wrong_arguments_are_refused():
     logits, x = torch.zeros(1, 2, 4), torch.zeros(1, 2, dtype=torch.int64)
     with pytest.raises(ValueError, match="parametrisation must be 'mean' or 'loo'"):
         nelbo.integrand(mask_noise(), logits, x, x, torch.tensor([0.5]), parametrisation="score")
@@ -321,7 +321,7 @@ class HalfMasked(HybridNoise):
         return torch.full_like(noise_level, 0.5)
 
 
-def test_the_bound_of_a_process_of_ones_own_is_not_guessed():
+def test_a_custom_noise_has_no_bound():
     noise, x, level = HalfMasked(4, mask_token_id=3), torch.zeros(1, 2, dtype=torch.int64), torch.tensor([0.5])
     model = dgemma.DiffusionGemma(dgemma.presets.tiny().replace(vocab_size=4))
     for call in (

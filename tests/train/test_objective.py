@@ -1,4 +1,4 @@
-"""The objective against the same loss written out with `encode`, `denoise` and torch's cross-entropy, row by row."""
+"""The objective equals the same loss written out with `encode`, `denoise` and torch's cross-entropy per row."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ CONFIG = dgemma.presets.tiny().replace(
     vocab_size=VOCAB, canvas_length=CANVAS_LEN, sliding_window=9, hidden_size=32, num_experts=4, num_hidden_layers=2,
     layer_types=("sliding_attention", "full_attention"),
 )  # fmt: skip
-# Answers of 15, 6 and 1 tokens: three canvases with a partial last one, exactly one, and one that is nearly all fill.
+# Answers of 15, 6 and 1 tokens: three canvases with a partial last one, exactly one, and one of mostly fill.
 BATCH = TrainBatch(
     tokens=torch.arange(3 * 20).reshape(3, 20) % (VOCAB - 6) + 5,
     prompt_len=torch.tensor([3, 0, 7]),
@@ -48,36 +48,36 @@ def mask_bound(**fields) -> Objective:
 
 
 @pytest.fixture
-def seen(monkeypatch) -> list[dict]:
-    """What the network was shown: the canvases, where they start, and the signal of every pass."""
+def calls(monkeypatch) -> list[dict]:
+    """The arguments of every call of the network: canvases, their starts, the clean text and the signal."""
     calls: list[dict] = []
     real = objective.predict_canvases
 
-    def spy(model, canvases, starts, clean=None, **given):
-        calls.append({"z": canvases, "starts": starts, "clean": clean, **given})
-        return real(model, canvases, starts, clean, **given)
+    def spy(model, canvases, starts, clean=None, **options):
+        calls.append({"z": canvases, "starts": starts, "clean": clean, **options})
+        return real(model, canvases, starts, clean, **options)
 
     monkeypatch.setattr(objective, "predict_canvases", spy)
     return calls
 
 
 def filled(row: int, batch: TrainBatch = BATCH) -> Tensor:
-    """A row's prompt and answer, filled up to its last canvas's end."""
+    """Return the prompt and answer of a row, filled to the end of the last canvas."""
     prompt, length = int(batch.prompt_len[row]), int(batch.length[row])
     end = prompt + math.ceil((length - prompt) / CANVAS_LEN) * CANVAS_LEN
     return torch.cat([batch.tokens[row, :length], torch.full((end - length,), EOS)])
 
 
-def denoised(model: DiffusionGemma, text: Tensor, z: Tensor, start: int, **given) -> Tensor:
-    """The logits of one canvas of one row, (C, V)."""
-    return model.denoise(z[None], model.encode(text[None, :start]), **given).logits[0]
+def denoised(model: DiffusionGemma, text: Tensor, z: Tensor, start: int, **options) -> Tensor:
+    """Return the logits (C, V) of one canvas of one row."""
+    return model.denoise(z[None], model.encode(text[None, :start]), **options).logits[0]
 
 
 @pytest.mark.parametrize("canvases", ["one", "all"])
 @pytest.mark.parametrize("self_cond_prob", [0.0, 1.0, 0.5])
-def test_the_published_loss_is_what_its_words_say(model, seen, canvases, self_cond_prob):
+def test_the_published_loss_equals_the_loss_written_out_by_hand(model, calls, canvases, self_cond_prob):
     terms = make(canvases=canvases, self_cond_prob=self_cond_prob)(model, BATCH, seeds=SEEDS)
-    last = seen[-1]
+    last = calls[-1]
     for row in range(3):
         text = filled(row)
         total, count = torch.zeros(()), 0
@@ -97,32 +97,32 @@ def test_the_published_loss_is_what_its_words_say(model, seen, canvases, self_co
         assert terms.counts["causal"][row] == len(text) - 1
 
 
-def test_self_conditioning_is_a_coin_for_each_canvas_of_each_row(model, seen):
+def test_self_conditioning_is_drawn_for_each_canvas_of_each_row(model, calls):
     rows = BATCH.select(torch.zeros(200, dtype=torch.int64))
     with torch.no_grad():
         make(canvases="all", self_cond_prob=0.25)(model, rows, seeds=torch.arange(200))
-    on = seen[-1]["signal"].abs().sum((2, 3)) > 0  # (200, 3)
-    assert len(seen) == 2
+    on = calls[-1]["signal"].abs().sum((2, 3)) > 0  # (200, 3)
+    assert len(calls) == 2
     assert abs(on.float().mean() - 0.25) < 4 * math.sqrt(0.25 * 0.75 / 600)
     assert (on.any(1) & ~on.all(1)).sum() > 0
 
 
-def test_the_two_meanings_of_off_are_no_signal_and_the_mean_embedding(model, seen):
+def test_the_two_meanings_of_off_are_no_signal_and_the_mean_embedding(model, calls):
     for form in ("zero_signal", "zero_logits"):
         make(self_cond_prob=0.0, self_cond_off=form)(model, BATCH, seeds=SEEDS)
-    assert seen[0]["signal"] is None
+    assert calls[0]["signal"] is None
     mean = model.embed_tokens.weight.mean(0) * math.sqrt(CONFIG.hidden_size)
-    torch.testing.assert_close(seen[1]["signal"], mean.expand_as(seen[1]["signal"]), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(calls[1]["signal"], mean.expand_as(calls[1]["signal"]), atol=1e-5, rtol=1e-5)
 
 
 def test_the_first_pass_is_detached_and_the_embedding_learns_through_the_second(model):
-    # Where self-conditioning always runs, the published graph is: logits of a first pass, cut, then a second.
+    # With self-conditioning always on, the published graph is a first pass, detached logits, then a second pass.
     batch = BATCH.select(slice(1, 2))
-    found = make(self_cond_prob=1.0, causal_weight=0.0)
+    actual = make(self_cond_prob=1.0, causal_weight=0.0)
     model.zero_grad()
-    found.reduce(found(model, batch, seeds=SEEDS[1:2])).backward()
+    actual.reduce(actual(model, batch, seeds=SEEDS[1:2])).backward()
     ours = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    z = found._noise(found._cut(batch, SEEDS[1:2]), SEEDS[1:2]).z[0, 0]
+    z = actual._noise(actual._cut(batch, SEEDS[1:2]), SEEDS[1:2]).z[0, 0]
     model.zero_grad()
     first = denoised(model, filled(1), z, 0).detach()
     F.cross_entropy(denoised(model, filled(1), z, 0, self_cond=first[None]), filled(1)).backward()
@@ -131,41 +131,41 @@ def test_the_first_pass_is_detached_and_the_embedding_learns_through_the_second(
         assert (grad - theirs).norm() < 1e-3 * theirs.norm() + 1e-6, name
 
 
-def test_one_canvas_is_drawn_evenly_and_pays_for_no_other(model, seen):
+def test_one_canvas_is_drawn_uniformly_and_costs_nothing_for_the_others(model, calls):
     rows = BATCH.select(torch.zeros(300, dtype=torch.int64))
     with torch.no_grad():
         make(self_cond_prob=0.0)(model, rows, seeds=torch.arange(300))
-    assert seen[0]["z"].shape == (300, 1, CANVAS_LEN)
-    index = (seen[0]["starts"][:, 0] - 3) // CANVAS_LEN
+    assert calls[0]["z"].shape == (300, 1, CANVAS_LEN)
+    index = (calls[0]["starts"][:, 0] - 3) // CANVAS_LEN
     counts = torch.bincount(index, minlength=3)
     assert len(counts) == 3
     assert (counts - 100).abs().max() < 4 * math.sqrt(300 * 2 / 9)
 
 
-def test_a_canvas_drawn_alone_has_the_noise_it_has_among_all(model, seen):
+def test_a_canvas_has_the_same_noise_alone_and_among_all(model, calls):
     make(self_cond_prob=0.0)(model, BATCH, seeds=SEEDS)
     make(self_cond_prob=0.0, canvases="all")(model, BATCH, seeds=SEEDS)
-    one, every = seen
+    one, every = calls
     for row in range(3):
         k = int(one["starts"][row, 0] - BATCH.prompt_len[row]) // CANVAS_LEN
         assert torch.equal(one["z"][row, 0], every["z"][row, k])
 
 
-def test_without_a_causal_term_only_the_text_before_canvases_is_read(model, seen):
+def test_without_a_causal_term_only_the_text_before_canvases_is_read(model, calls):
     single = TrainBatch(
         tokens=BATCH.tokens[:, :10], prompt_len=torch.tensor([4, 4, 4]), length=torch.tensor([10, 10, 7])
     )
     make(self_cond_prob=0.0, causal_weight=0.0)(model, single, seeds=SEEDS)
-    assert seen[0]["clean"].hidden.shape[1] == 4
-    assert seen[0]["aligned"]
+    assert calls[0]["clean"].hidden.shape[1] == 4
+    assert calls[0]["aligned"]
     without_prompt = TrainBatch(
         tokens=BATCH.tokens[:, :6], prompt_len=torch.zeros(3, dtype=torch.int64), length=torch.tensor([6, 6, 6])
     )
     make(self_cond_prob=0.0, causal_weight=0.0)(model, without_prompt, seeds=SEEDS)
-    assert seen[1]["clean"] is None
+    assert calls[1]["clean"] is None
 
 
-def test_a_row_measures_the_same_in_any_company(model):
+def test_the_terms_of_a_row_do_not_depend_on_its_batch(model):
     loss = make(canvases="all")
     together = loss(model, BATCH, seeds=SEEDS)
     for row in range(3):
@@ -187,7 +187,7 @@ def test_a_row_measures_the_same_in_any_company(model):
         ({"truncated": "rejected"}, [0, 6, 6], [0, 5, 12]),
     ],
 )
-def test_what_is_scored_can_be_counted_by_hand(model, fields, decoder, causal):
+def test_the_scored_positions_are_those_counted_by_hand(model, fields, decoder, causal):
     cut = TrainBatch(
         tokens=BATCH.tokens,
         prompt_len=BATCH.prompt_len,
@@ -207,7 +207,7 @@ def test_what_is_scored_can_be_counted_by_hand(model, fields, decoder, causal):
         assert [bool(s > 0) for s in terms.sums[name]] == [c > 0 for c in count]
 
 
-def test_padding_beyond_a_row_and_its_values_do_not_matter(model):
+def test_padding_and_its_values_do_not_matter(model):
     garbage = BATCH.tokens.clone()
     for row, length in enumerate(BATCH.length.tolist()):
         garbage[row, length:] = 33
@@ -219,27 +219,27 @@ def test_padding_beyond_a_row_and_its_values_do_not_matter(model):
         )
 
 
-def test_pinned_tokens_are_never_noised_and_never_scored(model, seen):
+def test_pinned_tokens_are_never_noised_and_never_scored(model, calls):
     pinned = torch.zeros(3, 20, dtype=torch.bool)
     pinned[0, [4, 5, 17]] = True
     batch = TrainBatch(tokens=BATCH.tokens, prompt_len=BATCH.prompt_len, length=BATCH.length, pinned=pinned)
     loss = make(canvases="all", noise=MaskNoise(VOCAB, mask_token_id=MASK), t_range=(1.0, 1.0), self_cond_prob=0.0)
     terms = loss(model, batch, seeds=SEEDS)
-    shown = seen[0]["z"][0].flatten()  # canvases start at 3
+    shown = calls[0]["z"][0].flatten()  # canvases start at 3
     assert [position + 3 for position in (shown != MASK).nonzero()[:, 0].tolist()] == [4, 5, 17]
     assert torch.equal(shown[[1, 2, 14]], BATCH.tokens[0, [4, 5, 17]])
     assert terms.counts["decoder"].tolist() == [15, 6, 6]
     assert terms.counts["causal"].tolist() == [17, 5, 12]
 
 
-def test_random_noise_draws_from_the_allowed_ids_at_the_rate_t(model, seen):
+def test_random_noise_draws_from_the_allowed_ids_at_the_rate_t(model, calls):
     rows = BATCH.select(torch.zeros(300, dtype=torch.int64))
     loss = make(
         canvases="all", self_cond_prob=0.0, causal_weight=0.0, t_range=(0.3, 0.3), allowed=(2, 3), scored="noised"
     )
     with torch.no_grad():
         terms = loss(model, rows, seeds=torch.arange(300))
-    z, x = seen[0]["z"].flatten(1), filled(0)[3:].expand(300, -1)
+    z, x = calls[0]["z"].flatten(1), filled(0)[3:].expand(300, -1)
     assert set(z[z != x].tolist()) == {2, 3}  # neither occurs in the text
     rate, num = (z != x).double().mean().item(), z.numel()
     assert abs(rate - 0.3) < 4 * math.sqrt(0.3 * 0.7 / num)
@@ -259,8 +259,8 @@ def test_times_are_uniform_on_their_range_and_independent_between_canvases():
     assert correlation.abs().max() < 4 / math.sqrt(4000)
 
 
-def test_blocks_of_one_token_cost_the_autoregressive_likelihood_whatever_the_network(model, seen):
-    # E over t of 1/t · [masked] · CE is CE: every masked sample must carry exactly CE/t, and a share t is masked.
+def test_blocks_of_one_token_cost_the_autoregressive_likelihood_whatever_the_network(model, calls):
+    # The mean over t of 1/t · [masked] · CE is CE: a masked sample costs exactly CE/t, and a share t is masked.
     batch = BATCH.select(slice(1, 2))
     text = batch.tokens[0, :6]
     masked = torch.tensor([MASK])
@@ -276,26 +276,26 @@ def test_blocks_of_one_token_cost_the_autoregressive_likelihood_whatever_the_net
         part = mask_bound(canvas_len=1, canvases="all", t_range=(t, t))
         for seed in range(5):
             terms = part(model, batch, seeds=torch.tensor([seed]))
-            is_masked = seen[-1]["z"][0, :, 0] == MASK
+            is_masked = calls[-1]["z"][0, :, 0] == MASK
             expected = (nll * is_masked).sum() / t
             torch.testing.assert_close(terms.sums["decoder"][0], expected, atol=1e-4, rtol=1e-5)
 
 
-def test_a_single_block_is_mdlm(model, seen):
+def test_a_single_block_is_mdlm(model, calls):
     text = BATCH.tokens[:, :12]
     zeros = torch.zeros(3, dtype=torch.int64)
     batch = TrainBatch(tokens=text, prompt_len=zeros, length=zeros + 12)
     noise = MaskNoise(VOCAB, mask_token_id=MASK, schedule=OneMinusCosine())
     loss = mask_bound(canvas_len=12, noise=noise, t_range=(0.5, 0.5))
-    found = loss(model, batch, seeds=SEEDS)
-    z = seen[0]["z"][:, 0]
+    actual = loss(model, batch, seeds=SEEDS)
+    z = calls[0]["z"][:, 0]
     log_p = _without(model.denoise(z, model.encode(text[:, :0])).logits, MASK).log_softmax(-1)
     cost = -log_p.gather(-1, text[..., None])[..., 0] * (z == MASK)
     weight = math.pi / 2 * math.tan(math.pi / 4)  # of this cosine, at t = 1/2
-    torch.testing.assert_close(found.sums["decoder"], weight * cost.sum(1), atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(actual.sums["decoder"], weight * cost.sum(1), atol=1e-3, rtol=1e-4)
 
 
-def test_the_expected_mask_loss_is_the_bound_that_no_schedule_enters(model):
+def test_the_expected_mask_loss_is_the_bound_for_every_schedule(model):
     text = torch.tensor([7, 21, 9])
     cost = {}
     for hidden in itertools.product([False, True], repeat=3):
@@ -317,27 +317,27 @@ def test_the_expected_mask_loss_is_the_bound_that_no_schedule_enters(model):
 
 @pytest.mark.parametrize("parametrisation", ["mean", "loo"])
 @pytest.mark.parametrize("noise", [UniformNoise(VOCAB), HybridNoise(VOCAB, mask_token_id=MASK)], ids=["duo", "gidd"])
-def test_the_other_bounds_are_those_of_nelbo(model, seen, noise, parametrisation):
+def test_the_other_bounds_are_those_of_nelbo(model, calls, noise, parametrisation):
     loss = mask_bound(noise=noise, canvases="all", parametrisation=parametrisation, t_range=(0.4, 0.4))
-    found = loss(model, BATCH, seeds=SEEDS)
+    actual = loss(model, BATCH, seeds=SEEDS)
     for row in range(3):
         text, total = filled(row), torch.zeros(())
         for k in range(3):
-            start, z = int(seen[0]["starts"][row, k]), seen[0]["z"][row, k]
+            start, z = int(calls[0]["starts"][row, k]), calls[0]["z"][row, k]
             if start < BATCH.length[row]:
                 logits, x = denoised(model, text, z, start)[None], text[None, start : start + CANVAS_LEN]
                 level = torch.tensor([0.4], dtype=torch.float64)
                 total = total + nelbo.integrand(noise, logits, x, z[None], level, parametrisation=parametrisation).sum()
-        torch.testing.assert_close(found.sums["decoder"][row], total, atol=2e-3, rtol=1e-3)
+        torch.testing.assert_close(actual.sums["decoder"][row], total, atol=2e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("weights", ["clipped", "dynamic"])
-def test_gidd_trains_with_clipped_or_dynamic_weights(model, seen, weights):
+def test_gidd_trains_with_clipped_or_dynamic_weights(model, calls, weights):
     t, noise = 0.4, HybridNoise(VOCAB, mask_token_id=MASK, uniform_share=0.3)
     loss = mask_bound(noise=noise, parametrisation="loo", weights=weights, t_range=(t, t), max_weight=1.5)
     batch, rows = BATCH.select(torch.ones(12, dtype=torch.int64)), torch.arange(12)
-    found = loss(model, batch, seeds=rows)
-    z, x = seen[0]["z"][:, 0], batch.tokens[:, :6]
+    actual = loss(model, batch, seeds=rows)
+    z, x = calls[0]["z"][:, 0], batch.tokens[:, :6]
     logits = model.denoise(z, model.encode(x[:, :0])).logits
     level = torch.full((12,), t, dtype=torch.float64)
     divergence = nelbo.integrand(noise, logits, x, z, level, parametrisation="loo", weights=torch.ones(12, 6))
@@ -347,43 +347,43 @@ def test_gidd_trains_with_clipped_or_dynamic_weights(model, seen, weights):
     slope = c + (1 - t) * c * (1 - 2 * t) / (2 * t * (1 - t))
     exact = {
         "mask": 1 / (t * (1 - t)),
-        "kept": slope / (num * (1 - t) * (1 - t + c / num)),
+        "clean": slope / (num * (1 - t) * (1 - t + c / num)),
         "other": slope / ((1 - t) * c),
     }
-    dynamic = {"mask": 2.0, "kept": 2 * 0.3 / 0.7 / num * math.sqrt(t / (1 - t)), "other": 1.0}
+    dynamic = {"mask": 2.0, "clean": 2 * 0.3 / 0.7 / num * math.sqrt(t / (1 - t)), "other": 1.0}
     chosen = {name: min(1.5, w) for name, w in (exact if weights == "clipped" else dynamic).items()}
-    weight = torch.where(z == MASK, chosen["mask"], torch.where(z == x, chosen["kept"], chosen["other"]))
-    assert {"mask", "kept", "other"} == {
-        name for name, at in (("mask", z == MASK), ("kept", z == x), ("other", (z != x) & (z != MASK))) if at.any()
+    weight = torch.where(z == MASK, chosen["mask"], torch.where(z == x, chosen["clean"], chosen["other"]))
+    assert {"mask", "clean", "other"} == {
+        name for name, at in (("mask", z == MASK), ("clean", z == x), ("other", (z != x) & (z != MASK))) if at.any()
     }
-    torch.testing.assert_close(found.sums["decoder"], (weight * divergence).sum(1), atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(actual.sums["decoder"], (weight * divergence).sum(1), atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("allowed", [None, tuple(range(5, 30))])
-def test_the_leave_one_out_loss_is_the_cross_entropy_of_its_mean(model, seen, allowed):
+def test_the_leave_one_out_loss_is_the_cross_entropy_of_its_mean(model, calls, allowed):
     loss = make(
         decoder_loss="leave_one_out", self_cond_prob=0.0, causal_weight=0.0, t_range=(0.4, 0.4), allowed=allowed
     )
     batch = BATCH.select(slice(1, 2))
-    found = loss(model, batch, seeds=SEEDS[1:2])
-    z, x = seen[0]["z"][0, 0], batch.tokens[0, :6]
+    actual = loss(model, batch, seeds=SEEDS[1:2])
+    z, x = calls[0]["z"][0, 0], batch.tokens[0, :6]
     if allowed is None:
         evidence = torch.full((6,), math.log(1 + VOCAB * 0.6 / 0.4))
-    else:  # a token that noise cannot make is there because it was there
+    else:  # noise cannot give this token, so it must be clean
         evidence = torch.where((z >= 5) & (z < 30), math.log(1 + 25 * 0.6 / 0.4), 1e3)
     assert len(set(evidence.tolist())) == (1 if allowed is None else 2)
     logits = denoised(model, x, z, 0) + F.one_hot(z, VOCAB) * evidence[:, None]
     torch.testing.assert_close(
-        found.sums["decoder"][0], F.cross_entropy(logits, x, reduction="sum"), atol=1e-4, rtol=1e-4
+        actual.sums["decoder"][0], F.cross_entropy(logits, x, reduction="sum"), atol=1e-4, rtol=1e-4
     )
 
 
-def test_the_mask_takes_part_in_the_softmax_only_when_asked(model):
+def test_the_mask_is_in_the_softmax_only_with_propose_mask(model):
     args = {"canvases": "all", "t_range": (1.0, 1.0)}
     with_mask, without = (
         mask_bound(propose_mask=propose, **args)(model, BATCH, seeds=SEEDS).sums["decoder"] for propose in (True, False)
     )
-    assert (with_mask > without + 1e-4).all()  # one more token to share probability with
+    assert (with_mask > without + 1e-4).all()  # one more token takes a share of the probability
 
 
 def test_micro_batches_add_up_to_the_step_under_every_reduction(model):
@@ -392,7 +392,7 @@ def test_micro_batches_add_up_to_the_step_under_every_reduction(model):
         terms = [loss(model, BATCH.select(rows), seeds=SEEDS[rows]) for rows in cuts]
         counts = [loss.total_counts(BATCH.select(rows), SEEDS[rows]) for rows in cuts]
         totals = {name: sum(count[name] for count in counts) for name in counts[0]}
-        # The first micro-batch is one process's, the second another's.
+        # The two micro-batches belong to two processes.
         own = [{f"process/{name}": count[name] for name in count} | {"processes": 2} for count in counts]
         return torch.stack([loss.reduce(t, totals | o) for t, o in zip(terms, own, strict=True)]).sum(), terms
 
@@ -406,14 +406,14 @@ def test_micro_batches_add_up_to_the_step_under_every_reduction(model):
     assert value("example") == pytest.approx((sums / counts).mean().item(), rel=1e-5)
     assert value("micro_batch") == pytest.approx((sum(per_part) / 2).item(), rel=1e-5)
     assert value("process") == pytest.approx((sum(per_part) / 2).item(), rel=1e-5)
-    # As one micro-batch of one process the last two are the token mean.
+    # For one micro-batch of one process, the last two are the token mean.
     whole = make(canvases="all", self_cond_prob=0.0, causal_weight=0.0, reduction="micro_batch")
     assert whole.reduce(whole(model, BATCH, seeds=SEEDS)).item() == pytest.approx(value("global"), rel=1e-5)
 
 
 @pytest.mark.parametrize("cuts", [[(0, 3)], [(0, 1), (1, 3)], [(0, 2), (2, 3)]])
-def test_a_mean_of_examples_is_over_those_that_have_something_scored(model, cuts):
-    """Row 0 is rejected. Row 1 has no answer, and a prompt that the causal term scores."""
+def test_a_mean_of_examples_skips_rows_without_scored_positions(model, cuts):
+    """Row 0 is rejected. Row 1 has no answer, but a prompt that the causal term scores."""
     batch = TrainBatch(
         tokens=BATCH.tokens,
         prompt_len=torch.tensor([3, 6, 7]),
@@ -427,8 +427,8 @@ def test_a_mean_of_examples_is_over_those_that_have_something_scored(model, cuts
     parts = [(batch.select(slice(*cut)), SEEDS[slice(*cut)]) for cut in cuts]
     counts = [loss.total_counts(*part) for part in parts]
     totals = {name: sum(count[name] for count in counts) for name in counts[0]}
-    found = sum(loss.reduce(loss(model, rows, seeds=seeds), totals) for rows, seeds in parts)
-    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+    actual = sum(loss.reduce(loss(model, rows, seeds=seeds), totals) for rows, seeds in parts)
+    assert actual.item() == pytest.approx(expected.item(), rel=1e-5)
     assert loss.reduce(loss(model, batch, seeds=SEEDS)).item() == pytest.approx(expected.item(), rel=1e-5)
 
 
@@ -445,20 +445,20 @@ def test_the_weights_of_the_terms_scale_them(model):
     [(UniformNoise(VOCAB), (7, 8, 9)), (MaskNoise(VOCAB, mask_token_id=MASK), None)],
     ids=["allowed", "all but the mask"],
 )
-def test_self_conditioning_is_over_what_generate_may_propose(model, seen, noise, ids):
+def test_self_conditioning_is_over_the_tokens_that_generate_may_propose(model, calls, noise, ids):
     loss = make(noise=noise, allowed=ids, self_cond_prob=1.0, causal_weight=0.0, t_range=(0.9, 0.9))
     loss(model, BATCH, seeds=SEEDS)
-    first, second = seen
+    first, second = calls
     hidden = objective.predict_canvases(model, first["z"], first["starts"], first["clean"])
     allowed = torch.tensor([token in (ids or range(VOCAB)) and token != noise.mask_token for token in range(VOCAB)])
     raw = model._head(hidden.flatten(0, 1))
     expected = model.soft_embedding(raw.shaped(allowed=allowed)).view_as(second["signal"])
     torch.testing.assert_close(second["signal"], expected, rtol=1e-4, atol=1e-4)
     everywhere = model.soft_embedding(raw).view_as(expected)
-    assert (everywhere - expected).abs().max() > 0.01  # or this would say nothing
+    assert (everywhere - expected).abs().max() > 0.01  # otherwise the test would prove nothing
 
 
-def test_packed_texts_are_scored_as_if_each_stood_alone(model):
+def test_packed_texts_are_scored_as_if_each_were_alone(model):
     tokens = torch.arange(5, 5 + 24)[None]
     packed = TrainBatch(
         tokens=tokens,
@@ -466,18 +466,20 @@ def test_packed_texts_are_scored_as_if_each_stood_alone(model):
         length=torch.tensor([24]),
         documents=torch.tensor([[3] * 12 + [8] * 12]),
     )
-    loss = make(canvases="all", self_cond_prob=0.0, t_range=(0.0, 0.0))  # without noise, which canvases would differ in
-    found = loss(model, packed, seeds=SEEDS[:1])
+    loss = make(
+        canvases="all", self_cond_prob=0.0, t_range=(0.0, 0.0)
+    )  # without noise, because the canvases would get different noise
+    actual = loss(model, packed, seeds=SEEDS[:1])
     halves = TrainBatch(tokens=tokens.view(2, 12), prompt_len=torch.tensor([0, 0]), length=torch.tensor([12, 12]))
     expected = loss(model, halves, seeds=SEEDS[:2])
     for name in ("decoder", "causal"):
-        torch.testing.assert_close(found.sums[name].sum(), expected.sums[name].sum(), atol=2e-2, rtol=1e-4)
-        assert found.counts[name].sum() == expected.counts[name].sum()
+        torch.testing.assert_close(actual.sums[name].sum(), expected.sums[name].sum(), atol=2e-2, rtol=1e-4)
+        assert actual.counts[name].sum() == expected.counts[name].sum()
 
 
 @pytest.mark.parametrize("causal_fill", [True, False])
 def test_the_fill_inside_a_packed_row_is_fill(model, causal_fill):
-    """Texts of 8 and 4 tokens, filled to whole canvases by whoever packed them, or left to the objective."""
+    """Texts of 8 and 4 tokens, filled to whole canvases by packing, or by the objective."""
     texts = torch.arange(5, 5 + 24).view(2, 12)
     lengths, place = torch.tensor([8, 4]), torch.arange(12)
     filled = torch.where(place < lengths[:, None], texts, EOS)
@@ -490,20 +492,20 @@ def test_the_fill_inside_a_packed_row_is_fill(model, causal_fill):
     )
     alone = TrainBatch(tokens=texts, prompt_len=torch.tensor([0, 0]), length=lengths)
     loss = make(canvases="all", self_cond_prob=0.0, t_range=(0.0, 0.0), causal_fill=causal_fill)
-    found, expected = loss(model, packed, seeds=SEEDS[:1]), loss(model, alone, seeds=SEEDS[:2])
+    actual, expected = loss(model, packed, seeds=SEEDS[:1]), loss(model, alone, seeds=SEEDS[:2])
     for name in ("decoder", "causal"):
-        torch.testing.assert_close(found.sums[name].sum(), expected.sums[name].sum(), atol=2e-2, rtol=1e-4)
-        assert found.counts[name].sum() == expected.counts[name].sum()
-    assert found.counts["decoder"].item() == 18  # the decoder must write it in any case
-    assert found.counts["causal"].item() == (16 if causal_fill else 10)
+        torch.testing.assert_close(actual.sums[name].sum(), expected.sums[name].sum(), atol=2e-2, rtol=1e-4)
+        assert actual.counts[name].sum() == expected.counts[name].sum()
+    assert actual.counts["decoder"].item() == 18  # the decoder always has to write the fill
+    assert actual.counts["causal"].item() == (16 if causal_fill else 10)
     counted = loss.total_counts(packed, SEEDS[:1])
-    assert counted["causal"] == found.counts["causal"].sum()
+    assert counted["causal"] == actual.counts["causal"].sum()
 
 
-def test_a_network_that_is_told_the_level_is_told_each_canvass_own(seen):
-    told = DiffusionGemma(CONFIG.replace(noise_conditioning=True))
-    make(canvases="all", self_cond_prob=0.0)(told, BATCH, seeds=SEEDS)
-    level = seen[0]["noise_level"]
+def test_a_network_that_takes_the_level_gets_the_level_of_each_canvas(calls):
+    conditioned = DiffusionGemma(CONFIG.replace(noise_conditioning=True))
+    make(canvases="all", self_cond_prob=0.0)(conditioned, BATCH, seeds=SEEDS)
+    level = calls[0]["noise_level"]
     assert level.shape == (3, 3)
     assert len(set(level.flatten().tolist())) == 9
 
@@ -539,14 +541,14 @@ def test_the_loss_runs_under_autocast_with_recomputed_activations(model):
         ({"propose_mask": True}, "propose_mask must be False"),
         (
             {"decoder_loss": "leave_one_out", "noise": MaskNoise(VOCAB)},
-            "noise must be UniformNoise with decoder_loss 'leave_one_out'",
+            "must be UniformNoise with",
         ),
         ({"decoder_loss": "nelbo", "scored": "noised"}, "scored must be 'all'"),
         ({"allowed": (1, VOCAB)}, "allowed must be ids"),
         ({"decoder_loss": "nelbo", "allowed": (1, 2)}, "allowed must be None"),
     ],
 )
-def test_an_objective_that_means_nothing_is_refused(fields, message):
+def test_an_impossible_objective_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         make(**fields)
 
@@ -558,7 +560,7 @@ def test_batches_that_do_not_fit_the_model_are_refused(model):
         make()(DiffusionGemma(CONFIG.replace(max_position_embeddings=16)), BATCH, seeds=SEEDS)
 
 
-def test_every_row_needs_a_seed_of_its_own(model):
+def test_every_row_needs_its_own_seed(model):
     for seeds in (SEEDS[:1], SEEDS[:2], SEEDS[None]):
         with pytest.raises(ValueError, match=r"seeds must have shape \(3,\), one per row"):
             make()(model, BATCH, seeds=seeds)

@@ -1,4 +1,4 @@
-"""Many canvases in one pass against the loop that defines them: `encode` the text before each, `denoise` it alone."""
+"""All canvases in one pass equal the loop that defines them: `encode` the text before each, then `denoise` it."""
 
 import copy
 
@@ -12,7 +12,7 @@ from dgemma.model.config import Conventions
 from dgemma.train.one_pass import predict_canvases, read_clean
 
 CANVAS_LEN = 6
-# Rows start at different places; the last canvases lie far past the window of 7, so sliding layers must forget.
+# Rows start at different positions. The last canvases are far beyond the window of 7, so sliding layers must forget.
 STARTS = torch.tensor([[5, 11, 17, 23], [0, 6, 12, 18], [9, 15, 21, 27]])
 TEXT_LEN = 30
 
@@ -22,8 +22,8 @@ def make_model(**options) -> DiffusionGemma:
     model = DiffusionGemma(config, **options)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(4.0)  # far from the identity, so that a wrong mask shows
-        for layer in model.layers:  # the two modes must not be confused
+            parameter.mul_(4.0)  # far from the identity, so that a wrong mask changes the result
+        for layer in model.layers:  # so that the two modes differ
             layer.layer_scalar.fill_(0.9)
             layer.causal_layer_scalar.fill_(0.6)
     return model
@@ -34,7 +34,7 @@ def make_inputs() -> tuple[Tensor, Tensor]:
 
 
 def looped(model: DiffusionGemma, tokens: Tensor, canvases: Tensor, signal: Tensor | None = None) -> Tensor:
-    """Each canvas alone, by the model's own two methods; logits (B, K, C, V)."""
+    """Return the logits (B, K, C, V) of each canvas alone, by `encode` and `denoise`."""
     rows = []
     for row in range(tokens.shape[0]):
         logits = []
@@ -59,22 +59,22 @@ def test_one_pass_equals_the_loop_over_canvases_in_values_and_gradients(sliding_
     tokens, canvases = make_inputs()
     signal = torch.randn(*canvases.shape, 80) if with_signal else None
     probe = torch.randn(*canvases.shape, 80)
-    found, expected = packed(model, tokens, canvases, signal), looped(model, tokens, canvases, signal)
-    # Float32 sums in another order, through three layers.
-    torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
+    actual, expected = packed(model, tokens, canvases, signal), looped(model, tokens, canvases, signal)
+    # The tolerance allows for float32 sums in another order, through three layers.
+    torch.testing.assert_close(actual, expected, atol=2e-4, rtol=2e-4)
     names = [name for name, _ in model.named_parameters()]
     weights = list(model.parameters())
-    of_packed = torch.autograd.grad((found * probe).sum(), weights, allow_unused=True)
+    of_packed = torch.autograd.grad((actual * probe).sum(), weights, allow_unused=True)
     of_loop = torch.autograd.grad((expected * probe).sum(), weights, allow_unused=True)
     for name, ours, theirs in zip(names, of_packed, of_loop, strict=True):
         if ours is None and theirs is None:  # self-conditioning without a signal
             continue
         error = (ours - theirs).norm() / theirs.norm().clamp(min=1e-6)
-        assert error < 1e-3, (name, error)  # a gradient's error against its own size
+        assert error < 1e-3, (name, error)  # relative to the size of the gradient
 
 
 def test_in_float64_one_pass_and_the_loop_agree_to_twelve_digits():
-    # float32 tolerances could hide a token seen with a small weight; here nothing can.
+    # A float32 tolerance could hide attention with a small weight; a float64 tolerance cannot.
     model = make_model(dtype=torch.float64)
     tokens, canvases = make_inputs()
     torch.testing.assert_close(packed(model, tokens, canvases), looped(model, tokens, canvases), atol=1e-10, rtol=1e-10)
@@ -107,7 +107,9 @@ def test_no_canvas_sees_another():
 def test_the_gradient_reaches_the_clean_text_before_a_canvas_and_none_after():
     model = make_model()
     tokens, canvases = make_inputs()
-    tokens[0] = torch.arange(5, 5 + TEXT_LEN)  # each id once, so that its embedding's gradient is its position's
+    tokens[0] = torch.arange(
+        5, 5 + TEXT_LEN
+    )  # each id occurs once, so the gradient of its embedding is that of its position
     canvases = torch.full_like(canvases, 79)
     clean = read_clean(model, tokens[:1])
     predict_canvases(model, canvases[:1, 1:2], STARTS[:1, 1:2], clean).square().sum().backward()
@@ -116,16 +118,16 @@ def test_the_gradient_reaches_the_clean_text_before_a_canvas_and_none_after():
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_block_masks_say_what_dense_masks_say():
+def test_block_masks_equal_dense_masks():
     model = make_model(dtype=torch.float64)
     tokens, canvases = make_inputs()
     documents = (torch.arange(TEXT_LEN) >= 14).long().expand(3, -1)
     of_canvases = (STARTS[..., None] + torch.arange(CANVAS_LEN) >= 14).long()
-    for given, both in ((None, None), (documents, (documents, of_canvases))):
+    for text_documents, both in ((None, None), (documents, (documents, of_canvases))):
         results = []
         for attention in ("dense", "blocks"):
             with torch.no_grad():  # FlexAttention has no backward on a CPU
-                clean = read_clean(model, tokens, documents=given, attention=attention)
+                clean = read_clean(model, tokens, documents=text_documents, attention=attention)
                 hidden = predict_canvases(model, canvases, STARTS, clean, documents=both, attention=attention)
             results.append((clean.hidden, hidden))
         for dense, blocks in zip(*results, strict=True):
@@ -133,7 +135,7 @@ def test_block_masks_say_what_dense_masks_say():
 
 
 @pytest.mark.parametrize("length", [7, 8], ids=["inside-the-window", "past-the-window"])
-def test_a_text_inside_the_window_is_read_without_a_mask_as_with_one(length):
+def test_a_text_shorter_than_the_window_needs_no_mask(length):
     model = make_model(dtype=torch.float64)
     tokens = make_inputs()[0][:, :length]
     masked = read_clean(model, tokens, documents=torch.zeros_like(tokens))
@@ -141,7 +143,7 @@ def test_a_text_inside_the_window_is_read_without_a_mask_as_with_one(length):
     torch.testing.assert_close(plain.hidden, masked.hidden, atol=1e-10, rtol=1e-10)
 
 
-def test_texts_packed_into_a_row_are_read_as_if_each_stood_alone():
+def test_texts_packed_into_a_row_are_read_as_if_each_were_alone():
     model = make_model(dtype=torch.float64)
     tokens, canvases = torch.randint(5, 80, (1, 24)), torch.randint(5, 80, (1, 4, CANVAS_LEN))
     starts = torch.tensor([[0, 6, 12, 18]])
@@ -152,14 +154,14 @@ def test_texts_packed_into_a_row_are_read_as_if_each_stood_alone():
     for half in (0, 1):
         text = tokens[:, half * 12 : half * 12 + 12]
         alone = read_clean(model, text)
-        # Rotation is relative, so where a text begins does not matter, up to the float32 of its angles.
+        # Rotary positions are relative, so the start of a text does not matter, up to float32 angles.
         torch.testing.assert_close(clean.hidden[:, half * 12 : half * 12 + 12], alone.hidden, atol=1e-3, rtol=0)
         hidden = predict_canvases(model, canvases[:, half * 2 : half * 2 + 2], starts[:, :2], alone)
         torch.testing.assert_close(together[:, half * 2 : half * 2 + 2], hidden, atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize("start", [0, 6, 7, 20], ids=["no-prefix", "just-inside", "just-past", "past-the-window"])
-def test_rows_that_start_alike_need_no_mask(start):
+def test_aligned_rows_need_no_mask(start):
     model = make_model()
     tokens, canvases = make_inputs()
     clean = read_clean(model, tokens).first(start)
@@ -186,15 +188,15 @@ def test_recomputed_activations_and_compiled_layers_change_nothing():
     torch.testing.assert_close(gradient(model), plain)
     compiled = copy.deepcopy(model)
     for layer in compiled.layers:
-        layer.compile(backend="aot_eager", fullgraph=True)  # what inductor is given, without its wait for a compiler
+        layer.compile(backend="aot_eager", fullgraph=True)  # traces as inductor does, without code generation
     torch.testing.assert_close(gradient(compiled), plain, atol=1e-4, rtol=1e-3)
 
 
-def test_under_autocast_it_runs_in_bfloat16_and_stays_close():
+def test_under_autocast_one_pass_runs_in_bfloat16_and_stays_close():
     model = make_model()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.div_(4.0)  # a network as it starts; a wild one would amplify roundings
+            parameter.div_(4.0)  # a network at its start; larger weights would amplify rounding
     tokens, canvases = make_inputs()
     plain = packed(model, tokens, canvases)
     with torch.autocast("cpu", torch.bfloat16):
@@ -202,7 +204,7 @@ def test_under_autocast_it_runs_in_bfloat16_and_stays_close():
         rough = predict_canvases(model, canvases, STARTS, clean)
     assert clean.keys_values[0][0].dtype == clean.keys_values[0][1].dtype == torch.bfloat16
     logits = (rough @ model.embed_tokens.weight.T / 30).tanh() * 30
-    # Eight bits, three layers; experts chosen on a near tie may differ, so the bulk must agree, not every entry.
+    # bfloat16 has eight bits. Experts chosen in a near tie may differ, so most entries must agree, not all.
     assert (logits - plain).abs().median() < 0.05 * plain.std()
     rough.square().mean().backward()
     assert model.layers[0].experts.gate_up_proj.grad.dtype == torch.float32

@@ -1,4 +1,4 @@
-"""Warm-up and cosine, decay and the average of weights, against torch's own and against hand-made sums."""
+"""Warm-up, cosine, decay and the average of weights agree with torch and with sums by hand."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def test_warm_up_rises_in_equal_steps_to_the_peak_and_the_cosine_ends_at_the_flo
     assert factors[20] == pytest.approx(0.1)
 
 
-def test_the_cosine_is_torchs():
+def test_the_cosine_equals_torchs():
     weight = nn.Parameter(torch.zeros(()))
     optimizer = torch.optim.SGD([weight], lr=2.0)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=30, eta_min=0.2)
@@ -39,27 +39,27 @@ def test_matrices_decay_and_scales_do_not():
     )
 
 
-def test_the_average_forgets_its_random_start_fast_and_then_slowly():
+def test_the_average_forgets_its_random_start_quickly():
     weight = nn.Parameter(torch.tensor([8.0]))
     average = WeightAverage({"w": weight}, decay=0.25)
     with torch.no_grad():
         weight.fill_(1.0)
     average.update(0)  # a tenth of 8 and nine of 1
     assert average.weights["w"].item() == pytest.approx(1.7)
-    average.update(100)  # by then the decay asked for: a quarter of 1.7 and three of 1
+    average.update(100)  # now the full decay: a quarter of 1.7 and three of 1
     assert average.weights["w"].item() == pytest.approx(1.175)
 
 
-def test_an_average_of_rounded_weights_keeps_what_they_cannot():
+def test_an_average_of_bfloat16_weights_is_in_float32():
     weight = nn.Parameter(torch.tensor([1.0], dtype=torch.bfloat16))
     average = WeightAverage({"w": weight}, decay=0.999)
     with torch.no_grad():
         weight.fill_(2.0)
     average.update(10**6)
-    assert average.weights["w"].item() == pytest.approx(1.001, rel=1e-6)  # bfloat16 would still say 1
+    assert average.weights["w"].item() == pytest.approx(1.001, rel=1e-6)  # in bfloat16 it would still be 1
 
 
-def test_the_average_lends_itself_and_gives_back():
+def test_swapping_in_the_average_restores_the_weights_afterwards():
     weight = nn.Parameter(torch.tensor([4.0]))
     average = WeightAverage({"w": weight}, decay=0.5)
     with torch.no_grad():

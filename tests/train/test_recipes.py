@@ -1,4 +1,4 @@
-"""In which terms the recipes are equal, and in which not: by their switches, and by what a small model measures."""
+"""Recipes agree and differ where their sources do: in their fields, and in the loss of a small model."""
 
 from dataclasses import fields
 
@@ -12,7 +12,7 @@ from dgemma.model.config import ModelConfig
 from dgemma.train import Objective, TrainBatch, recipes
 
 CONFIG = dgemma.presets.tiny().replace(vocab_size=48, canvas_length=8, eos_token_id=3, num_experts=4)
-# Row 0 fills no canvas up, row 1 exactly one, row 2 was cut in its second.
+# Row 0 ends within a canvas, row 1 fills exactly one, and row 2 was cut in its second.
 BATCH = TrainBatch(
     tokens=torch.arange(3 * 18).reshape(3, 18) % 40 + 6,
     prompt_len=torch.tensor([4, 2, 3]),
@@ -33,7 +33,7 @@ def model() -> DiffusionGemma:
 
 
 def parts(one: Objective, other: Objective) -> set[str]:
-    """The switches in which two objectives part."""
+    """Return the fields in which two objectives differ."""
     return {f.name for f in fields(Objective) if getattr(one, f.name) != getattr(other, f.name)}
 
 
@@ -62,7 +62,7 @@ def scalar(model: DiffusionGemma, loss: Objective, rows: slice = slice(None)) ->
         ("nemo", "leave_one_out", {"t_range", "decoder_loss"}),
     ],
 )
-def test_two_recipes_part_in_exactly_these_switches(one, other, switches):
+def test_two_recipes_differ_in_exactly_these_fields(one, other, switches):
     assert parts(recipes.RECIPES[one](CONFIG), recipes.RECIPES[other](CONFIG)) == switches
 
 
@@ -76,16 +76,16 @@ def test_every_recipe_takes_its_sizes_from_the_config_and_trains(model, name):
     assert model.layers[0].self_attn.k_proj.weight.grad.abs().sum() > 0
 
 
-def test_official_jax_and_trl_score_the_same_canvases_but_for_the_meaning_of_off(model):
+def test_official_jax_and_trl_score_the_same_canvases_except_for_self_cond_off(model):
     jax, trl = recipes.official_jax(CONFIG), recipes.trl(CONFIG)
     repaired = recipes.official_jax(CONFIG, self_cond_off="zero_signal")
     assert (sums(model, jax, "decoder") - sums(model, trl, "decoder")).abs().min() > 1e-3
     torch.testing.assert_close(sums(model, repaired, "decoder")[:2], sums(model, trl, "decoder")[:2])
-    # The cut row: TRL leaves the fill of its last canvas out, if that is the canvas drawn.
+    # In the cut row TRL does not score the fill of the last canvas, if that canvas was drawn.
     assert sums(model, repaired, "decoder")[2] >= sums(model, trl, "decoder")[2]
 
 
-def test_official_jax_and_trl_differ_in_the_causal_term_by_the_fill_alone(model):
+def test_official_jax_and_trl_differ_in_the_causal_term_only_by_the_fill(model):
     jax, trl = (sums(model, recipe(CONFIG), "causal") for recipe in (recipes.official_jax, recipes.trl))
     for row, (prompt, length) in enumerate([(4, 17), (2, 10), (3, 16)]):
         end = prompt + -(-(length - prompt) // 8) * 8
@@ -93,7 +93,7 @@ def test_official_jax_and_trl_differ_in_the_causal_term_by_the_fill_alone(model)
         log_p = model.causal_logits(text[None, :-1])[0].log_softmax(-1)
         cost = -log_p.gather(1, text[1:, None])[:, 0]
         torch.testing.assert_close(jax[row] - trl[row], cost[length - 1 :].sum(), atol=1e-3, rtol=1e-4)
-    assert jax[1] == pytest.approx(trl[1].item(), rel=1e-6)  # no fill, no difference
+    assert jax[1] == pytest.approx(trl[1].item(), rel=1e-6)  # without fill there is no difference
 
 
 def test_nemo_and_megatron_measure_the_same_except_for_cut_answers(model):
@@ -102,14 +102,14 @@ def test_nemo_and_megatron_measure_the_same_except_for_cut_answers(model):
         torch.testing.assert_close(sums(model, nemo, term)[:2], sums(model, megatron, term)[:2])
         assert sums(model, nemo, term)[2] > 0
         assert sums(model, megatron, term)[2] == 0
-    # One process with everything: its token mean is the global one.
+    # With one process its token mean is the global mean.
     assert scalar(model, nemo, slice(0, 2)) == pytest.approx(scalar(model, megatron, slice(0, 2)), rel=1e-6)
 
 
-def test_means_over_examples_and_over_tokens_agree_where_rows_are_alike_and_nowhere_else(model):
+def test_means_over_examples_and_over_tokens_agree_only_for_equal_rows(model):
     def pair(rows: slice) -> tuple[float, float]:
-        given = {"self_cond_off": "zero_signal", "t_range": (0.5, 0.5)}
-        return tuple(scalar(model, recipe(CONFIG, **given), rows) for recipe in (recipes.official_jax, recipes.nemo))
+        changes = {"self_cond_off": "zero_signal", "t_range": (0.5, 0.5)}
+        return tuple(scalar(model, recipe(CONFIG, **changes), rows) for recipe in (recipes.official_jax, recipes.nemo))
 
     example, token = pair(slice(0, 1))
     assert example == pytest.approx(token, rel=1e-6)
@@ -121,19 +121,19 @@ def test_the_range_of_t_changes_the_noise_and_not_the_causal_term(model):
     jax, nemo = recipes.official_jax(CONFIG, self_cond_off="zero_signal"), recipes.nemo(CONFIG)
     torch.testing.assert_close(sums(model, jax, "causal"), sums(model, nemo, "causal"))
     level = [loss._noise(loss._cut(BATCH, SEEDS), SEEDS).level for loss in (jax, nemo)]
-    # The same uniforms, stretched: (1 - 2e-4) u + 1e-4 against (1 - 1e-3) u + 1e-3.
+    # The same uniforms, rescaled: (1 - 2e-4) u + 1e-4 against (1 - 1e-3) u + 1e-3.
     torch.testing.assert_close((level[0] - 1e-4) / (1 - 2e-4), (level[1] - 1e-3) / (1 - 1e-3))
 
 
-def test_dgemma_is_the_published_loss_over_every_canvas(model):
+def test_dgemma_is_the_published_loss_over_all_canvases(model):
     every, one = recipes.dgemma(CONFIG), recipes.dgemma(CONFIG, canvases="one")
     torch.testing.assert_close(sums(model, every, "causal"), sums(model, one, "causal"))
-    # Row 1 has one canvas, so there is nothing to choose.
+    # Row 1 has only one canvas.
     torch.testing.assert_close(sums(model, every, "decoder")[1], sums(model, one, "decoder")[1])
     assert sums(model, every, "decoder")[0] > sums(model, one, "decoder")[0]
 
 
-def test_llada_differs_from_mdlm_by_what_the_mask_takes_of_the_softmax(model):
+def test_llada_differs_from_mdlm_by_the_probability_of_the_mask(model):
     mdlm, llada = recipes.mdlm(CONFIG), recipes.llada(CONFIG)
     assert (sums(model, llada, "decoder") > sums(model, mdlm, "decoder")).all()
     torch.testing.assert_close(
@@ -141,7 +141,7 @@ def test_llada_differs_from_mdlm_by_what_the_mask_takes_of_the_softmax(model):
     )
 
 
-def test_block_diffusion_is_mdlm_where_there_is_one_block(model):
+def test_block_diffusion_with_one_block_is_mdlm(model):
     blocks, mdlm = (sums(model, recipe(CONFIG), "decoder") for recipe in (recipes.block_diffusion, recipes.mdlm))
     torch.testing.assert_close(blocks[1], mdlm[1])
     whole = {"canvas_len": 16}  # now every answer is one block
@@ -170,8 +170,8 @@ def test_adapters_are_those_of_the_sources():
     ("recipe", "router", "others"),
     [("megatron", False, True), ("trl", False, False), ("official_jax", True, False), ("dgemma", True, False)],
 )
-def test_recipes_part_in_whether_routers_learn(recipe, router, others):
-    """A router learns by its own weights or by an adapter on them; the others, by theirs."""
+def test_recipes_differ_in_whether_routers_learn(recipe, router, others):
+    """A router learns through its own weights or through an adapter on them."""
     model = DiffusionGemma(CONFIG)
     recipes.prepare(model, recipe)
     loss = recipes.RECIPES[recipe](CONFIG)
@@ -182,28 +182,28 @@ def test_recipes_part_in_whether_routers_learn(recipe, router, others):
     assert any("q_proj" in name for name in learns)
 
 
-def test_the_published_config_gets_the_published_sizes():
+def test_recipes_take_the_published_sizes_from_the_published_config():
     published: ModelConfig = dgemma.presets.diffusiongemma_26b_a4b()
     loss = recipes.official_jax(published)
     assert (loss.noise.vocab_size, loss.canvas_len, loss.fill_token) == (262_144, 256, 1)
     assert loss.t_range == (1e-4, 1 - 1e-4)
 
 
-def test_softened_scores_have_unit_spread_where_fresh_ones_have_the_root_of_the_head_size():
+def test_softened_attention_scores_have_unit_spread():
     config = dgemma.presets.tiny().replace(head_dim=64, global_head_dim=64)
     torch.manual_seed(0)
     model = dgemma.DiffusionGemma(config)
     tokens = torch.randint(config.vocab_size, (4, 64))
 
     def spread() -> float:
-        # Of log-weights within a row: what softmax was given, up to a constant of the row.
-        with dgemma.observe(model, attention=[2], prefix=True) as seen:
+        # Log-weights within a row are the scores up to a constant.
+        with dgemma.observe(model, attention=[2], prefix=True) as observation:
             model.encode(tokens)
-        last_rows = seen.passes[0].attention[2][:, :, -1].clamp(min=1e-30).log()
+        last_rows = observation.passes[0].attention[2][:, :, -1].clamp(min=1e-30).log()
         return last_rows.std(-1).mean().item()
 
     fresh = spread()
     recipes.soften_attention(model)
-    # Queries and keys of 64 normed entries are at angles whose products spread by sqrt(64) = 8.
+    # Products of normalised queries and keys of 64 entries have a standard deviation of sqrt(64) = 8.
     assert 4 < fresh < 16
     assert 0.5 < spread() < 2

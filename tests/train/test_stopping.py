@@ -18,7 +18,7 @@ PEAK, FLOOR = 1e-2, 0.1
 
 
 class Shrink:
-    """The least work for a step: weights that go to zero, without a forward."""
+    """A minimal objective: weights shrink to zero, without a forward."""
 
     def __call__(self, model, batch, *, seeds):
         size = sum(weight.square().sum() for weight in model.parameters())
@@ -33,7 +33,7 @@ class Shrink:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Time that passes only where a test lets it."""
+    """A clock that only the test advances."""
 
     class Clock:
         now = 1000.0
@@ -43,7 +43,7 @@ def clock(monkeypatch):
 
 
 def run(out, clock, pace, *, minutes=MINUTES, stop_at=None, allow_changes=False, evaluate=None, **changes):
-    """Train, each step taking `pace(step)` seconds; the result, and the seconds it took."""
+    """Train with steps of `pace(step)` seconds; return the result and the seconds it took."""
 
     def on_step(record):
         clock.now += pace(record.step)
@@ -65,14 +65,14 @@ def after(num_steps, *, first, then):
     ("pace", "least", "most"),
     [
         (lambda step: 2.0, 0.95, 0.98),
-        (after(1, first=40.0, then=2.0), 0.95, 0.98),  # it compiles
-        (after(20, first=2.0, then=6.0), 0.93, 1.0),  # somebody else came to the GPU
-        (after(20, first=3.0, then=1.0), 0.93, 1.0),  # and left
+        (after(1, first=40.0, then=2.0), 0.95, 0.98),  # compiling
+        (after(20, first=2.0, then=6.0), 0.93, 1.0),  # the GPU becomes shared
+        (after(20, first=3.0, then=1.0), 0.93, 1.0),  # the GPU becomes free
         (after(12, first=6.0, then=0.5), 0.9, 1.0),
     ],
     ids=["steady", "slow first step", "slower", "faster", "much faster"],
 )
-def test_the_time_is_used_and_the_rate_ends_at_its_floor(tmp_path, clock, pace, least, most):
+def test_the_run_uses_its_time_and_the_learning_rate_ends_at_its_floor(tmp_path, clock, pace, least, most):
     result, seconds = run(tmp_path, clock, pace)
     assert least < seconds / SECONDS <= most
     assert not result.interrupted
@@ -82,7 +82,7 @@ def test_the_time_is_used_and_the_rate_ends_at_its_floor(tmp_path, clock, pace, 
     assert rates[-1] == pytest.approx(FLOOR * PEAK)
 
 
-def test_the_rate_falls_with_the_time(tmp_path, clock):
+def test_the_learning_rate_falls_with_the_time(tmp_path, clock):
     result, _ = run(tmp_path, clock, lambda step: 2.0)
     rates = result.log.column("lr")[1]
     assert rates[2:-1] == sorted(rates[2:-1], reverse=True)
@@ -91,9 +91,9 @@ def test_the_rate_falls_with_the_time(tmp_path, clock):
 
 def test_a_short_run_leaves_its_warm_up(tmp_path, clock):
     run(tmp_path, clock, lambda step: 2.0, warmup=100, stop_at=20)
-    result, _ = run(tmp_path, clock, lambda step: 2.0, warmup=100)  # the shorter warm-up is no change of the run
+    result, _ = run(tmp_path, clock, lambda step: 2.0, warmup=100)  # the planned warm-up is not a change of the run
     rates = result.log.column("lr")[1]
-    assert rates[9] == pytest.approx(0.1 * PEAK)  # until the pace is known
+    assert rates[9] == pytest.approx(0.1 * PEAK)  # while the pace is unknown
     assert rates[10] > 0.95 * PEAK
     assert rates[10:] == sorted(rates[10:], reverse=True)
     assert rates[-1] == pytest.approx(FLOOR * PEAK)
@@ -110,8 +110,8 @@ def test_a_run_limited_by_steps_can_continue_for_minutes(tmp_path, clock):
     assert result.log.column("lr")[1][-1] == pytest.approx(FLOOR * PEAK)
 
 
-def test_steps_that_outlast_the_time_are_two(tmp_path, clock):
-    # The one during which it ended, and one to finish with.
+def test_a_run_whose_first_step_exceeds_the_time_takes_one_more(tmp_path, clock):
+    # The step during which the time ends, and the last one.
     result, _ = run(tmp_path, clock, lambda step: 1.5 * SECONDS)
     assert result.step == 2
     assert result.final is not None
@@ -178,7 +178,7 @@ def test_a_signal_while_the_plan_is_renewed_stops_the_run(tmp_path, clock, caplo
     assert result.final is not None
 
 
-def test_a_second_interrupt_does_what_it_always_does(tmp_path, clock):
+def test_a_second_interrupt_raises_keyboard_interrupt(tmp_path, clock):
     def pace(step):
         if step == 3:
             signal.raise_signal(signal.SIGINT)
@@ -189,7 +189,7 @@ def test_a_second_interrupt_does_what_it_always_does(tmp_path, clock):
         run(tmp_path, clock, pace)
 
 
-def test_the_same_call_goes_on_and_the_minutes_before_count(tmp_path, clock):
+def test_the_same_call_continues_and_earlier_minutes_count(tmp_path, clock):
     _, before = run(tmp_path, clock, lambda step: 2.0, stop_at=31)
     assert before == 62
     result, rest = run(tmp_path, clock, lambda step: 2.0)
@@ -226,7 +226,7 @@ def test_the_time_of_evaluating_counts_in_a_resumed_run(tmp_path, clock, end):
     assert result.final is not None
 
 
-def test_changes_to_an_unfinished_run_leave_its_rate_where_it_was(tmp_path, clock):
+def test_changes_to_an_unfinished_run_keep_its_learning_rate(tmp_path, clock):
     run(tmp_path, clock, lambda step: 2.0, stop_at=45)
     result, _ = run(tmp_path, clock, lambda step: 2.0, allow_changes=True, batch_size=3)
     rates = result.log.column("lr")[1]
@@ -245,6 +245,6 @@ def test_without_minutes_the_run_takes_the_steps_of_its_configuration(tmp_path, 
     assert result.step == 5
 
 
-def test_the_least_time_is_two_steps(tmp_path, clock):
+def test_the_shortest_run_takes_two_steps(tmp_path, clock):
     result, _ = run(tmp_path, clock, lambda step: 1.0, minutes=5e-324)
     assert result.step == 2
