@@ -57,6 +57,7 @@ def runs(tmp_path_factory):
         replace(growing, parallel=apart),
         Job(out=folder / "mixed_2", parallel=apart, **mixed),
         Job(out=folder / "adapted_2", parallel=apart, **adapted),
+        Job(out=folder / "minutes", config={"steps": None, "minutes": 1e-6}),
     ]
     failures += launch(2, run_together, on_two)
     assert not any(map(any, failures)), failures
@@ -90,24 +91,29 @@ def _assert_same_run(folder: Path, expected: Path) -> None:
     torch.testing.assert_close(_final(folder), _final(expected), **EXACT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ON_TWO)
 def test_two_processes_give_the_losses_and_weights_of_one(runs, name):
     _assert_same_run(runs / ON_TWO[name].out, runs / "alone")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ON_FOUR)
 def test_four_processes_give_the_losses_and_weights_of_one(runs, name):
     _assert_same_run(runs / ON_FOUR[name].out, runs / "alone")
 
 
+@pytest.mark.slow
 def test_a_run_of_four_processes_continues_with_two_and_then_one(runs):
     _assert_same_run(runs / "shrinking", runs / "alone")
 
 
+@pytest.mark.slow
 def test_a_run_of_one_process_continues_with_two(runs):
     _assert_same_run(runs / "growing", runs / "alone")
 
 
+@pytest.mark.slow
 def test_training_changes_every_weight(runs):
     """Otherwise the equalities above would prove little."""
     model = dgemma.DiffusionGemma(CONFIG, dtype=torch.float64)
@@ -116,6 +122,7 @@ def test_training_changes_every_weight(runs):
     assert all(not torch.equal(weight, trained[name]) for name, weight in model.named_parameters())
 
 
+@pytest.mark.slow
 def test_bfloat16_on_two_processes_is_near_that_of_one(runs):
     """Layers, norms included, are gathered in bfloat16: equal while norms are 1, then 2^-9 apart by rounding."""
     two, one = ([loss for loss, _ in _losses(runs / name)] for name in ("mixed_2", "mixed_1"))
@@ -123,12 +130,20 @@ def test_bfloat16_on_two_processes_is_near_that_of_one(runs):
     torch.testing.assert_close(two, one, rtol=2e-3, atol=0)
 
 
+@pytest.mark.slow
 def test_adapters_on_spread_experts_learn_as_on_one_process(runs):
     two, one = runs / "adapted_2", runs / "adapted_1"
     torch.testing.assert_close(_losses(two), _losses(one), **EXACT)
     torch.testing.assert_close(*(load_file(run / "final" / "adapters.safetensors") for run in (two, one)), **EXACT)
 
 
+@pytest.mark.slow
+def test_minutes_end_all_processes_after_the_same_step(runs):
+    assert len(_losses(runs / "minutes")) == 2  # the step during which the time ends, and the last one
+    assert _final(runs / "minutes")
+
+
+@pytest.mark.slow
 def test_a_flipped_bit_in_one_process_file_is_detected_by_all(damaged):
     (errors,), folder = damaged
     message = "step-000003 must be a complete checkpoint, but __1_0.distcp has changed since it was written. Delete"
@@ -146,15 +161,17 @@ def failures(tmp_path_factory):
     return launch(2, run_together, [uneven, Job(out=folder / "dying", dies=1)])
 
 
+@pytest.mark.slow
 def test_processes_with_unequal_work_raise_instead_of_waiting(failures):
     for error in failures[0]:
         assert "processes must run the layers equally often" in error
 
 
+@pytest.mark.slow
 def test_a_lost_process_ends_the_others_with_a_sentence(failures):
     survivor, _ = failures[1]
     assert "Process 0 of 2 lost another process" in survivor
-    assert "goes on from its last checkpoint" in survivor
+    assert "to continue from the last checkpoint" in survivor
 
 
 def test_starting_without_torchrun_names_the_command(monkeypatch):

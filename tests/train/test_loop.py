@@ -208,6 +208,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_random_moments_ends_in_the_same_bits(tmp_path):
     straight, _ = run(tmp_path / "straight", steps=120, ema_decay=0.9)
     out = tmp_path / "killed"
