@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
+from dgemma.checks import check_choice, require_field
 from dgemma.model.gemma4 import GEMMA4_TYPES, config_from_gemma4
 
 SLIDING = "sliding_attention"
@@ -83,26 +84,22 @@ class ModelConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "layer_types", tuple(self.layer_types))
         for name in _POSITIVE_INTS:
-            _require(_is_int(getattr(self, name), 1), name, f"be an integer from 1 to {_LARGEST_SIZE}", self)
+            require_field(_is_int(getattr(self, name), 1), self, name, f"be an integer from 1 to {_LARGEST_SIZE}")
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             value = getattr(self, name)
-            _require(_is_int(value, 0) and value < self.vocab_size, name, "be a token id below vocab_size", self)
+            require_field(_is_int(value, 0) and value < self.vocab_size, self, name, "be a token id below vocab_size")
         for name in ("rms_norm_eps", "final_logit_softcapping", "initializer_range"):
-            _require(_is_positive(getattr(self, name)), name, "be a finite number above 0", self)
-        _require(isinstance(self.noise_conditioning, bool), "noise_conditioning", "be True or False", self)
-        _require(len(self.layer_types) == self.num_hidden_layers, "layer_types", "name one type per layer", self)
-        _require(
-            all(kind in (SLIDING, FULL) for kind in self.layer_types),
-            "layer_types",
-            f"hold only {SLIDING!r} or {FULL!r}",
-            self,
-        )
-        _require(self.layer_types[-1] == FULL, "layer_types", f"end with {FULL!r}", self)
-        _require(self.top_k_experts <= self.num_experts, "top_k_experts", "be at most num_experts", self)
-        _require(self.sliding_window >= 2, "sliding_window", "be at least 2 (a query and one key before it)", self)
+            require_field(_is_positive(getattr(self, name)), self, name, "be a finite number above 0")
+        require_field(isinstance(self.noise_conditioning, bool), self, "noise_conditioning", "be True or False")
+        require_field(len(self.layer_types) == self.num_hidden_layers, self, "layer_types", "name one type per layer")
+        known = all(kind in (SLIDING, FULL) for kind in self.layer_types)
+        require_field(known, self, "layer_types", f"hold only {SLIDING!r} or {FULL!r}")
+        require_field(self.layer_types[-1] == FULL, self, "layer_types", f"end with {FULL!r}")
+        require_field(self.top_k_experts <= self.num_experts, self, "top_k_experts", "be at most num_experts")
+        require_field(self.sliding_window >= 2, self, "sliding_window", "be at least 2 (a query and one key before it)")
         for kv, head in (("num_key_value_heads", "head_dim"), ("num_global_key_value_heads", "global_head_dim")):
-            _require(self.num_attention_heads % getattr(self, kv) == 0, kv, "divide num_attention_heads", self)
-            _require(getattr(self, head) % 2 == 0, head, "be even, since rope rotates pairs", self)
+            require_field(self.num_attention_heads % getattr(self, kv) == 0, self, kv, "divide num_attention_heads")
+            require_field(getattr(self, head) % 2 == 0, self, head, "be even, since rope rotates pairs")
         for kind in sorted(set(self.layer_types)):
             _check_rope(self.rope_parameters, kind)
 
@@ -220,8 +217,8 @@ class Conventions:
     self_cond_logits: str = "rounded"
 
     def __post_init__(self) -> None:
-        _require(self.sliding_prefix in ("window - 1", "window"), "sliding_prefix", "be 'window - 1' or 'window'", self)
-        _require(self.self_cond_logits in ("rounded", "float32"), "self_cond_logits", "be 'rounded' or 'float32'", self)
+        check_choice(self, "sliding_prefix", ("window - 1", "window"))
+        check_choice(self, "self_cond_logits", ("rounded", "float32"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,19 +243,19 @@ class GenerationDefaults:
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "max_denoising_steps"):
-            _require(_is_int(getattr(self, name), 1), name, "be an integer of at least 1", self)
-        _require(_is_int(self.stability_threshold, 0), "stability_threshold", "be an integer of at least 0", self)
+            require_field(_is_int(getattr(self, name), 1), self, name, "be an integer of at least 1")
+        require_field(_is_int(self.stability_threshold, 0), self, "stability_threshold", "be an integer of at least 0")
         for name in ("t_max", "t_min", "confidence_threshold"):
-            _require(_is_positive(getattr(self, name)), name, "be a finite number above 0", self)
+            require_field(_is_positive(getattr(self, name)), self, name, "be a finite number above 0")
         bound_fits = self.entropy_bound == 0 or _is_positive(self.entropy_bound)
-        _require(bound_fits, "entropy_bound", "be a finite number of at least 0", self)
-        _require(self.t_min <= self.t_max, "t_min", "be at most t_max", self)
-        _require(all(_is_int(t, 0) for t in self.eos_token_id), "eos_token_id", "hold token ids", self)
-        _require(_is_int(self.pad_token_id, 0), "pad_token_id", "be a token id", self)
+        require_field(bound_fits, self, "entropy_bound", "be a finite number of at least 0")
+        require_field(self.t_min <= self.t_max, self, "t_min", "be at most t_max")
+        require_field(all(_is_int(t, 0) for t in self.eos_token_id), self, "eos_token_id", "hold token ids")
+        require_field(_is_int(self.pad_token_id, 0), self, "pad_token_id", "be a token id")
         for name, key, example in (("noise", "kind", "uniform"), ("sampler", "name", "ancestral")):
             said = getattr(self, name)
             named = said is None or (isinstance(said, Mapping) and isinstance(said.get(key), str))
-            _require(named, name, f'be a dictionary with a "{key}", such as {{"{key}": "{example}"}}', self)
+            require_field(named, self, name, f'be a dictionary with a "{key}", such as {{"{key}": "{example}"}}')
 
     def after_learning(self, noise: Mapping[str, Any]) -> Self:
         """The same of a model that learnt this noise since; what was chosen to sample another kind of noise goes.
@@ -373,11 +370,6 @@ def _is_int(value: object, smallest: int) -> bool:
 
 def _is_positive(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value) and value > 0
-
-
-def _require(condition: bool, name: str, rule: str, owner: object) -> None:
-    if not condition:
-        raise ValueError(f"{type(owner).__name__}.{name} must {rule}, got {getattr(owner, name)!r}.")
 
 
 _POSITIVE_INTS = (

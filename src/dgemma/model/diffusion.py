@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dgemma.checks import require_tensor
 from dgemma.diffusion.prediction import Prediction, SoftCap
 from dgemma.model.attention import Mask
 from dgemma.model.backbone import KeysValues, Layer, run_layers
@@ -326,7 +327,7 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
 
     def _cache_for(self, tokens: Tensor, cache: PrefixCache | None) -> PrefixCache:
         """The cache that `tokens` extend, a new one for None."""
-        _require_2d_ids(tokens, "tokens")
+        _check_ids(tokens, "tokens")
         return self.new_cache(tokens.shape[0]) if cache is None else cache
 
     def check_prefix(self, tokens: Tensor, cache: Cache, attention_mask: Tensor | None) -> Tensor | None:
@@ -353,7 +354,7 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
 
     def check_tokens(self, tokens: Tensor, cache: Cache, name: str) -> None:
         """Check tokens (B, T), the prefix's or a canvas's, against the cache they are read with."""
-        _require_2d_ids(tokens, name)
+        _check_ids(tokens, name)
         if tokens.shape[0] == 0 or (name == "canvas" and tokens.shape[1] == 0):
             raise ValueError(f"DiffusionGemma {name} must hold something, got shape {tuple(tokens.shape)}.")
         if tokens.shape[0] != cache.batch_size:
@@ -376,9 +377,6 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
                 )
 
 
-def _require_2d_ids(tokens: Tensor, name: str) -> None:
-    if tokens.dim() != 2 or tokens.dtype not in (torch.int64, torch.int32):
-        raise ValueError(
-            f"DiffusionGemma {name} must be integer ids of shape (batch, length), "
-            f"got {tokens.dtype} of shape {tuple(tokens.shape)}."
-        )
+def _check_ids(tokens: Tensor, name: str) -> None:
+    rule = "be integer ids of shape (batch, length)"
+    require_tensor(tokens, f"DiffusionGemma {name}", rule, shape=(None, None), dtypes=(torch.int64, torch.int32))

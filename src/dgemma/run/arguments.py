@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from dgemma.checks import as_int, as_number
+from dgemma.checks import as_int, as_number, require, require_tensor, show
 from dgemma.diffusion.noise import Noise
 from dgemma.model.cache import Cache
 from dgemma.model.config import ModelConfig
@@ -73,7 +73,7 @@ def read_seeds(seed: int | Sequence[int] | Tensor, prompt_tokens: Tensor) -> Ten
     whole = isinstance(seeds, list) and all(type(s) is int and -(2**63) <= s < 2**63 for s in seeds)
     if not whole or len(seeds) != batch_size:
         raise ValueError(
-            f"generate seed must be an int or one int per row ({batch_size}), each of 64 bits, got {_show(seed)}."
+            f"generate seed must be an int or one int per row ({batch_size}), each of 64 bits, got {show(seed)}."
         )
     return torch.tensor(seeds, dtype=torch.int64, device=prompt_tokens.device)
 
@@ -83,7 +83,7 @@ def read_token_ids(name: str, ids: int | Iterable[int]) -> tuple[int, ...]:
     one = as_int(ids)
     listed = _as_lists(ids) if one is None else [one]
     if not isinstance(listed, list) or any(type(token) is not int for token in listed):
-        raise ValueError(f"generate {name} must be a token id or several, got {_show(ids)}.")
+        raise ValueError(f"generate {name} must be a token id or several, got {show(ids)}.")
     return tuple(sorted(listed))
 
 
@@ -98,7 +98,9 @@ def read_span(
     """Canvas, frozen and allowed in one form, each checked against the others and the vocabulary."""
     batch_size, device = prompt_tokens.shape[0], prompt_tokens.device
     if canvas is not None:
-        _require_span("canvas", canvas, batch_size, (torch.int64, torch.int32), "int64 tokens, -1 for noise")
+        rule = f"be int64 tokens, -1 for noise, of shape ({batch_size}, positions)"
+        dtypes = (torch.int64, torch.int32)
+        require_tensor(canvas, "generate canvas", rule, shape=(batch_size, None), dtypes=dtypes)
         if canvas.shape[1] == 0:
             raise ValueError("generate canvas must have at least one position, got none. Leave it out for pure noise.")
         if canvas.shape[1] > max_new_tokens:
@@ -115,11 +117,8 @@ def read_span(
     if frozen is not None:
         if canvas is None:
             raise ValueError("generate frozen needs canvas: the tokens to keep. Pass both, of the same shape.")
-        _require_span("frozen", frozen, batch_size, (torch.bool,), "booleans")
-        if frozen.shape != canvas.shape:
-            raise ValueError(
-                f"generate frozen must have the canvas's shape {tuple(canvas.shape)}, got {tuple(frozen.shape)}."
-            )
+        rule = f"be booleans of the canvas's shape {tuple(canvas.shape)}"
+        require_tensor(frozen, "generate frozen", rule, shape=canvas.shape, dtypes=(torch.bool,))
         frozen = frozen.to(device)
         if bool((frozen & ((canvas < 0) | noise.masked(canvas))).any()):
             raise ValueError(
@@ -135,7 +134,7 @@ def check_sampler(sampler: Sampler, noise: Noise, config: ModelConfig) -> None:
     if not isinstance(noise, Noise):
         raise ValueError(
             f"generate noise must be a process such as UniformNoise(vocab_size) or MaskNoise(vocab_size), "
-            f"got {_show(noise)}."
+            f"got {show(noise)}."
         )
     check_vocabulary(noise, config)
     check_valid(sampler, noise)
@@ -159,9 +158,8 @@ def check_valid(sampler: Sampler, noise: Noise) -> None:
 def read_count(name: str, value: Any) -> int:
     """An integer of at least 1."""
     count = as_int(value)
-    if count is None or count < 1:
-        raise ValueError(f"generate {name} must be an integer of at least 1, got {value!r}.")
-    return count
+    require(count is not None and count >= 1, f"generate {name}", "be an integer of at least 1", value)
+    return cast(int, count)
 
 
 def read_noise_level(noise_level: Any, canvas: Any, *, owner: str = "generate") -> float:
@@ -186,7 +184,7 @@ def check_mask(attention_mask: Any, prompt_tokens: Tensor, num_cached: int) -> N
     if not fits or attention_mask.shape[0] != rows or attention_mask.shape[1] < width:
         raise ValueError(
             f"generate attention_mask must be a tensor of shape ({rows}, {width}), 1 for real tokens, "
-            f"got {_show(attention_mask)}."
+            f"got {show(attention_mask)}."
         )
     if num_cached == 0 and not bool(attention_mask.bool().any(1).all()):
         raise ValueError(_NO_TOKEN)
@@ -197,7 +195,7 @@ def check_prompt(
 ) -> None:
     if not isinstance(prompt_tokens, Tensor) or prompt_tokens.dim() != 2 or prompt_tokens.is_floating_point():
         raise ValueError(
-            f"generate prompt_tokens must be integer ids of shape (batch, length), got {_show(prompt_tokens)}. "
+            f"generate prompt_tokens must be integer ids of shape (batch, length), got {show(prompt_tokens)}. "
             f"Use tokenizer.encode_batch([text])."
         )
     if prompt_tokens.device != device:
@@ -254,11 +252,11 @@ def _allowed_table(name: str, allowed: Any, vocab_size: int) -> Tensor:
     of_ids = all(isinstance(ids, list) and all(type(token) is int for token in ids) for ids in sets)
     if not of_ids:
         raise ValueError(
-            f"{name} must be booleans, token ids, or one list of ids per position, got {_show(allowed)}. "
+            f"{name} must be booleans, token ids, or one list of ids per position, got {show(allowed)}. "
             "Do not mix these forms."
         )
     if any(not 0 <= token < vocab_size for ids in sets for token in ids):
-        raise ValueError(f"{name} must hold ids in [0, {vocab_size}), got {_show(allowed)}.")
+        raise ValueError(f"{name} must hold ids in [0, {vocab_size}), got {show(allowed)}.")
     table = torch.zeros(len(sets), vocab_size, dtype=torch.bool)
     for position, ids in enumerate(sets):
         table[position, ids] = True
@@ -272,21 +270,6 @@ def _as_lists(value: Any) -> Any:
     if isinstance(value, Iterable) and not isinstance(value, str | bytes):
         return [_as_lists(item) for item in value]
     return value
-
-
-def _show(value: Any) -> str:
-    """A value in a sentence: tensors by type and shape, classes and strings as what they are."""
-    if isinstance(value, Tensor):
-        return f"{value.dtype} of shape {tuple(value.shape)}"
-    if isinstance(value, type):
-        return f"the class {value.__name__}"
-    shown = repr(value)
-    return shown if len(shown) <= 60 else f"{shown[:57]}..."
-
-
-def _require_span(name: str, value: Any, batch_size: int, dtypes: tuple[torch.dtype, ...], what: str) -> None:
-    if not isinstance(value, Tensor) or value.dim() != 2 or value.shape[0] != batch_size or value.dtype not in dtypes:
-        raise ValueError(f"generate {name} must be {what} of shape ({batch_size}, positions), got {_show(value)}.")
 
 
 def _pad(part: Tensor, canvas_len: int, value: int | bool) -> Tensor:

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from dgemma.checks import check_choice
 from dgemma.diffusion.decision import Decision, transition
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
@@ -27,11 +28,8 @@ class Ancestral(Sampler):
     redecides: ClassVar[frozenset[str]] = frozenset({"uniform", "hybrid"})
 
     def __post_init__(self) -> None:
-        if self.parametrisation not in ("mean", "loo"):
-            raise ValueError(
-                f'Ancestral.parametrisation must be "mean" or "loo", got {self.parametrisation!r}. '
-                'A network trained by cross-entropy predicts the "mean".'
-            )
+        fix = 'A network trained by cross-entropy predicts the "mean".'
+        check_choice(self, "parametrisation", ("mean", "loo"), fix=fix)
 
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
         if self.parametrisation == "loo":

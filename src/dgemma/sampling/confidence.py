@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from dgemma.checks import check_block_len, check_choice, check_finite
+from dgemma.checks import check_block_len, check_choice, check_finite, require_field
 from dgemma.diffusion import draws
 from dgemma.diffusion.decision import Decision
 from dgemma.diffusion.prediction import Prediction
@@ -47,15 +47,12 @@ class Confidence(Sampler):
         check_choice(self, "quota", ("fixed", "cosine"))
         check_block_len(self)
         check_finite(self, "order_temperature", fix="Use 0 for a strict order.")
-        if self.order == "random" and self.order_temperature != 0:
-            raise ValueError(
-                f"Confidence.order_temperature must be 0 for order 'random', got {self.order_temperature}. "
-                "That order has no score to add noise to."
-            )
-        if self.anneal and self.order_temperature == 0:
-            raise ValueError(
-                "Confidence.anneal must be False without an order_temperature. Set the one it is to lower."
-            )
+        if self.order == "random":
+            fix = "That order has no score to add noise to."
+            require_field(self.order_temperature == 0, self, "order_temperature", "be 0 for order 'random'", fix)
+        if self.order_temperature == 0:
+            rule, fix = "be False without an order_temperature", "Set the order_temperature that it lowers."
+            require_field(not self.anneal, self, "anneal", rule, fix)
 
     def start(self, state: DenoiseState) -> Any:
         return state.open if self.quota == "cosine" else None

@@ -6,6 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from dgemma.checks import check_count, check_probability
 from dgemma.diffusion.decision import Decision
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
@@ -31,14 +32,8 @@ class TokenEditing(Sampler):
 
     def __post_init__(self) -> None:
         for name in ("tau_mask", "tau_edit"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(
-                    f"TokenEditing.{name} must be a probability, got {getattr(self, name)}. Use 1 to never pass it."
-                )
-        if self.max_edit_steps < 0:
-            raise ValueError(
-                f"TokenEditing.max_edit_steps must be >= 0, got {self.max_edit_steps}. Use 0 for none after filling."
-            )
+            check_probability(self, name, fix="Use 1 to never pass it.")
+        check_count(self, "max_edit_steps", least=0, fix="Use 0 for none after the canvas is full.")
 
     @property
     def revises(self) -> bool:

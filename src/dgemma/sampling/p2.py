@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import torch
 
+from dgemma.checks import check_size
 from dgemma.diffusion.decision import Decision
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
@@ -31,8 +32,7 @@ class P2(Sampler):
     valid_for: ClassVar[frozenset[str]] = frozenset({"mask"})
 
     def __post_init__(self) -> None:
-        if not self.eta >= 0:
-            raise ValueError(f"P2.eta must be >= 0, got {self.eta}. Use 0 to never mask a committed token again.")
+        check_size(self, "eta", fix="Use 0 to never mask a committed token again.")
 
     @property
     def revises(self) -> bool:

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
+from dgemma.checks import check_choice, check_probability, require_field
 from dgemma.diffusion.decision import Decision
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.schedule import Loop
@@ -34,12 +35,10 @@ class ReMDM(Sampler):
     valid_for: ClassVar[frozenset[str]] = frozenset({"mask"})
 
     def __post_init__(self) -> None:
-        if self.strategy not in get_args(Strategy):
-            raise ValueError(f"ReMDM.strategy must be one of {get_args(Strategy)}, got {self.strategy!r}.")
-        if self.strategy == "conf" and self.eta is not None:
-            raise ValueError(f'ReMDM.eta must be None for strategy "conf", got {self.eta}. Its σ has no scale.')
-        if self.eta is not None and not 0 <= self.eta <= 1:
-            raise ValueError(f"ReMDM.eta must lie in [0, 1], got {self.eta}. It is a probability of re-masking.")
+        check_choice(self, "strategy", get_args(Strategy))
+        if self.eta is not None:
+            require_field(self.strategy != "conf", self, "eta", 'be None for strategy "conf"', "Its σ has no scale.")
+            check_probability(self, "eta", fix="It is the probability of masking a token again.")
 
     @property
     def revises(self) -> bool:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dgemma.checks import as_int, check_choice, check_count, check_size
+from dgemma.checks import as_int, check_choice, check_count, check_size, require_field
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
 
@@ -134,10 +134,8 @@ class EndOfText(StopRule):
     token_ids: tuple[int, ...] = (1, 106, 50)
 
     def __post_init__(self) -> None:
-        if not self.token_ids or any(as_int(token) is None for token in self.token_ids):
-            raise ValueError(
-                f"EndOfText.token_ids must name tokens by id, got {self.token_ids!r}. For none, leave the rule out."
-            )
+        fits = bool(self.token_ids) and all(as_int(token) is not None for token in self.token_ids)
+        require_field(fits, self, "token_ids", "name tokens by id", "For none, leave the rule out.")
 
     def __call__(self, prediction: Prediction, state: DenoiseState) -> tuple[Tensor, None]:
         is_stop = torch.zeros_like(state.open)
@@ -162,22 +160,15 @@ class ConfidenceGap(StopRule):
     span: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        if len(self.thresholds) != 3:
-            raise ValueError(
-                f"ConfidenceGap.thresholds must be three gaps (early, middle, late), got {self.thresholds}. "
-                "Use (7.5, 5.0, 2.5), as published."
-            )
-        if self.span is not None and not 0 <= self.span[0] < self.span[1]:
-            raise ValueError(
-                f"ConfidenceGap.span must be 0 <= start < stop, got {self.span}. Use None for the whole canvas."
-            )
+        rule, fix = "be three gaps (early, middle, late)", "Use (7.5, 5.0, 2.5), as published."
+        require_field(len(self.thresholds) == 3, self, "thresholds", rule, fix)
+        fits = self.span is None or 0 <= self.span[0] < self.span[1]
+        require_field(fits, self, "span", "be 0 <= start < stop", "Use None for the whole canvas.")
 
     def start(self, state: DenoiseState) -> None:
-        if self.span is not None and self.span[1] > state.canvas_len:
-            raise ValueError(
-                f"ConfidenceGap.span must end within the canvas of {state.canvas_len} tokens, got {self.span}. "
-                "Count its positions from the canvas's start."
-            )
+        fits = self.span is None or self.span[1] <= state.canvas_len
+        rule = f"end within the canvas of {state.canvas_len} tokens"
+        require_field(fits, self, "span", rule, "Count its positions from the canvas's start.")
 
     def __call__(self, prediction: Prediction, state: DenoiseState) -> tuple[Tensor, None]:
         watched = slice(*self.span) if self.span is not None else slice(None)

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dgemma.checks import as_number, check_finite
+from dgemma.checks import as_number, check_finite, require_field
 
 _GREEDY = "Use a sampler's greedy=True for the argmax."
 _LEAST, _MOST = 1e-30, 1e30  # what float32 can divide logits by
@@ -58,11 +58,8 @@ class LinearTemperature:
 
 def _check(owner: Any, field: str) -> None:
     check_finite(owner, field, above=0, fix=_GREEDY)
-    value = getattr(owner, field)
-    if not _LEAST <= value <= _MOST:
-        raise ValueError(
-            f"{type(owner).__name__}.{field} must be from {_LEAST:g} to {_MOST:g}, got {value!r}. {_GREEDY}"
-        )
+    fits = _LEAST <= getattr(owner, field) <= _MOST
+    require_field(fits, owner, field, f"be from {_LEAST:g} to {_MOST:g}", _GREEDY)
 
 
 def read_temperature(value: Any) -> Any:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
+from dgemma.checks import require_tensor
 from dgemma.diffusion.state import DenoiseState
 from dgemma.model.cache import Cache
 from dgemma.progress import progress_bar
@@ -148,7 +149,7 @@ def edit(
     real = _read_mask("edit", attention_mask, tokens)
     todo = real & (real.cumsum(1) > 1)
     if frozen is not None:
-        _require("edit frozen", frozen, tokens, torch.bool)
+        require_tensor(frozen, "edit frozen", _like(tokens, "booleans"), shape=tokens.shape, dtypes=(torch.bool,))
         todo = todo & ~frozen.to(tokens.device)
     if not bool(todo.any(1).all()):
         raise ValueError("edit frozen must leave a token to rewrite in every row. Leave out the rows that have none.")
@@ -359,7 +360,7 @@ def _read_mask(name: str, attention_mask: Tensor | None, tokens: Tensor) -> Tens
     """Which tokens are real, (B, N) bool."""
     if attention_mask is None:
         return torch.ones_like(tokens, dtype=torch.bool)
-    _require(f"{name} attention_mask", attention_mask, tokens, None)
+    require_tensor(attention_mask, f"{name} attention_mask", _like(tokens, "a tensor"), shape=tokens.shape)
     return attention_mask.to(tokens.device, torch.bool)
 
 
@@ -368,7 +369,7 @@ def _read_holes(holes: Holes, tokens: Tensor) -> Tensor:
     if isinstance(holes, int):
         return tokens == holes
     if isinstance(holes, Tensor):
-        _require("infill holes", holes, tokens, torch.bool)
+        require_tensor(holes, "infill holes", _like(tokens, "booleans"), shape=tokens.shape, dtypes=(torch.bool,))
         return holes.to(tokens.device)
     marked = torch.zeros_like(tokens, dtype=torch.bool)
     for span in holes:
@@ -395,8 +396,5 @@ def _check_text(name: str, tokens: Tensor, kept: Tensor, tail_token_id: int | No
         raise ValueError(f"{name} tail_token_id must be a real token below {vocab_size}, got {tail_token_id}.")
 
 
-def _require(name: str, value: Any, tokens: Tensor, dtype: torch.dtype | None) -> None:
-    if not isinstance(value, Tensor) or value.shape != tokens.shape or (dtype is not None and value.dtype != dtype):
-        got = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        kind = "a tensor" if dtype is None else str(dtype)
-        raise ValueError(f"{name} must be {kind} of the tokens' shape {tuple(tokens.shape)}, got {got}.")
+def _like(tokens: Tensor, kind: str) -> str:
+    return f"be {kind} of the tokens' shape {tuple(tokens.shape)}"

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dgemma.checkpoint.tokenizer import Tokenizer
+from dgemma.checks import require
 from dgemma.diffusion import draws
 from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.prediction import Prediction
@@ -108,8 +109,8 @@ def slots(
     check_vocabulary(noise, model.config)
     pieces = _read_template(template, tokenizer, noise, model.config.canvas_length)
     for name, value, least in (("num_draws", num_draws, 1), ("max_rows", max_rows, 1), ("horizon", horizon, 0)):
-        if not isinstance(value, int) or value < least:
-            raise ValueError(f"slots {name} must be an integer of at least {least}, got {value!r}.")
+        fits = isinstance(value, int) and value >= least
+        require(fits, f"slots {name}", f"be an integer of at least {least}", value)
     if tail_token_id is not None and (not 0 <= tail_token_id < noise.vocab_size or tail_token_id == noise.mask_token):
         raise ValueError(
             f"slots tail_token_id must be a real token below {noise.vocab_size}, got {tail_token_id}. "
