@@ -4,24 +4,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from dgemma import _startup  # noqa: F401
-from dgemma.checkpoint.tokenizer import ByteTokenizer, Reply, TokenBatch, Tokenizer, ToolCall
+from dgemma.checkpoint.tokenizer import ByteTokenizer, Tokenizer
 from dgemma.diffusion import schedule
 from dgemma.diffusion.noise import HybridNoise, MaskNoise, Noise, UniformNoise
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
 from dgemma.model import presets
-from dgemma.model.cache import CacheMark, PrefixCache
-from dgemma.model.config import Conventions, GenerationDefaults, ModelConfig
+from dgemma.model.config import ModelConfig
 from dgemma.model.diffusion import DiffusionGemma
-from dgemma.run.changes import apply_changes
-from dgemma.run.defaults import default_sampler, learnt_noise
 from dgemma.run.generate import generate, stream
 from dgemma.run.knobs import Knobs
-from dgemma.run.loop import denoise_canvas
-from dgemma.run.plan import Plan, read_plan
-from dgemma.run.records import BlockCommit, Moment, StepRecord
-from dgemma.run.step import Denoiser, start_state, step
-from dgemma.run.trajectory import Generation, RecordedStep, Trajectory
+from dgemma.run.step import Denoiser, settle, start_state, step
+from dgemma.run.trajectory import Trajectory
 from dgemma.sampling import (
     KLASS,
     P2,
@@ -29,7 +23,6 @@ from dgemma.sampling import (
     BlockRefinement,
     Confidence,
     ConfidenceGap,
-    ConstantTemperature,
     Decision,
     EndOfText,
     EntropyBound,
@@ -46,27 +39,21 @@ from dgemma.sampling import (
     TokenEditing,
     Unchanged,
 )
-from dgemma.study.observe import Observation, Pass, observe
-from dgemma.study.sweep import Sweep, SweepRow, sweep
+from dgemma.study.observe import observe
+from dgemma.study.sweep import sweep
 from dgemma.tasks.autoregressive import generate_causal
 from dgemma.tasks.guidance import Guided
-from dgemma.tasks.infill import Infilling, edit, infill
-from dgemma.tasks.slots import Choice, FilledTemplate, Slot, slots
-from dgemma.values import describe_noise, describe_sampler
+from dgemma.tasks.infill import edit, infill
+from dgemma.tasks.slots import Slot, slots
 
 __all__ = [
     "KLASS",
     "P2",
     "Ancestral",
-    "BlockCommit",
     "BlockRefinement",
     "ByteTokenizer",
-    "CacheMark",
-    "Choice",
     "Confidence",
     "ConfidenceGap",
-    "ConstantTemperature",
-    "Conventions",
     "Decision",
     "DenoiseState",
     "Denoiser",
@@ -74,59 +61,37 @@ __all__ = [
     "EndOfText",
     "EntropyBound",
     "FactorThreshold",
-    "FilledTemplate",
     "FirstHitting",
-    "Generation",
-    "GenerationDefaults",
     "Guided",
     "HybridNoise",
-    "Infilling",
     "Knobs",
     "LeaveOneOutGibbs",
     "LinearTemperature",
     "MaskNoise",
     "ModelConfig",
-    "Moment",
     "Noise",
-    "Observation",
-    "Pass",
-    "Plan",
     "Prediction",
-    "PrefixCache",
     "ReMDM",
-    "RecordedStep",
-    "Reply",
     "Sampler",
     "Slot",
     "StableAndConfident",
     "StepCap",
-    "StepRecord",
     "StopRule",
-    "Sweep",
-    "SweepRow",
     "Threshold",
-    "TokenBatch",
     "TokenEditing",
     "Tokenizer",
-    "ToolCall",
     "Trajectory",
     "Unchanged",
     "UniformNoise",
-    "apply_changes",
     "data",
-    "default_sampler",
-    "denoise_canvas",
-    "describe_noise",
-    "describe_sampler",
     "edit",
     "generate",
     "generate_causal",
     "infill",
-    "learnt_noise",
     "observe",
     "presets",
-    "read_plan",
     "schedule",
+    "settle",
     "slots",
     "start_state",
     "step",
@@ -136,13 +101,37 @@ __all__ = [
     "view",
 ]
 
-_ON_DEMAND = ("data", "train", "view")  # `import dgemma` stays quick: these load when they are first used
+_FOLDERS = ("data", "train", "view")  # loaded on first use, so that `import dgemma` stays quick
+# Results and helpers live in their modules. Their names also work here.
+_ELSEWHERE = {
+    "checkpoint.tokenizer": ("Reply", "TokenBatch", "ToolCall"),
+    "model.cache": ("CacheMark", "PrefixCache"),
+    "model.config": ("Conventions", "GenerationDefaults"),
+    "run.changes": ("apply_changes",),
+    "run.defaults": ("default_sampler", "learnt_noise"),
+    "run.loop": ("denoise_canvas",),
+    "run.plan": ("Plan", "read_plan"),
+    "run.records": ("BlockCommit", "Moment", "StepRecord"),
+    "run.trajectory": ("Generation", "RecordedStep"),
+    "sampling.temperature": ("ConstantTemperature",),
+    "study.observe": ("Observation", "Pass"),
+    "study.sweep": ("Sweep", "SweepRow"),
+    "tasks.infill": ("Infilling",),
+    "tasks.slots": ("FilledTemplate",),
+    "values": ("describe_noise", "describe_sampler"),
+}
+_MODULES = {name: module for module, names in _ELSEWHERE.items() for name in names}
 
 if TYPE_CHECKING:
     from dgemma import data, train, view
 else:
 
     def __getattr__(name: str) -> Any:
-        if name in _ON_DEMAND:
+        if name in _FOLDERS:
             return importlib.import_module(f"dgemma.{name}")
+        if name in _MODULES:
+            return getattr(importlib.import_module(f"dgemma.{_MODULES[name]}"), name)
         raise AttributeError(f"module 'dgemma' has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return __all__

@@ -123,5 +123,5 @@ def test_under_masks_a_token_shown_is_a_token_committed():
 
 
 def test_unknown_parametrisation_is_refused():
-    with pytest.raises(ValueError, match=r'Ancestral.parametrisation must be "mean" or "loo", got .score.'):
+    with pytest.raises(ValueError, match=r"Ancestral.parametrisation must be .mean. or .loo., got .score."):
         Ancestral(parametrisation="score")

@@ -141,8 +141,8 @@ def test_conf_ends_without_masks():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"strategy": "plain"}, "ReMDM.strategy must be one of"),
-        ({"eta": 1.5}, r"ReMDM.eta must lie in \[0, 1\], got 1.5"),
+        ({"strategy": "plain"}, "ReMDM.strategy must be 'cap' or 'rescale' or"),
+        ({"eta": 1.5}, r"ReMDM.eta must be a probability, got 1.5"),
         ({"strategy": "conf", "eta": 0.1}, 'ReMDM.eta must be None for strategy "conf", got 0.1'),
     ],
 )

@@ -60,7 +60,7 @@ def fill(template, **options):
 def test_one_token_options_have_their_conditional_probability():
     filled = fill([[BOS, 1], Slot([[0], [1], [2]]), [2]])
     expected = exact([[0], [1], [2]], lambda text, option: text == [1, *option, 2])
-    torch.testing.assert_close(filled.choices[0].probabilities, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(filled.answers[0].probabilities, expected, rtol=1e-12, atol=0)
     assert filled.tokens.tolist() == [BOS, 1, int(expected.argmax()), 2]
 
 
@@ -68,15 +68,15 @@ def test_options_of_two_tokens_are_not_taken_for_independent():
     options = [list(pair) for pair in itertools.product(range(3), repeat=2)]
     filled = fill([[BOS], Slot(options), [0]])
     expected = exact(options, lambda text, option: text == [*option, 0])
-    torch.testing.assert_close(filled.choices[0].probabilities, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(filled.answers[0].probabilities, expected, rtol=1e-12, atol=0)
 
 
 def test_options_of_different_lengths_are_weighed_by_what_follows():
     options = [[0], [1, 2], []]
     filled = fill([[BOS], Slot(options), [2]])
     expected = exact(options, lambda text, option: text[: len(option) + 1] == [*option, 2])
-    torch.testing.assert_close(filled.choices[0].probabilities, expected, rtol=1e-12, atol=0)
-    blind = fill([[BOS], Slot(options), [2]], horizon=0).choices[0].probabilities
+    torch.testing.assert_close(filled.answers[0].probabilities, expected, rtol=1e-12, atol=0)
+    blind = fill([[BOS], Slot(options), [2]], horizon=0).answers[0].probabilities
     assert (blind - expected).abs().max() > 0.01  # the negative control: unweighed, it is another law
 
 
@@ -84,7 +84,7 @@ def test_a_prefix_of_another_option_is_told_apart():
     options = [[1], [1, 1]]
     filled = fill([[BOS], Slot(options), [0]])
     expected = exact(options, lambda text, option: text[: len(option) + 1] == [*option, 0])
-    torch.testing.assert_close(filled.choices[0].probabilities, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(filled.answers[0].probabilities, expected, rtol=1e-12, atol=0)
 
 
 def test_later_slots_are_given_the_earlier_choices():
@@ -103,7 +103,7 @@ def test_later_slots_are_given_the_earlier_choices():
 
 def test_drawn_choices_follow_the_probabilities():
     template = [[BOS], Slot([[0], [1], [2]])]
-    drawn = torch.tensor([fill(template, greedy=False, seed=seed).choices[0].index for seed in range(400)])
+    drawn = torch.tensor([fill(template, greedy=False, seed=seed).answers[0].index for seed in range(400)])
     share = torch.bincount(drawn, minlength=3) / 400
     assert (share - toy.FIRST).abs().max() < 4 * (0.25 / 400) ** 0.5  # four standard deviations at most
 
@@ -127,19 +127,19 @@ def model():
 def test_a_real_model_gives_a_law_over_the_options(model, noise):
     template = [[2, 40, 41], Slot([[50], [51, 52], [53]]), [60, 61], Slot([[70], [71]]), [80]]
     filled = slots(model, template, noise=noise)
-    for choice in filled.choices:
+    for choice in filled.answers:
         assert choice.probabilities.sum() == pytest.approx(1.0)
         assert choice.index == int(choice.probabilities.argmax())
-    a, b = (list(choice.option) for choice in filled.choices)
+    a, b = (list(choice.option) for choice in filled.answers)
     assert filled.tokens.tolist() == [2, 40, 41, *a, 60, 61, *b, 80]
     few_rows = slots(model, template, noise=noise, max_rows=2)
-    for one, other in zip(filled.choices, few_rows.choices, strict=True):
+    for one, other in zip(filled.answers, few_rows.answers, strict=True):
         torch.testing.assert_close(one.probabilities, other.probabilities, rtol=1e-4, atol=1e-6)
 
 
 def test_under_uniform_noise_the_law_is_the_mean_over_the_draws(model):
     template = [[2, 40, 41], Slot([[50], [51]]), [60, 61]]
-    law = slots(model, template, num_draws=3, seed=4).choices[0].probabilities
+    law = slots(model, template, num_draws=3, seed=4).answers[0].probabilities
     cache = model.encode(torch.tensor([[2, 40, 41]]))
     probabilities = []
     for draw in range(3):

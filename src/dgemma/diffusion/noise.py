@@ -24,6 +24,8 @@ class Noise:
     """A process over `vocab_size` tokens; `schedule` gives α(t), and noise_level is 1 - α throughout.
 
     A noise_level of shape (B,) speaks for whole rows of (B, C) tokens; a shape that broadcasts to them is taken as is.
+
+    Example: `UniformNoise(262144, schedule=PlainCosine())`.
     """
 
     kind: ClassVar[str]

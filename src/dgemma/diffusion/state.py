@@ -24,6 +24,8 @@ class DenoiseState:
     `open` marks positions still to decide. With commits that persist it shrinks; a sampler that decides everything
     anew each step (the published one) has every position open that is not frozen. `frozen` positions never change.
     `noise_level` is 1 - α before the step, `next_noise_level` after it.
+
+    Example: `replace(state, temperature=torch.full_like(state.temperature, 0.5))`.
     """
 
     canvas: Tensor  # (B, C) int64

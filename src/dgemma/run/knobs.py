@@ -15,7 +15,10 @@ from dgemma.sampling.temperature import Temperature
 
 @dataclass(frozen=True, kw_only=True)
 class Knobs:
-    """How a canvas is denoised; any of it may change between two steps."""
+    """How a canvas is denoised; any of it may change between two steps.
+
+    Example: `Knobs(sampler=EntropyBound(bound=0.1), temperature=LinearTemperature(), stop=StepCap(16))`.
+    """
 
     sampler: Sampler
     temperature: Temperature

@@ -24,7 +24,14 @@ class Sampler:
     remembered goes into `Decision.memory`, comes back as `state.memory`, and begins as `start(state)`; its tensors have
     rows first.
 
-    Pure tensor code (no `.item()`, no `if` on a tensor, no boolean indexing), so that a CUDA graph can capture it.
+    Write pure tensor code (no `.item()`, no `if` on a tensor, no boolean indexing): then a CUDA graph can capture it.
+
+    Example:
+        @dataclass(frozen=True, kw_only=True)
+        class Everything(Sampler):
+            def __call__(self, prediction, state):
+                tokens = prediction.sample(state.uniform("token"))
+                return Decision(tokens=tokens, write=state.open, renoise=torch.zeros_like(state.open))
     """
 
     valid_for: ClassVar[frozenset[str]] = frozenset({"mask", "uniform", "hybrid"})

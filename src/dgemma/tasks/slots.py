@@ -47,8 +47,8 @@ class Slot:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
-    """What was chosen in a slot: probabilities (K,) float64 over its options, given all that was chosen before."""
+class SlotAnswer:
+    """The option chosen for a slot, and the probabilities (K,) float64 of all options given the earlier answers."""
 
     slot: Slot
     index: int
@@ -61,21 +61,21 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class FilledTemplate:
-    """The template with its choices made: tokens (N,) int64, a `Choice` per slot, and their joint log-probability."""
+    """A filled template: tokens (N,) int64, one `SlotAnswer` per slot, and their joint log-probability."""
 
     tokens: Tensor
-    choices: tuple[Choice, ...]
+    answers: tuple[SlotAnswer, ...]
 
     @property
     def log_prob(self) -> float:
-        return float(sum(choice.probabilities[choice.index].log() for choice in self.choices))
+        return float(sum(answer.probabilities[answer.index].log() for answer in self.answers))
 
-    def __getitem__(self, name: str) -> Choice:
-        """The choice of the slot of that name."""
-        for choice in self.choices:
-            if choice.slot.name == name:
-                return choice
-        raise KeyError(f"No slot is named {name!r}; the names are {[choice.slot.name for choice in self.choices]}.")
+    def __getitem__(self, name: str) -> SlotAnswer:
+        """Return the answer of the slot with this name."""
+        for answer in self.answers:
+            if answer.slot.name == name:
+                return answer
+        raise KeyError(f"No slot is named {name!r}; the names are {[answer.slot.name for answer in self.answers]}.")
 
 
 @torch.no_grad()
@@ -119,7 +119,7 @@ def slots(
     tail = [] if tail_token_id is None else [tail_token_id] * model.config.canvas_length
     reader = _Reader(model, noise, num_draws, max_rows, seed)
     tokens: list[int] = []
-    choices: list[Choice] = []
+    answers: list[SlotAnswer] = []
     cache: Cache | None = None
     num_read = 0
     for place, piece in enumerate(pieces):
@@ -130,15 +130,15 @@ def slots(
         new = torch.tensor([tokens[num_read:]], dtype=torch.int64, device=model.device)
         cache = model.encode(new, cache) if cache is None or new.shape[1] else cache
         num_read = len(tokens)
-        scores = reader.score(cache, options, _shown(pieces[place + 1 :]) + tail, horizon, block=len(choices))
+        scores = reader.score(cache, options, _shown(pieces[place + 1 :]) + tail, horizon, block=len(answers))
         probabilities = scores.softmax(-1)
-        block = torch.tensor([len(choices)])
+        block = torch.tensor([len(answers)])
         u = draws.uniform(torch.tensor([seed]), block, torch.zeros_like(block), 1, "slot")[0, 0]
         drawn = int((probabilities.cumsum(-1) <= u).sum().clamp(max=len(options) - 1))
         index = int(probabilities.argmax()) if greedy else drawn
-        choices.append(Choice(slot=slot, index=index, probabilities=probabilities))
+        answers.append(SlotAnswer(slot=slot, index=index, probabilities=probabilities))
         tokens += options[index]
-    return FilledTemplate(tokens=torch.tensor(tokens), choices=tuple(choices))
+    return FilledTemplate(tokens=torch.tensor(tokens), answers=tuple(answers))
 
 
 class _Question(NamedTuple):
