@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from dgemma import presets
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.cli import options, output, types
 from dgemma.data.documents import list_files
 from dgemma.data.text import PromptSource, TextSource, TokenFile, read_documents, scan
 from dgemma.data.token_file import describe_files
+from dgemma.model import presets
 from dgemma.model.config import GenerationDefaults
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.train import TrainConfig, evaluate, recipes, train

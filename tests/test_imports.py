@@ -1,0 +1,122 @@
+"""Imports point one way: no circles between modules, folders in layers, and few imports inside functions."""
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SOURCES = (ROOT / "src", ROOT / "kernels")
+
+# Imports inside functions, each with its reason.
+IN_FUNCTIONS = {
+    # Loading and saving belong to checkpoint; the model has them as thin methods.
+    "dgemma.model.diffusion": {"dgemma.checkpoint.weights"},
+    # Sudoku, and training with it, is not loaded to show a text.
+    "dgemma.view.board": {"dgemma.data.sudoku.encoding"},
+    "dgemma.view.terminal": {"dgemma.data.sudoku"},
+    # Optional or slow packages.
+    "dgemma.checkpoint.tokenizer": {"transformers"},
+    "dgemma.checkpoint.weights": {"huggingface_hub"},
+    "dgemma.cli.options": {"dgemma_kernels"},
+    "dgemma.cli.writing": {"readline"},  # not on Windows
+    "dgemma.data.vocabulary": {"tokenizers", "transformers"},
+    "dgemma.train.log": {"matplotlib.figure"},
+    "dgemma.train.state_files": {
+        "torch.distributed",
+        "torch.distributed.checkpoint",
+        "torch.distributed.checkpoint.metadata",
+    },
+    "dgemma.view.gif": {"PIL", "matplotlib"},
+    "dgemma.view.plots": {"matplotlib.colors", "matplotlib.figure"},
+}
+# The folders that a folder must not import.
+FORBIDDEN = {
+    "dgemma.diffusion": {"sampling", "run", "tasks", "study", "train", "data", "view", "cli", "checkpoint"},
+    "dgemma.model": {"run", "sampling", "tasks", "study", "train", "data", "view", "cli"},
+    "dgemma.sampling": {"model", "run", "tasks", "study", "train", "data", "view", "cli", "checkpoint"},
+    "dgemma.run": {"tasks", "study", "train", "data", "view", "cli"},
+    "dgemma.tasks": {"study", "train", "data", "view", "cli"},
+    "dgemma.study": {"train", "data", "view", "cli"},
+    "dgemma.checkpoint": {"sampling", "run", "tasks", "study", "train", "data", "view", "cli"},
+    "dgemma.train": {"tasks", "study", "data", "view", "cli"},
+    "dgemma.data": {"view", "cli"},
+    "dgemma.view": {"cli"},
+}
+SEAM = ("dgemma.model.diffusion", "dgemma.run.step")  # DiffusionGemma derives from Denoiser, which run defines
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for source in SOURCES:
+        for path in sorted(source.glob("dgemma*/**/*.py")):
+            parts = path.relative_to(source).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
+
+
+def targets(node: ast.AST) -> Iterator[str]:
+    """Yield the modules that an import statement names."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        assert node.level == 0, "Imports are absolute."
+        for alias in node.names:
+            submodule = f"{node.module}.{alias.name}"
+            yield submodule if submodule in MODULES else str(node.module)
+
+
+def imports(node: ast.AST, *, in_function: bool = False) -> Iterator[tuple[str, bool]]:
+    """Yield each imported module, and whether the import is inside a function. TYPE_CHECKING blocks count as outside."""
+    yield from ((target, in_function) for target in targets(node))
+    inside = in_function or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+    for child in ast.iter_child_nodes(node):
+        yield from imports(child, in_function=inside)
+
+
+def test_no_circles_between_modules():
+    graph = {
+        name: {target for target, in_function in imports(tree) if target in MODULES and not in_function}
+        for name, tree in TREES.items()
+    }
+    assert len(graph) > 150
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        raise AssertionError(" -> ".join(reversed(error.args[1]))) from None
+
+
+def test_a_circle_would_be_found():
+    script = "if TYPE_CHECKING:\n    from dgemma.run import plan\ndef f():\n    from dgemma import view"
+    assert list(imports(ast.parse(script))) == [("dgemma.run.plan", False), ("dgemma.view", True)]
+
+
+def test_functions_import_only_what_is_listed_with_a_reason():
+    found = {name: {target for target, in_function in imports(tree) if in_function} for name, tree in TREES.items()}
+    ours = {name: inner for name, inner in found.items() if inner and name.split(".")[0] == "dgemma"}
+    assert ours == IN_FUNCTIONS
+    assert (
+        not {name: inner for name, inner in found.items() if any(target in MODULES for target in inner)}.keys() - ours
+    )
+
+
+def test_folders_import_only_folders_below_them():
+    wrong = []
+    for name, tree in TREES.items():
+        folder = ".".join(name.split(".")[:2])
+        for target, in_function in imports(tree):
+            top, _, rest = target.partition(".")
+            below = rest.split(".")[0] not in FORBIDDEN.get(folder, set())
+            if top == "dgemma" and not below and not in_function and (name, target) != SEAM:
+                wrong.append(f"{name} -> {target}")
+            if folder.split(".")[0] == "dgemma" and top == "dgemma_kernels":
+                assert in_function, f"{name} must work without Triton"
+    assert wrong == []
+
+
+def test_nothing_imports_the_top_of_the_package():
+    assert [name for name, tree in TREES.items() if ("dgemma", False) in imports(tree)] == []
