@@ -29,6 +29,8 @@ IN_FUNCTIONS = {
     },
     "dgemma.view.gif": {"PIL", "matplotlib"},
     "dgemma.view.plots": {"matplotlib.colors", "matplotlib.figure"},
+    # Needs a Triton with Gluon, and is only for Hopper.
+    "dgemma_kernels.ops.attention.kernel": {"dgemma_kernels.ops.attention.hopper"},
 }
 # The folders that a folder must not import.
 FORBIDDEN = {
@@ -71,7 +73,7 @@ def targets(node: ast.AST) -> Iterator[str]:
 
 
 def imports(node: ast.AST, *, in_function: bool = False) -> Iterator[tuple[str, bool]]:
-    """Yield each imported module, and whether the import is inside a function. TYPE_CHECKING blocks count as outside."""
+    """Yield each imported module and whether a function imports it; TYPE_CHECKING blocks are no functions."""
     yield from ((target, in_function) for target in targets(node))
     inside = in_function or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
     for child in ast.iter_child_nodes(node):
@@ -97,11 +99,7 @@ def test_a_circle_would_be_found():
 
 def test_functions_import_only_what_is_listed_with_a_reason():
     found = {name: {target for target, in_function in imports(tree) if in_function} for name, tree in TREES.items()}
-    ours = {name: inner for name, inner in found.items() if inner and name.split(".")[0] == "dgemma"}
-    assert ours == IN_FUNCTIONS
-    assert (
-        not {name: inner for name, inner in found.items() if any(target in MODULES for target in inner)}.keys() - ours
-    )
+    assert {name: inner for name, inner in found.items() if inner} == IN_FUNCTIONS
 
 
 def test_folders_import_only_folders_below_them():
