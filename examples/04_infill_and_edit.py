@@ -25,7 +25,7 @@ for seed in range(3):
     assert (tokens[:start], tokens[stop:]) == (left, right)
     print(f"{tokenizer.decode(left)}[{tokenizer.decode(tokens[start:stop])}]{tokenizer.decode(right)}")
 
-# An edit adds noise up to a level and denoises from there: the more noise, the less is kept. `frozen` pins words.
+# An edit adds noise up to a level and denoises from there: the more noise, the less is kept. `frozen` keeps words.
 original = "The captain stood upon the deck and looked at the sea before the storm came."
 text = torch.tensor([tokenizer.encode(original)])
 print(f"\n{original}")
@@ -38,4 +38,4 @@ frozen = torch.zeros_like(text, dtype=torch.bool)
 frozen[:, :3] = True
 edited = dgemma.edit(model, text, noise_level=0.8, frozen=frozen, seed=1, **options)
 assert torch.equal(edited.tokens[:, :3], text[:, :3])
-print(f"  noise 0.8, beginning pinned:     {tokenizer.decode(edited.tokens[0])}")
+print(f"  noise 0.8, beginning frozen:     {tokenizer.decode(edited.tokens[0])}")

@@ -70,7 +70,7 @@ def test_infill_and_edit_keep_frozen_tokens(run):
     printed = run("04", "--steps", "4")
     sides = r"^The captain stood upon the deck and\[.+\] before the storm came down upon them\.$"
     assert len(re.findall(sides, printed, flags=re.MULTILINE)) == 3
-    assert re.search(r"beginning pinned: +The captain", printed)
+    assert re.search(r"beginning frozen: +The captain", printed)
 
 
 def test_allowed_sets_hold(run):

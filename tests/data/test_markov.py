@@ -209,11 +209,11 @@ def test_batches_do_not_depend_on_how_they_are_cut_and_differ_by_step_and_seed()
     assert not torch.equal(MarkovSource(chain=SMALL, bos=4, length=6, seed=1)(3, range(8)).tokens, whole)
     batch = source(3, range(8))
     assert (batch.tokens[:, 0] == 4).all()
-    assert batch.pinned.tolist() == [[True] + [False] * 6] * 8
+    assert batch.frozen.tolist() == [[True] + [False] * 6] * 8
     assert (batch.prompt_len.tolist(), batch.length.tolist()) == ([0] * 8, [7] * 8)
     bare = MarkovSource(chain=SMALL, length=6)(3, range(8))
     assert torch.equal(bare.tokens, batch.tokens[:, 1:])
-    assert bare.pinned is None
+    assert bare.frozen is None
     assert (bare.prompt_len.tolist(), bare.length.tolist()) == ([0] * 8, [6] * 8)
 
 

@@ -250,7 +250,7 @@ def test_text_round_trip_and_what_is_refused():
 
 
 def test_batches_are_equivalents_with_clues_put_back_and_one_solution(some):
-    source = sudoku.SudokuSource(pool=some, seed=3, givens=(38, 45), pinned=0.5)
+    source = sudoku.SudokuSource(pool=some, seed=3, givens=(38, 45), frozen_share=0.5)
     batch = source(4, range(32))
     clues = batch.tokens[:, :81] - 14 - 10 * torch.arange(81)
     solution = sudoku.canvas_digits(batch.tokens[:, 81:])
@@ -260,10 +260,10 @@ def test_batches_are_equivalents_with_clues_put_back_and_one_solution(some):
     assert set((clues > 0).sum(1).tolist()) <= set(range(38, 46))
     keys = set(sudoku.class_keys(some.solutions).tolist())
     assert set(sudoku.class_keys(solution.numpy()).tolist()) <= keys
-    assert not batch.pinned[:, :81].any()
-    pinned = batch.pinned[:, 81:]
-    assert set(pinned.any(1).tolist()) == {True, False}
-    assert (pinned == ((clues > 0) & pinned.any(1, keepdim=True))).all()
+    assert not batch.frozen[:, :81].any()
+    frozen = batch.frozen[:, 81:]
+    assert set(frozen.any(1).tolist()) == {True, False}
+    assert (frozen == ((clues > 0) & frozen.any(1, keepdim=True))).all()
 
 
 def test_batches_depend_on_step_and_row_alone(some):
@@ -271,7 +271,7 @@ def test_batches_depend_on_step_and_row_alone(some):
     whole, part = source(7, range(12)), source(7, range(5, 9))
     assert isinstance(part, TrainBatch)
     assert (whole.tokens[5:9] == part.tokens).all()
-    assert (whole.pinned[5:9] == part.pinned).all()
+    assert (whole.frozen[5:9] == part.frozen).all()
     assert (source(8, range(5, 9)).tokens != part.tokens).any(1).all()
 
 
@@ -418,7 +418,7 @@ def test_a_solution_keeps_rows_columns_boxes_and_clues(some):
 
 def test_a_row_as_text_is_a_start_the_puzzle_and_the_solution(some):
     tokenizer = dgemma.ByteTokenizer()
-    source = sudoku.SudokuSource(pool=some, pinned=1.0)
+    source = sudoku.SudokuSource(pool=some, frozen_share=1.0)
     text, sample = sudoku.TextSudoku(source, tokenizer), source.sample(3, range(5))
     batch = text(3, range(5))
     puzzles, solutions = (sudoku.to_text(digits.numpy()) for digits in (sample.puzzle, sample.solution))
@@ -426,7 +426,7 @@ def test_a_row_as_text_is_a_start_the_puzzle_and_the_solution(some):
     assert (batch.tokens[:, 0] == tokenizer.bos_token_id).all()
     assert batch.prompt_len.tolist() == [82] * 5
     assert batch.length.tolist() == [163] * 5
-    assert batch.pinned is None  # the model writes the clues as well
+    assert batch.frozen is None  # the model writes the clues as well
     assert torch.equal(batch.tokens[:, :82], text.prompt_tokens(sample.puzzle))
 
 

@@ -155,7 +155,7 @@ def test_every_epoch_is_an_order_of_its_own(size):
 def test_a_row_depends_on_its_number_alone(letters):
     whole = source_of(letters)(5, range(6))
     parts = [source_of(letters)(5, rows) for rows in (range(1), range(1, 4), range(4, 6))]
-    for name in ("tokens", "prompt_len", "length", "pinned", "documents"):
+    for name in ("tokens", "prompt_len", "length", "frozen", "documents"):
         assert torch.equal(getattr(whole, name), torch.cat([getattr(part, name) for part in parts]))
     assert not torch.equal(whole.tokens, source_of(letters, seed=1)(5, range(6)).tokens)
 
@@ -203,7 +203,7 @@ def test_an_epoch_visits_every_token_exactly_once(lengths, canvas_len, num_canva
         place = torch.arange(rows.tokens.shape[1])
         answer = (place >= rows.prompt_len[:, None]) & (place < rows.length[:, None])
         visits = np.zeros(file.num_tokens)
-        np.add.at(visits, rows.tokens[answer & ~rows.pinned & ~rows.fill].numpy(), 1)
+        np.add.at(visits, rows.tokens[answer & ~rows.frozen & ~rows.fill].numpy(), 1)
         assert (visits == once).all()
 
 
@@ -251,15 +251,15 @@ def test_no_canvas_holds_two_documents_and_each_ends_filled(letters):
 def test_a_document_inside_a_row_begins_with_a_pinned_begin_of_text(letters):
     pins = 0
     for row in rows_of_an_epoch(source_of(letters)):
-        where = row.pinned[0].nonzero()[:, 0]
-        begins = (row.tokens[0] == BOS) & row.pinned[0]
+        where = row.frozen[0].nonzero()[:, 0]
+        begins = (row.tokens[0] == BOS) & row.frozen[0]
         pins += int(begins.sum())
         assert (row.documents[0, begins].diff() > 0).all()
-        # What else is pinned was visited before: at the head of the first canvas, of a text that began in another row.
+        # What else is frozen was visited before: at the head of the first canvas, of a text that began in another row.
         others = where[~begins[where]]
         assert others.tolist() == list(range(int(row.prompt_len), int(row.prompt_len) + len(others)))
         # Nowhere else is there a begin-of-text, but at the start of a row, as a prompt.
-        prompts = ((row.tokens[0] == BOS) & ~row.pinned[0]).nonzero()[:, 0].tolist()
+        prompts = ((row.tokens[0] == BOS) & ~row.frozen[0]).nonzero()[:, 0].tolist()
         assert prompts in ([], [0])
     assert pins > 5
 
@@ -271,7 +271,7 @@ def test_contexts_of_all_lengths_come_in_batches_of_one_shape(letters):
         assert batch.tokens.shape == (6, 1 + 24)
         assert ((batch.length - batch.prompt_len) % 8 == 0).all()
         seen |= set(batch.prompt_len.tolist())
-    assert seen == set(range(9))  # 0 where begin-of-text is pinned at the head of a row
+    assert seen == set(range(9))  # 0 where begin-of-text is frozen at the head of a row
 
 
 def test_packed_rows_cost_what_their_documents_cost_alone(tmp_path):

@@ -172,18 +172,18 @@ def test_lowering_the_lowest_level_only_moves_cost_from_the_text_itself_to_the_i
     assert high.nelbo.value == pytest.approx(low.nelbo.value, rel=0.1)
 
 
-def test_pinned_and_truncated_tokens_are_not_scored(model, tokens):
-    pinned = torch.zeros_like(tokens, dtype=torch.bool)
-    pinned[:, 3] = True
+def test_frozen_and_truncated_tokens_are_not_scored(model, tokens):
+    frozen = torch.zeros_like(tokens, dtype=torch.bool)
+    frozen[:, 3] = True
     batch = TrainBatch(
         tokens=tokens,
         prompt_len=torch.ones(6, dtype=torch.int64),
         length=torch.tensor([9, 9, 9, 7, 7, 7]),
         truncated=torch.tensor([False] * 5 + [True]),
-        pinned=pinned,
+        frozen=frozen,
     )
     likelihood = evaluate(model, batch, NOISES["uniform"], num_samples=2)
-    # Two canvases of 4, one token pinned. Texts of 6 leave two positions, filled and scored except after the cut.
+    # Two canvases of 4, one token frozen. Texts of 6 leave two positions, filled and scored except after the cut.
     assert likelihood.rows.tokens.tolist() == [7, 7, 7, 5, 5, 5]
     assert likelihood.rows.fill_tokens.tolist() == [0, 0, 0, 2, 2, 0]
     assert likelihood.by_position.nats[2] > 0

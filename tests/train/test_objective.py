@@ -219,10 +219,10 @@ def test_padding_and_its_values_do_not_matter(model):
         )
 
 
-def test_pinned_tokens_are_never_noised_and_never_scored(model, calls):
-    pinned = torch.zeros(3, 20, dtype=torch.bool)
-    pinned[0, [4, 5, 17]] = True
-    batch = TrainBatch(tokens=BATCH.tokens, prompt_len=BATCH.prompt_len, length=BATCH.length, pinned=pinned)
+def test_frozen_tokens_are_never_noised_and_never_scored(model, calls):
+    frozen = torch.zeros(3, 20, dtype=torch.bool)
+    frozen[0, [4, 5, 17]] = True
+    batch = TrainBatch(tokens=BATCH.tokens, prompt_len=BATCH.prompt_len, length=BATCH.length, frozen=frozen)
     loss = make(canvases="all", noise=MaskNoise(VOCAB, mask_token_id=MASK), t_range=(1.0, 1.0), self_cond_prob=0.0)
     terms = loss(model, batch, seeds=SEEDS)
     shown = calls[0]["z"][0].flatten()  # canvases start at 3

@@ -19,16 +19,16 @@ def recorded():
 
 @pytest.fixture(scope="session")
 def board():
-    """A Sudoku of which the first four cells are pinned, and its 81 digits."""
+    """A Sudoku of which the first four cells are frozen, and its 81 digits."""
     digits = [(3 * (y % 3) + y // 3 + x) % 9 + 1 for y in range(9) for x in range(9)]
     canvas = sudoku.canvas_tokens([digits])
-    pinned = torch.arange(81)[None] < 4
+    frozen = torch.arange(81)[None] < 4
     model = Converging(canvas[0], sudoku.NUM_CELLS, vocab_size=sudoku.VOCAB_SIZE)
     out = dgemma.generate(
         model,
-        sudoku.prompt_tokens(torch.tensor([digits]) * pinned + 4 * (torch.arange(81) == 9)),
-        canvas=torch.where(pinned, canvas, -1),
-        frozen=pinned,
+        sudoku.prompt_tokens(torch.tensor([digits]) * frozen + 4 * (torch.arange(81) == 9)),
+        canvas=torch.where(frozen, canvas, -1),
+        frozen=frozen,
         noise=sudoku.sudoku_noise("mask"),
         sampler=dgemma.EntropyBound(bound=0.5),
         temperature=1.0,

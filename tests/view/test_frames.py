@@ -65,18 +65,18 @@ def test_what_fills_up_a_canvas_is_not_of_the_text(tail):
     assert trajectory.difference(trajectory.replay(model)) is None
 
 
-def test_a_pinned_end_of_equal_tokens_is_text():
+def test_a_frozen_end_of_equal_tokens_is_text():
     canvas = torch.full((1, 32), -1)
     canvas[0, 20:] = 200
     out, _ = record("A text of eighteen", canvas_len=32, canvas=canvas, frozen=canvas >= 0, eos_token_ids=())
     assert read_frames(out.trajectory, 0).kept == [32]
 
 
-def test_pins_are_those_of_the_plan_and_those_a_callback_set():
+def test_frozen_positions_come_from_the_plan_and_from_callbacks():
     canvas = torch.full((2, 32), -1)
     canvas[1, 5] = 200
 
-    def pin(step):
+    def freeze(step):
         if int(step.step[0]) == 2:
             frozen = step.state.frozen.clone()
             frozen[:, 9] = True
@@ -84,7 +84,7 @@ def test_pins_are_those_of_the_plan_and_those_a_callback_set():
         return None
 
     out, _ = record(
-        "Pins of two kinds, in one canvas.", rows=2, canvas_len=32, canvas=canvas, frozen=canvas >= 0, on_step=pin
+        "Pins of two kinds, in one canvas.", rows=2, canvas_len=32, canvas=canvas, frozen=canvas >= 0, on_step=freeze
     )
     frames = read_frames(out.trajectory, 1)
     assert np.flatnonzero(frames.frozen[frames.step == 1][0]).tolist() == [5]

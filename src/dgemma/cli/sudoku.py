@@ -48,7 +48,7 @@ def add_commands(commands: Any) -> None:
         help="while the answer breaks a rule, try again up to K times, as an equivalent puzzle whose rows, columns and "
         "digits have changed places (%(default)s)",
     )
-    parser.add_argument("--write-clues", action="store_true", help="let the model write the clues too, none pinned")
+    parser.add_argument("--write-clues", action="store_true", help="let the model write the clues too, none frozen")
     options.add_model_options(parser, default="dgemma/sudoku")
     group = parser.add_argument_group("sampling")
     group.add_argument("--steps", type=types.count, default=48, metavar="N", help="the most to take (%(default)s)")

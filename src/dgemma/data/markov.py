@@ -146,7 +146,7 @@ def _normed(weights: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class MarkovSource:
-    """Batches of texts, each behind a pinned token `bos` if there is one; a `BatchSource`, new at every step.
+    """Batches of texts, each behind a frozen token `bos` if there is one; a `BatchSource`, new at every step.
 
     Attention knows how far apart tokens are, not where a text begins, and the law of a first token is another than that
     of the rest. So without `bos` no network is exact on a canvas that is all noise.
@@ -162,12 +162,12 @@ class MarkovSource:
     def __call__(self, step: int, rows: range) -> TrainBatch:
         row = torch.arange(rows.start, rows.stop)
         u = draws.uniform(torch.full_like(row, self.seed), row, torch.full_like(row, step), self.length, "text")
-        tokens, pinned = self.chain.sample(u), None
+        tokens, frozen = self.chain.sample(u), None
         if self.bos is not None:
             tokens = F.pad(tokens, (1, 0), value=self.bos)
-            pinned = F.pad(torch.zeros(len(row), self.length, dtype=torch.bool), (1, 0), value=True)
+            frozen = F.pad(torch.zeros(len(row), self.length, dtype=torch.bool), (1, 0), value=True)
         length = torch.full_like(row, tokens.shape[1])
-        return TrainBatch(tokens=tokens, prompt_len=torch.zeros_like(row), length=length, pinned=pinned)
+        return TrainBatch(tokens=tokens, prompt_len=torch.zeros_like(row), length=length, frozen=frozen)
 
 
 @torch.no_grad()

@@ -33,9 +33,9 @@ class TextSource:
     own: by turns `num_canvases` after one token of context, and one less after 1 to `canvas_len` tokens, so that a
     model meets prompts of all lengths in batches of one shape. The rows then come in an order of the epoch's own.
 
-    Begin-of-text is the context of a row that it starts; inside a row it is pinned, at the head of its canvas. Where
+    Begin-of-text is the context of a row that it starts; inside a row it is frozen, at the head of its canvas. Where
     the later rows of a document are cut differs between epochs as far as the fill at its end leaves room: its second
-    row then starts earlier, on tokens that the first has visited, and those are pinned.
+    row then starts earlier, on tokens that the first has visited, and those are frozen.
 
     Example: `TextSource(file=file, canvas_len=64, num_canvases=8, batch_size=128)(0, range(128)).tokens` is (128, 513).
     """
@@ -98,7 +98,7 @@ class TextSource:
             tokens=torch.from_numpy(np.stack([m.tokens for m in made])),
             prompt_len=torch.tensor([m.prompt_len for m in made]),
             length=torch.tensor([m.length for m in made]),
-            pinned=torch.from_numpy(np.stack([m.pinned for m in made])),
+            frozen=torch.from_numpy(np.stack([m.frozen for m in made])),
             documents=torch.from_numpy(np.stack([m.documents for m in made])),
             fill=torch.from_numpy(np.stack([m.fill for m in made])),
         )
@@ -127,13 +127,13 @@ class TextSource:
             # As a context, begin-of-text makes room for a token more; not if the last canvas would then be empty.
             lead = int(self._starts_row(position - index) and (len(tokens) - 1) % self.canvas_len > 0)
             if index == 0:
-                start, read, pinned = lead, lead, 1 - lead
+                start, read, num_frozen = lead, lead, 1 - lead
             else:  # a document goes on, from where the row before it ended, or, the first time, `shift` tokens earlier
                 start = lead + index * self.canvas_len - shift
-                read, pinned = min(context, start), shift if index <= before else 0
+                read, num_frozen = min(context, start), shift if index <= before else 0
             piece = tokens[start - read : start + count * self.canvas_len]
             row.tokens[at : at + len(piece)] = piece
-            row.pinned[at + read : at + read + pinned] = True
+            row.frozen[at + read : at + read + num_frozen] = True
             row.documents[at:] = document
             row.fill[at + len(piece) : at + read + count * self.canvas_len] = True
             prompt_len += read  # 0 but for the first piece
@@ -144,7 +144,7 @@ class TextSource:
 
 class _Row(NamedTuple):
     tokens: np.ndarray  # (T,) int64
-    pinned: np.ndarray  # (T,) bool
+    frozen: np.ndarray  # (T,) bool
     documents: np.ndarray  # (T,) int64
     fill: np.ndarray  # (T,) bool
     prompt_len: int = 0

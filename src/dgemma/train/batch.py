@@ -19,7 +19,7 @@ class TrainBatch:
     """B rows of tokens, right-padded to one length T: a prompt of `prompt_len` tokens, then the answer.
 
     Canvases cover the answer, starting where the prompt ends. The objective fills the last canvas with end-of-text.
-    A `truncated` answer was cut while the batch was made, so its end does not mean end-of-text. `pinned` tokens, such
+    A `truncated` answer was cut while the batch was made, so its end does not mean end-of-text. `frozen` tokens, such
     as the clues of a Sudoku, are never noised and never scored. `documents` numbers the texts packed into a row; tokens
     of different documents do not see each other. `fill` marks end-of-text tokens that packing appended to a text.
 
@@ -30,7 +30,7 @@ class TrainBatch:
     prompt_len: Tensor  # (B,) int64
     length: Tensor  # (B,) int64: prompt and answer; tokens after it are padding
     truncated: Tensor | None = None  # (B,) bool
-    pinned: Tensor | None = None  # (B, T) bool
+    frozen: Tensor | None = None  # (B, T) bool
     documents: Tensor | None = None  # (B, T) int64
     text: Tensor | None = None  # (B,) int64: the text that a row belongs to; `evaluate` computes intervals over texts
     fill: Tensor | None = None  # (B, T) bool, within `length`
@@ -46,7 +46,7 @@ class TrainBatch:
             "length": (batch_size,),
             "truncated": (batch_size,),
             "text": (batch_size,),
-            "pinned": (batch_size, num_tokens),
+            "frozen": (batch_size, num_tokens),
             "documents": (batch_size, num_tokens),
             "fill": (batch_size, num_tokens),
         }

@@ -34,7 +34,7 @@ class Canvases:
     index: Tensor  # (B, K) of the canvas in its answer
     starts: Tensor  # (B, K) positions
     x: Tensor  # (B, K, C) clean tokens
-    pinned: Tensor  # (B, K, C) bool
+    frozen: Tensor  # (B, K, C) bool
     scored: Tensor  # (B, K, C) bool
     fill: Tensor  # (B, K, C) bool: after the end of a text
     causal_scored: Tensor  # (B, causal_len) bool: whether each token's successor is scored
@@ -102,7 +102,7 @@ def cut_canvases(
     position = torch.arange(num_tokens, device=device)
     tokens = _fit(batch.tokens, num_tokens, fill_token)
     tokens = torch.where(position < lengths[:, None], tokens, fill_token)
-    pinned = _fit(batch.pinned, num_tokens, False) if batch.pinned is not None else torch.zeros_like(tokens).bool()
+    frozen = _fit(batch.frozen, num_tokens, False) if batch.frozen is not None else torch.zeros_like(tokens).bool()
     fill = position >= lengths[:, None]
     if batch.fill is not None:
         fill = fill | _fit(batch.fill, num_tokens, True)
@@ -124,9 +124,9 @@ def cut_canvases(
     def of_canvases(values: Tensor) -> Tensor:
         return values.gather(1, inside.flatten(1)).view_as(inside)
 
-    canvas_pinned = of_canvases(pinned) & valid[..., None]
+    canvas_frozen = of_canvases(frozen) & valid[..., None]
     successor = slice(1, max(causal_end, 1))
-    causal_scored = (position[successor] < causal_ends[:, None]) & ~pinned[:, successor]
+    causal_scored = (position[successor] < causal_ends[:, None]) & ~frozen[:, successor]
     if not causal_fill:
         causal_scored &= ~fill[:, successor]
     if causal_scope == "answer":
@@ -138,8 +138,8 @@ def cut_canvases(
         index=index,
         starts=starts,
         x=of_canvases(tokens),
-        pinned=canvas_pinned,
-        scored=valid[..., None] & (where < scored_ends[:, None, None]) & ~canvas_pinned,
+        frozen=canvas_frozen,
+        scored=valid[..., None] & (where < scored_ends[:, None, None]) & ~canvas_frozen,
         fill=of_canvases(fill),
         causal_scored=causal_scored,
         documents=documents,
@@ -174,7 +174,7 @@ def noise_canvases(
     self_cond_prob: float,
     allowed: Tensor | None = None,
 ) -> NoisyCanvases:
-    """Put noise on canvases, each at its own time, uniform on `t_range`; pinned tokens stay.
+    """Put noise on canvases, each at its own time, uniform on `t_range`; frozen tokens stay.
 
     seeds: (B,). allowed: (V,) bool, the tokens that uniform noise draws from; None for all.
 
@@ -184,8 +184,8 @@ def noise_canvases(
     low, high = t_range
     level = 1 - noise.schedule.alpha(low + (high - low) * u.time)  # (B, K, 1) float64
     z = noise.corrupt(canvases.x, level, u.event, u.token, allowed=allowed)
-    z = torch.where(canvases.pinned, canvases.x, z)
-    replaced = (u.event >= noise.clean_share(level)) & ~canvases.pinned
+    z = torch.where(canvases.frozen, canvases.x, z)
+    replaced = (u.event >= noise.clean_share(level)) & ~canvases.frozen
     self_cond = u.self_cond < self_cond_prob
     return NoisyCanvases(z, replaced, level[..., 0], self_cond[..., 0])
 

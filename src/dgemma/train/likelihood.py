@@ -122,7 +122,7 @@ class _Estimator:
         if bool((canvases.scored & self.noise.masked(canvases.x)).any()):
             raise ValueError(
                 f"evaluate source must not have the mask token among its scored tokens, got {self.noise.mask_token}. "
-                "Its bound is infinite. Remove it, or pin it."
+                "Its bound is infinite. Remove it, or freeze it."
             )
         clean = read_clean(self.model, canvases.tokens, documents=canvases.documents)
         causal, causal_scored = self._causal(canvases, clean)
@@ -174,7 +174,7 @@ class _Estimator:
     ) -> Tensor:
         """Return `of_logits`, a function of `nelbo`, of canvases noised to `level` (B, K, 1): (B, K, C) float64."""
         u_event, u_token = (self._draw(canvases, seeds, sample, self.canvas_len, name) for name in ("event", "noise"))
-        z = torch.where(canvases.pinned, canvases.x, self.noise.corrupt(canvases.x, level, u_event, u_token))
+        z = torch.where(canvases.frozen, canvases.x, self.noise.corrupt(canvases.x, level, u_event, u_token))
 
         def cost(logits: Tensor, x: Tensor, z: Tensor, level: Tensor) -> Tensor:
             """Take logits (m, V), the others (m, 1) → (m,)."""

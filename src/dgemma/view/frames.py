@@ -130,16 +130,16 @@ def settled(frames: Frames) -> Array:
 
 
 def _frozen(trajectory: Trajectory, step: RecordedStep, row: int) -> Array:
-    """What was pinned in a step: by the plan, or by a callback before it."""
+    """What was frozen in a step: by the plan, or by a callback before it."""
     plan = trajectory.plan
     frozen = plan.to(torch.device("cpu")).block(step.block, torch.tensor([row]))["frozen"]
-    pinned = torch.zeros(plan.canvas_len, dtype=torch.bool) if frozen is None else frozen[0]
+    frozen = torch.zeros(plan.canvas_len, dtype=torch.bool) if frozen is None else frozen[0]
     for change in trajectory.changes:
         if change.block == step.block and change.index <= step.index and "frozen" in change.values:
             # A change speaks of the rows of the step before it; the first one, of those the block began with.
             rows = trajectory.at(block=step.block, step=max(change.index - 1, 0)).rows.tolist()
-            pinned = change.values["frozen"][rows.index(row)]
-    return pinned.numpy()
+            frozen = change.values["frozen"][rows.index(row)]
+    return frozen.numpy()
 
 
 def _commit(trajectory: Trajectory, block: int, row: int, draft: Array) -> tuple[Array, int]:

@@ -18,7 +18,7 @@ from dgemma.view.frames import Frames, check_canvas, check_row, read_frames, rea
 from dgemma.view.heat import LEVELS, palette
 from dgemma.view.pieces import STATIC, Pieces, width
 
-_PAGE, _SOFT, _ACCENT, _PIN = "#101218", "#7d7a88", "#3ecfb4", "#82b4ff"
+_PAGE, _SOFT, _ACCENT, _FROZEN = "#101218", "#7d7a88", "#3ecfb4", "#82b4ff"
 _HEAT = palette(dark=True)
 _PROMPT_TOKENS = 60
 _MAX_FRAMES = 240
@@ -139,9 +139,9 @@ def _looks(frames: Frames, index: int, texts: list[str], pieces: Pieces) -> list
     """What each position shows in a frame; None for nothing. The frame after the last is the finished text."""
     at, canvas_len = min(index, len(frames) - 1), frames.canvas.shape[1]
     num_finished = frames.num_blocks if index == len(frames) else int(frames.block[at])
-    pinned = [frames.frozen[frames.block == block][-1] for block in range(num_finished)]
+    frozen = [frames.frozen[frames.block == block][-1] for block in range(num_finished)]
     looks: list[_Look | None] = [
-        _Look(text, _PIN if pinned[i // canvas_len][i % canvas_len] else _HEAT[0])
+        _Look(text, _FROZEN if frozen[i // canvas_len][i % canvas_len] else _HEAT[0])
         if i % canvas_len < frames.kept[i // canvas_len]
         else None
         for i, text in enumerate(texts[: num_finished * canvas_len])
@@ -150,7 +150,7 @@ def _looks(frames: Frames, index: int, texts: list[str], pieces: Pieces) -> list
         return looks
     for i, text in enumerate(pieces(frames.canvas[at].tolist())):
         doubt = 1 - float(frames.confidence[at, i])  # 1 in the noise at the start
-        colour = _PIN if frames.frozen[at, i] else _HEAT[round(doubt * (LEVELS - 1))]
+        colour = _FROZEN if frames.frozen[at, i] else _HEAT[round(doubt * (LEVELS - 1))]
         looks.append(_Look(text, colour, bool(frames.accepted[at, i])))
     return looks
 

@@ -224,7 +224,7 @@
     const quoted = (p) => texts[p].replaceAll(" ", "␣").replaceAll("\n", "⏎").replaceAll("\t", "⇥") || "(part of the character before)";
     tip.replaceChildren();
     add(tip, "div", "token", quoted(place));
-    const state = flags & FROZEN ? "pinned" : committed ? (position % canvasLen < row.kept[block] ? "committed" : "dropped, behind the end")
+    const state = flags & FROZEN ? "frozen" : committed ? (position % canvasLen < row.kept[block] ? "committed" : "dropped, behind the end")
       : flags & ACCEPTED ? "accepted" : flags & RENOISED ? "renoised" : flags & UNDECIDED ? "undecided" : "kept";
     add(tip, "div", "soft", `position ${position} · id ${tokens[place]} · ${state}`);
     if (row.step[at] >= 0) {
@@ -316,7 +316,7 @@
     byId("prompt").textContent = row.prompt;
     byId("prompt").hidden = !row.prompt;
     byId("total").textContent = totals();
-    byId("pins").hidden = !row.flags.some((flags) => flags & FROZEN);
+    byId("frozen").hidden = !row.flags.some((flags) => flags & FROZEN);
     layOut();
     drawStrip();
     go(at);

@@ -31,7 +31,7 @@ class _Position(NamedTuple):
     token: int  # what was decided, or the best guess
     confidence: float
     decided: bool
-    pinned: bool
+    frozen: bool
     noise: int  # on the canvas where nothing is decided; -1 for a mask
 
 
@@ -43,7 +43,7 @@ class _Canvas(NamedTuple):
     num_steps: int
     done: bool
     entropy: float  # mean over what is to be decided
-    num_awaited: int  # positions to be decided: neither pinned nor behind the text's end
+    num_awaited: int  # positions to be decided: neither frozen nor behind the text's end
     num_decided: int  # of them
     positions: list[_Position]
 
@@ -114,8 +114,8 @@ class View(ABC):
         """A block is finished."""
 
     def _style(self, position: _Position) -> str:
-        """Bold where pinned, a colour where unsure, faint where sure and yet undecided."""
-        if position.pinned:
+        """Bold where frozen, a colour where unsure, faint where sure and yet undecided."""
+        if position.frozen:
             return _BOLD
         colour = TERMINAL[min(int((1 - position.confidence) * len(TERMINAL)), len(TERMINAL) - 1)]
         if colour is not None and self.screen.has_colour:
@@ -248,7 +248,7 @@ class BoardView(View):
     """A Sudoku being solved: clues bold, digits coloured by confidence, · where there is no guess worth showing.
 
     The first 81 positions of the canvas are the cells. `digits` turns canvas tokens (81,) into digits, 0 for none
-    (None: as `dgemma.data.sudoku` encodes them). Clues are what is pinned, or `givens` (81,) if only the prompt has
+    (None: as `dgemma.data.sudoku` encodes them). Clues are what is frozen, or `givens` (81,) if only the prompt has
     them.
 
     Example: `with BoardView() as view: generate(model, prompt, on_step=view, ...)`.

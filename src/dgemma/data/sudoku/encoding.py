@@ -54,11 +54,11 @@ def token_text(token: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class SudokuSource:
-    """Endless training batches out of a pool of puzzles: a `BatchSource`, a pure function of (seed, step, row).
+    """Endless training batches from a pool of puzzles: a `BatchSource`, a pure function of (seed, step, row).
 
-    Each row is a random equivalent of a puzzle from the pool, with further clues put back until there are as many as
-    drawn from `givens`, low ones preferred by `skew`: lowest + span · u^skew. A share `pinned` of the rows keeps its
-    clues on the canvas; the others must write them as well.
+    Each row is a random equivalent of a puzzle from the pool. Clues are put back until their number is one drawn from
+    `givens`: lowest + span · u^skew, so a larger `skew` gives fewer clues. In a share `frozen_share` of the rows
+    the clues are frozen on the canvas; in the others the model must write them as well.
 
     Example: `SudokuSource(pool=generate_puzzles(1024, givens=24, exact=False))(0, range(256)).tokens`.
     """
@@ -67,7 +67,7 @@ class SudokuSource:
     seed: int = 0
     givens: tuple[int, int] = (24, 45)
     skew: float = 2.0
-    pinned: float = 0.8
+    frozen_share: float = 0.8
 
     def __post_init__(self) -> None:
         low, high = self.givens
@@ -75,8 +75,8 @@ class SudokuSource:
             raise ValueError(f"SudokuSource.givens must be (lowest, highest) within 17 to 81, got {self.givens}.")
         if self.skew <= 0:
             raise ValueError(f"SudokuSource.skew must be > 0, got {self.skew}. Use 1 for a uniform number of clues.")
-        if not 0 <= self.pinned <= 1:
-            raise ValueError(f"SudokuSource.pinned must be a probability, got {self.pinned}.")
+        if not 0 <= self.frozen_share <= 1:
+            raise ValueError(f"SudokuSource.frozen_share must be a probability, got {self.frozen_share}.")
 
     def __call__(self, step: int, rows: range) -> TrainBatch:
         sample = self.sample(step, rows)
@@ -84,7 +84,7 @@ class SudokuSource:
             tokens=torch.cat([prompt_tokens(sample.puzzle), canvas_tokens(sample.solution)], dim=1),
             prompt_len=torch.full((len(rows),), NUM_CELLS),
             length=torch.full((len(rows),), 2 * NUM_CELLS),
-            pinned=torch.cat([torch.zeros_like(sample.pinned), sample.pinned], dim=1),
+            frozen=torch.cat([torch.zeros_like(sample.frozen), sample.frozen], dim=1),
             spans=((NUM_CELLS, 2 * NUM_CELLS),) * len(rows),
         )
 
@@ -95,7 +95,7 @@ class SudokuSource:
         """
         row = torch.arange(rows.start, rows.stop, rows.step)
         seeds, clock = torch.full_like(row, self.seed), torch.full_like(row, step)
-        pick, more, pin = draws.uniform(seeds, clock, row, 3, "puzzle").unbind(1)
+        pick, more, freeze = draws.uniform(seeds, clock, row, 3, "puzzle").unbind(1)
         chosen = draws.integers(pick, len(self.pool)).numpy()
         both = torch.stack([torch.from_numpy(a[chosen]) for a in (self.pool.puzzles, self.pool.solutions)], dim=1)
         moves = draws.uniform(seeds, clock, row, NUM_UNIFORMS, "symmetry")
@@ -105,12 +105,12 @@ class SudokuSource:
         # Any clue put back leaves the solution unique.
         order = draws.uniform(seeds, clock, row, NUM_CELLS, "clues").masked_fill(puzzle > 0, -1.0)
         is_clue = (order.argsort(1).argsort(1) < num_givens[:, None]) | (puzzle > 0)
-        return Sample(torch.where(is_clue, solution, 0), solution, is_clue & (pin < self.pinned)[:, None])
+        return Sample(torch.where(is_clue, solution, 0), solution, is_clue & (freeze < self.frozen_share)[:, None])
 
 
 class Sample(NamedTuple):
-    """Puzzles (B, 81), 0 for a blank, their solutions (B, 81), and which cells of the canvas are pinned (B, 81)."""
+    """Puzzles (B, 81), 0 for a blank, their solutions (B, 81), and which cells of the canvas are frozen (B, 81)."""
 
     puzzle: Tensor
     solution: Tensor
-    pinned: Tensor
+    frozen: Tensor

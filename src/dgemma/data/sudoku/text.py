@@ -14,7 +14,7 @@ from dgemma.train.batch import TrainBatch
 
 @dataclass(frozen=True)
 class TextSudoku:
-    """The rows of a `SudokuSource` as text, for fine-tuning: a `BatchSource`. Nothing on the canvas is pinned.
+    """The rows of a `SudokuSource` as text, for fine-tuning: a `BatchSource`. Nothing on the canvas is frozen.
 
     Example: `TextSudoku(SudokuSource(pool=pool), tokenizer)(0, range(8)).tokens` is (8, 163).
     """
