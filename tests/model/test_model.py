@@ -82,6 +82,7 @@ def test_under_autograd_a_cache_concatenates_instead_of_writing_in_place(batch):
     assert model.layers[0].self_attn.k_proj.weight.grad.abs().sum() > 0
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_both_modes_compile_without_graph_breaks(batch):
     torch._dynamo.reset()
