@@ -12,7 +12,8 @@ import torch
 BENCHMARKS = Path(__file__).parents[2] / "kernels" / "benchmarks"
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # transformers' own
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of transformers
 def test_both_loops_have_one_loss_and_are_timed(monkeypatch, tmp_path, capsys):
     monkeypatch.syspath_prepend(BENCHMARKS)
     monkeypatch.setattr(sys, "argv", ["training.py", "--output", str(tmp_path / "out.json")])
@@ -22,11 +23,11 @@ def test_both_loops_have_one_loss_and_are_timed(monkeypatch, tmp_path, capsys):
     assert float(here) == pytest.approx(float(there), rel=1e-4)
     results = json.loads((tmp_path / "out.json").read_text())["results"]
     assert len(re.findall(r"^\| (?:transformers|dgemma).*\|$", printed, flags=re.MULTILINE)) == len(results) == 4
-    # Random weights know nothing: both terms begin near the entropy of 512 tokens.
+    # Random weights predict uniformly: both terms start near the entropy of 512 tokens.
     assert all(result["loss"] == pytest.approx(2 * 6.24, rel=0.1) for result in results)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there it runs")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it runs on a GPU")
 def test_a_profile_without_a_gpu_is_refused(monkeypatch, capsys):
     monkeypatch.syspath_prepend(BENCHMARKS)
     monkeypatch.setattr(sys, "argv", ["training.py", "--profile"])

@@ -136,9 +136,8 @@ def test_levels_and_positions_add_up_to_the_bound(model, tokens):
         assert likelihood.by_level.nats.sum() + likelihood.reconstruction == pytest.approx(
             likelihood.nelbo.value, abs=1e-9
         )
-        assert likelihood.by_position.nats.mean() == pytest.approx(
-            likelihood.nelbo.value, abs=1e-9
-        )  # all positions are equally frequent
+        # All positions are equally frequent.
+        assert likelihood.by_position.nats.mean() == pytest.approx(likelihood.nelbo.value, abs=1e-9)
 
 
 def test_the_same_seed_gives_the_same_number_for_every_batch_size(model, tokens):

@@ -101,6 +101,7 @@ def test_counts_can_be_reset_and_leave_no_buffer():
     assert not any("load" in name for name, _ in model.named_buffers())
 
 
+@pytest.mark.slow
 def test_compiled_layers_count_in_every_run():
     model, tokens = next_token.model(), torch.arange(8).reshape(2, 4)
     load = RouterLoad(model)

@@ -91,10 +91,9 @@ def test_evaluate_samples_under_the_noise_of_the_training(tmp_path):
         return {}
 
     objective = Objective(noise=noise, canvas_len=4, propose_mask=True)
-    run(tmp_path, objective=objective, steps=2, evaluate=evaluate, evaluate_every=1, on_step=stop_at(1))
-    run(
-        tmp_path, objective=objective, steps=2, evaluate=evaluate, evaluate_every=1
-    )  # resumed with another model object
+    options = {"objective": objective, "steps": 2, "evaluate": evaluate, "evaluate_every": 1}
+    run(tmp_path, on_step=stop_at(1), **options)
+    run(tmp_path, **options)  # resumed with another model object
     assert noises == [noise, noise]
 
 
@@ -141,7 +140,9 @@ def test_a_micro_batch_may_lack_answers_and_a_step_may_not(tmp_path, answers):
     assert any(not torch.equal(weight, before[name]) for name, weight in weights(model).items())
 
 
-@pytest.mark.parametrize(("precision", "canvases"), [("weights", "one"), ("mixed", "all")])
+@pytest.mark.parametrize(
+    ("precision", "canvases"), [pytest.param("weights", "one", marks=pytest.mark.slow), ("mixed", "all")]
+)
 def test_a_step_never_waits_for_the_device(tmp_path, precision, canvases):
     # Fake tensors have shapes but no values, so reading one raises.
     objective = Objective(noise=dgemma.UniformNoise(next_token.VOCAB), canvas_len=4, canvases=canvases)
@@ -156,8 +157,8 @@ def test_a_step_never_waits_for_the_device(tmp_path, precision, canvases):
         parts = [Part(part.batch._map(mode.from_tensor), mode.from_tensor(part.seeds)) for part in step_input.parts]
         # AdamW counts its steps on the host unless it is fused, and those would be fake here as well.
         sgd = lambda named: torch.optim.SGD(named.values())  # noqa: E731 (a line shorter)
-        taking = _Run(model, objective, counting, settings, tmp_path, Parallel(), sgd)
-        record = taking.take_step(StepInput(parts, 0))
+        state = _Run(model, objective, counting, settings, tmp_path, Parallel(), sgd)
+        record = state.take_step(StepInput(parts, 0))
         with pytest.raises(DataDependentOutputException):
             record.loss.item()
 
@@ -441,6 +442,7 @@ def test_recomputed_activations_change_nothing_and_end_with_the_run(tmp_path):
     assert not recomputed.recompute_activations
 
 
+@pytest.mark.slow
 def test_layers_compile_into_one_graph_each_and_learn_the_same(tmp_path, monkeypatch):
     # aot_eager traces forward and backward as the real compiler does, without the minutes of code generation.
     compile_module = torch.nn.Module.compile
@@ -519,7 +521,7 @@ def test_adapters_of_another_rank_or_none_are_refused_by_name(tmp_path):
     for other, named in ((adapted(rank=3), r"LoRA\(rank=3, .*"), (next_token.model(), "None")):
         with pytest.raises(ValueError, match=rf"train adapters must stay as .*LoRA\(rank=2, .*, got {named}\. Choose"):
             run(tmp_path, model=other)
-    with pytest.raises(ValueError, match=r"of another model: .* Continue the run with the model"):
+    with pytest.raises(ValueError, match=r"belongs to another model: .* Continue the run with the model"):
         run(tmp_path, model=adapted(rank=3), allow_changes=True)
 
 

@@ -466,9 +466,8 @@ def test_packed_texts_are_scored_as_if_each_were_alone(model):
         length=torch.tensor([24]),
         documents=torch.tensor([[3] * 12 + [8] * 12]),
     )
-    loss = make(
-        canvases="all", self_cond_prob=0.0, t_range=(0.0, 0.0)
-    )  # without noise, because the canvases would get different noise
+    # Without noise, because the canvases would get different noise.
+    loss = make(canvases="all", self_cond_prob=0.0, t_range=(0.0, 0.0))
     actual = loss(model, packed, seeds=SEEDS[:1])
     halves = TrainBatch(tokens=tokens.view(2, 12), prompt_len=torch.tensor([0, 0]), length=torch.tensor([12, 12]))
     expected = loss(model, halves, seeds=SEEDS[:2])

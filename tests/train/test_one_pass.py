@@ -1,7 +1,5 @@
 """All canvases in one pass equal the loop that defines them: `encode` the text before each, then `denoise` it."""
 
-import copy
-
 import pytest
 import torch
 from torch import Tensor
@@ -107,9 +105,8 @@ def test_no_canvas_sees_another():
 def test_the_gradient_reaches_the_clean_text_before_a_canvas_and_none_after():
     model = make_model()
     tokens, canvases = make_inputs()
-    tokens[0] = torch.arange(
-        5, 5 + TEXT_LEN
-    )  # each id occurs once, so the gradient of its embedding is that of its position
+    # Each id occurs once, so the gradient of its embedding is that of its position.
+    tokens[0] = torch.arange(5, 5 + TEXT_LEN)
     canvases = torch.full_like(canvases, 79)
     clean = read_clean(model, tokens[:1])
     predict_canvases(model, canvases[:1, 1:2], STARTS[:1, 1:2], clean).square().sum().backward()
@@ -118,20 +115,22 @@ def test_the_gradient_reaches_the_clean_text_before_a_canvas_and_none_after():
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_block_masks_equal_dense_masks():
+@pytest.mark.parametrize("packs", [pytest.param(False, marks=pytest.mark.slow), True], ids=["one-text", "two-texts"])
+def test_block_masks_equal_dense_masks(packs):
     model = make_model(dtype=torch.float64)
     tokens, canvases = make_inputs()
-    documents = (torch.arange(TEXT_LEN) >= 14).long().expand(3, -1)
-    of_canvases = (STARTS[..., None] + torch.arange(CANVAS_LEN) >= 14).long()
-    for text_documents, both in ((None, None), (documents, (documents, of_canvases))):
-        results = []
-        for attention in ("dense", "blocks"):
-            with torch.no_grad():  # FlexAttention has no backward on a CPU
-                clean = read_clean(model, tokens, documents=text_documents, attention=attention)
-                hidden = predict_canvases(model, canvases, STARTS, clean, documents=both, attention=attention)
-            results.append((clean.hidden, hidden))
-        for dense, blocks in zip(*results, strict=True):
-            torch.testing.assert_close(blocks, dense, atol=1e-10, rtol=1e-10)
+    documents = both = None
+    if packs:
+        documents = (torch.arange(TEXT_LEN) >= 14).long().expand(3, -1)
+        both = documents, (STARTS[..., None] + torch.arange(CANVAS_LEN) >= 14).long()
+    results = []
+    for attention in ("dense", "blocks"):
+        with torch.no_grad():  # FlexAttention has no backward on a CPU
+            clean = read_clean(model, tokens, documents=documents, attention=attention)
+            hidden = predict_canvases(model, canvases, STARTS, clean, documents=both, attention=attention)
+        results.append((clean.hidden, hidden))
+    for dense, blocks in zip(*results, strict=True):
+        torch.testing.assert_close(blocks, dense, atol=1e-10, rtol=1e-10)
 
 
 @pytest.mark.parametrize("length", [7, 8], ids=["inside-the-window", "past-the-window"])
@@ -174,22 +173,27 @@ def test_aligned_rows_need_no_mask(start):
     torch.testing.assert_close(logits, looped, atol=2e-4, rtol=2e-4)
 
 
-def test_recomputed_activations_and_compiled_layers_change_nothing():
-    model = make_model()
-    tokens, canvases = make_inputs()
+def gradient(model: DiffusionGemma, inputs: tuple[Tensor, Tensor]) -> Tensor:
+    model.zero_grad()
+    packed(model, *inputs).square().mean().backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
-    def gradient(model: DiffusionGemma) -> Tensor:
-        model.zero_grad()
-        packed(model, tokens, canvases).square().mean().backward()
-        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
-    plain = gradient(model)
+def test_recomputed_activations_change_nothing():
+    model, inputs = make_model(), make_inputs()
+    plain = gradient(model, inputs)
     model.recompute_activations = True
-    torch.testing.assert_close(gradient(model), plain)
-    compiled = copy.deepcopy(model)
-    for layer in compiled.layers:
+    torch.testing.assert_close(gradient(model, inputs), plain)
+
+
+@pytest.mark.slow
+def test_compiled_layers_that_recompute_change_nothing():
+    model, inputs = make_model(), make_inputs()
+    plain = gradient(model, inputs)
+    model.recompute_activations = True
+    for layer in model.layers:
         layer.compile(backend="aot_eager", fullgraph=True)  # traces as inductor does, without code generation
-    torch.testing.assert_close(gradient(compiled), plain, atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(gradient(model, inputs), plain, atol=1e-4, rtol=1e-3)
 
 
 def test_under_autocast_one_pass_runs_in_bfloat16_and_stays_close():
