@@ -174,7 +174,7 @@ def test_arguments_that_do_not_fit_raise_one_sentence_before_any_work(model, cha
 @pytest.mark.parametrize("mask", [[[0, 0, 0], [0, 0, 0]], [[1, 1, 1], [0, 0, 0]]], ids=["nowhere", "in-one-row"])
 def test_a_prompt_that_is_all_padding_is_as_empty_as_an_empty_one(model, mask):
     for tokens, given in ((torch.full((2, 3), 5), torch.tensor(mask)), (torch.zeros(2, 0, dtype=torch.long), None)):
-        with pytest.raises(ValueError, match=r"prompt_tokens must hold at least one token a row\. Start with the bos"):
+        with pytest.raises(ValueError, match=r"must hold at least one token per row\. Start with the bos"):
             dgemma.generate(model, tokens, attention_mask=given)
 
 

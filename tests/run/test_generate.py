@@ -452,7 +452,7 @@ def test_weights_that_are_not_finite_stop_the_run_where_they_show():
             with torch.no_grad():
                 model.norm.weight[3] = torch.nan
 
-    sentence = r"Prediction\.entropy must be a number, got nan at block 1, step 3, row 0\. Check the weights"
+    sentence = r"Prediction\.entropy must be a number, got NaN at block 1, step 3, row 0\. Check the weights"
     with pytest.raises(FloatingPointError, match=sentence):
         dgemma.generate(
             model, prompt, max_new_tokens=64, steps=5, stop=None, seed=0, eos_token_ids=[], on_step=overflow

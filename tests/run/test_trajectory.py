@@ -79,7 +79,7 @@ def test_replay_equals_the_run_bit_for_bit(model, prompt, process):
 def test_a_replay_with_other_weights_says_where_it_parts(prompt, model, recorded):
     torch.manual_seed(5)
     other = dgemma.DiffusionGemma(dgemma.presets.tiny())
-    with pytest.raises(RuntimeError, match=r"parts from the run at block 0, step 0, row 0: "):
+    with pytest.raises(RuntimeError, match=r"differs from the run at block 0, step 0, row 0: "):
         recorded.trajectory.replay(other)
     parted = recorded.trajectory.replay(other, strict=False)
     assert parted.difference(recorded.trajectory) is not None
@@ -430,7 +430,7 @@ def test_a_run_from_a_cache_needs_that_cache(model, prompt):
     cache = model.encode(prompt)
     before = cache.clone()
     out = dgemma.generate(model, prompt[:, :2], cache=cache, record=True, **options())
-    with pytest.raises(ValueError, match=r"began with a cache of \[7, 7, 7\] tokens a row, got none"):
+    with pytest.raises(ValueError, match=r"began with a cache of \[7, 7, 7\] tokens per row, got none"):
         out.trajectory.replay(model)
     with pytest.raises(ValueError, match="got one of"):
         out.trajectory.replay(model, cache=out.cache)

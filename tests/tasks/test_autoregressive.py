@@ -73,7 +73,7 @@ def test_a_stop_token_is_written_and_padded_after(model):
 
 
 def test_arguments_are_refused_as_by_generate(model):
-    with pytest.raises(ValueError, match="at least one token a row"):
+    with pytest.raises(ValueError, match="at least one token per row"):
         dgemma.generate_causal(model, PROMPTS[:, :0])
     with pytest.raises(ValueError, match=r"Temperature\.value must be > 0"):
         dgemma.generate_causal(model, PROMPTS, temperature=0.0)
@@ -111,7 +111,7 @@ def test_logits_that_are_not_finite_stop_the_run_where_they_show(monkeypatch, va
         return logits
 
     monkeypatch.setattr(model, "causal_logits", overflow)
-    sentence = r"^Prediction\.entropy must be a number, got nan at token 2, row 1\. Check the weights"
+    sentence = r"^Prediction\.entropy must be a number, got NaN at token 2, row 1\. Check the weights"
     with pytest.raises(FloatingPointError, match=sentence):
         dgemma.generate_causal(model, PROMPTS, max_new_tokens=3, eos_token_ids=[], **options)
 

@@ -1,1 +1,1 @@
-"""The diffusion process: state of a canvas, predictions about it, noise, schedules and counter-based draws."""
+"""The diffusion process: the state of a canvas, predictions, decisions, noise, schedules and counter-based draws."""

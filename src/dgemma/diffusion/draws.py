@@ -1,8 +1,8 @@
 """Counter-based randomness: every draw is a function of (seed, block, step, position, purpose).
 
 Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) in plain tensor code: the same bits
-on CPU, on GPU and in a Triton kernel (`tl.philox(seed, position, step, block, purpose)`), whatever the batch. Nothing
-here reads or moves a global generator.
+on CPU, on GPU and in a Triton kernel (`tl.philox(seed, position, step, block, purpose)`), for any batch. Nothing here
+uses a global generator.
 """
 
 import torch
@@ -12,7 +12,7 @@ _LOW_32 = 0xFFFFFFFF
 _ROUND_A, _ROUND_B = 0xD2511F53, 0xCD9E8D57
 _KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
 _NUM_ROUNDS = 10
-_SMALLEST_UNIFORM = 2.0**-54  # half of the least uniform above 0; keeps Gumbel noise finite
+_SMALLEST_UNIFORM = 2.0**-54  # half of the smallest uniform above 0; keeps Gumbel noise finite
 
 
 def _crc_of_byte(word: int) -> int:
@@ -40,9 +40,9 @@ def philox(key: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple
 
 
 def purpose_word(purpose: str) -> int:
-    """The counter word of a purpose, its CRC-32: any string is a stream of its own, stable across runs and machines.
+    """The counter word of a purpose: its CRC-32, so that every string is a separate stream on every machine.
 
-    Written out, because torch.compile traces plain Python and no `zlib`: a sampler that draws by any name compiles.
+    It is plain Python, because torch.compile cannot trace `zlib`.
     """
     word = _LOW_32
     for byte in purpose.encode():
@@ -51,9 +51,9 @@ def purpose_word(purpose: str) -> int:
 
 
 def uniform(seeds: Tensor, block: Tensor, step: Tensor, num_positions: int, purpose: str) -> Tensor:
-    """Uniforms in [0, 1) with 53 bits. seeds, block, step: (B,) integers → (B, num_positions) float64.
+    """Draw uniforms in [0, 1) with 53 bits. seeds, block, step: (B,) integers → (B, num_positions) float64.
 
-    Float64, because an event of probability 1e-7 must keep that probability (24-bit uniforms round it).
+    They are float64 because 24-bit uniforms would round the probability of a rare event, such as 1e-7.
 
     Example: `uniform(torch.tensor([7]), torch.tensor([0]), torch.tensor([3]), 256, "token")`.
     """
@@ -64,8 +64,8 @@ def uniform_of_word(seeds: Tensor, block: Tensor, step: Tensor, num_positions: i
     """`uniform` for the counter word of a purpose: the part that torch can compile."""
     position = torch.arange(num_positions, device=seeds.device)
     high, low, _, _ = philox(
-        seeds.long()[:, None],  # in 32 bits the products of the rounds would overflow
-        position[None, :] & _LOW_32,  # else Inductor folds the first product into a 32-bit index, and fails
+        seeds.long()[:, None],  # the products of the rounds overflow 32 bits
+        position[None, :] & _LOW_32,  # otherwise Inductor folds the first product into a 32-bit index
         step[:, None] & _LOW_32,
         block[:, None] & _LOW_32,
         torch.full((1, 1), word, dtype=torch.int64, device=seeds.device),
@@ -74,9 +74,7 @@ def uniform_of_word(seeds: Tensor, block: Tensor, step: Tensor, num_positions: i
 
 
 def integers(u: Tensor, upper: int | Tensor) -> Tensor:
-    """Integers in [0, upper) from uniforms: the same cell boundaries wherever u came from. (…) float64 → (…) int64.
-
-    `upper` is one number, or one for each uniform.
+    """Integers in [0, upper) from uniforms, (…) float64 → (…) int64; `upper` is one number, or one per uniform.
 
     Example: `integers(torch.tensor([0.0, 0.999], dtype=torch.float64), 5)` is `[0, 4]`.
     """
@@ -84,7 +82,7 @@ def integers(u: Tensor, upper: int | Tensor) -> Tensor:
 
 
 def gumbel(u: Tensor) -> Tensor:
-    """Standard Gumbel noise from uniforms, finite for any of them. (…) float64 → (…) float64.
+    """Standard Gumbel noise from uniforms, always finite: (…) float64 → (…) float64.
 
     Example: `(score + tau * gumbel(u)).argmax(-1)` is a draw from softmax(score / tau).
     """

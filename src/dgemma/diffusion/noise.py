@@ -1,4 +1,4 @@
-"""Noise processes: how a text is corrupted, and the exact kernels that undo it.
+"""Noise processes: how text is corrupted, and the exact kernels that reverse it.
 
 Every process here is one mixture: at a noise level the token x becomes z with
 
@@ -23,7 +23,7 @@ from dgemma.diffusion.schedule import Linear, Schedule
 class Noise:
     """A process over `vocab_size` tokens; `schedule` gives α(t), and noise_level is 1 - α throughout.
 
-    A noise_level of shape (B,) speaks for whole rows of (B, C) tokens; a shape that broadcasts to them is taken as is.
+    A noise_level of shape (B,) applies to whole rows of (B, C) tokens. Other shapes must broadcast to (B, C).
 
     Example: `UniformNoise(262144, schedule=PlainCosine())`.
     """
@@ -38,7 +38,7 @@ class Noise:
             raise ValueError(f"{type(self).__name__}.vocab_size must be >= 2, got {self.vocab_size}. Pass the model's.")
 
     def clean_share(self, noise_level: Tensor) -> Tensor:
-        """A: the probability that a token is untouched."""
+        """A: the probability that a token is unchanged."""
         return 1 - noise_level
 
     def mask_share(self, noise_level: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class Noise:
         return torch.zeros_like(canvas, dtype=torch.bool) if self.mask_token is None else canvas == self.mask_token
 
     def proposable(self, allowed: Tensor | None, device: torch.device) -> Tensor | None:
-        """The tokens a sampler may write, (B or 1, C or 1, V) bool: of those allowed, all but the mask; None: all."""
+        """Tokens that a sampler may write, (B or 1, C or 1, V) bool: the allowed ones without the mask; None is all."""
         if allowed is not None:
             allowed = allowed.reshape(*[1] * (3 - allowed.dim()), *allowed.shape)
         if self.mask_token is None:
@@ -64,14 +64,14 @@ class Noise:
         return real[None, None] if allowed is None else allowed & real
 
     def prior(self, u: Tensor, *, allowed: Tensor | None = None) -> Tensor:
-        """A canvas of pure noise: u (B, C) in [0, 1) → tokens (B, C), uniform ones from the `allowed` set.
+        """Draw a canvas of pure noise: u (B, C) in [0, 1) → tokens (B, C). Uniform noise stays in the `allowed` set.
 
         Example: `UniformNoise(256).prior(torch.rand(2, 8, dtype=torch.float64))`.
         """
         return self._draw(u, torch.ones_like(u), allowed)
 
     def refill(self, u: Tensor, noise_level: Tensor, *, allowed: Tensor | None = None) -> Tensor:
-        """Noise for positions that return to it: u (B, C) in [0, 1) → tokens (B, C) as the level has them.
+        """Draw noise of a level for positions that return to noise: u (B, C) in [0, 1) → tokens (B, C).
 
         Example: `noise.refill(state.uniform("noise"), state.next_noise_level, allowed=state.allowed)`.
         """
@@ -86,9 +86,9 @@ class Noise:
         *,
         allowed: Tensor | None = None,
     ) -> Tensor:
-        """A draw of q(z | x): tokens, u_event, u_token (B, C) → z (B, C). A uniform draw may hit the token itself.
+        """Draw from q(z | x): tokens, u_event, u_token (B, C) → z (B, C). Uniform noise may draw the token itself.
 
-        `allowed`, booleans that broadcast to (B, C, V), restricts what uniform noise draws from.
+        `allowed`, booleans that broadcast to (B, C, V), restricts uniform noise.
 
         Example: `noise.corrupt(tokens, torch.tensor([0.5]), torch.rand(1, 8), torch.rand(1, 8))`.
         """
@@ -96,7 +96,7 @@ class Noise:
         return torch.where(u_event < self.clean_share(level), tokens, self._draw(u_token, level, allowed))
 
     def marginal(self, x_probs: Tensor, alpha: Tensor) -> Tensor:
-        """q(z | x) where x is itself a distribution: x_probs (..., V), alpha (B,) or broadcastable to (...) → (..., V).
+        """q(z | x) for a distribution over x: x_probs (..., V), alpha (B,) or broadcastable to (...) → (..., V).
 
         Example: `MaskNoise(5).marginal(torch.eye(5)[0], torch.tensor(0.7))` is 0.7 for token 0 and 0.3 for the mask.
         """
@@ -104,9 +104,9 @@ class Noise:
         return self.clean_share(level) * x_probs + self._weight(self._ids(x_probs), level)
 
     def posterior(self, z_t: Tensor, x_probs: Tensor, alpha_t: Tensor, alpha_s: Tensor) -> Tensor:
-        """q(z_s | z_t, x) by Bayes' rule, x a distribution: z_t (...), x_probs (..., V) → (..., V); α_s >= α_t.
+        """q(z_s | z_t, x) by Bayes' rule for a distribution over x: z_t (...), x_probs (..., V) → (..., V); α_s >= α_t.
 
-        Both α are of shape (B,) or broadcast to (...). With a leave-one-out prediction as x this is the exact reverse
+        Both α have shape (B,) or broadcast to (...). With a leave-one-out prediction as x this is the exact reverse
         kernel; with the mean it is not. A token that no noise can have produced is copied.
 
         Example: `noise.posterior(canvas, loo.logits.softmax(-1), alpha_t, alpha_s)`.
@@ -121,9 +121,9 @@ class Noise:
     def routes(
         self, x0: Tensor, canvas: Tensor, noise_level: Tensor, next_noise_level: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """How z_s is reached given x0: the probabilities of becoming x0 and of staying; the rest is fresh noise.
+        """The probabilities, given x0, that z_s is x0 and that z_t stays; the rest is new noise.
 
-        x0, canvas: (B, C) → two (B, C). A token that no noise can have produced stays for certain.
+        x0, canvas: (B, C) → two (B, C). A token that no noise can have produced stays with probability 1.
 
         Example: `clean, stay = noise.routes(x0, canvas, noise_level, next_noise_level)`.
         """
@@ -139,8 +139,8 @@ class Noise:
     def to_loo(self, logits: Tensor, z: Tensor, noise_level: Tensor) -> Tensor:
         """From p(x0 | z) to p(x0 | z without this position): logits (B, C, V), z (B, C) → (B, C, V).
 
-        Exact for the level the network believes in. A token that no noise can have produced leaves nothing to undo
-        (its leave-one-out law cannot be read off the mean), and its logits come back unchanged.
+        Exact for the level that the network assumes. For a token that no noise can have produced, the mean does not
+        determine the leave-one-out distribution, and the logits are returned unchanged.
 
         Example: `noise.to_loo(prediction.logits, state.canvas, state.noise_level)`.
         """
@@ -148,7 +148,7 @@ class Noise:
         return logits.scatter_add(-1, z[..., None], -bump[..., None])
 
     def to_mean(self, logits: Tensor, z: Tensor, noise_level: Tensor) -> Tensor:
-        """From p(x0 | z without this position) to p(x0 | z), the inverse of `to_loo`; certain where z is no noise.
+        """From p(x0 | z without this position) to p(x0 | z), the inverse of `to_loo`; certain where z cannot be noise.
 
         Example: `noise.to_mean(prediction.logits, state.canvas, state.noise_level)`.
         """
@@ -158,31 +158,31 @@ class Noise:
         return torch.where(impossible[..., None], certain, logits.scatter_add(-1, z[..., None], bump[..., None]))
 
     def _evidence(self, z: Tensor, noise_level: Tensor) -> Tensor:
-        """log q(z | x = z) - log q(z | another x), (B, C); 0 for a mask and where no noise makes z."""
+        """log q(z | x = z) - log q(z | another x), (B, C); 0 for a mask and where z cannot be noise."""
         level = _per_position(noise_level, z)
         weight = self._weight(z, level)
         informative = (weight > 0) & ~self.masked(z)
         return torch.log1p(self.clean_share(level) / torch.where(informative, weight, torch.inf))
 
     def _bridge(self, z_t: Tensor, level: Tensor, next_level: Tensor) -> tuple[Tensor, Tensor]:
-        """q(z_t | z_s) = ratio·1(z_t = z_s) + fresh: what survives from s to t, and z_t's share of the noise added."""
+        """The parts of q(z_t | z_s) = ratio·1(z_t = z_s) + fresh: survival from s to t, and added noise that is z_t."""
         before, after = self.clean_share(level), self.clean_share(next_level)
         ratio = torch.where(after > 0, before / torch.where(after > 0, after, 1.0), 1.0)
         fresh = self._weight(z_t, level) - ratio * self._weight(z_t, next_level)
         return ratio.expand_as(fresh), fresh.clamp(min=0.0)
 
     def _weight(self, z: Tensor, level: Tensor) -> Tensor:
-        """The probability that noise, at this level, put the token z there."""
+        """The probability that the noise of this level is the token z."""
         share = self.mask_share(level)
         return (1 - self.clean_share(level)) * torch.where(self.masked(z), share, (1 - share) / self._num_uniform)
 
     @property
     def _num_uniform(self) -> int:
-        """How many tokens the uniform part of the noise draws from."""
+        """The number of tokens that the uniform part of the noise draws from."""
         return self.vocab_size
 
     def _draw(self, u: Tensor, level: Tensor, allowed: Tensor | None) -> Tensor:
-        """Noise by inverse CDF, u (B, C) → (B, C)."""
+        """Draw noise by inverse CDF: u (B, C) → (B, C)."""
         raise NotImplementedError
 
     def _ids(self, like: Tensor) -> Tensor:
@@ -191,7 +191,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class UniformNoise(Noise):
-    """A token is replaced by one drawn from the whole vocabulary, itself included.
+    """Noise that replaces a token by one from the whole vocabulary, itself included.
 
     Example: `UniformNoise(262144)`.
     """
@@ -230,7 +230,7 @@ class _MaskingNoise(Noise):
 
 @dataclass(frozen=True)
 class MaskNoise(_MaskingNoise):
-    """A token is replaced by the mask token.
+    """Noise that replaces a token by the mask token.
 
     Example: `MaskNoise(262144, mask_token_id=4)`.
     """
@@ -248,9 +248,9 @@ class MaskNoise(_MaskingNoise):
 class HybridNoise(_MaskingNoise):
     """GIDD: mask and uniform noise together, (1 - t)·x + t·mask + c·uniform over 1 + c, with t the noise level.
 
-    c = B·(t(1 - t))^(gamma/2), and B is such that `uniform_share` of the tokens are random at t = 1/2. The uniform part
-    spares the mask token; both ends are pure, clean text at t = 0 and masks at t = 1. α is 1 - t wherever it is asked
-    for, which is more than the share of clean tokens in between.
+    c = B·(t(1 - t))^(gamma/2), with B such that `uniform_share` of the tokens are random at t = 1/2. The uniform part
+    never draws the mask token. At t = 0 the text is clean, and at t = 1 it is all masks. α is 1 - t, which is more than
+    the share of clean tokens in between.
 
     Example: `HybridNoise(262144, mask_token_id=4, uniform_share=0.1)`.
     """
@@ -269,21 +269,20 @@ class HybridNoise(_MaskingNoise):
             )
         if not 0 < self.gamma <= 2:
             raise ValueError(
-                f"HybridNoise.gamma must lie in (0, 2], got {self.gamma}. Beyond 2 the random tokens would fade faster "
-                "than the text, which no corruption process can do; 1 is the published value."
+                f"HybridNoise.gamma must lie in (0, 2], got {self.gamma}. Use 1, the published value: above 2 random "
+                "tokens would fade faster than the text, which no corruption process does."
             )
 
     def clean_share(self, noise_level: Tensor) -> Tensor:
         return (1 - noise_level) / (1 + self.uniform_rate(noise_level))
 
     def mask_share(self, noise_level: Tensor) -> Tensor:
-        t = noise_level.clamp(
-            min=torch.finfo(noise_level.dtype).tiny
-        )  # the share has a limit at t = 0, where c is 0 too
+        # At t = 0, where c is 0 as well, the share is the limit.
+        t = noise_level.clamp(min=torch.finfo(noise_level.dtype).tiny)
         return t / (t + self.uniform_rate(t))
 
     def uniform_rate(self, t: Tensor) -> Tensor:
-        """c: the weight of the random tokens, where clean text has 1 - t and the mask t."""
+        """c: the weight of random tokens; clean text has the weight 1 - t, and the mask t."""
         scale = 2**self.gamma * self.uniform_share / (1 - self.uniform_share)
         return scale * (t * (1 - t)) ** (self.gamma / 2)
 
@@ -299,14 +298,14 @@ class HybridNoise(_MaskingNoise):
 
 
 def _per_position(level: Tensor, tokens: Tensor) -> Tensor:
-    """A level per row becomes one per position; (B,) → (B, 1)."""
+    """Turn a level per row into one per position: (B,) → (B, 1)."""
     return level[:, None] if level.dim() == 1 and tokens.dim() == 2 else level
 
 
 def _pick(u: Tensor, allowed: Tensor) -> Tensor:
-    """A uniform draw from each position's allowed ids, in their order: u (B, C), allowed (..., V) → (B, C)."""
-    ends = allowed.cumsum(-1, dtype=torch.int32)  # how many allowed ids there are up to each
-    # One set for all positions is searched as it is; (B, C, V) copies of a large vocabulary would be gigabytes.
+    """Draw uniformly from each position's allowed ids: u (B, C), allowed (..., V) → (B, C)."""
+    ends = allowed.cumsum(-1, dtype=torch.int32)  # the number of allowed ids up to each
+    # One set for all positions is searched without copies: (B, C, V) of a large vocabulary would be gigabytes.
     ends = ends.flatten() if allowed.numel() == allowed.shape[-1] else ends.expand(*u.shape, -1).contiguous()
     count = ends[..., -1]
     rank = torch.minimum((u * count).int(), count - 1)

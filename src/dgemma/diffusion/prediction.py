@@ -1,8 +1,8 @@
-"""What a denoiser says about a canvas, and every statistic a sampler may ask of it.
+"""Predictions: a distribution over the vocabulary per canvas position, with every statistic that a sampler needs.
 
-A `Prediction` is lazy: it holds the head's logits and how they are to be shaped, and computes entropy, argmax,
-confidence and samples when asked, a slice of positions at a time, so that no second (B, C, V) tensor of a large
-vocabulary is ever built unless somebody reads `.logits`. The fused engine has a twin with the same interface.
+A `Prediction` is lazy. It holds the head's logits and how to shape them, and computes entropy, argmax, confidence and
+samples on demand, one slice of positions at a time. A second (B, C, V) tensor exists only after `.logits` is read. The
+fused engine has a twin with the same interface.
 """
 
 import math
@@ -32,7 +32,7 @@ class _Statistics(NamedTuple):
 
 
 class Transform(Protocol):
-    """Reshapes a slice of positions: logits (B, c, V), and which positions of the canvas they are → (B, c, V)."""
+    """Reshapes a slice of positions: logits (B, c, V) and their positions on the canvas → (B, c, V)."""
 
     def __call__(self, logits: Tensor, positions: slice, /) -> Tensor: ...
 
@@ -40,8 +40,8 @@ class Transform(Protocol):
 class Prediction:
     """A distribution over the vocabulary for each canvas position; statistics in float32 (float64 if the logits are).
 
-    logits: (B, C, V), any floating dtype. What `.shaped(...)` adds is applied lazily, and every statistic is of the
-    shaped distribution.
+    logits: (B, C, V), any floating dtype. `.shaped(...)` returns a new prediction, and every statistic is of its shaped
+    distribution.
 
     Example: `Prediction(torch.randn(2, 8, 50)).shaped(temperature=0.8).entropy` has shape (2, 8).
     """
@@ -49,7 +49,7 @@ class Prediction:
     def __init__(self, logits: Tensor, transforms: tuple["Transform", ...] = ()) -> None:
         self._unshaped = logits
         self._transforms = transforms
-        # Plain attributes, not cached properties: those lock, which torch.compile cannot trace.
+        # Plain attributes: torch.compile cannot trace the lock of a cached property.
         self._known_logits: Tensor | None = None
         self._known_statistics: _Statistics | None = None
 
@@ -92,9 +92,9 @@ class Prediction:
         top_k: int | None = None,
         top_p: float | None = None,
     ) -> "Prediction":
-        """The same prediction reshaped: `allowed` tokens only, divided by `temperature`, cut to top-k, then top-p.
+        """Reshape the distribution: keep `allowed` tokens, divide logits by `temperature`, cut to top-k, then top-p.
 
-        temperature: a number, (B,) or (B, C). allowed: boolean, broadcastable to (B, C, V), at least one True a
+        temperature: a number, (B,) or (B, C). allowed: boolean, broadcastable to (B, C, V), with at least one True per
         position. Nothing is computed until a statistic is read.
 
         Example: `prediction.shaped(temperature=0.7, top_p=0.95).sample(u)`.
@@ -130,7 +130,7 @@ class Prediction:
         return logits
 
     def pieces(self) -> Iterator[Tensor]:
-        """The shaped logits a slice of positions at a time, (B, c, V) each: for whoever needs them only once."""
+        """Yield the shaped logits one slice of positions at a time, (B, c, V) each, for a single read."""
         return (self._shaped(positions) for positions in self._slices())
 
     @property
@@ -174,8 +174,8 @@ class Prediction:
     def sample(self, u: Tensor) -> Tensor:
         """Inverse CDF in vocabulary order: one uniform per position, u (B, C) in [0, 1) → tokens (B, C).
 
-        Token v is drawn when u falls into its cell [F(v - 1), F(v)), so the cells of one position can be enumerated.
-        Two levels, as in the kernel: chunk sums pick a chunk, and only that chunk is summed token by token.
+        Token v is drawn if u lies in its cell [F(v - 1), F(v)), so the cells of a position can be enumerated. As in the
+        kernel there are two levels: chunk sums pick a chunk, and only that chunk is summed token by token.
         """
         return torch.cat([_inverse_cdf(self._shaped(part), u[:, part]) for part in self._slices()], dim=1)
 
@@ -190,11 +190,11 @@ class Prediction:
         return statistics
 
     def _may_keep(self) -> bool:
-        """What was computed without a graph must not stand in for what needs one later."""
+        """Results without an autograd graph must not be kept for readers that need one."""
         return torch.is_grad_enabled() or not self._unshaped.requires_grad
 
     def _shaped(self, positions: slice) -> Tensor:
-        """The shaped logits of one of the `_slices`; of a small vocabulary, which has only one, they are kept."""
+        """The shaped logits of one of the `_slices`; kept if one slice is the whole canvas."""
         if self._known_logits is not None:
             return self._known_logits[:, positions]
         logits = self._raw[:, positions]
@@ -263,7 +263,7 @@ def _describe(logits: Tensor) -> _Statistics:
     """The statistics of a (B, c, V) slice."""
     best, argmax = logits.max(-1)
     below = logits - best[..., None]
-    # Weights beside the best token's, which is 1: apart from it they keep their digits where it is nearly certain.
+    # The best token's weight is 1. The others are summed without it, to keep their digits when it is nearly certain.
     others = below.exp().scatter(-1, argmax[..., None], 0.0)
     rest = others.sum(-1)
     total, log_total = 1 + rest, rest.log1p()
@@ -288,14 +288,14 @@ def _inverse_cdf(logits: Tensor, u: Tensor) -> Tensor:
 
 
 def _first_above(ends: Tensor, target: Tensor) -> Tensor:
-    """Index of the first cell whose end lies above target; the last cell that has a width if rounding passed them."""
+    """Index of the first cell whose end is above target; the last cell with a width if rounding passed all ends."""
     last = (ends < ends[..., -1:]).sum(-1, keepdim=True)
     return torch.minimum(torch.searchsorted(ends, target, right=True), last)
 
 
 def refuse_nan(where: str) -> NoReturn:
-    """Say of a prediction that is no number where it was made: no sampler could decide by it."""
+    """Raise for a NaN prediction, naming where it occurred."""
     raise FloatingPointError(
-        f"Prediction.entropy must be a number, got nan {where}. Check the weights, and their dtype: float16 overflows "
+        f"Prediction.entropy must be a number, got NaN {where}. Check the weights and their dtype: float16 overflows "
         "where bfloat16 does not."
     )

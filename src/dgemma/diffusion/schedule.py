@@ -1,6 +1,6 @@
-"""Schedules: how much of the text survives at time t (t = 0 clean, t = 1 noise), each under the name of its formula.
+"""Schedules: the share of the text that survives at time t (t = 0 clean, t = 1 noise), each named by its formula.
 
-Papers call two different curves "cosine": `OneMinusCosine` is the one of MD4 (arXiv:2406.04329) and Duo
+Papers use "cosine" for two curves: `OneMinusCosine` is the one of MD4 (arXiv:2406.04329) and Duo
 (arXiv:2506.10892), `PlainCosine` the one in the code of MDLM and BD3 (arXiv:2503.09573).
 """
 
@@ -12,10 +12,10 @@ from torch import Tensor
 
 
 class Schedule:
-    """α(t), falling from 1 at t = 0 to 0 at t = 1 unless a class says otherwise; the shape in is the shape out."""
+    """α(t), which falls from 1 at t = 0 to 0 at t = 1 unless a class says otherwise. Methods keep the shape of t."""
 
     def alpha(self, t: Tensor) -> Tensor:
-        """The probability that a token is still itself at time t."""
+        """The probability that a token is unchanged at time t."""
         raise NotImplementedError
 
     def derivative(self, t: Tensor) -> Tensor:
@@ -23,7 +23,7 @@ class Schedule:
         raise NotImplementedError
 
     def time(self, alpha: Tensor) -> Tensor:
-        """The t at which α is reached: the inverse of `alpha`, and the nearest end where α is out of reach."""
+        """The inverse of `alpha`: the t with this α, or the nearest end if no t has it."""
         raise NotImplementedError
 
 
@@ -46,7 +46,7 @@ class Linear(Schedule):
 
 @dataclass(frozen=True)
 class OneMinusCosine(Schedule):
-    """α = 1 - cos(π(1 - t)/2): the cosine of MD4 and Duo, which lingers near noise.
+    """α = 1 - cos(π(1 - t)/2): the cosine of MD4 and Duo, which spends more time near noise.
 
     Example: `OneMinusCosine().alpha(torch.tensor(0.5))` is 0.2929.
     """
@@ -63,7 +63,7 @@ class OneMinusCosine(Schedule):
 
 @dataclass(frozen=True)
 class PlainCosine(Schedule):
-    """α = cos(πt/2): the cosine of the MDLM and BD3 code, which lingers near clean text.
+    """α = cos(πt/2): the cosine of the MDLM and BD3 code, which spends more time near clean text.
 
     Example: `PlainCosine().alpha(torch.tensor(0.5))` is 0.7071.
     """
@@ -120,7 +120,7 @@ class Logarithmic(Schedule):
 
 @dataclass(frozen=True)
 class Geometric(Schedule):
-    """α = exp(-σ), σ = sigma_min^(1 - t) · sigma_max^t (SEDD, arXiv:2310.16834); it ends at exp(-σ), not at 0 and 1.
+    """α = exp(-σ), σ = sigma_min^(1 - t) · sigma_max^t (SEDD, arXiv:2310.16834); its ends are not 0 and 1.
 
     Example: `Geometric().alpha(torch.tensor(0.0))` is exp(-1e-4).
     """
@@ -181,7 +181,7 @@ class ClippedLinear(Schedule):
 
 @dataclass(frozen=True)
 class InverseSmoothstep(Schedule):
-    """t = 3s² - 2s³ for the noise level s = 1 - α, which lingers between text and noise.
+    """t = 3s² - 2s³ for the noise level s = 1 - α, which spends more time between text and noise.
 
     A training schedule: with t uniform the noise level has the density 6s(1 - s), Beta(2, 2). Its speed is infinite at
     both ends.
@@ -203,9 +203,9 @@ class InverseSmoothstep(Schedule):
 
 @dataclass(frozen=True)
 class Loop(Schedule):
-    """ReMDM's loop (arXiv:2503.00307): α rises linearly to `plateau`, rests there for t in [stop, start], goes on to 1.
+    """ReMDM's loop (arXiv:2503.00307): α rises to `plateau`, stays there for t in [stop, start], rises to 1.
 
-    While α rests, ReMDM re-masks and reveals at a constant level.
+    On the plateau ReMDM masks and reveals at a constant level.
 
     Example: `Loop().alpha(torch.tensor([0.55, 0.3, 0.05]))` is 0.9 three times.
     """
@@ -236,7 +236,7 @@ class Loop(Schedule):
         return torch.where(t > self.start, before, torch.where(t > self.stop, torch.zeros_like(t), after))
 
     def time(self, alpha: Tensor) -> Tensor:
-        """On the plateau, the `start` of the loop."""
+        """The inverse of `alpha`; on the plateau, the `start` of the loop."""
         before = 1 - alpha * (1 - self.start) / self.plateau
         after = (1 - alpha) * self.stop / (1 - self.plateau)
         return torch.where(alpha > self.plateau, after, before)

@@ -1,7 +1,7 @@
-"""The state of a canvas being denoised: tensors only, so that a step is a pure function of it.
+"""The state of a canvas during denoising: tensors only, so that a step is a pure function of it.
 
-Researchers read it, change a field with `dataclasses.replace`, splice rows of one state into another, save it. What is
-not a tensor (the noise process) is a frozen value that keys a CUDA graph and never changes inside a canvas.
+Read it, change a field with `dataclasses.replace`, splice rows of one state into another, or save it. The noise process
+is no tensor: it is a frozen value that never changes inside a canvas.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,9 +21,10 @@ from dgemma.diffusion.prediction import Prediction
 class DenoiseState:
     """One batch of canvases in the middle of denoising. B rows, C positions.
 
-    `open` marks positions still to decide. With commits that persist it shrinks; a sampler that decides everything
-    anew each step (the published one) has every position open that is not frozen. `frozen` positions never change.
-    `noise_level` is 1 - α before the step, `next_noise_level` after it.
+    `open` marks positions that are still undecided. It shrinks if commits persist. A sampler that decides everything
+    again at each step, like the published one, keeps all positions open that are not frozen. `frozen` positions never
+    change. `noise_level` is 1 - α before the step, `next_noise_level` after it. Every field is carried through a step,
+    also one that a subclass adds.
 
     Example: `replace(state, temperature=torch.full_like(state.temperature, 0.5))`.
     """
@@ -31,7 +32,7 @@ class DenoiseState:
     canvas: Tensor  # (B, C) int64
     open: Tensor  # (B, C) bool
     frozen: Tensor  # (B, C) bool
-    draft: Tensor  # (B, C) int64: what would be committed if the canvas ended now
+    draft: Tensor  # (B, C) int64: the commit if the canvas ended now
     done: Tensor  # (B,) bool
     block: Tensor  # (B,) int64
     step: Tensor  # (B,) int64, counted up from 0
@@ -40,16 +41,16 @@ class DenoiseState:
     next_noise_level: Tensor  # (B,) float64
     temperature: Tensor  # (B,) float32
     seeds: Tensor  # (B,) int64
-    rows: Tensor  # (B,) int64: which rows of the whole batch these are
+    rows: Tensor  # (B,) int64: the rows of the whole batch that these are
     noise: Noise
-    awaited: Tensor | None = None  # (B, C) bool: where the end is looked for; None: everywhere
-    allowed: Tensor | None = None  # (B or 1, C or 1, V) bool: 1 is the same for all; None allows everything
-    self_cond: Prediction | Tensor | None = None  # what the next forward is conditioned on
-    memory: Any = None  # the sampler's own
-    stop_memory: Any = None  # the stop rule's own
-    injected: Mapping[str, Tensor] = field(default_factory=dict)  # purpose → (B, C) uniforms that replace the counter's
+    awaited: Tensor | None = None  # (B, C) bool: positions that decide the end; None means all
+    allowed: Tensor | None = None  # (B or 1, C or 1, V) bool; None allows everything
+    self_cond: Prediction | Tensor | None = None  # condition of the next forward
+    memory: Any = None  # of the sampler
+    stop_memory: Any = None  # of the stop rule
+    injected: Mapping[str, Tensor] = field(default_factory=dict)  # purpose → (B, C) uniforms that replace draws
 
-    draw = staticmethod(draws.uniform)  # an engine may have its own, of the same bits
+    draw = staticmethod(draws.uniform)  # an engine may replace it with one of the same bits
 
     @property
     def batch_size(self) -> int:
@@ -64,7 +65,7 @@ class DenoiseState:
         return self.canvas.device
 
     def select(self, rows: Tensor) -> "DenoiseState":
-        """Some rows of the state: rows (R,) int64 → batch size R. Memory follows; its tensors have rows first.
+        """Select rows of the state: rows (R,) int64 → batch size R. Tensors in memory must have rows first.
 
         Example: `state.select(torch.tensor([0, 2]))`.
         """
@@ -74,9 +75,9 @@ class DenoiseState:
         return replace(selected, allowed=self.allowed.index_select(0, rows))
 
     def splice(self, rows: Tensor, donor: "DenoiseState") -> "DenoiseState":
-        """This state with `rows` (R,) replaced by the rows of a donor of batch size R: transplant another run's canvas.
+        """Replace `rows` (R,) by the rows of a donor of batch size R: transplant another run's canvas.
 
-        Seeds, clock, allowed tokens and memory come along; which rows of the batch they are stays.
+        Seeds, clock, allowed tokens and memory come from the donor. The field `rows` stays.
 
         Example: `state.splice(torch.tensor([1]), other.select(torch.tensor([0])))`.
         """
@@ -84,8 +85,8 @@ class DenoiseState:
         mine = len(_row_tensors(self))
         if mine != len(_row_tensors(donor)):
             raise ValueError(
-                "DenoiseState.splice must get a donor with the same fields present (self_cond, memory); "
-                "take both states after the same number of steps under the same sampler."
+                "DenoiseState.splice must get a donor with the same fields present (self_cond, memory). "
+                "Take both states after the same number of steps under the same sampler."
             )
         spliced = self._map_rows(lambda tensor: tensor.index_copy(0, rows, next(donors).to(tensor.dtype)))
         return replace(spliced, rows=self.rows, allowed=self._splice_allowed(rows, donor))
@@ -107,20 +108,20 @@ class DenoiseState:
         return replace(self, **changes)
 
     def uniform(self, purpose: str) -> Tensor:
-        """One uniform in [0, 1) per position, (B, C) float64: a function of (seed, block, step, position, purpose)."""
+        """Draw one uniform in [0, 1) per position, (B, C) float64, from (seed, block, step, position, purpose)."""
         if purpose in self.injected:
             return self.injected[purpose]
         return self.draw(self.seeds, self.block, self.step, self.canvas_len, purpose)
 
     def row_uniform(self, purpose: str) -> Tensor:
-        """One uniform in [0, 1) per row, (B,) float64."""
+        """Draw one uniform in [0, 1) per row, (B,) float64."""
         if purpose in self.injected:
             return self.injected[purpose]
         return self.draw(self.seeds, self.block, self.step, 1, purpose)[:, 0]
 
 
 def _row_fields(state: DenoiseState) -> dict[str, Any]:
-    """The fields whose tensors have one entry per row, the lazy prediction as logits."""
+    """The fields whose tensors have one entry per row; a prediction becomes its logits."""
     values = {f.name: getattr(state, f.name) for f in fields(state) if f.name not in ("noise", "allowed")}
     if state.self_cond is not None and not isinstance(state.self_cond, Tensor):
         values["self_cond"] = state.self_cond.logits
@@ -132,9 +133,9 @@ def _row_tensors(state: DenoiseState) -> list[Tensor]:
 
 
 def watch(*tensors: Tensor) -> Callable[[], bool]:
-    """What tells later whether any of these was written into meanwhile; nothing runs on the device.
+    """Return a function that tells whether any of these tensors was written into since. Nothing runs on the device.
 
-    Tensors made under `torch.inference_mode` do not count their writes: of them the answer is always yes.
+    Tensors made under `torch.inference_mode` do not count their writes, so the answer for them is always True.
 
     Example: `written = watch(state.done); state.done.fill_(True); written()` is True.
     """

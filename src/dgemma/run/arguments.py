@@ -1,4 +1,4 @@
-"""What a caller gave `generate`, checked before any work is done: every mistake is one sentence that names the fix."""
+"""Checks of the arguments of `generate`, before any work is done. Each error names the fix."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -18,14 +18,14 @@ from dgemma.model.config import ModelConfig
 from dgemma.run.options import Allowed
 from dgemma.sampling.base import Sampler
 
-_NO_TOKEN = "generate prompt_tokens must hold at least one token a row. Start with the bos token."
+_NO_TOKEN = "generate prompt_tokens must hold at least one token per row. Start with the bos token."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
     """Constraints over all blocks: canvas (B, N) with -1 for noise, frozen (B, N), allowed (B or 1, N or 1, V).
 
-    awaited (B, N) marks the positions that decide when a canvas ends; None: all.
+    awaited (B, N) marks the positions that decide when a canvas ends; None means all.
     """
 
     canvas: Tensor | None = None
@@ -33,8 +33,8 @@ class Span:
     allowed: Tensor | None = None
     awaited: Tensor | None = None
 
-    def past_pins(self, block: int, canvas_len: int, rows: Tensor) -> Tensor:
-        """Where a stop token may end a row: from its last pin on, (R, C) bool. Pins are kept, whatever comes before."""
+    def past_frozen(self, block: int, canvas_len: int, rows: Tensor) -> Tensor:
+        """The positions where a stop token may end a row: from its last frozen position on, (R, C) bool."""
         if self.frozen is None:
             return torch.ones(len(rows), canvas_len, dtype=torch.bool, device=rows.device)
         position = block * canvas_len + torch.arange(canvas_len, device=rows.device)
@@ -47,7 +47,7 @@ class Span:
         return Span(**{name: None if value is None else value.to(device) for name, value in vars(self).items()})
 
     def block(self, block: int, canvas_len: int, rows: Tensor) -> dict[str, Any]:
-        """The part that falls on one block, for some rows; past its end a constraint says nothing."""
+        """The part of the constraints on one block, for some rows. Positions after their end are free."""
         part = slice(block * canvas_len, (block + 1) * canvas_len)
         canvas, frozen, awaited = self.canvas, self.frozen, self.awaited
         if canvas is not None:
@@ -66,7 +66,7 @@ class Span:
 
 
 def read_seeds(seed: int | Sequence[int] | Tensor, prompt_tokens: Tensor) -> Tensor:
-    """One seed per row: an int s gives row i the seed s + i. → (B,) int64."""
+    """Return one seed per row, (B,) int64: an int s gives row i the seed s + i."""
     batch_size = prompt_tokens.shape[0]
     first = as_int(seed)
     seeds = _as_lists(seed) if first is None else [first + row for row in range(batch_size)]
@@ -79,7 +79,7 @@ def read_seeds(seed: int | Sequence[int] | Tensor, prompt_tokens: Tensor) -> Ten
 
 
 def read_token_ids(name: str, ids: int | Iterable[int]) -> tuple[int, ...]:
-    """One id or several, in any form, sorted."""
+    """Return one id or several, in any form, as a sorted tuple."""
     one = as_int(ids)
     listed = _as_lists(ids) if one is None else [one]
     if not isinstance(listed, list) or any(type(token) is not int for token in listed):
@@ -95,14 +95,14 @@ def read_span(
     noise: Noise,
     max_new_tokens: int,
 ) -> Span:
-    """Canvas, frozen and allowed in one form, each checked against the others and the vocabulary."""
+    """Bring canvas, frozen and allowed into one form, checked against each other and the vocabulary."""
     batch_size, device = prompt_tokens.shape[0], prompt_tokens.device
     if canvas is not None:
         rule = f"be int64 tokens, -1 for noise, of shape ({batch_size}, positions)"
         dtypes = (torch.int64, torch.int32)
         require_tensor(canvas, "generate canvas", rule, shape=(batch_size, None), dtypes=dtypes)
         if canvas.shape[1] == 0:
-            raise ValueError("generate canvas must have at least one position, got none. Leave it out for pure noise.")
+            raise ValueError("generate canvas must have at least one position, got none. Omit it for pure noise.")
         if canvas.shape[1] > max_new_tokens:
             raise ValueError(
                 f"generate canvas must fit into max_new_tokens, got {canvas.shape[1]} positions for {max_new_tokens}. "
@@ -116,7 +116,7 @@ def read_span(
         canvas = canvas.to(device, torch.int64)
     if frozen is not None:
         if canvas is None:
-            raise ValueError("generate frozen needs canvas: the tokens to keep. Pass both, of the same shape.")
+            raise ValueError("generate frozen needs canvas, the tokens to keep. Pass both, of the same shape.")
         rule = f"be booleans of the canvas's shape {tuple(canvas.shape)}"
         require_tensor(frozen, "generate frozen", rule, shape=canvas.shape, dtypes=(torch.bool,))
         frozen = frozen.to(device)
@@ -130,7 +130,7 @@ def read_span(
 
 
 def check_sampler(sampler: Sampler, noise: Noise, config: ModelConfig) -> None:
-    """A sampler is only ever run under a noise process it is valid for."""
+    """Check that the noise is a process over the model's vocabulary, and that the sampler is valid for it."""
     if not isinstance(noise, Noise):
         raise ValueError(
             f"generate noise must be a process such as UniformNoise(vocab_size) or MaskNoise(vocab_size), "
@@ -141,6 +141,7 @@ def check_sampler(sampler: Sampler, noise: Noise, config: ModelConfig) -> None:
 
 
 def check_vocabulary(noise: Noise, config: ModelConfig) -> None:
+    """Check that the noise is over the model's vocabulary."""
     if noise.vocab_size != config.vocab_size:
         raise ValueError(
             f"{type(noise).__name__}.vocab_size must be the model's {config.vocab_size}, got {noise.vocab_size}."
@@ -148,6 +149,7 @@ def check_vocabulary(noise: Noise, config: ModelConfig) -> None:
 
 
 def check_valid(sampler: Sampler, noise: Noise) -> None:
+    """Check that the sampler is valid for the noise process."""
     if noise.kind not in sampler.valid_for:
         raise ValueError(
             f"{type(sampler).__name__} must run under {' or '.join(sorted(sampler.valid_for))} noise, "
@@ -156,27 +158,26 @@ def check_valid(sampler: Sampler, noise: Noise) -> None:
 
 
 def read_count(name: str, value: Any) -> int:
-    """An integer of at least 1."""
+    """Return `value` as an integer of at least 1."""
     count = as_int(value)
     require(count is not None and count >= 1, f"generate {name}", "be an integer of at least 1", value)
     return cast(int, count)
 
 
 def read_noise_level(noise_level: Any, canvas: Any, *, owner: str = "generate") -> float:
-    """The level a given canvas is at, 1 without one."""
+    """Return the noise level of a canvas; without a canvas it must be 1."""
     level = as_number(noise_level)
     if level is None or not 0 < level <= 1:
         raise ValueError(f"{owner} noise_level must be in (0, 1], got {noise_level!r}. 1 starts from pure noise.")
     if level < 1 and canvas is None:
         raise ValueError(
-            f"generate noise_level must be 1 without canvas, got {level}: pure noise has no other. "
-            "Pass the canvas that is at this level."
+            f"generate noise_level must be 1 without canvas, got {level}. Pass the canvas that has this level."
         )
     return level
 
 
 def check_mask(attention_mask: Any, prompt_tokens: Tensor, num_cached: int) -> None:
-    """Which tokens are real, of the new ones or of the cached ones too; the model knows how many those are."""
+    """Check the shape of the mask. It may cover the cached tokens too; the model checks how many."""
     if attention_mask is None:
         return
     rows, width = prompt_tokens.shape
@@ -193,6 +194,7 @@ def check_mask(attention_mask: Any, prompt_tokens: Tensor, num_cached: int) -> N
 def check_prompt(
     prompt_tokens: Any, cache: Cache | None, config: ModelConfig, max_new_tokens: int, device: torch.device
 ) -> None:
+    """Check the prompt's type, device and length."""
     if not isinstance(prompt_tokens, Tensor) or prompt_tokens.dim() != 2 or prompt_tokens.is_floating_point():
         raise ValueError(
             f"generate prompt_tokens must be integer ids of shape (batch, length), got {show(prompt_tokens)}. "
@@ -218,9 +220,10 @@ def check_prompt(
 def read_allowed(
     name: str, allowed: Any, noise: Noise, shape: tuple[int, int], device: torch.device, *, exact: bool = False
 ) -> Tensor:
-    """Any form of `allowed` as booleans (B or 1, N or 1, V), for `shape` = (B, largest N); `exact`: that N or 1.
+    """Return any form of `allowed` as booleans (B or 1, N or 1, V), where `shape` is (B, largest N).
 
-    Booleans that broadcast, ids for all positions, or one collection of ids per position.
+    It may be booleans that broadcast, ids for all positions, or one collection of ids per position. With `exact`, N
+    must be the largest or 1.
 
     Example: `read_allowed("generate allowed", [65, 66], noise, (2, 32), device).shape` is (1, 1, V).
     """
@@ -240,7 +243,7 @@ def read_allowed(
 
 
 def _allowed_table(name: str, allowed: Any, vocab_size: int) -> Tensor:
-    """Booleans (..., V), as given or made of ids."""
+    """Return booleans (..., V), made from ids where necessary."""
     if isinstance(allowed, Tensor | np.ndarray) and allowed.dtype in (torch.bool, np.bool_):
         return torch.as_tensor(allowed)
     listed = _as_lists(allowed)
@@ -264,7 +267,7 @@ def _allowed_table(name: str, allowed: Any, vocab_size: int) -> Tensor:
 
 
 def _as_lists(value: Any) -> Any:
-    """Tensors, arrays, sets, ranges, generators as nested lists of Python values; anything else stays."""
+    """Turn tensors, arrays, sets, ranges and generators into nested lists of Python values; return others unchanged."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, Iterable) and not isinstance(value, str | bytes):

@@ -1,4 +1,4 @@
-"""What may change between two steps: any field of the state, any knob. Callbacks, forks and replays all come here."""
+"""Changes between two steps: fields of the state, and knobs. Callbacks, forks and replays all use this form."""
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -16,16 +16,16 @@ from dgemma.sampling.temperature import read_temperature
 
 Changes = DenoiseState | Mapping[str, Any] | None
 
-# Not to be changed: they say which process and which rows these are.
-_FIXED = frozenset({"noise", "rows"})
-_STATE_FIELDS = frozenset(f.name for f in fields(DenoiseState)) - _FIXED
+# The noise process and the rows of the batch stay.
+_CONSTANT = frozenset({"noise", "rows"})
+_STATE_FIELDS = frozenset(f.name for f in fields(DenoiseState)) - _CONSTANT
 _ANY_SHAPE = frozenset({"awaited", "allowed", "self_cond", "memory", "stop_memory", "injected"})
 
 
 def list_changes(changes: Changes, state: DenoiseState, knobs: Knobs) -> dict[str, Any]:
-    """Every field and knob that is to change, by name: the one form that is applied, recorded and replayed.
+    """List every field and knob that changes, by name: the one form that is applied, recorded and replayed.
 
-    A canvas changed alone opens exactly its masks under mask noise, where a position is open because it is masked.
+    Under mask noise a changed canvas opens exactly its masks, unless `open` changes too.
 
     Example: `list_changes(replace(state, canvas=planted), state, knobs)` is `{"canvas": planted}`.
     """
@@ -35,20 +35,20 @@ def list_changes(changes: Changes, state: DenoiseState, knobs: Knobs) -> dict[st
         changes = {"state": changes}
     if not isinstance(changes, Mapping):
         raise ValueError(
-            f"What changes between two steps must be None, a state or a dictionary, got {type(changes).__name__}. "
+            f"Changes between two steps must be None, a state or a dictionary, got {type(changes).__name__}. "
             "Return one of them from on_step."
         )
     listed = dict(changes)
-    given = listed.pop("state", state)
+    new_state = listed.pop("state", state)
     known = _STATE_FIELDS | {f.name for f in fields(knobs)}
     unknown = sorted(listed.keys() - known)
     if unknown:
         raise ValueError(
-            f"What changes between two steps must be among state, {', '.join(sorted(known))}; got {', '.join(unknown)}."
+            f"Changes between two steps must be among state, {', '.join(sorted(known))}; got {', '.join(unknown)}."
         )
     for name in sorted(_STATE_FIELDS - listed.keys()):
-        if not _same(getattr(given, name), getattr(state, name)):
-            listed[name] = getattr(given, name)
+        if not _same(getattr(new_state, name), getattr(state, name)):
+            listed[name] = getattr(new_state, name)
     if "temperature" in listed:
         listed["temperature"] = read_temperature(listed["temperature"])
     for name, value in listed.items():
@@ -67,10 +67,10 @@ def list_changes(changes: Changes, state: DenoiseState, knobs: Knobs) -> dict[st
 
 
 def apply_changes(changes: Changes, state: DenoiseState, knobs: Knobs) -> tuple[DenoiseState, Knobs]:
-    """The state and knobs the next step runs with.
+    """Return the state and knobs for the next step.
 
-    A new sampler or stop rule keeps the memory of the old one if it is of the same class and remembers the same
-    things, and starts afresh otherwise.
+    A new sampler or stop rule keeps the memory of the old one if it has the same class and a memory of the same shapes.
+    Otherwise it starts with new memory.
 
     Example: `apply_changes({"sampler": EntropyBound(bound=0.5)}, state, knobs)`.
     """
@@ -86,17 +86,17 @@ def apply_changes(changes: Changes, state: DenoiseState, knobs: Knobs) -> tuple[
         check_valid(knobs.sampler, state.noise)
         if "memory" not in of_state and knobs.sampler != old.sampler:
             fresh = knobs.sampler.start(state)
-            kept = type(knobs.sampler) is type(old.sampler) and _alike(fresh, state.memory)
-            state = state if kept else replace(state, memory=fresh)
+            keeps = type(knobs.sampler) is type(old.sampler) and _alike(fresh, state.memory)
+            state = state if keeps else replace(state, memory=fresh)
     if "stop" in of_knobs and "stop_memory" not in of_state and knobs.stop != old.stop:
         fresh = None if knobs.stop is None else knobs.stop.start(state)
-        kept = type(knobs.stop) is type(old.stop) and _alike(fresh, state.stop_memory)
-        state = state if kept else replace(state, stop_memory=fresh)
+        keeps = type(knobs.stop) is type(old.stop) and _alike(fresh, state.stop_memory)
+        state = state if keeps else replace(state, stop_memory=fresh)
     return state, knobs
 
 
 def snapshot(state: DenoiseState) -> DenoiseState:
-    """A copy that nobody writes into; predictions, which nobody should, are shared.
+    """Copy a state, so that later writes into its tensors can be found. Predictions are shared, not copied.
 
     Example: `before = snapshot(record.state)`, then `list_writes(before, record.state)`.
     """
@@ -104,11 +104,11 @@ def snapshot(state: DenoiseState) -> DenoiseState:
 
 
 def list_writes(before: DenoiseState, after: DenoiseState) -> dict[str, Any]:
-    """The fields that were written into in place, by name, in the form of `list_changes`.
+    """List the fields that were written into in place, in the form of `list_changes`.
 
-    Such a canvas opens nothing by itself, so what is open is said with it.
+    A canvas or frozen mask is listed together with `open`, which such a write leaves unchanged.
 
-    Example: `list_writes(before, record.state)` is `{}` where a callback only looked.
+    Example: `list_writes(before, record.state)` is `{}` if a callback only looked.
     """
     names = {name for name in _STATE_FIELDS if not _same(getattr(before, name), getattr(after, name))}
     names |= {"open"} if names & {"canvas", "frozen"} else set()
@@ -116,12 +116,12 @@ def list_writes(before: DenoiseState, after: DenoiseState) -> dict[str, Any]:
 
 
 def knob_changes(listed: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the listed changes that are of knobs."""
+    """Return the listed changes that are changes of knobs."""
     return {name: value for name, value in listed.items() if name not in _STATE_FIELDS or _is_schedule(name, value)}
 
 
 def _is_schedule(name: str, value: Any) -> bool:
-    """Both the state and the knobs have a temperature: a tensor is this step's, anything else the schedule."""
+    """Tell the knobs' temperature, a schedule, from the state's, a tensor for this step."""
     return name == "temperature" and not isinstance(value, Tensor)
 
 
@@ -149,7 +149,7 @@ def _copied(value: Any) -> Any:
 
 
 def _same(left: Any, right: Any) -> bool:
-    """Whether two values of a field are equal: tensors, predictions by their logits, memories part by part."""
+    """Compare two values of a field: tensors, predictions by their logits, memories part by part."""
     if left is right:
         return True
     left, right = (x.logits if isinstance(x, Prediction) else x for x in (left, right))
@@ -161,7 +161,7 @@ def _same(left: Any, right: Any) -> bool:
 
 
 def _alike(left: Any, right: Any) -> bool:
-    """Whether two memories have the same parts of the same shapes."""
+    """Compare the parts and shapes of two memories."""
     (left_leaves, left_form), (right_leaves, right_form) = tree_flatten(left), tree_flatten(right)
     return left_form == right_form and all(
         getattr(a, "shape", None) == getattr(b, "shape", None) for a, b in zip(left_leaves, right_leaves, strict=True)

@@ -15,9 +15,9 @@ from dgemma.sampling.temperature import Temperature
 
 @dataclass(frozen=True, kw_only=True)
 class Knobs:
-    """How a canvas is denoised; any of it may change between two steps.
+    """How a canvas is denoised. Every knob may change between two steps.
 
-    Example: `Knobs(sampler=EntropyBound(bound=0.1), temperature=LinearTemperature(), stop=StepCap(16))`.
+    Example: `Knobs(sampler=EntropyBound(), temperature=LinearTemperature(), stop=StableAndConfident())`.
     """
 
     sampler: Sampler
@@ -34,7 +34,7 @@ class Knobs:
                     f"Knobs.{name} must be a value such as {example.__name__}(), got {value!r}. "
                     "Write a class with its parentheses."
                 )
-            # It keys a CUDA graph: what could change behind its back would replay the old graph.
+            # It keys a CUDA graph: an attribute outside the fields could change and still replay the old graph.
             if value is not None and not _is_frozen(value):
                 raise ValueError(
                     f"Knobs.{name} must be a frozen dataclass whose settings are its fields, got {type(value).__name__}"
@@ -56,11 +56,11 @@ class Knobs:
 
 
 def _is_frozen(value: Any) -> bool:
-    """Whether it is a frozen dataclass with no attribute but its fields, and so are the samplers and rules in it."""
-    made = getattr(type(value), "__dataclass_params__", None)
-    if made is None or not made.frozen:
+    """Check for a frozen dataclass without attributes outside its fields, and the same of samplers and rules in it."""
+    parameters = getattr(type(value), "__dataclass_params__", None)
+    if parameters is None or not parameters.frozen:
         return False
-    # What a cached_property keeps follows from the fields.
-    kept = {n: v for n, v in vars(value).items() if not isinstance(getattr(type(value), n, None), cached_property)}
-    held = (part for part in tree_leaves(list(kept.values())) if isinstance(part, Sampler | StopRule))
-    return kept.keys() <= {f.name for f in fields(value)} and all(_is_frozen(part) for part in held)
+    # A cached_property follows from the fields.
+    own = {n: v for n, v in vars(value).items() if not isinstance(getattr(type(value), n, None), cached_property)}
+    parts = (part for part in tree_leaves(list(own.values())) if isinstance(part, Sampler | StopRule))
+    return own.keys() <= {f.name for f in fields(value)} and all(_is_frozen(part) for part in parts)

@@ -28,7 +28,7 @@ def run_plan(
 ) -> Events:
     """Carry out a plan, event by event: `stream` after its arguments were read.
 
-    `past` blocks are taken as written and not yielded again; `on_start` sees every fresh canvas and may change it.
+    `past` blocks count as written and are not yielded again. `on_start` gets every new canvas and may change it.
 
     Example: `run_plan(model, plan, past=trajectory.commits[:2])` begins with the third block.
     """
@@ -36,7 +36,7 @@ def run_plan(
     batch_size, device = prompt.shape[0], prompt.device
     knobs, eos = plan.knobs, torch.tensor(plan.eos_token_ids, dtype=torch.int64, device=device)
     cache = model.encode(prompt, cache, plan.attention_mask)
-    rows = torch.arange(batch_size, device=device)  # of the batch that still write
+    rows = torch.arange(batch_size, device=device)  # those that still write
     retired: list[tuple[Tensor, Cache]] = []
     blocks: list[Tensor] = []
     forwards: list[Tensor] = []
@@ -52,11 +52,11 @@ def run_plan(
 
         ends_row = torch.isin(tokens, eos)
         if plan.span.frozen is not None:
-            ends_row = ends_row & plan.span.past_pins(block, plan.canvas_len, rows)
+            ends_row = ends_row & plan.span.past_frozen(block, plan.canvas_len, rows)
         ended = ends_row.any(-1).tolist()  # here the host waits for the device
         tokens, real = plan.cut_text(tokens)  # None: all are real
         if any(ended):
-            real = ends_row.cumsum(1) - ends_row.long() == 0  # (R, C): no stop token in front
+            real = ends_row.cumsum(1) - ends_row.long() == 0  # (R, C): no stop token before it
             tokens = torch.where(real, tokens, plan.pad_token_id)
         cache = model.encode(tokens, cache, real)
         written = _spread(tokens, rows, batch_size, plan.pad_token_id)
@@ -83,7 +83,7 @@ def run_plan(
 
 
 def start_block(model: Denoiser, plan: Plan, block: int, rows: Tensor, knobs: Knobs) -> DenoiseState:
-    """A block of a plan about to be denoised, for some rows (R,) of its batch."""
+    """The state of a plan's block before its first step, for some rows (R,) of the batch."""
     return start_state(
         knobs,
         plan.noise,
@@ -101,16 +101,18 @@ def start_block(model: Denoiser, plan: Plan, block: int, rows: Tensor, knobs: Kn
 def denoise_canvas(
     model: Denoiser, state: DenoiseState, cache: Cache, knobs: Knobs
 ) -> Generator[StepRecord, Changes, Denoised]:
-    """Step a canvas until every row is done or out of steps; rows that are leave and cost nothing more.
+    """Step a canvas until every row is done or out of steps. Rows that finish leave the batch and cost nothing more.
 
-    Yields each `StepRecord`, and takes changes as `stream` does.
+    Yields each `StepRecord`, and takes changes like `stream`.
+
+    Example: `for record in denoise_canvas(model, state, cache, knobs): print(record.state.draft)`.
     """
     device = state.device
-    here = list(range(state.batch_size))  # which of the given rows are still there
+    here = list(range(state.batch_size))  # the rows that are still in the batch
     drafts, num_forwards = list(state.draft), [0] * state.batch_size
-    goes_on = False  # whether another step follows, unless every row settles in this one
+    goes_on = False  # True if another step follows unless every row ends in this one
     for num_taken in itertools.count(1):
-        state, record = model.step(state, cache=cache, knobs=knobs)  # nothing before it: the device is waiting
+        state, record = model.step(state, cache=cache, knobs=knobs)  # first, because the device is waiting
         written = watch(state.done, state.step, state.num_steps, state.canvas)
         changes = yield record
         verdict = record.verdict if changes is None and not written() else None
@@ -122,7 +124,7 @@ def denoise_canvas(
         if any(broken) or any(stray):
             _refuse_step(record, broken, stray)
         if not all(left):
-            for row, draft in zip(here, state.draft.clone(), strict=True):  # a denoiser may reuse its own
+            for row, draft in zip(here, state.draft.clone(), strict=True):  # a denoiser may reuse its tensors
                 drafts[row], num_forwards[row] = draft, num_taken
             if not any(left):
                 break
@@ -134,7 +136,7 @@ def denoise_canvas(
 
 
 def _refuse_step(record: StepRecord, broken: list[int], stray: list[int]) -> NoReturn:
-    """Say where a step went wrong, and through whom: the model's numbers, the sampler's tokens, or a caller's."""
+    """Raise for a step with NaN or with ids outside the vocabulary, naming its place and who wrote the ids."""
     row = (broken if any(broken) else stray).index(1)
     where = f"at block {int(record.block[row])}, step {int(record.step[row])}, row {int(record.rows[row])}"
     if any(broken):
@@ -142,7 +144,9 @@ def _refuse_step(record: StepRecord, broken: list[int], stray: list[int]) -> NoR
     canvas, vocab_size = record.state.canvas[row], record.state.noise.vocab_size
     got = f"got {int(canvas.min())}..{int(canvas.max())} {where}."
     if record.verdict is not None and not record.verdict[2, row]:
-        raise ValueError(f"What is written into a state's canvas must be tokens in [0, {vocab_size}), {got}")
+        raise ValueError(
+            f"DenoiseState.canvas must hold tokens in [0, {vocab_size}), {got} Write only token ids into it."
+        )
     raise ValueError(
         f"{type(record.knobs.sampler).__name__} must write tokens in [0, {vocab_size}), {got} "
         "Take them from the prediction."
@@ -150,12 +154,12 @@ def _refuse_step(record: StepRecord, broken: list[int], stray: list[int]) -> NoR
 
 
 def _where(flags: Sequence[int], device: torch.device) -> Tensor:
-    """The places of what is not zero, (n,) int64."""
+    """The indices of the flags that are not zero, (n,) int64."""
     return torch.tensor([at for at, flag in enumerate(flags) if flag], dtype=torch.int64, device=device)
 
 
 def _spread(values: Tensor, rows: Tensor, batch_size: int, fill: int | bool) -> Tensor:
-    """The values (R, ...) of some rows of the batch in their places, (B, ...), and `fill` in the others'."""
+    """Spread the values (R, ...) of some rows over the batch, (B, ...), with `fill` in the other rows."""
     if len(rows) == batch_size:
         return values
     return values.new_full((batch_size, *values.shape[1:]), fill).index_copy(0, rows, values)

@@ -22,11 +22,11 @@ from dgemma.sampling.temperature import LinearTemperature, read_temperature
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A run with nothing left to default: what the arguments of `generate` come to, and what a `Trajectory` keeps."""
+    """The arguments of `generate`, checked and with every default filled in; a `Trajectory` keeps it."""
 
     prompt_tokens: Tensor  # (B, P)
     attention_mask: Tensor | None
-    num_cached: Tensor | None  # (B,) tokens in the cache the run goes on from
+    num_cached: Tensor | None  # (B,) tokens in the cache that the run continues
     noise: Noise
     knobs: Knobs
     num_blocks: int
@@ -36,18 +36,18 @@ class Plan:
     eos_token_ids: tuple[int, ...]
     pad_token_id: int
     span: Span
-    noise_level: float  # of the blocks that the span's canvas reaches into
-    first_block: int = 0  # the number its draws begin to count blocks from
-    # (B,) tokens up to the text's end, of a single canvas that is longer; what lies behind is dropped. None: no such.
+    noise_level: float  # of the blocks that the span's canvas covers
+    first_block: int = 0  # the number of the first block in its draws
+    # (B,) the length of the text if a single canvas is longer than it; the rest of the canvas is dropped.
     text_len: Tensor | None = None
 
     def block(self, block: int, rows: Tensor) -> dict[str, Any]:
-        """What `start_state` is to know of one block, for some rows: its part of the span, and its noise level."""
+        """Arguments of `start_state` for one block and some rows: its part of the span, and its noise level."""
         part = self.span.block(block, self.canvas_len, rows)
         return {**part, "noise_level": 1.0 if part["canvas"] is None else self.noise_level}
 
     def cut_text(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """A canvas (B, C) padded behind its text's end, and which of it is text; None: all."""
+        """Pad a canvas (B, C) after the end of its text; also return which of it is text, None for all."""
         if self.text_len is None:
             return tokens, None
         is_text = torch.arange(self.canvas_len, device=tokens.device) < self.text_len[:, None]  # (B, C)

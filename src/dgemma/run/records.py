@@ -1,4 +1,4 @@
-"""What a run yields: a step, a committed block, the whole."""
+"""Records of a run: a step, a committed block, the end."""
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -15,29 +15,29 @@ from dgemma.run.knobs import Knobs
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """What one denoising step saw and did. B rows, C positions; `state` is the one after the step."""
+    """One denoising step of B rows and C positions; `state` is the one after the step."""
 
     block: Tensor  # (B,)
     step: Tensor  # (B,)
     seeds: Tensor  # (B,)
     temperature: Tensor  # (B,)
     noise_level: Tensor  # (B,) of the canvas
-    canvas: Tensor  # (B, C) that was predicted from
+    canvas: Tensor  # (B, C) before the step
     argmax: Tensor  # (B, C)
     entropy: Tensor  # (B, C)
     confidence: Tensor  # (B, C)
     accepted: Tensor  # (B, C) bool: written
     renoised: Tensor  # (B, C) bool: returned to noise
     active: Tensor  # (B,) bool: rows that were not done before the step
-    rows: Tensor  # (B,) which rows of the whole batch these are: finished ones leave and cost nothing more
-    verdict: Tensor | None = None  # (3, B) int64, see `judge`; None: the loop judges
+    rows: Tensor  # (B,) the rows of the whole batch that these are; finished rows have left
+    verdict: Tensor | None = None  # (3, B) int64, see `judge`; None lets the loop judge
     prediction: Prediction  # the shaped one
     state: DenoiseState
-    cache: Cache  # that was looked at
+    cache: Cache  # that the step read
     knobs: Knobs
 
     def top(self, k: int) -> Top:
-        """The k best candidates of every position, computed when asked."""
+        """The k best candidates of every position, computed on demand."""
         return self.prediction.top(k)
 
 
@@ -70,7 +70,7 @@ class Output:
 
 
 class Moment(NamedTuple):
-    """All that the next step needs: `step(model, moment.state, cache=moment.cache, knobs=moment.knobs)`."""
+    """Everything that the next step needs: `step(model, moment.state, cache=moment.cache, knobs=moment.knobs)`."""
 
     state: DenoiseState
     cache: Cache
@@ -78,7 +78,7 @@ class Moment(NamedTuple):
 
 
 class Denoised(NamedTuple):
-    """A canvas at its end: drafts (B, C), the forwards each row took (B,), and the knobs last in force."""
+    """A finished canvas: drafts (B, C), the forwards of each row (B,), and the knobs after the last step."""
 
     drafts: Tensor
     num_forwards: Tensor

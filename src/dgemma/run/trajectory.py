@@ -1,7 +1,7 @@
-"""A run on record: every step's canvas, decisions and certainty; saved, replayed bit for bit, forked at any step.
+"""A recorded run: every step's canvas, decisions and certainty. It can be saved, replayed exactly, and forked.
 
-A draw is a function of (seed, block, step, position, purpose), so a run is its plan, the model, and what a callback
-changed on the way. All of that but the model is kept, and so the run can be made again from any step on.
+A draw is a function of (seed, block, step, position, purpose). So the plan, the model and the changes of a callback
+determine a run. A trajectory keeps all of these but the model, so the run can be repeated from any step.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,7 +36,7 @@ class RecordedStep:
     block: int
     index: int  # the step's place in its block
     rows: Tensor  # (R,) of the batch
-    step: Tensor  # (R,) int64, the number its draws were made with
+    step: Tensor  # (R,) int64, the step number in its draws
     seeds: Tensor  # (R,) int64
     temperature: Tensor  # (R,) float32
     noise_level: Tensor  # (R,) float64
@@ -59,7 +59,7 @@ _COLUMNS = tuple(f.name for f in fields(RecordedStep) if f.type is Tensor)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Change:
-    """What a callback or a fork changed before step `index` of a block: fields of the state and knobs, by name."""
+    """Changes by a callback or a fork before step `index` of a block: fields of the state and knobs, by name."""
 
     block: int
     index: int
@@ -69,9 +69,9 @@ class Change:
 class Trajectory:
     """A recorded run; `generate(..., record=True).trajectory` is one.
 
-    `len` counts the steps of all blocks, `trajectory[i]` is a `RecordedStep`, `array(name)` one of its fields over all
-    steps and rows. `plan` says how the run was made, `changes` what a callback changed on the way, and `commits` holds
-    the finished blocks.
+    `len` counts the steps of all blocks. `trajectory[i]` is a `RecordedStep`, and `array(name)` has one of its fields
+    over all steps and rows. `plan` holds the settings of the run, `changes` those by callbacks, and `commits` the
+    finished blocks.
 
     Example: `generate(model, prompt, record=True).trajectory.array("entropy").mean(-1)` is (steps, B).
     """
@@ -85,9 +85,9 @@ class Trajectory:
         self.changes: list[Change] = []
 
     def add_step(self, record: StepRecord, changes: Changes = None, *, before: DenoiseState | None = None) -> None:
-        """Put a step on record, and what is to change after it.
+        """Record a step, and the changes after it.
 
-        before: the state as the step left it, where somebody may have written into the record's since (`snapshot`).
+        before: a `snapshot` of the state right after the step, if somebody may have written into the record's since.
         """
         written = {} if before is None else list_writes(before, record.state)
         after = record.state if before is None else before
@@ -119,8 +119,8 @@ class Trajectory:
         self._add_change((block, index + 1), changes, Moment(record.state, record.cache, record.knobs), written)
 
     def add_commit(self, commit: BlockCommit) -> None:
-        """Put a finished block on record."""
-        kept = {f.name: tree_map(_kept, getattr(commit, f.name)) for f in fields(commit)}
+        """Record a finished block."""
+        kept = {f.name: tree_map(_on_cpu, getattr(commit, f.name)) for f in fields(commit)}
         self.commits.append(BlockCommit(**kept))
 
     def __len__(self) -> int:
@@ -144,15 +144,15 @@ class Trajectory:
 
     @property
     def present(self) -> Tensor:
-        """Which rows each step had, (steps, B) bool; the others were done and cost nothing."""
+        """The rows that each step had, (steps, B) bool; the others were done and cost nothing."""
         return self._spread("rows", -1) >= 0
 
     def array(self, name: str) -> Tensor:
         """A field of `RecordedStep` over all steps and rows: (steps, B), (steps, B, C) or (steps, B, C, k).
 
-        Where a row was absent, tokens and numbers are -1, certainties nan, decisions False.
+        For an absent row, tokens and numbers are -1, certainties NaN, decisions False.
 
-        Example: `trajectory.array("accepted").sum(-1)` counts what each step accepted.
+        Example: `trajectory.array("accepted").sum(-1)` counts the tokens that each step accepted.
         """
         if name not in _COLUMNS:
             raise ValueError(f"Trajectory.array name must be one of {', '.join(_COLUMNS)}; got {name!r}.")
@@ -188,7 +188,7 @@ class Trajectory:
         return (self.new_tokens != self.plan.pad_token_id).sum(1) / self.num_forwards.sum(1)
 
     def save(self, path: str | Path) -> None:
-        """Write the trajectory to one safetensors file; see `load`.
+        """Write the trajectory to one safetensors file, for `load`.
 
         Example: `trajectory.save("run.safetensors")`.
         """
@@ -199,7 +199,7 @@ class Trajectory:
 
     @classmethod
     def load(cls, path: str | Path, *, classes: Iterable[type] = ()) -> Self:
-        """Read a trajectory back. `classes` of yours that it was made with are needed only to replay or fork it.
+        """Read a trajectory. To replay or fork it, pass your own `classes` that it was made with.
 
         Example: `Trajectory.load("run.safetensors", classes=[MySampler]).replay(model)`.
         """
@@ -218,10 +218,10 @@ class Trajectory:
         return trajectory
 
     def replay(self, model: Denoiser, *, cache: Cache | None = None, strict: bool = True) -> "Trajectory":
-        """Make the run again: an equal trajectory, or an error that says where it parted (`strict=False`: no check).
+        """Repeat the run and return an equal trajectory; if they differ, raise unless `strict` is False.
 
-        What an `on_step` callback changed is on record and is changed again. A run that went on from a cache needs
-        that cache, as it was then; it is copied, not extended.
+        The recorded changes of an `on_step` callback are made again. A run that continued a cache needs that cache as
+        it was before the run; the cache is copied, not extended.
 
         Example: `trajectory.replay(model)`.
         """
@@ -230,14 +230,14 @@ class Trajectory:
         parted = self.difference(again) if strict else None
         if parted:
             raise RuntimeError(
-                f"The replay parts from the run at {parted}. Use the same weights, dtype, device and versions."
+                f"The replay differs from the run at {parted}. Use the same weights, dtype, device and versions."
             )
         return again
 
     def moment(self, model: Denoiser, *, block: int = 0, step: int = 0, cache: Cache | None = None) -> Moment:
-        """The state before step `step` of a block, rebuilt by running from the block's start, ready to be stepped.
+        """Rebuild the state before step `step` of a block, by running from the block's start.
 
-        Rows that were done by then are still in it. A state made of it goes back in by `fork(..., state=...)`.
+        Rows that were done by then are still in it. Pass a state made from it to `fork(..., state=...)`.
 
         Example: `a.moment(model, step=3).state.splice(rows, b.moment(model, step=3).state.select(rows))`.
         """
@@ -267,12 +267,12 @@ class Trajectory:
         on_step: OnStep | None = None,
         **changes: Any,
     ) -> "Generation":
-        """Go on from step `step` of a block with changes; without any, the result equals the run.
+        """Continue from step `step` of a block with changes; without any, the result equals the run.
 
-        changes: fields of the state, with the rows of `moment`; a whole `state`; any of `Knobs`. `seed` holds from that
-        step on. What a callback changed up to that step is changed again. What it changed later is, too, if the fork
-        changes nothing; otherwise it would meet another canvas, and `on_step` is to be passed anew. The result's
-        trajectory begins with what both share and can itself be saved, replayed and forked.
+        changes: fields of the state, with the rows of `moment`; a whole `state`; any of `Knobs`. `seed` applies from
+        that step on. Recorded changes by a callback up to that step are made again. Later ones are repeated only if the
+        fork changes nothing, because they belong to the old canvas; pass `on_step` again to keep the callback. The
+        result's trajectory begins with the shared part, and can be saved, replayed and forked too.
 
         Example: `trajectory.fork(model, block=1, step=4, sampler=EntropyBound(bound=0.5))`.
         """
@@ -300,7 +300,7 @@ class Trajectory:
         return self._rerun(model, cache, forked, script)
 
     def difference(self, other: "Trajectory") -> str | None:
-        """Where two trajectories first part, in words; None if they are equal bit for bit.
+        """Describe where two trajectories first differ; None if they are equal bit for bit.
 
         Example: `a.difference(b)` may be "block 0, step 3, row 1: canvas".
         """
@@ -320,7 +320,7 @@ class Trajectory:
         return None
 
     def _rerun(self, model: Denoiser, cache: Cache | None, again: "Trajectory", script: "Script") -> "Generation":
-        """Run the plan of `again`, from the blocks it has, into it; script says what changes before each step."""
+        """Run the plan of `again` after its blocks and record into it; `script` gives the changes before each step."""
         plan = replace(again.plan, knobs=self._knobs_at(len(again.commits))).to(model.device)
         self._check_model(model, cache)
 
@@ -349,12 +349,12 @@ class Trajectory:
         return spread
 
     def _place(self) -> "Place":
-        """Where the next recorded step goes: its block and its place there."""
+        """The block of the next recorded step, and its place there."""
         block = len(self.commits)
         return block, self.steps[-1].index + 1 if self.steps and self.steps[-1].block == block else 0
 
     def _until(self, block: int) -> "Trajectory":
-        """A trajectory that begins as this one, with all before `block`."""
+        """A new trajectory with everything before `block`."""
         beginning = Trajectory(self.plan, top=self.top)
         beginning.steps = [recorded for recorded in self.steps if recorded.block < block]
         beginning.commits = self.commits[:block]
@@ -366,10 +366,10 @@ class Trajectory:
     ) -> None:
         values = _merge(dict(written or {}), list_changes(changes, moment.state, moment.knobs))
         if values:
-            self.changes.append(Change(block=place[0], index=place[1], values=tree_map(_kept, values)))
+            self.changes.append(Change(block=place[0], index=place[1], values=tree_map(_on_cpu, values)))
 
     def _changes_before(self, place: "Place", moment: Moment) -> dict[str, Any]:
-        """What was changed before the step at `place`, on the device of the run."""
+        """The changes before the step at `place`, on the device of the run."""
         values: dict[str, Any] = {}
         for change in self.changes:
             if (change.block, change.index) == place:
@@ -377,7 +377,7 @@ class Trajectory:
         return tree_map(lambda x: x.to(moment.state.device) if isinstance(x, Tensor) else x, values)
 
     def _knobs_at(self, block: int) -> Knobs:
-        """The knobs in force when a block begins."""
+        """The knobs at the start of a block."""
         knobs = self.plan.knobs
         for change in self.changes:
             if change.block < block:
@@ -398,7 +398,7 @@ class Trajectory:
         if missing is not None:
             fix = f"Pass it: Trajectory.load(path, classes=[{missing.name}])."
             if missing.fields is None:
-                fix = "Only its name was saved, since it is no dataclass: record the run again with a frozen one."
+                fix = "Only its name was saved, because it is not a dataclass. Record the run with a frozen one."
             raise ValueError(f"This trajectory was made with {missing.name}, which this process does not know. {fix}")
         if (plan.canvas_len, plan.noise.vocab_size) != (config.canvas_length, config.vocab_size):
             raise ValueError(
@@ -410,7 +410,7 @@ class Trajectory:
             and plan.num_cached is not None
             and not torch.equal(plan.num_cached.cpu(), cache.lengths.cpu())
         ):
-            had = "no cache" if plan.num_cached is None else f"a cache of {plan.num_cached.tolist()} tokens a row"
+            had = "no cache" if plan.num_cached is None else f"a cache of {plan.num_cached.tolist()} tokens per row"
             got = "none" if cache is None else f"one of {cache.lengths.tolist()}"
             raise ValueError(
                 f"This trajectory began with {had}, got {got}. Pass a clone taken before the run, or None."
@@ -427,7 +427,7 @@ class Generation(Output):
 def drain(
     events: Events, *, on_step: OnStep | None, trajectory: Trajectory | None = None, progress: bool = False
 ) -> Generation:
-    """Run a stream to its end: pass what `on_step` answers back into it, and keep a record."""
+    """Run a stream to its end, pass the changes of `on_step` back into it, and record into `trajectory`."""
     changes: Changes = None
     progress = progress and not getattr(on_step, "shows_progress", False)  # a live view draws where the bar would
     with progress_bar(desc="denoising", unit="step", show=progress) as bar:
@@ -452,22 +452,22 @@ Script = Callable[[Place, Moment, StepRecord | None], Changes]
 
 
 class _Reached(Exception):
-    """Ends a rerun at the moment asked for."""
+    """Ends a rerun at the requested moment."""
 
     def __init__(self, moment: Moment) -> None:
         self.moment = moment
 
 
 def _merge(earlier: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
-    """Both changes at once, the later ones on top."""
-    if "state" in later:  # built on the moment, it has the earlier changes of the state in it
+    """Combine two sets of changes; the later ones win."""
+    if "state" in later:  # it was built on the moment, which has the earlier changes
         earlier = knob_changes(earlier)
-    if later.keys() & {"canvas", "frozen"}:  # which decide anew what is open
+    if later.keys() & {"canvas", "frozen"}:  # they determine what is open
         earlier = {name: value for name, value in earlier.items() if name != "open"}
     return {**earlier, **later}
 
 
-def _kept(value: Any) -> Any:
+def _on_cpu(value: Any) -> Any:
     value = value.logits if isinstance(value, Prediction) else value
     return value.detach().cpu() if isinstance(value, Tensor) else value
 

@@ -150,7 +150,7 @@ def _commit(trajectory: Trajectory, block: int, row: int, draft: Array) -> tuple
     if block >= len(trajectory.commits):
         return draft, len(draft)
     tokens = trajectory.commits[block].tokens[row]
-    may_end = plan.span.past_pins(block, plan.canvas_len, torch.tensor([row]))[0]
+    may_end = plan.span.past_frozen(block, plan.canvas_len, torch.tensor([row]))[0]
     ends = (torch.isin(tokens, torch.tensor(plan.eos_token_ids, dtype=torch.int64)) & may_end).nonzero()[:, 0]
     kept = int(ends[0]) + 1 if len(ends) else len(draft)
     return np.where(np.arange(len(draft)) < kept, tokens.numpy(), draft), kept
