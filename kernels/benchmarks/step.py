@@ -354,7 +354,7 @@ def time_words(results: Results, model: FusedDenoiser, step_ms: float | None) ->
         word = model.causal_logits(word, cache).argmax(-1)
     torch.cuda.synchronize()
     each = (time.perf_counter() - start) / 64 * 1e3
-    captured = next(c for key, c in reversed(cache.buffers.graphs.items()) if key[0] == "word")
+    captured = next(c for key, c in reversed(cache.buffers.graphs.items()) if key[0] == "token")
     (graph, spread), _ = time_replays(captured._replay.replay)
     results.add("words", ms_a_token=each, graph_ms=graph, spread_ms=spread, tokens_per_s=1e3 / each)
     if step_ms is not None:

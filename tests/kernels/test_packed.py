@@ -513,7 +513,7 @@ def test_a_model_that_cannot_be_packed_is_left_as_it_was(device):
 def test_a_later_layer_that_cannot_be_packed_says_that_those_before_are_gone(device):
     model = make_rounded_model(device)
     model.layers[1].experts.down_proj[0] = 0.0
-    with pytest.raises(ValueError, match=r'are zero\. Use weights="bf16"\. Load the model again: release has taken'):
+    with pytest.raises(ValueError, match=r'are zero\. Use weights="bf16"\. Load the model again: release has removed'):
         accelerate(model, weights="packed", release=True)
     model = make_rounded_model(device)
     model.layers[1].experts.down_proj[0] = 0.0

@@ -160,7 +160,7 @@ BAD = [
     ({"steps": 2.0}, r"steps must be an integer of at least 1, got 2\.0"),
     ({"noise_level": "half"}, r"noise_level must be in \(0, 1\], got 'half'"),
     ({"noise_level": float("nan")}, r"noise_level must be in \(0, 1\]"),
-    ({"noise_level": 0.5}, r"noise_level must be 1 without canvas, got 0\.5.*Pass the canvas that is at this level"),
+    ({"noise_level": 0.5}, r"noise_level must be 1 without canvas, got 0\.5.*Pass the canvas that has this level"),
 ]
 
 

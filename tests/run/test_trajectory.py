@@ -191,7 +191,7 @@ def test_a_policy_without_a_name_is_replayed_here_and_refused_elsewhere(model, p
     out.trajectory.save(tmp_path / "run")
     loaded = Trajectory.load(tmp_path / "run")
     assert loaded.difference(out.trajectory) is None
-    with pytest.raises(ValueError, match=r"made with .*lambda.*does not know\. Only its name was saved, since it"):
+    with pytest.raises(ValueError, match=r"made with .*lambda.*does not know\. Only its name was saved, because it"):
         loaded.replay(model)
 
 

@@ -184,12 +184,12 @@ def test_templates_that_do_not_fit_are_refused(model, template, options, sentenc
 
 
 def test_options_must_differ():
-    with pytest.raises(ValueError, match=r"Slot\.options must be different from one another"):
+    with pytest.raises(ValueError, match=r"Slot\.options must have at least one option and no duplicates"):
         Slot([[5], (5,)])
 
 
 def test_two_slots_of_one_name_are_refused():
     template = [[2], Slot([[5], [6]], name="a"), [7], Slot([[5], [6]], name="a")]
     model = dgemma.DiffusionGemma(dgemma.presets.tiny())
-    with pytest.raises(ValueError, match=r"Slot\.name must differ from slot to slot of a template, got 'a' twice"):
+    with pytest.raises(ValueError, match=r"Slot\.name must be unique in a template, got 'a' twice"):
         slots(model, template)

@@ -1,9 +1,9 @@
-"""The prefix cache in buffers that stay where they are, so that a CUDA graph captured over them stays valid.
+"""The prefix cache in buffers with constant addresses, so that a CUDA graph captured over them stays valid.
 
-Twin of `dgemma.model.cache.PrefixCache`: rows left-aligned, lengths on the device. Behind every prefix lies a tail in
-which a forward writes the keys and values of its own tokens; committing them is adding to a length. Full layers have
-room for the whole prefix, sliding layers for what they keep and a tail; `settle` moves a sliding layer's newest tokens
-to its front. Buffers grow in steps and return to a pool, with their graphs, when a cache is no longer used.
+Twin of `dgemma.model.cache.PrefixCache`: rows are left-aligned, lengths are on the device. A forward writes the keys
+and values of its tokens into a tail after the prefix, and a commit only adds to a length. Full layers have room for the
+whole prefix, sliding layers for their window and a tail. `settle` moves the newest tokens of a sliding layer to its
+front. Buffers grow in steps. They return to a pool, with their graphs, when their cache is gone.
 """
 
 import threading
@@ -22,7 +22,7 @@ from dgemma_kernels.ops.prefix import forget
 
 _SMALLEST = 1024  # slots of a full layer; then powers of two up to _LINEAR, then multiples of it
 _LINEAR = 16_384
-_PREFILL_TOKENS = 4096  # of all rows together, that one forward reads
+_PREFILL_TOKENS = 4096  # that one forward reads, over all rows
 _FREE_BYTES = 4 << 30  # of unused buffers that a pool keeps for the next run
 
 
@@ -48,7 +48,7 @@ class CacheBuffers:
             if shape.window is not None:
                 self.sliding = both
         self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=where["device"])  # tokens of each row
-        self.held = torch.zeros_like(self.lengths)  # of them, how many a sliding layer still has
+        self.held = torch.zeros_like(self.lengths)  # tokens of each row that a sliding layer still has
         self.graphs: OrderedDict[Any, Any] = OrderedDict()
 
     @property
@@ -57,7 +57,7 @@ class CacheBuffers:
 
 
 class BufferPool:
-    """Makes cache buffers of one model and keeps those no cache uses any more, up to a bound, newest first."""
+    """Makes the cache buffers of one model, and keeps unused ones up to a bound, newest first."""
 
     def __init__(
         self, config: ModelConfig, conventions: Conventions, device: torch.device, dtype: torch.dtype, turn: Turn
@@ -74,11 +74,11 @@ class BufferPool:
         return self._where["device"]
 
     def prefill_len(self, batch_size: int) -> int:
-        """Tokens a row that one forward reads: the experts' weights are read once for all of them."""
+        """Tokens per row that one forward reads. More tokens share one read of the experts' weights."""
         return max(self.config.canvas_length, min(1024, _PREFILL_TOKENS // max(batch_size, 1)))
 
     def take(self, batch_size: int, num_slots: int, tail: int) -> CacheBuffers:
-        """Buffers for `num_slots` tokens a row, tail included, of which `tail` may be new."""
+        """Return buffers for `num_slots` tokens per row, of which up to `tail` are new."""
         two_canvases = 2 * self.config.canvas_length  # one postponed, and one being denoised
         size = (batch_size, _step_up(num_slots), max(tail, two_canvases, self.prefill_len(batch_size)))
         with self._sorting:
@@ -89,7 +89,7 @@ class BufferPool:
         return CacheBuffers(self.config, *size, self.keep, self._where)
 
     def give_back(self, buffers: CacheBuffers) -> None:
-        """Take back buffers from a cache, which may be collected in any thread at any moment: nothing here waits."""
+        """Take back the buffers of a cache. It may be collected in any thread at any moment, so nothing waits."""
         self._returned.append(buffers)
         if self._sorting.acquire(blocking=False):
             try:
@@ -105,7 +105,7 @@ class BufferPool:
 
 
 class FusedCache:
-    """A `dgemma.model.cache.Cache` over pooled buffers. Made and extended by the fused denoiser alone.
+    """A `dgemma.model.cache.Cache` over pooled buffers, made and extended only by the fused denoiser.
 
     A finished block may be `postponed`: it counts as read, but the engine reads it together with the next canvas, in
     one pass over the weights, unless something else looks at the cache first (`catch_up`).
@@ -138,8 +138,8 @@ class FusedCache:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "FusedCache lies in buffers of its denoiser, and cannot be pickled or copied without them. Keep its "
-            "tokens, and encode them again; clone() copies it for the same denoiser."
+            "FusedCache must not be pickled or copied, because its buffers belong to its denoiser. Keep its tokens, "
+            "and encode them again; clone() copies it for the same denoiser."
         )
 
     @property
@@ -151,7 +151,7 @@ class FusedCache:
 
     @property
     def lengths(self) -> Tensor:
-        """Tokens of each row, (B,) int64. A tensor of its own at every change, so that one read earlier stays true."""
+        """Tokens of each row, (B,) int64: a new tensor at every change, so earlier ones keep their values."""
         return self._lengths if self.postponed is None else self._lengths + self._num_postponed
 
     @property
@@ -180,18 +180,18 @@ class FusedCache:
         return 0 if self.postponed is None else self.postponed.shape[1]
 
     def postpone(self, tokens: Tensor, read: Callable[[Tensor, "FusedCache"], None]) -> None:
-        """Count tokens (B, C) as read; `read(tokens, cache)` is called when someone wants to see them."""
+        """Count tokens (B, C) as read; `read(tokens, cache)` is called when they are needed."""
         self.catch_up()
         self.postponed, self._read = tokens.clone(), read
 
     def take_postponed(self) -> Tensor | None:
-        """The postponed tokens (B, C), for the caller to read; None if there are none."""
+        """Return the postponed tokens (B, C), which the caller must read; None if there are none."""
         tokens, self.postponed = self.postponed, None
         return tokens
 
     @in_turn
     def catch_up(self) -> None:
-        """Read what was postponed."""
+        """Read the postponed tokens."""
         tokens = self.take_postponed()
         if tokens is not None:
             assert self._read is not None
@@ -199,7 +199,7 @@ class FusedCache:
 
     @property
     def layers(self) -> list[LayerCache]:
-        """The keys and values of every layer, with everything read."""
+        """The keys and values of every layer, after reading the postponed tokens."""
         with self.turn:
             self.catch_up()
             self.settle()
@@ -211,7 +211,7 @@ class FusedCache:
 
     @in_turn
     def make_room(self, num_new: int, num_later: int = 0) -> CacheBuffers:
-        """Buffers with room for `num_new` tokens a row behind the prefix, and for `num_later` in full layers."""
+        """Return buffers with room for `num_new` tokens per row, and for `num_later` more in full layers."""
         old, num_slots = self._buffers, self._num_slots + num_new + num_later
         if old is not None and self.num_held + num_new > old.window_capacity:
             self.settle()
@@ -236,12 +236,12 @@ class FusedCache:
 
     @in_turn
     def settle(self) -> None:
-        """Sliding layers forget all but their newest tokens, which move to the front."""
+        """Drop all but the newest tokens of sliding layers, and move these to the front."""
         buffers = self._buffers
         if buffers is None or self.num_held <= buffers.keep:
             return
 
-        def run() -> None:  # again on what is settled it does nothing, so that capture may run it twice
+        def run() -> None:  # a second run does nothing, so capture may run it twice
             if buffers.sliding is not None:
                 forget(buffers.sliding[0], buffers.sliding[1], buffers.held, buffers.keep)
             buffers.held.clamp_(max=buffers.keep)
@@ -250,13 +250,13 @@ class FusedCache:
         self.num_held = buffers.keep
 
     def reserve(self, num_tokens: int) -> None:
-        """Make room for `num_tokens` in all, so that appending up to there never copies."""
+        """Make room for `num_tokens` in total, so that appending up to there never copies."""
         self.make_room(self._num_postponed, max(0, num_tokens - self.num_slots))
 
     @in_turn
     def mark(self) -> CacheMark:
-        """Remember this boundary, to roll back to it later; copies what sliding layers will forget."""
-        windows = [  # of layers that have caught up
+        """Remember this boundary, to roll back to it later; copies the tokens of sliding layers."""
+        windows = [
             None if layer.keep is None else tuple(view.clone() for view in layer.view(self.num_slots))
             for layer in self.layers
         ]
@@ -266,7 +266,7 @@ class FusedCache:
 
     @in_turn
     def rollback(self, mark: CacheMark) -> None:
-        """Forget everything after `mark`. Marks taken later are gone with it; this one can be used again."""
+        """Forget everything after `mark`, and later marks. This mark can be used again."""
         drop_later(self._marks, mark)
         self.take_postponed()
         self._num_slots, self._num_seen, self.ragged = mark.num_slots, mark.num_seen, mark.ragged
@@ -286,7 +286,7 @@ class FusedCache:
 
     @classmethod
     def join(cls, parts: Sequence[tuple[Tensor, Any]]) -> Self:
-        """One cache out of several: each part holds the given rows (R,) of the batch; together they are all of them."""
+        """One cache from several: each part has the cache of some rows (R,), and together they are the batch."""
         pool: BufferPool = parts[0][1]._pool
         with pool.turn:
             joined = PrefixCache.join(parts)
@@ -333,7 +333,7 @@ class FusedCache:
         self._hold(self._lengths)
 
     def _hold(self, lengths: Tensor) -> None:
-        """Settled sliding layers hold what they keep of `lengths` tokens."""
+        """Set the counters for `lengths` tokens, after sliding layers have settled."""
         self.num_held = min(self._num_slots, self._pool.keep)
         self.buffers.held.copy_(lengths.clamp(max=self._pool.keep))
         self._set_lengths(lengths)

@@ -25,7 +25,7 @@ _NO_CACHE: Any = None  # a static denoiser reads its buffers
 
 
 def carried(state: DenoiseState) -> dict[str, Any]:
-    """The fields that a captured step gets and gives: all but the self-conditioning, a soft embedding in a graph."""
+    """The fields that enter and leave a captured step: all but self_cond, which is a soft embedding there."""
     return {f.name: getattr(state, f.name) for f in fields(state) if f.name != "self_cond"}
 
 
@@ -99,10 +99,10 @@ class _StaticDenoiser(Denoiser):
 
 
 class CapturedStep:
-    """`dgemma.step` over static tensors, and the soft embedding that the next step is conditioned on.
+    """One denoising step over static tensors, and the soft embedding for the next step.
 
-    With `postponed` tokens (B, C) the forward also reads these into the tail of the buffers, in front of the canvas.
-    `load` what a step starts from, `replay` it, take its `results`; after `soften` the state that the step led to is
+    With `postponed` tokens (B, C) the forward also reads these into the tail of the buffers, before the canvas. `load`
+    the state before a step, `replay` the step, and read its `results`. After `soften`, the state after the step is
     loaded.
     """
 
@@ -124,7 +124,7 @@ class CapturedStep:
         self._signal = workspace.static_signal(state.canvas.numel(), signal)
         self._logits = workspace.logits_buffer(*state.canvas.shape)
         static = _drawing(type(state))(**tree_unflatten(self._inputs, form))
-        static_logits = Logits(self._logits.tensor, workspace.turn)  # of every replay: only graphs read them
+        static_logits = Logits(self._logits.tensor, workspace.turn)  # only graphs read it
         denoiser = _StaticDenoiser(workspace, self._postponed, self._signal, buffers, static_logits)
         predictions: list[FusedPrediction] = []
 
@@ -140,7 +140,7 @@ class CapturedStep:
         def forward() -> Any:
             return denoiser.denoise(static.canvas, None)
 
-        # What is written in PyTorch may look something up by a prediction, which `compile_together` does not make.
+        # Samplers in PyTorch may index by a prediction, which `compile_together` does not compute.
         all_kernels = published.is_published(static, knobs) and knobs.top_k is None and knobs.top_p is None
         self._logits.renew()
         try:
@@ -194,17 +194,17 @@ class CapturedStep:
         """
         fresh = [torch.empty_like(source) for source in self._computed]
         copy_all(as_bytes(fresh), self._computed_bytes)
-        where = {"computed": fresh.__getitem__, "given": leaves.__getitem__, "constant": lambda value: value}
+        where = {"computed": fresh.__getitem__, "input": leaves.__getitem__, "constant": lambda value: value}
         results = [where[kind](at) for kind, at in self._origins]
         after, record, statistics = tree_unflatten(results, self._form)
-        # Shaped by the state's own tensors: the graph's will hold another temperature.
+        # Shaped by the state's tensors, because the graph's change with the next step.
         prediction = FusedPrediction(logits, (self._softcap,)).shaped(
             temperature=state.temperature, allowed=state.allowed, top_k=self._knobs.top_k, top_p=self._knobs.top_p
         )
         return after, record, prediction.with_statistics(statistics)
 
     def soften(self) -> Tensor:
-        """The soft embedding (B, C, D) of the last replay, while no other graph has run since."""
+        """The soft embedding (B, C, D) of the last replay; no other graph may have run since."""
         self._soft.replay()
         return self._soft.result.clone()
 
@@ -212,7 +212,7 @@ class CapturedStep:
 def _predict_and_settle(
     denoiser: _StaticDenoiser, state: DenoiseState, knobs: Knobs
 ) -> tuple[FusedPrediction, Settled]:
-    """One step up to its record, by the published sampler's kernel where that covers it."""
+    """Take a step up to its record, with the published sampler's kernel if that covers it."""
     prediction: Any
     if published.is_published(state, knobs):
         with beside(state.device) as join:
@@ -231,7 +231,7 @@ def _tensor_fields(record: Any) -> dict[str, Tensor]:
 
 
 def list_shapes(leaves: list) -> tuple[Any, ...]:
-    """What a graph over these leaves is captured for: shapes and dtypes, and what is no tensor itself."""
+    """The key of a graph over these leaves: shapes and dtypes of tensors, and all other values."""
     return tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves)
 
 
@@ -240,24 +240,24 @@ def _tensors(leaves: list) -> list[Tensor]:
 
 
 def _memory(tensor: Tensor) -> int:
-    """Where its storage begins: one number for a tensor and all its views."""
+    """The address of its storage: the same for a tensor and all its views."""
     return tensor.untyped_storage().data_ptr()
 
 
 def _origins(results: list, inputs: list) -> tuple[list[tuple[str, Any]], list[Tensor]]:
-    """Where each result comes from: the i-th distinct tensor that a replay computes, input i, or a constant."""
-    given = {id(x): at for at, x in enumerate(inputs) if isinstance(x, Tensor)}
+    """The origin of each result: the i-th distinct tensor that a replay computes, input i, or a constant."""
+    of_inputs = {id(x): at for at, x in enumerate(inputs) if isinstance(x, Tensor)}
     computed: list[Tensor] = []
     origins: list[tuple[str, Any]] = []
-    seen: dict[int, int] = {}
+    of_computed: dict[int, int] = {}
     for result in results:
         if not isinstance(result, Tensor):
             origins.append(("constant", result))
-        elif id(result) in given:
-            origins.append(("given", given[id(result)]))
+        elif id(result) in of_inputs:
+            origins.append(("input", of_inputs[id(result)]))
         else:
-            if id(result) not in seen:
-                seen[id(result)] = len(computed)
+            if id(result) not in of_computed:
+                of_computed[id(result)] = len(computed)
                 computed.append(result)
-            origins.append(("computed", seen[id(result)]))
+            origins.append(("computed", of_computed[id(result)]))
     return origins, computed

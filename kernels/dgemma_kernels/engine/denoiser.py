@@ -1,10 +1,9 @@
 """The fused denoiser: `dgemma.DiffusionGemma`'s seam over Triton kernels and CUDA graphs, for inference.
 
 `step` is a whole denoising step (embedding, self-conditioning, layers, head, vocabulary pass, sampler, stop test) in
-two graphs without host synchronisation: one up to the stop test, and one for the soft embedding that the next step is
-conditioned on, with which that step begins: while it runs, the host prepares the rest. All that varies lives on the
-device; what is frozen (sampler, noise, temperature schedule, stop rule, shapes) keys the graph, so a changed knob is
-another graph.
+two graphs without host synchronisation. The first ends with the stop test. The second computes the soft embedding for
+the next step; while it runs, the host prepares that step. Everything that varies is on the device. Frozen values
+(sampler, noise, temperature schedule, stop rule, shapes) key the graph, so a changed knob is another graph.
 """
 
 import copy
@@ -41,23 +40,27 @@ from dgemma_kernels.ops.draws import kernel as draws
 def accelerate(
     model: DiffusionGemma, weights: str = "bf16", *, release: bool = False, attention: KernelName = "auto"
 ) -> "FusedDenoiser":
-    """The same denoiser at speed: give it to `dgemma.generate` in place of the model.
+    """Return the same denoiser with fused kernels, for `dgemma.generate` to use in place of the model.
 
-    The model's tensors are shared, not copied; its q, k, v and gate, up projections become views of fused ones. Do not
-    move, train or cast the model while the accelerated one is in use. `weights="bf16"` runs them as they are. The
-    others hold the experts, nine tenths of the published weights, in tensors of their own, beside the model's 47 GiB,
-    whose own experts (42) are freed when nobody holds the model any more; with `release` each layer's are taken out of
-    the model as soon as they are held otherwise, so that there are never two of more than one layer.
-    `weights="packed"` is bfloat16 in 12 bits a weight without loss, 32 GiB: faster, since a step is mostly reading.
-    `weights="fp8"` rounds to float8 (e4m3) with a scale for each output, and what they multiply with one for each row,
-    21 GiB. It needs a GPU with fp8 tensor cores: Ada, Hopper or later. `attention` is the attention kernel: "triton",
-    "hopper", which raises where it cannot run, or "auto", the rule of `dgemma_kernels.ops.attention.choose_kernel`.
+    The model's tensors are shared, not copied; its q, k, v and gate, up projections become views of fused tensors. Do
+    not move, train or cast the model while the accelerated one is in use.
+
+    - `weights="bf16"` uses the weights unchanged: 47 GiB for the published model, of which 42 are experts.
+    - `weights="packed"` stores the experts in 12 bits per weight without loss, 32 GiB in total. It is faster because a
+      step mostly reads weights.
+    - `weights="fp8"` rounds the experts to float8 (e4m3) with a scale per output, and their inputs with one per row,
+      21 GiB in total. It needs a GPU with fp8 tensor cores: Ada, Hopper or later.
+
+    Packed and float8 experts are new tensors; the model's own are freed with the model. `release` removes each layer's
+    experts from the model as soon as they are converted, so that at most one layer exists twice. `attention` is the
+    attention kernel: "triton", "hopper", which raises where it cannot run, or "auto", the rule of
+    `dgemma_kernels.ops.attention.choose_kernel`.
 
     Example: `fast = accelerate(DiffusionGemma.from_pretrained(path, dtype=torch.bfloat16, device="cuda"))`.
     """
     if not isinstance(model, DiffusionGemma):
         raise TypeError(
-            f"accelerate model must be a DiffusionGemma, got {type(model).__name__}. Accelerate what it was made from."
+            f"accelerate model must be a DiffusionGemma, got {type(model).__name__}. Pass the original model."
         )
     if weights not in ENCODERS:
         raise ValueError(f'accelerate weights must be "bf16", "packed" or "fp8", got {weights!r}.')
@@ -96,14 +99,14 @@ def _require_gpu(model: DiffusionGemma, *, float8: bool) -> None:
 
 
 def _without_layers(model: DiffusionGemma) -> DiffusionGemma:
-    """The model's defaults and its checks of arguments, without its layers. Casts of the model leave it as it is."""
+    """The model's defaults and its checks of arguments, without its layers. Casts of the model do not change it."""
     rest = copy.copy(model)
     rest._modules = {"embed_tokens": nn.Embedding.from_pretrained(model.embed_tokens.weight.detach())}
     return rest
 
 
 class _LastStep:
-    """The step taken last. What it led to is loaded already: to take the next from there, nothing is copied."""
+    """The last step. The state after it is already loaded, so the next step from there copies nothing."""
 
     def __init__(self, state: DenoiseState, knobs: Knobs, buffers: CacheBuffers, captured: CapturedStep) -> None:
         self._state, self._knobs, self._buffers, self.captured = weakref.ref(state), knobs, buffers, captured
@@ -111,7 +114,7 @@ class _LastStep:
         self._written = watch(*(x for x in leaves if isinstance(x, Tensor)))
 
     def led_to(self, state: DenoiseState, knobs: Knobs, buffers: CacheBuffers) -> bool:
-        """Whether `state` is its result, not written to since, and goes on under the same knobs over these buffers."""
+        """Tell whether `state` is its result, without writes since, and the knobs and buffers are the same."""
         same = self._state() is state and self._knobs is knobs and self._buffers is buffers
         return same and self.captured.keeps_form and not self._written()
 
@@ -124,7 +127,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
     """
 
     config: ModelConfig
-    generation: GenerationDefaults  # the model's at first, and its own from then on: the model may be let go
+    generation: GenerationDefaults  # the model's at first; later changes of either do not affect the other
 
     @torch.no_grad()
     def __init__(
@@ -148,9 +151,9 @@ class FusedDenoiser(Denoiser[FusedCache]):
             turn=self.turn,
             graph_memory=torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None,
         )
-        self._sizes_read: set[int] = set()  # of prompts, whose forwards are no graphs
+        self._sizes_read: set[int] = set()  # of prompts, whose forwards are not captured
         self._last: _LastStep | None = None
-        # The last step's prediction, as long as someone holds it, and the step that can compute its soft embedding.
+        # The last step's prediction, while it is referenced, and the step that can compute its soft embedding.
         self._unsoftened: tuple[Any, CapturedStep | None] = (lambda: None, None)
 
     @property
@@ -158,11 +161,11 @@ class FusedDenoiser(Denoiser[FusedCache]):
         return self._workspace.forward
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy or a pickle is made of: weights, and neither graphs nor buffers, of which it makes its own."""
-        weights = None  # where they are the model's
+        """The content of a copy or a pickle: weights. A copy makes new graphs and buffers."""
+        weights = None  # if they are the model's
         if "layers" not in self._model._modules:
-            held = self._forward.weights
-            weights = replace(held, embedding=held.embedding.new_empty(0))  # which the rest of the model has
+            own_weights = self._forward.weights
+            weights = replace(own_weights, embedding=own_weights.embedding.new_empty(0))  # the model has it
         return {
             "model": self._model,
             "weights": weights,
@@ -200,7 +203,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
         return draws.uniform(seeds, block, step, num_positions, purpose)
 
     def new_cache(self, batch_size: int) -> FusedCache:
-        """An empty prefix for `batch_size` rows."""
+        """Return an empty prefix for `batch_size` rows."""
         return FusedCache(self._pool, batch_size)
 
     @torch.no_grad()
@@ -211,11 +214,11 @@ class FusedDenoiser(Denoiser[FusedCache]):
         """Read tokens (B, P) causally into a prefix cache; see `DiffusionGemma.encode`."""
         fused, real = self._check_prefix(tokens, cache, attention_mask)
         if real is None and fused.num_slots > 0 and tokens.shape[1] == self.config.canvas_length:
-            fused.postpone(tokens, self._read_block)  # a finished canvas: the next one's first step reads it as well
+            fused.postpone(tokens, self._read_block)  # a finished canvas: the first step of the next one reads it
             return fused
         fused.catch_up()
         self._read(tokens, fused, real, last=False)
-        fused.settle()  # now, while the device is busy, rather than in front of the next canvas
+        fused.settle()  # now, while the device is busy, and not before the next canvas
         return fused
 
     @torch.no_grad()
@@ -223,11 +226,11 @@ class FusedDenoiser(Denoiser[FusedCache]):
     def causal_logits(
         self, tokens: Tensor, cache: FusedCache | None = None, attention_mask: Tensor | None = None
     ) -> Tensor:
-        """Next-token logits, word by word: tokens (B, T) → (B, T, V) float32; see `DiffusionGemma.causal_logits`."""
+        """Autoregressive next-token logits: tokens (B, T) → (B, T, V) float32; see `DiffusionGemma.causal_logits`."""
         fused, real = self._check_prefix(tokens, cache, attention_mask)
         fused.catch_up()
         if tokens.shape[1] == 1 and real is None:
-            return self._read_word(tokens, fused)
+            return self._read_token(tokens, fused)
         hidden = self._read(tokens, fused, real, last=True)
         assert hidden is not None
         return self._workspace.causal_logits(hidden.flatten(0, 1)).view(*tokens.shape, -1)
@@ -241,7 +244,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
         self_cond: Prediction | Tensor | None = None,
         self_cond_mask: Tensor | None = None,
     ) -> FusedPrediction:
-        """Predict every position of canvas (B, C) at once; see `DiffusionGemma.denoise`. The logits are its own."""
+        """Predict every position of canvas (B, C) at once; see `DiffusionGemma.denoise`. Its logits are a copy."""
         fused = self._check_canvas(canvas, cache)
         fused.catch_up()
         buffers = fused.make_room(canvas.shape[1])
@@ -258,11 +261,11 @@ class FusedDenoiser(Denoiser[FusedCache]):
     @torch.no_grad()
     @in_turn
     def step(self, state: DenoiseState, *, cache: FusedCache, knobs: Knobs) -> tuple[DenoiseState, StepRecord]:
-        """`dgemma.step` of this denoiser as graph replays: pure, with results in tensors of their own.
+        """Take one denoising step by replaying graphs. Like `dgemma.step` it is pure; results are in new tensors.
 
         Example: `state, record = fast.step(state, cache=cache, knobs=knobs)`.
         """
-        self._soften()  # before anything else: the device is waiting
+        self._soften()  # first, because the device is waiting
         fused = self._check_canvas(state.canvas, cache)
         postponed = fused.postponed
         num_postponed = 0 if postponed is None else postponed.shape[1]
@@ -295,7 +298,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
 
     @torch.no_grad()
     def read_ahead(self, values: Tensor) -> list[Any]:
-        """`values.tolist()`, while the device computes what the next step begins with: the last one's soft embedding.
+        """Return `values.tolist()` while the device computes the soft embedding for the next step.
 
         Example: `left, broken, stray = fast.read_ahead(record.verdict)`.
         """
@@ -308,7 +311,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
         return on_host.tolist()
 
     def _signal(self, self_cond: Prediction | Tensor | None) -> Tensor | None:
-        """The soft embedding (B, C, D) of what the forward is conditioned on."""
+        """The soft embedding (B, C, D) of the self-conditioning."""
         if self_cond is None:
             return None
         if isinstance(self_cond, FusedPrediction):
@@ -319,7 +322,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
         return self._workspace.soft_embedding_of(logits)
 
     def _soften(self) -> None:
-        """Compute the soft embedding of the last step while its logits are there: before any other graph runs."""
+        """Compute the soft embedding of the last step before another graph overwrites its logits."""
         prediction, captured = self._unsoftened[0](), self._unsoftened[1]
         self._unsoftened = (lambda: None, None)
         if prediction is not None and captured is not None:
@@ -332,10 +335,10 @@ class FusedDenoiser(Denoiser[FusedCache]):
         cache.settle()
 
     def _read(self, tokens: Tensor, cache: FusedCache, real: Tensor | None, *, last: bool) -> Tensor | None:
-        """Run tokens (B, T) causally, chunk by chunk, and commit them; the last hidden state (B, T, D) if wanted."""
+        """Run tokens (B, T) causally, chunk by chunk, and commit them → the last hidden state (B, T, D) if `last`."""
         num_new, counts, order = tokens.shape[1], None, None
         if real is not None:
-            # A row's real tokens first: what follows them is written behind its prefix and never counted in.
+            # A row's real tokens come first. Padding is written after its prefix and never counted.
             order = (~real).to(torch.uint8).sort(dim=1, stable=True).indices
             tokens, counts = tokens.gather(1, order), real.sum(1)
         chunk_len = self._pool.prefill_len(tokens.shape[0])
@@ -348,26 +351,26 @@ class FusedDenoiser(Denoiser[FusedCache]):
             cache.extend(size, None if counts is None else (counts - start).clamp(0, size))
         if not last:
             return None
-        nothing = torch.empty(tokens.shape[0], 0, self.config.hidden_size, dtype=self.dtype, device=self.device)
-        joined = torch.cat([nothing, *hidden], dim=1)
+        no_tokens = torch.empty(tokens.shape[0], 0, self.config.hidden_size, dtype=self.dtype, device=self.device)
+        joined = torch.cat([no_tokens, *hidden], dim=1)
         if order is None:
             return joined
         back = torch.empty_like(order).scatter(1, order, torch.arange(num_new, device=order.device).expand_as(order))
         return joined.gather(1, back[..., None].expand_as(joined))
 
-    def _read_word(self, tokens: Tensor, cache: FusedCache) -> Tensor:
-        """One token a row, head included, in one graph: autoregressive decoding. (B, 1) → (B, 1, V) float32."""
+    def _read_token(self, tokens: Tensor, cache: FusedCache) -> Tensor:
+        """One autoregressive step with the head in one graph: (B, 1) → (B, 1, V) float32."""
         buffers = cache.make_room(1, self.config.canvas_length)
         self._soften()
         make = lambda: CapturedRead(self._workspace, tokens, buffers, last=True, head=True)  # noqa: E731
-        logits = remembered(buffers.graphs, ("word", tokens.shape), make)(tokens)
+        logits = remembered(buffers.graphs, ("token", tokens.shape), make)(tokens)
         cache.extend(1, None)
         return logits[:, None]
 
     def _read_chunk(self, tokens: Tensor, buffers: CacheBuffers, last: bool) -> Tensor:
         if tokens.shape[1] != self.config.canvas_length:
             read, size = partial(self._forward.read, tokens.long(), buffers, last=last), tokens.numel().bit_length()
-            if size not in self._sizes_read and self.device.type == "cuda":  # others may be other kernels
+            if size not in self._sizes_read and self.device.type == "cuda":  # another size may need other kernels
                 compile_together(read)
             self._sizes_read.add(size)
             hidden = read()

@@ -1,6 +1,6 @@
-"""The stack in both of its modes, over a cache's buffers: embedding, layers, head, soft embedding; launches alone.
+"""The network as kernel launches over a cache's buffers: embedding, layers, head, soft embedding.
 
-Nothing here reads the device, so all of it can be captured. Meaning: `dgemma.DiffusionGemma`.
+Nothing here reads the device, so all of it can be captured. Twin of `dgemma.DiffusionGemma`.
 """
 
 import torch
@@ -30,19 +30,19 @@ class Forward:
             heads, size = (config.num_attention_heads, layer.shape.num_key_value_heads), layer.shape.head_dim
             queries, keys = (table.new_empty(1, 1, heads[0], size), table.new_empty(1, heads[1], 1, size))
             choose_kernel(queries, keys, keys, attention_kernel)
-        # sqrt(hidden), rounded to the weights' dtype as the published model does
+        # sqrt(hidden), rounded to the weights' dtype like the published model's
         self.embed_scale = float(torch.tensor(config.hidden_size**0.5, dtype=table.dtype))
-        # The dense MLP runs beside the router and the experts, which wait for memory: on the first of these that is not
-        # the stream of the rest, which may be any of the 32 that torch gives in turn.
+        # The dense MLP runs next to the router and the experts, which wait for memory. Torch gives out 32 streams in
+        # turn, so one of two new streams may be the current one; the MLP runs on the other.
         self._sides = [torch.cuda.Stream(table.device) for _ in range(2)] if table.device.type == "cuda" else []
         self._dense_progress = torch.zeros(2, dtype=torch.int32, device=table.device)
 
     def canvas(self, tokens: Tensor, signal: Tensor, buffers: CacheBuffers) -> Tensor:
-        """The canvas (B, C), each position seeing prefix and canvas; signal (B·C, D), zero for none → (B·C, D)."""
+        """Run the canvas (B, C), which sees prefix and canvas; signal (B·C, D) is zero for none → (B·C, D)."""
         return self._stack(*self._embed_canvas(tokens, signal), buffers, causal=False)
 
     def read_and_canvas(self, tokens: Tensor, canvas: Tensor, signal: Tensor, buffers: CacheBuffers) -> Tensor:
-        """`read` of tokens (B, T) and `canvas` (B, C) behind them in one pass over the weights → canvas's (B·C, D)."""
+        """`read` tokens (B, T) and run `canvas` (B, C) after them in one pass over the weights → canvas's (B·C, D)."""
         parts = zip(self._embed(tokens), self._embed_canvas(canvas, signal), strict=True)
         shapes = [(*part.shape, self.config.hidden_size) for part in (tokens, canvas)]
         x, normed = (torch.cat((a.view(shapes[0]), b.view(shapes[1])), dim=1).flatten(0, 1) for a, b in parts)
@@ -50,7 +50,7 @@ class Forward:
         return hidden.view(canvas.shape[0], -1, hidden.shape[1])[:, tokens.shape[1] :].flatten(0, 1)
 
     def read(self, tokens: Tensor, buffers: CacheBuffers, *, last: bool) -> Tensor:
-        """Tokens (B, T), causally, into the tail of the buffers → the `last` hidden state (B·T, D), if it is wanted."""
+        """Run tokens (B, T) causally into the tail of the buffers → the last hidden state (B·T, D) if `last`."""
         return self._stack(*self._embed(tokens), buffers, causal=True, last=last)
 
     def head(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
@@ -108,7 +108,7 @@ class Forward:
                 eps=self.config.rms_norm_eps,
             )
             if not last and index == len(layers) - 1:
-                return x  # its keys and values are all that was wanted
+                return x  # only its keys and values are needed
             window = layer.shape.window if causal else None
             seen = attention(
                 queries,

@@ -1,4 +1,4 @@
-"""Work captured once and replayed: a CUDA graph on a GPU; elsewhere (Triton's interpreter) the same function again."""
+"""Work that is captured once and replayed: a CUDA graph on a GPU; in Triton's interpreter the function runs again."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -14,16 +14,16 @@ from torch.utils._pytree import tree_leaves
 from triton import AsyncCompileMode
 from triton.runtime.jit import JITFunction
 
-_MOST_GRAPHS = 12  # captured over one set of buffers; a knob that changes at every step must not fill the memory
-_compiling = threading.RLock()  # what `compile_together` replaces is there once for all threads
+_MOST_GRAPHS = 12  # over one set of buffers; a knob that changes at every step must not fill the memory
+_compiling = threading.RLock()  # `compile_together` replaces a function that all threads share
 
 
 class CaptureError(RuntimeError):
-    """What ran by itself could not be captured."""
+    """A function that ran without capture could not be captured."""
 
 
 class Turn:
-    """Lets one caller in at a time, whatever its thread. The device follows in that order, whatever the stream.
+    """Lets one caller in at a time, from any thread. Work on the device follows in that order, on any stream.
 
     The holder may enter again. Static buffers and graphs are shared, so whoever touches them holds the turn.
 
@@ -76,10 +76,10 @@ def in_turn(
 
 
 class Replay:
-    """`fn()` captured: `result` is what it returned, and every `replay()` computes the tensors in it anew, in place.
+    """`fn()` captured: `result` is its result, and every `replay()` recomputes the tensors in it in place.
 
-    `fn` reads static tensors, which already hold the first replay's inputs, and returns a pytree. What it does on the
-    host happens once, at capture. `launches`, a part of it, is for `compile_together`.
+    `fn` reads static tensors, which already hold the first replay's inputs, and returns a pytree. Its work on the host
+    happens once, at capture. `launches` is the part of it that `compile_together` compiles.
 
     Example: `square = Replay(lambda: x * x, x.device, None); x.fill_(3.0); square.replay(); square.result`.
     """
@@ -96,22 +96,22 @@ class Replay:
         with torch.cuda.stream(stream):
             if launches is not None:
                 compile_together(launches)
-            fn()  # compiles what is left, and lets libraries make what they cannot make during capture
-        torch.cuda.synchronize(device)  # a kernel that failed says so here, and is not taken for a failed capture
+            fn()  # compiles the rest, and lets libraries allocate what they cannot during capture
+        torch.cuda.synchronize(device)  # a failed kernel raises here, and is not reported as a failed capture
         self._graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(self._graph, pool=memory, stream=stream, capture_error_mode="thread_local"):
                 self.result = fn()
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:  # of capture alone: the same has just run without
+        except RuntimeError as error:  # only of the capture, because the function has just run without it
             raise CaptureError(str(error)) from error
 
     def replay(self) -> None:
         if self._graph is not None:
             self._graph.replay()
             return
-        if self._is_fresh:  # made by the caller for the inputs that it now asks about
+        if self._is_fresh:  # the constructor ran it for these inputs
             self._is_fresh = False
             return
         for target, source in zip(tree_leaves(self.result), tree_leaves(self._fn()), strict=True):
@@ -120,14 +120,14 @@ class Replay:
 
 
 def compile_together(launches: Callable[[], Any]) -> None:
-    """Compile all kernels that `launches` would launch, side by side: it runs with the launches themselves left out.
+    """Compile all kernels that `launches` would launch in parallel. It runs without the launches themselves.
 
-    What they would have computed is therefore not there: nothing in `launches` may look anything up by it.
+    Their results are therefore missing, so nothing in `launches` may index by them.
 
     Example: `compile_together(lambda: forward.canvas(tokens, signal, buffers))`.
     """
     with _compiling:
-        copy_context().run(_compile_together, launches)  # an interrupt would else leave Triton in its mode for good
+        copy_context().run(_compile_together, launches)  # without it an interrupt would leave Triton in this mode
 
 
 def _compile_together(launches: Callable[[], Any]) -> None:
@@ -136,7 +136,8 @@ def _compile_together(launches: Callable[[], Any]) -> None:
     def compile_only(kernel: Any, *args: Any, warmup: bool, **options: Any) -> Any:
         return run(kernel, *args, warmup=warmup or threading.get_ident() == here, **options)
 
-    # Threads do: Triton lets go of Python's lock while it compiles. What fails to compile says so when it is launched.
+    # Threads are enough, because Triton releases Python's lock while it compiles. A kernel that fails to compile raises
+    # at its launch.
     with ThreadPoolExecutor() as threads, AsyncCompileMode(threads, ignore_errors=True):
         JITFunction.run = compile_only
         try:
@@ -147,7 +148,7 @@ def _compile_together(launches: Callable[[], Any]) -> None:
 
 @contextmanager
 def beside(device: torch.device) -> Iterator[Callable[[], None]]:
-    """Launch on a second stream, beside what follows. Gives what is to be called before the results are read there.
+    """Launch on a second stream, next to what follows; yields a function to call before reading the results.
 
     Example: `with beside(x.device) as join: y = f(x)`; `z = g(x)`; `join()`; `y + z`.
     """
@@ -161,7 +162,7 @@ def beside(device: torch.device) -> Iterator[Callable[[], None]]:
 
 
 def remembered(graphs: Any, key: Any, make: Callable[[], Any]) -> Any:
-    """graphs[key], made if need be; the least recently used goes when there are too many."""
+    """Return graphs[key], made on demand; the least recently used is dropped if there are too many."""
     if key not in graphs:
         graphs[key] = make()
     graphs.move_to_end(key)
@@ -171,7 +172,7 @@ def remembered(graphs: Any, key: Any, make: Callable[[], Any]) -> Any:
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """targets[i].copy_(sources[i]) for all i, each of one shape and dtype: one launch a dtype."""
+    """targets[i].copy_(sources[i]) for all i, with one launch per dtype."""
     groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
         of_dtype = groups.setdefault(target.dtype, ([], []))
@@ -182,5 +183,5 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def as_bytes(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The memory of contiguous tensors, (n,) uint8 each: all of one dtype."""
+    """View contiguous tensors as bytes, (n,) uint8 each, to have one dtype."""
     return [tensor.view(-1).view(torch.uint8) for tensor in tensors]

@@ -1,4 +1,4 @@
-"""Triton's interpreter, in which kernels run without a GPU (`TRITON_INTERPRET=1`): the NumPy of today, and float8."""
+"""Fixes to Triton's interpreter, which runs kernels without a GPU (`TRITON_INTERPRET=1`): new NumPy, and float8."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from triton.runtime import interpreter
 
 
 def accept_new_numpy() -> None:
-    """Let loop bounds be arrays of shape (1,): Triton 3.6 turns them into numbers by `int`, which NumPy 2.4 refuses."""
+    """Let loop bounds be arrays of shape (1,): Triton 3.6 calls `int` on them, which NumPy 2.4 refuses."""
     patch = interpreter._patch_lang_tensor
 
     def patch_and_index(tensor: type, scope: Any) -> None:

@@ -1,7 +1,7 @@
-"""A model's weights as the kernels read them: its own tensors, with q, k, v and gate, up fused into one product each.
+"""A model's weights for the kernels: its tensors, with q, k, v and gate, up fused into one matrix each.
 
-Nothing is held twice: the model's parameters become views of the fused tensors, and go on working. Experts that are
-packed, or in float8, are tensors of their own.
+Nothing is stored twice: the model's parameters become views of the fused tensors and keep working. Packed and float8
+experts are new tensors.
 """
 
 from dataclasses import dataclass, replace
@@ -41,7 +41,9 @@ class LayerWeights:
     causal_scalar: Tensor
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: _view_float8(value, torch.uint8) for name, value in vars(self).items()}  # as pickle can carry it
+        return {
+            name: _view_float8(value, torch.uint8) for name, value in vars(self).items()
+        }  # because pickle cannot store float8
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update({name: _view_float8(value, torch.float8_e4m3fn) for name, value in state.items()})
@@ -54,7 +56,7 @@ class Weights:
     embedding: Tensor  # (V, D)
     layers: tuple[LayerWeights, ...]
     norm: Tensor
-    signal_norm: Tensor  # self-conditioning's
+    signal_norm: Tensor  # of self-conditioning
     signal_gate_up: Tensor
     signal_down: Tensor
 
@@ -74,7 +76,7 @@ def take_weights(model: DiffusionGemma, format: str = "bf16", *, release: bool =
             layers.append(_take_layer(layer, config.layer_shape(index), *ENCODERS[format]))  # type: ignore[arg-type]
         except ValueError as error:
             if release and layers:
-                raise ValueError(f"{error} Load the model again: release has taken its first experts out.") from None
+                raise ValueError(f"{error} Load the model again: release has removed its first experts.") from None
             raise
         if release:
             layer.experts = ReleasedExperts()
@@ -135,7 +137,7 @@ def _fuse_mlp(mlp: GatedMLP) -> Tensor:
 
 
 def _fuse(*linears: nn.Linear) -> Tensor:
-    """One matrix of several, of which the linears' weights become views."""
+    """Fuse several matrices into one; the weights of the linears become views of it."""
     fused = torch.cat([linear.weight.detach() for linear in linears])
     sizes = [linear.weight.shape[0] for linear in linears]
     for linear, part in zip(linears, fused.split(sizes), strict=True):

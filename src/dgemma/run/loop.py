@@ -53,7 +53,7 @@ def run_plan(
         ends_row = torch.isin(tokens, eos)
         if plan.span.frozen is not None:
             ends_row = ends_row & plan.span.past_frozen(block, plan.canvas_len, rows)
-        ended = ends_row.any(-1).tolist()  # here the host waits for the device
+        ended = ends_row.any(-1).tolist()  # the host waits for the device here
         tokens, real = plan.cut_text(tokens)  # None: all are real
         if any(ended):
             real = ends_row.cumsum(1) - ends_row.long() == 0  # (R, C): no stop token before it
@@ -119,7 +119,7 @@ def denoise_canvas(
         state, knobs = apply_changes(changes, state, knobs)
         if verdict is None:
             verdict = judge(record.prediction, state)
-        # Here the host waits for the device.
+        # The host waits for the device here.
         left, broken, stray = model.read_ahead(verdict) if goes_on else verdict.tolist()
         if any(broken) or any(stray):
             _refuse_step(record, broken, stray)

@@ -1,4 +1,4 @@
-"""The causal mode writes: the same weights word by word, a token a forward; what a canvas at once is compared with."""
+"""Autoregressive generation with the same weights, one token per forward: the baseline for diffusion."""
 
 from collections.abc import Iterable, Sequence
 
@@ -25,10 +25,10 @@ def generate_causal(
     attention_mask: Tensor | None = None,
     eos_token_ids: int | Iterable[int] | None = None,
 ) -> Tensor:
-    """Write after prompt_tokens (B, P) word by word: the new tokens, (B, N) with N up to `max_new_tokens`.
+    """Write after prompt_tokens (B, P) autoregressively; return the new tokens, (B, N) with N up to `max_new_tokens`.
 
-    A row that writes a stop token is padded after it. Arguments and their defaults are `generate`'s, but that the
-    temperature is one number; `top_k=1` is greedy. A row's tokens depend on its seed, never on its batch.
+    A row that writes a stop token is padded after it. Arguments and defaults are those of `generate`, except that the
+    temperature is one number. `top_k=1` is greedy. A row's draws depend on its seed, not on its batch.
 
     Example: `tokenizer.decode(dgemma.generate_causal(model, prompt, max_new_tokens=64, temperature=0.8)[0])`.
     """
@@ -46,9 +46,9 @@ def generate_causal(
     if temperature is None or not isinstance(plan.knobs.temperature, ConstantTemperature):
         raise ValueError(
             f"generate_causal.temperature must be one number, got {temperature!r}. Use generate for a schedule: "
-            "a token written at once has no steps."
+            "autoregressive generation has no steps."
         )
-    degrees, top_k, top_p = float(plan.knobs.temperature.value), plan.knobs.top_k, plan.knobs.top_p
+    number, top_k, top_p = float(plan.knobs.temperature.value), plan.knobs.top_k, plan.knobs.top_p
     num_tokens = model.generation.max_new_tokens if max_new_tokens is None else max_new_tokens
     seeds, eos = plan.seeds[0], torch.tensor(plan.eos_token_ids, device=model.device)
     cache = model.new_cache(len(seeds))
@@ -57,11 +57,11 @@ def generate_causal(
     written, done = [], torch.zeros_like(seeds, dtype=torch.bool)
     for step in range(num_tokens):
         u = draws.uniform(seeds, torch.zeros_like(seeds), torch.full_like(seeds, step), 1, "token")
-        prediction = Prediction(logits).shaped(temperature=degrees, top_k=top_k, top_p=top_p)
+        prediction = Prediction(logits).shaped(temperature=number, top_k=top_k, top_p=top_p)
         token = torch.where(done[:, None], plan.pad_token_id, prediction.sample(u))  # (B, 1)
         written.append(token)
         broken, done = prediction.entropy[:, 0].isnan() & ~done, done | torch.isin(token[:, 0], eos)
-        ended, broken_rows = torch.stack((done, broken)).tolist()  # here the host waits for the device
+        ended, broken_rows = torch.stack((done, broken)).tolist()  # the host waits for the device here
         if any(broken_rows):
             refuse_nan(f"at token {step}, row {broken_rows.index(True)}")
         if step + 1 == num_tokens or all(ended):
@@ -71,7 +71,7 @@ def generate_causal(
 
 
 def _last_real(tokens: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Where each row's prompt ends, (B,): padding may be on either side."""
+    """The last real token of each row, (B,); padding may be on either side."""
     if attention_mask is None:
         return tokens.new_full((len(tokens),), tokens.shape[1] - 1)
     return (attention_mask * torch.arange(1, tokens.shape[1] + 1, device=tokens.device)).argmax(1)

@@ -1,4 +1,4 @@
-"""Classifier-free guidance as a wrapper at the Denoiser seam: two predictions in, one out (LLaDA, arXiv:2502.09992)."""
+"""Classifier-free guidance as a `Denoiser` that mixes two predictions (LLaDA, arXiv:2502.09992)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,9 +14,9 @@ from dgemma.run.step import Denoiser
 
 
 def mix(conditional: Tensor, unconditional: Tensor, strength: float) -> Tensor:
-    """u + (w + 1)(c - u) of two sets of log-probabilities or logits, any shape: the law ∝ p_c^(w+1) · p_u^(-w).
+    """Mix log-probabilities or logits of any shape: u + (w + 1)(c - u), the distribution ∝ p_c^(w+1) · p_u^(-w).
 
-    w = 0 gives c back exactly and w = -1 gives u. What either side forbids (-inf) stays forbidden.
+    w = 0 returns c exactly, and w = -1 returns u. Tokens that either side forbids (-inf) stay forbidden.
 
     Example: `mix(conditional.logits, unconditional.logits, 1.5)`.
     """
@@ -26,7 +26,7 @@ def mix(conditional: Tensor, unconditional: Tensor, strength: float) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class GuidedCache:
-    """The prefix as it is and the prefix without its prompt; what is done to one is done to both."""
+    """The prefix with its prompt and the prefix without it; every operation applies to both."""
 
     conditional: Cache
     unconditional: Cache
@@ -60,7 +60,7 @@ class GuidedCache:
 
     @classmethod
     def join(cls, parts: Sequence[tuple[Tensor, "GuidedCache"]]) -> Self:
-        """One cache out of several: each part holds the given rows (R,) of the batch; together they are all of them."""
+        """One cache from several: each part has the cache of some rows (R,), and together they are the batch."""
         halves = [[(rows, getattr(cache, half)) for rows, cache in parts] for half in ("conditional", "unconditional")]
         return cls(*(type(half[0][1]).join(half) for half in halves))
 
@@ -76,18 +76,18 @@ class GuidedCache:
 
 @dataclass(frozen=True, eq=False)
 class Guided(Denoiser[GuidedCache]):
-    """A denoiser steered away from what it would write without the prompt.
+    """A denoiser that is steered away from what it predicts without the prompt.
 
-    strength is LLaDA's w: 0 is no guidance, -1 the model without its prompt. `unconditional` says what stands in the
-    prompt's place: a token id repeated over it (LLaDA: the mask token), or another prompt, (P,) or (B, P). Only the
-    first `encode` hides its tokens; what is encoded onto a cache afterwards, committed blocks above all, both see. The
-    self-conditioning of both is the guided prediction. Two forwards a step.
+    strength is LLaDA's w: 0 is no guidance, -1 the model without its prompt. `unconditional` replaces the prompt:
+    a token id repeated over it (LLaDA uses the mask token), or another prompt, (P,) or (B, P). Only the first `encode`
+    hides its tokens. Both prefixes get everything after that, such as committed blocks. Both are self-conditioned on
+    the guided prediction. A step takes two forwards.
 
-    Which law this is: log p(x0 | z) = log p(x0) + log q(z | x0) + const, and both predictions share q. So for a single
-    position, under mask and uniform noise alike, with mean or leave-one-out networks, mixing predictions is the exact
-    network of the mixed prior p_c^(w+1) · p_u^(-w). For more positions it is, as everywhere, a heuristic. The rule
-    published for uniform noise (Schiff et al., arXiv:2412.10193) is another one: it mixes the logarithms of the two
-    reverse kernels, `mix(noise.posterior(...).log(), ...)`, which no wrapper around the network can do.
+    log p(x0 | z) = log p(x0) + log q(z | x0) + const, and both predictions share q. So for a single position, mixing
+    predictions gives the exact network of the mixed prior p_c^(w+1) · p_u^(-w), under mask and uniform noise, for mean
+    and leave-one-out networks. For several positions it is a heuristic. The rule published for uniform noise (Schiff et
+    al., arXiv:2412.10193) mixes the logarithms of the two reverse kernels, `mix(noise.posterior(...).log(), ...)`. A
+    wrapper around the network cannot do that.
 
     Example: `generate(Guided(model, strength=1.0, unconditional=4), prompt, ...)`.
     """
@@ -121,14 +121,14 @@ class Guided(Denoiser[GuidedCache]):
     def encode(
         self, tokens: Tensor, cache: GuidedCache | None = None, attention_mask: Tensor | None = None
     ) -> GuidedCache:
-        """Read tokens (B, P) into both prefixes; without a cache they are the prompt, which one does not see."""
+        """Read tokens (B, P) into both prefixes. Without a cache they are the prompt, which one does not see."""
         if cache is None:
             prompt, prompt_mask = self._stand_in(tokens, attention_mask)
             return GuidedCache(
                 self.denoiser.encode(tokens, attention_mask=attention_mask),
                 self.denoiser.encode(prompt, attention_mask=prompt_mask),
             )
-        # The prefixes may differ in length, so each gets the mask of the new tokens alone.
+        # The prefixes may differ in length, so each gets only the mask of the new tokens.
         new = None if attention_mask is None else attention_mask[:, -tokens.shape[1] :]
         return GuidedCache(
             self.denoiser.encode(tokens, cache.conditional, new),
@@ -141,17 +141,17 @@ class Guided(Denoiser[GuidedCache]):
         cache: GuidedCache,
         self_cond: Prediction | Tensor | None = None,
         self_cond_mask: Tensor | None = None,
-        **told: Tensor,
+        **level: Tensor,
     ) -> Prediction:
-        """The guided prediction for canvas (B, C); `told` is what else the denoiser takes, such as `noise_level`."""
+        """The guided prediction for canvas (B, C); `level` is its `noise_level`, if the denoiser takes one."""
         conditional, unconditional = (
-            self.denoiser.denoise(canvas, prefix, self_cond=self_cond, self_cond_mask=self_cond_mask, **told).logits
+            self.denoiser.denoise(canvas, prefix, self_cond=self_cond, self_cond_mask=self_cond_mask, **level).logits
             for prefix in (cache.conditional, cache.unconditional)
         )
         return Prediction(mix(conditional, unconditional, self.strength))
 
     def _stand_in(self, tokens: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """What the unconditional prefix reads for the prompt, and which of it is real."""
+        """The tokens that replace the prompt in the unconditional prefix, and which of them are real."""
         if isinstance(self.unconditional, int):
             return torch.full_like(tokens, self.unconditional), attention_mask
         prompt = self.unconditional.to(tokens).reshape(-1, self.unconditional.shape[-1])

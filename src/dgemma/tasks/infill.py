@@ -1,7 +1,7 @@
-"""Fill holes in a text, or edit one in place: canvases laid over what is to change, everything else frozen.
+"""Fill holes in a text, or edit a text in place: canvases cover the part that changes, and everything else is frozen.
 
-A canvas sees the text to its left as prefix, but nothing to its right. So each canvas begins at the first hole that is
-left, where it has most of what follows inside it; a hole too close to its end waits for a canvas of its own.
+A canvas sees the text to its left as prefix, but nothing to its right. So each canvas begins at the first open hole,
+which puts most of the following text inside it. A hole close to the end of a canvas waits for the next one.
 """
 
 import itertools
@@ -35,11 +35,11 @@ Holes = Tensor | int | Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, kw_only=True)
 class Infilling:
-    """A text made whole.
+    """The result of `infill` or `edit`.
 
-    log_probs says how the model, asked once at temperature 1 about the canvas as it began (the holes noise, or the text
-    noised), liked each token that it wrote in the end; 0 where the text was given. With `record=True` there is a
-    `Trajectory` per canvas, of the rows that had one, in their order; each can be shown, saved, replayed and forked.
+    log_probs has the log-probability of each written token, predicted once at temperature 1 from the canvas before its
+    first step; it is 0 for tokens that were given. With `record=True` there is a `Trajectory` per canvas, with the rows
+    that had one in their order. Each can be shown, saved, replayed and forked.
     """
 
     tokens: Tensor  # (B, N) int64
@@ -50,17 +50,18 @@ class Infilling:
 
 
 class Placement(NamedTuple):
-    """A canvas over a text: where it starts, and the position up to which what it writes is kept."""
+    """A canvas over a text: its start, and the position up to which its tokens are kept."""
 
     start: int
     keep_until: int
 
 
 def place_canvas(todo: Tensor, canvas_len: int) -> Placement:
-    """Where the next canvas goes: todo (N,) bool marks what is still to be written, not the first token.
+    """Place the next canvas: todo (N,) bool marks the tokens to write, never the first.
 
-    It starts at the first hole, or earlier where the text ends before it does. A hole is kept if a quarter of a canvas
-    lies to its right, or all the text there is; of one too long for that, as much as leaves the last canvas that view.
+    It starts at the first hole, or earlier if the text would end inside it. A hole is kept if the canvas covers a
+    quarter of a canvas to its right, or all the text there is. Of a longer hole, as much is kept as leaves that view to
+    the last canvas.
 
     Example: with holes at 5..7 and 18..19 of 100 tokens, a canvas of 16 gives `Placement(start=5, keep_until=8)`.
     """
@@ -96,15 +97,15 @@ def infill(
     progress: bool = True,
     **options: Unpack[CanvasOptions],
 ) -> Infilling:
-    """Write the holes of tokens (B, N); everything else stays as it is.
+    """Write the holes of tokens (B, N); everything else stays unchanged.
 
-    holes: booleans (B, N), spans [(start, stop), ...] for all rows, or a token id that stands for a hole. They may be
-    longer than a canvas. attention_mask (B, N) is 0 for padding, on whichever side. A text that ends inside a canvas is
-    followed by positions that are written freely and dropped, or by `tail_token_id` (models tuned on canvases that are
-    filled up with a stop token expect that one); a canvas ends when what is kept of it is done. The options of
-    `generate` hold: steps, noise, sampler, temperature, stop, top_k, top_p, seed, and `allowed` over the positions of
-    the text; on_step, record, record_top and progress too. A recorded run reads the prefix of each canvas anew, as its
-    replay will.
+    holes: booleans (B, N), spans [(start, stop), ...] for all rows, or a token id that marks a hole. They may be longer
+    than a canvas. attention_mask (B, N) is 0 for padding, on either side. If a text ends inside a canvas, the positions
+    after it are written freely and dropped, or they are `tail_token_id`. Models that were tuned on canvases padded with
+    a stop token need that token there. A canvas ends when the tokens that are kept are done.
+
+    The other options are those of `generate`; `allowed` is over the positions of the text. A recorded run encodes the
+    whole prefix of each canvas again, because its replay does.
 
     Example: `infill(model, tokens, [(12, 20)], noise=MaskNoise(vocab_size), sampler=Confidence(), seed=1).tokens`.
     """
@@ -112,7 +113,7 @@ def infill(
     real = _read_mask("infill", attention_mask, tokens)
     todo = _read_holes(holes, tokens) & real
     if not bool(todo.any(1).all()):
-        raise ValueError("infill holes must mark a token in every row. Leave out the rows that have none.")
+        raise ValueError("infill holes must mark a token in every row. Omit the rows that have none.")
     if bool((todo & (real.cumsum(1) == 1)).any()):
         raise ValueError("infill holes must spare the first token of a row, the canvas's prefix. Begin it with bos.")
     _check_text("infill", tokens, real & ~todo, tail_token_id, plan)
@@ -138,9 +139,9 @@ def edit(
 ) -> Infilling:
     """Rewrite tokens (B, N) in place: noise them to `noise_level` (1 forgets the text), then denoise from there.
 
-    frozen (B, N) bool marks what stays; a row's first token always does, since a canvas needs a prefix. Arguments
-    otherwise as for `infill`; `steps` is what a whole denoising would take, of which those above the level are skipped.
-    The text gets the noise of the step it begins with, the nearest to the level: of few steps, that may be far.
+    frozen (B, N) bool marks tokens that stay. A row's first token always stays, because a canvas needs a prefix. The
+    other arguments are those of `infill`. `steps` counts a whole denoising; those above the level are skipped. The text
+    gets the noise level of its first step, the nearest to `noise_level`. With few steps that may be far off.
 
     Example: `edit(model, tokens, noise_level=0.3, frozen=is_prompt)`.
     """
@@ -152,7 +153,7 @@ def edit(
         require_tensor(frozen, "edit frozen", _like(tokens, "booleans"), shape=tokens.shape, dtypes=(torch.bool,))
         todo = todo & ~frozen.to(tokens.device)
     if not bool(todo.any(1).all()):
-        raise ValueError("edit frozen must leave a token to rewrite in every row. Leave out the rows that have none.")
+        raise ValueError("edit frozen must leave a token to rewrite in every row. Omit the rows that have none.")
     _check_text("edit", tokens, real, tail_token_id, plan)
     writer = _Writer(model, plan, tail_token_id, on_step, record_top if record else None, progress, from_text=True)
     return writer.write(tokens, real, todo)
@@ -163,32 +164,32 @@ class _Row:
     """One row of the batch without its padding, on the host."""
 
     index: int
-    columns: Tensor  # (n,) where its tokens are in the batch
+    columns: Tensor  # (n,) the positions of its tokens in the batch
     text: Tensor  # (n,) int64
     todo: Tensor  # (n,) bool
     num_read: int  # tokens already in the prefix
     place: Placement
 
     def under(self, values: Tensor, canvas_len: int, beyond: int) -> Tensor:
-        """The part of values (n,) under the canvas, `beyond` where the text has ended, (C,)."""
+        """The part of values (n,) under the canvas, and `beyond` after the end of the text, (C,)."""
         part = values[self.place.start : self.place.start + canvas_len]
         return F.pad(part, (0, canvas_len - len(part)), value=beyond)
 
 
 @dataclass(frozen=True)
 class _Writer:
-    """Writes canvas after canvas until nothing is left to do, each row at its own places."""
+    """Writes canvas after canvas until every hole is written; each row has its own placement."""
 
     model: Denoiser
-    plan: Plan  # of one canvas after one token; its span allows over the whole text
+    plan: Plan  # of one canvas after one token; `span.allowed` covers the whole text
     tail_token_id: int | None
     on_step: OnStep | None
-    record_top: int | None  # None: no record
+    record_top: int | None  # None records nothing
     progress: bool
-    from_text: bool = False  # from noised text rather than from noise
+    from_text: bool = False  # start from noised text instead of noise
 
     def write(self, tokens: Tensor, real: Tensor, todo: Tensor) -> Infilling:
-        """tokens, real and todo are (B, N)."""
+        """Write the positions `todo` of tokens; all three are (B, N)."""
         device = tokens.device
         out, log_probs = tokens.clone(), torch.zeros(tokens.shape, device=device)
         forwards = torch.zeros(tokens.shape[0], dtype=torch.int64, device=device)
@@ -211,7 +212,7 @@ class _Writer:
                     start_block(self.model, plan, 0, torch.arange(len(rows), device=device), knobs), rows=index
                 )
                 drafts, num_forwards, knobs = self._denoise(state, cache, knobs, trajectory, bar)
-                liked = self._score(state, cache, drafts)
+                scores = self._score(state, cache, drafts)
                 if trajectory is not None:
                     written, finished = plan.cut_text(drafts)[0], torch.zeros_like(index, dtype=torch.bool)
                     trajectory.add_commit(BlockCommit(block=0, tokens=written, finished=finished, steps=num_forwards))
@@ -224,7 +225,7 @@ class _Writer:
                     row.todo[start + kept] = False
                     columns = row.columns[start + kept].to(device)
                     out[row.index, columns] = drafts[i, kept]
-                    log_probs[row.index, columns] = liked[i, kept]
+                    log_probs[row.index, columns] = scores[i, kept]
                 unfinished = [i for i, row in enumerate(rows) if bool(row.todo.any())]
                 if not unfinished:
                     break
@@ -238,12 +239,12 @@ class _Writer:
         )
 
     def _plan_canvas(self, rows: list[_Row], number: int, knobs: Knobs, device: torch.device) -> Plan:
-        """The next canvas of every row as a run of its own: `generate` after all that stands to its left."""
+        """Plan the next canvas of every row as a separate run: `generate` after the text to its left."""
         canvas_len = self.plan.canvas_len
         text = torch.stack([row.under(row.text, canvas_len, -1) for row in rows]).to(device)
-        fixed = torch.stack([row.under(~row.todo, canvas_len, False) for row in rows]).to(device)
+        frozen = torch.stack([row.under(~row.todo, canvas_len, False) for row in rows]).to(device)
         kept = torch.tensor([row.place.keep_until - row.place.start for row in rows], device=device)
-        awaited = ~fixed & (torch.arange(canvas_len, device=device) < kept[:, None])
+        awaited = ~frozen & (torch.arange(canvas_len, device=device) < kept[:, None])
         text_len = [min(len(row.text) - row.place.start, canvas_len) for row in rows]
         canvas, allowed = torch.full_like(text, -1), _allowed_under(self.plan.span.allowed, rows, canvas_len)
         prefix, is_prefix = _pad_rows([row.text[: row.place.start] for row in rows], device)
@@ -259,16 +260,16 @@ class _Writer:
             text_len=torch.tensor(text_len, device=device) if min(text_len) < canvas_len else None,
         )
         if self.from_text:
-            # The level is that of the step the canvas begins with, which is rarely the one asked for.
+            # The level is that of the first step, which is rarely exactly the requested one.
             begins = start_block(self.model, plan, 0, torch.arange(len(rows), device=device), knobs)
             canvas = _corrupt(text, allowed, begins, plan)
-        canvas = torch.where(fixed, text, canvas)
+        canvas = torch.where(frozen, text, canvas)
         if self.tail_token_id is not None:
-            canvas, fixed = torch.where(text < 0, self.tail_token_id, canvas), fixed | (text < 0)
-        return replace(plan, span=replace(plan.span, canvas=canvas, frozen=fixed))
+            canvas, frozen = torch.where(text < 0, self.tail_token_id, canvas), frozen | (text < 0)
+        return replace(plan, span=replace(plan.span, canvas=canvas, frozen=frozen))
 
     def _read_prefix(self, cache: Cache | None, rows: list[_Row], plan: Plan) -> Cache:
-        """Encode what stands left of each row's canvas: what is new of it, or for a record all of it."""
+        """Encode the text left of each row's canvas: its new part, or all of it for a recorded run."""
         if self.record_top is not None:
             return self.model.encode(plan.prompt_tokens, None, plan.attention_mask)
         tokens, is_new = _pad_rows(
@@ -281,7 +282,7 @@ class _Writer:
     def _denoise(
         self, state: DenoiseState, cache: Cache, knobs: Knobs, trajectory: Trajectory | None, bar: tqdm
     ) -> Denoised:
-        """The canvas at its end."""
+        """Denoise a canvas to its end, with callbacks and recording."""
         events = denoise_canvas(self.model, state, cache, knobs)
         changes: Changes = None
         while True:
@@ -293,23 +294,23 @@ class _Writer:
             before = snapshot(record.state) if trajectory is not None and self.on_step is not None else None
             changes = self.on_step(record) if self.on_step is not None else None
             if trajectory is not None:
-                here = torch.searchsorted(state.rows, record.rows)  # rows ascend
+                here = torch.searchsorted(state.rows, record.rows)  # rows are in ascending order
                 trajectory.add_step(replace(record, rows=here), changes, before=before)
 
     def _score(self, state: DenoiseState, cache: Cache, drafts: Tensor) -> Tensor:
-        """The log-probability of every draft on the canvas as it began, (R, C): nothing of the drafts is on it."""
+        """The log-probability of every draft given the canvas before its first step, (R, C)."""
         prediction = self.model.denoise_at(state.noise_level, state.canvas, cache)
         return prediction.shaped(allowed=state.noise.proposable(None, state.device)).log_prob(drafts).float()
 
 
 def _pad_rows(parts: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rows of different lengths as one tensor, (R, longest), and which of it is real."""
+    """Pad rows of different lengths into one tensor, (R, longest); also return which of it is real."""
     is_real = torch.arange(max(len(part) for part in parts)) < torch.tensor([len(part) for part in parts])[:, None]
     return pad_sequence(parts, batch_first=True).to(device), is_real.to(device)
 
 
 def _allowed_under(allowed: Tensor | None, rows: list[_Row], canvas_len: int) -> Tensor | None:
-    """The part of allowed (B or 1, N or 1, V) under each row's canvas, (R, C or 1, V); past its end, anything."""
+    """The part of allowed (B or 1, N or 1, V) under each row's canvas, (R, C or 1, V); all True after its end."""
     if allowed is None:
         return None
     if allowed.shape[1] == 1:
@@ -325,7 +326,7 @@ def _allowed_under(allowed: Tensor | None, rows: list[_Row], canvas_len: int) ->
 
 
 def _corrupt(text: Tensor, allowed: Tensor | None, state: DenoiseState, plan: Plan) -> Tensor:
-    """The text (R, C), -1 beyond its end, at the state's level; -1 too where it shows a token that is not allowed."""
+    """Noise the text (R, C) to the state's level; -1 after its end, and where the result is not allowed."""
     u_event, u_token = state.uniform("corrupt event"), state.uniform("corrupt token")
     noised = plan.noise.corrupt(text, state.noise_level, u_event, u_token, allowed=allowed)
     ends = text < 0
@@ -337,7 +338,7 @@ def _corrupt(text: Tensor, allowed: Tensor | None, state: DenoiseState, plan: Pl
 
 
 def _read_options(name: str, model: Denoiser, tokens: Any, options: CanvasOptions) -> tuple[Tensor, Plan]:
-    """The tokens in int64, and the options of `generate` that make sense here, checked as there."""
+    """Check tokens and options like `generate`; return the tokens in int64 and the plan."""
     if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.is_floating_point() or 0 in tokens.shape:
         got = f"{tokens.dtype} {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
         raise ValueError(f"{name} tokens must be integer ids of shape (batch, length), got {got}.")
@@ -348,7 +349,7 @@ def _read_options(name: str, model: Denoiser, tokens: Any, options: CanvasOption
             "Shorten the text."
         )
     allowed = options.pop("allowed", None)
-    # One canvas after one token is the least that is ever read; a canvas moves over the text, and never beyond it.
+    # The plan is of one canvas after one token, the least that is read. A canvas never starts after the text.
     plan = read_plan(model, tokens[:, :1], max_new_tokens=model.config.canvas_length, **options)
     if allowed is not None:
         shape = (tokens.shape[0], tokens.shape[1])
@@ -357,7 +358,7 @@ def _read_options(name: str, model: Denoiser, tokens: Any, options: CanvasOption
 
 
 def _read_mask(name: str, attention_mask: Tensor | None, tokens: Tensor) -> Tensor:
-    """Which tokens are real, (B, N) bool."""
+    """Return the tokens that are real, (B, N) bool."""
     if attention_mask is None:
         return torch.ones_like(tokens, dtype=torch.bool)
     require_tensor(attention_mask, f"{name} attention_mask", _like(tokens, "a tensor"), shape=tokens.shape)
@@ -365,7 +366,7 @@ def _read_mask(name: str, attention_mask: Tensor | None, tokens: Tensor) -> Tens
 
 
 def _read_holes(holes: Holes, tokens: Tensor) -> Tensor:
-    """Any form of `holes` as booleans (B, N)."""
+    """Return any form of `holes` as booleans (B, N)."""
     if isinstance(holes, int):
         return tokens == holes
     if isinstance(holes, Tensor):
@@ -384,7 +385,7 @@ def _read_holes(holes: Holes, tokens: Tensor) -> Tensor:
 
 
 def _check_text(name: str, tokens: Tensor, kept: Tensor, tail_token_id: int | None, plan: Plan) -> None:
-    """What is given must be real tokens: neither outside the vocabulary nor noise."""
+    """Check that the tokens outside the holes are in the vocabulary and are not noise."""
     vocab_size = plan.noise.vocab_size
     if bool((kept & ((tokens < 0) | (tokens >= vocab_size))).any()):
         raise ValueError(

@@ -1,10 +1,10 @@
 """Templates with typed choices: fixed text, slots with a few options each, and the probability of every option.
 
-The options of a slot are compared as whole texts, left · option · right, by the chain rule in the order that shows most
+The options of a slot are compared as whole texts, left · option · right, by the chain rule in the order with most
 context: log p(option, right | left) = log p(right | left, a gap as long as the option) + log p(option | left, right).
-The first term weighs lengths, and is the same for all options if they have the same; the second is read token by token
-with everything to the right in view. Both are exact for a network that is exact under mask noise; under uniform noise,
-where a gap shows random tokens, they are averages over a few draws of them.
+The first term compares lengths, and is the same for options of one length. The second is computed token by token with
+the right text visible. Both are exact for a network that is exact under mask noise. Under uniform noise a gap shows
+random tokens, and the terms are averages over a few draws of them.
 """
 
 import math
@@ -30,7 +30,7 @@ _UNKNOWN = -1
 
 @dataclass(frozen=True)
 class Slot:
-    """A place in a template and what may stand there: token sequences, or texts if `slots` is given a tokenizer.
+    """A place in a template and its options: token sequences, or texts if `slots` gets a tokenizer.
 
     Options may differ in length; an empty one is allowed.
 
@@ -41,9 +41,9 @@ class Slot:
     name: str = ""
 
     def __post_init__(self) -> None:
-        given = [option if isinstance(option, str) else tuple(option) for option in self.options]
-        if not given or len(set(given)) < len(given):
-            raise ValueError(f"Slot.options must be different from one another and at least one, got {given}.")
+        options = [option if isinstance(option, str) else tuple(option) for option in self.options]
+        if not options or len(set(options)) < len(options):
+            raise ValueError(f"Slot.options must have at least one option and no duplicates, got {options}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,14 +92,14 @@ def slots(
     tail_token_id: int | None = None,
     max_rows: int = 8,
 ) -> FilledTemplate:
-    """Fill the slots of a template from left to right and say how probable each option was.
+    """Fill the slots of a template from left to right, with the probability of each option.
 
     template: fixed pieces and `Slot`s in order, fixed text first. Pieces are token ids, or texts with a `tokenizer`
-    (each tokenized on its own, the first after bos). `greedy` takes the most probable option, else one is drawn with
-    `seed`. Slots still open to the right are shown as gaps as long as their longest option. `horizon` is how many fixed
-    tokens to the right weigh options of different lengths against each other, one forward each. Noise other than masks
-    is drawn `num_draws` times and averaged over. At most `max_rows` canvases are predicted at once. `tail_token_id`
-    stands after the template's end; None leaves noise there.
+    (each tokenized separately, the first after bos). `greedy` takes the most probable option; otherwise one is drawn
+    with `seed`. Open slots to the right appear as gaps as long as their longest option. `horizon` is the number of
+    fixed tokens to the right that compare options of different lengths, with one forward each. Noise other than masks
+    is drawn `num_draws` times and averaged. At most `max_rows` canvases are predicted at once. `tail_token_id` follows
+    the template; None leaves noise there.
 
     Example:
         filled = slots(model, ["Is 7 prime? ", Slot(["yes", "no"], name="prime"), "."], tokenizer=tokenizer)
@@ -150,21 +150,21 @@ class _Question(NamedTuple):
 
 
 class _Reader:
-    """Reads probabilities off canvases with gaps, each different canvas once."""
+    """Predicts canvases with gaps, each different canvas once."""
 
     def __init__(self, model: Denoiser, noise: Noise, num_draws: int, max_rows: int, seed: int) -> None:
         self.model, self.noise, self.max_rows, self.seed = model, noise, max_rows, seed
-        self.num_draws = num_draws if noise.mask_token is None else 1  # a gap that shows masks needs no draw
+        self.num_draws = num_draws if noise.mask_token is None else 1  # a gap of masks needs no draw
 
     def score(self, cache: Cache, options: list[list[int]], right: list[int], horizon: int, *, block: int) -> Tensor:
-        """log p(option, right | left) of every option, up to a constant they share, (K,) float64."""
+        """log p(option, right | left) of every option, up to a common constant, (K,) float64."""
         terms = [self._terms(option, right, self._num_weighed(options, right, horizon)) for option in options]
         answers = self._answer(cache, list(dict.fromkeys(question for each in terms for question in each)), block)
         nothing = torch.zeros((), dtype=torch.float64)
         return torch.stack([sum((answers[question] for question in each), nothing) for each in terms])
 
     def _num_weighed(self, options: list[list[int]], right: list[int], horizon: int) -> int:
-        """How many tokens to the right tell options of different lengths apart; none if all have the same."""
+        """The number of tokens to the right that compare options of different lengths; 0 for equal lengths."""
         lengths = {len(option) for option in options}
         room = self.model.config.canvas_length - max(lengths)
         return min(horizon, len(right), room) if len(lengths) > 1 else 0
@@ -184,7 +184,7 @@ class _Reader:
         return _Question(tuple((text + [_UNKNOWN] * canvas_len)[:canvas_len]), position, token)
 
     def _answer(self, cache: Cache, questions: list[_Question], block: int) -> dict[_Question, Tensor]:
-        """The log-probabilities asked for, averaged (as probabilities) over the draws of what fills the gaps."""
+        """The log-probability for each question, averaged (as a probability) over draws of the gaps."""
         canvases = list(dict.fromkeys(question.canvas for question in questions))
         rows = [(canvas, draw) for canvas in canvases for draw in range(self.num_draws)]
         by_canvas: dict[tuple[int, ...], list[_Question]] = {canvas: [] for canvas in canvases}
@@ -208,7 +208,7 @@ class _Reader:
         }
 
     def _predict(self, cache: Cache, rows: list[tuple[tuple[int, ...], int]], block: int) -> Prediction:
-        """What the model says about each canvas, its gaps filled with noise that depends on the draw alone."""
+        """Predict each canvas, with its gaps filled by noise that depends on the draw only."""
         device = self.model.device
         canvas = torch.tensor([canvas for canvas, _ in rows], device=device)
         draw = torch.tensor([draw for _, draw in rows], device=device)
@@ -226,7 +226,7 @@ Piece = list[int] | tuple[Slot, list[list[int]]]
 def _read_template(
     template: Sequence[Slot | Sequence[int] | str], tokenizer: Tokenizer | None, noise: Noise, canvas_len: int
 ) -> list[Piece]:
-    """The template in tokens: fixed pieces, and slots with their options."""
+    """Tokenize the template: fixed pieces, and slots with their options."""
     pieces: list[Piece] = []
     for place, piece in enumerate(template):
         if isinstance(piece, Slot):
@@ -241,9 +241,7 @@ def _read_template(
     names = [slot.name for slot, _ in choices if slot.name]
     repeated = [name for name in names if names.count(name) > 1]
     if repeated:
-        raise ValueError(
-            f"Slot.name must differ from slot to slot of a template, got {repeated[0]!r} twice. Rename one."
-        )
+        raise ValueError(f"Slot.name must be unique in a template, got {repeated[0]!r} twice. Rename one.")
     longest = max(len(option) for _, options in choices for option in options)
     if longest > canvas_len:
         raise ValueError(f"slots options must fit into a canvas of {canvas_len} tokens, got one of {longest}.")
@@ -262,7 +260,7 @@ def _read_tokens(piece: Any, tokenizer: Tokenizer | None, noise: Noise, *, bos: 
 
 
 def _shown(pieces: list[Piece]) -> list[int]:
-    """What stands to the right: fixed tokens, and gaps as long as the longest option of a slot."""
+    """The tokens to the right: fixed ones, and gaps as long as the longest option of a slot."""
     shown: list[int] = []
     for piece in pieces:
         shown += piece if isinstance(piece, list) else [_UNKNOWN] * max(len(option) for option in piece[1])
