@@ -391,9 +391,7 @@ def test_mistakes_are_answered_in_one_sentence(models, monkeypatch):
     prompt, _ = ragged_prompt()
     with pytest.raises(ValueError, match='weights must be "bf16", "packed" or "fp8", got \'int4\''):
         accelerate(plain, weights="int4")
-    with pytest.raises(
-        TypeError, match=r"model must be a DiffusionGemma, got FusedDenoiser\. Pass the original"
-    ):
+    with pytest.raises(TypeError, match=r"model must be a DiffusionGemma, got FusedDenoiser\. Pass the original"):
         accelerate(fast, weights="packed")
     with pytest.raises(ValueError, match="head_dim must be a power of two >= 16"):
         accelerate(dgemma.DiffusionGemma(plain.config.replace(head_dim=24), device=plain.device))

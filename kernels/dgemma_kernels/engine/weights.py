@@ -41,9 +41,8 @@ class LayerWeights:
     causal_scalar: Tensor
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            name: _view_float8(value, torch.uint8) for name, value in vars(self).items()
-        }  # because pickle cannot store float8
+        # Pickle cannot store float8.
+        return {name: _view_float8(value, torch.uint8) for name, value in vars(self).items()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update({name: _view_float8(value, torch.float8_e4m3fn) for name, value in state.items()})
