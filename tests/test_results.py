@@ -24,7 +24,7 @@ def read_table(page: str, heading: str) -> Table:
 
 
 def recorded(file: str) -> dict[str, list[dict[str, Any]]]:
-    return json.loads((ROOT / "kernels/benchmarks/results" / file).read_text())["parts"]
+    return json.loads((ROOT / "kernels/benchmarks/results/h200" / file).read_text())["parts"]
 
 
 def milliseconds(part: dict[str, Any]) -> str:
@@ -89,7 +89,7 @@ def test_the_first_token_is_the_recorded_one():
 
 
 def training_results() -> dict[tuple[str, str], dict[str, Any]]:
-    results = json.loads((ROOT / "kernels/benchmarks/results/training.json").read_text())["results"]
+    results = json.loads((ROOT / "kernels/benchmarks/results/h200/training.json").read_text())["results"]
     return {(result["loop"].split(" ")[0], result["work"]): result for result in results}
 
 

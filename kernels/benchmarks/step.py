@@ -1,13 +1,14 @@
-"""The whole denoising step at the published size: parity first, then time, memory, tokens a second, a profile.
+"""The whole denoising step at the published size: parity first, then time, memory, tokens per second, a profile.
 
 python kernels/benchmarks/step.py                    every part, about four minutes
 python kernels/benchmarks/step.py --parts parity step profile
 python kernels/benchmarks/step.py --weights packed   with the experts in 12 bits, or in float8 by --weights fp8
-python kernels/benchmarks/step.py --transformers     also transformers' eager step, in a process of its own
+python kernels/benchmarks/step.py --transformers     also transformers' eager step, in another process
 python kernels/benchmarks/step.py --compiled         and its compiled one, which takes minutes
 
-Random bfloat16 weights: they route nearly evenly over all experts, the worst case; `skewed` restricts every layer to 84
-experts, as seen on text. Long prefixes are random keys and values. Each part prints a table and adds to the JSON.
+Random bfloat16 weights route nearly evenly over all experts, which is the worst case. `skewed` restricts every layer to
+84 experts, the number seen on text. Long prefixes are random keys and values. Each part prints a table and adds to the
+JSON file.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import demand_parity, describe_run, measure_read_bandwidth
+from timing import demand_parity, describe_run, measure_read_bandwidth, results_folder
 from torch import Tensor
 
 import dgemma
@@ -377,12 +378,14 @@ def main() -> None:
     parser.add_argument("--prefixes", nargs="+", type=int, default=[0, 1024, 16_384, 131_072])
     parser.add_argument("--transformers", action="store_true", help="time transformers' eager step as well")
     parser.add_argument("--compiled", action="store_true", help="time its compiled one, which takes minutes")
-    parser.add_argument("--output", type=Path, help="by default results/step.json, step_packed.json or step_fp8.json")
+    parser.add_argument(
+        "--output", type=Path, help="by default results/<gpu>/step.json, step_packed.json or step_fp8.json"
+    )
     options = parser.parse_args()
     name = "step.json" if options.weights == "bf16" else f"step_{options.weights}.json"
-    output = options.output or Path(__file__).parent / "results" / name
     if not torch.cuda.is_available():
         raise SystemExit("This benchmark needs a CUDA GPU; on this machine run tests/kernels/test_engine.py instead.")
+    output = options.output or results_folder() / name
     torch.manual_seed(0)
     print(describe_run(), flush=True)
     results = Results(measure_read_bandwidth())

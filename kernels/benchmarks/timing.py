@@ -1,4 +1,4 @@
-"""How the benchmarks measure: CUDA-graph replays, the read bandwidth of this machine, and where a number came from."""
+"""Measurement for the benchmarks: CUDA-graph replays, read bandwidth, parity, and the description of a run."""
 
 import itertools
 import os
@@ -6,6 +6,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import triton
@@ -13,11 +14,11 @@ import triton.language as tl
 
 
 def time_graph(fn: Callable[[], object], *, calls: int = 1, replays: int = 20, warmup: int = 3) -> tuple[float, float]:
-    """Median milliseconds of one `fn()` and their spread (90th minus 10th percentile), from replays of a CUDA graph.
+    """Return the median milliseconds of `fn()` and the spread (90th minus 10th percentile) over CUDA-graph replays.
 
-    `fn` is run eagerly first (compilation, lazy initialisation), then captured `calls` times into one graph. It must
-    itself rotate over inputs larger than the L2 cache where a warm cache would flatter it; for one small kernel raise
-    `calls`, so that the cost of starting a replay is spread.
+    `fn` first runs eagerly (compilation, lazy initialisation), then it is captured `calls` times into one graph. It
+    must rotate over inputs larger than the L2 cache if a warm cache would distort its time. For one small kernel raise
+    `calls`, which divides the cost of starting a replay.
 
     Example: `median_ms, spread_ms = time_graph(lambda: run_all_layers(x), replays=50)`.
     """
@@ -47,7 +48,7 @@ def time_graph(fn: Callable[[], object], *, calls: int = 1, replays: int = 20, w
 
 @triton.jit
 def _read_kernel(x: tl.tensor, out: tl.tensor, steps: tl.tensor, BLOCK: tl.constexpr) -> None:
-    """Sums `steps` blocks a program, the blocks of neighbouring programs side by side."""
+    """Sum `steps` blocks per program; blocks of neighbouring programs are neighbours in memory."""
     cols = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.int32)
     for step in range(steps):
@@ -57,7 +58,7 @@ def _read_kernel(x: tl.tensor, out: tl.tensor, steps: tl.tensor, BLOCK: tl.const
 
 
 def measure_read_bandwidth(num_bytes: int = 8 << 30) -> float:
-    """Bytes a second at which this GPU reads memory it has not cached: the ceiling every benchmark is held against.
+    """Return the bytes per second at which this GPU reads uncached memory, the upper bound of every benchmark.
 
     Example: `measure_read_bandwidth() / 1e12` is about 4.5 on an H200.
     """
@@ -76,7 +77,7 @@ def measure_read_bandwidth(num_bytes: int = 8 << 30) -> float:
 
 
 def describe_run() -> str:
-    """Device, versions, commit (COMMIT names it where there is no repository), command: no result without this line."""
+    """Return device, versions, commit (from COMMIT without a repository) and command, for every recorded result."""
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     commit = os.environ.get("COMMIT") or git.stdout.strip() or "unknown"
     versions = f"torch {torch.__version__}, triton {triton.__version__}"
@@ -84,8 +85,14 @@ def describe_run() -> str:
     return f"{device}, {versions}, commit {commit}, command: python {' '.join(sys.argv)}"
 
 
+def results_folder() -> Path:
+    """Return the folder of this GPU's results: `results/h200` for an "NVIDIA H200"."""
+    gpu = torch.cuda.get_device_name().lower().removeprefix("nvidia ").replace(" ", "_")
+    return Path(__file__).parent / "results" / gpu
+
+
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """‖got − want‖ / ‖want‖ in float64; NaN or infinity anywhere in `got` gives NaN or infinity, never a small number.
+    """Return ‖got − want‖ / ‖want‖ in float64, which is NaN or infinite if any element of `got` is.
 
     Example: `relative_error(torch.tensor([1.0]), torch.tensor([2.0]))` is `0.5`.
     """
@@ -94,7 +101,7 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def demand_parity(name: str, got: torch.Tensor, want: torch.Tensor, limit: float) -> float:
-    """Raises unless `got` is within `limit` of `want`: a kernel that is wrong is not timed. Returns the error."""
+    """Return the relative error, or exit if it exceeds `limit`, because a wrong kernel must not be timed."""
     error = relative_error(got, want)
     if not error <= limit:
         raise SystemExit(f"PARITY FAILED, nothing timed: {name} is off by {error:.3e}, the limit is {limit:.1e}.")

@@ -1,4 +1,4 @@
-"""Triton kernels of the denoising step, for inference; `dgemma` is their meaning, `reference` their PyTorch twin."""
+"""Triton kernels of the denoising step, for inference, and the engine that runs them in CUDA graphs."""
 
 try:
     import triton
@@ -11,7 +11,7 @@ except ModuleNotFoundError as error:
 from dgemma_kernels.engine import interpreter
 from dgemma_kernels.engine.denoiser import FusedDenoiser, accelerate
 
-if triton.knobs.runtime.interpret:  # what they replace is private to Triton, and of no use on a GPU
+if triton.knobs.runtime.interpret:  # these replace private functions of Triton, which a GPU does not use
     interpreter.accept_new_numpy()
     interpreter.round_float8()
 

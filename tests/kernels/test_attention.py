@@ -160,7 +160,7 @@ def test_canvases_of_any_batch_fill_an_h200_in_one_round():
         ({"causal": True, "window": 4, "canvas_len": 1, "keep": 5}, "keep must be"),
         ({"length": torch.zeros(1)}, "length must be"),
         ({"keys": torch.zeros(1, 2, 8, 24)}, "keys and values must"),
-        ({"queries": torch.zeros(1, 2, 3, 16)}, "divisible"),
+        ({"queries": torch.zeros(1, 2, 3, 16)}, "multiple of key heads"),
         ({"queries": torch.zeros(1, 2, 2, 16, dtype=torch.float64)}, "dtype"),
         ({"queries": torch.zeros(1, 9, 2, 16)}, "capacity"),
     ],

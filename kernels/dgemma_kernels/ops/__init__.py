@@ -1,1 +1,1 @@
-"""One folder per operation: the Triton kernel and its PyTorch reference, with the same name and signature."""
+"""Kernels by operation, each with its PyTorch reference, and the tile shapes and device functions that they share."""

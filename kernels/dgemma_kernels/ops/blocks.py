@@ -1,4 +1,4 @@
-"""Pieces that the product kernels share."""
+"""Device functions that several kernels share."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def inside(index: tl.tensor, limit: tl.tensor, EXACT: tl.constexpr) -> tl.tensor:
-    """index < limit; where the block size divides the limit (EXACT) a constant, which costs neither test nor mask."""
+    """Return index < limit, or a constant if the block size divides the limit (EXACT), which costs no mask."""
     if EXACT:
         return tl.full(index.shape, True, tl.int1)
     else:  # noqa: RET505 (Triton compiles both returns of a branch without else)
@@ -15,7 +15,7 @@ def inside(index: tl.tensor, limit: tl.tensor, EXACT: tl.constexpr) -> tl.tensor
 
 @triton.jit
 def gelu_tanh_times(gate: tl.tensor, up: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """gelu_tanh(gate) * up from float32 sums, rounded where separate linear, activation and product would round."""
+    """Return gelu_tanh(gate) * up from float32 sums, rounded where a separate linear, activation and product round."""
     gate = gate.to(dtype).to(tl.float32)
     # 0.5 (1 + tanh(u)) is sigmoid(2u), u = sqrt(2 / pi) (gate + 0.044715 gate³).
     gate *= tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
@@ -24,16 +24,16 @@ def gelu_tanh_times(gate: tl.tensor, up: tl.tensor, dtype: tl.constexpr) -> tl.t
 
 @triton.jit
 def float8_scale(values: tl.tensor, AXIS: tl.constexpr) -> tl.tensor:
-    """By what rows along AXIS are divided so that float8 (e4m3) holds their largest value; `quantized.quantize`."""
+    """Return the divisor of rows along AXIS that maps their largest value to float8's; twin of `float8.quantize`."""
     return tl.maximum(tl.max(tl.abs(values), AXIS), 2.0**-80) / 448.0
 
 
 @triton.jit
 def wait_for_launches_before(DEPENDENT: tl.constexpr) -> None:
-    """Under programmatic dependent launch (`configs.dependent_launch`), the start of what needs earlier kernels.
+    """Wait for the previous kernel, then let the next one start, under programmatic dependent launch.
 
-    Waits until the kernel in front is complete and only then lets the next one start. As every kernel here does both,
-    all kernels further in front are complete too. Before it, only the model's weights may be read, nothing written.
+    Every kernel with `configs.dependent_launch` calls it, so that after the wait all earlier kernels are complete too.
+    Before the call a kernel may read only the model's weights and write nothing.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()

@@ -1,9 +1,9 @@
-"""All that follows a step's sample, in one launch: the published sampler (entropy bound, arXiv:2505.24857) on uniform
-noise, and its stop rule; the twin is `reference.accept`, the meaning `dgemma.step` with `dgemma.EntropyBound`,
-`dgemma.UniformNoise` and `dgemma.StableAndConfident`.
+"""Everything after a step's sample in one launch: the published sampler (entropy bound, arXiv:2505.24857) on uniform
+noise, and its stop rule. It is `dgemma.step` with `EntropyBound`, `UniformNoise` and `StableAndConfident`. Reference
+twin: `reference`.
 
-A canvas is short, so instead of sorting, each position adds the entropies of all that precede it in sorted order. The
-positions of one canvas are spread over several programs, and one more looks at the row as a whole.
+A canvas is short: instead of sorting, each position adds the entropies of all positions that precede it in sorted
+order. Several programs share the positions of a row, and one more program handles the row as a whole.
 """
 
 from typing import NamedTuple
@@ -16,19 +16,19 @@ from torch import Tensor
 from dgemma.diffusion import draws
 
 MAX_CANVAS = 1024
-_PAIRS = 8192  # comparisons of one program: 32 positions of a canvas of 256
+_PAIRS = 8192  # comparisons per program: 32 positions of a canvas of 256
 _NOISE = tl.constexpr(draws.purpose_word("noise") - (1 << 32) * (draws.purpose_word("noise") >> 31))  # as int32
 
 
 class Accepted(NamedTuple):
-    """What a step leaves behind; rows that were done keep what they had, but for `recent`, as in `dgemma.step`."""
+    """The state after a step. Rows that were done keep their fields, except `recent`, as in `dgemma.step`."""
 
     canvas: Tensor  # (B, C) int64
     open: Tensor  # (B, C) bool
     draft: Tensor  # (B, C) int64
     done: Tensor  # (B,) bool
     recent: Tensor | None  # (B, n, C) int64
-    accepted: Tensor  # (B, C) bool, positions that took their token
+    accepted: Tensor  # (B, C) bool, positions that now have their sampled token
     renoised: Tensor  # (B, C) bool
     verdict: Tensor  # (3, B) int64, of `dgemma.generate.judge`
 
@@ -54,23 +54,24 @@ def accept(
     confidence: float = 0.0,
     compare_canvas: bool = False,
 ) -> Accepted:
-    """Accept the most certain open positions while the entropies before them sum to at most `bound`; renoise the
-    others; draft what would be committed; stop.
+    """Accept the most certain open positions while the entropies before them sum to at most `bound`; renoise the rest.
 
-    entropy: (B, C) float32. tokens (sampled), argmax, canvas, draft: (B, C) int64. open, frozen: (B, C) bool; what is
-    not open is left alone and free of charge. done: (B,) bool. seeds, block, step, num_steps: (B,) int64; noise is
-    `draws.integers(draws.uniform(seeds, block, step, C, "noise"), vocab_size)`. The draft is the argmax, or the new
-    canvas if `commit_canvas`. A row without unfrozen positions is done; with `recent`, the last n argmaxes (B, n, C)
-    int64, or the last n canvases if `compare_canvas`, so is one whose argmax equals all of them and whose mean entropy
-    is below `confidence`, both over unfrozen positions. The verdict is `dgemma.generate.judge`'s, but calls a row stray
-    for a token of no vocabulary that was proposed, not only for one that was accepted.
+    entropy: (B, C) float32. tokens (sampled), argmax, canvas, draft: (B, C) int64. open, frozen: (B, C) bool; a
+    position that is not open keeps its token and adds no entropy. done: (B,) bool. seeds, block, step, num_steps: (B,)
+    int64; noise is `draws.integers(draws.uniform(seeds, block, step, C, "noise"), vocab_size)`. The draft is the
+    argmax, or the new canvas if `commit_canvas`.
+
+    A row without unfrozen positions is done. `recent` has the last n argmaxes (B, n, C) int64, or canvases if
+    `compare_canvas`. With it, a row is also done if its argmax equals all of them and its mean entropy is below
+    `confidence`, both over unfrozen positions. The verdict is that of `dgemma.generate.judge`, except that a row is
+    also stray if a proposed token outside the vocabulary was not accepted.
 
     Example: `accept(h, sampled, argmax, canvas, open, frozen, draft, done, seeds, block, step, num_steps, recent,
     bound=0.1, vocab_size=262144, confidence=0.005).canvas`.
     """
     batch, canvas_len = entropy.shape
     if canvas_len > MAX_CANVAS:
-        raise ValueError(f"accept canvases must have at most {MAX_CANVAS} positions, got {canvas_len}.")
+        raise ValueError(f"accept canvas must have at most {MAX_CANVAS} positions, got {canvas_len}.")
     positions, rows = (batch, canvas_len), (batch,)
     wanted = {
         "entropy": (entropy, torch.float32, positions),
@@ -193,8 +194,8 @@ def _accept_kernel(
         argmax = tl.load(argmax_ptr + at, mask=valid, other=0)
         draft = tl.load(draft_ptr + at, mask=valid, other=0)
 
-        # Entropies up to and including each position, in ascending order, equal ones by position. Summed in float64
-        # and rounded once: what a sequential float32 sum with a wide accumulator gives.
+        # Entropies up to and including each position, in ascending order, ties by position. Summed in float64 and
+        # rounded once, as a sequential float32 sum with a wide accumulator would be.
         charge = tl.where(is_open, entropy, 0.0)
         other_charge = tl.where(other_open, other_entropy, 0.0)
         precedes = (other_charge[:, None] < charge[None, :]) | (

@@ -28,7 +28,7 @@ def accept(
     confidence: float = 0.0,
     compare_canvas: bool = False,
 ) -> Accepted:
-    """Entropy-bound acceptance on uniform noise, the stable-and-confident stop rule, the verdict; (B, C) or (B,)."""
+    """Apply entropy-bound acceptance on uniform noise and the stop rule; arguments are (B, C) or (B,)."""
     charge = entropy.masked_fill(~open, 0.0)
     ascending, order = charge.sort(dim=-1, stable=True)
     within = ascending.cumsum(-1) - ascending <= bound

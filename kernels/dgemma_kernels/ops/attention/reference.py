@@ -15,7 +15,7 @@ def attention(
     canvas_len: int = 0,
     keep: int = 0,
 ) -> Tensor:
-    """T query tokens attend to prefix and themselves. (B, T, N, H), (B, K, capacity, H) twice, (B,) → (B, T, N, H)."""
+    """Attend from T tokens to prefix and each other. (B, T, N, H), (B, K, capacity, H) twice, (B,) → (B, T, N, H)."""
     num_tokens, group = queries.shape[1], queries.shape[2] // keys.shape[1]
     slot = torch.arange(keys.shape[2], device=keys.device)
     own = length[:, None] + torch.arange(num_tokens, device=keys.device)  # (B, T): each query's slot
@@ -27,7 +27,7 @@ def attention(
         start = length[:, None, None] + num_tokens - canvas_len  # (B, 1, 1): the canvas's first slot
         from_canvas = (slot < start + canvas_len) & ((slot >= start - keep) if window is not None else True)
         seen = torch.where(own[..., None] >= start, from_canvas, seen)
-    used = (slot < length[:, None] + num_tokens)[:, None, :, None]  # what lies beyond may be anything, even NaN
+    used = (slot < length[:, None] + num_tokens)[:, None, :, None]  # slots beyond may be NaN
     keys = keys.masked_fill(~used, 0.0).repeat_interleave(group, 1)
     values = values.masked_fill(~used, 0.0).repeat_interleave(group, 1)
     scores = (queries.transpose(1, 2) @ keys.transpose(2, 3)).masked_fill(~seen[:, None], -torch.inf)

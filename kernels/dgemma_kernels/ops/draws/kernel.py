@@ -9,7 +9,7 @@ from dgemma.diffusion.draws import purpose_word
 
 
 def uniform(seeds: Tensor, block: Tensor, step: Tensor, num_positions: int, purpose: str) -> Tensor:
-    """Uniforms in [0, 1) with 53 bits. seeds, block, step: (B,) int64 → (B, num_positions) float64.
+    """Draw uniforms in [0, 1) with 53 bits. seeds, block, step: (B,) int64 → (B, num_positions) float64.
 
     Example: `uniform(state.seeds, state.block, state.step, 256, "token")`.
     """

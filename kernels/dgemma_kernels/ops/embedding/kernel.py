@@ -1,6 +1,6 @@
-"""From token ids to the stack's first input in one launch: lookup, scale, what self-conditioning adds, two norms.
+"""From token ids to the first layer's input in one launch: lookup, scale, self-conditioning update, two norms.
 
-Values round to the model's dtype where the reference model rounds them. Reference twin: `reference.embed`.
+Values round to the model's dtype where the reference model rounds them. Reference twin: `reference`.
 """
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 def embed(
     tokens: Tensor, table: Tensor, next_weight: Tensor, update: Tensor | None, *, scale: float, norm: bool, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """x = table[tokens] * scale + update, normed without a weight where `norm`; and the first layer's norm of it.
+    """Return x = table[tokens] * scale + update, normed without a weight if `norm`, and the first layer's norm of x.
 
     tokens: (M,) int64, each within the table. table: (V, D). update: (M, D) or None. next_weight: (D,). Returns
     (x, norm(x) * next_weight), both (M, D).

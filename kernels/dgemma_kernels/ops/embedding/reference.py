@@ -8,7 +8,7 @@ from dgemma_kernels.ops.norms.reference import rms_norm
 def embed(
     tokens: Tensor, table: Tensor, next_weight: Tensor, update: Tensor | None, *, scale: float, norm: bool, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """x = table[tokens] * scale + update, normed where asked, and its norm times next_weight. (M,) → (M, D) twice."""
+    """Return x = table[tokens] * scale + update, normed if `norm`, and norm(x) * next_weight. (M,) → (M, D) twice."""
     x = table[tokens] * scale
     if update is not None:
         x = x + update

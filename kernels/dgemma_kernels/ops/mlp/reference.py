@@ -5,16 +5,16 @@ from torch import Tensor
 
 
 def geglu(gate_up: Tensor) -> Tensor:
-    """gelu_tanh of the first half, times the second. (M, 2F) → (M, F)."""
+    """Return gelu_tanh of the first half times the second half. (M, 2F) → (M, F)."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
 
 
 def gate_up_geglu(x: Tensor, gate_up_weight: Tensor) -> Tensor:
-    """geglu(x @ gate_up_weight.T). (M, D), (2F, D) → (M, F)."""
+    """Return geglu(x @ gate_up_weight.T). (M, D), (2F, D) → (M, F)."""
     return geglu(x @ gate_up_weight.T)
 
 
 def dense_mlp(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, progress: Tensor) -> Tensor:
-    """gate_up_geglu(x) @ down_weight.T; nothing is counted in `progress`. (M, D), (2F, D), (D, F), (2,) → (M, D)."""
+    """Return gate_up_geglu(x) @ down_weight.T; `progress` is not used. (M, D), (2F, D), (D, F), (2,) → (M, D)."""
     return gate_up_geglu(x, gate_up_weight) @ down_weight.T

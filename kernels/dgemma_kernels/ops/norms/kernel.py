@@ -1,7 +1,7 @@
 """RMSNorm and the residual stream between a layer's products, each in one pass over the rows.
 
-Statistics and multiplications are in float32; values round to the model's dtype where the reference model
-(transformers' DiffusionGemma) rounds them. Reference twin: `reference`.
+Statistics and products are float32. Values round to the model's dtype where the published model (transformers'
+DiffusionGemma) rounds them. Reference twin: `reference`.
 """
 
 import torch
@@ -17,7 +17,7 @@ _MAX_WIDTH = 16384
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """x / rms(x), times `weight` unless None. x: (..., D), weight: (D,) → (..., D).
+    """Return x / rms(x), times `weight` unless None. x: (..., D), weight: (D,) → (..., D).
 
     Example: `rms_norm(hidden, layer.input_layernorm.weight, 1e-6)`.
     """
@@ -42,11 +42,11 @@ def attention_residual(
     *,
     float8: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | Quantized, Tensor]:
-    """From the attention's output to the three inputs of the feed-forward half, whose norms share one statistic.
+    """Return the residual stream after attention, and the inputs of dense MLP, experts and router.
 
-    x = residual + norm(attention) * post_weight; with n = norm(x) returns
+    x = residual + norm(attention) * post_weight. With n = norm(x), returns
     (x, n * dense_weight, n * expert_weight, n * router_scale * D**-0.5). attention, residual: (M, D), others (D,);
-    all four results (M, D). With `float8` the experts' input is rounded to that, with one scale a row.
+    all four results (M, D). With `float8` the experts' input is rounded to float8, with one scale per row.
 
     Example: `x, dense_in, expert_in, router_in = attention_residual(attention, x, *weights, eps=1e-6)`.
     """
@@ -92,12 +92,12 @@ def layer_tail(
     next_weight: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """The end of a layer and the first norm of the next, from the dense output and each token's weighted expert rows.
+    """Return the end of a layer and the first norm of the next, from the dense output and the weighted expert rows.
 
-    moe = Σ_k expert_rows[:, k], in the order of k, so that the sum is the same run after run;
+    moe = Σ_k expert_rows[:, k], in the order of k, so that every run gives the same sum;
     x = (residual + norm(norm(dense) * dense_weight + norm(moe) * expert_weight) * post_weight) * layer_scalar;
-    returns (x, norm(x) * next_weight). residual, dense: (M, D), expert_rows: (M, A, D), layer_scalar: (1,) or one a
-    row (M,), the other weights (D,).
+    returns (x, norm(x) * next_weight). residual, dense: (M, D), expert_rows: (M, A, D), layer_scalar: (1,) or (M,),
+    the other weights (D,).
 
     Example: `x, normed = layer_tail(x, dense, rows, *weights, layer.layer_scalar, next_input_layernorm.weight, 1e-6)`.
     """
@@ -107,12 +107,12 @@ def layer_tail(
     _require_vectors("layer_tail", width, **vectors, next_weight=next_weight)
     _require_vectors("layer_tail", layer_scalar.numel(), layer_scalar=layer_scalar)
     if layer_scalar.numel() not in (1, residual.numel() // width):
-        raise ValueError(f"layer_tail.layer_scalar must be (1,) or one a row, got {tuple(layer_scalar.shape)}.")
+        raise ValueError(f"layer_tail.layer_scalar must be (1,) or (M,), got {tuple(layer_scalar.shape)}.")
     num_active = expert_rows.shape[-2]
     if expert_rows.shape != (residual.numel() // width, num_active, width) or not expert_rows.is_contiguous():
         raise ValueError(
-            f"layer_tail.expert_rows must be contiguous (M, A, D) with M, D those of the residual "
-            f"{tuple(residual.shape)}, got {tuple(expert_rows.shape)}."
+            f"layer_tail.expert_rows must be contiguous (M, A, D) for a residual of {tuple(residual.shape)}, got "
+            f"{tuple(expert_rows.shape)}."
         )
     x, normed = torch.empty_like(residual), torch.empty_like(residual)
     _layer_tail_kernel[(residual.numel() // width,)](
@@ -128,7 +128,7 @@ def layer_tail(
         normed,
         eps,
         width,
-        SCALAR_A_ROW=layer_scalar.numel() > 1,
+        SCALAR_PER_ROW=layer_scalar.numel() > 1,
         NUM_ACTIVE=num_active,
         BLOCK=triton.next_power_of_2(width),
         num_warps=_num_warps(width),
@@ -179,7 +179,7 @@ def _attention_residual_kernel(
     cols = tl.arange(0, BLOCK)
     inside = cols < width
     at = tl.program_id(0).to(tl.int64) * width + cols
-    # All loads in front: one that follows a reduction is waited for on its own, and memory is a microsecond away.
+    # All loads come first: a load after a reduction is one more wait for memory, about a microsecond.
     post = tl.load(post_weight + cols, mask=inside, other=0.0)
     dense_w = tl.load(dense_weight + cols, mask=inside, other=0.0)
     expert_w = tl.load(expert_weight + cols, mask=inside, other=0.0)
@@ -202,7 +202,7 @@ def _attention_residual_kernel(
         tl.store(expert_scale + tl.program_id(0), row_scale)
         for_experts /= row_scale
     tl.store(expert + at, for_experts.to(expert.dtype.element_ty), mask=inside)
-    # The reference rounds after the norm, after the scale and after the root: a rounding apart can swap two experts.
+    # The published model rounds after the norm, the scale and the root. One rounding less can swap two experts.
     scaled = (normed.to(dtype).to(tl.float32) * scale.to(tl.float32)).to(dtype)
     tl.store(router + at, (scaled.to(tl.float32) * root).to(dtype), mask=inside)
 
@@ -221,7 +221,7 @@ def _layer_tail_kernel(
     normed: tl.tensor,
     eps: tl.tensor,
     width: tl.tensor,
-    SCALAR_A_ROW: tl.constexpr,
+    SCALAR_PER_ROW: tl.constexpr,
     NUM_ACTIVE: tl.constexpr,
     DEPENDENT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -231,9 +231,9 @@ def _layer_tail_kernel(
     inside = cols < width
     row = tl.program_id(0).to(tl.int64)
     at = row * width + cols
-    if SCALAR_A_ROW:
+    if SCALAR_PER_ROW:
         layer_scalar += row
-    # All loads in front, as above.
+    # All loads come first, as above.
     dense_w = tl.load(dense_weight + cols, mask=inside, other=0.0)
     expert_w = tl.load(expert_weight + cols, mask=inside, other=0.0)
     post = tl.load(post_weight + cols, mask=inside, other=0.0)
@@ -266,7 +266,7 @@ def _layer_tail_kernel(
 
 
 def _num_warps(width: int) -> int:
-    # 16 values a thread at the published width: the row stays in registers, and loads are 16 bytes wide.
+    # 16 values per thread at the published width: the row stays in registers, and loads are 16 bytes wide.
     return min(max(triton.next_power_of_2(width) // 512, 1), 16)
 
 
@@ -280,8 +280,7 @@ def _require_rows(owner: str, **tensors: Tensor) -> None:
             )
     if not first.is_floating_point() or not 1 <= first.shape[-1] <= _MAX_WIDTH:
         raise ValueError(
-            f"{owner} must be given floating-point rows of 1 to {_MAX_WIDTH} values, got {tuple(first.shape)} "
-            f"{first.dtype}."
+            f"{owner} rows must have 1 to {_MAX_WIDTH} floating-point values, got {tuple(first.shape)} {first.dtype}."
         )
 
 

@@ -7,7 +7,7 @@ from dgemma_kernels.formats.float8 import Quantized, quantize
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """x / rms(x), times `weight` unless None, in at least float32. x: (..., D), weight: (D,) → (..., D)."""
+    """Return x / rms(x), times `weight` unless None, in at least float32. x: (..., D), weight: (D,) → (..., D)."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     wide = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
     if weight is not None:
@@ -26,7 +26,7 @@ def attention_residual(
     *,
     float8: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | Quantized, Tensor]:
-    """(x, dense input, expert input, router input) from the attention's output. All (M, D); weights (D,)."""
+    """Return (x, dense input, expert input, router input) from the attention's output. All (M, D); weights (D,)."""
     x = residual + rms_norm(attention, post_weight, eps)
     router = rms_norm(x, None, eps) * router_scale * x.shape[-1] ** -0.5
     expert = rms_norm(x, expert_weight, eps)
@@ -44,7 +44,7 @@ def layer_tail(
     next_weight: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """(x, the next layer's normed input) from the dense output (M, D) and the experts' weighted rows (M, A, D)."""
+    """Return (x, next layer's normed input) from the dense output (M, D) and weighted expert rows (M, A, D)."""
     wide = expert_rows.to(torch.promote_types(expert_rows.dtype, torch.float32))
     moe = wide.sum(-2).to(residual.dtype)
     both = rms_norm(dense, dense_weight, eps) + rms_norm(moe, expert_weight, eps)

@@ -5,19 +5,28 @@ import triton.language as tl
 from torch import Tensor
 
 
-def forget(keys: Tensor, values: Tensor, held: Tensor, keep: int) -> None:
-    """Move each row's last `keep` of its held tokens to the front, in place, in every layer.
+def forget(keys: Tensor, values: Tensor, lengths: Tensor, keep: int) -> None:
+    """Move each row's last `keep` tokens to the front of its buffer, in place, in every layer.
 
-    keys, values: (layers, B, K, capacity, H) contiguous, row b's tokens in the slots [0, held[b]). held: (B,) int64,
-    left as it is.
+    keys, values: (layers, B, K, capacity, H) contiguous; row b has its tokens in the slots [0, lengths[b]). lengths:
+    (B,) int64, not changed.
 
-    Example: `forget(keys, values, held, 1023); held.clamp_(max=1023)`.
+    Example: `forget(keys, values, lengths, 1023); lengths.clamp_(max=1023)`.
     """
     num_layers, batch, kv_heads, capacity, head_dim = keys.shape
     cols = min(head_dim, 32)
-    # All but the pair on the first axis, the only one that may exceed 65,535: 25 layers of 8 heads do at 328 rows.
+    # Only the first axis of a grid may exceed 65,535, which 25 layers of 8 heads do at 328 rows.
     _forget_kernel[(num_layers * batch * kv_heads * (head_dim // cols), 2)](
-        keys, values, held, keep, batch * kv_heads, capacity, KV_HEADS=kv_heads, HEAD_DIM=head_dim, COLS=cols, SLOTS=128
+        keys,
+        values,
+        lengths,
+        keep,
+        batch * kv_heads,
+        capacity,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        COLS=cols,
+        SLOTS=128,
     )
 
 
@@ -25,7 +34,7 @@ def forget(keys: Tensor, values: Tensor, held: Tensor, keep: int) -> None:
 def _forget_kernel(
     keys: tl.tensor,
     values: tl.tensor,
-    held: tl.tensor,
+    lengths: tl.tensor,
     keep: tl.tensor,
     num_heads: tl.tensor,  # B·K
     capacity: tl.tensor,
@@ -35,7 +44,7 @@ def _forget_kernel(
     SLOTS: tl.constexpr,
 ) -> None:
     head = tl.program_id(0) // (HEAD_DIM // COLS)  # of (layers, B, K)
-    shift = tl.maximum(tl.load(held + head % num_heads // KV_HEADS) - keep, 0)
+    shift = tl.maximum(tl.load(lengths + head % num_heads // KV_HEADS) - keep, 0)
     if shift > 0:
         if tl.program_id(1) == 0:
             base = keys
@@ -43,7 +52,7 @@ def _forget_kernel(
             base = values
         cols = tl.program_id(0) % (HEAD_DIM // COLS) * COLS + tl.arange(0, COLS)
         base += head.to(tl.int64) * capacity * HEAD_DIM
-        # One program moves its columns block by block from the front, so that nothing is overwritten before it is read.
+        # One program moves its columns block by block from the front, so that it reads every slot before a write to it.
         for start in range(0, keep, SLOTS):
             slot = start + tl.arange(0, SLOTS)
             mask = (slot < keep)[:, None]

@@ -1,8 +1,8 @@
-"""From the fused projection to attention's inputs in one launch: head norms, rotation, cache write; the twin is
-`reference.prepare_qkv`.
+"""From the fused projection to the inputs of attention in one launch: head norms, rotation, cache write.
 
-Values round to the model's dtype where the reference model (transformers' DiffusionGemma) rounds them: after a norm,
-after each of the rotation's two products and after their sum; cosines and sines are float32, then rounded.
+Values round to the model's dtype where the published model (transformers' DiffusionGemma) rounds them: after a norm,
+after each of the two products of a rotation and after their sum. Cosines and sines are float32, then rounded. Reference
+twin: `reference`.
 """
 
 import math
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TILE_ELEMENTS = 2048  # values one program holds
+_TILE_ELEMENTS = 2048  # values per program
 
 
 def prepare_qkv(
@@ -30,9 +30,9 @@ def prepare_qkv(
 ) -> Tensor:
     """Norm queries, keys and values per head, rotate the first two, write keys and values into the cache.
 
-    projected: (B·T, (N + 2K)·H) contiguous, the heads of q, then k, then v; or (B·T, (N + K)·H) where the layer has no
+    projected: (B·T, (N + 2K)·H) contiguous, the heads of q, then k, then v; or (B·T, (N + K)·H) if the layer has no
     v_proj and v is the norm of the raw k. query_weight, key_weight: (H,). inv_freq: (H / 2,) float32, zero for pairs
-    that do not turn. start: (B,) the position of each row's first new token. length: (B,) the cache slot it goes to,
+    without rotation. start: (B,) the position of each row's first new token. length: (B,) the cache slot of that token,
     with length + T <= capacity. keys, values: (B, K, capacity, H), written in place. Returns the queries (B, T, N, H).
 
     Example: `queries = prepare_qkv(x @ w.T, wq, wk, inv_freq, start, length, keys, values, num_heads=16, eps=1e-6)`.
@@ -42,7 +42,7 @@ def prepare_qkv(
     has_value = projected.shape[1] == (num_heads + 2 * kv_heads) * head_dim
     num_tokens = projected.shape[0] // batch
     queries = torch.empty((batch, num_tokens, num_heads, head_dim), dtype=projected.dtype, device=projected.device)
-    heads = math.gcd(num_heads, kv_heads)  # a tile holds heads of one kind
+    heads = math.gcd(num_heads, kv_heads)  # all heads of a tile are of one kind
     heads = min(heads & -heads, max(1, _TILE_ELEMENTS // head_dim))
     _prepare_qkv_kernel[(projected.shape[0], (num_heads + kv_heads * (2 if has_value else 1)) // heads)](
         projected,
@@ -70,9 +70,10 @@ def prepare_qkv(
 
 @triton.jit
 def _cos_sin(angle: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Both to float32 accuracy for any angle a position can make (the library's need a stack for large ones).
+    """Return cosine and sine to float32 accuracy for any angle of a position.
 
-    The angle is reduced to [-π/4, π/4] in float64, where a few terms of each series suffice.
+    Triton's functions need a stack for large angles. Here the angle is reduced to [-π/4, π/4] in float64, where a few
+    terms of each series suffice.
     """
     quarter = tl.floor(angle.to(tl.float64) * 0.6366197723675814 + 0.5)
     x = (angle.to(tl.float64) - quarter * 1.5707963267948966).to(tl.float32)
@@ -119,9 +120,9 @@ def _prepare_qkv_kernel(
     pair = tl.arange(0, HALF)
 
     source = projected_ptr + row * COLUMNS + (first + head[:, None]) * HEAD_DIM + pair[None, :]
-    low = tl.load(source).to(tl.float32)  # (HEADS, HALF): dimensions pair and pair + HALF turn together
+    low = tl.load(source).to(tl.float32)  # (HEADS, HALF): dimensions pair and pair + HALF rotate together
     high = tl.load(source + HALF).to(tl.float32)
-    # Asked for with them: what is loaded after a reduction is waited for on its own.
+    # Loaded here too: a load after a reduction is one more wait for memory.
     is_query = first < NUM_HEADS
     if is_query:
         weight_ptr = query_weight_ptr
@@ -192,8 +193,8 @@ def _check(
         )
     if projected.shape[0] // batch > capacity:
         raise ValueError(
-            f"prepare_qkv keys and values must have room for {projected.shape[0] // batch} new tokens, got capacity "
-            f"{capacity}. Grow the buffers."
+            f"prepare_qkv capacity must be at least the {projected.shape[0] // batch} new tokens, got {capacity}. "
+            "Grow the buffers."
         )
     if projected.dtype not in (torch.bfloat16, torch.float16, torch.float32) or {keys.dtype, values.dtype} != {
         projected.dtype

@@ -19,7 +19,7 @@ def prepare_qkv(
     num_heads: int,
     eps: float,
 ) -> Tensor:
-    """Norm per head, rotate q and k, write k and v at slots length + [0, T). Returns the queries (B, T, N, H)."""
+    """Norm per head, rotate q and k, write k and v to slots length + [0, T). Return the queries (B, T, N, H)."""
     batch, kv_heads, _, head_dim = keys.shape
     heads = projected.unflatten(1, (-1, head_dim)).unflatten(0, (batch, -1))  # (B, T, heads, H)
     query, key, value = heads[:, :, :num_heads], heads[:, :, num_heads : num_heads + kv_heads], heads[:, :, -kv_heads:]

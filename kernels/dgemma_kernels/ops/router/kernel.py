@@ -1,7 +1,7 @@
-"""From router inputs to tiles of rows by expert: who computes what, decided on the device in three launches.
+"""Routing on the device in three launches: from router inputs to tiles of rows by expert.
 
-The norm, scale and root in front of the product are `norms.attention_residual`'s, which already has the statistic.
-The only atomics add integers: the same input gives the same order, run after run. Reference twin: `reference`.
+`norms.attention_residual` computes the router's norm, scale and root, because it already has the statistic. The only
+atomics add integers, so that the same input always gives the same order. Reference twin: `reference`.
 """
 
 from typing import NamedTuple
@@ -14,16 +14,16 @@ from torch import Tensor
 from dgemma_kernels.ops.blocks import inside, wait_for_launches_before
 from dgemma_kernels.ops.configs import dependent_launch
 
-# Rows of `counts` that a program of the sort asks for at once.
+# Rows of `counts` that a program of the sort loads together.
 _COUNT_ROWS_PER_LOAD = 8
 
 
 class ExpertTiles(NamedTuple):
-    """The (token, k) pairs in order of their expert, cut into tiles of at most `rows_per_tile` rows of one expert.
+    """The (token, k) pairs in the order of their experts, in tiles of at most `rows_per_tile` rows of one expert.
 
     A pair is token * A + k. `pairs`: (M * A,) int32, stable within an expert. `tiles`: (max_tiles, 3) int32 of (expert,
-    first row, rows) in order of the first row; as the host knows only a bound on their number, the last have no rows.
-    `finished`: (max_tiles,) int32, zeros, for the experts to count in: a table serves them once.
+    first row, rows) in the order of the first row. The host knows only a bound on their number, so the last ones have
+    no rows. `finished`: (max_tiles,) int32 counters of the experts' kernels, zero at first: use the tiles only once.
     """
 
     pairs: Tensor
@@ -35,7 +35,7 @@ class ExpertTiles(NamedTuple):
 
 
 def tokens_per_count(num_tokens: int) -> int:
-    """How many tokens one row of `counts` is about, a power of two: the more tokens, the more a row.
+    """Return the number of tokens per row of `counts`, a power of two that grows with the number of tokens.
 
     Example: `tokens_per_count(256)` is 64, so that the counts of one canvas have four rows.
     """
@@ -46,11 +46,11 @@ def tokens_per_count(num_tokens: int) -> int:
 def route(
     router_input: Tensor, proj: Tensor, per_expert_scale: Tensor, num_active: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Each token's experts and their weights: product, float32 softmax, top `num_active`, renormalised, scaled.
+    """Choose each token's experts and weights: product, float32 softmax, top `num_active`, renormalised, scaled.
 
-    Scores round to the input's dtype before the softmax, as a linear layer's do; of equal scores the lower expert wins.
-    router_input: (M, D), proj: (E, D), per_expert_scale: (E,) → weights (M, A) float32, index (M, A) int32, largest
-    probability first, counts (N, E) int32: how many of each `tokens_per_count(M)` tokens chose an expert, for
+    Scores round to the input's dtype before the softmax, as those of a linear layer; the lower expert wins a tie.
+    router_input: (M, D), proj: (E, D), per_expert_scale: (E,) → weights (M, A) float32; index (M, A) int32, largest
+    probability first; counts (N, E) int32, pairs per expert for every `tokens_per_count(M)` tokens, for
     `sort_by_expert`.
 
     Example: `weights, index, counts = route(router_in, router.proj.weight, router.per_expert_scale, 8)`.
@@ -64,7 +64,7 @@ def route(
     if not 1 <= num_active <= num_experts <= 256:
         raise ValueError(f"route.num_active must be in 1..E with E <= 256, got {num_active} of {num_experts} experts.")
     if not (router_input.is_contiguous() and proj.is_contiguous() and per_expert_scale.is_contiguous()):
-        raise ValueError("route must be given contiguous tensors. Call .contiguous() on them first.")
+        raise ValueError("route must get contiguous tensors. Call .contiguous() on them first.")
     experts = max(triton.next_power_of_2(num_experts), 16)
     depth = _split_depth(experts, proj.dtype)
     splits = triton.cdiv(width, depth)
@@ -110,9 +110,9 @@ def route(
 
 
 def sort_by_expert(index: Tensor, counts: Tensor, rows_per_tile: int) -> ExpertTiles:
-    """The pairs sorted by expert and cut into tiles. index: (M, A) int32, counts: (N, E) int32, both from `route`.
+    """Sort the pairs by expert, in tiles. index: (M, A) int32, counts: (N, E) int32, both from `route`.
 
-    A token's experts must differ from each other.
+    The experts of one token must differ.
 
     Example: `tiles = sort_by_expert(index, counts, expert_config(256, index.device).rows)`.
     """
@@ -126,9 +126,9 @@ def sort_by_expert(index: Tensor, counts: Tensor, rows_per_tile: int) -> ExpertT
     if counts.shape != (num_chunks, num_experts) or counts.dtype != torch.int32 or not counts.is_contiguous():
         raise ValueError(
             f"sort_by_expert.counts must be contiguous ({num_chunks}, E) int32, got {tuple(counts.shape)} "
-            f"{counts.dtype}. Take them from route, or from reference.count_pairs."
+            f"{counts.dtype}. Use those of route or reference.count_pairs."
         )
-    # Every expert with rows has at most one tile that is not full.
+    # Every expert with rows has at most one partly filled tile.
     max_tiles = num_pairs // rows_per_tile + min(num_experts, num_pairs)
     pairs = torch.empty(num_pairs, dtype=torch.int32, device=index.device)
     tiles = torch.empty(max_tiles, 3, dtype=torch.int32, device=index.device)
@@ -155,8 +155,8 @@ def sort_by_expert(index: Tensor, counts: Tensor, rows_per_tile: int) -> ExpertT
 
 
 def _split_depth(experts: int, dtype: torch.dtype) -> int:
-    # Of the product's depth a program: with all of it, one program reads all weights at a single multiprocessor's pace.
-    # Its block of all experts' weights is at most 64 KiB; of float32, no warpgroup instruction's, more than 32 spill.
+    # Depth per program. A program with the whole depth would read all weights at the rate of one multiprocessor. Its
+    # block of all experts' weights is at most 64 KiB. float32 has no warpgroup instruction and spills beyond 32.
     return min(256, 32768 // experts) if dtype.itemsize <= 2 else 32
 
 
@@ -175,9 +175,9 @@ def _partial_scores_kernel(
     DEPTH: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    """All experts' scores of ROWS tokens over one block of the depth, which is one load and one product.
+    """Compute all experts' scores of ROWS tokens over one block of the depth: one load and one product.
 
-    One program sets the counts to zero, which the next launch adds to.
+    One program sets the counts to zero, to which the next launch adds.
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     experts = tl.arange(0, EXPERTS)
@@ -214,10 +214,10 @@ def _choose_experts_kernel(
     CHUNK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    """One warp a token, so that every reduction over the experts stays in registers.
+    """Choose the experts of one token in one warp, so that reductions over the experts stay in registers.
 
-    Probabilities are not negative, so their bits, as integers, are in the same order; and of integers a warp has the
-    largest in one instruction.
+    Probabilities are not negative, so that their bits as integers have the same order. A warp finds the largest integer
+    in one instruction.
     """
     TAKEN: tl.constexpr = -(2**31)
     token = tl.program_id(0).to(tl.int64)
@@ -244,7 +244,7 @@ def _choose_experts_kernel(
         chosen = tl.where(slots == k, first, chosen)
         keys = tl.where(experts == first, TAKEN, keys)
     top /= tl.sum(top, 0)
-    top *= tl.gather(scales, chosen, 0)  # a load here would be waited for on its own
+    top *= tl.gather(scales, chosen, 0)  # a load here would be one more wait for memory
     pair = token * NUM_ACTIVE + slots
     tl.store(weights + pair, top, mask=slots < NUM_ACTIVE)
     tl.store(index + pair, chosen, mask=slots < NUM_ACTIVE)
@@ -269,7 +269,7 @@ def _sort_by_expert_kernel(
     AT_ONCE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    """One program an expert and CHUNK tokens, whose pairs it writes by rank behind all that the counts put in front."""
+    """Write the pairs of one expert and CHUNK tokens by rank, after all pairs that come first by the counts."""
     mine, my_chunk = tl.program_id(0), tl.program_id(1)
     num_chunks = tl.num_programs(1)
     experts = tl.arange(0, EXPERTS)
@@ -277,10 +277,10 @@ def _sort_by_expert_kernel(
     slot = tl.arange(0, ACTIVE)[None, :]
     slot_inside = (token < num_tokens)[:, None] & inside(slot, NUM_ACTIVE, NUM_ACTIVE == ACTIVE)
     wait_for_launches_before(DEPENDENT)
-    # Asked for here and looked at behind the counts: one wait for both.
+    # Loaded here and used after the counts: one wait for both.
     expert = tl.load(index + token[:, None] * NUM_ACTIVE + slot, mask=slot_inside, other=-1)
     total = tl.zeros([EXPERTS], tl.int32)
-    earlier = tl.zeros([EXPERTS], tl.int32)  # of the chunks in front of this one
+    earlier = tl.zeros([EXPERTS], tl.int32)  # counts of the earlier chunks
     for start in range(0, num_chunks, AT_ONCE):
         for at in tl.static_range(AT_ONCE):
             chunk = start + at

@@ -9,10 +9,10 @@ from dgemma_kernels.ops.router.kernel import ExpertTiles, tokens_per_count
 def route(
     router_input: Tensor, proj: Tensor, per_expert_scale: Tensor, num_active: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Each token's experts, largest first. (M, D), (E, D), (E,) → weights (M, A), index (M, A) int32, counts (N, E)."""
+    """Choose experts, largest first. (M, D), (E, D), (E,) → weights (M, A), index (M, A) int32, counts (N, E)."""
     scores = router_input @ proj.T
     probabilities = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-    # A stable sort, unlike topk, promises that of equal probabilities the lower expert wins.
+    # Unlike topk, a stable sort guarantees that the lower expert wins a tie.
     top, index = probabilities.sort(dim=-1, descending=True, stable=True)
     top, index = top[:, :num_active], index[:, :num_active]
     weights = top / top.sum(-1, keepdim=True) * per_expert_scale[index]
@@ -20,13 +20,13 @@ def route(
 
 
 def count_pairs(index: Tensor, num_experts: int) -> Tensor:
-    """How many of each `router.tokens_per_count` tokens chose an expert. index: (M, A) → (N, E) int32."""
+    """Count the pairs of each expert for every `tokens_per_count` tokens. index: (M, A) → (N, E) int32."""
     chunks = index.long().split(tokens_per_count(index.shape[0]))
     return torch.stack([chunk.flatten().bincount(minlength=num_experts) for chunk in chunks]).int()
 
 
 def sort_by_expert(index: Tensor, counts: Tensor, rows_per_tile: int) -> ExpertTiles:
-    """The (token, k) pairs sorted by expert and cut into tiles. index: (M, A) int32, counts: (N, E) int32."""
+    """Sort the (token, k) pairs by expert, in tiles. index: (M, A) int32, counts: (N, E) int32."""
     pairs = index.flatten().argsort(stable=True).int()
     num_experts = counts.shape[1]
     tiles, first = [], 0

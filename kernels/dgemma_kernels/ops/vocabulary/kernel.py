@@ -1,10 +1,10 @@
-"""The vocabulary pass: what a sampler asks of (R, V) logits, without a float32 copy of them; twins in `reference`.
+"""The vocabulary pass: statistics of (R, V) logits for a sampler, without a float32 copy of them.
 
-One sweep reads the head's logits, caps them, divides by the temperature and leaves, per row and chunk of the
-vocabulary, a maximum m, z = Σ e^(l - m) and s = Σ (l - m) e^(l - m). These merge over chunks with Δ = m - M:
-z = Σ z e^Δ, s = Σ (s + Δ z) e^Δ, entropy = log z - s/z. The best two tokens lie in the chunk with the largest maximum
-(the second best perhaps in another, as its maximum) and a sample in the chunk that its uniform picks, so each rereads
-one chunk instead of costing work in the sweep.
+One sweep reads the logits, caps them and divides by the temperature. Per row and chunk of the vocabulary it writes a
+maximum m, z = Σ e^(l - m) and s = Σ (l - m) e^(l - m). Chunks merge with Δ = m - M: z = Σ z e^Δ, s = Σ (s + Δ z) e^Δ,
+entropy = log z - s/z. The best token lies in the chunk with the largest maximum; the second best lies there too, or is
+the maximum of another chunk. A sample lies in the chunk that its uniform selects. So each of these rereads one chunk
+and adds no work to the sweep. Reference twin: `reference`.
 """
 
 from typing import NamedTuple
@@ -18,21 +18,21 @@ CHUNK = 4096
 
 
 class VocabularyStatistics(NamedTuple):
-    """Statistics of R rows, float32 (argmax int64), and the chunk sums that `sample` and `soft_probabilities` need."""
+    """Statistics of R rows, float32 (argmax int64), and the chunk sums for `sample` and `soft_probabilities`."""
 
     entropy: Tensor  # (R,) nats
     argmax: Tensor  # (R,) lowest id on ties
     confidence: Tensor  # (R,) probability of the argmax
-    margin: Tensor  # (R,) that minus the second best token's
+    margin: Tensor  # (R,) confidence minus the probability of the second best token
     log_normalizer: Tensor  # (R,)
     best: Tensor  # (R,) largest processed logit
-    soft_normalizer: Tensor  # (R,) Σ e^(l - best) over logits rounded to their own dtype
+    soft_normalizer: Tensor  # (R,) Σ e^(l - best) over logits rounded to their dtype
     chunk_best: Tensor  # (R, chunks)
     chunk_sum: Tensor  # (R, chunks) relative to chunk_best
 
 
 def pack_allowed(allowed: Tensor) -> Tensor:
-    """A boolean mask over the vocabulary as 32 tokens a word: (A, V) bool → (A, ceil(V / 32)) int32.
+    """Pack a boolean mask over the vocabulary into 32 tokens per word: (A, V) bool → (A, ceil(V / 32)) int32.
 
     Example: `pack_allowed(torch.ones(1, 64, dtype=torch.bool))` is `[[-1, -1]]`.
     """
@@ -46,11 +46,11 @@ def pack_allowed(allowed: Tensor) -> Tensor:
 def vocabulary_statistics(
     logits: Tensor, temperature: Tensor, *, softcap: float | None = 30.0, allowed: Tensor | None = None
 ) -> VocabularyStatistics:
-    """Statistics of softmax(cap(logits) / temperature) over the allowed tokens.
+    """Compute statistics of softmax(cap(logits) / temperature) over the allowed tokens.
 
-    logits: (R, V) as the head's product leaves them, contiguous. temperature: (B,) float32 with B dividing R, one for
-    each R / B consecutive rows. softcap c caps to c·tanh(x / c). allowed: (A, ceil(V / 32)) int32 from `pack_allowed`,
-    A dividing R likewise, at least one token a row.
+    logits: (R, V) contiguous, from the head's product. temperature: (B,) float32 with B dividing R, one for each R / B
+    consecutive rows. softcap c caps to c·tanh(x / c). allowed: (A, ceil(V / 32)) int32 from `pack_allowed`, with A
+    dividing R and at least one token per row.
 
     Example: `vocabulary_statistics(logits, torch.tensor([0.8], device="cuda")).entropy`.
     """
@@ -92,9 +92,9 @@ def sample(
     softcap: float | None = 30.0,
     allowed: Tensor | None = None,
 ) -> Tensor:
-    """Inverse CDF in vocabulary order, one uniform a row: u (R,) float64 in [0, 1) → tokens (R,) int64.
+    """Sample by inverse CDF in vocabulary order, one uniform per row: u (R,) float64 in [0, 1) → tokens (R,) int64.
 
-    The other arguments are those that `statistics` came from.
+    The other arguments must be those that `statistics` was computed from.
 
     Example: `sample(logits, statistics, state.uniform("token").flatten(), temperature)`.
     """
@@ -129,9 +129,9 @@ def soft_probabilities(
     softcap: float | None = 30.0,
     allowed: Tensor | None = None,
 ) -> Tensor:
-    """The self-conditioning distribution (R, V) in the logits' dtype, ready for its product with the embedding.
+    """Return the self-conditioning distribution (R, V) in the logits' dtype, for the product with the embedding.
 
-    As the reference model does, the processed logits are rounded to their dtype before a float32 softmax.
+    As in the published model, the processed logits are rounded to their dtype before a float32 softmax.
 
     Example: `soft = soft_probabilities(logits, statistics, temperature) @ embedding * hidden_size**0.5`.
     """
@@ -167,7 +167,7 @@ def _processed(
     HAS_MASK: tl.constexpr,
     RAGGED: tl.constexpr,
 ) -> tl.tensor:
-    """The logits of one row at `token`, capped and tempered, float32; -inf where a token is forbidden or none."""
+    """Load the logits of one row at `token`, capped and over the temperature, float32; -inf for forbidden tokens."""
     at = logits_ptr + row * vocab_size + token
     if RAGGED:
         x = tl.load(at, mask=token < vocab_size, other=0.0).to(tl.float32)
@@ -175,13 +175,13 @@ def _processed(
         x = tl.load(at).to(tl.float32)
     t = tl.load(temperature_ptr + row // rows_per_temperature)
     if HAS_CAP:
-        # c·tanh(x / c) = c - 2c / (e^(2x / c) + 1); 1 / y as rsqrt(y)² is one special-function instruction. The
-        # temperature divides the constants, not every logit.
+        # c·tanh(x / c) = c - 2c / (e^(2x / c) + 1). 1 / y as rsqrt(y)² is one special-function instruction. The
+        # temperature divides the constants instead of every logit.
         cap = tl.math.div_rn(softcap, t)
         root = tl.rsqrt(tl.exp2(x * (2.8853900817779268 / softcap)) + 1.0)
         x = cap - (2.0 * cap * root) * root
     else:
-        # x / t, correctly rounded without dividing: one step of Newton's iteration on x · (1 / t) (Markstein, 1990).
+        # x / t correctly rounded without a division: one Newton step on x · (1 / t) (Markstein, 1990).
         inverse = tl.math.div_rn(1.0, t)
         quotient = x * inverse
         x = tl.fma(tl.fma(-quotient, t, x), inverse, quotient)
@@ -199,8 +199,11 @@ def _processed(
 
 @triton.jit
 def _rounded(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """float32 → `dtype` → float32. bfloat16 in two integer instructions, ties away from zero: the processor's own
-    conversion shares a slow unit with the exponentials."""
+    """Round float32 to `dtype` and back.
+
+    bfloat16 takes two integer instructions, with ties away from zero: the conversion instruction shares a slow unit
+    with the exponentials.
+    """
     if dtype == tl.bfloat16:
         return ((x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True)
     return x.to(dtype).to(tl.float32)
@@ -254,8 +257,8 @@ def _sweep_kernel(
     if HAS_MASK:  # a chunk without an allowed token
         shift = tl.where(best == float("-inf"), 0.0, best)
     soft_shift = _rounded(shift, dtype)
-    # Rounding moves a logit below 128 by d, at most 1/4 (bfloat16): e^d by a cubic, 3e-5 off, instead of a fourth
-    # special function. Both branches do everything, so that only x is held in registers across them.
+    # Rounding moves a bfloat16 logit below 128 by d, at most 1/4. A cubic gives e^d with an error of 3e-5 instead of a
+    # fourth special function. Both branches recompute everything, so that only x stays in registers across them.
     if HAS_CAP and tl.math.div_rn(softcap, tl.load(temperature_ptr + row // rows_per_temperature)) <= 128.0:
         delta = x - shift
         moved = _rounded(x, dtype) - x
@@ -383,7 +386,7 @@ def _sample_kernel(
     best = tl.max(chunk_best, 0)
     width = chunk_sum.to(tl.float64) * tl.exp(chunk_best - best).to(tl.float64)
     target = tl.load(u_ptr + row) * tl.sum(width, 0)
-    # The first cell that ends above the target; the last of positive width if rounding passed them all.
+    # The first cell that ends above the target, or the last cell of positive width if rounding passed all of them.
     above = tl.min(tl.where(tl.cumsum(width, 0) > target, chunk, CHUNKS), 0)
     picked = tl.minimum(above, tl.max(tl.where(width > 0.0, chunk, 0), 0))
     target -= tl.sum(tl.where(chunk < picked, width, 0.0), 0)

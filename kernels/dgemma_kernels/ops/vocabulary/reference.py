@@ -12,7 +12,7 @@ from dgemma_kernels.ops.vocabulary.kernel import VocabularyStatistics
 def vocabulary_statistics(
     logits: Tensor, temperature: Tensor, *, softcap: float | None = 30.0, allowed: Tensor | None = None
 ) -> VocabularyStatistics:
-    """Statistics of softmax(cap(logits) / temperature): logits (R, V), temperature (B,) with B dividing R."""
+    """Compute statistics of softmax(cap(logits) / temperature): logits (R, V), temperature (B,) with B dividing R."""
     x = _processed(logits, temperature, softcap, allowed)
     chunk = kernel.CHUNK
     padded = F.pad(x, (0, -x.shape[1] % chunk), value=-torch.inf).unflatten(1, (-1, chunk))
@@ -46,7 +46,7 @@ def sample(
     softcap: float | None = 30.0,
     allowed: Tensor | None = None,
 ) -> Tensor:
-    """Inverse CDF in vocabulary order, one uniform a row: u (R,) float64 → tokens (R,)."""
+    """Sample by inverse CDF in vocabulary order, one uniform per row: u (R,) float64 → tokens (R,)."""
     prediction = Prediction(_processed(logits, temperature, softcap, allowed)[None])
     return prediction.sample(u[None])[0]
 
@@ -59,7 +59,7 @@ def soft_probabilities(
     softcap: float | None = 30.0,
     allowed: Tensor | None = None,
 ) -> Tensor:
-    """softmax of the processed logits rounded to their dtype, (R, V) in that dtype."""
+    """Return the softmax of the processed logits rounded to their dtype, (R, V) in that dtype."""
     x = _processed(logits, temperature, softcap, allowed)
     return x.to(logits.dtype).softmax(-1, dtype=x.dtype).to(logits.dtype)
 
