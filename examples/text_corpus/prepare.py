@@ -169,7 +169,7 @@ def read_bible(files: dict[str, bytes]) -> Iterator[Document]:
                     continue
                 plain = re.sub(r"<[^>]+>", "", _PARAGRAPH.sub("\n\n", _NOTE.sub(" ", osis)))
                 joined = (" ".join(paragraph.split()) for paragraph in plain.split("\n\n"))
-                paragraphs = (re.sub(r" (?=[,.;:!?])", "", paragraph) for paragraph in joined)  # where a note was removed
+                paragraphs = (re.sub(r" (?=[,.;:!?])", "", paragraph) for paragraph in joined)  # after removed notes
                 yield Document(name=f"bible {chapter}", text=clean("\n\n".join(filter(None, paragraphs))))
 
 
