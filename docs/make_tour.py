@@ -1,4 +1,4 @@
-"""Write the file tree of tour.md from the first sentence of each module's docstring: python docs/make_tour.py."""
+"""Write the tables of tour.md from the sources: python docs/make_tour.py."""
 
 import ast
 import re
@@ -8,38 +8,54 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "tour.md"
 PACKAGES = ("src/dgemma", "kernels/dgemma_kernels")
-START, END = "<!-- tree: python docs/make_tour.py -->", "<!-- end of tree -->"
 
 
 def first_sentence(path: Path) -> str:
     """Return the first sentence of a module's docstring, without its full stop."""
     docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
     paragraph = " ".join(docstring.split("\n\n")[0].split())
-    return re.split(r"(?<=[\w)`])\.(?= |$)", paragraph)[0]
+    return re.split(r"(?<=[\w)`])\.(?= |$)", paragraph)[0].replace("|", "\\|")
 
 
-def folders() -> Iterator[Path]:
-    """Yield the packages and their sub-packages in reading order."""
-    for package in PACKAGES:
-        yield from sorted({path.parent for path in (ROOT / package).rglob("*.py")})
+def imported_folders(folder: Path) -> Iterator[str]:
+    """Yield the folders of dgemma that a folder's modules import."""
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            module = node.module if isinstance(node, ast.ImportFrom) else None
+            names = [alias.name for alias in node.names] if module == "dgemma" else (module or "").split(".")[1:2]
+            if module and module.split(".")[0] == "dgemma":
+                yield from (name for name in names if name != folder.name and (folder.parent / name).is_dir())
 
 
-def tree() -> str:
-    """Return a heading and a table of files for each folder."""
+def folder_table() -> list[str]:
+    """Return a table of the folders of dgemma, those that import the fewest others first."""
+    imports = {path.parent: set(imported_folders(path.parent)) for path in (ROOT / "src/dgemma").glob("*/__init__.py")}
+    lines = ["| folder | content | imports |", "|---|---|---|"]
+    for folder, names in sorted(imports.items(), key=lambda item: (len(item[1]), item[0])):
+        listed = ", ".join(f"`{name}`" for name in sorted(names))
+        lines.append(f"| `{folder.name}` | {first_sentence(folder / '__init__.py')} | {listed} |")
+    return lines
+
+
+def file_tables() -> list[str]:
+    """Return a heading and a table of files for each folder of both packages."""
     lines = []
-    for folder in folders():
+    for folder in (folder for package in PACKAGES for folder in sorted((ROOT / package).rglob("")) if folder.is_dir()):
         files = sorted(path for path in folder.glob("*.py") if not path.name.startswith("__"))
-        purpose = first_sentence(folder / "__init__.py") if (folder / "__init__.py").exists() else ""
-        if not files:
-            continue
-        lines += [f"### {folder.relative_to(ROOT)}", "", *([f"{purpose}.", ""] if purpose else [])]
-        lines += ["| file | content |", "|---|---|"]
-        lines += [f"| `{path.name}` | {first_sentence(path).replace('|', chr(92) + '|')} |" for path in files]
-        lines += [""]
-    return "\n".join(lines)
+        if files:
+            rows = [f"| `{path.name}` | {first_sentence(path)} |" for path in files]
+            lines += [f"### {folder.relative_to(ROOT)}", "", "| file | content |", "|---|---|", *rows, ""]
+    return lines[:-1]
+
+
+def replace_part(text: str, name: str, lines: list[str]) -> str:
+    """Return a page with the lines between two comments replaced."""
+    pattern = rf"(<!-- {name}: .* -->\n).*?(\n<!-- end of {name} -->)"
+    new, count = re.subn(pattern, lambda match: "\n".join((match[1], *lines, match[2])), text, flags=re.DOTALL)
+    assert count == 1, name
+    return new
 
 
 if __name__ == "__main__":
-    before, _, rest = PAGE.read_text().partition(START)
-    _, _, after = rest.partition(END)
-    PAGE.write_text(f"{before}{START}\n\n{tree()}\n{END}{after}")
+    page = replace_part(PAGE.read_text(), "folders", folder_table())
+    PAGE.write_text(replace_part(page, "files", file_tables()))
