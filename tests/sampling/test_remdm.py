@@ -38,9 +38,11 @@ def state_at(before, after, canvas=((0, MASK, 2),)):
     )
 
 
-def test_capped_distances_are_those_computed_elsewhere():
-    distances = [round(total_variation(run(ReMDM(strategy="cap", eta=0.2), steps).law), 4) for steps in (8, 64, 256)]
-    assert distances == [0.0754, 0.0274, 0.0137]
+@pytest.mark.parametrize(
+    ("steps", "distance"), [(8, 0.0754), (64, 0.0274), pytest.param(256, 0.0137, marks=pytest.mark.slow)]
+)
+def test_capped_distances_are_those_computed_elsewhere(steps, distance):
+    assert round(total_variation(run(ReMDM(strategy="cap", eta=0.2), steps).law), 4) == distance
 
 
 @pytest.mark.parametrize("levels", STEPS, ids=str)
