@@ -61,7 +61,7 @@ def test_bench_times_are_consistent(command, checkpoint):
         assert 0 < timing["fastest"] <= timing["median"] <= timing["slowest"]
     assert times["canvas"]["fastest"] > times["forward"]["fastest"]  # two forwards, the prefix and the commit
     assert found["tokens_per_second"] == pytest.approx(2 * 32 / (times["canvas"]["median"] / 1000))
-    assert "tokens a second" in command("bench", "-m", checkpoint, "--steps", "1", "--repeats", "1").out
+    assert "tokens per second" in command("bench", "-m", checkpoint, "--steps", "1", "--repeats", "1").out
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_a_conversation_on_a_terminal_ends_with_ctrl_d(checkpoint):
 def test_a_prompt_is_asked_for_where_nobody_pipes_one(checkpoint):
     ended = terminal.run("generate", "-m", checkpoint)
     assert ended.code == 2
-    assert "a text is needed. Write it in quotes, or pipe it in" in ended.terminal
+    assert "A text is needed. Write it in quotes, or pipe it in" in ended.terminal
 
 
 @pytest.mark.parametrize("words", [("--help",), ("info", "--tensors")], ids=["help", "a long list"])

@@ -1,4 +1,4 @@
-"""`dgemma` on the command line: one file a family of commands, each a thin layer over the library."""
+"""The `dgemma` command: one file per family of commands, each a thin layer over the library."""
 
 from dgemma.cli.main import main
 

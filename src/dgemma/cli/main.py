@@ -1,4 +1,4 @@
-"""The `dgemma` command: its parser, and what becomes of errors, of Ctrl-C and of a reader that has left."""
+"""The entry point of the `dgemma` command: its parser, its exit codes, and one sentence per error."""
 
 import io
 import os
@@ -15,29 +15,29 @@ from dgemma.cli.parser import Parser
 _EPILOG = """\
 examples:
   dgemma generate "It was a dark"
-      watch text appear out of noise
+      write a text and watch it appear
   dgemma infill "The ____ sat down."
-      a hole of one token for every underscore
+      fill a hole; each underscore is one token
   dgemma sudoku
-      make a puzzle and watch it solved
+      make a puzzle and watch the model solve it
   dgemma info dgemma/text
-      what is in a checkpoint
+      describe a checkpoint
 
 `dgemma COMMAND --help` explains a command. Nothing is downloaded unless -m names a hub repository.
-The exit code is 0, 1 when the work failed, 2 for bad arguments, 130 after Ctrl-C.
+Exit codes: 0 success, 1 failure, 2 bad arguments, 130 Ctrl-C.
 """
 _LONGEST_ERROR = 1000  # characters
 
 
 def build_parser() -> Parser:
-    """The parser of all commands.
+    """Return the parser of all commands.
 
     Example: `build_parser().parse_args(["generate", "Once upon"]).prompt`.
     """
     parser = Parser(
         prog="dgemma",
         usage="dgemma COMMAND [OPTION ...]",
-        description="Text diffusion: a canvas of noise, denoised all at once, step after step.",
+        description="Text diffusion: denoise a canvas of random tokens in parallel, step by step.",
         epilog=_EPILOG,
     )
     parser.add_argument("--version", action="version", version=f"dgemma {_version()}")
@@ -48,7 +48,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line and return its exit code: 0, 1 when the work failed, 2 for bad arguments, 130 for Ctrl-C.
+    """Run a command line and return its exit code: 0, 1 for failure, 2 for bad arguments, 130 for Ctrl-C.
 
     Example: `main(["info", "dgemma/text"])`.
     """
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _run(argv)
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever was reading has seen enough
+    except BrokenPipeError:  # the reader of the pipe has exited
         code = _discard_output(0)
     except OSError as error:
         code = _discard_output(_fail("dgemma", error, 1))
@@ -65,13 +65,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    """The command's exit code, after one sentence about whatever went wrong."""
+    """Run the command; print one sentence about an error; return the exit code."""
     name = "dgemma"
     try:
         arguments = build_parser().parse_args(argv)
         name = f"dgemma {arguments.command}"
         return arguments.run(arguments) or 0
-    except SystemExit as finished:  # argparse has said all there is to say
+    except SystemExit as finished:  # argparse has printed its message
         return int(finished.code or 0)
     except KeyboardInterrupt:
         print("\nStopped.", file=sys.stderr)
@@ -81,7 +81,7 @@ def _run(argv: Sequence[str] | None) -> int:
     except (ValueError, FileNotFoundError) as error:
         return _fail(name, error, 2)
     except OSError as error:
-        return _fail(name, error, 2 if error.filename else 1)  # a path that was given, or a full disk
+        return _fail(name, error, 2 if error.filename else 1)  # a bad path, or a full disk
     except (RuntimeError, ArithmeticError, ImportError, MemoryError) as error:
         return _fail(name, error, 1)
 
@@ -93,7 +93,7 @@ def _fail(name: str, error: BaseException, code: int) -> int:
 
 
 def _discard_output(code: int) -> int:
-    """Let the interpreter's last flush find somewhere to write to."""
+    """Redirect standard output to nothing, so that the interpreter's last flush succeeds."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
 

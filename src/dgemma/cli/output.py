@@ -1,4 +1,4 @@
-"""What commands print and write: plain text for pipes, nothing that could steer a terminal, JSON, pictures."""
+"""Output of the commands: plain text for pipes, safe text for terminals, JSON, and pictures."""
 
 import argparse
 import json
@@ -16,45 +16,47 @@ from dgemma.view.pieces import printable
 
 
 def add_json_option(parser: Any) -> None:
-    """--json."""
+    """Add --json."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def add_view_options(parser: argparse.ArgumentParser, *, pictures: bool = True) -> None:
-    """--json, --quiet, --html, --gif."""
-    group = parser.add_argument_group("output", "The live view shows on a terminal only; what is piped is plain text.")
+    """Add --json, --quiet, --html and --gif."""
+    group = parser.add_argument_group("output", "The live view needs a terminal; piped output is plain text.")
     add_json_option(group)
-    group.add_argument("--quiet", action="store_true", help="no live view, no progress bar")
+    group.add_argument("--quiet", action="store_true", help="show no live view and no progress bar")
     if pictures:
         group.add_argument(
-            "--html", type=types.new_file, metavar="FILE", help="write the denoising as a page to play and scrub"
+            "--html", type=types.new_file, metavar="FILE", help="write a web page that plays the denoising step by step"
         )
         group.add_argument(
             "--gif",
             type=types.new_gif,
             metavar="FILE",
-            help="write it as an animation; needs pip install 'dgemma[plots]'",
+            help="write an animated GIF; needs pip install 'dgemma[plots]'",
         )
 
 
 def is_watched(arguments: argparse.Namespace) -> bool:
-    """Whether to show a live view."""
+    """Return whether to show a live view."""
     return sys.stderr.isatty() and not arguments.quiet and not arguments.json
 
 
 def print_text(text: str) -> None:
-    """A model's text: as it is into a pipe, and on a terminal with its control characters made visible."""
+    """Print a model's text: unchanged into a pipe, with visible control characters on a terminal."""
     print("\n".join(map(printable, text.split("\n"))) if sys.stdout.isatty() else text)
 
 
-def print_json(found: dict[str, Any]) -> None:
-    """One JSON object on a line, at once; null for numbers that JSON cannot write."""
-    shows_all = (getattr(sys.stdout, "encoding", None) or "").lower().startswith("utf")  # else characters are escaped
-    print(json.dumps(_finite(found), ensure_ascii=not shows_all), flush=True)
+def print_json(content: dict[str, Any]) -> None:
+    """Print one JSON object on one line and flush. NaN and infinity become null."""
+    shows_all = (
+        (getattr(sys.stdout, "encoding", None) or "").lower().startswith("utf")
+    )  # otherwise characters are escaped
+    print(json.dumps(_finite(content), ensure_ascii=not shows_all), flush=True)
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things.
+    """Return a number with its noun.
 
     Example: `counted(1, "step")` is "1 step".
     """
@@ -70,14 +72,14 @@ def _finite(value: Any) -> Any:
 
 
 def is_recorded(arguments: argparse.Namespace) -> bool:
-    """Whether a picture is asked for."""
+    """Return whether a picture was requested."""
     return bool(arguments.html or arguments.gif)
 
 
 def write_pictures(
     arguments: argparse.Namespace, tokenizer: Tokenizer | Board, *trajectories: Trajectory | None
 ) -> None:
-    """The page and the animation that --html and --gif ask for; those of further runs beside them, as NAME-2 etc."""
+    """Write the page of --html and the animation of --gif; further runs are written as NAME-2, NAME-3, and so on."""
     for path, write in ((arguments.html, to_html), (arguments.gif, to_gif)):
         for number, trajectory in enumerate(trajectories, start=1):
             if path and trajectory is not None:

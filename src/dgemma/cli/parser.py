@@ -1,4 +1,4 @@
-"""argparse with help that reads like a page at any width, and errors of one sentence."""
+"""argparse with help that wraps at any width, and errors of one sentence."""
 
 import argparse
 import difflib
@@ -8,23 +8,23 @@ from typing import Any, NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose description and epilog are lines that keep their indentation when they wrap."""
+    """Parser whose description and epilog keep their indentation when they wrap."""
 
     def __init__(self, **options: Any) -> None:
         # An abbreviation that is unique today may be ambiguous tomorrow.
         super().__init__(formatter_class=_Help, allow_abbrev=False, **options)
 
-    def parse_known_args(self, *given: Any, **options: Any) -> Any:
-        """What is left over is refused here, where the command's own name is known."""
-        read, unknown = super().parse_known_args(*given, **options)
+    def parse_known_args(self, *words: Any, **options: Any) -> Any:
+        """Refuse unknown arguments here, where the name of the command is known."""
+        arguments, unknown = super().parse_known_args(*words, **options)
         if unknown:
             known = [name for action in self._actions for name in action.option_strings]
             near = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1, cutoff=0.8)
-            self.error(f"unknown: {' '.join(unknown)}" + (f", perhaps {near[0]} was meant" if near else ""))
-        return read, unknown
+            self.error(f"unknown: {' '.join(unknown)}" + (f", perhaps you meant {near[0]}" if near else ""))
+        return arguments, unknown
 
     def error(self, message: str) -> NoReturn:
-        # "argument --steps: must be …" as a sentence
+        # "argument --steps: must be …" becomes a sentence.
         sentence = re.sub(r"^argument (\S+): (must|needs) ", r"\1 \2 ", message).rstrip(".")
         sentence = re.sub(r"^argument (\S+): not allowed with argument (\S+)", r"\1 must not come with \2", sentence)
         self.exit(2, f"{self.prog}: {sentence}. See {self.prog} --help.\n")

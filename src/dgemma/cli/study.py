@@ -1,4 +1,4 @@
-"""`dgemma info` and `bench`: what a checkpoint is, and how fast it runs here."""
+"""`dgemma info` and `bench`: describe a checkpoint, and time it on this machine."""
 
 import argparse
 import statistics
@@ -23,21 +23,21 @@ _ASSETS = Path(__file__).parents[1] / "assets"
 
 
 def add_commands(commands: Any) -> None:
-    """Put the two commands on the parser."""
+    """Add the two commands to the parser."""
     parser = commands.add_parser(
         "info",
-        help="a checkpoint's config, tensors and memory",
+        help="describe a checkpoint: config, tensors and memory",
         usage="dgemma info [OPTION ...] [CHECKPOINT]",
-        description="What a checkpoint is: its geometry, its tensors and the memory it needs. No weight is read; of a "
-        "hub repository only its config is fetched.",
-        epilog="examples:\n  dgemma info\n      the checkpoints that ship with dgemma\n"
+        description="Describe a checkpoint: its geometry, its tensors and the memory it needs. Weights are not read. "
+        "From a hub repository, only the config is downloaded.",
+        epilog="examples:\n  dgemma info\n      list the checkpoints that ship with dgemma\n"
         "  dgemma info google/diffusiongemma-26B-A4B-it",
     )
     parser.add_argument(
         "checkpoint",
         nargs="?",
         metavar="CHECKPOINT",
-        help="folder, dgemma/NAME or hub id; left out: the names of those that ship",
+        help="folder, hub id or dgemma/NAME (lists the checkpoints that ship with dgemma)",
     )
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
     output.add_json_option(parser)
@@ -45,22 +45,24 @@ def add_commands(commands: Any) -> None:
 
     parser = commands.add_parser(
         "bench",
-        help="how fast a model runs on this machine",
+        help="time a model on this machine",
         usage="dgemma bench [OPTION ...]",
-        description="Time the reading of a prefix, a forward over the canvas, and a whole canvas with all its steps. "
-        "Every time is the median of several, beside the fastest and the slowest.",
+        description="Time the prefix, one forward over the canvas, and a whole canvas with all its steps. Each line "
+        "shows the median, the fastest and the slowest of several runs.",
         epilog="example:\n  dgemma bench --batch 4 --steps 16",
     )
-    parser.add_argument("--batch", type=types.count, default=1, metavar="B", help="rows at once (%(default)s)")
+    parser.add_argument("--batch", type=types.count, default=1, metavar="B", help="rows per batch (%(default)s)")
     parser.add_argument(
         "--prefix", type=types.count, default=64, metavar="P", help="tokens in the prefix (%(default)s)"
     )
     parser.add_argument(
-        "--steps", type=types.count, default=16, metavar="N", help="steps a canvas, none left out (%(default)s)"
+        "--steps",
+        type=types.count,
+        default=16,
+        metavar="N",
+        help="denoising steps per canvas, without early stop (%(default)s)",
     )
-    parser.add_argument(
-        "--repeats", type=types.count, default=10, metavar="R", help="runs against the clock (%(default)s)"
-    )
+    parser.add_argument("--repeats", type=types.count, default=10, metavar="R", help="timed runs (%(default)s)")
     options.add_model_options(parser, default="dgemma/text")
     output.add_json_option(parser)
     parser.set_defaults(run=_bench)
@@ -107,12 +109,12 @@ def _info(arguments: argparse.Namespace) -> None:
 def _summary(config: ModelConfig, described: dict[str, Any], stored: dict[str, Stored]) -> list[tuple[str, str]]:
     layers = Counter(kind.removesuffix("_attention") for kind in config.layer_types)
     rows = [
-        ("parameters", f"{described['parameters']:,} ({described['active_parameters']:,} active for a token)"),
+        ("parameters", f"{described['parameters']:,} ({described['active_parameters']:,} active per token)"),
         ("layers", f"{_counted(layers)}; width {config.hidden_size}, window {config.sliding_window}"),
         ("experts", f"{config.num_experts}, {config.top_k_experts} chosen, width {config.moe_intermediate_size}"),
         ("vocabulary", f"{config.vocab_size:,}"),
         ("canvas", f"{config.canvas_length} tokens, context {config.max_position_embeddings:,}"),
-        ("prefix cache", f"{_size(described['cache_bytes_per_token'])} a token and row, in 16 bits"),
+        ("prefix cache", f"{_size(described['cache_bytes_per_token'])} per token and row, in 16 bits"),
     ]
     for name, key in (("noise", "kind"), ("sampler", "name")):
         if described[name] is not None:
@@ -129,7 +131,7 @@ def _counted(counter: Counter[str]) -> str:
 
 
 def _cache_bytes_per_token(config: ModelConfig) -> int:
-    """Keys and values of one token, while it is inside every window."""
+    """Return the bytes of one token's keys and values while it is inside every window."""
     shapes = [config.layer_shape(layer) for layer in range(config.num_hidden_layers)]
     return sum(2 * 2 * shape.num_key_value_heads * shape.head_dim for shape in shapes)
 
@@ -163,7 +165,7 @@ def _bench(arguments: argparse.Namespace) -> None:
     sampler, noise = options.own_sampler(arguments, denoiser), options.own_noise(arguments, denoiser)
 
     def write_canvas() -> None:
-        """With the prefix and the commit; no stop rule and no stop token, so that every one costs the same."""
+        """Write one canvas, with prefix and commit. Without stop rule and stop token, every canvas costs the same."""
         generate(
             denoiser,
             prefix,
@@ -206,11 +208,11 @@ def _bench(arguments: argparse.Namespace) -> None:
     print(f"  prefix of {arguments.prefix}: {timings['prefix']}")
     print(f"  forward over {config.canvas_length}: {timings['forward']}")
     print(f"  canvas in {output.counted(arguments.steps, 'step')}, with prefix: {timings['canvas']}")
-    print(f"  {tokens_per_second:.1f} tokens a second")
+    print(f"  {tokens_per_second:.1f} tokens per second")
 
 
 def _time(work: Callable[[], object], repeats: int, device: torch.device) -> Timing:
-    """Run once to warm up, then `repeats` times against the clock."""
+    """Run once to warm up, then time `repeats` runs."""
     milliseconds = []
     for _ in range(repeats + 1):
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""`dgemma sudoku`: solve a puzzle, or make one and watch it solved."""
+"""`dgemma sudoku`: solve a given or a new puzzle, with a live view of the board."""
 
 import argparse
 import sys
@@ -21,40 +21,50 @@ _SAMPLER = EntropyBound(bound=0.01, greedy=True)
 
 
 def add_commands(commands: Any) -> None:
-    """Put the command on the parser."""
+    """Add the command to the parser."""
     parser = commands.add_parser(
         "sudoku",
         help="solve a Sudoku and watch the board fill",
         usage="dgemma sudoku [OPTION ...] [PUZZLE ...]",
-        description="Solve a Sudoku by diffusion: all cells at once, the surest first. The answer is checked against "
-        "the rules; the exit code is 1 if it breaks one.",
+        description="Solve a Sudoku by diffusion. The model predicts all cells in parallel and keeps the most certain "
+        "first. The exit code is 1 if the answer breaks a rule.",
         epilog="examples:\n  dgemma sudoku --givens 24 --seed 7\n      make a hard puzzle and solve it\n"
-        "  dgemma sudoku - < puzzle.txt\n      81 characters; white space does not count",
+        "  dgemma sudoku - < puzzle.txt\n      81 characters; white space is ignored",
     )
     parser.add_argument(
         "puzzle",
         nargs="*",
         metavar="PUZZLE",
-        help="81 cells row by row, 0 . _ or * for a blank (- reads standard input; without it a new puzzle is made)",
+        help="81 cells, row by row; 0 . _ or * is a blank, - reads standard input (a new puzzle)",
     )
     parser.add_argument(
-        "--givens", type=types.whole(23, 81), default=30, metavar="N", help="clues of a new puzzle (%(default)s)"
+        "--givens",
+        type=types.whole(23, 81),
+        default=30,
+        metavar="N",
+        help="number of clues of a new puzzle (%(default)s)",
     )
     parser.add_argument(
         "--retry",
         type=types.whole(0),
         default=0,
         metavar="K",
-        help="while the answer breaks a rule, try again up to K times, as an equivalent puzzle whose rows, columns and "
-        "digits have changed places (%(default)s)",
+        help="if the answer breaks a rule, try up to K equivalent puzzles, with permuted rows, columns and digits "
+        "(%(default)s)",
     )
-    parser.add_argument("--write-clues", action="store_true", help="let the model write the clues too, none frozen")
+    parser.add_argument(
+        "--write-clues", action="store_true", help="let the model write the clues too, instead of freezing them"
+    )
     options.add_model_options(parser, default="dgemma/sudoku")
     group = parser.add_argument_group("sampling")
-    group.add_argument("--steps", type=types.count, default=48, metavar="N", help="the most to take (%(default)s)")
-    options.add_sampler_option(group, default="entropy-bound:bound=0.01,greedy=True; `dgemma generate --help` has all")
+    group.add_argument(
+        "--steps", type=types.count, default=48, metavar="N", help="denoising steps, at most (%(default)s)"
+    )
+    options.add_sampler_option(
+        group, default="entropy-bound:bound=0.01,greedy=True; `dgemma generate --help` lists them"
+    )
     options.add_noise_option(group, choices=("mask", "uniform"))
-    options.add_seed_option(group, help="of the new puzzle and of the draws")
+    options.add_seed_option(group, help="seed of the new puzzle and of the draws")
     output.add_view_options(parser)
     parser.set_defaults(run=_sudoku)
 
@@ -63,12 +73,12 @@ def _sudoku(arguments: argparse.Namespace) -> int:
     puzzles = _read_puzzle(arguments)
     known = sudoku.solve(puzzles)
     if known.counts[0] == 0:
-        raise ValueError("the puzzle must have a solution, and this one's clues contradict each other.")
+        raise ValueError("The puzzle must have a solution, but its clues contradict each other.")
     denoiser = options.load_denoiser(arguments)
     _check_solver(denoiser, arguments.model)
     noise = sudoku.sudoku_noise(arguments.noise) if arguments.noise else options.own_noise(arguments, denoiser)
     if noise is not None:
-        warn_of_noise(denoiser, noise)  # now, in front of the live view
+        warn_of_noise(denoiser, noise)  # now, before the live view starts
     if arguments.sampler is not None:
         options.check_sampler(arguments, noise or sudoku.sudoku_noise("mask"), denoiser)
     is_watched = output.is_watched(arguments)
@@ -98,7 +108,7 @@ def _sudoku(arguments: argparse.Namespace) -> int:
         found = {"puzzle": given, "solution": answer, "right": is_right, "steps": num_steps, "attempts": len(runs)}
         output.print_json(found)
         return 0 if is_right else 1
-    if not is_shown or len(runs) > 1:  # else the board stands there
+    if not is_shown or len(runs) > 1:  # otherwise the board shows it
         print(answer)
     verdict = "Solved" if is_right else "Wrong: the answer breaks a rule"
     steps, blanks = output.counted(num_steps, "step"), output.counted(int((puzzles == 0).sum()), "blank")
@@ -119,7 +129,7 @@ def _check_solver(denoiser: Denoiser, name: str) -> None:
 
 
 def _read_puzzle(arguments: argparse.Namespace) -> NDArray[np.int8]:
-    """The puzzle given, or a new one from grids that no checkpoint of ours was trained on; (1, 81)."""
+    """Return the puzzle (1, 81), or a new one from grids that no checkpoint of dgemma was trained on."""
     if not arguments.puzzle:
         return sudoku.generate_puzzles(1, givens=arguments.givens, split="test", seed=arguments.seed).puzzles
     text = options.read_input() if arguments.puzzle == ["-"] else "".join(arguments.puzzle)
@@ -127,5 +137,5 @@ def _read_puzzle(arguments: argparse.Namespace) -> NDArray[np.int8]:
     strange = sorted(set(text) - set("0123456789"))
     if len(text) != sudoku.NUM_CELLS or strange:
         what = f"{strange[0]!r} in it" if strange else f"{len(text)}"
-        raise ValueError(f"the puzzle must have 81 cells, digits and 0 . _ or * for a blank, got {what}.")
+        raise ValueError(f"The puzzle must have 81 cells, digits and 0 . _ or * for a blank, got {what}.")
     return sudoku.parse(text)

@@ -1,4 +1,4 @@
-"""Words of a command line as values. What is wrong is said before any model is loaded, in one sentence."""
+"""Values from the words of a command line. Mistakes are reported before any model is loaded."""
 
 import argparse
 import ast
@@ -20,7 +20,7 @@ _PICTURE_PACKAGES = ("PIL", "matplotlib")
 
 
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:
-    """Reads a whole number within bounds.
+    """Return a reader of whole numbers within bounds.
 
     Example: `whole(20, 81)("30")` is 30.
     """
@@ -47,7 +47,7 @@ seed = whole(-(2**63), 2**63 - 1)
 
 
 def positive(most: float = math.inf) -> Callable[[str], float]:
-    """Reads a number above 0, up to `most`.
+    """Return a reader of numbers above 0, up to `most`.
 
     Example: `positive(1.0)("0.5")` is 0.5.
     """
@@ -66,7 +66,7 @@ def positive(most: float = math.inf) -> Callable[[str], float]:
 
 
 def share(text: str) -> float:
-    """Reads a number above 0 and below 1.
+    """Read a number above 0 and below 1.
 
     Example: `share("0.999")` is 0.999.
     """
@@ -77,14 +77,14 @@ def share(text: str) -> float:
 
 
 def some_text(text: str) -> str:
-    """A text that is not empty."""
+    """Read a text that is not empty."""
     if not text:
         raise argparse.ArgumentTypeError("must not be empty")
     return text
 
 
 def device(text: str) -> torch.device:
-    """A device that is there.
+    """Read the name of a device that exists here.
 
     Example: `device("cuda:0")`.
     """
@@ -98,7 +98,7 @@ def device(text: str) -> torch.device:
 
 
 def sampler(text: str) -> Sampler:
-    """A sampler from its name and fields.
+    """Read a sampler from its name and fields.
 
     Example: `sampler("threshold:tau=0.8,greedy=True")`.
     """
@@ -118,18 +118,18 @@ def sampler(text: str) -> Sampler:
 
 
 def describe_samplers() -> str:
-    """What --sampler may name, for the end of a page of help."""
-    lines = ["samplers, the noise they are for, and their fields:"]
+    """Return a list of the samplers, for the end of a help page."""
+    lines = ["samplers, the noise they work with, and their fields:"]
     for name, kind in SAMPLERS.items():
         summary = (kind.__doc__ or "").strip().splitlines()[0]
-        given = ", ".join(map(_default, fields(kind)))  # type: ignore[arg-type]
+        defaults = ", ".join(map(_default, fields(kind)))  # type: ignore[arg-type]
         lines += [f"  {name} ({', '.join(sorted(kind.valid_for))})", f"      {summary}"]
-        lines += [f"      {given}"] if given else []
+        lines += [f"      {defaults}"] if defaults else []
     return "\n".join(lines)
 
 
 def new_file(text: str) -> Path:
-    """A file that can be written, when the work is done."""
+    """Read the path of a file that can be written."""
     path = Path(text)
     is_new = not path.exists()
     try:
@@ -144,7 +144,7 @@ def new_file(text: str) -> Path:
 
 
 def new_gif(text: str) -> Path:
-    """A file whose name says what it is, and the packages that draw it."""
+    """Read the path of a GIF; refuse if the packages that draw it are missing."""
     if Path(text).suffix.lower() != ".gif":
         raise argparse.ArgumentTypeError(f"must be a file that ends in .gif, got {text!r}")
     if any(importlib.util.find_spec(name) is None for name in _PICTURE_PACKAGES):
@@ -153,7 +153,7 @@ def new_gif(text: str) -> Path:
 
 
 def _literal(text: str) -> Any:
-    for read in (ast.literal_eval, float):  # the second for inf
+    for read in (ast.literal_eval, float):  # float reads "inf"
         with suppress(ValueError, SyntaxError, TypeError):
             return read(text)
     return text

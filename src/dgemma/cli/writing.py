@@ -1,4 +1,4 @@
-"""`dgemma generate`, `chat`, `infill` and `edit`: text out of noise, watched as it settles."""
+"""`dgemma generate`, `chat`, `infill` and `edit`: text from noise, with a live view."""
 
 import argparse
 import re
@@ -20,35 +20,35 @@ _HOLE = re.compile(r"_{2,}")
 
 
 def add_commands(commands: Any) -> None:
-    """Put the four commands on the parser."""
+    """Add the four commands to the parser."""
     parser = commands.add_parser(
         "generate",
-        help="continue a prompt, watching the canvas settle",
+        help="continue a prompt",
         usage="dgemma generate [OPTION ...] [PROMPT ...]",
-        description="Continue a prompt. On a terminal the canvas is shown as it settles: certain words plain, "
-        "uncertain ones coloured, faint noise where there is no guess yet.",
+        description="Continue a prompt. A terminal shows the canvas while it is denoised: certain words are plain, "
+        "uncertain ones are coloured, and noise is faint.",
         epilog="examples:\n"
         '  dgemma generate "It was a dark night"\n'
         '  dgemma generate --steps 16 --html run.html "It was"\n'
         "  dgemma generate --json - < prompt.txt\n\n" + types.describe_samplers(),
     )
     parser.add_argument(
-        "prompt", nargs="*", metavar="PROMPT", help="the text to continue (- or nothing: standard input)"
+        "prompt", nargs="*", metavar="PROMPT", help="the text to continue (standard input for - or nothing)"
     )
     _add_length(parser, "tokens to write")
-    parser.add_argument("--chat", action="store_true", help="make the prompt a user's turn, by the chat template")
+    parser.add_argument("--chat", action="store_true", help="send the prompt as a user's turn, with the chat template")
     _add_options(parser, _generate)
 
     parser = commands.add_parser(
         "chat",
-        help="a conversation",
+        help="have a conversation",
         usage="dgemma chat [OPTION ...]",
-        description="A conversation, one line a turn. Leave with Ctrl-D or an empty line. What was read stays read "
-        "between turns. A checkpoint without a chat template continues what you write instead.",
+        description="Have a conversation, one line per turn. Leave with Ctrl-D or an empty line. Earlier turns stay in "
+        "the cache. A checkpoint without a chat template continues your text instead.",
         epilog="examples:\n  dgemma chat -m google/diffusiongemma-26B-A4B-it --fast\n"
-        "  dgemma chat --json < questions.txt\n      one JSON object a turn",
+        "  dgemma chat --json < questions.txt\n      one JSON object per turn",
     )
-    _add_length(parser, "tokens a turn")
+    _add_length(parser, "tokens per turn")
     parser.add_argument("--thinking", action="store_true", help="ask for a thought channel, shown in brackets")
     _add_options(parser, _chat, pictures=False)
 
@@ -56,12 +56,12 @@ def add_commands(commands: Any) -> None:
         "infill",
         help="fill the holes of a text",
         usage="dgemma infill [OPTION ...] [TEXT ...]",
-        description="Fill the holes of a text, seeing what stands on both sides. Two underscores or more are a hole of "
-        "as many tokens.",
+        description="Fill the holes of a text. The model sees the text on both sides. Two or more underscores are a "
+        "hole of as many tokens.",
         epilog='example:\n  dgemma infill "The ____ sat down."',
     )
     parser.add_argument(
-        "text", nargs="*", metavar="TEXT", help="the text with its holes (- or nothing: standard input)"
+        "text", nargs="*", metavar="TEXT", help="the text with its holes (standard input for - or nothing)"
     )
     _add_options(parser, _infill)
 
@@ -69,18 +69,18 @@ def add_commands(commands: Any) -> None:
         "edit",
         help="rewrite a text in place",
         usage="dgemma edit [OPTION ...] [TEXT ...]",
-        description="Rewrite a text in place: noise it to a level, then denoise it from there.",
+        description="Rewrite a text: add noise up to a level, then denoise it.",
         epilog='example:\n  dgemma edit --level 0.4 --keep "the old man" "It was the old man who spoke."',
     )
-    parser.add_argument("text", nargs="*", metavar="TEXT", help="the text (- or nothing: standard input)")
+    parser.add_argument("text", nargs="*", metavar="TEXT", help="the text (standard input for - or nothing)")
     parser.add_argument(
         "--level",
         type=types.positive(1.0),
         default=0.5,
         metavar="L",
-        help="the share of the text that becomes noise; 1 forgets all of it (%(default)s)",
+        help="share of the text that becomes noise; 1 replaces all of it (%(default)s)",
     )
-    parser.add_argument("--keep", action="append", default=[], metavar="WORDS", help="words that stay; repeatable")
+    parser.add_argument("--keep", action="append", default=[], metavar="WORDS", help="words to keep; may be repeated")
     _add_options(parser, _edit)
 
 
@@ -127,7 +127,7 @@ def _generate(arguments: argparse.Namespace) -> None:
 
 
 def _chat(arguments: argparse.Namespace) -> None:
-    with suppress(ImportError):  # not on every system; lines are then edited without it
+    with suppress(ImportError):  # not on every system
         import readline  # noqa: F401
     writer = options.load_writer(arguments)
     tokenizer = writer.tokenizer
@@ -145,9 +145,9 @@ def _chat(arguments: argparse.Namespace) -> None:
             asked = tokenizer.chat(messages, thinking=arguments.thinking)
         else:
             asked = [*read, *(tokenizer.encode(f"\n{line}", bos=False) if read else tokenizer.encode(line))]
-        if asked[: len(read)] != read:  # the template renders the past differently from how it was written
+        if asked[: len(read)] != read:  # the template renders earlier turns differently
             cache, read = None, []
-        seed = first_seed + len(messages) // 2  # each turn has noise of its own
+        seed = first_seed + len(messages) // 2  # each turn draws its own noise
         with _view(arguments, writer) as view:
             out = generate(
                 writer.denoiser,
@@ -171,7 +171,7 @@ def _chat(arguments: argparse.Namespace) -> None:
 
 
 def _note_length(arguments: argparse.Namespace, writer: Writer) -> None:
-    """One line where more is written than was asked for."""
+    """Print one line if -n is rounded up."""
     asked, canvas_len = arguments.max_new_tokens, writer.denoiser.config.canvas_length
     if asked % canvas_len and not arguments.quiet:
         print(f"-n {asked} becomes {asked + -asked % canvas_len}: whole canvases of {canvas_len}.", file=sys.stderr)
@@ -180,7 +180,7 @@ def _note_length(arguments: argparse.Namespace, writer: Writer) -> None:
 def _infill(arguments: argparse.Namespace) -> None:
     text = options.read_text(arguments.text)
     if not _HOLE.search(text):
-        raise ValueError('the text must have a hole. Write two underscores or more: "The ____ sat down."')
+        raise ValueError('The text must have a hole. Write two underscores or more: "The ____ sat down."')
     writer = options.load_writer(arguments)
     pad = writer.tokenizer.pad_token_id
     ids, is_hole = _tokenise(text, _HOLE.pattern, writer.tokenizer, lambda hole: [pad] * hole.count("_"))
@@ -225,8 +225,8 @@ def _edit(arguments: argparse.Namespace) -> None:
 def _tokenise(
     text: str, pattern: str, tokenizer: Tokenizer, marked: Callable[[str], list[int]] | None = None
 ) -> tuple[list[int], list[bool]]:
-    """A text's ids, and whether they are of a piece that `pattern` marks, which become ids by `marked` if given."""
-    # Where words carry the space in front of them, it belongs to them: after a lone one only fragments fit.
+    """Return the ids of a text and whether each belongs to a match of `pattern`; `marked` gives the ids of a match."""
+    # A token that starts a word includes the space before it, so a match includes that space too.
     space = " ?" if len(tokenizer.encode(" a", bos=False)) == 1 else ""
     pattern = f"{space}(?:{pattern})"
     ids, marks = [tokenizer.bos_token_id], [False]
@@ -239,8 +239,9 @@ def _tokenise(
 
 
 def _filling(arguments: argparse.Namespace, writer: Writer) -> dict[str, Any]:
-    """What `infill` and `edit` share. Models tuned on whole replies know a canvas that is filled up with its end."""
+    """Return the options that `infill` and `edit` share."""
     return {
+        # Models that were tuned on whole replies expect end tokens after the text.
         "tail_token_id": writer.tokenizer.eos_token_id if writer.tokenizer.has_chat_template else None,
         "record": output.is_recorded(arguments),
         "progress": not arguments.quiet,
@@ -251,7 +252,7 @@ def _filling(arguments: argparse.Namespace, writer: Writer) -> dict[str, Any]:
 def _fill(
     arguments: argparse.Namespace, text: str, writer: Writer, write: Callable[[OnStep | None], Infilling]
 ) -> None:
-    """Run `infill` or `edit` under the live view and print what came of it."""
+    """Run `infill` or `edit` under the live view and print the result."""
     with _view(arguments, writer) as view:
         out = write(view)
     output.write_pictures(arguments, writer.tokenizer, *(out.trajectories or ()))
@@ -265,7 +266,7 @@ def _fill(
 
 
 def _view(arguments: argparse.Namespace, writer: Writer, prefix: str = "") -> AbstractContextManager[Any]:
-    """The live view where somebody looks, else nothing."""
+    """Return the live view, or a context that does nothing if nobody watches."""
     if not output.is_watched(arguments):
         return nullcontext()
     return LiveView(
@@ -277,7 +278,7 @@ def _view(arguments: argparse.Namespace, writer: Writer, prefix: str = "") -> Ab
 
 
 def _read_line() -> str:
-    """What the user says next; empty at the end."""
+    """Read the user's next line; empty at the end of the input."""
     is_asked = sys.stdin.isatty() and sys.stdout.isatty()
     try:
         return input("> " if is_asked else "")
@@ -289,7 +290,7 @@ def _read_line() -> str:
 
 
 def _written(out: Generation, writer: Writer) -> list[int]:
-    """The new tokens up to the one that stopped the row, without the padding after it."""
+    """Return the new tokens up to the stop token, without padding."""
     new: Sequence[int] = out.new_tokens[0].tolist()
     stops = writer.denoiser.generation.eos_token_id
     end = next((i for i, token in enumerate(new, start=1) if token in stops), len(new))

@@ -15,10 +15,10 @@ from dgemma.sampling.base import Sampler
 
 @dataclass(frozen=True, kw_only=True)
 class Ancestral(Sampler):
-    """Draw x0, then the next canvas from q(z_s | z_t, x0); exact as the number of steps grows, for an exact network.
+    """Draw x0, then the next canvas from q(z_s | z_t, x0). Exact for an exact network and many steps.
 
-    parametrisation: what the network predicts. "mean", p(x0 | z), is what cross-entropy learns (DiffusionGemma);
-    "loo", p(x0 | z without this position), is what the plug-in bounds of UDLM, Duo and GIDD learn. Under masking the
+    parametrisation: what the network predicts. "mean" is p(x0 | z), which cross-entropy learns (DiffusionGemma).
+    "loo" is p(x0 | z without this position), which the plug-in bounds of UDLM, Duo and GIDD learn. Under mask noise the
     two agree. The conversion uses the state's noise level.
 
     Example: `Ancestral()(prediction, state).write` marks positions that become their drawn x0.
@@ -37,7 +37,7 @@ class Ancestral(Sampler):
         return transition(prediction.sample(state.uniform("token")), state)
 
     def final(self, prediction: Prediction, state: DenoiseState) -> Tensor:
-        """The canvas once no noise is left; before that the argmax wherever there may be some."""
+        """Return the canvas if no noise is left; otherwise the argmax at positions that may be noise."""
         masked = state.noise.masked(state.canvas)
         unseen = state.open & (state.noise_level > 0)[:, None] & (state.noise.kind != "mask")
         return torch.where(masked | unseen, prediction.argmax, state.canvas)

@@ -1,7 +1,7 @@
 """The sampler seam: a frozen value that turns a prediction into a decision.
 
 A new sampler is one file: subclass `Sampler`, declare `valid_for`, write `__call__`. It may keep memory (`start` gives
-the first, the decision returns the next) and say what is committed at the end (`final`).
+the first, the decision returns the next) and define what is committed at the end (`final`).
 """
 
 from typing import Any, ClassVar
@@ -15,14 +15,15 @@ from dgemma.diffusion.state import DenoiseState
 
 
 class Sampler:
-    """Decides, from a prediction, what is written to the canvas and what returns to noise.
+    """Base class: from a prediction, decides what to write to the canvas and what to return to noise.
 
-    `state.open` marks the positions still to decide; what is neither written nor renoised stays as it is. What is
-    written is settled for good, unless the process is among `redecides`, under which every unfrozen position is open
-    again at each step (the published sampler under uniform noise), or the sampler `revises`. `valid_for` names the
-    processes it may run under: "mask", "uniform", "hybrid". Draw by `state.uniform("any name")`. What is to be
-    remembered goes into `Decision.memory`, comes back as `state.memory`, and begins as `start(state)`; its tensors have
-    rows first.
+    `state.open` marks the positions still to decide. Positions that are neither written nor renoised keep their token.
+    A written position is closed for good, with two exceptions. If the noise is in `redecides`, every unfrozen position
+    is open again at each step (the published sampler under uniform noise). If the sampler `revises`, it may change
+    closed positions itself. `valid_for` names the noises it may run under: "mask", "uniform", "hybrid".
+
+    Draw random numbers with `state.uniform("any name")`. To remember something, return it in `Decision.memory`: it
+    comes back as `state.memory`, and `start(state)` gives the first one. Its tensors have the rows first.
 
     Write pure tensor code (no `.item()`, no `if` on a tensor, no boolean indexing): then a CUDA graph can capture it.
 
@@ -35,10 +36,10 @@ class Sampler:
     """
 
     valid_for: ClassVar[frozenset[str]] = frozenset({"mask", "uniform", "hybrid"})
-    # Noise processes under which every unfrozen position is decided anew at every step; elsewhere commits persist.
+    # Noises under which every unfrozen position is decided again at each step. Under others, commits persist.
     redecides: ClassVar[frozenset[str]] = frozenset()
-    # Whether a checkpoint's stop rule, which waits for certain predictions, may end it; one that mends what the
-    # prediction is certain of takes all its steps, unless a rule is given.
+    # False for a sampler that corrects confident predictions: then the checkpoint's stop rule, which waits for
+    # confident predictions, is not used by default.
     stops_when_certain: ClassVar[bool] = True
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -49,19 +50,19 @@ class Sampler:
 
     @property
     def revises(self) -> bool:
-        """Whether a committed token may still change. If not, a canvas with nothing open is done."""
+        """True if a committed token may still change. Otherwise a canvas with nothing open is done."""
         return False
 
     def start(self, state: DenoiseState) -> Any:
-        """The memory a fresh canvas begins with."""
+        """Return the memory of a new canvas."""
         return None
 
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
         raise NotImplementedError(f"{type(self).__name__} must define __call__(self, prediction, state) -> Decision.")
 
     def final(self, prediction: Prediction, state: DenoiseState) -> Tensor:
-        """What is committed if the canvas ends after this step: the canvas, and the argmax where it is still open.
+        """Return the tokens (B, C) to commit if the canvas ends now: the canvas, with the argmax at open positions.
 
-        state is the one after the step. (B, C) int64.
+        state: the state after the step.
         """
         return torch.where(state.open, prediction.argmax, state.canvas)

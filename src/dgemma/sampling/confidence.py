@@ -20,16 +20,17 @@ _ROUNDING = 1e-9  # L · 0.5 must not fall below its integer
 
 @dataclass(frozen=True, kw_only=True)
 class Confidence(Sampler):
-    """Commit the k most certain open positions each step; the rest stay masked (LLaDA's "low-confidence re-masking").
+    """Commit the k most certain open positions per step; the rest stay masked (LLaDA's "low-confidence re-masking").
 
-    quota: "fixed" shares the open positions evenly over the steps left; "cosine" is MaskGIT's, which leaves
-    ⌊L cos(π/2 · (n+1)/N)⌋ of the L positions first open still masked after step n. Either commits at least one.
-    order: "confidence", "margin", "entropy" or "random"; "log_confidence" ranks alike but is the scale to which MaskGIT
-    adds its noise. order_temperature τ adds τ times Gumbel noise to the score (Dream's `alg_temp`: choosing from
-    softmax(score / τ)), annealed by 1 - (n+1)/N if `anneal` (MaskGIT's choice temperature). block_len decides
-    sub-blocks from left to right. greedy writes the argmax: the published T = 0 of LLaDA and Dream.
+    quota sets k, at least 1. "fixed" divides the open positions evenly among the remaining steps. "cosine" is
+    MaskGIT's: after step n, ⌊L cos(π/2 · (n+1)/N)⌋ of the L initially open positions are still masked.
 
-    One token a step is exact for every order, since none looks at the sampled token.
+    order is the score: "confidence", "margin", "entropy" or "random". "log_confidence" ranks like "confidence", but it
+    is the scale on which MaskGIT adds noise. order_temperature τ adds τ times Gumbel noise to the score, which samples
+    from softmax(score / τ) (Dream's `alg_temp`). `anneal` multiplies it by 1 - (n+1)/N (MaskGIT's choice temperature).
+
+    block_len decides sub-blocks from left to right. greedy writes the argmax: the published T = 0 of LLaDA and Dream.
+    With one token per step every order is exact, because no order depends on the sampled token.
 
     Example: LLaDA is `Confidence(greedy=True)`, semi-autoregressive `Confidence(greedy=True, block_len=32)`.
     """

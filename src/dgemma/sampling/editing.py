@@ -1,4 +1,4 @@
-"""Token editing (LLaDA2.1, arXiv:2602.08676): fill masks by threshold, rewrite committed tokens on second thoughts."""
+"""Token editing (LLaDA2.1, arXiv:2602.08676): fill masks above a threshold, and rewrite committed tokens."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -18,9 +18,9 @@ from dgemma.sampling.ranking import best
 class TokenEditing(Sampler):
     """Write the argmax over a mask if its confidence is > `tau_mask`, over another token if it is > `tau_edit`.
 
-    The best mask is filled in any case. Edits need a network trained on wrong tokens, and can swing between two of them
-    for ever: once nothing is masked, at most `max_edit_steps` further steps edit. Pair it with the stop rule
-    `Unchanged`, which ends a canvas when a step changed nothing.
+    The most confident mask is always filled. Edits need a network that was trained on wrong tokens. They can alternate
+    between two tokens, so at most `max_edit_steps` steps edit after the last mask is filled. Combine it with the stop
+    rule `Unchanged`, which ends a canvas when a step changes nothing.
 
     Example: `TokenEditing(tau_mask=0.7, tau_edit=0.5)`, quality; `TokenEditing(tau_mask=0.5, tau_edit=0.0)`, speed.
     """

@@ -18,15 +18,16 @@ from dgemma.sampling.ranking import certainty, propose
 class EntropyBound(Sampler):
     """Accept the most certain positions while Σh - max h of their entropies stays within `bound` nats.
 
-    The left side bounds the information the accepted tokens share, so they may be drawn independently. Under mask noise
-    what is accepted stays; under uniform noise every position is decided anew each step, the refused ones return to
-    noise, and the argmax is committed at the end: that is the published loop, and it has no distributional guarantee.
+    The sum bounds the information that the accepted tokens share, so they may be drawn independently. Under mask noise
+    an accepted token is committed. Under uniform noise every position is decided again at each step, refused positions
+    get new noise, and the argmax is committed at the end. That is the published loop; it has no distributional
+    guarantee.
 
-    `order` says which positions are considered first; `greedy` writes the argmax instead of a sample. `commit` is what
-    the text becomes when the canvas ends: the "argmax" where it is still open (transformers), or the "canvas" as the
-    last step left it, refused positions with the noise they were given included (Google's JAX).
+    `order` ranks the positions. `greedy` writes the argmax instead of a sample. `commit` is what the text becomes when
+    the canvas ends: "argmax" at open positions (transformers), or the "canvas" after the last step, including the noise
+    at refused positions (Google's JAX code).
 
-    Example: `EntropyBound(bound=0.1)`; `EntropyBound(bound=0.0)` accepts one position a step.
+    Example: `EntropyBound(bound=0.1)`; `EntropyBound(bound=0.0)` accepts one position per step.
     """
 
     bound: float = 0.1
@@ -44,7 +45,7 @@ class EntropyBound(Sampler):
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
         score = certainty(prediction, self.order).masked_fill(~state.open, -torch.inf)
         ranked = score.argsort(dim=-1, descending=True, stable=True)  # (B, C)
-        # What is settled is ranked last, after all that is to be paid for.
+        # Closed positions rank last: their entropy must not count.
         entropy = prediction.entropy.gather(-1, ranked)
         # A running maximum, since only under order="entropy" is the newest entropy the largest. The first term is
         # h - h = 0: the most certain position always passes.
@@ -54,6 +55,6 @@ class EntropyBound(Sampler):
         return Decision(tokens=tokens, write=accept, renoise=state.open & ~accept)
 
     def final(self, prediction: Prediction, state: DenoiseState) -> Tensor:
-        """What `commit` says; never the mask token."""
+        """Return the tokens that `commit` selects, never the mask token."""
         decided = ~state.open if self.commit == "argmax" else ~state.noise.masked(state.canvas)
         return torch.where(decided, state.canvas, prediction.argmax)

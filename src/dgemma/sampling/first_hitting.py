@@ -1,4 +1,4 @@
-"""First-hitting sampling: masked diffusion in continuous time, one token a step (arXiv:2409.02908)."""
+"""First-hitting sampling: masked diffusion in continuous time, one token per step (arXiv:2409.02908)."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,11 +14,11 @@ from dgemma.sampling.base import Sampler
 
 @dataclass(frozen=True, kw_only=True)
 class FirstHitting(Sampler):
-    """Reveal one masked position, chosen uniformly, each step: exact for an exact network, at a forward per token.
+    """Reveal one masked position per step, chosen uniformly. Exact for an exact network, at one forward per token.
 
-    With m masks left, the noise level at which the next one falls is the last level times u^(1/m), whatever the
-    schedule; the memory is that level, (B,), so `schedule.time(1 - memory)` is the reverse process's own clock.
-    Give it at least as many steps as there are masks: what is still open at the end becomes the argmax.
+    With m masks left, the next one is revealed at the previous noise level times u^(1/m), for every schedule. The
+    memory is that level (B,), so `schedule.time(1 - memory)` is the time of the reverse process. Use at least as many
+    steps as there are masks: positions that are still open at the end become the argmax.
 
     Example: `generate(model, tokens, noise=MaskNoise(vocab_size), sampler=FirstHitting(), steps=256)`.
     """

@@ -1,4 +1,4 @@
-"""A Gibbs corrector for uniform diffusion: resample positions from their leave-one-out law (arXiv:2605.22765)."""
+"""Gibbs corrector for uniform diffusion: resample positions given all others (arXiv:2605.22765)."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
@@ -16,15 +16,15 @@ from dgemma.sampling.base import Sampler
 
 @dataclass(frozen=True, kw_only=True)
 class LeaveOneOutGibbs(Sampler):
-    """Ancestral steps, each followed by `corrections` steps that stay at the level reached and repair the canvas.
+    """Take ancestral steps, each followed by `corrections` steps that correct the canvas at the noise level it has.
 
     A correction picks `num_positions` positions and redraws each from p(z at l | the rest) = α·loo + (1 - α)·uniform.
-    One position, picked without looking at the canvas, leaves the level's law exactly as it is; several at once, or
-    positions picked by what they show, do not. choice_temperature: None picks blindly; a number picks the positions of
-    least margin (how far the token shown leads its best rival), blurred by Gumbel noise of that size.
+    One position that is picked without looking at the canvas keeps the distribution of the level exactly. Several
+    positions, or positions picked by their content, do not. choice_temperature: None picks at random; a number picks
+    the positions of least margin between the canvas's token and its best rival, with Gumbel noise of that size.
 
-    Every step is a forward, so of N steps about N/(corrections + 1) are ancestral, the first and the last among them;
-    these cut the schedule into equal times of their own. The memory is the level the canvas is at, (B,).
+    Every step is a forward. Of N steps about N/(corrections + 1) are ancestral, including the first and the last; they
+    divide the schedule into equal times. The memory is the noise level of the canvas, (B,).
 
     Example: `LeaveOneOutGibbs(corrections=2)` with `noise=UniformNoise(vocab_size)`.
     """
@@ -35,13 +35,13 @@ class LeaveOneOutGibbs(Sampler):
     parametrisation: Literal["mean", "loo"] = "mean"
     valid_for: ClassVar[frozenset[str]] = frozenset({"uniform"})
     redecides: ClassVar[frozenset[str]] = frozenset({"uniform"})
-    stops_when_certain: ClassVar[bool] = False  # certain is the mean, to which each token speaks for itself
+    stops_when_certain: ClassVar[bool] = False  # the mean prediction is confident because it sees the token itself
 
     def __post_init__(self) -> None:
-        check_count(self, "corrections", fix="Without any, use Ancestral.")
-        check_count(self, "num_positions", fix="Use 1 to leave each level's law as it is.")
+        check_count(self, "corrections", fix="Use Ancestral for none.")
+        check_count(self, "num_positions", fix="Use 1 to keep the distribution of each level.")
         if self.choice_temperature is not None:
-            check_size(self, "choice_temperature", fix="None picks blindly.")
+            check_size(self, "choice_temperature", fix="Use None to pick at random.")
         check_choice(self, "parametrisation", ("mean", "loo"))
 
     def start(self, state: DenoiseState) -> Tensor:
@@ -69,7 +69,7 @@ class LeaveOneOutGibbs(Sampler):
         )
 
     def clock(self, state: DenoiseState) -> tuple[Tensor, Tensor]:
-        """Which rows take an ancestral step now, and the level each row is at after the step; both (B,)."""
+        """Return which rows take an ancestral step now, and the noise level of each row after the step; both (B,)."""
         cycle = self.corrections + 1
         remaining = state.num_steps - 1 - state.step
         predicts = (state.step == 0) | (remaining % cycle == 0)
@@ -79,11 +79,11 @@ class LeaveOneOutGibbs(Sampler):
         return predicts, torch.where(predicts, reached, state.memory)
 
     def final(self, prediction: Prediction, state: DenoiseState) -> Tensor:
-        """The canvas once no noise is left (the memory is its level); before that the argmax."""
+        """Return the canvas if no noise is left (the memory is its level); otherwise the argmax at open positions."""
         return torch.where(state.open & (state.memory > 0)[:, None], prediction.argmax, state.canvas)
 
     def _pick(self, loo: Tensor, state: DenoiseState) -> Tensor:
-        """The positions to redraw, (B, C) bool."""
+        """Return the positions to redraw, (B, C) bool."""
         score = state.uniform("position")
         if self.choice_temperature is not None:
             alpha = 1 - state.memory[:, None]

@@ -1,4 +1,4 @@
-"""Path planning, P2-self (Peng et al., arXiv:2502.03540): unmask what scores high and mask again what scores low."""
+"""Path planning, P2-self (Peng et al., arXiv:2502.03540): unmask high scores and mask low scores again."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,12 +17,12 @@ _ROUNDING = 1e-9  # a noise level of 1 - 0.9 times 10 positions must count as 1
 
 @dataclass(frozen=True, kw_only=True)
 class P2(Sampler):
-    """After each step the ⌊L (1 - α)⌋ positions of lowest score are masked, whether they were before or not.
+    """After each step, mask the ⌊L (1 - α)⌋ positions of lowest score, committed or not.
 
-    The score is the log-probability of the token a position holds or is about to get; that of committed positions is
-    multiplied by `eta`. Logs are negative, so eta = 0 never masks again, 1 treats all alike and more favours revision
-    (on a positive score, such as a margin, the same factor would do the opposite). L counts the unfrozen positions and
-    1 - α is the noise level after the step: the published κ is the linear schedule.
+    The score is the log-probability of the token that a position has or would get. For committed positions it is
+    multiplied by `eta`. Logs are negative, so eta = 0 never masks a committed token, 1 treats all alike, and more
+    favours revision. L counts the unfrozen positions, and 1 - α is the noise level after the step. The published κ is
+    the linear schedule.
 
     Example: `P2(eta=1.0)`.
     """

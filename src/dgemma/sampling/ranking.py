@@ -1,6 +1,6 @@
-"""Which positions come first and what is proposed for them: scores, the k best of a row, the sub-block in turn.
+"""Rankings of positions: scores, the k best of a row, the current sub-block, and the tokens proposed.
 
-Everything is a mask or a sort over (B, C): the number chosen may differ from row to row without leaving the device.
+All are masks or sorts over (B, C), so that rows may choose different numbers without a host synchronisation.
 """
 
 from typing import Literal, NamedTuple
@@ -15,9 +15,9 @@ Order = Literal["confidence", "log_confidence", "margin", "entropy"]
 
 
 def certainty(prediction: Prediction, order: Order) -> Tensor:
-    """A score per position, higher is more certain; always of the distribution, never of a token drawn from it, (B, C).
+    """Return a score per position (B, C), higher for more certain; it depends on the distribution, not on a sample.
 
-    Ranking positions by the probability of a *sampled* token biases the law even at one token a step.
+    Ranking by the probability of a *sampled* token would bias the result even at one token per step.
 
     Example: `certainty(prediction, "entropy")` is `-prediction.entropy`.
     """
@@ -31,7 +31,7 @@ def certainty(prediction: Prediction, order: Order) -> Tensor:
 
 
 def best(score: Tensor, among: Tensor, count: Tensor | int) -> Tensor:
-    """The `count` highest-scoring positions of each row `among` the allowed ones, leftmost on ties, (B, C) bool.
+    """Return the `count` highest-scoring positions of each row `among` the allowed ones, leftmost on ties, (B, C) bool.
 
     score: (B, C) float. among: (B, C) bool. count: (B,) or a number; all of `among` if it is larger.
 
@@ -44,7 +44,7 @@ def best(score: Tensor, among: Tensor, count: Tensor | int) -> Tensor:
 
 
 def propose(prediction: Prediction, state: DenoiseState, *, greedy: bool) -> Tensor:
-    """The token a position would be given, (B, C): the argmax if `greedy`, else a sample.
+    """Return the token proposed for each position, (B, C): the argmax if `greedy`, otherwise a sample.
 
     Example: `propose(prediction, state, greedy=self.greedy)`.
     """
@@ -52,7 +52,7 @@ def propose(prediction: Prediction, state: DenoiseState, *, greedy: bool) -> Ten
 
 
 class Turn(NamedTuple):
-    """The sub-block that may be decided now, (B, C) bool, and the steps [first_step, end_step) it has, (B,) each."""
+    """The sub-block to decide now, (B, C) bool, and its steps [first_step, end_step), (B,) each."""
 
     span: Tensor
     first_step: Tensor
@@ -60,10 +60,10 @@ class Turn(NamedTuple):
 
 
 def take_turn(state: DenoiseState, block_len: int | None) -> Turn:
-    """The leftmost sub-block of `block_len` positions with anything open; the whole canvas if None.
+    """Return the leftmost sub-block of `block_len` positions with an open one; None means the whole canvas.
 
-    Steps are shared out in proportion to positions. With fewer steps than sub-blocks, those that fall due in the same
-    step take their turn together, so the canvas is always full at the end.
+    Steps are divided in proportion to positions. With fewer steps than sub-blocks, several sub-blocks are decided in
+    the same step, so the canvas is always full at the end.
 
     Example: 8 positions, 8 steps, `block_len=4`: positions 0-3 have steps [0, 4), positions 4-7 steps [4, 8).
     """
@@ -80,7 +80,7 @@ def take_turn(state: DenoiseState, block_len: int | None) -> Turn:
 
 
 def even_share(turn: Turn, state: DenoiseState) -> Tensor:
-    """LLaDA's quota, (B,): what is open in the sub-block over the steps it has left, rounded up: larger shares first.
+    """Return LLaDA's quota (B,): open positions of the sub-block divided by its remaining steps, rounded up.
 
     Example: 10 open positions and 4 steps left are decided 3, 3, 2, 2.
     """

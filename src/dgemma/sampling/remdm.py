@@ -1,4 +1,4 @@
-"""ReMDM: masked diffusion that may take tokens back (arXiv:2503.00307)."""
+"""ReMDM: masked diffusion that may mask tokens again (arXiv:2503.00307)."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
@@ -19,13 +19,16 @@ _PUBLISHED_ETA = {"cap": 0.008, "rescale": 0.015, "loop": 0.02}
 
 @dataclass(frozen=True, kw_only=True)
 class ReMDM(Sampler):
-    """Re-mask revealed tokens with probability σ and reveal masks faster by as much, so that each level keeps its law.
+    """Mask revealed tokens again with probability σ, and reveal masks faster to keep the distribution of each level.
 
-    strategy sets σ, which may not exceed σ_max = min(1, (1 - α_s)/α_t):
-    "cap", σ = min(eta, σ_max); "rescale", σ = eta·σ_max; "loop", σ = eta while the `Loop` schedule rests, else 0;
-    "conf", σ_max shared out by softmax over minus the probability each token had when it was revealed (the memory,
-    (B, C)), without revealing faster, as published: it trades the level's law for taking back the doubtful.
-    eta: the published value of the strategy if None; "conf" has none. Published runs use `top_p=0.9`.
+    strategy sets σ, which is at most σ_max = min(1, (1 - α_s)/α_t):
+    - "cap": σ = min(eta, σ_max).
+    - "rescale": σ = eta·σ_max.
+    - "loop": σ = eta while the `Loop` schedule rests, otherwise 0.
+    - "conf": σ_max times a softmax over minus the probability that each token had when it was revealed (the memory,
+      (B, C)). As published, it does not reveal faster, so levels do not keep their distribution.
+
+    eta: None is the published value of the strategy; "conf" has none. Published runs use `top_p=0.9`.
 
     Example: `ReMDM(strategy="loop")` with `noise=MaskNoise(vocab_size, schedule=Loop())`.
     """
@@ -63,7 +66,7 @@ class ReMDM(Sampler):
         return Decision(tokens=tokens, write=write, renoise=~state.open & (u < remask), memory=memory)
 
     def rates(self, state: DenoiseState) -> tuple[Tensor, Tensor]:
-        """The probabilities of revealing a mask and of re-masking a token in this step, both (B, C)."""
+        """Return the probabilities of revealing a mask and of masking a token again in this step, both (B, C)."""
         alpha_t, alpha_s = 1 - state.noise_level[:, None], 1 - state.next_noise_level[:, None]  # (B, 1)
         sigma = self._sigma(state, alpha_t, alpha_s)  # (B, C)
         # A canvas without noise has no masks to reveal.

@@ -1,4 +1,4 @@
-"""When a canvas is finished: frozen rules on tensors, combined with `|` and `&`."""
+"""Stop rules: frozen values that decide when a canvas is finished, combined with `|` and `&`."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -12,20 +12,20 @@ from dgemma.diffusion.state import DenoiseState
 
 
 class StopRule:
-    """Says, after each step, which rows are done. Pure tensor code, like a sampler.
+    """Base class: decides after each step which rows are done. Pure tensor code, like a sampler.
 
-    `state` is the one after the step and `state.stop_memory` what the rule returned last, or `start` at first; memory
-    is batch-first, so that rows of two states can be spliced.
+    `state` is the state after the step. `state.stop_memory` is the memory that the rule returned last, at first that of
+    `start`. Memory is batch-first, so that rows of two states can be spliced.
 
     Example: `StableAndConfident() | EndOfText()`.
     """
 
     def start(self, state: DenoiseState) -> Any:
-        """The memory a fresh canvas begins with."""
+        """Return the memory of a new canvas."""
         return None
 
     def __call__(self, prediction: Prediction, state: DenoiseState) -> tuple[Tensor, Any]:
-        """Which rows are done, (B,) bool, and the memory for the next step."""
+        """Return which rows are done, (B,) bool, and the memory for the next step."""
         raise NotImplementedError(
             f"{type(self).__name__} must define __call__(self, prediction, state) -> (done, memory)."
         )
@@ -38,7 +38,7 @@ class StopRule:
 
 
 def ask(rule: StopRule, prediction: Prediction, state: DenoiseState) -> tuple[Tensor, Any]:
-    """What a rule answers: which rows are done, (B,) bool, and its memory. Anything else is refused.
+    """Call a rule, check its answer, and return done (B,) bool and the memory.
 
     Example: `done, memory = ask(StepCap(4), prediction, state)`.
     """
@@ -48,7 +48,7 @@ def ask(rule: StopRule, prediction: Prediction, state: DenoiseState) -> tuple[Te
         done = answer[0] if is_pair else answer
         got = f"{done.dtype} {tuple(done.shape)}" if isinstance(done, Tensor) else type(done).__name__
         raise TypeError(
-            f"{type(rule).__name__} must return (done, memory), done a boolean a row, ({state.batch_size},), got "
+            f"{type(rule).__name__} must return (done, memory) with one boolean per row, ({state.batch_size},), got "
             f"{f'done {got}' if is_pair else got}. Return `done, None` to remember nothing."
         )
     return answer
@@ -62,7 +62,7 @@ class _Pair(StopRule):
         return self.rules[0].start(state), self.rules[1].start(state)
 
     def _ask(self, prediction: Prediction, state: DenoiseState) -> tuple[Tensor, Tensor, tuple[Any, Any]]:
-        # Both are always asked: a rule that skips a step would remember the wrong history.
+        # Both are always called: a rule that misses a step would have the wrong memory.
         (left, right), (left_memory, right_memory) = self.rules, state.stop_memory
         left_done, left_memory = ask(left, prediction, replace(state, stop_memory=left_memory))
         right_done, right_memory = ask(right, prediction, replace(state, stop_memory=right_memory))
@@ -85,9 +85,9 @@ class _Both(_Pair):
 class StableAndConfident(StopRule):
     """Done when the argmax equals that of the last `stability` steps and the mean entropy is < `confidence` nats.
 
-    The published rule, so never before step `stability + 1`. Frozen positions count neither as changed nor as certain.
-    `compare` says with what the argmax is compared: the last steps' "argmax" (transformers), or the "canvas" that each
-    of the last `stability` steps was given, first noise and then samples (Google's JAX, with stability 1).
+    The published rule: never done before step `stability + 1`. Frozen positions count neither for the change nor for
+    the mean. `compare` is what the argmax is compared with: the last steps' "argmax" (transformers), or the "canvas"
+    that each of the last `stability` steps started from (Google's JAX code, with stability 1).
 
     Example: `StableAndConfident(stability=1, confidence=0.005)`.
     """
@@ -117,16 +117,16 @@ class StableAndConfident(StopRule):
 
 
 def _push(recent: Tensor, newest: Tensor) -> Tensor:
-    """The last canvases (B, n, C) with the newest (B, C) in place of the oldest."""
+    """Append the newest canvas (B, C) to the last canvases (B, n, C) and drop the oldest."""
     return torch.cat([recent, newest[:, None]], dim=1)[:, 1:]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EndOfText(StopRule):
-    """Done when a stop token is committed and nothing before it is open: what would follow is padding anyway.
+    """Done when a stop token is committed and nothing before it is open: only padding would follow.
 
-    Tokens before the stop token are all committed, so this never changes them. It needs commits that persist: under a
-    sampler that decides every position anew (EntropyBound on uniform noise) nothing is ever committed.
+    Tokens before the stop token are all committed, so this rule never changes them. It needs commits that persist: a
+    sampler that decides every position again (EntropyBound on uniform noise) never commits before the end.
 
     Example: `EndOfText(token_ids=(1, 106, 50))`, the published ones.
     """
@@ -149,7 +149,7 @@ class EndOfText(StopRule):
 class ConfidenceGap(StopRule):
     """Done when the mean gap between the two best logits reaches a threshold that falls by thirds of the run.
 
-    Prophet (arXiv:2508.19982): the sampler's `final` then fills what is open with the argmax. The gap is that of the
+    Prophet (arXiv:2508.19982): then the sampler's `final` fills open positions with the argmax. The gap is of the
     shaped logits, averaged over the unfrozen positions of `span`, (start, stop) on the canvas; None is all of it. The
     published rule watches the answer's span, and its thresholds are for T = 1 logits of LLaDA and Dream.
 
@@ -172,10 +172,10 @@ class ConfidenceGap(StopRule):
 
     def __call__(self, prediction: Prediction, state: DenoiseState) -> tuple[Tensor, None]:
         watched = slice(*self.span) if self.span is not None else slice(None)
-        # Through log_prob: the second best probability may underflow where its logarithm does not.
+        # log_prob, because the second best probability may underflow.
         best_two = prediction.log_prob(prediction.top(2).tokens)[:, watched]
         gap = best_two[..., 0] - best_two[..., -1]  # (B, span)
-        # Where one token alone is allowed the gap is infinite and says nothing about the others.
+        # If only one token is allowed, the gap is infinite and must not count.
         counts = ~state.frozen[:, watched] & gap.isfinite()
         num_watched = counts.sum(-1)
         mean_gap = gap.masked_fill(~counts, 0.0).sum(-1) / num_watched
@@ -187,7 +187,7 @@ class ConfidenceGap(StopRule):
 
 @dataclass(frozen=True, kw_only=True)
 class Unchanged(StopRule):
-    """Done when nothing is open and the step changed no token: the fixed point of a sampler that edits.
+    """Done when nothing is open and the step changed no token: for a sampler that edits.
 
     Example: `Unchanged() | StepCap(64)`.
     """
@@ -202,7 +202,7 @@ class Unchanged(StopRule):
 
 @dataclass(frozen=True)
 class StepCap(StopRule):
-    """Done after `steps` steps, whatever the schedule's length; counted from the first that is run under this rule.
+    """Done after `steps` steps under this rule, for every length of the schedule.
 
     Example: `StableAndConfident() | StepCap(16)`.
     """

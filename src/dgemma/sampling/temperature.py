@@ -13,7 +13,7 @@ _LEAST, _MOST = 1e-30, 1e30  # what float32 can divide logits by
 
 
 class Temperature(Protocol):
-    """The temperature of a step, (B,) float32, from its number counted up from 0 and the number of steps, (B,) each."""
+    """A schedule: step (B,) counted from 0 and num_steps (B,) → temperature (B,) float32."""
 
     def __call__(self, step: Tensor, num_steps: Tensor) -> Tensor: ...
 
@@ -51,7 +51,7 @@ class LinearTemperature:
             _check(self, name)
 
     def __call__(self, step: Tensor, num_steps: Tensor) -> Tensor:
-        # float32 from here on, as in transformers; past the last step nothing is left.
+        # float32 as in transformers. After the last step the share is 0.
         share_left = (num_steps - step).clamp(min=0).float() / num_steps.float()
         return self.end + (self.start - self.end) * share_left
 
@@ -63,7 +63,7 @@ def _check(owner: Any, field: str) -> None:
 
 
 def read_temperature(value: Any) -> Any:
-    """A number of any make as a `ConstantTemperature`; whatever else it is stays.
+    """Return a number as a `ConstantTemperature`, and any other value unchanged.
 
     Example: `read_temperature(0.7)` is `ConstantTemperature(0.7)`.
     """

@@ -15,7 +15,7 @@ from dgemma.sampling.ranking import best, propose, take_turn
 
 @dataclass(frozen=True, kw_only=True)
 class Threshold(Sampler):
-    """Commit every open position whose confidence is at least `tau`, and the best one in any case.
+    """Commit every open position whose confidence is at least `tau`, and always the most confident one.
 
     The comparison is ≥, as in Fast-dLLM; LLaDA2.0 published the same rule with > and tau = 0.95. block_len decides
     sub-blocks from left to right (published: 32). greedy writes the argmax (published).
@@ -61,11 +61,11 @@ class FactorThreshold(Sampler):
 
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
         among = state.open & take_turn(state, self.block_len).span
-        # Closed positions rank last with a confidence that never passes.
+        # Closed positions rank last, with a confidence that never passes.
         confidence = prediction.confidence.masked_fill(~among, -torch.inf)
         descending = confidence.sort(dim=-1, descending=True).values
         n = torch.arange(1, state.canvas_len + 1, device=state.device)
-        # The left side grows with n, so those that pass are a prefix and their number is the n sought.
+        # The left side grows with n, so the positions that pass are a prefix.
         count = ((n + 1) * (1 - descending) < self.factor).sum(-1).clamp(min=1)
         write = best(confidence, among, count)
         tokens = propose(prediction, state, greedy=self.greedy)
