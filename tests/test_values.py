@@ -85,7 +85,7 @@ def test_gibbs_takes_all_its_steps_unless_a_rule_is_given(named):
         ({"name": "ancestral", "tau": 1}, r"which takes parametrisation=…, got 'tau=1'\. Pass"),
         ({"name": "first-hitting", "tau": 1}, "which takes no fields"),
         ({"name": "p2", "greedy": 1}, "whose greedy is True or False, got 'greedy=1'"),
-        ({"name": "p2", "eta": "high"}, "fit p2, got 'eta=high', of another type"),
+        ({"name": "p2", "eta": "high"}, "fit p2: P2.eta must be >= 0, got 'high'"),
         ({"name": "leave-one-out-gibbs", "num_positions": 2.5}, "num_positions must be an integer >= 1, got 2.5"),
         ({"name": "threshold", "tau": 7}, r"fit threshold: Threshold\.tau must be a probability, got 7"),
     ],

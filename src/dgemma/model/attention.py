@@ -17,7 +17,7 @@ Mask = Tensor | BlockMask | Literal["causal"]
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Mask | None) -> Tensor:
-    """softmax(q·k) v with scale 1, grouped queries. queries (B, T, N, H), keys and values (B, K, S, H) → (B, T, N, H).
+    """Return softmax(q·k) v with scale 1: queries (B, T, N, H), keys and values (B, K, S, H) → (B, T, N, H).
 
     mask: (B, 1, T or 1, S), True where a query looks, or None for everywhere. A `BlockMask` says the same and lets
     FlexAttention skip what nobody sees. "causal": at keys up to its own, T = S; the fastest way to say that.
@@ -26,11 +26,11 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Mask | None) -> 
         return _attend_in_blocks(queries, keys, values, mask)
     batch, num_kv_heads = keys.shape[:2]
     group = queries.shape[2] // num_kv_heads
-    # A kv head is a batch entry and its query heads are the heads over it, so that keys are shared, never copied.
+    # Each kv head becomes a batch entry with its query heads, so that keys are shared and not copied.
     q = rearrange(queries, "b t (k g) h -> (b k) g t h", k=num_kv_heads)
     k, v = (x.flatten(0, 1)[:, None].expand(-1, group, -1, -1) for x in (keys, values))
     if queries.is_cuda:
-        # But there: torch's memory-efficient kernel misreads shared keys of some lengths (pytorch issue 191937).
+        # Not here: torch's memory-efficient kernel misreads shared keys of some lengths (pytorch issue 191937).
         k, v = k.contiguous(), v.contiguous()
     if isinstance(mask, Tensor):
         mask = mask.expand(batch, num_kv_heads, *mask.shape[2:]).reshape(batch * num_kv_heads, 1, *mask.shape[2:])
@@ -41,7 +41,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Mask | None) -> 
 
 
 def _attend_in_blocks(queries: Tensor, keys: Tensor, values: Tensor, mask: BlockMask) -> Tensor:
-    # Uncompiled it is a slow but exact reference, which is what a CPU gets.
+    # On a CPU it is not compiled: slow but exact.
     attention = _flex_attention(queries.device.type)
     q, k, v = (x.to(values.dtype) for x in (queries.transpose(1, 2), keys, values))
     out: Tensor = attention(q, k, v, block_mask=mask, scale=1.0, enable_gqa=True)
@@ -69,7 +69,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(shape.head_dim, config.rms_norm_eps)
 
     def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """x (B, T, D) → queries (B, T, N, H), keys and values (B, K, T, H): normed per head, then rotated."""
+        """Return queries (B, T, N, H), keys and values (B, K, T, H) of x (B, T, D): normed per head, then rotated."""
         heads = (-1, self.head_dim)
         raw_queries = self.q_proj(x).unflatten(-1, heads)
         raw_keys = self.k_proj(x).unflatten(-1, heads)
@@ -82,7 +82,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], past: tuple[Tensor, Tensor] | None, mask: Mask | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """x (B, T, D), past keys and values (B, K, S, H) → output (B, T, D) and the new keys and values."""
+        """Return the output (B, T, D) and new keys and values, from x (B, T, D) and past ones (B, K, S, H)."""
         queries, keys, values = self.project(x, rope)
         seen_keys, seen_values = keys, values
         if past is not None:

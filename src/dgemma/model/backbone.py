@@ -15,7 +15,7 @@ KeysValues = tuple[Tensor, Tensor]  # each (B, K, S, H)
 
 
 class Layer(nn.Module):
-    """Attention, then a dense MLP beside routed experts, each between norms; the sum is scaled by a per-mode scalar."""
+    """Attention, then a dense MLP next to routed experts, each between norms; a scalar per mode scales the sum."""
 
     layer_scalar: Tensor
     causal_layer_scalar: Tensor
@@ -40,12 +40,14 @@ class Layer(nn.Module):
     def forward(
         self, x: Tensor, rope: KeysValues, past: KeysValues | None, mask: Mask | None, causal: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """x (B, T, D) → x (B, T, D) and this layer's new keys and values (B, K, T, H)."""
+        """Return the output (B, T, D) for x (B, T, D), and this layer's new keys and values (B, K, T, H)."""
         attended, keys, values = self.self_attn(self.input_layernorm(x), rope, past, mask)
         residual = x + self.post_attention_layernorm(attended)
         dense = self.post_feedforward_layernorm_1(self.mlp(self.pre_feedforward_layernorm(residual)))
         tokens = residual.flatten(0, 1)
-        mixed = self.experts(self.pre_feedforward_layernorm_2(tokens), self.router(tokens))  # the router reads it raw
+        mixed = self.experts(
+            self.pre_feedforward_layernorm_2(tokens), self.router(tokens)
+        )  # the router reads unnormed tokens
         mixed = self.post_feedforward_layernorm_2(mixed.view_as(residual))
         scalar = self.causal_layer_scalar if causal else self.layer_scalar
         return (residual + self.post_feedforward_layernorm(dense + mixed)) * scalar, keys, values
@@ -61,7 +63,7 @@ def run_layers(
     causal: bool,
     recompute: bool,
 ) -> tuple[Tensor, list[KeysValues]]:
-    """x (B, T, D) through the stack; also each layer's new keys and values. recompute: activation checkpointing."""
+    """Run x (B, T, D) through the stack; also return new keys and values. recompute: activation checkpointing."""
     new: list[KeysValues] = []
     for layer, rope, past, mask in zip(layers, ropes, pasts, masks, strict=True):
         if recompute and torch.is_grad_enabled():

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dgemma.model.config import Conventions, ModelConfig
 
-_GROWTH = 1.25  # spare room when a full layer's buffer must grow, so that appending stays linear
+_GROWTH = 1.25  # growth of a full buffer, so that appending takes linear time
 
 
 class Cache(Protocol):
@@ -63,7 +63,7 @@ class CacheMark:
     num_slots: int
     num_seen: int
     ragged: bool
-    windows: list[tuple[Tensor, Tensor] | None]  # sliding layers, which forget; appending makes new tensors, so no copy
+    windows: list[tuple[Tensor, Tensor] | None]  # of sliding layers; appending makes new tensors, so no copy is needed
 
 
 class LayerCache:
@@ -101,9 +101,7 @@ class LayerCache:
             return joined.gather(2, order[:, None, :, None].expand(-1, joined.shape[1], -1, joined.shape[3]))
         if self.keep is not None or old.requires_grad or new.requires_grad:
             joined = torch.cat((old[:, :, :start], new), dim=2)
-            return (
-                joined if self.keep is None else joined[:, :, -self.keep :].contiguous()
-            )  # let go of what is forgotten
+            return joined if self.keep is None else joined[:, :, -self.keep :].contiguous()  # free the dropped slots
         if end > old.shape[2]:
             old = _grow(old, start, end)
         old[:, :, start:end] = new
@@ -111,7 +109,7 @@ class LayerCache:
 
 
 class PrefixCache:
-    """What the canvas is conditioned on. Made by `model.encode`; `encode` and `causal_logits` extend it in place.
+    """Keys and values of the prefix. `model.encode` makes it; `encode` and `causal_logits` extend it in place.
 
     `lengths` (B,) counts each row's tokens on the device; `num_slots` is the longest, known to the host.
 
@@ -136,8 +134,8 @@ class PrefixCache:
             self.layers.append(LayerCache(empty, empty, shape.window, keep))
         self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
         self.num_slots = 0
-        self.num_seen = 0  # tokens fed so far, padding included: the width of the attention mask behind us
-        self.ragged = False  # whether rows may differ in length, as far as the host knows
+        self.num_seen = 0  # tokens read so far with padding: the width of their attention mask
+        self.ragged = False  # True if rows may differ in length
         self._marks: list[CacheMark] = []
 
     def __repr__(self) -> str:
@@ -153,14 +151,14 @@ class PrefixCache:
         return sum(t.numel() * t.element_size() for layer in self.layers for t in (layer.keys, layer.values))
 
     def reserve(self, num_tokens: int) -> None:
-        """Make room for `num_tokens` in all, so that appending up to there never copies."""
+        """Reserve room for `num_tokens` in total, so that appending up to there never copies."""
         for layer in self.layers:
             if layer.keep is None and layer.keys.shape[2] < num_tokens:
                 layer.keys = _grow(layer.keys, self.num_slots, num_tokens)
                 layer.values = _grow(layer.values, self.num_slots, num_tokens)
 
     def append(self, new: list[tuple[Tensor, Tensor]], real: Tensor | None) -> None:
-        """Add T tokens: per layer keys and values (B, K, T, H). real (B, T) is False for padding, None if all count."""
+        """Add T tokens: per layer keys and values (B, K, T, H). real (B, T) is False for padding; None means all are real."""
         num_new = new[0][0].shape[2]
         counts = None if real is None else real.sum(1)
         ragged = self.ragged or real is not None
@@ -189,14 +187,14 @@ class PrefixCache:
         return in_order.gather(1, (first + slot).clamp(max=in_order.shape[1] - 1))
 
     def mark(self) -> CacheMark:
-        """Remember this boundary, to roll this very cache back to it; costs no memory until sliding layers move on."""
+        """Remember this boundary, to roll this cache back to it. Costs no memory until sliding layers move on."""
         windows = [None if layer.keep is None else (layer.keys, layer.values) for layer in self.layers]
         mark = CacheMark(self.lengths, self.num_slots, self.num_seen, self.ragged, windows)
         self._marks.append(mark)
         return mark
 
     def rollback(self, mark: CacheMark) -> None:
-        """Forget everything after `mark`. Marks taken later are gone with it; this one can be used again."""
+        """Forget everything after `mark`, and later marks. This mark can be used again."""
         drop_later(self._marks, mark)
         self.lengths, self.num_slots, self.num_seen, self.ragged = (
             mark.lengths,
@@ -209,7 +207,7 @@ class PrefixCache:
                 layer.keys, layer.values = window
 
     def clone(self) -> Self:
-        """An independent copy: extending one leaves the other as it is. Marks stay with the original."""
+        """An independent copy: extending one leaves the other unchanged. Marks stay with the original."""
         return self._rebuild(lambda tensor: tensor.clone())
 
     def select(self, rows: Tensor) -> Self:
@@ -218,7 +216,7 @@ class PrefixCache:
 
     @classmethod
     def join(cls, parts: Sequence[tuple[Tensor, Any]]) -> Self:
-        """One cache out of several: each part holds the given rows (R,) of the batch; together they are all of them.
+        """Join caches: each part is the rows (R,) of the batch and their cache; together they are all rows.
 
         Example: `PrefixCache.join([(torch.tensor([1]), one), (torch.tensor([0, 2]), two)])` has batch size 3.
         """
@@ -257,7 +255,7 @@ def drop_later(marks: list[CacheMark], mark: CacheMark) -> None:
 
 
 def _grow(buffer: Tensor, num_used: int, num_needed: int) -> Tensor:
-    """A buffer with room for `num_needed` slots, and some to spare if it had grown before."""
+    """Return a buffer with room for `num_needed` slots, and spare room if it had grown before."""
     capacity = max(num_needed, int(buffer.shape[2] * _GROWTH))
     grown = buffer.new_zeros(*buffer.shape[:2], capacity, buffer.shape[3])
     grown[:, :, :num_used] = buffer[:, :, :num_used]

@@ -16,7 +16,7 @@ from dgemma.model.gemma4 import GEMMA4_TYPES, config_from_gemma4
 SLIDING = "sliding_attention"
 FULL = "full_attention"
 
-_LARGEST_SIZE = 2**31 - 1  # beyond it no tensor dimension is honest
+_LARGEST_SIZE = 2**31 - 1  # larger sizes are certainly mistakes
 _DEFAULT_ROPE: Mapping[str, Mapping[str, Any]] = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
@@ -33,7 +33,7 @@ _FIXED_TEXT_FIELDS: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """What differs between a sliding-window layer and a full-attention layer."""
+    """The sizes that differ between sliding-window and full-attention layers."""
 
     kind: str
     num_key_value_heads: int
@@ -56,7 +56,7 @@ class ModelConfig:
 
     vocab_size: int
     hidden_size: int
-    intermediate_size: int  # of the dense MLP beside the experts
+    intermediate_size: int  # of the dense MLP next to the experts
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int  # sliding layers
@@ -77,8 +77,8 @@ class ModelConfig:
     pad_token_id: int = 0
     bos_token_id: int = 2
     eos_token_id: int = 1
-    noise_conditioning: bool = False  # tell the network its canvas's noise level; the published model has no such input
-    vision_config: Mapping[str, Any] | None = field(default=None, hash=False)  # carried through, never built
+    noise_conditioning: bool = False  # an input for the noise level; the published model has none
+    vision_config: Mapping[str, Any] | None = field(default=None, hash=False)  # kept for saving, never built
     carried: Mapping[str, Any] = field(default_factory=dict, hash=False)  # other published top-level fields
 
     def __post_init__(self) -> None:
@@ -104,7 +104,7 @@ class ModelConfig:
             _check_rope(self.rope_parameters, kind)
 
     def layer_shape(self, layer: int) -> LayerShape:
-        """Heads, window and rope of one layer.
+        """Return heads, window and rope of one layer.
 
         Example: `dgemma.presets.diffusiongemma_26b_a4b().layer_shape(5).head_dim` is 512.
         """
@@ -125,7 +125,7 @@ class ModelConfig:
     def from_hf(cls, source: Mapping[str, Any] | str | Path) -> Self:
         """Read a published config: a dictionary, a config.json, or a folder that holds one.
 
-        The text part may be nested under "text_config" or stand alone.
+        The text part may be nested under "text_config".
 
         Example: `ModelConfig.from_hf({"model_type": "diffusion_gemma", "text_config": {...}, "canvas_length": 256})`.
         """
@@ -175,7 +175,7 @@ class ModelConfig:
         return cls(**values)
 
     def to_hf(self) -> dict[str, Any]:
-        """A config.json in the published form, which transformers' DiffusionGemmaConfig accepts."""
+        """Return a config.json in the published form, which transformers' DiffusionGemmaConfig accepts."""
         text = {k: v for k, v in asdict(self).items() if k not in ("vision_config", "carried", "canvas_length")}
         text["layer_types"] = list(self.layer_types)
         if not self.noise_conditioning:
@@ -195,7 +195,7 @@ class ModelConfig:
         }
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with some fields changed, validated again.
+        """Return a validated copy with some fields changed.
 
         Example: `dgemma.presets.tiny().replace(canvas_length=17)`.
         """
@@ -223,7 +223,10 @@ class Conventions:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationDefaults:
-    """What a checkpoint says about how to sample from it; the defaults are the published ones."""
+    """A checkpoint's defaults for `generate`. The values here are the published ones.
+
+    Example: `replace(model.generation, max_denoising_steps=16)`.
+    """
 
     max_new_tokens: int = 256
     max_denoising_steps: int = 48
@@ -234,11 +237,10 @@ class GenerationDefaults:
     confidence_threshold: float = 0.005
     eos_token_id: tuple[int, ...] = (1, 106, 50)
     pad_token_id: int = 0
-    # The process that was learnt, as `describe_noise` says it; None: uniform. It stands in config.json, since
-    # transformers refuses what it does not know in generation_config.json.
+    # The noise of training, from `describe_noise`; None is uniform. It is stored in config.json, because transformers
+    # refuses unknown fields in generation_config.json.
     noise: Mapping[str, Any] | None = field(default=None, hash=False)
-    # The sampler to write with, as `describe_sampler` says it; None: the published one, with entropy_bound, which is
-    # all that transformers knows. It stands in config.json, too.
+    # The sampler, from `describe_sampler`; None is the published one with `entropy_bound`. Also stored in config.json.
     sampler: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
@@ -253,12 +255,12 @@ class GenerationDefaults:
         require_field(all(_is_int(t, 0) for t in self.eos_token_id), self, "eos_token_id", "hold token ids")
         require_field(_is_int(self.pad_token_id, 0), self, "pad_token_id", "be a token id")
         for name, key, example in (("noise", "kind", "uniform"), ("sampler", "name", "ancestral")):
-            said = getattr(self, name)
-            named = said is None or (isinstance(said, Mapping) and isinstance(said.get(key), str))
+            entry = getattr(self, name)
+            named = entry is None or (isinstance(entry, Mapping) and isinstance(entry.get(key), str))
             require_field(named, self, name, f'be a dictionary with a "{key}", such as {{"{key}": "{example}"}}')
 
     def after_learning(self, noise: Mapping[str, Any]) -> Self:
-        """The same of a model that learnt this noise since; what was chosen to sample another kind of noise goes.
+        """Return these defaults after training under `noise`. Another kind of noise resets bound and sampler.
 
         Example: `model.generation.after_learning(describe_noise(MaskNoise(512, mask_token_id=4)))`.
         """
@@ -286,7 +288,7 @@ class GenerationDefaults:
         return cls(**values)
 
     def to_hf(self) -> dict[str, Any]:
-        """A generation_config.json in the published form."""
+        """Return a generation_config.json in the published form."""
         values = asdict(self)
         bound = float(values.pop("entropy_bound"))
         values["eos_token_id"] = list(self.eos_token_id)
@@ -295,13 +297,13 @@ class GenerationDefaults:
 
 
 def default_layer_types(num_hidden_layers: int) -> tuple[str, ...]:
-    """The published pattern: five sliding layers, then a full one; the last is always full."""
+    """Return the published pattern: five sliding layers, then a full one; the last is always full."""
     pattern = [FULL if (layer + 1) % 6 == 0 else SLIDING for layer in range(num_hidden_layers)]
     return (*pattern[:-1], FULL)
 
 
 def read_json(source: Mapping[str, Any] | str | Path, file_name: str) -> dict[str, Any]:
-    """A dictionary as it is, or the JSON object in a file (or in `file_name` inside a folder)."""
+    """Return a dictionary unchanged, or read the JSON object in a file (or in `file_name` inside a folder)."""
     if isinstance(source, Mapping):
         return dict(source)
     path = Path(source)
@@ -310,7 +312,7 @@ def read_json(source: Mapping[str, Any] | str | Path, file_name: str) -> dict[st
         loaded = json.loads(path.read_text())
     except (FileNotFoundError, IsADirectoryError):
         raise FileNotFoundError(
-            f"{path} does not exist or is no file. Point at a checkpoint folder or its {file_name}."
+            f"{path} does not exist or is not a file. Point at a checkpoint folder or its {file_name}."
         ) from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}). Download the file again.") from None
@@ -320,7 +322,7 @@ def read_json(source: Mapping[str, Any] | str | Path, file_name: str) -> dict[st
 
 
 def _full_layer_heads(text: Mapping[str, Any]) -> dict[str, Any]:
-    """Heads of the full layers: published fields, or the per_layer_config that newer transformers saves instead."""
+    """Return the heads of full layers, from published fields or the per_layer_config of newer transformers."""
     overrides = text.get("per_layer_config") or {}
     layer_types = text.get("layer_types") or ()
     if overrides:
@@ -337,7 +339,7 @@ def _full_layer_heads(text: Mapping[str, Any]) -> dict[str, Any]:
     else:
         head_dim, kv_heads = text.get("global_head_dim"), text.get("num_global_key_value_heads")
     kv_heads = kv_heads if kv_heads is not None else text.get("num_key_value_heads")
-    # transformers' class default, in force whenever the field is absent
+    # transformers' class default applies if the field is absent
     return {"global_head_dim": head_dim if head_dim is not None else 512, "num_global_key_value_heads": kv_heads}
 
 

@@ -24,11 +24,11 @@ from dgemma.model.noise_level import NoiseLevelEmbedding
 from dgemma.model.rotary import rotary_table
 from dgemma.run.step import Denoiser
 
-_ENCODE_CHUNK = 1024  # tokens read at once, so that a long prompt's memory grows with its length and not its square
+_ENCODE_CHUNK = 1024  # tokens per chunk: memory grows with the length of a prompt, not with its square
 
 
 class SelfConditioning(GatedMLP):
-    """What the model thought a step ago, as a soft embedding, mixed into the canvas's embedding."""
+    """Adds the previous prediction, as a soft embedding, to the canvas's embedding."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config.hidden_size, config.intermediate_size)
@@ -36,14 +36,14 @@ class SelfConditioning(GatedMLP):
         self.pre_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, embedded: Tensor, signal: Tensor | None = None) -> Tensor:
-        """embedded (B, C, D) + MLP(norm(signal)), normed. No signal means a zero signal, whose MLP is zero."""
+        """Return norm(embedded + MLP(norm(signal))), all (B, C, D). None is a zero signal, whose MLP is zero."""
         if signal is not None:
             embedded = embedded + super().forward(self.pre_norm(signal))
         return rms_norm(embedded, None, self.eps)
 
 
 class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
-    """The denoiser: `encode` a prefix, `denoise` a canvas over it; `causal_logits` runs the same weights word by word.
+    """The denoiser: `encode` a prefix, `denoise` a canvas; `causal_logits` runs the same weights autoregressively.
 
     Example: `model = DiffusionGemma(dgemma.presets.tiny()); model.denoise(canvas, model.encode(prompt)).argmax`.
     """
@@ -67,10 +67,10 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
             )
         self.config = config
         self.generation = GenerationDefaults()
-        self.vision_source: Path | None = None  # the folder whose vision tensors save_pretrained carries on
+        self.vision_source: Path | None = None  # folder whose vision tensors save_pretrained copies
         self.conventions = conventions or Conventions()
         self.takes_noise_level = config.noise_conditioning
-        self.recompute_activations = False  # activation checkpointing: trade a second forward for memory
+        self.recompute_activations = False  # activation checkpointing: less memory, one more forward
         device = torch.device(device) if device is not None else torch.get_default_device()
         with torch.device("meta"):
             # Of a table given: drawing one on the meta device would import torch's compiler, which takes seconds.
@@ -89,7 +89,7 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Fresh random weights: normal matrices, unit norms and scalars."""
+        """Set random weights: normal matrices, unit norms and scalars."""
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 module.weight.normal_(std=self.config.initializer_range, generator=generator)
@@ -124,10 +124,10 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
         save_pretrained(self, path, max_shard_size=max_shard_size)
 
     def forward(self, *args: object, **options: object) -> NoReturn:
-        """Two modes have no one forward."""
+        """Refuse: `encode` and `denoise` are two modes without a common forward."""
         raise TypeError(
             "DiffusionGemma is not called: encode(tokens) reads, denoise(canvas, cache) predicts. "
-            "Write text by dgemma.generate(model, prompt_tokens)."
+            "Write text with dgemma.generate(model, prompt_tokens)."
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -144,9 +144,9 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
         return self.embed_tokens.weight.dtype
 
     def num_parameters(self, *, active: bool = False) -> int:
-        """Weights in all, or those one token passes through: of the experts, only the chosen.
+        """Return the number of weights; with `active`, only those that one token uses (its chosen experts).
 
-        Example: the published model has 25.2e9, of which 3.8e9 active.
+        Example: `model.num_parameters(active=True)` is 3.8e9 of 25.2e9 for the published model.
         """
         total = sum(p.numel() for p in self.parameters())
         experts = sum(p.numel() for m in self.modules() if isinstance(m, Experts) for p in m.parameters())
@@ -154,7 +154,7 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
         return total - idle if active else total
 
     def new_cache(self, batch_size: int) -> PrefixCache:
-        """An empty prefix for `batch_size` rows."""
+        """Return an empty prefix cache for `batch_size` rows."""
         return PrefixCache(self.config, batch_size, device=self.device, dtype=self.dtype, conventions=self.conventions)
 
     def encode(
@@ -175,7 +175,7 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
     def causal_logits(
         self, tokens: Tensor, cache: PrefixCache | None = None, attention_mask: Tensor | None = None
     ) -> Tensor:
-        """Next-token logits of the same weights, word by word: tokens (B, T) → (B, T, V) float32.
+        """Return next-token logits, autoregressively: tokens (B, T) → (B, T, V) float32.
 
         A given cache is extended in place, as by `encode`. This is the autoregressive baseline.
 
@@ -217,7 +217,7 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
         return self._head(x)
 
     def _read(self, tokens: Tensor, cache: PrefixCache, real: Tensor | None) -> Tensor:
-        """Run tokens (B, T) causally, chunk by chunk, append their keys and values; the last hidden state (B, T, D)."""
+        """Run tokens (B, T) causally in chunks, append keys and values, return the last hidden state (B, T, D)."""
         cache.reserve(cache.num_slots + tokens.shape[1])
         hidden = [self.embed(tokens[:, :0])]
         for start in range(0, tokens.shape[1], _ENCODE_CHUNK):
@@ -246,7 +246,7 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
 
     @staticmethod
     def _shared_masks(cache: PrefixCache, make: Callable[[LayerCache], Tensor]) -> list[Tensor | None]:
-        """One mask per kind of layer, handed to every layer of that kind."""
+        """Return one mask per kind of layer; all layers of a kind share it."""
         masks: dict[int | None, Tensor] = {}
         for layer in cache.layers:
             if layer.keep not in masks:
@@ -266,9 +266,9 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
         *,
         causal: bool,
     ) -> tuple[Tensor, list[KeysValues]]:
-        """x (B, T, D) at positions (B, T) through all layers and the last norm; also each layer's new keys and values.
+        """Run x (B, T, D) at positions (B, T) through all layers and the last norm; also return new keys and values.
 
-        What `encode` and `denoise` have in common, for whoever lays out attention another way.
+        `encode` and `denoise` share it. Call it to use another attention pattern.
         """
         shapes = [self.config.layer_shape(layer) for layer in range(self.config.num_hidden_layers)]
         kinds = {shape.kind: shape for shape in shapes}
@@ -286,11 +286,11 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
         return self.norm(x), new
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Scaled embeddings: tokens (B, T) → (B, T, D)."""
+        """Return scaled embeddings: tokens (B, T) → (B, T, D)."""
         return self.embed_tokens(tokens) * self.embed_scale()
 
     def embed_canvas(self, canvas: Tensor, signal: Tensor | None = None, noise_level: Tensor | None = None) -> Tensor:
-        """What the layers get of a canvas (B, C), its self-conditioning signal (B, C, D) and its level → (B, C, D).
+        """Return the layers' input for a canvas (B, C), a self-conditioning signal (B, C, D) and a level → (B, C, D).
 
         noise_level is (B,), or (B, C) where a row holds canvases of several levels.
         """
@@ -305,11 +305,11 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
         return self.self_conditioning(embedded, signal)
 
     def embed_scale(self) -> Tensor:
-        """sqrt(hidden), rounded to the weights' dtype as the published model does."""
+        """Return sqrt(hidden_size), rounded to the weights' dtype as in the published model."""
         return torch.full((), self.config.hidden_size**0.5, dtype=self.dtype, device=self.device)
 
     def soft_embedding(self, self_cond: Prediction | Tensor, self_cond_mask: Tensor | None = None) -> Tensor:
-        """softmax(logits) @ embedding · sqrt(hidden): the embedding last step's prediction expects, (B, C, D)."""
+        """Return softmax(logits) @ embedding · sqrt(hidden): the expected embedding of a prediction, (B, C, D)."""
         parts = self_cond.pieces() if isinstance(self_cond, Prediction) else [self_cond]
         signal = torch.cat([self._expected_embedding(logits) for logits in parts], dim=1) * self.embed_scale()
         if self_cond_mask is not None:
@@ -326,7 +326,7 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
         return Prediction(logits, (SoftCap(self.config.final_logit_softcapping),))
 
     def _cache_for(self, tokens: Tensor, cache: PrefixCache | None) -> PrefixCache:
-        """The cache that `tokens` extend, a new one for None."""
+        """Return the cache that `tokens` extend; a new one for None."""
         _check_ids(tokens, "tokens")
         return self.new_cache(tokens.shape[0]) if cache is None else cache
 
@@ -348,7 +348,7 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
         if seen.shape[1] and not torch.equal(seen.sum(1), cache.lengths):
             raise ValueError(
                 "DiffusionGemma.encode attention_mask must repeat, for the cached tokens, what they were encoded with: "
-                f"{cache.lengths.tolist()} real tokens a row, got {seen.sum(1).tolist()}."
+                f"{cache.lengths.tolist()} real tokens per row, got {seen.sum(1).tolist()}."
             )
         return None if bool(real.all()) else real
 
@@ -367,7 +367,7 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
                 f"DiffusionGemma {name} must end within max_position_embeddings {self.config.max_position_embeddings}, "
                 f"got {cache.num_slots} cached + {tokens.shape[1]} new. Shorten the prompt."
             )
-        # On a GPU this would wait for the device; there an id outside the vocabulary is a device-side assertion.
+        # Not on a GPU, where this would wait for the device and a wrong id is a device-side assertion anyway.
         if tokens.device.type == "cpu" and not torch.compiler.is_compiling() and tokens.numel():
             low, high = int(tokens.min()), int(tokens.max())
             if low < 0 or high >= self.config.vocab_size:

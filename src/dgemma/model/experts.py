@@ -11,7 +11,7 @@ from dgemma.model.layers import gated_gelu, rms_norm, wide_dtype
 
 
 class Routing(NamedTuple):
-    """Where each of M tokens goes: probabilities (M, E) over all experts; weights and experts (M, A) of the chosen."""
+    """The routing of M tokens: probabilities (M, E) of all experts; weights and ids (M, A) of the chosen experts."""
 
     probabilities: Tensor
     weights: Tensor
@@ -29,12 +29,12 @@ class Router(nn.Module):
         self.per_expert_scale = nn.Parameter(torch.ones(config.num_experts))
 
     def forward(self, residual: Tensor) -> Routing:
-        """residual: (M, D), before any norm. A normed input still runs, and adaptive stopping then never fires."""
+        """Route the residual (M, D), before any norm. A normed input would run, but adaptive stopping would fail."""
         x = rms_norm(residual, None, self.eps) * self.scale * residual.shape[-1] ** -0.5
         probabilities = self.proj(x).softmax(-1, dtype=wide_dtype(x))
         weights, experts = probabilities.topk(self.top_k, dim=-1)
         weights = weights / weights.sum(-1, keepdim=True)
-        # Gathered per token: the gradient of an index into (E,) adds up all tokens of an expert one after the other.
+        # Gathered per token: the gradient of an index into (E,) would add an expert's tokens one by one.
         scale = self.per_expert_scale.expand_as(probabilities).gather(-1, experts)
         return Routing(probabilities, weights * scale, experts)
 
@@ -49,14 +49,14 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, inner))
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
-        """Σ_a weight · expert_a(x) over each token's chosen experts. x: (M, D) → (M, D)."""
+        """Return Σ_a weight · expert_a(x) over each token's chosen experts: x (M, D) → (M, D)."""
         if self.gate_up_proj.shape[0] == 1:  # nothing to sort
             ends = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
             gate, up = self.gate_up(x, ends).chunk(2, dim=-1)
             out = self.down(gated_gelu(gate, up), ends)
             return (out.to(wide_dtype(out)) * routing.weights).to(x.dtype)
         num_chosen = routing.experts.shape[1]
-        # Rows sorted by expert: each expert then owns one contiguous group. No counting on the host.
+        # Sorting rows by expert makes one contiguous group per expert, without counting on the host.
         sorted_experts, order = routing.experts.flatten().sort(stable=True)
         expert = torch.arange(self.gate_up_proj.shape[0], device=x.device)
         ends = torch.searchsorted(sorted_experts, expert, right=True).int()  # (E,)
@@ -64,20 +64,20 @@ class Experts(nn.Module):
         gate, up = self.gate_up(_Dispatch.apply(x, order, back, num_chosen), ends).chunk(2, dim=-1)
         out = self.down(gated_gelu(gate, up), ends)
         out = out.to(wide_dtype(out)) * _Dispatch.apply(routing.weights.view(-1, 1), order, back, 1)
-        # Summed in the order of the choice, so the result never depends on scheduling.
+        # Summed in the order of choice, so that the result does not depend on scheduling.
         return _Combine.apply(out, order, back, num_chosen).to(x.dtype)
 
     def gate_up(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """Rows (R, D) grouped by expert, of which expert e owns those before ends[e] → gate and up (R, 2F)."""
+        """Return gate and up (R, 2F) of rows (R, D) grouped by expert; the group of expert e ends at ends[e]."""
         return product_by_group(rows, self.gate_up_proj, ends)
 
     def down(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """Rows (R, F) grouped by expert → (R, D)."""
+        """Return the outputs (R, D) of rows (R, F) grouped by expert."""
         return product_by_group(rows, self.down_proj, ends)
 
 
 class ReleasedExperts(nn.Module):
-    """In the place of experts that `dgemma_kernels.accelerate(release=True)` has taken out."""
+    """Placeholder for experts that `dgemma_kernels.accelerate(release=True)` has moved out."""
 
     def forward(self, *_: Any) -> NoReturn:
         raise RuntimeError(
@@ -86,14 +86,14 @@ class ReleasedExperts(nn.Module):
         )
 
     def _save_to_state_dict(self, *_: Any) -> NoReturn:
-        self.forward()  # else a state would be missing them
+        self.forward()  # a state dict would lack them
 
     def _load_from_state_dict(self, *_: Any) -> NoReturn:
         self.forward()
 
 
 def require_experts(model: nn.Module, owner: str) -> None:
-    """Refuse a model whose experts were taken out, before anything is done to it.
+    """Refuse a model whose experts were moved out.
 
     Example: `require_experts(model, "add_lora")`.
     """
@@ -105,9 +105,9 @@ def require_experts(model: nn.Module, owner: str) -> None:
 
 
 class _Dispatch(torch.autograd.Function):
-    """Every token once for each expert it chose, grouped by expert: (M, D) → (M·A, D). `back` inverts `order`.
+    """Copy every token once per chosen expert, grouped by expert: (M, D) → (M·A, D). `back` inverts `order`.
 
-    With a gradient of its own: that of an index sorts its rows again and adds them one by one.
+    It has its own gradient, because that of an index would sort the rows again and add them one by one.
     """
 
     @staticmethod
@@ -123,7 +123,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """The sum over each token's experts, of rows grouped by expert: (M·A, D) → (M, D). The transpose of dispatch."""
+    """Sum the rows of each token's experts: (M·A, D) grouped by expert → (M, D). The transpose of dispatch."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor, num_chosen: int) -> Tensor:
@@ -138,7 +138,7 @@ class _Combine(torch.autograd.Function):
 
 
 def product_by_group(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """rows of group e times weights[e]ᵀ: rows (R, I), weights (E, O, I), ends (E,) → (R, O)."""
+    """Multiply the rows of group e by weights[e]ᵀ: rows (R, I), weights (E, O, I), ends (E,) → (R, O)."""
     if torch.is_autocast_enabled(rows.device.type):  # which does not know our operator
         dtype = torch.get_autocast_dtype(rows.device.type)
         rows, weights = rows.to(dtype), weights.to(dtype)
@@ -147,16 +147,16 @@ def product_by_group(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     if not _supports_grouped(weights):
         return looped_product(rows, weights, ends)
     if type(rows) is Tensor and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        # A custom operator imports torch's compiler when first called, seconds that plain inference need not wait for.
+        # The first call of a custom operator imports torch's compiler, which takes seconds.
         return F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
     return grouped_product(rows, weights, ends)
 
 
 @torch.library.custom_op("dgemma::grouped_product", mutates_args=())
 def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """rows of group e times weights[e]ᵀ, all groups at once. rows (R, I), weights (E, O, I), ends (E,) → (R, O).
+    """Multiply the rows of all groups at once: rows (R, I), weights (E, O, I), ends (E,) → (R, O).
 
-    An operator of its own because torch traces its grouped product in bfloat16 only, though it runs in float32 too.
+    A custom operator, because torch can trace its grouped product in bfloat16 only, but runs it in float32 too.
     """
     return F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
 
@@ -182,7 +182,7 @@ grouped_product.register_autograd(_grouped_product_backward, setup_context=_keep
 
 @torch.library.custom_op("dgemma::grouped_outer", mutates_args=())
 def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """leftᵀ right within each group: left (R, O), right (R, I), ends (E,) → (E, O, I); the gradient of the weights."""
+    """Return leftᵀ right of each group, the gradient of the weights: (R, O), (R, I), ends (E,) → (E, O, I)."""
     return F.grouped_mm(left.transpose(0, 1), right, offs=ends)
 
 
@@ -192,13 +192,13 @@ def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 
 def looped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """The same by a loop over groups: what `grouped_product` means, and the way for shapes it refuses."""
+    """Compute `grouped_product` by a loop over groups: its definition, and the fallback for shapes it refuses."""
     sizes = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
     return torch.cat([group @ weight.T for group, weight in zip(rows.split(sizes), weights, strict=True)])
 
 
 def _supports_grouped(weights: Tensor) -> bool:
-    """torch's grouped product takes float32, bfloat16 and float16, both dimensions in multiples of 16 bytes."""
+    """Return whether torch's grouped product takes these: 16- or 32-bit floats, sizes in multiples of 16 bytes."""
     return weights.dtype in (torch.float32, torch.bfloat16, torch.float16) and all(
         size * weights.element_size() % 16 == 0 for size in weights.shape[1:]
     )

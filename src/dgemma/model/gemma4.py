@@ -1,4 +1,4 @@
-"""A plain Gemma 4 mixture-of-experts checkpoint as a starting point: its config in DiffusionGemma's form."""
+"""Config of a plain Gemma 4 mixture-of-experts checkpoint, converted to start a DiffusionGemma from it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -29,9 +29,9 @@ _DEFAULTS: Mapping[str, Any] = {
 
 
 def config_from_gemma4(published: Mapping[str, Any]) -> dict[str, Any]:
-    """A plain Gemma 4 config in DiffusionGemma's form. What dgemma cannot run raises, by name.
+    """Return a plain Gemma 4 config in DiffusionGemma's form; raise for features that dgemma does not have.
 
-    Absent fields mean transformers' Gemma4TextConfig defaults, since it saves only what differs from them.
+    Absent fields have the defaults of transformers' Gemma4TextConfig, which saves only fields that differ.
 
     Example: `config_from_gemma4({"model_type": "gemma4_text", "enable_moe_block": True, ...})["model_type"]`.
     """

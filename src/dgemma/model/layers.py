@@ -6,12 +6,12 @@ from torch import Tensor, nn
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
-    """What sums and exponentials of x are done in: float32, or float64 for a model that is."""
+    """Return the dtype for sums and exponentials of x: float32, or float64 for a float64 model."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """x / RMS(x) · weight over the last dimension, in float32, rounded once at the end. Note: w, not 1 + w."""
+    """Return x / RMS(x) · weight over the last dimension, in float32, rounded once. Note: w, not 1 + w."""
     wide = x.to(wide_dtype(x))
     wide = wide * (wide.pow(2).mean(-1, keepdim=True) + eps).rsqrt()
     if weight is not None:
@@ -34,7 +34,7 @@ def gated_gelu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 class GatedMLP(nn.Module):
-    """down(gelu(gate(x)) · up(x)): the dense MLP beside the experts."""
+    """down(gelu(gate(x)) · up(x)): the dense MLP next to the experts."""
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How the weights lie in memory, which a CPU cares about."""
+"""Memory layout of the weights, for speed on a CPU."""
 
 import torch
 from torch import nn
@@ -8,10 +8,10 @@ from dgemma.model.experts import Experts
 
 @torch.no_grad()
 def lay_out_by_column(model: nn.Module) -> None:
-    """Move every matrix, in place, to where its columns are contiguous; values and shapes stay. For inference.
+    """Make the columns of every matrix contiguous, in place. Values and shapes stay. For inference only.
 
-    A layer multiplies by Wᵀ, and OpenBLAS copies the rows of a W into that order at every call: a fifth of a small
-    model's step on an ARM core. The embedding stays, since tokens are looked up by row. FSDP wants rows too.
+    A layer multiplies by Wᵀ, and OpenBLAS copies W into that order at every call: a fifth of a small model's step on an
+    ARM core. The embedding is not changed, because tokens are looked up by row.
 
     Example: `lay_out_by_column(model)` before `generate` on a CPU.
     """

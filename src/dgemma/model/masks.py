@@ -1,6 +1,6 @@
-"""Who sees whom. A mask is boolean, True where a query may look, over the prefix's slots and then the new tokens.
+"""Attention masks: boolean, True where a query sees a key; keys are the prefix's slots, then the new tokens.
 
-Slots of the prefix are left-aligned: row b fills the first `filled[b]` of them, whatever padding its prompt had.
+Slots of the prefix are left-aligned: row b fills the first `filled[b]` of them. Padding of the prompt has no slot.
 """
 
 import torch
@@ -10,10 +10,10 @@ from torch import Tensor
 def causal_mask(
     positions: Tensor, real: Tensor | None, lengths: Tensor, filled: Tensor, num_slots: int, window: int | None
 ) -> Tensor:
-    """Each new token sees the prefix, the real tokens before it and itself, within `window` positions.
+    """Return the mask under which new tokens see the prefix, earlier real tokens and themselves, within `window`.
 
-    positions (B, T) of the new tokens, real (B, T) False for padding, lengths (B,) tokens in the prefix, filled (B,) of
-    them still cached → (B, 1, T, num_slots + T).
+    positions (B, T) of the new tokens, real (B, T) False for padding, lengths (B,) of the prefix, filled (B,) slots
+    still cached → (B, 1, T, num_slots + T).
     """
     slot = torch.arange(num_slots, device=positions.device)[None, :]
     slot_position = lengths[:, None] - filled[:, None] + slot  # (B, S)
@@ -24,14 +24,14 @@ def causal_mask(
     seen = (key_position[:, None, :] <= positions[:, :, None]) & key_real[:, None, :]
     if window is not None:
         seen &= key_position[:, None, :] > (positions - window)[:, :, None]
-    # Padding sees itself, so that its softmax has something to normalise over; nobody reads the result.
+    # Padding sees itself, because a softmax over nothing is NaN. The result is not used.
     num_new = positions.shape[1]
     seen[:, :, num_slots:] |= torch.eye(num_new, dtype=torch.bool, device=positions.device)
     return seen[:, None]
 
 
 def canvas_mask(filled: Tensor, num_slots: int, canvas_len: int) -> Tensor:
-    """Every canvas position sees the row's whole cached prefix and the whole canvas: (B, 1, 1, num_slots + C)."""
+    """Return the mask under which a canvas sees the cached prefix and all of itself: (B, 1, 1, num_slots + C)."""
     slot = torch.arange(num_slots + canvas_len, device=filled.device)
     seen = (slot[None, :] < filled[:, None]) | (slot[None, :] >= num_slots)
     return seen[:, None, None, :]

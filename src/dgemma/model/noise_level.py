@@ -1,6 +1,6 @@
-"""Telling the network how noisy its canvas is: an optional input, which the published model does not have.
+"""An optional input for the noise level of the canvas, which the published model does not have.
 
-Uniform noise leaves no trace, so the exact network depends on the level (arXiv:2605.22765); mask noise shows it.
+Uniform noise leaves no trace, so the exact prediction depends on the level (arXiv:2605.22765). Mask noise shows it.
 """
 
 import math
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _NUM_FREQUENCIES = 8
-_LARGEST_LOG_SNR = 12.0  # beyond it a canvas of thousands of tokens shows nothing of the level
+_LARGEST_LOG_SNR = 12.0  # beyond it not even thousands of tokens tell levels apart
 
 
 class NoiseLevelEmbedding(nn.Module):
@@ -22,7 +22,7 @@ class NoiseLevelEmbedding(nn.Module):
         self.down_proj = nn.Linear(hidden_size, hidden_size, bias=False)
 
     def forward(self, noise_level: Tensor) -> Tensor:
-        """noise_level (...) in [0, 1] → (..., D)."""
+        """Embed noise_level (...) in [0, 1] → (..., D)."""
         log_snr = torch.logit(1 - noise_level.double()).clamp(-_LARGEST_LOG_SNR, _LARGEST_LOG_SNR)
         octaves = torch.exp2(torch.arange(_NUM_FREQUENCIES, device=noise_level.device, dtype=torch.float64))
         angles = math.pi / 2 / _LARGEST_LOG_SNR * log_snr[..., None] * octaves  # the slowest wave spans the range once

@@ -1,10 +1,10 @@
-"""Model configurations by name: small ones that run anywhere, those that ship, one for a GPU, the published one."""
+"""Model configurations by name: small ones, those of the shipped checkpoints, one for a GPU, the published one."""
 
 from typing import Any
 
 from dgemma.model.config import FULL, SLIDING, ModelConfig, default_layer_types
 
-# transformers always builds a vision tower, by default of 167M weights; one layer of width 8 keeps it out of the way.
+# transformers always builds a vision tower, by default of 167M weights. One layer of width 8 keeps it small.
 _TINY_VISION: dict[str, Any] = {
     "model_type": "gemma4_vision",
     "hidden_size": 8,
@@ -20,7 +20,10 @@ _TINY_VISION: dict[str, Any] = {
 
 
 def tiny() -> ModelConfig:
-    """About 300,000 weights: tests and first steps. Every feature of the published model is in it."""
+    """Return a config of about 300,000 weights with every feature of the published model, for tests.
+
+    Example: `DiffusionGemma(presets.tiny())`.
+    """
     return ModelConfig(
         vocab_size=512,
         hidden_size=64,
@@ -43,9 +46,9 @@ def tiny() -> ModelConfig:
 
 
 def text() -> ModelConfig:
-    """The checkpoint dgemma/text: 7.8 million weights, 7.0 active for a token; two of its eight layers see everything.
+    """The checkpoint dgemma/text: 7.8 million weights, 7.0 active per token; two of its eight layers see everything.
 
-    Most of the vocabulary are whole words; most of a layer is dense: all that ships should work on every token.
+    Most tokens are whole words. Most of a layer is dense, so that most shipped weights work on every token.
     """
     return ModelConfig(
         vocab_size=8192,
@@ -69,7 +72,7 @@ def text() -> ModelConfig:
 
 
 def sudoku() -> ModelConfig:
-    """The checkpoint dgemma/sudoku: 5.6 million weights for the tokens of `dgemma.data.sudoku`, a canvas a grid.
+    """The checkpoint dgemma/sudoku: 5.6 million weights for the tokens of `dgemma.data.sudoku`; a canvas is a grid.
 
     The window is wider than prompt and canvas together, so that every layer sees everything.
     """

@@ -7,9 +7,9 @@ from dgemma.model.config import LayerShape
 
 
 def rotary_table(shape: LayerShape, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin for every position: positions (B, T) → two (B, T, 1, H), ready to multiply (B, T, heads, H).
+    """Return cos and sin: positions (B, T) → two (B, T, 1, H), which multiply (B, T, heads, H).
 
-    Proportional rope turns the first `rotary_pairs` pairs with the frequencies of the whole head and leaves the others.
+    Proportional rope rotates the first `rotary_pairs` pairs with the frequencies of the whole head.
     """
     pair = torch.arange(shape.head_dim // 2, device=positions.device, dtype=torch.float32)
     frequencies = shape.rope_theta ** (-2.0 * pair / shape.head_dim)
@@ -20,6 +20,6 @@ def rotary_table(shape: LayerShape, positions: Tensor, dtype: torch.dtype) -> tu
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn pair i = (x[i], x[i + H/2]) of each head by its angle. x: (B, T, heads, H)."""
+    """Rotate pair i = (x[i], x[i + H/2]) of each head by its angle. x: (B, T, heads, H)."""
     first, second = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)  # wider tables under autocast
+    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)  # under autocast the tables are wider
