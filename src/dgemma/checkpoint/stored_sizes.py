@@ -1,4 +1,4 @@
-"""Which fields of a config.json the tensors stored beside it contradict: what to look at where the two do not fit."""
+"""Fields of a config.json that contradict the shapes of the stored tensors, for error messages."""
 
 import re
 from collections.abc import Mapping
@@ -16,19 +16,21 @@ _HEADS = {SLIDING: ("head_dim", "num_key_value_heads"), FULL: ("global_head_dim"
 
 
 def contradictions(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """A sentence for every field that is another size by the shapes of stored tensors, which have our names.
+    """Return a sentence for every field that differs from the shapes of the stored tensors, under our names.
 
     Example: `contradictions(config, {"embed_tokens.weight": (512, 64)})` is [] where the config says 512 and 64.
     """
 
     def size(name: str, dim: int) -> int:
-        """0 where nothing of the kind is stored."""
+        """Return a stored size, 0 if there is none."""
         return shapes[name][dim] if len(shapes.get(name, ())) > dim else 0
 
     stored: dict[str, set[int]] = {field: {size(*where)} for field, where in _SIZES.items()}
     found = [re.fullmatch(r"layers\.(\d+)\.input_layernorm\.weight", name) for name in shapes]
     numbers = {int(match[1]) for match in found if match}
-    stored["num_hidden_layers"] = {len(numbers) if numbers == set(range(len(numbers))) else 0}  # else some got lost
+    stored["num_hidden_layers"] = {
+        len(numbers) if numbers == set(range(len(numbers))) else 0
+    }  # otherwise some are missing
     attentions = {layer: f"layers.{layer}.self_attn" for layer in range(config.num_hidden_layers)}
     layers = [layer for layer, name in attentions.items() if f"{name}.q_proj.weight" in shapes]
     heads = {layer: size(f"{attentions[layer]}.q_norm.weight", 0) for layer in layers}
@@ -36,7 +38,7 @@ def contradictions(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -
     for layer in layers:
         kinds[layer] = SLIDING if f"{attentions[layer]}.v_proj.weight" in shapes else FULL
         if heads[layer] == getattr(config, _HEADS[said[layer]][0]):
-            kinds[layer] = said[layer]  # with the heads of its kind: v_proj got lost, or is one too many
+            kinds[layer] = said[layer]  # its heads fit the config, so v_proj is missing or superfluous
     full, said_full = ([layer for layer in layers if kind[layer] == FULL] for kind in (kinds, said))
     sentences = []
     if full == said_full:
@@ -52,6 +54,8 @@ def contradictions(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -
         )
     for field, sizes in stored.items():
         sizes.discard(0)
-        if len(sizes) == 1 and sizes != {getattr(config, field)}:  # of several a tensor is wrong, not the config
+        if len(sizes) == 1 and sizes != {
+            getattr(config, field)
+        }:  # several sizes mean a wrong tensor, not a wrong config
             sentences.append(f"ModelConfig.{field} must be {sizes.pop()}, as stored, got {getattr(config, field)}.")
     return sentences

@@ -1,7 +1,7 @@
-"""Text to tokens and back: the checkpoint's own tokenizer and chat template, or plain bytes for small models.
+"""Text to tokens and back: the checkpoint's tokenizer and chat template, or bytes for small models.
 
-A thin layer on the tokenizers library, and on transformers for chats. The template always comes from the checkpoint:
-the published one has changed once already, and a copy in code would silently be the wrong one.
+A thin layer over the tokenizers library, and over transformers for chats. The template always comes from the
+checkpoint, because the published one has changed before and a copy in code would be outdated.
 """
 
 import json
@@ -25,7 +25,7 @@ from dgemma.model.config import read_json
 Message = Mapping[str, Any]
 
 _TOKENIZER_FILES = ("tokenizer*", "*.jinja", "special_tokens_map.json", "added_tokens.json", "config.json")
-_TEMPLATES = ("chat_template.jinja", "additional_chat_templates")  # outside of tokenizer_config.json
+_TEMPLATES = ("chat_template.jinja", "additional_chat_templates")  # not in tokenizer_config.json
 _TURN_TOKENS = ("<|turn>", "<turn|>")
 # An unclosed thought runs to the end: the token limit cut it off.
 _THOUGHT = re.compile(r"<\|channel>thought\n?(.*?)(?:<channel\|>|\Z)", re.DOTALL)
@@ -34,7 +34,7 @@ _TOOL_QUOTE = '<|"|>'
 
 
 class TokenBatch(NamedTuple):
-    """Rows of different lengths, padded on the left so that every row ends where its canvas begins."""
+    """Rows of different lengths, padded on the left, so that every row ends where its canvas begins."""
 
     tokens: Tensor  # (B, P) int64
     attention_mask: Tensor  # (B, P) int64, 1 = real token
@@ -42,7 +42,7 @@ class TokenBatch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ToolCall:
-    """A function the model asks for. `arguments` is None when the model wrote something that does not parse."""
+    """A function call by the model. `arguments` is None if its text cannot be parsed."""
 
     name: str
     arguments: dict[str, Any] | None
@@ -51,7 +51,7 @@ class ToolCall:
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """A model turn taken apart. `thought` is None when the turn has no thought channel, "" when it is empty."""
+    """The parts of a model turn. `thought` is None without a thought channel, and "" if it is empty."""
 
     answer: str
     thought: str | None
@@ -59,7 +59,7 @@ class Reply:
 
 
 class Tokenizer(ABC):
-    """Text, chats and batches as token ids, and a model's turn as thought, answer and tool calls.
+    """Encodes texts, chats and batches; decodes tokens, and a model's turn into thought, answer and tool calls.
 
     Example:
         tokenizer = Tokenizer.from_pretrained("google/diffusiongemma-26B-A4B-it")
@@ -67,7 +67,7 @@ class Tokenizer(ABC):
         reply = tokenizer.reply(new_tokens)
     """
 
-    vocab_size: int  # ids run below it; a model's vocabulary may be larger, never smaller
+    vocab_size: int  # ids are below it; a model's vocabulary may be larger
     pad_token_id: int
     eos_token_id: int
     bos_token_id: int
@@ -75,7 +75,7 @@ class Tokenizer(ABC):
 
     @staticmethod
     def from_pretrained(path_or_repo: str | Path) -> "Tokenizer":
-        """The tokenizer of a checkpoint folder or hub repository; only its tokenizer files are downloaded.
+        """Load the tokenizer of a checkpoint folder or hub id. Only tokenizer files are downloaded.
 
         Example: `Tokenizer.from_pretrained("path/to/checkpoint").encode("hello")`.
         """
@@ -86,7 +86,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str, *, bos: bool = True) -> list[int]:
-        """Token ids of a text. Markers written in it (`<mask>`, `<|turn>`) become their single ids.
+        """Return the token ids of a text. Markers in it (`<mask>`, `<|turn>`) become single ids.
 
         Example: `tokenizer.encode("Paris is <mask>", bos=False)`.
         """
@@ -96,16 +96,16 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def token_id(self, token: str) -> int | None:
-        """The id of one token given as text; None when the vocabulary has no such token."""
+        """Return the id of a token by its text; None if the vocabulary has no such token."""
 
     @property
     @abstractmethod
     def has_chat_template(self) -> bool:
-        """Whether `chat` works: the checkpoint says how a conversation is written."""
+        """True if the checkpoint has a chat template, which `chat` needs."""
 
     @abstractmethod
     def save_pretrained(self, path: str | Path) -> None:
-        """Write the tokenizer beside a checkpoint, for `Tokenizer.from_pretrained` to find."""
+        """Write the tokenizer into a checkpoint folder, for `Tokenizer.from_pretrained`."""
 
     @cached_property
     def _frame(self) -> frozenset[int | None]:
@@ -114,14 +114,14 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _decode(self, ids: list[int]) -> str:
-        """Text of every id, markers included."""
+        """Return the text of all ids, with markers."""
 
     @abstractmethod
     def _render(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
-        """Token ids of a chat through the template."""
+        """Return the token ids of a chat, by the template."""
 
     def encode_batch(self, prompts: Sequence[str | Sequence[int]], *, bos: bool = True) -> TokenBatch:
-        """B texts or id lists → tokens and attention mask, both (B, P), padded on the left to the longest.
+        """Return tokens and attention mask, both (B, P), of B texts or id lists, padded on the left.
 
         Example: `tokens, attention_mask = tokenizer.encode_batch(["short", tokenizer.chat("longer?")])`.
         """
@@ -138,10 +138,10 @@ class Tokenizer(ABC):
         return TokenBatch(torch.tensor(tokens), torch.tensor(mask))
 
     def decode(self, tokens: Tensor | Sequence[int], *, skip_special: bool = True) -> str:
-        """Text of a row of tokens, (N,) → str.
+        """Return the text of a row of tokens (N,).
 
-        `skip_special` leaves out what only frames a text (padding, bos, eos, turn markers). Channel, tool and mask
-        markers stay: without them thought, answer and tool calls run into each other.
+        `skip_special` drops padding, bos, eos and turn markers. Channel, tool and mask markers stay, because they
+        separate thought, answer and tool calls.
 
         Example: `tokenizer.decode(out.new_tokens[0])`.
         """
@@ -155,7 +155,7 @@ class Tokenizer(ABC):
         return self._decode([token for token in ids if token is not None and token not in hidden])
 
     def decode_batch(self, tokens: Tensor | Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]:
-        """Texts of a batch, (B, N) → B strings.
+        """Return the B texts of a batch (B, N).
 
         Example: `tokenizer.decode_batch(out.new_tokens)`.
         """
@@ -169,10 +169,10 @@ class Tokenizer(ABC):
         tools: Sequence[Any] | None = None,
         generation_prompt: bool = True,
     ) -> list[int]:
-        """Token ids of a conversation, ready for the model's turn. A string is one user turn.
+        """Return the token ids of a conversation, up to the model's turn. A string is one user turn.
 
-        messages: dictionaries with "role" (system, user, assistant, tool) and "content". Thoughts in earlier model
-        turns are left out, as the model was trained. `thinking` asks for a thought channel.
+        messages: dictionaries with "role" (system, user, assistant, tool) and "content". Thoughts of earlier model
+        turns are dropped, as in training. `thinking` requests a thought channel.
 
         Example: `tokenizer.chat([{"role": "user", "content": "2 + 2?"}], thinking=True)`.
         """
@@ -190,7 +190,7 @@ class Tokenizer(ABC):
         return ids
 
     def reply(self, tokens: Tensor | Sequence[int] | str) -> Reply:
-        """Take a model turn (its tokens or their text) apart into thought, answer and tool calls.
+        """Split a model turn (tokens or text) into thought, answer and tool calls.
 
         Example: `tokenizer.reply("<|channel>thought\\n2+2<channel|>4").answer` is "4".
         """
@@ -198,13 +198,13 @@ class Tokenizer(ABC):
         thoughts = [match.strip() for match in _THOUGHT.findall(text)]
         answer = _THOUGHT.sub("", text)
         calls = tuple(_parse_tool_call(match) for match in _TOOL_CALL.findall(answer))
-        # A turn that calls a tool ends by opening the tool's response.
+        # A turn that calls a tool ends with the start of the tool's response.
         answer = _TOOL_CALL.sub("", answer).removesuffix("<|tool_response>")
         return Reply(answer=answer.strip(), thought="\n".join(thoughts) if thoughts else None, tool_calls=calls)
 
 
 class PretrainedTokenizer(Tokenizer):
-    """A checkpoint's own tokenizer.json, and its template through transformers. Remote code is never run.
+    """The tokenizer.json of a checkpoint, with its chat template through transformers. No remote code is run.
 
     Example: `Tokenizer.from_pretrained("path/to/checkpoint")` builds one.
     """
@@ -221,9 +221,9 @@ class PretrainedTokenizer(Tokenizer):
             )
         try:
             self._pieces = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library has no class of its own for it
+        except Exception as error:  # tokenizers raises plain Exception
             raise ValueError(f"{file} holds no tokenizer ({error}). Download it again.") from None
-        self._pieces.no_truncation()  # a text is read whole, whatever the file was saved with
+        self._pieces.no_truncation()  # ignore truncation stored in the file
         self._pieces.no_padding()
         config = self._read_config()
         self._names_template = config.get("chat_template") is not None
@@ -240,7 +240,7 @@ class PretrainedTokenizer(Tokenizer):
             setattr(self, f"{name}_token_id", token_id)
 
     def _read_config(self) -> dict[str, Any]:
-        """tokenizer_config.json; what it leaves open, older checkpoints say in special_tokens_map.json."""
+        """Return tokenizer_config.json, completed by the special_tokens_map.json of older checkpoints."""
         config = read_json(self._folder, "tokenizer_config.json")
         if not (self._folder / "special_tokens_map.json").is_file():
             return config
@@ -248,7 +248,7 @@ class PretrainedTokenizer(Tokenizer):
         return older | {name: value for name, value in config.items() if value is not None}
 
     def _add_tokens(self, config: Mapping[str, Any]) -> None:
-        """Tokens that stand in the config alone, at the ids it gives them."""
+        """Add tokens that are only in the config, at their ids."""
         file = self._folder / "tokenizer_config.json"
         listed: dict[int, tokenizers.AddedToken] = {}
         for key, token in (config.get("added_tokens_decoder") or {}).items():
@@ -261,7 +261,7 @@ class PretrainedTokenizer(Tokenizer):
                 ) from None
         listed = dict(sorted(listed.items()))
         new = {id: token for id, token in listed.items() if self._pieces.token_to_id(token.content) is None}
-        self._pieces.add_tokens(list(listed.values()))  # at once: every call builds the search for all of them anew
+        self._pieces.add_tokens(list(listed.values()))  # in one call, because each call rebuilds the search
         for listed_id, token in new.items():
             found = self._pieces.token_to_id(token.content)
             if found != listed_id:
@@ -308,11 +308,11 @@ class PretrainedTokenizer(Tokenizer):
 
 
 class ByteTokenizer(Tokenizer):
-    """UTF-8 bytes as tokens, for models with a small vocabulary (384 ids).
+    """Tokenizer of UTF-8 bytes, for models with a small vocabulary (384 ids).
 
     Ids 0–127 hold the published markers at their published ids (pad 0, eos 1, bos 2, unk 3, mask 4, tools 46–52,
     think 98, channel 100 and 101, turn 105 and 106; the rest unused), so the published stop tokens 1, 106 and 50 mean
-    the same here. Byte b is id 128 + b. Ids without a meaning and invalid UTF-8 decode to U+FFFD.
+    the same here. Byte b is id 128 + b. Unused ids and invalid UTF-8 decode to U+FFFD.
     Chats use the published turn format; tools are not supported.
 
     Example: `ByteTokenizer().encode("hi")` is `[2, 232, 233]`.
@@ -353,7 +353,7 @@ class ByteTokenizer(Tokenizer):
             if piece in self.markers:
                 ids.append(self.markers[piece])
             else:
-                # A lone surrogate has no UTF-8 form; "?" stands in for it.
+                # A lone surrogate has no UTF-8 form and becomes "?".
                 ids.extend(self.first_byte + byte for byte in piece.encode("utf-8", errors="replace"))
         return ids
 
@@ -416,7 +416,7 @@ def _require_text(text: Any) -> None:
 
 
 def _without_thought(message: Message) -> dict[str, Any]:
-    """The message as history: a model turn loses its thought channel."""
+    """Return a message of the history: without the thought channel of a model turn."""
     content = message.get("content")
     if message.get("role") not in ("assistant", "model") or content is None:
         return dict(message)
@@ -427,7 +427,7 @@ def _without_thought(message: Message) -> dict[str, Any]:
 
 
 def _parse_tool_call(text: str) -> ToolCall:
-    """`call:name{key:<|"|>text<|"|>,count:3}`: JSON with bare keys and a quote token of its own."""
+    """Parse `call:name{key:<|"|>text<|"|>,count:3}`: JSON with bare keys and a special quote token."""
     name, brace, body = text.strip().removeprefix("call:").partition("{")
     pieces = (brace + body).split(_TOOL_QUOTE)
     for index, piece in enumerate(pieces):
@@ -435,7 +435,7 @@ def _parse_tool_call(text: str) -> ToolCall:
             pieces[index] = json.dumps(piece)
         else:
             piece = re.sub(r"([{,]\s*)([\w.-]+)(\s*:)", r'\1"\2"\3', piece)
-            pieces[index] = re.sub(r"\bNone\b", "null", piece)  # how the published template writes a null
+            pieces[index] = re.sub(r"\bNone\b", "null", piece)  # the published template writes null as None
     try:
         arguments = json.loads("".join(pieces))
     except ValueError:

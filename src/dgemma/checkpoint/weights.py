@@ -1,7 +1,7 @@
-"""Checkpoints: one table of published tensor names and ours, and safetensors both ways, single or sharded.
+"""Loading and saving of weights: one table of tensor names, and safetensors files, single or sharded.
 
-The files are those of transformers' DiffusionGemmaForBlockDiffusion, its reference twin. Nothing is ever unpickled and
-no code from a checkpoint is run.
+The reference twin is transformers' DiffusionGemmaForBlockDiffusion. Nothing is unpickled, and no code from a checkpoint
+is run.
 """
 
 import json
@@ -42,7 +42,7 @@ _VISION = re.compile(r"(?:model\.)?(?:encoder\.)?(vision_tower|embed_vision|audi
 
 
 def our_names(published: str) -> tuple[str, ...]:
-    """The table, read from left to right: where a published tensor goes in our model.
+    """Return the names in our model for a published tensor.
 
     | published                                              | ours                                                    |
     |--------------------------------------------------------|---------------------------------------------------------|
@@ -65,7 +65,7 @@ def our_names(published: str) -> tuple[str, ...]:
 
 
 def published_name(ours: str) -> str:
-    """The table, read from right to left: the name under which our tensor is saved.
+    """Return the published name of one of our tensors: the table of `our_names`, from right to left.
 
     Example: `published_name("layers.0.causal_layer_scalar")` is "model.encoder.language_model.layers.0.layer_scalar".
     """
@@ -79,7 +79,7 @@ def _causal(name: str) -> str:
 
 
 def resolve(path_or_repo: str | Path, files: Sequence[str] = _CHECKPOINT_FILES) -> Path:
-    """A local folder as it is; "dgemma/NAME" among the package's assets; else a hub id, of which `files` are fetched.
+    """Return the folder of a checkpoint: a local one, an asset "dgemma/NAME", or `files` downloaded from a hub id.
 
     Example: `resolve("google/diffusiongemma-26B-A4B-it", files=["config.json"])`.
     """
@@ -118,11 +118,11 @@ def load_pretrained(
     device: torch.device | str = "cpu",
     conventions: Conventions | None = None,
 ) -> "Model":
-    """Build `cls` from a checkpoint folder or hub id: the whole model, or one error and nothing.
+    """Build `cls` from a checkpoint folder or hub id, or raise one error.
 
-    Every header is checked before the first weight is read; weights then go one by one straight to `device` and `dtype`
-    (None: the embedding's own, but float32 for what ships with dgemma, which is stored in bfloat16 for its size alone
-    and would be slow on most CPUs), so that no second copy is ever held.
+    All headers are checked before the first weight is read. Then each weight goes straight to `device` and `dtype`, so
+    that there is never a second copy of the model. dtype None means that of the embedding; for checkpoints that ship
+    with dgemma it means float32, because they are stored in bfloat16 only to be small, which most CPUs compute slowly.
 
     Example: `load_pretrained(DiffusionGemma, "path/to/checkpoint", dtype=torch.bfloat16, device="cuda")`.
     """
@@ -166,7 +166,7 @@ def load_pretrained(
 
 
 class Stored(NamedTuple):
-    """A tensor in a file, known from the file's header alone."""
+    """A tensor in a file, described by the file's header."""
 
     file: Path
     shape: tuple[int, ...]
@@ -174,7 +174,7 @@ class Stored(NamedTuple):
 
 
 def read_headers(folder: Path) -> dict[str, Stored]:
-    """Every tensor of a checkpoint folder by its published name; no weight is read.
+    """Return every tensor of a checkpoint folder by its published name. No weight is read.
 
     Example: `read_headers(Path("checkpoint"))["model.decoder.norm.weight"].shape`.
     """
@@ -198,7 +198,7 @@ def read_headers(folder: Path) -> dict[str, Stored]:
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    """Which shard holds which tensor; empty when one file holds all. A single file wins, as in transformers."""
+    """Return the shard of each tensor; empty for a single file, which takes precedence, as in transformers."""
     if (folder / _SINGLE_FILE).is_file():
         return {}
     if not (folder / _INDEX_FILE).is_file():
@@ -222,19 +222,19 @@ def _read_index(folder: Path) -> dict[str, str]:
 class _Plan:
     primary: dict[str, str]  # our name → the published tensor it is read from
     ties: list[tuple[str, str]]  # (published copy, our name) that must agree with the primary
-    fresh: list[str]  # our names without a source, to be initialised
+    fresh: list[str]  # our names without a published tensor, to be initialised
     vision: list[str]
 
 
 def _plan(
     config: ModelConfig, expected: Mapping[str, Tensor], stored: Mapping[str, Stored], *, plain_gemma4: bool
 ) -> _Plan:
-    """Match what the model needs with what the files hold; what does not fit goes into one error, causes first."""
+    """Match the model's tensors with those in the files; raise one error for all that do not fit, causes first."""
     primary: dict[str, str] = {}
     ties: list[tuple[str, str]] = []
     found: dict[str, tuple[int, ...]] = {}
     problems: list[str] = []
-    # The decoder's tensor is the one; encoder copies and a written-out head only repeat it.
+    # The decoder's tensor counts; encoder copies and a stored head only repeat it.
     for name in sorted(stored, key=lambda n: (n.startswith(("model.encoder.", "encoder.", "lm_head.")), n)):
         if _VISION.match(name):
             continue
@@ -260,14 +260,14 @@ def _plan(
 
 
 def _first(items: list[str]) -> list[str]:
-    """A list that a person will read: of a whole model's tensors the first few say what is wrong."""
+    """Return the first few names, which suffice in an error."""
     return items if len(items) <= _MOST_NAMED else [*items[:_MOST_NAMED], f"and {len(items) - _MOST_NAMED} more"]
 
 
 def _read_weights(
     plan: _Plan, stored: Mapping[str, Stored], dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
-    """Our names → weights on `device`. A shard at a time; tied copies are compared and dropped again."""
+    """Return weights on `device` by our names, read shard by shard; tied copies are compared and dropped."""
     state: dict[str, Tensor] = {}
     with ExitStack() as stack:
         paths = sorted({entry.file for entry in stored.values()})
@@ -278,7 +278,7 @@ def _read_weights(
 
         taken: set[str] = set()
         for ours, name in sorted(plan.primary.items(), key=lambda item: stored[item[1]].file):
-            # Plain Gemma 4 has one scalar for both modes, which must not share memory.
+            # Plain Gemma 4 has one scalar for both modes. They must not share memory.
             state[ours] = read(name).clone() if name in taken else read(name)
             taken.add(name)
         untied = [name for name, ours in plan.ties if not torch.equal(read(name), state[ours])]
@@ -292,7 +292,7 @@ def _read_weights(
 def _start_self_conditioning(
     model: "DiffusionGemma", names: Sequence[str], dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
-    """Fresh self-conditioning weights. `down_proj` starts at zero: at first the model is the one without the block."""
+    """Initialise self-conditioning. `down_proj` is zero, so that the new block changes nothing at first."""
     generator = torch.Generator().manual_seed(0)
     state = {}
     for name in names:
@@ -325,11 +325,11 @@ def _give_notices(plan: _Plan, state: Mapping[str, Tensor], config: ModelConfig)
 def save_pretrained(model: "DiffusionGemma", path: str | Path, *, max_shard_size: int | str = "5GB") -> None:
     """Write a folder that transformers' DiffusionGemmaForBlockDiffusion.from_pretrained loads.
 
-    Vision tensors of the checkpoint the model came from are copied through untouched: transformers would fill missing
-    ones with random weights, and images would silently stop working. Other files in the folder stay.
+    Vision tensors of the model's checkpoint are copied unchanged: transformers would fill missing ones with random
+    weights, and images would silently stop working. Other files in the folder stay.
 
-    New files are written beside the old and one rename puts them in force, so that a process killed at any moment
-    leaves the old weights or the new. Only where the old config differs too do two renames follow each other.
+    New files are written next to the old ones, and one rename activates them. So a process that is killed leaves the
+    old weights or the new ones. If the config differs too, there are two renames.
 
     Example: `save_pretrained(model, "checkpoint", max_shard_size="2GB")`.
     """
@@ -342,7 +342,7 @@ def save_pretrained(model: "DiffusionGemma", path: str | Path, *, max_shard_size
         write_tensors(folder / f"{name}.new", tensors, metadata={"format": "pt"})
     for name in names:
         _put(folder, name)
-    # Where both exist the single file wins, in transformers and here: removing the loser is no part of the switch.
+    # If both exist the single file takes precedence, so the index can be removed afterwards.
     if names == [_SINGLE_FILE]:
         (folder / _INDEX_FILE).unlink(missing_ok=True)
     else:
@@ -363,7 +363,7 @@ def save_pretrained(model: "DiffusionGemma", path: str | Path, *, max_shard_size
 
 
 def write_tensors(path: str | Path, tensors: dict[str, Tensor], *, metadata: dict[str, str] | None = None) -> None:
-    """A safetensors file that others may read as far as the umask lets them: `save_file` alone shuts them out.
+    """Write a safetensors file with the permissions of the umask; `save_file` would deny other users.
 
     Example: `write_tensors("seeds.safetensors", {"seeds": torch.arange(4)})`.
     """
@@ -388,19 +388,19 @@ def _tensors_to_save(model: "DiffusionGemma") -> dict[str, Tensor]:
         return tensors
     try:
         stored = read_headers(model.vision_source)
-    except (OSError, ValueError) as error:  # a training run must not lose its weights over this
+    except (OSError, ValueError) as error:  # a training run must not fail to save because of this
         logger.warning("Saved without vision tensors, which transformers will draw at random: %s", error)
         return tensors
     for name, entry in stored.items():
         kind = _VISION.match(name)
         if kind and "audio" not in kind[1]:  # DiffusionGemma has no audio tower
             with safe_open(entry.file, "pt") as file:
-                tensors[f"model.encoder.{name[kind.start(1) :]}"] = file.get_tensor(name)  # mapped, not copied
+                tensors[f"model.encoder.{name[kind.start(1) :]}"] = file.get_tensor(name)  # memory-mapped, not copied
     return tensors
 
 
 def _pack(tensors: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
-    """Tensors in order, in as few files of at most `limit` bytes as that allows; a larger tensor has one to itself."""
+    """Divide tensors, in order, into files of at most `limit` bytes; a larger tensor gets its own file."""
     shards: list[dict[str, Tensor]] = [{}]
     used = 0
     for name, tensor in tensors.items():
@@ -421,7 +421,7 @@ def _num_bytes(size: int | str) -> int:
 
 
 def _free_names(folder: Path, num_shards: int) -> list[str]:
-    """File names for the shards: the usual ones, or the next that no shard of the checkpoint in force has."""
+    """Return file names for the shards: the usual ones, or others if the current checkpoint uses those."""
     if num_shards == 1:
         return [_SINGLE_FILE]
     save = 0
@@ -434,7 +434,7 @@ def _free_names(folder: Path, num_shards: int) -> list[str]:
 
 
 def _put(folder: Path, name: str) -> None:
-    """Put `name.new` in force as `name`, once its bytes are on the disk."""
+    """Rename `name.new` to `name` after its bytes are on the disk."""
     _flush(folder / f"{name}.new")
     os.replace(folder / f"{name}.new", folder / name)
     if os.name == "posix":  # elsewhere a folder cannot be opened

@@ -158,7 +158,7 @@ class PrefixCache:
                 layer.values = _grow(layer.values, self.num_slots, num_tokens)
 
     def append(self, new: list[tuple[Tensor, Tensor]], real: Tensor | None) -> None:
-        """Add T tokens: per layer keys and values (B, K, T, H). real (B, T) is False for padding; None means all are real."""
+        """Add T tokens: per layer keys and values (B, K, T, H). real (B, T) is False for padding; None: all real."""
         num_new = new[0][0].shape[2]
         counts = None if real is None else real.sum(1)
         ragged = self.ragged or real is not None

@@ -1,7 +1,7 @@
-"""See inside the model: residual stream, attention weights and router choices of every step and layer, on request.
+"""Records from inside the model: residual stream, attention weights and router choices per step and layer.
 
-Forward hooks on the reference model, which are gone when the `with` block ends and cost nothing before. Attention
-weights are computed a second time, from the layer's own queries and keys, since the fused product never forms them.
+It uses forward hooks on the reference model, which are removed when the `with` block ends. Attention weights are
+computed again from the layer's queries and keys, because the fused product never forms them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,25 +24,25 @@ Layers = bool | Sequence[int]
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """One pass of T new tokens through the stack, by layer; S counts the prefix's slots and then the T tokens.
+    """One pass of T new tokens through the stack, by layer. S counts the prefix's slots and the T tokens.
 
-    A canvas's pass is causal=False, a prefix's (or each 1024 tokens of a long one) causal=True.
+    `causal` is False for a canvas, and True for a prefix or each 1024 tokens of a long one.
     """
 
     causal: bool
-    embedded: Tensor  # (B, T, D): what the first layer got, self-conditioning included
+    embedded: Tensor  # (B, T, D): input of the first layer, with self-conditioning
     residuals: dict[int, Tensor] = field(default_factory=dict)  # (B, T, D) after the layer
     attention: dict[int, Tensor] = field(default_factory=dict)  # (B, N, T, S) float32, rows sum to 1
     router: dict[int, Routing] = field(default_factory=dict)  # (B, T, E) probabilities, (B, T, A) weights and experts
 
 
 class Observation:
-    """What was seen, in order. `steps` are the passes over canvases: the i-th belongs to the i-th `StepRecord`."""
+    """The recorded passes in order. `steps` are those over canvases: the i-th belongs to the i-th `StepRecord`."""
 
     def __init__(self, *, prefix: bool, device: torch.device | str | None) -> None:
         self.passes: list[Pass] = []
         self._prefix, self._device = prefix, device
-        self._current: Pass | None = None  # the pass under way, if it is recorded
+        self._current: Pass | None = None  # the current pass, if it is recorded
 
     @property
     def steps(self) -> list[Pass]:
@@ -84,10 +84,10 @@ def observe(
     prefix: bool = False,
     device: torch.device | str | None = None,
 ) -> Iterator[Observation]:
-    """Record what happens inside `model` while the block runs: True for all layers, or a list of them.
+    """Record residuals, attention and router of `model` inside a `with` block: True for all layers, or a list.
 
-    `prefix` records the causal passes too. Tensors are detached and, given a `device`, moved there ("cpu" saves GPU
-    memory: the attention of one layer is B · N · T · S numbers a step).
+    `prefix` also records the causal passes. Tensors are detached, and moved to `device` if given. Use "cpu" to save GPU
+    memory: the attention of one layer is B · N · T · S numbers per step.
 
     Example:
         with observe(model, residuals=[0, -1], router=True) as seen:
@@ -97,13 +97,13 @@ def observe(
     if not isinstance(getattr(model, "layers", None), torch.nn.ModuleList):
         raise ValueError(
             f"observe must get a DiffusionGemma, whose layers can be hooked, got {type(model).__name__}. "
-            "Pass the reference model, not its fused twin."
+            "Pass the reference model, not the accelerated one."
         )
     num_layers = len(model.layers)
     requests = {"residuals": residuals, "attention": attention, "router": router}
     wanted = {name: _read_layers(name, layers, num_layers) for name, layers in requests.items()}
     if not any(wanted.values()):
-        raise ValueError("observe must be asked for residuals, attention or router, got none. Pass one as True.")
+        raise ValueError("observe must record residuals, attention or router, got none. Pass one as True.")
     seen = Observation(prefix=prefix, device=device)
     handles = [model.layers[0].register_forward_pre_hook(seen._begin)]
     for index, layer in enumerate(model.layers):
@@ -131,7 +131,7 @@ def attention_weights(
     past: tuple[Tensor, Tensor] | None,
     mask: Tensor | None,
 ) -> Tensor:
-    """softmax(q·k), which `module(x, rope, past, mask)` weighs the values with: (B, N, T, S) float32.
+    """Return the attention weights softmax(q·k) of `module(x, rope, past, mask)`: (B, N, T, S) float32.
 
     Example: `attention_weights(layer.self_attn, x, rope, None, None).sum(-1)` is 1 everywhere.
     """

@@ -1,4 +1,4 @@
-"""The speed/quality slider: one task under many samplers, as a table and a plot of quality over tokens per forward."""
+"""Comparison of samplers on one task: a table of quality, speed and forwards."""
 
 import csv
 import html
@@ -25,10 +25,10 @@ _COLUMNS = ("sampler", "quality", "± error", "tokens/forward", "forwards", "sec
 
 @dataclass(frozen=True, kw_only=True)
 class SweepRow:
-    """One sampler: means over all rows of all runs; `error` is the standard error of quality, nan for a single value.
+    """Means of one sampler over all rows of all runs; `error` is the standard error of quality, NaN for one value.
 
-    tokens_per_forward counts new tokens that are not padding over the forwards of a row while unfinished; forwards and
-    seconds are per row and per run.
+    tokens_per_forward is new tokens without padding, divided by the forwards of a row before it is finished. forwards
+    are per row, seconds per run.
     """
 
     label: str
@@ -47,13 +47,13 @@ class SweepRow:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The result of `sweep`: rows in the order of the samplers; shows itself as a table in a notebook."""
+    """The result of `sweep`: rows in the order of the samplers. A notebook shows it as a table."""
 
     rows: tuple[SweepRow, ...]
 
     @property
     def frontier(self) -> tuple[SweepRow, ...]:
-        """The rows no other beats in both quality and tokens per forward, fastest last."""
+        """The rows that no other row beats in both quality and tokens per forward, fastest last."""
         best: list[SweepRow] = []
         for row in sorted(self.rows, key=lambda row: (-row.tokens_per_forward, -row.quality)):
             if not best or row.quality > best[-1].quality:
@@ -61,12 +61,12 @@ class Sweep:
         return tuple(reversed(best))
 
     def to_markdown(self) -> str:
-        """A table for a README."""
+        """Return a Markdown table."""
         lines = [_COLUMNS, ("---",) * len(_COLUMNS), *(row.cells() for row in self.rows)]
         return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
     def to_csv(self, path: str | Path | None = None) -> str:
-        """The numbers in full precision, one line a sampler; written to `path` if given."""
+        """Return the numbers in full precision, one line per sampler; write them to `path` if given."""
         text = io.StringIO()
         names = [field.name for field in fields(SweepRow)]
         writer = csv.writer(text, lineterminator="\n")
@@ -87,11 +87,10 @@ class Sweep:
 def sweep(
     task: Task, samplers: Mapping[str, Any] | Sequence[Any], *, seeds: Iterable[int] = (0,), progress: bool = True
 ) -> Sweep:
-    """Run `task(sampler, seed)` for every sampler and seed; it returns a quality and what `generate` returned.
+    """Run `task(sampler, seed)` for every sampler and seed. A task returns a quality and the result of `generate`.
 
-    Quality is a number or one per row, (B,). `samplers` may be named, {"fast": ..., "slow": ...}; otherwise each is
-    called by what differs from its defaults. They are handed to the task as they are, so dictionaries of options work
-    as well.
+    Quality is one number, or one per row (B,). `samplers` is a list, or a dictionary by name; in a list, each is named
+    by the fields that differ from their defaults. They are passed to the task unchanged, so any value works.
 
     Example:
         def task(sampler, seed):
@@ -126,11 +125,11 @@ class _Outcome:
 
 
 def _run(task: Task, sampler: Any, seed: int) -> _Outcome:
-    began = time.perf_counter()
+    start = time.perf_counter()
     result = task(sampler, seed)
     if not (isinstance(result, tuple) and len(result) == 2 and hasattr(result[1], "tokens_per_forward")):
         raise ValueError(
-            f"sweep task must return (quality, generation), got {type(result).__name__}. Return what generate returned."
+            f"sweep task must return (quality, generation), got {type(result).__name__}. Return the result of generate."
         )
     quality = torch.as_tensor(result[0], dtype=torch.float64).reshape(-1).tolist()
     generation = result[1]
@@ -138,7 +137,7 @@ def _run(task: Task, sampler: Any, seed: int) -> _Outcome:
         quality=quality,
         tokens_per_forward=generation.tokens_per_forward.tolist(),
         forwards=generation.steps.reshape(len(generation.tokens_per_forward), -1).sum(1).tolist(),
-        seconds=time.perf_counter() - began,
+        seconds=time.perf_counter() - start,
     )
 
 
@@ -161,7 +160,7 @@ def _name(samplers: Sequence[Any]) -> dict[str, Any]:
         name = label(sampler)
         if name in named:
             raise ValueError(
-                f"sweep samplers must differ from one another, got {name} twice. Name them: {{name: ...}}."
+                f"sweep samplers must differ from one another, got {name} twice. Pass a dictionary by name."
             )
         named[name] = sampler
     return named
