@@ -95,7 +95,7 @@ def test_a_row_does_not_depend_on_its_batch_nor_a_position_on_the_canvas():
     [{"seed": 1}, {"seed": 1 << 32}, {"block": 1}, {"step": 1}, {"purpose": "event"}],
     ids=["seed", "high-half-of-seed", "block", "step", "purpose"],
 )
-def test_every_coordinate_opens_an_unrelated_stream(other):
+def test_every_coordinate_gives_an_independent_stream(other):
     n = 1 << 14
     a, b = row(num_positions=n), row(num_positions=n, **other)
     correlation = torch.corrcoef(torch.stack([a, b]))[0, 1]
@@ -103,7 +103,7 @@ def test_every_coordinate_opens_an_unrelated_stream(other):
     assert not (a == b).any()
 
 
-def test_uniforms_have_the_moments_and_the_law_of_uniforms():
+def test_uniforms_have_the_moments_and_distribution_of_uniforms():
     n = 1 << 16
     u = row(seed=11, num_positions=n)
     assert u.mean().item() == pytest.approx(1 / 2, abs=5 * (1 / 12 / n) ** 0.5)
@@ -113,7 +113,7 @@ def test_uniforms_have_the_moments_and_the_law_of_uniforms():
     assert torch.corrcoef(torch.stack([u[:-1], u[1:]]))[0, 1].abs() < 5 / n**0.5
 
 
-def test_the_global_generator_is_left_alone():
+def test_draws_do_not_use_the_global_generator():
     torch.manual_seed(0)
     before = torch.get_rng_state()
     row()

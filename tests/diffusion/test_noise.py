@@ -37,7 +37,7 @@ def level(*values):
 
 
 def forward(process, noise_level):
-    """The whole (V, V) matrix q(z | x), row x; the mask as a source stays itself or becomes noise like any token."""
+    """The whole (V, V) matrix q(z | x), row x; the mask stays or becomes noise like any token."""
     table = likelihood(process, level(noise_level))[0]
     if process.kind == "uniform":
         return table
@@ -50,14 +50,14 @@ def forward(process, noise_level):
 
 
 def forward_between(process, before, after):
-    """q(z_t | z_s) from nothing but the two marginals: the matrix that takes the one to the other."""
+    """q(z_t | z_s) from the two marginals only: the matrix that maps one to the other."""
     return torch.linalg.solve(forward(process, after), forward(process, before))
 
 
 @pytest.mark.parametrize("process", PROCESSES, ids=name)
 @pytest.mark.parametrize("levels", LEVELS, ids=str)
-def test_a_canvas_only_ever_gets_noisier(process, levels):
-    """The process is Markov: what takes it from one level to a noisier one is a table of probabilities."""
+def test_noise_only_increases_with_the_level(process, levels):
+    """The process is Markov: the matrix from one level to a noisier one has only probabilities."""
     kernel = forward_between(process, *levels)
     assert kernel.min() > -1e-12
     torch.testing.assert_close(kernel.sum(-1), torch.ones(len(kernel)).double(), atol=1e-12, rtol=0)
@@ -74,7 +74,7 @@ def test_marginal_is_the_published_mixture(process, noise_level):
 
 @pytest.mark.parametrize("process", PROCESSES, ids=name)
 @pytest.mark.parametrize("levels", LEVELS, ids=str)
-def test_posterior_is_bayes(process, levels):
+def test_the_posterior_follows_from_bayes_rule(process, levels):
     before, after = levels
     to_s, to_t = forward(process, after)[:NUM_TOKENS], forward(process, before)[:NUM_TOKENS]  # (x, z)
     joint = to_s[:, :, None] * forward_between(process, before, after)[None]  # (x, z_s, z_t)
@@ -87,7 +87,7 @@ def test_posterior_is_bayes(process, levels):
 
 
 @pytest.mark.parametrize("process", PROCESSES, ids=name)
-def test_two_reverse_steps_make_one(process):
+def test_two_reverse_steps_equal_one(process):
     """Chapman and Kolmogorov, given x: from level .8 to .2 directly, or by way of .5."""
     ids = torch.arange(process.vocab_size)
     x = torch.eye(process.vocab_size).double()[1].expand(process.vocab_size, -1)
@@ -102,7 +102,7 @@ def test_two_reverse_steps_make_one(process):
 
 @pytest.mark.parametrize("levels", LEVELS, ids=str)
 def test_uniform_posterior_is_the_closed_form_of_duo(levels):
-    """As arXiv:2506.10892 writes it, for x a distribution, the way plug-in samplers use it."""
+    """The formula of arXiv:2506.10892 for a distribution over x, as plug-in samplers use it."""
     alpha_t, alpha_s = 1 - levels[0], 1 - levels[1]
     a, k = alpha_t / alpha_s, NUM_TOKENS
     x = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
@@ -130,7 +130,7 @@ def test_clean_stay_and_noise_routes_add_up_to_the_posterior(process, levels):
     torch.testing.assert_close(law, expected, atol=1e-12, rtol=0)
 
 
-def test_an_event_of_probability_1e_minus_7_keeps_it():
+def test_an_event_keeps_its_probability_of_1e_minus_7():
     """In float32 a 24-bit uniform would round it by a quarter (arXiv:2409.02908); here the event has its own draw."""
     state = replace(
         fresh_state(torch.full((4, 1), MASK), mask_noise(), 1),
@@ -159,7 +159,7 @@ def test_uniform_conversion_is_the_published_bump():
     assert bump.tolist() == pytest.approx([0, 0, math.log(1 + 5 * 0.75 / 0.25), 0, 0], abs=1e-14)
 
 
-def test_under_masking_a_token_is_certain_and_a_mask_says_nothing():
+def test_under_masking_a_token_is_certain_and_a_mask_carries_no_evidence():
     logits = torch.randn(1, 2, 4, generator=torch.Generator().manual_seed(0)).double()
     mean = mask_noise().to_mean(logits, torch.tensor([[1, MASK]]), level(0.5))
     assert mean[0, 0].tolist() == [-math.inf, 0.0, -math.inf, -math.inf]
@@ -173,7 +173,7 @@ def grid(n):
 
 @pytest.mark.parametrize("process", PROCESSES, ids=name)
 def test_corrupt_draws_the_published_mixture(process):
-    """On a grid of both uniforms; frequencies are exact to the grid's cell, whatever the boundaries."""
+    """On a grid of both uniforms; frequencies are exact to one cell of the grid."""
     n, x, t = 600, 1, 0.4
     event, token = grid(n)[:, None].expand(n, n), grid(n)[None, :].expand(n, n)
     z = process.corrupt(torch.full((n, n), x), level(t).expand(n), event, token)
@@ -188,7 +188,7 @@ def test_prior_is_uniform_or_all_masks():
     assert (hybrid_noise().prior(u) == MASK).all()
 
 
-def test_hybrid_noise_is_random_by_its_share_halfway():
+def test_hybrid_noise_has_its_uniform_share_at_half_time():
     """GIDD fixes its constant so that p_u of the tokens are uniform noise at t = 1/2."""
     process = HybridNoise(11, mask_token_id=7, uniform_share=0.3)
     row = process.marginal(torch.eye(11).double()[2], torch.tensor(0.5, dtype=torch.float64))
@@ -196,7 +196,7 @@ def test_hybrid_noise_is_random_by_its_share_halfway():
 
 
 @pytest.mark.parametrize("next_level", [0.0, 0.6], ids=["last-step", "mid-run"])
-def test_hybrid_refill_mixes_masks_and_tokens_as_the_level_it_ends_on(next_level):
+def test_hybrid_refill_mixes_masks_and_tokens_according_to_its_level(next_level):
     process = HybridNoise(6, mask_token_id=2, uniform_share=0.5)
     frequency = torch.bincount(process.refill(grid(5000)[None], level(next_level))[0], minlength=6) / 5000
     # c = 2·(t(1-t))^(1/2), and c dwarfs t as t goes to 0
@@ -216,7 +216,7 @@ def test_noise_never_leaves_the_allowed_set_and_is_uniform_on_it(data):
     assert counts.tolist() == [60 if ok else 0 for ok in allowed.tolist()]
 
 
-def test_allowed_sets_may_differ_by_row_and_position_and_spare_the_mask():
+def test_allowed_sets_may_differ_by_row_and_position_and_never_exclude_the_mask():
     process = HybridNoise(5, mask_token_id=4, uniform_share=0.5)
     allowed = torch.zeros(2, 3, 5, dtype=torch.bool)
     want = torch.tensor([[0, 1, 2], [3, 2, 0]])
@@ -248,8 +248,8 @@ def test_impossible_processes_are_refused(build, message):
         build()
 
 
-def test_a_gamma_beyond_two_would_need_negative_probabilities():
-    """Why it is refused: the same construction, written out, gives no corruption kernel."""
+def test_a_gamma_above_two_would_need_negative_probabilities():
+    """The same construction with such a gamma gives no corruption kernel, which is why it is refused."""
 
     class Fading:
         kind, gamma, uniform_share, vocab_size = "hybrid", 3.0, 0.2, NUM_TOKENS + 1
@@ -263,19 +263,19 @@ def test_noises_are_values_that_carry_their_schedule():
 
 
 def saying(noise, vocab_size=NUM_TOKENS + 1):
-    """A model whose checkpoint says this of its noise."""
+    """A model whose checkpoint has this description of its noise."""
     config = presets.tiny().replace(vocab_size=vocab_size, pad_token_id=0, bos_token_id=1)
     return SimpleNamespace(config=config, generation=GenerationDefaults.from_hf({"noise": noise}))
 
 
 @pytest.mark.parametrize("process", PROCESSES, ids=name)
-def test_a_process_comes_back_from_what_a_checkpoint_keeps_of_it(process):
+def test_a_process_is_rebuilt_from_its_description_in_a_checkpoint(process):
     kept = json.loads(json.dumps(describe_noise(replace(process, schedule=Loop()))))
     assert learnt_noise(saying(kept, process.vocab_size)) == process  # the schedule is no part of what is learnt
 
 
 @pytest.mark.parametrize("scalar", [np.int64, torch.tensor])
-def test_what_a_checkpoint_keeps_is_json_whatever_scalars_were_given(scalar):
+def test_a_description_is_json_for_numpy_and_torch_scalars(scalar):
     process = HybridNoise(NUM_TOKENS + 1, mask_token_id=scalar(MASK), uniform_share=np.float32(0.25))
     assert json.loads(json.dumps(describe_noise(process))) == {
         "kind": "hybrid",
@@ -285,11 +285,11 @@ def test_what_a_checkpoint_keeps_is_json_whatever_scalars_were_given(scalar):
     }
 
 
-def test_a_checkpoint_that_says_nothing_of_its_noise_learnt_the_published_one():
+def test_a_checkpoint_without_a_noise_has_the_published_one():
     assert learnt_noise(saying(None)) == UniformNoise(NUM_TOKENS + 1)
 
 
-def test_a_process_that_cannot_be_built_again_is_refused_not_replaced():
+def test_a_process_that_cannot_be_rebuilt_is_refused_and_not_replaced():
     class Own(HybridNoise):
         pass
 
@@ -300,7 +300,7 @@ def test_a_process_that_cannot_be_built_again_is_refused_not_replaced():
 
 
 @pytest.mark.parametrize("process", PROCESSES, ids=name)
-def test_a_level_per_row_speaks_for_the_row_also_where_there_are_as_many_positions(process):
+def test_a_level_per_row_applies_to_rows_even_if_there_are_as_many_positions(process):
     vocab_size = process.vocab_size
     x = torch.rand(2, 2, vocab_size, generator=torch.Generator().manual_seed(0), dtype=torch.float64).softmax(-1)
     z_t, alpha_t, alpha_s = torch.tensor([[0, 1], [1, 0]]), level(0.3, 0.5), level(0.4, 0.9)

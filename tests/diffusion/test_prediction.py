@@ -147,7 +147,7 @@ def test_low_precision_logits_are_described_in_float32(logits):
     torch.testing.assert_close(Prediction(half).entropy, Categorical(logits=half.float()).entropy())
 
 
-def test_a_look_without_gradients_does_not_cut_the_graph_for_later(logits):
+def test_reading_without_gradients_does_not_remove_later_gradients(logits):
     tokens = torch.zeros(2, 5, dtype=torch.long)
 
     def gradient(look: bool) -> torch.Tensor:
@@ -174,7 +174,7 @@ def test_gradients_of_the_statistics_equal_those_of_torch_distributions(logits):
 
 
 @pytest.mark.parametrize("temperature", [0, 0.0, -1.0, float("nan"), float("inf")])
-def test_a_temperature_that_divides_into_nothing_is_refused(temperature):
+def test_a_temperature_that_is_not_positive_and_finite_is_refused(temperature):
     with pytest.raises(ValueError, match=r"Prediction\.shaped temperature must be finite and > 0, got .* Use \.argmax"):
         Prediction(torch.randn(1, 2, 5)).shaped(temperature=temperature)
 

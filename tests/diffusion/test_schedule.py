@@ -34,7 +34,7 @@ def times(n=41):
 
 
 @pytest.mark.parametrize("schedule", COMPLETE, ids=str)
-def test_text_is_whole_at_time_zero_and_gone_at_time_one(schedule):
+def test_text_is_clean_at_time_zero_and_noise_at_time_one(schedule):
     torch.testing.assert_close(schedule.alpha(times(2)), torch.tensor([1.0, 0.0]).double(), atol=1e-15, rtol=0)
 
 
@@ -52,7 +52,7 @@ def test_time_inverts_alpha(schedule):
 
 
 @pytest.mark.parametrize("schedule", [Geometric(), ClippedLinear(low=0.3, high=0.8)], ids=str)
-def test_time_of_an_alpha_out_of_reach_is_the_nearest_end(schedule):
+def test_the_time_of_an_alpha_out_of_range_is_the_nearest_end(schedule):
     assert schedule.time(torch.tensor([1.0, 0.0], dtype=torch.float64)).tolist() == [0.0, 1.0]
 
 
@@ -90,7 +90,7 @@ def test_geometric_runs_between_the_exponentials_of_its_sigmas():
     assert alpha.tolist() == pytest.approx([math.exp(-0.01), math.exp(-0.3), math.exp(-9.0)], rel=1e-12)
 
 
-def test_loop_rests_at_its_plateau_and_returns_there_in_time():
+def test_loop_stays_at_its_plateau_and_time_returns_its_start():
     t = torch.tensor([0.775, 0.55, 0.3, 0.0501, 0.05, 0.025], dtype=torch.float64)
     assert Loop().alpha(t).tolist() == pytest.approx([0.45, 0.9, 0.9, 0.9, 0.9, 0.95], abs=1e-12)
     assert Loop().time(torch.tensor([0.45, 0.9, 0.95], dtype=torch.float64)).tolist() == pytest.approx(

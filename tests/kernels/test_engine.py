@@ -44,7 +44,7 @@ def models():
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
-    """Three chunks of the vocabulary; the interpreter goes through a chunk of 4,096 entry by entry."""
+    """Three chunks of the vocabulary; the interpreter reads a chunk of 4,096 one entry at a time."""
     monkeypatch.setattr(vocabulary, "CHUNK", 16)
 
 
@@ -92,7 +92,7 @@ def test_both_modes_equal_the_reference_over_ragged_rows(models):
 
 
 @pytest.mark.parametrize("kind", ["published", "masked", "shaped"])
-def test_generate_cannot_tell_the_fused_denoiser_from_the_reference(models, kind):
+def test_generate_gives_the_same_with_the_fused_denoiser_and_the_reference(models, kind):
     prompt, real = ragged_prompt()
     alone = {"prompt_tokens": prompt[:1, :3], "max_new_tokens": CANVAS}
     options = {
@@ -113,7 +113,7 @@ def test_generate_cannot_tell_the_fused_denoiser_from_the_reference(models, kind
 
 
 @pytest.mark.slow
-def test_infill_cannot_tell_the_fused_denoiser_from_the_reference(models):
+def test_infill_gives_the_same_with_the_fused_denoiser_and_the_reference(models):
     tokens = draw_tokens(1, 5)  # the canvas of four begins at the second, and the hole is only one of them
     options = {"steps": 3, "stop": dgemma.StableAndConfident(confidence=10.0), "seed": 5, "progress": False}
     want, got = (dgemma.infill(model, tokens, [(2, 3)], **options) for model in models)
@@ -123,7 +123,7 @@ def test_infill_cannot_tell_the_fused_denoiser_from_the_reference(models):
 
 
 @pytest.mark.slow
-def test_a_step_can_be_taken_again_from_any_state_and_old_logits_are_refused(models):
+def test_a_step_can_be_repeated_from_any_state_and_overwritten_logits_are_refused(models):
     _, fast = models
     prompt, _ = ragged_prompt()
     cache = fast.encode(prompt[:1, :2])
@@ -161,7 +161,7 @@ def test_a_step_can_be_taken_again_from_any_state_and_old_logits_are_refused(mod
     ],
     ids=["fixed-steps", "published", "of-canvases"],
 )
-def test_a_published_step_leaves_what_the_librarys_step_leaves(
+def test_a_published_step_equals_the_librarys_step_in_every_field(
     models, bound, commit, stop, more, num_rows, monkeypatch, device
 ):
     _, fast = models
@@ -215,7 +215,7 @@ def test_a_published_step_leaves_what_the_librarys_step_leaves(
 
 @dataclass(frozen=True, kw_only=True)
 class TracedState(dgemma.DenoiseState):
-    """A state with fields of its own, of which one changes in a sampler and one in nothing."""
+    """A state with two added fields: a tensor, and a number that keys the graph."""
 
     label: torch.Tensor
     limit: int = 3
@@ -223,7 +223,7 @@ class TracedState(dgemma.DenoiseState):
 
 @dataclass(frozen=True, kw_only=True)
 class AddLabel(dgemma.Sampler):
-    """Writes the label where the limit allows it."""
+    """Adds the label to the argmax at the positions below the limit."""
 
     revises: ClassVar[bool] = True
 
@@ -266,7 +266,7 @@ def test_a_sampler_that_waits_for_the_host_is_named(models, monkeypatch):
         dgemma.generate(fast, draw_tokens(1, 3), sampler=sampler, max_new_tokens=CANVAS, steps=2, progress=False)
 
 
-def test_a_kernel_that_fails_before_capture_is_not_called_a_failed_capture(monkeypatch):
+def test_a_kernel_that_fails_before_capture_is_not_reported_as_a_failed_capture(monkeypatch):
     # Kernels fail late, in whatever waits for the device next; torch.cuda.graph does when it begins.
     def wait(device=None):
         raise RuntimeError("an illegal memory access was encountered")
@@ -286,7 +286,7 @@ def test_a_kernel_that_fails_before_capture_is_not_called_a_failed_capture(monke
 
 
 @pytest.mark.slow
-def test_a_sampler_may_remember_views_of_what_it_was_given(models):
+def test_a_sampler_may_remember_views_of_its_inputs(models):
     @dataclass(frozen=True, kw_only=True)
     class LastTwo(dgemma.Sampler):
         revises: ClassVar[bool] = True
@@ -353,7 +353,7 @@ def test_caches_are_marked_cloned_selected_and_joined_like_the_reference(models)
         torch.testing.assert_close(got, want, **CLOSE)
 
 
-def test_a_second_run_gets_the_buffers_and_graphs_of_the_first(models):
+def test_a_second_run_reuses_the_buffers_and_graphs_of_the_first(models):
     _, fast = models
     canvas = draw_tokens(1, CANVAS)
     cache = fast.encode(canvas)
@@ -364,7 +364,7 @@ def test_a_second_run_gets_the_buffers_and_graphs_of_the_first(models):
     assert any(key[0] == "denoise" for key in buffers.graphs)
 
 
-def test_the_model_goes_on_working_and_nothing_is_held_twice(device):
+def test_the_model_keeps_working_and_no_weight_is_stored_twice(device):
     model = make_model(device)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     fast = accelerate(model)
@@ -375,7 +375,7 @@ def test_the_model_goes_on_working_and_nothing_is_held_twice(device):
 
 
 @pytest.mark.parametrize("weights", ENCODERS)
-def test_generation_defaults_are_those_the_model_had_and_its_own_from_then_on(weights, device):
+def test_generation_defaults_start_as_the_models_and_then_change_independently(weights, device):
     model = make_model(device)
     for layer in model.layers:  # what packs without loss
         layer.experts.to(torch.bfloat16).to(torch.float32)
@@ -386,7 +386,7 @@ def test_generation_defaults_are_those_the_model_had_and_its_own_from_then_on(we
     assert (fast.generation.max_new_tokens, model.generation.max_new_tokens) == (9, 7)
 
 
-def test_mistakes_are_answered_in_one_sentence(models, monkeypatch):
+def test_mistakes_raise_one_sentence(models, monkeypatch):
     plain, fast = models
     prompt, _ = ragged_prompt()
     with pytest.raises(ValueError, match='weights must be "bf16", "packed" or "fp8", got \'int4\''):
@@ -430,7 +430,7 @@ def test_embed_equals_its_reference(device):
             torch.testing.assert_close(g.double(), w, rtol=1e-5, atol=1e-5)
 
 
-def test_a_denoisers_copy_has_weights_and_graphs_of_its_own(device):
+def test_a_copied_denoiser_has_separate_weights_and_graphs(device):
     fast, tokens = accelerate(make_model(device)), draw_tokens(1, CANVAS)
     want, fast.generation = fast.causal_logits(tokens), replace(fast.generation, sampler={"name": "ancestral"})
     copies = [copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))]
@@ -444,14 +444,14 @@ def test_a_denoisers_copy_has_weights_and_graphs_of_its_own(device):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs an accelerated model on no GPU")
-def test_a_pickled_denoiser_is_not_brought_back_without_a_gpu(monkeypatch):
+def test_a_pickled_denoiser_is_not_loaded_without_a_gpu(monkeypatch):
     pickled = pickle.dumps(accelerate(make_model(torch.device("cpu"))))
     monkeypatch.setattr(draws, "_uniform_kernel", None)  # no interpreter either
     with pytest.raises(ValueError, match="needs the model on a CUDA GPU, got cpu"):
         pickle.loads(pickled)
 
 
-def test_a_copied_cache_is_a_clone_and_a_pickled_one_is_told_what_to_keep(models):
+def test_a_copied_cache_is_a_clone_and_a_pickled_one_is_refused_with_a_fix(models):
     _, fast = models
     cache = fast.encode(draw_tokens(1, 3))
     other = copy.deepcopy({"kept": cache})["kept"]
@@ -464,7 +464,7 @@ def test_a_copied_cache_is_a_clone_and_a_pickled_one_is_told_what_to_keep(models
             attempt(cache)
 
 
-def test_a_model_with_adapters_is_told_to_merge_them_first(device):
+def test_a_model_with_adapters_is_refused_until_they_are_merged(device):
     # The kernels read base weights only, and would silently leave the adapters out.
     model = dgemma.DiffusionGemma(dgemma.presets.tiny(), device=device)
     add_lora(model, LoRA(rank=4))

@@ -1,4 +1,4 @@
-"""Kernels are compiled side by side before a capture; what would launch them does not."""
+"""Kernels are compiled in parallel before a capture, without being launched."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[_Kernel]:
     return [_Kernel("a", both), _Kernel("b", both)]
 
 
-def test_kernels_compile_side_by_side_and_once(kernels):
+def test_kernels_compile_in_parallel_and_once(kernels):
     def launches():
         for kernel in (*kernels, *kernels):
             kernel[(1,)]("an argument", num_warps=4)
@@ -57,7 +57,7 @@ def test_kernels_compile_side_by_side_and_once(kernels):
     assert [kernel.launched for kernel in kernels] == [0, 0]
 
 
-def test_afterwards_a_launch_is_a_launch_also_where_one_failed(kernels):
+def test_launches_work_normally_after_a_failed_compilation(kernels):
     def launches():
         raise KeyError("not there")
 
@@ -76,7 +76,7 @@ def test_a_compilation_that_fails_is_left_to_the_launch(kernels):
 
 
 @pytest.mark.compile
-def test_tritons_own_kernels_are_found_compiled_and_a_wrong_one_says_so_at_its_launch(tmp_path):
+def test_real_kernels_are_compiled_and_a_wrong_one_raises_at_its_launch(tmp_path):
     switches = ("TRITON_INTERPRET", "TRITON_OVERRIDE_ARCH")
     environment = {name: value for name, value in os.environ.items() if name not in switches}
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": str(tmp_path)}
@@ -99,7 +99,7 @@ def test_an_interrupt_leaves_nothing_behind(kernels):
     assert JITFunction.run is _run
 
 
-def test_what_another_thread_launches_meanwhile_is_launched(kernels):
+def test_launches_of_another_thread_are_not_left_out(kernels):
     def launches():
         other = threading.Thread(target=lambda: kernels[1][(1,)]())
         other.start()
@@ -109,7 +109,7 @@ def test_what_another_thread_launches_meanwhile_is_launched(kernels):
     assert kernels[1].launched == 1
 
 
-def test_threads_compile_one_after_the_other_and_leave_triton_as_it_was():
+def test_threads_compile_one_after_the_other_and_restore_triton():
     run, first_is_done = JITFunction.run, threading.Event()
     second = threading.Thread(target=lambda: compile_together(lambda: first_is_done.wait(20)))
 

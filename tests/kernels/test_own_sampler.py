@@ -1,4 +1,4 @@
-"""A checkpoint's own sampler in the engine: the general way, not the published sampler's one launch."""
+"""A checkpoint's own sampler in the engine: the general path, not the published sampler's single launch."""
 
 import copy
 from dataclasses import replace
@@ -12,7 +12,7 @@ from dgemma_kernels.ops.vocabulary import kernel as vocabulary
 from kernel_inputs import make_model
 
 
-def test_a_checkpoint_with_a_sampler_of_its_own_writes_the_same(monkeypatch, device):
+def test_a_checkpoint_with_its_own_sampler_writes_the_same(monkeypatch, device):
     monkeypatch.setattr(vocabulary, "CHUNK", 16)  # the interpreter goes through a chunk of 4,096 entry by entry
     launches = []
     monkeypatch.setattr(published, "accept", lambda *args, **more: launches.append(1))

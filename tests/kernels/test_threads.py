@@ -18,7 +18,7 @@ CANVAS, VOCAB, STEPS = 4, 40, 2
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
-    """Three chunks of the vocabulary; the interpreter goes through a chunk of 4,096 entry by entry."""
+    """Three chunks of the vocabulary; the interpreter reads a chunk of 4,096 one entry at a time."""
     monkeypatch.setattr(vocabulary, "CHUNK", 16)
 
 

@@ -1,4 +1,4 @@
-"""What a caller may pass: every form of it that is clear is read, every other refused in a sentence before any work."""
+"""Arguments of `generate`: every unambiguous form is accepted, and every other is refused before any work."""
 
 from dataclasses import dataclass
 
@@ -73,7 +73,7 @@ def test_allowed_position_by_position_means_the_same_in_every_form(allowed):
     assert table.nonzero().tolist() == [[0, 0, 5], [0, 1, 6], [0, 1, 7]]
 
 
-def test_lists_of_one_id_each_are_positions_and_not_one_list():
+def test_lists_of_one_id_each_are_one_list_per_position():
     table = read_allowed("generate allowed", [torch.tensor([5]), torch.tensor([6])], NOISE, (2, 64), CPU)
     assert table.nonzero().tolist() == [[0, 0, 5], [0, 1, 6]]
 
@@ -95,12 +95,12 @@ def test_lists_of_one_id_each_are_positions_and_not_one_list():
     ],
     ids=str,
 )
-def test_an_allowed_set_that_is_not_clear_is_refused(allowed, sentence):
+def test_an_ambiguous_allowed_set_is_refused(allowed, sentence):
     with pytest.raises(ValueError, match=f"generate allowed {sentence}|{sentence}"):
         read_allowed("generate allowed", allowed, NOISE, (2, 64), CPU)
 
 
-def test_what_is_written_stays_within_booleans_of_numpy(model):
+def test_tokens_stay_within_an_allowed_set_of_numpy_booleans(model):
     keep = marks(*range(100, 120))
     out = dgemma.generate(
         model, prompt(), max_new_tokens=CANVAS_LEN, steps=2, allowed=keep, eos_token_ids=[], progress=False
@@ -120,7 +120,7 @@ def test_stop_tokens_in_every_form(ids):
     assert read_token_ids("eos_token_ids", ids) == (1,)
 
 
-def test_numbers_of_any_make_are_numbers(model):
+def test_numpy_and_torch_scalars_are_accepted_as_numbers(model):
     chosen = {"temperature": torch.tensor(0.5), "steps": np.int64(2), "top_k": np.int32(7), "top_p": np.float32(0.5)}
     out = dgemma.generate(
         model, prompt(), max_new_tokens=np.int64(CANVAS_LEN), record=True, stop=None, progress=False, **chosen
@@ -172,13 +172,13 @@ def test_arguments_that_do_not_fit_raise_one_sentence_before_any_work(model, cha
 
 
 @pytest.mark.parametrize("mask", [[[0, 0, 0], [0, 0, 0]], [[1, 1, 1], [0, 0, 0]]], ids=["nowhere", "in-one-row"])
-def test_a_prompt_that_is_all_padding_is_as_empty_as_an_empty_one(model, mask):
+def test_a_prompt_of_padding_is_refused_like_an_empty_one(model, mask):
     for tokens, given in ((torch.full((2, 3), 5), torch.tensor(mask)), (torch.zeros(2, 0, dtype=torch.long), None)):
         with pytest.raises(ValueError, match=r"must hold at least one token per row\. Start with the bos"):
             dgemma.generate(model, tokens, attention_mask=given)
 
 
-def test_a_prompt_on_another_device_is_refused_with_the_way_to_move_it(model):
+def test_the_error_for_a_prompt_on_another_device_says_how_to_move_it(model):
     with pytest.raises(
         ValueError, match=r"on the model's device cpu, got meta\. Pass prompt_tokens\.to\(model\.device"
     ):
@@ -193,7 +193,7 @@ def test_knobs_refuse_what_generate_refuses():
 
 
 class Adjustable(dgemma.EntropyBound):
-    """Inherits a frozen dataclass, and keeps a setting beside its fields: equal to another by what it does not say."""
+    """A frozen dataclass with a setting outside its fields, so that equality ignores the setting."""
 
     def __init__(self, window):
         super().__init__()
@@ -225,18 +225,18 @@ class LooseRule(dgemma.StopRule):
     ],
     ids=["thawed", "attribute", "wrapped", "rule", "combined"],
 )
-def test_what_could_change_behind_a_captured_graph_is_refused_as_a_knob(change):
+def test_a_knob_that_could_change_after_capture_is_refused(change):
     whole = {"sampler": dgemma.EntropyBound(), "temperature": dgemma.LinearTemperature()}
     fix = r"must be a frozen dataclass .*, got .*\. Write @dataclass\(frozen=True, kw_only=True\) above the class\.$"
     with pytest.raises(ValueError, match=rf"^Knobs\.{next(iter(change))} {fix}"):
         dgemma.Knobs(**(whole | change))
 
 
-def test_a_frozen_sampler_that_holds_another_is_a_knob():
+def test_a_frozen_sampler_may_contain_another():
     dgemma.Knobs(sampler=Wrapper(dgemma.EntropyBound()), temperature=dgemma.LinearTemperature())
 
 
-def test_the_noise_level_is_that_of_blocks_with_a_canvas_alone(model):
+def test_the_noise_level_applies_only_to_blocks_with_a_canvas(model):
     seen = []
     dgemma.generate(
         model,

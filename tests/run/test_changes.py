@@ -1,4 +1,4 @@
-"""What a callback changes holds from the next step on, and nothing is remembered that no longer fits."""
+"""Changes apply from the next step on, and memory that no longer fits is replaced."""
 
 from dataclasses import replace
 
@@ -20,21 +20,21 @@ def fresh(sampler, noise=None, stop=None):
     return start_state(knobs, noise, seeds=torch.arange(2), canvas_len=CANVAS_LEN, num_steps=4), knobs
 
 
-def test_a_new_temperature_holds_for_the_very_next_step():
+def test_a_new_temperature_applies_to_the_next_step():
     state, knobs = fresh(EntropyBound())
     state, knobs = apply_changes({"temperature": 0.25}, state, knobs)
     assert state.temperature.tolist() == [0.25, 0.25]
     assert knobs.temperature == ConstantTemperature(0.25)
 
 
-def test_a_temperature_tensor_is_this_steps_alone():
+def test_a_temperature_tensor_applies_to_one_step_only():
     state, knobs = fresh(EntropyBound())
     state, changed = apply_changes({"temperature": torch.tensor([0.5, 2.0])}, state, knobs)
     assert state.temperature.tolist() == [0.5, 2.0]
     assert changed == knobs
 
 
-def test_a_sampler_with_other_memory_starts_afresh():
+def test_a_sampler_with_other_memory_starts_with_new_memory():
     state, knobs = fresh(EntropyBound())
     assert state.memory is None
     state, knobs = apply_changes({"sampler": KLASS(history=2)}, state, knobs)
@@ -47,7 +47,7 @@ def test_a_sampler_with_other_memory_starts_afresh():
     assert bool(longer.memory.divergences.isinf().all())
 
 
-def test_a_stop_rule_with_a_longer_memory_starts_afresh():
+def test_a_stop_rule_with_longer_memory_starts_with_new_memory():
     state, knobs = fresh(EntropyBound(), stop=StableAndConfident(stability=1))
     state, knobs = apply_changes({"stop": StableAndConfident(stability=2)}, state, knobs)
     assert state.stop_memory.shape == (2, 2, CANVAS_LEN)
@@ -55,7 +55,7 @@ def test_a_stop_rule_with_a_longer_memory_starts_afresh():
     assert knobs.stop is None
 
 
-def test_a_canvas_planted_under_mask_noise_opens_its_masks():
+def test_a_new_canvas_under_mask_noise_opens_its_masks():
     state, knobs = fresh(Confidence())
     canvas = torch.full((2, CANVAS_LEN), 7)
     canvas[0, 2] = 4  # the mask
@@ -118,7 +118,7 @@ def test_changes_that_do_not_fit_are_refused(changes, sentence):
 
 
 @pytest.mark.parametrize("temperature", [torch.tensor(0.25), 0.25], ids=["tensor", "float"])
-def test_a_number_of_any_make_is_a_schedule(temperature):
+def test_numpy_and_torch_scalars_are_accepted_as_a_temperature(temperature):
     state, knobs = fresh(EntropyBound())
     state, knobs = apply_changes({"temperature": temperature}, state, knobs)
     assert knobs.temperature == ConstantTemperature(0.25)
@@ -134,7 +134,7 @@ UNIFORM = dgemma.UniformNoise(VOCAB)
 
 
 @pytest.mark.parametrize("allowed", [allow(5), allow(5).expand(CANVAS_LEN, -1), [5], [[5]] * CANVAS_LEN])
-def test_an_allowed_set_has_rows_positions_and_tokens_however_it_was_given(allowed):
+def test_every_form_of_an_allowed_set_becomes_rows_positions_and_tokens(allowed):
     state, knobs = fresh(EntropyBound(), noise=UNIFORM)
     changed, _ = apply_changes({"allowed": allowed}, state, knobs)
     if isinstance(allowed, torch.Tensor):
@@ -164,7 +164,7 @@ def started(allowed, seeds=(0, 1)):
     ],
     ids=["donor-alone", "host-alone", "shared", "shared-by-position", "own", "own-by-row"],
 )
-def test_a_spliced_row_brings_its_allowed_set_and_leaves_the_others_theirs(mine, theirs):
+def test_a_spliced_row_brings_its_allowed_set_and_the_others_keep_theirs(mine, theirs):
     host, donor = started(mine), started(theirs, seeds=(8, 9)).select(torch.tensor([0]))
     spliced = host.splice(torch.tensor([1]), donor)
     everything = torch.ones(VOCAB, dtype=torch.bool)
@@ -175,14 +175,14 @@ def test_a_spliced_row_brings_its_allowed_set_and_leaves_the_others_theirs(mine,
     assert torch.equal(spliced.canvas[1], donor.canvas[0])
 
 
-def test_rows_that_leave_take_their_own_positions_sets_with_them():
+def test_selected_rows_keep_their_allowed_sets_per_position():
     table = torch.stack([allow(5 + position) for position in range(CANVAS_LEN)])  # (C, V)
     state, knobs = fresh(EntropyBound(), noise=dgemma.UniformNoise(VOCAB))
     changed, _ = apply_changes({"allowed": table}, state, knobs)
     assert torch.equal(changed.select(torch.tensor([1])).allowed[0], table)
 
 
-def test_steps_taken_past_the_last_are_without_noise_and_at_the_last_temperature():
+def test_steps_after_the_last_have_no_noise_and_the_last_temperature():
     class Flat(dgemma.Denoiser):
         def denoise(self, canvas, cache, self_cond=None):
             return dgemma.Prediction(torch.zeros(*canvas.shape, VOCAB))

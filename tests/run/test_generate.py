@@ -1,4 +1,4 @@
-"""The loop itself: rows on their own, knobs that change, pins that hold, mistakes that are named."""
+"""The loop: independent rows, knobs that change, frozen tokens that stay, errors that name the mistake."""
 
 import inspect
 from dataclasses import dataclass, field, fields, replace
@@ -18,7 +18,7 @@ from published import pair
 
 @dataclass
 class RowwiseDenoiser(dgemma.Denoiser):
-    """A fake whose prediction is an exact function of each row's own canvas and prefix, whatever the batch."""
+    """A fake whose prediction is an exact function of each row's canvas and prefix, for any batch."""
 
     config: dgemma.ModelConfig = field(
         default_factory=lambda: dgemma.presets.tiny().replace(vocab_size=64, canvas_length=16)
@@ -66,7 +66,7 @@ def test_row_i_of_a_batch_equals_row_i_alone_bit_for_bit():
     assert len(lengths) > 1, "the case is meant to have rows that end at different places"
 
 
-def test_the_host_waits_for_the_device_once_a_step_and_once_a_block(monkeypatch):
+def test_the_host_waits_for_the_device_once_per_step_and_once_per_block(monkeypatch):
     # On a GPU each of these stops the launches until everything in front has run.
     waits = []
 
@@ -92,7 +92,7 @@ def test_row_i_of_a_batch_writes_the_tokens_of_row_i_alone_with_the_real_model()
         assert torch.equal(alone.new_tokens[0], together.new_tokens[row, : alone.new_tokens.shape[1]])
 
 
-def test_the_same_seed_gives_the_same_tokens_and_leaves_the_global_generator_alone():
+def test_the_same_seed_gives_the_same_tokens_and_does_not_use_the_global_generator():
     model, prompt = RowwiseDenoiser(), torch.randint(5, 64, (2, 7))
     torch.manual_seed(0)
     before = torch.get_rng_state()
@@ -119,11 +119,11 @@ def test_a_second_turn_on_the_cache_equals_one_run_over_the_whole_history():
 
 
 @pytest.mark.parametrize("noise", [dgemma.UniformNoise(512), dgemma.MaskNoise(512)], ids=lambda n: n.kind)
-def test_pins_and_allowed_sets_hold_over_several_blocks(noise):
+def test_frozen_tokens_and_allowed_sets_hold_over_several_blocks(noise):
     model = pair()[0]
     prompt = torch.randint(5, 512, (2, 4))
     canvas = torch.full((2, 50), -1)
-    canvas[0, 3:9], canvas[1, 30:40] = 77, 88  # the second pin lies across the first block's end
+    canvas[0, 3:9], canvas[1, 30:40] = 77, 88  # the second frozen span crosses the end of the first block
     allowed = torch.zeros(2, 50, 512, dtype=torch.bool)
     allowed[:, :, 100:110] = True
     allowed[:, 45, :] = False
@@ -142,21 +142,21 @@ def test_pins_and_allowed_sets_hold_over_several_blocks(noise):
         on_step=seen.append,
         eos_token_ids=[],
     )
-    pinned = canvas >= 0
-    assert torch.equal(out.new_tokens[:, :50][pinned], canvas[pinned])
-    free = out.new_tokens[:, :50][~pinned & (torch.arange(50) != 45)]
+    frozen = canvas >= 0
+    assert torch.equal(out.new_tokens[:, :50][frozen], canvas[frozen])
+    free = out.new_tokens[:, :50][~frozen & (torch.arange(50) != 45)]
     assert ((free >= 100) & (free < 110)).all()
     assert (out.new_tokens[:, 45] == 7).all()
     for record in seen:
         block = int(record.block[0])
         part = slice(block * 32, min((block + 1) * 32, 50))
         shown = record.canvas[:, : part.stop - part.start]
-        assert torch.equal(shown[pinned[:, part]], canvas[:, part][pinned[:, part]])
-        inside = allowed[:, part].gather(-1, shown[..., None])[..., 0] | pinned[:, part] | noise.masked(shown)
+        assert torch.equal(shown[frozen[:, part]], canvas[:, part][frozen[:, part]])
+        inside = allowed[:, part].gather(-1, shown[..., None])[..., 0] | frozen[:, part] | noise.masked(shown)
         assert inside.all()
 
 
-def test_a_canvas_of_ones_own_is_where_denoising_starts():
+def test_denoising_starts_from_the_given_canvas():
     model, prompt = pair()[0], torch.randint(5, 512, (1, 4))
     canvas = torch.randint(5, 512, (1, 32))
     seen: list[StepRecord] = []
@@ -166,7 +166,7 @@ def test_a_canvas_of_ones_own_is_where_denoising_starts():
     torch.testing.assert_close(seen[0].temperature, torch.tensor([0.4 + 0.4 * 2 / 4]))
 
 
-def test_a_sampler_that_caches_what_follows_from_its_fields_is_a_knob_again():
+def test_a_sampler_with_a_cached_property_can_be_a_knob_again():
     @dataclass(frozen=True, kw_only=True)
     class Caching(dgemma.EntropyBound):
         @cached_property
@@ -203,7 +203,7 @@ def test_knobs_and_states_may_change_between_steps():
         dgemma.generate(model, prompt, max_new_tokens=32, steps=2, stop=None, on_step=lambda record: {"bound": 3})
 
 
-def test_what_is_left_out_runs_under_the_noise_that_the_checkpoint_learnt():
+def test_omitted_noise_is_the_noise_that_the_checkpoint_learnt():
     model, prompt = pair()[0], torch.randint(5, 512, (2, 4))
     noise, knobs = dgemma.MaskNoise(512, mask_token_id=9), {"max_new_tokens": 32, "steps": 3, "eos_token_ids": []}
     model.generation = GenerationDefaults(noise={"kind": "mask", "mask_token_id": 9})
@@ -215,7 +215,7 @@ def test_what_is_left_out_runs_under_the_noise_that_the_checkpoint_learnt():
     assert seen[-1].state.noise == noise
 
 
-def test_noise_that_the_checkpoint_did_not_learn_is_warned_of_once(caplog):
+def test_another_noise_than_the_checkpoint_learnt_gives_one_warning(caplog):
     _warn_once.cache_clear()
     model, prompt = pair()[0], torch.randint(5, 512, (2, 4))
     knobs = {"max_new_tokens": 32, "steps": 1, "eos_token_ids": []}
@@ -242,7 +242,7 @@ def test_driving_step_by_hand_equals_generate():
     assert torch.equal(state.draft, out.new_tokens)
 
 
-def test_a_spliced_row_goes_on_as_its_donor():
+def test_a_spliced_row_continues_like_its_donor():
     model = RowwiseDenoiser()
     knobs = Knobs(
         sampler=dgemma.EntropyBound(), temperature=dgemma.LinearTemperature(), stop=dgemma.StableAndConfident()
@@ -299,7 +299,7 @@ def test_a_canvas_with_nothing_open_costs_no_more_forwards(sampler, expected):
 
 @dataclass
 class SureDenoiser(RowwiseDenoiser):
-    """Certain of one token everywhere, so that whatever else is committed was noise."""
+    """Certain of one token everywhere, so that any other committed token is noise."""
 
     token: int = 7
 
@@ -328,19 +328,19 @@ def test_hybrid_noise_is_never_committed_whatever_ends_the_canvas():
     assert (out.new_tokens == 7).all()
 
 
-def test_a_stop_token_before_a_pin_does_not_end_the_row():
+def test_a_stop_token_before_a_frozen_position_does_not_end_the_row():
     canvas = torch.full((2, 40), -1)
-    canvas[0, 10:15] = 33  # in the first block; row 1 is pinned in the third
+    canvas[0, 10:15] = 33  # in the first block; row 1 is frozen in the third
     canvas[1, 35] = 34
     out = dgemma.generate(
         SureDenoiser(token=1), torch.full((2, 3), 5), max_new_tokens=48, steps=3, canvas=canvas, frozen=canvas >= 0
     )
     assert torch.equal(out.new_tokens[:, :40][canvas >= 0], canvas[canvas >= 0])
-    assert out.new_tokens[0, 15:17].tolist() == [1, 0]  # the first stop token after the pin ends the row
+    assert out.new_tokens[0, 15:17].tolist() == [1, 0]  # the first stop token after the frozen span ends the row
     assert out.new_tokens[1, 36:38].tolist() == [1, 0]
 
 
-def test_going_on_from_a_cache_needs_no_new_prompt():
+def test_continuing_a_cache_needs_no_new_prompt():
     model, prompt = pair()[0], torch.randint(5, 512, (2, 6))
     whole = dgemma.generate(model, prompt, max_new_tokens=32, steps=3)
     cached = dgemma.generate(model, prompt[:, :0], cache=model.encode(prompt), max_new_tokens=32, steps=3)
@@ -407,7 +407,7 @@ def test_arguments_that_do_not_fit_raise_one_sentence_before_any_work(changes, s
 @pytest.mark.parametrize(
     "prompt", [torch.zeros(2, 0, dtype=torch.long), torch.zeros(3, dtype=torch.long), [1, 2], torch.zeros(1, 2)]
 )
-def test_a_prompt_that_is_no_batch_of_tokens_is_refused(prompt):
+def test_a_prompt_that_is_not_a_batch_of_tokens_is_refused(prompt):
     with pytest.raises(ValueError, match="generate prompt_tokens must"):
         dgemma.generate(DiffusionGemma(dgemma.presets.tiny()), prompt)
 
@@ -434,7 +434,7 @@ def test_a_prompt_that_is_no_batch_of_tokens_is_refused(prompt):
     ],
     ids=["no-decision", "no-booleans", "broadcast", "another-canvas"],
 )
-def test_a_sampler_that_decides_nothing_usable_is_named(decide, error, sentence):
+def test_a_sampler_with_an_unusable_decision_is_named(decide, error, sentence):
     @dataclass(frozen=True)
     class Careless(dgemma.Sampler):
         def __call__(self, prediction, state):
@@ -444,7 +444,7 @@ def test_a_sampler_that_decides_nothing_usable_is_named(decide, error, sentence)
         dgemma.generate(RowwiseDenoiser(), torch.full((1, 3), 5), sampler=Careless())
 
 
-def test_weights_that_are_not_finite_stop_the_run_where_they_show():
+def test_nan_weights_stop_the_run_at_the_step_where_they_appear():
     model, prompt = pair()[0], torch.randint(5, 512, (2, 4))
 
     def overflow(record: StepRecord):
@@ -476,7 +476,7 @@ def test_an_engine_reads_ahead_only_where_another_step_is_certain():
     assert len(answers) == 3
 
 
-def test_what_ends_a_canvas_is_read_from_the_state_that_on_step_returns():
+def test_the_end_of_a_canvas_follows_from_the_state_that_on_step_returns():
     prompt, knobs = torch.full((2, 3), 5), {"max_new_tokens": 16, "eos_token_ids": []}
     end = {"done": torch.tensor([True, True])}
     out = dgemma.generate(RowwiseDenoiser(), prompt, steps=5, stop=None, on_step=lambda record: end, **knobs)
@@ -489,7 +489,7 @@ def test_what_ends_a_canvas_is_read_from_the_state_that_on_step_returns():
 
 @pytest.mark.parametrize("inference", [False, True], ids=["no-grad", "inference-mode"])
 @pytest.mark.parametrize("returned", [True, False], ids=["state", "nothing"])
-def test_what_on_step_writes_into_the_state_ends_the_canvas_too_whatever_it_returns(returned, inference):
+def test_a_write_of_on_step_into_done_ends_the_canvas(returned, inference):
     def end(record: StepRecord):
         record.state.done.fill_(True)
         return record.state if returned else None
@@ -508,7 +508,7 @@ def test_a_stray_token_written_into_the_state_of_a_stream_is_refused():
         next(events)
 
 
-def test_rows_that_end_early_keep_their_drafts_when_a_denoiser_reuses_its_own():
+def test_rows_that_end_early_keep_their_drafts_if_a_denoiser_reuses_its_tensors():
     class OneBuffer(RowwiseDenoiser):
         draft = torch.zeros(2, 16, dtype=torch.int64)
 
@@ -526,12 +526,12 @@ def test_rows_that_end_early_keep_their_drafts_when_a_denoiser_reuses_its_own():
     assert torch.equal(got.new_tokens, want.new_tokens)
 
 
-def test_a_denoisers_own_step_need_not_judge():
+def test_a_step_of_a_denoiser_may_leave_out_the_verdict():
     class Silent(RowwiseDenoiser):
         def step(self, state, *, cache, knobs):
             after, record = dgemma.step(self, state, cache=cache, knobs=knobs)
-            told = {field.name: getattr(record, field.name) for field in fields(record) if field.name != "verdict"}
-            return after, StepRecord(**told)
+            values = {field.name: getattr(record, field.name) for field in fields(record) if field.name != "verdict"}
+            return after, StepRecord(**values)
 
     prompt = torch.tensor([[5, 6, 7], [9, 8, 7]])
     want, got = (dgemma.generate(model, prompt, seed=1, **options()) for model in (RowwiseDenoiser(), Silent()))
@@ -540,7 +540,7 @@ def test_a_denoisers_own_step_need_not_judge():
 
 
 @pytest.mark.parametrize("token", [-1, 64])
-def test_a_sampler_that_writes_no_token_of_the_vocabulary_is_named(token):
+def test_a_sampler_that_writes_ids_outside_the_vocabulary_is_named(token):
     @dataclass(frozen=True)
     class Stray(dgemma.Sampler):
         redecides: ClassVar[frozenset[str]] = frozenset({"uniform"})
@@ -566,7 +566,7 @@ def test_a_sampler_that_writes_no_token_of_the_vocabulary_is_named(token):
     ],
     ids=["no-memory", "by-position", "numbers", "nothing"],
 )
-def test_a_stop_rule_that_answers_anything_but_done_and_memory_is_named(answer, got, combine):
+def test_a_stop_rule_that_returns_anything_but_done_and_memory_is_named(answer, got, combine):
     @dataclass(frozen=True)
     class Careless(dgemma.StopRule):
         def __call__(self, prediction, state):
@@ -576,7 +576,7 @@ def test_a_stop_rule_that_answers_anything_but_done_and_memory_is_named(answer, 
         dgemma.generate(RowwiseDenoiser(), torch.full((2, 3), 5), stop=combine(Careless()))
 
 
-def test_a_stop_rule_without_a_test_says_what_it_must_define():
+def test_a_stop_rule_without_a_call_says_what_it_must_define():
     @dataclass(frozen=True)
     class Empty(dgemma.StopRule):
         pass

@@ -1,4 +1,4 @@
-"""A recorded run: kept as it was, saved, replayed bit for bit, forked."""
+"""A recorded run is complete, and can be saved, replayed bit for bit and forked."""
 
 import json
 from dataclasses import dataclass, replace
@@ -76,7 +76,7 @@ def test_replay_equals_the_run_bit_for_bit(model, prompt, process):
     assert torch.equal(again.new_tokens, out.new_tokens)
 
 
-def test_a_replay_with_other_weights_says_where_it_parts(prompt, model, recorded):
+def test_a_replay_with_other_weights_says_where_it_differs(prompt, model, recorded):
     torch.manual_seed(5)
     other = dgemma.DiffusionGemma(dgemma.presets.tiny())
     with pytest.raises(RuntimeError, match=r"differs from the run at block 0, step 0, row 0: "):
@@ -85,7 +85,7 @@ def test_a_replay_with_other_weights_says_where_it_parts(prompt, model, recorded
     assert parted.difference(recorded.trajectory) is not None
 
 
-def test_the_record_is_what_a_callback_saw(model, prompt):
+def test_the_record_equals_what_a_callback_gets(model, prompt):
     seen = []
     out = dgemma.generate(model, prompt, record=True, record_top=3, on_step=seen.append, **options())
     assert len(out.trajectory) == len(seen)
@@ -102,7 +102,7 @@ def test_the_record_is_what_a_callback_saw(model, prompt):
         torch.testing.assert_close(kept.top_probabilities.float(), best.values, rtol=1e-3, atol=1e-4)
 
 
-def test_rows_that_left_are_absent_and_counted(recorded):
+def test_finished_rows_are_absent_and_their_forwards_are_counted(recorded):
     trajectory = recorded.trajectory
     # Rows are done after 2, 3 and 4 steps of each of the two blocks.
     expected = torch.tensor([[1, 1, 1], [1, 1, 1], [0, 1, 1], [0, 0, 1]] * 2, dtype=torch.bool)
@@ -128,7 +128,7 @@ def test_one_step_leads_to_the_next(recorded):
 
 
 @pytest.mark.parametrize("process", PROCESSES)
-def test_a_saved_trajectory_comes_back_whole_and_replays(model, prompt, process, tmp_path):
+def test_a_saved_trajectory_loads_completely_and_replays(model, prompt, process, tmp_path):
     out = dgemma.generate(model, prompt, record=True, **options(process, allowed=[ANY]))
     out.trajectory.save(tmp_path / "run.safetensors")
     loaded = Trajectory.load(tmp_path / "run.safetensors")
@@ -197,13 +197,13 @@ def test_a_policy_without_a_name_is_replayed_here_and_refused_elsewhere(model, p
 
 @dataclass(frozen=True, kw_only=True)
 class Bold(EntropyBound):
-    """A sampler of one's own."""
+    """A sampler outside the library."""
 
     bound: float = 3.0
 
 
 def namesake():
-    """Another class of the library's name, and of the same fields."""
+    """Another class with the name and fields of one in the library."""
 
     @dataclass(frozen=True, kw_only=True)
     class EntropyBound(Bold):
@@ -213,7 +213,7 @@ def namesake():
     return EntropyBound
 
 
-def test_a_class_is_rebuilt_only_as_the_very_one_it_was(model, prompt, tmp_path):
+def test_only_the_same_class_is_rebuilt(model, prompt, tmp_path):
     impostor = namesake()
     out = dgemma.generate(model, prompt, record=True, **options())
     out.trajectory.save(tmp_path / "run")
@@ -296,7 +296,7 @@ def test_a_new_seed_at_step_zero_is_the_run_of_that_seed_for_the_block(model, pr
     assert first.fork(model, seed=90).trajectory.difference(second) is None
 
 
-def test_a_new_seed_holds_for_all_rows_and_later_blocks(model, recorded):
+def test_a_new_seed_applies_to_all_rows_and_later_blocks(model, recorded):
     fork = recorded.trajectory.fork(model, block=0, step=2, seed=90).trajectory
     # Row 0 had left block 0 by then, so its new seed begins with block 1.
     assert fork.at(block=0, step=1).seeds.tolist() == [3, 4, 5]
@@ -304,7 +304,7 @@ def test_a_new_seed_holds_for_all_rows_and_later_blocks(model, recorded):
     assert fork.at(block=1, step=0).seeds.tolist() == [90, 91, 92]
 
 
-def test_a_planted_canvas_is_what_the_step_sees(model, recorded):
+def test_the_step_gets_the_canvas_of_the_fork(model, recorded):
     moment = recorded.trajectory.moment(model, block=0, step=1)
     planted = torch.full_like(moment.state.canvas, 17)
     fork = recorded.trajectory.fork(model, block=0, step=1, canvas=planted)
@@ -322,7 +322,7 @@ def test_a_moment_can_be_stepped_by_hand(model, recorded):
         assert torch.equal(record.argmax[alive], kept.argmax.long())
 
 
-def test_a_spliced_row_goes_on_as_the_donor_did(model, prompt):
+def test_a_spliced_row_continues_like_the_donor_did(model, prompt):
     one = options(max_new_tokens=CANVAS_LEN, stop=None)
     host = dgemma.generate(model, prompt, record=True, **one)
     donor = dgemma.generate(model, prompt, record=True, **{**one, "seed": 90})
@@ -344,7 +344,7 @@ def test_a_spliced_row_keeps_its_place_in_the_batch(model, recorded):
 
 
 def meddle(record):
-    """Everything a callback may do: plant tokens, edit the self-conditioning, change sampler and temperature."""
+    """Everything a callback may do: write tokens, edit the self-conditioning, change sampler and temperature."""
     if int(record.block[0]) == 0 and int(record.step[0]) == 0:
         state = replace(record.state, canvas=record.state.canvas.clone().index_fill(1, torch.tensor([4]), 11))
         return {"state": state, "sampler": EntropyBound(bound=2.0)}
@@ -353,7 +353,7 @@ def meddle(record):
     return None
 
 
-def test_what_a_callback_changed_is_changed_again(model, prompt, tmp_path):
+def test_a_replay_repeats_the_changes_of_a_callback(model, prompt, tmp_path):
     out = dgemma.generate(model, prompt, record=True, on_step=meddle, **options())
     plain = dgemma.generate(model, prompt, record=True, **options())
     assert out.trajectory.difference(plain.trajectory) is not None
@@ -363,7 +363,7 @@ def test_what_a_callback_changed_is_changed_again(model, prompt, tmp_path):
 
 
 def write_in_place(record):
-    """A canvas planted into what is there, a pin, a row ended; and on top of it a knob that is returned."""
+    """Write a canvas, a frozen position and a finished row in place, and return a changed knob."""
     state = record.state
     if int(state.step[0]) == 2:
         state.canvas[:, :4] = 77
@@ -375,7 +375,7 @@ def write_in_place(record):
 
 
 @pytest.mark.parametrize("process", PROCESSES)
-def test_what_was_written_in_place_is_written_again(model, prompt, process, tmp_path):
+def test_a_replay_repeats_writes_in_place(model, prompt, process, tmp_path):
     given = options(process, stop=None, record=True)
     out = dgemma.generate(model, prompt, on_step=write_in_place, **given)
     assert not torch.equal(out.new_tokens, dgemma.generate(model, prompt, **given).new_tokens)
@@ -393,7 +393,7 @@ def test_what_was_written_in_place_is_written_again(model, prompt, process, tmp_
 
 
 @pytest.mark.parametrize(("block", "at"), [(0, 0), (0, 1), (0, 2), (1, 0), (1, 2)])
-def test_a_fork_of_a_meddled_run_repeats_what_came_before_it(model, prompt, block, at):
+def test_a_fork_repeats_the_earlier_changes_of_a_callback(model, prompt, block, at):
     out = dgemma.generate(model, prompt, record=True, on_step=meddle, **options())
     fork = out.trajectory.fork(model, block=block, step=at, on_step=meddle)
     assert out.trajectory.difference(fork.trajectory) is None
@@ -407,7 +407,7 @@ def test_a_fork_of_a_meddled_run_repeats_what_came_before_it(model, prompt, bloc
     assert {(c.block, c.index) for c in changed.trajectory.changes} == before | {(block, at)}
 
 
-def test_a_state_given_to_a_fork_stands_above_earlier_changes(model, prompt):
+def test_a_state_for_a_fork_overrides_earlier_changes(model, prompt):
     out = dgemma.generate(model, prompt, record=True, on_step=meddle, **options())
     state = out.trajectory.moment(model, block=0, step=1).state
     assert bool((state.canvas[:, 4] == 11).all())  # what the callback planted there
@@ -418,7 +418,7 @@ def test_a_state_given_to_a_fork_stands_above_earlier_changes(model, prompt):
     assert kept.keys() == {"sampler", "canvas", "open"}  # of a whole state, only what differs is kept
 
 
-def test_forks_of_forks_hold(model, recorded):
+def test_forks_can_be_forked(model, recorded):
     first = recorded.trajectory.fork(model, block=0, step=1, temperature=0.2).trajectory
     second = first.fork(model, block=1, step=1, seed=8).trajectory
     assert first.difference(second).startswith("block 1, step 1")

@@ -1,4 +1,4 @@
-"""Word by word: every token is drawn from the distribution that the whole text before it gives, and from no other."""
+"""Autoregressive generation draws every token from the distribution given the whole text before it."""
 
 import itertools
 from pathlib import Path
@@ -19,12 +19,12 @@ def model():
 
 
 def from_scratch(model, tokens):
-    """The next token's probabilities, read without a cache, a row at a time; (B, V)."""
+    """The next token's probabilities, computed without a cache, one row at a time; (B, V)."""
     rows = [model.causal_logits(row[None])[0, -1] for row in tokens]
     return torch.stack(rows).softmax(-1)
 
 
-def test_greedy_writing_takes_the_argmax_after_every_word(model):
+def test_greedy_generation_takes_the_argmax_at_every_token(model):
     written = dgemma.generate_causal(model, PROMPTS, max_new_tokens=40, top_k=1, eos_token_ids=[])
     assert written.shape == (2, 40)  # longer than the sliding window
     text = PROMPTS
@@ -33,7 +33,7 @@ def test_greedy_writing_takes_the_argmax_after_every_word(model):
         text = torch.cat([text, token[:, None]], dim=1)
 
 
-def test_words_come_as_often_as_they_are_probable(model):
+def test_tokens_are_drawn_with_their_probabilities(model):
     count = 4000
     prompts = PROMPTS[:1].expand(count, -1)
     written = dgemma.generate_causal(model, prompts, max_new_tokens=2, temperature=0.7, eos_token_ids=[])
@@ -61,7 +61,7 @@ def test_a_row_does_not_depend_on_its_batch(model, side):
     assert torch.equal(batch[1:], alone)
 
 
-def test_a_stop_token_is_written_and_padded_after(model):
+def test_a_row_is_padded_after_its_stop_token(model):
     free = dgemma.generate_causal(model, PROMPTS, max_new_tokens=12, seed=3, eos_token_ids=[])
     stop = int(free[0, 4])
     assert stop not in free[0, :4]
@@ -72,7 +72,7 @@ def test_a_stop_token_is_written_and_padded_after(model):
     assert (both[0, 5:] == model.generation.pad_token_id).all()
 
 
-def test_arguments_are_refused_as_by_generate(model):
+def test_arguments_are_refused_like_in_generate(model):
     with pytest.raises(ValueError, match="at least one token per row"):
         dgemma.generate_causal(model, PROMPTS[:, :0])
     with pytest.raises(ValueError, match=r"Temperature\.value must be > 0"):
@@ -90,7 +90,7 @@ def test_a_schedule_of_temperatures_is_refused(model, temperature):
         dgemma.generate_causal(model, PROMPTS, temperature=temperature)
 
 
-def test_a_constant_temperature_is_its_number(model):
+def test_a_constant_temperature_equals_its_number(model):
     constant, number = (
         dgemma.generate_causal(model, PROMPTS, max_new_tokens=8, temperature=value, eos_token_ids=[])
         for value in (dgemma.ConstantTemperature(0.7), np.float64(0.7))
@@ -100,7 +100,7 @@ def test_a_constant_temperature_is_its_number(model):
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("options", [{}, {"top_k": 1}, {"top_p": 0.9}], ids=["all", "top-k", "top-p"])
-def test_logits_that_are_not_finite_stop_the_run_where_they_show(monkeypatch, value, options):
+def test_nan_logits_stop_the_run_at_the_token_where_they_appear(monkeypatch, value, options):
     model, num_calls = next_token.model(), itertools.count()
     read = model.causal_logits
 
@@ -116,7 +116,7 @@ def test_logits_that_are_not_finite_stop_the_run_where_they_show(monkeypatch, va
         dgemma.generate_causal(model, PROMPTS, max_new_tokens=3, eos_token_ids=[], **options)
 
 
-def test_what_a_row_reads_after_its_stop_token_stops_nobody(monkeypatch):
+def test_nan_after_a_stop_token_is_ignored(monkeypatch):
     model = next_token.model()
     free = dgemma.generate_causal(model, PROMPTS, max_new_tokens=12, seed=3, eos_token_ids=[])
     read = model.causal_logits
@@ -134,7 +134,7 @@ def test_what_a_row_reads_after_its_stop_token_stops_nobody(monkeypatch):
     assert (both[0, 5:] == model.generation.pad_token_id).all()
 
 
-def test_the_page_of_samples_that_ships_is_what_the_checkpoint_writes():
+def test_the_shipped_page_of_samples_equals_the_checkpoints_output():
     model = dgemma.DiffusionGemma.from_pretrained("dgemma/text", dtype=torch.float32)
     tokenizer = dgemma.Tokenizer.from_pretrained("dgemma/text")
     page = (Path(dgemma.__file__).parent / "assets" / "text" / "samples.md").read_text()

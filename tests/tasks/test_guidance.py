@@ -1,4 +1,4 @@
-"""Guided: the exact tilted law for single positions, and two prefixes kept in step."""
+"""Guided: the exact tilted distribution for single positions, and two prefixes that stay in step."""
 
 from dataclasses import dataclass, replace
 
@@ -22,7 +22,7 @@ WITHOUT = torch.tensor([[0.3, 0.3, 0.4], [0.5, 0.4, 0.1], [0.2, 0.5, 0.3]], dtyp
 
 @dataclass(frozen=True)
 class OnePositionTexts(dgemma.Denoiser):
-    """The exact network of independent positions: p(x0) q(z | x0), with the prior the cache names."""
+    """The exact network of independent positions: p(x0) q(z | x0), with the cache as prior."""
 
     noise: Noise
     level: torch.Tensor | None = None
@@ -36,7 +36,7 @@ class OnePositionTexts(dgemma.Denoiser):
 
 @dataclass(frozen=True)
 class GuidedTexts(dgemma.Denoiser):
-    """The guided network at a level, as the toy asks for it."""
+    """The guided network at a level, in the form that the toy needs."""
 
     noise: Noise
     strength: float
@@ -69,12 +69,12 @@ def test_a_single_position_is_drawn_from_the_tilted_law(noise, strength):
     assert (law - expected).abs().sum().item() < 1e-12
 
 
-def test_no_strength_gives_the_conditional_back_bit_for_bit():
+def test_strength_zero_returns_the_conditional_bit_for_bit():
     conditional, unconditional = torch.randn(2, 4, 7, generator=torch.Generator().manual_seed(0)) * 30
     assert torch.equal(mix(conditional, unconditional, 0.0), conditional)
 
 
-def test_what_either_side_forbids_stays_forbidden():
+def test_tokens_that_either_side_forbids_stay_forbidden():
     conditional = torch.tensor([0.0, -torch.inf, 0.0, -torch.inf])
     unconditional = torch.tensor([0.0, 0.0, -torch.inf, -torch.inf])
     for strength in (-1.0, 0.0, 2.0):
@@ -101,7 +101,7 @@ def logits(denoiser, canvas, cache):
 
 
 def assert_is_what_a_plain_model_sees(model, guided_cache, canvas, with_prompt, without_prompt):
-    """Both halves of a guided cache predict what prefixes encoded in one go predict."""
+    """Check that both halves of a guided cache predict the same as prefixes that were encoded at once."""
     for strength, prefix in [(0.0, with_prompt), (-1.0, without_prompt)]:
         guided = Guided(model, strength=strength, unconditional=4)
         expected = logits(model, canvas, model.encode(prefix))
@@ -109,7 +109,7 @@ def assert_is_what_a_plain_model_sees(model, guided_cache, canvas, with_prompt, 
 
 
 @torch.no_grad()
-def test_the_prompt_is_hidden_from_one_prefix_and_committed_blocks_from_none(model, tokens):
+def test_one_prefix_lacks_the_prompt_and_both_have_the_committed_blocks(model, tokens):
     guided = Guided(model, strength=1.0, unconditional=4)
     prompt, block, canvas = tokens["prompt"], tokens["block"], tokens["canvas"]
     cache = guided.encode(prompt)
@@ -122,7 +122,7 @@ def test_the_prompt_is_hidden_from_one_prefix_and_committed_blocks_from_none(mod
 
 
 @torch.no_grad()
-def test_another_prompt_may_stand_in_for_it_at_any_length(model, tokens):
+def test_another_prompt_of_any_length_may_replace_the_prompt(model, tokens):
     prompt, block, other = tokens["prompt"], tokens["block"], tokens["other"]
     for unconditional in (other, other[0]):
         guided = Guided(model, strength=1.0, unconditional=unconditional)
@@ -167,7 +167,7 @@ def test_rows_and_copies_of_a_guided_cache_stay_pairs(model, tokens):
 
 
 @torch.no_grad()
-def test_a_mark_takes_both_back(model, tokens):
+def test_a_mark_rolls_back_both_prefixes(model, tokens):
     guided = Guided(model, strength=1.0, unconditional=tokens["other"])
     cache = guided.encode(tokens["prompt"])
     before, mark = logits(guided, tokens["canvas"], cache), cache.mark()

@@ -1,4 +1,4 @@
-"""Holes are filled and nothing else moves; canvases lie where they see what follows; edits start from the text."""
+"""Holes are filled and nothing else changes; canvases see the text after a hole; edits start from the text."""
 
 import inspect
 from types import SimpleNamespace
@@ -47,7 +47,7 @@ def random_holes(batch_size, length, share, seed=1):
 
 @pytest.mark.parametrize("process", PROCESSES)
 @pytest.mark.parametrize("share", [0.1, 0.6], ids=["few", "many"])
-def test_what_is_given_never_changes_and_every_hole_is_written(model, process, share):
+def test_given_tokens_never_change_and_every_hole_is_written(model, process, share):
     tokens, holes = text(2, 75), random_holes(2, 75, share)
     holes[1, 20:60] = True  # longer than a canvas
     out = infill(model, tokens.masked_fill(holes, -1), holes, **options(process))
@@ -81,7 +81,7 @@ def test_a_hole_under_one_canvas_is_generate_with_a_frozen_canvas(model, process
 
 
 @pytest.mark.parametrize("holes", ["mask", "spans", "token"])
-def test_holes_in_all_their_forms_are_the_same(model, holes):
+def test_all_forms_of_holes_mean_the_same(model, holes):
     tokens = text(2, 40)
     expected = infill(model, tokens, [(9, 12), (30, 31)], **options("mask")).tokens
     marked = torch.zeros(2, 40, dtype=torch.bool)
@@ -103,7 +103,7 @@ def test_a_row_does_not_depend_on_its_batch(model, process):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_is_as_if_it_were_not_there(model, side):
+def test_padding_changes_nothing(model, side):
     tokens, holes = text(1, 50), random_holes(1, 50, 0.3)
     alone = infill(model, tokens, holes, **options("uniform"))
     other = text(1, 63, seed=9)
@@ -125,7 +125,7 @@ def test_padding_is_as_if_it_were_not_there(model, side):
 
 @pytest.mark.parametrize("process", PROCESSES)
 @pytest.mark.parametrize("how", ["infill", "edit"])
-def test_an_allowed_set_is_never_left(model, process, how):
+def test_written_tokens_stay_within_the_allowed_set(model, process, how):
     tokens = text(2, 70)
     allowed = torch.zeros(2, 70, VOCAB, dtype=torch.bool)
     generator = torch.Generator().manual_seed(3)
@@ -148,7 +148,7 @@ def test_an_allowed_set_is_never_left(model, process, how):
 
 
 class CopyFromTheRight(dgemma.Denoiser):
-    """Predicts everywhere the next token to the right that is no mask, as far as the canvas goes, and 1 past that."""
+    """Predicts the next token to the right on the canvas that is not a mask, and 1 if there is none."""
 
     generation = dgemma.GenerationDefaults()
     device = torch.device("cpu")
@@ -171,7 +171,7 @@ class CopyFromTheRight(dgemma.Denoiser):
 
 @pytest.mark.parametrize("start", range(1, 60, 7))
 @pytest.mark.parametrize("length", [1, 5, 12])
-def test_a_hole_sees_what_follows_it_wherever_it_lies(start, length):
+def test_a_hole_anywhere_sees_the_text_after_it(start, length):
     tokens = torch.arange(100, 180)[None]
     mask = {"noise": dgemma.MaskNoise(VOCAB), "sampler": EntropyBound(bound=100.0), "steps": 1}
     out = infill(CopyFromTheRight(16), tokens, [(start, start + length)], **mask)
@@ -179,7 +179,7 @@ def test_a_hole_sees_what_follows_it_wherever_it_lies(start, length):
 
 
 @pytest.mark.parametrize("length", [13, 16, 17, 40, 48])
-def test_the_end_of_a_long_hole_sees_what_follows_it(length):
+def test_the_end_of_a_long_hole_sees_the_text_after_it(length):
     tokens = torch.arange(100, 180)[None]
     mask = {"noise": dgemma.MaskNoise(VOCAB), "sampler": EntropyBound(bound=100.0), "steps": 1}
     out = infill(CopyFromTheRight(16), tokens, [(10, 10 + length)], **mask)
@@ -194,7 +194,7 @@ def test_the_end_of_a_long_hole_sees_what_follows_it(length):
     marks=st.lists(st.booleans(), min_size=2, max_size=60).filter(lambda marks: any(marks[1:])),
     canvas_len=st.integers(1, 20),
 )
-def test_canvases_reach_every_hole_and_never_look_past_an_open_one(marks, canvas_len):
+def test_canvases_cover_every_hole_and_no_prefix_has_an_open_one(marks, canvas_len):
     todo = torch.tensor([False, *marks[1:]])
     last_start, rounds = 0, 0
     while bool(todo.any()):
@@ -234,7 +234,7 @@ def test_an_edit_keeps_what_is_frozen_and_skips_the_noisier_steps(model, process
 
 
 @pytest.mark.parametrize(("process", "level"), [("uniform", 0.3), ("mask", 0.7)])
-def test_an_edit_begins_with_as_much_noise_as_asked(model, process, level):
+def test_an_edit_begins_with_the_requested_share_of_noise(model, process, level):
     tokens = text(40, 1 + CANVAS_LEN)
     seen = []
     edit(model, tokens, noise_level=level, on_step=seen.append, **options(process))
@@ -244,7 +244,7 @@ def test_an_edit_begins_with_as_much_noise_as_asked(model, process, level):
 
 
 @pytest.mark.parametrize(("level", "steps"), [(0.5, 1), (0.3, 2), (0.74, 10), (0.01, 16)])
-def test_the_text_of_an_edit_is_at_the_level_its_clock_shows(model, level, steps):
+def test_the_text_of_an_edit_has_the_noise_level_of_its_first_step(model, level, steps):
     tokens = text(40, 1 + CANVAS_LEN)
     seen = []
     edit(model, tokens, noise_level=level, on_step=seen.append, **options("mask", steps=steps))
@@ -254,13 +254,13 @@ def test_the_text_of_an_edit_is_at_the_level_its_clock_shows(model, level, steps
     assert abs(masked - shown) < 4 * (shown * (1 - shown) / seen[0].canvas.numel()) ** 0.5 + 1e-9
 
 
-def test_an_edit_at_the_lowest_levels_leaves_a_masked_text_alone(model):
+def test_an_edit_at_the_lowest_level_changes_nothing_under_mask_noise(model):
     tokens = text(2, 60)
     # Of a million steps only the last is run, at a level of one in a million.
     assert torch.equal(edit(model, tokens, noise_level=1e-9, **options("mask", steps=10**6)).tokens, tokens)
 
 
-def test_an_edit_first_offers_what_is_allowed(model):
+def test_an_edit_starts_from_allowed_tokens(model):
     tokens = text(1, 40)
     allowed = torch.ones(1, 40, VOCAB, dtype=torch.bool)
     allowed[0, 7, int(tokens[0, 7])] = False
@@ -270,7 +270,7 @@ def test_an_edit_first_offers_what_is_allowed(model):
 
 
 @pytest.mark.parametrize("how", ["infill", "edit"])
-def test_log_probs_are_what_the_model_alone_says_of_the_canvas_as_it_began(model, how):
+def test_log_probs_are_those_of_the_model_on_the_first_canvas(model, how):
     tokens, seen = text(2, 50), []
     if how == "infill":
         out = infill(model, tokens, [(5, 9)], on_step=seen.append, **options("mask"))
@@ -306,7 +306,7 @@ class SureOfTheText(CopyFromTheRight):
         ("mask", EntropyBound(bound=0.0), 1),  # what is certain costs nothing
     ],
 )
-def test_a_tail_that_nobody_asked_for_holds_nothing_up(process, sampler, expected):
+def test_free_positions_after_the_text_do_not_delay_the_end(process, sampler, expected):
     seen = []
     stop = dgemma.StableAndConfident() if process == "uniform" else None
     tokens = text(1, 12)
@@ -331,7 +331,7 @@ def two_canvases(model, how, **more):
 
 @pytest.mark.parametrize("process", PROCESSES)
 @pytest.mark.parametrize("how", ["infill", "edit"])
-def test_every_canvas_is_on_record_and_replays_bit_for_bit(model, how, process, tmp_path):
+def test_every_canvas_is_recorded_and_replays_bit_for_bit(model, how, process, tmp_path):
     recorded = two_canvases(model, how, record=True, progress=False, **options(process, stop=StepCap(2)))
     assert two_canvases(model, how, **options(process, stop=StepCap(2))).trajectories is None
     assert len(recorded.trajectories) == 2 + (how == "edit")
@@ -345,7 +345,7 @@ def test_every_canvas_is_on_record_and_replays_bit_for_bit(model, how, process, 
         assert torch.equal(recorded.trajectories[0].commits[0].tokens[:, :6], recorded.tokens[:, 20:26])
 
 
-def test_a_record_holds_the_rows_that_had_a_canvas(model):
+def test_a_record_has_the_rows_that_had_a_canvas(model):
     holes = torch.zeros(3, 75, dtype=torch.bool)
     holes[:, 5], holes[1, 70] = True, True
     seen = []
@@ -363,14 +363,14 @@ def test_a_recorded_infill_can_be_forked(model):
     assert torch.equal(forked[:, 12:], trajectory.commits[0].tokens[:, 12:])  # the text stays
 
 
-def test_the_options_of_generate_that_hold_are_in_the_signature():
+def test_the_options_of_generate_that_apply_are_in_the_signature():
     for function in (infill, edit):
         parameters = inspect.signature(function).parameters
         assert {"steps", "noise", "sampler", "temperature", "stop", "seed", "record", "progress"} <= parameters.keys()
         assert not {"cache", "max_new_tokens", "canvas", "options"} & parameters.keys()
 
 
-def test_a_text_may_be_as_long_as_the_model_reaches():
+def test_a_text_may_have_as_many_tokens_as_the_model_has_positions():
     config = dgemma.presets.tiny().replace(max_position_embeddings=96)
     short = dgemma.DiffusionGemma(config)
     tokens = text(1, 96)

@@ -14,7 +14,7 @@ BOS = 0
 
 
 class ToyModel(dgemma.Denoiser):
-    """The exact mask network of toy T0 as a model: bos, then the three tokens of the text, then nothing known."""
+    """The exact mask network of toy T0 as a model: bos, then the three tokens of the text, then no knowledge."""
 
     generation = dgemma.GenerationDefaults()
     device = torch.device("cpu")
@@ -64,14 +64,14 @@ def test_one_token_options_have_their_conditional_probability():
     assert filled.tokens.tolist() == [BOS, 1, int(expected.argmax()), 2]
 
 
-def test_options_of_two_tokens_are_not_taken_for_independent():
+def test_tokens_of_an_option_are_not_treated_as_independent():
     options = [list(pair) for pair in itertools.product(range(3), repeat=2)]
     filled = fill([[BOS], Slot(options), [0]])
     expected = exact(options, lambda text, option: text == [*option, 0])
     torch.testing.assert_close(filled.answers[0].probabilities, expected, rtol=1e-12, atol=0)
 
 
-def test_options_of_different_lengths_are_weighed_by_what_follows():
+def test_options_of_different_lengths_are_compared_by_the_text_after_them():
     options = [[0], [1, 2], []]
     filled = fill([[BOS], Slot(options), [2]])
     expected = exact(options, lambda text, option: text[: len(option) + 1] == [*option, 2])
@@ -80,14 +80,14 @@ def test_options_of_different_lengths_are_weighed_by_what_follows():
     assert (blind - expected).abs().max() > 0.01  # the negative control: unweighed, it is another law
 
 
-def test_a_prefix_of_another_option_is_told_apart():
+def test_an_option_may_be_a_prefix_of_another():
     options = [[1], [1, 1]]
     filled = fill([[BOS], Slot(options), [0]])
     expected = exact(options, lambda text, option: text[: len(option) + 1] == [*option, 0])
     torch.testing.assert_close(filled.answers[0].probabilities, expected, rtol=1e-12, atol=0)
 
 
-def test_later_slots_are_given_the_earlier_choices():
+def test_later_slots_depend_on_earlier_answers():
     template = [[BOS], Slot([[0], [1], [2]], name="first"), [1], Slot([[0], [2]], name="last")]
     filled = fill(template)
     first = exact([0, 1, 2], lambda text, option: text[:2] == [option, 1])
@@ -124,7 +124,7 @@ def model():
 
 
 @pytest.mark.parametrize("noise", [dgemma.MaskNoise(512), dgemma.UniformNoise(512), dgemma.HybridNoise(512)])
-def test_a_real_model_gives_a_law_over_the_options(model, noise):
+def test_a_real_model_gives_a_distribution_over_the_options(model, noise):
     template = [[2, 40, 41], Slot([[50], [51, 52], [53]]), [60, 61], Slot([[70], [71]]), [80]]
     filled = slots(model, template, noise=noise)
     for choice in filled.answers:
@@ -137,7 +137,7 @@ def test_a_real_model_gives_a_law_over_the_options(model, noise):
         torch.testing.assert_close(one.probabilities, other.probabilities, rtol=1e-4, atol=1e-6)
 
 
-def test_under_uniform_noise_the_law_is_the_mean_over_the_draws(model):
+def test_under_uniform_noise_probabilities_are_means_over_draws(model):
     template = [[2, 40, 41], Slot([[50], [51]]), [60, 61]]
     law = slots(model, template, num_draws=3, seed=4).answers[0].probabilities
     cache = model.encode(torch.tensor([[2, 40, 41]]))
@@ -152,7 +152,7 @@ def test_under_uniform_noise_the_law_is_the_mean_over_the_draws(model):
     torch.testing.assert_close(law, expected / expected.sum(), rtol=1e-5, atol=0)
 
 
-def test_texts_are_read_by_a_tokenizer(model):
+def test_a_tokenizer_reads_texts(model):
     tokenizer = dgemma.ByteTokenizer()
     filled = slots(model, ["Is 7 prime? ", Slot(["yes", "no"], name="prime"), "."], tokenizer=tokenizer)
     assert tokenizer.decode(filled.tokens) == f"Is 7 prime? {filled['prime'].option}."
