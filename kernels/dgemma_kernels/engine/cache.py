@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dgemma.model.cache import CacheMark, LayerCache, PrefixCache, drop_later
 from dgemma.model.config import Conventions, ModelConfig
-from dgemma_kernels.engine.graphs import Replay, Turn, in_turn, remembered
+from dgemma_kernels.engine.graphs import Replay, Turn, in_turn, remembered, use_here
 from dgemma_kernels.ops.prefix import forget
 
 _SMALLEST = 1024  # slots of a full layer; then powers of two up to _LINEAR, then multiples of it
@@ -85,7 +85,9 @@ class BufferPool:
             self._sort()
             for at in reversed(range(len(self._free))):
                 if self._free[at].size == size:
-                    return self._free.pop(at)
+                    buffers = self._free.pop(at)
+                    use_here(*buffers.keys, *buffers.values, buffers.lengths, buffers.held)
+                    return buffers
         return CacheBuffers(self.config, *size, self.keep, self._where)
 
     def give_back(self, buffers: CacheBuffers) -> None:

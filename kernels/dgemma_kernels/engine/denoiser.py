@@ -28,7 +28,7 @@ from dgemma.train.lora import is_adapted
 from dgemma_kernels.engine.cache import BufferPool, CacheBuffers, FusedCache
 from dgemma_kernels.engine.captured import CapturedDenoise, CapturedRead, CapturedStep, carried, list_shapes
 from dgemma_kernels.engine.forward import Forward
-from dgemma_kernels.engine.graphs import Turn, compile_together, in_turn, remembered
+from dgemma_kernels.engine.graphs import Turn, compile_together, in_turn, remembered, use_here
 from dgemma_kernels.engine.prediction import FusedPrediction, Logits
 from dgemma_kernels.engine.weights import Weights, take_weights
 from dgemma_kernels.engine.workspace import Workspace
@@ -316,6 +316,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
             return None
         if isinstance(self_cond, FusedPrediction):
             if self_cond.signal is not None:
+                use_here(self_cond.signal)
                 return self_cond.signal
             return self._workspace.soft_embedding(self_cond)
         logits = self_cond.logits if isinstance(self_cond, Prediction) else self_cond

@@ -52,6 +52,16 @@ class Turn:
         self._lock.release()
 
 
+def use_here(*tensors: Tensor) -> None:
+    """Keep the memory of tensors from being reused before the current stream is done with them.
+
+    For tensors that another thread may have made on its stream; on their own stream nothing happens.
+    """
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
 class _TakesTurns(Protocol):
     @property
     def turn(self) -> Turn: ...

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dgemma.diffusion.prediction import Prediction, SoftCap, Transform, _Allow, _Statistics, _Temper
-from dgemma_kernels.engine.graphs import Turn, in_turn
+from dgemma_kernels.engine.graphs import Turn, in_turn, use_here
 from dgemma_kernels.ops.vocabulary import kernel as vocabulary
 
 
@@ -25,7 +25,7 @@ class Logits:
         self.shape, self.device = tensor.shape, tensor.device
         self.turn = Turn(tensor.device) if turn is None else turn
         self._tensor: Tensor | None = tensor
-        self._thread = threading.get_ident()
+        self._thread, self._is_copy = threading.get_ident(), False
 
     def read(self) -> Tensor:
         """The tensor, to be read while holding the turn."""
@@ -34,12 +34,15 @@ class Logits:
                 "This Prediction's logits were overwritten by a later step: the fused engine keeps those of the last "
                 "step only. Read .logits, .top, .sample or .log_prob before the next step."
             )
+        if self._is_copy:
+            use_here(self._tensor)
         return self._tensor
 
     def give_up(self) -> None:
         """Let the tensor be overwritten. Another thread's logits are copied: that thread took no later step."""
         if self._tensor is not None:
-            self._tensor = None if self._thread == threading.get_ident() else self._tensor.clone()
+            self._is_copy = self._thread != threading.get_ident()
+            self._tensor = self._tensor.clone() if self._is_copy else None
 
 
 class LogitsBuffer:
