@@ -42,7 +42,7 @@ def write(fast, seed: int, on_step=None) -> list[torch.Tensor]:
 
 def test_two_threads_whose_steps_alternate_write_what_each_writes_alone(fast):
     alone = [write(fast, seed) for seed in (1, 2)]
-    both = threading.Barrier(2, timeout=120)
+    both = threading.Barrier(2, timeout=60)
 
     def alternate(record):
         both.wait()  # the other thread has taken its step as well, and has overwritten the shared logits
