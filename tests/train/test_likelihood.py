@@ -25,6 +25,7 @@ CONFIG = dgemma.presets.tiny().replace(
     eos_token_id=1,
     num_hidden_layers=2,
     layer_types=("sliding_attention", "full_attention"),
+    num_experts=4,
 )
 NOISES = {
     "mask": MaskNoise(VOCAB, mask_token_id=MASK),

@@ -141,15 +141,16 @@ def test_a_micro_batch_may_lack_answers_and_a_step_may_not(tmp_path, answers):
 
 
 @pytest.mark.parametrize(
-    ("precision", "canvases"), [pytest.param("weights", "one", marks=pytest.mark.slow), ("mixed", "all")]
+    ("precision", "canvases", "micro_batch_size"),
+    [pytest.param("weights", "one", 2, marks=pytest.mark.slow), ("mixed", "all", 4)],
 )
-def test_a_step_never_waits_for_the_device(tmp_path, precision, canvases):
+def test_a_step_never_waits_for_the_device(tmp_path, precision, canvases, micro_batch_size):
     # Fake tensors have shapes but no values, so reading one raises.
     objective = Objective(noise=dgemma.UniformNoise(next_token.VOCAB), canvas_len=4, canvases=canvases)
-    rows = {"rows": range(4), "micro_batch_size": 2, "steps": range(1), "device": torch.device("cpu")}
-    (step_input,) = feed(counting, seed=0, **rows)
+    sizes = {"rows": range(4), "micro_batch_size": micro_batch_size, "steps": range(1)}
+    (step_input,) = feed(counting, seed=0, **sizes, device=torch.device("cpu"))
     model = next_token.model()
-    settings = config(precision=precision, ema_decay=0.9, micro_batch_size=2)
+    settings = config(precision=precision, ema_decay=0.9, micro_batch_size=micro_batch_size)
     with FakeTensorMode() as mode:
         for module in model.modules():
             for tensors in (module._parameters, module._buffers):

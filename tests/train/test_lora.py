@@ -13,7 +13,7 @@ EVERYTHING = ("attention", "dense", "experts", "router", "self_conditioning")
 
 
 def _model(dtype=torch.float64):
-    model = dgemma.DiffusionGemma(dgemma.presets.tiny(), dtype=dtype)
+    model = dgemma.DiffusionGemma(dgemma.presets.tiny().replace(num_experts=4), dtype=dtype)
     model.reset_parameters(torch.Generator().manual_seed(1))
     return model
 

@@ -16,7 +16,7 @@ TEXT_LEN = 30
 
 
 def make_model(**options) -> DiffusionGemma:
-    config = dgemma.presets.tiny().replace(vocab_size=80, canvas_length=CANVAS_LEN, sliding_window=7)
+    config = dgemma.presets.tiny().replace(vocab_size=80, canvas_length=CANVAS_LEN, sliding_window=7, num_experts=4)
     model = DiffusionGemma(config, **options)
     with torch.no_grad():
         for parameter in model.parameters():
