@@ -155,8 +155,8 @@ class CapturedStep:
         led_to, form_after = tree_flatten(self._replay.result[0])
         # Otherwise the next step is another graph.
         self.keeps_form = form_after == form and list_shapes(led_to) == list_shapes(self._inputs)
-        changed = [pair for pair in zip(self._inputs, led_to, strict=True) if pair[0] is not pair[1]]
-        changed = [(old, new) for old, new in changed if isinstance(new, Tensor)] if self.keeps_form else []
+        pairs = zip(self._inputs, led_to, strict=True) if self.keeps_form else ()
+        changed = [(old, new) for old, new in pairs if isinstance(new, Tensor) and new is not old]
         input_memory = {_memory(x) for x in _tensors(self._inputs)}
 
         def soften() -> Tensor:

@@ -120,7 +120,7 @@ class _LastStep:
 
 
 class FusedDenoiser(Denoiser[FusedCache]):
-    """What `accelerate` returns. Batches of any size; predictions of `step` are readable until the next step.
+    """The result of `accelerate`, for batches of any size. Predictions of `step` are readable until the next step.
 
     Several threads may use one: each call holds the `turn`, and steps of different runs may follow each other in any
     order. A thread's last prediction stays readable until that thread takes its next step.

@@ -25,7 +25,7 @@ class CaptureError(RuntimeError):
 class Turn:
     """Lets one caller in at a time, from any thread. Work on the device follows in that order, on any stream.
 
-    The holder may enter again. Static buffers and graphs are shared, so whoever touches them holds the turn.
+    The holder may enter again. Static buffers and graphs are shared, so code that touches them holds the turn.
 
     Example: `with turn: graph.replay()`.
     """

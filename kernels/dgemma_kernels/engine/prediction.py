@@ -1,7 +1,7 @@
-"""What the fused denoiser says about a canvas: `dgemma.Prediction` whose statistics come from one vocabulary sweep.
+"""Predictions of the fused denoiser: `dgemma.Prediction` with statistics from one sweep over the vocabulary.
 
-Soft-cap, temperature and allowed tokens are the kernel's; under top-k or top-p, and for `logits`, `log_prob` and `top`,
-the twin's own PyTorch code runs on the same logits, a slice of positions at a time.
+The kernel applies soft-cap, temperature and allowed tokens. Under top-k or top-p, and for `logits`, `log_prob` and
+`top`, the twin's PyTorch code runs on the same logits, one slice of positions at a time.
 """
 
 import threading
@@ -158,7 +158,7 @@ class FusedPrediction(Prediction):
 
     @cached_property
     def _shaping(self) -> _Shaping | None:
-        """What the kernels need, None where the transforms are more than a cap, a mask and a temperature."""
+        """Arguments of the kernels; None if the transforms are more than a cap, a mask and a temperature."""
         rest: list[Any] = list(self._transforms)
         cap = rest.pop(0)
         allowed = rest.pop(0).allowed if rest and isinstance(rest[0], _Allow) else None

@@ -1,4 +1,4 @@
-"""What the fused denoiser and its captured graphs share: the forward, static buffers, and the memory of graphs."""
+"""The value that the fused denoiser and its graphs share: the forward, static buffers, and the memory of graphs."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a sampler decides for each position, and the exact reverse step as such a decision."""
+"""Decisions of a sampler about each position, and the exact reverse step as a decision."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -51,7 +51,7 @@ class Noise:
         return None
 
     def masked(self, canvas: Tensor) -> Tensor:
-        """Where the canvas shows the mask token, (B, C) bool."""
+        """Positions of the canvas with the mask token, (B, C) bool."""
         return torch.zeros_like(canvas, dtype=torch.bool) if self.mask_token is None else canvas == self.mask_token
 
     def proposable(self, allowed: Tensor | None, device: torch.device) -> Tensor | None:

@@ -15,7 +15,7 @@ from dgemma.sampling.temperature import Temperature
 
 @dataclass(frozen=True, kw_only=True)
 class Knobs:
-    """How a canvas is denoised. Every knob may change between two steps.
+    """The settings of a step. Every knob may change between two steps.
 
     Example: `Knobs(sampler=EntropyBound(), temperature=LinearTemperature(), stop=StableAndConfident())`.
     """

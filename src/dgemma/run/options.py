@@ -23,7 +23,7 @@ class Default(NamedTuple):
 
 
 class CanvasOptions(TypedDict, total=False):
-    """How a canvas is denoised; `generate` describes the options."""
+    """Options of every canvas; `generate` describes them."""
 
     steps: int | None
     noise: Noise | None
@@ -37,7 +37,7 @@ class CanvasOptions(TypedDict, total=False):
 
 
 class RunOptions(CanvasOptions, total=False):
-    """How a run writes, canvas after canvas; `generate` describes the options."""
+    """Options of a whole run; `generate` describes them."""
 
     max_new_tokens: int | None
     canvas: Tensor | None

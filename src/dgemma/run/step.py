@@ -1,6 +1,6 @@
 """One denoising step: the denoiser predicts, the sampler decides, and `settle` does what follows from the decision.
 
-`Denoiser` is the seam: what a run needs of a model. `step` is pure, so a run can be driven by hand.
+`Denoiser` is the seam between a run and a model. `step` is pure, so a run can be driven by hand.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ CacheT = TypeVar("CacheT", bound=Cache)
 
 
 class Denoiser(Generic[CacheT]):
-    """What a run needs of a model: `DiffusionGemma`, the fused engine, `Guided`, or a fake in a test.
+    """The part of a model that a run needs: `DiffusionGemma`, the fused engine, `Guided`, or a fake in a test.
 
     A subclass defines `encode`, `denoise` and the attributes `config`, `generation` and `device`. An engine may
     override `step`, `uniform` and `read_ahead` with faster functions of the same results.
@@ -35,7 +35,7 @@ class Denoiser(Generic[CacheT]):
     Example: `class Flat(Denoiser): denoise = lambda self, canvas, cache, self_cond=None: Prediction(...)`.
     """
 
-    if TYPE_CHECKING:  # attributes or properties, as a subclass likes
+    if TYPE_CHECKING:  # a subclass may have attributes or properties
 
         @property
         def config(self) -> ModelConfig: ...
@@ -86,7 +86,7 @@ class Denoiser(Generic[CacheT]):
         return step(self, state, cache=cache, knobs=knobs)
 
     def uniform(self, seeds: Tensor, block: Tensor, step: Tensor, num_positions: int, purpose: str) -> Tensor:
-        """Draw uniforms as `draws.uniform` does: (B,) each → (B, num_positions) float64."""
+        """Draw uniforms like `draws.uniform`: seeds, block, step (B,) → (B, num_positions) float64."""
         return draws.uniform(seeds, block, step, num_positions, purpose)
 
     def read_ahead(self, values: Tensor) -> list[Any]:
@@ -98,7 +98,7 @@ class Denoiser(Generic[CacheT]):
 
 
 class Settled(NamedTuple):
-    """What `settle` returns: the state after the step, and what happened to each position and row."""
+    """The result of `settle`: the state after the step, and what happened to each position and row."""
 
     state: DenoiseState
     accepted: Tensor  # (B, C) bool: written

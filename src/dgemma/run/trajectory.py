@@ -87,7 +87,7 @@ class Trajectory:
     def add_step(self, record: StepRecord, changes: Changes = None, *, before: DenoiseState | None = None) -> None:
         """Record a step, and the changes after it.
 
-        before: a `snapshot` of the state right after the step, if somebody may have written into the record's since.
+        before: a `snapshot` of the state right after the step, if the record's may have been written into since.
         """
         written = {} if before is None else list_writes(before, record.state)
         after = record.state if before is None else before

@@ -142,7 +142,7 @@ def slots(
 
 
 class _Question(NamedTuple):
-    """How probable is `token` at `position` of a canvas with gaps?"""
+    """A question for the model: the probability of `token` at `position` of a canvas with gaps."""
 
     canvas: tuple[int, ...]
     position: int
