@@ -572,7 +572,7 @@ def test_a_stop_rule_that_returns_anything_but_done_and_memory_is_named(answer, 
         def __call__(self, prediction, state):
             return answer(state)
 
-    with pytest.raises(TypeError, match=rf"Careless must return \(done, memory\), .* \(2,\), got {got}\. Return"):
+    with pytest.raises(TypeError, match=rf"Careless must return \(done, memory\) .* \(2,\), got {got}\. Return"):
         dgemma.generate(RowwiseDenoiser(), torch.full((2, 3), 5), stop=combine(Careless()))
 
 
