@@ -1,6 +1,6 @@
-"""Ctrl-C while the `dgemma` command is still importing torch: it ends as it does later on, without a traceback.
+"""Ctrl-C while the `dgemma` command still imports torch ends it without a traceback.
 
-Imported before all else: the code that would catch it comes after torch. Other programs are left alone.
+It is imported first, because the code that handles Ctrl-C is imported after torch. Other programs are not affected.
 """
 
 import sys
@@ -9,9 +9,9 @@ from types import TracebackType
 
 
 def _is_command() -> bool:
-    """Whether this process is `dgemma …` or `python -m dgemma …`."""
+    """Return whether this process is `dgemma …` or `python -m dgemma …`."""
     words = sys.orig_argv
-    if sys.argv[:1] == ["-m"] and "-m" in words:  # as long as the module is only being looked for
+    if sys.argv[:1] == ["-m"] and "-m" in words:  # while Python still searches for the module
         return words[words.index("-m") + 1 :][:1] == ["dgemma"]
     return bool(sys.argv) and Path(sys.argv[0]).stem == "dgemma"
 

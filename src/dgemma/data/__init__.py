@@ -1,4 +1,4 @@
-"""Data to train on: generated Sudoku and streamed text, as `TrainBatch`es."""
+"""Training data: Sudoku, text files and a Markov chain, as `TrainBatch`es."""
 
 from dgemma.data import corpus, markov, sudoku, text
 

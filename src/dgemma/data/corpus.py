@@ -1,4 +1,4 @@
-"""A corpus in a folder: train.txt, validation.txt and test.txt, their tokenizer and tokens made once beside them."""
+"""A corpus in a folder: train.txt, validation.txt and test.txt, with their tokenizer and tokens, made once."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ SEPARATOR = "\f"  # between two documents
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """A tokenizer learned from the training text, and the three parts in its tokens."""
+    """A tokenizer trained on the training text, and the tokens of the three parts."""
 
     tokenizer: Tokenizer
     train: TokenFile
@@ -22,9 +22,9 @@ class Corpus:
 
 
 def prepare_corpus(folder: str | Path, vocab_size: int) -> Corpus:
-    """Open a corpus; what is missing of `tokenizer/` and `tokens/` is made first. Delete them when a text changes.
+    """Open a corpus; make `tokenizer/` and `tokens/` first if they are missing. Delete them after a text changes.
 
-    Documents are parted by a form feed.
+    Documents are separated by a form feed.
 
     Example: `prepare_corpus("runs/corpus", vocab_size=4096).train.num_tokens`.
     """
@@ -38,7 +38,7 @@ def prepare_corpus(folder: str | Path, vocab_size: int) -> Corpus:
     if tokenizer.vocab_size != vocab_size:
         raise ValueError(
             f"prepare_corpus vocab_size must be {tokenizer.vocab_size}, with which {made} was made, got {vocab_size}. "
-            f"Delete that folder and {folder / 'tokens'} to make them anew."
+            f"Delete that folder and {folder / 'tokens'} to make them again."
         )
     return Corpus(
         tokenizer=tokenizer,

@@ -1,22 +1,22 @@
-"""The documents of text files, one at a time: .txt files, parted or whole, and .jsonl files of texts or of answers."""
+"""Documents of text files, one by one: .txt files, whole or with a separator, and .jsonl files."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-_CHUNK = 1 << 20  # characters read at a time
+_CHUNK = 1 << 20  # characters per read
 
 
 class Document(NamedTuple):
-    """A text of its own. What the model is to write is `text`; what it only reads before, `prompt`."""
+    """A document: the model writes `text` after reading `prompt`."""
 
     text: str
     prompt: str = ""
 
 
 def read_documents(paths: str | Path | Sequence[str | Path], *, separator: str | None = None) -> Iterator[Document]:
-    """The documents of .txt and .jsonl files, one at a time; a folder stands for all such files in it, sorted.
+    """Yield the documents of .txt and .jsonl files; a folder means all such files in it, sorted.
 
     A .txt file is one document, or several with `separator` between them. A line of a .jsonl file is an object with
     "text", or with "prompt" and "answer".
@@ -33,7 +33,7 @@ def read_documents(paths: str | Path | Sequence[str | Path], *, separator: str |
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} must be UTF-8, got {error.reason}. Convert it.") from None
         if not found:
-            raise ValueError(f"{path} must hold text, got nothing but white space. Leave it out.")
+            raise ValueError(f"{path} must hold text, got only white space. Remove it.")
 
 
 def _check_unicode(path: Path, document: Document) -> None:
@@ -44,7 +44,7 @@ def _check_unicode(path: Path, document: Document) -> None:
 
 
 def list_files(paths: Iterable[str | Path]) -> list[Path]:
-    """The files that paths stand for, in the order they are read in."""
+    """Return the files of paths and folders, in reading order."""
     files: list[Path] = []
     for path in map(Path, paths):
         inside = sorted(p for p in path.rglob("*") if p.suffix in (".txt", ".jsonl")) if path.is_dir() else [path]
@@ -58,20 +58,20 @@ def list_files(paths: Iterable[str | Path]) -> list[Path]:
 
 def _read_text(path: Path, separator: str | None) -> Iterator[Document]:
     if separator == "":
-        raise ValueError("read_documents separator must be a string that parts documents, or None, got ''.")
-    pieces: list[str] = []  # of the document that is being read, without separators
-    held = ""  # its end, which may be the beginning of one
-    with path.open(encoding="utf-8-sig", newline="") as file:  # a byte-order mark is no text
+        raise ValueError("read_documents separator must be a non-empty string or None, got ''.")
+    pieces: list[str] = []  # of the current document, without separators
+    tail = ""  # its end, which may be part of a separator
+    with path.open(encoding="utf-8-sig", newline="") as file:  # drops a byte-order mark
         while chunk := file.read(_CHUNK):
-            chunk = held + chunk
+            chunk = tail + chunk
             *whole, rest = [chunk] if separator is None else chunk.split(separator)
             for text in whole:
                 yield from _document([*pieces, text])
                 pieces = []
             cut = max(0, len(rest) - len(separator or "x") + 1)
             pieces.append(rest[:cut])
-            held = rest[cut:]
-    yield from _document([*pieces, held])
+            tail = rest[cut:]
+    yield from _document([*pieces, tail])
 
 
 def _document(pieces: list[str]) -> Iterator[Document]:

@@ -1,4 +1,4 @@
-"""A text whose law is known: a random Markov chain, its exact likelihood and entropy, as a source of batches.
+"""Texts of a known distribution: a random Markov chain, its exact likelihood and entropy, as a source of batches.
 
 The check of Eso-LM (arXiv:2506.01928): 254 states, 30 tokens, about 1.73 nats a token, which a good model of any kind
 must reach and none can beat.
@@ -40,12 +40,12 @@ class MarkovChain:
         for name in ("first", "move"):
             table = getattr(self, name).double()
             if table.min() < 0 or not torch.allclose(table.sum(-1), torch.ones(()).double(), atol=1e-9):
-                raise ValueError(f"MarkovChain.{name} must hold probabilities that add up to 1. Normalise its rows.")
+                raise ValueError(f"MarkovChain.{name} must hold probabilities that sum to 1. Normalise its rows.")
             object.__setattr__(self, name, table)
 
     @classmethod
     def random(cls, num_states: int = 254, num_successors: int = 7, seed: int = 0) -> "MarkovChain":
-        """Each state moves to `num_successors` random others, with weights uniform on the simplex; any state is first.
+        """Return a chain in which each state has `num_successors` random successors with Dirichlet(1) weights.
 
         Example: `MarkovChain.random(num_states=32, num_successors=4, seed=1)`.
         """
@@ -65,12 +65,12 @@ class MarkovChain:
         return self.first.shape[0]
 
     def sample(self, u: Tensor) -> Tensor:
-        """A text per row by inverse CDF: u (B, L) in [0, 1) → tokens (B, L).
+        """Draw one text per row by inverse CDF: u (B, L) in [0, 1) → tokens (B, L).
 
         Example: `chain.sample(torch.rand(8, 30, dtype=torch.float64))`.
         """
         ends, token = self._cells
-        largest = 1 - self.num_states * (1 + self.num_states) * 2.0**-53  # else r + u may round to r + 1
+        largest = 1 - self.num_states * (1 + self.num_states) * 2.0**-53  # otherwise r + u may round to r + 1
         u = u.double().clamp(max=largest)
         row, tokens = torch.zeros_like(u[:, 0], dtype=torch.int64), []
         for position in range(u.shape[1]):
@@ -91,11 +91,11 @@ class MarkovChain:
         return ends[cells > 0], cells.nonzero()[:, 1]
 
     def nll(self, tokens: Tensor) -> Tensor:
-        """-log p of whole texts, exactly: tokens (B, L) → (B,) float64, in nats."""
+        """Return -log p of whole texts: tokens (B, L) → (B,) float64, in nats."""
         return -(self.first[tokens[:, 0]].log() + self.move[tokens[:, :-1], tokens[:, 1:]].log().sum(-1))
 
     def leave_one_out(self, z: Tensor, noise: Noise, noise_level: Tensor) -> Tensor:
-        """p(x_i | z without z_i) of noised texts, exactly: the network with which the bound of `nelbo` is `nll`.
+        """Return p(x_i | z without z_i) of noised texts: the exact network, for which the bound of `nelbo` is `nll`.
 
         z (B, L) and noise_level (B,) → (B, L, noise.vocab_size) float64; tokens that are no state have none. The noised
         chain is a hidden Markov model, so this is one pass from either end, both of which stop short of the position.
@@ -120,7 +120,7 @@ class MarkovChain:
         return F.pad(_normed(joint), (0, noise.vocab_size - self.num_states))
 
     def entropy(self, length: int) -> float:
-        """The expectation of `nll` over texts of this length, in nats; no model's average can lie below it."""
+        """Return the expectation of `nll` over texts of this length, in nats: a lower bound for every model."""
         of_move = -torch.xlogy(self.move, self.move).sum(-1)  # (V,)
         total, law = -torch.xlogy(self.first, self.first).sum(), self.first
         for _ in range(length - 1):
@@ -129,8 +129,8 @@ class MarkovChain:
 
     @property
     def entropy_rate(self) -> float:
-        """What each further token adds to the entropy of a long text, in nats."""
-        # The stationary law: the one that moving does not change.
+        """The entropy that each further token adds to a long text, in nats."""
+        # The stationary distribution.
         system = torch.cat(
             [self.move.T - torch.eye(self.num_states, dtype=torch.float64), torch.ones_like(self.first)[None]]
         )
@@ -146,7 +146,7 @@ def _normed(weights: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class MarkovSource:
-    """Batches of texts, each behind a frozen token `bos` if there is one; a `BatchSource`, new at every step.
+    """Batches of new texts, each after a frozen token `bos` if given: a `BatchSource`.
 
     Attention knows how far apart tokens are, not where a text begins, and the law of a first token is another than that
     of the rest. So without `bos` no network is exact on a canvas that is all noise.
@@ -183,7 +183,7 @@ def gap_by_level(
     samples_per_bin: int = 3,
     seed: int = 0,
 ) -> Curve:
-    """What a model's bound has above the exact posterior's, per token, in equal parts of the noise levels.
+    """Return how much a model's bound exceeds the exact posterior's, per token, in equal bins of noise levels.
 
     tokens (B, 1 + L): texts behind a first token, as `MarkovSource` has them with `bos`; under a linear schedule. The
     sum is `Likelihood.gap`, but that both bounds are taken on the same noise, which leaves little of their variance.

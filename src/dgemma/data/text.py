@@ -1,4 +1,4 @@
-"""Text files as training batches: tokenised once, memory-mapped after, every row a function of its number.
+"""Training batches from text files, tokenised once and memory-mapped; every row is a function of its number.
 
 Rows are cut as the objective wants them: `TextSource` packs running text into rows of whole canvases, `PromptSource`
 gives each prompt and answer a row of its own, `scan` reads held-out text from its beginning to its end.
@@ -25,7 +25,7 @@ _Place = TypeVar("_Place", int, Tensor)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TextSource:
-    """Running text, packed: a `BatchSource` whose rows are a short context and up to `num_canvases` canvases.
+    """Packed running text: a `BatchSource` whose rows are a short context and up to `num_canvases` canvases.
 
     An epoch visits every token of every document exactly once, begin-of-text aside, which is never a target. A document
     of L tokens has ⌈L / canvas_len⌉ canvases, the last one filled with end-of-text: no canvas holds two documents, and
@@ -59,12 +59,12 @@ class TextSource:
 
     @property
     def stride(self) -> int:
-        """Tokens in a row's canvases."""
+        """The number of tokens in a row's canvases."""
         return self.canvas_len * self.num_canvases
 
     @cached_property
     def _canvases(self) -> np.ndarray:
-        """Each document's first canvas on the ring, and the ring's length: (D + 1,)."""
+        """The first canvas of each document on the ring, and the ring's length: (D + 1,)."""
         return np.concatenate(([0], (-(-np.diff(self.file.starts) // self.canvas_len)).cumsum()))
 
     @property
@@ -73,7 +73,7 @@ class TextSource:
 
     @property
     def num_rows(self) -> int:
-        """Rows of an epoch."""
+        """The number of rows in an epoch."""
         pairs, rest = divmod(self._ring_len, 2 * self.num_canvases - 1)
         return 2 * pairs + (rest > 0) + (rest > self.num_canvases)
 
@@ -104,16 +104,16 @@ class TextSource:
         )
 
     def _first(self, place: _Place) -> _Place:
-        """Where a row starts, in canvases from the epoch's turn."""
+        """Return the start of a row, in canvases from the epoch's start."""
         return place // 2 * (2 * self.num_canvases - 1) + place % 2 * self.num_canvases
 
     def _starts_row(self, position: int) -> bool:
         return position % self._ring_len % (2 * self.num_canvases - 1) in (0, self.num_canvases)
 
     def _row(self, place: int, turn: int, context: int, shift: int) -> "_Row":
-        """The row at a place of the ring, a piece of a document after another; `shift` is its first document's."""
+        """Build a row from pieces of documents; `shift` belongs to its first document."""
         first, end = self._first(place), min(self._first(place + 1), self._ring_len)
-        # The canvases of the row before it, around the ring.
+        # The canvases of the previous row, around the ring.
         before = first - self._first(place - 1) if place else self._ring_len - self._first(self.num_rows - 1)
         row = _Row.empty(1 + self.stride, fill=self.file.eos_token_id)
         prompt_len = at = document = 0
@@ -122,13 +122,13 @@ class TextSource:
             canvas = (position + turn) % self._ring_len
             number = int(np.searchsorted(self._canvases, canvas, side="right")) - 1
             tokens = self.file.document(number)
-            index = canvas - int(self._canvases[number])  # among the document's own
+            index = canvas - int(self._canvases[number])  # within the document
             count = min(int(self._canvases[number + 1]) - canvas, end - position)
-            # As a context, begin-of-text makes room for a token more; not if the last canvas would then be empty.
+            # Begin-of-text as context makes room for one more token, unless the last canvas would be empty.
             lead = int(self._starts_row(position - index) and (len(tokens) - 1) % self.canvas_len > 0)
             if index == 0:
                 start, read, num_frozen = lead, lead, 1 - lead
-            else:  # a document goes on, from where the row before it ended, or, the first time, `shift` tokens earlier
+            else:  # continues a document: where the previous row ended, or `shift` tokens earlier the first time
                 start = lead + index * self.canvas_len - shift
                 read, num_frozen = min(context, start), shift if index <= before else 0
             piece = tokens[start - read : start + count * self.canvas_len]
@@ -136,7 +136,7 @@ class TextSource:
             row.frozen[at + read : at + read + num_frozen] = True
             row.documents[at:] = document
             row.fill[at + len(piece) : at + read + count * self.canvas_len] = True
-            prompt_len += read  # 0 but for the first piece
+            prompt_len += read  # 0 except for the first piece
             at += read + count * self.canvas_len
             position, document = position + count, document + 1
         return row._replace(prompt_len=prompt_len, length=at)
@@ -160,7 +160,7 @@ class _Row(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PromptSource:
-    """Prompts and answers, a row each, in an order of its own every epoch: a `BatchSource` for fine-tuning.
+    """Prompts and answers, one per row, in a new order every epoch: a `BatchSource` for fine-tuning.
 
     An answer longer than `max_len` leaves room for is cut and marked `truncated`; a prompt that leaves no room for
     an answer is an error.
@@ -190,7 +190,7 @@ class PromptSource:
 
 
 def _check_rows(source: TextSource | PromptSource, rows: range) -> None:
-    """Rows beyond the source's batch would be those of the next step, and be seen twice."""
+    """Refuse rows beyond the batch: they belong to the next step and would be seen twice."""
     if rows.stop > source.batch_size:
         raise ValueError(
             f"{type(source).__name__}.batch_size must be that of the training, got {source.batch_size} where rows up "
@@ -199,7 +199,7 @@ def _check_rows(source: TextSource | PromptSource, rows: range) -> None:
 
 
 def scan(file: TokenFile, *, row_len: int, context: int, documents: Sequence[int] | None = None) -> TrainBatch:
-    """Held-out documents from beginning to end, for likelihood: each token is in the answer of exactly one row.
+    """Yield whole held-out documents, for likelihood: each token is in the answer of exactly one row.
 
     Rows answer for `row_len` tokens each (take whole canvases) and read up to `context` tokens before them; the last of
     a document is shorter and ends with end-of-text.
@@ -229,7 +229,7 @@ def _pad(pieces: list[np.ndarray], file: TokenFile, numbers: list[int], max_len:
 
 
 def _stack(pieces: list[np.ndarray], prompt_len: list[int], cut: list[bool], fill: int) -> TrainBatch:
-    """Rows of different lengths, padded on the right."""
+    """Stack rows of different lengths, padded on the right."""
     tokens = np.full((len(pieces), max(map(len, pieces))), fill, dtype=np.int64)
     for row, piece in zip(tokens, pieces, strict=True):
         row[: len(piece)] = piece
@@ -242,9 +242,9 @@ def _stack(pieces: list[np.ndarray], prompt_len: list[int], cut: list[bool], fil
 
 
 def permute(index: Tensor, size: int, *, seed: int, epoch: Tensor) -> Tensor:
-    """Where each index (B,) below `size` goes in the epoch's (B,) order, without the order ever being written down.
+    """Permute indices (B,) below `size` by the epochs (B,), without storing the permutation.
 
-    A Feistel network over the next power of 4, walked until it lands below `size` (Black and Rogaway, 2002).
+    A Feistel network over the next power of 4, repeated until the result is below `size` (Black and Rogaway, 2002).
 
     Example: `permute(torch.arange(10), 10, seed=0, epoch=torch.zeros(10, dtype=torch.int64)).sort().values` is 0 … 9.
     """

@@ -1,4 +1,4 @@
-"""Documents as tokens on disk: made once, memory-mapped after."""
+"""Tokenised documents on disk, written once and memory-mapped."""
 
 import json
 import zlib
@@ -13,13 +13,13 @@ from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.data.documents import Document, list_files
 
 _FORMAT = 1
-_CHUNK = 1 << 24  # bytes read at a time
-_SAMPLE = 10_000  # characters that tell a tokenizer from another
+_CHUNK = 1 << 24  # bytes per read
+_SAMPLE = 10_000  # characters that identify a tokenizer
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenFile:
-    """D tokenised documents on disk, end to end: begin-of-text, prompt, text, end-of-text. Nothing is read until used.
+    """D tokenised documents on disk, each begin-of-text, prompt, text, end-of-text. Memory-mapped.
 
     Example: `TokenFile.open("corpus/train").num_tokens`.
     """
@@ -27,11 +27,11 @@ class TokenFile:
     tokens: np.ndarray  # (N,) uint16 or uint32, memory-mapped
     starts: np.ndarray  # (D + 1,) int64
     prompt_len: np.ndarray  # (D,) int64, begin-of-text included
-    num_bytes: int  # of all text, prompts left out
+    num_bytes: int  # of all text, without prompts
     vocab_size: int
     eos_token_id: int
-    crc32: int | None = None  # of all of it, where it was computed when the file was written
-    made_from: Mapping[str, Any] | None = None  # as it was given to `write`
+    crc32: int | None = None  # of the content, if `write` computed it
+    made_from: Mapping[str, Any] | None = None  # the argument of `write`
 
     @classmethod
     def write(
@@ -42,13 +42,13 @@ class TokenFile:
         *,
         made_from: Mapping[str, Any] | None = None,
     ) -> "TokenFile":
-        """Tokenise documents into a folder, one at a time, and open it. `made_from`: what to remember of their origin.
+        """Tokenise documents into a folder and open it. `made_from` describes their origin.
 
         Example: `TokenFile.write(read_documents("stories.txt"), tokenizer, "corpus/train")`.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "about.json").unlink(missing_ok=True)  # written last: what has one is whole
+        (folder / "about.json").unlink(missing_ok=True)  # written last, so that it marks a complete folder
         dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
         lengths, prompt_len, num_bytes = [], [], 0
         with (folder / "tokens.bin").open("wb") as file:
@@ -79,7 +79,7 @@ class TokenFile:
 
     @classmethod
     def open(cls, folder: str | Path) -> "TokenFile":
-        """Open what `write` wrote."""
+        """Open a folder that `write` wrote."""
         folder = Path(folder)
         if not (folder / "about.json").is_file():
             raise FileNotFoundError(f"{folder / 'about.json'} does not exist. Make the folder with TokenFile.write.")
@@ -110,21 +110,21 @@ class TokenFile:
 
     @property
     def fingerprint(self) -> str:
-        """A line that other documents or another tokenizer would not have, for a run's description."""
+        """A line that identifies documents and tokenizer, for the description of a run."""
         crc32 = self.crc32
         if crc32 is None:
             crc32 = _crc32(self.tokens, np.stack((np.diff(self.starts), self.prompt_len)))
         return f"TokenFile({self.num_documents} documents, {self.num_tokens} tokens, crc32 {crc32:08x})"
 
     def document(self, number: int) -> np.ndarray:
-        """The tokens of one document."""
+        """Return the tokens of one document."""
         return self.tokens[self.starts[number] : self.starts[number + 1]]
 
 
 def describe_files(
     paths: Sequence[str | Path], tokenizer: Tokenizer, *, separator: str | None = None
 ) -> dict[str, Any]:
-    """What the tokens of text files depend on: the files' bytes, what parts them, and how the tokenizer cuts a text.
+    """Describe what the tokens of text files depend on: the files' bytes, the separator and the tokenizer.
 
     Example: `TokenFile.write(documents, tokenizer, folder, made_from=describe_files(["a.txt"], tokenizer))`.
     """
@@ -146,7 +146,7 @@ def _crc32(tokens: np.ndarray, sizes: np.ndarray) -> int:
 
 
 def _refuse_markers(number: int, ids: Sequence[int], tokenizer: Tokenizer) -> None:
-    """A text that spells out a marker would end where it does not end, or be noise before any was added."""
+    """Refuse a text that contains a marker, which the model would read as end or as noise."""
     markers = {tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id}
     if tokenizer.mask_token_id is not None:
         markers.add(tokenizer.mask_token_id)
@@ -154,6 +154,6 @@ def _refuse_markers(number: int, ids: Sequence[int], tokenizer: Tokenizer) -> No
     if found:
         marker = tokenizer.decode([min(found)], skip_special=False)
         raise ValueError(
-            f"TokenFile.write documents must not spell out {marker}, which the model reads as a marker; document "
-            f"{number} does. Take it out, or write it another way."
+            f"TokenFile.write documents must not contain {marker}, which the model reads as a marker; document "
+            f"{number} does. Remove it, or write it another way."
         )

@@ -1,4 +1,4 @@
-"""A tokenizer for a corpus of your own: byte-level byte-pair encoding with the published special ids."""
+"""Training of a tokenizer on your own corpus: byte-level BPE with the published special ids."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,7 +11,7 @@ _NUM_BYTES = 256
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, out: str | Path) -> Tokenizer:
-    """Learn a tokenizer of exactly `vocab_size` ids from texts, and save it in the folder `out`.
+    """Train a tokenizer of exactly `vocab_size` ids on texts, and save it in the folder `out`.
 
     Any text survives encoding and decoding, since all bytes are tokens; digits are never merged. transformers'
     AutoTokenizer reads the folder too.
@@ -44,7 +44,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, out: str | Path) -> T
     if found != vocab_size:
         raise ValueError(
             f"train_tokenizer vocab_size must be reachable from the texts, got {vocab_size} where they give {found}. "
-            "Give more text, or ask for fewer ids."
+            "Use more text, or a smaller vocab_size."
         )
     pad, eos, bos, unk, mask = SPECIAL_TOKENS
     PreTrainedTokenizerFast(

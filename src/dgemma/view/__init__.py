@@ -1,4 +1,4 @@
-"""Pictures of denoising: a page to scrub, a live terminal, plots, an animated GIF."""
+"""Pictures of denoising: a web page, a live terminal view, plots and an animated GIF."""
 
 from dgemma.view import plots
 from dgemma.view.board import Board

@@ -1,4 +1,4 @@
-"""A Sudoku as a picture: a frame of box-drawing characters, where each cell stands in it, its tokens as digits."""
+"""A Sudoku board as text: its frame, the place of each cell, and its tokens as digits."""
 
 from collections.abc import Sequence
 
@@ -10,20 +10,20 @@ LINES = [_RULE("┌┬┬┐"), *_BAND, _RULE("├┼┼┤"), *_BAND, _RULE("�
 
 
 class Board:
-    """Given to `to_html` and `to_gif` as their tokenizer, it makes the picture a board: the canvas is its 81 cells.
+    """Pass it as the tokenizer of `to_html` or `to_gif` to draw the canvas of 81 cells as a board.
 
     Example: `to_html(solved.generation.trajectory, "run.html", tokenizer=Board())` after `sudoku.complete(...)`.
     """
 
     def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
-        """Digits of tokens as `dgemma.data.sudoku` encodes them; nothing for those that are no cell."""
-        from dgemma.data.sudoku.encoding import token_text  # which imports more than a text's picture needs
+        """Return the digits of tokens that `dgemma.data.sudoku` encodes; other tokens give nothing."""
+        from dgemma.data.sudoku.encoding import token_text  # not needed for texts
 
         return "".join(map(token_text, tokens))
 
 
 def place_of(cell: int) -> tuple[int, int]:
-    """The line and column of a cell among `LINES`.
+    """Return the line and column of a cell in `LINES`.
 
     Example: `place_of(80)` is (11, 22).
     """

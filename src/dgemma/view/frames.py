@@ -1,4 +1,4 @@
-"""A recorded run as frames, one row at a time: what there is to see after each step, for pages, pictures and plots."""
+"""Frames of a recorded run, for pages, pictures and plots: one row after each step."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,7 @@ class Frames:
     """F frames of one row: every block's noise, then the canvas after each of its steps. C positions, k candidates."""
 
     block: Array  # (F,)
-    step: Array  # (F,); -1: the noise a block begins with, which has no certainty yet
+    step: Array  # (F,); -1 is the noise at the start of a block
     temperature: Array  # (F,) float32
     canvas: Array  # (F, C) int64
     draft: Array  # (F, C) int64
@@ -37,8 +37,8 @@ class Frames:
     confidence: Array  # (F, C) float32
     top_tokens: Array  # (F, C, k) int64
     top_probabilities: Array  # (F, C, k) float32
-    final: Array  # (blocks, C) int64: what was committed, and the last draft where a stop token cut it off
-    kept: list[int]  # tokens of each block up to its stop token, or to the end of the text that a canvas was laid over
+    final: Array  # (blocks, C) int64: committed tokens; the last draft after a stop token
+    kept: list[int]  # tokens per block up to its stop token or the end of the text
 
     def __len__(self) -> int:
         return len(self.block)
@@ -49,12 +49,12 @@ class Frames:
 
     @property
     def undecided(self) -> Array:
-        """Where the canvas is noise, (F, C) bool: returned to it, or open and not accepted."""
+        """Positions that are noise, (F, C) bool: renoised, or open and not accepted."""
         return (self.renoised | self.open) & ~self.accepted & ~self.frozen
 
 
 def check_row(trajectory: Trajectory, row: object, *, owner: str) -> None:
-    """A trajectory that has steps, and a row it has."""
+    """Require a trajectory with steps and an existing row."""
     if not len(trajectory):
         raise ValueError(f"{owner} needs a trajectory with at least one step, got {trajectory!r}.")
     if not isinstance(row, int) or not 0 <= row < trajectory.batch_size:
@@ -62,7 +62,7 @@ def check_row(trajectory: Trajectory, row: object, *, owner: str) -> None:
 
 
 def check_canvas(trajectory: Trajectory, tokenizer: object, *, owner: str) -> None:
-    """A board has as many cells as its canvas has positions."""
+    """Require one canvas of 81 tokens for a board."""
     plan = trajectory.plan
     if isinstance(tokenizer, Board) and (plan.canvas_len, plan.num_blocks) != (NUM_CELLS, 1):
         raise ValueError(
@@ -72,13 +72,13 @@ def check_canvas(trajectory: Trajectory, tokenizer: object, *, owner: str) -> No
 
 
 def read_prompt(trajectory: Trajectory, row: int, pieces: Pieces, *, num_tokens: int) -> str:
-    """A row's prompt as text, of a longer one its last tokens, which are what a canvas answers to.
+    """Return a row's prompt as text, shortened to its last `num_tokens` tokens.
 
     Example: `read_prompt(trajectory, 0, Pieces(tokenizer), num_tokens=100)`.
     """
     plan = trajectory.plan
     tokens = plan.prompt_tokens[row].cpu()
-    if plan.attention_mask is not None:  # of the cache's tokens too, if the run went on from one
+    if plan.attention_mask is not None:  # it may include tokens of the cache
         tokens = tokens[plan.attention_mask[row, -len(tokens) :].cpu().bool()]
     shown = tokens[-num_tokens:].tolist()
     text = " ".join(map(str, shown)) if pieces.tokenizer is None else printable(pieces.tokenizer.decode(shown))
@@ -86,7 +86,7 @@ def read_prompt(trajectory: Trajectory, row: int, pieces: Pieces, *, num_tokens:
 
 
 def read_frames(trajectory: Trajectory, row: int) -> Frames:
-    """The frames of a row. Steps in which it was already done are not its own and are left out.
+    """Return the frames of a row, without the steps after it was done.
 
     Example: `read_frames(out.trajectory, 0).entropy.mean(1)`.
     """
@@ -117,7 +117,7 @@ def read_frames(trajectory: Trajectory, row: int) -> Frames:
 
 
 def settled(frames: Frames) -> Array:
-    """The step from which on the canvas held what was committed, (blocks, C) int64; the last one if it never did.
+    """Return the step from which each position had its final token, (blocks, C) int64; at most the last step.
 
     Example: `settled(frames).ravel().argsort()` is the order in which a text was found.
     """
@@ -130,20 +130,20 @@ def settled(frames: Frames) -> Array:
 
 
 def _frozen(trajectory: Trajectory, step: RecordedStep, row: int) -> Array:
-    """What was frozen in a step: by the plan, or by a callback before it."""
+    """Return the positions frozen in a step, by the plan or by a callback before it."""
     plan = trajectory.plan
     frozen = plan.to(torch.device("cpu")).block(step.block, torch.tensor([row]))["frozen"]
     frozen = torch.zeros(plan.canvas_len, dtype=torch.bool) if frozen is None else frozen[0]
     for change in trajectory.changes:
         if change.block == step.block and change.index <= step.index and "frozen" in change.values:
-            # A change speaks of the rows of the step before it; the first one, of those the block began with.
+            # A change refers to the rows of the step before it, or to the rows at the start of the block.
             rows = trajectory.at(block=step.block, step=max(change.index - 1, 0)).rows.tolist()
             frozen = change.values["frozen"][rows.index(row)]
     return frozen.numpy()
 
 
 def _commit(trajectory: Trajectory, block: int, row: int, draft: Array) -> tuple[Array, int]:
-    """A block as it was left, and how many of its tokens count."""
+    """Return the tokens of a finished block, and how many of them count."""
     plan = trajectory.plan.to(torch.device("cpu"))
     if plan.text_len is not None:
         return draft, int(plan.text_len[row])

@@ -1,6 +1,6 @@
-"""A recorded run as an animated GIF: every position has the room of its final token, and noise settles into it.
+"""A recorded run as an animated GIF. Every position has the width of its final token.
 
-The prompt stands before a text, its end if it is long; a Sudoku is drawn as a board.
+The prompt, or the end of a long one, is drawn before the text. A Sudoku is drawn as a board.
 """
 
 import re
@@ -22,9 +22,9 @@ _PAGE, _SOFT, _ACCENT, _FROZEN = "#101218", "#7d7a88", "#3ecfb4", "#82b4ff"
 _HEAT = palette(dark=True)
 _PROMPT_TOKENS = 60
 _MAX_FRAMES = 240
-_RUN_MS = 5000  # what a run of few frames is stretched to
+_RUN_MS = 5000  # minimal length of the animation
 _HOLD_MS = 2500  # the finished text stays this long
-_LINE_HEIGHT = 1.55  # of the font's size
+_LINE_HEIGHT = 1.55  # in font sizes
 _LIMITS = {"columns": (16, 200), "max_lines": (1, 100), "font_size": (8, 48), "frame_ms": (20, 5000)}
 
 
@@ -40,19 +40,19 @@ def to_gif(
     font: str | Path | None = None,
     frame_ms: int | None = None,
 ) -> None:
-    """Write a row's run to `path`, looping. A longer text is seen `max_lines` lines at a time.
+    """Write a row's run to `path` as a looping animation. A longer text scrolls through `max_lines` lines.
 
-    tokenizer: None shows token ids, `Board()` a Sudoku. columns: characters a line, font_size: pixels, frame_ms: how
-    long a frame stays (None: what suits the run). font: a monospaced TrueType file (None: DejaVu Sans Mono). A run of
-    more than 240 frames is thinned out evenly.
+    tokenizer: None shows token ids, `Board()` a Sudoku. columns: characters per line. font_size: in pixels. frame_ms:
+    duration of a frame. None adapts each of them to the run. font: a monospaced TrueType file; None is DejaVu Sans
+    Mono. Runs of more than 240 frames are thinned evenly.
 
     Example: `to_gif(out.trajectory, "run.gif", tokenizer=tokenizer)`.
     """
     check_row(trajectory, row, owner="to_gif")
     check_canvas(trajectory, tokenizer, owner="to_gif")
-    given = {"columns": columns, "max_lines": max_lines, "font_size": font_size, "frame_ms": frame_ms}
+    sizes = {"columns": columns, "max_lines": max_lines, "font_size": font_size, "frame_ms": frame_ms}
     for name, (low, high) in _LIMITS.items():
-        value = given[name]
+        value = sizes[name]
         if value is not None and not low <= value <= high:
             raise ValueError(f"to_gif {name} must be in [{low}, {high}], got {value}.")
     pieces = Pieces(tokenizer, mask_token=trajectory.plan.noise.mask_token)
@@ -61,7 +61,7 @@ def to_gif(
     for i in range(len(texts)):
         block, position = divmod(i, frames.canvas.shape[1])
         if position >= frames.kept[block] and frames.frozen[frames.block == block][-1, position]:
-            texts[i] = ""  # fill takes no room
+            texts[i] = ""  # padding takes no room
     prompt: list[str] = []
     if isinstance(tokenizer, Board):
         places = [Place(*board.place_of(cell), 1) for cell in range(board.NUM_CELLS)]
@@ -89,7 +89,7 @@ def to_gif(
 
 
 class Place(NamedTuple):
-    """Where a position is drawn, and the cells it has."""
+    """The place of a position, and its width in cells."""
 
     line: int
     column: int
@@ -103,7 +103,7 @@ class _Look(NamedTuple):
 
 
 def lay_out(texts: list[str], columns: int, *, spaced: bool = False) -> list[Place]:
-    """Where the pieces of a text go: words kept whole where a line can hold them; `spaced` puts a cell between pieces.
+    """Return the places of the pieces of a text. Words are not broken if they fit; `spaced` separates pieces.
 
     Example: `lay_out(["to", " be"], 4)` is `[Place(0, 0, 2), Place(1, 0, 2)]`.
     """
@@ -115,7 +115,7 @@ def lay_out(texts: list[str], columns: int, *, spaced: bool = False) -> list[Pla
         gap, cells = len(text) - len(body), width(body)
         begins = i == 0 or gap > 0 or texts[i - 1][-1:].isspace()
         word = cells + (_rest_of_word(texts, i, columns) if begins and not spaced else 0)
-        # Space may hang over the end of a line, but a line does not begin with it.
+        # Spaces may exceed the end of a line, so that no line begins with one.
         if column and not is_space and column + gap + (word if word <= columns else cells) > columns:
             line, column = line + 1, 0
         column += gap if column else 0
@@ -136,7 +136,7 @@ def _rest_of_word(texts: list[str], start: int, columns: int) -> int:
 
 
 def _looks(frames: Frames, index: int, texts: list[str], pieces: Pieces) -> list[_Look | None]:
-    """What each position shows in a frame; None for nothing. The frame after the last is the finished text."""
+    """Return the text and colour of each position in a frame. The frame after the last is the finished text."""
     at, canvas_len = min(index, len(frames) - 1), frames.canvas.shape[1]
     num_finished = frames.num_blocks if index == len(frames) else int(frames.block[at])
     frozen = [frames.frozen[frames.block == block][-1] for block in range(num_finished)]
@@ -149,14 +149,14 @@ def _looks(frames: Frames, index: int, texts: list[str], pieces: Pieces) -> list
     if index == len(frames):
         return looks
     for i, text in enumerate(pieces(frames.canvas[at].tolist())):
-        doubt = 1 - float(frames.confidence[at, i])  # 1 in the noise at the start
+        doubt = 1 - float(frames.confidence[at, i])  # 1 for the initial noise
         colour = _FROZEN if frames.frozen[at, i] else _HEAT[round(doubt * (LEVELS - 1))]
         looks.append(_Look(text, colour, bool(frames.accepted[at, i])))
     return looks
 
 
 def _top_line(frames: Frames, index: int, places: list[Place], num_lines: int) -> int:
-    """The first line shown: the block's end is in view, or, if the block is taller than that, wandered down to."""
+    """Return the first visible line. The end of the block is visible; a taller block scrolls."""
     at, canvas_len = min(index, len(frames) - 1), frames.canvas.shape[1]
     block = int(frames.block[at])
     first, last = places[block * canvas_len].line, places[(block + 1) * canvas_len - 1].line
@@ -175,7 +175,7 @@ def _footer(frames: Frames, index: int) -> str:
 
 
 class _Pen:
-    """Draws cells of monospaced text with Pillow."""
+    """Draws monospaced text with Pillow."""
 
     def __init__(self, font: str | Path | None, size: int) -> None:
         try:
@@ -198,7 +198,7 @@ class _Pen:
         self._glyph = lru_cache(maxsize=1 << 12)(self._make_glyph)
 
     def page(self, columns: int, num_lines: int, footer: str) -> Any:
-        """An empty page with its last line."""
+        """Return an empty page with a footer."""
         height = (num_lines + 1) * self._line + 2 * self._margin
         page = self._image.new("RGB", (columns * self._cell + 2 * self._margin, height), _PAGE)
         where = (self._margin, height - self._margin)
@@ -206,7 +206,7 @@ class _Pen:
         return page
 
     def frame(self, page: Any) -> None:
-        """The lines of a board, drawn through the middle of where `board.LINES` has them: glyphs would leave gaps."""
+        """Draw the lines of a board. Box-drawing glyphs would leave gaps."""
         draw = self._draw.Draw(page)
         across = [self._margin + (8 * box + 0.5) * self._cell for box in range(4)]
         down = [self._margin + (4 * box + 0.5) * self._line for box in range(4)]
@@ -219,7 +219,7 @@ class _Pen:
         page.paste(self._tile(look, place.cells), where)
 
     def save(self, pages: list[Any], path: str | Path, durations: list[int]) -> None:
-        """One palette for all pages, so that colours do not flicker and frames differ only where the text does."""
+        """Save with one palette for all pages, so that colours do not flicker."""
         few = pages[:: max(1, len(pages) // 6)]
         sheet = self._image.new("RGB", (few[0].width, few[0].height * len(few)))
         for i, page in enumerate(few):
@@ -238,7 +238,7 @@ class _Pen:
         return tile
 
     def _make_glyph(self, character: str) -> str:
-        """The character, or static where the font does not have it."""
+        """Return the character, or a block symbol if the font lacks it."""
         if bytes(self._font.getmask(character)) != self._missing:
             return character
         return STATIC[ord(character) % len(STATIC)]

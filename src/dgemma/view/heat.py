@@ -1,7 +1,7 @@
-"""Certainty as colour: ink where the model is sure, through gold and magenta to violet where it is not.
+"""Colours of certainty, from certain to uncertain, for dark pages, light pages and terminals.
 
-Lightness falls (dark pages) or rises (light pages) all the way, so that the order survives colour blindness and a grey
-print. Interpolated in OKLab (Björn Ottosson, 2020), where equal steps look equal.
+Lightness is monotonic, so that the order remains visible with colour blindness and in grey prints. Colours are
+interpolated in OKLab (Björn Ottosson, 2020), where equal steps look equal.
 """
 
 import numpy as np
@@ -11,7 +11,7 @@ LEVELS = 16  # 0 is certain
 
 _DARK = ("#f5f1e8", "#f6cf86", "#f0935f", "#d65f86", "#8f66c9")  # on a page of #101218
 _LIGHT = ("#1b1824", "#4a2c80", "#95337f", "#c94f62", "#c58430")  # on a page of #fbfaf7
-TERMINAL = (None, None, 179, 173, 173, 168, 132, 97)  # of the 256 colours, readable on black and on white alike
+TERMINAL = (None, None, 179, 173, 173, 168, 132, 97)  # of the 256 colours, readable on black and on white
 
 _TO_LMS = np.array(
     [
@@ -30,7 +30,7 @@ _TO_LAB = np.array(
 
 
 def palette(*, dark: bool) -> list[str]:
-    """The colours of the levels as #rrggbb, most certain first.
+    """Return the colours of the levels as #rrggbb, most certain first.
 
     Example: `palette(dark=True)[0]` is "#f5f1e8".
     """

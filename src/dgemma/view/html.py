@@ -1,9 +1,8 @@
-"""A recorded run as one page that needs no network: play it, scrub it, look at every position's candidates.
+"""A recorded run as one web page that needs no network: play it, scrub it, see the candidates of every position.
 
-`page.html`, `page.css` and `page.js` beside this file are the page; here the run is packed into it. Numbers travel as
-compressed arrays, a row at a time, texts as JSON. A model can write anything, so nothing it wrote is ever parsed as
-markup: JSON leaves out every character that could end a script, the page only sets text, and its content policy runs
-no script but its own.
+The page is `page.html`, `page.css` and `page.js` in this folder; this module inserts the run. Numbers are compressed
+arrays per row, texts are JSON. A model can write anything, so its text must never be parsed as markup: JSON escapes
+every character that could end a script, the page only sets text, and its content policy allows only its own script.
 """
 
 import base64
@@ -29,12 +28,12 @@ from dgemma.view.heat import LEVELS, palette
 from dgemma.view.pieces import Pieces
 
 ENTROPY_SCALE = 4096  # 16 bits reach 16 nats, more than log(262144)
-NOTEBOOK_BYTES = 4 << 20  # what a notebook is asked to store for one picture
+NOTEBOOK_BYTES = 4 << 20  # largest page that a notebook stores
 _PROMPT_TOKENS = 400
 
 
 class Page(str):
-    """A page of HTML; a notebook shows it, in a frame that can reach nothing."""
+    """A page of HTML. A notebook shows it in a sandboxed frame."""
 
     def _repr_html_(self) -> str:
         if len(self) > NOTEBOOK_BYTES:
@@ -64,7 +63,7 @@ def to_html(
     """
     rows = range(trajectory.batch_size) if row is None else [row] if isinstance(row, int) else row
     if not rows:
-        raise ValueError("to_html row must name at least one row, got none. Leave it out for all.")
+        raise ValueError("to_html row must name at least one row, got none. Use None for all rows.")
     for one in rows:
         check_row(trajectory, one, owner="to_html")
     check_canvas(trajectory, tokenizer, owner="to_html")
@@ -114,7 +113,7 @@ def to_html(
 
 
 class _Table:
-    """Every different (token, text) once; arrays hold its place here."""
+    """A table of all (token, text) pairs. Arrays refer to them by index."""
 
     def __init__(self, pieces: Pieces) -> None:
         self.pieces = pieces
@@ -124,12 +123,12 @@ class _Table:
         return len(self._places)
 
     def lines(self, tokens: Array) -> Array:
-        """Places of tokens (n, C), whose texts depend on their neighbours where a character is several tokens."""
+        """Return indices of tokens (n, C) in context: a character may span several tokens."""
         lines = tokens.tolist()
         return np.array([[self._place(*pair) for pair in zip(line, self.pieces(line), strict=True)] for line in lines])
 
     def candidates(self, tokens: Array) -> Array:
-        """Places of tokens of any shape, each on its own."""
+        """Return indices of tokens of any shape, each without context."""
         distinct, inverse = np.unique(tokens, return_inverse=True)
         places = np.array([self._place(token, self.pieces.one(token)) for token in distinct.tolist()], dtype=np.int64)
         return places[inverse].reshape(tokens.shape)
@@ -142,7 +141,7 @@ class _Table:
 
 
 def _facts(frames: Frames, table: _Table) -> dict[str, Any]:
-    """A row's numbers per frame, and its text."""
+    """Return a row's numbers per frame, and its text."""
     free = ~frames.frozen
     mean_entropy = np.where(free, frames.entropy, 0).sum(1) / np.maximum(free.sum(1), 1)
     return {
@@ -159,7 +158,7 @@ def _facts(frames: Frames, table: _Table) -> dict[str, Any]:
 
 
 def _arrays(frames: Frames, table: _Table) -> dict[str, Array]:
-    """What a row's frames hold per position, in the order in which `page.js` takes it out."""
+    """Return a row's arrays per position, in the order in which `page.js` reads them."""
     flags = frames.accepted | frames.renoised << 1 | frames.undecided << 2 | frames.frozen << 3
     return {
         "canvas": table.lines(frames.canvas),
@@ -190,7 +189,7 @@ def _about(trajectory: Trajectory) -> str:
 
 
 def _colours() -> str:
-    """The levels of certainty as CSS variables, dark and light, and a class for each."""
+    """Return CSS: a variable per level of certainty, dark and light, and a class for each."""
     dark, light = (
         "".join(f"--h{level}:{colour};" for level, colour in enumerate(palette(dark=dark))) for dark in (True, False)
     )
@@ -202,7 +201,7 @@ def _colours() -> str:
 
 
 def _json(content: dict[str, Any]) -> str:
-    """JSON inside a script element: ASCII, and no character with which markup begins or ends."""
+    """Return JSON for a script element: ASCII, without characters that begin or end markup."""
     text = json.dumps(content, ensure_ascii=True, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

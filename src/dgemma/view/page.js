@@ -1,4 +1,4 @@
-// One recorded run: frames of a canvas, shown, played and scrubbed. Everything a model wrote goes in as text only.
+// Plays one recorded run: frames of a canvas. A model's text is only ever set as text, never as markup.
 (async () => {
   "use strict";
   const byId = (id) => document.getElementById(id);
@@ -8,12 +8,12 @@
   const ACCEPTED = 1, RENOISED = 2, UNDECIDED = 4, FROZEN = 8;
   const LEVELS = 16;
 
-  let row = null; // the facts of the row shown, with its arrays
+  let row = null; // the current row, with its arrays
   let frame = 0;
   let cells = [];
   let held = -1; // the position whose candidates are shown
   let pinned = false;
-  let timer = 0; // of the next step while playing
+  let timer = 0; // timer of the next step while playing
   let writing = 0; // of the address
 
   function add(parent, tag, className = "", text = "") {
@@ -59,7 +59,7 @@
     };
   }
 
-  // What a position shows. Leading space is layout, so that a line does not begin with one.
+  // The text of a position. Leading space becomes layout, so that no line begins with it.
   function label(place, position) {
     const text = texts[place];
     const trimmed = text.trim();
@@ -68,7 +68,7 @@
     return text === "" || place === row.final[position] ? "" : "·";
   }
 
-  // Every position keeps the room of its final token, so that nothing moves while the noise settles.
+  // Every position has the width of its final token, so that nothing moves.
   function layOut() {
     const canvas = byId("canvas");
     canvas.replaceChildren();
@@ -121,8 +121,8 @@
   function render(animate) {
     const finished = frame === row.numSteps;
     const ordered = byId("colour").value === "order";
-    byId("low").textContent = ordered ? "early" : "sure";
-    byId("high").textContent = ordered ? "late" : "unsure";
+    byId("low").textContent = ordered ? "early" : "certain";
+    byId("high").textContent = ordered ? "late" : "uncertain";
     const at = Math.min(frame, row.numSteps - 1);
     const block = row.block[at];
     const source = byId("show").value === "canvas" ? row.canvas : row.draft;
@@ -211,7 +211,7 @@
     byId("curve").textContent = `mean entropy, up to ${highest.toFixed(2)} nats`;
   }
 
-  // A position's candidates at this step, and how its confidence went.
+  // A position's candidates at this step, and its confidence over all steps.
   function inspect(position) {
     const tip = byId("tip");
     const at = frameOf(position);
@@ -224,7 +224,7 @@
     const quoted = (p) => texts[p].replaceAll(" ", "␣").replaceAll("\n", "⏎").replaceAll("\t", "⇥") || "(part of the character before)";
     tip.replaceChildren();
     add(tip, "div", "token", quoted(place));
-    const state = flags & FROZEN ? "frozen" : committed ? (position % canvasLen < row.kept[block] ? "committed" : "dropped, behind the end")
+    const state = flags & FROZEN ? "frozen" : committed ? (position % canvasLen < row.kept[block] ? "committed" : "dropped, after the end")
       : flags & ACCEPTED ? "accepted" : flags & RENOISED ? "renoised" : flags & UNDECIDED ? "undecided" : "kept";
     add(tip, "div", "soft", `position ${position} · id ${tokens[place]} · ${state}`);
     if (row.step[at] >= 0) {

@@ -1,4 +1,4 @@
-"""Tokens as pieces of text: one string per position, safe to show on a page or a terminal, and measured in cells."""
+"""Tokens as pieces of text: one string per position, safe to display, with its width in cells."""
 
 import unicodedata
 from collections.abc import Sequence
@@ -8,18 +8,18 @@ from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.view.board import Board
 
 MASK = "░"
-STATIC = "▖▗▘▝▚▞"  # stands for what is no text on its own, as on a screen without a signal
-_BROKEN = "\ufffd"  # what part of a character decodes to
+STATIC = "▖▗▘▝▚▞"  # for tokens that are no text on their own
+_BROKEN = "\ufffd"  # part of a character decodes to it
 _LONGEST_CHARACTER = 4  # bytes of UTF-8
 _BIDI = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 _SOFT_HYPHEN = "\u00ad"
 
 
 class Pieces:
-    """Token ids → texts, one each; without a tokenizer the ids themselves. The mask token is shown as ░.
+    """Turns token ids into one text each; without a tokenizer, the ids themselves. The mask token is ░.
 
-    A character whose bytes are several tokens is the first one's text, and the others' is empty. Bytes that make no
-    character are shown as static, ▖ to ▞.
+    If a character spans several tokens, the first has its text and the others are empty. Invalid bytes are shown as ▖
+    to ▞.
 
     Example: `Pieces(ByteTokenizer())(ByteTokenizer().encode("é!", bos=False))` is `["é", "", "!"]`.
     """
@@ -43,7 +43,7 @@ class Pieces:
         return texts
 
     def one(self, token: int) -> str:
-        """The text of a token on its own."""
+        """Return the text of a token without context."""
         if token not in self._known:
             text = str(token) if self.tokenizer is None else self.tokenizer.decode([token], skip_special=False)
             if _BROKEN in text:
@@ -53,7 +53,7 @@ class Pieces:
         return self._known[token]
 
     def _join(self, tokens: Sequence[int], texts: list[str], start: int) -> int:
-        """Make one text of the first tokens if they are the parts of a character; how many were taken."""
+        """Merge the first tokens if they form one character; return their number."""
         for length in range(1, len(tokens) + 1):
             if tokens[length - 1] not in self._broken or self.tokenizer is None:
                 break
@@ -65,7 +65,7 @@ class Pieces:
 
 
 def printable(text: str) -> str:
-    """A text that can do nothing but show: controls, separators and direction marks replaced; \\n and \\t stay.
+    """Return a text that is safe to print: control and direction characters are replaced, except \\n and \\t.
 
     Example: `printable("\\x1b[2J")` is "␛[2J".
     """
@@ -73,7 +73,7 @@ def printable(text: str) -> str:
 
 
 def width(text: str) -> int:
-    """Terminal cells of a printable text: 2 for wide characters, 0 for marks that combine with the one before.
+    """Return the terminal cells of a printable text: 2 for wide characters, 0 for combining marks.
 
     Example: `width("né語")` is 4, however the é is composed.
     """
@@ -96,7 +96,7 @@ def _printable(character: str) -> str:
 def _width(character: str) -> int:
     if character == _SOFT_HYPHEN:
         return 1
-    # Hangul vowels and finals join the syllable that their initial began.
+    # Hangul vowels and finals combine with their initial.
     if unicodedata.category(character) in ("Mn", "Me", "Cf") or "\u1160" <= character <= "\u11ff":
         return 0
     return 2 if unicodedata.east_asian_width(character) in "WF" else 1

@@ -1,7 +1,7 @@
-"""Figures for papers and notebooks: certainty over a run, the order of a text, quality over speed, losses.
+"""Figures for papers and notebooks: entropy over a run, order of decisions, quality over speed, losses.
 
-Every function returns a matplotlib figure of its own, or draws on the axes it is given. None opens a window, none
-touches pyplot: they work without a display, and in a notebook a figure shows itself.
+Every function returns a new matplotlib figure, or draws on the axes `ax`. None uses pyplot, so they work without a
+display; a notebook shows the figure.
 """
 
 import io
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_LABELLED = 60  # positions up to which each can have its token written below it
+_LABELLED = 60  # most positions whose tokens are written below the axis
 
 
 def plot_entropy(
     trajectory: Trajectory, *, row: int = 0, tokenizer: Tokenizer | None = None, ax: "Axes | None" = None
 ) -> "Figure":
-    """Entropy in nats, steps down, positions across, blocks side by side: where a canvas was unsure, and for how long.
+    """Plot the entropy in nats, steps down and positions across, with blocks side by side.
 
-    With a tokenizer, a short text is written along the positions.
+    With a tokenizer, the tokens of a short text are written below their positions.
 
     Example: `plot_entropy(out.trajectory).savefig("entropy.png")`.
     """
@@ -58,7 +58,7 @@ def plot_entropy(
 def plot_order(
     trajectory: Trajectory, *, row: int = 0, tokenizer: Tokenizer | None = None, ax: "Axes | None" = None
 ) -> "Figure":
-    """The step from which on each position held its final token; the colour is the block.
+    """Plot the step at which each position got its final token, one colour per block.
 
     Example: `plot_order(out.trajectory, tokenizer=tokenizer).savefig("order.png")`.
     """
@@ -78,9 +78,7 @@ def plot_order(
 
 
 def plot_frontier(sweep: Sweep, *, ax: "Axes | None" = None) -> "Figure":
-    """Quality over tokens per forward, a point a sampler with its error; a line through those that no other beats.
-
-    Each point is named where it stands, so that many of them need no legend.
+    """Plot quality over tokens per forward: one labelled point per sampler with its error, and the frontier as a line.
 
     Example: `plot_frontier(sweep(task, samplers)).savefig("sweep.png")`.
     """
@@ -104,7 +102,7 @@ def plot_losses(
     smooth: int = 50,
     ax: "Axes | None" = None,
 ) -> "Figure":
-    """A number of `log.jsonl` over the steps, for one run or several: each value faint, the mean of `smooth` on top.
+    """Plot a number of `log.jsonl` over the steps for one run or several, and its mean over `smooth` steps.
 
     logs: a log or the folder of a run, several of them, or a dictionary by the names for the legend. `name` is a key of
     a line, or of its terms ("decoder", "causal").
@@ -112,7 +110,7 @@ def plot_losses(
     Example: `plot_losses({"uniform": "runs/a", "mask": "runs/b"}, name="decoder")`.
     """
     if smooth < 1:
-        raise ValueError(f"plot_losses smooth must be >= 1, got {smooth}. Use 1 for every value as it is.")
+        raise ValueError(f"plot_losses smooth must be >= 1, got {smooth}. Use 1 for no smoothing.")
     if not isinstance(logs, Mapping):
         listed = [logs] if isinstance(logs, str | Path) else logs
         logs = {str(log): log for log in listed}
@@ -149,7 +147,7 @@ def _axes(ax: "Axes | None", owner: str, *, size: tuple[float, float] = (7, 4)) 
 
 
 def _colours() -> Any:
-    """Certain is the page, uncertain the ink: the light palette turned round, so that white paper means certainty."""
+    """Return the light palette reversed, so that white means certain."""
     from matplotlib.colors import LinearSegmentedColormap
 
     colours = ["#fffdf8", *reversed(palette(dark=False)[::3])]
@@ -157,7 +155,7 @@ def _colours() -> Any:
 
 
 def _entitle(ax: "Axes", title: str, num_blocks: int, canvas_len: int) -> None:
-    """A title, and where there are several blocks each one's number below it."""
+    """Set the title, and the number of each block if there are several."""
     ax.set_title(title, pad=18 if num_blocks > 1 else 6)
     for block in range(num_blocks if num_blocks > 1 else 0):
         middle, along = (block + 0.5) * canvas_len - 0.5, ax.get_xaxis_transform()
@@ -168,7 +166,7 @@ def _write_text(ax: "Axes", final: Array, tokenizer: Tokenizer | None) -> None:
     if tokenizer is None or final.size > _LABELLED:
         return
     pieces = [piece for line in final.tolist() for piece in Pieces(tokenizer)(line)]
-    # A dollar would begin mathematics.
+    # A dollar sign would begin math mode.
     labels = [piece.strip().replace("\n", "⏎").replace("$", r"\$") or "␣" for piece in pieces]
     turned = max(map(len, labels)) > 2
     ax.set_xticks(range(final.size), labels, rotation=90 if turned else 0, fontsize=7, family="monospace")
@@ -178,13 +176,13 @@ def _write_text(ax: "Axes", final: Array, tokenizer: Tokenizer | None) -> None:
 def _read_column(path: Path, name: str) -> tuple[list[int], list[float]]:
     log = path / "log.jsonl" if path.is_dir() else path
     if not log.is_file():
-        raise ValueError(f"plot_losses logs must name log.jsonl or the folder of a run, got {path}, which is neither.")
+        raise ValueError(f"plot_losses logs must name log.jsonl or the folder of a run, got {path}.")
     steps, values = [], []
     for line in log.read_text().splitlines():
         try:
             entry = json.loads(line)
         except ValueError:
-            break  # the line that a killed process left unfinished
+            break  # a killed process left this line unfinished
         value = entry.get(name, entry.get("terms", {}).get(name))
         if value is not None:
             steps.append(entry["step"])
@@ -195,7 +193,7 @@ def _read_column(path: Path, name: str) -> tuple[list[int], list[float]]:
 
 
 def _running_mean(values: Sequence[float], smooth: int) -> Array:
-    """The mean of each value and those before it, up to `smooth` of them."""
+    """Return the mean of each value and up to `smooth - 1` values before it."""
     total = np.concatenate([[0.0], np.cumsum(values)])
     end = np.arange(1, len(values) + 1)
     start = np.maximum(end - smooth, 0)

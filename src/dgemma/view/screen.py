@@ -1,4 +1,4 @@
-"""A few lines of a terminal, redrawn in place: no flicker, no line that wraps, and left as clean as it was found."""
+"""Lines of a terminal that are redrawn in place, without flicker and without wrapping."""
 
 import math
 import os
@@ -12,16 +12,16 @@ from typing import NamedTuple, TextIO
 from dgemma.view.pieces import width
 
 _HIDE_CURSOR, _SHOW_CURSOR, _RESET = "\x1b[?25l", "\x1b[?25h", "\x1b[0m"
-_BEGIN_FRAME, _END_FRAME = "\x1b[?2026h", "\x1b[?2026l"  # shown at once, by terminals that know it
+_BEGIN_FRAME, _END_FRAME = "\x1b[?2026h", "\x1b[?2026l"  # synchronised output, where the terminal supports it
 _CLEAR_LINE, _CLEAR_BELOW = "\x1b[K", "\x1b[J"
 _FRAMES_A_SECOND = 30
 _TAB = "    "
 
 
 class Ink(NamedTuple):
-    """A piece of text, and how it is drawn: codes such as "1" (bold), "2" (faint) or "38;5;97" (a colour).
+    """A piece of text and its style: codes such as "1" (bold), "2" (faint) or "38;5;97" (a colour).
 
-    A line may end before and after what is `loose`, as if spaces stood there.
+    A line may break before and after a `loose` piece, as at a space.
     """
 
     text: str
@@ -30,7 +30,7 @@ class Ink(NamedTuple):
 
 
 class Screen:
-    """Draws lines below the cursor, over the lines it drew before, if `file` is a terminal that can.
+    """Draws lines below the cursor, over the previous ones, if `file` is a suitable terminal.
 
     Without one (a pipe, TERM=dumb) `live` is False and `draw` does nothing. `has_colour` respects NO_COLOR and asks for
     256 colours.
@@ -49,7 +49,7 @@ class Screen:
 
     @property
     def columns(self) -> int:
-        """What a line may fill: one less than there is, so that none ever wraps."""
+        """The width for lines: one less than the terminal's, so that no line wraps."""
         return max(self._size().columns - 1, 1)
 
     @property
@@ -58,33 +58,33 @@ class Screen:
 
     @property
     def is_due(self) -> bool:
-        """Whether the eye would notice another frame."""
+        """True if enough time has passed for another frame."""
         return self.live and time.monotonic() - self._last_drawn >= 1 / _FRAMES_A_SECOND
 
     def open(self) -> None:
-        """Hide the cursor; `close` brings it back."""
+        """Hide the cursor until `close`."""
         self._write(_HIDE_CURSOR)
 
     def draw(self, lines: Sequence[Sequence[Ink]]) -> None:
-        """Replace what was drawn before."""
+        """Replace the previous lines."""
         shown = [_fit(line, self.columns) for line in lines[-self.lines :]]
         text = f"{_CLEAR_LINE}\r\n".join(self._styled(line) for line in shown)
         widths = [sum(width(ink.text) for ink in line) for line in shown]
         try:
-            # Back to the first column: there the ^C that a terminal echoes fits, where it could wrap at the last.
+            # Return to the first column: an echoed ^C could wrap at the last one.
             self._write(f"{_BEGIN_FRAME}{self._to_top()}{text}{_CLEAR_LINE}{_CLEAR_BELOW}\r{_END_FRAME}")
-        finally:  # Ctrl-C most often cuts in right here, when the frame is there to be erased
+        finally:  # Ctrl-C usually arrives here, and the frame must be erased
             self._widths = widths
         self._last_drawn = time.monotonic()
 
     def erase(self) -> None:
-        """Remove what was drawn."""
+        """Remove the lines."""
         if self._widths:
             self._write(f"{self._to_top()}{_CLEAR_BELOW}")
         self._widths = []
 
     def close(self) -> None:
-        """Leave what is drawn where it is, and the terminal as it was."""
+        """Keep the lines and restore the terminal."""
         self._write(_RESET + ("\r\n" if self._widths else "") + _SHOW_CURSOR)
         self._widths = []
 
@@ -96,7 +96,7 @@ class Screen:
         return size if size.columns else shutil.get_terminal_size()  # some terminals do not know their own size
 
     def _to_top(self) -> str:
-        """Back to the first line drawn. A terminal made narrower since has wrapped them."""
+        """Return the codes that move to the first line. A narrower terminal has wrapped the lines."""
         rows = sum(max(1, math.ceil(drawn / (self.columns + 1))) for drawn in self._widths)
         return "\r" + (f"\x1b[{rows - 1}A" if rows > 1 else "")
 
@@ -116,7 +116,7 @@ class Screen:
 
 
 def wrap(inks: Iterable[Ink], columns: int) -> list[list[Ink]]:
-    """Lines of at most `columns` cells, broken between words where there are words to break between.
+    """Return lines of at most `columns` cells, broken between words if possible.
 
     Example: `wrap([Ink("two words")], 5)` is `[[Ink("two")], [Ink("words")]]`.
     """
@@ -166,7 +166,7 @@ def wrap(inks: Iterable[Ink], columns: int) -> list[list[Ink]]:
 
 
 def _fit(line: Sequence[Ink], columns: int) -> list[Ink]:
-    """A line without what lies beyond the last column."""
+    """Return a line, cut at the last column."""
     fitted, used = [], 0
     for text, style, _ in line:
         kept = cut(text, columns - used)
@@ -178,7 +178,7 @@ def _fit(line: Sequence[Ink], columns: int) -> list[Ink]:
 
 
 def cut(text: str, cells: int) -> str:
-    """As much of the beginning of a text as fits.
+    """Return the longest beginning of a text that fits.
 
     Example: `cut("né語", 3)` is "né": the wide character needs two cells.
     """

@@ -1,7 +1,7 @@
-"""Watch a canvas settle in the terminal: text, or a Sudoku board, drawn in place while a model writes.
+"""Live views in the terminal: a text or a Sudoku board, redrawn while a model denoises it.
 
-Views are callbacks for `generate`, `infill` and `edit`, and can drain a `stream`. They draw on standard error, so that
-standard output stays plain, and only where somebody looks.
+Views are callbacks for `generate`, `infill` and `edit`, and can watch a `stream`. They draw on standard error, so that
+standard output stays plain, and only if it is a terminal.
 """
 
 import statistics
@@ -23,35 +23,35 @@ from dgemma.view.pieces import MASK, Pieces, printable, width
 from dgemma.view.screen import Ink, Screen, cut, wrap
 
 _BOLD, _FAINT = "1", "2"
-_SHOWN_FROM = 0.25  # a guess less probable than this is no text yet
-_SAMPLED = 64  # tokens of a vocabulary, to know how long one is
+_SHOWN_FROM = 0.25  # less probable guesses are not shown
+_SAMPLED = 64  # tokens sampled to estimate the width of a token
 
 
 class _Position(NamedTuple):
-    token: int  # what was decided, or the best guess
+    token: int  # the decision, or the best guess
     confidence: float
     decided: bool
     frozen: bool
-    noise: int  # on the canvas where nothing is decided; -1 for a mask
+    noise: int  # the canvas's token if undecided; -1 for a mask
 
 
 class _Canvas(NamedTuple):
     """One row's canvas after a step, on the host."""
 
     block: int
-    step: int  # 1-based, of those that are taken: an edit skips the noisiest
+    step: int  # 1-based, without the steps that an edit skips
     num_steps: int
     done: bool
-    entropy: float  # mean over what is to be decided
-    num_awaited: int  # positions to be decided: neither frozen nor behind the text's end
+    entropy: float  # mean over positions to decide
+    num_awaited: int  # positions to decide: neither frozen nor after the end of the text
     num_decided: int  # of them
     positions: list[_Position]
 
 
 class View(ABC):
-    """What the views share: which row is watched, when to draw, and a terminal that is always left clean."""
+    """Base class of the views: watches one row, decides when to draw, and restores the terminal."""
 
-    shows_progress = True  # `generate` then leaves its progress bar out
+    shows_progress = True  # `generate` then shows no progress bar
 
     def __init__(self, *, row: int = 0, file: TextIO | None = None, leave: bool = False) -> None:
         self.row, self.leave = row, leave
@@ -63,7 +63,7 @@ class View(ABC):
 
     @abstractmethod
     def draw(self) -> list[list[Ink]]:
-        """The lines to show now, for a screen of `self.screen.columns`."""
+        """Return the lines to show, at most `self.screen.columns` wide."""
 
     def __enter__(self) -> Self:
         self.screen.open()
@@ -79,7 +79,7 @@ class View(ABC):
         self.screen.close()
 
     def __call__(self, event: StepRecord | BlockCommit) -> None:
-        """See a step, or a finished block, and draw."""
+        """Read a step or a finished block, and draw."""
         if isinstance(event, BlockCommit):
             if not self._is_done:
                 self._commit(event.tokens[self.row].tolist())
@@ -99,7 +99,7 @@ class View(ABC):
             self.screen.draw(self.draw())
 
     def watch(self, events: Events) -> Generation:
-        """Drain a stream under this view; its result.
+        """Run a stream to its end under this view and return its result.
 
         Example: `out = view.watch(dgemma.stream(model, prompt))`.
         """
@@ -111,10 +111,10 @@ class View(ABC):
 
     @abstractmethod
     def _commit(self, tokens: list[int]) -> None:
-        """A block is finished."""
+        """Take a finished block."""
 
     def _style(self, position: _Position) -> str:
-        """Bold where frozen, a colour where unsure, faint where sure and yet undecided."""
+        """Return the style: bold if frozen, coloured if uncertain, faint if certain but undecided."""
         if position.frozen:
             return _BOLD
         colour = TERMINAL[min(int((1 - position.confidence) * len(TERMINAL)), len(TERMINAL) - 1)]
@@ -124,15 +124,14 @@ class View(ABC):
 
 
 class LiveView(View):
-    """Text appearing: certain words plain, uncertain ones coloured, faint noise where there is no guess worth showing.
+    """Live text: certain words plain, uncertain ones coloured, noise faint.
 
-    Noise is ░ where there are no colours, and for masks. All of it takes as much room as an average token, so that the
-    text hardly moves while it settles.
+    Masks, and noise without colours, are shown as ░. Noise is as wide as an average token, so that the text moves
+    little.
 
-    Watches one row. `prefix` is shown before the canvas. The view is erased at the end unless told to `leave` the
-    text; with `leave`, a pipe gets the final text and nothing else. Finished blocks stay above the canvas, up to the
-    first of `eos_token_ids` (None: the tokenizer's); `keep_blocks=False` is for `infill` and `edit`, whose canvases
-    overlap.
+    The view shows one row, with `prefix` before the canvas. It is erased at the end, unless `leave` is set; then a pipe
+    gets only the final text. Finished blocks stay above the canvas, up to the first of `eos_token_ids` (by default the
+    tokenizer's). Use `keep_blocks=False` for `infill` and `edit`, whose canvases overlap.
 
     Example:
         with LiveView(tokenizer) as view:
@@ -163,7 +162,7 @@ class LiveView(View):
 
     @property
     def text(self) -> str:
-        """All that was written so far, as it stands."""
+        """The text so far."""
         draft = [] if self._canvas is None else self._cut([position.token for position in self._canvas.positions])
         return self._decode(self._finished + draft)
 
@@ -196,7 +195,7 @@ class LiveView(View):
         return Ink(gap + noise + " " * (room - width(noise)), f"{_FAINT};{self._style(position)}", loose=True)
 
     def _average_width(self) -> int:
-        """Cells of a token: 1 for bytes, some 5 for words and their parts."""
+        """Return the median width of a token: 1 for bytes, about 5 for words."""
         tokenizer = self._pieces.tokenizer
         if not isinstance(tokenizer, Tokenizer):
             return 4
@@ -204,7 +203,7 @@ class LiveView(View):
         return round(statistics.median(width(self._pieces.one(token)) for token in sample))
 
     def _status(self, columns: int) -> str:
-        """How far the canvas is; once it is done, how fast it was."""
+        """Return the progress of the canvas; after its end, its speed."""
         assert self._canvas is not None
         block, step, num_steps, done, entropy, num_awaited, num_decided, positions = self._canvas
         if done:
@@ -236,7 +235,7 @@ class LiveView(View):
         return tokens[: ends[0] + 1] if ends else tokens
 
     def _is_frame(self, token: int) -> bool:
-        """Padding and turn markers, which `decode` leaves out of a text."""
+        """Return whether `decode` drops the token: padding or a turn marker."""
         return self._pieces.tokenizer is not None and self._pieces.tokenizer.decode([token]) == ""
 
     def _decode(self, tokens: list[int]) -> str:
@@ -245,11 +244,11 @@ class LiveView(View):
 
 
 class BoardView(View):
-    """A Sudoku being solved: clues bold, digits coloured by confidence, · where there is no guess worth showing.
+    """Live Sudoku board: clues bold, digits coloured by confidence, · for cells without a confident guess.
 
     The first 81 positions of the canvas are the cells. `digits` turns canvas tokens (81,) into digits, 0 for none
-    (None: as `dgemma.data.sudoku` encodes them). Clues are what is frozen, or `givens` (81,) if only the prompt has
-    them.
+    (None: the tokens of `dgemma.data.sudoku`). Clues are the frozen cells, or `givens` (81,) if only the prompt
+    has them.
 
     Example: `with BoardView() as view: generate(model, prompt, on_step=view, ...)`.
     """
@@ -275,7 +274,7 @@ class BoardView(View):
 
     @property
     def has_room(self) -> bool:
-        """Whether the terminal shows all of the board, and the line below it."""
+        """True if the terminal has room for the board and the line below it."""
         return self.screen.live and self.screen.columns >= len(board.LINES[0]) and self.screen.lines > len(board.LINES)
 
     def draw(self) -> list[list[Ink]]:
@@ -291,7 +290,7 @@ class BoardView(View):
         return [*lines, [Ink(status, _FAINT)]]
 
     def _commit(self, tokens: list[int]) -> None:
-        """The board stays as the last step left it."""
+        """Keep the board of the last step."""
 
     def _ink(self, cell: _Position, digit: int, index: int) -> Ink:
         if self._givens is not None and self._givens[index]:
@@ -301,14 +300,14 @@ class BoardView(View):
 
 
 def _read_canvas(record: StepRecord, row: int) -> _Canvas | None:
-    """A row's canvas after a step: decided tokens as they are on it, the draft elsewhere. None once the row is done."""
+    """Return a row's canvas after a step: decided tokens, and the draft elsewhere. None after the row is done."""
     rows = record.rows.tolist()
     if row not in rows:
         return None
     at, state = rows.index(row), record.state
     frozen, accepted = state.frozen[at], record.accepted[at]
     decided = frozen | accepted | ~(record.renoised[at] | state.open[at])
-    ended = state.done[at] | (state.step[at] >= state.num_steps[at])  # the draft is then the text
+    ended = state.done[at] | (state.step[at] >= state.num_steps[at])  # then the draft is the text
     tokens = torch.where(decided & ~ended, state.canvas[at], state.draft[at])
     awaited = ~frozen if state.awaited is None else ~frozen & state.awaited[at]
     entropy = (record.entropy[at] * awaited).sum() / awaited.sum().clamp(min=1)

@@ -1,4 +1,4 @@
-"""A model solves Sudokus: the puzzle as prompt, its clues frozen on the canvas or not, the rest by `generate`."""
+"""Solving Sudokus with a model: the puzzle is the prompt, and its clues may be frozen on the canvas."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,7 +29,7 @@ from dgemma.run.trajectory import Generation
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """What a model made of B puzzles: grids (B, 81) of digits, and the run they come from, or the last of several."""
+    """A model's answers to B puzzles: grids (B, 81) of digits, and the last run that made them."""
 
     puzzles: Tensor  # (B, 81)
     grids: Tensor  # (B, 81)
@@ -38,11 +38,11 @@ class Completion:
 
     @property
     def solved(self) -> Tensor:
-        """Which grids keep every rule and every clue, (B,) bool: known without the solution."""
+        """The grids that keep every rule and every clue, (B,) bool. Needs no solution."""
         return is_solution(self.puzzles, self.grids)
 
     def scores(self, solutions: Any) -> dict[str, float]:
-        """Against solutions (B, 81): shares of exact grids, right blanks and clues preserved; mean and most steps.
+        """Compare with solutions (B, 81): shares of exact grids, right blanks and kept clues; mean and most steps.
 
         Example: `complete(model, test.puzzles).scores(test.solutions)["exact"]`.
         """
@@ -61,7 +61,7 @@ class Completion:
 
 
 def is_solution(puzzles: Tensor, grids: Tensor) -> Tensor:
-    """Whether grids (B, 81) have every digit once in each row, column and box, and the clues of puzzles (B, 81); (B,).
+    """Return which grids (B, 81) have every digit once per row, column and box, and the puzzles' clues; (B,) bool.
 
     Example: `is_solution(completion.puzzles, completion.grids)`.
     """
@@ -74,7 +74,10 @@ def is_solution(puzzles: Tensor, grids: Tensor) -> Tensor:
 
 
 def sudoku_noise(kind: str) -> Noise:
-    """The process over Sudoku's vocabulary: "mask" or "uniform"."""
+    """Return the "mask" or "uniform" noise over Sudoku's vocabulary.
+
+    Example: `sudoku_noise("mask").mask_token` is 4.
+    """
     if kind not in ("mask", "uniform"):
         raise ValueError(f"sudoku_noise kind must be 'mask' or 'uniform', got {kind!r}.")
     return MaskNoise(VOCAB_SIZE, mask_token_id=MASK_TOKEN) if kind == "mask" else UniformNoise(VOCAB_SIZE)
@@ -122,7 +125,7 @@ def complete(
 
 
 def retry(model: Denoiser, completion: Completion, *, moves_seed: int = 0, **options: Any) -> Completion:
-    """Try again what is not solved, as an equivalent puzzle: rows, columns and digits change places, and come back.
+    """Try unsolved puzzles again as equivalent ones, with permuted rows, columns and digits.
 
     A model that is wrong is so with confidence: of 20 failures, opening again the cells of broken units and sampling
     on repaired 1, and starting over 0 of 12; an equivalent puzzle half. `moves_seed` names the places; options as for

@@ -1,4 +1,4 @@
-"""Sudoku as tokens: the puzzle is the prompt, the solution the canvas, one token a cell in both.
+"""Sudoku as tokens: the puzzle is the prompt, the solution the canvas, one token per cell in both.
 
 A token of the prompt names its cell and its clue, so a model without absolute positions knows where it is: cell i of
 the canvas finds it 81 tokens back. The canvas is written in nine digit tokens, and clues may be frozen on it.
@@ -16,7 +16,7 @@ from dgemma.diffusion import draws
 from dgemma.train.batch import TrainBatch
 
 NUM_CELLS = 81
-PAD_TOKEN, EOS_TOKEN, MASK_TOKEN = 0, 1, 4  # where the published vocabulary has them
+PAD_TOKEN, EOS_TOKEN, MASK_TOKEN = 0, 1, 4  # as in the published vocabulary
 _FIRST_DIGIT = 4  # the digit d is token 4 + d
 _FIRST_CLUE = 14  # cell c with the clue d (0 for none) is token 14 + 10 c + d
 VOCAB_SIZE = _FIRST_CLUE + 10 * NUM_CELLS
@@ -24,25 +24,25 @@ DIGIT_TOKENS = tuple(range(_FIRST_DIGIT + 1, _FIRST_DIGIT + 10))
 
 
 def prompt_tokens(puzzles: Any) -> Tensor:
-    """Puzzles (B, 81), 0 for a blank → the prompt (B, 81)."""
+    """Return the prompts (B, 81) of puzzles (B, 81), 0 for a blank."""
     puzzles = torch.as_tensor(puzzles).long()
     return _FIRST_CLUE + 10 * torch.arange(NUM_CELLS, device=puzzles.device) + puzzles
 
 
 def canvas_tokens(digits: Any) -> Tensor:
-    """Digits (B, 81) → canvas tokens (B, 81), -1 for a blank: `generate` then puts noise there."""
+    """Return canvas tokens (B, 81) of digits (B, 81); a blank is -1, which `generate` fills with noise."""
     digits = torch.as_tensor(digits).long()
     return torch.where(digits > 0, _FIRST_DIGIT + digits, -1)
 
 
 def canvas_digits(tokens: Tensor) -> Tensor:
-    """Canvas tokens (B, 81) → digits 1 to 9, 0 for any other token."""
+    """Return the digits 1 to 9 of canvas tokens (B, 81), 0 for any other token."""
     digits = tokens - _FIRST_DIGIT
     return torch.where((digits >= 1) & (digits <= 9), digits, 0)
 
 
 def token_text(token: int) -> str:
-    """A cell as text: its digit, "." for a blank of the prompt, "" for any other token; a space ends a prompt's row.
+    """Return a token as text: a digit, "." for a blank clue, or ""; a space follows each row of the prompt.
 
     Example: `"".join(map(token_text, prompt_tokens(puzzle)[0].tolist()))` is "53..7.... 6..195... " and so on.
     """
@@ -89,7 +89,7 @@ class SudokuSource:
         )
 
     def sample(self, step: int, rows: range) -> "Sample":
-        """The rows as digits, for whoever writes them in other tokens.
+        """Return the rows as digits, to write them in other tokens.
 
         Example: `source.sample(0, range(8)).puzzle`.
         """
@@ -102,7 +102,7 @@ class SudokuSource:
         puzzle, solution = equivalents(both, moves).long().unbind(1)  # (B, 81) each
         low, high = self.givens
         num_givens = low + draws.integers(more**self.skew, high - low + 1)
-        # Any clue put back leaves the solution unique.
+        # The solution stays unique with more clues.
         order = draws.uniform(seeds, clock, row, NUM_CELLS, "clues").masked_fill(puzzle > 0, -1.0)
         is_clue = (order.argsort(1).argsort(1) < num_givens[:, None]) | (puzzle > 0)
         return Sample(torch.where(is_clue, solution, 0), solution, is_clue & (freeze < self.frozen_share)[:, None])

@@ -1,4 +1,4 @@
-"""Sudoku puzzles with one solution: full grids, clues removed while it stays unique, bands of difficulty, splits.
+"""Generation of Sudoku puzzles with one solution, in bands of difficulty and in splits.
 
 A split is a property of the base grid and of all grids equivalent to it, so that no amount of generating, with any
 seed, and no symmetry ever carries a test grid into training.
@@ -19,9 +19,9 @@ from dgemma.data.sudoku.symmetry import class_keys
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
-BANDS = {"easy": (40, 81), "medium": (30, 39), "hard": (17, 29)}  # givens, both ends included
+BANDS = {"easy": (40, 81), "medium": (30, 39), "hard": (17, 29)}  # number of clues, inclusive
 
-_CHUNK = 512  # puzzles made from one stream of random numbers, whoever makes them
+_CHUNK = 512  # puzzles per stream of random numbers, for any number of workers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,18 +39,18 @@ class Puzzles:
 
     @property
     def givens(self) -> NDArray[np.int64]:
-        """How many clues each has, (N,)."""
+        """The number of clues of each puzzle, (N,)."""
         return (self.puzzles > 0).sum(1)
 
     def band(self, name: str) -> "Puzzles":
-        """Those of one difficulty: "easy" (40 givens and more), "medium" (30 to 39), "hard" (below 30)."""
+        """Return the puzzles of one difficulty: "easy" (40 clues or more), "medium" (30 to 39), "hard" (below 30)."""
         if name not in BANDS:
             raise ValueError(f"Puzzles.band must be one of {', '.join(BANDS)}, got {name!r}.")
         low, high = BANDS[name]
         return self[(self.givens >= low) & (self.givens <= high)]
 
     def save(self, path: str | Path) -> None:
-        """One line a puzzle: its 81 digits, a space, its solution's. The file is whole or not there.
+        """Write one line per puzzle: its 81 digits, a space, its solution. The file is complete or absent.
 
         Example: `puzzles.save("test.txt")`.
         """
@@ -61,7 +61,7 @@ class Puzzles:
 
     @classmethod
     def load(cls, path: str | Path) -> "Puzzles":
-        """What `save` wrote."""
+        """Read a file that `save` wrote."""
         pairs = [line.split() for line in Path(path).read_text().splitlines()]
         if not pairs or any(len(pair) != 2 for pair in pairs):
             raise ValueError(f"Puzzles.load must read lines of a puzzle, a space and its solution, got another {path}.")
@@ -70,7 +70,7 @@ class Puzzles:
 
     @classmethod
     def join(cls, parts: "list[Puzzles]") -> "Puzzles":
-        """All of them, in this order."""
+        """Return all puzzles of several sets, in this order."""
         return cls(
             puzzles=np.concatenate([part.puzzles for part in parts]),
             solutions=np.concatenate([part.solutions for part in parts]),
@@ -87,7 +87,7 @@ def generate_puzzles(
     workers: int = 1,
     folder: str | Path | None = None,
 ) -> Puzzles:
-    """`count` puzzles with one solution, from base grids of one split; the number of clues is uniform over `givens`.
+    """Return `count` puzzles with one solution, from grids of one split; the number of clues is uniform in `givens`.
 
     The same arguments give the same puzzles, however many `workers` (processes) make them. Not `exact`: puzzles that
     can lose no more clues are kept although they have more than asked for, which saves half the work at 24. A `folder`
@@ -147,7 +147,7 @@ def _split_grids(rng: np.random.Generator, count: int, split: Split) -> Digits:
 
 
 def full_grids(rng: np.random.Generator, count: int) -> Digits:
-    """Random full grids, (count, 81): the three boxes of the diagonal at random, the rest by randomised search."""
+    """Return random full grids (count, 81): random boxes on the diagonal, the rest by randomised search."""
     bits = np.full((count, 3, 3, 3, 3), ANY_DIGIT)
     for box in range(3):
         digits = rng.random((count, 9)).argsort(1).astype(np.uint16)
@@ -156,9 +156,9 @@ def full_grids(rng: np.random.Generator, count: int) -> Digits:
 
 
 def dig(rng: np.random.Generator, grids: Digits, givens: NDArray[Any] | int) -> Puzzles:
-    """Take clues away in random order while the solution stays unique, down to `givens` (N,) of them or to no more.
+    """Remove clues in random order while the solution stays unique, down to `givens` (N,) if possible.
 
-    A clue can go if its cell, without it, admits no other digit: that is asked of all N grids at once.
+    A clue can be removed if its cell admits no other digit. This is tested for all N grids at once.
 
     Example: `dig(rng, full_grids(rng, 10), 30).givens`.
     """
@@ -176,18 +176,18 @@ def dig(rng: np.random.Generator, grids: Digits, givens: NDArray[Any] | int) -> 
 
 
 def split_of(grids: NDArray[Any]) -> NDArray[np.int64]:
-    """The split of each full grid (N, 81), an index into SPLITS: 3/4 train, 1/8 validation, 1/8 test.
+    """Return the split of full grids (N, 81), an index into SPLITS: 3/4 train, 1/8 validation, 1/8 test.
 
-    A function of the equivalence class: equivalent grids are always in the same split.
+    Equivalent grids are always in the same split.
     """
-    # A multiplicative hash (Knuth): the keys' own low bits are far from uniform.
+    # A multiplicative hash (Knuth), because the low bits of the keys are not uniform.
     share = (class_keys(grids).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(61)
     train, validation, test = range(3)
     return np.select([share == 0, share == 1], [test, validation], train)
 
 
 def parse(text: str | list[str] | tuple[str, ...]) -> Digits:
-    """81 characters a puzzle, 0 or . for a blank → (N, 81) digits.
+    """Return the digits (N, 81) of texts of 81 characters, 0 or . for a blank.
 
     Example: `parse("53..7...." + "." * 72)`.
     """
@@ -202,5 +202,5 @@ def parse(text: str | list[str] | tuple[str, ...]) -> Digits:
 
 
 def to_text(digits: NDArray[Any]) -> list[str]:
-    """(N, 81) digits → 81 characters each, 0 for a blank."""
+    """Return 81 characters per puzzle of digits (N, 81), 0 for a blank."""
     return ["".join(map(str, row)) for row in digits.tolist()]

@@ -1,4 +1,4 @@
-"""Solve thousands of Sudokus at once: constraint propagation on bit masks, then depth-first search, in NumPy.
+"""Solver for thousands of Sudokus at once: constraint propagation on bit masks and depth-first search, in NumPy.
 
 Puzzles are (N, 81) digits, row by row, 0 for a blank. Inside, a cell is nine bits, one per digit it may still be, and
 the N puzzles lie along the last axis, so that every operation is one sweep over contiguous memory.
@@ -14,18 +14,18 @@ Digits = NDArray[np.int8]  # (N, 81), 0 for a blank
 Cells = NDArray[np.uint16]  # (3, 3, 3, 3, M): band, row in it, stack, column in it, puzzle
 
 ANY_DIGIT = np.uint16(0b111_111_111)
-_WIDTH = 2048  # search nodes propagated together: few enough to stay in the cache
+_WIDTH = 2048  # search nodes propagated together, so that they fit into the cache
 
 
 class Solutions(NamedTuple):
-    """grids (N, 81): a solution of each puzzle, zeros where there is none. counts (N,): how many, up to the limit."""
+    """grids (N, 81): one solution per puzzle, zeros without any. counts (N,): number of solutions up to the limit."""
 
     grids: Digits
     counts: NDArray[np.int64]
 
 
 def solve(puzzles: Any, *, limit: int = 2) -> Solutions:
-    """Solutions of puzzles (N, 81), counted up to `limit`; 2 tells unique ones from the others.
+    """Solve puzzles (N, 81) and count solutions up to `limit`; 2 suffices to test uniqueness.
 
     Example: `solve(parse("53..7....6..195....98....6.8...6...34..8.3..17...2...6.6....28....419..5....8..79")).counts`
     is `[1]`.
@@ -40,7 +40,7 @@ def solve(puzzles: Any, *, limit: int = 2) -> Solutions:
 
 
 def candidates(digits: NDArray[Any]) -> NDArray[np.uint16]:
-    """Digits (N, 81) as bits (N, 81): one bit for a clue, all nine for a blank."""
+    """Return digits (N, 81) as bits (N, 81): one bit for a clue, nine for a blank."""
     bits = np.array([ANY_DIGIT, *(1 << d for d in range(9))], dtype=np.uint16)
     return bits[digits]
 
@@ -48,7 +48,7 @@ def candidates(digits: NDArray[Any]) -> NDArray[np.uint16]:
 def search(
     bits: NDArray[np.uint16], *, limit: int, rng: np.random.Generator | None = None, width: int = _WIDTH
 ) -> Solutions:
-    """Solutions within candidate bits (N, 81), up to `limit` each; with `rng` the digits are tried in random order.
+    """Search solutions within candidate bits (N, 81), up to `limit` each; `rng` randomises the order of digits.
 
     Example: `search(np.full((5, 81), ANY_DIGIT), limit=1, rng=np.random.default_rng(0)).grids` are five full grids.
     """
@@ -57,7 +57,7 @@ def search(
     counts = np.zeros(num_puzzles, dtype=np.int64)
     nodes, owners = np.ascontiguousarray(bits.T).reshape(3, 3, 3, 3, num_puzzles), np.arange(num_puzzles)
     while owners.size:
-        # The newest nodes first, `width` at a time: depth first, so that the stack stays short.
+        # The newest `width` nodes first: depth-first search keeps the stack short.
         nodes, cells = nodes[..., :-width], nodes[..., -width:]
         owners, who = owners[:-width], owners[-width:]
         wanted = counts[who] < limit
@@ -75,7 +75,7 @@ def search(
 
 
 def propagate(cells: Cells) -> NDArray[np.bool_]:
-    """Settle, in place, all that naked and hidden singles settle; (M,) False where a contradiction was found.
+    """Apply naked and hidden singles in place; return (M,) False where a contradiction was found.
 
     A naked single is a cell with one digit left, which its row, column and box then lose; a hidden single is a digit
     with one place left in a row, column or box.
@@ -137,7 +137,7 @@ def _branch(cells: Cells, rng: np.random.Generator | None) -> tuple[Cells, NDArr
     bits = flat[cell, parent]
     order = np.arange(9)[:, None] if rng is None else rng.random((9, parent.size)).argsort(0)
     digit = np.uint16(1) << order.astype(np.uint16) & bits  # (9, M)
-    # Last come the children tried first, one of each parent, so that all puzzles advance together.
+    # The children to try first come last, one per parent, so that all puzzles advance together.
     rank = np.cumsum(digit != 0, axis=0)
     which, owner = np.nonzero(digit)
     newest_last = np.argsort(-rank[which, owner], kind="stable")
@@ -148,5 +148,5 @@ def _branch(cells: Cells, rng: np.random.Generator | None) -> tuple[Cells, NDArr
 
 
 def _digit(bits: NDArray[np.uint16]) -> NDArray[np.int8]:
-    """One bit → its digit, 1 to 9."""
+    """Return the digit 1 to 9 of one bit."""
     return (np.bitwise_count(bits - 1) + 1).astype(np.int8)

@@ -12,13 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-NUM_UNIFORMS = 34  # what one random transformation consumes
+NUM_UNIFORMS = 34  # uniforms per random transformation
 
 
 def equivalents(digits: Tensor, u: Tensor) -> Tensor:
-    """Randomly transformed puzzles or grids: digits (B, ..., 81), u (B, 34) uniforms in [0, 1) → digits, same shape.
+    """Transform puzzles or grids randomly: digits (B, ..., 81), u (B, 34) uniforms in [0, 1) → digits, same shape.
 
-    All that a row holds, such as a puzzle and its solution, is transformed alike; 0 stays 0.
+    Everything in a row, such as a puzzle and its solution, is transformed alike. 0 stays 0.
 
     Example: `puzzle, solution = equivalents(torch.stack([puzzle, solution], 1), torch.rand(1, 34)).unbind(1)`.
     """
@@ -36,7 +36,7 @@ def equivalents(digits: Tensor, u: Tensor) -> Tensor:
 
 
 def originals(digits: Tensor, u: Tensor) -> Tensor:
-    """What `equivalents` made of digits (B, 81) by u (B, 34), taken back: (B, 81).
+    """Invert `equivalents`: digits (B, 81) that were transformed by u (B, 34) → (B, 81).
 
     Example: `originals(equivalents(grid, u), u)` is `grid`.
     """
@@ -46,7 +46,7 @@ def originals(digits: Tensor, u: Tensor) -> Tensor:
 
 
 def _read_moves(u: Tensor) -> tuple[Tensor, Tensor]:
-    """Uniforms (B, 34) as which cell comes where, (B, 81), and what becomes of each digit, (B, 10)."""
+    """Return the source cell of each cell, (B, 81), and the new label of each digit, (B, 10), for uniforms (B, 34)."""
     label_u, row_u, column_u, flip_u = u.split([9, 12, 12, 1], dim=1)
     rows, columns = _line_order(row_u), _line_order(column_u)  # (B, 9)
     source = rows[:, :, None] * 9 + columns[:, None, :]  # (B, 9, 9)
@@ -55,14 +55,14 @@ def _read_moves(u: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _line_order(u: Tensor) -> Tensor:
-    """Nine rows in random order, bands kept together: u (B, 12) → (B, 9)."""
+    """Return nine rows in random order, with bands kept together: u (B, 12) → (B, 9)."""
     bands = u[:, :3].argsort(1)  # (B, 3)
     within = u[:, 3:].unflatten(1, (3, 3)).argsort(2)  # (B, 3, 3)
     return (bands[:, :, None] * 3 + within).flatten(1)
 
 
 def class_keys(grids: NDArray[Any]) -> NDArray[np.int64]:
-    """A number per full grid (N, 81) that is equal for equivalent grids: (N,).
+    """Return a key (N,) per full grid (N, 81) that is equal for equivalent grids.
 
     Two rows of a band are a permutation of the digits, whose cycle lengths no relabelling and no order of columns
     changes. The key holds those of all 18 such pairs of rows and of columns, the order in which they come left out.
@@ -89,7 +89,7 @@ _PARTITIONS = ((9,), (2, 7), (3, 6), (4, 5), (2, 2, 5), (2, 3, 4), (3, 3, 3), (2
 
 
 def _cycle_type(a: NDArray[np.int64], b: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Which of the eight cycle structures the permutation a → b has: two (N, 9) → (N,)."""
+    """Return the cycle structure, one of eight, of the permutation a → b: two (N, 9) → (N,)."""
     step = np.empty_like(a)
     np.put_along_axis(step, a, b, axis=1)
     digest = np.zeros(a.shape[0], dtype=np.int64)  # how many elements lie on cycles of each length, in base 16

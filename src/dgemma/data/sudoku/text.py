@@ -1,4 +1,4 @@
-"""Sudoku in a text model's own digits: its start token and the 81 of the puzzle, then the 81 of the solution."""
+"""Sudoku in the digits of a text model: start token, 81 digits of the puzzle, 81 of the solution."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -31,15 +31,15 @@ class TextSudoku:
 
     @property
     def digits(self) -> Tensor:
-        """The token of each digit, (10,)."""
+        """The tokens of the digits, (10,)."""
         return torch.tensor(self.tokenizer.encode("0123456789", bos=False))
 
     def prompt_tokens(self, puzzles: Any) -> Tensor:
-        """Puzzles (B, 81), 0 for a blank → the prompt (B, 82)."""
+        """Return the prompts (B, 82) of puzzles (B, 81), 0 for a blank."""
         return F.pad(self.digits[torch.as_tensor(puzzles).long()], (1, 0), value=self.tokenizer.bos_token_id)
 
     def canvas_digits(self, tokens: Tensor) -> Tensor:
-        """Canvas tokens (B, 81) → digits, 0 for any other token."""
+        """Return the digits of canvas tokens (B, 81), 0 for any other token."""
         return (tokens[..., None] == self.digits.to(tokens.device)).int().argmax(-1)
 
     def __call__(self, step: int, rows: range) -> TrainBatch:
