@@ -368,15 +368,15 @@ def test_a_trained_tokenizer_has_the_published_ids_here_and_in_transformers(tmp_
 def test_a_vocabulary_that_the_text_cannot_fill_is_refused(tmp_path):
     with pytest.raises(ValueError, match="at least 261"):
         train_tokenizer(STORY, 260, tmp_path)
-    with pytest.raises(ValueError, match="Give more text"):
+    with pytest.raises(ValueError, match="Use more text"):
         train_tokenizer(["ab"], 1000, tmp_path)
     assert json.dumps([p.name for p in tmp_path.iterdir()]) == "[]"
 
 
 @pytest.mark.parametrize("marker", ["<mask>", "<eos>", "<bos>", "<pad>"])
-def test_text_that_spells_out_a_marker_is_refused_by_name(tmp_path, marker):
+def test_text_with_a_marker_is_refused_by_name(tmp_path, marker):
     # It would become the marker itself: a false end of the text, or a mask that no noise put there.
-    with pytest.raises(ValueError, match=f"spell out {marker}.*document 1"):
+    with pytest.raises(ValueError, match=f"contain {marker}.*document 1"):
         TokenFile.write([Document("fine"), Document(f"not {marker} fine")], ByteTokenizer(), tmp_path / "t")
 
 

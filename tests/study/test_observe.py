@@ -144,7 +144,7 @@ def test_looking_changes_nothing_and_leaves_nothing_behind(model, canvas, cache)
 def test_requests_that_do_not_fit_are_refused(model):
     with pytest.raises(ValueError, match=r"attention must name layers of 3, got \[3\]"), observe(model, attention=[3]):
         pass
-    with pytest.raises(ValueError, match="must be asked for"), observe(model):
+    with pytest.raises(ValueError, match="must record"), observe(model):
         pass
     with pytest.raises(ValueError, match=r"must get a DiffusionGemma, .* got object"), observe(object(), router=True):
         pass
