@@ -16,12 +16,7 @@ from dgemma.checks import check_choice, check_count, check_finite, check_probabi
 _MOST_MINUTES = 10**7  # 19 years; a step would be too small a share of a longer run to measure
 # Settings that may differ when a run is resumed, because they change no computed number.
 _FREE_FIELDS = {"log_every", "checkpoint_every", "evaluate_every", "keep_last", "progress"}
-_FREE_SWITCHES = {
-    "foreach",
-    "fused",
-    "capturable",
-    "differentiable",
-}  # of optimizers; the update is the same
+_FREE_SWITCHES = {"foreach", "fused", "capturable", "differentiable"}  # of optimizers
 _LONGEST = 1000  # characters of a description
 
 
@@ -134,8 +129,8 @@ def describe(value: object) -> str:
 
     An object may offer the line itself as `fingerprint`. Otherwise a dataclass is identified by its fields, a
     collection by its elements, a partial function by its arguments, and a dense tensor or array by dtype, shape and
-    checksum. Everything else is identified by its repr; if that shows an address, by its qualified name alone. So a
-    source that is a function or a plain object is not told apart from another of the same name: use a dataclass.
+    checksum. Everything else is identified by its repr; if that shows an address, by its qualified name alone. So two
+    functions or plain objects of the same name look equal: write a source as a dataclass to identify its data.
 
     Example: `describe(SudokuSource(pool=pool))` holds its settings and the checksum of its puzzles.
     """

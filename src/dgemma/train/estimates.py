@@ -68,7 +68,7 @@ class Likelihood:
     The model must also write the end-of-text that fills a last canvas. So its nats count, but its `num_fill_tokens`
     are not among the `num_tokens` that sums are divided by. `by_level` is the part of the bound per noise level. It
     adds up to `nelbo` minus `reconstruction`, the part below the lowest level. `by_position` and `causal_by_position`
-    are means per canvas position over all scored tokens, fill included. `rows` are the sums behind all numbers.
+    are means per canvas position over all scored tokens, fill included. All numbers are computed from `rows`.
     Intervals come from the spread between texts, or between rows if there is one text or one row per text.
     """
 

@@ -1,8 +1,8 @@
 """The likelihood of a text under a diffusion model: its NELBO with an interval, and the causal likelihood next to it.
 
 The bound is a Monte Carlo estimate over noise levels and noise (`nelbo`), per canvas (BD3-LM, arXiv:2503.09573). Below
-`lowest_level` the text is drawn in one step. That makes the number a bound for every network: one that is not told the
-noise level would otherwise cost infinitely much as the level falls to 0.
+`lowest_level` the text is drawn in one step. That makes the number a bound for every network. Otherwise a network that
+does not take the noise level would cost infinitely much as the level falls to 0.
 """
 
 from collections.abc import Callable, Mapping

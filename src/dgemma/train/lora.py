@@ -16,6 +16,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from dgemma.checkpoint.weights import write_tensors
+from dgemma.checks import check_count, check_size
 from dgemma.model.config import GenerationDefaults
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.experts import Experts, product_by_group, require_experts
@@ -44,10 +45,8 @@ class LoRA:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "targets", tuple(self.targets))
-        if self.rank < 1:
-            raise ValueError(f"LoRA.rank must be >= 1, got {self.rank}. Use 8.")
-        if not self.alpha > 0:
-            raise ValueError(f"LoRA.alpha must be > 0, got {self.alpha}. Use twice the rank.")
+        check_count(self, "rank", fix="Use 8.")
+        check_size(self, "alpha", above=0, fix="Use twice the rank.")
         unknown = [target for target in self.targets if target not in _TARGETS]
         if unknown or not self.targets:
             raise ValueError(f"LoRA.targets must be among {', '.join(_TARGETS)}, got {self.targets}. Use one or more.")
