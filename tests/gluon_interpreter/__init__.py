@@ -1,7 +1,7 @@
 """Runs the source of a Gluon kernel on CPU tensors: the part of Gluon for Hopper that `ops.attention.hopper` uses.
 
-Triton's interpreter does not know Gluon. `load` executes a module with what is here in place of Triton, whichever is
-installed; `machine` says what is simulated, and what is refused that a GPU may get right by luck.
+Triton's interpreter does not know Gluon. `load` executes a module with these functions in place of Triton. `machine`
+describes what is simulated, and which errors it detects that a GPU may not show.
 """
 
 import builtins
@@ -29,9 +29,9 @@ _loads = itertools.count()
 
 
 def load(name: str, *, seed: int = 0, edits: dict[str, str] | None = None) -> Any:
-    """The module of that name, interpreted, with those that it imports from its package.
+    """Load the module of that name, interpreted, with the modules that it imports from its package.
 
-    `seed` draws the order of whatever has none; `edits` are passages of the source and what is read in their place.
+    `seed` draws the order of operations that a GPU does not order; `edits` maps passages of the source to replacements.
 
     Example: `load("dgemma_kernels.ops.attention.hopper", seed=3).attend(...)`.
     """
@@ -55,14 +55,14 @@ def load(name: str, *, seed: int = 0, edits: dict[str, str] | None = None) -> An
 
     module = ModuleType(name)
     module.__dict__["__builtins__"] = {**vars(builtins), "__import__": import_, "range": _range}
-    filename = f"{path}, interpreted {next(_loads)}"  # of its own: errors show the lines as edited
+    filename = f"{path}, interpreted {next(_loads)}"  # unique, so that errors show the edited lines
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     exec(compile(source, filename, "exec"), module.__dict__)
     return module
 
 
 class Jitted:
-    """A function of a kernel: others call it, or the host launches it as `kernel[grid](...)`."""
+    """A jitted function: other jitted functions call it, or the host launches it as `kernel[grid](...)`."""
 
     def __init__(self, function: Callable[..., Any], seed: int) -> None:
         self.function, self.signature, self.seed = function, inspect.signature(function), seed
@@ -93,19 +93,19 @@ class Jitted:
 
 
 class _Constexpr(int):
-    """A number known when the kernel is compiled; plain ones are such as well."""
+    """A number known at compile time; plain Python numbers are as well."""
 
     value = property(int)
 
 
 def _range(*bounds: Any) -> Any:
-    """Numbers that a kernel only knows when it runs, if that holds for a bound."""
+    """Return a range of run-time numbers if a bound is known only at run time, else a plain range."""
     numbers = range(*map(tiles.number, bounds))
     return map(int32, numbers) if any(isinstance(bound, Value) for bound in bounds) else numbers
 
 
 def _triton(jit: Callable[..., Any]) -> Names:
-    """What `import triton` gives; Triton's language and Gluon's are one here."""
+    """Return the replacement of `triton`; the languages of Triton and Gluon are the same object."""
     language = Names(
         constexpr=_Constexpr,
         tensor=Value,

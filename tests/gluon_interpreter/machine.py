@@ -1,10 +1,10 @@
-"""What a Gluon kernel runs on: the partitions of a block, its shared memory, barriers, copies and products.
+"""The simulated hardware of a Gluon kernel: partitions of a block, shared memory, barriers, copies and products.
 
-Partitions of warps take turns, and copies land late and in any order, as a seed decides. Every read and write of shared
-memory is an event, and whoever touches it must know those events by barriers that it has waited for (happens-before):
-what a GPU gets right by luck is refused in whatever order was drawn. So is an asynchronous operation that was not
-waited for, and one that meets what a thread wrote without a fence. Time, registers, and the threads within a partition,
-which the compiler keeps together, are not simulated.
+Partitions of warps run by turns, and copies complete late and in any order, drawn from a seed. Every read and write of
+shared memory is an event. An access must be ordered after earlier events by barriers that the partition waited for
+(happens-before). A missing order raises in every drawn order, even where a GPU would give the right result by luck. An
+asynchronous operation without a wait raises as well, and one that accesses a thread's writes without a fence. Time,
+registers and the threads within a partition are not simulated.
 """
 
 import functools
@@ -32,11 +32,11 @@ from gluon_interpreter.tiles import (
     number,
 )
 
-SHARED_BYTES = 232_448  # of a block on Hopper
+SHARED_BYTES = 232_448  # per block on Hopper
 
 
 class Block:
-    """One program: its partitions, its copies under way, and whose turn it is."""
+    """One program: its partitions, its copies in flight, and the partition that runs."""
 
     def __init__(self, program: tuple[int, ...], grid: tuple[int, ...], order: random.Random) -> None:
         self.program, self.grid, self.order = program, grid, order
@@ -58,12 +58,12 @@ class Block:
                 waiting = "; ".join(f"{one.name} waits for {one.waits_for}" for one in self.partitions)
                 self.failure = Hazard(f"nobody can go on: {waiting}")
                 break
-            # Who is first stays so for a while, since mistakes show where one is far ahead of another.
+            # The first one keeps running for a while, because mistakes show when one partition is far ahead.
             turn = max(ready, key=lambda one: one.priority)
             if self.order.random() < 0.1:
                 turn.priority = self.order.random()
             turn.go_on()
-        for partition in list(self.partitions):  # which end, finding the failure
+        for partition in list(self.partitions):  # they see the failure and end
             partition.go_on()
         if self.failure:
             raise self.failure
@@ -83,7 +83,7 @@ class Block:
             raise SystemExit
 
 
-block: Block  # the one that is being run
+block: Block  # the running one
 
 
 def run_block(program: tuple[int, ...], grid: tuple[int, ...], order: random.Random, call: Callable[[], None]) -> None:
@@ -93,10 +93,10 @@ def run_block(program: tuple[int, ...], grid: tuple[int, ...], order: random.Ran
 
 
 class Partition:
-    """Warps that run one function: a thread, which waits for its turn whenever it comes to a barrier or a copy."""
+    """Warps that run one function: a thread that waits for its turn at every barrier and copy."""
 
     def __init__(self, call: Callable[[], None], knows: set[int], name: str, priority: float) -> None:
-        self.knows = set(knows)  # the events that happened before whatever comes next
+        self.knows = set(knows)  # events that happened before the next operation
         self.unfenced: list[Chunk | Barrier] = []
         self.products: deque[Product] = deque()
         self.stores: deque[tuple[TensorDescriptor, list[int], SharedTile]] = deque()
@@ -143,7 +143,7 @@ class Chunk:
     """Shared memory under one index of an allocation, and the events there."""
 
     written: int | None = None
-    read: set[int] = field(default_factory=set)  # since then
+    read: set[int] = field(default_factory=set)  # since the last write
     readers: int = 0  # operations in flight
     fenced: bool = True
 
@@ -177,7 +177,7 @@ class Chunk:
 
 @dataclass
 class SharedTile:
-    """A chunk as seen through a shape and a layout."""
+    """A view of a chunk with a shape and a layout."""
 
     chunk: Chunk
     data: Tensor
@@ -207,7 +207,7 @@ class SharedTile:
 
 @dataclass(eq=False)
 class Barrier:
-    """An mbarrier: a phase is over when `count` have arrived, and the bytes that they expect."""
+    """An mbarrier: a phase ends after `count` arrivals and all expected bytes."""
 
     name: str
     count: int = 0
@@ -215,8 +215,8 @@ class Barrier:
     bytes: int = 0
     phase: int = 0
     fenced: bool = False
-    arriving: set[int] = field(default_factory=set)  # events that happened before who arrived
-    arrived: set[int] = field(default_factory=set)  # those of phases that are over
+    arriving: set[int] = field(default_factory=set)  # events before the arrivals of this phase
+    arrived: set[int] = field(default_factory=set)  # events before the end of earlier phases
 
     def init(self, count: int) -> None:
         self.count = self.missing = count
@@ -281,7 +281,7 @@ class Allocation:
 
 @dataclass(eq=False)
 class Copy:
-    """A block of a tensor on its way to shared memory."""
+    """A copy in flight from a tensor to shared memory."""
 
     desc: TensorDescriptor
     at: list[int]
@@ -333,7 +333,7 @@ def _check_copy(desc: TensorDescriptor, tile: SharedTile) -> None:
 
 @dataclass(eq=False)
 class Product:
-    """acc + a·b under way: it reads its operands when it is waited for, and has no value until then."""
+    """acc + a·b in flight: it reads its operands and has a value only after a wait."""
 
     a: Value | SharedTile
     b: SharedTile

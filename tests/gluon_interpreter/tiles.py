@@ -1,4 +1,4 @@
-"""What a Gluon kernel computes with: numbers and tiles in registers, their layouts, tensors in global memory.
+"""The values of a Gluon kernel: numbers and tiles in registers, their layouts, tensors in global memory.
 
 Arithmetic is torch's, with Triton's dtypes; NaN spreads through `maximum`, where a GPU may drop it. Which thread holds
 which element is not simulated, but operands must agree on it, as the compiler demands.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Hazard(Exception):
-    """What on a GPU is a wrong result, a crash or a hang, be it rarely."""
+    """An error that on a GPU is a wrong result, a crash or a hang, even if rarely."""
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Value:
             raise ValueError(f"a tile of shape {tuple(data.shape)} cannot have the layout {layout}")
         self.data, self.layout = data, layout
 
-    type = property(lambda self: self)  # kernels say `tile.type.layout`
+    type = property(lambda self: self)  # kernels use `tile.type.layout`
 
     def to(self, dtype: torch.dtype) -> "Value":
         return Value(self.data.to(dtype), self.layout)
@@ -91,7 +91,7 @@ def number(x: Any) -> int:
 
 
 def elementwise(function: Callable[..., Tensor], *operands: Any) -> Value:
-    """The function of tiles that have one layout, of numbers, and of constants, which take the others' dtype."""
+    """Apply a function to tiles of one layout, numbers, and constants, which take the dtype of the others."""
     values = [x for x in operands if isinstance(x, Value)]
     layouts = [x.layout for x in values if x.layout]
     if any(layout != layouts[0] for layout in layouts):
@@ -159,7 +159,7 @@ class Pointer:
 
 @dataclass
 class TensorDescriptor:
-    """What the copy engine knows of a tensor: it reads zeros beyond the tensor's ends, and writes nothing there."""
+    """A tensor for the copy engine, which reads zeros beyond the tensor's ends and writes nothing there."""
 
     base: Tensor
     block_shape: list[int]
@@ -184,7 +184,7 @@ class TensorDescriptor:
         return TensorDescriptor(tensor, block_shape, layout)
 
     def overlap(self, at: list[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-        """What there is of the block that begins at `at`: which part of the tensor, and which of the block."""
+        """Return the parts of the tensor and of the block that overlap, for a block that begins at `at`."""
         begin = [max(first, 0) for first in at]
         end = [first + size for first, size in zip(at, self.block_shape, strict=True)]
         end = [max(b, min(e, size)) for b, e, size in zip(begin, end, self.base.shape, strict=True)]

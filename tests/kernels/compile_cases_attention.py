@@ -1,4 +1,4 @@
-"""Attention of a canvas and of a long prompt at the published sizes, with the keys whole and cut in parts."""
+"""Attention of a canvas and of a long prompt at the published sizes, with the keys whole and in parts."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What has no matrix product worth a warpgroup: one-token attention, q/k/v, the vocabulary side, acceptance."""
+"""Kernels without warpgroup products: one-token attention, q/k/v, vocabulary, acceptance."""
 
 import torch
 

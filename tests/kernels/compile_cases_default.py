@@ -1,4 +1,4 @@
-"""Router and experts on GPUs without tiles of their own, and in float32, no warpgroup instruction's."""
+"""Router and experts on GPUs without measured tiles, and in float32, which has no warpgroup instruction."""
 
 from unittest.mock import patch
 
@@ -45,7 +45,7 @@ CALLS |= {
     for dtype in (torch.bfloat16, torch.float32)
     for num_experts in (E, 256)
 }
-# The larger of its two tiles: products that are no tensor core's take a quarter of a minute to compile.
+# Only the larger of its two tiles: products without tensor cores take 15 seconds to compile.
 CALLS["default, packed times float32, 1024 tokens"] = lambda: compile_cases_packed.run_experts(
     "default", 1024, torch.float32, overlaps=(True,)
 )

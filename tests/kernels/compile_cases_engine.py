@@ -1,4 +1,4 @@
-"""What the engine launches besides: the embedding, draws, and the window that forgets."""
+"""The other kernels of the engine: embedding, draws, and the move of a window's newest tokens."""
 
 import torch
 

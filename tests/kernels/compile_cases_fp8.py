@@ -1,4 +1,4 @@
-"""The experts in float8 at the published sizes, on Hopper and on GPUs without tiles of their own."""
+"""The experts in float8 at the published sizes, on Hopper and on GPUs without measured tiles."""
 
 from unittest.mock import patch
 

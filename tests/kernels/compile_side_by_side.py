@@ -1,6 +1,6 @@
-"""`graphs.compile_together` over Triton's own kernels, for a GPU that is not there; what Triton then holds as JSON.
+"""Runs `graphs.compile_together` without a GPU and prints the kernels in Triton's cache as JSON.
 
-Run in a process of its own, without TRITON_INTERPRET.
+Run it in a separate process, without TRITON_INTERPRET.
 """
 
 import json

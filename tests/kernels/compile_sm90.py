@@ -1,7 +1,7 @@
-"""Compiles every kernel for sm_90 without a GPU, at production shapes, and prints what became of each as JSON.
+"""Compiles every kernel for sm_90 without a GPU, at production shapes, and prints its resources as JSON.
 
-Run in a process of its own, without TRITON_INTERPRET. Every `compile_cases_*.py` beside this file has CALLS, the public
-functions called on uninitialised CPU tensors, and WGMMA, the kernels that are meant to use warpgroup instructions.
+Run it in a separate process, without TRITON_INTERPRET. Every `compile_cases_*.py` next to this file has CALLS, calls of
+public functions on uninitialised CPU tensors, and WGMMA, the kernels that must use warpgroup instructions.
 """
 
 import json
@@ -23,7 +23,7 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
 class AbsentGPU(DriverBase):
-    """Just enough of a driver for Triton to compile a launch."""
+    """The parts of a driver that Triton needs to compile a launch."""
 
     def is_active(self):
         return True

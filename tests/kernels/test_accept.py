@@ -23,7 +23,7 @@ TWINS = pytest.mark.parametrize("twin", [kernel, reference], ids=["kernel", "ref
 
 
 def inputs(entropy: Tensor, **changes: Tensor) -> dict[str, Tensor]:
-    """A batch in its second step: sampled tokens 1000 + position, argmax 2000 + position, unchanged since the first."""
+    """Make a batch in its second step: sampled tokens are 1000 + position, argmax is 2000 + position in both steps."""
     batch, canvas_len = entropy.shape
     position = torch.arange(canvas_len, device=entropy.device).expand(batch, -1).contiguous()
     row = torch.arange(batch, device=entropy.device)
@@ -69,14 +69,14 @@ def test_zero_bound_accepts_exactly_the_most_certain_position(twin, canvas_len, 
 
 
 @TWINS
-def test_of_equal_entropies_the_first_position_wins(twin, device):
+def test_the_first_of_equal_entropies_is_accepted(twin, device):
     # 0.25 is exact: three of them make 0.75, and the fourth exclusive sum is the first above the bound of 0.7.
     result = run(twin, inputs(torch.full((1, 8), 0.25, device=device)), bound=0.7)
     assert result.accepted.tolist() == [[True, True, True, False, False, False, False, False]]
 
 
 @TWINS
-def test_refused_positions_get_the_counters_noise(twin, device):
+def test_rejected_positions_get_the_noise_of_their_counters(twin, device):
     entropy = torch.linspace(0.01, 2.0, 40).repeat(2, 1).to(device)
     seeds = torch.tensor([5, -(1 << 40) + 3])  # a seed of more than 32 bits and a negative one
     tensors = inputs(entropy, seeds=seeds.to(device), step=torch.tensor([0, 47]).to(device))
@@ -88,7 +88,7 @@ def test_refused_positions_get_the_counters_noise(twin, device):
 
 
 @TWINS
-def test_frozen_positions_stay_and_cost_nothing(twin, device):
+def test_frozen_positions_keep_their_token_and_add_no_entropy(twin, device):
     entropy = torch.tensor([[0.06, 5.0, 0.06, 0.06]], device=device)
     frozen = torch.tensor([[False, True, False, False]], device=device)
     result = run(twin, inputs(entropy, frozen=frozen))
@@ -103,7 +103,7 @@ def test_frozen_positions_stay_and_cost_nothing(twin, device):
     [(0.004, None, True), (0.004, 3, False), (0.006, None, False)],
     ids=["stable-and-confident", "one-argmax-changed", "too-uncertain"],
 )
-def test_a_row_stops_when_its_argmax_holds_and_its_entropy_is_low(twin, entropy, changed, done, device):
+def test_a_row_stops_when_its_argmax_is_stable_and_its_entropy_is_low(twin, entropy, changed, done, device):
     tensors = inputs(torch.full((1, 9), entropy, device=device))
     if changed is not None:
         tensors["recent"][0, 0, changed] = 0
@@ -111,7 +111,7 @@ def test_a_row_stops_when_its_argmax_holds_and_its_entropy_is_low(twin, entropy,
 
 
 @TWINS
-def test_frozen_positions_neither_block_nor_dilute_the_stop(twin, device):
+def test_frozen_positions_do_not_affect_the_stop_rule(twin, device):
     entropy = torch.tensor([[0.004, 9.0, 0.004], [0.006, 0.0, 0.006]], device=device)
     frozen = torch.tensor([[False, True, False]] * 2, device=device)
     tensors = inputs(entropy, frozen=frozen)
@@ -120,7 +120,7 @@ def test_frozen_positions_neither_block_nor_dilute_the_stop(twin, device):
 
 
 @TWINS
-def test_done_rows_keep_all_but_what_the_stop_rule_remembers(twin, device):
+def test_done_rows_keep_everything_except_the_stop_rules_memory(twin, device):
     tensors = inputs(torch.full((2, 6), 0.5, device=device), done=torch.tensor([True, False], device=device))
     tensors["recent"][0] = 42
     result = run(twin, tensors)
@@ -134,26 +134,28 @@ def test_done_rows_keep_all_but_what_the_stop_rule_remembers(twin, device):
 
 
 @TWINS
-def test_the_verdict_counts_steps_and_finds_what_is_no_number_and_no_token(twin, device):
+def test_the_verdict_counts_steps_and_detects_nan_and_stray_tokens(twin, device):
     entropy = torch.full((5, 6), 0.5, device=device)
     entropy[1, 4] = torch.nan
     frozen = torch.zeros(5, 6, dtype=torch.bool, device=device)
     frozen[2:4, 1] = True
     tensors = inputs(entropy, frozen=frozen, num_steps=torch.tensor([7, 2, 9, 9, 1], device=device))
-    tensors["canvas"][2, 1] = VOCAB  # frozen, and so it stays; that of the third is replaced, whatever it was
+    tensors["canvas"][2, 1] = VOCAB  # frozen, so it stays; the third row's stray token is replaced
     tensors["canvas"][3, 0] = -1
     result = run(twin, tensors)
-    # The steps counted are those after this one, the second; the last row is past its end.
+    # Steps left are those after this second step; the last row is past its end.
     assert result.verdict.tolist() == [[5, 0, 7, 7, 0], [0, 1, 0, 0, 0], [0, 0, 1, 0, 0]]
 
 
 LOGITS = torch.randn(4, 3, 24, 50, generator=torch.Generator().manual_seed(4)) * torch.linspace(1, 9, 24)[:, None]
-LOGITS[2:, :2] = LOGITS[1, :2]  # two rows say the same from the second step on; the other is too uncertain to stop
+LOGITS[2:, :2] = LOGITS[
+    1, :2
+]  # two rows repeat their logits from the second step on; the other is too uncertain to stop
 LOGITS[:, 1] *= 0.1
 
 
 class Replayed(dgemma.Denoiser):
-    """A denoiser that says the same four things, one a step."""
+    """A denoiser that returns the same four logits, one per step."""
 
     def __init__(self) -> None:
         self.logits = iter(LOGITS)
@@ -175,12 +177,12 @@ class Replayed(dgemma.Denoiser):
     ],
     ids=["never", "stable", "patient", "confident", "canvas"],
 )
-def test_it_does_all_that_the_librarys_step_does_after_sampling(twin, commit, stop, ends_at, device):
+def test_accept_equals_the_librarys_step_after_sampling(twin, commit, stop, ends_at, device):
     knobs = Knobs(sampler=EntropyBound(bound=0.5, commit=commit), temperature=ConstantTemperature(1.0), stop=stop)
     frozen = torch.arange(24) % torch.tensor([[7], [5], [1]]) == 0  # all of the last row
     seeds = torch.tensor([3, 4, 5])
     state = start_state(knobs, UniformNoise(50), seeds=seeds, canvas_len=24, num_steps=3, frozen=frozen)
-    state = replace(state, open=state.open & (torch.arange(24) != 9))  # as someone might leave it
+    state = replace(state, open=state.open & (torch.arange(24) != 9))  # one unfrozen position is closed
     denoiser = Replayed()
     for number in range(len(LOGITS)):
         after, record = dgemma.step(denoiser, state, cache=None, knobs=knobs)
@@ -215,7 +217,7 @@ def test_it_does_all_that_the_librarys_step_does_after_sampling(twin, commit, st
 
 
 def test_noise_reaches_both_ends_of_a_small_vocabulary(device):
-    # 3 tokens over 512 draws: each is missing with probability (2 / 3)**512, which is never.
+    # 3 tokens over 512 draws: each is missing with probability (2 / 3)**512, which is negligible.
     entropy = torch.full((2, 256), math.log(3), device=device)
     assert run(kernel, inputs(entropy), bound=0.0, vocab_size=3).canvas[:, 1:].unique().tolist() == [0, 1, 2]
 

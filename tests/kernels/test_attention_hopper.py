@@ -118,7 +118,7 @@ def test_hopper_kernel_needs_tensors_aligned_to_16_bytes(which, hopper):
 
 
 @pytest.mark.parametrize("num_splits", [None, 1, 3])
-def test_chosen_kernel_gives_all_parts_of_the_result(num_splits, hopper, device):
+def test_the_chosen_kernel_computes_all_parts_of_the_result(num_splits, hopper, device):
     case = draw([0, 27], 9, (2, 256), heads=4, dtype=torch.float16, device=device)
     got = attention(*case, causal=True, window=9, canvas_len=5, keep=8, num_splits=num_splits)
     assert len(hopper) == 1
@@ -217,7 +217,7 @@ def test_interpreted_causal_tokens_match_float64(layer, dtype, num_splits):
 
 
 @SMALL
-def test_interpreted_tokens_and_a_canvas_behind_them_match_float64(layer, dtype):
+def test_interpreted_tokens_followed_by_a_canvas_match_float64(layer, dtype):
     window = {"window": 50, "keep": 40} if layer[1] == 256 else {}
     case = draw([3, 120], 40, layer, heads=4, dtype=dtype, device="cpu")
     check_interpreted(case, 2, causal=True, canvas_len=12, **window)
@@ -232,7 +232,7 @@ def test_interpreted_groups_of_heads_match_float64(heads, kv_heads):
     check_interpreted((queries, keys[:, :, :used], others[:, 1:], length), 2)
 
 
-def test_interpreted_kernel_is_what_attention_calls(monkeypatch):
+def test_attention_calls_the_interpreted_kernel(monkeypatch):
     monkeypatch.setattr(module, "_hopper", interpreted)
     pretend_hopper(monkeypatch)
     check(draw([5, 64], 9, (2, 256), heads=8, device="cpu"), num_splits=1)
@@ -268,7 +268,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("old", "new", "found"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_in_the_kernel_is_found_in_any_order(old, new, found):
+def test_every_mistake_in_the_kernel_is_detected_in_every_order(old, new, found):
     case = draw([500], 9, (1, 256), heads=4, dtype=torch.float16, device="cpu")
     for seed in range(2):
         kernel = interpreted(seed, ((old, new),))
@@ -315,7 +315,7 @@ def test_causal_matches_float64(layer, num_splits):
 
 @native
 @LAYERS
-def test_tokens_and_a_canvas_behind_them_match_float64(layer):
+def test_tokens_followed_by_a_canvas_match_float64(layer):
     window = {"window": 96, "keep": 95} if layer == SLIDING else {}
     check(draw([200, 64], 300, layer), causal=True, canvas_len=100, num_splits=2, **window)
     check(draw([1023, 0], 300, layer), causal=True, canvas_len=100, num_splits=2, **window)
@@ -341,7 +341,7 @@ def test_same_inputs_give_the_same_bits_in_any_batch(layer):
 
 @native
 @LAYERS
-def test_a_captured_graph_follows_what_its_buffers_hold(layer):
+def test_a_captured_graph_reads_the_current_contents_of_its_buffers(layer):
     case, later = (draw(lengths, 256, layer) for lengths in ([64, 1000], [1000, 333]))
     attention(*case)  # compiles
     graph = torch.cuda.CUDAGraph()

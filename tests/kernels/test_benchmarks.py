@@ -1,4 +1,4 @@
-"""The benchmarks of the experts, as far as they run without a GPU: what they refuse to time, and what a sweep tries."""
+"""The parts of the experts' benchmarks that run without a GPU: parity before timing, and the sweep of tiles."""
 
 import importlib
 import sys
@@ -18,7 +18,7 @@ SIZES = {"E": 4, "A": 2, "D": 64, "F": 128, "DENSE": 16, "GPU": torch.device("cp
 
 @pytest.fixture
 def bench(monkeypatch) -> tuple[ModuleType, ModuleType]:
-    """`experts` and `experts_sweep`, on small sizes without a GPU."""
+    """Import `experts` and `experts_sweep` with small sizes, without a GPU."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     modules = []
     for name in ("experts", "experts_sweep"):
@@ -27,14 +27,14 @@ def bench(monkeypatch) -> tuple[ModuleType, ModuleType]:
         modules.append(module)
         for constant in SIZES.keys() & vars(module).keys():
             monkeypatch.setattr(module, constant, SIZES[constant])
-    monkeypatch.setattr(modules[0], "LIMIT", 1e-2)  # the interpreter cuts bfloat16 off where a GPU rounds: 6e-3
+    monkeypatch.setattr(modules[0], "LIMIT", 1e-2)  # the interpreter truncates to bfloat16 where a GPU rounds: 6e-3
     return tuple(modules)
 
 
 @pytest.mark.parametrize(
     ("name", "given"), [("experts", []), ("experts_sweep", ["256", "512", "--weights", "packed", "--distinct", "84"])]
 )
-def test_without_a_gpu_a_benchmark_says_so(bench, monkeypatch, name, given):
+def test_a_benchmark_without_a_gpu_exits_with_a_message(bench, monkeypatch, name, given):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *given])
     with pytest.raises(SystemExit, match="needs a CUDA GPU"):
@@ -43,7 +43,7 @@ def test_without_a_gpu_a_benchmark_says_so(bench, monkeypatch, name, given):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the sizes are those of Triton's interpreter")
 @pytest.mark.parametrize(("format", "part"), [("packed", "planes"), ("fp8", "scale")])
-def test_experts_that_are_wrong_are_not_timed(bench, monkeypatch, format, part):
+def test_wrong_experts_are_not_timed(bench, monkeypatch, format, part):
     experts, _ = bench
     if format == "packed":  # the interpreter does not multiply bfloat16
         monkeypatch.setattr(experts, "DTYPE", torch.float32)
@@ -51,7 +51,9 @@ def test_experts_that_are_wrong_are_not_timed(bench, monkeypatch, format, part):
     layer, index = experts.draw_layer(format), experts.draw_index(12, 4)
     assert experts.check_experts("even", layer, index) < experts.LIMIT
     experts.check_experts("skewed", layer, torch.tensor([[0, 1]] * 12, dtype=torch.int32))
-    rolled = {part: getattr(layer.down, part).roll(1, dims=-1)}  # scales of the row before, bytes of the column before
+    rolled = {
+        part: getattr(layer.down, part).roll(1, dims=-1)
+    }  # scales of the previous row, bytes of the previous column
     down = kernels.expert_down
     monkeypatch.setattr(kernels, "expert_down", lambda x, w, *rest: down(x, replace(w, **rolled), *rest))
     with pytest.raises(SystemExit, match="PARITY FAILED, nothing timed: experts, even"):
@@ -60,7 +62,7 @@ def test_experts_that_are_wrong_are_not_timed(bench, monkeypatch, format, part):
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the sizes are those of Triton's interpreter")
-def test_a_sweep_times_every_tile_and_names_the_best_of_both_that_are_right(bench, monkeypatch, capsys):
+def test_a_sweep_times_every_tile_and_prints_the_best_correct_pair(bench, monkeypatch, capsys):
     experts, sweep = bench
     torch.manual_seed(0)
     times = iter([3.0, 2.0, 5.0, 4.0, 9.0])  # two tiles of gate_up, two of down, the better of each together
@@ -79,7 +81,7 @@ def test_a_sweep_times_every_tile_and_names_the_best_of_both_that_are_right(benc
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the sizes are those of Triton's interpreter")
-def test_a_sweep_of_packed_weights_bounds_registers(bench, monkeypatch):
+def test_a_sweep_of_packed_weights_limits_registers(bench, monkeypatch):
     experts, sweep = bench
     monkeypatch.setattr(experts, "DTYPE", torch.float32)
     torch.manual_seed(0)
@@ -91,8 +93,8 @@ def test_a_sweep_of_packed_weights_bounds_registers(bench, monkeypatch):
     layer = experts.draw_layer("packed")
     sweep.sweep(report, [layer], 8, 4)
     assert report.lines[-1]["name"] == "both 8: 16 rows, 64x128 w4 s2 r168 and 128x128 w8 s3"
-    # 12 bits a weight, but the codes of gate_up's 64 columns are half empty, and so is down's one block of 128 rows;
-    # a scale and a start for each row.
+    # 12 bits per weight, but the codes of gate_up's 64 columns are half empty, as is down's one block of 128 rows. Each
+    # row also has a scale and a start.
     planes = 4 * (256 * 64 * 2 + 128 * 128 * 1.5)
     assert planes < report.lines[-1]["bytes"] < 1.1 * planes
     assert tables == configs.EXPERTS["packed"]
@@ -111,11 +113,11 @@ def test_every_tile_of_a_sweep_can_be_configured_at_every_size(bench, format, mo
         ups = [sweep.make_config(rows, shape, down[rows][0]).gate_up for shape in gate_up[rows]]
         downs = [sweep.make_config(rows, gate_up[rows][0], shape).down for shape in down[rows]]
         assert len(set(map(sweep.label, ups))) == len(ups)
-        assert {tile.registers for tile in downs} == {None}  # a sweep runs down without overlap, and so unbounded
-        if format == "packed":  # a block of packed rows, a half of which is gate's
+        assert {tile.registers for tile in downs} == {None}  # a sweep runs down without overlap, so without a limit
+        if format == "packed":  # half of a block of packed rows is gate
             assert {(tile.cols, tile.depth) for tile in ups} == {(64, 128)}
             assert {(tile.cols, tile.depth) for tile in downs} == {(128, 128)}
             assert rows.bit_count() == 1
-        if format == "fp8":  # 64 columns of gate_up have one scale of hidden values, of which down takes whole ones
+        if format == "fp8":  # 64 columns of gate_up share one scale of hidden values
             assert {tile.cols for tile in ups} == {64}
             assert {tile.depth for tile in downs} == {64}

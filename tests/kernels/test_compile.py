@@ -31,9 +31,14 @@ def test_every_table_of_cases_compiles_some_kernel(compiled):
 
 
 def test_no_kernel_spills_registers(compiled):
-    # Tiles of float8 and of packed weights were measured with Triton 3.6 and fill the registers as that allots them;
-    # 3.9 spills 8 and 80 to 120 bytes, and of packed weights times float32, which nobody is in a hurry for, 560 to 896.
-    few = {"compile_cases_fp8": 32, "compile_cases_packed": 128, "packed times float32": 1024}
+    # Tiles of float8 and packed weights and the Hopper attention kernel were tuned with Triton 3.6, which spills none.
+    # Triton 3.9 spills 8, 80 to 120 and 0 to 48 bytes, and 560 to 896 for packed weights times float32, a slow path.
+    few = {
+        "compile_cases_fp8": 32,
+        "compile_cases_packed": 128,
+        "packed times float32": 1024,
+        "_attention_hopper_kernel": 64,
+    }
     limits = {} if triton.__version__.startswith("3.6.") else few
 
     def spills(row: dict) -> bool:
@@ -48,7 +53,7 @@ def test_every_kernel_fits_shared_memory(compiled):
 
 
 def test_default_tiles_fit_consumer_gpus(compiled):
-    # 99 KiB a block on compute capability 8.6 and 8.9. Compiled for 9.0, where Triton keeps a buffer more, not less.
+    # 99 KiB per block on compute capability 8.6 and 8.9. Compiled for 9.0, where Triton uses one buffer more.
     shared = [row["shared"] for row in compiled if ": default, " in row["case"]]
     assert shared
     assert max(shared) <= 99 * 1024
@@ -64,7 +69,7 @@ def test_products_of_float8_are_not_widened_first(compiled):
     assert all(name.endswith("k32.f32.e4m3.e4m3") for names in used for name in names)
 
 
-def test_packed_weights_are_multiplied_from_the_registers_that_they_were_put_together_in(compiled):
+def test_packed_weights_are_multiplied_from_registers(compiled):
     used = [row for row in compiled if "compile_cases_packed" in row["case"] and row["wants_wgmma"]]
     assert used
     assert all(row["left_in_registers"] for row in used)
@@ -73,4 +78,4 @@ def test_packed_weights_are_multiplied_from_the_registers_that_they_were_put_tog
         row for row in compiled if "compile_cases_moe" in row["case"] and row["case"].endswith("_expert_gate_up_kernel")
     ]
     assert plain
-    assert not any(row["left_in_registers"] for row in plain)  # those that come as they are come from shared memory
+    assert not any(row["left_in_registers"] for row in plain)  # plain weights come from shared memory

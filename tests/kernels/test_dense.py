@@ -1,4 +1,4 @@
-"""The dense MLP in one launch against its meaning in float64."""
+"""The dense MLP in one launch against its reference in float64."""
 
 from dataclasses import replace
 from threading import Thread
@@ -61,7 +61,7 @@ def test_the_dense_mlp_matches_float64(tokens, width, hidden, dtype, device):
 
 
 @pytest.mark.parametrize("programs", [1, 4, 40], ids=["one", "some", "more-than-tiles"])
-def test_counts_are_zero_again_for_the_next_launch(programs, monkeypatch, device):
+def test_counters_are_zero_after_a_launch(programs, monkeypatch, device):
     monkeypatch.setitem(configs.DENSE, "default", (replace(SMALL, programs=programs),))
     arguments, progress = draw(70, 72, 88, torch.float32, device), count(device)
     first = dense.dense_mlp(*arguments, progress)
@@ -71,12 +71,12 @@ def test_counts_are_zero_again_for_the_next_launch(programs, monkeypatch, device
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a launch would keep the counts from changing")
 @pytest.mark.usefixtures("small_tiles")
-def test_down_waits_for_tiles_that_another_program_has_taken_and_not_stored(device):
+def test_down_waits_for_tiles_that_another_program_has_not_stored_yet(device):
     arguments, progress = draw(32, 32, 32, torch.float32, device), count(device)
     progress[0] = 2  # 32 hidden columns in two tiles, both taken
     beside = Thread(target=dense.dense_mlp, args=(*arguments, progress), daemon=True)
     beside.start()
-    beside.join(0.5)  # without a wait it is over long before
+    beside.join(0.5)  # without the wait it would have finished by now
     assert beside.is_alive()
     progress[1] = 2
     beside.join(60)
@@ -85,20 +85,20 @@ def test_down_waits_for_tiles_that_another_program_has_taken_and_not_stored(devi
 
 @pytest.mark.usefixtures("small_tiles")
 def test_the_dense_mlp_rounds_where_separate_float16_layers_round(device):
-    # Gate, activation, product and output each round once; rounded once, more than half of the values would differ.
+    # Gate, activation, product and output each round. With one rounding, more than half of the values would differ.
     arguments = draw(64, 72, 88, torch.float16, device)
     got, want = (module.dense_mlp(*arguments, count(device)) for module in (dense, reference))
     assert (got != want).float().mean() < 0.05
 
 
-def test_few_and_many_tokens_are_library_products(monkeypatch):
+def test_few_and_many_tokens_use_library_products(monkeypatch):
     monkeypatch.setattr(configs, "gpu_name", lambda device: "NVIDIA H200")
     own = [tokens for tokens in range(1, 2000) if configs.dense_config(tokens, torch.device("cpu")) is not None]
-    assert own == list(range(65, 1153))  # between its tables there is no gap
+    assert own == list(range(65, 1153))  # the tables have no gap
 
 
-def test_float32_weights_are_library_products_where_tiles_were_measured_for_half_of_that(monkeypatch, device):
-    # Gate, up and 256 tokens of 64 deep tiles in four stages: 384 KiB of float32, where a multiprocessor has 227.
+def test_float32_weights_use_library_products(monkeypatch, device):
+    # float32 tiles of gate, up and 256 tokens, 64 deep in four stages, take 384 KiB; a multiprocessor has 227.
     monkeypatch.setattr(configs, "gpu_name", lambda device: "NVIDIA H200")
     launches = MagicMock()
     monkeypatch.setattr(dense, "_dense_mlp_kernel", launches)
@@ -110,7 +110,7 @@ def test_float32_weights_are_library_products_where_tiles_were_measured_for_half
     assert launches.mock_calls
 
 
-def test_without_tiles_for_a_gpu_the_dense_mlp_is_library_products(device):
+def test_a_gpu_without_dense_tiles_uses_library_products(device):
     arguments = draw(7, 72, 88, torch.float32, device)
     want = reference.dense_mlp(*(tensor.double() for tensor in arguments), count(device))
     assert configs.dense_config(256, device) is None
@@ -123,12 +123,12 @@ def test_weights_of_other_widths_are_refused(device):
         dense.dense_mlp(x, gate_up, down.T.contiguous(), count(device))
 
 
-def test_counts_of_another_shape_are_refused(device):
+def test_counters_of_another_shape_are_refused(device):
     with pytest.raises(ValueError, match=r"dense_mlp.progress must be \(2,\) int32, got \(1,\) torch.int32"):
         dense.dense_mlp(*draw(4, 16, 8, torch.float32, device), count(device)[:1])
 
 
-def test_counts_that_lie_apart_are_refused(device):
+def test_noncontiguous_counters_are_refused(device):
     apart = torch.zeros(4, dtype=torch.int32, device=device)[::2]
     with pytest.raises(ValueError, match="dense_mlp must get contiguous tensors"):
         dense.dense_mlp(*draw(4, 16, 8, torch.float32, device), apart)

@@ -17,7 +17,7 @@ from dgemma_kernels.ops.router import reference as router_reference
 from kernel_inputs import NUM_EXPERTS, draw_routing
 
 E, D, F = NUM_EXPERTS, 72, 88  # neither width is a multiple of any tile
-# Sums of 88 float32 products; one float16 rounding is 2**-11, of the hidden value, the product and the weighted row.
+# float32: sums of 88 products. float16: roundings of hidden value, product and weighted row, 2**-11 each.
 LIMITS = {torch.float32: 1e-6, torch.float16: 2e-3}
 
 
@@ -103,7 +103,7 @@ def test_every_tile_is_computed(rows_of_experts, num_tiles, grid, device, monkey
 
 
 def test_down_waits_for_all_columns_of_gate_up(device, monkeypatch):
-    # Two blocks of 64 make the 88 hidden columns; an interpreter runs one launch after the other and would not tell.
+    # The 88 hidden columns are two blocks of 64. The interpreter runs launches in order and cannot show a missing wait.
     default = configs.EXPERTS["bf16"]["default"][0]
     monkeypatch.setitem(configs.EXPERTS["bf16"], "default", (replace(default, down=replace(default.down, cols=128)),))
     index = draw_routing("two-experts-have-no-rows").to(device)
@@ -120,7 +120,7 @@ def test_down_waits_for_all_columns_of_gate_up(device, monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a launch would keep the counts from changing")
-def test_down_reads_no_tile_before_gate_up_has_counted_it():
+def test_down_reads_a_tile_only_after_gate_up_counted_it():
     index = draw_routing("even")
     x, gate_up, down, weights = draw(index, 16, 16, torch.float32, index.device)
     tiles = sort(index, 32)
@@ -132,7 +132,7 @@ def test_down_reads_no_tile_before_gate_up_has_counted_it():
         target=lambda: rows.append(experts.expert_down(late, down, weights, tiles, overlap=True)), daemon=True
     )
     beside.start()
-    beside.join(0.5)  # without a wait it is over long before
+    beside.join(0.5)  # without the wait it would have finished by now
     late.copy_(hidden)
     tiles.finished.copy_(counted)
     beside.join(60)
@@ -140,11 +140,10 @@ def test_down_reads_no_tile_before_gate_up_has_counted_it():
 
 
 @pytest.mark.usefixtures("described")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
-def test_a_tile_of_two_blocks_gives_the_rows_of_a_tile_of_one(dtype, device, monkeypatch):
-    # 32 rows and 16 that share the weights. Experts of none, of one, of the first block, of both, and of a second tile.
+def test_a_tile_of_two_blocks_gives_the_rows_of_a_tile_of_one(device, monkeypatch):
+    # 32 + 16 rows share the weights. Experts have no row, one row, one block, both blocks, and a second tile.
     index = torch.arange(E).repeat_interleave(torch.tensor([0, 1, 32, 33, 48, 49]))[:, None].int().to(device)
-    inputs = draw(index, D, F, dtype, device)
+    inputs = draw(index, D, F, torch.float16, device)
     rows = {}
     for size in (32, 48):
         config = replace(configs.EXPERTS["bf16"]["default"][0], rows=size)
@@ -213,7 +212,7 @@ def test_every_table_of_tiles_covers_every_batch(table, monkeypatch):
         ("NVIDIA B200", (10, 0), "default"),
     ],
 )
-def test_a_hopper_that_was_not_measured_has_the_tables_of_the_one_that_was(name, capability, tables, monkeypatch):
+def test_an_unmeasured_hopper_gpu_uses_the_tables_of_the_h200(name, capability, tables, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(configs, "gpu_name", gpu_name)
@@ -224,7 +223,7 @@ def test_a_hopper_that_was_not_measured_has_the_tables_of_the_one_that_was(name,
 
 
 def test_float32_weights_get_the_default_tiles_at_half_the_depth_on_every_gpu(monkeypatch):
-    # Those of a GPU fill its shared memory with weights of half the size, and the default ones spill registers.
+    # A GPU's tiles fill its shared memory with weights of 2 bytes; at full depth the default tiles spill registers.
     monkeypatch.setattr(configs, "gpu_name", lambda device: "NVIDIA H200")
     wide, narrow = (configs.expert_config(256, torch.device("cpu"), format) for format in ("float32", "bf16"))
     default = configs.EXPERTS["bf16"]["default"][0]
@@ -264,13 +263,13 @@ def test_weights_of_other_experts_than_the_tiles_are_refused(device):
         experts.expert_down(torch.ones(80, F, device=device), torch.cat((down, down)), weights, tiles)
 
 
-def test_routing_weights_that_lie_apart_are_refused(device):
+def test_noncontiguous_routing_weights_are_refused(device):
     index = draw_routing("even").to(device)
     _, _, down, weights = draw(index, D, F, torch.float32, device)
     with pytest.raises(ValueError, match=r"expert_down.weights must be contiguous"):
         experts.expert_down(torch.ones(80, F, device=device), down, weights.T.contiguous().T, sort(index, 32))
 
 
-def test_a_tile_that_is_no_power_of_two_is_refused():
+def test_a_tile_must_be_a_power_of_two():
     with pytest.raises(ValueError, match=r"TileShape.cols must be a power of two, got 96"):
         configs.TileShape(cols=96, depth=64, warps=4, stages=2)

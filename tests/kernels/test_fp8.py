@@ -1,5 +1,5 @@
-"""Experts in float8 (e4m3): the rounding against torch's cast, the products against float64 of what was rounded, the
-whole denoiser against a reference whose experts are rounded at the same places."""
+"""Experts in float8 (e4m3): rounding against torch's cast, products against float64 of the rounded operands, and the
+whole denoiser against a reference that rounds its experts at the same places."""
 
 import copy
 import pickle
@@ -27,17 +27,17 @@ from kernel_inputs import NUM_EXPERTS, draw_routing, make_model
 E, D, F = NUM_EXPERTS, 72, 88  # neither width is a multiple of any tile; hidden values of two blocks, 64 and 24
 EPS, FLOAT8 = 1e-6, torch.float8_e4m3fn
 GRID = torch.arange(256, dtype=torch.uint8).view(FLOAT8).double()
-GRID = GRID[GRID.isfinite()]  # all values there are
+GRID = GRID[GRID.isfinite()]  # all float8 values
 NATIVE = torch.cuda.is_available()
-ADA = NATIVE and torch.cuda.get_device_capability() == (8, 9)  # where Triton cuts float32 to float16 first
-# Float32 sums of 88 products in the interpreter; Hopper adds those of one block with 14 bits.
+ADA = NATIVE and torch.cuda.get_device_capability() == (8, 9)  # where Triton truncates float32 to float16 first
+# The interpreter adds 88 products in float32; Hopper adds the products of one block with 14 bits.
 SUMS = 4e-3 if NATIVE else 1e-5
-# What that sends to the other neighbour of a value between two is off by a step of float8, 6 to 12 %, and so is what
-# follows. How far this carries the model below was seen on a reference that adds as Hopper does (3e-5 of a row's size):
-# the typical position by up to 0.7 % in 300 texts, 1.0 % where sums are three times as far off; all together by 2.4 %,
-# and 11 % in the one text that lands on another expert. Faults are apart from that in one or the other: values left
-# unrounded, or a row's blocks under one scale, 1.4 % in the typical position; scales of another row or block 4 to 40 %
-# in both; one row lost 15 % in all together. In the interpreter a single value goes the other way at most: 0.5 %.
+# A sum that rounds to the other neighbour is off by one step of float8, 6 to 12 %. We measured the effect on the model
+# below with a reference that adds as Hopper does (errors of 3e-5 of a row's size). Over 300 texts the typical position
+# was off by up to 0.7 %, and by 1.0 % with three times the error. All positions together were off by 2.4 %, and by 11 %
+# in the one text where a token changed its expert. Faults are larger in one measure: unrounded values, or one scale for
+# all blocks of a row, give 1.4 % in the typical position. Scales of another row or block give 4 to 40 % in both; one
+# lost row gives 15 % in all positions. In the interpreter at most one value rounds to the other neighbour: 0.5 %.
 TYPICAL, TOGETHER = (1e-2, 5e-2) if NATIVE else (1e-3, 1e-2)
 CANVAS, VOCAB = 4, 40
 
@@ -47,7 +47,7 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 
 
 def assert_nearest(got: Tensor, want: Tensor, scale: Tensor, slack: float = 2e-6) -> None:
-    """`got` (float8) times `scale` is the nearest there is to `want`, up to the error of float32 sums."""
+    """Check that `got` (float8) times `scale` is the nearest value to `want`, up to the error of float32 sums."""
     exact = want.double().cpu() / scale.double().cpu()
     nearest = (exact[..., None] - GRID).abs().amin(-1)
     off = (got.double().cpu() - exact).abs()
@@ -55,7 +55,7 @@ def assert_nearest(got: Tensor, want: Tensor, scale: Tensor, slack: float = 2e-6
 
 
 def cut_to_half(x: Tensor) -> Tensor:
-    """To the float16 that is next to x on the side of zero."""
+    """Round x to float16 towards zero."""
     half = x.half()
     return torch.where(half.abs() > x.abs(), (half.view(torch.int16) - 1).view(torch.float16), half)
 
@@ -84,7 +84,7 @@ def test_kernels_round_to_float8_as_torch_does(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_what_float8_holds_is_quantised_without_error(dtype, device):
+def test_values_that_float8_represents_are_quantised_without_error(dtype, device):
     values = GRID[torch.randint(len(GRID), (3, 5, D), generator=torch.Generator().manual_seed(1))]
     values[..., 7] = -448.0
     scale = 2.0 ** torch.tensor([-3.0, 0.0, 1.0, -7.0, -2.0])
@@ -94,7 +94,7 @@ def test_what_float8_holds_is_quantised_without_error(dtype, device):
     assert got.dtype == dtype
 
 
-def test_every_row_is_rounded_to_the_nearest_under_its_own_scale(device):
+def test_every_row_is_rounded_to_the_nearest_value_under_its_scale(device):
     x = (random(2, 20_000, 8) * torch.logspace(-20, 20, 20_000)[:, None]).to(device)  # more rows than one chunk
     got = quantize(x)
     assert torch.equal(got.scale, x.abs().amax(-1) / 448)
@@ -103,7 +103,7 @@ def test_every_row_is_rounded_to_the_nearest_under_its_own_scale(device):
     assert_nearest(got.values[:, sample], x[:, sample], got.scale[:, sample, None])
 
 
-def test_rows_of_nothing_become_zeros(device):
+def test_rows_of_tiny_values_become_zeros(device):
     x = torch.zeros(3, D, device=device)
     x[1], x[2, 0] = 1e-42, 3.0
     got = quantize(x)
@@ -125,14 +125,14 @@ def test_scales_of_other_rows_are_refused():
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 256), (2, 2816), (37, 88)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
-def test_the_experts_input_is_the_nearest_float8_and_the_others_are_as_before(shape, dtype, device):
+def test_only_the_experts_input_is_rounded_to_float8(shape, dtype, device):
     rows = [random(*shape, seed=seed, dtype=dtype).to(device) for seed in (1, 2)]
     vectors = [(1 + 0.3 * random(shape[1], seed=seed)).to(device, dtype) for seed in (3, 4, 5, 6)]
     x, dense, expert, scored = norms.attention_residual(*rows, *vectors, EPS, float8=True)
     plain = norms.attention_residual(*rows, *vectors, EPS)
     for got, before in zip((x, dense, scored), (plain[0], plain[1], plain[3]), strict=True):
-        # Another kernel to the compiler, which may add up a row in another order: off by roundings of what is added,
-        # of which a sum may leave little.
+        # The compiler may add a row in another order in this variant. The difference is a rounding of the summands,
+        # which can be large relative to a small sum.
         torch.testing.assert_close(got, before, rtol=0, atol=4 * torch.finfo(dtype).eps * before.abs().amax().item())
     want = norms_reference.rms_norm(x.double(), vectors[2].double(), EPS)
     assert expert.dtype == dtype
@@ -175,9 +175,9 @@ def described(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 @pytest.mark.parametrize(("width", "hidden"), [(D, F), (80, 144), (128, 128)], ids=["72-bytes", "ragged", "exact"])
-def test_products_match_float64_of_what_was_rounded(routing, width, hidden, dtype, device):
-    # A row of 72 bytes is not whole 16 bytes, which descriptors need; the others are. 144 columns are three blocks: a
-    # program holds a power of two of their scales.
+def test_products_match_float64_of_the_rounded_operands(routing, width, hidden, dtype, device):
+    # Descriptors need rows of whole 16 bytes, which 72 bytes are not. 144 columns are three blocks, for which a program
+    # loads a power of two of scales.
     index = draw_routing(routing).to(device)
     x, gate_up, down, weights = draw(index, width, hidden, dtype, device)
     tiles = sort(index)
@@ -198,8 +198,8 @@ def test_products_match_float64_of_what_was_rounded(routing, width, hidden, dtyp
     assert (got - want).norm() / want.norm() < SUMS + rounding
 
 
-def test_a_block_of_hidden_values_does_not_coarsen_another(device):
-    # Were there one scale a row, 24 columns beside others a thousand times as large would be zeros and ones.
+def test_a_large_block_of_hidden_values_does_not_coarsen_another_block(device):
+    # With one scale per row, 24 columns next to columns a thousand times as large would round to zeros and ones.
     index = draw_routing("even").to(device)
     x, gate_up, _, _ = draw(index, D, F, torch.float32, device)
     tiles, scale = sort(index), gate_up.scale.clone()
@@ -213,7 +213,7 @@ def test_a_block_of_hidden_values_does_not_coarsen_another(device):
 
 @pytest.mark.usefixtures("described")
 def test_a_tile_of_two_blocks_of_rows_gives_the_rows_of_a_tile_of_one(device, monkeypatch):
-    # 32 rows and 16 that share the weights. Experts of none, of one, of the first block, of both, and of a second tile.
+    # 32 + 16 rows share the weights. Experts have no row, one row, one block, both blocks, and a second tile.
     index = torch.arange(E).repeat_interleave(torch.tensor([0, 1, 32, 33, 48, 49]))[:, None].int().to(device)
     x, gate_up, down, weights = draw(index, 80, F, torch.float32, device)
     rows = {}
@@ -243,7 +243,7 @@ def test_rows_that_are_not_float8_are_refused(device):
         experts.expert_gate_up(x.decode(), gate_up, sort(index))
 
 
-def test_float8_without_the_scales_that_kernels_apply_is_refused(device):
+def test_float8_without_scales_is_refused(device):
     index = draw_routing("even").to(device)
     x, gate_up, down, weights = draw(index, D, F, torch.float32, device)
     tiles = sort(index)
@@ -261,8 +261,8 @@ def test_float8_without_the_scales_that_kernels_apply_is_refused(device):
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:invalid value")
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf], ids=str)
-def test_a_row_that_is_no_number_stays_none_and_leaves_the_others_as_they_are(bad, device):
-    # A scale that passed over it, or a cast that took it for the largest value, would make it one again.
+def test_a_nan_row_stays_nan_and_does_not_affect_other_rows(bad, device):
+    # A scale that ignored NaN, or a cast of NaN to the largest value, would give a number.
     index = draw_routing("even").to(device)
     _, gate_up, down, weights = draw(index, D, F, torch.float32, device)
     tiles, ones, rows = sort(index), torch.ones(D, device=device), []
@@ -278,7 +278,7 @@ def test_a_row_that_is_no_number_stays_none_and_leaves_the_others_as_they_are(ba
 
 @pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=str)
-def test_weights_that_are_no_numbers_are_not_rounded_to_some(bad, device):
+def test_nan_weights_stay_nan(bad, device):
     index = torch.arange(E)[:, None].int().to(device)
     x, gate_up, down, weights = draw(index, D, F, torch.float32, device)
     wide, tiles = down.decode().float(), sort(index)
@@ -287,7 +287,7 @@ def test_weights_that_are_no_numbers_are_not_rounded_to_some(bad, device):
     assert rows.isnan().nonzero().tolist() == [[2, 0, 5]]
 
 
-def test_a_tile_shallower_than_a_block_of_hidden_values_takes_the_block_s_scale(device, monkeypatch):
+def test_a_tile_shallower_than_a_block_of_hidden_values_uses_the_blocks_scale(device, monkeypatch):
     index = draw_routing("even").to(device)
     x, gate_up, down, weights = draw(index, D, F, torch.float32, device)
     tiles, config = sort(index), configs.EXPERTS["fp8"]["default"][0]
@@ -319,12 +319,12 @@ def test_every_table_of_tiles_covers_every_batch_and_its_blocks_agree(name, monk
     assert all(config in configs.EXPERTS["fp8"][name] for config in sizes)
     for config in configs.EXPERTS["fp8"][name]:
         assert config.gate_up.cols % config.down.depth == 0
-        # One width of a block, so that a token's hidden values are rounded the same in every batch.
+        # One block width in all configs, so that a token's hidden values round the same in every batch.
         assert config.gate_up.cols == 64
 
 
 def rounded(x: Tensor, block: int = 1 << 30) -> Tensor:
-    """x as float8 holds it under a scale for each row and so many columns."""
+    """Round x to float8 with one scale per row and block of columns."""
     parts = []
     for part in x.split(min(block, x.shape[-1]), dim=-1):
         scale = part.abs().amax(-1, keepdim=True) / 448
@@ -334,7 +334,7 @@ def rounded(x: Tensor, block: int = 1 << 30) -> Tensor:
 
 @pytest.fixture(scope="module")
 def models() -> tuple:
-    """A reference with rounded weights, one that rounds what these multiply as well, and the accelerated model."""
+    """Make a reference with rounded weights, one that also rounds activations, and the accelerated model."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = make_model(device, moe_intermediate_size=80)
     plain = copy.deepcopy(model)
@@ -351,7 +351,7 @@ def models() -> tuple:
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
-    """Three chunks of the vocabulary; the interpreter goes through a chunk of 4,096 entry by entry."""
+    """Use three chunks of the vocabulary, because the interpreter loops over the 4,096 entries of a chunk."""
     monkeypatch.setattr(vocabulary, "CHUNK", 16)
 
 
@@ -361,7 +361,7 @@ def draw_tokens(*shape: int, seed: int = 0) -> Tensor:
 
 
 def apart(a: Tensor, b: Tensor) -> tuple[float, float]:
-    """The relative distance of logits in the typical position, as a geometric mean, and of all together."""
+    """Return the relative distance of logits as a geometric mean over positions, and over all positions together."""
     each = (a - b).norm(dim=-1) / b.norm(dim=-1)
     return each.log().mean().exp().item(), ((a - b).norm() / b.norm()).item()
 
@@ -372,7 +372,9 @@ def test_both_modes_equal_the_reference_that_rounds_at_the_same_places(models):
     real[1, :2] = 0
     caches = [model.encode(prompt, attention_mask=real) for model in models]
     firsts = [model.denoise(canvas, cache) for model, cache in zip(models, caches, strict=True)]
-    condition = firsts[2].shaped(temperature=0.7)  # one for all: with its own each would be five times as far off
+    condition = firsts[2].shaped(
+        temperature=0.7
+    )  # the same for all models: with separate ones the differences would be five times as large
     results = []
     for model, cache, first in zip(models, caches, firsts, strict=True):
         second = model.denoise(canvas, cache, self_cond=condition)
@@ -383,8 +385,8 @@ def test_both_modes_equal_the_reference_that_rounds_at_the_same_places(models):
         typical, together = apart(got, exact)
         assert typical < TYPICAL
         assert together < TOGETHER
-        # Two roundings in a row, of 2.6 % of a value each, in two layers, of which the experts are a half; where they
-        # send a token to another expert it is off by tens of per cent, so the typical position counts.
+        # Two roundings of 2.6 % each, in two layers, of which the experts are half. A token that changes its expert is
+        # off by tens of per cent, so the typical position is compared.
         assert 1.5e-2 < apart(got, plain)[0] < 0.1
 
 
@@ -395,12 +397,12 @@ def test_the_same_seed_gives_the_same_tokens_alone_and_in_a_batch(models):
     options = {"max_new_tokens": 2 * CANVAS, "steps": 1, "stop": None, "eos_token_ids": [], "progress": False}
     together, alone = (dgemma.generate(fast, rows, seed=5, **options) for rows in (prompt, prompt[:1]))
     again = dgemma.generate(fast, prompt[:1], seed=5, **(options | {"max_new_tokens": CANVAS}))
-    assert NATIVE or torch.equal(together.tokens[:1], alone.tokens)  # library products of two rows round otherwise
+    assert NATIVE or torch.equal(together.tokens[:1], alone.tokens)  # library products of two rows round differently
     assert torch.equal(again.tokens, alone.tokens[:, : 3 + CANVAS])
     assert together.new_tokens.shape == (2, 2 * CANVAS)
 
 
-def test_a_gpu_without_float8_products_is_told_what_to_do(models, monkeypatch):
+def test_a_gpu_without_float8_raises_and_names_the_fix(models, monkeypatch):
     model, pickled = make_model(torch.device("cpu"), moe_intermediate_size=80), pickle.dumps(models[2])
     monkeypatch.setattr(dgemma.DiffusionGemma, "device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))

@@ -1,4 +1,4 @@
-"""All kernels of a layer's second half in the order the engine runs them, against transformers' own layer."""
+"""All kernels of a layer's second half in the order the engine runs them, against transformers' layer."""
 
 import torch
 
@@ -10,7 +10,7 @@ from dgemma_kernels.ops.router import kernel as router
 
 
 class Given(torch.nn.Module):
-    """An attention that answers what it was given."""
+    """An attention module that returns its input."""
 
     def __init__(self, output: torch.Tensor) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The kernels of the residual stream and the dense MLP against their meaning in float64."""
+"""The kernels of the residual stream, and GeGLU, against their references in float64."""
 
 import pytest
 import torch

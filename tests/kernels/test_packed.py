@@ -1,5 +1,5 @@
-"""Experts packed to 12 bits a weight: the same bits back, the products against float64 of the weights themselves, the
-whole denoiser against the one that holds them as they are."""
+"""Experts packed to 12 bits per weight: lossless decoding, products against float64 of the original weights, and the
+whole denoiser against one with plain weights."""
 
 import gc
 import pickle
@@ -28,21 +28,20 @@ from kernel_inputs import NUM_EXPERTS, draw_routing, make_model
 E, D, F = NUM_EXPERTS, 72, 88  # neither width is a multiple of any tile, nor of the 64 columns of a plane
 CANVAS, VOCAB = 4, 40
 NATIVE = torch.cuda.is_available()
-# Of each row: sums of up to 1,088 float32 products; of bfloat16 four roundings of up to 2**-9, the first of which GeGLU
-# enlarges where a gate is negative. Seen on an H200: up to 3.6e-6 and 9.5e-3, where a row has few large values.
+# Per row. float32: sums of up to 1,088 products. bfloat16: four roundings of up to 2**-9, of which GeGLU enlarges the
+# first for negative gates. Measured on an H200: up to 3.6e-6 and 9.5e-3, in rows with few large values.
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
 # The interpreter does not multiply bfloat16.
 DTYPES = [torch.float32, torch.bfloat16] if NATIVE else [torch.float32]
-# What outliers multiply, other weights in the same column of other experts besides: what stands in for an outlier, of
-# 2**-15 or so of a row's largest weight, is then an eighth of that weight, and what the outliers are themselves more
-# than a hundredth.
+# Columns of inputs that outliers multiply are scaled up. The placeholder of an outlier, about 2**-15 of a row's largest
+# weight, then contributes an eighth of that weight, and the outlier itself more than a hundredth.
 LOUD = 2.0**12
-# float32 in two layers, in another order, over activations of order ten; a GPU's products have their own.
+# float32 sums in another order, in two layers, with activations of order ten; a GPU's products have another order.
 CLOSE = {"rtol": 2e-4, "atol": 2e-4} if NATIVE else {"rtol": 2e-5, "atol": 2e-5}
 
 
 def from_bits(sign: Tensor, upper: Tensor, lower: Tensor) -> Tensor:
-    """The bfloat16 of these patterns: a bit, seven and eight."""
+    """Make bfloat16 values from these bit patterns: one bit, seven bits, eight bits."""
     return (upper << 8 | lower | -(sign << 15)).to(torch.int16).view(torch.bfloat16)
 
 
@@ -52,8 +51,10 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def draw_weights(*shape: int, seed: int = 0, tops: tuple[int, int] = (20, 63), odd: bool = True) -> Tensor:
-    """Rows of any sign, mantissa and eight upper bytes below one from `tops`, which the first column has: sizes of
-    2**-86 to 2. One in a hundred is `odd`: a zero, the least denormal, or far below the rest."""
+    """Draw rows of any sign and mantissa whose upper bytes are among the eight up to one of `tops`: 2**-86 to 2.
+
+    The first column has the top byte. With `odd`, one weight in a hundred is zero, the least denormal, or much smaller.
+    """
     generator = torch.Generator().manual_seed(seed)
     top = torch.randint(tops[0], tops[1] + 1, (*shape[:-1], 1), generator=generator)
     upper = top - torch.randint(8, shape, generator=generator)
@@ -70,7 +71,7 @@ def draw_weights(*shape: int, seed: int = 0, tops: tuple[int, int] = (20, 63), o
 
 
 def test_every_pattern_below_2_127_is_packed_without_loss(device):
-    # A row for each upper byte, of all 512 patterns that have it. Half of the first row's are zeros and denormals.
+    # One row per upper byte, with all 512 patterns of that byte. Half of the first row are zeros and denormals.
     upper, sign, lower = torch.meshgrid(*(torch.arange(n) for n in (127, 2, 256)), indexing="ij")
     weights = from_bits(sign, upper, lower).view(1, 127, 512).to(device)
     got = pack(weights)
@@ -80,14 +81,14 @@ def test_every_pattern_below_2_127_is_packed_without_loss(device):
 
 
 def test_eight_upper_bytes_have_codes_and_the_ninth_is_an_outlier(device):
-    # Each row has all 4,096 patterns of eight upper bytes, and is a byte above the row before.
+    # Each row has all 4,096 patterns of eight upper bytes, which start one byte above those of the previous row.
     sign, upper, lower = torch.meshgrid(*(torch.arange(n) for n in (2, 8, 256)), indexing="ij")
     first = torch.arange(1, 120)
     weights = from_bits(sign.flatten(), upper.flatten() + first[:, None], lower.flatten())
     got = pack(weights[None].to(device))
     assert same_bits(got.decode().cpu(), weights[None])
     assert len(got.places) == 0
-    weights[5, 1234] = from_bits(*torch.tensor([1, 5, 255]))  # the largest below row 5's, which begin at 6
+    weights[5, 1234] = from_bits(*torch.tensor([1, 5, 255]))  # the largest value below those of row 5, which start at 6
     got = pack(weights[None].to(device))
     assert same_bits(got.decode().cpu(), weights[None])
     assert got.places.tolist() == [5 << 16 | 1234]
@@ -100,7 +101,7 @@ def test_eight_upper_bytes_have_codes_and_the_ninth_is_an_outlier(device):
     [(2, 130, 72), (1, 128, 80), (3, 100, 200), (1, 64, 704), (2, 2, 64), (1, 256, 128), (1, 382, 1)],
     ids=str,
 )
-def test_rows_of_any_size_and_number_come_back(shape, dtype, gated, device):
+def test_rows_of_any_magnitude_are_decoded_without_loss(shape, dtype, gated, device):
     weights = draw_weights(*shape).to(device, dtype)
     got = pack(weights, gated=gated)
     assert same_bits(got.decode(), weights)
@@ -108,7 +109,7 @@ def test_rows_of_any_size_and_number_come_back(shape, dtype, gated, device):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_shape_comes_back(seed, device):
+def test_any_shape_is_decoded_without_loss(seed, device):
     draw = random.Random(seed)
     gated, tops = draw.random() < 0.5, (draw.randint(20, 63), 63)
     shape = draw.randint(1, 3), draw.randint(1, 140) * (1 + gated), draw.randint(1, 210)
@@ -116,13 +117,13 @@ def test_any_shape_comes_back(seed, device):
     assert same_bits(pack(weights, gated=gated).decode(), weights)
 
 
-def test_packed_parameters_hold_on_to_no_graph():
+def test_packed_parameters_have_no_autograd_graph():
     got = pack(torch.nn.Parameter(draw_weights(2, 130, 72)))
     assert len(got.outliers)
     assert not any(tensor.requires_grad for tensor in got.tensors())
 
 
-def test_experts_are_packed_a_few_at_a_time_as_all_at_once(monkeypatch):
+def test_packing_in_chunks_equals_packing_at_once(monkeypatch):
     weights = draw_weights(5, 130, 72)
     whole = pack(weights)
     monkeypatch.setattr(packed, "_CHUNK", 2 * 130 * 72)
@@ -134,7 +135,7 @@ def test_experts_are_packed_a_few_at_a_time_as_all_at_once(monkeypatch):
 def test_the_published_sizes_take_three_quarters_of_the_bytes(num_rows, width):
     weights = torch.randn(1, num_rows, width, generator=torch.Generator().manual_seed(0)).bfloat16()
     held = sum(tensor.numel() * tensor.itemsize for tensor in pack(weights, gated=width == 2816).tensors())
-    # Codes of 64 columns left over, as of 704, are half empty: 17 planes where 16.5 would do. Scales, outliers: 1 %.
+    # 704 columns leave codes of 64 columns half empty: 17 planes instead of 16.5. Scales and outliers add 1 %.
     assert held / (2 * weights.numel()) < (0.76 if width == 2816 else 0.79)
 
 
@@ -162,14 +163,14 @@ def test_weights_that_cannot_be_packed_are_refused(change, sentence):
 
 
 @pytest.mark.parametrize(("others", "value"), [(2.0**126, 2.0**127), (2.0**14, 2.0**-133)], ids=["scale", "outlier"])
-def test_rows_whose_scale_or_outliers_no_float_holds_are_refused(others, value):
+def test_rows_whose_scale_or_outliers_overflow_are_refused(others, value):
     weights = torch.full((1, 20, 72), others).bfloat16()
     weights[0, 3, 9] = value
     with pytest.raises(ValueError, match=r'must span less of the range of bfloat16\. Use weights="bf16"'):
         pack(weights)
 
 
-def test_gate_without_as_much_up_is_refused():
+def test_gated_weights_need_an_even_number_of_rows():
     with pytest.raises(ValueError, match=r"N even if gated, got \(1, 21, 72\)"):
         pack(draw_weights(1, 21, 72, odd=False), gated=True)
 
@@ -187,31 +188,33 @@ def described(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 def draw_ordinary(*shape: int, seed: int) -> Tensor:
-    """Normal weights whose rows have no outliers, each of a size of its own."""
+    """Draw normal weights without outliers, in rows of different magnitudes."""
     generator = torch.Generator().manual_seed(seed)
     weights = torch.randn(*shape, generator=generator)
-    size = 2.0 ** torch.randint(-8, 2, (*shape[:-1], 1), generator=generator)  # next to each other, and unalike
+    size = 2.0 ** torch.randint(-8, 2, (*shape[:-1], 1), generator=generator)  # neighbouring rows differ
     return (weights.sign() * weights.abs().clamp(min=2.0**-6) * size * shape[-1] ** -0.5).bfloat16().float()
 
 
 def shrink(weights: Tensor, at: tuple) -> None:
-    """Makes outliers: zeros of both signs, and values from just below those that have codes to a quarter of that."""
+    """Make outliers: zeros of both signs, and values from just below the least code to a quarter of it."""
     rows = weights.abs().amax(-1, keepdim=True).expand_as(weights)[at]
-    least = 2.0 ** (2 * (rows.log2() / 2 + 0.25).floor() - 15)  # that has a code, of rows from 1/2 to 2 times 4**n
+    least = 2.0 ** (
+        2 * (rows.log2() / 2 + 0.25).floor() - 15
+    )  # the least value with a code, for rows from 1/2 to 2 times 4**n
     value = torch.where(torch.rand(rows.shape) < 0.5, -1, 1) * least * (0.25 + 0.7 * torch.rand(rows.shape))
     value = torch.where(torch.rand(rows.shape) < 0.2, value * 0, value)
     weights[at] = value.bfloat16().float()
 
 
-OUTLIERS = {  # what of weights (E, N, K)
+OUTLIERS = {  # places in weights (E, N, K)
     "none": [],
     "the last": [(-1, -1, -1), (-1, 0, -1)],
-    "more than one list": [(4, slice(None), 5), (0, slice(None), -2)],  # of every row, 64 to 128 a block
+    "more than one list": [(4, slice(None), 5), (0, slice(None), -2)],  # in every row, 64 to 128 per block
 }
 
 
 def draw_outliers(*shape: int, seed: int, outliers: str) -> tuple[Tensor, Tensor]:
-    """Weights, and how loud each column is."""
+    """Return weights and the factor of each input column."""
     weights, loud = draw_ordinary(*shape, seed=seed), torch.ones(shape[-1])
     for at in OUTLIERS[outliers]:
         shrink(weights, at)
@@ -238,7 +241,7 @@ def test_products_match_float64(routing, outliers, width, hidden, dtype, device)
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_products_of_wide_rows_match_float64(dtype, device):
-    # Of more than 1,024 columns a program takes 32 outliers at a time, of fewer 16.
+    # A program loads 32 outliers at a time for more than 1,024 columns, else 16.
     check_products(draw_routing("even"), 1088, 64, "more than one list", dtype, device)
 
 
@@ -286,7 +289,7 @@ def test_a_row_does_not_depend_on_its_batch(device):
     assert torch.equal(together[7], alone[0])
 
 
-def test_planes_are_described_and_descriptors_give_the_bits_of_pointers(monkeypatch, device):
+def test_descriptors_of_planes_give_the_bits_of_pointers(monkeypatch, device):
     index = draw_routing("even").to(device)
     inputs = draw(index, torch.float32, device)
     pointers, asked, described = run(index, *inputs), [], experts.TensorDescriptor.from_tensor
@@ -294,7 +297,7 @@ def test_planes_are_described_and_descriptors_give_the_bits_of_pointers(monkeypa
     note = lambda tensor, block: asked.append((*tensor.shape, *block)) or described(tensor, block)  # noqa: E731
     monkeypatch.setattr(experts.TensorDescriptor, "from_tensor", staticmethod(note))
     assert torch.equal(run(index, *inputs), pointers)
-    # Two blocks of 64 columns of gate and of up, one of 128 of down; 72 and 88 columns are two planes and their codes.
+    # gate_up has two blocks of 64 columns, down one of 128; 72 and 88 columns are two planes and their codes.
     assert asked == [(E * 2 * 3 * 128, 64, 128, 64), (E * 3 * 128, 64, 128, 64)]
 
 
@@ -319,7 +322,7 @@ def test_weights_packed_for_the_other_product_are_refused(device):
         experts.expert_down(hidden, replace(down, gated=True), weights, sort(index))
 
 
-def test_rows_and_weights_that_do_not_fit_are_refused(device):
+def test_rows_and_weights_of_different_widths_are_refused(device):
     index = draw_routing("even").to(device)
     x, gate_up, _, _ = draw(index, torch.float32, device)
     with pytest.raises(ValueError, match=r"contiguous tensors of one dtype, got torch\.float16 and torch\.float32"):
@@ -342,7 +345,7 @@ def test_tiles_of_two_blocks_of_rows_are_refused(device):
     ("part", "change", "cols"),
     [("gate_up", {"cols": 128}, 64), ("gate_up", {"depth": 64}, 64), ("down", {"cols": 64}, 128)],
 )
-def test_a_tile_that_is_no_packed_block_is_refused(part, change, cols, device, monkeypatch):
+def test_a_tile_must_have_the_size_of_a_packed_block(part, change, cols, device, monkeypatch):
     config = configs.EXPERTS["packed"]["default"][0]
     config = replace(config, **{part: replace(getattr(config, part), **change)})
     monkeypatch.setitem(configs.EXPERTS["packed"], "default", (config,))
@@ -352,7 +355,7 @@ def test_a_tile_that_is_no_packed_block_is_refused(part, change, cols, device, m
 
 
 def make_rounded_model(device: torch.device) -> dgemma.DiffusionGemma:
-    """float32, with experts whose values bfloat16 holds, a few of them outliers."""
+    """Make a float32 model whose experts have bfloat16 values, with a few outliers."""
     model = make_model(device, moe_intermediate_size=80)
     for layer in model.layers:
         for weight in (layer.experts.gate_up_proj, layer.experts.down_proj):
@@ -363,14 +366,14 @@ def make_rounded_model(device: torch.device) -> dgemma.DiffusionGemma:
 
 @pytest.fixture(scope="module")
 def models() -> tuple:
-    """The reference and the accelerated model."""
+    """Make the reference and the accelerated model."""
     device = torch.device("cuda" if NATIVE else "cpu")
     return make_rounded_model(device), accelerate(make_rounded_model(device), weights="packed")
 
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
-    """Three chunks of the vocabulary; the interpreter goes through a chunk of 4,096 entry by entry."""
+    """Use three chunks of the vocabulary, because the interpreter loops over the 4,096 entries of a chunk."""
     monkeypatch.setattr(vocabulary, "CHUNK", 16)
 
 
@@ -393,14 +396,14 @@ def test_both_modes_equal_the_reference(models):
         torch.testing.assert_close(got, want, **CLOSE)
 
 
-def test_weights_as_they_are_give_the_same_to_rounding(models):
+def test_packed_and_plain_weights_agree_to_rounding(models):
     as_they_are, canvas = accelerate(make_rounded_model(models[0].device)), draw_tokens(1, CANVAS)
     want, got = (model.causal_logits(canvas) for model in (as_they_are, models[1]))
     torch.testing.assert_close(got, want, **CLOSE)
 
 
 @pytest.mark.slow
-def test_generate_cannot_tell_the_packed_denoiser_from_the_reference(models):
+def test_generate_gives_the_reference_tokens_with_packed_weights(models):
     options = {"max_new_tokens": 2 * CANVAS, "steps": 2, "stop": None, "eos_token_ids": [], "progress": False}
     want, got = (dgemma.generate(model, draw_tokens(1, 3), seed=5, **options) for model in models)
     assert torch.equal(got.tokens, want.tokens)
@@ -408,7 +411,7 @@ def test_generate_cannot_tell_the_packed_denoiser_from_the_reference(models):
 
 
 @pytest.mark.parametrize(("weights", "table"), [("packed", configs.EXPERTS["packed"]), ("fp8", configs.EXPERTS["fp8"])])
-def test_tokens_are_sorted_into_the_tiles_of_what_is_held(weights, table, device, monkeypatch):
+def test_tokens_are_sorted_into_tiles_of_the_weights_format(weights, table, device, monkeypatch):
     sizes, sort_by_expert = set(), forward.sort_by_expert
     monkeypatch.setattr(configs, "gpu_name", lambda _: "default")
     monkeypatch.setitem(table, "default", (replace(table["default"][0], rows=16),))
@@ -418,7 +421,7 @@ def test_tokens_are_sorted_into_the_tiles_of_what_is_held(weights, table, device
 
 
 @pytest.mark.parametrize("weights", ["packed", "fp8"])
-def test_the_model_goes_on_working_and_its_experts_are_freed_with_it(weights, device):
+def test_the_model_still_works_and_its_experts_are_freed_with_it(weights, device):
     model = make_rounded_model(device)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     fast = accelerate(model, weights)
@@ -436,11 +439,11 @@ def test_the_model_goes_on_working_and_its_experts_are_freed_with_it(weights, de
 
 
 @pytest.mark.parametrize("weights", ["packed", "fp8"])
-def test_released_experts_are_gone_layer_by_layer_and_the_model_says_so(weights, device, monkeypatch):
+def test_experts_are_released_layer_by_layer_and_the_model_then_raises(weights, device, monkeypatch):
     model, canvas = make_rounded_model(device), draw_tokens(1, CANVAS)
     kept = accelerate(make_rounded_model(device), weights)
     held = [weakref.ref(layer.experts.down_proj) for layer in model.layers]
-    alive: list[list[bool]] = []  # when a layer's turn comes
+    alive: list[list[bool]] = []  # at the start of each layer
     first, second = ENCODERS[weights]
     note = lambda weight: alive.append([one() is not None for one in held]) or first(weight)  # noqa: E731
     monkeypatch.setitem(ENCODERS, weights, (note, second))
@@ -459,7 +462,7 @@ def test_released_experts_are_gone_layer_by_layer_and_the_model_says_so(weights,
         accelerate(model, weights)
 
 
-def test_a_model_without_its_experts_is_left_as_it_is_by_what_needs_them(device, tmp_path):
+def test_functions_that_need_experts_refuse_a_released_model_and_do_not_change_it(device, tmp_path):
     model = make_rounded_model(device).requires_grad_(True)
     accelerate(model, "packed", release=True)
     modules, objective = list(model.modules()), Objective(noise=dgemma.UniformNoise(VOCAB), canvas_len=CANVAS)
@@ -475,7 +478,7 @@ def test_a_model_without_its_experts_is_left_as_it_is_by_what_needs_them(device,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_model_that_is_cast_takes_no_weights_along(device):
+def test_casting_the_model_does_not_change_the_denoiser(device):
     model, canvas = make_rounded_model(device), draw_tokens(1, CANVAS)
     fast = accelerate(model, "packed")
     want = fast.causal_logits(canvas)
@@ -485,7 +488,7 @@ def test_a_model_that_is_cast_takes_no_weights_along(device):
 
 
 @pytest.mark.parametrize("weights", ["packed", "fp8"])
-def test_a_pickled_denoiser_has_weights_of_its_own(weights, device):
+def test_a_pickled_denoiser_has_separate_weights(weights, device):
     fast, canvas = accelerate(make_rounded_model(device), weights), draw_tokens(1, CANVAS)
     want, table = fast.causal_logits(canvas), fast._forward.weights.embedding.cpu().numpy().tobytes()
     pickled = pickle.dumps(fast)
@@ -495,7 +498,7 @@ def test_a_pickled_denoiser_has_weights_of_its_own(weights, device):
         taken.zero_()
     assert torch.equal(other.causal_logits(canvas), want)
     embedding = other._model.embed_tokens.weight
-    assert other._forward.weights.embedding.data_ptr() == embedding.data_ptr()  # not held twice
+    assert other._forward.weights.embedding.data_ptr() == embedding.data_ptr()  # stored once
 
 
 def test_the_models_own_weights_cannot_be_released(device):
@@ -510,7 +513,7 @@ def test_a_model_that_cannot_be_packed_is_left_as_it_was(device):
     assert model.denoise(canvas, model.encode(canvas)).logits.isfinite().all()
 
 
-def test_a_later_layer_that_cannot_be_packed_says_that_those_before_are_gone(device):
+def test_an_error_in_a_later_layer_says_that_earlier_experts_were_released(device):
     model = make_rounded_model(device)
     model.layers[1].experts.down_proj[0] = 0.0
     with pytest.raises(ValueError, match=r'are zero\. Use weights="bf16"\. Load the model again: release has removed'):

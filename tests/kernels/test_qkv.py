@@ -1,4 +1,4 @@
-"""Head norms, rotation and cache write against transformers' own modules."""
+"""Head norms, rotation and cache write against transformers' modules."""
 
 import pytest
 import torch
@@ -14,11 +14,11 @@ LAYOUTS = pytest.mark.parametrize(
 )
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
 BATCH, TOKENS, CAPACITY = 2, 5, 24
-START, LENGTH = [0, 131_072], [0, 17]  # no prefix; a long one of which a sliding buffer keeps only the end
+START, LENGTH = [0, 131_072], [0, 17]  # no prefix; a long one, of which a sliding buffer has only the end
 
 
 def frequencies(head_dim: int, *, own_value: bool) -> Tensor:
-    """Default rotation for sliding layers; for full ones a quarter of the pairs turn."""
+    """Return the default rotation for sliding layers; in full layers a quarter of the pairs rotate."""
     if own_value:
         return 1.0 / 10_000.0 ** (torch.arange(0, head_dim, 2).float() / head_dim)
     turning = 1.0 / 1_000_000.0 ** (torch.arange(0, head_dim // 4, 2).float() / head_dim)
@@ -42,7 +42,7 @@ def draw(layout: tuple[int, int, int, bool], dtype: torch.dtype, device: torch.d
 
 
 def published(case: dict[str, Tensor], num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values (B, T, heads, H) by transformers' norm and rotation."""
+    """Return queries, keys and values (B, T, heads, H) by transformers' norm and rotation."""
     modeling = pytest.importorskip("transformers.models.diffusion_gemma.modeling_diffusion_gemma")
     kv_heads, head_dim = case["keys"].shape[1], case["keys"].shape[3]
     heads = case["projected"].view(BATCH, TOKENS, -1, head_dim)
@@ -74,7 +74,7 @@ def test_prepare_qkv_matches_transformers(layout, dtype, twin, device):
     case = draw(layout, dtype, device)
     query = twin.prepare_qkv(**case, num_heads=layout[0], eps=EPS)
     want_query, want_key, want_value = published(case, layout[0])
-    # One unit in the last place of values up to 4, where a square root or a sum rounds the other way.
+    # One unit in the last place of values up to 4, because a square root or a sum may round differently.
     close = {"atol": 2e-6, "rtol": 1e-6} if dtype == torch.float32 else {"atol": 4e-3, "rtol": 0.0}
     torch.testing.assert_close(query, want_query, **close)
     for row, length in enumerate(LENGTH):

@@ -41,7 +41,7 @@ def test_route_in_float16_picks_experts_no_worse_than_rounding(shape, device):
     scores = inputs[0].double() @ inputs[1].double().T
     chosen = scores.gather(1, index.long()).sum(-1)
     best = scores.topk(active, dim=-1).values.sum(-1)
-    # A float16 score is within 2**-11 of itself, so neither choice nor loss can exceed `active` such roundings twice.
+    # A float16 score has an error of 2**-11, so that the choice loses at most twice `active` such roundings.
     assert (best - chosen).max() <= 2 * active * scores.abs().max() * 2**-11
     assert all(len(set(row)) == active for row in index.tolist())
 
@@ -60,7 +60,7 @@ def test_route_equals_transformers_router(device):
     with torch.no_grad():
         _, want_weights, want_index = theirs(x)
     ones = torch.ones(64, device=device)
-    # A zero attention output leaves the residual as it is.
+    # A zero attention output does not change the residual.
     raw, _, _, router_input = norms_reference.attention_residual(
         torch.zeros_like(x), x, ones, ones, ones, theirs.scale.data, config.rms_norm_eps
     )
@@ -88,15 +88,15 @@ def test_the_lower_expert_wins_a_tie(device):
     not torch.cuda.is_available() and not triton.__version__.startswith("3.6"),
     reason="later interpreters refuse a maximum over nothing but NaN, which GPUs define",
 )
-def test_scores_that_are_not_numbers_still_give_experts_that_exist(device):
+def test_nan_scores_still_give_existing_experts(device):
     x = torch.full((2, 16), float("nan"), device=device)
     _, index, _ = router.route(x, torch.ones(20, 16, device=device), torch.ones(20, device=device), 5)
     assert index.min() >= 0
     assert index.max() < 20
 
 
-def test_of_probabilities_that_vanish_the_lower_expert_wins(device):
-    # Scores of 0, 200, ..., 3,800: softmax leaves one expert, and every other probability is zero, whatever its score.
+def test_the_lower_expert_wins_among_zero_probabilities(device):
+    # With scores of 0, 200, ..., 3,800 one expert has probability one and all others zero.
     proj = 200 * torch.arange(20.0, device=device)[:, None].expand(20, 16).contiguous() / 16
     weights, index, _ = router.route(torch.ones(2, 16, device=device), proj, torch.ones(20, device=device), 4)
     assert index.tolist() == [[19, 0, 1, 2]] * 2
@@ -104,8 +104,8 @@ def test_of_probabilities_that_vanish_the_lower_expert_wins(device):
 
 
 @pytest.mark.parametrize(("tokens", "experts"), [(100, 12), (330, 200)], ids=["two-rows", "more-than-1024-counts"])
-def test_counts_are_of_the_tokens_they_stand_for(tokens, experts, device):
-    # 64 tokens a row, and the rest.
+def test_counts_match_the_tokens_of_their_row(tokens, experts, device):
+    # Rows of 64 tokens, the last with fewer.
     _, index, counts = router.route(*draw(tokens, 16, experts, torch.float32, device), 3)
     chunks = [chunk.flatten().tolist() for chunk in index.split(64)]
     assert counts.tolist() == [[chunk.count(expert) for expert in range(experts)] for chunk in chunks]
@@ -119,17 +119,17 @@ def routings(experts: int) -> dict[str, Tensor]:
     return {
         "one-token": even[:1],
         "even": even,
-        # 38 tiles of 16 rows, of which a program writes 32 at once.
+        # 38 tiles of 16 rows; a program writes 32 at a time.
         "all-to-one-expert": torch.full((600, 1), 5),
         "first-and-last-experts-empty": inner + 1,
-        # 150 tokens are three rows of counts, the last about fewer.
+        # 150 tokens are three rows of counts, the last with fewer tokens.
         "several-counts": even.repeat(3, 1),
     }
 
 
 @pytest.mark.parametrize("rows_per_tile", [16, 32])
 @pytest.mark.parametrize("name", routings(12))
-def test_tiles_hold_every_pair_once_in_stable_order(name, rows_per_tile, device):
+def test_tiles_contain_every_pair_once_in_stable_order(name, rows_per_tile, device):
     index = routings(12)[name].int().to(device)
     counts = router_reference.count_pairs(index, 12)
     tiles = router.sort_by_expert(index, counts, rows_per_tile)
@@ -142,7 +142,7 @@ def test_tiles_hold_every_pair_once_in_stable_order(name, rows_per_tile, device)
     for expert, first, rows in used:
         assert 1 <= rows <= rows_per_tile
         assert (index.flatten()[tiles.pairs[first : first + rows].long()] == expert).all()
-    # As few tiles as whole experts allow.
+    # The fewest tiles with one expert per tile.
     assert len(used) == sum(-(-n // rows_per_tile) for n in index.flatten().bincount().tolist())
     want = router_reference.sort_by_expert(index, counts, rows_per_tile)
     assert torch.equal(tiles.pairs, want.pairs)
@@ -150,7 +150,7 @@ def test_tiles_hold_every_pair_once_in_stable_order(name, rows_per_tile, device)
     assert torch.equal(tiles.finished, torch.zeros_like(tiles.tiles[:, 0]))
 
 
-def test_counts_that_are_asked_for_one_after_the_other_sort_the_same(monkeypatch, device):
+def test_the_sort_does_not_depend_on_how_counts_are_loaded(monkeypatch, device):
     index = routings(12)["even"].repeat(11, 1).int().to(device)
     monkeypatch.setattr(router, "_COUNT_ROWS_PER_LOAD", 1)
     counts = router_reference.count_pairs(index, 12)

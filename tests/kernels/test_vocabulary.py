@@ -1,4 +1,4 @@
-"""The vocabulary pass against float64 softmax and against `Prediction`, which knows nothing of chunks in a kernel."""
+"""The vocabulary pass against float64 softmax and against `Prediction`, which has no chunks."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from dgemma.diffusion.prediction import Prediction
 from dgemma_kernels.ops.vocabulary import kernel as vocabulary
 from dgemma_kernels.ops.vocabulary import pack_allowed, reference
 
-CHUNK = 128  # of the tests: the interpreter adds up a chunk in a Python loop, and the production one has 4,096
+CHUNK = 128  # instead of 4,096, because the interpreter adds a chunk in a Python loop
 
 VOCABULARIES = pytest.mark.parametrize(
     "vocab_size", [7, CHUNK, CHUNK + 1, 2 * CHUNK + 70], ids=["under-a-chunk", "one-chunk", "one-more", "ragged"]
@@ -23,15 +23,15 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def draw(vocab_size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Four rows: two spread ones, a peaked one and one whose logits all tie; and a temperature for each two."""
+    """Draw four rows, two flat, one peaked and one of equal logits, and one temperature per two rows."""
     logits = torch.randn(4, vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * 6
-    logits[2, vocab_size // 2] = 70.0  # far into the cap
+    logits[2, vocab_size // 2] = 70.0  # far above the cap
     logits[3] = 1.5
     return logits.to(dtype).to(device), torch.tensor([0.8, 0.4125], device=device)
 
 
 def exact(logits: Tensor, temperature: Tensor, softcap: float | None = 30.0) -> Tensor:
-    """Processed logits in float64."""
+    """Return the processed logits in float64."""
     x = logits.double()
     x = softcap * torch.tanh(x / softcap) if softcap is not None else x
     return x / temperature.double().repeat_interleave(logits.shape[0] // temperature.shape[0])[:, None]
@@ -40,7 +40,7 @@ def exact(logits: Tensor, temperature: Tensor, softcap: float | None = 30.0) -> 
 @DTYPES
 @VOCABULARIES
 @TWINS
-def test_statistics_are_those_of_the_capped_and_tempered_softmax(twin, vocab_size, dtype, device):
+def test_statistics_are_those_of_the_capped_softmax_over_the_temperature(twin, vocab_size, dtype, device):
     logits, temperature = draw(vocab_size, dtype, device)
     got = twin.vocabulary_statistics(logits, temperature)
     law = torch.distributions.Categorical(logits=exact(logits, temperature))
@@ -54,7 +54,7 @@ def test_statistics_are_those_of_the_capped_and_tempered_softmax(twin, vocab_siz
     assert got.argmax.tolist() == [*logits[:3].double().argmax(-1).tolist(), 0]  # where all tie, the lowest id
 
 
-def test_without_cap_and_temperature_the_law_is_plain_softmax(device):
+def test_without_cap_and_temperature_the_distribution_is_the_plain_softmax(device):
     logits, _ = draw(CHUNK + 1, torch.float32, device)
     got = vocabulary.vocabulary_statistics(logits, torch.ones(1, device=device), softcap=None)
     law = torch.distributions.Categorical(logits=logits.double())
@@ -69,7 +69,7 @@ def test_ties_across_chunks_go_to_the_lowest_id(device):
     assert got.margin.item() == 0.0
 
 
-def test_forbidden_tokens_carry_no_probability(device):
+def test_forbidden_tokens_have_probability_zero(device):
     vocab_size = 2 * CHUNK + 70
     logits, temperature = draw(vocab_size, torch.float32, device)
     allowed = torch.zeros(2, vocab_size, dtype=torch.bool, device=device)
@@ -100,7 +100,7 @@ def test_pack_allowed_keeps_every_bit():
 @DTYPES
 @VOCABULARIES
 @TWINS
-def test_sample_is_the_token_prediction_draws_from_the_same_uniform(twin, vocab_size, dtype, device):
+def test_sample_equals_prediction_sample_for_the_same_uniform(twin, vocab_size, dtype, device):
     logits, temperature = draw(vocab_size, dtype, device)
     shaped = exact(logits, temperature)
     u = torch.tensor([0.0, 0.3, 0.999999, 0.6180339887], dtype=torch.float64, device=device)
@@ -109,12 +109,12 @@ def test_sample_is_the_token_prediction_draws_from_the_same_uniform(twin, vocab_
     assert got.tolist() == Prediction(shaped[None]).sample(u[None])[0].tolist()
 
 
-def test_a_uniform_inside_a_cell_draws_that_cells_token(device):
-    # Cell v of the exact law is [F(v - 1), F(v)); its middle must give v, for tokens all over the vocabulary.
+def test_a_uniform_selects_the_token_of_its_cell(device):
+    # Cell v of the exact CDF is [F(v - 1), F(v)). Its middle must give v, for tokens across the vocabulary.
     logits, _ = draw(CHUNK + 1, torch.float32, device)
     tokens = torch.tensor([0, 1, 17, CHUNK - 1, CHUNK], device=device)
     rows = logits[:1].expand(5, -1).contiguous()
-    temperature = torch.full((1,), 4.0, device=device)  # nearly flat: no cell is lost in rounding
+    temperature = torch.full((1,), 4.0, device=device)  # nearly flat, so that rounding removes no cell
     law = exact(logits[:1], temperature)[0].softmax(-1)
     middle = law.cumsum(0)[tokens] - law[tokens] / 2
     statistics = vocabulary.vocabulary_statistics(rows, temperature)
@@ -130,13 +130,13 @@ def test_soft_probabilities_are_the_softmax_of_rounded_logits(twin, vocab_size, 
     logits, temperature = draw(vocab_size, dtype, device)
     statistics = twin.vocabulary_statistics(logits, temperature)
     got = twin.soft_probabilities(logits, statistics, temperature)
-    # The order of transformers: processed in float32, rounded to the embedding's dtype, softmax in float32, rounded.
+    # As in transformers: processed in float32, rounded to the embedding's dtype, softmax in float32, rounded.
     processed = torch.tanh(logits.float() / 30.0) * 30.0 / temperature.repeat_interleave(2)[:, None]
     want = processed.to(dtype).softmax(-1, dtype=torch.float32).to(dtype)
     assert got.dtype == dtype
-    # A logit on the border of two 16-bit values may round the other way: rare, so the norm hardly sees it.
+    # A logit between two 16-bit values may round differently; that is rare and hardly changes the norm.
     assert ((got.double() - want.double()).norm() / want.double().norm()).item() < 2e-3
-    # Where the logits are not rounded first, bfloat16 is off by percents: the test above can tell.
+    # Without the first rounding, bfloat16 would be off by several per cent.
     if dtype == torch.bfloat16 and vocab_size > CHUNK:
         plain = processed.softmax(-1)
         assert ((plain.double() - want.double()).norm() / want.double().norm()).item() > 2e-3
