@@ -1,4 +1,4 @@
-"""Attention, and the norm + rotation + cache write before it: parity against float64, then time at the published sizes.
+"""Attention and `prepare_qkv` at the published sizes: parity against float64, then time.
 
     PYTHONPATH=src:kernels python kernels/benchmarks/attention.py [--sweep] [--quick]
 
@@ -64,7 +64,7 @@ TILES: dict[tuple[str, int], list[AttentionTile | None]] = {  # None: the kernel
 def draw(
     layer: str, batch: int, num_tokens: int, prefix: int, copies: int = 1
 ) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Random queries, keys, values and lengths, `copies` times; slots that hold no token are NaN."""
+    """Draw random queries, keys, values and lengths, `copies` times; slots without a token are NaN."""
     kv_heads, head_dim = LAYERS[layer]
     capacity = math.ceil((prefix + num_tokens) / 256) * 256
     sets = []
@@ -88,7 +88,7 @@ def kernels(layer: str, num_tokens: int) -> list[str]:
 
 
 def exact(queries: Tensor, keys: Tensor, values: Tensor, length: Tensor, **mode: Any) -> Tensor:
-    """The reference in float64, a few heads at a time so that 128k keys fit."""
+    """Run the reference in float64, a few heads at a time so that 128k keys fit."""
     group = queries.shape[2] // keys.shape[1]
     heads = [
         reference.attention(
@@ -119,7 +119,7 @@ def check(layer: str, batch: int, num_tokens: int, prefix: int, **options: Any) 
 
 
 def measure(layer: str, batch: int, num_tokens: int, prefix: int, **options: Any) -> tuple[float, float]:
-    """Median and spread of one call, microseconds."""
+    """Return the median and spread of one call in microseconds."""
     kv_heads, head_dim = LAYERS[layer]
     num_bytes = 4 * batch * kv_heads * (prefix + num_tokens) * head_dim
     copies = min(48, max(2, COLD_BYTES // num_bytes))
@@ -162,7 +162,9 @@ def run_qkv(layer: str, prefix: int) -> str:
     mine, others = ((cache[0], cache[1]) for cache in caches)
     got = prepare_qkv(projected[0], *given, *mine, **options)
     want = qkv_reference.prepare_qkv(projected[0], *given, *others, **options)
-    demand_parity(f"prepare_qkv {layer} queries", got, want, 2e-3)  # the same roundings, bar a square root's last bit
+    demand_parity(
+        f"prepare_qkv {layer} queries", got, want, 2e-3
+    )  # the same roundings, except the last bit of a square root
     demand_parity(f"prepare_qkv {layer} cache", caches[0][..., prefix:, :], caches[1][..., prefix:, :], 2e-3)
     median, spread = time_graph(lambda: [prepare_qkv(x, *given, *mine, **options) for x in projected])
     num_bytes = 2 * 256 * (width + (HEADS + 2 * kv_heads) * head_dim)

@@ -3,8 +3,9 @@
 python kernels/benchmarks/experts.py                  every kernel of the half, the experts from 1 to 4,096 tokens
 python kernels/benchmarks/experts.py --weights packed with the experts in 12 bits, or in float8 by --weights fp8
 
-Weights are random, distinct in every layer (30 layers are 45 GB, so that no cache helps), and so is the routing: even
-over all experts, the worst case, or over a random 84 of them a layer, as seen on text. Tiles: `experts_sweep.py`.
+Weights are random and differ in every layer (30 layers are 45 GB, so that no cache helps). Routing is random as well:
+even over all experts, the worst case, or over 84 random experts per layer, the number seen on text. `experts_sweep.py`
+compares tiles.
 """
 
 import argparse
@@ -31,7 +32,7 @@ E, A, D, F, DENSE, EPS = 128, 8, 2816, 704, 2112, 1e-6
 # Two products and four bf16 roundings in a row come to about 3e-3; a wrong row or tile to more than 1e-2. Of float8 it
 # is what goes beyond the rounding of hidden values, and the second product from these as they are.
 LIMIT = 6e-3
-GPU, DTYPE = torch.device("cuda"), torch.bfloat16  # of rows, and what weights are drawn in
+GPU, DTYPE = torch.device("cuda"), torch.bfloat16  # dtype of rows and of drawn weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,20 +86,20 @@ def draw_hidden(pairs: int, format: str, block: int = 64) -> Tensor | Quantized:
 
 
 def draw_index(tokens: int, distinct: int = E) -> Tensor:
-    """(tokens, A) experts, different within a token, uniform over a random `distinct` of them."""
+    """Draw (tokens, A) experts, different within a token, uniform over a random `distinct` of them."""
     allowed = torch.randperm(E, device=GPU)[:distinct]
     return allowed[torch.rand(tokens, distinct, device=GPU).topk(A, dim=-1).indices].int().contiguous()
 
 
 def draw_skewed_index(tokens: int) -> Tensor:
-    """Expert 5 has a row of every token; all others come from fifteen experts, and most experts have none."""
+    """Draw experts so that expert 5 has every token, fifteen others share the rest, and most experts have no row."""
     rest = torch.arange(16, 31, device=GPU)[torch.rand(tokens, 15, device=GPU).topk(A - 1, dim=-1).indices]
     return torch.cat((torch.full((tokens, 1), 5, device=GPU), rest), dim=-1).int().contiguous()
 
 
 @contextlib.contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Every `torch.empty` inside is full of NaN."""
+    """Fill every `torch.empty` in this context with NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
@@ -115,7 +116,7 @@ def sort(index: Tensor, counts: Tensor, format: str) -> router.ExpertTiles:
 
 
 def run_experts(x: Tensor | Quantized, layer: Layer, weights: Tensor, tiles: router.ExpertTiles) -> Tensor:
-    """Without overlap, which needs fresh tiles: these are timed over the same ones again and again."""
+    """Run both products without overlap, which would need new tiles for every repetition."""
     return experts.expert_down(experts.expert_gate_up(x, layer.gate_up, tiles), layer.down, weights, tiles)
 
 
@@ -153,7 +154,7 @@ def widen(weights: Tensor | Quantized, expert: int) -> Tensor:
 
 
 def round_as(got: Quantized, want: Tensor) -> tuple[Tensor, Tensor]:
-    """Both, with `want` moved by at most half a step of float8 towards `got`: what is left between them is error."""
+    """Return both, with `want` moved towards `got` by at most half a step of float8; the rest is error."""
     wide, scale = got.decode(), got.scale.repeat_interleave(got.block or F, 1)[:, : want.shape[1]].double()
     half_step = 2.0 ** ((want / scale).abs().clamp(min=2.0**-6).log2().floor() - 4) * scale
     return wide, want + (wide - want).clamp(-half_step, half_step)
@@ -210,7 +211,7 @@ def check_rest(layer: Layer, tokens: int) -> None:
         want = fn(*(a.double() if isinstance(a, Tensor) else a for a in arguments))
         got, want = (got, want) if isinstance(got, tuple) else ((got,), (want,))
         for part, (g, w) in enumerate(zip(got, want, strict=True)):
-            # Sixteen roundings of 2**-9 deep at the most, and one row's worth of bf16 residual.
+            # At most sixteen roundings of 2**-9 in a row, and one bfloat16 residual.
             demand_parity(f"{name}[{part}], {tokens} tokens", g, w, 1e-2)
 
 
@@ -228,7 +229,7 @@ def check_parity(format: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Prints and keeps lines of: what, microseconds a layer, bytes against the ceiling, rate, remark."""
+    """Prints and stores lines of name, microseconds per layer, share of read bandwidth, rate and note."""
 
     bandwidth: float
     lines: list[dict]
@@ -316,7 +317,7 @@ def time_rest(report: Report, layers: list[Layer], tokens: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Half:
-    """What the second half of every layer is given, and how its kernels are ordered."""
+    """The inputs of the second half of every layer, and the order of its kernels."""
 
     attention: Tensor  # (M, D)
     residual_norms: tuple[Tensor, Tensor, Tensor, Tensor]
@@ -328,7 +329,7 @@ class Half:
     side: torch.cuda.Stream | None
 
     def __call__(self, x: Tensor, layer: Layer, routing: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """x after one half layer, routed by index and counts where given; without a second stream all is in one row."""
+        """Return x after one half layer, routed by index and counts if present, on one stream or two."""
         main = torch.cuda.current_stream()
         x, dense_in, expert_in, router_in = norms.attention_residual(
             self.attention, x, *self.residual_norms, EPS, float8=layer.format == "fp8"
@@ -361,7 +362,7 @@ def draw_half(tokens: int, side: torch.cuda.Stream | None) -> Half:
 
 
 def check_half(layer: Layer, tokens: int) -> None:
-    """Two streams and dependent launches, in a graph, give bit for bit what a launch at a time gives."""
+    """Check that two streams and dependent launches in a graph give the bits of single launches."""
     half, start = draw_half(tokens, torch.cuda.Stream()), draw_rows(tokens, D)
     alone = replace(half, side=None)
     with dependent_launch(False):
@@ -378,7 +379,7 @@ def check_half(layer: Layer, tokens: int) -> None:
 
 
 def time_half(report: Report, layers: list[Layer], tokens: int, distinct: int) -> None:
-    """The half layer as it runs, and with each of the second stream and dependent launches left out."""
+    """Time the half layer as it runs, and without the second stream or dependent launches."""
     start, indices = draw_rows(tokens, D), [draw_index(tokens, distinct) for _ in layers]
     fixed = [(index, count_pairs(index, E)) for index in indices]
     active = sum(index.unique().numel() for index in indices) / len(layers)
@@ -420,7 +421,7 @@ def time_all(report: Report, layers: list[Layer]) -> None:
 
 @contextlib.contextmanager
 def reporting(output: Path | None) -> Iterator[Report]:
-    """A report that ends in `output` as JSON, whatever becomes of the work; a SystemExit where there is no GPU."""
+    """Yield a report and write it to `output` as JSON, even after an error; exit without a GPU."""
     if not torch.cuda.is_available():
         raise SystemExit("This benchmark needs a CUDA GPU; on a CPU, tests/kernels check the same kernels.")
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Tiles of the experts' two products at the published sizes: each that is promising alone, the best of both together.
+"""Tiles of the experts' two products at the published sizes: each promising tile alone, then the best pair.
 
 python kernels/benchmarks/experts_sweep.py 256 512                    at 256 and at 512 tokens
 python kernels/benchmarks/experts_sweep.py 256 --weights packed       with the experts in 12 bits, or in float8 by fp8
@@ -111,7 +111,7 @@ def expert_table(table: tuple[configs.ExpertConfig, ...], format: str) -> Iterat
 
 
 def sweep(report: Report, layers: list[Layer], tokens: int, distinct: int) -> None:
-    """Tiles of gate_up alone and of down alone for each sensible number of rows, then the best of each together."""
+    """Time tiles of gate_up and of down for each sensible number of rows, then the best pair."""
     index = [draw_index(tokens, distinct) for _ in layers]
     active = sum(i.unique().numel() for i in index) / len(layers)
     format = layers[0].format
@@ -138,7 +138,7 @@ def sweep(report: Report, layers: list[Layer], tokens: int, distinct: int) -> No
                     check_experts(name, layers[0], index[0])
                 tiles = [sort(i, count_pairs(i, E), format) for i in index]
                 return report.add(name, time_graph(run, replays=15), len(layers), num_bytes, flops)
-        except (Exception, SystemExit) as error:  # a tile that does not fit, or is wrong, is a result of the sweep
+        except (Exception, SystemExit) as error:  # a tile that does not fit or is wrong is a result too
             print(f"{name}: {type(error).__name__}: {str(error)[:100]}", flush=True)
             return float("inf")
 
@@ -159,13 +159,13 @@ def sweep(report: Report, layers: list[Layer], tokens: int, distinct: int) -> No
 
 
 def rows_worth_trying(tokens: int, format: str) -> list[int]:
-    """Tiles of an expert's average rows to twice as many: smaller ones repeat weights, larger ones waste arithmetic."""
+    """Return numbers of rows from an expert's average to twice that: fewer repeat weights, more waste arithmetic."""
     average = tokens * A // E
     return [rows for rows in TILES[format][0] if average <= rows <= 2 * average] or [16 if average < 16 else 128]
 
 
 def compile_tile(rows: int, gate_up: tuple[int, ...], down: tuple[int, ...], format: str) -> None:
-    """Leaves one tile's kernel in Triton's cache: the sweep's own process then loads it. One expert's weights do.
+    """Compile one tile's kernel into Triton's cache, from which the sweep loads it. One expert's weights suffice.
 
     One of the two tiles is empty: its kernel is not compiled.
     """

@@ -52,7 +52,7 @@ def draw_tokens(*shape: int) -> Tensor:
 
 
 def random_prefix(model: FusedDenoiser, batch: int, length: int) -> FusedCache:
-    """A cache of random keys and values, as long as asked."""
+    """Make a cache of random keys and values of this length."""
     cache = model.new_cache(batch)
     buffers = cache.make_room(CANVAS, length)
     for tensor in (*buffers.keys, *buffers.values):
@@ -63,7 +63,7 @@ def random_prefix(model: FusedDenoiser, batch: int, length: int) -> FusedCache:
 
 
 def prepare_step(model: FusedDenoiser, cache: FusedCache, knobs: Knobs) -> Any:
-    """Take three steps, so that the step is captured and conditioned on itself; the captured step."""
+    """Take three steps, so that a self-conditioned step is captured, and return the captured step."""
     batch = cache.batch_size
     seeds = torch.arange(batch, device=GPU)
     noise = dgemma.UniformNoise(model.config.vocab_size)
@@ -76,7 +76,7 @@ def prepare_step(model: FusedDenoiser, cache: FusedCache, knobs: Knobs) -> Any:
 
 
 def time_replays(*replays: Callable[[], None], repeats: int = 30) -> list[tuple[float, float]]:
-    """Median and spread (90th minus 10th percentile) in ms of each replay, run one after the other, and of all."""
+    """Return median and spread (90th minus 10th percentile) in ms of each replay in the sequence, and of all."""
     marks = [[torch.cuda.Event(enable_timing=True) for _ in range(len(replays) + 1)] for _ in range(repeats)]
     for row in marks:
         row[0].record()
@@ -91,7 +91,7 @@ def time_replays(*replays: Callable[[], None], repeats: int = 30) -> list[tuple[
 
 
 def count_active(model: FusedDenoiser, cache: FusedCache) -> float:
-    """Distinct experts a layer in one forward of a random canvas, on average."""
+    """Return the mean number of distinct experts per layer in one forward of a random canvas."""
     from dgemma_kernels.engine import forward
 
     counts, route = [], forward.route
@@ -111,7 +111,7 @@ def count_active(model: FusedDenoiser, cache: FusedCache) -> float:
 
 
 def step_bytes(model: FusedDenoiser, active: float, batch: int, prefix: int) -> float:
-    """The fewest bytes a step reads: every weight in use once (the embedding twice), the prefix, the logits twice."""
+    """Return the fewest bytes of a step: each used weight once (the embedding twice), prefix, logits twice."""
     config, total, of_experts = model.config, 0.0, 0.0
     for layer in model._forward.weights.layers:
         both = (layer.expert_gate_up, layer.expert_down)
@@ -124,7 +124,7 @@ def step_bytes(model: FusedDenoiser, active: float, batch: int, prefix: int) -> 
 
 
 class Results:
-    """Prints lines and keeps them for the JSON."""
+    """Prints lines and stores them for the JSON file."""
 
     def __init__(self, bandwidth: float) -> None:
         self.bandwidth = bandwidth
@@ -137,13 +137,16 @@ class Results:
 
 
 def typical_error(got: Tensor, want: Tensor) -> float:
-    """‖got − want‖ / ‖want‖ of a position, the geometric mean over positions: a token that two roundings send to
-    different experts is off by tens of per cent whoever computes it, and few such tokens would be all of the mean."""
+    """Return the geometric mean over positions of ‖got − want‖ / ‖want‖.
+
+    A token that changes its expert by rounding is off by tens of per cent in any implementation. A few such tokens
+    would dominate the arithmetic mean.
+    """
     return ((got - want).norm(dim=-1) / want.norm(dim=-1)).log().mean().exp().item()
 
 
 def round_experts(model: dgemma.DiffusionGemma, wide: dgemma.DiffusionGemma) -> None:
-    """Both models' experts as float8 holds them; `model` from now on rounds what these multiply as the kernels do."""
+    """Round both models' experts to float8, and let `model` round the experts' inputs as the kernels do."""
     layers: list[Any] = list(model.layers)
     for layer, wide_layer in zip(layers, wide.layers, strict=True):
         for name in ("gate_up_proj", "down_proj"):
@@ -158,7 +161,7 @@ def round_experts(model: dgemma.DiffusionGemma, wide: dgemma.DiffusionGemma) -> 
 
 
 def check_parity(results: Results, weights: str) -> None:
-    """Two layers of the published size: bf16 engine and bf16 reference against float32, and generations twice.
+    """Check two layers of the published size: bf16 engine and reference against float32, and equal generations.
 
     In float8 all three have the rounded weights, and the first two round what these multiply.
     """
@@ -167,7 +170,7 @@ def check_parity(results: Results, weights: str) -> None:
     )
     model = dgemma.DiffusionGemma(config, device=GPU, dtype=torch.bfloat16).requires_grad_(False)
     layers: list[Any] = list(model.layers)
-    for layer in layers:  # unit norms at scale 1 make every softmax a hard maximum, and any rounding chaos
+    for layer in layers:  # unit norms at scale 1 make every softmax a hard maximum, which amplifies rounding
         layer.self_attn.q_norm.weight.fill_(0.25)
         layer.self_attn.k_norm.weight.fill_(0.25)
     wide = dgemma.DiffusionGemma(config, device=GPU, dtype=torch.float32).requires_grad_(False)
@@ -202,7 +205,7 @@ def check_parity(results: Results, weights: str) -> None:
     cache = fast.encode(prompt)
     one, two = (dgemma.generate(fast, prompt, max_new_tokens=512, steps=6, progress=False) for _ in range(2))
     assert torch.equal(one.tokens, two.tokens), "two runs of the same seed differ"
-    prediction = fast.denoise(canvas, cache).shaped(temperature=4.0)  # random weights are sure of the token they see
+    prediction = fast.denoise(canvas, cache).shaped(temperature=4.0)  # random weights predict the token they see
     plain_prediction = dgemma.Prediction(prediction.logits)
     demand_parity("entropy", prediction.entropy, plain_prediction.entropy, 1e-4)
     u = torch.rand(2, CANVAS, dtype=torch.float64, device=GPU)
@@ -215,13 +218,15 @@ def check_parity(results: Results, weights: str) -> None:
         logits = [engine.denoise(many[:, :CANVAS], engine.encode(many)).logits for engine in engines]
     apart = typical_error(*logits)
     results.add("parity", what="batch of 16", apart=apart)
-    if not apart <= (0.1 if weights == "fp8" else 0.05):  # a value between two of float8 goes either way
+    if not apart <= (0.1 if weights == "fp8" else 0.05):  # a value between two float8 values may round either way
         raise SystemExit(f"PARITY FAILED, nothing timed: a batch of 16 is {apart:.3e} from the reference")
 
 
 def check_greedy(results: Results, model: dgemma.DiffusionGemma, fast: FusedDenoiser, prompt: Tensor) -> None:
-    """Greedy steps over two canvases, each from the same state by both: wherever they choose different tokens, the
-    reference's two best logits must be closer than the two engines' logits of that position are apart."""
+    """Take greedy steps over two canvases, each from the same state with both models.
+
+    Where their tokens differ, the reference's two best logits must be closer than the two models' logits differ.
+    """
     knobs = Knobs(
         sampler=dgemma.EntropyBound(bound=4.0, greedy=True), temperature=dgemma.LinearTemperature(), stop=None
     )
@@ -305,7 +310,7 @@ def profile_step(results: Results, model: FusedDenoiser) -> None:
 
 
 def time_generate(results: Results, model: FusedDenoiser) -> None:
-    """16 fixed steps and the commit of every canvas but the first, through `dgemma.generate`, without the prefill.
+    """Time 16 fixed steps and the commit of every canvas but the first with `dgemma.generate`, without the prefill.
 
     Behind the first prompt the canvases that count see 1,024 tokens on average, behind the second 1,792.
     """
@@ -364,7 +369,7 @@ def time_words(results: Results, model: FusedDenoiser, step_ms: float | None) ->
 
 
 def restrict_experts(model: FusedDenoiser) -> None:
-    """Leave each layer DISTINCT experts: a router row of zeros scores zero, which is never among the eight largest."""
+    """Restrict each layer to DISTINCT experts: a router row of zeros is never among the eight largest scores."""
     for layer in model._forward.weights.layers:
         off = torch.randperm(model.config.num_experts, device=GPU)[DISTINCT:]
         layer.router[off] = 0.0
@@ -431,7 +436,7 @@ def main() -> None:
         restrict_experts(model)
         time_step(results, "skewed", model, 1, PROMPT)
         keep()
-    del model  # both do not fit together
+    del model  # memory does not fit both
     gc.collect()
     torch.cuda.empty_cache()
     for wanted, flags in ((options.transformers, []), (options.compiled, ["--compiled"])):

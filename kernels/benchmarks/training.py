@@ -1,4 +1,4 @@
-"""Training throughput beside a plain transformers loop, on the same objective, batch and precision.
+"""Training throughput next to a plain transformers loop, on the same objective, batch and precision.
 
 python kernels/benchmarks/training.py                                  on a GPU the 1B preset, elsewhere a toy
 python kernels/benchmarks/training.py --batch-size 4 --output out.json
@@ -34,12 +34,12 @@ DEVICE, DTYPE = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float32)
 
 
 def fine_tuning_loss(model: dgemma.DiffusionGemma, tokens: Tensor, prompt_len: int, **changes: Any) -> Tensor:
-    """The published objective, as the training loop takes it, of rows (B, T) of a prompt and one canvas."""
+    """Return the published objective for the training loop, for rows (B, T) of a prompt and one canvas."""
     noise = dgemma.UniformNoise(model.config.vocab_size)
     objective = Objective(noise=noise, canvas_len=model.config.canvas_length, **changes)
     batch_size, length = tokens.shape
     ones = torch.ones(batch_size, dtype=torch.int64, device=tokens.device)
-    spans = ((prompt_len, length),) * batch_size  # told, since asking the device would wait for it
+    spans = ((prompt_len, length),) * batch_size  # known on the host: reading the device would wait for it
     batch = TrainBatch(tokens=tokens, prompt_len=ones * prompt_len, length=ones * length, spans=spans)
     return objective.reduce(objective(model, batch, seeds=torch.randint_like(ones, 2**62)))
 
@@ -54,7 +54,7 @@ def build(config: dgemma.ModelConfig) -> dgemma.DiffusionGemma:
 
 
 def demand_equal_losses() -> None:
-    """The same small weights, no noise, self-conditioning always on: nothing is left to chance."""
+    """Check equal losses with the same small weights, no noise and self-conditioning always on."""
     model = dgemma.DiffusionGemma(dgemma.presets.tiny().replace(sliding_window=128, initializer_range=0.1))
     tokens = torch.randint(5, model.config.vocab_size, (3, 48 + model.config.canvas_length))
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
@@ -67,7 +67,7 @@ def demand_equal_losses() -> None:
 
 
 def measure(step: Callable[[], Tensor], options: argparse.Namespace) -> dict[str, Any]:
-    """Rounds of several steps: the device is waited for around a round, and runs behind the host within it."""
+    """Time rounds of several steps, with a wait for the device only before and after a round."""
     losses, times = [step() for _ in range(options.warmup)], []
     if ON_GPU:
         torch.cuda.reset_peak_memory_stats()
@@ -82,7 +82,7 @@ def measure(step: Callable[[], Tensor], options: argparse.Namespace) -> dict[str
 
 
 def profile(step: Callable[[], Tensor], milliseconds: float, num_steps: int = 3) -> None:
-    """How long the GPU computes in a step that takes so many milliseconds unwatched, and on what."""
+    """Print the GPU time of a step by kernel, against the `milliseconds` measured without the profiler."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as watched:
         for _ in range(num_steps):
             step()
@@ -92,7 +92,7 @@ def profile(step: Callable[[], Tensor], milliseconds: float, num_steps: int = 3)
     busy = sum(kernel.self_device_time_total for kernel in kernels) / num_steps / 1e3
     launches = sum(kernel.count for kernel in kernels) / num_steps
     share = busy / milliseconds
-    print(f"\nthe GPU computes {busy:.1f} of {milliseconds:.1f} ms a step ({share:.0%}), {launches:.0f} kernels:")
+    print(f"\nthe GPU computes {busy:.1f} of {milliseconds:.1f} ms per step ({share:.0%}), {launches:.0f} kernels:")
     for kernel in kernels[:15]:
         each = kernel.self_device_time_total / num_steps / 1e3
         print(f"{each:8.2f} ms {kernel.count / num_steps:7.0f} × {kernel.key[:90]}")
@@ -105,9 +105,9 @@ def main() -> None:
     parser.add_argument("--prompt-len", type=int, default=704 if ON_GPU else 32)
     parser.add_argument("--warmup", type=int, default=5 if ON_GPU else 1, help="steps before the first round")
     parser.add_argument("--rounds", type=int, default=5 if ON_GPU else 1)
-    parser.add_argument("--steps", type=int, default=4 if ON_GPU else 1, help="of a round")
+    parser.add_argument("--steps", type=int, default=4 if ON_GPU else 1, help="steps per round")
     parser.add_argument("--output", type=Path, help="a JSON file")
-    parser.add_argument("--profile", action="store_true", help="only dgemma, then which kernels its steps run")
+    parser.add_argument("--profile", action="store_true", help="run only dgemma, then print the kernels of its steps")
     options = parser.parse_args()
     if options.profile and not ON_GPU:
         parser.error("--profile must run on a GPU, and there is none. Leave it out.")
@@ -115,7 +115,7 @@ def main() -> None:
 
     config: dgemma.ModelConfig = getattr(dgemma.presets, options.preset)()
     shape = (options.batch_size, options.prompt_len + config.canvas_length)
-    config = config.replace(sliding_window=max(config.sliding_window, shape[1] + 1))  # everything is seen, in both
+    config = config.replace(sliding_window=max(config.sliding_window, shape[1] + 1))  # both models see everything
     print(f"\n{options.preset}, {shape[0]} rows of {shape[1]} tokens, {describe_run()}\n")
     print(
         "| loop | work | tokens/s | times transformers | ms a step | peak GiB | loss |\n|---|---|---|---|---|---|---|"
@@ -139,7 +139,9 @@ def main() -> None:
             found = {"loop": loop, "work": work, **measure(step, options)}
             found["tokens_per_second"] = shape[0] * shape[1] / found["milliseconds"] * 1e3
             results.append(found)
-            ratio = found["tokens_per_second"] / results[update]["tokens_per_second"]  # the first loop's, same work
+            ratio = (
+                found["tokens_per_second"] / results[update]["tokens_per_second"]
+            )  # against the first loop with the same work
             print(f"| {loop} | {work} | {found['tokens_per_second']:,.0f} | {ratio:.2f} |", end="")
             print(f" {found['milliseconds']:.1f} | {found['peak_GiB']:.1f} | {found['loss']:.2f} |", flush=True)
         if options.profile:

@@ -35,7 +35,7 @@ def build(config: dgemma.ModelConfig, device: str) -> torch.nn.Module:
 
 
 def time_steps(model: Any, prompt: torch.Tensor, *, compiled: bool, repeats: int) -> list[float]:
-    """Milliseconds a step, one figure a repeat."""
+    """Return milliseconds per step, one per repeat."""
 
     def seconds(steps: int) -> float:
         options = {"cache_implementation": "static"} if compiled else {}

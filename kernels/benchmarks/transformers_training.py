@@ -1,4 +1,4 @@
-"""The published fine-tuning loss as one writes it with transformers, for comparison; run by `training.py`."""
+"""The published fine-tuning loss written with transformers, for comparison; run by `training.py`."""
 
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ import dgemma
 
 
 def build(config: dgemma.ModelConfig, device: str, dtype: torch.dtype) -> DiffusionGemmaForBlockDiffusion:
-    """Random weights of this geometry."""
+    """Make random weights of this geometry."""
     published = {name: value for name, value in config.to_hf().items() if name != "architectures"}
     with torch.device(device):
         return DiffusionGemmaForBlockDiffusion(DiffusionGemmaConfig(**published)).to(dtype)
@@ -22,7 +22,7 @@ def build(config: dgemma.ModelConfig, device: str, dtype: torch.dtype) -> Diffus
 def fine_tuning_loss(
     model: Any, tokens: Tensor, prompt_len: int, *, noise: float = 1.0, self_cond: float = 0.5
 ) -> Tensor:
-    """Rows (B, T) of a prompt and one canvas: cross-entropy of every next token, and of every place of the canvas.
+    """Return the cross-entropy of every next token and of every canvas position, for rows (B, T) of prompt and canvas.
 
     noise: the highest level; self_cond: how often a canvas sees a first pass's prediction.
     """
@@ -38,7 +38,7 @@ def fine_tuning_loss(
     loss = F.cross_entropy(causal.flatten(0, 1), tokens[:, 1:].flatten())
     del causal
 
-    # The canvas sees the prompt and itself; what the reading cached of the canvas's own text is hidden from it.
+    # The canvas sees the prompt and itself, not the cached text of the canvas.
     seen = torch.ones(batch_size, length + clean.shape[1], dtype=torch.long, device=tokens.device)
     seen[:, prompt_len:length] = 0
     denoise = partial(

@@ -1,4 +1,4 @@
-"""The vocabulary side of a step: parity against float64, then time for 256 positions of 262,144 logits a user.
+"""The vocabulary pass of a step: parity against float64, then time for 256 positions of 262,144 logits per user.
 
     PYTHONPATH=src:kernels python kernels/benchmarks/vocabulary.py [--sweep]
 
@@ -22,12 +22,12 @@ from dgemma_kernels.ops.vocabulary import pack_allowed, reference, sample, soft_
 
 VOCAB, HIDDEN, CANVAS, SOFTCAP = 262_144, 2816, 256, 30.0
 LIMITS: dict[str, Any] = {"bound": 0.1, "confidence": 0.005, "vocab_size": VOCAB}
-CHECKED_ROWS = 16  # float64 copies of the checked rows, not of all
-LIMIT = 5e-5  # a capped logit of 30 / 0.4 is off by about 2e-5 in float32, and so is a probability, relatively
+CHECKED_ROWS = 16  # only these rows are copied to float64
+LIMIT = 5e-5  # a capped logit of 30 / 0.4 has a float32 error of about 2e-5, the relative error of a probability
 
 
 def draw(num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Head outputs from flat to peaked, a temperature, uniforms."""
+    """Draw head outputs from flat to peaked, a temperature and uniforms."""
     logits = torch.randn(num_rows, VOCAB, device="cuda", dtype=torch.bfloat16) * 4
     logits[torch.arange(num_rows), torch.randint(VOCAB, (num_rows,))] += (
         torch.linspace(0, 60, num_rows).bfloat16().cuda()
@@ -93,7 +93,7 @@ def draw_state(batch: int) -> dict[str, Any]:
 
 
 def eager(logits: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
-    """The same step of transformers: every intermediate a float32 (R, V) tensor."""
+    """Run the same step as transformers does, with float32 (R, V) intermediates."""
     processed = torch.tanh(logits.float() / SOFTCAP) * SOFTCAP / temperature
     probabilities = processed.softmax(-1)
     entropy = torch.distributions.Categorical(logits=processed, validate_args=False).entropy()
