@@ -33,11 +33,11 @@ def test_a_short_run_shows_nothing(monkeypatch):
     assert work(monkeypatch, Terminal(), seconds=0.5) == ""
 
 
-def test_piped_output_stays_plain_and_silence_can_be_asked_for(monkeypatch):
+def test_piped_output_is_plain_and_quiet_shows_nothing(monkeypatch):
     assert work(monkeypatch, io.StringIO()) == ""
     assert work(monkeypatch, Terminal(), show=False) == ""
 
 
-def test_a_notebook_counts_as_somebody_looking(monkeypatch):
+def test_a_notebook_shows_the_bar(monkeypatch):
     monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
     assert "denoising" in work(monkeypatch, io.StringIO())

@@ -25,13 +25,13 @@ def prompt():
 
 
 @pytest.mark.parametrize("sampler", EVERY, ids=repr)
-def test_every_sampler_comes_back_from_what_a_checkpoint_keeps_of_it(sampler):
+def test_every_sampler_is_rebuilt_from_its_description(sampler):
     kept = json.loads(json.dumps(dgemma.describe_sampler(sampler)))
     assert dgemma.default_sampler(model(kept)) == sampler
     assert SAMPLERS[kept["name"]] is type(sampler)
 
 
-def test_what_a_checkpoint_keeps_is_json_whatever_scalars_were_given():
+def test_a_description_is_json_for_all_kinds_of_scalars():
     sampler = dgemma.LeaveOneOutGibbs(num_positions=np.int64(8), choice_temperature=torch.tensor(0.5))
     assert json.loads(json.dumps(dgemma.describe_sampler(sampler))) == {
         "name": "leave-one-out-gibbs",
@@ -58,7 +58,7 @@ def test_a_run_without_a_sampler_is_the_one_with_the_checkpoints():
         assert torch.equal(work(own).tokens, work(plain, sampler=GIBBS).tokens)
 
 
-def test_a_sampler_that_is_given_wins():
+def test_an_explicit_sampler_takes_precedence():
     ancestral = dgemma.Ancestral()
     plan = dgemma.read_plan(model(dgemma.describe_sampler(GIBBS)), prompt(), sampler=ancestral)
     assert plan.knobs.sampler is ancestral
@@ -91,14 +91,14 @@ def test_gibbs_takes_all_its_steps_unless_a_rule_is_given(named):
     ],
     ids=lambda value: value["name"] if isinstance(value, dict) else "",
 )
-def test_what_cannot_be_built_is_said_in_a_sentence_and_another_sampler_still_runs(kept, said):
+def test_a_bad_description_is_refused_in_a_sentence_and_another_sampler_still_runs(kept, said):
     broken = model(kept)
     with pytest.raises(ValueError, match=f"^GenerationDefaults.sampler must .*{said}.*correct config.json.$"):
         dgemma.generate(broken, prompt(), max_new_tokens=32)
     dgemma.generate(broken, prompt(), max_new_tokens=32, steps=1, sampler=dgemma.Ancestral())
 
 
-def test_a_sampler_of_ones_own_is_passed_not_kept():
+def test_a_user_defined_sampler_cannot_be_stored_in_a_checkpoint():
     @dataclass(frozen=True, kw_only=True)
     class Ancestral(dgemma.Ancestral):
         pass
@@ -112,7 +112,7 @@ def test_a_checkpoints_sampler_is_refused_under_noise_it_is_not_for():
         dgemma.generate(model(dgemma.describe_sampler(GIBBS)), prompt(), noise=dgemma.MaskNoise(512))
 
 
-def test_what_was_chosen_to_sample_one_noise_goes_when_another_is_learnt():
+def test_training_under_another_noise_resets_bound_and_sampler():
     own = model(dgemma.describe_sampler(GIBBS), entropy_bound=3.0).generation
     assert own.after_learning({"kind": "uniform"}) == replace(own, noise={"kind": "uniform"})
     learnt = own.after_learning({"kind": "mask", "mask_token_id": 4})

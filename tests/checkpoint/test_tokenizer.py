@@ -258,7 +258,7 @@ def test_code_in_a_checkpoint_is_not_run(folders, tmp_path):
 
 # Gemma's own class, and the plain one that the shipped checkpoints name.
 @pytest.mark.parametrize("kind", [GemmaTokenizer, PreTrainedTokenizerFast])
-def test_texts_are_read_and_written_as_transformers_does(kind, tmp_path):
+def test_encoding_and_decoding_equal_those_of_transformers(kind, tmp_path):
     saved = _published_like_tokenizer()
     if kind is PreTrainedTokenizerFast:
         names = {f"{name}_token": f"<{name}>" for name in ("pad", "eos", "bos", "unk", "mask")}
@@ -282,7 +282,7 @@ def _rewritten(folder, file_name, change):
     (folder / file_name).write_text(json.dumps(contents))
 
 
-def test_a_stored_truncation_and_padding_are_not_obeyed(folders, tmp_path):
+def test_stored_truncation_and_padding_are_ignored(folders, tmp_path):
     folder = shutil.copytree(folders / "none", tmp_path / "short")
     pieces = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     pieces.enable_truncation(3)
@@ -369,7 +369,7 @@ def test_listed_tokens_that_fit_nowhere_are_refused(words_folder, listed, senten
         Tokenizer.from_pretrained(words_folder)
 
 
-def test_a_file_that_is_no_tokenizer_is_refused(folders, tmp_path):
+def test_a_file_that_is_not_a_tokenizer_is_refused(folders, tmp_path):
     folder = shutil.copytree(folders / "current", tmp_path / "damaged")
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="holds no tokenizer"):

@@ -107,7 +107,7 @@ def test_saved_weights_come_back_bit_for_bit(tmp_path, limit):
 
 @pytest.mark.skipif(os.name != "posix", reason="the permissions of POSIX")
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002], ids=oct)
-def test_what_is_saved_may_be_read_by_whom_the_umask_lets(tmp_path, umask):
+def test_saved_files_have_the_permissions_of_the_umask(tmp_path, umask):
     before = os.umask(umask)
     try:
         random_model().save_pretrained(tmp_path / "model")
@@ -141,7 +141,7 @@ def test_a_meaningless_shard_size_is_refused(tmp_path, size):
         random_model().save_pretrained(tmp_path, max_shard_size=size)
 
 
-def test_the_dtype_is_the_files_own_unless_asked(folder):
+def test_the_dtype_is_that_of_the_files_by_default(folder):
     assert DiffusionGemma.from_pretrained(folder).dtype == torch.float32
     half = DiffusionGemma.from_pretrained(folder, dtype=torch.bfloat16)
     assert {tensor.dtype for tensor in half.state_dict().values()} == {torch.bfloat16}
@@ -221,7 +221,7 @@ def test_scalars_that_differ_between_the_modes_are_kept_apart_with_one_warning(f
     assert ["layers.1.layer_scalar" in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_vision_tensors_are_skipped_with_one_notice(folder, caplog):
+def test_vision_tensors_are_skipped_with_one_log_line(folder, caplog):
     expected = DiffusionGemma.from_pretrained(folder)
     prefix = "model.encoder."
     vision = {f"{prefix}vision_tower.std_bias": torch.ones(3), f"{prefix}embed_vision.x": torch.ones(2)}
@@ -292,7 +292,7 @@ def test_a_config_that_does_not_fit_its_tensors_names_the_field_that_does_not(fo
     ]
 
 
-def test_of_all_tensors_that_do_not_fit_a_few_are_named_and_the_others_counted(folder):
+def test_an_error_names_a_few_wrong_tensors_and_counts_the_others(folder):
     text = json.loads((folder / "config.json").read_text())["text_config"]
     changes = {"num_hidden_layers": 4, "layer_types": [SLIDING, *TINY.layer_types]}
     edit_json(folder / "config.json", text_config=text | changes)
@@ -336,7 +336,7 @@ def test_one_wrong_tensor_or_layer_among_right_ones_is_not_blamed_on_the_config(
     assert "ModelConfig" not in str(error.value)
 
 
-def test_a_lost_v_proj_is_missed_and_the_layers_kind_not_doubted(folder):
+def test_a_missing_v_proj_is_reported_and_the_layer_type_is_not_blamed(folder):
     edit(folder, lambda tensors: tensors.pop("model.decoder.layers.1.self_attn.v_proj.weight"))
     with pytest.raises(
         ValueError, match=r"config\.json:\n  missing model\.decoder\.layers\.1\.self_attn\.v_proj\.weight$"
@@ -405,7 +405,7 @@ def test_an_index_that_contradicts_its_shards_is_refused(sharded):
         DiffusionGemma.from_pretrained(sharded)
 
 
-def test_a_tensor_held_twice_is_refused(sharded):
+def test_a_tensor_stored_twice_is_refused(sharded):
     last = max(sharded.glob("*.safetensors"))
     save_file(load_file(last) | {HEAD: torch.ones(128, 16)}, last)
     with pytest.raises(ValueError, match=f"repeats {HEAD}"):
@@ -568,7 +568,7 @@ def test_an_unreachable_hub_is_one_error(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["missing", "/missing/folder", "a/b/c", "../x", "http://host/x", Path("a/b")])
-def test_what_is_neither_folder_nor_hub_id_is_refused(name):
+def test_a_name_that_is_neither_folder_nor_hub_id_is_refused(name):
     with pytest.raises(FileNotFoundError, match="neither a folder nor a hub id"):
         resolve(name)
 
@@ -581,7 +581,7 @@ def test_assets_are_found_by_name(monkeypatch, tmp_path):
         resolve("dgemma/other")
 
 
-def test_what_ships_is_read_in_float32_unless_asked_otherwise():
+def test_shipped_checkpoints_load_in_float32_by_default():
     # Stored in bfloat16, which most CPUs have no fast products for.
     assert DiffusionGemma.from_pretrained("dgemma/sudoku").dtype == torch.float32
     assert DiffusionGemma.from_pretrained("dgemma/sudoku", dtype=torch.bfloat16).dtype == torch.bfloat16

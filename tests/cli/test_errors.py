@@ -101,7 +101,7 @@ def test_a_prompt_longer_than_the_context_is_refused(command, checkpoint):
     refuses(command("generate", "-m", checkpoint, "-n", 32, "x" * 400), "got 433 tokens with the prompt and 1 canvas.")
 
 
-def test_a_folder_in_front_of_the_text_is_not_taken_for_words(command, checkpoint):
+def test_a_model_before_the_text_is_not_taken_for_words(command, checkpoint):
     refuses(command("infill", checkpoint, "The ____ sat."), f"{checkpoint} is a model, not part of the text")
 
 
@@ -111,7 +111,7 @@ def test_other_encodings_than_utf8_are_refused(command, checkpoint):
     refuses(command("sudoku", "-", stdin=b"\xff" * 81), "standard input must be UTF-8")
 
 
-def test_a_folder_without_a_model_is_no_checkpoint(command, checkpoint, tmp_path):
+def test_a_folder_without_a_model_is_not_a_checkpoint(command, checkpoint, tmp_path):
     for words in (("generate", "-m", tmp_path, "Hi"), ("info", tmp_path)):
         refuses(command(*words), f"{tmp_path} holds no checkpoint: there is no config.json")
     dgemma.ByteTokenizer().save_pretrained(tmp_path)
@@ -129,7 +129,7 @@ def test_a_folder_without_a_model_is_no_checkpoint(command, checkpoint, tmp_path
         ({"noise": {"kind": "mask", "mask_token_id": 1.5}}, "mask_token_id must be an integer in [0, vocab_size), got"),
     ],
 )
-def test_what_is_wrong_in_a_config_is_named_by_file_and_entry(command, checkpoint, tmp_path, entry, said):
+def test_a_mistake_in_a_config_is_named_by_file_and_entry(command, checkpoint, tmp_path, entry, said):
     folder, (name,) = shutil.copytree(checkpoint, tmp_path / "model"), entry
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | entry))
@@ -141,7 +141,7 @@ def test_what_is_wrong_in_a_config_is_named_by_file_and_entry(command, checkpoin
     assert command("generate", "-m", folder, *others, "-n", 32, "--steps", 1, "Hi").code == 0
 
 
-def test_an_entry_of_a_config_that_is_no_description_names_the_file(command, checkpoint, tmp_path):
+def test_an_invalid_config_entry_is_refused_with_its_file(command, checkpoint, tmp_path):
     file = shutil.copytree(checkpoint, tmp_path / "model") / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"sampler": "ancestral"}))
     refuses(
@@ -149,7 +149,7 @@ def test_an_entry_of_a_config_that_is_no_description_names_the_file(command, che
     )
 
 
-def test_text_files_must_be_there_and_hold_text(command, checkpoint, tmp_path):
+def test_missing_and_empty_text_files_are_refused(command, checkpoint, tmp_path):
     empty = tmp_path / "empty.txt"
     empty.touch()
     for words in (("evaluate",), ("train", "--out", tmp_path / "run")):
@@ -161,7 +161,7 @@ def test_a_text_model_solves_no_sudoku(command, checkpoint):
     refuses(command("sudoku", "-m", checkpoint), "-m must name a Sudoku solver (824 tokens, canvas 81)")
 
 
-def test_what_needs_a_gpu_says_so(command, checkpoint):
+def test_options_that_need_a_gpu_say_so(command, checkpoint):
     refuses(command("generate", "-m", checkpoint, "--device", "cuda", "Hi"), "0 here, got cuda")
     refuses(command("generate", "-m", checkpoint, "--fast", "Hi"), "--fast needs a GPU")
     refuses(command("generate", "-m", checkpoint, "--weights", "fp8", "Hi"), "--weights must come with --fast")
@@ -187,7 +187,7 @@ def test_a_read_only_folder_is_named(command, checkpoint, tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-def test_a_full_disk_is_no_bad_argument(command, checkpoint):
+def test_a_full_disk_is_not_reported_as_a_bad_argument(command, checkpoint):
     ran = command("generate", "-m", checkpoint, "-n", "32", "--steps", "1", "--html", "/dev/full", "Hi")
     assert (ran.code, ran.err) == (1, "dgemma generate: [Errno 28] No space left on device\n")
 
@@ -235,7 +235,7 @@ def test_ctrl_c_while_torch_is_imported_leaves_no_traceback(called, tmp_path):
     assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "\nStopped.\n")
 
 
-def test_ctrl_c_while_another_program_imports_the_library_is_its_own_matter(tmp_path):
+def test_ctrl_c_in_another_program_that_imports_dgemma_is_not_handled(tmp_path):
     ran = _interrupt_import([tmp_path / "other.py"], tmp_path)
     assert ran.returncode != 130
     assert ran.stderr.startswith("Traceback")

@@ -16,9 +16,7 @@ from dgemma.cli import options
     ("given", "asked", "release"),
     [(None, "bf16", False), ("bf16", "bf16", False), ("packed", "packed", True), ("fp8", "fp8", True)],
 )
-def test_the_kernels_are_given_the_weights_asked_for_and_nothing_else_holds_the_model(
-    given, asked, release, monkeypatch
-):
+def test_the_kernels_get_the_requested_weights_and_the_model_is_released(given, asked, release, monkeypatch):
     # Of experts in fp8 the model's own would else be held as well: 69 GiB of the published size, not 27; and while they
     # are rounded, unless they are released.
     kernels = pytest.importorskip("dgemma_kernels")

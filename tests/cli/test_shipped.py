@@ -38,7 +38,7 @@ def test_a_shipped_checkpoint_knows_noise_and_sampler_and_transformers_reads_it_
 
 
 @needs_text
-def test_a_hole_has_the_space_in_front_of_its_word(command):
+def test_a_hole_includes_the_space_before_its_word(command):
     """The vocabulary's words carry it; after a space of its own, which stays, no whole word could be written."""
     found = json.loads(command("infill", "--json", "--steps", "1", "The ____ sat down.").out)
     words = dgemma.Tokenizer.from_pretrained("dgemma/text")
@@ -47,7 +47,7 @@ def test_a_hole_has_the_space_in_front_of_its_word(command):
 
 
 @needs_text
-def test_words_that_are_kept_keep_the_space_in_front_of_them(command):
+def test_kept_words_keep_the_space_before_them(command):
     text, words = "It was the old man who spoke.", dgemma.Tokenizer.from_pretrained("dgemma/text")
     found = json.loads(command("edit", "--json", "--level", "1", "--steps", "1", "--keep", "old man", text).out)
     before, kept = len(words.encode("It was the")), words.encode(" old man", bos=False)

@@ -88,7 +88,7 @@ def words(tmp_path):
     return file
 
 
-def test_evaluate_finds_a_random_model_near_uniform_and_compressors_beside_it(command, checkpoint, words):
+def test_evaluate_finds_a_random_model_near_uniform_and_lists_compressors(command, checkpoint, words):
     ran = command("evaluate", "-m", checkpoint, "--samples", "2", "--canvases", "2", "--json", words)
     found = json.loads(ran.out)
     text = words.read_bytes()

@@ -13,7 +13,7 @@ PUZZLE = "5300700006001950000980000608000600034008030017000200060600002800004190
 SOLUTION = "534678912672195348198342567859761423426853791713924856961537284287419635345286179"
 
 
-def test_a_model_that_knows_nothing_is_told_that_it_is_wrong(command, solver):
+def test_a_random_model_gets_a_wrong_answer_reported(command, solver):
     ran = command("sudoku", "-m", solver, "--steps", "2", "--json", PUZZLE)
     found = json.loads(ran.out)
     assert ran.code == 1
@@ -86,7 +86,7 @@ def test_clues_that_the_model_writes_itself_are_checked_too(command, solver, noi
     assert ran.err.startswith("Wrong")
 
 
-def test_a_wrong_answer_is_tried_again_as_often_as_asked(command, solver, tmp_path):
+def test_a_wrong_answer_is_tried_again_up_to_the_limit(command, solver, tmp_path):
     words = ("sudoku", "-m", solver, "--steps", "1", PUZZLE)
     assert command(*words).err.endswith(" --retry 3 would try again.\n")
     ran = command(*words, "--retry", "2", "--json", "--html", tmp_path / "run.html")
@@ -97,7 +97,7 @@ def test_a_wrong_answer_is_tried_again_as_often_as_asked(command, solver, tmp_pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run-2.html", "run-3.html", "run.html"]
 
 
-def test_a_solver_that_names_no_noise_runs_under_masks_which_its_sampler_must_fit(command, solver):
+def test_a_solver_without_a_named_noise_runs_under_masks(command, solver):
     ran = command("sudoku", "-m", solver, "--sampler", "leave-one-out-gibbs")
     assert (ran.code, ran.out) == (2, "")
     assert "--sampler LeaveOneOutGibbs must run under --noise uniform, got mask" in ran.err

@@ -56,7 +56,7 @@ def test_ctrl_c_leaves_the_board_as_it_was(solver):
     assert left.screen.endswith("Stopped.")
 
 
-def test_the_live_view_is_followed_by_the_text_alone(checkpoint, command):
+def test_only_the_text_follows_the_live_view(checkpoint, command):
     words = ("generate", "-m", checkpoint, "-n", "32", "--steps", "3", "Once")
     ended = terminal.run(*words)
     left = screen(ended)
@@ -67,7 +67,7 @@ def test_the_live_view_is_followed_by_the_text_alone(checkpoint, command):
     assert left.cursor_shown
 
 
-def test_what_is_piped_is_plain_while_the_view_shows(checkpoint, command):
+def test_piped_output_is_plain_while_the_view_shows(checkpoint, command):
     words = ("generate", "-m", checkpoint, "-n", "32", "--steps", "3", "Once")
     ended = terminal.run(*words, pipe_out=True)
     assert ended.piped.decode() == command(*words).out
@@ -96,14 +96,14 @@ def test_a_conversation_on_a_terminal_ends_with_ctrl_d(checkpoint):
     assert "> Who?" in ended.terminal
 
 
-def test_a_prompt_is_asked_for_where_nobody_pipes_one(checkpoint):
+def test_without_a_prompt_and_without_a_pipe_a_prompt_is_requested(checkpoint):
     ended = terminal.run("generate", "-m", checkpoint)
     assert ended.code == 2
     assert "A text is needed. Write it in quotes, or pipe it in" in ended.terminal
 
 
 @pytest.mark.parametrize("words", [("--help",), ("info", "--tensors")], ids=["help", "a long list"])
-def test_a_reader_that_leaves_early_is_no_error(checkpoint, words):
+def test_a_closed_pipe_is_not_an_error(checkpoint, words):
     ended = terminal.run_with_a_reader_that_leaves(*words, *([checkpoint] if words[0] == "info" else []))
     assert ended == (0, "", b"")
 
@@ -119,7 +119,7 @@ def test_characters_that_the_output_cannot_show_do_not_stop_it(checkpoint):
     [({}, False), ({"pipe_out": True}, True), ({"kind": "dumb"}, True), ({"columns": 25}, True), ({"lines": 14}, True)],
     ids=["board", "piped", "dumb", "narrow", "low"],
 )
-def test_the_answer_is_printed_wherever_the_board_does_not_stand(solver, given, is_printed):
+def test_the_answer_is_printed_if_the_board_is_not_shown(solver, given, is_printed):
     """A board and its last line are 14 lines of 25 characters, and the cursor needs a place beside and below them."""
     almost = "0" + SOLUTION[1:]
     ended = terminal.run("sudoku", "-m", solver, "--steps", "1", almost, **given)

@@ -72,7 +72,7 @@ def test_json_of_generate_ends_with_the_stop_token_and_holds_no_padding(command,
     assert len(tokens) < 32
 
 
-def test_what_is_written_ends_with_the_stop_token_whatever_comes_before_and_after():
+def test_written_tokens_end_with_the_stop_token():
     """A padding token that the model chose itself is in the cache, and so in what the next turn goes on from."""
     writer = SimpleNamespace(denoiser=SimpleNamespace(generation=dgemma.GenerationDefaults()))
     out = SimpleNamespace(new_tokens=torch.tensor([[200, 0, 106, 0, 0]]))
@@ -85,7 +85,7 @@ def test_the_prompt_is_read_from_standard_input(command, checkpoint, words):
     assert piped == command("generate", "-m", checkpoint, *QUICK, "Où?")
 
 
-def test_generate_by_chat_template_prints_the_answer_alone(command, checkpoint, model):
+def test_generate_with_the_chat_template_prints_only_the_answer(command, checkpoint, model):
     tokenizer = dgemma.ByteTokenizer()
     ran = command("generate", "-m", checkpoint, *QUICK, "--chat", "Who?")
     assert ran.out == tokenizer.decode(write(model, tokenizer.chat("Who?"))) + "\n"
@@ -102,7 +102,7 @@ def test_a_conversation_has_one_json_object_a_line_until_an_empty_one(command, c
         messages += [{"role": "assistant", "content": found["text"]}, {"role": "user", "content": next_question}]
 
 
-def test_what_was_read_in_a_turn_is_not_read_again(command, checkpoint, model, monkeypatch):
+def test_earlier_turns_are_not_read_again(command, checkpoint, model, monkeypatch):
     """Without a template the next turn goes on after the last, so the cache can always be kept."""
     read = []
 
@@ -134,7 +134,7 @@ def test_infill_writes_a_token_for_every_underscore_and_keeps_the_rest(command, 
 
 
 @pytest.mark.parametrize("words", [("infill", "The __ sat."), ("edit", "The cat sat.")], ids=["infill", "edit"])
-def test_what_follows_the_text_is_its_end_and_need_not_be_written(command, checkpoint, monkeypatch, words):
+def test_end_tokens_after_the_text_need_not_be_written(command, checkpoint, monkeypatch, words):
     """A canvas of 32 reaches beyond these texts; free positions there would be written, and waited for."""
     tails = []
     library = getattr(writing, words[0])
@@ -148,7 +148,7 @@ def test_what_follows_the_text_is_its_end_and_need_not_be_written(command, check
     assert tails == [dgemma.ByteTokenizer.eos_token_id]
 
 
-def test_the_noise_is_the_checkpoints_unless_named_and_another_is_warned_of(command, checkpoint, tmp_path, caplog):
+def test_the_noise_is_the_checkpoints_by_default_and_another_gives_a_warning(command, checkpoint, tmp_path, caplog):
     _warn_once.cache_clear()
     folder = tmp_path / "masks"
     shutil.copytree(checkpoint, folder)
@@ -163,7 +163,7 @@ def test_the_noise_is_the_checkpoints_unless_named_and_another_is_warned_of(comm
     assert json.loads(other.out)["tokens"] != json.loads(own.out)["tokens"]
 
 
-def test_edit_keeps_the_words_it_is_told_to(command, checkpoint):
+def test_edit_keeps_the_words_of_keep(command, checkpoint):
     text = "an old man, old as stone"
     ran = command(
         "edit",

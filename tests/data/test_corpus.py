@@ -25,7 +25,7 @@ def test_parts_are_read_in_the_training_texts_tokens(folder):
     assert len(made.tokenizer.encode("zebra", bos=False)) == 5  # which the tokenizer never saw
 
 
-def test_what_is_there_is_not_made_again_and_what_is_half_made_is(folder, monkeypatch):
+def test_complete_parts_are_kept_and_incomplete_ones_are_made_again(folder, monkeypatch):
     first = prepare_corpus(folder, VOCAB)
     (folder / "tokens" / "test" / "about.json").unlink()  # as if killed while it was written
     monkeypatch.setattr(corpus, "train_tokenizer", None)

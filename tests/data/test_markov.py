@@ -26,7 +26,7 @@ def test_entropy_rate_is_what_one_more_token_adds_to_a_long_text():
     assert SMALL.entropy(400) - SMALL.entropy(399) == pytest.approx(SMALL.entropy_rate, abs=1e-10)
 
 
-def test_a_two_state_chain_has_the_textbook_rate():
+def test_a_two_state_chain_has_the_entropy_rate_of_textbooks():
     """Leave state 0 with probability .1 and state 1 with .3: stationary (.75, .25)."""
     move = torch.tensor([[0.9, 0.1], [0.3, 0.7]], dtype=torch.float64)
     chain = MarkovChain(first=torch.tensor([0.5, 0.5]), move=move)
@@ -230,7 +230,7 @@ def test_only_a_first_token_tells_positions_of_a_masked_text_apart():
     assert (told[1:] - told[:-1]).abs().amax(1).min() > 0.01
 
 
-def test_what_is_no_chain_is_refused():
+def test_tables_that_are_not_a_chain_are_refused():
     half = torch.tensor([0.5, 0.5])
     with pytest.raises(ValueError, match=r"MarkovChain\.move must be \(2, 2\)"):
         MarkovChain(first=half, move=torch.eye(3))

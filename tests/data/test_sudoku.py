@@ -128,7 +128,7 @@ def test_digging_to_nothing_leaves_no_clue_to_spare():
         assert (sudoku.solve(without).counts == 2).all(), row
 
 
-def test_puzzles_do_not_depend_on_who_makes_them(monkeypatch):
+def test_puzzles_do_not_depend_on_the_number_of_workers(monkeypatch):
     monkeypatch.setattr("dgemma.data.sudoku.puzzles._CHUNK", 3)
 
     class InThisProcess:
@@ -320,7 +320,7 @@ def test_a_puzzle_may_be_given_as_text(some):
 
 
 @pytest.mark.parametrize("strange", [10, -1, 0.5])
-def test_what_is_no_digit_is_refused(some, strange):
+def test_characters_that_are_not_digits_are_refused(some, strange):
     puzzles = np.where(np.arange(81) == 7, strange, some.puzzles[:2])
     solver = Oracle(some.solutions[:2])
     with pytest.raises(ValueError, match="complete puzzles must hold whole digits"):
@@ -339,7 +339,7 @@ def test_a_model_of_other_tokens_and_solutions_of_other_puzzles_are_refused(some
 
 
 @pytest.mark.parametrize("puzzles", [[], (), torch.zeros(0, 81)], ids=["list", "tuple", "tensor"])
-def test_to_complete_nothing_is_refused(some, puzzles):
+def test_completing_no_puzzle_is_refused(some, puzzles):
     with pytest.raises(ValueError, match=r"complete puzzles must be .* at least one puzzle, got shape \(0.*\)\. See"):
         sudoku.complete(Oracle(some.solutions[:1]), puzzles)
 
@@ -430,7 +430,7 @@ def test_a_row_as_text_is_a_start_the_puzzle_and_the_solution(some):
     assert torch.equal(batch.tokens[:, :82], text.prompt_tokens(sample.puzzle))
 
 
-def test_what_is_no_digit_is_read_as_a_blank(some):
+def test_tokens_that_are_not_digits_are_read_as_blanks(some):
     tokenizer = dgemma.ByteTokenizer()
     text = sudoku.TextSudoku(sudoku.SudokuSource(pool=some), tokenizer)
     written = torch.tensor([tokenizer.encode("9x0 1" + "5" * 76, bos=False)])

@@ -40,7 +40,7 @@ def test_text_files_are_read_document_by_document(tmp_path):
     ]
 
 
-def test_a_byte_order_mark_is_no_text(tmp_path):
+def test_a_byte_order_mark_is_dropped(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo")
     (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "three"}\r\n')
     assert [d.text for d in read_documents(tmp_path)] == ["one\r\ntwo", "three"]  # line ends are
@@ -88,7 +88,7 @@ def test_a_long_document_is_read_in_time_that_grows_as_it_does(tmp_path, monkeyp
         ("broken.jsonl", b'{"text": \n', "broken.jsonl:1 must be a JSON object"),
     ],
 )
-def test_a_file_that_is_no_text_is_named_with_the_place(tmp_path, name, data, message):
+def test_a_file_that_is_not_text_is_refused_with_file_and_byte(tmp_path, name, data, message):
     (tmp_path / name).write_bytes(data)
     with pytest.raises(ValueError, match=message):
         list(read_documents(tmp_path / name))
@@ -142,7 +142,7 @@ def test_a_token_files_fingerprint_tells_other_texts_and_other_parts_apart(tmp_p
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 16, 17, 1000])
-def test_every_epoch_is_an_order_of_its_own(size):
+def test_every_epoch_has_another_order(size):
     index = torch.arange(size)
     orders = [permute(index, size, seed=0, epoch=torch.full_like(index, epoch)).tolist() for epoch in range(3)]
     for order in orders:
@@ -248,7 +248,7 @@ def test_no_canvas_holds_two_documents_and_each_ends_filled(letters):
                 assert set(text[text.index(EOS) :]) == {EOS}
 
 
-def test_a_document_inside_a_row_begins_with_a_pinned_begin_of_text(letters):
+def test_a_document_inside_a_row_begins_with_a_frozen_begin_of_text(letters):
     pins = 0
     for row in rows_of_an_epoch(source_of(letters)):
         where = row.frozen[0].nonzero()[:, 0]
@@ -327,7 +327,7 @@ def test_a_scan_scores_every_token_once_with_its_context(letters):
     assert batch.text.unique(return_counts=True)[1].tolist() == [-(-(n + 2) // 8) for n in range(26)]  # rows of each
 
 
-def test_prompts_are_no_running_text_and_a_scan_of_nothing_is_none(tmp_path):
+def test_prompts_are_not_running_text_and_a_scan_of_no_documents_is_empty(tmp_path):
     file = TokenFile.write([Document("4", "2+2="), Document("free")], ByteTokenizer(), tmp_path)
     with pytest.raises(ValueError, match=r"running text, got 1 of 2 documents with a prompt.* Use PromptSource"):
         source_of(file)
@@ -380,7 +380,7 @@ def test_text_with_a_marker_is_refused_by_name(tmp_path, marker):
         TokenFile.write([Document("fine"), Document(f"not {marker} fine")], ByteTokenizer(), tmp_path / "t")
 
 
-def test_a_source_is_not_asked_for_more_rows_than_its_batch_has(tmp_path):
+def test_a_source_refuses_rows_beyond_its_batch(tmp_path):
     file = TokenFile.write([Document("some running text " * 40)], ByteTokenizer(), tmp_path / "t")
     source = TextSource(file=file, canvas_len=8, num_canvases=2, batch_size=4)
     source(0, range(4))

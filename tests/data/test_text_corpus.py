@@ -23,7 +23,7 @@ def corpus():
     return module
 
 
-def test_chapters_are_parted_at_headings_and_unwrapped(corpus):
+def test_chapters_are_separated_at_headings_and_unwrapped(corpus):
     lines = [
         "CHAPTER I. Down",
         "",

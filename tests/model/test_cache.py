@@ -130,7 +130,7 @@ def test_rolling_back_to_a_mark_equals_never_having_gone_on(model):
     )
 
 
-def test_a_mark_that_was_passed_cannot_be_returned_to(model):
+def test_a_mark_after_a_rollback_cannot_be_used(model):
     cache = model.encode(torch.randint(5, 512, (1, 5)))
     early = cache.mark()
     model.encode(torch.randint(5, 512, (1, 5)), cache)

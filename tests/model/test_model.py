@@ -205,7 +205,7 @@ def test_a_float64_model_is_float64_throughout():
 
 
 @torch.no_grad()
-def test_causal_logits_word_by_word_equal_those_at_once():
+def test_causal_logits_token_by_token_equal_those_of_one_pass():
     model = pair()[0]
     tokens = torch.randint(5, 512, (2, 33))
     at_once = model.causal_logits(tokens)
@@ -229,7 +229,7 @@ def test_building_a_model_seeds_with_torch_and_a_copy_is_independent():
     assert abs(first.embed_tokens.weight.detach().std() - first.config.initializer_range) < 1e-3
 
 
-def test_what_people_try_first_points_to_generate():
+def test_calling_the_model_points_to_generate():
     model = DiffusionGemma(dgemma.presets.tiny(), device="meta")
     with pytest.raises(TypeError, match=r"encode\(tokens\) reads.*dgemma\.generate\(model, prompt_tokens\)"):
         model(torch.zeros(1, 3, dtype=torch.long))

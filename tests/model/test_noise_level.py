@@ -71,7 +71,7 @@ def test_on_it_is_saved_and_loaded(tmp_path, canvas):
     assert torch.equal(*logits)
 
 
-def test_generation_tells_the_model_the_level_of_every_step(monkeypatch):
+def test_generation_passes_the_level_of_every_step_to_the_model(monkeypatch):
     model, told = dgemma.DiffusionGemma(TOLD), []
     denoise = model.denoise
 
@@ -87,7 +87,7 @@ def test_generation_tells_the_model_the_level_of_every_step(monkeypatch):
         assert told[:: len(told) // 4] == [1.0, 0.75, 0.5, 0.25]
 
 
-def test_slots_are_told_the_share_of_noise_on_their_canvas(monkeypatch):
+def test_slots_pass_the_share_of_noise_to_the_model(monkeypatch):
     model, told = dgemma.DiffusionGemma(TOLD), []
     denoise = model.denoise
 
@@ -108,7 +108,7 @@ def test_a_model_that_needs_the_level_says_so(canvas):
         PLAIN.replace(noise_conditioning=1)
 
 
-def test_the_kernels_refuse_what_they_would_ignore():
+def test_fast_refuses_options_that_it_would_ignore():
     dgemma_kernels = pytest.importorskip("dgemma_kernels")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = dgemma.DiffusionGemma(TOLD, device=device, dtype=torch.bfloat16)

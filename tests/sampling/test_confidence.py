@@ -52,12 +52,12 @@ def counts(sampler, *, canvas_len, steps, frozen=None):
 
 @pytest.mark.parametrize("block_len", [None, 1, 2], ids=["whole", "left-to-right", "ragged-blocks"])
 @pytest.mark.parametrize("order", ["confidence", "log_confidence", "margin", "entropy", "random"])
-def test_one_token_a_step_reproduces_the_joint_law(order, block_len):
+def test_one_token_per_step_reproduces_the_joint_distribution(order, block_len):
     result = propagate(Confidence(order=order, block_len=block_len), mask_noise(), steps=3, cells=ORDER_CELLS)
     assert total_variation(result.law) < 1e-12
 
 
-def test_choosing_by_the_sampled_token_is_biased_even_at_one_token_a_step():
+def test_choosing_by_the_sampled_token_is_biased_even_at_one_token_per_step():
     law = propagate(SampledConfidence(), mask_noise(), steps=3).law
     assert total_variation(law) == pytest.approx(0.40812, abs=5e-6)
     assert -torch.xlogy(law, law).sum().item() == pytest.approx(1.32, abs=5e-3)  # the text's own entropy is 2.42
@@ -79,7 +79,7 @@ def test_cosine_quota_leaves_what_maskgit_leaves():
     assert counts(Confidence(quota="cosine"), canvas_len=8, steps=3)[0] == [2, 2, 4]
 
 
-def test_cosine_quota_commits_at_least_one_position_a_step():
+def test_cosine_quota_commits_at_least_one_position_per_step():
     # ⌊4 cos(π/2 · n/12)⌋ stays at 3 for n = 1..5, but no step is wasted.
     assert counts(Confidence(quota="cosine"), canvas_len=4, steps=12)[0][:4] == [1, 1, 1, 1]
 

@@ -60,7 +60,7 @@ def test_frozen_tokens_are_not_edited():
 
 
 @pytest.mark.parametrize("cap", [0, 1, 16])
-def test_a_network_that_swings_between_two_tokens_is_cut_off(cap):
+def test_a_network_that_alternates_between_two_tokens_is_stopped(cap):
     sampler, stop = TokenEditing(max_edit_steps=cap), Unchanged()
     state = state_of([MASK_ID, MASK_ID], sampler=sampler)
     state = replace(state, stop_memory=stop.start(state))

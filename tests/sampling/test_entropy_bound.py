@@ -97,7 +97,7 @@ def test_greedy_writes_the_argmax():
     assert torch.equal(decision.tokens, logits.argmax(-1))
 
 
-def test_under_mask_noise_what_is_refused_stays_masked_and_under_uniform_noise_it_is_decided_anew():
+def test_refused_positions_stay_masked_under_masks_and_are_decided_again_under_uniform_noise():
     assert EntropyBound.redecides == {"uniform"}
     assert EntropyBound.valid_for == {"mask", "uniform"}
 

@@ -20,7 +20,7 @@ def row(values):
     return torch.tensor(values, dtype=torch.float64)
 
 
-def test_one_token_a_step_reproduces_the_text_exactly():
+def test_one_token_per_step_reproduces_the_text_exactly():
     result = propagate(FirstHitting(), mask_noise(), steps=5, cells=CELLS)
     assert total_variation(result.law) < 1e-14
     assert result.nfe == pytest.approx(3)
@@ -67,7 +67,7 @@ def test_every_open_position_is_chosen_equally_often_and_no_other():
     assert (write.sum(-1) == 1).all()
 
 
-def test_a_run_from_the_counter_reveals_one_position_a_step():
+def test_a_run_from_the_counter_reveals_one_position_per_step():
     state = fresh_state(torch.full((2, 5), MASK), mask_noise(), 5)
     sampler = FirstHitting()
     state = replace(state, seeds=torch.tensor([3, 4]), memory=sampler.start(state))

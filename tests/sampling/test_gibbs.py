@@ -76,12 +76,12 @@ def distance_after(sampler, choice=permutations):
 
 
 @pytest.mark.parametrize("parametrisation", ["mean", "loo"])
-def test_one_position_picked_blindly_leaves_the_law_exactly(parametrisation):
+def test_one_position_picked_at_random_keeps_the_distribution_exactly(parametrisation):
     assert distance_after(LeaveOneOutGibbs(parametrisation=parametrisation)) < 1e-14
 
 
 @pytest.mark.parametrize(("num_positions", "distance"), [(2, 0.0462), (3, 0.1375)])
-def test_several_positions_at_once_do_not(num_positions, distance):
+def test_several_positions_at_once_do_not_keep_the_distribution(num_positions, distance):
     assert distance_after(LeaveOneOutGibbs(num_positions=num_positions)) == pytest.approx(distance, abs=5e-5)
 
 
@@ -100,7 +100,7 @@ def one_position_by_gumbel(state):
     return Points(winner, (-margins()).softmax(-1)[canvas])
 
 
-def test_positions_picked_by_what_they_show_bias_the_law():
+def test_positions_picked_by_their_content_bias_the_distribution():
     """The negative controls: greedy, and blurred by Gumbel noise."""
     greedy = distance_after(
         LeaveOneOutGibbs(choice_temperature=0.0), lambda state: torch.zeros(state.batch_size, 3, 0).double()

@@ -49,7 +49,7 @@ def test_confident_positions_that_still_move_wait():
     assert written[1:] == [[True, False]] * 3
 
 
-def test_stable_positions_that_are_unsure_wait():
+def test_stable_but_uncertain_positions_wait():
     assert run(KLASS(history=1), [[UNSURE, SURE, UNSURE]] * 3)[-1] == [False, True, False]
 
 
@@ -72,7 +72,7 @@ def test_a_token_that_was_impossible_is_an_infinite_change():
     assert run(KLASS(history=1), [[SURE, before], [SURE, after]])[-1] == [True, False]
 
 
-def test_when_none_is_ready_an_even_share_of_the_most_certain_is_committed():
+def test_without_a_stable_position_an_even_share_of_the_most_certain_is_committed():
     # The published code's entropy option takes the *least* certain here.
     written = run(KLASS(tau=0.9), [[UNSURE, [0.7, 0.3], [0.8, 0.2], [0.5, 0.5]]], steps=2)
     assert written == [[False, True, True, False]]

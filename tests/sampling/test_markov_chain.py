@@ -74,7 +74,7 @@ def test_ancestral_bigrams_approach_the_chain_as_steps_grow(noise):
     assert many < CHANCE
 
 
-def test_one_position_a_step_draws_the_chain_and_all_at_once_does_not():
+def test_one_position_per_step_samples_the_chain_and_all_at_once_does_not():
     noise = dgemma.MaskNoise(4, mask_token_id=MASK)
     assert bigram_distance(noise, dgemma.EntropyBound(bound=0.0), LENGTH) < CHANCE
     assert bigram_distance(noise, dgemma.EntropyBound(bound=9e9), LENGTH) > 5 * CHANCE

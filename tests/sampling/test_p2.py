@@ -71,14 +71,14 @@ def test_frozen_positions_are_neither_counted_nor_masked():
 
 
 @pytest.mark.parametrize("eta", [0.0, 1.0, 2.0])
-def test_a_held_token_that_is_now_forbidden_does_not_poison_the_scores(eta):
+def test_a_committed_token_that_is_now_forbidden_gives_no_nan_scores(eta):
     prediction = Prediction(logits([0.6, 0.9, 0.8, 0.6])).shaped(allowed=torch.tensor([[[False, True]]]))
     decision = P2(eta=eta)(prediction, half_way())
     assert decision.renoise.sum().item() + (~decision.write[0, 2:]).sum().item() == 2
     assert decision.renoise.any().item() == (eta > 0)
 
 
-def test_the_law_it_ends_with_is_a_law():
+def test_the_final_distribution_sums_to_one():
     result = propagate(P2(), mask_noise(), steps=3)
     assert result.law.sum().item() == pytest.approx(1.0)
 

@@ -53,7 +53,7 @@ def test_the_most_confident_positions_fill_the_quota():
     assert BlockRefinement(tau=1.0)(Prediction(logits), start(4, 2)).write.tolist() == [[False, True, True, False]]
 
 
-def test_what_is_committed_stays_and_the_rest_returns_to_noise():
+def test_committed_tokens_stay_and_the_rest_returns_to_noise():
     sampler, state = BlockRefinement(tau=1.0), start(32, 4)
     generator = torch.Generator().manual_seed(2)
     for _ in range(4):

@@ -48,7 +48,7 @@ def test_capped_distances_are_those_computed_elsewhere(steps, distance):
 @pytest.mark.parametrize("levels", STEPS, ids=str)
 @pytest.mark.parametrize("eta", [0.0, 0.05, 0.4, 1.0])
 @pytest.mark.parametrize("strategy", ["cap", "rescale", "loop"])
-def test_every_step_keeps_the_levels_law(strategy, eta, levels):
+def test_every_step_keeps_the_distribution_of_its_level(strategy, eta, levels):
     """A token is there with probability α; what is revealed and what stays must make that the next α."""
     reveal, remask = ReMDM(strategy=strategy, eta=eta).rates(state_at(*levels))
     before, after = levels

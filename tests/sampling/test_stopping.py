@@ -79,7 +79,7 @@ def test_the_published_rule_needs_one_step_more_than_its_stability():
     assert ask(StableAndConfident(stability=0), canvas_state([[0, 1]]), [sure]) == [[True]]
 
 
-def test_stable_but_unsure_and_sure_but_unstable_go_on():
+def test_stable_but_uncertain_and_certain_but_unstable_rows_continue():
     sure, other, unsure = (torch.tensor([[row]]) for row in ([20.0, 0.0], [0.0, 20.0], [2.0, 0.0]))
     assert ask(StableAndConfident(), canvas_state([[0]]), [sure, other, sure]) == [[False]] * 3
     assert ask(StableAndConfident(), canvas_state([[0]]), [unsure, unsure]) == [[False]] * 2
@@ -146,14 +146,14 @@ def gap_logits(*gaps):
 @pytest.mark.parametrize(
     ("step", "threshold"), [(1, 7.5), (3, 7.5), (4, 5.0), (6, 5.0), (7, 2.5), (9, 2.5)], ids=lambda x: str(x)
 )
-def test_the_gap_asked_for_falls_by_thirds_of_the_run(step, threshold):
+def test_the_required_gap_falls_by_thirds_of_the_run(step, threshold):
     state = canvas_state([[0, 0]], step=step, steps=9)  # after step 1 of 9, ...
     below, at = gap_logits(threshold - 0.6, threshold + 0.4), gap_logits(threshold - 0.5, threshold + 0.5)
     assert ask(ConfidenceGap(), state, [below]) == [[False]]
     assert ask(ConfidenceGap(), state, [at]) == [[True]]
 
 
-def test_the_gap_is_averaged_over_the_span_and_what_is_not_frozen():
+def test_the_gap_is_averaged_over_the_unfrozen_positions_of_the_span():
     logits = gap_logits(0.0, 9.0, 9.0, 0.0)
     assert ask(ConfidenceGap(), canvas_state([[0] * 4]), [logits]) == [[False]]
     assert ask(ConfidenceGap(span=(1, 3)), canvas_state([[0] * 4]), [logits]) == [[True]]
@@ -168,7 +168,7 @@ def test_a_gap_too_large_for_probabilities_is_still_a_number():
     assert ask(ConfidenceGap(thresholds=(99.0, 99.0, 99.0)), canvas_state([[0, 0]]), [logits]) == [[True]]
 
 
-def test_a_position_with_one_allowed_token_does_not_vouch_for_the_others():
+def test_a_position_with_one_allowed_token_does_not_count_for_the_mean():
     rule, state = ConfidenceGap(), canvas_state([[0, 0]])
     allowed = torch.tensor([[[True, False], [True, True]]])
     prediction = Prediction(torch.zeros(1, 2, 2)).shaped(allowed=allowed)

@@ -43,7 +43,7 @@ def test_constant_temperature_is_constant():
     assert values.tolist() == pytest.approx([0.7] * 5)
 
 
-def test_zero_temperature_is_refused_with_the_way_to_the_argmax():
+def test_zero_temperature_is_refused_and_the_error_names_greedy():
     with pytest.raises(ValueError, match=r"ConstantTemperature.value must .*greedy=True"):
         ConstantTemperature(0.0)
     with pytest.raises(ValueError, match=r"LinearTemperature.end must .*greedy=True"):

@@ -94,7 +94,7 @@ def test_with_a_larger_factor_they_need_not_be():
 
 
 @pytest.mark.parametrize("sampler", [Threshold(tau=1.0), FactorThreshold(factor=1e-9)], ids=["tau", "factor"])
-def test_a_bar_nothing_passes_is_one_token_a_step_and_exact(sampler):
+def test_a_threshold_that_nothing_reaches_commits_one_token_per_step_exactly(sampler):
     result = propagate(sampler, mask_noise(), steps=3)
     assert result.nfe == pytest.approx(3)
     assert total_variation(result.law) < 1e-12

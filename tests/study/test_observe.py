@@ -60,7 +60,7 @@ def test_attention_rows_sum_to_one_and_weigh_the_values_as_torch_does(model, can
         torch.testing.assert_close(layer.self_attn.o_proj(weighed.transpose(1, 2).flatten(2)), output)
 
 
-def test_nothing_is_seen_of_padding(model, canvas, prompt):
+def test_padding_is_never_attended_to(model, canvas, prompt):
     mask = torch.ones_like(prompt)
     mask[0, :30] = 0
     cache = model.encode(prompt, attention_mask=mask)
@@ -119,7 +119,7 @@ def test_every_step_of_a_run_is_seen_with_the_rows_it_had(model, prompt):
         assert not step.attention
 
 
-def test_the_prefix_is_seen_when_asked_for(model, prompt):
+def test_the_prefix_is_recorded_on_request(model, prompt):
     with observe(model, attention=[0], prefix=True) as seen:
         model.encode(prompt)
     weights = seen.passes[0].attention[0]
@@ -129,7 +129,7 @@ def test_the_prefix_is_seen_when_asked_for(model, prompt):
     assert bool((weights.tril(-24) == 0).all())  # outside the window of 24
 
 
-def test_looking_changes_nothing_and_leaves_nothing_behind(model, canvas, cache):
+def test_observing_changes_no_result_and_removes_its_hooks(model, canvas, cache):
     before = model.denoise(canvas, cache).logits
     with observe(model, residuals=True, attention=True, router=True):
         during = model.denoise(canvas, cache).logits

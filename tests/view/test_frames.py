@@ -24,7 +24,7 @@ def test_a_row_has_every_blocks_noise_and_then_its_own_steps(recorded):
         assert np.array_equal(frames.entropy[1], first.entropy[row].numpy())
 
 
-def test_the_text_ends_at_its_stop_token_and_keeps_what_was_drafted_beyond(recorded):
+def test_the_text_ends_at_its_stop_token_and_the_draft_after_it_is_kept(recorded):
     out, tokenizer = recorded
     frames = read_frames(out.trajectory, 0)
     written = frames.final.ravel()[: sum(frames.kept)]
@@ -50,7 +50,7 @@ def test_settled_is_the_step_from_which_the_canvas_no_longer_differed(recorded):
 
 
 @pytest.mark.parametrize("tail", [None, 1], ids=["free", "given"])
-def test_what_fills_up_a_canvas_is_not_of_the_text(tail):
+def test_padding_of_a_canvas_is_not_text(tail):
     model, ids = writer_of("A text of eighteen", dgemma.ByteTokenizer(), 32)
     text = torch.tensor([[2, *ids[:15], 200, 200, 200]])  # it ends in one token, three times
     out = dgemma.infill(model, text, [(3, 9)], tail_token_id=tail, steps=3, record=True, progress=False)

@@ -24,7 +24,7 @@ def frames_of(path):
     return image, pictures, durations
 
 
-def test_a_frame_a_step_looping_and_the_end_held(recorded, tmp_path):
+def test_the_animation_has_one_frame_per_step_loops_and_holds_its_end(recorded, tmp_path):
     out, tokenizer = recorded
     to_gif(out.trajectory, tmp_path / "run.gif", tokenizer=tokenizer, frame_ms=80)
     image, pictures, durations = frames_of(tmp_path / "run.gif")
@@ -57,7 +57,7 @@ def test_ids_and_masks_have_pictures_too(tmp_path):
     assert frames_of(tmp_path / "run.gif")[0].n_frames > 3
 
 
-def test_the_prompt_stands_before_the_text_from_the_first_frame_to_the_last(tmp_path):
+def test_the_prompt_is_drawn_before_the_text_in_every_frame(tmp_path):
     tokenizer = Words(["What", " is", " it", "?", " Noise"])
     out, _ = record("What is it? Noise", tokenizer=tokenizer, canvas_len=8)  # its prompt is "What is it"
     to_gif(out.trajectory, tmp_path / "run.gif", tokenizer=tokenizer, columns=48, font_size=10)

@@ -40,7 +40,7 @@ def content_of(page):
     return json.loads(found[0])
 
 
-def test_what_a_model_writes_is_data_and_never_markup(hostile):
+def test_a_models_text_is_never_parsed_as_markup(hostile):
     out, tokenizer = hostile
     page = to_html(out.trajectory, tokenizer=tokenizer)
     content = content_of(page)
@@ -54,7 +54,7 @@ def test_what_a_model_writes_is_data_and_never_markup(hostile):
     page.encode()
 
 
-def test_the_page_asks_for_nothing_and_runs_only_its_own_script(hostile):
+def test_the_page_loads_nothing_and_runs_only_its_own_script(hostile):
     page = to_html(hostile[0].trajectory)
     policy = re.search(r'Content-Security-Policy" content="(.*?)"', page).group(1)
     assert policy.startswith("default-src 'none'; style-src 'sha256-")
@@ -224,7 +224,7 @@ def test_a_thousand_positions_over_fifty_steps_make_a_small_page_that_keeps_up(b
     assert browser.run("document.querySelectorAll('#canvas .t').length") == 1024
 
 
-def test_a_notebook_shows_the_page_in_a_frame_that_can_reach_nothing(recorded):
+def test_a_notebook_shows_the_page_in_a_sandboxed_frame(recorded):
     out, tokenizer = recorded
     shown = to_html(out.trajectory, tokenizer=tokenizer)._repr_html_()
     assert shown.startswith("<iframe srcdoc=")

@@ -25,7 +25,7 @@ def test_without_a_tokenizer_ids_are_shown_and_the_mask_is_a_block():
     assert Pieces(None, mask_token=4)([7, 4, 262143]) == ["7", MASK, "262143"]
 
 
-def test_another_librarys_tokenizer_is_refused_with_the_way_out():
+def test_another_librarys_tokenizer_is_refused_with_a_fix():
     with pytest.raises(ValueError, match=r"must be a dgemma.Tokenizer or None, got dict. Use dgemma.Tokenizer.from"):
         Pieces({})
 

@@ -39,7 +39,7 @@ def test_the_heatmap_holds_the_entropies_of_every_step_and_block(recorded, tmp_p
     assert (tmp_path / "entropy.png").stat().st_size > 5000
 
 
-def test_the_order_is_one_point_a_position_within_the_blocks_steps(recorded):
+def test_the_order_has_one_point_per_position_within_the_blocks_steps(recorded):
     out, _ = recorded
     figure = plots.plot_order(out.trajectory)
     first, second = figure.axes[0].lines
@@ -56,7 +56,7 @@ def test_a_short_text_is_written_below_its_positions_dollars_and_all():
     assert figure._repr_png_().startswith(b"\x89PNG")
 
 
-def test_a_figure_can_be_drawn_into_axes_of_ones_own(recorded):
+def test_a_figure_can_be_drawn_into_existing_axes(recorded):
     from matplotlib.figure import Figure
 
     mine = Figure()

@@ -130,7 +130,7 @@ def test_text_settles_in_place_at_any_width(monkeypatch, columns):
     assert any(style.startswith("38;5;") for style in screen.styles)
 
 
-def test_nothing_stays_behind_unless_asked_to():
+def test_the_view_is_erased_unless_leave_is_set():
     screen = Terminal()
     screen.write("before\r\n")
     run(LiveView(dgemma.ByteTokenizer(), file=screen))
@@ -206,7 +206,7 @@ def test_an_interrupted_run_leaves_the_terminal_clean():
     assert screen.raw.rstrip("\r\n").endswith("\x1b[0m\x1b[?25h")
 
 
-def test_what_a_model_writes_cannot_drive_the_terminal():
+def test_a_models_text_cannot_control_the_terminal():
     evil = ["\x1b[2J\x1b[31m", "\x1b]0;title\x07", "\r", "\x9b5A", "\u202e", "\x08\x08"]
     tokenizer = Words([*evil, " and"])
     screen = Terminal()
@@ -254,7 +254,7 @@ def test_only_the_watched_row_is_shown_and_blocks_can_be_shown_one_by_one():
 
 
 @pytest.mark.parametrize("tail", [None, 1], ids=["free tail", "given tail"])
-def test_of_a_text_with_holes_only_the_holes_are_counted(tail):
+def test_only_the_holes_of_a_text_are_counted(tail):
     tokenizer, screen = dgemma.ByteTokenizer(), Terminal()
     model, ids = writer_of(TEXT, tokenizer, 40)
     view, seen = LiveView(tokenizer, file=screen, keep_blocks=False), []
@@ -313,7 +313,7 @@ def test_a_terminal_made_narrower_is_redrawn_over_what_it_wrapped(monkeypatch):
     assert screen.screen == "new"
 
 
-def test_words_are_kept_whole_where_a_line_can_hold_them():
+def test_words_are_not_broken_if_they_fit_a_line():
     def lines(text, columns):
         return ["".join(ink.text for ink in line) for line in wrap([Ink(text)], columns)]
 
