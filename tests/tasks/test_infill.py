@@ -402,7 +402,7 @@ def test_a_stop_rule_saves_forwards(model):
         ({"holes": (5, 9)}, r"must be spans \[\(start, stop\), ...\].*got \(5, 9\)"),
         ({"holes": [(5, 21)]}, "must be spans"),
         ({"holes": []}, "must mark a token in every row"),
-        ({"holes": torch.zeros(2, 20)}, r"infill holes must be torch\.bool of the tokens' shape \(2, 20\)"),
+        ({"holes": torch.zeros(2, 20)}, r"infill holes must be booleans of the tokens' shape \(2, 20\)"),
         ({"holes": torch.ones(2, 19, dtype=torch.bool)}, "of the tokens' shape"),
         ({"tokens": torch.zeros(2, 20)}, "infill tokens must be integer ids"),
         ({"tokens": torch.full((2, 20), 512)}, r"must hold ids in \[0, 512\)"),
