@@ -516,7 +516,7 @@ def test_a_model_that_cannot_be_packed_is_left_as_it_was(device):
 def test_an_error_in_a_later_layer_says_that_earlier_experts_were_released(device):
     model = make_rounded_model(device)
     model.layers[1].experts.down_proj[0] = 0.0
-    with pytest.raises(ValueError, match=r'10,240\. Use weights="bf16"\. Load the model again: release has removed'):
+    with pytest.raises(ValueError, match=r'Use weights="bf16"\. Load the model again: release has removed'):
         accelerate(model, weights="packed", release=True)
     model = make_rounded_model(device)
     model.layers[1].experts.down_proj[0] = 0.0
