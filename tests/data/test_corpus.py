@@ -37,5 +37,5 @@ def test_complete_parts_are_kept_and_incomplete_ones_are_made_again(folder, monk
 
 def test_another_vocabulary_is_refused(folder):
     prepare_corpus(folder, VOCAB)
-    with pytest.raises(ValueError, match="vocab_size must be 270, with which"):
+    with pytest.raises(ValueError, match="vocab_size must be 270, as in"):
         prepare_corpus(folder, 280)

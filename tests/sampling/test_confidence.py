@@ -1,4 +1,4 @@
-"""Confidence: exact at one token a step for every order, the published quotas, sub-blocks and order noise."""
+"""Confidence: exact at one token per step for every order, the published quotas, sub-blocks and order noise."""
 
 import math
 from dataclasses import dataclass, replace

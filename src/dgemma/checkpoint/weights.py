@@ -150,9 +150,9 @@ def load_pretrained(
                 f"GenerationDefaults.pad_token_id must be below the vocabulary's {config.vocab_size}, "
                 f"got {model.generation.pad_token_id}. Correct generation_config.json."
             )
-    said = {name: published[name] for name in _OWN_DEFAULTS if published.get(name) is not None}
+    entries = {name: published[name] for name in _OWN_DEFAULTS if published.get(name) is not None}
     try:
-        model.generation = replace(model.generation, **said)
+        model.generation = replace(model.generation, **entries)
     except ValueError as error:
         raise ValueError(f"{error} Correct {folder / 'config.json'}.") from None
     plan = _plan(config, model.state_dict(), stored, plain_gemma4=published.get("model_type") in GEMMA4_TYPES)

@@ -82,7 +82,7 @@ def _info(arguments: argparse.Namespace) -> None:
     own = GenerationDefaults(noise=published.get("noise"), sampler=published.get("sampler"))
     stored = read_headers(folder) if any(folder.glob("*.safetensors")) else {}
     model = DiffusionGemma(config, device="meta")
-    described: dict[str, Any] = {
+    description: dict[str, Any] = {
         "checkpoint": arguments.checkpoint,
         "parameters": model.num_parameters(),
         "active_parameters": model.num_parameters(active=True),
@@ -95,10 +95,10 @@ def _info(arguments: argparse.Namespace) -> None:
         "tensors": {name: {"shape": tensor.shape, "dtype": tensor.dtype} for name, tensor in stored.items()},
     }
     if arguments.json:
-        output.print_json(described)
+        output.print_json(description)
         return
     print(arguments.checkpoint)
-    for label, value in _summary(config, described, stored):
+    for label, value in _summary(config, description, stored):
         print(f"  {label:13} {value}")
     if arguments.tensors:
         longest = max(map(len, stored), default=0)
@@ -106,23 +106,23 @@ def _info(arguments: argparse.Namespace) -> None:
             print(f"  {name:{longest}}  {tensor.dtype:5} {' × '.join(map(str, tensor.shape))}")
 
 
-def _summary(config: ModelConfig, described: dict[str, Any], stored: dict[str, Stored]) -> list[tuple[str, str]]:
+def _summary(config: ModelConfig, description: dict[str, Any], stored: dict[str, Stored]) -> list[tuple[str, str]]:
     layers = Counter(kind.removesuffix("_attention") for kind in config.layer_types)
     rows = [
-        ("parameters", f"{described['parameters']:,} ({described['active_parameters']:,} active per token)"),
+        ("parameters", f"{description['parameters']:,} ({description['active_parameters']:,} active per token)"),
         ("layers", f"{_counted(layers)}; width {config.hidden_size}, window {config.sliding_window}"),
         ("experts", f"{config.num_experts}, {config.top_k_experts} chosen, width {config.moe_intermediate_size}"),
         ("vocabulary", f"{config.vocab_size:,}"),
         ("canvas", f"{config.canvas_length} tokens, context {config.max_position_embeddings:,}"),
-        ("prefix cache", f"{_size(described['cache_bytes_per_token'])} per token and row, in 16 bits"),
+        ("prefix cache", f"{_size(description['cache_bytes_per_token'])} per token and row, in 16 bits"),
     ]
     for name, key in (("noise", "kind"), ("sampler", "name")):
-        if described[name] is not None:
-            settings = dict(described[name])
+        if description[name] is not None:
+            settings = dict(description[name])
             rows.append((name, ":".join(filter(None, (settings.pop(key), join_settings(settings))))))
     if stored:
         dtypes = Counter(tensor.dtype for tensor in stored.values())
-        rows.append(("tensors", f"{_counted(dtypes)}; {_size(described['bytes'])} on disk"))
+        rows.append(("tensors", f"{_counted(dtypes)}; {_size(description['bytes'])} on disk"))
     return rows
 
 
@@ -191,11 +191,11 @@ def _bench(arguments: argparse.Namespace) -> None:
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {threads}"
     weights = (arguments.weights or "bf16") if arguments.fast else None
     if arguments.json:
-        given = {name: getattr(arguments, name) for name in ("model", "fast", "batch", "prefix", "steps")}
+        settings = {name: getattr(arguments, name) for name in ("model", "fast", "batch", "prefix", "steps")}
         milliseconds = {name: asdict(timing) for name, timing in timings.items()}
         output.print_json(
             {
-                **given,
+                **settings,
                 "weights": weights,
                 "device": where,
                 "milliseconds": milliseconds,

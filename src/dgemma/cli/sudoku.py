@@ -71,8 +71,8 @@ def add_commands(commands: Any) -> None:
 
 def _sudoku(arguments: argparse.Namespace) -> int:
     puzzles = _read_puzzle(arguments)
-    known = sudoku.solve(puzzles)
-    if known.counts[0] == 0:
+    solution = sudoku.solve(puzzles)
+    if solution.counts[0] == 0:
         raise ValueError("The puzzle must have a solution, but its clues contradict each other.")
     denoiser = options.load_denoiser(arguments)
     _check_solver(denoiser, arguments.model)
@@ -94,26 +94,26 @@ def _sudoku(arguments: argparse.Namespace) -> int:
         "progress": not arguments.quiet,
     }
     with BoardView(givens=puzzles[0].tolist(), leave=True) if is_watched else nullcontext() as view:
-        done = sudoku.complete(denoiser, puzzles, on_step=view, **settings)
+        completion = sudoku.complete(denoiser, puzzles, on_step=view, **settings)
     is_shown = view is not None and view.has_room and sys.stdout.isatty()
-    runs = [done.generation]
-    while not bool(done.solved[0]) and len(runs) <= arguments.retry:
+    runs = [completion.generation]
+    while not bool(completion.solved[0]) and len(runs) <= arguments.retry:
         with BoardView() if is_watched else nullcontext() as view:
-            done = sudoku.retry(denoiser, done, moves_seed=len(runs), on_step=view, **settings)
-        runs.append(done.generation)
+            completion = sudoku.retry(denoiser, completion, moves_seed=len(runs), on_step=view, **settings)
+        runs.append(completion.generation)
     output.write_pictures(arguments, Board(), *(run.trajectory for run in runs))
-    is_right, num_steps = bool(done.solved[0]), int(done.steps[0])
-    (given,), (answer,) = sudoku.to_text(puzzles), sudoku.to_text(done.grids.cpu().numpy().astype(puzzles.dtype))
+    is_right, num_steps = bool(completion.solved[0]), int(completion.steps[0])
+    (puzzle,), (answer,) = sudoku.to_text(puzzles), sudoku.to_text(completion.grids.cpu().numpy().astype(puzzles.dtype))
     if arguments.json:
-        found = {"puzzle": given, "solution": answer, "right": is_right, "steps": num_steps, "attempts": len(runs)}
-        output.print_json(found)
+        result = {"puzzle": puzzle, "solution": answer, "right": is_right, "steps": num_steps, "attempts": len(runs)}
+        output.print_json(result)
         return 0 if is_right else 1
     if not is_shown or len(runs) > 1:  # otherwise the board shows it
         print(answer)
     verdict = "Solved" if is_right else "Wrong: the answer breaks a rule"
     steps, blanks = output.counted(num_steps, "step"), output.counted(int((puzzles == 0).sum()), "blank")
     attempts = f" and {len(runs)} attempts" if len(runs) > 1 else ""
-    several = "" if known.counts[0] == 1 else " The puzzle has more than one solution."
+    several = "" if solution.counts[0] == 1 else " The puzzle has more than one solution."
     hint = "" if is_right or arguments.retry else " --retry 3 would try again."
     print(f"{verdict}, in {steps}{attempts}, {blanks}.{several}{hint}", file=sys.stderr)
     return 0 if is_right else 1

@@ -49,7 +49,7 @@ def add_commands(commands: Any) -> None:
         "  dgemma chat --json < questions.txt\n      one JSON object per turn",
     )
     _add_length(parser, "tokens per turn")
-    parser.add_argument("--thinking", action="store_true", help="ask for a thought channel, shown in brackets")
+    parser.add_argument("--thinking", action="store_true", help="let the model think first; show thoughts in brackets")
     _add_options(parser, _chat, pictures=False)
 
     parser = commands.add_parser(
@@ -119,11 +119,11 @@ def _generate(arguments: argparse.Namespace) -> None:
         )
     output.write_pictures(arguments, tokenizer, out.trajectory)
     new = [token for token in _written(out, writer) if token != tokenizer.pad_token_id]
-    written = tokenizer.decode(new)
+    answer = tokenizer.decode(new)
     if arguments.json:
-        output.print_json({"prompt": text, "text": written, "tokens": new, "seed": arguments.seed, **_counts(out)})
+        output.print_json({"prompt": text, "text": answer, "tokens": new, "seed": arguments.seed, **_counts(out)})
     else:
-        output.print_text(written if arguments.chat else text + written)
+        output.print_text(answer if arguments.chat else text + answer)
 
 
 def _chat(arguments: argparse.Namespace) -> None:
@@ -137,21 +137,22 @@ def _chat(arguments: argparse.Namespace) -> None:
         print(f"{arguments.model} has no chat template: it continues what you write.", file=sys.stderr)
     first_seed = writer.settings.pop("seed")
     messages: list[dict[str, str]] = []
-    read: list[int] = []  # the tokens in the cache
+    cached_tokens: list[int] = []
     cache = None
     while line := _read_line():
         messages.append({"role": "user", "content": line})
         if converses:
-            asked = tokenizer.chat(messages, thinking=arguments.thinking)
+            tokens = tokenizer.chat(messages, thinking=arguments.thinking)
         else:
-            asked = [*read, *(tokenizer.encode(f"\n{line}", bos=False) if read else tokenizer.encode(line))]
-        if asked[: len(read)] != read:  # the template renders earlier turns differently
-            cache, read = None, []
+            new_tokens = tokenizer.encode(f"\n{line}", bos=False) if cached_tokens else tokenizer.encode(line)
+            tokens = [*cached_tokens, *new_tokens]
+        if tokens[: len(cached_tokens)] != cached_tokens:  # the template renders earlier turns differently
+            cache, cached_tokens = None, []
         seed = first_seed + len(messages) // 2  # each turn draws its own noise
         with _view(arguments, writer) as view:
             out = generate(
                 writer.denoiser,
-                writer.tokens(asked[len(read) :]),
+                writer.tokens(tokens[len(cached_tokens) :]),
                 seed=seed,
                 cache=cache,
                 max_new_tokens=arguments.max_new_tokens,
@@ -160,7 +161,7 @@ def _chat(arguments: argparse.Namespace) -> None:
                 **writer.settings,
             )
         new = _written(out, writer)
-        read, cache = [*asked, *new], out.cache
+        cached_tokens, cache = [*tokens, *new], out.cache
         reply = tokenizer.reply(new)
         answer = reply.answer if converses else tokenizer.decode(new)
         messages.append({"role": "assistant", "content": answer})
@@ -205,8 +206,8 @@ def _edit(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--keep must name words of the text, got {missing[0]!r}.")
     writer = options.load_writer(arguments)
     # The longest first, so that words which contain others are kept whole.
-    kept = "|".join(re.escape(words) for words in sorted(arguments.keep, key=len, reverse=True)) or "(?!)"
-    ids, is_kept = _tokenise(text, kept, writer.tokenizer)
+    pattern = "|".join(re.escape(words) for words in sorted(arguments.keep, key=len, reverse=True)) or "(?!)"
+    ids, is_kept = _tokenise(text, pattern, writer.tokenizer)
     _fill(
         arguments,
         text,
@@ -256,13 +257,13 @@ def _fill(
     with _view(arguments, writer) as view:
         out = write(view)
     output.write_pictures(arguments, writer.tokenizer, *(out.trajectories or ()))
-    written = writer.tokenizer.decode(out.tokens[0])
+    answer = writer.tokenizer.decode(out.tokens[0])
     if arguments.json:
         log_probs = [round(value, 4) for value in out.log_probs[0].tolist()]
-        found = {"given": text, "text": written, "tokens": out.tokens[0].tolist(), "log_probs": log_probs}
-        output.print_json({**found, "seed": arguments.seed, **_counts(out)})
+        result = {"given": text, "text": answer, "tokens": out.tokens[0].tolist(), "log_probs": log_probs}
+        output.print_json({**result, "seed": arguments.seed, **_counts(out)})
     else:
-        output.print_text(written)
+        output.print_text(answer)
 
 
 def _view(arguments: argparse.Namespace, writer: Writer, prefix: str = "") -> AbstractContextManager[Any]:

@@ -29,15 +29,15 @@ def prepare_corpus(folder: str | Path, vocab_size: int) -> Corpus:
     Example: `prepare_corpus("runs/corpus", vocab_size=4096).train.num_tokens`.
     """
     folder = Path(folder)
-    made = folder / "tokenizer"
-    if (made / "tokenizer_config.json").is_file():
-        tokenizer = Tokenizer.from_pretrained(made)
+    tokenizer_folder = folder / "tokenizer"
+    if (tokenizer_folder / "tokenizer_config.json").is_file():
+        tokenizer = Tokenizer.from_pretrained(tokenizer_folder)
     else:
         texts = (document.text for document in read_documents(folder / "train.txt", separator=SEPARATOR))
-        tokenizer = train_tokenizer(texts, vocab_size, made)
+        tokenizer = train_tokenizer(texts, vocab_size, tokenizer_folder)
     if tokenizer.vocab_size != vocab_size:
         raise ValueError(
-            f"prepare_corpus vocab_size must be {tokenizer.vocab_size}, with which {made} was made, got {vocab_size}. "
+            f"prepare_corpus vocab_size must be {tokenizer.vocab_size}, as in {tokenizer_folder}, got {vocab_size}. "
             f"Delete that folder and {folder / 'tokens'} to make them again."
         )
     return Corpus(

@@ -185,7 +185,7 @@ def gap_by_level(
 ) -> Curve:
     """Return how much a model's bound exceeds the exact posterior's, per token, in equal bins of noise levels.
 
-    tokens (B, 1 + L): texts behind a first token, as `MarkovSource` has them with `bos`; under a linear schedule. The
+    tokens (B, 1 + L): texts after a first token, as `MarkovSource` has them with `bos`; under a linear schedule. The
     sum is `Likelihood.gap`, but that both bounds are taken on the same noise, which leaves little of their variance.
 
     Example: `gap_by_level(model, source(0, range(512)).tokens, noise, source.chain, parametrisation="loo").nats`.

@@ -1,7 +1,7 @@
 """Training batches from text files, tokenised once and memory-mapped; every row is a function of its number.
 
 Rows are cut as the objective wants them: `TextSource` packs running text into rows of whole canvases, `PromptSource`
-gives each prompt and answer a row of its own, `scan` reads held-out text from its beginning to its end.
+gives each prompt and answer its own row, `scan` reads held-out text from its beginning to its end.
 """
 
 from collections.abc import Sequence

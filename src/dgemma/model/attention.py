@@ -20,7 +20,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Mask | None) -> 
     """Return softmax(q·k) v with scale 1: queries (B, T, N, H), keys and values (B, K, S, H) → (B, T, N, H).
 
     mask: (B, 1, T or 1, S), True where a query looks, or None for everywhere. A `BlockMask` says the same and lets
-    FlexAttention skip what nobody sees. "causal": at keys up to its own, T = S; the fastest way to say that.
+    FlexAttention skip masked blocks. "causal": at keys up to its own position, with T = S; the fastest form.
     """
     if isinstance(mask, BlockMask):
         return _attend_in_blocks(queries, keys, values, mask)

@@ -48,5 +48,5 @@ def config_from_gemma4(published: Mapping[str, Any]) -> dict[str, Any]:
             )
     text = {**_DEFAULTS, **{name: value for name, value in text.items() if value is not None}}
     text["model_type"] = "diffusion_gemma_text"
-    kept = {name: published[name] for name in _KEPT if name in published and "text_config" in published}
-    return {**kept, "model_type": "diffusion_gemma", "text_config": text}
+    other = {name: published[name] for name in _KEPT if name in published and "text_config" in published}
+    return {**other, "model_type": "diffusion_gemma", "text_config": text}

@@ -21,17 +21,17 @@ def causal_mask(
     new = torch.ones_like(positions, dtype=torch.bool) if real is None else real
     key_real = torch.cat((slot < filled[:, None], new), dim=1)
     # Compared, not subtracted: (B, T, S + T) distances of a long prefix would take gigabytes.
-    seen = (key_position[:, None, :] <= positions[:, :, None]) & key_real[:, None, :]
+    visible = (key_position[:, None, :] <= positions[:, :, None]) & key_real[:, None, :]
     if window is not None:
-        seen &= key_position[:, None, :] > (positions - window)[:, :, None]
+        visible &= key_position[:, None, :] > (positions - window)[:, :, None]
     # Padding sees itself, because a softmax over nothing is NaN. The result is not used.
     num_new = positions.shape[1]
-    seen[:, :, num_slots:] |= torch.eye(num_new, dtype=torch.bool, device=positions.device)
-    return seen[:, None]
+    visible[:, :, num_slots:] |= torch.eye(num_new, dtype=torch.bool, device=positions.device)
+    return visible[:, None]
 
 
 def canvas_mask(filled: Tensor, num_slots: int, canvas_len: int) -> Tensor:
     """Return the mask under which a canvas sees the cached prefix and all of itself: (B, 1, 1, num_slots + C)."""
     slot = torch.arange(num_slots + canvas_len, device=filled.device)
-    seen = (slot[None, :] < filled[:, None]) | (slot[None, :] >= num_slots)
-    return seen[:, None, None, :]
+    visible = (slot[None, :] < filled[:, None]) | (slot[None, :] >= num_slots)
+    return visible[:, None, None, :]

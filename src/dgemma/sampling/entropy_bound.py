@@ -38,7 +38,7 @@ class EntropyBound(Sampler):
     redecides: ClassVar[frozenset[str]] = frozenset({"uniform"})
 
     def __post_init__(self) -> None:
-        check_size(self, "bound", unit="nats", fix="Use 0 for one token a step.")
+        check_size(self, "bound", unit="nats", fix="Use 0 for one token per step.")
         check_choice(self, "order", ("entropy", "confidence", "margin"))
         check_choice(self, "commit", ("argmax", "canvas"))
 

@@ -46,7 +46,7 @@ class Observation:
 
     @property
     def steps(self) -> list[Pass]:
-        return [seen for seen in self.passes if not seen.causal]
+        return [one for one in self.passes if not one.causal]
 
     def _begin(self, layer: Layer, args: tuple[Any, ...]) -> None:
         x, causal = args[0], args[4]
@@ -104,20 +104,20 @@ def observe(
     wanted = {name: _read_layers(name, layers, num_layers) for name, layers in requests.items()}
     if not any(wanted.values()):
         raise ValueError("observe must record residuals, attention or router, got none. Pass one as True.")
-    seen = Observation(prefix=prefix, device=device)
-    handles = [model.layers[0].register_forward_pre_hook(seen._begin)]
+    observation = Observation(prefix=prefix, device=device)
+    handles = [model.layers[0].register_forward_pre_hook(observation._begin)]
     for index, layer in enumerate(model.layers):
         assert isinstance(layer, Layer)
         places: tuple[tuple[str, torch.nn.Module, Any], ...] = (
-            ("residuals", layer, seen._see_residual),
-            ("attention", layer.self_attn, seen._see_attention),
-            ("router", layer.router, seen._see_router),
+            ("residuals", layer, observation._see_residual),
+            ("attention", layer.self_attn, observation._see_attention),
+            ("router", layer.router, observation._see_router),
         )
         for name, module, see in places:
             if index in wanted[name]:
                 handles.append(module.register_forward_hook(partial(see, index)))
     try:
-        yield seen
+        yield observation
     finally:
         for handle in handles:
             handle.remove()

@@ -80,9 +80,9 @@ def read_prompt(trajectory: Trajectory, row: int, pieces: Pieces, *, num_tokens:
     tokens = plan.prompt_tokens[row].cpu()
     if plan.attention_mask is not None:  # it may include tokens of the cache
         tokens = tokens[plan.attention_mask[row, -len(tokens) :].cpu().bool()]
-    shown = tokens[-num_tokens:].tolist()
-    text = " ".join(map(str, shown)) if pieces.tokenizer is None else printable(pieces.tokenizer.decode(shown))
-    return ("… " if len(shown) < len(tokens) else "") + text
+    last = tokens[-num_tokens:].tolist()
+    text = " ".join(map(str, last)) if pieces.tokenizer is None else printable(pieces.tokenizer.decode(last))
+    return ("… " if len(last) < len(tokens) else "") + text
 
 
 def read_frames(trajectory: Trajectory, row: int) -> Frames:
@@ -91,7 +91,7 @@ def read_frames(trajectory: Trajectory, row: int) -> Frames:
     Example: `read_frames(out.trajectory, 0).entropy.mean(1)`.
     """
     places: list[tuple[int, int]] = []
-    seen: list[dict[str, Array]] = []
+    frames: list[dict[str, Array]] = []
     for step in trajectory.steps:
         at = (step.rows == row).nonzero()[:, 0]
         if not len(at):
@@ -101,12 +101,12 @@ def read_frames(trajectory: Trajectory, row: int) -> Frames:
         if step.index == 0:
             noise = {"canvas": step.canvas[at[0]].numpy(), "draft": step.canvas[at[0]].numpy()}
             start = {"frozen": after["frozen"], "open": ~after["frozen"], "temperature": after["temperature"]}
-            seen.append({name: np.zeros_like(value) for name, value in after.items()} | noise | start)
+            frames.append({name: np.zeros_like(value) for name, value in after.items()} | noise | start)
             places.append((step.block, -1))
-        seen.append(after)
+        frames.append(after)
         places.append((step.block, step.index))
 
-    arrays = {name: np.stack([frame[name] for frame in seen]) for name in seen[0]}
+    arrays = {name: np.stack([frame[name] for frame in frames]) for name in frames[0]}
     arrays |= {name: arrays[name].astype(np.int64) for name in ("canvas", "draft", "top_tokens")}
     last_of_block = {block: i for i, (block, _) in enumerate(places)}
     ends = [_commit(trajectory, block, row, arrays["draft"][i]) for block, i in last_of_block.items()]
@@ -152,5 +152,5 @@ def _commit(trajectory: Trajectory, block: int, row: int, draft: Array) -> tuple
     tokens = trajectory.commits[block].tokens[row]
     may_end = plan.span.past_frozen(block, plan.canvas_len, torch.tensor([row]))[0]
     ends = (torch.isin(tokens, torch.tensor(plan.eos_token_ids, dtype=torch.int64)) & may_end).nonzero()[:, 0]
-    kept = int(ends[0]) + 1 if len(ends) else len(draft)
-    return np.where(np.arange(len(draft)) < kept, tokens.numpy(), draft), kept
+    num_kept = int(ends[0]) + 1 if len(ends) else len(draft)
+    return np.where(np.arange(len(draft)) < num_kept, tokens.numpy(), draft), num_kept

@@ -72,15 +72,15 @@ def to_gif(
         places = lay_out(prompt + texts, columns, spaced=tokenizer is None)
         num_lines = min(places[-1].line + 1, max_lines)
     pen = _Pen(font, font_size or (18 if num_lines <= 20 else 13))
-    asked = [_Look(text, _SOFT) for text in prompt]
-    kept = np.linspace(0, len(frames) - 1, min(len(frames), _MAX_FRAMES)).round().astype(int).tolist()
+    prompt_looks = [_Look(text, _SOFT) for text in prompt]
+    indices = np.linspace(0, len(frames) - 1, min(len(frames), _MAX_FRAMES)).round().astype(int).tolist()
     images = []
-    for index in [*kept, len(frames)]:
+    for index in [*indices, len(frames)]:
         image = pen.page(columns, num_lines, _footer(frames, index))
         if isinstance(tokenizer, Board):
             pen.frame(image)
         top = _top_line(frames, index, places[len(prompt) :], num_lines)
-        for place, look in zip(places, asked + _looks(frames, index, texts, pieces), strict=False):
+        for place, look in zip(places, prompt_looks + _looks(frames, index, texts, pieces), strict=False):
             if look is not None and place.cells and 0 <= place.line - top < num_lines:
                 pen.put(image, place.line - top, place, look)
         images.append(image)

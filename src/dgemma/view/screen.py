@@ -67,9 +67,9 @@ class Screen:
 
     def draw(self, lines: Sequence[Sequence[Ink]]) -> None:
         """Replace the previous lines."""
-        shown = [_fit(line, self.columns) for line in lines[-self.lines :]]
-        text = f"{_CLEAR_LINE}\r\n".join(self._styled(line) for line in shown)
-        widths = [sum(width(ink.text) for ink in line) for line in shown]
+        visible = [_fit(line, self.columns) for line in lines[-self.lines :]]
+        text = f"{_CLEAR_LINE}\r\n".join(self._styled(line) for line in visible)
+        widths = [sum(width(ink.text) for ink in line) for line in visible]
         try:
             # Return to the first column: an echoed ^C could wrap at the last one.
             self._write(f"{_BEGIN_FRAME}{self._to_top()}{text}{_CLEAR_LINE}{_CLEAR_BELOW}\r{_END_FRAME}")
@@ -169,10 +169,10 @@ def _fit(line: Sequence[Ink], columns: int) -> list[Ink]:
     """Return a line, cut at the last column."""
     fitted, used = [], 0
     for text, style, _ in line:
-        kept = cut(text, columns - used)
-        fitted.append(Ink(kept, style))
-        used += width(kept)
-        if kept != text:
+        part = cut(text, columns - used)
+        fitted.append(Ink(part, style))
+        used += width(part)
+        if part != text:
             break
     return fitted
 

@@ -89,9 +89,9 @@ def generate_puzzles(
 ) -> Puzzles:
     """Return `count` puzzles with one solution, from grids of one split; the number of clues is uniform in `givens`.
 
-    The same arguments give the same puzzles, however many `workers` (processes) make them. Not `exact`: puzzles that
-    can lose no more clues are kept although they have more than asked for, which saves half the work at 24. A `folder`
-    keeps them in a file named after the arguments, where the next call finds them.
+    The same arguments give the same puzzles for any number of `workers` (processes). With `exact=False`, a puzzle may
+    have more clues if none can be removed, which halves the work at 24 clues. With a `folder`, puzzles are cached in
+    a file that is named after the arguments.
 
     Example: `generate_puzzles(1000, givens=(30, 45), split="test")`.
     """
@@ -105,11 +105,11 @@ def generate_puzzles(
         raise ValueError(f"generate_puzzles split must be one of {', '.join(SPLITS)}, got {split!r}.")
     if count < 1:
         raise ValueError(f"generate_puzzles count must be >= 1, got {count}.")
-    kept = None
+    file = None
     if folder is not None:
-        kept = Path(folder) / f"{split}-{low}-{high}{'' if exact else '-or-more'}-seed-{seed}-count-{count}.txt"
-        if kept.exists():
-            return Puzzles.load(kept)
+        file = Path(folder) / f"{split}-{low}-{high}{'' if exact else '-or-more'}-seed-{seed}-count-{count}.txt"
+        if file.exists():
+            return Puzzles.load(file)
     targets = low + np.arange(count) % (high - low + 1)
     chunks = np.split(targets, range(_CHUNK, count, _CHUNK))
     tasks = [(chunk, split, seed, number, exact) for number, chunk in enumerate(chunks)]
@@ -118,11 +118,11 @@ def generate_puzzles(
     else:
         with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
             parts = list(pool.map(_generate_chunk, *zip(*tasks, strict=True)))
-    made = Puzzles.join(parts)
-    if kept is not None:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        made.save(kept)
-    return made
+    puzzles = Puzzles.join(parts)
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        puzzles.save(file)
+    return puzzles
 
 
 def _generate_chunk(targets: NDArray[np.int64], split: Split, seed: int, number: int, exact: bool) -> Puzzles:

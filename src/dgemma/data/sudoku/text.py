@@ -25,7 +25,7 @@ class TextSudoku:
     def __post_init__(self) -> None:
         if len(self.digits) != 10 or len(self.digits.unique()) != 10:
             raise ValueError(
-                f"TextSudoku.tokenizer must have a token of its own for each digit, got {self.digits.tolist()} for the "
+                f"TextSudoku.tokenizer must have one token per digit, got {self.digits.tolist()} for the "
                 f"ten. Use a tokenizer that never merges digits, as `train_tokenizer` makes them."
             )
 
