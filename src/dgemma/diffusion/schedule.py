@@ -239,4 +239,6 @@ class Loop(Schedule):
         """The inverse of `alpha`; on the plateau, the `start` of the loop."""
         before = 1 - alpha * (1 - self.start) / self.plateau
         after = (1 - alpha) * self.stop / (1 - self.plateau)
-        return torch.where(alpha > self.plateau, after, before)
+        # A level, 1 - α, loses digits of α. Off the plateau by them, the speed would not be 0.
+        rests = (alpha - self.plateau).abs() <= 4 * torch.finfo(torch.float32).eps
+        return torch.where(rests, self.start, torch.where(alpha > self.plateau, after, before))

@@ -5,7 +5,7 @@ row without an answer gets one canvas, of which nothing is scored. Every draw is
 canvas index, so a canvas gets the same noise alone and among others.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -17,8 +17,12 @@ from dgemma.diffusion.noise import Noise
 from dgemma.train.batch import TrainBatch
 from dgemma.train.head import fused
 
-_CANVAS, _TIME, _EVENT, _TOKEN, _SELF_COND = map(
-    draws.purpose_word, ("training canvas", "training time", "training event", "training token", "training self_cond")
+_CANVAS, _TIME, _EVENT, _TOKEN, _SELF_COND, _HOLES, _FROZEN = map(
+    draws.purpose_word,
+    (
+        *("training canvas", "training time", "training event", "training token", "training self_cond"),
+        *("training holes", "training frozen"),
+    ),
 )
 
 
@@ -165,6 +169,19 @@ def draw_choice(seeds: Tensor) -> Tensor:
     return fused(draws.uniform_of_word, seeds.device)(seeds, zeros, zeros, 1, _CANVAS)[:, 0]
 
 
+def freeze_random_tokens(canvases: Canvases, seeds: Tensor, prob: float) -> Canvases:
+    """Freeze random tokens of a share `prob` of the canvases, like the text around a hole in infilling.
+
+    Each such canvas draws how many: a share uniform on (0, 1). Frozen tokens get no noise and are not scored.
+
+    Example: `freeze_random_tokens(canvases, seeds, 0.5).frozen`.
+    """
+    draw = fused(_draw_uniform, seeds.device)
+    u = draw(seeds, canvases.index, 1, _HOLES)  # (B, K, 1); given that it is under prob, u / prob is uniform
+    frozen = (u < prob) & (draw(seeds, canvases.index, canvases.x.shape[-1], _FROZEN) < u / prob) & canvases.scored
+    return replace(canvases, frozen=canvases.frozen | frozen, scored=canvases.scored & ~frozen)
+
+
 def noise_canvases(
     noise: Noise,
     canvases: Canvases,
@@ -199,13 +216,16 @@ class _Draws(NamedTuple):
 
 def _draw(seeds: Tensor, index: Tensor, canvas_len: int) -> _Draws:
     """Return the uniforms of canvases `index` (B, K)."""
+    time, self_cond = (_draw_uniform(seeds, index, 1, word) for word in (_TIME, _SELF_COND))
+    event, token = (_draw_uniform(seeds, index, canvas_len, word) for word in (_EVENT, _TOKEN))
+    return _Draws(time, event, token, self_cond)
+
+
+def _draw_uniform(seeds: Tensor, index: Tensor, num_positions: int, word: int) -> Tensor:
+    """Return the uniforms of one purpose for canvases `index` (B, K): (B, K, num_positions)."""
     rows, canvas = seeds[:, None].expand_as(index).flatten(), index.flatten()
-
-    def uniform(num_positions: int, word: int) -> Tensor:
-        u = draws.uniform_of_word(rows, canvas, torch.zeros_like(canvas), num_positions, word)
-        return u.unflatten(0, index.shape)
-
-    return _Draws(uniform(1, _TIME), uniform(canvas_len, _EVENT), uniform(canvas_len, _TOKEN), uniform(1, _SELF_COND))
+    u = draws.uniform_of_word(rows, canvas, torch.zeros_like(canvas), num_positions, word)
+    return u.unflatten(0, index.shape)
 
 
 def _fit(values: Tensor, num_tokens: int, fill: int | bool) -> Tensor:

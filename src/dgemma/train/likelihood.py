@@ -3,10 +3,13 @@
 The bound is a Monte Carlo estimate over noise levels and noise (`nelbo`), per canvas (BD3-LM, arXiv:2503.09573). Below
 `lowest_level` the text is drawn in one step. That makes the number a bound for every network. Otherwise a network that
 does not take the noise level would cost infinitely much as the level falls to 0.
+
+At a low level few canvases hold any noise, and those cost much. Drawn as they come, they would be rare large terms that
+skew the estimate. So they are drawn more often and weigh less, which leaves the mean as it is.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +17,7 @@ from torch import Tensor
 
 from dgemma.diffusion import draws
 from dgemma.diffusion.noise import Noise
+from dgemma.diffusion.schedule import Linear
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.progress import progress_bar
 from dgemma.run.defaults import warn_of_noise
@@ -23,6 +27,8 @@ from dgemma.train.canvases import Canvases, cut_canvases
 from dgemma.train.estimates import Likelihood, RowSums
 from dgemma.train.one_pass import CleanText, predict_canvases, read_clean
 
+_LOW_LEVELS = 0.5  # the share of noise levels whose density rises as 1/sqrt(level) towards 0
+_SOME_NOISE = 0.75  # the least share of canvases that have noise, unless a canvas without noise costs nothing
 _LEAST_NOISE = 1 - 1e-6  # the noise level needed at t = 1; the prior then costs less than 1e-4 nats per token
 
 
@@ -51,11 +57,12 @@ def evaluate(
 
     source: a `TrainBatch`; a `BatchSource`, of which step 0 gives `num_rows` rows; or tokens (B, T), of which the first
     is read and the rest scored. Answers are cut into canvases of `canvas_len` (None: the model's). A partial canvas is
-    filled with `fill_token` (None: the model's end-of-text). The fill is scored, because the model must write it,
-    unless the row is `truncated`. Its cost counts as the text's, but its tokens are not counted.
+    filled with `fill_token` (None: the model's end-of-text). The fill is scored, because the model must write it. Its
+    cost counts as the text's, but its tokens are not counted. The end of a `truncated` row is unknown: its fill is
+    hidden, so the network sees pure noise there, and only the text is scored.
 
-    Each canvas is noised `num_samples` times. `levels` are "stratified", one in each of as many equal parts of the
-    schedule, or "independent". `parametrisation` says what the logits mean, see `nelbo.integrand`. `self_cond` gives
+    Each canvas is noised `num_samples` times. `levels` are "stratified", one in each of as many equally likely parts,
+    or "independent". The bound does not depend on the schedule of the noise, which is not read. `parametrisation` says what the logits mean, see `nelbo.integrand`. `self_cond` gives
     each canvas a first pass. Intervals are over texts if the batch names them (`scan` does), else over rows.
     `num_bytes`, of all scored text, adds bits per byte. The same seed gives the same number for any `batch_size`.
 
@@ -74,7 +81,7 @@ def evaluate(
     _check(model, noise, counts, levels=levels, lowest_level=lowest_level, confidence=confidence)
     estimator = _Estimator(
         model=model,
-        noise=noise,
+        noise=replace(noise, schedule=Linear()),  # the integral is over the noise level
         num_samples=num_samples,
         stratified=levels == "stratified",
         lowest_level=lowest_level,
@@ -126,17 +133,14 @@ class _Estimator:
             )
         clean = read_clean(self.model, canvases.tokens, documents=canvases.documents)
         causal, causal_scored = self._causal(canvases, clean)
-        earliest = self.noise.schedule.time(torch.tensor(1 - self.lowest_level, dtype=torch.float64)).to(seeds.device)
-        lowest = (1 - self.noise.schedule.alpha(earliest)).expand(*canvases.index.shape, 1)
+        lowest = torch.full((*canvases.index.shape, 1), self.lowest_level, dtype=torch.float64, device=seeds.device)
         bound = direct = self._cost(canvases, clean, seeds, self.num_samples, lowest, nelbo.reconstruction)
         by_level = bound.new_zeros(len(seeds), self.num_level_bins)
         for sample in range(self.num_samples):
             u = self._draw(canvases, seeds, sample, 1, "time")  # (B, K, 1)
             u = (sample + u) / self.num_samples if self.stratified else u
-            level = 1 - self.noise.schedule.alpha(earliest + (1 - earliest) * u)
-            cost = (
-                self._cost(canvases, clean, seeds, sample, level, nelbo.integrand) * (1 - earliest) / self.num_samples
-            )
+            level, density = _propose_levels(u, self.lowest_level, 0.0 if self.noise.kind == "mask" else _LOW_LEVELS)
+            cost = self._cost(canvases, clean, seeds, sample, level, nelbo.integrand) / (density * self.num_samples)
             bound = bound + cost
             in_bin = (level[..., 0] * self.num_level_bins).long().clamp(max=self.num_level_bins - 1)
             by_level = by_level.scatter_add(1, in_bin, cost.sum(-1))
@@ -174,7 +178,14 @@ class _Estimator:
     ) -> Tensor:
         """Return `of_logits`, a function of `nelbo`, of canvases noised to `level` (B, K, 1): (B, K, C) float64."""
         u_event, u_token = (self._draw(canvases, seeds, sample, self.canvas_len, name) for name in ("event", "noise"))
-        z = torch.where(canvases.frozen, canvases.x, self.noise.corrupt(canvases.x, level, u_event, u_token))
+        u_some = self._draw(canvases, seeds, sample, 1, "some")
+        replaced = torch.where(canvases.scored, 1 - self.noise.clean_share(level), 0.0)  # (B, K, C) probabilities
+        # Under mask noise a canvas without noise costs nothing, so none is drawn.
+        u_event, weight = _propose_events(replaced, u_event, u_some, 1.0 if self.noise.kind == "mask" else _SOME_NOISE)
+        # The fill of a truncated text is neither scored nor frozen. It is hidden, so that it tells nothing.
+        z = torch.where(canvases.frozen, canvases.x, self.noise.prior(u_token))
+        z = torch.where(canvases.scored, self.noise.corrupt(canvases.x, level, u_event, u_token), z)
+        level = torch.where(canvases.scored, level, torch.where(canvases.frozen, 0.0, 1.0))
 
         def cost(logits: Tensor, x: Tensor, z: Tensor, level: Tensor) -> Tensor:
             """Take logits (m, V), the others (m, 1) → (m,)."""
@@ -182,15 +193,15 @@ class _Estimator:
 
         nats = head.map_logits(
             cost,
-            self._predict(canvases, clean, z, level[..., 0]).flatten(0, 2),
+            self._predict(canvases, clean, z, level).flatten(0, 2),
             self.model.embed_tokens.weight,
-            *(values.expand(z.shape).reshape(-1, 1) for values in (canvases.x, z, level)),
+            *(values.reshape(-1, 1) for values in (canvases.x, z, level)),
             cap=self.model.config.final_logit_softcapping,
         )
-        return torch.where(canvases.scored, nats.view_as(z).double(), 0.0)
+        return torch.where(canvases.scored, weight * nats.view_as(z).double(), 0.0)
 
     def _predict(self, canvases: Canvases, clean: CleanText, z: Tensor, level: Tensor) -> Tensor:
-        """Return the last hidden states (B, K, C, D) of canvases z (B, K, C)."""
+        """Return the last hidden states (B, K, C, D) of canvases z (B, K, C), each position at its `level`."""
 
         def predict(signal: Tensor | None) -> Tensor:
             return predict_canvases(
@@ -227,6 +238,37 @@ class _Estimator:
         of_token, defined = (F.pad(values, (1, 0)).gather(1, position) for values in (cost, canvases.causal_scored))
         defined = defined.view_as(canvases.x) & canvases.scored
         return torch.where(defined, of_token.view_as(canvases.x), 0.0), defined
+
+
+def _propose_levels(u: Tensor, lowest: float, low_share: float) -> tuple[Tensor, Tensor]:
+    """Draw noise levels on [lowest, 1] from uniforms, and return them with their density; both of u's shape.
+
+    The density is 1 - low_share + low_share / (2·sqrt(level)), normalised.
+    """
+    flat = 1 - low_share
+    below = flat * lowest + low_share * lowest**0.5  # the mass under `lowest`
+    mass = below + (1 - below) * u
+    root = ((low_share**2 + 4 * flat * mass).sqrt() - low_share) / (2 * flat)
+    return root.square(), (flat + low_share / (2 * root)) / (1 - below)
+
+
+def _propose_events(replaced: Tensor, u_event: Tensor, u_some: Tensor, least: float) -> tuple[Tensor, Tensor]:
+    """Draw canvases with noise with a probability of at least `least`, and return events and weights.
+
+    replaced (B, K, C): the probability that noise replaces each token. u_event (B, K, C), u_some (B, K, 1): uniforms.
+    If some token is replaced, the first such position is drawn by inverse CDF. Later positions keep their events.
+
+    Events (B, K, C) are for `Noise.corrupt`: 0 keeps a token and 1 replaces it. Weights are (B, K, 1).
+    """
+    some_so_far = 1 - (1 - replaced).cumprod(-1)  # the probability of a replaced token up to each position
+    some = some_so_far[..., -1:]
+    proposed = some.clamp(min=least)
+    is_some = u_some < proposed
+    first = torch.searchsorted(some_so_far, u_some / proposed * some, right=True)
+    position = torch.arange(replaced.shape[-1], device=replaced.device)
+    events = torch.where(position < first, 0.0, torch.where(position == first, 1.0, u_event))
+    weight = torch.where(is_some, some / proposed, (1 - some) / (1 - proposed))
+    return torch.where(is_some, events, 0.0), weight
 
 
 def _as_source(source: BatchSource | TrainBatch | Tensor, num_rows: int | None) -> tuple[BatchSource, int]:

@@ -18,7 +18,7 @@ from dgemma.diffusion.noise import HybridNoise, Noise
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.train import head, nelbo
 from dgemma.train.batch import TrainBatch
-from dgemma.train.canvases import Canvases, NoisyCanvases, cut_canvases, draw_choice, noise_canvases
+from dgemma.train.canvases import Canvases, NoisyCanvases, cut_canvases, draw_choice, freeze_random_tokens, noise_canvases
 from dgemma.train.one_pass import ATTENTIONS, CleanText, predict_canvases, read_clean
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -77,6 +77,7 @@ class Objective:
     fill_token: int = 1  # end-of-text, after the end of an answer
     canvases: str = "one"  # per row: "one", drawn uniformly among those with text, or "all", in one pass
     t_range: tuple[float, float] = (1e-4, 1 - 1e-4)  # t is uniform on it, one per canvas
+    frozen_prob: float = 0.0  # probability that random tokens of a canvas are frozen, which teaches to fill holes
     allowed: tuple[int, ...] | None = None  # the ids that uniform noise and self-conditioning are restricted to
 
     # The decoder's term: "cross_entropy" of the clean tokens; "leave_one_out", the same for logits that mean
@@ -111,6 +112,7 @@ class Objective:
                 f"Objective.t_range must satisfy 0 <= low <= high <= 1, got {self.t_range}. Use (1e-4, 1 - 1e-4)."
             )
         check_probability(self, "self_cond_prob", fix="Use 0.5, as published.")
+        check_probability(self, "frozen_prob", fix="Use 0 to noise every token.")
         for name in ("decoder_weight", "causal_weight"):
             check_size(self, name, fix="Use 0 to leave the term out.")
         if not self.decoder_weight and not self.causal_weight:
@@ -248,7 +250,7 @@ class Objective:
                 f"Objective seeds must have shape ({batch.batch_size},), one per row, got {tuple(seeds.shape)}. Use "
                 "`row_seeds` to make them."
             )
-        return cut_canvases(
+        canvases = cut_canvases(
             batch,
             canvas_len=self.canvas_len,
             fill_token=self.fill_token,
@@ -257,6 +259,7 @@ class Objective:
             causal_scope=self.causal_scope if self.causal_weight else None,
             causal_fill=self.causal_fill,
         )
+        return freeze_random_tokens(canvases, seeds, self.frozen_prob) if self.frozen_prob else canvases
 
     def _noise(self, canvases: Canvases, seeds: Tensor) -> NoisyCanvases:
         return noise_canvases(
@@ -283,6 +286,7 @@ class Objective:
         self, model: DiffusionGemma, canvases: Canvases, noisy: NoisyCanvases, clean: CleanText | None
     ) -> Tensor:
         """Return the last hidden states (B, K, C, D) of the canvases, after a first pass for self-conditioning."""
+        levels = torch.where(canvases.frozen, 0.0, noisy.level[..., None])  # (B, K, C): frozen tokens have no noise
 
         def predict(signal: Tensor | None) -> Tensor:
             return predict_canvases(
@@ -291,7 +295,7 @@ class Objective:
                 canvases.starts,
                 clean,
                 signal=signal,
-                noise_level=noisy.level if model.takes_noise_level else None,
+                noise_level=levels if model.takes_noise_level else None,
                 documents=canvases.packing,
                 aligned=canvases.aligned,
                 attention=self.attention,

@@ -81,7 +81,7 @@ def predict_canvases(
 ) -> Tensor:
     """Return the last hidden states (B, K, C, D) of canvases (B, K, C) that start at positions (B, K).
 
-    clean: the text before them; None if all start at 0. signal: self-conditioning (B, K, C, D). noise_level: (B, K),
+    clean: the text before them; None if all start at 0. signal: self-conditioning (B, K, C, D). noise_level: (B, K, C),
     for a model that takes it. documents: of the clean tokens (B, P) and of the canvases (B, K, C). aligned: True
     promises that K is 1 and every canvas starts at P; then no mask is needed unless the window is too short.
 
@@ -114,9 +114,7 @@ def predict_canvases(
     # All positions of a canvas see the same keys, so one query is enough for the mask.
     num_queries = 1 if num_canvases == 1 and both is None and attention == "dense" else num_noisy
     masks = _masks(model, rule_of, batch_size, (num_queries, num_clean + num_noisy), attention)
-    levels = noise_level
-    if noise_level is not None:  # (B,) or (B, K·C)
-        levels = noise_level[:, 0] if num_canvases == 1 else noise_level.repeat_interleave(canvas_len, dim=1)
+    levels = None if noise_level is None else noise_level.flatten(1)
     x = model.embed_canvas(canvases.flatten(1), None if signal is None else signal.flatten(1, 2), levels)
     positions = (starts[..., None] + torch.arange(canvas_len, device=starts.device)).flatten(1)
     pasts = [None] * len(masks) if clean is None else clean.keys_values
