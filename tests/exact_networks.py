@@ -61,8 +61,6 @@ class Network:
 class ExactModel(dgemma.DiffusionGemma):
     """A model for `evaluate` whose logits for a canvas of three tokens are those of an exact network."""
 
-    takes_noise_level = True  # type: ignore[assignment]
-
     def __init__(self, network: Network) -> None:
         vocab_size = network.vocab_size
         config = dgemma.presets.tiny().replace(
@@ -77,7 +75,7 @@ class ExactModel(dgemma.DiffusionGemma):
         )
         super().__init__(config)
         self.double()
-        self.network = network
+        self.network, self.takes_noise_level = network, True
         with torch.no_grad():
             self.embed_tokens.weight.copy_(torch.eye(vocab_size, config.hidden_size))
 

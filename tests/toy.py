@@ -137,7 +137,8 @@ def permutations(state: DenoiseState) -> Points:
 def route_cells(prediction: Prediction, state: DenoiseState) -> Tensor:
     """The "event" boundaries of `noise.transition`, given the tokens drawn."""
     x0 = prediction.sample(state.uniform("token"))
-    clean, stay = state.noise.routes(x0, state.canvas, state.noise_level, state.next_noise_level)
+    levels = state.noise_level, state.next_noise_level
+    clean, stay = state.noise.routes(x0, state.canvas, *levels, allowed=state.allowed)
     return torch.stack([clean, clean + stay], dim=-1)
 
 

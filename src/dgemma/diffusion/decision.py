@@ -42,6 +42,7 @@ def transition(x0: Tensor, state: DenoiseState) -> Decision:
 
     Example: `transition(prediction.sample(state.uniform("token")), state)`.
     """
-    clean, stay = state.noise.routes(x0, state.canvas, state.noise_level, state.next_noise_level)
+    levels = state.noise_level, state.next_noise_level
+    clean, stay = state.noise.routes(x0, state.canvas, *levels, allowed=state.allowed)
     u = state.uniform("event")
     return Decision(tokens=x0, write=u < clean, renoise=u >= clean + stay)

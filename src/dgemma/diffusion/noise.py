@@ -24,6 +24,8 @@ class Noise:
     """A process over `vocab_size` tokens; `schedule` gives α(t), and noise_level is 1 - α throughout.
 
     A noise_level of shape (B,) applies to whole rows of (B, C) tokens. Other shapes must broadcast to (B, C).
+    `allowed`, booleans that broadcast to (B, C, V), restricts the process to a set of tokens per position: in every
+    method, uniform noise is then uniform over that set. None allows all tokens.
 
     Example: `UniformNoise(262144, schedule=PlainCosine())`.
     """
@@ -88,22 +90,25 @@ class Noise:
     ) -> Tensor:
         """Draw from q(z | x): tokens, u_event, u_token (B, C) → z (B, C). Uniform noise may draw the token itself.
 
-        `allowed`, booleans that broadcast to (B, C, V), restricts uniform noise.
-
         Example: `noise.corrupt(tokens, torch.tensor([0.5]), torch.rand(1, 8), torch.rand(1, 8))`.
         """
         level = _per_position(noise_level, tokens)
         return torch.where(u_event < self.clean_share(level), tokens, self._draw(u_token, level, allowed))
 
-    def marginal(self, x_probs: Tensor, alpha: Tensor) -> Tensor:
+    def marginal(self, x_probs: Tensor, alpha: Tensor, *, allowed: Tensor | None = None) -> Tensor:
         """q(z | x) for a distribution over x: x_probs (..., V), alpha (B,) or broadcastable to (...) → (..., V).
 
         Example: `MaskNoise(5).marginal(torch.eye(5)[0], torch.tensor(0.7))` is 0.7 for token 0 and 0.3 for the mask.
         """
-        level = _per_position(1 - alpha, x_probs[..., 0])[..., None]
-        return self.clean_share(level) * x_probs + self._weight(self._ids(x_probs), level)
+        level, ids = _per_position(1 - alpha, x_probs[..., 0])[..., None], self._ids(x_probs)
+        weight = self._weight(ids, level, allowed if allowed is None else allowed[..., None, :])
+        if allowed is not None:
+            weight = torch.where(allowed | self.masked(ids), weight, 0.0)
+        return self.clean_share(level) * x_probs + weight
 
-    def posterior(self, z_t: Tensor, x_probs: Tensor, alpha_t: Tensor, alpha_s: Tensor) -> Tensor:
+    def posterior(
+        self, z_t: Tensor, x_probs: Tensor, alpha_t: Tensor, alpha_s: Tensor, *, allowed: Tensor | None = None
+    ) -> Tensor:
         """q(z_s | z_t, x) by Bayes' rule for a distribution over x: z_t (...), x_probs (..., V) → (..., V); α_s >= α_t.
 
         Both α have shape (B,) or broadcast to (...). With a leave-one-out prediction as x this is the exact reverse
@@ -112,31 +117,38 @@ class Noise:
         Example: `noise.posterior(canvas, loo.logits.softmax(-1), alpha_t, alpha_s)`.
         """
         alpha_t, alpha_s = _per_position(alpha_t, z_t), _per_position(alpha_s, z_t)
-        ratio, fresh = self._bridge(z_t, 1 - alpha_t, 1 - alpha_s)
+        ratio, fresh = self._bridge(z_t, 1 - alpha_t, 1 - alpha_s, allowed)
         stays = self._ids(x_probs) == z_t[..., None]
-        joint = (ratio[..., None] * stays + fresh[..., None]) * self.marginal(x_probs, alpha_s)
-        possible = self._weight(z_t, 1 - alpha_t) > 0
+        joint = (ratio[..., None] * stays + fresh[..., None]) * self.marginal(x_probs, alpha_s, allowed=allowed)
+        possible = self._weight(z_t, 1 - alpha_t, allowed) > 0
         return torch.where(possible[..., None], joint / joint.sum(-1, keepdim=True), stays.to(joint.dtype))
 
     def routes(
-        self, x0: Tensor, canvas: Tensor, noise_level: Tensor, next_noise_level: Tensor
+        self,
+        x0: Tensor,
+        canvas: Tensor,
+        noise_level: Tensor,
+        next_noise_level: Tensor,
+        *,
+        allowed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The probabilities, given x0, that z_s is x0 and that z_t stays; the rest is new noise.
 
-        x0, canvas: (B, C) → two (B, C). A token that no noise can have produced stays with probability 1.
+        x0, canvas: (B, C) → two (B, C). A token that no noise can have produced stays with probability 1. A token that
+        is not `allowed` counts as noise, so it is gone after the last step.
 
         Example: `clean, stay = noise.routes(x0, canvas, noise_level, next_noise_level)`.
         """
         level, next_level = _per_position(noise_level, canvas), _per_position(next_noise_level, canvas)
-        ratio, fresh = self._bridge(canvas, level, next_level)
+        ratio, fresh = self._bridge(canvas, level, next_level, allowed)
         clean = self.clean_share(next_level) * (fresh + ratio * (x0 == canvas))
-        stay = ratio * self._weight(canvas, next_level)
+        stay = ratio * self._weight(canvas, next_level, allowed)
         total = clean + stay + fresh * (1 - self.clean_share(next_level))
-        possible = self._weight(canvas, level) > 0
+        possible = self._weight(canvas, level, allowed) > 0
         total = torch.where(possible, total, 1.0)
         return torch.where(possible, clean / total, 0.0), torch.where(possible, stay / total, 1.0)
 
-    def to_loo(self, logits: Tensor, z: Tensor, noise_level: Tensor) -> Tensor:
+    def to_loo(self, logits: Tensor, z: Tensor, noise_level: Tensor, *, allowed: Tensor | None = None) -> Tensor:
         """From p(x0 | z) to p(x0 | z without this position): logits (B, C, V), z (B, C) → (B, C, V).
 
         Exact for the level that the network assumes. For a token that no noise can have produced, the mean does not
@@ -144,42 +156,42 @@ class Noise:
 
         Example: `noise.to_loo(prediction.logits, state.canvas, state.noise_level)`.
         """
-        bump = self._evidence(z, noise_level).to(logits.dtype)
+        bump = self._evidence(z, noise_level, allowed).to(logits.dtype)
         return logits.scatter_add(-1, z[..., None], -bump[..., None])
 
-    def to_mean(self, logits: Tensor, z: Tensor, noise_level: Tensor) -> Tensor:
+    def to_mean(self, logits: Tensor, z: Tensor, noise_level: Tensor, *, allowed: Tensor | None = None) -> Tensor:
         """From p(x0 | z without this position) to p(x0 | z), the inverse of `to_loo`; certain where z cannot be noise.
 
         Example: `noise.to_mean(prediction.logits, state.canvas, state.noise_level)`.
         """
-        bump = self._evidence(z, noise_level).to(logits.dtype)
+        bump = self._evidence(z, noise_level, allowed).to(logits.dtype)
         certain = torch.full_like(logits, -torch.inf).scatter(-1, z[..., None], 0.0)
-        impossible = self._weight(z, _per_position(noise_level, z)) <= 0
+        impossible = self._weight(z, _per_position(noise_level, z), allowed) <= 0
         return torch.where(impossible[..., None], certain, logits.scatter_add(-1, z[..., None], bump[..., None]))
 
-    def _evidence(self, z: Tensor, noise_level: Tensor) -> Tensor:
+    def _evidence(self, z: Tensor, noise_level: Tensor, allowed: Tensor | None) -> Tensor:
         """log q(z | x = z) - log q(z | another x), (B, C); 0 for a mask and where z cannot be noise."""
         level = _per_position(noise_level, z)
-        weight = self._weight(z, level)
+        weight = self._weight(z, level, allowed)
         informative = (weight > 0) & ~self.masked(z)
         return torch.log1p(self.clean_share(level) / torch.where(informative, weight, torch.inf))
 
-    def _bridge(self, z_t: Tensor, level: Tensor, next_level: Tensor) -> tuple[Tensor, Tensor]:
+    def _bridge(self, z_t: Tensor, level: Tensor, next_level: Tensor, allowed: Tensor | None) -> tuple[Tensor, Tensor]:
         """The parts of q(z_t | z_s) = ratio·1(z_t = z_s) + fresh: survival from s to t, and added noise that is z_t."""
         before, after = self.clean_share(level), self.clean_share(next_level)
         ratio = torch.where(after > 0, before / torch.where(after > 0, after, 1.0), 1.0)
-        fresh = self._weight(z_t, level) - ratio * self._weight(z_t, next_level)
+        fresh = self._weight(z_t, level, allowed) - ratio * self._weight(z_t, next_level, allowed)
         return ratio.expand_as(fresh), fresh.clamp(min=0.0)
 
-    def _weight(self, z: Tensor, level: Tensor) -> Tensor:
-        """The probability that the noise of this level is the token z."""
+    def _weight(self, z: Tensor, level: Tensor, allowed: Tensor | None) -> Tensor:
+        """The probability that the noise of this level is the token z, which counts as one of the allowed tokens."""
         share = self.mask_share(level)
-        return (1 - self.clean_share(level)) * torch.where(self.masked(z), share, (1 - share) / self._num_uniform)
+        of_token = (1 - share) / self._num_uniform(allowed)
+        return (1 - self.clean_share(level)) * torch.where(self.masked(z), share, of_token)
 
-    @property
-    def _num_uniform(self) -> int:
-        """The number of tokens that the uniform part of the noise draws from."""
-        return self.vocab_size
+    def _num_uniform(self, allowed: Tensor | None) -> Tensor | int:
+        """The number of tokens that the uniform part of the noise draws from, at each position of `allowed`."""
+        return self.vocab_size if allowed is None else allowed.sum(-1)
 
     def _draw(self, u: Tensor, level: Tensor, allowed: Tensor | None) -> Tensor:
         """Draw noise by inverse CDF: u (B, C) → (B, C)."""
@@ -191,7 +203,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class UniformNoise(Noise):
-    """Noise that replaces a token by one from the whole vocabulary, itself included.
+    """Noise that replaces a token by one from the whole vocabulary, or from the `allowed` part of it, itself included.
 
     Example: `UniformNoise(262144)`.
     """
@@ -223,9 +235,10 @@ class _MaskingNoise(Noise):
     def mask_token(self) -> int:
         return self.mask_token_id
 
-    @property
-    def _num_uniform(self) -> int:
-        return self.vocab_size - 1
+    def _num_uniform(self, allowed: Tensor | None) -> Tensor | int:
+        if allowed is None:
+            return self.vocab_size - 1
+        return (allowed & (self._ids(allowed) != self.mask_token_id)).sum(-1)
 
 
 @dataclass(frozen=True)

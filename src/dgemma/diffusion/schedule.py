@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+LEAST_NOISE = 1 - 1e-6  # the level from which on a canvas is pure noise: the text is then worth under 1e-4 nats a token
+
 
 class Schedule:
     """α(t), which falls from 1 at t = 0 to 0 at t = 1 unless a class says otherwise. Methods keep the shape of t."""

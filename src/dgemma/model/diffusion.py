@@ -69,7 +69,7 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
         self.generation = GenerationDefaults()
         self.vision_source: Path | None = None  # folder whose vision tensors save_pretrained copies
         self.conventions = conventions or Conventions()
-        self.takes_noise_level = config.noise_conditioning
+        self.takes_noise_level = self.takes_position_levels = config.noise_conditioning
         self.recompute_activations = False  # activation checkpointing: less memory, one more forward
         device = torch.device(device) if device is not None else torch.get_default_device()
         with torch.device("meta"):
@@ -196,8 +196,9 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
         """Predict every position of canvas (B, C) at once, each seeing the prefix and the whole canvas.
 
         self_cond: last step's (shaped) Prediction or logits (B, C, V); self_cond_mask (B,) switches it per row, where
-        "off" is a zero signal. noise_level (B,) is for a model with `config.noise_conditioning`; others, the published
-        one among them, do not look at it. The cache is read, never changed.
+        "off" is a zero signal. noise_level, (B,) or one per position (B, C), is for a model with
+        `config.noise_conditioning`; others, the published one among them, do not look at it. The cache is read, never
+        changed.
 
         Example: `model.denoise(canvas, cache, self_cond=prediction.shaped(temperature=0.8)).entropy`.
         """
@@ -292,7 +293,7 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
     def embed_canvas(self, canvas: Tensor, signal: Tensor | None = None, noise_level: Tensor | None = None) -> Tensor:
         """Return the layers' input for a canvas (B, C), a self-conditioning signal (B, C, D) and a level → (B, C, D).
 
-        noise_level is (B,), or (B, C) where a row holds canvases of several levels.
+        noise_level is (B,), or (B, C) where positions have levels of their own.
         """
         embedded = self.embed(canvas)
         if self.noise_level_embedding is not None:

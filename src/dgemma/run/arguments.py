@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from dgemma.checks import as_int, as_number, require, require_tensor, show
 from dgemma.diffusion.noise import Noise
+from dgemma.diffusion.schedule import LEAST_NOISE
 from dgemma.model.cache import Cache
 from dgemma.model.config import ModelConfig
 from dgemma.run.options import Allowed
@@ -174,6 +175,17 @@ def read_noise_level(noise_level: Any, canvas: Any, *, owner: str = "generate") 
             f"generate noise_level must be 1 without canvas, got {level}. Pass the canvas that has this level."
         )
     return level
+
+
+def check_start(noise: Noise, canvas: Tensor | None, num_positions: int) -> None:
+    """Refuse pure noise where the schedule begins with less. Mask noise needs no rule: masks show how many they are."""
+    level = 1 - noise.schedule.alpha(torch.ones((), dtype=torch.float64)).item()
+    given = canvas is not None and canvas.shape[1] >= num_positions and not bool((canvas < 0).any())
+    if noise.kind != "mask" and level < LEAST_NOISE and not given:
+        raise ValueError(
+            f"generate noise must have a schedule that begins in pure noise, got level {level:.3g} at t = 1 from "
+            f"{noise.schedule!r}. Use Linear(), or pass a whole canvas that is at this level."
+        )
 
 
 def check_mask(attention_mask: Any, prompt_tokens: Tensor, num_cached: int) -> None:

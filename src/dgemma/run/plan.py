@@ -104,6 +104,7 @@ def read_plan(
     span = arguments.read_span(asked["canvas"], asked["frozen"], asked["allowed"], prompt_tokens, noise, max_new_tokens)
     seeds = arguments.read_seeds(asked["seed"], prompt_tokens)
     num_blocks = math.ceil(max_new_tokens / config.canvas_length)
+    arguments.check_start(noise, span.canvas, num_blocks * config.canvas_length)
     return Plan(
         prompt_tokens=prompt_tokens,
         attention_mask=asked["attention_mask"],

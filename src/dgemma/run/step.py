@@ -45,6 +45,7 @@ class Denoiser(Generic[CacheT]):
         def device(self) -> torch.device: ...
 
     takes_noise_level: bool = False  # if True, `denoise` also takes `noise_level` (B,)
+    takes_position_levels: bool = False  # if True, that `noise_level` may be (B, C)
 
     def encode(self, tokens: Tensor, cache: CacheT | None = None, attention_mask: Tensor | None = None) -> CacheT:
         """Read tokens (B, P) causally into a prefix cache, which is extended in place; 1 in the mask is a real token.
@@ -69,12 +70,21 @@ class Denoiser(Generic[CacheT]):
         raise NotImplementedError(f"{type(self).__name__} must define denoise(self, canvas, cache, self_cond).")
 
     def denoise_at(
-        self, noise_level: Tensor, canvas: Tensor, cache: CacheT, self_cond: Prediction | Tensor | None = None
+        self,
+        noise_level: Tensor,
+        canvas: Tensor,
+        cache: CacheT,
+        self_cond: Prediction | Tensor | None = None,
+        frozen: Tensor | None = None,
     ) -> Prediction:
         """`denoise`, which gets the canvas's noise_level (B,) if it takes one.
 
+        If it takes one per position, `frozen` tokens (B, C) bool have level 0: they carry no noise.
+
         Example: `model.denoise_at(torch.ones(2), canvas, cache).entropy`.
         """
+        if self.takes_position_levels and frozen is not None:
+            noise_level = torch.where(frozen, 0.0, noise_level[:, None])
         level = {"noise_level": noise_level} if self.takes_noise_level else {}
         return self.denoise(canvas, cache, self_cond=self_cond, **level)
 
@@ -127,7 +137,8 @@ def predict(denoiser: Denoiser, state: DenoiseState, *, cache: Cache, knobs: Kno
 
     Example: `predict(model, state, cache=cache, knobs=knobs).entropy`.
     """
-    raw = denoiser.denoise_at(state.noise_level, state.canvas, cache, self_cond=state.self_cond)
+    level = knobs.sampler.noise_level(state)
+    raw = denoiser.denoise_at(level, state.canvas, cache, self_cond=state.self_cond, frozen=state.frozen)
     return raw.shaped(temperature=state.temperature, allowed=state.allowed, top_k=knobs.top_k, top_p=knobs.top_p)
 
 
@@ -195,7 +206,7 @@ def record_step(
         step=before.step,
         seeds=before.seeds,
         temperature=before.temperature,
-        noise_level=before.noise_level,
+        noise_level=knobs.sampler.noise_level(before),
         canvas=before.canvas,
         argmax=prediction.argmax,
         entropy=prediction.entropy,

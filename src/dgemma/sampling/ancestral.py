@@ -33,7 +33,8 @@ class Ancestral(Sampler):
 
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
         if self.parametrisation == "loo":
-            prediction = Prediction(state.noise.to_mean(prediction.logits, state.canvas, state.noise_level))
+            logits, level = prediction.logits, state.noise_level
+            prediction = Prediction(state.noise.to_mean(logits, state.canvas, level, allowed=state.allowed))
         return transition(prediction.sample(state.uniform("token")), state)
 
     def final(self, prediction: Prediction, state: DenoiseState) -> Tensor:

@@ -57,6 +57,13 @@ class Sampler:
         """Return the memory of a new canvas."""
         return None
 
+    def noise_level(self, state: DenoiseState) -> Tensor:
+        """The level that the state's canvas is at, (B,): what a denoiser is told. A sampler with its own clock has it.
+
+        Example: `LeaveOneOutGibbs().noise_level(state)` is `state.memory`, the level at which it repairs the canvas.
+        """
+        return state.noise_level
+
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
         raise NotImplementedError(f"{type(self).__name__} must define __call__(self, prediction, state) -> Decision.")
 

@@ -28,6 +28,9 @@ class FirstHitting(Sampler):
     def start(self, state: DenoiseState) -> Tensor:
         return state.noise_level
 
+    def noise_level(self, state: DenoiseState) -> Tensor:
+        return state.memory
+
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
         rank = state.open.cumsum(-1)  # (B, C), from 1 at the first open position
         num_open = rank[:, -1]

@@ -47,14 +47,17 @@ class LeaveOneOutGibbs(Sampler):
     def start(self, state: DenoiseState) -> Tensor:
         return state.noise_level
 
+    def noise_level(self, state: DenoiseState) -> Tensor:
+        return state.memory
+
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
         noise, level = state.noise, state.memory
         predicts, next_level = self.clock(state)  # (B,)
         mean = loo = prediction.logits
         if self.parametrisation == "mean":
-            loo = noise.to_loo(mean, state.canvas, level)
+            loo = noise.to_loo(mean, state.canvas, level, allowed=state.allowed)
         else:
-            mean = noise.to_mean(loo, state.canvas, level)
+            mean = noise.to_mean(loo, state.canvas, level, allowed=state.allowed)
         tokens = Prediction(torch.where(predicts[:, None, None], mean, loo)).sample(state.uniform("token"))
 
         ancestral = transition(tokens, replace(state, noise_level=level, next_noise_level=next_level))
@@ -87,7 +90,7 @@ class LeaveOneOutGibbs(Sampler):
         score = state.uniform("position")
         if self.choice_temperature is not None:
             alpha = 1 - state.memory[:, None]
-            law = state.noise.marginal(loo.softmax(-1), alpha).log()  # (B, C, V)
+            law = state.noise.marginal(loo.softmax(-1), alpha, allowed=state.allowed).log()  # (B, C, V)
             shown = state.canvas[..., None]
             margin = law.gather(-1, shown)[..., 0] - law.scatter(-1, shown, -torch.inf).amax(-1)
             score = self.choice_temperature * draws.gumbel(score) - margin

@@ -97,7 +97,8 @@ class Guided(Denoiser[GuidedCache]):
     unconditional: int | Tensor = field(kw_only=True)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "takes_noise_level", self.denoiser.takes_noise_level)
+        for name in ("takes_noise_level", "takes_position_levels"):
+            object.__setattr__(self, name, getattr(self.denoiser, name))
         if not self.strength >= -1:
             raise ValueError(f"Guided.strength must be >= -1, got {self.strength}. Use 0 for no guidance.")
         if isinstance(self.unconditional, Tensor) and self.unconditional.dim() not in (1, 2):

@@ -299,7 +299,7 @@ class _Writer:
 
     def _score(self, state: DenoiseState, cache: Cache, drafts: Tensor) -> Tensor:
         """The log-probability of every draft given the canvas before its first step, (R, C)."""
-        prediction = self.model.denoise_at(state.noise_level, state.canvas, cache)
+        prediction = self.model.denoise_at(state.noise_level, state.canvas, cache, frozen=state.frozen)
         return prediction.shaped(allowed=state.noise.proposable(None, state.device)).log_prob(drafts).float()
 
 
@@ -350,7 +350,10 @@ def _read_options(name: str, model: Denoiser, tokens: Any, options: CanvasOption
         )
     allowed = options.pop("allowed", None)
     # The plan is of one canvas after one token, the least that is read. A canvas never starts after the text.
-    plan = read_plan(model, tokens[:, :1], max_new_tokens=model.config.canvas_length, **options)
+    canvas_len = model.config.canvas_length
+    # An edited text has the level of the schedule's first step, whatever it is. Holes are pure noise.
+    canvas = tokens.new_zeros(len(tokens), canvas_len, dtype=torch.int64) if name == "edit" else None
+    plan = read_plan(model, tokens[:, :1], max_new_tokens=canvas_len, canvas=canvas, **options)
     if allowed is not None:
         shape = (tokens.shape[0], tokens.shape[1])
         allowed = arguments.read_allowed(f"{name} allowed", allowed, plan.noise, shape, tokens.device)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dgemma.diffusion import draws
 from dgemma.diffusion.noise import Noise
-from dgemma.diffusion.schedule import Linear
+from dgemma.diffusion.schedule import LEAST_NOISE, Linear
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.progress import progress_bar
 from dgemma.run.defaults import warn_of_noise
@@ -29,7 +29,6 @@ from dgemma.train.one_pass import CleanText, predict_canvases, read_clean
 
 _LOW_LEVELS = 0.5  # the share of noise levels whose density rises as 1/sqrt(level) towards 0
 _SOME_NOISE = 0.75  # the least share of canvases that have noise, unless a canvas without noise costs nothing
-_LEAST_NOISE = 1 - 1e-6  # the noise level needed at t = 1; the prior then costs less than 1e-4 nats per token
 
 
 @torch.no_grad()
@@ -315,7 +314,7 @@ def _check(
     if not 0 < confidence < 1:
         raise ValueError(f"evaluate confidence must be in (0, 1), got {confidence}. Use 0.95.")
     reached = 1 - noise.schedule.alpha(torch.ones((), dtype=torch.float64)).item()
-    if reached < _LEAST_NOISE:
+    if reached < LEAST_NOISE:
         raise ValueError(
             f"evaluate noise must have a schedule that ends at noise level 1, got {reached:.3g} from "
             f"{noise.schedule!r}. Use Linear(), because the bound does not depend on the schedule."

@@ -18,7 +18,14 @@ from dgemma.diffusion.noise import HybridNoise, Noise
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.train import head, nelbo
 from dgemma.train.batch import TrainBatch
-from dgemma.train.canvases import Canvases, NoisyCanvases, cut_canvases, draw_choice, freeze_random_tokens, noise_canvases
+from dgemma.train.canvases import (
+    Canvases,
+    NoisyCanvases,
+    cut_canvases,
+    draw_choice,
+    freeze_random_tokens,
+    noise_canvases,
+)
 from dgemma.train.one_pass import ATTENTIONS, CleanText, predict_canvases, read_clean
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
