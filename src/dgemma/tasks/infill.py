@@ -107,6 +107,12 @@ def infill(
     The other options are those of `generate`; `allowed` is over the positions of the text. A recorded run encodes the
     whole prefix of each canvas again, because its replay does.
 
+    Under mask noise an exact network draws the holes from their conditional distribution. Uniform noise leaves no
+    trace: a network that takes one noise level per canvas, or none, reads the given tokens as noisy too. With
+    `ModelConfig.noise_conditioning` a network gets a level per position, 0 where the text is given. Train it with
+    `Objective.frozen_prob`, which freezes random tokens. For other networks, use `LeaveOneOutGibbs` with a schedule
+    that rests near clean text, such as `Loop(plateau=0.99)`. There the network believes the given tokens.
+
     Example: `infill(model, tokens, [(12, 20)], noise=MaskNoise(vocab_size), sampler=Confidence(), seed=1).tokens`.
     """
     tokens, plan = _read_options("infill", model, tokens, options)

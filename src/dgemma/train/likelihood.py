@@ -61,9 +61,13 @@ def evaluate(
     hidden, so the network sees pure noise there, and only the text is scored.
 
     Each canvas is noised `num_samples` times. `levels` are "stratified", one in each of as many equally likely parts,
-    or "independent". The bound does not depend on the schedule of the noise, which is not read. `parametrisation` says what the logits mean, see `nelbo.integrand`. `self_cond` gives
-    each canvas a first pass. Intervals are over texts if the batch names them (`scan` does), else over rows.
-    `num_bytes`, of all scored text, adds bits per byte. The same seed gives the same number for any `batch_size`.
+    or "independent". The bound does not depend on the schedule of the noise, which is not read. `parametrisation` says
+    what the logits mean, see `nelbo.integrand`. `self_cond` gives each canvas a first pass. `num_bytes`, of all scored
+    text, adds bits per byte. The same seed gives the same number for any `batch_size`.
+
+    Intervals are Student's, over texts if the batch names them (`scan` does), else over rows. Measured with exact
+    networks on texts of three tokens, a 95 % interval holds the truth in 94 % of evaluations of 16 texts, and in 94 to
+    95 % of those of 64 and 256. It is more often too low than too high, because likelihoods of texts are skewed.
 
     Example: `print(evaluate(model, tokens, MaskNoise(512, mask_token_id=4), num_samples=16))`.
     """
