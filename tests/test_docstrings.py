@@ -1,4 +1,4 @@
-"""Examples in docstrings parse, and their calls match the signatures of the library."""
+"""Docstrings start with a noun or a verb; their examples parse, and their calls match the library's signatures."""
 
 import ast
 import importlib
@@ -7,9 +7,12 @@ import pkgutil
 import re
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 
 import dgemma
+
+ROOT = Path(__file__).parents[1]
 
 
 @cache
@@ -54,6 +57,20 @@ def mismatches(code: str) -> Iterator[str]:
                 signature.bind(*call.args, **{keyword.arg or "": keyword.value for keyword in call.keywords})
         except TypeError as error:
             yield f"{ast.unparse(call)}: {error}"
+
+
+def docstrings() -> Iterator[tuple[str, str]]:
+    """Yield the place and the text of every docstring of both packages and of the benchmarks."""
+    for folder in ("src", "kernels"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
+                    yield f"{path.relative_to(ROOT)}: {getattr(node, 'name', 'module')}", text
+
+
+def test_docstrings_start_with_a_noun_or_a_verb():
+    question = re.compile(r"(What|Which|Whether|How|Where|When|Who)\b")
+    assert not [place for place, text in docstrings() if question.match(text)]
 
 
 def test_examples_parse_and_their_calls_match_signatures():

@@ -80,10 +80,10 @@ class MarkovChain:
 
     @cached_property
     def _cells(self) -> tuple[Tensor, Tensor]:
-        """Where each possible cell of the CDFs ends, and its token: all rows in one sorted list, row r in (r, r + 1].
+        """Return the ends of all possible cells of the CDFs, and their tokens: one sorted list, row r in (r, r + 1].
 
-        Row 0 is the first token's, row 1 + i what follows state i. A binary search in it copies no text's row, and what
-        is impossible is not in it: of a chain of few successors it stays in the processor's nearest cache.
+        Row 0 is for the first token, row 1 + i for the successors of state i. A binary search in the list needs no copy
+        of a row. Impossible tokens are left out, so that the list of a sparse chain fits into the processor's cache.
         """
         cells = torch.cat((self.first[None], self.move))  # (1 + V, V)
         ends, row_number = cells.cumsum(-1), torch.arange(len(cells), device=cells.device)

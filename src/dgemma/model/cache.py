@@ -19,9 +19,9 @@ _GROWTH = 1.25  # growth of a full buffer, so that appending takes linear time
 
 
 class Cache(Protocol):
-    """What a run needs of a prefix cache: `PrefixCache`, the fused engine's, and `Guided`'s pair of caches have it.
+    """The protocol of prefix caches: `PrefixCache`, the cache of the fused engine, and the pair of caches of `Guided`.
 
-    A denoiser makes and extends its own; everybody else reads, copies and joins caches through these members.
+    A denoiser makes and extends its own cache. All other code reads, copies and joins caches through these members.
     """
 
     @property
@@ -77,7 +77,7 @@ class LayerCache:
         self.keys, self.values, self.window, self.keep = keys, values, window, keep
 
     def filled(self, lengths: Tensor) -> Tensor:
-        """How many slots each row uses: (B,) → (B,)."""
+        """Return the number of slots that each row uses: (B,) → (B,)."""
         return lengths if self.keep is None else lengths.clamp(max=self.keep)
 
     def num_filled(self, num_slots: int) -> int:

@@ -1,4 +1,4 @@
-"""When a run ends before its last planned step: on Ctrl-C or SIGTERM, or because its minutes are over."""
+"""Ends of a run before its last planned step: Ctrl-C, SIGTERM, or the end of its minutes."""
 
 import signal
 import threading
