@@ -213,4 +213,6 @@ for group, settings in (("uniform", uniform_samplers()), ("uniform stop rules", 
 
 if args.out is not None:
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "samplers.json").write_text(json.dumps(results, indent=1) + "\n")
+    gpu = torch.cuda.get_device_name() if args.device == "cuda" else args.device
+    run = f"{gpu}, torch {torch.__version__}, float32, {args.num_tests} puzzles, {args.num_prompts} prompts"
+    (args.out / "samplers.json").write_text(json.dumps({"run": run, **results}, indent=1) + "\n")
