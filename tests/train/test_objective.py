@@ -505,8 +505,29 @@ def test_a_network_that_takes_the_level_gets_the_level_of_each_canvas(calls):
     conditioned = DiffusionGemma(CONFIG.replace(noise_conditioning=True))
     make(canvases="all", self_cond_prob=0.0)(conditioned, BATCH, seeds=SEEDS)
     level = calls[0]["noise_level"]
-    assert level.shape == (3, 3)
+    assert level.shape == (3, 3, CANVAS_LEN)
+    assert (level == level[..., :1]).all()
     assert len(set(level.flatten().tolist())) == 9
+
+
+def test_random_tokens_are_frozen_in_the_share_of_canvases_asked_for(calls):
+    """400 canvases of six tokens: half have frozen tokens, half of the tokens there; these keep x, level 0, no score."""
+    rows = 400
+    conditioned = DiffusionGemma(CONFIG.replace(noise_conditioning=True))
+    tokens = torch.full((rows, 7), 9)
+    ones = torch.ones(rows, dtype=torch.int64)
+    batch = TrainBatch(tokens=tokens, prompt_len=ones, length=7 * ones)
+    loss = make(self_cond_prob=0.0, causal_weight=0.0, t_range=(1.0, 1.0), frozen_prob=0.5)
+    counts = loss(conditioned, batch, seeds=torch.arange(rows)).counts["decoder"]
+    level = calls[0]["noise_level"][:, 0]  # (rows, 6)
+    frozen = level == 0
+    assert (level[~frozen] == 1).all()
+    assert torch.equal(counts, (~frozen).sum(1))
+    assert torch.equal(counts.sum(), loss.total_counts(batch, torch.arange(rows))["decoder"])
+    # A share uniform on (0, 1) of six tokens leaves none frozen in a seventh of the canvases, and is 1/2 on average.
+    assert abs(frozen.any(1).float().mean().item() - 0.5 * 6 / 7) < 4 * 0.025
+    assert abs(frozen.float().mean().item() - 0.25) < 4 * 0.017
+    assert (calls[0]["z"][:, 0][frozen] == 9).all()
 
 
 def test_the_loss_runs_under_autocast_with_recomputed_activations(model):
