@@ -69,7 +69,7 @@ def test_memory_is_the_recorded_one(column):
     table, memory = read_table("docs/benchmarks.md", "Memory"), recorded(RECORDED[column])["memory"][0]
     assert table["peak, GB"][column] == f"{memory['peak_gib'] * GIB:.1f}"
     if column != "bf16":
-        assert table["held afterwards, GB"][column] == f"{memory['held_gib'] * GIB:.1f}"
+        assert table["in use afterwards, GB"][column] == f"{memory['held_gib'] * GIB:.1f}"
 
 
 def test_the_comparison_with_transformers_is_of_one_recorded_run():
@@ -97,8 +97,8 @@ def training_results() -> dict[tuple[str, str], dict[str, Any]]:
 def test_training_throughput_is_the_recorded_one(loop):
     table, results = read_table("docs/benchmarks.md", "Training throughput"), training_results()
     works = {
-        "forward + backward": ("forward and backward", "peak memory of the first, GiB"),
-        "forward + backward + AdamW": ("forward, backward and AdamW", "peak memory of the second, GiB"),
+        "forward + backward": ("forward and backward", "peak memory without AdamW, GiB"),
+        "forward + backward + AdamW": ("forward, backward and AdamW", "peak memory with AdamW, GiB"),
     }
     for work, (rate_row, memory_row) in works.items():
         result = results[loop, work]
