@@ -42,8 +42,11 @@ def test_a_trained_model_can_be_used_with_m(command, checkpoint, words, tmp_path
 @pytest.mark.parametrize(
     ("separator", "note"),
     [
-        (r"\n\n", r"--separator '\\n\\n' is in none of the files: each is one document. In bash, write $'\n\n'."),
-        ("<end>", "--separator '<end>' is in none of the files: each is one document."),
+        (
+            r"\n\n",
+            r"--separator '\\n\\n' is in no file, so each file is one document. In bash, write $'\n\n'.",
+        ),
+        ("<end>", "--separator '<end>' is in no file, so each file is one document."),
         ("question", None),
     ],
 )

@@ -28,7 +28,7 @@ def write(model, ids, **options):
 def test_generate_prints_prompt_and_continuation_and_nothing_else(command, checkpoint, model):
     ran = command("generate", "-m", checkpoint, *QUICK, "Once", "upon")
     tokenizer = dgemma.ByteTokenizer()
-    said = "-n 1 becomes 32: whole canvases of 32.\n"
+    said = "-n 1 is rounded up to 32, a multiple of the canvas length 32.\n"
     assert ran == (0, "Once upon" + tokenizer.decode(write(model, tokenizer.encode("Once upon"))) + "\n", said)
     assert command("generate", "-m", checkpoint, "-n", "32", "--steps", "1", "Once").err == ""
     assert "\x1b[" not in ran.out
@@ -116,7 +116,7 @@ def test_earlier_turns_are_not_read_again(command, checkpoint, model, monkeypatc
     tokenizer = dgemma.ByteTokenizer()
     start, more = tokenizer.encode("ab"), tokenizer.encode("\ncd", bos=False)  # a line of its own
     assert read == [(start, False), (more, True)]
-    assert "continues what you write" in ran.err
+    assert "continues your text" in ran.err
     written = write(model, start)
     whole = write(model, [*start, *written, *more], seed=1)
     assert [json.loads(line)["text"] for line in ran.out.splitlines()] == list(map(tokenizer.decode, (written, whole)))

@@ -315,7 +315,7 @@ def test_a_puzzle_may_be_given_as_text(some):
     for given, solutions in ((texts, some.solutions), (texts[0], some.solutions[:1])):
         done = sudoku.complete(Oracle(solutions), given, sampler=Confidence(greedy=True), steps=1, stop=None)
         assert done.scores(solutions)["exact"] == 1.0
-    with pytest.raises(ValueError, match="parse must get 81 characters a puzzle"):
+    with pytest.raises(ValueError, match="parse must get 81 characters per puzzle"):
         sudoku.complete(Oracle(some.solutions[:1]), "530")
 
 
@@ -331,7 +331,7 @@ def test_characters_that_are_not_digits_are_refused(some, strange):
 
 
 def test_a_model_of_other_tokens_and_solutions_of_other_puzzles_are_refused(some):
-    with pytest.raises(ValueError, match="must be a Sudoku solver, of 824 tokens and canvas 81, got 512 and 32"):
+    with pytest.raises(ValueError, match="must be a Sudoku solver, with 824 tokens and canvas 81, got 512 and 32"):
         sudoku.complete(dgemma.DiffusionGemma(dgemma.presets.tiny()), some.puzzles[:2], steps=1)
     done = sudoku.complete(Oracle(some.solutions[:2]), some.puzzles[:2], steps=1)
     with pytest.raises(ValueError, match=r"scores solutions must be \(2, 81\), got \(1, 81\)"):

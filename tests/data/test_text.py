@@ -384,7 +384,7 @@ def test_a_source_refuses_rows_beyond_its_batch(tmp_path):
     file = TokenFile.write([Document("some running text " * 40)], ByteTokenizer(), tmp_path / "t")
     source = TextSource(file=file, canvas_len=8, num_canvases=2, batch_size=4)
     source(0, range(4))
-    with pytest.raises(ValueError, match="batch_size must be that of the training"):
+    with pytest.raises(ValueError, match=r"batch_size must equal TrainConfig\.batch_size, got 4 but row 7"):
         source(0, range(8))
 
 

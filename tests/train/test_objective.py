@@ -511,7 +511,7 @@ def test_a_network_that_takes_the_level_gets_the_level_of_each_canvas(calls):
 
 
 def test_random_tokens_are_frozen_in_the_share_of_canvases_asked_for(calls):
-    """400 canvases of six tokens: half have frozen tokens, half of the tokens there; these keep x, level 0, no score."""
+    """400 canvases of six tokens. Frozen tokens keep their value, have level 0 and are not scored."""
     rows = 400
     conditioned = DiffusionGemma(CONFIG.replace(noise_conditioning=True))
     tokens = torch.full((rows, 7), 9)

@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Example: `main(["info", "dgemma/text"])`.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character still gets the others
+        sys.stdout.reconfigure(errors="replace")  # replace characters that the terminal cannot show
     try:
         code = _run(argv)
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Options that several commands share: model, device, sampler, noise. Loads what they name."""
+"""Options that several commands share (model, device, sampler, noise), and the functions that load them."""
 
 import argparse
 import sys
@@ -61,8 +61,8 @@ def add_model_options(parser: argparse.ArgumentParser, *, default: str, fast: bo
         group.add_argument(
             "--weights",
             choices=("bf16", "packed", "fp8"),
-            help="with --fast: packed stores bf16 in 12 bits without loss, 1.1 times as fast for one text; fp8 rounds "
-            "the experts to 8 bits, 1.5 times as fast (bf16)",
+            help="weight format of --fast: packed stores bf16 losslessly in 12 bits and is 1.1 times as fast for one "
+            "text; fp8 rounds the experts to 8 bits and is 1.5 times as fast (bf16)",
         )
 
 
@@ -84,7 +84,7 @@ def add_sampler_option(parser: Any, *, default: str) -> None:
         "--sampler",
         type=types.sampler,
         metavar="NAME[:FIELD=VALUE,…]",
-        help=f"how to choose the positions to keep ({default})",
+        help=f"the rule that chooses which positions to keep ({default})",
     )
 
 
@@ -96,13 +96,16 @@ def add_seed_option(parser: Any, *, help: str) -> None:
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """Add --steps, --sampler, --noise, --temperature, --top-k, --top-p and --seed."""
     group = parser.add_argument_group("sampling", "Options you omit come from the checkpoint.")
-    group.add_argument("--steps", type=types.count, metavar="N", help="denoising steps per canvas, at most")
-    add_sampler_option(group, default="`dgemma generate --help` lists them at the end")
+    group.add_argument("--steps", type=types.count, metavar="N", help="maximal number of denoising steps per canvas")
+    add_sampler_option(group, default="`dgemma generate --help` lists all samplers")
     add_noise_option(group)
-    group.add_argument("--temperature", type=types.positive(), metavar="T", help="the same temperature at every step")
+    group.add_argument("--temperature", type=types.positive(), metavar="T", help="temperature, constant over all steps")
     group.add_argument("--top-k", type=types.count, metavar="K", help="sample from the K most probable tokens")
     group.add_argument(
-        "--top-p", type=types.positive(1.0), metavar="P", help="sample from the most probable tokens that sum to P"
+        "--top-p",
+        type=types.positive(1.0),
+        metavar="P",
+        help="sample from the most probable tokens with total probability P",
     )
     add_seed_option(group, help="the same seed gives the same text")
 
@@ -111,7 +114,7 @@ def load_model(arguments: argparse.Namespace, *, dtype: torch.dtype | None = Non
     """Load the model that -m names on --device, in --dtype or else in `dtype`."""
     device = pick_device(arguments)
     dtype = DTYPES.get(arguments.dtype, dtype or (torch.float32 if device.type == "cpu" else None))
-    # For small 16-bit products some CPUs fall back to another kernel, and torch warns about it.
+    # For small 16-bit products, torch uses another kernel on some CPUs and warns about it.
     warnings.filterwarnings("ignore", message=".*mkldnn_matmul failed")
     return DiffusionGemma.from_pretrained(arguments.model, dtype=dtype, device=device).eval()
 
@@ -122,7 +125,7 @@ def pick_device(arguments: argparse.Namespace) -> torch.device:
 
 
 def load_denoiser(arguments: argparse.Namespace) -> Denoiser:
-    """Load the model; with --fast, return the accelerated one, which alone keeps the weights."""
+    """Load the model; with --fast, return the accelerated one and release the other."""
     if not arguments.fast:
         if arguments.weights is not None:
             raise ValueError("--weights must come with --fast. Add --fast, or remove --weights.")
@@ -154,7 +157,7 @@ def load_writer(arguments: argparse.Namespace) -> Writer:
 
 
 def check_sampler(arguments: argparse.Namespace, noise: Noise, denoiser: Denoiser) -> None:
-    """Refuse a sampler, or the checkpoint's default sampler, under noise that it is not valid for."""
+    """Raise ValueError if the sampler, or the checkpoint's default, is not valid for the noise."""
     sampler = arguments.sampler
     chosen = sampler or own_sampler(arguments, denoiser)
     if noise.kind not in chosen.valid_for:

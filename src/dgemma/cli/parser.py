@@ -15,7 +15,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(formatter_class=_Help, allow_abbrev=False, **options)
 
     def parse_known_args(self, *words: Any, **options: Any) -> Any:
-        """Refuse unknown arguments here, where the name of the command is known."""
+        """Report unknown arguments with the name of the command."""
         arguments, unknown = super().parse_known_args(*words, **options)
         if unknown:
             known = [name for action in self._actions for name in action.option_strings]

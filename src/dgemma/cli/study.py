@@ -37,7 +37,7 @@ def add_commands(commands: Any) -> None:
         "checkpoint",
         nargs="?",
         metavar="CHECKPOINT",
-        help="folder, hub id or dgemma/NAME (lists the checkpoints that ship with dgemma)",
+        help="folder, hub id or dgemma/NAME (default: list the checkpoints that ship with dgemma)",
     )
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
     output.add_json_option(parser)
@@ -47,8 +47,8 @@ def add_commands(commands: Any) -> None:
         "bench",
         help="time a model on this machine",
         usage="dgemma bench [OPTION ...]",
-        description="Time the prefix, one forward over the canvas, and a whole canvas with all its steps. Each line "
-        "shows the median, the fastest and the slowest of several runs.",
+        description="Time the encoding of the prefix, one forward over the canvas, and a whole canvas with all its "
+        "steps. Each line shows the median, the fastest and the slowest of several runs.",
         epilog="example:\n  dgemma bench --batch 4 --steps 16",
     )
     parser.add_argument("--batch", type=types.count, default=1, metavar="B", help="rows per batch (%(default)s)")

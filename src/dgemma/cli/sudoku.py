@@ -35,7 +35,7 @@ def add_commands(commands: Any) -> None:
         "puzzle",
         nargs="*",
         metavar="PUZZLE",
-        help="81 cells, row by row; 0 . _ or * is a blank, - reads standard input (a new puzzle)",
+        help="81 cells, row by row; 0 . _ or * is a blank; - reads standard input (default: a new puzzle)",
     )
     parser.add_argument(
         "--givens",
@@ -49,7 +49,7 @@ def add_commands(commands: Any) -> None:
         type=types.whole(0),
         default=0,
         metavar="K",
-        help="if the answer breaks a rule, try up to K equivalent puzzles, with permuted rows, columns and digits "
+        help="if the answer breaks a rule, try up to K equivalent puzzles with permuted rows, columns and digits "
         "(%(default)s)",
     )
     parser.add_argument(
@@ -58,13 +58,13 @@ def add_commands(commands: Any) -> None:
     options.add_model_options(parser, default="dgemma/sudoku")
     group = parser.add_argument_group("sampling")
     group.add_argument(
-        "--steps", type=types.count, default=48, metavar="N", help="denoising steps, at most (%(default)s)"
+        "--steps", type=types.count, default=48, metavar="N", help="maximal number of denoising steps (%(default)s)"
     )
     options.add_sampler_option(
-        group, default="entropy-bound:bound=0.01,greedy=True; `dgemma generate --help` lists them"
+        group, default="entropy-bound:bound=0.01,greedy=True; `dgemma generate --help` lists all samplers"
     )
     options.add_noise_option(group, choices=("mask", "uniform"))
-    options.add_seed_option(group, help="seed of the new puzzle and of the draws")
+    options.add_seed_option(group, help="seed of the new puzzle and of sampling")
     output.add_view_options(parser)
     parser.set_defaults(run=_sudoku)
 

@@ -25,7 +25,7 @@ from dgemma.train.batch import BatchSource
 from dgemma.train.lora import LoRA, add_lora, merge_lora
 
 _PRESETS = ("tiny", "small")
-_NUM_AVERAGED = 50  # the mean loss is over so many last steps, because single batches vary
+_NUM_AVERAGED = 50  # the reported loss is a mean over this many last steps, because single batches vary
 _STOP_MARKERS = ("<turn|>", "<|tool_response>")  # tokens that end a turn, in vocabularies that have them
 
 
@@ -33,9 +33,9 @@ def add_commands(commands: Any) -> None:
     """Add the two commands to the parser."""
     parser = commands.add_parser(
         "evaluate",
-        help="the likelihood of a text under a model, in nats and bits per byte",
+        help="measure the likelihood of a text, in nats and bits per byte",
         usage="dgemma evaluate [OPTION ...] FILE [FILE ...]",
-        description="The likelihood of text files: the diffusion bound with its interval and its parts, the "
+        description="Measure the likelihood of text files: the diffusion bound with its interval and its parts, the "
         "autoregressive likelihood of the same weights, and two compressors for comparison.",
         epilog="example:\n  dgemma evaluate held_out.txt --samples 4",
     )
@@ -50,7 +50,7 @@ def add_commands(commands: Any) -> None:
         type=types.count,
         default=8,
         metavar="B",
-        help="rows at once; the result is the same (%(default)s)",
+        help="rows per forward; does not change the result (%(default)s)",
     )
     options.add_noise_option(parser)
     options.add_seed_option(parser, help="the same seed gives the same number")
@@ -88,7 +88,7 @@ def add_commands(commands: Any) -> None:
     length.add_argument("--minutes", type=types.positive(), metavar="M", help="train for M minutes, instead of --steps")
     group.add_argument("--batch-size", type=types.count, default=16, metavar="B", help="rows per step (%(default)s)")
     group.add_argument(
-        "--micro-batch-size", type=types.count, metavar="B", help="rows at once; changes the memory, not the result"
+        "--micro-batch-size", type=types.count, metavar="B", help="rows per forward; changes the memory, not the result"
     )
     group.add_argument(
         "--canvases", type=types.whole(2), default=4, metavar="K", help="canvases per row, 2 or more (%(default)s)"
@@ -105,9 +105,7 @@ def add_commands(commands: Any) -> None:
     options.add_noise_option(group, help="the noise to train under")
     group.add_argument("--compile", action="store_true", help="compile the layers: a slower start, then faster steps")
     options.add_seed_option(group, help="the same seed gives the same run")
-    group.add_argument(
-        "--allow-changes", action="store_true", help="continue a run with other settings than it began with"
-    )
+    group.add_argument("--allow-changes", action="store_true", help="allow a continued run to change its settings")
     options.add_model_options(parser, default="dgemma/text", fast=False)
     output.add_json_option(parser)
     parser.set_defaults(run=_train)
@@ -239,12 +237,13 @@ def _note_separator(arguments: argparse.Namespace, file: TokenFile) -> None:
     if arguments.separator is not None and file.num_documents == len(list_files(arguments.files)):
         hint = f" In bash, write $'{arguments.separator}'." if "\\" in arguments.separator else ""
         print(
-            f"--separator {arguments.separator!r} is in none of the files: each is one document.{hint}", file=sys.stderr
+            f"--separator {arguments.separator!r} is in no file, so each file is one document.{hint}",
+            file=sys.stderr,
         )
 
 
 def _keep_tokens(arguments: argparse.Namespace, tokenizer: Tokenizer, folder: Path) -> TokenFile:
-    """Return the tokens of the files, made once per run; raise ValueError if the text has changed since."""
+    """Return the tokens of the files, cached in the run's folder; raise ValueError if the text has changed."""
     made_from = describe_files(arguments.files, tokenizer, separator=arguments.separator)
     if (folder / "about.json").is_file():
         file = TokenFile.open(folder)

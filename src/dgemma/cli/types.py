@@ -1,4 +1,4 @@
-"""Values from the words of a command line. Mistakes are reported before any model is loaded."""
+"""Parsers of command-line values. They report mistakes before any model is loaded."""
 
 import argparse
 import ast

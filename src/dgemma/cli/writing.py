@@ -33,9 +33,9 @@ def add_commands(commands: Any) -> None:
         "  dgemma generate --json - < prompt.txt\n\n" + types.describe_samplers(),
     )
     parser.add_argument(
-        "prompt", nargs="*", metavar="PROMPT", help="the text to continue (standard input for - or nothing)"
+        "prompt", nargs="*", metavar="PROMPT", help="the text to continue; - or nothing reads standard input"
     )
-    _add_length(parser, "tokens to write")
+    _add_length(parser, "maximal number of tokens to write")
     parser.add_argument("--chat", action="store_true", help="send the prompt as a user's turn, with the chat template")
     _add_options(parser, _generate)
 
@@ -48,7 +48,7 @@ def add_commands(commands: Any) -> None:
         epilog="examples:\n  dgemma chat -m google/diffusiongemma-26B-A4B-it --fast\n"
         "  dgemma chat --json < questions.txt\n      one JSON object per turn",
     )
-    _add_length(parser, "tokens per turn")
+    _add_length(parser, "maximal number of tokens per turn")
     parser.add_argument("--thinking", action="store_true", help="let the model think first; show thoughts in brackets")
     _add_options(parser, _chat, pictures=False)
 
@@ -57,11 +57,11 @@ def add_commands(commands: Any) -> None:
         help="fill the holes of a text",
         usage="dgemma infill [OPTION ...] [TEXT ...]",
         description="Fill the holes of a text. The model sees the text on both sides. Two or more underscores are a "
-        "hole of as many tokens.",
+        "hole, with one token per underscore.",
         epilog='example:\n  dgemma infill "The ____ sat down."',
     )
     parser.add_argument(
-        "text", nargs="*", metavar="TEXT", help="the text with its holes (standard input for - or nothing)"
+        "text", nargs="*", metavar="TEXT", help="the text with its holes; - or nothing reads standard input"
     )
     _add_options(parser, _infill)
 
@@ -72,7 +72,7 @@ def add_commands(commands: Any) -> None:
         description="Rewrite a text: add noise up to a level, then denoise it.",
         epilog='example:\n  dgemma edit --level 0.4 --keep "the old man" "It was the old man who spoke."',
     )
-    parser.add_argument("text", nargs="*", metavar="TEXT", help="the text (standard input for - or nothing)")
+    parser.add_argument("text", nargs="*", metavar="TEXT", help="the text; - or nothing reads standard input")
     parser.add_argument(
         "--level",
         type=types.positive(1.0),
@@ -91,7 +91,7 @@ def _add_length(parser: argparse.ArgumentParser, what: str) -> None:
         type=types.count,
         default=256,
         metavar="N",
-        help=f"{what} at most, rounded up to whole canvases (%(default)s)",
+        help=f"{what}, rounded up to whole canvases (%(default)s)",
     )
 
 
@@ -134,7 +134,7 @@ def _chat(arguments: argparse.Namespace) -> None:
     _note_length(arguments, writer)
     converses = tokenizer.has_chat_template
     if not converses:
-        print(f"{arguments.model} has no chat template: it continues what you write.", file=sys.stderr)
+        print(f"{arguments.model} has no chat template, so it continues your text.", file=sys.stderr)
     first_seed = writer.settings.pop("seed")
     messages: list[dict[str, str]] = []
     cached_tokens: list[int] = []
@@ -175,7 +175,10 @@ def _note_length(arguments: argparse.Namespace, writer: Writer) -> None:
     """Print one line if -n is rounded up."""
     asked, canvas_len = arguments.max_new_tokens, writer.denoiser.config.canvas_length
     if asked % canvas_len and not arguments.quiet:
-        print(f"-n {asked} becomes {asked + -asked % canvas_len}: whole canvases of {canvas_len}.", file=sys.stderr)
+        print(
+            f"-n {asked} is rounded up to {asked + -asked % canvas_len}, a multiple of the canvas length {canvas_len}.",
+            file=sys.stderr,
+        )
 
 
 def _infill(arguments: argparse.Namespace) -> None:
@@ -205,7 +208,7 @@ def _edit(arguments: argparse.Namespace) -> None:
     if missing:
         raise ValueError(f"--keep must name words of the text, got {missing[0]!r}.")
     writer = options.load_writer(arguments)
-    # The longest first, so that words which contain others are kept whole.
+    # The longest first, so that a phrase takes precedence over its parts.
     pattern = "|".join(re.escape(words) for words in sorted(arguments.keep, key=len, reverse=True)) or "(?!)"
     ids, is_kept = _tokenise(text, pattern, writer.tokenizer)
     _fill(
@@ -267,7 +270,7 @@ def _fill(
 
 
 def _view(arguments: argparse.Namespace, writer: Writer, prefix: str = "") -> AbstractContextManager[Any]:
-    """Return the live view, or a context that does nothing if nobody watches."""
+    """Return the live view, or a context that does nothing if there is no live view."""
     if not output.is_watched(arguments):
         return nullcontext()
     return LiveView(

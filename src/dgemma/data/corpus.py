@@ -1,4 +1,4 @@
-"""A corpus in a folder: train.txt, validation.txt and test.txt, with their tokenizer and tokens, made once."""
+"""A corpus in a folder: train.txt, validation.txt and test.txt, with a tokenizer and tokens that are cached."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +48,6 @@ def prepare_corpus(folder: str | Path, vocab_size: int) -> Corpus:
 
 def _tokenise(folder: Path, part: str, tokenizer: Tokenizer) -> TokenFile:
     made = folder / "tokens" / part
-    if (made / "about.json").is_file():  # written last
+    if (made / "about.json").is_file():  # written last, so the folder is complete
         return TokenFile.open(made)
     return TokenFile.write(read_documents(folder / f"{part}.txt", separator=SEPARATOR), tokenizer, made)

@@ -1,4 +1,4 @@
-"""Documents of text files, one by one: .txt files, whole or with a separator, and .jsonl files."""
+"""Documents from .txt files, whole or split at a separator, and from .jsonl files, read one at a time."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -59,8 +59,8 @@ def list_files(paths: Iterable[str | Path]) -> list[Path]:
 def _read_text(path: Path, separator: str | None) -> Iterator[Document]:
     if separator == "":
         raise ValueError("read_documents separator must be a non-empty string or None, got ''.")
-    pieces: list[str] = []  # of the current document, without separators
-    tail = ""  # its end, which may be part of a separator
+    pieces: list[str] = []  # parts of the current document, without separators
+    tail = ""  # end of the text read so far, which may be part of a separator
     with path.open(encoding="utf-8-sig", newline="") as file:  # drops a byte-order mark
         while chunk := file.read(_CHUNK):
             chunk = tail + chunk

@@ -1,7 +1,7 @@
-"""Texts of a known distribution: a random Markov chain, its exact likelihood and entropy, as a source of batches.
+"""Texts from a random Markov chain, whose exact likelihood and entropy are known, as a source of batches.
 
-The check of Eso-LM (arXiv:2506.01928): 254 states, 30 tokens, about 1.73 nats a token, which a good model of any kind
-must reach and none can beat.
+This is the check of Eso-LM (arXiv:2506.01928): 254 states, 30 tokens, an entropy of about 1.73 nats per token. No model
+can score below the entropy, and a good model should reach it.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from dgemma.train.estimates import Curve, mean_of_rows
 class MarkovChain:
     """p(x) = first[x_0] · move[x_0, x_1] · move[x_1, x_2] · …
 
-    Example: `MarkovChain.random().entropy(30) / 30` is about 1.73 nats a token.
+    Example: `MarkovChain.random().entropy(30) / 30` is about 1.73 nats per token.
     """
 
     first: Tensor  # (V,) float64
@@ -80,10 +80,10 @@ class MarkovChain:
 
     @cached_property
     def _cells(self) -> tuple[Tensor, Tensor]:
-        """Return the ends of all possible cells of the CDFs, and their tokens: one sorted list, row r in (r, r + 1].
+        """Return the CDFs of all rows as one sorted list, with the token of each entry. Row r lies in (r, r + 1].
 
         Row 0 is for the first token, row 1 + i for the successors of state i. A binary search in the list needs no copy
-        of a row. Impossible tokens are left out, so that the list of a sparse chain fits into the processor's cache.
+        of a row. Tokens of probability zero are omitted, so that the list of a sparse chain fits into the CPU cache.
         """
         cells = torch.cat((self.first[None], self.move))  # (1 + V, V)
         ends, row_number = cells.cumsum(-1), torch.arange(len(cells), device=cells.device)
@@ -95,10 +95,10 @@ class MarkovChain:
         return -(self.first[tokens[:, 0]].log() + self.move[tokens[:, :-1], tokens[:, 1:]].log().sum(-1))
 
     def leave_one_out(self, z: Tensor, noise: Noise, noise_level: Tensor) -> Tensor:
-        """Return p(x_i | z without z_i) of noised texts: the exact network, for which the bound of `nelbo` is `nll`.
+        """Return p(x_i | z without z_i) of noised texts. For these predictions, the bound of `nelbo` equals `nll`.
 
-        z (B, L) and noise_level (B,) → (B, L, noise.vocab_size) float64; tokens that are no state have none. The noised
-        chain is a hidden Markov model, so this is one pass from either end, both of which stop short of the position.
+        z (B, L) and noise_level (B,) → (B, L, noise.vocab_size) float64. Tokens that are not states have probability 0.
+        The noised chain is a hidden Markov model. One forward and one backward pass give all positions.
 
         Example: `nelbo.integrand(noise, chain.leave_one_out(z, noise, t).log(), x, z, t, parametrisation="loo")`.
         """
@@ -146,10 +146,10 @@ def _normed(weights: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class MarkovSource:
-    """Batches of new texts, each after a frozen token `bos` if given: a `BatchSource`.
+    """Batches of new texts: a `BatchSource`. With `bos`, each text starts with this frozen token.
 
-    Attention knows how far apart tokens are, not where a text begins, and the law of a first token is another than that
-    of the rest. So without `bos` no network is exact on a canvas that is all noise.
+    Attention sees relative positions, not where a text begins, but the first token has its own distribution. So without
+    `bos` no network is exact on a canvas of pure noise.
 
     Example: `MarkovSource(chain=MarkovChain.random(), bos=255)(0, range(64)).tokens` is (64, 31).
     """
@@ -185,8 +185,8 @@ def gap_by_level(
 ) -> Curve:
     """Return how much a model's bound exceeds the exact posterior's, per token, in equal bins of noise levels.
 
-    tokens (B, 1 + L): texts after a first token, as `MarkovSource` has them with `bos`; under a linear schedule. The
-    sum is `Likelihood.gap`, but that both bounds are taken on the same noise, which leaves little of their variance.
+    tokens (B, 1 + L): texts with a first token `bos`, as `MarkovSource` makes them. The schedule must be linear. The
+    sum over bins estimates `Likelihood.gap`. Its variance is small, because both bounds use the same noise.
 
     Example: `gap_by_level(model, source(0, range(512)).tokens, noise, source.chain, parametrisation="loo").nats`.
     """

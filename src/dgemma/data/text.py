@@ -1,7 +1,7 @@
 """Training batches from text files, tokenised once and memory-mapped; every row is a function of its number.
 
-Rows are cut as the objective wants them: `TextSource` packs running text into rows of whole canvases, `PromptSource`
-gives each prompt and answer its own row, `scan` reads held-out text from its beginning to its end.
+`TextSource` packs running text into rows of whole canvases. `PromptSource` gives each prompt and answer its own row.
+`scan` reads held-out text from beginning to end.
 """
 
 from collections.abc import Sequence
@@ -27,15 +27,17 @@ _Place = TypeVar("_Place", int, Tensor)
 class TextSource:
     """Packed running text: a `BatchSource` whose rows are a short context and up to `num_canvases` canvases.
 
-    An epoch visits every token of every document exactly once, begin-of-text aside, which is never a target. A document
-    of L tokens has ⌈L / canvas_len⌉ canvases, the last one filled with end-of-text: no canvas holds two documents, and
-    none sees another. The canvases of all documents make a ring, which each epoch cuts into rows from a place of its
-    own: by turns `num_canvases` after one token of context, and one less after 1 to `canvas_len` tokens, so that a
-    model meets prompts of all lengths in batches of one shape. The rows then come in an order of the epoch's own.
+    An epoch visits every token of every document exactly once, except begin-of-text, which is never a target. A
+    document of L tokens has ⌈L / canvas_len⌉ canvases. The last is filled with end-of-text. No canvas holds or sees two
+    documents.
 
-    Begin-of-text is the context of a row that it starts; inside a row it is frozen, at the head of its canvas. Where
-    the later rows of a document are cut differs between epochs as far as the fill at its end leaves room: its second
-    row then starts earlier, on tokens that the first has visited, and those are frozen.
+    The canvases of all documents form a ring. Each epoch starts at a random canvas and cuts the ring into rows. Rows
+    alternate between `num_canvases` canvases after one token of context, and one canvas less after 1 to `canvas_len`
+    tokens. So the model sees prompts of all these lengths in batches of one shape. Each epoch shuffles its rows.
+
+    If a document starts a row, its begin-of-text is the context. Inside a row, begin-of-text is frozen, as the first
+    token of its canvas. Later rows of a document start at random offsets, which differ between epochs. The fill at the
+    end of the document limits the offset. The second row then repeats some tokens of the first, which are frozen.
 
     Example: `TextSource(file=file, canvas_len=64, num_canvases=8, batch_size=128)(0, range(128)).tokens` is (128, 513).
     """
@@ -113,7 +115,7 @@ class TextSource:
     def _row(self, place: int, turn: int, context: int, shift: int) -> "_Row":
         """Build a row from pieces of documents; `shift` belongs to its first document."""
         first, end = self._first(place), min(self._first(place + 1), self._ring_len)
-        # The canvases of the previous row, around the ring.
+        # Number of canvases in the previous row; the ring's last row precedes its first.
         before = first - self._first(place - 1) if place else self._ring_len - self._first(self.num_rows - 1)
         row = _Row.empty(1 + self.stride, fill=self.file.eos_token_id)
         prompt_len = at = document = 0
@@ -128,7 +130,7 @@ class TextSource:
             lead = int(self._starts_row(position - index) and (len(tokens) - 1) % self.canvas_len > 0)
             if index == 0:
                 start, read, num_frozen = lead, lead, 1 - lead
-            else:  # continues a document: where the previous row ended, or `shift` tokens earlier the first time
+            else:  # Continues a document. Its second row starts `shift` tokens early, so all later rows do as well.
                 start = lead + index * self.canvas_len - shift
                 read, num_frozen = min(context, start), shift if index <= before else 0
             piece = tokens[start - read : start + count * self.canvas_len]
@@ -193,16 +195,16 @@ def _check_rows(source: TextSource | PromptSource, rows: range) -> None:
     """Refuse rows beyond the batch: they belong to the next step and would be seen twice."""
     if rows.stop > source.batch_size:
         raise ValueError(
-            f"{type(source).__name__}.batch_size must be that of the training, got {source.batch_size} where rows up "
-            f"to {rows.stop} are asked for. Give both the same."
+            f"{type(source).__name__}.batch_size must equal TrainConfig.batch_size, got {source.batch_size} but row "
+            f"{rows.stop - 1} was requested. Give both the same value."
         )
 
 
 def scan(file: TokenFile, *, row_len: int, context: int, documents: Sequence[int] | None = None) -> TrainBatch:
-    """Yield whole held-out documents, for likelihood: each token is in the answer of exactly one row.
+    """Return whole held-out documents, for likelihood: each token is in the answer of exactly one row.
 
-    Rows answer for `row_len` tokens each (take whole canvases) and read up to `context` tokens before them; the last of
-    a document is shorter and ends with end-of-text.
+    Each row scores `row_len` tokens, which should be a multiple of the canvas length, after up to `context` tokens of
+    prompt. The last row of a document is shorter and ends with end-of-text.
 
     Example: `evaluate(model, scan(file, row_len=512, context=512), noise, num_bytes=file.num_bytes)`.
     """
@@ -218,7 +220,7 @@ def scan(file: TokenFile, *, row_len: int, context: int, documents: Sequence[int
             cut.append(start + row_len < len(tokens))
             text.append(number)
     if not pieces:
-        raise ValueError("scan documents must name at least one, got none. Leave them out for all.")
+        raise ValueError("scan documents must name at least one, got none. Omit the argument for all.")
     return replace(_stack(pieces, prompt_len, cut, file.eos_token_id), text=torch.tensor(text))
 
 

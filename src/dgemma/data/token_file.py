@@ -146,7 +146,7 @@ def _crc32(tokens: np.ndarray, sizes: np.ndarray) -> int:
 
 
 def _refuse_markers(number: int, ids: Sequence[int], tokenizer: Tokenizer) -> None:
-    """Refuse a text that contains a marker, which the model would read as end or as noise."""
+    """Raise ValueError for a text that contains a marker: the model would read it as an end or as noise."""
     markers = {tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id}
     if tokenizer.mask_token_id is not None:
         markers.add(tokenizer.mask_token_id)

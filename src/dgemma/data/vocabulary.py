@@ -13,7 +13,7 @@ _NUM_BYTES = 256
 def train_tokenizer(texts: Iterable[str], vocab_size: int, out: str | Path) -> Tokenizer:
     """Train a tokenizer of exactly `vocab_size` ids on texts, and save it in the folder `out`.
 
-    Any text survives encoding and decoding, since all bytes are tokens; digits are never merged. transformers'
+    Encoding and decoding change no text, because all bytes are tokens. Digits are never merged. transformers'
     AutoTokenizer reads the folder too.
 
     Example: `train_tokenizer(["once upon a time", ...], vocab_size=4096, out="checkpoint")`.

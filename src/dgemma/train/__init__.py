@@ -3,8 +3,8 @@
 | file | subject |
 |---|---|
 | `batch.py` | batches of text, their sources, and the thread that prepares them |
-| `canvases.py` | answers cut into canvases, and the noise put on them |
-| `one_pass.py` | all canvases of a row predicted in one pass |
+| `canvases.py` | cuts answers into canvases and adds noise |
+| `one_pass.py` | predicts all canvases of a row in one pass |
 | `head.py` | the tied head and its losses, one slice of tokens at a time |
 | `nelbo.py` | the exact bounds of the three noise processes |
 | `objective.py` | the loss as a value: `Objective` |

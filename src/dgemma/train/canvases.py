@@ -30,8 +30,8 @@ _CANVAS, _TIME, _EVENT, _TOKEN, _SELF_COND, _HOLES, _FROZEN = map(
 class Canvases:
     """K canvases of C tokens for each of B rows, and the text they are cut from.
 
-    Canvases look at no more than `prefix_len` clean tokens. `causal_len` tokens have a successor to score. The host
-    knows both. `aligned`: every row has one canvas, which starts at `prefix_len`.
+    Canvases see at most `prefix_len` clean tokens. The causal term may score the successors of the first `causal_len`
+    tokens. Both are Python integers. `aligned`: every row has one canvas, which starts at `prefix_len`.
     """
 
     tokens: Tensor  # (B, T) with the fill
@@ -172,12 +172,12 @@ def draw_choice(seeds: Tensor) -> Tensor:
 def freeze_random_tokens(canvases: Canvases, seeds: Tensor, prob: float) -> Canvases:
     """Freeze random tokens of a share `prob` of the canvases, like the text around a hole in infilling.
 
-    Each such canvas draws how many: a share uniform on (0, 1). Frozen tokens get no noise and are not scored.
+    In each such canvas, the share of frozen tokens is uniform on (0, 1). They get no noise and are not scored.
 
     Example: `freeze_random_tokens(canvases, seeds, 0.5).frozen`.
     """
     draw = fused(_draw_uniform, seeds.device)
-    u = draw(seeds, canvases.index, 1, _HOLES)  # (B, K, 1); given that it is under prob, u / prob is uniform
+    u = draw(seeds, canvases.index, 1, _HOLES)  # (B, K, 1); if u < prob, then u / prob is uniform
     frozen = (u < prob) & (draw(seeds, canvases.index, canvases.x.shape[-1], _FROZEN) < u / prob) & canvases.scored
     return replace(canvases, frozen=canvases.frozen | frozen, scored=canvases.scored & ~frozen)
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: folders `step-000100` that are complete or absent, whenever the process dies."""
+"""Checkpoints of a run: folders `step-000100` that are complete or absent, even if the process is killed."""
 
 import json
 import os

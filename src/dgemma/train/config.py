@@ -1,4 +1,4 @@
-"""The settings of a training run, and the description by which a resumed run is recognised as the same one."""
+"""The settings of a training run, and the description that a resumed run must match."""
 
 import functools
 import zlib
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dgemma.checks import check_choice, check_count, check_finite, check_probability, check_size
 
-_MOST_MINUTES = 10**7  # 19 years; a step would be too small a share of a longer run to measure
+_MOST_MINUTES = 10**7  # 19 years; in a longer run, one step would be too small a share of the time to measure
 # Settings that may differ when a run is resumed, because they change no computed number.
 _FREE_FIELDS = {"log_every", "checkpoint_every", "evaluate_every", "keep_last", "progress"}
 _FREE_SWITCHES = {"foreach", "fused", "capturable", "differentiable"}  # of optimizers

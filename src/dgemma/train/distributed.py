@@ -1,8 +1,8 @@
-"""Training on several GPUs or machines with PyTorch's own engine: torchrun, FSDP2, DTensor, distributed checkpoints.
+"""Training on several GPUs or machines with PyTorch's torchrun, FSDP2, DTensor and distributed checkpoints.
 
-Every weight is spread over the processes and gathered one layer at a time while it is used (ZeRO-3, arXiv:1910.02054).
-Experts may be spread instead, so that tokens travel and weights stay (GShard, arXiv:2006.16668). The reference twins
-are `Parallel` and `model.experts.Experts`, whose losses and weights this reproduces.
+Weights are sharded over the processes, and each layer is gathered while it is used (ZeRO-3, arXiv:1910.02054). With
+expert parallelism, experts stay on their processes and tokens are sent to them (GShard, arXiv:2006.16668). Losses and
+weights equal those of the reference twins, `Parallel` and `model.experts.Experts`.
 """
 
 import math
@@ -33,7 +33,7 @@ _TORCHRUN = "torchrun --nproc-per-node 2 train.py"
 class FullySharded(Parallel):
     """Many processes, each with its part of the weights, gradients and optimizer state, and its rows of the batch.
 
-    expert_parallel: number of processes that share one set of experts; tokens travel among them instead of weights.
+    expert_parallel: number of processes that share one set of experts; they exchange tokens instead of weights.
     replicas: number of copies of the model, each spread over its own processes, so that weights need not cross slow
     links between machines. whole_gradients: reduce gradients once per step instead of once per micro-batch, which
     needs fewer messages and more memory. device: by default "cuda" if available, else "cpu".
@@ -92,7 +92,7 @@ class FullySharded(Parallel):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leave the process group. Raise a RuntimeError in plain words if another process was lost."""
+        """Leave the process group. Raise a RuntimeError that says so if another process was lost."""
         if error is None:
             dist.destroy_process_group()
         elif isinstance(error, RuntimeError) and _lost_connection(error):
@@ -128,7 +128,7 @@ class FullySharded(Parallel):
         root = MixedPrecisionPolicy(reduce_dtype=policy.reduce_dtype, cast_forward_inputs=False)
         self._root = _Root(model)
         fully_shard(self._root, mesh=self._mesh, mp_policy=root)
-        # If one process ran the layers less often than the others, those would wait forever.
+        # If one process ran the layers less often than the others, the others would wait forever.
         layers[0].register_forward_pre_hook(lambda *_: self._meet(into_layers=True), prepend=True)
         for module in self._root.modules():
             if isinstance(module, FSDPModule):  # a loss is a part of the global loss, so gradients are summed
@@ -165,7 +165,7 @@ class FullySharded(Parallel):
         """Raise RuntimeError if some processes run the layers again while others have finished."""
         if self._running and self._num_raised(into_layers) not in (0, self.world_size):
             raise RuntimeError(
-                "FullySharded processes must run the layers equally often, got some that finished while others "
+                "FullySharded processes must run the layers equally often, but some finished while others "
                 "continued. Give every process the same kind of rows: all with text before their canvases, or none."
             )
 
@@ -191,7 +191,7 @@ class FullySharded(Parallel):
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
         grads = [p.grad for p in parameters if p.grad is not None]
         parts = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
-        # A part that n processes hold counts as 1/n in each of them, so that every square is summed once.
+        # If n processes hold the same shard, each counts 1/n of it, so that every square is summed once.
         norms = torch._foreach_norm(parts, dtype=wide_dtype(parts[0]))
         torch._foreach_div_(norms, [math.sqrt(self._num_copies(grad)) for grad in grads])
         norm = self.sum(torch.stack(norms).square().sum()).sqrt()
@@ -295,14 +295,14 @@ def spread_experts(experts: Experts, mesh: DeviceMesh) -> None:
         part = weight.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
         spread = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
         setattr(experts, name, nn.Parameter(spread, requires_grad=weight.requires_grad))
-    # A subclass of the class at hand, so that adapters are computed as well, with the exchange around them.
+    # A subclass of the current class, which may be one with adapters: its forward runs between the two exchanges.
     experts.__class__ = type(f"Spread{type(experts).__name__}", (_SpreadExperts, type(experts)), {"mesh": mesh})
 
 
 class _SpreadExperts(Experts):
     mesh: DeviceMesh
 
-    @torch.compiler.disable  # the number of rows that travel is known only at run time
+    @torch.compiler.disable  # the number of rows sent is known only at run time
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         """Return Σ_a weight · expert_a(x), each expert computed on its own process. x: (M, D) → (M, D)."""
         num_chosen = routing.experts.shape[1]
@@ -310,7 +310,7 @@ class _SpreadExperts(Experts):
         sorted_experts, order = routing.experts.flatten().sort(stable=True)
         back = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=x.device))
         rows = _Dispatch.apply(x, order, back, num_chosen)
-        if torch.is_autocast_enabled(x.device.type):  # the products round to it anyway, and half the bytes travel
+        if torch.is_autocast_enabled(x.device.type):  # the products round to it anyway, and it halves the bytes sent
             rows = rows.to(torch.get_autocast_dtype(x.device.type))
 
         group = self.mesh.get_group()

@@ -19,8 +19,8 @@ from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.layers import wide_dtype
 
 SLICE_ELEMENTS = 1 << 27  # logits at once: 512 tokens of the published vocabulary
-# On a GPU, where a pass over a slice is one kernel without temporaries. Every slice adds to a (V, D) gradient in
-# float32; for slices of 512 tokens that takes longer than the products.
+# Slices are larger on a GPU, where a pass over a slice is one kernel without temporaries. Every slice adds to a float32
+# gradient (V, D). For slices of 512 tokens that would take longer than the products.
 FUSED_SLICE_ELEMENTS = 1 << 29
 
 Function = TypeVar("Function", bound=Callable[..., object])

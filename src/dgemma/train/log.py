@@ -44,7 +44,7 @@ OnTrainStep = Callable[[TrainStep], bool | None]  # returning True stops the run
 
 
 def make_lines(records: Sequence[TrainStep], parallel: Parallel) -> list[dict[str, Any]]:
-    """Return the log line of each step, summed over all processes. Only here the host waits for the steps."""
+    """Return the log line of each step, summed over all processes. The host waits for the device only here."""
     names = list(records[0].sums)
     numbers, norms = [], []
     for record in records:

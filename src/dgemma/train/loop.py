@@ -43,7 +43,7 @@ from dgemma.values import describe_noise
 logger = logging.getLogger("dgemma")
 
 _SHORT = 5  # minutes; in a shorter run compiling takes more time than it saves
-_WARMUP_PART = 10  # with minutes, at most one step in ten warms up
+_WARMUP_PART = 10  # in a run limited by minutes, at most one step in ten warms up
 
 Evaluate = Callable[[Any, int], Mapping[str, Any] | None]
 
@@ -65,9 +65,9 @@ def train(
 
     `out` gets `log.jsonl`, checkpoints `step-000100/` and at the end `final/`, which `from_pretrained` reads. An
     adapted model gets `final/adapters.safetensors`, which `load_lora` reads. The process may be killed at any moment:
-    the same call continues from the last checkpoint and ends as an uninterrupted run would have. Ctrl-C or SIGTERM
-    finishes the step, writes a checkpoint and returns. A loss or gradient that is not finite raises FloatingPointError
-    and puts the model back to the last checkpoint.
+    the same call continues from the last checkpoint and gives the same result as an uninterrupted run. On Ctrl-C or
+    SIGTERM it finishes the step, writes a checkpoint and returns. A loss or gradient that is not finite raises
+    FloatingPointError and restores the model from the last checkpoint.
 
     on_step: called after every step; returning True stops the run as Ctrl-C does. evaluate: `(model, step) -> numbers`
     by name, or None; called with the averaged weights if there are any. optimizer: makes an optimizer from named
@@ -139,7 +139,7 @@ class _Run:
         self.evaluation: Mapping[str, float] = {}
 
     def start(self, allow_changes: bool) -> None:
-        """Continue from the last checkpoint, or write the first one: from then on there is always one to go back to."""
+        """Continue from the last checkpoint, or write the first one, so that there always is one to restore."""
         if self.parallel.is_main:
             self.out.mkdir(parents=True, exist_ok=True)
         self.parallel.barrier()
@@ -265,7 +265,7 @@ class _Run:
         return record
 
     def _warmup(self) -> int:
-        """Return the steps of warm-up; a run limited by time would otherwise do nothing else."""
+        """Return the number of warm-up steps: at most a tenth of the steps if the run is limited by time."""
         warmup = self.config.warmup
         return warmup if self.budget is None or self.steps is None else min(warmup, self.steps // _WARMUP_PART)
 
@@ -330,7 +330,7 @@ class _Run:
         cause = "" if seeds else _known_cause(self.device)
         raise FloatingPointError(
             f"train computed a number that is not finite at step {record.step}: {', '.join(terms)}, {rows}. The model "
-            f"is back at {last.name}. Lower TrainConfig.lr or clip, or look at those rows.{cause}"
+            f"is restored from {last.name}. Lower TrainConfig.lr or clip, or check those rows.{cause}"
         )
 
     def evaluate(self, evaluate: Evaluate) -> None:

@@ -126,7 +126,7 @@ def add_lora(model: DiffusionGemma, lora: LoRA | None = None, *, seed: int = 0) 
     require_experts(model, "add_lora")
     if is_adapted(model):
         raise ValueError(
-            "add_lora model must have no adapters, got one with. Call merge_lora(model) or drop_lora(model) first."
+            "add_lora model must have no adapters, got some. Call merge_lora(model) or drop_lora(model) first."
         )
     model.requires_grad_(False)
     for name, module in list(model.named_modules()):
@@ -195,7 +195,7 @@ def load_lora(model: DiffusionGemma, path: str | Path) -> LoRA:
         metadata = stored.metadata() or {}
         tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
     if "lora" not in metadata:
-        raise ValueError(f"{path} must be a file of adapters, got one without. Point at a file written by save_lora.")
+        raise ValueError(f"{path} must be a file of adapters, but it has none. Point at a file written by save_lora.")
     lora = LoRA(**json.loads(metadata["lora"]))
     generation = model.generation
     if "noise" in metadata:  # otherwise the model keeps its own
@@ -261,5 +261,5 @@ def _put(model: nn.Module, name: str, module: nn.Module) -> None:
 def _require_adapters(model: nn.Module, owner: str) -> None:
     if not is_adapted(model):
         raise ValueError(
-            f"{owner} model must have adapters, got one without. Call add_lora(model) or load_lora(model, path) first."
+            f"{owner} model must have adapters, but it has none. Call add_lora(model) or load_lora(model, path) first."
         )

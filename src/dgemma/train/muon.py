@@ -1,7 +1,8 @@
-"""Muon (arXiv:2502.16982): matrices step by their orthogonalised momentum, everything else by AdamW.
+"""Muon (arXiv:2502.16982): updates matrices by their orthogonalised momentum, and everything else with AdamW.
 
-With Adam, the few directions that dominate the gradient of a matrix also dominate its step. Here all directions move
-equally. The reference twin is `torch.optim.Muon`, which takes matrices one by one; here those of one shape are batched.
+With Adam, the few directions that dominate the gradient of a matrix also dominate its update. Here all directions
+change equally. The reference twin is `torch.optim.Muon`, which loops over matrices; here matrices of one shape are
+batched.
 """
 
 from collections import defaultdict
@@ -27,8 +28,8 @@ def muon(
 ) -> "Muon":
     """Return an optimizer for `train`: Muon for the matrices of the layers, AdamW for everything else.
 
-    Embeddings, routers, norms and scales are everything else. Steps are scaled to Adam's size, so both share one
-    learning rate. Norms and scales do not decay. Matrices must be whole, so this does not work with `FullySharded`.
+    AdamW updates embeddings, routers, norms and scales. Updates of matrices are scaled to Adam's size, so both share
+    one learning rate. Norms and scales do not decay. Matrices must be whole, so this does not work with `FullySharded`.
 
     Example: `train(model, objective, source, config, out="run", optimizer=lambda named: muon(named, lr=1e-3))`.
     """
@@ -36,7 +37,7 @@ def muon(
         raise ValueError(f"muon momentum must be in [0, 1), got {momentum}. Use 0.95.")
     matrices = {parameter: _num_matrices(name, parameter) for name, parameter in parameters.items()}
     groups: list[dict[str, Any]] = []
-    # Its groups tell which parameters decay and whether the kernel is fused.
+    # AdamW's groups tell which parameters decay and whether the kernel is fused.
     for group in adamw(parameters, lr=lr, betas=betas, weight_decay=weight_decay).param_groups:
         for number in (0, 1, 2):
             params = [parameter for parameter in group["params"] if matrices[parameter] == number]
@@ -56,7 +57,7 @@ def _num_matrices(name: str, parameter: Tensor) -> int:
 class Muon(torch.optim.Optimizer):
     """Optimizer whose groups have "matrices", the number stacked in each parameter (..., matrices · rows, columns).
 
-    Groups with 0 matrices step by AdamW.
+    Groups with 0 matrices are updated by AdamW.
     """
 
     @torch.no_grad()

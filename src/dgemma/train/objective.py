@@ -1,7 +1,7 @@
 """The training objective: a denoising loss over canvases plus the causal loss of the same weights.
 
 The defaults are the published fine-tuning objective: unweighted cross-entropy at every position of a canvas, plus
-next-token cross-entropy. Each disagreement between public recipes is a named field; `recipes` has their settings. The
+next-token cross-entropy. Where public recipes differ, there is a field; `recipes` has their settings. The
 bounds of `nelbo` are losses too: MDLM and LLaDA (mask), Duo (uniform), GIDD (hybrid), each over blocks (BD3-LM).
 """
 
@@ -71,7 +71,7 @@ class Measure(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """The loss as a value. `objective(model, batch, seeds=...)` returns its terms, and `reduce` makes them a scalar.
+    """The loss as a value: `objective(model, batch, seeds=...)` returns its terms, `reduce` returns the scalar loss.
 
     All draws are functions of each row's seed, so a row's terms do not depend on its batch.
 
@@ -83,8 +83,8 @@ class Objective:
     canvas_len: int
     fill_token: int = 1  # end-of-text, after the end of an answer
     canvases: str = "one"  # per row: "one", drawn uniformly among those with text, or "all", in one pass
-    t_range: tuple[float, float] = (1e-4, 1 - 1e-4)  # t is uniform on it, one per canvas
-    frozen_prob: float = 0.0  # probability that random tokens of a canvas are frozen, which teaches to fill holes
+    t_range: tuple[float, float] = (1e-4, 1 - 1e-4)  # range of the time t, drawn uniformly per canvas
+    frozen_prob: float = 0.0  # probability that random tokens of a canvas are frozen, to train infilling
     allowed: tuple[int, ...] | None = None  # the ids that uniform noise and self-conditioning are restricted to
 
     # The decoder's term: "cross_entropy" of the clean tokens; "leave_one_out", the same for logits that mean
@@ -98,7 +98,7 @@ class Objective:
     decoder_weight: float = 1.0
 
     self_cond_prob: float = 0.5  # probability that a canvas sees the prediction of a first, detached pass
-    self_cond_off: str = "zero_signal"  # without it: no signal, or that of "zero_logits", the mean embedding
+    self_cond_off: str = "zero_signal"  # other canvases get no signal, or that of "zero_logits", the mean embedding
 
     causal_weight: float = 1.0
     causal_scope: str = "sequence"  # prompt and answer, or only the "answer"

@@ -13,7 +13,7 @@ OptimizerFactory = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
 def learning_rate_factor(step: int, *, steps: int | None, warmup: int, floor: float) -> float:
     """Return the factor of the peak learning rate at `step`: a line up to 1, then half a cosine down to `floor`.
 
-    steps: of the whole run; None if that is not known yet, and the rate then stays at its peak.
+    steps: the length of the whole run; None if it is not known yet, and the rate then stays at its peak.
 
     Example: `learning_rate_factor(49, steps=1000, warmup=100, floor=0.1)` is 0.5.
     """
@@ -40,7 +40,7 @@ def adamw(
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Return the optimizer's tensors as "optimizer.PARAMETER.KEY". Parameters without a step have none."""
+    """Return the optimizer's tensors as "optimizer.PARAMETER.KEY". Parameters that were never updated have none."""
     state: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -58,7 +58,7 @@ def make_optimizer_state(
 ) -> dict[str, Tensor]:
     """Create the optimizer's state with the names that were `stored`, so that it can be loaded.
 
-    Optimizers create their state in the first step, so one is taken, with gradients and learning rates of zero.
+    Optimizers create their state in the first step. So this takes a step with gradients and learning rates of zero.
     may_differ: the stored state may belong to another optimizer. A weight whose state is incomplete then has none.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -81,7 +81,7 @@ def make_optimizer_state(
 class WeightAverage:
     """An exponential moving average of the trained weights, in float32.
 
-    Its decay is min(decay, (1 + step) / (10 + step)), so that the random start is soon forgotten.
+    Its decay is min(decay, (1 + step) / (10 + step)), so that the random start soon loses its weight.
 
     Example: `average = WeightAverage(dict(model.named_parameters()), 0.999); average.update(step)`.
     """

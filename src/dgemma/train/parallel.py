@@ -1,6 +1,6 @@
 """The contract between the training loop and the machines it runs on: one process here, many in `distributed.py`.
 
-The loop knows no more about parallelism than this class. A subclass must honour these rules:
+The training loop uses parallelism only through this class. A subclass must follow these rules:
 
 - Every process runs the same loop over its own `rows` of the global batch; nothing else differs between processes.
 - A loss is this process's *part* of the global loss, so gradients are **summed** over processes, never averaged.
@@ -38,9 +38,9 @@ class Parallel:
     def prepare(self, model: Model, *, mixed: bool) -> Model:
         """Return the model as this process trains it, with the same parameter names.
 
-        Called once, before the optimizer is made and before layers are compiled. mixed: float32 weights are computed
-        with in bfloat16. The loop's autocast does that for whole weights; a subclass that shards them may do it while
-        gathering.
+        Called once, before the optimizer is made and before layers are compiled. mixed: products of
+        float32 weights are in bfloat16. The loop's autocast casts whole weights; a subclass that shards them may cast
+        while gathering.
         """
         return model
 
@@ -93,7 +93,7 @@ class Parallel:
         return save_whole(folder, state)
 
     def save_pretrained(self, model: nn.Module, folder: Path) -> None:
-        """Write the whole model with its own `save_pretrained`, once; of an adapted model write the adapters."""
+        """Write the whole model with its own `save_pretrained`, once. If the model has adapters, write only those."""
         if is_adapted(model):
             folder.mkdir(exist_ok=True)
             save_lora(model, folder / ADAPTERS_FILE)  # type: ignore[arg-type]

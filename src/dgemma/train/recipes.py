@@ -1,7 +1,7 @@
 """Objectives of public fine-tuning recipes and of papers, and models prepared for training.
 
-Each objective is a function of the model's config. Recipes also differ in the weights they train, above all in the
-routers; `prepare` sets those.
+Each objective is a function of the model's config. Recipes also differ in which weights they train, above all the
+routers; `prepare` freezes the others.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ from dgemma.train.objective import Objective
 
 
 def dgemma(config: ModelConfig, **changes: Any) -> Objective:
-    """The published loss over all canvases in one pass, as a mean over the step's tokens; ends of cut answers unscored.
+    """The published loss over all canvases in one pass: a token mean per step, without the fill after cut answers.
 
     Example: `recipes.dgemma(model.config, causal_weight=0.5)`.
     """
@@ -138,7 +138,7 @@ def adapter(recipe: str) -> LoRA | None:
 
 @torch.no_grad()
 def soften_attention(model: DiffusionGemma) -> None:
-    """Spread out the attention of random weights: set each query norm to head_dim^-1/2.
+    """Make the attention of random weights less peaked: set each query norm to head_dim^-1/2.
 
     Queries and keys are normalised and their product is not scaled. With unit norms, the scores of a new model have a
     standard deviation of sqrt(head_dim), so its attention is almost one-hot and learns slowly.

@@ -1,4 +1,4 @@
-"""Ends of a run before its last planned step: Ctrl-C, SIGTERM, or the end of its minutes."""
+"""Early stops of a run: Ctrl-C, SIGTERM, or the end of its minutes."""
 
 import signal
 import threading
@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 _NUM_PACED = 10  # steps needed to measure a pace; the earlier half compiles and warms up, and does not count
-_REPLAN = 0.1  # the plan is renewed after each such share of the time
+_REPLAN = 0.1  # the plan is renewed after every tenth of the time
 _PLANNED = 0.97  # the share of the time that steps are planned for; evaluating and saving take the rest
-_EARLY = 0.9  # a run that would end before this share has become faster, and continues
+_EARLY = 0.9  # if steps became faster and the plan ends before this share, it is extended
 
 
 @contextmanager
@@ -65,7 +65,7 @@ class TimeBudget:
     def plan(self, step: int, steps: int | None, share: float) -> int | None:
         """Return the number of steps of the whole run, after `step` of `steps`; None while the pace is unknown.
 
-        share: of the time that is over, equal on all processes.
+        share: the fraction of the time that is over, equal on all processes.
         """
         self.shares.append(share)
         if share >= 1:

@@ -1,4 +1,4 @@
-"""A Sudoku board as text: its frame, the place of each cell, and its tokens as digits."""
+"""A Sudoku board as text: its frame, the place of each cell, and the digits of tokens."""
 
 from collections.abc import Sequence
 
@@ -10,13 +10,13 @@ LINES = [_RULE("┌┬┬┐"), *_BAND, _RULE("├┼┼┤"), *_BAND, _RULE("�
 
 
 class Board:
-    """Pass it as the tokenizer of `to_html` or `to_gif` to draw the canvas of 81 cells as a board.
+    """Tokenizer for `to_html` and `to_gif` that draws a canvas of 81 cells as a Sudoku board.
 
     Example: `to_html(solved.generation.trajectory, "run.html", tokenizer=Board())` after `sudoku.complete(...)`.
     """
 
     def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
-        """Return the digits of tokens that `dgemma.data.sudoku` encodes; other tokens give nothing."""
+        """Return the digits of tokens that `dgemma.data.sudoku` encodes; other tokens give an empty text."""
         from dgemma.data.sudoku.encoding import token_text  # not needed for texts
 
         return "".join(map(token_text, tokens))

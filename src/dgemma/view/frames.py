@@ -66,7 +66,7 @@ def check_canvas(trajectory: Trajectory, tokenizer: object, *, owner: str) -> No
     plan = trajectory.plan
     if isinstance(tokenizer, Board) and (plan.canvas_len, plan.num_blocks) != (NUM_CELLS, 1):
         raise ValueError(
-            f"{owner} must be given a run of one canvas of {NUM_CELLS} tokens for a Board, got {plan.num_blocks} of "
+            f"{owner} with a Board needs a run of one canvas of {NUM_CELLS} tokens, got {plan.num_blocks} of "
             f"{plan.canvas_len}. Use a Tokenizer for texts."
         )
 
@@ -78,7 +78,7 @@ def read_prompt(trajectory: Trajectory, row: int, pieces: Pieces, *, num_tokens:
     """
     plan = trajectory.plan
     tokens = plan.prompt_tokens[row].cpu()
-    if plan.attention_mask is not None:  # it may include tokens of the cache
+    if plan.attention_mask is not None:  # the mask may also cover tokens of a cache
         tokens = tokens[plan.attention_mask[row, -len(tokens) :].cpu().bool()]
     last = tokens[-num_tokens:].tolist()
     text = " ".join(map(str, last)) if pieces.tokenizer is None else printable(pieces.tokenizer.decode(last))
@@ -119,7 +119,7 @@ def read_frames(trajectory: Trajectory, row: int) -> Frames:
 def settled(frames: Frames) -> Array:
     """Return the step from which each position had its final token, (blocks, C) int64; at most the last step.
 
-    Example: `settled(frames).ravel().argsort()` is the order in which a text was found.
+    Example: `settled(frames).ravel().argsort()` is the order in which positions got their final tokens.
     """
     steps = np.zeros_like(frames.final)
     for line, final, block in zip(steps, frames.final, np.unique(frames.block), strict=True):

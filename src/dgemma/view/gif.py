@@ -40,11 +40,11 @@ def to_gif(
     font: str | Path | None = None,
     frame_ms: int | None = None,
 ) -> None:
-    """Write a row's run to `path` as a looping animation. A longer text scrolls through `max_lines` lines.
+    """Write a row's run to `path` as a looping animation. A text of more than `max_lines` lines scrolls.
 
     tokenizer: None shows token ids, `Board()` a Sudoku. columns: characters per line. font_size: in pixels. frame_ms:
-    duration of a frame. None adapts each of them to the run. font: a monospaced TrueType file; None is DejaVu Sans
-    Mono. Runs of more than 240 frames are thinned evenly.
+    duration of a frame. For these three, None chooses a value that suits the run. font: a monospaced TrueType file;
+    None means DejaVu Sans Mono. Runs of more than 240 frames are thinned evenly.
 
     Example: `to_gif(out.trajectory, "run.gif", tokenizer=tokenizer)`.
     """

@@ -1,8 +1,9 @@
-"""A recorded run as one web page that needs no network: play it, scrub it, see the candidates of every position.
+"""A recorded run as one web page without network access: a player that shows the candidates of every position.
 
 The page is `page.html`, `page.css` and `page.js` in this folder; this module inserts the run. Numbers are compressed
-arrays per row, texts are JSON. A model can write anything, so its text must never be parsed as markup: JSON escapes
-every character that could end a script, the page only sets text, and its content policy allows only its own script.
+arrays per row, texts are JSON. A model can write anything, so its text must never be parsed as markup. JSON escapes
+every character that could end a script. The page inserts model output only as text, and its content policy allows only
+its own script.
 """
 
 import base64
@@ -27,7 +28,7 @@ from dgemma.view.frames import Array, Frames, check_canvas, check_row, read_fram
 from dgemma.view.heat import LEVELS, palette
 from dgemma.view.pieces import Pieces
 
-ENTROPY_SCALE = 4096  # 16 bits reach 16 nats, more than log(262144)
+ENTROPY_SCALE = 4096  # 16 bits cover 0 to 16 nats, more than log(262144)
 NOTEBOOK_BYTES = 4 << 20  # largest page that a notebook stores
 _PROMPT_TOKENS = 400
 

@@ -1,4 +1,4 @@
-// Plays one recorded run: frames of a canvas. A model's text is only ever set as text, never as markup.
+// Plays one recorded run: frames of a canvas. A model's output is inserted as text, never as markup.
 (async () => {
   "use strict";
   const byId = (id) => document.getElementById(id);
@@ -14,7 +14,7 @@
   let held = -1; // the position whose candidates are shown
   let pinned = false;
   let timer = 0; // timer of the next step while playing
-  let writing = 0; // of the address
+  let writing = 0; // timer of the next change of the address
 
   function add(parent, tag, className = "", text = "") {
     const element = document.createElement(tag);
@@ -85,7 +85,7 @@
         const spaced = content.ids || (trimmed !== "" && trimmed !== text);
         if (spaced) block.append(" ");
         if (word === null || spaced || used > 28 || content.board) {
-          if (!content.board) block.append(document.createElement("wbr")); // it would be a cell of the grid
+          if (!content.board) block.append(document.createElement("wbr")); // on a board it would take a cell of the grid
           word = add(block, "span", "w");
           used = 0;
         }
@@ -207,7 +207,7 @@
       path += `${row.step[i] === 0 ? "M" : "L"}${i + 0.5} ${1 - (0.94 * value) / highest}`;
     });
     draw(svg, "path", { class: "entropy", d: path });
-    byId("bars").textContent = `accepted, up to ${most} a step`;
+    byId("bars").textContent = `accepted, up to ${most} per step`;
     byId("curve").textContent = `mean entropy, up to ${highest.toFixed(2)} nats`;
   }
 
@@ -221,7 +221,7 @@
     const committed = frame === row.numSteps || block < row.block[Math.min(frame, row.numSteps - 1)];
     const place = committed ? row.final[position] : (byId("show").value === "canvas" ? row.canvas : row.draft)[offset];
     const flags = row.flags[offset];
-    const quoted = (p) => texts[p].replaceAll(" ", "␣").replaceAll("\n", "⏎").replaceAll("\t", "⇥") || "(part of the character before)";
+    const quoted = (p) => texts[p].replaceAll(" ", "␣").replaceAll("\n", "⏎").replaceAll("\t", "⇥") || "(part of the previous character)";
     tip.replaceChildren();
     add(tip, "div", "token", quoted(place));
     const state = flags & FROZEN ? "frozen" : committed ? (position % canvasLen < row.kept[block] ? "committed" : "dropped, after the end")
@@ -274,7 +274,7 @@
     remember();
   }
 
-  // The address names the frame, so that it can be shared. Browsers ration such changes, and a framed page has none.
+  // The address names the frame, so that it can be shared. Browsers limit how often it may change; a page inside a frame has no visible address.
   function remember() {
     clearTimeout(writing);
     if (window === window.top) writing = setTimeout(writeAddress, 300);
@@ -322,7 +322,7 @@
     go(at);
   }
 
-  // A line up or down: the position nearest below or above.
+  // The nearest position one line up or down.
   function vertical(position, direction) {
     const here = cells[position].cell.getBoundingClientRect();
     let best = position;
@@ -427,7 +427,7 @@
   async function readAddress() {
     const asked = new URLSearchParams(location.hash.slice(1));
     const index = rows.findIndex((facts) => String(facts.name) === asked.get("row"));
-    const at = asked.has("step") ? Number(asked.get("step")) || 0 : Infinity; // what was written, and then how
+    const at = asked.has("step") ? Number(asked.get("step")) || 0 : Infinity; // without a step, show the final text
     if (row === null || (index >= 0 && index !== row.index)) await choose(Math.max(0, index), at);
     else go(at);
   }

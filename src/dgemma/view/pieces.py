@@ -8,15 +8,15 @@ from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.view.board import Board
 
 MASK = "░"
-STATIC = "▖▗▘▝▚▞"  # for tokens that are no text on their own
-_BROKEN = "\ufffd"  # part of a character decodes to it
+STATIC = "▖▗▘▝▚▞"  # for tokens that have no text of their own
+_BROKEN = "\ufffd"  # the decoded text of an incomplete character
 _LONGEST_CHARACTER = 4  # bytes of UTF-8
 _BIDI = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 _SOFT_HYPHEN = "\u00ad"
 
 
 class Pieces:
-    """Turns token ids into one text each; without a tokenizer, the ids themselves. The mask token is ░.
+    """Converts each token id to a text; without a tokenizer, to the id itself. The mask token is ░.
 
     If a character spans several tokens, the first has its text and the others are empty. Invalid bytes are shown as ▖
     to ▞.

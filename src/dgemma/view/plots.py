@@ -1,7 +1,7 @@
 """Figures for papers and notebooks: entropy over a run, order of decisions, quality over speed, losses.
 
-Every function returns a new matplotlib figure, or draws on the axes `ax`. None uses pyplot, so they work without a
-display; a notebook shows the figure.
+Every function returns a new matplotlib figure, or draws on the axes `ax`. They do not use pyplot, so they work without
+a display; a notebook shows the figure.
 """
 
 import io
@@ -68,7 +68,7 @@ def plot_order(
     for block, steps in enumerate(settled(frames)):
         positions = block * len(steps) + np.arange(len(steps))
         ax.plot(positions, steps + 1, ".", markersize=5)
-    _entitle(ax, "When each position found its token", frames.num_blocks, frames.final.shape[1])
+    _entitle(ax, "When each position got its final token", frames.num_blocks, frames.final.shape[1])
     ax.set(xlabel="position", ylabel="settled at step", xlim=(-0.5, frames.final.size - 0.5))
     ax.locator_params(axis="y", integer=True)
     ax.grid(axis="y", color="0.9")
@@ -104,8 +104,8 @@ def plot_losses(
 ) -> "Figure":
     """Plot a number of `log.jsonl` over the steps for one run or several, and its mean over `smooth` steps.
 
-    logs: a log or the folder of a run, several of them, or a dictionary by the names for the legend. `name` is a key of
-    a line, or of its terms ("decoder", "causal").
+    logs: a log file or the folder of a run, a list of them, or a dictionary from legend names to them. `name` is a key
+    of a line, or of its terms ("decoder", "causal").
 
     Example: `plot_losses({"uniform": "runs/a", "mask": "runs/b"}, name="decoder")`.
     """

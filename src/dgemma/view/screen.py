@@ -32,8 +32,8 @@ class Ink(NamedTuple):
 class Screen:
     """Draws lines below the cursor, over the previous ones, if `file` is a suitable terminal.
 
-    Without one (a pipe, TERM=dumb) `live` is False and `draw` does nothing. `has_colour` respects NO_COLOR and asks for
-    256 colours.
+    Without one (a pipe, TERM=dumb) `live` is False and `draw` does nothing. `has_colour` is False with NO_COLOR or
+    with less than 256 colours.
 
     Example: `screen.draw([[Ink("hello", "1")]])`.
     """
@@ -44,7 +44,7 @@ class Screen:
         self.live = file.isatty() and kind != "dumb"
         rich = "256color" in kind or os.environ.get("COLORTERM", "") in ("truecolor", "24bit")
         self.has_colour = self.live and rich and not os.environ.get("NO_COLOR")
-        self._widths: list[int] = []  # of the lines on the screen
+        self._widths: list[int] = []  # widths of the lines on the screen
         self._last_drawn = -math.inf
 
     @property
@@ -93,7 +93,7 @@ class Screen:
             size = os.get_terminal_size(self.file.fileno())
         except (OSError, ValueError):
             return shutil.get_terminal_size()
-        return size if size.columns else shutil.get_terminal_size()  # some terminals do not know their own size
+        return size if size.columns else shutil.get_terminal_size()  # some terminals report no size
 
     def _to_top(self) -> str:
         """Return the codes that move to the first line. A narrower terminal has wrapped the lines."""

@@ -44,7 +44,7 @@ class _Canvas(NamedTuple):
     done: bool
     entropy: float  # mean over positions to decide
     num_awaited: int  # positions to decide: neither frozen nor after the end of the text
-    num_decided: int  # of them
+    num_decided: int  # of which already decided
     positions: list[_Position]
 
 
@@ -129,9 +129,9 @@ class LiveView(View):
     Masks, and noise without colours, are shown as ░. Noise is as wide as an average token, so that the text moves
     little.
 
-    The view shows one row, with `prefix` before the canvas. It is erased at the end, unless `leave` is set; then a pipe
-    gets only the final text. Finished blocks stay above the canvas, up to the first of `eos_token_ids` (by default the
-    tokenizer's). Use `keep_blocks=False` for `infill` and `edit`, whose canvases overlap.
+    The view shows one row, with `prefix` before the canvas. It is erased at the end unless `leave` is set. With
+    `leave`, a pipe gets only the final text. Finished blocks stay above the canvas, up to the first of `eos_token_ids`
+    (by default the tokenizer's). Use `keep_blocks=False` for `infill` and `edit`, whose canvases overlap.
 
     Example:
         with LiveView(tokenizer) as view:
@@ -307,7 +307,7 @@ def _read_canvas(record: StepRecord, row: int) -> _Canvas | None:
     at, state = rows.index(row), record.state
     frozen, accepted = state.frozen[at], record.accepted[at]
     decided = frozen | accepted | ~(record.renoised[at] | state.open[at])
-    ended = state.done[at] | (state.step[at] >= state.num_steps[at])  # then the draft is the text
+    ended = state.done[at] | (state.step[at] >= state.num_steps[at])  # after the last step the draft is the text
     tokens = torch.where(decided & ~ended, state.canvas[at], state.draft[at])
     awaited = ~frozen if state.awaited is None else ~frozen & state.awaited[at]
     entropy = (record.entropy[at] * awaited).sum() / awaited.sum().clamp(min=1)

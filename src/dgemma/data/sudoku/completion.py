@@ -29,7 +29,7 @@ from dgemma.run.trajectory import Generation
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """A model's answers to B puzzles: grids (B, 81) of digits, and the last run that made them."""
+    """A model's answers to B puzzles: grids (B, 81) of digits, and the last call of `generate`."""
 
     puzzles: Tensor  # (B, 81)
     grids: Tensor  # (B, 81)
@@ -42,7 +42,7 @@ class Completion:
         return is_solution(self.puzzles, self.grids)
 
     def scores(self, solutions: Any) -> dict[str, float]:
-        """Compare with solutions (B, 81): shares of exact grids, right blanks and kept clues; mean and most steps.
+        """Compare with solutions (B, 81): shares of exact grids, right blanks and right clues; mean and maximal steps.
 
         Example: `complete(model, test.puzzles).scores(test.solutions)["exact"]`.
         """
@@ -88,8 +88,9 @@ def complete(
 ) -> Completion:
     """Let a model trained on `SudokuSource` solve puzzles: digits (B, 81) with 0 for a blank, or texts for `parse`.
 
-    keep_clues freezes them on the canvas; otherwise the model must copy them from the prompt itself. noise: what the
-    checkpoint says it learnt, else masks. options: any of `generate`'s, such as steps, sampler, stop, seed, record.
+    keep_clues: freeze the clues on the canvas; otherwise the model must copy them from the prompt. noise: by default
+    the checkpoint's, or mask noise if it names none. options: arguments of `generate`, such as steps, sampler, stop or
+    seed.
 
     Example: `complete(model, "53..7..." + "." * 73, sampler=EntropyBound(bound=0.1, greedy=True)).grids`.
     """
@@ -106,7 +107,7 @@ def complete(
     config, puzzles = model.config, puzzles.long()
     if (config.vocab_size, config.canvas_length) != (VOCAB_SIZE, NUM_CELLS):
         raise ValueError(
-            f"complete model must be a Sudoku solver, of {VOCAB_SIZE} tokens and canvas {NUM_CELLS}, got "
+            f"complete model must be a Sudoku solver, with {VOCAB_SIZE} tokens and canvas {NUM_CELLS}, got "
             f"{config.vocab_size} and {config.canvas_length}. Load dgemma/sudoku, or train one on `SudokuSource`."
         )
     if keep_clues:
@@ -127,9 +128,10 @@ def complete(
 def retry(model: Denoiser, completion: Completion, *, moves_seed: int = 0, **options: Any) -> Completion:
     """Try unsolved puzzles again as equivalent ones, with permuted rows, columns and digits.
 
-    A model that is wrong is so with confidence: of 20 failures, opening again the cells of broken units and sampling
-    on repaired 1, and starting over 0 of 12; an equivalent puzzle half. `moves_seed` names the places; options as for
-    `complete`. The result's generation is that of the equivalents alone; where all is solved it is what was given.
+    A wrong model is usually confident, so sampling again hardly helps. Of 20 failures, resampling the cells of broken
+    units repaired 1, and starting over repaired 0 of 12. Equivalent puzzles repaired half. `moves_seed` seeds the
+    permutations; options are those of `complete`. The result's `generation` covers only the puzzles that were retried.
+    If all puzzles are solved, the completion is returned unchanged.
 
     Example: `for attempt in range(3): done = retry(model, done, moves_seed=attempt)`.
     """

@@ -1,7 +1,7 @@
-"""Sudoku as tokens: the puzzle is the prompt, the solution the canvas, one token per cell in both.
+"""Sudoku as tokens: the puzzle is the prompt and the solution is the canvas, with one token per cell in both.
 
-A token of the prompt names its cell and its clue, so a model without absolute positions knows where it is: cell i of
-the canvas finds it 81 tokens back. The canvas is written in nine digit tokens, and clues may be frozen on it.
+A prompt token encodes its cell and its clue, because the model has no absolute positions. Cell i of the canvas is 81
+tokens after cell i of the prompt. The canvas uses nine digit tokens, and clues may be frozen on it.
 """
 
 from dataclasses import dataclass
@@ -56,9 +56,9 @@ def token_text(token: int) -> str:
 class SudokuSource:
     """Endless training batches from a pool of puzzles: a `BatchSource`, a pure function of (seed, step, row).
 
-    Each row is a random equivalent of a puzzle from the pool. Clues are put back until their number is one drawn from
-    `givens`: lowest + span · u^skew, so a larger `skew` gives fewer clues. In a share `frozen_share` of the rows
-    the clues are frozen on the canvas; in the others the model must write them as well.
+    Each row is a random equivalent of a puzzle from the pool. The number of clues is drawn from `givens` as
+    lowest + span · u^skew, so a larger `skew` gives fewer clues. Clues are added back to reach it. In a share
+    `frozen_share` of the rows, clues are frozen on the canvas; in the others the model must write them as well.
 
     Example: `SudokuSource(pool=generate_puzzles(1024, givens=24, exact=False))(0, range(256)).tokens`.
     """

@@ -1,7 +1,7 @@
-"""Generation of Sudoku puzzles with one solution, in bands of difficulty and in splits.
+"""Generation of Sudoku puzzles with one solution, sorted by difficulty and into splits.
 
-A split is a property of the base grid and of all grids equivalent to it, so that no amount of generating, with any
-seed, and no symmetry ever carries a test grid into training.
+All grids equivalent to a base grid are in the same split. So no seed and no symmetry puts a test grid into the training
+data.
 """
 
 import os
@@ -64,7 +64,9 @@ class Puzzles:
         """Read a file that `save` wrote."""
         pairs = [line.split() for line in Path(path).read_text().splitlines()]
         if not pairs or any(len(pair) != 2 for pair in pairs):
-            raise ValueError(f"Puzzles.load must read lines of a puzzle, a space and its solution, got another {path}.")
+            raise ValueError(
+                f"Puzzles.load lines must be a puzzle, a space and its solution, but those of {path} are not."
+            )
         puzzles, solutions = zip(*pairs, strict=True)
         return cls(puzzles=parse(puzzles), solutions=parse(solutions))
 
@@ -195,7 +197,7 @@ def parse(text: str | list[str] | tuple[str, ...]) -> Digits:
     for line in lines:
         if len(line) != 81 or set(line) - set("0123456789."):
             raise ValueError(
-                f"parse must get 81 characters a puzzle, digits and 0 or . for a blank, got {len(line)}: {line!r}."
+                f"parse must get 81 characters per puzzle, digits and 0 or . for a blank, got {len(line)}: {line!r}."
             )
     joined = "".join(lines).replace(".", "0").encode()
     return (np.frombuffer(joined, dtype=np.uint8) - ord("0")).astype(np.int8).reshape(-1, 81)

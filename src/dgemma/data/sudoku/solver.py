@@ -1,7 +1,7 @@
 """Solver for thousands of Sudokus at once: constraint propagation on bit masks and depth-first search, in NumPy.
 
-Puzzles are (N, 81) digits, row by row, 0 for a blank. Inside, a cell is nine bits, one per digit it may still be, and
-the N puzzles lie along the last axis, so that every operation is one sweep over contiguous memory.
+Puzzles are (N, 81) digits, row by row, 0 for a blank. Internally a cell is nine bits, one per digit that is still
+possible. The N puzzles lie along the last axis, so that every operation reads contiguous memory.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ _WIDTH = 2048  # search nodes propagated together, so that they fit into the cac
 
 
 class Solutions(NamedTuple):
-    """grids (N, 81): one solution per puzzle, zeros without any. counts (N,): number of solutions up to the limit."""
+    """grids (N, 81): one solution per puzzle, or zeros. counts (N,): number of solutions up to the limit."""
 
     grids: Digits
     counts: NDArray[np.int64]
@@ -77,8 +77,8 @@ def search(
 def propagate(cells: Cells) -> NDArray[np.bool_]:
     """Apply naked and hidden singles in place; return (M,) False where a contradiction was found.
 
-    A naked single is a cell with one digit left, which its row, column and box then lose; a hidden single is a digit
-    with one place left in a row, column or box.
+    A naked single is a cell with one possible digit, which is removed from its row, column and box. A hidden single is
+    a digit with one possible cell in a row, column or box.
     """
     alive = np.ones(cells.shape[-1], dtype=np.bool_)
     active = np.arange(cells.shape[-1])
@@ -108,7 +108,7 @@ def _sweep(cells: Cells) -> tuple[Cells, NDArray[np.bool_]]:
 
 
 def _tally(cells: Cells) -> Iterator[tuple[Cells, Cells]]:
-    """For the rows, the columns, the boxes: bits seen at least once and at least twice, broadcastable to the cells."""
+    """Yield the bits seen at least once and at least twice in rows, columns and boxes, broadcastable to the cells."""
     pairs = [(i, j) for i in range(3) for j in range(3)]
     row, column, box = (
         [cells[:, :, s, c] for s, c in pairs],
@@ -128,7 +128,7 @@ def _tally(cells: Cells) -> Iterator[tuple[Cells, Cells]]:
 
 
 def _branch(cells: Cells, rng: np.random.Generator | None) -> tuple[Cells, NDArray[np.int64]]:
-    """Try every digit of the open cell with the fewest: (…, M) → children (…, M') and the parent of each (M',)."""
+    """Branch on the open cell with the fewest digits: (…, M) → children (…, M') and the parent of each (M',)."""
     flat = cells.reshape(81, -1)
     num_digits = np.bitwise_count(flat)
     num_digits[num_digits == 1] = 10

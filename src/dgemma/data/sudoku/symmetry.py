@@ -1,7 +1,7 @@
 """The symmetries of Sudoku: relabelled digits, permuted rows, columns, bands and stacks, the transpose.
 
 1,218,998,108,160 (9! · 2 · 6⁸) transformations take a puzzle to an equivalent one. `equivalents` applies them to
-batches in torch, on any device; `class_keys` is a number they all leave alone, by which grids are split.
+batches in torch, on any device. `class_keys` does not change under them; grids are split by it.
 """
 
 import itertools
@@ -64,8 +64,8 @@ def _line_order(u: Tensor) -> Tensor:
 def class_keys(grids: NDArray[Any]) -> NDArray[np.int64]:
     """Return a key (N,) per full grid (N, 81) that is equal for equivalent grids.
 
-    Two rows of a band are a permutation of the digits, whose cycle lengths no relabelling and no order of columns
-    changes. The key holds those of all 18 such pairs of rows and of columns, the order in which they come left out.
+    Two rows of a band define a permutation of the digits. Its cycle lengths do not depend on digit labels or on the
+    order of columns. The key holds the sorted cycle lengths of all 18 such pairs of rows and of columns.
     Different keys prove that two grids are not equivalent; equal keys prove nothing.
     """
     square = grids.reshape(-1, 9, 9).astype(np.int64) - 1
@@ -75,7 +75,7 @@ def class_keys(grids: NDArray[Any]) -> NDArray[np.int64]:
 
 
 def _lines_key(square: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Cycle types of the pairs of rows of each band, sorted within it, and the bands sorted: (N, 9, 9) → (N,)."""
+    """Return the cycle types of pairs of rows, sorted within each band, with bands sorted: (N, 9, 9) → (N,)."""
     bands = []
     for first in (0, 3, 6):
         pairs = itertools.combinations(range(first, first + 3), 2)
@@ -84,7 +84,7 @@ def _lines_key(square: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.sort(np.stack(bands, axis=1), axis=1) @ np.array([1 << 18, 1 << 9, 1])
 
 
-# A row of the band is moved entirely by the next: no cycle of length 1 is left, and 9 splits in eight ways.
+# Two rows of a band differ in every column, so no cycle has length 1. That leaves eight partitions of 9.
 _PARTITIONS = ((9,), (2, 7), (3, 6), (4, 5), (2, 2, 5), (2, 3, 4), (3, 3, 3), (2, 2, 2, 3))
 
 

@@ -1,4 +1,4 @@
-"""Sudoku in the digits of a text model: start token, 81 digits of the puzzle, 81 of the solution."""
+"""Sudoku as text for a text model: a start token, 81 digits of the puzzle, then 81 digits of the solution."""
 
 from dataclasses import dataclass
 from typing import Any
