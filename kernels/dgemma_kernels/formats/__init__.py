@@ -3,7 +3,7 @@
 A format provides:
 
 - an encoder, a PyTorch function of weights (E, N, K), listed in `ENCODERS` under the name that `accelerate` takes;
-- a frozen class with the `shape` and `dtype` of the weights it stands for, `tensors()` (every tensor it stores) and
+- a frozen class with the `shape` and `dtype` of the weights it encodes, `tensors()` (every tensor it stores) and
   `decode()` (the weights in plain PyTorch, which the reference multiplies);
 - tiles for each GPU, in `ops.configs.EXPERTS` under the same name;
 - a product in `ops.experts.tiles`; `ops.experts.kernel` passes it `tensors()` and chooses it by the class.
@@ -41,7 +41,7 @@ def format_of(weights: ExpertWeights) -> str:
 
 
 def decode(x: ExpertWeights) -> Tensor:
-    """Return the values that `x` stands for: a plain tensor as it is, float8 in float64, packed in its own dtype.
+    """Return the values that `x` encodes: a plain tensor unchanged, float8 in float64, packed in its own dtype.
 
     Example: `decode(layer.expert_down).shape` is `(128, 2816, 704)`.
     """

@@ -14,7 +14,7 @@ _CHUNK = 16_384  # rows; the float32 quotients of all experts would take as much
 class Quantized:
     """float8 values times float32 scales. `dtype` is the dtype of the original values and of results from them.
 
-    Example: `quantize(weight).decode()` is within a sixteenth of `weight`, or of its row's largest / 448 / 512.
+    Example: `quantize(weight).decode()` differs from `weight` by at most 1/16 of it, or 1/512 of the scale if larger.
     """
 
     values: Tensor  # (..., K) float8_e4m3fn

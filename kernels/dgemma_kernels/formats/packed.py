@@ -1,13 +1,14 @@
 """bfloat16 weights in 12 bits each, without loss, so that a step reads three quarters of the bytes.
 
-The upper byte of a bfloat16 holds the sign and seven of the eight exponent bits. Nearly all weights of a row lie within
-2^14 of its largest weight, so that those seven bits take only eight values. A packed weight is its lower byte as it is
-and a code of four bits: the sign, and an index into the eight values. Each row has a power of two as its scale, applied
-to float32 sums, where it changes only the exponent. Other weights, which are zero or much smaller, are outliers. The
-smallest value with a code takes their place, and a list stores the value to add instead.
+The upper byte of a bfloat16 holds the sign and seven of the eight exponent bits. Nearly all weights of a row are at
+least 2^-14 times its largest weight, so those seven bits take only eight values. A packed weight is its unchanged lower
+byte and a code of four bits: the sign, and an index into the eight values. Each row has a power of two as its scale,
+applied to float32 sums, where it changes only the exponent. Other weights, which are zero or much smaller, are
+outliers. In their place the planes have the smallest value with a code. A list stores the outliers, and the product is
+corrected.
 
-The bytes that a program reads together lie together. For 128 rows these are the lower bytes of 64 columns, the lower
-bytes of the next 64 columns, and the codes of both, two per byte. Within 64 columns, weights lie in the order in which
+The bytes that a program reads together are contiguous. For 128 rows these are the lower bytes of 64 columns, the lower
+bytes of the next 64 columns, and the codes of both, two per byte. Within 64 columns, weights have the order in which
 the threads of a warpgroup hold the left operand of a product. Each thread loads 16 neighbouring bytes, decodes its
 weights, and multiplies them from registers.
 """
@@ -26,9 +27,9 @@ from dgemma_kernels.ops.blocks import inside
 
 HALF, DEPTH = 64, 128  # columns per plane of lower bytes, and per plane of codes, which holds two halves
 ROWS = 128  # per block; with `gated`, 64 of gate and 64 of up
-_TOP = 0x3F  # the upper byte without its sign of a row's largest weights over its scale: from 1/2 to 2
+_TOP = 0x3F  # upper byte, without the sign, of a row's largest weights divided by its scale: values from 1/2 to 2
 _CHUNK = 1 << 26  # weights packed at a time
-_MOST_OUTLIERS = 0.01  # of all weights; normal weights have a hundredth of that. Programs read lists slowly.
+_MOST_OUTLIERS = 0.01  # of all weights, because lists are slow; normally distributed weights have about 0.0001
 _INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
@@ -84,7 +85,7 @@ def pack(weights: Tensor, *, gated: bool = False) -> Packed:
 
     Example: `pack(experts.down_proj).planes.shape` is `(128 * 22, 17, 128, 64)`.
     """
-    # With at most 256 experts, 32 bits then count all rows of planes, and places take 30 bits.
+    # With these limits and at most 256 experts, indices of plane rows fit 32 bits and places fit 30 bits.
     fits = weights.ndim == 3 and weights.numel() > 0 and max(weights.shape[1:]) <= 1 << 14
     if not fits or (gated and weights.shape[1] % 2):
         raise ValueError(
@@ -93,7 +94,7 @@ def pack(weights: Tensor, *, gated: bool = False) -> Packed:
     if weights.dtype not in (
         torch.bfloat16,
         torch.float32,
-    ):  # float16 underflows outliers over scales
+    ):  # in float16, outliers divided by scales would underflow
         raise ValueError(f"pack weights must be bfloat16 or float32, got {weights.dtype}.")
     planes, scale, counts, places, outliers = map(torch.cat, zip(*_pack_chunks(weights, gated), strict=True))
     if len(places) > _MOST_OUTLIERS * weights.numel():
@@ -136,9 +137,13 @@ def _pack_chunks(weights: Tensor, gated: bool) -> Iterator[tuple[Tensor, ...]]:
         expert, row, column = outlier.nonzero(as_tuple=True)
         exact, factor = short[outlier].double(), scale[expert, row].double()
         values = (exact / factor).to(torch.bfloat16)
-        # float32 has no scale from 2^127 on. Divided by a large scale, the smallest outliers underflow bfloat16.
+        # Rows with weights of 2^127 or more would need an infinite scale. Outliers divided by a large scale can
+        # underflow.
         if scale.isinf().any() or not torch.equal(values.double() * factor, exact):
-            raise ValueError('pack weights must span less of the range of bfloat16. Use weights="bf16".')
+            raise ValueError(
+                "pack weights must be below 2^127, and values under 2^-14 of their row's largest must not underflow "
+                'when divided by the scale of the row. Use weights="bf16".'
+            )
         low, code = (
             _in_threads(pad(plane, (0, -width % size))).view(-1, ROWS, size // HALF * -(-width // size), HALF)
             for plane, size in ((torch.where(outlier, 0, low), HALF), (code, DEPTH))

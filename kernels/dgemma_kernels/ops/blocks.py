@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def inside(index: tl.tensor, limit: tl.tensor, EXACT: tl.constexpr) -> tl.tensor:
-    """Return index < limit, or a constant if the block size divides the limit (EXACT), which costs no mask."""
+    """Return index < limit, or constant True if EXACT: if the block size divides the limit, no mask is needed."""
     if EXACT:
         return tl.full(index.shape, True, tl.int1)
     else:  # noqa: RET505 (Triton compiles both returns of a branch without else)
@@ -15,7 +15,7 @@ def inside(index: tl.tensor, limit: tl.tensor, EXACT: tl.constexpr) -> tl.tensor
 
 @triton.jit
 def gelu_tanh_times(gate: tl.tensor, up: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Return gelu_tanh(gate) * up from float32 sums, rounded where a separate linear, activation and product round."""
+    """Return gelu_tanh(gate) * up from float32 sums, with the roundings of separate layers."""
     gate = gate.to(dtype).to(tl.float32)
     # 0.5 (1 + tanh(u)) is sigmoid(2u), u = sqrt(2 / pi) (gate + 0.044715 gate³).
     gate *= tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
@@ -24,7 +24,7 @@ def gelu_tanh_times(gate: tl.tensor, up: tl.tensor, dtype: tl.constexpr) -> tl.t
 
 @triton.jit
 def float8_scale(values: tl.tensor, AXIS: tl.constexpr) -> tl.tensor:
-    """Return the divisor of rows along AXIS that maps their largest value to float8's; twin of `float8.quantize`."""
+    """Return the scale of rows along AXIS: their largest value / the largest float8. Twin of `float8.quantize`."""
     return tl.maximum(tl.max(tl.abs(values), AXIS), 2.0**-80) / 448.0
 
 
@@ -32,8 +32,8 @@ def float8_scale(values: tl.tensor, AXIS: tl.constexpr) -> tl.tensor:
 def wait_for_launches_before(DEPENDENT: tl.constexpr) -> None:
     """Wait for the previous kernel, then let the next one start, under programmatic dependent launch.
 
-    Every kernel with `configs.dependent_launch` calls it, so that after the wait all earlier kernels are complete too.
-    Before the call a kernel may read only the model's weights and write nothing.
+    Every kernel with `configs.dependent_launch` calls it. So after the wait all earlier kernels are complete too.
+    Before the call a kernel may read only the model's weights and must write nothing.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()

@@ -64,7 +64,7 @@ class DenseConfig:
 
     def __post_init__(self) -> None:
         for field in ("rows", "gate_up_cols", "down_cols", "depth", "warps"):
-            value, least = getattr(self, field), 1 if field == "warps" else 16  # tensor cores take no less
+            value, least = getattr(self, field), 1 if field == "warps" else 16  # tensor cores need 16
             if value < least or value & (value - 1):
                 raise ValueError(f"DenseConfig.{field} must be a power of two >= {least}, got {value}.")
         if self.min_tokens > self.max_tokens:
@@ -81,7 +81,7 @@ _ANY = 1 << 62
 # the default tiles of "bf16" with half the depth.
 EXPERTS: dict[str, dict[str, tuple[ExpertConfig, ...]]] = {
     "bf16": {
-        # Fits the 99 KiB of shared memory a block gets on consumer Ampere and Ada.
+        # Fits the 99 KiB of shared memory per block on consumer Ampere and Ada.
         "default": (
             ExpertConfig(
                 max_tokens=512,
@@ -191,8 +191,8 @@ EXPERTS: dict[str, dict[str, tuple[ExpertConfig, ...]]] = {
             ),
         ),
     },
-    # A block of packed weights is 128 rows, of gate_up 64 each of gate and up, and 128 deep. With 168 registers per
-    # thread, three programs of four warps share a multiprocessor.
+    # A block of packed weights has 128 rows and is 128 deep. In gate_up, 64 of its rows are gate and 64 are up. With
+    # 168 registers per thread, three programs of four warps share a multiprocessor.
     "packed": {
         "default": (
             ExpertConfig(
@@ -271,7 +271,7 @@ TENSOR_DESCRIPTORS: set[str] = {"NVIDIA H200"}
 def gpu_name(device: torch.device) -> str:
     """Return the key into these tables: the GPU's name, or "default" for CPU tensors (Triton's interpreter).
 
-    A Hopper GPU without measured tiles uses those of the H200: it has the same multiprocessors in another number.
+    A Hopper GPU without measured tiles uses those of the H200. It has the same multiprocessors, but not always as many.
 
     Example: `gpu_name(torch.device("cuda"))` is "NVIDIA H200" on an H100.
     """
@@ -283,7 +283,7 @@ def gpu_name(device: torch.device) -> str:
 
 
 def expert_config(num_tokens: int, device: torch.device, format: str = "bf16") -> ExpertConfig:
-    """Return the experts' tiles for `num_tokens` tokens on this device and weights of this format.
+    """Return the experts' tiles for `num_tokens` tokens and weights of this format on this device.
 
     `format` is the result of `formats.format_of`. Weights of 4 bytes ("float32") run the default tiles with half the
     depth, so that a tile has as many bytes.
@@ -312,7 +312,7 @@ def dense_config(num_tokens: int, device: torch.device, format: str = "bf16") ->
 
 
 def _tiles_of(device: torch.device, format: str) -> str:
-    """`gpu_name`, or "default" for weights of 4 bytes, for which no GPU was measured."""
+    """Return `gpu_name`, or "default" for weights of 4 bytes, which have no measured tiles."""
     return "default" if format == "float32" else gpu_name(device)
 
 
@@ -325,10 +325,10 @@ def dependent_launch(device: torch.device) -> dict[str, bool]:
 
 
 def tensor_descriptors(device: torch.device, format: str = "bf16") -> bool:
-    """True if kernels read the experts' weights through tensor descriptors, False for pointers.
+    """Return True if kernels read the experts' weights through tensor descriptors, False for pointers.
 
-    Weights of 4 bytes always use pointers: their products are not warpgroup instructions and spill registers next to
-    descriptors.
+    Weights of 4 bytes always use pointers. Their products are not warpgroup instructions, and with descriptors they
+    spill registers.
 
     Example: `tensor_descriptors(torch.device("cuda"))` is true on an H200.
     """

@@ -1,9 +1,9 @@
-"""Everything after a step's sample in one launch: the published sampler (entropy bound, arXiv:2505.24857) on uniform
-noise, and its stop rule. It is `dgemma.step` with `EntropyBound`, `UniformNoise` and `StableAndConfident`. Reference
-twin: `reference`.
+"""The published sampler (entropy bound, arXiv:2505.24857) on uniform noise, with its stop rule, in one launch.
 
-A canvas is short: instead of sorting, each position adds the entropies of all positions that precede it in sorted
-order. Several programs share the positions of a row, and one more program handles the row as a whole.
+It computes the rest of a step after the sample: `dgemma.step` with `EntropyBound`, `UniformNoise` and
+`StableAndConfident`. A canvas is short, so the kernel does not sort. Each position adds the entropies of all positions
+that precede it in sorted order. Several programs share the positions of a row, and one more program handles the row as
+a whole. Reference twin: `reference`.
 """
 
 from typing import NamedTuple
@@ -30,7 +30,7 @@ class Accepted(NamedTuple):
     recent: Tensor | None  # (B, n, C) int64
     accepted: Tensor  # (B, C) bool, positions that now have their sampled token
     renoised: Tensor  # (B, C) bool
-    verdict: Tensor  # (3, B) int64, of `dgemma.generate.judge`
+    verdict: Tensor  # (3, B) int64, of `dgemma.run.step.judge`
 
 
 def accept(
@@ -63,8 +63,8 @@ def accept(
 
     A row without unfrozen positions is done. `recent` has the last n argmaxes (B, n, C) int64, or canvases if
     `compare_canvas`. With it, a row is also done if its argmax equals all of them and its mean entropy is below
-    `confidence`, both over unfrozen positions. The verdict is that of `dgemma.generate.judge`, except that a row is
-    also stray if a proposed token outside the vocabulary was not accepted.
+    `confidence`, both over unfrozen positions. The verdict is that of `dgemma.run.step.judge`, with one difference:
+    a proposed token outside the vocabulary makes its row stray even if it was not accepted.
 
     Example: `accept(h, sampled, argmax, canvas, open, frozen, draft, done, seeds, block, step, num_steps, recent,
     bound=0.1, vocab_size=262144, confidence=0.005).canvas`.

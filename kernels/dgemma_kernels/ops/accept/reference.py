@@ -1,4 +1,4 @@
-"""Entropy-bound acceptance in plain PyTorch: the meaning of `kernel`."""
+"""Entropy-bound acceptance in plain PyTorch, the reference for `kernel`."""
 
 import torch
 from torch import Tensor

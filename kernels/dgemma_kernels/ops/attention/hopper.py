@@ -51,9 +51,9 @@ def attend(
     """Write attention by parts of the keys to `partial` (splits, B, T, N, H) and `log_weight` (splits, B, T, N).
 
     With one split `partial` is the whole result, and the float32 `log_weight` is not written. The other arguments are
-    those of `attention`, for which `kernel.choose_kernel` allows this kernel; `window` 0 means none. Tensor descriptors
-    contain the tensors' addresses and are passed by value. So a captured graph is valid only while the tensors stay in
-    place.
+    those of `attention`; `window` 0 means none. `kernel.choose_kernel` must allow this kernel for them. Tensor
+    descriptors contain the tensors' addresses and are passed by value. So a captured graph is valid only while the
+    tensors stay in place.
 
     Example: `attend(queries, keys, values, length, out.unsqueeze(0), out, False, 0, 0, 0)`.
     """
@@ -96,7 +96,7 @@ def _descriptor(tensor: Tensor, *block: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(tensor, [*block, _CHUNK.value], layout)
 
 
-# Not specialised, because compiling takes seconds: Triton would compile again for a multiple of 16.
+# Not specialised: Triton would compile another variant for multiples of 16, which takes seconds.
 _NUMBERS = [
     "num_tokens", "num_query_heads", "key_batch_slots", "key_head_slots", "value_batch_slots", "value_head_slots"
 ]  # fmt: skip
@@ -281,8 +281,8 @@ def _attend(
         mbarrier.arrive(k_free.index(j % BUFFERS * K_CHUNKS + K_CHUNKS - 1))
         weight, decay, top, total = _softmax(s, top, total, j, token, span, MODE)
         next_p = gl.convert_layout(weight.to(dtype), WEIGHTS)
-        # This barrier is always complete. It is a branch: the assembler moves the next wait up to the last branch, and
-        # without this one that would be before the softmax.
+        # This barrier is always complete; only its branch matters. The assembler moves the next wait up to the last
+        # branch. Without this branch, the wait would come before the softmax.
         mbarrier.wait(q_full.index(0), 0)
         acc0, acc1, p, next_p = warpgroup_mma_wait(0, deps=(acc0, acc1, p, next_p))
         mbarrier.arrive(v_free.index(at))
@@ -320,7 +320,8 @@ def _attend(
         target = log_weight_ptr + split.to(gl.int64) * num_query_heads + query_head
         gl.store(target, log_weight, mask=token < num_tokens)
     scale = gl.expand_dims(gl.convert_layout(1.0 / total, SUM_ROW), 1)
-    # Stored through the memory of this warpgroup's queries. The copy engine skips rows beyond the last token.
+    # The output goes through the shared memory of this warpgroup's queries. The copy engine skips rows beyond the last
+    # token.
     o0_smem = q_smem.index(WG * K_CHUNKS)
     o1_smem = q_smem.index(WG * K_CHUNKS + 1)
     o0_smem.reshape((_ROWS, _CHUNK)).store((acc0 * scale).to(dtype))

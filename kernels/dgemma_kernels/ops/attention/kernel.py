@@ -3,7 +3,7 @@
 Both use online softmax (FlashAttention, arXiv:2205.14135). The query heads that share a key head are packed as rows of
 one tile. The keys are split into equal parts, so that one small canvas fills the GPU (Flash-Decoding; `parts`). The
 Triton kernel in this module runs on every GPU; `hopper` has a kernel with specialised warps for Hopper. `choose_kernel`
-states the rule of choice. Reference twin: `reference`.
+chooses between them. Reference twin: `reference`.
 """
 
 from types import ModuleType
@@ -18,7 +18,7 @@ from dgemma_kernels.ops.attention.parts import choose_num_splits, combine_parts,
 
 KernelName = Literal["auto", "triton", "hopper"]
 
-# Gluon, the language of the Hopper kernel, changes with every version of Triton. With these versions it ran on a GPU.
+# Triton versions with which the Hopper kernel ran on a GPU. Its language, Gluon, changes with every version.
 _HOPPER_RAN_WITH = ("3.6.",)
 _FEW_ROWS = 16  # packed query rows for which the Triton kernel's small tile is faster
 
@@ -79,10 +79,11 @@ def attention(
     prefix in slots [0, length[b]) and the T new tokens in the next T, which must fit the capacity. length: (B,)
     integers on the device. Attention is bidirectional by default. With `causal` query i sees slots up to its own, and
     with `window` only the last `window` of those. A canvas may follow causal tokens: the last `canvas_len` tokens see
-    each other and everything before them, in a windowed layer the last `keep` of that. Returns (B, T, N, H).
+    each other and everything before them. In a windowed layer they see only the last `keep` slots before the canvas.
+    Returns (B, T, N, H).
 
-    `kernel` "triton" or "hopper" raises where that kernel cannot run; "auto" is the rule of `choose_kernel`. `tile`, of
-    the Triton kernel, and `num_splits` are tuning choices that change rounding.
+    `kernel` "triton" or "hopper" raises where that kernel cannot run; "auto" follows `choose_kernel`. `tile` (Triton
+    kernel only) and `num_splits` are for tuning and change rounding.
 
     Example: `attention(queries, cache.keys, cache.values, cache.length)`.
     """
@@ -104,7 +105,8 @@ def attention(
     if num_splits == 1:
         partial, log_weight = out.unsqueeze(0), out  # the only part is the output; its weight is never written
     else:
-        # In the output's dtype: half the traffic for one more rounding, no larger than the output's own.
+        # Parts have the output's dtype, not float32. This halves their traffic and adds one rounding, no larger than
+        # that of the output.
         partial = torch.empty((num_splits, *queries.shape), dtype=queries.dtype, device=queries.device)
         log_weight = torch.empty((num_splits, *queries.shape[:3]), dtype=torch.float32, device=queries.device)
     arguments = (queries, keys, values, length, partial, log_weight, causal, window or 0, canvas_len, keep)
@@ -120,9 +122,9 @@ def attention(
 def choose_kernel(queries: Tensor, keys: Tensor, values: Tensor, kernel: KernelName = "auto") -> KernelChoice:
     """Return the kernel that `attention` runs on these arguments, and the reason.
 
-    "auto" is the Hopper kernel where it can run, for more than 16 packed query rows, with a Triton version with which
-    it ran on a GPU. Otherwise it is the Triton kernel. An explicit "hopper" runs with any Triton that compiles it, and
-    raises where it cannot run.
+    "auto" is the Hopper kernel where it can run, for more than 16 packed query rows, if it ran on a GPU with this
+    version of Triton. Otherwise it is the Triton kernel. An explicit "hopper" runs with any Triton that compiles it,
+    and raises where it cannot run.
 
     Example: `print(choose_kernel(queries, cache.keys, cache.values).reason)`.
     """
@@ -151,7 +153,7 @@ def choose_kernel(queries: Tensor, keys: Tensor, values: Tensor, kernel: KernelN
 
 
 def _hopper_obstacle(queries: Tensor, keys: Tensor, values: Tensor) -> str | None:
-    """Return what the Hopper kernel needs and these arguments lack, None if it can run."""
+    """Return a requirement of the Hopper kernel that these arguments do not meet, None if it can run."""
     head_dim, group = queries.shape[3], queries.shape[2] // keys.shape[1]
     if triton.knobs.runtime.interpret and queries.device.type == "cuda":
         return "a compiler: Triton's interpreter does not run Gluon"
@@ -171,7 +173,7 @@ def _hopper_obstacle(queries: Tensor, keys: Tensor, values: Tensor) -> str | Non
 
 
 def _hopper() -> ModuleType:
-    """Import the Hopper kernel at its first use: only then must Triton have the Gluon that it is written in."""
+    """Import the Hopper kernel at its first use, because other versions of Triton may lack its Gluon functions."""
     from dgemma_kernels.ops.attention import hopper
 
     return hopper

@@ -1,4 +1,4 @@
-"""Attention in plain PyTorch: the meaning of both kernels."""
+"""Attention in plain PyTorch, the reference for both kernels."""
 
 import torch
 from torch import Tensor

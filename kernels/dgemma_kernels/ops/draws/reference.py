@@ -1,4 +1,4 @@
-"""Counter-based uniforms in plain PyTorch: the library's own function is the meaning of `kernel`."""
+"""Counter-based uniforms in plain PyTorch: the library's own function is the reference for `kernel`."""
 
 from dgemma.diffusion.draws import uniform
 

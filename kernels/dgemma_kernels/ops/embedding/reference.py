@@ -1,4 +1,4 @@
-"""Token embedding in plain PyTorch: the meaning of `kernel`."""
+"""Token embedding in plain PyTorch, the reference for `kernel`."""
 
 from torch import Tensor
 

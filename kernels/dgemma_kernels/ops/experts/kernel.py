@@ -2,12 +2,13 @@
 
 gate_up gathers its rows and ends in GeGLU. down multiplies by the routing weight and writes one row per (token, k)
 pair; `norms.layer_tail` sums these in the order of k. A program computes a tile of one expert's rows and a block of its
-columns. Column blocks run fastest, so that neighbouring programs share the expert. The weights are the 64-row operand
-of the products, which makes them Hopper's warpgroup instructions even for 16 and 32 token rows. On Hopper the memory
-unit loads them in whole blocks. The last programs of gate_up leave memory idle, so that programs of down start next to
-them and wait only for their own tile. Rows and weights may be float8: scales are then applied to float32 sums, and
-hidden values have one scale per row and block of a program's columns. The work of a program on its tile is in `tiles`.
-Reference twin: `reference`.
+columns. The program index runs over column blocks first, so neighbouring programs share an expert.
+
+The weights are the 64-row operand, so on Hopper the products are warpgroup instructions even for 16 or 32 token rows,
+and the memory unit loads weights in whole blocks. While the last programs of gate_up run, memory is partly idle. So
+programs of down start next to them, and each waits only for its own tile. Rows and weights may be float8: scales are
+then applied to float32 sums, and hidden values have one scale per row and block of a program's columns. `tiles` has the
+work of a program on its tile. Reference twin: `reference`.
 """
 
 import torch
@@ -34,7 +35,7 @@ from dgemma_kernels.ops.router.kernel import ExpertTiles
 
 
 def expert_gate_up(x: Tensor | Quantized, gate_up_proj: ExpertWeights, tiles: ExpertTiles) -> Tensor | Quantized:
-    """geglu(x[token] @ gate_up_proj[expert].T) for every (token, k) pair, in the order of `tiles.pairs`.
+    """Return geglu(x[token] @ gate_up_proj[expert].T) for every (token, k) pair, in the order of `tiles.pairs`.
 
     x: (M, D), gate_up_proj: (E, 2F, D), gate rows first → (M * A, F). If one operand is `Quantized`, so are the other
     and the result. Packed weights must be packed with `gated=True`; their result is that of plain weights.
@@ -94,11 +95,11 @@ def expert_down(
     *,
     overlap: bool = False,
 ) -> Tensor:
-    """weights[token, k] * (hidden[pair] @ down_proj[expert].T), with row k of token i at [i, k]. → (M, A, D).
+    """Return weights[token, k] * (hidden[pair] @ down_proj[expert].T) at [token, k]: (M, A, D).
 
     hidden: (M * A, F) in the order of `tiles.pairs`, down_proj: (E, D, F), weights: (M, A) float32. With `overlap` each
-    program waits for the hidden values of its own tile instead of the whole `expert_gate_up`. That must then be the
-    previous launch, over the same tiles, and `sort_by_expert` must have made these tiles anew for the two launches.
+    program waits for the hidden values of its own tile instead of the whole `expert_gate_up`. `expert_gate_up` must
+    then be the previous launch, over the same tiles. No launch before these two may have used the tiles.
 
     Example: `rows = expert_down(hidden, experts.down_proj, weights, tiles)`; their sum over k is the experts' output.
     """
@@ -180,9 +181,9 @@ def _in_blocks(values: Tensor, rows: int, depth: int, format: str) -> Tensor | T
 
 
 def _grid_tiles(tiles: ExpertTiles) -> int:
-    # Each program steps over the tiles by this number, which is the number of tiles under even routing. The bound on
-    # tiles is up to twice that, and a program without work costs more than a second tile for some programs. An expert's
-    # tiles are neighbours, so that they run at the same time and share its weights in the cache.
+    # The grid has as many tiles as even routing needs, and each program takes every `_grid_tiles`-th tile. A grid for
+    # the bound on tiles would be up to twice as large. Its programs without work cost more than second tiles of some
+    # programs. An expert's tiles are neighbours, so they run at the same time and share its weights in the cache.
     num_pairs, num_experts = tiles.pairs.numel(), tiles.num_experts
     return min(num_experts, num_pairs) * triton.cdiv(num_pairs, num_experts * tiles.rows_per_tile)
 
@@ -230,7 +231,7 @@ def _expert_gate_up_kernel(
     while tile.num_rows > 0:
         if places is not None:
             packed_gate_up_tile(inputs, proj, hidden, pairs, tile, col, SIZE, NUM_ACTIVE, DESCRIBED)
-        elif MORE > 0 and tile.num_rows > ROWS:  # two loops: half of the experts at 1,024 tokens need no second block
+        elif MORE > 0 and tile.num_rows > ROWS:  # at 1,024 tokens half of the experts need only one block
             gate_up_tile(inputs, proj, hidden, pairs, tile, col, SIZE, MORE, NUM_ACTIVE, DESCRIBED)
         else:
             gate_up_tile(inputs, proj, hidden, pairs, tile, col, SIZE, 0, NUM_ACTIVE, DESCRIBED)
@@ -276,7 +277,7 @@ def _expert_down_kernel(
     number = tl.program_id(0) // COL_BLOCKS
     if not OVERLAP:
         wait_for_launches_before(DEPENDENT)
-    elif DEPENDENT:  # all programs of gate_up run by now, so that their own inputs are complete
+    elif DEPENDENT:  # gate_up has waited for all launches before it
         tl.extra.cuda.gdc_launch_dependents()
     tile = load_tile(tiles, number, None)
     while tile.num_rows > 0:
@@ -292,7 +293,7 @@ def _expert_down_kernel(
         number += grid_tiles
         tile = load_tile(tiles, number, max_tiles)
     if OVERLAP and DEPENDENT:
-        tl.extra.cuda.gdc_wait()  # a kernel that waits for this one then also waits for all earlier ones
+        tl.extra.cuda.gdc_wait()  # so that a kernel that waits for this one also waits for all earlier ones
 
 
 def _require(owner: str, x: Tensor | Quantized, weights: ExpertWeights, out_width: int, tiles: ExpertTiles) -> None:

@@ -1,4 +1,4 @@
-"""The experts' two products in plain PyTorch: the meaning of `kernel`."""
+"""The experts' two products in plain PyTorch, the reference for `kernel`."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from dgemma_kernels.ops.router.kernel import ExpertTiles
 
 
 def expert_gate_up(x: Tensor | Quantized, gate_up_proj: ExpertWeights, tiles: ExpertTiles) -> Tensor:
-    """geglu(x[token] @ gate_up_proj[expert].T) in the order of `tiles.pairs`. (M, D), (E, 2F, D) → (M * A, F).
+    """Return geglu(x[token] @ gate_up_proj[expert].T) by `tiles.pairs`. (M, D), (E, 2F, D) → (M * A, F).
 
     Float8 operands are multiplied in float64, and the result is not rounded.
     """
@@ -29,7 +29,7 @@ def expert_down(
     *,
     overlap: bool = False,
 ) -> Tensor:
-    """weights[pair] * (hidden @ down_proj[expert].T), row by pair. (M * A, F), (E, D, F), (M, A) → (M, A, D)."""
+    """Return weights[pair] * (hidden @ down_proj[expert].T). (M * A, F), (E, D, F), (M, A) → (M, A, D)."""
     hidden, down_proj = decode(hidden), decode(down_proj)
     out = hidden.new_empty(hidden.shape[0], down_proj.shape[1])
     for expert, first, count in tiles.tiles.tolist():

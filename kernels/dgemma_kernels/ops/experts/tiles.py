@@ -1,7 +1,7 @@
 """The work of one program of `kernel` on its tile: rows of one expert times a block of columns of its weights.
 
-Plain and float8 weights share a function, where the scales are None for plain ones; packed weights have another.
-Arguments are grouped in tuples, which leave no trace in the compiled code.
+Plain and float8 weights share a function; scales of plain weights are None. Packed weights have their own function.
+Tuples group the arguments and do not change the compiled code.
 """
 
 from typing import NamedTuple
@@ -136,7 +136,7 @@ def _store_geglu(
     if out.scale is None:
         hidden = gelu_tanh_times(gate, up, dtype).T
     else:
-        # Loaded again, with a modifier. Otherwise Triton keeps the first load's value in 40 registers.
+        # Loaded again, with a cache modifier: without it Triton would reuse the first load and keep it in 40 registers.
         token = tl.load(pairs + row, mask=rows.inside, other=0, cache_modifier=".ca") // NUM_ACTIVE
         token_scale = tl.load(x_scale + token, mask=rows.inside, other=0.0)
         gate *= gate_scale[:, None] * token_scale[None, :]
@@ -161,7 +161,7 @@ def _store_weighted(
     cols: Cols,
     WIDTH: tl.constexpr,
 ) -> None:
-    # Loaded here: before the loop it would delay the first weights until `pair` has arrived.
+    # Loaded here: before the loop, the load of the first weights would wait for `pair`.
     weight = tl.load(weights + pair, mask=rows.inside, other=0.0)
     if scale is not None:
         sums *= scale[:, None]
@@ -195,7 +195,7 @@ def gate_up_tile(
     if not DESCRIBED:
         gates = proj.data + (tile.expert.to(tl.int64) * 2 * HIDDEN + cols.each[:, None]) * WIDTH + depth[None, :]
     gate_scale, up_scale = None, None
-    if proj.scale is not None:  # loaded here: after the loop they would be one more wait for memory
+    if proj.scale is not None:  # loaded here: after the loop they would wait for memory again
         gate_scale = tl.load(proj.scale + row + cols.each - col, mask=cols.inside, other=0.0)
         up_scale = tl.load(proj.scale + row + HIDDEN + cols.each - col, mask=cols.inside, other=0.0)
     gate = tl.zeros([COLS, SIZE.ROWS], tl.float32)

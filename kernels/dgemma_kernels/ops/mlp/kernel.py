@@ -199,8 +199,8 @@ def _dense_mlp_kernel(
         tl.debug_barrier()  # all threads store before one thread counts the tile
         tl.atomic_add(stored, 1, sem="release")
         tile = tl.atomic_add(taken, 1)
-    # Every gate and up tile was taken before this one by a program that is running. So all of them will be stored, even
-    # if some programs of this launch still wait for a multiprocessor.
+    # Running programs took every gate and up tile before this tile. So all of them will be stored, even if other
+    # programs of this launch still wait for a multiprocessor.
     if tile < all_tiles:
         while tl.atomic_add(stored, 0, sem="acquire") < gate_up_tiles:
             pass

@@ -1,4 +1,4 @@
-"""The dense MLP in plain PyTorch: the meaning of `kernel`."""
+"""The dense MLP in plain PyTorch, the reference for `kernel`."""
 
 import torch.nn.functional as F
 from torch import Tensor

@@ -179,7 +179,7 @@ def _attention_residual_kernel(
     cols = tl.arange(0, BLOCK)
     inside = cols < width
     at = tl.program_id(0).to(tl.int64) * width + cols
-    # All loads come first: a load after a reduction is one more wait for memory, about a microsecond.
+    # All loads come first: a load after a reduction would wait for memory again, about a microsecond.
     post = tl.load(post_weight + cols, mask=inside, other=0.0)
     dense_w = tl.load(dense_weight + cols, mask=inside, other=0.0)
     expert_w = tl.load(expert_weight + cols, mask=inside, other=0.0)
@@ -202,7 +202,7 @@ def _attention_residual_kernel(
         tl.store(expert_scale + tl.program_id(0), row_scale)
         for_experts /= row_scale
     tl.store(expert + at, for_experts.to(expert.dtype.element_ty), mask=inside)
-    # The published model rounds after the norm, the scale and the root. One rounding less can swap two experts.
+    # The published model rounds after the norm, the scale and D**-0.5. One rounding less can swap two experts.
     scaled = (normed.to(dtype).to(tl.float32) * scale.to(tl.float32)).to(dtype)
     tl.store(router + at, (scaled.to(tl.float32) * root).to(dtype), mask=inside)
 

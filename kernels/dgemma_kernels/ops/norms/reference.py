@@ -1,4 +1,4 @@
-"""RMSNorm and the residual stream in plain PyTorch: the meaning of `kernel`."""
+"""RMSNorm and the residual stream in plain PyTorch, the reference for `kernel`."""
 
 import torch
 from torch import Tensor

@@ -52,7 +52,7 @@ def _forget_kernel(
             base = values
         cols = tl.program_id(0) % (HEAD_DIM // COLS) * COLS + tl.arange(0, COLS)
         base += head.to(tl.int64) * capacity * HEAD_DIM
-        # One program moves its columns block by block from the front, so that it reads every slot before a write to it.
+        # One program moves its columns block by block from the front, so it reads every slot before it overwrites it.
         for start in range(0, keep, SLOTS):
             slot = start + tl.arange(0, SLOTS)
             mask = (slot < keep)[:, None]

@@ -1,4 +1,4 @@
-"""The move of a sliding layer's newest tokens in plain PyTorch: the meaning of `kernel`."""
+"""The move of a sliding layer's newest tokens in plain PyTorch, the reference for `kernel`."""
 
 from torch import Tensor
 

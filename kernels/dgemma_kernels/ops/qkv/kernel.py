@@ -42,7 +42,7 @@ def prepare_qkv(
     has_value = projected.shape[1] == (num_heads + 2 * kv_heads) * head_dim
     num_tokens = projected.shape[0] // batch
     queries = torch.empty((batch, num_tokens, num_heads, head_dim), dtype=projected.dtype, device=projected.device)
-    heads = math.gcd(num_heads, kv_heads)  # all heads of a tile are of one kind
+    heads = math.gcd(num_heads, kv_heads)  # a tile has heads of only one of q, k, v
     heads = min(heads & -heads, max(1, _TILE_ELEMENTS // head_dim))
     _prepare_qkv_kernel[(projected.shape[0], (num_heads + kv_heads * (2 if has_value else 1)) // heads)](
         projected,
@@ -122,7 +122,7 @@ def _prepare_qkv_kernel(
     source = projected_ptr + row * COLUMNS + (first + head[:, None]) * HEAD_DIM + pair[None, :]
     low = tl.load(source).to(tl.float32)  # (HEADS, HALF): dimensions pair and pair + HALF rotate together
     high = tl.load(source + HALF).to(tl.float32)
-    # Loaded here too: a load after a reduction is one more wait for memory.
+    # Loaded here too: a load after a reduction would wait for memory again.
     is_query = first < NUM_HEADS
     if is_query:
         weight_ptr = query_weight_ptr

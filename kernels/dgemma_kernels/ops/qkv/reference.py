@@ -1,4 +1,4 @@
-"""Head norms, rotation and cache write in plain PyTorch: the meaning of `kernel`."""
+"""Head norms, rotation and cache write in plain PyTorch, the reference for `kernel`."""
 
 import torch
 from torch import Tensor

@@ -1,7 +1,7 @@
 """Routing on the device in three launches: from router inputs to tiles of rows by expert.
 
-`norms.attention_residual` computes the router's norm, scale and root, because it already has the statistic. The only
-atomics add integers, so that the same input always gives the same order. Reference twin: `reference`.
+`norms.attention_residual` computes the router's input, because it already has the mean square that its norm needs. The
+only atomics add integers, so the same input always gives the same order. Reference twin: `reference`.
 """
 
 from typing import NamedTuple
@@ -22,8 +22,9 @@ class ExpertTiles(NamedTuple):
     """The (token, k) pairs in the order of their experts, in tiles of at most `rows_per_tile` rows of one expert.
 
     A pair is token * A + k. `pairs`: (M * A,) int32, stable within an expert. `tiles`: (max_tiles, 3) int32 of (expert,
-    first row, rows) in the order of the first row. The host knows only a bound on their number, so the last ones have
-    no rows. `finished`: (max_tiles,) int32 counters of the experts' kernels, zero at first: use the tiles only once.
+    first row, rows) in the order of the first row. The host knows only a bound on their number, so the last tiles
+    may be empty. `finished`: (max_tiles,) int32 counters of the experts' kernels. They start at zero, so use the tiles
+    only once.
     """
 
     pairs: Tensor
@@ -48,7 +49,7 @@ def route(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Choose each token's experts and weights: product, float32 softmax, top `num_active`, renormalised, scaled.
 
-    Scores round to the input's dtype before the softmax, as those of a linear layer; the lower expert wins a tie.
+    Scores round to the input's dtype before the softmax, as in a linear layer. In a tie the lower expert wins.
     router_input: (M, D), proj: (E, D), per_expert_scale: (E,) → weights (M, A) float32; index (M, A) int32, largest
     probability first; counts (N, E) int32, pairs per expert for every `tokens_per_count(M)` tokens, for
     `sort_by_expert`.
@@ -155,8 +156,9 @@ def sort_by_expert(index: Tensor, counts: Tensor, rows_per_tile: int) -> ExpertT
 
 
 def _split_depth(experts: int, dtype: torch.dtype) -> int:
-    # Depth per program. A program with the whole depth would read all weights at the rate of one multiprocessor. Its
-    # block of all experts' weights is at most 64 KiB. float32 has no warpgroup instruction and spills beyond 32.
+    # Depth per program. A program with the whole depth would read all weights at the rate of one multiprocessor. With
+    # this depth, the block of all experts' weights is at most 64 KiB. float32 has no warpgroup instruction and spills
+    # beyond 32.
     return min(256, 32768 // experts) if dtype.itemsize <= 2 else 32
 
 
@@ -177,7 +179,7 @@ def _partial_scores_kernel(
 ) -> None:
     """Compute all experts' scores of ROWS tokens over one block of the depth: one load and one product.
 
-    One program sets the counts to zero, to which the next launch adds.
+    One program sets the counts to zero. The next launch adds to them.
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     experts = tl.arange(0, EXPERTS)
@@ -216,8 +218,8 @@ def _choose_experts_kernel(
 ) -> None:
     """Choose the experts of one token in one warp, so that reductions over the experts stay in registers.
 
-    Probabilities are not negative, so that their bits as integers have the same order. A warp finds the largest integer
-    in one instruction.
+    Probabilities are not negative, so their bits as integers have the same order. A warp finds the largest integer in
+    one instruction.
     """
     TAKEN: tl.constexpr = -(2**31)
     token = tl.program_id(0).to(tl.int64)
@@ -244,7 +246,7 @@ def _choose_experts_kernel(
         chosen = tl.where(slots == k, first, chosen)
         keys = tl.where(experts == first, TAKEN, keys)
     top /= tl.sum(top, 0)
-    top *= tl.gather(scales, chosen, 0)  # a load here would be one more wait for memory
+    top *= tl.gather(scales, chosen, 0)  # a load here would wait for memory again
     pair = token * NUM_ACTIVE + slots
     tl.store(weights + pair, top, mask=slots < NUM_ACTIVE)
     tl.store(index + pair, chosen, mask=slots < NUM_ACTIVE)
@@ -269,7 +271,7 @@ def _sort_by_expert_kernel(
     AT_ONCE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    """Write the pairs of one expert and CHUNK tokens by rank, after all pairs that come first by the counts."""
+    """Write the pairs of one expert and CHUNK tokens. `counts` gives the number of pairs before them."""
     mine, my_chunk = tl.program_id(0), tl.program_id(1)
     num_chunks = tl.num_programs(1)
     experts = tl.arange(0, EXPERTS)

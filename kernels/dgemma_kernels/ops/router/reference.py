@@ -1,4 +1,4 @@
-"""Routing in plain PyTorch: the meaning of `kernel`."""
+"""Routing in plain PyTorch, the reference for `kernel`."""
 
 import torch
 from torch import Tensor

@@ -167,7 +167,7 @@ def _processed(
     HAS_MASK: tl.constexpr,
     RAGGED: tl.constexpr,
 ) -> tl.tensor:
-    """Load the logits of one row at `token`, capped and over the temperature, float32; -inf for forbidden tokens."""
+    """Load one row's logits at `token`: capped, divided by the temperature, float32; -inf for forbidden tokens."""
     at = logits_ptr + row * vocab_size + token
     if RAGGED:
         x = tl.load(at, mask=token < vocab_size, other=0.0).to(tl.float32)
@@ -201,8 +201,8 @@ def _processed(
 def _rounded(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     """Round float32 to `dtype` and back.
 
-    bfloat16 takes two integer instructions, with ties away from zero: the conversion instruction shares a slow unit
-    with the exponentials.
+    For bfloat16 this is two integer instructions, with ties away from zero. The conversion instruction would share a
+    slow unit with the exponentials.
     """
     if dtype == tl.bfloat16:
         return ((x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True)
@@ -386,7 +386,7 @@ def _sample_kernel(
     best = tl.max(chunk_best, 0)
     width = chunk_sum.to(tl.float64) * tl.exp(chunk_best - best).to(tl.float64)
     target = tl.load(u_ptr + row) * tl.sum(width, 0)
-    # The first cell that ends above the target, or the last cell of positive width if rounding passed all of them.
+    # The first chunk whose cumulative sum exceeds the target; if rounding leaves none, the last with a positive sum.
     above = tl.min(tl.where(tl.cumsum(width, 0) > target, chunk, CHUNKS), 0)
     picked = tl.minimum(above, tl.max(tl.where(width > 0.0, chunk, 0), 0))
     target -= tl.sum(tl.where(chunk < picked, width, 0.0), 0)

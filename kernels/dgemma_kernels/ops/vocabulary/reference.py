@@ -1,4 +1,4 @@
-"""The vocabulary pass in plain PyTorch: the meaning of `kernel`."""
+"""The vocabulary pass in plain PyTorch, the reference for `kernel`."""
 
 import torch
 import torch.nn.functional as F
