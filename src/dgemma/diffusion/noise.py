@@ -151,8 +151,9 @@ class Noise:
     def to_loo(self, logits: Tensor, z: Tensor, noise_level: Tensor, *, allowed: Tensor | None = None) -> Tensor:
         """From p(x0 | z) to p(x0 | z without this position): logits (B, C, V), z (B, C) → (B, C, V).
 
-        Exact for the level that the network assumes. For a token that no noise can have produced, the mean does not
-        determine the leave-one-out distribution, and the logits are returned unchanged.
+        Exact for the level and the allowed set that the network assumes (see `Objective.allowed`). For a token that no
+        noise can have produced, the mean does not determine the leave-one-out distribution, and the logits are returned
+        unchanged.
 
         Example: `noise.to_loo(prediction.logits, state.canvas, state.noise_level)`.
         """
