@@ -2,8 +2,8 @@
 
 The model does not write from left to right. It reads the prompt once and takes a canvas of 64 random tokens. It
 predicts all of them at once, keeps some, returns others to noise, and repeats until no noise is left. The model is
-small: 7.8 million weights, trained for minutes on old stories, novels and a Bible. Expect the sound of English more
-than its sense.
+small: 7.8 million weights, trained for minutes on old stories, novels and a Bible. Its text resembles English but
+rarely makes sense.
 
     python examples/01_generate.py
     python examples/01_generate.py "It was a dark night, and the old captain" --steps 16 --seed 7

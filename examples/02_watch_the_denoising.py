@@ -2,9 +2,9 @@
 
     python examples/02_watch_the_denoising.py --out pictures
 
-run.html needs no network. Open it in a browser, play it, and hover over a position to see its candidates. With
-matplotlib installed there are also entropy.png (steps down, positions across), order.png (the step at which each
-position settled) and run.gif.
+run.html needs no network connection. Open it in a browser, play it, and hover over a position to see its candidates.
+With matplotlib installed, the script also writes entropy.png (steps from top to bottom, positions from left to right),
+order.png (the step at which each position settled) and run.gif.
 """
 
 import argparse
@@ -35,10 +35,10 @@ print(f"\n{out.steps.sum()} forwards for two canvases, {out.tokens_per_forward.i
 
 run = out.trajectory
 dgemma.view.to_html(run, options.out / "run.html", tokenizer=tokenizer)
-written = ["run.html"]
+names = ["run.html"]
 if importlib.util.find_spec("matplotlib"):
     plot_entropy(run, tokenizer=tokenizer).savefig(options.out / "entropy.png")
     plot_order(run, tokenizer=tokenizer).savefig(options.out / "order.png")
     dgemma.view.to_gif(run, options.out / "run.gif", tokenizer=tokenizer)
-    written += ["entropy.png", "order.png", "run.gif"]
-print(f"wrote {', '.join(written)} to {options.out.resolve()}")
+    names += ["entropy.png", "order.png", "run.gif"]
+print(f"wrote {', '.join(names)} to {options.out.resolve()}")

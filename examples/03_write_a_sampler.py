@@ -1,8 +1,8 @@
 """Write a sampler in one class, without registering it, and compare it with the library's.
 
-The published sampler accepts what is certain, however little that is. When the steps run out, it commits the rest
-anyway. The sampler below follows the clock: when a tenth of the noise is gone, it accepts the most certain tenth of
-the positions. At the end it accepts all of them.
+The published sampler accepts only certain positions, even if they are few. After the last step it commits all other
+positions too. The sampler below follows the noise schedule. At noise level 0.9 it accepts the most certain tenth of the
+positions, and at level 0 it accepts all of them.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import dgemma
 
 @dataclass(frozen=True, kw_only=True)
 class OnTime(dgemma.Sampler):
-    """Accept the most certain positions, as many as the noise level of the next step leaves clean."""
+    """Accept the most certain positions: at noise level t after the step, a share 1 - t of them."""
 
     valid_for: ClassVar[frozenset[str]] = frozenset({"uniform"})
     redecides: ClassVar[frozenset[str]] = frozenset({"uniform"})  # accepted positions are decided again at every step
@@ -31,7 +31,7 @@ class OnTime(dgemma.Sampler):
 
 
 def autoregressive_nats(model: dgemma.DiffusionGemma, tokens: torch.Tensor, prompt_len: int) -> float:
-    """Score a text (1, N) with the same weights, autoregressively: low means fluent, or dull, not good."""
+    """Score a text (1, N) with the same weights, autoregressively. A low value means fluent or dull text."""
     with torch.no_grad():
         log_probs = model.causal_logits(tokens[:, :-1]).log_softmax(-1)
     return -log_probs.gather(-1, tokens[:, 1:, None])[:, prompt_len - 1 :].mean().item()

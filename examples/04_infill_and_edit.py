@@ -1,4 +1,4 @@
-"""Fill holes with the text on both sides in view, and rewrite a text in place. Frozen tokens never change."""
+"""Fill holes, given the text on both sides, and rewrite a text in place. Frozen tokens never change."""
 
 import argparse
 
@@ -25,7 +25,7 @@ for seed in range(3):
     assert (tokens[:start], tokens[stop:]) == (left, right)
     print(f"{tokenizer.decode(left)}[{tokenizer.decode(tokens[start:stop])}]{tokenizer.decode(right)}")
 
-# An edit adds noise up to a level and denoises from there: the more noise, the less is kept. `frozen` keeps words.
+# An edit adds noise up to a level and then denoises. More noise keeps fewer tokens. `frozen` keeps chosen tokens.
 original = "The captain stood upon the deck and looked at the sea before the storm came."
 text = torch.tensor([tokenizer.encode(original)])
 print(f"\n{original}")

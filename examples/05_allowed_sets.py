@@ -1,7 +1,7 @@
-"""Constrain the tokens at each position: allowed sets, a pattern, and typed slots.
+"""Constrain the tokens at each position: allowed sets, a pattern, and slots with a list of options.
 
-A constraint applies to the prediction (other tokens get probability zero) and to the noise (a refused position is
-refilled from the same set). So no other token ever appears on the canvas.
+A constraint applies to the prediction (other tokens get probability zero) and to the noise (it is drawn from the same
+set). So no other token ever appears on the canvas.
 """
 
 import argparse
@@ -38,7 +38,7 @@ prompt = torch.tensor([tokenizer.encode("In the year")])
 out = dgemma.generate(model, prompt, max_new_tokens=canvas_len, allowed=allowed, seed=2, **options)
 print(f"a year:    {tokenizer.decode(out.tokens[0])!r}\n")
 
-# A template with a typed slot: the model compares the options in place, with the following text in view.
+# A template with a slot: the model scores each option, given the text before and after the slot.
 nouns = [" ship", " king", " cake"]  # words in the vocabulary begin with a space
 template = ["The whale rose near the", dgemma.Slot(nouns, name="noun"), " and the sailors cried out."]
 choice = dgemma.slots(model, template, tokenizer=tokenizer)["noun"]

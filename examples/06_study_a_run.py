@@ -29,7 +29,7 @@ for step in range(0, len(run), max(1, len(run) // 6)):
 # A position has settled when its argmax no longer changes. Is text written from left to right?
 argmax = run.array("argmax")[:, 0]  # (steps, C)
 differs_from_last = (argmax != argmax[-1]).int()
-settled = len(run) - differs_from_last.flip(0).argmax(0)  # (C,): the step after the last that differed
+settled = len(run) - differs_from_last.flip(0).argmax(0)  # (C,): the step after the last difference
 settled = torch.where(differs_from_last.any(0), settled, 0).float()
 thirds = ", ".join(f"{third.mean():.1f}" for third in settled.tensor_split(3))
 print(f"\nmean step at which positions settled, by thirds of the canvas from the left: {thirds}")

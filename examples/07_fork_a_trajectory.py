@@ -1,6 +1,6 @@
 """Fork a trajectory: go back to a step, change one thing, and run again from there.
 
-Draws are counter-based, so everything before the fork repeats exactly. Later differences are caused by the change.
+Draws are counter-based, so everything before the fork repeats exactly. Later differences come from the change.
 """
 
 import argparse

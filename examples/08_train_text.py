@@ -9,8 +9,8 @@ How `dgemma/text` was made on one GPU, evaluated on held-out text, and sampled:
     dgemma evaluate -m runs/text/checkpoint --separator $'\f' --canvases 8 --samples 16 runs/corpus/test.txt
     python examples/18_samples.py --model runs/text/checkpoint --out runs/text/samples.md
 
-The --out folder gets `checkpoint` (bfloat16, for `from_pretrained` and transformers), `results.json` and `run`, with
-the log of the losses. Give the same command again to resume. --more extends a finished run to more --minutes.
+The --out folder will contain `checkpoint` (bfloat16, for `from_pretrained` and transformers), `results.json` and `run`,
+with the log of the losses. Run the same command again to resume. --more extends a finished run to more --minutes.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
     model = dgemma.DiffusionGemma(shape, device=args.device)
     soften_attention(model)
     # The published stop tokens 106 and 50 are words in this vocabulary. The sampler redraws doubtful positions, because
-    # the errors of a small model confirm themselves. It was chosen on the validation text after training.
+    # a wrong token makes itself more likely in a small model. It was chosen on the validation text after training.
     sampler = dgemma.LeaveOneOutGibbs(corrections=1, num_positions=8, choice_temperature=0.5)
     model.generation = dgemma.GenerationDefaults(
         eos_token_id=(corpus.tokenizer.eos_token_id,),
@@ -66,7 +66,7 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
     print(f"{model.num_parameters():,} weights, {model.num_parameters(active=True):,} active", flush=True)
 
     noise = dgemma.UniformNoise(shape.vocab_size)
-    # All canvases of a row at once. The causal mode soon memorises so little text, so its loss has a low weight.
+    # All canvases of a row at once. The causal mode quickly memorises a small corpus, so its loss has a low weight.
     objective = Objective(noise=noise, canvas_len=shape.canvas_length, canvases="all", causal_weight=0.25)
     source = TextSource(
         file=corpus.train,
@@ -91,13 +91,13 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
     result = train(model, objective, source, config, out=out / "run", optimizer=optimizer, allow_changes=args.more)
     seconds = time.perf_counter() - began
 
-    # Measure what ships: weights rounded to bfloat16.
+    # Evaluate the weights as they are saved, rounded to bfloat16.
     model.to(torch.bfloat16).save_pretrained(out / "checkpoint")
     corpus.tokenizer.save_pretrained(out / "checkpoint")
     rows = scan(corpus.validation, row_len=source.stride, context=source.stride)
     num_bytes = corpus.validation.num_bytes
-    found = evaluate(model.to(torch.float32), rows, noise, batch_size=64, num_samples=2, num_bytes=num_bytes)
-    print(f"after {result.step} steps in {seconds:.0f} s, the validation text:\n{found}")
+    likelihood = evaluate(model.to(torch.float32), rows, noise, batch_size=64, num_samples=2, num_bytes=num_bytes)
+    print(f"after {result.step} steps in {seconds:.0f} s, the validation text:\n{likelihood}")
     results = {
         "options": vars(args),
         "parameters": model.num_parameters(),
@@ -105,7 +105,7 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
         "epochs": result.step * args.batch_size / source.num_rows,
         "seconds": seconds,
         "tokens_per_second": result.tokens_per_second,
-        "validation": found.summary(),
+        "validation": likelihood.summary(),
     }
     (out / "results.json").write_text(json.dumps(results, indent=1, default=str) + "\n")
 

@@ -1,8 +1,8 @@
 """Measure how well the model predicts a text: the diffusion bound with its interval, and the autoregressive likelihood.
 
 The bound is an expectation over noise levels and noise, so it is an estimate with an interval. Its table shows how much
-each noise level contributes. The text was held out of training. Shuffling its words costs more bits. Reversing its
-letters costs more than 8 bits per byte, which is worse than no model at all.
+each noise level contributes. The text was held out of training. With shuffled words it needs more bits. With reversed
+letters it needs more than 8 bits per byte, more than without a model.
 """
 
 import argparse
@@ -36,9 +36,9 @@ for name, text in texts.items():
     tokens = torch.tensor(tokenizer.encode(text, bos=False)[: 64 * options.rows]).view(-1, 64)  # one canvas per row
     num_bytes = sum(len(tokenizer.decode(row).encode()) for row in tokens)
     rows = torch.nn.functional.pad(tokens, (1, 0), value=tokenizer.bos_token_id)  # (rows, 65)
-    found = evaluate(model, rows, noise, num_samples=options.samples, num_bytes=num_bytes, progress=False)
-    causal = found.causal.value * found.num_tokens / num_bytes / math.log(2)
-    print(f"{name:22}{found.bits_per_byte.value:20.2f}{causal:16.2f}")
+    result = evaluate(model, rows, noise, num_samples=options.samples, num_bytes=num_bytes, progress=False)
+    causal = result.causal.value * result.num_tokens / num_bytes / math.log(2)
+    print(f"{name:22}{result.bits_per_byte.value:20.2f}{causal:16.2f}")
     if name == "as it was written":
-        report = str(found)
+        report = str(result)
 print(f"\nas it was written:\n{report}")

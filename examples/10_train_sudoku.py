@@ -1,8 +1,8 @@
 """Train a Sudoku solver from scratch, with mask or uniform noise: the puzzle is the prompt, the grid a canvas.
 
-No equivalent of a test grid is trained on. Test puzzles are solved before and after training; 17_sudoku_orders.py
-compares orders of solving. The --out folder gets `checkpoint` (bfloat16), `results.json` and `run`, with the log of
-the losses. The last two lines made the solver that ships:
+No training grid is equivalent to a test grid. The script solves test puzzles before and after training.
+17_sudoku_orders.py compares orders of filling cells. The --out folder will contain `checkpoint` (bfloat16),
+`results.json` and `run`, with the log of the losses. The last two commands made `dgemma/sudoku`:
 
     python examples/10_train_sudoku.py                                without a GPU: three steps, to see that it runs
     python examples/10_train_sudoku.py --puzzles runs/puzzles --prepare-only

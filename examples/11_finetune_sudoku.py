@@ -64,11 +64,11 @@ def tune(how: str, args: argparse.Namespace, text: sudoku.TextSudoku, out: Path)
         precision="mixed" if model.device.type == "cuda" else "weights",
         compile=args.compile,
     )
-    trained, began = sum(p.numel() for p in model.parameters() if p.requires_grad), time.perf_counter()
+    num_trained, began = sum(p.numel() for p in model.parameters() if p.requires_grad), time.perf_counter()
     result = train(model, recipes.dgemma(model.config), text, config, out=out)
     if how == "lora":
         merge_lora(model)
-    return model, {"trained_weights": trained, "steps": result.step, "seconds": time.perf_counter() - began}
+    return model, {"trained_weights": num_trained, "steps": result.step, "seconds": time.perf_counter() - began}
 
 
 def main(args: argparse.Namespace, out: Path) -> None:

@@ -1,13 +1,13 @@
 """Train on a text whose likelihood is known, and measure how close each kind of noise comes to it.
 
 The text is a random Markov chain: 254 states, 30 tokens, about 1.72 nats per token, computed exactly. No bound can be
-lower, and an exact model's bound is equal. Masks show how much of a canvas is noise. Uniform noise does not. A network
-that is given the noise level can be exact; one that is not must guess it, and the gap is the cost of guessing. The bars
-show at which noise levels, from 0 to 1, the gap arises.
+lower, and the bound of an exact model equals it. Masks show how much of a canvas is noise. Uniform noise does not. A
+network that gets the noise level as an input can be exact. A network without it must infer the level, which causes a
+gap. The bars show the contribution of each noise level, from 0 to 1, to the gap.
 
     python examples/12_markov_chain.py                           all four in turn; without a GPU, on a smaller chain
     python examples/12_markov_chain.py --run mask --out markov   one of them, its numbers in markov/mask/result.json
-                                                                 (give the same command again to resume)
+                                                                 (run the same command again to resume)
 """
 
 import argparse
@@ -48,8 +48,8 @@ SIZES = {"full": Size(), "tiny": replace(TINY, num_test_rows=64)}
 class Run:
     """A kind of noise, with or without the noise level as an input, and its loss.
 
-    The bound needs logits of p(x | z without this position), which the losses below learn. The published loss learns
-    p(x | z); `evaluate` converts it with the true level.
+    The bound needs logits of p(x | z without this position). The losses below train such logits. The published loss
+    trains p(x | z), which `evaluate` converts with the true level.
     """
 
     level_input: bool = False
@@ -67,8 +67,9 @@ RUNS = {
         level_input=True,
         levels=InverseSmoothstep(),
         loss={"decoder_loss": "leave_one_out", "t_range": (1e-6, 1 - 1e-6)},
-        # This run learns slowest. On a chain of 24 states, twice the batch left 0.79 of the excess loss, twice the
-        # steps 0.69, and this momentum 0.90 to 0.95. Other learning rates, schedules and decays did not help.
+        # This run learns slowest. On a chain of 24 states, the excess loss fell to 0.79 of its value with twice the
+        # batch, to 0.69 with twice the steps, and to 0.90 to 0.95 with this momentum. Other learning rates, schedules
+        # and decays did not help.
         momentum=0.9,
         full={"steps": 13_000, "batch_size": 2048},
     ),
@@ -111,18 +112,18 @@ def run(name: str, size: Size, out: Path, device: str) -> None:
     outcome = train(model, objective, source, training, out=out, optimizer=optimizer)
     if outcome.interrupted:
         raise SystemExit(1)
-    trained = time.perf_counter()
+    train_end = time.perf_counter()
     test = replace(source, seed=2)(0, range(size.num_test_rows))
     means = "loo" if "decoder_loss" in choice.loss else "mean"
     found = evaluate(model, test, noise, batch_size=1024, num_samples=32, lowest_level=1e-3, parametrisation=means)
     gap = found.gap(chain.nll(test.tokens[:, 1:]))  # on the same texts: a narrower interval than the bound's
-    lost = gap_by_level(model, test.tokens[:2048], noise, chain, parametrisation=means)
+    level_gaps = gap_by_level(model, test.tokens[:2048], noise, chain, parametrisation=means)
     rate, seconds = chain.entropy(size.length) / size.length, time.perf_counter() - began
     result = {"run": name, "rate": rate, "gap": gap.value, "gap_error": gap.error, "steps": size.steps}
-    result |= {"parameters": model.num_parameters(), "train_seconds": trained - began, "seconds": seconds}
-    result |= {"gap_by_level": lost.nats.tolist(), "gap_by_level_error": lost.error.tolist()}
+    result |= {"parameters": model.num_parameters(), "train_seconds": train_end - began, "seconds": seconds}
+    result |= {"gap_by_level": level_gaps.nats.tolist(), "gap_by_level_error": level_gaps.error.tolist()}
     (out / "result.json").write_text(json.dumps({**result, "likelihood": found.summary()}, indent=1) + "\n")
-    heights = 7 * (lost.nats / lost.nats.max().clamp(min=1e-9)).clamp(min=0)
+    heights = 7 * (level_gaps.nats / level_gaps.nats.max().clamp(min=1e-9)).clamp(min=0)
     bars = "".join("▁▂▃▄▅▆▇█"[round(height)] for height in heights.tolist())
     print(f"{name:22}{rate:8.4f}{found.nelbo.value:9.4f}{gap!s:>20}  {bars}{seconds:9.1f}", flush=True)
 

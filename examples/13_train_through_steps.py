@@ -2,14 +2,15 @@
 
 Each step passes its prediction to the next as a soft embedding (self-conditioning). So k steps are one differentiable
 function: a recurrent network whose state is a distribution over tokens. The published training cuts the gradient
-between steps. Here a one-layer model completes 4 × 4 Latin squares with one solution in three steps. It is trained
-twice, from the same weights on the same puzzles: with the gradient through the chain, and with the gradient cut.
+between steps. Here a one-layer model completes 4 × 4 Latin squares in three steps. Each puzzle has one solution. The
+model is trained twice, from the same weights on the same puzzles: with the gradient through the chain, and with the
+gradient cut.
 
     python examples/13_train_through_steps.py                              a few updates: shows the gradient
     python examples/13_train_through_steps.py --updates 1000 --loss last   some minutes; or --loss all
 
 Squares solved out of 500 (± 2 %, one seed) after 1000 updates. If only the last step is scored, the gradient through
-the chain helps, also in steps beyond the three of training. If every step is scored, cutting it costs almost nothing.
+the chain helps, even in steps after the three of training. If every step is scored, it makes almost no difference.
 
                        after step 3             after step 6
     scored          through      cut         through      cut

@@ -1,9 +1,10 @@
 """Run the denoiser in Triton kernels and CUDA graphs. `generate` takes it in place of the reference model.
 
-    python examples/14_kernels.py    with a GPU: a random model with heads of the published size, and the speed of both
-                                     without: the same code on a toy in Triton's interpreter, half a minute
+    python examples/14_kernels.py
 
-The weights are shared, not copied. On a GPU the first run compiles for some seconds; the second shows the speed.
+With a GPU, the script times a random model, whose heads have the published size, with and without kernels. Without a
+GPU, it runs a smaller model in Triton's interpreter for half a minute. Both denoisers share their weights. On a GPU the
+first run compiles for some seconds; the second shows the speed.
 """
 
 import os
@@ -35,7 +36,7 @@ else:
     config = dgemma.presets.tiny().replace(
         vocab_size=64, canvas_length=4, num_experts=4, num_hidden_layers=2, layer_types=(SLIDING, FULL)
     )
-    print("torch finds no GPU. A toy runs in Triton's interpreter; its times mean nothing.", flush=True)
+    print("torch finds no GPU. A small model runs in Triton's interpreter; ignore its times.", flush=True)
 
 torch.manual_seed(0)
 model = dgemma.DiffusionGemma(config, device=device, dtype=dtype)

@@ -1,7 +1,7 @@
 """Train on several processes, with the same losses as on one.
 
-Started as it is, this script runs itself under torchrun with two processes, which need no GPU. On a machine with eight
-GPUs, or on four such machines:
+Without torchrun, this script starts two processes of itself under torchrun. They need no GPU. The commands below are
+for a machine with eight GPUs, and for four such machines:
 
     torchrun --nproc-per-node 8 examples/16_several_gpus.py
     torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 examples/16_several_gpus.py

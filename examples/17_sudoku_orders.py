@@ -1,9 +1,10 @@
-"""Compare orders of solving: one Sudoku solver under many samplers, exact grids against steps.
+"""Compare orders of filling a Sudoku: the share of solved grids by number of steps, for one solver and many samplers.
 
-Cells are filled at random, by confidence, or by the margin between the two best digits, in a fixed number of steps. Or
-an entropy bound decides how many are filled at once, until the grid no longer changes. The second line gave the table
-and the picture of docs/sudoku.md on one GPU. The third is for a solver that you trained with 10_train_sudoku.py. 1,000
-puzzles of a kind take about 70 seconds on a GPU. Without one, the first line takes about a minute, the others hours.
+Some samplers fill cells at random, by confidence, or by the margin between the two best digits, in a fixed number of
+steps. Others use an entropy bound to decide how many cells to fill at once, until the grid no longer changes. The
+second command made the table and the picture of docs/sudoku.md on one GPU. The third is for a solver that you trained
+with 10_train_sudoku.py. 1,000 puzzles of a kind take about 70 seconds on a GPU. On a CPU, the first command takes about
+a minute, and the others take hours.
 
     python examples/17_sudoku_orders.py                                     four puzzles of each kind, at most 8 steps
     python examples/17_sudoku_orders.py --num-tests 1000 --max-steps 81 --out runs/orders
@@ -96,8 +97,8 @@ rows = []
 print(f"{'':52}{'exact':>8}{'± error':>9}{'steps':>7}")
 for kind, givens in KINDS.items():
     task = sudoku_task(model, sudoku.generate_puzzles(args.num_tests, givens=givens, **common))
-    for order, varied in orders.items():
-        for row in dgemma.sweep(task, varied, progress=False).rows:
+    for order, order_settings in orders.items():
+        for row in dgemma.sweep(task, order_settings, progress=False).rows:
             numbers = {"exact": row.quality, "error": row.error, "steps": row.forwards}
             rows.append({"kind": kind, "order": order, "setting": row.label, **numbers})
             label = f"{kind}: {order}, {row.label}"

@@ -19,7 +19,7 @@ PROMPTS = [
     '"My dear Emma," said Mr. Knightley,',
     "Yahweh said to Moses,",
 ]
-# arguments of `generate`; the others are the checkpoint's
+# Arguments of `generate`. The checkpoint's values are used for all others.
 SAMPLERS: dict[str, dict[str, Any]] = {
     "the checkpoint's sampler": {},
     "the same, 16 steps per canvas": {"steps": 16},

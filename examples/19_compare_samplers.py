@@ -1,8 +1,8 @@
 """Compare the samplers and stop rules on the two models that ship: quality against forwards.
 
-Samplers for mask noise solve Sudokus with 24 to 29 clues. Samplers for uniform noise continue held-out text, scored by
-the nats per token that the same weights assign autoregressively (low means fluent, or dull). Stop rules end both early.
-The second line gave the tables of docs/samplers.md in about three minutes on one H200.
+Samplers for mask noise solve Sudokus with 24 to 29 clues. Samplers for uniform noise continue held-out text. The
+score is its autoregressive negative log-likelihood under the same weights; a low value means fluent or dull text. Stop
+rules end canvases early. The second command made the tables of docs/samplers.md on one H200.
 
     python examples/19_compare_samplers.py                              two puzzles and two prompts, minutes on a CPU
     python examples/19_compare_samplers.py --num-tests 1000 --num-prompts 256 --max-steps 81 --out runs/samplers
@@ -72,7 +72,7 @@ def mask_samplers() -> Settings:
 
 
 def mask_stop_rules() -> Settings:
-    """Return options by label: rules for samplers whose commits persist, or which edit."""
+    """Return options by label, for stop rules with a sampler whose commits persist and with one that edits tokens."""
     quota = {"sampler": Confidence(order="margin", greedy=True), "steps": 48}
     editing = {"sampler": TokenEditing(), "steps": 48}
     return {
@@ -107,7 +107,7 @@ def uniform_samplers() -> Settings:
 
 
 def uniform_stop_rules() -> Settings:
-    """Return options by label: rules for the published sampler, which decides every position anew."""
+    """Return options by label, for stop rules with the published sampler, which decides every position at each step."""
     published = {"sampler": EntropyBound(bound=12.0), "steps": 48}
     return {
         "EntropyBound, no rule": {**published, "stop": None},
@@ -143,10 +143,10 @@ def score_text(model: dgemma.DiffusionGemma, tokens: torch.Tensor, num_new: int)
 
 
 def held_out_rows(tokenizer: dgemma.Tokenizer, num_rows: int, row_len: int) -> torch.Tensor:
-    """Return rows (num_rows, row_len) of the held-out text, each after the begin-of-text token."""
+    """Return rows (num_rows, row_len) of the held-out text, each starting with the begin-of-text token."""
     text = (Path(dgemma.__file__).parent / "assets" / "text" / "held_out.txt").read_text()
     tokens = torch.tensor(tokenizer.encode(text, bos=False))
-    starts = torch.linspace(0, len(tokens) - row_len, num_rows).long()  # rows overlap once there are many
+    starts = torch.linspace(0, len(tokens) - row_len, num_rows).long()  # rows overlap if there are many
     rows = torch.stack([tokens[start : start + row_len - 1] for start in starts.tolist()])
     return torch.nn.functional.pad(rows, (1, 0), value=tokenizer.bos_token_id)
 
@@ -161,7 +161,7 @@ args = parser.parse_args()
 
 
 def within_cap(settings: Settings) -> Settings:
-    """Cap the steps of all settings; a setting that names a larger number is left out."""
+    """Cap the steps of all settings. A setting whose label names a larger number of steps is left out."""
     return {
         label: {**options, "steps": min(options["steps"], args.max_steps)}
         for label, options in settings.items()

