@@ -20,7 +20,7 @@ class Ran(NamedTuple):
 
 @pytest.fixture(autouse=True)
 def _no_gpu(monkeypatch):
-    """Numbers are compared with the CPU's, and a fork could not use a GPU that this process has used."""
+    """Hide GPUs: expected numbers are from the CPU, and a forked process could not use CUDA."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
@@ -48,7 +48,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def solver(tmp_path_factory):
-    """What has the form of a Sudoku solver, and knows nothing."""
+    """A checkpoint with the shape of a Sudoku solver and random weights."""
     folder = tmp_path_factory.mktemp("sudoku")
     config = dgemma.presets.tiny().replace(vocab_size=sudoku.VOCAB_SIZE, canvas_length=sudoku.NUM_CELLS)
     _random(config).save_pretrained(folder)

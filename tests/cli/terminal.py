@@ -1,4 +1,4 @@
-"""The command in a process of its own, on a terminal, a pipe or both: what arrives there, and how it ends."""
+"""Runs the command in its own process, on a terminal, a pipe or both; returns its output and exit code."""
 
 import contextlib
 import fcntl
@@ -37,7 +37,7 @@ def run(
     pipe_out: bool = False,
     encoding: str = "utf-8",
 ) -> Ended:
-    """Run the command on a terminal. `react` sees all output so far and says what is typed next.
+    """Run the command on a terminal. `react` gets all output so far and returns the keys to type next.
 
     With `pipe_out`, standard output goes into a pipe instead, in this encoding.
     """
@@ -55,7 +55,7 @@ def run(
     while open_ends and time.monotonic() < deadline:
         for end in select.select(list(open_ends), [], [], 1.0)[0]:
             data = b""
-            with contextlib.suppress(OSError):  # how a terminal says that nobody is left at its other side
+            with contextlib.suppress(OSError):  # a terminal raises this when the child has closed it
                 data = os.read(end, 1 << 16)
             if not data:
                 open_ends.remove(end)
@@ -74,7 +74,7 @@ def run(
 
 
 def run_with_a_reader_that_leaves(*words: object) -> Ended:
-    """Standard output and error go into pipes; the first is closed before anything is read."""
+    """Run the command with output and error in pipes; close the reader of the output at once."""
     out_read, out_write = os.pipe()
     err_read, err_write = os.pipe()
     child = os.fork()
@@ -99,7 +99,7 @@ def _become_the_command(
     lines: int = 24,
     kind: str = "xterm-256color",
 ) -> NoReturn:
-    """Never returns. A fresh interpreter: a fork may inherit locks of torch's that some thread held."""
+    """Replace this process by the command in a new interpreter, because a fork may inherit torch's locks."""
     environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES")}
     environment |= {"TERM": kind, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     if os.isatty(2):

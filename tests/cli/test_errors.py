@@ -157,7 +157,7 @@ def test_missing_and_empty_text_files_are_refused(command, checkpoint, tmp_path)
         refuses(command(*words, "-m", checkpoint, empty), "empty.txt must hold text")
 
 
-def test_a_text_model_solves_no_sudoku(command, checkpoint):
+def test_sudoku_refuses_a_text_model(command, checkpoint):
     refuses(command("sudoku", "-m", checkpoint), "-m must name a Sudoku solver (824 tokens, canvas 81)")
 
 
@@ -167,9 +167,9 @@ def test_options_that_need_a_gpu_say_so(command, checkpoint):
     refuses(command("generate", "-m", checkpoint, "--weights", "fp8", "Hi"), "--weights must come with --fast")
 
 
-def test_nothing_is_written_where_nothing_may_be(command, checkpoint, tmp_path):
+def test_a_file_in_place_of_a_folder_is_refused_and_nothing_is_written(command, checkpoint, tmp_path):
     (tmp_path / "words.txt").write_text("some words " * 40)
-    # A file stands where a folder should: true of everybody, while the superuser may write into read-only folders.
+    # A file in place of a folder fails for every user. The superuser may write into read-only folders.
     refuses(command("generate", "-m", checkpoint, "--html", tmp_path / "words.txt" / "run.html", "Hi"), "--html must")
     out = tmp_path / "words.txt" / "run"
     refuses(command("train", "-m", checkpoint, "--out", out, tmp_path / "words.txt"), "Not a directory")
@@ -194,7 +194,7 @@ def test_a_full_disk_is_not_reported_as_a_bad_argument(command, checkpoint):
 
 @pytest.mark.parametrize("columns", ["40", "80"])
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_says_what_every_option_is_and_fits(command, monkeypatch, name, columns):
+def test_help_fits_the_width_of_the_terminal(command, monkeypatch, name, columns):
     monkeypatch.setenv("COLUMNS", columns)
     ran = command(name, "--help")
     assert ran.code == 0
@@ -213,12 +213,12 @@ def test_every_option_of_every_command_is_explained():
         assert [action.dest for action in parser._actions if not action.help] == [], name
 
 
-# What is not loaded is not waited for: transformers alone takes as long to import as a canvas to write.
+# Optional packages slow the start: importing transformers takes as long as writing a canvas.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["generate", "-n", "64", "--steps", "1", "It was"], ["infill", "--steps", "1", "A ____."]]
 )
-def test_the_module_is_the_command_and_loads_no_more_than_the_library(arguments):
+def test_the_module_runs_the_command_without_importing_optional_packages(arguments):
     script = (
         f"import runpy, sys; sys.argv = ['dgemma', *{arguments}]\n"
         "try: runpy.run_module('dgemma', run_name='__main__')\n"
@@ -242,7 +242,7 @@ def test_ctrl_c_in_another_program_that_imports_dgemma_is_not_handled(tmp_path):
 
 
 def _interrupt_import(words: list[object], folder: Path) -> subprocess.CompletedProcess:
-    """Run Python with a torch that Ctrl-C is pressed in. The scripts do what an installed command does."""
+    """Run Python with a fake torch that raises KeyboardInterrupt. The scripts act like an installed command."""
     (folder / "torch.py").write_text("raise KeyboardInterrupt")
     for name in ("dgemma", "other.py"):
         (folder / name).write_text("import sys\nfrom dgemma.cli import main\nsys.exit(main())\n")

@@ -1,4 +1,4 @@
-"""--fast: what it asks of the kernels, which are tested elsewhere."""
+"""--fast passes the right arguments to the kernels, which have their own tests."""
 
 import gc
 import weakref
@@ -17,8 +17,8 @@ from dgemma.cli import options
     [(None, "bf16", False), ("bf16", "bf16", False), ("packed", "packed", True), ("fp8", "fp8", True)],
 )
 def test_the_kernels_get_the_requested_weights_and_the_model_is_released(given, asked, release, monkeypatch):
-    # Of experts in fp8 the model's own would else be held as well: 69 GiB of the published size, not 27; and while they
-    # are rounded, unless they are released.
+    # Otherwise the bf16 experts would stay in memory next to the fp8 ones: 69 GiB at the published size instead of 27.
+    # `release` frees them while they are rounded.
     kernels = pytest.importorskip("dgemma_kernels")
     loaded = []
 

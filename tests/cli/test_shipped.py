@@ -1,4 +1,4 @@
-"""The checkpoints that ship: the commands' defaults work without a network, and do what they are there for."""
+"""The shipped checkpoints: default commands work without a network and give sensible results."""
 
 import json
 from pathlib import Path
@@ -26,9 +26,7 @@ needs_text, needs_sudoku = (
         pytest.param("sudoku", dgemma.MaskNoise, dgemma.EntropyBound, 0.1, marks=needs_sudoku),
     ],
 )
-def test_a_shipped_checkpoint_knows_noise_and_sampler_and_transformers_reads_it_all_the_same(
-    name, noise, sampler, bound
-):
+def test_a_shipped_checkpoint_stores_noise_and_sampler_and_transformers_can_read_it(name, noise, sampler, bound):
     model = dgemma.DiffusionGemma.from_pretrained(f"dgemma/{name}")
     assert type(dgemma.learnt_noise(model)) is noise
     assert type(dgemma.default_sampler(model)) is sampler
@@ -39,7 +37,7 @@ def test_a_shipped_checkpoint_knows_noise_and_sampler_and_transformers_reads_it_
 
 @needs_text
 def test_a_hole_includes_the_space_before_its_word(command):
-    """The vocabulary's words carry it; after a space of its own, which stays, no whole word could be written."""
+    """Tokens of whole words start with a space. If the space stayed outside the hole, none of them would fit."""
     found = json.loads(command("infill", "--json", "--steps", "1", "The ____ sat down.").out)
     words = dgemma.Tokenizer.from_pretrained("dgemma/text")
     assert found["tokens"][:2] == words.encode("The")
@@ -78,6 +76,6 @@ def test_the_solver_solves(command):
     assert ran.code == 0
 
 
-def test_info_knows_what_ships(command):
+def test_info_lists_the_shipped_checkpoints(command):
     shipped = sorted(f"dgemma/{config.parent.name}" for config in ASSETS.glob("*/config.json"))
     assert json.loads(command("info", "--json").out)["checkpoints"] == shipped

@@ -1,4 +1,4 @@
-"""info, bench and evaluate: numbers that can be had another way are the same."""
+"""info, bench and evaluate: their numbers agree with independent computations."""
 
 import json
 import math
@@ -12,7 +12,7 @@ import dgemma
 from dgemma.cli import options, types
 
 
-def test_info_counts_what_is_in_the_file(command, checkpoint):
+def test_info_counts_the_tensors_of_the_file(command, checkpoint):
     stored = load_file(checkpoint / "model.safetensors")
     found = json.loads(command("info", "--json", checkpoint).out)
     weights = [tensor for name, tensor in stored.items() if not name.endswith("layer_scalar")]  # those are buffers
@@ -35,7 +35,7 @@ def test_info_prints_a_table_and_on_demand_the_tensors(command, checkpoint):
     assert names == sorted(load_file(checkpoint / "model.safetensors"))
 
 
-def test_info_says_the_sampler_as_sampler_takes_it(command, checkpoint, tmp_path):
+def test_info_prints_the_sampler_in_the_syntax_of_the_option(command, checkpoint, tmp_path):
     model = dgemma.DiffusionGemma.from_pretrained(checkpoint)
     sampler = dgemma.LeaveOneOutGibbs(choice_temperature=0.5)
     model.generation = replace(model.generation, sampler=dgemma.describe_sampler(sampler))
@@ -45,7 +45,7 @@ def test_info_says_the_sampler_as_sampler_takes_it(command, checkpoint, tmp_path
     assert types.sampler(line.split()[1]) == sampler
 
 
-def test_info_without_a_name_lists_what_ships(command):
+def test_info_without_a_name_lists_the_shipped_checkpoints(command):
     names = json.loads(command("info", "--json").out)["checkpoints"]
     assert all(name.startswith("dgemma/") for name in names)
     assert all(command("info", name).code == 0 for name in names)
@@ -73,8 +73,8 @@ def test_bench_times_are_consistent(command, checkpoint):
         (("--fast", "--weights", "fp8"), True, "fp8", " --fast --weights fp8"),
     ],
 )
-def test_bench_says_what_was_timed(command, checkpoint, monkeypatch, given, fast, weights, named):
-    monkeypatch.setattr(options, "load_denoiser", options.load_model)  # the kernels need a GPU; what is said does not
+def test_bench_names_the_model_and_the_weight_format(command, checkpoint, monkeypatch, given, fast, weights, named):
+    monkeypatch.setattr(options, "load_denoiser", options.load_model)  # the kernels would need a GPU
     bench = ("bench", "-m", checkpoint, "--steps", "1", "--repeats", "1", *given)
     found = json.loads(command(*bench, "--json").out)
     assert (found["fast"], found["weights"]) == (fast, weights)
@@ -95,7 +95,7 @@ def test_evaluate_finds_a_random_model_near_uniform_and_lists_compressors(comman
     assert found["num_tokens"] == 253  # 252 bytes and the end of the text
     assert found["num_fill_tokens"] == 3  # up to a whole number of canvases
     assert found["causal"] == pytest.approx(math.log(384), abs=0.5)
-    assert found["nelbo"] > found["causal"]  # a uniform guess at every level costs more than one
+    assert found["nelbo"] > found["causal"]  # the bound of a uniform prediction exceeds its causal cost
     assert found["bits_per_byte"] == pytest.approx(found["nelbo"] * 253 / 252 / math.log(2))
     assert found["gzip_bits_per_byte"] == 8 * len(zlib.compress(text, 9)) / len(text)
     assert 0 < found["xz_bits_per_byte"] < 8

@@ -1,4 +1,4 @@
-"""The Sudoku command: whatever the model writes is checked, and clues are never touched."""
+"""The Sudoku command checks every answer and never changes clues."""
 
 import json
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ PUZZLE = "5300700006001950000980000608000600034008030017000200060600002800004190
 SOLUTION = "534678912672195348198342567859761423426853791713924856961537284287419635345286179"
 
 
-def test_a_random_model_gets_a_wrong_answer_reported(command, solver):
+def test_the_wrong_answer_of_a_random_model_is_reported(command, solver):
     ran = command("sudoku", "-m", solver, "--steps", "2", "--json", PUZZLE)
     found = json.loads(ran.out)
     assert ran.code == 1
@@ -24,7 +24,7 @@ def test_a_random_model_gets_a_wrong_answer_reported(command, solver):
 
 
 def test_a_solution_is_recognised(command, solver):
-    """All cells but one are given: where a seed writes 5 the answer is right, and else wrong."""
+    """One cell is blank. The answer is right for seeds that write 5, and wrong for the others."""
     answers = {}
     for seed in range(40):
         almost = "0" + SOLUTION[1:]
@@ -42,14 +42,14 @@ def test_a_solution_is_recognised(command, solver):
     assert len(answers) > 1
 
 
-def test_white_space_and_any_sign_for_a_blank_are_read(command, solver):
+def test_white_space_and_all_symbols_for_blanks_are_accepted(command, solver):
     rows = [PUZZLE[i : i + 9] for i in range(0, 81, 9)]
     drawn = "\n".join([rows[0].replace("0", "."), rows[1].replace("0", "_"), rows[2].replace("0", " * "), *rows[3:]])
     ran = command("sudoku", "-m", solver, "--steps", "1", "--json", "-", stdin=drawn.encode())
     assert json.loads(ran.out)["puzzle"] == PUZZLE
 
 
-def test_a_new_puzzle_has_the_clues_asked_for_and_depends_on_the_seed(command, solver):
+def test_a_new_puzzle_has_the_requested_clues_and_depends_on_the_seed(command, solver):
     def puzzle(seed):
         ran = command("sudoku", "-m", solver, "--steps", "1", "--json", "--givens", "33", "--seed", seed)
         return json.loads(ran.out)["puzzle"]
@@ -59,8 +59,8 @@ def test_a_new_puzzle_has_the_clues_asked_for_and_depends_on_the_seed(command, s
     assert puzzle(1) != puzzle(2)
 
 
-def test_more_than_one_solution_is_said(command, solver):
-    # Two rows of the solution gone: they can be swapped where their boxes allow it.
+def test_more_than_one_solution_is_reported(command, solver):
+    # Two rows of the solution are blank, so some of their digits can be swapped.
     ran = command("sudoku", "-m", solver, "--steps", "1", "0" * 27 + SOLUTION[27:])
     assert "The puzzle has more than one solution." in ran.err
 
@@ -86,7 +86,7 @@ def test_clues_that_the_model_writes_itself_are_checked_too(command, solver, noi
     assert ran.err.startswith("Wrong")
 
 
-def test_a_wrong_answer_is_tried_again_up_to_the_limit(command, solver, tmp_path):
+def test_a_wrong_answer_is_retried_up_to_the_limit(command, solver, tmp_path):
     words = ("sudoku", "-m", solver, "--steps", "1", PUZZLE)
     assert command(*words).err.endswith(" --retry 3 would try again.\n")
     ran = command(*words, "--retry", "2", "--json", "--html", tmp_path / "run.html")

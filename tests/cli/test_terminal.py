@@ -1,4 +1,4 @@
-"""On a real terminal: the canvas settles in view, Ctrl-C leaves nothing behind, and pipes get plain text."""
+"""On a real terminal the live view shows the canvas, Ctrl-C cleans up, and pipes get plain text."""
 
 import json
 
@@ -14,7 +14,7 @@ LONG = ("-n", "32", "--steps", "5000")  # would take minutes
 
 
 def screen(ended, columns=80):
-    """What stands on the terminal in the end."""
+    """Return the terminal as it is at the end."""
     shown = Terminal(columns)
     shown.write(ended.terminal)
     return shown
@@ -43,10 +43,10 @@ def test_ctrl_c_leaves_the_terminal_clean(checkpoint, columns):
     assert left.wrapped == 0
     when_pressed = Terminal(columns)
     when_pressed.write(ended.terminal.partition("^C")[0])
-    assert when_pressed.x == 0  # further right the echo of ^C might have begun a new line
+    assert when_pressed.x == 0  # in the last column, the echo of ^C would wrap to a new line
 
 
-def test_ctrl_c_leaves_the_board_as_it_was(solver):
+def test_ctrl_c_leaves_the_board_on_the_terminal(solver):
     ended = terminal.run("sudoku", "-m", solver, "--steps", "5000", "--sampler", "ancestral", "--noise", "uniform",
                          react=press_ctrl_c_when("step"))  # fmt: skip
     left = screen(ended)
@@ -56,7 +56,7 @@ def test_ctrl_c_leaves_the_board_as_it_was(solver):
     assert left.screen.endswith("Stopped.")
 
 
-def test_only_the_text_follows_the_live_view(checkpoint, command):
+def test_only_the_text_remains_after_the_live_view(checkpoint, command):
     words = ("generate", "-m", checkpoint, "-n", "32", "--steps", "3", "Once")
     ended = terminal.run(*words)
     left = screen(ended)
@@ -108,10 +108,10 @@ def test_a_closed_pipe_is_not_an_error(checkpoint, words):
     assert ended == (0, "", b"")
 
 
-def test_characters_that_the_output_cannot_show_do_not_stop_it(checkpoint):
+def test_characters_outside_the_output_encoding_are_escaped(checkpoint):
     words = ("generate", "-m", checkpoint, "-n", "32", "--steps", "1", "--json", "Où?")
     ended = terminal.run(*words, pipe_out=True, encoding="ascii")
-    assert json.loads(ended.piped)["prompt"] == "Où?"  # escaped: nothing is lost
+    assert json.loads(ended.piped)["prompt"] == "Où?"  # JSON escapes the character
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_characters_that_the_output_cannot_show_do_not_stop_it(checkpoint):
     ids=["board", "piped", "dumb", "narrow", "low"],
 )
 def test_the_answer_is_printed_if_the_board_is_not_shown(solver, given, is_printed):
-    """A board and its last line are 14 lines of 25 characters, and the cursor needs a place beside and below them."""
+    """A board and its last line are 14 lines of 25 characters. The cursor needs one more column and line."""
     almost = "0" + SOLUTION[1:]
     ended = terminal.run("sudoku", "-m", solver, "--steps", "1", almost, **given)
     printed = ended.piped.decode() if "pipe_out" in given else ended.terminal

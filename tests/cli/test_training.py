@@ -24,7 +24,7 @@ def words(tmp_path_factory):
     return file
 
 
-def test_a_trained_model_can_be_used_with_m(command, checkpoint, words, tmp_path):
+def test_m_accepts_the_folder_of_a_trained_model(command, checkpoint, words, tmp_path):
     ran = command("train", "-m", checkpoint, "--out", tmp_path, *QUICK, words)
     assert ran.code == 0
     losses = [json.loads(line)["loss"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""generate, chat, infill and edit: what they print is what the library writes, and nothing else."""
+"""generate, chat, infill and edit print exactly the output of the library."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ def model(checkpoint):
 
 
 def write(model, ids, **options):
-    """New tokens by the library itself."""
+    """Return the new tokens that the library writes."""
     return dgemma.generate(model, torch.tensor([ids]), max_new_tokens=1, steps=2, **options).new_tokens[0].tolist()
 
 
@@ -34,7 +34,7 @@ def test_generate_prints_prompt_and_continuation_and_nothing_else(command, check
     assert "\x1b[" not in ran.out
 
 
-def test_json_of_generate_is_what_the_library_writes(command, checkpoint, model):
+def test_json_of_generate_equals_the_output_of_the_library(command, checkpoint, model):
     ran = command("generate", "-m", checkpoint, *QUICK, "--seed", "7", "--json", "Once")
     found = json.loads(ran.out)
     assert found["tokens"] == write(model, dgemma.ByteTokenizer().encode("Once"), seed=7)
@@ -73,7 +73,7 @@ def test_json_of_generate_ends_with_the_stop_token_and_holds_no_padding(command,
 
 
 def test_written_tokens_end_with_the_stop_token():
-    """A padding token that the model chose itself is in the cache, and so in what the next turn goes on from."""
+    """A padding token that the model wrote before the stop token is kept, because it is in the cache."""
     writer = SimpleNamespace(denoiser=SimpleNamespace(generation=dgemma.GenerationDefaults()))
     out = SimpleNamespace(new_tokens=torch.tensor([[200, 0, 106, 0, 0]]))
     assert writing._written(out, writer) == [200, 0, 106]
@@ -91,19 +91,19 @@ def test_generate_with_the_chat_template_prints_only_the_answer(command, checkpo
     assert ran.out == tokenizer.decode(write(model, tokenizer.chat("Who?"))) + "\n"
 
 
-def test_a_conversation_has_one_json_object_a_line_until_an_empty_one(command, checkpoint, model):
+def test_chat_prints_one_json_object_per_turn_until_an_empty_line(command, checkpoint, model):
     ran = command("chat", "-m", checkpoint, *QUICK, "--json", stdin=b"Who?\nWhy?\n\nWhen?\n")
     first, second = map(json.loads, ran.out.splitlines())
     tokenizer = dgemma.ByteTokenizer()
     messages = [{"role": "user", "content": "Who?"}]
     for seed, (found, next_question) in enumerate(((first, "Why?"), (second, ""))):
         assert found["text"] == tokenizer.reply(write(model, tokenizer.chat(messages), seed=seed)).answer
-        assert found["seed"] == seed, "each turn has noise of its own"
+        assert found["seed"] == seed, "each turn has its own noise"
         messages += [{"role": "assistant", "content": found["text"]}, {"role": "user", "content": next_question}]
 
 
 def test_earlier_turns_are_not_read_again(command, checkpoint, model, monkeypatch):
-    """Without a template the next turn goes on after the last, so the cache can always be kept."""
+    """Without a template, each turn continues the previous text, so the cache can always be reused."""
     read = []
 
     def watched(denoiser, prompt, **options):
@@ -114,7 +114,7 @@ def test_earlier_turns_are_not_read_again(command, checkpoint, model, monkeypatc
     monkeypatch.setattr(dgemma.ByteTokenizer, "has_chat_template", False)
     ran = command("chat", "-m", checkpoint, *QUICK, "--json", stdin=b"ab\ncd\n")
     tokenizer = dgemma.ByteTokenizer()
-    start, more = tokenizer.encode("ab"), tokenizer.encode("\ncd", bos=False)  # a line of its own
+    start, more = tokenizer.encode("ab"), tokenizer.encode("\ncd", bos=False)  # a new line separates the turns
     assert read == [(start, False), (more, True)]
     assert "continues your text" in ran.err
     written = write(model, start)
@@ -134,8 +134,8 @@ def test_infill_writes_a_token_for_every_underscore_and_keeps_the_rest(command, 
 
 
 @pytest.mark.parametrize("words", [("infill", "The __ sat."), ("edit", "The cat sat.")], ids=["infill", "edit"])
-def test_end_tokens_after_the_text_need_not_be_written(command, checkpoint, monkeypatch, words):
-    """A canvas of 32 reaches beyond these texts; free positions there would be written, and waited for."""
+def test_positions_after_the_text_are_filled_with_end_tokens(command, checkpoint, monkeypatch, words):
+    """The texts are shorter than the canvas of 32. Free positions after the text would cost extra steps."""
     tails = []
     library = getattr(writing, words[0])
 
@@ -163,7 +163,7 @@ def test_the_noise_is_the_checkpoints_by_default_and_another_gives_a_warning(com
     assert json.loads(other.out)["tokens"] != json.loads(own.out)["tokens"]
 
 
-def test_edit_keeps_the_words_of_keep(command, checkpoint):
+def test_edit_does_not_change_the_words_of_keep(command, checkpoint):
     text = "an old man, old as stone"
     ran = command(
         "edit",
@@ -176,7 +176,7 @@ def test_edit_keeps_the_words_of_keep(command, checkpoint):
     found, given = json.loads(ran.out)["tokens"], dgemma.ByteTokenizer().encode(text)
     kept = [0, 4, 5, 6, 7, 8, 13, 14, 15]
     assert [found[i] for i in kept] == [given[i] for i in kept]
-    # Of the other 16 letters chance would keep one in 384.
+    # Each of the other 16 letters stays by chance with probability 1/384.
     assert sum(a == b for a, b in zip(found, given, strict=True)) < len(kept) + 4
 
 
@@ -187,7 +187,7 @@ def test_a_page_and_an_animation_are_written_without_a_display(command, checkpoi
     ran = command("generate", "-m", checkpoint, *QUICK, "--html", page, "--gif", gif, "--json", "Once")
     assert page.read_text().startswith("<!")
     assert gif.read_bytes().startswith(b"GIF8")
-    assert json.loads(ran.out)["prompt"] == "Once"  # what was written is said on standard error
+    assert json.loads(ran.out)["prompt"] == "Once"  # standard error names the files
     assert ran.err.endswith(f"\nWrote {page}.\nWrote {gif}.\n")
 
 
@@ -205,7 +205,7 @@ def test_a_text_of_several_canvases_has_a_page_for_each(command, checkpoint, tmp
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run-2.html", "run.html"]
 
 
-def test_a_gif_without_matplotlib_is_refused_before_the_work(command, checkpoint, tmp_path, monkeypatch):
+def test_a_gif_without_matplotlib_is_refused_before_generating(command, checkpoint, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     ran = command("generate", "-m", checkpoint, "--gif", tmp_path / "run.gif", "Once")
     assert ran.code == 2

@@ -1,11 +1,11 @@
-"""A corpus is tokenised once, by a tokenizer that has seen its training text alone."""
+"""A corpus is tokenised once, by a tokenizer that was trained only on its training text."""
 
 import pytest
 
 from dgemma.data import corpus
 from dgemma.data.corpus import prepare_corpus
 
-VOCAB = 270  # the 261 least, and nine merges
+VOCAB = 270  # the minimum of 261, plus nine merges
 
 
 @pytest.fixture
@@ -16,13 +16,13 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_parts_are_read_in_the_training_texts_tokens(folder):
+def test_all_parts_use_a_tokenizer_of_the_training_text(folder):
     made = prepare_corpus(folder, VOCAB)
     assert made.tokenizer.vocab_size == VOCAB
     assert (made.train.num_documents, made.validation.num_documents, made.test.num_documents) == (2, 1, 1)
     assert made.tokenizer.decode(made.train.document(1)) == "the other tree"
     assert len(made.tokenizer.encode("the", bos=False)) == 1
-    assert len(made.tokenizer.encode("zebra", bos=False)) == 5  # which the tokenizer never saw
+    assert len(made.tokenizer.encode("zebra", bos=False)) == 5  # not in the training text
 
 
 def test_complete_parts_are_kept_and_incomplete_ones_are_made_again(folder, monkeypatch):
@@ -35,7 +35,7 @@ def test_complete_parts_are_kept_and_incomplete_ones_are_made_again(folder, monk
         assert getattr(second, part).tokens.tolist() == getattr(first, part).tokens.tolist()
 
 
-def test_another_vocabulary_is_refused(folder):
+def test_a_different_vocab_size_is_refused(folder):
     prepare_corpus(folder, VOCAB)
     with pytest.raises(ValueError, match="vocab_size must be 270, as in"):
         prepare_corpus(folder, 280)

@@ -1,4 +1,4 @@
-"""A text whose law is known: what the chain claims about itself, against enumeration and counting."""
+"""Likelihood, entropy, samples and posterior of the Markov chain agree with enumeration and counting."""
 
 import itertools
 import math
@@ -22,12 +22,12 @@ def test_likelihoods_of_all_texts_add_up_to_one_and_average_to_the_entropy():
     assert ((-nll).exp() * nll)[possible].sum().item() == pytest.approx(SMALL.entropy(5), abs=1e-12)
 
 
-def test_entropy_rate_is_what_one_more_token_adds_to_a_long_text():
+def test_the_entropy_rate_is_the_entropy_that_one_more_token_adds():
     assert SMALL.entropy(400) - SMALL.entropy(399) == pytest.approx(SMALL.entropy_rate, abs=1e-10)
 
 
 def test_a_two_state_chain_has_the_entropy_rate_of_textbooks():
-    """Leave state 0 with probability .1 and state 1 with .3: stationary (.75, .25)."""
+    """State 0 is left with probability 0.1 and state 1 with 0.3, so the stationary distribution is (0.75, 0.25)."""
     move = torch.tensor([[0.9, 0.1], [0.3, 0.7]], dtype=torch.float64)
     chain = MarkovChain(first=torch.tensor([0.5, 0.5]), move=move)
 
@@ -39,7 +39,7 @@ def test_a_two_state_chain_has_the_entropy_rate_of_textbooks():
 
 
 def test_the_default_chain_is_the_published_check():
-    """254 states, 30 tokens: about 1.73 nats a token in the paper, for a chain drawn like this one."""
+    """254 states, 30 tokens. The paper reports about 1.73 nats per token, for a chain drawn like this one."""
     chain = MarkovChain.random()
     assert (chain.num_states, int((chain.move > 0).sum())) == (254, 254 * 7)
     assert chain.entropy(30) / 30 == pytest.approx(1.73, abs=0.03)
@@ -57,7 +57,7 @@ def test_texts_follow_the_chain():
 
 
 def test_the_extreme_uniforms_draw_possible_texts():
-    """Cells of probability zero at either end of a row are passed over, and no row runs into the next."""
+    """Tokens of probability zero at either end of a row are never drawn, nor tokens of the next row."""
     chain = MarkovChain.random()
     u = torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)[:, None].expand(2, 30)
     assert chain.nll(chain.sample(u)).isfinite().all()
@@ -65,13 +65,13 @@ def test_the_extreme_uniforms_draw_possible_texts():
     assert first.tolist() == [int((chain.move[row] > 0).nonzero()[end]) for row, end in ((0, 0), (253, -1))]
 
 
-def test_an_impossible_step_has_no_likelihood():
+def test_an_impossible_step_has_infinite_nll():
     forbidden = (SMALL.move == 0).nonzero()[0]
     assert SMALL.nll(forbidden[None]).item() == math.inf
 
 
 def _uniform(z, x, level):
-    """q(z | x) over the chain's four states and two tokens more."""
+    """Return q(z | x) over the chain's four states and two more tokens."""
     return (1 - level) * (z == x) + level / 6
 
 
@@ -83,7 +83,7 @@ def _mask(z, x, level):
     ("noise", "q"), [(dgemma.UniformNoise(6), _uniform), (dgemma.MaskNoise(6, mask_token_id=5), _mask)]
 )
 def test_leave_one_out_is_bayes_rule_over_all_texts(noise, q):
-    """Every text's probability times that of what is seen elsewhere, added up by what stands at the position."""
+    """Sum the joint probability of each text and the other noised tokens, by the text's token at the position."""
     texts = torch.tensor(list(itertools.product(range(4), repeat=4)))
     p_text = (-SMALL.nll(texts)).exp()
     clean, levels = texts[p_text > 0][::7], (0.05, 0.6)
@@ -103,7 +103,7 @@ def test_leave_one_out_is_bayes_rule_over_all_texts(noise, q):
 
 
 def test_the_bound_of_the_exact_posterior_is_the_likelihood():
-    """On the published chain, level by level; the posterior that has seen its own position is far off."""
+    """On the published chain, with stratified levels. The posterior mean, used as leave-one-out, costs far more."""
     chain, noise = MarkovChain.random(), dgemma.UniformNoise(254)
     x = MarkovSource(chain=chain)(0, range(128)).tokens
     generator, bound, of_mean = torch.Generator().manual_seed(0), torch.zeros(128).double(), torch.zeros(128).double()
@@ -122,7 +122,7 @@ def test_the_bound_of_the_exact_posterior_is_the_likelihood():
 
 
 class Exact:
-    """A model of `SMALL` that knows it; `flat`: how far it lets its logits fall short of the truth."""
+    """The exact network of `SMALL`; `flat` is the share by which its logits are scaled down."""
 
     device, takes_noise_level = torch.device("cpu"), True
 
@@ -138,17 +138,17 @@ class Exact:
 
 
 @pytest.mark.parametrize("noise", [dgemma.UniformNoise(6), dgemma.MaskNoise(6, mask_token_id=4)])
-def test_the_exact_network_loses_nothing_at_any_level(noise):
+def test_the_exact_network_has_no_gap_at_any_level(noise):
     tokens = MarkovSource(chain=SMALL, bos=5, length=8)(0, range(64)).tokens
     found = gap_by_level(Exact(noise), tokens, noise, SMALL, parametrisation="loo")
     torch.testing.assert_close(found.nats, torch.zeros(10).double(), atol=1e-12, rtol=0)
     assert gap_by_level(Exact(noise, flat=0.6), tokens, noise, SMALL, parametrisation="loo").nats.sum() > 0.01
 
 
-def test_the_interval_of_a_gap_is_two_deviations_wide():
-    """Of the gaps of 100 sets of texts; a standard deviation of so many is known to 7 %, here within four of that.
+def test_the_half_width_of_a_gap_is_two_standard_deviations():
+    """The half-width is compared with the spread of 100 gaps. That spread has an error of 7 %; four errors are allowed.
 
-    Levels below 0.4, where few texts cost much, would need more of them.
+    Levels below 0.4 would need more texts, because few texts there have most of the cost.
     """
     noise, source = dgemma.UniformNoise(6), MarkovSource(chain=SMALL, bos=5, length=8)
     found = [
@@ -160,7 +160,7 @@ def test_the_interval_of_a_gap_is_two_deviations_wide():
     ]  # fmt: skip
     spread = torch.stack([curve.nats[0] for curve in found]).std().item()
     half_width = sum(curve.error[0].item() for curve in found) / 100
-    assert half_width / spread == pytest.approx(2.01, rel=0.28)  # Student's, of 48 texts
+    assert half_width / spread == pytest.approx(2.01, rel=0.28)  # Student's t for 48 texts
 
 
 @pytest.mark.parametrize("kind", ["mask", "uniform"])
@@ -189,7 +189,7 @@ def test_the_gap_by_level_adds_up_to_the_gap(kind):
         (Linear(), {"num_bins": 0}, "gap_by_level num_bins must be at least 1, got 0"),
     ],
 )
-def test_a_gap_that_would_be_wrong_is_refused(schedule, options, message):
+def test_a_wrong_schedule_or_number_of_samples_is_refused(schedule, options, message):
     noise = dgemma.UniformNoise(6, schedule=schedule)
     tokens = MarkovSource(chain=SMALL, bos=5, length=8)(0, range(4)).tokens
     with pytest.raises(ValueError, match=message):
@@ -218,8 +218,8 @@ def test_batches_do_not_depend_on_how_they_are_cut_and_differ_by_step_and_seed()
 
 
 @torch.no_grad()
-def test_only_a_first_token_tells_positions_of_a_masked_text_apart():
-    """Why texts have a `bos`: over masks alone, attention sees the same from everywhere."""
+def test_positions_of_a_masked_text_differ_only_with_a_first_token():
+    """Texts have a `bos` because attention sees the same from every position of an all-mask canvas."""
     config = dgemma.presets.markov(num_states=4, length=6, hidden_size=32, num_hidden_layers=2)
     model = dgemma.DiffusionGemma(config.replace(initializer_range=0.5))
     canvas = torch.full((1, 7), 4)

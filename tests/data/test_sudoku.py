@@ -1,4 +1,4 @@
-"""Sudoku: what is generated is unique, symmetric as claimed and split for good; tokens say what they should."""
+"""Sudoku: puzzles have one solution, symmetries and splits are exact, and models read and write the right tokens."""
 
 import itertools
 
@@ -15,7 +15,7 @@ from dgemma.train.batch import TrainBatch
 # From Wikipedia's article on Sudoku, which prints the solution too.
 PUZZLE = "530070000600195000098000060800060003400803001700020006060000280000419005000080079"
 SOLUTION = "534678912672195348198342567859761423426853791713924856961537284287419635345286179"
-# Peter Norvig's "hardest": needs search, naked and hidden singles do not get far.
+# Peter Norvig's "hardest": naked and hidden singles do not suffice, so it needs search.
 HARD = "4.....8.5.3..........7......2.....6.....8.4......1.......6.3.7.5..2.....1.4......"
 
 
@@ -71,8 +71,8 @@ def test_solver_searches_where_singles_do_not_suffice():
     assert is_solved(found.grids[0])
 
 
-def test_solver_counts_as_brute_force_does(some):
-    """Unique puzzles, the same with clues missing (several solutions) and with a wrong clue (mostly none)."""
+def test_solver_counts_as_many_solutions_as_brute_force(some):
+    """Puzzles with one solution, then with two clues removed (several solutions) or one changed (mostly none)."""
     rng = np.random.default_rng(0)
     fewer, wrong = some.puzzles[:4].copy(), some.puzzles[:4].copy()
     for row in range(4):
@@ -82,11 +82,11 @@ def test_solver_counts_as_brute_force_does(some):
     puzzles = np.concatenate([some.puzzles[:4], fewer, wrong])
     expected = [len(brute_force(puzzle)) for puzzle in puzzles]
     assert sudoku.solve(puzzles).counts.tolist() == expected
-    assert set(expected) == {0, 1, 2}  # or the comparison would say little
+    assert set(expected) == {0, 1, 2}  # all cases occur
 
 
 def test_solver_limit_counts_all_solutions_below_it():
-    """Four cells of two rows, two boxes and two columns with digits 4, 9 crosswise can always be swapped: two ways."""
+    """If two rows hold the same two digits crosswise, in two boxes, these four cells can be swapped: two solutions."""
     grid = sudoku.parse(SOLUTION)[0].reshape(9, 9).copy()
     rectangle = next(
         (a, b, c, d)
@@ -112,17 +112,17 @@ def test_generated_puzzles_have_one_solution_by_brute_force(some):
     assert ((some.puzzles == 0) | (some.puzzles == some.solutions)).all()
 
 
-def test_givens_are_uniform_over_the_range_asked_for(some):
+def test_givens_are_uniform_over_the_requested_range(some):
     assert sorted(some.givens.tolist()) == list(range(26, 38))
 
 
-def test_digging_to_nothing_leaves_no_clue_to_spare():
+def test_digging_without_a_limit_leaves_no_removable_clue():
     rng = np.random.default_rng(3)
     minimal = dig(rng, full_grids(rng, 2), 0)
     assert (sudoku.solve(minimal.puzzles).counts == 1).all()
     for row, puzzle in enumerate(minimal.puzzles):
         clues = np.flatnonzero(puzzle)
-        assert 17 <= len(clues) <= 40  # 17 is the fewest any Sudoku can have
+        assert 17 <= len(clues) <= 40  # no Sudoku has fewer than 17
         without = np.repeat(puzzle[None], len(clues), 0)
         without[np.arange(len(clues)), clues] = 0
         assert (sudoku.solve(without).counts == 2).all(), row
@@ -146,10 +146,10 @@ def test_puzzles_do_not_depend_on_the_number_of_workers(monkeypatch):
     assert (alone.puzzles != sudoku.generate_puzzles(7, givens=40, seed=3).puzzles).any()
 
 
-def test_a_folder_keeps_puzzles_apart_by_how_they_were_made(tmp_path, monkeypatch):
+def test_puzzles_are_cached_separately_per_arguments(tmp_path, monkeypatch):
     made = sudoku.generate_puzzles(3, givens=45, folder=tmp_path / "kept")
     other = sudoku.generate_puzzles(3, givens=45, split="test", folder=tmp_path / "kept")
-    monkeypatch.setattr("dgemma.data.sudoku.puzzles._generate_chunk", None)  # nothing can be made any more
+    monkeypatch.setattr("dgemma.data.sudoku.puzzles._generate_chunk", None)  # generating would now raise
     again = sudoku.generate_puzzles(3, givens=45, workers=2, folder=tmp_path / "kept")
     assert (again.puzzles == made.puzzles).all()
     assert (again.solutions == made.solutions).all()
@@ -157,7 +157,7 @@ def test_a_folder_keeps_puzzles_apart_by_how_they_were_made(tmp_path, monkeypatc
     assert len(list((tmp_path / "kept").iterdir())) == 2
 
 
-def test_bands_are_by_givens():
+def test_bands_depend_on_the_number_of_givens():
     givens = np.array([29, 30, 39, 40])
     solution = sudoku.parse([SOLUTION] * 4)
     puzzles = sudoku.Puzzles(puzzles=np.where(np.arange(81) < givens[:, None], solution, 0), solutions=solution)
@@ -185,8 +185,8 @@ def test_equivalents_are_puzzles_with_the_equivalent_solution(some):
     assert (moved[:, 1] != some.solutions).any(1).all()
 
 
-def test_equivalents_can_do_each_kind_of_move_alone():
-    """Sorted uniforms change nothing; each part of u then moves what it should and nothing else."""
+def test_each_part_of_u_makes_one_kind_of_move():
+    """Sorted uniforms change nothing. Changing one part of u moves only bands, rows, stacks, columns or labels."""
     still = torch.cat([torch.arange(9) / 10, *[torch.arange(3) / 10] * 8, torch.zeros(1)])[None]
     grid = torch.from_numpy(sudoku.parse(SOLUTION))
     square = grid.view(9, 9)
@@ -215,11 +215,11 @@ def test_equivalent_grids_share_their_class_and_split():
     keys = sudoku.class_keys(grids)
     assert (sudoku.class_keys(moved) == np.tile(keys, 5)).all()
     assert (sudoku.split_of(moved) == np.tile(sudoku.split_of(grids), 5)).all()
-    assert len(set(keys.tolist())) == 40  # and it tells random grids apart
+    assert len(set(keys.tolist())) == 40  # random grids have different keys
 
 
 def test_a_band_key_is_the_cycle_structure_worked_out_by_hand():
-    """Rows 1 to 9 and the same moved by 3: three cycles of 3. Moved so that 1↔2 and the rest goes round: 2 and 7."""
+    """A shift by 3 has three cycles of 3. Swapping 1 and 2 and rotating the rest has cycles of 2 and 7."""
     from dgemma.data.sudoku.symmetry import _PARTITIONS, _cycle_type
 
     row = np.arange(9)[None]
@@ -237,7 +237,7 @@ def test_splits_share_no_class_of_grids(split, some):
         assert not set(sudoku.class_keys(made.solutions)) & set(sudoku.class_keys(some.solutions))
 
 
-def test_text_round_trip_and_what_is_refused():
+def test_texts_are_parsed_and_bad_arguments_are_refused():
     assert sudoku.to_text(sudoku.parse([PUZZLE, HARD]))[1] == HARD.replace(".", "0")
     with pytest.raises(ValueError, match="81 characters"):
         sudoku.parse(PUZZLE[:-1])
@@ -249,7 +249,7 @@ def test_text_round_trip_and_what_is_refused():
         sudoku.generate_puzzles(1, split="tests")
 
 
-def test_batches_are_equivalents_with_clues_put_back_and_one_solution(some):
+def test_batches_are_equivalents_with_added_clues_and_one_solution(some):
     source = sudoku.SudokuSource(pool=some, seed=3, givens=(38, 45), frozen_share=0.5)
     batch = source(4, range(32))
     clues = batch.tokens[:, :81] - 14 - 10 * torch.arange(81)
@@ -286,7 +286,7 @@ def test_skew_prefers_few_clues(some):
 
 
 class Oracle(dgemma.Denoiser):
-    """A denoiser that knows the solutions, and how sure it pretends to be of each cell."""
+    """A denoiser that predicts the solutions, with the same confidence for every cell."""
 
     def __init__(self, solutions):
         self.config = dgemma.presets.tiny().replace(vocab_size=sudoku.VOCAB_SIZE, canvas_length=81)
@@ -330,7 +330,7 @@ def test_characters_that_are_not_digits_are_refused(some, strange):
             sudoku.solve(puzzles)
 
 
-def test_a_model_of_other_tokens_and_solutions_of_other_puzzles_are_refused(some):
+def test_models_and_solutions_of_wrong_sizes_are_refused(some):
     with pytest.raises(ValueError, match="must be a Sudoku solver, with 824 tokens and canvas 81, got 512 and 32"):
         sudoku.complete(dgemma.DiffusionGemma(dgemma.presets.tiny()), some.puzzles[:2], steps=1)
     done = sudoku.complete(Oracle(some.solutions[:2]), some.puzzles[:2], steps=1)
@@ -351,8 +351,8 @@ def test_a_checkpoint_that_learnt_uniform_noise_completes_under_it(some):
     assert seen[0].state.noise == dgemma.UniformNoise(sudoku.VOCAB_SIZE)
 
 
-def test_scores_count_grids_cells_and_clues_apart(some):
-    """A model that knows only row 0's puzzle: the other rows keep their clues if frozen, and lose some if not."""
+def test_scores_count_grids_cells_and_clues_separately(some):
+    """The model writes the solution of row 0 in every row, so other rows have right clues only if these are frozen."""
     oracle = Oracle(np.repeat(some.solutions[:1], len(some), 0))
     options = {"sampler": Confidence(greedy=True), "steps": 1, "stop": None}
     kept = sudoku.complete(oracle, some.puzzles, **options).scores(some.solutions)
@@ -364,7 +364,7 @@ def test_scores_count_grids_cells_and_clues_apart(some):
 
 
 class Stuck(Oracle):
-    """Reads the puzzle and knows its solution, unless it is one of those it is stuck on."""
+    """A denoiser that solves every puzzle except the given ones, where it writes only ones."""
 
     def __init__(self, puzzles):
         super().__init__(puzzles)
@@ -378,7 +378,7 @@ class Stuck(Oracle):
         return super().encode(tokens, cache, attention_mask)
 
 
-def test_a_retry_solves_what_another_look_solves_and_keeps_the_rest(some):
+def test_a_retry_solves_equivalent_puzzles_and_keeps_the_rest(some):
     options = {"sampler": Confidence(greedy=True), "steps": 2, "stop": None}
     model = Stuck(some.puzzles[1:3])
     first = sudoku.complete(model, some.puzzles, **options)
@@ -390,7 +390,7 @@ def test_a_retry_solves_what_another_look_solves_and_keeps_the_rest(some):
     assert sudoku.retry(model, again, **options) is again
 
 
-def test_a_transformation_is_taken_back(some):
+def test_originals_inverts_a_transformation(some):
     u = torch.rand(len(some), 34, generator=torch.Generator().manual_seed(0))
     for digits in map(torch.from_numpy, (some.puzzles, some.solutions)):
         moved = sudoku.equivalents(digits, u)

@@ -1,4 +1,4 @@
-"""Text files become rows: lossless, each document apart, every row a function of its number."""
+"""Text files become rows without loss. Documents stay separate, and every row is a function of its number."""
 
 import json
 import time
@@ -54,7 +54,7 @@ def test_a_separator_across_two_reads_is_found(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 5, 100])
 @pytest.mark.parametrize("separator", ["a", "aa", "aab", "abab"])
-def test_documents_are_what_split_gives(tmp_path, monkeypatch, separator, chunk):
+def test_documents_equal_those_of_str_split(tmp_path, monkeypatch, separator, chunk):
     monkeypatch.setattr("dgemma.data.documents._CHUNK", chunk)
     text = "".join("ab"[n] for n in torch.randint(2, (60,)))
     (tmp_path / "a.txt").write_text(text + "b")
@@ -62,7 +62,7 @@ def test_documents_are_what_split_gives(tmp_path, monkeypatch, separator, chunk)
     assert [d.text for d in read_documents(tmp_path / "a.txt", separator=separator)] == expected
 
 
-def test_a_long_document_is_read_in_time_that_grows_as_it_does(tmp_path, monkeypatch):
+def test_reading_a_long_document_takes_linear_time(tmp_path, monkeypatch):
     monkeypatch.setattr("dgemma.data.documents._CHUNK", 64)
 
     def seconds(num_characters):
@@ -74,7 +74,9 @@ def test_a_long_document_is_read_in_time_that_grows_as_it_does(tmp_path, monkeyp
             taken.append(time.perf_counter() - start)
         return min(taken)
 
-    assert seconds(1_600_000) < 30 * seconds(200_000)  # 8 times as long; searching all of it for each read took 64
+    assert seconds(1_600_000) < 30 * seconds(
+        200_000
+    )  # the text is 8 times as long; quadratic time would be 64 times as long
 
 
 @pytest.mark.parametrize(
@@ -124,7 +126,7 @@ def test_token_files_hold_what_was_written(tmp_path):
         TokenFile.open(tmp_path)
 
 
-def test_a_token_files_fingerprint_tells_other_texts_and_other_parts_apart(tmp_path):
+def test_token_files_of_different_texts_or_prompts_have_different_fingerprints(tmp_path):
     same = [Document("ab", "ask"), Document("cd")]
     others = [
         [Document("ab", "ask"), Document("ce")],
@@ -138,11 +140,13 @@ def test_a_token_files_fingerprint_tells_other_texts_and_other_parts_apart(tmp_p
     assert prints[0] == prints[1]
     assert len(set(prints)) == 4
     written = TokenFile.open(tmp_path / "0")
-    assert prints[0] == written.fingerprint == replace(written, crc32=None).fingerprint  # known, or computed
+    assert (
+        prints[0] == written.fingerprint == replace(written, crc32=None).fingerprint
+    )  # the same whether crc32 is stored or computed
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 16, 17, 1000])
-def test_every_epoch_has_another_order(size):
+def test_every_epoch_has_a_different_order(size):
     index = torch.arange(size)
     orders = [permute(index, size, seed=0, epoch=torch.full_like(index, epoch)).tolist() for epoch in range(3)]
     for order in orders:
@@ -169,7 +173,7 @@ def rows_of_an_epoch(source):
 
 
 def numbered(lengths):
-    """Documents whose tokens are their own places in the file, so that a visit says where it was."""
+    """Return documents whose tokens are their own indices in the file, which shows what a row visits."""
     num_tokens = sum(lengths)
     return TokenFile(
         tokens=np.arange(num_tokens, dtype=np.uint32),
@@ -198,7 +202,7 @@ def first_epochs(file, num_epochs, **changes):
 def test_an_epoch_visits_every_token_exactly_once(lengths, canvas_len, num_canvases):
     file = numbered(lengths)
     once = np.ones(file.num_tokens)
-    once[file.starts[:-1]] = 0  # begin-of-text is given
+    once[file.starts[:-1]] = 0  # begin-of-text is never a target
     for rows in first_epochs(file, 4, canvas_len=canvas_len, num_canvases=num_canvases):
         place = torch.arange(rows.tokens.shape[1])
         answer = (place >= rows.prompt_len[:, None]) & (place < rows.length[:, None])
@@ -207,7 +211,7 @@ def test_an_epoch_visits_every_token_exactly_once(lengths, canvas_len, num_canva
         assert (visits == once).all()
 
 
-def test_rows_are_contiguous_text_and_full_but_for_document_ends():
+def test_rows_are_contiguous_text_with_fill_only_at_document_ends():
     file = numbered([3, 200, 3, 9, 17, 25, 33, 3, 64, 65])
     epochs = first_epochs(file, 3)
     for row in (rows.select(slice(n, n + 1)) for rows in epochs for n in range(rows.batch_size)):
@@ -217,14 +221,14 @@ def test_rows_are_contiguous_text_and_full_but_for_document_ends():
             piece = tokens[is_text & (documents == document)]
             assert (np.diff(piece) == 1).all()
             fill = (row.fill[0].numpy() & (documents == document)).sum()
-            assert fill < 8  # a canvas has text
-            assert fill == 0 or piece[-1] + 1 in file.starts  # and is filled at a document's end alone
+            assert fill < 8  # every canvas has text
+            assert fill == 0 or piece[-1] + 1 in file.starts  # only the end of a document is filled
     assert epochs[0].batch_size == -(
         -2 * sum(-(-n // 8) for n in np.diff(file.starts)) // 5
     )  # three canvases, then two
 
 
-def test_epochs_cut_a_long_text_at_other_places():
+def test_epochs_cut_a_long_text_at_different_places():
     # Where canvases start within the text, modulo their length, in rows that do not begin it.
     phases = []
     for length in (200, 193):  # without fill, and with seven tokens of it
@@ -255,10 +259,10 @@ def test_a_document_inside_a_row_begins_with_a_frozen_begin_of_text(letters):
         begins = (row.tokens[0] == BOS) & row.frozen[0]
         pins += int(begins.sum())
         assert (row.documents[0, begins].diff() > 0).all()
-        # What else is frozen was visited before: at the head of the first canvas, of a text that began in another row.
+        # Other frozen tokens were visited in an earlier row. They start the first canvas.
         others = where[~begins[where]]
         assert others.tolist() == list(range(int(row.prompt_len), int(row.prompt_len) + len(others)))
-        # Nowhere else is there a begin-of-text, but at the start of a row, as a prompt.
+        # An unfrozen begin-of-text occurs only as the first token of a row's prompt.
         prompts = ((row.tokens[0] == BOS) & ~row.frozen[0]).nonzero()[:, 0].tolist()
         assert prompts in ([], [0])
     assert pins > 5
@@ -271,11 +275,11 @@ def test_contexts_of_all_lengths_come_in_batches_of_one_shape(letters):
         assert batch.tokens.shape == (6, 1 + 24)
         assert ((batch.length - batch.prompt_len) % 8 == 0).all()
         seen |= set(batch.prompt_len.tolist())
-    assert seen == set(range(9))  # 0 where begin-of-text is frozen at the head of a row
+    assert seen == set(range(9))  # 0 if a row starts with a frozen begin-of-text
 
 
 def test_packed_rows_cost_what_their_documents_cost_alone(tmp_path):
-    """Another text in the row changes nothing: the objective is told where documents end."""
+    """A second document in the row changes nothing, because `documents` separates them."""
     torch.manual_seed(0)
     model = DiffusionGemma(presets.tiny().replace(canvas_length=8), dtype=torch.float64)
     objective = Objective(noise=UniformNoise(512), canvas_len=8, canvases="all")
@@ -335,7 +339,7 @@ def test_prompts_are_not_running_text_and_a_scan_of_no_documents_is_empty(tmp_pa
         scan(file, row_len=8, context=8, documents=[])
 
 
-def test_a_text_shorter_than_a_row_is_a_row(tmp_path):
+def test_a_text_shorter_than_a_row_makes_one_row(tmp_path):
     file = TokenFile.write([Document("short")], ByteTokenizer(), tmp_path)
     source = source_of(file)
     assert source.num_rows == 1
@@ -347,12 +351,12 @@ def test_a_text_shorter_than_a_row_is_a_row(tmp_path):
 STORY = ["The cat sat on the mat, and the dog sat by the cat. " * 20, "In 1984 there were 1984 cats."]
 
 
-def test_a_trained_tokenizer_loses_nothing(tmp_path):
+def test_a_trained_tokenizer_round_trips_any_text(tmp_path):
     tokenizer = train_tokenizer(STORY, 285, tmp_path)
     for text in ("the cat", " héé\t\r\n\n 中文 🙂", "\x00\x7f", "x" * 100, "1984<mask>"):
         assert tokenizer.decode(tokenizer.encode(text, bos=False), skip_special=False) == text
     assert len(tokenizer.encode(" the cat", bos=False)) <= 2
-    assert len(tokenizer.encode("1984", bos=False)) == 4  # digits stay apart, often as they were met together
+    assert len(tokenizer.encode("1984", bos=False)) == 4  # digits are not merged, although this number is frequent
 
 
 def test_a_trained_tokenizer_has_the_published_ids_here_and_in_transformers(tmp_path):
@@ -375,7 +379,7 @@ def test_a_vocabulary_that_the_text_cannot_fill_is_refused(tmp_path):
 
 @pytest.mark.parametrize("marker", ["<mask>", "<eos>", "<bos>", "<pad>"])
 def test_text_with_a_marker_is_refused_by_name(tmp_path, marker):
-    # It would become the marker itself: a false end of the text, or a mask that no noise put there.
+    # The tokenizer would encode it as the special token: a false end of the text, or a mask.
     with pytest.raises(ValueError, match=f"contain {marker}.*document 1"):
         TokenFile.write([Document("fine"), Document(f"not {marker} fine")], ByteTokenizer(), tmp_path / "t")
 

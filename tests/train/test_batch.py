@@ -17,7 +17,7 @@ def make(prompt_len: list[int], length: list[int], num_tokens: int = 9) -> Train
 @pytest.mark.parametrize(
     ("prompt_len", "length", "named"),
     [
-        ([1, 1], [9, 10], "got prompt_len 1 and length 10 in row 1"),  # a token that is not there
+        ([1, 1], [9, 10], "got prompt_len 1 and length 10 in row 1"),  # row 1 has only 9 tokens
         ([4, 1], [3, 9], "got prompt_len 4 and length 3 in row 0"),
         ([-1, 1], [9, 9], "got prompt_len -1 and length 9 in row 0"),
         ([1], [9, 9], r"prompt_len must have shape \(2,\), got \(1,\)"),
@@ -33,13 +33,13 @@ def test_a_row_may_be_all_prompt_or_all_answer_or_empty():
     assert make([9, 0, 0], [9, 9, 0]).spans == ((9, 9), (0, 9), (0, 0))
 
 
-def test_spans_follow_the_lengths_and_need_no_device():
+def test_spans_follow_the_lengths_and_are_not_read_from_the_device():
     batch = make([1, 2, 3], [9, 8, 7])
     shorter = replace(batch, length=torch.tensor([1, 2, 3]))
     assert shorter.spans == ((1, 1), (2, 2), (3, 3))
     assert not shorter.has_answer
     assert batch.select(torch.tensor([2, 0])).spans == ((3, 7), (1, 9))
-    assert batch.to("meta").spans == batch.spans  # a device is never asked
+    assert batch.to("meta").spans == batch.spans  # meta tensors have no values to read
 
 
 def test_a_rows_seed_depends_on_run_step_and_row_alone():

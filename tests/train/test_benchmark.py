@@ -1,4 +1,4 @@
-"""The training benchmark compares two loops that compute one loss, and runs without a GPU."""
+"""The training benchmark compares two loops with the same loss, and runs without a GPU."""
 
 import json
 import re
@@ -14,7 +14,7 @@ BENCHMARKS = Path(__file__).parents[2] / "kernels" / "benchmarks"
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of transformers
-def test_both_loops_have_one_loss_and_are_timed(monkeypatch, tmp_path, capsys):
+def test_both_loops_have_the_same_loss_and_are_timed(monkeypatch, tmp_path, capsys):
     monkeypatch.syspath_prepend(BENCHMARKS)
     monkeypatch.setattr(sys, "argv", ["training.py", "--output", str(tmp_path / "out.json")])
     runpy.run_path(str(BENCHMARKS / "training.py"), run_name="__main__")

@@ -52,7 +52,7 @@ def test_the_uniform_of_a_row_chooses_one_canvas():
     assert cut([3, 3, 3], [12, 12, 12], choose=[0.3, 0.4, 0.99]).starts.tolist() == [[3], [7], [11]]
 
 
-def test_the_fill_belongs_to_the_document_before_it_whatever_the_padding():
+def test_the_fill_belongs_to_the_document_before_it():
     documents = torch.tensor([[7] * 5 + [8] * 4 + [3] * 11])
     canvases = cut([1], [9], documents=documents)  # canvases at 1 and 5, then nothing
     assert canvases.documents.tolist() == [[7] * 5 + [8] * 4]

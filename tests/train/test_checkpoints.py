@@ -1,4 +1,4 @@
-"""A checkpoint is complete or absent, at whatever moment the process dies."""
+"""A checkpoint is complete or absent, whenever the process is killed."""
 
 import json
 import os

@@ -101,7 +101,10 @@ def test_different_values_have_different_descriptions_and_equal_values_the_same(
 
 
 def test_the_order_of_a_set_does_not_matter():
-    one, other = {0, 8}, {8, 0}  # 0 and 8 collide, so the order of insertion decides; for words, the process does
+    one, other = (
+        {0, 8},
+        {8, 0},
+    )  # 0 and 8 have the same hash slot, so the order of insertion matters; for strings, the order differs per process
     assert list(one) != list(other)
     assert describe([one, {"key": one}]) == describe([other, {"key": other}])
     assert describe(functools.partial(print, one, end=one)) == describe(functools.partial(print, other, end=other))

@@ -1,4 +1,4 @@
-"""Several processes give the losses and weights of one, also when they continue from each other's checkpoints.
+"""Several processes give the losses and weights of one process, also if a run continues with another number of them.
 
 Runs are in float64, so that rounding is far below any real difference. They are made once for all tests here.
 """
@@ -20,17 +20,17 @@ from dgemma.train.distributed import FullySharded, spread_experts
 from dgemma.train.log import TrainLog
 from several_processes import CONFIG, OBJECTIVE, Job, launch, run_alone, run_together, uneven_source
 
-EXACT = {"rtol": 1e-9, "atol": 1e-9}  # sums in another order, through three steps of Adam
+EXACT = {"rtol": 1e-9, "atol": 1e-9}  # sums have another order, which three steps of Adam amplify
 
 ON_TWO = {
     "sharded": Job(out=Path("sharded_2")),
-    "experts apart, whole gradients of uneven micro-batches": Job(
+    "expert-parallel, whole gradients, uneven micro-batches": Job(
         out=Path("experts_2"), parallel={"expert_parallel": 2, "whole_gradients": True}, config={"micro_batch_size": 3}
     ),
 }
 ON_FOUR = {
     "sharded, row by row": Job(out=Path("sharded_4"), config={"micro_batch_size": 1}),
-    "two copies, experts apart, recomputing": Job(
+    "two replicas, expert-parallel, recomputed activations": Job(
         out=Path("copies_4"), parallel={"replicas": 2, "expert_parallel": 2}, config={"recompute_activations": True}
     ),
 }
@@ -67,7 +67,7 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def damaged(runs, tmp_path_factory):
-    """A run of two processes with a flipped bit in one file: the errors of continuing it, and its folder."""
+    """Flip a bit in one file of a run of two processes; return the errors when it continues, and its folder."""
     folder = tmp_path_factory.mktemp("damaged") / "run"
     shutil.copytree(runs / "sharded_2", folder)
     file = folder / "step-000003" / "__1_0.distcp"
@@ -123,15 +123,15 @@ def test_training_changes_every_weight(runs):
 
 
 @pytest.mark.slow
-def test_bfloat16_on_two_processes_is_near_that_of_one(runs):
-    """Layers, norms included, are gathered in bfloat16: equal while norms are 1, then 2^-9 apart by rounding."""
+def test_bfloat16_losses_on_two_processes_are_close_to_those_on_one(runs):
+    """Layers and norms are gathered in bfloat16. Losses are equal while norms are 1, then differ by rounding (2^-9)."""
     two, one = ([loss for loss, _ in _losses(runs / name)] for name in ("mixed_2", "mixed_1"))
     torch.testing.assert_close(two[0], one[0], rtol=1e-4, atol=0)
     torch.testing.assert_close(two, one, rtol=2e-3, atol=0)
 
 
 @pytest.mark.slow
-def test_adapters_on_spread_experts_learn_as_on_one_process(runs):
+def test_adapters_on_sharded_experts_train_as_on_one_process(runs):
     two, one = runs / "adapted_2", runs / "adapted_1"
     torch.testing.assert_close(_losses(two), _losses(one), **EXACT)
     torch.testing.assert_close(*(load_file(run / "final" / "adapters.safetensors") for run in (two, one)), **EXACT)
@@ -154,7 +154,7 @@ def test_a_flipped_bit_in_one_process_file_is_detected_by_all(damaged):
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory):
-    """The errors of two processes when one has less to do than the other, and when one dies."""
+    """Return the errors of two processes if one has less work than the other, and if one is killed."""
     folder = tmp_path_factory.mktemp("failures")
     decoder_alone = replace(OBJECTIVE, causal_weight=0.0)
     uneven = Job(out=folder / "uneven", objective=decoder_alone, source=uneven_source)

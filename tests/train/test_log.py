@@ -63,7 +63,7 @@ def test_without_matplotlib_the_error_says_what_to_install(log, monkeypatch):
         log.plot()
 
 
-def test_a_router_that_always_chooses_the_same_two_of_four_shows_it():
+def test_router_load_shows_a_router_that_always_chooses_the_same_two_of_four():
     model = next_token.model()
     with torch.no_grad():
         router = model.layers[0].router

@@ -369,7 +369,7 @@ def test_a_number_that_is_not_finite_stops_the_run_at_the_last_good_checkpoint(t
         ("cpu", None, True, False),
     ],
 )
-def test_the_error_names_attention_that_is_known_to_give_such_gradients(device, version, enabled, named, monkeypatch):
+def test_the_error_names_the_cudnn_bug_that_gives_such_gradients(device, version, enabled, named, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
     monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: enabled)
     assert ("enable_cudnn_sdp(False)" in _known_cause(torch.device(device))) is named
@@ -418,7 +418,7 @@ def test_mixed_precision_reaches_the_experts_products(tmp_path, monkeypatch):
     assert dtypes == {(torch.bfloat16, torch.bfloat16)}
 
 
-def test_a_pass_without_gradients_leaves_those_of_the_next_pass(tmp_path):
+def test_a_pass_without_gradients_does_not_remove_those_of_the_next_pass(tmp_path):
     # autocast can cache the rounded weights of the first pass, which have no gradient, and use them in the second.
     class TwoPasses(NextToken):
         def __call__(self, model, batch, *, seeds):
@@ -485,7 +485,7 @@ def test_evaluations_may_return_tensors_or_none(tmp_path):
     assert result.evaluation == {"accuracy": 1.0}
 
 
-def test_after_one_step_the_average_is_a_tenth_the_start(tmp_path):
+def test_after_one_step_the_start_has_weight_one_tenth_in_the_average(tmp_path):
     averaged, _ = run(tmp_path / "averaged", steps=1, ema_decay=0.99)
     raw, _ = run(tmp_path / "raw", steps=1)
     start = weights(next_token.model())

@@ -161,7 +161,7 @@ def test_loaded_adapters_set_the_noise_of_their_training(tmp_path):
     assert bigger.generation.noise is None
 
 
-def test_a_merged_model_can_be_saved_and_an_adapted_one_asks_to_merge(tmp_path):
+def test_a_merged_model_can_be_saved_and_an_adapted_one_must_be_merged_first(tmp_path):
     model = _model(torch.float32)
     add_lora(model, LoRA(rank=4))
     _stir(model)

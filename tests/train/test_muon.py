@@ -31,7 +31,7 @@ def parameters():
 
 
 def index(text):
-    """ "3" is 3, "0:4" the rows from 0 to 4."""
+    """Return an index from text: an integer for "3", a slice of rows for "0:4"."""
     return slice(*map(int, text.split(":"))) if ":" in text else int(text)
 
 
@@ -144,7 +144,7 @@ def test_a_momentum_outside_0_to_1_is_refused(momentum):
 
 
 @pytest.mark.parametrize("shape", [(8, 16), (3, 8, 20), (3, 20, 8), (2, 3, 8, 12)])
-def test_orthogonal_keeps_the_singular_vectors_and_levels_the_values(shape):
+def test_orthogonal_keeps_the_singular_vectors_and_equalises_the_values(shape):
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     left, _, right = torch.linalg.svd(matrices, full_matrices=False)
     actual = left.mT @ orthogonal(matrices) @ right.mT

@@ -35,7 +35,7 @@ SCHEDULES = [Linear(), OneMinusCosine(), PlainCosine(), Polynomial(3.0)]
 
 
 def quadrature(both_ends):
-    """Times and weights of 40-point Gauss-Legendre in u, t = u⁴: the integrands rise like a root near the ends."""
+    """Return times and weights of 40-point Gauss-Legendre in u, with t = u⁴, because integrands have root-like ends."""
     u, w = (torch.tensor(values) for values in np.polynomial.legendre.leggauss(40))
     u, w = (u + 1) / 2, w / 2
     if not both_ends:
@@ -239,7 +239,9 @@ def test_integrand_is_the_limit_of_the_divergence_of_short_reverse_steps(noise):
     model = noise.posterior(z, logits.softmax(-1), before, after)
     expected = torch.xlogy(true, true / torch.where(true > 0, model, 1.0)).sum(-1) / step
     actual = nelbo.integrand(noise, logits, x, z, 1 - before, parametrisation="loo")
-    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)  # the step is 1e-6; rounding in KL/step, 1e-9
+    torch.testing.assert_close(
+        actual, expected, atol=1e-4, rtol=1e-4
+    )  # the error is about the step, 1e-6; rounding adds 1e-9
 
 
 @pytest.mark.parametrize("parametrisation", ["mean", "loo"])
@@ -258,7 +260,9 @@ def test_float32_agrees_with_float64_at_the_published_vocabulary(kind, parametri
     level = torch.tensor([1e-6, 1e-3, 0.5, 1 - 1e-6], dtype=torch.float64)
     logits = torch.randn(4, 3, vocab) * 4  # float32 numbers, so that both precisions get the same
     x = torch.full((4, 3), 77)
-    z = torch.tensor([77, mask, 1234]).expand(4, 3)  # clean, the mask (to uniform noise a token), another
+    z = torch.tensor([77, mask, 1234]).expand(
+        4, 3
+    )  # clean, the mask (an ordinary token under uniform noise), another token
     logits[:, 0, 77] += 25
     single = nelbo.integrand(noise, logits, x, z, level, parametrisation=parametrisation)
     double = nelbo.integrand(noise, logits.double(), x, z, level, parametrisation=parametrisation)
@@ -271,7 +275,7 @@ def test_float32_agrees_with_float64_at_the_published_vocabulary(kind, parametri
 
 @pytest.mark.parametrize("noise", [mask_noise(), uniform_noise(), hybrid_noise()], ids=lambda n: n.kind)
 @pytest.mark.parametrize("level", [0.0, 1e-4, 0.5, 1.0])
-def test_gradients_are_finite_up_to_the_ends(noise, level):
+def test_gradients_are_finite_up_to_levels_0_and_1(noise, level):
     logits = torch.randn(4, 2, noise.vocab_size, requires_grad=True)
     x = torch.tensor([[0, 1], [2, 0], [1, 1], [0, 0]])
     z = noise.corrupt(x, torch.full((4,), level), *torch.rand(2, 4, 2))

@@ -107,7 +107,7 @@ def test_self_conditioning_is_drawn_for_each_canvas_of_each_row(model, calls):
     assert (on.any(1) & ~on.all(1)).sum() > 0
 
 
-def test_the_two_meanings_of_off_are_no_signal_and_the_mean_embedding(model, calls):
+def test_self_cond_off_gives_no_signal_or_the_mean_embedding(model, calls):
     for form in ("zero_signal", "zero_logits"):
         make(self_cond_prob=0.0, self_cond_off=form)(model, BATCH, seeds=SEEDS)
     assert calls[0]["signal"] is None
@@ -131,7 +131,7 @@ def test_the_first_pass_is_detached_and_the_embedding_learns_through_the_second(
         assert (grad - theirs).norm() < 1e-3 * theirs.norm() + 1e-6, name
 
 
-def test_one_canvas_is_drawn_uniformly_and_costs_nothing_for_the_others(model, calls):
+def test_one_canvas_is_drawn_uniformly_and_no_other_is_computed(model, calls):
     rows = BATCH.select(torch.zeros(300, dtype=torch.int64))
     with torch.no_grad():
         make(self_cond_prob=0.0)(model, rows, seeds=torch.arange(300))
@@ -510,7 +510,7 @@ def test_a_network_that_takes_the_level_gets_the_level_of_each_canvas(calls):
     assert len(set(level.flatten().tolist())) == 9
 
 
-def test_random_tokens_are_frozen_in_the_share_of_canvases_asked_for(calls):
+def test_frozen_prob_is_the_share_of_canvases_with_frozen_tokens(calls):
     """400 canvases of six tokens. Frozen tokens keep their value, have level 0 and are not scored."""
     rows = 400
     conditioned = DiffusionGemma(CONFIG.replace(noise_conditioning=True))
@@ -524,7 +524,7 @@ def test_random_tokens_are_frozen_in_the_share_of_canvases_asked_for(calls):
     assert (level[~frozen] == 1).all()
     assert torch.equal(counts, (~frozen).sum(1))
     assert torch.equal(counts.sum(), loss.total_counts(batch, torch.arange(rows))["decoder"])
-    # A share uniform on (0, 1) of six tokens leaves none frozen in a seventh of the canvases, and is 1/2 on average.
+    # With a share uniform on (0, 1), a canvas of six tokens has no frozen token with probability 1/7. The mean is 1/2.
     assert abs(frozen.any(1).float().mean().item() - 0.5 * 6 / 7) < 4 * 0.025
     assert abs(frozen.float().mean().item() - 0.25) < 4 * 0.017
     assert (calls[0]["z"][:, 0][frozen] == 9).all()

@@ -1,4 +1,4 @@
-"""A run limited by minutes ends in time with its learning rate at the floor, whatever the pace of its steps."""
+"""A run limited by minutes ends in time with its learning rate at the floor, at any pace of its steps."""
 
 import logging
 import signal
@@ -54,7 +54,7 @@ def run(out, clock, pace, *, minutes=MINUTES, stop_at=None, allow_changes=False,
     began = clock.now
     options = {"out": out, "on_step": on_step, "allow_changes": allow_changes, "evaluate": evaluate}
     model = next_token.model().requires_grad_(False)
-    model.norm.requires_grad_(True)  # steps that take little time
+    model.norm.requires_grad_(True)  # so that a step takes little time
     result = train(model, Shrink(), counting, config, **options)
     return result, clock.now - began
 
@@ -91,7 +91,7 @@ def test_the_learning_rate_falls_with_the_time(tmp_path, clock):
     assert rates[len(rates) // 2] == pytest.approx(PEAK * (1 + FLOOR) / 2, rel=0.05)  # half of the cosine
 
 
-def test_a_short_run_leaves_its_warm_up(tmp_path, clock):
+def test_a_short_run_shortens_its_warm_up(tmp_path, clock):
     run(tmp_path, clock, lambda step: 2.0, warmup=100, stop_at=20)
     result, _ = run(tmp_path, clock, lambda step: 2.0, warmup=100)  # the planned warm-up is not a change of the run
     rates = result.log.column("lr")[1]
@@ -113,7 +113,7 @@ def test_a_run_limited_by_steps_can_continue_for_minutes(tmp_path, clock):
 
 
 def test_a_run_whose_first_step_exceeds_the_time_takes_one_more(tmp_path, clock):
-    # The step during which the time ends, and the last one.
+    # The run takes the step during which the time ends, and one last step.
     result, _ = run(tmp_path, clock, lambda step: 1.5 * SECONDS)
     assert result.step == 2
     assert result.final is not None

@@ -15,7 +15,7 @@ _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable
 
 
 def find_browser() -> str | None:
-    """Where Chromium or Chrome is, None if there is none."""
+    """Return the path of Chromium or Chrome, or None."""
     return next((path for name in _NAMES if (path := shutil.which(name))), None)
 
 
@@ -28,7 +28,7 @@ class Browser:
         flags += ["--remote-debugging-pipe", f"--user-data-dir={self._folder.name}", "--hide-scrollbars", "about:blank"]
         theirs_in, self._out = os.pipe()
         self._in, theirs_out = os.pipe()
-        # The browser reads commands from descriptor 3 and answers on 4; high numbers keep the two from colliding.
+        # The browser reads commands from descriptor 3 and answers on 4. High numbers avoid collisions with those two.
         high_in, high_out = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (theirs_in, theirs_out))
         wiring = [(os.POSIX_SPAWN_DUP2, high_in, 3), (os.POSIX_SPAWN_DUP2, high_out, 4)]
         wiring += [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (1, 2)]
@@ -67,7 +67,7 @@ class Browser:
         while b"\0" not in self._rest:
             more = os.read(self._in, 1 << 16)
             if not more:
-                raise RuntimeError("the browser has gone")
+                raise RuntimeError("the browser has exited")
             self._rest += more
         message, _, self._rest = self._rest.partition(b"\0")
         return json.loads(message)
@@ -88,7 +88,7 @@ class Browser:
             time.sleep(0.03)
 
     def run(self, expression: str) -> Any:
-        """The value of a JavaScript expression; promises are awaited."""
+        """Return the value of a JavaScript expression; wait for promises."""
         answer = self("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in answer:
             raise RuntimeError(answer["exceptionDetails"]["exception"].get("description", "an exception"))
@@ -117,13 +117,13 @@ class Browser:
 
     @property
     def requests(self) -> list[str]:
-        """Addresses that were asked for."""
+        """Return the addresses that the page requested."""
         sent = [e["params"]["request"]["url"] for e in self.events if e["method"] == "Network.requestWillBeSent"]
         return [url for url in sent if url != "about:blank"]
 
     @property
     def complaints(self) -> list[dict[str, Any]]:
-        """Exceptions, and errors and warnings in the log: a page that breaks its content policy is among them."""
+        """Return exceptions, errors and warnings, including violations of the content policy."""
         kinds = ("Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled")
         return [event["params"] for event in self.events if event["method"] in kinds]
 

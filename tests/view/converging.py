@@ -1,4 +1,4 @@
-"""A denoiser that writes a given text: surest where its neighbours are already right, as a trained one is."""
+"""A denoiser that writes a given text. Like a trained one, it is more confident next to right tokens."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,7 @@ TEXT = (
 
 @dataclass
 class Converging(dgemma.Denoiser):
-    """Predicts `tokens` (N,), canvas after canvas; at `start` logits ahead of the rest, `gain` more if all is right."""
+    """Predicts `tokens` (N,). Their logits are higher by `start`, plus up to `gain` next to right tokens."""
 
     tokens: Tensor
     canvas_len: int
@@ -55,7 +55,7 @@ class Converging(dgemma.Denoiser):
 
 
 class Words(dgemma.Tokenizer):
-    """A vocabulary of given pieces, such as " the": ids 0 to 4 are the markers of the published one."""
+    """A tokenizer with the given pieces, such as " the"; ids 0 to 4 are the published special tokens."""
 
     pad_token_id, eos_token_id, bos_token_id, mask_token_id = 0, 1, 2, 4
     has_chat_template = False
@@ -93,7 +93,7 @@ def record(
     canvas_len: int = 96,
     **options: Any,
 ) -> tuple[dgemma.Generation, dgemma.Tokenizer]:
-    """A recorded run that writes `text`, in bytes unless told otherwise, and its tokenizer."""
+    """Return a recorded run that writes `text`, and its tokenizer (by default bytes)."""
     tokenizer = tokenizer or dgemma.ByteTokenizer()
     model, ids = writer_of(text, tokenizer, canvas_len)
     prompt = torch.tensor([[tokenizer.bos_token_id, *ids[:3]]] * rows)
@@ -102,7 +102,7 @@ def record(
 
 
 def writer_of(text: str, tokenizer: dgemma.Tokenizer, canvas_len: int) -> tuple[Converging, list[int]]:
-    """A denoiser that writes `text`, and its tokens, filled up with stop tokens."""
+    """Return a denoiser that writes `text`, and the text's tokens, filled with stop tokens."""
     ids = tokenizer.encode(text, bos=False)
     ids += [tokenizer.eos_token_id] * (-len(ids) % canvas_len)
     return Converging(torch.tensor(ids), canvas_len, vocab_size=tokenizer.vocab_size), ids

@@ -1,4 +1,4 @@
-"""Frames: what a row showed after each step, and when each position settled."""
+"""Frames hold a row after each step; `settled` is the step at which each position became final."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ def test_the_text_ends_at_its_stop_token_and_the_draft_after_it_is_kept(recorded
     assert (frames.final[1, frames.kept[1] :] == tokenizer.eos_token_id).all()
 
 
-def test_settled_is_the_step_from_which_the_canvas_no_longer_differed(recorded):
+def test_settled_is_the_step_after_which_a_position_no_longer_changes(recorded):
     out, _ = recorded
     frames = read_frames(out.trajectory, 1)
     steps = settled(frames)
@@ -52,7 +52,7 @@ def test_settled_is_the_step_from_which_the_canvas_no_longer_differed(recorded):
 @pytest.mark.parametrize("tail", [None, 1], ids=["free", "given"])
 def test_padding_of_a_canvas_is_not_text(tail):
     model, ids = writer_of("A text of eighteen", dgemma.ByteTokenizer(), 32)
-    text = torch.tensor([[2, *ids[:15], 200, 200, 200]])  # it ends in one token, three times
+    text = torch.tensor([[2, *ids[:15], 200, 200, 200]])  # it ends with the same token three times
     out = dgemma.infill(model, text, [(3, 9)], tail_token_id=tail, steps=3, record=True, progress=False)
     (trajectory,) = out.trajectories
     frames = read_frames(trajectory, 0)
@@ -93,7 +93,7 @@ def test_frozen_positions_come_from_the_plan_and_from_callbacks():
     assert not frames.undecided[frames.block == 0, 5].any()
 
 
-def test_rows_that_are_not_there_and_empty_runs_are_refused(recorded):
+def test_missing_rows_and_empty_runs_are_refused(recorded):
     out, _ = recorded
     with pytest.raises(ValueError, match=r"to_html row must be in \[0, 2\), got 2"):
         to_html(out.trajectory, row=2)

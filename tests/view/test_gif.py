@@ -1,4 +1,4 @@
-"""The animated picture: loops, holds its end, stays in bounds, and puts words where they belong."""
+"""The GIF loops, pauses at its end, is of limited size, and lays out words correctly."""
 
 import re
 import sys
@@ -42,7 +42,7 @@ def test_the_animation_has_one_frame_per_step_loops_and_holds_its_end(recorded, 
     assert violet(pictures[-1]) == 0
 
 
-def test_a_long_text_is_shown_a_window_at_a_time(tmp_path):
+def test_a_long_text_scrolls_within_max_lines(tmp_path):
     tokenizer = Words([f" w{i}" for i in range(60)])
     text = "".join(f" w{i % 60}" for i in range(256))
     out, _ = record(text, tokenizer=tokenizer, canvas_len=256, steps=6, stop=None)
@@ -51,7 +51,7 @@ def test_a_long_text_is_shown_a_window_at_a_time(tmp_path):
     assert image.height < 250  # eight lines of 16 pixels, a footer and margins; the whole text has 26 lines
 
 
-def test_ids_and_masks_have_pictures_too(tmp_path):
+def test_ids_and_masks_can_be_drawn(tmp_path):
     out, _ = record("ids", canvas_len=16, noise=dgemma.MaskNoise(384), sampler=dgemma.Confidence())
     to_gif(out.trajectory, tmp_path / "run.gif")
     assert frames_of(tmp_path / "run.gif")[0].n_frames > 3
@@ -62,13 +62,13 @@ def test_the_prompt_is_drawn_before_the_text_in_every_frame(tmp_path):
     out, _ = record("What is it? Noise", tokenizer=tokenizer, canvas_len=8)  # its prompt is "What is it"
     to_gif(out.trajectory, tmp_path / "run.gif", tokenizer=tokenizer, columns=48, font_size=10)
     _, pictures, _ = frames_of(tmp_path / "run.gif")
-    margin, cell = 20, 6  # of a font of 10 pixels
+    margin, cell = 20, 6  # for a font of 10 pixels
     prompt = [picture[margin : margin + 16, margin : margin + 10 * cell] for picture in pictures]
     assert all((picture == prompt[0]).all() for picture in prompt)
     assert (np.abs(prompt[0] - [0x7D, 0x7A, 0x88]).sum(-1) < 40).sum() > 20, "soft ink"
 
 
-def test_a_sudoku_is_drawn_as_a_board_with_its_clues_in_their_colour_to_the_end(board, tmp_path):
+def test_a_sudoku_is_drawn_as_a_board_with_coloured_clues(board, tmp_path):
     out, _ = board
     to_gif(out.trajectory, tmp_path / "run.gif", tokenizer=Board(), font_size=20)
     image, pictures, _ = frames_of(tmp_path / "run.gif")
@@ -76,7 +76,7 @@ def test_a_sudoku_is_drawn_as_a_board_with_its_clues_in_their_colour_to_the_end(
     assert image.size == (25 * cell + 2 * margin, 14 * line + 2 * margin)
 
     def cells_in(colour):
-        """Which of the 81 places hold ink of a colour."""
+        """Return the cells, of 81, that contain a colour."""
         inked = np.abs(pictures[-1] - colour).sum(-1) < 60
         places = [(1 + y + y // 3, 2 * x + 2 + 2 * (x // 3)) for y in range(9) for x in range(9)]
         tiles = [(margin + row * line, margin + column * cell) for row, column in places]
@@ -97,7 +97,7 @@ def test_words_stay_whole_and_lines_do_not_begin_with_space():
     assert lay_out(["語", "", "!"], 9) == [Place(0, 0, 2), Place(0, 2, 0), Place(0, 2, 1)]
 
 
-def test_mistakes_are_named(recorded, tmp_path, monkeypatch):
+def test_bad_arguments_are_named(recorded, tmp_path, monkeypatch):
     trajectory = recorded[0].trajectory
     for name, value in {"columns": 3, "max_lines": 0, "font_size": 200, "frame_ms": 1}.items():
         with pytest.raises(ValueError, match=rf"to_gif {name} must be in \[\d+, \d+\], got {value}"):

@@ -26,7 +26,7 @@ HOSTILE = [
 
 @pytest.fixture(scope="module")
 def hostile():
-    """A model that writes everything that ever broke a page, and a pin among it."""
+    """A run whose text contains strings that could break a page, and one frozen token."""
     tokenizer = Words([*HOSTILE, " and", "&lt;", "&", "'", "\\", "\ud800", "\n", "\x1b[31m", "`", "${x}"])
     text = " and".join([*HOSTILE, "&lt;", "\\", "\ud800", "\x1b[31m", "${x}", "\n"])
     canvas = torch.full((1, 32), -1)
@@ -67,7 +67,7 @@ def test_the_numbers_are_those_of_the_trajectory(recorded, browser, tmp_path):
     out, tokenizer = recorded
     to_html(out.trajectory, tmp_path / "run.html", tokenizer=tokenizer)
     step = out.trajectory.at(block=0, step=6)
-    position = int(step.entropy[0].argmax())  # the least certain one has the most to show
+    position = int(step.entropy[0].argmax())  # the least certain position has the most candidates
     browser.open(tmp_path / "run.html", "#step=7")
     assert browser.run("document.getElementById('place').textContent").startswith("Block 1 of 2, step 7 of")
     facts = browser.run("document.getElementById('facts').textContent")
@@ -83,7 +83,7 @@ def test_the_numbers_are_those_of_the_trajectory(recorded, browser, tmp_path):
 
 
 @pytest.mark.slow
-def test_it_plays_scrubs_and_steps_with_mouse_and_keys(recorded, browser, tmp_path):
+def test_the_page_plays_and_steps_with_mouse_and_keys(recorded, browser, tmp_path):
     out, tokenizer = recorded
     to_html(out.trajectory, tmp_path / "run.html", tokenizer=tokenizer)
     last = int(out.steps[0].sum()) + 2  # two blocks' noise before their steps, and the text after them
@@ -92,7 +92,7 @@ def test_it_plays_scrubs_and_steps_with_mouse_and_keys(recorded, browser, tmp_pa
         return int(browser.run("document.getElementById('scrub').value"))
 
     browser.open(tmp_path / "run.html")
-    assert frame() == last, "it opens on what was written"
+    assert frame() == last, "the page opens on the final text"
     assert browser.run("document.getElementById('place').textContent") == "Written"
     speed = f"{out.tokens_per_forward[0]:.1f} tokens per forward"
     assert browser.run("document.getElementById('total').textContent").endswith(speed)
@@ -123,7 +123,7 @@ def test_it_plays_scrubs_and_steps_with_mouse_and_keys(recorded, browser, tmp_pa
 
 
 @pytest.mark.slow
-def test_rows_colours_and_guesses_can_be_chosen(recorded, browser, tmp_path):
+def test_rows_colours_and_best_guesses_can_be_selected(recorded, browser, tmp_path):
     out, tokenizer = recorded
     to_html(out.trajectory, tmp_path / "run.html", tokenizer=tokenizer)
     browser.open(tmp_path / "run.html", "#step=2&row=1")
@@ -207,7 +207,7 @@ def test_the_page_fits_its_window(recorded, browser, tmp_path, width, dark):
 
 
 @pytest.mark.slow
-def test_a_thousand_positions_over_fifty_steps_make_a_small_page_that_keeps_up(browser, tmp_path):
+def test_a_page_of_a_thousand_positions_and_fifty_steps_is_small_and_fast(browser, tmp_path):
     tokenizer = Words([f" word{i}" for i in range(900)] + [" "])
     text = "".join(f" word{(i * 7) % 900}" for i in range(1024))
     out, _ = record(text, tokenizer=tokenizer, canvas_len=1024, steps=50, stop=None)
@@ -219,7 +219,7 @@ def test_a_thousand_positions_over_fifty_steps_make_a_small_page_that_keeps_up(b
     for step in range(1, 11):
         browser.press("ArrowRight")
         assert browser.run("document.getElementById('scrub').value") == str(step)
-    # Loose: busy machines without a GPU draw ten times slower than a laptop.
+    # A loose limit, because busy machines without a GPU draw ten times slower than a laptop.
     assert time.monotonic() - began < 30
     assert browser.run("document.querySelectorAll('#canvas .t').length") == 1024
 
@@ -239,7 +239,7 @@ def test_a_notebook_shows_the_page_in_a_sandboxed_frame(recorded):
 def test_the_notebooks_frame_works_in_a_browser(recorded, browser, tmp_path):
     out, tokenizer = recorded
     frame = to_html(out.trajectory, tokenizer=tokenizer)._repr_html_()
-    # An outer page cannot look into the sandbox: it reports by itself that it is ready, through what it draws.
+    # The outer page cannot read the sandboxed frame, so the test waits until a screenshot has many colours.
     (tmp_path / "notebook.html").write_text(f"<body data-ready=yes>{frame}</body>", encoding="utf-8")
     complaints = len(browser.complaints)
     browser.open(tmp_path / "notebook.html")
@@ -293,7 +293,7 @@ def test_a_folder_that_cannot_be_written_is_named(recorded, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_recorded_without_candidates_still_has_its_page(browser, tmp_path):
+def test_a_run_recorded_without_candidates_has_a_page(browser, tmp_path):
     out, tokenizer = record(
         "No candidates were kept.",
         canvas_len=32,

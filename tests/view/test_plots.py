@@ -1,4 +1,4 @@
-"""Figures: the right numbers, no display, no pyplot, and a sentence where matplotlib is missing."""
+"""Figures show the right numbers without a display or pyplot, and a missing matplotlib is reported."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ pytest.importorskip("matplotlib")
 
 @pytest.fixture(autouse=True)
 def no_pyplot_and_no_display(monkeypatch):
-    """pyplot holds what all figures of a process share; importing it would raise here."""
+    """pyplot has global state, so importing it raises here."""
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     monkeypatch.delenv("DISPLAY", raising=False)
 
@@ -48,7 +48,7 @@ def test_the_order_has_one_point_per_position_within_the_blocks_steps(recorded):
     assert 1 <= first.get_ydata().min() <= first.get_ydata().max() <= int(out.steps[0, 0])
 
 
-def test_a_short_text_is_written_below_its_positions_dollars_and_all():
+def test_a_short_text_with_dollar_signs_is_written_below_its_positions():
     out, tokenizer = record("Cost: $5 & up", canvas_len=16)
     figure = plots.plot_order(out.trajectory, tokenizer=tokenizer)
     labels = [label.get_text() for label in figure.axes[0].get_xticklabels()]
@@ -66,7 +66,7 @@ def test_a_figure_can_be_drawn_into_existing_axes(recorded):
     assert right.lines
 
 
-def test_the_frontier_joins_what_nothing_beats():
+def test_the_frontier_joins_the_points_that_no_other_point_beats():
     def row(label, quality, speed):
         return SweepRow(
             label=label, quality=quality, error=float("nan"), tokens_per_forward=speed, forwards=1, seconds=1, runs=1
@@ -88,7 +88,7 @@ def run_folder(tmp_path):
     return tmp_path
 
 
-def test_losses_are_averaged_over_the_last_steps_and_a_torn_line_is_no_error(run_folder):
+def test_losses_are_averaged_over_the_last_steps_and_an_incomplete_line_is_ignored(run_folder):
     figure = plots.plot_losses(run_folder, smooth=3)
     smooth, raw = figure.axes[0].lines
     assert smooth.get_xdata().tolist() == [1, 2, 3, 4, 5, 6]
@@ -103,7 +103,7 @@ def test_terms_and_rare_numbers_are_found_by_name_and_runs_by_label(run_folder):
     assert plots.plot_losses(run_folder, name="evaluation").axes[0].lines[0].get_xydata().tolist() == [[4, 9]]
 
 
-def test_mistakes_are_named(run_folder, tmp_path, recorded):
+def test_bad_arguments_are_named(run_folder, tmp_path, recorded):
     with pytest.raises(ValueError, match=r"plot_losses name must be a key of .*log.jsonl, got 'lose'"):
         plots.plot_losses(run_folder, name="lose")
     with pytest.raises(ValueError, match=r"must name log.jsonl or the folder of a run, got .*nowhere"):

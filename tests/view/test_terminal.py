@@ -1,4 +1,4 @@
-"""The live view on terminals of all kinds: what ends up on the screen, and nothing left behind."""
+"""The live view shows the right screen on terminals of all kinds and cleans up after itself."""
 
 import io
 import os
@@ -21,7 +21,7 @@ _ESCAPE = re.compile(r"\x1b\[([?\d;]*)([A-Za-z])")
 
 
 class Terminal(io.StringIO):
-    """Keeps what a screen shows: knows cursor movement, erasing, and wraps as a terminal of `columns` does."""
+    """Emulates a terminal of `columns` with cursor movement, erasing and wrapping, and keeps its screen."""
 
     encoding = "utf-8"
 
@@ -153,7 +153,7 @@ def test_a_dumb_terminal_is_treated_as_a_pipe(monkeypatch):
 
 
 @pytest.mark.parametrize("noise", ["uniform", "mask"])
-def test_no_color_means_no_colour_and_still_shows_what_is_decided_and_what_is_guessed(monkeypatch, noise):
+def test_no_color_removes_colours_and_still_distinguishes_decided_tokens_and_guesses(monkeypatch, noise):
     monkeypatch.setenv("NO_COLOR", "1")
     screen = Terminal()
     view = LiveView(dgemma.ByteTokenizer(), file=screen, leave=True)
@@ -173,7 +173,7 @@ def test_no_color_means_no_colour_and_still_shows_what_is_decided_and_what_is_gu
     assert 40 - first.count("░") > num_accepted, "guesses are shown, too"
 
 
-def test_noise_takes_the_room_of_an_average_token_and_does_not_push_the_prompt_around(monkeypatch):
+def test_noise_has_the_width_of_an_average_token_and_does_not_move_the_prompt(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     words = [f" {'w' * (1 + i % 9)}{i}" for i in range(200)]  # from 3 to 13 cells
     tokenizer, screen = Words(words), Terminal(40)
@@ -242,7 +242,7 @@ def test_a_stream_can_be_watched_and_its_result_is_returned():
     assert " ".join(screen.screen.split()) == view.text.strip()
 
 
-def test_only_the_watched_row_is_shown_and_blocks_can_be_shown_one_by_one():
+def test_only_the_chosen_row_is_shown_and_finished_blocks_can_be_hidden():
     tokenizer = dgemma.ByteTokenizer()
     model, ids = writer_of(TEXT, tokenizer, 40)
     view = LiveView(tokenizer, row=1, file=Terminal(), keep_blocks=False)
@@ -263,7 +263,7 @@ def test_only_the_holes_of_a_text_are_counted(tail):
         view(record)
         seen.append(screen.screen.rpartition("\n")[2])
 
-    # A text of 60 over canvases of 40: one for each hole, the second with its end inside.
+    # A text of 60 with canvases of 40: each hole has a canvas, and the second contains the end of the text.
     options = {"sampler": dgemma.EntropyBound(bound=0.5), "steps": 3, "stop": None, "tail_token_id": tail}
     with view:
         dgemma.infill(model, torch.tensor([ids[:60]]), [(2, 7), (45, 48)], on_step=look, **options)
@@ -273,7 +273,7 @@ def test_only_the_holes_of_a_text_are_counted(tail):
     assert [re.search(r"(\S+) tokens per forward", seen[at])[1] for at in (2, 5)] == ["1.7", "1.3"]
 
 
-def test_an_edit_counts_the_steps_it_takes():
+def test_an_edit_counts_only_its_own_steps():
     tokenizer, screen = dgemma.ByteTokenizer(), Terminal()
     model, ids = writer_of(TEXT, tokenizer, 40)
     view, seen = LiveView(tokenizer, file=screen, keep_blocks=False), []
@@ -287,7 +287,7 @@ def test_an_edit_counts_the_steps_it_takes():
     assert seen == ["1/3", "2/3", "3/3"]
 
 
-def test_the_progress_bar_makes_room_for_the_view(monkeypatch):
+def test_the_view_replaces_the_progress_bar(monkeypatch):
     asked = []
     spine = sys.modules["dgemma.run.trajectory"]
 
@@ -302,7 +302,7 @@ def test_the_progress_bar_makes_room_for_the_view(monkeypatch):
     assert asked == [False, True]
 
 
-def test_a_terminal_made_narrower_is_redrawn_over_what_it_wrapped(monkeypatch):
+def test_after_the_terminal_becomes_narrower_wrapped_lines_are_overwritten(monkeypatch):
     screen = Terminal()
     drawn = Screen(screen)
     drawn.draw([[Ink("x" * 60)], [Ink("end")]])
