@@ -103,7 +103,7 @@ def test_a_user_defined_sampler_cannot_be_stored_in_a_checkpoint():
     class Ancestral(dgemma.Ancestral):
         pass
 
-    with pytest.raises(ValueError, match=r"must get one of ancestral, .* got Ancestral\. Pass your own as sampler="):
+    with pytest.raises(ValueError, match=r"must get a sampler of dgemma \(ancestral, .*got Ancestral\. .* as sampler="):
         dgemma.describe_sampler(Ancestral())
 
 

@@ -1,6 +1,6 @@
-"""Ctrl-C while the `dgemma` command still imports torch ends it without a traceback.
+"""Handler that ends the `dgemma` command without a traceback if Ctrl-C is pressed while torch is being imported.
 
-It is imported first, because the code that handles Ctrl-C is imported after torch. Other programs are not affected.
+This module is imported first: the command's own handler is imported after torch. Other programs are not affected.
 """
 
 import sys
@@ -11,7 +11,7 @@ from types import TracebackType
 def _is_command() -> bool:
     """Return whether this process is `dgemma …` or `python -m dgemma …`."""
     words = sys.orig_argv
-    if sys.argv[:1] == ["-m"] and "-m" in words:  # while Python still searches for the module
+    if sys.argv[:1] == ["-m"] and "-m" in words:  # sys.argv[0] is "-m" until Python has found the module
         return words[words.index("-m") + 1 :][:1] == ["dgemma"]
     return bool(sys.argv) and Path(sys.argv[0]).stem == "dgemma"
 

@@ -1,4 +1,4 @@
-"""One vocabulary of argument checks. Each raises a ValueError: `Owner.field must RULE, got VALUE. FIX.`"""
+"""Argument checks that raise a ValueError of the form `Owner.field must RULE, got VALUE. FIX.`"""
 
 import math
 from collections.abc import Collection, Sequence
@@ -35,7 +35,7 @@ def require_tensor(
     dtypes: Collection[torch.dtype] | None = None,
     fix: str = "",
 ) -> None:
-    """Raise unless `value` is a tensor of this shape, None for any size, and of one of the dtypes, None for any.
+    """Raise unless `value` is a tensor of this shape and dtype. None in `shape` allows any size; no dtypes, any dtype.
 
     Example: `require_tensor(ids, "encode tokens", "be ids (B, P)", shape=(None, None), dtypes=(torch.int64,))`.
     """
@@ -46,7 +46,7 @@ def require_tensor(
 
 
 def check_count(owner: Any, field: str, *, least: int = 1, fix: str = "") -> None:
-    """Require an integer from `least` on.
+    """Require an integer >= `least`.
 
     Example: `check_count(self, "history", fix="Use Threshold to ignore stability.")`.
     """
@@ -64,7 +64,7 @@ def check_probability(owner: Any, field: str, *, fix: str = "") -> None:
 
 
 def check_size(owner: Any, field: str, *, above: float | None = None, unit: str = "", fix: str = "") -> None:
-    """Require a number from 0 on, or larger than `above`. Infinity is allowed.
+    """Require a number >= 0, or > `above` if it is set. Infinity is allowed.
 
     Example: `check_size(self, "kl_bound", above=0, unit="nats", fix="Use 0.01, as published.")`.
     """
@@ -75,7 +75,7 @@ def check_size(owner: Any, field: str, *, above: float | None = None, unit: str 
 
 
 def check_finite(owner: Any, field: str, *, above: float | None = None, fix: str = "") -> None:
-    """Require what `check_size` requires, and refuse infinity.
+    """Apply `check_size`, and also refuse infinity.
 
     Example: `check_finite(self, "order_temperature", fix="Use 0 for a strict order.")`.
     """
@@ -103,7 +103,7 @@ def check_block_len(owner: Any) -> None:
 
 
 def as_int(value: Any) -> int | None:
-    """Return an integer of Python, NumPy or torch as an int, and None for anything else.
+    """Return a Python, NumPy or torch integer as an int, and None for anything else.
 
     Example: `as_int(np.int64(3))` is 3; `as_int(3.0)` and `as_int(True)` are None.
     """
@@ -112,7 +112,7 @@ def as_int(value: Any) -> int | None:
 
 
 def as_number(value: Any) -> float | None:
-    """Return a number of Python, NumPy or torch as a float, and None for anything else.
+    """Return a Python, NumPy or torch number as a float, and None for anything else.
 
     Example: `as_number(torch.tensor(0.5))` is 0.5; `as_number("0.5")` is None.
     """
@@ -121,7 +121,7 @@ def as_number(value: Any) -> float | None:
 
 
 def show(value: Any) -> str:
-    """Return a value as an error message shows it: tensors by dtype and shape, long values shortened.
+    """Format a value for an error message: tensors by dtype and shape, long values shortened.
 
     Example: `show(torch.zeros(2, 3))` is "torch.float32 of shape (2, 3)".
     """
@@ -134,5 +134,5 @@ def show(value: Any) -> str:
 
 
 def _as_python(value: Any) -> Any:
-    """The Python value of a scalar of NumPy or torch; other values unchanged."""
+    """Return a NumPy or torch scalar as a Python value, and any other value unchanged."""
     return value.item() if getattr(value, "ndim", None) == 0 else value

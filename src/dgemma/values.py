@@ -1,7 +1,7 @@
-"""Frozen values as dictionaries and back: samplers, noises, schedules, stop rules and other dataclasses.
+"""Conversion between frozen dataclasses (samplers, noises, schedules, stop rules and others) and dictionaries.
 
-A checkpoint and a command line name samplers and noises by short names ("threshold", "mask"). A saved trajectory names
-any class by its module and name, and holds tensors as well.
+Checkpoints and the command line use short names for samplers and noises ("threshold", "mask"). A saved trajectory names
+any class by module and name, and also holds tensors.
 """
 
 import re
@@ -45,8 +45,8 @@ def describe_sampler(sampler: Sampler) -> dict[str, Any]:
     name = _kebab(type(sampler).__name__)
     if SAMPLERS.get(name) is not type(sampler):
         raise ValueError(
-            f"describe_sampler must get one of {', '.join(SAMPLERS)}, which every copy of dgemma can build again, "
-            f"got {type(sampler).__name__}. Pass your own as sampler=."
+            f"describe_sampler must get a sampler of dgemma ({', '.join(SAMPLERS)}), got {type(sampler).__name__}. "
+            "A checkpoint cannot store another class; pass it to each run as sampler=."
         )
     return {"name": name, **_settings(sampler)}
 
@@ -54,7 +54,7 @@ def describe_sampler(sampler: Sampler) -> dict[str, Any]:
 def rebuild_sampler(description: Mapping[str, Any]) -> Sampler:
     """Return the sampler that `describe_sampler` described.
 
-    Errors start with the rule ("must ..."), so that the caller can put the owner in front.
+    Error messages start with "must ...", so that the caller can prefix the name of the argument.
 
     Example: `rebuild_sampler({"name": "threshold", "tau": 0.8})`.
     """
@@ -65,17 +65,17 @@ def rebuild_sampler(description: Mapping[str, Any]) -> Sampler:
 def describe_noise(noise: Noise) -> dict[str, Any]:
     """Return a noise's kind and fields, which a checkpoint stores in `GenerationDefaults.noise`.
 
-    The schedule is left out: a network learns every noise level, and the run chooses the path through them.
+    The schedule is omitted, because a network learns all noise levels and each run may choose its own schedule.
 
     Example: `describe_noise(MaskNoise(512, mask_token_id=4))` is `{"kind": "mask", "mask_token_id": 4}`.
     """
     if type(noise) is not NOISES.get(noise.kind):
-        return {"kind": type(noise).__name__}  # the user has to pass such a noise again
+        return {"kind": type(noise).__name__}  # a class of the user cannot be rebuilt; the user passes it again
     return {"kind": noise.kind, **_settings(noise, without=("vocab_size", "schedule"))}
 
 
 def rebuild_noise(description: Mapping[str, Any], vocab_size: int) -> Noise:
-    """Return the noise that `describe_noise` described. Errors start with the rule, as in `rebuild_sampler`.
+    """Return the noise that `describe_noise` described. Errors start with "must ...", as in `rebuild_sampler`.
 
     Example: `rebuild_noise({"kind": "mask", "mask_token_id": 4}, 512)`.
     """
@@ -165,8 +165,8 @@ def describe_value(value: Any, tensors: dict[str, Tensor], path: str = "") -> An
 def rebuild_value(description: Any, tensors: Mapping[str, Tensor], classes: Iterable[type] = ()) -> Any:
     """Return the value that `describe_value` described; lists become tuples.
 
-    Only classes of dgemma, classes derived from its bases, and `classes` are built; another one becomes an `Unknown`.
-    A class of dgemma and one of `classes` is found by its name alone, wherever it now lives.
+    It builds only classes of dgemma, subclasses of its base classes, and `classes`. Others become an `Unknown`.
+    Classes of dgemma and of `classes` are found by name alone, so they may have moved to another module.
 
     Example: `rebuild_value(describe_value(UniformNoise(512), tensors), tensors)`.
     """
@@ -174,7 +174,7 @@ def rebuild_value(description: Any, tensors: Mapping[str, Tensor], classes: Iter
 
 
 def _settings(value: Any, *, without: Iterable[str] = ()) -> dict[str, Any]:
-    """The fields of a dataclass. Scalars of NumPy and torch become Python's, which JSON can write."""
+    """The fields of a dataclass. NumPy and torch scalars become Python numbers, for JSON."""
     own = {field.name: getattr(value, field.name) for field in fields(value) if field.name not in without}
     return {name: item.item() if hasattr(item, "item") else item for name, item in own.items()}
 
@@ -193,7 +193,7 @@ def _build(kinds: Mapping[str, type[_Value]], name: str, settings: Mapping[str, 
     try:
         return kinds[name](**settings, **own)
     except TypeError:
-        raise ValueError(f"must fit {name}, got {join_settings(settings)!r}, of another type") from None
+        raise ValueError(f"must fit {name}, got {join_settings(settings)!r}, which has another type") from None
     except ValueError as error:
         raise ValueError(f"must fit {name}: {error}") from None
 
@@ -258,7 +258,7 @@ def _library_classes() -> dict[str, type]:
 
 
 def _derived_classes() -> dict[str, type]:
-    """The user's own classes, derived from the bases of dgemma. The latest definition of each full name counts."""
+    """The user's subclasses of dgemma's base classes. If a full name was defined twice, the latest class is used."""
     found: dict[str, type] = {}
     pending: list[type] = [Sampler, StopRule, Noise, Schedule]
     while pending:

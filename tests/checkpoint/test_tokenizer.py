@@ -357,7 +357,7 @@ def test_tokens_that_the_config_alone_lists_are_read_as_transformers_does(words_
 @pytest.mark.parametrize(
     ("listed", "sentence"),
     [
-        (_listed(**{"<mask>": (9, {})}), r"must go on from the ids of tokenizer\.json, got '<mask>' at 9 for 7 in"),
+        (_listed(**{"<mask>": (9, {})}), r"must continue the ids of tokenizer\.json, got '<mask>' at 9 instead of 7"),
         ({"7": "<mask>"}, r"must hold a token's content and flags by its id, got '<mask>' at '7' in"),
         ({"seven": {"content": "<mask>"}}, r"must hold a token's content and flags by its id, got .* at 'seven' in"),
     ],

@@ -300,7 +300,7 @@ def test_an_error_names_a_few_wrong_tensors_and_counts_the_others(folder):
         DiffusionGemma.from_pretrained(folder)
     lines = str(error.value).split("\n  ")
     assert lines[1:3] == [
-        "ModelConfig.layer_types must have 'full_attention' at [2], stored without v_proj, got it at [].",
+        "ModelConfig.layer_types must have 'full_attention' at [2] (stored without v_proj), got it at [].",
         "ModelConfig.num_hidden_layers must be 3, as stored, got 4.",
     ]
     # The third layer, sliding by this config, has q, o and both norms of other heads and no v: five. The fourth is not

@@ -36,7 +36,7 @@ def test_m_accepts_the_folder_of_a_trained_model(command, checkpoint, words, tmp
     for words_of_run in (("generate", "-m", tmp_path, "Hi"), ("info", tmp_path)):
         ran = command(*words_of_run)
         assert ran.code == 2
-        assert f"is the folder of a training run. Name its result, {tmp_path / 'final'}." in ran.err
+        assert f"is the folder of a training run. Use its result, {tmp_path / 'final'}." in ran.err
 
 
 @pytest.mark.parametrize(

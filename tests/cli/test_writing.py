@@ -159,7 +159,9 @@ def test_the_noise_is_the_checkpoints_by_default_and_another_gives_a_warning(com
     assert own == named
     assert own.err == ""
     other = command(*words[:-1], "--noise", "uniform", "Once")
-    assert caplog.messages == ["The checkpoint learnt mask noise; under uniform noise it guesses."]
+    assert caplog.messages == [
+        "The checkpoint was trained under mask noise; its predictions are unreliable under uniform noise."
+    ]
     assert json.loads(other.out)["tokens"] != json.loads(own.out)["tokens"]
 
 

@@ -295,7 +295,7 @@ def test_pure_noise_is_refused_under_a_schedule_that_begins_with_less(kind):
     }[kind]
     prompt = torch.tensor([[2, 7]])
     options = {"noise": noise, "sampler": dgemma.Ancestral(), "steps": 2, "progress": False}
-    refusal = re.escape("generate noise must have a schedule that begins in pure noise, got level 0.5 at t = 1 from")
+    refusal = re.escape("generate noise must have a schedule that starts from pure noise, got level 0.5 at t = 1 from")
     for canvas in (None, torch.full((1, length), -1), torch.full((1, length - 1), 7)):
         with pytest.raises(ValueError, match=refusal):
             dgemma.generate(model, prompt, max_new_tokens=length, canvas=canvas, **options)

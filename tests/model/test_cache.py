@@ -110,7 +110,7 @@ def test_nothing_new_leaves_the_cache_as_it_is(model):
     model.encode(torch.zeros(2, 0, dtype=torch.long), cache)
     assert model.causal_logits(torch.zeros(2, 0, dtype=torch.long), cache).shape == (2, 0, 512)
     assert torch.equal(predict(model, cache, canvas_for(2)), before)
-    with pytest.raises(ValueError, match="canvas must hold something"):
+    with pytest.raises(ValueError, match="canvas must not be empty"):
         model.denoise(torch.zeros(2, 0, dtype=torch.long), cache)
 
 

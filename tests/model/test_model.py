@@ -231,7 +231,9 @@ def test_building_a_model_seeds_with_torch_and_a_copy_is_independent():
 
 def test_calling_the_model_points_to_generate():
     model = DiffusionGemma(dgemma.presets.tiny(), device="meta")
-    with pytest.raises(TypeError, match=r"encode\(tokens\) reads.*dgemma\.generate\(model, prompt_tokens\)"):
+    with pytest.raises(
+        TypeError, match=r"Read a prefix with encode\(tokens\).*dgemma\.generate\(model, prompt_tokens\)"
+    ):
         model(torch.zeros(1, 3, dtype=torch.long))
     with pytest.raises(AttributeError, match=r"Call dgemma\.generate\(model, prompt_tokens\)"):
         _ = model.generate

@@ -225,7 +225,9 @@ def test_another_noise_than_the_checkpoint_learnt_gives_one_warning(caplog):
     assert caplog.messages == []
     for _ in range(2):
         dgemma.generate(model, prompt, noise=dgemma.UniformNoise(512), **knobs)
-    assert caplog.messages == ["The checkpoint learnt mask noise; under uniform noise it guesses."]
+    assert caplog.messages == [
+        "The checkpoint was trained under mask noise; its predictions are unreliable under uniform noise."
+    ]
 
 
 def test_driving_step_by_hand_equals_generate():

@@ -16,9 +16,9 @@ _HEADS = {SLIDING: ("head_dim", "num_key_value_heads"), FULL: ("global_head_dim"
 
 
 def contradictions(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Return a sentence for every field that differs from the shapes of the stored tensors, under our names.
+    """Return a sentence for every field that contradicts `shapes`, the stored shapes by our tensor names.
 
-    Example: `contradictions(config, {"embed_tokens.weight": (512, 64)})` is [] where the config says 512 and 64.
+    Example: `contradictions(config, {"embed_tokens.weight": (512, 64)})` is [] if the config has 512 and 64.
     """
 
     def size(name: str, dim: int) -> int:
@@ -30,27 +30,27 @@ def contradictions(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -
     numbers = {int(match[1]) for match in found if match}
     stored["num_hidden_layers"] = {
         len(numbers) if numbers == set(range(len(numbers))) else 0
-    }  # otherwise some are missing
+    }  # 0 if some layers are missing
     attentions = {layer: f"layers.{layer}.self_attn" for layer in range(config.num_hidden_layers)}
     layers = [layer for layer, name in attentions.items() if f"{name}.q_proj.weight" in shapes]
     heads = {layer: size(f"{attentions[layer]}.q_norm.weight", 0) for layer in layers}
-    said, kinds = config.layer_types, {}
+    types, kinds = config.layer_types, {}
     for layer in layers:
         kinds[layer] = SLIDING if f"{attentions[layer]}.v_proj.weight" in shapes else FULL
-        if heads[layer] == getattr(config, _HEADS[said[layer]][0]):
-            kinds[layer] = said[layer]  # its heads fit the config, so v_proj is missing or superfluous
-    full, said_full = ([layer for layer in layers if kind[layer] == FULL] for kind in (kinds, said))
+        if heads[layer] == getattr(config, _HEADS[types[layer]][0]):
+            kinds[layer] = types[layer]  # its heads fit the config, so v_proj is missing or superfluous
+    full, config_full = ([layer for layer in layers if kind[layer] == FULL] for kind in (kinds, types))
     sentences = []
-    if full == said_full:
+    if full == config_full:
         for layer in layers:
-            head_dim, num_kv_heads = _HEADS[said[layer]]
+            head_dim, num_kv_heads = _HEADS[types[layer]]
             stored.setdefault(head_dim, set()).add(heads[layer])
             for field, projection in (("num_attention_heads", "q_proj"), (num_kv_heads, "k_proj")):
                 rows = size(f"{attentions[layer]}.{projection}.weight", 0)
                 stored.setdefault(field, set()).add(rows // heads[layer] if heads[layer] else 0)
     else:
         sentences.append(
-            f"ModelConfig.layer_types must have {FULL!r} at {full}, stored without v_proj, got it at {said_full}."
+            f"ModelConfig.layer_types must have {FULL!r} at {full} (stored without v_proj), got it at {config_full}."
         )
     for field, sizes in stored.items():
         sizes.discard(0)

@@ -149,7 +149,7 @@ class Tokenizer(ABC):
         ids = [as_int(token) for token in listed] if isinstance(listed, list) else [None]
         if None in ids:
             raise ValueError(
-                "Tokenizer.decode tokens must be one row (N,) of ids, got something else. See decode_batch."
+                "Tokenizer.decode tokens must be one row (N,) of ids, got something else. Use decode_batch for several."
             )
         hidden = self._frame if skip_special else frozenset()
         return self._decode([token for token in ids if token is not None and token not in hidden])
@@ -216,8 +216,8 @@ class PretrainedTokenizer(Tokenizer):
         file = self._folder / "tokenizer.json"
         if not file.is_file():
             raise FileNotFoundError(
-                f"{file} does not exist: this checkpoint reads no text, or has lost its tokenizer. Copy that there, or "
-                "use ByteTokenizer() for a model trained on bytes."
+                f"{file} does not exist: this checkpoint has no tokenizer. Copy its tokenizer.json there, or use "
+                "ByteTokenizer() for a model trained on bytes."
             )
         try:
             self._pieces = tokenizers.Tokenizer.from_file(str(file))
@@ -261,13 +261,13 @@ class PretrainedTokenizer(Tokenizer):
                 ) from None
         listed = dict(sorted(listed.items()))
         new = {id: token for id, token in listed.items() if self._pieces.token_to_id(token.content) is None}
-        self._pieces.add_tokens(list(listed.values()))  # in one call, because each call rebuilds the search
+        self._pieces.add_tokens(list(listed.values()))  # in one call, because each call rebuilds the matcher
         for listed_id, token in new.items():
             found = self._pieces.token_to_id(token.content)
             if found != listed_id:
                 raise ValueError(
-                    "Tokenizer.added_tokens_decoder must go on from the ids of tokenizer.json, "
-                    f"got {token.content!r} at {listed_id} for {found} in {file}. Download both files again."
+                    "Tokenizer.added_tokens_decoder must continue the ids of tokenizer.json, "
+                    f"got {token.content!r} at {listed_id} instead of {found} in {file}. Download both files again."
                 )
 
     def encode(self, text: str, *, bos: bool = True) -> list[int]:
@@ -282,7 +282,7 @@ class PretrainedTokenizer(Tokenizer):
     @property
     def has_chat_template(self) -> bool:
         if not self._names_template and not any((self._folder / name).exists() for name in _TEMPLATES):
-            return False  # known without the seconds that it takes to import transformers
+            return False  # without importing transformers, which takes seconds
         return self._hf.chat_template is not None
 
     def save_pretrained(self, path: str | Path) -> None:
@@ -302,7 +302,7 @@ class PretrainedTokenizer(Tokenizer):
 
     @cached_property
     def _hf(self) -> Any:
-        from transformers import AutoTokenizer  # seconds of imports, which plain text need not wait for
+        from transformers import AutoTokenizer  # here, because the import takes seconds and only chats need it
 
         return AutoTokenizer.from_pretrained(str(self._folder), trust_remote_code=False)
 
@@ -386,7 +386,7 @@ class ByteTokenizer(Tokenizer):
     def _render(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         if options["tools"]:
             raise ValueError(
-                "ByteTokenizer.chat tools must be None: its template has no tools. Use a checkpoint's own."
+                "ByteTokenizer.chat tools must be None: its template has no tools. Use the tokenizer of a checkpoint."
             )
         if not all(isinstance(message.get("content"), str) for message in messages):
             raise ValueError("ByteTokenizer.chat content must be a string in every message, got something else.")
@@ -416,7 +416,7 @@ def _require_text(text: Any) -> None:
 
 
 def _without_thought(message: Message) -> dict[str, Any]:
-    """Return a message of the history: without the thought channel of a model turn."""
+    """Return a message for the history. The thought channel of a model turn is removed."""
     content = message.get("content")
     if message.get("role") not in ("assistant", "model") or content is None:
         return dict(message)

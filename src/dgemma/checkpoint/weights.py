@@ -33,9 +33,15 @@ logger = logging.getLogger("dgemma")
 _ASSETS = Path(__file__).parents[1] / "assets"
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
-_OWN_DEFAULTS = ("noise", "sampler")  # of GenerationDefaults, in config.json
-_MOST_NAMED = 5  # tensors or files, in an error
-_SIGNS = ("config.json", "tokenizer.json", "tokenizer_config.json", _SINGLE_FILE, _INDEX_FILE)  # of a checkpoint
+_OWN_DEFAULTS = ("noise", "sampler")  # fields of GenerationDefaults that are stored in config.json
+_MOST_NAMED = 5  # the most tensors or files that an error names
+_SIGNS = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    _SINGLE_FILE,
+    _INDEX_FILE,
+)  # a checkpoint has one
 _CHECKPOINT_FILES = ("*.safetensors", "*.json", "*.jinja")
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _VISION = re.compile(r"(?:model\.)?(?:encoder\.)?(vision_tower|embed_vision|audio_tower|embed_audio)\.")
@@ -86,15 +92,15 @@ def resolve(path_or_repo: str | Path, files: Sequence[str] = _CHECKPOINT_FILES) 
     folder = Path(path_or_repo).expanduser()
     if str(path_or_repo) and folder.is_dir():
         if not (folder / "config.json").is_file() and (folder / "final" / "config.json").is_file():
-            raise FileNotFoundError(f"{folder} is the folder of a training run. Name its result, {folder / 'final'}.")
+            raise FileNotFoundError(f"{folder} is the folder of a training run. Use its result, {folder / 'final'}.")
         if not any((folder / name).is_file() for name in _SIGNS):
             raise FileNotFoundError(
-                f"{folder} holds no checkpoint: there is no config.json. Give a checkpoint folder or owner/name."
+                f"{folder} holds no checkpoint: there is no config.json. Pass a checkpoint folder or owner/name."
             )
         return folder
     if isinstance(path_or_repo, Path) or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path_or_repo):
         raise FileNotFoundError(
-            f"{str(path_or_repo)!r} is neither a folder nor a hub id. Give a checkpoint folder or owner/name."
+            f"{str(path_or_repo)!r} is neither a folder nor a hub id. Pass a checkpoint folder or owner/name."
         )
     owner, name = path_or_repo.split("/")
     if owner == "dgemma":
@@ -118,17 +124,17 @@ def load_pretrained(
     device: torch.device | str = "cpu",
     conventions: Conventions | None = None,
 ) -> "Model":
-    """Build `cls` from a checkpoint folder or hub id, or raise one error.
+    """Build `cls` from a checkpoint folder or hub id. One error lists everything that does not fit.
 
-    All headers are checked before the first weight is read. Then each weight goes straight to `device` and `dtype`, so
-    that there is never a second copy of the model. dtype None means that of the embedding; for checkpoints that ship
-    with dgemma it means float32, because they are stored in bfloat16 only to be small, which most CPUs compute slowly.
+    All headers are checked before the first weight is read. Each weight is read directly to `device` and `dtype`, so
+    there is never a second copy of the model. dtype None means the dtype of the embedding. Checkpoints that ship with
+    dgemma are stored in bfloat16 to be small, which most CPUs compute slowly; for them None means float32.
 
     Example: `load_pretrained(DiffusionGemma, "path/to/checkpoint", dtype=torch.bfloat16, device="cuda")`.
     """
     dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
     if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise ValueError(f"from_pretrained dtype must be a torch dtype, got {dtype!r}. Use torch.bfloat16, say.")
+        raise ValueError(f"from_pretrained dtype must be a torch dtype, got {dtype!r}. An example is torch.bfloat16.")
     folder = resolve(path_or_repo)
     if dtype is None and folder.parent == _ASSETS:
         dtype = torch.float32
@@ -229,12 +235,12 @@ class _Plan:
 def _plan(
     config: ModelConfig, expected: Mapping[str, Tensor], stored: Mapping[str, Stored], *, plain_gemma4: bool
 ) -> _Plan:
-    """Match the model's tensors with those in the files; raise one error for all that do not fit, causes first."""
+    """Match the model's tensors with those in the files. One error lists all mismatches, wrong config fields first."""
     primary: dict[str, str] = {}
     ties: list[tuple[str, str]] = []
     found: dict[str, tuple[int, ...]] = {}
     problems: list[str] = []
-    # The decoder's tensor counts; encoder copies and a stored head only repeat it.
+    # The decoder's tensor is used; encoder copies and a stored head must be equal to it.
     for name in sorted(stored, key=lambda n: (n.startswith(("model.encoder.", "encoder.", "lm_head.")), n)):
         if _VISION.match(name):
             continue
@@ -260,7 +266,7 @@ def _plan(
 
 
 def _first(items: list[str]) -> list[str]:
-    """Return the first few names, which suffice in an error."""
+    """Shorten a list of names for an error message."""
     return items if len(items) <= _MOST_NAMED else [*items[:_MOST_NAMED], f"and {len(items) - _MOST_NAMED} more"]
 
 
@@ -310,7 +316,7 @@ def _start_self_conditioning(
 def _give_notices(plan: _Plan, state: Mapping[str, Tensor], config: ModelConfig) -> None:
     if plan.vision:
         logger.warning(
-            "Skipped %d vision tensors: dgemma reads text; save_pretrained carries them on.", len(plan.vision)
+            "Skipped %d vision tensors, because dgemma reads only text. save_pretrained copies them.", len(plan.vision)
         )
     if plan.fresh:
         logger.warning("The checkpoint is a plain Gemma 4; newly initialised: %s.", ", ".join(plan.fresh))
@@ -328,8 +334,8 @@ def save_pretrained(model: "DiffusionGemma", path: str | Path, *, max_shard_size
     Vision tensors of the model's checkpoint are copied unchanged: transformers would fill missing ones with random
     weights, and images would silently stop working. Other files in the folder stay.
 
-    New files are written next to the old ones, and one rename activates them. So a process that is killed leaves the
-    old weights or the new ones. If the config differs too, there are two renames.
+    New files are written next to the old ones, and one rename activates them. If the process is killed, the folder
+    holds the old weights or the new ones. If the config differs too, there are two renames.
 
     Example: `save_pretrained(model, "checkpoint", max_shard_size="2GB")`.
     """
@@ -379,8 +385,8 @@ def _tensors_to_save(model: "DiffusionGemma") -> dict[str, Tensor]:
     needed = type(model)(model.config, device="meta").state_dict().keys()
     if state.keys() != needed:
         raise ValueError(
-            "DiffusionGemma.save_pretrained must find exactly the published tensors, "
-            f"got also {_first(sorted(state.keys() - needed))} and not {_first(sorted(needed - state.keys()))}. "
+            "DiffusionGemma.save_pretrained must find exactly the published tensors, got "
+            f"{_first(sorted(state.keys() - needed))} extra and {_first(sorted(needed - state.keys()))} missing. "
             "Merge adapters first."
         )
     tensors = {published_name(name): weight for name, weight in state.items()}
@@ -389,7 +395,7 @@ def _tensors_to_save(model: "DiffusionGemma") -> dict[str, Tensor]:
     try:
         stored = read_headers(model.vision_source)
     except (OSError, ValueError) as error:  # a training run must not fail to save because of this
-        logger.warning("Saved without vision tensors, which transformers will draw at random: %s", error)
+        logger.warning("Saved without vision tensors, so transformers will initialise them at random: %s", error)
         return tensors
     for name, entry in stored.items():
         kind = _VISION.match(name)
@@ -421,7 +427,7 @@ def _num_bytes(size: int | str) -> int:
 
 
 def _free_names(folder: Path, num_shards: int) -> list[str]:
-    """Return file names for the shards: the usual ones, or others if the current checkpoint uses those."""
+    """Return file names for the shards that the current checkpoint does not use: the usual ones if possible."""
     if num_shards == 1:
         return [_SINGLE_FILE]
     save = 0

@@ -11,7 +11,7 @@ from dgemma.diffusion.state import DenoiseState
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """The sampler's answer: next canvas = where(write, tokens, where(renoise, noise, canvas)); all (B, C).
+    """The sampler's decision: next canvas = where(write, tokens, where(renoise, noise, canvas)); all (B, C).
 
     Example: `Decision(tokens=prediction.argmax, write=state.open, renoise=torch.zeros_like(state.open))`.
     """

@@ -190,7 +190,7 @@ class Prediction:
         return statistics
 
     def _may_keep(self) -> bool:
-        """Results without an autograd graph must not be kept for readers that need one."""
+        """Return False if a cached result would lack the autograd graph that a later caller may need."""
         return torch.is_grad_enabled() or not self._unshaped.requires_grad
 
     def _shaped(self, positions: slice) -> Tensor:
@@ -288,7 +288,7 @@ def _inverse_cdf(logits: Tensor, u: Tensor) -> Tensor:
 
 
 def _first_above(ends: Tensor, target: Tensor) -> Tensor:
-    """Index of the first cell whose end is above target; the last cell with a width if rounding passed all ends."""
+    """Index of the first cell that ends above target. If rounding leaves none, the last cell that is not empty."""
     last = (ends < ends[..., -1:]).sum(-1, keepdim=True)
     return torch.minimum(torch.searchsorted(ends, target, right=True), last)
 

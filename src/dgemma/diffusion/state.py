@@ -1,7 +1,7 @@
-"""The state of a canvas during denoising: tensors only, so that a step is a pure function of it.
+"""The state of a canvas during denoising. A step is a pure function of it.
 
-Read it, change a field with `dataclasses.replace`, splice rows of one state into another, or save it. The noise process
-is no tensor: it is a frozen value that never changes inside a canvas.
+Read it, change a field with `dataclasses.replace`, splice rows of one state into another, or save it. All fields are
+tensors except the noise process, a frozen value that never changes within a canvas.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,10 +21,10 @@ from dgemma.diffusion.prediction import Prediction
 class DenoiseState:
     """One batch of canvases in the middle of denoising. B rows, C positions.
 
-    `open` marks positions that are still undecided. It shrinks if commits persist. A sampler that decides everything
-    again at each step, like the published one, keeps all positions open that are not frozen. `frozen` positions never
-    change. `noise_level` is 1 - α before the step, `next_noise_level` after it. Every field is carried through a step,
-    also one that a subclass adds.
+    `open` marks positions that are still undecided; a commit that persists closes its position. A sampler that decides
+    everything again at each step, like the published one, keeps all unfrozen positions open. `frozen` positions never
+    change. `noise_level` is 1 - α before the step, `next_noise_level` after it. A step keeps all other fields,
+    including those that a subclass adds.
 
     Example: `replace(state, temperature=torch.full_like(state.temperature, 0.5))`.
     """
@@ -41,7 +41,7 @@ class DenoiseState:
     next_noise_level: Tensor  # (B,) float64
     temperature: Tensor  # (B,) float32
     seeds: Tensor  # (B,) int64
-    rows: Tensor  # (B,) int64: the rows of the whole batch that these are
+    rows: Tensor  # (B,) int64: row numbers in the whole batch
     noise: Noise
     awaited: Tensor | None = None  # (B, C) bool: positions that decide the end; None means all
     allowed: Tensor | None = None  # (B or 1, C or 1, V) bool; None allows everything
@@ -50,7 +50,7 @@ class DenoiseState:
     stop_memory: Any = None  # of the stop rule
     injected: Mapping[str, Tensor] = field(default_factory=dict)  # purpose → (B, C) uniforms that replace draws
 
-    draw = staticmethod(draws.uniform)  # an engine may replace it with one of the same bits
+    draw = staticmethod(draws.uniform)  # an engine may use another function that returns the same bits
 
     @property
     def batch_size(self) -> int:
@@ -65,7 +65,7 @@ class DenoiseState:
         return self.canvas.device
 
     def select(self, rows: Tensor) -> "DenoiseState":
-        """Select rows of the state: rows (R,) int64 → batch size R. Tensors in memory must have rows first.
+        """Select rows of the state: rows (R,) int64 → batch size R. Tensors in `memory` must be batch-first.
 
         Example: `state.select(torch.tensor([0, 2]))`.
         """
@@ -75,7 +75,7 @@ class DenoiseState:
         return replace(selected, allowed=self.allowed.index_select(0, rows))
 
     def splice(self, rows: Tensor, donor: "DenoiseState") -> "DenoiseState":
-        """Replace `rows` (R,) by the rows of a donor of batch size R: transplant another run's canvas.
+        """Replace `rows` (R,) by the rows of a donor of batch size R, for example from another run.
 
         Seeds, clock, allowed tokens and memory come from the donor. The field `rows` stays.
 
@@ -133,9 +133,9 @@ def _row_tensors(state: DenoiseState) -> list[Tensor]:
 
 
 def watch(*tensors: Tensor) -> Callable[[], bool]:
-    """Return a function that tells whether any of these tensors was written into since. Nothing runs on the device.
+    """Return a function that returns True if a tensor has been written since this call. Nothing runs on the device.
 
-    Tensors made under `torch.inference_mode` do not count their writes, so the answer for them is always True.
+    Tensors made under `torch.inference_mode` do not count writes, so the result for them is always True.
 
     Example: `written = watch(state.done); state.done.fill_(True); written()` is True.
     """

@@ -1,4 +1,4 @@
-"""Attention of new tokens over the cached prefix and themselves, in both of the model's modes."""
+"""Attention of new tokens over the cached prefix and themselves, causal or bidirectional."""
 
 from functools import cache
 from typing import Any, Literal
@@ -19,8 +19,8 @@ Mask = Tensor | BlockMask | Literal["causal"]
 def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Mask | None) -> Tensor:
     """Return softmax(q·k) v with scale 1: queries (B, T, N, H), keys and values (B, K, S, H) → (B, T, N, H).
 
-    mask: (B, 1, T or 1, S), True where a query looks, or None for everywhere. A `BlockMask` says the same and lets
-    FlexAttention skip masked blocks. "causal": at keys up to its own position, with T = S; the fastest form.
+    mask: (B, 1, T or 1, S), True where a query sees a key; None means everywhere. With a `BlockMask`, FlexAttention
+    skips masked blocks. "causal" requires T = S and is fastest: a query sees keys up to its own position.
     """
     if isinstance(mask, BlockMask):
         return _attend_in_blocks(queries, keys, values, mask)
@@ -30,7 +30,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Mask | None) -> 
     q = rearrange(queries, "b t (k g) h -> (b k) g t h", k=num_kv_heads)
     k, v = (x.flatten(0, 1)[:, None].expand(-1, group, -1, -1) for x in (keys, values))
     if queries.is_cuda:
-        # Not here: torch's memory-efficient kernel misreads shared keys of some lengths (pytorch issue 191937).
+        # Copied on CUDA: torch's memory-efficient kernel misreads shared keys of some lengths (pytorch issue 191937).
         k, v = k.contiguous(), v.contiguous()
     if isinstance(mask, Tensor):
         mask = mask.expand(batch, num_kv_heads, *mask.shape[2:]).reshape(batch * num_kv_heads, 1, *mask.shape[2:])
@@ -41,7 +41,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Mask | None) -> 
 
 
 def _attend_in_blocks(queries: Tensor, keys: Tensor, values: Tensor, mask: BlockMask) -> Tensor:
-    # On a CPU it is not compiled: slow but exact.
+    # FlexAttention is not compiled on a CPU: slow but exact.
     attention = _flex_attention(queries.device.type)
     q, k, v = (x.to(values.dtype) for x in (queries.transpose(1, 2), keys, values))
     out: Tensor = attention(q, k, v, block_mask=mask, scale=1.0, enable_gqa=True)

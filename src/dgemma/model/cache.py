@@ -28,15 +28,15 @@ class Cache(Protocol):
     def batch_size(self) -> int: ...
     @property
     def lengths(self) -> Tensor:
-        """The tokens of each row, (B,) int64, on the device."""
+        """The number of tokens per row, (B,) int64, on the device."""
 
     @property
     def num_slots(self) -> int:
-        """The tokens of the longest row, known to the host."""
+        """The number of tokens of the longest row, known to the host."""
 
     @property
     def num_seen(self) -> int:
-        """The tokens read so far, padding included: the width of their attention mask."""
+        """The number of tokens read so far, including padding: the width of their attention mask."""
 
     def clone(self) -> Self:
         """An independent copy: extending one leaves the other unchanged. Marks stay with the original."""
@@ -46,7 +46,7 @@ class Cache(Protocol):
 
     @classmethod
     def join(cls, parts: Sequence[tuple[Tensor, Any]]) -> Self:
-        """One cache from several: each part has the cache of some rows (R,), and together they are the batch."""
+        """Join caches into one. A part is row numbers (R,) and their cache; together the parts cover the batch."""
 
     def mark(self) -> Any:
         """Remember this boundary, to roll back to it later."""
@@ -69,8 +69,8 @@ class CacheMark:
 class LayerCache:
     """Keys and values of one layer, (B, K, capacity, H) each.
 
-    `window` is what a causal query sees, itself included, and `keep` how many tokens are remembered for later ones;
-    both None in a full layer.
+    `window` is the number of tokens that a causal query sees, including itself. `keep` is the number of tokens kept for
+    later queries. Both are None in a full layer.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, window: int | None, keep: int | None) -> None:
@@ -89,7 +89,7 @@ class LayerCache:
         return self.keys[:, :, :filled], self.values[:, :, :filled]
 
     def append(self, keys: Tensor, values: Tensor, num_slots: int, order: Tensor | None) -> None:
-        """Add T tokens after `num_slots` slots. order (B, S'): which of old + new go where, if rows are ragged."""
+        """Add T tokens after `num_slots` slots. For ragged rows, order (B, S') indexes old + new tokens."""
         self.keys = self._append(self.keys, keys, num_slots, order)
         self.values = self._append(self.values, values, num_slots, order)
 
@@ -164,7 +164,7 @@ class PrefixCache:
         ragged = self.ragged or real is not None
         num_slots = self.num_slots + num_new
         if counts is not None and not torch.compiler.is_compiling():
-            num_slots = int((self.lengths + counts).max())  # padding needs no slots; under compilation keep the bound
+            num_slots = int((self.lengths + counts).max())  # without padding; a compiled graph uses the upper bound
         orders: dict[int | None, Tensor | None] = {}
         for layer, (keys, values) in zip(self.layers, new, strict=True):
             if layer.keep not in orders:
@@ -175,19 +175,19 @@ class PrefixCache:
         self.num_seen += num_new
 
     def _order(self, layer: LayerCache, num_new: int, num_slots: int, real: Tensor | None) -> Tensor:
-        """For each row and slot, which of (old slots, new tokens) belongs there: (B, S')."""
+        """The index of the old slot or new token that each new slot gets, per row: (B, S')."""
         old = torch.arange(layer.num_filled(self.num_slots), device=self.lengths.device)
         if real is None:
             real = torch.ones(self.batch_size, num_new, dtype=torch.bool, device=self.lengths.device)
         valid = torch.cat((old < layer.filled(self.lengths)[:, None], real), dim=1)
         in_order = (~valid).to(torch.uint8).sort(dim=1, stable=True).indices  # the row's tokens first, in order
         num_valid = valid.sum(1, keepdim=True)
-        first = num_valid - layer.filled(num_valid)  # a sliding layer forgets the oldest
+        first = num_valid - layer.filled(num_valid)  # a sliding layer drops the oldest
         slot = torch.arange(layer.num_filled(num_slots), device=self.lengths.device)
         return in_order.gather(1, (first + slot).clamp(max=in_order.shape[1] - 1))
 
     def mark(self) -> CacheMark:
-        """Remember this boundary, to roll this cache back to it. Costs no memory until sliding layers move on."""
+        """Remember this boundary, to roll back to it later. It takes memory only once sliding layers get new tokens."""
         windows = [None if layer.keep is None else (layer.keys, layer.values) for layer in self.layers]
         mark = CacheMark(self.lengths, self.num_slots, self.num_seen, self.ragged, windows)
         self._marks.append(mark)
@@ -216,7 +216,7 @@ class PrefixCache:
 
     @classmethod
     def join(cls, parts: Sequence[tuple[Tensor, Any]]) -> Self:
-        """Join caches: each part is the rows (R,) of the batch and their cache; together they are all rows.
+        """Join caches into one. A part is row numbers (R,) and their cache; together the parts cover the batch.
 
         Example: `PrefixCache.join([(torch.tensor([1]), one), (torch.tensor([0, 2]), two)])` has batch size 3.
         """
@@ -247,7 +247,7 @@ def drop_later(marks: list[CacheMark], mark: CacheMark) -> None:
     """Remove the marks taken after `mark`, which must be among them."""
     if not any(known is mark for known in marks):
         raise ValueError(
-            "PrefixCache.rollback must get a mark of this cache that no earlier rollback has passed. "
+            "PrefixCache.rollback must get a mark of this cache that no earlier rollback has removed. "
             "Call cache.mark() at each boundary you want to return to."
         )
     while marks[-1] is not mark:
@@ -255,7 +255,7 @@ def drop_later(marks: list[CacheMark], mark: CacheMark) -> None:
 
 
 def _grow(buffer: Tensor, num_used: int, num_needed: int) -> Tensor:
-    """Return a buffer with room for `num_needed` slots, and spare room if it had grown before."""
+    """Return a buffer with room for `num_needed` slots, at least `_GROWTH` times as large as before."""
     capacity = max(num_needed, int(buffer.shape[2] * _GROWTH))
     grown = buffer.new_zeros(*buffer.shape[:2], capacity, buffer.shape[3])
     grown[:, :, :num_used] = buffer[:, :, :num_used]

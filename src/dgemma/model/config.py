@@ -78,7 +78,7 @@ class ModelConfig:
     bos_token_id: int = 2
     eos_token_id: int = 1
     noise_conditioning: bool = False  # an input for the noise level; the published model has none
-    vision_config: Mapping[str, Any] | None = field(default=None, hash=False)  # kept for saving, never built
+    vision_config: Mapping[str, Any] | None = field(default=None, hash=False)  # saved again, but not built
     carried: Mapping[str, Any] = field(default_factory=dict, hash=False)  # other published top-level fields
 
     def __post_init__(self) -> None:
@@ -99,7 +99,7 @@ class ModelConfig:
         require_field(self.sliding_window >= 2, self, "sliding_window", "be at least 2 (a query and one key before it)")
         for kv, head in (("num_key_value_heads", "head_dim"), ("num_global_key_value_heads", "global_head_dim")):
             require_field(self.num_attention_heads % getattr(self, kv) == 0, self, kv, "divide num_attention_heads")
-            require_field(getattr(self, head) % 2 == 0, self, head, "be even, since rope rotates pairs")
+            require_field(getattr(self, head) % 2 == 0, self, head, "be even, because rope rotates pairs")
         for kind in sorted(set(self.layer_types)):
             _check_rope(self.rope_parameters, kind)
 

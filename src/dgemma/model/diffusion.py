@@ -1,6 +1,7 @@
 """DiffusionGemma: one stack of weights that reads a prefix causally and denoises a canvas against it.
 
-The meaning of the model, in plain PyTorch with autograd; `dgemma_kernels.accelerate` gives the same seam at speed.
+This is the reference, in plain PyTorch with autograd. `dgemma_kernels.accelerate` returns a faster denoiser with the
+same interface.
 """
 
 from collections.abc import Callable, Sequence
@@ -73,7 +74,7 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
         self.recompute_activations = False  # activation checkpointing: less memory, one more forward
         device = torch.device(device) if device is not None else torch.get_default_device()
         with torch.device("meta"):
-            # Of a table given: drawing one on the meta device would import torch's compiler, which takes seconds.
+            # From an existing table: initialising one on the meta device would import torch's compiler for seconds.
             table = torch.empty(config.vocab_size, config.hidden_size)
             self.embed_tokens = nn.Embedding.from_pretrained(table, freeze=False)
             self.layers = nn.ModuleList(
@@ -109,7 +110,7 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
         device: torch.device | str = "cpu",
         conventions: Conventions | None = None,
     ) -> Self:
-        """Load a checkpoint folder or hub id; dtype None keeps the files' own. Never pickle, never remote code.
+        """Load a checkpoint folder or hub id, without pickle or remote code. dtype None keeps the stored dtype.
 
         Example: `DiffusionGemma.from_pretrained("google/diffusiongemma-26B-A4B-it", device="cuda")`.
         """
@@ -124,9 +125,9 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
         save_pretrained(self, path, max_shard_size=max_shard_size)
 
     def forward(self, *args: object, **options: object) -> NoReturn:
-        """Refuse: `encode` and `denoise` are two modes without a common forward."""
+        """Raise, because `encode` and `denoise` have no common forward."""
         raise TypeError(
-            "DiffusionGemma is not called: encode(tokens) reads, denoise(canvas, cache) predicts. "
+            "DiffusionGemma has no forward. Read a prefix with encode(tokens), predict with denoise(canvas, cache). "
             "Write text with dgemma.generate(model, prompt_tokens)."
         )
 
@@ -162,8 +163,8 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
     ) -> PrefixCache:
         """Read tokens (B, P) causally into a prefix cache; a given cache is extended in place and returned.
 
-        attention_mask (B, cached + P), or (B, P) for the new tokens alone, is 1 for real tokens and 0 for padding, on
-        whichever side.
+        attention_mask (B, cached + P), or (B, P) for the new tokens alone, is 1 for real tokens and 0 for padding.
+        Padding may be on either side.
 
         Example: `cache = model.encode(prompt_tokens)`.
         """
@@ -195,10 +196,9 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
     ) -> Prediction:
         """Predict every position of canvas (B, C) at once, each seeing the prefix and the whole canvas.
 
-        self_cond: last step's (shaped) Prediction or logits (B, C, V); self_cond_mask (B,) switches it per row, where
-        "off" is a zero signal. noise_level, (B,) or one per position (B, C), is for a model with
-        `config.noise_conditioning`; others, the published one among them, do not look at it. The cache is read, never
-        changed.
+        self_cond: last step's (shaped) Prediction or logits (B, C, V). Rows with self_cond_mask (B,) False get a zero
+        signal. noise_level, (B,) or (B, C), is for models with `config.noise_conditioning`; others, including the
+        published one, ignore it. The cache is read, never changed.
 
         Example: `model.denoise(canvas, cache, self_cond=prediction.shaped(temperature=0.8)).entropy`.
         """
@@ -293,13 +293,14 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
     def embed_canvas(self, canvas: Tensor, signal: Tensor | None = None, noise_level: Tensor | None = None) -> Tensor:
         """Return the layers' input for a canvas (B, C), a self-conditioning signal (B, C, D) and a level → (B, C, D).
 
-        noise_level is (B,), or (B, C) where positions have levels of their own.
+        noise_level is (B,), or (B, C) for one level per position.
         """
         embedded = self.embed(canvas)
         if self.noise_level_embedding is not None:
             if noise_level is None:
                 raise ValueError(
-                    "DiffusionGemma.denoise noise_level must be given, (B,), since config.noise_conditioning is on."
+                    "DiffusionGemma.denoise noise_level must be a tensor (B,) or (B, C), got None. "
+                    "config.noise_conditioning is on, so the model needs it."
                 )
             level = self.noise_level_embedding(noise_level)
             embedded = embedded + (level[:, None] if noise_level.dim() == 1 else level)
@@ -357,7 +358,7 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
         """Check tokens (B, T), the prefix's or a canvas's, against the cache they are read with."""
         _check_ids(tokens, name)
         if tokens.shape[0] == 0 or (name == "canvas" and tokens.shape[1] == 0):
-            raise ValueError(f"DiffusionGemma {name} must hold something, got shape {tuple(tokens.shape)}.")
+            raise ValueError(f"DiffusionGemma {name} must not be empty, got shape {tuple(tokens.shape)}.")
         if tokens.shape[0] != cache.batch_size:
             raise ValueError(
                 f"DiffusionGemma {name} must have the cache's batch size {cache.batch_size}, got {tokens.shape[0]}. "
@@ -368,7 +369,7 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
                 f"DiffusionGemma {name} must end within max_position_embeddings {self.config.max_position_embeddings}, "
                 f"got {cache.num_slots} cached + {tokens.shape[1]} new. Shorten the prompt."
             )
-        # Not on a GPU, where this would wait for the device and a wrong id is a device-side assertion anyway.
+        # A GPU is not checked: it would have to synchronise, and a wrong id raises a device-side assertion anyway.
         if tokens.device.type == "cpu" and not torch.compiler.is_compiling() and tokens.numel():
             low, high = int(tokens.min()), int(tokens.max())
             if low < 0 or high >= self.config.vocab_size:

@@ -29,12 +29,12 @@ class Router(nn.Module):
         self.per_expert_scale = nn.Parameter(torch.ones(config.num_experts))
 
     def forward(self, residual: Tensor) -> Routing:
-        """Route the residual (M, D), before any norm. A normed input would run, but adaptive stopping would fail."""
+        """Route the residual (M, D), before any norm. A normed input would break the routing without an error."""
         x = rms_norm(residual, None, self.eps) * self.scale * residual.shape[-1] ** -0.5
         probabilities = self.proj(x).softmax(-1, dtype=wide_dtype(x))
         weights, experts = probabilities.topk(self.top_k, dim=-1)
         weights = weights / weights.sum(-1, keepdim=True)
-        # Gathered per token: the gradient of an index into (E,) would add an expert's tokens one by one.
+        # A gather, because the gradient of indexing into (E,) would add the tokens of an expert one by one.
         scale = self.per_expert_scale.expand_as(probabilities).gather(-1, experts)
         return Routing(probabilities, weights * scale, experts)
 
@@ -81,12 +81,12 @@ class ReleasedExperts(nn.Module):
 
     def forward(self, *_: Any) -> NoReturn:
         raise RuntimeError(
-            "accelerate(release=True) has taken the experts out of this model. Use what it returned, or load the model "
-            "again."
+            "accelerate(release=True) has taken the experts out of this model. Use the model it returned, or load this "
+            "one again."
         )
 
     def _save_to_state_dict(self, *_: Any) -> NoReturn:
-        self.forward()  # a state dict would lack them
+        self.forward()  # a state dict would lack the experts
 
     def _load_from_state_dict(self, *_: Any) -> NoReturn:
         self.forward()
@@ -107,7 +107,7 @@ def require_experts(model: nn.Module, owner: str) -> None:
 class _Dispatch(torch.autograd.Function):
     """Copy every token once per chosen expert, grouped by expert: (M, D) → (M·A, D). `back` inverts `order`.
 
-    It has its own gradient, because that of an index would sort the rows again and add them one by one.
+    It defines its own gradient, because the gradient of indexing would sort the rows again and add them one by one.
     """
 
     @staticmethod
@@ -139,7 +139,7 @@ class _Combine(torch.autograd.Function):
 
 def product_by_group(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """Multiply the rows of group e by weights[e]ᵀ: rows (R, I), weights (E, O, I), ends (E,) → (R, O)."""
-    if torch.is_autocast_enabled(rows.device.type):  # which does not know our operator
+    if torch.is_autocast_enabled(rows.device.type):  # autocast does not cover our operator
         dtype = torch.get_autocast_dtype(rows.device.type)
         rows, weights = rows.to(dtype), weights.to(dtype)
     if weights.shape[0] == 1:
@@ -198,7 +198,7 @@ def looped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 
 def _supports_grouped(weights: Tensor) -> bool:
-    """Return whether torch's grouped product takes these: 16- or 32-bit floats, sizes in multiples of 16 bytes."""
+    """Return True if torch's grouped product supports these weights: 16- or 32-bit floats, rows of 16·n bytes."""
     return weights.dtype in (torch.float32, torch.bfloat16, torch.float16) and all(
         size * weights.element_size() % 16 == 0 for size in weights.shape[1:]
     )

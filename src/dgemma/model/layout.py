@@ -8,10 +8,10 @@ from dgemma.model.experts import Experts
 
 @torch.no_grad()
 def lay_out_by_column(model: nn.Module) -> None:
-    """Make the columns of every matrix contiguous, in place. Values and shapes stay. For inference only.
+    """Make the columns of every matrix contiguous, in place. Values and shapes do not change. For inference only.
 
-    A layer multiplies by Wᵀ, and OpenBLAS copies W into that order at every call: a fifth of a small model's step on an
-    ARM core. The embedding is not changed, because tokens are looked up by row.
+    A layer multiplies by Wᵀ, and OpenBLAS copies W into that order at every call. On an ARM core this copy takes a
+    fifth of a small model's step. The embedding is not changed, because tokens are looked up by row.
 
     Example: `lay_out_by_column(model)` before `generate` on a CPU.
     """

@@ -12,15 +12,15 @@ def causal_mask(
 ) -> Tensor:
     """Return the mask under which new tokens see the prefix, earlier real tokens and themselves, within `window`.
 
-    positions (B, T) of the new tokens, real (B, T) False for padding, lengths (B,) of the prefix, filled (B,) slots
-    still cached → (B, 1, T, num_slots + T).
+    positions: (B, T) of the new tokens. real: (B, T), False for padding. lengths: (B,) of the prefix. filled: (B,)
+    cached slots. Returns (B, 1, T, num_slots + T).
     """
     slot = torch.arange(num_slots, device=positions.device)[None, :]
     slot_position = lengths[:, None] - filled[:, None] + slot  # (B, S)
     key_position = torch.cat((slot_position, positions), dim=1)  # (B, S + T)
     new = torch.ones_like(positions, dtype=torch.bool) if real is None else real
     key_real = torch.cat((slot < filled[:, None], new), dim=1)
-    # Compared, not subtracted: (B, T, S + T) distances of a long prefix would take gigabytes.
+    # Positions are compared, not subtracted: (B, T, S + T) distances of a long prefix would take gigabytes.
     visible = (key_position[:, None, :] <= positions[:, :, None]) & key_real[:, None, :]
     if window is not None:
         visible &= key_position[:, None, :] > (positions - window)[:, :, None]

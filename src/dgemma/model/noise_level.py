@@ -1,6 +1,7 @@
 """An optional input for the noise level of the canvas, which the published model does not have.
 
-Uniform noise leaves no trace, so the exact prediction depends on the level (arXiv:2605.22765). Mask noise shows it.
+Uniform noise is not visible in the canvas, so the exact prediction depends on the level (arXiv:2605.22765). Under mask
+noise the canvas shows its level.
 """
 
 import math
@@ -10,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _NUM_FREQUENCIES = 8
-_LARGEST_LOG_SNR = 12.0  # beyond it not even thousands of tokens tell levels apart
+_LARGEST_LOG_SNR = 12.0  # thousands of tokens cannot distinguish larger values
 
 
 class NoiseLevelEmbedding(nn.Module):
-    """A vector for a noise level: waves of its log-SNR, log((1 - level) / level), through a small MLP."""
+    """Embedding of a noise level: sines and cosines of its log-SNR, log((1 - level) / level), through a small MLP."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -25,6 +26,6 @@ class NoiseLevelEmbedding(nn.Module):
         """Embed noise_level (...) in [0, 1] → (..., D)."""
         log_snr = torch.logit(1 - noise_level.double()).clamp(-_LARGEST_LOG_SNR, _LARGEST_LOG_SNR)
         octaves = torch.exp2(torch.arange(_NUM_FREQUENCIES, device=noise_level.device, dtype=torch.float64))
-        angles = math.pi / 2 / _LARGEST_LOG_SNR * log_snr[..., None] * octaves  # the slowest wave spans the range once
+        angles = math.pi / 2 / _LARGEST_LOG_SNR * log_snr[..., None] * octaves  # the slowest from -π/2 to π/2
         waves = torch.cat([angles.sin(), angles.cos()], dim=-1).to(self.up_proj.weight.dtype)
         return self.down_proj(F.gelu(self.up_proj(waves), approximate="tanh"))

@@ -46,9 +46,9 @@ def tiny() -> ModelConfig:
 
 
 def text() -> ModelConfig:
-    """The checkpoint dgemma/text: 7.8 million weights, 7.0 active per token; two of its eight layers see everything.
+    """The checkpoint dgemma/text: 7.8 million weights, 7.0 active per token; two of its eight layers are full.
 
-    Most tokens are whole words. Most of a layer is dense, so that most shipped weights work on every token.
+    Most tokens are whole words. Most of a layer is dense, so that every token uses most of the shipped weights.
     """
     return ModelConfig(
         vocab_size=8192,
@@ -101,8 +101,8 @@ def markov(
 ) -> ModelConfig:
     """A dense network for short texts of `dgemma.data.markov`, 24 million weights; a canvas is a text.
 
-    After the states come the mask and the token that every text begins with. Heads are one size, all layers see
-    everything, positions turn fast.
+    The last two token ids are the mask and the token that every text begins with. All heads have one size, every layer
+    sees the whole text, and rope_theta is small.
     """
     rope = {"rope_type": "default", "rope_theta": 100.0}
     return ModelConfig(

@@ -22,4 +22,4 @@ def rotary_table(shape: LayerShape, positions: Tensor, dtype: torch.dtype) -> tu
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate pair i = (x[i], x[i + H/2]) of each head by its angle. x: (B, T, heads, H)."""
     first, second = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)  # under autocast the tables are wider
+    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)  # under autocast the tables are float32

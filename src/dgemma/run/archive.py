@@ -1,4 +1,7 @@
-"""Nested values and tensors in one safetensors file: classes by name and fields, booleans as bits, never pickle."""
+"""Saving and loading of nested values and tensors in one safetensors file, without pickle.
+
+Classes are stored as names and fields, booleans as bits.
+"""
 
 import json
 import os
@@ -17,9 +20,9 @@ _HEADER = "dgemma"  # the metadata entry that holds everything but the tensors
 
 
 def save(path: str | Path, content: Mapping[str, Any], *, kind: str) -> None:
-    """Write `content` to `path`, all of it or nothing: an interrupted save leaves what was there before.
+    """Write `content` to `path` atomically: an interrupted save leaves the old file.
 
-    content: nested values, as `dgemma.values.describe_value` takes them. Tensors are named by their path.
+    content: nested values, as `dgemma.values.describe_value` takes them. A tensor is named by its path in `content`.
 
     Example: `save("run.safetensors", {"noise": UniformNoise(512), "seeds": torch.arange(2)}, kind="trajectory")`.
     """
@@ -40,7 +43,7 @@ def save(path: str | Path, content: Mapping[str, Any], *, kind: str) -> None:
 
 
 def load(path: str | Path, *, kind: str, classes: Iterable[type] = ()) -> dict[str, Any]:
-    """Read back what `save` wrote; see `dgemma.values.rebuild_value` for the classes that it builds.
+    """Read a file that `save` wrote. `dgemma.values.rebuild_value` lists the classes that can be built.
 
     Example: `load("run.safetensors", kind="trajectory")["noise"]`.
     """
@@ -53,7 +56,7 @@ def load(path: str | Path, *, kind: str, classes: Iterable[type] = ()) -> dict[s
         found = header["kind"]
         content = values.rebuild_value(header["content"], tensors, classes)
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not a whole {kind} file of this version of dgemma: {error}.") from error
+        raise ValueError(f"{path} is not a complete {kind} file of this version of dgemma: {error}.") from error
     if found != kind:
         raise ValueError(f"{path} must be a {kind} file, got a {found} file.")
     return content

@@ -35,7 +35,7 @@ class Span:
     awaited: Tensor | None = None
 
     def past_frozen(self, block: int, canvas_len: int, rows: Tensor) -> Tensor:
-        """The positions where a stop token may end a row: from its last frozen position on, (R, C) bool."""
+        """The positions where a stop token ends a row: its last frozen position and those after it, (R, C) bool."""
         if self.frozen is None:
             return torch.ones(len(rows), canvas_len, dtype=torch.bool, device=rows.device)
         position = block * canvas_len + torch.arange(canvas_len, device=rows.device)
@@ -48,7 +48,7 @@ class Span:
         return Span(**{name: None if value is None else value.to(device) for name, value in vars(self).items()})
 
     def block(self, block: int, canvas_len: int, rows: Tensor) -> dict[str, Any]:
-        """The part of the constraints on one block, for some rows. Positions after their end are free."""
+        """The constraints on one block, for some rows. Positions after the last constraint are free."""
         part = slice(block * canvas_len, (block + 1) * canvas_len)
         canvas, frozen, awaited = self.canvas, self.frozen, self.awaited
         if canvas is not None:
@@ -74,7 +74,7 @@ def read_seeds(seed: int | Sequence[int] | Tensor, prompt_tokens: Tensor) -> Ten
     whole = isinstance(seeds, list) and all(type(s) is int and -(2**63) <= s < 2**63 for s in seeds)
     if not whole or len(seeds) != batch_size:
         raise ValueError(
-            f"generate seed must be an int or one int per row ({batch_size}), each of 64 bits, got {show(seed)}."
+            f"generate seed must be an int or one int per row ({batch_size}) that fit into 64 bits, got {show(seed)}."
         )
     return torch.tensor(seeds, dtype=torch.int64, device=prompt_tokens.device)
 
@@ -96,7 +96,7 @@ def read_span(
     noise: Noise,
     max_new_tokens: int,
 ) -> Span:
-    """Bring canvas, frozen and allowed into one form, checked against each other and the vocabulary."""
+    """Check canvas, frozen and allowed against each other and the vocabulary, and return them as a `Span`."""
     batch_size, device = prompt_tokens.shape[0], prompt_tokens.device
     if canvas is not None:
         rule = f"be int64 tokens, -1 for noise, of shape ({batch_size}, positions)"
@@ -178,18 +178,20 @@ def read_noise_level(noise_level: Any, canvas: Any, *, owner: str = "generate") 
 
 
 def check_start(noise: Noise, canvas: Tensor | None, num_positions: int) -> None:
-    """Refuse pure noise where the schedule begins with less. Mask noise needs no rule: masks show how many they are."""
+    """Refuse to start from pure noise if the schedule is below level 1 at t = 1. Under mask noise the canvas shows its
+    level, so every schedule is accepted.
+    """
     level = 1 - noise.schedule.alpha(torch.ones((), dtype=torch.float64)).item()
-    given = canvas is not None and canvas.shape[1] >= num_positions and not bool((canvas < 0).any())
-    if noise.kind != "mask" and level < LEAST_NOISE and not given:
+    is_complete = canvas is not None and canvas.shape[1] >= num_positions and not bool((canvas < 0).any())
+    if noise.kind != "mask" and level < LEAST_NOISE and not is_complete:
         raise ValueError(
-            f"generate noise must have a schedule that begins in pure noise, got level {level:.3g} at t = 1 from "
-            f"{noise.schedule!r}. Use Linear(), or pass a whole canvas that is at this level."
+            f"generate noise must have a schedule that starts from pure noise, got level {level:.3g} at t = 1 from "
+            f"{noise.schedule!r}. Use Linear(), or pass a canvas of this level for all positions."
         )
 
 
 def check_mask(attention_mask: Any, prompt_tokens: Tensor, num_cached: int) -> None:
-    """Check the shape of the mask. It may cover the cached tokens too; the model checks how many."""
+    """Check the shape of the mask. It may also cover the cached tokens; the model checks their number."""
     if attention_mask is None:
         return
     rows, width = prompt_tokens.shape
@@ -234,8 +236,8 @@ def read_allowed(
 ) -> Tensor:
     """Return any form of `allowed` as booleans (B or 1, N or 1, V), where `shape` is (B, largest N).
 
-    It may be booleans that broadcast, ids for all positions, or one collection of ids per position. With `exact`, N
-    must be the largest or 1.
+    `allowed` is booleans that broadcast, ids for all positions, or one collection of ids per position. With `exact`, N
+    must be 1 or the largest N.
 
     Example: `read_allowed("generate allowed", [65, 66], noise, (2, 32), device).shape` is (1, 1, V).
     """

@@ -16,18 +16,18 @@ from dgemma.sampling.temperature import read_temperature
 
 Changes = DenoiseState | Mapping[str, Any] | None
 
-# The noise process and the rows of the batch stay.
+# The noise process and the row numbers cannot change.
 _CONSTANT = frozenset({"noise", "rows"})
 _STATE_FIELDS = frozenset(f.name for f in fields(DenoiseState)) - _CONSTANT
 _ANY_SHAPE = frozenset({"awaited", "allowed", "self_cond", "memory", "stop_memory", "injected"})
 
 
 def list_changes(changes: Changes, state: DenoiseState, knobs: Knobs) -> dict[str, Any]:
-    """List every field and knob that changes, by name: the one form that is applied, recorded and replayed.
+    """Return the fields and knobs that change, by name. Changes are applied, recorded and replayed in this form.
 
     Under mask noise a changed canvas opens exactly its masks, unless `open` changes too.
 
-    Example: `list_changes(replace(state, canvas=planted), state, knobs)` is `{"canvas": planted}`.
+    Example: `list_changes({"top_k": 5}, state, knobs)` is `{"top_k": 5}`.
     """
     if changes is None:
         return {}
@@ -96,7 +96,7 @@ def apply_changes(changes: Changes, state: DenoiseState, knobs: Knobs) -> tuple[
 
 
 def snapshot(state: DenoiseState) -> DenoiseState:
-    """Copy a state, so that later writes into its tensors can be found. Predictions are shared, not copied.
+    """Copy a state, to detect later writes into its tensors. Predictions are shared, not copied.
 
     Example: `before = snapshot(record.state)`, then `list_writes(before, record.state)`.
     """
@@ -104,11 +104,11 @@ def snapshot(state: DenoiseState) -> DenoiseState:
 
 
 def list_writes(before: DenoiseState, after: DenoiseState) -> dict[str, Any]:
-    """List the fields that were written into in place, in the form of `list_changes`.
+    """Return the fields that were written in place, in the form of `list_changes`.
 
-    A canvas or frozen mask is listed together with `open`, which such a write leaves unchanged.
+    Writing into the canvas or the frozen mask does not change `open`. It is then listed too, so that it stays the same.
 
-    Example: `list_writes(before, record.state)` is `{}` if a callback only looked.
+    Example: `list_writes(before, record.state)` is `{}` if a callback wrote nothing.
     """
     names = {name for name in _STATE_FIELDS if not _same(getattr(before, name), getattr(after, name))}
     names |= {"open"} if names & {"canvas", "frozen"} else set()
@@ -116,12 +116,12 @@ def list_writes(before: DenoiseState, after: DenoiseState) -> dict[str, Any]:
 
 
 def knob_changes(listed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the listed changes that are changes of knobs."""
+    """Return those of the listed changes that set a knob."""
     return {name: value for name, value in listed.items() if name not in _STATE_FIELDS or _is_schedule(name, value)}
 
 
 def _is_schedule(name: str, value: Any) -> bool:
-    """Tell the knobs' temperature, a schedule, from the state's, a tensor for this step."""
+    """Return True for the temperature of the knobs (a schedule), False for that of the state (a tensor)."""
     return name == "temperature" and not isinstance(value, Tensor)
 
 
@@ -129,7 +129,7 @@ def _check(name: str, value: Any, state: DenoiseState) -> None:
     if name == "self_cond" and not isinstance(value, Prediction | Tensor | None):
         raise ValueError(
             f"DenoiseState.self_cond must be a Prediction, logits or None, got {type(value).__name__}. "
-            "None conditions the next step on nothing."
+            "None disables self-conditioning in the next step."
         )
     if name not in _STATE_FIELDS - _ANY_SHAPE or _is_schedule(name, value):
         return
@@ -149,7 +149,7 @@ def _copied(value: Any) -> Any:
 
 
 def _same(left: Any, right: Any) -> bool:
-    """Compare two values of a field: tensors, predictions by their logits, memories part by part."""
+    """Compare two values of a field. Predictions are compared by their logits, memories part by part."""
     if left is right:
         return True
     left, right = (x.logits if isinstance(x, Prediction) else x for x in (left, right))

@@ -1,4 +1,4 @@
-"""The noise and the sampler that a model's checkpoint names, for arguments that the caller leaves out."""
+"""The noise and the sampler of a checkpoint, used if the caller omits them."""
 
 import logging
 from functools import cache
@@ -13,7 +13,7 @@ logger = logging.getLogger("dgemma")
 
 
 def default_sampler(model: Denoiser) -> Sampler:
-    """Return the checkpoint's sampler; without one, the published sampler with the checkpoint's bound.
+    """Return the checkpoint's sampler. The default is the published sampler with the checkpoint's bound.
 
     Example: `default_sampler(DiffusionGemma.from_pretrained("dgemma/sudoku"))` is `EntropyBound(bound=0.1)`.
     """
@@ -29,7 +29,7 @@ def default_sampler(model: Denoiser) -> Sampler:
 
 
 def learnt_noise(model: Denoiser) -> Noise:
-    """Return the noise that the checkpoint was trained under; without one, uniform noise, as published.
+    """Return the noise that the checkpoint was trained under. The default is uniform noise, as published.
 
     Example: `learnt_noise(DiffusionGemma.from_pretrained("dgemma/sudoku"))` is a `MaskNoise`.
     """
@@ -38,7 +38,7 @@ def learnt_noise(model: Denoiser) -> Noise:
     except ValueError as error:
         rule = str(error).removesuffix(".")
         raise ValueError(
-            f"GenerationDefaults.noise {rule}. Pass what the model learnt as noise=, or correct config.json."
+            f"GenerationDefaults.noise {rule}. Pass the noise of its training as noise=, or correct config.json."
         ) from None
 
 
@@ -54,4 +54,6 @@ def warn_of_noise(model: Denoiser, noise: Noise) -> None:
 
 @cache
 def _warn_once(learnt: str, kind: str) -> None:
-    logger.warning("The checkpoint learnt %s noise; under %s noise it guesses.", learnt, kind)
+    logger.warning(
+        "The checkpoint was trained under %s noise; its predictions are unreliable under %s noise.", learnt, kind
+    )

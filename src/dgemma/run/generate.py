@@ -1,4 +1,4 @@
-"""The spine: text emerges from noise, canvas by canvas. Read this file first.
+"""Text generation: denoise one canvas after another. Read this file first.
 
     stage                                  where                            shape in → out
     1 text → tokens                        checkpoint/tokenizer.py          str → (B, P)
@@ -10,8 +10,8 @@
     7 commit the block; back to 3          run_plan, loop.py                the cache grows by C
     8 tokens → text                        checkpoint/tokenizer.py          (B, N) → str
 
-`generate` reads its arguments into a plan (plan.py) and drains the loop over blocks (loop.py). Each pass of the inner
-loop is one step (step.py), and `record=True` keeps every step in a trajectory (trajectory.py).
+`generate` turns its arguments into a plan (plan.py) and runs the loop over blocks (loop.py). Each iteration of the
+inner loop is one step (step.py). `record=True` keeps every step in a trajectory (trajectory.py).
 """
 
 from collections.abc import Generator
@@ -41,31 +41,32 @@ def generate(
     progress: bool = True,
     **options: Unpack[RunOptions],
 ) -> Generation:
-    """Write up to `max_new_tokens` after prompt_tokens (B, P), canvas by canvas.
+    """Generate up to `max_new_tokens` tokens after prompt_tokens (B, P), canvas by canvas.
 
     Arguments you omit come from the checkpoint. The published model has max_new_tokens 256, 48 steps, UniformNoise,
-    EntropyBound(bound=0.1), temperature 0.8 → 0.4 and StableAndConfident. That stop rule waits for confident
-    predictions, so a sampler that corrects them (LeaveOneOutGibbs) runs without it.
+    EntropyBound(bound=0.1), temperature 0.8 → 0.4 and StableAndConfident. LeaveOneOutGibbs runs without that stop rule,
+    because it corrects tokens whose prediction is confident.
 
-    - `max_new_tokens` is rounded up to whole canvases; `steps` is the most forwards per canvas.
+    - `max_new_tokens` is rounded up to whole canvases; `steps` is the maximum number of forwards per canvas.
     - `noise` is the corruption process, and `sampler` decides which tokens are written.
     - `temperature` (a schedule or a number), `top_k` and `top_p` shape every prediction.
-    - `stop` ends a canvas early; None never does.
+    - `stop` is the rule that ends a canvas early; None disables it.
     - `seed`: an int s gives row i the seed s + i.
-    - `cache`: the prefix so far; prompt_tokens are then only the new ones. It is extended in place until a row stops.
-      Continue with `out.cache`.
+    - `cache`: a prefix that is already encoded; prompt_tokens are then only the new tokens. The cache is extended in
+      place until a row stops, so continue with `out.cache`.
     - `attention_mask` (B, P): 1 for real tokens, 0 for padding.
-    - `canvas` (B, N): tokens to start from; -1, and every position after N, is noise.
+    - `canvas` (B, N): tokens to start from. Positions with -1 and positions after N start as noise.
     - `frozen` (B, N) bool: positions of `canvas` that never change.
     - `noise_level`: how noisy `canvas` is, in (0, 1]; the steps above that level are skipped.
-    - `allowed`: the tokens that may be written: boolean and broadcastable to (B, N, V), a list of ids for all
+    - `allowed`: the tokens that may be written. It is boolean and broadcastable to (B, N, V), a list of ids for all
       positions, or one list per position.
-    - `eos_token_ids`: stop tokens. A row that writes one after its last frozen position is padded from there on and
-      costs nothing more.
+    - `eos_token_ids`: stop tokens. A stop token ends its row, unless a frozen position follows. The rest of the row is
+      padding and takes no forwards.
     - `on_step(record)` gets every `StepRecord`. It may return a changed `record.state`, or a dictionary of fields of
-      the state and of `Knobs`. Changed knobs stay; a changed state lasts until its canvas ends.
+      the state and of `Knobs`. Changed knobs apply to the rest of the run, a changed
+      state to the rest of its canvas.
     - `record` keeps a `Trajectory`, with the `record_top` best candidates of every position.
-    - `progress` shows a bar on terminals when a run is long.
+    - `progress` shows a progress bar for long runs, in terminals and notebooks only.
 
     Example: `dgemma.generate(model, prompt_tokens, max_new_tokens=64, seed=1).new_tokens`.
     """

@@ -34,7 +34,7 @@ class Knobs:
                     f"Knobs.{name} must be a value such as {example.__name__}(), got {value!r}. "
                     "Write a class with its parentheses."
                 )
-            # It keys a CUDA graph: an attribute outside the fields could change and still replay the old graph.
+            # The value is the key of a CUDA graph. If an attribute outside its fields changed, the old graph would run.
             if value is not None and not _is_frozen(value):
                 raise ValueError(
                     f"Knobs.{name} must be a frozen dataclass whose settings are its fields, got {type(value).__name__}"
@@ -56,11 +56,11 @@ class Knobs:
 
 
 def _is_frozen(value: Any) -> bool:
-    """Check for a frozen dataclass without attributes outside its fields, and the same of samplers and rules in it."""
+    """Return True for a frozen dataclass without other attributes, whose samplers and rules are of this kind too."""
     parameters = getattr(type(value), "__dataclass_params__", None)
     if parameters is None or not parameters.frozen:
         return False
-    # A cached_property follows from the fields.
+    # A cached_property is allowed, because it is computed from the fields.
     own = {n: v for n, v in vars(value).items() if not isinstance(getattr(type(value), n, None), cached_property)}
     parts = (part for part in tree_leaves(list(own.values())) if isinstance(part, Sampler | StopRule))
     return own.keys() <= {f.name for f in fields(value)} and all(_is_frozen(part) for part in parts)

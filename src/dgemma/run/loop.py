@@ -26,9 +26,9 @@ def run_plan(
     past: Sequence[BlockCommit] = (),
     on_start: Callable[[Moment], Changes] | None = None,
 ) -> Events:
-    """Carry out a plan, event by event: `stream` after its arguments were read.
+    """Run a plan and yield its events, like `stream`.
 
-    `past` blocks count as written and are not yielded again. `on_start` gets every new canvas and may change it.
+    Blocks in `past` are already written, and are not yielded. `on_start` gets every new canvas and may change it.
 
     Example: `run_plan(model, plan, past=trajectory.commits[:2])` begins with the third block.
     """
@@ -36,7 +36,7 @@ def run_plan(
     batch_size, device = prompt.shape[0], prompt.device
     knobs, eos = plan.knobs, torch.tensor(plan.eos_token_ids, dtype=torch.int64, device=device)
     cache = model.encode(prompt, cache, plan.attention_mask)
-    rows = torch.arange(batch_size, device=device)  # those that still write
+    rows = torch.arange(batch_size, device=device)  # the unfinished rows
     retired: list[tuple[Tensor, Cache]] = []
     blocks: list[Tensor] = []
     forwards: list[Tensor] = []
@@ -54,7 +54,7 @@ def run_plan(
         if plan.span.frozen is not None:
             ends_row = ends_row & plan.span.past_frozen(block, plan.canvas_len, rows)
         ended = ends_row.any(-1).tolist()  # the host waits for the device here
-        tokens, real = plan.cut_text(tokens)  # None: all are real
+        tokens, real = plan.cut_text(tokens)  # `real` is None if all tokens are real
         if any(ended):
             real = ends_row.cumsum(1) - ends_row.long() == 0  # (R, C): no stop token before it
             tokens = torch.where(real, tokens, plan.pad_token_id)
@@ -101,18 +101,18 @@ def start_block(model: Denoiser, plan: Plan, block: int, rows: Tensor, knobs: Kn
 def denoise_canvas(
     model: Denoiser, state: DenoiseState, cache: Cache, knobs: Knobs
 ) -> Generator[StepRecord, Changes, Denoised]:
-    """Step a canvas until every row is done or out of steps. Rows that finish leave the batch and cost nothing more.
+    """Step a canvas until every row is done or out of steps. Finished rows are removed from the batch.
 
-    Yields each `StepRecord`, and takes changes like `stream`.
+    It yields each `StepRecord`, and takes changes like `stream`.
 
     Example: `for record in denoise_canvas(model, state, cache, knobs): print(record.state.draft)`.
     """
     device = state.device
     here = list(range(state.batch_size))  # the rows that are still in the batch
     drafts, num_forwards = list(state.draft), [0] * state.batch_size
-    goes_on = False  # True if another step follows unless every row ends in this one
+    goes_on = False  # True if every row has a step left after the next one, unless it is done early
     for num_taken in itertools.count(1):
-        state, record = model.step(state, cache=cache, knobs=knobs)  # first, because the device is waiting
+        state, record = model.step(state, cache=cache, knobs=knobs)  # before any host work, because the device is idle
         written = watch(state.done, state.step, state.num_steps, state.canvas)
         changes = yield record
         verdict = record.verdict if changes is None and not written() else None
@@ -136,7 +136,7 @@ def denoise_canvas(
 
 
 def _refuse_step(record: StepRecord, broken: list[int], stray: list[int]) -> NoReturn:
-    """Raise for a step with NaN or with ids outside the vocabulary, naming its place and who wrote the ids."""
+    """Raise for NaN or for ids outside the vocabulary. The message names the block, step, row and cause."""
     row = (broken if any(broken) else stray).index(1)
     where = f"at block {int(record.block[row])}, step {int(record.step[row])}, row {int(record.rows[row])}"
     if any(broken):

@@ -1,4 +1,4 @@
-"""The options of `generate`, `stream`, `infill` and `edit`: names, types and defaults, written once."""
+"""The options of `generate`, `stream`, `infill` and `edit`: names, types and defaults in one place."""
 
 import functools
 import inspect
@@ -17,7 +17,7 @@ Allowed = Tensor | Sequence[int] | Sequence[Sequence[int]] | None
 
 
 class Default(NamedTuple):
-    """The default of an option; without one it is None, the checkpoint's choice."""
+    """The default of an option. Other options default to None, which means the checkpoint's value."""
 
     value: Any
 
@@ -58,7 +58,7 @@ def defaults_of(options: type) -> dict[str, Any]:
 
 
 def takes_options(options: type) -> Callable[[Function], Function]:
-    """Show a function's `**options` in its signature, and refuse at run time what is not among them.
+    """Show a function's `**options` in its signature, and raise for unknown options.
 
     Example: `inspect.signature(dgemma.generate).parameters["steps"]`.
     """
@@ -72,14 +72,14 @@ def takes_options(options: type) -> Callable[[Function], Function]:
         names = {p.name for p in (*own, *listed)}
 
         @functools.wraps(function)
-        def checked(*args: Any, **given: Any) -> Any:
-            unknown = sorted(given.keys() - names)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            unknown = sorted(kwargs.keys() - names)
             if unknown:
                 raise TypeError(
                     f"{function.__name__} got an unexpected keyword argument '{unknown[0]}'. "
                     f"It takes {', '.join(sorted(names))}."
                 )
-            return function(*args, **given)
+            return function(*args, **kwargs)
 
         checked.__signature__ = signature.replace(parameters=[*own, *listed])  # type: ignore[attr-defined]
         return checked  # type: ignore[return-value]

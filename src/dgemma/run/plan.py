@@ -22,7 +22,7 @@ from dgemma.sampling.temperature import LinearTemperature, read_temperature
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The arguments of `generate`, checked and with every default filled in; a `Trajectory` keeps it."""
+    """The checked arguments of `generate`, with every default filled in. A `Trajectory` stores its plan."""
 
     prompt_tokens: Tensor  # (B, P)
     attention_mask: Tensor | None
@@ -36,9 +36,9 @@ class Plan:
     eos_token_ids: tuple[int, ...]
     pad_token_id: int
     span: Span
-    noise_level: float  # of the blocks that the span's canvas covers
-    first_block: int = 0  # the number of the first block in its draws
-    # (B,) the length of the text if a single canvas is longer than it; the rest of the canvas is dropped.
+    noise_level: float  # noise level of the blocks that `span.canvas` covers
+    first_block: int = 0  # the block number that the first block uses in random draws
+    # (B,) the length of a text that ends inside a single canvas; the rest of the canvas is dropped.
     text_len: Tensor | None = None
 
     def block(self, block: int, rows: Tensor) -> dict[str, Any]:
@@ -47,7 +47,7 @@ class Plan:
         return {**part, "noise_level": 1.0 if part["canvas"] is None else self.noise_level}
 
     def cut_text(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Pad a canvas (B, C) after the end of its text; also return which of it is text, None for all."""
+        """Pad a canvas (B, C) after the end of its text. Also return a mask of the text, None if all is text."""
         if self.text_len is None:
             return tokens, None
         is_text = torch.arange(self.canvas_len, device=tokens.device) < self.text_len[:, None]  # (B, C)
@@ -65,7 +65,7 @@ class Plan:
 def read_plan(
     model: Denoiser, prompt_tokens: Tensor, *, cache: Cache | None = None, **options: Unpack[RunOptions]
 ) -> Plan:
-    """Check the arguments of `generate`, which describes them, and fill in what was left out.
+    """Check the arguments of `generate` and fill in the defaults.
 
     Example: `read_plan(model, prompt_tokens, steps=16).knobs.sampler`.
     """
@@ -73,8 +73,8 @@ def read_plan(
         raise TypeError(
             f"generate model must be a Denoiser, got {type(model).__name__}. Derive its class from dgemma.Denoiser."
         )
-    defaults, config, asked = model.generation, model.config, fill_in(options)
-    temperature, sampler, stop = asked["temperature"], asked["sampler"], asked["stop"]
+    defaults, config, settings = model.generation, model.config, fill_in(options)
+    temperature, sampler, stop = settings["temperature"], settings["sampler"], settings["stop"]
     if temperature is None:
         temperature = LinearTemperature(start=defaults.t_max, end=defaults.t_min)
     sampler = default_sampler(model) if sampler is None else sampler
@@ -85,29 +85,31 @@ def read_plan(
         sampler=sampler,
         temperature=read_temperature(temperature),
         stop=stop,
-        top_k=asked["top_k"],
-        top_p=asked["top_p"],
+        top_k=settings["top_k"],
+        top_p=settings["top_p"],
     )
-    noise = learnt_noise(model) if asked["noise"] is None else asked["noise"]
+    noise = learnt_noise(model) if settings["noise"] is None else settings["noise"]
     max_new_tokens = arguments.read_count(
-        "max_new_tokens", defaults.max_new_tokens if asked["max_new_tokens"] is None else asked["max_new_tokens"]
+        "max_new_tokens", defaults.max_new_tokens if settings["max_new_tokens"] is None else settings["max_new_tokens"]
     )
     num_steps = arguments.read_count(
-        "steps", defaults.max_denoising_steps if asked["steps"] is None else asked["steps"]
+        "steps", defaults.max_denoising_steps if settings["steps"] is None else settings["steps"]
     )
     arguments.check_sampler(knobs.sampler, noise, config)
     warn_of_noise(model, noise)
     arguments.check_prompt(prompt_tokens, cache, config, max_new_tokens, model.device)
-    arguments.check_mask(asked["attention_mask"], prompt_tokens, num_cached=0 if cache is None else cache.num_slots)
-    noise_level = arguments.read_noise_level(asked["noise_level"], asked["canvas"])
-    eos_token_ids = defaults.eos_token_id if asked["eos_token_ids"] is None else asked["eos_token_ids"]
-    span = arguments.read_span(asked["canvas"], asked["frozen"], asked["allowed"], prompt_tokens, noise, max_new_tokens)
-    seeds = arguments.read_seeds(asked["seed"], prompt_tokens)
+    arguments.check_mask(settings["attention_mask"], prompt_tokens, num_cached=0 if cache is None else cache.num_slots)
+    noise_level = arguments.read_noise_level(settings["noise_level"], settings["canvas"])
+    eos_token_ids = defaults.eos_token_id if settings["eos_token_ids"] is None else settings["eos_token_ids"]
+    span = arguments.read_span(
+        settings["canvas"], settings["frozen"], settings["allowed"], prompt_tokens, noise, max_new_tokens
+    )
+    seeds = arguments.read_seeds(settings["seed"], prompt_tokens)
     num_blocks = math.ceil(max_new_tokens / config.canvas_length)
     arguments.check_start(noise, span.canvas, num_blocks * config.canvas_length)
     return Plan(
         prompt_tokens=prompt_tokens,
-        attention_mask=asked["attention_mask"],
+        attention_mask=settings["attention_mask"],
         num_cached=None if cache is None else cache.lengths,
         noise=noise,
         knobs=knobs,

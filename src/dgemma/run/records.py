@@ -15,7 +15,7 @@ from dgemma.run.knobs import Knobs
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One denoising step of B rows and C positions; `state` is the one after the step."""
+    """One denoising step of B rows and C positions. `state` is the state after the step."""
 
     block: Tensor  # (B,)
     step: Tensor  # (B,)
@@ -29,11 +29,11 @@ class StepRecord:
     accepted: Tensor  # (B, C) bool: written
     renoised: Tensor  # (B, C) bool: returned to noise
     active: Tensor  # (B,) bool: rows that were not done before the step
-    rows: Tensor  # (B,) the rows of the whole batch that these are; finished rows have left
-    verdict: Tensor | None = None  # (3, B) int64, see `judge`; None lets the loop judge
-    prediction: Prediction  # the shaped one
+    rows: Tensor  # (B,) row numbers in the whole batch; finished rows are not included
+    verdict: Tensor | None = None  # (3, B) int64, see `judge`; None: the loop calls `judge`
+    prediction: Prediction  # shaped by temperature, allowed tokens, top-k and top-p
     state: DenoiseState
-    cache: Cache  # that the step read
+    cache: Cache  # the cache that the step used
     knobs: Knobs
 
     def top(self, k: int) -> Top:
@@ -43,7 +43,7 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockCommit:
-    """A finished block: tokens (B, C), padded after a row's stop token; `finished` rows (B,) write no more."""
+    """A finished block: tokens (B, C), padded after a row's stop token; `finished` (B,) marks rows that have ended."""
 
     block: int
     tokens: Tensor
@@ -58,7 +58,7 @@ class Output:
     tokens: Tensor
     new_tokens: Tensor
     steps: Tensor
-    tokens_per_forward: Tensor  # (B,): new tokens that are not padding / forwards while the row was unfinished
+    tokens_per_forward: Tensor  # (B,): new tokens without padding, divided by forwards until the row finished
     cache: Cache
 
     def __repr__(self) -> str:

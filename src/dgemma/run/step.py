@@ -1,6 +1,6 @@
-"""One denoising step: the denoiser predicts, the sampler decides, and `settle` does what follows from the decision.
+"""One denoising step: the denoiser predicts, the sampler decides, and `settle` applies the decision.
 
-`Denoiser` is the seam between a run and a model. `step` is pure, so a run can be driven by hand.
+`Denoiser` is the interface between a run and a model. `step` is a pure function, so you can write your own loop.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ class Denoiser(Generic[CacheT]):
     """The part of a model that a run needs: `DiffusionGemma`, the fused engine, `Guided`, or a fake in a test.
 
     A subclass defines `encode`, `denoise` and the attributes `config`, `generation` and `device`. An engine may
-    override `step`, `uniform` and `read_ahead` with faster functions of the same results.
+    override `step`, `uniform` and `read_ahead` with faster functions that return the same results.
 
     Example: `class Flat(Denoiser): denoise = lambda self, canvas, cache, self_cond=None: Prediction(...)`.
     """
@@ -48,7 +48,7 @@ class Denoiser(Generic[CacheT]):
     takes_position_levels: bool = False  # if True, that `noise_level` may be (B, C)
 
     def encode(self, tokens: Tensor, cache: CacheT | None = None, attention_mask: Tensor | None = None) -> CacheT:
-        """Read tokens (B, P) causally into a prefix cache, which is extended in place; 1 in the mask is a real token.
+        """Encode tokens (B, P) causally into a prefix cache, a given one in place. The mask is 1 for real tokens.
 
         Example: `cache = model.encode(prompt_tokens)`.
         """
@@ -63,7 +63,7 @@ class Denoiser(Generic[CacheT]):
     ) -> Prediction:
         """Predict every position of canvas (B, C) at once. The cache is read, never changed.
 
-        self_cond is the last step's (shaped) prediction or its logits; self_cond_mask (B,) switches it per row.
+        self_cond is the last step's prediction (shaped) or its logits. self_cond_mask (B,) is False in rows without it.
 
         Example: `model.denoise(canvas, cache).entropy`.
         """
@@ -77,9 +77,9 @@ class Denoiser(Generic[CacheT]):
         self_cond: Prediction | Tensor | None = None,
         frozen: Tensor | None = None,
     ) -> Prediction:
-        """`denoise`, which gets the canvas's noise_level (B,) if it takes one.
+        """Call `denoise`, and pass the canvas's noise_level (B,) to a denoiser that takes it.
 
-        If it takes one per position, `frozen` tokens (B, C) bool have level 0: they carry no noise.
+        If the denoiser takes one level per position, `frozen` positions (B, C) bool have level 0.
 
         Example: `model.denoise_at(torch.ones(2), canvas, cache).entropy`.
         """
@@ -100,7 +100,7 @@ class Denoiser(Generic[CacheT]):
         return draws.uniform(seeds, block, step, num_positions, purpose)
 
     def read_ahead(self, values: Tensor) -> list[Any]:
-        """Return `values.tolist()`. Another step follows, so an engine may begin it while the host waits.
+        """Return `values.tolist()`. The loop calls this if another step follows, so an engine may launch it early.
 
         Example: `left, broken, stray = model.read_ahead(record.verdict)`.
         """
@@ -120,8 +120,8 @@ class Settled(NamedTuple):
 def step(denoiser: Denoiser, state: DenoiseState, *, cache: Cache, knobs: Knobs) -> tuple[DenoiseState, StepRecord]:
     """Take one denoising step: predict every position, decide, and settle.
 
-    Pure, and without host synchronisation: all that varies is in `state`. Call it yourself to splice a row, plant a
-    canvas or (with `apply_changes`) change a knob between two steps. It keeps gradients through all steps; wrap it in
+    It is a pure function of `state`, without host synchronisation. Call it yourself to splice rows, replace the canvas
+    or (with `apply_changes`) change a knob between two steps. It keeps gradients through all steps; wrap it in
     `torch.no_grad()` to sample.
 
     Example: `state, record = step(model, state, cache=cache, knobs=Knobs(sampler=EntropyBound(), temperature=...))`.
@@ -159,9 +159,9 @@ def decide(prediction: Prediction, state: DenoiseState, knobs: Knobs) -> Decisio
 
 
 def settle(state: DenoiseState, prediction: Prediction, decision: Decision, knobs: Knobs) -> Settled:
-    """Carry out a decision: write, refill with noise, advance the clock, draft the commit, and test for the end.
+    """Apply a decision: write, refill with noise, advance the clock, draft the commit, and test for the end.
 
-    Frozen positions and rows that are done keep their tokens. This is the whole meaning of a step after the decision.
+    Frozen positions and rows that are done keep their tokens. A step does nothing else after the decision.
 
     Example: `settle(state, prediction, decide(prediction, state, knobs), knobs).state.canvas`.
     """
@@ -224,8 +224,9 @@ def record_step(
 
 
 def judge(prediction: Prediction, state: DenoiseState) -> Tensor:
-    """Summarise a step for the loop, (3, B) int64: the steps a row has left (0 once done), whether its prediction is
-    NaN, and whether its canvas holds ids outside the vocabulary.
+    """Summarise a step for the loop as (3, B) int64.
+
+    It holds, per row, the steps left (0 once done), 1 for a NaN prediction, and 1 for ids outside the vocabulary.
 
     Example: `left, broken, stray = judge(prediction, state).tolist()`.
     """
@@ -251,7 +252,7 @@ def start_state(
     noise_level: float = 1.0,
     uniform: Callable[[Tensor, Tensor, Tensor, int, str], Tensor] = draws.uniform,
 ) -> DenoiseState:
-    """A canvas before its first step: noise, or your `canvas` (B, C) with noise wherever it is -1.
+    """Return the state before the first step: pure noise, or your `canvas` (B, C) with noise where it is -1.
 
     frozen (B, C) bool marks positions that never change. allowed is boolean and broadcasts to (B, C, V). awaited (B, C)
     bool marks the positions that decide when the canvas ends. A noise_level below 1 skips the steps above it, to edit a
@@ -289,13 +290,13 @@ def start_state(
 
 
 def clock(noise: Noise, temperature: Temperature, step: Tensor, num_steps: Tensor) -> dict[str, Any]:
-    """The fields that follow from the step's number: noise levels before and after it, and temperature; (B,) each."""
+    """The fields that the step number determines: noise levels before and after it, and temperature; (B,) each."""
     steps = torch.stack((step, step + 1))
     level, next_level = 1 - noise.schedule.alpha((1 - steps.double() / num_steps).clamp(min=0.0))
     return {
         "step": step,
         "noise_level": level,
-        # The last step ends without noise, also under a schedule that never quite gets there.
+        # The last step ends at level 0, even if the schedule does not reach it.
         "next_noise_level": torch.where(steps[1] >= num_steps, 0.0, next_level),
         "temperature": temperature(step, num_steps),
     }

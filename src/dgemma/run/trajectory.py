@@ -1,7 +1,7 @@
 """A recorded run: every step's canvas, decisions and certainty. It can be saved, replayed exactly, and forked.
 
-A draw is a function of (seed, block, step, position, purpose). So the plan, the model and the changes of a callback
-determine a run. A trajectory keeps all of these but the model, so the run can be repeated from any step.
+A draw is a function of (seed, block, step, position, purpose). So the plan, the model and the changes made by
+callbacks determine a run. A trajectory keeps the plan and the changes; with the model, any step can be repeated.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,19 +31,19 @@ _KIND = "trajectory"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RecordedStep:
-    """One step of R rows, C positions and k candidates, on the CPU in small types. Rows that are done have left."""
+    """One step of R unfinished rows, C positions and k candidates, on the CPU in small types."""
 
     block: int
     index: int  # the step's place in its block
     rows: Tensor  # (R,) of the batch
-    step: Tensor  # (R,) int64, the step number in its draws
+    step: Tensor  # (R,) int64, the step number used in random draws
     seeds: Tensor  # (R,) int64
     temperature: Tensor  # (R,) float32
     noise_level: Tensor  # (R,) float64
     done: Tensor  # (R,) bool, after the step
     canvas: Tensor  # (R, C) int, before the step
     next_canvas: Tensor  # (R, C) int, after it
-    draft: Tensor  # (R, C) int: what would be committed now
+    draft: Tensor  # (R, C) int: the commit if the canvas ended after this step
     argmax: Tensor  # (R, C) int
     accepted: Tensor  # (R, C) bool
     renoised: Tensor  # (R, C) bool
@@ -70,8 +70,8 @@ class Trajectory:
     """A recorded run; `generate(..., record=True).trajectory` is one.
 
     `len` counts the steps of all blocks. `trajectory[i]` is a `RecordedStep`, and `array(name)` has one of its fields
-    over all steps and rows. `plan` holds the settings of the run, `changes` those by callbacks, and `commits` the
-    finished blocks.
+    over all steps and rows. `plan` holds the settings of the run, `changes` the changes made by callbacks, and
+    `commits` the finished blocks.
 
     Example: `generate(model, prompt, record=True).trajectory.array("entropy").mean(-1)` is (steps, B).
     """
@@ -87,7 +87,7 @@ class Trajectory:
     def add_step(self, record: StepRecord, changes: Changes = None, *, before: DenoiseState | None = None) -> None:
         """Record a step, and the changes after it.
 
-        before: a `snapshot` of the state right after the step, if the record's may have been written into since.
+        before: a `snapshot` of the state right after the step. Pass it if a callback may have written into the state.
         """
         written = {} if before is None else list_writes(before, record.state)
         after = record.state if before is None else before
@@ -144,7 +144,7 @@ class Trajectory:
 
     @property
     def present(self) -> Tensor:
-        """The rows that each step had, (steps, B) bool; the others were done and cost nothing."""
+        """Mask of the rows that took part in each step, (steps, B) bool. The others were already done."""
         return self._spread("rows", -1) >= 0
 
     def array(self, name: str) -> Tensor:
@@ -161,7 +161,7 @@ class Trajectory:
         return self._spread(name, absent)
 
     def at(self, *, block: int, step: int) -> RecordedStep:
-        """The step at place `step` of a block.
+        """Return step number `step` of a block.
 
         Example: `trajectory.at(block=0, step=3).entropy`.
         """
@@ -184,7 +184,7 @@ class Trajectory:
 
     @property
     def tokens_per_forward(self) -> Tensor:
-        """New tokens that are not padding over forwards, (B,)."""
+        """New tokens without padding, divided by forwards, (B,)."""
         return (self.new_tokens != self.plan.pad_token_id).sum(1) / self.num_forwards.sum(1)
 
     def save(self, path: str | Path) -> None:
@@ -199,7 +199,7 @@ class Trajectory:
 
     @classmethod
     def load(cls, path: str | Path, *, classes: Iterable[type] = ()) -> Self:
-        """Read a trajectory. To replay or fork it, pass your own `classes` that it was made with.
+        """Read a trajectory. To replay or fork it, pass the classes of your own that the run used.
 
         Example: `Trajectory.load("run.safetensors", classes=[MySampler]).replay(model)`.
         """
@@ -218,26 +218,26 @@ class Trajectory:
         return trajectory
 
     def replay(self, model: Denoiser, *, cache: Cache | None = None, strict: bool = True) -> "Trajectory":
-        """Repeat the run and return an equal trajectory; if they differ, raise unless `strict` is False.
+        """Repeat the run and return its trajectory. With `strict`, raise if it differs from this one.
 
-        The recorded changes of an `on_step` callback are made again. A run that continued a cache needs that cache as
-        it was before the run; the cache is copied, not extended.
+        The recorded changes of an `on_step` callback are applied again. A run that continued a cache needs that cache
+        as it was before the run; the cache is copied, not extended.
 
         Example: `trajectory.replay(model)`.
         """
         again = Trajectory(self.plan, top=self.top)
         self._rerun(model, cache, again, lambda place, moment, record: self._changes_before(place, moment))
-        parted = self.difference(again) if strict else None
-        if parted:
+        difference = self.difference(again) if strict else None
+        if difference:
             raise RuntimeError(
-                f"The replay differs from the run at {parted}. Use the same weights, dtype, device and versions."
+                f"The replay differs from the run at {difference}. Use the same weights, dtype, device and versions."
             )
         return again
 
     def moment(self, model: Denoiser, *, block: int = 0, step: int = 0, cache: Cache | None = None) -> Moment:
         """Rebuild the state before step `step` of a block, by running from the block's start.
 
-        Rows that were done by then are still in it. Pass a state made from it to `fork(..., state=...)`.
+        It includes rows that were already done. To continue from a changed state, use `fork(..., state=...)`.
 
         Example: `a.moment(model, step=3).state.splice(rows, b.moment(model, step=3).state.select(rows))`.
         """
@@ -267,12 +267,12 @@ class Trajectory:
         on_step: OnStep | None = None,
         **changes: Any,
     ) -> "Generation":
-        """Continue from step `step` of a block with changes; without any, the result equals the run.
+        """Continue from step `step` of a block with changes; without changes, the result equals the run.
 
-        changes: fields of the state, with the rows of `moment`; a whole `state`; any of `Knobs`. `seed` applies from
-        that step on. Recorded changes by a callback up to that step are made again. Later ones are repeated only if the
-        fork changes nothing, because they belong to the old canvas; pass `on_step` again to keep the callback. The
-        result's trajectory begins with the shared part, and can be saved, replayed and forked too.
+        changes: fields of the state (with the rows of `moment`), a whole `state`, or fields of `Knobs`. `seed` applies
+        from that step on. Changes that a callback made up to that step are applied again. Later ones belong to the old
+        canvas, so they are repeated only if the fork changes nothing. Pass `on_step` again to keep the callback. The
+        new trajectory begins with the shared steps, and can be saved, replayed and forked too.
 
         Example: `trajectory.fork(model, block=1, step=4, sampler=EntropyBound(bound=0.5))`.
         """
@@ -307,7 +307,7 @@ class Trajectory:
         for mine, theirs in zip(self.steps, other.steps, strict=False):
             where = f"block {mine.block}, step {mine.index}"
             if (mine.block, mine.index) != (theirs.block, theirs.index) or not torch.equal(mine.rows, theirs.rows):
-                return f"{where}: the rows still writing"
+                return f"{where}: the unfinished rows"
             for name in _COLUMNS:
                 differs = ~_same(getattr(mine, name), getattr(theirs, name)).flatten(1).all(1)
                 if bool(differs.any()):
@@ -316,11 +316,11 @@ class Trajectory:
             if not torch.equal(one.tokens, another.tokens) or not torch.equal(one.steps, another.steps):
                 return f"block {one.block}: the committed tokens"
         if len(self) != len(other) or len(self.commits) != len(other.commits):
-            return f"the end: {len(self)} steps against {len(other)}"
+            return f"the end: {len(self)} and {len(other)} steps"
         return None
 
     def _rerun(self, model: Denoiser, cache: Cache | None, again: "Trajectory", script: "Script") -> "Generation":
-        """Run the plan of `again` after its blocks and record into it; `script` gives the changes before each step."""
+        """Run the rest of the plan of `again`, and record it there. `script` returns the changes before each step."""
         plan = replace(again.plan, knobs=self._knobs_at(len(again.commits))).to(model.device)
         self._check_model(model, cache)
 
@@ -389,7 +389,7 @@ class Trajectory:
             counts = [sum(recorded.block == b for recorded in self.steps) for b in range(self._place()[0] + 1)]
             raise ValueError(
                 f"Trajectory block and step must name a recorded step, got block {block}, step {step}. "
-                f"The steps on record, block by block: {[count for count in counts if count]}."
+                f"The recorded steps per block are {[count for count in counts if count]}."
             )
 
     def _check_model(self, model: Denoiser, cache: Cache | None) -> None:
@@ -398,7 +398,7 @@ class Trajectory:
         if missing is not None:
             fix = f"Pass it: Trajectory.load(path, classes=[{missing.name}])."
             if missing.fields is None:
-                fix = "Only its name was saved, because it is not a dataclass. Record the run with a frozen one."
+                fix = "Only its name was saved. Make it a frozen dataclass and record the run again."
             raise ValueError(f"This trajectory was made with {missing.name}, which this process does not know. {fix}")
         if (plan.canvas_len, plan.noise.vocab_size) != (config.canvas_length, config.vocab_size):
             raise ValueError(
@@ -429,7 +429,7 @@ def drain(
 ) -> Generation:
     """Run a stream to its end, pass the changes of `on_step` back into it, and record into `trajectory`."""
     changes: Changes = None
-    progress = progress and not getattr(on_step, "shows_progress", False)  # a live view draws where the bar would
+    progress = progress and not getattr(on_step, "shows_progress", False)  # a live view replaces the bar
     with progress_bar(desc="denoising", unit="step", show=progress) as bar:
         while True:
             try:
@@ -459,8 +459,8 @@ class _Reached(Exception):
 
 
 def _merge(earlier: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
-    """Combine two sets of changes; the later ones win."""
-    if "state" in later:  # it was built on the moment, which has the earlier changes
+    """Combine two sets of changes; later changes replace earlier ones."""
+    if "state" in later:  # the new state already includes the earlier changes of the state
         earlier = knob_changes(earlier)
     if later.keys() & {"canvas", "frozen"}:  # they determine what is open
         earlier = {name: value for name, value in earlier.items() if name != "open"}

@@ -15,7 +15,7 @@ from dgemma.sampling.base import Sampler
 
 @dataclass(frozen=True, kw_only=True)
 class Ancestral(Sampler):
-    """Draw x0, then the next canvas from q(z_s | z_t, x0). Exact for an exact network and many steps.
+    """Draw x0, then the next canvas from q(z_s | z_t, x0). It is exact for an exact network in the limit of many steps.
 
     parametrisation: what the network predicts. "mean" is p(x0 | z), which cross-entropy learns (DiffusionGemma).
     "loo" is p(x0 | z without this position), which the plug-in bounds of UDLM, Duo and GIDD learn. Under mask noise the

@@ -1,7 +1,7 @@
-"""The sampler seam: a frozen value that turns a prediction into a decision.
+"""The sampler interface: a frozen value that turns a prediction into a decision.
 
-A new sampler is one file: subclass `Sampler`, declare `valid_for`, write `__call__`. It may keep memory (`start` gives
-the first, the decision returns the next) and define what is committed at the end (`final`).
+A new sampler is one file: subclass `Sampler`, declare `valid_for`, write `__call__`. It may keep memory: `start`
+returns the first, and each decision the next. It may override `final`, which returns the tokens to commit.
 """
 
 from typing import Any, ClassVar
@@ -22,8 +22,8 @@ class Sampler:
     is open again at each step (the published sampler under uniform noise). If the sampler `revises`, it may change
     closed positions itself. `valid_for` names the noises it may run under: "mask", "uniform", "hybrid".
 
-    Draw random numbers with `state.uniform("any name")`. To remember something, return it in `Decision.memory`: it
-    comes back as `state.memory`, and `start(state)` gives the first one. Its tensors have the rows first.
+    Draw random numbers with `state.uniform("any name")`. To keep memory, return it in `Decision.memory`. The next step
+    reads it from `state.memory`; `start(state)` returns the first. Its tensors must be batch-first.
 
     Write pure tensor code (no `.item()`, no `if` on a tensor, no boolean indexing): then a CUDA graph can capture it.
 
@@ -38,8 +38,8 @@ class Sampler:
     valid_for: ClassVar[frozenset[str]] = frozenset({"mask", "uniform", "hybrid"})
     # Noises under which every unfrozen position is decided again at each step. Under others, commits persist.
     redecides: ClassVar[frozenset[str]] = frozenset()
-    # False for a sampler that corrects confident predictions: then the checkpoint's stop rule, which waits for
-    # confident predictions, is not used by default.
+    # The checkpoint's stop rule ends a canvas when predictions are confident. False for a sampler that corrects such
+    # predictions: it then runs without that rule by default.
     stops_when_certain: ClassVar[bool] = True
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -58,9 +58,9 @@ class Sampler:
         return None
 
     def noise_level(self, state: DenoiseState) -> Tensor:
-        """The level that the state's canvas is at, (B,): what a denoiser is told. A sampler with its own clock has it.
+        """Return the noise level of the canvas, (B,), for the denoiser. Samplers with their own clock override this.
 
-        Example: `LeaveOneOutGibbs().noise_level(state)` is `state.memory`, the level at which it repairs the canvas.
+        Example: `LeaveOneOutGibbs().noise_level(state)` is `state.memory`, the level at which it corrects the canvas.
         """
         return state.noise_level
 

@@ -15,7 +15,7 @@ from dgemma.diffusion.state import DenoiseState
 from dgemma.sampling.base import Sampler
 from dgemma.sampling.ranking import Turn, best, certainty, even_share, propose, take_turn
 
-_ROUNDING = 1e-9  # L · 0.5 must not fall below its integer
+_ROUNDING = 1e-9  # keeps floor(L · cos) from losing 1 to a rounding error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +25,11 @@ class Confidence(Sampler):
     quota sets k, at least 1. "fixed" divides the open positions evenly among the remaining steps. "cosine" is
     MaskGIT's: after step n, ⌊L cos(π/2 · (n+1)/N)⌋ of the L initially open positions are still masked.
 
-    order is the score: "confidence", "margin", "entropy" or "random". "log_confidence" ranks like "confidence", but it
-    is the scale on which MaskGIT adds noise. order_temperature τ adds τ times Gumbel noise to the score, which samples
+    order is the score: "confidence", "margin", "entropy" or "random". "log_confidence" ranks like "confidence", but
+    MaskGIT adds its noise to the logarithm. order_temperature τ adds τ times Gumbel noise to the score, which samples
     from softmax(score / τ) (Dream's `alg_temp`). `anneal` multiplies it by 1 - (n+1)/N (MaskGIT's choice temperature).
 
-    block_len decides sub-blocks from left to right. greedy writes the argmax: the published T = 0 of LLaDA and Dream.
+    With block_len, sub-blocks are decided from left to right. greedy writes the argmax, like LLaDA and Dream at T = 0.
     With one token per step every order is exact, because no order depends on the sampled token.
 
     Example: LLaDA is `Confidence(greedy=True)`, semi-autoregressive `Confidence(greedy=True, block_len=32)`.
@@ -52,7 +52,7 @@ class Confidence(Sampler):
             fix = "That order has no score to add noise to."
             require_field(self.order_temperature == 0, self, "order_temperature", "be 0 for order 'random'", fix)
         if self.order_temperature == 0:
-            rule, fix = "be False without an order_temperature", "Set the order_temperature that it lowers."
+            rule, fix = "be False without an order_temperature", "Set order_temperature, which anneal lowers."
             require_field(not self.anneal, self, "anneal", rule, fix)
 
     def start(self, state: DenoiseState) -> Any:

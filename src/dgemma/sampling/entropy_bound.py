@@ -23,9 +23,9 @@ class EntropyBound(Sampler):
     get new noise, and the argmax is committed at the end. That is the published loop; it has no distributional
     guarantee.
 
-    `order` ranks the positions. `greedy` writes the argmax instead of a sample. `commit` is what the text becomes when
-    the canvas ends: "argmax" at open positions (transformers), or the "canvas" after the last step, including the noise
-    at refused positions (Google's JAX code).
+    `order` ranks the positions. `greedy` writes the argmax instead of a sample. `commit` selects the final
+    tokens: the "argmax" at open positions (transformers), or the "canvas" after the last step, including the noise at
+    refused positions (Google's JAX code).
 
     Example: `EntropyBound(bound=0.1)`; `EntropyBound(bound=0.0)` accepts one position per step.
     """
@@ -47,8 +47,8 @@ class EntropyBound(Sampler):
         ranked = score.argsort(dim=-1, descending=True, stable=True)  # (B, C)
         # Closed positions rank last: their entropy must not count.
         entropy = prediction.entropy.gather(-1, ranked)
-        # A running maximum, since only under order="entropy" is the newest entropy the largest. The first term is
-        # h - h = 0: the most certain position always passes.
+        # A running maximum, because the newest entropy is the largest only for order="entropy". The first term is
+        # h - h = 0, so the most certain position always passes.
         shared = entropy.cumsum(-1) - entropy.cummax(-1).values
         accept = torch.zeros_like(state.open).scatter(-1, ranked, shared <= self.bound) & state.open
         tokens = propose(prediction, state, greedy=self.greedy)

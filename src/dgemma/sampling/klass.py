@@ -25,8 +25,9 @@ class Recent(NamedTuple):
 class KLASS(Sampler):
     """Commit open positions that are confident (c > `tau`) and whose last `history` KL(pₙ‖pₙ₋₁) are all < `kl_bound`.
 
-    If a row has none, it commits an even share of its open positions, the most confident ones. The memory holds one
-    (B, C, V) prediction. block_len decides sub-blocks from left to right. greedy writes the argmax (published).
+    A row without such positions commits an even share of its open positions, the most confident first. The memory holds
+    one (B, C, V) prediction. With block_len, sub-blocks are decided from left to right. greedy writes the argmax
+    (published).
 
     Example: `KLASS(tau=0.9, kl_bound=0.01, greedy=True)`.
     """
@@ -45,7 +46,7 @@ class KLASS(Sampler):
         check_block_len(self)
 
     def start(self, state: DenoiseState) -> Recent:
-        # log 0 makes the first divergence infinite, so nothing is stable before `history` real ones are known.
+        # log 0 makes the first divergence infinite, so nothing is stable before `history` real divergences exist.
         shape = (*state.canvas.shape, state.noise.vocab_size)
         log_probs = torch.full(shape, -torch.inf, device=state.device)
         return Recent(log_probs, log_probs.new_full((shape[0], self.history, shape[1]), torch.inf))

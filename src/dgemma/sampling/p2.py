@@ -20,9 +20,9 @@ class P2(Sampler):
     """After each step, mask the ⌊L (1 - α)⌋ positions of lowest score, committed or not.
 
     The score is the log-probability of the token that a position has or would get. For committed positions it is
-    multiplied by `eta`. Logs are negative, so eta = 0 never masks a committed token, 1 treats all alike, and more
-    favours revision. L counts the unfrozen positions, and 1 - α is the noise level after the step. The published κ is
-    the linear schedule.
+    multiplied by `eta`. Logs are negative, so eta = 0 never masks a committed token, 1 treats all positions alike, and
+    larger values revise more. L counts the unfrozen positions, and 1 - α is the noise level after the step. The
+    published κ is the linear schedule.
 
     Example: `P2(eta=1.0)`.
     """
@@ -42,7 +42,7 @@ class P2(Sampler):
         tokens = propose(prediction, state, greedy=self.greedy)
         log_prob = prediction.log_prob(torch.where(state.open, tokens, state.canvas))
         # A committed token that top-p or an allowed set now excludes has log-probability -inf, and 0 · -inf is NaN. A
-        # proposal that is certain ties with a committed token of score 0, and must lose.
+        # proposal of probability 1 must rank below a committed token of score 0, so it is clamped below 0.
         limits = torch.finfo(log_prob.dtype)
         log_prob = log_prob.clamp(min=limits.min)
         score = torch.where(state.open, log_prob.clamp(max=-limits.tiny), self.eta * log_prob)

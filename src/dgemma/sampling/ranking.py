@@ -1,6 +1,6 @@
-"""Rankings of positions: scores, the k best of a row, the current sub-block, and the tokens proposed.
+"""Rankings of positions: scores, the k best of a row, the current sub-block, and proposed tokens.
 
-All are masks or sorts over (B, C), so that rows may choose different numbers without a host synchronisation.
+All are masks or sorts over (B, C), so rows may select different numbers of positions without host synchronisation.
 """
 
 from typing import Literal, NamedTuple
@@ -31,9 +31,9 @@ def certainty(prediction: Prediction, order: Order) -> Tensor:
 
 
 def best(score: Tensor, among: Tensor, count: Tensor | int) -> Tensor:
-    """Return the `count` highest-scoring positions of each row `among` the allowed ones, leftmost on ties, (B, C) bool.
+    """Return the `count` best positions of each row, leftmost on ties, (B, C) bool.
 
-    score: (B, C) float. among: (B, C) bool. count: (B,) or a number; all of `among` if it is larger.
+    score: (B, C) float. among: (B, C) bool, the candidates. count: (B,) or a number; it may exceed the candidates.
 
     Example: `best(prediction.confidence, state.open, 1)` marks the most confident open position.
     """
@@ -60,7 +60,7 @@ class Turn(NamedTuple):
 
 
 def take_turn(state: DenoiseState, block_len: int | None) -> Turn:
-    """Return the leftmost sub-block of `block_len` positions with an open one; None means the whole canvas.
+    """Return the leftmost sub-block of `block_len` positions that has an open position; None means the whole canvas.
 
     Steps are divided in proportion to positions. With fewer steps than sub-blocks, several sub-blocks are decided in
     the same step, so the canvas is always full at the end.

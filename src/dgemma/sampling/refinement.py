@@ -15,12 +15,12 @@ from dgemma.sampling.ranking import best, propose
 
 @dataclass(frozen=True, kw_only=True)
 class BlockRefinement(Sampler):
-    """Commit the most confident positions until ⌈(n+1) L / N⌉ of L are committed, and all with c > `tau`.
+    """Commit the most confident positions until ⌈(n+1) L / N⌉ of L are committed, and all of confidence > `tau`.
 
-    The rest returns to noise. L counts the unfrozen positions. Uniform noise leaves no trace on a token, so
-    `state.open` alone tells which positions are committed. With `tau_edit`, a committed token is replaced by another
-    argmax whose confidence exceeds it. A canvas ahead of its quota commits nothing below `tau` until the quota has
-    caught up, as published.
+    The rest returns to noise. L counts the unfrozen positions. Uniform noise is not visible in the canvas, so
+    `state.open` records which positions are committed. With `tau_edit`, the argmax replaces a committed token if its
+    confidence exceeds `tau_edit`. A canvas ahead of its quota commits nothing below `tau` until the quota catches up,
+    as published.
 
     Example: `BlockRefinement(tau=0.95, greedy=True)`.
     """

@@ -24,9 +24,9 @@ class ReMDM(Sampler):
     strategy sets σ, which is at most σ_max = min(1, (1 - α_s)/α_t):
     - "cap": σ = min(eta, σ_max).
     - "rescale": σ = eta·σ_max.
-    - "loop": σ = eta while the `Loop` schedule rests, otherwise 0.
+    - "loop": σ = min(eta, σ_max) on the plateau of the `Loop` schedule, otherwise 0.
     - "conf": σ_max times a softmax over minus the probability that each token had when it was revealed (the memory,
-      (B, C)). As published, it does not reveal faster, so levels do not keep their distribution.
+      (B, C)). As published, masks are not revealed faster, so the distribution of each level is not kept.
 
     eta: None is the published value of the strategy; "conf" has none. Published runs use `top_p=0.9`.
 

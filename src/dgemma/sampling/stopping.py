@@ -14,8 +14,8 @@ from dgemma.diffusion.state import DenoiseState
 class StopRule:
     """Base class: decides after each step which rows are done. Pure tensor code, like a sampler.
 
-    `state` is the state after the step. `state.stop_memory` is the memory that the rule returned last, at first that of
-    `start`. Memory is batch-first, so that rows of two states can be spliced.
+    `state` is the state after the step. `state.stop_memory` is the memory that the rule returned last; before the first
+    step it is that of `start`. Memory is batch-first, so that rows of two states can be spliced.
 
     Example: `StableAndConfident() | EndOfText()`.
     """
@@ -135,7 +135,7 @@ class EndOfText(StopRule):
 
     def __post_init__(self) -> None:
         fits = bool(self.token_ids) and all(as_int(token) is not None for token in self.token_ids)
-        require_field(fits, self, "token_ids", "name tokens by id", "For none, leave the rule out.")
+        require_field(fits, self, "token_ids", "hold at least one token id", "Omit the rule if there are none.")
 
     def __call__(self, prediction: Prediction, state: DenoiseState) -> tuple[Tensor, None]:
         is_stop = torch.zeros_like(state.open)
@@ -147,11 +147,11 @@ class EndOfText(StopRule):
 
 @dataclass(frozen=True, kw_only=True)
 class ConfidenceGap(StopRule):
-    """Done when the mean gap between the two best logits reaches a threshold that falls by thirds of the run.
+    """Done when the mean gap between the two best logits reaches a threshold, one for each third of the run.
 
-    Prophet (arXiv:2508.19982): then the sampler's `final` fills open positions with the argmax. The gap is of the
-    shaped logits, averaged over the unfrozen positions of `span`, (start, stop) on the canvas; None is all of it. The
-    published rule watches the answer's span, and its thresholds are for T = 1 logits of LLaDA and Dream.
+    This is Prophet (arXiv:2508.19982). The sampler's `final` then fills open positions with the argmax. The gap of the
+    shaped logits is averaged over the unfrozen positions of `span`, (start, stop) on the canvas; None means all of it.
+    The published rule uses the span of the answer. Its thresholds are for T = 1 logits of LLaDA and Dream.
 
     Example: `ConfidenceGap(thresholds=(7.5, 5.0, 2.5), span=(200, 205))`.
     """
@@ -202,7 +202,7 @@ class Unchanged(StopRule):
 
 @dataclass(frozen=True)
 class StepCap(StopRule):
-    """Done after `steps` steps under this rule, for every length of the schedule.
+    """Done after `steps` steps under this rule, whatever the run's number of steps.
 
     Example: `StableAndConfident() | StepCap(16)`.
     """

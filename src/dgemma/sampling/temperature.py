@@ -9,7 +9,7 @@ from torch import Tensor
 from dgemma.checks import as_number, check_finite, require_field
 
 _GREEDY = "Use a sampler's greedy=True for the argmax."
-_LEAST, _MOST = 1e-30, 1e30  # what float32 can divide logits by
+_LEAST, _MOST = 1e-30, 1e30  # the range in which float32 logits can be divided
 
 
 class Temperature(Protocol):

@@ -17,8 +17,8 @@ from dgemma.sampling.ranking import best, propose, take_turn
 class Threshold(Sampler):
     """Commit every open position whose confidence is at least `tau`, and always the most confident one.
 
-    The comparison is ≥, as in Fast-dLLM; LLaDA2.0 published the same rule with > and tau = 0.95. block_len decides
-    sub-blocks from left to right (published: 32). greedy writes the argmax (published).
+    The comparison is ≥, as in Fast-dLLM; LLaDA2.0 published the same rule with > and tau = 0.95. With
+    block_len, sub-blocks are decided from left to right (published: 32). greedy writes the argmax (published).
 
     Example: `Threshold(tau=0.9, block_len=32, greedy=True)`.
     """
@@ -42,10 +42,10 @@ class Threshold(Sampler):
 
 @dataclass(frozen=True, kw_only=True)
 class FactorThreshold(Sampler):
-    """Commit the n most confident open positions, n the largest with (n + 1)(1 - c₍ₙ₎) < `factor`, and at least one.
+    """Commit the n most confident open positions, where n is the largest number with (n + 1)(1 - c₍ₙ₎) < `factor`.
 
-    c₍ₙ₎ is the n-th largest confidence. With factor ≤ 1 and `greedy`, the tokens written are the most probable ones of
-    their joint distribution too (Fast-dLLM, theorem 1).
+    n is at least 1. c₍ₙ₎ is the n-th largest confidence. With factor ≤ 1 and `greedy`, the written tokens are also the
+    most probable ones of their joint distribution (Fast-dLLM, theorem 1).
 
     Example: `FactorThreshold(factor=1.0, greedy=True)`.
     """

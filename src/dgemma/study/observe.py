@@ -1,7 +1,7 @@
 """Records from inside the model: residual stream, attention weights and router choices per step and layer.
 
-It uses forward hooks on the reference model, which are removed when the `with` block ends. Attention weights are
-computed again from the layer's queries and keys, because the fused product never forms them.
+`observe` adds forward hooks to the reference model, and removes them when the `with` block ends. Attention weights are
+recomputed from the layer's queries and keys, because fused attention does not return them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ Layers = bool | Sequence[int]
 class Pass:
     """One pass of T new tokens through the stack, by layer. S counts the prefix's slots and the T tokens.
 
-    `causal` is False for a canvas, and True for a prefix or each 1024 tokens of a long one.
+    `causal` is False for a canvas and True for a prefix. A long prefix has one pass per 1024 tokens.
     """
 
     causal: bool
@@ -37,7 +37,7 @@ class Pass:
 
 
 class Observation:
-    """The recorded passes in order. `steps` are those over canvases: the i-th belongs to the i-th `StepRecord`."""
+    """The recorded passes in order. `steps` has only those of canvases: `steps[i]` belongs to the i-th `StepRecord`."""
 
     def __init__(self, *, prefix: bool, device: torch.device | str | None) -> None:
         self.passes: list[Pass] = []
@@ -84,10 +84,11 @@ def observe(
     prefix: bool = False,
     device: torch.device | str | None = None,
 ) -> Iterator[Observation]:
-    """Record residuals, attention and router of `model` inside a `with` block: True for all layers, or a list.
+    """Record residuals, attention and router of `model` inside a `with` block.
 
-    `prefix` also records the causal passes. Tensors are detached, and moved to `device` if given. Use "cpu" to save GPU
-    memory: the attention of one layer is B · N · T · S numbers per step.
+    For each of the three, pass True for all layers, or a list of layers. `prefix` also records the causal passes.
+    Tensors are detached, and moved to `device` if it is set. Use "cpu" to save GPU memory: the attention of one layer
+    is B · N · T · S numbers per step.
 
     Example:
         with observe(model, residuals=[0, -1], router=True) as seen:

@@ -27,8 +27,8 @@ _COLUMNS = ("sampler", "quality", "± error", "tokens/forward", "forwards", "sec
 class SweepRow:
     """Means of one sampler over all rows of all runs; `error` is the standard error of quality, NaN for one value.
 
-    tokens_per_forward is new tokens without padding, divided by the forwards of a row before it is finished. forwards
-    are per row, seconds per run.
+    tokens_per_forward is new tokens without padding, divided by the forwards of a row until it finished. `forwards` is
+    the mean per row, `seconds` the mean per run.
     """
 
     label: str
@@ -89,8 +89,8 @@ def sweep(
 ) -> Sweep:
     """Run `task(sampler, seed)` for every sampler and seed. A task returns a quality and the result of `generate`.
 
-    Quality is one number, or one per row (B,). `samplers` is a list, or a dictionary by name; in a list, each is named
-    by the fields that differ from their defaults. They are passed to the task unchanged, so any value works.
+    Quality is one number, or one per row (B,). `samplers` is a list, or a dictionary by name. In a list, the name is
+    the class with the fields that differ from their defaults. The task gets a sampler unchanged, so any value works.
 
     Example:
         def task(sampler, seed):
@@ -160,7 +160,7 @@ def _name(samplers: Sequence[Any]) -> dict[str, Any]:
         name = label(sampler)
         if name in named:
             raise ValueError(
-                f"sweep samplers must differ from one another, got {name} twice. Pass a dictionary by name."
+                f"sweep samplers must differ from one another, got {name} twice. Pass a dictionary with names as keys."
             )
         named[name] = sampler
     return named

@@ -25,7 +25,7 @@ def generate_causal(
     attention_mask: Tensor | None = None,
     eos_token_ids: int | Iterable[int] | None = None,
 ) -> Tensor:
-    """Write after prompt_tokens (B, P) autoregressively; return the new tokens, (B, N) with N up to `max_new_tokens`.
+    """Generate autoregressively after prompt_tokens (B, P), up to `max_new_tokens`; return the new tokens (B, N).
 
     A row that writes a stop token is padded after it. Arguments and defaults are those of `generate`, except that the
     temperature is one number. `top_k=1` is greedy. A row's draws depend on its seed, not on its batch.

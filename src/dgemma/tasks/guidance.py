@@ -26,7 +26,7 @@ def mix(conditional: Tensor, unconditional: Tensor, strength: float) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class GuidedCache:
-    """The prefix with its prompt and the prefix without it; every operation applies to both."""
+    """A pair of prefix caches, with and without the prompt. Every operation applies to both."""
 
     conditional: Cache
     unconditional: Cache
@@ -37,21 +37,21 @@ class GuidedCache:
 
     @property
     def lengths(self) -> Tensor:
-        """Each row's tokens, prompt included, (B,)."""
+        """The number of tokens per row, including the prompt, (B,)."""
         return self.conditional.lengths
 
     @property
     def num_slots(self) -> int:
-        """The length of the longest row of either."""
+        """The length of the longest row in either prefix."""
         return max(self.conditional.num_slots, self.unconditional.num_slots)
 
     @property
     def num_seen(self) -> int:
-        """The tokens read so far, padding included."""
+        """The number of tokens read so far, including padding."""
         return self.conditional.num_seen
 
     def clone(self) -> Self:
-        """An independent copy: extending one leaves the other as it is."""
+        """An independent copy: extending one leaves the other unchanged."""
         return type(self)(self.conditional.clone(), self.unconditional.clone())
 
     def select(self, rows: Tensor) -> Self:
@@ -60,7 +60,7 @@ class GuidedCache:
 
     @classmethod
     def join(cls, parts: Sequence[tuple[Tensor, "GuidedCache"]]) -> Self:
-        """One cache from several: each part has the cache of some rows (R,), and together they are the batch."""
+        """Join caches into one. A part is row numbers (R,) and their cache; together the parts cover the batch."""
         halves = [[(rows, getattr(cache, half)) for rows, cache in parts] for half in ("conditional", "unconditional")]
         return cls(*(type(half[0][1]).join(half) for half in halves))
 
@@ -76,18 +76,18 @@ class GuidedCache:
 
 @dataclass(frozen=True, eq=False)
 class Guided(Denoiser[GuidedCache]):
-    """A denoiser that is steered away from what it predicts without the prompt.
+    """A denoiser that mixes its predictions with and without the prompt.
 
-    strength is LLaDA's w: 0 is no guidance, -1 the model without its prompt. `unconditional` replaces the prompt:
-    a token id repeated over it (LLaDA uses the mask token), or another prompt, (P,) or (B, P). Only the first `encode`
-    hides its tokens. Both prefixes get everything after that, such as committed blocks. Both are self-conditioned on
-    the guided prediction. A step takes two forwards.
+    strength is LLaDA's w: 0 is no guidance, -1 the model without its prompt. `unconditional` replaces the prompt in the
+    second prefix: a token id for every position (LLaDA uses the mask token), or another prompt, (P,) or (B, P). Only
+    the tokens of the first `encode` are replaced. Both prefixes get all later tokens, such as committed blocks. Both
+    are self-conditioned on the guided prediction. A step takes two forwards.
 
     log p(x0 | z) = log p(x0) + log q(z | x0) + const, and both predictions share q. So for a single position, mixing
     predictions gives the exact network of the mixed prior p_c^(w+1) · p_u^(-w), under mask and uniform noise, for mean
     and leave-one-out networks. For several positions it is a heuristic. The rule published for uniform noise (Schiff et
     al., arXiv:2412.10193) mixes the logarithms of the two reverse kernels, `mix(noise.posterior(...).log(), ...)`. A
-    wrapper around the network cannot do that.
+    denoiser cannot do that, because it returns a prediction and not a kernel.
 
     Example: `generate(Guided(model, strength=1.0, unconditional=4), prompt, ...)`.
     """
@@ -122,7 +122,7 @@ class Guided(Denoiser[GuidedCache]):
     def encode(
         self, tokens: Tensor, cache: GuidedCache | None = None, attention_mask: Tensor | None = None
     ) -> GuidedCache:
-        """Read tokens (B, P) into both prefixes. Without a cache they are the prompt, which one does not see."""
+        """Read tokens (B, P) into both prefixes. Without a cache they are the prompt, which the second omits."""
         if cache is None:
             prompt, prompt_mask = self._stand_in(tokens, attention_mask)
             return GuidedCache(

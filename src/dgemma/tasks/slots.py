@@ -1,10 +1,10 @@
 """Templates with typed choices: fixed text, slots with a few options each, and the probability of every option.
 
-The options of a slot are compared as whole texts, left · option · right, by the chain rule in the order with most
-context: log p(option, right | left) = log p(right | left, a gap as long as the option) + log p(option | left, right).
-The first term compares lengths, and is the same for options of one length. The second is computed token by token with
-the right text visible. Both are exact for a network that is exact under mask noise. Under uniform noise a gap shows
-random tokens, and the terms are averages over a few draws of them.
+The options of a slot are compared as whole texts, left · option · right, by the chain rule:
+log p(option, right | left) = log p(right | left, a gap as long as the option) + log p(option | left, right).
+The first term depends only on the option's length. The second is computed token by token, with the right text visible.
+Both are exact for a network that is exact under mask noise. Under uniform noise a gap holds random tokens, and the
+terms are averages over a few draws of them.
 """
 
 import math
@@ -96,10 +96,10 @@ def slots(
 
     template: fixed pieces and `Slot`s in order, fixed text first. Pieces are token ids, or texts with a `tokenizer`
     (each tokenized separately, the first after bos). `greedy` takes the most probable option; otherwise one is drawn
-    with `seed`. Open slots to the right appear as gaps as long as their longest option. `horizon` is the number of
-    fixed tokens to the right that compare options of different lengths, with one forward each. Noise other than masks
-    is drawn `num_draws` times and averaged. At most `max_rows` canvases are predicted at once. `tail_token_id` follows
-    the template; None leaves noise there.
+    with `seed`. Open slots to the right appear as gaps as long as their longest option. Options of
+    different lengths are compared by the next `horizon` fixed tokens, with one forward per token. Without a mask token,
+    gaps are drawn `num_draws` times and the probabilities averaged. At most `max_rows` canvases are predicted at once.
+    `tail_token_id` fills the canvas after the template; None leaves noise there.
 
     Example:
         filled = slots(model, ["Is 7 prime? ", Slot(["yes", "no"], name="prime"), "."], tokenizer=tokenizer)
@@ -150,11 +150,11 @@ class _Question(NamedTuple):
 
 
 class _Reader:
-    """Predicts canvases with gaps, each different canvas once."""
+    """Predicts canvases with gaps; equal canvases are predicted once."""
 
     def __init__(self, model: Denoiser, noise: Noise, num_draws: int, max_rows: int, seed: int) -> None:
         self.model, self.noise, self.max_rows, self.seed = model, noise, max_rows, seed
-        self.num_draws = num_draws if noise.mask_token is None else 1  # a gap of masks needs no draw
+        self.num_draws = num_draws if noise.mask_token is None else 1  # gaps of masks are not random
 
     def score(self, cache: Cache, options: list[list[int]], right: list[int], horizon: int, *, block: int) -> Tensor:
         """log p(option, right | left) of every option, up to a common constant, (K,) float64."""
@@ -164,7 +164,7 @@ class _Reader:
         return torch.stack([sum((answers[question] for question in each), nothing) for each in terms])
 
     def _num_weighed(self, options: list[list[int]], right: list[int], horizon: int) -> int:
-        """The number of tokens to the right that compare options of different lengths; 0 for equal lengths."""
+        """The number of tokens to the right that are scored to compare lengths; 0 if all options have one length."""
         lengths = {len(option) for option in options}
         room = self.model.config.canvas_length - max(lengths)
         return min(horizon, len(right), room) if len(lengths) > 1 else 0
@@ -184,7 +184,7 @@ class _Reader:
         return _Question(tuple((text + [_UNKNOWN] * canvas_len)[:canvas_len]), position, token)
 
     def _answer(self, cache: Cache, questions: list[_Question], block: int) -> dict[_Question, Tensor]:
-        """The log-probability for each question, averaged (as a probability) over draws of the gaps."""
+        """The log-probability for each question. Probabilities are averaged over draws of the gaps."""
         canvases = list(dict.fromkeys(question.canvas for question in questions))
         rows = [(canvas, draw) for canvas in canvases for draw in range(self.num_draws)]
         by_canvas: dict[tuple[int, ...], list[_Question]] = {canvas: [] for canvas in canvases}
@@ -195,11 +195,11 @@ class _Reader:
             chunk = rows[start : start + self.max_rows]
             prediction = self._predict(cache, chunk, block)
             most = max(len(by_canvas[canvas]) for canvas, _ in chunk)
-            asked = torch.zeros(len(chunk), most, dtype=torch.int64, device=self.model.device)
+            tokens = torch.zeros(len(chunk), most, dtype=torch.int64, device=self.model.device)
             for row, (canvas, _) in enumerate(chunk):
                 for i, question in enumerate(by_canvas[canvas]):
-                    asked[row, i] = question.token
-            log_probs = prediction.log_prob(asked[:, None].expand(-1, prediction.canvas_len, -1)).double().cpu()
+                    tokens[row, i] = question.token
+            log_probs = prediction.log_prob(tokens[:, None].expand(-1, prediction.canvas_len, -1)).double().cpu()
             for row, (canvas, _) in enumerate(chunk):
                 for i, question in enumerate(by_canvas[canvas]):
                     found[question].append(log_probs[row, question.position, i])
@@ -237,7 +237,7 @@ def _read_template(
     if not choices:
         raise ValueError("slots template must have a Slot in it. Use generate or infill to write freely.")
     if not pieces[0] or isinstance(pieces[0], tuple):
-        raise ValueError("slots template must begin with fixed text, the canvas's prefix. Begin it with bos.")
+        raise ValueError("slots template must begin with fixed text, the prefix of the first canvas. Start with bos.")
     names = [slot.name for slot, _ in choices if slot.name]
     repeated = [name for name in names if names.count(name) > 1]
     if repeated:
