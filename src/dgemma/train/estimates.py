@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_MANY = 1000  # degrees of freedom; above, Student's t equals the normal distribution to one part in a thousand
+_MANY = 1000  # degrees of freedom; above this, Student's t and the normal distribution differ by about 0.1 %
 
 
 class Estimate(NamedTuple):
@@ -65,11 +65,11 @@ class RowSums:
 class Likelihood:
     """The result of `evaluate`, in nats per token of the text. Print it for a table.
 
-    The model must also write the end-of-text that fills a last canvas. So its nats count, but its `num_fill_tokens`
-    are not among the `num_tokens` that sums are divided by. `by_level` is the part of the bound per noise level. It
-    adds up to `nelbo` minus `reconstruction`, the part below the lowest level. `by_position` and `causal_by_position`
-    are means per canvas position over all scored tokens, fill included. All numbers are computed from `rows`.
-    Intervals come from the spread between texts, or between rows if there is one text or one row per text.
+    The model must also write the end-of-text that fills a last canvas. So the nats of this fill count, but its
+    `num_fill_tokens` are not among the `num_tokens` that sums are divided by. `by_level` is the part of the bound per
+    noise level. It adds up to `nelbo` minus `reconstruction`, the part below the lowest level. `by_position` and
+    `causal_by_position` are means per canvas position over all scored tokens, fill included. All numbers are computed
+    from `rows`. Intervals come from the spread between texts, or between rows if there is one text or one row per text.
     """
 
     nelbo: Estimate
@@ -143,7 +143,8 @@ class Likelihood:
 
         The interval is narrower than that of either measure, because the spread between rows cancels.
 
-        Example: `likelihood.gap(chain.nll(tokens))` is what a model of a Markov chain has left to learn.
+        Example: `likelihood.gap(chain.nll(tokens))` is the excess of a model over the exact likelihood of a Markov
+        chain.
         """
         return _per_token(self.rows.nats - nats.cpu(), self.rows.tokens, self.confidence, self.rows.clusters)
 
@@ -210,9 +211,9 @@ def mean_of_rows(
 ) -> Curve:
     """Return Σ nats / Σ tokens over rows, per column: nats (R, n), tokens (R, n) or (R, 1).
 
-    The interval of that ratio is Student's and robust to clusters: rows with the same number in `clusters` (R,), from
-    0, may depend on each other. Their residuals are added before the variance is taken. None: all rows are
-    independent. With a single cluster the spread is unknown and the interval infinite.
+    Intervals use Student's t and are robust to clusters: rows with the same number in `clusters` (R,), from 0, may
+    depend on each other. Their residuals are added before the variance is computed. None: all rows are independent.
+    With a single cluster, the spread is unknown and the interval is infinite.
 
     Example: `mean_of_rows(edges, nats, tokens, 0.95).error` is the half-width of a 95 % interval.
     """
@@ -235,9 +236,9 @@ def _per_token(nats: Tensor, tokens: Tensor, confidence: float, clusters: Tensor
 
 @cache
 def half_width(confidence: float, degrees: int) -> float:
-    """Return the half-width of an interval in standard errors, by Student's t with so many degrees of freedom.
+    """Return the half-width of an interval in standard errors, from Student's t with these degrees of freedom.
 
-    Example: `half_width(0.95, 2)` is 4.303, because three texts say little about their spread.
+    Example: `half_width(0.95, 2)` is 4.303; three texts give two degrees of freedom.
     """
     if degrees > _MANY:
         return NormalDist().inv_cdf((1 + confidence) / 2)

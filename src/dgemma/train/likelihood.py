@@ -1,11 +1,11 @@
 """The likelihood of a text under a diffusion model: its NELBO with an interval, and the causal likelihood next to it.
 
 The bound is a Monte Carlo estimate over noise levels and noise (`nelbo`), per canvas (BD3-LM, arXiv:2503.09573). Below
-`lowest_level` the text is drawn in one step. That makes the number a bound for every network. Otherwise a network that
-does not take the noise level would cost infinitely much as the level falls to 0.
+`lowest_level` the text is drawn in one step. That makes the number a bound for every network. Otherwise the cost of a
+network that does not take the noise level would diverge as the level falls to 0.
 
-At a low level few canvases hold any noise, and those cost much. Drawn as they come, they would be rare large terms that
-skew the estimate. So they are drawn more often and weigh less, which leaves the mean as it is.
+At a low level few canvases have any noise, and these have most of the cost. Plain sampling would give rare large terms
+that skew the estimate. So canvases with noise are drawn more often, with lower weights that keep the mean unchanged.
 """
 
 from collections.abc import Callable, Mapping
@@ -54,20 +54,22 @@ def evaluate(
 ) -> Likelihood:
     """Return the NELBO of a model on texts, per token, with intervals and curves, and the causal likelihood.
 
-    source: a `TrainBatch`; a `BatchSource`, of which step 0 gives `num_rows` rows; or tokens (B, T), of which the first
-    is read and the rest scored. Answers are cut into canvases of `canvas_len` (None: the model's). A partial canvas is
-    filled with `fill_token` (None: the model's end-of-text). The fill is scored, because the model must write it. Its
-    cost counts as the text's, but its tokens are not counted. The end of a `truncated` row is unknown: its fill is
-    hidden, so the network sees pure noise there, and only the text is scored.
+    source: a `TrainBatch`; a `BatchSource`, whose step 0 gives `num_rows` rows; or tokens (B, T), where the first token
+    is the prompt and the others are scored. Answers are cut into canvases of `canvas_len` (None: the model's). A
+    partial canvas is filled with `fill_token` (None: the model's end-of-text). The fill is scored, because the model
+    must write it. Its cost is part of the text's, but its tokens are not counted. The end of a `truncated` row is
+    unknown: its fill is hidden, so the network sees pure noise there, and only the text is scored.
 
-    Each canvas is noised `num_samples` times. `levels` are "stratified", one in each of as many equally likely parts,
-    or "independent". The bound does not depend on the schedule of the noise, which is not read. `parametrisation` says
-    what the logits mean, see `nelbo.integrand`. `self_cond` gives each canvas a first pass. `num_bytes`, of all scored
-    text, adds bits per byte. The same seed gives the same number for any `batch_size`.
+    Each canvas is noised `num_samples` times. `levels` are "stratified", with one level in each of `num_samples`
+    equally likely intervals, or "independent". The noise's schedule is ignored, because the bound does not depend on
+    it. `parametrisation` is the meaning of the logits, see `nelbo.integrand`. `self_cond` adds a first pass per canvas,
+    for self-conditioning. `num_bytes`, the size of all scored text, adds bits per byte. The same seed gives the same
+    number for any `batch_size`.
 
-    Intervals are Student's, over texts if the batch names them (`scan` does), else over rows. Measured with exact
-    networks on texts of three tokens, a 95 % interval holds the truth in 94 % of evaluations of 16 texts, and in 94 to
-    95 % of those of 64 and 256. It is more often too low than too high, because likelihoods of texts are skewed.
+    Intervals use Student's t, over texts if the batch names them (as `scan` does), otherwise over rows. We measured
+    their coverage with exact networks on texts of three tokens. A 95 % interval covers the true value in 94 % of
+    evaluations of 16 texts, and in 94 to 95 % with 64 or 256 texts. Intervals are more often too low than too high,
+    because likelihoods of texts are skewed.
 
     Example: `print(evaluate(model, tokens, MaskNoise(512, mask_token_id=4), num_samples=16))`.
     """
@@ -132,7 +134,7 @@ class _Estimator:
         if bool((canvases.scored & self.noise.masked(canvases.x)).any()):
             raise ValueError(
                 f"evaluate source must not have the mask token among its scored tokens, got {self.noise.mask_token}. "
-                "Its bound is infinite. Remove it, or freeze it."
+                "The bound of a mask is infinite. Remove it, or freeze it."
             )
         clean = read_clean(self.model, canvases.tokens, documents=canvases.documents)
         causal, causal_scored = self._causal(canvases, clean)
@@ -179,13 +181,13 @@ class _Estimator:
         level: Tensor,
         of_logits: Callable[..., Tensor],
     ) -> Tensor:
-        """Return `of_logits`, a function of `nelbo`, of canvases noised to `level` (B, K, 1): (B, K, C) float64."""
+        """Noise canvases to `level` (B, K, 1) and apply `of_logits`, a function of `nelbo`: (B, K, C) float64."""
         u_event, u_token = (self._draw(canvases, seeds, sample, self.canvas_len, name) for name in ("event", "noise"))
         u_some = self._draw(canvases, seeds, sample, 1, "some")
         replaced = torch.where(canvases.scored, 1 - self.noise.clean_share(level), 0.0)  # (B, K, C) probabilities
         # Under mask noise a canvas without noise costs nothing, so none is drawn.
         u_event, weight = _propose_events(replaced, u_event, u_some, 1.0 if self.noise.kind == "mask" else _SOME_NOISE)
-        # The fill of a truncated text is neither scored nor frozen. It is hidden, so that it tells nothing.
+        # The fill of a truncated text is neither scored nor frozen. Pure noise hides it from the network.
         z = torch.where(canvases.frozen, canvases.x, self.noise.prior(u_token))
         z = torch.where(canvases.scored, self.noise.corrupt(canvases.x, level, u_event, u_token), z)
         level = torch.where(canvases.scored, level, torch.where(canvases.frozen, 0.0, 1.0))
@@ -249,7 +251,7 @@ def _propose_levels(u: Tensor, lowest: float, low_share: float) -> tuple[Tensor,
     The density is 1 - low_share + low_share / (2·sqrt(level)), normalised.
     """
     flat = 1 - low_share
-    below = flat * lowest + low_share * lowest**0.5  # the mass under `lowest`
+    below = flat * lowest + low_share * lowest**0.5  # the probability below `lowest`
     mass = below + (1 - below) * u
     root = ((low_share**2 + 4 * flat * mass).sqrt() - low_share) / (2 * flat)
     return root.square(), (flat + low_share / (2 * root)) / (1 - below)

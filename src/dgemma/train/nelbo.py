@@ -2,7 +2,7 @@
 
 Mask: MDLM's weighted cross-entropy (arXiv:2406.07524). Uniform: Duo (arXiv:2506.10892). Hybrid: GIDD
 (arXiv:2503.04482). The last two share one formula. The noise process replaces tokens at the rate r(z). Its reverse
-jumps from z to j at the rate r(z)·q(j)/q(z), where q is the marginal given x. The network imitates it with q_θ, the
+jumps from z to j at the rate r(z)·q(j)/q(z), where q is the marginal given x. The network replaces q by q_θ, the
 marginal given the prediction. The divergence of the two jump processes is Σ_j r(z)[ρ_j log(ρ_j/ρθ_j) - ρ_j + ρθ_j]
 with ρ_j = q(j)/q(z), which equals
 
@@ -34,12 +34,12 @@ def integrand(
 ) -> Tensor:
     """Return each position's contribution to the NELBO at this level, per unit of the schedule's time, in nats.
 
-    logits (B, C, V); x and z (B, C), the clean and the noisy tokens; noise_level (B,) or broadcastable to (B, C) →
-    (B, C), float64 if the logits are, else float32. `parametrisation` says what the logits mean. "mean" is p(x | z),
-    which cross-entropy learns. "loo" is p(x | z without this position), which the bound is defined on; "mean" is
-    converted to it. The mask token is never proposed (SUBS). Under mask noise, a clean token costs nothing. `weights`
-    (B, C) replace `exact_weights`; the result then trains more easily, but is not a bound. Memory is a few copies of
-    the logits.
+    logits (B, C, V); x and z (B, C), the clean and the noisy tokens; noise_level (B,) or broadcastable to (B, C) → (B,
+    C), float64 if the logits are, else float32. `parametrisation` says what the logits mean. "mean" is p(x | z), which
+    cross-entropy learns. "loo" is p(x | z without this position). The bound is defined on "loo", so "mean" is converted
+    to it. The mask token is never proposed (SUBS). Under mask noise, a clean token costs nothing. `weights` (B, C)
+    replace `exact_weights`; the result then trains more easily, but is not a bound. Memory is a few copies of the
+    logits.
 
     Example: `nelbo.integrand(noise, model.denoise(z, cache).logits, x, z, level).sum(-1)` estimates -log p(x).
     """
@@ -76,8 +76,8 @@ def integrand_by_count(noise: Noise, logits: Tensor, x: Tensor, z: Tensor) -> Te
     """Return LLaDA's estimator of the mask NELBO (arXiv:2502.09992): (B, C), nats.
 
     z has l of its C positions masked by `mask_exactly`, with l uniform on 1..C. The estimator is C/l times the
-    cross-entropy of the masked positions. Its sum over positions has the mean of `integrand`, without the factor 1/t
-    that can become very large.
+    cross-entropy of the masked positions. Its sum over positions has the mean of `integrand`, but avoids the factor
+    1/t, which can be very large.
 
     Example: `nelbo.integrand_by_count(noise, logits, x, nelbo.mask_exactly(noise, x, num_masked, u)).sum(-1)`.
     """
@@ -122,8 +122,8 @@ def mask_exactly(noise: Noise, tokens: Tensor, num_masked: Tensor, u: Tensor) ->
 def _jump_divergence(noise: Noise, logits: Tensor, x: Tensor, z: Tensor, level: Tensor) -> Tensor:
     """Return the bracket of the module's formula, for leave-one-out logits: (B, C).
 
-    `floor` is the probability that noise alone gives a token. In that unit, q is 1 + odds at x and 1 elsewhere, and q_θ
-    is 1 + odds·p. Then the large terms cancel, and the vocabulary enters through one sum of log1p.
+    `floor` is the probability that noise alone gives a token. In units of `floor`, q is 1 + odds at x and 1 elsewhere,
+    and q_θ is 1 + odds·p. Then the large terms cancel, and the vocabulary enters through one sum of log1p.
     """
     floor, odds = _floor_and_odds(noise, level)
     # logsumexp sums pairwise; a softmax over 262,144 float32 entries can be wrong by 1e-4.
@@ -173,9 +173,9 @@ def _without_mask(noise: Noise, logits: Tensor) -> Tensor:
 
 
 def check_process(noise: Noise) -> None:
-    """Raise ValueError for other noise classes: their bounds have other formulas, and these might not be bounds.
+    """Raise ValueError for other noise classes, for which these formulas might not be bounds.
 
-    Example: `check_process(MaskNoise(512))` returns; for a subclass of it this raises.
+    Example: `check_process(MaskNoise(512))` returns; a subclass of `MaskNoise` raises.
     """
     if type(noise) not in (MaskNoise, UniformNoise, HybridNoise):
         raise ValueError(
