@@ -3,8 +3,8 @@
     python examples/02_watch_the_denoising.py --out pictures
 
 run.html needs no network connection. Open it in a browser, play it, and hover over a position to see its candidates.
-With matplotlib installed, the script also writes entropy.png (steps from top to bottom, positions from left to right),
-order.png (the step at which each position settled) and run.gif.
+With matplotlib installed, the script also writes entropy.png, order.png and run.gif. entropy.png shows steps from top
+to bottom and positions from left to right. order.png shows the step at which each position settled.
 """
 
 import argparse

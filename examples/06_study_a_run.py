@@ -18,7 +18,7 @@ model = dgemma.DiffusionGemma.from_pretrained("dgemma/text", dtype=torch.float32
 tokenizer = dgemma.Tokenizer.from_pretrained("dgemma/text")
 prompt = torch.tensor([tokenizer.encode("The door opened and a stranger")])
 
-with dgemma.observe(model, router=True) as seen:
+with dgemma.observe(model, router=True) as observation:
     out = dgemma.generate(model, prompt, seed=5, record=True, **options)
 run = out.trajectory
 print(f"{tokenizer.decode(out.tokens[0])}\n\nstep  mean entropy  accepted of {run[0].canvas.shape[1]}")
@@ -37,7 +37,7 @@ print(f"\nmean step at which positions settled, by thirds of the canvas from the
 # How evenly does a layer use its experts? Each token goes to 2 of 4; an even load would be 25% each.
 print("\nshare of each expert, over all steps and positions:")
 for layer in range(model.config.num_hidden_layers):
-    experts = torch.cat([step.router[layer].experts.flatten() for step in seen.steps])
+    experts = torch.cat([step.router[layer].experts.flatten() for step in observation.steps])
     load = torch.bincount(experts, minlength=model.config.num_experts) / experts.numel()
     print(f"  layer {layer}: {' '.join(f'{share:4.0%}' for share in sorted(load.tolist(), reverse=True))}")
 

@@ -91,9 +91,9 @@ def observe(
     is B · N · T · S numbers per step.
 
     Example:
-        with observe(model, residuals=[0, -1], router=True) as seen:
+        with observe(model, residuals=[0, -1], router=True) as observation:
             generate(model, prompt)
-        seen.steps[3].router[0].experts  # (B, C, A), step 3, layer 0
+        observation.steps[3].router[0].experts  # (B, C, A), step 3, layer 0
     """
     if not isinstance(getattr(model, "layers", None), torch.nn.ModuleList):
         raise ValueError(
