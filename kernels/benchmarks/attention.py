@@ -24,10 +24,10 @@ from dgemma_kernels.ops.qkv import reference as qkv_reference
 
 HEADS = 16
 LAYERS = {"sliding": (8, 256), "full": (2, 512)}  # key heads, head_dim
-LIMIT = 8e-3  # bfloat16 weights and output, 2**-9 each, over keys and values of unit size
+LIMIT = 8e-3  # bfloat16 rounds softmax weights and output by 2**-9 each; keys and values have unit size
 MATRIX_RATE = 816e12  # bf16 FLOP/s measured on one H200
 COLD_BYTES = 512 << 20
-# Sliding: 0 and a full window. Full: the published context, as far as it is long.
+# Prefix lengths. Sliding: none and a full window. Full: up to 131,072 tokens.
 CANVAS = [("sliding", 0), ("sliding", 1023), ("full", 0), ("full", 1024), ("full", 16_384), ("full", 131_072)]
 TILES: dict[tuple[str, int], list[AttentionTile | None]] = {  # None: the kernel that `attention` chooses
     ("sliding", 256): [

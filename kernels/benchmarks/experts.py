@@ -4,7 +4,7 @@ python kernels/benchmarks/experts.py                  every kernel of the half, 
 python kernels/benchmarks/experts.py --weights packed with the experts in 12 bits, or in float8 by --weights fp8
 
 Weights are random and differ in every layer (30 layers are 45 GB, so that no cache helps). Routing is random as well:
-even over all experts, the worst case, or over 84 random experts per layer, the number seen on text. `experts_sweep.py`
+even over all experts, the worst case, or over 84 random experts per layer, as observed on text. `experts_sweep.py`
 compares tiles.
 """
 
@@ -29,8 +29,8 @@ from dgemma_kernels.ops.router import reference as router_reference
 from dgemma_kernels.ops.router.reference import count_pairs
 
 E, A, D, F, DENSE, EPS = 128, 8, 2816, 704, 2112, 1e-6
-# Two products and four bf16 roundings in a row come to about 3e-3; a wrong row or tile to more than 1e-2. Of float8 it
-# is what goes beyond the rounding of hidden values, and the second product from these as they are.
+# The relative error of two products and four bf16 roundings is about 3e-3; that of a wrong row or tile exceeds 1e-2. In
+# float8, hidden values may also be off by their rounding, and the second product is checked from the rounded values.
 LIMIT = 6e-3
 GPU, DTYPE = torch.device("cuda"), torch.bfloat16  # dtype of rows and of drawn weights
 
@@ -154,7 +154,7 @@ def widen(weights: Tensor | Quantized, expert: int) -> Tensor:
 
 
 def round_as(got: Quantized, want: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both, with `want` moved towards `got` by at most half a step of float8; the rest is error."""
+    """Return `got` and `want` moved towards `got` by at most half a float8 step. The remaining difference is error."""
     wide, scale = got.decode(), got.scale.repeat_interleave(got.block or F, 1)[:, : want.shape[1]].double()
     half_step = 2.0 ** ((want / scale).abs().clamp(min=2.0**-6).log2().floor() - 4) * scale
     return wide, want + (wide - want).clamp(-half_step, half_step)

@@ -2,9 +2,9 @@
 
 python kernels/benchmarks/experts_sweep.py 256 512                    at 256 and at 512 tokens
 python kernels/benchmarks/experts_sweep.py 256 --weights packed       with the experts in 12 bits, or in float8 by fp8
-python kernels/benchmarks/experts_sweep.py 256 --distinct 84          routed over 84 experts a layer, as seen on text
+python kernels/benchmarks/experts_sweep.py 256 --distinct 84          routed over 84 experts per layer, as on text
 
-A tile that is wrong or does not fit is said and left out. What wins belongs in a table of `configs`.
+The sweep reports and skips tiles that are wrong or do not fit. Put the fastest tiles into a table of `configs`.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from dgemma_kernels.formats import ENCODERS
 from dgemma_kernels.ops import configs, experts, router
 from dgemma_kernels.ops.router.reference import count_pairs
 
-# (columns, depth, warps, stages) and registers, if bounded, worth trying, by rows of a tile; and the rows by tokens.
+# Tiles to try by rows per tile: (columns, depth, warps, stages), and the limit of registers if there is one.
 GATE_UP_TILES = {
     16: [(64, 128, 4, 4), (64, 64, 4, 8), (32, 128, 4, 4), (32, 256, 4, 3), (16, 256, 4, 4)],
     32: [(64, 64, 4, 8), (64, 128, 4, 4), (128, 64, 8, 5)],
@@ -60,7 +60,7 @@ DOWN_TILES = {
     96: [(64, 64, 4, 4), (128, 64, 8, 4), (128, 64, 8, 6)],
     128: [(64, 64, 4, 5), (128, 64, 4, 4), (128, 64, 8, 4), (128, 64, 8, 5), (128, 128, 8, 3)],
 }
-# The same in float8: 64 columns of gate_up have one scale of hidden values, and 64 divides the hidden width.
+# The same in float8, with 64 columns in gate_up: these share one scale of hidden values, and 64 divides their width.
 FLOAT8_GATE_UP_TILES = {
     16: [(64, 256, 4, 4), (64, 256, 4, 5), (64, 128, 4, 8), (64, 128, 4, 5)],
     32: [
@@ -83,8 +83,8 @@ FLOAT8_DOWN_TILES = {
     96: [(128, 64, 8, 5)],
     128: [(128, 64, 8, 4), (64, 64, 8, 4), (128, 64, 8, 3), (64, 64, 4, 5)],
 }
-# Packed weights leave no choice of a block. A bound on down's registers holds where it starts beside gate_up, which is
-# not what is timed here.
+# The format fixes the blocks of packed weights. Down has no limit of registers here, because the limit applies only
+# when down overlaps gate_up, and the sweep times them without overlap.
 PACKED_GATE_UP_TILES, PACKED_DOWN_TILES = (
     {
         rows: [(cols, 128, w, s, *bound) for w in (4, 8) for s in (2, 3, 4) for bound in bounds]
@@ -155,7 +155,7 @@ def sweep(report: Report, layers: list[Layer], tokens: int, distinct: int) -> No
         best = make_config(rows, min(ups, key=ups.__getitem__), min(downs, key=downs.__getitem__))
         together[best] = timed(best, "both", first + second, flops)
     best = min(together, key=together.__getitem__)
-    print(f"BEST at {tokens}: {together[best]:.1f} us a layer, {together[best] * 30 / 1e3:.2f} ms for 30\n{best}")
+    print(f"BEST at {tokens}: {together[best]:.1f} us per layer, {together[best] * 30 / 1e3:.2f} ms for 30\n{best}")
 
 
 def rows_worth_trying(tokens: int, format: str) -> list[int]:

@@ -4,10 +4,10 @@ python kernels/benchmarks/step.py                    every part, about four minu
 python kernels/benchmarks/step.py --parts parity step profile
 python kernels/benchmarks/step.py --weights packed   with the experts in 12 bits, or in float8 by --weights fp8
 python kernels/benchmarks/step.py --transformers     also transformers' eager step, in another process
-python kernels/benchmarks/step.py --compiled         and its compiled one, which takes minutes
+python kernels/benchmarks/step.py --compiled         also transformers' compiled step, which takes minutes
 
 Random bfloat16 weights route nearly evenly over all experts, which is the worst case. `skewed` restricts every layer to
-84 experts, the number seen on text. Long prefixes are random keys and values. Each part prints a table and adds to the
+84 experts, as observed on text. Long prefixes are random keys and values. Each part prints a table and adds to the
 JSON file.
 """
 
@@ -163,7 +163,7 @@ def round_experts(model: dgemma.DiffusionGemma, wide: dgemma.DiffusionGemma) -> 
 def check_parity(results: Results, weights: str) -> None:
     """Check two layers of the published size: bf16 engine and reference against float32, and equal generations.
 
-    In float8 all three have the rounded weights, and the first two round what these multiply.
+    In float8 all three models have the rounded weights. Engine and reference also round the experts' inputs.
     """
     config = dgemma.presets.diffusiongemma_26b_a4b().replace(
         num_hidden_layers=2, layer_types=dgemma.model.config.default_layer_types(2)
@@ -312,7 +312,7 @@ def profile_step(results: Results, model: FusedDenoiser) -> None:
 def time_generate(results: Results, model: FusedDenoiser) -> None:
     """Time 16 fixed steps and the commit of every canvas but the first with `dgemma.generate`, without the prefill.
 
-    Behind the first prompt the canvases that count see 1,024 tokens on average, behind the second 1,792.
+    The timed canvases follow 1,024 tokens on average with the first prompt, and 1,792 with the second.
     """
     first = 0.0
     for prompt, batch in itertools.product((PROMPT - 3 * CANVAS, PROMPT), (1, 2, 4)):
@@ -382,7 +382,7 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 2, 4, 8])
     parser.add_argument("--prefixes", nargs="+", type=int, default=[0, 1024, 16_384, 131_072])
     parser.add_argument("--transformers", action="store_true", help="time transformers' eager step as well")
-    parser.add_argument("--compiled", action="store_true", help="time its compiled one, which takes minutes")
+    parser.add_argument("--compiled", action="store_true", help="time its compiled step, which takes minutes")
     parser.add_argument(
         "--output", type=Path, help="by default results/<gpu>/step.json, step_packed.json or step_fp8.json"
     )
@@ -436,7 +436,7 @@ def main() -> None:
         restrict_experts(model)
         time_step(results, "skewed", model, 1, PROMPT)
         keep()
-    del model  # memory does not fit both
+    del model  # transformers' model does not fit next to it
     gc.collect()
     torch.cuda.empty_cache()
     for wanted, flags in ((options.transformers, []), (options.compiled, ["--compiled"])):

@@ -4,10 +4,10 @@ python kernels/benchmarks/training.py                                  on a GPU 
 python kernels/benchmarks/training.py --batch-size 4 --output out.json
 python kernels/benchmarks/training.py --profile --rounds 2             dgemma alone, and how busy the GPU is
 
-Both train one architecture on rows of a prompt and a canvas. A step reads the row causally, draws noise, denoises the
-canvas twice (first without gradients, for self-conditioning) and takes the cross-entropy of the canvas and of every
-next token. Before anything is timed the two losses are compared on small equal weights. Weights are bfloat16 on a GPU,
-float32 elsewhere; dgemma's layers are compiled on a GPU, as `TrainConfig.compile` does.
+Both loops train the same architecture on rows of a prompt and a canvas. A step reads the row causally, draws noise,
+denoises the canvas twice (first without gradients, for self-conditioning) and takes the cross-entropy of the canvas and
+of every next token. Before anything is timed the two losses are compared on small equal weights. Weights are bfloat16
+on a GPU, float32 elsewhere; dgemma's layers are compiled on a GPU, as `TrainConfig.compile` does.
 """
 
 import argparse
@@ -118,7 +118,7 @@ def main() -> None:
     config = config.replace(sliding_window=max(config.sliding_window, shape[1] + 1))  # both models see everything
     print(f"\n{options.preset}, {shape[0]} rows of {shape[1]} tokens, {describe_run()}\n")
     print(
-        "| loop | work | tokens/s | times transformers | ms a step | peak GiB | loss |\n|---|---|---|---|---|---|---|"
+        "| loop | work | tokens/s | times transformers | ms per step | peak GiB | loss |\n|---|---|---|---|---|---|---|"
     )
     results: list[dict[str, Any]] = []
 

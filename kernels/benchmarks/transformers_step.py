@@ -3,8 +3,8 @@
 python kernels/benchmarks/transformers_step.py               eager
 python kernels/benchmarks/transformers_step.py --compiled    its static-cache path, which compiles for minutes first
 
-A step's time is the difference between two generations of one canvas, of many steps and of few, over the difference in
-steps, so it has the sampler in it and neither the prefill nor the commit.
+We time two generations of one canvas, with many and with few steps. The time of a step is the difference in time
+divided by the difference in steps. So it includes the sampler, but neither the prefill nor the commit.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def main() -> None:
     peak = torch.cuda.max_memory_allocated() / 2**30
     how = "compiled, static cache" if options.compiled else "eager"
     print(
-        f"transformers, {how}: {statistics.median(times):.1f} ms a step ({min(times):.1f} to {max(times):.1f}), "
+        f"transformers, {how}: {statistics.median(times):.1f} ms per step ({min(times):.1f} to {max(times):.1f}), "
         f"peak {peak:.1f} GiB",
         flush=True,
     )

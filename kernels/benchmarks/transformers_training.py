@@ -24,7 +24,7 @@ def fine_tuning_loss(
 ) -> Tensor:
     """Return the cross-entropy of every next token and of every canvas position, for rows (B, T) of prompt and canvas.
 
-    noise: the highest level; self_cond: how often a canvas sees a first pass's prediction.
+    noise: the highest level; self_cond: the share of canvases that see the prediction of a first pass.
     """
     batch_size, length = tokens.shape
     clean, vocab_size = tokens[:, prompt_len:], model.config.text_config.vocab_size

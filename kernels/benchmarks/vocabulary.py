@@ -2,7 +2,7 @@
 
     PYTHONPATH=src:kernels python kernels/benchmarks/vocabulary.py [--sweep]
 
-Beside it the same work in eager PyTorch as transformers does it, and the two matrix products it stands between.
+It also times the same work in eager PyTorch, as transformers does it, and the matrix products before and after it.
 """
 
 import argparse

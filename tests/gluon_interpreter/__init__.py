@@ -38,7 +38,7 @@ def load(name: str, *, seed: int = 0, edits: dict[str, str] | None = None) -> An
     path = Path(importlib.util.find_spec(name).origin)
     source = path.read_text(encoding="utf-8")
     for old, new in (edits or {}).items():
-        assert source.count(old) == 1, f"{name} must say {old!r} once, not {source.count(old)} times"
+        assert source.count(old) == 1, f"{name} must contain {old!r} once, got {source.count(old)} times"
         source = source.replace(old, new)
 
     def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:

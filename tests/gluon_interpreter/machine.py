@@ -2,9 +2,9 @@
 
 Partitions of warps run by turns, and copies complete late and in any order, drawn from a seed. Every read and write of
 shared memory is an event. An access must be ordered after earlier events by barriers that the partition waited for
-(happens-before). A missing order raises in every drawn order, even where a GPU would give the right result by luck. An
-asynchronous operation without a wait raises as well, and one that accesses a thread's writes without a fence. Time,
-registers and the threads within a partition are not simulated.
+(happens-before). A missing barrier raises for every seed, even where a GPU would happen to give the right result. An
+asynchronous operation without a wait raises as well, and so does one that accesses a thread's writes without a fence.
+Time, registers and the threads within a partition are not simulated.
 """
 
 import functools
@@ -56,7 +56,7 @@ class Block:
             ready = [partition for partition in self.partitions if partition.ready()] + self.copies
             if not ready:
                 waiting = "; ".join(f"{one.name} waits for {one.waits_for}" for one in self.partitions)
-                self.failure = Hazard(f"nobody can go on: {waiting}")
+                self.failure = Hazard(f"deadlock: {waiting}")
                 break
             # The first one keeps running for a while, because mistakes show when one partition is far ahead.
             turn = max(ready, key=lambda one: one.priority)
@@ -93,7 +93,7 @@ def run_block(program: tuple[int, ...], grid: tuple[int, ...], order: random.Ran
 
 
 class Partition:
-    """Warps that run one function: a thread that waits for its turn at every barrier and copy."""
+    """Warps that run one function, simulated by a thread that waits for its turn at every barrier and copy."""
 
     def __init__(self, call: Callable[[], None], knows: set[int], name: str, priority: float) -> None:
         self.knows = set(knows)  # events that happened before the next operation
@@ -112,7 +112,7 @@ class Partition:
             if not block.failure:
                 call()
                 if self.products or self.stores:
-                    raise Hazard("ends before its products and stores do")
+                    raise Hazard("ends before its products and stores are complete")
         except BaseException as error:
             block.failure = block.failure or error
         block.partitions.remove(self)
@@ -128,7 +128,7 @@ def warp_specialize(
     partitions: list[tuple[Callable[..., None], tuple[Any, ...]]], worker_num_warps: list[int], num_regs: list[int]
 ) -> None:
     if not len(partitions) - 1 == len(worker_num_warps) == len(num_regs):
-        raise ValueError("every partition but the first must have a number of warps and one of registers")
+        raise ValueError("every partition but the first must have a number of warps and a number of registers")
     whole = block.current
     parts = [
         block.start(functools.partial(function, *arguments), whole.knows, f"partition {i}")
@@ -149,9 +149,9 @@ class Chunk:
 
     def begin_read(self, asynchronous: bool) -> None:
         if self.written is None:
-            raise Hazard("reads shared memory that nobody has written")
+            raise Hazard("reads shared memory that was never written")
         if self.written not in block.current.knows:
-            raise Hazard("reads shared memory without having waited for what is written there")
+            raise Hazard("reads shared memory without having waited for the write")
         self._check_fence(asynchronous)
         self.readers += 1
 
@@ -165,14 +165,14 @@ class Chunk:
         if self.readers:
             raise Hazard("overwrites shared memory that an operation in flight reads")
         if not (self.read | {self.written} - {None}) <= block.current.knows:
-            raise Hazard("overwrites shared memory without having waited for who read or wrote it")
+            raise Hazard("overwrites shared memory without having waited for its readers and its writer")
         self._check_fence(asynchronous)
         self.written, self.read = next(block.events), set()
         return self.written
 
     def _check_fence(self, asynchronous: bool) -> None:
         if asynchronous and not self.fenced:
-            raise Hazard("lets an asynchronous operation meet what a thread wrote, without fence_async_shared()")
+            raise Hazard("accesses a thread's writes asynchronously without fence_async_shared()")
 
 
 @dataclass
@@ -231,7 +231,7 @@ class Barrier:
     def _arrive(self, count: int, bytes: int) -> None:
         block.pause()
         if self.missing < count:
-            raise Hazard(f"arrives at {self.name}, where nobody is missing in phase {self.phase}")
+            raise Hazard(f"arrives at {self.name}, which expects no more arrivals in phase {self.phase}")
         self.missing -= count
         self.bytes += bytes
         self.arriving |= block.current.knows
@@ -240,7 +240,7 @@ class Barrier:
     def wait(self, phase: Any) -> None:
         parity, caller = number(phase), sys._getframe(1)
         line = linecache.getline(caller.f_code.co_filename, caller.f_lineno).strip()
-        waits_for = f"{self.name}, which is in phase {self.phase}, to have ended one of parity {parity}: {line}"
+        waits_for = f"{self.name}, which is in phase {self.phase}, to end a phase of parity {parity}: {line}"
         block.pause(lambda: self.phase & 1 != parity, waits_for)
         block.current.knows |= self.arrived
 
@@ -264,7 +264,7 @@ class Allocation:
             raise ValueError(f"shared memory of shape {shape} cannot have the layout {layout}")
         block.shared_bytes += torch.Size(shape).numel() * dtype.itemsize
         if block.shared_bytes > SHARED_BYTES:
-            raise Hazard(f"takes {block.shared_bytes} bytes of shared memory, where there are {SHARED_BYTES}")
+            raise Hazard(f"allocates {block.shared_bytes} bytes of shared memory, but a block has {SHARED_BYTES}")
         self.dtype, self.shape = dtype, shape
         self.parts: list[Any]
         if isinstance(layout, NVMMASharedLayout):
@@ -275,7 +275,7 @@ class Allocation:
 
     def index(self, i: Any) -> Any:
         if not 0 <= number(i) < len(self.parts):
-            raise Hazard(f"takes part {number(i)} of shared memory of {len(self.parts)} parts")
+            raise Hazard(f"indexes part {number(i)} of shared memory of {len(self.parts)} parts")
         return self.parts[number(i)]
 
 
@@ -306,7 +306,7 @@ def copy_to_shared(desc: TensorDescriptor, at: list[Any], barrier: Barrier, targ
         raise Hazard(f"copies with {barrier.name} without a fence_async_shared() after its init")
     under_way = sum(copy.target.data.nbytes for copy in block.copies if copy.barrier is barrier)
     if barrier.bytes < under_way + target.data.nbytes:
-        raise Hazard(f"copies what {barrier.name} does not expect")
+        raise Hazard(f"copies bytes that {barrier.name} does not expect")
     event = target.chunk.write(asynchronous=True)
     block.copied.add(event)
     block.copies.append(Copy(desc, [number(x) for x in at], barrier, target, event, block.order.random()))

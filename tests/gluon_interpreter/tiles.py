@@ -1,7 +1,7 @@
 """The values of a Gluon kernel: numbers and tiles in registers, their layouts, tensors in global memory.
 
-Arithmetic is torch's, with Triton's dtypes; NaN spreads through `maximum`, where a GPU may drop it. Which thread holds
-which element is not simulated, but operands must agree on it, as the compiler demands.
+Arithmetic is torch's, with Triton's dtypes; NaN spreads through `maximum`, where a GPU may drop it. The mapping
+of elements to threads is not simulated, but operands must have the same layout, as in the compiler.
 """
 
 import functools
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Hazard(Exception):
-    """An error that on a GPU is a wrong result, a crash or a hang, even if rarely."""
+    """An error that on a GPU can give a wrong result, a crash or a hang."""
 
 
 @dataclass

@@ -1,7 +1,7 @@
-"""Kernels run natively where there is a GPU, else in Triton's interpreter, on uninitialised memory full of NaN.
+"""Kernels run natively where there is a GPU, else in Triton's interpreter. Uninitialised memory is filled with NaN.
 
-On a newer GPU an older one's code can be run: with `TRITON_OVERRIDE_ARCH=sm80` Triton lowers every kernel as it does
-for an A100, and only the assembler writes this GPU's instructions.
+A newer GPU can run the code of an older one. With `TRITON_OVERRIDE_ARCH=sm80` Triton lowers every kernel as for an
+A100, and only the assembler targets this GPU.
 """
 
 import functools
@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 import torch
 
-# Of a block, in bytes, by compute capability: CUDA C++ Programming Guide, "Technical Specifications".
+# Bytes per block by compute capability: CUDA C++ Programming Guide, "Technical Specifications".
 SHARED_MEMORY = {"sm75": 65_536, "sm80": 166_912, "sm86": 101_376, "sm89": 101_376, "sm120": 101_376}
 
 
 def take_for(architecture: str) -> None:
-    """Takes this GPU for one of another architecture: what torch says of it, and how much shared memory a block has."""
+    """Make torch report another architecture, and limit shared memory per block to that of this architecture."""
     from triton.compiler import compiler
     from triton.runtime import driver
 
-    driver.active.get_current_target()  # Triton asks torch what to assemble for, and is to hear the truth
+    driver.active.get_current_target()  # Triton reads the real target from torch before the patches below
     if architecture not in SHARED_MEMORY:
         raise pytest.UsageError(f"TRITON_OVERRIDE_ARCH must be one of {', '.join(SHARED_MEMORY)}, got {architecture}.")
     capability = divmod(int(architecture.removeprefix("sm")), 10)
@@ -89,7 +89,7 @@ def device() -> torch.device:
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory() -> Iterator[None]:
-    """Fills every `torch.empty` with NaN, or the largest integer, so that an element nobody wrote is seen."""
+    """Fill every `torch.empty` with NaN, or the largest integer, so that tests detect elements that no kernel wrote."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -97,7 +97,7 @@ def _poisoned_memory() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _default_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiles of no particular GPU, so that a test means the same everywhere; float32 would not fit larger ones."""
+    """Use the default tiles, so that a test is the same on every GPU. float32 would not fit larger tiles."""
     from dgemma_kernels.ops import configs
 
     monkeypatch.setattr(configs, "gpu_name", lambda device: "default")

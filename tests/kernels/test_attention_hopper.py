@@ -32,7 +32,7 @@ def draw(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cuda",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Random queries, keys, values and lengths; keys and values are part of larger buffers; free slots are NaN."""
+    """Draw queries, keys, values and lengths; keys and values are part of larger buffers; free slots are NaN."""
     generator = torch.Generator(device).manual_seed(sum(lengths) + num_tokens)
     (kv_heads, head_dim), batch = layer, len(lengths)
     capacity = max(lengths) + num_tokens + 7
@@ -58,7 +58,7 @@ def error(got: Tensor, want: Tensor) -> float:
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
-    """Pretend that this is a Hopper GPU with the right Triton; return the calls of its kernel, done by the other."""
+    """Pretend that this is a Hopper GPU. Return the calls of the Hopper kernel, which the Triton kernel computes."""
     calls: list[tuple] = []
 
     class Substitute:
@@ -134,7 +134,7 @@ def test_a_tile_selects_the_triton_kernel(hopper, device):
         attention(*case, kernel="hopper", tile=AttentionTile(16, 16, 4, 2))
 
 
-def test_auto_takes_the_hopper_kernel_only_with_a_triton_it_ran_with_and_names_what_to_install(hopper, monkeypatch):
+def test_auto_needs_a_tested_triton_for_the_hopper_kernel_and_names_its_version(hopper, monkeypatch):
     queries, keys = torch.empty(1, 32, 16, 256).bfloat16(), torch.empty(1, 8, 64, 256).bfloat16()
     assert choose_kernel(queries, keys, keys).kernel == "hopper"
     monkeypatch.setattr(module, "_HOPPER_RAN_WITH", ("2.0.",))
@@ -173,7 +173,7 @@ def interpreted(seed: int = 0, edits: tuple[tuple[str, str], ...] = ()) -> Any:
 
 
 def interpret(case: tuple[Tensor, ...], *, kernel: Any = None, num_splits: int = 1, **mode: int | bool) -> Tensor:
-    """What the kernel's source gives on the CPU, (B, T, N, H); parts are added in float64."""
+    """Run the kernel's source on the CPU, and add its parts in float64: (B, T, N, H)."""
     queries = case[0]
     partial = torch.empty((num_splits, *queries.shape), dtype=queries.dtype)
     log_weight = torch.empty((num_splits, *queries.shape[:3]), dtype=torch.float32)
@@ -201,10 +201,11 @@ SMALL = pytest.mark.parametrize(
 @SMALL
 @pytest.mark.parametrize("num_splits", [1, 3], ids=["whole", "three-parts"])
 def test_interpreted_canvas_matches_float64(layer, dtype, num_splits):
-    # Around a tile of 64 slots without and with the canvas; parts without a tile; seven tiles fill a buffer thrice.
+    # Prefixes near one tile of 64 slots, without and with the canvas; parts without a tile; seven tiles, so that every
+    # buffer is used three times.
     for lengths in ([0], [1], [54], [55], [56], [63], [64], [65], [400]):
         check_interpreted(draw(lengths, 9, layer, heads=4, dtype=dtype, device="cpu"), num_splits)
-    check_interpreted(draw([65, 0], 35, layer, heads=4, dtype=dtype, device="cpu"), num_splits)  # rows fill no tile
+    check_interpreted(draw([65, 0], 35, layer, heads=4, dtype=dtype, device="cpu"), num_splits)  # a partial tile
 
 
 @SMALL
@@ -226,7 +227,7 @@ def test_interpreted_tokens_followed_by_a_canvas_match_float64(layer, dtype):
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (32, 2), (64, 1)], ids=["alone", "sixteen", "sixty-four"])
 def test_interpreted_groups_of_heads_match_float64(heads, kv_heads):
     queries, keys, values, length = draw([0, 70], 3, (kv_heads, 256), heads=heads, dtype=torch.float16, device="cpu")
-    used = 70 + 3  # to the last slot of the values' memory, whose strides are not the keys'
+    used = 70 + 3  # values fill their memory to the last slot, with other strides than keys
     others = torch.empty(2, kv_heads + 1, used, 256, dtype=torch.float16)
     others[:, 1:] = values[:, :, :used]
     check_interpreted((queries, keys[:, :, :used], others[:, 1:], length), 2)
@@ -245,9 +246,9 @@ def test_bits_do_not_depend_on_the_order_of_copies_and_warps(head_dim):
     assert all(torch.equal(other, first) for other in others)
 
 
-# Passages of the kernel, what they are made, and what is then found: a hazard, or None for a wrong result.
+# A passage of the kernel, its replacement, and the error that this must raise, or None if the result must be wrong.
 UNSEEN, TAKEN = "reads shared memory without having waited", "overwrites shared memory"
-HANGS = r"nobody can go on: .* waits for barrier \d of \d, which is in phase \d"
+HANGS = r"deadlock: .* waits for barrier \d of \d, which is in phase \d"
 MISTAKES = {
     "values-not-awaited": ("        mbarrier.wait(v_full.index(at + 1), phase)\n", "", UNSEEN),
     "keys-awaited-in-one-phase": ("k_full.index(at), j // BUFFERS & 1", "k_full.index(at), 0", f"{TAKEN}|{HANGS}"),
@@ -295,10 +296,10 @@ def check(case: tuple[Tensor, ...], **options: int | bool | None) -> None:
 @LAYERS
 @pytest.mark.parametrize("num_splits", [1, None, 4], ids=["whole", "default", "four-parts"])
 def test_canvas_matches_float64(layer, num_splits):
-    # Around a tile of 64 slots, and four times as many parts as the shortest row has tiles.
+    # Prefixes near one tile of 64 slots, and four times as many parts as the shortest row has tiles.
     for lengths in ([0], [1], [63], [64], [65], [1023], [1024], [1500, 0, 64, 700]):
         check(draw(lengths, 256, layer), num_splits=num_splits)
-    check(draw([130, 65], 100, layer), num_splits=num_splits)  # rows that fill no tile
+    check(draw([130, 65], 100, layer), num_splits=num_splits)  # rows do not fill a tile
     queries, *rest = draw([1024, 65], 256, layer)
     check((queries * 30, *rest), num_splits=num_splits)  # nearly a hard maximum
 

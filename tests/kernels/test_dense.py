@@ -69,7 +69,7 @@ def test_counters_are_zero_after_a_launch(programs, monkeypatch, device):
     assert torch.equal(dense.dense_mlp(*arguments, progress), first)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a launch would keep the counts from changing")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the waiting kernel would block writes to the counters")
 @pytest.mark.usefixtures("small_tiles")
 def test_down_waits_for_tiles_that_another_program_has_not_stored_yet(device):
     arguments, progress = draw(32, 32, 32, torch.float32, device), count(device)

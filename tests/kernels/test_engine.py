@@ -44,7 +44,7 @@ def models():
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
-    """Three chunks of the vocabulary; the interpreter reads a chunk of 4,096 one entry at a time."""
+    """Use three chunks of the vocabulary, because the interpreter loops over the 4,096 entries of a chunk."""
     monkeypatch.setattr(vocabulary, "CHUNK", 16)
 
 
@@ -54,8 +54,8 @@ def draw_tokens(*shape, seed=0):
 
 
 @dataclass
-class Answering(dgemma.Denoiser):
-    """A denoiser with one answer."""
+class ConstantDenoiser(dgemma.Denoiser):
+    """A denoiser that always returns the same prediction."""
 
     prediction: dgemma.Prediction
 
@@ -64,7 +64,7 @@ class Answering(dgemma.Denoiser):
 
 
 def ragged_prompt():
-    """Seven tokens and five, padded on the left: both longer than the four that a sliding layer remembers."""
+    """Make rows of seven and five tokens, padded on the left. Both exceed the four tokens of a sliding layer."""
     prompt = draw_tokens(2, 7)
     real = torch.ones_like(prompt)
     real[1, :2] = 0
@@ -146,7 +146,7 @@ def test_a_step_can_be_repeated_from_any_state_and_overwritten_logits_are_refuse
         assert torch.equal(getattr(first, name), value)
     assert type(again) is dgemma.DenoiseState
     planted = replace(again, canvas=(again.canvas + 1) % VOCAB)
-    again.canvas.copy_(planted.canvas)  # behind the engine's back
+    again.canvas.copy_(planted.canvas)  # the engine must notice that its state was modified
     seen = [fast.step(state, cache=cache, knobs=knobs)[1].entropy for state in (again, planted)]
     assert torch.equal(*seen)
 
@@ -165,7 +165,7 @@ def test_a_published_step_equals_the_librarys_step_in_every_field(
     models, bound, commit, stop, more, num_rows, monkeypatch, device
 ):
     _, fast = models
-    # Nearly sure of token 7, the less so the more a position's token has in common with others.
+    # The logits depend on the position's token and favour token 7, between a little and strongly.
     table = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(2)).to(device)
     table[:, 7] += torch.linspace(4, 9, VOCAB, device=device)
     monkeypatch.setattr(Forward, "canvas", lambda self, tokens, signal, buffers: tokens.flatten())
@@ -189,13 +189,14 @@ def test_a_published_step_equals_the_librarys_step_in_every_field(
     )
     cache = fast.encode(draw_tokens(num_rows, 2))
     num_accepted, num_renoised = 0, 0
-    for number in range(5):  # one past the end
+    for number in range(5):  # one step more than num_steps
         after, record = fast.step(state, cache=cache, knobs=knobs)
-        if number % 2:  # the soft embedding at once: the logits stay, and the next step goes on from there
+        if number % 2:  # computes the soft embedding now; the logits stay readable
             assert fast.read_ahead(record.verdict) == record.verdict.tolist()
-        # The same numbers to decide from: the kernels' own statistics of the same logits.
-        said = FusedPrediction(Logits(record.prediction._raw.clone()), (SoftCap(fast.config.final_logit_softcapping),))
-        want_after, want_record = dgemma.step(Answering(said), state, cache=cache, knobs=knobs)
+        # Both decide from the same numbers: the kernels' statistics of the same logits.
+        logits = Logits(record.prediction._raw.clone())
+        prediction = FusedPrediction(logits, (SoftCap(fast.config.final_logit_softcapping),))
+        want_after, want_record = dgemma.step(ConstantDenoiser(prediction), state, cache=cache, knobs=knobs)
         for got, want in ((after, want_after), (record, want_record)):
             for field in fields(want):
                 expected, value = getattr(want, field.name), getattr(got, field.name)
@@ -267,7 +268,7 @@ def test_a_sampler_that_waits_for_the_host_is_named(models, monkeypatch):
 
 
 def test_a_kernel_that_fails_before_capture_is_not_reported_as_a_failed_capture(monkeypatch):
-    # Kernels fail late, in whatever waits for the device next; torch.cuda.graph does when it begins.
+    # A failed kernel raises at the next wait for the device. torch.cuda.graph waits when it begins.
     def wait(device=None):
         raise RuntimeError("an illegal memory access was encountered")
 
@@ -396,7 +397,7 @@ def test_the_model_keeps_working_and_no_weight_is_stored_twice(device):
 @pytest.mark.parametrize("weights", ENCODERS)
 def test_generation_defaults_start_as_the_models_and_then_change_independently(weights, device):
     model = make_model(device)
-    for layer in model.layers:  # what packs without loss
+    for layer in model.layers:  # values that pack without loss
         layer.experts.to(torch.bfloat16).to(torch.float32)
     fast, before = accelerate(model, weights), model.generation
     model.generation = replace(before, max_new_tokens=7)
@@ -405,7 +406,7 @@ def test_generation_defaults_start_as_the_models_and_then_change_independently(w
     assert (fast.generation.max_new_tokens, model.generation.max_new_tokens) == (9, 7)
 
 
-def test_mistakes_raise_one_sentence(models, monkeypatch):
+def test_unsupported_arguments_raise_with_a_reason(models, monkeypatch):
     plain, fast = models
     prompt, _ = ragged_prompt()
     with pytest.raises(ValueError, match='weights must be "bf16", "packed" or "fp8", got \'int4\''):
@@ -414,7 +415,7 @@ def test_mistakes_raise_one_sentence(models, monkeypatch):
         accelerate(fast, weights="packed")
     with pytest.raises(ValueError, match="head_dim must be a power of two >= 16"):
         accelerate(dgemma.DiffusionGemma(plain.config.replace(head_dim=24), device=plain.device))
-    with pytest.raises(ValueError, match="cache must be one that it made itself"):
+    with pytest.raises(ValueError, match="cache must be one of its own"):
         fast.denoise(prompt[:, :CANVAS], plain.encode(prompt))
     monkeypatch.setattr("dgemma_kernels.engine.denoiser.InterpretedFunction", int)
     with pytest.raises(ValueError, match="needs the model on a CUDA GPU"):
@@ -459,10 +460,10 @@ def test_a_copied_denoiser_has_separate_weights_and_graphs(device):
         assert torch.equal(other.causal_logits(tokens), want)
         assert other.generation == fast.generation  # its own, not the model's
         projection, taken = other._model.layers[0].self_attn.q_proj.weight, other._forward.weights.layers[0]
-        assert projection.data_ptr() == taken.qkv.data_ptr()  # not held twice
+        assert projection.data_ptr() == taken.qkv.data_ptr()  # stored once
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs an accelerated model on no GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_pickled_denoiser_is_not_loaded_without_a_gpu(monkeypatch):
     pickled = pickle.dumps(accelerate(make_model(torch.device("cpu"))))
     monkeypatch.setattr(draws, "_uniform_kernel", None)  # no interpreter either
@@ -477,14 +478,14 @@ def test_a_copied_cache_is_a_clone_and_a_pickled_one_is_refused_with_a_fix(model
     for mine, own in zip(cache.layers, other.layers, strict=True):
         assert torch.equal(mine.keys[:, :, :3], own.keys[:, :, :3])
         assert mine.keys.data_ptr() != own.keys.data_ptr()
-    fast.denoise(draw_tokens(1, CANVAS), other)  # which is no stranger's
+    fast.denoise(draw_tokens(1, CANVAS), other)  # the clone belongs to the same denoiser
     for attempt in (pickle.dumps, copy.copy):
         with pytest.raises(TypeError, match=r"FusedCache .* Keep its tokens, and encode them again"):
             attempt(cache)
 
 
 def test_a_model_with_adapters_is_refused_until_they_are_merged(device):
-    # The kernels read base weights only, and would silently leave the adapters out.
+    # The kernels read only base weights and would silently ignore the adapters.
     model = dgemma.DiffusionGemma(dgemma.presets.tiny(), device=device)
     add_lora(model, LoRA(rank=4))
     with pytest.raises(ValueError, match="merge_lora"):

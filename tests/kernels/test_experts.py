@@ -119,7 +119,7 @@ def test_down_waits_for_all_columns_of_gate_up(device, monkeypatch):
     assert given["finished"] is tiles.finished
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a launch would keep the counts from changing")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the waiting kernel would block writes to the counters")
 def test_down_reads_a_tile_only_after_gate_up_counted_it():
     index = draw_routing("even")
     x, gate_up, down, weights = draw(index, 16, 16, torch.float32, index.device)

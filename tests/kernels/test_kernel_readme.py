@@ -25,7 +25,7 @@ def experts() -> dict[str, dict]:
 
 
 def recorded_us(start: str) -> float:
-    """Return the microseconds of the only line of the attention and vocabulary runs that starts so, at batch 1."""
+    """Return the microseconds of the line with this start in the attention and vocabulary runs, at batch 1."""
     text = (RESULTS / "attention_and_vocabulary.txt").read_text().split("batch 2:")[0]
     (line,) = [line for line in text.splitlines() if re.sub(r"\s+", " ", line.strip()).startswith(start)]
     return float(re.search(r"([\d.]+) us", line)[1])
@@ -89,7 +89,7 @@ def test_bytes_floor_time_and_share_are_the_recorded_ones(row):
 
 
 @pytest.mark.parametrize(("row", "line"), [("sample", "sample"), ("accept", "accept, renoise, stop")])
-def test_kernels_bound_by_latency_have_a_time_alone(row, line):
+def test_kernels_bound_by_latency_have_only_a_time(row, line):
     assert read_table("Measured")[row][1:] == ["–", "–", f"{recorded_us(line):.1f} µs", "–"]
 
 

@@ -12,8 +12,8 @@ from dgemma_kernels.ops.vocabulary import kernel as vocabulary
 from kernel_inputs import make_model
 
 
-def test_a_checkpoint_with_its_own_sampler_writes_the_same(monkeypatch, device):
-    monkeypatch.setattr(vocabulary, "CHUNK", 16)  # the interpreter goes through a chunk of 4,096 entry by entry
+def test_a_checkpoint_with_its_own_sampler_generates_the_tokens_of_the_reference(monkeypatch, device):
+    monkeypatch.setattr(vocabulary, "CHUNK", 16)  # the interpreter loops over the 4,096 entries of a chunk
     launches = []
     monkeypatch.setattr(published, "accept", lambda *args, **more: launches.append(1))
     model = make_model(device)

@@ -34,7 +34,7 @@ def test_route_matches_float64(shape, device):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_route_in_float16_picks_experts_no_worse_than_rounding(shape, device):
+def test_route_in_float16_loses_at_most_rounding_in_the_score_of_its_experts(shape, device):
     tokens, width, experts, active = shape
     inputs = draw(tokens, width, experts, torch.float16, device)
     _, index, _ = router.route(*inputs, active)
@@ -86,7 +86,7 @@ def test_the_lower_expert_wins_a_tie(device):
 
 @pytest.mark.skipif(
     not torch.cuda.is_available() and not triton.__version__.startswith("3.6"),
-    reason="later interpreters refuse a maximum over nothing but NaN, which GPUs define",
+    reason="later interpreters raise for a maximum over NaN only, which GPUs define",
 )
 def test_nan_scores_still_give_existing_experts(device):
     x = torch.full((2, 16), float("nan"), device=device)

@@ -18,7 +18,7 @@ CANVAS, VOCAB, STEPS = 4, 40, 2
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
-    """Three chunks of the vocabulary; the interpreter reads a chunk of 4,096 one entry at a time."""
+    """Use three chunks of the vocabulary, because the interpreter loops over the 4,096 entries of a chunk."""
     monkeypatch.setattr(vocabulary, "CHUNK", 16)
 
 
@@ -32,7 +32,7 @@ def prompt(seed: int, device: torch.device) -> torch.Tensor:
 
 
 def write(fast, seed: int, on_step=None) -> list[torch.Tensor]:
-    """One canvas of one row, and all that was predicted on the way."""
+    """Generate one canvas of one row. Return its tokens and the recorded predictions of every step."""
     options = {"max_new_tokens": CANVAS, "steps": STEPS, "stop": None, "eos_token_ids": [], "progress": False}
     out = dgemma.generate(
         fast, prompt(seed, fast.device), seed=seed, record=True, record_top=2, on_step=on_step, **options
@@ -45,8 +45,8 @@ def test_two_threads_whose_steps_alternate_write_what_each_writes_alone(fast):
     both = threading.Barrier(2, timeout=60)
 
     def alternate(record):
-        both.wait()  # the other thread has taken its step as well, and has overwritten the shared logits
-        record.prediction.top(3)  # which are still readable here
+        both.wait()  # by now the other thread has taken its step and overwritten the shared logits
+        record.prediction.top(3)  # this thread can still read its own
         both.wait()
 
     with ThreadPoolExecutor(2) as threads:
@@ -78,7 +78,7 @@ def test_a_prediction_is_readable_until_its_own_thread_takes_the_next_step(fast)
     with ThreadPoolExecutor(1) as thread:
         thread.submit(take_step, 2).result()
     assert torch.equal(unread.logits, want)
-    assert torch.equal(first.logits, want)  # read before, and kept
+    assert torch.equal(first.logits, want)  # still readable, because they were read before
     stale = take_step(1).shaped(temperature=0.5)
     take_step(2)
     with pytest.raises(RuntimeError, match="overwritten by a later step"):
@@ -87,7 +87,7 @@ def test_a_prediction_is_readable_until_its_own_thread_takes_the_next_step(fast)
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs streams")
-def test_threads_with_streams_of_their_own_write_what_each_writes_alone(fast):
+def test_threads_with_separate_streams_write_what_each_writes_alone(fast):
     alone = [write(fast, seed) for seed in range(4)]
 
     def write_aside(seed):

@@ -22,8 +22,8 @@ from dgemma_kernels.ops.prefix import forget
 
 _SMALLEST = 1024  # slots of a full layer; then powers of two up to _LINEAR, then multiples of it
 _LINEAR = 16_384
-_PREFILL_TOKENS = 4096  # that one forward reads, over all rows
-_FREE_BYTES = 4 << 30  # of unused buffers that a pool keeps for the next run
+_PREFILL_TOKENS = 4096  # the most tokens that one forward reads, over all rows
+_FREE_BYTES = 4 << 30  # the most bytes of unused buffers that a pool keeps for the next run
 
 
 class CacheBuffers:
@@ -91,7 +91,7 @@ class BufferPool:
         return CacheBuffers(self.config, *size, self.keep, self._where)
 
     def give_back(self, buffers: CacheBuffers) -> None:
-        """Take back the buffers of a cache. It may be collected in any thread at any moment, so nothing waits."""
+        """Take back the buffers of a cache. Python may collect the cache in any thread, so this never waits."""
         self._returned.append(buffers)
         if self._sorting.acquire(blocking=False):
             try:
@@ -110,7 +110,7 @@ class FusedCache:
     """A `dgemma.model.cache.Cache` over pooled buffers, made and extended only by the fused denoiser.
 
     A finished block may be `postponed`: it counts as read, but the engine reads it together with the next canvas, in
-    one pass over the weights, unless something else looks at the cache first (`catch_up`).
+    one pass over the weights. If other code needs the cache first, `catch_up` reads the block.
     """
 
     def __init__(self, pool: BufferPool, batch_size: int) -> None:
@@ -141,7 +141,7 @@ class FusedCache:
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "FusedCache must not be pickled or copied, because its buffers belong to its denoiser. Keep its tokens, "
-            "and encode them again; clone() copies it for the same denoiser."
+            "and encode them again; clone() makes a copy for the same denoiser."
         )
 
     @property
@@ -288,7 +288,7 @@ class FusedCache:
 
     @classmethod
     def join(cls, parts: Sequence[tuple[Tensor, Any]]) -> Self:
-        """One cache from several: each part has the cache of some rows (R,), and together they are the batch."""
+        """Return one cache from several: each part has the cache of some rows (R,). Together they are the batch."""
         pool: BufferPool = parts[0][1]._pool
         with pool.turn:
             joined = PrefixCache.join(parts)

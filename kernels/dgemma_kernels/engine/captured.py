@@ -25,12 +25,12 @@ _NO_CACHE: Any = None  # a static denoiser reads its buffers
 
 
 def carried(state: DenoiseState) -> dict[str, Any]:
-    """The fields that enter and leave a captured step: all but self_cond, which is a soft embedding there."""
+    """Return the fields that a captured step reads and writes: all but self_cond, which it has as a soft embedding."""
     return {f.name: getattr(state, f.name) for f in fields(state) if f.name != "self_cond"}
 
 
 def _drawing(kind: type[DenoiseState]) -> type[DenoiseState]:
-    """The same kind of state with draws of one launch each, bit for bit the same."""
+    """Return a subclass of this state whose draws are one launch each, with the same bits."""
     return type(f"Drawing{kind.__name__}", (kind,), {"draw": staticmethod(draws.uniform)})
 
 
@@ -80,7 +80,7 @@ class CapturedDenoise:
 
 @dataclass(frozen=True)
 class _StaticDenoiser(Denoiser):
-    """A denoiser whose forward reads static tensors, for a step to run with under capture."""
+    """A denoiser over static tensors, for capturing a step."""
 
     workspace: Workspace
     postponed: Tensor | None
@@ -102,8 +102,7 @@ class CapturedStep:
     """One denoising step over static tensors, and the soft embedding for the next step.
 
     With `postponed` tokens (B, C) the forward also reads these into the tail of the buffers, before the canvas. `load`
-    the state before a step, `replay` the step, and read its `results`. After `soften`, the state after the step is
-    loaded.
+    the state before a step, `replay` the step, and read its `results`. `soften` then loads the state after the step.
     """
 
     def __init__(
@@ -153,7 +152,7 @@ class CapturedStep:
             ) from error
         prediction = predictions[0]
         led_to, form_after = tree_flatten(self._replay.result[0])
-        # Otherwise the next step is another graph.
+        # If shapes or other values change, the next step needs another graph.
         self.keeps_form = form_after == form and list_shapes(led_to) == list_shapes(self._inputs)
         pairs = zip(self._inputs, led_to, strict=True) if self.keeps_form else ()
         changed = [(old, new) for old, new in pairs if isinstance(new, Tensor) and new is not old]
@@ -162,13 +161,13 @@ class CapturedStep:
         def soften() -> Tensor:
             signal = workspace.soft_embedding(prediction.only_swept(static_logits))
             self._signal.copy_(signal.view_as(self._signal))
-            # An input, or a view of one, that becomes another input is read before it is overwritten.
+            # A new value may share memory with an input, which the copies below overwrite. So it is cloned first.
             new = [x.clone() if _memory(x) in input_memory else x for _, x in changed]
             copy_all(as_bytes([x for x, _ in changed]), as_bytes(new))
             return signal
 
         self._soft = Replay(soften, device, memory)
-        self._soft.replay()  # capture ran it without a step before it
+        self._soft.replay()  # the run at capture had no step before it
         results, self._form = tree_flatten(self._replay.result[:3])
         self._origins, self._computed = _origins(results, self._inputs)
         self._computed_bytes = as_bytes(self._computed)
@@ -180,7 +179,7 @@ class CapturedStep:
         fill(self._signal, signal)
 
     def replay(self) -> Logits:
-        """Take the step; the logits are those of its prediction."""
+        """Take the step, and return the logits of its prediction."""
         logits = self._logits.renew()
         self._replay.replay()
         return logits
@@ -188,23 +187,23 @@ class CapturedStep:
     def results(
         self, state: DenoiseState, leaves: list, logits: Logits
     ) -> tuple[dict[str, Any], dict[str, Any], FusedPrediction]:
-        """The fields of the next state, those of the record, and the prediction, in new tensors.
+        """Return the fields of the next state, the fields of the record, and the prediction, in new tensors.
 
-        leaves are those of `carried(state)`, from which the step was taken.
+        `state` is the state before the step, and `leaves` are those of `carried(state)`.
         """
         fresh = [torch.empty_like(source) for source in self._computed]
         copy_all(as_bytes(fresh), self._computed_bytes)
         where = {"computed": fresh.__getitem__, "input": leaves.__getitem__, "constant": lambda value: value}
         results = [where[kind](at) for kind, at in self._origins]
         after, record, statistics = tree_unflatten(results, self._form)
-        # Shaped by the state's tensors, because the graph's change with the next step.
+        # Uses the state's own tensors, because the next step overwrites those of the graph.
         prediction = FusedPrediction(logits, (self._softcap,)).shaped(
             temperature=state.temperature, allowed=state.allowed, top_k=self._knobs.top_k, top_p=self._knobs.top_p
         )
         return after, record, prediction.with_statistics(statistics)
 
     def soften(self) -> Tensor:
-        """The soft embedding (B, C, D) of the last replay; no other graph may have run since."""
+        """Return the soft embedding (B, C, D) of the last replay; no other graph may have run since."""
         self._soft.replay()
         return self._soft.result.clone()
 
@@ -212,7 +211,7 @@ class CapturedStep:
 def _predict_and_settle(
     denoiser: _StaticDenoiser, state: DenoiseState, knobs: Knobs
 ) -> tuple[FusedPrediction, Settled]:
-    """Take a step up to its record, with the published sampler's kernel if that covers it."""
+    """Take a step up to its record, with the kernel of the published sampler if `is_published`."""
     prediction: Any
     if published.is_published(state, knobs):
         with beside(state.device) as join:
@@ -231,7 +230,7 @@ def _tensor_fields(record: Any) -> dict[str, Tensor]:
 
 
 def list_shapes(leaves: list) -> tuple[Any, ...]:
-    """The key of a graph over these leaves: shapes and dtypes of tensors, and all other values."""
+    """Return the key of a graph over these leaves: shapes and dtypes of tensors, and all other values."""
     return tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves)
 
 
@@ -240,12 +239,12 @@ def _tensors(leaves: list) -> list[Tensor]:
 
 
 def _memory(tensor: Tensor) -> int:
-    """The address of its storage: the same for a tensor and all its views."""
+    """Return the address of the storage: the same for a tensor and all its views."""
     return tensor.untyped_storage().data_ptr()
 
 
 def _origins(results: list, inputs: list) -> tuple[list[tuple[str, Any]], list[Tensor]]:
-    """The origin of each result: the i-th distinct tensor that a replay computes, input i, or a constant."""
+    """Return the origin of each result (a computed tensor, an input or a constant), and the computed tensors."""
     of_inputs = {id(x): at for at, x in enumerate(inputs) if isinstance(x, Tensor)}
     computed: list[Tensor] = []
     origins: list[tuple[str, Any]] = []

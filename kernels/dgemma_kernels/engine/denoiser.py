@@ -1,9 +1,9 @@
-"""The fused denoiser: `dgemma.DiffusionGemma`'s seam over Triton kernels and CUDA graphs, for inference.
+"""The fused denoiser: the interface of `dgemma.DiffusionGemma` over Triton kernels and CUDA graphs, for inference.
 
 `step` is a whole denoising step (embedding, self-conditioning, layers, head, vocabulary pass, sampler, stop test) in
 two graphs without host synchronisation. The first ends with the stop test. The second computes the soft embedding for
-the next step; while it runs, the host prepares that step. Everything that varies is on the device. Frozen values
-(sampler, noise, temperature schedule, stop rule, shapes) key the graph, so a changed knob is another graph.
+the next step; while it runs, the host prepares that step. Everything that varies is on the device. A graph
+is captured for one set of frozen values: sampler, noise, temperature schedule, stop rule and shapes.
 """
 
 import copy
@@ -52,9 +52,9 @@ def accelerate(
       21 GiB in total. It needs a GPU with fp8 tensor cores: Ada, Hopper or later.
 
     Packed and float8 experts are new tensors; the model's own are freed with the model. `release` removes each layer's
-    experts from the model as soon as they are converted, so that at most one layer exists twice. `attention` is the
-    attention kernel: "triton", "hopper", which raises where it cannot run, or "auto", the rule of
-    `dgemma_kernels.ops.attention.choose_kernel`.
+    experts from the model as soon as they are converted, so that at most one layer exists twice. `attention` names
+    the attention kernel: "triton", "hopper" or "auto" (the choice of `dgemma_kernels.ops.attention.choose_kernel`).
+    "hopper" raises where it cannot run.
 
     Example: `fast = accelerate(DiffusionGemma.from_pretrained(path, dtype=torch.bfloat16, device="cuda"))`.
     """
@@ -99,7 +99,7 @@ def _require_gpu(model: DiffusionGemma, *, float8: bool) -> None:
 
 
 def _without_layers(model: DiffusionGemma) -> DiffusionGemma:
-    """The model's defaults and its checks of arguments, without its layers. Casts of the model do not change it."""
+    """Return the model without its layers, for its defaults and checks. Later casts of the model do not change it."""
     rest = copy.copy(model)
     rest._modules = {"embed_tokens": nn.Embedding.from_pretrained(model.embed_tokens.weight.detach())}
     return rest
@@ -114,7 +114,7 @@ class _LastStep:
         self._written = watch(*(x for x in leaves if isinstance(x, Tensor)))
 
     def led_to(self, state: DenoiseState, knobs: Knobs, buffers: CacheBuffers) -> bool:
-        """Tell whether `state` is its result, without writes since, and the knobs and buffers are the same."""
+        """Return True if `state` is the unmodified result of this step, and the knobs and buffers are the same."""
         same = self._state() is state and self._knobs is knobs and self._buffers is buffers
         return same and self.captured.keeps_form and not self._written()
 
@@ -122,8 +122,8 @@ class _LastStep:
 class FusedDenoiser(Denoiser[FusedCache]):
     """The result of `accelerate`, for batches of any size. Predictions of `step` are readable until the next step.
 
-    Several threads may use one: each call holds the `turn`, and steps of different runs may follow each other in any
-    order. A thread's last prediction stays readable until that thread takes its next step.
+    Several threads may use one denoiser. Each call holds the lock `turn`, and steps of different runs may alternate in
+    any order. A thread's last prediction stays readable until that thread takes its next step.
     """
 
     config: ModelConfig
@@ -151,7 +151,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
             turn=self.turn,
             graph_memory=torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None,
         )
-        self._sizes_read: set[int] = set()  # of prompts, whose forwards are not captured
+        self._sizes_read: set[int] = set()  # bit lengths of prompt sizes whose kernels are compiled
         self._last: _LastStep | None = None
         # The last step's prediction, while it is referenced, and the step that can compute its soft embedding.
         self._unsoftened: tuple[Any, CapturedStep | None] = (lambda: None, None)
@@ -161,11 +161,11 @@ class FusedDenoiser(Denoiser[FusedCache]):
         return self._workspace.forward
 
     def __getstate__(self) -> dict[str, Any]:
-        """The content of a copy or a pickle: weights. A copy makes new graphs and buffers."""
-        weights = None  # if they are the model's
+        """Return the content of a copy or a pickle: weights. A copy makes new graphs and buffers."""
+        weights = None  # None: the weights are the model's own
         if "layers" not in self._model._modules:
             own_weights = self._forward.weights
-            weights = replace(own_weights, embedding=own_weights.embedding.new_empty(0))  # the model has it
+            weights = replace(own_weights, embedding=own_weights.embedding.new_empty(0))  # stored with the model
         return {
             "model": self._model,
             "weights": weights,
@@ -198,7 +198,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
 
     @in_turn
     def uniform(self, seeds: Tensor, block: Tensor, step: Tensor, num_positions: int, purpose: str) -> Tensor:
-        """`dgemma.diffusion.draws.uniform`, bit for bit, in one launch."""
+        """Draw the uniforms of `dgemma.diffusion.draws.uniform`, bit for bit, in one launch."""
         seeds, block, step = (x.long().contiguous() for x in (seeds, block, step))
         return draws.uniform(seeds, block, step, num_positions, purpose)
 
@@ -226,7 +226,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
     def causal_logits(
         self, tokens: Tensor, cache: FusedCache | None = None, attention_mask: Tensor | None = None
     ) -> Tensor:
-        """Autoregressive next-token logits: tokens (B, T) → (B, T, V) float32; see `DiffusionGemma.causal_logits`."""
+        """Return next-token logits of tokens (B, T): (B, T, V) float32; see `DiffusionGemma.causal_logits`."""
         fused, real = self._check_prefix(tokens, cache, attention_mask)
         fused.catch_up()
         if tokens.shape[1] == 1 and real is None:
@@ -265,7 +265,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
 
         Example: `state, record = fast.step(state, cache=cache, knobs=knobs)`.
         """
-        self._soften()  # first, because the device is waiting
+        self._soften()  # first, because the device is idle until then
         fused = self._check_canvas(state.canvas, cache)
         postponed = fused.postponed
         num_postponed = 0 if postponed is None else postponed.shape[1]
@@ -311,7 +311,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
         return on_host.tolist()
 
     def _signal(self, self_cond: Prediction | Tensor | None) -> Tensor | None:
-        """The soft embedding (B, C, D) of the self-conditioning."""
+        """Return the soft embedding (B, C, D) for self-conditioning."""
         if self_cond is None:
             return None
         if isinstance(self_cond, FusedPrediction):
@@ -360,7 +360,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
         return joined.gather(1, back[..., None].expand_as(joined))
 
     def _read_token(self, tokens: Tensor, cache: FusedCache) -> Tensor:
-        """One autoregressive step with the head in one graph: (B, 1) → (B, 1, V) float32."""
+        """Take one autoregressive step, with the head in the same graph: (B, 1) → (B, 1, V) float32."""
         buffers = cache.make_room(1, self.config.canvas_length)
         self._soften()
         make = lambda: CapturedRead(self._workspace, tokens, buffers, last=True, head=True)  # noqa: E731
@@ -394,7 +394,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
     def _own(self, cache: FusedCache) -> FusedCache:
         if not isinstance(cache, FusedCache) or cache._pool is not self._pool:
             raise ValueError(
-                f"FusedDenoiser cache must be one that it made itself, got a {type(cache).__name__} of another model. "
+                f"FusedDenoiser cache must be one of its own, got a {type(cache).__name__} of another model. "
                 "Encode the prefix with the accelerated model."
             )
         return cache

@@ -30,7 +30,7 @@ class Forward:
             heads, size = (config.num_attention_heads, layer.shape.num_key_value_heads), layer.shape.head_dim
             queries, keys = (table.new_empty(1, 1, heads[0], size), table.new_empty(1, heads[1], 1, size))
             choose_kernel(queries, keys, keys, attention_kernel)
-        # sqrt(hidden), rounded to the weights' dtype like the published model's
+        # sqrt(hidden), rounded to the weights' dtype as in the published model
         self.embed_scale = float(torch.tensor(config.hidden_size**0.5, dtype=table.dtype))
         # The dense MLP runs next to the router and the experts, which wait for memory. Torch gives out 32 streams in
         # turn, so one of two new streams may be the current one; the MLP runs on the other.
@@ -38,11 +38,11 @@ class Forward:
         self._dense_progress = torch.zeros(2, dtype=torch.int32, device=table.device)
 
     def canvas(self, tokens: Tensor, signal: Tensor, buffers: CacheBuffers) -> Tensor:
-        """Run the canvas (B, C), which sees prefix and canvas; signal (B·C, D) is zero for none → (B·C, D)."""
+        """Run the canvas (B, C), which sees prefix and canvas → (B·C, D). A signal (B·C, D) of zeros means none."""
         return self._stack(*self._embed_canvas(tokens, signal), buffers, causal=False)
 
     def read_and_canvas(self, tokens: Tensor, canvas: Tensor, signal: Tensor, buffers: CacheBuffers) -> Tensor:
-        """`read` tokens (B, T) and run `canvas` (B, C) after them in one pass over the weights → canvas's (B·C, D)."""
+        """Read tokens (B, T) and run canvas (B, C) after them, in one pass over the weights → the canvas's (B·C, D)."""
         parts = zip(self._embed(tokens), self._embed_canvas(canvas, signal), strict=True)
         shapes = [(*part.shape, self.config.hidden_size) for part in (tokens, canvas)]
         x, normed = (torch.cat((a.view(shapes[0]), b.view(shapes[1])), dim=1).flatten(0, 1) for a, b in parts)
@@ -54,11 +54,11 @@ class Forward:
         return self._stack(*self._embed(tokens), buffers, causal=True, last=last)
 
     def head(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Logits before the soft-cap: (R, D) → (R, V)."""
+        """Return logits before the soft-cap: (R, D) → (R, V)."""
         return torch.mm(hidden, self.weights.embedding.T, out=out)
 
     def soft_embedding(self, probabilities: Tensor) -> Tensor:
-        """The expected embedding: (R, V) → (R, D)."""
+        """Return the mean embedding under these probabilities: (R, V) → (R, D)."""
         return torch.mm(probabilities, self.weights.embedding).mul_(self.embed_scale)
 
     def _embed_canvas(self, canvas: Tensor, signal: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,7 +108,7 @@ class Forward:
                 eps=self.config.rms_norm_eps,
             )
             if not last and index == len(layers) - 1:
-                return x  # only its keys and values are needed
+                return x  # the caller needs only the keys and values
             window = layer.shape.window if causal else None
             seen = attention(
                 queries,

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from triton import AsyncCompileMode
 from triton.runtime.jit import JITFunction
 
-_MOST_GRAPHS = 12  # over one set of buffers; a knob that changes at every step must not fill the memory
+_MOST_GRAPHS = 12  # per set of buffers, so that an option that changes at every step does not fill the memory
 _compiling = threading.RLock()  # `compile_together` replaces a function that all threads share
 
 
@@ -23,9 +23,9 @@ class CaptureError(RuntimeError):
 
 
 class Turn:
-    """Lets one caller in at a time, from any thread. Work on the device follows in that order, on any stream.
+    """A reentrant lock between threads that also orders their work on the device, on any stream.
 
-    The holder may enter again. Static buffers and graphs are shared, so code that touches them holds the turn.
+    Static buffers and graphs are shared, so code that uses them holds the turn.
 
     Example: `with turn: graph.replay()`.
     """
@@ -55,7 +55,7 @@ class Turn:
 def use_here(*tensors: Tensor) -> None:
     """Keep the memory of tensors from being reused before the current stream is done with them.
 
-    For tensors that another thread may have made on its stream; on their own stream nothing happens.
+    For tensors that another thread may have made on its stream. It has no effect on their own stream.
     """
     for tensor in tensors:
         if tensor.is_cuda:
@@ -75,7 +75,7 @@ Result = TypeVar("Result")
 def in_turn(
     method: Callable[Concatenate[Owner, Arguments], Result],
 ) -> Callable[Concatenate[Owner, Arguments], Result]:
-    """A method that holds its owner's `turn` while it runs."""
+    """Wrap a method so that it holds its owner's `turn` while it runs."""
 
     @wraps(method)
     def run(self: Owner, *args: Arguments.args, **options: Arguments.kwargs) -> Result:
@@ -130,14 +130,14 @@ class Replay:
 
 
 def compile_together(launches: Callable[[], Any]) -> None:
-    """Compile all kernels that `launches` would launch in parallel. It runs without the launches themselves.
+    """Compile in parallel all kernels that `launches` would launch. `launches` runs, but its kernels are not launched.
 
-    Their results are therefore missing, so nothing in `launches` may index by them.
+    So their results are missing, and nothing in `launches` may index by them.
 
     Example: `compile_together(lambda: forward.canvas(tokens, signal, buffers))`.
     """
     with _compiling:
-        copy_context().run(_compile_together, launches)  # without it an interrupt would leave Triton in this mode
+        copy_context().run(_compile_together, launches)  # so that an interrupt does not leave Triton in this mode
 
 
 def _compile_together(launches: Callable[[], Any]) -> None:
@@ -158,7 +158,7 @@ def _compile_together(launches: Callable[[], Any]) -> None:
 
 @contextmanager
 def beside(device: torch.device) -> Iterator[Callable[[], None]]:
-    """Launch on a second stream, next to what follows; yields a function to call before reading the results.
+    """Launch on a second stream, next to the launches that follow. Call the yielded function before reading results.
 
     Example: `with beside(x.device) as join: y = f(x)`; `z = g(x)`; `join()`; `y + z`.
     """
@@ -182,7 +182,7 @@ def remembered(graphs: Any, key: Any, make: Callable[[], Any]) -> Any:
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """targets[i].copy_(sources[i]) for all i, with one launch per dtype."""
+    """Copy sources[i] to targets[i] for all i, with one launch per dtype."""
     groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
         of_dtype = groups.setdefault(target.dtype, ([], []))
@@ -193,5 +193,5 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def as_bytes(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """View contiguous tensors as bytes, (n,) uint8 each, to have one dtype."""
+    """View contiguous tensors as bytes, (n,) uint8 each, so that all have one dtype."""
     return [tensor.view(-1).view(torch.uint8) for tensor in tensors]

@@ -22,7 +22,7 @@ def accept_new_numpy() -> None:
 def round_float8() -> None:
     """Convert to and from float8 (e4m3) as a GPU does: Triton loses the carry (1.96 becomes 1.0), and NaN becomes 480.
 
-    To the nearest, ties to even, beyond the largest value the largest.
+    Values round to the nearest, ties to even, and are clamped to the largest.
     """
     convert = interpreter._convert_float
 

@@ -28,18 +28,18 @@ class Logits:
         self._thread, self._is_copy = threading.get_ident(), False
 
     def read(self) -> Tensor:
-        """The tensor, to be read while holding the turn."""
+        """Return the tensor. The caller holds the turn while it reads."""
         if self._tensor is None:
             raise RuntimeError(
-                "This Prediction's logits were overwritten by a later step: the fused engine keeps those of the last "
-                "step only. Read .logits, .top, .sample or .log_prob before the next step."
+                "This Prediction's logits were overwritten by a later step: the fused engine keeps only those of the "
+                "last step. Read .logits, .top, .sample or .log_prob before the next step."
             )
         if self._is_copy:
             use_here(self._tensor)
         return self._tensor
 
     def give_up(self) -> None:
-        """Let the tensor be overwritten. Another thread's logits are copied: that thread took no later step."""
+        """Allow overwriting the tensor. Logits of another thread are copied, because it may still read them."""
         if self._tensor is not None:
             self._is_copy = self._thread != threading.get_ident()
             self._tensor = self._tensor.clone() if self._is_copy else None
@@ -53,7 +53,7 @@ class LogitsBuffer:
         self._current: Callable[[], Logits | None] = lambda: None
 
     def renew(self) -> Logits:
-        """The logits that the next replay writes; those that are there now are given up."""
+        """Return the logits that the next replay writes, which may overwrite the current ones."""
         last, new = self._current(), Logits(self.tensor, self._turn)
         if last is not None:
             last.give_up()
@@ -103,13 +103,13 @@ class FusedPrediction(Prediction):
         return FusedPrediction(self._source, shaped._transforms)
 
     def with_statistics(self, statistics: tuple[Tensor, ...]) -> "FusedPrediction":
-        """The same prediction with known statistics, entropy first."""
+        """Return the same prediction with these statistics, entropy first."""
         known = FusedPrediction(self._source, self._transforms)
         known._statistics = _Statistics(*statistics)
         return known
 
     def only_swept(self, logits: Logits) -> "FusedPrediction":
-        """The same prediction over `logits`, with its sweep and nothing else computed."""
+        """Return the same prediction over `logits`, with the results of the sweep only."""
         swept = FusedPrediction(logits, self._transforms)
         if self._shaping is not None:
             swept._shaping, swept._sweep = self._shaping, self._sweep
@@ -117,7 +117,7 @@ class FusedPrediction(Prediction):
 
     @in_turn
     def soft_probabilities(self) -> Tensor | None:
-        """The distribution the next forward is conditioned on, (B·C, V) in the logits' dtype; None if not by kernel."""
+        """Return the self-conditioning distribution (B·C, V) in the logits' dtype, None if the kernels do not apply."""
         if self._shaping is None:
             return None
         softcap, temperature, allowed = self._shaping
@@ -158,7 +158,7 @@ class FusedPrediction(Prediction):
 
     @cached_property
     def _shaping(self) -> _Shaping | None:
-        """Arguments of the kernels; None if the transforms are more than a cap, a mask and a temperature."""
+        """The arguments of the kernels, None if there are transforms other than a cap, a mask and a temperature."""
         rest: list[Any] = list(self._transforms)
         cap = rest.pop(0)
         allowed = rest.pop(0).allowed if rest and isinstance(rest[0], _Allow) else None

@@ -20,7 +20,7 @@ from dgemma_kernels.ops.accept.kernel import MAX_CANVAS, Accepted, accept
 
 
 def is_published(state: DenoiseState, knobs: Knobs) -> bool:
-    """Tell whether `settle` covers this step. If not, the library's own is captured, with `fuse_sampler`'s knobs."""
+    """Return True if `settle` can compute this step. If not, the library's own is captured, after `fuse_sampler`."""
     stop, memory = knobs.stop, state.stop_memory
     rule_is_known = stop is None
     if type(stop) is StableAndConfident and isinstance(memory, Tensor):
@@ -44,13 +44,13 @@ class Early(NamedTuple):
 
 
 def prepare(state: DenoiseState, knobs: Knobs) -> Early:
-    """Compute what a published step needs besides its prediction."""
+    """Compute the parts of a published step that need no prediction."""
     after_clock = clock(state.noise, knobs.temperature, state.step + 1, state.num_steps)
     return Early(after_clock, state.uniform("token"), ~state.done)
 
 
 def settle(state: DenoiseState, prediction: Prediction, early: Early, knobs: Knobs) -> Settled:
-    """Decide and settle where `is_published`: `dgemma.run.step.settle` of the sampler's decision."""
+    """Decide and settle a step where `is_published`, as `dgemma.run.step.decide` and `settle` do."""
     taken = _accept(prediction, prediction.sample(early.u_token), state, knobs.sampler, knobs.stop)
     after = replace(
         state,
@@ -67,7 +67,7 @@ def settle(state: DenoiseState, prediction: Prediction, early: Early, knobs: Kno
 
 
 def fuse_sampler(knobs: Knobs, canvas_len: int) -> Knobs:
-    """The same knobs, with the published sampler's sort, sums and comparison in one launch."""
+    """Return these knobs, with the published sampler's sort, sums and comparison in one launch."""
     sampler: Any = knobs.sampler
     if not _has_kernel(sampler, canvas_len):
         return knobs

@@ -136,7 +136,7 @@ def _fuse_mlp(mlp: GatedMLP) -> Tensor:
 
 
 def _fuse(*linears: nn.Linear) -> Tensor:
-    """Fuse several matrices into one; the weights of the linears become views of it."""
+    """Fuse the weights of several linears into one matrix; they become views of it."""
     fused = torch.cat([linear.weight.detach() for linear in linears])
     sizes = [linear.weight.shape[0] for linear in linears]
     for linear, part in zip(linears, fused.split(sizes), strict=True):

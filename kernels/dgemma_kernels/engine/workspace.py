@@ -1,4 +1,4 @@
-"""The value that the fused denoiser and its graphs share: the forward, static buffers, and the memory of graphs."""
+"""State that the fused denoiser and its graphs share: the forward, static buffers, and the memory of graphs."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,7 @@ from dgemma_kernels.engine.prediction import FusedPrediction, LogitsBuffer
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Workspace:
-    """One per denoiser. Whoever writes into its buffers, or replays a graph over them, holds the `turn`."""
+    """Shared state, one per denoiser. Code that writes to its buffers or replays a graph over them holds the `turn`."""
 
     config: ModelConfig
     conventions: Conventions
@@ -23,7 +23,7 @@ class Workspace:
     dtype: torch.dtype
     forward: Forward
     turn: Turn
-    graph_memory: Any  # that all graphs share; None on a CPU
+    graph_memory: Any  # shared by all graphs; None on a CPU
     _logits: dict[tuple[int, int], LogitsBuffer] = field(default_factory=dict)
 
     @property
@@ -31,7 +31,7 @@ class Workspace:
         return SoftCap(self.config.final_logit_softcapping)
 
     def logits_buffer(self, batch_size: int, canvas_len: int) -> LogitsBuffer:
-        """The buffer (B, C, V) for the head's output: one for all graphs of this shape, because it is large."""
+        """Return the buffer (B, C, V) for the head's output. Graphs of this shape share it, because it is large."""
         key = (batch_size, canvas_len)
         if key not in self._logits:
             shape = (batch_size, canvas_len, self.config.vocab_size)
@@ -39,13 +39,13 @@ class Workspace:
         return self._logits[key]
 
     def static_signal(self, num_rows: int, signal: Tensor | None) -> Tensor:
-        """A static tensor (num_rows, D) that holds the signal, or zeros."""
+        """Return a static tensor (num_rows, D) with the signal, or with zeros."""
         static = torch.empty(num_rows, self.config.hidden_size, dtype=self.dtype, device=self.device)
         fill(static, signal)
         return static
 
     def soft_embedding(self, prediction: FusedPrediction) -> Tensor:
-        """The embedding that the prediction expects, (B, C, D)."""
+        """Return the mean embedding under the prediction, (B, C, D)."""
         probabilities = None
         if self.conventions.self_cond_logits == "rounded":
             probabilities = prediction.soft_probabilities()
@@ -55,14 +55,14 @@ class Workspace:
         return signal.view(prediction.batch_size, prediction.canvas_len, -1)
 
     def soft_embedding_of(self, logits: Tensor) -> Tensor:
-        """The embedding that logits (B, C, V) expect, (B, C, D)."""
+        """Return the mean embedding under the softmax of logits (B, C, V): (B, C, D)."""
         if self.conventions.self_cond_logits == "rounded":
             logits = logits.to(self.dtype)
         probabilities = logits.softmax(-1, dtype=torch.float32).to(self.dtype)
         return self.forward.soft_embedding(probabilities.flatten(0, 1)).view(*logits.shape[:2], -1)
 
     def causal_logits(self, hidden: Tensor) -> Tensor:
-        """Next-token logits of hidden states: (n, D) → (n, V) float32."""
+        """Return next-token logits of hidden states: (n, D) → (n, V) float32."""
         logits = self.forward.head(hidden)
         return Prediction(logits[None], (self.softcap,)).logits[0]
 
