@@ -380,7 +380,7 @@ def test_a_vocabulary_that_the_text_cannot_fill_is_refused(tmp_path):
 @pytest.mark.parametrize("marker", ["<mask>", "<eos>", "<bos>", "<pad>"])
 def test_text_with_a_marker_is_refused_by_name(tmp_path, marker):
     # The tokenizer would encode it as the special token: a false end of the text, or a mask.
-    with pytest.raises(ValueError, match=f"contain {marker}.*document 1"):
+    with pytest.raises(ValueError, match=f"contain the special token {marker}.*document 1"):
         TokenFile.write([Document("fine"), Document(f"not {marker} fine")], ByteTokenizer(), tmp_path / "t")
 
 

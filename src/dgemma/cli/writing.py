@@ -173,12 +173,11 @@ def _chat(arguments: argparse.Namespace) -> None:
 
 def _note_length(arguments: argparse.Namespace, writer: Writer) -> None:
     """Print one line if -n is rounded up."""
-    asked, canvas_len = arguments.max_new_tokens, writer.denoiser.config.canvas_length
-    if asked % canvas_len and not arguments.quiet:
-        print(
-            f"-n {asked} is rounded up to {asked + -asked % canvas_len}, a multiple of the canvas length {canvas_len}.",
-            file=sys.stderr,
-        )
+    num_tokens, canvas_len = arguments.max_new_tokens, writer.denoiser.config.canvas_length
+    if num_tokens % canvas_len and not arguments.quiet:
+        whole = num_tokens + -num_tokens % canvas_len
+        note = f"-n {num_tokens} is rounded up to {whole}, a multiple of the canvas length {canvas_len}."
+        print(note, file=sys.stderr)
 
 
 def _infill(arguments: argparse.Namespace) -> None:

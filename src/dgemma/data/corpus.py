@@ -47,7 +47,7 @@ def prepare_corpus(folder: str | Path, vocab_size: int) -> Corpus:
 
 
 def _tokenise(folder: Path, part: str, tokenizer: Tokenizer) -> TokenFile:
-    made = folder / "tokens" / part
-    if (made / "about.json").is_file():  # written last, so the folder is complete
-        return TokenFile.open(made)
-    return TokenFile.write(read_documents(folder / f"{part}.txt", separator=SEPARATOR), tokenizer, made)
+    token_folder = folder / "tokens" / part
+    if (token_folder / "about.json").is_file():  # written last, so the folder is complete
+        return TokenFile.open(token_folder)
+    return TokenFile.write(read_documents(folder / f"{part}.txt", separator=SEPARATOR), tokenizer, token_folder)

@@ -24,15 +24,15 @@ def read_documents(paths: str | Path | Sequence[str | Path], *, separator: str |
     Example: `read_documents("stories.txt", separator="<|endoftext|>")`.
     """
     for path in list_files([paths] if isinstance(paths, str | Path) else paths):
-        found = False
+        has_text = False
         try:
             for document in _read_jsonl(path) if path.suffix == ".jsonl" else _read_text(path, separator):
-                found = True
+                has_text = True
                 _check_unicode(path, document)
                 yield document
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} must be UTF-8, got {error.reason}. Convert it.") from None
-        if not found:
+        if not has_text:
             raise ValueError(f"{path} must hold text, got only white space. Remove it.")
 
 

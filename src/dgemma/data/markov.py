@@ -110,12 +110,12 @@ class MarkovChain:
         alpha, states = 1 - noise_level.double(), torch.arange(self.num_states, device=z.device)
         of_noise = noise.marginal(alpha.new_zeros(len(z), noise.vocab_size), alpha).gather(1, z)  # (B, L)
         clean = noise.clean_share(noise_level.double())
-        seen = of_noise[..., None] + clean[:, None, None] * (z[..., None] == states)  # (B, L, V): q(z_i | x_i)
+        likelihood = of_noise[..., None] + clean[:, None, None] * (z[..., None] == states)  # (B, L, V): q(z_i | x_i)
         move = self.move.to(z.device)
-        before, after = [self.first.to(z.device).expand_as(seen[:, 0])], [torch.ones_like(seen[:, 0])]
+        before, after = [self.first.to(z.device).expand_as(likelihood[:, 0])], [torch.ones_like(likelihood[:, 0])]
         for position in range(1, z.shape[1]):
-            before.append(_normed((before[-1] * seen[:, position - 1]) @ move))
-            after.append(_normed((after[-1] * seen[:, -position]) @ move.T))
+            before.append(_normed((before[-1] * likelihood[:, position - 1]) @ move))
+            after.append(_normed((after[-1] * likelihood[:, -position]) @ move.T))
         joint = torch.stack(before, dim=1) * torch.stack(after[::-1], dim=1)
         return F.pad(_normed(joint), (0, noise.vocab_size - self.num_states))
 
@@ -205,8 +205,8 @@ def gap_by_level(
         u_time, u_event, u_token = (draws.uniform(*when, x.shape[1], name) for name in ("time", "event", "noise"))
         level = lowest_level + (1 - lowest_level) * (sample + u_time[:, 0]) / num_samples
         z = noise.corrupt(x, level, u_event, u_token)
-        canvas, told = torch.cat([tokens[:, :1], z], dim=1), level if model.takes_noise_level else None
-        logits = model.denoise(canvas, model.new_cache(len(canvas)), noise_level=told).logits[:, 1:]
+        canvas, known_level = torch.cat([tokens[:, :1], z], dim=1), level if model.takes_noise_level else None
+        logits = model.denoise(canvas, model.new_cache(len(canvas)), noise_level=known_level).logits[:, 1:]
         exact = nelbo.integrand(noise, chain.leave_one_out(z, noise, level).log(), x, z, level, parametrisation="loo")
         ours = nelbo.integrand(noise, logits, x, z, level, parametrisation=parametrisation)
         gaps.append((ours - exact).sum(1) * (1 - lowest_level) / num_samples)

@@ -95,14 +95,16 @@ class TextSource:
         number = np.searchsorted(self._canvases, canvas, side="right") - 1
         room = torch.from_numpy((self.file.starts[number] - self.file.starts[number + 1]) % self.canvas_len)
         shift = draws.integers(draw(torch.from_numpy(number), epoch, "shift"), room + 1)
-        made = [self._row(*given) for given in zip(*(t.tolist() for t in (place, turn, context, shift)), strict=True)]
+        built_rows = [
+            self._row(*values) for values in zip(*(t.tolist() for t in (place, turn, context, shift)), strict=True)
+        ]
         return TrainBatch(
-            tokens=torch.from_numpy(np.stack([m.tokens for m in made])),
-            prompt_len=torch.tensor([m.prompt_len for m in made]),
-            length=torch.tensor([m.length for m in made]),
-            frozen=torch.from_numpy(np.stack([m.frozen for m in made])),
-            documents=torch.from_numpy(np.stack([m.documents for m in made])),
-            fill=torch.from_numpy(np.stack([m.fill for m in made])),
+            tokens=torch.from_numpy(np.stack([m.tokens for m in built_rows])),
+            prompt_len=torch.tensor([m.prompt_len for m in built_rows]),
+            length=torch.tensor([m.length for m in built_rows]),
+            frozen=torch.from_numpy(np.stack([m.frozen for m in built_rows])),
+            documents=torch.from_numpy(np.stack([m.documents for m in built_rows])),
+            fill=torch.from_numpy(np.stack([m.fill for m in built_rows])),
         )
 
     def _first(self, place: _Place) -> _Place:
@@ -225,9 +227,9 @@ def scan(file: TokenFile, *, row_len: int, context: int, documents: Sequence[int
 
 
 def _pad(pieces: list[np.ndarray], file: TokenFile, numbers: list[int], max_len: int) -> TrainBatch:
-    kept = [piece[:max_len] for piece in pieces]
+    short_pieces = [piece[:max_len] for piece in pieces]
     cut = [len(piece) > max_len for piece in pieces]
-    return _stack(kept, [int(file.prompt_len[number]) for number in numbers], cut, file.eos_token_id)
+    return _stack(short_pieces, [int(file.prompt_len[number]) for number in numbers], cut, file.eos_token_id)
 
 
 def _stack(pieces: list[np.ndarray], prompt_len: list[int], cut: list[bool], fill: int) -> TrainBatch:

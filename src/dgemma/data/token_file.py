@@ -154,6 +154,6 @@ def _refuse_markers(number: int, ids: Sequence[int], tokenizer: Tokenizer) -> No
     if found:
         marker = tokenizer.decode([min(found)], skip_special=False)
         raise ValueError(
-            f"TokenFile.write documents must not contain {marker}, which the model reads as a marker; document "
+            f"TokenFile.write documents must not contain the special token {marker}, but document "
             f"{number} does. Remove it, or write it another way."
         )

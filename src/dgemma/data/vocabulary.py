@@ -43,7 +43,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, out: str | Path) -> T
     found = trained.get_vocab_size()
     if found != vocab_size:
         raise ValueError(
-            f"train_tokenizer vocab_size must be reachable from the texts, got {vocab_size} where they give {found}. "
+            f"train_tokenizer vocab_size must be reachable from the texts, got {vocab_size}, but they give {found}. "
             "Use more text, or a smaller vocab_size."
         )
     pad, eos, bos, unk, mask = SPECIAL_TOKENS

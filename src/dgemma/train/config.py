@@ -128,9 +128,10 @@ def describe(value: object) -> str:
     """Return a line that identifies a value, the same in every process.
 
     An object may offer the line itself as `fingerprint`. Otherwise a dataclass is identified by its fields, a
-    collection by its elements, a partial function by its arguments, and a dense tensor or array by dtype, shape and
-    checksum. Everything else is identified by its repr; if that shows an address, by its qualified name alone. So two
-    functions or plain objects of the same name look equal: write a source as a dataclass to identify its data.
+    collection by its elements, and a partial function by its arguments. A dense tensor or array is identified by dtype,
+    shape and checksum. Everything else is identified by its repr; if that shows an address, by its qualified name
+    alone. So two functions or plain objects of the same name look equal: write a source as a dataclass to identify its
+    data.
 
     Example: `describe(SudokuSource(pool=pool))` holds its settings and the checksum of its puzzles.
     """

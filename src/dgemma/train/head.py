@@ -132,7 +132,7 @@ class _CrossEntropy(torch.autograd.Function):
         narrow = weight.to(ctx.dtype)
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        # Summed over slices in float32, whatever the dtype of the weights.
+        # Summed over slices in float32, for every dtype of the weights.
         grad_weight = torch.zeros_like(weight, dtype=wide_dtype(weight)) if needs_weight else None
         backward = fused(_grad_of_slice, hidden.device)
         for rows in _slices(hidden.shape[0], ctx.num_rows):

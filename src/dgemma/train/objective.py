@@ -60,8 +60,8 @@ class Measure(Protocol):
     """The interface of objectives. The call is a function of the model, the rows and their seeds alone.
 
     `total_counts` returns, before any forward, how many positions each term of these rows has. `reduce` returns the
-    scalar loss. With the totals of the whole step it returns the part of these rows, so that the parts of all
-    micro-batches and processes add up to the loss of the batch.
+    scalar loss. With the totals of the whole step it returns the part of these rows. The parts of all micro-batches and
+    processes add up to the loss of the batch.
     """
 
     def __call__(self, model: DiffusionGemma, batch: TrainBatch, *, seeds: Tensor) -> Terms: ...

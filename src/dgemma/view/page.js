@@ -425,9 +425,9 @@
   byId("pick").hidden = rows.length < 2;
 
   async function readAddress() {
-    const asked = new URLSearchParams(location.hash.slice(1));
-    const index = rows.findIndex((facts) => String(facts.name) === asked.get("row"));
-    const at = asked.has("step") ? Number(asked.get("step")) || 0 : Infinity; // without a step, show the final text
+    const address = new URLSearchParams(location.hash.slice(1));
+    const index = rows.findIndex((facts) => String(facts.name) === address.get("row"));
+    const at = address.has("step") ? Number(address.get("step")) || 0 : Infinity; // without a step, show the final text
     if (row === null || (index >= 0 && index !== row.index)) await choose(Math.max(0, index), at);
     else go(at);
   }

@@ -130,14 +130,14 @@ def generate_puzzles(
 def _generate_chunk(targets: NDArray[np.int64], split: Split, seed: int, number: int, exact: bool) -> Puzzles:
     rng = np.random.default_rng([seed, SPLITS.index(split), number])
     targets = rng.permutation(targets)
-    made = Puzzles(puzzles=np.zeros((len(targets), 81), np.int8), solutions=np.zeros((len(targets), 81), np.int8))
+    result = Puzzles(puzzles=np.zeros((len(targets), 81), np.int8), solutions=np.zeros((len(targets), 81), np.int8))
     missing = np.arange(len(targets))
     while missing.size:
         fresh = dig(rng, _split_grids(rng, missing.size, split), targets[missing])
         good = (fresh.givens == targets[missing]) | (not exact)
-        made.puzzles[missing[good]], made.solutions[missing[good]] = fresh.puzzles[good], fresh.solutions[good]
+        result.puzzles[missing[good]], result.solutions[missing[good]] = fresh.puzzles[good], fresh.solutions[good]
         missing = missing[~good]
-    return made
+    return result
 
 
 def _split_grids(rng: np.random.Generator, count: int, split: Split) -> Digits:
