@@ -1,4 +1,4 @@
-"""Set up once for all tests: Triton's interpreter where there is no GPU, one thread for each of several workers."""
+"""Setup for all tests: Triton's interpreter if there is no GPU, and one thread per worker."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ if not torch.cuda.is_available():
     # Triton decides at its import whether functions are compiled or interpreted, and transformers imports it too.
     os.environ["TRITON_INTERPRET"] = "1"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # So a shell starts what runs in the background; tests press Ctrl-C in processes, which would inherit it.
+    # Shells start background jobs with SIGINT ignored. Tests send Ctrl-C to child processes, which would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
@@ -36,11 +36,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture(autouse=True)
 def _same_inputs_every_run() -> None:
-    """Random inputs are drawn from torch's generator; a failure must come back when the test is run again."""
+    """Seed torch's generator, from which tests draw inputs, so that a failure can be repeated."""
     torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
 def _same_arithmetic_in_any_order_of_tests() -> None:
-    """On a CPU without bfloat16 products, torch gives oneDNN up at the first one and rounds differently ever after."""
+    """On a CPU without bfloat16 products, torch disables oneDNN at the first one; later results round differently."""
     torch.backends.mkldnn.enabled = torch.backends.mkldnn.is_available()

@@ -1,8 +1,8 @@
-"""Every sampler and stop rule of dgemma.sampling. A new file there is found and tested without being listed here.
+"""Every sampler and stop rule of dgemma.sampling. New files there are found and tested automatically.
 
 Each class is built with its defaults, then once per alternative value of an option, then with all options changed.
 Alternatives are every value of a Literal, both booleans, and a number where the default is None or zero. Required
-fields get a value of their type. Refused combinations are skipped, but each option must be accepted in one of them.
+fields get a value of their type. Combinations that raise are skipped, but every option must be accepted once.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
-"""Random texts of three tokens, their exact networks by enumeration, and a model whose answers are those networks'.
+"""Random texts of three tokens, their exact networks by enumeration, and a model that returns their predictions.
 
-Everything here is computed from the definition of the noise, apart from `dgemma`.
+Everything here is computed from the definition of the noise, independently of `dgemma`.
 """
 
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ NUM_POSITIONS = 3
 
 
 def random_joint(seed: int, sharpness: float = 3.0) -> Tensor:
-    """A law over the 27 `SEQUENCES`, far from a product, (27,)."""
+    """A distribution over the 27 `SEQUENCES` with strongly dependent positions, (27,)."""
     weight = torch.rand(27, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) ** sharpness
     return weight / weight.sum()
 
@@ -26,8 +26,8 @@ def random_joint(seed: int, sharpness: float = 3.0) -> Tensor:
 class Network:
     """The exact network of a joint: log p(x at l | canvas), or without position l ("loo"), by enumeration.
 
-    `noise` says which noise the canvas has on its three real tokens, `vocab_size` how many tokens the logits cover.
-    `level` is (R,), or (R, 3) where positions have levels of their own.
+    `noise` is the noise over the three real tokens, `vocab_size` the width of the logits. `level` is (R,), or (R, 3)
+    for one level per position.
     """
 
     joint: Tensor

@@ -1,4 +1,4 @@
-"""What several tests of the kernels run on: routings that are even and skewed, and a small model with every feature."""
+"""Inputs for tests of the kernels: even and skewed routings, and a small model with every feature."""
 
 from typing import Any
 

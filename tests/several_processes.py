@@ -1,4 +1,4 @@
-"""Training on several gloo processes of this machine: what each process runs, and how tests start them."""
+"""Training on several gloo processes of one machine: the function of each process, and a launcher for tests."""
 
 import os
 import socket
@@ -66,7 +66,7 @@ class Job:
     lora: bool = False
     objective: Objective = OBJECTIVE
     source: BatchSource = source
-    dtype: torch.dtype = torch.float64  # errors in the method stay visible, the order of summation does not
+    dtype: torch.dtype = torch.float64  # hides the order of summation, but not errors in the method
 
 
 def run_alone(job: Job) -> None:
@@ -124,7 +124,7 @@ def launch(num_processes: int, function: Callable[[Job], None], jobs: Sequence[J
 
 @cache
 def _fork_server() -> Any:
-    """Context whose processes are forked from one that has imported everything and run nothing."""
+    """Context whose processes are forked from a server that has only imported the modules."""
     context = get_context("forkserver")
     context.set_forkserver_preload(["several_processes"])
     before = os.environ.get("PYTHONPATH")

@@ -73,7 +73,7 @@ def test_infill_and_edit_keep_frozen_tokens(run):
     assert re.search(r"beginning frozen: +The captain", printed)
 
 
-def test_allowed_sets_hold(run):
+def test_only_allowed_tokens_are_written(run):
     printed = run("05", "--steps", "4")
     (without_e,) = re.findall(r"^without e: (.*)$", printed, flags=re.MULTILINE)
     assert len(without_e) > 64
@@ -84,7 +84,7 @@ def test_allowed_sets_hold(run):
     assert max(shares, key=shares.get) == "ship"  # out of ship, king and cake
 
 
-def test_study_a_run_sees_every_layer(run):
+def test_study_a_run_prints_every_layer(run):
     printed = run("06", "--steps", "4")
     for layer in range(8):
         (line,) = re.findall(rf"layer {layer}: (.*)$", printed, flags=re.MULTILINE)
@@ -93,7 +93,7 @@ def test_study_a_run_sees_every_layer(run):
     assert all(0 <= float(third) <= 4 for third in thirds.split(","))
 
 
-def test_forks_repeat_up_to_their_change(run):
+def test_forks_equal_the_run_before_their_change(run):
     printed = run("07", "--steps", "4")  # asserts that an unchanged fork equals the run
     same = [int(share) for share in re.findall(r"(\d+)% of the positions as in the run", printed)]
     assert len(same) == 4
@@ -101,7 +101,7 @@ def test_forks_repeat_up_to_their_change(run):
     assert "great storm" in printed.splitlines()[-1]
 
 
-def test_text_is_trained_from_files_to_a_checkpoint_that_writes(run, tmp_path):
+def test_a_text_model_is_trained_on_files_and_its_checkpoint_generates(run, tmp_path):
     printed = run("08", "--steps", "2", "--batch-size", "2", "--out", "out", "--device", "cpu")
     assert re.search(r"^causal +\d+\.\d+", printed, flags=re.MULTILINE)
     assert json.loads((tmp_path / "out" / "results.json").read_text())["steps"] == 2
@@ -120,7 +120,7 @@ def test_likelihood_ranks_language_before_shuffled_words_before_reversed_letters
     assert causal == sorted(causal)
 
 
-def test_sudoku_is_trained_and_orders_of_solving_compared(run, tmp_path):
+def test_sudoku_is_trained_and_solving_orders_are_compared(run, tmp_path):
     sizes = ("--steps", "2", "--batch-size", "2", "--layers", "1", "--pool", "4", "--num-tests", "2")
     more = ("--denoising-steps", "2", "--workers", "1", "--device", "cpu", "--puzzles", "puzzles")
     assert run("10", *sizes, *more, "--prepare-only") == ""
@@ -157,7 +157,7 @@ def test_no_bound_on_a_markov_chain_is_below_its_entropy(run, tmp_path):
     assert sum(result["gap_by_level"]) == pytest.approx(result["gap"], abs=2 * result["gap_error"])
 
 
-def test_the_gradient_reaches_the_first_step_only_through_the_chain(run):
+def test_the_gradient_of_the_first_step_needs_the_chain_of_steps(run):
     printed = run("13", "--updates", "2")
     norms = dict(re.findall(r"^(through|cut) +\|d loss .* = (\S+)$", printed, flags=re.MULTILINE))
     assert float(norms["through"]) > 0
@@ -165,16 +165,16 @@ def test_the_gradient_reaches_the_first_step_only_through_the_chain(run):
     assert len(re.findall(r"squares( +[\d.]+%){6}", printed)) == 2
 
 
-def test_kernels_write_what_the_reference_writes(run, monkeypatch):
+def test_kernels_generate_the_same_tokens_as_the_reference(run, monkeypatch):
     if not torch.cuda.is_available():
-        monkeypatch.setattr(vocabulary, "CHUNK", 64)  # the interpreter visits a chunk entry by entry
+        monkeypatch.setattr(vocabulary, "CHUNK", 64)  # the interpreter is slow on large chunks
     printed = run("14")
     assert len(re.findall(r"^(?:reference|kernels) .* tokens/s$", printed, flags=re.MULTILINE)) >= 2
     if not torch.cuda.is_available():
         assert "4 of 4 tokens are the same" in printed
 
 
-def test_the_published_checkpoint_is_counted_where_it_cannot_be_loaded(run, monkeypatch):
+def test_parameters_of_the_published_model_are_counted_without_its_weights(run, monkeypatch):
     monkeypatch.delenv("DGEMMA_CHECKPOINT", raising=False)
     assert "25,250,986,752 parameters" in run("15")
 

@@ -1,4 +1,4 @@
-"""Imports point one way: no circles between modules, folders in layers, and few imports inside functions."""
+"""Imports have no cycles, respect the layers of folders, and are rarely inside functions."""
 
 import ast
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ SOURCES = (ROOT / "src", ROOT / "kernels")
 
 # Imports inside functions, each with its reason.
 IN_FUNCTIONS = {
-    # Loading and saving belong to checkpoint; the model has them as thin methods.
+    # Loading and saving are in checkpoint; the model has methods that call them.
     "dgemma.model.diffusion": {"dgemma.checkpoint.weights"},
     # Sudoku, and training with it, is not loaded to show a text.
     "dgemma.view.board": {"dgemma.data.sudoku.encoding"},
@@ -73,14 +73,14 @@ def targets(node: ast.AST) -> Iterator[str]:
 
 
 def imports(node: ast.AST, *, in_function: bool = False) -> Iterator[tuple[str, bool]]:
-    """Yield each imported module and whether a function imports it; TYPE_CHECKING blocks are no functions."""
+    """Yield each imported module, and True if it is imported inside a function (not in a TYPE_CHECKING block)."""
     yield from ((target, in_function) for target in targets(node))
     inside = in_function or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
     for child in ast.iter_child_nodes(node):
         yield from imports(child, in_function=inside)
 
 
-def test_no_circles_between_modules():
+def test_modules_have_no_import_cycles():
     graph = {
         name: {target for target, in_function in imports(tree) if target in MODULES and not in_function}
         for name, tree in TREES.items()
@@ -92,7 +92,7 @@ def test_no_circles_between_modules():
         raise AssertionError(" -> ".join(reversed(error.args[1]))) from None
 
 
-def test_a_circle_would_be_found():
+def test_an_import_cycle_is_detected():
     script = "if TYPE_CHECKING:\n    from dgemma.run import plan\ndef f():\n    from dgemma import view"
     assert list(imports(ast.parse(script))) == [("dgemma.run.plan", False), ("dgemma.view", True)]
 

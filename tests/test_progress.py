@@ -1,4 +1,4 @@
-"""A bar where somebody looks, after a while; nothing where output is piped."""
+"""The progress bar appears in terminals and notebooks after a while, and never in a pipe."""
 
 import io
 import sys
@@ -15,7 +15,7 @@ class Terminal(io.StringIO):
 
 
 def work(monkeypatch: pytest.MonkeyPatch, screen: io.StringIO, *, show: bool = True, seconds: float = 3.0) -> str:
-    """What is on the screen after one step that took `seconds`."""
+    """Return the screen after one step that took `seconds`."""
     monkeypatch.setattr(sys, "stderr", screen)
     with progress_bar(desc="denoising", unit="step", show=show, total=4) as bar:
         if not bar.disable:

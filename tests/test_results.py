@@ -1,4 +1,4 @@
-"""Tables in documents repeat recorded results. Prose is free: only cells are compared."""
+"""Tables in documents equal the recorded results. Only table cells are compared, not prose."""
 
 import json
 import re
@@ -28,7 +28,7 @@ def recorded(file: str) -> dict[str, list[dict[str, Any]]]:
 
 
 def milliseconds(part: dict[str, Any]) -> str:
-    """Format a step's time, with its spread where that exceeds 1 ms."""
+    """Format a step's time, with its spread if the spread exceeds 1 ms."""
     time, spread = part["step_ms"], part["spread_ms"]
     return f"{time:.1f}" if spread < 1 else f"{time:.0f} ± {spread:.0f}"
 

@@ -1,4 +1,4 @@
-"""The toy itself: its text, and that the exact propagation notices when it is misled."""
+"""The toy itself: its text, its exact propagation, and errors for wrong cells."""
 
 from dataclasses import dataclass
 
@@ -32,7 +32,7 @@ def test_the_text_has_its_published_entropy_and_total_correlation():
     assert sum(-(p * p.log()).sum().item() for p in marginals) - entropy == pytest.approx(0.709866, abs=1e-6)
 
 
-def test_one_step_of_a_coin_has_the_law_of_three_coins():
+def test_one_step_of_the_coin_sampler_reveals_each_position_independently():
     states = propagate(Coin(), mask_noise(), steps=1, cells=boundary(0.3)).states
     number = (~states.state.open).sum(-1)
     law = torch.zeros(4).double().index_add(0, number, states.weight)
@@ -47,7 +47,7 @@ def test_forwards_are_counted_until_nothing_is_open():
 
 
 @pytest.mark.parametrize("wrong", [0.2, 0.5])
-def test_a_wrong_boundary_is_noticed(wrong):
+def test_a_wrong_boundary_raises(wrong):
     with pytest.raises(AssertionError, match="A cell holds two decisions"):
         propagate(Coin(), mask_noise(), steps=1, cells=boundary(wrong))
 

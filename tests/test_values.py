@@ -1,4 +1,4 @@
-"""Samplers by name: what a checkpoint keeps comes back, is used where none is given, and is refused in a sentence."""
+"""Samplers by name: a checkpoint's sampler is stored, rebuilt, used by default, and checked with a clear error."""
 
 import json
 from dataclasses import dataclass, replace
@@ -46,7 +46,7 @@ def test_a_checkpoint_that_names_no_sampler_has_the_published_one_with_its_bound
     assert dgemma.default_sampler(model(entropy_bound=3.0)) == dgemma.EntropyBound(bound=3.0)
 
 
-def test_a_run_without_a_sampler_is_the_one_with_the_checkpoints():
+def test_a_run_without_a_sampler_uses_the_checkpoints_sampler():
     plain, own = model(max_denoising_steps=5), model(dgemma.describe_sampler(GIBBS), max_denoising_steps=5)
     own.load_state_dict(plain.state_dict())
     options = {"max_new_tokens": 32, "seed": 3, "eos_token_ids": []}
@@ -91,7 +91,7 @@ def test_gibbs_takes_all_its_steps_unless_a_rule_is_given(named):
     ],
     ids=lambda value: value["name"] if isinstance(value, dict) else "",
 )
-def test_a_bad_description_is_refused_in_a_sentence_and_another_sampler_still_runs(kept, said):
+def test_a_bad_description_raises_one_sentence_and_another_sampler_still_runs(kept, said):
     broken = model(kept)
     with pytest.raises(ValueError, match=f"^GenerationDefaults.sampler must .*{said}.*correct config.json.$"):
         dgemma.generate(broken, prompt(), max_new_tokens=32)

@@ -7,24 +7,24 @@ The text: three tokens from {0, 1, 2}, p(x) = FIRST[x0]·NEXT[x0, x1]·NEXT[x1, 
     result = propagate(EntropyBound(bound=0.0), mask_noise(), steps=3)
     assert total_variation(result.law) < 1e-12          # result.law is (27,), result.nfe the expected forwards
 
-How the law is found. `propagate` holds every reachable state with its probability. At each step it runs the real
-sampler once per cell of the uniforms the sampler asks for: the first time it asks for `state.uniform("token")`, each
-state is split into one row per combination of cells, with uniforms at the cells' midpoints and the widths' product as
-weight, and the sampler is called again. So purposes are discovered in the order in which they are used, and the cells
-of a later one may depend on what an earlier one drew. Rows that end in the same state are merged after the step.
+`propagate` keeps every reachable state with its probability. At each step it runs the real sampler once per cell of the
+uniforms that the sampler draws. When the sampler first draws `state.uniform("token")`, each state is split into one row
+per combination of cells. The uniforms are the midpoints of the cells, and the weight is the product of their widths.
+Then the sampler is called again. Purposes are found in the order of their use, so the cells of a later purpose may
+depend on the draws of an earlier one. Rows that end in the same state are merged after the step.
 
 Cells known here: "token" (the inverse CDF of the prediction) and "noise" (refill, only where something returns to
 noise). For every other purpose pass `cells={"event": f}` with f(prediction, state) returning one of
   - inner boundaries (R, C, n), ascending in [0, 1], for a uniform per position (repeat a boundary for an empty cell);
   - inner boundaries (R, n) for a `state.row_uniform`, n = 0 if the decision does not depend on it;
-  - `Points(values (R, n, C) or (R, n), weights (R, n))` for joint draws that are no product of cells, e.g. an ordering
-    by uniforms: `permutations(state)` gives every order of the positions with equal weight.
+  - `Points(values (R, n, C) or (R, n), weights (R, n))` for joint draws that are not a product of cells. An example is
+    an order by uniforms: `permutations(state)` returns every order of the positions with equal weight.
 R counts the rows of `state`, whose `injected` holds the purposes already drawn (`state.uniform("token")` works).
-That the boundaries are right is checked, not trusted: each cell is tried near both its ends and must decide the same.
+The boundaries are checked: the sampler must make the same decision near both ends of each cell.
 
 `independent=True` is for samplers whose decision at a position reads only that position's uniforms (ancestral, ReMDM):
-then positions are enumerated side by side and multiplied, which is what makes 256 steps affordable. It needs memory
-None and commits the canvas; a short joint run of the same sampler is the check on the claim.
+then positions are enumerated separately and multiplied, so that 256 steps are fast enough. The sampler must have no
+memory, and the canvas is committed. A short joint run of the same sampler should check the independence.
 
 Time: exact denoisers of uniform and hybrid noise must know the level, so `propagate` calls `denoiser.at(level)` first.
 """
@@ -88,7 +88,7 @@ def likelihood(noise: Noise, level: Tensor) -> Tensor:
 class Denoiser(dgemma.Denoiser):
     """The exact network of T0 by enumeration: log p(x0 at l | canvas), or without position l itself ("loo").
 
-    A mask network needs no level (any in (0, 1) gives the same); the others get theirs by `.at(level)`, (R,) or float.
+    A mask network does not depend on the level. For other networks, set it with `.at(level)`, (R,) or float.
     """
 
     noise: Noise
@@ -145,11 +145,11 @@ def route_cells(prediction: Prediction, state: DenoiseState) -> Tensor:
 class Result(NamedTuple):
     law: Tensor  # (27,) over SEQUENCES; sums to 1 unless a mask was committed
     nfe: float  # expected forwards
-    states: "Law"  # the last states, for whoever wants the law of something else
+    states: "Law"  # the last states, for other statistics
 
 
 class Law(NamedTuple):
-    """Distinct states, one a row, and their probabilities."""
+    """Distinct states, one per row, and their probabilities."""
 
     state: DenoiseState
     weight: Tensor  # (R,)
@@ -189,7 +189,7 @@ def fresh_state(canvas: Tensor, noise: Noise, steps: int) -> DenoiseState:
 
 @dataclass(frozen=True, eq=False)
 class _Ending(Sampler):
-    """The end of a sampler whose decision is made: what it commits, and whether it may still revise."""
+    """The `final` and `revises` of a sampler, for a step whose decision is already made."""
 
     sampler: Sampler
     may_revise: bool
@@ -211,9 +211,9 @@ def update(
     stop: Any = None,
     independent: bool = False,
 ) -> DenoiseState:
-    """What the real step makes of a decision: the state after it.
+    """Return the state after the real step applies a decision.
 
-    Where positions are multiplied as independent, whether a canvas is closed is no property of one of them.
+    With independent positions, a single position cannot tell that the whole canvas is closed.
     """
     ending = _Ending(sampler, independent or sampler.revises, sampler.redecides)
     knobs = Knobs(sampler=ending, temperature=ConstantTemperature(value=1.0), stop=stop)
@@ -237,9 +237,9 @@ def propagate(
 ) -> Result:
     """The exact law of what `sampler` commits after `steps` steps, and the expected number of forwards.
 
-    shape: arguments for `Prediction.shaped`. start: a law to begin with instead of pure noise; its clock runs on from
-    where it stands. level: what the denoiser is told, (R,), for a sampler that keeps a clock of its own. check: try
-    both ends of every cell; a long run, whose cells a short one has checked, may do without.
+    shape: arguments for `Prediction.shaped`. start: a law to start from instead of pure noise; its clock continues.
+    level: returns the denoiser's noise level, (R,), for a sampler with its own clock. check: try both ends of every
+    cell. A long run may skip this if a short run has checked its cells.
     """
     denoiser = denoiser if denoiser is not None else Denoiser(noise)
     law = start if start is not None else initial(noise, sampler, steps, stop)
@@ -300,7 +300,7 @@ class _Undrawn(Exception):
 
 
 class _Recorder(dict):
-    """Uniforms by purpose; asking for one that is not there names it."""
+    """Uniforms by purpose. A missing purpose raises `_Undrawn` with its name."""
 
     def __contains__(self, purpose: object) -> bool:
         return True
@@ -382,7 +382,7 @@ def _check_cells(rows: _Rows, sampler: Sampler, decision: Decision) -> None:
         other = sampler(rows.prediction, replace(rows.state, injected=dict(corner)))
         same = (other.write == decision.write) & (other.renoise == decision.renoise)
         same &= (other.tokens == decision.tokens) | ~decision.write
-        if not (same | (rows.weight < 1e-12)).all():  # a sliver of a cell is narrower than rounding
+        if not (same | (rows.weight < 1e-12)).all():  # very narrow cells are below rounding
             raise AssertionError("A cell holds two decisions: the boundaries passed to propagate are wrong.")
 
 
@@ -401,7 +401,7 @@ def _product(law: Law, new: DenoiseState, rows: _Rows) -> Law:
 
 
 def _merge(law: Law) -> Law:
-    """Equal states become one."""
+    """Merge equal states."""
     told_apart = {name: value for name, value in _fields(law.state).items() if name != "rows"}
     columns = [_columns(leaf) for leaf in pytree.tree_leaves(told_apart) if isinstance(leaf, Tensor)]
     _, group = torch.cat(columns, dim=-1).unique(dim=0, return_inverse=True)

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, GemmaTokenizer, PreTrainedTokenizerFast
 
 from dgemma.checkpoint.tokenizer import ByteTokenizer, PretrainedTokenizer, Tokenizer
 
-# The published tokenizer's ids (google/diffusiongemma-26B-A4B-it); BPE pieces in between sit at ids it uses otherwise.
+# The published tokenizer's ids (google/diffusiongemma-26B-A4B-it); our BPE pieces use other ids in between.
 SPECIAL = {
     "<pad>": 0,
     "<eos>": 1,
@@ -160,7 +160,7 @@ def test_history_holds_no_thoughts(tokenizer):
     assert tokenizer.chat(turns) == tokenizer.chat(without)
     assert 100 not in tokenizer.chat(turns)
     assert turns[1]["content"].startswith(thought), "the caller's messages are not edited"
-    # What a user writes is theirs, markers and all.
+    # User messages are not changed, even if they contain markers.
     assert 100 in tokenizer.chat([{"role": "user", "content": thought}])
 
 
@@ -276,7 +276,7 @@ def test_encoding_and_decoding_equal_those_of_transformers(kind, tmp_path):
 
 
 def _rewritten(folder, file_name, change):
-    """A folder's JSON file after `change` has had its contents."""
+    """Rewrite a folder's JSON file after `change` has edited its content."""
     contents = json.loads((folder / file_name).read_text())
     change(contents)
     (folder / file_name).write_text(json.dumps(contents))
@@ -294,7 +294,7 @@ def test_stored_truncation_and_padding_are_ignored(folders, tmp_path):
 
 
 @pytest.mark.parametrize("kept", ["absent", "null"])
-def test_special_tokens_may_stand_in_the_older_file_alone(folders, tmp_path, kept):
+def test_special_tokens_may_be_only_in_the_older_file(folders, tmp_path, kept):
     folder = shutil.copytree(folders / "none", tmp_path / "older")
     names = ("pad_token", "eos_token", "bos_token", "mask_token")
 
@@ -363,7 +363,7 @@ def test_tokens_that_the_config_alone_lists_are_read_as_transformers_does(words_
     ],
     ids=["gap", "text", "no-id"],
 )
-def test_listed_tokens_that_fit_nowhere_are_refused(words_folder, listed, sentence):
+def test_listed_tokens_with_invalid_ids_or_content_are_refused(words_folder, listed, sentence):
     _rewritten(words_folder, "tokenizer_config.json", lambda config: config.update(added_tokens_decoder=listed))
     with pytest.raises(ValueError, match=rf"Tokenizer\.added_tokens_decoder {sentence}"):
         Tokenizer.from_pretrained(words_folder)
@@ -399,7 +399,7 @@ def test_bytes_and_markers_share_384_ids():
 
 @settings(deadline=None)
 @given(st.text())
-def test_any_text_survives_bytes(text):
+def test_any_text_round_trips_through_bytes(text):
     tokenizer = ByteTokenizer()
     assert tokenizer.decode(tokenizer.encode(text, bos=False), skip_special=False) == text
 
@@ -459,7 +459,7 @@ def test_ids_of_numpy_decode_like_any_others():
         tokenizer.decode(np.array([1.5]))
 
 
-def test_a_list_of_texts_is_pointed_to_the_batch():
+def test_the_error_for_a_list_of_texts_names_encode_batch():
     with pytest.raises(ValueError, match=r"Tokenizer\.encode text must be one str, got list\. Use encode_batch"):
         ByteTokenizer().encode(["a"])
     assert repr(ByteTokenizer()) == f"ByteTokenizer(vocab_size={ByteTokenizer().vocab_size})"

@@ -1,4 +1,4 @@
-"""Checkpoints: the name table, loading all or nothing, refusing damage and hostility, saving atomically."""
+"""Checkpoints: the table of names, complete loading, errors for damaged or hostile files, and atomic saving."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def random_model(seed=0, **changes):
 
 
 def edit(folder, change):
-    """Rewrite the single weight file after `change` had its way with its tensors."""
+    """Rewrite the single weight file after `change` has edited its tensors."""
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -87,7 +87,7 @@ def test_the_table_gives_the_published_model_exactly_its_published_text_tensors(
 
 
 @pytest.mark.parametrize("limit", ["5GB", "20KB", 1], ids=["single", "sharded", "one-tensor-a-shard"])
-def test_saved_weights_come_back_bit_for_bit(tmp_path, limit):
+def test_saved_weights_load_bit_for_bit(tmp_path, limit):
     model = random_model()
     own = {"noise": {"kind": "mask", "mask_token_id": 9}, "sampler": {"name": "confidence", "greedy": True}}
     model.generation = GenerationDefaults(t_max=0.9, eos_token_id=(7,), **own)
@@ -151,7 +151,7 @@ def test_the_dtype_is_that_of_the_files_by_default(folder):
 
 
 def test_loading_holds_one_stored_tensor_at_a_time(sharded, monkeypatch):
-    """Each is converted and let go before the next is read: never a second copy of the weights."""
+    """Each is converted and released before the next is read, so there is never a second copy of the weights."""
     alive, most = weakref.WeakSet(), []
 
     class Watched:
@@ -303,8 +303,9 @@ def test_an_error_names_a_few_wrong_tensors_and_counts_the_others(folder):
         "ModelConfig.layer_types must have 'full_attention' at [2] (stored without v_proj), got it at [].",
         "ModelConfig.num_hidden_layers must be 3, as stored, got 4.",
     ]
-    # The third layer, sliding by this config, has q, o and both norms of other heads and no v: five. The fourth is not
-    # there: q, k, o and two norms, the dense three, five of router and experts, seven norms, two scalars.
+    # Five tensors of the third layer do not fit: this config makes it sliding, so q, o and both norms have other heads,
+    # and v is missing. The fourth layer lacks q, k, o and two norms, three of the MLP, five of router and experts,
+    # seven norms and two scalars.
     assert len(lines) == 3 + 5 + 1
     assert lines[-1] == "and 22 more"
 
@@ -329,7 +330,7 @@ def without_a_layer(tensors):
 @pytest.mark.parametrize(
     "damage", [q_norm_of_other_heads, q_norm_without_dimensions, v_proj_of_a_full_layer, without_a_layer]
 )
-def test_one_wrong_tensor_or_layer_among_right_ones_is_not_blamed_on_the_config(folder, damage):
+def test_a_single_wrong_tensor_or_layer_is_not_blamed_on_the_config(folder, damage):
     edit(folder, damage)
     with pytest.raises(ValueError, match="does not fit its config") as error:
         DiffusionGemma.from_pretrained(folder)
@@ -520,14 +521,14 @@ def test_a_save_killed_at_any_moment_leaves_the_old_checkpoint_or_the_new(tmp_pa
         outcomes.append(same_weights(loaded, new))
         assert outcomes[-1] or same_weights(loaded, old)
 
-        new.save_pretrained(folder, max_shard_size=new_limit)  # the next save is whole and leaves nothing behind
+        new.save_pretrained(folder, max_shard_size=new_limit)  # the next save is complete and leaves no temporary files
         assert same_weights(DiffusionGemma.from_pretrained(folder), new)
         assert not list(folder.glob("*.new"))
         index = folder / "model.safetensors.index.json"
         named = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
         assert {file.name for file in folder.glob("*.safetensors")} == named
         assert len(named) == (1 if new_limit == "5GB" else 3)
-    assert outcomes == sorted(outcomes), "once the new checkpoint is in force it stays"
+    assert outcomes == sorted(outcomes), "once the new checkpoint is active it stays active"
     assert set(outcomes) == {False, True}
 
 
@@ -582,6 +583,6 @@ def test_assets_are_found_by_name(monkeypatch, tmp_path):
 
 
 def test_shipped_checkpoints_load_in_float32_by_default():
-    # Stored in bfloat16, which most CPUs have no fast products for.
+    # They are stored in bfloat16, which most CPUs multiply slowly.
     assert DiffusionGemma.from_pretrained("dgemma/sudoku").dtype == torch.float32
     assert DiffusionGemma.from_pretrained("dgemma/sudoku", dtype=torch.bfloat16).dtype == torch.bfloat16

@@ -73,7 +73,7 @@ def test_uniforms_fill_the_half_open_unit_interval_with_53_bits():
     assert 0 <= u.min() < 1e-4
     assert 1 - 1e-4 < u.max() < 1
     assert (u * 2**53 == (u * 2**53).floor()).all()
-    assert ((u * 2**53) % 2 == 1).double().mean().item() == pytest.approx(0.5, abs=0.02)  # the last bit is alive
+    assert ((u * 2**53) % 2 == 1).double().mean().item() == pytest.approx(0.5, abs=0.02)  # the last bit varies
 
 
 def test_the_largest_uniform_is_below_one(monkeypatch):

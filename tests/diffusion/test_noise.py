@@ -41,7 +41,7 @@ def forward(process, noise_level):
     table = likelihood(process, level(noise_level))[0]
     if process.kind == "uniform":
         return table
-    clean = table[0, 0] - table[0, 1]  # what a token gets for being itself
+    clean = table[0, 0] - table[0, 1]  # the probability that a token is kept
     noise_row = table[0].clone()
     noise_row[0] -= clean
     mask_row = noise_row.clone()
@@ -124,7 +124,7 @@ def test_clean_stay_and_noise_routes_add_up_to_the_posterior(process, levels):
     one_hot = torch.eye(process.vocab_size).double()
     noise = likelihood(process, level(after))[0, 0].clone()
     noise[0] = noise[0] - (likelihood(process, level(after))[0, 0, 0] - likelihood(process, level(after))[0, 1, 0])
-    noise = noise / noise.sum() if after else noise  # at level 0 there is none, and the route must have no weight
+    noise = noise / noise.sum() if after else noise  # at level 0 the noise route must have probability 0
     law = clean * one_hot[x0[:, 0]] + stay * one_hot[z[:, 0]] + (1 - clean - stay) * noise
     expected = process.posterior(z[:, 0], one_hot[x0[:, 0]], level(1 - before), level(1 - after))
     torch.testing.assert_close(law, expected, atol=1e-12, rtol=0)
@@ -199,7 +199,7 @@ def test_hybrid_noise_has_its_uniform_share_at_half_time():
 def test_hybrid_refill_mixes_masks_and_tokens_according_to_its_level(next_level):
     process = HybridNoise(6, mask_token_id=2, uniform_share=0.5)
     frequency = torch.bincount(process.refill(grid(5000)[None], level(next_level))[0], minlength=6) / 5000
-    # c = 2·(t(1-t))^(1/2), and c dwarfs t as t goes to 0
+    # c = 2·(t(1-t))^(1/2), and c/t grows without bound as t goes to 0
     share = 0.6 / (0.6 + 2 * math.sqrt(0.24)) if next_level else 0.0
     expected = [share if token == 2 else (1 - share) / 5 for token in range(6)]
     assert frequency.tolist() == pytest.approx(expected, abs=1e-3)
@@ -271,7 +271,7 @@ def saying(noise, vocab_size=NUM_TOKENS + 1):
 @pytest.mark.parametrize("process", PROCESSES, ids=name)
 def test_a_process_is_rebuilt_from_its_description_in_a_checkpoint(process):
     kept = json.loads(json.dumps(describe_noise(replace(process, schedule=Loop()))))
-    assert learnt_noise(saying(kept, process.vocab_size)) == process  # the schedule is no part of what is learnt
+    assert learnt_noise(saying(kept, process.vocab_size)) == process  # the description has no schedule
 
 
 @pytest.mark.parametrize("scalar", [np.int64, torch.tensor])

@@ -42,7 +42,7 @@ def test_reading_positions_in_slices_gives_the_same_statistics(logits, monkeypat
         torch.testing.assert_close(a, b)
 
 
-# All of it in one slice, as a small vocabulary is, or a position at a time, as 262,144 tokens are.
+# A small vocabulary is one slice; a vocabulary of 262,144 tokens has one slice per position.
 @pytest.mark.parametrize(("slice_elements", "times"), [(1 << 24, 1), (2 * 37, 3)], ids=["small", "large"])
 def test_a_small_prediction_is_shaped_once_and_a_large_one_never_kept(logits, monkeypatch, slice_elements, times):
     monkeypatch.setattr("dgemma.diffusion.prediction._SLICE_ELEMENTS", slice_elements)
@@ -60,7 +60,7 @@ def test_a_small_prediction_is_shaped_once_and_a_large_one_never_kept(logits, mo
 
 def test_the_entropy_of_a_nearly_certain_position_keeps_its_digits():
     logits = torch.zeros(1, 1, 50)
-    logits[..., 7] = 25.3  # h = 1.3e-8 nats, a hundredth of what float32 logits near 25 can tell apart
+    logits[..., 7] = 25.3  # h = 1.3e-8 nats, a hundredth of the float32 spacing of logits near 25
     exact = Categorical(logits=logits.double()).entropy()
     torch.testing.assert_close(Prediction(logits).entropy.double(), exact, rtol=1e-5, atol=0)
 

@@ -104,7 +104,7 @@ def test_appending_copies_a_full_layer_rarely(model, monkeypatch):
     assert len(grown) <= 10
 
 
-def test_nothing_new_leaves_the_cache_as_it_is(model):
+def test_encoding_no_tokens_leaves_the_cache_unchanged(model):
     cache = model.encode(torch.randint(5, 512, (2, 30)))
     before = predict(model, cache, canvas_for(2))
     model.encode(torch.zeros(2, 0, dtype=torch.long), cache)
@@ -114,7 +114,7 @@ def test_nothing_new_leaves_the_cache_as_it_is(model):
         model.denoise(torch.zeros(2, 0, dtype=torch.long), cache)
 
 
-def test_rolling_back_to_a_mark_equals_never_having_gone_on(model):
+def test_a_cache_rolled_back_to_a_mark_equals_the_cache_at_the_mark(model):
     prompt, reply, other = (torch.randint(5, 512, (2, n)) for n in (30, 15, 20))
     cache = model.encode(prompt)
     expected_then = predict(model, cache, canvas_for(2))
@@ -169,7 +169,7 @@ def test_joining_parts_gives_back_every_row(model):
     torch.testing.assert_close(predict(model, joined, canvas_for(3)), expected, atol=ROUNDING, rtol=0)
 
 
-def test_the_prefix_a_canvas_sees_in_sliding_layers_is_a_named_choice():
+def test_the_prefix_that_a_canvas_sees_in_sliding_layers_is_a_convention():
     config = dgemma.presets.tiny().replace(num_hidden_layers=2, layer_types=("sliding_attention", "full_attention"))
     torch.manual_seed(0)
     transformers_like = DiffusionGemma(config).requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Autograd, activation checkpointing, compilation and experts: the model beyond its published numbers."""
+"""Autograd, activation checkpointing, compilation and experts of the model."""
 
 import copy
 
@@ -88,7 +88,7 @@ def test_both_modes_compile_without_graph_breaks(batch):
     torch._dynamo.reset()
     config = dgemma.presets.tiny().replace(num_hidden_layers=2, layer_types=("sliding_attention", "full_attention"))
     model = DiffusionGemma(config)
-    # The eager backend: whether the whole graph can be traced is the question, not what a code generator makes of it.
+    # The eager backend suffices: this test checks that the whole graph can be traced, not the generated code.
     encode = torch.compile(model.encode, fullgraph=True, backend="eager")
     denoise = torch.compile(model.denoise, fullgraph=True, backend="eager")
     mask = torch.ones_like(batch[0])
@@ -99,7 +99,7 @@ def test_both_modes_compile_without_graph_breaks(batch):
         cache = encode(batch[0], attention_mask=attention_mask)
         assert cache.lengths.tolist() == expected_cache.lengths.tolist()
         torch.testing.assert_close(denoise(batch[1], cache).logits, expected.logits, atol=2e-5, rtol=0)
-    # As the loop does it: conditioned on a shaped prediction that nobody has looked at yet.
+    # As in the loop, the condition is a shaped prediction whose statistics were not computed yet.
     conditioned = denoise(batch[1], cache, self_cond=model.denoise(batch[1], cache).shaped(temperature=0.7))
     torch.testing.assert_close(
         conditioned.logits,
@@ -180,7 +180,7 @@ def test_no_self_conditioning_is_a_zero_signal_not_zero_logits():
 
 
 @torch.no_grad()
-def test_rounding_of_self_conditioning_logits_is_a_named_choice():
+def test_rounding_of_self_conditioning_logits_is_a_convention():
     rounded = pair()[0].bfloat16()
     wide = DiffusionGemma(rounded.config, dtype=torch.bfloat16, conventions=Conventions(self_cond_logits="float32"))
     wide.load_state_dict(rounded.state_dict())
@@ -198,7 +198,7 @@ def test_a_float64_model_is_float64_throughout():
     tokens = torch.randint(5, 512, (1, 4))
     logits = model.denoise(tokens, model.encode(tokens)).logits
     assert logits.dtype == torch.float64
-    # Twelfth decimals get through; rounding to float32 anywhere would drown them.
+    # A change in the twelfth decimal has an effect. Rounding to float32 anywhere would hide it.
     model.layers[0].input_layernorm.weight[0] *= 1 + 1e-10
     difference = (model.denoise(tokens, model.encode(tokens)).logits - logits).abs().max()
     assert 0 < difference < 1e-9

@@ -1,4 +1,4 @@
-"""The optional noise-level input: off by default and then nowhere to be seen; on, it reaches network and disk."""
+"""The optional noise-level input: off by default and without effect; if on, the network uses it and it is saved."""
 
 import json
 
@@ -22,7 +22,7 @@ def levels(*values):
     return torch.tensor(values, dtype=torch.float64)
 
 
-def test_off_it_leaves_no_trace_in_config_or_weights(tmp_path):
+def test_config_and_weights_have_no_noise_level_if_it_is_off(tmp_path):
     model = dgemma.DiffusionGemma(PLAIN)
     model.save_pretrained(tmp_path)
     assert "noise_conditioning" not in (tmp_path / "config.json").read_text()
@@ -30,14 +30,14 @@ def test_off_it_leaves_no_trace_in_config_or_weights(tmp_path):
     assert dgemma.ModelConfig.from_hf(tmp_path).noise_conditioning is False
 
 
-def test_off_a_level_changes_nothing(canvas):
+def test_a_level_changes_nothing_if_conditioning_is_off(canvas):
     model = dgemma.DiffusionGemma(PLAIN)
     cache = model.encode(canvas[:, :4])
     told = model.denoise(canvas, cache, noise_level=levels(0.2, 0.9)).logits
     assert torch.equal(told, model.denoise(canvas, cache).logits)
 
 
-def test_on_the_prediction_depends_on_each_rows_own_level(canvas):
+def test_the_prediction_of_a_row_depends_on_its_level_if_conditioning_is_on(canvas):
     model = dgemma.DiffusionGemma(TOLD)
     cache = model.encode(canvas[:, :4])
     first, second = (model.denoise(canvas, cache, noise_level=levels(a, 0.9)).logits for a in (0.2, 0.7))
@@ -61,7 +61,7 @@ def test_both_ends_are_finite_and_gradients_reach_the_weights(canvas):
         assert weight.grad.abs().max() > 0
 
 
-def test_on_it_is_saved_and_loaded(tmp_path, canvas):
+def test_the_level_embedding_is_saved_and_loaded(tmp_path, canvas):
     model = dgemma.DiffusionGemma(TOLD)
     model.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["text_config"]["noise_conditioning"] is True
@@ -100,7 +100,7 @@ def test_slots_pass_the_share_of_noise_to_the_model(monkeypatch):
     assert set(told) == {30 / 32}  # of the canvas after 7, 8, 9 the last two tokens are known
 
 
-def test_a_model_that_needs_the_level_says_so(canvas):
+def test_a_model_that_needs_the_level_raises_without_it(canvas):
     model = dgemma.DiffusionGemma(TOLD)
     with pytest.raises(ValueError, match=r"noise_level must be a tensor .* got None"):
         model.denoise(canvas, model.encode(canvas[:, :4]))
@@ -108,7 +108,7 @@ def test_a_model_that_needs_the_level_says_so(canvas):
         PLAIN.replace(noise_conditioning=1)
 
 
-def test_fast_refuses_options_that_it_would_ignore():
+def test_the_fused_engine_refuses_noise_conditioning():
     dgemma_kernels = pytest.importorskip("dgemma_kernels")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = dgemma.DiffusionGemma(TOLD, device=device, dtype=torch.bfloat16)

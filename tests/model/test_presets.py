@@ -1,4 +1,4 @@
-"""Presets are what their names and sentences say."""
+"""Presets have the sizes that their names and docstrings state."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +37,7 @@ def test_the_1b_preset_has_the_published_proportions():
 @pytest.mark.parametrize("name", ["text", "sudoku"])
 def test_checkpoints_that_ship_have_presets(name):
     shipped = dgemma.ModelConfig.from_hf(ASSETS / name)
-    # What is carried says in which dtype the weights were saved, which is no part of a model's size.
+    # `carried` holds the dtype of the saved weights, which a preset does not define.
     assert getattr(dgemma.presets, name)() == replace(shipped, carried={})
 
 

@@ -1,4 +1,4 @@
-"""Weights travel between transformers and dgemma without changing: tensors bit for bit, logits to float32 rounding."""
+"""Checkpoints of transformers and dgemma are interchangeable: equal tensors, and logits equal up to rounding."""
 
 from dataclasses import replace
 
@@ -88,7 +88,7 @@ def test_a_transformers_checkpoint_loads_here(tmp_path, max_shard_size):
     _assert_same_logits(ours, theirs)
 
 
-def test_vision_weights_pass_through_untouched(tmp_path):
+def test_vision_weights_are_saved_unchanged(tmp_path):
     theirs = _theirs()
     theirs.save_pretrained(tmp_path / "theirs")
     ours = DiffusionGemma.from_pretrained(tmp_path / "theirs", dtype=torch.bfloat16)

@@ -77,7 +77,7 @@ def test_freezing_closes_and_unfreezing_opens():
     assert bool(opened.open.all())
 
 
-def test_the_mask_stays_unproposable_when_allowed_changes():
+def test_the_mask_is_never_proposed_after_allowed_changes():
     state, knobs = fresh(Confidence())
     changed, _ = apply_changes({"allowed": torch.ones(1, 1, VOCAB, dtype=torch.bool)}, state, knobs)
     assert changed.allowed[0, 0].logical_not().nonzero().tolist() == [[4]]
@@ -164,7 +164,7 @@ def started(allowed, seeds=(0, 1)):
     ],
     ids=["donor-alone", "host-alone", "shared", "shared-by-position", "own", "own-by-row"],
 )
-def test_a_spliced_row_brings_its_allowed_set_and_the_others_keep_theirs(mine, theirs):
+def test_a_spliced_row_has_the_donors_allowed_set_and_other_rows_keep_theirs(mine, theirs):
     host, donor = started(mine), started(theirs, seeds=(8, 9)).select(torch.tensor([0]))
     spliced = host.splice(torch.tensor([1]), donor)
     everything = torch.ones(VOCAB, dtype=torch.bool)

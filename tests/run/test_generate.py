@@ -1,4 +1,4 @@
-"""The loop: independent rows, knobs that change, frozen tokens that stay, errors that name the mistake."""
+"""The loop: rows are independent, knobs may change, frozen tokens stay, and errors name the mistake."""
 
 import inspect
 from dataclasses import dataclass, field, fields, replace
@@ -67,7 +67,7 @@ def test_row_i_of_a_batch_equals_row_i_alone_bit_for_bit():
 
 
 def test_the_host_waits_for_the_device_once_per_step_and_once_per_block(monkeypatch):
-    # On a GPU each of these stops the launches until everything in front has run.
+    # On a GPU each of these blocks the host until all earlier kernels have finished.
     waits = []
 
     def counted(read):
@@ -219,7 +219,7 @@ def test_another_noise_than_the_checkpoint_learnt_gives_one_warning(caplog):
     _warn_once.cache_clear()
     model, prompt = pair()[0], torch.randint(5, 512, (2, 4))
     knobs = {"max_new_tokens": 32, "steps": 1, "eos_token_ids": []}
-    dgemma.generate(model, prompt, noise=dgemma.MaskNoise(512, mask_token_id=9), **knobs)  # it says nothing of its own
+    dgemma.generate(model, prompt, noise=dgemma.MaskNoise(512, mask_token_id=9), **knobs)  # no warning
     model.generation = GenerationDefaults(noise={"kind": "mask", "mask_token_id": 9})
     dgemma.generate(model, prompt, **knobs)
     assert caplog.messages == []
@@ -230,7 +230,7 @@ def test_another_noise_than_the_checkpoint_learnt_gives_one_warning(caplog):
     ]
 
 
-def test_driving_step_by_hand_equals_generate():
+def test_a_loop_over_step_equals_generate():
     model, prompt = pair()[0], torch.randint(5, 512, (2, 4))
     out = dgemma.generate(model, prompt, max_new_tokens=32, steps=5, seed=11, stop=None, eos_token_ids=[])
     knobs = Knobs(sampler=dgemma.EntropyBound(), temperature=dgemma.LinearTemperature())
@@ -279,11 +279,11 @@ def test_streaming_gives_drafts_and_committed_blocks_for_any_batch():
         (dgemma.EntropyBound(bound=9e9), 1),
         (dgemma.Threshold(tau=0.0), 1),
         (dgemma.Confidence(), 8),  # its quota: a share of the canvas each step
-        (dgemma.ReMDM(), 8),  # takes tokens back, so a full canvas is not yet done
+        (dgemma.ReMDM(), 8),  # it masks tokens again, so a full canvas is not done
     ],
     ids=["entropy-bound", "threshold", "confidence", "remdm"],
 )
-def test_a_canvas_with_nothing_open_costs_no_more_forwards(sampler, expected):
+def test_a_canvas_with_nothing_open_takes_no_more_forwards(sampler, expected):
     model, prompt = pair()[0], torch.randint(5, 512, (2, 4))
     out = dgemma.generate(
         model,
@@ -471,7 +471,7 @@ def test_an_engine_reads_ahead_only_where_another_step_is_certain():
 
     prompt, knobs = torch.full((2, 3), 5), {"max_new_tokens": 16, "eos_token_ids": []}
     want, got = (dgemma.generate(model, prompt, steps=5, stop=None, **knobs) for model in (RowwiseDenoiser(), Ahead()))
-    # Not after the first step, when the number of steps is unknown, and not after the last, when there is no other.
+    # The first step does not read ahead, because the steps left are unknown. Nor does the last: no step follows it.
     assert answers == [[[left, left], [0, 0], [0, 0]] for left in (3, 2, 1)]
     assert torch.equal(got.new_tokens, want.new_tokens)
     dgemma.generate(Ahead(), prompt, steps=5, stop=dgemma.StepCap(4), **knobs)
@@ -491,7 +491,7 @@ def test_the_end_of_a_canvas_follows_from_the_state_that_on_step_returns():
 
 @pytest.mark.parametrize("inference", [False, True], ids=["no-grad", "inference-mode"])
 @pytest.mark.parametrize("returned", [True, False], ids=["state", "nothing"])
-def test_a_write_of_on_step_into_done_ends_the_canvas(returned, inference):
+def test_the_canvas_ends_if_on_step_writes_into_done(returned, inference):
     def end(record: StepRecord):
         record.state.done.fill_(True)
         return record.state if returned else None
@@ -528,7 +528,7 @@ def test_rows_that_end_early_keep_their_drafts_if_a_denoiser_reuses_its_tensors(
     assert torch.equal(got.new_tokens, want.new_tokens)
 
 
-def test_a_step_of_a_denoiser_may_leave_out_the_verdict():
+def test_a_denoisers_step_may_omit_the_verdict():
     class Silent(RowwiseDenoiser):
         def step(self, state, *, cache, knobs):
             after, record = dgemma.step(self, state, cache=cache, knobs=knobs)
@@ -587,7 +587,7 @@ def test_a_stop_rule_without_a_call_says_what_it_must_define():
         dgemma.generate(RowwiseDenoiser(), torch.full((2, 3), 5), stop=Empty())
 
 
-def test_a_sampler_for_an_unknown_process_is_refused_where_it_is_written():
+def test_a_sampler_for_an_unknown_process_is_refused_at_its_definition():
     with pytest.raises(ValueError, match="valid_for must hold"):
         type("Typo", (dgemma.Sampler,), {"valid_for": frozenset({"masked"})})
 

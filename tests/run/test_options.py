@@ -1,4 +1,4 @@
-"""The options of `generate` and its relatives are one typed list: at run time, in signatures, and for type checkers."""
+"""The options of `generate`, `stream`, `infill` and `edit` are the same at run time, in signatures and for mypy."""
 
 import inspect
 import subprocess
@@ -57,7 +57,7 @@ def test_a_signature_shows_every_option_with_its_default(function, options):
     assert not any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def test_an_option_left_out_is_the_default_that_the_signature_shows():
+def test_an_omitted_option_has_the_default_that_the_signature_shows():
     model, prompt = dgemma.DiffusionGemma(dgemma.presets.tiny()), torch.full((2, 3), 5)
     short, full = read_plan(model, prompt), read_plan(model, prompt, **defaults_of(RunOptions))
     assert (short.knobs, short.noise, short.num_steps) == (full.knobs, full.noise, full.num_steps)
@@ -71,6 +71,6 @@ def test_an_unknown_option_is_refused_by_the_function_that_got_it(function):
         function(dgemma.DiffusionGemma(dgemma.presets.tiny()), torch.full((1, 3), 5), stepz=3)
 
 
-def test_a_model_that_is_no_denoiser_is_refused():
+def test_a_model_that_is_not_a_denoiser_is_refused():
     with pytest.raises(TypeError, match=r"model must be a Denoiser, got str\. Derive its class from dgemma\.Denoiser"):
         dgemma.generate("dgemma/text", torch.full((1, 3), 5))

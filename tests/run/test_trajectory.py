@@ -28,7 +28,7 @@ PROCESSES = {
 
 @dataclass(frozen=True)
 class RowByRow(StopRule):
-    """Row i is done after 2 + i steps, so that rows leave one after the other."""
+    """Row i is done after 2 + i steps, so that rows finish one after another."""
 
     def __call__(self, prediction, state):
         return state.step >= 2 + state.rows, None
@@ -184,7 +184,7 @@ def test_an_interrupted_save_leaves_the_old_file(recorded, tmp_path, monkeypatch
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
-def test_a_policy_without_a_name_is_replayed_here_and_refused_elsewhere(model, prompt, tmp_path):
+def test_a_lambda_as_temperature_can_be_replayed_but_not_after_loading(model, prompt, tmp_path):
     warm = lambda step, num_steps: torch.full_like(step, 0.6, dtype=torch.float32)  # noqa: E731
     out = dgemma.generate(model, prompt, record=True, **options(temperature=warm))
     out.trajectory.replay(model)
@@ -298,7 +298,7 @@ def test_a_new_seed_at_step_zero_is_the_run_of_that_seed_for_the_block(model, pr
 
 def test_a_new_seed_applies_to_all_rows_and_later_blocks(model, recorded):
     fork = recorded.trajectory.fork(model, block=0, step=2, seed=90).trajectory
-    # Row 0 had left block 0 by then, so its new seed begins with block 1.
+    # Row 0 was done before this step of block 0, so its new seed applies from block 1 on.
     assert fork.at(block=0, step=1).seeds.tolist() == [3, 4, 5]
     assert fork.at(block=0, step=2).seeds.tolist() == [91, 92]
     assert fork.at(block=1, step=0).seeds.tolist() == [90, 91, 92]
@@ -382,7 +382,7 @@ def test_a_replay_repeats_writes_in_place(model, prompt, process, tmp_path):
     assert (out.new_tokens[:, 1] == 77).all()
     assert dgemma.generate(model, prompt, on_step=lambda record: None, **given).trajectory.changes == []
     out.trajectory.save(tmp_path / "run.safetensors")
-    again = Trajectory.load(tmp_path / "run.safetensors").replay(model)  # or it says where they part
+    again = Trajectory.load(tmp_path / "run.safetensors").replay(model)  # raises if they differ
     assert torch.equal(again.new_tokens, out.new_tokens)
     assert torch.equal(out.trajectory.fork(model, block=1, step=1).new_tokens, out.new_tokens)
     shared = {name: value for name, value in given.items() if name not in ("max_new_tokens", "eos_token_ids")}
@@ -397,12 +397,12 @@ def test_a_fork_repeats_the_earlier_changes_of_a_callback(model, prompt, block, 
     out = dgemma.generate(model, prompt, record=True, on_step=meddle, **options())
     fork = out.trajectory.fork(model, block=block, step=at, on_step=meddle)
     assert out.trajectory.difference(fork.trajectory) is None
-    without = out.trajectory.fork(model, block=block, step=at)  # nothing is changed, so all is as on record
+    without = out.trajectory.fork(model, block=block, step=at)  # without changes, all recorded changes are repeated
     assert out.trajectory.difference(without.trajectory) is None
     assert [(c.block, c.index) for c in without.trajectory.changes] == [
         (c.block, c.index) for c in out.trajectory.changes
     ]
-    changed = out.trajectory.fork(model, block=block, step=at, top_k=3)  # what came later belonged to another canvas
+    changed = out.trajectory.fork(model, block=block, step=at, top_k=3)  # later changes are dropped
     before = {(c.block, c.index) for c in out.trajectory.changes if (c.block, c.index) <= (block, at)}
     assert {(c.block, c.index) for c in changed.trajectory.changes} == before | {(block, at)}
 
@@ -410,11 +410,11 @@ def test_a_fork_repeats_the_earlier_changes_of_a_callback(model, prompt, block, 
 def test_a_state_for_a_fork_overrides_earlier_changes(model, prompt):
     out = dgemma.generate(model, prompt, record=True, on_step=meddle, **options())
     state = out.trajectory.moment(model, block=0, step=1).state
-    assert bool((state.canvas[:, 4] == 11).all())  # what the callback planted there
+    assert bool((state.canvas[:, 4] == 11).all())  # the callback wrote 11 there
     fork = out.trajectory.fork(model, block=0, step=1, state=replace(state, canvas=torch.full_like(state.canvas, 17)))
     assert bool((fork.trajectory.at(block=0, step=1).canvas == 17).all())
     kept = fork.trajectory.changes[0].values
-    assert kept["sampler"] == EntropyBound(bound=2.0)  # the callback's knobs stay in force
+    assert kept["sampler"] == EntropyBound(bound=2.0)  # the callback's knobs still apply
     assert kept.keys() == {"sampler", "canvas", "open"}  # of a whole state, only what differs is kept
 
 

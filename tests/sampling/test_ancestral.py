@@ -1,4 +1,4 @@
-"""Ancestral sampling on toy T0, law by law; the numbers were computed independently of this library."""
+"""Ancestral sampling on toy T0. The expected numbers were computed independently of this library."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ TOTAL_CORRELATION = 0.709866
 
 
 def law(noise, steps, *, network="mean", sampler="mean", independent=True):
-    """What is sampled when the network predicts the one parametrisation and the sampler believes in the other."""
+    """The law of the samples. `network` is what the network predicts, `sampler` what the sampler assumes."""
 
     def as_mean(prediction, state):
         if sampler == "mean":
@@ -57,7 +57,7 @@ def law(noise, steps, *, network="mean", sampler="mean", independent=True):
     ],
     ids=["mask", "uniform", "mask-256-steps", "uniform-256-steps"],
 )
-def test_distance_to_the_text_falls_as_computed_elsewhere(noise, expected):
+def test_distances_to_the_text_equal_independent_computations(noise, expected):
     for steps, distance in expected.items():
         digits = 4 if steps < 64 else 5
         assert round(total_variation(law(noise, steps)), digits) == distance, steps
@@ -94,7 +94,7 @@ def test_the_mean_plugged_in_for_leave_one_out_never_becomes_exact():
 
 @pytest.mark.parametrize("noise", PROCESSES, ids=lambda n: n.kind)
 def test_positions_are_independent_given_the_canvas(noise):
-    """What the long runs above rely on: the joint enumeration of all uniforms gives the same law."""
+    """The joint enumeration of all uniforms gives the same law. The long runs above rely on this."""
     torch.testing.assert_close(law(noise, 2, independent=False), law(noise, 2), atol=1e-13, rtol=0)
 
 

@@ -21,7 +21,7 @@ MASK_ID = 4
 
 @dataclass(frozen=True)
 class SampledConfidence(Sampler):
-    """The mistake: commit where the token that was *drawn* is most probable."""
+    """The negative control: rank positions by the probability of the *sampled* token."""
 
     valid_for: ClassVar[frozenset[str]] = frozenset({"mask"})
 
@@ -32,7 +32,7 @@ class SampledConfidence(Sampler):
 
 
 def counts(sampler, *, canvas_len, steps, frozen=None):
-    """How many positions each step commits, and the positions in the order in which they were."""
+    """Return the number of positions that each step commits, and these positions in order."""
     canvas = torch.full((1, canvas_len), MASK_ID)
     state = fresh_state(canvas, MaskNoise(6, mask_token_id=MASK_ID), steps)
     if frozen is not None:
@@ -72,7 +72,7 @@ def test_fixed_quota_gives_the_larger_shares_first_as_llada_does():
     assert counts(Confidence(), canvas_len=3, steps=5)[0] == [1, 1, 1, 0, 0]
 
 
-def test_cosine_quota_leaves_what_maskgit_leaves():
+def test_cosine_quota_leaves_as_many_masks_as_maskgit():
     # ⌊16 cos(π/2 · n/8)⌋ for n = 1..8 is 15, 14, 13, 11, 8, 6, 3, 0.
     assert counts(Confidence(quota="cosine"), canvas_len=16, steps=8)[0] == [1, 1, 1, 2, 3, 2, 3, 3]
     # ⌊8 cos(π/3)⌋ is 4, whichever way cos rounds.
@@ -84,7 +84,7 @@ def test_cosine_quota_commits_at_least_one_position_per_step():
     assert counts(Confidence(quota="cosine"), canvas_len=4, steps=12)[0][:4] == [1, 1, 1, 1]
 
 
-def test_quotas_count_what_is_not_frozen():
+def test_quotas_count_unfrozen_positions():
     frozen = torch.tensor([[True] * 4 + [False] * 8])
     for quota in ("fixed", "cosine"):
         committed, positions = counts(Confidence(quota=quota), canvas_len=12, steps=4, frozen=frozen)
@@ -117,7 +117,7 @@ def test_a_ragged_last_sub_block_is_filled():
     assert positions[2] == [4, 5]
 
 
-def test_a_frozen_sub_block_is_passed_over():
+def test_a_frozen_sub_block_is_skipped():
     frozen = torch.tensor([[True, True, False, False]])
     state = fresh_state(torch.zeros(1, 4, dtype=torch.int64), MaskNoise(6), 4)
     turn = take_turn(replace(state, frozen=frozen, open=~frozen), 2)
@@ -198,7 +198,7 @@ def test_a_temperature_for_an_order_without_a_score_is_refused():
         Confidence(order="random", order_temperature=3.0)
 
 
-def test_best_takes_no_more_than_there_are():
+def test_best_returns_all_candidates_if_count_is_larger():
     among = torch.tensor([[True, False, True]])
     assert best(torch.tensor([[0.1, 0.9, 0.5]]), among, 7).tolist() == among.tolist()
     assert best(torch.tensor([[0.1, 0.9, 0.5]]), among, torch.tensor([-2])).tolist() == [[False] * 3]

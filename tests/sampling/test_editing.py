@@ -1,4 +1,4 @@
-"""TokenEditing: fills, edits, and the cap on a canvas that swings for ever."""
+"""TokenEditing: filling, editing, and the cap for a canvas that alternates forever."""
 
 from dataclasses import replace
 
@@ -51,7 +51,9 @@ def test_thresholds_are_strict():
     # Confidence 1/2 exactly: two equal logits, the rest excluded.
     prediction = Prediction(torch.tensor([0.0, 0.0, -torch.inf, -torch.inf, -torch.inf]).expand(1, 3, 5))
     decision = TokenEditing(tau_mask=0.5, tau_edit=0.5)(prediction, state_of([MASK_ID, MASK_ID, 1]))
-    assert decision.write.tolist() == [[True, False, False]]  # the first for being best, none for being above
+    assert decision.write.tolist() == [
+        [True, False, False]
+    ]  # the best mask is always written; none exceeds the threshold
 
 
 def test_frozen_tokens_are_not_edited():
@@ -72,15 +74,15 @@ def test_a_network_that_alternates_between_two_tokens_is_stopped(cap):
         changes += int((state.canvas != before).any())
         if state.done.all():
             break
-    assert changes == 1 + cap  # one step fills both masks, `cap` more swing
+    assert changes == 1 + cap  # one step fills both masks, and `cap` more steps edit
     assert state.done.all()
-    assert n == 1 + cap  # and one that changes nothing ends it
+    assert n == 1 + cap  # one more step changes nothing and ends the canvas
 
 
 def test_edits_made_while_masks_remain_do_not_count_towards_the_cap():
     sampler = TokenEditing(max_edit_steps=1)
     state = state_of([0, MASK_ID, MASK_ID, MASK_ID], sampler=sampler)
-    for n in range(3):  # one mask a step, and an edit of position 0 each time
+    for n in range(3):  # each step fills one mask and edits position 0
         prediction = favouring([1 - n % 2, 2, 2, 2], [0.9, 0.3, 0.3, 0.3])
         decision = sampler(prediction, state)
         assert decision.write[0, 0]

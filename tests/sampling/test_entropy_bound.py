@@ -29,7 +29,7 @@ def decide(sampler, logits, *, is_open=None, noise=None):
 @pytest.mark.parametrize(
     ("bound", "nfe", "kl"), [(0.0, 3, 0.0), (0.1, 3, 0.0), (0.5, 3, 0.0), (1.0, 2, 0.2195), (math.inf, 1, 0.709866)]
 )
-def test_the_bound_buys_forwards_with_divergence_exactly_as_computed_by_hand(bound, order, nfe, kl):
+def test_forwards_and_divergence_of_each_bound_equal_values_computed_by_hand(bound, order, nfe, kl):
     result = propagate(EntropyBound(bound=bound, order=order), mask_noise(), steps=3)
     assert result.nfe == pytest.approx(nfe, abs=1e-12)
     assert divergence(result.law) == pytest.approx(kl, abs=5e-5)
@@ -68,7 +68,7 @@ def test_zero_bound_accepts_exactly_one_position_of_every_row(order):
     assert decision.write.sum(-1).tolist() == [1] * 16
 
 
-def test_out_of_entropy_order_the_largest_entropy_so_far_is_spared_and_not_the_newest():
+def test_in_other_orders_the_largest_entropy_so_far_is_subtracted_and_not_the_newest():
     # Margins 0.25 and 0.10, entropies 1.0397 and 0.6881: by margin the less certain distribution comes first.
     # Σh - max h is 0.6881 for both; subtracting the newest entropy instead would give 1.0397.
     logits = torch.tensor([[[0.50, 0.25, 0.25], [0.55, 0.45, 0.0]]]).log()
@@ -76,7 +76,7 @@ def test_out_of_entropy_order_the_largest_entropy_so_far_is_spared_and_not_the_n
     assert decide(EntropyBound(bound=0.65, order="margin"), logits).write.tolist() == [[True, False]]
 
 
-def test_settled_positions_are_neither_accepted_nor_charged():
+def test_closed_positions_are_not_accepted_and_do_not_count_towards_the_bound():
     logits = torch.zeros(1, 3, 4)  # three flat positions, log 4 = 1.386 nats each
     is_open = torch.tensor([[True, False, True]])
     assert decide(EntropyBound(bound=1.4), logits, is_open=is_open).write.tolist() == [[True, False, True]]
@@ -111,7 +111,7 @@ def committed(sampler, noise):
 
 
 def test_google_commits_the_canvas_where_transformers_commits_the_argmax():
-    # Uniform noise: refused position 1 is noise again, which the one commits and the other does not.
+    # Position 1 was refused and is uniform noise again. Only Google's convention commits it.
     canvas, draft = committed(EntropyBound(bound=0.0, commit="canvas"), UniformNoise(5))
     assert draft == canvas
     canvas, draft = committed(EntropyBound(bound=0.0), UniformNoise(5))

@@ -86,7 +86,7 @@ def test_several_positions_at_once_do_not_keep_the_distribution(num_positions, d
 
 
 def margins():
-    """How far the token shown leads its best rival in the law it would be redrawn from, (27, 3), by enumeration."""
+    """Margin of the canvas's token over the best other token, in the law of its redraw, (27, 3), by enumeration."""
     loo = Denoiser(NOISE, "loo").at(LEVEL).denoise(SEQUENCES, None).logits.exp()
     law = ((1 - LEVEL) * loo + LEVEL / 3).log()
     shown = torch.nn.functional.one_hot(SEQUENCES, 3).bool()

@@ -1,4 +1,4 @@
-"""What no sampler may do under any process: change a frozen token, leave an allowed set, commit noise."""
+"""No sampler changes a frozen token, leaves an allowed set or commits noise, under any process."""
 
 from dataclasses import dataclass
 
@@ -37,7 +37,7 @@ class RandomDenoiser(dgemma.Denoiser):
 
 
 def random_setting(seed, noise, frozen_share, allowed_share):
-    """Frozen tokens anywhere, in or out of the allowed sets; at least one allowed token a position that is no mask."""
+    """Random frozen tokens, inside or outside the allowed sets. Each position allows a token that is not a mask."""
     generator = torch.Generator().manual_seed(seed)
     shape = (BATCH, CANVAS_LEN)
     frozen = torch.rand(shape, generator=generator) < frozen_share
@@ -92,7 +92,7 @@ def test_frozen_tokens_stay_and_allowed_sets_hold(sampler, noise, seed, frozen_s
 
 @dataclass(frozen=True)
 class Lawless(Sampler):
-    """The control: writes the last token of the vocabulary wherever it likes."""
+    """The control: writes the last token of the vocabulary, allowed or not."""
 
     def __call__(self, prediction, state):
         everywhere = torch.ones_like(state.open)

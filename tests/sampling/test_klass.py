@@ -14,7 +14,7 @@ NOISE = MaskNoise(5, mask_token_id=4)
 
 
 def run(sampler, predictions, *, steps=100, is_open=None):
-    """What each step would write, on a canvas that stays as it is. predictions: a list of probabilities (C, V)."""
+    """Return the writes of each step on an unchanged canvas. predictions: a list of probabilities (C, V)."""
     canvas_len = len(predictions[0])
     state = fresh_state(torch.full((1, canvas_len), 4), NOISE, steps)
     state = replace(state, memory=sampler.start(state))
@@ -86,7 +86,7 @@ def test_sub_blocks_wait_their_turn():
     assert run(KLASS(history=1, block_len=2), [[SURE] * 4] * 2)[-1] == [True, True, False, False]
 
 
-def test_rows_are_judged_alone():
+def test_rows_are_decided_independently():
     sampler = KLASS(history=1)
     state = fresh_state(torch.full((2, 2), 4), NOISE, 100)
     state = replace(state, memory=sampler.start(state))

@@ -1,7 +1,7 @@
 """A long text with a known law: a Markov chain, whose exact network is the forward-backward algorithm.
 
-The toy's three positions are enumerated; here there are sixteen, and what is drawn is counted. Bigrams of the chain
-show whether positions decided together agree, which is what more steps are for.
+The toy's three positions are enumerated. Here there are sixteen positions, and frequencies of samples are compared.
+Bigrams show dependencies between positions, which positions decided in the same step lose.
 """
 
 import pytest
@@ -18,7 +18,7 @@ MASK = 3
 
 
 class ForwardBackward(dgemma.Denoiser):
-    """p(x at l | canvas) for every position at once, exactly; under uniform noise it is told the noise level."""
+    """p(x at l | canvas) for every position at once, exactly. Under uniform noise it needs the noise level."""
 
     def __init__(self) -> None:
         self.level: Tensor | None = None  # (B,)
@@ -60,7 +60,7 @@ def bigram_distance(noise: dgemma.Noise, sampler: dgemma.Sampler, steps: int) ->
     return float(torch.stack(distances).mean())
 
 
-# 1,500 rows leave about sqrt(9 / 1500) / 2 = 0.039 of a distance to chance alone, the rare bigrams less.
+# With 1,500 rows, sampling error alone gives a distance of at most about sqrt(9 / 1500) / 2 = 0.039.
 CHANCE = 0.035
 
 

@@ -1,7 +1,7 @@
-"""No sampler and no stop rule waits for the device: every one of them runs on tensors that have no values.
+"""No sampler and no stop rule waits for the device: all of them run on tensors without values.
 
-Under FakeTensorMode a tensor knows its shape alone, so `.item()`, `bool(tensor)`, `nonzero` and boolean indexing raise.
-The device "meta" stands for any device but the host: it refuses to meet a tensor made on the host by mistake.
+Under FakeTensorMode a tensor has only a shape, so `.item()`, `bool(tensor)`, `nonzero` and boolean indexing raise. The
+device "meta" stands for a GPU: combining it with a tensor that was made on the host by mistake raises.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -29,7 +29,7 @@ VOCAB, CANVAS_LEN, BATCH = 11, 6, 3
 
 
 class QuickDraws(DenoiseState):
-    """Philox is two hundred operations a draw; one test below covers it for all."""
+    """Cheap draws: Philox takes two hundred operations per draw, and one test below covers it."""
 
     def uniform(self, purpose: str) -> torch.Tensor:
         return torch.zeros(self.canvas.shape, dtype=torch.float64, device=self.device)

@@ -1,4 +1,4 @@
-"""P2: how many are masked after each step, what eta does to log-probabilities, and forbidden tokens."""
+"""P2: the number of masks after each step, the effect of eta on log-probabilities, and forbidden tokens."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ def test_the_lowest_scores_are_masked_whether_they_were_committed_or_not():
 
 
 def test_a_committed_position_is_scored_by_the_token_it_holds_and_not_by_a_new_one():
-    # Position 0 would now prefer token 1 with 0.9, which says that its token 0 is doubtful, not that it is safe.
+    # Position 0 now predicts token 1 with 0.9, so its token 0 must score 0.1, not 0.9.
     decision = P2(greedy=True)(Prediction(logits([0.1, 0.9, 0.6, 0.6])), half_way())
     assert decision.renoise[0, 0]
 

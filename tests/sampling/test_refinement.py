@@ -29,7 +29,7 @@ def test_the_quota_is_what_diffusers_publishes_for_256_tokens_and_48_steps():
     assert committed[-1] == 256
 
 
-def test_confident_positions_commit_beyond_the_quota_and_the_quota_then_waits():
+def test_confident_positions_commit_beyond_the_quota_and_later_steps_commit_fewer():
     sampler, state = BlockRefinement(tau=0.5), start(256, 48)
     logits = torch.zeros(1, 256, VOCAB)
     logits[0, 100:120, 7] = 1e3
@@ -41,7 +41,7 @@ def test_confident_positions_commit_beyond_the_quota_and_the_quota_then_waits():
 
 
 def test_a_confidence_equal_to_tau_does_not_commit():
-    # All positions are certain: confidence 1, which tau = 1 asks to exceed. The quota takes one of eight.
+    # All positions have confidence 1, which does not exceed tau = 1. The quota commits one of eight.
     logits = torch.full((1, 8, VOCAB), -torch.inf)
     logits[..., 3] = 0.0
     assert BlockRefinement(tau=1.0)(Prediction(logits), start(8, 8)).write.sum() == 1
@@ -93,7 +93,7 @@ def test_an_edit_is_the_argmax_even_where_proposals_are_sampled():
 
 
 def test_one_step_commits_the_product_of_the_marginals():
-    # At pure noise the network says the marginals, whose TV from the joint law is 0.4859.
+    # At pure noise the network predicts the marginals, whose TV from the joint law is 0.4859.
     law = propagate(BlockRefinement(tau=1.0), uniform_noise(), steps=1).law
     first = torch.stack([law.reshape(3, 3, 3)[x].sum() for x in range(3)])
     assert first.tolist() == pytest.approx([0.5, 0.3, 0.2])

@@ -41,7 +41,7 @@ def state_at(before, after, canvas=((0, MASK, 2),)):
 @pytest.mark.parametrize(
     ("steps", "distance"), [(8, 0.0754), (64, 0.0274), pytest.param(256, 0.0137, marks=pytest.mark.slow)]
 )
-def test_capped_distances_are_those_computed_elsewhere(steps, distance):
+def test_distances_with_the_cap_equal_independent_computations(steps, distance):
     assert round(total_variation(run(ReMDM(strategy="cap", eta=0.2), steps).law), 4) == distance
 
 
@@ -49,7 +49,7 @@ def test_capped_distances_are_those_computed_elsewhere(steps, distance):
 @pytest.mark.parametrize("eta", [0.0, 0.05, 0.4, 1.0])
 @pytest.mark.parametrize("strategy", ["cap", "rescale", "loop"])
 def test_every_step_keeps_the_distribution_of_its_level(strategy, eta, levels):
-    """A token is there with probability α; what is revealed and what stays must make that the next α."""
+    """A position is unmasked with probability α before the step, and must be unmasked with the next α after it."""
     reveal, remask = ReMDM(strategy=strategy, eta=eta).rates(state_at(*levels))
     before, after = levels
     torch.testing.assert_close(
@@ -74,14 +74,14 @@ def test_positions_are_independent_given_the_canvas():
 
 
 @pytest.mark.parametrize(("strategy", "expected"), [("cap", 0.4), ("rescale", 0.75 * 0.4)])
-def test_sigma_is_bounded_by_what_the_next_level_leaves_room_for(strategy, expected):
+def test_sigma_is_at_most_sigma_max(strategy, expected):
     """σ_max = (1 - α_s)/α_t = .2/.5, below eta."""
     _, remask = ReMDM(strategy=strategy, eta=0.75).rates(state_at(0.5, 0.2))
     assert remask[0].tolist() == pytest.approx([expected] * 3)
 
 
-def test_loop_holds_the_share_of_masks_while_its_schedule_rests():
-    """20 steps: at step 9 the schedule reaches the plateau, .1 of the tokens masked, and rests until step 19."""
+def test_loop_keeps_the_share_of_masks_on_the_plateau_of_its_schedule():
+    """20 steps: at step 9 the schedule reaches the plateau, .1 of the tokens masked, and stays there until step 19."""
     noise = mask_noise(schedule=Loop())
     sampler = ReMDM(strategy="loop", eta=0.05)
     for steps in (9, 14, 19):
@@ -90,7 +90,7 @@ def test_loop_holds_the_share_of_masks_while_its_schedule_rests():
         torch.testing.assert_close(masked, torch.full((3,), 0.1, dtype=torch.float64), atol=1e-12, rtol=0)
 
 
-def test_loop_remasks_only_while_its_schedule_rests():
+def test_loop_remasks_only_on_the_plateau_of_its_schedule():
     sampler = ReMDM(strategy="loop", eta=0.05)
     assert sampler.rates(state_at(0.1, 0.1))[1].tolist() == [[0.05] * 3]
     assert sampler.rates(state_at(0.5, 0.4))[1].tolist() == [[0.0] * 3]
@@ -101,7 +101,7 @@ def test_loop_without_its_schedule_is_refused():
         ReMDM(strategy="loop").start(fresh_state(torch.full((1, 3), MASK), mask_noise(), 4))
 
 
-def test_conf_takes_back_what_was_least_probable_when_revealed():
+def test_conf_prefers_to_remask_tokens_that_were_improbable_when_revealed():
     """Shares by softmax over minus those probabilities: e^-.9 : e^-.2, and nothing at masks or frozen positions."""
     state = state_at(0.5, 0.4, canvas=[[0, MASK, 2, 1]])
     state = replace(
@@ -148,6 +148,6 @@ def test_conf_ends_without_masks():
         ({"strategy": "conf", "eta": 0.1}, 'ReMDM.eta must be None for strategy "conf", got 0.1'),
     ],
 )
-def test_options_that_mean_nothing_are_refused(options, message):
+def test_invalid_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         ReMDM(**options)

@@ -36,7 +36,7 @@ def ask(rule, state, predictions):
 
 
 class Answer(StopRule):
-    """A rule that says what it is told, and counts how often it was asked."""
+    """A rule that returns the given answers in order, and counts its calls."""
 
     def __init__(self, *answers):
         self.answers = answers
@@ -49,7 +49,7 @@ class Answer(StopRule):
 
 
 @pytest.mark.parametrize("stability", [0, 1, 2, 3])
-def test_stable_and_confident_says_what_transformers_says(stability):
+def test_stable_and_confident_agrees_with_transformers(stability):
     batch, canvas_len, vocab, num_steps = 6, 8, 20, 24
     generator = torch.Generator().manual_seed(stability)
     reference = StableAndConfidentStoppingCriteria(stability_threshold=stability, confidence_threshold=0.005)
@@ -116,7 +116,7 @@ def test_end_of_text_needs_a_committed_stop_token_with_nothing_open_before_it():
 
 
 def law_of_texts(states, stop_token):
-    """The law of what is read: tokens up to and including the first stop token."""
+    """The distribution of the text: the tokens up to and including the first stop token."""
     law = {}
     for tokens, weight in zip(states.state.draft.tolist(), states.weight.tolist(), strict=True):
         end = tokens.index(stop_token) + 1 if stop_token in tokens else LENGTH
@@ -146,7 +146,7 @@ def gap_logits(*gaps):
 @pytest.mark.parametrize(
     ("step", "threshold"), [(1, 7.5), (3, 7.5), (4, 5.0), (6, 5.0), (7, 2.5), (9, 2.5)], ids=lambda x: str(x)
 )
-def test_the_required_gap_falls_by_thirds_of_the_run(step, threshold):
+def test_the_required_gap_is_smaller_in_each_third_of_the_run(step, threshold):
     state = canvas_state([[0, 0]], step=step, steps=9)  # after step 1 of 9, ...
     below, at = gap_logits(threshold - 0.6, threshold + 0.4), gap_logits(threshold - 0.5, threshold + 0.5)
     assert ask(ConfidenceGap(), state, [below]) == [[False]]
@@ -210,9 +210,9 @@ def test_google_compares_the_argmax_with_the_canvas_it_came_from():
             found.append(done.item())
         return found
 
-    assert answers(0, (says_zero, 0)) == [True]  # the first noise already showed it: done after one step
+    assert answers(0, (says_zero, 0)) == [True]  # the first canvas equals the argmax: done after one step
     assert answers(1, (says_zero, 0), (says_zero, 0)) == [False, True]
-    # The canvas was drawn as 1 where the argmax is 0: the argmax repeats, and yet it goes on.
+    # The argmax is 0 twice, but the canvas was drawn as 1, so the row is not done.
     assert answers(1, (says_zero, 1), (says_zero, 0), (says_zero, 0)) == [False, False, True]
     assert answers(1, (says_zero, 0), (says_one, 1), (says_one, 1)) == [False, False, True]
 
@@ -232,7 +232,7 @@ def test_a_span_that_leaves_the_canvas_is_refused_when_the_canvas_is_known():
         ConfidenceGap(span=(3, 5)).start(canvas_state([[0] * 4]))
 
 
-def test_rules_combine_as_or_and_and_with_every_rule_asked_at_every_step():
+def test_rules_combine_with_or_and_and_and_each_is_called_at_every_step():
     logits = [torch.zeros(1, 2, 4)] * 4
     left, right = Answer(False, True, False, True), Answer(False, False, True, True)
     assert ask(left | right, canvas_state([[0, 0]]), logits) == [[False], [True], [True], [True]]

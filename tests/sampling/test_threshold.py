@@ -1,4 +1,4 @@
-"""Threshold and FactorThreshold: the comparison, the one that always commits, and Fast-dLLM's theorem."""
+"""Threshold and FactorThreshold: the comparison, the position that is always committed, and Fast-dLLM's theorem."""
 
 from dataclasses import replace
 
@@ -45,13 +45,13 @@ def test_factor_takes_the_largest_prefix_under_the_bound():
     assert decide(FactorThreshold(factor=1.6), row) == [True, True, True, True]
 
 
-def test_factor_does_not_accept_the_last_position_for_being_last():
-    # 3 · (1 - 0.5) is 1.5: the second and last of two fails, and the loop of another implementation lets it pass.
+def test_factor_refuses_the_last_position_if_it_fails_the_bound():
+    # 3 · (1 - 0.5) is 1.5, so the second and last position fails. Another implementation accepts it.
     assert decide(FactorThreshold(factor=1.0), [0.99, 0.5]) == [True, False]
 
 
 def test_factor_bound_is_strict():
-    # 2 · (1 - 1/2) = 1 would be no bound at all; with 3 · (1 - 2/3) = 1 the second is refused.
+    # The first position always passes. The second has 3 · (1 - 2/3) = 1, which is not below 1, so it is refused.
     assert decide(FactorThreshold(factor=1.0), [0.75, 2 / 3]) == [True, False]
 
 
@@ -88,7 +88,7 @@ def test_with_factor_one_the_tokens_written_are_the_joint_argmax():
     assert not differs.any()
 
 
-def test_with_a_larger_factor_they_need_not_be():
+def test_with_a_larger_factor_the_tokens_written_may_differ_from_the_joint_argmax():
     differs, _ = joint_argmax_differs(FactorThreshold(factor=1.5, greedy=True), random_joints(20_000))
     assert differs.any()
 

@@ -1,4 +1,4 @@
-"""Hooks that look and do not touch: residuals, attention and router choices are the model's own."""
+"""`observe` records the model's residuals, attention and router choices without changing any result."""
 
 import pytest
 import torch
@@ -101,7 +101,7 @@ def test_residuals_lead_from_the_embedding_to_the_logits(model, canvas, cache):
     torch.testing.assert_close(only.embedded, expected)
 
 
-def test_every_step_of_a_run_is_seen_with_the_rows_it_had(model, prompt):
+def test_every_step_of_a_run_is_recorded_with_its_rows(model, prompt):
     records = []
 
     def watch(record):

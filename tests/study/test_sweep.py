@@ -1,4 +1,4 @@
-"""The sweep helper: numbers averaged as said, a table in three forms, a plot, and the frontier."""
+"""`sweep`: means, a table in three forms, a plot, and the frontier."""
 
 import csv
 import io
@@ -79,7 +79,7 @@ def test_the_table_has_three_forms(tmp_path):
     assert "<td>&lt;c&gt;</td>" in result._repr_html_()
 
 
-def test_the_frontier_holds_what_nothing_beats():
+def test_the_frontier_holds_the_rows_that_no_other_row_beats():
     rows = (row("slow", 0.9, 1.0), row("beaten", 0.5, 3.0), row("middle", 0.8, 4.0), row("fast", 0.2, 9.0))
     assert [r.label for r in Sweep(rows).frontier] == ["slow", "middle", "fast"]
     assert [r.label for r in Sweep((row("a", 1.0, 1.0), row("b", 1.0, 1.0))).frontier] == ["a"]

@@ -66,7 +66,7 @@ def test_a_row_is_padded_after_its_stop_token(model):
     stop = int(free[0, 4])
     assert stop not in free[0, :4]
     stopped = dgemma.generate_causal(model, PROMPTS[:1], max_new_tokens=12, seed=3, eos_token_ids=stop)
-    assert torch.equal(stopped, free[:1, :5])  # nobody is left to write more
+    assert torch.equal(stopped, free[:1, :5])  # the only row has ended
     both = dgemma.generate_causal(model, PROMPTS, max_new_tokens=12, seed=3, eos_token_ids=stop)
     assert torch.equal(both[0, :5], free[0, :5])
     assert (both[0, 5:] == model.generation.pad_token_id).all()

@@ -15,7 +15,7 @@ from dgemma.sampling.ancestral import Ancestral
 from dgemma.tasks.guidance import Guided, GuidedCache, mix
 from toy import LENGTH, NUM_TOKENS, SEQUENCES, likelihood, mask_noise, propagate, route_cells, uniform_noise
 
-# Three positions, each a text of its own: with the prompt (c) and without (u).
+# Distributions of three independent positions, with the prompt (c) and without it (u).
 WITH = torch.tensor([[0.6, 0.3, 0.1], [0.2, 0.2, 0.6], [0.1, 0.8, 0.1]], dtype=torch.float64)
 WITHOUT = torch.tensor([[0.3, 0.3, 0.4], [0.5, 0.4, 0.1], [0.2, 0.5, 0.3]], dtype=torch.float64)
 
@@ -46,7 +46,7 @@ class GuidedTexts(dgemma.Denoiser):
         return replace(self, level=level)
 
     def denoise(self, canvas, cache=None):
-        # A mask network needs no level; at 1 every token's likelihood but the mask's would be zero.
+        # A mask network needs no level. At level 1 all likelihoods except the mask's would be 0.
         level = torch.full_like(self.level, 0.5) if self.noise.kind == "mask" else self.level
         guided = Guided(OnePositionTexts(self.noise, level), strength=self.strength, unconditional=0)
         return guided.denoise(canvas, GuidedCache(WITH, WITHOUT))
@@ -176,7 +176,7 @@ def test_a_mark_rolls_back_both_prefixes(model, tokens):
     assert torch.equal(logits(guided, tokens["canvas"], cache), before)
 
 
-def test_generate_cannot_tell_a_guided_model_from_another(model, tokens):
+def test_generate_runs_a_guided_model_like_any_other(model, tokens):
     num_tokens = 2 * model.config.canvas_length
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
 

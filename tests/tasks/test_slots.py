@@ -14,7 +14,7 @@ BOS = 0
 
 
 class ToyModel(dgemma.Denoiser):
-    """The exact mask network of toy T0 as a model: bos, then the three tokens of the text, then no knowledge."""
+    """The exact mask network of toy T0 as a model: bos, the three tokens of the text, then flat predictions."""
 
     generation = dgemma.GenerationDefaults()
     device = torch.device("cpu")
@@ -77,7 +77,9 @@ def test_options_of_different_lengths_are_compared_by_the_text_after_them():
     expected = exact(options, lambda text, option: text[: len(option) + 1] == [*option, 2])
     torch.testing.assert_close(filled.answers[0].probabilities, expected, rtol=1e-12, atol=0)
     blind = fill([[BOS], Slot(options), [2]], horizon=0).answers[0].probabilities
-    assert (blind - expected).abs().max() > 0.01  # the negative control: unweighed, it is another law
+    assert (
+        blind - expected
+    ).abs().max() > 0.01  # the negative control: without the text after it, the distribution differs
 
 
 def test_an_option_may_be_a_prefix_of_another():
@@ -108,7 +110,7 @@ def test_drawn_choices_follow_the_probabilities():
     assert (share - toy.FIRST).abs().max() < 4 * (0.25 / 400) ** 0.5  # four standard deviations at most
 
 
-def test_each_different_canvas_is_predicted_once():
+def test_each_distinct_canvas_is_predicted_once():
     model = ToyModel()
     slots(model, [[BOS], Slot([[0], [1], [2]]), [1]], noise=toy.mask_noise())
     assert model.num_rows == 1
