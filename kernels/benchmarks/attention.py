@@ -158,15 +158,15 @@ def run_qkv(layer: str, prefix: int) -> str:
     start = torch.tensor([prefix], device="cuda")
     caches = [torch.full((2, 1, kv_heads, prefix + 256, head_dim), torch.nan, device="cuda").bfloat16() for _ in "ab"]
     options: dict[str, Any] = {"num_heads": HEADS, "eps": 1e-6}
-    given = (query_norm, key_norm, inv_freq, start, start)
+    arguments = (query_norm, key_norm, inv_freq, start, start)
     mine, others = ((cache[0], cache[1]) for cache in caches)
-    got = prepare_qkv(projected[0], *given, *mine, **options)
-    want = qkv_reference.prepare_qkv(projected[0], *given, *others, **options)
+    got = prepare_qkv(projected[0], *arguments, *mine, **options)
+    want = qkv_reference.prepare_qkv(projected[0], *arguments, *others, **options)
     demand_parity(
         f"prepare_qkv {layer} queries", got, want, 2e-3
     )  # the same roundings, except the last bit of a square root
     demand_parity(f"prepare_qkv {layer} cache", caches[0][..., prefix:, :], caches[1][..., prefix:, :], 2e-3)
-    median, spread = time_graph(lambda: [prepare_qkv(x, *given, *mine, **options) for x in projected])
+    median, spread = time_graph(lambda: [prepare_qkv(x, *arguments, *mine, **options) for x in projected])
     num_bytes = 2 * 256 * (width + (HEADS + 2 * kv_heads) * head_dim)
     median, spread = 1e3 * median / copies, 1e3 * spread / copies
     return f"qkv     {layer:8} T=256 B=1 {median:9.1f} us ±{spread:5.1f}  {num_bytes / median * 1e-6:5.2f} TB/s"

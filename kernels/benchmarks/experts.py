@@ -137,8 +137,8 @@ def check_experts(name: str, layer: Layer, index: Tensor) -> float:
         pairs = (index.flatten() == expert).nonzero()[:, 0]
         here, first = slice(first, first + len(pairs)), first + len(pairs)
         want_hidden[here] = mlp_reference.geglu(wide[pairs // A] @ widen(gate_up, expert).T)
-        given = hidden.decode()[here] if isinstance(hidden, Quantized) else want_hidden[here]
-        want[pairs] = given @ widen(down, expert).T * weights.flatten()[pairs, None].double()
+        inputs = hidden.decode()[here] if isinstance(hidden, Quantized) else want_hidden[here]
+        want[pairs] = inputs @ widen(down, expert).T * weights.flatten()[pairs, None].double()
     want = want.view(got.shape)
     if isinstance(hidden, Quantized):
         demand_parity(f"hidden values beyond rounding, {name}", *round_as(hidden, want_hidden), LIMIT)

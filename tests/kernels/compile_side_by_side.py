@@ -18,10 +18,10 @@ from dgemma_kernels.ops.norms import kernel as norms
 
 @triton.jit
 def _wrong_kernel(x):
-    tl.static_assert(False, "says so")
+    tl.static_assert(False, "fails as intended")
 
 
-def held(kernel: JITFunction) -> list[str]:
+def cached_kernels(kernel: JITFunction) -> list[str]:
     return [type(compiled).__name__ for kernels, *_ in kernel.device_caches.values() for compiled in kernels.values()]
 
 
@@ -39,11 +39,11 @@ def main() -> None:
     compile_together(launches)
     try:
         _wrong_kernel[(1,)](x)
-        said = ""
+        message = ""
     except triton.CompilationError as error:
-        said = str(error)
+        message = str(error)
     kernels = (norms._rms_norm_kernel, norms._attention_residual_kernel, _wrong_kernel)
-    print(json.dumps({"held": [held(kernel) for kernel in kernels], "said": said}))
+    print(json.dumps({"cached": [cached_kernels(kernel) for kernel in kernels], "error": message}))
 
 
 if __name__ == "__main__":

@@ -32,11 +32,11 @@ def bench(monkeypatch) -> tuple[ModuleType, ModuleType]:
 
 
 @pytest.mark.parametrize(
-    ("name", "given"), [("experts", []), ("experts_sweep", ["256", "512", "--weights", "packed", "--distinct", "84"])]
+    ("name", "options"), [("experts", []), ("experts_sweep", ["256", "512", "--weights", "packed", "--distinct", "84"])]
 )
-def test_a_benchmark_without_a_gpu_exits_with_a_message(bench, monkeypatch, name, given):
+def test_a_benchmark_without_a_gpu_exits_with_a_message(bench, monkeypatch, name, options):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", [f"{name}.py", *given])
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *options])
     with pytest.raises(SystemExit, match="needs a CUDA GPU"):
         sys.modules[name].main()
 

@@ -114,9 +114,9 @@ def test_down_waits_for_all_columns_of_gate_up(device, monkeypatch):
     names, launch = experts._expert_down_kernel.arg_names, MagicMock()
     monkeypatch.setattr(experts, "_expert_down_kernel", launch)
     experts.expert_down(hidden, down, weights, tiles, overlap=True)
-    given = dict(zip(names, launch.__getitem__.return_value.call_args.args, strict=False))
-    assert given["gate_up_blocks"] == 2
-    assert given["finished"] is tiles.finished
+    arguments = dict(zip(names, launch.__getitem__.return_value.call_args.args, strict=False))
+    assert arguments["gate_up_blocks"] == 2
+    assert arguments["finished"] is tiles.finished
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the waiting kernel would block writes to the counters")
@@ -156,16 +156,16 @@ def test_descriptors_give_the_bits_of_pointers(monkeypatch, device):
     index = draw_routing("even").to(device)
     inputs = draw(index, D, F, torch.float16, device)
     pointers = run(index, *inputs)
-    asked = []
+    shapes = []
     monkeypatch.setattr(configs, "TENSOR_DESCRIPTORS", {"default"})
     described = experts.TensorDescriptor.from_tensor
     monkeypatch.setattr(
         experts.TensorDescriptor,
         "from_tensor",
-        staticmethod(lambda tensor, block: asked.append(tensor.shape) or described(tensor, block)),
+        staticmethod(lambda tensor, block: shapes.append(tensor.shape) or described(tensor, block)),
     )
     assert torch.equal(run(index, *inputs), pointers)
-    assert asked == [(E * 2 * F, D), (E * D, F)]
+    assert shapes == [(E * 2 * F, D), (E * D, F)]
 
 
 @pytest.mark.usefixtures("described")

@@ -84,8 +84,8 @@ def test_real_kernels_are_compiled_and_a_wrong_one_raises_at_its_launch(tmp_path
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["held"] == [["CompiledKernel"], ["CompiledKernel"], []]
-    assert "says so" in found["said"]
+    assert found["cached"] == [["CompiledKernel"], ["CompiledKernel"], []]
+    assert "fails as intended" in found["error"]
 
 
 def test_an_interrupt_leaves_nothing_behind(kernels):

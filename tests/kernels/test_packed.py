@@ -134,9 +134,9 @@ def test_packing_in_chunks_equals_packing_at_once(monkeypatch):
 @pytest.mark.parametrize(("num_rows", "width"), [(1408, 2816), (2816, 704)], ids=["gate_up", "down"])
 def test_the_published_sizes_take_three_quarters_of_the_bytes(num_rows, width):
     weights = torch.randn(1, num_rows, width, generator=torch.Generator().manual_seed(0)).bfloat16()
-    held = sum(tensor.numel() * tensor.itemsize for tensor in pack(weights, gated=width == 2816).tensors())
+    num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in pack(weights, gated=width == 2816).tensors())
     # 704 columns leave codes of 64 columns half empty: 17 planes instead of 16.5. Scales and outliers add 1 %.
-    assert held / (2 * weights.numel()) < (0.76 if width == 2816 else 0.79)
+    assert num_bytes / (2 * weights.numel()) < (0.76 if width == 2816 else 0.79)
 
 
 @pytest.mark.parametrize(
@@ -250,19 +250,21 @@ def check_products(
 ) -> None:
     gate_up, loud = draw_outliers(E, 2 * hidden, width, seed=1, outliers=outliers)
     down, hidden_loud = draw_outliers(E, width, hidden, seed=2, outliers=outliers)
-    x, given = torch.randn(index.shape[0], width) * loud, torch.randn(index.numel(), hidden) * hidden_loud
-    index, x, given, gate_up, down = (t.to(device) for t in (index, x.to(dtype), given.to(dtype), gate_up, down))
+    x, hidden_rows = torch.randn(index.shape[0], width) * loud, torch.randn(index.numel(), hidden) * hidden_loud
+    index, x, hidden_rows, gate_up, down = (
+        t.to(device) for t in (index, x.to(dtype), hidden_rows.to(dtype), gate_up, down)
+    )
     weights, tiles = torch.rand(index.shape, device=device), sort(index)
     lists = pack(gate_up.to(dtype), gated=True), pack(down.to(dtype))
-    assert [len(held.places) > 0 for held in lists] == [outliers != "none"] * 2
+    assert [len(packed.places) > 0 for packed in lists] == [outliers != "none"] * 2
 
     got = experts.expert_gate_up(x, lists[0], tiles)
     want = experts_reference.expert_gate_up(x.double(), gate_up.double(), tiles)
     assert got.dtype == dtype
     assert ((got - want).norm(dim=-1) / want.norm(dim=-1)).max() < LIMITS[dtype]
 
-    got = experts.expert_down(given, lists[1], weights, tiles)
-    want = experts_reference.expert_down(given.double(), down.double(), weights.double(), tiles)
+    got = experts.expert_down(hidden_rows, lists[1], weights, tiles)
+    want = experts_reference.expert_down(hidden_rows.double(), down.double(), weights.double(), tiles)
     assert got.dtype == dtype
     assert ((got - want).norm(dim=-1) / want.norm(dim=-1)).max() < LIMITS[dtype]
 
@@ -292,13 +294,13 @@ def test_a_row_does_not_depend_on_its_batch(device):
 def test_descriptors_of_planes_give_the_bits_of_pointers(monkeypatch, device):
     index = draw_routing("even").to(device)
     inputs = draw(index, torch.float32, device)
-    pointers, asked, described = run(index, *inputs), [], experts.TensorDescriptor.from_tensor
+    pointers, shapes, described = run(index, *inputs), [], experts.TensorDescriptor.from_tensor
     monkeypatch.setattr(configs, "TENSOR_DESCRIPTORS", {"default"})
-    note = lambda tensor, block: asked.append((*tensor.shape, *block)) or described(tensor, block)  # noqa: E731
+    note = lambda tensor, block: shapes.append((*tensor.shape, *block)) or described(tensor, block)  # noqa: E731
     monkeypatch.setattr(experts.TensorDescriptor, "from_tensor", staticmethod(note))
     assert torch.equal(run(index, *inputs), pointers)
     # gate_up has two blocks of 64 columns, down one of 128; 72 and 88 columns are two planes and their codes.
-    assert asked == [(E * 2 * 3 * 128, 64, 128, 64), (E * 3 * 128, 64, 128, 64)]
+    assert shapes == [(E * 2 * 3 * 128, 64, 128, 64), (E * 3 * 128, 64, 128, 64)]
 
 
 @pytest.mark.parametrize("name", configs.EXPERTS["packed"])
@@ -428,10 +430,10 @@ def test_the_model_still_works_and_its_experts_are_freed_with_it(weights, device
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     taken = fast._forward.weights.layers[0]
     assert model.layers[0].self_attn.q_proj.weight.data_ptr() == taken.qkv.data_ptr()
-    held = weakref.ref(model.layers[0].experts.gate_up_proj)
+    parameter = weakref.ref(model.layers[0].experts.gate_up_proj)
     del model
     gc.collect()
-    assert held() is None
+    assert parameter() is None
     cache = fast.encode(draw_tokens(1, 3))
     assert fast.denoise(draw_tokens(1, CANVAS), cache).logits.isfinite().all()
     with pytest.raises(ValueError, match="attention_mask must be"):
@@ -442,14 +444,14 @@ def test_the_model_still_works_and_its_experts_are_freed_with_it(weights, device
 def test_experts_are_released_layer_by_layer_and_the_model_then_raises(weights, device, monkeypatch):
     model, canvas = make_rounded_model(device), draw_tokens(1, CANVAS)
     kept = accelerate(make_rounded_model(device), weights)
-    held = [weakref.ref(layer.experts.down_proj) for layer in model.layers]
+    parameters = [weakref.ref(layer.experts.down_proj) for layer in model.layers]
     alive: list[list[bool]] = []  # at the start of each layer
     first, second = ENCODERS[weights]
-    note = lambda weight: alive.append([one() is not None for one in held]) or first(weight)  # noqa: E731
+    note = lambda weight: alive.append([one() is not None for one in parameters]) or first(weight)  # noqa: E731
     monkeypatch.setitem(ENCODERS, weights, (note, second))
     fast = accelerate(model, weights, release=True)
     assert alive == [[True, True], [False, True]]
-    assert [one() for one in held] == [None, None]
+    assert [one() for one in parameters] == [None, None]
     logits = [denoiser.denoise(canvas, denoiser.encode(canvas)).logits for denoiser in (kept, fast)]
     assert torch.equal(*logits)
     with pytest.raises(RuntimeError, match=r"accelerate\(release=True\) has taken the experts out of this model\. Use"):
