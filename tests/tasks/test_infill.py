@@ -376,7 +376,7 @@ def test_a_text_may_have_as_many_tokens_as_the_model_has_positions():
     tokens = text(1, 96)
     out = infill(short, tokens, [(5, 9), (90, 96)], **options("mask"))
     assert torch.equal(out.tokens[:, 9:90], tokens[:, 9:90])
-    with pytest.raises(ValueError, match=r"must number at most 96 \(max_position_embeddings\), got 97"):
+    with pytest.raises(ValueError, match=r"must have at most 96 positions \(max_position_embeddings\), got 97"):
         infill(short, text(1, 97), [(5, 9)], **options("mask"))
 
 
@@ -397,7 +397,7 @@ def test_a_stop_rule_saves_forwards(model):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"holes": [(0, 2)]}, "must spare the first token"),
+        ({"holes": [(0, 2)]}, "must not cover a row's first token"),
         ({"holes": [(5, 5)]}, r"must be spans .* 0 <= start < stop <= 20, .*got \[\(5, 5\)\]"),
         ({"holes": (5, 9)}, r"must be spans \[\(start, stop\), ...\].*got \(5, 9\)"),
         ({"holes": [(5, 21)]}, "must be spans"),

@@ -4,8 +4,8 @@ Every process here is one mixture: at a noise level the token x becomes z with
 
     q(z | x) = A·1(z = x) + (1 - A)·[S·1(z = mask) + (1 - S)·uniform(z)]
 
-so a process is two curves, the clean share A and the mask share S of its noise. Masking (MDLM, arXiv:2406.07524): S is
-1. Uniform (UDLM, arXiv:2412.10193; DiffusionGemma): S is 0. Hybrid (GIDD, arXiv:2503.04482): S moves with the level.
+so two curves define a process: the clean share A and the mask share S of its noise. Masking (MDLM, arXiv:2406.07524): S
+is 1. Uniform (UDLM, arXiv:2412.10193; DiffusionGemma): S is 0. Hybrid (GIDD, arXiv:2503.04482): S moves with the level.
 """
 
 from dataclasses import dataclass, field
@@ -135,7 +135,7 @@ class Noise:
         """The probabilities, given x0, that z_s is x0 and that z_t stays; the rest is new noise.
 
         x0, canvas: (B, C) → two (B, C). A token that no noise can have produced stays with probability 1. A token that
-        is not `allowed` counts as noise, so it is gone after the last step.
+        is not `allowed` counts as noise, so the last step replaces it.
 
         Example: `clean, stay = noise.routes(x0, canvas, noise_level, next_noise_level)`.
         """
@@ -149,7 +149,7 @@ class Noise:
         return torch.where(possible, clean / total, 0.0), torch.where(possible, stay / total, 1.0)
 
     def to_loo(self, logits: Tensor, z: Tensor, noise_level: Tensor, *, allowed: Tensor | None = None) -> Tensor:
-        """From p(x0 | z) to p(x0 | z without this position): logits (B, C, V), z (B, C) → (B, C, V).
+        """Convert p(x0 | z) to p(x0 | z without this position): logits (B, C, V), z (B, C) → (B, C, V).
 
         Exact for the level and the allowed set that the network assumes (see `Objective.allowed`). For a token that no
         noise can have produced, the mean does not determine the leave-one-out distribution, and the logits are returned
@@ -161,7 +161,9 @@ class Noise:
         return logits.scatter_add(-1, z[..., None], -bump[..., None])
 
     def to_mean(self, logits: Tensor, z: Tensor, noise_level: Tensor, *, allowed: Tensor | None = None) -> Tensor:
-        """From p(x0 | z without this position) to p(x0 | z), the inverse of `to_loo`; certain where z cannot be noise.
+        """Convert p(x0 | z without this position) to p(x0 | z), the inverse of `to_loo`.
+
+        Where z cannot be noise, the result is certain that x0 = z.
 
         Example: `noise.to_mean(prediction.logits, state.canvas, state.noise_level)`.
         """
@@ -204,7 +206,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class UniformNoise(Noise):
-    """Noise that replaces a token by one from the whole vocabulary, or from the `allowed` part of it, itself included.
+    """Noise that replaces a token by a uniform draw from the vocabulary or the `allowed` set, possibly the same token.
 
     Example: `UniformNoise(262144)`.
     """
@@ -260,11 +262,11 @@ class MaskNoise(_MaskingNoise):
 
 @dataclass(frozen=True)
 class HybridNoise(_MaskingNoise):
-    """GIDD: mask and uniform noise together, (1 - t)·x + t·mask + c·uniform over 1 + c, with t the noise level.
+    """GIDD: a mixture of mask and uniform noise, ((1 - t)·x + t·mask + c·uniform) / (1 + c), with t the noise level.
 
     c = B·(t(1 - t))^(gamma/2), with B such that `uniform_share` of the tokens are random at t = 1/2. The uniform part
-    never draws the mask token. At t = 0 the text is clean, and at t = 1 it is all masks. α is 1 - t, which is more than
-    the share of clean tokens in between.
+    never draws the mask token. At t = 0 the text is clean, and at t = 1 it is all masks. α is 1 - t; in between, the
+    share of clean tokens is less than α.
 
     Example: `HybridNoise(262144, mask_token_id=4, uniform_share=0.1)`.
     """
@@ -283,8 +285,8 @@ class HybridNoise(_MaskingNoise):
             )
         if not 0 < self.gamma <= 2:
             raise ValueError(
-                f"HybridNoise.gamma must lie in (0, 2], got {self.gamma}. Use 1, the published value: above 2 random "
-                "tokens would fade faster than the text, which no corruption process does."
+                f"HybridNoise.gamma must lie in (0, 2], got {self.gamma}. Use 1, the published value. Above 2, random "
+                "tokens would disappear faster than the text, which no corruption process does."
             )
 
     def clean_share(self, noise_level: Tensor) -> Tensor:

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LEAST_NOISE = 1 - 1e-6  # the level from which on a canvas is pure noise: the text is then worth under 1e-4 nats a token
+LEAST_NOISE = 1 - 1e-6  # from this level on, a canvas has less than 1e-4 nats of information per token: pure noise
 
 
 class Schedule:
-    """α(t), which falls from 1 at t = 0 to 0 at t = 1 unless a class says otherwise. Methods keep the shape of t."""
+    """α(t), which falls from 1 at t = 0 to 0 at t = 1, except where noted. Methods keep the shape of t."""
 
     def alpha(self, t: Tensor) -> Tensor:
         """The probability that a token is unchanged at time t."""
@@ -154,9 +154,10 @@ class Geometric(Schedule):
 
 @dataclass(frozen=True)
 class ClippedLinear(Schedule):
-    """1 - α = low + (high - low)·t: BD3's clipped noise levels, best [0, .5] for blocks of 128, [.3, .8] for 16.
+    """1 - α = low + (high - low)·t: BD3's clipped noise levels.
 
-    A training schedule: with t uniform the noise level is uniform on [low, high].
+    A training schedule: with t uniform the noise level is uniform on [low, high]. BD3 found [0, .5] best for blocks of
+    128 tokens and [.3, .8] for blocks of 16.
 
     Example: `ClippedLinear(low=0.3, high=0.8).alpha(torch.tensor(0.0))` is 0.7.
     """
@@ -185,7 +186,7 @@ class ClippedLinear(Schedule):
 class InverseSmoothstep(Schedule):
     """t = 3s² - 2s³ for the noise level s = 1 - α, which spends more time between text and noise.
 
-    A training schedule: with t uniform the noise level has the density 6s(1 - s), Beta(2, 2). Its speed is infinite at
+    A training schedule: with t uniform the noise level has the density 6s(1 - s), Beta(2, 2). dα/dt is infinite at
     both ends.
 
     Example: `InverseSmoothstep().time(torch.tensor(0.75))` is 0.15625.
@@ -205,7 +206,7 @@ class InverseSmoothstep(Schedule):
 
 @dataclass(frozen=True)
 class Loop(Schedule):
-    """ReMDM's loop (arXiv:2503.00307): α rises to `plateau`, stays there for t in [stop, start], rises to 1.
+    """ReMDM's loop (arXiv:2503.00307): as t falls, α rises to `plateau`, stays there in [stop, start], and rises to 1.
 
     On the plateau ReMDM masks and reveals at a constant level.
 
@@ -224,7 +225,7 @@ class Loop(Schedule):
         if not 0 < self.stop < self.start < 1:
             raise ValueError(
                 f"Loop.start and Loop.stop must satisfy 0 < stop < start < 1, got {self.start} and {self.stop}. "
-                "Denoising runs from t = 1 down to 0, so the loop starts at the larger."
+                "Denoising runs from t = 1 down to 0, so the loop starts at the larger t."
             )
 
     def alpha(self, t: Tensor) -> Tensor:
@@ -241,6 +242,6 @@ class Loop(Schedule):
         """The inverse of `alpha`; on the plateau, the `start` of the loop."""
         before = 1 - alpha * (1 - self.start) / self.plateau
         after = (1 - alpha) * self.stop / (1 - self.plateau)
-        # A level, 1 - α, loses digits of α. Off the plateau by them, the speed would not be 0.
+        # Converting α to a level and back rounds it. Values this close count as the plateau, where dα/dt is 0.
         rests = (alpha - self.plateau).abs() <= 4 * torch.finfo(torch.float32).eps
         return torch.where(rests, self.start, torch.where(alpha > self.plateau, after, before))

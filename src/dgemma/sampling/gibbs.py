@@ -16,12 +16,12 @@ from dgemma.sampling.base import Sampler
 
 @dataclass(frozen=True, kw_only=True)
 class LeaveOneOutGibbs(Sampler):
-    """Take ancestral steps, each followed by `corrections` steps that correct the canvas at the noise level it has.
+    """Take ancestral steps, each followed by `corrections` steps that correct the canvas at its noise level.
 
     A correction picks `num_positions` positions and redraws each from p(z at l | the rest) = α·loo + (1 - α)·uniform.
-    One position that is picked without looking at the canvas keeps the distribution of the level exactly. Several
-    positions, or positions picked by their content, do not. choice_temperature: None picks at random; a number picks
-    the positions of least margin between the canvas's token and its best rival, with Gumbel noise of that size.
+    Redrawing one position, picked at random, keeps the distribution of the level exactly. Redrawing several positions,
+    or positions picked by their content, does not. choice_temperature: None picks at random. A number picks the
+    positions with the smallest margin of the canvas's token over the best other token, plus Gumbel noise of that scale.
 
     Every step is a forward. Of N steps about N/(corrections + 1) are ancestral, including the first and the last; they
     divide the schedule into equal times. The memory is the noise level of the canvas, (B,).
@@ -38,7 +38,7 @@ class LeaveOneOutGibbs(Sampler):
     stops_when_certain: ClassVar[bool] = False  # the mean prediction is confident because it sees the token itself
 
     def __post_init__(self) -> None:
-        check_count(self, "corrections", fix="Use Ancestral for none.")
+        check_count(self, "corrections", fix="Use Ancestral for no corrections.")
         check_count(self, "num_positions", fix="Use 1 to keep the distribution of each level.")
         if self.choice_temperature is not None:
             check_size(self, "choice_temperature", fix="Use None to pick at random.")

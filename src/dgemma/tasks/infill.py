@@ -1,7 +1,7 @@
-"""Fill holes in a text, or edit a text in place: canvases cover the part that changes, and everything else is frozen.
+"""Infilling of holes and editing in place: canvases cover the part that changes, and all other tokens are frozen.
 
 A canvas sees the text to its left as prefix, but nothing to its right. So each canvas begins at the first open hole,
-which puts most of the following text inside it. A hole close to the end of a canvas waits for the next one.
+which puts most of the following text inside it. A hole close to the end of a canvas is left to the next canvas.
 """
 
 import itertools
@@ -37,9 +37,9 @@ Holes = Tensor | int | Sequence[tuple[int, int]]
 class Infilling:
     """The result of `infill` or `edit`.
 
-    log_probs has the log-probability of each written token, predicted once at temperature 1 from the canvas before its
-    first step; it is 0 for tokens that were given. With `record=True` there is a `Trajectory` per canvas, with the rows
-    that had one in their order. Each can be shown, saved, replayed and forked.
+    log_probs has the log-probability of each written token, and 0 for given tokens. It is predicted once, at
+    temperature 1, from the canvas before its first step. With `record=True` there is one `Trajectory` per canvas, with
+    the rows that it covers, in order. Each can be shown, saved, replayed and forked.
     """
 
     tokens: Tensor  # (B, N) int64
@@ -59,9 +59,9 @@ class Placement(NamedTuple):
 def place_canvas(todo: Tensor, canvas_len: int) -> Placement:
     """Place the next canvas: todo (N,) bool marks the tokens to write, never the first.
 
-    It starts at the first hole, or earlier if the text would end inside it. A hole is kept if the canvas covers a
-    quarter of a canvas to its right, or all the text there is. Of a longer hole, as much is kept as leaves that view to
-    the last canvas.
+    It starts at the first hole, or earlier if the text would end inside it. A hole is kept if a quarter of a canvas to
+    its right, or all the remaining text, is inside the canvas. A hole that is too long is kept in parts, so that its
+    last canvas has that view.
 
     Example: with holes at 5..7 and 18..19 of 100 tokens, a canvas of 16 gives `Placement(start=5, keep_until=8)`.
     """
@@ -101,14 +101,14 @@ def infill(
 
     holes: booleans (B, N), spans [(start, stop), ...] for all rows, or a token id that marks a hole. They may be longer
     than a canvas. attention_mask (B, N) is 0 for padding, on either side. If a text ends inside a canvas, the positions
-    after it are written freely and dropped, or they are `tail_token_id`. Models that were tuned on canvases padded with
-    a stop token need that token there. A canvas ends when the tokens that are kept are done.
+    after it are written freely and dropped, or filled with `tail_token_id`. Pass the stop token for models that were
+    tuned on canvases padded with it. A canvas ends when the tokens that are kept are done.
 
     The other options are those of `generate`; `allowed` is over the positions of the text. A recorded run encodes the
     whole prefix of each canvas again, because its replay does.
 
-    Under mask noise an exact network draws the holes from their conditional distribution. Uniform noise leaves no
-    trace: a network that takes one noise level per canvas, or none, reads the given tokens as noisy too. With
+    Under mask noise an exact network draws the holes from their conditional distribution. Uniform noise is not
+    visible: a network that takes one noise level per canvas, or none, treats given tokens as noisy too. With
     `ModelConfig.noise_conditioning` a network gets a level per position, 0 where the text is given. Train it with
     `Objective.frozen_prob`, which freezes random tokens. With an exact network that takes one level,
     `LeaveOneOutGibbs` under `Loop(plateau=0.99)` also comes close, because the network believes the given tokens near
@@ -122,7 +122,7 @@ def infill(
     if not bool(todo.any(1).all()):
         raise ValueError("infill holes must mark a token in every row. Omit the rows that have none.")
     if bool((todo & (real.cumsum(1) == 1)).any()):
-        raise ValueError("infill holes must spare the first token of a row, the canvas's prefix. Begin it with bos.")
+        raise ValueError("infill holes must not cover a row's first token, the prefix of its canvas. Start with bos.")
     _check_text("infill", tokens, real & ~todo, tail_token_id, plan)
     writer = _Writer(model, plan, tail_token_id, on_step, record_top if record else None, progress)
     return writer.write(tokens, real, todo)
@@ -147,8 +147,8 @@ def edit(
     """Rewrite tokens (B, N) in place: noise them to `noise_level` (1 forgets the text), then denoise from there.
 
     frozen (B, N) bool marks tokens that stay. A row's first token always stays, because a canvas needs a prefix. The
-    other arguments are those of `infill`. `steps` counts a whole denoising; those above the level are skipped. The text
-    gets the noise level of its first step, the nearest to `noise_level`. With few steps that may be far off.
+    other arguments are those of `infill`. `steps` counts from level 1; steps above `noise_level` are skipped. The text
+    gets the noise level of its first step, the nearest to `noise_level`. With few steps the two may differ much.
 
     Example: `edit(model, tokens, noise_level=0.3, frozen=is_prompt)`.
     """
@@ -352,13 +352,13 @@ def _read_options(name: str, model: Denoiser, tokens: Any, options: CanvasOption
     longest = model.config.max_position_embeddings
     if tokens.shape[1] > longest:
         raise ValueError(
-            f"{name} tokens must number at most {longest} (max_position_embeddings), got {tokens.shape[1]}. "
+            f"{name} tokens must have at most {longest} positions (max_position_embeddings), got {tokens.shape[1]}. "
             "Shorten the text."
         )
     allowed = options.pop("allowed", None)
-    # The plan is of one canvas after one token, the least that is read. A canvas never starts after the text.
+    # The plan covers one canvas after a prefix of one token, the shortest. A canvas never starts after the text.
     canvas_len = model.config.canvas_length
-    # An edited text has the level of the schedule's first step, whatever it is. Holes are pure noise.
+    # An edited text has the level of the schedule's first step, which need not be 1. Holes are pure noise.
     canvas = tokens.new_zeros(len(tokens), canvas_len, dtype=torch.int64) if name == "edit" else None
     plan = read_plan(model, tokens[:, :1], max_new_tokens=canvas_len, canvas=canvas, **options)
     if allowed is not None:
@@ -398,11 +398,9 @@ def _check_text(name: str, tokens: Tensor, kept: Tensor, tail_token_id: int | No
     """Check that the tokens outside the holes are in the vocabulary and are not noise."""
     vocab_size = plan.noise.vocab_size
     if bool((kept & ((tokens < 0) | (tokens >= vocab_size))).any()):
-        raise ValueError(
-            f"{name} tokens must hold ids in [0, {vocab_size}) where they are given. Mark others as holes."
-        )
+        raise ValueError(f"{name} tokens must hold ids in [0, {vocab_size}) outside the holes. Mark others as holes.")
     if bool((kept & plan.noise.masked(tokens)).any()):
-        raise ValueError(f"{name} tokens must hold no mask token where they are given. Mark it as a hole.")
+        raise ValueError(f"{name} tokens must hold no mask token outside the holes. Mark it as a hole.")
     if tail_token_id is not None and (not 0 <= tail_token_id < vocab_size or tail_token_id == plan.noise.mask_token):
         raise ValueError(f"{name} tail_token_id must be a real token below {vocab_size}, got {tail_token_id}.")
 
