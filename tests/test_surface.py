@@ -20,7 +20,7 @@ MODEL = "ByteTokenizer DiffusionGemma ModelConfig Tokenizer"
 RUN = "Knobs LinearTemperature Trajectory generate settle start_state step stream"
 TASKS = "Guided Slot edit generate_causal infill observe slots sweep"
 MODULES = "data presets schedule train view"
-# Results and helpers, at the top once. They live in their modules now.
+# Results and helpers that earlier versions listed at the top of the package. They are now in their modules.
 EARLIER = """
 BlockCommit CacheMark ConstantTemperature Conventions FilledTemplate Generation GenerationDefaults Infilling Moment
 Observation Pass Plan PrefixCache RecordedStep Reply StepRecord Sweep SweepRow TokenBatch ToolCall apply_changes

@@ -79,7 +79,7 @@ def test_gibbs_takes_all_its_steps_unless_a_rule_is_given(named):
 
 
 @pytest.mark.parametrize(
-    ("kept", "said"),
+    ("description", "sentence"),
     [
         ({"name": "gibbs"}, r"one of ancestral, .*, token-editing, got 'gibbs'\. Pass another"),
         ({"name": "ancestral", "tau": 1}, r"which takes parametrisation=…, got 'tau=1'\. Pass"),
@@ -91,9 +91,9 @@ def test_gibbs_takes_all_its_steps_unless_a_rule_is_given(named):
     ],
     ids=lambda value: value["name"] if isinstance(value, dict) else "",
 )
-def test_a_bad_description_raises_one_sentence_and_another_sampler_still_runs(kept, said):
-    broken = model(kept)
-    with pytest.raises(ValueError, match=f"^GenerationDefaults.sampler must .*{said}.*correct config.json.$"):
+def test_a_bad_description_raises_one_sentence_and_another_sampler_still_runs(description, sentence):
+    broken = model(description)
+    with pytest.raises(ValueError, match=f"^GenerationDefaults.sampler must .*{sentence}.*correct config.json.$"):
         dgemma.generate(broken, prompt(), max_new_tokens=32)
     dgemma.generate(broken, prompt(), max_new_tokens=32, steps=1, sampler=dgemma.Ancestral())
 

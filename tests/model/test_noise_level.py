@@ -10,7 +10,7 @@ from dgemma.tasks.guidance import Guided
 from dgemma.tasks.slots import Slot, slots
 
 PLAIN = dgemma.presets.tiny()
-TOLD = PLAIN.replace(noise_conditioning=True)
+CONDITIONED = PLAIN.replace(noise_conditioning=True)
 
 
 @pytest.fixture
@@ -33,12 +33,12 @@ def test_config_and_weights_have_no_noise_level_if_it_is_off(tmp_path):
 def test_a_level_changes_nothing_if_conditioning_is_off(canvas):
     model = dgemma.DiffusionGemma(PLAIN)
     cache = model.encode(canvas[:, :4])
-    told = model.denoise(canvas, cache, noise_level=levels(0.2, 0.9)).logits
-    assert torch.equal(told, model.denoise(canvas, cache).logits)
+    logits = model.denoise(canvas, cache, noise_level=levels(0.2, 0.9)).logits
+    assert torch.equal(logits, model.denoise(canvas, cache).logits)
 
 
 def test_the_prediction_of_a_row_depends_on_its_level_if_conditioning_is_on(canvas):
-    model = dgemma.DiffusionGemma(TOLD)
+    model = dgemma.DiffusionGemma(CONDITIONED)
     cache = model.encode(canvas[:, :4])
     first, second = (model.denoise(canvas, cache, noise_level=levels(a, 0.9)).logits for a in (0.2, 0.7))
     assert (first[0] - second[0]).abs().max() > 1e-4
@@ -46,14 +46,14 @@ def test_the_prediction_of_a_row_depends_on_its_level_if_conditioning_is_on(canv
 
 
 def test_a_level_per_position_is_the_level_of_the_row_repeated(canvas):
-    model = dgemma.DiffusionGemma(TOLD)
+    model = dgemma.DiffusionGemma(CONDITIONED)
     by_row = model.embed_canvas(canvas, None, levels(0.2, 0.9))
     by_position = model.embed_canvas(canvas, None, levels(0.2, 0.9)[:, None].expand(2, 32))
     assert torch.equal(by_row, by_position)
 
 
 def test_both_ends_are_finite_and_gradients_reach_the_weights(canvas):
-    model = dgemma.DiffusionGemma(TOLD)
+    model = dgemma.DiffusionGemma(CONDITIONED)
     logits = model.denoise(canvas, model.encode(canvas[:, :4]), noise_level=levels(0.0, 1.0)).logits
     logits.square().mean().backward()
     for weight in model.noise_level_embedding.parameters():
@@ -62,7 +62,7 @@ def test_both_ends_are_finite_and_gradients_reach_the_weights(canvas):
 
 
 def test_the_level_embedding_is_saved_and_loaded(tmp_path, canvas):
-    model = dgemma.DiffusionGemma(TOLD)
+    model = dgemma.DiffusionGemma(CONDITIONED)
     model.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["text_config"]["noise_conditioning"] is True
     again = dgemma.DiffusionGemma.from_pretrained(tmp_path)
@@ -72,36 +72,36 @@ def test_the_level_embedding_is_saved_and_loaded(tmp_path, canvas):
 
 
 def test_generation_passes_the_level_of_every_step_to_the_model(monkeypatch):
-    model, told = dgemma.DiffusionGemma(TOLD), []
+    model, seen_levels = dgemma.DiffusionGemma(CONDITIONED), []
     denoise = model.denoise
 
     def listen(canvas, cache, **keywords):
-        told.append(keywords["noise_level"].unique().item())  # one per position, here all the same
+        seen_levels.append(keywords["noise_level"].unique().item())  # one per position, here all the same
         return denoise(canvas, cache, **keywords)
 
     monkeypatch.setattr(model, "denoise", listen)
     prompt = torch.randint(512, (1, 5))
     for denoiser in (model, Guided(model, strength=0.0, unconditional=0)):
-        told.clear()
+        seen_levels.clear()
         dgemma.generate(denoiser, prompt, max_new_tokens=32, steps=4, stop=None)
-        assert told[:: len(told) // 4] == [1.0, 0.75, 0.5, 0.25]
+        assert seen_levels[:: len(seen_levels) // 4] == [1.0, 0.75, 0.5, 0.25]
 
 
 def test_slots_pass_the_share_of_noise_to_the_model(monkeypatch):
-    model, told = dgemma.DiffusionGemma(TOLD), []
+    model, seen_levels = dgemma.DiffusionGemma(CONDITIONED), []
     denoise = model.denoise
 
     def listen(canvas, cache, **keywords):
-        told.extend(keywords["noise_level"].tolist())
+        seen_levels.extend(keywords["noise_level"].tolist())
         return denoise(canvas, cache, **keywords)
 
     monkeypatch.setattr(model, "denoise", listen)
     slots(model, [[7, 8, 9], Slot([[10], [11]]), [12, 13]])
-    assert set(told) == {30 / 32}  # of the canvas after 7, 8, 9 the last two tokens are known
+    assert set(seen_levels) == {30 / 32}  # of 32 positions only the tokens 12 and 13 are known
 
 
 def test_a_model_that_needs_the_level_raises_without_it(canvas):
-    model = dgemma.DiffusionGemma(TOLD)
+    model = dgemma.DiffusionGemma(CONDITIONED)
     with pytest.raises(ValueError, match=r"noise_level must be a tensor .* got None"):
         model.denoise(canvas, model.encode(canvas[:, :4]))
     with pytest.raises(ValueError, match=r"ModelConfig\.noise_conditioning must be True or False, got 1"):
@@ -111,6 +111,6 @@ def test_a_model_that_needs_the_level_raises_without_it(canvas):
 def test_the_fused_engine_refuses_noise_conditioning():
     dgemma_kernels = pytest.importorskip("dgemma_kernels")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = dgemma.DiffusionGemma(TOLD, device=device, dtype=torch.bfloat16)
+    model = dgemma.DiffusionGemma(CONDITIONED, device=device, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="noise_conditioning must be False for the kernels"):
         dgemma_kernels.accelerate(model)

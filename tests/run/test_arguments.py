@@ -1,4 +1,4 @@
-"""Arguments of `generate`: every unambiguous form is accepted, and every other is refused before any work."""
+"""Arguments of `generate`: every unambiguous form is accepted, and all others raise before any work is done."""
 
 from dataclasses import dataclass
 

@@ -67,7 +67,7 @@ def test_a_new_canvas_under_mask_noise_opens_its_masks():
     assert bool(kept_open.open.all())
 
 
-def test_freezing_closes_and_unfreezing_opens():
+def test_freezing_a_position_closes_it_and_unfreezing_opens_it():
     state, knobs = fresh(EntropyBound(), noise=dgemma.UniformNoise(VOCAB))
     frozen = torch.zeros(2, CANVAS_LEN, dtype=torch.bool)
     frozen[:, 1] = True

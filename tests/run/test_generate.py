@@ -301,7 +301,7 @@ def test_a_canvas_with_nothing_open_takes_no_more_forwards(sampler, expected):
 
 @dataclass
 class SureDenoiser(RowwiseDenoiser):
-    """Certain of one token everywhere, so that any other committed token is noise."""
+    """Predicts one token everywhere with certainty, so that any other committed token is noise."""
 
     token: int = 7
 
@@ -461,7 +461,7 @@ def test_nan_weights_stop_the_run_at_the_step_where_they_appear():
         )
 
 
-def test_an_engine_reads_ahead_only_where_another_step_is_certain():
+def test_an_engine_reads_ahead_only_if_another_step_is_certain():
     answers = []
 
     class Ahead(RowwiseDenoiser):

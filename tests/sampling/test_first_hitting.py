@@ -26,7 +26,7 @@ def test_one_token_per_step_reproduces_the_text_exactly():
     assert result.nfe == pytest.approx(3)
 
 
-def test_with_fewer_steps_than_masks_the_rest_is_the_argmax():
+def test_with_fewer_steps_than_masks_the_remaining_masks_become_the_argmax():
     """After one step two positions are open; the most probable pair after each first token is filled in."""
     result = propagate(FirstHitting(), mask_noise(), steps=1, cells=CELLS)
     assert result.law.sum().item() == pytest.approx(1)
@@ -40,7 +40,7 @@ def test_with_fewer_steps_than_masks_the_rest_is_the_argmax():
 
 @pytest.mark.parametrize("num_masks", [1, 2, 3])
 def test_clock_is_the_largest_of_as_many_uniform_levels_as_masks(num_masks):
-    """Masks fall at independent uniform levels; the next is the largest of them, below x with probability x^m."""
+    """Masks are revealed at independent uniform levels; the next is their maximum, below x with probability x^m."""
     x = row([0.1, 0.5, 0.9])
     canvas = torch.tensor([[MASK] * num_masks + [0] * (3 - num_masks)] * 3)
     state = replace(fresh_state(canvas, mask_noise(), 3), open=canvas == MASK, memory=torch.ones(3).double())
@@ -49,7 +49,7 @@ def test_clock_is_the_largest_of_as_many_uniform_levels_as_masks(num_masks):
     torch.testing.assert_close(decision.memory, x, atol=1e-14, rtol=0)
 
 
-def test_clock_stands_still_when_nothing_is_masked():
+def test_the_clock_does_not_change_if_nothing_is_masked():
     state = fresh_state(torch.tensor([[0, 1, 2]]), mask_noise(), 3)
     state = replace(state, open=torch.zeros(1, 3, dtype=torch.bool), memory=row([0.2]))
     decision = FirstHitting()(Prediction(torch.zeros(1, 3, 4)), state)

@@ -127,7 +127,7 @@ def test_a_correction_brings_two_ancestral_steps_closer_to_the_text():
         (7, ["1→.667", "fix", "fix", ".667→.333", "fix", "fix", ".333→0"]),
     ],
 )
-def test_ancestral_steps_share_the_schedule_equally_and_come_first_and_last(steps, expected):
+def test_ancestral_steps_divide_the_schedule_equally_and_include_the_first_and_last_step(steps, expected):
     sampler = LeaveOneOutGibbs(corrections=2)
     state = fresh_state(SEQUENCES[:1], NOISE, steps)
     state = replace(state, memory=sampler.start(state))
@@ -155,6 +155,6 @@ def test_only_positions_that_may_change_are_picked(num_positions):
     ("field", "value"),
     [("corrections", 0), ("num_positions", 0), ("choice_temperature", -1.0), ("parametrisation", "score")],
 )
-def test_options_that_mean_nothing_are_refused(field, value):
+def test_invalid_options_are_refused(field, value):
     with pytest.raises(ValueError, match=f"LeaveOneOutGibbs.{field} must be"):
         LeaveOneOutGibbs(**{field: value})

@@ -139,7 +139,7 @@ def test_written_tokens_stay_within_the_allowed_set(model, process, how):
         out = edit(model, tokens, frozen=~holes, noise_level=0.6, **more)
     assert bool(allowed.gather(-1, out.tokens[..., None])[..., 0][holes].all())
     assert torch.equal(out.tokens[~holes], tokens[~holes])
-    if process == "uniform":  # noise obeys too, from the first canvas on
+    if process == "uniform":  # noise is also drawn from the allowed set
         first = seen[0]
         start = int(holes[0].nonzero()[0])
         under = slice(start, start + CANVAS_LEN)
@@ -184,7 +184,7 @@ def test_the_end_of_a_long_hole_sees_the_text_after_it(length):
     mask = {"noise": dgemma.MaskNoise(VOCAB), "sampler": EntropyBound(bound=100.0), "steps": 1}
     out = infill(CopyFromTheRight(16), tokens, [(10, 10 + length)], **mask)
     written = out.tokens[0, 10 : 10 + length]
-    # The last canvas of 16 keeps 4 places for what follows, and so fills the last 12 of the hole.
+    # The last canvas of 16 covers 4 tokens after the hole, so it fills the last 12 tokens of the hole.
     assert bool((written[-12:] == tokens[0, 10 + length]).all())
     assert int(out.steps[0]) <= -(-length // 16) + 1
 
@@ -194,7 +194,7 @@ def test_the_end_of_a_long_hole_sees_the_text_after_it(length):
     marks=st.lists(st.booleans(), min_size=2, max_size=60).filter(lambda marks: any(marks[1:])),
     canvas_len=st.integers(1, 20),
 )
-def test_canvases_cover_every_hole_and_no_prefix_has_an_open_one(marks, canvas_len):
+def test_canvases_cover_every_hole_and_no_prefix_contains_an_open_hole(marks, canvas_len):
     todo = torch.tensor([False, *marks[1:]])
     last_start, rounds = 0, 0
     while bool(todo.any()):
@@ -219,7 +219,7 @@ def test_a_text_that_ends_inside_the_canvas_has_a_free_or_a_given_tail(model):
 
 
 @pytest.mark.parametrize("process", PROCESSES)
-def test_an_edit_keeps_what_is_frozen_and_skips_the_noisier_steps(model, process):
+def test_an_edit_keeps_frozen_tokens_and_skips_steps_above_its_level(model, process):
     tokens = text(2, 80)
     frozen = torch.zeros(2, 80, dtype=torch.bool)
     frozen[:, :10] = frozen[:, 40:50] = True
@@ -266,7 +266,7 @@ def test_an_edit_starts_from_allowed_tokens(model):
     allowed[0, 7, int(tokens[0, 7])] = False
     out = edit(model, tokens, noise_level=1e-9, allowed=allowed, **options("mask", steps=10**6))
     changed = (out.tokens != tokens).nonzero().tolist()
-    assert changed == [[0, 7]]  # the one token that may not stay is the only one to go
+    assert changed == [[0, 7]]  # only the token that is not allowed changes
 
 
 @pytest.mark.parametrize("how", ["infill", "edit"])
@@ -279,7 +279,7 @@ def test_log_probs_are_those_of_the_model_on_the_first_canvas(model, how):
         frozen[:, 5:9] = False
         out = edit(model, tokens, frozen=frozen, noise_level=0.9, on_step=seen.append, **options("mask", steps=10))
     first = model.denoise(seen[0].canvas, model.encode(tokens[:, :5])).logits
-    first[..., 4] = -torch.inf  # the mask is no word
+    first[..., 4] = -torch.inf  # the mask is never predicted
     expected = first.log_softmax(-1).gather(-1, out.tokens[:, 5:37, None])[..., 0]
     torch.testing.assert_close(out.log_probs[:, 5:9], expected[:, :4])
     assert bool((out.log_probs[:, 9:] == 0).all())
@@ -287,7 +287,7 @@ def test_log_probs_are_those_of_the_model_on_the_first_canvas(model, how):
 
 
 class SureOfTheText(CopyFromTheRight):
-    """Certain of 7 at the canvas's first `num_sure` positions, and of nothing beyond them."""
+    """Predicts 7 with certainty at the first `num_sure` positions of a canvas, and is flat after them."""
 
     def __init__(self, canvas_len, num_sure):
         super().__init__(canvas_len)
@@ -303,7 +303,7 @@ class SureOfTheText(CopyFromTheRight):
     ("process", "sampler", "expected"),
     [
         ("uniform", EntropyBound(), 2),  # the argmax is stable after two
-        ("mask", EntropyBound(bound=0.0), 1),  # what is certain costs nothing
+        ("mask", EntropyBound(bound=0.0), 1),  # certain positions have no entropy, so one step accepts all
     ],
 )
 def test_free_positions_after_the_text_do_not_delay_the_end(process, sampler, expected):
@@ -319,7 +319,7 @@ def test_free_positions_after_the_text_do_not_delay_the_end(process, sampler, ex
     )
     assert out.tokens[0, 4:7].tolist() == [7, 7, 7]
     assert int(out.steps) == expected
-    assert not bool(seen[-1].state.frozen[0, 11:].any())  # it was there, and free
+    assert not bool(seen[-1].state.frozen[0, 11:].any())  # positions after the text exist and are not frozen
 
 
 def two_canvases(model, how, **more):
