@@ -151,6 +151,54 @@ def test_a_step_can_be_repeated_from_any_state_and_overwritten_logits_are_refuse
     assert torch.equal(*seen)
 
 
+def take_first_step(fast):
+    """A cache, the state after one step over it, and the knobs."""
+    knobs = Knobs(sampler=dgemma.EntropyBound(), temperature=dgemma.LinearTemperature(), stop=None)
+    seeds = torch.tensor([11], device=fast.device)
+    start = start_state(knobs, dgemma.UniformNoise(VOCAB), seeds=seeds, canvas_len=CANVAS, num_steps=4)
+    cache = fast.encode(draw_tokens(1, 3))
+    return cache, fast.step(start, cache=cache, knobs=knobs)[0], knobs
+
+
+def test_a_state_can_be_copied_and_pickled_before_and_after_the_next_step(models):
+    fast = models[1]
+    cache, state, knobs = take_first_step(fast)
+    logits = state.self_cond.logits.clone()
+    copies = [copy.deepcopy(state), pickle.loads(pickle.dumps(state))]
+    after, _ = fast.step(state, cache=cache, knobs=knobs)
+    copies.append(copy.deepcopy(state))  # whose logits were overwritten, but not its soft embedding
+    for other in copies[:2]:
+        assert torch.equal(other.self_cond.logits, logits)  # not overwritten with the original's
+    for other in copies:
+        assert torch.equal(fast.step(other, cache=cache, knobs=knobs)[0].canvas, after.canvas)
+
+
+def test_an_interrupted_step_does_not_change_the_next_one(models, monkeypatch):
+    fast = models[1]
+    cache, state, knobs = take_first_step(fast)
+    want, _ = fast.step(copy.deepcopy(state), cache=cache, knobs=knobs)
+    cache, state, knobs = take_first_step(fast)  # again, so that this is the engine's last step
+    other = replace(state, canvas=(state.canvas + 1) % VOCAB, seeds=state.seeds + 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(captured.CapturedStep, "results", MagicMock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            fast.step(other, cache=cache, knobs=knobs)
+    got, _ = fast.step(state, cache=cache, knobs=knobs)
+    assert torch.equal(got.canvas, want.canvas)
+
+
+def test_an_interrupted_read_loses_no_postponed_tokens(models, monkeypatch):
+    fast, block = models[1], draw_tokens(1, CANVAS, seed=2)
+    want, got = (fast.encode(block, fast.encode(draw_tokens(1, 3))) for _ in range(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(Forward, "read", MagicMock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            got.catch_up()
+    assert got.num_slots == 3 + CANVAS
+    word = draw_tokens(1, 1, seed=6)
+    assert torch.equal(fast.causal_logits(word, got), fast.causal_logits(word, want))
+
+
 @pytest.mark.parametrize("num_rows", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("bound", "commit", "stop", "more"),

@@ -194,10 +194,16 @@ class FusedCache:
     @in_turn
     def catch_up(self) -> None:
         """Read the postponed tokens."""
-        tokens = self.take_postponed()
-        if tokens is not None:
-            assert self._read is not None
+        num_slots, tokens = self._num_slots, self.take_postponed()
+        if tokens is None:
+            return
+        assert self._read is not None
+        try:
             self._read(tokens, self)
+        except BaseException:
+            if self._num_slots == num_slots:
+                self.postponed = tokens  # not read, so that they are not lost
+            raise
 
     @property
     def layers(self) -> list[LayerCache]:
@@ -220,7 +226,7 @@ class FusedCache:
         if old is not None and num_slots <= old.size[1] and num_new <= old.size[2]:
             return old
         self.settle()
-        self._move_to(self._pool.take(self.batch_size, num_slots, num_new), lambda tensor: tensor)
+        self._move_to(self._pool.take(self.batch_size, num_slots, num_new))
         if old is not None:
             self._pool.give_back(old)
         return self.buffers
@@ -315,12 +321,16 @@ class FusedCache:
             copy._copy_from(old, transform)
         return copy
 
-    def _move_to(self, buffers: CacheBuffers, transform: Callable[[Tensor], Tensor]) -> None:
+    def _move_to(self, buffers: CacheBuffers) -> None:
         old, self._buffers = self._buffers, buffers
-        if old is not None:
-            self._copy_from(old, transform)
-        else:
-            self._hold(self._lengths)
+        try:
+            if old is None:
+                self._hold(self._lengths)
+            else:
+                self._copy_from(old, lambda tensor: tensor)
+        except BaseException:
+            self._buffers = old  # the new ones are incomplete
+            raise
 
     def _copy_from(self, old: CacheBuffers, transform: Callable[[Tensor], Tensor]) -> None:
         assert self._buffers is not None

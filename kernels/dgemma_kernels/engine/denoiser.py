@@ -271,7 +271,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
         num_postponed = 0 if postponed is None else postponed.shape[1]
         buffers = fused.make_room(num_postponed + state.canvas_len)
         fused.settle()
-        last = self._last
+        last, self._last = self._last, None  # set again at the end: after an error, other inputs may be loaded
         as_last = postponed is None and last is not None and last.led_to(state, knobs, buffers)
         if last is not None and as_last:
             captured = last.captured
@@ -327,7 +327,9 @@ class FusedDenoiser(Denoiser[FusedCache]):
         prediction, captured = self._unsoftened[0](), self._unsoftened[1]
         self._unsoftened = (lambda: None, None)
         if prediction is not None and captured is not None:
+            last, self._last = self._last, None  # after an error, its state is not loaded
             prediction.signal = captured.soften()
+            self._last = last
 
     @torch.no_grad()
     @in_turn

@@ -38,6 +38,15 @@ class Logits:
             use_here(self._tensor)
         return self._tensor
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The content of a copy or a pickle: a separate tensor, if it was not overwritten."""
+        with self.turn:
+            tensor = None if self._tensor is None else self._tensor.clone()
+        return {**vars(self), "turn": None, "_tensor": tensor}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, turn=Turn(state["device"]))
+
     def give_up(self) -> None:
         """Allow overwriting the tensor. Logits of another thread are copied, because it may still read them."""
         if self._tensor is not None:
@@ -71,7 +80,8 @@ class FusedPrediction(Prediction):
     """A `Prediction` over the fused head's logits; `signal` (B, C, D) is its soft embedding, once that is computed."""
 
     def __init__(self, logits: Logits, transforms: tuple[Transform, ...]) -> None:
-        super().__init__(logits.read(), transforms)
+        # Only the source refers to the logits, so that a copy or a pickle has them once.
+        super().__init__(logits.read().new_empty(0), transforms)
         self._source = logits
         self.signal: Tensor | None = None
 

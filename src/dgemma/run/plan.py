@@ -14,7 +14,7 @@ from dgemma.run.arguments import Span
 from dgemma.run.defaults import default_sampler, learnt_noise, warn_of_noise
 from dgemma.run.knobs import Knobs
 from dgemma.run.options import RunOptions, fill_in, takes_options
-from dgemma.run.step import Denoiser
+from dgemma.run.step import Denoiser, check_denoiser
 from dgemma.sampling.base import Sampler
 from dgemma.sampling.stopping import StableAndConfident
 from dgemma.sampling.temperature import LinearTemperature, read_temperature
@@ -69,10 +69,7 @@ def read_plan(
 
     Example: `read_plan(model, prompt_tokens, steps=16).knobs.sampler`.
     """
-    if not isinstance(model, Denoiser):
-        raise TypeError(
-            f"generate model must be a Denoiser, got {type(model).__name__}. Derive its class from dgemma.Denoiser."
-        )
+    check_denoiser("generate", model)
     defaults, config, settings = model.generation, model.config, fill_in(options)
     temperature, sampler, stop = settings["temperature"], settings["sampler"], settings["stop"]
     if temperature is None:

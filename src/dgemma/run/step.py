@@ -107,6 +107,14 @@ class Denoiser(Generic[CacheT]):
         return values.tolist()
 
 
+def check_denoiser(owner: str, model: Any) -> None:
+    """Raise for a model that only looks like a `Denoiser`: its class must derive from it."""
+    if not isinstance(model, Denoiser):
+        raise TypeError(
+            f"{owner} model must be a Denoiser, got {type(model).__name__}. Derive its class from dgemma.Denoiser."
+        )
+
+
 class Settled(NamedTuple):
     """The result of `settle`: the state after the step, and what happened to each position and row."""
 

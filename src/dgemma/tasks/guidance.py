@@ -10,7 +10,7 @@ from torch import Tensor
 from dgemma.diffusion.prediction import Prediction
 from dgemma.model.cache import Cache
 from dgemma.model.config import GenerationDefaults, ModelConfig
-from dgemma.run.step import Denoiser
+from dgemma.run.step import Denoiser, check_denoiser
 
 
 def mix(conditional: Tensor, unconditional: Tensor, strength: float) -> Tensor:
@@ -97,6 +97,7 @@ class Guided(Denoiser[GuidedCache]):
     unconditional: int | Tensor = field(kw_only=True)
 
     def __post_init__(self) -> None:
+        check_denoiser("Guided", self.denoiser)
         for name in ("takes_noise_level", "takes_position_levels"):
             object.__setattr__(self, name, getattr(self.denoiser, name))
         if not self.strength >= -1:
