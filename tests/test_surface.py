@@ -50,6 +50,7 @@ def test_names_of_earlier_versions_still_work_and_are_not_listed():
         dgemma.stepz  # noqa: B018
 
 
+@pytest.mark.slow
 def test_folders_load_when_they_are_first_used():
     script = """
 import sys, dgemma

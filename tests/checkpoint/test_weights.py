@@ -482,6 +482,7 @@ class Killed(BaseException):
 THREE_SHARDS = 75_000  # bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("new_limit", ["5GB", THREE_SHARDS], ids=["to-single", "to-sharded"])
 @pytest.mark.parametrize("old_limit", ["5GB", THREE_SHARDS], ids=["from-single", "from-sharded"])
 def test_a_save_killed_at_any_moment_leaves_the_old_checkpoint_or_the_new(tmp_path, monkeypatch, old_limit, new_limit):

@@ -128,6 +128,7 @@ def test_digging_without_a_limit_leaves_no_removable_clue():
         assert (sudoku.solve(without).counts == 2).all(), row
 
 
+@pytest.mark.slow
 def test_puzzles_do_not_depend_on_the_number_of_workers(monkeypatch):
     monkeypatch.setattr("dgemma.data.sudoku.puzzles._CHUNK", 3)
 

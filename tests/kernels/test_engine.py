@@ -91,7 +91,7 @@ def test_both_modes_equal_the_reference_over_ragged_rows(models):
         torch.testing.assert_close(got, want, **CLOSE)
 
 
-@pytest.mark.parametrize("kind", ["published", "masked", "shaped"])
+@pytest.mark.parametrize("kind", ["published", "masked", pytest.param("shaped", marks=pytest.mark.slow)])
 def test_generate_gives_the_same_with_the_fused_denoiser_and_the_reference(models, kind):
     prompt, real = ragged_prompt()
     alone = {"prompt_tokens": prompt[:1, :3], "max_new_tokens": CANVAS}
@@ -282,7 +282,13 @@ class AddLabel(dgemma.Sampler):
         return dgemma.Decision(tokens=tokens, write=positions < state.limit, renoise=positions > state.limit)
 
 
-@pytest.mark.parametrize("sampler", [AddLabel(), dgemma.EntropyBound(bound=0.5)], ids=["own", "published"])
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        pytest.param(AddLabel(), id="own", marks=pytest.mark.slow),
+        pytest.param(dgemma.EntropyBound(bound=0.5), id="published"),
+    ],
+)
 def test_a_field_added_to_the_state_arrives_in_the_captured_step_and_in_the_next_state(models, sampler, device):
     knobs = Knobs(sampler=sampler, temperature=dgemma.LinearTemperature(), stop=None)
     seeds = torch.tensor([3, 4], device=device)
@@ -362,6 +368,7 @@ def test_a_sampler_may_remember_views_of_its_inputs(models):
         assert all(torch.equal(*pair) for pair in zip(want, got, strict=True))
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_sampler_may_change_its_form(models):
     @dataclass(frozen=True, kw_only=True)
     class Growing(dgemma.Sampler):

@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 
 def test_without_triton_the_error_says_in_one_sentence_what_to_install():
     script = "import sys; sys.modules['triton'] = None; import dgemma_kernels"
@@ -16,6 +18,7 @@ def test_without_triton_the_error_says_in_one_sentence_what_to_install():
     )
 
 
+@pytest.mark.slow
 def test_import_needs_neither_gluon_nor_private_parts_of_the_interpreter():
     script = """
 import sys

@@ -3,6 +3,7 @@
 import copy
 from dataclasses import replace
 
+import pytest
 import torch
 
 import dgemma
@@ -12,6 +13,7 @@ from dgemma_kernels.ops.vocabulary import kernel as vocabulary
 from kernel_inputs import make_model
 
 
+@pytest.mark.slow
 def test_a_checkpoint_with_its_own_sampler_generates_the_tokens_of_the_reference(monkeypatch, device):
     monkeypatch.setattr(vocabulary, "CHUNK", 16)  # the interpreter loops over the 4,096 entries of a chunk
     launches = []

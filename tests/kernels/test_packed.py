@@ -440,7 +440,7 @@ def test_the_model_still_works_and_its_experts_are_freed_with_it(weights, device
         fast.encode(draw_tokens(1, 3), cache, torch.ones(1, 1, device=device))
 
 
-@pytest.mark.parametrize("weights", ["packed", "fp8"])
+@pytest.mark.parametrize("weights", ["packed", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_experts_are_released_layer_by_layer_and_the_model_then_raises(weights, device, monkeypatch):
     model, canvas = make_rounded_model(device), draw_tokens(1, CANVAS)
     kept = accelerate(make_rounded_model(device), weights)

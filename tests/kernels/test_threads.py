@@ -64,6 +64,7 @@ def test_threads_that_run_freely_write_what_each_writes_alone(fast):
         assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
 
 
+@pytest.mark.slow
 def test_a_prediction_is_readable_until_its_own_thread_takes_the_next_step(fast):
     knobs = Knobs(sampler=dgemma.EntropyBound(), temperature=dgemma.LinearTemperature(), stop=None)
 

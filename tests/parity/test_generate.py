@@ -60,7 +60,9 @@ def compare(found, expected, prompt_len: int) -> None:
     torch.testing.assert_close(found.tokens_per_forward, expected.tokens_per_forward)
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["full", "left-padded"])
+@pytest.mark.parametrize(
+    "padded", [pytest.param(False, id="full", marks=pytest.mark.slow), pytest.param(True, id="left-padded")]
+)
 def test_generate_equals_the_published_one_token_by_token_up_to_the_step_cap(monkeypatch, padded):
     ours, theirs = pair(seed=3)
     prompt, mask = torch.randint(5, 512, (3, 11)), torch.ones(3, 11, dtype=torch.long)
@@ -74,7 +76,9 @@ def test_generate_equals_the_published_one_token_by_token_up_to_the_step_cap(mon
     assert (found.steps == 10).all()
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["full", "left-padded"])
+@pytest.mark.parametrize(
+    "padded", [pytest.param(False, id="full", marks=pytest.mark.slow), pytest.param(True, id="left-padded")]
+)
 def test_rows_that_stop_early_equal_the_published_ones_token_by_token(monkeypatch, padded):
     # With sharper logits and a low temperature the argmax repeats and entropy falls, at a different step in each row.
     ours, theirs = pair(seed=2)

@@ -201,6 +201,7 @@ def test_experts_that_cannot_be_shared_evenly_are_refused():
         spread_experts(experts, SimpleNamespace(size=lambda: 3))
 
 
+@pytest.mark.slow
 def test_importing_dgemma_loads_no_distributed_engine():
     code = "import sys, dgemma, dgemma.train; print([m for m in sys.modules if m.startswith('torch.distributed.fsdp')])"
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
