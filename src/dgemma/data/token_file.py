@@ -2,8 +2,10 @@
 
 import json
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from dgemma.data.documents import Document, list_files
 
 _FORMAT = 1
 _CHUNK = 1 << 24  # bytes per read
+_BATCH = 256  # documents encoded in parallel
 _SAMPLE = 10_000  # characters that identify a tokenizer
 
 
@@ -52,9 +55,7 @@ class TokenFile:
         dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
         lengths, prompt_len, num_bytes = [], [], 0
         with (folder / "tokens.bin").open("wb") as file:
-            for number, document in enumerate(documents):
-                prompt = tokenizer.encode(document.prompt)
-                text = tokenizer.encode(document.text, bos=False)
+            for number, (document, prompt, text) in enumerate(_encode(documents, tokenizer)):
                 _refuse_markers(number, [*prompt[1:], *text], tokenizer)
                 row = np.array([*prompt, *text, tokenizer.eos_token_id], dtype=dtype)
                 row.tofile(file)
@@ -143,6 +144,18 @@ def describe_files(
 
 def _crc32(tokens: np.ndarray, sizes: np.ndarray) -> int:
     return zlib.crc32(np.ascontiguousarray(sizes).data, zlib.crc32(tokens.data))
+
+
+def _encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[Document, list[int], list[int]]]:
+    """Yield each document with the tokens of its prompt and of its text, in order; encode on all cores."""
+
+    def encode(document: Document) -> tuple[Document, list[int], list[int]]:
+        return document, tokenizer.encode(document.prompt), tokenizer.encode(document.text, bos=False)
+
+    rest = iter(documents)
+    with ThreadPoolExecutor() as pool:
+        while chunk := list(islice(rest, _BATCH)):
+            yield from pool.map(encode, chunk)
 
 
 def _refuse_markers(number: int, ids: Sequence[int], tokenizer: Tokenizer) -> None:
