@@ -2,15 +2,17 @@ r"""Train a small text model from scratch with the published objective: a tokeni
 
     python examples/08_train_text.py                                    an excerpt and a toy model, to see that it runs
 
-How `dgemma/text` was made on one GPU, evaluated on held-out text, and sampled:
+How `dgemma/text` and its twin with mask noise were made on one GPU, and sampled:
 
     python examples/text_corpus/prepare.py --out runs/corpus
-    python examples/08_train_text.py --corpus runs/corpus --out runs/text --minutes 6.8 --compile
-    dgemma evaluate -m runs/text/checkpoint --separator $'\f' --canvases 8 --samples 16 runs/corpus/test.txt
+    python examples/08_train_text.py --corpus runs/corpus --out runs/text --minutes 7.4 --compile
+    python examples/08_train_text.py --corpus runs/corpus --out runs/text_mask --minutes 5.2 --compile \
+        --noise mask --start runs/text/checkpoint
     python examples/18_samples.py --model runs/text/checkpoint --out runs/text/samples.md
 
 The --out folder will contain `checkpoint` (bfloat16, for `from_pretrained` and transformers), `results.json` and `run`,
-with the log of the losses. Run the same command again to resume. --more extends a finished run to more --minutes.
+with the log of the losses. Run the same command again to resume. --more extends a finished run to more --minutes. The
+likelihood is measured on test.txt and on every other text of the corpus whose name ends in _test.txt.
 """
 
 import argparse
@@ -24,8 +26,8 @@ import torch
 
 import dgemma
 from dgemma.data.corpus import SEPARATOR, prepare_corpus
-from dgemma.data.text import TextSource, scan
-from dgemma.train import Objective, TrainConfig, evaluate, muon, soften_attention, train
+from dgemma.data.text import TextSource, TokenFile, read_documents, scan
+from dgemma.train import Objective, TrainConfig, balanced_routers, evaluate, muon, soften_attention, train
 
 NUMBERS = {  # defaults with and without a GPU
     "steps": (4000, 10, "training steps"),
@@ -52,12 +54,16 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
     if args.prepare_only:
         return
     torch.manual_seed(args.seed)
-    model = dgemma.DiffusionGemma(shape, device=args.device)
-    soften_attention(model)
+    if args.start is None:
+        model = dgemma.DiffusionGemma(shape, device=args.device)
+        soften_attention(model)
+    else:
+        model = dgemma.DiffusionGemma.from_pretrained(args.start, dtype=torch.float32, device=args.device)
     # The published stop tokens 106 and 50 are words in this vocabulary. The sampler redraws doubtful positions, because
     # a wrong token makes itself more likely in a small model. It was chosen on the validation text after training.
     sampler = dgemma.LeaveOneOutGibbs(corrections=1, num_positions=8, choice_temperature=0.5)
     model.generation = dgemma.GenerationDefaults(
+        max_denoising_steps=16,
         eos_token_id=(corpus.tokenizer.eos_token_id,),
         entropy_bound=12.0,  # for transformers, which has no other sampler
         sampler=dgemma.describe_sampler(sampler),
@@ -65,9 +71,15 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
     )
     print(f"{model.num_parameters():,} weights, {model.num_parameters(active=True):,} active", flush=True)
 
-    noise = dgemma.UniformNoise(shape.vocab_size)
+    noise: dgemma.Noise
+    if args.noise == "mask":
+        noise, scored = dgemma.MaskNoise(shape.vocab_size, mask_token_id=corpus.tokenizer.mask_token_id), "noised"
+    else:
+        noise, scored = dgemma.UniformNoise(shape.vocab_size), "all"
     # All canvases of a row at once. The causal mode quickly memorises a small corpus, so its loss has a low weight.
-    objective = Objective(noise=noise, canvas_len=shape.canvas_length, canvases="all", causal_weight=0.25)
+    objective = Objective(
+        noise=noise, canvas_len=shape.canvas_length, canvases="all", scored=scored, causal_weight=0.25
+    )
     source = TextSource(
         file=corpus.train,
         canvas_len=shape.canvas_length,
@@ -86,26 +98,43 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
         compile=args.compile,
         seed=args.seed,
     )
-    optimizer = partial(muon, lr=3e-3, momentum=0.9, weight_decay=0.1)
+    optimizer = partial(muon, lr=2.5e-3, momentum=0.9, weight_decay=0.1)
     began = time.perf_counter()
-    result = train(model, objective, source, config, out=out / "run", optimizer=optimizer, allow_changes=args.more)
+    with balanced_routers(model, args.balance):
+        result = train(model, objective, source, config, out=out / "run", optimizer=optimizer, allow_changes=args.more)
     seconds = time.perf_counter() - began
 
     # Evaluate the weights as they are saved, rounded to bfloat16.
     model.to(torch.bfloat16).save_pretrained(out / "checkpoint")
     corpus.tokenizer.save_pretrained(out / "checkpoint")
-    rows = scan(corpus.validation, row_len=source.stride, context=source.stride)
-    num_bytes = corpus.validation.num_bytes
-    likelihood = evaluate(model.to(torch.float32), rows, noise, batch_size=64, num_samples=2, num_bytes=num_bytes)
-    print(f"after {result.step} steps in {seconds:.0f} s, the validation text:\n{likelihood}")
+    epochs = result.step * args.batch_size / source.num_rows
+    print(
+        f"{result.step} steps in {seconds:.0f} s, {epochs:.1f} passes over the text, "
+        f"{result.tokens_per_second:,.0f} tokens/s",
+        flush=True,
+    )
+    router = result.log.lines()[-1].get("router", [])
+    for number, layer in enumerate(router):
+        print(f"layer {number}: shares of the experts " + " ".join(f"{share:.2f}" for share in layer["load"]))
+    model.to(torch.float32)
+    held_out = {"test": corpus.test}
+    for path in sorted(args.corpus.glob("*_test.txt")) if args.corpus else ():
+        documents = read_documents(path, separator=SEPARATOR)
+        held_out[path.stem] = TokenFile.write(documents, corpus.tokenizer, scratch / path.stem)
+    found = {}
+    for name, file in held_out.items():
+        rows = scan(file, row_len=source.stride, context=source.stride)
+        found[name] = evaluate(model, rows, noise, batch_size=64, num_samples=2, num_bytes=file.num_bytes)
+        print(f"{name}:\n{found[name]}", flush=True)
     results = {
         "options": vars(args),
         "parameters": model.num_parameters(),
         "steps": result.step,
-        "epochs": result.step * args.batch_size / source.num_rows,
+        "epochs": epochs,
         "seconds": seconds,
         "tokens_per_second": result.tokens_per_second,
-        "validation": likelihood.summary(),
+        "router": router,
+        **{name: likelihood.summary() for name, likelihood in found.items()},
     }
     (out / "results.json").write_text(json.dumps(results, indent=1, default=str) + "\n")
 
@@ -118,6 +147,9 @@ if __name__ == "__main__":
         default = on_gpu if torch.cuda.is_available() else without
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} (%(default)s)")
     parser.add_argument("--minutes", type=float, help="train for this long, instead of a number of steps")
+    parser.add_argument("--noise", choices=("uniform", "mask"), default="uniform")
+    parser.add_argument("--start", type=Path, help="start from this checkpoint instead of random weights")
+    parser.add_argument("--balance", type=float, default=0.01, help="weight of the balance of experts (%(default)s)")
     parser.add_argument("--more", action="store_true", help="extend a finished run to --minutes in total")
     parser.add_argument("--prepare-only", action="store_true", help="only make the tokenizer and the token files")
     parser.add_argument("--compile", action="store_true", help="compile the layers: slower start, faster steps")

@@ -15,12 +15,14 @@
 | `config.py` | `TrainConfig`, and the description that a resumed run must match |
 | `loop.py` | `train` |
 | `stopping.py` | Ctrl-C, and runs limited by minutes |
+| `balance.py` | an auxiliary loss that keeps all experts at work |
 | `log.py` | numbers per step, router load, `log.jsonl`, `TrainResult` |
 | `checkpoints.py`, `state_files.py` | checkpoints that are complete or absent; files of named tensors |
 | `parallel.py`, `distributed.py` | one process; many, with `FullySharded` |
 """
 
 from dgemma.train import recipes
+from dgemma.train.balance import balanced_routers
 from dgemma.train.batch import BatchSource, TrainBatch
 from dgemma.train.config import TrainConfig
 from dgemma.train.likelihood import evaluate
@@ -40,6 +42,7 @@ __all__ = [
     "TrainConfig",
     "TrainResult",
     "add_lora",
+    "balanced_routers",
     "drop_lora",
     "evaluate",
     "load_lora",
