@@ -2,11 +2,10 @@
 
 The model does not write from left to right. It reads the prompt once and takes a canvas of 64 random tokens. It
 predicts all of them at once, keeps some, returns others to noise, and repeats until no noise is left. The model is
-small: 7.8 million weights, trained for minutes on old stories, novels and a Bible. Its text resembles English but
-rarely makes sense.
+small: 12.5 million weights, trained for minutes on books and on stories written by rule. It tells such stories.
 
     python examples/01_generate.py
-    python examples/01_generate.py "It was a dark night, and the old captain" --steps 16 --seed 7
+    python examples/01_generate.py "It was a dark night, and the old captain" --steps 32 --seed 7
 """
 
 import argparse
@@ -16,7 +15,7 @@ import torch
 import dgemma
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("prompt", nargs="?", default="The old man looked out to sea")
+parser.add_argument("prompt", nargs="?", default="Once upon a time there was a little")
 parser.add_argument("--steps", type=int, help="steps per canvas, at most; default: the checkpoint's")
 parser.add_argument("--seed", type=int, default=0)
 options = parser.parse_args()

@@ -25,7 +25,7 @@ options.out.mkdir(parents=True, exist_ok=True)
 
 model = dgemma.DiffusionGemma.from_pretrained("dgemma/text", dtype=torch.float32)
 tokenizer = dgemma.Tokenizer.from_pretrained("dgemma/text")
-text = "The old man looked out to sea"
+text = "Once upon a time there was a little"
 prompt = torch.tensor([tokenizer.encode(text)])
 
 with LiveView(tokenizer, prefix=text) as view:  # draws on a terminal only

@@ -61,13 +61,14 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
         model = dgemma.DiffusionGemma.from_pretrained(args.start, dtype=torch.float32, device=args.device)
     # The published stop tokens 106 and 50 are words in this vocabulary. The sampler redraws doubtful positions, because
     # a wrong token makes itself more likely in a small model. It was chosen on the validation text after training.
-    sampler = dgemma.LeaveOneOutGibbs(corrections=1, num_positions=8, choice_temperature=0.5)
+    sampler = dgemma.LeaveOneOutGibbs(corrections=1, num_positions=4, choice_temperature=0.5)
     model.generation = dgemma.GenerationDefaults(
         max_denoising_steps=16,
         eos_token_id=(corpus.tokenizer.eos_token_id,),
         entropy_bound=12.0,  # for transformers, which has no other sampler
         sampler=dgemma.describe_sampler(sampler),
-        t_max=0.9,
+        t_max=1.0,
+        t_min=0.3,
     )
     print(f"{model.num_parameters():,} weights, {model.num_parameters(active=True):,} active", flush=True)
 

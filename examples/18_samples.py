@@ -1,6 +1,6 @@
 """Write a page of samples: the same prompts under several samplers and autoregressively, with seed 0 and no selection.
 
-python examples/18_samples.py --new-tokens 64                        a minute on a CPU; prints the page
+python examples/18_samples.py --num-prompts 2                        a minute on a CPU; prints the page
 python examples/18_samples.py --out samples.md                       the page that ships with the checkpoint
 """
 
@@ -13,26 +13,41 @@ import torch
 import dgemma
 
 PROMPTS = [
-    "",
-    "It was a dark night, and the old captain",
     "Once upon a time there was a little",
+    "It was a dark night, and the old captain",
+    "One cold morning Mila, a small brown mouse,",
+    "",
     '"My dear Emma," said Mr. Knightley,',
-    "Yahweh said to Moses,",
 ]
-# Arguments of `generate`. The checkpoint's values are used for all others.
-SAMPLERS: dict[str, dict[str, Any]] = {
-    "the checkpoint's sampler": {},
-    "the same, 16 steps per canvas": {"steps": 16},
-    "published sampler, entropy bound 12 nats, at most 48 steps": {
-        "sampler": dgemma.EntropyBound(bound=12.0),
-        "steps": 48,
-        "temperature": dgemma.LinearTemperature(start=0.8, end=0.4),
+# Arguments of `generate` by the noise that the model has learnt; the others are the checkpoint's.
+OWN: dict[str, dict[str, Any]] = {"the checkpoint's own": {}}
+SAMPLERS: dict[str, dict[str, dict[str, Any]]] = {
+    "uniform": OWN
+    | {
+        "published sampler, entropy bound 3 nats, at most 16 steps": {
+            "sampler": dgemma.EntropyBound(bound=3.0),
+            "steps": 16,
+            "temperature": dgemma.LinearTemperature(start=0.8, end=0.4),
+        },
+        "ancestral, 16 steps, temperature 0.7": {
+            "sampler": dgemma.Ancestral(),
+            "steps": 16,
+            "stop": None,
+            "temperature": 0.7,
+        },
     },
-    "ancestral, 64 steps, temperature 0.8": {
-        "sampler": dgemma.Ancestral(),
-        "steps": 64,
-        "stop": None,
-        "temperature": 0.8,
+    "mask": OWN
+    | {
+        "most confident first, 16 steps, temperature 0.7": {
+            "sampler": dgemma.Confidence(),
+            "steps": 16,
+            "temperature": 0.7,
+        },
+        "all that are sure to 0.8, at most 32 steps, temperature 0.7": {
+            "sampler": dgemma.Threshold(tau=0.8),
+            "steps": 32,
+            "temperature": 0.7,
+        },
     },
 }
 
@@ -45,7 +60,7 @@ def quote(prompt: str, text: str) -> str:
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", default="dgemma/text", help="a checkpoint with a tokenizer (%(default)s)")
 parser.add_argument("--num-prompts", type=int, default=len(PROMPTS), help="use the first few prompts (%(default)s)")
-parser.add_argument("--new-tokens", type=int, default=192, help="tokens per sample (%(default)s)")
+parser.add_argument("--new-tokens", type=int, default=64, help="tokens per sample (%(default)s)")
 parser.add_argument("--out", type=Path, help="Markdown file; default: print the page")
 parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 args = parser.parse_args()
@@ -57,7 +72,8 @@ tokens, mask = (tensor.to(args.device) for tensor in tokenizer.encode_batch(prom
 common = {"attention_mask": mask, "max_new_tokens": args.new_tokens, "seed": [0] * len(prompts)}
 
 page = ["# Samples", "", "Every sample has seed 0; none was selected or edited. The prompt is in bold."]
-for name, options in SAMPLERS.items():
+kind = (model.generation.noise or {"kind": "uniform"})["kind"]
+for name, options in SAMPLERS[kind].items():
     out = dgemma.generate(model, tokens, **common, **options, progress=False)
     page += ["", f"## {name}"]
     for row, prompt in enumerate(prompts):

@@ -28,7 +28,7 @@ def add_commands(commands: Any) -> None:
         description="Continue a prompt. A terminal shows the canvas while it is denoised: certain words are plain, "
         "uncertain ones are coloured, and noise is faint.",
         epilog="examples:\n"
-        '  dgemma generate "It was a dark night"\n'
+        '  dgemma generate "Once upon a time"\n'
         '  dgemma generate --steps 16 --html run.html "It was"\n'
         "  dgemma generate --json - < prompt.txt\n\n" + types.describe_samplers(),
     )
