@@ -112,7 +112,7 @@ class Noise:
         """q(z_s | z_t, x) by Bayes' rule for a distribution over x: z_t (...), x_probs (..., V) → (..., V); α_s >= α_t.
 
         Both α have shape (B,) or broadcast to (...). With a leave-one-out prediction as x this is the exact reverse
-        kernel; with the mean it is not. A token that no noise can have produced is copied.
+        kernel; with p(x0 | z), the usual prediction, it is not. A token that no noise can have produced is copied.
 
         Example: `noise.posterior(canvas, loo.logits.softmax(-1), alpha_t, alpha_s)`.
         """
@@ -151,9 +151,9 @@ class Noise:
     def to_loo(self, logits: Tensor, z: Tensor, noise_level: Tensor, *, allowed: Tensor | None = None) -> Tensor:
         """Convert p(x0 | z) to p(x0 | z without this position): logits (B, C, V), z (B, C) → (B, C, V).
 
-        Exact for the level and the allowed set that the network assumes (see `Objective.allowed`). For a token that no
-        noise can have produced, the mean does not determine the leave-one-out distribution, and the logits are returned
-        unchanged.
+        The conversion is exact if noise_level and allowed are those that the network was trained with (see
+        `Objective.allowed`). For a token that no noise can have produced, p(x0 | z) does not determine the result, and
+        the logits are returned unchanged.
 
         Example: `noise.to_loo(prediction.logits, state.canvas, state.noise_level)`.
         """
@@ -180,14 +180,18 @@ class Noise:
         return torch.log1p(self.clean_share(level) / torch.where(informative, weight, torch.inf))
 
     def _bridge(self, z_t: Tensor, level: Tensor, next_level: Tensor, allowed: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The parts of q(z_t | z_s) = ratio·1(z_t = z_s) + fresh: survival from s to t, and added noise that is z_t."""
+        """The two terms of q(z_t | z_s) = ratio·1(z_t = z_s) + fresh.
+
+        ratio is the probability that a token survives from s to t. fresh is the probability that noise added in between
+        is z_t.
+        """
         before, after = self.clean_share(level), self.clean_share(next_level)
         ratio = torch.where(after > 0, before / torch.where(after > 0, after, 1.0), 1.0)
         fresh = self._weight(z_t, level, allowed) - ratio * self._weight(z_t, next_level, allowed)
         return ratio.expand_as(fresh), fresh.clamp(min=0.0)
 
     def _weight(self, z: Tensor, level: Tensor, allowed: Tensor | None) -> Tensor:
-        """The probability that the noise of this level is the token z, which counts as one of the allowed tokens."""
+        """The probability that a position is noise at this level and its token is z. z is treated as allowed."""
         share = self.mask_share(level)
         of_token = (1 - share) / self._num_uniform(allowed)
         return (1 - self.clean_share(level)) * torch.where(self.masked(z), share, of_token)

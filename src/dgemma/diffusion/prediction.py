@@ -1,8 +1,8 @@
 """Predictions: a distribution over the vocabulary per canvas position, with every statistic that a sampler needs.
 
 A `Prediction` is lazy. It holds the head's logits and how to shape them, and computes entropy, argmax, confidence and
-samples on demand, one slice of positions at a time. A second (B, C, V) tensor exists only after `.logits` is read. The
-fused engine has a twin with the same interface.
+samples on demand, one slice of positions at a time. A second (B, C, V) tensor exists only after `.logits` is read.
+`dgemma_kernels` has a class with the same interface, which reads its statistics from kernels.
 """
 
 import math
@@ -40,7 +40,7 @@ class Transform(Protocol):
 class Prediction:
     """A distribution over the vocabulary for each canvas position; statistics in float32 (float64 if the logits are).
 
-    logits: (B, C, V), any floating dtype. `.shaped(...)` returns a new prediction, and every statistic is of its shaped
+    logits: (B, C, V), any floating dtype. `.shaped(...)` returns a new prediction, whose statistics describe the shaped
     distribution.
 
     Example: `Prediction(torch.randn(2, 8, 50)).shaped(temperature=0.8).entropy` has shape (2, 8).
@@ -288,7 +288,10 @@ def _inverse_cdf(logits: Tensor, u: Tensor) -> Tensor:
 
 
 def _first_above(ends: Tensor, target: Tensor) -> Tensor:
-    """Index of the first cell that ends above target. If rounding leaves none, the last cell that is not empty."""
+    """Return the index of the first cell that ends above target.
+
+    If rounding leaves none, return the last cell that is not empty.
+    """
     last = (ends < ends[..., -1:]).sum(-1, keepdim=True)
     return torch.minimum(torch.searchsorted(ends, target, right=True), last)
 

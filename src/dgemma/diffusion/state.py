@@ -21,10 +21,12 @@ from dgemma.diffusion.prediction import Prediction
 class DenoiseState:
     """One batch of canvases in the middle of denoising. B rows, C positions.
 
-    `open` marks positions that are still undecided; a commit that persists closes its position. A sampler that decides
-    everything again at each step, like the published one, keeps all unfrozen positions open. `frozen` positions never
-    change. `noise_level` is 1 - α before the step, `next_noise_level` after it. A step keeps all other fields,
-    including those that a subclass adds.
+    `open` marks positions that are still undecided. Once a token is committed for good, its position is no longer open.
+    A sampler that decides everything again at each step, like the published one, keeps all unfrozen positions open.
+    `frozen` positions never change. `noise_level` is 1 - α before the step, `next_noise_level` after it.
+
+    A step changes canvas, open, draft, done, self_cond, both memories, step, both noise levels and temperature. It
+    copies every other field, including those of a subclass.
 
     Example: `replace(state, temperature=torch.full_like(state.temperature, 0.5))`.
     """
@@ -32,7 +34,7 @@ class DenoiseState:
     canvas: Tensor  # (B, C) int64
     open: Tensor  # (B, C) bool
     frozen: Tensor  # (B, C) bool
-    draft: Tensor  # (B, C) int64: the commit if the canvas ended now
+    draft: Tensor  # (B, C) int64: the tokens to commit if the canvas ended now
     done: Tensor  # (B,) bool
     block: Tensor  # (B,) int64
     step: Tensor  # (B,) int64, counted up from 0

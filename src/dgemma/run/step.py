@@ -27,7 +27,7 @@ CacheT = TypeVar("CacheT", bound=Cache)
 
 
 class Denoiser(Generic[CacheT]):
-    """The part of a model that a run needs: `DiffusionGemma`, the fused engine, `Guided`, or a fake in a test.
+    """The part of a model that a run needs: `DiffusionGemma`, the result of `accelerate`, `Guided`, or a fake.
 
     A subclass defines `encode`, `denoise` and the attributes `config`, `generation` and `device`. An engine may
     override `step`, `uniform` and `read_ahead` with faster functions that return the same results.
@@ -48,7 +48,9 @@ class Denoiser(Generic[CacheT]):
     takes_position_levels: bool = False  # if True, that `noise_level` may be (B, C)
 
     def encode(self, tokens: Tensor, cache: CacheT | None = None, attention_mask: Tensor | None = None) -> CacheT:
-        """Encode tokens (B, P) causally into a prefix cache, a given one in place. The mask is 1 for real tokens.
+        """Encode tokens (B, P) causally and return a prefix cache. The mask is 1 for real tokens.
+
+        A `cache` that you pass is extended in place.
 
         Example: `cache = model.encode(prompt_tokens)`.
         """
@@ -63,7 +65,8 @@ class Denoiser(Generic[CacheT]):
     ) -> Prediction:
         """Predict every position of canvas (B, C) at once. The cache is read, never changed.
 
-        self_cond is the last step's prediction (shaped) or its logits. self_cond_mask (B,) is False in rows without it.
+        self_cond is the previous step's prediction, after temperature and truncation, or its logits. self_cond_mask
+        (B,) is False in rows that have no previous prediction.
 
         Example: `model.denoise(canvas, cache).entropy`.
         """
@@ -100,7 +103,9 @@ class Denoiser(Generic[CacheT]):
         return draws.uniform(seeds, block, step, num_positions, purpose)
 
     def read_ahead(self, values: Tensor) -> list[Any]:
-        """Return `values.tolist()`. The loop calls this if another step follows, so an engine may launch it early.
+        """Return `values.tolist()`.
+
+        The loop calls this if another step follows, so an engine may launch that step before it reads the values.
 
         Example: `left, broken, stray = model.read_ahead(record.verdict)`.
         """
@@ -167,9 +172,10 @@ def decide(prediction: Prediction, state: DenoiseState, knobs: Knobs) -> Decisio
 
 
 def settle(state: DenoiseState, prediction: Prediction, decision: Decision, knobs: Knobs) -> Settled:
-    """Apply a decision: write, refill with noise, advance the clock, draft the commit, and test for the end.
+    """Apply a decision: write tokens, return positions to noise, and apply the stop rule.
 
-    Frozen positions and rows that are done keep their tokens. A step does nothing else after the decision.
+    It also advances the step, the noise level and the temperature, and updates the draft. Frozen positions and rows
+    that are done keep their tokens. A step does nothing else after the decision.
 
     Example: `settle(state, prediction, decide(prediction, state, knobs), knobs).state.canvas`.
     """

@@ -25,9 +25,10 @@ class Confidence(Sampler):
     quota sets k, at least 1. "fixed" divides the open positions evenly among the remaining steps. "cosine" is
     MaskGIT's: after step n, ⌊L cos(π/2 · (n+1)/N)⌋ of the L initially open positions are still masked.
 
-    order is the score: "confidence", "margin", "entropy" or "random". "log_confidence" ranks like "confidence", but
-    MaskGIT adds its noise to the logarithm. order_temperature τ adds τ times Gumbel noise to the score, which samples
-    from softmax(score / τ) (Dream's `alg_temp`). `anneal` multiplies it by 1 - (n+1)/N (MaskGIT's choice temperature).
+    order is the score: "confidence", "log_confidence", "margin", "entropy" or "random". order_temperature τ adds τ
+    times Gumbel noise to the score, which samples from softmax(score / τ) (Dream's `alg_temp`). `anneal` multiplies τ
+    by 1 - (n+1)/N (MaskGIT's choice temperature). Without noise, "log_confidence" gives the same order as "confidence".
+    With noise, the noise is added to the logarithm, as in MaskGIT.
 
     With block_len, sub-blocks are decided from left to right. greedy writes the argmax, like LLaDA and Dream at T = 0.
     With one token per step every order is exact, because no order depends on the sampled token.

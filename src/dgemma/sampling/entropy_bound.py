@@ -18,10 +18,10 @@ from dgemma.sampling.ranking import certainty, propose
 class EntropyBound(Sampler):
     """Accept the most certain positions while Σh - max h of their entropies stays within `bound` nats.
 
-    The sum bounds the information that the accepted tokens share, so they may be drawn independently. Under mask noise
-    an accepted token is committed. Under uniform noise every position is decided again at each step, refused positions
-    get new noise, and the argmax is committed at the end. That is the published loop; it has no distributional
-    guarantee.
+    This difference is an upper bound on the information that the accepted tokens share. If it is small, drawing them
+    independently causes little error. Under mask noise an accepted token is committed. Under uniform noise every
+    position is decided again at each step, refused positions get new noise, and the argmax is committed at the end.
+    That is the published loop; it has no distributional guarantee.
 
     `order` ranks the positions. `greedy` writes the argmax instead of a sample. `commit` selects the final
     tokens: the "argmax" at open positions (transformers), or the "canvas" after the last step, including the noise at

@@ -18,13 +18,16 @@ from dgemma.sampling.base import Sampler
 class LeaveOneOutGibbs(Sampler):
     """Take ancestral steps, each followed by `corrections` steps that correct the canvas at its noise level.
 
-    A correction picks `num_positions` positions and redraws each from p(z at l | the rest) = α·loo + (1 - α)·uniform.
-    Redrawing one position, picked at random, keeps the distribution of the level exactly. Redrawing several positions,
-    or positions picked by their content, does not. choice_temperature: None picks at random. A number picks the
-    positions with the smallest margin of the canvas's token over the best other token, plus Gumbel noise of that scale.
+    A correction picks `num_positions` positions. It redraws the token of each from
+    α·p(x | the other positions) + (1 - α)·uniform. If one position is picked at random, the distribution of the canvas
+    at its noise level does not change. If several are picked, or by their content, it does.
 
-    Every step is a forward. Of N steps about N/(corrections + 1) are ancestral, including the first and the last; they
-    divide the schedule into equal times. The memory is the noise level of the canvas, (B,).
+    choice_temperature: None picks at random. With a number, the positions with the smallest margin are picked: the
+    log-probability of the token on the canvas minus that of the best other token. Gumbel noise, multiplied by this
+    number, is added to the ranking.
+
+    Every step is a forward. Of N steps about N/(corrections + 1) are ancestral, including the first and the last; these
+    divide the time of the schedule into equal parts. The memory is the noise level of the canvas, (B,).
 
     Example: `LeaveOneOutGibbs(corrections=2)` with `noise=UniformNoise(vocab_size)`.
     """
@@ -39,7 +42,7 @@ class LeaveOneOutGibbs(Sampler):
 
     def __post_init__(self) -> None:
         check_count(self, "corrections", fix="Use Ancestral for no corrections.")
-        check_count(self, "num_positions", fix="Use 1 to keep the distribution of each level.")
+        check_count(self, "num_positions", fix="Use 1 for exact corrections.")
         if self.choice_temperature is not None:
             check_size(self, "choice_temperature", fix="Use None to pick at random.")
         check_choice(self, "parametrisation", ("mean", "loo"))

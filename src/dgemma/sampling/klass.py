@@ -26,8 +26,8 @@ class KLASS(Sampler):
     """Commit open positions that are confident (c > `tau`) and whose last `history` KL(pₙ‖pₙ₋₁) are all < `kl_bound`.
 
     A row without such positions commits an even share of its open positions, the most confident first. The memory holds
-    one (B, C, V) prediction. With block_len, sub-blocks are decided from left to right. greedy writes the argmax
-    (published).
+    one (B, C, V) prediction. With block_len, sub-blocks are decided from left to right. greedy writes the argmax, as in
+    the paper.
 
     Example: `KLASS(tau=0.9, kl_bound=0.01, greedy=True)`.
     """

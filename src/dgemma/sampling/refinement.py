@@ -15,12 +15,12 @@ from dgemma.sampling.ranking import best, propose
 
 @dataclass(frozen=True, kw_only=True)
 class BlockRefinement(Sampler):
-    """Commit the most confident positions until ⌈(n+1) L / N⌉ of L are committed, and all of confidence > `tau`.
+    """Commit the most confident positions up to a growing quota, and every position with a confidence above `tau`.
 
-    The rest returns to noise. L counts the unfrozen positions. Uniform noise is not visible in the canvas, so
-    `state.open` records which positions are committed. With `tau_edit`, the argmax replaces a committed token if its
-    confidence exceeds `tau_edit`. A canvas ahead of its quota commits nothing below `tau` until the quota catches up,
-    as published.
+    At step n of N, counted from 0, the quota is ⌈(n+1) L / N⌉ of the L unfrozen positions. The rest returns to noise.
+    Uniform noise is not visible in the canvas, so `state.open` records which positions are committed. With `tau_edit`,
+    the argmax replaces a committed token if its confidence exceeds `tau_edit`. A canvas ahead of its quota commits
+    nothing below `tau` until the quota catches up, as published.
 
     Example: `BlockRefinement(tau=0.95, greedy=True)`.
     """

@@ -19,16 +19,18 @@ _PUBLISHED_ETA = {"cap": 0.008, "rescale": 0.015, "loop": 0.02}
 
 @dataclass(frozen=True, kw_only=True)
 class ReMDM(Sampler):
-    """Mask revealed tokens again with probability σ, and reveal masks faster to keep the distribution of each level.
+    """Mask revealed tokens again with probability σ, and reveal masks faster in return.
+
+    The canvas then still has the right distribution at every noise level.
 
     strategy sets σ, which is at most σ_max = min(1, (1 - α_s)/α_t):
     - "cap": σ = min(eta, σ_max).
     - "rescale": σ = eta·σ_max.
     - "loop": σ = min(eta, σ_max) on the plateau of the `Loop` schedule, otherwise 0.
-    - "conf": σ_max times a softmax over minus the probability that each token had when it was revealed (the memory,
-      (B, C)). As published, masks are not revealed faster, so the distribution of each level is not kept.
+    - "conf": σ = σ_max · softmax(-p), where p is the probability that each token had when it was revealed. The memory
+      stores p, (B, C). As published, masks are not revealed faster, so the distribution at a noise level is not right.
 
-    eta: None is the published value of the strategy; "conf" has none. Published runs use `top_p=0.9`.
+    eta=None uses the published value. Strategy "conf" has no eta. Published runs use `top_p=0.9`.
 
     Example: `ReMDM(strategy="loop")` with `noise=MaskNoise(vocab_size, schedule=Loop())`.
     """

@@ -18,7 +18,7 @@ class Threshold(Sampler):
     """Commit every open position whose confidence is at least `tau`, and always the most confident one.
 
     The comparison is ≥, as in Fast-dLLM; LLaDA2.0 published the same rule with > and tau = 0.95. With
-    block_len, sub-blocks are decided from left to right (published: 32). greedy writes the argmax (published).
+    block_len, sub-blocks are decided from left to right; the paper uses 32. greedy writes the argmax, as in the paper.
 
     Example: `Threshold(tau=0.9, block_len=32, greedy=True)`.
     """

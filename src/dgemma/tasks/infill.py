@@ -38,8 +38,9 @@ class Infilling:
     """The result of `infill` or `edit`.
 
     log_probs has the log-probability of each written token, and 0 for given tokens. It is predicted once, at
-    temperature 1, from the canvas before its first step. With `record=True` there is one `Trajectory` per canvas, with
-    the rows that it covers, in order. Each can be shown, saved, replayed and forked.
+    temperature 1, from the canvas before its first step. With `record=True`, `trajectories` holds one `Trajectory` per
+    canvas, in the order of writing. Each contains only the rows that still had holes. Each can be shown, saved,
+    replayed and forked.
     """
 
     tokens: Tensor  # (B, N) int64
@@ -59,9 +60,9 @@ class Placement(NamedTuple):
 def place_canvas(todo: Tensor, canvas_len: int) -> Placement:
     """Place the next canvas: todo (N,) bool marks the tokens to write, never the first.
 
-    It starts at the first hole, or earlier if the text would end inside it. A hole is kept if a quarter of a canvas to
-    its right, or all the remaining text, is inside the canvas. A hole that is too long is kept in parts, so that its
-    last canvas has that view.
+    The canvas starts at the first hole, or earlier if it would reach past the end of the text. The tokens written into
+    a hole are kept if the canvas also covers enough text to its right: a quarter of a canvas, or all that remains. A
+    hole that is too long is written in several canvases, and the last one covers that much text.
 
     Example: with holes at 5..7 and 18..19 of 100 tokens, a canvas of 16 gives `Placement(start=5, keep_until=8)`.
     """
@@ -102,7 +103,7 @@ def infill(
     holes: booleans (B, N), spans [(start, stop), ...] for all rows, or a token id that marks a hole. They may be longer
     than a canvas. attention_mask (B, N) is 0 for padding, on either side. If a text ends inside a canvas, the positions
     after it are written freely and dropped, or filled with `tail_token_id`. Pass the stop token for models that were
-    tuned on canvases padded with it. A canvas ends when the tokens that are kept are done.
+    tuned on canvases padded with it. A canvas ends when all tokens that it will keep are decided.
 
     The other options are those of `generate`; `allowed` is over the positions of the text. A recorded run encodes the
     whole prefix of each canvas again, because its replay does.
@@ -110,9 +111,11 @@ def infill(
     Under mask noise an exact network draws the holes from their conditional distribution. Uniform noise is not
     visible: a network that takes one noise level per canvas, or none, treats given tokens as noisy too. With
     `ModelConfig.noise_conditioning` a network gets a level per position, 0 where the text is given. Train it with
-    `Objective.frozen_prob`, which freezes random tokens. With an exact network that takes one level,
-    `LeaveOneOutGibbs` under `Loop(plateau=0.99)` also comes close, because the network believes the given tokens near
-    clean text. It did not improve the fills of `dgemma/text`, which takes no level.
+    `Objective.frozen_prob`, which freezes random tokens.
+
+    If an exact network takes one level per canvas, `LeaveOneOutGibbs` with `Loop(plateau=0.99)` approximates this
+    distribution, because near level 0 the network trusts the given tokens. It did not improve the text that
+    `dgemma/text` writes into holes; that network takes no level.
 
     Example: `infill(model, tokens, [(12, 20)], noise=MaskNoise(vocab_size), sampler=Confidence(), seed=1).tokens`.
     """
@@ -122,7 +125,9 @@ def infill(
     if not bool(todo.any(1).all()):
         raise ValueError("infill holes must mark a token in every row. Omit the rows that have none.")
     if bool((todo & (real.cumsum(1) == 1)).any()):
-        raise ValueError("infill holes must not cover a row's first token, the prefix of its canvas. Start with bos.")
+        raise ValueError(
+            "infill holes must not cover a row's first token, because a canvas needs a prefix. Put the bos token first."
+        )
     _check_text("infill", tokens, real & ~todo, tail_token_id, plan)
     writer = _Writer(model, plan, tail_token_id, on_step, record_top if record else None, progress)
     return writer.write(tokens, real, todo)
@@ -188,7 +193,7 @@ class _Writer:
     """Writes canvas after canvas until every hole is written; each row has its own placement."""
 
     model: Denoiser
-    plan: Plan  # of one canvas after one token; `span.allowed` covers the whole text
+    plan: Plan  # a template of one canvas, which `_plan_canvas` completes; `span.allowed` covers the whole text
     tail_token_id: int | None
     on_step: OnStep | None
     record_top: int | None  # None records nothing
@@ -356,7 +361,8 @@ def _read_options(name: str, model: Denoiser, tokens: Any, options: CanvasOption
             "Shorten the text."
         )
     allowed = options.pop("allowed", None)
-    # The plan covers one canvas after a prefix of one token, the shortest. A canvas never starts after the text.
+    # The plan is for one canvas after a prefix of one token, the shortest possible prefix. Longer prefixes always fit,
+    # because a canvas after a longer prefix ends within the text, and the length of the text was checked above.
     canvas_len = model.config.canvas_length
     # An edited text has the level of the schedule's first step, which need not be 1. Holes are pure noise.
     canvas = tokens.new_zeros(len(tokens), canvas_len, dtype=torch.int64) if name == "edit" else None

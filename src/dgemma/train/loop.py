@@ -69,11 +69,13 @@ def train(
     SIGTERM it finishes the step, writes a checkpoint and returns. A loss or gradient that is not finite raises
     FloatingPointError and restores the model from the last checkpoint.
 
-    on_step: called after every step; returning True stops the run as Ctrl-C does. evaluate: `(model, step) -> numbers`
-    by name, or None; called with the averaged weights if there are any. optimizer: makes an optimizer from named
-    parameters, by default AdamW; its learning rates are the peaks that warm-up and cosine scale. allow_changes:
-    continue with another configuration, objective, source or optimizer than the run began with. A finished run with
-    `config.minutes` can be continued with more minutes this way.
+    - on_step: called after every step; returning True stops the run as Ctrl-C does.
+    - evaluate: a function of (model, step) that returns a dictionary of numbers, or None. If weights are averaged, the
+      model has the average.
+    - optimizer: makes an optimizer from named parameters, by default AdamW. Its learning rates are peak values; warm-up
+      and the cosine schedule multiply them by a factor up to 1.
+    - allow_changes: continue with another configuration, objective, source or optimizer than the run began with. A
+      finished run with `config.minutes` can be continued with more minutes this way.
 
     Example: `train(model, recipes.trl(model.config), source, TrainConfig(steps=2000, batch_size=64), out="run")`.
     """
@@ -219,7 +221,7 @@ class _Run:
             logger.info("Training for %g minutes; the number of steps is planned after the first tenth.", minutes)
 
     def _plan(self) -> None:
-        """With `config.minutes`, renew the number of steps that fit."""
+        """With `config.minutes`, estimate again how many steps fit into the time."""
         if self.budget is None:
             return
         share = torch.tensor(self.budget.share if self.parallel.is_main else 0.0, dtype=torch.float64)
@@ -280,7 +282,7 @@ class _Run:
         """Return the objective's counts over the whole step, and under "process/…" those of this process alone."""
         counts = [self.objective.total_counts(part.batch, part.seeds) for part in parts]
         here = {name: torch.stack([count[name] for count in counts]).sum(0) for name in counts[0]}
-        # One of several processes may have no answers.
+        # With several processes, one may get rows without answers, so only a single process checks this.
         if "decoder" in here and self.parallel.world_size == 1 and not any(part.batch.has_answer for part in parts):
             raise ValueError(
                 f"TrainBatch.length must exceed prompt_len in some row of a step, got no answer in any row of step "

@@ -1,8 +1,9 @@
 """The training objective: a denoising loss over canvases plus the causal loss of the same weights.
 
 The defaults are the published fine-tuning objective: unweighted cross-entropy at every position of a canvas, plus
-next-token cross-entropy. Where public recipes differ, there is a field; `recipes` has their settings. The
-bounds of `nelbo` are losses too: MDLM and LLaDA (mask), Duo (uniform), GIDD (hybrid), each over blocks (BD3-LM).
+next-token cross-entropy. Where public recipes differ, there is a field; `recipes` has their settings. The likelihood
+bounds in nelbo.py can be used as losses: those of MDLM and LLaDA for mask noise, Duo for uniform and GIDD for hybrid
+noise. All work over blocks, as in BD3-LM.
 """
 
 from collections.abc import Mapping
@@ -60,8 +61,8 @@ class Measure(Protocol):
     """The interface of objectives. The call is a function of the model, the rows and their seeds alone.
 
     `total_counts` returns, before any forward, how many positions each term of these rows has. `reduce` returns the
-    scalar loss. With the totals of the whole step it returns the part of these rows. The parts of all micro-batches and
-    processes add up to the loss of the batch.
+    scalar loss. If you pass the totals of the whole step, it returns the share of the loss that comes from these rows.
+    The shares of all micro-batches and processes add up to the loss of the batch.
     """
 
     def __call__(self, model: DiffusionGemma, batch: TrainBatch, *, seeds: Tensor) -> Terms: ...
@@ -98,7 +99,8 @@ class Objective:
     decoder_weight: float = 1.0
 
     self_cond_prob: float = 0.5  # probability that a canvas sees the prediction of a first, detached pass
-    self_cond_off: str = "zero_signal"  # other canvases get no signal, or that of "zero_logits", the mean embedding
+    # The input of the other canvases: "zero_signal" is zeros, "zero_logits" is the mean embedding.
+    self_cond_off: str = "zero_signal"
 
     causal_weight: float = 1.0
     causal_scope: str = "sequence"  # prompt and answer, or only the "answer"
@@ -128,7 +130,7 @@ class Objective:
         self._check_loss()
 
     def _check_loss(self) -> None:
-        """Raise ValueError if the noise has no formula for the loss, or the loss would not read a field."""
+        """Raise ValueError if the noise has no formula for the loss, or if a field is set that it does not use."""
         is_bound = self.decoder_loss == "nelbo"
         if self.decoder_loss != "cross_entropy":
             nelbo.check_process(self.noise)
@@ -140,7 +142,7 @@ class Objective:
         if self.parametrisation != "mean" and (not is_bound or self.noise.kind == "mask"):
             raise ValueError(
                 f"Objective.parametrisation must be 'mean' except for bounds of uniform and hybrid noise, got "
-                f"{self.parametrisation!r}. For the cross-entropy of such logits use decoder_loss='leave_one_out'."
+                f"{self.parametrisation!r}. For leave-one-out cross-entropy, use decoder_loss='leave_one_out'."
             )
         if self.propose_mask and (self.noise.mask_token is None or (is_bound and self.noise.kind == "hybrid")):
             raise ValueError(
@@ -341,7 +343,7 @@ class Objective:
         return losses if weights is None else losses * weights.to(losses.dtype)
 
     def _bound(self, logits: Tensor, x: Tensor, z: Tensor, level: Tensor, weights: Tensor) -> Tensor:
-        """Return the bound (m,) of logits (m, V) and the others (m, 1)."""
+        """Return the bound of each position, (m,). logits are (m, V); x, z, level and weights are (m, 1)."""
         bound = nelbo.integrand(
             self.noise, logits[:, None], x, z, level, parametrisation=self.parametrisation, weights=weights
         )
@@ -358,7 +360,10 @@ class Objective:
         return weights.clamp(max=self.max_weight) if self.weights == "clipped" else weights
 
     def _evidence(self, z: Tensor, level: Tensor) -> Tensor:
-        """Return the evidence of a token for itself, log(1 + Kα/(1 - α)), if noise draws from K tokens."""
+        """Return how much seeing z raises the logit of x = z: log(1 + Kα/(1 - α)).
+
+        K is the number of tokens that noise draws from.
+        """
         num_tokens = self.noise.vocab_size if self.allowed is None else len(set(self.allowed))
         evidence = torch.log1p(num_tokens * (1 - level) / level).clamp(max=_CERTAIN)
         allowed = self._allowed_mask(z.device)
@@ -381,5 +386,5 @@ class Objective:
 
 @cache
 def _mask_of(ids: tuple[int, ...], vocab_size: int, device: torch.device) -> Tensor:
-    """Return a mask (V,) bool; cached, because copying ids to a GPU waits for it."""
+    """Return a mask (V,) bool; cached, because copying the ids to a GPU makes the host wait."""
     return torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, torch.tensor(ids), True).to(device)
