@@ -60,7 +60,7 @@ ROWS = {
     "expert_down": lambda: of_experts("down, 256 tokens, 128 experts"),
     "dense_mlp, alone": lambda: of_experts("dense MLP, as it runs, 256 tokens", 6.0 * TOKENS * D * DENSE),
     "layer_tail": lambda: of_experts("layer_tail, 256 tokens"),
-    "half layer: the seven rows above, overlapped": lambda: of_experts(
+    "second half of a layer (attention_residual to layer_tail), overlapped": lambda: of_experts(
         "half layer, 256 tokens, 128 experts, 2 streams, dependent"
     ),
     "vocabulary_statistics": lambda: (2 * TOKENS * VOCAB, 0, recorded_us("statistics")),
