@@ -130,7 +130,7 @@ class Prediction:
         return logits
 
     def pieces(self) -> Iterator[Tensor]:
-        """Yield the shaped logits one slice of positions at a time, (B, c, V) each, for a single read."""
+        """Yield the shaped logits in slices of positions, (B, c, V) each. The whole tensor is not built."""
         return (self._shaped(positions) for positions in self._slices())
 
     @property

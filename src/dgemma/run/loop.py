@@ -110,7 +110,9 @@ def denoise_canvas(
     device = state.device
     here = list(range(state.batch_size))  # the rows that are still in the batch
     drafts, num_forwards = list(state.draft), [0] * state.batch_size
-    goes_on = False  # True if there is no stop rule and every row has two steps left or more; it may still finish early
+    # True if another step is likely: there is no stop rule, and every row has at least two steps left. Rows may still
+    # finish early, when nothing is open.
+    goes_on = False
     for num_taken in itertools.count(1):
         state, record = model.step(state, cache=cache, knobs=knobs)  # before any host work, because the device is idle
         written = watch(state.done, state.step, state.num_steps, state.canvas)

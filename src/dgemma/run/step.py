@@ -105,7 +105,8 @@ class Denoiser(Generic[CacheT]):
     def read_ahead(self, values: Tensor) -> list[Any]:
         """Return `values.tolist()`.
 
-        The loop calls this if another step follows, so an engine may launch that step before it reads the values.
+        The loop calls this if another step is likely. An engine may then queue work for that step before it reads the
+        values.
 
         Example: `left, broken, stray = model.read_ahead(record.verdict)`.
         """

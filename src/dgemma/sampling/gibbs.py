@@ -20,7 +20,8 @@ class LeaveOneOutGibbs(Sampler):
 
     A correction picks `num_positions` positions. It redraws the token of each from
     α·p(x | the other positions) + (1 - α)·uniform. If one position is picked at random, the distribution of the canvas
-    at its noise level does not change. If several are picked, or by their content, it does.
+    at its noise level does not change. If several positions are picked, or if the choice
+    depends on the tokens, the distribution changes.
 
     choice_temperature: None picks at random. With a number, the positions with the smallest margin are picked: the
     log-probability of the token on the canvas minus that of the best other token. Gumbel noise, multiplied by this

@@ -87,5 +87,5 @@ class ReMDM(Sampler):
         if self.strategy == "rescale":
             return eta * largest
         capped = largest.clamp(max=eta)
-        rests = alpha_s - alpha_t < 1e-9  # the ends of the plateau are rounded
+        rests = alpha_s - alpha_t < 1e-9  # α at the ends of the plateau has a rounding error
         return capped if self.strategy == "cap" else torch.where(rests, capped, 0.0)

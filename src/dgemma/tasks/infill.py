@@ -62,7 +62,7 @@ def place_canvas(todo: Tensor, canvas_len: int) -> Placement:
 
     The canvas starts at the first hole, or earlier if it would reach past the end of the text. The tokens written into
     a hole are kept if the canvas also covers enough text to its right: a quarter of a canvas, or all that remains. A
-    hole that is too long is written in several canvases, and the last one covers that much text.
+    hole too long for this is written in several canvases. Only the last of them covers enough text to its right.
 
     Example: with holes at 5..7 and 18..19 of 100 tokens, a canvas of 16 gives `Placement(start=5, keep_until=8)`.
     """
@@ -113,9 +113,9 @@ def infill(
     `ModelConfig.noise_conditioning` a network gets a level per position, 0 where the text is given. Train it with
     `Objective.frozen_prob`, which freezes random tokens.
 
-    If an exact network takes one level per canvas, `LeaveOneOutGibbs` with `Loop(plateau=0.99)` approximates this
-    distribution, because near level 0 the network trusts the given tokens. It did not improve the text that
-    `dgemma/text` writes into holes; that network takes no level.
+    If an exact network takes one level per canvas, `LeaveOneOutGibbs` with `Loop(plateau=0.99)` approximates the
+    conditional distribution of the holes. On the plateau the noise level is 0.01, so the network trusts given tokens.
+    It did not improve the text that an earlier `dgemma/text` wrote into holes; that network takes no level.
 
     Example: `infill(model, tokens, [(12, 20)], noise=MaskNoise(vocab_size), sampler=Confidence(), seed=1).tokens`.
     """
@@ -251,7 +251,7 @@ class _Writer:
         )
 
     def _plan_canvas(self, rows: list[_Row], number: int, knobs: Knobs, device: torch.device) -> Plan:
-        """Plan the next canvas of every row as a separate run: `generate` after the text to its left."""
+        """Plan the next canvas of every row as a separate run, like `generate` after the text to its left."""
         canvas_len = self.plan.canvas_len
         text = torch.stack([row.under(row.text, canvas_len, -1) for row in rows]).to(device)
         frozen = torch.stack([row.under(~row.todo, canvas_len, False) for row in rows]).to(device)
@@ -364,7 +364,7 @@ def _read_options(name: str, model: Denoiser, tokens: Any, options: CanvasOption
     # The plan is for one canvas after a prefix of one token, the shortest possible prefix. Longer prefixes always fit,
     # because a canvas after a longer prefix ends within the text, and the length of the text was checked above.
     canvas_len = model.config.canvas_length
-    # An edited text has the level of the schedule's first step, which need not be 1. Holes are pure noise.
+    # With a canvas, `read_plan` accepts a schedule that starts below level 1. `edit` may use one; holes are pure noise.
     canvas = tokens.new_zeros(len(tokens), canvas_len, dtype=torch.int64) if name == "edit" else None
     plan = read_plan(model, tokens[:, :1], max_new_tokens=canvas_len, canvas=canvas, **options)
     if allowed is not None:
