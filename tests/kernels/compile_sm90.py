@@ -8,6 +8,7 @@ import json
 import re
 import runpy
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -68,6 +69,8 @@ def main() -> None:
     JITFunction.run = compile_only
     rows = []
     for path in sorted(Path(__file__).parent.glob("compile_cases_*.py")):
+        if sys.argv[1:] and path.stem.removeprefix("compile_cases_") not in sys.argv[1:]:
+            continue
         table = runpy.run_path(str(path))
         for case, call in table["CALLS"].items():
             compiled.clear()

@@ -19,7 +19,10 @@ def compiled() -> list[dict]:
     environment = {name: value for name, value in os.environ.items() if name not in switches}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     script = Path(__file__).with_name("compile_sm90.py")
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, check=False)
+    tables = os.environ.get("COMPILE_TABLES", "").split()  # such as "fp8 packed"; all if empty
+    done = subprocess.run(
+        [sys.executable, script, *tables], capture_output=True, text=True, env=environment, check=False
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

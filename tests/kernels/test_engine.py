@@ -449,6 +449,7 @@ def test_the_model_keeps_working_and_no_weight_is_stored_twice(device):
     assert model.layers[1].mlp.up_proj.weight.data_ptr() == fast._forward.weights.layers[1].gate_up[32:].data_ptr()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ENCODERS)
 def test_generation_defaults_start_as_the_models_and_then_change_independently(weights, device):
     model = make_model(device)
@@ -505,6 +506,7 @@ def test_embed_equals_its_reference(device):
             torch.testing.assert_close(g.double(), w, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_copied_denoiser_has_separate_weights_and_graphs(device):
     fast, tokens = accelerate(make_model(device)), draw_tokens(1, CANVAS)
     want, fast.generation = fast.causal_logits(tokens), replace(fast.generation, sampler={"name": "ancestral"})

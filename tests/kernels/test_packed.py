@@ -398,6 +398,7 @@ def test_both_modes_equal_the_reference(models):
         torch.testing.assert_close(got, want, **CLOSE)
 
 
+@pytest.mark.slow
 def test_packed_and_plain_weights_agree_to_rounding(models):
     as_they_are, canvas = accelerate(make_rounded_model(models[0].device)), draw_tokens(1, CANVAS)
     want, got = (model.causal_logits(canvas) for model in (as_they_are, models[1]))
@@ -422,6 +423,7 @@ def test_tokens_are_sorted_into_tiles_of_the_weights_format(weights, table, devi
     assert sizes == {16}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["packed", "fp8"])
 def test_the_model_still_works_and_its_experts_are_freed_with_it(weights, device):
     model = make_rounded_model(device)
@@ -480,6 +482,7 @@ def test_functions_that_need_experts_refuse_a_released_model_and_do_not_change_i
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_casting_the_model_does_not_change_the_denoiser(device):
     model, canvas = make_rounded_model(device), draw_tokens(1, CANVAS)
     fast = accelerate(model, "packed")
@@ -489,6 +492,7 @@ def test_casting_the_model_does_not_change_the_denoiser(device):
     assert torch.equal(fast.causal_logits(canvas), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["packed", "fp8"])
 def test_a_pickled_denoiser_has_separate_weights(weights, device):
     fast, canvas = accelerate(make_rounded_model(device), weights), draw_tokens(1, CANVAS)
