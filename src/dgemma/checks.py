@@ -35,7 +35,9 @@ def require_tensor(
     dtypes: Collection[torch.dtype] | None = None,
     fix: str = "",
 ) -> None:
-    """Raise unless `value` is a tensor of this shape and dtype. None in `shape` allows any size; no dtypes, any dtype.
+    """Raise unless `value` is a tensor of this shape and dtype.
+
+    None in `shape` allows any size, and without `dtypes` any dtype is allowed.
 
     Example: `require_tensor(ids, "encode tokens", "be ids (B, P)", shape=(None, None), dtypes=(torch.int64,))`.
     """

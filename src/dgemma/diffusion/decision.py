@@ -37,8 +37,8 @@ class Decision:
 def transition(x0: Tensor, state: DenoiseState) -> Decision:
     """Draw from the exact kernel q(z_s | z_t, x0) for sampled x0 (B, C): write x0, keep z_t, or return to noise.
 
-    With x0 from the mean prediction this is the exact reverse step of each position. The event and the token have
-    separate uniforms, so an event of probability 1e-7 keeps that probability.
+    If x0 is drawn from p(x0 | z_t), this is the exact reverse step of each position. One uniform chooses between
+    writing, keeping and noise. Another chooses the token.
 
     Example: `transition(prediction.sample(state.uniform("token")), state)`.
     """

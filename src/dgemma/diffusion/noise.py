@@ -269,8 +269,8 @@ class HybridNoise(_MaskingNoise):
     """GIDD: a mixture of mask and uniform noise, ((1 - t)·x + t·mask + c·uniform) / (1 + c), with t the noise level.
 
     c = B·(t(1 - t))^(gamma/2), with B such that `uniform_share` of the tokens are random at t = 1/2. The uniform part
-    never draws the mask token. At t = 0 the text is clean, and at t = 1 it is all masks. α is 1 - t; in between, the
-    share of clean tokens is less than α.
+    never draws the mask token. At t = 0 the text is clean, and at t = 1 it is all masks. α is 1 - t. For
+    0 < t < 1 the share of clean tokens is less than α, because random tokens replace part of the text.
 
     Example: `HybridNoise(262144, mask_token_id=4, uniform_share=0.1)`.
     """

@@ -1,7 +1,8 @@
 """Predictions: a distribution over the vocabulary per canvas position, with every statistic that a sampler needs.
 
 A `Prediction` is lazy. It holds the head's logits and how to shape them, and computes entropy, argmax, confidence and
-samples on demand, one slice of positions at a time. A second (B, C, V) tensor exists only after `.logits` is read.
+samples on demand, one slice of positions at a time. For a large canvas and
+vocabulary, a second (B, C, V) tensor exists only after `.logits` is read.
 `dgemma_kernels` has a class with the same interface, which reads its statistics from kernels.
 """
 
@@ -174,7 +175,7 @@ class Prediction:
     def sample(self, u: Tensor) -> Tensor:
         """Inverse CDF in vocabulary order: one uniform per position, u (B, C) in [0, 1) → tokens (B, C).
 
-        Token v is drawn if u lies in its cell [F(v - 1), F(v)), so the cells of a position can be enumerated. As in the
+        Token v is drawn if u lies in its cell [F(v - 1), F(v)), so one u per cell reaches every outcome. As in the GPU
         kernel there are two levels: chunk sums pick a chunk, and only that chunk is summed token by token.
         """
         return torch.cat([_inverse_cdf(self._shaped(part), u[:, part]) for part in self._slices()], dim=1)

@@ -106,7 +106,8 @@ def snapshot(state: DenoiseState) -> DenoiseState:
 def list_writes(before: DenoiseState, after: DenoiseState) -> dict[str, Any]:
     """Return the fields that were written in place, in the form of `list_changes`.
 
-    Writing into the canvas or the frozen mask does not change `open`. It is then listed too, so that it stays the same.
+    Writing into `canvas` or `frozen` does not change `open`. `open` is then listed too, because `list_changes` would
+    otherwise compute it again.
 
     Example: `list_writes(before, record.state)` is `{}` if a callback wrote nothing.
     """

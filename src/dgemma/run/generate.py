@@ -53,7 +53,7 @@ def generate(
     - `stop` is the rule that ends a canvas early; None disables it.
     - `seed`: an int s gives row i the seed s + i.
     - `cache`: a prefix that is already encoded; prompt_tokens are then only the new tokens. The cache is extended in
-      place. Once a row stops, the run continues with a copy, so use `out.cache` afterwards.
+      place until a row stops; from then on the run extends a copy. So continue with the `cache` of the result.
     - `attention_mask` (B, P): 1 for real tokens, 0 for padding.
     - `canvas` (B, N): tokens to start from. Positions with -1 and positions after N start as noise.
     - `frozen` (B, N) bool: positions of `canvas` that never change.

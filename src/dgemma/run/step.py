@@ -27,10 +27,11 @@ CacheT = TypeVar("CacheT", bound=Cache)
 
 
 class Denoiser(Generic[CacheT]):
-    """The part of a model that a run needs: `DiffusionGemma`, the result of `accelerate`, `Guided`, or a fake.
+    """The interface that a run needs from a model. `DiffusionGemma`, the result of `accelerate` and `Guided` have it.
 
-    A subclass defines `encode`, `denoise` and the attributes `config`, `generation` and `device`. An engine may
-    override `step`, `uniform` and `read_ahead` with faster functions that return the same results.
+    A subclass defines `encode`, `denoise` and the attributes `config`, `generation` and `device`. An engine, which is a
+    faster denoiser such as the result of `accelerate`, may override `step`, `uniform` and `read_ahead` with faster
+    functions that return the same results.
 
     Example: `class Flat(Denoiser): denoise = lambda self, canvas, cache, self_cond=None: Prediction(...)`.
     """

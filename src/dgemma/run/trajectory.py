@@ -150,7 +150,7 @@ class Trajectory:
     def array(self, name: str) -> Tensor:
         """A field of `RecordedStep` over all steps and rows: (steps, B), (steps, B, C) or (steps, B, C, k).
 
-        For an absent row, tokens and numbers are -1, certainties NaN, decisions False.
+        For an absent row, integer fields are -1, float fields NaN and boolean fields False.
 
         Example: `trajectory.array("accepted").sum(-1)` counts the tokens that each step accepted.
         """

@@ -23,9 +23,9 @@ class LeaveOneOutGibbs(Sampler):
     at its noise level does not change. If several positions are picked, or if the choice
     depends on the tokens, the distribution changes.
 
-    choice_temperature: None picks at random. With a number, the positions with the smallest margin are picked: the
-    log-probability of the token on the canvas minus that of the best other token. Gumbel noise, multiplied by this
-    number, is added to the ranking.
+    choice_temperature: None picks at random. With a number, the positions with the smallest margin are picked. The
+    margin is the log-probability of the token on the canvas minus that of the best other token. Gumbel noise,
+    multiplied by this number, is added to the ranking.
 
     Every step is a forward. Of N steps about N/(corrections + 1) are ancestral, including the first and the last; these
     divide the time of the schedule into equal parts. The memory is the noise level of the canvas, (B,).

@@ -12,7 +12,7 @@ from dgemma.diffusion.state import DenoiseState
 from dgemma.sampling.base import Sampler
 from dgemma.sampling.ranking import best, propose
 
-_ROUNDING = 1e-9  # a noise level of 1 - 0.9 times 10 positions must count as 1
+_ROUNDING = 1e-9  # in floating point (1 - 0.9) · 10 is below 1, but it must count as 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class P2(Sampler):
     The score is the log-probability of the token that a position has or would get. For committed positions it is
     multiplied by `eta`. Logs are negative, so eta = 0 never masks a committed token, 1 treats all positions alike, and
     larger values revise more. L counts the unfrozen positions, and 1 - α is the noise level after the step. The
-    published κ is the linear schedule.
+    paper calls α κ(t) and uses the linear schedule.
 
     Example: `P2(eta=1.0)`.
     """

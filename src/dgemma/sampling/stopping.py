@@ -202,7 +202,7 @@ class Unchanged(StopRule):
 
 @dataclass(frozen=True)
 class StepCap(StopRule):
-    """Done after `steps` steps under this rule, whatever the run's number of steps.
+    """Done `steps` steps after the rule started, even if the run allows more.
 
     Example: `StableAndConfident() | StepCap(16)`.
     """

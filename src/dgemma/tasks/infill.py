@@ -62,7 +62,7 @@ def place_canvas(todo: Tensor, canvas_len: int) -> Placement:
 
     The canvas starts at the first hole, or earlier if it would reach past the end of the text. The tokens written into
     a hole are kept if the canvas also covers enough text to its right: a quarter of a canvas, or all that remains. A
-    hole too long for this is written in several canvases. Only the last of them covers enough text to its right.
+    hole too long for this is written in several canvases. Only the last one covers enough text after the hole.
 
     Example: with holes at 5..7 and 18..19 of 100 tokens, a canvas of 16 gives `Placement(start=5, keep_until=8)`.
     """
@@ -115,7 +115,7 @@ def infill(
 
     If an exact network takes one level per canvas, `LeaveOneOutGibbs` with `Loop(plateau=0.99)` approximates the
     conditional distribution of the holes. On the plateau the noise level is 0.01, so the network trusts given tokens.
-    It did not improve the text that an earlier `dgemma/text` wrote into holes; that network takes no level.
+    This did not help an earlier version of the checkpoint `dgemma/text`, which takes no noise level.
 
     Example: `infill(model, tokens, [(12, 20)], noise=MaskNoise(vocab_size), sampler=Confidence(), seed=1).tokens`.
     """
@@ -153,7 +153,8 @@ def edit(
 
     frozen (B, N) bool marks tokens that stay. A row's first token always stays, because a canvas needs a prefix. The
     other arguments are those of `infill`. `steps` counts from level 1; steps above `noise_level` are skipped. The text
-    gets the noise level of its first step, the nearest to `noise_level`. With few steps the two may differ much.
+    is noised to the level of the first step that is not skipped, the nearest to `noise_level`. With few steps this
+    level may differ much from `noise_level`.
 
     Example: `edit(model, tokens, noise_level=0.3, frozen=is_prompt)`.
     """
@@ -364,7 +365,8 @@ def _read_options(name: str, model: Denoiser, tokens: Any, options: CanvasOption
     # The plan is for one canvas after a prefix of one token, the shortest possible prefix. Longer prefixes always fit,
     # because a canvas after a longer prefix ends within the text, and the length of the text was checked above.
     canvas_len = model.config.canvas_length
-    # With a canvas, `read_plan` accepts a schedule that starts below level 1. `edit` may use one; holes are pure noise.
+    # `read_plan` accepts a schedule that starts below level 1 only if it gets a canvas. `edit` may use such a schedule,
+    # and `infill` may not, because its holes start as pure noise.
     canvas = tokens.new_zeros(len(tokens), canvas_len, dtype=torch.int64) if name == "edit" else None
     plan = read_plan(model, tokens[:, :1], max_new_tokens=canvas_len, canvas=canvas, **options)
     if allowed is not None:
