@@ -24,7 +24,11 @@ def compiled() -> list[dict]:
         [sys.executable, script, *tables], capture_output=True, text=True, env=environment, check=False
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    rows = json.loads(done.stdout)
+    missing = [table for table in tables if not any(f"compile_cases_{table}:" in row["case"] for row in rows)]
+    assert rows, "no table was compiled"
+    assert not missing, f"COMPILE_TABLES must name compile_cases_*.py files, got {missing}"
+    return rows
 
 
 def test_every_table_of_cases_compiles_some_kernel(compiled):

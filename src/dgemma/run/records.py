@@ -1,4 +1,4 @@
-"""Records of a run: a step, a committed block, the end."""
+"""Records of a run: its steps, its committed blocks and its result."""
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
