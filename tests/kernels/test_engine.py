@@ -160,6 +160,7 @@ def take_first_step(fast):
     return cache, fast.step(start, cache=cache, knobs=knobs)[0], knobs
 
 
+@pytest.mark.slow
 def test_a_state_can_be_copied_and_pickled_before_and_after_the_next_step(models):
     fast = models[1]
     cache, state, knobs = take_first_step(fast)
@@ -173,6 +174,7 @@ def test_a_state_can_be_copied_and_pickled_before_and_after_the_next_step(models
         assert torch.equal(fast.step(other, cache=cache, knobs=knobs)[0].canvas, after.canvas)
 
 
+@pytest.mark.slow
 def test_an_interrupted_step_does_not_change_the_next_one(models, monkeypatch):
     fast = models[1]
     cache, state, knobs = take_first_step(fast)
@@ -187,6 +189,7 @@ def test_an_interrupted_step_does_not_change_the_next_one(models, monkeypatch):
     assert torch.equal(got.canvas, want.canvas)
 
 
+@pytest.mark.slow
 def test_an_interrupted_read_loses_no_postponed_tokens(models, monkeypatch):
     fast, block = models[1], draw_tokens(1, CANVAS, seed=2)
     want, got = (fast.encode(block, fast.encode(draw_tokens(1, 3))) for _ in range(2))
@@ -282,13 +285,8 @@ class AddLabel(dgemma.Sampler):
         return dgemma.Decision(tokens=tokens, write=positions < state.limit, renoise=positions > state.limit)
 
 
-@pytest.mark.parametrize(
-    "sampler",
-    [
-        pytest.param(AddLabel(), id="own", marks=pytest.mark.slow),
-        pytest.param(dgemma.EntropyBound(bound=0.5), id="published"),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("sampler", [AddLabel(), dgemma.EntropyBound(bound=0.5)], ids=["own", "published"])
 def test_a_field_added_to_the_state_arrives_in_the_captured_step_and_in_the_next_state(models, sampler, device):
     knobs = Knobs(sampler=sampler, temperature=dgemma.LinearTemperature(), stop=None)
     seeds = torch.tensor([3, 4], device=device)

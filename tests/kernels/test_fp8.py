@@ -366,6 +366,7 @@ def apart(a: Tensor, b: Tensor) -> tuple[float, float]:
     return each.log().mean().exp().item(), ((a - b).norm() / b.norm()).item()
 
 
+@pytest.mark.slow
 def test_both_modes_equal_the_reference_that_rounds_at_the_same_places(models):
     prompt, canvas = draw_tokens(2, 7), draw_tokens(2, CANVAS, seed=1)
     real = torch.ones_like(prompt)

@@ -234,12 +234,17 @@ def draw_outliers(*shape: int, seed: int, outliers: str) -> tuple[Tensor, Tensor
         ("two-experts-have-no-rows", "none"),
     ],
 )
-@pytest.mark.parametrize(("width", "hidden"), [(D, F), (200, 80), (128, 192)], ids=["ragged", "odd halves", "exact"])
+@pytest.mark.parametrize(
+    ("width", "hidden"),
+    [(D, F), (200, 80), pytest.param(128, 192, marks=pytest.mark.slow)],
+    ids=["ragged", "odd halves", "exact"],
+)
 def test_products_match_float64(routing, outliers, width, hidden, dtype, device):
     check_products(draw_routing(routing), width, hidden, outliers, dtype, device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.slow
 def test_products_of_wide_rows_match_float64(dtype, device):
     # A program loads 32 outliers at a time for more than 1,024 columns, else 16.
     check_products(draw_routing("even"), 1088, 64, "more than one list", dtype, device)
@@ -443,6 +448,7 @@ def test_the_model_still_works_and_its_experts_are_freed_with_it(weights, device
 
 
 @pytest.mark.parametrize("weights", ["packed", pytest.param("fp8", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_experts_are_released_layer_by_layer_and_the_model_then_raises(weights, device, monkeypatch):
     model, canvas = make_rounded_model(device), draw_tokens(1, CANVAS)
     kept = accelerate(make_rounded_model(device), weights)

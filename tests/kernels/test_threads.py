@@ -40,6 +40,7 @@ def write(fast, seed: int, on_step=None) -> list[torch.Tensor]:
     return [out.new_tokens.cpu(), *(out.trajectory.array(name) for name in ("canvas", "entropy", "top_tokens"))]
 
 
+@pytest.mark.slow
 def test_two_threads_whose_steps_alternate_write_what_each_writes_alone(fast):
     alone = [write(fast, seed) for seed in (1, 2)]
     both = threading.Barrier(2, timeout=60)

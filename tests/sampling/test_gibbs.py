@@ -81,6 +81,7 @@ def test_one_position_picked_at_random_keeps_the_distribution_exactly(parametris
 
 
 @pytest.mark.parametrize(("num_positions", "distance"), [(2, 0.0462), (3, 0.1375)])
+@pytest.mark.slow
 def test_several_positions_at_once_do_not_keep_the_distribution(num_positions, distance):
     assert distance_after(LeaveOneOutGibbs(num_positions=num_positions)) == pytest.approx(distance, abs=5e-5)
 
