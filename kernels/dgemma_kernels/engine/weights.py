@@ -15,6 +15,7 @@ from dgemma.model.config import LayerShape
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.experts import ReleasedExperts, require_experts
 from dgemma.model.layers import GatedMLP
+from dgemma.model.quantized import QuantizedWeight, Weight
 from dgemma_kernels.formats import ENCODERS, Encoder, ExpertWeights, Quantized
 
 
@@ -115,8 +116,8 @@ def _take_layer(layer: Layer, shape: LayerShape, encode_gate_up: Encoder, encode
         per_expert_scale=layer.router.per_expert_scale.detach(),
         gate_up=_fuse_mlp(layer.mlp),
         down=layer.mlp.down_proj.weight.detach(),
-        expert_gate_up=encode_gate_up(layer.experts.gate_up_proj.detach()),
-        expert_down=encode_down(layer.experts.down_proj.detach()),
+        expert_gate_up=encode_gate_up(_plain(layer.experts.gate_up_proj)),
+        expert_down=encode_down(_plain(layer.experts.down_proj)),
         tail_norms=(
             layer.post_feedforward_layernorm_1.weight.detach(),
             layer.post_feedforward_layernorm_2.weight.detach(),
@@ -125,6 +126,14 @@ def _take_layer(layer: Layer, shape: LayerShape, encode_gate_up: Encoder, encode
         scalar=layer.layer_scalar,
         causal_scalar=layer.causal_layer_scalar,
     )
+
+
+def _plain(weight: Weight) -> Tensor:
+    if isinstance(weight, QuantizedWeight):
+        raise ValueError(
+            f"accelerate model must have plain experts, got {weight.format}. Load an unquantised checkpoint."
+        )
+    return weight.detach()
 
 
 def _view_float8(held: Any, dtype: torch.dtype) -> Any:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from dgemma.model.config import ModelConfig
 from dgemma.model.layers import gated_gelu, rms_norm, wide_dtype
+from dgemma.model.quantized import QuantizedWeight, Weight, decoded_product
 
 
 class Routing(NamedTuple):
@@ -40,7 +41,10 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """E gated MLPs as two 3-D tensors."""
+    """E gated MLPs as two 3-D tensors, or as two quantised weights."""
+
+    gate_up_proj: Weight  # (E, 2F, D)
+    down_proj: Weight  # (E, D, F)
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -137,8 +141,10 @@ class _Combine(torch.autograd.Function):
         return grad[order // ctx.num_chosen], None, None, None
 
 
-def product_by_group(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+def product_by_group(rows: Tensor, weights: Weight, ends: Tensor) -> Tensor:
     """Multiply the rows of group e by weights[e]ᵀ: rows (R, I), weights (E, O, I), ends (E,) → (R, O)."""
+    if isinstance(weights, QuantizedWeight):
+        return decoded_product(rows, weights, lambda rows, decoded: product_by_group(rows, decoded, ends))
     if torch.is_autocast_enabled(rows.device.type):  # autocast does not cover our operator
         dtype = torch.get_autocast_dtype(rows.device.type)
         rows, weights = rows.to(dtype), weights.to(dtype)

@@ -2,7 +2,8 @@
 
 A weight W (out, in) acts as W + scale · B A. A (rank, in) is random and B (out, rank) is zero, so training starts from
 the unchanged model. Experts are 3-D weights, with an A and a B for each. The adapted modules keep their names and their
-base weights. Adapters are additional parameters of those modules, saved separately.
+base weights. Adapters are additional parameters of those modules, saved separately. The base weights may be quantised
+(QLoRA, arXiv:2305.14314).
 """
 
 import json
@@ -20,6 +21,16 @@ from dgemma.checks import check_count, check_size
 from dgemma.model.config import GenerationDefaults
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.experts import Experts, product_by_group, require_experts
+from dgemma.model.quantize import requantize
+from dgemma.model.quantized import (
+    QuantizedLinear,
+    QuantizedWeight,
+    Weight,
+    linear,
+    linear_layer,
+    quantized_weights,
+    set_weight,
+)
 
 _TARGETS = {
     "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -56,31 +67,28 @@ class LoRA:
         return self.alpha / self.rank
 
 
-class AdaptedLinear(nn.Linear):
+class AdaptedLinear(nn.Module):
     """A linear layer whose output gains scale · B A x."""
 
+    weight: Weight
     base_generation: GenerationDefaults  # of the base model; training adapters may change the model's noise
 
-    def __init__(self, base: nn.Linear, lora: LoRA) -> None:
-        with torch.device("meta"):
-            super().__init__(base.in_features, base.out_features, bias=False)
+    def __init__(self, base: nn.Linear | QuantizedLinear, lora: LoRA) -> None:
+        super().__init__()
         self.weight, self.lora = base.weight, lora
         self.lora_a, self.lora_b = _new_pair(base.weight, lora.rank)
 
     def forward(self, x: Tensor) -> Tensor:
         narrow = F.linear(x, self.lora_a.to(x.dtype))  # (…, rank)
-        return super().forward(x) + F.linear(narrow, self.lora_b.to(x.dtype)) * self.lora.scale
+        return linear(x, self.weight) + F.linear(narrow, self.lora_b.to(x.dtype)) * self.lora.scale
 
-    def updates(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the base weight and the update of its adapter."""
-        yield self.weight, self.lora_b @ self.lora_a * self.lora.scale
+    def updates(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name of the base weight in this module, and the update of its adapter."""
+        yield "weight", self.lora_b @ self.lora_a * self.lora.scale
 
-    def base(self) -> nn.Linear:
+    def base(self) -> nn.Linear | QuantizedLinear:
         """Return the layer without its adapter."""
-        with torch.device("meta"):
-            linear = nn.Linear(self.in_features, self.out_features, bias=False)
-        linear.weight = self.weight
-        return linear
+        return linear_layer(self.weight)
 
 
 class AdaptedExperts(Experts):
@@ -104,10 +112,10 @@ class AdaptedExperts(Experts):
         narrow = product_by_group(rows, a.to(rows.dtype), ends)  # (R, rank)
         return product_by_group(narrow, b.to(rows.dtype), ends) * self.lora.scale
 
-    def updates(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each base weight and the update of its adapter."""
-        yield self.gate_up_proj, self.gate_up_lora_b @ self.gate_up_lora_a * self.lora.scale
-        yield self.down_proj, self.down_lora_b @ self.down_lora_a * self.lora.scale
+    def updates(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name of each base weight in this module, and the update of its adapter."""
+        yield "gate_up_proj", self.gate_up_lora_b @ self.gate_up_lora_a * self.lora.scale
+        yield "down_proj", self.down_lora_b @ self.down_lora_a * self.lora.scale
 
     def base(self) -> Experts:
         """Return the experts without their adapters."""
@@ -144,17 +152,44 @@ def add_lora(model: DiffusionGemma, lora: LoRA | None = None, *, seed: int = 0) 
 
 
 @torch.no_grad()
-def merge_lora(model: DiffusionGemma) -> None:
-    """Add the adapters to the weights and remove them. The logits stay; the model can be saved and accelerated.
+def merge_lora(model: DiffusionGemma, *, quantized: str | None = None) -> dict[str, float]:
+    """Add the adapters to the weights and remove them. The model can then be saved and accelerated.
+
+    Plain weights are rounded to their dtype, and the logits stay. For quantised weights say what to do: "dequantize"
+    makes plain weights of the model's dtype; "requantize" rounds to the same format again, which changes the logits.
+    Return the relative error of this rounding, |rounded - exact| / |exact|, for each weight that was quantised.
 
     Example: `merge_lora(model); model.save_pretrained("merged")`.
     """
     _require_adapters(model, "merge_lora")
-    for _, module in _adapted_modules(model):
-        for weight, update in module.updates():
-            # Added in the wider dtype of the two, and rounded once.
-            weight.copy_((weight.to(torch.promote_types(weight.dtype, update.dtype)) + update).to(weight.dtype))
-    _take_off(model)
+    if quantized not in (None, "dequantize", "requantize"):
+        raise ValueError(f"merge_lora quantized must be None, 'dequantize' or 'requantize', got {quantized!r}.")
+    adapted = list(_adapted_modules(model))
+    if quantized is None and any(list(quantized_weights(module)) for _, module in adapted):
+        raise ValueError(
+            "merge_lora quantized must be 'dequantize' or 'requantize' for a quantised model, got None. The sum of a "
+            "quantised weight and its adapter fits the format only after rounding."
+        )
+    errors = {}
+    for name, module in adapted:
+        merged = {}
+        for attribute, update in module.updates():
+            weight = getattr(module, attribute)
+            if isinstance(weight, QuantizedWeight):
+                exact = weight.decode(update.dtype) + update
+                rounded = requantize(exact, weight) if quantized == "requantize" else exact.to(model.dtype)
+                merged[attribute] = rounded
+                values = rounded if isinstance(rounded, Tensor) else rounded.decode(exact.dtype)
+                errors[f"{name}.{attribute}"] = float((values - exact).norm() / exact.norm())
+            else:
+                # Added in the wider dtype of the two, and rounded once.
+                wide = torch.promote_types(weight.dtype, update.dtype)
+                weight.copy_((weight.to(wide) + update).to(weight.dtype))
+        _put(model, name, module.base())
+        for attribute, weight in merged.items():
+            set_weight(model, f"{name}.{attribute}", weight)
+    model.requires_grad_(True)
+    return errors
 
 
 def drop_lora(model: DiffusionGemma) -> None:
@@ -245,11 +280,13 @@ def _is_target(name: str, targets: Iterable[str]) -> bool:
     return any(name == end or name.endswith("." + end) for target in targets for end in _TARGETS[target])
 
 
-def _new_pair(weight: Tensor, rank: int) -> tuple[nn.Parameter, nn.Parameter]:
+def _new_pair(weight: Weight, rank: int) -> tuple[nn.Parameter, nn.Parameter]:
     """Return A (…, rank, in) and B (…, out, rank) of zeros, in float32 or wider because updates are small."""
     *experts, num_out, num_in = weight.shape
-    dtype = torch.promote_types(weight.dtype, torch.float32)
-    a, b = weight.new_zeros(*experts, rank, num_in, dtype=dtype), weight.new_zeros(*experts, num_out, rank, dtype=dtype)
+    dtype = torch.promote_types(weight.dtype, torch.float32) if isinstance(weight, Tensor) else torch.float32
+    a, b = (
+        torch.zeros(*experts, *shape, dtype=dtype, device=weight.device) for shape in ((rank, num_in), (num_out, rank))
+    )
     return nn.Parameter(a), nn.Parameter(b)
 
 

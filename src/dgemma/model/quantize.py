@@ -1,0 +1,144 @@
+"""Quantisation of weights: round to nearest, with the scale of every group chosen by its squared error."""
+
+from collections.abc import Iterable
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from dgemma.model.quantized import (
+    E2M1,
+    NVFP4_GROUP,
+    Float8Weight,
+    IntWeight,
+    NvFp4Weight,
+    QuantizedWeight,
+    pack_nibbles,
+)
+
+FORMATS = ("int4", "int8", "fp8", "nvfp4")
+LARGEST_E4M3 = 448.0
+_LARGEST_E2M1 = 6.0
+_SMALLEST = 2.0**-80  # a row whose values are all smaller becomes zeros, not NaN
+_CHUNK = 1 << 24  # values quantised at a time
+# Scales to try, as fractions of the one that represents the largest value of the group. A smaller scale clips the
+# largest value and rounds all others more finely.
+_FRACTIONS = tuple(1.0 - 0.03 * i for i in range(14))
+_MIDPOINTS = tuple((low + high) / 2 for low, high in pairwise(E2M1[:8]))
+
+
+@torch.no_grad()
+def quantize(
+    weight: Tensor,
+    to: str,
+    *,
+    group_size: int | None = None,
+    symmetric: bool = True,
+    scale_dtype: torch.dtype = torch.bfloat16,
+) -> QuantizedWeight:
+    """Round a weight (..., N, K) to a format: "int4", "int8", "fp8" or "nvfp4".
+
+    int4 has groups of `group_size` columns, 64 by default; int8 has one scale per row by default. `symmetric`,
+    `group_size` and `scale_dtype` are for integers only.
+
+    Example: `quantize(experts.down_proj, "int4", group_size=32).decode(torch.bfloat16)`.
+    """
+    if to not in FORMATS:
+        raise ValueError(f"quantize to must be one of {', '.join(FORMATS)}, got {to!r}.")
+    if not weight.is_floating_point() or weight.ndim not in (2, 3) or not weight.numel():
+        raise ValueError(
+            f"quantize weight must be a float (N, K) or (E, N, K), got {weight.dtype} {tuple(weight.shape)}."
+        )
+    width = weight.shape[-1]
+    size = {"nvfp4": NVFP4_GROUP, "int4": group_size or 64, "int8": group_size or width, "fp8": width}[to]
+    if width % size or (to == "int4" and width % 2):
+        raise ValueError(f"quantize group_size must divide the weight's {width} columns, got {size}. Use 32 or 64.")
+    rows = weight.reshape(-1, width)
+    chunks = rows.split(max(1, _CHUNK // width))
+    if to == "fp8":
+        values, scale = _joined(_float8(chunk) for chunk in chunks)
+        return Float8Weight(values=values.view(weight.shape), scale=scale.view(weight.shape[:-1]))
+    if to == "nvfp4":
+        # One scale per matrix, as in files. It maps the largest block scale to float8's largest.
+        flat = weight.reshape(-1, weight.shape[-2] * width)
+        largest = torch.linalg.vector_norm(flat, torch.inf, dim=-1).float().clamp(min=_SMALLEST)
+        row_scale = (largest / (_LARGEST_E2M1 * LARGEST_E4M3)).repeat_interleave(weight.shape[-2])  # (R,)
+        parts = zip(chunks, row_scale.split(chunks[0].shape[0]), strict=True)
+        codes, scale = _joined(_nvfp4(chunk, part) for chunk, part in parts)
+        return NvFp4Weight(
+            codes=codes.view(*weight.shape[:-1], -1),
+            scale=scale.view(*weight.shape[:-1], -1),
+            row_scale=row_scale.view(weight.shape[:-1]),
+        )
+    bits = int(to.removeprefix("int"))
+    codes, scale, zero = _joined(_integers(chunk, bits, size, symmetric, scale_dtype) for chunk in chunks)
+    return IntWeight(
+        codes=codes.view(*weight.shape[:-1], -1),
+        scale=scale.view(*weight.shape[:-1], -1),
+        zero_point=None if symmetric else zero.view(*weight.shape[:-1], -1),
+        bits=bits,
+    )
+
+
+def requantize(values: Tensor, like: QuantizedWeight) -> QuantizedWeight:
+    """Round new values (..., N, K) to the format of another weight.
+
+    Groups are neighbouring columns. A weight with a bias gets zero points instead.
+
+    Example: `requantize(weight.decode(torch.float32) + update, weight)`.
+    """
+    if not isinstance(like, IntWeight):
+        return quantize(values, like.format)
+    symmetric = like.zero_point is None and like.bias is None
+    return quantize(values, like.format, group_size=like.group_size, symmetric=symmetric, scale_dtype=like.scale.dtype)
+
+
+def _joined(pieces: Iterable[tuple[Tensor, ...]]) -> list[Tensor]:
+    return [torch.cat(parts) for parts in zip(*pieces, strict=True)]
+
+
+def _float8(rows: Tensor) -> tuple[Tensor, Tensor]:
+    scale = torch.linalg.vector_norm(rows, torch.inf, dim=-1).float().clamp(min=_SMALLEST) / LARGEST_E4M3
+    return (rows.float() / scale[:, None]).to(torch.float8_e4m3fn), scale
+
+
+def _integers(
+    rows: Tensor, bits: int, group_size: int, symmetric: bool, scale_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes (r, K · bits / 8), scales (r, G) and zero points (r, G) of rows (r, K)."""
+    groups = rows.float().unflatten(-1, (-1, group_size))  # (r, G, size)
+    middle, top = 1 << bits - 1, (1 << bits) - 1
+    low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    # Symmetric codes reach -8 to 7: the wider side is divided by 7, or by 8 if it is negative.
+    span = torch.maximum(high / (top - middle), -low / middle) if symmetric else (high - low) / top
+    # The zero point is the same for all scales, so that a smaller scale clips both sides.
+    zero = torch.full_like(span, middle) if symmetric else (-low / span.clamp(min=_SMALLEST)).round()
+    best_error, best_scale = torch.full_like(span, torch.inf), span
+    for fraction in _FRACTIONS if bits == 4 else _FRACTIONS[:1]:
+        scale = (span * fraction).clamp(min=_SMALLEST).to(scale_dtype).float()
+        codes = (groups / scale[..., None] + zero[..., None]).round_().clamp_(0, top)
+        error = (codes.sub_(zero[..., None]).mul_(scale[..., None]) - groups).square().sum(-1)
+        best_scale = torch.where(error < best_error, scale, best_scale)
+        best_error = torch.minimum(error, best_error)
+    codes = (groups / best_scale[..., None] + zero[..., None]).round_().clamp_(0, top).to(torch.uint8).flatten(1)
+    return pack_nibbles(codes) if bits == 4 else codes, best_scale.to(scale_dtype), zero.to(torch.uint8)
+
+
+def _nvfp4(rows: Tensor, row_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Return codes (r, K / 2) and scales (r, K / 16) of rows (r, K) with scales (r,) of the whole row."""
+    blocks = (rows.float() / row_scale[:, None]).unflatten(-1, (-1, NVFP4_GROUP))
+    span = blocks.abs().amax(-1) / _LARGEST_E2M1
+    best_error = torch.full_like(span, torch.inf)
+    best_scale, best_codes = span, torch.zeros(blocks.shape, dtype=torch.uint8, device=rows.device)
+    table = torch.tensor(E2M1, device=rows.device)
+    # Besides smaller scales, one that maps the largest value to 4, whose neighbours are closer than those of 6.
+    for fraction in (*_FRACTIONS, _LARGEST_E2M1 / 4):
+        scale = (span * fraction).clamp(max=LARGEST_E4M3).to(torch.float8_e4m3fn).float()
+        scaled = blocks / scale.clamp(min=2.0**-9)[..., None]  # the smallest float8; zero stays zero
+        sign = torch.where(scaled < 0, 8, 0)
+        codes = torch.bucketize(scaled.abs(), torch.tensor(_MIDPOINTS, device=rows.device)) + sign
+        error = (table[codes] * scale[..., None] - blocks).square().sum(-1)
+        better = error < best_error
+        best_error, best_scale = torch.where(better, error, best_error), torch.where(better, scale, best_scale)
+        best_codes = torch.where(better[..., None], codes.to(torch.uint8), best_codes)
+    return pack_nibbles(best_codes.flatten(1)), best_scale.to(torch.float8_e4m3fn)

@@ -1,0 +1,349 @@
+"""Quantised weights as modules: codes and scales in buffers, decoded at each use, with gradients to the input only.
+
+A weight is 2-D (N, K), or 3-D (E, N, K) for experts. Row n gives output n. Along K, neighbouring columns form groups
+that share a scale. Below, G is the number of groups, and "..." stands for no dimension or for E.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+# Values of the sixteen e2m1 codes: a sign bit, two bits of exponent, one bit of mantissa.
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+NVFP4_GROUP = 16
+_CHUNK = 1 << 24  # values decoded at a time, because they are float32 until they are rounded
+
+
+class QuantizedWeight(nn.Module):
+    """A weight (..., N, K) in codes and scales. Subclasses define the format.
+
+    Every buffer except `group_index` has the leading dimensions (..., N). Casts of a model, such as `model.half()`,
+    do not change its buffers, because their dtypes are part of the format.
+    """
+
+    format: str
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape (..., N, K) of the weight that it encodes."""
+        raise NotImplementedError
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.buffers()).device
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return every tensor that it stores, by name.
+
+        Example: `weight.tensors()["scale"]`.
+        """
+        return dict(self.named_buffers(recurse=False))
+
+    def with_tensors(self, tensors: dict[str, Tensor]) -> Self:
+        """Return a weight of the same format with other tensors.
+
+        Example: `weight.with_tensors({name: t[:4] for name, t in weight.tensors().items()})` is its first 4 experts.
+        """
+        return type(self)(**tensors)
+
+    @torch.no_grad()
+    def decode(self, dtype: torch.dtype) -> Tensor:
+        """Return the values (..., N, K): computed in float32, or in float64 if `dtype` is, and rounded once.
+
+        Example: `linear.weight.decode(torch.bfloat16)`.
+        """
+        out = torch.empty(self.shape, dtype=dtype, device=self.device)
+        rows = out.view(-1, self.shape[-1])
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        for start in range(0, rows.shape[0], max(1, _CHUNK // self.shape[-1])):
+            chunk = slice(start, min(start + max(1, _CHUNK // self.shape[-1]), rows.shape[0]))
+            rows[chunk] = self._decode_rows(chunk, wide).to(dtype)
+        return out
+
+    def _decode_rows(self, rows: slice, wide: torch.dtype) -> Tensor:
+        """Return the values (r, K) of some of the rows, counted over all leading dimensions, in `wide`."""
+        raise NotImplementedError
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        for name, buffer in self.named_buffers(recurse=False):
+            moved = fn(buffer)
+            setattr(self, name, moved if moved.dtype == buffer.dtype else buffer.to(moved.device))
+        return self
+
+    def extra_repr(self) -> str:
+        return f"{self.format}, {tuple(self.shape)}"
+
+
+class IntWeight(QuantizedWeight):
+    """Unsigned integer codes of 4 or 8 bits. A value is (code - zero_point) · scale, or code · scale + bias.
+
+    zero_point None means the middle, 8 or 128. `bias` is for formats whose offset is not a multiple of the scale.
+    `group_index` None means that groups are K / G neighbouring columns.
+
+    Example: `IntWeight(codes=packed, scale=scale).decode(torch.bfloat16)` decodes symmetric int4.
+    """
+
+    codes: (
+        Tensor  # (..., N, K · bits / 8) uint8; with 4 bits, columns 2j and 2j + 1 are the low and high bits of byte j
+    )
+    scale: Tensor  # (..., N, G) float
+    zero_point: Tensor | None  # (..., N, G) uint8
+    bias: Tensor | None  # (..., N, G) float
+    group_index: Tensor | None  # (..., K) int32: the group of each column
+
+    def __init__(
+        self,
+        *,
+        codes: Tensor,
+        scale: Tensor,
+        zero_point: Tensor | None = None,
+        bias: Tensor | None = None,
+        group_index: Tensor | None = None,
+        bits: int = 4,
+    ) -> None:
+        super().__init__()
+        if bits not in (4, 8):
+            raise ValueError(f"IntWeight.bits must be 4 or 8, got {bits}.")
+        if zero_point is not None and bias is not None:
+            raise ValueError("IntWeight.zero_point and bias must not come together, got both.")
+        self.bits = bits
+        for name, tensor in (
+            ("codes", codes),
+            ("scale", scale),
+            ("zero_point", zero_point),
+            ("bias", bias),
+            ("group_index", group_index),
+        ):
+            self.register_buffer(name, tensor)
+        _require(codes.dtype == torch.uint8, "IntWeight.codes", "be uint8", codes)
+        _require(scale.is_floating_point() and scale.shape[:-1] == codes.shape[:-1], "IntWeight.scale", _ROWS, scale)
+        for name, tensor in (("zero_point", zero_point), ("bias", bias)):
+            fits = tensor is None or tensor.shape == scale.shape
+            _require(fits, f"IntWeight.{name}", "have the shape of scale", tensor)
+        if group_index is None:
+            _require(
+                self.shape[-1] % scale.shape[-1] == 0, "IntWeight.scale", f"divide {self.shape[-1]} columns", scale
+            )
+        else:
+            fits = group_index.shape == (*self.shape[:-2], self.shape[-1])
+            _require(fits, "IntWeight.group_index", "name one group per column", group_index)
+
+    @property
+    def format(self) -> str:  # type: ignore[override]
+        return f"int{self.bits}"
+
+    @property
+    def shape(self) -> torch.Size:
+        *rows, width = self.codes.shape
+        return torch.Size((*rows, width * 8 // self.bits))
+
+    @property
+    def group_size(self) -> int:
+        return self.shape[-1] // self.scale.shape[-1]
+
+    def with_tensors(self, tensors: dict[str, Tensor]) -> Self:
+        return type(self)(**tensors, bits=self.bits)
+
+    def _decode_rows(self, rows: slice, wide: torch.dtype) -> Tensor:
+        codes = self.codes.view(-1, self.codes.shape[-1])[rows]
+        values = (unpack_nibbles(codes) if self.bits == 4 else codes).to(wide)
+        scale = self._per_column(self.scale, rows, wide)
+        if self.bias is not None:
+            return values.mul_(scale).add_(self._per_column(self.bias, rows, wide))
+        if self.zero_point is None:
+            return values.sub_(1 << self.bits - 1).mul_(scale)
+        return values.sub_(self._per_column(self.zero_point, rows, wide)).mul_(scale)
+
+    def _per_column(self, per_group: Tensor, rows: slice, wide: torch.dtype) -> Tensor:
+        """Return the entries of `per_group` (..., N, G) for some rows and all columns: (r, K)."""
+        chosen = per_group.view(-1, per_group.shape[-1])[rows].to(wide)
+        if self.group_index is None:
+            return chosen.repeat_interleave(self.group_size, dim=-1)
+        expert = torch.arange(rows.start, rows.stop, device=chosen.device) // self.shape[-2]
+        return chosen.gather(1, self.group_index.view(-1, self.shape[-1])[expert].long())
+
+
+class Float8Weight(QuantizedWeight):
+    """float8 values (e4m3) with one scale per row. A value is values · scale.
+
+    Example: `Float8Weight(values=weight.to(torch.float8_e4m3fn), scale=torch.ones(rows))`.
+    """
+
+    format = "fp8"
+    values: Tensor  # (..., N, K) float8_e4m3fn
+    scale: Tensor  # (..., N) float32
+
+    def __init__(self, *, values: Tensor, scale: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("values", values)
+        self.register_buffer("scale", scale)
+        _require(values.dtype == torch.float8_e4m3fn, "Float8Weight.values", "be float8_e4m3fn", values)
+        fits = scale.dtype == torch.float32 and scale.shape == values.shape[:-1]
+        _require(fits, "Float8Weight.scale", "be float32 with one scale per row", scale)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    def _decode_rows(self, rows: slice, wide: torch.dtype) -> Tensor:
+        return self.values.view(-1, self.shape[-1])[rows].to(wide) * self.scale.view(-1, 1)[rows].to(wide)
+
+
+class NvFp4Weight(QuantizedWeight):
+    """e2m1 codes with a float8 scale per 16 columns and a float32 scale per row: the NVFP4 format.
+
+    A value is E2M1[code] · scale · row_scale. Files have one global scale per matrix. Here every row has its own,
+    because fused matrices have several.
+
+    Example: `NvFp4Weight(codes=packed, scale=scale, row_scale=torch.ones(rows)).decode(torch.bfloat16)`.
+    """
+
+    format = "nvfp4"
+    codes: Tensor  # (..., N, K / 2) uint8; columns 2j and 2j + 1 are the low and high bits of byte j
+    scale: Tensor  # (..., N, K / 16) float8_e4m3fn
+    row_scale: Tensor  # (..., N) float32
+
+    def __init__(self, *, codes: Tensor, scale: Tensor, row_scale: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("codes", codes)
+        self.register_buffer("scale", scale)
+        self.register_buffer("row_scale", row_scale)
+        groups = codes.shape[-1] * 2 // NVFP4_GROUP
+        _require(codes.dtype == torch.uint8, "NvFp4Weight.codes", "be uint8", codes)
+        fits = scale.dtype == torch.float8_e4m3fn and scale.shape == (*codes.shape[:-1], groups)
+        _require(fits, "NvFp4Weight.scale", "be float8_e4m3fn with one scale per 16 columns", scale)
+        fits = row_scale.dtype == torch.float32 and row_scale.shape == codes.shape[:-1]
+        _require(fits, "NvFp4Weight.row_scale", "be float32 with one scale per row", row_scale)
+
+    @property
+    def shape(self) -> torch.Size:
+        *rows, width = self.codes.shape
+        return torch.Size((*rows, width * 2))
+
+    def _decode_rows(self, rows: slice, wide: torch.dtype) -> Tensor:
+        codes = unpack_nibbles(self.codes.view(-1, self.codes.shape[-1])[rows])
+        values = torch.tensor(E2M1, dtype=wide, device=codes.device)[codes.int()]
+        scale = self.scale.view(-1, self.scale.shape[-1])[rows].to(wide) * self.row_scale.view(-1, 1)[rows].to(wide)
+        return values * scale.repeat_interleave(NVFP4_GROUP, dim=-1)
+
+
+Weight = Tensor | QuantizedWeight
+
+_ROWS = "be a float with the rows of codes"
+
+
+class QuantizedLinear(nn.Module):
+    """A linear layer without bias over a quantised weight (N, K).
+
+    Example: `QuantizedLinear(quantize(linear.weight, "int4"))(x)`.
+    """
+
+    def __init__(self, weight: QuantizedWeight) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+def linear(x: Tensor, weight: Weight) -> Tensor:
+    """Return x (..., K) times weight (N, K) transposed: (..., N).
+
+    Example: `linear(x, layer.self_attn.q_proj.weight)`.
+    """
+    return decoded_product(x, weight, F.linear) if isinstance(weight, QuantizedWeight) else F.linear(x, weight)
+
+
+def decoded_product(x: Tensor, weight: QuantizedWeight, multiply: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Return multiply(x, decoded weight), where multiply(x, W) is linear in x and multiply(y, Wᵀ) is its transpose.
+
+    The backward decodes the weight again, so that autograd stores only codes. Under autocast the product has its dtype.
+
+    Example: `decoded_product(x, weight, F.linear)`.
+    """
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    out: Tensor = _DecodedProduct.apply(x, weight, multiply)
+    return out
+
+
+class _DecodedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: QuantizedWeight, multiply: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        ctx.weight, ctx.multiply = weight, multiply
+        return multiply(x, weight.decode(x.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        with torch.autocast(grad.device.type, enabled=False):
+            return ctx.multiply(grad.contiguous(), ctx.weight.decode(grad.dtype).mT), None, None
+
+
+def quantized_weights(model: nn.Module) -> Iterator[tuple[str, QuantizedWeight]]:
+    """Yield every quantised weight of a model with its name.
+
+    Example: `sum(weight.num_bytes for _, weight in quantized_weights(model))`.
+    """
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, QuantizedWeight))
+
+
+def set_weight(model: nn.Module, name: str, weight: Weight) -> None:
+    """Put a weight, plain or quantised, in the place of another one, named as in `model.state_dict()`.
+
+    Example: `set_weight(model, "layers.0.experts.down_proj", quantize(experts.down_proj, "int4"))`.
+    """
+    owner, _, attribute = name.rpartition(".")
+    module = model.get_submodule(owner)
+    if isinstance(module, nn.Linear | QuantizedLinear):
+        outer, _, child = owner.rpartition(".")
+        setattr(model.get_submodule(outer), child, linear_layer(weight))
+        return
+    delattr(module, attribute)
+    setattr(module, attribute, nn.Parameter(weight) if isinstance(weight, Tensor) else weight)
+
+
+def linear_layer(weight: Weight) -> nn.Linear | QuantizedLinear:
+    """Return a linear layer without bias that uses this weight (N, K) itself, not a copy.
+
+    Example: `linear_layer(old.weight)(x)`.
+    """
+    if isinstance(weight, QuantizedWeight):
+        return QuantizedLinear(weight)
+    with torch.device("meta"):
+        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    layer.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight)
+    return layer
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """Pack codes (..., K) below 16 into bytes (..., K / 2); the even column is in the low four bits.
+
+    Example: `pack_nibbles(torch.tensor([1, 2], dtype=torch.uint8))` is [0x21].
+    """
+    return codes[..., 0::2] | codes[..., 1::2] << 4
+
+
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """Undo `pack_nibbles`: (..., K / 2) uint8 → (..., K) uint8.
+
+    Example: `unpack_nibbles(torch.tensor([0x21], dtype=torch.uint8))` is [1, 2].
+    """
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
+def _require(fits: bool, field: str, rule: str, got: Tensor | None) -> None:
+    if not fits:
+        raise ValueError(f"{field} must {rule}, got {None if got is None else (got.dtype, tuple(got.shape))}.")
