@@ -1,8 +1,10 @@
-"""Handler that ends the `dgemma` command without a traceback if Ctrl-C is pressed while torch is being imported.
+"""Settings of the `dgemma` command that must be made before torch is imported. Other programs are not affected.
 
-This module is imported first: the command's own handler is imported after torch. Other programs are not affected.
+Ctrl-C during the import ends the command without a traceback. Threads that wait for others give their core away, which
+halves the time of a small model on a busy machine.
 """
 
+import os
 import sys
 from pathlib import Path
 from types import TracebackType
@@ -26,3 +28,4 @@ def _end_quietly(kind: type[BaseException], error: BaseException, traceback: Tra
 
 if _is_command():
     sys.excepthook = _end_quietly
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -26,7 +26,6 @@ def refuses(ran, *said):
 
 
 NO_CHECKPOINT_READ = [
-    ((), "COMMAND"),
     (("write",), "invalid choice: 'write'"),
     (("generate", ""), "must not be empty"),
     (("generate", " \n"), "must not be empty"),
@@ -39,7 +38,7 @@ NO_CHECKPOINT_READ = [
     (("generate", "-n", "-4", "Hi"), "-n/--max-new-tokens must be"),
     (("generate", "--step", "3", "Hi"), "unknown: --step, perhaps you meant --steps"),
     (("infill", "--loud", "Hi"), "unknown: --loud. See dgemma infill --help."),
-    (("--loud",), "COMMAND"),
+    (("--loud",), "--loud"),
     (("generate", "--gif", "run.png", "Hi"), "--gif must be a file that ends in .gif, got 'run.png'"),
     (("generate", "-m", "", "Hi"), "'' is neither a folder nor a hub id"),
     (("generate", "-m", " ", "Hi"), "' ' is neither a folder nor a hub id"),
@@ -190,6 +189,13 @@ def test_a_read_only_folder_is_named(command, checkpoint, tmp_path):
 def test_a_full_disk_is_not_reported_as_a_bad_argument(command, checkpoint):
     ran = command("generate", "-m", checkpoint, "-n", "32", "--steps", "1", "--html", "/dev/full", "Hi")
     assert (ran.code, ran.err) == (1, "dgemma generate: [Errno 28] No space left on device\n")
+
+
+def test_no_command_prints_the_help(command):
+    ran = command()
+    assert ran.code == 0
+    assert ran.out.startswith("usage: dgemma COMMAND")
+    assert all(f"\n    {name} " in ran.out for name in COMMANDS)
 
 
 @pytest.mark.parametrize("columns", ["40", "80"])

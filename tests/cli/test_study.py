@@ -49,6 +49,10 @@ def test_info_without_a_name_lists_the_shipped_checkpoints(command):
     names = json.loads(command("info", "--json").out)["checkpoints"]
     assert all(name.startswith("dgemma/") for name in names)
     assert all(command("info", name).code == 0 for name in names)
+    lines = command("info").out.splitlines()
+    assert lines[::3] == names
+    assert all(line.startswith("  A DiffusionGemma of ") and line.endswith(".") for line in lines[1::3])
+    assert all(line.startswith("  dgemma ") for line in lines[2::3])
 
 
 def test_bench_times_are_consistent(command, checkpoint):

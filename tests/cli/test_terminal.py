@@ -1,6 +1,7 @@
 """On a real terminal the live view shows the canvas, Ctrl-C cleans up, and pipes get plain text."""
 
 import json
+import re
 
 import pytest
 
@@ -56,7 +57,7 @@ def test_ctrl_c_leaves_the_board_on_the_terminal(solver):
     assert left.screen.endswith("Stopped.")
 
 
-def test_only_the_text_remains_after_the_live_view(checkpoint, command):
+def test_the_text_and_a_line_of_counts_remain_after_the_live_view(checkpoint, command):
     words = ("generate", "-m", checkpoint, "-n", "32", "--steps", "3", "Once")
     ended = terminal.run(*words)
     left = screen(ended)
@@ -64,6 +65,7 @@ def test_only_the_text_remains_after_the_live_view(checkpoint, command):
     assert "step 1/3" in ended.terminal
     assert left.screen.startswith("Once")
     assert "step" not in left.screen
+    assert re.fullmatch(r"32 tokens, 3 forwards, \d+\.\d s", left.screen.split("\n")[-1])
     assert left.cursor_shown
 
 
@@ -72,7 +74,7 @@ def test_piped_output_is_plain_while_the_view_shows(checkpoint, command):
     ended = terminal.run(*words, pipe_out=True)
     assert ended.piped.decode() == command(*words).out
     assert "step 1/3" in ended.terminal
-    assert screen(ended).screen == ""
+    assert screen(ended).screen.startswith("32 tokens, 3 forwards, ")
 
 
 def test_quiet_shows_nothing_but_the_text(checkpoint):

@@ -2,6 +2,7 @@
 
 import io
 import os
+import random
 import re
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import torch
 
 import dgemma
 from dgemma.progress import progress_bar
-from dgemma.view.screen import Ink, Screen, wrap
+from dgemma.view.screen import Ink, Screen, Wrap
 from dgemma.view.terminal import BoardView, LiveView
 from view.converging import Words, writer_of
 
@@ -313,18 +314,37 @@ def test_after_the_terminal_becomes_narrower_wrapped_lines_are_overwritten(monke
     assert screen.screen == "new"
 
 
-def test_words_are_not_broken_if_they_fit_a_line():
-    def lines(text, columns):
-        return ["".join(ink.text for ink in line) for line in wrap([Ink(text)], columns)]
+def shown(wrap, inks, columns):
+    return ["".join(ink.text for ink in line) for line in wrap(inks, columns)]
 
-    assert lines("to be or not", 6) == ["to be", "or not"]
-    assert lines("a\n\nb", 6) == ["a", "", "b"]
-    assert lines("abcdefgh ij", 3) == ["abc", "def", "gh", "ij"]
-    assert ["".join(i.text for i in line) for line in wrap([Ink("end"), *[Ink("░", loose=True)] * 4], 5)] == [
-        "end░░",
-        "░░",
-    ]
-    assert ["".join(i.text for i in line) for line in wrap([Ink("spl"), Ink("it up", "1")], 6)] == ["split", "up"]
+
+def test_words_are_not_broken_if_they_fit_a_line():
+    assert shown(Wrap(), [Ink("to be or not")], 6) == ["to be", "or not"]
+    assert shown(Wrap(), [Ink("a\n\nb")], 6) == ["a", "", "b"]
+    assert shown(Wrap(), [Ink("abcdefgh ij")], 3) == ["abc", "def", "gh", "ij"]
+    assert shown(Wrap(), [Ink("end"), *[Ink("░", loose=True)] * 4], 5) == ["end░░", "░░"]
+    assert shown(Wrap(), [Ink("spl"), Ink("it up", "1")], 6) == ["split", "up"]
+
+
+def test_words_stay_on_their_lines_while_others_change_their_length():
+    def frame(*words):
+        return shown(wrap, [Ink(f" {word}" if i else word) for i, word in enumerate(words)], 12)
+
+    wrap = Wrap()
+    assert frame("aaaa", "bbbb", "cccc", "dddd", "eeee") == ["aaaa bbbb", "cccc dddd", "eeee"]
+    assert frame("aa", "bb", "cccc", "dddd", "eeee") == ["aa bb", "cccc dddd", "eeee"]  # there is room for cccc above
+    assert frame("aa", "bbbbbbbbbb", "cccc", "d", "eeee") == ["aa", "bbbbbbbbbb", "cccc d", "eeee"]
+    assert shown(wrap, [Ink("aa"), Ink(" bb"), Ink("cc"), Ink(" d")], 12) == ["aa", "bbcc d"]  # no break inside bbcc
+
+
+def test_every_frame_keeps_all_words_within_the_columns():
+    generator = random.Random(0)
+    wrap = Wrap()
+    for _ in range(300):
+        words = [generator.choice(["", " "]) + "x" * generator.randint(1, 6) for _ in range(20)]
+        lines = shown(wrap, [Ink(word, loose=generator.random() < 0.2) for word in words], 13)
+        assert "".join("".join(lines).split()) == "".join("".join(words).split())
+        assert max(map(len, lines)) <= 13
 
 
 def test_a_board_shows_clues_guesses_and_blanks():

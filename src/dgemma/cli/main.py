@@ -20,8 +20,8 @@ examples:
       fill a hole; each underscore is one token
   dgemma sudoku
       make a puzzle and watch the model solve it
-  dgemma info dgemma/text
-      describe a checkpoint
+  dgemma info
+      list the checkpoints that ship with dgemma
 
 `dgemma COMMAND --help` explains a command. Nothing is downloaded unless -m names a hub repository.
 Exit codes: 0 success, 1 failure, 2 bad arguments, 130 Ctrl-C.
@@ -41,7 +41,7 @@ def build_parser() -> Parser:
         epilog=_EPILOG,
     )
     parser.add_argument("--version", action="version", version=f"dgemma {_version()}")
-    commands = parser.add_subparsers(prog="dgemma", title="commands", dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(prog="dgemma", title="commands", dest="command", metavar="COMMAND")
     for family in (writing, sudoku, study, training):
         family.add_commands(commands)
     return parser
@@ -68,7 +68,11 @@ def _run(argv: Sequence[str] | None) -> int:
     """Run the command; print one sentence about an error; return the exit code."""
     name = "dgemma"
     try:
-        arguments = build_parser().parse_args(argv)
+        parser = build_parser()
+        arguments = parser.parse_args(argv)
+        if arguments.command is None:
+            parser.print_help()
+            return 0
         name = f"dgemma {arguments.command}"
         return arguments.run(arguments) or 0
     except SystemExit as finished:  # argparse has printed its message

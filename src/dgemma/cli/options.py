@@ -1,6 +1,7 @@
 """Options that several commands share (model, device, sampler, noise), and the functions that load them."""
 
 import argparse
+import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -19,10 +20,11 @@ from dgemma.model.layout import lay_out_by_column
 from dgemma.run.defaults import default_sampler, warn_of_noise
 from dgemma.run.step import Denoiser
 from dgemma.sampling import Sampler
-from dgemma.values import rebuild_noise, rebuild_sampler
+from dgemma.values import SAMPLERS, rebuild_noise, rebuild_sampler
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NOISES = ("uniform", "mask", "hybrid")
+_SMALL_MODEL = 100_000_000  # weights
 
 
 class Writer(NamedTuple):
@@ -132,6 +134,8 @@ def load_denoiser(arguments: argparse.Namespace) -> Denoiser:
         model = load_model(arguments)
         if model.device.type == "cpu":
             lay_out_by_column(model)
+            if model.num_parameters() < _SMALL_MODEL and "OMP_NUM_THREADS" not in os.environ:
+                torch.set_num_threads(min(2, torch.get_num_threads()))  # more threads only wait for each other
         return model
     if pick_device(arguments).type != "cuda":
         raise ValueError("--fast needs a GPU that torch can see, got none. Remove --fast.")
@@ -162,8 +166,12 @@ def check_sampler(arguments: argparse.Namespace, noise: Noise, denoiser: Denoise
     chosen = sampler or own_sampler(arguments, denoiser)
     if noise.kind not in chosen.valid_for:
         fitting = " or ".join(f"--noise {kind}" for kind in sorted(chosen.valid_for))
-        owner, fix = ("--sampler", "") if sampler else ("The checkpoint's sampler", " Name another --sampler.")
-        raise ValueError(f"{owner} {type(chosen).__name__} must run under {fitting}, got {noise.kind} noise.{fix}")
+        owner = "--sampler" if sampler else "The checkpoint's sampler"
+        runnable = ", ".join(name for name, kind in SAMPLERS.items() if noise.kind in kind.valid_for)
+        raise ValueError(
+            f"{owner} {type(chosen).__name__} must run under {fitting}, got {noise.kind} noise for {arguments.model}. "
+            f"Samplers for {noise.kind} noise: {runnable}."
+        )
 
 
 def make_noise(arguments: argparse.Namespace, model: Denoiser, tokenizer: Tokenizer) -> Noise:

@@ -1,6 +1,7 @@
 """`dgemma info` and `bench`: describe a checkpoint, and time it on this machine."""
 
 import argparse
+import re
 import statistics
 import time
 from collections import Counter
@@ -70,11 +71,11 @@ def add_commands(commands: Any) -> None:
 
 def _info(arguments: argparse.Namespace) -> None:
     if arguments.checkpoint is None:
-        names = [f"dgemma/{config.parent.name}" for config in sorted(_ASSETS.glob("*/config.json"))]
+        folders = [config.parent for config in sorted(_ASSETS.glob("*/config.json"))]
         if arguments.json:
-            output.print_json({"checkpoints": names})
+            output.print_json({"checkpoints": [f"dgemma/{folder.name}" for folder in folders]})
         else:
-            print("\n".join(names) or "No checkpoint ships with this copy of dgemma.")
+            print("\n".join(map(_introduce, folders)) or "No checkpoint ships with this copy of dgemma.")
         return
     folder = resolve(arguments.checkpoint, files=_CONFIG_FILES)
     published = read_json(folder, "config.json")
@@ -104,6 +105,15 @@ def _info(arguments: argparse.Namespace) -> None:
         longest = max(map(len, stored), default=0)
         for name, tensor in stored.items():
             print(f"  {name:{longest}}  {tensor.dtype:5} {' × '.join(map(str, tensor.shape))}")
+
+
+def _introduce(folder: Path) -> str:
+    """Return a shipped checkpoint's name, and the first sentence and first command of its README."""
+    page = (folder / "README.md").read_text()
+    sentence = re.search(r"^[A-Z].*?\.(?=\s)", page, re.MULTILINE)
+    command = re.search(r"^    (dgemma .*)", page, re.MULTILINE)
+    lines = [found[found.lastindex or 0] for found in (sentence, command) if found]
+    return "\n  ".join([f"dgemma/{folder.name}", *lines])
 
 
 def _summary(config: ModelConfig, description: dict[str, Any], stored: dict[str, Stored]) -> list[tuple[str, str]]:

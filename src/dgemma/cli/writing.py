@@ -25,8 +25,8 @@ def add_commands(commands: Any) -> None:
         "generate",
         help="continue a prompt",
         usage="dgemma generate [OPTION ...] [PROMPT ...]",
-        description="Continue a prompt. A terminal shows the canvas while it is denoised: certain words are plain, "
-        "uncertain ones are coloured, and noise is faint.",
+        description="Continue a prompt. A terminal shows the canvas while it is denoised: the prompt is bold, certain "
+        "words are plain, uncertain ones are coloured, and noise is faint.",
         epilog="examples:\n"
         '  dgemma generate "Once upon a time"\n'
         '  dgemma generate --steps 16 --html run.html "It was"\n'
@@ -124,6 +124,7 @@ def _generate(arguments: argparse.Namespace) -> None:
         output.print_json({"prompt": text, "text": answer, "tokens": new, "seed": arguments.seed, **_counts(out)})
     else:
         output.print_text(answer if arguments.chat else text + answer)
+    _print_counts(view, out)
 
 
 def _chat(arguments: argparse.Namespace) -> None:
@@ -169,6 +170,7 @@ def _chat(arguments: argparse.Namespace) -> None:
             output.print_json({"text": answer, "thought": reply.thought, "seed": seed, **_counts(out)})
         else:
             output.print_text(f"({reply.thought})\n{answer}" if reply.thought else answer)
+        _print_counts(view, out)
 
 
 def _note_length(arguments: argparse.Namespace, writer: Writer) -> None:
@@ -266,9 +268,19 @@ def _fill(
         output.print_json({**result, "seed": arguments.seed, **_counts(out)})
     else:
         output.print_text(answer)
+    _print_counts(view, out)
 
 
-def _view(arguments: argparse.Namespace, writer: Writer, prefix: str = "") -> AbstractContextManager[Any]:
+def _print_counts(view: LiveView | None, out: Generation | Infilling) -> None:
+    """Print the line that stays after a live view: tokens written, forwards and seconds."""
+    if view is not None:
+        num_forwards = int(out.steps.sum())
+        num_tokens = round(num_forwards * float(out.tokens_per_forward[0]))
+        tokens, forwards = output.counted(num_tokens, "token"), output.counted(num_forwards, "forward")
+        print(f"{tokens}, {forwards}, {view.seconds:.1f} s", file=sys.stderr)
+
+
+def _view(arguments: argparse.Namespace, writer: Writer, prefix: str = "") -> AbstractContextManager[LiveView | None]:
     """Return the live view, or a context that does nothing if there is no live view."""
     if not output.is_watched(arguments):
         return nullcontext()

@@ -115,54 +115,87 @@ class Screen:
         self.file.flush()
 
 
-def wrap(inks: Iterable[Ink], columns: int) -> list[list[Ink]]:
-    """Return lines of at most `columns` cells, broken between words if possible.
+class Wrap:
+    """Breaks pieces of text into lines, between words if possible. Words stay on their lines from frame to frame.
 
-    Example: `wrap([Ink("two words")], 5)` is `[[Ink("two")], [Ink("words")]]`.
+    A piece that began a line in the last frame begins one again if a word starts there. If an earlier line has become
+    too long, its last words move down instead.
+
+    Example: `Wrap()([Ink("two words")], 5)` is `[[Ink("two")], [Ink("words")]]`.
     """
-    lines: list[list[Ink]] = [[]]
-    word: list[Ink] = []
-    used = word_width = 0
 
-    def new_line() -> None:
-        nonlocal used
-        while lines[-1] and lines[-1][-1].text.isspace():
-            lines[-1].pop()
-        lines.append([])
-        used = 0
+    def __init__(self) -> None:
+        self._starts: set[int] = set()  # pieces that began a line of the last frame
+        self._columns = 0
 
-    def end_word() -> None:
-        nonlocal used, word_width, word
-        if used + word_width > columns and used:
-            new_line()
-        lines[-1].extend(word)
-        used, word_width, word = used + word_width, 0, []
+    def forget(self) -> None:
+        """Forget the last frame: the next one has other pieces."""
+        self._starts = set()
 
-    for text, style, loose in inks:
-        if loose:
-            end_word()
-        for part in re.findall(r"\n|[^\S\n]+|\S+", text):
-            if part == "\n":
-                end_word()
+    def __call__(self, inks: Iterable[Ink], columns: int) -> list[list[Ink]]:
+        """Return lines of at most `columns` cells."""
+        old_starts = self._starts if columns == self._columns else set()
+        self._starts, self._columns = set(), columns
+        lines: list[list[Ink]] = [[]]
+        word: list[Ink] = []
+        used = word_width = word_start = 0
+        overflowed = False  # a line has begun where none did before
+
+        def new_line() -> None:
+            nonlocal used
+            while lines[-1] and lines[-1][-1].text.isspace():
+                lines[-1].pop()
+            lines.append([])
+            used = 0
+
+        def end_word() -> None:
+            nonlocal used, word_width, word, overflowed
+            if used + word_width > columns and used:
                 new_line()
-            elif part.isspace():
+                self._starts.add(word_start)
+                overflowed = word_start not in old_starts
+            lines[-1].extend(word)
+            used, word_width, word = used + word_width, 0, []
+
+        previous = " "
+        for index, (text, style, loose) in enumerate(inks):
+            starts_word = loose or text[:1].isspace() or previous[-1:].isspace()
+            if loose:
                 end_word()
-                spaces = part.replace("\t", _TAB)
-                if used + len(spaces) <= columns:
-                    lines[-1].append(Ink(spaces, style))
-                    used += len(spaces)
-                else:
+            if index in old_starts and starts_word:
+                end_word()
+                if used and not overflowed:
                     new_line()
-            else:
-                for piece in [part] if width(part) + word_width <= columns else part:
-                    if word_width + width(piece) > columns:  # longer than a line: it has to be broken somewhere
-                        end_word()
-                    word.append(Ink(piece, style))
-                    word_width += width(piece)
-        if loose:
-            end_word()
-    end_word()
-    return lines
+                    self._starts.add(index)
+                    text = text.lstrip(" ")
+                overflowed = False
+            for part in re.findall(r"\n|[^\S\n]+|\S+", text):
+                if part == "\n":
+                    end_word()
+                    new_line()
+                    overflowed = True
+                elif part.isspace():
+                    end_word()
+                    spaces = part.replace("\t", _TAB)
+                    if used + len(spaces) <= columns:
+                        lines[-1].append(Ink(spaces, style))
+                        used += len(spaces)
+                    else:
+                        new_line()
+                        self._starts.add(index)
+                else:
+                    for piece in [part] if width(part) + word_width <= columns else part:
+                        if word_width + width(piece) > columns:  # longer than a line: it has to be broken somewhere
+                            end_word()
+                        if not word:
+                            word_start = index
+                        word.append(Ink(piece, style))
+                        word_width += width(piece)
+            if loose:
+                end_word()
+            previous = text or previous
+        end_word()
+        return lines
 
 
 def _fit(line: Sequence[Ink], columns: int) -> list[Ink]:

@@ -6,6 +6,7 @@ standard output stays plain, and only if it is a terminal.
 
 import statistics
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -20,7 +21,7 @@ from dgemma.run.trajectory import Generation
 from dgemma.view import board
 from dgemma.view.heat import TERMINAL
 from dgemma.view.pieces import MASK, Pieces, printable, width
-from dgemma.view.screen import Ink, Screen, cut, wrap
+from dgemma.view.screen import Ink, Screen, Wrap, cut
 
 _BOLD, _FAINT = "1", "2"
 _SHOWN_FROM = 0.25  # less probable guesses are not shown
@@ -57,6 +58,7 @@ class View(ABC):
         self.row, self.leave = row, leave
         self.screen = Screen(sys.stderr if file is None else file)
         self.num_forwards = 0
+        self.seconds = 0.0  # between the start and the end of the view
         self._canvas: _Canvas | None = None
         self._num_skipped = 0  # steps of this canvas
         self._is_done = False  # the row wrote its stop token; later blocks are padding
@@ -66,12 +68,14 @@ class View(ABC):
         """Return the lines to show, at most `self.screen.columns` wide."""
 
     def __enter__(self) -> Self:
+        self.seconds = -time.monotonic()
         self.screen.open()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self.seconds += time.monotonic()
         if self.leave:
             self.screen.draw(self.draw())
         else:
@@ -124,10 +128,10 @@ class View(ABC):
 
 
 class LiveView(View):
-    """Live text: certain words plain, uncertain ones coloured, noise faint.
+    """Live text: the prompt and frozen words bold, certain words plain, uncertain ones coloured, noise faint.
 
-    Masks, and noise without colours, are shown as ░. Noise is as wide as an average token, so that the text moves
-    little.
+    Masks, and noise without colours, are shown as ░. Noise is as wide as an average token, and words stay on their
+    lines, so that the text moves little.
 
     The view shows one row, with `prefix` before the canvas. It is erased at the end unless `leave` is set. With
     `leave`, a pipe gets only the final text. Finished blocks stay above the canvas, up to the first of `eos_token_ids`
@@ -159,6 +163,7 @@ class LiveView(View):
         self._finished: list[int] = []
         self._num_filled = 0  # tokens of finished canvases that are not kept
         self._room = self._average_width()
+        self._wrap = Wrap()
 
     @property
     def text(self) -> str:
@@ -175,12 +180,12 @@ class LiveView(View):
 
     def draw(self) -> list[list[Ink]]:
         columns = self.screen.columns
-        inks = [Ink(printable(self.prefix), _FAINT), Ink(printable(self._decode(self._finished)))]
+        inks = [Ink(printable(self.prefix), _BOLD), Ink(printable(self._decode(self._finished)))]
         if self._canvas is None:
-            return wrap(inks, columns)
+            return self._wrap(inks, columns)
         pieces = self._pieces([position.token for position in self._canvas.positions])
         inks += map(self._ink, self._canvas.positions, pieces)
-        return [*wrap(inks, columns), [], [Ink(self._status(columns), _FAINT)]]
+        return [*self._wrap(inks, columns), [], [Ink(self._status(columns), _FAINT)]]
 
     def _ink(self, position: _Position, piece: str) -> Ink:
         if position.decided:
@@ -229,6 +234,7 @@ class LiveView(View):
         elif self._canvas is not None:
             self._num_filled += self._canvas.num_awaited
         self._canvas = None
+        self._wrap.forget()
 
     def _cut(self, tokens: list[int]) -> list[int]:
         ends = [i for i, token in enumerate(tokens) if token in self._ends]
