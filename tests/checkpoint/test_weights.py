@@ -11,8 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from dgemma import presets
-from dgemma.checkpoint import weights as checkpoint
+from dgemma import files, presets
 from dgemma.checkpoint.weights import our_names, published_name, resolve
 from dgemma.model.config import SLIDING, GenerationDefaults
 from dgemma.model.diffusion import DiffusionGemma
@@ -174,7 +173,7 @@ def test_loading_holds_one_stored_tensor_at_a_time(sharded, monkeypatch):
             most.append(len(alive))
             return tensor
 
-    monkeypatch.setattr(checkpoint, "safe_open", lambda *args, **kwargs: Watched(*args, *kwargs.values()))
+    monkeypatch.setattr(files, "safe_open", lambda *args, **kwargs: Watched(*args, *kwargs.values()))
     model = DiffusionGemma.from_pretrained(sharded, dtype=torch.bfloat16)
     assert len(most) == len(model.state_dict())
     assert max(most) == 1
@@ -471,7 +470,7 @@ def test_hostile_sizes_and_values_are_refused_at_once(folder, changes):
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json", "model.safetensors.index.json"])
 def test_broken_json_is_refused_by_file(sharded, file, text):
     (sharded / file).write_bytes(text.encode("latin-1"))
-    with pytest.raises(ValueError, match=rf"{file} (is not valid JSON|must hold a JSON object)"):
+    with pytest.raises(ValueError, match=rf"{file} (is not valid JSON|must hold a JSON object|must be UTF-8)"):
         DiffusionGemma.from_pretrained(sharded)
 
 
@@ -512,7 +511,7 @@ def test_a_save_killed_at_any_moment_leaves_the_old_checkpoint_or_the_new(tmp_pa
             patch.setattr(os, "replace", killing(os.replace))
             patch.setattr(Path, "unlink", killing(Path.unlink))
             if moment == 0:
-                patch.setattr(checkpoint, "save_file", cut_short)
+                patch.setattr(files, "save_file", cut_short)
             try:
                 new.save_pretrained(folder, max_shard_size=new_limit)
                 break

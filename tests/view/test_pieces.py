@@ -3,7 +3,8 @@
 import pytest
 
 import dgemma
-from dgemma.view.pieces import MASK, STATIC, Pieces, printable, width
+from dgemma.printing import printable
+from dgemma.view.pieces import MASK, STATIC, Pieces, width
 
 
 def test_a_character_of_several_bytes_is_shown_at_its_first_byte():

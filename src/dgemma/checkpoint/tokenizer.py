@@ -7,7 +7,8 @@ checkpoint, because the published one has changed before and a copy in code woul
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,12 +21,19 @@ from torch import Tensor
 
 from dgemma.checkpoint.weights import resolve
 from dgemma.checks import as_int
+from dgemma.files import new_files, read_bytes, write_bytes, write_json, writing
 from dgemma.model.config import read_json
+from dgemma.printing import one_line, printable
 
 Message = Mapping[str, Any]
 
 _TOKENIZER_FILES = ("tokenizer*", "*.jinja", "special_tokens_map.json", "added_tokens.json", "config.json")
 _TEMPLATES = ("chat_template.jinja", "additional_chat_templates")  # not in tokenizer_config.json
+_SAVED_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "chat_template.json"),
+)
+_MOST_BYTES = 1 << 28  # of a tokenizer.json; that of Gemma has 33 million
 _TURN_TOKENS = ("<|turn>", "<turn|>")
 # An unclosed thought runs to the end: the token limit cut it off.
 _THOUGHT = re.compile(r"<\|channel>thought\n?(.*?)(?:<channel\|>|\Z)", re.DOTALL)
@@ -219,10 +227,9 @@ class PretrainedTokenizer(Tokenizer):
                 f"{file} does not exist: this checkpoint has no tokenizer. Copy its tokenizer.json there, or use "
                 "ByteTokenizer() for a model trained on bytes."
             )
-        try:
-            self._pieces = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # tokenizers raises plain Exception
-            raise ValueError(f"{file} holds no tokenizer ({error}). Download it again.") from None
+        data = read_bytes(file, most=_MOST_BYTES)
+        with _one_sentence(f"{file} holds no tokenizer", "Download it again."):
+            self._pieces = tokenizers.Tokenizer.from_buffer(data)
         self._pieces.no_truncation()  # ignore truncation stored in the file
         self._pieces.no_padding()
         config = self._read_config()
@@ -286,7 +293,16 @@ class PretrainedTokenizer(Tokenizer):
         return self._hf.chat_template is not None
 
     def save_pretrained(self, path: str | Path) -> None:
-        self._hf.save_pretrained(str(path))
+        folder, files = Path(path), [file for file in map(self._folder.joinpath, _SAVED_FILES) if file.is_file()]
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        with new_files([folder / file.name for file in files]) as new:
+            for target, file in zip(new, files, strict=True):
+                target.write_bytes(read_bytes(file, most=_MOST_BYTES))
+        for template in sorted((self._folder / _TEMPLATES[1]).glob("*.jinja")):
+            with writing(folder):
+                (folder / _TEMPLATES[1]).mkdir(exist_ok=True)
+            write_bytes(folder / _TEMPLATES[1] / template.name, read_bytes(template))
 
     def _decode(self, ids: list[int]) -> str:
         text: str = self._pieces.decode(ids, skip_special_tokens=False)
@@ -298,13 +314,15 @@ class PretrainedTokenizer(Tokenizer):
                 f"Tokenizer.chat needs the checkpoint's chat template, got none in {self._folder}. "
                 "Put its chat_template.jinja there, or pass plain text to encode."
             )
-        return list(self._hf.apply_chat_template(messages, tokenize=True, return_dict=False, **options))
+        with _one_sentence(f"the chat template of {self._folder} refuses these messages", "Check their roles."):
+            return list(self._hf.apply_chat_template(messages, tokenize=True, return_dict=False, **options))
 
     @cached_property
     def _hf(self) -> Any:
         from transformers import AutoTokenizer  # here, because the import takes seconds and only chats need it
 
-        return AutoTokenizer.from_pretrained(str(self._folder), trust_remote_code=False)
+        with _one_sentence(f"transformers cannot read the tokenizer in {self._folder}", "Download it again."):
+            return AutoTokenizer.from_pretrained(str(self._folder), trust_remote_code=False)
 
 
 class ByteTokenizer(Tokenizer):
@@ -368,10 +386,9 @@ class ByteTokenizer(Tokenizer):
         return True
 
     def save_pretrained(self, path: str | Path) -> None:
-        Path(path).mkdir(parents=True, exist_ok=True)
-        (Path(path) / "tokenizer_config.json").write_text(
-            json.dumps({"tokenizer_class": "dgemma.ByteTokenizer"}) + "\n"
-        )
+        with writing(path):
+            Path(path).mkdir(parents=True, exist_ok=True)
+        write_json(Path(path) / "tokenizer_config.json", {"tokenizer_class": "dgemma.ByteTokenizer"})
 
     def _decode(self, ids: list[int]) -> str:
         names = {token: marker for marker, token in self.markers.items()}
@@ -403,9 +420,20 @@ class ByteTokenizer(Tokenizer):
         return self.encode(text + ("<|turn>model\n" if options["add_generation_prompt"] else ""))
 
 
+@contextmanager
+def _one_sentence(problem: str, fix: str) -> Iterator[None]:
+    """Turn any error of tokenizers, transformers or a Jinja template into a ValueError of one sentence."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # a panic of tokenizers is no Exception
+        raise ValueError(f"{printable(problem)} ({one_line(str(error)).rstrip('.')}). {fix}") from None
+
+
 def _names_byte_tokenizer(folder: Path) -> bool:
     config = folder / "tokenizer_config.json"
-    return config.is_file() and '"dgemma.ByteTokenizer"' in config.read_text(errors="replace")
+    return config.is_file() and b'"dgemma.ByteTokenizer"' in read_bytes(config, most=_MOST_BYTES)
 
 
 def _require_text(text: Any) -> None:

@@ -4,9 +4,7 @@ The reference twin is transformers' DiffusionGemmaForBlockDiffusion. Nothing is 
 is run.
 """
 
-import json
 import logging
-import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -15,11 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from dgemma.checkpoint.stored_sizes import contradictions
+from dgemma.files import clear_temporaries, fill_json, fill_tensors, new_files, open_tensors, writing
 from dgemma.model.config import Conventions, GenerationDefaults, ModelConfig, read_json
 from dgemma.model.gemma4 import GEMMA4_TYPES
 
@@ -188,15 +185,12 @@ def read_headers(folder: Path) -> dict[str, Stored]:
     stored: dict[str, Stored] = {}
     for name in sorted(set(weight_map.values())) or [_SINGLE_FILE]:
         file = folder / name
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for tensor in sorted(tensors.keys()):
-                    if tensor in stored:
-                        raise ValueError(f"{file} repeats {tensor}, which {stored[tensor].file.name} holds too.")
-                    entry = tensors.get_slice(tensor)
-                    stored[tensor] = Stored(file, tuple(entry.get_shape()), entry.get_dtype())
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file} is truncated or damaged ({error}). Download or save it again.") from None
+        with open_tensors(file) as tensors:
+            for tensor in sorted(tensors.keys()):
+                if tensor in stored:
+                    raise ValueError(f"{file} repeats {tensor}, which {stored[tensor].file.name} holds too.")
+                entry = tensors.get_slice(tensor)
+                stored[tensor] = Stored(file, tuple(entry.get_shape()), entry.get_dtype())
     misplaced = [f"{t} in {f}" for t, f in weight_map.items() if t not in stored or stored[t].file.name != f]
     if misplaced:
         raise ValueError(f"{folder / _INDEX_FILE} names tensors that are not there: {', '.join(_first(misplaced))}.")
@@ -277,7 +271,7 @@ def _read_weights(
     state: dict[str, Tensor] = {}
     with ExitStack() as stack:
         paths = sorted({entry.file for entry in stored.values()})
-        files = {path: stack.enter_context(safe_open(path, "pt", str(device))) for path in paths}
+        files = {path: stack.enter_context(open_tensors(path, device=str(device))) for path in paths}
 
         def read(name: str) -> Tensor:
             return files[stored[name].file].get_tensor(name).to(dtype)
@@ -334,50 +328,41 @@ def save_pretrained(model: "DiffusionGemma", path: str | Path, *, max_shard_size
     Vision tensors of the model's checkpoint are copied unchanged: transformers would fill missing ones with random
     weights, and images would silently stop working. Other files in the folder stay.
 
-    New files are written next to the old ones, and one rename activates them. If the process is killed, the folder
-    holds the old weights or the new ones. If the config differs too, there are two renames.
+    New files are written next to the old ones, and one rename activates them. If the disk is full, the old checkpoint
+    stays. If the process is killed, the folder holds the old weights or the new ones. If the config differs too, there
+    are two renames.
 
     Example: `save_pretrained(model, "checkpoint", max_shard_size="2GB")`.
     """
     shards = _pack(_tensors_to_save(model), _num_bytes(max_shard_size))
     folder = Path(path).expanduser()
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        clear_temporaries(folder)
     names = _free_names(folder, len(shards))
-    for name, shard in zip(names, shards, strict=True):
-        tensors = {tensor: weight.detach().cpu().contiguous() for tensor, weight in shard.items()}
-        write_tensors(folder / f"{name}.new", tensors, metadata={"format": "pt"})
-    for name in names:
-        _put(folder, name)
-    # If both exist the single file takes precedence, so the index can be removed afterwards.
-    if names == [_SINGLE_FILE]:
-        (folder / _INDEX_FILE).unlink(missing_ok=True)
-    else:
-        weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-        total = sum(weight.nbytes for shard in shards for weight in shard.values())
-        _put_json(folder, _INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
-        (folder / _SINGLE_FILE).unlink(missing_ok=True)
+    index = [] if names == [_SINGLE_FILE] else [_INDEX_FILE]
+    with new_files([folder / name for name in (*names, *index, "generation_config.json", "config.json")]) as new:
+        for path, shard in zip(new, shards, strict=False):
+            fill_tensors(path, shard, metadata={"format": "pt"})
+        if index:
+            weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+            total = sum(weight.nbytes for shard in shards for weight in shard.values())
+            fill_json(new[-3], {"metadata": {"total_size": total}, "weight_map": weight_map})
+        fill_json(new[-2], model.generation.to_hf())
+        fill_json(new[-1], _published_config(model))
+    # If both exist the single file takes precedence, so its removal activates the index.
+    for old in (folder / _SINGLE_FILE, folder / _INDEX_FILE, *folder.glob("model*-of-*.safetensors*")):
+        if old.name not in (*names, *index):
+            old.unlink(missing_ok=True)
+
+
+def _published_config(model: "DiffusionGemma") -> dict[str, Any]:
     config = model.config.to_hf()
     config["dtype"] = config["text_config"]["dtype"] = str(model.dtype).removeprefix("torch.")
     for name in _OWN_DEFAULTS:
         if getattr(model.generation, name) is not None:
             config[name] = dict(getattr(model.generation, name))
-    _put_json(folder, "generation_config.json", model.generation.to_hf())
-    _put_json(folder, "config.json", config)
-    for old in folder.glob("model*-of-*.safetensors*"):
-        if old.name not in names:
-            old.unlink()
-
-
-def write_tensors(path: str | Path, tensors: dict[str, Tensor], *, metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file with the permissions of the umask; `save_file` would deny other users.
-
-    Example: `write_tensors("seeds.safetensors", {"seeds": torch.arange(4)})`.
-    """
-    path = Path(path)
-    path.touch()
-    mode = path.stat().st_mode
-    save_file(tensors, path, metadata=metadata)
-    path.chmod(mode & 0o777)
+    return config
 
 
 def _tensors_to_save(model: "DiffusionGemma") -> dict[str, Tensor]:
@@ -400,7 +385,7 @@ def _tensors_to_save(model: "DiffusionGemma") -> dict[str, Tensor]:
     for name, entry in stored.items():
         kind = _VISION.match(name)
         if kind and "audio" not in kind[1]:  # DiffusionGemma has no audio tower
-            with safe_open(entry.file, "pt") as file:
+            with open_tensors(entry.file) as file:
                 tensors[f"model.encoder.{name[kind.start(1) :]}"] = file.get_tensor(name)  # memory-mapped, not copied
     return tensors
 
@@ -437,24 +422,3 @@ def _free_names(folder: Path, num_shards: int) -> list[str]:
         if not any((folder / name).exists() for name in names):
             return names
         save += 1
-
-
-def _put(folder: Path, name: str) -> None:
-    """Rename `name.new` to `name` after its bytes are on the disk."""
-    _flush(folder / f"{name}.new")
-    os.replace(folder / f"{name}.new", folder / name)
-    if os.name == "posix":  # elsewhere a folder cannot be opened
-        _flush(folder)
-
-
-def _put_json(folder: Path, name: str, content: Mapping[str, Any]) -> None:
-    (folder / f"{name}.new").write_text(json.dumps(content, indent=2) + "\n")
-    _put(folder, name)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,16 +1,21 @@
 """The entry point of the `dgemma` command: its parser, its exit codes, and one sentence per error."""
 
+import errno
 import io
+import logging
 import os
 import re
+import signal
 import sys
-import textwrap
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
 from dgemma.cli import study, sudoku, training, writing
 from dgemma.cli.parser import Parser
+from dgemma.printing import one_line, printable
 
 _EPILOG = """\
 examples:
@@ -26,7 +31,10 @@ examples:
 `dgemma COMMAND --help` explains a command. Nothing is downloaded unless -m names a hub repository.
 Exit codes: 0 success, 1 failure, 2 bad arguments, 130 Ctrl-C.
 """
-_LONGEST_ERROR = 1000  # characters
+_BAD_PATH = (
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR),
+    *(errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP),
+)
 
 
 def build_parser() -> Parser:
@@ -52,11 +60,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Example: `main(["info", "dgemma/text"])`.
     """
+    if not _open_streams():
+        return _fail("dgemma", OSError("standard output is closed. Redirect it to a file or to /dev/null."), 1)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # replace characters that the terminal cannot show
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(_Printable())
     try:
-        code = _run(argv)
-        sys.stdout.flush()
+        with _stopping_cleanly():
+            code = _run(argv)
+            sys.stdout.flush()
     except BrokenPipeError:  # the reader of the pipe has exited
         code = _discard_output(0)
     except OSError as error:
@@ -75,7 +88,7 @@ def _run(argv: Sequence[str] | None) -> int:
             return 0
         name = f"dgemma {arguments.command}"
         return arguments.run(arguments) or 0
-    except SystemExit as finished:  # argparse has printed its message
+    except SystemExit as finished:  # argparse has printed its message, or a signal ends the command
         return int(finished.code or 0)
     except KeyboardInterrupt:
         print("\nStopped.", file=sys.stderr)
@@ -85,15 +98,56 @@ def _run(argv: Sequence[str] | None) -> int:
     except (ValueError, FileNotFoundError) as error:
         return _fail(name, error, 2)
     except OSError as error:
-        return _fail(name, error, 2 if error.filename else 1)  # a bad path, or a full disk
+        return _fail(name, error, 2 if error.errno in _BAD_PATH else 1)
     except (RuntimeError, ArithmeticError, ImportError, MemoryError) as error:
         return _fail(name, error, 1)
 
 
 def _fail(name: str, error: BaseException, code: int) -> int:
     text = f"{error.filename}: {error.strerror}." if isinstance(error, OSError) and error.filename else str(error)
-    print(f"{name}: {textwrap.shorten(text, _LONGEST_ERROR, placeholder=' …')}", file=sys.stderr)
+    print(one_line(f"{name}: {text or type(error).__name__}"), file=sys.stderr)
     return code
+
+
+class _Printable(logging.Formatter):
+    """Formats a log line whose names come from files."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
+def _open_streams() -> bool:
+    """Open closed standard streams on /dev/null, or the next file would get their numbers. False without output."""
+    has_output = sys.stdout is not None
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (until the process ends)
+    return has_output
+
+
+@contextmanager
+def _stopping_cleanly() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end the command like an error, so that the terminal gets its cursor back."""
+    names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    if threading.current_thread() is not threading.main_thread():  # other threads cannot catch signals
+        names = []
+    numbers = [number for name in names if signal.getsignal(number := getattr(signal, name)) is signal.SIG_DFL]
+
+    def stop(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    try:
+        for number in numbers:
+            signal.signal(number, stop)
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _discard_output(code: int) -> int:

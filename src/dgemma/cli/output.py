@@ -1,18 +1,17 @@
 """Output of the commands: plain text for pipes, safe text for terminals, JSON, and pictures."""
 
 import argparse
-import json
 import math
 import sys
 from typing import Any
 
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.cli import types
+from dgemma.printing import printable, to_json
 from dgemma.run.trajectory import Trajectory
 from dgemma.view.board import Board
 from dgemma.view.gif import to_gif
 from dgemma.view.html import to_html
-from dgemma.view.pieces import printable
 
 
 def add_json_option(parser: Any) -> None:
@@ -44,7 +43,7 @@ def is_watched(arguments: argparse.Namespace) -> bool:
 
 def print_text(text: str) -> None:
     """Print a model's text: unchanged into a pipe, with visible control characters on a terminal."""
-    print("\n".join(map(printable, text.split("\n"))) if sys.stdout.isatty() else text)
+    print(printable(text) if sys.stdout.isatty() else text)
 
 
 def print_json(content: dict[str, Any]) -> None:
@@ -52,7 +51,12 @@ def print_json(content: dict[str, Any]) -> None:
     shows_all = (
         (getattr(sys.stdout, "encoding", None) or "").lower().startswith("utf")
     )  # otherwise characters are escaped
-    print(json.dumps(_finite(content), ensure_ascii=not shows_all), flush=True)
+    print(to_json(_finite(content), ascii_only=not shows_all), flush=True)
+
+
+def print_note(text: str) -> None:
+    """Print a line for the reader on standard error. It may hold names from files and arguments."""
+    print(printable(text), file=sys.stderr)
 
 
 def counted(number: int, noun: str) -> str:
@@ -85,4 +89,4 @@ def write_pictures(
             if path and trajectory is not None:
                 file = path if number == 1 else path.with_stem(f"{path.stem}-{number}")
                 write(trajectory, file, tokenizer=tokenizer)
-                print(f"Wrote {file}.", file=sys.stderr)
+                print_note(f"Wrote {file}.")

@@ -6,6 +6,8 @@ import re
 import textwrap
 from typing import Any, NoReturn
 
+from dgemma.printing import one_line
+
 
 class Parser(argparse.ArgumentParser):
     """Parser whose description and epilog keep their indentation when they wrap."""
@@ -27,7 +29,7 @@ class Parser(argparse.ArgumentParser):
         # "argument --steps: must be …" becomes a sentence.
         sentence = re.sub(r"^argument (\S+): (must|needs) ", r"\1 \2 ", message).rstrip(".")
         sentence = re.sub(r"^argument (\S+): not allowed with argument (\S+)", r"\1 must not come with \2", sentence)
-        self.exit(2, f"{self.prog}: {sentence}. See {self.prog} --help.\n")
+        self.exit(2, one_line(f"{self.prog}: {sentence}. See {self.prog} --help.") + "\n")
 
 
 class _Help(argparse.HelpFormatter):

@@ -98,13 +98,13 @@ def _info(arguments: argparse.Namespace) -> None:
     if arguments.json:
         output.print_json(description)
         return
-    print(arguments.checkpoint)
+    output.print_text(arguments.checkpoint)
     for label, value in _summary(config, description, stored):
-        print(f"  {label:13} {value}")
+        output.print_text(f"  {label:13} {value}")
     if arguments.tensors:
         longest = max(map(len, stored), default=0)
         for name, tensor in stored.items():
-            print(f"  {name:{longest}}  {tensor.dtype:5} {' × '.join(map(str, tensor.shape))}")
+            output.print_text(f"  {name:{longest}}  {tensor.dtype:5} {' × '.join(map(str, tensor.shape))}")
 
 
 def _introduce(folder: Path) -> str:
@@ -214,7 +214,7 @@ def _bench(arguments: argparse.Namespace) -> None:
         )
         return
     how = f" --fast --weights {weights}" if arguments.fast else ""
-    print(f"{arguments.model}{how} on {where}, batch {arguments.batch}")
+    output.print_text(f"{arguments.model}{how} on {where}, batch {arguments.batch}")
     print(f"  prefix of {arguments.prefix}: {timings['prefix']}")
     print(f"  forward over {config.canvas_length}: {timings['forward']}")
     print(f"  canvas in {output.counted(arguments.steps, 'step')}, with prefix: {timings['canvas']}")

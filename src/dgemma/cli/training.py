@@ -3,7 +3,6 @@
 import argparse
 import lzma
 import shutil
-import sys
 import tempfile
 import zlib
 from pathlib import Path
@@ -143,7 +142,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         seed=arguments.seed,
     )
     if not is_whole:
-        print("Bits per byte need the whole text. Omit --rows to see them.", file=sys.stderr)
+        output.print_note("Bits per byte need the whole text. Omit --rows to see them.")
     compressed = _compress(arguments) if is_whole else {}
     if arguments.json:
         output.print_json(likelihood.summary() | {f"{name}_bits_per_byte": bits for name, bits in compressed.items()})
@@ -180,10 +179,9 @@ def _train(arguments: argparse.Namespace) -> int:
     )
     noise = options.make_noise(arguments, model, tokenizer)
     objective = recipes.dgemma(model.config, noise=noise, fill_token=tokenizer.eos_token_id)
-    print(
+    output.print_note(
         f"{model.num_parameters():,} weights, {file.num_tokens:,} tokens of text; "
-        f"the log is {arguments.out / 'log.jsonl'}.",
-        file=sys.stderr,
+        f"the log is {arguments.out / 'log.jsonl'}."
     )
     if arguments.lora:
         add_lora(model, LoRA(rank=arguments.lora, alpha=2.0 * arguments.lora), seed=arguments.seed)
@@ -204,7 +202,7 @@ def _train(arguments: argparse.Namespace) -> int:
         note = "" if result.num_new_steps else f"Already finished (step {result.step} of {result.step}). "
         steps = output.counted(result.step, "step")
         window = f" over the last {len(losses)}" if len(losses) < result.step else ""
-        print(f"{note}Wrote {result.final} after {steps}, mean loss {loss:.4f}{window}.")
+        output.print_text(f"{note}Wrote {result.final} after {steps}, mean loss {loss:.4f}{window}.")
     return 0
 
 
@@ -236,10 +234,7 @@ def _note_separator(arguments: argparse.Namespace, file: TokenFile) -> None:
     """Print a line if the separator occurs in no file."""
     if arguments.separator is not None and file.num_documents == len(list_files(arguments.files)):
         hint = f" In bash, write $'{arguments.separator}'." if "\\" in arguments.separator else ""
-        print(
-            f"--separator {arguments.separator!r} is in no file, so each file is one document.{hint}",
-            file=sys.stderr,
-        )
+        output.print_note(f"--separator {arguments.separator!r} is in no file, so each file is one document.{hint}")
 
 
 def _keep_tokens(arguments: argparse.Namespace, tokenizer: Tokenizer, folder: Path) -> TokenFile:
@@ -281,9 +276,8 @@ def _source(arguments: argparse.Namespace, file: TokenFile, canvas_len: int) -> 
         max_len = longest_prompt + canvas_len * arguments.canvases
         num_cut = int((np.diff(file.starts) > max_len).sum())
         if num_cut:
-            print(
-                f"{num_cut} of {file.num_documents} answers are cut at {max_len} tokens. Raise --canvases for more.",
-                file=sys.stderr,
+            output.print_note(
+                f"{num_cut} of {file.num_documents} answers are cut at {max_len} tokens. Raise --canvases for more."
             )
         _note_few_rows(arguments, file.num_documents)
         return PromptSource(file=file, max_len=max_len, batch_size=arguments.batch_size, seed=arguments.seed)
@@ -301,8 +295,7 @@ def _source(arguments: argparse.Namespace, file: TokenFile, canvas_len: int) -> 
 def _note_few_rows(arguments: argparse.Namespace, num_rows: int) -> None:
     """Print a line if every step reads all rows."""
     if num_rows <= arguments.batch_size:
-        print(
+        output.print_note(
             f"The files have {output.counted(num_rows, 'row')} and a step takes {arguments.batch_size}, so every step "
-            "reads all of the text. Many steps would memorise it. Use more text or fewer --steps.",
-            file=sys.stderr,
+            "reads all of the text. Many steps would memorise it. Use more text or fewer --steps."
         )

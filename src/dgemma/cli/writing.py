@@ -135,7 +135,7 @@ def _chat(arguments: argparse.Namespace) -> None:
     _note_length(arguments, writer)
     converses = tokenizer.has_chat_template
     if not converses:
-        print(f"{arguments.model} has no chat template, so it continues your text.", file=sys.stderr)
+        output.print_note(f"{arguments.model} has no chat template, so it continues your text.")
     first_seed = writer.settings.pop("seed")
     messages: list[dict[str, str]] = []
     cached_tokens: list[int] = []
@@ -179,7 +179,7 @@ def _note_length(arguments: argparse.Namespace, writer: Writer) -> None:
     if num_tokens % canvas_len and not arguments.quiet:
         whole = num_tokens + -num_tokens % canvas_len
         note = f"-n {num_tokens} is rounded up to {whole}, a multiple of the canvas length {canvas_len}."
-        print(note, file=sys.stderr)
+        output.print_note(note)
 
 
 def _infill(arguments: argparse.Namespace) -> None:

@@ -1,9 +1,13 @@
 """Documents from .txt files, whole or split at a separator, and from .jsonl files, read one at a time."""
 
+import io
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from dgemma.checks import show
+from dgemma.files import open_file
 
 _CHUNK = 1 << 20  # characters per read
 
@@ -61,7 +65,7 @@ def _read_text(path: Path, separator: str | None) -> Iterator[Document]:
         raise ValueError("read_documents separator must be a non-empty string or None, got ''.")
     pieces: list[str] = []  # parts of the current document, without separators
     tail = ""  # end of the text read so far, which may be part of a separator
-    with path.open(encoding="utf-8-sig", newline="") as file:  # drops a byte-order mark
+    with io.TextIOWrapper(open_file(path), encoding="utf-8-sig", newline="") as file:  # drops a byte-order mark
         while chunk := file.read(_CHUNK):
             chunk = tail + chunk
             *whole, rest = [chunk] if separator is None else chunk.split(separator)
@@ -81,18 +85,18 @@ def _document(pieces: list[str]) -> Iterator[Document]:
 
 
 def _read_jsonl(path: Path) -> Iterator[Document]:
-    with path.open(encoding="utf-8-sig") as file:
+    with io.TextIOWrapper(open_file(path), encoding="utf-8-sig") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
                 item = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}:{number} must be a JSON object, got {error}.") from None
             keys = ("text",) if isinstance(item, dict) and "text" in item else ("prompt", "answer")
             if not isinstance(item, dict) or not all(isinstance(item.get(key), str) for key in keys):
                 raise ValueError(
                     f'{path}:{number} must be an object with "text", or with "prompt" and "answer", all strings, '
-                    f"got {line.strip()[:80]}."
+                    f"got {show(line.strip())}."
                 )
             yield Document(item[keys[-1]], item.get("prompt", ""))

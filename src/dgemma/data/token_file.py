@@ -1,6 +1,6 @@
 """Tokenised documents on disk, written once and memory-mapped."""
 
-import json
+import io
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,9 +12,12 @@ from typing import Any
 import numpy as np
 
 from dgemma.checkpoint.tokenizer import Tokenizer
+from dgemma.checks import show
 from dgemma.data.documents import Document, list_files
+from dgemma.files import map_array, new_file, open_file, read_array, read_json, write_json, writing
 
 _FORMAT = 1
+_DTYPES = ("uint16", "uint32")
 _CHUNK = 1 << 24  # bytes per read
 _BATCH = 256  # documents encoded in parallel
 _SAMPLE = 10_000  # characters that identify a tokenizer
@@ -50,55 +53,75 @@ class TokenFile:
         Example: `TokenFile.write(read_documents("stories.txt"), tokenizer, "corpus/train")`.
         """
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "about.json").unlink(missing_ok=True)  # written last, so that it marks a complete folder
         dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
         lengths, prompt_len, num_bytes = [], [], 0
-        with (folder / "tokens.bin").open("wb") as file:
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "about.json").unlink(missing_ok=True)  # written last, so that it marks a complete folder
+        with new_file(folder / "tokens.bin") as new, new.open("wb") as file:
             for number, (document, prompt, text) in enumerate(_encode(documents, tokenizer)):
                 _refuse_markers(number, [*prompt[1:], *text], tokenizer)
                 row = np.array([*prompt, *text, tokenizer.eos_token_id], dtype=dtype)
-                row.tofile(file)
+                file.write(row.data)
                 lengths.append(len(row))
                 prompt_len.append(len(prompt))
                 num_bytes += len(document.text.encode())
-        if not lengths:
-            raise ValueError("TokenFile.write documents must hold at least one, got none.")
+            if not lengths:
+                raise ValueError("TokenFile.write documents must hold at least one, got none.")
         sizes = np.array([lengths, prompt_len], dtype=np.int64)
-        np.save(folder / "lengths.npy", sizes)
+        with new_file(folder / "lengths.npy") as new, new.open("wb") as file:
+            np.save(file, sizes)
+        tokens = map_array(folder / "tokens.bin", dtype=np.dtype(dtype).name, count=int(sizes[0].sum()))
         about = {
             "format": _FORMAT,
             "dtype": np.dtype(dtype).name,
             "num_bytes": num_bytes,
             "vocab_size": tokenizer.vocab_size,
             "eos_token_id": tokenizer.eos_token_id,
-            "crc32": _crc32(np.memmap(folder / "tokens.bin", dtype=dtype, mode="r"), sizes),
+            "crc32": _crc32(tokens, sizes),
             "made_from": made_from,
         }
-        (folder / "about.json").write_text(json.dumps(about, indent=1) + "\n")
+        write_json(folder / "about.json", about)
         return cls.open(folder)
 
     @classmethod
     def open(cls, folder: str | Path) -> "TokenFile":
-        """Open a folder that `write` wrote."""
+        """Open a folder that `write` wrote. All its bytes are read once, to compare their checksum.
+
+        Example: `TokenFile.open("corpus/train").num_documents`.
+        """
         folder = Path(folder)
-        if not (folder / "about.json").is_file():
+        if not (folder / "about.json").exists():
             raise FileNotFoundError(f"{folder / 'about.json'} does not exist. Make the folder with TokenFile.write.")
-        about = json.loads((folder / "about.json").read_text())
-        if about["format"] != _FORMAT:
-            raise ValueError(f"{folder} must have format {_FORMAT}, got {about['format']}. Write it again.")
-        lengths, prompt_len = np.load(folder / "lengths.npy")
+        about = read_json(folder / "about.json")
+        numbers: dict[str, Any] = {name: about.get(name) for name in ("num_bytes", "vocab_size", "eos_token_id")}
+        is_whole = all(type(value) is int and 0 <= value < 1 << 63 for value in numbers.values())
+        made_from, dtype = about.get("made_from"), about.get("dtype")
+        if about.get("format") != _FORMAT or not is_whole or not isinstance(made_from, dict | None):
+            raise ValueError(f"{folder / 'about.json'} must describe tokens of format {_FORMAT}. Write it again.")
+        if dtype not in _DTYPES:
+            raise ValueError(
+                f"{folder / 'about.json'} must have dtype {' or '.join(_DTYPES)}, got {show(dtype)}. Write it again."
+            )
+        sizes = read_array(folder / "lengths.npy", dtypes=("int64",))
+        if sizes.ndim != 2 or len(sizes) != 2 or not sizes.shape[1] or not (sizes[1] >= 1).all():
+            raise ValueError(f"{folder / 'lengths.npy'} must hold two lengths per document, got {sizes.shape}.")
+        lengths, prompt_len = sizes
+        if not (lengths > prompt_len).all() or lengths.max() > np.iinfo(np.int64).max // len(lengths):
+            raise ValueError(f"{folder / 'lengths.npy'} must hold documents that are longer than their prompts.")
         starts = np.concatenate(([0], lengths.cumsum()))
-        tokens = np.memmap(folder / "tokens.bin", dtype=about["dtype"], mode="r")
-        if len(tokens) != starts[-1]:
-            raise ValueError(f"{folder} must hold {starts[-1]} tokens, got {len(tokens)}. Write it again.")
+        tokens = map_array(folder / "tokens.bin", dtype=dtype, count=int(starts[-1]))
+        if about.get("crc32") != _crc32(tokens, sizes):
+            raise ValueError(f"{folder} must hold what was written, but its tokens have changed. Write it again.")
+        if not 0 <= numbers["eos_token_id"] < numbers["vocab_size"] or int(tokens.max()) >= numbers["vocab_size"]:
+            raise ValueError(f"{folder} must hold ids below its vocab_size {numbers['vocab_size']}. Write it again.")
         return cls(
             tokens=tokens,
             starts=starts,
             prompt_len=prompt_len,
-            crc32=about.get("crc32"),
-            made_from=about.get("made_from"),
-            **{name: about[name] for name in ("num_bytes", "vocab_size", "eos_token_id")},
+            crc32=about["crc32"],
+            made_from=made_from,
+            **numbers,
         )
 
     @property
@@ -133,11 +156,11 @@ def describe_files(
     made_from: dict[str, Any] = {"separator": separator}
     for number, path in enumerate(files, start=1):
         crc32 = 0
-        with path.open("rb") as file:
+        with open_file(path) as file:
             while chunk := file.read(_CHUNK):
                 crc32 = zlib.crc32(chunk, crc32)
         made_from[f"file {number}, {path.name}"] = crc32
-    with files[0].open(encoding="utf-8", errors="replace") as text:
+    with io.TextIOWrapper(open_file(files[0]), encoding="utf-8", errors="replace") as text:
         cut = (tokenizer.vocab_size, tokenizer.encode(text.read(_SAMPLE)))
     return made_from | {"tokenizer": zlib.crc32(repr(cut).encode())}
 

@@ -1,5 +1,6 @@
 """Training of a tokenizer on your own corpus: byte-level BPE with the published special ids."""
 
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -47,7 +48,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, out: str | Path) -> T
             "Use more text, or a smaller vocab_size."
         )
     pad, eos, bos, unk, mask = SPECIAL_TOKENS
-    PreTrainedTokenizerFast(
-        tokenizer_object=trained, pad_token=pad, eos_token=eos, bos_token=bos, unk_token=unk, mask_token=mask
-    ).save_pretrained(str(out))
+    with tempfile.TemporaryDirectory() as folder:  # then copied in one go, so that `out` is complete or absent
+        PreTrainedTokenizerFast(
+            tokenizer_object=trained, pad_token=pad, eos_token=eos, bos_token=bos, unk_token=unk, mask_token=mask
+        ).save_pretrained(folder)
+        Tokenizer.from_pretrained(folder).save_pretrained(out)
     return Tokenizer.from_pretrained(out)

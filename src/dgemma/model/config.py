@@ -3,13 +3,13 @@
 `ModelConfig.from_hf` reads a published config.json, `to_hf` writes one that transformers accepts.
 """
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
+from dgemma import files
 from dgemma.checks import check_choice, require_field
 from dgemma.model.gemma4 import GEMMA4_TYPES, config_from_gemma4
 
@@ -309,21 +309,17 @@ def read_json(source: Mapping[str, Any] | str | Path, file_name: str) -> dict[st
     path = Path(source)
     path = path / file_name if path.is_dir() else path
     try:
-        loaded = json.loads(path.read_text())
-    except (FileNotFoundError, IsADirectoryError):
+        return files.read_json(path)
+    except FileNotFoundError:
         raise FileNotFoundError(
             f"{path} does not exist or is not a file. Point at a checkpoint folder or its {file_name}."
         ) from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON ({error}). Download the file again.") from None
-    if not isinstance(loaded, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(loaded).__name__}. Download the file again.")
-    return loaded
 
 
 def _full_layer_heads(text: Mapping[str, Any]) -> dict[str, Any]:
     """Return the heads of full layers, from published fields or the per_layer_config of newer transformers."""
-    overrides = text.get("per_layer_config") or {}
+    per_layer = text.get("per_layer_config")
+    overrides = per_layer or {}
     layer_types = text.get("layer_types") or ()
     if overrides:
         full_layers = {layer for layer, kind in enumerate(layer_types) if kind == FULL}
@@ -336,11 +332,14 @@ def _full_layer_heads(text: Mapping[str, Any]) -> dict[str, Any]:
                 f"{sorted(map(str, overrides))}. dgemma has one head shape per layer type."
             )
         head_dim, kv_heads = override.get("head_dim"), override.get("num_key_value_heads")
+    elif per_layer is not None:
+        head_dim = kv_heads = None
     else:
         head_dim, kv_heads = text.get("global_head_dim"), text.get("num_global_key_value_heads")
-    kv_heads = kv_heads if kv_heads is not None else text.get("num_key_value_heads")
-    # transformers' class default applies if the field is absent
-    return {"global_head_dim": head_dim if head_dim is not None else 512, "num_global_key_value_heads": kv_heads}
+        head_dim = 512 if head_dim is None else head_dim  # the default of transformers' class
+    # transformers omits an override that equals the value of the sliding layers.
+    heads = {"global_head_dim": (head_dim, "head_dim"), "num_global_key_value_heads": (kv_heads, "num_key_value_heads")}
+    return {name: text.get(sliding) if value is None else value for name, (value, sliding) in heads.items()}
 
 
 def _check_rope(rope_parameters: Mapping[str, Mapping[str, Any]], kind: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dgemma.files import write_text
 from dgemma.progress import progress_bar
 from dgemma.run.trajectory import Generation
 from dgemma.sampling.base import Sampler
@@ -73,7 +74,7 @@ class Sweep:
         writer.writerow(names)
         writer.writerows([getattr(row, name) for name in names] for row in self.rows)
         if path is not None:
-            Path(path).write_text(text.getvalue())
+            write_text(path, text.getvalue())
         return text.getvalue()
 
     def _repr_html_(self) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from dgemma.files import new_file
 from dgemma.model.experts import Router, Routing
 from dgemma.train.batch import Part
 from dgemma.train.parallel import Parallel
@@ -120,7 +121,7 @@ class TrainLog:
                 {k: v for k, v in line.items() if isinstance(v, int | float | str)}
             )
         names = list(dict.fromkeys(name for row in rows.values() for name in row))
-        with Path(path).open("w", newline="") as file:
+        with new_file(path) as new, new.open("w", newline="") as file:
             writer = csv.DictWriter(file, names)
             writer.writeheader()
             writer.writerows(rows.values())
@@ -143,7 +144,8 @@ class TrainLog:
             axes.plot(steps, [sum(window) / len(window) for window in windows], label=name)
         axes.legend()
         if path is not None:
-            figure.savefig(path, dpi=150)
+            with new_file(path) as new:
+                figure.savefig(new, format=Path(path).suffix.removeprefix(".") or "png", dpi=150)
         return figure
 
 

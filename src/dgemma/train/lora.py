@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from dgemma.checkpoint.weights import write_tensors
 from dgemma.checks import check_count, check_size
+from dgemma.files import write_tensors
 from dgemma.model.config import GenerationDefaults
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.experts import Experts, product_by_group, require_experts
@@ -214,9 +214,8 @@ def save_lora(model: DiffusionGemma, path: str | Path) -> None:
     _require_adapters(model, "save_lora")
     lora = adapters_of(model)
     assert lora is not None
-    tensors = {name: weight.detach().cpu().contiguous() for name, weight in _adapter_weights(model)}
     noise = {} if model.generation.noise is None else {"noise": json.dumps(dict(model.generation.noise))}
-    write_tensors(path, tensors, metadata={"lora": json.dumps(asdict(lora)), **noise})
+    write_tensors(path, dict(_adapter_weights(model)), metadata={"lora": json.dumps(asdict(lora)), **noise})
 
 
 def load_lora(model: DiffusionGemma, path: str | Path) -> LoRA:

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dgemma.checkpoint.weights import write_tensors
+from dgemma.files import write_tensors
 
 STATE_FILE = "state.safetensors"
 _METADATA_FILE = ".metadata"
@@ -24,8 +24,7 @@ def save_whole(folder: Path, state: Mapping[str, Tensor]) -> list[Path]:
 
     Example: `save_whole(folder, {"model.norm.weight": weight})`.
     """
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-    write_tensors(folder / STATE_FILE, tensors)
+    write_tensors(folder / STATE_FILE, state)
     return [folder / STATE_FILE]
 
 

@@ -7,9 +7,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dgemma.printing import printable
 from dgemma.run.trajectory import RecordedStep, Trajectory
 from dgemma.view.board import NUM_CELLS, Board
-from dgemma.view.pieces import Pieces, printable
+from dgemma.view.pieces import Pieces
 
 Array = NDArray[Any]
 

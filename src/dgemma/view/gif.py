@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dgemma.checkpoint.tokenizer import Tokenizer
+from dgemma.files import new_file
 from dgemma.run.trajectory import Trajectory
 from dgemma.view import board
 from dgemma.view.board import Board
@@ -226,7 +227,8 @@ class _Pen:
             sheet.paste(page, (0, i * page.height))
         colours = sheet.quantize(colors=128)
         first, *rest = (page.quantize(palette=colours, dither=self._image.Dither.NONE) for page in pages)
-        first.save(path, format="GIF", save_all=True, append_images=rest, duration=durations, loop=0)
+        with new_file(path) as new:
+            first.save(new, format="GIF", save_all=True, append_images=rest, duration=durations, loop=0)
 
     def _make_tile(self, look: _Look, cells: int) -> Any:
         tile = self._image.new("RGB", (cells * self._cell, self._line), _PAGE)

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from dgemma.checkpoint.tokenizer import Tokenizer
+from dgemma.files import write_text
 from dgemma.run.trajectory import Trajectory
 from dgemma.values import label
 from dgemma.view.board import Board
@@ -109,7 +110,7 @@ def to_html(
         )
     )
     if path is not None:
-        Path(path).write_text(page, encoding="utf-8")
+        write_text(path, page)
     return page
 
 

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from dgemma.checkpoint.tokenizer import Tokenizer
+from dgemma.printing import printable
 from dgemma.view.board import Board
 
 MASK = "░"
 STATIC = "▖▗▘▝▚▞"  # for tokens that have no text of their own
 _BROKEN = "\ufffd"  # the decoded text of an incomplete character
 _LONGEST_CHARACTER = 4  # bytes of UTF-8
-_BIDI = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 _SOFT_HYPHEN = "\u00ad"
 
 
@@ -64,32 +64,12 @@ class Pieces:
         return 1
 
 
-def printable(text: str) -> str:
-    """Return a text that is safe to print: control and direction characters are replaced, except \\n and \\t.
-
-    Example: `printable("\\x1b[2J")` is "␛[2J".
-    """
-    return text if text.isascii() and text.isprintable() else "".join(map(_printable, text))
-
-
 def width(text: str) -> int:
     """Return the terminal cells of a printable text: 2 for wide characters, 0 for combining marks.
 
     Example: `width("né語")` is 4, however the é is composed.
     """
     return len(text) if text.isascii() else sum(map(_width, text))
-
-
-@lru_cache(maxsize=4096)
-def _printable(character: str) -> str:
-    code, category = ord(character), unicodedata.category(character)
-    if character in "\n\t":
-        return character
-    if code < 0x20 or code == 0x7F:
-        return chr(0x2400 + min(code, 0x21))  # Unicode's pictures of the controls
-    if category in ("Cc", "Cs", "Zl", "Zp") or character in _BIDI:
-        return f"⟨{code:04X}⟩"
-    return character
 
 
 @lru_cache(maxsize=4096)

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from dgemma.checkpoint.tokenizer import Tokenizer
+from dgemma.printing import printable
 from dgemma.run.records import BlockCommit, Events, StepRecord
 from dgemma.run.trajectory import Generation
 from dgemma.view import board
 from dgemma.view.heat import TERMINAL
-from dgemma.view.pieces import MASK, Pieces, printable, width
+from dgemma.view.pieces import MASK, Pieces, width
 from dgemma.view.screen import Ink, Screen, Wrap, cut
 
 _BOLD, _FAINT = "1", "2"
@@ -176,7 +177,8 @@ class LiveView(View):
     ) -> None:
         super().__exit__(kind, error, traceback)
         if self.leave and not self.screen.live and kind is None:
-            print(self.text, file=self.screen.file)
+            file = self.screen.file
+            print(printable(self.text) if file.isatty() else self.text, file=file)
 
     def draw(self) -> list[list[Ink]]:
         columns = self.screen.columns

@@ -4,7 +4,6 @@ All grids equivalent to a base grid are in the same split. So no seed and no sym
 data.
 """
 
-import os
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -16,11 +15,13 @@ from numpy.typing import NDArray
 
 from dgemma.data.sudoku.solver import ANY_DIGIT, Digits, candidates, search
 from dgemma.data.sudoku.symmetry import class_keys
+from dgemma.files import read_text, write_text
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 BANDS = {"easy": (40, 81), "medium": (30, 39), "hard": (17, 29)}  # number of clues, inclusive
 
+_MOST_BYTES = 1 << 32  # of a file; a puzzle with its solution has 164
 _CHUNK = 512  # puzzles per stream of random numbers, for any number of workers
 
 
@@ -55,14 +56,12 @@ class Puzzles:
         Example: `puzzles.save("test.txt")`.
         """
         lines = [f"{p} {s}" for p, s in zip(to_text(self.puzzles), to_text(self.solutions), strict=True)]
-        new = Path(f"{path}.{os.getpid()}.new")
-        new.write_text("\n".join(lines) + "\n")
-        os.replace(new, path)
+        write_text(path, "\n".join(lines) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> "Puzzles":
         """Read a file that `save` wrote."""
-        pairs = [line.split() for line in Path(path).read_text().splitlines()]
+        pairs = [line.split() for line in read_text(path, most=_MOST_BYTES).splitlines()]
         if not pairs or any(len(pair) != 2 for pair in pairs):
             raise ValueError(
                 f"Puzzles.load lines must be a puzzle, a space and its solution, but those of {path} are not."

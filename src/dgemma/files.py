@@ -1,0 +1,327 @@
+"""Reading and writing of files, for the whole library: bounded reads of regular files, and atomic writes.
+
+Readers open regular files only, so that a pipe or a device neither hangs nor fills the memory. They check sizes, dtypes
+and shapes against the length of the file before anything is allocated, and they never unpickle. Writers write next to
+the target, flush and rename: a failure leaves the old file, no temporary file, and one sentence.
+
+    config = read_json("config.json")                 # also read_bytes, read_text, open_file for long texts
+    with open_tensors("model.safetensors") as file:   # safetensors' safe_open
+        weight = file.get_tensor("weight")
+    lengths = read_array("lengths.npy", dtypes=("int64",))
+    write_text("page.html", page)                     # also write_bytes, write_json, write_tensors
+    with new_file("run.gif") as new:                  # for code that writes to a path; new_files for several at once
+        image.save(new, format="GIF")
+"""
+
+import errno
+import io
+import json
+import math
+import os
+import re
+import secrets
+import shutil
+import stat
+import tempfile
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dgemma.printing import printable
+
+_MOST_BYTES = 1 << 26  # of a file that is read whole; the largest published tokenizer has half as many
+_TEMPORARY = re.compile(r"\.dgemma-(\d+)-[0-9a-f]{16}\.new")
+
+
+class WriteError(OSError):
+    """A file that could not be written. Its text is one sentence."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+def open_file(path: str | Path) -> BinaryIO:
+    """Open a regular file to read its bytes; raise for a folder, a pipe or a device instead of waiting for it.
+
+    Example: `with open_file("stories.txt") as file: file.read(1024)`.
+    """
+    path = Path(path)
+    try:
+        # Without O_NONBLOCK, opening a pipe waits for a writer.
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{printable(str(path))} does not exist. Check the path.") from None
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{printable(str(path))} cannot be opened: {reason}. Check the path.") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError(f"{printable(str(path))} must be a regular file, got a folder, a pipe or a device.")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_bytes(path: str | Path, *, most: int = _MOST_BYTES) -> bytes:
+    """Read a whole file of at most `most` bytes.
+
+    Example: `read_bytes("tokenizer.json")`.
+    """
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise ValueError(f"{printable(str(path))} must have at most {most:,} bytes, got {size:,}. Check the file.")
+        return file.read(size)
+
+
+def read_text(path: str | Path, *, most: int = _MOST_BYTES) -> str:
+    """Read a whole UTF-8 file.
+
+    Example: `read_text("puzzles.txt").splitlines()`.
+    """
+    try:
+        return read_bytes(path, most=most).decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{printable(str(path))} must be UTF-8, got {error.reason} at byte {error.start}. Check the file."
+        ) from None
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """Read a file that holds one JSON object.
+
+    Example: `read_json("config.json")["vocab_size"]`.
+    """
+    return parse_json(read_text(path), f"{printable(str(path))}")
+
+
+def parse_json(text: str, owner: str) -> dict[str, Any]:
+    """Return the JSON object in a text; `owner` names its place in errors.
+
+    Example: `parse_json(metadata["lora"], "the metadata of adapters.safetensors")["rank"]`.
+    """
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{owner} is not valid JSON ({printable(str(error))}). Download or save it again.") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{owner} must hold a JSON object, got {type(content).__name__}. Download or save it again.")
+    return content
+
+
+@contextmanager
+def open_tensors(path: str | Path, *, device: str = "cpu") -> Iterator[Any]:
+    """Open a safetensors file as `safe_open` does; raise ValueError for a damaged one.
+
+    Tensors fit the length of the file: safetensors compares every offset, shape and dtype with it.
+
+    Example: `with open_tensors("model.safetensors") as file: file.get_slice("weight").get_shape()`.
+    """
+    open_file(path).close()
+    try:
+        with safe_open(str(path), framework="pt", device=device) as file:
+            unsafe = next((name for name in file.keys() if printable(name) != name), None)  # noqa: SIM118 (no mapping)
+            if unsafe is not None:
+                raise ValueError(f"{printable(str(path))} must name tensors in printable characters, got {unsafe!r}.")
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{printable(str(path))} is truncated or damaged ({printable(str(error))}). Download or save it again."
+        ) from None
+
+
+def read_array(path: str | Path, *, dtypes: Collection[str]) -> np.ndarray:
+    """Read a NumPy .npy file whose dtype is one of `dtypes`.
+
+    Example: `read_array("lengths.npy", dtypes=("int64",)).shape`.
+    """
+    data = read_bytes(path, most=1 << 40)
+    file = io.BytesIO(data)
+    try:
+        version = np.lib.format.read_magic(file)
+        read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        shape, is_fortran, dtype = read_header[version](file)
+    except Exception as error:  # the header is a Python literal, whose parser can raise anything
+        raise ValueError(f"{printable(str(path))} is not a NumPy array ({printable(str(error))}).") from None
+    size = len(data) - file.tell()
+    if dtype.name not in dtypes or min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != size:
+        raise ValueError(
+            f"{printable(str(path))} must hold {' or '.join(dtypes)} in all its {size:,} bytes, got {dtype} of shape "
+            f"{shape}."
+        )
+    return np.frombuffer(data, dtype, offset=file.tell()).reshape(shape, order="F" if is_fortran else "C")
+
+
+def map_array(path: str | Path, *, dtype: str, count: int) -> np.ndarray:
+    """Memory-map a file of exactly `count` numbers, read-only.
+
+    Example: `map_array("tokens.bin", dtype="uint16", count=1000)`.
+    """
+    with open_file(path) as file:
+        size, needed = os.fstat(file.fileno()).st_size, count * np.dtype(dtype).itemsize
+        if size != needed:
+            raise ValueError(f"{printable(str(path))} must have {needed:,} bytes, got {size:,}. Write it again.")
+        return np.memmap(file, dtype=dtype, mode="r", shape=(count,)) if count else np.empty(0, dtype)
+
+
+@contextmanager
+def new_file(path: str | Path) -> Iterator[Path]:
+    """Yield a temporary path in the same folder. After the block its bytes are flushed and it replaces `path`.
+
+    If the block raises, the temporary file is removed and the old file stays. Errors of the system become a
+    `WriteError`. A device such as /dev/null gets the bytes, because it cannot be replaced.
+
+    Example: `with new_file("log.csv") as new: new.write_text(text)`.
+    """
+    target = Path(os.path.realpath(path))
+    if not target.exists() or target.is_file():
+        with new_files([target]) as (new,):
+            yield new
+        return
+    with writing(path), tempfile.TemporaryDirectory() as folder:
+        yield Path(folder) / "new"
+        with target.open("wb") as device, (Path(folder) / "new").open("rb") as content:
+            shutil.copyfileobj(content, device)
+
+
+@contextmanager
+def new_files(paths: Sequence[Path]) -> Iterator[list[Path]]:
+    """Do what `new_file` does for several files of one folder: all are flushed before the first replaces its target.
+
+    They replace their targets in this order. So a full disk changes nothing, and a killed process stops between two
+    renames.
+
+    Example: `with new_files([folder / "a.json", folder / "b.json"]) as (a, b): fill_json(a, {}), fill_json(b, {})`.
+    """
+    folder = paths[0].parent
+    new = [folder / f".dgemma-{os.getpid()}-{secrets.token_hex(8)}.new" for _ in paths]
+    with writing(paths[0] if len(paths) == 1 else folder):
+        try:
+            modes = []
+            for path, target in zip(new, paths, strict=True):
+                path.touch()
+                modes.append(stat.S_IMODE((target if target.exists() else path).stat().st_mode))
+            yield new
+            for path, mode in zip(new, modes, strict=True):
+                path.chmod(mode)  # some writers make a file that other users cannot read
+                flush(path)
+            for path, target in zip(new, paths, strict=True):
+                os.replace(path, target)
+        except BaseException:
+            for path in new:
+                with suppress(OSError):
+                    path.unlink(missing_ok=True)
+            raise
+        flush(folder)
+
+
+@contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """Turn errors of the system inside the block into a `WriteError` that names `path`.
+
+    Example: `with writing(folder): folder.mkdir(parents=True, exist_ok=True)`.
+    """
+    name = printable(str(path))
+    try:
+        yield
+    except (WriteError, BrokenPipeError):
+        raise
+    except Exception as error:
+        found = re.search(r"\(os error (\d+)\)", str(error))  # safetensors and tokenizers report errors as text
+        code = int(found[1]) if found else getattr(error, "errno", None)
+        if code is None:  # an error of the block that is a sentence already
+            raise
+        if code == errno.ENOENT:
+            folder = printable(str(Path(path).parent))
+            raise FileNotFoundError(
+                f"{name} cannot be written: its folder does not exist. Create {folder} first."
+            ) from None
+        reason = os.strerror(code) if found else getattr(error, "strerror", None) or str(error)
+        fix = " Free some space or choose another folder." if code in (errno.ENOSPC, errno.EDQUOT) else ""
+        sentence = f"{name} could not be written: {printable(reason)}. What was there before is unchanged.{fix}"
+        raise WriteError(code, sentence) from error
+
+
+def clear_temporaries(folder: Path) -> None:
+    """Remove the temporary files that killed processes of this machine left in a folder.
+
+    Example: `clear_temporaries(Path("checkpoint"))`.
+    """
+    for path in folder.glob(".dgemma-*.new"):
+        found = _TEMPORARY.fullmatch(path.name)
+        if found and not _is_running(int(found[1])):
+            path.unlink(missing_ok=True)
+
+
+def write_bytes(path: str | Path, data: bytes) -> None:
+    """Write a file atomically.
+
+    Example: `write_bytes("tokenizer.json", data)`.
+    """
+    with new_file(path) as new:
+        new.write_bytes(data)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a UTF-8 file atomically.
+
+    Example: `write_text("page.html", page)`.
+    """
+    write_bytes(path, text.encode())
+
+
+def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON object atomically.
+
+    Example: `write_json("config.json", config.to_hf())`.
+    """
+    with new_file(path) as new:
+        fill_json(new, content)
+
+
+def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], *, metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file atomically, with the permissions of the umask; `save_file` would deny other users.
+
+    Example: `write_tensors("seeds.safetensors", {"seeds": torch.arange(4)})`.
+    """
+    with new_file(path) as new:
+        fill_tensors(new, tensors, metadata=metadata)
+
+
+def fill_json(new: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON object to a path that `new_file` or `new_files` yielded."""
+    new.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def fill_tensors(new: Path, tensors: Mapping[str, Tensor], *, metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file to a path that `new_file` or `new_files` yielded."""
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    needed, free = sum(tensor.nbytes for tensor in whole.values()), shutil.disk_usage(new.parent).free
+    if needed > free:
+        raise OSError(errno.ENOSPC, f"{needed:,} bytes are needed, {free:,} are free")
+    save_file(whole, new, metadata=metadata)
+
+
+def flush(path: Path) -> None:
+    """Flush the bytes of a file, or the names in a folder, to the disk."""
+    if path.is_dir() and os.name != "posix":  # Windows cannot open a folder
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):  # of another user
+        pass
+    return True

@@ -1,0 +1,48 @@
+"""Text from outside (files, models, arguments) made safe to print: control characters become visible.
+
+Use `printable` for text on a terminal, `one_line` for an error message, and `to_json` for JSON.
+"""
+
+import json
+import re
+from functools import lru_cache
+from typing import Any
+
+_LONGEST = 1000  # characters of an error message
+_BIDI = "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
+_UNSAFE = re.compile(f"[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u2028\\u2029\\ud800-\\udfff{_BIDI}]")
+_UNSAFE_IN_JSON = re.compile(f"[\\x7f-\\x9f\\u2028\\u2029\\ud800-\\udfff{_BIDI}]")  # JSON escapes the others itself
+
+
+def printable(text: str) -> str:
+    """Return a text that is safe to print: control and direction characters are replaced, except \\n and \\t.
+
+    Example: `printable("\\x1b[2J")` is "␛[2J".
+    """
+    return _UNSAFE.sub(lambda match: _visible(match[0]), text)
+
+
+def one_line(text: str) -> str:
+    """Return a message as one printable line of at most 1000 characters.
+
+    Example: `one_line("a\\n b\\x1b")` is "a b␛".
+    """
+    line = printable(" ".join(text.split()))
+    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 2]} …"
+
+
+def to_json(content: Any, *, ascii_only: bool = False) -> str:
+    """Return JSON on one line in which every control and direction character is escaped.
+
+    Example: `to_json({"text": "\\x9b2J"})` is `{"text": "\\\\u009b2J"}`.
+    """
+    text = json.dumps(content, ensure_ascii=ascii_only)
+    return _UNSAFE_IN_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+@lru_cache(maxsize=4096)
+def _visible(character: str) -> str:
+    code = ord(character)
+    if code < 0x20 or code == 0x7F:
+        return chr(0x2400 + min(code, 0x21))  # Unicode's pictures of the controls
+    return f"⟨{code:04X}⟩"
