@@ -22,7 +22,7 @@ from torch import Tensor
 from dgemma.checkpoint.weights import resolve
 from dgemma.checks import as_int
 from dgemma.files import new_files, read_bytes, write_bytes, write_json, writing
-from dgemma.model.config import read_json
+from dgemma.model.config import read_published
 from dgemma.printing import one_line, printable
 
 Message = Mapping[str, Any]
@@ -248,10 +248,10 @@ class PretrainedTokenizer(Tokenizer):
 
     def _read_config(self) -> dict[str, Any]:
         """Return tokenizer_config.json, completed by the special_tokens_map.json of older checkpoints."""
-        config = read_json(self._folder, "tokenizer_config.json")
+        config = read_published(self._folder, "tokenizer_config.json")
         if not (self._folder / "special_tokens_map.json").is_file():
             return config
-        older = read_json(self._folder, "special_tokens_map.json")
+        older = read_published(self._folder, "special_tokens_map.json")
         return older | {name: value for name, value in config.items() if value is not None}
 
     def _add_tokens(self, config: Mapping[str, Any]) -> None:

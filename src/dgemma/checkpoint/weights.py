@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dgemma.checkpoint.stored_sizes import contradictions
 from dgemma.files import clear_temporaries, fill_json, fill_tensors, new_files, open_tensors, writing
-from dgemma.model.config import Conventions, GenerationDefaults, ModelConfig, read_json
+from dgemma.model.config import Conventions, GenerationDefaults, ModelConfig, read_published
 from dgemma.model.gemma4 import GEMMA4_TYPES
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def load_pretrained(
     folder = resolve(path_or_repo)
     if dtype is None and folder.parent == _ASSETS:
         dtype = torch.float32
-    published = read_json(folder, "config.json")
+    published = read_published(folder, "config.json")
     stored = read_headers(folder)
     text = published.get("text_config", published)
     layers = text.get("num_hidden_layers") if isinstance(text, Mapping) else None
@@ -205,7 +205,7 @@ def _read_index(folder: Path) -> dict[str, str]:
         raise FileNotFoundError(
             f"{folder} holds neither {_SINGLE_FILE} nor {_INDEX_FILE}. Only safetensors are read, never pickles."
         )
-    weight_map = read_json(folder / _INDEX_FILE, _INDEX_FILE).get("weight_map")
+    weight_map = read_published(folder / _INDEX_FILE, _INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{folder / _INDEX_FILE} must map tensors to files under 'weight_map'. Download it again.")
     files = set(map(str, weight_map.values()))

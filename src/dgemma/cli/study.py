@@ -14,7 +14,7 @@ import torch
 
 from dgemma.checkpoint.weights import Stored, read_headers, resolve
 from dgemma.cli import options, output, types
-from dgemma.model.config import GenerationDefaults, ModelConfig, read_json
+from dgemma.model.config import GenerationDefaults, ModelConfig, read_published
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.run.generate import generate
 from dgemma.values import join_settings
@@ -78,7 +78,7 @@ def _info(arguments: argparse.Namespace) -> None:
             print("\n".join(map(_introduce, folders)) or "No checkpoint ships with this copy of dgemma.")
         return
     folder = resolve(arguments.checkpoint, files=_CONFIG_FILES)
-    published = read_json(folder, "config.json")
+    published = read_published(folder, "config.json")
     config = ModelConfig.from_hf(published)
     own = GenerationDefaults(noise=published.get("noise"), sampler=published.get("sampler"))
     stored = read_headers(folder) if any(folder.glob("*.safetensors")) else {}

@@ -129,7 +129,7 @@ class ModelConfig:
 
         Example: `ModelConfig.from_hf({"model_type": "diffusion_gemma", "text_config": {...}, "canvas_length": 256})`.
         """
-        published = read_json(source, "config.json")
+        published = read_published(source, "config.json")
         model_type = published.get("model_type")
         if model_type in GEMMA4_TYPES:
             published = config_from_gemma4(published)
@@ -275,7 +275,7 @@ class GenerationDefaults:
 
         Example: `GenerationDefaults.from_hf({"t_max": 0.9}).t_min` is 0.4.
         """
-        published = read_json(source, "generation_config.json")
+        published = read_published(source, "generation_config.json")
         values = {f.name: published[f.name] for f in fields(cls) if published.get(f.name) is not None}
         sampler = published.get("sampler_config") or {}
         if not isinstance(sampler, Mapping):
@@ -302,7 +302,7 @@ def default_layer_types(num_hidden_layers: int) -> tuple[str, ...]:
     return (*pattern[:-1], FULL)
 
 
-def read_json(source: Mapping[str, Any] | str | Path, file_name: str) -> dict[str, Any]:
+def read_published(source: Mapping[str, Any] | str | Path, file_name: str) -> dict[str, Any]:
     """Return a dictionary unchanged, or read the JSON object in a file (or in `file_name` inside a folder)."""
     if isinstance(source, Mapping):
         return dict(source)
