@@ -197,3 +197,11 @@ def test_samplers_and_stop_rules_are_compared_under_both_kinds_of_noise(run, tmp
         for row in rows
         if "itself" not in row["label"] and "autoregressive" not in row["label"]
     )
+
+
+def test_a_wrapped_bert_repeats_the_letters_it_reads(run):
+    printed = run("20")
+    texts = re.findall(r"\b[a-z]{12}\b", printed)
+    assert sum(text == text[:3] * 4 for text in texts) >= 6  # three prompts twice, one infilled text
+    bound, exact = map(float, re.findall(r"at most ([\d.]+) nats per text, exactly ([\d.]+)", printed)[0])
+    assert exact < bound < exact + 3

@@ -16,7 +16,7 @@ TokenEditing
 STOP_RULES = "ConfidenceGap EndOfText StableAndConfident StepCap Unchanged"
 NOISES = "HybridNoise MaskNoise UniformNoise"
 BASES = "Decision DenoiseState Denoiser Noise Prediction Sampler StopRule"
-MODEL = "ByteTokenizer DiffusionGemma ModelConfig Tokenizer"
+MODEL = "ByteTokenizer DiffusionGemma ModelConfig Tokenizer wrap"
 RUN = "Knobs LinearTemperature Trajectory generate settle start_state step stream"
 TASKS = "Guided Slot edit generate_causal infill observe slots sweep"
 MODULES = "data presets schedule train view"

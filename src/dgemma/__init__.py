@@ -45,6 +45,7 @@ from dgemma.tasks.autoregressive import generate_causal
 from dgemma.tasks.guidance import Guided
 from dgemma.tasks.infill import edit, infill
 from dgemma.tasks.slots import Slot, slots
+from dgemma.tasks.wrapped import wrap
 
 __all__ = [
     "KLASS",
@@ -99,6 +100,7 @@ __all__ = [
     "sweep",
     "train",
     "view",
+    "wrap",
 ]
 
 _FOLDERS = ("data", "train", "view")  # loaded on first use, so that `import dgemma` stays quick
@@ -106,7 +108,8 @@ _FOLDERS = ("data", "train", "view")  # loaded on first use, so that `import dge
 _ELSEWHERE = {
     "checkpoint.tokenizer": ("Reply", "TokenBatch", "ToolCall"),
     "model.cache": ("CacheMark", "PrefixCache"),
-    "model.config": ("Conventions", "GenerationDefaults"),
+    "model.config": ("Conventions", "DenoiserConfig", "GenerationDefaults"),
+    "tasks.wrapped": ("TokenCache", "Wrapped"),
     "run.changes": ("apply_changes",),
     "run.defaults": ("default_sampler", "learnt_noise"),
     "run.loop": ("denoise_canvas",),

@@ -157,8 +157,8 @@ def test_a_generation_value_that_does_not_fit_is_named():
         GenerationDefaults.from_hf({"max_denoising_steps": 0})
     with pytest.raises(ValueError, match="sampler_config must be a dictionary"):
         GenerationDefaults.from_hf({"sampler_config": "EntropyBound"})
-    with pytest.raises(ValueError, match="confidence_threshold must be a finite number above 0"):
-        GenerationDefaults.from_hf({"confidence_threshold": 0})
+    with pytest.raises(ValueError, match="confidence_threshold must be a finite number of at least 0"):
+        GenerationDefaults.from_hf({"confidence_threshold": -0.1})
     with pytest.raises(ValueError, match="t_min must be a finite number above 0"):
         GenerationDefaults.from_hf({"t_min": 0.0})
     with pytest.raises(ValueError, match="t_min must be at most t_max"):

@@ -19,9 +19,10 @@ _GROWTH = 1.25  # growth of a full buffer, so that appending takes linear time
 
 
 class Cache(Protocol):
-    """The protocol of prefix caches: `PrefixCache`, the cache of the fused engine, and the pair of caches of `Guided`.
+    """The protocol of prefix caches, which `PrefixCache`, the fused engine, `Guided` and wrapped models implement.
 
-    A denoiser makes and extends its own cache. All other code reads, copies and joins caches through these members.
+    A denoiser makes and extends its own cache, in `encode`. All other code reads, copies and joins caches through these
+    members. Rows keep their order. A cache may hold anything from which `denoise` can predict a canvas.
     """
 
     @property

@@ -48,13 +48,31 @@ class LayerShape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class DenoiserConfig:
+    """The sizes that a run reads from any denoiser; `ModelConfig` adds the geometry of DiffusionGemma.
+
+    `vocab_size` bounds the token ids, `canvas_length` is the number of positions that are denoised together, and
+    `max_position_embeddings` limits the prefix and the canvas together.
+
+    Example: `DenoiserConfig(vocab_size=512, canvas_length=32, max_position_embeddings=1024)`.
+    """
+
+    vocab_size: int
+    canvas_length: int = 256
+    max_position_embeddings: int = 262_144
+
+    def __post_init__(self) -> None:
+        for name in _RUN_SIZES:
+            _check_size(self, name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(DenoiserConfig):
     """Geometry of a DiffusionGemma model.
 
     Example: `ModelConfig.from_hf("path/to/config.json").layer_shape(0).head_dim`.
     """
 
-    vocab_size: int
     hidden_size: int
     intermediate_size: int  # of the dense MLP next to the experts
     num_hidden_layers: int
@@ -68,8 +86,6 @@ class ModelConfig:
     moe_intermediate_size: int
     sliding_window: int
     layer_types: tuple[str, ...]
-    canvas_length: int = 256
-    max_position_embeddings: int = 262_144
     rope_parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: dict(_DEFAULT_ROPE), hash=False)
     rms_norm_eps: float = 1e-6
     final_logit_softcapping: float = 30.0
@@ -82,9 +98,10 @@ class ModelConfig:
     carried: Mapping[str, Any] = field(default_factory=dict, hash=False)  # other published top-level fields
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "layer_types", tuple(self.layer_types))
-        for name in _POSITIVE_INTS:
-            require_field(_is_int(getattr(self, name), 1), self, name, f"be an integer from 1 to {_LARGEST_SIZE}")
+        for name in _LAYER_SIZES:
+            _check_size(self, name)
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             value = getattr(self, name)
             require_field(_is_int(value, 0) and value < self.vocab_size, self, name, "be a token id below vocab_size")
@@ -234,7 +251,7 @@ class GenerationDefaults:
     t_max: float = 0.8
     t_min: float = 0.4
     stability_threshold: int = 1
-    confidence_threshold: float = 0.005
+    confidence_threshold: float = 0.005  # 0 turns the stop rule off
     eos_token_id: tuple[int, ...] = (1, 106, 50)
     pad_token_id: int = 0
     # The noise of training, from `describe_noise`; None is uniform. It is stored in config.json, because transformers
@@ -247,10 +264,11 @@ class GenerationDefaults:
         for name in ("max_new_tokens", "max_denoising_steps"):
             require_field(_is_int(getattr(self, name), 1), self, name, "be an integer of at least 1")
         require_field(_is_int(self.stability_threshold, 0), self, "stability_threshold", "be an integer of at least 0")
-        for name in ("t_max", "t_min", "confidence_threshold"):
+        for name in ("t_max", "t_min"):
             require_field(_is_positive(getattr(self, name)), self, name, "be a finite number above 0")
-        bound_fits = self.entropy_bound == 0 or _is_positive(self.entropy_bound)
-        require_field(bound_fits, self, "entropy_bound", "be a finite number of at least 0")
+        for name in ("entropy_bound", "confidence_threshold"):
+            value = getattr(self, name)
+            require_field(value == 0 or _is_positive(value), self, name, "be a finite number of at least 0")
         require_field(self.t_min <= self.t_max, self, "t_min", "be at most t_max")
         require_field(all(_is_int(t, 0) for t in self.eos_token_id), self, "eos_token_id", "hold token ids")
         require_field(_is_int(self.pad_token_id, 0), self, "pad_token_id", "be a token id")
@@ -373,9 +391,14 @@ def _is_positive(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value) and value > 0
 
 
-_POSITIVE_INTS = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "head_dim", "num_global_key_value_heads", "global_head_dim", "num_experts"),
-    *("top_k_experts", "moe_intermediate_size", "sliding_window", "canvas_length", "max_position_embeddings"),
+_RUN_SIZES = ("vocab_size", "canvas_length", "max_position_embeddings")
+_LAYER_SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "num_global_key_value_heads", "global_head_dim", "num_experts", "top_k_experts"),
+    *("moe_intermediate_size", "sliding_window"),
 )
-_REQUIRED = {*_POSITIVE_INTS} - {"canvas_length", "max_position_embeddings"}
+_REQUIRED = {"vocab_size", *_LAYER_SIZES}
+
+
+def _check_size(config: DenoiserConfig, name: str) -> None:
+    require_field(_is_int(getattr(config, name), 1), config, name, f"be an integer from 1 to {_LARGEST_SIZE}")

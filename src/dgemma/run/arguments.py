@@ -15,7 +15,7 @@ from dgemma.checks import as_int, as_number, require, require_tensor, show
 from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.schedule import LEAST_NOISE
 from dgemma.model.cache import Cache
-from dgemma.model.config import ModelConfig
+from dgemma.model.config import DenoiserConfig
 from dgemma.run.options import Allowed
 from dgemma.sampling.base import Sampler
 
@@ -130,7 +130,7 @@ def read_span(
     return Span(canvas=canvas, frozen=frozen, allowed=allowed)
 
 
-def check_sampler(sampler: Sampler, noise: Noise, config: ModelConfig) -> None:
+def check_sampler(sampler: Sampler, noise: Noise, config: DenoiserConfig) -> None:
     """Check that the noise is a process over the model's vocabulary, and that the sampler is valid for it."""
     if not isinstance(noise, Noise):
         raise ValueError(
@@ -141,7 +141,7 @@ def check_sampler(sampler: Sampler, noise: Noise, config: ModelConfig) -> None:
     check_valid(sampler, noise)
 
 
-def check_vocabulary(noise: Noise, config: ModelConfig) -> None:
+def check_vocabulary(noise: Noise, config: DenoiserConfig) -> None:
     """Check that the noise is over the model's vocabulary."""
     if noise.vocab_size != config.vocab_size:
         raise ValueError(
@@ -206,7 +206,7 @@ def check_mask(attention_mask: Any, prompt_tokens: Tensor, num_cached: int) -> N
 
 
 def check_prompt(
-    prompt_tokens: Any, cache: Cache | None, config: ModelConfig, max_new_tokens: int, device: torch.device
+    prompt_tokens: Any, cache: Cache | None, config: DenoiserConfig, max_new_tokens: int, device: torch.device
 ) -> None:
     """Check the prompt's type, device and length."""
     if not isinstance(prompt_tokens, Tensor) or prompt_tokens.dim() != 2 or prompt_tokens.is_floating_point():

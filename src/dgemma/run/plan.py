@@ -76,8 +76,9 @@ def read_plan(
         temperature = LinearTemperature(start=defaults.t_max, end=defaults.t_min)
     sampler = default_sampler(model) if sampler is None else sampler
     if isinstance(stop, str) and stop == "checkpoint":
-        rule = StableAndConfident(stability=defaults.stability_threshold, confidence=defaults.confidence_threshold)
-        stop = None if isinstance(sampler, Sampler) and not sampler.stops_when_certain else rule
+        stability, confidence = defaults.stability_threshold, defaults.confidence_threshold
+        runs_on = confidence == 0 or (isinstance(sampler, Sampler) and not sampler.stops_when_certain)
+        stop = None if runs_on else StableAndConfident(stability=stability, confidence=confidence)
     knobs = Knobs(
         sampler=sampler,
         temperature=read_temperature(temperature),

@@ -16,7 +16,7 @@ from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
 from dgemma.model.cache import Cache
-from dgemma.model.config import GenerationDefaults, ModelConfig
+from dgemma.model.config import DenoiserConfig, GenerationDefaults
 from dgemma.run.arguments import check_valid
 from dgemma.run.knobs import Knobs
 from dgemma.run.records import StepRecord
@@ -39,7 +39,7 @@ class Denoiser(Generic[CacheT]):
     if TYPE_CHECKING:  # a subclass may have attributes or properties
 
         @property
-        def config(self) -> ModelConfig: ...
+        def config(self) -> DenoiserConfig: ...
         @property
         def generation(self) -> GenerationDefaults: ...
         @property

@@ -1,1 +1,1 @@
-"""Tasks built on a run: infilling, editing, slots, guidance and autoregressive decoding."""
+"""Tasks built on a run: infilling, editing, slots, guidance, autoregressive decoding, and other models."""

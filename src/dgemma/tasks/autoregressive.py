@@ -32,6 +32,8 @@ def generate_causal(
 
     Example: `tokenizer.decode(dgemma.generate_causal(model, prompt, max_new_tokens=64, temperature=0.8)[0])`.
     """
+    if not hasattr(model, "causal_logits"):
+        raise TypeError(f"generate_causal model must have a causal mode, got {type(model).__name__}. Use generate.")
     plan = read_plan(
         model,
         prompt_tokens,

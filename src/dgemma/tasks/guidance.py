@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dgemma.diffusion.prediction import Prediction
 from dgemma.model.cache import Cache
-from dgemma.model.config import GenerationDefaults, ModelConfig
+from dgemma.model.config import DenoiserConfig, GenerationDefaults
 from dgemma.run.step import Denoiser, check_denoiser
 
 
@@ -109,7 +109,7 @@ class Guided(Denoiser[GuidedCache]):
             )
 
     @property
-    def config(self) -> ModelConfig:
+    def config(self) -> DenoiserConfig:
         return self.denoiser.config
 
     @property

@@ -189,11 +189,13 @@ class Likelihood:
             f"{'':22}{'nats/token':>10}   {share:20}{'perplexity':>10}",
         ]
         for name, nats in (("diffusion, at most", self.nelbo), ("causal", self.causal)):
+            if math.isnan(nats.value):  # a model without a causal mode
+                continue
             interval = f"{nats.value - nats.error:.4f} … {nats.value + nats.error:.4f}"
             interval = interval if math.isfinite(nats.error) else "–"  # a single row
             lines.append(f"{name:22}{nats.value:10.4f}   {interval:20}{math.exp(min(nats.value, 700)):10.2f}")
         for name, bits in (("bits per byte", self.bits_per_byte), ("bits per byte, causal", self.causal_bits_per_byte)):
-            if bits is not None:
+            if bits is not None and not math.isnan(bits.value):
                 lines.append(f"{name:22}{bits.value:10.4f}")
         lines.append(f"{'noise level':22}{'nats/token':>10}   its share of the bound")
         lines.append(f"{'  the text itself':22}{self.reconstruction:10.4f}")

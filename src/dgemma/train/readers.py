@@ -1,0 +1,129 @@
+"""Predictions for `evaluate`: all canvases of a DiffusionGemma in one pass, or those of any denoiser one by one."""
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dgemma.diffusion.prediction import Prediction
+from dgemma.model.cache import Cache
+from dgemma.model.diffusion import DiffusionGemma
+from dgemma.run.step import Denoiser
+from dgemma.train import head
+from dgemma.train.canvases import Canvases
+from dgemma.train.one_pass import predict_canvases, read_clean
+
+
+class SelfCond(NamedTuple):
+    """A request for a first pass, which the second is conditioned on; it proposes `allowed` (1, 1, V) or any token."""
+
+    allowed: Tensor | None
+
+
+OfLogits = Callable[..., Tensor]  # (logits (m, V), *values (m, 1)) → (m,)
+
+
+class OnePass:
+    """Predictions of a `DiffusionGemma`: the text is read once, then all canvases of a row are predicted together."""
+
+    def __init__(self, model: DiffusionGemma, canvases: Canvases, self_cond: SelfCond | None) -> None:
+        self.model, self.canvases, self.self_cond = model, canvases, self_cond
+        self.clean = read_clean(model, canvases.tokens, documents=canvases.documents)
+
+    def map_logits(self, function: OfLogits, z: Tensor, level: Tensor) -> Tensor:
+        """Apply `function` to the logits, x, z and level of noisy canvases; z, level and the result are (B, K, C)."""
+        hidden = self._predict(z, level, None)
+        if self.self_cond is not None:
+            hidden = self._predict(z, level, head.soft_embedding(self.model, hidden, allowed=self.self_cond.allowed))
+        cost = head.map_logits(
+            function,
+            hidden.flatten(0, 2),
+            self.model.embed_tokens.weight,
+            *(values.reshape(-1, 1) for values in (self.canvases.x, z, level)),
+            cap=self.model.config.final_logit_softcapping,
+        )
+        return cost.view_as(z)
+
+    def causal_cost(self) -> Tensor | None:
+        """Return the autoregressive cost of every token after the first, (B, T - 1)."""
+        tokens = self.canvases.tokens
+        cost = head.cross_entropy(
+            self.clean.hidden[:, :-1].flatten(0, 1),
+            self.model.embed_tokens.weight,
+            tokens[:, 1:].flatten(),
+            cap=self.model.config.final_logit_softcapping,
+        )
+        return cost.view(len(tokens), -1)
+
+    def _predict(self, z: Tensor, level: Tensor, signal: Tensor | None) -> Tensor:
+        """Return the last hidden states (B, K, C, D)."""
+        return predict_canvases(
+            self.model,
+            z,
+            self.canvases.starts,
+            self.clean.first(self.canvases.prefix_len),
+            signal=signal,
+            noise_level=level if self.model.takes_noise_level else None,
+            documents=self.canvases.packing,
+            aligned=self.canvases.aligned,
+        )
+
+
+class ByCanvas:
+    """Predictions of any `Denoiser`, one canvas at a time, through `encode` and `denoise`."""
+
+    def __init__(self, model: Denoiser, canvases: Canvases, self_cond: SelfCond | None) -> None:
+        if canvases.packing is not None:
+            raise ValueError(
+                f"evaluate source must have one text per row for a {type(model).__name__}, got rows that pack several. "
+                "Read the texts with scan."
+            )
+        self.model, self.canvases, self.self_cond = model, canvases, self_cond
+
+    @cached_property
+    def _prefixes(self) -> list[Cache]:
+        """The prefix of each canvas: the clean text before it."""
+        position = torch.arange(self.canvases.prefix_len, device=self.canvases.tokens.device)
+        tokens = self.canvases.tokens[:, : self.canvases.prefix_len]
+        starts = self.canvases.starts.unbind(1)
+        return [self.model.encode(tokens, None, position < start[:, None]) for start in starts]
+
+    def map_logits(self, function: OfLogits, z: Tensor, level: Tensor) -> Tensor:
+        """Apply `function` as `OnePass.map_logits` does."""
+        costs = []
+        for number, prefix in enumerate(self._prefixes):
+            canvas, levels = z[:, number], level[:, number]
+            prediction = self._denoise(canvas, prefix, levels, None)
+            if self.self_cond is not None:
+                first = prediction.shaped(allowed=self.self_cond.allowed)
+                prediction = self._denoise(canvas, prefix, levels, first)
+            values = (each.reshape(-1, 1) for each in (self.canvases.x[:, number], canvas, levels))
+            costs.append(function(prediction.logits.flatten(0, 1), *values).view_as(canvas))
+        return torch.stack(costs, dim=1)
+
+    def causal_cost(self) -> Tensor | None:
+        """Return the autoregressive cost of every token after the first, (B, T - 1); None without a causal mode."""
+        causal_logits = getattr(self.model, "causal_logits", None)
+        if causal_logits is None:
+            return None
+        rows = self.canvases.tokens.split(1)  # the logits of a row are large
+        return torch.stack([F.cross_entropy(causal_logits(row)[0, :-1], row[0, 1:], reduction="none") for row in rows])
+
+    def _denoise(self, canvas: Tensor, prefix: Cache, levels: Tensor, self_cond: Prediction | None) -> Prediction:
+        if not self.model.takes_noise_level:
+            return self.model.denoise(canvas, prefix, self_cond=self_cond)
+        noise_level = levels if self.model.takes_position_levels else levels.amax(-1)
+        return self.model.denoise(canvas, prefix, self_cond=self_cond, noise_level=noise_level)  # type: ignore[call-arg]
+
+
+def read_text(model: Denoiser, canvases: Canvases, self_cond: SelfCond | None = None) -> OnePass | ByCanvas:
+    """Read the text of the canvases, in the fastest way that the model allows.
+
+    Example: `read_text(model, canvases).causal_cost()`.
+    """
+    if isinstance(model, DiffusionGemma):
+        return OnePass(model, canvases, self_cond)
+    return ByCanvas(model, canvases, self_cond)
