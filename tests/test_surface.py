@@ -17,7 +17,7 @@ STOP_RULES = "ConfidenceGap EndOfText StableAndConfident StepCap Unchanged"
 NOISES = "HybridNoise MaskNoise UniformNoise"
 BASES = "Decision DenoiseState Denoiser Noise Prediction Sampler StopRule"
 MODEL = "ByteTokenizer DiffusionGemma ModelConfig Tokenizer wrap"
-RUN = "Knobs LinearTemperature Trajectory generate settle start_state step stream"
+RUN = "Knobs LinearTemperature Trajectory generate generate_many settle start_state step stream"
 TASKS = "Guided Slot edit generate_causal infill observe slots sweep"
 MODULES = "data presets schedule train view"
 # Results and helpers that earlier versions listed at the top of the package. They are now in their modules.

@@ -14,6 +14,7 @@ from dgemma.model.config import ModelConfig
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.run.generate import generate, stream
 from dgemma.run.knobs import Knobs
+from dgemma.run.many import generate_many
 from dgemma.run.step import Denoiser, settle, start_state, step
 from dgemma.run.trajectory import Trajectory
 from dgemma.sampling import (
@@ -88,6 +89,7 @@ __all__ = [
     "edit",
     "generate",
     "generate_causal",
+    "generate_many",
     "infill",
     "observe",
     "presets",
@@ -113,6 +115,7 @@ _ELSEWHERE = {
     "run.changes": ("apply_changes",),
     "run.defaults": ("default_sampler", "learnt_noise"),
     "run.loop": ("denoise_canvas",),
+    "run.many": ("Completion",),
     "run.plan": ("Plan", "read_plan"),
     "run.records": ("BlockCommit", "Moment", "StepRecord"),
     "run.trajectory": ("Generation", "RecordedStep"),

@@ -72,6 +72,31 @@ def test_json_of_generate_ends_with_the_stop_token_and_holds_no_padding(command,
     assert len(tokens) < 32
 
 
+def test_a_file_of_prompts_gives_a_file_of_results_that_the_command_completes(command, checkpoint, model, tmp_path):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "run.jsonl"
+    lines = ["Once", {"prompt": "It was", "id": 7}, {"messages": [{"role": "user", "content": "hi"}]}]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = ("generate", "-m", checkpoint, *QUICK, "--seed", "3", "--slots", "2", "--input", prompts, "--out", out)
+    said = f"-n 1 is rounded up to 32, a multiple of the canvas length 32.\n{out} holds 3 results.\n"
+    assert command(*words) == (0, "", said)
+    tokenizer = dgemma.ByteTokenizer()
+    rows = [tokenizer.encode("Once"), tokenizer.encode("It was"), tokenizer.chat("hi")]
+    found = sorted((json.loads(line) for line in out.read_text().splitlines()[1:]), key=lambda line: line["index"])
+    for at, (line, row) in enumerate(zip(found, rows, strict=True)):
+        want = write(model, row, seed=3 + at)
+        assert line["new_tokens"] == want
+        assert (line["text"], line["seed"], line["steps"]) == (tokenizer.decode(want), 3 + at, [2])
+    assert [line.get("id") for line in found] == [None, 7, None]
+    whole = out.read_bytes()
+    out.write_bytes(whole[:-5])
+    assert command(*words, "--quiet") == (0, "", "")
+    assert sorted(out.read_bytes().splitlines()) == sorted(whole.splitlines())
+    assert "instead of 3" in command(*words, "--seed", "4").err
+    prompts.write_text('"Once"\n\n{"text": "It was"}\n')
+    assert "in line 3." in command(*words[:-1], tmp_path / "other.jsonl").err
+    assert "must come together" in command("generate", "--input", prompts).err
+
+
 def test_written_tokens_end_with_the_stop_token():
     """A padding token that the model wrote before the stop token is kept, because it is in the cache."""
     writer = SimpleNamespace(denoiser=SimpleNamespace(generation=dgemma.GenerationDefaults()))

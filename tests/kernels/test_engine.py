@@ -545,3 +545,28 @@ def test_a_model_with_adapters_is_refused_until_they_are_merged(device):
     add_lora(model, LoRA(rank=4))
     with pytest.raises(ValueError, match="merge_lora"):
         accelerate(model)
+
+
+@pytest.mark.slow
+def test_rows_that_replace_one_another_write_the_tokens_of_generate(models):
+    # Prompts longer and shorter than the sliding window; rows end after one or two blocks.
+    prompts = [draw_tokens(length, seed=length) for length in (7, 2, 5)]
+    options = {"max_new_tokens": 8, "steps": 2, "eos_token_ids": range(3, 12)}
+    wanted = [dgemma.generate(models[0], row[None], seed=[at], **options) for at, row in enumerate(prompts)]
+    assert len({want.steps.shape[1] for want in wanted}) > 1
+    for got, want in zip(dgemma.generate_many(models[1], prompts, slots=2, **options), wanted, strict=True):
+        assert torch.equal(got.new_tokens, want.new_tokens[0].cpu())
+        assert torch.equal(got.steps, want.steps[0].cpu())
+
+
+def test_a_spliced_cache_has_the_rows_of_the_donor(models):
+    prompt, real = ragged_prompt()
+    canvas = draw_tokens(2, CANVAS, seed=1)
+    predictions = []
+    for model in models:
+        cache, donor = model.encode(prompt, attention_mask=real), model.encode(draw_tokens(1, 9, seed=2))
+        model.encode(draw_tokens(1, CANVAS, seed=3), donor)  # the engine postpones it
+        cache.splice(torch.tensor([1], device=prompt.device), donor)
+        assert (cache.lengths.tolist(), cache.num_slots) == ([7, 13], 13)
+        predictions.append(model.denoise(canvas, cache).logits)
+    torch.testing.assert_close(*predictions, **CLOSE)

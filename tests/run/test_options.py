@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dgemma
-from dgemma.run.options import CanvasOptions, RunOptions, defaults_of
+from dgemma.run.options import CanvasOptions, RunOptions, TextOptions, defaults_of
 from dgemma.run.plan import read_plan
 
 ROOT = Path(__file__).parents[2]
@@ -46,6 +46,7 @@ def test_mypy_refuses_options_that_do_not_exist_or_have_another_type(tmp_path):
     [
         (dgemma.generate, RunOptions),
         (dgemma.stream, RunOptions),
+        (dgemma.generate_many, TextOptions),
         (read_plan, RunOptions),
         (dgemma.infill, CanvasOptions),
         (dgemma.edit, CanvasOptions),

@@ -292,6 +292,21 @@ class FusedCache:
     def select(self, rows: Tensor) -> Self:
         return self._rebuild(lambda tensor: tensor.index_select(0, rows))
 
+    @in_turn
+    def splice(self, rows: Tensor, donor: "FusedCache") -> None:
+        """Replace `rows` (R,) in place by the rows of a donor of batch size R. Marks are forgotten."""
+        self.catch_up()
+        theirs = donor.layers  # reads postponed tokens and settles
+        self.settle()
+        lengths = self._lengths.index_copy(0, rows, donor._lengths)
+        self.make_room(self._pool.config.canvas_length, max(0, donor._num_slots - self._num_slots))
+        for mine, layer in zip(self.layers, theirs, strict=True):
+            size = layer.num_filled(donor._num_slots)
+            mine.keys[rows, :, :size], mine.values[rows, :, :size] = layer.keys[:, :, :size], layer.values[:, :, :size]
+        self._num_slots, self._num_seen = int(lengths.max()), max(self._num_seen, donor._num_seen)
+        self.ragged, self._marks = True, []
+        self._hold(lengths)
+
     @classmethod
     def join(cls, parts: Sequence[tuple[Tensor, Any]]) -> Self:
         """Return one cache from several: each part has the cache of some rows (R,). Together they are the batch."""

@@ -29,7 +29,7 @@ from dgemma_kernels.engine.cache import BufferPool, CacheBuffers, FusedCache
 from dgemma_kernels.engine.captured import CapturedDenoise, CapturedRead, CapturedStep, carried, list_shapes
 from dgemma_kernels.engine.forward import Forward
 from dgemma_kernels.engine.graphs import Turn, compile_together, in_turn, remembered, use_here
-from dgemma_kernels.engine.prediction import FusedPrediction, Logits
+from dgemma_kernels.engine.prediction import FusedPrediction, Logits, SoftEmbedding
 from dgemma_kernels.engine.weights import Weights, take_weights
 from dgemma_kernels.engine.workspace import Workspace
 from dgemma_kernels.formats import ENCODERS, Quantized
@@ -140,6 +140,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
         self, model: DiffusionGemma, weights: Weights, generation: GenerationDefaults, attention: KernelName
     ) -> None:
         self._model, self.config, self.generation = model, model.config, generation
+        self.source = model.source
         self.turn = Turn(model.device)
         self._pool = BufferPool(model.config, model.conventions, model.device, model.dtype, self.turn)
         self._workspace = Workspace(
@@ -310,10 +311,13 @@ class FusedDenoiser(Denoiser[FusedCache]):
             arrived.synchronize()
         return on_host.tolist()
 
-    def _signal(self, self_cond: Prediction | Tensor | None) -> Tensor | None:
+    def _signal(self, self_cond: Prediction | SoftEmbedding | Tensor | None) -> Tensor | None:
         """Return the soft embedding (B, C, D) for self-conditioning."""
         if self_cond is None:
             return None
+        if isinstance(self_cond, SoftEmbedding):
+            use_here(self_cond.signal)
+            return self_cond.signal
         if isinstance(self_cond, FusedPrediction):
             if self_cond.signal is not None:
                 use_here(self_cond.signal)

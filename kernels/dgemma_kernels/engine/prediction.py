@@ -76,6 +76,12 @@ class _Shaping(NamedTuple):
     allowed: Tensor | None  # (n, V / 32) packed
 
 
+class SoftEmbedding(NamedTuple):
+    """The soft embedding of a prediction, which is all that the next step reads of it."""
+
+    signal: Tensor  # (B, C, D)
+
+
 class FusedPrediction(Prediction):
     """A `Prediction` over the fused head's logits; `signal` (B, C, D) is its soft embedding, once that is computed."""
 
@@ -111,6 +117,10 @@ class FusedPrediction(Prediction):
     ) -> "FusedPrediction":
         shaped = super().shaped(temperature=temperature, allowed=allowed, top_k=top_k, top_p=top_p)
         return FusedPrediction(self._source, shaped._transforms)
+
+    def condition(self) -> SoftEmbedding | Tensor:
+        """The soft embedding, once it is computed. The logits are about a hundred times as large."""
+        return self.logits if self.signal is None else SoftEmbedding(self.signal)
 
     def with_statistics(self, statistics: tuple[Tensor, ...]) -> "FusedPrediction":
         """Return the same prediction with these statistics, entropy first."""

@@ -146,6 +146,7 @@ def load_pretrained(
         model = cls(config, device="meta", conventions=conventions)
     except RuntimeError as error:
         raise ValueError(f"{folder / 'config.json'} describes tensors that cannot exist: {error}.") from None
+    model.source = folder
     if (folder / "generation_config.json").is_file():
         model.generation = GenerationDefaults.from_hf(folder)
         if model.generation.pad_token_id >= config.vocab_size:

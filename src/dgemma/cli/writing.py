@@ -11,6 +11,7 @@ from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.cli import options, output, types
 from dgemma.cli.options import Writer
 from dgemma.run.generate import generate
+from dgemma.run.many import PromptFile, generate_many
 from dgemma.run.records import OnStep
 from dgemma.run.trajectory import Generation
 from dgemma.tasks.infill import Infilling, edit, infill
@@ -30,13 +31,26 @@ def add_commands(commands: Any) -> None:
         epilog="examples:\n"
         '  dgemma generate "Once upon a time"\n'
         '  dgemma generate --steps 16 --html run.html "It was"\n'
-        "  dgemma generate --json - < prompt.txt\n\n" + types.describe_samplers(),
+        "  dgemma generate --json - < prompt.txt\n"
+        "  dgemma generate --input prompts.jsonl --out run.jsonl\n"
+        "      many prompts; the same command continues a run that was stopped\n\n" + types.describe_samplers(),
     )
     parser.add_argument(
         "prompt", nargs="*", metavar="PROMPT", help="the text to continue; - or nothing reads standard input"
     )
     _add_length(parser, "maximal number of tokens to write")
     parser.add_argument("--chat", action="store_true", help="send the prompt as a user's turn, with the chat template")
+    group = parser.add_argument_group("many prompts")
+    group.add_argument(
+        "--input",
+        metavar="FILE",
+        help='JSON lines, each a text, {"prompt": …} or {"messages": […]}; a line may have its own seed, '
+        "max_new_tokens and id",
+    )
+    group.add_argument(
+        "--out", type=types.new_file, metavar="FILE", help="file for the results, in JSON lines; may hold some already"
+    )
+    group.add_argument("--slots", type=types.count, default=8, metavar="N", help="prompts at a time (%(default)s)")
     _add_options(parser, _generate)
 
     parser = commands.add_parser(
@@ -103,6 +117,9 @@ def _add_options(parser: argparse.ArgumentParser, run: Any, *, pictures: bool = 
 
 
 def _generate(arguments: argparse.Namespace) -> None:
+    if arguments.input or arguments.out:
+        _generate_many(arguments)
+        return
     text = options.read_text(arguments.prompt)
     writer = options.load_writer(arguments)
     tokenizer = writer.tokenizer
@@ -125,6 +142,32 @@ def _generate(arguments: argparse.Namespace) -> None:
     else:
         output.print_text(answer if arguments.chat else text + answer)
     _print_counts(view, out)
+
+
+def _generate_many(arguments: argparse.Namespace) -> None:
+    if not (arguments.input and arguments.out) or arguments.prompt:
+        raise ValueError("--input and --out must come together and without a prompt. Name both files.")
+    if arguments.json or output.is_recorded(arguments):
+        raise ValueError("--json, --html and --gif must not come with --input. The results are in the file of --out.")
+    prompts = PromptFile(arguments.input, as_chats=arguments.chat)
+    num_prompts = len(prompts)  # now, so that a missing file is noticed before the model is loaded
+    writer = options.load_writer(arguments)
+    _note_length(arguments, writer)
+    results = generate_many(
+        writer.denoiser,
+        prompts,
+        slots=arguments.slots,
+        out=arguments.out,
+        tokenizer=writer.tokenizer,
+        in_order=False,
+        max_new_tokens=arguments.max_new_tokens,
+        progress=not arguments.quiet,
+        **writer.settings,
+    )
+    for _ in results:
+        pass
+    if not arguments.quiet:
+        print(f"{arguments.out} holds {output.counted(num_prompts, 'result')}.", file=sys.stderr)
 
 
 def _chat(arguments: argparse.Namespace) -> None:

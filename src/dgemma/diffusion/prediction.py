@@ -8,7 +8,7 @@ vocabulary, a second (B, C, V) tensor exists only after `.logits` is read.
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -129,6 +129,10 @@ class Prediction:
         if self._may_keep():
             self._known_logits = logits
         return logits
+
+    def condition(self) -> Any:
+        """The content that self-conditioning needs, batch-first, so that rows can be selected: here the logits."""
+        return self.logits
 
     def pieces(self) -> Iterator[Tensor]:
         """Yield the shaped logits in slices of positions, (B, c, V) each. The whole tensor is not built."""

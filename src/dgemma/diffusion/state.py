@@ -123,10 +123,10 @@ class DenoiseState:
 
 
 def _row_fields(state: DenoiseState) -> dict[str, Any]:
-    """The fields whose tensors have one entry per row; a prediction becomes its logits."""
+    """The fields whose tensors have one entry per row; a prediction becomes its `condition`."""
     values = {f.name: getattr(state, f.name) for f in fields(state) if f.name not in ("noise", "allowed")}
-    if state.self_cond is not None and not isinstance(state.self_cond, Tensor):
-        values["self_cond"] = state.self_cond.logits
+    if isinstance(state.self_cond, Prediction):
+        values["self_cond"] = state.self_cond.condition()
     return values
 
 

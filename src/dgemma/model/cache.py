@@ -45,6 +45,9 @@ class Cache(Protocol):
     def select(self, rows: Tensor) -> Self:
         """The cache of some rows: rows (R,) int64 → batch size R."""
 
+    def splice(self, rows: Tensor, donor: Any) -> None:
+        """Replace `rows` (R,) in place by the rows of a donor of batch size R. Marks are forgotten."""
+
     @classmethod
     def join(cls, parts: Sequence[tuple[Tensor, Any]]) -> Self:
         """Join caches into one. A part is row numbers (R,) and their cache; together the parts cover the batch."""
@@ -215,6 +218,18 @@ class PrefixCache:
         """The cache of some rows: rows (R,) int64 → batch size R."""
         return self._rebuild(lambda tensor: tensor.index_select(0, rows))
 
+    def splice(self, rows: Tensor, donor: Self) -> None:
+        """Replace `rows` (R,) in place by the rows of a donor of batch size R. Marks are forgotten.
+
+        Example: `cache.splice(torch.tensor([1]), model.encode(prompt))` gives row 1 another prefix.
+        """
+        for layer, theirs in zip(self.layers, donor.layers, strict=True):
+            layer.keys = _splice(layer.keys, rows, theirs.keys, theirs.num_filled(donor.num_slots))
+            layer.values = _splice(layer.values, rows, theirs.values, theirs.num_filled(donor.num_slots))
+        self.lengths = self.lengths.index_copy(0, rows, donor.lengths)
+        self.num_slots, self.num_seen = int(self.lengths.max()), max(self.num_seen, donor.num_seen)
+        self.ragged, self._marks = True, []
+
     @classmethod
     def join(cls, parts: Sequence[tuple[Tensor, Any]]) -> Self:
         """Join caches into one. A part is row numbers (R,) and their cache; together the parts cover the batch.
@@ -253,6 +268,14 @@ def drop_later(marks: list[CacheMark], mark: CacheMark) -> None:
         )
     while marks[-1] is not mark:
         marks.pop()
+
+
+def _splice(buffer: Tensor, rows: Tensor, donor: Tensor, num_used: int) -> Tensor:
+    """Write the first slots of a donor's rows into `rows` of a buffer, and return the buffer."""
+    if num_used > buffer.shape[2]:
+        buffer = _grow(buffer, buffer.shape[2], num_used)
+    buffer[rows, :, :num_used] = donor[:, :, :num_used]
+    return buffer
 
 
 def _grow(buffer: Tensor, num_used: int, num_needed: int) -> Tensor:

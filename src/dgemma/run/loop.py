@@ -34,7 +34,7 @@ def run_plan(
     """
     prompt = plan.prompt_tokens
     batch_size, device = prompt.shape[0], prompt.device
-    knobs, eos = plan.knobs, torch.tensor(plan.eos_token_ids, dtype=torch.int64, device=device)
+    knobs = plan.knobs
     cache = model.encode(prompt, cache, plan.attention_mask)
     rows = torch.arange(batch_size, device=device)  # the unfinished rows
     retired: list[tuple[Tensor, Cache]] = []
@@ -50,14 +50,7 @@ def run_plan(
             tokens, taken, knobs = yield from denoise_canvas(model, state, cache, knobs)
             num_forwards = _spread(taken, rows, batch_size, 0)
 
-        ends_row = torch.isin(tokens, eos)
-        if plan.span.frozen is not None:
-            ends_row = ends_row & plan.span.past_frozen(block, plan.canvas_len, rows)
-        ended = ends_row.any(-1).tolist()  # the host waits for the device here
-        tokens, real = plan.cut_text(tokens)  # `real` is None if all tokens are real
-        if any(ended):
-            real = ends_row.cumsum(1) - ends_row.long() == 0  # (R, C): no stop token before it
-            tokens = torch.where(real, tokens, plan.pad_token_id)
+        tokens, real, ended = plan.end_rows(tokens, block, rows)
         cache = model.encode(tokens, cache, real)
         written = _spread(tokens, rows, batch_size, plan.pad_token_id)
         blocks.append(written)
@@ -124,7 +117,7 @@ def denoise_canvas(
         # The host waits for the device here.
         left, broken, stray = model.read_ahead(verdict) if goes_on else verdict.tolist()
         if any(broken) or any(stray):
-            _refuse_step(record, broken, stray)
+            refuse_step(record, broken, stray)
         if not all(left):
             for row, draft in zip(here, state.draft.clone(), strict=True):  # a denoiser may reuse its tensors
                 drafts[row], num_forwards[row] = draft, num_taken
@@ -137,7 +130,7 @@ def denoise_canvas(
     return Denoised(torch.stack(drafts), torch.tensor(num_forwards, device=device), knobs)
 
 
-def _refuse_step(record: StepRecord, broken: list[int], stray: list[int]) -> NoReturn:
+def refuse_step(record: StepRecord, broken: list[int], stray: list[int]) -> NoReturn:
     """Raise for NaN or for ids outside the vocabulary. The message names the block, step, row and cause."""
     row = (broken if any(broken) else stray).index(1)
     where = f"at block {int(record.block[row])}, step {int(record.step[row])}, row {int(record.rows[row])}"

@@ -1,4 +1,4 @@
-"""The options of `generate`, `stream`, `infill` and `edit`: names, types and defaults in one place."""
+"""The options of `generate`, `stream`, `generate_many`, `infill` and `edit`: names, types and defaults in one place."""
 
 import functools
 import inspect
@@ -36,14 +36,19 @@ class CanvasOptions(TypedDict, total=False):
     allowed: Allowed
 
 
-class RunOptions(CanvasOptions, total=False):
-    """Options of a whole run; `generate` describes them."""
+class TextOptions(CanvasOptions, total=False):
+    """Options of a text of one or several canvases; `generate` describes them."""
 
     max_new_tokens: int | None
+    eos_token_ids: int | Iterable[int] | None
+
+
+class RunOptions(TextOptions, total=False):
+    """Options of a whole run; `generate` describes them."""
+
     canvas: Tensor | None
     frozen: Tensor | None
     attention_mask: Tensor | None
-    eos_token_ids: int | Iterable[int] | None
     noise_level: Annotated[float, Default(1.0)]
 
 

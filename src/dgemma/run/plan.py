@@ -53,6 +53,24 @@ class Plan:
         is_text = torch.arange(self.canvas_len, device=tokens.device) < self.text_len[:, None]  # (B, C)
         return torch.where(is_text, tokens, self.pad_token_id), is_text
 
+    def end_rows(self, tokens: Tensor, block: int, rows: Tensor) -> tuple[Tensor, Tensor | None, list[bool]]:
+        """Pad a finished canvas (R, C) of some rows after their stop tokens, and return which rows end in it.
+
+        The second result marks the real tokens (R, C); it is None if all are real.
+
+        Example: `tokens, real, ended = plan.end_rows(drafts, 0, torch.arange(2))`.
+        """
+        eos = torch.tensor(self.eos_token_ids, dtype=torch.int64, device=tokens.device)
+        ends_row = torch.isin(tokens, eos)
+        if self.span.frozen is not None:
+            ends_row = ends_row & self.span.past_frozen(block, self.canvas_len, rows)
+        ended = ends_row.any(-1).tolist()  # the host waits for the device here
+        tokens, real = self.cut_text(tokens)
+        if any(ended):
+            real = ends_row.cumsum(1) - ends_row.long() == 0  # no stop token before it
+            tokens = torch.where(real, tokens, self.pad_token_id)
+        return tokens, real, ended
+
     def to(self, device: torch.device) -> Self:
         """The same plan with its tensors on `device`."""
         moved: dict[str, Any] = {

@@ -5,6 +5,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -47,6 +48,7 @@ class Denoiser(Generic[CacheT]):
 
     takes_noise_level: bool = False  # if True, `denoise` also takes `noise_level` (B,)
     takes_position_levels: bool = False  # if True, that `noise_level` may be (B, C)
+    source: Path | None = None  # the checkpoint folder that it was loaded from
 
     def encode(self, tokens: Tensor, cache: CacheT | None = None, attention_mask: Tensor | None = None) -> CacheT:
         """Encode tokens (B, P) causally and return a prefix cache. The mask is 1 for real tokens.

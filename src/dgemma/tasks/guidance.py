@@ -58,6 +58,11 @@ class GuidedCache:
         """The cache of some rows: rows (R,) int64 → batch size R."""
         return type(self)(self.conditional.select(rows), self.unconditional.select(rows))
 
+    def splice(self, rows: Tensor, donor: "GuidedCache") -> None:
+        """Replace `rows` (R,) in place by the rows of a donor of batch size R."""
+        self.conditional.splice(rows, donor.conditional)
+        self.unconditional.splice(rows, donor.unconditional)
+
     @classmethod
     def join(cls, parts: Sequence[tuple[Tensor, "GuidedCache"]]) -> Self:
         """Join caches into one. A part is row numbers (R,) and their cache; together the parts cover the batch."""

@@ -125,6 +125,14 @@ class TokenCache:
         """The cache of some rows: rows (R,) int64 → batch size R."""
         return type(self)(self.tokens[rows], self.lengths[rows], self.num_seen)
 
+    def splice(self, rows: Tensor, donor: "TokenCache") -> None:
+        """Replace `rows` (R,) in place by the rows of a donor of batch size R."""
+        size = max(self.num_slots, donor.num_slots)
+        mine, theirs = (F.pad(cache.tokens, (0, size - cache.num_slots)) for cache in (self, donor))
+        self.lengths = self.lengths.index_copy(0, rows, donor.lengths)
+        self.tokens = mine.index_copy(0, rows, theirs)[:, : int(self.lengths.max())]
+        self.num_seen = max(self.num_seen, donor.num_seen)
+
     @classmethod
     def join(cls, parts: "Sequence[tuple[Tensor, TokenCache]]") -> Self:
         """Join caches into one. A part is row numbers (R,) and their cache; together the parts cover the batch."""

@@ -1,0 +1,300 @@
+"""Many prompts through one model: `generate_many` keeps every slot of a batch at work, and continues after a kill."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Unpack
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dgemma.checkpoint.tokenizer import Tokenizer
+from dgemma.checks import as_int, require, show
+from dgemma.files import open_file
+from dgemma.progress import progress_bar
+from dgemma.run.batch import Batch, Row
+from dgemma.run.options import TextOptions, takes_options
+from dgemma.run.plan import Plan, read_plan
+from dgemma.run.run_file import RunFile
+from dgemma.run.step import Denoiser, check_denoiser
+
+_PROMPT_KEYS = ("prompt", "messages", "tokens")
+_OWN_KEYS = ("id", "seed", "max_new_tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """The result of one prompt of `generate_many`."""
+
+    index: int  # the prompt's place in `prompts`
+    seed: int
+    new_tokens: Tensor  # (N,) on the host, padded after the stop token, like a row of `generate`
+    steps: Tensor  # (blocks,) forwards per block
+    tokens_per_forward: float
+    text: str | None  # None without a tokenizer
+    id: Any = None  # copied from a prompt that is a dictionary
+
+
+@takes_options(TextOptions)
+def generate_many(
+    model: Denoiser,
+    prompts: Iterable[Any],
+    *,
+    slots: int = 8,
+    out: str | Path | None = None,
+    tokenizer: Tokenizer | None = None,
+    in_order: bool = True,
+    progress: bool = True,
+    **options: Unpack[TextOptions],
+) -> Iterator[Completion]:
+    """Generate from many prompts, `slots` at a time, and yield a `Completion` for each.
+
+    When a row finishes, the next prompt takes its place; the other rows do not wait. In float32 on a CPU the tokens are
+    those of `generate`, prompt by prompt.
+
+    - `prompts`: any iterable. It is read as slots become free. A prompt is a text, a chat (a list of messages), token
+      ids (N,), or a dictionary with "prompt", "messages" or "tokens". A dictionary may also have "id", which is copied
+      into the result, and its own "seed" and "max_new_tokens".
+    - `seed`: prompt i has seed + i.
+    - `out`: a file of JSON lines. Each result is appended when it is finished. A second call with the same arguments
+      continues after a kill, and also yields the results that are already in the file.
+    - `tokenizer`: for texts and chats. The default is that of the checkpoint that the model was loaded from.
+    - `in_order`: False yields results as they finish.
+    - `progress` shows a progress bar, with the time left if `prompts` has a length.
+    - All other options are those of `generate`, and apply to every prompt.
+
+    Example: `for result in dgemma.generate_many(model, ["Once", "It was"], out="run.jsonl"): print(result.text)`.
+    """
+    check_denoiser("generate_many", model)
+    count = as_int(slots)
+    require(count is not None and count >= 1, "generate_many slots", "be an integer of at least 1", slots)
+    if isinstance(prompts, str | bytes | Mapping):
+        raise ValueError(f"generate_many prompts must be a collection of prompts, got {show(prompts)}. Write [prompt].")
+    first_seed = as_int(options.pop("seed", 0))
+    require(first_seed is not None, "generate_many seed", "be an integer", first_seed, "Prompt i has seed + i.")
+    reader = PromptReader(model, tokenizer, seed=first_seed or 0, options=dict(options))
+    file = None if out is None else RunFile(out, reader.describe())
+    completed = _complete(model, reader, enumerate(prompts), slots=count or 1, file=file)
+    total = len(prompts) if isinstance(prompts, Sized) else None
+    return _show(_sort(completed) if in_order else completed, total=total, progress=progress)
+
+
+class PromptFile:
+    """Prompts in a file of JSON lines, each a text, a list of messages or a dictionary. It is read line by line.
+
+    With `as_chats`, a text is a user's turn.
+
+    Example: `generate_many(model, PromptFile("prompts.jsonl"), out="run.jsonl")`.
+    """
+
+    def __init__(self, path: str | Path, *, as_chats: bool = False) -> None:
+        self.path, self.as_chats = Path(path), as_chats
+
+    def __len__(self) -> int:
+        with open_file(self.path) as lines:
+            return sum(1 for line in lines if line.strip())
+
+    def __iter__(self) -> Iterator[Any]:
+        with open_file(self.path) as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    try:
+                        entry = dict(_as_entry(json.loads(line), "a line"))
+                    except (ValueError, RecursionError):
+                        raise ValueError(
+                            f'{self.path} must hold a prompt per line, such as {{"prompt": "Once"}} or {{"messages": '
+                            f"[...]}}, got {show(line[:50].decode(errors='replace'))} in line {number}."
+                        ) from None
+                    if self.as_chats and "prompt" in entry:
+                        entry["messages"] = [{"role": "user", "content": entry.pop("prompt")}]
+                    yield entry
+
+
+class PromptReader:
+    """Turns prompts into rows of a batch, and rows into results.
+
+    Example: `PromptReader(model, tokenizer, seed=0, options={"steps": 16}).read(3, "Once").plan.seeds` is [[3]].
+    """
+
+    def __init__(self, model: Denoiser, tokenizer: Tokenizer | None, *, seed: int, options: dict[str, Any]) -> None:
+        self._model, self._options, self._seed = model, options, seed
+        self._given_tokenizer = tokenizer
+        self._loaded: Tokenizer | None = None
+        self._plan({"tokens": [0]}, seed)  # reports bad options now
+
+    def read(self, index: int, prompt: Any) -> Row:
+        """Return the row of a prompt."""
+        entry = _as_entry(prompt, f"generate_many prompt {index}")
+        seed = self._seed + index if entry.get("seed") is None else entry["seed"]
+        return Row(index, self._plan(entry, seed))
+
+    def complete(self, row: Row, prompt: Any) -> Completion:
+        """Return the result of a row that has ended."""
+        tokenizer = self.tokenizer
+        return Completion(
+            index=row.index,
+            seed=int(row.plan.seeds[0, 0]),
+            new_tokens=row.new_tokens,
+            steps=torch.tensor(row.steps),
+            tokens_per_forward=row.tokens_per_forward,
+            text=None if tokenizer is None else tokenizer.decode(row.new_tokens),
+            id=prompt.get("id") if isinstance(prompt, Mapping) else None,
+        )
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of the call, or that of the model's checkpoint; None if there is neither."""
+        source = self._model.source
+        if self._given_tokenizer is None and self._loaded is None and source is not None:
+            self._loaded = Tokenizer.from_pretrained(source)
+        return self._given_tokenizer or self._loaded
+
+    def describe(self) -> dict[str, Any]:
+        """Return everything that the tokens depend on, except the prompts, as JSON values."""
+        plan = self._plan({"tokens": [0]}, self._seed)
+        allowed = plan.span.allowed
+        return {
+            "seed": self._seed,
+            "max_new_tokens": plan.num_blocks * plan.canvas_len,
+            "steps": plan.num_steps,
+            "noise": repr(plan.noise),
+            **{name: repr(value) for name, value in vars(plan.knobs).items()},
+            "eos_token_ids": list(plan.eos_token_ids),
+            "allowed": None if allowed is None else _digest(allowed.cpu().numpy().tobytes()),
+            "config": _digest(repr(self._model.config).encode()),
+            "weights": _describe_weights(self._model),
+        }
+
+    def _plan(self, entry: Mapping[str, Any], seed: Any) -> Plan:
+        options = {**self._options, "seed": [seed]}
+        if entry.get("max_new_tokens") is not None:
+            options["max_new_tokens"] = entry["max_new_tokens"]
+        tokens = torch.tensor([self._tokens(entry)], dtype=torch.int64, device=self._model.device)
+        return read_plan(self._model, tokens, **options)
+
+    def _tokens(self, entry: Mapping[str, Any]) -> list[int]:
+        if "tokens" in entry:
+            return list(entry["tokens"])
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise ValueError(
+                "generate_many tokenizer must be there for texts and chats, got None. Pass "
+                "tokenizer=Tokenizer.from_pretrained(path), or prompts of token ids."
+            )
+        return tokenizer.encode(entry["prompt"]) if "prompt" in entry else tokenizer.chat(entry["messages"])
+
+
+def _as_entry(prompt: Any, owner: str) -> Mapping[str, Any]:
+    """Return any form of prompt as a dictionary with "prompt", "messages" or "tokens"."""
+    if isinstance(prompt, Mapping):
+        present = [key for key in _PROMPT_KEYS if key in prompt]
+        unknown = sorted(prompt.keys() - {*_PROMPT_KEYS, *_OWN_KEYS})
+        if len(present) != 1 or unknown:
+            raise ValueError(
+                f"{owner} must have one of {', '.join(_PROMPT_KEYS)}, and may have {', '.join(_OWN_KEYS)}, "
+                f"got {', '.join(map(str, prompt)) or 'nothing'}."
+            )
+        return {**prompt, **_as_entry(prompt[present[0]], owner)}
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    listed = prompt.tolist() if isinstance(prompt, Tensor | np.ndarray) else prompt
+    if isinstance(listed, Sequence) and len(listed):
+        if all(isinstance(message, Mapping) for message in listed):
+            return {"messages": listed}
+        if all(as_int(token) is not None for token in listed):
+            return {"tokens": listed}
+    raise ValueError(f"{owner} must be a text, a chat or token ids (N,), got {show(prompt)}.")
+
+
+def _complete(
+    model: Denoiser, reader: PromptReader, prompts: Iterator[tuple[int, Any]], *, slots: int, file: RunFile | None
+) -> Iterator[Completion]:
+    """Yield results as they finish, or as they are found in the file."""
+    batch = Batch(model)
+    running: dict[int, Any] = {}  # prompts by index
+    with nullcontext() if file is None else file:
+        while True:
+            while len(batch) < slots and (following := next(prompts, None)) is not None:
+                index, prompt = following
+                row = reader.read(index, prompt)
+                if file is not None and index in file:
+                    yield _load(file, row)
+                else:
+                    batch.add(row)
+                    running[index] = prompt
+            if not running:
+                return
+            for row in batch.step():
+                if row.ended:
+                    completion = reader.complete(row, running.pop(row.index))
+                    if file is not None:
+                        file.append(_store(completion, row))
+                    yield completion
+
+
+def _store(completion: Completion, row: Row) -> dict[str, Any]:
+    """Return a result as a line of the file. Padding is left out."""
+    tokens = completion.new_tokens.tolist()
+    while tokens and tokens[-1] == row.plan.pad_token_id:
+        tokens.pop()
+    stored = {
+        **vars(completion),
+        "new_tokens": tokens,
+        "steps": completion.steps.tolist(),
+        "prompt": _prompt_digest(row),
+    }
+    return {name: value for name, value in stored.items() if value is not None}
+
+
+def _load(file: RunFile, row: Row) -> Completion:
+    """Return a result of the file, for the same prompt."""
+    stored = file[row.index]
+    if stored.pop("prompt") != _prompt_digest(row):
+        raise ValueError(
+            f"{file.path} must be continued with the prompts that it began with, got another prompt {row.index}. "
+            "Use the old prompts, or another file."
+        )
+    steps, tokens = torch.tensor(stored.pop("steps")), torch.tensor(stored.pop("new_tokens"), dtype=torch.int64)
+    padding = len(steps) * row.plan.canvas_len - len(tokens)
+    new_tokens = nn.functional.pad(tokens, (0, padding), value=row.plan.pad_token_id)
+    return Completion(**{"text": None, **stored}, new_tokens=new_tokens, steps=steps)
+
+
+def _sort(completed: Iterator[Completion]) -> Iterator[Completion]:
+    """Yield results by index. Those that finish early wait here for those before them."""
+    early: dict[int, Completion] = {}
+    following = 0
+    for completion in completed:
+        early[completion.index] = completion
+        while following in early:
+            yield early.pop(following)
+            following += 1
+
+
+def _show(completed: Iterator[Completion], *, total: int | None, progress: bool) -> Iterator[Completion]:
+    with progress_bar(desc="generating", unit="prompt", total=total, show=progress) as bar:
+        for completion in completed:
+            bar.update()
+            yield completion
+
+
+def _prompt_digest(row: Row) -> str:
+    return _digest(
+        json.dumps([row.plan.prompt_tokens[0].tolist(), row.plan.num_blocks, row.plan.seeds[0].tolist()]).encode()
+    )
+
+
+def _describe_weights(model: Any) -> str | None:
+    """Return a digest of both ends of every weight: enough to notice another checkpoint, in milliseconds."""
+    if not isinstance(model, nn.Module):
+        return None
+    ends = [weight.detach().flatten()[[0, -1]].double() for weight in model.parameters() if weight.numel()]
+    return _digest(torch.stack(ends).cpu().numpy().tobytes())
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()

@@ -1,0 +1,290 @@
+"""Many prompts: rows replace one another without changing any tokens, and a killed run continues."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import dgemma
+from dgemma import ByteTokenizer, Prediction
+from dgemma.run.batch import Batch, Row
+from dgemma.run.plan import read_plan
+from dgemma.run.run_file import RunFile
+from every_sampler import SAMPLERS, STOP_RULES, noises
+from rowwise import RowwiseDenoiser
+
+PROMPTS = [list(range(5, 5 + length)) for length in (3, 17, 1, 9, 24, 2)]
+
+
+@dataclass
+class Conditioned(RowwiseDenoiser):
+    """Also reads the last prediction, so that a row with a neighbour's self-conditioning is noticed."""
+
+    def denoise(self, canvas, cache, self_cond=None, self_cond_mask=None):
+        logits = super().denoise(canvas, cache).logits
+        if self_cond is None:
+            return Prediction(logits)
+        last = self_cond.argmax if isinstance(self_cond, Prediction) else self_cond.argmax(-1)
+        return Prediction(logits.roll(1, -1) + (last % 3)[..., None])
+
+
+def expected(model, prompts, seed=0, **options):
+    """The results of `generate`, prompt by prompt."""
+    rows = [torch.tensor([prompt]) for prompt in prompts]
+    return [dgemma.generate(model, row, seed=[seed + at], **options) for at, row in enumerate(rows)]
+
+
+def assert_equal(results, wanted):
+    assert [result.index for result in results] == list(range(len(wanted)))
+    for got, want in zip(results, wanted, strict=True):
+        assert torch.equal(got.new_tokens, want.new_tokens[0])
+        assert torch.equal(got.steps, want.steps[0])
+        assert got.tokens_per_forward == pytest.approx(float(want.tokens_per_forward[0]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staggered(dgemma.StopRule):
+    """Ends canvases after one to five steps, depending on the row and the block."""
+
+    def __call__(self, prediction, state):
+        return state.step > (state.seeds * 7 + state.block * 3) % 5, None
+
+
+OPTIONS = {"max_new_tokens": 48, "steps": 6, "stop": Staggered(), "eos_token_ids": [1, 2, 3]}
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 5, 9])
+def test_every_number_of_slots_gives_the_tokens_of_generate(slots):
+    model = Conditioned()
+    wanted = expected(model, PROMPTS, seed=40, **OPTIONS)
+    assert len({len(want.steps[0]) for want in wanted}) > 1, "rows are meant to end after different numbers of blocks"
+    assert len({steps for want in wanted for steps in want.steps[0].tolist()}) > 1
+    assert_equal(list(dgemma.generate_many(model, PROMPTS, slots=slots, seed=40, **OPTIONS)), wanted)
+
+
+def one_of_each(values):
+    """The instance with default options of every class."""
+    return {"argvalues": {type(value): value for value in reversed(values)}.values(), "ids": lambda v: type(v).__name__}
+
+
+@pytest.mark.parametrize("sampler", **one_of_each(SAMPLERS))
+def test_rows_at_different_steps_share_a_batch_under_every_sampler(sampler):
+    model = Conditioned()
+    for noise in noises(sampler, 64)[:1]:
+        options = {"sampler": sampler, "noise": noise, "steps": 3, "stop": None, "max_new_tokens": 32}
+        assert_equal(
+            list(dgemma.generate_many(model, PROMPTS[:3], slots=2, **options)), expected(model, PROMPTS[:3], **options)
+        )
+
+
+@pytest.mark.parametrize("stop", **one_of_each(STOP_RULES))
+def test_rows_at_different_steps_share_a_batch_under_every_stop_rule(stop):
+    model, options = Conditioned(), {"stop": stop, "steps": 4, "max_new_tokens": 32}
+    assert_equal(
+        list(dgemma.generate_many(model, PROMPTS[:3], slots=2, **options)), expected(model, PROMPTS[:3], **options)
+    )
+
+
+def test_the_real_model_writes_the_tokens_of_generate():
+    model = dgemma.DiffusionGemma(dgemma.presets.tiny())
+    options = {"max_new_tokens": 64, "steps": 3, "eos_token_ids": [5, 6], "top_p": 0.9, "allowed": range(400)}
+    wanted = expected(model, PROMPTS, **options)
+    assert len({len(want.steps[0]) for want in wanted}) > 1
+    assert_equal(list(dgemma.generate_many(model, PROMPTS, slots=3, **options)), wanted)
+
+
+def test_guidance_works_row_by_row():
+    model = dgemma.Guided(Conditioned(), strength=0.5, unconditional=4)
+    assert_equal(
+        list(dgemma.generate_many(model, PROMPTS[:4], slots=2, **OPTIONS)), expected(model, PROMPTS[:4], **OPTIONS)
+    )
+
+
+def test_prompts_are_read_only_when_a_slot_is_free():
+    taken = []
+
+    def prompts():
+        for at in range(100):
+            taken.append(at)
+            yield [5 + at % 50]
+
+    results = dgemma.generate_many(RowwiseDenoiser(), prompts(), slots=3, in_order=False, **OPTIONS)
+    for number in range(1, 5):
+        next(results)
+        assert len(taken) <= 3 + number
+
+
+def test_results_as_they_finish_are_the_same_results():
+    model = Conditioned()
+    options = {**OPTIONS, "slots": 3}
+    unsorted = list(dgemma.generate_many(model, PROMPTS, in_order=False, **options))
+    wanted = expected(model, PROMPTS, **OPTIONS)
+    assert_equal(sorted(unsorted, key=lambda result: result.index), wanted)
+    assert [result.index for result in unsorted] != list(range(len(PROMPTS)))
+
+
+def test_texts_chats_and_dictionaries_are_prompts():
+    model = RowwiseDenoiser(dgemma.presets.tiny().replace(vocab_size=384, canvas_length=16))
+    tokenizer = ByteTokenizer()
+    chat = [{"role": "user", "content": "hi"}]
+    named, brief = {"prompt": "hi", "id": "a", "seed": 0}, {"messages": chat, "max_new_tokens": 16}
+    prompts = ["hi", chat, torch.tensor([7, 8]), named, brief]
+    options = {**OPTIONS, "eos_token_ids": []}
+    plain, talk, ids, again, short = dgemma.generate_many(model, prompts, tokenizer=tokenizer, **options)
+    assert torch.equal(plain.new_tokens, again.new_tokens)
+    assert (again.id, again.seed, plain.id, talk.seed) == ("a", 0, None, 1)
+    want = dgemma.generate(model, torch.tensor([tokenizer.chat(chat)]), seed=[1], **options)
+    assert torch.equal(talk.new_tokens, want.new_tokens[0])
+    assert talk.text == tokenizer.decode(want.new_tokens[0])
+    assert (len(ids.new_tokens), len(short.new_tokens)) == (48, 16)
+
+
+def test_a_checkpoint_brings_its_own_tokenizer():
+    model = dgemma.DiffusionGemma.from_pretrained("dgemma/text")
+    (result,) = dgemma.generate_many(model, ["Once upon a time"], max_new_tokens=1, steps=1)
+    assert result.text == dgemma.Tokenizer.from_pretrained("dgemma/text").decode(result.new_tokens)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ("text", {}, "prompts must be a collection of prompts, got 'text'. Write .prompt.."),
+        ([[5]], {"slots": 0}, "slots must be an integer of at least 1, got 0."),
+        ([[5]], {"seed": 0.5}, "seed must be an integer"),
+        ([[5]], {"stepz": 1}, "unexpected keyword argument 'stepz'"),
+        ([[5]], {"canvas": 1}, "unexpected keyword argument 'canvas'"),
+        ([[5]], {"steps": 0}, "steps must be an integer of at least 1"),
+        ([[5], 3.5], {}, "prompt 1 must be a text, a chat or token ids"),
+        ([{"text": "a"}], {}, "prompt 0 must have one of prompt, messages, tokens"),
+        (["hi"], {}, "tokenizer must be there for texts and chats"),
+    ],
+)
+def test_bad_arguments_are_named(prompts, options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        list(dgemma.generate_many(RowwiseDenoiser(), prompts, **{"steps": 1, **options}))
+
+
+def test_a_removed_row_frees_its_place_and_the_others_go_on():
+    model, options = Conditioned(), {**OPTIONS, "stop": None}
+    wanted = expected(model, PROMPTS[:3], **options)
+    batch = Batch(model)
+    prompts = (torch.tensor([prompt]) for prompt in PROMPTS[:3])
+    rows = [Row(at, read_plan(model, prompt, seed=[at], **options)) for at, prompt in enumerate(prompts)]
+    for row in rows:
+        batch.add(row)
+    batch.step()
+    batch.remove(rows[1])
+    assert len(batch) == 2
+    while len(batch):
+        batch.step()
+    for at in (0, 2):
+        assert torch.equal(rows[at].new_tokens, wanted[at].new_tokens[0])
+
+
+def run(path, prompts=PROMPTS, **changes):
+    return list(dgemma.generate_many(Conditioned(), prompts, out=path, **{**OPTIONS, "slots": 2, **changes}))
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_run_that_stopped_anywhere_continues_with_the_same_results(tmp_path, in_order):
+    path = tmp_path / "run.jsonl"
+    whole = run(path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    assert len(lines) == 1 + len(PROMPTS)
+    for kept, torn in (
+        (0, b""),
+        (0, lines[0][:1]),
+        (0, lines[0][:-1]),
+        (1, b""),
+        (3, lines[3][:-1]),
+        (6, lines[6][:9]),
+    ):
+        path.write_bytes(b"".join(lines[:kept]) + torn)
+        results = sorted(run(path, in_order=in_order), key=lambda result: result.index)
+        for got, want in zip(results, whole, strict=True):
+            assert torch.equal(got.new_tokens, want.new_tokens)
+            assert torch.equal(got.steps, want.steps)
+            assert (got.seed, got.text, got.tokens_per_forward) == (want.seed, want.text, want.tokens_per_forward)
+        assert sorted(path.read_bytes().splitlines()) == sorted(line.strip() for line in lines)
+
+
+def test_a_finished_run_is_read_back_without_a_forward(tmp_path, monkeypatch):
+    path = tmp_path / "run.jsonl"
+    whole = run(path)
+    monkeypatch.setattr(Conditioned, "step", None)
+    assert [result.new_tokens.tolist() for result in run(path)] == [result.new_tokens.tolist() for result in whole]
+
+
+def test_other_settings_prompts_and_files_are_refused(tmp_path):
+    path = tmp_path / "run.jsonl"
+    run(path)
+    before = path.read_bytes()
+    for changes, message in (
+        ({"steps": 5}, "settings that it began with, got steps 5 instead of 6"),
+        ({"seed": 1}, "got seed 1 instead of 0"),
+        ({"sampler": dgemma.EntropyBound(bound=0.5)}, "got sampler .EntropyBound"),
+        ({"prompts": PROMPTS[::-1]}, "must be continued with the prompts that it began with, got another prompt 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(path, **changes)
+    assert path.read_bytes() == before
+    for content in (b"notes\n", b'{"a": 1}\n', b"no newline", b"[]\n"):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="must be a new file, or one that this run began"):
+            run(path)
+        assert path.read_bytes() == content
+    path.write_bytes(before.replace(b'"index": 3', b'"index": 2'))
+    with pytest.raises(ValueError, match="must answer each prompt once, got prompt 2 again"):
+        run(path)
+    path.write_bytes(before[:-1].replace(b"\n", b"\n{}\n", 1) + b"\n")
+    with pytest.raises(ValueError, match="got something else in line 2"):
+        run(path)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="files are locked on POSIX only")
+def test_a_file_that_another_run_writes_is_refused(tmp_path):
+    with RunFile(tmp_path / "run.jsonl", {}), pytest.raises(ValueError, match="another one has it open"):
+        RunFile(tmp_path / "run.jsonl", {})
+
+
+RESUMED = """
+import sys, torch, dgemma
+torch.manual_seed(0)
+model = dgemma.DiffusionGemma(dgemma.presets.tiny())
+prompts = ([5 + at % 400, 6] for at in range(40))
+for result in dgemma.generate_many(model, prompts, slots=4, out=sys.argv[1], steps=2, max_new_tokens=64):
+    print(result.index, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_again_and_again_loses_and_repeats_nothing(tmp_path):
+    command = [sys.executable, "-c", RESUMED]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    path, calm = tmp_path / "killed.jsonl", tmp_path / "calm.jsonl"
+    kills = 0
+    for attempt in range(60):
+        process = subprocess.Popen([*command, str(path)], env=environment, stdout=subprocess.PIPE)
+        seen = path.stat().st_size if path.exists() else 0
+        while process.poll() is None and (not path.exists() or path.stat().st_size <= seen + 400 * (attempt % 5)):
+            time.sleep(0.002)
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            kills += 1
+        process.communicate()
+        if process.returncode == 0:
+            break
+    assert process.returncode == 0
+    assert kills >= 3
+    subprocess.run([*command, str(calm)], env=environment, check=True, stdout=subprocess.DEVNULL)
+    lines = [[json.loads(line) for line in file.read_text().splitlines()] for file in (path, calm)]
+    assert lines[0][0] == lines[1][0]
+    indices = [line["index"] for line in lines[0][1:]]
+    assert sorted(indices) == list(range(40))
+    assert sorted(lines[0][1:], key=lambda line: line["index"]) == sorted(lines[1][1:], key=lambda line: line["index"])
