@@ -12,7 +12,7 @@ import pytest
 import dgemma
 from dgemma.cli.main import build_parser
 
-COMMANDS = ("generate", "chat", "infill", "edit", "sudoku", "info", "bench", "evaluate", "train")
+COMMANDS = ("generate", "race", "chat", "infill", "edit", "sudoku", "info", "bench", "evaluate", "train")
 CONTRADICTION = "55" + "." * 79
 
 

@@ -1,4 +1,4 @@
-"""`dgemma generate`, `chat`, `infill` and `edit`: text from noise, with a live view."""
+"""`dgemma generate`, `race`, `chat`, `infill` and `edit`: text from noise, with a live view."""
 
 import argparse
 import re
@@ -10,18 +10,21 @@ from typing import Any
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.cli import options, output, types
 from dgemma.cli.options import Writer
-from dgemma.run.generate import generate
+from dgemma.run.generate import generate, stream
 from dgemma.run.many import PromptFile, generate_many
 from dgemma.run.records import OnStep
 from dgemma.run.trajectory import Generation
+from dgemma.tasks.autoregressive import stream_causal
 from dgemma.tasks.infill import Infilling, edit, infill
+from dgemma.view.race import RaceView
 from dgemma.view.terminal import LiveView
 
 _HOLE = re.compile(r"_{2,}")
+_CAUSAL_TEMPERATURE = 0.8
 
 
 def add_commands(commands: Any) -> None:
-    """Add the four commands to the parser."""
+    """Add the five commands to the parser."""
     parser = commands.add_parser(
         "generate",
         help="continue a prompt",
@@ -52,6 +55,20 @@ def add_commands(commands: Any) -> None:
     )
     group.add_argument("--slots", type=types.count, default=8, metavar="N", help="prompts at a time (%(default)s)")
     _add_options(parser, _generate)
+
+    parser = commands.add_parser(
+        "race",
+        help="watch diffusion and autoregressive writing next to each other",
+        usage="dgemma race [OPTION ...] [PROMPT ...]",
+        description="Continue a prompt twice with the same weights: by diffusion, and autoregressively. Both get the "
+        "same time on the device. The autoregressive temperature is that of --temperature, or 0.8.",
+        epilog='example:\n  dgemma race "Once upon a time"',
+    )
+    parser.add_argument(
+        "prompt", nargs="*", metavar="PROMPT", help="the text to continue; - or nothing reads standard input"
+    )
+    _add_length(parser, "maximal number of tokens to write", default=128)
+    _add_options(parser, _race, pictures=False)
 
     parser = commands.add_parser(
         "chat",
@@ -98,12 +115,12 @@ def add_commands(commands: Any) -> None:
     _add_options(parser, _edit)
 
 
-def _add_length(parser: argparse.ArgumentParser, what: str) -> None:
+def _add_length(parser: argparse.ArgumentParser, what: str, default: int = 256) -> None:
     parser.add_argument(
         "-n",
         "--max-new-tokens",
         type=types.count,
-        default=256,
+        default=default,
         metavar="N",
         help=f"{what}, rounded up to whole canvases (%(default)s)",
     )
@@ -168,6 +185,34 @@ def _generate_many(arguments: argparse.Namespace) -> None:
         pass
     if not arguments.quiet:
         print(f"{arguments.out} holds {output.counted(num_prompts, 'result')}.", file=sys.stderr)
+
+
+def _race(arguments: argparse.Namespace) -> None:
+    text = options.read_text(arguments.prompt)
+    writer = options.load_writer(arguments)
+    _note_length(arguments, writer)
+    canvas_len, prompt = writer.denoiser.config.canvas_length, writer.tokens(writer.tokenizer.encode(text))
+    settings = dict(writer.settings)
+    causal = {name: settings[name] for name in ("top_k", "top_p", "seed") if name in settings}
+    view = RaceView(writer.tokenizer, prefix=text, eos_token_ids=writer.denoiser.generation.eos_token_id)
+    with view if output.is_watched(arguments) else nullcontext():
+        view.race(
+            stream(writer.denoiser, prompt, max_new_tokens=arguments.max_new_tokens, **settings),
+            stream_causal(
+                writer.denoiser,  # type: ignore[arg-type]
+                prompt,
+                max_new_tokens=arguments.max_new_tokens + -arguments.max_new_tokens % canvas_len,
+                temperature=settings.get("temperature", _CAUSAL_TEMPERATURE),
+                **causal,
+            ),
+        )
+    texts = {"diffusion": view.text, "autoregressive": view.causal_text}
+    if arguments.json:
+        output.print_json({"prompt": text, **texts, "seconds": view.times, "seed": arguments.seed})
+        return
+    for name, written in texts.items():
+        output.print_text(f"{name}: {text}{written}\n")
+    print(view.result, file=sys.stderr)
 
 
 def _chat(arguments: argparse.Namespace) -> None:

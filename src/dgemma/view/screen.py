@@ -11,6 +11,7 @@ from typing import NamedTuple, TextIO
 
 from dgemma.view.pieces import width
 
+BOLD, FAINT = "1", "2"  # styles of an `Ink`
 _HIDE_CURSOR, _SHOW_CURSOR, _RESET = "\x1b[?25l", "\x1b[?25h", "\x1b[0m"
 _BEGIN_FRAME, _END_FRAME = "\x1b[?2026h", "\x1b[?2026l"  # synchronised output, where the terminal supports it
 _CLEAR_LINE, _CLEAR_BELOW = "\x1b[K", "\x1b[J"

@@ -22,9 +22,8 @@ from dgemma.run.trajectory import Generation
 from dgemma.view import board
 from dgemma.view.heat import TERMINAL
 from dgemma.view.pieces import MASK, Pieces, width
-from dgemma.view.screen import Ink, Screen, Wrap, cut
+from dgemma.view.screen import BOLD, FAINT, Ink, Screen, Wrap, cut
 
-_BOLD, _FAINT = "1", "2"
 _SHOWN_FROM = 0.25  # less probable guesses are not shown
 _SAMPLED = 64  # tokens sampled to estimate the width of a token
 
@@ -121,11 +120,11 @@ class View(ABC):
     def _style(self, position: _Position) -> str:
         """Return the style: bold if frozen, coloured if uncertain, faint if certain but undecided."""
         if position.frozen:
-            return _BOLD
+            return BOLD
         colour = TERMINAL[min(int((1 - position.confidence) * len(TERMINAL)), len(TERMINAL) - 1)]
         if colour is not None and self.screen.has_colour:
             return f"38;5;{colour}"
-        return "" if position.decided else _FAINT
+        return "" if position.decided else FAINT
 
 
 class LiveView(View):
@@ -181,13 +180,15 @@ class LiveView(View):
             print(printable(self.text) if file.isatty() else self.text, file=file)
 
     def draw(self) -> list[list[Ink]]:
-        columns = self.screen.columns
-        inks = [Ink(printable(self.prefix), _BOLD), Ink(printable(self._decode(self._finished)))]
+        return self._lines(self.screen.columns)
+
+    def _lines(self, columns: int) -> list[list[Ink]]:
+        inks = [Ink(printable(self.prefix), BOLD), Ink(printable(self._decode(self._finished)))]
         if self._canvas is None:
             return self._wrap(inks, columns)
         pieces = self._pieces([position.token for position in self._canvas.positions])
         inks += map(self._ink, self._canvas.positions, pieces)
-        return [*self._wrap(inks, columns), [], [Ink(self._status(columns), _FAINT)]]
+        return [*self._wrap(inks, columns), [], [Ink(self._status(columns), FAINT)]]
 
     def _ink(self, position: _Position, piece: str) -> Ink:
         if position.decided:
@@ -197,9 +198,9 @@ class LiveView(View):
         gap = " " if self._room > 1 else ""
         room = self._room - len(gap)
         if position.noise < 0 or not self.screen.has_colour:
-            return Ink(gap + MASK * room, _FAINT, loose=True)
+            return Ink(gap + MASK * room, FAINT, loose=True)
         noise = cut(self._pieces.one(position.noise).strip().replace("\n", "⏎"), room)
-        return Ink(gap + noise + " " * (room - width(noise)), f"{_FAINT};{self._style(position)}", loose=True)
+        return Ink(gap + noise + " " * (room - width(noise)), f"{FAINT};{self._style(position)}", loose=True)
 
     def _average_width(self) -> int:
         """Return the median width of a token: 1 for bytes, about 5 for words."""
@@ -290,21 +291,21 @@ class BoardView(View):
             return []
         cells = self._canvas.positions[: board.NUM_CELLS]
         digits = self._digits(torch.tensor([cell.token for cell in cells])).tolist()
-        lines = [[Ink(character, _FAINT) for character in line] for line in board.LINES]
+        lines = [[Ink(character, FAINT) for character in line] for line in board.LINES]
         for cell in range(board.NUM_CELLS):
             line, column = board.place_of(cell)
             lines[line][column] = self._ink(cells[cell], digits[cell], cell)
         status = f"step {self._canvas.step}/{self._canvas.num_steps} · mean entropy {self._canvas.entropy:.2f} nats"
-        return [*lines, [Ink(status, _FAINT)]]
+        return [*lines, [Ink(status, FAINT)]]
 
     def _commit(self, tokens: list[int]) -> None:
         """Keep the board of the last step."""
 
     def _ink(self, cell: _Position, digit: int, index: int) -> Ink:
         if self._givens is not None and self._givens[index]:
-            return Ink(str(self._givens[index]), _BOLD)
+            return Ink(str(self._givens[index]), BOLD)
         shown = digit > 0 and (cell.decided or cell.confidence >= _SHOWN_FROM)
-        return Ink(str(digit), self._style(cell)) if shown else Ink("·", _FAINT)
+        return Ink(str(digit), self._style(cell)) if shown else Ink("·", FAINT)
 
 
 def _read_canvas(record: StepRecord, row: int) -> _Canvas | None:
