@@ -179,6 +179,7 @@
     }
     place = place[0].toUpperCase() + place.slice(1);
     byId("place").textContent = place;
+    byId("start").hidden = frame > 0 || timer > 0;
     byId("facts").textContent = facts.join(" · ");
     const scrub = byId("scrub");
     scrub.max = row.numSteps;
@@ -295,6 +296,7 @@
 
   function play() {
     if (frame === row.numSteps) go(0);
+    byId("start").hidden = true;
     byId("play").textContent = "Pause";
     byId("play").setAttribute("aria-label", "Pause");
     const perSecond = Math.max(2, Math.min(10, row.numSteps / 8)); // at 1×, a run takes about eight seconds
@@ -381,6 +383,7 @@
   });
 
   byId("play").addEventListener("click", () => (timer ? pause() : play()));
+  byId("start").addEventListener("click", play);
   byId("first").addEventListener("click", () => stepTo(0));
   byId("back").addEventListener("click", () => stepTo(frame - 1));
   byId("forward").addEventListener("click", () => stepTo(frame + 1));
@@ -427,7 +430,7 @@
   async function readAddress() {
     const address = new URLSearchParams(location.hash.slice(1));
     const index = rows.findIndex((facts) => String(facts.name) === address.get("row"));
-    const at = address.has("step") ? Number(address.get("step")) || 0 : Infinity; // without a step, show the final text
+    const at = Number(address.get("step")) || 0;
     if (row === null || (index >= 0 && index !== row.index)) await choose(Math.max(0, index), at);
     else go(at);
   }
