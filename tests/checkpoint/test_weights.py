@@ -12,7 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from dgemma import files, presets
-from dgemma.checkpoint.weights import our_names, published_name, resolve
+from dgemma.checkpoint.names import our_names, published_name
+from dgemma.checkpoint.weights import resolve
 from dgemma.model.config import SLIDING, GenerationDefaults
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.run import archive

@@ -6,19 +6,24 @@ is run.
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from dgemma.checkpoint.stored_sizes import contradictions
+from dgemma.checkpoint.formats import read_contents
+from dgemma.checkpoint.formats.entry import FLOATS, Contents, Entry, Stored
+from dgemma.checkpoint.names import VISION, published_name
+from dgemma.checkpoint.plan import Plan, first, make_plan, read_weight
 from dgemma.files import clear_temporaries, fill_json, fill_tensors, new_files, open_tensors, writing
 from dgemma.model.config import Conventions, GenerationDefaults, ModelConfig, read_published
 from dgemma.model.gemma4 import GEMMA4_TYPES
+from dgemma.model.quantized import QuantizedWeight, Weight, set_weight
+from dgemma.progress import progress_bar
 
 if TYPE_CHECKING:
     from dgemma.model.diffusion import DiffusionGemma
@@ -31,7 +36,6 @@ _ASSETS = Path(__file__).parents[1] / "assets"
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _OWN_DEFAULTS = ("noise", "sampler")  # fields of GenerationDefaults that are stored in config.json
-_MOST_NAMED = 5  # the most tensors or files that an error names
 _SIGNS = (
     "config.json",
     "tokenizer.json",
@@ -40,45 +44,6 @@ _SIGNS = (
     _INDEX_FILE,
 )  # a checkpoint has one
 _CHECKPOINT_FILES = ("*.safetensors", "*.json", "*.jinja")
-_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_VISION = re.compile(r"(?:model\.)?(?:encoder\.)?(vision_tower|embed_vision|audio_tower|embed_audio)\.")
-
-
-def our_names(published: str) -> tuple[str, ...]:
-    """Return the names in our model for a published tensor.
-
-    | published                                              | ours                                                    |
-    |--------------------------------------------------------|---------------------------------------------------------|
-    | model.decoder.X                                        | X                                                       |
-    | model.encoder.language_model.layers.i.layer_scalar     | layers.i.causal_layer_scalar                            |
-    | model.encoder.language_model.X, lm_head.weight         | X, embed_tokens.weight: tied copies, usually absent     |
-    | model.language_model.X or model.X (plain Gemma 4)      | X; its layer_scalar serves both modes                   |
-
-    Example: `our_names("model.decoder.norm.weight")` is `("norm.weight",)`.
-    """
-    name = published.removeprefix("model.")
-    if name == "lm_head.weight":
-        return ("embed_tokens.weight",)
-    if name.startswith("decoder."):
-        return (name.removeprefix("decoder."),)
-    if name.startswith("encoder.language_model."):
-        return (_causal(name.removeprefix("encoder.language_model.")),)
-    name = name.removeprefix("language_model.")
-    return tuple(dict.fromkeys((name, _causal(name))))
-
-
-def published_name(ours: str) -> str:
-    """Return the published name of one of our tensors: the table of `our_names`, from right to left.
-
-    Example: `published_name("layers.0.causal_layer_scalar")` is "model.encoder.language_model.layers.0.layer_scalar".
-    """
-    if ours.endswith(".causal_layer_scalar"):
-        return "model.encoder.language_model." + ours.replace("causal_layer_scalar", "layer_scalar")
-    return "model.decoder." + ours
-
-
-def _causal(name: str) -> str:
-    return re.sub(r"^(layers\.\d+\.)layer_scalar$", r"\1causal_layer_scalar", name)
 
 
 def resolve(path_or_repo: str | Path, files: Sequence[str] = _CHECKPOINT_FILES) -> Path:
@@ -137,6 +102,7 @@ def load_pretrained(
         dtype = torch.float32
     published = read_published(folder, "config.json")
     stored = read_headers(folder)
+    contents = read_contents(folder, published, stored)
     text = published.get("text_config", published)
     layers = text.get("num_hidden_layers") if isinstance(text, Mapping) else None
     if isinstance(layers, int) and layers > len(stored):  # before anything is built layer by layer
@@ -159,22 +125,20 @@ def load_pretrained(
         model.generation = replace(model.generation, **entries)
     except ValueError as error:
         raise ValueError(f"{error} Correct {folder / 'config.json'}.") from None
-    plan = _plan(config, model.state_dict(), stored, plain_gemma4=published.get("model_type") in GEMMA4_TYPES)
-    dtype = dtype or _FLOATS[stored[plan.primary["embed_tokens.weight"]].dtype]
-    state = _read_weights(plan, stored, dtype, torch.device(device))
+    is_gemma4 = published.get("model_type") in GEMMA4_TYPES
+    plan = make_plan(config, model.state_dict(), contents, plain_gemma4=is_gemma4)
+    dtype = dtype or FLOATS.get(contents.entries[plan.whole["embed_tokens.weight"]].format, torch.bfloat16)
+    weights, model.dequantized = _read_weights(plan, contents, stored, model, dtype, torch.device(device))
+    state = {name: weight for name, weight in weights.items() if isinstance(weight, Tensor)}
     state |= _start_self_conditioning(model, plan.fresh, dtype, torch.device(device))
+    for name, weight in weights.items():
+        if isinstance(weight, QuantizedWeight):
+            set_weight(model, name, weight)
+            state |= {f"{name}.{role}": tensor for role, tensor in weight.tensors().items()}
     model.load_state_dict(state, assign=True)
     model.vision_source = folder if plan.vision else None
-    _give_notices(plan, state, config)
+    _give_notices(plan, contents, state, config)
     return model
-
-
-class Stored(NamedTuple):
-    """A tensor in a file, described by the file's header."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
 
 
 def read_headers(folder: Path) -> dict[str, Stored]:
@@ -194,7 +158,7 @@ def read_headers(folder: Path) -> dict[str, Stored]:
                 stored[tensor] = Stored(file, tuple(entry.get_shape()), entry.get_dtype())
     misplaced = [f"{t} in {f}" for t, f in weight_map.items() if t not in stored or stored[t].file.name != f]
     if misplaced:
-        raise ValueError(f"{folder / _INDEX_FILE} names tensors that are not there: {', '.join(_first(misplaced))}.")
+        raise ValueError(f"{folder / _INDEX_FILE} names tensors that are not there: {', '.join(first(misplaced))}.")
     return stored
 
 
@@ -215,79 +179,65 @@ def _read_index(folder: Path) -> dict[str, str]:
         raise ValueError(f"{folder / _INDEX_FILE} must name safetensors files of its own folder, got {outside}.")
     absent = sorted(file for file in files if not (folder / file).is_file())
     if absent:
-        raise FileNotFoundError(f"{folder} lacks the shards {', '.join(_first(absent))}. Download them again.")
+        raise FileNotFoundError(f"{folder} lacks the shards {', '.join(first(absent))}. Download them again.")
     return weight_map
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Plan:
-    primary: dict[str, str]  # our name → the published tensor it is read from
-    ties: list[tuple[str, str]]  # (published copy, our name) that must agree with the primary
-    fresh: list[str]  # our names without a published tensor, to be initialised
-    vision: list[str]
-
-
-def _plan(
-    config: ModelConfig, expected: Mapping[str, Tensor], stored: Mapping[str, Stored], *, plain_gemma4: bool
-) -> _Plan:
-    """Match the model's tensors with those in the files. One error lists all mismatches, wrong config fields first."""
-    primary: dict[str, str] = {}
-    ties: list[tuple[str, str]] = []
-    found: dict[str, tuple[int, ...]] = {}
-    problems: list[str] = []
-    # The decoder's tensor is used; encoder copies and a stored head must be equal to it.
-    for name in sorted(stored, key=lambda n: (n.startswith(("model.encoder.", "encoder.", "lm_head.")), n)):
-        if _VISION.match(name):
-            continue
-        if stored[name].dtype not in _FLOATS:
-            problems.append(f"unreadable {name}: stored as {stored[name].dtype}, not as a float")
-        for ours in our_names(name):
-            found.setdefault(ours, stored[name].shape)
-            if ours not in expected:
-                problems.append(f"unexpected {name}")
-            elif stored[name].shape != tuple(expected[ours].shape):
-                problems.append(f"misshapen {name}: {stored[name].shape}, not {tuple(expected[ours].shape)}")
-            elif ours in primary:
-                ties.append((name, ours))
-            else:
-                primary[ours] = name
-    absent = [name for name in expected if name not in found]
-    fresh = [name for name in absent if plain_gemma4 and name.startswith("self_conditioning.")]
-    problems += [f"missing {published_name(name)}" for name in absent if name not in fresh]
-    if problems:
-        lines = [*contradictions(config, found), *_first(list(dict.fromkeys(problems)))]
-        raise ValueError("\n  ".join(["The checkpoint does not fit its config.json:", *lines]))
-    return _Plan(primary=primary, ties=ties, fresh=fresh, vision=[name for name in stored if _VISION.match(name)])
-
-
-def _first(items: list[str]) -> list[str]:
-    """Shorten a list of names for an error message."""
-    return items if len(items) <= _MOST_NAMED else [*items[:_MOST_NAMED], f"and {len(items) - _MOST_NAMED} more"]
-
-
 def _read_weights(
-    plan: _Plan, stored: Mapping[str, Stored], dtype: torch.dtype, device: torch.device
-) -> dict[str, Tensor]:
-    """Return weights on `device` by our names, read shard by shard; tied copies are compared and dropped."""
-    state: dict[str, Tensor] = {}
-    with ExitStack() as stack:
+    plan: Plan,
+    contents: Contents,
+    stored: Mapping[str, Stored],
+    model: "DiffusionGemma",
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[dict[str, Weight], dict[str, str]]:
+    """Return weights on `device` by our names, and the formats of those that had to be dequantised.
+
+    Weights are read one by one, so that only one of them exists twice. Tied copies are compared and dropped.
+    """
+    expected, state = model.state_dict(), {}
+    dequantized: dict[str, str] = {}
+    order = sorted((*plan.whole, *plan.parts), key=lambda ours: (_file_of(plan, contents, stored, ours), ours))
+    with ExitStack() as stack, progress_bar(desc="loading", unit="weight", show=True, total=len(order)) as bar:
         paths = sorted({entry.file for entry in stored.values()})
         files = {path: stack.enter_context(open_tensors(path, device=str(device))) for path in paths}
 
         def read(name: str) -> Tensor:
-            return files[stored[name].file].get_tensor(name).to(dtype)
+            return files[stored[name].file].get_tensor(name)
 
         taken: set[str] = set()
-        for ours, name in sorted(plan.primary.items(), key=lambda item: stored[item[1]].file):
-            # Plain Gemma 4 has one scalar for both modes. They must not share memory.
-            state[ours] = read(name).clone() if name in taken else read(name)
-            taken.add(name)
-        untied = [name for name, ours in plan.ties if not torch.equal(read(name), state[ours])]
+        for ours in order:
+            weight = read_weight(plan, contents.entries, ours, expected[ours].shape, read)
+            # Tokens are looked up in the embedding by row, which needs plain values.
+            if ours == "embed_tokens.weight" and isinstance(weight, QuantizedWeight):
+                dequantized[ours] = weight.format
+                weight = weight.decode(dtype)
+            if isinstance(weight, Tensor):
+                # Plain Gemma 4 has one scalar for both modes. They must not share memory.
+                copies = plan.whole.get(ours) in taken
+                weight = weight.to(dtype).clone() if copies else weight.to(dtype)
+            taken.update(plan.sources(ours))
+            state[ours] = weight
+            bar.update()
+        untied = [name for name, ours in plan.ties if not _is_copy(contents.entries[name], read, state[ours])]
     if untied:
         raise ValueError(
-            f"The checkpoint holds copies that differ from the tensor they are tied to: {', '.join(_first(untied))}."
+            f"The checkpoint holds copies that differ from the tensor they are tied to: {', '.join(first(untied))}."
         )
-    return state
+    return state, dequantized
+
+
+def _file_of(plan: Plan, contents: Contents, stored: Mapping[str, Stored], ours: str) -> Path:
+    return stored[next(iter(contents.entries[plan.sources(ours)[0]].tensors.values()))].file
+
+
+def _is_copy(entry: Entry, read: Callable[[str], Tensor], weight: Weight) -> bool:
+    tensors = {role: read(name) for role, name in entry.tensors.items()}
+    copy = tensors["weight"] if entry.decode is None else entry.decode(tensors)
+    if isinstance(weight, Tensor):
+        dtype = weight.dtype
+        return torch.equal(copy.to(dtype) if isinstance(copy, Tensor) else copy.decode(dtype), weight)
+    return isinstance(copy, QuantizedWeight) and torch.equal(copy.decode(torch.float32), weight.decode(torch.float32))
 
 
 def _start_self_conditioning(
@@ -308,7 +258,9 @@ def _start_self_conditioning(
     return state
 
 
-def _give_notices(plan: _Plan, state: Mapping[str, Tensor], config: ModelConfig) -> None:
+def _give_notices(plan: Plan, contents: Contents, state: Mapping[str, Tensor], config: ModelConfig) -> None:
+    for note in contents.notes:
+        logger.warning(note)
     if plan.vision:
         logger.warning(
             "Skipped %d vision tensors, because dgemma reads only text. save_pretrained copies them.", len(plan.vision)
@@ -319,7 +271,7 @@ def _give_notices(plan: _Plan, state: Mapping[str, Tensor], config: ModelConfig)
     unequal = [name for name, causal in pairs.items() if not torch.equal(state[name], state[causal])]
     if unequal:
         logger.warning(
-            "The two modes scale these layers differently, unlike the published model: %s.", ", ".join(_first(unequal))
+            "The two modes scale these layers differently, unlike the published model: %s.", ", ".join(first(unequal))
         )
 
 
@@ -372,7 +324,7 @@ def _tensors_to_save(model: "DiffusionGemma") -> dict[str, Tensor]:
     if state.keys() != needed:
         raise ValueError(
             "DiffusionGemma.save_pretrained must find exactly the published tensors, got "
-            f"{_first(sorted(state.keys() - needed))} extra and {_first(sorted(needed - state.keys()))} missing. "
+            f"{first(sorted(state.keys() - needed))} extra and {first(sorted(needed - state.keys()))} missing. "
             "Merge adapters first."
         )
     tensors = {published_name(name): weight for name, weight in state.items()}
@@ -384,7 +336,7 @@ def _tensors_to_save(model: "DiffusionGemma") -> dict[str, Tensor]:
         logger.warning("Saved without vision tensors, so transformers will initialise them at random: %s", error)
         return tensors
     for name, entry in stored.items():
-        kind = _VISION.match(name)
+        kind = VISION.match(name)
         if kind and "audio" not in kind[1]:  # DiffusionGemma has no audio tower
             with open_tensors(entry.file) as file:
                 tensors[f"model.encoder.{name[kind.start(1) :]}"] = file.get_tensor(name)  # memory-mapped, not copied

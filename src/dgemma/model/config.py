@@ -181,7 +181,8 @@ class ModelConfig(DenoiserConfig):
         if isinstance(values.get("eos_token_id"), list | tuple) and values["eos_token_id"]:
             values["eos_token_id"] = values["eos_token_id"][0]
         if "text_config" in published:
-            own = ("text_config", "vision_config", "canvas_length", "noise", "sampler")
+            own = {"text_config", "vision_config", "canvas_length", "noise", "sampler"}
+            own |= {"quantization_config", "quantization"}  # of the files, not of the model
             values["carried"] = {k: v for k, v in published.items() if k not in own}
             values["vision_config"] = published.get("vision_config")
             if published.get("canvas_length") is not None:

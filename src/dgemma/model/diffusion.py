@@ -22,6 +22,7 @@ from dgemma.model.experts import Experts
 from dgemma.model.layers import GatedMLP, RMSNorm, rms_norm, wide_dtype
 from dgemma.model.masks import canvas_mask, causal_mask
 from dgemma.model.noise_level import NoiseLevelEmbedding
+from dgemma.model.quantized import QuantizedWeight, quantized_weights
 from dgemma.model.rotary import rotary_table
 from dgemma.run.step import Denoiser
 
@@ -69,6 +70,7 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
         self.config = config
         self.generation = GenerationDefaults()
         self.vision_source: Path | None = None  # folder whose vision tensors save_pretrained copies
+        self.dequantized: dict[str, str] = {}  # weights whose stored format has no module here, and that format
         self.conventions = conventions or Conventions()
         self.takes_noise_level = self.takes_position_levels = config.noise_conditioning
         self.recompute_activations = False  # activation checkpointing: less memory, one more forward
@@ -92,6 +94,8 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Set random weights: normal matrices, unit norms and scalars."""
         for module in self.modules():
+            if isinstance(module, QuantizedWeight):
+                continue
             if isinstance(module, nn.Linear | nn.Embedding):
                 module.weight.normal_(std=self.config.initializer_range, generator=generator)
             elif isinstance(module, Experts):
@@ -149,8 +153,7 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
 
         Example: `model.num_parameters(active=True)` is 3.8e9 of 25.2e9 for the published model.
         """
-        total = sum(p.numel() for p in self.parameters())
-        experts = sum(p.numel() for m in self.modules() if isinstance(m, Experts) for p in m.parameters())
+        total, experts = _num_weights(self), sum(_num_weights(m) for m in self.modules() if isinstance(m, Experts))
         idle = experts * (self.config.num_experts - self.config.top_k_experts) // self.config.num_experts
         return total - idle if active else total
 
@@ -377,6 +380,11 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
                     f"DiffusionGemma {name} must hold ids in [0, {self.config.vocab_size}), got {low}..{high}. "
                     f"Use the checkpoint's own tokenizer."
                 )
+
+
+def _num_weights(module: nn.Module) -> int:
+    quantized = sum(weight.shape.numel() for _, weight in quantized_weights(module))
+    return sum(p.numel() for p in module.parameters()) + quantized
 
 
 def _check_ids(tokens: Tensor, name: str) -> None:

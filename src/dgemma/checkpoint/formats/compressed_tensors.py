@@ -1,0 +1,270 @@
+"""Checkpoints of the compressed-tensors library (llm-compressor, vLLM): reading, and the tensors to write."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dgemma.checkpoint.formats.entry import (
+    FLOATS,
+    Contents,
+    Entry,
+    Names,
+    Stored,
+    is_linear,
+    modules,
+    plain_entry,
+    refuse,
+    weight_name,
+)
+from dgemma.model.quantized import (
+    NVFP4_GROUP,
+    Float8Weight,
+    IntWeight,
+    NvFp4Weight,
+    QuantizedWeight,
+    unpack_nibbles,
+)
+
+# Scales of activations are for products in low precision. Here activations stay in the model's dtype.
+_UNUSED = ("input_global_scale", "input_scale", "input_zero_point")
+_ROLES = (
+    "weight",
+    "weight_packed",
+    "weight_scale",
+    "weight_shape",
+    "weight_zero_point",
+    "weight_g_idx",
+    "weight_global_scale",
+    *_UNUSED,
+)
+_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Group:
+    """One entry of config_groups: its targets, and the format of their weights."""
+
+    targets: Names
+    classes: tuple[str, ...]
+    format: str
+    bits: int
+    symmetric: bool
+    group_size: int | None  # None: one scale per row, or one per matrix
+
+
+def read_compressed(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> Contents:
+    """Return the weights that a compressed-tensors checkpoint stores. No weight is read.
+
+    Example: `read_compressed(published["quantization_config"], read_headers(folder)).entries`.
+    """
+    groups, ignore = _groups(config), Names(_strings(config, "ignore"))
+    contents = Contents(entries={})
+    unquantized = []
+    for module, tensors in modules(stored, _ROLES):
+        group = None if module in ignore else _group_of(module, groups)
+        if len(tensors) > 1 or "weight_packed" in tensors:
+            if group is None:
+                contents.problems.append(f"unexpected {module}: stored in codes, but the config does not quantise it")
+            else:
+                _add(contents, module, group, tensors, stored)
+            continue
+        ((role, name),) = tensors.items()
+        if role not in ("", "weight"):
+            contents.problems.append(f"unexpected {name}: it belongs to no weight")
+            continue
+        if group is not None and is_linear(module):
+            contents.problems.append(f"missing codes of {module}: stored as {stored[name].dtype}, but not ignored")
+        elif weight_name(module) == module or name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            unquantized.append(name)
+        contents.entries[weight_name(module) if role else name] = plain_entry(name, stored[name])
+    if unquantized:
+        contents.notes.append(f"{len(unquantized)} fused expert weights are not quantised in this checkpoint.")
+    if config.get("kv_cache_scheme"):
+        contents.notes.append("The checkpoint asks for a quantised prefix cache. dgemma keeps it in the model's dtype.")
+    return contents
+
+
+def _groups(config: Mapping[str, Any]) -> list[_Group]:
+    for name in ("sparsity_config", "transform_config"):
+        if config.get(name):
+            raise refuse(name, "be empty", config[name])
+    status = config.get("quantization_status", "compressed")
+    if status != "compressed":
+        raise refuse("quantization_status", "be 'compressed'", status)
+    found = config.get("config_groups")
+    if not isinstance(found, Mapping) or not found:
+        raise refuse("config_groups", "name at least one group", found)
+    return [_group(name, group, config.get("format")) for name, group in found.items()]
+
+
+def _group(name: str, group: Any, default_format: Any) -> _Group:
+    owner = f"config_groups.{name}"
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(weights, Mapping):
+        raise refuse(f"{owner}.weights", "describe quantised weights", weights)
+    format = group.get("format") or default_format
+    if format not in _FORMATS:
+        raise refuse(f"{owner}.format", f"be one of {', '.join(_FORMATS)}", format)
+    bits, kind, strategy = weights.get("num_bits"), weights.get("type", "int"), weights.get("strategy")
+    size = weights.get("group_size")
+    accepted = {
+        "pack-quantized": ({4, 8}, "int", {"group", "channel", "tensor"}),
+        "nvfp4-pack-quantized": ({4}, "float", {"tensor_group"}),
+        "float-quantized": ({8}, "float", {"channel", "tensor"}),
+        "int-quantized": ({8}, "int", {"group", "channel", "tensor"}),
+    }
+    accepted["naive-quantized"] = accepted["float-quantized" if kind == "float" else "int-quantized"]
+    widths, type_, strategies = accepted[format]
+    if bits not in widths:
+        raise refuse(f"{owner}.weights.num_bits", f"be {' or '.join(map(str, sorted(widths)))} for {format}", bits)
+    if kind != type_:
+        raise refuse(f"{owner}.weights.type", f"be {type_!r} for {format}", kind)
+    if strategy not in strategies:
+        raise refuse(f"{owner}.weights.strategy", f"be {' or '.join(sorted(strategies))} for {format}", strategy)
+    if strategy == "tensor_group" and size != NVFP4_GROUP:
+        raise refuse(f"{owner}.weights.group_size", f"be {NVFP4_GROUP} for {format}", size)
+    if strategy == "group" and (not isinstance(size, int) or size < 1):
+        raise refuse(f"{owner}.weights.group_size", "be a number of columns", size)
+    symmetric = weights.get("symmetric", True)
+    if weights.get("dynamic") or (kind == "float" and not symmetric):
+        raise refuse(f"{owner}.weights", "be static, and symmetric if float", dict(weights))
+    targets = _strings(group, "targets")
+    kept = size if strategy in ("group", "tensor_group") else None
+    if format == "naive-quantized":
+        format = "float-quantized" if kind == "float" else "int-quantized"
+    return _Group(
+        targets=Names(targets), classes=targets, format=format, bits=bits, symmetric=symmetric, group_size=kept
+    )
+
+
+def _strings(config: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    found = config.get(name) or ()
+    if not isinstance(found, Sequence) or isinstance(found, str) or not all(isinstance(n, str) for n in found):
+        raise refuse(name, "be a list of names", found)
+    return tuple(found)
+
+
+def _group_of(module: str, groups: Sequence[_Group]) -> _Group | None:
+    for group in groups:
+        if module in group.targets or ("Linear" in group.classes and is_linear(module)):
+            return group
+    return None
+
+
+def _add(contents: Contents, module: str, group: _Group, tensors: dict[str, str], stored: Mapping[str, Stored]) -> None:
+    """Add the entry of a quantised module, or what is wrong with its tensors."""
+    required, optional, dtypes = {
+        "pack-quantized": (("weight_packed", "weight_scale", "weight_shape"), ("weight_g_idx",), ("I32",)),
+        "nvfp4-pack-quantized": (("weight_packed", "weight_scale", "weight_global_scale"), (), ("U8",)),
+        "float-quantized": (("weight", "weight_scale"), (), ("F8_E4M3",)),
+        "int-quantized": (("weight", "weight_scale"), (), ("I8",)),
+    }[group.format]
+    if not group.symmetric:
+        required += ("weight_zero_point",)
+    missing = [f"missing {module}.{role}" for role in required if role not in tensors]
+    extra = [role for role in tensors if role not in (*required, *optional, *_UNUSED)]
+    # Older writers store the zero points of symmetric weights too; they are all zero.
+    extra = [role for role in extra if not (role == "weight_zero_point" and group.format != "pack-quantized")]
+    problems = missing + [f"unexpected {tensors[role]} for {group.format}" for role in extra]
+    if not missing:
+        codes = stored[tensors[required[0]]]
+        shape = _logical_shape(codes, group)
+        if codes.dtype not in dtypes:
+            problems.append(f"unreadable {tensors[required[0]]}: stored as {codes.dtype}, not as {dtypes[0]}")
+        problems += _scale_problems(module, shape, group, tensors, stored)
+    contents.problems.extend(problems)
+    if problems:
+        return
+    decoders: dict[str, tuple[str, Callable[[dict[str, Tensor]], QuantizedWeight]]] = {
+        "pack-quantized": (f"int{group.bits}", partial(_decode_packed, bits=group.bits)),
+        "nvfp4-pack-quantized": ("nvfp4", _decode_nvfp4),
+        "float-quantized": ("fp8", _decode_float8),
+        "int-quantized": ("int8", _decode_int8),
+    }
+    name, decode = decoders[group.format]
+    used = {role: tensors[role] for role in (*required, *optional) if role in tensors}
+    contents.entries[weight_name(module)] = Entry(tensors=used, shape=shape, format=name, decode=decode)
+
+
+def _logical_shape(codes: Stored, group: _Group) -> tuple[int, ...]:
+    *rows, width = codes.shape or (0,)
+    per_element = {"pack-quantized": 32 // group.bits, "nvfp4-pack-quantized": 2}.get(group.format, 1)
+    return (*rows, width * per_element)
+
+
+def _scale_problems(
+    module: str, shape: tuple[int, ...], group: _Group, tensors: Mapping[str, str], stored: Mapping[str, Stored]
+) -> list[str]:
+    scale = stored[tensors["weight_scale"]]
+    num_groups = 1 if group.group_size is None else shape[-1] // group.group_size
+    fits = scale.shape == (*shape[:-1], num_groups)
+    if group.group_size is None:
+        fits = fits or scale.shape in ((), (1,))  # one scale for the whole matrix
+    elif shape[-1] % group.group_size:
+        return [f"unreadable {module}: {shape[-1]} columns are no multiple of its groups of {group.group_size}"]
+    if not fits:
+        return [f"misshapen {tensors['weight_scale']}: {scale.shape}, not {(*shape[:-1], num_groups)}"]
+    expected = ("F8_E4M3",) if group.format == "nvfp4-pack-quantized" else tuple(FLOATS)
+    if scale.dtype not in expected:
+        return [f"unreadable {tensors['weight_scale']}: stored as {scale.dtype}, not as {' or '.join(expected)}"]
+    return []
+
+
+def _per_row(scale: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return scales (..., N, 1), also from a single one for the whole matrix."""
+    return scale.reshape(1).expand(*rows, 1).contiguous() if scale.numel() == 1 else scale
+
+
+def _decode_float8(tensors: dict[str, Tensor]) -> QuantizedWeight:
+    values = tensors["weight"]
+    scale = _per_row(tensors["weight_scale"], values.shape[:-1]).squeeze(-1).float()
+    return Float8Weight(values=values, scale=scale)
+
+
+def _decode_int8(tensors: dict[str, Tensor]) -> QuantizedWeight:
+    zero = tensors.get("weight_zero_point")
+    return IntWeight(
+        codes=_unsigned(tensors["weight"]),
+        scale=_per_row(tensors["weight_scale"], tensors["weight"].shape[:-1]),
+        zero_point=None if zero is None else _unsigned(_per_row(zero, tensors["weight"].shape[:-1])),
+        bits=8,
+    )
+
+
+def _unsigned(signed: Tensor) -> Tensor:
+    """Return int8 as uint8 with 128 in the middle: the same bits with the highest one inverted."""
+    return signed.to(torch.int8).contiguous().view(torch.uint8) ^ 128
+
+
+def _decode_packed(tensors: dict[str, Tensor], bits: int) -> QuantizedWeight:
+    packed = tensors["weight_packed"]
+    codes = packed.contiguous().view(torch.uint8)  # words are little-endian, so the lowest code comes first
+    shape = (*packed.shape[:-1], packed.shape[-1] * 32 // bits)
+    if tuple(tensors["weight_shape"].tolist()) != shape:
+        raise ValueError(f"weight_shape must be {shape}, got {tensors['weight_shape'].tolist()}. Download it again.")
+    zero = tensors.get("weight_zero_point")
+    index = tensors.get("weight_g_idx")
+    return IntWeight(
+        codes=codes,
+        scale=_per_row(tensors["weight_scale"], shape[:-1]),
+        zero_point=None if zero is None else _unpack_rows(zero, bits)[..., : shape[-2], :].contiguous(),
+        group_index=None if index is None else index.int(),
+        bits=bits,
+    )
+
+
+def _unpack_rows(words: Tensor, bits: int) -> Tensor:
+    """Return the codes (..., N, G) of zero points whose words (..., N · bits / 32, G) join neighbouring rows."""
+    octets = words.contiguous().view(torch.uint8).unflatten(-1, (-1, 4))  # (..., W, G, 4)
+    codes = unpack_nibbles(octets) if bits == 4 else octets
+    return codes.transpose(-1, -2).flatten(-3, -2)
+
+
+def _decode_nvfp4(tensors: dict[str, Tensor]) -> QuantizedWeight:
+    codes, divisor = tensors["weight_packed"], tensors["weight_global_scale"].float()
+    row_scale = divisor.reciprocal().reshape(-1, 1).expand(-1, codes.shape[-2]).reshape(codes.shape[:-1])
+    return NvFp4Weight(codes=codes, scale=tensors["weight_scale"], row_scale=row_scale)

@@ -1,0 +1,262 @@
+"""Quantised checkpoints: every published format loads to the values that its files encode, or is refused."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import quantized_files as files
+from dgemma import DiffusionGemma, presets
+from dgemma.checkpoint.formats import read_contents
+from dgemma.checkpoint.formats.entry import Stored
+from dgemma.checkpoint.names import published_name
+from dgemma.checkpoint.plan import make_plan
+from dgemma.model.quantized import QuantizedWeight, quantized_weights
+
+EXPERTS_ONLY = (*files.NOT_QUANTIZED, "self_attn", "mlp")  # the published NVFP4 files
+FORMATS = {
+    "compressed int4": (files.compressed, {"format": "pack-quantized"}, "int4"),
+    "compressed int4, zero points": (files.compressed, {"format": "pack-quantized", "symmetric": False}, "int4"),
+    "compressed int8": (files.compressed, {"format": "int-quantized"}, "int8"),
+    "compressed fp8": (files.compressed, {"format": "float-quantized"}, "fp8"),
+    "compressed nvfp4": (files.compressed, {"format": "nvfp4-pack-quantized", "skipped": EXPERTS_ONLY}, "nvfp4"),
+    "modelopt": (files.modelopt, {}, "nvfp4"),
+    "auto-round": (files.gptq, {}, "int4"),
+    "gptq, zero points": (files.gptq, {"symmetric": False, "method": "gptq"}, "int4"),
+    "gptq, act order": (files.gptq, {"order": True, "method": "gptq"}, "int4"),
+    "mlx": (files.mlx, {}, "int4"),
+    "mlx, 8 bits": (files.mlx, {"bits": 8}, "int8"),
+}
+
+
+def written(tmp_path, name):
+    writer, options, _ = FORMATS[name]
+    return writer(tmp_path, **options)
+
+
+def values_of(model):
+    """All weights of a model in float64, quantised ones decoded."""
+    quantized = {name: weight.decode(torch.float64) for name, weight in quantized_weights(model)}
+    buffers = {f"{name}.{role}" for name in quantized for role in model.get_submodule(name).tensors()}
+    plain = {name: value.double() for name, value in model.state_dict().items() if name not in buffers}
+    return plain | quantized
+
+
+def edit(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def edit_config(folder, change):
+    config = json.loads((folder / "config.json").read_text())
+    change(config["quantization_config"])
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def check_values(model, expected, rtol=1e-6):
+    found = values_of(model)
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        # The embedding is rounded to the model's dtype; other weights keep their codes.
+        tolerance = 2**-8 if key == "embed_tokens.weight" else rtol
+        error = (found[key] - value.double()).abs()
+        assert (error <= tolerance * value.double().abs() + 1e-9).all(), key
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_loaded_weights_have_the_values_that_the_files_encode(tmp_path, name):
+    expected = written(tmp_path, name)
+    model = DiffusionGemma.from_pretrained(tmp_path)
+    check_values(model, expected)
+    experts = model.layers[1].experts
+    assert isinstance(experts.gate_up_proj, QuantizedWeight)
+    assert experts.gate_up_proj.format == experts.down_proj.format == FORMATS[name][2]
+
+
+@pytest.mark.slow  # the library takes seconds to import
+@pytest.mark.parametrize(
+    ("format", "symmetric"), [*((name, True) for name in files.SCHEMES), ("pack-quantized", False)]
+)
+def test_files_of_the_compressed_tensors_library_have_the_values_it_decodes(tmp_path, format, symmetric):
+    pytest.importorskip("compressed_tensors")
+    expected = files.compressed(tmp_path, format, symmetric=symmetric, library=True)
+    # The library decodes NVFP4 in bfloat16: it rounds the scale and the product.
+    rtol = 2**-7 if format == "nvfp4-pack-quantized" else 1e-6
+    check_values(DiffusionGemma.from_pretrained(tmp_path), expected, rtol)
+
+
+@pytest.mark.parametrize("name", ["compressed int4", "modelopt", "mlx"])
+def test_a_quantised_model_predicts_as_the_plain_model_with_its_values(tmp_path, name):
+    expected = written(tmp_path, name)
+    model = DiffusionGemma.from_pretrained(tmp_path, dtype=torch.float32)
+    plain = DiffusionGemma(files.CONFIG)
+    plain.load_state_dict({key: value.float() for key, value in (expected | values_of(model)).items()})
+    tokens, canvas = torch.arange(20)[None], torch.arange(32)[None]
+    predictions = [m.denoise(canvas, m.encode(tokens), self_cond=torch.zeros(1, 32, 128)) for m in (model, plain)]
+    torch.testing.assert_close(predictions[0].logits, predictions[1].logits, rtol=1e-4, atol=1e-4)
+    assert model.num_parameters() == plain.num_parameters()
+    assert model.num_parameters(active=True) == plain.num_parameters(active=True)
+
+
+def test_codes_stay_in_their_own_bits(tmp_path):
+    written(tmp_path, "compressed int4")
+    experts = DiffusionGemma.from_pretrained(tmp_path).layers[0].experts
+    # Half a byte per weight, and a bfloat16 scale for each group of 32.
+    assert experts.down_proj.num_bytes == experts.down_proj.shape.numel() * (1 / 2 + 2 / files.GROUP)
+
+
+def test_an_order_of_columns_that_is_trivial_is_dropped(tmp_path):
+    written(tmp_path, "auto-round")
+    model = DiffusionGemma.from_pretrained(tmp_path)
+    assert all(weight.group_index is None for _, weight in quantized_weights(model))
+
+
+EXPERT = "model.decoder.layers.0.experts.1.up_proj"
+DAMAGES = [
+    ("compressed int4", lambda t: t.pop(f"{EXPERT}.weight_scale"), f"missing {EXPERT}.weight_scale"),
+    (
+        "compressed int4",
+        lambda t: [t.pop(key) for key in list(t) if key.startswith(EXPERT)],
+        f"missing {EXPERT}.weight",
+    ),
+    (
+        "compressed int4",
+        lambda t: t.update({f"{EXPERT}.weight_scale": t[f"{EXPERT}.weight_scale"][:, :1].contiguous()}),
+        f"misshapen {EXPERT}.weight_scale",
+    ),
+    ("compressed int4", lambda t: t[f"{EXPERT}.weight_scale"].fill_(torch.nan), "must have finite scales"),
+    ("compressed int4", lambda t: t[f"{EXPERT}.weight_shape"].fill_(3), "weight_shape must be"),
+    (
+        "compressed int4",
+        lambda t: t.update({"model.decoder.layers.0.experts.gate_up_proj_packed": torch.zeros(1)}),
+        "unexpected model.decoder.layers.0.experts.gate_up_proj_packed",
+    ),
+    (
+        "compressed int4",
+        lambda t: t.update({f"{EXPERT}.weight_zero_point": torch.zeros(4, 2, dtype=torch.int32)}),
+        f"unexpected {EXPERT}.weight_zero_point",
+    ),
+    ("modelopt", lambda t: t.pop(f"{EXPERT}.weight_scale_2"), f"missing {EXPERT}.weight_scale_2"),
+    ("modelopt", lambda t: t[f"{EXPERT}.weight_scale_2"].fill_(torch.inf), "must have finite scales"),
+    ("auto-round", lambda t: t.pop(f"{EXPERT}.qzeros"), f"missing {EXPERT}.qzeros"),
+    ("auto-round", lambda t: t[f"{EXPERT}.qzeros"].fill_(0), "qzeros must all be 8"),
+    (
+        "mlx",
+        lambda t: t.pop("model.decoder.layers.0.experts.gate_up_proj.biases"),
+        "missing model.decoder.layers.0.experts.gate_up_proj.biases",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "damage", "message"), DAMAGES)
+def test_damaged_tensors_are_named(tmp_path, name, damage, message):
+    written(tmp_path, name)
+    edit(tmp_path, damage)
+    with pytest.raises(ValueError, match=message):
+        DiffusionGemma.from_pretrained(tmp_path)
+
+
+def group(config):
+    return config["config_groups"]["group_0"]
+
+
+REFUSALS = [
+    ("compressed int4", lambda c: c.update(quant_method="bitsandbytes"), "quant_method must be one of .*bitsandbytes"),
+    ("compressed int4", lambda c: c.update(transform_config={"config_groups": {"u": {}}}), "transform_config"),
+    (
+        "compressed int4",
+        lambda c: c["config_groups"]["group_0"].update(format="mxfp4-pack-quantized"),
+        "format must be",
+    ),
+    (
+        "compressed int4",
+        lambda c: c["config_groups"]["group_0"]["weights"].update(num_bits=3),
+        "num_bits must be 4 or 8",
+    ),
+    ("compressed fp8", lambda c: c["config_groups"]["group_0"]["weights"].update(strategy="block"), "strategy must be"),
+    ("compressed fp8", lambda c: c["ignore"].pop(), "missing codes of model.decoder"),
+    ("compressed fp8", lambda c: c["ignore"].append("re:.*self_attn.*"), "the config does not quantise it"),
+    ("modelopt", lambda c: c.update(quant_algo="W4A8_AWQ"), "quant_algo must be 'NVFP4', got 'W4A8_AWQ'"),
+    ("modelopt", lambda c: c["ignore"].remove("*mlp*"), "missing codes of model.decoder.layers.0.mlp.down_proj"),
+    ("auto-round", lambda c: c.update(packing_format="auto_round:auto_awq"), "packing_format must be one of"),
+    ("auto-round", lambda c: c.update(bits=2), "bits must be 4 or 8"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), REFUSALS)
+def test_what_cannot_run_is_refused_before_a_weight_is_read(tmp_path, monkeypatch, name, change, message):
+    written(tmp_path, name)
+    edit_config(tmp_path, change)
+    monkeypatch.setattr("dgemma.checkpoint.weights._read_weights", None)  # a call would be a TypeError
+    with pytest.raises(ValueError, match=message):
+        DiffusionGemma.from_pretrained(tmp_path)
+
+
+def published_headers(kind):
+    """Headers of the published FP8 and NVFP4 files, by the rules that reproduce their counts of tensors."""
+    model, stored = DiffusionGemma(presets.diffusiongemma_26b_a4b(), device="meta"), {}
+    file = Path("model.safetensors")
+
+    def add(name, dtype, *shape):
+        stored[name] = Stored(file, shape, dtype)
+
+    for name, value in model.state_dict().items():
+        published = published_name(name)
+        module = published.removesuffix(".weight")
+        quantized = kind == "fp8" and name.endswith("_proj.weight") and "self_conditioning" not in name
+        if ".experts." in name:
+            _, rows, width = value.shape
+            for expert, projection in itertools.product(range(128), ("down",) if "down" in name else ("gate", "up")):
+                part = f"{module.rpartition('.')[0]}.{expert}.{projection}_proj"
+                half = rows if projection == "down" else rows // 2
+                if kind == "fp8":
+                    add(f"{part}.weight", "F8_E4M3", half, width)
+                    add(f"{part}.weight_scale", "BF16", half, 1)
+                else:
+                    add(f"{part}.weight", "U8", half, width // 2)
+                    add(f"{part}.weight_scale", "F8_E4M3", half, width // 16)
+                    add(f"{part}.weight_scale_2", "F32")
+                    add(f"{part}.input_scale", "F32")
+        else:
+            add(published, "F8_E4M3" if quantized else "BF16", *value.shape)
+            if quantized:
+                add(f"{module}.weight_scale", "BF16", value.shape[0], 1)
+    for number in range(356):
+        add(f"model.encoder.vision_tower.tensor_{number}", "BF16", 1)
+    return model, stored
+
+
+@pytest.mark.parametrize(("kind", "count"), [("fp8", 24_232), pytest.param("nvfp4", 47_067, marks=pytest.mark.slow)])
+def test_every_tensor_of_the_published_files_is_consumed(kind, count):
+    model, stored = published_headers(kind)
+    assert len(stored) == count  # of the published files
+    if kind == "fp8":
+        layers = [
+            f"model.{half}.layers.{i}.router.proj" for half in ("encoder.language_model", "decoder") for i in range(30)
+        ]
+        ignore = [*layers, *(f"model.decoder.self_conditioning.{p}_proj" for p in ("gate", "up", "down")), "lm_head"]
+        weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+        groups = {"group_0": {"targets": ["Linear"], "weights": weights, "format": "float-quantized"}}
+        config = {"quant_method": "compressed-tensors", "ignore": ignore, "config_groups": groups}
+    else:
+        ignore = [
+            "lm_head",
+            "*embed_vision*",
+            "*mlp*",
+            "*router*",
+            "*self_attn*",
+            "*self_conditioning*",
+            "*vision_tower*",
+        ]
+        config = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ignore}
+    contents = read_contents(Path(), {"quantization_config": config}, stored)
+    plan = make_plan(model.config, model.state_dict(), contents, plain_gemma4=False)
+    read = [contents.entries[name] for ours in (*plan.whole, *plan.parts) for name in plan.sources(ours)]
+    consumed = {tensor for entry in read for tensor in entry.tensors.values()}
+    unused = {name for name in stored if name.endswith(".input_scale")}  # of activations
+    assert consumed | unused | set(plan.vision) == stored.keys()
+    assert len(plan.parts["layers.29.experts.gate_up_proj"]) == 256
