@@ -88,6 +88,14 @@ def test_the_first_token_is_the_recorded_one():
         assert table[row]["seconds"] == f"{recorded(file)['build'][0]['first_token_s']:.1f}"
 
 
+def test_the_throughput_of_many_prompts_is_the_recorded_one():
+    rates = json.loads((ROOT / "kernels/benchmarks/results/h200/many.json").read_text())["tokens_per_s"]
+    rows = list(read_table("docs/many.md", "Throughput").values())
+    assert [row["tokens/s"] for row in rows] == [f"{rates[way]:,.0f}" for way in ("many", "dropping", "padded")]
+    faster = [f"{rates['many'] / rates[way]:.2f} ×" for way in ("dropping", "padded")]
+    assert [row["`generate_many` is faster by"] for row in rows] == ["", *faster]
+
+
 def training_results() -> dict[tuple[str, str], dict[str, Any]]:
     results = json.loads((ROOT / "kernels/benchmarks/results/h200/training.json").read_text())["results"]
     return {(result["loop"].split(" ")[0], result["work"]): result for result in results}

@@ -23,7 +23,7 @@ from dgemma_kernels.ops.prefix import forget
 _SMALLEST = 1024  # slots of a full layer; then powers of two up to _LINEAR, then multiples of it
 _LINEAR = 16_384
 _PREFILL_TOKENS = 4096  # the most tokens that one forward reads, over all rows
-_FREE_BYTES = 4 << 30  # the most bytes of unused buffers that a pool keeps for the next run
+_FREE_SHARE = 1 / 8  # of a GPU's memory: the most that a pool keeps in unused buffers, with their graphs
 
 
 class CacheBuffers:
@@ -68,6 +68,8 @@ class BufferPool:
         self._free: list[CacheBuffers] = []
         self._returned: deque[CacheBuffers] = deque()
         self._sorting = threading.Lock()
+        memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 32 << 30
+        self._most_free = int(memory * _FREE_SHARE)
 
     @property
     def device(self) -> torch.device:
@@ -102,7 +104,7 @@ class BufferPool:
     def _sort(self) -> None:
         while self._returned:
             self._free.append(self._returned.popleft())
-        while len(self._free) > 1 and sum(free.num_bytes for free in self._free) > _FREE_BYTES:
+        while len(self._free) > 1 and sum(free.num_bytes for free in self._free) > self._most_free:
             self._free.pop(0)
 
 

@@ -6,6 +6,7 @@ own seed, block and step, so a row's tokens do not depend on its neighbours.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from dgemma.model.cache import Cache
 from dgemma.run.loop import refuse_step, start_block
 from dgemma.run.plan import Plan
 from dgemma.run.step import Denoiser, judge
+
+_Item = TypeVar("_Item")
 
 
 class Row:
@@ -138,8 +141,8 @@ class Batch:
                 rows, tokens, cache = [rows[place] for place in stay], tokens[at], cache.select(at)
             if rows:
                 yield self._start(rows, self._model.encode(tokens, cache))
-        if waiting:
-            yield self._start(waiting, self._model.encode(*_pad_left([row.plan for row in waiting])))
+        for rows in _parts(waiting):
+            yield self._start(rows, self._model.encode(*_pad_left([row.plan for row in rows])))
 
     def _start(self, rows: Sequence[Row], cache: Cache) -> _Group:
         first = torch.zeros(1, dtype=torch.int64, device=self._model.device)
@@ -206,6 +209,14 @@ class Batch:
 
 def _present(group: _Group | None) -> list[Row]:
     return [] if group is None else [row for row in group.rows if row is not None]
+
+
+def _parts(items: list[_Item]) -> Iterator[list[_Item]]:
+    """Split a list into parts whose sizes are powers of two, so that an engine captures graphs for few batch sizes."""
+    while items:
+        size = 1 << (len(items).bit_length() - 1)
+        yield items[:size]
+        items = items[size:]
 
 
 def _pad_left(plans: Sequence[Plan]) -> tuple[Tensor, None, Tensor | None]:
