@@ -22,11 +22,6 @@ IN_FUNCTIONS = {
     "dgemma.cli.writing": {"readline"},  # not on Windows
     "dgemma.data.vocabulary": {"tokenizers", "transformers"},
     "dgemma.train.log": {"matplotlib.figure"},
-    "dgemma.train.state_files": {
-        "torch.distributed",
-        "torch.distributed.checkpoint",
-        "torch.distributed.checkpoint.metadata",
-    },
     "dgemma.view.gif": {"PIL", "matplotlib"},
     "dgemma.view.plots": {"matplotlib.colors", "matplotlib.figure"},
     # Needs a Triton with Gluon, and is only for Hopper.

@@ -4,6 +4,7 @@ Checkpoints and the command line use short names for samplers and noises ("thres
 any class by module and name, and also holds tensors.
 """
 
+import math
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dgemma import sampling
+from dgemma.checks import show
 from dgemma.diffusion.noise import HybridNoise, MaskNoise, Noise, UniformNoise
 from dgemma.diffusion.schedule import Linear, Schedule
 from dgemma.sampling import Sampler, StopRule
@@ -213,31 +215,56 @@ class _Classes(NamedTuple):
 
 
 def _rebuild(description: Any, tensors: Mapping[str, Tensor], classes: _Classes) -> Any:
-    if not isinstance(description, dict):
+    """Rebuild a value that a file describes. Every error is a ValueError, and no tensor is larger than its file."""
+    if description is None or isinstance(description, bool | int | float | str):
         return description
+    if not isinstance(description, dict):
+        raise ValueError(f"it describes a value as {show(description)}.")
     if "tensor" in description:
-        return tensors[description["tensor"]]
+        return _stored(description["tensor"], tensors)
     if "bits" in description:
-        shape = description["shape"]
-        bits = np.unpackbits(tensors[description["bits"]].numpy(), count=int(np.prod(shape)))
-        return torch.from_numpy(bits.astype(bool)).reshape(shape)
-    if "list" in description:
+        return _unpack(_stored(description["bits"], tensors), description.get("shape"))
+    if isinstance(description.get("list"), list):
         return tuple(_rebuild(item, tensors, classes) for item in description["list"])
-    if "map" in description:
+    if isinstance(description.get("map"), dict):
         return {name: _rebuild(item, tensors, classes) for name, item in description["map"].items()}
-    full_name, inner = description["class"], description["fields"]
+    full_name, inner = description.get("class"), description.get("fields")
+    if not isinstance(full_name, str) or not isinstance(inner, dict | None):
+        raise ValueError(f"it describes a value as {show(description)}.")
     if inner is None:
         return Unknown(full_name.replace(":", "."))
     values = {field: _rebuild(item, tensors, classes) for field, item in inner.items()}
     cls = classes.find(full_name)
     if cls is None:
         return Unknown(full_name.replace(":", "."), values)
-    if not is_dataclass(cls) or find_unknown(values) is None:
+    known = {f.name for f in fields(cls) if f.init} if is_dataclass(cls) else set(cls._fields)  # type: ignore[attr-defined]
+    if not values.keys() <= known:
+        raise ValueError(f"{cls.__name__} has no field {show(min(values.keys() - known))}.")
+    if is_dataclass(cls) and find_unknown(values) is not None:
+        value = object.__new__(cls)  # __post_init__ would refuse an Unknown
+        for field, item in values.items():
+            object.__setattr__(value, field, item)
+        return value
+    try:
         return cls(**values)
-    value = object.__new__(cls)  # __post_init__ would refuse an Unknown
-    for field, item in values.items():
-        object.__setattr__(value, field, item)
-    return value
+    except ValueError:
+        raise
+    except Exception as error:  # values of any type reach the checks of any class
+        raise ValueError(f"{cls.__name__} cannot have these fields ({type(error).__name__}).") from error
+
+
+def _stored(name: Any, tensors: Mapping[str, Tensor]) -> Tensor:
+    if not isinstance(name, str) or name not in tensors:
+        raise ValueError(f"it lacks the tensor {show(name)}.")
+    return tensors[name]
+
+
+def _unpack(bits: Tensor, shape: Any) -> Tensor:
+    """Return the booleans whose bits are stored, of this shape."""
+    is_shape = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
+    if not is_shape or bits.dtype != torch.uint8 or bits.dim() != 1 or -(-math.prod(shape) // 8) != len(bits):
+        raise ValueError(f"it stores booleans of shape {show(shape)} as {show(bits)}.")
+    return torch.from_numpy(np.unpackbits(bits.numpy(), count=math.prod(shape)).astype(bool)).reshape(shape)
 
 
 def _full_name(named: Any) -> str:

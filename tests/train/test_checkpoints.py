@@ -2,13 +2,14 @@
 
 import json
 import os
+import pickle
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from dgemma.train import checkpoints as module
 from dgemma.train.checkpoints import Checkpoints
 from dgemma.train.parallel import Parallel
 
@@ -65,37 +66,39 @@ def test_the_checkpoint_before_a_damaged_one_is_found_by_its_number(tmp_path):
         read(saved)
 
 
-@pytest.mark.parametrize("deadly_call", range(10))
-def test_death_at_any_call_to_the_file_system_leaves_the_old_checkpoint_or_the_new(tmp_path, monkeypatch, deadly_call):
-    saved = checkpoints(tmp_path, keep_last=1)
-    saved.save(1, state(1), {"step": 1})
-    calls = 0
+def test_death_at_any_call_to_the_file_system_leaves_the_old_checkpoint_or_the_new(tmp_path, monkeypatch):
+    outcomes = []
+    for deadly_call in range(100):
+        saved = checkpoints(tmp_path / str(deadly_call), keep_last=1)
+        saved.save(1, state(1), {"step": 1})
+        calls = []
 
-    def dying(call):
-        def run(*args, **kwargs):
-            nonlocal calls
-            calls += 1
-            if calls - 1 == deadly_call:
-                raise Killed
-            return call(*args, **kwargs)
+        def dying(call, deadly_call=deadly_call, calls=calls):
+            def run(*args, **kwargs):
+                calls.append(call)
+                if len(calls) - 1 == deadly_call:
+                    raise Killed
+                return call(*args, **kwargs)
 
-        return run
+            return run
 
-    with monkeypatch.context() as patch:
-        patch.setattr(module.os, "rename", dying(os.rename))
-        patch.setattr(module.shutil, "rmtree", dying(shutil.rmtree))
-        patch.setattr(module, "_flush", dying(module._flush))
-        patch.setattr(Path, "write_text", dying(Path.write_text))
-        patch.setattr(Path, "mkdir", dying(Path.mkdir))
-        # Ten calls: clear, make, flush, describe, flush two, rename, flush the names; rename and remove the old one.
-        with pytest.raises(Killed):
-            saved.save(2, state(2), {"step": 2})
-    survived = read(saved)
-    assert survived == (1 if deadly_call <= 6 else 2)  # the seventh call is the rename that makes it valid
-    saved.clear_unfinished()
-    assert not list(tmp_path.glob(".*"))
-    saved.save(3, state(3), {"step": 3})
-    assert read(saved) == 3
+        with monkeypatch.context() as patch:
+            for owner, name in ((os, "rename"), (os, "replace"), (os, "fsync"), (shutil, "rmtree"), (Path, "mkdir")):
+                patch.setattr(owner, name, dying(getattr(owner, name)))
+            try:
+                saved.save(2, state(2), {"step": 2})
+                break
+            except Killed:
+                pass
+        outcomes.append(read(saved))
+        # The first rename makes it valid. The second begins to remove the old one.
+        assert outcomes[-1] == (2 if calls[:deadly_call].count(os.rename) else 1)
+        saved.clear_unfinished()
+        assert not list(saved.folder.glob(".*"))
+        saved.save(3, state(3), {"step": 3})
+        assert read(saved) == 3
+    assert {1, 2} == set(outcomes)
+    assert len(outcomes) > 10
 
 
 def test_half_written_tensors_are_never_taken_for_a_checkpoint(tmp_path):
@@ -137,10 +140,53 @@ def test_a_single_flipped_bit_is_detected(tmp_path):
         saved.load(path, tensors)
 
 
-def test_checkpoints_without_checksums_are_loaded(tmp_path):
+@pytest.mark.parametrize(
+    "run",
+    [
+        *(
+            '{"step": 1}',
+            '{"files": {"state.safetensors": 1}}',
+            "null",
+            "[" * 100_000,
+            '{"step": 2, "files": {"a": 1}}',
+        ),
+        *('{"step": 1, "files": {"../../passwd": 1}}', '{"step": 1, "files": {"a": 1}, "seconds": "x"}'),
+    ],
+)
+def test_a_wrong_description_of_the_run_is_damage(tmp_path, run):
     saved = checkpoints(tmp_path)
     path = saved.save(1, state(1), {"step": 1})
-    (path / "run.json").write_text('{"step": 1}')
+    (path / "run.json").write_text(run)
+    with pytest.raises(
+        ValueError, match=r"step-000001 must be a complete checkpoint, but .*Delete that folder to begin"
+    ):
+        saved.load(path, state(7))
+
+
+def test_a_pickle_is_never_read(tmp_path):
+    """torch.distributed.checkpoint would unpickle .metadata before anything could be checked."""
+    saved = checkpoints(tmp_path)
+    path = saved.save(1, state(1), {"step": 1})
+    (path / "state.safetensors").unlink()
+    (path / ".metadata").write_bytes(pickle.dumps(Executed()))
+    with pytest.raises(ValueError, match="as a pickle, which this one never reads"):
+        saved.names(path)
+
+
+class Executed:
+    """An object whose unpickling fails the test."""
+
+    def __reduce__(self):
+        return pytest.fail, ("code from a file ran",)
+
+
+def test_a_full_disk_leaves_the_checkpoints_and_nothing_else(tmp_path, monkeypatch):
+    saved = checkpoints(tmp_path)
+    saved.save(1, state(1), {"step": 1})
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=3))
+    with pytest.raises(OSError, match=r"No space|bytes are needed, 3 are free\. What was there before is unchanged"):
+        saved.save(2, state(2), {"step": 2})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
     assert read(saved) == 1
 
 

@@ -70,7 +70,7 @@ def damaged(runs, tmp_path_factory):
     """Flip a bit in one file of a run of two processes; return the errors when it continues, and its folder."""
     folder = tmp_path_factory.mktemp("damaged") / "run"
     shutil.copytree(runs / "sharded_2", folder)
-    file = folder / "step-000003" / "__1_0.distcp"
+    file = folder / "step-000003" / "state-00001-of-00002.safetensors"
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
@@ -146,9 +146,9 @@ def test_minutes_end_all_processes_after_the_same_step(runs):
 @pytest.mark.slow
 def test_a_flipped_bit_in_one_process_file_is_detected_by_all(damaged):
     (errors,), folder = damaged
-    message = "step-000003 must be a complete checkpoint, but __1_0.distcp has changed since it was written. Delete"
+    message = "step-000003 must be a complete checkpoint, but state-00001-of-00002.safetensors has changed since it was"
     assert all(message in error for error in errors)
-    with pytest.raises(ValueError, match=r"__1_0\.distcp has changed since it was written"):
+    with pytest.raises(ValueError, match=r"state-00001-of-00002\.safetensors has changed since it was written"):
         run_alone(Job(out=folder))
 
 

@@ -318,14 +318,16 @@ def test_an_average_may_begin_in_the_middle_of_a_run(tmp_path):
         torch.testing.assert_close(weight, 0.4 * start[name] + 0.6 * weights(raw)[name])
 
 
-def test_a_run_whose_source_was_not_described_continues(tmp_path):
+def test_a_run_whose_source_was_not_described_continues_only_if_changes_are_allowed(tmp_path):
     _, half = run(tmp_path, on_step=stop_at(2))
     file = half.checkpoint / "run.json"
     saved = json.loads(file.read_text())
     file.write_text(
-        json.dumps({name: saved[name] for name in ("step", "config", "objective", "model", "frozen weights")})
+        json.dumps({name: saved[name] for name in ("step", "files", "config", "objective", "model", "frozen weights")})
     )
-    assert run(tmp_path)[1].step == 6
+    with pytest.raises(ValueError, match="train source must stay as in the run"):
+        run(tmp_path)
+    assert run(tmp_path, allow_changes=True)[1].step == 6
 
 
 def test_logging_and_checkpointing_may_change(tmp_path):

@@ -191,7 +191,7 @@ def test_wrong_calls_raise_errors_that_name_the_fix(tmp_path):
     with pytest.raises(ValueError, match="must fit the model, but its adapters"):
         load_lora(bigger, tmp_path / "a.safetensors")
     assert not is_adapted(bigger)
-    with pytest.raises(FileNotFoundError, match="save_lora"):
+    with pytest.raises(FileNotFoundError, match="does not exist"):
         load_lora(bigger, tmp_path / "none.safetensors")
     with pytest.raises(ValueError, match=r"LoRA\.targets must be among attention"):
         LoRA(targets=("q_proj",))

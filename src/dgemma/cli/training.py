@@ -21,6 +21,7 @@ from dgemma.model.config import GenerationDefaults
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.train import TrainConfig, evaluate, recipes, train
 from dgemma.train.batch import BatchSource
+from dgemma.train.lock import lock_folder
 from dgemma.train.lora import LoRA, add_lora, merge_lora
 
 _PRESETS = ("tiny", "small")
@@ -161,7 +162,21 @@ def _compress(arguments: argparse.Namespace) -> dict[str, float]:
 
 def _train(arguments: argparse.Namespace) -> int:
     tokenizer = Tokenizer.from_pretrained(arguments.model)
-    file = _keep_tokens(arguments, tokenizer, arguments.out / "tokens")
+    made_from = describe_files(arguments.files, tokenizer, separator=arguments.separator)
+    new_folders = [path for path in (arguments.out, *arguments.out.parents) if not path.exists()]
+    with lock_folder(arguments.out):
+        try:
+            file = _keep_tokens(arguments, tokenizer, arguments.out / "tokens", made_from)
+        except ValueError:  # leave no empty folders
+            if new_folders:
+                shutil.rmtree(new_folders[0])
+            for parent in new_folders[1:]:
+                parent.rmdir()
+            raise
+        return _train_on(arguments, tokenizer, file)
+
+
+def _train_on(arguments: argparse.Namespace, tokenizer: Tokenizer, file: TokenFile) -> int:
     _note_separator(arguments, file)
     model = _new_model(arguments, tokenizer)
     source = _source(arguments, file, model.config.canvas_length)
@@ -237,9 +252,10 @@ def _note_separator(arguments: argparse.Namespace, file: TokenFile) -> None:
         output.print_note(f"--separator {arguments.separator!r} is in no file, so each file is one document.{hint}")
 
 
-def _keep_tokens(arguments: argparse.Namespace, tokenizer: Tokenizer, folder: Path) -> TokenFile:
+def _keep_tokens(
+    arguments: argparse.Namespace, tokenizer: Tokenizer, folder: Path, made_from: dict[str, Any]
+) -> TokenFile:
     """Return the tokens of the files, cached in the run's folder; raise ValueError if the text has changed."""
-    made_from = describe_files(arguments.files, tokenizer, separator=arguments.separator)
     if (folder / "about.json").is_file():
         file = TokenFile.open(folder)
         if file.made_from == made_from:
@@ -252,15 +268,7 @@ def _keep_tokens(arguments: argparse.Namespace, tokenizer: Tokenizer, folder: Pa
                 f"the text must stay as in the run in {arguments.out}, got another {difference}. Choose another --out, "
                 "or pass --allow-changes."
             )
-    new_folders = [path for path in (arguments.out, *arguments.out.parents) if not path.exists()]
-    try:
-        return TokenFile.write(_documents(arguments), tokenizer, folder, made_from=made_from)
-    except ValueError:  # leave no empty folders
-        if new_folders:
-            shutil.rmtree(new_folders[0])
-        for parent in new_folders[1:]:
-            parent.rmdir()
-        raise
+    return TokenFile.write(_documents(arguments), tokenizer, folder, made_from=made_from)
 
 
 def _source(arguments: argparse.Namespace, file: TokenFile, canvas_len: int) -> BatchSource:

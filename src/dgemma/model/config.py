@@ -283,10 +283,10 @@ class GenerationDefaults:
 
         Example: `model.generation.after_learning(describe_noise(MaskNoise(512, mask_token_id=4)))`.
         """
-        same_kind = (self.noise or {"kind": "uniform"})["kind"] == noise["kind"]
-        if same_kind:
-            return replace(self, noise=noise)
-        return replace(self, noise=noise, entropy_bound=type(self)().entropy_bound, sampler=None)
+        learnt = replace(self, noise=noise)  # which checks it
+        if (self.noise or {"kind": "uniform"})["kind"] == noise["kind"]:
+            return learnt
+        return replace(learnt, entropy_bound=type(self)().entropy_bound, sampler=None)
 
     @classmethod
     def from_hf(cls, source: Mapping[str, Any] | str | Path) -> Self:

@@ -19,6 +19,7 @@ from dgemma.model.config import DenoiserConfig
 from dgemma.run.options import Allowed
 from dgemma.sampling.base import Sampler
 
+MOST_STEPS = 1_000_000  # of a canvas; a larger number is certainly a mistake
 _NO_TOKEN = "generate prompt_tokens must hold at least one token per row. Start with the bos token."
 
 

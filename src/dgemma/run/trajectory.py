@@ -7,7 +7,7 @@ callbacks determine a run. A trajectory keeps the plan and the changes; with the
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -23,7 +23,8 @@ from dgemma.run.knobs import Knobs
 from dgemma.run.loop import run_plan
 from dgemma.run.plan import Plan
 from dgemma.run.records import BlockCommit, Events, Moment, OnStep, Output, StepRecord
-from dgemma.run.step import Denoiser
+from dgemma.run.step import Denoiser, check_denoiser
+from dgemma.run.stored import check_content
 from dgemma.values import find_unknown
 
 _KIND = "trajectory"
@@ -204,11 +205,15 @@ class Trajectory:
         Example: `Trajectory.load("run.safetensors", classes=[MySampler]).replay(model)`.
         """
         content = archive.load(path, kind=_KIND, classes=classes)
-        missing = find_unknown(content["plan"].noise)
+        missing = find_unknown(getattr(content.get("plan"), "noise", None))
         if missing is not None:
             raise ValueError(
                 f"{path} was made with {missing.name}, which this process does not know. Pass it in classes=[...]."
             )
+        try:
+            check_content(content)
+        except ValueError as error:
+            raise ValueError(f"{path} is not a complete {_KIND} file of this version of dgemma: {error}") from None
         trajectory = cls(content["plan"], top=content["top"])
         trajectory.commits, trajectory.changes = list(content["commits"]), list(content["changes"])
         columns = {name: tensor.split([s[2] for s in content["sizes"]]) for name, tensor in content["steps"].items()}
@@ -226,12 +231,16 @@ class Trajectory:
         Example: `trajectory.replay(model)`.
         """
         again = Trajectory(self.plan, top=self.top)
-        self._rerun(model, cache, again, lambda place, moment, record: self._changes_before(place, moment))
+
+        def script(place: Place, moment: Moment, record: StepRecord | None) -> Changes:
+            if strict and len(again) > len(self):
+                _refuse_difference(f"the end: {len(self)} and at least {len(again)} steps")
+            return self._changes_before(place, moment)
+
+        self._rerun(model, cache, again, script)
         difference = self.difference(again) if strict else None
         if difference:
-            raise RuntimeError(
-                f"The replay differs from the run at {difference}. Use the same weights, dtype, device and versions."
-            )
+            _refuse_difference(difference)
         return again
 
     def moment(self, model: Denoiser, *, block: int = 0, step: int = 0, cache: Cache | None = None) -> Moment:
@@ -321,8 +330,8 @@ class Trajectory:
 
     def _rerun(self, model: Denoiser, cache: Cache | None, again: "Trajectory", script: "Script") -> "Generation":
         """Run the rest of the plan of `again`, and record it there. `script` returns the changes before each step."""
-        plan = replace(again.plan, knobs=self._knobs_at(len(again.commits))).to(model.device)
         self._check_model(model, cache)
+        plan = replace(again.plan, knobs=self._knobs_at(len(again.commits))).to(model.device)
 
         def on_start(moment: Moment) -> Changes:
             place = (len(again.commits), 0)
@@ -393,6 +402,7 @@ class Trajectory:
             )
 
     def _check_model(self, model: Denoiser, cache: Cache | None) -> None:
+        check_denoiser("Trajectory", model)
         plan, config = self.plan, model.config
         missing = find_unknown((plan, self.changes))
         if missing is not None:
@@ -456,6 +466,12 @@ class _Reached(Exception):
 
     def __init__(self, moment: Moment) -> None:
         self.moment = moment
+
+
+def _refuse_difference(difference: str) -> NoReturn:
+    raise RuntimeError(
+        f"The replay differs from the run at {difference}. Use the same weights, dtype, device and versions."
+    )
 
 
 def _merge(earlier: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:

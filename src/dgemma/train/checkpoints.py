@@ -1,6 +1,6 @@
 """Checkpoints of a run: folders `step-000100` that are complete or absent, even if the process is killed."""
 
-import json
+import math
 import os
 import shutil
 import zlib
@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dgemma.checks import as_number, show
+from dgemma.files import clear_temporaries, flush, open_file, read_json, write_json, writing
+from dgemma.printing import printable
 from dgemma.train.parallel import Parallel
 from dgemma.train.state_files import load_state, stored_names
 
@@ -52,31 +55,41 @@ class Checkpoints:
     def clear_unfinished(self) -> None:
         """Remove folders that a killed process left half written or half deleted."""
         if self.parallel.is_main:
+            clear_temporaries(self.folder)
             for remnant in (*self.folder.glob(".step-*.new"), *self.folder.glob(".step-*.old")):
                 shutil.rmtree(remnant)
         self.parallel.barrier()
 
     def save(self, step: int, state: Mapping[str, Tensor], run: Mapping[str, Any]) -> Path:
-        """Write named tensors and a description of the run; return the folder. All processes call this."""
+        """Write named tensors and a description of the run; return the folder. All processes call this.
+
+        If the disk is full, the unfinished folder is removed and the earlier checkpoints stay.
+        """
         final, new = self.path(step), self.folder / f".step-{step:06d}.new"
+        try:
+            with writing(final):
+                self._write(final, new, state, run)
+        except OSError:
+            if self.parallel.is_main:
+                shutil.rmtree(new, ignore_errors=True)
+            raise
+        if self.parallel.is_main:
+            for old in self.steps()[: -self.keep_last]:
+                self._delete(self.path(old))
+        self.parallel.barrier()
+        return final
+
+    def _write(self, final: Path, new: Path, state: Mapping[str, Tensor], run: Mapping[str, Any]) -> None:
         if self.parallel.is_main:
             shutil.rmtree(new, ignore_errors=True)
             new.mkdir(parents=True)
         self.parallel.barrier()
         paths = self.parallel.save(new, state)
-        for path in paths:
-            _flush(path)
         files = self.parallel.collect({path.name: _crc32(path) for path in paths})
         if self.parallel.is_main:
-            (new / _RUN_FILE).write_text(json.dumps({**run, "files": files}, indent=2) + "\n")
-            _flush(new / _RUN_FILE)
-            _flush(new)
+            write_json(new / _RUN_FILE, {**run, "files": files})
             os.rename(new, final)
-            _flush(self.folder)
-            for old in self.steps()[: -self.keep_last]:
-                self._delete(self.path(old))
-        self.parallel.barrier()
-        return final
+            flush(self.folder)
 
     def _delete(self, path: Path) -> None:
         old = self.folder / f".{path.name}.old"
@@ -86,11 +99,17 @@ class Checkpoints:
     def read_run(self, path: Path) -> dict[str, Any]:
         """Return the description saved with a checkpoint."""
         try:
-            run = json.loads((path / _RUN_FILE).read_text())
+            run = read_json(path / _RUN_FILE)
         except (OSError, ValueError) as error:
-            raise ValueError(self._damaged(path, str(error))) from None
-        if not isinstance(run, dict):
-            raise ValueError(self._damaged(path, f"{_RUN_FILE} is not a JSON object"))
+            raise ValueError(self._damaged(path, str(error).rstrip("."))) from None
+        if type(run.get("step")) is not int or self.path(run["step"]).name != path.name:
+            raise ValueError(self._damaged(path, f"{_RUN_FILE} has the step {show(run.get('step'))}"))
+        files = run.get("files")
+        if not isinstance(files, dict) or not files or not all(map(_is_plain_name, files)):
+            raise ValueError(self._damaged(path, f"{_RUN_FILE} has the files {show(files)}"))
+        seconds, planned = run.get("seconds", 0.0), run.get("planned steps")
+        if as_number(seconds) is None or not 0 <= seconds < math.inf or not isinstance(planned, int | None):
+            raise ValueError(self._damaged(path, f"{_RUN_FILE} has a wrong time plan"))
         return run
 
     def names(self, path: Path) -> set[str]:
@@ -115,7 +134,7 @@ class Checkpoints:
 
     def _check_files(self, path: Path) -> None:
         """Raise ValueError if a file has changed since it was written. Each process reads its share of the files."""
-        files = self.read_run(path).get("files", {})  # earlier versions stored no checksums
+        files = self.read_run(path)["files"]
         rank, world_size = self.parallel.rank, self.parallel.world_size
         changes = [
             number % world_size == rank and _crc32(path / name) != crc32
@@ -132,24 +151,17 @@ class Checkpoints:
         return f"{path} must be a complete checkpoint, but {why}. Delete that folder to {fallback}."
 
 
+def _is_plain_name(name: str) -> bool:
+    return Path(name).name == name and printable(name) == name
+
+
 def _crc32(path: Path) -> int | None:
     """Return the CRC-32 of a file, or None if it cannot be read."""
     crc32 = 0
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             while chunk := file.read(_CHUNK):
                 crc32 = zlib.crc32(chunk, crc32)
-    except OSError:
+    except (OSError, ValueError):
         return None
     return crc32
-
-
-def _flush(path: Path) -> None:
-    """Flush the bytes of a file, or the names in a folder, to the disk."""
-    if path.is_dir() and os.name != "posix":  # Windows cannot open a folder
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

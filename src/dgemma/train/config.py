@@ -1,6 +1,8 @@
 """The settings of a training run, and the description that a resumed run must match."""
 
 import functools
+import inspect
+import types
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
@@ -11,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dgemma.checks import check_choice, check_count, check_finite, check_probability, check_size
+from dgemma.checks import check_choice, check_count, check_finite, check_probability, check_size, show
 
 _MOST_MINUTES = 10**7  # 19 years; in a longer run, one step would be too small a share of the time to measure
 # Settings that may differ when a run is resumed, because they change no computed number.
@@ -111,15 +113,18 @@ def describe_run(
 def refuse_changes(now: Mapping[str, Any], then: Mapping[str, Any], folder: Path) -> None:
     """Raise ValueError if a run that began as `then` would continue as `now`; the message names the first change."""
     fix = "Choose another folder, or pass allow_changes=True (--allow-changes)."
+    config = then.get("config")
+    if not isinstance(config, dict):
+        raise ValueError(f"The run in {folder} must have a configuration, got {show(config)}. {fix}")
     for item in fields(TrainConfig):
-        before, after = then["config"].get(item.name), now["config"][item.name]
+        before, after = config.get(item.name), now["config"][item.name]
         before = tuple(before) if isinstance(before, list) else before
         if item.name not in _FREE_FIELDS and before != after:
             raise ValueError(
                 f"TrainConfig.{item.name} must stay {before!r}, as in the run in {folder}, got {after!r}. {fix}"
             )
     for name, after in now.items():
-        before = then.get(name, after)  # earlier versions saved fewer descriptions
+        before = then.get(name)
         if name != "config" and before != after:
             raise ValueError(f"train {name} must stay as in the run in {folder}, {before}, got {after}. {fix}")
 
@@ -129,9 +134,8 @@ def describe(value: object) -> str:
 
     An object may offer the line itself as `fingerprint`. Otherwise a dataclass is identified by its fields, a
     collection by its elements, and a partial function by its arguments. A dense tensor or array is identified by dtype,
-    shape and checksum. Everything else is identified by its repr; if that shows an address, by its qualified name
-    alone. So two functions or plain objects of the same name look equal: write a source as a dataclass to identify its
-    data.
+    shape and checksum. A function is identified by its name, its code, its defaults, and the variables outside it that
+    it reads. A plain object is identified by its class and its attributes. Everything else is identified by its repr.
 
     Example: `describe(SudokuSource(pool=pool))` holds its settings and the checksum of its puzzles.
     """
@@ -163,10 +167,43 @@ def describe(value: object) -> str:
         arguments = [describe(value.func), *map(describe, value.args)]
         arguments += [f"{name}={describe(item)}" for name, item in value.keywords.items()]
         return _shorten(f"functools.partial({', '.join(arguments)})")
+    if isinstance(value, types.FunctionType | types.MethodType):
+        return _describe_function(value)
     text = repr(value)
     if " at 0x" in text:  # another process has another address
-        return str(getattr(value, "__qualname__", type(value).__qualname__))
+        name = str(getattr(value, "__qualname__", type(value).__qualname__))
+        return _shorten(f"{name}({_describe_variables(getattr(value, '__dict__', {}))})")
     return _shorten(text)
+
+
+def _describe_function(function: types.FunctionType | types.MethodType) -> str:
+    if isinstance(function, types.MethodType):
+        return _shorten(f"{describe(function.__self__)} {_describe_function(function.__func__)}")  # type: ignore[arg-type]
+    outside = inspect.getclosurevars(function)
+    read = _describe_variables({**outside.nonlocals, **outside.globals})
+    parts = (
+        _describe_code(function.__code__),
+        describe(function.__defaults__),
+        describe(function.__kwdefaults__),
+        read,
+    )
+    return f"{function.__qualname__} crc32 {zlib.crc32(repr(parts).encode()):08x}"
+
+
+def _describe_code(code: types.CodeType) -> str:
+    constants = [_describe_code(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
+    return f"{code.co_code.hex()} {code.co_names} {constants}"
+
+
+def _describe_variables(variables: Mapping[str, object]) -> str:
+    """Describe data, and functions and modules by name: they may refer to each other."""
+    named = {
+        name: getattr(value, "__qualname__", value.__class__.__name__)
+        if callable(value) or isinstance(value, types.ModuleType)
+        else describe(value)
+        for name, value in sorted(variables.items())
+    }
+    return ", ".join(f"{name}={text}" for name, text in named.items())
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from dgemma.model.experts import Experts, Routing, _Combine, _Dispatch
 from dgemma.model.layers import wide_dtype
 from dgemma.train.parallel import Model, Parallel, Result
-from dgemma.train.state_files import save_sharded
+from dgemma.train.state_files import save_parts
 
 _TORCHRUN = "torchrun --nproc-per-node 2 train.py"
 
@@ -210,7 +210,7 @@ class FullySharded(Parallel):
         return {name: value for of_process in entries for name, value in of_process.items()}
 
     def save(self, folder: Path, state: Mapping[str, Tensor]) -> list[Path]:
-        return save_sharded(folder, state)
+        return save_parts(folder, state, rank=self.rank, world_size=self.world_size)
 
     def save_pretrained(self, model: nn.Module, folder: Path) -> None:
         """Gather the weights on the main process, one tensor at a time, and write them there."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from dgemma.files import new_file
+from dgemma.files import new_file, open_file, write_text, writing
 from dgemma.model.experts import Router, Routing
 from dgemma.train.batch import Part
 from dgemma.train.parallel import Parallel
@@ -74,19 +74,23 @@ class TrainLog:
     path: Path
 
     def lines(self) -> list[dict[str, Any]]:
-        """Return all lines, without an incomplete one that a killed process left."""
-        if not self.path.is_file():
+        """Return all lines up to the first damaged one, such as an incomplete one that a killed process left."""
+        if not self.path.exists():
             return []
         lines = []
-        for text in self.path.read_text().splitlines():
-            try:
-                lines.append(json.loads(text))
-            except ValueError:
-                break
+        with open_file(self.path) as file:
+            for text in file:
+                try:
+                    line = json.loads(text)
+                except (ValueError, RecursionError):
+                    break
+                if not isinstance(line, dict) or type(line.get("step")) is not int:
+                    break
+                lines.append(line)
         return lines
 
     def append(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        with self.path.open("a") as file:
+        with writing(self.path), self.path.open("a") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
 
     def sync(self) -> None:
@@ -98,9 +102,7 @@ class TrainLog:
     def cut(self, last_step: int) -> None:
         """Remove the lines after `last_step`, because a resumed run writes them again."""
         lines = [line for line in self.lines() if line["step"] <= last_step]
-        new = self.path.with_suffix(".new")
-        new.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        os.replace(new, self.path)
+        write_text(self.path, "".join(json.dumps(line) + "\n" for line in lines))
 
     def column(self, name: str) -> tuple[list[int], list[float]]:
         """Return the steps that have `name`, and its values there.

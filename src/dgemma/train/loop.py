@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dgemma.checks import show
 from dgemma.diffusion.noise import Noise
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.experts import require_experts
@@ -25,6 +26,7 @@ from dgemma.progress import progress_bar
 from dgemma.train.batch import BatchSource, Part, StepInput, feed
 from dgemma.train.checkpoints import Checkpoints
 from dgemma.train.config import TrainConfig, checksum, describe_run, refuse_changes
+from dgemma.train.lock import lock_folder
 from dgemma.train.log import OnTrainStep, RouterLoad, TrainLog, TrainResult, TrainStep, make_lines, summary
 from dgemma.train.lora import adapters_of
 from dgemma.train.objective import Measure, Terms
@@ -80,10 +82,11 @@ def train(
     Example: `train(model, recipes.trl(model.config), source, TrainConfig(steps=2000, batch_size=64), out="run")`.
     """
     run = _Run(model, objective, source, config, Path(out), parallel or Parallel(), optimizer)
-    run.start(allow_changes)
-    with _ready_to_train(run.model, config), run.load.watching(), stop_request() as request:
-        interrupted = run.loop(on_step, evaluate, request)
-    return run.finish(interrupted)
+    with lock_folder(run.out) if run.parallel.is_main else nullcontext():
+        run.start(allow_changes)
+        with _ready_to_train(run.model, config), run.load.watching(), stop_request() as request:
+            interrupted = run.loop(on_step, evaluate, request)
+        return run.finish(interrupted)
 
 
 class _Run:
@@ -118,6 +121,7 @@ class _Run:
             lambda named: adamw(named, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
         )
         self.optimizer = make(self.parameters)
+        _check_optimizer(self.optimizer, self.parameters)
         self.peaks = [group["lr"] for group in self.optimizer.param_groups]
         self.description = describe_run(
             config,
@@ -142,9 +146,7 @@ class _Run:
 
     def start(self, allow_changes: bool) -> None:
         """Continue from the last checkpoint, or write the first one, so that there always is one to restore."""
-        if self.parallel.is_main:
-            self.out.mkdir(parents=True, exist_ok=True)
-        self.parallel.barrier()
+        self.parallel.barrier()  # the main process has made the folder
         self.checkpoints.clear_unfinished()
         last = self.checkpoints.latest()
         if last is None:
@@ -156,7 +158,7 @@ class _Run:
         if not allow_changes:
             refuse_changes(self.description, saved, self.out)
         self.restore(last)
-        self.step = self.first_step = int(saved["step"])
+        self.step = self.first_step = saved["step"]
         if self.config.minutes is not None:
             self.budget = TimeBudget(self.config.minutes, saved.get("seconds", 0.0))
             self.steps = saved.get("planned steps")
@@ -399,6 +401,19 @@ class _Run:
             averaged=self.average is not None,
             tokens_per_second=self.tokens / self.seconds if self.seconds else 0.0,
             evaluation=self.evaluation,
+        )
+
+
+def _check_optimizer(optimizer: Any, parameters: Mapping[str, Tensor]) -> None:
+    """Raise unless the optimizer updates weights of this model, and no others."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"train optimizer must return a torch optimizer, got {show(optimizer)}.")
+    own = set(map(id, parameters.values()))
+    updated = [id(weight) for group in optimizer.param_groups for weight in group["params"]]
+    if not updated or not own.issuperset(updated):
+        raise ValueError(
+            "train optimizer must update weights of the model, got others. Make it from the named parameters that it "
+            "is called with."
         )
 
 

@@ -7,17 +7,16 @@ base weights. Adapters are additional parameters of those modules, saved separat
 """
 
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from torch import Tensor, nn
 
-from dgemma.checks import check_count, check_size
-from dgemma.files import write_tensors
+from dgemma.checks import check_count, check_finite, require_field, show
+from dgemma.files import open_tensors, parse_json, write_tensors
 from dgemma.model.config import GenerationDefaults
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.experts import Experts, product_by_group, require_experts
@@ -39,6 +38,8 @@ _TARGETS = {
     "router": ("router.proj",),
     "self_conditioning": ("self_conditioning.gate_proj", "self_conditioning.up_proj", "self_conditioning.down_proj"),
 }
+_EXPERT_WEIGHTS = {"gate_up_": "gate_up_proj", "down_": "down_proj"}  # by the prefix of their adapters
+_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +56,12 @@ class LoRA:
     targets: tuple[str, ...] = ("attention", "dense", "experts", "router", "self_conditioning")
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "targets", tuple(self.targets))
+        targets = self.targets
+        named = isinstance(targets, list | tuple) and all(isinstance(target, str) for target in targets)
+        require_field(named, self, "targets", "be a tuple of names", f"Choose from {', '.join(_TARGETS)}.")
+        object.__setattr__(self, "targets", tuple(targets))
         check_count(self, "rank", fix="Use 8.")
-        check_size(self, "alpha", above=0, fix="Use twice the rank.")
+        check_finite(self, "alpha", above=0, fix="Use twice the rank.")
         unknown = [target for target in self.targets if target not in _TARGETS]
         if unknown or not self.targets:
             raise ValueError(f"LoRA.targets must be among {', '.join(_TARGETS)}, got {self.targets}. Use one or more.")
@@ -132,10 +136,7 @@ def add_lora(model: DiffusionGemma, lora: LoRA | None = None, *, seed: int = 0) 
     """
     lora = lora or LoRA()
     require_experts(model, "add_lora")
-    if is_adapted(model):
-        raise ValueError(
-            "add_lora model must have no adapters, got some. Call merge_lora(model) or drop_lora(model) first."
-        )
+    _refuse_adapters(model, "add_lora")
     model.requires_grad_(False)
     for name, module in list(model.named_modules()):
         if not _is_target(name, lora.targets):
@@ -223,29 +224,48 @@ def load_lora(model: DiffusionGemma, path: str | Path) -> LoRA:
 
     Example: `load_lora(model, "sudoku-lora.safetensors"); merge_lora(model)`.
     """
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"{path} does not exist. Point at a file written by save_lora.")
-    with safe_open(str(path), framework="pt") as stored:
+    _refuse_adapters(model, "load_lora")
+    with open_tensors(path) as stored:
         metadata = stored.metadata() or {}
-        tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
-    if "lora" not in metadata:
-        raise ValueError(f"{path} must be a file of adapters, but it has none. Point at a file written by save_lora.")
-    lora = LoRA(**json.loads(metadata["lora"]))
-    generation = model.generation
-    if "noise" in metadata:  # otherwise the model keeps its own
-        generation = generation.after_learning(json.loads(metadata["noise"]))
-    add_lora(model, lora)
-    weights = dict(_adapter_weights(model))
-    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
-    if shapes != {name: tuple(tensor.shape) for name, tensor in tensors.items()}:
-        drop_lora(model)
-        raise ValueError(
-            f"{path} must fit the model, but its adapters have other names or shapes. Load the model it was made for."
-        )
-    for name, weight in weights.items():
-        weight.data.copy_(tensors[name])
+        slices = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118 (no mapping)
+        lora, generation = _read_settings(metadata, path), model.generation
+        if "noise" in metadata:  # otherwise the model keeps its own
+            generation = generation.after_learning(parse_json(metadata["noise"], f"the noise in {path}"))
+        # Before anything is allocated: a few bytes can name a huge rank.
+        if _adapter_shapes(model, lora) != {name: tuple(entry.get_shape()) for name, entry in slices.items()}:
+            raise ValueError(
+                f"{path} must fit the model, but its adapters have other names or shapes. Load the model it was made "
+                "for."
+            )
+        if any(entry.get_dtype() not in _DTYPES for entry in slices.values()):
+            raise ValueError(f"{path} must hold adapters as floats ({', '.join(_DTYPES)}), got another dtype.")
+        add_lora(model, lora)
+        for name, weight in _adapter_weights(model):
+            weight.data.copy_(stored.get_tensor(name))
     model.generation = generation
     return lora
+
+
+def _read_settings(metadata: Mapping[str, str], path: str | Path) -> LoRA:
+    if "lora" not in metadata:
+        raise ValueError(f"{path} must be a file of adapters, but it has none. Point at a file written by save_lora.")
+    settings = parse_json(metadata["lora"], f"the settings of the adapters in {path}")
+    if settings.keys() != {field.name for field in fields(LoRA)}:
+        raise ValueError(f"{path} must have the settings of a LoRA, got {show(settings)}. Save the adapters again.")
+    return LoRA(**settings)
+
+
+def _adapter_shapes(model: nn.Module, lora: LoRA) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all adapters that `add_lora` would make."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, module in model.named_modules():
+        if _is_target(name, lora.targets):
+            of_experts = isinstance(module, Experts)
+            for prefix, attribute in _EXPERT_WEIGHTS.items() if of_experts else (("", "weight"),):
+                *experts, num_out, num_in = getattr(module, attribute).shape
+                shapes[f"{name}.{prefix}lora_a"] = (*experts, lora.rank, num_in)
+                shapes[f"{name}.{prefix}lora_b"] = (*experts, num_out, lora.rank)
+    return shapes
 
 
 def is_adapted(model: nn.Module) -> bool:
@@ -292,6 +312,15 @@ def _new_pair(weight: Weight, rank: int) -> tuple[nn.Parameter, nn.Parameter]:
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, module)
+
+
+def _refuse_adapters(model: nn.Module, owner: str) -> None:
+    if not isinstance(model, DiffusionGemma):
+        raise ValueError(f"{owner} model must be a DiffusionGemma, got {show(model)}.")
+    if is_adapted(model):
+        raise ValueError(
+            f"{owner} model must have no adapters, got some. Call merge_lora(model) or drop_lora(model) first."
+        )
 
 
 def _require_adapters(model: nn.Module, owner: str) -> None:
