@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import statistics
 from dataclasses import replace
 
@@ -24,12 +25,22 @@ def words(tmp_path_factory):
     return file
 
 
+def means(folder, num_steps, words):
+    """Return the means of the last lines of the log, as the command prints them. A byte is a token of these models."""
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()][-num_steps:]
+    denoising, causal = (statistics.fmean(line[f"loss/{name}"] for line in lines) for name in ("decoder", "causal"))
+    num_bytes = words.stat().st_size
+    bits = causal / math.log(2) * (num_bytes + 2) / num_bytes  # begin and end of the text
+    return (
+        f"denoising nats per token {denoising:.3f}, autoregressive nats per token {causal:.3f}, "
+        f"autoregressive bits per byte {bits:.3f}"
+    )
+
+
 def test_m_accepts_the_folder_of_a_trained_model(command, checkpoint, words, tmp_path):
     ran = command("train", "-m", checkpoint, "--out", tmp_path, *QUICK, words)
     assert ran.code == 0
-    losses = [json.loads(line)["loss"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    mean = statistics.fmean(losses)
-    assert ran.out == f"Wrote {tmp_path / 'final'} after 3 steps, mean loss {mean:.4f}.\n"
+    assert ran.out == f"Wrote {tmp_path / 'final'} after 3 steps. Means: {means(tmp_path, 3, words)}.\n"
     before, after = (load_file(folder / "model.safetensors") for folder in (checkpoint, tmp_path / "final"))
     assert not torch.equal(before["model.decoder.embed_tokens.weight"], after["model.decoder.embed_tokens.weight"])
     assert command("generate", "-m", tmp_path / "final", "-n", "1", "--steps", "1", "Hi").code == 0
@@ -87,8 +98,7 @@ def test_the_same_command_continues_where_it_was_stopped(command, checkpoint, wo
 
     assert train("whole").code == 0
     with monkeypatch.context() as patch:
-        stops = functools.partial(training.train, on_step=lambda record: record.step == 2)
-        patch.setattr(training, "train", stops)
+        patch.setattr(training._Samples, "__call__", lambda samples, record: record.step == 2)
         assert train("parts").code == 130
     assert not (tmp_path / "parts" / "final").exists()
     assert train("parts").out.startswith("Wrote ")
@@ -125,11 +135,25 @@ def test_a_refused_text_leaves_no_folder(command, checkpoint, words, tmp_path):
     assert (tmp_path / "run" / "notes").exists()
 
 
-def test_the_mean_loss_says_over_how_many_steps(command, checkpoint, words, tmp_path, monkeypatch):
+def test_means_are_over_the_last_steps_and_samples_come_now_and_then(command, checkpoint, words, tmp_path, monkeypatch):
     monkeypatch.setattr(training, "_NUM_AVERAGED", 2)
+    monkeypatch.setattr(training, "_SAMPLE_SECONDS", 0)
     ran = command("train", "-m", checkpoint, "--out", tmp_path, *QUICK, words)
-    losses = [json.loads(line)["loss"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert ran.out.endswith(f"after 3 steps, mean loss {statistics.mean(losses[-2:]):.4f} over the last 2.\n")
+    assert ran.out.endswith(f"after 3 steps. Means over the last 2: {means(tmp_path, 2, words)}.\n")
+    assert [line.split(":")[0] for line in ran.err.splitlines() if line.startswith("step ")] == [
+        "step 1",
+        "step 2",
+        "step 3",
+    ]
+
+
+@pytest.mark.parametrize("noise", ["mask", "uniform"])
+def test_samples_do_not_change_the_training(command, checkpoint, words, tmp_path, monkeypatch, noise):
+    for name, seconds in (("plain", 1000), ("sampled", 0)):
+        monkeypatch.setattr(training, "_SAMPLE_SECONDS", seconds)
+        assert command("train", "-m", checkpoint, "--out", tmp_path / name, "--noise", noise, *QUICK, words).code == 0
+    plain, sampled = (load_file(tmp_path / name / "final" / "model.safetensors") for name in ("plain", "sampled"))
+    assert all(torch.equal(plain[name], sampled[name]) for name in plain)
 
 
 def test_other_settings_are_refused_unless_allowed(command, checkpoint, words, tmp_path):

@@ -2,30 +2,40 @@
 
 import argparse
 import lzma
+import math
 import shutil
+import sys
 import tempfile
+import time
 import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.cli import options, output, types
 from dgemma.data.documents import list_files
 from dgemma.data.text import PromptSource, TextSource, TokenFile, read_documents, scan
 from dgemma.data.token_file import describe_files
+from dgemma.diffusion.noise import Noise
 from dgemma.model import presets
 from dgemma.model.config import GenerationDefaults
 from dgemma.model.diffusion import DiffusionGemma
+from dgemma.printing import one_line
+from dgemma.run.generate import generate
+from dgemma.sampling.ancestral import Ancestral
 from dgemma.train import TrainConfig, evaluate, recipes, train
 from dgemma.train.batch import BatchSource
 from dgemma.train.lock import lock_folder
+from dgemma.train.log import TrainLog, TrainStep
 from dgemma.train.lora import LoRA, add_lora, merge_lora
 
 _PRESETS = ("tiny", "small")
-_NUM_AVERAGED = 50  # the reported loss is a mean over this many last steps, because single batches vary
+_NUM_AVERAGED = 50  # reported losses are means over this many last steps, because single batches vary
+_SAMPLE_SECONDS = 60  # between two samples of a run
 _STOP_MARKERS = ("<turn|>", "<|tool_response>")  # tokens that end a turn, in vocabularies that have them
 
 
@@ -200,25 +210,74 @@ def _train_on(arguments: argparse.Namespace, tokenizer: Tokenizer, file: TokenFi
     )
     if arguments.lora:
         add_lora(model, LoRA(rank=arguments.lora, alpha=2.0 * arguments.lora), seed=arguments.seed)
-    result = train(model, objective, source, config, out=arguments.out, allow_changes=arguments.allow_changes)
+    result = train(
+        model,
+        objective,
+        source,
+        config,
+        out=arguments.out,
+        allow_changes=arguments.allow_changes,
+        on_step=None if arguments.json else _Samples(model, tokenizer, noise),
+    )
     if result.final is None:  # the loop has logged where it stopped
         return 130
     if arguments.lora:
         merge_lora(model)
         model.save_pretrained(result.final)
     tokenizer.save_pretrained(result.final)  # so that -m can name the folder
-    losses = result.log.column("loss")[1][-_NUM_AVERAGED:]
-    loss = sum(losses) / len(losses)
+    losses = _losses(result.log, file)
     if arguments.json:
         counts = {"step": result.step, "new_steps": result.num_new_steps}
-        speed = result.tokens_per_second
-        output.print_json({"final": str(result.final), **counts, "mean_loss": loss, "tokens_per_second": speed})
+        output.print_json(
+            {"final": str(result.final), **counts, **losses, "tokens_per_second": result.tokens_per_second}
+        )
     else:
         note = "" if result.num_new_steps else f"Already finished (step {result.step} of {result.step}). "
+        window = f" over the last {_NUM_AVERAGED}" if result.step > _NUM_AVERAGED else ""
+        means = ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in losses.items())
         steps = output.counted(result.step, "step")
-        window = f" over the last {len(losses)}" if len(losses) < result.step else ""
-        output.print_text(f"{note}Wrote {result.final} after {steps}, mean loss {loss:.4f}{window}.")
+        output.print_text(f"{note}Wrote {result.final} after {steps}. Means{window}: {means}.")
     return 0
+
+
+def _losses(log: TrainLog, file: TokenFile) -> dict[str, float]:
+    """Return the mean of each term over the last steps: nats per token, and bits per byte of running text."""
+    names = {"loss/decoder": "denoising_nats_per_token", "loss/causal": "autoregressive_nats_per_token"}
+    columns = {spoken: log.column(name)[1][-_NUM_AVERAGED:] for name, spoken in names.items()}
+    means = {name: sum(values) / len(values) for name, values in columns.items() if values}
+    if int(file.prompt_len.max()) <= 1 and "autoregressive_nats_per_token" in means:  # no prompts
+        bits = means["autoregressive_nats_per_token"] / math.log(2)
+        means["autoregressive_bits_per_byte"] = bits * file.num_tokens / file.num_bytes
+    return means
+
+
+class _Samples:
+    """Callback of `train` that now and then prints a canvas which the model writes from nothing."""
+
+    def __init__(self, model: DiffusionGemma, tokenizer: Tokenizer, noise: Noise) -> None:
+        self.model, self.tokenizer, self.noise = model, tokenizer, noise
+        self.last = time.monotonic()
+
+    def __call__(self, step: TrainStep) -> None:
+        if time.monotonic() - self.last < _SAMPLE_SECONDS:
+            return
+        prompt = torch.tensor([[self.tokenizer.bos_token_id]], device=self.model.device)
+        self.model.eval()
+        # Not the checkpoint's sampler, which may be for other noise.
+        tokens = generate(
+            self.model,
+            prompt,
+            max_new_tokens=self.model.config.canvas_length,
+            noise=self.noise,
+            sampler=Ancestral(),
+            steps=16,
+            stop=None,
+            progress=False,
+        ).new_tokens[0]
+        self.model.train()
+        # tqdm prints above the progress bar
+        tqdm.write(f"step {step.step}: {one_line(self.tokenizer.decode(tokens))}", file=sys.stderr)
+        self.last = time.monotonic()
 
 
 def _new_model(arguments: argparse.Namespace, tokenizer: Tokenizer) -> DiffusionGemma:
