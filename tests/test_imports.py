@@ -19,6 +19,7 @@ IN_FUNCTIONS = {
     "dgemma.checkpoint.tokenizer": {"transformers"},
     "dgemma.checkpoint.weights": {"huggingface_hub"},
     "dgemma.cli.options": {"dgemma_kernels"},
+    "dgemma.constraints.languages": {"transformers.utils"},
     "dgemma.cli.writing": {"readline"},  # not on Windows
     "dgemma.data.vocabulary": {"tokenizers", "transformers"},
     "dgemma.train.log": {"matplotlib.figure"},
@@ -32,6 +33,7 @@ FORBIDDEN = {
     "dgemma.diffusion": {"sampling", "run", "tasks", "study", "train", "data", "view", "cli", "checkpoint"},
     "dgemma.model": {"run", "sampling", "tasks", "study", "train", "data", "view", "cli"},
     "dgemma.sampling": {"model", "run", "tasks", "study", "train", "data", "view", "cli", "checkpoint"},
+    "dgemma.constraints": {"sampling", "run", "tasks", "study", "train", "data", "view", "cli"},
     "dgemma.run": {"tasks", "study", "train", "data", "view", "cli"},
     "dgemma.tasks": {"study", "train", "data", "view", "cli"},
     "dgemma.study": {"train", "data", "view", "cli"},

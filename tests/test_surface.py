@@ -19,6 +19,7 @@ BASES = "Decision DenoiseState Denoiser Noise Prediction Sampler StopRule"
 MODEL = "ByteTokenizer DiffusionGemma ModelConfig Tokenizer wrap"
 RUN = "Knobs LinearTemperature Trajectory generate generate_many settle start_state step stream"
 TASKS = "Guided Slot edit generate_causal infill observe slots sweep"
+CONSTRAINTS = "Choice Grammar JsonSchema Regex ToolCalls"
 MODULES = "data presets schedule train view"
 # Results and helpers that earlier versions listed at the top of the package. They are now in their modules.
 EARLIER = """
@@ -29,7 +30,7 @@ default_sampler denoise_canvas describe_noise describe_sampler learnt_noise read
 
 
 def test_the_public_names_are_these():
-    names = " ".join((SAMPLERS, STOP_RULES, NOISES, BASES, MODEL, RUN, TASKS, MODULES)).split()
+    names = " ".join((SAMPLERS, STOP_RULES, NOISES, BASES, MODEL, RUN, TASKS, CONSTRAINTS, MODULES)).split()
     assert sorted(dgemma.__all__) == sorted(names)
     assert dir(dgemma) == sorted(names)
     for name in names:

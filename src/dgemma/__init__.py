@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from dgemma import _startup  # noqa: F401
 from dgemma.checkpoint.tokenizer import ByteTokenizer, Tokenizer
+from dgemma.constraints.languages import Choice, Grammar, JsonSchema, Regex, ToolCalls
 from dgemma.diffusion import schedule
 from dgemma.diffusion.noise import HybridNoise, MaskNoise, Noise, UniformNoise
 from dgemma.diffusion.prediction import Prediction
@@ -54,6 +55,7 @@ __all__ = [
     "Ancestral",
     "BlockRefinement",
     "ByteTokenizer",
+    "Choice",
     "Confidence",
     "ConfidenceGap",
     "Decision",
@@ -64,8 +66,10 @@ __all__ = [
     "EntropyBound",
     "FactorThreshold",
     "FirstHitting",
+    "Grammar",
     "Guided",
     "HybridNoise",
+    "JsonSchema",
     "Knobs",
     "LeaveOneOutGibbs",
     "LinearTemperature",
@@ -74,6 +78,7 @@ __all__ = [
     "Noise",
     "Prediction",
     "ReMDM",
+    "Regex",
     "Sampler",
     "Slot",
     "StableAndConfident",
@@ -82,6 +87,7 @@ __all__ = [
     "Threshold",
     "TokenEditing",
     "Tokenizer",
+    "ToolCalls",
     "Trajectory",
     "Unchanged",
     "UniformNoise",

@@ -4,6 +4,7 @@ The kernel applies soft-cap, temperature and allowed tokens. Under top-k or top-
 `top`, the twin's PyTorch code runs on the same logits, one slice of positions at a time.
 """
 
+import math
 import threading
 import weakref
 from collections.abc import Callable
@@ -114,8 +115,9 @@ class FusedPrediction(Prediction):
         allowed: Tensor | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
+        cut: float = math.inf,
     ) -> "FusedPrediction":
-        shaped = super().shaped(temperature=temperature, allowed=allowed, top_k=top_k, top_p=top_p)
+        shaped = super().shaped(temperature=temperature, allowed=allowed, top_k=top_k, top_p=top_p, cut=cut)
         return FusedPrediction(self._source, shaped._transforms)
 
     def condition(self) -> SoftEmbedding | Tensor:

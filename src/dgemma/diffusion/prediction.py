@@ -8,7 +8,7 @@ vocabulary, a second (B, C, V) tensor exists only after `.logits` is read.
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -38,6 +38,15 @@ class Transform(Protocol):
     def __call__(self, logits: Tensor, positions: slice, /) -> Tensor: ...
 
 
+class JointLaw(Protocol):
+    """A law over whole texts, whose marginals are a prediction; see `dgemma.diffusion.language.Joint`."""
+
+    def sample(self, u: Tensor) -> Tensor: ...
+    @property
+    def best(self) -> Tensor: ...
+    def project(self, draft: Tensor, decided: Tensor) -> Tensor: ...
+
+
 class Prediction:
     """A distribution over the vocabulary for each canvas position; statistics in float32 (float64 if the logits are).
 
@@ -47,9 +56,12 @@ class Prediction:
     Example: `Prediction(torch.randn(2, 8, 50)).shaped(temperature=0.8).entropy` has shape (2, 8).
     """
 
-    def __init__(self, logits: Tensor, transforms: tuple["Transform", ...] = ()) -> None:
+    automaton_ops: ClassVar[Any] = None  # an engine's kernels for the functions of `dgemma.diffusion.language`
+
+    def __init__(self, logits: Tensor, transforms: tuple["Transform", ...] = (), joint: JointLaw | None = None) -> None:
         self._unshaped = logits
         self._transforms = transforms
+        self.joint = joint  # None: positions are independent
         # Plain attributes: torch.compile cannot trace the lock of a cached property.
         self._known_logits: Tensor | None = None
         self._known_statistics: _Statistics | None = None
@@ -92,11 +104,13 @@ class Prediction:
         allowed: Tensor | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
+        cut: float = math.inf,
     ) -> "Prediction":
         """Reshape the distribution: keep `allowed` tokens, divide logits by `temperature`, cut to top-k, then top-p.
 
         temperature: a number, (B,) or (B, C). allowed: boolean, broadcastable to (B, C, V), with at least one True per
-        position. Nothing is computed until a statistic is read.
+        position. `cut` is subtracted from the logits that top-k and top-p cut; a finite one leaves them as a last
+        resort. Nothing is computed until a statistic is read.
 
         Example: `prediction.shaped(temperature=0.7, top_p=0.95).sample(u)`.
         """
@@ -112,14 +126,22 @@ class Prediction:
         if top_k is not None:
             if top_k < 1:
                 raise ValueError(f"Prediction.shaped top_k must be >= 1, got {top_k}. Use None to keep every token.")
-            transforms = (*transforms, _TopK(top_k))
+            transforms = (*transforms, _TopK(top_k, cut))
         if top_p is not None:
             if not 0 < top_p <= 1:
                 raise ValueError(
                     f"Prediction.shaped top_p must be in (0, 1], got {top_p}. Use None to keep every token."
                 )
-            transforms = (*transforms, _TopP(top_p))
+            transforms = (*transforms, _TopP(top_p, cut))
         return Prediction(self._raw, transforms)
+
+    def with_bias(self, bias: Transform) -> "Prediction":
+        """The prediction after one more transform of its shaped logits."""
+        return Prediction(self._raw, (*self._transforms, bias))
+
+    def with_joint(self, joint: JointLaw, bias: Transform) -> "Prediction":
+        """The prediction of a joint law, whose marginals are this prediction after `bias`."""
+        return Prediction(self._raw, (*self._transforms, bias), joint)
 
     @property
     def logits(self) -> Tensor:
@@ -145,13 +167,13 @@ class Prediction:
 
     @property
     def argmax(self) -> Tensor:
-        """The most probable token, lowest id on ties, (B, C)."""
-        return self._statistics.argmax
+        """The most probable token, lowest id on ties, (B, C). Of a joint law it is the most probable text."""
+        return self._statistics.argmax if self.joint is None else self.joint.best
 
     @property
     def confidence(self) -> Tensor:
         """The probability of the argmax, (B, C)."""
-        return self._statistics.confidence
+        return self._statistics.confidence if self.joint is None else self.log_prob(self.joint.best).exp()
 
     @property
     def margin(self) -> Tensor:
@@ -180,8 +202,11 @@ class Prediction:
         """Inverse CDF in vocabulary order: one uniform per position, u (B, C) in [0, 1) → tokens (B, C).
 
         Token v is drawn if u lies in its cell [F(v - 1), F(v)), so one u per cell reaches every outcome. As in the GPU
-        kernel there are two levels: chunk sums pick a chunk, and only that chunk is summed token by token.
+        kernel there are two levels: chunk sums pick a chunk, and only that chunk is summed token by token. A joint law
+        draws the positions together.
         """
+        if self.joint is not None:
+            return self.joint.sample(u)
         return torch.cat([_inverse_cdf(self._shaped(part), u[:, part]) for part in self._slices()], dim=1)
 
     @property
@@ -247,21 +272,23 @@ class _Temper(NamedTuple):
 
 class _TopK(NamedTuple):
     k: int
+    cut: float
 
     def __call__(self, logits: Tensor, positions: slice) -> Tensor:
         threshold = logits.topk(min(self.k, logits.shape[-1]), dim=-1).values[..., -1:]
-        return logits.masked_fill(logits < threshold, -torch.inf)
+        return torch.where(logits < threshold, logits - self.cut, logits)
 
 
 class _TopP(NamedTuple):
     p: float
+    cut: float
 
     def __call__(self, logits: Tensor, positions: slice) -> Tensor:
         ordered, order = logits.sort(dim=-1, descending=True)
         probabilities = ordered.softmax(-1)
         # Exclusive sum: the token that crosses p stays, so the best one always does.
         drop = probabilities.cumsum(-1) - probabilities >= self.p
-        return logits.masked_fill(torch.zeros_like(drop).scatter(-1, order, drop), -torch.inf)
+        return torch.where(torch.zeros_like(drop).scatter(-1, order, drop), logits - self.cut, logits)
 
 
 def _describe(logits: Tensor) -> _Statistics:

@@ -1,7 +1,7 @@
 """The state of a canvas during denoising. A step is a pure function of it.
 
 Read it, change a field with `dataclasses.replace`, splice rows of one state into another, or save it. All fields are
-tensors except the noise process, a frozen value that never changes within a canvas.
+tensors except the noise process, a frozen value that never changes within a canvas. The language is a tuple of tensors.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dgemma.diffusion import draws
+from dgemma.diffusion.language import Language, splice_languages
 from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.prediction import Prediction
 
@@ -47,6 +48,7 @@ class DenoiseState:
     noise: Noise
     awaited: Tensor | None = None  # (B, C) bool: positions that decide the end; None means all
     allowed: Tensor | None = None  # (B or 1, C or 1, V) bool; None allows everything
+    language: Language | None = None  # the texts that the canvas may become; None means all
     self_cond: Prediction | Tensor | None = None  # condition of the next forward
     memory: Any = None  # of the sampler
     stop_memory: Any = None  # of the stop rule
@@ -72,6 +74,8 @@ class DenoiseState:
         Example: `state.select(torch.tensor([0, 2]))`.
         """
         selected = self._map_rows(lambda tensor: tensor.index_select(0, rows))
+        if self.language is not None:
+            selected = replace(selected, language=self.language.select(rows))
         if self.allowed is None or self.allowed.shape[0] == 1:  # the same for every row
             return selected
         return replace(selected, allowed=self.allowed.index_select(0, rows))
@@ -79,7 +83,7 @@ class DenoiseState:
     def splice(self, rows: Tensor, donor: "DenoiseState") -> "DenoiseState":
         """Replace `rows` (R,) by the rows of a donor of batch size R, for example from another run.
 
-        Seeds, clock, allowed tokens and memory come from the donor. The field `rows` stays.
+        Seeds, clock, allowed tokens, language and memory come from the donor. The field `rows` stays.
 
         Example: `state.splice(torch.tensor([1]), other.select(torch.tensor([0])))`.
         """
@@ -91,7 +95,8 @@ class DenoiseState:
                 "Take both states after the same number of steps under the same sampler."
             )
         spliced = self._map_rows(lambda tensor: tensor.index_copy(0, rows, next(donors).to(tensor.dtype)))
-        return replace(spliced, rows=self.rows, allowed=self._splice_allowed(rows, donor))
+        language = splice_languages(self.language, donor.language, rows, self.batch_size)
+        return replace(spliced, rows=self.rows, allowed=self._splice_allowed(rows, donor), language=language)
 
     def _splice_allowed(self, rows: Tensor, donor: "DenoiseState") -> Tensor | None:
         if self.allowed is None and donor.allowed is None:
@@ -122,9 +127,12 @@ class DenoiseState:
         return self.draw(self.seeds, self.block, self.step, 1, purpose)[:, 0]
 
 
+_NOT_OF_ROWS = ("noise", "allowed", "language")
+
+
 def _row_fields(state: DenoiseState) -> dict[str, Any]:
     """The fields whose tensors have one entry per row; a prediction becomes its `condition`."""
-    values = {f.name: getattr(state, f.name) for f in fields(state) if f.name not in ("noise", "allowed")}
+    values = {f.name: getattr(state, f.name) for f in fields(state) if f.name not in _NOT_OF_ROWS}
     if isinstance(state.self_cond, Prediction):
         values["self_cond"] = state.self_cond.condition()
     return values

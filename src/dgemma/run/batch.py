@@ -32,6 +32,7 @@ class Row:
         self.steps: list[int] = []  # forwards of each finished block
         self.num_forwards = 0  # of the current canvas
         self.ended = False
+        self.state = None if plan.language is None else plan.language.start  # (1,) of the constraint
 
     @property
     def new_tokens(self) -> Tensor:
@@ -46,6 +47,8 @@ class Row:
     def finish_block(self, tokens: Tensor) -> None:
         """Write a finished canvas (C,). The row ends at a stop token or after its last block."""
         block = len(self.blocks)
+        if self.plan.language is not None and self.state is not None:
+            self.state = self.plan.language.advance(self.state, tokens[None].to(self.state.device))
         padded, _, (stopped,) = self.plan.end_rows(tokens[None], block, torch.zeros(1, dtype=torch.int64))
         self.blocks.append(padded[0])
         self.steps.append(self.num_forwards)
@@ -146,7 +149,7 @@ class Batch:
 
     def _start(self, rows: Sequence[Row], cache: Cache) -> _Group:
         first = torch.zeros(1, dtype=torch.int64, device=self._model.device)
-        states = [start_block(self._model, row.plan, len(row.blocks), first, row.plan.knobs) for row in rows]
+        states = [start_block(self._model, row.plan, len(row.blocks), first, row.plan.knobs, row.state) for row in rows]
         state = states[0].select(first.expand(len(rows)))
         for at, other in enumerate(states[1:], start=1):
             state = state.splice(first + at, other)

@@ -16,8 +16,8 @@ from dgemma.sampling.temperature import read_temperature
 
 Changes = DenoiseState | Mapping[str, Any] | None
 
-# The noise process and the row numbers cannot change.
-_CONSTANT = frozenset({"noise", "rows"})
+# The noise process, the row numbers and the language cannot change.
+_CONSTANT = frozenset({"noise", "rows", "language"})
 _STATE_FIELDS = frozenset(f.name for f in fields(DenoiseState)) - _CONSTANT
 _ANY_SHAPE = frozenset({"awaited", "allowed", "self_cond", "memory", "stop_memory", "injected"})
 

@@ -40,16 +40,19 @@ def run_plan(
     retired: list[tuple[Tensor, Cache]] = []
     blocks: list[Tensor] = []
     forwards: list[Tensor] = []
+    states = None if plan.language is None else plan.language.start  # of the unfinished rows
     for block in range(plan.num_blocks):
         if block < len(past):
             tokens, num_forwards = past[block].tokens.to(device)[rows], past[block].steps.to(device)
         else:
-            state = start_block(model, plan, block, rows, knobs)
+            state = start_block(model, plan, block, rows, knobs, states)
             if on_start is not None:
                 state, knobs = apply_changes(on_start(Moment(state, cache, knobs)), state, knobs)
             tokens, taken, knobs = yield from denoise_canvas(model, state, cache, knobs)
             num_forwards = _spread(taken, rows, batch_size, 0)
 
+        if plan.language is not None and states is not None:
+            states = plan.language.advance(states, tokens)
         tokens, real, ended = plan.end_rows(tokens, block, rows)
         cache = model.encode(tokens, cache, real)
         written = _spread(tokens, rows, batch_size, plan.pad_token_id)
@@ -59,6 +62,7 @@ def run_plan(
             ends, goes_on = _where(ended, device), _where([not end for end in ended], device)
             retired.append((rows[ends], cache.select(ends)))
             rows, cache = rows[goes_on], cache.select(goes_on)
+            states = None if states is None else states[goes_on]
         if block >= len(past):
             finished = _spread(torch.zeros_like(rows, dtype=torch.bool), rows, batch_size, True)
             yield BlockCommit(block=block, tokens=written, finished=finished, steps=num_forwards)
@@ -75,8 +79,13 @@ def run_plan(
     )
 
 
-def start_block(model: Denoiser, plan: Plan, block: int, rows: Tensor, knobs: Knobs) -> DenoiseState:
-    """The state of a plan's block before its first step, for some rows (R,) of the batch."""
+def start_block(
+    model: Denoiser, plan: Plan, block: int, rows: Tensor, knobs: Knobs, states: Tensor | None = None
+) -> DenoiseState:
+    """The state of a plan's block before its first step, for some rows (R,) of the batch.
+
+    states (R,) are those of the plan's language before the block.
+    """
     return start_state(
         knobs,
         plan.noise,
@@ -86,7 +95,7 @@ def start_block(model: Denoiser, plan: Plan, block: int, rows: Tensor, knobs: Kn
         block=plan.first_block + block,
         rows=rows,
         uniform=model.uniform,
-        **plan.block(block, rows),
+        **plan.block(block, rows, states),
     )
 
 

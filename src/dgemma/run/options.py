@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypedDict, TypeVar, get_
 
 from torch import Tensor
 
+from dgemma.constraints.languages import Regex
 from dgemma.diffusion.noise import Noise
 from dgemma.sampling.base import Sampler
 from dgemma.sampling.stopping import StopRule
@@ -34,6 +35,7 @@ class CanvasOptions(TypedDict, total=False):
     top_p: float | None
     seed: Annotated[int | Sequence[int] | Tensor, Default(0)]
     allowed: Allowed
+    constraint: Regex | Sequence[Regex | None] | None
 
 
 class TextOptions(CanvasOptions, total=False):

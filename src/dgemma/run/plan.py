@@ -11,6 +11,7 @@ from dgemma.diffusion.noise import Noise
 from dgemma.model.cache import Cache
 from dgemma.run import arguments
 from dgemma.run.arguments import Span
+from dgemma.run.constrain import RunLanguage, read_constraint
 from dgemma.run.defaults import default_sampler, learnt_noise, warn_of_noise
 from dgemma.run.knobs import Knobs
 from dgemma.run.options import RunOptions, fill_in, takes_options
@@ -37,13 +38,20 @@ class Plan:
     pad_token_id: int
     span: Span
     noise_level: float  # noise level of the blocks that `span.canvas` covers
+    language: RunLanguage | None = None  # of the constraint
     first_block: int = 0  # the block number that the first block uses in random draws
     # (B,) the length of a text that ends inside a single canvas; the rest of the canvas is dropped.
     text_len: Tensor | None = None
 
-    def block(self, block: int, rows: Tensor) -> dict[str, Any]:
-        """Arguments of `start_state` for one block and some rows: its part of the span, and its noise level."""
+    def block(self, block: int, rows: Tensor, states: Tensor | None = None) -> dict[str, Any]:
+        """Arguments of `start_state` for one block and some rows: its part of the span, its noise level, its language.
+
+        states (R,) are those of the language before the block; None means at its start.
+        """
         part = self.span.block(block, self.canvas_len, rows)
+        if self.language is not None:
+            states = self.language.start[rows] if states is None else states
+            part["language"] = self.language.block(block, states, rows, self.canvas_len)
         return {**part, "noise_level": 1.0 if part["canvas"] is None else self.noise_level}
 
     def cut_text(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -76,7 +84,8 @@ class Plan:
         moved: dict[str, Any] = {
             name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)
         }
-        return replace(self, span=self.span.to(device), **moved)
+        language = None if self.language is None else self.language.to(device)
+        return replace(self, span=self.span.to(device), language=language, **moved)
 
 
 @takes_options(RunOptions)
@@ -123,6 +132,17 @@ def read_plan(
     seeds = arguments.read_seeds(settings["seed"], prompt_tokens)
     num_blocks = math.ceil(max_new_tokens / config.canvas_length)
     arguments.check_start(noise, span.canvas, num_blocks * config.canvas_length)
+    stop_tokens = arguments.read_token_ids("eos_token_ids", eos_token_ids)
+    language = read_constraint(
+        settings["constraint"],
+        span,
+        noise,
+        batch_size=prompt_tokens.shape[0],
+        num_blocks=num_blocks,
+        canvas_len=config.canvas_length,
+        stop_tokens=stop_tokens,
+        device=prompt_tokens.device,
+    )
     return Plan(
         prompt_tokens=prompt_tokens,
         attention_mask=settings["attention_mask"],
@@ -133,8 +153,9 @@ def read_plan(
         num_steps=num_steps,
         canvas_len=config.canvas_length,
         seeds=seeds.repeat(num_blocks, 1),
-        eos_token_ids=arguments.read_token_ids("eos_token_ids", eos_token_ids),
+        eos_token_ids=stop_tokens,
         pad_token_id=defaults.pad_token_id,
         span=span,
         noise_level=noise_level,
+        language=language,
     )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dgemma.diffusion import draws
 from dgemma.diffusion.decision import Decision
+from dgemma.diffusion.language import Language, condition
 from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
@@ -25,6 +26,8 @@ from dgemma.sampling.stopping import ask
 from dgemma.sampling.temperature import Temperature
 
 CacheT = TypeVar("CacheT", bound=Cache)
+# Under a constraint, tokens outside top-k and top-p lose this many nats. They are used where no text fits otherwise.
+_LAST_RESORT = 300.0
 
 
 class Denoiser(Generic[CacheT]):
@@ -152,11 +155,23 @@ def step(denoiser: Denoiser, state: DenoiseState, *, cache: Cache, knobs: Knobs)
 def predict(denoiser: Denoiser, state: DenoiseState, *, cache: Cache, knobs: Knobs) -> Prediction:
     """Predict the state's canvas (B, C), shaped by its temperature and allowed tokens and the knobs' top-k and top-p.
 
+    If the state has a language, the prediction is conditioned on it and on the tokens that are already decided.
+
     Example: `predict(model, state, cache=cache, knobs=knobs).entropy`.
     """
     level = knobs.sampler.noise_level(state)
     raw = denoiser.denoise_at(level, state.canvas, cache, self_cond=state.self_cond, frozen=state.frozen)
-    return raw.shaped(temperature=state.temperature, allowed=state.allowed, top_k=knobs.top_k, top_p=knobs.top_p)
+    return shape(raw, state, knobs)
+
+
+def shape(prediction: Prediction, state: DenoiseState, knobs: Knobs) -> Prediction:
+    """Shape a raw prediction as `predict` does."""
+    shaping: dict[str, Any] = {"temperature": state.temperature, "allowed": state.allowed}
+    shaping |= {"top_k": knobs.top_k, "top_p": knobs.top_p}
+    if state.language is None:
+        return prediction.shaped(**shaping)
+    fixed = state.frozen if knobs.sampler.edits else ~state.open
+    return condition(prediction.shaped(**shaping, cut=_LAST_RESORT), state.language, state.canvas, fixed)
 
 
 def decide(prediction: Prediction, state: DenoiseState, knobs: Knobs) -> Decision:
@@ -202,6 +217,8 @@ def settle(state: DenoiseState, prediction: Prediction, decision: Decision, knob
     )
 
     final = torch.where(state.frozen, state.canvas, knobs.sampler.final(prediction, after))
+    if prediction.joint is not None:  # what is committed must be in the language
+        final = prediction.joint.project(final, ~after.open | (final != prediction.argmax))
     after = replace(after, draft=torch.where(state.done[:, None], state.draft, final))
     done, watched = state.done, after
     if state.awaited is not None:
@@ -267,14 +284,15 @@ def start_state(
     frozen: Tensor | None = None,
     allowed: Tensor | None = None,
     awaited: Tensor | None = None,
+    language: Language | None = None,
     noise_level: float = 1.0,
     uniform: Callable[[Tensor, Tensor, Tensor, int, str], Tensor] = draws.uniform,
 ) -> DenoiseState:
     """Return the state before the first step: pure noise, or your `canvas` (B, C) with noise where it is -1.
 
     frozen (B, C) bool marks positions that never change. allowed is boolean and broadcasts to (B, C, V). awaited (B, C)
-    bool marks the positions that decide when the canvas ends. A noise_level below 1 skips the steps above it, to edit a
-    canvas that is only partly noise. `uniform` draws like `draws.uniform`.
+    bool marks the positions that decide when the canvas ends. The canvas becomes a text of `language`. A noise_level
+    below 1 skips the steps above it, to edit a canvas that is only partly noise. `uniform` draws like `draws.uniform`.
 
     Example: `start_state(knobs, UniformNoise(512), seeds=torch.arange(2), canvas_len=32, num_steps=16)`.
     """
@@ -300,6 +318,7 @@ def start_state(
         rows=torch.arange(batch_size, device=device) if rows is None else rows,
         noise=noise,
         awaited=awaited,
+        language=language,
         allowed=noise.proposable(allowed, device),  # a mask is noise, never a proposal
         **clock(noise, knobs.temperature, torch.full_like(block_index, min(first_step, num_steps - 1)), num_steps_row),
     )

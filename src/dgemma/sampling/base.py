@@ -53,6 +53,13 @@ class Sampler:
         """True if a committed token may still change. Otherwise a canvas with nothing open is done."""
         return False
 
+    @property
+    def edits(self) -> bool:
+        """True if the sampler may write another token at a closed position. A constraint then leaves such positions
+        open to all tokens. Otherwise it takes their tokens as decided.
+        """
+        return False
+
     def start(self, state: DenoiseState) -> Any:
         """Return the memory of a new canvas."""
         return None

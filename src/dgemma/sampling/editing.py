@@ -39,6 +39,10 @@ class TokenEditing(Sampler):
     def revises(self) -> bool:
         return True
 
+    @property
+    def edits(self) -> bool:
+        return True
+
     def start(self, state: DenoiseState) -> Tensor:
         return torch.zeros_like(state.step)
 

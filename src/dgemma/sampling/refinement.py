@@ -39,6 +39,10 @@ class BlockRefinement(Sampler):
     def revises(self) -> bool:
         return self.tau_edit is not None
 
+    @property
+    def edits(self) -> bool:
+        return self.revises
+
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
         confidence = prediction.confidence
         num_unfrozen = (~state.frozen).sum(-1)

@@ -1,0 +1,84 @@
+"""Context-free grammars as regular expressions, with recursion expanded to a fixed depth.
+
+lark parses the grammar. A rule that refers to itself only at its beginning, A: A x | y, is y x* without any limit
+(Arden's lemma), and likewise at its end. Lark writes lists this way.
+"""
+
+import importlib
+from typing import Any
+
+
+def grammar_pattern(grammar: str, depth: int) -> str:
+    """Return a regular expression of a grammar's texts that nest at most `depth` deep.
+
+    Example: `grammar_pattern('start: "a" start "b" | "c"', depth=2)` matches c, acb and aacbb.
+    """
+    try:
+        lark = importlib.import_module("lark")
+    except ImportError:
+        raise ImportError('Grammar needs lark. Install it with: pip install "dgemma[constraints]"') from None
+    if not isinstance(depth, int) or depth < 0:
+        raise ValueError(f"Grammar.depth must be an integer of at least 0, got {depth!r}.")
+    try:
+        parser = lark.Lark(grammar, parser="earley", keep_all_tokens=True, maybe_placeholders=False)
+    except lark.exceptions.LarkError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"Grammar.grammar must be in Lark's notation, got an error: {reason}") from None
+    if parser.ignore_tokens:
+        raise ValueError("Grammar.grammar must not use %ignore. Write the space where it may stand.")
+    terminals = {terminal.name: _terminal(terminal) for terminal in parser.terminals}
+    rules: dict[str, list[list[Any]]] = {}
+    for rule in parser.rules:
+        rules.setdefault(rule.origin.name, []).append(list(rule.expansion))
+    pattern = _expand("start", rules, terminals, depth, ())
+    if pattern is None:
+        raise ValueError(
+            f"Grammar.depth must allow a text, got {depth}, at which every text is nested deeper. Raise it."
+        )
+    return pattern
+
+
+def _expand(
+    name: str, rules: dict[str, list[list[Any]]], terminals: dict[str, str], depth: int, inside: tuple[str, ...]
+) -> str | None:
+    """The texts of a rule; None if each nests deeper than `depth`. `inside` are the rules being expanded."""
+    if inside.count(name) > depth:
+        return None
+
+    def sequence(symbols: list[Any]) -> str | None:
+        parts = []
+        for symbol in symbols:
+            part = (
+                terminals[symbol.name]
+                if symbol.is_term
+                else _expand(symbol.name, rules, terminals, depth, (*inside, name))
+            )
+            if part is None:
+                return None
+            parts.append(part)
+        return "".join(parts)
+
+    def refers(symbol: Any) -> bool:
+        return not symbol.is_term and symbol.name == name
+
+    expansions = rules[name]
+    for at, rest in ((0, slice(1, None)), (-1, slice(None, -1))):  # recursion at the beginning only, at the end only
+        repeated = [symbols[rest] for symbols in expansions if symbols and refers(symbols[at])]
+        plain = [symbols for symbols in expansions if not symbols or not refers(symbols[at])]
+        if repeated and not any(refers(symbol) for symbols in (*repeated, *plain) for symbol in symbols):
+            base, more = _either([sequence(s) for s in plain]), _either([sequence(s) for s in repeated])
+            if base is None or more is None:
+                return base
+            return f"(?:{base}{more}*)" if at == 0 else f"(?:{more}*{base})"
+    return _either([sequence(symbols) for symbols in expansions])
+
+
+def _either(patterns: list[str | None]) -> str | None:
+    kept = list(dict.fromkeys(pattern for pattern in patterns if pattern is not None))
+    return f"(?:{'|'.join(kept)})" if kept else None
+
+
+def _terminal(terminal: Any) -> str:
+    flags = "".join(sorted(set(terminal.pattern.flags) & set("imsx")))
+    written = terminal.pattern.to_regexp() if not flags else f"(?{flags}:{terminal.pattern.value})"
+    return f"(?:{written})"

@@ -1,0 +1,249 @@
+"""Languages that a text can be constrained to: regular expressions, JSON schemas, choices, grammars and tool calls.
+
+Each is a regular expression in the end. outlines-core turns it into an automaton over bytes, and `token_automaton` into
+one over tokens. Any tokenization of an accepted text is accepted.
+"""
+
+import dataclasses
+import importlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+
+from dgemma.checks import show
+from dgemma.constraints.grammar import grammar_pattern
+from dgemma.constraints.schema import Notation, schema_pattern
+from dgemma.constraints.token_automaton import (
+    NO_STATE,
+    ByteAutomaton,
+    TokenAutomaton,
+    marker,
+    plain_bytes,
+    spell_tokens,
+)
+from dgemma.constraints.token_text import marker_id, token_texts
+
+_MOST_STATES = 20_000
+_MOST_LINKS = 4_000_000
+
+
+@dataclass(frozen=True, eq=False)
+class Regex:
+    """Texts that match a regular expression from beginning to end.
+
+    The syntax is that of Rust's regex crate: no look-around and no back-references; `.` excludes newlines. tokenizer:
+    of dgemma, of transformers (fast ones) or of the tokenizers library. Building takes up to seconds, so build once and
+    use the value in many runs. Pass it as `constraint=` to `generate`, `stream`, `infill` or `edit`.
+
+    Example: `dgemma.generate(model, prompt, constraint=dgemma.Regex(r"[0-9]{4}-[0-9]{2}", tokenizer))`.
+    """
+
+    pattern: str
+    tokenizer: Any = field(repr=False)
+
+    def within(self, *, before: str = r"(?s:.*)", after: str = r"(?s:.*)") -> "Regex":
+        """Constrain only a part of the text: `before` and `after` are patterns of what surrounds it.
+
+        Example: `JsonSchema(schema, tokenizer).within(before="Here it is: ", after="[.]")`.
+        """
+        return Regex(f"(?:{before})(?:{self.pattern})(?:{after})", self.tokenizer)
+
+    @cached_property
+    def automaton(self) -> TokenAutomaton:
+        """The automaton over tokens."""
+        name = type(self).__name__
+        read = read_pattern(self.pattern, name)
+        texts = [None if text is None else plain_bytes(text) for text in token_texts(self.tokenizer)]
+        for token in {ord(char) - ord(marker(0)) for char in self.pattern if char >= marker(0)}:
+            texts[token] = marker(token).encode()
+        automaton = spell_tokens(read, texts)
+        num_links = int((automaton.next_state >= 0).sum())
+        if automaton.num_states > _MOST_STATES or num_links > _MOST_LINKS:
+            raise ValueError(
+                f"{name} must have at most {_MOST_STATES} states and {_MOST_LINKS} transitions over tokens, got "
+                f"{automaton.num_states} and {num_links}. Shorten repetitions such as {{0,1000}}."
+            )
+        if automaton.shortest()[0] < 0:
+            cause = "the tokenizer cannot spell any of its texts" if read.is_final.any() else "it matches no text"
+            raise ValueError(f"{name} must accept a text, got {show(self._source)}: {cause}.")
+        return automaton
+
+    @property
+    def _source(self) -> Any:
+        return self.pattern
+
+
+class JsonSchema(Regex):
+    """Texts of JSON that are valid under a schema: a dictionary, a pydantic model or a dataclass.
+
+    Properties appear in their declared order, and no others are added. A keyword that the automaton cannot enforce is
+    refused. `whitespace` is a pattern for the space around values. A schema that refers to itself is expanded `depth`
+    times.
+
+    Example: `JsonSchema({"type": "object", "properties": {"age": {"type": "integer"}}}, tokenizer)`.
+    """
+
+    def __init__(self, schema: Any, tokenizer: Any, *, whitespace: str = "[ ]?", depth: int = 3) -> None:
+        self._set(schema=_read_schema(schema), tokenizer=tokenizer)
+        self._set(pattern=schema_pattern(self.schema, Notation(space=whitespace, depth=depth)))
+
+    schema: Any
+
+    def _set(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def _source(self) -> Any:
+        return json.dumps(self.schema)
+
+
+class Choice(Regex):
+    """One of several texts.
+
+    Example: `Choice(["yes", "no", "not sure"], tokenizer)`.
+    """
+
+    def __init__(self, options: Sequence[str], tokenizer: Any) -> None:
+        if isinstance(options, str) or not options or not all(isinstance(option, str) for option in options):
+            raise ValueError(f"Choice.options must be texts, at least one, got {show(options)}.")
+        object.__setattr__(self, "options", tuple(options))
+        object.__setattr__(self, "pattern", "|".join(map(re.escape, dict.fromkeys(options))))
+        object.__setattr__(self, "tokenizer", tokenizer)
+
+    options: tuple[str, ...]
+
+
+class Grammar(Regex):
+    """Texts of a context-free grammar in Lark's notation, with a rule `start`, nested at most `depth` deep.
+
+    Lists such as `item*` and rules that refer to themselves only at one end are not limited by `depth`. Other recursion
+    is expanded `depth` times, because the automaton is finite.
+
+    Example: `Grammar('start: NUMBER | "(" start "+" start ")"\\nNUMBER: /[0-9]+/', tokenizer, depth=4)`.
+    """
+
+    def __init__(self, grammar: str, tokenizer: Any, *, depth: int = 4) -> None:
+        object.__setattr__(self, "grammar", grammar)
+        object.__setattr__(self, "pattern", grammar_pattern(grammar, depth))
+        object.__setattr__(self, "tokenizer", tokenizer)
+
+    grammar: str
+
+
+class ToolCalls(Regex):
+    """Calls of tools in the published model's syntax, which `tokenizer.reply` parses: between 1 and `most` calls.
+
+    tools: functions with type hints and docstrings, or their descriptions in the form that chat templates take.
+
+    Example: `ToolCalls([get_weather], tokenizer)`; then `tokenizer.reply(out.new_tokens[0]).tool_calls`.
+    """
+
+    def __init__(self, tools: Sequence[Any], tokenizer: Any, *, most: int = 1) -> None:
+        opened, closed, quote = (_marker(tokenizer, text) for text in ("<|tool_call>", "<tool_call|>", '<|"|>'))
+        markers = f"{marker(0)}-\U0010ffff"
+        notation = Notation(
+            quote=quote,
+            char=f"[^<{markers}]",
+            text=rf"(?:[^<{markers}]|<+[^<|{markers}])*",  # without "<|", which begins a marker when it is parsed
+            escape=re.escape,
+            key=_bare_key,
+            null="(?:null|None)",
+            space="",
+        )
+        calls = []
+        for tool in map(_describe_tool, tools):
+            parameters = tool.get("parameters") or {"type": "object", "additionalProperties": False}
+            calls.append(f"call:{_bare_key(tool['name'])}{schema_pattern(parameters, notation)}")
+        if not calls:
+            raise ValueError("ToolCalls.tools must hold at least one tool, got none.")
+        object.__setattr__(self, "pattern", f"(?:{opened}(?:{'|'.join(calls)}){closed}){{1,{most}}}")
+        object.__setattr__(self, "tokenizer", tokenizer)
+
+
+@lru_cache(maxsize=32)
+def read_pattern(pattern: str, owner: str) -> ByteAutomaton:
+    """Return the automaton over bytes of a regular expression."""
+    try:
+        outlines_core = importlib.import_module("outlines_core")
+    except ImportError:
+        raise ImportError(
+            'Constraints need outlines-core. Install it with: pip install "dgemma[constraints]"'
+        ) from None
+    if not isinstance(pattern, str):
+        raise ValueError(f"{owner}.pattern must be a text, got {show(pattern)}.")
+    vocabulary = outlines_core.Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)})
+    try:
+        # outlines-core drops transitions from a state that matches before the text ends, such as "," in `a(,a)*`. With
+        # a last byte that no text has, nothing matches before the end.
+        index = outlines_core.Index(f"(?:{pattern})\\x00", vocabulary)
+    except Exception as error:  # outlines-core raises several types
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"{owner}.pattern must be a regular expression that outlines-core can build, got {show(pattern)}: {reason}."
+        ) from None
+    transitions, start, finals = index.get_transitions(), index.get_initial_state(), index.get_final_states()
+    reached = {target for moves in transitions.values() for target in moves.values()}
+    states = [start, *sorted({*transitions, *finals, *reached} - {start})]
+    number = {state: at for at, state in enumerate(states)}
+    table = np.full((len(states), 256), NO_STATE, np.int32)
+    for state, moves in transitions.items():
+        for byte, target in moves.items():
+            if byte < 256:
+                table[number[state], byte] = number[target]
+    ends = np.array([state in finals for state in states])
+    is_final = (table[:, 0] != NO_STATE) & ends[table[:, 0]]
+    table[:, 0] = NO_STATE
+    return ByteAutomaton(table, is_final).minimised()
+
+
+def _read_schema(schema: Any) -> Any:
+    if hasattr(schema, "model_json_schema"):
+        return schema.model_json_schema()
+    if isinstance(schema, type) and dataclasses.is_dataclass(schema):
+        try:
+            pydantic = importlib.import_module("pydantic")
+        except ImportError:
+            raise ImportError(
+                "JsonSchema needs pydantic to read a dataclass. Install it with: pip install pydantic"
+            ) from None
+        return pydantic.TypeAdapter(schema).json_schema()
+    if isinstance(schema, str):
+        try:
+            return json.loads(schema)
+        except ValueError as error:
+            raise ValueError(f"JsonSchema.schema must be JSON, got {show(schema)}: {error}.") from None
+    if not isinstance(schema, Mapping | bool):
+        raise ValueError(
+            f"JsonSchema.schema must be a dictionary, JSON text, a pydantic model or a dataclass, got {show(schema)}."
+        )
+    return schema
+
+
+def _describe_tool(tool: Any) -> Mapping[str, Any]:
+    if callable(tool):
+        from transformers.utils import get_json_schema  # here, because the import takes seconds
+
+        tool = get_json_schema(tool)
+    description = tool.get("function", tool) if isinstance(tool, Mapping) else {}
+    if not isinstance(description.get("name"), str):
+        raise ValueError(f"ToolCalls.tools must be functions or descriptions with a name, got {show(tool)}.")
+    return description
+
+
+def _bare_key(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
+        raise ValueError(f"ToolCalls names must consist of letters, digits, '_', '.' and '-', got {name!r}. Rename it.")
+    return re.escape(name)
+
+
+def _marker(tokenizer: Any, text: str) -> str:
+    token = marker_id(tokenizer, text)
+    if token is None:
+        raise ValueError(f"ToolCalls.tokenizer must have the token {text}, got one without it.")
+    return marker(token)

@@ -1,0 +1,441 @@
+"""JSON schemas as regular expressions, in the syntax of JSON or of another notation such as tool calls.
+
+Every text that matches is valid under the schema. Keywords that a regular expression cannot express are refused, never
+ignored. Optional choices are narrowed: properties come in their declared order, and no others are added.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Schema = Any  # a dictionary, True or False
+
+_NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"})
+_ANNOTATIONS = _NOTES | {"discriminator", "$schema", "$id", "$defs", "definitions"}
+_KEYWORDS = {
+    "string": frozenset({"minLength", "maxLength", "pattern", "format"}),
+    "integer": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}),
+    "number": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}),
+    "array": frozenset({"items", "prefixItems", "minItems", "maxItems", "uniqueItems"}),
+    "object": frozenset({"properties", "required", "additionalProperties"}),
+    "boolean": frozenset(),
+    "null": frozenset(),
+}
+_COMBINERS = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
+_DAY = "(?:0[1-9]|1[0-9]|2[0-8])"
+_DATE = rf"[0-9]{{4}}-(?:(?:0[1-9]|1[0-2])-{_DAY}|(?:0[13-9]|1[0-2])-(?:29|30)|(?:0[13578]|1[02])-31)"
+_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_FORMATS = {
+    "date": _DATE.replace("[0-9]{4}", "[12][0-9]{3}", 1),
+    "time": _TIME,
+    "date-time": f"{_DATE.replace('[0-9]{4}', '[12][0-9]{3}', 1)}T{_TIME}",
+    "uuid": "[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}",
+    "email": r"[a-z0-9_+-]+(?:\.[a-z0-9_+-]+)*@[a-z0-9-]+(?:\.[a-z0-9-]+)+",
+}
+_INTEGER = "-?(?:0|[1-9][0-9]*)"
+_FRACTION = r"\.[0-9]{1,12}"  # float64 holds these digits, so that a number stays on its side of a bound
+
+
+def _escape_json(text: str) -> str:
+    return re.escape(json.dumps(text, ensure_ascii=False)[1:-1])
+
+
+def _quote_json(name: str) -> str:
+    return f'"{_escape_json(name)}"'
+
+
+@dataclass(frozen=True, kw_only=True)
+class Notation:
+    """The syntax of values: JSON by default."""
+
+    quote: str = '"'
+    char: str = r'(?:[^"\\\x00-\x1f\x7f-\x9f]|\\["\\/bfnrt])'  # one character of a string
+    text: str | None = None  # a string of any length, if `char` cannot be repeated
+    escape: Callable[[str], str] = _escape_json  # a string's characters, between the quotes
+    key: Callable[[str], str] = _quote_json
+    null: str = "null"
+    space: str = "[ ]?"
+    depth: int = 3  # of a schema that refers to itself
+
+
+def schema_pattern(schema: Schema, notation: Notation) -> str:
+    """Return a regular expression of the values that are valid under a schema, in a notation.
+
+    Example: `schema_pattern({"type": "boolean"}, Notation())` is "(?:true|false)".
+    """
+    pattern = _Compiler(schema, notation).value(schema, "#", ())
+    if pattern is None:
+        raise ValueError("JsonSchema.schema must have a valid value, got a schema that no value fits.")
+    return pattern
+
+
+@dataclass(frozen=True)
+class _Compiler:
+    root: Schema
+    notation: Notation
+
+    def value(self, schema: Schema, where: str, refs: tuple[str, ...]) -> str | None:
+        """A pattern for the values of a schema; None if there are none. `refs` are the references being expanded."""
+        if schema is True or schema == {}:
+            return self._anything()
+        if schema is False:
+            return None
+        if not isinstance(schema, Mapping):
+            raise ValueError(f"JsonSchema.schema must hold schemas, got {schema!r} at {where}.")
+        combiner = next((name for name in _COMBINERS if name in schema), None)
+        if combiner is not None:
+            rest = {"type"} if combiner in ("const", "enum") else set()
+            self._refuse_others(schema, where, {combiner} | rest)
+            return getattr(self, f"_{combiner.removeprefix('$').lower()}")(schema, where, refs)
+        types = _types_of(schema)
+        if types is None:
+            raise ValueError(f"JsonSchema.schema must have a known type, got {json.dumps(schema)} at {where}.")
+        self._refuse_others(schema, where, {"type"}.union(*(_KEYWORDS[kind] for kind in types)))
+        return _either([getattr(self, f"_{kind}")(schema, where, refs) for kind in types])
+
+    def _refuse_others(self, schema: Mapping[str, Any], where: str, known: set[str]) -> None:
+        unknown = sorted(schema.keys() - known - _ANNOTATIONS)
+        if unknown:
+            raise ValueError(
+                f"JsonSchema.schema must use keywords that a regular expression can express, got {unknown[0]!r} at "
+                f"{where}. Remove it, and check the value afterwards."
+            )
+
+    def _ref(self, schema: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str | None:
+        name = schema["$ref"]
+        target = self.root
+        for part in str(name).split("/")[1:]:
+            part = part.replace("~1", "/").replace("~0", "~")
+            target = target.get(part) if isinstance(target, Mapping) else None
+        if not str(name).startswith("#") or target is None:
+            raise ValueError(f"JsonSchema.schema must refer to itself, got $ref {name!r} at {where}.")
+        if refs.count(name) >= self.notation.depth:
+            return None
+        return self.value(target, name, (*refs, name))
+
+    def _const(self, schema: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str | None:
+        return self._enum(
+            {"enum": [schema["const"]], **({"type": schema["type"]} if "type" in schema else {})}, where, refs
+        )
+
+    def _enum(self, schema: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str | None:
+        types = _types_of(schema) if "type" in schema else tuple(_KEYWORDS)
+        fitting = [value for value in schema["enum"] if types is None or _kind_of(value) & set(types)]
+        return _either([self._literal(value) for value in fitting])
+
+    def _anyof(self, schema: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str | None:
+        return _either([self.value(one, f"{where}/anyOf/{i}", refs) for i, one in enumerate(schema["anyOf"])])
+
+    def _oneof(self, schema: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str | None:
+        options = schema["oneOf"]
+        for i, one in enumerate(options):
+            for j in range(i):
+                if not self._disjoint(one, options[j]):
+                    raise ValueError(
+                        f"JsonSchema.schema must have oneOf with options that exclude each other, got {j} and {i} at "
+                        f"{where}. Use anyOf, or give each a property with its own const."
+                    )
+        return self._anyof({"anyOf": options}, where, refs)
+
+    def _allof(self, schema: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str | None:
+        if len(schema["allOf"]) != 1:
+            raise ValueError(f"JsonSchema.schema must have allOf with one schema, got several at {where}. Merge them.")
+        return self.value(schema["allOf"][0], f"{where}/allOf/0", refs)
+
+    def _disjoint(self, left: Schema, right: Schema) -> bool:
+        """True if it is certain that no value is valid under both schemas."""
+        left, right = self._resolved(left), self._resolved(right)
+        if not isinstance(left, Mapping) or not isinstance(right, Mapping):
+            return left is False or right is False
+        listed = [one["enum"] if "enum" in one else [one["const"]] if "const" in one else None for one in (left, right)]
+        if listed[0] is not None and listed[1] is not None:
+            return not {json.dumps(v) for v in listed[0]} & {json.dumps(v) for v in listed[1]}
+        kinds = [_all_kinds(one) for one in (left, right)]
+        if not kinds[0] & kinds[1]:
+            return True
+        shared = set(left.get("required", ())) & set(right.get("required", ()))
+        both = left.get("properties", {}), right.get("properties", {})
+        named = (name for name in sorted(shared) if name in both[0] and name in both[1])
+        objects = _types_of(left) == _types_of(right) == ("object",)
+        return objects and any(self._disjoint(both[0][name], both[1][name]) for name in named)
+
+    def _resolved(self, schema: Schema) -> Schema:
+        for _ in range(self.notation.depth):
+            if not isinstance(schema, Mapping) or "$ref" not in schema:
+                break
+            target = self.root
+            for part in str(schema["$ref"]).split("/")[1:]:
+                target = target.get(part, {})
+            schema = target
+        return schema
+
+    def _string(self, schema: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str:
+        quote, char = self.notation.quote, self.notation.char
+        least, most = schema.get("minLength", 0), schema.get("maxLength")
+        if "pattern" in schema or "format" in schema:
+            self._refuse_others(schema, where, {"type", "pattern" if "pattern" in schema else "format"})
+            if "pattern" in schema:
+                return f"{quote}{self._search(schema['pattern'], where)}{quote}"
+            if schema["format"] not in _FORMATS:
+                raise ValueError(
+                    f"JsonSchema.schema must have a format among {', '.join(_FORMATS)}, got {schema['format']!r} at "
+                    f"{where}. Use pattern."
+                )
+            return f"{quote}(?:{_FORMATS[schema['format']]}){quote}"
+        if least == 0 and most is None and self.notation.text is not None:
+            return f"{quote}{self.notation.text}{quote}"
+        return f"{quote}{char}{{{least},{'' if most is None else most}}}{quote}"
+
+    def _search(self, pattern: str, where: str) -> str:
+        """A pattern of a string's characters: `.` and negated sets must not match quotes and escapes."""
+        any_char, out, at, in_set = self.notation.char, "", 0, False
+        body = pattern.removeprefix("^")
+        tail = re.search(r"(?<!\\)(?:\\\\)*\$$", body)
+        before = "" if pattern.startswith("^") else f"{any_char}*"
+        after = f"{any_char}*" if tail is None else ""
+        body = body if tail is None else body[:-1]
+        while at < len(body):
+            piece = body[at : at + 2] if body[at] == "\\" else body[at]
+            if piece in ('"', "\\\\", '\\"', "\\n", "\\r", "\\t") or (piece in ("^", "$") and not in_set):
+                raise ValueError(
+                    f"JsonSchema.schema must have a pattern without quotes, escapes and inner anchors, got {pattern!r} "
+                    f"at {where}."
+                )
+            if piece in ("\\S", "\\W", "\\D", "\\s", "\\b", "\\B") and (in_set or piece in ("\\b", "\\B")):
+                raise ValueError(
+                    f"JsonSchema.schema must have a pattern without {piece} there, got {pattern!r} at {where}."
+                )
+            if piece in ("\\S", "\\W", "\\D"):
+                piece = rf'[^{piece.lower()}"\\\x00-\x1f\x7f-\x9f]'
+            elif piece == "\\s":
+                piece = "[ ]"
+            elif piece == "." and not in_set:
+                piece = any_char
+            elif piece == "[" and not in_set:
+                in_set = True
+                if body[at + 1 : at + 2] == "^":
+                    piece, at = r'[^"\\\x00-\x1f\x7f-\x9f', at + 1
+            elif piece == "]" and in_set:
+                in_set = False
+            at += 2 if body[at] == "\\" else 1
+            out += piece
+        return f"{before}(?:{out}){after}"
+
+    def _integer(self, schema: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str | None:
+        low, high = _bounds(schema, where, whole=True)
+        return _integers(low, high)
+
+    def _number(self, schema: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str | None:
+        if not schema.keys() & _KEYWORDS["number"]:
+            return rf"{_INTEGER}(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{{1,2}})?"
+        low, high = _bounds(schema, where, whole=False)
+        return _numbers(low, high, "exclusiveMinimum" in schema, "exclusiveMaximum" in schema)
+
+    def _boolean(self, schema: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str:
+        return "(?:true|false)"
+
+    def _null(self, schema: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str:
+        return self.notation.null
+
+    def _array(self, schema: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str | None:
+        if schema.get("uniqueItems"):
+            raise ValueError(f"JsonSchema.schema must not require uniqueItems, got it at {where}. Check it afterwards.")
+        space = self.notation.space
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        first = [
+            self.value(one, f"{where}/prefixItems/{i}", refs) for i, one in enumerate(schema.get("prefixItems", ()))
+        ]
+        if None in first:
+            return None
+        item = self.value(schema.get("items", True), f"{where}/items", refs) if not first or "items" in schema else None
+        fewest = max(least - len(first), 0)
+        largest = 0 if item is None else None if most is None else most - len(first)
+        if largest is not None and largest < fewest:
+            return None
+        comma = f",{space}"
+        inner = comma.join(str(one) for one in first)
+        if largest != 0:
+            more = "" if largest is None else largest - 1
+            items = f"(?:{item})(?:{comma}(?:{item})){{{max(fewest - 1, 0)},{more}}}"
+            if first:
+                inner += f"(?:{comma}{items})" + ("" if fewest else "?")
+            else:
+                inner = items if fewest else f"(?:{items})?"
+        return rf"\[{space}{inner}{space}\]" if inner else rf"\[{space}\]"
+
+    def _object(self, schema: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str | None:
+        space, required = self.notation.space, list(schema.get("required", ()))
+        properties = dict(schema.get("properties", {}))
+        others = schema.get("additionalProperties", True)
+        properties.update({name: others for name in required if name not in properties})
+        if not properties:
+            return self._map(others, where, refs)
+        comma, pieces = f",{space}", []
+        for name, one in properties.items():
+            value = self.value(one, f"{where}/properties/{name}", refs)
+            if value is not None:
+                pieces.append((f"{self.notation.key(name)}:{space}(?:{value})", name in required))
+            elif name in required:
+                return None
+        return rf"\{{{space}{_in_order(pieces, comma)}{space}\}}"
+
+    def _map(self, values: Schema, where: str, refs: tuple[str, ...]) -> str | None:
+        """An object with any keys."""
+        space = self.notation.space
+        value = self.value(values, f"{where}/additionalProperties", refs)
+        if value is None:
+            return rf"\{{{space}\}}"
+        key = self._string({}, where, refs) if self.notation.quote == '"' else r"[A-Za-z_][A-Za-z0-9_.-]*"
+        pair = f"{key}:{space}(?:{value})"
+        return rf"\{{{space}(?:{pair}(?:,{space}{pair})*)?{space}\}}"
+
+    def _anything(self) -> str:
+        """Any value, with arrays and objects of plain values."""
+        plain = {"type": ["string", "number", "boolean", "null"]}
+        nested = [{"type": "array", "items": plain}, {"type": "object", "additionalProperties": plain}]
+        return str(_either([self.value(one, "#", ()) for one in (plain, *nested)]))
+
+    def _literal(self, value: Any) -> str:
+        notation, space = self.notation, self.notation.space
+        if isinstance(value, str):
+            return f"{notation.quote}{notation.escape(value)}{notation.quote}"
+        if value is None:
+            return notation.null
+        if isinstance(value, list):
+            return rf"\[{space}{f',{space}'.join(map(self._literal, value))}{space}\]"
+        if isinstance(value, Mapping):
+            pairs = [f"{notation.key(name)}:{space}{self._literal(item)}" for name, item in value.items()]
+            return rf"\{{{space}{f',{space}'.join(pairs)}{space}\}}"
+        return re.escape(json.dumps(value))
+
+
+def _types_of(schema: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """The types that a schema names, or that its keywords belong to; None if unknown."""
+    named = schema.get("type")
+    if named is None:
+        found = [kind for kind, keywords in _KEYWORDS.items() if keywords & schema.keys() and kind != "integer"]
+        return tuple(found) or None
+    types = tuple(named) if isinstance(named, list | tuple) else (named,)
+    return types if all(kind in _KEYWORDS for kind in types) else None
+
+
+def _all_kinds(schema: Mapping[str, Any]) -> set[str]:
+    values = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else None
+    if values is not None:
+        return set().union(*map(_kind_of, values))
+    kinds = set(_types_of(schema) or _KEYWORDS) if "type" in schema else set(_KEYWORDS)
+    return kinds | ({"integer"} if "number" in kinds else set()) | ({"number"} if "integer" in kinds else set())
+
+
+def _kind_of(value: Any) -> set[str]:
+    if isinstance(value, bool):
+        return {"boolean"}
+    if isinstance(value, int):
+        return {"integer", "number"}
+    kinds = {float: "number", str: "string", list: "array", dict: "object", type(None): "null"}
+    return {kinds[type(value)]} | ({"integer"} if isinstance(value, float) and value.is_integer() else set())
+
+
+def _either(patterns: Sequence[str | None]) -> str | None:
+    kept = list(dict.fromkeys(pattern for pattern in patterns if pattern is not None))
+    return None if not kept else kept[0] if len(kept) == 1 else f"(?:{'|'.join(kept)})"
+
+
+def _in_order(pieces: list[tuple[str, bool]], comma: str) -> str:
+    """All required pieces and any optional ones, in order, with commas between them."""
+    needed = next((at for at, (_, required) in enumerate(pieces) if required), None)
+    if needed is not None:
+        before = "".join(f"(?:{piece}{comma})?" for piece, _ in pieces[:needed])
+        after = "".join(
+            f"{comma}{piece}" if required else f"(?:{comma}{piece})?" for piece, required in pieces[needed + 1 :]
+        )
+        return before + pieces[needed][0] + after
+    tails = [
+        piece + "".join(f"(?:{comma}{later})?" for later, _ in pieces[at + 1 :]) for at, (piece, _) in enumerate(pieces)
+    ]
+    return f"(?:{'|'.join(tails)})?" if tails else ""
+
+
+def _bounds(schema: Mapping[str, Any], where: str, *, whole: bool) -> tuple[int | None, int | None]:
+    """The bounds of a number. Those of an integer include exclusive ones."""
+    bounds: list[int | None] = []
+    for name, exclusive, shift in (("minimum", "exclusiveMinimum", 1), ("maximum", "exclusiveMaximum", -1)):
+        found = [(schema[key], key == exclusive) for key in (name, exclusive) if key in schema]
+        if any(isinstance(bound, bool) or bound != int(bound) for bound, _ in found) or (len(found) > 1 and not whole):
+            raise ValueError(
+                f"JsonSchema.schema must have one whole number as a bound, got {found[0][0]!r} at {where}."
+            )
+        moved = [int(bound) + (shift if beyond and whole else 0) for bound, beyond in found]
+        bounds.append(None if not moved else max(moved) if shift > 0 else min(moved))
+    return bounds[0], bounds[1]
+
+
+def _integers(low: int | None, high: int | None) -> str | None:
+    """The integers in low .. high."""
+    parts = []
+    if low is None or low < 0:
+        most = None if low is None else -low
+        least = 1 if high is None or high >= 0 else -high
+        parts.append(_signed("-", _naturals(least, most)))
+    if high is None or high >= 0:
+        parts.append(_naturals(max(low or 0, 0), high))
+    return _either(parts)
+
+
+def _numbers(low: int | None, high: int | None, above: bool, below: bool) -> str | None:
+    """The decimal numbers between low and high, without them if `above` and `below`."""
+    parts = []
+    if low is None or low < 0:
+        parts.append(
+            _signed(
+                "-", _decimals(max(-(high or 0), 0), None if low is None else -low, below and (high or 0) <= 0, above)
+            )
+        )
+    if high is None or high >= 0:
+        parts.append(_decimals(max(low or 0, 0), high, above and (low or 0) >= 0, below))
+    return _either(parts)
+
+
+def _decimals(low: int, high: int | None, above: bool, below: bool) -> str | None:
+    """The decimal numbers in low .. high, both at least 0."""
+    if high is not None and high < low:
+        return None
+    inside = _naturals(low + above, None if high is None else high - 1)
+    parts = [None if inside is None else f"(?:{inside})(?:{_FRACTION})?"]
+    if above and (high is None or high > low):
+        parts.append(rf"{low}\.[0-9]{{0,11}}[1-9]")
+    if high is not None and not below and not (above and high == low):
+        parts.append(rf"{high}(?:\.0)?")
+    return _either(parts)
+
+
+def _signed(sign: str, pattern: str | None) -> str | None:
+    return None if pattern is None else f"{sign}(?:{pattern})"
+
+
+def _naturals(low: int, high: int | None) -> str | None:
+    """The integers in low .. high, both at least 0, without leading zeros."""
+    if high is not None and high < low:
+        return None
+    if high is None:
+        digits = len(str(low))
+        longer = f"[1-9][0-9]{{{digits},}}" if low > 0 else "[1-9][0-9]*"
+        return _either([_naturals(low, 10**digits - 1) if low > 0 else "0", longer])
+    parts = []
+    while low <= high:
+        # The largest block low .. low + 10^n - 1 that starts at a multiple of 10^n, with one leading digit range.
+        size = 1
+        while low > 0 and low % (size * 10) == 0 and low + size * 10 - 1 <= high:
+            size *= 10
+        lead = low // size
+        last = min(high // size if (high + 1) % size == 0 or high // size > lead else lead, lead - lead % 10 + 9)
+        while (last + 1) * size - 1 > high:
+            last -= 1
+        zeros = len(str(size)) - 1
+        head = str(lead)[:-1]
+        digit = str(lead)[-1] if last == lead else f"[{lead % 10}-{last % 10}]"
+        parts.append(head + digit + (f"[0-9]{{{zeros}}}" if zeros else ""))
+        low = (last + 1) * size
+    return _either(parts)

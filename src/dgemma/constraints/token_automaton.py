@@ -1,0 +1,201 @@
+"""Automata over tokens, built from an automaton over bytes and the bytes of each token.
+
+A token acts on the states of the byte automaton as a function, and few functions exist: thousands of tokens inside a
+JSON string act alike. The functions of all tokens are computed along the tokens' common prefixes, once per function.
+"""
+
+from typing import NamedTuple, Self
+
+import numpy as np
+import torch
+
+from dgemma.diffusion.language import Automaton
+
+NO_STATE = -1
+# A marker such as <|tool_call> is one private character in a pattern. Only its token can spell it: all these characters
+# begin with this byte in UTF-8, and no other token may contain it. Unicode assigns no text to them.
+FIRST_MARKER = 0x100000
+_MARKER_BYTE = 0xF4
+
+
+class ByteAutomaton(NamedTuple):
+    """A deterministic automaton over bytes; state 0 is the start."""
+
+    next_state: np.ndarray  # (S, 256) int32, NO_STATE where no accepted text continues
+    is_final: np.ndarray  # (S,) bool
+
+    def minimised(self) -> Self:
+        """Merge the states that accept the same texts (Moore's algorithm, with random hashes for the comparison)."""
+        randoms = np.random.default_rng(0).integers(1, 2**63, 257, dtype=np.uint64) | np.uint64(1)
+        label, num_labels = self.is_final.astype(np.int64), 0
+        while True:
+            seen = np.append(label + 1, 0)[self.next_state].astype(np.uint64)  # 0 for NO_STATE
+            seen = seen * np.uint64(0x9E3779B97F4A7C15)
+            seen ^= seen >> np.uint64(29)
+            signature = (seen * randoms[:256]).sum(1) + (label + 1).astype(np.uint64) * randoms[256]
+            label = np.unique(signature, return_inverse=True)[1]
+            if label.max() + 1 == num_labels:
+                break
+            num_labels = label.max() + 1
+        member = np.unique(label, return_index=True)[1]
+        order = np.argsort(np.where(label[member] == label[0], -1, member))  # the start first
+        rank = np.empty_like(order)
+        rank[order] = np.arange(len(order))
+        table = np.append(rank[label], NO_STATE).astype(np.int32)[self.next_state[member[order]]]
+        return type(self)(table, self.is_final[member[order]])
+
+
+class TokenAutomaton(NamedTuple):
+    """A deterministic automaton over tokens without stop tokens; state 0 is the start."""
+
+    token_class: np.ndarray  # (V,) int32; class 0 has no transition
+    next_state: np.ndarray  # (Q, K) int32
+    is_final: np.ndarray  # (Q,) bool
+
+    @property
+    def num_states(self) -> int:
+        return len(self.is_final)
+
+    def shortest(self) -> np.ndarray:
+        """The smallest number of tokens from each state to a final one, (Q,); -1 where there is no way."""
+        distance = np.where(self.is_final, 0, -1)
+        state, column = np.nonzero(self.next_state >= 0)
+        arcs = np.unique(np.stack((self.next_state[state, column], state)), axis=1)
+        reached, steps = self.is_final, 0
+        while reached.any():
+            steps += 1
+            before = np.zeros_like(reached)
+            before[arcs[1, reached[arcs[0]]]] = True
+            reached = before & (distance < 0)
+            distance[reached] = steps
+        return distance
+
+    def reaches(self) -> np.ndarray:
+        """The states that some text leads to, (Q,) bool."""
+        seen = np.zeros(self.num_states, dtype=bool)
+        newest = np.array([0])
+        while len(newest):
+            seen[newest] = True
+            ahead = np.unique(self.next_state[newest])
+            newest = ahead[(ahead >= 0) & ~np.append(seen, True)[ahead]]
+        return seen
+
+    def trimmed(self) -> Self:
+        """Keep the states between the start and a final one. The start always stays."""
+        useful = self.reaches() & (self.shortest() >= 0)
+        useful[0] = True
+        rank = np.append(np.where(useful, np.cumsum(useful) - 1, NO_STATE), NO_STATE)
+        table = rank[self.next_state[useful]]
+        return type(self)(*_merge_columns(self.token_class, table), self.is_final[useful])
+
+
+def spell_tokens(automaton: ByteAutomaton, tokens: list[bytes | None]) -> TokenAutomaton:
+    """Turn an automaton over bytes into one over tokens, given each token's bytes; None for a token without text."""
+    num_states = len(automaton.is_final)
+    table = np.vstack((automaton.next_state, np.full((1, 256), NO_STATE, np.int32)))
+    table[table == NO_STATE] = num_states  # a last state that is never left
+    texts = [b"" if text is None else text for text in tokens]
+    lengths = np.array([len(text) for text in texts])
+    starts = np.cumsum(lengths) - lengths
+    data = np.frombuffer(b"".join(texts), np.uint8)
+    functions = _Functions(table)
+    held = np.where(lengths > 0, 0, functions.nowhere)  # each token's function so far: the identity at first
+    for depth in range(int(lengths.max(initial=0))):
+        longer = np.flatnonzero((lengths > depth) & (held != functions.nowhere))
+        if len(longer):
+            held[longer] = functions.followed_by(held[longer], data[starts[longer] + depth])
+    columns = functions.table[:, :num_states].copy()  # (K, S)
+    columns[columns == num_states] = NO_STATE
+    classes, next_state = _merge_columns(held.astype(np.int32), columns.T)
+    return TokenAutomaton(classes, next_state, automaton.is_final).trimmed()
+
+
+class _Functions:
+    """Functions from states to states, numbered. 0 is the identity, `nowhere` leads every state to the last."""
+
+    nowhere = 1
+
+    def __init__(self, table: np.ndarray) -> None:
+        self._after = np.ascontiguousarray(table.T)  # (256, S + 1)
+        identity = np.arange(len(table), dtype=np.int32)
+        self._rows = [identity, np.full_like(identity, len(table) - 1)]
+        self._numbers = {row.tobytes(): number for number, row in enumerate(self._rows)}
+        self._known: dict[int, int] = {}
+
+    @property
+    def table(self) -> np.ndarray:
+        return np.stack(self._rows)
+
+    def followed_by(self, functions: np.ndarray, byte: np.ndarray) -> np.ndarray:
+        """The functions (n,) followed by the transition of a byte (n,) each."""
+        keys, inverse = np.unique(functions.astype(np.int64) * 256 + byte, return_inverse=True)
+        for key in keys.tolist():
+            if key not in self._known:
+                row = self._after[key % 256][self._rows[key // 256]]
+                name = row.tobytes()
+                if name not in self._numbers:
+                    self._numbers[name] = len(self._rows)
+                    self._rows.append(row)
+                self._known[key] = self._numbers[name]
+        return np.array([self._known[key] for key in keys.tolist()])[inverse]
+
+
+def unite(automata: list[TokenAutomaton]) -> tuple[TokenAutomaton, list[int]]:
+    """Put automata next to each other, with joint classes. Also return the start state of each."""
+    sizes = [automaton.num_states for automaton in automata]
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    of_token = np.stack([automaton.token_class for automaton in automata])  # (A, V)
+    combined, token_class = np.unique(of_token, axis=1, return_inverse=True)
+    parts = [
+        np.where(automaton.next_state[:, classes] >= 0, automaton.next_state[:, classes] + start, NO_STATE)
+        for automaton, classes, start in zip(automata, combined, starts, strict=True)
+    ]
+    classes, table = _merge_columns(token_class.reshape(-1), np.vstack(parts))
+    return TokenAutomaton(classes, table, np.concatenate([automaton.is_final for automaton in automata])), starts
+
+
+def with_stops(automaton: TokenAutomaton, stop_tokens: tuple[int, ...], vocab_size: int) -> Automaton:
+    """Add the state after the text, which stop tokens reach from final states, and return tensors.
+
+    All tokens stay in that state, because the text ends before them. Without stop tokens it is not reachable.
+    """
+    end = automaton.num_states
+    num_classes = automaton.next_state.shape[1]
+    classes = np.zeros(vocab_size, np.int64)
+    classes[: len(automaton.token_class)] = automaton.token_class[:vocab_size]
+    classes[list(stop_tokens)] = num_classes
+    column = np.where(automaton.is_final, end, NO_STATE)
+    table = np.column_stack((automaton.next_state, column))
+    table = np.vstack((table, np.full((1, num_classes + 1), end)))
+    classes, table = _merge_columns(classes, table)
+    is_end = torch.arange(end + 1) == end
+    return Automaton.build(torch.from_numpy(classes), torch.from_numpy(table).long(), is_end)
+
+
+def marker(token: int) -> str:
+    """The private character that stands for a marker token in a pattern."""
+    return chr(FIRST_MARKER + token)
+
+
+def plain_bytes(text: bytes) -> bytes | None:
+    """A token's bytes, None if they could spell a marker's private character."""
+    return None if _MARKER_BYTE in text else text
+
+
+def _merge_columns(token_class: np.ndarray, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Merge classes with equal columns of table (Q, K). They are numbered by their first token, after class 0."""
+    used, inverse = np.unique(token_class, return_inverse=True)
+    columns = np.ascontiguousarray(table[:, used].T.astype(np.int32))  # (K', Q)
+    empty = np.full((1, columns.shape[1]), NO_STATE, np.int32)
+    first_token = np.full(len(used), len(token_class))
+    np.minimum.at(first_token, inverse.reshape(-1), np.arange(len(token_class)))
+    order = np.argsort(first_token)
+    numbers: dict[bytes, int] = {empty.tobytes(): 0}
+    rows, number_of = [empty[0]], np.empty(len(used), np.int32)
+    for column in order.tolist():
+        name = columns[column].tobytes()
+        if name not in numbers:
+            numbers[name] = len(rows)
+            rows.append(columns[column])
+        number_of[column] = numbers[name]
+    return number_of[inverse.reshape(-1)], np.stack(rows).T.astype(np.int32)

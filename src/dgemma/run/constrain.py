@@ -1,0 +1,191 @@
+"""The constraint of a run: its automaton, the state of each row, and the states from which a text can still end.
+
+All of it is computed before the first forward. So a constraint that cannot be met is refused before any work.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dgemma.checks import show
+from dgemma.constraints.languages import Regex
+from dgemma.constraints.token_automaton import TokenAutomaton, unite, with_stops
+from dgemma.diffusion.language import Automaton, Language, any_by
+from dgemma.diffusion.noise import Noise
+from dgemma.run.arguments import Span
+
+Constraint = Regex | Sequence[Regex | None] | None
+
+
+class RunLanguage(NamedTuple):
+    """The language of a run of B rows: the state of each row at the start, and the states in which a block may end."""
+
+    automaton: Automaton
+    start: Tensor  # (B,) int64
+    ends: Tensor  # (blocks, B, Q) bool
+    may_end: Tensor | None  # (B, N) bool: positions where a stop token may stand; None means all
+
+    def block(self, block: int, states: Tensor, rows: Tensor, canvas_len: int) -> Language:
+        """The language of one block for some rows (R,), whose states before it are (R,)."""
+        part = slice(block * canvas_len, (block + 1) * canvas_len)
+        may_end = None if self.may_end is None else self.may_end[rows, part]
+        return Language(self.automaton, states, self.ends[block, rows], may_end)
+
+    def advance(self, states: Tensor, tokens: Tensor) -> Tensor:
+        """The states (R,) after a committed block (R, C)."""
+        reached = self.automaton.advance(states, tokens)
+        if bool((reached < 0).any()):
+            raise ValueError(
+                "generate constraint must hold for every committed block, got a text outside the language. "
+                "Do not change the draft in on_step."
+            )
+        return reached
+
+    def to(self, device: torch.device) -> "RunLanguage":
+        """The same language on `device`."""
+        may_end = None if self.may_end is None else self.may_end.to(device)
+        return RunLanguage(self.automaton.to(device), self.start.to(device), self.ends.to(device), may_end)
+
+
+def read_constraint(
+    constraint: Constraint,
+    span: Span,
+    noise: Noise,
+    *,
+    batch_size: int,
+    num_blocks: int,
+    canvas_len: int,
+    stop_tokens: tuple[int, ...],
+    device: torch.device,
+) -> RunLanguage | None:
+    """Check the constraint of a run against its length, its frozen tokens and its allowed tokens."""
+    if constraint is None:
+        return None
+    tokens, start = _unite("generate", constraint, batch_size, noise.vocab_size)
+    automaton, num_positions = with_stops(tokens, stop_tokens, noise.vocab_size), num_blocks * canvas_len
+    span, rows = span.to(torch.device("cpu")), torch.arange(batch_size)
+    may_end = None
+    if span.frozen is not None and bool(span.frozen.any()):
+        may_end = torch.cat([span.past_frozen(block, canvas_len, rows) for block in range(num_blocks)], dim=1)
+    factors = _Factors(automaton, span, noise, may_end, batch_size)
+    accepts = torch.from_numpy(np.append(tokens.is_final, True)).expand(batch_size, -1)
+    reach = factors.reach(accepts, num_positions)
+    met = reach[0][rows, start]
+    if not bool(met.all()):
+        _refuse(int((~met).nonzero()[0, 0]), tokens, start, factors, accepts, num_positions)
+    ends = torch.stack([reach[(block + 1) * canvas_len] for block in range(num_blocks)])
+    return RunLanguage(automaton, start, ends, may_end).to(device)
+
+
+@dataclass(frozen=True)
+class _Factors:
+    """The arcs that can be taken at each position, given the frozen and the allowed tokens; on the CPU."""
+
+    automaton: Automaton
+    span: Span
+    noise: Noise
+    may_end: Tensor | None
+    batch_size: int
+
+    def reach(self, accepts: Tensor, num_positions: int) -> list[Tensor]:
+        """The states before each position from which an accepted text can follow: N + 1 times (B, Q) bool."""
+        reach = [accepts]
+        for position in reversed(range(num_positions)):
+            if position >= self.first_plain and len(reach) > 1 and torch.equal(reach[-1], reach[-2]):
+                reach.append(reach[-1])  # it has stopped changing
+            else:
+                taken = self.arcs(position) & reach[-1][:, self.automaton.arc_target]
+                reach.append(any_by(taken, self.automaton.arc_source, self.automaton.num_states))
+        return reach[::-1]
+
+    @cached_property
+    def first_plain(self) -> int:
+        """The first position after the frozen tokens and the allowed sets."""
+        lengths = [0 if table is None or table.shape[1] == 1 else table.shape[1] for table in vars(self.span).values()]
+        return max(lengths)
+
+    def arcs(self, position: int) -> Tensor:
+        """The arcs that some token can take at a position, (B, E) bool."""
+        classes = self._allowed(position)
+        canvas, frozen = self.span.canvas, self.span.frozen
+        if canvas is not None and frozen is not None and position < frozen.shape[1]:
+            own = self.automaton.token_class[canvas[:, position].clamp(min=0)].long()
+            pinned = torch.nn.functional.one_hot(own, self.automaton.num_classes).bool()
+            classes = torch.where(frozen[:, position, None], pinned, classes)
+        links = classes[:, self.automaton.link_class]
+        arcs = any_by(links, self.automaton.link_arc, len(self.automaton.arc_source))
+        if self.may_end is not None:
+            arcs = arcs & (self.may_end[:, position, None] | ~self.automaton.ends_text)
+        return arcs.expand(self.batch_size, -1)
+
+    def _allowed(self, position: int) -> Tensor:
+        """The classes with an allowed token at a position, (B or 1, K) bool."""
+        table = self.span.allowed
+        if table is not None and table.shape[1] > 1 and position < table.shape[1]:
+            return self._classes(table[:, position])
+        return self._everywhere
+
+    @cached_property
+    def _everywhere(self) -> Tensor:
+        table = self.span.allowed
+        return self._classes(None if table is None or table.shape[1] > 1 else table[:, 0])
+
+    def _classes(self, allowed: Tensor | None) -> Tensor:
+        """The classes of the tokens (B or 1, V) that are allowed and not the mask."""
+        usable = self.noise.proposable(None if allowed is None else allowed[:, None], torch.device("cpu"))
+        if usable is None:
+            usable = torch.ones(1, 1, self.noise.vocab_size, dtype=torch.bool)
+        return any_by(usable[:, 0], self.automaton.token_class.long(), self.automaton.num_classes)
+
+
+def _unite(owner: str, constraint: Constraint, batch_size: int, vocab_size: int) -> tuple[TokenAutomaton, Tensor]:
+    """One automaton for all rows, and each row's start state (B,)."""
+    listed = [constraint] * batch_size if isinstance(constraint, Regex) or constraint is None else list(constraint)
+    if len(listed) != batch_size or not all(one is None or isinstance(one, Regex) for one in listed):
+        raise ValueError(
+            f"{owner} constraint must be a value such as Regex(pattern, tokenizer), or a list with one or None per row "
+            f"({batch_size}), got {show(constraint)}."
+        )
+    distinct = list(dict.fromkeys(listed))
+    automata = [_padded(None if one is None else one.automaton, vocab_size) for one in distinct]
+    united, starts = (automata[0], [0]) if len(automata) == 1 else unite(automata)
+    return united, torch.tensor([starts[distinct.index(one)] for one in listed])
+
+
+def _padded(automaton: TokenAutomaton | None, vocab_size: int) -> TokenAutomaton:
+    """The automaton over the model's vocabulary; None means that every text is accepted."""
+    if automaton is None:
+        return TokenAutomaton(np.ones(vocab_size, np.int32), np.array([[-1, 0]], np.int32), np.ones(1, bool))
+    missing = max(vocab_size - len(automaton.token_class), 0)
+    return automaton._replace(token_class=np.pad(automaton.token_class, (0, missing))[:vocab_size])
+
+
+def _refuse(
+    row: int, tokens: TokenAutomaton, start: Tensor, factors: _Factors, accepts: Tensor, num_positions: int
+) -> NoReturn:
+    """Raise for a row whose constraint cannot be met, and name the cause."""
+    shortest = int(tokens.shortest()[int(start[row])])
+    if shortest > num_positions:
+        raise ValueError(
+            f"generate constraint must fit into max_new_tokens, got a constraint whose shortest text has {shortest} "
+            f"tokens for {num_positions} positions in row {row}. Raise max_new_tokens."
+        )
+    # The longest part of the text that fits, from the start.
+    without_pins = _Factors(factors.automaton, Span(), factors.noise, factors.may_end, factors.batch_size)
+    free = without_pins.reach(accepts, num_positions)
+    states = torch.nn.functional.one_hot(start, accepts.shape[1]).bool()
+    automaton = factors.automaton
+    for position in range(num_positions):
+        taken = factors.arcs(position) & states[:, automaton.arc_source]
+        states = any_by(taken, automaton.arc_target, automaton.num_states) & free[position + 1]
+        if not bool(states[row].any()):
+            break
+    raise ValueError(
+        f"generate constraint must agree with frozen and allowed, got a row {row} that fits no further than position "
+        f"{position}. Unfreeze it, allow other tokens there, or raise max_new_tokens."
+    )

@@ -1,0 +1,116 @@
+"""Conditioning a prediction on a language is exact: samples, marginals and the most likely text, by enumeration."""
+
+import pytest
+import torch
+
+from dgemma.diffusion.language import condition
+from dgemma.diffusion.prediction import Prediction
+from exact_law import (
+    CANVAS_LEN,
+    TEXTS,
+    VOCAB_SIZE,
+    accepted,
+    conditional,
+    law_of,
+    random_language,
+    total_variation,
+)
+
+SEEDS = range(6)
+
+
+def random_logits(seed):
+    return 2 * torch.randn(CANVAS_LEN, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def conditioned(logits, language, fixed=None, allowed=None, rows=1):
+    canvas, is_fixed = torch.zeros(rows, CANVAS_LEN, dtype=torch.int64), torch.zeros(rows, CANVAS_LEN, dtype=torch.bool)
+    for position, token in (fixed or {}).items():
+        canvas[:, position], is_fixed[:, position] = token, True
+    prediction = Prediction(logits.expand(rows, -1, -1)).shaped(allowed=allowed)
+    everyone = language.select(torch.zeros(rows, dtype=torch.int64))
+    return condition(prediction, everyone, canvas, is_fixed)
+
+
+def sampler(logits, language, **options):
+    return lambda u: conditioned(logits, language, rows=len(u), **options).sample(u)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_joint_samples_follow_the_conditional_law(seed):
+    logits, language = random_logits(seed), random_language(seed, stops=seed % 2 == 0)
+    exact = conditional(logits.softmax(-1), language)
+    assert total_variation(law_of(sampler(logits, language)), exact) < 1e-9
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_marginals_are_those_of_the_conditional_law(seed):
+    logits, language = random_logits(seed), random_language(seed)
+    exact = conditional(logits.softmax(-1), language)
+    marginals = torch.stack([(exact[:, None] * (token == TEXTS)).sum(0) for token in range(VOCAB_SIZE)], dim=-1)
+    prediction = conditioned(logits, language)
+    torch.testing.assert_close(prediction.logits[0].softmax(-1), marginals, rtol=0, atol=1e-12)
+    torch.testing.assert_close(prediction.entropy[0], torch.special.entr(marginals).sum(-1), rtol=0, atol=1e-9)
+    best = TEXTS[exact.argmax()]
+    assert torch.equal(prediction.argmax[0], best)
+    torch.testing.assert_close(prediction.confidence[0], marginals.gather(1, best[:, None])[:, 0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_decided_tokens_and_allowed_sets_are_part_of_the_condition(seed):
+    logits, language = random_logits(seed), random_language(seed)
+    text = TEXTS[accepted(language)][seed % int(accepted(language).sum())].tolist()
+    exact = conditional(logits.softmax(-1), language, {1: text[1]})
+    assert total_variation(law_of(sampler(logits, language, fixed={1: text[1]})), exact) < 1e-9
+    allowed = torch.ones(1, CANVAS_LEN, VOCAB_SIZE, dtype=torch.bool)
+    allowed[0, 0] = False
+    allowed[0, 0, text[0]] = True
+    masked = logits.masked_fill(~allowed[0], -torch.inf)
+    exact = conditional(masked.softmax(-1), language)
+    assert total_variation(law_of(sampler(logits, language, allowed=allowed)), exact) < 1e-9
+
+
+def test_a_stop_token_may_stand_only_where_the_text_may_end():
+    logits, language = random_logits(1), random_language(0)
+    may_end = torch.tensor([[False, False, True]])
+    language = language._replace(may_end=may_end)
+    exact = conditional(logits.softmax(-1), language)
+    assert total_variation(law_of(sampler(logits, language)), exact) < 1e-9
+
+
+def test_masking_each_position_by_what_could_be_accepted_is_biased():
+    """The greedy baseline: left to right, each token from the prediction over tokens that some accepted text has."""
+    distances = []
+    for seed in SEEDS:
+        logits, language = random_logits(seed), random_language(seed)
+        probabilities, fits = logits.softmax(-1), accepted(language)
+        law = torch.zeros(len(TEXTS), dtype=torch.float64)
+        for at, text in enumerate(TEXTS):
+            weight, alive = 1.0, fits
+            for position, token in enumerate(text.tolist()):
+                possible = torch.zeros(VOCAB_SIZE, dtype=torch.bool)
+                possible[TEXTS[alive, position]] = True
+                weight *= float(
+                    probabilities[position, token] * possible[token] / probabilities[position][possible].sum()
+                )
+                alive = alive & (TEXTS[:, position] == token)
+                if not bool(alive.any()):
+                    break
+            law[at] = weight
+        distances.append(total_variation(law, conditional(probabilities, language)))
+    assert sum(distances) / len(distances) == pytest.approx(0.207, abs=1e-3)  # total variation; 0 is unbiased
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_projection_keeps_a_text_of_the_language_and_repairs_others(seed):
+    logits, language = random_logits(seed), random_language(seed)
+    joint = conditioned(logits, language, rows=len(TEXTS)).joint
+    nothing = torch.zeros(TEXTS.shape, dtype=torch.bool)
+    fits = accepted(language)
+    projected = joint.project(TEXTS, nothing)
+    assert torch.equal(projected[fits], TEXTS[fits])
+    positions = VOCAB_SIZE ** torch.arange(CANVAS_LEN - 1, -1, -1)
+    assert bool(fits[(projected * positions).sum(1)].all())
+    distance = (projected != TEXTS).sum(1)
+    nearest = (TEXTS[:, None] != TEXTS[fits]).sum(-1).amin(1)
+    assert torch.equal(distance, nearest)

@@ -1,0 +1,97 @@
+"""Enumeration of small languages, and the exact law of a sampler that reads one uniform per position."""
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dgemma.constraints.token_automaton import TokenAutomaton, with_stops
+from dgemma.diffusion.language import Language
+
+VOCAB_SIZE, CANVAS_LEN, STOP = 4, 3, 3
+TEXTS = torch.tensor(list(itertools.product(range(VOCAB_SIZE), repeat=CANVAS_LEN)))  # (64, 3)
+
+
+def random_language(seed: int, num_states: int = 4, *, stops: bool = True) -> Language:
+    """A language over three tokens and a stop token, of an automaton with random transitions. It has a text."""
+    generator = np.random.default_rng(seed)
+    for _ in range(1000):
+        table = np.column_stack((np.full(num_states, -1), generator.integers(-1, num_states, (num_states, 3))))
+        is_final = generator.random(num_states) < 0.4
+        automaton = TokenAutomaton(np.array([1, 2, 3, 0]), table.astype(np.int32), is_final)
+        tensors = with_stops(automaton, (STOP,) if stops else (), VOCAB_SIZE)
+        end = torch.from_numpy(np.append(is_final, True))[None]
+        language = Language(tensors, torch.zeros(1, dtype=torch.int64), end)
+        if 2 <= int(accepted(language).sum()) < len(TEXTS) // 2:
+            return language
+    raise AssertionError("No such automaton was found.")
+
+
+def accepted(language: Language) -> Tensor:
+    """The texts of the language, (64,) bool, by walking the transition table token by token."""
+    table, classes = language.automaton.next_state.tolist(), language.automaton.token_class.tolist()
+    found = []
+    for text in TEXTS.tolist():
+        state = int(language.start[0])
+        for position, token in enumerate(text):
+            before = state
+            state = table[state][classes[token]] if state >= 0 else -1
+            ends = state == len(table) - 1 != before
+            if language.may_end is not None and ends and not bool(language.may_end[0, position]):
+                state = -1
+        found.append(state >= 0 and bool(language.end[0, state]))
+    return torch.tensor(found)
+
+
+def conditional(probabilities: Tensor, language: Language, fixed: dict[int, int] | None = None) -> Tensor:
+    """The law of the texts (64,) under a product of probabilities (C, V), given the language and fixed tokens."""
+    law = probabilities.gather(1, TEXTS.T).prod(0) * accepted(language)
+    for position, token in (fixed or {}).items():
+        others = probabilities[position, token]
+        law = torch.where(TEXTS[:, position] == token, law / others, 0.0)
+    return law / law.sum()
+
+
+def law_of(sample: Callable[[Tensor], Tensor], canvas_len: int = CANVAS_LEN) -> Tensor:
+    """The law of the texts (64,) that `sample` makes of uniforms (R, C), where token i depends on uniforms 0..i.
+
+    The cells of each uniform are found on a grid and their ends by bisection.
+    """
+    grid = torch.linspace(0, 1 - 2**-40, 513, dtype=torch.float64)
+
+    def token(prefix: list[float], u: Tensor) -> Tensor:
+        rows = torch.full((len(u), canvas_len), 0.5, dtype=torch.float64)
+        for position, value in enumerate(prefix):
+            rows[:, position] = value
+        rows[:, len(prefix)] = u
+        return sample(rows)[:, len(prefix)]
+
+    law = torch.zeros(len(TEXTS), dtype=torch.float64)
+
+    def visit(prefix: list[float], text: list[int], weight: float) -> None:
+        if len(text) == canvas_len:
+            law[sum(t * VOCAB_SIZE ** (canvas_len - 1 - i) for i, t in enumerate(text))] += weight
+            return
+        tokens = token(prefix, grid)
+        low, high = grid[:-1].clone(), grid[1:].clone()
+        changes = tokens[1:] != tokens[:-1]
+        low, high, left = low[changes], high[changes], tokens[:-1][changes]
+        for _ in range(45 if len(low) else 0):
+            middle = (low + high) / 2
+            same = token(prefix, middle) == left
+            low, high = torch.where(same, middle, low), torch.where(same, high, middle)
+        ends = [0.0, *high.tolist(), 1.0]
+        for first, last in itertools.pairwise(ends):
+            if last > first:
+                middle = (first + last) / 2
+                found = int(token(prefix, torch.tensor([middle], dtype=torch.float64)))
+                visit([*prefix, middle], [*text, found], weight * (last - first))
+
+    visit([], [], 1.0)
+    return law
+
+
+def total_variation(law: Tensor, target: Tensor) -> float:
+    return 0.5 * float((law - target).abs().sum())
