@@ -22,6 +22,7 @@ IN_FUNCTIONS = {
     "dgemma.constraints.languages": {"transformers.utils"},
     "dgemma.cli.writing": {"readline"},  # not on Windows
     "dgemma.data.vocabulary": {"tokenizers", "transformers"},
+    "dgemma.eval.__main__": {"dgemma.eval.harness", "lm_eval.__main__"},
     "dgemma.train.log": {"matplotlib.figure"},
     "dgemma.view.gif": {"PIL", "matplotlib"},
     "dgemma.view.plots": {"matplotlib.colors", "matplotlib.figure"},
@@ -40,7 +41,8 @@ FORBIDDEN = {
     "dgemma.checkpoint": {"sampling", "run", "tasks", "study", "train", "data", "view", "cli"},
     "dgemma.train": {"tasks", "study", "data", "view", "cli"},
     "dgemma.data": {"view", "cli"},
-    "dgemma.view": {"cli"},
+    "dgemma.view": {"cli", "eval"},
+    "dgemma.eval": {"view", "cli"},
 }
 SEAM = ("dgemma.model.diffusion", "dgemma.run.step")  # DiffusionGemma derives from Denoiser, which run defines
 

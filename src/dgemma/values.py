@@ -4,10 +4,12 @@ Checkpoints and the command line use short names for samplers and noises ("thres
 any class by module and name, and also holds tensors.
 """
 
+import ast
 import math
 import re
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -62,6 +64,23 @@ def rebuild_sampler(description: Mapping[str, Any]) -> Sampler:
     """
     settings = dict(description)
     return _build(SAMPLERS, settings.pop("name"), settings)
+
+
+def parse_sampler(text: str) -> Sampler:
+    """Read a sampler from its name and fields. Errors start with "must ...", as in `rebuild_sampler`.
+
+    Example: `parse_sampler("threshold:tau=0.8,greedy=True")`.
+    """
+    name, _, listed = text.partition(":")
+    settings: dict[str, Any] = {}
+    for pair in filter(None, listed.split(",")):
+        field, equals, value = pair.partition("=")
+        if not equals:
+            raise ValueError(f"must be NAME:FIELD=VALUE,…, got {pair!r} without a value")
+        if field in settings:
+            raise ValueError(f"must name every field once, got {field!r} again")
+        settings[field] = _literal(value)
+    return rebuild_sampler({"name": name, **settings})
 
 
 def describe_noise(noise: Noise) -> dict[str, Any]:
@@ -179,6 +198,14 @@ def _settings(value: Any, *, without: Iterable[str] = ()) -> dict[str, Any]:
     """The fields of a dataclass. NumPy and torch scalars become Python numbers, for JSON."""
     own = {field.name: getattr(value, field.name) for field in fields(value) if field.name not in without}
     return {name: item.item() if hasattr(item, "item") else item for name, item in own.items()}
+
+
+def _literal(text: str) -> Any:
+    """The Python value that a text denotes, or the text itself."""
+    for read in (ast.literal_eval, float):  # float reads "inf"
+        with suppress(ValueError, SyntaxError, TypeError):
+            return read(text)
+    return text
 
 
 def _build(kinds: Mapping[str, type[_Value]], name: str, settings: Mapping[str, Any], **own: Any) -> _Value:

@@ -9,6 +9,7 @@ import torch
 import dgemma
 from dgemma.data import sudoku
 from dgemma.data.sudoku.puzzles import SPLITS, dig, full_grids
+from dgemma.data.sudoku.tokenizer import SudokuTokenizer
 from dgemma.sampling import Confidence
 from dgemma.train.batch import TrainBatch
 
@@ -445,3 +446,14 @@ def test_a_tokenizer_that_merges_digits_is_refused(some):
 
     with pytest.raises(ValueError, match="must have one token per digit"):
         sudoku.TextSudoku(sudoku.SudokuSource(pool=some), Pairs())
+
+
+def test_puzzles_and_solutions_are_texts_of_81_characters_each():
+    tokenizer = SudokuTokenizer()
+    puzzle, solution = "53..7" + "." * 76, "534678912" * 9
+    assert tokenizer.encode(puzzle) == sudoku.prompt_tokens([[5, 3, 0, 0, 7] + [0] * 76])[0].tolist()
+    whole = tokenizer.encode(f"{puzzle} {solution}")
+    assert tokenizer.decode(whole[81:]) == solution
+    assert tokenizer.fits(dgemma.presets.sudoku())
+    with pytest.raises(ValueError, match=r"must be 81 clues, with \. for a blank, and then the digits of a solution"):
+        tokenizer.encode("hello")

@@ -1,7 +1,6 @@
 """Parsers of command-line values. They report mistakes before any model is loaded."""
 
 import argparse
-import ast
 import importlib.util
 import math
 import re
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 from dgemma.sampling import Sampler
-from dgemma.values import SAMPLERS, rebuild_sampler
+from dgemma.values import SAMPLERS, parse_sampler
 
 _PICTURE_PACKAGES = ("PIL", "matplotlib")
 
@@ -102,17 +101,8 @@ def sampler(text: str) -> Sampler:
 
     Example: `sampler("threshold:tau=0.8,greedy=True")`.
     """
-    name, _, listed = text.partition(":")
-    settings: dict[str, Any] = {}
-    for pair in filter(None, listed.split(",")):
-        field, equals, value = pair.partition("=")
-        if not equals:
-            raise argparse.ArgumentTypeError(f"must be NAME:FIELD=VALUE,…, got {pair!r} without a value")
-        if field in settings:
-            raise argparse.ArgumentTypeError(f"must name every field once, got {field!r} again")
-        settings[field] = _literal(value)
     try:
-        return rebuild_sampler({"name": name, **settings})
+        return parse_sampler(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -150,13 +140,6 @@ def new_gif(text: str) -> Path:
     if any(importlib.util.find_spec(name) is None for name in _PICTURE_PACKAGES):
         raise argparse.ArgumentTypeError("needs Pillow and matplotlib: pip install 'dgemma[plots]'")
     return new_file(text)
-
-
-def _literal(text: str) -> Any:
-    for read in (ast.literal_eval, float):  # float reads "inf"
-        with suppress(ValueError, SyntaxError, TypeError):
-            return read(text)
-    return text
 
 
 def _default(field: Field[Any]) -> str:

@@ -26,7 +26,7 @@ from dgemma.train import nelbo
 from dgemma.train.batch import BatchSource, TrainBatch, row_seeds
 from dgemma.train.canvases import Canvases, cut_canvases
 from dgemma.train.estimates import Likelihood, RowSums
-from dgemma.train.readers import ByCanvas, OnePass, SelfCond, read_text
+from dgemma.train.readers import ByCanvas, OnePass, SelfCond, read_canvases
 
 _LOW_LEVELS = 0.5  # the share of noise levels whose density rises as 1/sqrt(level) towards 0
 _SOME_NOISE = 0.75  # the least share of canvases that have noise, unless a canvas without noise costs nothing
@@ -50,7 +50,7 @@ def evaluate(
     num_level_bins: int = 10,
     num_bytes: int | None = None,
     confidence: float = 0.95,
-    seed: int = 0,
+    seed: int | Tensor = 0,
     progress: bool = True,
 ) -> Likelihood:
     """Return the NELBO of a model on texts, per token, with intervals and curves, and the causal likelihood.
@@ -65,7 +65,7 @@ def evaluate(
     equally likely intervals, or "independent". The noise's schedule is ignored, because the bound does not depend on
     it. `parametrisation` is the meaning of the logits, see `nelbo.integrand`. `self_cond` adds a first pass per canvas,
     for self-conditioning. `num_bytes`, the size of all scored text, adds bits per byte. The same seed gives the same
-    number for any `batch_size`.
+    number for any `batch_size`; a tensor (R,) has one seed per row.
 
     Any `Denoiser` works. A `DiffusionGemma` predicts all canvases of a row in one pass, others one at a time. Without
     `causal_logits` a model's causal likelihood is NaN.
@@ -105,8 +105,8 @@ def evaluate(
     with progress_bar(desc="likelihood", unit="row", total=num_rows, show=progress) as bar:
         for start in range(0, num_rows, batch_size):
             rows = range(start, min(start + batch_size, num_rows))
-            batch, seeds = source(0, rows).to(model.device), row_seeds(seed, 0, rows).to(model.device)
-            parts.append(estimator.measure(batch, seeds))
+            seeds = seed[rows.start : rows.stop] if isinstance(seed, Tensor) else row_seeds(seed, 0, rows)
+            parts.append(estimator.measure(source(0, rows).to(model.device), seeds.to(model.device)))
             bar.update(len(rows))
     return Likelihood.of_rows(RowSums.join(parts), num_samples=num_samples, confidence=confidence, num_bytes=num_bytes)
 
@@ -143,7 +143,7 @@ class _Estimator:
             )
         # As in `generate`, a first pass proposes no mask.
         self_cond = SelfCond(self.noise.proposable(None, seeds.device)) if self.self_cond else None
-        text = read_text(self.model, canvases, self_cond)
+        text = read_canvases(self.model, canvases, self_cond)
         causal, causal_scored = self._causal(canvases, text)
         lowest = torch.full((*canvases.index.shape, 1), self.lowest_level, dtype=torch.float64, device=seeds.device)
         bound = direct = self._cost(canvases, text, seeds, self.num_samples, lowest, nelbo.reconstruction)

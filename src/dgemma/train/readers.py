@@ -34,18 +34,22 @@ class OnePass:
         self.clean = read_clean(model, canvases.tokens, documents=canvases.documents)
 
     def map_logits(self, function: OfLogits, z: Tensor, level: Tensor) -> Tensor:
-        """Apply `function` to the logits, x, z and level of noisy canvases; z, level and the result are (B, K, C)."""
+        """Apply `function` to the logits, x, z and level of noisy canvases; z, level and the result are (B, K, C).
+
+        The result is 0 where nothing is scored, and no logits are computed there.
+        """
         hidden = self._predict(z, level, None)
         if self.self_cond is not None:
             hidden = self._predict(z, level, head.soft_embedding(self.model, hidden, allowed=self.self_cond.allowed))
+        scored = self.canvases.scored
         cost = head.map_logits(
             function,
-            hidden.flatten(0, 2),
+            hidden[scored],
             self.model.embed_tokens.weight,
-            *(values.reshape(-1, 1) for values in (self.canvases.x, z, level)),
+            *(values[scored][:, None] for values in (self.canvases.x, z, level)),
             cap=self.model.config.final_logit_softcapping,
         )
-        return cost.view_as(z)
+        return cost.new_zeros(z.shape).masked_scatter(scored, cost)
 
     def causal_cost(self) -> Tensor | None:
         """Return the autoregressive cost of every token after the first, (B, T - 1)."""
@@ -100,8 +104,10 @@ class ByCanvas:
             if self.self_cond is not None:
                 first = prediction.shaped(allowed=self.self_cond.allowed)
                 prediction = self._denoise(canvas, prefix, levels, first)
-            values = (each.reshape(-1, 1) for each in (self.canvases.x[:, number], canvas, levels))
-            costs.append(function(prediction.logits.flatten(0, 1), *values).view_as(canvas))
+            scored = self.canvases.scored[:, number]
+            values = (each[scored][:, None] for each in (self.canvases.x[:, number], canvas, levels))
+            cost = function(prediction.logits[scored], *values)
+            costs.append(cost.new_zeros(canvas.shape).masked_scatter(scored, cost))
         return torch.stack(costs, dim=1)
 
     def causal_cost(self) -> Tensor | None:
@@ -119,10 +125,10 @@ class ByCanvas:
         return self.model.denoise(canvas, prefix, self_cond=self_cond, noise_level=noise_level)  # type: ignore[call-arg]
 
 
-def read_text(model: Denoiser, canvases: Canvases, self_cond: SelfCond | None = None) -> OnePass | ByCanvas:
+def read_canvases(model: Denoiser, canvases: Canvases, self_cond: SelfCond | None = None) -> OnePass | ByCanvas:
     """Read the text of the canvases, in the fastest way that the model allows.
 
-    Example: `read_text(model, canvases).causal_cost()`.
+    Example: `read_canvases(model, canvases).causal_cost()`.
     """
     if isinstance(model, DiffusionGemma):
         return OnePass(model, canvases, self_cond)
