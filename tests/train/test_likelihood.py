@@ -115,20 +115,21 @@ def test_bound_equals_the_loop_over_canvases_with_the_same_noise(kind, condition
     prompt_len, length = torch.tensor([1, 3, 2, 1, 1, 2]), torch.tensor([9, 9, 8, 5, 7, 9])
     batch = TrainBatch(tokens=tokens, prompt_len=prompt_len, length=length)
     evaluate(model, batch, noise, num_samples=1, batch_size=6, self_cond=self_cond)
-    x, z, level, nats = (t.view(6, 2, 4) for t in calls[0])
+    canvases = zip(*(t.view(-1, 4) for t in calls[0]), strict=True)  # those with a scored token, in order
     filled = torch.where(torch.arange(12) < length[:, None], F.pad(tokens, (0, 3)), CONFIG.eos_token_id)
     for row in range(6):
         for canvas in range(-(-(length[row] - prompt_len[row]) // 4)):
             start = int(prompt_len[row]) + 4 * canvas
-            assert torch.equal(x[row, canvas], filled[row, start : start + 4])
+            x, z, level, nats = next(canvases)
+            assert torch.equal(x, filled[row, start : start + 4])
             cache = model.encode(filled[row : row + 1, :start])
-            first = model.denoise(z[row, canvas][None], cache, noise_level=level[row, canvas, :1])
+            first = model.denoise(z[None], cache, noise_level=level[:1])
             logits = first.logits
             if self_cond:
                 proposable = None if kind == "uniform" else torch.arange(VOCAB) != MASK
-                logits = model.denoise(z[row, canvas][None], cache, self_cond=first.shaped(allowed=proposable)).logits
-            expected = original(noise, logits, x[row, canvas][None], z[row, canvas][None], level[row, canvas, :1])
-            torch.testing.assert_close(nats[row, canvas], expected[0], atol=1e-4, rtol=1e-3)
+                logits = model.denoise(z[None], cache, self_cond=first.shaped(allowed=proposable)).logits
+            expected = original(noise, logits, x[None], z[None], level[:1])
+            torch.testing.assert_close(nats, expected[0], atol=1e-4, rtol=1e-3)
 
 
 def test_levels_and_positions_add_up_to_the_bound(model, tokens):
