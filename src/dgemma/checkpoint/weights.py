@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from dgemma.checkpoint.formats import read_contents
+from dgemma.checkpoint.formats import compressed_tensors, read_contents
 from dgemma.checkpoint.formats.entry import FLOATS, Contents, Entry, Stored
 from dgemma.checkpoint.names import VISION, published_name
 from dgemma.checkpoint.plan import Plan, first, make_plan, read_weight
 from dgemma.files import clear_temporaries, fill_json, fill_tensors, new_files, open_tensors, writing
 from dgemma.model.config import Conventions, GenerationDefaults, ModelConfig, read_published
 from dgemma.model.gemma4 import GEMMA4_TYPES
-from dgemma.model.quantized import QuantizedWeight, Weight, set_weight
+from dgemma.model.quantize import Quantization
+from dgemma.model.quantized import QuantizedWeight, Weight, quantized_weights, set_weight
 from dgemma.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -85,12 +86,14 @@ def load_pretrained(
     dtype: torch.dtype | str | None = None,
     device: torch.device | str = "cpu",
     conventions: Conventions | None = None,
+    quantization: Quantization | None = None,
 ) -> "Model":
     """Build `cls` from a checkpoint folder or hub id. One error lists everything that does not fit.
 
     All headers are checked before the first weight is read. Each weight is read directly to `device` and `dtype`, so
     there is never a second copy of the model. dtype None means the dtype of the embedding. Checkpoints that ship with
-    dgemma are stored in bfloat16 to be small, which most CPUs compute slowly; for them None means float32.
+    dgemma are stored in bfloat16 to be small, which most CPUs compute slowly; for them None means float32. Quantised
+    weights keep their format. With `quantization`, plain weights are quantised one by one as they are read.
 
     Example: `load_pretrained(DiffusionGemma, "path/to/checkpoint", dtype=torch.bfloat16, device="cuda")`.
     """
@@ -128,7 +131,17 @@ def load_pretrained(
     is_gemma4 = published.get("model_type") in GEMMA4_TYPES
     plan = make_plan(config, model.state_dict(), contents, plain_gemma4=is_gemma4)
     dtype = dtype or FLOATS.get(contents.entries[plan.whole["embed_tokens.weight"]].format, torch.bfloat16)
-    weights, model.dequantized = _read_weights(plan, contents, stored, model, dtype, torch.device(device))
+    if quantization is not None and any(entry.decode for entry in contents.entries.values()):
+        raise ValueError("from_pretrained quantization must be None for a quantised checkpoint. Load the plain one.")
+    weights, model.dequantized = _read_weights(
+        plan,
+        contents,
+        stored,
+        model,
+        dtype,
+        torch.device(device),
+        quantization or Quantization(experts=None, dense=None),
+    )
     state = {name: weight for name, weight in weights.items() if isinstance(weight, Tensor)}
     state |= _start_self_conditioning(model, plan.fresh, dtype, torch.device(device))
     for name, weight in weights.items():
@@ -190,6 +203,7 @@ def _read_weights(
     model: "DiffusionGemma",
     dtype: torch.dtype,
     device: torch.device,
+    quantization: Quantization,
 ) -> tuple[dict[str, Weight], dict[str, str]]:
     """Return weights on `device` by our names, and the formats of those that had to be dequantised.
 
@@ -215,7 +229,7 @@ def _read_weights(
             if isinstance(weight, Tensor):
                 # Plain Gemma 4 has one scalar for both modes. They must not share memory.
                 copies = plan.whole.get(ours) in taken
-                weight = weight.to(dtype).clone() if copies else weight.to(dtype)
+                weight = quantization.apply(ours, weight.to(dtype).clone() if copies else weight.to(dtype))
             taken.update(plan.sources(ours))
             state[ours] = weight
             bar.update()
@@ -278,6 +292,9 @@ def _give_notices(plan: Plan, contents: Contents, state: Mapping[str, Tensor], c
 def save_pretrained(model: "DiffusionGemma", path: str | Path, *, max_shard_size: int | str = "5GB") -> None:
     """Write a folder that transformers' DiffusionGemmaForBlockDiffusion.from_pretrained loads.
 
+    Quantised weights are stored in the compressed-tensors format, one expert at a time, as in the files published for
+    vLLM. transformers 5.22 does not read such experts, because its own are fused.
+
     Vision tensors of the model's checkpoint are copied unchanged: transformers would fill missing ones with random
     weights, and images would silently stop working. Other files in the folder stay.
 
@@ -315,19 +332,26 @@ def _published_config(model: "DiffusionGemma") -> dict[str, Any]:
     for name in _OWN_DEFAULTS:
         if getattr(model.generation, name) is not None:
             config[name] = dict(getattr(model.generation, name))
+    quantized = dict(quantized_weights(model))
+    if quantized:
+        config["quantization_config"] = compressed_tensors.describe(quantized)
     return config
 
 
 def _tensors_to_save(model: "DiffusionGemma") -> dict[str, Tensor]:
-    state = model.state_dict()
+    quantized = dict(quantized_weights(model))
+    buffers = {f"{name}.{role}" for name, weight in quantized.items() for role in weight.tensors()}
+    state = {name: weight for name, weight in model.state_dict().items() if name not in buffers}
     needed = type(model)(model.config, device="meta").state_dict().keys()
-    if state.keys() != needed:
+    if state.keys() | quantized.keys() != needed:
         raise ValueError(
             "DiffusionGemma.save_pretrained must find exactly the published tensors, got "
             f"{first(sorted(state.keys() - needed))} extra and {first(sorted(needed - state.keys()))} missing. "
             "Merge adapters first."
         )
     tensors = {published_name(name): weight for name, weight in state.items()}
+    for name, weight in quantized.items():
+        tensors |= compressed_tensors.published_tensors(published_name(name), weight)
     if model.vision_source is None:
         return tensors
     try:

@@ -49,9 +49,7 @@ def add_model_options(parser: argparse.ArgumentParser, *, default: str, fast: bo
         metavar="PATH",
         help="checkpoint folder, hub id, or dgemma/NAME for a checkpoint that ships with dgemma (%(default)s)",
     )
-    group.add_argument(
-        "--device", type=types.device, metavar="NAME", help="cpu, cuda or cuda:N (a GPU if there is one)"
-    )
+    add_device_option(group)
     group.add_argument(
         "--dtype",
         choices=DTYPES,
@@ -66,6 +64,13 @@ def add_model_options(parser: argparse.ArgumentParser, *, default: str, fast: bo
             help="weight format of --fast: packed stores bf16 losslessly in 12 bits and is 1.1 times as fast for one "
             "text; fp8 rounds the experts to 8 bits and is 1.5 times as fast (bf16)",
         )
+
+
+def add_device_option(parser: Any) -> None:
+    """Add --device."""
+    parser.add_argument(
+        "--device", type=types.device, metavar="NAME", help="cpu, cuda or cuda:N (a GPU if there is one)"
+    )
 
 
 def add_noise_option(

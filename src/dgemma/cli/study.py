@@ -3,6 +3,7 @@
 import argparse
 import re
 import statistics
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from dgemma.checkpoint.formats import read_contents, report_files
 from dgemma.checkpoint.weights import Stored, read_headers, resolve
 from dgemma.cli import options, output, types
 from dgemma.model.config import GenerationDefaults, ModelConfig, read_published
@@ -82,6 +84,7 @@ def _info(arguments: argparse.Namespace) -> None:
     config = ModelConfig.from_hf(published)
     own = GenerationDefaults(noise=published.get("noise"), sampler=published.get("sampler"))
     stored = read_headers(folder) if any(folder.glob("*.safetensors")) else {}
+    report = report_files(read_contents(folder, published, stored), stored) if stored else None
     model = DiffusionGemma(config, device="meta")
     description: dict[str, Any] = {
         "checkpoint": arguments.checkpoint,
@@ -92,6 +95,7 @@ def _info(arguments: argparse.Namespace) -> None:
         "bytes": sum(file.stat().st_size for file in {tensor.file for tensor in stored.values()}) or None,
         "noise": own.noise,
         "sampler": own.sampler,
+        "memory": [asdict(part) for part in report.parts] if report else None,
         "config": config.to_hf(),
         "tensors": {name: {"shape": tensor.shape, "dtype": tensor.dtype} for name, tensor in stored.items()},
     }
@@ -101,6 +105,8 @@ def _info(arguments: argparse.Namespace) -> None:
     output.print_text(arguments.checkpoint)
     for label, value in _summary(config, description, stored):
         output.print_text(f"  {label:13} {value}")
+    if report is not None:
+        output.print_text(textwrap.indent(str(report), "  "))
     if arguments.tensors:
         longest = max(map(len, stored), default=0)
         for name, tensor in stored.items():

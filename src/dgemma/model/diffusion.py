@@ -21,7 +21,9 @@ from dgemma.model.config import Conventions, GenerationDefaults, ModelConfig
 from dgemma.model.experts import Experts
 from dgemma.model.layers import GatedMLP, RMSNorm, rms_norm, wide_dtype
 from dgemma.model.masks import canvas_mask, causal_mask
+from dgemma.model.memory import MemoryReport, report_memory
 from dgemma.model.noise_level import NoiseLevelEmbedding
+from dgemma.model.quantize import Quantization
 from dgemma.model.quantized import QuantizedWeight, quantized_weights
 from dgemma.model.rotary import rotary_table
 from dgemma.run.step import Denoiser
@@ -113,14 +115,19 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
         dtype: torch.dtype | str | None = None,
         device: torch.device | str = "cpu",
         conventions: Conventions | None = None,
+        quantization: Quantization | None = None,
     ) -> Self:
         """Load a checkpoint folder or hub id, without pickle or remote code. dtype None keeps the stored dtype.
+
+        Quantised checkpoints keep their format. `quantization` quantises the weights of a plain one as they are read.
 
         Example: `DiffusionGemma.from_pretrained("google/diffusiongemma-26B-A4B-it", device="cuda")`.
         """
         from dgemma.checkpoint.weights import load_pretrained
 
-        return load_pretrained(cls, path_or_repo, dtype=dtype, device=device, conventions=conventions)
+        return load_pretrained(
+            cls, path_or_repo, dtype=dtype, device=device, conventions=conventions, quantization=quantization
+        )
 
     def save_pretrained(self, path: str | Path, *, max_shard_size: int | str = "5GB") -> None:
         """Write a checkpoint folder that transformers loads as DiffusionGemmaForBlockDiffusion."""
@@ -156,6 +163,13 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
         total, experts = _num_weights(self), sum(_num_weights(m) for m in self.modules() if isinstance(m, Experts))
         idle = experts * (self.config.num_experts - self.config.top_k_experts) // self.config.num_experts
         return total - idle if active else total
+
+    def memory_report(self) -> MemoryReport:
+        """Return which part of the weights is stored in which format, and in how many bytes; print it for a table.
+
+        Example: `print(model.memory_report())`.
+        """
+        return report_memory(self, self.dequantized)
 
     def new_cache(self, batch_size: int) -> PrefixCache:
         """Return an empty prefix cache for `batch_size` rows."""

@@ -1,11 +1,13 @@
 """Quantisation of weights: round to nearest, with the scale of every group chosen by its squared error."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from dgemma.checks import check_count, require_field
 from dgemma.model.quantized import (
     E2M1,
     NVFP4_GROUP,
@@ -13,6 +15,7 @@ from dgemma.model.quantized import (
     IntWeight,
     NvFp4Weight,
     QuantizedWeight,
+    Weight,
     pack_nibbles,
 )
 
@@ -25,6 +28,40 @@ _CHUNK = 1 << 24  # values quantised at a time
 # largest value and rounds all others more finely.
 _FRACTIONS = tuple(1.0 - 0.03 * i for i in range(14))
 _MIDPOINTS = tuple((low + high) / 2 for low, high in pairwise(E2M1[:8]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantization:
+    """Formats for the weights of a model: one for experts, one for attention and dense MLPs, None for plain weights.
+
+    Routers, self-conditioning, norms and the embedding stay plain. `group_size` and `symmetric` are for int4.
+
+    Example: `DiffusionGemma.from_pretrained(path, device="cuda", quantization=Quantization(experts="int4"))`.
+    """
+
+    experts: str | None = "int4"
+    dense: str | None = "fp8"
+    group_size: int = 64
+    symmetric: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("experts", "dense"):
+            fits = getattr(self, name) is None or getattr(self, name) in FORMATS
+            require_field(fits, self, name, f"be None or one of {', '.join(FORMATS)}")
+        check_count(self, "group_size", fix="Use 32 or 64.")
+
+    def apply(self, name: str, weight: Tensor) -> Weight:
+        """Return the weight with this name, as in `model.state_dict()`, in its format.
+
+        Example: `Quantization().apply("layers.0.experts.down_proj", weight).format` is "int4".
+        """
+        dense = name.endswith("_proj.weight") and name.startswith("layers.")
+        to = self.experts if ".experts." in name else self.dense if dense else None
+        if to is None:
+            return weight
+        if to != "int4":
+            return quantize(weight, to)
+        return quantize(weight, to, group_size=self.group_size, symmetric=self.symmetric)
 
 
 @torch.no_grad()
@@ -98,7 +135,8 @@ def _joined(pieces: Iterable[tuple[Tensor, ...]]) -> list[Tensor]:
 
 
 def _float8(rows: Tensor) -> tuple[Tensor, Tensor]:
-    scale = torch.linalg.vector_norm(rows, torch.inf, dim=-1).float().clamp(min=_SMALLEST) / LARGEST_E4M3
+    # Rounded to bfloat16, as files store it. The largest value then exceeds 448 by so little that it rounds to 448.
+    scale = (rows.abs().amax(-1).float().clamp(min=_SMALLEST) / LARGEST_E4M3).to(torch.bfloat16).float()
     return (rows.float() / scale[:, None]).to(torch.float8_e4m3fn), scale
 
 

@@ -1,12 +1,16 @@
 """Storage formats of published checkpoints: one file per family turns tensors in files into weights."""
 
+import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dgemma.checkpoint.formats import compressed_tensors, gptq, mlx, modelopt
-from dgemma.checkpoint.formats.entry import Contents, Stored, plain_entry
+from dgemma.checkpoint.formats.entry import FLOATS, Contents, Stored, plain_entry
+from dgemma.checkpoint.names import VISION, our_names
 from dgemma.model.config import read_published
+from dgemma.model.memory import MemoryReport, summarize
 
 _READERS = {
     "compressed-tensors": compressed_tensors.read_compressed,
@@ -45,3 +49,26 @@ def _as_settings(config: Any) -> Mapping[str, Any]:
     if not isinstance(config, Mapping):
         raise ValueError(f"quantization_config must be a dictionary, got {config!r}. Download config.json again.")
     return config
+
+
+def report_files(contents: Contents, stored: Mapping[str, Stored]) -> MemoryReport:
+    """Return which part of a checkpoint's text weights is stored in which format, and in how many bytes.
+
+    Example: `print(report_files(contents, read_headers(folder)))`.
+    """
+
+    def num_bytes(name: str) -> int:
+        bits = re.search(r"\d+", stored[name].dtype)  # of F32, BF16, U8, F8_E4M3, ...
+        return math.prod(stored[name].shape) * (int(bits[0]) if bits else 8) // 8
+
+    weights = [
+        (
+            our_names(name)[0],
+            str(FLOATS.get(entry.format, entry.format)).removeprefix("torch."),
+            math.prod(entry.shape),
+            sum(map(num_bytes, entry.tensors.values())),
+        )
+        for name, entry in contents.entries.items()
+        if not VISION.match(name)
+    ]
+    return summarize(weights)

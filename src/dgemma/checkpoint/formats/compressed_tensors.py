@@ -1,5 +1,6 @@
 """Checkpoints of the compressed-tensors library (llm-compressor, vLLM): reading, and the tensors to write."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +27,7 @@ from dgemma.model.quantized import (
     IntWeight,
     NvFp4Weight,
     QuantizedWeight,
+    pack_nibbles,
     unpack_nibbles,
 )
 
@@ -268,3 +270,124 @@ def _decode_nvfp4(tensors: dict[str, Tensor]) -> QuantizedWeight:
     codes, divisor = tensors["weight_packed"], tensors["weight_global_scale"].float()
     row_scale = divisor.reciprocal().reshape(-1, 1).expand(-1, codes.shape[-2]).reshape(codes.shape[:-1])
     return NvFp4Weight(codes=codes, scale=tensors["weight_scale"], row_scale=row_scale)
+
+
+_KINDS = {  # kinds of linear layers, and the names of their modules in the files
+    "experts": r"re:.*\.experts\.\d+\.(gate|up|down)_proj$",
+    "attention": r"re:.*\.layers\.\d+\.self_attn\.[qkvo]_proj$",
+    "dense": r"re:.*\.layers\.\d+\.mlp\.(gate|up|down)_proj$",
+    "router": r"re:.*\.router\.proj$",
+    "self_conditioning": r"re:.*\.self_conditioning\.(gate|up|down)_proj$",
+}
+
+
+def published_tensors(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
+    """Return the tensors that store a weight, by published name. Experts are stored one by one, as in published files.
+
+    Example: `published_tensors("model.decoder.layers.0.mlp.up_proj.weight", weight).keys()`.
+    """
+    if isinstance(weight, IntWeight) and (weight.bias is not None or weight.group_index is not None):
+        raise ValueError(
+            f"save_pretrained cannot write {name}: compressed-tensors files have no biases and no order of columns. "
+            "Quantise the plain model."
+        )
+    if len(weight.shape) == 2:
+        return _module_tensors(name.removesuffix(".weight"), weight)
+    experts, _, attribute = name.rpartition(".")
+    rows = weight.shape[1]
+    half = {"gate_proj": slice(0, rows // 2), "up_proj": slice(rows // 2, rows)}
+    projections = {"down_proj": slice(0, rows)} if attribute == "down_proj" else half
+    tensors: dict[str, Tensor] = {}
+    for expert in range(weight.shape[0]):
+        for projection, part in projections.items():
+            one = weight.with_tensors({role: tensor[expert, part] for role, tensor in weight.tensors().items()})
+            tensors |= _module_tensors(f"{experts}.{expert}.{projection}", one)
+    return tensors
+
+
+def _module_tensors(module: str, weight: QuantizedWeight) -> dict[str, Tensor]:
+    """Return the tensors of one matrix (N, K)."""
+    if isinstance(weight, Float8Weight):
+        narrow = weight.scale.to(torch.bfloat16)  # as published, if it is exact
+        scale = narrow if torch.equal(narrow.float(), weight.scale) else weight.scale
+        tensors = {"weight": weight.values, "weight_scale": scale[:, None]}
+    elif isinstance(weight, NvFp4Weight):
+        if not bool((weight.row_scale == weight.row_scale[0]).all()):
+            raise ValueError(f"save_pretrained cannot write {module}: its rows have several global scales.")
+        tensors = {"weight_packed": weight.codes, "weight_scale": weight.scale}
+        tensors["weight_global_scale"] = weight.row_scale[:1].reciprocal()
+    elif isinstance(weight, IntWeight) and weight.bits == 4:
+        if weight.shape[-1] % 8:
+            raise ValueError(f"save_pretrained cannot write {module}: its {weight.shape[-1]} columns are not 8 n.")
+        tensors = {"weight_packed": weight.codes.contiguous().view(torch.int32), "weight_scale": weight.scale}
+        tensors["weight_shape"] = torch.tensor(weight.shape)
+        if weight.zero_point is not None:
+            tensors["weight_zero_point"] = _pack_rows(weight.zero_point)
+    else:
+        assert isinstance(weight, IntWeight)
+        tensors = {"weight": (weight.codes ^ 128).view(torch.int8), "weight_scale": weight.scale}
+        if weight.zero_point is not None:
+            tensors["weight_zero_point"] = (weight.zero_point ^ 128).view(torch.int8)
+    return {f"{module}.{role}": tensor.contiguous() for role, tensor in tensors.items()}
+
+
+def _pack_rows(codes: Tensor) -> Tensor:
+    """Return words (N / 8, G) of zero points (N, G) below 16: the transpose of `_unpack_rows`."""
+    by_word = codes.unflatten(0, (-1, 8)).transpose(1, 2).contiguous()  # (N / 8, G, 8)
+    return pack_nibbles(by_word).flatten().view(torch.int32).view(by_word.shape[:2])
+
+
+def describe(weights: Mapping[str, QuantizedWeight]) -> dict[str, Any]:
+    """Return the quantization_config of a checkpoint with these quantised weights, by our names.
+
+    Example: `describe(dict(quantized_weights(model)))["config_groups"]`.
+    """
+    settings: dict[str, tuple[str, dict[str, Any]]] = {}
+    for name, weight in weights.items():
+        kind = _kind_of(name)
+        if settings.setdefault(kind, _settings(weight)) != _settings(weight):
+            raise ValueError(
+                f"save_pretrained weights of {kind} must have one format, got {_settings(weight)} and {settings[kind]}."
+            )
+    groups: dict[str, Any] = {}
+    for number, (kind, (format, arguments)) in enumerate(settings.items()):
+        inputs = None
+        if format in ("float-quantized", "int-quantized"):  # engines multiply in 8 bits, with one scale per token
+            inputs = {"num_bits": 8, "type": arguments["type"], "strategy": "token", "dynamic": True, "symmetric": True}
+        group = {"targets": [_KINDS[kind]], "weights": arguments, "input_activations": inputs}
+        groups[f"group_{number}"] = {**group, "output_activations": None, "format": format}
+    formats = {format for format, _ in settings.values()}
+    plain = [pattern for kind, pattern in _KINDS.items() if kind not in settings]
+    return {
+        "quant_method": "compressed-tensors",
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": ["lm_head", *plain, r"re:.*vision_tower.*", r"re:.*embed_vision.*"],
+        "kv_cache_scheme": None,
+    }
+
+
+def _kind_of(name: str) -> str:
+    published = f"model.decoder.{name}"
+    if ".experts." in name:
+        return "experts"
+    module = published.removesuffix(".weight")
+    return next(kind for kind, pattern in _KINDS.items() if re.match(pattern.removeprefix("re:"), module))
+
+
+def _settings(weight: QuantizedWeight) -> tuple[str, dict[str, Any]]:
+    """Return the name of a weight's format, and the arguments that describe it."""
+    if isinstance(weight, Float8Weight):
+        format, own = "float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel", "group_size": None}
+    elif isinstance(weight, NvFp4Weight):
+        format, own = "nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "tensor_group"}
+        own |= {"group_size": NVFP4_GROUP, "scale_dtype": "torch.float8_e4m3fn"}
+    else:
+        assert isinstance(weight, IntWeight)
+        format = "pack-quantized" if weight.bits == 4 else "int-quantized"
+        size = weight.group_size if weight.scale.shape[-1] > 1 or weight.bits == 4 else None
+        strategy = "channel" if size is None else "group"
+        own = {"num_bits": weight.bits, "type": "int", "strategy": strategy, "group_size": size}
+    symmetric = not isinstance(weight, IntWeight) or weight.zero_point is None
+    return format, {**own, "symmetric": symmetric, "dynamic": False}

@@ -1,0 +1,144 @@
+"""Measure the quality of quantised weights: likelihood bound, accuracy and steps per canvas against bfloat16.
+
+Every format is applied to all matrices of the checkpoints that ship: experts, attention and dense MLPs, without
+routers, self-conditioning and the embedding. A second part rounds random matrices whose statistics resemble those of
+large models. Results are added to a JSON file, so that an interrupted run continues.
+
+    python kernels/benchmarks/quality.py --out docs/results/quantized.json
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import dgemma
+from dgemma.data import sudoku
+from dgemma.diffusion.noise import UniformNoise
+from dgemma.files import write_json
+from dgemma.model.quantize import quantize
+from dgemma.model.quantized import set_weight
+from dgemma.train.likelihood import evaluate
+
+FORMATS: dict[str, dict[str, Any] | None] = {
+    "bf16": None,
+    "int8": {"to": "int8"},
+    "fp8": {"to": "fp8"},
+    "int4, groups of 32": {"to": "int4", "group_size": 32},
+    "int4, groups of 32, zero points": {"to": "int4", "group_size": 32, "symmetric": False},
+    "int4, groups of 64": {"to": "int4", "group_size": 64},
+    "int4, groups of 64, zero points": {"to": "int4", "group_size": 64, "symmetric": False},
+    "nvfp4": {"to": "nvfp4"},
+}
+
+
+def load(checkpoint: str, settings: dict[str, Any] | None) -> tuple[dgemma.DiffusionGemma, float | None]:
+    """Return the model with rounded weights, as plain tensors for speed, and the relative error of the rounding."""
+    model = dgemma.DiffusionGemma.from_pretrained(checkpoint, dtype=torch.float32)
+    squares = torch.zeros(2, dtype=torch.float64)
+    for name, weight in model.state_dict().items():
+        matrix = ".experts." in name or (name.endswith("_proj.weight") and "self_conditioning" not in name)
+        if matrix and settings is not None:
+            rounded = quantize(weight, **settings).decode(torch.float32)
+            squares += torch.stack([(rounded - weight).double().square().sum(), weight.double().square().sum()])
+            set_weight(model, name, rounded)
+    model.requires_grad_(False)
+    return model, None if settings is None else math.sqrt(squares[0] / squares[1])
+
+
+def measure_text(model: dgemma.DiffusionGemma, rows: int, samples: int, prompts: int) -> dict[str, Any]:
+    """Return bits per byte on held-out text, and the steps per canvas of continuations of it."""
+    tokenizer = dgemma.Tokenizer.from_pretrained("dgemma/text")
+    held_out = (Path(dgemma.__file__).parent / "assets" / "text" / "held_out.txt").read_text()
+    tokens = torch.tensor(tokenizer.encode(held_out, bos=False)[: 64 * rows]).view(-1, 64)
+    num_bytes = sum(len(tokenizer.decode(row).encode()) for row in tokens)
+    texts = torch.nn.functional.pad(tokens, (1, 0), value=tokenizer.bos_token_id)
+    noise = UniformNoise(model.config.vocab_size)
+    bound = evaluate(model, texts, noise, num_samples=samples, num_bytes=num_bytes, progress=False)
+    assert bound.bits_per_byte is not None
+    out = dgemma.generate(
+        model, texts[:prompts, :33], max_new_tokens=64, steps=48, seed=0, eos_token_ids=(), progress=False
+    )
+    causal = bound.causal.value * bound.num_tokens / num_bytes / math.log(2)
+    return {
+        "bits_per_byte": bound.bits_per_byte.value,
+        "causal_bits_per_byte": causal,
+        "steps_per_canvas": out.steps.double().mean().item(),
+    }
+
+
+def measure_sudoku(model: dgemma.DiffusionGemma, count: int, samples: int) -> dict[str, Any]:
+    """Return exact grids and steps on hard test puzzles, and the bound of their solutions in nats per cell."""
+    puzzles = sudoku.generate_puzzles(count, givens=(24, 29), split="test")
+    sampler = dgemma.EntropyBound(bound=0.01, greedy=True)
+    scores = sudoku.complete(model, puzzles.puzzles, sampler=sampler, temperature=1.0, progress=False).scores(
+        puzzles.solutions
+    )
+    source = sudoku.SudokuSource(pool=puzzles, givens=(24, 29), frozen_share=1.0)
+    noise = sudoku.sudoku_noise("mask")
+    bound = evaluate(model, source, noise, num_rows=count, num_samples=samples, progress=False)
+    return {"exact": scores["exact"], "steps_per_canvas": scores["steps"], "nats_per_cell": bound.nelbo.value}
+
+
+def random_weights(kind: str) -> Tensor:
+    """Return a matrix of an expert's down projection: normal, heavy-tailed, or with a few large columns."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (2816, 704)
+    normal = torch.randn(shape, generator=generator)
+    if kind == "normal":
+        return 0.02 * normal
+    # Student's t with 5 degrees of freedom.
+    heavy = normal / (torch.randn(5, *shape, generator=generator).square().mean(0)).sqrt()
+    if kind == "Student's t, 5 degrees of freedom":
+        return 0.02 * heavy
+    large = torch.rand(shape[1], generator=generator) < 0.01
+    return 0.02 * heavy * torch.where(large, 10.0, 1.0)
+
+
+KINDS = ("normal", "Student's t, 5 degrees of freedom", "Student's t, 1 % of columns ten times larger")
+
+
+def measure_rounding(settings: dict[str, Any]) -> dict[str, float]:
+    """Return the relative error of random matrices, |rounded - exact| / |exact|, by their kind."""
+    errors = {}
+    for kind in KINDS:
+        weight = random_weights(kind)
+        errors[kind] = float((quantize(weight, **settings).decode(torch.float32) - weight).norm() / weight.norm())
+    return errors
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("quantized.json"), help="JSON file (%(default)s)")
+    parser.add_argument("--rows", type=int, default=16, help="rows of 64 tokens of held-out text (%(default)s)")
+    parser.add_argument("--prompts", type=int, default=4, help="continuations of 64 tokens (%(default)s)")
+    parser.add_argument("--puzzles", type=int, default=64, help="test puzzles (%(default)s)")
+    parser.add_argument("--samples", type=int, default=4, help="noise levels per text and puzzle (%(default)s)")
+    options = parser.parse_args()
+    arguments = {name: value for name, value in vars(options).items() if name != "out"}
+    results: dict[str, Any] = json.loads(options.out.read_text()) if options.out.is_file() else {}
+    if results.setdefault("arguments", arguments) != arguments:
+        parser.error(f"{options.out} was measured with {results['arguments']}")
+    measures: dict[str, Callable[[dgemma.DiffusionGemma], dict[str, Any]]] = {
+        "dgemma/sudoku": lambda model: measure_sudoku(model, options.puzzles, options.samples),
+        "dgemma/text": lambda model: measure_text(model, options.rows, options.samples, options.prompts),
+    }
+    for name, settings in FORMATS.items():
+        done = results.setdefault("formats", {}).setdefault(name, {})
+        if settings is not None:
+            done["rounding"] = measure_rounding(settings)
+        for checkpoint, measure in measures.items():
+            if checkpoint not in done:
+                model, error = load(checkpoint, settings)
+                done[checkpoint] = {"relative_error": error, **measure(model)}
+                write_json(options.out, results)
+                print(name, checkpoint, done[checkpoint], flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Quantisation of a checkpoint on disk: weights are quantised as they are read, and saved in compressed tensors."""
+
+from pathlib import Path
+
+import torch
+
+from dgemma.checkpoint.weights import resolve
+from dgemma.files import read_bytes, write_bytes
+from dgemma.model.config import read_published
+from dgemma.model.diffusion import DiffusionGemma
+from dgemma.model.memory import MemoryReport
+from dgemma.model.quantize import Quantization
+
+# Files that save_pretrained writes, or that describe the old weights.
+_WRITTEN = ("config.json", "generation_config.json", "model.safetensors.index.json")
+
+
+def quantize_checkpoint(
+    checkpoint: str | Path, out: str | Path, quantization: Quantization, *, device: torch.device | str = "cpu"
+) -> MemoryReport:
+    """Write a quantised copy of a plain checkpoint, with its tokenizer, to a folder; return what it stores.
+
+    The copy has the layout of the files published for vLLM. `from_pretrained` reads it. The memory of `device` holds
+    the quantised weights and one plain weight.
+
+    Example: `quantize_checkpoint("google/diffusiongemma-26B-A4B-it", "26b-int4", Quantization(), device="cuda")`.
+    """
+    folder, target = resolve(checkpoint), Path(out).expanduser()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"quantize_checkpoint out must be a new or an empty folder, got {target}. Choose another one.")
+    dtype = read_published(folder, "config.json").get("dtype")
+    model = DiffusionGemma.from_pretrained(folder, dtype=dtype, device=device, quantization=quantization)
+    model.save_pretrained(target)
+    for file in sorted((*folder.glob("*.json"), *folder.glob("*.jinja"))):
+        if file.name not in _WRITTEN:
+            write_bytes(target / file.name, read_bytes(file))
+    return model.memory_report()
