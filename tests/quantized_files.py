@@ -269,3 +269,97 @@ def mlx(folder, *, bits=4):
         values[name] = torch.tensor(codes * wide_scale + wide_bias)
     write(folder, files, quantization={"group_size": GROUP, "bits": bits, **overrides})
     return our_values(values)
+
+
+GGUF_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "router.proj": "ffn_gate_inp",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+
+def gguf(file, *, experts="Q4_0", dense="Q8_0"):
+    """A GGUF file with the names and the metadata of llama.cpp, quantised and decoded by the gguf package."""
+    import gguf as package
+
+    writer = package.GGUFWriter(file, "diffusion-gemma")
+    c, values = CONFIG, {}
+    for key, number in {
+        "block_count": c.num_hidden_layers,
+        "context_length": c.max_position_embeddings,
+        "embedding_length": c.hidden_size,
+        "feed_forward_length": c.intermediate_size,
+        "attention.head_count": c.num_attention_heads,
+        "expert_count": c.num_experts,
+        "expert_used_count": c.top_k_experts,
+        "expert_feed_forward_length": c.moe_intermediate_size,
+        "attention.key_length": c.global_head_dim,
+        "attention.key_length_swa": c.head_dim,
+        "attention.sliding_window": c.sliding_window,
+    }.items():
+        writer.add_uint32(f"diffusion-gemma.{key}", number)
+    for key, number in {
+        "attention.layer_norm_rms_epsilon": c.rms_norm_eps,
+        "rope.freq_base": 1e6,
+        "rope.freq_base_swa": 1e4,
+        "final_logit_softcapping": c.final_logit_softcapping,
+    }.items():
+        writer.add_float32(f"diffusion-gemma.{key}", number)
+    sliding = [kind == "sliding_attention" for kind in c.layer_types]
+    heads = [c.num_key_value_heads if flag else c.num_global_key_value_heads for flag in sliding]
+    writer.add_array("diffusion-gemma.attention.head_count_kv", heads)
+    writer.add_array("diffusion-gemma.attention.sliding_window_pattern", sliding)
+    writer.add_uint32("diffusion.canvas_length", c.canvas_length)
+    pairs = c.global_head_dim // 2
+    frequencies = np.where(np.arange(pairs) < c.layer_shape(1).rotary_pairs, 1.0, 1e30).astype(np.float32)
+    writer.add_tensor("rope_freqs.weight", frequencies)
+    for name, value in random_model().state_dict().items():
+        stored, wide = _gguf_name(name), value.float().numpy()
+        kind = experts if ".experts." in name else dense
+        plain = value.dim() == 1 or "router" in name
+        if plain:
+            writer.add_tensor(stored, wide)
+            values[name] = value
+            continue
+        kind = package.GGMLQuantizationType[kind]
+        codes = package.quantize(wide, kind)
+        writer.add_tensor(stored, codes, raw_dtype=kind)
+        values[name] = torch.tensor(package.dequantize(codes, kind))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return values
+
+
+def _gguf_name(name):
+    special = {"embed_tokens.weight": "token_embd.weight", "norm.weight": "output_norm.weight"}
+    if name in special:
+        return special[name]
+    if name.startswith("self_conditioning."):
+        part = name.removeprefix("self_conditioning.").removesuffix("_proj.weight").removesuffix(".weight")
+        return f"self_cond_{part}.weight"
+    _, layer, rest = name.split(".", 2)
+    fixed = {
+        "layer_scalar": "layer_output_scale.weight",
+        "causal_layer_scalar": "enc_layer_output_scale.weight",
+        "router.scale": "ffn_gate_inp.scale",
+        "router.per_expert_scale": "ffn_down_exps.scale",
+        "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+        "experts.down_proj": "ffn_down_exps.weight",
+    }
+    return f"blk.{layer}.{fixed.get(rest) or GGUF_NAMES[rest.removesuffix('.weight')] + '.weight'}"

@@ -61,9 +61,8 @@ def measure_text(model: dgemma.DiffusionGemma, rows: int, samples: int, prompts:
     noise = UniformNoise(model.config.vocab_size)
     bound = evaluate(model, texts, noise, num_samples=samples, num_bytes=num_bytes, progress=False)
     assert bound.bits_per_byte is not None
-    out = dgemma.generate(
-        model, texts[:prompts, :33], max_new_tokens=64, steps=48, seed=0, eos_token_ids=(), progress=False
-    )
+    options: dict[str, Any] = {"sampler": dgemma.EntropyBound(bound=0.1), "eos_token_ids": (), "progress": False}
+    out = dgemma.generate(model, texts[:prompts, :33], max_new_tokens=64, steps=48, seed=0, **options)
     causal = bound.causal.value * bound.num_tokens / num_bytes / math.log(2)
     return {
         "bits_per_byte": bound.bits_per_byte.value,

@@ -4,6 +4,7 @@ import itertools
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -12,6 +13,7 @@ import quantized_files as files
 from dgemma import DiffusionGemma, presets
 from dgemma.checkpoint.formats import read_contents
 from dgemma.checkpoint.formats.entry import Stored
+from dgemma.checkpoint.formats.gguf import _CODES as gguf_codes
 from dgemma.checkpoint.names import published_name
 from dgemma.checkpoint.plan import make_plan
 from dgemma.checkpoint.quantizing import quantize_checkpoint
@@ -204,7 +206,7 @@ def published_headers(kind):
     file = Path("model.safetensors")
 
     def add(name, dtype, *shape):
-        stored[name] = Stored(file, shape, dtype)
+        stored[name] = Stored(file, shape, dtype, 0)
 
     for name, value in model.state_dict().items():
         published = published_name(name)
@@ -339,3 +341,49 @@ def test_the_compressed_tensors_library_decodes_our_files_to_our_values(tmp_path
     for name, value in expected.items():
         # The library decodes in bfloat16 if scales are: it rounds the product, and for NVFP4 the scale too.
         torch.testing.assert_close(ours[name], value, rtol=2**-7, atol=1e-9)
+
+
+@pytest.mark.parametrize(("experts", "dense"), [("Q4_0", "Q8_0"), ("Q4_1", "Q5_0")])
+def test_gguf_files_have_the_values_that_the_gguf_package_decodes(tmp_path, experts, dense):
+    pytest.importorskip("gguf")
+    expected = files.gguf(tmp_path / "model.gguf", experts=experts, dense=dense)
+    model = DiffusionGemma.from_pretrained(tmp_path / "model.gguf", dtype=torch.float32)
+    assert model.config.to_hf()["text_config"] == files.CONFIG.to_hf()["text_config"]
+    check_values(model, expected)
+    assert model.layers[0].experts.down_proj.format == "int4"
+    # Q5_0 has no module here, so its weights are plain, and the report names them.
+    assert bool(model.dequantized.keys() - {"embed_tokens.weight"}) == (dense == "Q5_0")
+    assert "embed_tokens.weight was dequantised" in str(model.memory_report())
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
+def test_blocks_of_gguf_decode_as_in_the_gguf_package(kind):
+    package = pytest.importorskip("gguf")
+    _, num_bytes = package.GGML_QUANT_SIZES[package.GGMLQuantizationType[kind]]
+    generator = np.random.default_rng(0)
+    blocks = generator.integers(0, 256, (2, 3, 2, num_bytes), dtype=np.uint8)
+    # Numbers in float16 are at the start of a block, for Q6_K at the end. Random bytes could be NaN.
+    for start in {"Q4_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}.get(kind, (0,)):
+        numbers = generator.normal(size=blocks.shape[:-1]).astype(np.float16)
+        blocks[..., start : start + 2] = numbers[..., None].view(np.uint8)
+    data = blocks.reshape(2, 3, -1)
+    expected = package.dequantize(data, package.GGMLQuantizationType[kind])
+    _, decode = gguf_codes[kind]
+    assert torch.equal(decode({"weight": torch.from_numpy(data)}).decode(torch.float32), torch.from_numpy(expected))
+
+
+def test_damaged_and_foreign_gguf_files_are_refused(tmp_path):
+    package = pytest.importorskip("gguf")
+    files.gguf(tmp_path / "whole.gguf")
+    (tmp_path / "cut.gguf").write_bytes((tmp_path / "whole.gguf").read_bytes()[:-5000])
+    with pytest.raises(ValueError, match="not a complete GGUF file"):
+        DiffusionGemma.from_pretrained(tmp_path / "cut.gguf")
+    writer = package.GGUFWriter(tmp_path / "llama.gguf", "llama")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match="architecture must be 'diffusion-gemma', got 'llama'"):
+        DiffusionGemma.from_pretrained(tmp_path / "llama.gguf")
+    with pytest.raises(ValueError, match="must hold one GGUF file, got 3"):
+        DiffusionGemma.from_pretrained(tmp_path)

@@ -5,18 +5,20 @@ is run.
 """
 
 import logging
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from dgemma.checkpoint.formats import compressed_tensors, read_contents
 from dgemma.checkpoint.formats.entry import FLOATS, Contents, Entry, Stored
+from dgemma.checkpoint.formats.gguf import find_gguf, open_gguf, read_gguf
 from dgemma.checkpoint.names import VISION, published_name
 from dgemma.checkpoint.plan import Plan, first, make_plan, read_weight
 from dgemma.files import clear_temporaries, fill_json, fill_tensors, new_files, open_tensors, writing
@@ -100,12 +102,9 @@ def load_pretrained(
     dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise ValueError(f"from_pretrained dtype must be a torch dtype, got {dtype!r}. An example is torch.bfloat16.")
-    folder = resolve(path_or_repo)
+    folder, published, stored, contents = read_checkpoint(path_or_repo)
     if dtype is None and folder.parent == _ASSETS:
         dtype = torch.float32
-    published = read_published(folder, "config.json")
-    stored = read_headers(folder)
-    contents = read_contents(folder, published, stored)
     text = published.get("text_config", published)
     layers = text.get("num_hidden_layers") if isinstance(text, Mapping) else None
     if isinstance(layers, int) and layers > len(stored):  # before anything is built layer by layer
@@ -154,6 +153,33 @@ def load_pretrained(
     return model
 
 
+class Checkpoint(NamedTuple):
+    """A checkpoint before its weights are read."""
+
+    folder: Path
+    published: dict[str, Any]  # its config.json
+    stored: dict[str, Stored]  # its tensors
+    contents: Contents  # its weights
+
+
+def read_checkpoint(path_or_repo: str | Path, files: Sequence[str] = _CHECKPOINT_FILES) -> Checkpoint:
+    """Read the config and the headers of a checkpoint folder, a hub id or a GGUF file. No weight is read.
+
+    If only the config was downloaded, there are no tensors.
+
+    Example: `read_checkpoint("dgemma/text").contents.entries`.
+    """
+    file = find_gguf(path_or_repo)
+    if file is not None:
+        return Checkpoint(file.parent, *read_gguf(file))
+    folder = resolve(path_or_repo, files)
+    published = read_published(folder, "config.json")
+    if files != _CHECKPOINT_FILES and not any(folder.glob("*.safetensors")):
+        return Checkpoint(folder, published, {}, Contents(entries={}))
+    stored = read_headers(folder)
+    return Checkpoint(folder, published, stored, read_contents(folder, published, stored))
+
+
 def read_headers(folder: Path) -> dict[str, Stored]:
     """Return every tensor of a checkpoint folder by its published name. No weight is read.
 
@@ -168,7 +194,9 @@ def read_headers(folder: Path) -> dict[str, Stored]:
                 if tensor in stored:
                     raise ValueError(f"{file} repeats {tensor}, which {stored[tensor].file.name} holds too.")
                 entry = tensors.get_slice(tensor)
-                stored[tensor] = Stored(file, tuple(entry.get_shape()), entry.get_dtype())
+                shape, dtype = tuple(entry.get_shape()), entry.get_dtype()
+                bits = re.search(r"\d+", dtype)  # of F32, BF16, U8, F8_E4M3, ...; BOOL has none
+                stored[tensor] = Stored(file, shape, dtype, math.prod(shape) * (int(bits[0]) if bits else 8) // 8)
     misplaced = [f"{t} in {f}" for t, f in weight_map.items() if t not in stored or stored[t].file.name != f]
     if misplaced:
         raise ValueError(f"{folder / _INDEX_FILE} names tensors that are not there: {', '.join(first(misplaced))}.")
@@ -213,19 +241,25 @@ def _read_weights(
     dequantized: dict[str, str] = {}
     order = sorted((*plan.whole, *plan.parts), key=lambda ours: (_file_of(plan, contents, stored, ours), ours))
     with ExitStack() as stack, progress_bar(desc="loading", unit="weight", show=True, total=len(order)) as bar:
-        paths = sorted({entry.file for entry in stored.values()})
-        files = {path: stack.enter_context(open_tensors(path, device=str(device))) for path in paths}
+        readers: dict[Path, Callable[[str], Tensor]] = {}
+        for file in sorted({entry.file for entry in stored.values()}):
+            if file.suffix == ".gguf":
+                readers[file] = stack.enter_context(open_gguf(file, str(device)))
+            else:
+                readers[file] = stack.enter_context(open_tensors(file, device=str(device))).get_tensor
 
         def read(name: str) -> Tensor:
-            return files[stored[name].file].get_tensor(name)
+            return readers[stored[name].file](name)
 
         taken: set[str] = set()
         for ours in order:
             weight = read_weight(plan, contents.entries, ours, expected[ours].shape, read)
             # Tokens are looked up in the embedding by row, which needs plain values.
             if ours == "embed_tokens.weight" and isinstance(weight, QuantizedWeight):
-                dequantized[ours] = weight.format
                 weight = weight.decode(dtype)
+            entry = contents.entries[plan.sources(ours)[0]]
+            if isinstance(weight, Tensor) and entry.decode is not None:
+                dequantized[ours] = entry.format
             if isinstance(weight, Tensor):
                 # Plain Gemma 4 has one scalar for both modes. They must not share memory.
                 copies = plan.whole.get(ours) in taken

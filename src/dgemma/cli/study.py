@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from dgemma.checkpoint.formats import read_contents, report_files
-from dgemma.checkpoint.weights import Stored, read_headers, resolve
+from dgemma.checkpoint.formats import report_files
+from dgemma.checkpoint.formats.entry import Stored
+from dgemma.checkpoint.weights import read_checkpoint
 from dgemma.cli import options, output, types
-from dgemma.model.config import GenerationDefaults, ModelConfig, read_published
+from dgemma.model.config import GenerationDefaults, ModelConfig
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.run.generate import generate
 from dgemma.values import join_settings
@@ -79,12 +80,10 @@ def _info(arguments: argparse.Namespace) -> None:
         else:
             print("\n".join(map(_introduce, folders)) or "No checkpoint ships with this copy of dgemma.")
         return
-    folder = resolve(arguments.checkpoint, files=_CONFIG_FILES)
-    published = read_published(folder, "config.json")
+    _, published, stored, contents = read_checkpoint(arguments.checkpoint, files=_CONFIG_FILES)
     config = ModelConfig.from_hf(published)
     own = GenerationDefaults(noise=published.get("noise"), sampler=published.get("sampler"))
-    stored = read_headers(folder) if any(folder.glob("*.safetensors")) else {}
-    report = report_files(read_contents(folder, published, stored), stored) if stored else None
+    report = report_files(contents, stored) if stored else None
     model = DiffusionGemma(config, device="meta")
     description: dict[str, Any] = {
         "checkpoint": arguments.checkpoint,

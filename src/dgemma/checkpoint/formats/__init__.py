@@ -1,7 +1,6 @@
 """Storage formats of published checkpoints: one file per family turns tensors in files into weights."""
 
 import math
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -56,17 +55,12 @@ def report_files(contents: Contents, stored: Mapping[str, Stored]) -> MemoryRepo
 
     Example: `print(report_files(contents, read_headers(folder)))`.
     """
-
-    def num_bytes(name: str) -> int:
-        bits = re.search(r"\d+", stored[name].dtype)  # of F32, BF16, U8, F8_E4M3, ...
-        return math.prod(stored[name].shape) * (int(bits[0]) if bits else 8) // 8
-
     weights = [
         (
             our_names(name)[0],
             str(FLOATS.get(entry.format, entry.format)).removeprefix("torch."),
             math.prod(entry.shape),
-            sum(map(num_bytes, entry.tensors.values())),
+            sum(stored[tensor].num_bytes for tensor in entry.tensors.values()),
         )
         for name, entry in contents.entries.items()
         if not VISION.match(name)

@@ -22,6 +22,7 @@ class Stored(NamedTuple):
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    num_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)

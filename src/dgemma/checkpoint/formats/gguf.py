@@ -1,0 +1,290 @@
+"""GGUF files of llama.cpp with the architecture "diffusion-gemma": config, names, and blocks of codes as weights.
+
+Types whose values are code · scale + bias keep their codes. The others are dequantised by the `gguf` package.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dgemma.checkpoint.formats.entry import Contents, Entry, Stored
+from dgemma.files import open_file
+from dgemma.model.config import FULL, SLIDING
+from dgemma.model.quantized import IntWeight, Weight, pack_nibbles
+
+_ARCHITECTURE = "diffusion-gemma"
+_FLOATS = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
+_GLOBAL_NAMES = {
+    "token_embd.weight": "model.decoder.embed_tokens.weight",
+    "output_norm.weight": "model.decoder.norm.weight",
+    "self_cond_pre_norm.weight": "model.decoder.self_conditioning.pre_norm.weight",
+    "self_cond_gate.weight": "model.decoder.self_conditioning.gate_proj.weight",
+    "self_cond_up.weight": "model.decoder.self_conditioning.up_proj.weight",
+    "self_cond_down.weight": "model.decoder.self_conditioning.down_proj.weight",
+}
+_LAYER_NAMES = {
+    "attn_norm.weight": "input_layernorm.weight",
+    "attn_q.weight": "self_attn.q_proj.weight",
+    "attn_k.weight": "self_attn.k_proj.weight",
+    "attn_v.weight": "self_attn.v_proj.weight",
+    "attn_output.weight": "self_attn.o_proj.weight",
+    "attn_q_norm.weight": "self_attn.q_norm.weight",
+    "attn_k_norm.weight": "self_attn.k_norm.weight",
+    "post_attention_norm.weight": "post_attention_layernorm.weight",
+    "ffn_norm.weight": "pre_feedforward_layernorm.weight",
+    "ffn_gate.weight": "mlp.gate_proj.weight",
+    "ffn_up.weight": "mlp.up_proj.weight",
+    "ffn_down.weight": "mlp.down_proj.weight",
+    "ffn_gate_inp.weight": "router.proj.weight",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+    "ffn_gate_up_exps.weight": "experts.gate_up_proj",
+    "ffn_down_exps.weight": "experts.down_proj",
+    "post_ffw_norm_1.weight": "post_feedforward_layernorm_1.weight",
+    "pre_ffw_norm_2.weight": "pre_feedforward_layernorm_2.weight",
+    "post_ffw_norm_2.weight": "post_feedforward_layernorm_2.weight",
+    "post_ffw_norm.weight": "post_feedforward_layernorm.weight",
+    "layer_output_scale.weight": "layer_scalar",
+}
+_ENCODER_SCALE = "enc_layer_output_scale.weight"
+_FREQUENCIES = "rope_freqs.weight"  # part of the config here
+
+
+def find_gguf(path: str | Path) -> Path | None:
+    """Return the GGUF file that a path names: a file, or the only one in a folder without safetensors; else None.
+
+    Example: `find_gguf("diffusiongemma-Q4_K_M.gguf")`.
+    """
+    path = Path(path).expanduser()
+    if path.suffix == ".gguf":
+        return path
+    if not path.is_dir() or any(path.glob("*.safetensors")):
+        return None
+    found = sorted(path.glob("*.gguf"))
+    if len(found) > 1:
+        raise ValueError(f"{path} must hold one GGUF file, got {len(found)}. Name one of them: {found[0]}.")
+    return found[0] if found else None
+
+
+def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, Stored], Contents]:
+    """Return the config.json, the tensors and the weights of a GGUF file. No weight is read.
+
+    Example: `published, stored, contents = read_gguf(Path("diffusiongemma-Q4_K_M.gguf"))`.
+    """
+    reader = _open(file)
+    stored, contents = {}, Contents(entries={})
+    for tensor in reader.tensors:
+        kind, shape = tensor.tensor_type.name, tuple(int(size) for size in reversed(tensor.shape))
+        stored[tensor.name] = Stored(file, shape, kind, int(tensor.n_bytes))
+        name = _published_name(tensor.name)
+        if name is None:
+            if tensor.name != _FREQUENCIES:
+                contents.problems.append(f"unexpected {tensor.name}")
+            continue
+        decode, format = None, kind
+        if kind not in _FLOATS:
+            format, codes = _CODES.get(kind, (kind.lower(), None))
+            decode = codes or partial(_dequantize, kind=kind)
+        contents.entries[name] = Entry(tensors={"weight": tensor.name}, shape=shape, format=format, decode=decode)
+    return _config(reader, stored), stored, contents
+
+
+@contextmanager
+def open_gguf(file: Path, device: str) -> Iterator[Callable[[str], Tensor]]:
+    """Open a GGUF file; yield a function from the name of a tensor to its floats or bytes (..., bytes per row).
+
+    Example: `with open_gguf(file, "cpu") as read: read("output_norm.weight")`.
+    """
+    tensors = {tensor.name: tensor for tensor in _open(file).tensors}
+
+    def read(name: str) -> Tensor:
+        data = torch.from_numpy(tensors[name].data.copy()).to(device)
+        return data.view(torch.bfloat16) if tensors[name].tensor_type.name == "BF16" else data
+
+    yield read
+
+
+def _open(file: Path) -> Any:
+    try:
+        import gguf
+    except ImportError:
+        raise ImportError("GGUF files need the gguf package. Install it with: pip install 'dgemma[gguf]'.") from None
+    open_file(file).close()  # a clear error for what is not a regular file
+    try:
+        return gguf.GGUFReader(file)
+    except Exception as error:  # the package has no exceptions of its own
+        raise ValueError(f"{file} is not a complete GGUF file ({error}). Download it again.") from None
+
+
+def _published_name(name: str) -> str | None:
+    match = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
+    if match is None:
+        return _GLOBAL_NAMES.get(name)
+    if match[2] == _ENCODER_SCALE:
+        return f"model.encoder.language_model.layers.{match[1]}.layer_scalar"
+    ours = _LAYER_NAMES.get(match[2])
+    return None if ours is None else f"model.decoder.layers.{match[1]}.{ours}"
+
+
+def _config(reader: Any, stored: Mapping[str, Stored]) -> dict[str, Any]:
+    """Return the config.json that the metadata describes."""
+
+    def value(key: str, default: Any = None) -> Any:
+        field = reader.get_field(key)
+        found = default if field is None else field.contents()
+        if found is None:
+            raise ValueError(f"GGUF metadata must have {key}, but it is missing. Download the file again.")
+        return found
+
+    def own(key: str, default: Any = None) -> Any:
+        return value(f"{_ARCHITECTURE}.{key}", default)
+
+    if value("general.architecture") != _ARCHITECTURE:
+        raise ValueError(
+            f"GGUF general.architecture must be {_ARCHITECTURE!r}, got {value('general.architecture')!r}. "
+            "Load a DiffusionGemma file."
+        )
+    if "token_embd.weight" not in stored:
+        raise ValueError("GGUF token_embd.weight must be in the file, but it is missing. Download the file again.")
+    num_layers = int(own("block_count"))
+    sliding = [bool(flag) for flag in own("attention.sliding_window_pattern")]
+    kv_heads = own("attention.head_count_kv")
+    kv_heads = [int(heads) for heads in (kv_heads if isinstance(kv_heads, list) else [kv_heads] * num_layers)]
+    by_kind = {
+        kind: {heads for heads, flag in zip(kv_heads, sliding, strict=False) if flag == kind} for kind in (True, False)
+    }
+    if len(sliding) != num_layers or any(len(heads) > 1 for heads in by_kind.values()):
+        raise ValueError(f"GGUF head_count_kv must have one number per type of layer, got {kv_heads} for {sliding}.")
+    full_head = int(own("attention.key_length"))
+    frequencies = [t.data for t in reader.tensors if t.name == _FREQUENCIES]
+    # Pairs that do not rotate have a divisor of about 1e30.
+    rotating = int((frequencies[0] < 1e6).sum()) if frequencies else full_head // 2
+    rope = {
+        FULL: {
+            "rope_type": "proportional",
+            "rope_theta": float(own("rope.freq_base")),
+            "partial_rotary_factor": 2 * rotating / full_head,
+        },
+        SLIDING: {"rope_type": "default", "rope_theta": float(own("rope.freq_base_swa", 10_000.0))},
+    }
+    text = {
+        "vocab_size": stored["token_embd.weight"].shape[0],
+        "hidden_size": int(own("embedding_length")),
+        "intermediate_size": int(own("feed_forward_length")),
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": int(own("attention.head_count")),
+        "num_key_value_heads": next(iter(by_kind[True]), kv_heads[0]),
+        "head_dim": int(own("attention.key_length_swa", full_head)),
+        "num_global_key_value_heads": next(iter(by_kind[False]), kv_heads[0]),
+        "global_head_dim": full_head,
+        "num_experts": int(own("expert_count")),
+        "top_k_experts": int(own("expert_used_count")),
+        "moe_intermediate_size": int(own("expert_feed_forward_length")),
+        "sliding_window": int(own("attention.sliding_window")),
+        "layer_types": [SLIDING if flag else FULL for flag in sliding],
+        "max_position_embeddings": int(own("context_length")),
+        "rope_parameters": rope,
+        "rms_norm_eps": float(f"{own('attention.layer_norm_rms_epsilon'):.6g}"),
+        "final_logit_softcapping": float(own("final_logit_softcapping")),
+        "pad_token_id": int(value("tokenizer.ggml.padding_token_id", 0)),
+        "bos_token_id": int(value("tokenizer.ggml.bos_token_id", 2)),
+        "eos_token_id": int(value("tokenizer.ggml.eos_token_id", 1)),
+    }
+    canvas = int(value("diffusion.canvas_length", 256))
+    return {"model_type": _ARCHITECTURE.replace("-", "_"), "canvas_length": canvas, "text_config": text}
+
+
+def _dequantize(tensors: dict[str, Tensor], *, kind: str) -> Weight:
+    import gguf
+
+    data = tensors["weight"]
+    values = gguf.dequantize(data.cpu().numpy(), gguf.GGMLQuantizationType[kind])
+    return torch.from_numpy(values).to(data.device)
+
+
+def _split(data: Tensor, *sizes: int) -> tuple[Tensor, ...]:
+    """Split rows (..., blocks · bytes) into the fields of their blocks: (..., blocks, size) each."""
+    return data.unflatten(-1, (-1, sum(sizes))).split(sizes, dim=-1)
+
+
+def _halves(data: Tensor) -> Tensor:
+    """Return float16 numbers (..., blocks) from bytes (..., blocks, 2)."""
+    return data.contiguous().view(torch.float16).squeeze(-1)
+
+
+def _low_then_high(packed: Tensor) -> Tensor:
+    """Return codes (..., 2 n) of bytes (..., n): all low halves, then all high halves."""
+    return torch.cat((packed & 15, packed >> 4), dim=-1)
+
+
+def _q8_0(tensors: dict[str, Tensor]) -> IntWeight:
+    scale, codes = _split(tensors["weight"], 2, 32)
+    return IntWeight(codes=codes.flatten(-2) ^ 128, scale=_halves(scale), bits=8)
+
+
+def _q4_0(tensors: dict[str, Tensor]) -> IntWeight:
+    scale, packed = _split(tensors["weight"], 2, 16)
+    return IntWeight(codes=pack_nibbles(_low_then_high(packed).flatten(-2)), scale=_halves(scale))
+
+
+def _q4_1(tensors: dict[str, Tensor]) -> IntWeight:
+    scale, bias, packed = _split(tensors["weight"], 2, 2, 16)
+    codes = pack_nibbles(_low_then_high(packed).flatten(-2))
+    return IntWeight(codes=codes, scale=_halves(scale), bias=_halves(bias))
+
+
+def _scales_and_biases(scale: Tensor, bias: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scales and biases (..., 8 blocks), float32, of the eight groups of every block of Q4_K or Q5_K.
+
+    `packed` (..., blocks, 12) has six bits for each. The first four groups are in the low bits of bytes 0 to 7. The
+    last four have their low bits in bytes 8 to 11, and their high bits above those of the first four.
+    """
+    first, second, third = packed.split(4, dim=-1)
+    scales = torch.cat((first & 63, third & 15 | (first >> 6) << 4), dim=-1)
+    biases = torch.cat((second & 63, third >> 4 | (second >> 6) << 4), dim=-1)
+    wide_scale, wide_bias = (_halves(half).float()[..., None] for half in (scale, bias))
+    return (wide_scale * scales).flatten(-2), -(wide_bias * biases).flatten(-2)
+
+
+def _q4_k(tensors: dict[str, Tensor]) -> IntWeight:
+    scale, bias, packed, codes = _split(tensors["weight"], 2, 2, 12, 128)
+    scales, biases = _scales_and_biases(scale, bias, packed)
+    values = _low_then_high(codes.unflatten(-1, (4, 32))).flatten(-3)
+    return IntWeight(codes=pack_nibbles(values), scale=scales, bias=biases)
+
+
+def _q5_k(tensors: dict[str, Tensor]) -> IntWeight:
+    scale, bias, packed, high, codes = _split(tensors["weight"], 2, 2, 12, 32, 128)
+    scales, biases = _scales_and_biases(scale, bias, packed)
+    values = _low_then_high(codes.unflatten(-1, (4, 32))).flatten(-2)  # (..., blocks, 256)
+    fifth = torch.cat([high >> bit & 1 for bit in range(8)], dim=-1)
+    return IntWeight(codes=(values | fifth << 4).flatten(-2), scale=scales, bias=biases, bits=8)
+
+
+def _q6_k(tensors: dict[str, Tensor]) -> IntWeight:
+    low, high, groups, scale = _split(tensors["weight"], 128, 64, 16, 2)
+    values = _low_then_high(low.unflatten(-1, (2, 64))).flatten(-2)
+    upper = torch.cat([high.unflatten(-1, (2, 32)) >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1).flatten(-2)
+    scales = (_halves(scale).float()[..., None] * groups.contiguous().view(torch.int8)).flatten(-2)
+    return IntWeight(
+        codes=(values | upper << 4).flatten(-2),
+        scale=scales,
+        zero_point=torch.full(scales.shape, 32, dtype=torch.uint8, device=scales.device),
+        bits=8,
+    )
+
+
+_CODES: dict[str, tuple[str, Callable[[dict[str, Tensor]], IntWeight]]] = {
+    "Q8_0": ("int8", _q8_0),
+    "Q4_0": ("int4", _q4_0),
+    "Q4_1": ("int4", _q4_1),
+    "Q4_K": ("int4", _q4_k),
+    "Q5_K": ("int8", _q5_k),
+    "Q6_K": ("int8", _q6_k),
+}
