@@ -127,7 +127,7 @@ _ELSEWHERE = {
     "run.trajectory": ("Generation", "RecordedStep"),
     "sampling.temperature": ("ConstantTemperature",),
     "study.observe": ("Observation", "Pass"),
-    "study.sweep": ("Sweep", "SweepRow"),
+    "study.sweep": ("Sweep", "SweepExample", "SweepRow"),
     "tasks.infill": ("Infilling",),
     "tasks.slots": ("FilledTemplate",),
     "values": ("describe_noise", "describe_sampler"),

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from dgemma.diffusion.schedule import Loop
+from dgemma.intervals import half_width
 from dgemma.train import TrainBatch, evaluate, nelbo
-from dgemma.train.estimates import half_width
 from exact_networks import ExactModel, Network, random_joint
 from toy import SEQUENCES, hybrid_noise, likelihood, mask_noise, uniform_noise
 

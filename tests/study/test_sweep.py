@@ -1,8 +1,11 @@
-"""`sweep`: means, a table in three forms, a plot, and the frontier."""
+"""`sweep`: means, tables, paired differences, the area under a curve, a plot, and runs that continue."""
 
 import csv
 import io
+import itertools
+import math
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -113,3 +116,94 @@ def test_sweeps_that_do_not_fit_are_refused():
 def test_one_sampler_alone_is_refused_by_name():
     with pytest.raises(ValueError, match=r"samplers must be a list, got one EntropyBound. Write \[sampler\]"):
         sweep(lambda sampler, seed: None, dgemma.EntropyBound())
+
+
+def graded(qualities):
+    """A task whose qualities are given by sampler and seed."""
+
+    def task(sampler, seed):
+        quality = torch.tensor(qualities[sampler][seed])
+        forwards = torch.arange(1, len(quality) + 1)
+        return quality, SimpleNamespace(steps=forwards[:, None], tokens_per_forward=8.0 / forwards)
+
+    return task
+
+
+def test_differences_are_paired_by_example_after_the_mean_over_seeds():
+    result = sweep(
+        graded({"a": [[1.0, 0.0, 1.0], [1.0, 1.0, 0.5]], "b": [[0.5] * 3, [0.5] * 3]}), ["a", "b"], seeds=[0, 1]
+    )
+    # The means of a are 1, 0.5 and 0.75, so the differences are 0.5, 0 and 0.25. Student's t for 2 degrees is 4.303.
+    value, error = result.compare("'a'", "'b'")
+    assert value == pytest.approx(0.25)
+    assert error == pytest.approx(4.303 * 0.25 / math.sqrt(3), rel=1e-3)
+    with pytest.raises(KeyError, match="No sampler is named"):
+        result.compare("'a'", "c")
+
+
+def test_a_task_with_one_number_per_run_is_paired_by_seed():
+    one = sweep(graded({"a": [[1.0], [0.0]], "b": [[0.5], [0.25]]}), {"a": "a", "b": "b"}, seeds=[0, 1])
+    value, error = one.compare("a", "b")
+    assert value == pytest.approx(0.125)
+    assert error == pytest.approx(12.706 * math.sqrt(0.28125) / math.sqrt(2), rel=1e-3)  # t for 1 degree
+
+
+def test_the_area_under_parallelism_is_that_of_the_paper():
+    rows = (row("EB(0.1)", 0.8, 1.0), row("EB(0.5)", 0.8, 2.0), row("EB(1)", 0.78, 4.0), row("EB(9)", 0.5, 8.0))
+    rows += (row("T, 0.9", 0.6, 3.0),)
+    areas = Sweep(rows).aup()
+    # 1 · 0.8 for the slowest, then two trapezoids; 0.78 weighs exp(-3 (1 - 0.975)); 0.5 is too far below 0.8.
+    assert areas["EB"] == pytest.approx(0.8 + 0.8 + 2 * (0.8 + 0.78 * math.exp(-0.075)) / 2)
+    assert areas["T"] == pytest.approx(1.8)
+    with pytest.raises(ValueError, match=r"aup must have qualities in \[0, 1\]"):
+        Sweep((row("nats", 4.2, 1.0),)).aup()
+
+
+def test_a_sweep_that_was_killed_continues_where_it_stopped(tmp_path):
+    calls, path = [], tmp_path / "sweep.jsonl"
+    qualities = {"a": [[1.0, 0.0], [0.5, 0.5]], "b": [[0.0, 0.0], [1.0, 1.0]]}
+
+    def task(sampler, seed):
+        calls.append((sampler, seed))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return graded(qualities)(sampler, seed)
+
+    samplers = {"a": "a", "b": "b"}
+    with pytest.raises(KeyboardInterrupt):
+        sweep(task, samplers, seeds=[0, 1], out=path)
+    result = sweep(task, samplers, seeds=[0, 1], out=path)
+    assert calls == [("a", 0), ("a", 1), ("b", 0), ("b", 0), ("b", 1)]
+    whole = sweep(graded(qualities), samplers, seeds=[0, 1])
+    assert [r.examples for r in result.rows] == [r.examples for r in whole.rows]
+    with pytest.raises(ValueError, match="must be continued with the settings that it began with, got seeds"):
+        sweep(task, samplers, seeds=[0, 2], out=path)
+
+
+def test_every_example_has_a_line_of_its_own(tmp_path):
+    result = sweep(graded({"a": [[1.0, 0.5]]}), {"a": "a"})
+    lines = list(csv.DictReader(io.StringIO(result.to_csv(tmp_path / "examples.csv", per_example=True))))
+    assert [(line["label"], line["seed"], line["example"], float(line["quality"])) for line in lines] == [
+        ("a", "0", "0", 1.0),
+        ("a", "0", "1", 0.5),
+    ]
+    assert [float(line["tokens_per_forward"]) for line in lines] == [8.0, 4.0]
+
+
+def test_a_task_may_return_a_list_of_results():
+    parts = [
+        SimpleNamespace(steps=torch.tensor([2, 3]), tokens_per_forward=2.0),
+        SimpleNamespace(steps=[4], tokens_per_forward=1),
+    ]
+    (found,) = sweep(lambda sampler, seed: ([0.0, 1.0], parts), {"many": None}).rows
+    assert (found.quality, found.forwards, found.tokens_per_forward) == (0.5, 4.5, 1.5)
+
+
+def test_families_are_lines_and_their_labels_do_not_cover_each_other():
+    pytest.importorskip("matplotlib")
+    rows = [row(f"Threshold(tau={tau})", 0.5 + tau / 1000, 2 + tau / 100) for tau in range(6)]
+    ax = plot_frontier(Sweep((*rows, row("Confidence, 12 steps", 0.5, 2.0)))).axes[0]
+    assert [text.get_text() for text in ax.texts] == [*(f"tau={tau}" for tau in range(6)), "Confidence, 12 steps"]
+    assert {text.get_text() for text in ax.get_legend().get_texts()} == {"Threshold", "Confidence"}
+    boxes = [text.get_window_extent() for text in ax.texts]
+    assert not [pair for pair in itertools.combinations(boxes, 2) if pair[0].overlaps(pair[1])]

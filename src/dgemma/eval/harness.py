@@ -22,6 +22,7 @@ from dgemma.checkpoint.weights import resolve
 from dgemma.checks import as_int, require
 from dgemma.data.sudoku.tokenizer import SudokuTokenizer
 from dgemma.files import open_file, write_text
+from dgemma.intervals import Estimate, mean_of
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.layout import lay_out_by_column
 from dgemma.progress import progress_bar
@@ -31,7 +32,6 @@ from dgemma.run.plan import read_plan
 from dgemma.run.step import Denoiser, check_denoiser
 from dgemma.train.batch import TrainBatch, row_seeds
 from dgemma.train.canvases import cut_canvases
-from dgemma.train.estimates import Estimate, half_width
 from dgemma.train.likelihood import evaluate
 from dgemma.train.readers import read_canvases
 from dgemma.values import label, parse_sampler
@@ -51,7 +51,6 @@ logger = logging.getLogger("dgemma")
 LIKELIHOODS = ("bound", "causal", "both")
 _COPIES = 8  # rows per request: its interval is over their independent noise
 _CHUNK = 256  # requests that are measured together
-_CONFIDENCE = 0.95
 _SAMPLED = 1 << 20  # bytes at both ends of a weight file that its revision depends on
 
 
@@ -328,9 +327,7 @@ class DiffusionLM(TemplateLM):
             seed=seeds,
             progress=False,
         )
-        nats = found.rows.nats.view(-1, _COPIES)
-        errors = half_width(_CONFIDENCE, _COPIES - 1) * nats.std(1) / _COPIES**0.5
-        return [Estimate(-value, error) for value, error in zip(nats.mean(1).tolist(), errors.tolist(), strict=True)]
+        return [mean_of(copies) for copies in (-found.rows.nats).view(-1, _COPIES).tolist()]
 
     @torch.no_grad()
     def _causal(self, pairs: Sequence[Pair]) -> list[float]:

@@ -1,27 +1,43 @@
-"""Comparison of samplers on one task: a table of quality, speed and forwards."""
+"""Comparison of samplers on one task: quality, speed, paired differences, and the area under their curve."""
 
 import csv
 import html
 import io
+import math
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from contextlib import nullcontext
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dgemma.files import write_text
+from dgemma.intervals import Estimate, mean_of
 from dgemma.progress import progress_bar
-from dgemma.run.trajectory import Generation
+from dgemma.run.run_file import RunFile
 from dgemma.sampling.base import Sampler
 from dgemma.values import label
 
-Task = Callable[[Any, int], tuple[float | Tensor, Generation]]
+# (sampler, seed) → the quality, and the result of `generate`, `infill` or another run, or a list of results
+Task = Callable[[Any, int], tuple[float | Tensor, Any]]
 
 _COLUMNS = ("sampler", "quality", "± error", "tokens/forward", "forwards", "seconds", "runs")
+
+
+class SweepExample(NamedTuple):
+    """One example of one run: `example` is its place among the values that the task returned."""
+
+    label: str
+    seed: int
+    example: int
+    quality: float
+    tokens_per_forward: float
+    forwards: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +45,7 @@ class SweepRow:
     """Means of one sampler over all rows of all runs; `error` is the standard error of quality, NaN for one value.
 
     tokens_per_forward is new tokens without padding, divided by the forwards of a row until it finished. `forwards` is
-    the mean per row, `seconds` the mean per run.
+    the mean per row, `seconds` the mean per run. `examples` holds the values that the means are over.
     """
 
     label: str
@@ -39,6 +55,17 @@ class SweepRow:
     forwards: float
     seconds: float
     runs: int
+    examples: tuple[SweepExample, ...] = field(default=(), repr=False)
+
+    @property
+    def family(self) -> str:
+        """The label up to its first comma or bracket: rows that share it differ in settings only."""
+        return re.split(r"[,(]", self.label, maxsplit=1)[0].strip()
+
+    @property
+    def setting(self) -> str:
+        """The label after its family, without brackets."""
+        return self.label[len(self.family) :].strip(" ,").removeprefix("(").removesuffix(")")
 
     def cells(self) -> tuple[str, ...]:
         error = "" if self.error != self.error else f"{self.error:.4f}"
@@ -52,6 +79,13 @@ class Sweep:
 
     rows: tuple[SweepRow, ...]
 
+    def __getitem__(self, name: str) -> SweepRow:
+        """Return the row with this label."""
+        for row in self.rows:
+            if row.label == name:
+                return row
+        raise KeyError(f"No sampler is named {name!r}; the names are {[row.label for row in self.rows]}.")
+
     @property
     def frontier(self) -> tuple[SweepRow, ...]:
         """The rows that no other row beats in both quality and tokens per forward, fastest last."""
@@ -61,18 +95,67 @@ class Sweep:
                 best.append(row)
         return tuple(reversed(best))
 
+    @property
+    def families(self) -> dict[str, tuple[SweepRow, ...]]:
+        """The rows of each family, slowest first."""
+        found: dict[str, list[SweepRow]] = {}
+        for row in self.rows:
+            found.setdefault(row.family, []).append(row)
+        return {name: tuple(sorted(rows, key=lambda row: row.tokens_per_forward)) for name, rows in found.items()}
+
+    def compare(self, first: str, second: str, *, confidence: float = 0.95) -> Estimate:
+        """Return the quality of `first` minus that of `second`, paired by example, with an interval.
+
+        An example is a row of the task's result. Its quality is the mean over seeds, and the interval is over examples.
+        A task that returns one number per run is paired by seed. Pairing removes the spread between examples, so the
+        interval is narrower than that of either quality.
+
+        Example: `print(result.compare("Threshold(tau=0.9)", "Confidence()"))` is "-0.0156 ± 0.0312".
+        """
+        pairs = [_by_example(self[name].examples) for name in (first, second)]
+        if pairs[0].keys() != pairs[1].keys() or not pairs[0]:
+            raise ValueError(
+                f"compare must get two samplers that ran on the same examples, got {len(pairs[0])} of {first} and "
+                f"{len(pairs[1])} of {second}."
+            )
+        return mean_of([pairs[0][example] - pairs[1][example] for example in pairs[0]], confidence)
+
+    def aup(self, *, alpha: float = 3.0, drop: float = 0.05) -> dict[str, float]:
+        """Return the accuracy under parallelism of each family (AUP, arXiv:2601.07568), in tokens per forward.
+
+        It is the area under quality, a share in [0, 1], against tokens per forward. It begins with the slowest point as
+        a rectangle. Quality y is weighted by exp(-alpha (1 - y / best)), where `best` is the highest of the sweep.
+        Points more than `drop` below the slowest do not count. The paper counts in percent: multiply by 100.
+
+        Example: `result.aup()["EntropyBound"]`.
+        """
+        best = max(row.quality for row in self.rows)
+        if not (min(row.quality for row in self.rows) >= 0 and 0 < best <= 1):
+            raise ValueError("aup must have qualities in [0, 1], and one above 0. Let the task return shares.")
+        areas = {}
+        for name, rows in self.families.items():
+            kept = [row for row in rows if row.quality >= rows[0].quality - drop]
+            weighed = [row.quality * math.exp(-alpha * (1 - row.quality / best)) for row in kept]
+            speeds = [row.tokens_per_forward for row in kept]
+            trapezoids = ((speeds[i] - speeds[i - 1]) * (weighed[i] + weighed[i - 1]) / 2 for i in range(1, len(kept)))
+            areas[name] = speeds[0] * kept[0].quality + sum(trapezoids)
+        return areas
+
     def to_markdown(self) -> str:
         """Return a Markdown table."""
         lines = [_COLUMNS, ("---",) * len(_COLUMNS), *(row.cells() for row in self.rows)]
         return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
-    def to_csv(self, path: str | Path | None = None) -> str:
-        """Return the numbers in full precision, one line per sampler; write them to `path` if given."""
+    def to_csv(self, path: str | Path | None = None, *, per_example: bool = False) -> str:
+        """Return the numbers in full precision, one line per sampler or per example; write them to `path` if given."""
+        names: Sequence[str] = [f.name for f in fields(SweepRow) if f.name != "examples"]
+        lines: list[Any] = [[getattr(row, name) for name in names] for row in self.rows]
+        if per_example:
+            names, lines = SweepExample._fields, [example for row in self.rows for example in row.examples]
         text = io.StringIO()
-        names = [field.name for field in fields(SweepRow)]
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(names)
-        writer.writerows([getattr(row, name) for name in names] for row in self.rows)
+        writer.writerows(lines)
         if path is not None:
             write_text(path, text.getvalue())
         return text.getvalue()
@@ -86,12 +169,21 @@ class Sweep:
 
 
 def sweep(
-    task: Task, samplers: Mapping[str, Any] | Sequence[Any], *, seeds: Iterable[int] = (0,), progress: bool = True
+    task: Task,
+    samplers: Mapping[str, Any] | Sequence[Any],
+    *,
+    seeds: Iterable[int] = (0,),
+    out: str | Path | None = None,
+    progress: bool = True,
 ) -> Sweep:
-    """Run `task(sampler, seed)` for every sampler and seed. A task returns a quality and the result of `generate`.
+    """Run `task(sampler, seed)` for every sampler and seed. A task returns a quality and the result of its run.
 
-    Quality is one number, or one per row (B,). `samplers` is a list, or a dictionary by name. In a list, the name is
-    the class with the fields that differ from their defaults. The task gets a sampler unchanged, so any value works.
+    Quality is one number, or one per example (B,). The result is that of `generate`, `infill`, or anything with `steps`
+    and `tokens_per_forward`; or a list of such results, as from `generate_many`. `samplers` is a list, or a dictionary
+    by name. In a list, the name is the class with the fields that differ from their defaults. The task gets a sampler
+    unchanged, so any value works.
+
+    `out` is a file of JSON lines, one per run. A second call with the same arguments continues after a kill.
 
     Example:
         def task(sampler, seed):
@@ -105,20 +197,28 @@ def sweep(
     seeds = list(seeds)
     if not named or not seeds:
         raise ValueError(f"sweep needs at least one sampler and one seed, got {len(named)} and {len(seeds)}.")
+    settings = {"samplers": {name: _describe(sampler) for name, sampler in named.items()}, "seeds": seeds}
     rows = []
     runs = progress_bar(total=len(named) * len(seeds), desc="sweep", unit="run", show=progress)
-    with runs:
-        for name, sampler in named.items():
+    with runs, nullcontext() if out is None else RunFile(out, settings) as file:
+        for place, (name, sampler) in enumerate(named.items()):
             outcomes = []
-            for seed in seeds:
-                outcomes.append(_run(task, sampler, seed))
+            for seed_place, seed in enumerate(seeds):
+                index = place * len(seeds) + seed_place
+                if file is not None and index in file:
+                    outcome = _Outcome(**file[index]["outcome"])
+                else:
+                    outcome = _run(task, sampler, seed)
+                    if file is not None:
+                        file.append({"index": index, "sampler": name, "outcome": outcome._asdict()})
+                outcomes.append(outcome)
                 runs.update()
             rows.append(_summarise(name, outcomes))
     return Sweep(tuple(rows))
 
 
-@dataclass(frozen=True)
-class _Outcome:
+class _Outcome(NamedTuple):
+    seed: int
     quality: list[float]
     tokens_per_forward: list[float]
     forwards: list[float]
@@ -128,16 +228,20 @@ class _Outcome:
 def _run(task: Task, sampler: Any, seed: int) -> _Outcome:
     start = time.perf_counter()
     result = task(sampler, seed)
-    if not (isinstance(result, tuple) and len(result) == 2 and hasattr(result[1], "tokens_per_forward")):
+    is_pair = isinstance(result, tuple) and len(result) == 2
+    parts = [] if not is_pair else list(result[1]) if isinstance(result[1], list) else [result[1]]
+    if not parts or not all(hasattr(part, "tokens_per_forward") and hasattr(part, "steps") for part in parts):
         raise ValueError(
             f"sweep task must return (quality, generation), got {type(result).__name__}. Return the result of generate."
         )
-    quality = torch.as_tensor(result[0], dtype=torch.float64).reshape(-1).tolist()
-    generation = result[1]
+    speeds = [torch.as_tensor(part.tokens_per_forward, dtype=torch.float64).reshape(-1) for part in parts]
+    steps = [torch.as_tensor(part.steps, dtype=torch.float64) for part in parts]
+    forwards = [count.reshape(len(speed), -1).sum(1) for count, speed in zip(steps, speeds, strict=True)]
     return _Outcome(
-        quality=quality,
-        tokens_per_forward=generation.tokens_per_forward.tolist(),
-        forwards=generation.steps.reshape(len(generation.tokens_per_forward), -1).sum(1).tolist(),
+        seed=seed,
+        quality=torch.as_tensor(result[0], dtype=torch.float64).reshape(-1).tolist(),
+        tokens_per_forward=torch.cat(speeds).tolist(),
+        forwards=torch.cat(forwards).tolist(),
         seconds=time.perf_counter() - start,
     )
 
@@ -152,7 +256,33 @@ def _summarise(name: str, outcomes: Sequence[_Outcome]) -> SweepRow:
         forwards=fmean(value for outcome in outcomes for value in outcome.forwards),
         seconds=fmean(outcome.seconds for outcome in outcomes),
         runs=len(outcomes),
+        examples=tuple(example for outcome in outcomes for example in _examples(name, outcome)),
     )
+
+
+def _examples(name: str, outcome: _Outcome) -> list[SweepExample]:
+    """The values of each example. A task with one quality for all rows has one example, with their mean speed."""
+    speeds, forwards = outcome.tokens_per_forward, outcome.forwards
+    if len(outcome.quality) != len(speeds):
+        speeds, forwards = [fmean(speeds)] * len(outcome.quality), [fmean(forwards)] * len(outcome.quality)
+    values = zip(outcome.quality, speeds, forwards, strict=True)
+    return [SweepExample(name, outcome.seed, number, *each) for number, each in enumerate(values)]
+
+
+def _by_example(examples: Sequence[SweepExample]) -> dict[tuple[int, int], float]:
+    """The mean quality of each example over seeds; a task with one value per run has one example per seed."""
+    single = max((example.example for example in examples), default=0) == 0
+    found: dict[tuple[int, int], list[float]] = {}
+    for example in examples:
+        found.setdefault((example.seed if single else 0, example.example), []).append(example.quality)
+    return {key: fmean(values) for key, values in found.items()}
+
+
+def _describe(sampler: Any) -> Any:
+    """A sampler, or a dictionary of options with samplers in it, as text that is the same in every process."""
+    if isinstance(sampler, Mapping):
+        return {str(name): _describe(value) for name, value in sampler.items()}
+    return label(sampler)
 
 
 def _name(samplers: Sequence[Any]) -> dict[str, Any]:

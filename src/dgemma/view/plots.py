@@ -22,7 +22,14 @@ from dgemma.view.pieces import Pieces
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.text import Annotation
 
+# Places of a label around its point, in points: right above, right below, left above, left below, then further away.
+_PLACES = [
+    (across * far, up * far, "left" if across > 0 else "right")
+    for far in (1, 2, 3, 4, 6)
+    for across, up in ((5, 4), (5, -12), (-5, 4), (-5, -12))
+]
 _LABELLED = 60  # most positions whose tokens are written below the axis
 
 
@@ -78,21 +85,43 @@ def plot_order(
 
 
 def plot_frontier(sweep: Sweep, *, ax: "Axes | None" = None) -> "Figure":
-    """Plot quality over tokens per forward: one labelled point per sampler with its error, and the frontier as a line.
+    """Plot quality over tokens per forward: a line per family of samplers, a labelled point with its error per sampler.
+
+    The frontier is a grey line. Labels move so that they do not cover each other.
 
     Example: `plot_frontier(sweep(task, samplers)).savefig("sweep.png")`.
     """
     figure, ax = _axes(ax, "plot_frontier")
     best = sweep.frontier
     ax.plot([row.tokens_per_forward for row in best], [row.quality for row in best], color="0.7", zorder=0)
-    for row in sweep.rows:
-        height = None if row.error != row.error else row.error
-        ax.errorbar(row.tokens_per_forward, row.quality, yerr=height, fmt="o", capsize=3)
-        near = (row.tokens_per_forward, row.quality)
-        ax.annotate(row.label, near, xytext=(5, 4), textcoords="offset points", fontsize="small")
+    labels = []
+    for name, rows in sweep.families.items():
+        speeds, qualities = [row.tokens_per_forward for row in rows], [row.quality for row in rows]
+        heights = [0.0 if row.error != row.error else row.error for row in rows]
+        is_line = len(rows) > 1
+        ax.errorbar(speeds, qualities, yerr=heights, fmt="o-" if is_line else "o", capsize=3, label=name)
+        for row, near in zip(rows, zip(speeds, qualities, strict=True), strict=True):
+            text = row.setting if is_line else row.label
+            labels.append(ax.annotate(text, near, xytext=(5, 4), textcoords="offset points", fontsize="small"))
     ax.set(xlabel="new tokens / forward", ylabel="quality")
     ax.margins(x=0.15)
+    if any(len(rows) > 1 for rows in sweep.families.values()):
+        ax.legend(fontsize="small")
+    _spread_labels(figure, labels)
     return figure
+
+
+def _spread_labels(figure: "Figure", labels: "Sequence[Annotation]") -> None:
+    """Move each label to the first place around its point where it covers no label before it."""
+    figure.draw_without_rendering()  # the layout decides where points are
+    taken: list[Any] = []
+    for text in labels:
+        for across, up, side in _PLACES:
+            text.set(position=(across, up), horizontalalignment=side)
+            box = text.get_window_extent()
+            if not any(box.overlaps(other) for other in taken):
+                break
+        taken.append(box)
 
 
 def plot_losses(
