@@ -20,6 +20,7 @@ IN_FUNCTIONS = {
     "dgemma.checkpoint.weights": {"huggingface_hub"},
     "dgemma.cli.options": {"dgemma_kernels"},
     "dgemma.constraints.languages": {"transformers.utils"},
+    "dgemma.cli.serving": {"uvicorn", "dgemma.serve.app", "dgemma.serve.gate"},
     "dgemma.cli.writing": {"readline"},  # not on Windows
     "dgemma.data.vocabulary": {"tokenizers", "transformers"},
     "dgemma.eval.__main__": {"dgemma.eval.harness", "lm_eval.__main__"},
@@ -41,8 +42,9 @@ FORBIDDEN = {
     "dgemma.checkpoint": {"sampling", "run", "tasks", "study", "train", "data", "view", "cli"},
     "dgemma.train": {"tasks", "study", "data", "view", "cli"},
     "dgemma.data": {"view", "cli"},
-    "dgemma.view": {"cli", "eval"},
-    "dgemma.eval": {"view", "cli"},
+    "dgemma.view": {"serve", "cli", "eval"},
+    "dgemma.serve": {"study", "train", "data", "cli", "eval"},
+    "dgemma.eval": {"view", "serve", "cli"},
 }
 SEAM = ("dgemma.model.diffusion", "dgemma.run.step")  # DiffusionGemma derives from Denoiser, which run defines
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
-from dgemma.cli import quantizing, study, sudoku, training, writing
+from dgemma.cli import quantizing, serving, study, sudoku, training, writing
 from dgemma.cli.parser import Parser
 from dgemma.printing import one_line, printable
 
@@ -50,7 +50,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"dgemma {_version()}")
     commands = parser.add_subparsers(prog="dgemma", title="commands", dest="command", metavar="COMMAND")
-    for family in (writing, sudoku, study, quantizing, training):
+    for family in (writing, sudoku, study, quantizing, training, serving):
         family.add_commands(commands)
     return parser
 

@@ -1,0 +1,81 @@
+"""Typed decisions: a probability for every allowed answer, in the request and response form of vLLM's /v1/systemone.
+
+A question is yes or no ("noul"), one of several options ("choice"), or a level of a scale ("score"). vLLM reads the
+probability of one label token. Here `dgemma.slots` compares whole options by the chain rule, so they may have several
+tokens.
+"""
+
+import json
+import math
+from typing import Any
+
+from dgemma.checkpoint.tokenizer import Tokenizer
+from dgemma.run.step import Denoiser
+from dgemma.serve.errors import ApiError
+from dgemma.serve.protocol import DecisionRequest, Question
+from dgemma.tasks.slots import Slot, slots
+
+_MOST_OPTIONS = 64
+
+
+def decide(model: Denoiser, tokenizer: Tokenizer, request: DecisionRequest) -> dict[str, Any]:
+    """Answer every question of a request; return the answers by name, and the number of tokens read.
+
+    Example: `decide(model, tokenizer, request)["answers"]["urgent"]["noul"]`.
+    """
+    answers, num_tokens = {}, 0
+    state = request.state if isinstance(request.state, str) else json.dumps(request.state, ensure_ascii=False)
+    for name, question in request.questions.items():
+        options = _options(name, question)
+        prompt = f"{state}\n\n{_ask(question, options)}\n"
+        tokens = tokenizer.chat(prompt) if tokenizer.has_chat_template else tokenizer.encode(f"{prompt}Answer: ")
+        choices = [tokenizer.encode(option, bos=False) for option in options]
+        try:
+            filled = slots(model, [tokens, Slot(choices, name=name)])
+        except ValueError as error:
+            raise ApiError(400, f"questions.{name}: {error}", param=f"questions.{name}") from None
+        probabilities = filled[name].probabilities.tolist()
+        answers[name] = _answer(question, options, probabilities)
+        num_tokens += len(tokens)
+    return {"answers": answers, "usage": {"input_tokens": num_tokens, "output_tokens": 0}}
+
+
+def _options(name: str, question: Question) -> dict[str, Any]:
+    """Return the allowed answers of a question, with their descriptions."""
+    criteria, place = question.criteria, f"questions.{name}.criteria"
+    if question.type == "noul":
+        criteria = {} if criteria is None else criteria
+        if not isinstance(criteria, dict) or not criteria.keys() <= {"true", "false"}:
+            raise ApiError(400, f"{place} must be null, or describe true and false.", param=place)
+        return {"yes": criteria.get("true"), "no": criteria.get("false")}
+    if question.type == "score":
+        if not isinstance(criteria, list) or not 2 <= len(criteria) <= 10:
+            raise ApiError(400, f"{place} must be a list of 2 to 10 levels, the lowest first.", param=place)
+        return {str(level): description for level, description in enumerate(criteria)}
+    if not isinstance(criteria, dict) or not 2 <= len(criteria) <= _MOST_OPTIONS or not all(criteria):
+        raise ApiError(400, f"{place} must map 2 to {_MOST_OPTIONS} options to descriptions or null.", param=place)
+    return criteria
+
+
+def _ask(question: Question, options: dict[str, Any]) -> str:
+    described = [name if text is None else f"{name}: {_as_text(text)}" for name, text in options.items()]
+    return "\n".join([question.instructions, *described, f"Answer with one of: {', '.join(options)}."])
+
+
+def _answer(question: Question, options: dict[str, Any], probabilities: list[float]) -> dict[str, Any]:
+    if question.type == "noul":
+        return {"type": "noul", "noul": probabilities[0]}
+    entropy = -sum(p * math.log(p) for p in probabilities if p > 0)
+    answer: dict[str, Any] = {
+        "type": question.type,
+        "probabilities": dict(zip(options, probabilities, strict=True)),
+        "confidence": 1 - entropy / math.log(len(options)),
+    }
+    if question.type == "score":
+        score = sum(level * p for level, p in enumerate(probabilities))
+        return {**answer, "score": score, "legend": {level: _as_text(text) for level, text in options.items()}}
+    return {**answer, "choice": max(answer["probabilities"], key=answer["probabilities"].get)}
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

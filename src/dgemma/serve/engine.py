@@ -1,0 +1,215 @@
+"""The thread that runs the model: requests wait in a queue, share batches, and get events as their text is written."""
+
+import asyncio
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+from dgemma.run.batch import Batch, Row
+from dgemma.run.plan import Plan
+from dgemma.run.step import Denoiser
+from dgemma.serve.errors import ApiError
+
+Result = TypeVar("Result")
+
+
+class Draft(NamedTuple):
+    """The canvas of a request after a step: the tokens that it would write if it ended now."""
+
+    block: int
+    step: int
+    tokens: list[int]
+
+
+class Written(NamedTuple):
+    """All tokens that a request has written so far, after one more block."""
+
+    tokens: list[int]
+    steps: list[int]  # forwards of each block
+    ended: bool
+
+
+Event = Draft | Written | ApiError
+
+
+@dataclass(eq=False)
+class Job:
+    """One request in the engine. Iterate over `events` in the thread of its event loop."""
+
+    row: Row
+    deadline: float
+    wants_drafts: bool
+    loop: asyncio.AbstractEventLoop
+    cancelled: bool = False
+    _events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
+
+    def send(self, event: Event) -> None:
+        """Add an event, from the engine's thread. A client that reads slowly gets fewer drafts."""
+
+        def put() -> None:
+            if not isinstance(event, Draft) or self._events.empty():
+                self._events.put_nowait(event)
+
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(put)
+
+    async def events(self) -> AsyncIterator[Draft | Written]:
+        """Yield drafts and written blocks until the request has ended. Raise if it fails."""
+        while True:
+            event = await self._events.get()
+            if isinstance(event, ApiError):
+                raise event
+            yield event
+            if isinstance(event, Written) and event.ended:
+                return
+
+
+class Engine:
+    """Runs at most `slots` requests at a time in one thread; up to `max_queue` more wait.
+
+    Requests with the same sampler, temperature and noise share a batch. A request that fails, is cancelled or runs out
+    of time frees its place; the others go on.
+
+    Example: `engine = Engine(model, slots=8, max_queue=64); job = engine.submit(plan, seconds=60, drafts=False)`.
+    """
+
+    def __init__(self, model: Denoiser, *, slots: int, max_queue: int) -> None:
+        self.model, self.slots, self.max_queue = model, slots, max_queue
+        self.num_steps = 0  # of all batches
+        self._queue: deque[Job] = deque()
+        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._running: dict[Row, Job] = {}
+        self._batches: dict[Any, Batch] = {}
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._numbers = itertools.count()
+        self._thread = threading.Thread(target=self._work, name="dgemma-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def submit(self, plan: Plan, *, seconds: float, drafts: bool) -> Job:
+        """Queue a request. Raise a 429 if the queue is full."""
+        row = Row(next(self._numbers), plan)
+        job = Job(row, time.monotonic() + seconds, drafts, asyncio.get_running_loop())
+        with self._changed:
+            self._check_room()
+            self._queue.append(job)
+            self._changed.notify()
+        return job
+
+    async def call(self, function: Callable[[], Result]) -> Result:
+        """Run a function of the model in the engine's thread, between two steps."""
+        future: Future[Result] = Future()
+        with self._changed:
+            self._check_room()
+            self._calls.append((function, future))
+            self._changed.notify()
+        return await asyncio.wrap_future(future)
+
+    def cancel(self, job: Job) -> None:
+        """Drop a request whose client has gone or has enough text."""
+        with self._changed:
+            job.cancelled = True
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """End the thread. Requests that are not finished get a 503."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _check_room(self) -> None:
+        if self._stopping or not self.is_alive:
+            raise ApiError(503, "The server is shutting down. Try again later.")
+        waiting = len(self._queue) + len(self._calls)
+        if waiting >= self.max_queue:
+            raise ApiError(429, f"{waiting} requests are waiting already. Try again later.", code="queue_full")
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._queue or self._calls or self._running or self._stopping):
+                    self._changed.wait()
+                if self._stopping:
+                    break
+                calls, self._calls = self._calls, deque()
+                self._drop()
+                self._admit()
+            for function, future in calls:
+                _run(function, future)
+            for key, batch in list(self._batches.items()):
+                self._step(key, batch)
+        for job in (*self._queue, *self._running.values()):
+            job.send(ApiError(503, "The server is shutting down. Try again later."))
+        for _, future in self._calls:
+            future.set_exception(ApiError(503, "The server is shutting down. Try again later."))
+
+    def _drop(self) -> None:
+        """Remove requests that are cancelled or out of time."""
+        now = time.monotonic()
+        for job in (*self._queue, *self._running.values()):
+            if job.deadline < now and not job.cancelled:
+                job.cancelled = True
+                job.send(ApiError(504, "The request took longer than the server allows.", code="timeout"))
+        self._queue = deque(job for job in self._queue if not job.cancelled)
+        for row in [row for row, job in self._running.items() if job.cancelled]:
+            self._batches[_key(row)].remove(row)
+            del self._running[row]
+
+    def _admit(self) -> None:
+        while self._queue and len(self._running) < self.slots:
+            job = self._queue.popleft()
+            self._running[job.row] = job
+            self._batches.setdefault(_key(job.row), Batch(self.model)).add(job.row)
+
+    def _step(self, key: Any, batch: Batch) -> None:
+        if not len(batch):
+            del self._batches[key]
+            return
+        try:
+            finished = batch.step()
+            self.num_steps += 1
+            for row in finished:
+                self._running[row].send(Written(row.new_tokens.tolist(), list(row.steps), row.ended))
+            if any(self._running[row].wants_drafts for row in self._running):
+                for row, draft in batch.drafts():
+                    if self._running[row].wants_drafts:
+                        self._running[row].send(Draft(len(row.blocks), row.num_forwards, draft.tolist()))
+            for row in finished:
+                if row.ended:
+                    del self._running[row]
+        except Exception as error:
+            # The batch is lost, and the server goes on. Tensors of the failed step are freed with it.
+            del self._batches[key]
+            for row in [row for row in self._running if _key(row) == key]:
+                self._running.pop(row).send(ApiError(500, f"The model failed: {type(error).__name__}: {error}"))
+
+
+def _key(row: Row) -> Any:
+    """Return what the rows of a batch share."""
+    return row.plan.knobs, row.plan.noise
+
+
+def _run(function: Callable[[], Any], future: Future[Any]) -> None:
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)

@@ -1,0 +1,21 @@
+"""Errors of the server in OpenAI's shape: a status, a sentence, and the parameter that is wrong."""
+
+from typing import Any
+
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error"}
+
+
+class ApiError(Exception):
+    """An error that a client gets as JSON.
+
+    Example: `ApiError(400, "temperature must be in [0, 2], got 3.", param="temperature").body()`.
+    """
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def body(self) -> dict[str, Any]:
+        """Return the JSON object of the response."""
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}

@@ -1,0 +1,168 @@
+"""The gate in front of all routes: hosts, API key, content type, size and time of bodies, and security headers."""
+
+import asyncio
+import hashlib
+import hmac
+import json
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from dgemma.checks import check_count, check_finite
+from dgemma.serve.errors import ApiError
+from dgemma.serve.metrics import Metrics
+
+_OPEN_PATHS = ("/", "/page.css", "/page.js", "/health")  # need no API key
+_PATHS = (*_OPEN_PATHS, "/metrics", "/v1/chat/completions", "/v1/completions", "/v1/systemone", "/v1/models")
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Bounds on what clients may ask for."""
+
+    body: int = 1 << 20  # bytes
+    body_seconds: float = 10.0  # to send a request
+    tokens: int = 4096  # of an answer
+    queue: int = 256  # requests that wait
+    seconds: float = 300.0  # for one answer, including its wait
+
+    def __post_init__(self) -> None:
+        for name in ("body", "tokens", "queue"):
+            check_count(self, name)
+        for name in ("body_seconds", "seconds"):
+            check_finite(self, name, above=0)
+
+
+class Gate:
+    """Middleware that reads each body within its limits, before any route sees it.
+
+    Example: `app.add_middleware(Gate, limits=Limits(), api_key=None, hosts=None, metrics=metrics)`.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, limits: Limits, api_key: str | None, hosts: tuple[str, ...] | None, metrics: Metrics
+    ) -> None:
+        self._app, self._limits, self._hosts, self._metrics = app, limits, hosts, metrics
+        self._key = None if api_key is None else _digest(api_key)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        start, status = time.monotonic(), 500
+
+        async def send_with_headers(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message).update(_HEADERS)
+            await send(message)
+
+        try:
+            try:
+                self._check(scope)
+                body = await self._read(Headers(scope=scope), receive)
+            except ApiError as error:
+                await _refuse(error, send_with_headers)
+            else:
+                await self._app(scope, _replay(body, receive), send_with_headers)
+        finally:
+            path = scope["path"] if scope["path"] in _PATHS else "other"  # a bounded number of labels
+            self._metrics.requests.labels(path, str(status)).inc()
+            self._metrics.seconds.observe(time.monotonic() - start)
+
+    def _check(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        # A page of another site can reach a local server through a name that resolves to 127.0.0.1.
+        host = headers.get("host", "").rpartition(":")[0] or headers.get("host", "")
+        if self._hosts is not None and host.lower() not in self._hosts:
+            raise ApiError(421, f"The server does not answer for this host. Use {self._hosts[0]}.", code="wrong_host")
+        if self._key is not None and scope["path"] not in _OPEN_PATHS:
+            kind, _, key = headers.get("authorization", "").partition(" ")
+            if kind.lower() != "bearer" or not hmac.compare_digest(_digest(key.strip()), self._key):
+                message = "The API key is missing or wrong. Send it as `Authorization: Bearer KEY`."
+                raise ApiError(401, message, code="invalid_api_key")
+        if scope["method"] == "POST":
+            # A form of another site cannot send this type without asking first.
+            if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+                raise ApiError(415, "The body must be JSON. Send the header Content-Type: application/json.")
+            length = headers.get("content-length")
+            if length is not None and (not length.isdecimal() or int(length) > self._limits.body):
+                raise self._too_large()
+
+    async def _read(self, headers: Headers, receive: Receive) -> bytes:
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(self._limits.body_seconds):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ApiError(400, "The client left before the end of its request.")
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > self._limits.body:
+                        raise self._too_large()
+                    if not message.get("more_body", False):
+                        return b"".join(parts)
+        except TimeoutError:
+            sentence = f"The request took longer than {self._limits.body_seconds:g} seconds to arrive."
+            raise ApiError(408, sentence, code="timeout") from None
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"The body must have at most {self._limits.body:,} bytes.", code="body_too_large")
+
+
+class PatientProtocol(H11Protocol):
+    """HTTP for uvicorn that closes a connection whose first request does not arrive in time, after a 408."""
+
+    seconds: float = 10.0
+
+    def connection_made(self, transport: Any) -> None:
+        """Start the clock of a new connection."""
+        super().connection_made(transport)
+        self.loop.call_later(self.seconds, self._check_arrival)
+
+    def _check_arrival(self) -> None:
+        if self.cycle is None and not self.transport.is_closing():
+            body = json.dumps(ApiError(408, "The request did not arrive in time.", code="timeout").body()).encode()
+            head = f"HTTP/1.1 408 Request Timeout\r\nContent-Length: {len(body)}\r\nConnection: close\r\n"
+            self.transport.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+            self.transport.close()
+
+
+def _digest(key: str) -> bytes:
+    """Return a hash of the key, so that a comparison takes the same time for every length."""
+    return hashlib.sha256(key.encode()).digest()
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that yields the body again, and then what the client does next."""
+    sent = False
+
+    async def replayed() -> Message:
+        nonlocal sent
+        if sent:
+            return await receive()
+        sent = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replayed
+
+
+async def _refuse(error: ApiError, send: Send) -> None:
+    body = json.dumps(error.body()).encode()
+    # The rest of the request is not read, so the connection cannot be used again.
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers.append((b"connection", b"close"))
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,116 @@
+// Chat with the server of this page, and show the canvas while it settles. Model output is inserted only as text.
+"use strict";
+
+const byId = (id) => document.getElementById(id);
+const model = document.body.dataset.model;
+let messages = [];
+let running = null;
+
+function add(kind, text) {
+  const turn = document.createElement("p");
+  turn.className = "turn " + kind;
+  turn.textContent = text;
+  byId("log").append(turn);
+  scroll();
+  return turn;
+}
+
+function scroll() {
+  byId("log").scrollTop = byId("log").scrollHeight;
+}
+
+// Pieces that differ from the last draft are coloured; a piece that stays is plain.
+function showDraft(canvas, pieces, last) {
+  canvas.replaceChildren(...pieces.map((piece, at) => {
+    const span = document.createElement("span");
+    span.className = last.length && last[at] === piece ? "kept" : "new";
+    span.textContent = piece;
+    return span;
+  }));
+  scroll();
+}
+
+async function* readEvents(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const parts = (rest + value).split("\n\n");
+    rest = parts.pop();
+    for (const part of parts) {
+      const data = part.replace(/^data: /, "");
+      if (data === "[DONE]") return;
+      yield JSON.parse(data);
+    }
+  }
+}
+
+function settings() {
+  const options = { max_tokens: Number(byId("tokens").value) || 128 };
+  for (const name of ["steps", "temperature", "seed"]) {
+    if (byId(name).value !== "") options[name] = Number(byId(name).value);
+  }
+  return options;
+}
+
+async function send(text) {
+  messages.push({ role: "user", content: text });
+  add("user", text);
+  const turn = add("assistant", "");
+  const written = document.createTextNode("");
+  const canvas = document.createElement("span");
+  canvas.className = "canvas";
+  turn.append(written, canvas);
+  const headers = { "Content-Type": "application/json" };
+  if (byId("key").value) headers.Authorization = "Bearer " + byId("key").value;
+  running = new AbortController();
+  byId("stop").hidden = false;
+  byId("send").disabled = true;
+  let last = [];
+  let block = -1;
+  try {
+    const body = JSON.stringify({ model, messages, stream: true, drafts: true, ...settings() });
+    const response = await fetch("v1/chat/completions", { method: "POST", headers, body, signal: running.signal });
+    if (!response.ok) throw new Error((await response.json()).error.message);
+    for await (const event of readEvents(response)) {
+      if (event.error) throw new Error(event.error.message);
+      const extra = event.dgemma || {};
+      if (extra.draft) {
+        if (extra.draft.block !== block) { last = []; block = extra.draft.block; }
+        showDraft(canvas, extra.draft.pieces, last);
+        last = extra.draft.pieces;
+        continue;
+      }
+      const choice = event.choices[0];
+      if (choice && choice.delta.content) { written.data += choice.delta.content; canvas.replaceChildren(); scroll(); }
+      if (extra.steps) {
+        const counts = add("counts", `${extra.steps.reduce((a, b) => a + b, 0)} forwards, ` +
+          `${extra.tokens_per_forward.toFixed(1)} tokens per forward, seed ${extra.seed}`);
+        counts.className = "counts";
+      }
+    }
+    messages.push({ role: "assistant", content: written.data });
+  } catch (error) {
+    messages.pop();
+    if (error.name !== "AbortError") add("error", error.message);
+  } finally {
+    canvas.remove();
+    running = null;
+    byId("stop").hidden = true;
+    byId("send").disabled = false;
+  }
+}
+
+byId("form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const text = byId("input").value;
+  if (running || !text.trim()) return;
+  byId("input").value = "";
+  send(text);
+});
+byId("input").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey) { event.preventDefault(); byId("form").requestSubmit(); }
+});
+byId("stop").addEventListener("click", () => running && running.abort());
+byId("clear").addEventListener("click", () => { messages = []; byId("log").replaceChildren(); });

@@ -1,0 +1,171 @@
+"""Requests in OpenAI's form: their fields, limits and meaning. Unknown fields are refused."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt
+
+from dgemma.serve.errors import ApiError
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class TextPart(_Body):
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(_Body):
+    name: str
+    arguments: str
+
+
+class CalledTool(_Body):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(_Body):
+    """One turn of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    refusal: None = None
+    reasoning_content: str | None = None
+    tool_calls: list[CalledTool] | None = None
+    tool_call_id: str | None = None
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+
+class StreamOptions(_Body):
+    include_usage: StrictBool = False
+    include_obfuscation: StrictBool = False
+
+
+class Schema(_Body):
+    name: str = ""
+    description: str | None = None
+    strict: bool | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(_Body):
+    type: Literal["text", "json_schema"]
+    json_schema: Schema | None = None
+
+
+class Function(_Body):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Body):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(_Body):
+    name: str
+
+
+class ToolChoice(_Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class TextRequest(_Body):
+    """The fields that chats and completions share. Those after `user` are extensions of dgemma."""
+
+    model: str
+    max_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2, strict=True)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1, strict=True)] | None = None
+    seed: Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
+    stream: StrictBool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    # These are accepted only with the value that changes nothing.
+    n: Literal[1] | None = None
+    presence_penalty: Literal[0] | None = None
+    frequency_penalty: Literal[0] | None = None
+    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+
+    steps: Annotated[StrictInt, Field(ge=1, le=1024)] | None = None  # the most forwards per canvas
+    top_k: Annotated[StrictInt, Field(ge=1)] | None = None
+    drafts: StrictBool = False  # a stream also has the canvas after every step
+
+    @property
+    def stops(self) -> list[str]:
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if not all(0 < len(stop) <= 256 for stop in stops):
+            raise ApiError(400, "stop must hold texts of 1 to 256 characters.", param="stop")
+        return stops
+
+
+class ChatRequest(TextRequest):
+    """The body of /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: StrictBool | None = None
+    logprobs: Literal[False] | None = None
+    metadata: dict[str, str] | None = None
+    store: StrictBool | None = None
+    thinking: StrictBool = False  # ask the model to think first
+
+
+class CompletionRequest(TextRequest):
+    """The body of /v1/completions."""
+
+    prompt: str | list[StrictInt]
+    response_format: ResponseFormat | None = None
+    echo: Literal[False] | None = None
+    suffix: None = None
+    best_of: Literal[1] | None = None
+    logprobs: None = None
+
+
+class Question(_Body):
+    """A typed question about a state; see `decisions`."""
+
+    type: Literal["noul", "choice", "score"]
+    instructions: str
+    criteria: dict[str, Any] | list[Any] | None = None
+
+
+class DecisionRequest(_Body):
+    """The body of /v1/systemone."""
+
+    model: str
+    state: Any
+    questions: Annotated[dict[str, Question], Field(min_length=1, max_length=64)]
+
+
+def describe_mistake(errors: list[Any]) -> ApiError:
+    """Return the first mistake that pydantic found as an error of the API."""
+    first = errors[0]
+    # A union reports one mistake per alternative; the names of the alternatives are no part of the path.
+    place = [str(part) for part in first["loc"] if part != "body"]
+    name = ".".join(place) or "body"
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"{name} is not a field that this server knows.", param=name, code="unknown_parameter")
+    if first["type"] == "missing":
+        return ApiError(400, f"{name} must be there.", param=name, code="missing_required_parameter")
+    if first["type"] == "json_invalid":
+        return ApiError(400, "The body must be valid JSON.", code="invalid_json")
+    message = first["msg"][:1].lower() + first["msg"][1:200]
+    return ApiError(400, f"{name}: {message}.", param=name, code="invalid_value")

@@ -1,0 +1,73 @@
+"""The text of a request while it is written: deltas for a stream, stop strings, and the reason of its end."""
+
+from collections.abc import Sequence
+
+from dgemma.checkpoint.tokenizer import Reply, Tokenizer
+from dgemma.serve.engine import Written
+
+_BROKEN = "\ufffd"  # the end of a character whose other bytes are in the next block
+
+
+class GrowingText:
+    """Text that grows by blocks. `delta` is the part that a stream has not sent yet.
+
+    The end of the text is held back while it may be the beginning of a stop string or a character that is not complete.
+    With `as_reply`, thoughts and tool calls are kept out of the text.
+
+    Example: `text = GrowingText(tokenizer, stops=["."], max_tokens=64, eos=(1,), pad=0, as_reply=False)`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stops: Sequence[str],
+        max_tokens: int,
+        eos: Sequence[int],
+        pad: int,
+        as_reply: bool,
+    ) -> None:
+        self._tokenizer, self._stops, self._max_tokens = tokenizer, stops, max_tokens
+        self._eos, self._pad, self._as_reply = frozenset(eos), pad, as_reply
+        self.text = ""
+        self.num_tokens = 0
+        self.steps: list[int] = []
+        self.finish_reason: str | None = None
+        self.reply: Reply | None = None
+        self._num_sent = 0
+
+    def add(self, written: Written) -> None:
+        """Take all tokens written so far. `finish_reason` is set if the text ends with them."""
+        end = next((at for at, token in enumerate(written.tokens, start=1) if token in self._eos), None)
+        tokens = written.tokens[: min(self._max_tokens, end or len(written.tokens))]
+        self.steps, self.num_tokens = written.steps, len(tokens)
+        text = self._tokenizer.decode([token for token in tokens if token != self._pad])
+        if self._as_reply:
+            self.reply = self._tokenizer.reply(text)
+            text = self.reply.answer
+        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            text = text[: min(found)]
+        self.text = text
+        if found or (end is not None and end <= self._max_tokens):
+            self.finish_reason = "stop"
+        elif written.ended or len(tokens) == self._max_tokens:
+            self.finish_reason = "length"
+
+    def delta(self) -> str:
+        """Return the new part of the text that is certain to stay."""
+        end = len(self.text)
+        if self.finish_reason is None:
+            end = min((self._safe_end(stop) for stop in self._stops), default=end)
+            while end and self.text[end - 1] == _BROKEN:
+                end -= 1
+        new = self.text[self._num_sent : end]
+        self._num_sent = max(self._num_sent, end)
+        return new
+
+    def _safe_end(self, stop: str) -> int:
+        """Return the end of the text before the longest beginning of `stop` that it ends with."""
+        for length in range(min(len(stop) - 1, len(self.text)), 0, -1):
+            if self.text.endswith(stop[:length]):
+                return len(self.text) - length
+        return len(self.text)

@@ -1,0 +1,185 @@
+"""`dgemma serve` as a process, driven by the real openai client, by hostile sockets and by a browser."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import dgemma
+from view.browser import Browser, find_browser
+
+pytest.importorskip("fastapi")
+openai = pytest.importorskip("openai")
+pytestmark = pytest.mark.slow
+NAME = "toy"
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("toy")
+    torch.manual_seed(0)
+    dgemma.DiffusionGemma(dgemma.presets.tiny().replace(vocab_size=384, max_position_embeddings=512)).save_pretrained(
+        path
+    )
+    dgemma.ByteTokenizer().save_pretrained(path)
+    return path
+
+
+class Server:
+    """A server process on a port of its own."""
+
+    def __init__(self, folder, port, *options):
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "dgemma", "serve", "-m", folder, "--name", NAME, "--port", str(port), *options]
+        self.port, self.process = port, subprocess.Popen(command, env=environment, stderr=subprocess.PIPE)
+        self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+        deadline = time.monotonic() + 120
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port)).close()
+                return
+            except OSError:
+                assert self.process.poll() is None, self.process.stderr.read()
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+
+    def send(self, data, seconds=30.0):
+        """Send bytes and return everything that the server answers before it closes the connection."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=seconds) as connection:
+            connection.sendall(data)
+            parts = []
+            while part := connection.recv(1 << 16):
+                parts.append(part)
+            return b"".join(parts)
+
+    def metric(self, name):
+        text = self.send(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n").decode()
+        return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    server = Server(folder, free_port(), "--slots", "4", "--max-queue", "16")
+    yield server
+    server.process.terminate()
+    assert server.process.wait(30) in (0, 128 + signal.SIGTERM)
+
+
+def ask(client, text, seed, *, steps=3, drafts=False, **options):
+    messages, extra = [{"role": "user", "content": text}], {"steps": steps, "drafts": drafts}
+    return client.chat.completions.create(
+        model=NAME, messages=messages, seed=seed, max_tokens=40, extra_body=extra, **options
+    )
+
+
+def test_the_openai_client_gets_the_text_of_generate_whole_and_streamed(server, folder):
+    model, tokenizer = dgemma.DiffusionGemma.from_pretrained(folder), dgemma.ByteTokenizer()
+    answer = ask(server.client, "hi", 3)
+    new = dgemma.generate(model, torch.tensor([tokenizer.chat("hi")]), seed=[3], max_new_tokens=40, steps=3).new_tokens
+    assert answer.choices[0].message.content == tokenizer.reply(new[0, :40]).answer
+    chunks = list(ask(server.client, "hi", 3, stream=True, drafts=True))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == answer.choices[0].message.content
+    assert any(chunk.dgemma for chunk in chunks if not chunk.choices)
+    assert server.client.models.list().data[0].id == NAME
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        ask(server.client, "hi", 3, temperature=5)
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        server.client.completions.create(model="gpt", prompt="a")
+
+
+def test_many_clients_get_their_own_answers_or_a_429(server):
+    alone = {at: ask(server.client, f"number {at}", at).choices[0].message.content for at in range(4)}
+    assert len(set(alone.values())) == 4
+
+    def run(at):
+        try:
+            return at % 4, ask(server.client, f"number {at % 4}", at % 4).choices[0].message.content
+        except openai.RateLimitError:
+            return at % 4, None
+
+    with ThreadPoolExecutor(40) as pool:
+        results = list(pool.map(run, range(60)))
+    answered = [(at, text) for at, text in results if text is not None]
+    assert len(answered) >= 20
+    assert all(text == alone[at] for at, text in answered)
+
+
+def test_a_client_that_leaves_is_cancelled(server):
+    stream = ask(server.client, "hi", 1, stream=True, steps=500, drafts=True)
+    next(iter(stream))
+    stream.close()
+    body = json.dumps({"model": NAME, "prompt": "a", "max_tokens": 64, "steps": 500}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(head + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        while not server.metric("dgemma_running"):
+            time.sleep(0.01)
+    deadline = time.monotonic() + 20
+    while server.metric("dgemma_running"):
+        assert time.monotonic() < deadline, "the rows are still running"
+        time.sleep(0.05)
+
+
+def test_hostile_requests_get_a_4xx_and_the_server_goes_on(server):
+    post = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    for data, status in (
+        (b"nonsense\r\n\r\n", b" 400 "),
+        (b"GET / HTTP/1.1\r\nHost: evil.example\r\n\r\n", b" 421 "),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 100_000, b" 400 "),
+        (post + b"Content-Length: 99999999999\r\n\r\n", b" 413 "),
+        (post + b"Content-Length: -5\r\n\r\n", b" 400 "),
+        (post.replace(b"application/json", b"text/plain") + b"Content-Length: 2\r\n\r\n{}", b" 415 "),
+        (post + b"Content-Length: 50\r\n\r\n{", b" 408 "),  # the rest never comes
+        (b"GET /hea", b" 408 "),
+    ):
+        answer = server.send(data)
+        assert status in answer.partition(b"\r\n")[0], answer[:200]
+    assert server.send(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n").startswith(
+        b"HTTP/1.1 200"
+    )
+
+
+def test_a_killed_server_starts_again_on_the_same_port(folder):
+    port = free_port()
+    for _ in range(2):
+        server = Server(folder, port)
+        text = ask(server.client, "hi", 2).choices[0].message.content
+        server.process.send_signal(signal.SIGKILL)
+        server.process.wait()
+        with pytest.raises(openai.APIConnectionError):
+            ask(server.client, "hi", 2)
+    assert text
+
+
+@pytest.mark.skipif(find_browser() is None, reason="needs Chromium or Chrome")
+def test_the_page_chats_and_shows_the_canvas(server):
+    watch = """window.seen = 0;
+    new MutationObserver(() => { seen += document.querySelector(".canvas span") ? 1 : 0; })
+      .observe(document.body, {childList: true, subtree: true}); 0"""
+    with Browser(find_browser()) as browser:
+        browser("Page.navigate", url=f"http://127.0.0.1:{server.port}/")
+        browser.wait("document.readyState === 'complete' && document.getElementById('form')")
+        browser.run(watch)
+        browser.run("document.getElementById('tokens').value = 40; document.getElementById('seed').value = 3")
+        browser.run("document.getElementById('steps').value = 3")
+        browser.run("document.getElementById('input').value = 'hi'; document.getElementById('form').requestSubmit()")
+        browser.wait("document.querySelector('.counts') !== null")
+        text = browser.run("document.querySelector('.assistant').textContent")
+        assert text == ask(server.client, "hi", 3).choices[0].message.content
+        assert browser.run("window.seen") > 0, "the canvas was never shown"
+        assert all(url.startswith(f"http://127.0.0.1:{server.port}/") for url in browser.requests)
+        assert browser.complaints == []

@@ -1,0 +1,308 @@
+"""The server's routes in this process: answers are those of `generate`, and every mistake gets a clear error."""
+
+import asyncio
+import json
+import re
+import time
+
+import pytest
+import torch
+
+pytest.importorskip("fastapi")
+pytest.importorskip("prometheus_client")
+from starlette.testclient import TestClient
+
+import dgemma
+from dgemma.serve.app import create_app
+from dgemma.serve.engine import Engine, Written
+from dgemma.serve.errors import ApiError
+from dgemma.serve.text import GrowingText
+from rowwise import RowwiseDenoiser
+
+TOKENIZER = dgemma.ByteTokenizer()
+CONFIG = dgemma.presets.tiny().replace(vocab_size=384, canvas_length=16, max_position_embeddings=320)
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+class Letters(RowwiseDenoiser):
+    """Writes lowercase letters, with other tokens too improbable to be drawn."""
+
+    def denoise(self, canvas, cache, self_cond=None):
+        logits = super().denoise(canvas, cache, self_cond).logits
+        a = TOKENIZER.encode("a", bos=False)[0]
+        is_letter = (torch.arange(384) >= a) & (torch.arange(384) < a + 26)
+        return dgemma.Prediction(logits - 100 * ~is_letter)
+
+
+@pytest.fixture(scope="module")
+def model():
+    defaults = dgemma.GenerationDefaults(eos_token_id=(1,), max_new_tokens=32, max_denoising_steps=3)
+    return Letters(CONFIG, defaults)
+
+
+@pytest.fixture(scope="module")
+def client(model):
+    with TestClient(create_app(model, TOKENIZER, name="toy", slots=2), base_url="http://localhost") as client:
+        yield client
+
+
+def expected(model, prompt, seed=0, **options):
+    """Return what `generate` writes after a prompt, as text."""
+    out = dgemma.generate(model, torch.tensor([prompt]), seed=[seed], **options)
+    return TOKENIZER.decode(out.new_tokens[0])
+
+
+def chat(client, **fields):
+    return client.post("/v1/chat/completions", json={"model": "toy", "messages": MESSAGES, **fields})
+
+
+def read_stream(response):
+    """Return the JSON objects of a stream, which must end with [DONE]."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    events = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert events[-1] == "[DONE]"
+    return [json.loads(event) for event in events[:-1]]
+
+
+def test_a_chat_answers_with_the_tokens_of_generate(client, model):
+    answer = chat(client, seed=3).json()
+    assert answer["choices"][0]["message"]["content"] == expected(model, TOKENIZER.chat("hi"), seed=3).strip()
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"] == {"prompt_tokens": 18, "completion_tokens": 32, "total_tokens": 50}
+    assert answer["dgemma"] == {"seed": 3, "steps": [3, 3], "tokens_per_forward": 32 / 6}
+
+
+def test_a_completion_continues_a_text_or_tokens_and_every_option_counts(client, model):
+    body = {"model": "toy", "prompt": "Once", "seed": 1, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "steps": 2}
+    want = expected(model, TOKENIZER.encode("Once"), seed=1, temperature=0.5, top_p=0.9, top_k=7, steps=2)
+    assert client.post("/v1/completions", json=body).json()["choices"][0]["text"] == want
+    body["prompt"] = TOKENIZER.encode("Once")
+    assert client.post("/v1/completions", json=body).json()["choices"][0]["text"] == want
+    sampler = dgemma.EntropyBound(bound=0.1, greedy=True)
+    greedy = expected(model, TOKENIZER.encode("Once"), sampler=sampler, steps=2, seed=1)
+    body = {"model": "toy", "prompt": "Once", "seed": 1, "temperature": 0, "steps": 2, "top_p": 1}
+    assert client.post("/v1/completions", json=body).json()["choices"][0]["text"] == greedy
+
+
+def test_a_stream_has_the_same_text_block_by_block_and_drafts_if_requested(client, model):
+    want = expected(model, TOKENIZER.encode("Once"), seed=5)
+    body = {"model": "toy", "prompt": "Once", "seed": 5, "stream": True, "stream_options": {"include_usage": True}}
+    *events, last, usage = read_stream(client.post("/v1/completions", json=body))
+    assert "".join(event["choices"][0]["text"] for event in events) == want
+    assert last["choices"][0]["finish_reason"] == "length"
+    assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], 32)
+    events = read_stream(client.post("/v1/completions", json={**body, "drafts": True}))
+    drafts = [event["dgemma"]["draft"] for event in events if "draft" in event.get("dgemma", {})]
+    assert {len(draft["pieces"]) for draft in drafts} == {16}
+    assert {draft["block"] for draft in drafts} <= {0, 1}
+    events = read_stream(chat(client, stream=True, seed=3))
+    assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    text = "".join(event["choices"][0]["delta"].get("content", "") for event in events)
+    assert text == expected(model, TOKENIZER.chat("hi"), seed=3).strip()
+
+
+def test_max_tokens_and_stop_strings_cut_the_text(client, model):
+    whole = expected(model, TOKENIZER.encode("Once"), seed=5)
+    body = {"model": "toy", "prompt": "Once", "seed": 5}
+    short = client.post("/v1/completions", json={**body, "max_tokens": 5}).json()
+    assert (short["usage"]["completion_tokens"], short["choices"][0]["finish_reason"]) == (5, "length")
+    stop = whole[9:11]
+    cut = client.post("/v1/completions", json={**body, "stop": [stop, "never"]}).json()["choices"][0]
+    assert (cut["text"], cut["finish_reason"]) == (whole[: whole.index(stop)], "stop")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        ("/v1/chat/completions", {"messages": MESSAGES}, 400, "model must be there."),
+        ("/v1/chat/completions", {"model": "toy"}, 400, "messages must be there."),
+        ("/v1/chat/completions", {"model": "toy", "messages": []}, 400, "messages: "),
+        ("/v1/chat/completions", {"model": "toy", "messages": [{"role": "king"}]}, 400, "messages.0.role: "),
+        ("/v1/chat/completions", {"model": "gpt", "messages": MESSAGES}, 404, "The model 'gpt' does not exist."),
+        ("/v1/completions", {"model": "toy", "prompt": []}, 400, "at least one token"),
+        ("/v1/completions", {"model": "toy", "prompt": [-1]}, 400, "ids below 384"),
+        ("/v1/completions", {"model": "toy", "prompt": "a", "n": 2}, 400, "n: "),
+        ("/v1/completions", {"model": "toy", "prompt": "a", "temperature": -1}, 400, "temperature: "),
+        ("/v1/completions", {"model": "toy", "prompt": "a", "seed": "1"}, 400, "seed: "),
+        ("/v1/completions", {"model": "toy", "prompt": "a", "stop": [""]}, 400, "stop must hold texts"),
+        ("/v1/completions", {"model": "toy", "prompt": "a", "max_tokens": 9999}, 400, "must be at most 4096"),
+        ("/v1/completions", {"model": "toy", "prompt": "a" * 300}, 400, "max_position_embeddings 320"),
+        ("/v1/completions", {"model": "toy", "prompt": "a", "stepz": 1}, 400, "stepz is not a field"),
+        ("/v1/completions", [], 400, "body: "),
+        ("/v1/systemone", {"model": "toy", "state": "", "questions": {}}, 400, "questions: "),
+        (
+            "/v1/systemone",
+            {"model": "toy", "state": "", "questions": {"q": {"type": "choice", "instructions": "?"}}},
+            400,
+            "questions.q.criteria must map 2 to 64 options",
+        ),
+        ("/v1/nothing", {}, 404, "Not Found: /v1/nothing"),
+        ("/v1/models", {}, 405, "Method Not Allowed"),
+    ],
+)
+def test_mistakes_are_named_in_the_form_of_openai(client, path, body, status, message):
+    response = client.post(path, json=body)
+    error = response.json()["error"]
+    assert (response.status_code, set(error)) == (status, {"message", "type", "param", "code"})
+    assert message in error["message"]
+
+
+def test_bodies_that_are_no_json_too_long_or_of_another_type_are_refused(client):
+    headers = {"content-type": "application/json"}
+    for content in (b"", b"{", b"\xff\xfe", b"nope", b"[" * 100_000):
+        assert client.post("/v1/completions", content=content, headers=headers).status_code == 400
+    large = client.post("/v1/completions", content=b" " * (1 << 20) + b"{}", headers=headers)
+    assert (large.status_code, large.json()["error"]["code"]) == (413, "body_too_large")
+    chunks = (b" " * 100_000 for _ in range(20))  # without a content length
+    assert client.post("/v1/completions", content=chunks, headers=headers).status_code == 413
+    assert client.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"}).status_code == 415
+
+
+def test_a_json_schema_and_required_tools_constrain_the_answer(client):
+    pytest.importorskip("outlines_core")
+    schema = {"type": "object", "properties": {"sure": {"type": "boolean"}}, "required": ["sure"]}
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    for seed in range(2):
+        content = chat(client, seed=seed, response_format=form).json()["choices"][0]["message"]["content"]
+        assert type(json.loads(content)["sure"]) is bool
+    refused = chat(client, response_format={"type": "json_schema", "json_schema": {"schema": {"type": "king"}}})
+    assert refused.status_code == 400
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+    assert chat(client, tools=[tool], tool_choice={"type": "function", "function": {"name": "x"}}).status_code == 400
+    assert "no tools" in chat(client, tools=[tool]).json()["error"]["message"]  # of the toy's chat template
+
+
+def test_typed_decisions_have_probabilities_of_all_options(client):
+    questions = {
+        "mood": {"type": "choice", "instructions": "Which?", "criteria": {"good": "well", "bad": None}},
+        "sure": {"type": "noul", "instructions": "Sure?"},
+        "level": {"type": "score", "instructions": "How much?", "criteria": ["low", "middle", "high"]},
+    }
+    answers = client.post("/v1/systemone", json={"model": "toy", "state": {"a": 1}, "questions": questions}).json()[
+        "answers"
+    ]
+    assert sum(answers["mood"]["probabilities"].values()) == pytest.approx(1)
+    assert answers["mood"]["choice"] in ("good", "bad")
+    assert 0 <= answers["sure"]["noul"] <= 1
+    levels = answers["level"]["probabilities"]
+    assert answers["level"]["score"] == pytest.approx(levels["1"] + 2 * levels["2"])
+
+
+def test_models_health_metrics_and_the_page_answer(client):
+    assert client.get("/v1/models").json()["data"][0]["id"] == "toy"
+    assert client.get("/v1/models/toy").json()["canvas_length"] == 16
+    assert client.get("/v1/models/other").status_code == 404
+    assert client.get("/health").json()["status"] == "ok"
+    metrics = client.get("/metrics").text
+    assert 'dgemma_requests_total{path="/v1/models",status="200"}' in metrics
+    assert re.search(r"dgemma_tokens_total [1-9]", metrics)
+    page = client.get("/")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    for file in re.findall(r'(?:href|src)="([^"]*)"', page.text):
+        assert client.get(f"/{file}").status_code == 200
+    assert "http" not in page.text.replace("http-equiv", "")
+
+
+def test_a_key_is_needed_for_all_but_the_page_and_health(model):
+    with TestClient(create_app(model, TOKENIZER, name="toy", api_key="secret")) as client:
+        for key in (None, "wrong", "secret "):
+            headers = {} if key is None else {"Authorization": f"Bearer {key}x"}
+            refused = client.get("/v1/models", headers=headers)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert client.get("/metrics").status_code == 401
+        assert client.get("/v1/models", headers={"Authorization": "Bearer secret"}).status_code == 200
+        assert client.get("/health").status_code == client.get("/").status_code == 200
+
+
+def test_a_local_server_does_not_answer_for_other_hosts(model):
+    app = create_app(model, TOKENIZER, name="toy", hosts=("127.0.0.1", "localhost"))
+    with TestClient(app, base_url="http://localhost:8000") as client:
+        assert client.get("/health").status_code == 200
+        assert client.get("/health", headers={"Host": "evil.example:8000"}).status_code == 421
+
+
+class Slow(RowwiseDenoiser):
+    def step(self, *arguments, **options):
+        time.sleep(0.02)
+        return super().step(*arguments, **options)
+
+
+def plan_of(model, **options):
+    return dgemma.read_plan(model, torch.tensor([[5, 6]]), eos_token_ids=[], stop=None, **options)
+
+
+def test_the_engine_refuses_cancels_and_times_out():
+    model = Slow(CONFIG)
+
+    async def scenario():
+        engine = Engine(model, slots=1, max_queue=1)
+        long = engine.submit(plan_of(model, max_new_tokens=64), seconds=60, drafts=False)
+        while not engine.num_running:
+            await asyncio.sleep(0.001)
+        late = engine.submit(plan_of(model), seconds=0.03, drafts=False)
+        with pytest.raises(ApiError, match="1 requests are waiting") as full:
+            engine.submit(plan_of(model), seconds=60, drafts=False)
+        assert full.value.status == 429
+        with pytest.raises(ApiError, match="took longer") as timeout:
+            [event async for event in late.events()]
+        assert timeout.value.status == 504
+        engine.cancel(long)
+        last = engine.submit(plan_of(model, max_new_tokens=16), seconds=60, drafts=False)
+        events = [event async for event in last.events()]
+        assert [type(event) for event in events] == [Written]
+        assert engine.num_steps < 60
+        waiting = engine.submit(plan_of(model), seconds=60, drafts=False)
+        engine.stop()
+        with pytest.raises(ApiError, match="shutting down"):
+            [event async for event in waiting.events()]
+
+    asyncio.run(scenario())
+
+
+def test_a_batch_that_fails_does_not_stop_the_engine():
+    class Broken(RowwiseDenoiser):
+        def denoise(self, canvas, cache, self_cond=None):
+            if cache.num_slots == 3:
+                raise RuntimeError("out of memory")
+            return super().denoise(canvas, cache, self_cond)
+
+    model = Broken(CONFIG)
+
+    async def scenario():
+        engine = Engine(model, slots=2, max_queue=4)
+        bad = dgemma.read_plan(model, torch.tensor([[5, 6, 7]]))
+        with pytest.raises(ApiError, match="The model failed: RuntimeError: out of memory"):
+            [event async for event in engine.submit(bad, seconds=60, drafts=False).events()]
+        good = engine.submit(plan_of(model, max_new_tokens=16), seconds=60, drafts=True)
+        assert [event async for event in good.events()][-1].ended
+        engine.stop()
+
+    asyncio.run(scenario())
+
+
+def grow(blocks, **changes):
+    """Feed a text block by block; return the deltas and the reason of the end."""
+    options = {"stops": [], "max_tokens": 100, "eos": (1,), "pad": 0, "as_reply": False} | changes
+    text, tokens, deltas = GrowingText(TOKENIZER, **options), [], []
+    for at, block in enumerate(blocks):
+        tokens += block
+        text.add(Written(tokens, [1] * (at + 1), at + 1 == len(blocks)))
+        deltas.append(text.delta())
+        if text.finish_reason is not None:
+            break
+    return deltas, text.finish_reason
+
+
+def encode(text):
+    return TOKENIZER.encode(text, bos=False)
+
+
+def test_a_stream_holds_back_what_may_become_a_stop_string_or_a_character():
+    assert grow([encode("one E"), encode("ND two")], stops=["END"]) == (["one ", ""], "stop")
+    assert grow([encode("one E"), encode("nd two")], stops=["END"]) == (["one ", "End two"], "length")
+    first, second = encode("é")
+    assert grow([[*encode("a"), first], [second, *encode("b")]]) == (["a", "éb"], "length")
+    assert grow([encode("abc"), [*encode("d"), 1, 0, 0]]) == (["abc", "d"], "stop")
+    assert grow([encode("abc"), encode("def")], max_tokens=4) == (["abc", "d"], "length")
+    thought = "<|channel>thought\nhm<channel|>yes"
+    assert grow([encode(thought), encode(" sir")], as_reply=True) == (["yes", " sir"], "length")
