@@ -16,6 +16,7 @@ IN_FUNCTIONS = {
     "dgemma.view.board": {"dgemma.data.sudoku.encoding"},
     "dgemma.view.terminal": {"dgemma.data.sudoku"},
     # Optional or slow packages.
+    "dgemma.checkpoint.formats.gguf": {"gguf"},
     "dgemma.checkpoint.tokenizer": {"transformers"},
     "dgemma.checkpoint.weights": {"huggingface_hub"},
     "dgemma.cli.options": {"dgemma_kernels"},

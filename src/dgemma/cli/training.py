@@ -24,6 +24,7 @@ from dgemma.diffusion.noise import Noise
 from dgemma.model import presets
 from dgemma.model.config import GenerationDefaults
 from dgemma.model.diffusion import DiffusionGemma
+from dgemma.model.quantized import quantized_weights
 from dgemma.printing import one_line
 from dgemma.run.generate import generate
 from dgemma.sampling.ancestral import Ancestral
@@ -32,6 +33,7 @@ from dgemma.train.batch import BatchSource
 from dgemma.train.lock import lock_folder
 from dgemma.train.log import TrainLog, TrainStep
 from dgemma.train.lora import LoRA, add_lora, merge_lora
+from dgemma.train.parallel import ADAPTERS_FILE
 
 _PRESETS = ("tiny", "small")
 _NUM_AVERAGED = 50  # reported losses are means over this many last steps, because single batches vary
@@ -222,7 +224,13 @@ def _train_on(arguments: argparse.Namespace, tokenizer: Tokenizer, file: TokenFi
     if result.final is None:  # the loop has logged where it stopped
         return 130
     if arguments.lora:
-        merge_lora(model)
+        is_quantized = any(quantized_weights(model))
+        errors = merge_lora(model, quantized="requantize" if is_quantized else None)
+        if errors:
+            output.print_note(
+                f"Rounded {len(errors)} merged weights to their formats again, with a relative error of at most "
+                f"{max(errors.values()):.1%}. The exact adapters are in {result.final / ADAPTERS_FILE}."
+            )
         model.save_pretrained(result.final)
     tokenizer.save_pretrained(result.final)  # so that -m can name the folder
     losses = _losses(result.log, file)

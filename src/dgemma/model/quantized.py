@@ -300,6 +300,16 @@ def quantized_weights(model: nn.Module) -> Iterator[tuple[str, QuantizedWeight]]
     return ((name, module) for name, module in model.named_modules() if isinstance(module, QuantizedWeight))
 
 
+def frozen_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return what training leaves unchanged, by name: parameters without gradients, and codes with their scales.
+
+    Example: `checksum(frozen_tensors(model).values())`.
+    """
+    frozen = {name: weight for name, weight in model.named_parameters() if not weight.requires_grad}
+    codes = {f"{name}.{role}": t for name, weight in quantized_weights(model) for role, t in weight.tensors().items()}
+    return frozen | codes
+
+
 def set_weight(model: nn.Module, name: str, weight: Weight) -> None:
     """Put a weight, plain or quantised, in the place of another one, named as in `model.state_dict()`.
 

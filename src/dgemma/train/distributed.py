@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dgemma.model.experts import Experts, Routing, _Combine, _Dispatch
 from dgemma.model.layers import wide_dtype
+from dgemma.model.quantized import quantized_weights
 from dgemma.train.parallel import Model, Parallel, Result
 from dgemma.train.state_files import save_parts
 
@@ -106,6 +107,8 @@ class FullySharded(Parallel):
 
         mixed: layers are gathered in bfloat16; everything else stays in float32 for the loop's autocast.
         """
+        if any(quantized_weights(model)):
+            raise ValueError("Distributed model must have plain weights, got quantised ones. Train it in one process.")
         narrow = mixed or next(model.parameters()).dtype.itemsize < 4
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if mixed else None,

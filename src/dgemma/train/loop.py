@@ -22,13 +22,14 @@ from dgemma.checks import show
 from dgemma.diffusion.noise import Noise
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.experts import require_experts
+from dgemma.model.quantized import frozen_tensors, quantized_weights
 from dgemma.progress import progress_bar
 from dgemma.train.batch import BatchSource, Part, StepInput, feed
 from dgemma.train.checkpoints import Checkpoints
 from dgemma.train.config import TrainConfig, checksum, describe_run, refuse_changes
 from dgemma.train.lock import lock_folder
 from dgemma.train.log import OnTrainStep, RouterLoad, TrainLog, TrainResult, TrainStep, make_lines, summary
-from dgemma.train.lora import adapters_of
+from dgemma.train.lora import adapters_of, is_adapted
 from dgemma.train.objective import Measure, Terms
 from dgemma.train.optimizer import (
     OptimizerFactory,
@@ -103,13 +104,18 @@ class _Run:
         optimizer: OptimizerFactory | None,
     ) -> None:
         require_experts(model, "train")
+        if any(quantized_weights(model)) and not is_adapted(model):
+            raise ValueError(
+                "train model must have plain weights or adapters, got quantised weights, which cannot be trained. "
+                "Call add_lora(model) first."
+            )
         if config.precision == "mixed" and model.dtype != torch.float32:
             raise ValueError(
                 f"TrainConfig.precision 'mixed' must train float32 weights, got {model.dtype}. "
                 f"Load the model with dtype=torch.float32, or choose precision='weights'."
             )
         # Before `prepare`, only the main process is sure to have the weights.
-        frozen = checksum(p for p in model.parameters() if not p.requires_grad) if parallel.is_main else 0
+        frozen = checksum(frozen_tensors(model).values()) if parallel.is_main else 0
         self.model = parallel.prepare(model, mixed=config.precision == "mixed")
         self.device = model.device
         self.objective, self.source, self.config = objective, source, config
@@ -352,7 +358,7 @@ class _Run:
 
     def state(self) -> dict[str, Tensor]:
         """Return everything a resumed run needs, by name, except frozen weights: the caller passes those again."""
-        frozen = {name for name, p in self.model.named_parameters() if not p.requires_grad}
+        frozen = frozen_tensors(self.model)
         state = {f"model.{name}": t for name, t in self.model.state_dict().items() if name not in frozen}
         state |= optimizer_state(self.optimizer, self.parameters)
         return state | (self.average.state if self.average is not None else {})
