@@ -149,6 +149,13 @@ def test_a_template_is_found_wherever_checkpoints_keep_one(folders, tmp_path, wh
     assert Tokenizer.from_pretrained(folder).has_chat_template
 
 
+def test_a_chats_last_turn_is_split_from_its_prompt(tokenizer):
+    chat = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+    prompt, answer = tokenizer.chat_turn(chat)
+    assert prompt == tokenizer.chat(chat[:1])
+    assert tokenizer.decode(answer, skip_special=False) == "4<turn|>"
+
+
 def test_history_holds_no_thoughts(tokenizer):
     thought = "<|channel>thought\nthe user<channel|>"
     turns = [

@@ -1,6 +1,7 @@
 """Text files become rows without loss. Documents stay separate, and every row is a function of its number."""
 
 import json
+import re
 import time
 from dataclasses import replace
 
@@ -396,3 +397,55 @@ def test_half_a_surrogate_pair_is_named(tmp_path):
     (tmp_path / "odd.jsonl").write_text('{"text": "\\ud800abc"}\n')
     with pytest.raises(ValueError, match="half of a surrogate pair"):
         list(read_documents(tmp_path / "odd.jsonl"))
+
+
+def write_chat(path, *turns, **more):
+    messages = [{"role": role, "content": content} for role, content in turns]
+    path.write_text(json.dumps({"messages": messages, **more}) + "\n")
+
+
+def test_a_chat_gives_a_document_per_turn_of_the_model(tmp_path):
+    thought = "<|channel>thought\n3 - 1<channel|>2"
+    turns = [
+        ("system", "Be brief."),
+        ("user", "1 + 1?"),
+        ("assistant", "2"),
+        ("user", "3 - 1?"),
+        ("assistant", thought),
+    ]
+    write_chat(tmp_path / "chats.jsonl", *turns)
+    tokenizer = ByteTokenizer()
+    file = TokenFile.write(read_documents(tmp_path / "chats.jsonl"), tokenizer, tmp_path / "tokens")
+    assert file.num_documents == 2
+    first = "<bos><|turn>system\nBe brief.<turn|>\n<|turn>user\n1 + 1?<turn|>\n<|turn>model\n"
+    # The second turn has a thought, so its prompt asks for one. The published template puts the request first.
+    second = first.replace("Be brief.", "<|think|>\nBe brief.") + "2<turn|>\n<|turn>user\n3 - 1?<turn|>\n<|turn>model\n"
+    for number, (prompt, answer) in enumerate([(first, "2<turn|>"), (second, thought + "<turn|>")]):
+        row, prompt_len = file.document(number).tolist(), int(file.prompt_len[number])
+        assert tokenizer.decode(row[:prompt_len], skip_special=False) == prompt
+        assert tokenizer.decode(row[prompt_len:], skip_special=False) == answer + "<eos>"
+    batch = PromptSource(file=file, max_len=256, batch_size=2)(0, range(2))
+    assert sorted(batch.prompt_len.tolist()) == sorted(file.prompt_len.tolist())
+
+
+@pytest.mark.parametrize(
+    ("turns", "more", "message"),
+    [
+        ([("user", "hi")], {}, "chat.jsonl:1 must have a turn of the assistant after another turn"),
+        ([("assistant", "hi")], {}, "chat.jsonl:1 must have a turn of the assistant after another turn"),
+        ([("user", "hi"), ("bot", "ho")], {}, "chat.jsonl:1 turn 2 must have a role of assistant"),
+        ([("user", 3), ("assistant", "ho")], {}, 'chat.jsonl:1 turn 1 must have a text as "content", got 3'),
+        ([("user", "hi"), ("assistant", "ho")], {"tools": "all"}, 'chat.jsonl:1 "tools" must be a list'),
+    ],
+    ids=["no-answer", "no-question", "role", "content", "tools"],
+)
+def test_a_chat_that_does_not_fit_is_named_by_its_line(tmp_path, turns, more, message):
+    write_chat(tmp_path / "chat.jsonl", *turns, **more)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        list(read_documents(tmp_path / "chat.jsonl"))
+
+
+def test_a_chat_that_the_template_refuses_is_named_by_its_line(tmp_path):
+    write_chat(tmp_path / "chat.jsonl", ("user", "hi"), ("tool", "42"), ("assistant", "ho"))
+    with pytest.raises(ValueError, match=r"chat\.jsonl:1: ByteTokenizer\.chat role must be user or assistant"):
+        TokenFile.write(read_documents(tmp_path / "chat.jsonl"), ByteTokenizer(), tmp_path / "tokens")

@@ -197,6 +197,34 @@ class Tokenizer(ABC):
             )
         return ids
 
+    def chat_turn(
+        self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None
+    ) -> tuple[list[int], list[int]]:
+        """Return the prompt of a conversation's last turn, as `chat` gives it, and the tokens that the model writes.
+
+        The answer ends with the token that ends a turn. If it has a thought, the prompt asks for one.
+
+        Example: `prompt, answer = tokenizer.chat_turn([{"role": "user", ...}, {"role": "assistant", ...}])`.
+        """
+        *before, last = messages
+        history, content = [_without_thought(message) for message in before], last.get("content")
+        thinking = isinstance(content, str) and _THOUGHT.search(content) is not None
+        prompt = self.chat(before, thinking=thinking, tools=tools)
+        end = self.token_id(_TURN_TOKENS[1])
+        if thinking:  # templates drop thoughts
+            return prompt, self.encode(str(content).strip(), bos=False) + ([] if end is None else [end])
+        options = {"tools": tools, "add_generation_prompt": False, "enable_thinking": False}
+        whole = self._render([*history, dict(last)], **options)
+        answer = whole[len(prompt) :]
+        if whole[: len(prompt)] != prompt:
+            raise ValueError(
+                "Tokenizer.chat_turn needs a template that writes the model's turn after its generation prompt. "
+                "This one does not. Use prompts and answers instead of chats."
+            )
+        if end in answer:
+            answer = answer[: len(answer) - answer[::-1].index(end)]  # without the line break after the turn
+        return prompt, answer
+
     def reply(self, tokens: Tensor | Sequence[int] | str) -> Reply:
         """Split a model turn (tokens or text) into thought, answer and tool calls.
 

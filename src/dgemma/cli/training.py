@@ -74,8 +74,8 @@ def add_commands(commands: Any) -> None:
         "train",
         help="train or fine-tune a model on text files",
         usage="dgemma train [OPTION ...] --out FOLDER FILE [FILE ...]",
-        description="Train on .txt files (running text) or .jsonl files (prompts and answers). A run that was stopped "
-        "or killed continues from its last checkpoint if you repeat the command.",
+        description="Train on .txt files (running text) or .jsonl files (prompts and answers, or chats with "
+        '"messages"). A run that was stopped or killed continues from its last checkpoint if you repeat the command.',
         epilog="examples:\n  dgemma train stories.txt --out run --preset small --steps 5000\n      from scratch\n"
         "  dgemma train answers.jsonl --out run --lora 8\n      adapters on the checkpoint that -m names\n"
         "  dgemma generate -m run/final …\n      afterwards",

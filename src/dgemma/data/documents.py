@@ -1,29 +1,41 @@
-"""Documents from .txt files, whole or split at a separator, and from .jsonl files, read one at a time."""
+"""Documents from .txt files, whole or split at a separator, and from .jsonl files (texts, prompts or chats)."""
 
 import io
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dgemma.checks import show
 from dgemma.files import open_file
 
 _CHUNK = 1 << 20  # characters per read
+_OWN_ROLES = ("assistant", "model")  # the model's turns
+_ROLES = (*_OWN_ROLES, "user", "system", "developer", "tool")
+
+
+class Chat(NamedTuple):
+    """A conversation that ends with the model's turn; `place` names its file and line in errors."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    tools: tuple[Any, ...] | None
+    place: str
 
 
 class Document(NamedTuple):
-    """A document: the model writes `text` after reading `prompt`."""
+    """A document: the model writes `text` after reading `prompt`, or the last turn of `chat` after the others."""
 
     text: str
     prompt: str = ""
+    chat: Chat | None = None
 
 
 def read_documents(paths: str | Path | Sequence[str | Path], *, separator: str | None = None) -> Iterator[Document]:
     """Yield the documents of .txt and .jsonl files; a folder means all such files in it, sorted.
 
     A .txt file is one document, or several with `separator` between them. A line of a .jsonl file is an object with
-    "text", or with "prompt" and "answer".
+    "text", with "prompt" and "answer", or with "messages": a list of turns, each with "role" and "content". A chat
+    gives a document per turn of the model, after all turns before it. It may have "tools", for the chat template.
 
     Example: `read_documents("stories.txt", separator="<|endoftext|>")`.
     """
@@ -41,8 +53,9 @@ def read_documents(paths: str | Path | Sequence[str | Path], *, separator: str |
 
 
 def _check_unicode(path: Path, document: Document) -> None:
+    turns = () if document.chat is None else document.chat.messages
     try:
-        (document.prompt + document.text).encode()
+        "".join((document.prompt, document.text, *(str(turn.get("content")) for turn in turns))).encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"{path} must hold whole characters, got half of a surrogate pair ({error.reason}).") from None
 
@@ -93,10 +106,33 @@ def _read_jsonl(path: Path) -> Iterator[Document]:
                 item = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}:{number} must be a JSON object, got {error}.") from None
+            if isinstance(item, dict) and "messages" in item:
+                yield from _read_chat(item, f"{path}:{number}")
+                continue
             keys = ("text",) if isinstance(item, dict) and "text" in item else ("prompt", "answer")
             if not isinstance(item, dict) or not all(isinstance(item.get(key), str) for key in keys):
                 raise ValueError(
-                    f'{path}:{number} must be an object with "text", or with "prompt" and "answer", all strings, '
+                    f'{path}:{number} must be an object with "text", with "prompt" and "answer", or with "messages", '
                     f"got {show(line.strip())}."
                 )
             yield Document(item[keys[-1]], item.get("prompt", ""))
+
+
+def _read_chat(item: Mapping[str, Any], place: str) -> Iterator[Document]:
+    """Yield a document for each turn of the model."""
+    turns, tools = item["messages"], item.get("tools")
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise ValueError(f'{place} "messages" must be a list of objects, got {show(turns)}.')
+    for number, turn in enumerate(turns, start=1):
+        if turn.get("role") not in _ROLES:
+            raise ValueError(f"{place} turn {number} must have a role of {', '.join(_ROLES)}, got {show(turn)}.")
+        if not isinstance(turn.get("content"), str) and not (turn["role"] in _OWN_ROLES and turn.get("tool_calls")):
+            raise ValueError(f'{place} turn {number} must have a text as "content", got {show(turn.get("content"))}.')
+    if tools is not None and not isinstance(tools, list):
+        raise ValueError(f'{place} "tools" must be a list, got {show(tools)}.')
+    own = [number for number, turn in enumerate(turns) if turn["role"] in _OWN_ROLES]
+    if not own or own[0] == 0:
+        raise ValueError(f"{place} must have a turn of the assistant after another turn. Remove the line.")
+    for number in own:
+        chat = Chat(tuple(turns[: number + 1]), None if tools is None else tuple(tools), place)
+        yield Document(turns[number].get("content") or "", chat=chat)

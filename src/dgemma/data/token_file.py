@@ -27,6 +27,8 @@ _SAMPLE = 10_000  # characters that identify a tokenizer
 class TokenFile:
     """D tokenised documents on disk, each begin-of-text, prompt, text, end-of-text. Memory-mapped.
 
+    The prompt of a chat's turn is the conversation before it, by the chat template, up to where the model begins.
+
     Example: `TokenFile.open("corpus/train").num_tokens`.
     """
 
@@ -161,8 +163,12 @@ def describe_files(
                 crc32 = zlib.crc32(chunk, crc32)
         made_from[f"file {number}, {path.name}"] = crc32
     with io.TextIOWrapper(open_file(files[0]), encoding="utf-8", errors="replace") as text:
-        cut = (tokenizer.vocab_size, tokenizer.encode(text.read(_SAMPLE)))
-    return made_from | {"tokenizer": zlib.crc32(repr(cut).encode())}
+        sample = text.read(_SAMPLE)
+    cut = (tokenizer.vocab_size, tokenizer.encode(sample))
+    made_from["tokenizer"] = zlib.crc32(repr(cut).encode())
+    if files[0].suffix == ".jsonl" and '"messages"' in sample and tokenizer.has_chat_template:
+        made_from["chat template"] = zlib.crc32(repr(tokenizer.chat("any text")).encode())
+    return made_from
 
 
 def _crc32(tokens: np.ndarray, sizes: np.ndarray) -> int:
@@ -173,7 +179,12 @@ def _encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tup
     """Yield each document with the tokens of its prompt and of its text, in order; encode on all cores."""
 
     def encode(document: Document) -> tuple[Document, list[int], list[int]]:
-        return document, tokenizer.encode(document.prompt), tokenizer.encode(document.text, bos=False)
+        if document.chat is None:
+            return document, tokenizer.encode(document.prompt), tokenizer.encode(document.text, bos=False)
+        try:
+            return document, *tokenizer.chat_turn(document.chat.messages, tools=document.chat.tools)
+        except ValueError as error:
+            raise ValueError(f"{document.chat.place}: {error}") from None
 
     rest = iter(documents)
     with ThreadPoolExecutor() as pool:
