@@ -1,11 +1,14 @@
 """`dgemma generate`, `race`, `chat`, `infill` and `edit`: text from noise, with a live view."""
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
+
+import torch
 
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.cli import options, output, types
@@ -13,6 +16,7 @@ from dgemma.cli.options import Writer
 from dgemma.run.generate import generate, stream
 from dgemma.run.many import PromptFile, generate_many
 from dgemma.run.records import OnStep
+from dgemma.run.spread import generate_with_torchrun
 from dgemma.run.trajectory import Generation
 from dgemma.tasks.autoregressive import stream_causal
 from dgemma.tasks.infill import Infilling, edit, infill
@@ -168,9 +172,14 @@ def _generate_many(arguments: argparse.Namespace) -> None:
         raise ValueError("--json, --html and --gif must not come with --input. The results are in the file of --out.")
     prompts = PromptFile(arguments.input, as_chats=arguments.chat)
     num_prompts = len(prompts)  # now, so that a missing file is noticed before the model is loaded
+    is_shared, rank = "TORCHELASTIC_RUN_ID" in os.environ, int(os.environ.get("LOCAL_RANK", 0))
+    if is_shared and arguments.device is None and torch.cuda.is_available():
+        arguments.device = torch.device("cuda", rank)
     writer = options.load_writer(arguments)
-    _note_length(arguments, writer)
-    results = generate_many(
+    is_quiet = arguments.quiet or (is_shared and os.environ["RANK"] != "0")
+    if not is_quiet:
+        _note_length(arguments, writer)
+    results = (generate_with_torchrun if is_shared else generate_many)(
         writer.denoiser,
         prompts,
         slots=arguments.slots,
@@ -178,12 +187,12 @@ def _generate_many(arguments: argparse.Namespace) -> None:
         tokenizer=writer.tokenizer,
         in_order=False,
         max_new_tokens=arguments.max_new_tokens,
-        progress=not arguments.quiet,
+        progress=not is_quiet,
         **writer.settings,
     )
     for _ in results:
         pass
-    if not arguments.quiet:
+    if not is_quiet:
         print(f"{arguments.out} holds {output.counted(num_prompts, 'result')}.", file=sys.stderr)
 
 

@@ -74,13 +74,10 @@ def generate_many(
     require(count is not None and count >= 1, "generate_many slots", "be an integer of at least 1", slots)
     if isinstance(prompts, str | bytes | Mapping):
         raise ValueError(f"generate_many prompts must be a collection of prompts, got {show(prompts)}. Write [prompt].")
-    first_seed = as_int(options.pop("seed", 0))
-    require(first_seed is not None, "generate_many seed", "be an integer", first_seed, "Prompt i has seed + i.")
-    reader = PromptReader(model, tokenizer, seed=first_seed or 0, options=dict(options))
+    reader = PromptReader(model, tokenizer, options)
     file = None if out is None else RunFile(out, reader.describe())
     completed = _complete(model, reader, enumerate(prompts), slots=count or 1, file=file)
-    total = len(prompts) if isinstance(prompts, Sized) else None
-    return _show(_sort(completed) if in_order else completed, total=total, progress=progress)
+    return present(completed, prompts, in_order=in_order, progress=progress)
 
 
 class PromptFile:
@@ -117,18 +114,20 @@ class PromptFile:
 class PromptReader:
     """Turns prompts into rows of a batch, and rows into results.
 
-    Example: `PromptReader(model, tokenizer, seed=0, options={"steps": 16}).read(3, "Once").plan.seeds` is [[3]].
+    Example: `PromptReader(model, tokenizer, {"seed": 2, "steps": 16}).read(3, "Once").plan.seeds` is [[5]].
     """
 
-    def __init__(self, model: Denoiser, tokenizer: Tokenizer | None, *, seed: int, options: dict[str, Any]) -> None:
-        self._model, self._options, self._seed = model, options, seed
+    def __init__(self, model: Denoiser, tokenizer: Tokenizer | None, options: Mapping[str, Any]) -> None:
+        seed = as_int(options.get("seed", 0))
+        require(seed is not None, "generate_many seed", "be an integer", options.get("seed"), "Prompt i has seed + i.")
+        self._model, self._options, self._seed = model, dict(options), seed or 0
         self._given_tokenizer = tokenizer
         self._loaded: Tokenizer | None = None
-        self._plan({"tokens": [0]}, seed)  # reports bad options now
+        self._plan({"tokens": [0]}, self._seed)  # reports bad options now
 
     def read(self, index: int, prompt: Any) -> Row:
         """Return the row of a prompt."""
-        entry = _as_entry(prompt, f"generate_many prompt {index}")
+        entry = read_entry(index, prompt)
         seed = self._seed + index if entry.get("seed") is None else entry["seed"]
         return Row(index, self._plan(entry, seed))
 
@@ -165,6 +164,9 @@ class PromptReader:
             **{name: repr(value) for name, value in vars(plan.knobs).items()},
             "eos_token_ids": list(plan.eos_token_ids),
             "allowed": None if allowed is None else _digest(allowed.cpu().numpy().tobytes()),
+            "constraint": getattr(self._options.get("constraint"), "pattern", None),
+            "canvas_length": plan.canvas_len,
+            "pad_token_id": plan.pad_token_id,
             "config": _digest(repr(self._model.config).encode()),
             "weights": _describe_weights(self._model),
         }
@@ -186,6 +188,14 @@ class PromptReader:
                 "tokenizer=Tokenizer.from_pretrained(path), or prompts of token ids."
             )
         return tokenizer.encode(entry["prompt"]) if "prompt" in entry else tokenizer.chat(entry["messages"])
+
+
+def read_entry(index: int, prompt: Any) -> Mapping[str, Any]:
+    """Return any form of prompt as a dictionary with "prompt", "messages" or "tokens".
+
+    Example: `read_entry(0, "Once")` is `{"prompt": "Once"}`.
+    """
+    return _as_entry(prompt, f"generate_many prompt {index}")
 
 
 def _as_entry(prompt: Any, owner: str) -> Mapping[str, Any]:
@@ -220,48 +230,58 @@ def _complete(
         while True:
             while len(batch) < slots and (following := next(prompts, None)) is not None:
                 index, prompt = following
-                row = reader.read(index, prompt)
                 if file is not None and index in file:
-                    yield _load(file, row)
+                    yield load_completion(file, index, prompt)
                 else:
-                    batch.add(row)
+                    batch.add(reader.read(index, prompt))
                     running[index] = prompt
             if not running:
                 return
             for row in batch.step():
                 if row.ended:
-                    completion = reader.complete(row, running.pop(row.index))
+                    prompt = running.pop(row.index)
+                    completion = reader.complete(row, prompt)
                     if file is not None:
-                        file.append(_store(completion, row))
+                        file.append(store_completion(completion, prompt, row.plan.pad_token_id))
                     yield completion
 
 
-def _store(completion: Completion, row: Row) -> dict[str, Any]:
-    """Return a result as a line of the file. Padding is left out."""
+def store_completion(completion: Completion, prompt: Any, pad_token_id: int) -> dict[str, Any]:
+    """Return a result as a line of the file, with a digest of its prompt. Padding is left out."""
     tokens = completion.new_tokens.tolist()
-    while tokens and tokens[-1] == row.plan.pad_token_id:
+    while tokens and tokens[-1] == pad_token_id:
         tokens.pop()
-    stored = {
-        **vars(completion),
-        "new_tokens": tokens,
-        "steps": completion.steps.tolist(),
-        "prompt": _prompt_digest(row),
-    }
+    changes = {"new_tokens": tokens, "steps": completion.steps.tolist()}
+    stored = {**vars(completion), **changes, "prompt": _prompt_digest(completion.index, prompt)}
     return {name: value for name, value in stored.items() if value is not None}
 
 
-def _load(file: RunFile, row: Row) -> Completion:
+def load_completion(file: RunFile, index: int, prompt: Any) -> Completion:
     """Return a result of the file, for the same prompt."""
-    stored = file[row.index]
-    if stored.pop("prompt") != _prompt_digest(row):
+    stored = file[index]
+    if stored.pop("prompt") != _prompt_digest(index, prompt):
         raise ValueError(
-            f"{file.path} must be continued with the prompts that it began with, got another prompt {row.index}. "
+            f"{file.path} must be continued with the prompts that it began with, got another prompt {index}. "
             "Use the old prompts, or another file."
         )
+    return restore_completion(stored, file.settings)
+
+
+def restore_completion(stored: dict[str, Any], settings: Mapping[str, Any]) -> Completion:
+    """Return the result that `store_completion` stored, with its padding."""
+    stored = {"text": None, **stored}
     steps, tokens = torch.tensor(stored.pop("steps")), torch.tensor(stored.pop("new_tokens"), dtype=torch.int64)
-    padding = len(steps) * row.plan.canvas_len - len(tokens)
-    new_tokens = nn.functional.pad(tokens, (0, padding), value=row.plan.pad_token_id)
-    return Completion(**{"text": None, **stored}, new_tokens=new_tokens, steps=steps)
+    padding = len(steps) * settings["canvas_length"] - len(tokens)
+    new_tokens = nn.functional.pad(tokens, (0, padding), value=settings["pad_token_id"])
+    return Completion(**stored, new_tokens=new_tokens, steps=steps)
+
+
+def present(
+    completed: Iterator[Completion], prompts: Iterable[Any], *, in_order: bool, progress: bool
+) -> Iterator[Completion]:
+    """Yield results in the order that the caller wants, with a progress bar."""
+    total = len(prompts) if isinstance(prompts, Sized) else None
+    return _show(_sort(completed) if in_order else completed, total=total, progress=progress)
 
 
 def _sort(completed: Iterator[Completion]) -> Iterator[Completion]:
@@ -282,10 +302,9 @@ def _show(completed: Iterator[Completion], *, total: int | None, progress: bool)
             yield completion
 
 
-def _prompt_digest(row: Row) -> str:
-    return _digest(
-        json.dumps([row.plan.prompt_tokens[0].tolist(), row.plan.num_blocks, row.plan.seeds[0].tolist()]).encode()
-    )
+def _prompt_digest(index: int, prompt: Any) -> str:
+    content = {name: value for name, value in read_entry(index, prompt).items() if name != "id"}
+    return _digest(json.dumps(content, sort_keys=True, default=str).encode())
 
 
 def _describe_weights(model: Any) -> str | None:

@@ -3,7 +3,7 @@
 import json
 import os
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -28,14 +28,13 @@ class RunFile:
     """
 
     def __init__(self, path: str | Path, settings: Mapping[str, Any]) -> None:
-        self.path = Path(path)
-        self.num_results = 0
+        self.path, self.settings = Path(path), json.loads(json.dumps(settings))
         self._places = array("q")  # the offset of each prompt's line; eight bytes per prompt
         with writing(self.path):
             self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115
         try:
             self._lock()
-            self._end = self._read(json.loads(json.dumps(settings)))
+            self._end = self._read(self.settings)
         except BaseException:
             self._file.close()
             raise
@@ -57,6 +56,10 @@ class RunFile:
 
     def __contains__(self, index: int) -> bool:
         return index < len(self._places) and self._places[index] != _ABSENT
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the prompts that have a result."""
+        return (index for index, place in enumerate(self._places) if place != _ABSENT)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Read the result of a prompt."""
@@ -129,7 +132,6 @@ class RunFile:
     def _note(self, index: int, place: int) -> None:
         self._places.extend([_ABSENT] * (index + 1 - len(self._places)))
         self._places[index] = place
-        self.num_results += 1
 
     def _write(self, line: Mapping[str, Any]) -> None:
         data = json.dumps(line, ensure_ascii=False).encode("utf-8", errors="replace") + b"\n"

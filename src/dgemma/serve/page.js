@@ -24,7 +24,7 @@ function showDraft(canvas, pieces, last) {
   canvas.replaceChildren(...pieces.map((piece, at) => {
     const span = document.createElement("span");
     span.className = last.length && last[at] === piece ? "kept" : "new";
-    span.textContent = piece;
+    span.textContent = piece.replaceAll("\n", "⏎");
     return span;
   }));
   scroll();
@@ -66,7 +66,7 @@ async function send(text) {
   if (byId("key").value) headers.Authorization = "Bearer " + byId("key").value;
   running = new AbortController();
   byId("stop").hidden = false;
-  byId("send").disabled = true;
+  byId("send").hidden = true;
   let last = [];
   let block = -1;
   try {
@@ -98,7 +98,7 @@ async function send(text) {
     canvas.remove();
     running = null;
     byId("stop").hidden = true;
-    byId("send").disabled = false;
+    byId("send").hidden = false;
   }
 }
 
