@@ -7,37 +7,38 @@ tokens.
 
 import json
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.run.step import Denoiser
 from dgemma.serve.errors import ApiError
-from dgemma.serve.protocol import DecisionRequest, Question
+from dgemma.serve.protocol import Question
 from dgemma.tasks.slots import Slot, slots
 
 _MOST_OPTIONS = 64
 
 
-def decide(model: Denoiser, tokenizer: Tokenizer, request: DecisionRequest) -> dict[str, Any]:
-    """Answer every question of a request; return the answers by name, and the number of tokens read.
+class Decision(NamedTuple):
+    """The answer to one question, and the number of tokens that were read for it."""
 
-    Example: `decide(model, tokenizer, request)["answers"]["urgent"]["noul"]`.
+    answer: dict[str, Any]
+    num_tokens: int
+
+
+def decide(model: Denoiser, tokenizer: Tokenizer, state: Any, name: str, question: Question) -> Decision:
+    """Answer one question about a state, a text or a JSON value.
+
+    Example: `decide(model, tokenizer, "It rains.", "wet", Question(type="noul", instructions="Wet?")).answer["noul"]`.
     """
-    answers, num_tokens = {}, 0
-    state = request.state if isinstance(request.state, str) else json.dumps(request.state, ensure_ascii=False)
-    for name, question in request.questions.items():
-        options = _options(name, question)
-        prompt = f"{state}\n\n{_ask(question, options)}\n"
-        tokens = tokenizer.chat(prompt) if tokenizer.has_chat_template else tokenizer.encode(f"{prompt}Answer: ")
-        choices = [tokenizer.encode(option, bos=False) for option in options]
-        try:
-            filled = slots(model, [tokens, Slot(choices, name=name)])
-        except ValueError as error:
-            raise ApiError(400, f"questions.{name}: {error}", param=f"questions.{name}") from None
-        probabilities = filled[name].probabilities.tolist()
-        answers[name] = _answer(question, options, probabilities)
-        num_tokens += len(tokens)
-    return {"answers": answers, "usage": {"input_tokens": num_tokens, "output_tokens": 0}}
+    options = _options(name, question)
+    prompt = f"{_as_text(state)}\n\n{_ask(question, options)}\n"
+    tokens = tokenizer.chat(prompt) if tokenizer.has_chat_template else tokenizer.encode(f"{prompt}Answer: ")
+    choices = [tokenizer.encode(option, bos=False) for option in options]
+    try:
+        filled = slots(model, [tokens, Slot(choices, name=name)])
+    except ValueError as error:
+        raise ApiError(400, f"questions.{name}: {error}", param=f"questions.{name}") from None
+    return Decision(_answer(question, options, filled[name].probabilities.tolist()), len(tokens))
 
 
 def _options(name: str, question: Question) -> dict[str, Any]:

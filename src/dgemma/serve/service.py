@@ -1,0 +1,327 @@
+"""From a request to its answer: a plan for the engine, and the text in OpenAI's form, whole or as a stream."""
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.concurrency import run_in_threadpool
+
+from dgemma.checkpoint.tokenizer import Tokenizer
+from dgemma.constraints.languages import JsonSchema, ToolCalls
+from dgemma.run.defaults import default_sampler
+from dgemma.run.plan import Plan, read_plan
+from dgemma.run.step import Denoiser
+from dgemma.serve.decisions import decide
+from dgemma.serve.engine import Draft, Engine, Job
+from dgemma.serve.errors import ApiError
+from dgemma.serve.gate import Limits
+from dgemma.serve.metrics import Metrics
+from dgemma.serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DecisionRequest,
+    TextRequest,
+    ToolChoice,
+)
+from dgemma.serve.text import GrowingText
+from dgemma.view.pieces import Pieces
+
+
+@dataclass(frozen=True)
+class Service:
+    """The state that all requests share, and the way from a request to its answer."""
+
+    model: Denoiser
+    tokenizer: Tokenizer
+    name: str
+    engine: Engine
+    limits: Limits
+    metrics: Metrics
+
+    def check_model(self, name: str) -> None:
+        """Raise a 404 for another model than the one that is served."""
+        if name != self.name:
+            message = f"The model {name[:100]!r} does not exist. This server has {self.name!r}."
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def describe(self) -> dict[str, Any]:
+        """Return the model as /v1/models lists it."""
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "dgemma",
+            "max_model_len": self.model.config.max_position_embeddings,
+            "canvas_length": self.model.config.canvas_length,
+        }
+
+    async def answer(self, body: ChatRequest | CompletionRequest, request: Request) -> Response:
+        """Run a request; return its whole answer, or a stream of it."""
+        self.check_model(body.model)
+        plan, text = await run_in_threadpool(self._plan, body)
+        job = self.engine.submit(plan, seconds=self.limits.seconds, drafts=body.drafts and bool(body.stream))
+        answer = Answer(self, body, plan, text, job)
+        if body.stream:
+            return StreamingResponse(
+                answer.stream(), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
+            )
+        return JSONResponse(await answer.whole(request))
+
+    async def decide(self, body: DecisionRequest, request: Request) -> dict[str, Any]:
+        """Answer typed questions, one at a time between the steps of other requests."""
+        self.check_model(body.model)
+        end, answers, num_tokens = time.monotonic() + self.limits.seconds, {}, 0
+        for name, question in body.questions.items():
+            if await request.is_disconnected() or time.monotonic() > end:
+                raise ApiError(504, "The request took longer than the server allows.", code="timeout")
+            answer = await self.engine.call(partial(decide, self.model, self.tokenizer, body.state, name, question))
+            answers[name], num_tokens = answer.answer, num_tokens + answer.num_tokens
+        usage = {"input_tokens": num_tokens, "output_tokens": 0}
+        return {"model": self.name, "answers": answers, "usage": usage}
+
+    def _plan(self, body: ChatRequest | CompletionRequest) -> tuple[Plan, GrowingText]:
+        """Check a request, and return its plan and its text."""
+        max_tokens = getattr(body, "max_completion_tokens", None) or body.max_tokens
+        max_tokens = min(self.model.generation.max_new_tokens, self.limits.tokens) if max_tokens is None else max_tokens
+        if max_tokens > self.limits.tokens:
+            message = f"max_tokens must be at most {self.limits.tokens}, got {max_tokens}."
+            raise ApiError(400, message, param="max_tokens", code="invalid_value")
+        options = self._options(body) | {"max_new_tokens": max_tokens}
+        options["seed"] = [secrets.randbits(62) if body.seed is None else body.seed]
+        is_chat = isinstance(body, ChatRequest)
+        try:
+            options |= self._constraint(body)
+            tokens = self._read_chat(body) if isinstance(body, ChatRequest) else self._read_prompt(body)
+            plan = read_plan(self.model, _as_row(tokens, self.model), **options)
+        except ImportError as error:
+            raise ApiError(501, str(error)) from None
+        except (ValueError, TypeError) as error:
+            code = "context_length_exceeded" if "max_position_embeddings" in str(error) else "invalid_value"
+            raise ApiError(400, str(error), code=code) from None
+        text = GrowingText(
+            self.tokenizer,
+            stops=body.stops,
+            max_tokens=max_tokens,
+            eos=plan.eos_token_ids,
+            pad=plan.pad_token_id,
+            as_reply=is_chat and self.tokenizer.has_chat_template,
+        )
+        return plan, text
+
+    def _options(self, body: TextRequest) -> dict[str, Any]:
+        options: dict[str, Any] = {"steps": body.steps, "top_k": body.top_k}
+        options["top_p"] = None if body.top_p == 1 else body.top_p
+        if body.temperature == 0:
+            sampler = default_sampler(self.model)
+            if not hasattr(sampler, "greedy"):
+                message = f"temperature must be above 0 for this model: {type(sampler).__name__} always samples."
+                raise ApiError(400, message, param="temperature", code="invalid_value")
+            options["sampler"] = replace(sampler, greedy=True)  # type: ignore[type-var]
+        elif body.temperature is not None:
+            options["temperature"] = float(body.temperature)
+        return options
+
+    def _constraint(self, body: ChatRequest | CompletionRequest) -> dict[str, Any]:
+        """Return the constraint of a response format or of required tools, as an option of `generate`."""
+        form, choice = body.response_format, getattr(body, "tool_choice", None)
+        if form is not None and form.type == "json_schema":
+            if form.json_schema is None:
+                raise ApiError(400, "response_format.json_schema must be there.", param="response_format.json_schema")
+            return {"constraint": _json_schema(json.dumps(form.json_schema.schema_), self.tokenizer)}
+        if choice == "required" or isinstance(choice, ToolChoice):
+            tools = [tool.model_dump(exclude_none=True) for tool in getattr(body, "tools", None) or []]
+            if isinstance(choice, ToolChoice):
+                tools = [tool for tool in tools if tool["function"]["name"] == choice.function.name]
+            if not tools:
+                raise ApiError(400, "tool_choice must name one of the tools.", param="tool_choice")
+            return {"constraint": _tool_calls(json.dumps(tools), self.tokenizer)}
+        return {}
+
+    def _read_prompt(self, body: CompletionRequest) -> list[int]:
+        return self.tokenizer.encode(body.prompt) if isinstance(body.prompt, str) else list(body.prompt)
+
+    def _read_chat(self, body: ChatRequest) -> list[int]:
+        """Return the tokens of a chat. Without a chat template the model continues the texts of its turns."""
+        if not self.tokenizer.has_chat_template:
+            if body.tools:
+                raise ApiError(400, "tools must not be there: this model has no chat template.", param="tools")
+            return self.tokenizer.encode("\n".join(message.text for message in body.messages))
+        messages = []
+        for message in body.messages:
+            role = "system" if message.role == "developer" else message.role
+            turn: dict[str, Any] = {"role": role, "content": message.text}
+            for call in message.tool_calls or []:
+                called = {"name": call.function.name, "arguments": json.loads(call.function.arguments)}
+                turn.setdefault("tool_calls", []).append({"type": "function", "function": called})
+            if message.tool_call_id is not None:
+                turn["tool_call_id"] = message.tool_call_id
+            if message.name is not None:
+                turn["name"] = message.name
+            messages.append(turn)
+        tools = (
+            None if body.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in body.tools or []]
+        )
+        return self.tokenizer.chat(messages, thinking=body.thinking, tools=tools or None)
+
+
+@lru_cache(maxsize=32)
+def _json_schema(schema: str, tokenizer: Tokenizer) -> JsonSchema:
+    """Return the constraint of a schema. Building it takes up to seconds, so the last ones are kept."""
+    return JsonSchema(json.loads(schema), tokenizer)
+
+
+@lru_cache(maxsize=32)
+def _tool_calls(tools: str, tokenizer: Tokenizer) -> ToolCalls:
+    """Return the constraint of required tools, kept like that of a schema."""
+    return ToolCalls(json.loads(tools), tokenizer)
+
+
+class Answer:
+    """The answer to one request in OpenAI's form."""
+
+    def __init__(
+        self, service: Service, body: ChatRequest | CompletionRequest, plan: Plan, text: GrowingText, job: Job
+    ) -> None:
+        self._service, self._body, self._plan, self._text, self._job = service, body, plan, text, job
+        self._is_chat = isinstance(body, ChatRequest)
+        self._id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}"
+        self._created, self._start = int(time.time()), time.monotonic()
+        self._pieces = Pieces(service.tokenizer)
+
+    async def whole(self, request: Request) -> dict[str, Any]:
+        """Wait for the end of the text. If the client leaves, the request is dropped."""
+        watcher = asyncio.create_task(self._leave(request))
+        try:
+            async for event in self._job.events():
+                if not isinstance(event, Draft):
+                    self._add(event)
+                if self._text.finish_reason is not None:
+                    break
+        finally:
+            watcher.cancel()
+            self._end()
+        choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": self._finish_reason()}
+        choice |= {"message": self._message()} if self._is_chat else {"text": self._text.text}
+        return {
+            **self._frame("chat.completion" if self._is_chat else "text_completion"),
+            "choices": [choice],
+            "usage": self._usage(),
+            "dgemma": self._counts(),
+        }
+
+    async def stream(self) -> AsyncIterator[str]:
+        """Yield server-sent events: a chunk per block, drafts if they are requested, and the end."""
+        if self._is_chat:
+            yield self._chunk({"role": "assistant", "content": ""})
+        try:
+            async for event in self._job.events():
+                if isinstance(event, Draft):
+                    yield self._draft(event)
+                    continue
+                self._add(event)
+                if new := self._text.delta():
+                    yield self._chunk({"content": new} if self._is_chat else new)
+                if self._text.finish_reason is not None:
+                    break
+            if calls := self._tool_calls():
+                yield self._chunk({"tool_calls": [{"index": at, **call} for at, call in enumerate(calls)]})
+            yield self._chunk({} if self._is_chat else "", self._finish_reason(), self._counts())
+            if self._body.stream_options is not None and self._body.stream_options.include_usage:
+                yield _event({**self._frame(self._chunk_kind), "choices": [], "usage": self._usage()})
+            yield "data: [DONE]\n\n"
+        except ApiError as error:  # the status is sent already
+            yield _event(error.body())
+        finally:  # also if the client has left
+            self._end()
+
+    def _add(self, event: Any) -> None:
+        if not self._text.steps:
+            self._service.metrics.first_block.observe(time.monotonic() - self._start)
+        self._text.add(event)
+
+    def _end(self) -> None:
+        metrics = self._service.metrics
+        metrics.tokens.inc(self._text.num_tokens)
+        metrics.forwards.inc(sum(self._text.steps))
+        if self._text.finish_reason is None:
+            metrics.abandoned.inc()
+        self._service.engine.cancel(self._job)
+
+    async def _leave(self, request: Request) -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        self._job.send(ApiError(499, "The client has left."))
+
+    @property
+    def _chunk_kind(self) -> str:
+        return "chat.completion.chunk" if self._is_chat else "text_completion"
+
+    def _frame(self, kind: str) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._service.name}
+
+    def _chunk(self, new: Any, finish_reason: str | None = None, counts: dict[str, Any] | None = None) -> str:
+        choice = {
+            "index": 0,
+            "delta" if self._is_chat else "text": new,
+            "logprobs": None,
+            "finish_reason": finish_reason,
+        }
+        extension = {} if counts is None else {"dgemma": counts}
+        return _event({**self._frame(self._chunk_kind), "choices": [choice], **extension})
+
+    def _draft(self, draft: Draft) -> str:
+        content = {"block": draft.block, "step": draft.step, "pieces": self._pieces(draft.tokens)}
+        return _event({**self._frame(self._chunk_kind), "choices": [], "dgemma": {"draft": content}})
+
+    def _message(self) -> dict[str, Any]:
+        calls, reply = self._tool_calls(), self._text.reply
+        message: dict[str, Any] = {"role": "assistant", "content": self._text.text, "refusal": None}
+        if calls:
+            message |= {"tool_calls": calls, "content": self._text.text or None}
+        if reply is not None and reply.thought is not None:
+            message["reasoning_content"] = reply.thought
+        return message
+
+    def _tool_calls(self) -> list[dict[str, Any]]:
+        if self._text.reply is None or not getattr(self._body, "tools", None):
+            return []
+        calls = [call for call in self._text.reply.tool_calls if call.arguments is not None]
+        return [
+            {
+                "id": f"call_{self._id[-12:]}_{at}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+            }
+            for at, call in enumerate(calls)
+        ]
+
+    def _finish_reason(self) -> str | None:
+        return "tool_calls" if self._tool_calls() else self._text.finish_reason
+
+    def _usage(self) -> dict[str, int]:
+        prompt, new = self._plan.prompt_tokens.shape[1], self._text.num_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+
+    def _counts(self) -> dict[str, Any]:
+        steps = self._text.steps
+        rate = self._text.num_tokens / sum(steps) if steps else 0.0
+        return {"seed": int(self._plan.seeds[0, 0]), "steps": steps, "tokens_per_forward": rate}
+
+
+def _as_row(tokens: list[int], model: Denoiser) -> Any:
+    vocab_size = model.config.vocab_size
+    if not tokens or not all(0 <= token < vocab_size for token in tokens):
+        raise ApiError(400, f"prompt must hold at least one token, with ids below {vocab_size}.", param="prompt")
+    return torch.tensor([tokens], dtype=torch.int64, device=model.device)
+
+
+def _event(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
