@@ -21,8 +21,9 @@ import dgemma
 from dgemma.data import sudoku
 from dgemma.diffusion.noise import UniformNoise
 from dgemma.files import write_json
-from dgemma.model.quantize import quantize
-from dgemma.model.quantized import set_weight
+from dgemma.model.gptq import calibration, quantize_with_calibration
+from dgemma.model.quantize import Quantization, quantize
+from dgemma.model.quantized import quantized_weights, set_weight
 from dgemma.train.likelihood import evaluate
 
 FORMATS: dict[str, dict[str, Any] | None] = {
@@ -33,6 +34,7 @@ FORMATS: dict[str, dict[str, Any] | None] = {
     "int4, groups of 32, zero points": {"to": "int4", "group_size": 32, "symmetric": False},
     "int4, groups of 64": {"to": "int4", "group_size": 64},
     "int4, groups of 64, zero points": {"to": "int4", "group_size": 64, "symmetric": False},
+    "int4, groups of 64, calibrated": {"to": "int4", "group_size": 64, "calibrate": True},
     "nvfp4": {"to": "nvfp4"},
 }
 
@@ -40,22 +42,44 @@ FORMATS: dict[str, dict[str, Any] | None] = {
 def load(checkpoint: str, settings: dict[str, Any] | None) -> tuple[dgemma.DiffusionGemma, float | None]:
     """Return the model with rounded weights, as plain tensors for speed, and the relative error of the rounding."""
     model = dgemma.DiffusionGemma.from_pretrained(checkpoint, dtype=torch.float32)
-    squares = torch.zeros(2, dtype=torch.float64)
-    for name, weight in model.state_dict().items():
-        matrix = ".experts." in name or (name.endswith("_proj.weight") and "self_conditioning" not in name)
-        if matrix and settings is not None:
-            rounded = quantize(weight, **settings).decode(torch.float32)
-            squares += torch.stack([(rounded - weight).double().square().sum(), weight.double().square().sum()])
-            set_weight(model, name, rounded)
     model.requires_grad_(False)
-    return model, None if settings is None else math.sqrt(squares[0] / squares[1])
+    if settings is None:
+        return model, None
+    exact = {name: weight.clone() for name, weight in model.state_dict().items()}
+    group = {name: settings[name] for name in ("group_size", "symmetric") if name in settings}
+    quantization = Quantization(experts=settings["to"], dense=settings["to"], **group)
+    run = calibration_text(model, checkpoint) if settings.get("calibrate") else lambda model: None
+    quantize_with_calibration(model, quantization, run)
+    squares = torch.zeros(2, dtype=torch.float64)
+    for name, weight in list(quantized_weights(model)):
+        rounded = weight.decode(torch.float32)
+        difference, whole = (rounded - exact[name]).double(), exact[name].double()
+        squares += torch.stack([difference.square().sum(), whole.square().sum()])
+        set_weight(model, name, rounded)
+    model.requires_grad_(False)
+    return model, math.sqrt(squares[0] / squares[1])
+
+
+def calibration_text(model: dgemma.DiffusionGemma, checkpoint: str) -> Callable[[dgemma.DiffusionGemma], None]:
+    """Return a function that shows 16 rows of other text or puzzles than those of the measurement to the model."""
+    if checkpoint == "dgemma/sudoku":
+        puzzles = sudoku.generate_puzzles(16, givens=(24, 29), split="train", exact=False)
+        source = sudoku.SudokuSource(pool=puzzles, givens=(24, 29))
+        return calibration(source(0, range(16)).tokens, sudoku.sudoku_noise("mask"), canvas_len=81)
+    tokens = held_out_tokens()[-16 * 128 :].view(16, 128)
+    return calibration(tokens, UniformNoise(model.config.vocab_size), canvas_len=64)
+
+
+def held_out_tokens() -> Tensor:
+    tokenizer = dgemma.Tokenizer.from_pretrained("dgemma/text")
+    held_out = (Path(dgemma.__file__).parent / "assets" / "text" / "held_out.txt").read_text()
+    return torch.tensor(tokenizer.encode(held_out, bos=False))
 
 
 def measure_text(model: dgemma.DiffusionGemma, rows: int, samples: int, prompts: int) -> dict[str, Any]:
     """Return bits per byte on held-out text, and the steps per canvas of continuations of it."""
     tokenizer = dgemma.Tokenizer.from_pretrained("dgemma/text")
-    held_out = (Path(dgemma.__file__).parent / "assets" / "text" / "held_out.txt").read_text()
-    tokens = torch.tensor(tokenizer.encode(held_out, bos=False)[: 64 * rows]).view(-1, 64)
+    tokens = held_out_tokens()[: 64 * rows].view(-1, 64)
     num_bytes = sum(len(tokenizer.decode(row).encode()) for row in tokens)
     texts = torch.nn.functional.pad(tokens, (1, 0), value=tokenizer.bos_token_id)
     noise = UniformNoise(model.config.vocab_size)
@@ -129,7 +153,7 @@ def main() -> None:
     }
     for name, settings in FORMATS.items():
         done = results.setdefault("formats", {}).setdefault(name, {})
-        if settings is not None:
+        if settings is not None and not settings.get("calibrate"):
             done["rounding"] = measure_rounding(settings)
         for checkpoint, measure in measures.items():
             if checkpoint not in done:

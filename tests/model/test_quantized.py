@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from dgemma import DiffusionGemma, UniformNoise, presets
 from dgemma.model.experts import looped_product, product_by_group
-from dgemma.model.quantize import quantize, requantize
+from dgemma.model.gptq import calibration, gptq, quantize_with_calibration
+from dgemma.model.quantize import Quantization, quantize, requantize
 from dgemma.model.quantized import (
     Float8Weight,
     IntWeight,
@@ -16,6 +18,7 @@ from dgemma.model.quantized import (
     linear,
     linear_layer,
     pack_nibbles,
+    quantized_weights,
     unpack_nibbles,
 )
 
@@ -160,3 +163,38 @@ def test_bad_arguments_are_refused():
         IntWeight(codes=torch.zeros(2, 4), scale=torch.ones(2, 1))
     with pytest.raises(ValueError, match="one scale per row"):
         Float8Weight(values=torch.zeros(2, 4).to(torch.float8_e4m3fn), scale=torch.ones(3))
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_calibration_reduces_the_error_of_products_with_correlated_inputs(symmetric):
+    torch.manual_seed(0)
+    mix = torch.randn(2, 64, 64) * torch.logspace(0, -2, 64)
+    inputs, new = torch.randn(2, 2, 400, 64) @ mix  # two experts each
+    weight = torch.randn(2, 16, 64)
+    moments = inputs.mT @ inputs
+    calibrated = gptq(weight, moments, group_size=32, symmetric=symmetric).decode(torch.float32)
+    nearest = quantize(weight, "int4", group_size=32, symmetric=symmetric).decode(torch.float32)
+    errors = [(new @ (rounded - weight).mT).norm() for rounded in (calibrated, nearest)]
+    assert errors[0] < 0.8 * errors[1]
+
+
+def test_calibration_without_inputs_rounds_to_nearest():
+    weight = torch.randn(3, 8, 64)
+    silent = gptq(weight, torch.zeros(3, 64, 64), group_size=32)
+    assert torch.equal(silent.codes, quantize(weight, "int4", group_size=32).codes)
+
+
+def test_a_model_is_calibrated_layer_by_layer():
+    model = DiffusionGemma(presets.tiny().replace(num_experts=4, vocab_size=64))
+    model.reset_parameters(torch.Generator().manual_seed(0))
+    exact = {name: weight.clone() for name, weight in model.state_dict().items()}
+    run = calibration(torch.randint(64, (2, 48)), UniformNoise(64), canvas_len=32)
+    quantize_with_calibration(model, Quantization(experts="int4", dense="int4", group_size=32), run)
+    weights = dict(quantized_weights(model))
+    assert len(weights) == 3 * (4 + 3 + 2) - 1  # a full layer has no v_proj
+    for name, weight in weights.items():
+        error = (weight.decode(torch.float32) - exact[name]).norm() / exact[name].norm()
+        assert 0.05 < error < 0.6
+        # Nearest rounding ignores the inputs, so that it gives other codes.
+        assert not torch.equal(weight.codes, quantize(exact[name], "int4", group_size=32).codes)
+    assert "gate_up" not in vars(model.layers[0].experts)

@@ -1,5 +1,6 @@
 """Quantisation of a checkpoint on disk: weights are quantised as they are read, and saved in compressed tensors."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -8,6 +9,7 @@ from dgemma.checkpoint.weights import resolve
 from dgemma.files import read_bytes, write_bytes
 from dgemma.model.config import read_published
 from dgemma.model.diffusion import DiffusionGemma
+from dgemma.model.gptq import quantize_with_calibration
 from dgemma.model.memory import MemoryReport
 from dgemma.model.quantize import Quantization
 
@@ -16,12 +18,18 @@ _WRITTEN = ("config.json", "generation_config.json", "model.safetensors.index.js
 
 
 def quantize_checkpoint(
-    checkpoint: str | Path, out: str | Path, quantization: Quantization, *, device: torch.device | str = "cpu"
+    checkpoint: str | Path,
+    out: str | Path,
+    quantization: Quantization,
+    *,
+    device: torch.device | str = "cpu",
+    run: Callable[[DiffusionGemma], object] | None = None,
 ) -> MemoryReport:
     """Write a quantised copy of a plain checkpoint, with its tokenizer, to a folder; return what it stores.
 
     The copy has the layout of the files published for vLLM. `from_pretrained` reads it. The memory of `device` holds
-    the quantised weights and one plain weight.
+    the quantised weights and one plain weight. With `run`, which shows calibration text to the model, it holds the
+    plain model first (see `quantize_with_calibration`).
 
     Example: `quantize_checkpoint("google/diffusiongemma-26B-A4B-it", "26b-int4", Quantization(), device="cuda")`.
     """
@@ -29,7 +37,14 @@ def quantize_checkpoint(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"quantize_checkpoint out must be a new or an empty folder, got {target}. Choose another one.")
     dtype = read_published(folder, "config.json").get("dtype")
-    model = DiffusionGemma.from_pretrained(folder, dtype=dtype, device=device, quantization=quantization)
+    if run is None:
+        model = DiffusionGemma.from_pretrained(folder, dtype=dtype, device=device, quantization=quantization)
+    else:
+        # Most CPUs compute bfloat16 slowly.
+        is_cpu = torch.device(device).type == "cpu"
+        model = DiffusionGemma.from_pretrained(folder, dtype=torch.float32 if is_cpu else dtype, device=device)
+        quantize_with_calibration(model, quantization, run)
+        model.to(getattr(torch, dtype) if isinstance(dtype, str) else model.dtype)
     model.save_pretrained(target)
     for file in sorted((*folder.glob("*.json"), *folder.glob("*.jinja"))):
         if file.name not in _WRITTEN:

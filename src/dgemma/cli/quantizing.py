@@ -1,12 +1,22 @@
 """`dgemma quantize`: write a quantised copy of a checkpoint."""
 
 import argparse
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
 from dgemma.checkpoint.quantizing import quantize_checkpoint
+from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.cli import options, output, types
+from dgemma.files import read_text
+from dgemma.model.diffusion import DiffusionGemma
+from dgemma.model.gptq import calibration
 from dgemma.model.quantize import FORMATS, Quantization
+from dgemma.run.defaults import learnt_noise
+
+_MOST_ROWS = 128  # of calibration text
 
 
 def add_commands(commands: Any) -> None:
@@ -37,9 +47,27 @@ def add_commands(commands: Any) -> None:
     parser.add_argument(
         "--zero-points", action="store_true", help="give each group of int4 a zero point: smaller errors, more bytes"
     )
+    parser.add_argument(
+        "--calibration",
+        metavar="FILE",
+        help="text file; int4 weights then get small errors on its tokens (GPTQ). Needs memory for the plain model",
+    )
     options.add_device_option(parser)
     output.add_json_option(parser)
     parser.set_defaults(run=_quantize)
+
+
+def _calibration(arguments: argparse.Namespace) -> Callable[[DiffusionGemma], None]:
+    """Return a function that shows the text to a model, in rows of a prefix and a canvas of the same length."""
+    tokens = Tokenizer.from_pretrained(arguments.checkpoint).encode(read_text(arguments.calibration), bos=False)
+
+    def run(model: DiffusionGemma) -> None:
+        canvas_len = model.config.canvas_length
+        num_rows = min(_MOST_ROWS, len(tokens) // (2 * canvas_len))
+        rows = torch.tensor(tokens[: 2 * canvas_len * num_rows]).view(num_rows, 2 * canvas_len)
+        calibration(rows, learnt_noise(model), canvas_len=canvas_len)(model)
+
+    return run
 
 
 def _quantize(arguments: argparse.Namespace) -> None:
@@ -50,7 +78,8 @@ def _quantize(arguments: argparse.Namespace) -> None:
         symmetric=not arguments.zero_points,
     )
     device = options.pick_device(arguments)
-    report = quantize_checkpoint(arguments.checkpoint, arguments.out, quantization, device=device)
+    run = None if arguments.calibration is None else _calibration(arguments)
+    report = quantize_checkpoint(arguments.checkpoint, arguments.out, quantization, device=device, run=run)
     if arguments.json:
         output.print_json({"out": arguments.out, "memory": [asdict(part) for part in report.parts]})
     else:

@@ -50,13 +50,21 @@ class Quantization:
             require_field(fits, self, name, f"be None or one of {', '.join(FORMATS)}")
         check_count(self, "group_size", fix="Use 32 or 64.")
 
+    def format_of(self, name: str) -> str | None:
+        """Return the format of the weight with this name, as in `model.state_dict()`; None if it stays plain.
+
+        Example: `Quantization().format_of("layers.0.experts.down_proj")` is "int4".
+        """
+        if ".experts." in name:
+            return self.experts
+        return self.dense if name.startswith("layers.") and name.endswith("_proj.weight") else None
+
     def apply(self, name: str, weight: Tensor) -> Weight:
-        """Return the weight with this name, as in `model.state_dict()`, in its format.
+        """Return the weight with this name in its format, rounded to nearest.
 
         Example: `Quantization().apply("layers.0.experts.down_proj", weight).format` is "int4".
         """
-        dense = name.endswith("_proj.weight") and name.startswith("layers.")
-        to = self.experts if ".experts." in name else self.dense if dense else None
+        to = self.format_of(name)
         if to is None:
             return weight
         if to != "int4":
@@ -145,6 +153,18 @@ def _integers(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes (r, K · bits / 8), scales (r, G) and zero points (r, G) of rows (r, K)."""
     groups = rows.float().unflatten(-1, (-1, group_size))  # (r, G, size)
+    scale, zero = choose_scale(groups, bits=bits, symmetric=symmetric, scale_dtype=scale_dtype)
+    codes = (groups / scale[..., None] + zero[..., None]).round_().clamp_(0, (1 << bits) - 1).to(torch.uint8).flatten(1)
+    return pack_nibbles(codes) if bits == 4 else codes, scale.to(scale_dtype), zero.to(torch.uint8)
+
+
+def choose_scale(groups: Tensor, *, bits: int, symmetric: bool, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the scale and the zero point (...) for groups (..., size) of float32 values, both float32.
+
+    The scale has the least squared error of a few fractions of the one that represents the largest value.
+
+    Example: `choose_scale(weight.unflatten(-1, (-1, 64)), bits=4, symmetric=True, scale_dtype=torch.half)`.
+    """
     middle, top = 1 << bits - 1, (1 << bits) - 1
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
     # Symmetric codes reach -8 to 7: the wider side is divided by 7, or by 8 if it is negative.
@@ -158,8 +178,7 @@ def _integers(
         error = (codes.sub_(zero[..., None]).mul_(scale[..., None]) - groups).square().sum(-1)
         best_scale = torch.where(error < best_error, scale, best_scale)
         best_error = torch.minimum(error, best_error)
-    codes = (groups / best_scale[..., None] + zero[..., None]).round_().clamp_(0, top).to(torch.uint8).flatten(1)
-    return pack_nibbles(codes) if bits == 4 else codes, best_scale.to(scale_dtype), zero.to(torch.uint8)
+    return best_scale, zero
 
 
 def _nvfp4(rows: Tensor, row_scale: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,174 @@
+"""Quantisation with calibration text (GPTQ, arXiv:2210.17323): each column's rounding error is moved to later columns.
+
+The error of a product is smallest if it is measured on the inputs that the layer really gets. Layers are quantised in
+order, so that a layer's inputs already have the errors of the layers before it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from dgemma.diffusion.noise import Noise
+from dgemma.model.diffusion import DiffusionGemma
+from dgemma.model.experts import Experts
+from dgemma.model.quantize import Quantization, choose_scale
+from dgemma.model.quantized import IntWeight, QuantizedWeight, pack_nibbles, set_weight
+from dgemma.progress import progress_bar
+
+_DAMPING = 0.01  # of the mean diagonal, added to it, because few inputs leave some directions unknown
+
+
+@torch.no_grad()
+def quantize_with_calibration(
+    model: DiffusionGemma, quantization: Quantization, run: Callable[[DiffusionGemma], object]
+) -> None:
+    """Quantise a model in place. `run` shows it calibration text; it is called once per layer.
+
+    int4 weights are calibrated. The other formats are rounded to nearest.
+
+    Example: `quantize_with_calibration(model, Quantization(), lambda model: model.causal_logits(tokens))`.
+    """
+    layers: list[nn.Module] = list(model.layers)
+    with progress_bar(desc="quantising", unit="layer", show=True, total=len(layers)) as bar:
+        for number, layer in enumerate(layers):
+            with _observed(layer) as second_moments:
+                run(model)
+            for name, weight in list(layer.named_parameters()):
+                full = f"layers.{number}.{name}"
+                if quantization.format_of(full) == "int4" and name in second_moments:
+                    size, symmetric = quantization.group_size, quantization.symmetric
+                    moments = second_moments.pop(name)
+                    set_weight(model, full, gptq(weight, moments, group_size=size, symmetric=symmetric))
+                else:
+                    rounded = quantization.apply(full, weight.detach())
+                    if isinstance(rounded, QuantizedWeight):
+                        set_weight(model, full, rounded)
+            bar.update()
+
+
+def calibration(
+    tokens: Tensor, noise: Noise, *, canvas_len: int, batch_size: int = 8, seed: int = 0
+) -> Callable[[DiffusionGemma], None]:
+    """Return a function that shows tokens (B, T) to a model: a prefix, then the last `canvas_len` tokens with noise.
+
+    Noise levels are spread evenly over the rows. Each canvas is denoised twice, the second time with
+    self-conditioning.
+
+    Example: `quantize_with_calibration(model, Quantization(), calibration(tokens, noise, canvas_len=64))`.
+    """
+    if tokens.dim() != 2 or tokens.shape[1] <= canvas_len:
+        raise ValueError(
+            f"calibration tokens must be rows of more than {canvas_len} tokens, got {tuple(tokens.shape)}. "
+            "Use more text, or a smaller canvas_len."
+        )
+    generator = torch.Generator().manual_seed(seed)
+    levels = (torch.randperm(len(tokens), generator=generator) + 0.5) / len(tokens)
+    prefix, text = tokens.cpu().split([tokens.shape[1] - canvas_len, canvas_len], dim=1)
+    uniforms = torch.rand(2, *text.shape, generator=generator)
+    canvas = noise.corrupt(text, levels, uniforms[0], uniforms[1])
+
+    def run(model: DiffusionGemma) -> None:
+        for rows in torch.arange(len(tokens)).split(batch_size):
+            level = levels[rows].to(model.device) if model.takes_noise_level else None
+            cache, noisy = model.encode(prefix[rows].to(model.device)), canvas[rows].to(model.device)
+            first = model.denoise(noisy, cache, noise_level=level)
+            model.denoise(noisy, cache, self_cond=first, noise_level=level)
+
+    return run
+
+
+@torch.no_grad()
+def gptq(
+    weight: Tensor,
+    second_moments: Tensor,
+    *,
+    group_size: int = 64,
+    symmetric: bool = True,
+    scale_dtype: torch.dtype = torch.bfloat16,
+) -> IntWeight:
+    """Round a weight (..., N, K) to int4, given the sum of x xᵀ (..., K, K) over the inputs x of its products.
+
+    Example: `gptq(linear.weight, inputs.T @ inputs)`.
+    """
+    shape, width = weight.shape, weight.shape[-1]
+    if width % group_size:
+        raise ValueError(f"gptq group_size must divide the weight's {width} columns, got {group_size}. Use 32 or 64.")
+    rest = weight.detach().float().reshape(-1, *shape[-2:]).clone()  # (E, N, K)
+    factor = _inverse_factor(second_moments.float().reshape(-1, width, width))
+    codes = torch.empty(rest.shape, dtype=torch.uint8, device=weight.device)
+    scales, zeros = [], []
+    for start in range(0, width, group_size):
+        group = slice(start, start + group_size)
+        block, errors = rest[..., group], torch.empty_like(rest[..., group])
+        scale, zero = choose_scale(block, bits=4, symmetric=symmetric, scale_dtype=scale_dtype)
+        for column in range(group_size):
+            at = start + column
+            exact = block[..., column]
+            code = (exact / scale + zero).round().clamp(0, 15)
+            codes[..., at] = code.to(torch.uint8)
+            error = (exact - (code - zero) * scale) / factor[:, at, at, None]
+            block[..., column + 1 :] -= error[..., None] * factor[:, None, at, at + 1 : group.stop]
+            errors[..., column] = error
+        rest[..., group.stop :] -= errors @ factor[:, group, group.stop :]
+        scales.append(scale.to(scale_dtype))
+        zeros.append(zero.to(torch.uint8))
+    return IntWeight(
+        codes=pack_nibbles(codes).view(*shape[:-1], -1),
+        scale=torch.stack(scales, dim=-1).view(*shape[:-1], -1),
+        zero_point=None if symmetric else torch.stack(zeros, dim=-1).view(*shape[:-1], -1),
+    )
+
+
+def _inverse_factor(moments: Tensor) -> Tensor:
+    """Return the upper Cholesky factor of the inverse of (E, K, K), damped."""
+    diagonal = moments.diagonal(dim1=-2, dim2=-1)
+    mean = diagonal.mean(-1, keepdim=True)
+    # An expert that no token chose has no inputs. With the identity, its weights are rounded to nearest.
+    damped = diagonal + torch.where(mean > 0, _DAMPING * mean, 1.0)
+    moments = moments.clone()
+    moments.diagonal(dim1=-2, dim2=-1).copy_(damped)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(moments))
+    return torch.linalg.cholesky(inverse, upper=True)
+
+
+@contextmanager
+def _observed(layer: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Collect the sums of x xᵀ over the inputs of a layer's linear layers and experts, by the name of the weight."""
+    sums: dict[str, Tensor] = {}
+    undo: list[Callable[[], object]] = []
+
+    def add(name: str, moments: Tensor) -> None:
+        sums[name] = sums[name] + moments if name in sums else moments
+
+    def watch_linear(name: str, module: nn.Linear) -> None:
+        def before(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            rows = inputs[0].detach().flatten(0, -2).float()
+            add(f"{name}.weight", rows.T @ rows)
+
+        undo.append(module.register_forward_pre_hook(before).remove)
+
+    def watch_product(name: str, experts: Experts, method: str, weight: str) -> None:
+        product = getattr(experts, method)
+
+        def observed(rows: Tensor, ends: Tensor) -> Tensor:
+            sizes = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
+            groups = rows.detach().float().split(sizes)
+            add(f"{name}.{weight}", torch.stack([group.T @ group for group in groups]))
+            return product(rows, ends)
+
+        setattr(experts, method, observed)
+        undo.append(lambda: delattr(experts, method))
+
+    for name, module in layer.named_modules():
+        if isinstance(module, nn.Linear):
+            watch_linear(name, module)
+        elif isinstance(module, Experts):
+            watch_product(name, module, "gate_up", "gate_up_proj")
+            watch_product(name, module, "down", "down_proj")
+    try:
+        yield sums
+    finally:
+        for call in undo:
+            call()
