@@ -188,6 +188,10 @@ REFUSALS = [
     ("modelopt", lambda c: c["ignore"].remove("*mlp*"), "missing codes of model.decoder.layers.0.mlp.down_proj"),
     ("auto-round", lambda c: c.update(packing_format="auto_round:auto_awq"), "packing_format must be one of"),
     ("auto-round", lambda c: c.update(bits=2), "bits must be 4 or 8"),
+    ("auto-round", lambda c: c.update(extra_config=[1]), "extra_config must be a dictionary"),
+    ("modelopt", lambda c: c.update(config_groups=[1]), "config_groups must be a dictionary"),
+    ("compressed fp8", lambda c: c.update(ignore=7), "ignore must be a list of names"),
+    ("compressed fp8", lambda c: c.update(ignore=["re:("]), "must be valid expressions"),
 ]
 
 

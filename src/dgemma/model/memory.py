@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from dgemma.model.quantized import QuantizedWeight
+from dgemma.model.quantized import quantized_weights
 
 _PARTS = {  # parts of the model in the order of the report, and the names of their weights
     "embedding": r"embed_tokens\.",
@@ -77,7 +77,7 @@ def report_memory(model: nn.Module, dequantized: Mapping[str, str] | None = None
 
     Example: `report_memory(model).parts[0].format`.
     """
-    quantized = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantizedWeight)]
+    quantized = list(quantized_weights(model))
     buffers = {f"{name}.{role}" for name, weight in quantized for role in weight.tensors()}
     plain = {name: tensor for name, tensor in model.state_dict().items() if name not in buffers}
     found = {n: (str(t.dtype).removeprefix("torch."), t.numel(), t.nbytes) for n, t in plain.items()}

@@ -15,10 +15,12 @@ from dgemma.checkpoint.formats.entry import (
     Entry,
     Names,
     Stored,
+    dictionary,
     is_linear,
     modules,
     plain_entry,
     refuse,
+    strings,
     weight_name,
 )
 from dgemma.model.quantized import (
@@ -63,7 +65,7 @@ def read_compressed(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> 
 
     Example: `read_compressed(published["quantization_config"], read_headers(folder)).entries`.
     """
-    groups, ignore = _groups(config), Names(_strings(config, "ignore"))
+    groups, ignore = _groups(config), Names(strings(config, "ignore"))
     contents = Contents(entries={})
     unquantized = []
     for module, tensors in modules(stored, _ROLES):
@@ -97,8 +99,8 @@ def _groups(config: Mapping[str, Any]) -> list[_Group]:
     status = config.get("quantization_status", "compressed")
     if status != "compressed":
         raise refuse("quantization_status", "be 'compressed'", status)
-    found = config.get("config_groups")
-    if not isinstance(found, Mapping) or not found:
+    found = dictionary(config, "config_groups")
+    if not found:
         raise refuse("config_groups", "name at least one group", found)
     return [_group(name, group, config.get("format")) for name, group in found.items()]
 
@@ -134,20 +136,13 @@ def _group(name: str, group: Any, default_format: Any) -> _Group:
     symmetric = weights.get("symmetric", True)
     if weights.get("dynamic") or (kind == "float" and not symmetric):
         raise refuse(f"{owner}.weights", "be static, and symmetric if float", dict(weights))
-    targets = _strings(group, "targets")
+    targets = strings(group, "targets")
     kept = size if strategy in ("group", "tensor_group") else None
     if format == "naive-quantized":
         format = "float-quantized" if kind == "float" else "int-quantized"
     return _Group(
         targets=Names(targets), classes=targets, format=format, bits=bits, symmetric=symmetric, group_size=kept
     )
-
-
-def _strings(config: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    found = config.get(name) or ()
-    if not isinstance(found, Sequence) or isinstance(found, str) or not all(isinstance(n, str) for n in found):
-        raise refuse(name, "be a list of names", found)
-    return tuple(found)
 
 
 def _group_of(module: str, groups: Sequence[_Group]) -> _Group | None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dgemma.checkpoint.names import our_names
+from dgemma.checkpoint.names import VISION, our_names
 from dgemma.model.quantized import QuantizedWeight
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -82,11 +82,13 @@ def weight_name(module: str) -> str:
 
 
 def is_linear(module: str) -> bool:
-    """Return True for the name of a linear layer. Fused experts are parameters, and the embedding is none.
+    """Return True for the name of a linear layer of the text model. Fused experts are parameters.
 
     Example: `is_linear("model.decoder.layers.0.experts.3.up_proj")`.
     """
-    return weight_name(module) != module and re.search(r"(_proj|router\.proj)$", module) is not None
+    if VISION.match(module) or weight_name(module) == module:
+        return False
+    return re.search(r"(_proj|router\.proj)$", module) is not None
 
 
 def aliases(module: str) -> set[str]:
@@ -110,11 +112,36 @@ class Names:
         self._exact = frozenset(patterns)
         expressions = [p.removeprefix("re:") for p in patterns if p.startswith("re:")]
         expressions += [fnmatch.translate(p) for p in patterns if "*" in p and not p.startswith("re:")]
-        self._expression = re.compile("|".join(f"(?:{expression})" for expression in expressions) or r"\Z.")
+        try:
+            self._expression = re.compile("|".join(f"(?:{expression})" for expression in expressions) or r"\Z.")
+        except re.error as error:
+            raise refuse("ignore and targets", f"be valid expressions ({error})", expressions) from None
 
     def __contains__(self, module: str) -> bool:
         names = aliases(module)
         return not self._exact.isdisjoint(names) or any(map(self._expression.match, names))
+
+
+def strings(settings: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """Return a list of names in a config, empty if it is absent.
+
+    Example: `strings({"targets": ["Linear"]}, "targets")` is ("Linear",).
+    """
+    found = settings.get(name) or ()
+    if not isinstance(found, list | tuple) or not all(isinstance(item, str) for item in found):
+        raise refuse(name, "be a list of names", found)
+    return tuple(found)
+
+
+def dictionary(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a dictionary in a config, empty if it is absent.
+
+    Example: `dictionary({}, "extra_config")` is {}.
+    """
+    found = settings.get(name) or {}
+    if not isinstance(found, Mapping):
+        raise refuse(name, "be a dictionary", found)
+    return found
 
 
 def refuse(field: str, rule: str, value: Any) -> ValueError:

@@ -13,6 +13,7 @@ from dgemma.checkpoint.formats.entry import (
     Entry,
     Stored,
     aliases,
+    dictionary,
     is_linear,
     modules,
     plain_entry,
@@ -31,7 +32,7 @@ def read_gptq(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> Conten
 
     Example: `read_gptq(published["quantization_config"], read_headers(folder)).entries`.
     """
-    overrides = config.get("extra_config") or {}
+    overrides = dictionary(config, "extra_config")
     if config.get("quant_method") != "gptq":
         packing = config.get("packing_format")
         if packing not in _PACKINGS:
@@ -45,7 +46,8 @@ def read_gptq(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> Conten
     contents = Contents(entries={})
     unquantized = []
     for module, tensors in modules(stored, _ROLES):
-        settings = {**config, **next((overrides[name] for name in aliases(module) if name in overrides), {})}
+        override = next((dictionary(overrides, name) for name in aliases(module) if name in overrides), {})
+        settings = {**config, **override}
         if len(tensors) > 1 or "qweight" in tensors:
             _add(contents, module, settings, shift, tensors, stored)
             continue

@@ -13,6 +13,7 @@ from dgemma.checkpoint.formats.entry import (
     Entry,
     Stored,
     aliases,
+    dictionary,
     modules,
     plain_entry,
     refuse,
@@ -32,14 +33,15 @@ def read_mlx(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> Content
     """
     contents = Contents(entries={})
     for module, tensors in modules(stored, _REQUIRED):
-        override = next((config[name] for name in aliases(module) if name in config), None)
+        name = next((name for name in aliases(module) if name in config), None)
         if len(tensors) > 1 or "weight" not in tensors:
             if "" in tensors:
                 contents.entries[module] = plain_entry(module, stored[module])
-            elif override is False:
+            elif name is not None and config[name] is False:
                 contents.problems.append(f"unexpected {module}: stored in codes, but the config does not quantise it")
             else:
-                _add(contents, module, {**config, **(override or {})}, tensors, stored)
+                override = {} if name is None or config[name] is True else dictionary(config, name)
+                _add(contents, module, {**config, **override}, tensors, stored)
             continue
         contents.entries[weight_name(module)] = plain_entry(tensors["weight"], stored[tensors["weight"]])
     return contents

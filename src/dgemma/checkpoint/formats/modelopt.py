@@ -10,10 +10,12 @@ from dgemma.checkpoint.formats.entry import (
     Entry,
     Names,
     Stored,
+    dictionary,
     is_linear,
     modules,
     plain_entry,
     refuse,
+    strings,
     weight_name,
 )
 from dgemma.model.quantized import NVFP4_GROUP, NvFp4Weight
@@ -28,15 +30,16 @@ def read_modelopt(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> Co
     Example: `read_modelopt(published["quantization_config"], read_headers(folder)).entries`.
     """
     # hf_quant_config.json of older versions nests the same fields and has another name for `ignore`.
-    config = config.get("quantization", config)
+    config = dictionary(config, "quantization") or config
     if config.get("quant_algo") != "NVFP4":
         raise refuse("quant_algo", "be 'NVFP4'", config.get("quant_algo"))
     sizes = {config.get("group_size", NVFP4_GROUP)}
-    for group in (config.get("config_groups") or {}).values():
-        sizes.add((group.get("weights") or {}).get("group_size", NVFP4_GROUP))
+    for name in dictionary(config, "config_groups"):
+        weights = dictionary(dictionary(dictionary(config, "config_groups"), name), "weights")
+        sizes.add(weights.get("group_size", NVFP4_GROUP))
     if sizes != {NVFP4_GROUP}:
         raise refuse("group_size", f"be {NVFP4_GROUP}", sorted(sizes, key=str))
-    ignore = Names(config.get("ignore") or config.get("exclude_modules") or ())
+    ignore = Names(strings(config, "ignore") or strings(config, "exclude_modules"))
     contents = Contents(entries={})
     for module, tensors in modules(stored, (*_REQUIRED, *_UNUSED)):
         if len(tensors) > 1:
