@@ -49,7 +49,7 @@ def test_ray_answers_every_prompt_once_when_a_worker_is_killed(tmp_path, monkeyp
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
-    monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    monkeypatch.setenv("RAY_worker_niceness", "0")
     died = tmp_path / "died"
     environment = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "DIES_ONCE": str(died)}
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 80 << 20})

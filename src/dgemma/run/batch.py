@@ -91,9 +91,8 @@ class Batch:
     def __init__(self, model: Denoiser) -> None:
         self._model = model
         self._waiting: list[Row] = []  # not yet read
-        self._between: list[
-            tuple[list[Row], Tensor, Cache]
-        ] = []  # rows that continue with another block: (R, C) tokens
+        # Rows that continue with another block, the tokens of their last one (R, C), and their cache before it.
+        self._between: list[tuple[list[Row], Tensor, Cache]] = []
         self._running: _Group | None = None
 
     def __len__(self) -> int:
@@ -172,12 +171,10 @@ class Batch:
         for place, row in finished.items():
             row.finish_block(drafts[place])
             group.rows[place] = None
-        further = {place: row for place, row in finished.items() if not row.ended}
-        if further:
-            at = group._index(list(further))
-            self._between.append(
-                (list(further.values()), group.state.draft.index_select(0, at), group.cache.select(at))
-            )
+        for places in _parts([place for place, row in finished.items() if not row.ended]):
+            at = group._index(places)
+            tokens, cache = group.state.draft.index_select(0, at), group.cache.select(at)
+            self._between.append(([finished[place] for place in places], tokens, cache))
         return list(finished.values())
 
     def _join(self, group: _Group) -> None:

@@ -102,7 +102,7 @@ def generate_on_ray(
     """Run `generate_many` on a Ray cluster, with a model per worker. Results and file are those of `generate_many`.
 
     load: called once in each worker, returns its model. Each worker has at most twice `slots` prompts. If a worker is
-    lost, its prompts go to the others, and Ray starts it again; a prompt that was lost three times raises an error.
+    lost, its prompts go to the others, and a new one is started. A prompt that was lost three times raises an error.
     Call `ray.init` first to choose a cluster. Needs `pip install "dgemma[ray]"`.
 
     Example: `generate_on_ray(lambda: DiffusionGemma.from_pretrained(path, device="cuda"), prompts, workers=8)`.
@@ -111,67 +111,86 @@ def generate_on_ray(
         ray: Any = importlib.import_module("ray")
     except ImportError:
         raise ImportError('generate_on_ray needs Ray. Install it with: pip install "dgemma[ray]"') from None
-    actor = ray.remote(num_gpus=gpus_per_worker, max_restarts=-1)(Worker)
-    actors = [actor.remote(load, tokenizer, slots, dict(options)) for _ in range(workers)]
-    settings = ray.get(actors[0].describe.remote())
-    file = None if out is None else RunFile(out, settings)
-    completed = _on_ray(ray, actors, enumerate(prompts), settings, most=2 * slots, file=file)
-    return present(completed, prompts, in_order=in_order, progress=progress)
+    actor = ray.remote(num_gpus=gpus_per_worker)(Worker)
+    team = _Team(ray, lambda: actor.remote(load, tokenizer, slots, dict(options)), workers, most=2 * slots)
+    file = None if out is None else RunFile(out, team.settings)
+    return present(team.run(enumerate(prompts), file), prompts, in_order=in_order, progress=progress)
 
 
-def _on_ray(
-    ray: Any,
-    actors: list[Any],
-    prompts: Iterator[tuple[int, Any]],
-    settings: Mapping[str, Any],
-    *,
-    most: int,
-    file: RunFile | None,
-) -> Iterator[Completion]:
-    """Hand out prompts and yield results as they finish. Each worker has one call in progress."""
-    held: list[dict[int, Any]] = [{} for _ in actors]  # prompts of each worker
-    calls: dict[Any, int] = {}
-    again: deque[tuple[int, Any]] = deque()
-    tries: dict[int, int] = {}
-    with nullcontext() if file is None else file:
+class _Team:
+    """The workers of a run on Ray. Each has one call in progress; the first one waits until its model is loaded."""
+
+    def __init__(self, ray: Any, make: Callable[[], Any], size: int, *, most: int) -> None:
+        self._ray, self._make, self._most = ray, make, most
+        self._actors = [make() for _ in range(size)]
+        self._held: list[dict[int, Any]] = [{} for _ in self._actors]  # the prompts of each worker
+        self._calls = {actor.describe.remote(): at for at, actor in enumerate(self._actors)}
+        self._ready: set[int] = set()  # workers whose model is loaded
+        self._again: deque[tuple[int, Any]] = deque()  # prompts of lost workers
+        self._tries: dict[Any, int] = {}  # by prompt, and by worker that is lost while it loads its model
+        first, _ = ray.wait(list(self._calls), num_returns=1)
+        self.settings: dict[str, Any] = ray.get(first[0])
+
+    def run(self, prompts: Iterator[tuple[int, Any]], file: RunFile | None) -> Iterator[Completion]:
+        """Yield results as they finish, or as they are found in the file."""
+        with nullcontext() if file is None else file:
+            try:
+                while True:
+                    for at in sorted(self._ready - set(self._calls.values())):
+                        yield from self._hand_out(at, prompts, file)
+                    if not any(self._held) and not self._again and self._ready:
+                        return
+                    for result in self._wait():
+                        if file is not None:
+                            file.append(result)
+                        yield _restore(result, self.settings)
+            finally:
+                for actor in self._actors:
+                    self._ray.kill(actor)
+
+    def _hand_out(self, at: int, prompts: Iterator[tuple[int, Any]], file: RunFile | None) -> Iterator[Completion]:
+        """Give a worker as many prompts as it may have. Yield those that are in the file instead."""
+        new: list[tuple[int, Any]] = []
+        while len(self._held[at]) + len(new) < self._most:
+            following = self._again.popleft() if self._again else next(prompts, None)
+            if following is None:
+                break
+            if file is not None and following[0] in file:
+                yield load_completion(file, *following)
+            else:
+                new.append(following)
+        self._held[at].update(new)
+        if self._held[at]:
+            self._calls[self._actors[at].work.remote(new)] = at
+
+    def _wait(self) -> list[dict[str, Any]]:
+        """Wait for one call, and return the results that it brings."""
+        done, _ = self._ray.wait(list(self._calls), num_returns=1)
+        at = self._calls.pop(done[0])
         try:
-            while True:
-                for at in set(range(len(actors))) - set(calls.values()):
-                    new: list[tuple[int, Any]] = []
-                    while len(held[at]) + len(new) < most:
-                        following = again.popleft() if again else next(prompts, None)
-                        if following is None:
-                            break
-                        if file is not None and following[0] in file:
-                            yield load_completion(file, *following)
-                        else:
-                            new.append(following)
-                    held[at].update(new)
-                    if held[at]:
-                        calls[actors[at].work.remote(new)] = at
-                if not calls:
-                    return
-                ready, _ = ray.wait(list(calls), num_returns=1)
-                at = calls.pop(ready[0])
-                try:
-                    results = ray.get(ready[0])
-                except ray.exceptions.RayActorError as error:
-                    for index, prompt in held[at].items():
-                        tries[index] = tries.get(index, 0) + 1
-                        if tries[index] == _MOST_TRIES:
-                            message = f"generate_on_ray lost a worker {_MOST_TRIES} times with prompt {index}: {error}"
-                            raise RuntimeError(message) from None
-                        again.append((index, prompt))
-                    held[at].clear()
-                    continue
-                for result in results:
-                    if file is not None:
-                        file.append(result)
-                    del held[at][result["index"]]
-                    yield restore_completion({k: v for k, v in result.items() if k != "prompt"}, settings)
-        finally:
-            for actor in actors:
-                ray.kill(actor)
+            results = self._ray.get(done[0])
+        except self._ray.exceptions.RayActorError as error:
+            self._replace(at, error)
+            return []
+        if at not in self._ready:
+            self._ready.add(at)  # the call was `describe`
+            return []
+        for result in results:
+            del self._held[at][result["index"]]
+        return results
+
+    def _replace(self, at: int, error: Exception) -> None:
+        """Start a new worker in the place of a lost one. Its prompts go to the next free workers."""
+        lost = list(self._held[at]) if at in self._ready else [f"worker {at}"]
+        for item in lost:
+            self._tries[item] = self._tries.get(item, 0) + 1
+            if self._tries[item] == _MOST_TRIES:
+                raise RuntimeError(f"generate_on_ray lost a worker {_MOST_TRIES} times at {item}: {error}") from None
+        self._again += self._held[at].items()
+        self._held[at] = {}
+        self._ready.discard(at)
+        self._actors[at] = self._make()
+        self._calls[self._actors[at].describe.remote()] = at
 
 
 @takes_options(TextOptions)
@@ -252,7 +271,7 @@ def _first_process(
         def keep(result: dict[str, Any]) -> Completion:
             if file is not None:
                 file.append(result)
-            return restore_completion({k: v for k, v in result.items() if k != "prompt"}, settings)
+            return _restore(result, settings)
 
         def arrived() -> Iterator[dict[str, Any]]:
             nonlocal num_read
@@ -271,3 +290,7 @@ def _first_process(
             if is_last:
                 return
             time.sleep(_POLL_SECONDS)
+
+
+def _restore(result: dict[str, Any], settings: Mapping[str, Any]) -> Completion:
+    return restore_completion({name: value for name, value in result.items() if name != "prompt"}, settings)
