@@ -18,17 +18,17 @@ from dgemma.tasks.slots import Slot, slots
 _MOST_OPTIONS = 64
 
 
-class Decision(NamedTuple):
+class TypedAnswer(NamedTuple):
     """The answer to one question, and the number of tokens that were read for it."""
 
     answer: dict[str, Any]
     num_tokens: int
 
 
-def decide(model: Denoiser, tokenizer: Tokenizer, state: Any, name: str, question: Question) -> Decision:
+def answer_question(model: Denoiser, tokenizer: Tokenizer, state: Any, name: str, question: Question) -> TypedAnswer:
     """Answer one question about a state, a text or a JSON value.
 
-    Example: `decide(model, tokenizer, "It rains.", "wet", Question(type="noul", instructions="Wet?")).answer["noul"]`.
+    Example: `answer_question(model, tokenizer, "It rains.", "wet", Question(type="noul", instructions="Wet?")).answer["noul"]`.
     """
     options = _options(name, question)
     prompt = f"{_as_text(state)}\n\n{_ask(question, options)}\n"
@@ -38,7 +38,7 @@ def decide(model: Denoiser, tokenizer: Tokenizer, state: Any, name: str, questio
         filled = slots(model, [tokens, Slot(choices, name=name)])
     except ValueError as error:
         raise ApiError(400, f"questions.{name}: {error}", param=f"questions.{name}") from None
-    return Decision(_answer(question, options, filled[name].probabilities.tolist()), len(tokens))
+    return TypedAnswer(_answer(question, options, filled[name].probabilities.tolist()), len(tokens))
 
 
 def _options(name: str, question: Question) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from dgemma.constraints.languages import JsonSchema, ToolCalls
 from dgemma.run.defaults import default_sampler
 from dgemma.run.plan import Plan, read_plan
 from dgemma.run.step import Denoiser
-from dgemma.serve.decisions import decide
+from dgemma.serve.decisions import answer_question
 from dgemma.serve.engine import Draft, Engine, Job
 from dgemma.serve.errors import ApiError
 from dgemma.serve.gate import Limits
@@ -82,7 +82,9 @@ class Service:
         for name, question in body.questions.items():
             if await request.is_disconnected() or time.monotonic() > end:
                 raise ApiError(504, "The request took longer than the server allows.", code="timeout")
-            answer = await self.engine.call(partial(decide, self.model, self.tokenizer, body.state, name, question))
+            answer = await self.engine.call(
+                partial(answer_question, self.model, self.tokenizer, body.state, name, question)
+            )
             answers[name], num_tokens = answer.answer, num_tokens + answer.num_tokens
         usage = {"input_tokens": num_tokens, "output_tokens": 0}
         return {"model": self.name, "answers": answers, "usage": usage}
