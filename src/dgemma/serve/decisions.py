@@ -28,7 +28,7 @@ class TypedAnswer(NamedTuple):
 def answer_question(model: Denoiser, tokenizer: Tokenizer, state: Any, name: str, question: Question) -> TypedAnswer:
     """Answer one question about a state, a text or a JSON value.
 
-    Example: `answer_question(model, tokenizer, "It rains.", "wet", Question(type="noul", instructions="Wet?")).answer["noul"]`.
+    Example: `answer_question(model, tokenizer, "It rains.", "wet", Question(type="noul", instructions="Wet?"))`.
     """
     options = _options(name, question)
     prompt = f"{_as_text(state)}\n\n{_ask(question, options)}\n"

@@ -82,10 +82,9 @@ class Service:
         for name, question in body.questions.items():
             if await request.is_disconnected() or time.monotonic() > end:
                 raise ApiError(504, "The request took longer than the server allows.", code="timeout")
-            answer = await self.engine.call(
-                partial(answer_question, self.model, self.tokenizer, body.state, name, question)
-            )
-            answers[name], num_tokens = answer.answer, num_tokens + answer.num_tokens
+            ask = partial(answer_question, self.model, self.tokenizer, body.state, name, question)
+            answers[name], num_read = await self.engine.call(ask)
+            num_tokens += num_read
         usage = {"input_tokens": num_tokens, "output_tokens": 0}
         return {"model": self.name, "answers": answers, "usage": usage}
 
