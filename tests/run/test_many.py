@@ -59,7 +59,7 @@ class Staggered(dgemma.StopRule):
 OPTIONS = {"max_new_tokens": 48, "steps": 6, "stop": Staggered(), "eos_token_ids": [1, 2, 3]}
 
 
-@pytest.mark.parametrize("slots", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize("slots", [1, 2, 3, 5])
 def test_every_number_of_slots_gives_the_tokens_of_generate(slots):
     model = Conditioned()
     wanted = expected(model, PROMPTS, seed=40, **OPTIONS)

@@ -172,6 +172,32 @@ def test_a_json_schema_and_required_tools_constrain_the_answer(client):
     assert "no tools" in chat(client, tools=[tool]).json()["error"]["message"]  # of the toy's chat template
 
 
+class WithTools(dgemma.ByteTokenizer):
+    """Its chat template accepts tools."""
+
+    def _render(self, messages, **options):
+        return super()._render(messages, **{**options, "tools": None})
+
+
+def test_a_required_tool_is_called_in_the_form_of_openai(model):
+    pytest.importorskip("outlines_core")
+    parameters = {"type": "object", "properties": {"far": {"type": "boolean"}}, "required": ["far"]}
+    tool = {"type": "function", "function": {"name": "look", "parameters": parameters}}
+    with TestClient(create_app(model, WithTools(), name="toy", slots=2)) as client:
+        choice = chat(client, tools=[tool], tool_choice="required", seed=1, max_tokens=64).json()["choices"][0]
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+        (call,) = choice["message"]["tool_calls"]
+        assert call["function"]["name"] == "look"
+        assert type(json.loads(call["function"]["arguments"])["far"]) is bool
+        streamed = read_stream(chat(client, tools=[tool], tool_choice="required", seed=1, max_tokens=64, stream=True))
+        deltas = [event["choices"][0]["delta"] for event in streamed]
+        (parts,) = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
+        assert parts[0]["function"] == call["function"]
+        history = [*MESSAGES, choice["message"], {"role": "tool", "tool_call_id": call["id"], "content": "yes"}]
+        refused = chat(client, messages=history)  # the toy's template has no turns of tools
+        assert (refused.status_code, "role" in refused.json()["error"]["message"]) == (400, True)
+
+
 def test_typed_decisions_have_probabilities_of_all_options(client):
     questions = {
         "mood": {"type": "choice", "instructions": "Which?", "criteria": {"good": "well", "bad": None}},

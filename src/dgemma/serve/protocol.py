@@ -33,7 +33,10 @@ class Message(_Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
-    refusal: None = None
+    refusal: None = None  # this and the next three are in messages that OpenAI's client wrote out
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
     reasoning_content: str | None = None
     tool_calls: list[CalledTool] | None = None
     tool_call_id: str | None = None
