@@ -27,7 +27,7 @@ IN_FUNCTIONS = {
     "dgemma.eval.__main__": {"dgemma.eval.harness", "lm_eval.__main__"},
     "dgemma.train.log": {"matplotlib.figure"},
     "dgemma.view.gif": {"PIL", "matplotlib"},
-    "dgemma.view.plots": {"matplotlib.colors", "matplotlib.figure"},
+    "dgemma.view.plots": {"matplotlib.colors", "matplotlib.figure", "matplotlib.text", "matplotlib.transforms"},
     # Needs a Triton with Gluon, and is only for Hopper.
     "dgemma_kernels.ops.attention.kernel": {"dgemma_kernels.ops.attention.hopper"},
 }

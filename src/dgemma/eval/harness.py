@@ -30,6 +30,7 @@ from dgemma.run.defaults import learnt_noise
 from dgemma.run.many import generate_many
 from dgemma.run.plan import read_plan
 from dgemma.run.step import Denoiser, check_denoiser
+from dgemma.sampling.base import Sampler
 from dgemma.train.batch import TrainBatch, row_seeds
 from dgemma.train.canvases import cut_canvases
 from dgemma.train.likelihood import evaluate
@@ -148,7 +149,7 @@ class DiffusionLM(TemplateLM):
         self.seed = torch.initial_seed() % 2**31 if seed is None else int(seed)
         self.settings: dict[str, Any] = {} if steps is None else {"steps": steps}
         self.settings |= {} if temperature is None else {"temperature": float(temperature)}
-        self.settings |= {} if sampler is None else {"sampler": parse_sampler(sampler.replace(";", ","))}
+        self.settings |= {} if sampler is None else {"sampler": _read_sampler(sampler)}
         self._plan = read_plan(
             self.model, torch.ones(1, 1, dtype=torch.int64, device=self.model.device), **self.settings
         )
@@ -406,6 +407,13 @@ def _steps(entry: dict[str, Any]) -> int:
 def _cut(text: str, until: Iterable[str]) -> str:
     """Return the text before the first stop string."""
     return text[: min((place for stop in until if stop and (place := text.find(stop)) >= 0), default=len(text))]
+
+
+def _read_sampler(text: str) -> Sampler:
+    try:
+        return parse_sampler(text.replace(";", ","))  # the harness splits arguments at commas
+    except ValueError as error:
+        raise ValueError(f"sampler {error}.") from None
 
 
 def _load_tokenizer(pretrained: str, model: Denoiser) -> Tokenizer:

@@ -94,32 +94,43 @@ def plot_frontier(sweep: Sweep, *, ax: "Axes | None" = None) -> "Figure":
     figure, ax = _axes(ax, "plot_frontier")
     best = sweep.frontier
     ax.plot([row.tokens_per_forward for row in best], [row.quality for row in best], color="0.7", zorder=0)
-    labels = []
+    labels, has_lines = [], len(sweep.families) < len(sweep.rows)
+    bars: list[tuple[float, float, float]] = []  # x, bottom and top of each point with its error
     for name, rows in sweep.families.items():
         speeds, qualities = [row.tokens_per_forward for row in rows], [row.quality for row in rows]
         heights = [0.0 if row.error != row.error else row.error for row in rows]
-        is_line = len(rows) > 1
-        ax.errorbar(speeds, qualities, yerr=heights, fmt="o-" if is_line else "o", capsize=3, label=name)
-        for row, near in zip(rows, zip(speeds, qualities, strict=True), strict=True):
-            text = row.setting if is_line else row.label
-            labels.append(ax.annotate(text, near, xytext=(5, 4), textcoords="offset points", fontsize="small"))
+        ax.errorbar(speeds, qualities, yerr=heights, fmt="o-" if len(rows) > 1 else "o", capsize=3, label=name)
+        for row, speed, quality, height in zip(rows, speeds, qualities, heights, strict=True):
+            text, near = row.setting if has_lines else row.label, (speed, quality)
+            line = {"arrowstyle": "-", "color": "0.5", "linewidth": 0.6, "relpos": (0, 0.5), "shrinkB": 4}
+            labels.append(
+                ax.annotate(text, near, xytext=(0, 0), textcoords="offset points", fontsize="small", arrowprops=line)
+            )
+            bars.append((speed, quality - height, quality + height))
     ax.set(xlabel="new tokens / forward", ylabel="quality")
     ax.margins(x=0.15)
-    if any(len(rows) > 1 for rows in sweep.families.values()):
-        ax.legend(fontsize="small")
-    _spread_labels(figure, labels)
+    if has_lines:
+        ax.legend(fontsize="small")  # it names the families
+    _spread_labels(figure, ax, labels, bars)
     return figure
 
 
-def _spread_labels(figure: "Figure", labels: "Sequence[Annotation]") -> None:
-    """Move each label to the first place around its point where it covers no label before it."""
+def _spread_labels(
+    figure: "Figure", ax: "Axes", labels: "Sequence[Annotation]", bars: Sequence[tuple[float, float, float]]
+) -> None:
+    """Move each label to the first place around its point where it covers no bar and no label before it."""
+    from matplotlib.text import Text
+    from matplotlib.transforms import Bbox
+
     figure.draw_without_rendering()  # the layout decides where points are
-    taken: list[Any] = []
+    ends = [ax.transData.transform([(x, low), (x, high)]) for x, low, high in bars]
+    taken = [Bbox([low - 3, high + 3]) for low, high in ends]  # the size of a point
     for text in labels:
-        for across, up, side in _PLACES:
+        for across, up, side in (*_PLACES, _PLACES[0]):  # the first place again if none is free
             text.set(position=(across, up), horizontalalignment=side)
-            box = text.get_window_extent()
-            if not any(box.overlaps(other) for other in taken):
+            box = Text.get_window_extent(text)  # without the line to its point
+            inside = ax.bbox.x0 <= box.x0 and box.x1 <= ax.bbox.x1
+            if inside and not any(box.overlaps(other) for other in taken):
                 break
         taken.append(box)
 
