@@ -167,3 +167,18 @@ def test_the_sudoku_page_and_the_card_of_the_model_agree():
     for bound, row in (("0.01", "entropy bound 0.01, stops by itself"), ("0.1", "entropy bound 0.1")):
         cells = [page[row][f"mask, {clues} clues"].split(", ") for clues in ("30–45", "24–29")]
         assert f"| entropy bound {bound} | " + " | ".join(part for cell in cells for part in cell) + " |" in card
+
+
+def test_scores_of_the_harness_are_the_recorded_ones():
+    table = read_table("docs/evaluation.md", "The shipped models")
+    runs = json.loads((ROOT / "docs/results/evaluation.json").read_text())
+    found = {}
+    for run in runs:
+        protocol = run["protocol"]
+        for task, scores in run["results"].items():
+            (name,) = (name for name in ("exact_match,none", "acc,none", "bits_per_byte,none") if name in scores)
+            error = scores.get(name.replace(",none", "_stderr,none"))
+            spread = f" ± {error:.3f}" if isinstance(error, float) else ""
+            kind = "" if task == "dgemma_sudoku" else f", {protocol['likelihood']}"
+            found[f"`{task}`{kind}"] = f"{scores[name]:.3f}{spread}"
+    assert {row: cells["score"] for row, cells in table.items()} == found
