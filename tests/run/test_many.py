@@ -242,9 +242,10 @@ def test_other_settings_prompts_and_files_are_refused(tmp_path):
     path.write_bytes(before.replace(b'"index": 3', b'"index": 2'))
     with pytest.raises(ValueError, match="must answer each prompt once, got prompt 2 again"):
         run(path)
-    path.write_bytes(before[:-1].replace(b"\n", b"\n{}\n", 1) + b"\n")
-    with pytest.raises(ValueError, match="got something else in line 2"):
-        run(path)
+    for line in (b"{}", b"[]", b'{"index": -1}', b'{"index": 99999999999999}'):
+        path.write_bytes(before.replace(b"\n", b"\n" + line + b"\n", 1))
+        with pytest.raises(ValueError, match="got something else in line 2"):
+            run(path)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="files are locked on POSIX only")

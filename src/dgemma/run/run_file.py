@@ -16,6 +16,8 @@ with suppress(ImportError):  # not on Windows
 
 _FORMAT = "dgemma run 1"
 _ABSENT = -1
+_LONGEST_HEADER = 1 << 24  # bytes
+_MOST_MISSING = 1 << 20  # prompts that may be unfinished before a finished one
 
 
 class RunFile:
@@ -49,10 +51,10 @@ class RunFile:
 
     def append(self, result: Mapping[str, Any]) -> None:
         """Append the result of prompt `result["index"]`. It is on the disk when this returns."""
-        index = result["index"]
-        assert index not in self
-        self._note(index, self._end)
+        assert result["index"] not in self
+        place = self._end
         self._write(result)
+        self._note(result["index"], place)
 
     def __contains__(self, index: int) -> bool:
         return index < len(self._places) and self._places[index] != _ABSENT
@@ -81,7 +83,7 @@ class RunFile:
     def _read(self, settings: dict[str, Any]) -> int:
         """Check the settings, note the place of every result, drop a torn last line, and return the end."""
         with open_file(self.path) as lines:
-            header = lines.readline()
+            header = lines.readline(_LONGEST_HEADER)
             if not header.endswith(b"\n") and not _starts_header(header):
                 raise ValueError(self._foreign())
             if not header.endswith(b"\n"):  # the file is new, or the process was killed in its first write
@@ -93,6 +95,8 @@ class RunFile:
             end = len(header)
             for number, line in enumerate(lines, start=2):
                 index = _index_of(line)
+                if index is not None and index > number + _MOST_MISSING:  # no run has so many unfinished prompts
+                    index = None
                 if index is None and line.endswith(b"\n"):
                     raise ValueError(
                         f"{self.path} must hold one JSON object with an index per line, got something else in line "
