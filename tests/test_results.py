@@ -182,3 +182,24 @@ def test_scores_of_the_harness_are_the_recorded_ones():
             kind = "" if task == "dgemma_sudoku" else f", {protocol['likelihood']}"
             found[f"`{task}`{kind}"] = f"{scores[name]:.3f}{spread}"
     assert {row: cells["score"] for row, cells in table.items()} == found
+
+
+def test_quality_of_quantised_weights_is_the_recorded_one():
+    formats = json.loads((ROOT / "docs/results/quantized.json").read_text())["formats"]
+    quality = {
+        name: {
+            "text, diffusion bound": f"{found['dgemma/text']['bits_per_byte']:.3f}",
+            "text, autoregressive": f"{found['dgemma/text']['causal_bits_per_byte']:.3f}",
+            "Sudoku, bound": f"{found['dgemma/sudoku']['nats_per_cell']:.4f}",
+            "Sudoku, exact grids": f"{100 * found['dgemma/sudoku']['exact']:.1f} %",
+            "Sudoku, steps": f"{found['dgemma/sudoku']['steps_per_canvas']:.1f}",
+        }
+        for name, found in formats.items()
+    }
+    assert read_table("docs/quantized.md", "Quality") == quality
+    rounding = {
+        name: {kind: f"{100 * error:.1f} %" for kind, error in found["rounding"].items()}
+        for name, found in formats.items()
+        if "rounding" in found
+    }
+    assert read_table("docs/quantized.md", "Rounding errors") == rounding

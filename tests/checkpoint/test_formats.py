@@ -106,6 +106,11 @@ def test_a_quantised_model_predicts_as_the_plain_model_with_its_values(tmp_path,
     assert model.num_parameters(active=True) == plain.num_parameters(active=True)
 
 
+def test_plain_experts_may_be_stored_one_by_one(tmp_path):
+    files.write(tmp_path, files.published_tensors(files.random_model()))
+    check_values(DiffusionGemma.from_pretrained(tmp_path), values_of(files.random_model()))
+
+
 def test_codes_stay_in_their_own_bits(tmp_path):
     written(tmp_path, "compressed int4")
     experts = DiffusionGemma.from_pretrained(tmp_path).layers[0].experts
@@ -143,6 +148,13 @@ DAMAGES = [
         "compressed int4",
         lambda t: t.update({f"{EXPERT}.weight_zero_point": torch.zeros(4, 2, dtype=torch.int32)}),
         f"unexpected {EXPERT}.weight_zero_point",
+    ),
+    (
+        "modelopt",
+        lambda t: t.update(
+            {n.replace("decoder", "encoder.language_model"): t[n].clone() for n in list(t) if EXPERT in n}
+        ),
+        "are stored twice",
     ),
     ("modelopt", lambda t: t.pop(f"{EXPERT}.weight_scale_2"), f"missing {EXPERT}.weight_scale_2"),
     ("modelopt", lambda t: t[f"{EXPERT}.weight_scale_2"].fill_(torch.inf), "must have finite scales"),

@@ -1,6 +1,8 @@
 """Quantised weights: decoding of every code, products, gradients, and quantisation."""
 
+import copy
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -116,6 +118,15 @@ def test_casting_a_model_leaves_codes_and_scales_as_they_are(to):
     for name, tensor in layer.weight.tensors().items():
         assert tensor.dtype == before[name].dtype
         assert torch.equal(tensor.view(torch.uint8), before[name].view(torch.uint8))
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_pickled_and_copied_weights_have_the_same_bits(to):
+    weight = quantize(torch.randn(8, 64), to)
+    for other in (pickle.loads(pickle.dumps(weight)), copy.deepcopy(weight)):
+        assert other.tensors().keys() == weight.tensors().keys()
+        assert torch.equal(other.decode(torch.float32), weight.decode(torch.float32))
+    assert weight.decode(torch.float32).isfinite().all()  # the original is unchanged
 
 
 # Largest error relative to the scale of a row: half a step of each format, and the rounding of a bfloat16 scale.

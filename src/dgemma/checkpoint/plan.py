@@ -121,6 +121,8 @@ def _part_problems(
         for start, projection in projections.items():
             if (expert, start) not in names:
                 yield f"missing {layer}.{expert}.{projection}_proj.weight"
+    if len(names) < len(parts):
+        yield f"unexpected {parts[-1].name}: some experts of {ours} are stored twice"
     formats = {entries[part.name].format for part in parts}
     if len(formats) > 1:
         yield f"unreadable {ours}: its experts are stored in {' and '.join(sorted(formats))}"

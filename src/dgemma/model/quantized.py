@@ -78,6 +78,17 @@ class QuantizedWeight(nn.Module):
             setattr(self, name, moved if moved.dtype == buffer.dtype else buffer.to(moved.device))
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Pickle cannot store float8.
+        float8 = [name for name, buffer in self.named_buffers(recurse=False) if buffer.dtype == torch.float8_e4m3fn]
+        buffers = {name: b.view(torch.uint8) if name in float8 else b for name, b in self._buffers.items()}  # type: ignore[union-attr]
+        return {**self.__dict__, "_buffers": buffers, "float8": float8}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        float8 = state.pop("float8")
+        super().__setstate__(state)
+        self._buffers |= {name: state["_buffers"][name].view(torch.float8_e4m3fn) for name in float8}
+
     def extra_repr(self) -> str:
         return f"{self.format}, {tuple(self.shape)}"
 

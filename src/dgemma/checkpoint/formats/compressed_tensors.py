@@ -82,7 +82,7 @@ def read_compressed(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> 
             continue
         if group is not None and is_linear(module):
             contents.problems.append(f"missing codes of {module}: stored as {stored[name].dtype}, but not ignored")
-        elif weight_name(module) == module or name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+        elif weight_name(module) == module:
             unquantized.append(name)
         contents.entries[weight_name(module) if role else name] = plain_entry(name, stored[name])
     if unquantized:
@@ -158,14 +158,12 @@ def _add(contents: Contents, module: str, group: _Group, tensors: dict[str, str]
         "pack-quantized": (("weight_packed", "weight_scale", "weight_shape"), ("weight_g_idx",), ("I32",)),
         "nvfp4-pack-quantized": (("weight_packed", "weight_scale", "weight_global_scale"), (), ("U8",)),
         "float-quantized": (("weight", "weight_scale"), (), ("F8_E4M3",)),
-        "int-quantized": (("weight", "weight_scale"), (), ("I8",)),
+        "int-quantized": (("weight", "weight_scale"), ("weight_zero_point",), ("I8",)),
     }[group.format]
     if not group.symmetric:
         required += ("weight_zero_point",)
     missing = [f"missing {module}.{role}" for role in required if role not in tensors]
     extra = [role for role in tensors if role not in (*required, *optional, *_UNUSED)]
-    # Older writers store the zero points of symmetric weights too; they are all zero.
-    extra = [role for role in extra if not (role == "weight_zero_point" and group.format != "pack-quantized")]
     problems = missing + [f"unexpected {tensors[role]} for {group.format}" for role in extra]
     if not missing:
         codes = stored[tensors[required[0]]]
@@ -208,7 +206,17 @@ def _scale_problems(
     expected = ("F8_E4M3",) if group.format == "nvfp4-pack-quantized" else tuple(FLOATS)
     if scale.dtype not in expected:
         return [f"unreadable {tensors['weight_scale']}: stored as {scale.dtype}, not as {' or '.join(expected)}"]
-    return []
+    *matrices, num_rows, _ = shape
+    words = -(-num_rows * group.bits // 32)
+    others = {
+        "weight_zero_point": (*matrices, words, num_groups) if group.format == "pack-quantized" else scale.shape,
+        "weight_global_scale": (*matrices, 1),
+    }
+    return [
+        f"misshapen {tensors[role]}: {stored[tensors[role]].shape}, not {expected_shape}"
+        for role, expected_shape in others.items()
+        if role in tensors and (stored[tensors[role]].shape or (1,)) != expected_shape
+    ]
 
 
 def _per_row(scale: Tensor, rows: Sequence[int]) -> Tensor:

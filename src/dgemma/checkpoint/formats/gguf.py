@@ -92,7 +92,10 @@ def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, Stored], Contents]:
             format, codes = _CODES.get(kind, (kind.lower(), None))
             decode = codes or partial(_dequantize, kind=kind)
         contents.entries[name] = Entry(tensors={"weight": tensor.name}, shape=shape, format=format, decode=decode)
-    return _config(reader, stored), stored, contents
+    try:
+        return _config(reader, stored), stored, contents
+    except (TypeError, OverflowError) as error:  # a text or a list where a number should be
+        raise ValueError(f"{file} has malformed metadata ({error}). Download it again.") from None
 
 
 @contextmanager
@@ -153,6 +156,8 @@ def _config(reader: Any, stored: Mapping[str, Stored]) -> dict[str, Any]:
     if "token_embd.weight" not in stored:
         raise ValueError("GGUF token_embd.weight must be in the file, but it is missing. Download the file again.")
     num_layers = int(own("block_count"))
+    if num_layers > len(stored):  # before anything is built layer by layer
+        raise ValueError(f"GGUF block_count must fit the {len(stored)} tensors stored, got {num_layers}.")
     sliding = [bool(flag) for flag in own("attention.sliding_window_pattern")]
     kv_heads = own("attention.head_count_kv")
     kv_heads = [int(heads) for heads in (kv_heads if isinstance(kv_heads, list) else [kv_heads] * num_layers)]
