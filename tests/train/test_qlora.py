@@ -47,8 +47,7 @@ def logits(model):
     return model.denoise(tokens[:, :8], model.encode(tokens)).logits
 
 
-@pytest.mark.parametrize("experts", ["int4", "nvfp4"])
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("experts", "recompute"), [("int4", True), ("nvfp4", False)])
 def test_gradients_equal_those_over_the_dequantised_weights(experts, recompute):
     model = quantized_model(Quantization(experts=experts, dense="fp8", group_size=32))
     gradients = []

@@ -271,7 +271,7 @@ def _unpack_rows(words: Tensor, bits: int) -> Tensor:
 
 def _decode_nvfp4(tensors: dict[str, Tensor]) -> QuantizedWeight:
     codes, divisor = tensors["weight_packed"], tensors["weight_global_scale"].float()
-    row_scale = divisor.reciprocal().reshape(-1, 1).expand(-1, codes.shape[-2]).reshape(codes.shape[:-1])
+    row_scale = divisor.reciprocal().reshape(-1).repeat_interleave(codes.shape[-2]).view(codes.shape[:-1])
     return NvFp4Weight(codes=codes, scale=tensors["weight_scale"], row_scale=row_scale)
 
 
