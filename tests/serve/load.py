@@ -66,7 +66,7 @@ class Load:
             await asyncio.sleep(1)
             return
         except openai.OpenAIError as error:
-            self.counts[f"error {type(error).__name__}"] += 1
+            self.counts[f"error {type(error).__name__}: {error.__cause__!r}"[:200]] += 1
             return
         self.seconds.append(time.monotonic() - start)
         self.counts[self.judge(answer.choices[0].text, seed)] += 1

@@ -151,6 +151,9 @@ def test_bodies_that_are_no_json_too_long_or_of_another_type_are_refused(client)
     headers = {"content-type": "application/json"}
     for content in (b"", b"{", b"\xff\xfe", b"nope", b"[" * 100_000):
         assert client.post("/v1/completions", content=content, headers=headers).status_code == 400
+    surrogates = (rb'{"\ud800": 1}', rb'{"model": "\ud800", "prompt": "a"}')
+    for content in (*surrogates, rb'{"model": "toy", "prompt": "a", "temperature": NaN}'):
+        assert client.post("/v1/completions", content=content, headers=headers).status_code in (400, 404)
     large = client.post("/v1/completions", content=b" " * (1 << 20) + b"{}", headers=headers)
     assert (large.status_code, large.json()["error"]["code"]) == (413, "body_too_large")
     chunks = (b" " * 100_000 for _ in range(20))  # without a content length

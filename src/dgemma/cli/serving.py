@@ -75,5 +75,11 @@ def _serve(arguments: argparse.Namespace) -> None:
     )
     print(f"Serving {arguments.model} at http://{arguments.host}:{arguments.port}", file=sys.stderr)
     uvicorn.run(
-        app, host=arguments.host, port=arguments.port, http=PatientProtocol, log_level="warning", server_header=False
+        app,
+        host=arguments.host,
+        port=arguments.port,
+        http=PatientProtocol,
+        log_level="warning",
+        server_header=False,
+        timeout_keep_alive=75,  # longer than clients keep unused connections, so that they close them first
     )

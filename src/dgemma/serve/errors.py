@@ -18,4 +18,10 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """Return the JSON object of the response."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        param = None if self.param is None else _encodable(self.param)
+        return {"error": {"message": _encodable(self.message), "type": kind, "param": param, "code": self.code}}
+
+
+def _encodable(text: str) -> str:
+    """Replace lone surrogates, which JSON can express and UTF-8 cannot."""
+    return text.encode(errors="replace").decode()

@@ -220,9 +220,9 @@ class Answer:
 
     async def stream(self) -> AsyncIterator[str]:
         """Yield server-sent events: a chunk per block, drafts if they are requested, and the end."""
-        if self._is_chat:
-            yield self._chunk({"role": "assistant", "content": ""})
         try:
+            if self._is_chat:
+                yield self._chunk({"role": "assistant", "content": ""})
             async for event in self._job.events():
                 if isinstance(event, Draft):
                     yield self._draft(event)
