@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -197,8 +198,11 @@ def test_wrong_arguments_are_named(folder):
         DiffusionLM(folder, likelihood="exact")
     with pytest.raises(ValueError, match="batch_size must be a number of at least 1, got 'auto'"):
         DiffusionLM(folder, batch_size="auto")
-    with pytest.raises(ValueError, match="must be one of ancestral"):
+    with pytest.raises(ValueError, match="sampler must be one of ancestral"):
         DiffusionLM(folder, sampler="greedy")
+    request = SimpleNamespace(args=("ab", {"max_gen_toks": 10**9}))
+    with pytest.raises(ValueError, match="max_gen_toks must leave room for a prompt"):
+        DiffusionLM(folder).generate_until([request])
 
 
 def test_the_command_runs_the_harness_and_stores_the_protocol(folder, tasks, tmp_path):

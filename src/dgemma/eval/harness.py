@@ -89,7 +89,7 @@ class DiffusionLM(TemplateLM):
       scores by the bound.
     - `num_samples`: noise levels per canvas for the bound, at least 8.
     - `check_greedy`: also test whether the model itself would write the continuation; slow, and few tasks read it.
-    - `max_length`: context and continuation together; `max_gen_toks`: new tokens where the task does not say.
+    - `max_length`: context and continuation of a likelihood; `max_gen_toks`: new tokens where the task does not say.
     - `seed`: of all noise; None takes torch's seed, which the harness sets with `--seed`.
     - `details`: a file that gets a JSON line per request: its scores and intervals, or its steps and seed.
 
@@ -240,7 +240,7 @@ class DiffusionLM(TemplateLM):
         for sampled, members in groups.items():
             prompts = [
                 {
-                    "tokens": self._fit(self.tok_encode(requests[index].args[0]), wanted[index]["max_gen_toks"]),
+                    "tokens": self._prompt(requests[index].args[0], wanted[index]["max_gen_toks"]),
                     "max_new_tokens": wanted[index]["max_gen_toks"],
                     "seed": self.seed + index,
                 }
@@ -271,7 +271,7 @@ class DiffusionLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        pairs = [Pair(self._fit(context, len(new)), new) for _, context, new in requests]
+        pairs = [Pair(self._cut_left(context, max(1, self.max_length - len(new))), new) for _, context, new in requests]
         scores = self._score(pairs, show=not disable_tqdm)
         for (texts, _, _), score in zip(requests, scores, strict=True):
             self._note(texts, **_describe(score))
@@ -294,9 +294,22 @@ class DiffusionLM(TemplateLM):
         self._write_details()
         return totals
 
-    def _fit(self, context: list[int], num_new: int) -> list[int]:
-        """Return the end of a context that leaves room for `num_new` tokens, at least one token of it."""
-        return context[-max(1, self.max_length - num_new) :]
+    def _prompt(self, context: str, num_new: int) -> list[int]:
+        """Return the end of a context that leaves room for `num_new` tokens in whole canvases."""
+        config = self.model.config
+        room = config.max_position_embeddings - -(-num_new // config.canvas_length) * config.canvas_length
+        if room < 1:
+            raise ValueError(
+                f"max_gen_toks must leave room for a prompt in {config.max_position_embeddings} positions, got "
+                f"{num_new}. Lower it with --gen_kwargs max_gen_toks=256."
+            )
+        return self._cut_left(self.tok_encode(context), room)
+
+    def _cut_left(self, context: list[int], room: int) -> list[int]:
+        """Return the last `room` tokens of a context, with a warning if it is longer."""
+        if len(context) > room:
+            logger.warning("A context of %d tokens is cut to its last %d.", len(context), room)
+        return context[-room:]
 
     def _score(self, pairs: Sequence[Pair], *, show: bool) -> list[Score]:
         """Measure pairs in order of length, so that rows of a batch are of similar length."""
