@@ -119,6 +119,7 @@ def test_max_tokens_and_stop_strings_cut_the_text(client, model):
         ("/v1/chat/completions", {"model": "toy", "messages": []}, 400, "messages: "),
         ("/v1/chat/completions", {"model": "toy", "messages": [{"role": "king"}]}, 400, "messages.0.role: "),
         ("/v1/chat/completions", {"model": "gpt", "messages": MESSAGES}, 404, "The model 'gpt' does not exist."),
+        ("/v1/completions", {"model": "toy", "prompt": {}}, 400, "prompt: input should be a valid string"),
         ("/v1/completions", {"model": "toy", "prompt": []}, 400, "at least one token"),
         ("/v1/completions", {"model": "toy", "prompt": [-1]}, 400, "ids below 384"),
         ("/v1/completions", {"model": "toy", "prompt": "a", "n": 2}, 400, "n: "),

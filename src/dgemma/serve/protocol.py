@@ -6,6 +6,8 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt
 
 from dgemma.serve.errors import ApiError
 
+_ALTERNATIVES = ("body", "str", "int", "ToolChoice")
+
 
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
@@ -161,8 +163,8 @@ class DecisionRequest(_Body):
 def describe_mistake(errors: list[Any]) -> ApiError:
     """Return the first mistake that pydantic found as an error of the API."""
     first = errors[0]
-    # A union reports one mistake per alternative; the names of the alternatives are no part of the path.
-    place = [str(part) for part in first["loc"] if part != "body"]
+    # In a union, the path also has the name of the alternative, such as "str" or "list[int]".
+    place = [str(part) for part in first["loc"] if part not in _ALTERNATIVES and "[" not in str(part)]
     name = ".".join(place) or "body"
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"{name} is not a field that this server knows.", param=name, code="unknown_parameter")
