@@ -4,7 +4,7 @@ The error of a product is smallest if it is measured on the inputs that the laye
 order, so that a layer's inputs already have the errors of the layers before it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,9 +14,10 @@ from dgemma.diffusion.noise import Noise
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.experts import Experts
 from dgemma.model.quantize import Quantization, choose_scale
-from dgemma.model.quantized import IntWeight, QuantizedWeight, pack_nibbles, set_weight
+from dgemma.model.quantized import IntWeight, pack_nibbles, set_weight
 from dgemma.progress import progress_bar
 
+_EXPERTS_AT_ONCE = 16  # the inverses of all 128 would take as much memory as the model
 _DAMPING = 0.01  # of the mean diagonal, added to it, because few inputs leave some directions unknown
 
 
@@ -33,18 +34,17 @@ def quantize_with_calibration(
     layers: list[nn.Module] = list(model.layers)
     with progress_bar(desc="quantising", unit="layer", show=True, total=len(layers)) as bar:
         for number, layer in enumerate(layers):
-            with _observed(layer) as second_moments:
+            formats = {name: quantization.format_of(f"layers.{number}.{name}") for name, _ in layer.named_parameters()}
+            with _observed(layer, {name for name, to in formats.items() if to == "int4"}) as second_moments:
                 run(model)
             for name, weight in list(layer.named_parameters()):
                 full = f"layers.{number}.{name}"
-                if quantization.format_of(full) == "int4" and name in second_moments:
+                if name in second_moments:
                     size, symmetric = quantization.group_size, quantization.symmetric
                     moments = second_moments.pop(name)
                     set_weight(model, full, gptq(weight, moments, group_size=size, symmetric=symmetric))
-                else:
-                    rounded = quantization.apply(full, weight.detach())
-                    if isinstance(rounded, QuantizedWeight):
-                        set_weight(model, full, rounded)
+                elif formats[name] is not None:
+                    set_weight(model, full, quantization.apply(full, weight.detach()))
             bar.update()
 
 
@@ -95,6 +95,11 @@ def gptq(
     shape, width = weight.shape, weight.shape[-1]
     if width % group_size:
         raise ValueError(f"gptq group_size must divide the weight's {width} columns, got {group_size}. Use 32 or 64.")
+    if weight.dim() == 3 and len(weight) > _EXPERTS_AT_ONCE:
+        options = {"group_size": group_size, "symmetric": symmetric, "scale_dtype": scale_dtype}
+        pairs = zip(weight.split(_EXPERTS_AT_ONCE), second_moments.split(_EXPERTS_AT_ONCE), strict=True)
+        parts = [gptq(some, moments, **options).tensors() for some, moments in pairs]  # type: ignore[arg-type]
+        return IntWeight(**{role: torch.cat([part[role] for part in parts]) for role in parts[0]})
     rest = weight.detach().float().reshape(-1, *shape[-2:]).clone()  # (E, N, K)
     factor = _inverse_factor(second_moments.float().reshape(-1, width, width))
     codes = torch.empty(rest.shape, dtype=torch.uint8, device=weight.device)
@@ -134,39 +139,40 @@ def _inverse_factor(moments: Tensor) -> Tensor:
 
 
 @contextmanager
-def _observed(layer: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Collect the sums of x xᵀ over the inputs of a layer's linear layers and experts, by the name of the weight."""
+def _observed(layer: nn.Module, names: Collection[str]) -> Iterator[dict[str, Tensor]]:
+    """Collect the sums of x xᵀ over the inputs x of a layer's products, for the weights with these names."""
     sums: dict[str, Tensor] = {}
     undo: list[Callable[[], object]] = []
 
-    def add(name: str, moments: Tensor) -> None:
-        sums[name] = sums[name] + moments if name in sums else moments
+    def add(name: str, groups: Sequence[Tensor]) -> None:
+        """Add the rows of every expert, or of a linear layer as the only group."""
+        width = groups[0].shape[-1]
+        if name not in sums:
+            sums[name] = torch.zeros(len(groups), width, width, device=groups[0].device)
+        for total, rows in zip(sums[name], groups, strict=True):
+            total.addmm_(rows.detach().float().T, rows.detach().float())
 
     def watch_linear(name: str, module: nn.Linear) -> None:
-        def before(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            rows = inputs[0].detach().flatten(0, -2).float()
-            add(f"{name}.weight", rows.T @ rows)
+        hook = module.register_forward_pre_hook(lambda _, inputs: add(name, [inputs[0].flatten(0, -2)]))
+        undo.append(hook.remove)
 
-        undo.append(module.register_forward_pre_hook(before).remove)
-
-    def watch_product(name: str, experts: Experts, method: str, weight: str) -> None:
+    def watch_product(name: str, experts: Experts, method: str) -> None:
         product = getattr(experts, method)
 
         def observed(rows: Tensor, ends: Tensor) -> Tensor:
-            sizes = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
-            groups = rows.detach().float().split(sizes)
-            add(f"{name}.{weight}", torch.stack([group.T @ group for group in groups]))
+            add(name, rows.split(torch.diff(ends, prepend=ends.new_zeros(1)).tolist()))
             return product(rows, ends)
 
         setattr(experts, method, observed)
         undo.append(lambda: delattr(experts, method))
 
     for name, module in layer.named_modules():
-        if isinstance(module, nn.Linear):
-            watch_linear(name, module)
+        if isinstance(module, nn.Linear) and f"{name}.weight" in names:
+            watch_linear(f"{name}.weight", module)
         elif isinstance(module, Experts):
-            watch_product(name, module, "gate_up", "gate_up_proj")
-            watch_product(name, module, "down", "down_proj")
+            for method in ("gate_up", "down"):
+                if f"{name}.{method}_proj" in names:
+                    watch_product(f"{name}.{method}_proj", module, method)
     try:
         yield sums
     finally:
