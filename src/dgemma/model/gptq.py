@@ -96,10 +96,12 @@ def gptq(
     if width % group_size:
         raise ValueError(f"gptq group_size must divide the weight's {width} columns, got {group_size}. Use 32 or 64.")
     if weight.dim() == 3 and len(weight) > _EXPERTS_AT_ONCE:
-        options = {"group_size": group_size, "symmetric": symmetric, "scale_dtype": scale_dtype}
         pairs = zip(weight.split(_EXPERTS_AT_ONCE), second_moments.split(_EXPERTS_AT_ONCE), strict=True)
-        parts = [gptq(some, moments, **options).tensors() for some, moments in pairs]  # type: ignore[arg-type]
-        return IntWeight(**{role: torch.cat([part[role] for part in parts]) for role in parts[0]})
+        parts = [
+            gptq(some, moments, group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype)
+            for some, moments in pairs
+        ]
+        return parts[0].with_tensors({r: torch.cat([p.tensors()[r] for p in parts]) for r in parts[0].tensors()})
     rest = weight.detach().float().reshape(-1, *shape[-2:]).clone()  # (E, N, K)
     factor = _inverse_factor(second_moments.float().reshape(-1, width, width))
     codes = torch.empty(rest.shape, dtype=torch.uint8, device=weight.device)
