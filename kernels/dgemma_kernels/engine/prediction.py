@@ -120,7 +120,7 @@ class FusedPrediction(Prediction):
         shaped = super().shaped(temperature=temperature, allowed=allowed, top_k=top_k, top_p=top_p, cut=cut)
         return FusedPrediction(self._source, shaped._transforms)
 
-    def condition(self) -> SoftEmbedding | Tensor:
+    def as_self_cond(self) -> SoftEmbedding | Tensor:
         """The soft embedding, once it is computed. The logits are about a hundred times as large."""
         return self.logits if self.signal is None else SoftEmbedding(self.signal)
 

@@ -152,7 +152,7 @@ class Prediction:
             self._known_logits = logits
         return logits
 
-    def condition(self) -> Any:
+    def as_self_cond(self) -> Any:
         """The content that self-conditioning needs, batch-first, so that rows can be selected: here the logits."""
         return self.logits
 
