@@ -1,11 +1,22 @@
 """Argument checks that raise a ValueError of the form `Owner.field must RULE, got VALUE. FIX.`"""
 
+import functools
+import inspect
 import math
-from collections.abc import Collection, Sequence
-from typing import Any
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import fields
+from typing import Annotated, Any, Literal, TextIO, TypeVar, Union, get_args, get_origin, get_type_hints
 
+import numpy as np
 import torch
 from torch import Tensor
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_FIELD_HINTS: dict[type, dict[str, Any]] = {}
+_MOST = 1e18
+_MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def require(condition: bool, name: str, rule: str, value: Any, fix: str = "") -> None:
@@ -47,6 +58,126 @@ def require_tensor(
         require(False, name, rule, value, fix)
 
 
+def typed(function: Function) -> Function:
+    """Check the arguments of a public function against its annotations, before its body runs.
+
+    An int may be a NumPy or torch integer, and a float any number. Elements of collections are checked too. Annotations
+    that cannot be checked, such as protocols, accept everything. A function checks its `model` itself.
+
+    Example: `@typed` above `def slots(model: Denoiser, template: Sequence[...], *, seed: int = 0)`.
+    """
+    signature = inspect.signature(function)
+    hints: dict[str, Any] = {}
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if not hints:  # at the first call, when every module has been imported
+            hints.update(_read_hints(function, signature))
+        bound = signature.bind(*args, **kwargs)
+        for name, value in bound.arguments.items():
+            if name in hints and name != "model" and not _fits(value, hints[name]):
+                owner = function.__qualname__.removesuffix(".__init__").removesuffix(".__call__")
+                require(False, f"{owner} {name}", f"be {_spell(hints[name])}", value)
+        return function(*args, **kwargs)
+
+    checked.__signature__ = signature  # type: ignore[attr-defined]
+    return checked  # type: ignore[return-value]
+
+
+def _read_hints(function: Callable[..., Any], signature: inspect.Signature) -> dict[str, Any]:
+    try:
+        hints = get_type_hints(inspect.unwrap(function))
+    except NameError:  # a name that is imported for type checkers only
+        hints = {}
+    annotations = {name: p.annotation for name, p in signature.parameters.items()}
+    given = {name: hint for name, hint in annotations.items() if not isinstance(hint, str)} | hints
+    return {name: given[name] for name, p in signature.parameters.items() if name in given and p.kind not in _MANY}
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Return whether a value has an annotated type."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _fits(value, arguments[0])
+    if origin in (types.UnionType, Union):
+        return any(_fits(value, choice) for choice in arguments)
+    if origin is Literal:
+        return isinstance(value, str) and value in arguments
+    if hint in (Any, inspect.Parameter.empty) or isinstance(hint, TypeVar):
+        return True
+    if hint is None or hint is type(None):
+        return value is None
+    if hint is int:
+        return as_int(value) is not None
+    if hint is float:
+        return as_number(value) is not None
+    if hint is bool:
+        return isinstance(value, bool | np.bool_)
+    if hint is TextIO:
+        return hasattr(value, "write") and hasattr(value, "isatty")
+    if hint is Tensor:
+        return isinstance(value, Tensor) and value.layout is torch.strided
+    kind = origin or hint
+    if not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
+        return True
+    if isinstance(value, str | bytes) and kind is not type(value) and issubclass(kind, Iterable):
+        return False
+    is_array = isinstance(value, Tensor | np.ndarray) and kind in (Sequence, Iterable) and _holds_numbers(arguments)
+    if not isinstance(value, kind) and not is_array:
+        return False
+    return not isinstance(value, list | tuple) or all(_fits(item, each) for item, each in _items(value, arguments))
+
+
+def _holds_numbers(arguments: tuple[Any, ...]) -> bool:
+    """Return whether the annotation of a collection's elements ends in numbers, so that an array can replace it."""
+    return bool(arguments) and (arguments[0] in (int, float) or _holds_numbers(get_args(arguments[0])))
+
+
+def _items(value: Sequence[Any], arguments: tuple[Any, ...]) -> Iterator[tuple[Any, Any]]:
+    """Yield the elements of a list or tuple, each with its annotation."""
+    if isinstance(value, tuple) and len(arguments) > 1 and Ellipsis not in arguments:
+        yield from zip(value, arguments, strict=False)
+    elif arguments:
+        yield from ((item, arguments[0]) for item in value)
+
+
+def _spell(hint: Any) -> str:
+    """Return an annotation as it is written, without modules."""
+    if hint is None or hint is type(None):
+        return "None"
+    if get_origin(hint) in (types.UnionType, Union):
+        return " or ".join(map(_spell, get_args(hint)))
+    if get_origin(hint) is Annotated:
+        return _spell(get_args(hint)[0])
+    name = getattr(hint, "__name__", str(hint))
+    arguments = [argument for argument in get_args(hint) if argument is not Ellipsis]
+    return f"{name}[{', '.join(map(_spell, arguments))}]" if arguments else name
+
+
+def check_types(owner: Any) -> None:
+    """Check the fields of a dataclass against their annotations, as `typed` does for arguments.
+
+    Example: `check_types(self)` in `__post_init__`.
+    """
+    kind = type(owner)
+    try:
+        hints = _FIELD_HINTS.get(kind) or _FIELD_HINTS.setdefault(kind, get_type_hints(kind))
+    except NameError:  # a name that is imported for type checkers only
+        hints = _FIELD_HINTS.setdefault(kind, {})
+    for field in fields(owner):
+        if field.name in hints and not _fits(getattr(owner, field.name), hints[field.name]):
+            require_field(False, owner, field.name, f"be {_spell(hints[field.name])}")
+
+
+def check_flags(owner: str, **flags: Any) -> None:
+    """Require every flag to be True or False.
+
+    Example: `check_flags("generate", record=record, progress=progress)`.
+    """
+    for name, value in flags.items():
+        require(isinstance(value, bool | np.bool_), f"{owner} {name}", "be True or False", value)
+
+
 def check_count(owner: Any, field: str, *, least: int = 1, fix: str = "") -> None:
     """Require an integer >= `least`.
 
@@ -73,6 +204,7 @@ def check_size(owner: Any, field: str, *, above: float | None = None, unit: str 
     value = as_number(getattr(owner, field))
     rule = f"be {'>= 0' if above is None else f'> {above}'}{f' {unit}' if unit else ''}"
     fits = value is not None and (value >= 0 if above is None else value > above)
+    fits = fits and value is not None and (value <= _MOST or value == math.inf)  # torch has no larger integers
     require_field(fits, owner, field, rule, fix)
 
 
@@ -122,6 +254,37 @@ def as_number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
+def read_device(owner: str, device: Any) -> torch.device:
+    """Return a device by its name; raise for one that torch does not have here.
+
+    Example: `read_device("from_pretrained", "cuda:1")`.
+    """
+    try:
+        read = torch.device(device)
+        torch.empty(0, device=read)
+    except (RuntimeError, TypeError, AssertionError, ValueError):
+        require(False, f"{owner} device", "name a device that torch can use here", device, "Use 'cpu' or 'cuda'.")
+    return read
+
+
+def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    """Return whether a shape can be expanded to another one.
+
+    Example: `broadcasts((1, 5), (2, 3, 5))` is True.
+    """
+    return len(shape) <= len(to) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(to), strict=False))
+
+
+def in_range(ids: Tensor, end: int, *, least: int = 0) -> bool:
+    """Return whether all ids are in [least, end). On a GPU it returns True: reading the ids would wait for the device.
+
+    Example: `in_range(torch.tensor([0, 3]), 4)` is True.
+    """
+    if type(ids) is not Tensor or ids.device.type != "cpu" or not ids.numel() or torch.compiler.is_compiling():
+        return True
+    return least <= int(ids.min()) and int(ids.max()) < end
+
+
 def show(value: Any) -> str:
     """Format a value for an error message: tensors by dtype and shape, long values shortened.
 
@@ -137,4 +300,5 @@ def show(value: Any) -> str:
 
 def _as_python(value: Any) -> Any:
     """Return a NumPy or torch scalar as a Python value, and any other value unchanged."""
-    return value.item() if getattr(value, "ndim", None) == 0 else value
+    is_scalar = getattr(value, "ndim", None) == 0 and getattr(value, "device", None) != torch.device("meta")
+    return value.item() if is_scalar else value

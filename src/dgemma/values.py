@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dgemma import sampling
-from dgemma.checks import show
+from dgemma.checks import show, typed
 from dgemma.diffusion.noise import HybridNoise, MaskNoise, Noise, UniformNoise
 from dgemma.diffusion.schedule import Linear, Schedule
 from dgemma.sampling import Sampler, StopRule
@@ -41,6 +41,7 @@ NOISES: dict[str, type[Noise]] = {kind.kind: kind for kind in (UniformNoise, Mas
 _FOLDERS = ("dgemma.diffusion.", "dgemma.sampling.", "dgemma.run.")
 
 
+@typed
 def describe_sampler(sampler: Sampler) -> dict[str, Any]:
     """Return a sampler's name and fields, which a checkpoint stores in `GenerationDefaults.sampler`.
 
@@ -83,6 +84,7 @@ def parse_sampler(text: str) -> Sampler:
     return rebuild_sampler({"name": name, **settings})
 
 
+@typed
 def describe_noise(noise: Noise) -> dict[str, Any]:
     """Return a noise's kind and fields, which a checkpoint stores in `GenerationDefaults.noise`.
 

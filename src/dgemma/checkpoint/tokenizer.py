@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dgemma.checkpoint.weights import resolve
-from dgemma.checks import as_int
+from dgemma.checks import as_int, check_flags, require, typed
 from dgemma.files import new_files, read_bytes, write_bytes, write_json, writing
 from dgemma.model.config import read_published
 from dgemma.printing import one_line, printable
@@ -82,6 +82,7 @@ class Tokenizer(ABC):
     mask_token_id: int | None
 
     @staticmethod
+    @typed
     def from_pretrained(path_or_repo: str | Path) -> "Tokenizer":
         """Load the tokenizer of a checkpoint folder or hub id. Only tokenizer files are downloaded.
 
@@ -128,6 +129,7 @@ class Tokenizer(ABC):
     def _render(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         """Return the token ids of a chat, by the template."""
 
+    @typed
     def encode_batch(self, prompts: Sequence[str | Sequence[int]], *, bos: bool = True) -> TokenBatch:
         """Return tokens and attention mask, both (B, P), of B texts or id lists, padded on the left.
 
@@ -135,7 +137,7 @@ class Tokenizer(ABC):
         """
         if isinstance(prompts, str):
             raise ValueError(f"Tokenizer.encode_batch prompts must be a list of texts, got one. Write [{prompts!r}].")
-        rows = [self.encode(p, bos=bos) if isinstance(p, str) else list(p) for p in prompts]
+        rows = [self.encode(p, bos=bos) if isinstance(p, str) else _read_ids(p) for p in prompts]
         if not rows or not all(rows):
             raise ValueError(
                 f"Tokenizer.encode_batch prompts must hold at least one token each, got {list(prompts)!r}."
@@ -145,6 +147,7 @@ class Tokenizer(ABC):
         mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]
         return TokenBatch(torch.tensor(tokens), torch.tensor(mask))
 
+    @typed
     def decode(self, tokens: Tensor | Sequence[int], *, skip_special: bool = True) -> str:
         """Return the text of a row of tokens (N,).
 
@@ -153,8 +156,9 @@ class Tokenizer(ABC):
 
         Example: `tokenizer.decode(out.new_tokens[0])`.
         """
-        listed = tokens.tolist() if isinstance(tokens, Tensor | np.ndarray) else list(tokens)
-        ids = [as_int(token) for token in listed] if isinstance(listed, list) else [None]
+        is_meta = isinstance(tokens, Tensor) and tokens.is_meta
+        listed = tokens.tolist() if isinstance(tokens, Tensor | np.ndarray) and not is_meta else tokens
+        ids = [as_int(token) for token in listed] if isinstance(listed, Sequence) else [None]
         if None in ids:
             raise ValueError(
                 "Tokenizer.decode tokens must be one row (N,) of ids, got something else. Use decode_batch for several."
@@ -162,13 +166,17 @@ class Tokenizer(ABC):
         hidden = self._frame if skip_special else frozenset()
         return self._decode([token for token in ids if token is not None and token not in hidden])
 
+    @typed
     def decode_batch(self, tokens: Tensor | Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]:
         """Return the B texts of a batch (B, N).
 
         Example: `tokenizer.decode_batch(out.new_tokens)`.
         """
-        return [self.decode(row, skip_special=skip_special) for row in tokens]
+        rows = tokens.tolist() if hasattr(tokens, "tolist") and not getattr(tokens, "is_meta", False) else tokens
+        require(isinstance(rows, list | tuple), "Tokenizer.decode_batch tokens", "be rows of token ids", tokens)
+        return [self.decode(row, skip_special=skip_special) for row in rows]
 
+    @typed
     def chat(
         self,
         messages: str | Sequence[Message],
@@ -185,6 +193,9 @@ class Tokenizer(ABC):
         Example: `tokenizer.chat([{"role": "user", "content": "2 + 2?"}], thinking=True)`.
         """
         turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        for turn in turns:
+            fits = isinstance(turn, Mapping) and isinstance(turn.get("role"), str)
+            require(fits, "Tokenizer.chat messages", 'be dictionaries with "role" and "content"', turn)
         history = [_without_thought(message) for message in turns]
         if not history:
             raise ValueError("Tokenizer.chat messages must hold at least one turn, got none.")
@@ -225,6 +236,7 @@ class Tokenizer(ABC):
             answer = answer[: len(answer) - answer[::-1].index(end)]  # without the line break after the turn
         return prompt, answer
 
+    @typed
     def reply(self, tokens: Tensor | Sequence[int] | str) -> Reply:
         """Split a model turn (tokens or text) into thought, answer and tool calls.
 
@@ -306,7 +318,7 @@ class PretrainedTokenizer(Tokenizer):
                 )
 
     def encode(self, text: str, *, bos: bool = True) -> list[int]:
-        _require_text(text)
+        _require_text(text, bos)
         ids: list[int] = self._pieces.encode(text, add_special_tokens=False).ids
         return [self.bos_token_id, *ids] if bos else ids
 
@@ -393,7 +405,7 @@ class ByteTokenizer(Tokenizer):
     _marker_pattern = re.compile("(" + "|".join(re.escape(marker) for marker in markers) + ")")
 
     def encode(self, text: str, *, bos: bool = True) -> list[int]:
-        _require_text(text)
+        _require_text(text, bos)
         ids = [self.bos_token_id] if bos else []
         for piece in self._marker_pattern.split(text):
             if piece in self.markers:
@@ -403,6 +415,7 @@ class ByteTokenizer(Tokenizer):
                 ids.extend(self.first_byte + byte for byte in piece.encode("utf-8", errors="replace"))
         return ids
 
+    @typed
     def token_id(self, token: str) -> int | None:
         if token in self.markers:
             return self.markers[token]
@@ -464,7 +477,18 @@ def _names_byte_tokenizer(folder: Path) -> bool:
     return config.is_file() and b'"dgemma.ByteTokenizer"' in read_bytes(config, most=_MOST_BYTES)
 
 
-def _require_text(text: Any) -> None:
+def _read_ids(ids: Any) -> list[int]:
+    """Return a row of token ids as a list of ints."""
+    is_meta = isinstance(ids, Tensor) and ids.is_meta
+    listed = ids.tolist() if hasattr(ids, "tolist") and not is_meta else ids
+    read = [as_int(token) for token in listed] if isinstance(listed, list | tuple) else [None]
+    if any(token is None or not 0 <= token < 1 << 63 for token in read):
+        require(False, "Tokenizer.encode_batch prompts", "be texts or rows of token ids", ids)
+    return [token for token in read if token is not None]
+
+
+def _require_text(text: Any, bos: Any) -> None:
+    check_flags("Tokenizer.encode", bos=bos)
     if not isinstance(text, str):
         raise ValueError(
             f"Tokenizer.encode text must be one str, got {type(text).__name__}. Use encode_batch for several."
@@ -478,8 +502,15 @@ def _without_thought(message: Message) -> dict[str, Any]:
         return dict(message)
     if isinstance(content, str):
         return {**message, "content": _THOUGHT.sub("", content).strip()}
-    parts = [{**part, "text": _THOUGHT.sub("", part["text"]).strip()} if "text" in part else part for part in content]
-    return {**message, "content": parts}
+    if not isinstance(content, list | tuple):
+        require(False, "Tokenizer.chat content", "be a text or a list of parts", content)
+    return {**message, "content": [_clean_part(part) for part in content]}
+
+
+def _clean_part(part: Any) -> Any:
+    if isinstance(part, dict) and isinstance(part.get("text"), str):
+        return {**part, "text": _THOUGHT.sub("", part["text"]).strip()}
+    return part
 
 
 def _parse_tool_call(text: str) -> ToolCall:

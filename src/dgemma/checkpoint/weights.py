@@ -21,6 +21,7 @@ from dgemma.checkpoint.formats.entry import FLOATS, Contents, Entry, Stored
 from dgemma.checkpoint.formats.gguf import find_gguf, open_gguf, read_gguf
 from dgemma.checkpoint.names import VISION, published_name
 from dgemma.checkpoint.plan import Plan, first, make_plan, read_weight
+from dgemma.checks import read_device
 from dgemma.files import clear_temporaries, fill_json, fill_tensors, new_files, open_tensors, writing
 from dgemma.model.config import Conventions, GenerationDefaults, ModelConfig, read_published
 from dgemma.model.gemma4 import GEMMA4_TYPES
@@ -99,6 +100,7 @@ def load_pretrained(
 
     Example: `load_pretrained(DiffusionGemma, "path/to/checkpoint", dtype=torch.bfloat16, device="cuda")`.
     """
+    device = read_device("from_pretrained", device)
     dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise ValueError(f"from_pretrained dtype must be a torch dtype, got {dtype!r}. An example is torch.bfloat16.")
@@ -138,11 +140,11 @@ def load_pretrained(
         stored,
         model,
         dtype,
-        torch.device(device),
+        device,
         quantization or Quantization(experts=None, dense=None),
     )
     state = {name: weight for name, weight in weights.items() if isinstance(weight, Tensor)}
-    state |= _start_self_conditioning(model, plan.fresh, dtype, torch.device(device))
+    state |= _start_self_conditioning(model, plan.fresh, dtype, device)
     for name, weight in weights.items():
         if isinstance(weight, QuantizedWeight):
             set_weight(model, name, weight)

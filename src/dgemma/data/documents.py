@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dgemma.checks import show
+from dgemma.checks import show, typed
 from dgemma.files import open_file
 
 _CHUNK = 1 << 20  # characters per read
@@ -30,6 +30,7 @@ class Document(NamedTuple):
     chat: Chat | None = None
 
 
+@typed
 def read_documents(paths: str | Path | Sequence[str | Path], *, separator: str | None = None) -> Iterator[Document]:
     """Yield the documents of .txt and .jsonl files; a folder means all such files in it, sorted.
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dgemma.checks import check_count, check_types, require, show, typed
 from dgemma.data.documents import Document, read_documents
 from dgemma.data.token_file import TokenFile
 from dgemma.diffusion import draws
@@ -49,6 +50,7 @@ class TextSource:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_types(self)
         for name, least in (("canvas_len", 1), ("num_canvases", 2), ("batch_size", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"TextSource.{name} must be at least {least}, got {getattr(self, name)}.")
@@ -79,6 +81,7 @@ class TextSource:
         pairs, rest = divmod(self._ring_len, 2 * self.num_canvases - 1)
         return 2 * pairs + (rest > 0) + (rest > self.num_canvases)
 
+    @typed
     def __call__(self, step: int, rows: range) -> TrainBatch:
         _check_rows(self, rows)
         row = step * self.batch_size + torch.arange(rows.start, rows.stop)
@@ -178,6 +181,8 @@ class PromptSource:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_types(self)
+        check_count(self, "batch_size")
         longest = int(self.file.prompt_len.max())
         if self.max_len <= longest:
             raise ValueError(
@@ -185,6 +190,7 @@ class PromptSource:
                 "or leave such prompts out."
             )
 
+    @typed
     def __call__(self, step: int, rows: range) -> TrainBatch:
         _check_rows(self, rows)
         row = step * self.batch_size + torch.arange(rows.start, rows.stop)
@@ -195,6 +201,8 @@ class PromptSource:
 
 def _check_rows(source: TextSource | PromptSource, rows: range) -> None:
     """Refuse rows beyond the batch: they belong to the next step and would be seen twice."""
+    if not isinstance(rows, range) or rows.start < 0 or rows.step != 1 or not len(rows):
+        raise ValueError(f"{type(source).__name__} rows must be a range of rows of the batch, got {show(rows)}.")
     if rows.stop > source.batch_size:
         raise ValueError(
             f"{type(source).__name__}.batch_size must equal TrainConfig.batch_size, got {source.batch_size} but row "
@@ -202,6 +210,7 @@ def _check_rows(source: TextSource | PromptSource, rows: range) -> None:
         )
 
 
+@typed
 def scan(file: TokenFile, *, row_len: int, context: int, documents: Sequence[int] | None = None) -> TrainBatch:
     """Return whole held-out documents, for likelihood: each token is in the answer of exactly one row.
 
@@ -213,7 +222,9 @@ def scan(file: TokenFile, *, row_len: int, context: int, documents: Sequence[int
     if row_len < 1 or context < 1:
         raise ValueError(f"scan row_len and context must be at least 1, got {row_len} and {context}.")
     pieces, prompt_len, cut, text = [], [], [], []
-    for number in range(file.num_documents) if documents is None else documents:
+    numbers = range(file.num_documents) if documents is None else documents
+    require(all(0 <= n < file.num_documents for n in numbers), "scan documents", "be numbers of documents", documents)
+    for number in numbers:
         tokens = file.document(number)
         for start in range(int(file.prompt_len[number]), len(tokens), row_len):
             first = max(0, start - context)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dgemma.checkpoint.tokenizer import Tokenizer
-from dgemma.checks import show
+from dgemma.checks import show, typed
 from dgemma.data.documents import Document, list_files
 from dgemma.files import map_array, new_file, open_file, read_array, read_json, write_json, writing
 
@@ -87,6 +87,7 @@ class TokenFile:
         return cls.open(folder)
 
     @classmethod
+    @typed
     def open(cls, folder: str | Path) -> "TokenFile":
         """Open a folder that `write` wrote. All its bytes are read once, to compare their checksum.
 

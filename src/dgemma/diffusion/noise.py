@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dgemma.checks import as_int
+from dgemma.checks import as_int, as_number, broadcasts, require, require_field, typed
 from dgemma.diffusion import draws
 from dgemma.diffusion.schedule import Linear, Schedule
 
@@ -36,7 +36,9 @@ class Noise:
     schedule: Schedule = field(default=Linear(), kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.vocab_size < 2:
+        size = as_int(self.vocab_size)
+        require_field(isinstance(self.schedule, Schedule), self, "schedule", "be a Schedule such as Linear()")
+        if size is None or not 2 <= size < 2**31:
             raise ValueError(f"{type(self).__name__}.vocab_size must be >= 2, got {self.vocab_size}. Pass the model's.")
 
     def clean_share(self, noise_level: Tensor) -> Tensor:
@@ -65,20 +67,25 @@ class Noise:
         real = torch.arange(self.vocab_size, device=device) != self.mask_token
         return real[None, None] if allowed is None else allowed & real
 
+    @typed
     def prior(self, u: Tensor, *, allowed: Tensor | None = None) -> Tensor:
         """Draw a canvas of pure noise: u (B, C) in [0, 1) → tokens (B, C). Uniform noise stays in the `allowed` set.
 
         Example: `UniformNoise(256).prior(torch.rand(2, 8, dtype=torch.float64))`.
         """
+        _check_draws(u, None, allowed, self.vocab_size)
         return self._draw(u, torch.ones_like(u), allowed)
 
+    @typed
     def refill(self, u: Tensor, noise_level: Tensor, *, allowed: Tensor | None = None) -> Tensor:
         """Draw noise of a level for positions that return to noise: u (B, C) in [0, 1) → tokens (B, C).
 
         Example: `noise.refill(state.uniform("noise"), state.next_noise_level, allowed=state.allowed)`.
         """
+        _check_draws(u, noise_level, allowed, self.vocab_size)
         return self._draw(u, noise_level, allowed)
 
+    @typed
     def corrupt(
         self,
         tokens: Tensor,
@@ -92,9 +99,14 @@ class Noise:
 
         Example: `noise.corrupt(tokens, torch.tensor([0.5]), torch.rand(1, 8), torch.rand(1, 8))`.
         """
+        for u in (u_event, u_token):
+            _check_draws(u, noise_level, allowed, self.vocab_size)
+            is_ids = tokens.dtype == torch.int64 and tokens.shape == u.shape
+            require(is_ids, "Noise tokens", f"be ids of the draws' shape {tuple(u.shape)}", tokens)
         level = _per_position(noise_level, tokens)
         return torch.where(u_event < self.clean_share(level), tokens, self._draw(u_token, level, allowed))
 
+    @typed
     def marginal(self, x_probs: Tensor, alpha: Tensor, *, allowed: Tensor | None = None) -> Tensor:
         """q(z | x) for a distribution over x: x_probs (..., V), alpha (B,) or broadcastable to (...) → (..., V).
 
@@ -106,6 +118,7 @@ class Noise:
             weight = torch.where(allowed | self.masked(ids), weight, 0.0)
         return self.clean_share(level) * x_probs + weight
 
+    @typed
     def posterior(
         self, z_t: Tensor, x_probs: Tensor, alpha_t: Tensor, alpha_s: Tensor, *, allowed: Tensor | None = None
     ) -> Tensor:
@@ -282,6 +295,8 @@ class HybridNoise(_MaskingNoise):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("uniform_share", "gamma"):
+            require_field(as_number(getattr(self, name)) is not None, self, name, "be a number")
         if not 0 < self.uniform_share < 1:
             raise ValueError(
                 f"HybridNoise.uniform_share must lie in (0, 1), got {self.uniform_share}. Use MaskNoise for 0, "
@@ -330,3 +345,15 @@ def _pick(u: Tensor, allowed: Tensor) -> Tensor:
     count = ends[..., -1]
     rank = torch.minimum((u * count).int(), count - 1)
     return torch.searchsorted(ends, rank if ends.dim() == 1 else rank[..., None], right=True).reshape(u.shape)
+
+
+def _check_draws(u: Tensor, noise_level: Tensor | None, allowed: Tensor | None, vocab_size: int) -> None:
+    """Check uniforms (B, C), a noise level for them, and allowed tokens."""
+    require(u.is_floating_point() and u.dim() >= 1, "Noise u", "be floats of shape (B, C)", u)
+    if noise_level is not None:
+        fits = noise_level.shape == u.shape[:1] or broadcasts(noise_level.shape, u.shape)
+        require(fits and noise_level.is_floating_point(), "Noise noise_level", "be floats of shape (B,)", noise_level)
+    if allowed is not None:
+        fits = allowed.dtype == torch.bool and broadcasts(allowed.shape, (*u.shape, vocab_size))
+        fits = fits and allowed.shape[-1:] == (vocab_size,)
+        require(fits, "Noise allowed", f"be booleans that broadcast to {(*u.shape, vocab_size)}", allowed)

@@ -13,6 +13,9 @@ from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol
 import torch
 from torch import Tensor
 
+from dgemma.checks import broadcasts, in_range, require, typed
+
+LEAST_TOP_P = 1e-30  # below about 1e-38 it would be 0 in float32
 _SAMPLE_CHUNK = 1024  # vocabulary entries per chunk of the two-level inverse CDF
 _SLICE_ELEMENTS = 1 << 24  # float32 temporaries of a statistics pass stay under 64 MiB
 
@@ -59,6 +62,8 @@ class Prediction:
     automaton_ops: ClassVar[Any] = None  # an engine's kernels for the functions of `dgemma.diffusion.language`
 
     def __init__(self, logits: Tensor, transforms: tuple["Transform", ...] = (), joint: JointLaw | None = None) -> None:
+        if not isinstance(logits, Tensor) or logits.dim() != 3 or not logits.is_floating_point():
+            require(False, "Prediction logits", "be floats of shape (B, C, V)", logits)
         self._unshaped = logits
         self._transforms = transforms
         self.joint = joint  # None: positions are independent
@@ -97,6 +102,7 @@ class Prediction:
     def device(self) -> torch.device:
         return self._raw.device
 
+    @typed
     def shaped(
         self,
         *,
@@ -116,9 +122,16 @@ class Prediction:
         """
         transforms = self._transforms
         if allowed is not None:
+            rule = f"be booleans that broadcast to {tuple(self.shape)}"
+            fits = allowed.dtype == torch.bool and broadcasts(allowed.shape, self.shape)
+            require(fits, "Prediction.shaped allowed", rule, allowed)
             transforms = (*transforms, _Allow(allowed))
         if temperature is not None:
-            if not isinstance(temperature, Tensor) and not (math.isfinite(temperature) and temperature > 0):
+            if isinstance(temperature, Tensor):
+                fits = tuple(temperature.shape) in ((), self.shape[:1], self.shape[:2])
+                rule = f"be floats of shape {tuple(self.shape[:1])} or {tuple(self.shape[:2])}"
+                require(fits and temperature.is_floating_point(), "Prediction.shaped temperature", rule, temperature)
+            elif not (math.isfinite(temperature) and temperature > 0):
                 raise ValueError(
                     f"Prediction.shaped temperature must be finite and > 0, got {temperature}. Use .argmax for 0."
                 )
@@ -128,9 +141,9 @@ class Prediction:
                 raise ValueError(f"Prediction.shaped top_k must be >= 1, got {top_k}. Use None to keep every token.")
             transforms = (*transforms, _TopK(top_k, cut))
         if top_p is not None:
-            if not 0 < top_p <= 1:
+            if not LEAST_TOP_P <= top_p <= 1:
                 raise ValueError(
-                    f"Prediction.shaped top_p must be in (0, 1], got {top_p}. Use None to keep every token."
+                    f"Prediction.shaped top_p must be in (0, 1] in float32, got {top_p}. Use None to keep every token."
                 )
             transforms = (*transforms, _TopP(top_p, cut))
         return Prediction(self._raw, transforms)
@@ -180,8 +193,12 @@ class Prediction:
         """Probability of the best token minus that of the second best, (B, C)."""
         return self._statistics.margin
 
+    @typed
     def log_prob(self, tokens: Tensor) -> Tensor:
         """Log-probability of `tokens`: (B, C) or (B, C, n) → the same shape."""
+        rule = f"be ids of shape {tuple(self.shape[:2])}, with or without a third dimension"
+        is_ids = tokens.dtype == torch.int64 and tokens.dim() in (2, 3) and tokens.shape[:2] == self.shape[:2]
+        require(is_ids and in_range(tokens, self.vocab_size), "Prediction.log_prob tokens", rule, tokens)
         index = tokens if tokens.dim() == 3 else tokens[..., None]
         parts = [
             self._shaped(positions).gather(-1, index[:, positions])
@@ -191,13 +208,16 @@ class Prediction:
         log_prob = torch.cat(parts, dim=1)
         return log_prob if tokens.dim() == 3 else log_prob[..., 0]
 
+    @typed
     def top(self, k: int) -> Top:
         """The k most probable tokens and their probabilities, best first."""
+        require(k >= 0, "Prediction.top k", "be at least 0", k)
         k = min(k, self.vocab_size)
         parts = [self._shaped(positions).topk(k, dim=-1) for positions in self._slices()]
         logits, tokens = torch.cat([p.values for p in parts], dim=1), torch.cat([p.indices for p in parts], dim=1)
         return Top((logits - self._statistics.log_normalizer[..., None]).exp(), tokens)
 
+    @typed
     def sample(self, u: Tensor) -> Tensor:
         """Inverse CDF in vocabulary order: one uniform per position, u (B, C) in [0, 1) → tokens (B, C).
 
@@ -205,6 +225,8 @@ class Prediction:
         kernel there are two levels: chunk sums pick a chunk, and only that chunk is summed token by token. A joint law
         draws the positions together.
         """
+        rule = f"be floats of shape {tuple(self.shape[:2])}"
+        require(u.is_floating_point() and u.shape == self.shape[:2], "Prediction.sample u", rule, u)
         if self.joint is not None:
             return self.joint.sample(u)
         return torch.cat([_inverse_cdf(self._shaped(part), u[:, part]) for part in self._slices()], dim=1)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dgemma.checks import in_range, require, require_tensor, typed
 from dgemma.model.config import Conventions, ModelConfig
 
 _GROWTH = 1.25  # growth of a full buffer, so that appending takes linear time
@@ -154,6 +155,7 @@ class PrefixCache:
         """Memory of the keys and values, in bytes."""
         return sum(t.numel() * t.element_size() for layer in self.layers for t in (layer.keys, layer.values))
 
+    @typed
     def reserve(self, num_tokens: int) -> None:
         """Reserve room for `num_tokens` in total, so that appending up to there never copies."""
         for layer in self.layers:
@@ -199,6 +201,7 @@ class PrefixCache:
 
     def rollback(self, mark: CacheMark) -> None:
         """Forget everything after `mark`, and later marks. This mark can be used again."""
+        require(isinstance(mark, CacheMark), "PrefixCache.rollback mark", "come from mark() of this cache", mark)
         drop_later(self._marks, mark)
         self.lengths, self.num_slots, self.num_seen, self.ragged = (
             mark.lengths,
@@ -216,6 +219,7 @@ class PrefixCache:
 
     def select(self, rows: Tensor) -> Self:
         """The cache of some rows: rows (R,) int64 → batch size R."""
+        self._check_rows(rows)
         return self._rebuild(lambda tensor: tensor.index_select(0, rows))
 
     def splice(self, rows: Tensor, donor: Self) -> None:
@@ -223,6 +227,13 @@ class PrefixCache:
 
         Example: `cache.splice(torch.tensor([1]), model.encode(prompt))` gives row 1 another prefix.
         """
+        self._check_rows(rows)
+        if (
+            not isinstance(donor, PrefixCache)
+            or len(donor.lengths) != len(rows)
+            or len(donor.layers) != len(self.layers)
+        ):
+            require(False, "PrefixCache.splice donor", f"be a cache of {len(rows)} rows of the same model", donor)
         for layer, theirs in zip(self.layers, donor.layers, strict=True):
             layer.keys = _splice(layer.keys, rows, theirs.keys, theirs.num_filled(donor.num_slots))
             layer.values = _splice(layer.values, rows, theirs.values, theirs.num_filled(donor.num_slots))
@@ -250,6 +261,11 @@ class PrefixCache:
             keys, values = (torch.cat([F.pad(v[i], (0, 0, 0, size - v[i].shape[2])) for v in views]) for i in (0, 1))
             joined.layers.append(LayerCache(keys[back], values[back], layers[0].window, layers[0].keep))
         return joined
+
+    def _check_rows(self, rows: Tensor) -> None:
+        rule = f"be row numbers (R,) int64 below {self.batch_size}"
+        require_tensor(rows, "PrefixCache rows", rule, shape=(None,), dtypes=(torch.int64, torch.int32))
+        require(in_range(rows, self.batch_size), "PrefixCache rows", rule, rows)
 
     def _rebuild(self, transform: Callable[[Tensor], Tensor]) -> Self:
         copy = object.__new__(type(self))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from dgemma import files
-from dgemma.checks import check_choice, require_field
+from dgemma.checks import check_choice, require_field, show
 from dgemma.model.gemma4 import GEMMA4_TYPES, config_from_gemma4
 
 SLIDING = "sliding_attention"
@@ -99,6 +99,7 @@ class ModelConfig(DenoiserConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_field(isinstance(self.layer_types, list | tuple), self, "layer_types", "be a tuple of names")
         object.__setattr__(self, "layer_types", tuple(self.layer_types))
         for name in _LAYER_SIZES:
             _check_size(self, name)
@@ -325,6 +326,8 @@ def read_published(source: Mapping[str, Any] | str | Path, file_name: str) -> di
     """Return a dictionary unchanged, or read the JSON object in a file (or in `file_name` inside a folder)."""
     if isinstance(source, Mapping):
         return dict(source)
+    if not isinstance(source, str | Path):
+        raise ValueError(f"{file_name} must be a dictionary or a path, got {show(source)}.")
     path = Path(source)
     path = path / file_name if path.is_dir() else path
     try:
@@ -362,7 +365,7 @@ def _full_layer_heads(text: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_rope(rope_parameters: Mapping[str, Mapping[str, Any]], kind: str) -> None:
-    rope = rope_parameters.get(kind)
+    rope = rope_parameters.get(kind) if isinstance(rope_parameters, Mapping) else None
     if not isinstance(rope, Mapping) or rope.get("rope_type") not in ("default", "proportional"):
         raise ValueError(
             f"ModelConfig.rope_parameters[{kind!r}] must have rope_type 'default' or 'proportional', got {rope!r}."

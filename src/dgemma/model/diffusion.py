@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dgemma.checks import require_tensor
+from dgemma.checks import read_device, require, require_tensor, typed
 from dgemma.diffusion.prediction import Prediction, SoftCap
 from dgemma.model.attention import Mask
 from dgemma.model.backbone import KeysValues, Layer, run_layers
@@ -69,6 +69,10 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
                 f"DiffusionGemma config must be a ModelConfig, got {config!r}. "
                 "Pass dgemma.presets.tiny(), or use DiffusionGemma.from_pretrained(path)."
             )
+        if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
+            require(False, "DiffusionGemma dtype", "be a floating torch dtype", dtype)
+        if conventions is not None and not isinstance(conventions, Conventions):
+            require(False, "DiffusionGemma conventions", "be a Conventions", conventions)
         self.config = config
         self.generation = GenerationDefaults()
         self.vision_source: Path | None = None  # folder whose vision tensors save_pretrained copies
@@ -76,7 +80,7 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
         self.conventions = conventions or Conventions()
         self.takes_noise_level = self.takes_position_levels = config.noise_conditioning
         self.recompute_activations = False  # activation checkpointing: less memory, one more forward
-        device = torch.device(device) if device is not None else torch.get_default_device()
+        device = read_device("DiffusionGemma", device) if device is not None else torch.get_default_device()
         with torch.device("meta"):
             # From an existing table: initialising one on the meta device would import torch's compiler for seconds.
             table = torch.empty(config.vocab_size, config.hidden_size)
@@ -108,6 +112,7 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
                     scale.fill_(1.0)
 
     @classmethod
+    @typed
     def from_pretrained(
         cls,
         path_or_repo: str | Path,
@@ -129,6 +134,7 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
             cls, path_or_repo, dtype=dtype, device=device, conventions=conventions, quantization=quantization
         )
 
+    @typed
     def save_pretrained(self, path: str | Path, *, max_shard_size: int | str = "5GB") -> None:
         """Write a checkpoint folder that transformers loads as DiffusionGemmaForBlockDiffusion."""
         from dgemma.checkpoint.weights import save_pretrained
@@ -171,8 +177,10 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
         """
         return report_memory(self, self.dequantized)
 
+    @typed
     def new_cache(self, batch_size: int) -> PrefixCache:
         """Return an empty prefix cache for `batch_size` rows."""
+        require(batch_size >= 0, "DiffusionGemma.new_cache batch_size", "be at least 0", batch_size)
         return PrefixCache(self.config, batch_size, device=self.device, dtype=self.dtype, conventions=self.conventions)
 
     def encode(
@@ -220,6 +228,7 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
         Example: `model.denoise(canvas, cache, self_cond=prediction.shaped(temperature=0.8)).entropy`.
         """
         self.check_tokens(canvas, cache, "canvas")
+        self._check_condition(canvas, self_cond, self_cond_mask)
         signal = None if self_cond is None else self.soft_embedding(self_cond, self_cond_mask)
         x = self.embed_canvas(canvas, signal, noise_level)
         positions = cache.lengths[:, None] + torch.arange(canvas.shape[1], device=canvas.device)
@@ -344,6 +353,16 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
         logits = F.linear(hidden, self.embed_tokens.weight)
         return Prediction(logits, (SoftCap(self.config.final_logit_softcapping),))
 
+    def _check_condition(self, canvas: Tensor, self_cond: Any, self_cond_mask: Any) -> None:
+        shape = (*canvas.shape, self.config.vocab_size)
+        logits = isinstance(self_cond, Prediction) or (isinstance(self_cond, Tensor) and self_cond.is_floating_point())
+        is_dense = getattr(self_cond, "layout", torch.strided) is torch.strided
+        if self_cond is not None and (not logits or not is_dense or tuple(self_cond.shape) != shape):
+            require(False, "DiffusionGemma self_cond", f"be a Prediction or logits of shape {shape}", self_cond)
+        if self_cond_mask is not None:
+            rule = f"be one flag per row, ({len(canvas)},)"
+            require_tensor(self_cond_mask, "DiffusionGemma self_cond_mask", rule, shape=(len(canvas),))
+
     def _cache_for(self, tokens: Tensor, cache: PrefixCache | None) -> PrefixCache:
         """Return the cache that `tokens` extend; a new one for None."""
         _check_ids(tokens, "tokens")
@@ -355,6 +374,8 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
         if attention_mask is None:
             return None
         num_new = tokens.shape[1]
+        rule = "be a tensor of 1 for a real token and 0 for padding"
+        require_tensor(attention_mask, "DiffusionGemma.encode attention_mask", rule, shape=(None, None))
         if tuple(attention_mask.shape) not in {(tokens.shape[0], num_new), (tokens.shape[0], cache.num_seen + num_new)}:
             raise ValueError(
                 f"DiffusionGemma.encode attention_mask must be (batch, cached + new) = "
@@ -374,6 +395,12 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
     def check_tokens(self, tokens: Tensor, cache: Cache, name: str) -> None:
         """Check tokens (B, T), the prefix's or a canvas's, against the cache they are read with."""
         _check_ids(tokens, name)
+        if not hasattr(cache, "num_slots"):
+            require(False, "DiffusionGemma cache", "come from encode", cache)
+        if tokens.device != self.device:
+            raise ValueError(
+                f"DiffusionGemma {name} must be on the model's device {self.device}, got {tokens.device}. Move it."
+            )
         if tokens.shape[0] == 0 or (name == "canvas" and tokens.shape[1] == 0):
             raise ValueError(f"DiffusionGemma {name} must not be empty, got shape {tuple(tokens.shape)}.")
         if tokens.shape[0] != cache.batch_size:

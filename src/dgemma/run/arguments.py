@@ -1,5 +1,6 @@
 """Checks of the arguments of `generate`, before any work is done. Each error names the fix."""
 
+import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -128,7 +129,27 @@ def read_span(
             )
     if allowed is not None:
         allowed = read_allowed("generate allowed", allowed, noise, (batch_size, max_new_tokens), device)
+        if canvas is not None:
+            _check_kept(canvas, frozen, allowed, noise)
     return Span(canvas=canvas, frozen=frozen, allowed=allowed)
+
+
+def _check_kept(canvas: Tensor, frozen: Tensor | None, allowed: Tensor, noise: Noise) -> None:
+    """Under mask noise the canvas's own tokens stay, so they must be allowed unless they are frozen."""
+    is_kept = (canvas >= 0) & ~noise.masked(canvas)
+    if noise.kind != "mask":
+        return
+    if frozen is not None:
+        is_kept = is_kept & ~frozen
+    table = allowed.expand(canvas.shape[0], -1, -1)
+    length = canvas.shape[1] if table.shape[1] == 1 else min(canvas.shape[1], table.shape[1])
+    table = table.expand(-1, length, -1) if table.shape[1] == 1 else table[:, :length]
+    fits = table.gather(2, canvas[:, :length].clamp(min=0)[..., None])[..., 0]
+    if bool((is_kept[:, :length] & ~fits).any()):
+        raise ValueError(
+            "generate canvas must hold allowed tokens where it is not frozen, got others. Under mask noise they stay. "
+            "Freeze them, allow them, or write -1."
+        )
 
 
 def check_sampler(sampler: Sampler, noise: Noise, config: DenoiserConfig) -> None:
@@ -163,7 +184,24 @@ def read_count(name: str, value: Any) -> int:
     """Return `value` as an integer of at least 1."""
     count = as_int(value)
     require(count is not None and count >= 1, f"generate {name}", "be an integer of at least 1", value)
+    require(name != "steps" or cast(int, count) <= MOST_STEPS, "generate steps", f"be at most {MOST_STEPS}", value)
     return cast(int, count)
+
+
+def check_memory(owner: str, batch_size: int, canvas_len: int, vocab_size: int, device: torch.device) -> None:
+    """Refuse a canvas whose logits alone are larger than the memory of the device, before anything is allocated."""
+    needed = 2 * batch_size * canvas_len * vocab_size  # in 16 bits
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+    elif device.type == "cpu" and hasattr(os, "sysconf"):
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        return
+    if needed > total:
+        raise ValueError(
+            f"{owner} canvas must fit into the {total / 2**30:.3g} GiB of {device}, got {needed / 2**30:.3g} GiB for "
+            f"the logits of {batch_size} rows, {canvas_len} positions and {vocab_size} tokens. Use a smaller canvas."
+        )
 
 
 def read_noise_level(noise_level: Any, canvas: Any, *, owner: str = "generate") -> float:
@@ -202,6 +240,11 @@ def check_mask(attention_mask: Any, prompt_tokens: Tensor, num_cached: int) -> N
             f"generate attention_mask must be a tensor of shape ({rows}, {width}), 1 for real tokens, "
             f"got {show(attention_mask)}."
         )
+    if attention_mask.is_complex() or attention_mask.device != prompt_tokens.device or attention_mask.is_sparse:
+        raise ValueError(
+            f"generate attention_mask must be 1 for real tokens and 0 for padding, on {prompt_tokens.device}, got "
+            f"{show(attention_mask)}."
+        )
     if num_cached == 0 and not bool(attention_mask.bool().any(1).all()):
         raise ValueError(_NO_TOKEN)
 
@@ -210,7 +253,8 @@ def check_prompt(
     prompt_tokens: Any, cache: Cache | None, config: DenoiserConfig, max_new_tokens: int, device: torch.device
 ) -> None:
     """Check the prompt's type, device and length."""
-    if not isinstance(prompt_tokens, Tensor) or prompt_tokens.dim() != 2 or prompt_tokens.is_floating_point():
+    is_tokens = isinstance(prompt_tokens, Tensor) and prompt_tokens.dim() == 2
+    if not is_tokens or prompt_tokens.dtype not in (torch.int64, torch.int32) or prompt_tokens.is_sparse:
         raise ValueError(
             f"generate prompt_tokens must be integer ids of shape (batch, length), got {show(prompt_tokens)}. "
             f"Use tokenizer.encode_batch([text])."
@@ -222,6 +266,10 @@ def check_prompt(
         )
     if prompt_tokens.shape[0] == 0 or (prompt_tokens.shape[1] == 0 and (cache is None or cache.num_slots == 0)):
         raise ValueError(_NO_TOKEN)
+    if cache is not None and (not hasattr(cache, "num_slots") or cache.batch_size != len(prompt_tokens)):
+        raise ValueError(
+            f"generate cache must come from encode and have the prompt's {len(prompt_tokens)} rows, got {show(cache)}."
+        )
     num_blocks = -(-max_new_tokens // config.canvas_length)
     total = (cache.num_slots if cache else 0) + prompt_tokens.shape[1] + num_blocks * config.canvas_length
     if total > config.max_position_embeddings:
@@ -275,6 +323,8 @@ def _allowed_table(name: str, allowed: Any, vocab_size: int) -> Tensor:
         )
     if any(not 0 <= token < vocab_size for ids in sets for token in ids):
         raise ValueError(f"{name} must hold ids in [0, {vocab_size}), got {show(allowed)}.")
+    if any(len(set(ids)) < len(ids) for ids in sets):  # a mask of 0 and 1 would be read as the ids 0 and 1
+        raise ValueError(f"{name} must name every id once, got {show(allowed)}. Convert a mask of 0 and 1 to booleans.")
     table = torch.zeros(len(sets), vocab_size, dtype=torch.bool)
     for position, ids in enumerate(sets):
         table[position, ids] = True

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
+from dgemma.checks import show
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
 from dgemma.run.arguments import check_valid, read_allowed
 from dgemma.run.knobs import Knobs
-from dgemma.sampling.temperature import read_temperature
+from dgemma.sampling.temperature import check_temperature, read_temperature
 
 Changes = DenoiseState | Mapping[str, Any] | None
 
@@ -38,8 +39,13 @@ def list_changes(changes: Changes, state: DenoiseState, knobs: Knobs) -> dict[st
             f"Changes between two steps must be None, a state or a dictionary, got {type(changes).__name__}. "
             "Return one of them from on_step."
         )
+    for name, value, kind in (("state", state, DenoiseState), ("knobs", knobs, Knobs)):
+        if not isinstance(value, kind):
+            raise ValueError(f"apply_changes {name} must be a {kind.__name__}, got {show(value)}.")
     listed = dict(changes)
     new_state = listed.pop("state", state)
+    if not isinstance(new_state, DenoiseState) or not all(isinstance(name, str) for name in listed):
+        raise ValueError(f"Changes between two steps must be a state or fields by name, got {show(changes)}.")
     known = _STATE_FIELDS | {f.name for f in fields(knobs)}
     unknown = sorted(listed.keys() - known)
     if unknown:
@@ -81,6 +87,7 @@ def apply_changes(changes: Changes, state: DenoiseState, knobs: Knobs) -> tuple[
     of_state = {name: value for name, value in listed.items() if name not in of_knobs}
     state, old, knobs = replace(state, **of_state), knobs, replace(knobs, **of_knobs)
     if "temperature" in of_knobs:
+        check_temperature(knobs.temperature, int(state.num_steps.max()), state.device)
         state = replace(state, temperature=knobs.temperature(state.step, state.num_steps))
     if "sampler" in of_knobs:
         check_valid(knobs.sampler, state.noise)

@@ -19,6 +19,7 @@ from typing import Unpack
 
 from torch import Tensor
 
+from dgemma.checks import check_flags, require
 from dgemma.model.cache import Cache
 from dgemma.run.changes import Changes
 from dgemma.run.loop import run_plan
@@ -72,6 +73,8 @@ def generate(
 
     Example: `dgemma.generate(model, prompt_tokens, max_new_tokens=64, seed=1).new_tokens`.
     """
+    check_flags("generate", record=record, progress=progress)
+    require(on_step is None or callable(on_step), "generate on_step", "be a function of a StepRecord", on_step)
     plan = read_plan(model, prompt_tokens, cache=cache, **options)
     trajectory = Trajectory(plan, top=record_top) if record else None
     return drain(run_plan(model, plan, cache), on_step=on_step, trajectory=trajectory, progress=progress)

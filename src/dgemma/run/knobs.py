@@ -7,6 +7,7 @@ from typing import Any
 from torch.utils._pytree import tree_leaves
 
 from dgemma.checks import as_int, as_number, check_count, check_probability
+from dgemma.diffusion.prediction import LEAST_TOP_P
 from dgemma.sampling.base import Sampler
 from dgemma.sampling.entropy_bound import EntropyBound
 from dgemma.sampling.stopping import StableAndConfident, StopRule
@@ -51,8 +52,10 @@ class Knobs:
         if self.top_p is not None:
             check_probability(self, "top_p", fix="Use None to keep every token.")
             object.__setattr__(self, "top_p", as_number(self.top_p))
-            if self.top_p == 0:
-                raise ValueError("Knobs.top_p must be > 0, got 0. Use a sampler's greedy=True for the argmax.")
+            if self.top_p is not None and self.top_p < LEAST_TOP_P:
+                raise ValueError(
+                    f"Knobs.top_p must be > 0 in float32, got {self.top_p}. Use a sampler's greedy=True for the argmax."
+                )
 
 
 def _is_frozen(value: Any) -> bool:

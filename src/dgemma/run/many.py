@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dgemma.checkpoint.tokenizer import Tokenizer
-from dgemma.checks import as_int, require, show
+from dgemma.checks import as_int, check_flags, require, show
 from dgemma.files import open_file
 from dgemma.progress import progress_bar
 from dgemma.run.batch import Batch, Row
@@ -70,6 +70,9 @@ def generate_many(
     Example: `for result in dgemma.generate_many(model, ["Once", "It was"], out="run.jsonl"): print(result.text)`.
     """
     check_denoiser("generate_many", model)
+    check_flags("generate_many", in_order=in_order, progress=progress)
+    is_tokenizer = tokenizer is None or isinstance(tokenizer, Tokenizer)
+    require(is_tokenizer, "generate_many tokenizer", "be a Tokenizer or None", tokenizer)
     count = as_int(slots)
     require(count is not None and count >= 1, "generate_many slots", "be an integer of at least 1", slots)
     if isinstance(prompts, str | bytes | Mapping):

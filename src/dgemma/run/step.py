@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from dgemma.checks import as_int, broadcasts, in_range, require, require_tensor
 from dgemma.diffusion import draws
 from dgemma.diffusion.decision import Decision
 from dgemma.diffusion.language import Language, condition
@@ -19,11 +20,11 @@ from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
 from dgemma.model.cache import Cache
 from dgemma.model.config import DenoiserConfig, GenerationDefaults
-from dgemma.run.arguments import check_valid
+from dgemma.run.arguments import MOST_STEPS, check_memory, check_valid, read_noise_level
 from dgemma.run.knobs import Knobs
 from dgemma.run.records import StepRecord
 from dgemma.sampling.stopping import ask
-from dgemma.sampling.temperature import Temperature
+from dgemma.sampling.temperature import Temperature, check_temperature
 
 CacheT = TypeVar("CacheT", bound=Cache)
 # Under a constraint, tokens outside top-k and top-p lose this many nats. They are used where no text fits otherwise.
@@ -159,8 +160,16 @@ def predict(denoiser: Denoiser, state: DenoiseState, *, cache: Cache, knobs: Kno
 
     Example: `predict(model, state, cache=cache, knobs=knobs).entropy`.
     """
+    check_denoiser("step", denoiser)
+    for name, value, kind in (("state", state, DenoiseState), ("knobs", knobs, Knobs)):
+        if not isinstance(value, kind):
+            require(False, f"step {name}", f"be a {kind.__name__}", value)
     level = knobs.sampler.noise_level(state)
     raw = denoiser.denoise_at(level, state.canvas, cache, self_cond=state.self_cond, frozen=state.frozen)
+    whole = (*state.canvas.shape, state.noise.vocab_size)
+    if not isinstance(raw, Prediction) or tuple(raw.shape) != whole:
+        got = tuple(raw.shape) if isinstance(raw, Prediction) else raw
+        require(False, f"{type(denoiser).__name__}.denoise", f"return a Prediction of shape {whole}", got)
     return shape(raw, state, knobs)
 
 
@@ -296,8 +305,28 @@ def start_state(
 
     Example: `start_state(knobs, UniformNoise(512), seeds=torch.arange(2), canvas_len=32, num_steps=16)`.
     """
-    check_valid(knobs.sampler, noise)
+    _check_start(knobs, noise, seeds, canvas_len, num_steps, block, noise_level)
     batch_size, device = seeds.shape[0], seeds.device
+    shape = (batch_size, canvas_len)
+    for name, value, dtype in (
+        ("canvas", canvas, torch.int64),
+        ("frozen", frozen, torch.bool),
+        ("awaited", awaited, torch.bool),
+    ):
+        if value is not None:
+            rule = f"be {str(dtype).removeprefix('torch.')} of shape {shape}"
+            require_tensor(value, f"start_state {name}", rule, shape=shape, dtypes=(dtype,))
+    if canvas is not None:
+        rule = f"hold ids in [0, {noise.vocab_size}), and -1 for noise"
+        require(in_range(canvas, noise.vocab_size, least=-1), "start_state canvas", rule, canvas)
+    if rows is not None:
+        rule = f"be row numbers ({batch_size},) int64"
+        require_tensor(rows, "start_state rows", rule, shape=(batch_size,), dtypes=(torch.int64, torch.int32))
+    if allowed is not None:
+        whole = (*shape, noise.vocab_size)
+        fits = isinstance(allowed, Tensor) and allowed.dtype == torch.bool and broadcasts(allowed.shape, whole)
+        fits = fits and allowed.shape[-1:] == whole[-1:]
+        require(fits, "start_state allowed", f"be booleans that broadcast to {whole}", allowed)
     block_index = torch.full((batch_size,), block, device=device)
     first_step = round((1 - float(noise.schedule.time(torch.tensor(1 - noise_level, dtype=torch.float64)))) * num_steps)
     num_steps_row = torch.full((batch_size,), num_steps, device=device)
@@ -324,6 +353,29 @@ def start_state(
     )
     state = replace(state, memory=knobs.sampler.start(state))
     return state if knobs.stop is None else replace(state, stop_memory=knobs.stop.start(state))
+
+
+def _check_start(
+    knobs: Any, noise: Any, seeds: Any, canvas_len: Any, num_steps: Any, block: Any, noise_level: Any
+) -> None:
+    """Check the arguments of `start_state` that are no constraints on the canvas."""
+    for name, value, kind in (("knobs", knobs, Knobs), ("noise", noise, Noise)):
+        if not isinstance(value, kind):
+            require(False, f"start_state {name}", f"be a {kind.__name__}", value)
+    check_valid(knobs.sampler, noise)
+    rule = "be one integer per row, (B,) int64"
+    require_tensor(seeds, "start_state seeds", rule, shape=(None,), dtypes=(torch.int64,))
+    for name, value, least, most in (
+        ("canvas_len", canvas_len, 1, 1 << 31),
+        ("num_steps", num_steps, 1, MOST_STEPS),
+        ("block", block, 0, 1 << 62),
+    ):
+        number = as_int(value)
+        fits = number is not None and least <= number <= most
+        require(fits, f"start_state {name}", f"be an integer from {least} to {most}", value)
+    read_noise_level(noise_level, seeds, owner="start_state")
+    check_memory("start_state", len(seeds), canvas_len, noise.vocab_size, seeds.device)
+    check_temperature(knobs.temperature, int(num_steps), seeds.device)
 
 
 def clock(noise: Noise, temperature: Temperature, step: Tensor, num_steps: Tensor) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from dgemma.checks import as_int, show, typed
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
 from dgemma.model.cache import Cache
@@ -78,9 +79,12 @@ class Trajectory:
     """
 
     def __init__(self, plan: Plan, *, top: int = 5) -> None:
-        if not 0 <= top <= plan.noise.vocab_size:
+        if not isinstance(plan, Plan):
+            raise ValueError(f"Trajectory.plan must be a Plan, got {show(plan)}. `read_plan` makes one.")
+        number = as_int(top)
+        if number is None or not 0 <= number <= plan.noise.vocab_size:
             raise ValueError(f"Trajectory.top must be in [0, {plan.noise.vocab_size}], got {top}. Use 0 for none.")
-        self.plan, self.top = plan, top
+        self.plan, self.top = plan, number
         self.steps: list[RecordedStep] = []
         self.commits: list[BlockCommit] = []
         self.changes: list[Change] = []
@@ -148,6 +152,7 @@ class Trajectory:
         """Mask of the rows that took part in each step, (steps, B) bool. The others were already done."""
         return self._spread("rows", -1) >= 0
 
+    @typed
     def array(self, name: str) -> Tensor:
         """A field of `RecordedStep` over all steps and rows: (steps, B), (steps, B, C) or (steps, B, C, k).
 
@@ -161,6 +166,7 @@ class Trajectory:
         absent = False if kind == torch.bool else float("nan") if kind.is_floating_point else -1
         return self._spread(name, absent)
 
+    @typed
     def at(self, *, block: int, step: int) -> RecordedStep:
         """Return step number `step` of a block.
 
@@ -188,6 +194,7 @@ class Trajectory:
         """New tokens without padding, divided by forwards, (B,)."""
         return (self.new_tokens != self.plan.pad_token_id).sum(1) / self.num_forwards.sum(1)
 
+    @typed
     def save(self, path: str | Path) -> None:
         """Write the trajectory to one safetensors file, for `load`.
 
@@ -199,6 +206,7 @@ class Trajectory:
         archive.save(path, {**content, "commits": self.commits, "changes": self.changes}, kind=_KIND)
 
     @classmethod
+    @typed
     def load(cls, path: str | Path, *, classes: Iterable[type] = ()) -> Self:
         """Read a trajectory. To replay or fork it, pass the classes of your own that the run used.
 
@@ -222,6 +230,7 @@ class Trajectory:
             trajectory.steps.append(RecordedStep(block=block, index=index, **tensors))
         return trajectory
 
+    @typed
     def replay(self, model: Denoiser, *, cache: Cache | None = None, strict: bool = True) -> "Trajectory":
         """Repeat the run and return its trajectory. With `strict`, raise if it differs from this one.
 
@@ -243,6 +252,7 @@ class Trajectory:
             _refuse_difference(difference)
         return again
 
+    @typed
     def moment(self, model: Denoiser, *, block: int = 0, step: int = 0, cache: Cache | None = None) -> Moment:
         """Rebuild the state before step `step` of a block, by running from the block's start.
 
@@ -265,6 +275,7 @@ class Trajectory:
             return reached.moment
         raise RuntimeError(f"The run ended before block {block}, step {step}. Use the model it was recorded with.")
 
+    @typed
     def fork(
         self,
         model: Denoiser,
@@ -404,6 +415,8 @@ class Trajectory:
     def _check_model(self, model: Denoiser, cache: Cache | None) -> None:
         check_denoiser("Trajectory", model)
         plan, config = self.plan, model.config
+        if cache is not None and not hasattr(cache, "lengths"):
+            raise ValueError(f"Trajectory cache must come from encode, got {show(cache)}.")
         missing = find_unknown((plan, self.changes))
         if missing is not None:
             fix = f"Pass it: Trajectory.load(path, classes=[{missing.name}])."

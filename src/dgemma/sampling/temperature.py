@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dgemma.checks import as_number, check_finite, require_field
+from dgemma.checks import as_number, check_finite, require, require_field, require_tensor
 
 _GREEDY = "Use a sampler's greedy=True for the argmax."
 _LEAST, _MOST = 1e-30, 1e30  # the range in which float32 logits can be divided
@@ -60,6 +60,25 @@ def _check(owner: Any, field: str) -> None:
     check_finite(owner, field, above=0, fix=_GREEDY)
     fits = _LEAST <= getattr(owner, field) <= _MOST
     require_field(fits, owner, field, f"be from {_LEAST:g} to {_MOST:g}", _GREEDY)
+
+
+def check_temperature(temperature: Temperature, num_steps: int, device: torch.device) -> None:
+    """Raise unless a schedule of the user is finite and above 0 at every step. The library's own check themselves.
+
+    Example: `check_temperature(lambda step, num_steps: 1 / (1 + step), 48, torch.device("cpu"))`.
+    """
+    if isinstance(temperature, ConstantTemperature | LinearTemperature):
+        return
+    step = torch.arange(num_steps, device=device)
+    name = f"The temperature {getattr(temperature, '__qualname__', type(temperature).__name__)}"
+    try:
+        values = temperature(step, torch.full_like(step, num_steps))
+    except Exception as error:
+        raise ValueError(
+            f"{name} must be a function of step (B,) and num_steps (B,), but it raises {type(error).__name__}: {error}."
+        ) from error
+    require_tensor(values, name, "return floats (B,) for step (B,)", shape=(num_steps,))
+    require(bool(((values >= _LEAST) & (values <= _MOST)).all()), name, "be above 0 at every step", values.tolist())
 
 
 def read_temperature(value: Any) -> Any:

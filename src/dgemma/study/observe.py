@@ -4,6 +4,7 @@
 recomputed from the layer's queries and keys, because fused attention does not return them.
 """
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from dgemma.checks import as_int, read_device, require
 from dgemma.model.attention import Attention
 from dgemma.model.backbone import Layer
 from dgemma.model.diffusion import DiffusionGemma
@@ -43,12 +45,19 @@ class Observation:
         self.passes: list[Pass] = []
         self._prefix, self._device = prefix, device
         self._current: Pass | None = None  # the current pass, if it is recorded
+        self._thread = threading.get_ident()  # what other threads run is not recorded
 
     @property
     def steps(self) -> list[Pass]:
         return [one for one in self.passes if not one.causal]
 
+    @property
+    def _pass(self) -> Pass | None:
+        return self._current if threading.get_ident() == self._thread else None
+
     def _begin(self, layer: Layer, args: tuple[Any, ...]) -> None:
+        if threading.get_ident() != self._thread:
+            return
         x, causal = args[0], args[4]
         self._current = None
         if self._prefix or not causal:
@@ -56,18 +65,18 @@ class Observation:
             self.passes.append(self._current)
 
     def _see_residual(self, index: int, layer: Layer, args: Any, output: tuple[Tensor, ...]) -> None:
-        if self._current is not None:
-            self._current.residuals[index] = self._keep(output[0])
+        if (current := self._pass) is not None:
+            current.residuals[index] = self._keep(output[0])
 
     def _see_attention(self, index: int, module: Attention, args: Any, output: Any) -> None:
-        if self._current is not None:
-            self._current.attention[index] = self._keep(attention_weights(module, *args))
+        if (current := self._pass) is not None:
+            current.attention[index] = self._keep(attention_weights(module, *args))
 
     def _see_router(self, index: int, router: Router, args: Any, output: Routing) -> None:
-        if self._current is not None:
-            batch_size = len(self._current.embedded)
+        if (current := self._pass) is not None:
+            batch_size = len(current.embedded)
             parts = (self._keep(part.unflatten(0, (batch_size, -1))) for part in output)
-            self._current.router[index] = Routing(*parts)
+            current.router[index] = Routing(*parts)
 
     def _keep(self, tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
@@ -87,6 +96,7 @@ def observe(
     """Record residuals, attention and router of `model` inside a `with` block.
 
     For each of the three, pass True for all layers, or a list of layers. `prefix` also records the causal passes.
+    Only passes of the thread that opened the block are recorded.
     Tensors are detached, and moved to `device` if it is set. Use "cpu" to save GPU memory: the attention of one layer
     is B · N · T · S numbers per step.
 
@@ -105,7 +115,9 @@ def observe(
     wanted = {name: _read_layers(name, layers, num_layers) for name, layers in requests.items()}
     if not any(wanted.values()):
         raise ValueError("observe must record residuals, attention or router, got none. Pass one as True.")
-    observation = Observation(prefix=prefix, device=device)
+    require(isinstance(prefix, bool), "observe prefix", "be True or False", prefix)
+    where = None if device is None else read_device("observe", device)
+    observation = Observation(prefix=prefix, device=where)
     handles = [model.layers[0].register_forward_pre_hook(observation._begin)]
     for index, layer in enumerate(model.layers):
         assert isinstance(layer, Layer)
@@ -146,6 +158,7 @@ def attention_weights(
 def _read_layers(name: str, layers: Layers, num_layers: int) -> frozenset[int]:
     if isinstance(layers, bool):
         return frozenset(range(num_layers)) if layers else frozenset()
-    if not all(-num_layers <= layer < num_layers for layer in layers):
-        raise ValueError(f"observe {name} must name layers of {num_layers}, got {list(layers)}.")
+    is_list = isinstance(layers, Sequence) and not isinstance(layers, str)
+    if not is_list or not all((n := as_int(layer)) is not None and -num_layers <= n < num_layers for layer in layers):
+        require(False, f"observe {name}", f"name layers of {num_layers}", layers)
     return frozenset(layer % num_layers for layer in layers)

@@ -1,5 +1,6 @@
 """Classifier-free guidance as a `Denoiser` that mixes two predictions (LLaDA, arXiv:2502.09992)."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -7,6 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from dgemma.checks import check_types, require_field
 from dgemma.diffusion.prediction import Prediction
 from dgemma.model.cache import Cache
 from dgemma.model.config import DenoiserConfig, GenerationDefaults
@@ -105,9 +107,12 @@ class Guided(Denoiser[GuidedCache]):
         check_denoiser("Guided", self.denoiser)
         for name in ("takes_noise_level", "takes_position_levels"):
             object.__setattr__(self, name, getattr(self.denoiser, name))
-        if not self.strength >= -1:
+        check_types(self)
+        if not (math.isfinite(self.strength) and self.strength >= -1):
             raise ValueError(f"Guided.strength must be >= -1, got {self.strength}. Use 0 for no guidance.")
-        if isinstance(self.unconditional, Tensor) and self.unconditional.dim() not in (1, 2):
+        if not isinstance(self.unconditional, Tensor):
+            require_field(self.unconditional >= 0, self, "unconditional", "be a token id or a prompt")
+        elif self.unconditional.dtype != torch.int64 or self.unconditional.dim() not in (1, 2):
             raise ValueError(
                 f"Guided.unconditional must be a token id or a prompt (P,) or (B, P), got shape "
                 f"{tuple(self.unconditional.shape)}. Pass token ids without further dimensions."

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from dgemma.checks import require_tensor
+from dgemma.checks import as_int, check_flags, require, require_tensor
 from dgemma.diffusion.state import DenoiseState
 from dgemma.model.cache import Cache
 from dgemma.progress import progress_bar
@@ -27,7 +27,7 @@ from dgemma.run.loop import denoise_canvas, start_block
 from dgemma.run.options import CanvasOptions, takes_options
 from dgemma.run.plan import Plan, read_plan
 from dgemma.run.records import BlockCommit, Denoised, OnStep
-from dgemma.run.step import Denoiser
+from dgemma.run.step import Denoiser, check_denoiser
 from dgemma.run.trajectory import Trajectory
 
 Holes = Tensor | int | Sequence[tuple[int, int]]
@@ -129,6 +129,7 @@ def infill(
             "infill holes must not cover a row's first token, because a canvas needs a prefix. Put the bos token first."
         )
     _check_text("infill", tokens, real & ~todo, tail_token_id, plan)
+    check_flags("infill", record=record, progress=progress)
     writer = _Writer(model, plan, tail_token_id, on_step, record_top if record else None, progress)
     return writer.write(tokens, real, todo)
 
@@ -168,6 +169,7 @@ def edit(
     if not bool(todo.any(1).all()):
         raise ValueError("edit frozen must leave a token to rewrite in every row. Omit the rows that have none.")
     _check_text("edit", tokens, real, tail_token_id, plan)
+    check_flags("edit", record=record, progress=progress)
     writer = _Writer(model, plan, tail_token_id, on_step, record_top if record else None, progress, from_text=True)
     return writer.write(tokens, real, todo)
 
@@ -352,9 +354,10 @@ def _corrupt(text: Tensor, allowed: Tensor | None, state: DenoiseState, plan: Pl
 
 def _read_options(name: str, model: Denoiser, tokens: Any, options: CanvasOptions) -> tuple[Tensor, Plan]:
     """Check tokens and options like `generate`; return the tokens in int64 and the plan."""
-    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.is_floating_point() or 0 in tokens.shape:
-        got = f"{tokens.dtype} {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
-        raise ValueError(f"{name} tokens must be integer ids of shape (batch, length), got {got}.")
+    check_denoiser(name, model)
+    rule = f"be integer ids of shape (batch, length) on {model.device}"
+    require_tensor(tokens, f"{name} tokens", rule, shape=(None, None), dtypes=(torch.int64, torch.int32))
+    require(0 not in tokens.shape and tokens.device == model.device, f"{name} tokens", rule, tokens)
     longest = model.config.max_position_embeddings
     if tokens.shape[1] > longest:
         raise ValueError(
@@ -379,7 +382,9 @@ def _read_mask(name: str, attention_mask: Tensor | None, tokens: Tensor) -> Tens
     """Return the tokens that are real, (B, N) bool."""
     if attention_mask is None:
         return torch.ones_like(tokens, dtype=torch.bool)
-    require_tensor(attention_mask, f"{name} attention_mask", _like(tokens, "a tensor"), shape=tokens.shape)
+    rule = _like(tokens, "a tensor")
+    require_tensor(attention_mask, f"{name} attention_mask", rule, shape=tokens.shape)
+    require(attention_mask.device == tokens.device, f"{name} attention_mask", rule, attention_mask)
     return attention_mask.to(tokens.device, torch.bool)
 
 
@@ -389,7 +394,10 @@ def _read_holes(holes: Holes, tokens: Tensor) -> Tensor:
         return tokens == holes
     if isinstance(holes, Tensor):
         require_tensor(holes, "infill holes", _like(tokens, "booleans"), shape=tokens.shape, dtypes=(torch.bool,))
-        return holes.to(tokens.device)
+        require(holes.device == tokens.device, "infill holes", f"be on {tokens.device}", holes)
+        return holes
+    if not isinstance(holes, Sequence):
+        require(False, "infill holes", "be spans, booleans of the tokens' shape, or a token id", holes)
     marked = torch.zeros_like(tokens, dtype=torch.bool)
     for span in holes:
         pair = isinstance(span, Sequence) and len(span) == 2 and all(isinstance(end, int) for end in span)
@@ -409,6 +417,8 @@ def _check_text(name: str, tokens: Tensor, kept: Tensor, tail_token_id: int | No
         raise ValueError(f"{name} tokens must hold ids in [0, {vocab_size}) outside the holes. Mark others as holes.")
     if bool((kept & plan.noise.masked(tokens)).any()):
         raise ValueError(f"{name} tokens must hold no mask token outside the holes. Mark it as a hole.")
+    if tail_token_id is not None and as_int(tail_token_id) is None:
+        require(False, f"{name} tail_token_id", "be a token id or None", tail_token_id)
     if tail_token_id is not None and (not 0 <= tail_token_id < vocab_size or tail_token_id == plan.noise.mask_token):
         raise ValueError(f"{name} tail_token_id must be a real token below {vocab_size}, got {tail_token_id}.")
 

@@ -8,7 +8,7 @@ terms are averages over a few draws of them.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from dgemma.checkpoint.tokenizer import Tokenizer
-from dgemma.checks import require
+from dgemma.checks import as_int, require, typed
 from dgemma.diffusion import draws
 from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.prediction import Prediction
 from dgemma.model.cache import Cache
 from dgemma.run.arguments import check_vocabulary
 from dgemma.run.defaults import learnt_noise
-from dgemma.run.step import Denoiser
+from dgemma.run.step import Denoiser, check_denoiser
 
 _UNKNOWN = -1
 
@@ -41,7 +41,11 @@ class Slot:
     name: str = ""
 
     def __post_init__(self) -> None:
-        options = [option if isinstance(option, str) else tuple(option) for option in self.options]
+        if isinstance(self.options, str) or not isinstance(self.options, Sequence):
+            require(False, "Slot.options", "be a list of texts or of token sequences", self.options, 'Write ["yes"].')
+        if not isinstance(self.name, str):
+            require(False, "Slot.name", "be a text", self.name)
+        options = [option if isinstance(option, str) else _as_ids(option) for option in self.options]
         if not options or len(set(options)) < len(options):
             raise ValueError(f"Slot.options must have at least one option and no duplicates, got {options}.")
 
@@ -79,6 +83,7 @@ class FilledTemplate:
 
 
 @torch.no_grad()
+@typed
 def slots(
     model: Denoiser,
     template: Sequence[Slot | Sequence[int] | str],
@@ -105,12 +110,14 @@ def slots(
         filled = slots(model, ["Is 7 prime? ", Slot(["yes", "no"], name="prime"), "."], tokenizer=tokenizer)
         filled["prime"].probabilities
     """
+    check_denoiser("slots", model)
     noise = learnt_noise(model) if noise is None else noise
     check_vocabulary(noise, model.config)
     pieces = _read_template(template, tokenizer, noise, model.config.canvas_length)
     for name, value, least in (("num_draws", num_draws, 1), ("max_rows", max_rows, 1), ("horizon", horizon, 0)):
-        fits = isinstance(value, int) and value >= least
+        fits = value >= least
         require(fits, f"slots {name}", f"be an integer of at least {least}", value)
+    require(-(2**63) <= seed < 2**63, "slots seed", "fit into 64 bits", seed)
     if tail_token_id is not None and (not 0 <= tail_token_id < noise.vocab_size or tail_token_id == noise.mask_token):
         raise ValueError(
             f"slots tail_token_id must be a real token below {noise.vocab_size}, got {tail_token_id}. "
@@ -253,10 +260,19 @@ def _read_tokens(piece: Any, tokenizer: Tokenizer | None, noise: Noise, *, bos: 
         if tokenizer is None:
             raise ValueError(f"slots needs a tokenizer to read the text {piece!r}. Pass tokenizer=, or token ids.")
         return tokenizer.encode(piece, bos=bos)
-    tokens = piece.tolist() if isinstance(piece, Tensor) else list(piece)
+    tokens = list(_as_ids(piece))
     if not all(isinstance(t, int) and 0 <= t < noise.vocab_size and t != noise.mask_token for t in tokens):
         raise ValueError(f"slots pieces must hold real token ids in [0, {noise.vocab_size}), got {tokens}.")
     return tokens
+
+
+def _as_ids(piece: Any) -> tuple[int, ...]:
+    """Return a sequence of token ids as a tuple of ints."""
+    listed = piece.tolist() if hasattr(piece, "tolist") else piece
+    ids = [as_int(token) for token in listed] if isinstance(listed, Iterable) else [None]
+    if None in ids:
+        require(False, "slots pieces and options", "be texts or sequences of token ids", piece)
+    return tuple(token for token in ids if token is not None)
 
 
 def _shown(pieces: list[Piece]) -> list[int]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from dgemma.checks import require_field
 from dgemma.diffusion import draws
 
 _DEPTH = 2  # steps that the feed prepares ahead
@@ -38,8 +39,9 @@ class TrainBatch:
     spans: tuple[tuple[int, int], ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.tokens.dim() != 2 or not len(self.tokens):
-            raise ValueError(f"TrainBatch.tokens must have shape (B, T) with B >= 1, got {tuple(self.tokens.shape)}.")
+        tokens = self.tokens
+        is_tokens = isinstance(tokens, Tensor) and tokens.dtype == torch.int64 and tokens.dim() == 2 and len(tokens) > 0
+        require_field(is_tokens, self, "tokens", "be int64 ids of shape (B, T) with B >= 1")
         batch_size, num_tokens = self.tokens.shape
         shapes = {
             "prompt_len": (batch_size,),
@@ -52,6 +54,11 @@ class TrainBatch:
         }
         for name, shape in shapes.items():
             value = getattr(self, name)
+            dtype = torch.bool if name in ("truncated", "frozen", "fill") else torch.int64
+            is_absent = value is None and name not in ("prompt_len", "length")
+            is_kind = isinstance(value, Tensor) and value.dtype == dtype and value.layout is torch.strided
+            if not is_absent and (not is_kind or value.device != tokens.device):
+                require_field(False, self, name, f"be a tensor of {dtype} on {tokens.device}")
             if value is not None and tuple(value.shape) != shape:
                 raise ValueError(
                     f"TrainBatch.{name} must have shape {shape}, got {tuple(value.shape)}. Give one value per "

@@ -13,7 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dgemma.checks import check_choice, check_count, check_finite, check_probability, check_size, show
+from dgemma.checks import (
+    check_choice,
+    check_count,
+    check_finite,
+    check_probability,
+    check_size,
+    check_types,
+    require_field,
+    show,
+)
 
 _MOST_MINUTES = 10**7  # 19 years; in a longer run, one step would be too small a share of the time to measure
 # Settings that may differ when a run is resumed, because they change no computed number.
@@ -59,7 +68,10 @@ class TrainConfig:
     progress: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "betas", tuple(self.betas))
+        if isinstance(self.betas, list):
+            object.__setattr__(self, "betas", tuple(self.betas))
+        check_types(self)
+        require_field(-(2**63) <= self.seed < 2**63, self, "seed", "fit into 64 bits")
         if (self.steps is None) == (self.minutes is None):
             raise ValueError(
                 f"TrainConfig must have either steps or minutes, got steps={self.steps} and minutes={self.minutes}. "

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dgemma.checks import as_int, require, typed
 from dgemma.diffusion import draws
 from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.schedule import LEAST_NOISE, Linear
@@ -33,6 +34,7 @@ _SOME_NOISE = 0.75  # the least share of canvases that have noise, unless a canv
 
 
 @torch.no_grad()
+@typed
 def evaluate(
     model: Denoiser,
     source: BatchSource | TrainBatch | Tensor,
@@ -78,6 +80,8 @@ def evaluate(
     Example: `print(evaluate(model, tokens, MaskNoise(512, mask_token_id=4), num_samples=16))`.
     """
     check_denoiser("evaluate", model)
+    number = as_int(seed)
+    require(number is None or -(2**63) <= number < 2**63, "evaluate seed", "fit into 64 bits", seed)
     source, num_rows = _as_source(source, num_rows)
     canvas_len = model.config.canvas_length if canvas_len is None else canvas_len
     counts = {

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dgemma.checks import show
+from dgemma.checks import require, show, typed
 from dgemma.diffusion.noise import Noise
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.experts import require_experts
@@ -51,6 +51,7 @@ _WARMUP_PART = 10  # in a run limited by minutes, at most one step in ten warms 
 Evaluate = Callable[[Any, int], Mapping[str, Any] | None]
 
 
+@typed
 def train(
     model: DiffusionGemma,
     objective: Measure,
@@ -82,6 +83,9 @@ def train(
 
     Example: `train(model, recipes.trl(model.config), source, TrainConfig(steps=2000, batch_size=64), out="run")`.
     """
+    for name, value, method in (("objective", objective, "total_counts"), ("source", source, "__call__")):
+        if not callable(value) or isinstance(value, type) or not hasattr(value, method):
+            require(False, f"train {name}", "be a Measure" if name == "objective" else "be a BatchSource", value)
     run = _Run(model, objective, source, config, Path(out), parallel or Parallel(), optimizer)
     with lock_folder(run.out) if run.parallel.is_main else nullcontext():
         run.start(allow_changes)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dgemma.checks import check_count, check_finite, require_field, show
+from dgemma.checks import check_count, check_finite, require, require_field, show, typed
 from dgemma.files import open_tensors, parse_json, write_tensors
 from dgemma.model.config import GenerationDefaults
 from dgemma.model.diffusion import DiffusionGemma
@@ -129,13 +129,14 @@ class AdaptedExperts(Experts):
         return experts
 
 
+@typed
 def add_lora(model: DiffusionGemma, lora: LoRA | None = None, *, seed: int = 0) -> list[nn.Parameter]:
     """Freeze the model, add adapters to its targets, and return the adapters' weights for an optimizer.
 
     Example: `add_lora(model, LoRA(rank=8)); train(model, objective, source, config, out="run")`.
     """
     lora = lora or LoRA()
-    require_experts(model, "add_lora")
+    require(-(2**63) <= seed < 2**64, "add_lora seed", "fit into 64 bits", seed)
     _refuse_adapters(model, "add_lora")
     model.requires_grad_(False)
     for name, module in list(model.named_modules()):
@@ -219,6 +220,7 @@ def save_lora(model: DiffusionGemma, path: str | Path) -> None:
     write_tensors(path, dict(_adapter_weights(model)), metadata={"lora": json.dumps(asdict(lora)), **noise})
 
 
+@typed
 def load_lora(model: DiffusionGemma, path: str | Path) -> LoRA:
     """Add saved adapters to a model, which then samples under their noise; return their settings.
 
@@ -315,8 +317,7 @@ def _put(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def _refuse_adapters(model: nn.Module, owner: str) -> None:
-    if not isinstance(model, DiffusionGemma):
-        raise ValueError(f"{owner} model must be a DiffusionGemma, got {show(model)}.")
+    require_experts(model, owner)
     if is_adapted(model):
         raise ValueError(
             f"{owner} model must have no adapters, got some. Call merge_lora(model) or drop_lora(model) first."

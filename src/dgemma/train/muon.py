@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw as adamw_step
 
+from dgemma.checks import typed
 from dgemma.train.optimizer import adamw
 
 _ROUNDS, _QUINTIC = 5, (3.4445, -4.775, 2.0315)  # five rounds of x ← ax + bx³ + cx⁵ map (0.01, 1] to 0.68 … 1.14
 
 
+@typed
 def muon(
     parameters: Mapping[str, nn.Parameter],
     *,

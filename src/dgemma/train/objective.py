@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dgemma.checks import check_choice, check_count, check_probability, check_size
+from dgemma.checks import check_choice, check_count, check_probability, check_size, check_types, require_field
 from dgemma.diffusion.noise import HybridNoise, Noise
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.train import head, nelbo
@@ -111,10 +111,13 @@ class Objective:
     attention: str = "dense"  # or "blocks", which skips hidden keys, for long rows on a GPU
 
     def __post_init__(self) -> None:
+        if isinstance(self.t_range, list):
+            object.__setattr__(self, "t_range", tuple(self.t_range))
+        check_types(self)
         for name, choices in _CHOICES.items():
             check_choice(self, name, choices)
         check_count(self, "canvas_len", fix="Use the model's canvas_length.")
-        object.__setattr__(self, "t_range", tuple(self.t_range))
+        require_field(len(self.t_range) == 2, self, "t_range", "be two numbers")
         low, high = self.t_range
         if not 0 <= low <= high <= 1:
             raise ValueError(

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from dgemma.checks import typed
 from dgemma.diffusion.noise import HybridNoise, MaskNoise, UniformNoise
 from dgemma.diffusion.schedule import Linear, Schedule
 from dgemma.model.attention import Attention
@@ -19,6 +20,7 @@ from dgemma.train.lora import LoRA, add_lora
 from dgemma.train.objective import Objective
 
 
+@typed
 def dgemma(config: ModelConfig, **changes: Any) -> Objective:
     """The published loss over all canvases in one pass: a token mean per step, without the fill after cut answers.
 
@@ -27,6 +29,7 @@ def dgemma(config: ModelConfig, **changes: Any) -> Objective:
     return _fine_tuning(config, {"canvases": "all", "truncated": "unscored"}, changes)
 
 
+@typed
 def official_jax(config: ModelConfig, **changes: Any) -> Objective:
     """Google's JAX fine-tuning: a mean per example; without self-conditioning it feeds zero logits.
 
@@ -35,42 +38,50 @@ def official_jax(config: ModelConfig, **changes: Any) -> Objective:
     return _fine_tuning(config, {"self_cond_off": "zero_logits", "reduction": "example"}, changes)
 
 
+@typed
 def trl(config: ModelConfig, **changes: Any) -> Objective:
     """TRL: a token mean per micro-batch. The causal term skips the fill; after cut answers no term scores it."""
     return _fine_tuning(config, {"reduction": "micro_batch", "causal_fill": False, "truncated": "unscored"}, changes)
 
 
+@typed
 def unsloth(config: ModelConfig, **changes: Any) -> Objective:
     """Unsloth: TRL's objective."""
     return trl(config, **changes)
 
 
+@typed
 def nemo(config: ModelConfig, **changes: Any) -> Objective:
     """NeMo: t up to 1, a mean over all tokens of the step."""
     return _fine_tuning(config, {"t_range": (1e-3, 1.0), "reduction": "global"}, changes)
 
 
+@typed
 def megatron(config: ModelConfig, **changes: Any) -> Objective:
     """Megatron: t up to 1, a token mean per process, rows with cut answers rejected."""
     return _fine_tuning(config, {"t_range": (1e-3, 1.0), "reduction": "process", "truncated": "rejected"}, changes)
 
 
+@typed
 def leave_one_out(config: ModelConfig, **changes: Any) -> Objective:
     """The published loss for a network whose logits ignore the token at their own position (arXiv:2605.22765)."""
     return _fine_tuning(config, {"decoder_loss": "leave_one_out"}, changes)
 
 
+@typed
 def mdlm(config: ModelConfig, *, mask_token_id: int = 4, schedule: Schedule | None = None, **changes: Any) -> Objective:
     """MDLM (arXiv:2406.07524): the bound of mask noise; the mask is never proposed; no causal term."""
     noise = MaskNoise(config.vocab_size, mask_token_id=mask_token_id, schedule=schedule or Linear())
     return _bound(config, {"noise": noise}, changes)
 
 
+@typed
 def llada(config: ModelConfig, *, mask_token_id: int = 4, **changes: Any) -> Objective:
     """LLaDA (arXiv:2502.09992): MDLM's bound with the mask in the softmax, and a mean per example."""
     return mdlm(config, mask_token_id=mask_token_id, **{"propose_mask": True, "reduction": "example", **changes})
 
 
+@typed
 def block_diffusion(
     config: ModelConfig, *, mask_token_id: int = 4, schedule: Schedule | None = None, **changes: Any
 ) -> Objective:
@@ -81,12 +92,14 @@ def block_diffusion(
     return mdlm(config, mask_token_id=mask_token_id, schedule=schedule, **{"canvases": "all", **changes})
 
 
+@typed
 def duo(config: ModelConfig, *, schedule: Schedule | None = None, **changes: Any) -> Objective:
     """Duo (arXiv:2506.10892): the exact bound of uniform noise, on the network's softmax without conversion."""
     noise = UniformNoise(config.vocab_size, schedule=schedule or Linear())
     return _bound(config, {"noise": noise, "parametrisation": "loo"}, changes)
 
 
+@typed
 def gidd(config: ModelConfig, *, mask_token_id: int = 4, uniform_share: float = 0.2, **changes: Any) -> Objective:
     """GIDD (arXiv:2503.04482): mask and uniform noise; the divergence of the bound with dynamic weights."""
     noise = HybridNoise(config.vocab_size, mask_token_id=mask_token_id, uniform_share=uniform_share)

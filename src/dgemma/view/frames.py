@@ -1,5 +1,6 @@
 """Frames of a recorded run, for pages, pictures and plots: one row after each step."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +53,12 @@ class Frames:
     def undecided(self) -> Array:
         """Positions that are noise, (F, C) bool: renoised, or open and not accepted."""
         return (self.renoised | self.open) & ~self.accepted & ~self.frozen
+
+
+def read_rows(row: Any) -> list[Any]:
+    """Return one row number or several as a list."""
+    listed = row.tolist() if hasattr(row, "tolist") and not getattr(row, "is_meta", False) else row
+    return list(listed) if isinstance(listed, Sequence) else [listed]
 
 
 def check_row(trajectory: Trajectory, row: object, *, owner: str) -> None:

@@ -21,11 +21,12 @@ from typing import Any
 import numpy as np
 
 from dgemma.checkpoint.tokenizer import Tokenizer
+from dgemma.checks import typed
 from dgemma.files import write_text
 from dgemma.run.trajectory import Trajectory
 from dgemma.values import label
 from dgemma.view.board import Board
-from dgemma.view.frames import Array, Frames, check_canvas, check_row, read_frames, read_prompt, settled
+from dgemma.view.frames import Array, Frames, check_canvas, check_row, read_frames, read_prompt, read_rows, settled
 from dgemma.view.heat import LEVELS, palette
 from dgemma.view.pieces import Pieces
 
@@ -50,6 +51,7 @@ class Page(str):
         return f"Page({len(self):,} characters)"
 
 
+@typed
 def to_html(
     trajectory: Trajectory,
     path: str | Path | None = None,
@@ -63,7 +65,7 @@ def to_html(
 
     Example: `to_html(out.trajectory, "run.html", tokenizer=tokenizer)`.
     """
-    rows = range(trajectory.batch_size) if row is None else [row] if isinstance(row, int) else row
+    rows = list(range(trajectory.batch_size)) if row is None else read_rows(row)
     if not rows:
         raise ValueError("to_html row must name at least one row, got none. Use None for all rows.")
     for one in rows:

@@ -430,7 +430,7 @@
   async function readAddress() {
     const address = new URLSearchParams(location.hash.slice(1));
     const index = rows.findIndex((facts) => String(facts.name) === address.get("row"));
-    const at = Number(address.get("step")) || 0;
+    const at = Math.trunc(Number(address.get("step"))) || 0;  // frames are whole numbers
     if (row === null || (index >= 0 && index !== row.index)) await choose(Math.max(0, index), at);
     else go(at);
   }

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dgemma.checkpoint.tokenizer import Tokenizer
+from dgemma.checks import typed
 from dgemma.printing import printable
 from dgemma.run.records import BlockCommit, Events, StepRecord
 from dgemma.run.trajectory import Generation
@@ -54,6 +55,7 @@ class View(ABC):
 
     shows_progress = True  # `generate` then shows no progress bar
 
+    @typed
     def __init__(self, *, row: int = 0, file: TextIO | None = None, leave: bool = False) -> None:
         self.row, self.leave = row, leave
         self.screen = Screen(sys.stderr if file is None else file)
@@ -143,6 +145,7 @@ class LiveView(View):
         print(tokenizer.decode(out.new_tokens[0]))
     """
 
+    @typed
     def __init__(
         self,
         tokenizer: Tokenizer | None,

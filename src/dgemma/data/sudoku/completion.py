@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dgemma.checks import require, typed
 from dgemma.data.sudoku.encoding import (
     DIGIT_TOKENS,
     EOS_TOKEN,
@@ -16,6 +17,7 @@ from dgemma.data.sudoku.encoding import (
     canvas_digits,
     canvas_tokens,
     prompt_tokens,
+    read_digits,
 )
 from dgemma.data.sudoku.puzzles import parse
 from dgemma.data.sudoku.symmetry import NUM_UNIFORMS, equivalents, originals
@@ -60,11 +62,14 @@ class Completion:
         }
 
 
+@typed
 def is_solution(puzzles: Tensor, grids: Tensor) -> Tensor:
     """Return which grids (B, 81) have every digit once per row, column and box, and the puzzles' clues; (B,) bool.
 
     Example: `is_solution(completion.puzzles, completion.grids)`.
     """
+    puzzles, grids = read_digits("is_solution puzzles", puzzles), read_digits("is_solution grids", grids)
+    require(grids.dim() == 2 and puzzles.shape == grids.shape, "is_solution grids", "have the puzzles' shape", grids)
     cells = F.one_hot(grids.long(), 10)[..., 1:].unflatten(
         1, (3, 3, 3, 3)
     )  # (B, 3, 3, 3, 3, 9): band, row, stack, column
@@ -73,6 +78,7 @@ def is_solution(puzzles: Tensor, grids: Tensor) -> Tensor:
     return keeps_rules & ((puzzles == 0) | (puzzles == grids)).all(1)
 
 
+@typed
 def sudoku_noise(kind: str) -> Noise:
     """Return the "mask" or "uniform" noise over Sudoku's vocabulary.
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dgemma.checks import in_range, require, typed
 from dgemma.data.sudoku.puzzles import Puzzles
 from dgemma.data.sudoku.symmetry import NUM_UNIFORMS, equivalents
 from dgemma.diffusion import draws
@@ -25,18 +26,36 @@ DIGIT_TOKENS = tuple(range(_FIRST_DIGIT + 1, _FIRST_DIGIT + 10))
 
 def prompt_tokens(puzzles: Any) -> Tensor:
     """Return the prompts (B, 81) of puzzles (B, 81), 0 for a blank."""
-    puzzles = torch.as_tensor(puzzles).long()
+    puzzles = read_digits("prompt_tokens puzzles", puzzles)
     return _FIRST_CLUE + 10 * torch.arange(NUM_CELLS, device=puzzles.device) + puzzles
 
 
 def canvas_tokens(digits: Any) -> Tensor:
     """Return canvas tokens (B, 81) of digits (B, 81); a blank is -1, which `generate` fills with noise."""
-    digits = torch.as_tensor(digits).long()
+    digits = read_digits("canvas_tokens digits", digits)
     return torch.where(digits > 0, _FIRST_DIGIT + digits, -1)
 
 
+def read_digits(name: str, digits: Any) -> Tensor:
+    """Return digits 0 to 9 of any form (..., 81) as int64.
+
+    Example: `read_digits("solve puzzles", parse(text))`.
+    """
+    try:
+        read = torch.as_tensor(digits)
+    except (TypeError, ValueError, RuntimeError):
+        read = torch.empty(0)
+    is_int = not (read.is_floating_point() or read.is_complex()) and read.dtype != torch.bool
+    is_board = read.dim() >= 1 and read.shape[-1] == NUM_CELLS and read.layout is torch.strided
+    require(is_int and is_board and in_range(read, 10), name, f"be digits of shape (..., {NUM_CELLS})", digits)
+    return read.long()
+
+
+@typed
 def canvas_digits(tokens: Tensor) -> Tensor:
     """Return the digits 1 to 9 of canvas tokens (B, 81), 0 for any other token."""
+    is_ids = not tokens.is_floating_point() and not tokens.is_complex() and tokens.dtype != torch.bool
+    require(is_ids, "canvas_digits tokens", "be integer ids", tokens)
     digits = tokens - _FIRST_DIGIT
     return torch.where((digits >= 1) & (digits <= 9), digits, 0)
 

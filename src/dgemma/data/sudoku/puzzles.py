@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from dgemma.checks import require, typed
 from dgemma.data.sudoku.solver import ANY_DIGIT, Digits, candidates, search
 from dgemma.data.sudoku.symmetry import class_keys
 from dgemma.files import read_text, write_text
@@ -78,6 +79,7 @@ class Puzzles:
         )
 
 
+@typed
 def generate_puzzles(
     count: int,
     *,
@@ -96,7 +98,7 @@ def generate_puzzles(
 
     Example: `generate_puzzles(1000, givens=(30, 45), split="test")`.
     """
-    low, high = (givens, givens) if isinstance(givens, int) else givens
+    low, high = givens if isinstance(givens, tuple) else (givens, givens)
     if not 23 <= low <= high <= 81:
         raise ValueError(
             f"generate_puzzles givens must lie within 23 to 81, lowest first, got {givens}. With fewer clues random "
@@ -104,8 +106,9 @@ def generate_puzzles(
         )
     if split not in SPLITS:
         raise ValueError(f"generate_puzzles split must be one of {', '.join(SPLITS)}, got {split!r}.")
-    if count < 1:
-        raise ValueError(f"generate_puzzles count must be >= 1, got {count}.")
+    require(1 <= count < 1 << 31, "generate_puzzles count", "be from 1 to 2**31", count)
+    require(seed >= 0, "generate_puzzles seed", "be at least 0", seed)
+    require(1 <= workers <= 1024, "generate_puzzles workers", "be from 1 to 1024", workers)
     file = None
     if folder is not None:
         file = Path(folder) / f"{split}-{low}-{high}{'' if exact else '-or-more'}-seed-{seed}-count-{count}.txt"
@@ -187,6 +190,7 @@ def split_of(grids: NDArray[Any]) -> NDArray[np.int64]:
     return np.select([share == 0, share == 1], [test, validation], train)
 
 
+@typed
 def parse(text: str | list[str] | tuple[str, ...]) -> Digits:
     """Return the digits (N, 81) of texts of 81 characters, 0 or . for a blank.
 
@@ -202,6 +206,17 @@ def parse(text: str | list[str] | tuple[str, ...]) -> Digits:
     return (np.frombuffer(joined, dtype=np.uint8) - ord("0")).astype(np.int8).reshape(-1, 81)
 
 
+def _read_board(name: str, digits: Any) -> NDArray[Any]:
+    """Return digits 0 to 9 of any form (N, 81) as an array."""
+    try:
+        read = np.asarray(digits)
+    except (TypeError, ValueError, RuntimeError):
+        read = np.empty(0)
+    fits = read.ndim == 2 and read.shape[1] == 81 and read.dtype.kind in "iu"
+    require(bool(fits and read.min(initial=0) >= 0 and read.max(initial=0) <= 9), name, "be (N, 81) digits", digits)
+    return read
+
+
 def to_text(digits: NDArray[Any]) -> list[str]:
     """Return 81 characters per puzzle of digits (N, 81), 0 for a blank."""
-    return ["".join(map(str, row)) for row in digits.tolist()]
+    return ["".join(map(str, row)) for row in _read_board("to_text digits", digits).tolist()]

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from dgemma.checks import require, typed
+
 Digits = NDArray[np.int8]  # (N, 81), 0 for a blank
 Cells = NDArray[np.uint16]  # (3, 3, 3, 3, M): band, row in it, stack, column in it, puzzle
 
@@ -24,6 +26,7 @@ class Solutions(NamedTuple):
     counts: NDArray[np.int64]
 
 
+@typed
 def solve(puzzles: Any, *, limit: int = 2) -> Solutions:
     """Solve puzzles (N, 81) and count solutions up to `limit`; 2 suffices to test uniqueness.
 
@@ -31,6 +34,9 @@ def solve(puzzles: Any, *, limit: int = 2) -> Solutions:
     is `[1]`.
     """
     digits = np.asarray(puzzles)
+    if digits.dtype.kind not in "iu":
+        require(False, "solve puzzles", "be (N, 81) digits", puzzles, "See `parse`.")
+    require(limit >= 1, "solve limit", "be at least 1", limit)
     if digits.ndim != 2 or digits.shape[1] != 81 or digits.min(initial=0) < 0 or digits.max(initial=0) > 9:
         raise ValueError(
             f"solve puzzles must be (N, 81) digits, 1 to 9 and 0 for a blank, got shape {digits.shape} from "

@@ -1,0 +1,46 @@
+"""Fuzz every file format, public function and command: python tests/fuzz/run.py --cases 100000.
+
+It prints a table of outcomes and the first examples of each bad one, and exits with 1 if there is any.
+"""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path[0] = str(ROOT / "tests")  # not this folder, whose names are inside the package `fuzz`
+try:
+    import dgemma  # noqa: F401
+except ImportError:
+    sys.path[:0] = [str(ROOT / "src"), str(ROOT / "kernels")]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="*", help="families to run (all)")
+    parser.add_argument("--examples", type=int, default=5, help="examples of each bad outcome to print")
+    arguments = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    import torch
+
+    torch.set_num_threads(1)  # a forked process must not inherit a pool of threads
+    from fuzz import harness
+    from fuzz.families import FAMILIES
+
+    families = [family for family in FAMILIES if not arguments.only or family.name in arguments.only]
+    began = time.monotonic()
+    counts = harness.run_families(families, arguments.cases, first_seed=arguments.seed)
+    print(counts.table())
+    for (family, outcome), examples in sorted(counts.examples.items()):
+        print(f"\n{family}: {outcome}")
+        print("\n".join(f"  {line}" for line in examples[: arguments.examples]))
+    print(f"\n{time.monotonic() - began:.0f} seconds")
+    return int(any(counts.total(outcome) for outcome in harness.BAD))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""Arguments and files that would give a wrong result in silence, or an error deep inside torch, are refused."""
+
+import json
+import struct
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import dgemma
+from dgemma import presets, train
+from dgemma.run.trajectory import Trajectory
+
+TINY = presets.tiny().replace(vocab_size=128, hidden_size=16, num_experts=4, canvas_length=8)
+PROMPT = torch.tensor([[2, 7, 9]])
+RUN = {"max_new_tokens": 8, "steps": 2, "progress": False}
+
+
+@pytest.fixture(scope="module")
+def model():
+    made = dgemma.DiffusionGemma(TINY)
+    made.reset_parameters(torch.Generator().manual_seed(0))
+    return made
+
+
+@pytest.mark.parametrize("form", [torch.tensor, np.array, list])
+def test_a_mask_of_zeros_and_ones_is_not_read_as_two_ids(model, form):
+    mask = [int(token > 60) for token in range(128)]
+    with pytest.raises(ValueError, match=r"allowed must name every id once.*Convert a mask of 0 and 1 to booleans"):
+        dgemma.generate(model, PROMPT, allowed=form(mask), **RUN)
+
+
+def test_under_mask_noise_given_tokens_must_be_allowed_or_frozen(model):
+    noise, canvas = dgemma.MaskNoise(128, mask_token_id=4), torch.full((1, 8), -1)
+    canvas[0, 2] = 55
+    options = {**RUN, "noise": noise, "sampler": dgemma.Threshold(tau=0.5), "canvas": canvas, "allowed": [60, 61]}
+    with pytest.raises(ValueError, match="canvas must hold allowed tokens where it is not frozen"):
+        dgemma.generate(model, PROMPT, **options)
+    out = dgemma.generate(model, PROMPT, frozen=canvas >= 0, **options)
+    assert set(out.new_tokens[0].tolist()) <= {55, 60, 61}
+
+
+class OneRow(dgemma.Denoiser):
+    """Predicts one row, whatever the batch."""
+
+    def __init__(self, model):
+        self.model, self.config, self.generation, self.device = model, model.config, model.generation, model.device
+
+    def encode(self, tokens, cache=None, attention_mask=None):
+        return self.model.encode(tokens, cache, attention_mask)
+
+    def denoise(self, canvas, cache, self_cond=None):
+        return dgemma.Prediction(self.model.denoise(canvas, cache).logits[:1])
+
+
+def test_a_prediction_of_one_row_for_two_is_not_broadcast(model):
+    with pytest.raises(
+        ValueError, match=r"OneRow\.denoise must return a Prediction of shape \(2, 8, 128\), got \(1, 8"
+    ):
+        dgemma.generate(OneRow(model), PROMPT.repeat(2, 1), **RUN)
+
+
+def test_a_temperature_that_falls_below_zero_is_refused_before_the_first_step(model):
+    with pytest.raises(ValueError, match="must be above 0 at every step"):
+        dgemma.generate(model, PROMPT, temperature=lambda step, num_steps: 0.5 - step, **RUN)
+
+
+@pytest.mark.parametrize(
+    "change", [{"steps": 10**9}, {"top_p": 1e-50}, {"on_step": 3}, {"prompt_tokens": PROMPT.bool()}]
+)
+def test_numbers_and_tensors_outside_their_range_are_refused_by_name(model, change):
+    with pytest.raises(ValueError, match=next(iter(change))):
+        dgemma.generate(**{"model": model, "prompt_tokens": PROMPT, **RUN, **change})
+
+
+def test_a_canvas_larger_than_the_memory_is_refused_before_it_is_allocated():
+    config = TINY.replace(canvas_length=2**31 - 1, max_position_embeddings=2**31 - 1, vocab_size=262_144)
+    knobs = dgemma.Knobs(sampler=dgemma.EntropyBound(), temperature=dgemma.LinearTemperature())
+    with pytest.raises(ValueError, match=r"canvas must fit into the .* GiB of cpu"):
+        dgemma.start_state(
+            knobs,
+            dgemma.UniformNoise(config.vocab_size),
+            seeds=torch.arange(1),
+            canvas_len=config.canvas_length,
+            num_steps=2,
+        )
+
+
+def test_a_text_is_not_a_list_of_options():
+    with pytest.raises(ValueError, match=r"Slot\.options must be a list of texts"):
+        dgemma.Slot("yes")
+
+
+def test_observe_ignores_what_other_threads_run(model):
+    with dgemma.observe(model, residuals=True) as observation:
+        thread = threading.Thread(target=dgemma.generate, args=(model, PROMPT), kwargs=RUN)
+        thread.start()
+        thread.join()
+        assert observation.passes == []
+        dgemma.generate(model, PROMPT, **{**RUN, "steps": 1})
+    assert len(observation.steps) == 1
+
+
+def test_an_optimizer_of_other_weights_is_refused(model, tmp_path):
+    other = dgemma.DiffusionGemma(TINY)
+    config = train.TrainConfig(steps=1, batch_size=2, precision="weights", progress=False)
+    objective = train.recipes.dgemma(TINY, noise=dgemma.UniformNoise(128), fill_token=1)
+    batch = train.TrainBatch(tokens=torch.full((2, 9), 5), prompt_len=torch.ones(2).long(), length=torch.full((2,), 9))
+    with pytest.raises(ValueError, match="optimizer must update weights of the model, got others"):
+        train.train(
+            dgemma.DiffusionGemma(TINY),
+            objective,
+            lambda step, rows: batch,
+            config,
+            out=tmp_path,
+            optimizer=lambda named: torch.optim.SGD(other.parameters(), lr=0.1),
+        )
+
+
+def test_a_published_config_omits_the_heads_of_full_layers_that_equal_those_of_sliding_layers():
+    """transformers saves only overrides that differ."""
+    config = TINY.replace(global_head_dim=TINY.head_dim)
+    published = config.to_hf()
+    text = published["text_config"]
+    del text["global_head_dim"], text["num_global_key_value_heads"]
+    full = [str(layer) for layer, kind in enumerate(config.layer_types) if kind == "full_attention"]
+    for per_layer in ({}, {layer: {"num_key_value_heads": 1} for layer in full}):
+        read = dgemma.ModelConfig.from_hf({**published, "text_config": {**text, "per_layer_config": per_layer}})
+        assert read.global_head_dim == config.head_dim
+        assert read.num_global_key_value_heads == (1 if per_layer else config.num_key_value_heads)
+
+
+def edit_header(path, change):
+    """Apply a change to the JSON in a safetensors file's metadata."""
+    data = path.read_bytes()
+    size = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + size])
+    change(header["__metadata__"])
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
+
+
+def test_adapters_of_a_huge_rank_are_refused_before_anything_is_allocated_or_frozen(tmp_path):
+    model = dgemma.DiffusionGemma(TINY)
+    train.add_lora(model, train.LoRA(rank=2))
+    train.save_lora(model, tmp_path / "a")
+
+    def change(metadata):
+        metadata["lora"] = json.dumps({**json.loads(metadata["lora"]), "rank": 2**40})
+
+    edit_header(tmp_path / "a", change)
+    plain = dgemma.DiffusionGemma(TINY)
+    with pytest.raises(ValueError, match="its adapters have other names or shapes"):
+        train.load_lora(plain, tmp_path / "a")
+    assert all(weight.requires_grad for weight in plain.parameters())
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"num_steps": 2', '"num_steps": 4611686018427387904', "plan.num_steps cannot be"),
+        ('"canvas_len": 8', '"canvas_len": [8]', "describes a value as"),
+        ('"shape": [1, 8]', '"shape": [1, 137438953472]', "stores booleans of shape"),
+        ('"top": 5', '"top": null', "top cannot be None"),
+    ],
+)
+def test_a_trajectory_that_asks_for_more_than_its_file_holds_is_refused(model, tmp_path, old, new, message):
+    canvas = torch.full((1, 8), 9)
+    out = dgemma.generate(model, PROMPT, record=True, canvas=canvas, frozen=torch.arange(8)[None] < 3, **RUN)
+    out.trajectory.save(tmp_path / "run")
+
+    def change(metadata):
+        assert old in metadata["dgemma"]
+        metadata["dgemma"] = metadata["dgemma"].replace(old, new)
+
+    edit_header(tmp_path / "run", change)
+    with pytest.raises(ValueError, match=message):
+        Trajectory.load(tmp_path / "run")
+
+
+def test_a_strict_replay_ends_where_the_recording_ends(model):
+    out = dgemma.generate(model, PROMPT, record=True, stop=dgemma.StepCap(1), eos_token_ids=(), **RUN)
+    run = out.trajectory
+    run.plan = replace(run.plan, num_steps=10**6, knobs=replace(run.plan.knobs, stop=None))
+    with pytest.raises(RuntimeError, match="differs from the run at the end"):
+        run.replay(model)
