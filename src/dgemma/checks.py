@@ -64,7 +64,7 @@ def typed(function: Function) -> Function:
     An int may be a NumPy or torch integer, and a float any number. Elements of collections are checked too. Annotations
     that cannot be checked, such as protocols, accept everything. A function checks its `model` itself.
 
-    Example: `@typed` above `def slots(model: Denoiser, template: Sequence[...], *, seed: int = 0)`.
+    Example: `typed(lambda: 3)()` is 3; usually it is a decorator.
     """
     signature = inspect.signature(function)
     hints: dict[str, Any] = {}

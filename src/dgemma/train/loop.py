@@ -83,6 +83,7 @@ def train(
 
     Example: `train(model, recipes.trl(model.config), source, TrainConfig(steps=2000, batch_size=64), out="run")`.
     """
+    require_experts(model, "train")
     for name, value, method in (("objective", objective, "total_counts"), ("source", source, "__call__")):
         if not callable(value) or isinstance(value, type) or not hasattr(value, method):
             require(False, f"train {name}", "be a Measure" if name == "objective" else "be a BatchSource", value)
@@ -107,7 +108,6 @@ class _Run:
         parallel: Parallel,
         optimizer: OptimizerFactory | None,
     ) -> None:
-        require_experts(model, "train")
         if any(quantized_weights(model)) and not is_adapted(model):
             raise ValueError(
                 "train model must have plain weights or adapters, got quantised weights, which cannot be trained. "
