@@ -62,7 +62,8 @@ class Prediction:
     automaton_ops: ClassVar[Any] = None  # an engine's kernels for the functions of `dgemma.diffusion.language`
 
     def __init__(self, logits: Tensor, transforms: tuple["Transform", ...] = (), joint: JointLaw | None = None) -> None:
-        if not isinstance(logits, Tensor) or logits.dim() != 3 or not logits.is_floating_point():
+        is_logits = isinstance(logits, Tensor) and logits.dim() == 3 and logits.is_floating_point()
+        if type(self) is Prediction and not is_logits:  # a subclass may compute its logits later
             require(False, "Prediction logits", "be floats of shape (B, C, V)", logits)
         self._unshaped = logits
         self._transforms = transforms
