@@ -204,7 +204,8 @@ def check_size(owner: Any, field: str, *, above: float | None = None, unit: str 
     value = as_number(getattr(owner, field))
     rule = f"be {'>= 0' if above is None else f'> {above}'}{f' {unit}' if unit else ''}"
     fits = value is not None and (value >= 0 if above is None else value > above)
-    fits = fits and value is not None and (value <= _MOST or value == math.inf)  # torch has no larger integers
+    if isinstance(getattr(owner, field), int) and value is not None and value > _MOST:  # torch has no larger integers
+        fits = False
     require_field(fits, owner, field, rule, fix)
 
 

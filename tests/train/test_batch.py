@@ -21,7 +21,7 @@ def make(prompt_len: list[int], length: list[int], num_tokens: int = 9) -> Train
         ([4, 1], [3, 9], "got prompt_len 4 and length 3 in row 0"),
         ([-1, 1], [9, 9], "got prompt_len -1 and length 9 in row 0"),
         ([1], [9, 9], r"prompt_len must have shape \(2,\), got \(1,\)"),
-        ([], [], "tokens must have shape"),
+        ([], [], "tokens must be int64 ids of shape"),
     ],
 )
 def test_an_impossible_batch_is_refused(prompt_len, length, named):
