@@ -140,7 +140,7 @@ def read_weight(
     else:
         weight = _assemble(plan.parts[ours], shape, lambda name: _read_entry(name, entries, read))
     if isinstance(weight, QuantizedWeight):
-        _require_finite(weight, plan.sources(ours)[0])
+        _require_valid(weight, plan.sources(ours)[0])
         weight = _without_trivial_index(weight)
     return weight
 
@@ -163,25 +163,28 @@ def _assemble(parts: Sequence[Part], shape: Sequence[int], read: Callable[[str],
     for part in parts:
         like = read(part.name)
         tensors = {"": like} if isinstance(like, Tensor) else like.tensors()
-        if joined and tensors.keys() != joined.keys():
-            raise ValueError(f"{part.name} must store the tensors of the other experts, got {sorted(tensors)}.")
+        if not joined:
+            for name, tensor in tensors.items():
+                rows = tensor.shape if name == "group_index" else (shape[1], *tensor.shape[1:])
+                joined[name] = tensor.new_empty(shape[0], *rows)
+        slots = {
+            name: t[part.expert] if name == "group_index" else t[part.expert, part.rows] for name, t in joined.items()
+        }
+        if {n: (t.dtype, t.shape) for n, t in tensors.items()} != {n: (t.dtype, t.shape) for n, t in slots.items()}:
+            raise ValueError(f"{part.name} must be stored as the other experts are, with the same tensors and dtypes.")
         for name, tensor in tensors.items():
-            rows = () if name == "group_index" else (shape[1],)
-            width = tensor.shape if name == "group_index" else tensor.shape[1:]
-            if name not in joined:
-                joined[name] = tensor.new_empty(shape[0], *rows, *width)
-            slot = joined[name][part.expert]
-            if name == "group_index":
-                if part.rows.start and not torch.equal(slot, tensor):
-                    raise ValueError(f"{part.name} must group its columns as its gate does, got another order.")
-            else:
-                slot = slot[part.rows]
-            slot.copy_(tensor)
+            if name == "group_index" and part.rows.start and not torch.equal(slots[name], tensor):
+                raise ValueError(f"{part.name} must group its columns as its gate does, got another order.")
+            slots[name].copy_(tensor)
     assert like is not None
     return joined[""] if isinstance(like, Tensor) else like.with_tensors(joined)
 
 
-def _require_finite(weight: QuantizedWeight, name: str) -> None:
+def _require_valid(weight: QuantizedWeight, name: str) -> None:
+    if isinstance(weight, IntWeight) and weight.group_index is not None:
+        low, high = int(weight.group_index.min()), int(weight.group_index.max())
+        if low < 0 or high >= weight.scale.shape[-1]:
+            raise ValueError(f"{name} must have groups below {weight.scale.shape[-1]}, got {low} to {high}.")
     for role, tensor in weight.tensors().items():
         if role in ("scale", "bias", "row_scale") and not bool(tensor.float().isfinite().all()):
             raise ValueError(f"{name} must have finite scales, got NaN or infinity in {role}. Download the file again.")

@@ -63,8 +63,9 @@ class QuantizedWeight(nn.Module):
         out = torch.empty(self.shape, dtype=dtype, device=self.device)
         rows = out.view(-1, self.shape[-1])
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        for start in range(0, rows.shape[0], max(1, _CHUNK // self.shape[-1])):
-            chunk = slice(start, min(start + max(1, _CHUNK // self.shape[-1]), rows.shape[0]))
+        size = max(1, _CHUNK // self.shape[-1])
+        for start in range(0, rows.shape[0], size):
+            chunk = slice(start, min(start + size, rows.shape[0]))
             rows[chunk] = self._decode_rows(chunk, wide).to(dtype)
         return out
 
@@ -102,9 +103,7 @@ class IntWeight(QuantizedWeight):
     Example: `IntWeight(codes=packed, scale=scale).decode(torch.bfloat16)` decodes symmetric int4.
     """
 
-    codes: (
-        Tensor  # (..., N, K · bits / 8) uint8; with 4 bits, columns 2j and 2j + 1 are the low and high bits of byte j
-    )
+    codes: Tensor  # (..., N, K · bits / 8) uint8; with 4 bits, byte j has column 2j low and column 2j + 1 high
     scale: Tensor  # (..., N, G) float
     zero_point: Tensor | None  # (..., N, G) uint8
     bias: Tensor | None  # (..., N, G) float
