@@ -99,12 +99,13 @@ class ByCanvas:
         """Apply `function` as `OnePass.map_logits` does."""
         costs = []
         for number, prefix in enumerate(self._prefixes):
-            canvas, levels = z[:, number], level[:, number]
+            canvas, levels, scored = z[:, number], level[:, number], self.canvases.scored[:, number]
+            if not self.model.takes_position_levels:  # the level of the scored tokens, for the whole canvas
+                levels = torch.where(scored, levels, 0.0).amax(-1, keepdim=True).expand_as(levels)
             prediction = self._denoise(canvas, prefix, levels, None)
             if self.self_cond is not None:
                 first = prediction.shaped(allowed=self.self_cond.allowed)
                 prediction = self._denoise(canvas, prefix, levels, first)
-            scored = self.canvases.scored[:, number]
             values = (each[scored][:, None] for each in (self.canvases.x[:, number], canvas, levels))
             cost = function(prediction.logits[scored], *values)
             costs.append(cost.new_zeros(canvas.shape).masked_scatter(scored, cost))
@@ -121,7 +122,7 @@ class ByCanvas:
     def _denoise(self, canvas: Tensor, prefix: Cache, levels: Tensor, self_cond: Prediction | None) -> Prediction:
         if not self.model.takes_noise_level:
             return self.model.denoise(canvas, prefix, self_cond=self_cond)
-        noise_level = levels if self.model.takes_position_levels else levels.amax(-1)
+        noise_level = levels if self.model.takes_position_levels else levels[:, 0]
         return self.model.denoise(canvas, prefix, self_cond=self_cond, noise_level=noise_level)  # type: ignore[call-arg]
 
 
