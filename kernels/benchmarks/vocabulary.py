@@ -139,11 +139,13 @@ def sweep(logits: Tensor, temperature: Tensor) -> None:
                 logits,
                 temperature,
                 None,
+                None,
+                None,
                 *chunks,
                 VOCAB,
                 CHUNK=chunk,
                 num_warps=num_warps,
-                **vocabulary._shaping(logits, temperature, SOFTCAP, None),
+                **vocabulary._shaping(logits, temperature, SOFTCAP, None, None),
             )
 
         results.append((*time_graph(run, calls=4), chunk, num_warps))

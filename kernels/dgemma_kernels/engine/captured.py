@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from dgemma.diffusion.state import DenoiseState
 from dgemma.run.knobs import Knobs
-from dgemma.run.step import Denoiser, Settled, decide, predict, record_step, settle
+from dgemma.run.step import Denoiser, Settled, decide, predict, record_step, settle, shape
 from dgemma_kernels.engine import published
 from dgemma_kernels.engine.cache import CacheBuffers
 from dgemma_kernels.engine.graphs import CaptureError, Replay, as_bytes, beside, copy_all
@@ -132,7 +132,7 @@ class CapturedStep:
             record = record_step(static, prediction, settled, cache=_NO_CACHE, knobs=knobs)
             predictions[:] = [prediction]
             shaping = prediction._shaping
-            sweep = None if shaping is None else (tuple(prediction._sweep), shaping.allowed)
+            sweep = None if shaping is None else (tuple(prediction._sweep), shaping.allowed, shaping.bias)
             results = (carried(settled.state), _tensor_fields(record), tuple(prediction._statistics))
             return *tree_map(lambda x: x.contiguous() if isinstance(x, Tensor) else x, results), sweep
 
@@ -197,9 +197,7 @@ class CapturedStep:
         results = [where[kind](at) for kind, at in self._origins]
         after, record, statistics = tree_unflatten(results, self._form)
         # Uses the state's own tensors, because the next step overwrites those of the graph.
-        prediction = FusedPrediction(logits, (self._softcap,)).shaped(
-            temperature=state.temperature, allowed=state.allowed, top_k=self._knobs.top_k, top_p=self._knobs.top_p
-        )
+        prediction: Any = shape(FusedPrediction(logits, (self._softcap,)), state, self._knobs)
         return after, record, prediction.with_statistics(statistics)
 
     def soften(self) -> Tensor:

@@ -266,8 +266,6 @@ class FusedDenoiser(Denoiser[FusedCache]):
 
         Example: `state, record = fast.step(state, cache=cache, knobs=knobs)`.
         """
-        if state.language is not None:
-            return super().step(state, cache=cache, knobs=knobs)
         self._soften()  # first, because the device is idle until then
         fused = self._check_canvas(state.canvas, cache)
         postponed = fused.postponed

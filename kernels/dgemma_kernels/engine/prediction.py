@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dgemma.diffusion.prediction import Prediction, SoftCap, Transform, _Allow, _Statistics, _Temper
+from dgemma.diffusion.language import ClassBias, JointBias
+from dgemma.diffusion.prediction import JointLaw, Prediction, SoftCap, Transform, _Allow, _Statistics, _Temper
 from dgemma_kernels.engine.graphs import Turn, in_turn, use_here
+from dgemma_kernels.ops.automaton import kernel as automaton
 from dgemma_kernels.ops.vocabulary import kernel as vocabulary
 
 
@@ -72,9 +74,14 @@ class LogitsBuffer:
 
 
 class _Shaping(NamedTuple):
-    softcap: float
     temperature: Tensor  # (n,), n dividing B·C
+    softcap: float
     allowed: Tensor | None  # (n, V / 32) packed
+    bias: vocabulary.Bias | None  # of a language
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"softcap": self.softcap, "allowed": self.allowed, "bias": self.bias}
 
 
 class SoftEmbedding(NamedTuple):
@@ -86,9 +93,9 @@ class SoftEmbedding(NamedTuple):
 class FusedPrediction(Prediction):
     """A `Prediction` over the fused head's logits; `signal` (B, C, D) is its soft embedding, once that is computed."""
 
-    def __init__(self, logits: Logits, transforms: tuple[Transform, ...]) -> None:
+    def __init__(self, logits: Logits, transforms: tuple[Transform, ...], joint: JointLaw | None = None) -> None:
         # Only the source refers to the logits, so that a copy or a pickle has them once.
-        super().__init__(logits.read().new_empty(0), transforms)
+        super().__init__(logits.read().new_empty(0), transforms, joint)
         self._source = logits
         self.signal: Tensor | None = None
 
@@ -124,9 +131,25 @@ class FusedPrediction(Prediction):
         """The soft embedding, once it is computed. The logits are about a hundred times as large."""
         return self.logits if self.signal is None else SoftEmbedding(self.signal)
 
+    def with_bias(self, bias: Transform) -> "FusedPrediction":
+        return FusedPrediction(self._source, (*self._transforms, bias))
+
+    def with_joint(self, joint: JointLaw, bias: Transform) -> "FusedPrediction":
+        return FusedPrediction(self._source, (*self._transforms, bias), joint)
+
+    @property
+    def automaton_ops(self) -> Any:
+        """The kernels of `dgemma.diffusion.language`, None if they do not apply."""
+        return None if self._shaping is None else automaton
+
+    def vocabulary_arguments(self) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a kernel that reads processed logits: the logits (B·C, V), pointers, and settings."""
+        assert self._shaping is not None
+        return self._rows, *vocabulary.arguments(self._rows, **self._shaping._asdict())
+
     def with_statistics(self, statistics: tuple[Tensor, ...]) -> "FusedPrediction":
         """Return the same prediction with these statistics, entropy first."""
-        known = FusedPrediction(self._source, self._transforms)
+        known = FusedPrediction(self._source, self._transforms, self.joint)
         known._statistics = _Statistics(*statistics)
         return known
 
@@ -142,16 +165,16 @@ class FusedPrediction(Prediction):
         """Return the self-conditioning distribution (B·C, V) in the logits' dtype, None if the kernels do not apply."""
         if self._shaping is None:
             return None
-        softcap, temperature, allowed = self._shaping
-        return vocabulary.soft_probabilities(self._rows, self._sweep, temperature, softcap=softcap, allowed=allowed)
+        shaping = self._shaping
+        return vocabulary.soft_probabilities(self._rows, self._sweep, shaping.temperature, **shaping.options)
 
     @in_turn
     def sample(self, u: Tensor) -> Tensor:
-        if self._shaping is None:
+        shaping = self._shaping
+        if shaping is None or self.joint is not None:
             return super().sample(u)
-        softcap, temperature, allowed = self._shaping
         u = u.double().flatten().contiguous()
-        tokens = vocabulary.sample(self._rows, self._sweep, u, temperature, softcap=softcap, allowed=allowed)
+        tokens = vocabulary.sample(self._rows, self._sweep, u, shaping.temperature, **shaping.options)
         return tokens.view(self.batch_size, self.canvas_len)
 
     @property
@@ -165,14 +188,28 @@ class FusedPrediction(Prediction):
                 return Prediction(self._raw, self._transforms)._statistics
         sweep, shape = self._sweep, (self.batch_size, self.canvas_len)
         parts = (sweep.entropy, sweep.argmax, sweep.confidence, sweep.margin, sweep.log_normalizer)
-        return _Statistics(*(part.view(shape) for part in parts))
+        statistics = _Statistics(*(part.view(shape) for part in parts))
+        if self.joint is None:
+            return statistics
+        best = self.joint.best
+        return statistics._replace(argmax=best, confidence=(self._logit(best) - statistics.log_normalizer).exp())
+
+    def _logit(self, tokens: Tensor) -> Tensor:
+        """The processed logits of allowed tokens (B, C), (B, C)."""
+        assert self._shaping is not None
+        temperature, cap, _, bias = self._shaping
+        with self.turn:
+            x = self._rows.gather(1, tokens.reshape(-1, 1))[:, 0].float()
+        x = (x / cap).tanh() * cap / temperature.repeat_interleave(len(x) // len(temperature))
+        if bias is not None:
+            x = x + bias.values.gather(1, bias.token_class[tokens].reshape(-1, 1).long())[:, 0]
+        return x.view(tokens.shape)
 
     @cached_property
     def _sweep(self) -> vocabulary.VocabularyStatistics:
         assert self._shaping is not None
-        softcap, temperature, allowed = self._shaping
         with self.turn:
-            return vocabulary.vocabulary_statistics(self._rows, temperature, softcap=softcap, allowed=allowed)
+            return vocabulary.vocabulary_statistics(self._rows, self._shaping.temperature, **self._shaping.options)
 
     @in_turn
     def _shaped(self, positions: slice) -> Tensor:
@@ -180,18 +217,23 @@ class FusedPrediction(Prediction):
 
     @cached_property
     def _shaping(self) -> _Shaping | None:
-        """The arguments of the kernels, None if there are transforms other than a cap, a mask and a temperature."""
+        """The arguments of the kernels, None if there are transforms other than cap, mask, temperature and bias."""
         rest: list[Any] = list(self._transforms)
         cap = rest.pop(0)
         allowed = rest.pop(0).allowed if rest and isinstance(rest[0], _Allow) else None
         temper = rest.pop(0).temperature if rest and isinstance(rest[0], _Temper) else 1.0
+        bias = rest.pop(0) if rest and isinstance(rest[0], ClassBias | JointBias) else None
         if rest or not isinstance(cap, SoftCap):
             return None
         if isinstance(temper, Tensor):
             temperature = temper.float().reshape(-1).contiguous()
         else:
             temperature = torch.full((1,), float(temper), device=self.device)
-        return _Shaping(cap.cap, temperature, None if allowed is None else self._pack(allowed))
+        if bias is not None:
+            values = (bias.bias if isinstance(bias, ClassBias) else bias.joint.bias).flatten(0, 1).float().contiguous()
+            token_class = bias.token_class if isinstance(bias, ClassBias) else bias.joint.language.automaton.token_class
+            bias = vocabulary.Bias(values, token_class)
+        return _Shaping(temperature, cap.cap, None if allowed is None else self._pack(allowed), bias)
 
     def _pack(self, allowed: Tensor) -> Tensor:
         allowed = allowed.reshape(*[1] * (3 - allowed.dim()), *allowed.shape).expand(-1, -1, self.vocab_size)

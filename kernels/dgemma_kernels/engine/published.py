@@ -31,6 +31,8 @@ def is_published(state: DenoiseState, knobs: Knobs) -> bool:
         and type(state.noise) is UniformNoise
         and state.awaited is None
         and state.allowed is None
+        # Its draft is the argmax, a text of the language. Noise on the canvas is not.
+        and (state.language is None or getattr(knobs.sampler, "commit", None) == "argmax")
         and not state.injected
     )
 

@@ -14,6 +14,7 @@ import torch
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checkpoint.weights import resolve
 from dgemma.cli import types
+from dgemma.constraints.languages import Choice, JsonSchema, Regex
 from dgemma.diffusion.noise import HybridNoise, MaskNoise, Noise, UniformNoise
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.layout import lay_out_by_column
@@ -117,6 +118,28 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     add_seed_option(group, help="the same seed gives the same text")
 
 
+def add_constraint_options(parser: argparse.ArgumentParser) -> None:
+    """Add --regex, --json-schema and --choice."""
+    group = parser.add_argument_group("constraint", "Write only texts of a language. Give one of these options.")
+    group.add_argument("--regex", metavar="PATTERN", help="texts that match a regular expression as a whole")
+    group.add_argument("--json-schema", metavar="FILE", help="JSON that is valid under the schema in FILE")
+    group.add_argument("--choice", action="append", metavar="TEXT", help="one of several texts; may be repeated")
+
+
+def read_constraint(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Regex | None:
+    """Return the constraint that --regex, --json-schema or --choice describes."""
+    names = ("regex", "json_schema", "choice")
+    given = [name for name in names if getattr(arguments, name, None) is not None]
+    if len(given) > 1:
+        raise ValueError("--regex, --json-schema and --choice must not come together. Keep one of them.")
+    if not given:
+        return None
+    value = getattr(arguments, given[0])
+    if given == ["json_schema"]:
+        return JsonSchema(Path(value).read_text(), tokenizer)
+    return Regex(value, tokenizer) if given == ["regex"] else Choice(value, tokenizer)
+
+
 def load_model(arguments: argparse.Namespace, *, dtype: torch.dtype | None = None) -> DiffusionGemma:
     """Load the model that -m names on --device, in --dtype or else in `dtype`."""
     device = pick_device(arguments)
@@ -156,10 +179,13 @@ def load_denoiser(arguments: argparse.Namespace) -> Denoiser:
 def load_writer(arguments: argparse.Namespace) -> Writer:
     """Load what `generate`, `chat`, `infill` and `edit` need."""
     tokenizer = Tokenizer.from_pretrained(arguments.model)
+    constraint = read_constraint(arguments, tokenizer)  # first, because it may be refused
     denoiser = load_denoiser(arguments)
     names = ("steps", "sampler", "temperature", "top_k", "top_p", "seed")
     settings = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     settings["noise"] = make_noise(arguments, denoiser, tokenizer)
+    if constraint is not None:
+        settings["constraint"] = constraint
     check_sampler(arguments, settings["noise"], denoiser)
     warn_of_noise(denoiser, settings["noise"])  # now, before the live view starts
     return Writer(denoiser, tokenizer, settings)

@@ -38,6 +38,7 @@ def add_commands(commands: Any) -> None:
         epilog="examples:\n"
         '  dgemma generate "Once upon a time"\n'
         '  dgemma generate --steps 16 --html run.html "It was"\n'
+        '  dgemma generate --regex "[A-Z][a-z]+ [0-9]+" "The train left at"\n'
         "  dgemma generate --json - < prompt.txt\n"
         "  dgemma generate --input prompts.jsonl --out run.jsonl\n"
         "      many prompts; the same command continues a run that was stopped\n\n" + types.describe_samplers(),
@@ -133,6 +134,8 @@ def _add_length(parser: argparse.ArgumentParser, what: str, default: int = 256) 
 def _add_options(parser: argparse.ArgumentParser, run: Any, *, pictures: bool = True) -> None:
     options.add_model_options(parser, default="dgemma/text")
     options.add_sampling_options(parser)
+    if run in (_generate, _infill, _edit):
+        options.add_constraint_options(parser)
     output.add_view_options(parser, pictures=pictures)
     parser.set_defaults(run=run)
 

@@ -59,8 +59,9 @@ class Regex:
         name = type(self).__name__
         read = read_pattern(self.pattern, name)
         texts = [None if text is None else plain_bytes(text) for text in token_texts(self.tokenizer)]
-        for token in {ord(char) - ord(marker(0)) for char in self.pattern if char >= marker(0)}:
-            texts[token] = marker(token).encode()
+        for token in {ord(char) - ord(marker(0)) for char in self.pattern}:
+            if 0 <= token < len(texts):
+                texts[token] = marker(token).encode()
         automaton = spell_tokens(read, texts)
         num_links = int((automaton.next_state >= 0).sum())
         if automaton.num_states > _MOST_STATES or num_links > _MOST_LINKS:
@@ -184,6 +185,8 @@ def read_pattern(pattern: str, owner: str) -> ByteAutomaton:
         index = outlines_core.Index(f"(?:{pattern})\\x00", vocabulary)
     except Exception as error:  # outlines-core raises several types
         reason = " ".join(str(error).split())
+        if "no transitions" in reason:
+            raise ValueError(f"{owner} must accept a text, got {show(pattern)}: it matches no text.") from None
         raise ValueError(
             f"{owner}.pattern must be a regular expression that outlines-core can build, got {show(pattern)}: {reason}."
         ) from None

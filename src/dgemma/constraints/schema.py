@@ -91,6 +91,7 @@ class _Compiler:
             return getattr(self, f"_{combiner.removeprefix('$').lower()}")(schema, where, refs)
         types = _types_of(schema)
         if types is None:
+            self._refuse_others(schema, where, {"type"})
             raise ValueError(f"JsonSchema.schema must have a known type, got {json.dumps(schema)} at {where}.")
         self._refuse_others(schema, where, {"type"}.union(*(_KEYWORDS[kind] for kind in types)))
         return _either([getattr(self, f"_{kind}")(schema, where, refs) for kind in types])

@@ -172,6 +172,24 @@ def with_stops(automaton: TokenAutomaton, stop_tokens: tuple[int, ...], vocab_si
     return Automaton.build(torch.from_numpy(classes), torch.from_numpy(table).long(), is_end)
 
 
+def with_gaps(automaton: TokenAutomaton, starts: list[int], vocab_size: int) -> tuple[Automaton, list[int]]:
+    """Add a class without tokens, the last, for positions between two texts. Also return the state before each text.
+
+    It leads from a final state to a new one, which has the transitions of the start. `starts` ascend: the states of
+    each of several automata that are next to each other begin there.
+    """
+    num_states = automaton.num_states
+    fresh = num_states + np.searchsorted(starts, np.arange(num_states), side="right") - 1  # of each state's automaton
+    gap = np.append(np.where(automaton.is_final, fresh, NO_STATE), num_states + np.arange(len(starts)))
+    table = np.vstack((automaton.next_state, automaton.next_state[starts]))
+    table = np.column_stack((table, gap))
+    classes = np.zeros(vocab_size, np.int32)
+    classes[: len(automaton.token_class)] = automaton.token_class[:vocab_size]
+    is_end = torch.zeros(len(table), dtype=torch.bool)
+    built = Automaton.build(torch.from_numpy(classes), torch.from_numpy(table).long(), is_end)
+    return built, [num_states + at for at in range(len(starts))]
+
+
 def marker(token: int) -> str:
     """The private character that stands for a marker token in a pattern."""
     return chr(FIRST_MARKER + token)

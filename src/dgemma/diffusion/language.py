@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from dgemma.diffusion.prediction import Prediction
 
@@ -22,7 +23,63 @@ from dgemma.diffusion.prediction import Prediction
 # wherever the language permits it. exp(-COST) is 0 in float64, so the conditioned law does not change.
 COST = 1e6
 _PREFERENCE = 1e3  # the cost of contradicting a draft's token at a position that is still open
+WIDE = 256
+_WIDTHS = (4, 16)  # the tiers of a fan
 _SLICE_ELEMENTS = 1 << 24  # float64 temporaries stay under 128 MiB
+
+
+class Tier(NamedTuple):
+    """The arcs of n states, as rows of one width. `arc` is E and `other` 0 where a state has no further arc."""
+
+    state: Tensor  # (n,) int64
+    arc: Tensor  # (n, width) int64
+    other: Tensor  # (n, width) int64: the state at the other end
+
+
+class Fan(NamedTuple):
+    """The arcs at each state. Few states have many arcs, so that one width for all would be mostly empty."""
+
+    few: Tier  # at most 4 arcs
+    some: Tier  # at most 16
+    many: Tier
+
+    @classmethod
+    def build(cls, here: Tensor, there: Tensor, num_states: int) -> "Fan":
+        """Return the fan of arcs between the states `here` and `there`, (E,) each."""
+        counts = here.bincount(minlength=num_states)
+        order = here.argsort(stable=True)
+        rank = torch.arange(len(here), device=here.device) - (counts.cumsum(0) - counts)[here[order]]
+        widths = (*_WIDTHS, max(_WIDTHS[-1] + 1, int(counts.max())))
+        arc = torch.full((num_states, widths[-1]), len(here), device=here.device)
+        arc[here[order], rank] = order
+        other = torch.cat((there, there.new_zeros(1)))[arc]
+        tiers, least = [], -1
+        for width in widths:
+            state = ((counts > least) & (counts <= width)).nonzero()[:, 0]
+            tiers.append(Tier(state, arc[state, :width].clone(), other[state, :width].clone()))
+            least = width
+        return cls(*tiers)
+
+    def pull(self, values: Tensor, weights: Tensor, combine: Callable[[Tensor], Tensor]) -> Tensor:
+        """Combine weight + value of the other end over the arcs of each state: (B, Q), (B, E + 1) → (B, Q)."""
+        out = torch.full_like(values, -torch.inf)
+        for state, arc, other in self:
+            if len(state):
+                out[:, state] = combine(values[:, other] + weights[:, arc])
+        return out
+
+
+class Groups(NamedTuple):
+    """Things in order of the group that they belong to, and where each group begins, for loops in kernels."""
+
+    member: Tensor  # (n,) int32
+    first: Tensor  # (groups + 1,) int32
+
+    @classmethod
+    def build(cls, group: Tensor, size: int) -> "Groups":
+        """Return the groups of things whose group numbers below `size` are (n,)."""
+        first = F.pad(group.bincount(minlength=size).cumsum(0), (1, 0))
+        return cls(group.argsort(stable=True).int(), first.int())
 
 
 class Automaton(NamedTuple):
@@ -41,6 +98,12 @@ class Automaton(NamedTuple):
     link_arc: Tensor  # (L,) int64
     ends_text: Tensor  # (E,) bool: arcs of a stop token
     is_end: Tensor  # (Q,) bool: states after a stop token
+    ahead: Fan  # the arcs that leave each state
+    behind: Fan  # the arcs that reach each state
+    class_tokens: Groups
+    class_links: Groups
+    arc_links: Groups
+    wide_classes: Tensor  # (n,) int32: the classes with more than `WIDE` tokens
 
     @classmethod
     def build(cls, token_class: Tensor, next_state: Tensor, is_end: Tensor) -> "Automaton":
@@ -50,9 +113,24 @@ class Automaton(NamedTuple):
         arcs, link_arc = key.unique_consecutive(return_inverse=True)
         arc_source, arc_target = arcs // len(next_state), arcs % len(next_state)
         first_arc = torch.searchsorted(arc_source, torch.arange(len(next_state) + 1, device=arcs.device))
-        ends_text = is_end[arc_target] & ~is_end[arc_source]
+        num_states, num_classes = next_state.shape
+        class_tokens = Groups.build(token_class.long(), num_classes)
         return cls(
-            token_class, next_state, arc_source, arc_target, first_arc, link_class[order], link_arc, ends_text, is_end
+            token_class=token_class,
+            next_state=next_state,
+            arc_source=arc_source,
+            arc_target=arc_target,
+            first_arc=first_arc,
+            link_class=link_class[order],
+            link_arc=link_arc,
+            ends_text=is_end[arc_target] & ~is_end[arc_source],
+            is_end=is_end,
+            ahead=Fan.build(arc_source, arc_target, num_states),
+            behind=Fan.build(arc_target, arc_source, num_states),
+            class_tokens=class_tokens,
+            class_links=Groups.build(link_class[order], num_classes),
+            arc_links=Groups.build(link_arc, len(arc_source)),
+            wide_classes=(class_tokens.first.diff() > WIDE).nonzero()[:, 0].int(),
         )
 
     @property
@@ -65,7 +143,7 @@ class Automaton(NamedTuple):
 
     def to(self, device: torch.device) -> "Automaton":
         """The same automaton on `device`."""
-        return Automaton(*(tensor.to(device) for tensor in self))
+        return tree_map(lambda tensor: tensor.to(device), self)
 
     def advance(self, states: Tensor, tokens: Tensor) -> Tensor:
         """Return the states (B,) after the texts (B, N) from `states` (B,); -1 after a text that does not fit."""
@@ -83,11 +161,13 @@ class Language(NamedTuple):
     start: Tensor  # (B,) int64: the state before the canvas
     end: Tensor  # (B, Q) bool: states from which the tokens after the canvas can complete the text
     may_end: Tensor | None = None  # (B, C) bool: positions where a stop token may end the text; None means all
+    # (B, C) bool: positions between two texts, which take the last class of the automaton whatever their token is.
+    gaps: Tensor | None = None
 
     def select(self, rows: Tensor) -> "Language":
         """Select rows (R,) of the batch."""
-        may_end = None if self.may_end is None else self.may_end.index_select(0, rows)
-        return Language(self.automaton, self.start.index_select(0, rows), self.end.index_select(0, rows), may_end)
+        chosen = [None if table is None else table.index_select(0, rows) for table in self[1:]]
+        return Language(self.automaton, *chosen)  # type: ignore[arg-type]
 
 
 def splice_languages(mine: Language | None, donor: Language | None, rows: Tensor, state_rows: int) -> Language | None:
@@ -169,17 +249,27 @@ def condition(prediction: Prediction, language: Language, canvas: Tensor, fixed:
     Example: `condition(prediction, language, state.canvas, ~state.open).entropy`.
     """
     joint = Joint(prediction, language, canvas, fixed)
-    return prediction.with_joint(joint, ClassBias(joint.bias, language.automaton.token_class))
+    return prediction.with_joint(joint, JointBias(joint))
+
+
+class JointBias(NamedTuple):
+    """The bias of a joint law, computed when it is first needed."""
+
+    joint: "Joint"
+
+    def __call__(self, logits: Tensor, positions: slice) -> Tensor:
+        return ClassBias(self.joint.bias, self.joint.language.automaton.token_class)(logits, positions)
 
 
 class Passes(NamedTuple):
-    """Log-sums over paths: forward over those that reach a state, backward over those that leave it.
+    """Log-sums over the paths that reach a state and that leave it, and the heaviest path that leaves it.
 
-    Both are (B, C + 1, Q) float64; index i is the state before position i.
+    All are (B, C + 1, Q) float64; index i is the state before position i.
     """
 
     forward: Tensor
     backward: Tensor
+    best: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,7 +296,9 @@ class Joint:
         p_i(t) · M_i[class of t] is proportional to the conditioned marginal of token t. At a fixed position it is the
         marginal given all other positions.
         """
-        return self._ops.class_bias(self.language, self._passes)
+        bias: Tensor = self._ops.class_bias(self.language, self._passes)
+        gaps = self.language.gaps
+        return bias if gaps is None else bias.masked_fill(gaps[..., None], 0.0)
 
     def sample(self, u: Tensor) -> Tensor:
         """Draw a text from the joint law: one uniform per position, u (B, C) in [0, 1) → tokens (B, C).
@@ -219,7 +311,7 @@ class Joint:
     @cached_property
     def best(self) -> Tensor:
         """The most likely accepted text, (B, C)."""
-        path = self._ops.best_path(self.language, self._arcs(self._kept(self._maxima, self.canvas, self._cost)))
+        path = self._ops.best_path(self.language, self._best_weights, self._passes.best)
         return self._spell(path, lambda prediction: prediction.argmax, self.canvas, self.fixed)
 
     def project(self, draft: Tensor, decided: Tensor) -> Tensor:
@@ -229,17 +321,14 @@ class Joint:
         possible. A draft in the language is returned unchanged.
         """
         cost = torch.where(decided, COST, _PREFERENCE).double()
-        path = self._ops.best_path(self.language, self._arcs(self._kept(self._maxima, draft, cost)))
+        weights = self._arcs(self._kept(self._sums_and_maxima[1], draft, cost))
+        path = self._ops.best_path(self.language, weights, self._ops.best_pass(self.language, weights))
         return self._spell(path, lambda prediction: prediction.argmax, draft, torch.ones_like(decided))
 
     @cached_property
     def _sums_and_maxima(self) -> tuple[Tensor, Tensor]:
         automaton = self.language.automaton
-        return self._ops.class_sums(self.prediction, automaton.token_class, automaton.num_classes)
-
-    @property
-    def _maxima(self) -> Tensor:
-        return self._sums_and_maxima[1]
+        return self._ops.class_sums(self.prediction, automaton)
 
     @property
     def _cost(self) -> Tensor:
@@ -251,8 +340,12 @@ class Joint:
         return self._arcs(self._kept(self._sums_and_maxima[0], self.canvas, self._cost), total=True)
 
     @cached_property
+    def _best_weights(self) -> Tensor:
+        return self._arcs(self._kept(self._sums_and_maxima[1], self.canvas, self._cost))
+
+    @cached_property
     def _passes(self) -> Passes:
-        return self._ops.sum_passes(self.language, self._weights)
+        return self._ops.passes(self.language, self._weights, self._best_weights)
 
     def _arcs(self, classes: Tensor, *, total: bool = False) -> Tensor:
         return self._ops.arc_weights(self.language, classes, total=total)
@@ -261,7 +354,11 @@ class Joint:
         """Weights of classes (B, C, K) if contradicting `text` (B, C) costs `cost` (B, C); 0 for its own class."""
         own = self.language.automaton.token_class[text].long()[..., None]
         dearer = classes - cost[..., None]
-        return torch.where(cost[..., None] > 0, dearer.scatter(-1, own, 0.0), classes)
+        kept = torch.where(cost[..., None] > 0, dearer.scatter(-1, own, 0.0), classes)
+        if self.language.gaps is not None:
+            gap_only = _log(torch.arange(classes.shape[-1], device=classes.device) == classes.shape[-1] - 1)
+            kept = torch.where(self.language.gaps[..., None], gap_only, kept)
+        return kept
 
     def _spell(self, path: Tensor, pick: Callable[[Prediction], Tensor], text: Tensor, keeps: Tensor) -> Tensor:
         """Return tokens (B, C) along a path of states (B, C + 1): those of `text` where it `keeps` them and they fit,
@@ -269,15 +366,17 @@ class Joint:
         """
         automaton = self.language.automaton
         between = automaton.next_state[path[:, :-1]] == path[:, 1:, None]  # (B, C, K)
+        if self.language.gaps is not None:
+            between = between | self.language.gaps[..., None]
         bias = torch.where(between, 0.0, -torch.inf)
         picked = pick(self.prediction.with_bias(ClassBias(bias, automaton.token_class)))
         own = automaton.token_class[text].long()[..., None]
         return torch.where(keeps & between.gather(-1, own)[..., 0], text, picked)
 
 
-def class_sums(prediction: Prediction, token_class: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
+def class_sums(prediction: Prediction, automaton: Automaton) -> tuple[Tensor, Tensor]:
     """Return the log-sum and the maximum of the shaped logits over each class, (B, C, K) float64 both."""
-    index = token_class.long()
+    index, num_classes = automaton.token_class.long(), automaton.num_classes
     maxima = [max_by(logits, index, num_classes) for logits in prediction.pieces()]
     pieces = zip(prediction.pieces(), maxima, strict=True)
     sums = [log_sum_by(logits, index, num_classes, top=top) for logits, top in pieces]
@@ -294,36 +393,33 @@ def arc_weights(language: Language, classes: Tensor, *, total: bool) -> Tensor:
     return weights
 
 
-def sum_passes(language: Language, weights: Tensor) -> Passes:
-    """Sum over all paths, forward and backward, in one loop over the positions of weights (B, C, E)."""
+def passes(language: Language, weights: Tensor, best_weights: Tensor) -> Passes:
+    """Sum over the paths through weights (B, C, E), forward and backward, and maximise over those through others."""
     automaton, canvas_len = language.automaton, weights.shape[1]
-    num_states = automaton.num_states
-    # The backward pass over the automaton and the forward pass over its reverse are one pass over 2Q states.
-    here = torch.cat((automaton.arc_source, automaton.arc_target + num_states))
-    there = torch.cat((automaton.arc_target, automaton.arc_source + num_states))
-    now = torch.cat((_log(language.end), _log(_one_hot(language.start, num_states))), dim=1)
-    steps = [now]
+    padded = _with_no_arc(weights)
+    backward, forward = [_log(language.end)], [_log(_one_hot(language.start, automaton.num_states))]
     for at in range(canvas_len):
-        both = torch.cat((weights[:, canvas_len - 1 - at], weights[:, at]), dim=1)
-        now = log_sum_by(now[:, there] + both, here, 2 * num_states)
-        steps.append(now)
-    passed = torch.stack(steps, dim=1)
-    return Passes(passed[..., num_states:], passed[..., :num_states].flip(1))
+        backward.append(automaton.ahead.pull(backward[-1], padded[:, canvas_len - 1 - at], _log_sum))
+        forward.append(automaton.behind.pull(forward[-1], padded[:, at], _log_sum))
+    stacked = torch.stack(forward, dim=1), torch.stack(backward[::-1], dim=1)
+    return Passes(*stacked, best_pass(language, best_weights))
 
 
-def best_path(language: Language, weights: Tensor) -> Tensor:
-    """Return the states (B, C + 1) of the heaviest path through weights (B, C, E) (Viterbi)."""
-    automaton, canvas_len = language.automaton, weights.shape[1]
-    now = _log(language.end)
-    steps = [now]
-    for at in reversed(range(canvas_len)):
-        now = max_by(weights[:, at] + now[:, automaton.arc_target], automaton.arc_source, automaton.num_states)
-        steps.append(now)
-    after = torch.stack(steps[:-1][::-1], dim=1)  # (B, C, Q): from the state after each position
-    through = weights + after[..., automaton.arc_target]
-    best = max_by(through, automaton.arc_source, automaton.num_states)[..., automaton.arc_source]
+def best_pass(language: Language, weights: Tensor) -> Tensor:
+    """The weight of the heaviest path from each state to the end, (B, C + 1, Q) (Viterbi)."""
+    padded, steps = _with_no_arc(weights), [_log(language.end)]
+    for at in reversed(range(weights.shape[1])):
+        steps.append(language.automaton.ahead.pull(steps[-1], padded[:, at], lambda values: values.amax(-1)))
+    return torch.stack(steps[::-1], dim=1)
+
+
+def best_path(language: Language, weights: Tensor, best: Tensor) -> Tensor:
+    """Return the states (B, C + 1) of the heaviest path through weights (B, C, E), given its `best_pass`."""
+    automaton = language.automaton
+    through = weights + best[:, 1:, automaton.arc_target]
+    top = max_by(through, automaton.arc_source, automaton.num_states)[..., automaton.arc_source]
     arcs = torch.arange(len(automaton.arc_source), device=weights.device)
-    candidates = torch.where(through >= best, -arcs.double(), -torch.inf)  # the first of equal arcs
+    candidates = torch.where(through >= top, -arcs.double(), -torch.inf)  # the first of equal arcs
     chosen = (-max_by(candidates, automaton.arc_source, automaton.num_states)).clamp(max=len(arcs) - 1).long()
     return follow(language, chosen)[0]
 
@@ -410,6 +506,15 @@ def any_by(flags: Tensor, index: Tensor, size: int) -> Tensor:
 def _finite(values: Tensor) -> Tensor:
     """Replace -inf by 0, to subtract a maximum of nothing."""
     return values.masked_fill(values == -torch.inf, 0.0)
+
+
+def _with_no_arc(weights: Tensor) -> Tensor:
+    """Append the weight of an arc that does not exist: (..., E) → (..., E + 1)."""
+    return F.pad(weights, (0, 1), value=-torch.inf)
+
+
+def _log_sum(values: Tensor) -> Tensor:
+    return values.logsumexp(-1)
 
 
 def _log(flags: Tensor) -> Tensor:

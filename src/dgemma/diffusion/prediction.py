@@ -182,12 +182,12 @@ class Prediction:
     @property
     def argmax(self) -> Tensor:
         """The most probable token, lowest id on ties, (B, C). Of a joint law it is the most probable text."""
-        return self._statistics.argmax if self.joint is None else self.joint.best
+        return self._statistics.argmax
 
     @property
     def confidence(self) -> Tensor:
         """The probability of the argmax, (B, C)."""
-        return self._statistics.confidence if self.joint is None else self.log_prob(self.joint.best).exp()
+        return self._statistics.confidence
 
     @property
     def margin(self) -> Tensor:
@@ -201,12 +201,7 @@ class Prediction:
         is_ids = tokens.dtype == torch.int64 and tokens.dim() in (2, 3) and tokens.shape[:2] == self.shape[:2]
         require(is_ids and in_range(tokens, self.vocab_size), "Prediction.log_prob tokens", rule, tokens)
         index = tokens if tokens.dim() == 3 else tokens[..., None]
-        parts = [
-            self._shaped(positions).gather(-1, index[:, positions])
-            - self._statistics.log_normalizer[:, positions, None]
-            for positions in self._slices()
-        ]
-        log_prob = torch.cat(parts, dim=1)
+        log_prob = self._gather(index) - self._statistics.log_normalizer[..., None]
         return log_prob if tokens.dim() == 3 else log_prob[..., 0]
 
     @typed
@@ -238,9 +233,17 @@ class Prediction:
             return self._known_statistics
         parts = [_describe(self._shaped(positions)) for positions in self._slices()]
         statistics = _Statistics(*(torch.cat(column, dim=1) for column in zip(*parts, strict=True)))
+        if self.joint is not None:
+            best = self.joint.best
+            log_prob = self._gather(best[..., None])[..., 0] - statistics.log_normalizer
+            statistics = statistics._replace(argmax=best, confidence=log_prob.exp())
         if self._may_keep():
             self._known_statistics = statistics
         return statistics
+
+    def _gather(self, index: Tensor) -> Tensor:
+        """The shaped logits of some tokens: (B, C, n) → (B, C, n)."""
+        return torch.cat([self._shaped(part).gather(-1, index[:, part]) for part in self._slices()], dim=1)
 
     def _may_keep(self) -> bool:
         """Return False if a cached result would lack the autograd graph that a later caller may need."""

@@ -6,15 +6,16 @@ All of it is computed before the first forward. So a constraint that cannot be m
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from dgemma.checks import show
 from dgemma.constraints.languages import Regex
-from dgemma.constraints.token_automaton import TokenAutomaton, unite, with_stops
+from dgemma.constraints.token_automaton import TokenAutomaton, unite, with_gaps, with_stops
 from dgemma.diffusion.language import Automaton, Language, any_by
 from dgemma.diffusion.noise import Noise
 from dgemma.run.arguments import Span
@@ -28,13 +29,14 @@ class RunLanguage(NamedTuple):
     automaton: Automaton
     start: Tensor  # (B,) int64
     ends: Tensor  # (blocks, B, Q) bool
-    may_end: Tensor | None  # (B, N) bool: positions where a stop token may stand; None means all
+    may_end: Tensor | None = None  # (B, N) bool: positions where a stop token may stand; None means all
+    gaps: Tensor | None = None  # (B, N) bool: positions between two texts
 
     def block(self, block: int, states: Tensor, rows: Tensor, canvas_len: int) -> Language:
         """The language of one block for some rows (R,), whose states before it are (R,)."""
         part = slice(block * canvas_len, (block + 1) * canvas_len)
-        may_end = None if self.may_end is None else self.may_end[rows, part]
-        return Language(self.automaton, states, self.ends[block, rows], may_end)
+        parts = [None if table is None else table[rows, part] for table in (self.may_end, self.gaps)]
+        return Language(self.automaton, states, self.ends[block, rows], *parts)
 
     def advance(self, states: Tensor, tokens: Tensor) -> Tensor:
         """The states (R,) after a committed block (R, C)."""
@@ -48,8 +50,7 @@ class RunLanguage(NamedTuple):
 
     def to(self, device: torch.device) -> "RunLanguage":
         """The same language on `device`."""
-        may_end = None if self.may_end is None else self.may_end.to(device)
-        return RunLanguage(self.automaton.to(device), self.start.to(device), self.ends.to(device), may_end)
+        return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, self)
 
 
 def read_constraint(
@@ -82,6 +83,68 @@ def read_constraint(
     return RunLanguage(automaton, start, ends, may_end).to(device)
 
 
+class HoleLanguage:
+    """The constraint of `infill` and `edit`: each run of positions that is written is a text of the language.
+
+    holes (B, N) marks these positions in the text, and allowed (B or 1, N or 1, V) the tokens that may be written.
+    """
+
+    def __init__(self, owner: str, constraint: Constraint, holes: Tensor, allowed: Tensor | None, noise: Noise) -> None:
+        batch_size, self.holes = len(holes), holes.cpu()
+        tokens, start = _unite(owner, constraint, batch_size, noise.vocab_size)
+        starts = sorted(set(start.tolist()))
+        self.automaton, before = with_gaps(tokens, starts, noise.vocab_size)
+        self.first = torch.tensor([before[starts.index(state)] for state in start.tolist()])  # (B,)
+        is_final = torch.from_numpy(tokens.is_final)
+        accepts = torch.cat((is_final, torch.ones(len(starts), dtype=torch.bool)))
+        table = None if allowed is None else allowed.cpu()
+        factors = _Factors(self.automaton, Span(allowed=table), noise, None, batch_size)
+        is_gap = torch.zeros(self.automaton.num_classes, dtype=torch.bool)
+        is_gap[-1] = True
+        gap_arcs = any_by(is_gap[self.automaton.link_class][None], self.automaton.link_arc, factors.num_arcs)
+        reach = [accepts.expand(batch_size, -1)]
+        for position in reversed(range(self.holes.shape[1])):
+            arcs = torch.where(self.holes[:, position, None], factors.arcs(position), gap_arcs)
+            taken = arcs & reach[-1][:, self.automaton.arc_target]
+            reach.append(any_by(taken, self.automaton.arc_source, self.automaton.num_states))
+        self.reach = torch.stack(reach[::-1])  # (N + 1, B, Q): states from which the rest of the text can fit
+        missed = (~self.reach[0, torch.arange(batch_size), self.first]).nonzero()[:, 0].tolist()
+        if missed:
+            lengths = sorted({len(run) for run in _runs(self.holes[missed[0]])})
+            raise ValueError(
+                f"{owner} constraint must have texts of exactly the holes' lengths, got row {missed[0]} with holes of "
+                f"{', '.join(map(str, lengths))} tokens that no accepted text fills. Change their lengths."
+            )
+
+    def canvases(self, rows: Sequence[Any], canvas_len: int) -> RunLanguage:
+        """The language of one canvas per row. A row has `index`, `text` (n,) and `place.start`, the canvas's start."""
+        found = [self._canvas(row.index, row.text, row.place.start, canvas_len) for row in rows]
+        start, ends, gaps = (torch.stack(column) for column in zip(*found, strict=True))
+        return RunLanguage(self.automaton, start, ends[None], None, gaps)
+
+    def _canvas(self, row: int, text: Tensor, start: int, canvas_len: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The state before a canvas over a row's text (n,), the states after it (Q,), and its gaps (C,)."""
+        holes = self.holes[row]
+        own = self.automaton.token_class[text[:start]].long()
+        state = self.first[row]
+        for token_class in torch.where(holes[:start], own, self.automaton.num_classes - 1):
+            state = self.automaton.next_state[state, token_class]
+        stop = min(start + canvas_len, len(holes))
+        gaps = torch.nn.functional.pad(~holes[start:stop], (0, canvas_len - (stop - start)), value=True)
+        return state, self.reach[stop, row], gaps
+
+
+def _runs(flags: Tensor) -> list[list[int]]:
+    """The positions of each run of True."""
+    runs: list[list[int]] = []
+    for position in flags.nonzero()[:, 0].tolist():
+        if runs and runs[-1][-1] == position - 1:
+            runs[-1].append(position)
+        else:
+            runs.append([position])
+    return runs
+
+
 @dataclass(frozen=True)
 class _Factors:
     """The arcs that can be taken at each position, given the frozen and the allowed tokens; on the CPU."""
@@ -102,6 +165,10 @@ class _Factors:
                 taken = self.arcs(position) & reach[-1][:, self.automaton.arc_target]
                 reach.append(any_by(taken, self.automaton.arc_source, self.automaton.num_states))
         return reach[::-1]
+
+    @property
+    def num_arcs(self) -> int:
+        return len(self.automaton.arc_source)
 
     @cached_property
     def first_plain(self) -> int:

@@ -22,6 +22,7 @@ from dgemma.progress import progress_bar
 from dgemma.run import arguments
 from dgemma.run.arguments import Span
 from dgemma.run.changes import Changes, snapshot
+from dgemma.run.constrain import Constraint, HoleLanguage
 from dgemma.run.knobs import Knobs
 from dgemma.run.loop import denoise_canvas, start_block
 from dgemma.run.options import CanvasOptions, takes_options
@@ -105,8 +106,9 @@ def infill(
     after it are written freely and dropped, or filled with `tail_token_id`. Pass the stop token for models that were
     tuned on canvases padded with it. A canvas ends when all tokens that it will keep are decided.
 
-    The other options are those of `generate`; `allowed` is over the positions of the text. A recorded run encodes the
-    whole prefix of each canvas again, because its replay does.
+    The other options are those of `generate`; `allowed` is over the positions of the text. Under a `constraint` each
+    hole becomes a text of the language, of exactly the hole's length. A recorded run encodes the whole prefix of each
+    canvas again, because its replay does.
 
     Under mask noise an exact network draws the holes from their conditional distribution. Uniform noise is not
     visible: a network that takes one noise level per canvas, or none, treats given tokens as noisy too. With
@@ -119,6 +121,7 @@ def infill(
 
     Example: `infill(model, tokens, [(12, 20)], noise=MaskNoise(vocab_size), sampler=Confidence(), seed=1).tokens`.
     """
+    constraint = options.pop("constraint", None)
     tokens, plan = _read_options("infill", model, tokens, options)
     real = _read_mask("infill", attention_mask, tokens)
     todo = _read_holes(holes, tokens) & real
@@ -130,7 +133,8 @@ def infill(
         )
     _check_text("infill", tokens, real & ~todo, tail_token_id, plan)
     check_flags("infill", record=record, progress=progress)
-    writer = _Writer(model, plan, tail_token_id, on_step, record_top if record else None, progress)
+    top = record_top if record else None
+    writer = _Writer("infill", model, plan, tail_token_id, on_step, top, progress, constraint=constraint)
     return writer.write(tokens, real, todo)
 
 
@@ -153,12 +157,14 @@ def edit(
     """Rewrite tokens (B, N) in place: noise them to `noise_level` (1 forgets the text), then denoise from there.
 
     frozen (B, N) bool marks tokens that stay. A row's first token always stays, because a canvas needs a prefix. The
-    other arguments are those of `infill`. `steps` counts from level 1; steps above `noise_level` are skipped. The text
+    other arguments are those of `infill`; under a `constraint` each run of tokens that are not frozen becomes a text of
+    the language. `steps` counts from level 1; steps above `noise_level` are skipped. The text
     is noised to the level of the first step that is not skipped, the nearest to `noise_level`. With few steps this
     level may differ much from `noise_level`.
 
     Example: `edit(model, tokens, noise_level=0.3, frozen=is_prompt)`.
     """
+    constraint = options.pop("constraint", None)
     tokens, plan = _read_options("edit", model, tokens, options)
     plan = replace(plan, noise_level=arguments.read_noise_level(noise_level, tokens, owner="edit"))
     real = _read_mask("edit", attention_mask, tokens)
@@ -170,7 +176,8 @@ def edit(
         raise ValueError("edit frozen must leave a token to rewrite in every row. Omit the rows that have none.")
     _check_text("edit", tokens, real, tail_token_id, plan)
     check_flags("edit", record=record, progress=progress)
-    writer = _Writer(model, plan, tail_token_id, on_step, record_top if record else None, progress, from_text=True)
+    top = record_top if record else None
+    writer = _Writer("edit", model, plan, tail_token_id, on_step, top, progress, from_text=True, constraint=constraint)
     return writer.write(tokens, real, todo)
 
 
@@ -195,6 +202,7 @@ class _Row:
 class _Writer:
     """Writes canvas after canvas until every hole is written; each row has its own placement."""
 
+    name: str  # of the function, for errors
     model: Denoiser
     plan: Plan  # a template of one canvas, which `_plan_canvas` completes; `span.allowed` covers the whole text
     tail_token_id: int | None
@@ -202,6 +210,7 @@ class _Writer:
     record_top: int | None  # None records nothing
     progress: bool
     from_text: bool = False  # start from noised text instead of noise
+    constraint: Constraint = None
 
     def write(self, tokens: Tensor, real: Tensor, todo: Tensor) -> Infilling:
         """Write the positions `todo` of tokens; all three are (B, N)."""
@@ -212,6 +221,7 @@ class _Writer:
             _Row(index, kept.nonzero()[:, 0], text[kept], holes[kept], 0, Placement(0, 0))
             for index, (text, kept, holes) in enumerate(zip(tokens.cpu(), real.cpu(), todo.cpu(), strict=True))
         ]
+        language = None if self.constraint is None else self._language(rows)
         cache: Cache | None = None
         knobs, trajectories = self.plan.knobs, []
         show = self.progress and not getattr(self.on_step, "shows_progress", False)
@@ -219,7 +229,7 @@ class _Writer:
             for number in itertools.count():
                 for row in rows:
                     row.place = place_canvas(row.todo, self.plan.canvas_len)
-                plan = self._plan_canvas(rows, number, knobs, device)
+                plan = self._plan_canvas(rows, number, knobs, language, device)
                 trajectory = None if self.record_top is None else Trajectory(plan, top=self.record_top)
                 cache = self._read_prefix(cache, rows, plan)
                 index = torch.tensor([row.index for row in rows], device=device)
@@ -253,7 +263,17 @@ class _Writer:
             trajectories=None if self.record_top is None else tuple(trajectories),
         )
 
-    def _plan_canvas(self, rows: list[_Row], number: int, knobs: Knobs, device: torch.device) -> Plan:
+    def _language(self, rows: list[_Row]) -> HoleLanguage:
+        """The constraint over the texts of all rows without padding."""
+        holes, allowed = pad_sequence([row.todo for row in rows], batch_first=True), self.plan.span.allowed
+        if allowed is not None and allowed.shape[1] > 1:
+            tables = [allowed[row.index if len(allowed) > 1 else 0, row.columns.to(allowed.device)] for row in rows]
+            allowed = pad_sequence(tables, batch_first=True, padding_value=True)
+        return HoleLanguage(self.name, self.constraint, holes, allowed, self.plan.noise)
+
+    def _plan_canvas(
+        self, rows: list[_Row], number: int, knobs: Knobs, language: HoleLanguage | None, device: torch.device
+    ) -> Plan:
         """Plan the next canvas of every row as a separate run, like `generate` after the text to its left."""
         canvas_len = self.plan.canvas_len
         text = torch.stack([row.under(row.text, canvas_len, -1) for row in rows]).to(device)
@@ -273,6 +293,7 @@ class _Writer:
             span=Span(canvas=canvas, allowed=allowed, awaited=awaited),
             first_block=number,
             text_len=torch.tensor(text_len, device=device) if min(text_len) < canvas_len else None,
+            language=None if language is None else language.canvases(rows, canvas_len).to(device),
         )
         if self.from_text:
             # The level is that of the first step, which is rarely exactly the requested one.

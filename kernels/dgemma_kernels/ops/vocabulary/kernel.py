@@ -17,6 +17,13 @@ from torch import Tensor
 CHUNK = 4096
 
 
+class Bias(NamedTuple):
+    """A value (R, K) float32 for the tokens of each class, and the class of each token (V,) int32."""
+
+    values: Tensor
+    token_class: Tensor
+
+
 class VocabularyStatistics(NamedTuple):
     """Statistics of R rows, float32 (argmax int64), and the chunk sums for `sample` and `soft_probabilities`."""
 
@@ -44,13 +51,18 @@ def pack_allowed(allowed: Tensor) -> Tensor:
 
 
 def vocabulary_statistics(
-    logits: Tensor, temperature: Tensor, *, softcap: float | None = 30.0, allowed: Tensor | None = None
+    logits: Tensor,
+    temperature: Tensor,
+    *,
+    softcap: float | None = 30.0,
+    allowed: Tensor | None = None,
+    bias: Bias | None = None,
 ) -> VocabularyStatistics:
     """Compute statistics of softmax(cap(logits) / temperature) over the allowed tokens.
 
     logits: (R, V) contiguous, from the head's product. temperature: (B,) float32 with B dividing R, one for each R / B
     consecutive rows. softcap c caps to c·tanh(x / c). allowed: (A, ceil(V / 32)) int32 from `pack_allowed`, with A
-    dividing R and at least one token per row.
+    dividing R and at least one token per row. bias: added to the processed logits, one value per row and class.
 
     Example: `vocabulary_statistics(logits, torch.tensor([0.8], device="cuda")).entropy`.
     """
@@ -59,14 +71,15 @@ def vocabulary_statistics(
     chunks = torch.empty((4, num_rows, num_chunks), dtype=torch.float32, device=logits.device)
     rows = torch.empty((6, num_rows), dtype=torch.float32, device=logits.device)
     argmax = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    shaping = _shaping(logits, temperature, softcap, allowed)
+    shaping = _shaping(logits, temperature, softcap, allowed, bias)
     _sweep_kernel[(num_chunks, num_rows)](
-        logits, temperature, allowed, *chunks, vocab_size, CHUNK=CHUNK, num_warps=4, **shaping
+        logits, temperature, allowed, *_pointers(bias), *chunks, vocab_size, CHUNK=CHUNK, num_warps=4, **shaping
     )
     _merge_kernel[(num_rows,)](
         logits,
         temperature,
         allowed,
+        *_pointers(bias),
         *chunks,
         *rows,
         argmax,
@@ -91,6 +104,7 @@ def sample(
     *,
     softcap: float | None = 30.0,
     allowed: Tensor | None = None,
+    bias: Bias | None = None,
 ) -> Tensor:
     """Sample by inverse CDF in vocabulary order, one uniform per row: u (R,) float64 in [0, 1) → tokens (R,) int64.
 
@@ -107,6 +121,7 @@ def sample(
         logits,
         temperature,
         allowed,
+        *_pointers(bias),
         statistics.chunk_best,
         statistics.chunk_sum,
         u,
@@ -116,7 +131,7 @@ def sample(
         CHUNK=CHUNK,
         CHUNKS=triton.next_power_of_2(num_chunks),
         num_warps=8,
-        **_shaping(logits, temperature, softcap, allowed),
+        **_shaping(logits, temperature, softcap, allowed, bias),
     )
     return tokens
 
@@ -128,6 +143,7 @@ def soft_probabilities(
     *,
     softcap: float | None = 30.0,
     allowed: Tensor | None = None,
+    bias: Bias | None = None,
 ) -> Tensor:
     """Return the self-conditioning distribution (R, V) in the logits' dtype, for the product with the embedding.
 
@@ -141,30 +157,35 @@ def soft_probabilities(
         logits,
         temperature,
         allowed,
+        *_pointers(bias),
         statistics.best,
         statistics.soft_normalizer,
         out,
         vocab_size,
         CHUNK=CHUNK,
         num_warps=2,
-        **_shaping(logits, temperature, softcap, allowed),
+        **_shaping(logits, temperature, softcap, allowed, bias),
     )
     return out
 
 
 @triton.jit
-def _processed(
+def processed(
     logits_ptr: tl.tensor,
     temperature_ptr: tl.tensor,
     allowed_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    class_ptr: tl.tensor,
     row: tl.tensor,
     token: tl.tensor,
     vocab_size: tl.tensor,
     softcap: tl.tensor,
     rows_per_temperature: tl.tensor,
     rows_per_mask: tl.tensor,
+    num_bias: tl.tensor,
     HAS_CAP: tl.constexpr,
     HAS_MASK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     RAGGED: tl.constexpr,
 ) -> tl.tensor:
     """Load one row's logits at `token`: capped, divided by the temperature, float32; -inf for forbidden tokens."""
@@ -185,6 +206,12 @@ def _processed(
         inverse = tl.math.div_rn(1.0, t)
         quotient = x * inverse
         x = tl.fma(tl.fma(-quotient, t, x), inverse, quotient)
+    if HAS_BIAS:
+        if RAGGED:
+            group = tl.load(class_ptr + token, mask=token < vocab_size, other=0)
+        else:
+            group = tl.load(class_ptr + token)
+        x += tl.load(bias_ptr + row * num_bias + group)
     if HAS_MASK:
         words = allowed_ptr + row // rows_per_mask * tl.cdiv(vocab_size, 32)
         if RAGGED:
@@ -221,6 +248,8 @@ def _sweep_kernel(
     logits_ptr: tl.tensor,
     temperature_ptr: tl.tensor,
     allowed_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    class_ptr: tl.tensor,
     chunk_best_ptr: tl.tensor,
     chunk_sum_ptr: tl.tensor,
     chunk_slope_ptr: tl.tensor,
@@ -229,40 +258,47 @@ def _sweep_kernel(
     softcap: tl.tensor,
     rows_per_temperature: tl.tensor,
     rows_per_mask: tl.tensor,
+    num_bias: tl.tensor,
     CHUNK: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_MASK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     RAGGED: tl.constexpr,
 ) -> None:
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = _processed(
+    x = processed(
         logits_ptr,
         temperature_ptr,
         allowed_ptr,
+        bias_ptr,
+        class_ptr,
         row,
         token,
         vocab_size,
         softcap,
         rows_per_temperature,
         rows_per_mask,
+        num_bias,
         HAS_CAP,
         HAS_MASK,
+        HAS_BIAS,
         RAGGED,
     )
     dtype = logits_ptr.dtype.element_ty
     best = tl.max(x, 0)
     shift = best
-    if HAS_MASK:  # a chunk without an allowed token
+    if HAS_MASK or HAS_BIAS:  # a chunk without an allowed token
         shift = tl.where(best == float("-inf"), 0.0, best)
     soft_shift = _rounded(shift, dtype)
     # Rounding moves a bfloat16 logit below 128 by d, at most 1/4. A cubic gives e^d with an error of 3e-5 instead of a
     # fourth special function. Both branches recompute everything, so that only x stays in registers across them.
-    if HAS_CAP and tl.math.div_rn(softcap, tl.load(temperature_ptr + row // rows_per_temperature)) <= 128.0:
+    CUBIC: tl.constexpr = HAS_CAP and not HAS_BIAS
+    if CUBIC and tl.math.div_rn(softcap, tl.load(temperature_ptr + row // rows_per_temperature)) <= 128.0:
         delta = x - shift
         moved = _rounded(x, dtype) - x
-        if HAS_MASK or RAGGED:
+        if HAS_MASK or HAS_BIAS or RAGGED:
             outside = delta == float("-inf")
             delta, moved = tl.where(outside, 0.0, delta), tl.where(outside, 0.0, moved)
         weight = tl.exp2((x - shift) * 1.4426950408889634)
@@ -271,7 +307,7 @@ def _sweep_kernel(
         soft *= tl.exp(shift - soft_shift)
     else:
         delta = x - shift
-        if HAS_MASK or RAGGED:
+        if HAS_MASK or HAS_BIAS or RAGGED:
             delta = tl.where(delta == float("-inf"), 0.0, delta)
         weight = tl.exp2((x - shift) * 1.4426950408889634)
         soft_weight = tl.exp2((_rounded(x, dtype) - soft_shift) * 1.4426950408889634)
@@ -288,6 +324,8 @@ def _merge_kernel(
     logits_ptr: tl.tensor,
     temperature_ptr: tl.tensor,
     allowed_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    class_ptr: tl.tensor,
     chunk_best_ptr: tl.tensor,
     chunk_sum_ptr: tl.tensor,
     chunk_slope_ptr: tl.tensor,
@@ -304,10 +342,12 @@ def _merge_kernel(
     softcap: tl.tensor,
     rows_per_temperature: tl.tensor,
     rows_per_mask: tl.tensor,
+    num_bias: tl.tensor,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_MASK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     RAGGED: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -330,18 +370,22 @@ def _merge_kernel(
 
     winner = tl.min(tl.where(chunk_best == best, chunk, CHUNKS), 0)
     token = winner * CHUNK + tl.arange(0, CHUNK)
-    x = _processed(
+    x = processed(
         logits_ptr,
         temperature_ptr,
         allowed_ptr,
+        bias_ptr,
+        class_ptr,
         row,
         token,
         vocab_size,
         softcap,
         rows_per_temperature,
         rows_per_mask,
+        num_bias,
         HAS_CAP,
         HAS_MASK,
+        HAS_BIAS,
         RAGGED,
     )
     argmax = tl.min(tl.where(x == tl.max(x, 0), token, 2147483647), 0)
@@ -363,6 +407,8 @@ def _sample_kernel(
     logits_ptr: tl.tensor,
     temperature_ptr: tl.tensor,
     allowed_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    class_ptr: tl.tensor,
     chunk_best_ptr: tl.tensor,
     chunk_sum_ptr: tl.tensor,
     u_ptr: tl.tensor,
@@ -372,10 +418,12 @@ def _sample_kernel(
     softcap: tl.tensor,
     rows_per_temperature: tl.tensor,
     rows_per_mask: tl.tensor,
+    num_bias: tl.tensor,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_MASK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     RAGGED: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -392,18 +440,22 @@ def _sample_kernel(
     target -= tl.sum(tl.where(chunk < picked, width, 0.0), 0)
 
     index = tl.arange(0, CHUNK)
-    x = _processed(
+    x = processed(
         logits_ptr,
         temperature_ptr,
         allowed_ptr,
+        bias_ptr,
+        class_ptr,
         row,
         picked * CHUNK + index,
         vocab_size,
         softcap,
         rows_per_temperature,
         rows_per_mask,
+        num_bias,
         HAS_CAP,
         HAS_MASK,
+        HAS_BIAS,
         RAGGED,
     )
     weight = tl.exp(x - best).to(tl.float64)
@@ -417,6 +469,8 @@ def _soft_probabilities_kernel(
     logits_ptr: tl.tensor,
     temperature_ptr: tl.tensor,
     allowed_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    class_ptr: tl.tensor,
     best_ptr: tl.tensor,
     soft_normalizer_ptr: tl.tensor,
     out_ptr: tl.tensor,
@@ -424,25 +478,31 @@ def _soft_probabilities_kernel(
     softcap: tl.tensor,
     rows_per_temperature: tl.tensor,
     rows_per_mask: tl.tensor,
+    num_bias: tl.tensor,
     CHUNK: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_MASK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     RAGGED: tl.constexpr,
 ) -> None:
     row = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    x = _processed(
+    x = processed(
         logits_ptr,
         temperature_ptr,
         allowed_ptr,
+        bias_ptr,
+        class_ptr,
         row,
         token,
         vocab_size,
         softcap,
         rows_per_temperature,
         rows_per_mask,
+        num_bias,
         HAS_CAP,
         HAS_MASK,
+        HAS_BIAS,
         RAGGED,
     )
     dtype = logits_ptr.dtype.element_ty
@@ -455,16 +515,29 @@ def _soft_probabilities_kernel(
         tl.store(out_ptr + row * vocab_size + token, probability.to(dtype))
 
 
+def arguments(
+    logits: Tensor, temperature: Tensor, softcap: float | None, allowed: Tensor | None, bias: Bias | None
+) -> tuple[tuple[Tensor | None, ...], dict[str, float | int | bool]]:
+    """Return the arguments that another kernel needs to call `processed`: pointers after the logits, and settings."""
+    return (temperature, allowed, *_pointers(bias)), _shaping(logits, temperature, softcap, allowed, bias)
+
+
+def _pointers(bias: Bias | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if bias is None else (bias.values, bias.token_class)
+
+
 def _shaping(
-    logits: Tensor, temperature: Tensor, softcap: float | None, allowed: Tensor | None
+    logits: Tensor, temperature: Tensor, softcap: float | None, allowed: Tensor | None, bias: Bias | None
 ) -> dict[str, float | int | bool]:
     num_rows, vocab_size = logits.shape
     return {
         "softcap": softcap or 1.0,
         "rows_per_temperature": num_rows // temperature.shape[0],
         "rows_per_mask": num_rows // allowed.shape[0] if allowed is not None else 1,
+        "num_bias": bias.values.shape[1] if bias is not None else 1,
         "HAS_CAP": softcap is not None,
         "HAS_MASK": allowed is not None,
+        "HAS_BIAS": bias is not None,
         "RAGGED": vocab_size % CHUNK != 0,
     }
 

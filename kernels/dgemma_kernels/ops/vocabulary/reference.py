@@ -6,14 +6,19 @@ from torch import Tensor
 
 from dgemma.diffusion.prediction import Prediction
 from dgemma_kernels.ops.vocabulary import kernel
-from dgemma_kernels.ops.vocabulary.kernel import VocabularyStatistics
+from dgemma_kernels.ops.vocabulary.kernel import Bias, VocabularyStatistics
 
 
 def vocabulary_statistics(
-    logits: Tensor, temperature: Tensor, *, softcap: float | None = 30.0, allowed: Tensor | None = None
+    logits: Tensor,
+    temperature: Tensor,
+    *,
+    softcap: float | None = 30.0,
+    allowed: Tensor | None = None,
+    bias: Bias | None = None,
 ) -> VocabularyStatistics:
     """Compute statistics of softmax(cap(logits) / temperature): logits (R, V), temperature (B,) with B dividing R."""
-    x = _processed(logits, temperature, softcap, allowed)
+    x = _processed(logits, temperature, softcap, allowed, bias)
     chunk = kernel.CHUNK
     padded = F.pad(x, (0, -x.shape[1] % chunk), value=-torch.inf).unflatten(1, (-1, chunk))
     chunk_best = padded.amax(-1)
@@ -45,9 +50,10 @@ def sample(
     *,
     softcap: float | None = 30.0,
     allowed: Tensor | None = None,
+    bias: Bias | None = None,
 ) -> Tensor:
     """Sample by inverse CDF in vocabulary order, one uniform per row: u (R,) float64 → tokens (R,)."""
-    prediction = Prediction(_processed(logits, temperature, softcap, allowed)[None])
+    prediction = Prediction(_processed(logits, temperature, softcap, allowed, bias)[None])
     return prediction.sample(u[None])[0]
 
 
@@ -58,13 +64,16 @@ def soft_probabilities(
     *,
     softcap: float | None = 30.0,
     allowed: Tensor | None = None,
+    bias: Bias | None = None,
 ) -> Tensor:
     """Return the softmax of the processed logits rounded to their dtype, (R, V) in that dtype."""
-    x = _processed(logits, temperature, softcap, allowed)
+    x = _processed(logits, temperature, softcap, allowed, bias)
     return x.to(logits.dtype).softmax(-1, dtype=x.dtype).to(logits.dtype)
 
 
-def _processed(logits: Tensor, temperature: Tensor, softcap: float | None, allowed: Tensor | None) -> Tensor:
+def _processed(
+    logits: Tensor, temperature: Tensor, softcap: float | None, allowed: Tensor | None, bias: Bias | None
+) -> Tensor:
     num_rows, vocab_size = logits.shape
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if softcap is not None:
@@ -73,4 +82,5 @@ def _processed(logits: Tensor, temperature: Tensor, softcap: float | None, allow
         bits = (allowed[:, :, None] >> torch.arange(32, device=allowed.device)) & 1
         mask = bits.flatten(1)[:, :vocab_size].bool().repeat_interleave(num_rows // allowed.shape[0], 0)
         x = x.masked_fill(~mask, -torch.inf)
-    return x / temperature.repeat_interleave(num_rows // temperature.shape[0])[:, None].to(x.dtype)
+    x = x / temperature.repeat_interleave(num_rows // temperature.shape[0])[:, None].to(x.dtype)
+    return x if bias is None else x + bias.values[:, bias.token_class.long()].to(x.dtype)

@@ -1,0 +1,1 @@
+"""Conditioning on a language: sums over the paths of a token automaton."""

@@ -1,0 +1,13 @@
+"""Sums over the paths of an automaton in plain PyTorch: the library's own functions are the reference for `kernel`."""
+
+from dgemma.diffusion.language import (
+    arc_weights,
+    best_pass,
+    best_path,
+    class_bias,
+    class_sums,
+    passes,
+    sample_path,
+)
+
+__all__ = ["arc_weights", "best_pass", "best_path", "class_bias", "class_sums", "passes", "sample_path"]

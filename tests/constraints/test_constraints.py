@@ -1,0 +1,161 @@
+"""Constraints in runs: every text is in its language, over blocks, per row and in holes; failures are explained."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+import torch
+
+import dgemma
+from constrained_fuzz import CANVAS_LEN, RandomModel, run_case
+from dgemma.constraints import languages
+
+pytest.importorskip("outlines_core")
+pytest.importorskip("lark")
+
+TOKENIZER = dgemma.ByteTokenizer()
+MODEL = RandomModel(TOKENIZER.vocab_size, seed=0, scale=3.0)
+PROMPT = torch.full((2, 1), 2)
+MASK = dgemma.MaskNoise(TOKENIZER.vocab_size)
+
+
+def generate(constraint, **options):
+    settings = {"max_new_tokens": CANVAS_LEN, "steps": 3, "noise": MASK, "sampler": dgemma.EntropyBound()}
+    settings |= {"eos_token_ids": 1, "progress": False} | options
+    return dgemma.generate(MODEL, settings.pop("prompt", PROMPT), constraint=constraint, **settings)
+
+
+def texts(out):
+    rows = out.new_tokens.tolist()
+    return [TOKENIZER.decode(row[: row.index(1)] if 1 in row else row, skip_special=False) for row in rows]
+
+
+def test_a_text_may_be_shorter_than_a_canvas_or_span_several():
+    long = dgemma.Regex("[ab]{40,44}!", TOKENIZER)
+    for text in texts(generate(long, max_new_tokens=3 * CANVAS_LEN)):
+        assert re.fullmatch("[ab]{40,44}!", text)
+    assert set(texts(generate(dgemma.Choice(["yes", "no"], TOKENIZER)))) <= {"yes", "no"}
+
+
+def test_each_row_may_have_its_own_constraint():
+    digits, letters = dgemma.Regex("[0-9]{3}", TOKENIZER), dgemma.Regex("[a-z]{2}", TOKENIZER)
+    both = generate([digits, letters])
+    assert re.fullmatch("[0-9]{3}", texts(both)[0])
+    assert re.fullmatch("[a-z]{2}", texts(both)[1])
+    assert len(texts(generate([None, digits]))) == 2
+
+
+def test_a_dataclass_is_a_schema():
+    pytest.importorskip("pydantic")
+
+    @dataclasses.dataclass
+    class Point:
+        x: int
+        y: int
+
+    for text in texts(generate(dgemma.JsonSchema(Point, TOKENIZER), max_new_tokens=2 * CANVAS_LEN)):
+        assert {type(value) for value in json.loads(text).values()} == {int}
+
+
+def test_frozen_and_allowed_tokens_compose_with_a_constraint():
+    canvas = torch.full((2, 3), -1)
+    canvas[:, 1] = TOKENIZER.encode("7", bos=False)[0]
+    allowed = torch.zeros(TOKENIZER.vocab_size, dtype=torch.bool)
+    allowed[[1, *TOKENIZER.encode("579", bos=False)]] = True
+    constraint = dgemma.Regex("[0-9]{3,5}", TOKENIZER)
+    for text in texts(generate(constraint, canvas=canvas, frozen=canvas >= 0, allowed=allowed)):
+        assert re.fullmatch("[579]7[579]{1,3}", text)
+
+
+def test_a_part_of_a_text_can_be_constrained():
+    fenced = dgemma.Choice(["left", "right"], TOKENIZER).within(before="[a-z ]{1,3}<", after=">")
+    for text in texts(generate(fenced)):
+        assert re.fullmatch("[a-z ]{1,3}<(left|right)>", text)
+
+
+def test_tool_calls_are_parsed_back():
+    tool = {
+        "name": "set_alarm",
+        "parameters": {
+            "type": "object",
+            "properties": {"label": {"type": "string", "maxLength": 4}, "hour": {"type": "integer", "maximum": 9}},
+            "required": ["label", "hour"],
+        },
+    }
+    out = generate(dgemma.ToolCalls([tool], TOKENIZER), max_new_tokens=4 * CANVAS_LEN)
+    for row in out.new_tokens:
+        (call,) = TOKENIZER.reply(row).tool_calls
+        assert call.name == "set_alarm"
+        assert call.arguments is not None
+        assert len(call.arguments["label"]) <= 4
+        assert call.arguments["hour"] <= 9
+
+
+def test_a_grammar_is_expanded_to_its_depth():
+    llguidance = pytest.importorskip("llguidance")
+    source = 'start: NUMBER | "(" start "+" start ")"\nNUMBER: /[0-9]/'
+    constraint = dgemma.Grammar(source, TOKENIZER, depth=2)
+    assert llguidance.LLMatcher.validate_grammar(llguidance.grammar_from("lark", source), None) == ""
+    accepted = [text for text in ("1", "(1+2)", "((1+2)+3)", "(((1+2)+3)+4)", "(1+") if fits(constraint, text)]
+    assert accepted == ["1", "(1+2)", "((1+2)+3)"]
+
+
+def fits(constraint, text):
+    automaton, state = constraint.automaton, 0
+    for token in TOKENIZER.encode(text, bos=False):
+        state = automaton.next_state[state, automaton.token_class[token]] if state >= 0 else -1
+    return state >= 0 and bool(automaton.is_final[state])
+
+
+def test_holes_become_texts_of_the_language():
+    model = dgemma.DiffusionGemma(dgemma.presets.tiny()).eval()
+    ids = [4 if char == "_" else TOKENIZER.encode(char, bos=False)[0] for char in "on ____-__, " * 4]
+    tokens = torch.tensor([[2, *ids]])
+    options = {"steps": 2, "noise": dgemma.MaskNoise(512), "progress": False}
+    out = dgemma.infill(model, tokens, 4, constraint=dgemma.Regex("[0-9]+", TOKENIZER), **options)
+    assert re.fullmatch("(on [0-9]{4}-[0-9]{2}, ){4}", TOKENIZER.decode(out.tokens[0]))
+    with pytest.raises(ValueError, match="holes of 2, 4 tokens that no accepted text fills"):
+        dgemma.infill(model, tokens, 4, constraint=dgemma.Regex("[0-9]{3}", TOKENIZER), **options)
+
+
+def test_a_recorded_run_is_replayed_with_its_constraint(tmp_path):
+    out = generate(dgemma.Regex("[ab]{20,30}", TOKENIZER), max_new_tokens=2 * CANVAS_LEN, record=True)
+    out.trajectory.save(tmp_path / "run.safetensors")
+    dgemma.Trajectory.load(tmp_path / "run.safetensors").replay(MODEL)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: dgemma.Regex("a(", TOKENIZER).automaton, "must be a regular expression"),
+        (lambda: dgemma.Regex("[a&&b]", TOKENIZER).automaton, "it matches no text"),
+        (lambda: dgemma.JsonSchema({"not": {}}, TOKENIZER), "got 'not'"),
+        (lambda: dgemma.JsonSchema({"type": "integer", "minimum": 3, "maximum": 2}, TOKENIZER), "no value fits"),
+        (lambda: generate(dgemma.Regex("a{99}", TOKENIZER)), "shortest text has 99 tokens for 16 positions"),
+        (lambda: generate([dgemma.Regex("a", TOKENIZER)]), r"one or None per row \(2\)"),
+        (
+            lambda: generate(
+                dgemma.Regex("[ab]+", TOKENIZER),
+                canvas=torch.full((2, 2), 200),
+                frozen=torch.tensor([[False, True]] * 2),
+            ),
+            "fits no further than position 1",
+        ),
+    ],
+)
+def test_a_constraint_that_cannot_be_met_is_explained(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_the_size_of_an_automaton_is_limited(monkeypatch):
+    monkeypatch.setattr(languages, "_MOST_STATES", 5)
+    with pytest.raises(ValueError, match="at most 5 states and 4000000 transitions over tokens, got 9 and 8"):
+        dgemma.Regex("a{8}", TOKENIZER).automaton  # noqa: B018
+
+
+@pytest.mark.slow
+def test_random_languages_models_and_samplers_give_only_valid_texts():
+    counts = sum((run_case(case, [TOKENIZER]) for case in range(60)), start=run_case(60, [TOKENIZER]))
+    assert counts["cases"] > 40
