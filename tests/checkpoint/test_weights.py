@@ -137,7 +137,7 @@ def test_shards_stay_under_the_limit_and_the_index_accounts_for_every_byte(shard
 
 @pytest.mark.parametrize("size", ["5 parsecs", "GB", 0, "-1GB", ""])
 def test_a_meaningless_shard_size_is_refused(tmp_path, size):
-    with pytest.raises(ValueError, match="max_shard_size must be bytes or like '5GB'"):
+    with pytest.raises(ValueError, match="max_shard_size must be a number of bytes, or a text such as '5GB'"):
         random_model().save_pretrained(tmp_path, max_shard_size=size)
 
 

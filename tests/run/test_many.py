@@ -162,7 +162,7 @@ def test_a_checkpoint_brings_its_own_tokenizer():
         ([[5]], {"steps": 0}, "steps must be an integer of at least 1"),
         ([[5], 3.5], {}, "prompt 1 must be a text, a chat or token ids"),
         ([{"text": "a"}], {}, "prompt 0 must have one of prompt, messages, tokens"),
-        (["hi"], {}, "tokenizer must be there for texts and chats"),
+        (["hi"], {}, "tokenizer must be set for texts and chats"),
     ],
 )
 def test_bad_arguments_are_named(prompts, options, message):
@@ -240,7 +240,7 @@ def test_other_settings_prompts_and_files_are_refused(tmp_path):
             run(path)
         assert path.read_bytes() == content
     path.write_bytes(before.replace(b'"index": 3', b'"index": 2'))
-    with pytest.raises(ValueError, match="must answer each prompt once, got prompt 2 again"):
+    with pytest.raises(ValueError, match="must hold one result per prompt, got prompt 2 again"):
         run(path)
     for line in (b"{}", b"[]", b'{"index": -1}', b'{"index": 99999999999999}'):
         path.write_bytes(before.replace(b"\n", b"\n" + line + b"\n", 1))

@@ -114,8 +114,8 @@ def test_max_tokens_and_stop_strings_cut_the_text(client, model):
 @pytest.mark.parametrize(
     ("path", "body", "status", "message"),
     [
-        ("/v1/chat/completions", {"messages": MESSAGES}, 400, "model must be there."),
-        ("/v1/chat/completions", {"model": "toy"}, 400, "messages must be there."),
+        ("/v1/chat/completions", {"messages": MESSAGES}, 400, "model is required."),
+        ("/v1/chat/completions", {"model": "toy"}, 400, "messages is required."),
         ("/v1/chat/completions", {"model": "toy", "messages": []}, 400, "messages: "),
         ("/v1/chat/completions", {"model": "toy", "messages": [{"role": "king"}]}, 400, "messages.0.role: "),
         ("/v1/chat/completions", {"model": "gpt", "messages": MESSAGES}, 404, "The model 'gpt' does not exist."),

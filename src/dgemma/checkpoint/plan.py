@@ -19,7 +19,7 @@ _EXPERT = re.compile(r"(layers\.\d+\.experts)\.(\d+)\.(gate|up|down)_proj\.weigh
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A part of one of our weights that the checkpoint stores on its own: one projection of one expert."""
+    """A part of one of our weights that the checkpoint stores separately: one projection of one expert."""
 
     name: str  # published name of the entry
     expert: int
@@ -157,7 +157,7 @@ def _read_entry(name: str, entries: Mapping[str, Entry], read: Callable[[str], T
 
 
 def _assemble(parts: Sequence[Part], shape: Sequence[int], read: Callable[[str], Weight]) -> Weight:
-    """Join the parts (rows, K) of all experts to one weight (E, N, K), with only one part in memory at a time."""
+    """Join the parts (rows, K) of all experts into one weight (E, N, K), with only one part in memory at a time."""
     joined: dict[str, Tensor] = {}
     like: Weight | None = None
     for part in parts:

@@ -28,7 +28,7 @@ def quantize_checkpoint(
     """Write a quantised copy of a plain checkpoint, with its tokenizer, to a folder; return what it stores.
 
     The copy has the layout of the files published for vLLM. `from_pretrained` reads it. The memory of `device` holds
-    the quantised weights and one plain weight. With `run`, which shows calibration text to the model, it holds the
+    the quantised weights and one plain weight. With `run`, which runs the model on calibration text, it holds the
     plain model first (see `quantize_with_calibration`).
 
     Example: `quantize_checkpoint("google/diffusiongemma-26B-A4B-it", "26b-int4", Quantization(), device="cuda")`.

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from dgemma.model.config import FULL, SLIDING, ModelConfig
 
-_SIZES = {  # fields, and the tensors and dimensions of their size
+_SIZES = {  # field → the tensor and the dimension that have its size
     "vocab_size": ("embed_tokens.weight", 0),
     "hidden_size": ("embed_tokens.weight", 1),
     "intermediate_size": ("layers.0.mlp.gate_proj.weight", 0),

@@ -46,7 +46,7 @@ _SIGNS = (
     "tokenizer_config.json",
     _SINGLE_FILE,
     _INDEX_FILE,
-)  # a checkpoint has one
+)  # a checkpoint folder has at least one of them
 _CHECKPOINT_FILES = ("*.safetensors", "*.json", "*.jinja")
 
 
@@ -420,12 +420,14 @@ def _num_bytes(size: int | str) -> int:
     number, unit = (str(size), "") if isinstance(size, int) else (size[:-2], size[-2:].upper())
     factor = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}.get(unit)
     if factor is None or not number.strip().isdigit() or int(number) == 0:
-        raise ValueError(f"save_pretrained max_shard_size must be bytes or like '5GB', '200MB', got {size!r}.")
+        raise ValueError(
+            f"save_pretrained max_shard_size must be a number of bytes, or a text such as '5GB', got {size!r}."
+        )
     return int(number) * factor
 
 
 def _free_names(folder: Path, num_shards: int) -> list[str]:
-    """Return file names for the shards that the current checkpoint does not use: the usual ones if possible."""
+    """Return file names for the shards that no file in the folder has: the usual names if possible."""
     if num_shards == 1:
         return [_SINGLE_FILE]
     save = 0

@@ -110,14 +110,17 @@ def _fail(name: str, error: BaseException, code: int) -> int:
 
 
 class _Printable(logging.Formatter):
-    """Formats a log line whose names come from files."""
+    """Formatter that makes control characters visible: names in a log line may come from files."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
 
 
 def _open_streams() -> bool:
-    """Open closed standard streams on /dev/null, or the next file would get their numbers. False without output."""
+    """Open closed standard streams on /dev/null, and return False if standard output was closed.
+
+    Otherwise the next file that is opened would get the number of a standard stream.
+    """
     has_output = sys.stdout is not None
     for number in range(3):
         try:

@@ -104,7 +104,7 @@ def add_seed_option(parser: Any, *, help: str) -> None:
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """Add --steps, --sampler, --noise, --temperature, --top-k, --top-p and --seed."""
     group = parser.add_argument_group("sampling", "Options you omit come from the checkpoint.")
-    group.add_argument("--steps", type=types.count, metavar="N", help="maximal number of denoising steps per canvas")
+    group.add_argument("--steps", type=types.count, metavar="N", help="maximum number of denoising steps per canvas")
     add_sampler_option(group, default="`dgemma generate --help` lists all samplers")
     add_noise_option(group)
     group.add_argument("--temperature", type=types.positive(), metavar="T", help="temperature, constant over all steps")
@@ -241,7 +241,7 @@ def _in_config(arguments: argparse.Namespace, entry: str) -> Iterator[None]:
         yield
     except ValueError as error:
         file = resolve(arguments.model, files=["config.json"]) / "config.json"
-        rule, fix = str(error).removesuffix("."), f", or name another as --{entry}" if entry in arguments else ""
+        rule, fix = str(error).removesuffix("."), f", or pass another with --{entry}" if entry in arguments else ""
         raise ValueError(f'"{entry}" in {file} {rule}. Correct it there{fix}.') from None
 
 

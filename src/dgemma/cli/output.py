@@ -55,7 +55,7 @@ def print_json(content: dict[str, Any]) -> None:
 
 
 def print_note(text: str) -> None:
-    """Print a line for the reader on standard error. It may hold names from files and arguments."""
+    """Print a line for the user on standard error. It may hold names from files and arguments."""
     print(printable(text), file=sys.stderr)
 
 

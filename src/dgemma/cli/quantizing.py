@@ -39,7 +39,7 @@ def add_commands(commands: Any) -> None:
         choices=(*FORMATS, "none"),
         default="fp8",
         metavar="FORMAT",
-        help="format of attention and dense MLPs, or none to keep them plain (%(default)s)",
+        help="format of attention and dense MLPs, or none to leave them unquantised (%(default)s)",
     )
     parser.add_argument(
         "--group-size", type=types.count, default=64, metavar="N", help="columns per scale in int4 (%(default)s)"
@@ -50,7 +50,7 @@ def add_commands(commands: Any) -> None:
     parser.add_argument(
         "--calibration",
         metavar="FILE",
-        help="text file; int4 weights then get small errors on its tokens (GPTQ). Needs memory for the plain model",
+        help="text file for GPTQ, which reduces the errors of int4. Needs memory for the unquantised model",
     )
     options.add_device_option(parser)
     output.add_json_option(parser)
@@ -58,7 +58,7 @@ def add_commands(commands: Any) -> None:
 
 
 def _calibration(arguments: argparse.Namespace) -> Callable[[DiffusionGemma], None]:
-    """Return a function that shows the text to a model, in rows of a prefix and a canvas of the same length."""
+    """Return a function that runs a model on the text, in rows of a prefix and a canvas of the same length."""
     tokens = Tokenizer.from_pretrained(arguments.checkpoint).encode(read_text(arguments.calibration), bos=False)
 
     def run(model: DiffusionGemma) -> None:

@@ -1,4 +1,4 @@
-"""`dgemma serve`: a local server with the interface of OpenAI's."""
+"""`dgemma serve`: a local server with an OpenAI-compatible API."""
 
 import argparse
 import os
@@ -18,7 +18,7 @@ def add_commands(commands: Any) -> None:
         "serve",
         help="serve a model on this machine",
         usage="dgemma serve [OPTION ...]",
-        description="Serve a model with the interface of OpenAI's API, and a page to try it. Needs pip install "
+        description="Serve a model with an OpenAI-compatible API, and a page to try it. Needs pip install "
         "'dgemma[serve]'.",
         epilog="examples:\n  dgemma serve\n      then open http://127.0.0.1:8000\n"
         "  dgemma serve -m google/diffusiongemma-26B-A4B-it --fast --slots 16\n\n"
@@ -36,14 +36,14 @@ def add_commands(commands: Any) -> None:
         "--max-queue", type=types.count, default=256, metavar="N", help="requests that may wait (%(default)s)"
     )
     group.add_argument(
-        "--max-tokens", type=types.count, default=4096, metavar="N", help="tokens of an answer at most (%(default)s)"
+        "--max-tokens", type=types.count, default=4096, metavar="N", help="maximum tokens per answer (%(default)s)"
     )
     group.add_argument(
         "--max-seconds",
         type=types.positive(),
         default=300.0,
         metavar="S",
-        help="seconds of an answer at most (%(default)s)",
+        help="maximum seconds per answer (%(default)s)",
     )
     parser.set_defaults(run=_serve)
 

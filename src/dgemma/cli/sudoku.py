@@ -58,7 +58,7 @@ def add_commands(commands: Any) -> None:
     options.add_model_options(parser, default="dgemma/sudoku")
     group = parser.add_argument_group("sampling")
     group.add_argument(
-        "--steps", type=types.count, default=48, metavar="N", help="maximal number of denoising steps (%(default)s)"
+        "--steps", type=types.count, default=48, metavar="N", help="maximum number of denoising steps (%(default)s)"
     )
     options.add_sampler_option(
         group, default="entropy-bound:bound=0.01,greedy=True; `dgemma generate --help` lists all samplers"

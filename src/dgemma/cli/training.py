@@ -260,7 +260,7 @@ def _losses(log: TrainLog, file: TokenFile) -> dict[str, float]:
 
 
 class _Samples:
-    """Callback of `train` that now and then prints a canvas which the model writes from nothing."""
+    """Callback of `train` that prints a canvas sampled from the model every `_SAMPLE_SECONDS`."""
 
     def __init__(self, model: DiffusionGemma, tokenizer: Tokenizer, noise: Noise) -> None:
         self.model, self.tokenizer, self.noise = model, tokenizer, noise

@@ -46,7 +46,7 @@ def add_commands(commands: Any) -> None:
     parser.add_argument(
         "prompt", nargs="*", metavar="PROMPT", help="the text to continue; - or nothing reads standard input"
     )
-    _add_length(parser, "maximal number of tokens to write")
+    _add_length(parser, "maximum number of tokens to write")
     parser.add_argument("--chat", action="store_true", help="send the prompt as a user's turn, with the chat template")
     group = parser.add_argument_group("many prompts")
     group.add_argument(
@@ -56,7 +56,10 @@ def add_commands(commands: Any) -> None:
         "max_new_tokens and id",
     )
     group.add_argument(
-        "--out", type=types.new_file, metavar="FILE", help="file for the results, in JSON lines; may hold some already"
+        "--out",
+        type=types.new_file,
+        metavar="FILE",
+        help="JSON lines file for the results; prompts with a result in it are skipped",
     )
     group.add_argument("--slots", type=types.count, default=8, metavar="N", help="prompts at a time (%(default)s)")
     _add_options(parser, _generate)
@@ -72,7 +75,7 @@ def add_commands(commands: Any) -> None:
     parser.add_argument(
         "prompt", nargs="*", metavar="PROMPT", help="the text to continue; - or nothing reads standard input"
     )
-    _add_length(parser, "maximal number of tokens to write", default=128)
+    _add_length(parser, "maximum number of tokens to write", default=128)
     _add_options(parser, _race, pictures=False)
 
     parser = commands.add_parser(
@@ -84,7 +87,7 @@ def add_commands(commands: Any) -> None:
         epilog="examples:\n  dgemma chat -m google/diffusiongemma-26B-A4B-it --fast\n"
         "  dgemma chat --json < questions.txt\n      one JSON object per turn",
     )
-    _add_length(parser, "maximal number of tokens per turn")
+    _add_length(parser, "maximum number of tokens per turn")
     parser.add_argument("--thinking", action="store_true", help="let the model think first; show thoughts in brackets")
     _add_options(parser, _chat, pictures=False)
 

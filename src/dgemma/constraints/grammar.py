@@ -25,16 +25,14 @@ def grammar_pattern(grammar: str, depth: int) -> str:
         reason = " ".join(str(error).split())
         raise ValueError(f"Grammar.grammar must be in Lark's notation, got an error: {reason}") from None
     if parser.ignore_tokens:
-        raise ValueError("Grammar.grammar must not use %ignore. Write the space where it may stand.")
+        raise ValueError("Grammar.grammar must not use %ignore. Write white space into the rules.")
     terminals = {terminal.name: _terminal(terminal) for terminal in parser.terminals}
     rules: dict[str, list[list[Any]]] = {}
     for rule in parser.rules:
         rules.setdefault(rule.origin.name, []).append(list(rule.expansion))
     pattern = _expand("start", rules, terminals, depth, ())
     if pattern is None:
-        raise ValueError(
-            f"Grammar.depth must allow a text, got {depth}, at which every text is nested deeper. Raise it."
-        )
+        raise ValueError(f"Grammar.depth must be enough for the shallowest text of the grammar, got {depth}. Raise it.")
     return pattern
 
 

@@ -1,7 +1,7 @@
 """Languages that a text can be constrained to: regular expressions, JSON schemas, choices, grammars and tool calls.
 
-Each is a regular expression in the end. outlines-core turns it into an automaton over bytes, and `token_automaton` into
-one over tokens. Any tokenization of an accepted text is accepted.
+Each is translated into a regular expression. outlines-core turns it into an automaton over bytes, and
+`token_automaton` turns that into one over tokens. Any tokenization of an accepted text is accepted.
 """
 
 import dataclasses

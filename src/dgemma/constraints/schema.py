@@ -111,7 +111,9 @@ class _Compiler:
             part = part.replace("~1", "/").replace("~0", "~")
             target = target.get(part) if isinstance(target, Mapping) else None
         if not str(name).startswith("#") or target is None:
-            raise ValueError(f"JsonSchema.schema must refer to itself, got $ref {name!r} at {where}.")
+            raise ValueError(
+                f"JsonSchema.schema must refer only to parts of itself (#/...), got $ref {name!r} at {where}."
+            )
         if refs.count(name) >= self.notation.depth:
             return None
         return self.value(target, name, (*refs, name))
@@ -360,7 +362,7 @@ def _in_order(pieces: list[tuple[str, bool]], comma: str) -> str:
 
 
 def _bounds(schema: Mapping[str, Any], where: str, *, whole: bool) -> tuple[int | None, int | None]:
-    """The bounds of a number. Those of an integer include exclusive ones."""
+    """The bounds of a number. Exclusive bounds of an integer are converted to inclusive ones."""
     bounds: list[int | None] = []
     for name, exclusive, shift in (("minimum", "exclusiveMinimum", 1), ("maximum", "exclusiveMaximum", -1)):
         found = [(schema[key], key == exclusive) for key in (name, exclusive) if key in schema]
@@ -386,7 +388,7 @@ def _integers(low: int | None, high: int | None) -> str | None:
 
 
 def _numbers(low: int | None, high: int | None, above: bool, below: bool) -> str | None:
-    """The decimal numbers between low and high, without them if `above` and `below`."""
+    """The decimal numbers between low and high; `above` excludes low, `below` excludes high."""
     parts = []
     if low is None or low < 0:
         parts.append(

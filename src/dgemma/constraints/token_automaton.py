@@ -57,7 +57,7 @@ class TokenAutomaton(NamedTuple):
         return len(self.is_final)
 
     def shortest(self) -> np.ndarray:
-        """The smallest number of tokens from each state to a final one, (Q,); -1 where there is no way."""
+        """The smallest number of tokens from each state to a final one, (Q,); -1 where there is no path."""
         distance = np.where(self.is_final, 0, -1)
         state, column = np.nonzero(self.next_state >= 0)
         arcs = np.unique(np.stack((self.next_state[state, column], state)), axis=1)
@@ -99,14 +99,14 @@ def spell_tokens(automaton: ByteAutomaton, tokens: list[bytes | None]) -> TokenA
     starts = np.cumsum(lengths) - lengths
     data = np.frombuffer(b"".join(texts), np.uint8)
     functions = _Functions(table)
-    held = np.where(lengths > 0, 0, functions.nowhere)  # each token's function so far: the identity at first
+    token_function = np.where(lengths > 0, 0, functions.nowhere)  # each token's function so far: the identity at first
     for depth in range(int(lengths.max(initial=0))):
-        longer = np.flatnonzero((lengths > depth) & (held != functions.nowhere))
+        longer = np.flatnonzero((lengths > depth) & (token_function != functions.nowhere))
         if len(longer):
-            held[longer] = functions.followed_by(held[longer], data[starts[longer] + depth])
+            token_function[longer] = functions.followed_by(token_function[longer], data[starts[longer] + depth])
     columns = functions.table[:, :num_states].copy()  # (K, S)
     columns[columns == num_states] = NO_STATE
-    classes, next_state = _merge_columns(held.astype(np.int32), columns.T)
+    classes, next_state = _merge_columns(token_function.astype(np.int32), columns.T)
     return TokenAutomaton(classes, next_state, automaton.is_final).trimmed()
 
 

@@ -44,7 +44,7 @@ def _read(tokenizer: Any) -> list[bytes | None]:
     kinds = {decoder["type"] for decoder in decoders}
     if not kinds or not kinds <= {"ByteLevel", "ByteFallback", "Fuse", "Replace", "Metaspace", "Strip"}:
         raise ValueError(
-            f"A constraint's tokenizer must join tokens without a rule of its own, got the decoder {sorted(kinds)}. "
+            f"A constraint's tokenizer must decode every token independently, got the decoder {sorted(kinds)}. "
             "Use a byte-level or SentencePiece tokenizer."
         )
     vocabulary = pieces.get_vocab(with_added_tokens=True)

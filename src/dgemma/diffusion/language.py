@@ -1,7 +1,7 @@
 """A language over tokens as a finite automaton, and the prediction of a step conditioned on it exactly.
 
 A step predicts every position independently, p(x) = Π p_i(x_i). Conditioned on the text being in the language, p is a
-Markov chain over the automaton's states. Sums over its paths give the conditioned marginals and joint samples, maxima
+Markov chain over the automaton's states. Sums over its paths give the conditioned marginals and joint samples. Maxima
 give the most likely accepted text (forward-backward and Viterbi). This is exact for the prediction of one step, which
 is a product; it is not the model's joint law. `dgemma_kernels.ops.automaton` has the functions of this file as kernels.
 """
@@ -85,8 +85,8 @@ class Groups(NamedTuple):
 class Automaton(NamedTuple):
     """A deterministic automaton over tokens: V tokens in K classes with equal transitions, Q states, E arcs, L links.
 
-    An arc is a pair of states, and a link is a class that leads from its source to its target. Arcs are sorted by
-    source, links by arc.
+    An arc is a pair of states. A link is a class whose tokens lead from the arc's source to its target. Arcs are sorted
+    by source, links by arc.
     """
 
     token_class: Tensor  # (V,) int32
@@ -197,7 +197,7 @@ def splice_languages(mine: Language | None, donor: Language | None, rows: Tensor
 
 
 def _anything(known: Language, batch_size: int) -> Language:
-    """The language of all texts over the vocabulary and canvas of a known one."""
+    """The language of all texts over the vocabulary of a known language."""
     token_class = torch.zeros_like(known.automaton.token_class)
     automaton = Automaton.build(token_class, known.start.new_zeros(1, 1), known.end.new_zeros(1))
     return Language(automaton, known.start.new_zeros(batch_size), known.end.new_ones(batch_size, 1))
@@ -276,7 +276,7 @@ class Passes(NamedTuple):
 class Joint:
     """The joint law of a canvas: a prediction conditioned on a language and on the tokens at `fixed` positions.
 
-    A fixed token that no accepted text has is overruled, because the committed text must be in the language.
+    A fixed token that no accepted text has is replaced, because the committed text must be in the language.
     """
 
     prediction: Prediction  # shaped, before conditioning
@@ -361,8 +361,10 @@ class Joint:
         return kept
 
     def _spell(self, path: Tensor, pick: Callable[[Prediction], Tensor], text: Tensor, keeps: Tensor) -> Tensor:
-        """Return tokens (B, C) along a path of states (B, C + 1): those of `text` where it `keeps` them and they fit,
-        elsewhere those that `pick` takes from the prediction over the tokens between two states.
+        """Return tokens (B, C) along a path of states (B, C + 1).
+
+        Where `keeps` is True and the token of `text` fits the path, it is kept. Elsewhere `pick` chooses from the
+        prediction over the tokens that lead from one state to the next.
         """
         automaton = self.language.automaton
         between = automaton.next_state[path[:, :-1]] == path[:, 1:, None]  # (B, C, K)
@@ -375,7 +377,7 @@ class Joint:
 
 
 def class_sums(prediction: Prediction, automaton: Automaton) -> tuple[Tensor, Tensor]:
-    """Return the log-sum and the maximum of the shaped logits over each class, (B, C, K) float64 both."""
+    """Return the log-sum and the maximum of the shaped logits over each class, both (B, C, K) float64."""
     index, num_classes = automaton.token_class.long(), automaton.num_classes
     maxima = [max_by(logits, index, num_classes) for logits in prediction.pieces()]
     pieces = zip(prediction.pieces(), maxima, strict=True)
@@ -499,12 +501,12 @@ def max_by(values: Tensor, index: Tensor, size: int) -> Tensor:
 
 
 def any_by(flags: Tensor, index: Tensor, size: int) -> Tensor:
-    """True where any of the flags (..., n) that share an index (n,) is: (..., size)."""
+    """Logical or of the flags (..., n) that share an index (n,): (..., size)."""
     return max_by(flags.float(), index, size) > 0
 
 
 def _finite(values: Tensor) -> Tensor:
-    """Replace -inf by 0, to subtract a maximum of nothing."""
+    """Replace -inf, the maximum of an empty set, by 0, so that it can be subtracted."""
     return values.masked_fill(values == -torch.inf, 0.0)
 
 

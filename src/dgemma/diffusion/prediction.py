@@ -116,8 +116,8 @@ class Prediction:
         """Reshape the distribution: keep `allowed` tokens, divide logits by `temperature`, cut to top-k, then top-p.
 
         temperature: a number, (B,) or (B, C). allowed: boolean, broadcastable to (B, C, V), with at least one True per
-        position. `cut` is subtracted from the logits that top-k and top-p cut; a finite one leaves them as a last
-        resort. Nothing is computed until a statistic is read.
+        position. `cut` is subtracted from the logits that top-k and top-p cut; after a finite `cut` they can
+        still be drawn. Nothing is computed until a statistic is read.
 
         Example: `prediction.shaped(temperature=0.7, top_p=0.95).sample(u)`.
         """
@@ -181,7 +181,7 @@ class Prediction:
 
     @property
     def argmax(self) -> Tensor:
-        """The most probable token, lowest id on ties, (B, C). Of a joint law it is the most probable text."""
+        """The most probable token, lowest id on ties, (B, C). For a joint law it is the most probable text."""
         return self._statistics.argmax
 
     @property

@@ -22,7 +22,7 @@ from dgemma.diffusion.prediction import Prediction
 class DenoiseState:
     """One batch of canvases in the middle of denoising. B rows, C positions.
 
-    `open` marks positions that are still undecided. Once a token is committed for good, its position is no longer open.
+    `open` marks positions that are still undecided. A permanently committed position is no longer open.
     A sampler that decides everything again at each step, like the published one, keeps all unfrozen positions open.
     `frozen` positions never change. `noise_level` is 1 - α before the step, `next_noise_level` after it.
 

@@ -71,7 +71,7 @@ class Score(NamedTuple):
 
     @property
     def value(self) -> float:
-        """The number that the harness gets: the bound, or the causal likelihood without one."""
+        """The number that the harness gets: the bound if it was measured, otherwise the causal likelihood."""
         return self.causal if self.bound is None else self.bound.value  # type: ignore[return-value]
 
 
@@ -89,7 +89,7 @@ class DiffusionLM(TemplateLM):
       scores by the bound.
     - `num_samples`: noise levels per canvas for the bound, at least 8.
     - `check_greedy`: also test whether the model itself would write the continuation; slow, and few tasks read it.
-    - `max_length`: context and continuation of a likelihood; `max_gen_toks`: new tokens where the task does not say.
+    - `max_length`: context and continuation of a likelihood; `max_gen_toks`: new tokens if the task sets no limit.
     - `seed`: of all noise; None takes torch's seed, which the harness sets with `--seed`.
     - `details`: a file that gets a JSON line per request: its scores and intervals, or its steps and seed.
 
@@ -125,7 +125,7 @@ class DiffusionLM(TemplateLM):
         self._name, self._revision = type(pretrained).__name__, "unknown"
         if isinstance(pretrained, str | Path):
             self._name, self._revision = str(pretrained), _revision(resolve(pretrained))
-            # The harness names cuda:0 unless told otherwise.
+            # The harness passes cuda:0 by default.
             where = (device or "cuda") if torch.cuda.is_available() else "cpu"
             pretrained = DiffusionGemma.from_pretrained(pretrained, dtype=dtype, device=where).eval()
             if where == "cpu":

@@ -20,7 +20,7 @@ from dgemma.model.config import DenoiserConfig
 from dgemma.run.options import Allowed
 from dgemma.sampling.base import Sampler
 
-MOST_STEPS = 1_000_000  # of a canvas; a larger number is certainly a mistake
+MOST_STEPS = 1_000_000  # per canvas; a larger number is certainly a mistake
 _NO_TOKEN = "generate prompt_tokens must hold at least one token per row. Start with the bos token."
 
 
@@ -76,7 +76,7 @@ def read_seeds(seed: int | Sequence[int] | Tensor, prompt_tokens: Tensor) -> Ten
     whole = isinstance(seeds, list) and all(type(s) is int and -(2**63) <= s < 2**63 for s in seeds)
     if not whole or len(seeds) != batch_size:
         raise ValueError(
-            f"generate seed must be an int or one int per row ({batch_size}) that fit into 64 bits, got {show(seed)}."
+            f"generate seed must be an int or one int per row ({batch_size}), of 64 bits, got {show(seed)}."
         )
     return torch.tensor(seeds, dtype=torch.int64, device=prompt_tokens.device)
 

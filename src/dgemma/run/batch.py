@@ -32,7 +32,7 @@ class Row:
         self.steps: list[int] = []  # forwards of each finished block
         self.num_forwards = 0  # of the current canvas
         self.ended = False
-        self.state = None if plan.language is None else plan.language.start  # (1,) of the constraint
+        self.state = None if plan.language is None else plan.language.start  # (1,) state of the constraint
 
     @property
     def new_tokens(self) -> Tensor:
@@ -82,8 +82,8 @@ class _Group:
 class Batch:
     """Rows with the same knobs and noise, denoised together. `add` rows at any time; each `step` takes one step.
 
-    A row begins each canvas outside the batch, with the forward that also reads its last block. It joins the
-    others for its second step.
+    A row takes the first step of each canvas outside the batch, after its prompt or its previous block is encoded. It
+    joins the others for its second step.
 
     Example: `batch = Batch(model); batch.add(row); finished = batch.step()`.
     """
@@ -91,7 +91,7 @@ class Batch:
     def __init__(self, model: Denoiser) -> None:
         self._model = model
         self._waiting: list[Row] = []  # not yet read
-        # Rows that continue with another block, the tokens of their last one (R, C), and their cache before it.
+        # Rows between two blocks, the tokens of the finished block (R, C), and the cache without that block.
         self._between: list[tuple[list[Row], Tensor, Cache]] = []
         self._running: _Group | None = None
 
@@ -100,7 +100,7 @@ class Batch:
         return len(self._waiting) + len(between) + len(_present(self._running))
 
     def add(self, row: Row) -> None:
-        """Add a row, which begins with the next step."""
+        """Add a row. It starts at the next `step`."""
         self._waiting.append(row)
 
     def remove(self, row: Row) -> None:
@@ -119,7 +119,7 @@ class Batch:
 
     @torch.no_grad()
     def step(self) -> list[Row]:
-        """Take one step of every row, and return the rows that finished a block in it.
+        """Take one step of every row, and return the rows that finished a block. A row that starts a canvas takes two.
 
         Example: `texts = [row.new_tokens for row in batch.step() if row.ended]`.
         """
@@ -133,7 +133,7 @@ class Batch:
         return finished
 
     def _begin(self) -> Iterator[_Group]:
-        """Start the next canvas of the rows between two blocks, then that of the new rows."""
+        """Start the next canvas of rows between two blocks, then the first canvas of new rows."""
         between, self._between = self._between, []
         waiting, self._waiting = self._waiting, []
         for rows, tokens, cache in between:

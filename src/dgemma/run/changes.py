@@ -26,7 +26,7 @@ _ANY_SHAPE = frozenset({"awaited", "allowed", "self_cond", "memory", "stop_memor
 def list_changes(changes: Changes, state: DenoiseState, knobs: Knobs) -> dict[str, Any]:
     """Return the fields and knobs that change, by name. Changes are applied, recorded and replayed in this form.
 
-    Under mask noise a changed canvas opens exactly its masks, unless `open` changes too.
+    Under mask noise a changed canvas sets `open` to its mask positions, unless `open` changes too.
 
     Example: `list_changes({"top_k": 5}, state, knobs)` is `{"top_k": 5}`.
     """
@@ -124,7 +124,7 @@ def list_writes(before: DenoiseState, after: DenoiseState) -> dict[str, Any]:
 
 
 def knob_changes(listed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the listed changes that set a knob."""
+    """Return the listed changes that set a knob."""
     return {name: value for name, value in listed.items() if name not in _STATE_FIELDS or _is_schedule(name, value)}
 
 

@@ -253,6 +253,6 @@ def _refuse(
         if not bool(states[row].any()):
             break
     raise ValueError(
-        f"generate constraint must agree with frozen and allowed, got a row {row} that fits no further than position "
+        f"generate constraint must agree with frozen and allowed, but in row {row} no accepted text fits at position "
         f"{position}. Unfreeze it, allow other tokens there, or raise max_new_tokens."
     )

@@ -32,8 +32,7 @@ class Knobs:
             value = getattr(self, name)
             if not isinstance(value, base) and not (name == "stop" and value is None):
                 raise ValueError(
-                    f"Knobs.{name} must be a value such as {example.__name__}(), got {value!r}. "
-                    "Write a class with its parentheses."
+                    f"Knobs.{name} must be a value such as {example.__name__}(), got {value!r}. Instantiate the class."
                 )
             # The value is the key of a CUDA graph. If an attribute outside its fields changed, the old graph would run.
             if value is not None and not _is_frozen(value):
@@ -59,7 +58,7 @@ class Knobs:
 
 
 def _is_frozen(value: Any) -> bool:
-    """Return True for a frozen dataclass without other attributes, whose samplers and rules are of this kind too."""
+    """Return True for a frozen dataclass without other attributes. This must also hold for samplers and rules in it."""
     parameters = getattr(type(value), "__dataclass_params__", None)
     if parameters is None or not parameters.frozen:
         return False

@@ -1,4 +1,4 @@
-"""Many prompts through one model: `generate_many` keeps every slot of a batch at work, and continues after a kill."""
+"""Many prompts through one model: `generate_many` keeps every slot of a batch busy, and continues after a kill."""
 
 import hashlib
 import json
@@ -187,7 +187,7 @@ class PromptReader:
         tokenizer = self.tokenizer
         if tokenizer is None:
             raise ValueError(
-                "generate_many tokenizer must be there for texts and chats, got None. Pass "
+                "generate_many tokenizer must be set for texts and chats, got None. Pass "
                 "tokenizer=Tokenizer.from_pretrained(path), or prompts of token ids."
             )
         return tokenizer.encode(entry["prompt"]) if "prompt" in entry else tokenizer.chat(entry["messages"])

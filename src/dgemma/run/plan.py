@@ -38,7 +38,7 @@ class Plan:
     pad_token_id: int
     span: Span
     noise_level: float  # noise level of the blocks that `span.canvas` covers
-    language: RunLanguage | None = None  # of the constraint
+    language: RunLanguage | None = None  # None without a constraint
     first_block: int = 0  # the block number that the first block uses in random draws
     # (B,) the length of a text that ends inside a single canvas; the rest of the canvas is dropped.
     text_len: Tensor | None = None

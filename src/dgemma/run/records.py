@@ -53,7 +53,7 @@ class BlockCommit:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Output:
-    """The end of a run. tokens (B, P + N) and new_tokens (B, N); steps (B, blocks) counts forwards; see `generate`."""
+    """The result of a run: tokens (B, P + N), new_tokens (B, N) and forwards as `steps` (B, blocks); see `generate`."""
 
     tokens: Tensor
     new_tokens: Tensor

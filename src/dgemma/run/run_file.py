@@ -17,7 +17,7 @@ with suppress(ImportError):  # not on Windows
 _FORMAT = "dgemma run 1"
 _ABSENT = -1
 _LONGEST_HEADER = 1 << 24  # bytes
-_MOST_MISSING = 1 << 20  # prompts that may be unfinished before a finished one
+_MOST_MISSING = 1 << 20  # the most unfinished prompts that may precede a finished one
 
 
 class RunFile:
@@ -106,8 +106,8 @@ class RunFile:
                     break
                 if index in self:
                     raise ValueError(
-                        f"{self.path} must answer each prompt once, got prompt {index} again in line {number}. Remove "
-                        "one of its two lines."
+                        f"{self.path} must hold one result per prompt, got prompt {index} again in line {number}. "
+                        "Remove one of its two lines."
                     )
                 self._note(index, end)
                 end += len(line)

@@ -1,7 +1,7 @@
 """`generate_many` on several GPUs and machines: `generate_on_ray` with Ray, `generate_with_torchrun` with torchrun.
 
 Every worker has a whole model and its own batch. One process reads the prompts, hands them out, and writes the file, so
-a run has one file and continues like that of `generate_many`.
+a run has one file and is continued as with `generate_many`.
 """
 
 import importlib
@@ -127,7 +127,7 @@ class _Team:
         self._calls = {actor.describe.remote(): at for at, actor in enumerate(self._actors)}
         self._ready: set[int] = set()  # workers whose model is loaded
         self._again: deque[tuple[int, Any]] = deque()  # prompts of lost workers
-        self._tries: dict[Any, int] = {}  # by prompt, and by worker that is lost while it loads its model
+        self._tries: dict[Any, int] = {}  # losses by prompt, or by worker if its model was not loaded yet
         first, _ = ray.wait(list(self._calls), num_returns=1)
         self.settings: dict[str, Any] = ray.get(first[0])
 
@@ -149,7 +149,7 @@ class _Team:
                     self._ray.kill(actor)
 
     def _hand_out(self, at: int, prompts: Iterator[tuple[int, Any]], file: RunFile | None) -> Iterator[Completion]:
-        """Give a worker as many prompts as it may have. Yield those that are in the file instead."""
+        """Give a worker as many prompts as it may have. Yield the results that are already in the file."""
         new: list[tuple[int, Any]] = []
         while len(self._held[at]) + len(new) < self._most:
             following = self._again.popleft() if self._again else next(prompts, None)
@@ -164,7 +164,7 @@ class _Team:
             self._calls[self._actors[at].work.remote(new)] = at
 
     def _wait(self) -> list[dict[str, Any]]:
-        """Wait for one call, and return the results that it brings."""
+        """Wait until one call ends, and return its results."""
         done, _ = self._ray.wait(list(self._calls), num_returns=1)
         at = self._calls.pop(done[0])
         try:
@@ -207,9 +207,9 @@ def generate_with_torchrun(
 ) -> Iterator[Completion]:
     """Run `generate_many` in every process of torchrun. The first process writes the file and yields all results.
 
-    Each process loads its own model and iterates over the same prompts. A free slot takes the next prompt of all, so
-    fast processes do more. The other processes yield nothing. If a process is lost, torchrun ends all of them; with
-    `--max-restarts` it starts them again, and they continue from the file.
+    Each process loads its own model and iterates over the same prompts. A free slot takes the next prompt that no
+    process has taken, so fast processes do more. The other processes yield nothing. If a process is lost, torchrun ends
+    all of them; with `--max-restarts` it starts them again, and they continue from the file.
 
     Example, started with `torchrun --nproc-per-node 8 many.py`:
 

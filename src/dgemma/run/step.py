@@ -27,15 +27,16 @@ from dgemma.sampling.stopping import ask
 from dgemma.sampling.temperature import Temperature, check_temperature
 
 CacheT = TypeVar("CacheT", bound=Cache)
-# Under a constraint, tokens outside top-k and top-p lose this many nats. They are used where no text fits otherwise.
+# Under a constraint, this many nats are subtracted from tokens outside top-k and top-p, instead of excluding them. They
+# are then written only where the constraint accepts no text without them.
 _LAST_RESORT = 300.0
 
 
 class Denoiser(Generic[CacheT]):
-    """The interface that a run needs from a model. `DiffusionGemma`, the result of `accelerate` and `Guided` have it.
+    """The interface that a run needs from a model. `DiffusionGemma`, its accelerated form and `Guided` implement it.
 
-    A subclass defines `encode`, `denoise` and the attributes `config`, `generation` and `device`. An engine, which is a
-    faster denoiser such as the result of `accelerate`, may override `step`, `uniform` and `read_ahead` with faster
+    A subclass defines `encode`, `denoise` and the attributes `config`, `generation` and `device`. An engine is a
+    faster denoiser, such as the result of `accelerate`. It may override `step`, `uniform` and `read_ahead` with faster
     functions that return the same results.
 
     Example: `class Flat(Denoiser): denoise = lambda self, canvas, cache, self_cond=None: Prediction(...)`.
@@ -300,8 +301,9 @@ def start_state(
     """Return the state before the first step: pure noise, or your `canvas` (B, C) with noise where it is -1.
 
     frozen (B, C) bool marks positions that never change. allowed is boolean and broadcasts to (B, C, V). awaited (B, C)
-    bool marks the positions that decide when the canvas ends. The canvas becomes a text of `language`. A noise_level
-    below 1 skips the steps above it, to edit a canvas that is only partly noise. `uniform` draws like `draws.uniform`.
+    bool marks the positions that decide when the canvas ends. The committed tokens are a text of `language`. A
+    noise_level below 1 skips the steps above it, to edit a canvas that is only partly noise. `uniform` draws like
+    `draws.uniform`.
 
     Example: `start_state(knobs, UniformNoise(512), seeds=torch.arange(2), canvas_len=32, num_steps=16)`.
     """

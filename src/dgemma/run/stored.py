@@ -36,7 +36,7 @@ _TOKENS = ("canvas", "next_canvas", "draft", "argmax", "top_tokens")
 
 
 def check_content(content: Mapping[str, Any]) -> None:
-    """Raise ValueError unless `content` is what `Trajectory.save` writes; the message begins with the wrong part.
+    """Raise ValueError unless `content` is what `Trajectory.save` writes. The message names the invalid part.
 
     Example: `check_content(archive.load("run.safetensors", kind="trajectory"))`.
     """

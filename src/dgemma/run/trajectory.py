@@ -37,7 +37,7 @@ class RecordedStep:
 
     block: int
     index: int  # the step's place in its block
-    rows: Tensor  # (R,) of the batch
+    rows: Tensor  # (R,) row numbers in the batch
     step: Tensor  # (R,) int64, the step number used in random draws
     seeds: Tensor  # (R,) int64
     temperature: Tensor  # (R,) float32
@@ -208,7 +208,7 @@ class Trajectory:
     @classmethod
     @typed
     def load(cls, path: str | Path, *, classes: Iterable[type] = ()) -> Self:
-        """Read a trajectory. To replay or fork it, pass the classes of your own that the run used.
+        """Read a trajectory. If the run used your own classes, pass them to replay or fork it.
 
         Example: `Trajectory.load("run.safetensors", classes=[MySampler]).replay(model)`.
         """

@@ -18,9 +18,9 @@ class Sampler:
     """Base class: from a prediction, decides what to write to the canvas and what to return to noise.
 
     `state.open` marks the positions still to decide. Positions that are neither written nor renoised keep their token.
-    A written position is closed for good, with two exceptions. If the noise is in `redecides`, every unfrozen position
-    is open again at each step (the published sampler under uniform noise). If the sampler `revises`, it may change
-    closed positions itself. `valid_for` names the noises it may run under: "mask", "uniform", "hybrid".
+    A written position is closed permanently, with two exceptions. If the noise is in `redecides`, every unfrozen
+    position is open again at each step (the published sampler under uniform noise). If the sampler `revises`, it may
+    change closed positions itself. `valid_for` names the noises it may run under: "mask", "uniform", "hybrid".
 
     Draw random numbers with `state.uniform("any name")`. To keep memory, return it in `Decision.memory`. The next step
     reads it from `state.memory`; `start(state)` returns the first. Its tensors must be batch-first.

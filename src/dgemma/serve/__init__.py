@@ -1,1 +1,1 @@
-"""A local server with the interface of OpenAI's: `dgemma serve`, or `create_app` for your own process."""
+"""A local server with an OpenAI-compatible API: `dgemma serve`, or `create_app` for your own process."""

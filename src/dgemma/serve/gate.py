@@ -93,7 +93,7 @@ class Gate:
                 message = "The API key is missing or wrong. Send it as `Authorization: Bearer KEY`."
                 raise ApiError(401, message, code="invalid_api_key")
         if scope["method"] == "POST":
-            # A form of another site cannot send this type without asking first.
+            # A page of another site cannot send this type without a CORS preflight.
             if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
                 raise ApiError(415, "The body must be JSON. Send the header Content-Type: application/json.")
             length = headers.get("content-length")

@@ -35,7 +35,7 @@ class Message(_Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
-    refusal: None = None  # this and the next three are in messages that OpenAI's client wrote out
+    refusal: None = None  # OpenAI's client writes this field and the next three into its messages
     annotations: None = None
     audio: None = None
     function_call: None = None
@@ -169,7 +169,7 @@ def describe_mistake(errors: list[Any]) -> ApiError:
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"{name} is not a field that this server knows.", param=name, code="unknown_parameter")
     if first["type"] == "missing":
-        return ApiError(400, f"{name} must be there.", param=name, code="missing_required_parameter")
+        return ApiError(400, f"{name} is required.", param=name, code="missing_required_parameter")
     if first["type"] == "json_invalid":
         return ApiError(400, "The body must be valid JSON.", code="invalid_json")
     message = first["msg"][:1].lower() + first["msg"][1:200]

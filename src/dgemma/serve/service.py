@@ -135,7 +135,7 @@ class Service:
         form, choice = body.response_format, getattr(body, "tool_choice", None)
         if form is not None and form.type == "json_schema":
             if form.json_schema is None:
-                raise ApiError(400, "response_format.json_schema must be there.", param="response_format.json_schema")
+                raise ApiError(400, "response_format.json_schema is required.", param="response_format.json_schema")
             return {"constraint": _json_schema(json.dumps(form.json_schema.schema_), self.tokenizer)}
         if choice == "required" or isinstance(choice, ToolChoice):
             tools = [tool.model_dump(exclude_none=True) for tool in getattr(body, "tools", None) or []]
@@ -153,7 +153,7 @@ class Service:
         """Return the tokens of a chat. Without a chat template the model continues the texts of its turns."""
         if not self.tokenizer.has_chat_template:
             if body.tools:
-                raise ApiError(400, "tools must not be there: this model has no chat template.", param="tools")
+                raise ApiError(400, "tools must be empty: this model has no chat template.", param="tools")
             return self.tokenizer.encode("\n".join(message.text for message in body.messages))
         messages = []
         for message in body.messages:

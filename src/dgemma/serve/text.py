@@ -1,4 +1,4 @@
-"""The text of a request while it is written: deltas for a stream, stop strings, and the reason of its end."""
+"""The text of a request while it is written: deltas for a stream, stop strings, and its finish reason."""
 
 from collections.abc import Sequence
 
@@ -66,7 +66,7 @@ class GrowingText:
         return new
 
     def _safe_end(self, stop: str) -> int:
-        """Return the end of the text before the longest beginning of `stop` that it ends with."""
+        """Return the length of the text without the longest beginning of `stop` at its end."""
         for length in range(min(len(stop) - 1, len(self.text)), 0, -1):
             if self.text.endswith(stop[:length]):
                 return len(self.text) - length

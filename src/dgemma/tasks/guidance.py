@@ -133,7 +133,7 @@ class Guided(Denoiser[GuidedCache]):
     def encode(
         self, tokens: Tensor, cache: GuidedCache | None = None, attention_mask: Tensor | None = None
     ) -> GuidedCache:
-        """Read tokens (B, P) into both prefixes. Without a cache they are the prompt, replaced in the second prefix."""
+        """Read tokens (B, P) into both prefixes. Without a cache, the second prefix gets `unconditional`."""
         if cache is None:
             prompt, prompt_mask = self._stand_in(tokens, attention_mask)
             return GuidedCache(

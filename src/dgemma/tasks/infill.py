@@ -154,7 +154,7 @@ def edit(
     progress: bool = True,
     **options: Unpack[CanvasOptions],
 ) -> Infilling:
-    """Rewrite tokens (B, N) in place: noise them to `noise_level` (1 forgets the text), then denoise from there.
+    """Rewrite tokens (B, N) in place: noise them to `noise_level` (1 discards the text), then denoise from there.
 
     frozen (B, N) bool marks tokens that stay. A row's first token always stays, because a canvas needs a prefix. The
     other arguments are those of `infill`; under a `constraint` each run of tokens that are not frozen becomes a text of
@@ -213,7 +213,7 @@ class _Writer:
     constraint: Constraint = None
 
     def write(self, tokens: Tensor, real: Tensor, todo: Tensor) -> Infilling:
-        """Write the positions `todo` of tokens; all three are (B, N)."""
+        """Write the positions `todo` of `tokens`, of which `real` are not padding; all (B, N)."""
         device = tokens.device
         out, log_probs = tokens.clone(), torch.zeros(tokens.shape, device=device)
         forwards = torch.zeros(tokens.shape[0], dtype=torch.int64, device=device)
@@ -340,7 +340,7 @@ class _Writer:
 
 
 def _pad_rows(parts: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Pad rows of different lengths into one tensor, (R, longest); also return which of it is real."""
+    """Pad rows of different lengths into one tensor, (R, longest). Also return a mask of the real entries."""
     is_real = torch.arange(max(len(part) for part in parts)) < torch.tensor([len(part) for part in parts])[:, None]
     return pad_sequence(parts, batch_first=True).to(device), is_real.to(device)
 

@@ -30,7 +30,7 @@ _PLACES = [
     for far in (1, 2, 3, 4, 6)
     for across, up in ((5, 4), (5, -12), (-5, 4), (-5, -12))
 ]
-_LABELLED = 60  # most positions whose tokens are written below the axis
+_LABELLED = 60  # maximum number of positions whose tokens are written below the axis
 
 
 def plot_entropy(

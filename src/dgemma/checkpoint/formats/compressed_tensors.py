@@ -81,7 +81,9 @@ def read_compressed(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> 
             contents.problems.append(f"unexpected {name}: it belongs to no weight")
             continue
         if group is not None and is_linear(module):
-            contents.problems.append(f"missing codes of {module}: stored as {stored[name].dtype}, but not ignored")
+            contents.problems.append(
+                f"missing codes of {module}: stored as {stored[name].dtype}, but the config quantises it"
+            )
         elif weight_name(module) == module:
             unquantized.append(name)
         contents.entries[weight_name(module) if role else name] = plain_entry(name, stored[name])
@@ -321,7 +323,9 @@ def _module_tensors(module: str, weight: QuantizedWeight) -> dict[str, Tensor]:
         tensors["weight_global_scale"] = weight.row_scale[:1].reciprocal()
     elif isinstance(weight, IntWeight) and weight.bits == 4:
         if weight.shape[-1] % 8:
-            raise ValueError(f"save_pretrained cannot write {module}: its {weight.shape[-1]} columns are not 8 n.")
+            raise ValueError(
+                f"save_pretrained cannot write {module}: its {weight.shape[-1]} columns are not a multiple of 8."
+            )
         tensors = {"weight_packed": weight.codes.contiguous().view(torch.int32), "weight_scale": weight.scale}
         tensors["weight_shape"] = torch.tensor(weight.shape)
         if weight.zero_point is not None:

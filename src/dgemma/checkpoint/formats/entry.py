@@ -40,7 +40,7 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """The weights of a checkpoint by published name, what does not fit its own description, and notes for the user."""
+    """The weights of a checkpoint by published name, its mismatches with its config, and notes for the user."""
 
     entries: dict[str, Entry]
     problems: list[str] = field(default_factory=list)

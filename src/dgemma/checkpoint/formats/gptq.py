@@ -79,7 +79,7 @@ def _add(
         raise refuse("group_size", "be a number of columns, or -1 for whole rows", size)
     missing = [f"missing {module}.{role}" for role in _REQUIRED if role not in tensors]
     if missing or "weight" in tensors:
-        contents.problems.extend(missing or [f"unexpected {tensors['weight']}: stored in codes too"])
+        contents.problems.extend(missing or [f"unexpected {tensors['weight']}: it is also stored in codes"])
         return
     codes, zeros, scales = (stored[tensors[role]] for role in _REQUIRED)
     per_word = 32 // bits

@@ -49,7 +49,9 @@ def read_modelopt(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> Co
         if role not in ("", "weight"):
             contents.problems.append(f"unexpected {name}: it belongs to no weight")
         elif is_linear(module) and module not in ignore:
-            contents.problems.append(f"missing codes of {module}: stored as {stored[name].dtype}, but not ignored")
+            contents.problems.append(
+                f"missing codes of {module}: stored as {stored[name].dtype}, but the config quantises it"
+            )
         contents.entries[weight_name(module) if role else name] = plain_entry(name, stored[name])
     if config.get("kv_cache_scheme") or config.get("kv_cache_quant_algo"):
         contents.notes.append("The checkpoint asks for a quantised prefix cache. dgemma keeps it in the model's dtype.")
