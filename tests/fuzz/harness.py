@@ -175,8 +175,10 @@ def _work(family: Family, context: Any, folder: Path, seed: int, end: int, progr
         for current in range(seed, end):
             progress[:8] = struct.pack("q", current)
             own = folder / "case"
+            os.chdir(folder)
             shutil.rmtree(own, ignore_errors=True)
             own.mkdir()
+            os.chdir(own)  # an odd path such as "x" is a file here
             outcome, note = _attempt(family, context, random.Random(f"{family.name} {current}"), own)
             if canary.exists():
                 canary.unlink()

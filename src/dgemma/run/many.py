@@ -73,9 +73,10 @@ def generate_many(
     check_flags("generate_many", in_order=in_order, progress=progress)
     is_tokenizer = tokenizer is None or isinstance(tokenizer, Tokenizer)
     require(is_tokenizer, "generate_many tokenizer", "be a Tokenizer or None", tokenizer)
+    require(out is None or isinstance(out, str | Path), "generate_many out", "be a path or None", out)
     count = as_int(slots)
     require(count is not None and count >= 1, "generate_many slots", "be an integer of at least 1", slots)
-    if isinstance(prompts, str | bytes | Mapping):
+    if isinstance(prompts, str | bytes | Mapping | type) or not isinstance(prompts, Iterable):
         raise ValueError(f"generate_many prompts must be a collection of prompts, got {show(prompts)}. Write [prompt].")
     reader = PromptReader(model, tokenizer, options)
     file = None if out is None else RunFile(out, reader.describe())
