@@ -120,7 +120,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 def add_constraint_options(parser: argparse.ArgumentParser) -> None:
     """Add --regex, --json-schema and --choice."""
-    group = parser.add_argument_group("constraint", "Write only texts of a language. Give one of these options.")
+    group = parser.add_argument_group("constraint", "Write only texts of a given form. Use one of these options.")
     group.add_argument("--regex", metavar="PATTERN", help="texts that match a regular expression as a whole")
     group.add_argument("--json-schema", metavar="FILE", help="JSON that is valid under the schema in FILE")
     group.add_argument("--choice", action="append", metavar="TEXT", help="one of several texts; may be repeated")

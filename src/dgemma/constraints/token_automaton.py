@@ -173,10 +173,10 @@ def with_stops(automaton: TokenAutomaton, stop_tokens: tuple[int, ...], vocab_si
 
 
 def with_gaps(automaton: TokenAutomaton, starts: list[int], vocab_size: int) -> tuple[Automaton, list[int]]:
-    """Add a class without tokens, the last, for positions between two texts. Also return the state before each text.
+    """Add a last class, without tokens, for positions between two texts. Also return the new start states.
 
-    It leads from a final state to a new one, which has the transitions of the start. `starts` ascend: the states of
-    each of several automata that are next to each other begin there.
+    The class leads from a final state to a new start state, and from there to itself. That state has the transitions of
+    the old start. `starts`, in ascending order, are the first states of the automata that `unite` put together.
     """
     num_states = automaton.num_states
     fresh = num_states + np.searchsorted(starts, np.arange(num_states), side="right") - 1  # of each state's automaton

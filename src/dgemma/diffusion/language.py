@@ -70,14 +70,14 @@ class Fan(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """Things in order of the group that they belong to, and where each group begins, for loops in kernels."""
+    """Indices sorted by group, and where each group begins, for loops in kernels."""
 
     member: Tensor  # (n,) int32
     first: Tensor  # (groups + 1,) int32
 
     @classmethod
     def build(cls, group: Tensor, size: int) -> "Groups":
-        """Return the groups of things whose group numbers below `size` are (n,)."""
+        """Group the indices 0 .. n - 1 by their group numbers (n,), which are below `size`."""
         first = F.pad(group.bincount(minlength=size).cumsum(0), (1, 0))
         return cls(group.argsort(stable=True).int(), first.int())
 
@@ -396,7 +396,7 @@ def arc_weights(language: Language, classes: Tensor, *, total: bool) -> Tensor:
 
 
 def passes(language: Language, weights: Tensor, best_weights: Tensor) -> Passes:
-    """Sum over the paths through weights (B, C, E), forward and backward, and maximise over those through others."""
+    """Sum over paths by `weights`, forward and backward, and maximise over paths by `best_weights`; both (B, C, E)."""
     automaton, canvas_len = language.automaton, weights.shape[1]
     padded = _with_no_arc(weights)
     backward, forward = [_log(language.end)], [_log(_one_hot(language.start, automaton.num_states))]

@@ -84,9 +84,9 @@ def read_constraint(
 
 
 class HoleLanguage:
-    """The constraint of `infill` and `edit`: each run of positions that is written is a text of the language.
+    """The constraint of `infill` and `edit`: each contiguous run of holes is a text of the language.
 
-    holes (B, N) marks these positions in the text, and allowed (B or 1, N or 1, V) the tokens that may be written.
+    holes (B, N) marks the positions to write, and allowed (B or 1, N or 1, V) the tokens that may be written.
     """
 
     def __init__(self, owner: str, constraint: Constraint, holes: Tensor, allowed: Tensor | None, noise: Noise) -> None:

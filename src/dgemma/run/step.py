@@ -360,7 +360,7 @@ def start_state(
 def _check_start(
     knobs: Any, noise: Any, seeds: Any, canvas_len: Any, num_steps: Any, block: Any, noise_level: Any
 ) -> None:
-    """Check the arguments of `start_state` that are no constraints on the canvas."""
+    """Check the arguments of `start_state` that do not constrain the canvas."""
     for name, value, kind in (("knobs", knobs, Knobs), ("noise", noise, Noise)):
         if not isinstance(value, kind):
             require(False, f"start_state {name}", f"be a {kind.__name__}", value)

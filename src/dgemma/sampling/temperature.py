@@ -63,7 +63,7 @@ def _check(owner: Any, field: str) -> None:
 
 
 def check_temperature(temperature: Temperature, num_steps: int, device: torch.device) -> None:
-    """Raise unless a schedule of the user is finite and above 0 at every step. The library's own check themselves.
+    """Raise unless a user's schedule is finite and above 0 at every step. Schedules of the library check themselves.
 
     Example: `check_temperature(lambda step, num_steps: 1 / (1 + step), 48, torch.device("cpu"))`.
     """

@@ -45,7 +45,7 @@ class Observation:
         self.passes: list[Pass] = []
         self._prefix, self._device = prefix, device
         self._current: Pass | None = None  # the current pass, if it is recorded
-        self._thread = threading.get_ident()  # what other threads run is not recorded
+        self._thread = threading.get_ident()  # passes of other threads are not recorded
 
     @property
     def steps(self) -> list[Pass]:

@@ -22,7 +22,7 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 
 def class_sums(prediction: Any, automaton: Automaton) -> tuple[Tensor, Tensor]:
-    """Return the log-sum and the maximum of the shaped logits over each class, (B, C, K) float64 both.
+    """Return the log-sum and the maximum of the shaped logits over each class, both (B, C, K) float64.
 
     prediction: a `FusedPrediction`, shaped by a cap, a temperature and allowed tokens only.
     """
@@ -73,7 +73,7 @@ def arc_weights(language: Language, classes: Tensor, *, total: bool) -> Tensor:
 
 
 def passes(language: Language, weights: Tensor, best_weights: Tensor) -> Passes:
-    """Sum over the paths through weights (B, C, E), forward and backward, and maximise over those through others."""
+    """Sum over paths by `weights`, forward and backward, and maximise over paths by `best_weights`; both (B, C, E)."""
     batch_size, canvas_len, _ = weights.shape
     shape = (3, batch_size, canvas_len + 1, language.automaton.num_states)
     out = torch.empty(shape, dtype=torch.float64, device=weights.device)
