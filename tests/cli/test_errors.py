@@ -12,7 +12,20 @@ import pytest
 import dgemma
 from dgemma.cli.main import build_parser
 
-COMMANDS = ("generate", "race", "chat", "infill", "edit", "sudoku", "info", "bench", "evaluate", "train")
+COMMANDS = (
+    "generate",
+    "race",
+    "chat",
+    "infill",
+    "edit",
+    "sudoku",
+    "info",
+    "bench",
+    "quantize",
+    "evaluate",
+    "train",
+    "serve",
+)
 CONTRADICTION = "55" + "." * 79
 
 
