@@ -275,11 +275,13 @@ class PretrainedTokenizer(Tokenizer):
         config = self._read_config()
         self._names_template = config.get("chat_template") is not None
         self._add_tokens(config)
-        self.vocab_size = max(self._pieces.get_vocab().values()) + 1
+        ids = self._pieces.get_vocab().values()
+        require(bool(ids), f"the vocabulary of {file}", "have at least one token", len(ids), "Download it again.")
+        self.vocab_size = max(ids) + 1
         for name in ("pad", "eos", "bos", "mask"):
             token = config.get(f"{name}_token")
             token = token.get("content") if isinstance(token, dict) else token
-            token_id = None if token is None else self._pieces.token_to_id(token)
+            token_id = self._pieces.token_to_id(token) if isinstance(token, str) else None
             if token_id is None and name != "mask":
                 raise ValueError(
                     f"Tokenizer.{name}_token_id must be set, got None in {folder}. Complete its tokenizer_config.json."
@@ -298,7 +300,9 @@ class PretrainedTokenizer(Tokenizer):
         """Add tokens that are only in the config, at their ids."""
         file = self._folder / "tokenizer_config.json"
         listed: dict[int, tokenizers.AddedToken] = {}
-        for key, token in (config.get("added_tokens_decoder") or {}).items():
+        added = config.get("added_tokens_decoder") or {}
+        require(isinstance(added, dict), "Tokenizer.added_tokens_decoder", f"be a dictionary in {file}", added)
+        for key, token in added.items():
             try:
                 listed[int(key)] = tokenizers.AddedToken(**token)
             except (TypeError, ValueError):
