@@ -1,7 +1,7 @@
 """The mixture-of-experts half of a layer at the published sizes: parity first, then time against read bandwidth.
 
 python kernels/benchmarks/experts.py                  every kernel of the half, the experts from 1 to 4,096 tokens
-python kernels/benchmarks/experts.py --weights packed with the experts in 12 bits, or in float8 by --weights fp8
+python kernels/benchmarks/experts.py --weights int4   with the experts in another format
 
 Weights are random and differ in every layer (30 layers are 45 GB, so that no cache helps). Routing is random as well:
 even over all experts, the worst case, or over 84 random experts per layer, as observed on text. `experts_sweep.py`
@@ -20,7 +20,7 @@ import torch
 from timing import demand_parity, describe_run, measure_read_bandwidth, time_graph
 from torch import Tensor
 
-from dgemma_kernels.formats import ENCODERS, ExpertWeights, Packed, Quantized, quantize, stored_tensors
+from dgemma_kernels.formats import ENCODERS, ExpertWeights, FourBit, Packed, Quantized, quantize, stored_tensors
 from dgemma_kernels.formats.float8 import values_and_scale
 from dgemma_kernels.ops import configs, experts, mlp, norms, router
 from dgemma_kernels.ops.mlp import reference as mlp_reference
@@ -64,7 +64,7 @@ def draw_layer(format: str) -> Layer:
     weights = {name: torch.randn(*shape, dtype=torch.bfloat16, device=GPU) for name, shape in shapes.items()}
     weights = {name: weight.mul_(weight.shape[-1] ** -0.5).to(DTYPE) for name, weight in weights.items()}
     encoded: dict[str, Any] = {
-        name: encode(weights[name]) for name, encode in zip(("gate_up", "down"), ENCODERS[format], strict=True)
+        name: encode(weights[name], DTYPE) for name, encode in zip(("gate_up", "down"), ENCODERS[format], strict=True)
     }
     return Layer(format=format, **(weights | encoded))
 
@@ -132,7 +132,7 @@ def check_experts(name: str, layer: Layer, index: Tensor) -> float:
         raise SystemExit(f"PARITY FAILED, nothing timed: sort_by_expert, {name}.")
     want, want_hidden = (torch.empty(tiles.pairs.numel(), n, dtype=torch.float64, device=GPU) for n in (D, F))
     wide, first = x.decode() if isinstance(x, Quantized) else x.double(), 0
-    gate_up, down = (w.decode() if isinstance(w, Packed) else w for w in (layer.gate_up, layer.down))
+    gate_up, down = (w.decode() if isinstance(w, Packed | FourBit) else w for w in (layer.gate_up, layer.down))
     for expert in range(E):
         pairs = (index.flatten() == expert).nonzero()[:, 0]
         here, first = slice(first, first + len(pairs)), first + len(pairs)
@@ -334,6 +334,7 @@ class Half:
         x, dense_in, expert_in, router_in = norms.attention_residual(
             self.attention, x, *self.residual_norms, EPS, float8=layer.format == "fp8"
         )
+        assert isinstance(dense_in, Tensor)
         side = self.side or main
         side.wait_stream(main)
         with torch.cuda.stream(side):

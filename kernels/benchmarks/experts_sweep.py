@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from experts import (
+    DTYPE,
     GPU,
     A,
     D,
@@ -175,10 +176,10 @@ def compile_tile(rows: int, gate_up: tuple[int, ...], down: tuple[int, ...], for
     encode_gate_up, encode_down = ENCODERS[format]
     with contextlib.suppress(Exception), expert_table((config,), format):
         if gate_up:
-            experts.expert_gate_up(draw_input(8, format), encode_gate_up(draw_rows(1, 2 * F, D)), tiles)
+            experts.expert_gate_up(draw_input(8, format), encode_gate_up(draw_rows(1, 2 * F, D), DTYPE), tiles)
         else:
             routing = torch.ones(8, A, device=GPU)
-            experts.expert_down(draw_hidden(8 * A, format), encode_down(draw_rows(1, D, F)), routing, tiles)
+            experts.expert_down(draw_hidden(8 * A, format), encode_down(draw_rows(1, D, F), DTYPE), routing, tiles)
 
 
 def compile_tiles(rows: set[int], format: str) -> None:

@@ -2,7 +2,7 @@
 
 python kernels/benchmarks/step.py                    every part, about four minutes
 python kernels/benchmarks/step.py --parts parity step profile
-python kernels/benchmarks/step.py --weights packed   with the experts in 12 bits, or in float8 by --weights fp8
+python kernels/benchmarks/step.py --weights int4     with the experts in another format
 python kernels/benchmarks/step.py --transformers     also transformers' eager step, in another process
 python kernels/benchmarks/step.py --compiled         also transformers' compiled step, which takes minutes
 
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from generate import build, draw_tokens
 from timing import demand_parity, describe_run, measure_read_bandwidth, results_folder
 from torch import Tensor
 
@@ -31,24 +32,19 @@ import dgemma
 from dgemma.model import experts as reference_experts
 from dgemma.run.knobs import Knobs
 from dgemma.run.plan import read_plan
-from dgemma.run.records import BlockCommit
 from dgemma.run.step import start_state
 from dgemma_kernels import FusedDenoiser, accelerate
 from dgemma_kernels.engine.cache import FusedCache
-from dgemma_kernels.formats import ENCODERS, quantize, stored_tensors
+from dgemma_kernels.formats import ENCODERS, decode, quantize, stored_tensors
 
-PARTS = ("parity", "step", "profile", "batches", "prefixes", "skewed", "generate", "words")
-CANVAS, PROMPT, STEPS, DISTINCT = 256, 1024, 16, 84
+PARTS = ("parity", "step", "profile", "batches", "prefixes", "skewed")
+CANVAS, PROMPT, DISTINCT = 256, 1024, 84
 GPU = torch.device("cuda")
 
 
 def knobs_of(model: FusedDenoiser, stop: bool = False) -> Knobs:
     anything = torch.zeros(1, 1, dtype=torch.int64, device=GPU)
     return read_plan(model, anything, stop="checkpoint" if stop else None).knobs
-
-
-def draw_tokens(*shape: int) -> Tensor:
-    return torch.randint(5, 262_144, shape, device=GPU)
 
 
 def random_prefix(model: FusedDenoiser, batch: int, length: int) -> FusedCache:
@@ -112,15 +108,17 @@ def count_active(model: FusedDenoiser, cache: FusedCache) -> float:
 
 def step_bytes(model: FusedDenoiser, active: float, batch: int, prefix: int) -> float:
     """Return the fewest bytes of a step: each used weight once (the embedding twice), prefix, logits twice."""
-    config, total, of_experts = model.config, 0.0, 0.0
+    config, total, in_bytes = model.config, 0.0, 0.0
     for layer in model._forward.weights.layers:
         both = (layer.expert_gate_up, layer.expert_down)
-        of_experts += active / config.num_experts * sum(t.nbytes for w in both for t in stored_tensors(w))
-        total += sum(w.numel() for w in (layer.qkv, layer.o, layer.router, layer.gate_up, layer.down))
+        in_bytes += active / config.num_experts * sum(t.nbytes for w in both for t in stored_tensors(w))
+        others = (layer.qkv, layer.o, layer.router, layer.gate_up, layer.down)
+        in_bytes += sum(t.nbytes for w in others for t in stored_tensors(w))
         seen = prefix if layer.shape.window is None else min(prefix, layer.shape.window - 1)
         total += 2 * batch * seen * layer.shape.num_key_value_heads * layer.shape.head_dim
-    total += 2 * model._forward.weights.embedding.numel() + 4 * batch * CANVAS * config.vocab_size
-    return of_experts + 2 * total
+    in_bytes += sum(t.nbytes for t in stored_tensors(model._forward.weights.head))
+    total += model._forward.weights.embedding.numel() + 4 * batch * CANVAS * config.vocab_size
+    return in_bytes + 2 * total
 
 
 class Results:
@@ -145,14 +143,16 @@ def typical_error(got: Tensor, want: Tensor) -> float:
     return ((got - want).norm(dim=-1) / want.norm(dim=-1)).log().mean().exp().item()
 
 
-def round_experts(model: dgemma.DiffusionGemma, wide: dgemma.DiffusionGemma) -> None:
-    """Round both models' experts to float8, and let `model` round the experts' inputs as the kernels do."""
+def round_experts(model: dgemma.DiffusionGemma, wide: dgemma.DiffusionGemma, weights: str) -> None:
+    """Round both models' experts to a format. For float8, let `model` round the experts' inputs as the kernels do."""
     layers: list[Any] = list(model.layers)
     for layer, wide_layer in zip(layers, wide.layers, strict=True):
-        for name in ("gate_up_proj", "down_proj"):
-            rounded = quantize(getattr(layer.experts, name)).decode()
+        for name, encode in zip(("gate_up_proj", "down_proj"), ENCODERS[weights], strict=True):
+            rounded = decode(encode(getattr(layer.experts, name).detach(), torch.bfloat16))
             getattr(layer.experts, name).copy_(rounded)
             getattr(wide_layer.experts, name).copy_(rounded)
+        if weights != "fp8":
+            continue
         gate_up, down = layer.experts.gate_up, layer.experts.down
         layer.experts.gate_up = lambda rows, ends, fn=gate_up: fn(quantize(rows).decode().to(rows.dtype), ends)
         layer.experts.down = lambda rows, ends, fn=down: fn(
@@ -163,7 +163,7 @@ def round_experts(model: dgemma.DiffusionGemma, wide: dgemma.DiffusionGemma) -> 
 def check_parity(results: Results, weights: str) -> None:
     """Check two layers of the published size: bf16 engine and reference against float32, and equal generations.
 
-    In float8 all three models have the rounded weights. Engine and reference also round the experts' inputs.
+    All three models have the rounded weights. In float8, engine and reference also round the experts' inputs.
     """
     config = dgemma.presets.diffusiongemma_26b_a4b().replace(
         num_hidden_layers=2, layer_types=dgemma.model.config.default_layer_types(2)
@@ -191,8 +191,8 @@ def check_parity(results: Results, weights: str) -> None:
             return first.logits, second.logits, words, torch.cat(each, dim=1)
 
     fast = accelerate(model, weights)
-    if weights == "fp8":
-        round_experts(model, wide)
+    if weights not in ("bf16", "packed"):
+        round_experts(model, wide, weights)
     want, plain, got = run(wide), run(model), run(fast)
     del wide
     for name, g, p, w in zip(("denoise", "self-conditioned", "causal", "word by word"), got, plain, want, strict=True):
@@ -255,19 +255,15 @@ def check_greedy(results: Results, model: dgemma.DiffusionGemma, fast: FusedDeno
     results.add("greedy", tokens_chosen=total, the_same=same, else_within_rounding=total - same, two_texts_agree=agreed)
 
 
-def build(weights: str) -> tuple[FusedDenoiser, dict[str, float]]:
+def build_and_run(weights: str, float8: tuple[str, ...]) -> tuple[FusedDenoiser, dict[str, float]]:
     start = time.perf_counter()
-    config = dgemma.presets.diffusiongemma_26b_a4b()
-    model = dgemma.DiffusionGemma(config, device=GPU, dtype=torch.bfloat16).requires_grad_(False)
+    fast = build(weights, float8)
     torch.cuda.synchronize()
     built = time.perf_counter()
-    fast = accelerate(model, weights, release=weights != "bf16")
-    del model
     fast.encode(draw_tokens(1, PROMPT))
     dgemma.generate(fast, draw_tokens(1, PROMPT), max_new_tokens=CANVAS, steps=1, progress=False)
     torch.cuda.synchronize()
-    seconds = {"build_s": built - start, "first_token_s": time.perf_counter() - built}
-    return fast, seconds
+    return fast, {"build_s": built - start, "first_token_s": time.perf_counter() - built}
 
 
 def time_step(results: Results, part: str, model: FusedDenoiser, batch: int, prefix: int) -> float:
@@ -309,65 +305,6 @@ def profile_step(results: Results, model: FusedDenoiser) -> None:
     results.add("profile", us=sum(row[2] for row in rows), launches=sum(row[1] for row in rows), kernel="all")
 
 
-def time_generate(results: Results, model: FusedDenoiser) -> None:
-    """Time 16 fixed steps and the commit of every canvas but the first with `dgemma.generate`, without the prefill.
-
-    The timed canvases follow 1,024 tokens on average with the first prompt, and 1,792 with the second.
-    """
-    first = 0.0
-    for prompt, batch in itertools.product((PROMPT - 3 * CANVAS, PROMPT), (1, 2, 4)):
-        times: list[float] = []
-        for _ in range(2):  # the first run captures
-            marks, events = (
-                [],
-                dgemma.stream(
-                    model,
-                    draw_tokens(batch, prompt),
-                    max_new_tokens=6 * CANVAS,
-                    steps=STEPS,
-                    stop=None,
-                    eos_token_ids=[],
-                ),
-            )
-            for event in events:
-                if isinstance(event, BlockCommit):
-                    torch.cuda.synchronize()
-                    marks.append(time.perf_counter())
-            times = [b - a for a, b in itertools.pairwise(marks)]
-        rate = batch * CANVAS / statistics.median(times)
-        first = rate if batch == 1 else first
-        each = statistics.median(times) * 1e3
-        results.add(
-            "generate",
-            prompt=prompt,
-            batch=batch,
-            canvas_ms=each,
-            from_ms=min(times) * 1e3,
-            to_ms=max(times) * 1e3,
-            tokens_per_s=rate,
-            against_batch_1=rate / first,
-        )
-
-
-def time_words(results: Results, model: FusedDenoiser, step_ms: float | None) -> None:
-    cache = model.encode(draw_tokens(1, PROMPT))
-    word = draw_tokens(1, 1)
-    for _ in range(3):
-        word = model.causal_logits(word, cache).argmax(-1)
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(64):
-        word = model.causal_logits(word, cache).argmax(-1)
-    torch.cuda.synchronize()
-    each = (time.perf_counter() - start) / 64 * 1e3
-    captured = next(c for key, c in reversed(cache.buffers.graphs.items()) if key[0] == "token")
-    (graph, spread), _ = time_replays(captured._replay.replay)
-    results.add("words", ms_a_token=each, graph_ms=graph, spread_ms=spread, tokens_per_s=1e3 / each)
-    if step_ms is not None:
-        for tokens in (10, 15, 20):
-            results.add("words", tokens_per_forward=tokens, diffusion_against_words=each / (step_ms / tokens))
-
-
 def restrict_experts(model: FusedDenoiser) -> None:
     """Restrict each layer to DISTINCT experts: a router row of zeros is never among the eight largest scores."""
     for layer in model._forward.weights.layers:
@@ -378,14 +315,15 @@ def restrict_experts(model: FusedDenoiser) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", choices=tuple(ENCODERS), default="bf16", help="storage format of the experts")
+    parser.add_argument(
+        "--float8", nargs="*", choices=("attention", "dense", "head"), default=[], help="what else is float8"
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 2, 4, 8])
     parser.add_argument("--prefixes", nargs="+", type=int, default=[0, 1024, 16_384, 131_072])
     parser.add_argument("--transformers", action="store_true", help="time transformers' eager step as well")
     parser.add_argument("--compiled", action="store_true", help="time its compiled step, which takes minutes")
-    parser.add_argument(
-        "--output", type=Path, help="by default results/<gpu>/step.json, step_packed.json or step_fp8.json"
-    )
+    parser.add_argument("--output", type=Path, help="by default results/<gpu>/step.json, or step_<weights>.json")
     options = parser.parse_args()
     name = "step.json" if options.weights == "bf16" else f"step_{options.weights}.json"
     if not torch.cuda.is_available():
@@ -407,22 +345,15 @@ def main() -> None:
         torch.cuda.empty_cache()
     keep()
     torch.cuda.reset_peak_memory_stats()
-    model, seconds = build(options.weights)
+    model, seconds = build_and_run(options.weights, tuple(options.float8))
     results.add("build", **seconds)
-    step_ms = None
     if "step" in options.parts:
-        step_ms = time_step(results, "step", model, 1, PROMPT)
+        time_step(results, "step", model, 1, PROMPT)
         peak, held = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
         results.add("memory", peak_gib=peak / 2**30, held_gib=held / 2**30)
         keep()
     if "profile" in options.parts:
         profile_step(results, model)
-        keep()
-    if "generate" in options.parts:
-        time_generate(results, model)
-        keep()
-    if "words" in options.parts:
-        time_words(results, model, step_ms)
         keep()
     if "batches" in options.parts:
         for batch in options.batches:

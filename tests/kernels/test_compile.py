@@ -46,7 +46,8 @@ def test_no_kernel_spills_registers(compiled):
         "packed times float32": 1024,
         "_attention_hopper_kernel": 64,
     }
-    limits = {} if triton.__version__.startswith("3.6.") else few
+    # Four programs of gate_up share a multiprocessor only with 128 registers. That was faster than no spill.
+    limits = {"compile_cases_fourbit": 32} | ({} if triton.__version__.startswith("3.6.") else few)
 
     def spills(row: dict) -> bool:
         allowed = max((limit for part, limit in limits.items() if part in row["case"]), default=0)
@@ -76,8 +77,9 @@ def test_products_of_float8_are_not_widened_first(compiled):
     assert all(name.endswith("k32.f32.e4m3.e4m3") for names in used for name in names)
 
 
-def test_packed_weights_are_multiplied_from_registers(compiled):
-    used = [row for row in compiled if "compile_cases_packed" in row["case"] and row["wants_wgmma"]]
+def test_decoded_weights_are_multiplied_from_registers(compiled):
+    decoded = ("compile_cases_packed", "compile_cases_fourbit")
+    used = [row for row in compiled if row["case"].startswith(decoded) and row["wants_wgmma"]]
     assert used
     assert all(row["left_in_registers"] for row in used)
     assert all(name.endswith("k16.f32.bf16.bf16") for row in used for name in row["wgmma"])

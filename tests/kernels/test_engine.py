@@ -463,8 +463,8 @@ def test_generation_defaults_start_as_the_models_and_then_change_independently(w
 def test_unsupported_arguments_raise_with_a_reason(models, monkeypatch):
     plain, fast = models
     prompt, _ = ragged_prompt()
-    with pytest.raises(ValueError, match='weights must be "bf16", "packed" or "fp8", got \'int4\''):
-        accelerate(plain, weights="int4")
+    with pytest.raises(ValueError, match="weights must be one of bf16, packed, fp8, int4, nvfp4, got 'int2'"):
+        accelerate(plain, weights="int2")
     with pytest.raises(TypeError, match=r"model must be a DiffusionGemma, got FusedDenoiser\. Pass the original"):
         accelerate(fast, weights="packed")
     with pytest.raises(ValueError, match="head_dim must be a power of two >= 16"):

@@ -407,7 +407,9 @@ def test_a_gpu_without_float8_raises_and_names_the_fix(models, monkeypatch):
     model, pickled = make_model(torch.device("cpu"), moe_intermediate_size=80), pickle.dumps(models[2])
     monkeypatch.setattr(dgemma.DiffusionGemma, "device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    with pytest.raises(ValueError, match=r'fp8" needs a GPU of .* 8\.9 or higher, got 8\.6\. Use weights="bf16"'):
+    with pytest.raises(
+        ValueError, match=r'float8 products need a GPU of .* 8\.9 or higher, got 8\.6\. Use weights="bf16"'
+    ):
         accelerate(model, weights="fp8")
-    with pytest.raises(ValueError, match=r'fp8" needs a GPU of .* 8\.9 or higher'):
+    with pytest.raises(ValueError, match=r"float8 products need a GPU of .* 8\.9 or higher"):
         pickle.loads(pickled)

@@ -8,6 +8,7 @@ is captured for one set of frozen values: sampler, noise, temperature schedule, 
 
 import copy
 import weakref
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,7 +31,7 @@ from dgemma_kernels.engine.captured import CapturedDenoise, CapturedRead, Captur
 from dgemma_kernels.engine.forward import Forward
 from dgemma_kernels.engine.graphs import Turn, compile_together, in_turn, remembered, use_here
 from dgemma_kernels.engine.prediction import FusedPrediction, Logits, SoftEmbedding
-from dgemma_kernels.engine.weights import Weights, take_weights
+from dgemma_kernels.engine.weights import Weights, stored_format, take_weights
 from dgemma_kernels.engine.workspace import Workspace
 from dgemma_kernels.formats import ENCODERS, Quantized
 from dgemma_kernels.ops.attention import KernelName
@@ -38,23 +39,34 @@ from dgemma_kernels.ops.draws import kernel as draws
 
 
 def accelerate(
-    model: DiffusionGemma, weights: str = "bf16", *, release: bool = False, attention: KernelName = "auto"
+    model: DiffusionGemma,
+    weights: str | None = None,
+    *,
+    float8: Collection[str] = (),
+    release: bool = False,
+    attention: KernelName = "auto",
 ) -> "FusedDenoiser":
     """Return the same denoiser with fused kernels, for `dgemma.generate` to use in place of the model.
 
     The model's tensors are shared, not copied; its q, k, v and gate, up projections become views of fused tensors. Do
-    not move, train or cast the model while the accelerated one is in use.
+    not move, train or cast the model while the accelerated one is in use. `weights` is the format of the experts, which
+    are 42 of the 47 GiB of the published model. By default it is the format that the model has.
 
-    - `weights="bf16"` uses the weights unchanged: 47 GiB for the published model, of which 42 are experts.
-    - `weights="packed"` stores the experts in 12 bits per weight without loss, 32 GiB in total. It is faster because a
-      step mostly reads weights.
-    - `weights="fp8"` rounds the experts to float8 (e4m3) with a scale per output, and their inputs with one per row,
-      21 GiB in total. It needs a GPU with fp8 tensor cores: Ada, Hopper or later.
+    - `weights="bf16"` uses the weights unchanged.
+    - `weights="packed"` stores them in 12 bits per weight without loss, 32 GiB in total. It is faster because a step
+      mostly reads weights.
+    - `weights="fp8"` rounds them to float8 (e4m3) with a scale per output, and their inputs with one per row, 21 GiB in
+      total. It needs a GPU with fp8 tensor cores: Ada, Hopper or later.
+    - `weights="int4"` rounds them to integers of 4 bits with a scale per 64 columns, and `weights="nvfp4"` to floats of
+      4 bits with a scale per 16 columns: 11 and 12 GiB of experts. Inputs keep their dtype.
 
-    Packed and float8 experts are new tensors; the model's own are freed with the model. `release` removes each layer's
-    experts from the model as soon as they are converted, so that at most one layer exists twice. `attention` names
-    the attention kernel: "triton", "hopper" or "auto" (the choice of `dgemma_kernels.ops.attention.choose_kernel`).
-    "hopper" raises where it cannot run.
+    A model with quantised experts keeps its own format; its codes are reordered and never decoded. `float8` names other
+    products to compute in float8: "attention" (q, k, v and o), "dense" (the dense MLP) and "head".
+
+    Converted weights are new tensors; the model's own are freed with the model. `release` removes them from the model
+    as soon as they are converted, so that at most one layer exists twice. `attention` names the attention kernel:
+    "triton", "hopper" or "auto" (the choice of `dgemma_kernels.ops.attention.choose_kernel`). "hopper" raises where it
+    cannot run.
 
     Example: `fast = accelerate(DiffusionGemma.from_pretrained(path, dtype=torch.bfloat16, device="cuda"))`.
     """
@@ -62,11 +74,16 @@ def accelerate(
         raise TypeError(
             f"accelerate model must be a DiffusionGemma, got {type(model).__name__}. Pass the original model."
         )
+    if weights is None:
+        weights = stored_format(model)
     if weights not in ENCODERS:
-        raise ValueError(f'accelerate weights must be "bf16", "packed" or "fp8", got {weights!r}.')
-    if release and weights == "bf16":
-        raise ValueError('accelerate release must be False for weights="bf16", which are the model\'s own.')
-    _require_gpu(model, float8=weights == "fp8")
+        raise ValueError(f"accelerate weights must be one of {', '.join(ENCODERS)}, got {weights!r}.")
+    if unknown := set(float8) - {"attention", "dense", "head"}:
+        raise ValueError(f'accelerate float8 must name "attention", "dense" or "head", got {sorted(unknown)}.')
+    if weights == "bf16" and (release or float8):
+        what = "release must be False" if release else "float8 must be empty"
+        raise ValueError(f'accelerate {what} for weights="bf16", which are the model\'s own.')
+    _require_gpu(model, float8=weights == "fp8" or bool(float8))
     config = model.config
     for name in ("head_dim", "global_head_dim"):
         size = getattr(config, name)
@@ -80,7 +97,7 @@ def accelerate(
         )
     if is_adapted(model):
         raise ValueError("accelerate model must have its adapters merged. Call dgemma.train.merge_lora(model) first.")
-    return FusedDenoiser(model, weights, release=release, attention=attention)
+    return FusedDenoiser(model, weights, float8=float8, release=release, attention=attention)
 
 
 def _require_gpu(model: DiffusionGemma, *, float8: bool) -> None:
@@ -93,7 +110,7 @@ def _require_gpu(model: DiffusionGemma, *, float8: bool) -> None:
         capability = torch.cuda.get_device_capability(model.device)
         if capability < (8, 9):
             raise ValueError(
-                'accelerate weights="fp8" needs a GPU of compute capability 8.9 or higher, got '
+                "accelerate float8 products need a GPU of compute capability 8.9 or higher, got "
                 f'{capability[0]}.{capability[1]}. Use weights="bf16".'
             )
 
@@ -103,6 +120,11 @@ def _without_layers(model: DiffusionGemma) -> DiffusionGemma:
     rest = copy.copy(model)
     rest._modules = {"embed_tokens": nn.Embedding.from_pretrained(model.embed_tokens.weight.detach())}
     return rest
+
+
+def _without_embedding(weights: Weights) -> Weights:
+    head: Any = weights.head if isinstance(weights.head, Quantized) else None
+    return replace(weights, embedding=weights.embedding.new_empty(0), head=head)
 
 
 class _LastStep:
@@ -131,9 +153,15 @@ class FusedDenoiser(Denoiser[FusedCache]):
 
     @torch.no_grad()
     def __init__(
-        self, model: DiffusionGemma, weights: str = "bf16", *, release: bool = False, attention: KernelName = "auto"
+        self,
+        model: DiffusionGemma,
+        weights: str = "bf16",
+        *,
+        float8: Collection[str] = (),
+        release: bool = False,
+        attention: KernelName = "auto",
     ) -> None:
-        taken = take_weights(model, weights, release=release)
+        taken = take_weights(model, weights, float8=float8, release=release)
         self._start(model if weights == "bf16" else _without_layers(model), taken, model.generation, attention)
 
     def _start(
@@ -166,7 +194,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
         weights = None  # None: the weights are the model's own
         if "layers" not in self._model._modules:
             own_weights = self._forward.weights
-            weights = replace(own_weights, embedding=own_weights.embedding.new_empty(0))  # stored with the model
+            weights = _without_embedding(own_weights)  # stored with the model
         return {
             "model": self._model,
             "weights": weights,
@@ -177,12 +205,17 @@ class FusedDenoiser(Denoiser[FusedCache]):
     @torch.no_grad()
     def __setstate__(self, state: dict[str, Any]) -> None:
         model, weights = state["model"], state["weights"]
-        float8 = weights is not None and isinstance(weights.layers[0].expert_gate_up, Quantized)
+        first = None if weights is None else weights.layers[0]
+        products = () if first is None else (first.expert_gate_up, first.qkv, first.down, weights.head)
+        float8 = any(isinstance(weight, Quantized) for weight in products)
         _require_gpu(model, float8=float8)  # a pickle may be loaded on another machine
         if weights is None:
             weights = take_weights(model)
         else:
-            weights = replace(weights, embedding=model.embed_tokens.weight.detach())
+            embedding = model.embed_tokens.weight.detach()
+            weights = replace(
+                weights, embedding=embedding, head=weights.head if weights.head is not None else embedding
+            )
         self._start(model, weights, state["generation"], state["attention"])
 
     @property

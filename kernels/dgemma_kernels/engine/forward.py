@@ -10,14 +10,17 @@ from dgemma.model.config import ModelConfig
 from dgemma_kernels.engine.cache import CacheBuffers
 from dgemma_kernels.engine.weights import LayerWeights, Weights
 from dgemma_kernels.formats import Quantized, format_of
+from dgemma_kernels.formats.float8 import multiply, multiply_unscaled
 from dgemma_kernels.ops.attention import KernelName, attention, choose_kernel
 from dgemma_kernels.ops.configs import expert_config
 from dgemma_kernels.ops.embedding import embed
 from dgemma_kernels.ops.experts import expert_down, expert_gate_up
-from dgemma_kernels.ops.mlp import dense_mlp, gate_up_geglu
-from dgemma_kernels.ops.norms import attention_residual, layer_tail, rms_norm
+from dgemma_kernels.ops.mlp import dense_mlp, gate_up_geglu, geglu_float8
+from dgemma_kernels.ops.norms import attention_residual, layer_tail, rms_norm, round_rows
 from dgemma_kernels.ops.qkv import prepare_qkv
 from dgemma_kernels.ops.router import route, sort_by_expert
+
+_Scales = tuple[Tensor, Tensor] | None  # of rows and columns
 
 
 class Forward:
@@ -36,6 +39,7 @@ class Forward:
         # turn, so one of two new streams may be the current one; the MLP runs on the other.
         self._sides = [torch.cuda.Stream(table.device) for _ in range(2)] if table.device.type == "cuda" else []
         self._dense_progress = torch.zeros(2, dtype=torch.int32, device=table.device)
+        self._one = torch.ones((), device=table.device)  # scale of float8 products that a kernel scales later
 
     def canvas(self, tokens: Tensor, signal: Tensor, buffers: CacheBuffers) -> Tensor:
         """Run the canvas (B, C), which sees prefix and canvas → (B·C, D). A signal (B·C, D) of zeros means none."""
@@ -55,7 +59,8 @@ class Forward:
 
     def head(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Return logits before the soft-cap: (R, D) → (R, V)."""
-        return torch.mm(hidden, self.weights.embedding.T, out=out)
+        head = self.weights.head
+        return multiply(_as(head, hidden), head, out)
 
     def soft_embedding(self, probabilities: Tensor) -> Tensor:
         """Return the mean embedding under these probabilities: (R, V) → (R, D)."""
@@ -91,12 +96,13 @@ class Forward:
         layers, num_tokens = self.weights.layers, x.shape[0] // buffers.lengths.shape[0]
         if canvas_len:
             of_canvas = torch.arange(x.shape[0], device=x.device) % num_tokens >= num_tokens - canvas_len
-        following = [*(layer.input_norm for layer in layers[1:]), self.weights.norm]
-        for index, (layer, next_norm) in enumerate(zip(layers, following, strict=True)):
+        following = [*((after.input_norm, after.qkv) for after in layers[1:]), (self.weights.norm, None)]
+        inputs: Tensor | Quantized = _as(layers[0].qkv, normed)
+        for index, (layer, (next_norm, next_product)) in enumerate(zip(layers, following, strict=True)):
             keys, values = buffers.keys[index], buffers.values[index]
             slot = buffers.lengths if layer.shape.window is None else buffers.held
             queries = prepare_qkv(
-                torch.mm(normed, layer.qkv.T),
+                multiply(inputs, layer.qkv),
                 layer.query_norm,
                 layer.key_norm,
                 layer.inv_freq,
@@ -121,28 +127,51 @@ class Forward:
                 keep=buffers.keep,
                 kernel=self.attention_kernel,
             )
-            attended = torch.mm(seen.view(x.shape[0], -1), layer.o.T)
+            attended, scales = self._output(layer, seen.view(x.shape[0], -1))
             scalar = layer.causal_scalar if causal else layer.scalar
             if canvas_len:
                 scalar = torch.where(of_canvas, layer.scalar, layer.causal_scalar)
-            x, normed = self._feed_forward(layer, attended, x, next_norm, scalar)
-        return normed
+            float8 = isinstance(next_product, Quantized)
+            x, inputs = self._feed_forward(layer, attended, scales, x, next_norm, scalar, float8)
+        assert isinstance(inputs, Tensor)  # the last layer's
+        return inputs
+
+    def _output(self, layer: LayerWeights, seen: Tensor) -> tuple[Tensor, _Scales]:
+        """Return attention's output product, and the scales that it still lacks if it is float8."""
+        if isinstance(layer.o, Tensor):
+            return multiply(seen, layer.o), None
+        rows = round_rows(seen)
+        return multiply_unscaled(rows, layer.o, self._one), (rows.scale, layer.o.scale)
 
     def _feed_forward(
-        self, layer: LayerWeights, attended: Tensor, x: Tensor, next_norm: Tensor, scalar: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        layer: LayerWeights,
+        attended: Tensor,
+        scales: _Scales,
+        x: Tensor,
+        next_norm: Tensor,
+        scalar: Tensor,
+        float8: bool,
+    ) -> tuple[Tensor, Tensor | Quantized]:
+        """Return the residual stream and the next layer's input, in float8 if its product is."""
         config, eps = self.config, self.config.rms_norm_eps
         x, dense_in, expert_in, router_in = attention_residual(
-            attended, x, *layer.residual_norms, eps, float8=isinstance(layer.expert_gate_up, Quantized)
+            attended,
+            x,
+            *layer.residual_norms,
+            eps,
+            scales=scales,
+            float8=isinstance(layer.expert_gate_up, Quantized),
+            float8_dense=isinstance(layer.gate_up, Quantized),
         )
         here = torch.cuda.current_stream(x.device) if self._sides else None
         side = next((stream for stream in self._sides if stream != here), None)
         if here is None or side is None:
-            dense_out = self._dense(layer, dense_in)
+            dense_out, dense_scales = self._dense(layer, dense_in)
         else:
             side.wait_stream(here)
             with torch.cuda.stream(side):
-                dense_out = self._dense(layer, dense_in)
+                dense_out, dense_scales = self._dense(layer, dense_in)
         weights, chosen, counts = route(router_in, layer.router, layer.per_expert_scale, config.top_k_experts)
         tile = expert_config(x.shape[0], x.device, format_of(layer.expert_gate_up))
         tiles = sort_by_expert(chosen, counts, tile.rows)
@@ -150,7 +179,23 @@ class Forward:
         rows = expert_down(hidden, layer.expert_down, weights, tiles, overlap=True)
         if here is not None and side is not None:
             here.wait_stream(side)
-        return layer_tail(x, dense_out, rows, *layer.tail_norms, scalar, next_norm, eps)
+        return layer_tail(
+            x, dense_out, rows, *layer.tail_norms, scalar, next_norm, eps, scales=dense_scales, float8=float8
+        )
 
-    def _dense(self, layer: LayerWeights, dense_in: Tensor) -> Tensor:
-        return dense_mlp(dense_in, layer.gate_up, layer.down, self._dense_progress)
+    def _dense(self, layer: LayerWeights, dense_in: Tensor | Quantized) -> tuple[Tensor, _Scales]:
+        """Return the dense MLP, and the scales that it still lacks if it is float8."""
+        if isinstance(dense_in, Tensor):
+            assert isinstance(layer.gate_up, Tensor)
+            assert isinstance(layer.down, Tensor)
+            return dense_mlp(dense_in, layer.gate_up, layer.down, self._dense_progress), None
+        assert isinstance(layer.gate_up, Quantized)
+        assert isinstance(layer.down, Quantized)
+        gate_up = multiply_unscaled(dense_in, layer.gate_up, self._one)
+        hidden = geglu_float8(gate_up, dense_in.scale, layer.gate_up.scale)
+        return multiply_unscaled(hidden, layer.down, self._one), (hidden.scale, layer.down.scale)
+
+
+def _as(weight: Tensor | Quantized, rows: Tensor) -> Tensor | Quantized:
+    """Return the rows in the form that multiplies this weight."""
+    return round_rows(rows) if isinstance(weight, Quantized) else rows

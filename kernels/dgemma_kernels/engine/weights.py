@@ -1,9 +1,10 @@
 """A model's weights for the kernels: its tensors, with q, k, v and gate, up fused into one matrix each.
 
-Nothing is stored twice: the model's parameters become views of the fused tensors and keep working. Packed and float8
-experts are new tensors.
+Plain weights are not stored twice: the model's parameters become views of the fused tensors and keep working. Weights
+in another format are new tensors.
 """
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,9 +15,9 @@ from dgemma.model.backbone import Layer
 from dgemma.model.config import LayerShape
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.experts import ReleasedExperts, require_experts
-from dgemma.model.layers import GatedMLP
-from dgemma.model.quantized import QuantizedWeight, Weight
-from dgemma_kernels.formats import ENCODERS, Encoder, ExpertWeights, Quantized
+from dgemma.model.quantized import Float8Weight, QuantizedLinear, QuantizedWeight, Weight
+from dgemma_kernels.formats import ENCODERS, ExpertWeights, Quantized
+from dgemma_kernels.formats.float8 import quantize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +25,8 @@ class LayerWeights:
     """One layer; matrices (out, in)."""
 
     shape: LayerShape
-    qkv: Tensor  # without v in full layers
-    o: Tensor
+    qkv: Tensor | Quantized  # without v in full layers
+    o: Tensor | Quantized
     query_norm: Tensor
     key_norm: Tensor
     inv_freq: Tensor  # (H / 2,) float32
@@ -33,8 +34,8 @@ class LayerWeights:
     residual_norms: tuple[Tensor, Tensor, Tensor, Tensor]  # post-attention, dense, expert, router scale
     router: Tensor
     per_expert_scale: Tensor
-    gate_up: Tensor  # of the dense MLP
-    down: Tensor
+    gate_up: Tensor | Quantized  # of the dense MLP
+    down: Tensor | Quantized
     expert_gate_up: ExpertWeights
     expert_down: ExpertWeights
     tail_norms: tuple[Tensor, Tensor, Tensor]  # dense, expert, both
@@ -42,11 +43,10 @@ class LayerWeights:
     causal_scalar: Tensor
 
     def __getstate__(self) -> dict[str, Any]:
-        # Pickle cannot store float8.
-        return {name: _view_float8(value, torch.uint8) for name, value in vars(self).items()}
+        return _without_float8(vars(self))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update({name: _view_float8(value, torch.float8_e4m3fn) for name, value in state.items()})
+        vars(self).update(_with_float8(state))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,17 +54,40 @@ class Weights:
     """The whole model."""
 
     embedding: Tensor  # (V, D)
+    head: Tensor | Quantized  # the embedding, or its rows in float8
     layers: tuple[LayerWeights, ...]
     norm: Tensor
     signal_norm: Tensor  # of self-conditioning
     signal_gate_up: Tensor
     signal_down: Tensor
 
+    def __getstate__(self) -> dict[str, Any]:
+        return _without_float8(vars(self))
 
-def take_weights(model: DiffusionGemma, format: str = "bf16", *, release: bool = False) -> Weights:
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(_with_float8(state))
+
+
+_MODULES = {"attention": "self_attn", "dense": "mlp"}  # of a layer, by the names of `float8`
+
+
+def stored_format(model: DiffusionGemma) -> str:
+    """Return the format of the model's experts: "bf16" if they are plain, also in another dtype.
+
+    Example: `stored_format(model)` is "int4" for a checkpoint with int4 experts.
+    """
+    experts: Any = model.layers[0].experts
+    weight = getattr(experts, "gate_up_proj", None)  # None if released
+    return weight.format if isinstance(weight, QuantizedWeight) else "bf16"
+
+
+def take_weights(
+    model: DiffusionGemma, format: str = "bf16", *, float8: Collection[str] = (), release: bool = False
+) -> Weights:
     """Fuse the model's projections in place, a layer at a time, and return its tensors.
 
-    Experts are encoded by `formats.ENCODERS[format]`. With `release` each layer's experts leave the model once encoded.
+    Experts are encoded by `formats.ENCODERS[format]`. `float8` names what else is rounded to float8: "attention",
+    "dense" and "head". With `release` each layer's converted weights leave the model.
 
     Example: `take_weights(model).layers[0].qkv.shape` is `((16 + 2 * 8) * 256, 2816)`.
     """
@@ -73,25 +96,32 @@ def take_weights(model: DiffusionGemma, format: str = "bf16", *, release: bool =
     layers = []
     for index, layer in enumerate(model.layers):
         try:
-            layers.append(_take_layer(layer, config.layer_shape(index), *ENCODERS[format]))  # type: ignore[arg-type]
+            layers.append(_take_layer(layer, config.layer_shape(index), format, float8, model.dtype))  # type: ignore[arg-type]
         except ValueError as error:
             if release and layers:
                 raise ValueError(f"{error} Load the model again: release has removed its first experts.") from None
             raise
         if release:
-            layer.experts = ReleasedExperts()
-    mixer = model.self_conditioning
+            for name in ("experts", *(_MODULES[part] for part in float8 if part in _MODULES)):
+                setattr(layer, name, ReleasedExperts())
+    mixer, embedding = model.self_conditioning, model.embed_tokens.weight.detach()
     return Weights(
-        embedding=model.embed_tokens.weight.detach(),
+        embedding=embedding,
+        head=quantize(embedding) if "head" in float8 else embedding,
         layers=tuple(layers),
         norm=model.norm.weight.detach(),
         signal_norm=mixer.pre_norm.weight.detach(),
-        signal_gate_up=_fuse_mlp(mixer),
-        signal_down=mixer.down_proj.weight.detach(),
+        signal_gate_up=_fuse([mixer.gate_proj, mixer.up_proj], model.dtype),
+        signal_down=_plain(mixer.down_proj, model.dtype),
     )
 
 
-def _take_layer(layer: Layer, shape: LayerShape, encode_gate_up: Encoder, encode_down: Encoder) -> LayerWeights:
+def _take_layer(
+    layer: Layer, shape: LayerShape, format: str, float8: Collection[str], dtype: torch.dtype
+) -> LayerWeights:
+    encode_gate_up, encode_down = ENCODERS[format]
+    join_attention = _fuse_float8 if "attention" in float8 else _fuse
+    join_dense = _fuse_float8 if "dense" in float8 else _fuse
     attention, device = layer.self_attn, layer.layer_scalar.device
     projections = [attention.q_proj, attention.k_proj]
     if attention.v_proj is not None:
@@ -100,8 +130,8 @@ def _take_layer(layer: Layer, shape: LayerShape, encode_gate_up: Encoder, encode
     frequencies = shape.rope_theta ** (-2.0 * pair / shape.head_dim)
     return LayerWeights(
         shape=shape,
-        qkv=_fuse(*projections),
-        o=attention.o_proj.weight.detach(),
+        qkv=join_attention(projections, dtype),
+        o=join_attention([attention.o_proj], dtype),
         query_norm=attention.q_norm.weight.detach(),
         key_norm=attention.k_norm.weight.detach(),
         inv_freq=torch.where(pair < shape.rotary_pairs, frequencies, 0.0),
@@ -112,12 +142,12 @@ def _take_layer(layer: Layer, shape: LayerShape, encode_gate_up: Encoder, encode
             layer.pre_feedforward_layernorm_2.weight.detach(),
             layer.router.scale.detach(),
         ),
-        router=layer.router.proj.weight.detach(),
+        router=_plain(layer.router.proj, dtype),
         per_expert_scale=layer.router.per_expert_scale.detach(),
-        gate_up=_fuse_mlp(layer.mlp),
-        down=layer.mlp.down_proj.weight.detach(),
-        expert_gate_up=encode_gate_up(_plain(layer.experts.gate_up_proj)),
-        expert_down=encode_down(_plain(layer.experts.down_proj)),
+        gate_up=join_dense([layer.mlp.gate_proj, layer.mlp.up_proj], dtype),
+        down=join_dense([layer.mlp.down_proj], dtype),
+        expert_gate_up=encode_gate_up(_detached(layer.experts.gate_up_proj), dtype),
+        expert_down=encode_down(_detached(layer.experts.down_proj), dtype),
         tail_norms=(
             layer.post_feedforward_layernorm_1.weight.detach(),
             layer.post_feedforward_layernorm_2.weight.detach(),
@@ -128,26 +158,46 @@ def _take_layer(layer: Layer, shape: LayerShape, encode_gate_up: Encoder, encode
     )
 
 
-def _plain(weight: Weight) -> Tensor:
-    if isinstance(weight, QuantizedWeight):
-        raise ValueError(
-            f"accelerate model must have plain experts, got {weight.format}. Load an unquantised checkpoint."
-        )
-    return weight.detach()
+def _detached(weight: Weight) -> Weight:
+    return weight.detach() if isinstance(weight, Tensor) else weight
+
+
+def _plain(linear: nn.Linear | QuantizedLinear, dtype: torch.dtype) -> Tensor:
+    """Return the weight of a linear layer, decoded if it is quantised."""
+    weight: Weight = linear.weight
+    return weight.detach() if isinstance(weight, Tensor) else weight.decode(dtype)
+
+
+def _without_float8(fields: dict[str, Any]) -> dict[str, Any]:
+    """View float8 values as bytes, because pickle cannot store float8."""
+    return {name: _view_float8(value, torch.uint8) for name, value in fields.items()}
+
+
+def _with_float8(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: _view_float8(value, torch.float8_e4m3fn) for name, value in fields.items()}
 
 
 def _view_float8(held: Any, dtype: torch.dtype) -> Any:
     return replace(held, values=held.values.view(dtype)) if isinstance(held, Quantized) else held
 
 
-def _fuse_mlp(mlp: GatedMLP) -> Tensor:
-    return _fuse(mlp.gate_proj, mlp.up_proj)
-
-
-def _fuse(*linears: nn.Linear) -> Tensor:
-    """Fuse the weights of several linears into one matrix; they become views of it."""
-    fused = torch.cat([linear.weight.detach() for linear in linears])
+def _fuse(linears: Sequence[nn.Linear | QuantizedLinear], dtype: torch.dtype) -> Tensor:
+    """Fuse the weights of several linears into one matrix. Plain weights become views of it."""
+    if len(linears) == 1:
+        return _plain(linears[0], dtype)
+    fused = torch.cat([_plain(linear, dtype) for linear in linears])
     sizes = [linear.weight.shape[0] for linear in linears]
     for linear, part in zip(linears, fused.split(sizes), strict=True):
-        linear.weight.data = part
+        if isinstance(linear.weight, Tensor):
+            linear.weight.data = part
     return fused
+
+
+def _fuse_float8(linears: Sequence[nn.Linear | QuantizedLinear], dtype: torch.dtype) -> Quantized:
+    """Fuse the weights of several linears in float8. Those of float8 linears keep their values and scales."""
+    parts: list[Float8Weight | Quantized] = []
+    for linear in linears:
+        held: Weight = linear.weight
+        parts.append(held if isinstance(held, Float8Weight) else quantize(_plain(linear, dtype)))
+    values, scale = torch.cat([part.values for part in parts]), torch.cat([part.scale for part in parts])
+    return Quantized(values=values, scale=scale, dtype=dtype)

@@ -12,19 +12,62 @@ A format provides:
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor
 
+from dgemma.model.quantize import quantize as quantize_weight
+from dgemma.model.quantized import Float8Weight, IntWeight, NvFp4Weight, QuantizedWeight, Weight
 from dgemma_kernels.formats.float8 import Quantized, quantize
+from dgemma_kernels.formats.fourbit import FourBit, arrange
 from dgemma_kernels.formats.packed import Packed, pack
 
-ExpertWeights = Tensor | Quantized | Packed
-Encoder = Callable[[Tensor], ExpertWeights]
+ExpertWeights = Tensor | Quantized | Packed | FourBit
+Encoder = Callable[[Weight, torch.dtype], ExpertWeights]
 
-# Encoders of gate_up (E, 2F, D), gate rows first, and of down (E, D, F).
+
+def _keep(weights: Weight, dtype: torch.dtype) -> Tensor:
+    return _plain(weights, "bf16").detach()
+
+
+def _pack(weights: Weight, dtype: torch.dtype, *, gated: bool) -> Packed:
+    return pack(_plain(weights, "packed"), gated=gated)
+
+
+def _to_float8(weights: Weight, dtype: torch.dtype) -> Quantized:
+    if isinstance(weights, Float8Weight):
+        return Quantized(values=weights.values, scale=weights.scale, dtype=dtype)
+    return quantize(_plain(weights, "fp8"))
+
+
+def _to_four_bit(weights: Weight, dtype: torch.dtype, *, format: str, gated: bool) -> FourBit:
+    if isinstance(weights, Tensor):
+        weights = quantize_weight(weights, format)
+    if not isinstance(weights, IntWeight | NvFp4Weight) or weights.format != format:
+        raise _other_format(weights, format)
+    return arrange(weights, dtype=dtype, gated=gated)
+
+
+def _plain(weights: Weight, format: str) -> Tensor:
+    if isinstance(weights, Tensor):
+        return weights
+    raise _other_format(weights, format)
+
+
+def _other_format(weights: QuantizedWeight, format: str) -> ValueError:
+    return ValueError(
+        f"accelerate weights must be the format of the model's experts, {weights.format}, got {format!r}. "
+        f"Kernels have no way from {weights.format} to another format."
+    )
+
+
+# Encoders of gate_up (E, 2F, D), gate rows first, and of down (E, D, F): from plain weights, or without decoding from
+# weights of this format. The second argument is the dtype of the rows that they multiply.
 ENCODERS: dict[str, tuple[Encoder, Encoder]] = {
-    "bf16": (Tensor.detach, Tensor.detach),
-    "packed": (partial(pack, gated=True), pack),
-    "fp8": (quantize, quantize),
+    "bf16": (_keep, _keep),
+    "packed": (partial(_pack, gated=True), partial(_pack, gated=False)),
+    "fp8": (_to_float8, _to_float8),
+    "int4": (partial(_to_four_bit, format="int4", gated=True), partial(_to_four_bit, format="int4", gated=False)),
+    "nvfp4": (partial(_to_four_bit, format="nvfp4", gated=True), partial(_to_four_bit, format="nvfp4", gated=False)),
 }
 
 
@@ -35,13 +78,15 @@ def format_of(weights: ExpertWeights) -> str:
     """
     if isinstance(weights, Packed):
         return "packed"
+    if isinstance(weights, FourBit):
+        return weights.kind
     if isinstance(weights, Quantized):
         return "fp8"
     return "bf16" if weights.element_size() <= 2 else "float32"
 
 
 def decode(x: ExpertWeights) -> Tensor:
-    """Return the values that `x` encodes: a plain tensor unchanged, float8 in float64, packed in its own dtype.
+    """Return the values that `x` encodes: a plain tensor unchanged, packed in its own dtype, all others in float64.
 
     Example: `decode(layer.expert_down).shape` is `(128, 2816, 704)`.
     """

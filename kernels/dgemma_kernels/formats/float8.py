@@ -69,3 +69,46 @@ def values_and_scale(x: Tensor | Quantized) -> tuple[Tensor, Tensor | None]:
     Example: `values, scale = values_and_scale(quantize(x))`.
     """
     return (x.values, x.scale) if isinstance(x, Quantized) else (x, None)
+
+
+def multiply(x: Tensor | Quantized, weight: Tensor | Quantized, out: Tensor | None = None) -> Tensor:
+    """Return x @ weight.T by a library product: (M, K), (N, K) → (M, N) in the dtype of x. Both are plain or float8.
+
+    Float8 products accumulate as the library does, in at least 14 bits, and round once.
+
+    Example: `multiply(round_rows(x), quantize(linear.weight))`.
+    """
+    if isinstance(x, Tensor) and isinstance(weight, Tensor):
+        return torch.mm(x, weight.T, out=out)
+    x, weight = _both_float8(x, weight)
+    if x.values.device.type != "cuda":  # the library's product is for GPUs
+        wide = torch.mm(x.decode(), weight.decode().T)
+        return wide.to(x.dtype) if out is None else out.copy_(wide)
+    scales = {"scale_a": x.scale[:, None], "scale_b": weight.scale[None, :]}
+    product: Tensor = torch._scaled_mm(
+        x.values, weight.values.T, **scales, out_dtype=x.dtype, use_fast_accum=True, out=out
+    )
+    return product
+
+
+def multiply_unscaled(x: Tensor | Quantized, weight: Tensor | Quantized, one: Tensor) -> Tensor:
+    """Return the product of the values of two float8 operands, for a kernel that applies both scales itself.
+
+    For rows of few thousand columns it is faster than `multiply`. x: (M, K), weight: (N, K), one: () float32, a one on
+    their device → (M, N) in the dtype of x.
+
+    Example: `multiply_unscaled(round_rows(seen), layer.o, one)`.
+    """
+    x, weight = _both_float8(x, weight)
+    if x.values.device.type != "cuda":
+        return torch.mm(x.values.float(), weight.values.float().T).to(x.dtype)
+    product: Tensor = torch._scaled_mm(
+        x.values, weight.values.T, scale_a=one, scale_b=one, out_dtype=x.dtype, use_fast_accum=True
+    )
+    return product
+
+
+def _both_float8(x: Tensor | Quantized, weight: Tensor | Quantized) -> tuple[Quantized, Quantized]:
+    if isinstance(x, Tensor) or isinstance(weight, Tensor):
+        raise ValueError("x and weight must both be float8 or both be plain, got one of each.")
+    return x, weight

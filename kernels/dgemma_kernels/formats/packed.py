@@ -246,13 +246,17 @@ def _add_outliers(
 
 
 class Weights(NamedTuple):
-    """Arguments of a kernel for weights of any format. `scale` is None for plain weights.
+    """Arguments of a kernel for weights of any format, None where the format has none.
 
-    The last three are those of `Packed`, whose planes are `data`, and None for other formats.
+    `data` are values, planes or codes. `zero`, `bias` and `row_scale` are those of `FourBit`, the last three those of
+    `Packed`.
     """
 
     data: tl.tensor
     scale: tl.tensor
+    zero: tl.tensor
+    bias: tl.tensor
+    row_scale: tl.tensor
     starts: tl.tensor
     places: tl.tensor
     outliers: tl.tensor

@@ -237,6 +237,51 @@ EXPERTS: dict[str, dict[str, tuple[ExpertConfig, ...]]] = {
     },
 }
 
+# A plane of four-bit weights has 128 rows, in gate_up 64 of gate and 64 of up, and is 64 deep.
+_FOUR_BIT = {
+    "default": (
+        ExpertConfig(
+            max_tokens=512,
+            rows=32,
+            gate_up=TileShape(cols=64, depth=64, warps=4, stages=3),
+            down=TileShape(cols=128, depth=64, warps=4, stages=3),
+        ),
+        ExpertConfig(
+            max_tokens=_ANY,
+            rows=64,
+            gate_up=TileShape(cols=64, depth=64, warps=4, stages=3),
+            down=TileShape(cols=128, depth=64, warps=4, stages=3),
+        ),
+    ),
+    "NVIDIA H200": (
+        ExpertConfig(
+            max_tokens=64,
+            rows=16,
+            gate_up=TileShape(cols=64, depth=128, warps=4, stages=4),
+            down=TileShape(cols=128, depth=64, warps=4, stages=4),
+        ),
+        ExpertConfig(
+            max_tokens=320,
+            rows=32,
+            gate_up=TileShape(cols=64, depth=128, warps=4, stages=3, registers=128),
+            down=TileShape(cols=128, depth=64, warps=4, stages=4),
+        ),
+        ExpertConfig(
+            max_tokens=1536,
+            rows=64,
+            gate_up=TileShape(cols=64, depth=64, warps=4, stages=4),
+            down=TileShape(cols=128, depth=64, warps=4, stages=4),
+        ),
+        ExpertConfig(
+            max_tokens=_ANY,
+            rows=128,
+            gate_up=TileShape(cols=64, depth=64, warps=4, stages=3),
+            down=TileShape(cols=128, depth=64, warps=4, stages=3),
+        ),
+    ),
+}
+EXPERTS |= {"int4": _FOUR_BIT, "nvfp4": _FOUR_BIT}
+
 # Uses nearly all shared memory of a multiprocessor, so that no program of another kernel runs there.
 _DENSE_H200 = DenseConfig(
     min_tokens=65,

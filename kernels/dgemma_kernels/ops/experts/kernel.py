@@ -17,8 +17,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dgemma_kernels.formats import ExpertWeights, Packed, Quantized, format_of, stored_tensors
+from dgemma_kernels.formats import ExpertWeights, FourBit, Packed, Quantized, format_of, stored_tensors
 from dgemma_kernels.formats.float8 import values_and_scale
+from dgemma_kernels.formats.fourbit import COLS
 from dgemma_kernels.formats.packed import DEPTH, HALF, ROWS, Weights
 from dgemma_kernels.ops.blocks import wait_for_launches_before
 from dgemma_kernels.ops.configs import TileShape, dependent_launch, expert_config, tensor_descriptors
@@ -26,6 +27,8 @@ from dgemma_kernels.ops.experts.tiles import (
     Sizes,
     Values,
     down_tile,
+    four_bit_down_tile,
+    four_bit_gate_up_tile,
     gate_up_tile,
     load_tile,
     packed_down_tile,
@@ -77,7 +80,8 @@ def expert_gate_up(x: Tensor | Quantized, gate_up_proj: ExpertWeights, tiles: Ex
         NUM_ACTIVE=tiles.num_active,
         **_split_rows(tiles.rows_per_tile),
         COLS=tile.cols,
-        DEPTH=tile.depth,
+        DEPTH=_depth(tile, gate_up_proj),
+        GROUPS=COLS // gate_up_proj.group if isinstance(gate_up_proj, FourBit) else None,
         DESCRIBED=isinstance(proj[0], TensorDescriptor),
         num_warps=tile.warps,
         num_stages=_stages(tile, rows, gate_up_proj),
@@ -140,8 +144,9 @@ def expert_down(
         OVERLAP=overlap,
         **_split_rows(tiles.rows_per_tile),
         COLS=tile.cols,
-        DEPTH=tile.depth,
+        DEPTH=_depth(tile, down_proj),
         BLOCK=block,
+        GROUPS=COLS // down_proj.group if isinstance(down_proj, FourBit) else None,
         DESCRIBED=isinstance(proj[0], TensorDescriptor),
         num_warps=tile.warps,
         num_stages=_stages(tile, rows, down_proj),
@@ -152,20 +157,28 @@ def expert_down(
 
 
 def _weight_arguments(weights: ExpertWeights, tile: TileShape) -> tuple[Tensor | TensorDescriptor | None, ...]:
-    """Return the fields of `packed.Weights`: values or planes, scales, and the lists of packed weights."""
-    if not isinstance(weights, Packed):
-        values, scale = values_and_scale(weights)
-        return _in_blocks(values, tile.cols, tile.depth, format_of(weights)), scale, None, None, None
-    cols = ROWS // 2 if weights.gated else ROWS
-    if (tile.cols, tile.depth) != (cols, DEPTH):
-        raise ValueError(f"TileShape must have {cols} columns and depth {DEPTH} for these packed weights, got {tile}.")
-    planes = _in_blocks(weights.planes, ROWS, HALF, "packed")
-    return planes, weights.scale, weights.starts, weights.places, weights.outliers
+    """Return the fields of `packed.Weights`."""
+    if isinstance(weights, (Packed, FourBit)):
+        cols, depth = ROWS // 2 if weights.gated else ROWS, DEPTH if isinstance(weights, Packed) else COLS
+        if tile.cols != cols or tile.depth % depth:
+            raise ValueError(f"TileShape must have {cols} columns and depth {depth} for these weights, got {tile}.")
+    if isinstance(weights, Packed):
+        planes = _in_blocks(weights.planes, ROWS, HALF, "packed")
+        return planes, weights.scale, None, None, None, weights.starts, weights.places, weights.outliers
+    if isinstance(weights, FourBit):  # by pointers, 1 to 2 µs per layer faster than descriptors
+        return weights.codes, weights.scale, weights.zero, weights.bias, weights.row_scale, None, None, None
+    values, scale = values_and_scale(weights)
+    return _in_blocks(values, tile.cols, tile.depth, format_of(weights)), scale, *[None] * 6
+
+
+def _depth(tile: TileShape, weights: ExpertWeights) -> int:
+    """Return the tile's depth, or that of one plane if several at a time would not end with a row of planes."""
+    return COLS if isinstance(weights, FourBit) and weights.codes.shape[1] % (tile.depth // COLS) else tile.depth
 
 
 def _stages(tile: TileShape, rows: Tensor, weights: ExpertWeights) -> int:
-    """Return the tile's stages, or 1 for packed weights times float32: shared memory fits one such 128-deep block."""
-    return 1 if isinstance(weights, Packed) and rows.element_size() > 2 else tile.stages
+    """Return the tile's stages, or 1 for decoded weights times float32: shared memory fits one such block."""
+    return 1 if isinstance(weights, (Packed, FourBit)) and rows.element_size() > 2 else tile.stages
 
 
 def _in_blocks(values: Tensor, rows: int, depth: int, format: str) -> Tensor | TensorDescriptor:
@@ -200,6 +213,9 @@ def _expert_gate_up_kernel(
     x_scale: tl.tensor,
     gate_up_proj: tl.tensor,
     proj_scale: tl.tensor,
+    zero: tl.tensor,
+    bias: tl.tensor,
+    row_scale: tl.tensor,
     starts: tl.tensor,
     places: tl.tensor,
     outliers: tl.tensor,
@@ -217,11 +233,12 @@ def _expert_gate_up_kernel(
     MORE: tl.constexpr,
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
+    GROUPS: tl.constexpr,
     DESCRIBED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
     SIZE: tl.constexpr = Sizes(WIDTH, HIDDEN, ROWS, COLS, DEPTH)
-    proj = Weights(gate_up_proj, proj_scale, starts, places, outliers)
+    proj = Weights(gate_up_proj, proj_scale, zero, bias, row_scale, starts, places, outliers)
     inputs, hidden = Values(x, x_scale), Values(out, out_scale)
     COL_BLOCKS: tl.constexpr = triton.cdiv(HIDDEN, COLS)
     col = tl.program_id(0) % COL_BLOCKS * COLS
@@ -229,7 +246,9 @@ def _expert_gate_up_kernel(
     wait_for_launches_before(DEPENDENT)
     tile = load_tile(tiles, number, None)
     while tile.num_rows > 0:
-        if places is not None:
+        if GROUPS is not None:
+            four_bit_gate_up_tile(inputs, proj, hidden, pairs, tile, col, SIZE, NUM_ACTIVE, GROUPS)
+        elif places is not None:
             packed_gate_up_tile(inputs, proj, hidden, pairs, tile, col, SIZE, NUM_ACTIVE, DESCRIBED)
         elif MORE > 0 and tile.num_rows > ROWS:  # at 1,024 tokens half of the experts need only one block
             gate_up_tile(inputs, proj, hidden, pairs, tile, col, SIZE, MORE, NUM_ACTIVE, DESCRIBED)
@@ -247,6 +266,9 @@ def _expert_down_kernel(
     hidden_scale: tl.tensor,
     down_proj: tl.tensor,
     proj_scale: tl.tensor,
+    zero: tl.tensor,
+    bias: tl.tensor,
+    row_scale: tl.tensor,
     starts: tl.tensor,
     places: tl.tensor,
     outliers: tl.tensor,
@@ -266,11 +288,12 @@ def _expert_down_kernel(
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
     DESCRIBED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
     SIZE: tl.constexpr = Sizes(WIDTH, HIDDEN, ROWS, COLS, DEPTH)
-    proj = Weights(down_proj, proj_scale, starts, places, outliers)
+    proj = Weights(down_proj, proj_scale, zero, bias, row_scale, starts, places, outliers)
     inputs = Values(hidden, hidden_scale)
     COL_BLOCKS: tl.constexpr = triton.cdiv(WIDTH, COLS)
     col = tl.program_id(0) % COL_BLOCKS * COLS
@@ -284,7 +307,9 @@ def _expert_down_kernel(
         if OVERLAP:
             while tl.atomic_add(finished + number, 0, sem="acquire") < gate_up_blocks:
                 pass
-        if places is not None:
+        if GROUPS is not None:
+            four_bit_down_tile(inputs, proj, weights, pairs, out, tile, col, SIZE, GROUPS)
+        elif places is not None:
             packed_down_tile(inputs, proj, weights, pairs, out, tile, col, SIZE, DESCRIBED)
         elif MORE > 0 and tile.num_rows > ROWS:
             down_tile(inputs, proj, weights, pairs, out, tile, col, SIZE, MORE, BLOCK, DESCRIBED)
@@ -301,13 +326,13 @@ def _require(owner: str, x: Tensor | Quantized, weights: ExpertWeights, out_widt
     if rows.ndim != 2 or len(shape) != 3 or shape[1:] != (out_width, rows.shape[-1]):
         raise ValueError(f"{owner} rows must be (M, K) and weights (E, N, K), got {tuple(rows.shape)} and {shape}.")
     stored = stored_tensors(weights)
-    if isinstance(weights, Packed):
+    if isinstance(weights, (Packed, FourBit)):
         dtype, scale = weights.dtype, None
         if weights.gated != (owner == "expert_gate_up"):
-            raise ValueError(f"{owner} weights must be packed with gated={not weights.gated}.")
+            raise ValueError(f"{owner} weights must be encoded with gated={not weights.gated}.")
         if tiles.rows_per_tile.bit_count() > 1:
             raise ValueError(
-                f"{owner}.tiles must have a power of two rows for packed weights, got {tiles.rows_per_tile}."
+                f"{owner}.tiles must have a power of two rows for these weights, got {tiles.rows_per_tile}."
             )
     else:
         values, scale = values_and_scale(weights)

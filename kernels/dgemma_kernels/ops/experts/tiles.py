@@ -9,6 +9,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from dgemma_kernels.formats.fourbit import multiply_four_bit
 from dgemma_kernels.formats.packed import Weights, multiply_packed
 from dgemma_kernels.ops.blocks import float8_scale, gelu_tanh_times, inside
 
@@ -250,6 +251,37 @@ def packed_gate_up_tile(
 
 
 @triton.jit
+def four_bit_gate_up_tile(
+    x: Values,
+    proj: Weights,
+    out: Values,
+    pairs: tl.tensor,
+    tile: ExpertTile,
+    col: tl.tensor,
+    SIZE: tl.constexpr,
+    NUM_ACTIVE: tl.constexpr,
+    GROUPS: tl.constexpr,
+) -> None:
+    """Compute gate and up, whose codes share words."""
+    rows = _rows_of(tile, 0, SIZE.ROWS)
+    inputs = _token_rows(x.data, pairs, rows, SIZE.WIDTH, NUM_ACTIVE)
+    gate, up = multiply_four_bit(
+        inputs,
+        rows.inside,
+        proj,
+        tile.expert,
+        col // SIZE.COLS,
+        triton.cdiv(SIZE.HIDDEN, SIZE.COLS),
+        SIZE.WIDTH,
+        SIZE.ROWS,
+        SIZE.DEPTH,
+        GROUPS,
+    )
+    cols = _cols_from(col, SIZE.HIDDEN, SIZE.COLS)
+    _store_geglu(out, gate, up, None, None, None, pairs, rows, cols, SIZE.HIDDEN, NUM_ACTIVE)
+
+
+@triton.jit
 def down_tile(
     hidden: Values,
     proj: Weights,
@@ -323,3 +355,40 @@ def packed_down_tile(
     sums = multiply_packed(inputs, rows.inside, proj, tile.expert, block, BLOCKS, SIZE.HIDDEN, SIZE.ROWS, DESCRIBED)
     cols = _cols_from(col, SIZE.WIDTH, SIZE.COLS)
     _store_weighted(out, sums, None, weights, pair, rows, cols, SIZE.WIDTH)
+
+
+@triton.jit
+def four_bit_down_tile(
+    hidden: Values,
+    proj: Weights,
+    weights: tl.tensor,
+    pairs: tl.tensor,
+    out: tl.tensor,
+    tile: ExpertTile,
+    col: tl.tensor,
+    SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+) -> None:
+    """Compute a tile of down with weights of four bits. The columns of a block are in two halves."""
+    rows = _rows_of(tile, 0, SIZE.ROWS)
+    pair = tl.load(pairs + tile.first + rows.slots, mask=rows.inside, other=0)
+    inputs = _hidden_rows(hidden.data, rows, SIZE.HIDDEN)
+    low, high = multiply_four_bit(
+        inputs,
+        rows.inside,
+        proj,
+        tile.expert,
+        col // SIZE.COLS,
+        triton.cdiv(SIZE.WIDTH, SIZE.COLS),
+        SIZE.HIDDEN,
+        SIZE.ROWS,
+        SIZE.DEPTH,
+        GROUPS,
+    )
+    each = col + tl.arange(0, SIZE.COLS // 2)
+    other = each + SIZE.COLS // 2
+    EXACT: tl.constexpr = SIZE.WIDTH % SIZE.COLS == 0
+    low_cols = Cols(col, each, inside(each, SIZE.WIDTH, EXACT))
+    high_cols = Cols(col, other, inside(other, SIZE.WIDTH, EXACT))
+    _store_weighted(out, low, None, weights, pair, rows, low_cols, SIZE.WIDTH)
+    _store_weighted(out, high, None, weights, pair, rows, high_cols, SIZE.WIDTH)

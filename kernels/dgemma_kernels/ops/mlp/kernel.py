@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dgemma_kernels.formats import format_of
-from dgemma_kernels.ops.blocks import gelu_tanh_times, inside
+from dgemma_kernels.formats.float8 import Quantized
+from dgemma_kernels.ops.blocks import float8_scale, gelu_tanh_times, inside
 from dgemma_kernels.ops.configs import dense_config
 
 
@@ -28,6 +29,28 @@ def geglu(gate_up: Tensor) -> Tensor:
     out = torch.empty(num_rows, width, dtype=gate_up.dtype, device=gate_up.device)
     _geglu_kernel[(num_rows, triton.cdiv(width, 1024))](gate_up, out, width, BLOCK=1024, num_warps=4)
     return out
+
+
+def geglu_float8(gate_up: Tensor, row_scale: Tensor, col_scale: Tensor) -> Quantized:
+    """Return geglu of gate_up times its scales, rounded to float8 with one scale per row. (M, 2F) → (M, F).
+
+    row_scale: (M,), col_scale: (2F,) float32.
+
+    Example: `geglu_float8(multiply_unscaled(x, weight), x.scale, weight.scale)`.
+    """
+    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    if not gate_up.is_contiguous() or row_scale.shape != (num_rows,) or col_scale.shape != (2 * width,):
+        raise ValueError(
+            f"geglu_float8 must get contiguous (M, 2F), (M,) and (2F,), got {tuple(gate_up.shape)}, "
+            f"{tuple(row_scale.shape)} and {tuple(col_scale.shape)}."
+        )
+    values = torch.empty(num_rows, width, dtype=torch.float8_e4m3fn, device=gate_up.device)
+    scale = torch.empty(num_rows, dtype=torch.float32, device=gate_up.device)
+    block = triton.next_power_of_2(width)
+    _geglu_float8_kernel[(num_rows,)](
+        gate_up, row_scale, col_scale, values, scale, width, BLOCK=block, num_warps=min(max(block // 512, 1), 8)
+    )
+    return Quantized(values=values, scale=scale, dtype=gate_up.dtype)
 
 
 def gate_up_geglu(x: Tensor, gate_up_weight: Tensor) -> Tensor:
@@ -97,6 +120,31 @@ def dense_mlp(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, progress: 
         num_stages=config.stages,
     )
     return out
+
+
+@triton.jit
+def _geglu_float8_kernel(
+    gate_up: tl.tensor,
+    row_scale: tl.tensor,
+    col_scale: tl.tensor,
+    values: tl.tensor,
+    scale: tl.tensor,
+    width: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    inside_row = cols < width
+    at = gate_up + row * 2 * width + cols
+    factor = tl.load(row_scale + row)
+    gate = tl.load(at, mask=inside_row, other=0.0).to(tl.float32)
+    up = tl.load(at + width, mask=inside_row, other=0.0).to(tl.float32)
+    gate *= factor * tl.load(col_scale + cols, mask=inside_row, other=0.0)
+    up *= factor * tl.load(col_scale + width + cols, mask=inside_row, other=0.0)
+    hidden = gelu_tanh_times(gate, up, gate_up.dtype.element_ty).to(tl.float32)
+    hidden_scale = float8_scale(hidden, 0)
+    tl.store(scale + row, hidden_scale)
+    tl.store(values + row * width + cols, (hidden / hidden_scale).to(tl.float8e4nv), mask=inside_row)
 
 
 @triton.jit

@@ -31,6 +31,21 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return out
 
 
+def round_rows(x: Tensor) -> Quantized:
+    """Round rows (M, D) to float8, with one scale per row. Twin of `formats.float8.quantize` in one launch.
+
+    Example: `round_rows(normed).values.dtype` is `torch.float8_e4m3fn`.
+    """
+    _require_rows("round_rows", x=x)
+    width = x.shape[-1]
+    values, scale = _empty_rows(x, True)
+    _round_rows_kernel[(x.numel() // width,)](
+        x, values, scale, width, BLOCK=triton.next_power_of_2(width), num_warps=_num_warps(width)
+    )
+    assert scale is not None
+    return Quantized(values=values, scale=scale, dtype=x.dtype)
+
+
 def attention_residual(
     attention: Tensor,
     residual: Tensor,
@@ -40,13 +55,16 @@ def attention_residual(
     router_scale: Tensor,
     eps: float,
     *,
+    scales: tuple[Tensor, Tensor] | None = None,
     float8: bool = False,
-) -> tuple[Tensor, Tensor, Tensor | Quantized, Tensor]:
+    float8_dense: bool = False,
+) -> tuple[Tensor, Tensor | Quantized, Tensor | Quantized, Tensor]:
     """Return the residual stream after attention, and the inputs of dense MLP, experts and router.
 
     x = residual + norm(attention) * post_weight. With n = norm(x), returns
     (x, n * dense_weight, n * expert_weight, n * router_scale * D**-0.5). attention, residual: (M, D), others (D,);
-    all four results (M, D). With `float8` the experts' input is rounded to float8, with one scale per row.
+    all four results (M, D). `scales` (M,) and (D,) multiply the rows and columns of `attention` first. With `float8`
+    the experts' input is rounded to float8, with one scale per row; with `float8_dense` that of the dense MLP.
 
     Example: `x, dense_in, expert_in, router_in = attention_residual(attention, x, *weights, eps=1e-6)`.
     """
@@ -54,9 +72,9 @@ def attention_residual(
     width = residual.shape[-1]
     vectors = {"post_weight": post_weight, "dense_weight": dense_weight, "expert_weight": expert_weight}
     _require_vectors("attention_residual", width, **vectors, router_scale=router_scale)
-    x, dense, router = (torch.empty_like(residual) for _ in range(3))
-    expert = torch.empty_like(residual, dtype=torch.float8_e4m3fn if float8 else None)
-    expert_scale = torch.empty(residual.shape[:-1], dtype=torch.float32, device=x.device) if float8 else None
+    x, router = torch.empty_like(residual), torch.empty_like(residual)
+    (dense, dense_scale), (expert, expert_scale) = _empty_rows(residual, float8_dense), _empty_rows(residual, float8)
+    row_scale, col_scale = scales or (None, None)
     _attention_residual_kernel[(residual.numel() // width,)](
         attention,
         residual,
@@ -64,8 +82,11 @@ def attention_residual(
         dense_weight,
         expert_weight,
         router_scale,
+        row_scale,
+        col_scale,
         x,
         dense,
+        dense_scale,
         expert,
         expert_scale,
         router,
@@ -76,9 +97,7 @@ def attention_residual(
         num_warps=_num_warps(width),
         **dependent_launch(residual.device),
     )
-    if expert_scale is not None:
-        return x, dense, Quantized(values=expert, scale=expert_scale, dtype=x.dtype), router
-    return x, dense, expert, router
+    return x, _as_rows(dense, dense_scale, x), _as_rows(expert, expert_scale, x), router
 
 
 def layer_tail(
@@ -91,13 +110,17 @@ def layer_tail(
     layer_scalar: Tensor,
     next_weight: Tensor,
     eps: float,
-) -> tuple[Tensor, Tensor]:
+    *,
+    scales: tuple[Tensor, Tensor] | None = None,
+    float8: bool = False,
+) -> tuple[Tensor, Tensor | Quantized]:
     """Return the end of a layer and the first norm of the next, from the dense output and the weighted expert rows.
 
     moe = Σ_k expert_rows[:, k], in the order of k, so that every run gives the same sum;
     x = (residual + norm(norm(dense) * dense_weight + norm(moe) * expert_weight) * post_weight) * layer_scalar;
     returns (x, norm(x) * next_weight). residual, dense: (M, D), expert_rows: (M, A, D), layer_scalar: (1,) or (M,),
-    the other weights (D,).
+    the other weights (D,). `scales` (M,) and (D,) multiply the rows and columns of `dense` first. With `float8` the
+    second result is rounded to float8, with one scale per row.
 
     Example: `x, normed = layer_tail(x, dense, rows, *weights, layer.layer_scalar, next_input_layernorm.weight, 1e-6)`.
     """
@@ -114,7 +137,9 @@ def layer_tail(
             f"layer_tail.expert_rows must be contiguous (M, A, D) for a residual of {tuple(residual.shape)}, got "
             f"{tuple(expert_rows.shape)}."
         )
-    x, normed = torch.empty_like(residual), torch.empty_like(residual)
+    x = torch.empty_like(residual)
+    normed, normed_scale = _empty_rows(residual, float8)
+    row_scale, col_scale = scales or (None, None)
     _layer_tail_kernel[(residual.numel() // width,)](
         residual,
         dense,
@@ -124,8 +149,11 @@ def layer_tail(
         post_weight,
         layer_scalar,
         next_weight,
+        row_scale,
+        col_scale,
         x,
         normed,
+        normed_scale,
         eps,
         width,
         SCALAR_PER_ROW=layer_scalar.numel() > 1,
@@ -134,7 +162,19 @@ def layer_tail(
         num_warps=_num_warps(width),
         **dependent_launch(residual.device),
     )
-    return x, normed
+    return x, _as_rows(normed, normed_scale, x)
+
+
+def _empty_rows(like: Tensor, float8: bool) -> tuple[Tensor, Tensor | None]:
+    """Return new rows, and their scales if they are float8."""
+    if not float8:
+        return torch.empty_like(like), None
+    scale = torch.empty(like.shape[:-1], dtype=torch.float32, device=like.device)
+    return torch.empty_like(like, dtype=torch.float8_e4m3fn), scale
+
+
+def _as_rows(rows: Tensor, scale: Tensor | None, like: Tensor) -> Tensor | Quantized:
+    return rows if scale is None else Quantized(values=rows, scale=scale, dtype=like.dtype)
 
 
 @triton.jit
@@ -157,6 +197,16 @@ def _rms_norm_kernel(
 
 
 @triton.jit
+def _round_rows_kernel(
+    x: tl.tensor, values: tl.tensor, scale: tl.tensor, width: tl.tensor, BLOCK: tl.constexpr
+) -> None:
+    cols = tl.arange(0, BLOCK)
+    at = tl.program_id(0).to(tl.int64) * width + cols
+    row = tl.load(x + at, mask=cols < width, other=0.0).to(tl.float32)
+    _store_rounded(values, scale, row, at, cols < width)
+
+
+@triton.jit
 def _attention_residual_kernel(
     attention: tl.tensor,
     residual: tl.tensor,
@@ -164,8 +214,11 @@ def _attention_residual_kernel(
     dense_weight: tl.tensor,
     expert_weight: tl.tensor,
     router_scale: tl.tensor,
+    row_scale: tl.tensor,
+    col_scale: tl.tensor,
     x: tl.tensor,
     dense: tl.tensor,
+    dense_scale: tl.tensor,
     expert: tl.tensor,
     expert_scale: tl.tensor,
     router: tl.tensor,
@@ -185,7 +238,7 @@ def _attention_residual_kernel(
     expert_w = tl.load(expert_weight + cols, mask=inside, other=0.0)
     scale = tl.load(router_scale + cols, mask=inside, other=0.0)
     wait_for_launches_before(DEPENDENT)
-    update = tl.load(attention + at, mask=inside, other=0.0).to(tl.float32)
+    update = _load_scaled(attention, row_scale, col_scale, at, cols, inside)
     before = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
 
     update *= _inverse_rms(update, width, eps)
@@ -195,13 +248,8 @@ def _attention_residual_kernel(
 
     after = after.to(tl.float32)
     normed = after * _inverse_rms(after, width, eps)
-    tl.store(dense + at, (normed * dense_w.to(tl.float32)).to(dtype), mask=inside)
-    for_experts = normed * expert_w.to(tl.float32)
-    if expert_scale is not None:
-        row_scale = float8_scale(for_experts, 0)
-        tl.store(expert_scale + tl.program_id(0), row_scale)
-        for_experts /= row_scale
-    tl.store(expert + at, for_experts.to(expert.dtype.element_ty), mask=inside)
+    _store_rounded(dense, dense_scale, normed * dense_w.to(tl.float32), at, inside)
+    _store_rounded(expert, expert_scale, normed * expert_w.to(tl.float32), at, inside)
     # The published model rounds after the norm, the scale and D**-0.5. One rounding less can swap two experts.
     scaled = (normed.to(dtype).to(tl.float32) * scale.to(tl.float32)).to(dtype)
     tl.store(router + at, (scaled.to(tl.float32) * root).to(dtype), mask=inside)
@@ -217,8 +265,11 @@ def _layer_tail_kernel(
     post_weight: tl.tensor,
     layer_scalar: tl.tensor,
     next_weight: tl.tensor,
+    row_scale: tl.tensor,
+    col_scale: tl.tensor,
     x: tl.tensor,
     normed: tl.tensor,
+    normed_scale: tl.tensor,
     eps: tl.tensor,
     width: tl.tensor,
     SCALAR_PER_ROW: tl.constexpr,
@@ -241,7 +292,7 @@ def _layer_tail_kernel(
     wait_for_launches_before(DEPENDENT)
     scalar = tl.load(layer_scalar).to(tl.float32)
     before = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-    both = tl.load(dense + at, mask=inside, other=0.0).to(tl.float32)
+    both = _load_scaled(dense, row_scale, col_scale, at, cols, inside)
 
     moe = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(NUM_ACTIVE):
@@ -261,8 +312,28 @@ def _layer_tail_kernel(
     tl.store(x + at, after, mask=inside)
     after = after.to(tl.float32)
     after *= _inverse_rms(after, width, eps)
-    after *= following.to(tl.float32)
-    tl.store(normed + at, after.to(dtype), mask=inside)
+    _store_rounded(normed, normed_scale, after * following.to(tl.float32), at, inside)
+
+
+@triton.jit
+def _load_scaled(
+    rows: tl.tensor, row_scale: tl.tensor, col_scale: tl.tensor, at: tl.tensor, cols: tl.tensor, inside: tl.tensor
+) -> tl.tensor:
+    """Load a row in float32, times its scale and those of the columns unless None."""
+    values = tl.load(rows + at, mask=inside, other=0.0).to(tl.float32)
+    if row_scale is not None:
+        values *= tl.load(col_scale + cols, mask=inside, other=0.0) * tl.load(row_scale + tl.program_id(0))
+    return values
+
+
+@triton.jit
+def _store_rounded(out: tl.tensor, scale: tl.tensor, values: tl.tensor, at: tl.tensor, inside: tl.tensor) -> None:
+    """Store a row in the dtype of `out`; in float8 if `scale` is not None, with the row's scale."""
+    if scale is not None:
+        row_scale = float8_scale(values, 0)
+        tl.store(scale + tl.program_id(0), row_scale)
+        values /= row_scale
+    tl.store(out + at, values.to(out.dtype.element_ty), mask=inside)
 
 
 def _num_warps(width: int) -> int:

@@ -15,6 +15,11 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return wide.to(x.dtype)
 
 
+def round_rows(x: Tensor) -> Quantized:
+    """Return rows (M, D) in float8, with one scale per row."""
+    return quantize(x)
+
+
 def attention_residual(
     attention: Tensor,
     residual: Tensor,
@@ -24,13 +29,15 @@ def attention_residual(
     router_scale: Tensor,
     eps: float,
     *,
+    scales: tuple[Tensor, Tensor] | None = None,
     float8: bool = False,
-) -> tuple[Tensor, Tensor, Tensor | Quantized, Tensor]:
+    float8_dense: bool = False,
+) -> tuple[Tensor, Tensor | Quantized, Tensor | Quantized, Tensor]:
     """Return (x, dense input, expert input, router input) from the attention's output. All (M, D); weights (D,)."""
-    x = residual + rms_norm(attention, post_weight, eps)
+    x = residual + rms_norm(_scale(attention, scales), post_weight, eps)
     router = rms_norm(x, None, eps) * router_scale * x.shape[-1] ** -0.5
-    expert = rms_norm(x, expert_weight, eps)
-    return x, rms_norm(x, dense_weight, eps), quantize(expert) if float8 else expert, router
+    dense, expert = rms_norm(x, dense_weight, eps), rms_norm(x, expert_weight, eps)
+    return x, quantize(dense) if float8_dense else dense, quantize(expert) if float8 else expert, router
 
 
 def layer_tail(
@@ -43,10 +50,18 @@ def layer_tail(
     layer_scalar: Tensor,
     next_weight: Tensor,
     eps: float,
-) -> tuple[Tensor, Tensor]:
+    *,
+    scales: tuple[Tensor, Tensor] | None = None,
+    float8: bool = False,
+) -> tuple[Tensor, Tensor | Quantized]:
     """Return (x, next layer's normed input) from the dense output (M, D) and weighted expert rows (M, A, D)."""
     wide = expert_rows.to(torch.promote_types(expert_rows.dtype, torch.float32))
     moe = wide.sum(-2).to(residual.dtype)
-    both = rms_norm(dense, dense_weight, eps) + rms_norm(moe, expert_weight, eps)
+    both = rms_norm(_scale(dense, scales), dense_weight, eps) + rms_norm(moe, expert_weight, eps)
     x = (residual + rms_norm(both, post_weight, eps)) * layer_scalar[:, None]
-    return x, rms_norm(x, next_weight, eps)
+    normed = rms_norm(x, next_weight, eps)
+    return x, quantize(normed) if float8 else normed
+
+
+def _scale(x: Tensor, scales: tuple[Tensor, Tensor] | None) -> Tensor:
+    return x if scales is None else x * scales[0][:, None] * scales[1]

@@ -1,0 +1,198 @@
+"""Tokens per second at the published size, per format of the experts, next to autoregressive decoding.
+
+python kernels/benchmarks/generate.py                            every format, batches of 1 to 16
+python kernels/benchmarks/generate.py --weights int4 --float8 attention head --batches 1
+python kernels/benchmarks/generate.py --weights int4 nvfp4 --prompt 8192 --batches 1 --memory 18
+
+Weights are random, in the format itself: no layer ever exists in bfloat16 next to its codes. A canvas of 256 tokens
+takes 16 steps and a commit. `--memory` caps the memory that torch may reserve, in decimal GB, from the first weight to
+the last token. Autoregressive decoding runs in the same engine, one token per forward.
+"""
+
+import argparse
+import gc
+import itertools
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from timing import describe_run, results_folder
+from torch import Tensor, nn
+
+import dgemma
+from dgemma.model.quantized import Float8Weight, IntWeight, NvFp4Weight, Weight, set_weight
+from dgemma.run.records import BlockCommit
+from dgemma_kernels import FusedDenoiser, accelerate
+from dgemma_kernels.formats import ENCODERS
+
+CANVAS, STEPS, CANVASES, WORDS = 256, 16, 4, 64
+GPU = torch.device("cuda")
+LINEARS = {"attention": "self_attn", "dense": "mlp"}
+DRAWN = ("fp8", "int4", "nvfp4")  # formats that are drawn as they are stored; the others are converted
+
+
+def draw_tokens(*shape: int) -> Tensor:
+    return torch.randint(5, 262_144, shape, device=GPU)
+
+
+def draw_weight(shape: torch.Size, format: str, std: float) -> Weight:
+    """Draw a weight (..., N, K) of about this standard deviation in a format, without decoded values."""
+    *rows, width = shape
+    if format not in DRAWN:
+        return torch.empty(shape, dtype=torch.bfloat16, device=GPU).normal_(std=std)
+    if format == "fp8":
+        values = torch.randint(0, 0x7F, tuple(shape), dtype=torch.uint8, device=GPU)  # below NaN
+        values |= torch.randint(0, 2, tuple(shape), dtype=torch.uint8, device=GPU) << 7
+        return Float8Weight(values=values.view(torch.float8_e4m3fn), scale=torch.full(rows, std / 100, device=GPU))
+    codes = torch.randint(0, 256, (*rows, width // 2), dtype=torch.uint8, device=GPU)
+    if format == "int4":
+        scale = torch.full((*rows, width // 64), std / 4.6, dtype=torch.bfloat16, device=GPU)
+        return IntWeight(codes=codes, scale=scale)
+    scale = torch.full((*rows, width // 16), 256.0, device=GPU).to(torch.float8_e4m3fn)
+    return NvFp4Weight(codes=codes, scale=scale, row_scale=torch.full(rows, std / 256 / 2.9, device=GPU))
+
+
+def build(format: str, float8: tuple[str, ...] = (), config: dgemma.ModelConfig | None = None) -> FusedDenoiser:
+    """Make a model with random weights, a layer at a time, and accelerate it.
+
+    Example: `build("int4", ("attention", "head"))`.
+    """
+    config = config or dgemma.presets.diffusiongemma_26b_a4b()
+    model = dgemma.DiffusionGemma(config, device="meta", dtype=torch.bfloat16).requires_grad_(False)
+    std = config.initializer_range
+
+    def fill(module: nn.Module) -> None:
+        module.to_empty(device=GPU)
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.normal_(std=std) if tensor.dim() > 1 else tensor.fill_(1.0)
+
+    for layer in model.layers:
+        experts: Any = layer.experts
+        shapes = {name: parameter.shape for name, parameter in experts.named_parameters()}
+        layer.experts = nn.Module()
+        fill(layer)
+        for part in set(float8) & LINEARS.keys():  # as in a checkpoint that has them in float8
+            owner = layer.get_submodule(LINEARS[part])
+            for name in [name for name, module in owner.named_children() if isinstance(module, nn.Linear)]:
+                shape = owner.get_parameter(f"{name}.weight").shape
+                set_weight(owner, f"{name}.weight", draw_weight(shape, "fp8", std))
+        for name, shape in shapes.items():
+            set_weight(experts, name, draw_weight(shape, format, std))
+        layer.experts = experts
+    for name, module in model.named_children():
+        if name != "layers":
+            fill(module)
+    fast = accelerate(model.requires_grad_(False), format, float8=float8, release=format != "bf16")
+    return fast
+
+
+def stream_canvases(model: FusedDenoiser, batch: int, prompt: int, canvases: int) -> list[float]:
+    """Return the seconds from the start to the commit of each canvas."""
+    marks: list[float] = []
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    events = dgemma.stream(
+        model, draw_tokens(batch, prompt), max_new_tokens=canvases * CANVAS, steps=STEPS, stop=None, eos_token_ids=[]
+    )
+    for event in events:
+        if isinstance(event, BlockCommit):
+            torch.cuda.synchronize()
+            marks.append(time.perf_counter() - start)
+    return marks
+
+
+def time_canvases(model: FusedDenoiser, batch: int, prompt: int) -> dict[str, float]:
+    """Time canvases after the first, and the first with its prompt; the first run captures."""
+    stream_canvases(model, batch, prompt, CANVASES)
+    marks = stream_canvases(model, batch, prompt, CANVASES)
+    each = [b - a for a, b in itertools.pairwise(marks)]
+    median = statistics.median(each)
+    return {
+        "tokens_per_s": batch * CANVAS / median,
+        "canvas_ms": 1e3 * median,
+        "from_ms": 1e3 * min(each),
+        "to_ms": 1e3 * max(each),
+        "first_block_ms": 1e3 * marks[0],
+    }
+
+
+def time_words(model: FusedDenoiser, prompt: int) -> float:
+    """Return the milliseconds of an autoregressive token."""
+    cache = model.encode(draw_tokens(1, prompt))
+    word = draw_tokens(1, 1)
+    for _ in range(3):
+        word = model.causal_logits(word, cache).argmax(-1)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(WORDS):
+        word = model.causal_logits(word, cache).argmax(-1)
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / WORDS * 1e3
+
+
+def measure(format: str, float8: tuple[str, ...], batches: list[int], prompt: int) -> list[dict[str, Any]]:
+    torch.cuda.reset_peak_memory_stats()
+    model = build(format, float8)
+    stored = torch.cuda.memory_allocated()
+    rows = []
+    word_ms = time_words(model, prompt)
+    for batch in batches:
+        row: dict[str, Any] = {"weights": format, "float8": list(float8), "prompt": prompt, "batch": batch}
+        row |= time_canvases(model, batch, prompt)
+        row |= {
+            "stored_gb": stored / 1e9,
+            "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
+            "reserved_gb": torch.cuda.max_memory_reserved() / 1e9,
+            "word_ms": word_ms,
+            "times_words": row["tokens_per_s"] * word_ms / 1e3 / batch,  # per row, as words are timed at batch 1
+        }
+        rows.append(row)
+        print_row(row)
+    return rows
+
+
+HEADER = "weights  batch  tokens/s  canvas ms  first block ms  peak GB  reserved GB  ms/word  times words"
+
+
+def print_row(row: dict[str, Any]) -> None:
+    print(
+        f"{row['weights']:7s} {row['batch']:6d} {row['tokens_per_s']:9.0f} {row['canvas_ms']:10.1f} "
+        f"{row['first_block_ms']:15.1f} {row['peak_gb']:8.2f} {row['reserved_gb']:12.2f} {row['word_ms']:8.2f} "
+        f"{row['times_words']:12.1f}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--weights", nargs="+", choices=tuple(ENCODERS), default=list(ENCODERS))
+    parser.add_argument(
+        "--float8", nargs="*", choices=("attention", "dense", "head"), default=[], help="not for bf16 weights"
+    )
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 2, 4, 8, 16])
+    parser.add_argument("--prompt", type=int, default=1024, help="tokens before the first canvas (%(default)s)")
+    parser.add_argument("--memory", type=float, help="cap of torch's memory in decimal GB")
+    parser.add_argument("--output", type=Path, help="by default results/<gpu>/generate.json")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("This benchmark needs a CUDA GPU; on a CPU, tests/kernels check the same engine.")
+    torch.manual_seed(0)
+    if options.memory:
+        total = torch.cuda.get_device_properties(GPU).total_memory
+        torch.cuda.set_per_process_memory_fraction(options.memory * 1e9 / total)
+    print(describe_run(), HEADER, sep="\n", flush=True)
+    output = options.output or results_folder() / "generate.json"
+    rows: list[dict[str, Any]] = []
+    for format in options.weights:
+        rows += measure(format, () if format == "bf16" else tuple(options.float8), options.batches, options.prompt)
+        gc.collect()
+        torch.cuda.empty_cache()
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps({"run": describe_run(), "memory_cap_gb": options.memory, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
