@@ -205,3 +205,9 @@ def test_a_wrapped_bert_repeats_the_letters_it_reads(run):
     assert sum(text == text[:3] * 4 for text in texts) >= 6  # three prompts twice, one infilled text
     bound, exact = map(float, re.findall(r"at most ([\d.]+) nats per text, exactly ([\d.]+)", printed)[0])
     assert exact < bound < exact + 3
+
+
+def test_a_form_about_a_story_is_filled_with_its_words(run):
+    pytest.importorskip("outlines_core")
+    printed = run("21", "--seed", "0")
+    assert re.search(r"name: Anna\n +home: [a-z]+\n +pet: [a-z]+\n", printed)

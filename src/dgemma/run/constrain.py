@@ -3,7 +3,8 @@
 All of it is computed before the first forward. So a constraint that cannot be met is refused before any work.
 """
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, NoReturn
@@ -68,7 +69,7 @@ def read_constraint(
     if constraint is None:
         return None
     tokens, start = _unite("generate", constraint, batch_size, noise.vocab_size)
-    automaton, num_positions = with_stops(tokens, stop_tokens, noise.vocab_size), num_blocks * canvas_len
+    automaton, num_positions = _with_stops(tokens, stop_tokens, noise.vocab_size), num_blocks * canvas_len
     span, rows = span.to(torch.device("cpu")), torch.arange(batch_size)
     may_end = None
     if span.frozen is not None and bool(span.frozen.any()):
@@ -80,7 +81,8 @@ def read_constraint(
     if not bool(met.all()):
         _refuse(int((~met).nonzero()[0, 0]), tokens, start, factors, accepts, num_positions)
     ends = torch.stack([reach[(block + 1) * canvas_len] for block in range(num_blocks)])
-    return RunLanguage(automaton, start, ends, may_end).to(device)
+    on_device = _on_device(automaton, device)
+    return RunLanguage(on_device, start.to(device), ends.to(device), None if may_end is None else may_end.to(device))
 
 
 class HoleLanguage:
@@ -208,6 +210,27 @@ class _Factors:
         if usable is None:
             usable = torch.ones(1, 1, self.noise.vocab_size, dtype=torch.bool)
         return any_by(usable[:, 0], self.automaton.token_class.long(), self.automaton.num_classes)
+
+
+class _Kept:
+    """The last results of a function of an automaton. Runs with the same constraint share them, so that a batch of
+    such runs has one automaton.
+    """
+
+    def __init__(self, build: Callable[..., Automaton]) -> None:
+        self._build, self._results = build, OrderedDict[Any, tuple[Any, Automaton]]()
+
+    def __call__(self, source: Any, *settings: Any) -> Automaton:
+        key = (id(source.next_state), *settings)
+        if key not in self._results:
+            self._results[key] = (source, self._build(source, *settings))  # `source` keeps its id from being reused
+        while len(self._results) > 32:
+            self._results.popitem(last=False)
+        return self._results[key][1]
+
+
+_with_stops = _Kept(with_stops)
+_on_device = _Kept(Automaton.to)
 
 
 def _unite(owner: str, constraint: Constraint, batch_size: int, vocab_size: int) -> tuple[TokenAutomaton, Tensor]:
