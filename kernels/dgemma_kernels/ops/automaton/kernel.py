@@ -25,6 +25,8 @@ def class_sums(prediction: Any, automaton: Automaton) -> tuple[Tensor, Tensor]:
     """Return the log-sum and the maximum of the shaped logits over each class, both (B, C, K) float64.
 
     prediction: a `FusedPrediction`, shaped by a cap, a temperature and allowed tokens only.
+
+    Example: `sums, maxima = class_sums(prediction, language.automaton)`.
     """
     rows, arguments, shaping = prediction.vocabulary_arguments()
     shape = (prediction.batch_size, prediction.canvas_len, automaton.num_classes)
@@ -50,7 +52,10 @@ def class_sums(prediction: Any, automaton: Automaton) -> tuple[Tensor, Tensor]:
 
 
 def arc_weights(language: Language, classes: Tensor, *, total: bool) -> Tensor:
-    """Combine the classes (B, C, K) of each arc, as a log-sum (`total`) or a maximum, (B, C, E)."""
+    """Combine the classes (B, C, K) of each arc, as a log-sum (`total`) or a maximum, (B, C, E).
+
+    Example: `weights = arc_weights(language, sums, total=True)`.
+    """
     automaton = language.automaton
     num_arcs, (batch_size, canvas_len, num_classes) = len(automaton.arc_source), classes.shape
     out = torch.empty((batch_size, canvas_len, num_arcs), dtype=torch.float64, device=classes.device)
@@ -73,7 +78,10 @@ def arc_weights(language: Language, classes: Tensor, *, total: bool) -> Tensor:
 
 
 def passes(language: Language, weights: Tensor, best_weights: Tensor) -> Passes:
-    """Sum over paths by `weights`, forward and backward, and maximise over paths by `best_weights`; both (B, C, E)."""
+    """Sum over paths by `weights`, forward and backward, and maximise over paths by `best_weights`; both (B, C, E).
+
+    Example: `passes(language, weights, best_weights).backward`.
+    """
     batch_size, canvas_len, _ = weights.shape
     shape = (3, batch_size, canvas_len + 1, language.automaton.num_states)
     out = torch.empty(shape, dtype=torch.float64, device=weights.device)
@@ -82,7 +90,10 @@ def passes(language: Language, weights: Tensor, best_weights: Tensor) -> Passes:
 
 
 def best_pass(language: Language, weights: Tensor) -> Tensor:
-    """The weight of the heaviest path from each state to the end, (B, C + 1, Q) (Viterbi)."""
+    """Return the weight of the heaviest path from each state to the end, (B, C + 1, Q) (Viterbi).
+
+    Example: `best = best_pass(language, weights)`.
+    """
     batch_size, canvas_len, _ = weights.shape
     shape = (3, batch_size, canvas_len + 1, language.automaton.num_states)
     out = torch.empty(shape, dtype=torch.float64, device=weights.device)
@@ -126,12 +137,18 @@ def _fan_arguments(fan: Fan) -> list[Any]:
 
 
 def best_path(language: Language, weights: Tensor, best: Tensor) -> Tensor:
-    """Return the states (B, C + 1) of the heaviest path through weights (B, C, E), given its `best_pass`."""
+    """Return the states (B, C + 1) of the heaviest path through weights (B, C, E), given its `best_pass`.
+
+    Example: `path = best_path(language, weights, best_pass(language, weights))`.
+    """
     return _trace(language, weights, best, None)[0]
 
 
 def sample_path(language: Language, weights: Tensor, backward: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw a path, (B, C + 1), with one uniform per position, u (B, C). Also return their remainders, (B, C)."""
+    """Draw a path, (B, C + 1), with one uniform per position, u (B, C). Also return their remainders, (B, C).
+
+    Example: `path, rest = sample_path(language, weights, passed.backward, u)`.
+    """
     return _trace(language, weights, backward, u.double().contiguous())
 
 
@@ -159,7 +176,10 @@ def _trace(language: Language, weights: Tensor, values: Tensor, u: Tensor | None
 
 
 def class_bias(language: Language, passes: Passes) -> Tensor:
-    """Sum over the paths that use each class at each position, without the prediction there: `Joint.bias`."""
+    """Sum over the paths that use each class at each position, without the prediction there: `Joint.bias`.
+
+    Example: `bias = class_bias(language, passed)`.
+    """
     automaton = language.automaton
     batch_size, slots, num_states = passes.forward.shape
     num_classes, canvas_len = automaton.num_classes, slots - 1
