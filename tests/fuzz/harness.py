@@ -107,6 +107,7 @@ def run_families(families: list[Family], num_cases: int, *, first_seed: int = 0,
             seed, end = first_seed, first_seed + share
             while seed < end:
                 seed = _run_worker(family, context, Path(folder), seed, min(seed + batch, end), counts)
+        print(f"{family.name}: {dict(counts.outcomes[family.name])}", file=sys.stderr, flush=True)
     return counts
 
 
