@@ -140,7 +140,7 @@ def test_a_recorded_run_is_replayed_with_its_constraint(tmp_path):
                 canvas=torch.full((2, 2), 200),
                 frozen=torch.tensor([[False, True]] * 2),
             ),
-            "fits no further than position 1",
+            "no accepted text fits at position 1",
         ),
     ],
 )

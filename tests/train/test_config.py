@@ -20,7 +20,7 @@ from dgemma.train.objective import Objective
     ("changes", "named"),
     [
         ({"steps": 0}, "TrainConfig.steps must be an integer >= 1, got 0"),
-        ({"steps": 2.5}, "TrainConfig.steps must be an integer >= 1, got 2.5"),
+        ({"steps": 2.5}, "TrainConfig.steps must be int or None, got 2.5"),
         ({"micro_batch_size": 0}, "micro_batch_size"),
         ({"clip": 0.0}, "clip"),
         ({"ema_decay": 1.0}, "ema_decay"),
