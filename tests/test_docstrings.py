@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 import re
@@ -18,7 +19,8 @@ ROOT = Path(__file__).parents[1]
 @cache
 def modules() -> list[ModuleType]:
     found = (module.name for module in pkgutil.walk_packages(dgemma.__path__, "dgemma."))
-    return [importlib.import_module(name) for name in found if not name.endswith("__main__")]
+    needs_harness = () if importlib.util.find_spec("lm_eval") else ("dgemma.eval.harness",)
+    return [importlib.import_module(name) for name in found if not name.endswith(("__main__", *needs_harness))]
 
 
 @cache

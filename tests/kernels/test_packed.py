@@ -323,9 +323,9 @@ def test_weights_packed_for_the_other_product_are_refused(device):
     index = draw_routing("even").to(device)
     x, gate_up, down, weights = draw(index, torch.float32, device)
     hidden = torch.ones(index.numel(), F, device=device)
-    with pytest.raises(ValueError, match=r"expert_gate_up weights must be packed with gated=True"):
+    with pytest.raises(ValueError, match=r"expert_gate_up weights must be encoded with gated=True"):
         experts.expert_gate_up(x, replace(gate_up, gated=False), sort(index))
-    with pytest.raises(ValueError, match=r"expert_down weights must be packed with gated=False"):
+    with pytest.raises(ValueError, match=r"expert_down weights must be encoded with gated=False"):
         experts.expert_down(hidden, replace(down, gated=True), weights, sort(index))
 
 
@@ -357,7 +357,7 @@ def test_a_tile_must_have_the_size_of_a_packed_block(part, change, cols, device,
     config = replace(config, **{part: replace(getattr(config, part), **change)})
     monkeypatch.setitem(configs.EXPERTS["packed"], "default", (config,))
     index = draw_routing("even").to(device)
-    with pytest.raises(ValueError, match=f"TileShape must have {cols} columns and depth 128 for these packed weights"):
+    with pytest.raises(ValueError, match=f"TileShape must have {cols} columns and depth 128 for these weights"):
         run(index, *draw(index, torch.float32, device))
 
 
