@@ -71,6 +71,8 @@ def typed(function: Function) -> Function:
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # torch.compile cannot trace signatures
+            return function(*args, **kwargs)
         if not hints:  # at the first call, when every module has been imported
             hints.update(_read_hints(function, signature))
         bound = signature.bind(*args, **kwargs)

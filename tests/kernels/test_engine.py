@@ -448,7 +448,7 @@ def test_the_model_keeps_working_and_no_weight_is_stored_twice(device):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", ENCODERS)
+@pytest.mark.parametrize("weights", sorted(ENCODERS.keys() - {"int4"}))  # its groups are wider than this model
 def test_generation_defaults_start_as_the_models_and_then_change_independently(weights, device):
     model = make_model(device)
     for layer in model.layers:  # values that pack without loss
