@@ -66,24 +66,32 @@ def typed(function: Function) -> Function:
 
     Example: `typed(lambda: 3)()` is 3; usually it is a decorator.
     """
-    signature = inspect.signature(function)
-    hints: dict[str, Any] = {}
+    check = _checker(function)
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # torch.compile cannot trace signatures
-            return function(*args, **kwargs)
+        if not torch.compiler.is_compiling():  # torch.compile cannot trace signatures
+            check(args, kwargs)
+        return function(*args, **kwargs)
+
+    checked.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    return checked  # type: ignore[return-value]
+
+
+def _checker(function: Callable[..., Any]) -> Callable[[tuple[Any, ...], dict[str, Any]], None]:
+    """Return a function that checks the arguments of a call."""
+    signature = inspect.signature(function)
+    hints: dict[str, Any] = {}
+
+    def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not hints:  # at the first call, when every module has been imported
             hints.update(_read_hints(function, signature))
-        bound = signature.bind(*args, **kwargs)
-        for name, value in bound.arguments.items():
+        for name, value in signature.bind(*args, **kwargs).arguments.items():
             if name in hints and name != "model" and not _fits(value, hints[name]):
                 owner = function.__qualname__.removesuffix(".__init__").removesuffix(".__call__")
                 require(False, f"{owner} {name}", f"be {_spell(hints[name])}", value)
-        return function(*args, **kwargs)
 
-    checked.__signature__ = signature  # type: ignore[attr-defined]
-    return checked  # type: ignore[return-value]
+    return check
 
 
 def _read_hints(function: Callable[..., Any], signature: inspect.Signature) -> dict[str, Any]:
