@@ -275,3 +275,12 @@ def _interrupt_import(words: list[object], folder: Path) -> subprocess.Completed
 
 def _source_path() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(Path(dgemma.__file__).parents[1])}
+
+
+def test_a_schema_file_that_is_missing_or_no_json_is_named(command, checkpoint, tmp_path):
+    pytest.importorskip("outlines_core")
+    (tmp_path / "cut.json").write_text('{"type": ')
+    for name, said in (("none.json", "does not exist. Check the path."), ("cut.json", "is not valid JSON")):
+        ran = command("generate", "-m", checkpoint, "--json-schema", tmp_path / name, "Hi")
+        assert (ran.code, ran.err.count("\n")) == (2, 1)
+        assert f"{tmp_path / name} {said}" in ran.err

@@ -469,7 +469,7 @@ def test_unsupported_arguments_raise_with_a_reason(models, monkeypatch):
         accelerate(fast, weights="packed")
     with pytest.raises(ValueError, match="head_dim must be a power of two >= 16"):
         accelerate(dgemma.DiffusionGemma(plain.config.replace(head_dim=24), device=plain.device))
-    with pytest.raises(ValueError, match="cache must be one of its own"):
+    with pytest.raises(ValueError, match="cache must come from this model"):
         fast.denoise(prompt[:, :CANVAS], plain.encode(prompt))
     monkeypatch.setattr("dgemma_kernels.engine.denoiser.InterpretedFunction", int)
     with pytest.raises(ValueError, match="needs the model on a CUDA GPU"):

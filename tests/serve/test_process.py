@@ -39,7 +39,7 @@ def folder(tmp_path_factory):
 
 
 class Server:
-    """A server process on a port of its own."""
+    """A server process on a free port."""
 
     def __init__(self, folder, port, *options):
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}

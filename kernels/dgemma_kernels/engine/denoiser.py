@@ -433,7 +433,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
     def _own(self, cache: FusedCache) -> FusedCache:
         if not isinstance(cache, FusedCache) or cache._pool is not self._pool:
             raise ValueError(
-                f"FusedDenoiser cache must be one of its own, got a {type(cache).__name__} of another model. "
+                f"FusedDenoiser cache must come from this model, got a {type(cache).__name__} of another model. "
                 "Encode the prefix with the accelerated model."
             )
         return cache

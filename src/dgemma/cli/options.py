@@ -16,6 +16,7 @@ from dgemma.checkpoint.weights import resolve
 from dgemma.cli import types
 from dgemma.constraints.languages import Choice, JsonSchema, Regex
 from dgemma.diffusion.noise import HybridNoise, MaskNoise, Noise, UniformNoise
+from dgemma.files import read_json
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.layout import lay_out_by_column
 from dgemma.run.defaults import default_sampler, warn_of_noise
@@ -136,7 +137,7 @@ def read_constraint(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Rege
         return None
     value = getattr(arguments, given[0])
     if given == ["json_schema"]:
-        return JsonSchema(Path(value).read_text(), tokenizer)
+        return JsonSchema(read_json(value), tokenizer)
     return Regex(value, tokenizer) if given == ["regex"] else Choice(value, tokenizer)
 
 

@@ -121,7 +121,7 @@ def _open(file: Path) -> Any:
     open_file(file).close()  # a clear error for what is not a regular file
     try:
         return gguf.GGUFReader(file)
-    except Exception as error:  # the package has no exceptions of its own
+    except Exception as error:  # the package defines no exceptions
         raise ValueError(f"{file} is not a complete GGUF file ({error}). Download it again.") from None
 
 
