@@ -296,6 +296,11 @@ def in_range(ids: Tensor, end: int, *, least: int = 0) -> bool:
     return least <= int(ids.min()) and int(ids.max()) < end
 
 
+def has_values(tensor: Tensor) -> bool:
+    """Return True if the tensor's numbers can be read in order: it is neither sparse nor on the "meta" device."""
+    return tensor.layout is torch.strided and not tensor.is_meta
+
+
 def show(value: Any) -> str:
     """Format a value for an error message: tensors by dtype and shape, long values shortened.
 
@@ -311,5 +316,5 @@ def show(value: Any) -> str:
 
 def _as_python(value: Any) -> Any:
     """Return a NumPy or torch scalar as a Python value, and any other value unchanged."""
-    is_scalar = getattr(value, "ndim", None) == 0 and getattr(value, "device", None) != torch.device("meta")
+    is_scalar = getattr(value, "ndim", None) == 0 and (not isinstance(value, Tensor) or has_values(value))
     return value.item() if is_scalar else value

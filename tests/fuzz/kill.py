@@ -18,6 +18,8 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+# A forked process must not inherit a pool of threads. Some libraries read this once, so it comes before `import torch`.
+os.environ["OMP_NUM_THREADS"] = "1"
 ROOT = Path(__file__).parents[2]
 sys.path[0] = str(ROOT / "tests")
 
@@ -27,17 +29,17 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    import torch
-
-    torch.set_num_threads(1)
     source = random.Random(arguments.seed)
     counts: Counter[str] = Counter()
     bad: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         attacks = {"train": _Training(Path(folder)), "save": _Saving(Path(folder)), "page": _Page(Path(folder))}
-        for number in range(arguments.kills):
+        killed = number = 0
+        while killed < arguments.kills:
             name = ("train", "save", "page")[number % 3]
             was_killed, problem = attacks[name].attack(source)
+            killed += was_killed
+            number += 1
             counts[f"{name}: {'killed' if was_killed else 'finished before'}"] += 1
             if problem:
                 bad.append(f"{number} {name}: {problem}")

@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+# A forked process must not inherit a pool of threads. Some libraries read this once, so it comes before `import torch`.
+os.environ["OMP_NUM_THREADS"] = "1"
 ROOT = Path(__file__).parents[2]
 sys.path[0] = str(ROOT / "tests")  # not this folder, whose names are inside the package `fuzz`
 try:
@@ -24,10 +26,6 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", help="families to run (all)")
     parser.add_argument("--examples", type=int, default=5, help="examples of each bad outcome to print")
     arguments = parser.parse_args()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    import torch
-
-    torch.set_num_threads(1)  # a forked process must not inherit a pool of threads
     from fuzz import harness
     from fuzz.families import FAMILIES
 

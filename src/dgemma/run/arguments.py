@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from dgemma.checks import as_int, as_number, require, require_tensor, show
+from dgemma.checks import as_int, as_number, has_values, require, require_tensor, show
 from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.schedule import LEAST_NOISE
 from dgemma.model.cache import Cache
@@ -333,6 +333,8 @@ def _allowed_table(name: str, allowed: Any, vocab_size: int) -> Tensor:
 
 def _as_lists(value: Any) -> Any:
     """Turn tensors, arrays, sets, ranges and generators into nested lists of Python values; return others unchanged."""
+    if isinstance(value, Tensor) and not has_values(value):
+        return value  # the caller refuses what is neither a number nor a list
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, Iterable) and not isinstance(value, str | bytes):
