@@ -1,4 +1,4 @@
-"""Argument checks that raise a ValueError of the form `Owner.field must RULE, got VALUE. FIX.`"""
+"""Argument checks that raise a ValueError with the field, the rule, the value and a fix."""
 
 import functools
 import inspect

@@ -1,4 +1,4 @@
-"""Config of a plain Gemma 4 mixture-of-experts checkpoint, converted to start a DiffusionGemma from it."""
+"""Config of an autoregressive Gemma 4 mixture-of-experts checkpoint, converted to start a DiffusionGemma from it."""
 
 from collections.abc import Mapping
 from typing import Any
