@@ -1,7 +1,7 @@
 """Settings of the `dgemma` command that must be made before torch is imported. Other programs are not affected.
 
-Ctrl-C during the import ends the command without a traceback. Threads that wait for others give their core away, which
-halves the time of a small model on a busy machine.
+Ctrl-C during the import ends the command without a traceback. Idle threads sleep instead of spinning, which halves the
+time of a small model on a busy machine.
 """
 
 import os

@@ -83,7 +83,8 @@ class DenoiseState:
     def splice(self, rows: Tensor, donor: "DenoiseState") -> "DenoiseState":
         """Replace `rows` (R,) by the rows of a donor of batch size R, for example from another run.
 
-        Seeds, clock, allowed tokens, language and memory come from the donor. The field `rows` stays.
+        Seeds, step, noise levels, temperature, allowed tokens, language and memory come from the donor. The field
+        `rows` stays.
 
         Example: `state.splice(torch.tensor([1]), other.select(torch.tensor([0])))`.
         """
