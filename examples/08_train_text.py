@@ -2,7 +2,7 @@ r"""Train a small text model from scratch with the published objective: a tokeni
 
     python examples/08_train_text.py                                    an excerpt and a toy model, to see that it runs
 
-How `dgemma/text` and its twin with mask noise were made on one GPU, and sampled:
+Commands that trained `dgemma/text` and its version for mask noise on one GPU, and sampled from them:
 
     python examples/text_corpus/prepare.py --out runs/corpus
     python examples/08_train_text.py --corpus runs/corpus --out runs/text --minutes 7.4 --compile

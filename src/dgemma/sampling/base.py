@@ -65,7 +65,7 @@ class Sampler:
         return None
 
     def noise_level(self, state: DenoiseState) -> Tensor:
-        """Return the noise level of the canvas, (B,), for the denoiser. Samplers with their own noise level override it.
+        """Return the noise level of the canvas, (B,), for the denoiser. Samplers with their own level override this.
 
         Example: `LeaveOneOutGibbs().noise_level(state)` is `state.memory`, the level at which it corrects the canvas.
         """
