@@ -81,7 +81,7 @@ class RunFile:
             ) from None
 
     def _read(self, settings: dict[str, Any]) -> int:
-        """Check the settings, note the place of every result, drop a torn last line, and return the end."""
+        """Check the settings, note the place of every result, drop an incomplete last line, and return the end."""
         with open_file(self.path) as lines:
             header = lines.readline(_LONGEST_HEADER)
             if not header.endswith(b"\n") and not _starts_header(header):

@@ -1,4 +1,4 @@
-"""An auxiliary loss that keeps all experts at work (Switch Transformers, arXiv:2101.03961), added in the backward pass.
+"""An auxiliary loss that balances the experts' load (Switch Transformers, arXiv:2101.03961), added in backward.
 
 Without it, a router soon prefers the experts that happened to learn first, and the others are never trained.
 """
