@@ -25,7 +25,6 @@ IN_FUNCTIONS = {
     "dgemma.cli.writing": {"readline"},  # not on Windows
     "dgemma.data.vocabulary": {"tokenizers", "transformers"},
     "dgemma.eval.__main__": {"dgemma.eval.harness", "lm_eval.__main__"},
-    "dgemma.train.log": {"matplotlib.figure"},
     "dgemma.view.gif": {"PIL", "matplotlib"},
     "dgemma.view.plots": {"matplotlib.colors", "matplotlib.figure", "matplotlib.text", "matplotlib.transforms"},
     # Needs a Triton with Gluon, and is only for Hopper.

@@ -4,7 +4,7 @@ import functools
 import inspect
 import math
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Annotated, Any, Literal, TextIO, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -15,7 +15,6 @@ from torch import Tensor
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _FIELD_HINTS: dict[type, dict[str, Any]] = {}
-_MOST = 1e18
 _MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -52,7 +51,8 @@ def require_tensor(
 
     Example: `require_tensor(ids, "encode tokens", "be ids (B, P)", shape=(None, None), dtypes=(torch.int64,))`.
     """
-    fits = isinstance(value, Tensor) and value.dim() == len(shape) and (dtypes is None or value.dtype in dtypes)
+    fits = isinstance(value, Tensor) and value.layout is torch.strided and value.dim() == len(shape)
+    fits = fits and (dtypes is None or value.dtype in dtypes)
     fits = fits and all(size is None or size == given for size, given in zip(shape, value.shape, strict=True))
     if not fits:
         require(False, name, rule, value, fix)
@@ -117,10 +117,8 @@ def _fits(value: Any, hint: Any) -> bool:
         return True
     if hint is None or hint is type(None):
         return value is None
-    if hint is int:
-        return as_int(value) is not None
-    if hint is float:
-        return as_number(value) is not None
+    if hint in (int, float):
+        return (as_int(value) if hint is int else as_number(value)) is not None
     if hint is bool:
         return isinstance(value, bool | np.bool_)
     if hint is TextIO:
@@ -132,10 +130,18 @@ def _fits(value: Any, hint: Any) -> bool:
         return True
     if isinstance(value, str | bytes) and kind is not type(value) and issubclass(kind, Iterable):
         return False
-    is_array = isinstance(value, Tensor | np.ndarray) and kind in (Sequence, Iterable) and _holds_numbers(arguments)
-    if not isinstance(value, kind) and not is_array:
+    if isinstance(value, Tensor | np.ndarray) and kind in (Sequence, Iterable):
+        return value.ndim > 0 and _holds_numbers(arguments) and (not isinstance(value, Tensor) or has_values(value))
+    if not isinstance(value, kind):
         return False
+    if isinstance(value, range):
+        return not arguments or _fits(0, arguments[0])
     return not isinstance(value, list | tuple) or all(_fits(item, each) for item, each in _items(value, arguments))
+
+
+def _has_64_bits(value: Any) -> bool:
+    """Return False for an integer that torch cannot hold."""
+    return not isinstance(value, int) or -(2**63) <= value < 2**63
 
 
 def _holds_numbers(arguments: tuple[Any, ...]) -> bool:
@@ -214,8 +220,6 @@ def check_size(owner: Any, field: str, *, above: float | None = None, unit: str 
     value = as_number(getattr(owner, field))
     rule = f"be {'>= 0' if above is None else f'> {above}'}{f' {unit}' if unit else ''}"
     fits = value is not None and (value >= 0 if above is None else value > above)
-    if isinstance(getattr(owner, field), int) and value is not None and value > _MOST:  # torch has no larger integers
-        fits = False
     require_field(fits, owner, field, rule, fix)
 
 
@@ -248,12 +252,12 @@ def check_block_len(owner: Any) -> None:
 
 
 def as_int(value: Any) -> int | None:
-    """Return a Python, NumPy or torch integer as an int, and None for anything else.
+    """Return a Python, NumPy or torch integer of 64 bits as an int, and None for anything else.
 
     Example: `as_int(np.int64(3))` is 3; `as_int(3.0)` and `as_int(True)` are None.
     """
     value = _as_python(value)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and _has_64_bits(value) else None
 
 
 def as_number(value: Any) -> float | None:
@@ -262,7 +266,8 @@ def as_number(value: Any) -> float | None:
     Example: `as_number(torch.tensor(0.5))` is 0.5; `as_number("0.5")` is None.
     """
     value = _as_python(value)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and _has_64_bits(value)
+    return float(value) if is_number else None
 
 
 def read_device(owner: str, device: Any) -> torch.device:
@@ -294,6 +299,20 @@ def in_range(ids: Tensor, end: int, *, least: int = 0) -> bool:
     if type(ids) is not Tensor or ids.device.type != "cpu" or not ids.numel() or torch.compiler.is_compiling():
         return True
     return least <= int(ids.min()) and int(ids.max()) < end
+
+
+def as_lists(value: Any) -> Any:
+    """Turn tensors, arrays, sets, ranges and generators into nested lists of Python values; return others unchanged.
+
+    Example: `as_lists(torch.tensor([[1, 2]]))` is [[1, 2]].
+    """
+    if isinstance(value, Tensor) and not has_values(value):
+        return value  # the caller refuses what is neither a number nor a list
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping):
+        return [as_lists(item) for item in value]
+    return value
 
 
 def has_values(tensor: Tensor) -> bool:

@@ -7,6 +7,7 @@ import pty
 import select
 import signal
 import struct
+import subprocess
 import sys
 import termios
 import time
@@ -33,11 +34,11 @@ def run(
     columns: int = 80,
     lines: int = 24,
     kind: str = "xterm-256color",
-    react: Callable[[str], bytes] | None = None,
+    react: Callable[[str, int], bytes] | None = None,
     pipe_out: bool = False,
     encoding: str = "utf-8",
 ) -> Ended:
-    """Run the command on a terminal. `react` gets all output so far and returns the keys to type next.
+    """Run the command on a terminal. `react` gets all output so far and the process, and returns the keys to type.
 
     With `pipe_out`, standard output goes into a pipe instead, in this encoding.
     """
@@ -61,7 +62,7 @@ def run(
                 open_ends.remove(end)
             elif end == terminal:
                 seen += data
-                if react is not None and (typed := react(seen.decode(errors="replace"))):
+                if react is not None and (typed := react(seen.decode(errors="replace"), child)):
                     os.write(terminal, typed)
             else:
                 piped += data
@@ -90,6 +91,18 @@ def run_with_a_reader_that_leaves(*words: object) -> Ended:
     with open(err_read, "rb") as errors:
         said = errors.read()
     return Ended(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), said.decode(), b"")
+
+
+def run_with_closed_streams(*words: object, closed: tuple[int, ...]) -> Ended:
+    """Run the command with output and error in pipes, without the standard streams whose numbers are in `closed`."""
+    redirected = " ".join(f"{number}>&-" for number in closed)
+    code = _COMMAND.replace('sys.stdout = open(1, "w", encoding=sys.argv.pop(1))', "")
+    command = ["sh", "-c", f'exec "$@" {redirected}', "sh", sys.executable, "-c", code, *map(str, words)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, env=environment, timeout=_PATIENCE, check=False
+    )
+    return Ended(done.returncode, done.stderr.decode(), done.stdout)
 
 
 def _become_the_command(

@@ -1,7 +1,9 @@
 """On a real terminal the live view shows the canvas, Ctrl-C cleans up, and pipes get plain text."""
 
 import json
+import os
 import re
+import signal
 
 import pytest
 
@@ -24,7 +26,7 @@ def screen(ended, columns=80):
 def press_ctrl_c_when(words):
     pressed = []
 
-    def react(seen):
+    def react(seen, child):
         if words in seen and not pressed:
             pressed.append(True)
             return b"\x03"
@@ -45,6 +47,46 @@ def test_ctrl_c_leaves_the_terminal_clean(checkpoint, columns):
     when_pressed = Terminal(columns)
     when_pressed.write(ended.terminal.partition("^C")[0])
     assert when_pressed.x == 0  # in the last column, the echo of ^C would wrap to a new line
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["SIGTERM", "SIGHUP"])
+def test_a_signal_that_ends_the_command_leaves_the_cursor_visible(checkpoint, number):
+    sent = []
+
+    def react(seen, child):
+        if "step" in seen and not sent:
+            sent.append(True)
+            os.kill(child, number)
+        return b""
+
+    ended = terminal.run("generate", "-m", checkpoint, *LONG, "Once", react=react)
+    assert ended.code == 128 + number
+    assert "\x1b[?25l" in ended.terminal, "the view hides the cursor"
+    assert screen(ended).cursor_shown
+    assert screen(ended).screen.strip() == ""
+
+
+@pytest.mark.parametrize(
+    ("closed", "code", "said"),
+    [
+        ((0,), 0, None),
+        ((1,), 1, "dgemma: standard output is closed. Redirect it to a file or to /dev/null.\n"),
+        ((2,), 0, None),
+        ((0, 1, 2), 1, None),
+    ],
+    ids=["input", "output", "errors", "all"],
+)
+def test_a_closed_standard_stream_is_no_crash(checkpoint, closed, code, said, tmp_path):
+    page = tmp_path / "page.html"
+    words = ("generate", "-m", checkpoint, "-n", "8", "--steps", "2", "--quiet", "Once", "--html", page)
+    ended = terminal.run_with_closed_streams(*words, closed=closed)
+    assert ended.code == code
+    assert bool(ended.piped) == (1 not in closed)
+    assert said is None or ended.terminal == said
+    assert page.exists() == (code == 0)
+    if code == 0:  # a file that gets the number of a closed stream would also get its messages
+        assert page.read_text().startswith("<!doctype html>")
+        assert page.read_text().endswith("</html>\n")
 
 
 def test_ctrl_c_leaves_the_board_on_the_terminal(solver):
@@ -97,7 +139,7 @@ def test_quiet_shows_nothing_but_the_text(checkpoint):
 def test_a_conversation_on_a_terminal_ends_with_ctrl_d(checkpoint):
     typed = []
 
-    def react(seen):
+    def react(seen, child):
         if seen.count("> ") == len(typed) + 1 and len(typed) < 2:
             typed.append(b"Who?\n" if not typed else b"\x04")
             return typed[-1]

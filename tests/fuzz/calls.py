@@ -516,7 +516,9 @@ def attempt(context: Any, source: random.Random, folder: Path) -> None:
     given = target.make(context)
     for _ in range(source.choice((1, 1, 1, 2))):
         if given:
-            given[source.choice(sorted(given))] = odd_value(context, source)
+            name, value = source.choice(sorted(given)), odd_value(context, source)
+            if name not in _CALLBACKS or not callable(value):  # errors of the caller's own functions are the caller's
+                given[name] = value
     try:
         result = target.function(**given)
         if isinstance(result, GeneratorType):
@@ -539,4 +541,5 @@ def _use(context: Any, rule: Any) -> None:
     dgemma.generate(context.model, prompt(1), max_new_tokens=C, steps=2, progress=False, **options)
 
 
+_CALLBACKS = {"source", "evaluate", "on_step", "optimizer"}
 FAMILIES = [Family("public functions", prepare, attempt, 20)]

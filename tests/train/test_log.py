@@ -1,8 +1,7 @@
-"""The log file survives kills and resumes, and reads back as columns, CSV and a picture; the router load is counted."""
+"""The log file survives kills and resumes, and reads back as columns and CSV; the router load is counted."""
 
 import csv
 import math
-import sys
 
 import pytest
 import torch
@@ -47,20 +46,6 @@ def test_csv_has_one_row_per_step_and_one_column_per_number(log, tmp_path):
     assert [row["loss"] for row in rows] == ["2.0", "1.0"]
     assert [row["evaluation/accuracy"] for row in rows] == ["", "0.75"]
     assert "router" not in rows[0]
-
-
-def test_the_plot_draws_the_loss_and_its_terms(log, tmp_path):
-    pytest.importorskip("matplotlib")
-    figure = log.plot(tmp_path / "loss.png", smooth=2)
-    curves = {line.get_label(): list(line.get_ydata()) for line in figure.axes[0].get_lines()}
-    assert curves == {"loss": [2.0, 1.5], "loss/decoder": [1.5, 1.0]}
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_without_matplotlib_the_error_says_what_to_install(log, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"pip install dgemma\[plots\]"):
-        log.plot()
 
 
 def test_router_load_shows_a_router_that_always_chooses_the_same_two_of_four():

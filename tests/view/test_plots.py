@@ -1,12 +1,12 @@
 """Figures show the right numbers without a display or pyplot, and a missing matplotlib is reported."""
 
-import json
 import sys
 
 import numpy as np
 import pytest
 
 from dgemma.study.sweep import Sweep, SweepRow
+from dgemma.train.log import TrainLog
 from dgemma.view import plots
 from view.converging import record
 
@@ -82,9 +82,11 @@ def test_the_frontier_joins_the_points_that_no_other_point_beats():
 
 @pytest.fixture
 def run_folder(tmp_path):
-    lines = [{"step": i, "loss": float(i), "terms": {"decoder": 2.0 * i}} for i in range(1, 7)]
-    lines[3]["evaluation"] = 9.0
-    (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 7, "lo')
+    log = TrainLog(tmp_path / "log.jsonl")
+    log.append({"step": i, "loss": float(i), "loss/decoder": 2.0 * i} for i in range(1, 7))
+    log.append([{"step": 6, "evaluation/accuracy": 9.0}])
+    with log.path.open("a") as file:
+        file.write('{"step": 7, "lo')
     return tmp_path
 
 
@@ -97,10 +99,11 @@ def test_losses_are_averaged_over_the_last_steps_and_an_incomplete_line_is_ignor
 
 
 def test_terms_and_rare_numbers_are_found_by_name_and_runs_by_label(run_folder):
-    figure = plots.plot_losses({"a": run_folder, "b": run_folder / "log.jsonl"}, name="decoder", smooth=1)
+    figure = plots.plot_losses({"a": run_folder, "b": run_folder / "log.jsonl"}, name="loss/decoder", smooth=1)
     assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == ["a", "b"]
     assert figure.axes[0].lines[1].get_ydata().tolist() == [2, 4, 6, 8, 10, 12]
-    assert plots.plot_losses(run_folder, name="evaluation").axes[0].lines[0].get_xydata().tolist() == [[4, 9]]
+    rare = plots.plot_losses(run_folder, name="evaluation/accuracy")
+    assert rare.axes[0].lines[0].get_xydata().tolist() == [[6, 9]]
 
 
 def test_bad_arguments_are_named(run_folder, tmp_path, recorded):

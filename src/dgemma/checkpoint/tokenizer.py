@@ -14,13 +14,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import tokenizers
 import torch
 from torch import Tensor
 
 from dgemma.checkpoint.weights import resolve
-from dgemma.checks import as_int, check_flags, require, typed
+from dgemma.checks import as_int, as_lists, check_flags, require, typed
 from dgemma.files import new_files, read_bytes, write_bytes, write_json, writing
 from dgemma.model.config import read_published
 from dgemma.printing import one_line, printable
@@ -156,9 +155,8 @@ class Tokenizer(ABC):
 
         Example: `tokenizer.decode(out.new_tokens[0])`.
         """
-        is_meta = isinstance(tokens, Tensor) and tokens.is_meta
-        listed = tokens.tolist() if isinstance(tokens, Tensor | np.ndarray) and not is_meta else tokens
-        ids = [as_int(token) for token in listed] if isinstance(listed, Sequence) else [None]
+        listed = as_lists(tokens)
+        ids = [as_int(token) for token in listed] if isinstance(listed, list) else [None]
         if None in ids:
             raise ValueError(
                 "Tokenizer.decode tokens must be one row (N,) of ids, got something else. Use decode_batch for several."
@@ -172,8 +170,8 @@ class Tokenizer(ABC):
 
         Example: `tokenizer.decode_batch(out.new_tokens)`.
         """
-        rows = tokens.tolist() if hasattr(tokens, "tolist") and not getattr(tokens, "is_meta", False) else tokens
-        require(isinstance(rows, list | tuple), "Tokenizer.decode_batch tokens", "be rows of token ids", tokens)
+        rows = as_lists(tokens)
+        require(isinstance(rows, list), "Tokenizer.decode_batch tokens", "be rows of token ids", tokens)
         return [self.decode(row, skip_special=skip_special) for row in rows]
 
     @typed
@@ -483,10 +481,9 @@ def _names_byte_tokenizer(folder: Path) -> bool:
 
 def _read_ids(ids: Any) -> list[int]:
     """Return a row of token ids as a list of ints."""
-    is_meta = isinstance(ids, Tensor) and ids.is_meta
-    listed = ids.tolist() if hasattr(ids, "tolist") and not is_meta else ids
-    read = [as_int(token) for token in listed] if isinstance(listed, list | tuple) else [None]
-    if any(token is None or not 0 <= token < 1 << 63 for token in read):
+    listed = as_lists(ids)
+    read = [as_int(token) for token in listed] if isinstance(listed, list) else [None]
+    if any(token is None or token < 0 for token in read):
         require(False, "Tokenizer.encode_batch prompts", "be texts or rows of token ids", ids)
     return [token for token in read if token is not None]
 

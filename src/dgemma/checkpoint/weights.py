@@ -21,7 +21,7 @@ from dgemma.checkpoint.formats.entry import FLOATS, Contents, Entry, Stored
 from dgemma.checkpoint.formats.gguf import find_gguf, open_gguf, read_gguf
 from dgemma.checkpoint.names import VISION, published_name
 from dgemma.checkpoint.plan import Plan, first, make_plan, read_weight
-from dgemma.checks import read_device
+from dgemma.checks import as_int, read_device
 from dgemma.files import clear_temporaries, fill_json, fill_tensors, new_files, open_tensors, writing
 from dgemma.model.config import Conventions, GenerationDefaults, ModelConfig, read_published
 from dgemma.model.gemma4 import GEMMA4_TYPES
@@ -417,7 +417,7 @@ def _pack(tensors: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
 
 
 def _num_bytes(size: int | str) -> int:
-    number, unit = (str(size), "") if isinstance(size, int) else (size[:-2], size[-2:].upper())
+    number, unit = (size[:-2], size[-2:].upper()) if isinstance(size, str) else (str(as_int(size)), "")
     factor = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}.get(unit)
     if factor is None or not number.strip().isdigit() or int(number) == 0:
         raise ValueError(

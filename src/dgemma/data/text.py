@@ -83,7 +83,7 @@ class TextSource:
 
     @typed
     def __call__(self, step: int, rows: range) -> TrainBatch:
-        _check_rows(self, rows)
+        _check_rows(self, step, rows)
         row = step * self.batch_size + torch.arange(rows.start, rows.stop)
         epoch = row // self.num_rows
         place = permute(row % self.num_rows, self.num_rows, seed=self.seed, epoch=epoch)
@@ -192,15 +192,16 @@ class PromptSource:
 
     @typed
     def __call__(self, step: int, rows: range) -> TrainBatch:
-        _check_rows(self, rows)
+        _check_rows(self, step, rows)
         row = step * self.batch_size + torch.arange(rows.start, rows.stop)
         count = self.file.num_documents
         numbers = permute(row % count, count, seed=self.seed, epoch=row // count).tolist()
         return _pad([self.file.document(number) for number in numbers], self.file, numbers, self.max_len)
 
 
-def _check_rows(source: TextSource | PromptSource, rows: range) -> None:
+def _check_rows(source: TextSource | PromptSource, step: int, rows: range) -> None:
     """Refuse rows beyond the batch: they belong to the next step and would be seen twice."""
+    require(0 <= step < 2**31, f"{type(source).__name__} step", "be in [0, 2**31)", step)
     if not isinstance(rows, range) or rows.start < 0 or rows.step != 1 or not len(rows):
         raise ValueError(f"{type(source).__name__} rows must be a range of rows of the batch, got {show(rows)}.")
     if rows.stop > source.batch_size:

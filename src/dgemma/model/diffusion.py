@@ -28,6 +28,7 @@ from dgemma.model.quantized import QuantizedWeight, quantized_weights
 from dgemma.model.rotary import rotary_table
 from dgemma.run.step import Denoiser
 
+_MOST_ROWS = 1 << 20  # in a cache
 _ENCODE_CHUNK = 1024  # tokens per chunk: memory grows with the length of a prompt, not with its square
 
 
@@ -180,7 +181,8 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
     @typed
     def new_cache(self, batch_size: int) -> PrefixCache:
         """Return an empty prefix cache for `batch_size` rows."""
-        require(batch_size >= 0, "DiffusionGemma.new_cache batch_size", "be at least 0", batch_size)
+        fits = 0 <= batch_size <= _MOST_ROWS
+        require(fits, "DiffusionGemma.new_cache batch_size", f"be in [0, {_MOST_ROWS:,}]", batch_size)
         return PrefixCache(self.config, batch_size, device=self.device, dtype=self.dtype, conventions=self.conventions)
 
     def encode(
@@ -376,6 +378,8 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
         num_new = tokens.shape[1]
         rule = "be a tensor of 1 for a real token and 0 for padding"
         require_tensor(attention_mask, "DiffusionGemma.encode attention_mask", rule, shape=(None, None))
+        same = attention_mask.is_meta == tokens.is_meta
+        require(same, "DiffusionGemma.encode attention_mask", f"be on {tokens.device}", attention_mask)
         if tuple(attention_mask.shape) not in {(tokens.shape[0], num_new), (tokens.shape[0], cache.num_seen + num_new)}:
             raise ValueError(
                 f"DiffusionGemma.encode attention_mask must be (batch, cached + new) = "

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from dgemma.checks import as_int, as_number, has_values, require, require_tensor, show
+from dgemma.checks import as_int, as_lists, as_number, has_values, require, require_tensor, show
 from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.schedule import LEAST_NOISE
 from dgemma.model.cache import Cache
@@ -72,7 +72,7 @@ def read_seeds(seed: int | Sequence[int] | Tensor, prompt_tokens: Tensor) -> Ten
     """Return one seed per row, (B,) int64: an int s gives row i the seed s + i."""
     batch_size = prompt_tokens.shape[0]
     first = as_int(seed)
-    seeds = _as_lists(seed) if first is None else [first + row for row in range(batch_size)]
+    seeds = as_lists(seed) if first is None else [first + row for row in range(batch_size)]
     whole = isinstance(seeds, list) and all(type(s) is int and -(2**63) <= s < 2**63 for s in seeds)
     if not whole or len(seeds) != batch_size:
         raise ValueError(
@@ -84,9 +84,9 @@ def read_seeds(seed: int | Sequence[int] | Tensor, prompt_tokens: Tensor) -> Ten
 def read_token_ids(name: str, ids: int | Iterable[int]) -> tuple[int, ...]:
     """Return one id or several, in any form, as a sorted tuple."""
     one = as_int(ids)
-    listed = _as_lists(ids) if one is None else [one]
+    listed = as_lists(ids) if one is None else [one]
     if not isinstance(listed, list) or any(type(token) is not int for token in listed):
-        raise ValueError(f"generate {name} must be a token id or several, got {show(ids)}.")
+        raise ValueError(f"{name} must be a token id or several, got {show(ids)}.")
     return tuple(sorted(listed))
 
 
@@ -307,9 +307,10 @@ def read_allowed(
 
 def _allowed_table(name: str, allowed: Any, vocab_size: int) -> Tensor:
     """Return booleans (..., V), made from ids where necessary."""
-    if isinstance(allowed, Tensor | np.ndarray) and allowed.dtype in (torch.bool, np.bool_):
+    is_readable = isinstance(allowed, np.ndarray) or (isinstance(allowed, Tensor) and has_values(allowed))
+    if is_readable and allowed.dtype in (torch.bool, np.bool_):
         return torch.as_tensor(allowed)
-    listed = _as_lists(allowed)
+    listed = as_lists(allowed)
     if {type(leaf) for leaf in tree_leaves(listed)} == {bool}:
         with suppress(ValueError):  # rows of different lengths
             return torch.tensor(listed)
@@ -329,17 +330,6 @@ def _allowed_table(name: str, allowed: Any, vocab_size: int) -> Tensor:
     for position, ids in enumerate(sets):
         table[position, ids] = True
     return table
-
-
-def _as_lists(value: Any) -> Any:
-    """Turn tensors, arrays, sets, ranges and generators into nested lists of Python values; return others unchanged."""
-    if isinstance(value, Tensor) and not has_values(value):
-        return value  # the caller refuses what is neither a number nor a list
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    if isinstance(value, Iterable) and not isinstance(value, str | bytes):
-        return [_as_lists(item) for item in value]
-    return value
 
 
 def _pad(part: Tensor, canvas_len: int, value: int | bool) -> Tensor:

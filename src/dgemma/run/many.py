@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dgemma.checkpoint.tokenizer import Tokenizer
-from dgemma.checks import as_int, check_flags, require, show
+from dgemma.checks import as_int, as_lists, check_flags, require, show
 from dgemma.files import open_file
 from dgemma.progress import progress_bar
 from dgemma.run.batch import Batch, Row
@@ -76,7 +76,8 @@ def generate_many(
     require(out is None or isinstance(out, str | Path), "generate_many out", "be a path or None", out)
     count = as_int(slots)
     require(count is not None and count >= 1, "generate_many slots", "be an integer of at least 1", slots)
-    if isinstance(prompts, str | bytes | Mapping | type) or not isinstance(prompts, Iterable):
+    is_one = isinstance(prompts, str | bytes | Mapping | type) or getattr(prompts, "ndim", 1) == 0
+    if is_one or not isinstance(prompts, Iterable):
         raise ValueError(f"generate_many prompts must be a collection of prompts, got {show(prompts)}. Write [prompt].")
     reader = PromptReader(model, tokenizer, options)
     file = None if out is None else RunFile(out, reader.describe())
@@ -215,7 +216,7 @@ def _as_entry(prompt: Any, owner: str) -> Mapping[str, Any]:
         return {**prompt, **_as_entry(prompt[present[0]], owner)}
     if isinstance(prompt, str):
         return {"prompt": prompt}
-    listed = prompt.tolist() if isinstance(prompt, Tensor | np.ndarray) else prompt
+    listed = as_lists(prompt) if isinstance(prompt, Tensor | np.ndarray) else prompt
     if isinstance(listed, Sequence) and len(listed):
         if all(isinstance(message, Mapping) for message in listed):
             return {"messages": listed}

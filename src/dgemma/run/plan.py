@@ -133,7 +133,7 @@ def read_plan(
     num_blocks = math.ceil(max_new_tokens / config.canvas_length)
     arguments.check_memory("generate", len(prompt_tokens), config.canvas_length, config.vocab_size, model.device)
     arguments.check_start(noise, span.canvas, num_blocks * config.canvas_length)
-    stop_tokens = arguments.read_token_ids("eos_token_ids", eos_token_ids)
+    stop_tokens = arguments.read_token_ids("generate eos_token_ids", eos_token_ids)
     language = read_constraint(
         settings["constraint"],
         span,

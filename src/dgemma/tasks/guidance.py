@@ -164,7 +164,9 @@ class Guided(Denoiser[GuidedCache]):
 
     def _stand_in(self, tokens: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The tokens that replace the prompt in the unconditional prefix, and which of them are real."""
-        if isinstance(self.unconditional, int):
-            return torch.full_like(tokens, self.unconditional), attention_mask
+        if not isinstance(self.unconditional, Tensor):
+            return torch.full_like(tokens, int(self.unconditional)), attention_mask
         prompt = self.unconditional.to(tokens).reshape(-1, self.unconditional.shape[-1])
+        fits = prompt.shape[0] in (1, tokens.shape[0])
+        require_field(fits, self, "unconditional", f"have one row or the {tokens.shape[0]} rows of the prompt")
         return prompt.expand(tokens.shape[0], -1), None

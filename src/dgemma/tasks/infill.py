@@ -411,8 +411,9 @@ def _read_mask(name: str, attention_mask: Tensor | None, tokens: Tensor) -> Tens
 
 def _read_holes(holes: Holes, tokens: Tensor) -> Tensor:
     """Return any form of `holes` as booleans (B, N)."""
-    if isinstance(holes, int):
-        return tokens == holes
+    hole = as_int(holes)
+    if hole is not None:
+        return tokens == hole
     if isinstance(holes, Tensor):
         require_tensor(holes, "infill holes", _like(tokens, "booleans"), shape=tokens.shape, dtypes=(torch.bool,))
         require(holes.device == tokens.device, "infill holes", f"be on {tokens.device}", holes)

@@ -29,6 +29,8 @@ from dgemma.train.canvases import Canvases, cut_canvases
 from dgemma.train.estimates import Likelihood, RowSums
 from dgemma.train.readers import ByCanvas, OnePass, SelfCond, read_canvases
 
+_MOST_SAMPLES = 100_000  # per row; more rows narrow the interval further
+
 _LOW_LEVELS = 0.5  # the share of noise levels whose density rises as 1/sqrt(level) towards 0
 _SOME_NOISE = 0.75  # the least share of canvases that have noise, unless a canvas without noise costs nothing
 
@@ -301,6 +303,8 @@ def _check(
     for name, value in counts.items():
         if value < 1:
             raise ValueError(f"evaluate {name} must be >= 1, got {value}. Use 1 or more.")
+    fits = counts["num_samples"] <= _MOST_SAMPLES
+    require(fits, "evaluate num_samples", f"be at most {_MOST_SAMPLES:,}", counts["num_samples"], "Evaluate more rows.")
     if levels not in ("stratified", "independent"):
         raise ValueError(f"evaluate levels must be 'stratified' or 'independent', got {levels!r}. Use one of them.")
     if not 0 < lowest_level < 1:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,6 @@ from dgemma.files import new_file, open_file, write_text, writing
 from dgemma.model.experts import Router, Routing
 from dgemma.train.batch import Part
 from dgemma.train.parallel import Parallel
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,34 +125,12 @@ class TrainLog:
             writer.writeheader()
             writer.writerows(rows.values())
 
-    def plot(self, path: str | Path | None = None, *, smooth: int = 50) -> "Figure":
-        """Plot the loss and its terms against the step, as means over `smooth` steps; save to `path` if there is one.
-
-        Example: `result.log.plot("loss.png")`.
-        """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError:
-            raise ImportError("TrainLog.plot needs matplotlib. Install it with `pip install dgemma[plots]`.") from None
-        figure = Figure(figsize=(7, 4), layout="constrained")
-        axes = figure.add_subplot(xlabel="step", ylabel="loss")
-        names = dict.fromkeys(name for line in self.lines() for name in line if name.split("/")[0] == "loss")
-        for name in names:
-            steps, values = self.column(name)
-            windows = (values[max(0, end - smooth) : end] for end in range(1, len(values) + 1))
-            axes.plot(steps, [sum(window) / len(window) for window in windows], label=name)
-        axes.legend()
-        if path is not None:
-            with new_file(path) as new:
-                figure.savefig(new, format=Path(path).suffix.removeprefix(".") or "png", dpi=150)
-        return figure
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
     """A finished or interrupted run. The model has the last weights, or their average with `ema_decay`.
 
-    Example: `train(...).plot("loss.png")`.
+    Example: `steps, losses = train(...).log.column("loss")`.
     """
 
     step: int  # number of steps in all
@@ -167,10 +142,6 @@ class TrainResult:
     averaged: bool  # whether the model now has the average of its weights
     tokens_per_second: float  # in this call, over all processes, without saving and evaluating
     evaluation: Mapping[str, float] = field(default_factory=dict)  # the last one
-
-    def plot(self, path: str | Path | None = None) -> Any:
-        """Plot the loss against the step, as a matplotlib figure."""
-        return self.log.plot(path)
 
 
 class RouterLoad:

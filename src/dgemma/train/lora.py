@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dgemma.checks import check_count, check_finite, require, require_field, show, typed
+from dgemma.checks import check_count, check_finite, require_field, show, typed
 from dgemma.files import open_tensors, parse_json, write_tensors
 from dgemma.model.config import GenerationDefaults
 from dgemma.model.diffusion import DiffusionGemma
@@ -136,7 +136,6 @@ def add_lora(model: DiffusionGemma, lora: LoRA | None = None, *, seed: int = 0) 
     Example: `add_lora(model, LoRA(rank=8)); train(model, objective, source, config, out="run")`.
     """
     lora = lora or LoRA()
-    require(-(2**63) <= seed < 2**64, "add_lora seed", "fit into 64 bits", seed)
     _refuse_adapters(model, "add_lora")
     model.requires_grad_(False)
     for name, module in list(model.named_modules()):
@@ -145,7 +144,7 @@ def add_lora(model: DiffusionGemma, lora: LoRA | None = None, *, seed: int = 0) 
         adapted = AdaptedExperts(module, lora) if isinstance(module, Experts) else AdaptedLinear(module, lora)
         adapted.base_generation = model.generation
         _put(model, name, adapted)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(int(seed))
     for name, weight in _adapter_weights(model):
         if name.endswith("lora_a"):  # drawn on the CPU, so that the adapter does not depend on the device
             values = torch.randn(weight.shape, generator=generator) * weight.shape[-1] ** -0.5

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from dgemma.checks import require, typed
+
 OptimizerFactory = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -25,6 +27,7 @@ def learning_rate_factor(step: int, *, steps: int | None, warmup: int, floor: fl
     return floor + (1 - floor) * (1 + math.cos(math.pi * min(1.0, progress))) / 2
 
 
+@typed
 def adamw(
     parameters: Mapping[str, nn.Parameter], *, lr: float, betas: tuple[float, float], weight_decay: float
 ) -> torch.optim.AdamW:
@@ -32,6 +35,11 @@ def adamw(
 
     Example: `adamw(dict(model.named_parameters()), lr=1.5e-4, betas=(0.95, 0.99), weight_decay=1e-4)`.
     """
+    named = all(isinstance(parameter, nn.Parameter) for parameter in parameters.values())
+    require(bool(parameters) and named, "adamw parameters", "map names to parameters, at least one", parameters)
+    for name, value in (("lr", lr), ("weight_decay", weight_decay)):
+        require(0 <= value < math.inf, f"adamw {name}", "be finite and >= 0", value)
+    require(all(0 <= beta < 1 for beta in betas), "adamw betas", "be in [0, 1)", betas)
     matrices = [p for p in parameters.values() if p.dim() >= 2]
     scales = [p for p in parameters.values() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": scales, "weight_decay": 0.0}]

@@ -1,6 +1,5 @@
 """Frames of a recorded run, for pages, pictures and plots: one row after each step."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dgemma.checks import as_lists
 from dgemma.printing import printable
 from dgemma.run.trajectory import RecordedStep, Trajectory
 from dgemma.view.board import NUM_CELLS, Board
@@ -57,8 +57,8 @@ class Frames:
 
 def read_rows(row: Any) -> list[Any]:
     """Return one row number or several as a list."""
-    listed = row.tolist() if hasattr(row, "tolist") and not getattr(row, "is_meta", False) else row
-    return list(listed) if isinstance(listed, Sequence) else [listed]
+    listed = as_lists(row)
+    return listed if isinstance(listed, list) else [listed]
 
 
 def check_row(trajectory: Trajectory, row: object, *, owner: str) -> None:

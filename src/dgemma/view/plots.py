@@ -5,7 +5,6 @@ a display; a notebook shows the figure.
 """
 
 import io
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -15,6 +14,7 @@ import numpy as np
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.run.trajectory import Trajectory
 from dgemma.study.sweep import Sweep
+from dgemma.train.log import TrainLog
 from dgemma.view.frames import Array, check_row, read_frames, settled
 from dgemma.view.heat import palette
 from dgemma.view.pieces import Pieces
@@ -145,9 +145,9 @@ def plot_losses(
     """Plot a number of `log.jsonl` over the steps for one run or several, and its mean over `smooth` steps.
 
     logs: a log file or the folder of a run, a list of them, or a dictionary from legend names to them. `name` is a key
-    of a line, or of its terms ("decoder", "causal").
+    of a line: "loss", one of its terms such as "loss/decoder", "lr", or a number of an evaluation.
 
-    Example: `plot_losses({"uniform": "runs/a", "mask": "runs/b"}, name="decoder")`.
+    Example: `plot_losses({"uniform": "runs/a", "mask": "runs/b"}, name="loss/decoder")`.
     """
     if smooth < 1:
         raise ValueError(f"plot_losses smooth must be >= 1, got {smooth}. Use 1 for no smoothing.")
@@ -214,21 +214,12 @@ def _write_text(ax: "Axes", final: Array, tokenizer: Tokenizer | None) -> None:
 
 
 def _read_column(path: Path, name: str) -> tuple[list[int], list[float]]:
-    log = path / "log.jsonl" if path.is_dir() else path
-    if not log.is_file():
+    log = TrainLog(path / "log.jsonl" if path.is_dir() else path)
+    if not log.path.is_file():
         raise ValueError(f"plot_losses logs must name log.jsonl or the folder of a run, got {path}.")
-    steps, values = [], []
-    for line in log.read_text().splitlines():
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            break  # a killed process left this line unfinished
-        value = entry.get(name, entry.get("terms", {}).get(name))
-        if value is not None:
-            steps.append(entry["step"])
-            values.append(value)
+    steps, values = log.column(name)
     if not steps:
-        raise ValueError(f"plot_losses name must be a key of {log}, got {name!r}.")
+        raise ValueError(f"plot_losses name must be a key of {log.path}, got {name!r}.")
     return steps, values
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checks import typed
 from dgemma.printing import printable
+from dgemma.run.arguments import read_token_ids
 from dgemma.run.records import BlockCommit, Events, StepRecord
 from dgemma.run.trajectory import Generation
 from dgemma.view import board
@@ -162,7 +163,7 @@ class LiveView(View):
         self._pieces = Pieces(tokenizer)
         if eos_token_ids is None and tokenizer is not None:
             eos_token_ids = [tokenizer.eos_token_id, *filter(None, [tokenizer.token_id("<turn|>")])]
-        self._ends = frozenset(eos_token_ids or ())
+        self._ends = frozenset(() if eos_token_ids is None else read_token_ids("LiveView eos_token_ids", eos_token_ids))
         self._finished: list[int] = []
         self._num_filled = 0  # tokens of finished canvases that are not kept
         self._room = self._average_width()
