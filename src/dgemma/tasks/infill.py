@@ -7,7 +7,7 @@ which puts most of the following text inside it. A hole close to the end of a ca
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack, cast
 
 import torch
 import torch.nn.functional as F
@@ -411,15 +411,14 @@ def _read_mask(name: str, attention_mask: Tensor | None, tokens: Tensor) -> Tens
 
 def _read_holes(holes: Holes, tokens: Tensor) -> Tensor:
     """Return any form of `holes` as booleans (B, N)."""
-    hole = as_int(holes)
-    if hole is not None:
-        return tokens == hole
     if isinstance(holes, Tensor):
         require_tensor(holes, "infill holes", _like(tokens, "booleans"), shape=tokens.shape, dtypes=(torch.bool,))
         require(holes.device == tokens.device, "infill holes", f"be on {tokens.device}", holes)
         return holes
     if not isinstance(holes, Sequence):
-        require(False, "infill holes", "be spans, booleans of the tokens' shape, or a token id", holes)
+        hole = as_int(holes)
+        require(hole is not None, "infill holes", "be spans, booleans of the tokens' shape, or a token id", holes)
+        return torch.eq(tokens, cast(int, hole))
     marked = torch.zeros_like(tokens, dtype=torch.bool)
     for span in holes:
         pair = isinstance(span, Sequence) and len(span) == 2 and all(isinstance(end, int) for end in span)
