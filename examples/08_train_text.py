@@ -60,7 +60,7 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
     else:
         model = dgemma.DiffusionGemma.from_pretrained(args.start, dtype=torch.float32, device=args.device)
     # The published stop tokens 106 and 50 are words in this vocabulary. The sampler redraws doubtful positions, because
-    # a wrong token makes itself more likely in a small model. It was chosen on the validation text after training.
+    # a small model trusts the wrong tokens on its canvas. It was chosen on the validation text after training.
     sampler = dgemma.LeaveOneOutGibbs(corrections=1, num_positions=4, choice_temperature=0.5)
     model.generation = dgemma.GenerationDefaults(
         max_denoising_steps=16,

@@ -43,7 +43,7 @@ SAMPLERS: dict[str, dict[str, dict[str, Any]]] = {
             "steps": 16,
             "temperature": 0.7,
         },
-        "all that are sure to 0.8, at most 32 steps, temperature 0.7": {
+        "every confidence of 0.8 or more, at most 32 steps, temperature 0.7": {
             "sampler": dgemma.Threshold(tau=0.8),
             "steps": 32,
             "temperature": 0.7,

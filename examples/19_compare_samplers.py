@@ -1,8 +1,8 @@
 """Compare the samplers and stop rules on the two models that ship: quality against forwards.
 
 Samplers for mask noise solve Sudokus with 24 to 29 clues. Samplers for uniform noise continue held-out text. The
-score is its autoregressive negative log-likelihood under the same weights; a low value means fluent or dull text. Stop
-rules end canvases early. The second command made the tables of docs/samplers.md on one H200.
+score is the autoregressive negative log-likelihood of the new text under the same weights; a low value means fluent or
+dull text. Stop rules end canvases early. The second command made the tables of docs/samplers.md on one H200.
 
     python examples/19_compare_samplers.py                              two puzzles and two prompts, minutes on a CPU
     python examples/19_compare_samplers.py --num-tests 1000 --num-prompts 256 --max-steps 81 --out runs/samplers

@@ -62,7 +62,7 @@ def typed(function: Function) -> Function:
     """Check the arguments of a public function against its annotations, before its body runs.
 
     An int may be a NumPy or torch integer, and a float any number. Elements of collections are checked too. Annotations
-    that cannot be checked, such as protocols, accept everything. A function checks its `model` itself.
+    that cannot be checked, such as protocols, accept everything. The argument `model` is not checked here.
 
     Example: `typed(lambda: 3)()` is 3; usually it is a decorator.
     """
@@ -100,8 +100,8 @@ def _read_hints(function: Callable[..., Any], signature: inspect.Signature) -> d
     except NameError:  # a name that is imported for type checkers only
         hints = {}
     annotations = {name: p.annotation for name, p in signature.parameters.items()}
-    given = {name: hint for name, hint in annotations.items() if not isinstance(hint, str)} | hints
-    return {name: given[name] for name, p in signature.parameters.items() if name in given and p.kind not in _MANY}
+    known = {name: hint for name, hint in annotations.items() if not isinstance(hint, str)} | hints
+    return {name: known[name] for name, p in signature.parameters.items() if name in known and p.kind not in _MANY}
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -145,7 +145,7 @@ def _has_64_bits(value: Any) -> bool:
 
 
 def _holds_numbers(arguments: tuple[Any, ...]) -> bool:
-    """Return whether the annotation of a collection's elements ends in numbers, so that an array can replace it."""
+    """Return True if a collection holds only numbers, possibly nested: an array may then take its place."""
     return bool(arguments) and (arguments[0] in (int, float) or _holds_numbers(get_args(arguments[0])))
 
 
@@ -271,7 +271,7 @@ def as_number(value: Any) -> float | None:
 
 
 def read_device(owner: str, device: Any) -> torch.device:
-    """Return a device by its name; raise for one that torch does not have here.
+    """Return a device by its name; raise if torch cannot use it here.
 
     Example: `read_device("from_pretrained", "cuda:1")`.
     """

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from dgemma.printing import printable
 
-_MOST_BYTES = 1 << 26  # of a file that is read whole; the largest published tokenizer has half as many
+_MOST_BYTES = 1 << 26  # limit for files that are read whole; Gemma's tokenizer.json has half of that
 _TEMPORARY = re.compile(r"\.dgemma-(\d+)-[0-9a-f]{16}\.new")
 
 
@@ -117,7 +117,7 @@ def parse_json(text: str, owner: str) -> dict[str, Any]:
 def open_tensors(path: str | Path, *, device: str = "cpu") -> Iterator[Any]:
     """Open a safetensors file as `safe_open` does; raise ValueError for a damaged one.
 
-    Tensors fit the length of the file: safetensors compares every offset, shape and dtype with it.
+    safetensors checks every offset, shape and dtype against the length of the file.
 
     Example: `with open_tensors("model.safetensors") as file: file.get_slice("weight").get_shape()`.
     """
@@ -172,8 +172,8 @@ def map_array(path: str | Path, *, dtype: str, count: int) -> np.ndarray:
 def new_file(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path in the same folder. After the block its bytes are flushed and it replaces `path`.
 
-    If the block raises, the temporary file is removed and the old file stays. Errors of the system become a
-    `WriteError`. A device such as /dev/null gets the bytes, because it cannot be replaced.
+    If the block raises, the temporary file is removed and the old file stays. Errors of the operating system
+    become a `WriteError`. A device such as /dev/null gets the bytes, because it cannot be replaced.
 
     Example: `with new_file("log.csv") as new: new.write_text(text)`.
     """
@@ -221,7 +221,7 @@ def new_files(paths: Sequence[Path]) -> Iterator[list[Path]]:
 
 @contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """Turn errors of the system inside the block into a `WriteError` that names `path`.
+    """Turn errors of the operating system inside the block into a `WriteError` that names `path`.
 
     Example: `with writing(folder): folder.mkdir(parents=True, exist_ok=True)`.
     """
@@ -233,7 +233,7 @@ def writing(path: str | Path) -> Iterator[None]:
     except Exception as error:
         found = re.search(r"\(os error (\d+)\)", str(error))  # safetensors and tokenizers report errors as text
         code = int(found[1]) if found else getattr(error, "errno", None)
-        if code is None:  # an error of the block that is a sentence already
+        if code is None:  # not an error of the operating system
             raise
         if code == errno.ENOENT:
             folder = printable(str(Path(path).parent))
@@ -242,7 +242,7 @@ def writing(path: str | Path) -> Iterator[None]:
             ) from None
         reason = os.strerror(code) if found else getattr(error, "strerror", None) or str(error)
         fix = " Free some space or choose another folder." if code in (errno.ENOSPC, errno.EDQUOT) else ""
-        sentence = f"{name} could not be written: {printable(reason)}. What was there before is unchanged.{fix}"
+        sentence = f"{name} could not be written: {printable(reason)}. Existing files are unchanged.{fix}"
         raise WriteError(code, sentence) from error
 
 
@@ -322,6 +322,6 @@ def _is_running(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except (OSError, OverflowError):  # of another user
+    except (OSError, OverflowError):  # for example another user's process
         pass
     return True

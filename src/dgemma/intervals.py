@@ -20,7 +20,7 @@ class Estimate(NamedTuple):
 
 
 def mean_of(values: Sequence[float], confidence: float = 0.95) -> Estimate:
-    """Return the mean of independent values with its interval; one value has an infinite one.
+    """Return the mean of independent values with its interval, which is infinite for a single value.
 
     Example: `mean_of([0.5, 1.0, 0.75]).error` is 0.62.
     """

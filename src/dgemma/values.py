@@ -93,7 +93,7 @@ def describe_noise(noise: Noise) -> dict[str, Any]:
     Example: `describe_noise(MaskNoise(512, mask_token_id=4))` is `{"kind": "mask", "mask_token_id": 4}`.
     """
     if type(noise) is not NOISES.get(noise.kind):
-        return {"kind": type(noise).__name__}  # a class of the user cannot be rebuilt; the user passes it again
+        return {"kind": type(noise).__name__}  # a user's class cannot be rebuilt, so the user passes it again
     return {"kind": noise.kind, **_settings(noise, without=("vocab_size", "schedule"))}
 
 
@@ -289,7 +289,7 @@ def _stored(name: Any, tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def _unpack(bits: Tensor, shape: Any) -> Tensor:
-    """Return the booleans whose bits are stored, of this shape."""
+    """Unpack stored bits into booleans of this shape."""
     is_shape = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
     if not is_shape or bits.dtype != torch.uint8 or bits.dim() != 1 or -(-math.prod(shape) // 8) != len(bits):
         raise ValueError(f"it stores booleans of shape {show(shape)} as {show(bits)}.")

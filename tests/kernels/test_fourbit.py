@@ -127,7 +127,7 @@ def test_no_product_reads_registers_that_the_next_iteration_overwrites(rows, dev
     ("change", "sentence"),
     [
         ({"bits": 8}, "must have groups of neighbouring columns, got 8 bits"),
-        ({"group_index": torch.zeros(1, 64, dtype=torch.int32)}, "got group_index"),
+        ({"group_index": torch.zeros(1, 64, dtype=torch.int32)}, "got a group_index"),
         ({"scale": torch.ones(1, 4, 8)}, "groups of 16, 32 or a multiple of 64 columns, got 8"),
         ({"scale": torch.full((1, 4, 1), 2.0**12)}, r"must be from 2\*\*-100 to 2\*\*10, got"),
     ],

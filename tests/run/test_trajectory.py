@@ -178,7 +178,7 @@ def test_an_interrupted_save_leaves_the_old_file(recorded, tmp_path, monkeypatch
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr(files, "save_file", fail)
-    with pytest.raises(OSError, match=r"could not be written: No space left on device\. What was there before is unch"):
+    with pytest.raises(OSError, match=r"could not be written: No space left on device\. Existing files are unch"):
         recorded.trajectory.save(path)
     assert path.read_bytes() == before
     assert [file.name for file in tmp_path.iterdir()] == [path.name]

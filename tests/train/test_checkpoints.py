@@ -184,7 +184,7 @@ def test_a_full_disk_leaves_the_checkpoints_and_nothing_else(tmp_path, monkeypat
     saved = checkpoints(tmp_path)
     saved.save(1, state(1), {"step": 1})
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=3))
-    with pytest.raises(OSError, match=r"No space|bytes are needed, 3 are free\. What was there before is unchanged"):
+    with pytest.raises(OSError, match=r"No space|bytes are needed, 3 are free\. Existing files are unchanged"):
         saved.save(2, state(2), {"step": 2})
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
     assert read(saved) == 1

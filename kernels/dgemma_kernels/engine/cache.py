@@ -23,7 +23,7 @@ from dgemma_kernels.ops.prefix import forget
 _SMALLEST = 1024  # slots of a full layer; then powers of two up to _LINEAR, then multiples of it
 _LINEAR = 16_384
 _PREFILL_TOKENS = 4096  # the most tokens that one forward reads, over all rows
-_FREE_SHARE = 1 / 8  # of a GPU's memory: the most that a pool keeps in unused buffers, with their graphs
+_FREE_SHARE = 1 / 8  # share of a GPU's memory that a pool may keep in unused buffers and their graphs
 
 
 class CacheBuffers:
@@ -204,7 +204,7 @@ class FusedCache:
             self._read(tokens, self)
         except BaseException:
             if self._num_slots == num_slots:
-                self.postponed = tokens  # not read, so that they are not lost
+                self.postponed = tokens  # they were not read, so they stay postponed
             raise
 
     @property

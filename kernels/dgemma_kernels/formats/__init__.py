@@ -56,7 +56,7 @@ def _plain(weights: Weight, format: str) -> Tensor:
 def _other_format(weights: QuantizedWeight, format: str) -> ValueError:
     return ValueError(
         f"accelerate weights must be the format of the model's experts, {weights.format}, got {format!r}. "
-        f"Kernels have no way from {weights.format} to another format."
+        f"The kernels cannot convert {weights.format} to another format."
     )
 
 

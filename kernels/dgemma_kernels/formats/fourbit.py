@@ -29,7 +29,7 @@ ROWS, COLS = 128, 64  # of a plane; with `gated`, the first 64 rows are gate and
 _CHUNK = 1 << 25  # weights arranged at a time
 _INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
-# Bits of the halfwords of a word, from the lowest bit of a code on. Pairs 0 and 1 are columns c, c + 1 and c + 8, c + 9
+# The bits of each pair of codes in its halfwords, lowest bit first. Pairs 0 and 1 are columns c, c + 1 and c + 8, c + 9
 # of row r; pairs 2 and 3 are the same columns of row r + 64. The first of a pair is in the lower halfword.
 #
 # As a bfloat16, an integer n < 256 in the lower byte is n * 2**-133, also where the byte reaches into the exponent. So
@@ -42,7 +42,7 @@ _BITS = {
     "nvfp4": ((0, 1, 2, 9), (3, 4, 5, 12), (6, 7, 8, 15), (10, 11, 13, 14)),
 }
 _SCALED = (2.0**117, 2.0**113)  # rows r and r + 64
-_BIAS = 21  # of the exponents of NVFP4's scales: e4m3 has 2**-9 to 2**8
+_BIAS = 21  # bias of the exponents of NVFP4's scales, which are -9 to 8 in e4m3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +119,8 @@ def arrange(weight: IntWeight | NvFp4Weight, *, dtype: torch.dtype, gated: bool 
     if isinstance(weight, NvFp4Weight):
         group = NVFP4_GROUP
     elif weight.bits != 4 or weight.group_index is not None:
-        held = "group_index, the order of columns," if weight.bits == 4 else f"{weight.bits} bits"
-        raise ValueError(f"Experts of four bits must have groups of neighbouring columns, got {held}.")
+        got = "a group_index" if weight.bits == 4 else f"{weight.bits} bits"
+        raise ValueError(f"Experts of four bits must have groups of neighbouring columns, got {got}.")
     else:
         group = weight.group_size
     if group not in (16, 32) and group % COLS:

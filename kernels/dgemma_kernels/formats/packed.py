@@ -29,7 +29,7 @@ HALF, DEPTH = 64, 128  # columns per plane of lower bytes, and per plane of code
 ROWS = 128  # per block; with `gated`, 64 of gate and 64 of up
 _TOP = 0x3F  # upper byte, without the sign, of a row's largest weights divided by its scale: values from 1/2 to 2
 _CHUNK = 1 << 26  # weights packed at a time
-_MOST_OUTLIERS = 0.01  # of all weights, because lists are slow; normally distributed weights have about 0.0001
+_MOST_OUTLIERS = 0.01  # share of all weights, because lists are slow; normally distributed weights have about 0.0001
 _INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 

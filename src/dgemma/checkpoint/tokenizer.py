@@ -27,12 +27,12 @@ from dgemma.printing import one_line, printable
 Message = Mapping[str, Any]
 
 _TOKENIZER_FILES = ("tokenizer*", "*.jinja", "special_tokens_map.json", "added_tokens.json", "config.json")
-_TEMPLATES = ("chat_template.jinja", "additional_chat_templates")  # not in tokenizer_config.json
+_TEMPLATES = ("chat_template.jinja", "additional_chat_templates")  # templates outside tokenizer_config.json
 _SAVED_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "chat_template.json"),
 )
-_MOST_BYTES = 1 << 28  # of a tokenizer.json; that of Gemma has 33 million
+_MOST_BYTES = 1 << 28  # limit for tokenizer.json; Gemma's has 33 million bytes
 _TURN_TOKENS = ("<|turn>", "<turn|>")
 # An unclosed thought runs to the end: the token limit cut it off.
 _THOUGHT = re.compile(r"<\|channel>thought\n?(.*?)(?:<channel\|>|\Z)", re.DOTALL)
@@ -370,10 +370,10 @@ class PretrainedTokenizer(Tokenizer):
 class ByteTokenizer(Tokenizer):
     """Tokenizer of UTF-8 bytes, for models with a small vocabulary (384 ids).
 
-    Ids 0–127 hold the published markers at their published ids (pad 0, eos 1, bos 2, unk 3, mask 4, tools 46–52,
-    think 98, channel 100 and 101, turn 105 and 106; the rest unused), so the published stop tokens 1, 106 and 50 mean
-    the same here. Byte b is id 128 + b. Unused ids and invalid UTF-8 decode to U+FFFD.
-    Chats use the published turn format; tools are not supported.
+    Ids 0–127 hold the published markers at their published ids: pad 0, eos 1, bos 2, unk 3, mask 4, tools 46–52,
+    think 98, channel 100 and 101, turn 105 and 106. So the published stop tokens 1, 106 and 50 mean the same here. The
+    other ids below 128 are unused. Byte b is id 128 + b. Unused ids and invalid UTF-8 decode to U+FFFD. Chats use the
+    published turn format; tools are not supported.
 
     Example: `ByteTokenizer().encode("hi")` is `[2, 232, 233]`.
     """

@@ -109,7 +109,7 @@ def load_pretrained(
         dtype = torch.float32
     text = published.get("text_config", published)
     layers = text.get("num_hidden_layers") if isinstance(text, Mapping) else None
-    if isinstance(layers, int) and layers > len(stored):  # before anything is built layer by layer
+    if isinstance(layers, int) and layers > len(stored):  # a huge number would fill the memory
         raise ValueError(f"ModelConfig.num_hidden_layers must fit the {len(stored)} tensors stored, got {layers}.")
     config = ModelConfig.from_hf(published)
     try:

@@ -48,10 +48,8 @@ def print_text(text: str) -> None:
 
 def print_json(content: dict[str, Any]) -> None:
     """Print one JSON object on one line and flush. NaN and infinity become null."""
-    shows_all = (
-        (getattr(sys.stdout, "encoding", None) or "").lower().startswith("utf")
-    )  # otherwise characters are escaped
-    print(to_json(_finite(content), ascii_only=not shows_all), flush=True)
+    is_utf = (getattr(sys.stdout, "encoding", None) or "").lower().startswith("utf")
+    print(to_json(_finite(content), ascii_only=not is_utf), flush=True)
 
 
 def print_note(text: str) -> None:

@@ -13,7 +13,7 @@ class Parser(argparse.ArgumentParser):
     """Parser whose description and epilog keep their indentation when they wrap."""
 
     def __init__(self, **options: Any) -> None:
-        # An abbreviation that is unique today may be ambiguous tomorrow.
+        # An abbreviation may become ambiguous when an option is added.
         super().__init__(formatter_class=_Help, allow_abbrev=False, **options)
 
     def parse_known_args(self, *words: Any, **options: Any) -> Any:

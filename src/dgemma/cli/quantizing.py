@@ -16,7 +16,7 @@ from dgemma.model.gptq import calibration
 from dgemma.model.quantize import FORMATS, Quantization
 from dgemma.run.defaults import learnt_noise
 
-_MOST_ROWS = 128  # of calibration text
+_MOST_ROWS = 128  # rows of calibration text
 
 
 def add_commands(commands: Any) -> None:

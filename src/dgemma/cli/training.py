@@ -47,8 +47,8 @@ def add_commands(commands: Any) -> None:
         "evaluate",
         help="measure the likelihood of a text, in nats and bits per byte",
         usage="dgemma evaluate [OPTION ...] FILE [FILE ...]",
-        description="Measure the likelihood of text files: the diffusion bound with its interval and its parts, the "
-        "autoregressive likelihood of the same weights, and two compressors for comparison.",
+        description="Measure the likelihood of text files. The table shows the diffusion bound with its interval and "
+        "its parts, the autoregressive likelihood of the same weights, and two compressors for comparison.",
         epilog="example:\n  dgemma evaluate held_out.txt --samples 4",
     )
     _add_files(parser)

@@ -1,7 +1,7 @@
 """Context-free grammars as regular expressions, with recursion expanded to a fixed depth.
 
-lark parses the grammar. A rule that refers to itself only at its beginning, A: A x | y, is y x* without any limit
-(Arden's lemma), and likewise at its end. Lark writes lists this way.
+lark parses the grammar. A rule that refers to itself only at its beginning needs no limit: `A: A x | y` is
+`y x*` (Arden's lemma). The same holds for a rule that refers to itself only at its end. Lark writes lists this way.
 """
 
 import importlib

@@ -36,9 +36,10 @@ _MOST_LINKS = 4_000_000
 class Regex:
     """Texts that match a regular expression from beginning to end.
 
-    The syntax is that of Rust's regex crate: no look-around and no back-references; `.` excludes newlines. tokenizer:
-    of dgemma, of transformers (fast ones) or of the tokenizers library. Building takes up to seconds, so build once and
-    use the value in many runs. Pass it as `constraint=` to `generate`, `stream`, `infill` or `edit`.
+    The syntax is that of Rust's regex crate: no look-around and no back-references; `.` excludes newlines. The
+    tokenizer is one of dgemma, a fast one of transformers, or one of the tokenizers library. Building takes up to
+    seconds, so build once and use the value in many runs. Pass it as `constraint=` to `generate`, `stream`,
+    `infill` or `edit`.
 
     Example: `dgemma.generate(model, prompt, constraint=dgemma.Regex(r"[0-9]{4}-[0-9]{2}", tokenizer))`.
     """

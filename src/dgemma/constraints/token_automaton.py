@@ -1,7 +1,8 @@
 """Automata over tokens, built from an automaton over bytes and the bytes of each token.
 
-A token acts on the states of the byte automaton as a function, and few functions exist: thousands of tokens inside a
-JSON string act alike. The functions of all tokens are computed along the tokens' common prefixes, once per function.
+Each token is a function from states to states of the byte automaton. Few functions exist: inside a JSON string,
+thousands of tokens have the same one. The functions of all tokens are computed along the tokens' common prefixes, once
+per function.
 """
 
 from typing import NamedTuple, Self
@@ -179,7 +180,8 @@ def with_gaps(automaton: TokenAutomaton, starts: list[int], vocab_size: int) -> 
     the old start. `starts`, in ascending order, are the first states of the automata that `unite` put together.
     """
     num_states = automaton.num_states
-    fresh = num_states + np.searchsorted(starts, np.arange(num_states), side="right") - 1  # of each state's automaton
+    # The new start state of each state's automaton.
+    fresh = num_states + np.searchsorted(starts, np.arange(num_states), side="right") - 1
     gap = np.append(np.where(automaton.is_final, fresh, NO_STATE), num_states + np.arange(len(starts)))
     table = np.vstack((automaton.next_state, automaton.next_state[starts]))
     table = np.column_stack((table, gap))

@@ -15,7 +15,7 @@ _known: "WeakKeyDictionary[Any, list[bytes | None]]" = WeakKeyDictionary()
 def token_texts(tokenizer: Any) -> list[bytes | None]:
     """Return the bytes of every token id; None for special tokens, which have no text.
 
-    tokenizer: of dgemma, of transformers (fast ones) or of the tokenizers library.
+    tokenizer: one of dgemma, a fast one of transformers, or one of the tokenizers library.
 
     Example: `token_texts(ByteTokenizer())[128 + 65]` is `b"A"`.
     """
@@ -36,7 +36,7 @@ def marker_id(tokenizer: Any, text: str) -> int | None:
 
 
 def _read(tokenizer: Any) -> list[bytes | None]:
-    first = getattr(tokenizer, "first_byte", None)  # of a ByteTokenizer
+    first = getattr(tokenizer, "first_byte", None)  # only a ByteTokenizer has it
     if first is not None:
         return [None] * first + [bytes([byte]) for byte in range(tokenizer.vocab_size - first)]
     pieces = _pieces(tokenizer)

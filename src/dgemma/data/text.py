@@ -169,8 +169,8 @@ class _Row(NamedTuple):
 class PromptSource:
     """Prompts and answers, one per row, in a new order every epoch: a `BatchSource` for fine-tuning.
 
-    An answer longer than `max_len` leaves room for is cut and marked `truncated`; a prompt that leaves no room for
-    an answer is an error.
+    Prompt and answer share `max_len` tokens. A longer answer is cut and marked `truncated`. A prompt that leaves no
+    room for an answer is an error.
 
     Example: `PromptSource(file=TokenFile.open("chats"), max_len=512, batch_size=16)(0, range(16))`.
     """

@@ -27,7 +27,7 @@ _SAMPLE = 10_000  # characters that identify a tokenizer
 class TokenFile:
     """D tokenised documents on disk, each begin-of-text, prompt, text, end-of-text. Memory-mapped.
 
-    The prompt of a chat's turn is the conversation before it, by the chat template, up to where the model begins.
+    In a chat, the prompt is the conversation before the model's turn, rendered by the chat template.
 
     Example: `TokenFile.open("corpus/train").num_tokens`.
     """

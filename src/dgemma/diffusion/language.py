@@ -37,7 +37,7 @@ class Tier(NamedTuple):
 
 
 class Fan(NamedTuple):
-    """The arcs at each state. Few states have many arcs, so that one width for all would be mostly empty."""
+    """The arcs at each state. Few states have many arcs, so one width for all would be mostly empty."""
 
     few: Tier  # at most 4 arcs
     some: Tier  # at most 16

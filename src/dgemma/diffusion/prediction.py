@@ -1,9 +1,9 @@
 """Predictions: a distribution over the vocabulary per canvas position, with every statistic that a sampler needs.
 
-A `Prediction` is lazy. It holds the head's logits and how to shape them, and computes entropy, argmax, confidence and
-samples on demand, one slice of positions at a time. For a large canvas and
-vocabulary, a second (B, C, V) tensor exists only after `.logits` is read.
-`dgemma_kernels` has a class with the same interface, which reads its statistics from kernels.
+A `Prediction` is lazy. It holds the head's logits and the transforms that shape them. Entropy, argmax, confidence and
+samples are computed on demand, one slice of positions at a time. For a large canvas and vocabulary, a second (B, C, V)
+tensor exists only after `.logits` is read. `dgemma_kernels` has a class with the same interface, which reads its
+statistics from kernels.
 """
 
 import math

@@ -50,7 +50,7 @@ except ImportError as error:
 logger = logging.getLogger("dgemma")
 
 LIKELIHOODS = ("bound", "causal", "both")
-_COPIES = 8  # rows per request: its interval is over their independent noise
+_COPIES = 8  # rows per request, with independent noise; the interval is over these rows
 _CHUNK = 256  # requests that are measured together
 _SAMPLED = 1 << 20  # bytes at both ends of a weight file that its revision depends on
 
@@ -89,8 +89,8 @@ class DiffusionLM(TemplateLM):
       scores by the bound.
     - `num_samples`: noise levels per canvas for the bound, at least 8.
     - `check_greedy`: also test whether the model itself would write the continuation; slow, and few tasks read it.
-    - `max_length`: context and continuation of a likelihood; `max_gen_toks`: new tokens if the task sets no limit.
-    - `seed`: of all noise; None takes torch's seed, which the harness sets with `--seed`.
+    - `max_length`: limit for context and continuation together. `max_gen_toks`: new tokens if the task sets no limit.
+    - `seed`: the seed of all noise; None takes torch's seed, which the harness sets with `--seed`.
     - `details`: a file that gets a JSON line per request: its scores and intervals, or its steps and seed.
 
     Example: `lm_eval.simple_evaluate(DiffusionLM("dgemma/text", likelihood="causal"), tasks=["lambada_openai"])`.

@@ -183,7 +183,7 @@ class ModelConfig(DenoiserConfig):
             values["eos_token_id"] = values["eos_token_id"][0]
         if "text_config" in published:
             own = {"text_config", "vision_config", "canvas_length", "noise", "sampler"}
-            own |= {"quantization_config", "quantization"}  # of the files, not of the model
+            own |= {"quantization_config", "quantization"}  # they describe the files, not the model
             values["carried"] = {k: v for k, v in published.items() if k not in own}
             values["vision_config"] = published.get("vision_config")
             if published.get("canvas_length") is not None:
@@ -284,7 +284,7 @@ class GenerationDefaults:
 
         Example: `model.generation.after_learning(describe_noise(MaskNoise(512, mask_token_id=4)))`.
         """
-        learnt = replace(self, noise=noise)  # which checks it
+        learnt = replace(self, noise=noise)  # also checks `noise`
         if (self.noise or {"kind": "uniform"})["kind"] == noise["kind"]:
             return learnt
         return replace(learnt, entropy_bound=type(self)().entropy_bound, sampler=None)

@@ -83,7 +83,7 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
         self.recompute_activations = False  # activation checkpointing: less memory, one more forward
         device = read_device("DiffusionGemma", device) if device is not None else torch.get_default_device()
         with torch.device("meta"):
-            # From an existing table: initialising one on the meta device would import torch's compiler for seconds.
+            # Random initialisation on the meta device would import torch's compiler, which takes seconds.
             table = torch.empty(config.vocab_size, config.hidden_size)
             self.embed_tokens = nn.Embedding.from_pretrained(table, freeze=False)
             self.layers = nn.ModuleList(

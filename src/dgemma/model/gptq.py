@@ -18,14 +18,14 @@ from dgemma.model.quantized import IntWeight, pack_nibbles, set_weight
 from dgemma.progress import progress_bar
 
 _EXPERTS_AT_ONCE = 16  # the inverses of all 128 would take as much memory as the model
-_DAMPING = 0.01  # of the mean diagonal, added to it, because few inputs leave some directions unknown
+_DAMPING = 0.01  # this share of the mean diagonal is added to it: few inputs leave some directions without data
 
 
 @torch.no_grad()
 def quantize_with_calibration(
     model: DiffusionGemma, quantization: Quantization, run: Callable[[DiffusionGemma], object]
 ) -> None:
-    """Quantise a model in place. `run` shows it calibration text; it is called once per layer.
+    """Quantise a model in place. `run(model)` runs it on calibration text, and is called once per layer.
 
     int4 weights are calibrated. The other formats are rounded to nearest.
 
@@ -51,7 +51,7 @@ def quantize_with_calibration(
 def calibration(
     tokens: Tensor, noise: Noise, *, canvas_len: int, batch_size: int = 8, seed: int = 0
 ) -> Callable[[DiffusionGemma], None]:
-    """Return a function that shows tokens (B, T) to a model: a prefix, then the last `canvas_len` tokens with noise.
+    """Return a function that runs a model on tokens (B, T): a prefix, then the last `canvas_len` tokens with noise.
 
     Noise levels are spread evenly over the rows. Each canvas is denoised twice, the second time with
     self-conditioning.

@@ -26,6 +26,6 @@ class NoiseLevelEmbedding(nn.Module):
         """Embed noise_level (...) in [0, 1] → (..., D)."""
         log_snr = torch.logit(1 - noise_level.double()).clamp(-_LARGEST_LOG_SNR, _LARGEST_LOG_SNR)
         octaves = torch.exp2(torch.arange(_NUM_FREQUENCIES, device=noise_level.device, dtype=torch.float64))
-        angles = math.pi / 2 / _LARGEST_LOG_SNR * log_snr[..., None] * octaves  # the slowest from -π/2 to π/2
+        angles = math.pi / 2 / _LARGEST_LOG_SNR * log_snr[..., None] * octaves  # the slowest wave covers -π/2 to π/2
         waves = torch.cat([angles.sin(), angles.cos()], dim=-1).to(self.up_proj.weight.dtype)
         return self.down_proj(F.gelu(self.up_proj(waves), approximate="tanh"))

@@ -161,7 +161,7 @@ def _integers(
 def choose_scale(groups: Tensor, *, bits: int, symmetric: bool, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the scale and the zero point (...) for groups (..., size) of float32 values, both float32.
 
-    The scale has the least squared error of a few fractions of the one that represents the largest value.
+    It is the best of several fractions of the scale that represents the largest value, by squared error.
 
     Example: `choose_scale(weight.unflatten(-1, (-1, 64)), bits=4, symmetric=True, scale_dtype=torch.half)`.
     """
@@ -188,7 +188,7 @@ def _nvfp4(rows: Tensor, row_scale: Tensor) -> tuple[Tensor, Tensor]:
     best_error = torch.full_like(span, torch.inf)
     best_scale, best_codes = span, torch.zeros(blocks.shape, dtype=torch.uint8, device=rows.device)
     table = torch.tensor(E2M1, device=rows.device)
-    # Besides smaller scales, one that maps the largest value to 4, whose neighbours are closer than those of 6.
+    # The last candidate maps the largest value to 4, whose neighbours are closer than those of 6.
     for fraction in (*_FRACTIONS, _LARGEST_E2M1 / 4):
         scale = (span * fraction).clamp(max=LARGEST_E4M3).to(torch.float8_e4m3fn).float()
         scaled = blocks / scale.clamp(min=2.0**-9)[..., None]  # the smallest float8; zero stays zero

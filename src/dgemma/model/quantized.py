@@ -279,7 +279,7 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
 def decoded_product(x: Tensor, weight: QuantizedWeight, multiply: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """Return multiply(x, decoded weight), where multiply(x, W) is linear in x and multiply(y, Wᵀ) is its transpose.
 
-    The backward decodes the weight again, so that autograd stores only codes. Under autocast the product has its dtype.
+    The backward decodes the weight again, so that autograd stores only codes. Under autocast, x is cast to its dtype.
 
     Example: `decoded_product(x, weight, F.linear)`.
     """
@@ -321,7 +321,7 @@ def frozen_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def set_weight(model: nn.Module, name: str, weight: Weight) -> None:
-    """Put a weight, plain or quantised, in the place of another one, named as in `model.state_dict()`.
+    """Replace the weight with this name, as in `model.state_dict()`, by a plain or quantised weight.
 
     Example: `set_weight(model, "layers.0.experts.down_proj", quantize(experts.down_proj, "int4"))`.
     """

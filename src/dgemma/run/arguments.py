@@ -135,7 +135,7 @@ def read_span(
 
 
 def _check_kept(canvas: Tensor, frozen: Tensor | None, allowed: Tensor, noise: Noise) -> None:
-    """Under mask noise the canvas's own tokens stay, so they must be allowed unless they are frozen."""
+    """Check that the canvas's own tokens, which stay under mask noise, are allowed or frozen."""
     is_kept = (canvas >= 0) & ~noise.masked(canvas)
     if noise.kind != "mask":
         return

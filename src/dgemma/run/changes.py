@@ -75,8 +75,8 @@ def list_changes(changes: Changes, state: DenoiseState, knobs: Knobs) -> dict[st
 def apply_changes(changes: Changes, state: DenoiseState, knobs: Knobs) -> tuple[DenoiseState, Knobs]:
     """Return the state and knobs for the next step.
 
-    A new sampler or stop rule keeps the memory of the old one if it has the same class and a memory of the same shapes.
-    Otherwise it starts with new memory.
+    A new sampler or stop rule keeps the old memory if its class and the shapes of its memory are the same. Otherwise it
+    starts with new memory.
 
     Example: `apply_changes({"sampler": EntropyBound(bound=0.5)}, state, knobs)`.
     """

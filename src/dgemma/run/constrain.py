@@ -34,7 +34,7 @@ class RunLanguage(NamedTuple):
     gaps: Tensor | None = None  # (B, N) bool: positions between two texts
 
     def block(self, block: int, states: Tensor, rows: Tensor, canvas_len: int) -> Language:
-        """The language of one block for some rows (R,), whose states before it are (R,)."""
+        """The language of one block for some rows (R,). `states` (R,) are the states before the block."""
         part = slice(block * canvas_len, (block + 1) * canvas_len)
         parts = [None if table is None else table[rows, part] for table in (self.may_end, self.gaps)]
         return Language(self.automaton, states, self.ends[block, rows], *parts)
@@ -162,7 +162,7 @@ class _Factors:
         reach = [accepts]
         for position in reversed(range(num_positions)):
             if position >= self.first_plain and len(reach) > 1 and torch.equal(reach[-1], reach[-2]):
-                reach.append(reach[-1])  # it has stopped changing
+                reach.append(reach[-1])  # a fixed point: all these positions have the same arcs
             else:
                 taken = self.arcs(position) & reach[-1][:, self.automaton.arc_target]
                 reach.append(any_by(taken, self.automaton.arc_source, self.automaton.num_states))

@@ -290,7 +290,7 @@ def present(
 
 
 def _sort(completed: Iterator[Completion]) -> Iterator[Completion]:
-    """Yield results by index. Those that finish early wait here for those before them."""
+    """Yield results by index. A result that finishes early waits for all results before it."""
     early: dict[int, Completion] = {}
     following = 0
     for completion in completed:

@@ -23,8 +23,8 @@ _MOST_MISSING = 1 << 20  # the most unfinished prompts that may precede a finish
 class RunFile:
     """A file whose first line holds the settings of a run, and every other line the result of one prompt.
 
-    A line is appended by one write and flushed to the disk. A kill can tear only the last line, which is dropped when
-    the file is opened again. Only one process can have the file open.
+    A line is appended by one write and flushed to the disk. If the process is killed, only the last line can be
+    incomplete; it is dropped when the file is opened again. Only one process can have the file open.
 
     Example: `with RunFile("run.jsonl", {"seed": 0}) as file: file.append({"index": 0, "text": "hi"})`.
     """

@@ -1,7 +1,7 @@
 """`generate_many` on several GPUs and machines: `generate_on_ray` with Ray, `generate_with_torchrun` with torchrun.
 
-Every worker has a whole model and its own batch. One process reads the prompts, hands them out, and writes the file, so
-a run has one file and is continued as with `generate_many`.
+Every worker has a whole model and its own batch. One process reads the prompts, distributes them and writes the file.
+So a run has one file, and is continued as with `generate_many`.
 """
 
 import importlib
@@ -31,7 +31,7 @@ from dgemma.run.options import TextOptions, takes_options
 from dgemma.run.run_file import RunFile
 from dgemma.run.step import Denoiser
 
-_MOST_TRIES = 3  # of a prompt whose worker is lost each time
+_MOST_TRIES = 3  # attempts at a prompt whose worker is lost each time
 _POLL_SECONDS = 0.02
 
 

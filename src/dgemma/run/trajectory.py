@@ -491,7 +491,7 @@ def _merge(earlier: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
     """Combine two sets of changes; later changes replace earlier ones."""
     if "state" in later:  # the new state already includes the earlier changes of the state
         earlier = knob_changes(earlier)
-    if later.keys() & {"canvas", "frozen"}:  # they determine what is open
+    if later.keys() & {"canvas", "frozen"}:  # canvas and frozen determine `open`
         earlier = {name: value for name, value in earlier.items() if name != "open"}
     return {**earlier, **later}
 

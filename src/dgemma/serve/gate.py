@@ -1,4 +1,4 @@
-"""The gate in front of all routes: hosts, API key, content type, size and time of bodies, and security headers."""
+"""Middleware for all routes: checks of host, API key, content type, and size and time of bodies; security headers."""
 
 import asyncio
 import hashlib
@@ -128,7 +128,7 @@ class PatientProtocol(H11Protocol):
     seconds: float = 10.0
 
     def connection_made(self, transport: Any) -> None:
-        """Start the clock of a new connection."""
+        """Start the timer of a new connection."""
         super().connection_made(transport)
         self.loop.call_later(self.seconds, self._check_arrival)
 

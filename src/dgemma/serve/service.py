@@ -37,7 +37,7 @@ from dgemma.view.pieces import Pieces
 
 @dataclass(frozen=True)
 class Service:
-    """The state that all requests share, and the way from a request to its answer."""
+    """The state that all requests share, and the methods that answer a request."""
 
     model: Denoiser
     tokenizer: Tokenizer

@@ -32,7 +32,7 @@ def wrap(
     attention_mask: AttentionMask = "padding",
     max_positions: int | None = None,
 ) -> "Wrapped":
-    """Make a bidirectional masked language model of Hugging Face a `Denoiser`.
+    """Turn a bidirectional masked language model of Hugging Face into a `Denoiser`.
 
     hf_model: called as `hf_model(input_ids=(B, T), attention_mask=...)`, it returns an object with `logits` (B, T, V).
 
@@ -118,7 +118,7 @@ class TokenCache:
         self.num_seen += tokens.shape[1]
 
     def clone(self) -> Self:
-        """An independent copy; `append` makes new tensors, so none is copied."""
+        """An independent copy. It can share its tensors, because `append` makes new ones."""
         return type(self)(self.tokens, self.lengths, self.num_seen)
 
     def select(self, rows: Tensor) -> Self:

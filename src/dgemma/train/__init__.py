@@ -15,7 +15,7 @@
 | `config.py` | `TrainConfig`, and the description that a resumed run must match |
 | `loop.py` | `train` |
 | `stopping.py` | Ctrl-C, and runs limited by minutes |
-| `balance.py` | an auxiliary loss that keeps all experts at work |
+| `balance.py` | an auxiliary loss that balances the experts |
 | `log.py` | numbers per step, router load, `log.jsonl`, `TrainResult` |
 | `checkpoints.py`, `state_files.py` | checkpoints that are complete or absent; files of named tensors |
 | `parallel.py`, `distributed.py` | one process; many, with `FullySharded` |

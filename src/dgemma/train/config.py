@@ -151,7 +151,7 @@ def describe(value: object) -> str:
 
     Example: `describe(SudokuSource(pool=pool))` holds its settings and the checksum of its puzzles.
     """
-    if value is None or isinstance(value, str | bytes | int | float):  # first, because lists of them can be long
+    if value is None or isinstance(value, str | bytes | int | float):  # first, because lists of such values can be long
         return _shorten(repr(value))
     fingerprint = getattr(value, "fingerprint", None)
     if isinstance(fingerprint, str):

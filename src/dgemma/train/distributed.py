@@ -159,7 +159,7 @@ class FullySharded(Parallel):
         result: Result = self._root(run)
         self._meet(into_layers=False)
         self._running = False
-        if not torch.is_grad_enabled():  # otherwise the backward does this
+        if not torch.is_grad_enabled():  # otherwise the backward reshards
             cast(FSDPModule, self._root).reshard()
         return result
 
@@ -298,7 +298,7 @@ def spread_experts(experts: Experts, mesh: DeviceMesh) -> None:
         part = weight.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
         spread = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
         setattr(experts, name, nn.Parameter(spread, requires_grad=weight.requires_grad))
-    # A subclass of the current class, which may be one with adapters: its forward runs between the two exchanges.
+    # A subclass of the current class, which may have adapters: `super().forward` runs between the two exchanges.
     experts.__class__ = type(f"Spread{type(experts).__name__}", (_SpreadExperts, type(experts)), {"mesh": mesh})
 
 
@@ -313,7 +313,8 @@ class _SpreadExperts(Experts):
         sorted_experts, order = routing.experts.flatten().sort(stable=True)
         back = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=x.device))
         rows = _Dispatch.apply(x, order, back, num_chosen)
-        if torch.is_autocast_enabled(x.device.type):  # the products round to it anyway, and it halves the bytes sent
+        # The products round to autocast's dtype anyway, and half as many bytes are sent.
+        if torch.is_autocast_enabled(x.device.type):
             rows = rows.to(torch.get_autocast_dtype(x.device.type))
 
         group = self.mesh.get_group()

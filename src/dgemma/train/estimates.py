@@ -53,9 +53,9 @@ class RowSums:
 class Likelihood:
     """The result of `evaluate`, in nats per token of the text. Print it for a table.
 
-    The model must also write the end-of-text that fills a last canvas. So the nats of this fill count, but its
-    `num_fill_tokens` are not among the `num_tokens` that sums are divided by. `by_level` is the part of the bound per
-    noise level. It adds up to `nelbo` minus `reconstruction`, the part below the lowest level. `by_position` and
+    The model must also write the end-of-text that fills a last canvas. So sums include the nats of this fill. They are
+    divided by `num_tokens`, which does not include the `num_fill_tokens`. `by_level` is the part of the bound per noise
+    level. It adds up to `nelbo` minus `reconstruction`, the part below the lowest level. `by_position` and
     `causal_by_position` are means per canvas position over all scored tokens, fill included. All numbers are computed
     from `rows`. Intervals come from the spread between texts, or between rows if there is one text or one row per text.
     """
@@ -108,7 +108,7 @@ class Likelihood:
 
     @property
     def num_texts(self) -> int | None:
-        """Number of texts that the rows belong to; None if the batch does not say."""
+        """Number of texts that the rows belong to; None if some rows have no text number."""
         return len(self.rows.text.unique()) if (self.rows.text >= 0).all() else None
 
     @property

@@ -41,7 +41,7 @@ def cross_entropy(
 
     `evidence` (M,) is added to the capped logit of the `observed` token (M,), which turns leave-one-out logits into
     those of the mean. A `banned` token, such as a mask that is never proposed, has probability zero. The result is
-    float32 (float64 for float64 weights). Under autocast the products are in its dtype.
+    float32 (float64 for float64 weights). Under autocast the products are in autocast's dtype.
 
     Example: `cross_entropy(hidden, model.embed_tokens.weight, targets, cap=30.0).mean().backward()`.
     """

@@ -214,8 +214,8 @@ class _Estimator:
     def _causal(self, canvases: Canvases, text: OnePass | ByCanvas) -> tuple[Tensor, Tensor]:
         """Return the autoregressive cost of each canvas position, and where it is defined: (B, K, C) each.
 
-        It is defined for all scored tokens except the first token of a text without a prompt. A model without a causal
-        mode has it nowhere.
+        It is defined for all scored tokens except the first token of a text without a prompt. For a model
+        without a causal mode it is defined nowhere.
         """
         cost = text.causal_cost()
         if cost is None:
@@ -248,7 +248,7 @@ def _propose_levels(u: Tensor, lowest: float, low_share: float) -> tuple[Tensor,
 
 
 def _propose_events(replaced: Tensor, u_event: Tensor, u_some: Tensor, least: float) -> tuple[Tensor, Tensor]:
-    """Draw canvases with noise with a probability of at least `least`, and return events and weights.
+    """Draw events such that a canvas has noise with a probability of at least `least`; return events and weights.
 
     replaced (B, K, C): the probability that noise replaces each token. u_event (B, K, C), u_some (B, K, 1): uniforms.
     If some token is replaced, the first such position is drawn by inverse CDF. Later positions keep their events.

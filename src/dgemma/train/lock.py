@@ -1,4 +1,4 @@
-"""A lock on the folder of a training run. The system releases it when the process ends, however it ends."""
+"""A lock on the folder of a training run. The operating system releases it when the process ends, for any reason."""
 
 import os
 import threading

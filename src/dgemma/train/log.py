@@ -158,7 +158,7 @@ class RouterLoad:
         """Count within the context."""
         handles = []
         for router in self.routers:
-            # A buffer of the module and one function for all, so that layers compiled in one run count in the next.
+            # Compiled layers count in later runs too, because the counts are a buffer and all hooks are one function.
             scale = router.per_expert_scale  # may be spread over processes; each process counts its own tokens
             counts = torch.zeros(scale.shape, dtype=torch.int64, device=scale.device)
             router.register_buffer("load", counts, persistent=False)

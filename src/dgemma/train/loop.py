@@ -334,7 +334,7 @@ class _Run:
 
     def _stop_not_finite(self, record: TrainStep, line: Mapping[str, Any]) -> None:
         last = self.checkpoints.latest()
-        assert last is not None  # `start` wrote one
+        assert last is not None  # `start` wrote a checkpoint
         terms = [name for name, x in line.items() if not math.isfinite(x)]
         finite = torch.stack([values.isfinite() for values in record.sums.values()]).all(0)  # (B,)
         seeds = torch.cat([part.seeds for part in record.parts])[~finite].tolist()
@@ -381,7 +381,7 @@ class _Run:
         make_optimizer_state(self.optimizer, self.parameters, stored, may_differ=may_differ)
         state = self.state()
         if may_differ and self.average is not None and stored.isdisjoint(self.average.state):
-            # The average begins here.
+            # The earlier run had no average, so it begins with the loaded weights.
             self.checkpoints.load(path, {name: state[name] for name in state.keys() - self.average.state.keys()})
             self.average = WeightAverage(self.parameters, self.average.decay)
         else:
@@ -389,7 +389,7 @@ class _Run:
 
     def finish(self, interrupted: bool) -> TrainResult:
         last = self.checkpoints.latest()
-        assert last is not None  # `start` wrote one
+        assert last is not None  # `start` wrote a checkpoint
         if self.average is not None:
             self.average.put_in()
         final = None

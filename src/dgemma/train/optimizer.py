@@ -89,7 +89,7 @@ def make_optimizer_state(
 class WeightAverage:
     """An exponential moving average of the trained weights, in float32.
 
-    Its decay is min(decay, (1 + step) / (10 + step)), so that the random start soon loses its weight.
+    Its decay is min(decay, (1 + step) / (10 + step)), so that the initial weights soon count little.
 
     Example: `average = WeightAverage(dict(model.named_parameters()), 0.999); average.update(step)`.
     """

@@ -18,7 +18,7 @@ from dgemma.train.one_pass import predict_canvases, read_clean
 
 
 class SelfCond(NamedTuple):
-    """A request for a first pass, which the second is conditioned on; it proposes `allowed` (1, 1, V) or any token."""
+    """A request for self-conditioning: a first pass that proposes the tokens in `allowed` (1, 1, V); None means all."""
 
     allowed: Tensor | None
 

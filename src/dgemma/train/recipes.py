@@ -31,10 +31,7 @@ def dgemma(config: ModelConfig, **changes: Any) -> Objective:
 
 @typed
 def official_jax(config: ModelConfig, **changes: Any) -> Objective:
-    """Google's JAX fine-tuning: a mean per example; without self-conditioning it feeds zero logits.
-
-    Zero logits give the mean embedding.
-    """
+    """Google's JAX fine-tuning: a mean per example. Without self-conditioning, the signal is the mean embedding."""
     return _fine_tuning(config, {"self_cond_off": "zero_logits", "reduction": "example"}, changes)
 
 

@@ -21,7 +21,7 @@ from dgemma.files import open_tensors, parse_json, write_tensors
 STATE_FILE = "state.safetensors"
 _PART_FILE = re.compile(r"state-(\d{5})-of-(\d{5})\.safetensors")
 _PARTS = "parts"  # the metadata entry with the place of each part
-_PICKLE = ".metadata"  # of torch.distributed.checkpoint, which earlier versions wrote
+_PICKLE = ".metadata"  # a file of torch.distributed.checkpoint, which earlier versions wrote
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,

@@ -49,7 +49,7 @@ class TimeBudget:
     def __init__(self, minutes: float, spent: float) -> None:
         self.limit = 60 * minutes
         self.began = time.perf_counter() - spent
-        self.shares = [self.share]  # of the time: now, and after each step
+        self.shares = [self.share]  # the share of the time that is over: now, and after each step
         self.next_plan = self.share // _REPLAN * _REPLAN + _REPLAN
 
     @property

@@ -110,7 +110,7 @@ def plot_frontier(sweep: Sweep, *, ax: "Axes | None" = None) -> "Figure":
     ax.set(xlabel="new tokens / forward", ylabel="quality")
     ax.margins(x=0.15)
     if has_lines:
-        ax.legend(fontsize="small")  # it names the families
+        ax.legend(fontsize="small")  # labels of points then omit the family
     _spread_labels(figure, ax, labels, bars)
     return figure
 

@@ -140,7 +140,7 @@ class Wrap:
         lines: list[list[Ink]] = [[]]
         word: list[Ink] = []
         used = word_width = word_start = 0
-        overflowed = False  # a line has begun where none did before
+        overflowed = False  # True after a line that the last frame did not have
 
         def new_line() -> None:
             nonlocal used

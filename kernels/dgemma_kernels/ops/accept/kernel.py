@@ -64,7 +64,7 @@ def accept(
     A row without unfrozen positions is done. `recent` has the last n argmaxes (B, n, C) int64, or canvases if
     `compare_canvas`. With it, a row is also done if its argmax equals all of them and its mean entropy is below
     `confidence`, both over unfrozen positions. The verdict is that of `dgemma.run.step.judge`, with one difference:
-    a proposed token outside the vocabulary makes its row stray even if it was not accepted.
+    a proposed token outside the vocabulary is reported even if it was not accepted.
 
     Example: `accept(h, sampled, argmax, canvas, open, frozen, draft, done, seeds, block, step, num_steps, recent,
     bound=0.1, vocab_size=262144, confidence=0.005).canvas`.

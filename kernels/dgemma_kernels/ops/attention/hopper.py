@@ -5,7 +5,7 @@ start the copies of keys and values in chunks of 64 slots × 128 columns. Each o
 the softmax of a key tile while its products with the previous tile's values run (FlashAttention-3, arXiv:2407.08608).
 `kernel.choose_kernel` selects it; `kernel._attention_kernel` is the same maths in Triton.
 
-Barriers in shared memory order the warps: a chunk of keys or values is `full` when its copy is complete, and `free`
+Barriers in shared memory order the warps. A chunk of keys or values is `full` when its copy is complete, and `free`
 when both warpgroups have read it.
 """
 

@@ -4,9 +4,9 @@ gate_up gathers its rows and ends in GeGLU. down multiplies by the routing weigh
 pair; `norms.layer_tail` sums these in the order of k. A program computes a tile of one expert's rows and a block of its
 columns. The program index runs over column blocks first, so neighbouring programs share an expert.
 
-The weights are the 64-row operand, so on Hopper the products are warpgroup instructions even for 16 or 32 token rows,
+The weights are the 64-row operand. So on Hopper the products are warpgroup instructions even for 16 or 32 token rows,
 and the memory unit loads weights in whole blocks. While the last programs of gate_up run, memory is partly idle. So
-programs of down start next to them, and each waits only for its own tile. Rows and weights may be float8: scales are
+programs of down start next to them, and each waits only for its own tile. Rows and weights may be float8. Scales are
 then applied to float32 sums, and hidden values have one scale per row and block of a program's columns. `tiles` has the
 work of a program on its tile. Reference twin: `reference`.
 """
@@ -195,8 +195,8 @@ def _in_blocks(values: Tensor, rows: int, depth: int, format: str) -> Tensor | T
 
 def _grid_tiles(tiles: ExpertTiles) -> int:
     # The grid has as many tiles as even routing needs, and each program takes every `_grid_tiles`-th tile. A grid for
-    # the bound on tiles would be up to twice as large. Its programs without work cost more than second tiles of some
-    # programs. An expert's tiles are neighbours, so they run at the same time and share its weights in the cache.
+    # the bound on tiles would be up to twice as large. Its idle programs would cost more time than the second tiles of
+    # some programs do. An expert's tiles are neighbours, so they run together and share its weights in the cache.
     num_pairs, num_experts = tiles.pairs.numel(), tiles.num_experts
     return min(num_experts, num_pairs) * triton.cdiv(num_pairs, num_experts * tiles.rows_per_tile)
 

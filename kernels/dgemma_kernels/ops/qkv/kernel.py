@@ -1,8 +1,8 @@
 """From the fused projection to the inputs of attention in one launch: head norms, rotation, cache write.
 
-Values round to the model's dtype where the published model (transformers' DiffusionGemma) rounds them: after a norm,
-after each of the two products of a rotation and after their sum. Cosines and sines are float32, then rounded. Reference
-twin: `reference`.
+Values round to the model's dtype where the published model (transformers' DiffusionGemma) rounds them. This is after a
+norm, after each of the two products of a rotation, and after their sum. Cosines and sines are float32, then rounded.
+Reference twin: `reference`.
 """
 
 import math

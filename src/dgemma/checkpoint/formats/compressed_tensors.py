@@ -155,7 +155,7 @@ def _group_of(module: str, groups: Sequence[_Group]) -> _Group | None:
 
 
 def _add(contents: Contents, module: str, group: _Group, tensors: dict[str, str], stored: Mapping[str, Stored]) -> None:
-    """Add the entry of a quantised module, or what is wrong with its tensors."""
+    """Add the entry of a quantised module, or the problems of its tensors."""
     required, optional, dtypes = {
         "pack-quantized": (("weight_packed", "weight_scale", "weight_shape"), ("weight_g_idx",), ("I32",)),
         "nvfp4-pack-quantized": (("weight_packed", "weight_scale", "weight_global_scale"), (), ("U8",)),
@@ -222,7 +222,7 @@ def _scale_problems(
 
 
 def _per_row(scale: Tensor, rows: Sequence[int]) -> Tensor:
-    """Return scales (..., N, 1), also from a single one for the whole matrix."""
+    """Return scales (..., N, 1). A single scale of a whole matrix is repeated."""
     return scale.reshape(1).expand(*rows, 1).contiguous() if scale.numel() == 1 else scale
 
 
@@ -339,7 +339,7 @@ def _module_tensors(module: str, weight: QuantizedWeight) -> dict[str, Tensor]:
 
 
 def _pack_rows(codes: Tensor) -> Tensor:
-    """Return words (N / 8, G) of zero points (N, G) below 16: the transpose of `_unpack_rows`."""
+    """Return words (N / 8, G) of zero points (N, G) below 16: the inverse of `_unpack_rows`."""
     by_word = codes.unflatten(0, (-1, 8)).transpose(1, 2).contiguous()  # (N / 8, G, 8)
     return pack_nibbles(by_word).flatten().view(torch.int32).view(by_word.shape[:2])
 

@@ -53,7 +53,7 @@ _LAYER_NAMES = {
     "layer_output_scale.weight": "layer_scalar",
 }
 _ENCODER_SCALE = "enc_layer_output_scale.weight"
-_FREQUENCIES = "rope_freqs.weight"  # part of the config here
+_FREQUENCIES = "rope_freqs.weight"  # read into the config, not into a weight
 
 
 def find_gguf(path: str | Path) -> Path | None:
@@ -118,7 +118,7 @@ def _open(file: Path) -> Any:
         import gguf
     except ImportError:
         raise ImportError("GGUF files need the gguf package. Install it with: pip install 'dgemma[gguf]'.") from None
-    open_file(file).close()  # a clear error for what is not a regular file
+    open_file(file).close()  # raises a clear error unless it is a regular file
     try:
         return gguf.GGUFReader(file)
     except Exception as error:  # the package defines no exceptions
@@ -156,7 +156,7 @@ def _config(reader: Any, stored: Mapping[str, Stored]) -> dict[str, Any]:
     if "token_embd.weight" not in stored:
         raise ValueError("GGUF token_embd.weight must be in the file, but it is missing. Download the file again.")
     num_layers = int(own("block_count"))
-    if num_layers > len(stored):  # before anything is built layer by layer
+    if num_layers > len(stored):  # a huge number would fill the memory
         raise ValueError(f"GGUF block_count must fit the {len(stored)} tensors stored, got {num_layers}.")
     sliding = [bool(flag) for flag in own("attention.sliding_window_pattern")]
     kv_heads = own("attention.head_count_kv")

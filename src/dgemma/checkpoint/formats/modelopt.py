@@ -21,7 +21,7 @@ from dgemma.checkpoint.formats.entry import (
 from dgemma.model.quantized import NVFP4_GROUP, NvFp4Weight
 
 _REQUIRED = ("weight", "weight_scale", "weight_scale_2")
-_UNUSED = ("input_scale",)  # of activations, which stay in the model's dtype here
+_UNUSED = ("input_scale",)  # scale of activations, which stay in the model's dtype here
 
 
 def read_modelopt(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> Contents:

@@ -40,7 +40,7 @@ class Completion:
 
     @property
     def solved(self) -> Tensor:
-        """The grids that keep every rule and every clue, (B,) bool. Needs no solution."""
+        """True for the grids that keep every rule and every clue, (B,) bool. Solutions are not needed."""
         return is_solution(self.puzzles, self.grids)
 
     def scores(self, solutions: Any) -> dict[str, float]:

@@ -22,7 +22,7 @@ Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 BANDS = {"easy": (40, 81), "medium": (30, 39), "hard": (17, 29)}  # number of clues, inclusive
 
-_MOST_BYTES = 1 << 32  # of a file; a puzzle with its solution has 164
+_MOST_BYTES = 1 << 32  # limit for a file; a puzzle with its solution has 164 bytes
 _CHUNK = 512  # puzzles per stream of random numbers, for any number of workers
 
 
@@ -65,7 +65,7 @@ class Puzzles:
         pairs = [line.split() for line in read_text(path, most=_MOST_BYTES).splitlines()]
         if not pairs or any(len(pair) != 2 for pair in pairs):
             raise ValueError(
-                f"Puzzles.load lines must be a puzzle, a space and its solution, but those of {path} are not."
+                f"Puzzles.load lines must be a puzzle, a space and its solution, got other lines in {path}."
             )
         puzzles, solutions = zip(*pairs, strict=True)
         return cls(puzzles=parse(puzzles), solutions=parse(solutions))

@@ -27,7 +27,7 @@ def held_out(**_: Any) -> DatasetDict:
 
 
 def cloze(**_: Any) -> DatasetDict:
-    """Return beginnings of held-out passages with four continuations; three come from elsewhere."""
+    """Return beginnings of held-out passages with four continuations, three of them from other passages."""
     words, draw = " ".join(_paragraphs()).split(), random.Random(0)
     last = len(words) - _CONTEXT - _ANSWER
     rows = []
