@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import dgemma
+from dgemma.run import spread
 from dgemma.run.many import PromptReader
 from dgemma.run.spread import Worker, generate_on_ray
 from rowwise import RowwiseDenoiser
@@ -45,7 +46,7 @@ class Mortal(RowwiseDenoiser):
 
 
 @pytest.mark.slow
-def test_ray_answers_every_prompt_once_when_a_worker_is_killed(tmp_path, monkeypatch):
+def test_ray_answers_every_prompt_once_when_a_worker_is_killed(tmp_path, monkeypatch, caplog):
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
@@ -58,10 +59,14 @@ def test_ray_answers_every_prompt_once_when_a_worker_is_killed(tmp_path, monkeyp
         ray.init(address=cluster.address, runtime_env={"env_vars": environment}, log_to_driver=False)
         options = {**OPTIONS, "workers": 2, "gpus_per_worker": 0, "slots": 3, "out": tmp_path / "run.jsonl"}
         results = list(generate_on_ray(Mortal, PROMPTS, **options))
+        monkeypatch.setattr(spread, "_Team", None)  # it would wait
+        with pytest.raises(TypeError):
+            generate_on_ray(Mortal, PROMPTS, workers=1)
     finally:
         ray.shutdown()
         cluster.shutdown()
     assert died.exists(), "no worker was lost"
+    assert "waits for a GPU: a worker needs 1, the cluster has 0. Use gpus_per_worker=0" in caplog.text
     check(results, tmp_path / "run.jsonl")
 
 

@@ -7,6 +7,7 @@ So a run has one file, and is continued as with `generate_many`.
 import importlib
 import itertools
 import json
+import logging
 import os
 import time
 from collections import deque
@@ -31,6 +32,7 @@ from dgemma.run.options import TextOptions, takes_options
 from dgemma.run.run_file import RunFile
 from dgemma.run.step import Denoiser
 
+logger = logging.getLogger("dgemma")
 _MOST_TRIES = 3  # attempts at a prompt whose worker is lost each time
 _POLL_SECONDS = 0.02
 
@@ -111,6 +113,15 @@ def generate_on_ray(
         ray: Any = importlib.import_module("ray")
     except ImportError:
         raise ImportError('generate_on_ray needs Ray. Install it with: pip install "dgemma[ray]"') from None
+    if not ray.is_initialized():
+        ray.init()
+    num_gpus = ray.cluster_resources().get("GPU", 0)
+    if num_gpus < gpus_per_worker:
+        logger.warning(
+            "generate_on_ray waits for a GPU: a worker needs %g, the cluster has %g. Use gpus_per_worker=0 on CPUs.",
+            gpus_per_worker,
+            num_gpus,
+        )
     actor = ray.remote(num_gpus=gpus_per_worker)(Worker)
     team = _Team(ray, lambda: actor.remote(load, tokenizer, slots, dict(options)), workers, most=2 * slots)
     file = None if out is None else RunFile(out, team.settings)

@@ -34,6 +34,8 @@ from dgemma.serve.protocol import (
 from dgemma.serve.text import GrowingText
 from dgemma.view.pieces import Pieces
 
+_COLDEST = 1e-3  # the temperature that replaces 0 for samplers that always draw
+
 
 @dataclass(frozen=True)
 class Service:
@@ -122,10 +124,10 @@ class Service:
         options["top_p"] = None if body.top_p == 1 else body.top_p
         if body.temperature == 0:
             sampler = default_sampler(self.model)
-            if not hasattr(sampler, "greedy"):
-                message = f"temperature must be above 0 for this model: {type(sampler).__name__} always samples."
-                raise ApiError(400, message, param="temperature", code="invalid_value")
-            options["sampler"] = replace(sampler, greedy=True)  # type: ignore[type-var]
+            if hasattr(sampler, "greedy"):
+                options["sampler"] = replace(sampler, greedy=True)  # type: ignore[type-var]
+            else:
+                options["temperature"] = _COLDEST
         elif body.temperature is not None:
             options["temperature"] = float(body.temperature)
         return options
