@@ -184,7 +184,8 @@ def _work(family: Family, context: Any, folder: Path, seed: int, end: int, progr
             if canary.exists():
                 canary.unlink()
                 outcome = "executed"
-            results.write(json.dumps([current, outcome, note[:300]]) + "\n")
+            # The pipe is read at the end, so what all cases write must fit into it.
+            results.write(json.dumps([current, outcome, note[:300] if outcome in BAD else ""]) + "\n")
             results.flush()
 
 
