@@ -112,7 +112,7 @@ __all__ = [
 ]
 
 _FOLDERS = ("data", "train", "view")  # loaded on first use, so that `import dgemma` stays quick
-# Results and helpers live in their modules. Their names also work here.
+# Results and helpers are defined in their modules, and can be imported from here too.
 _ELSEWHERE = {
     "checkpoint.tokenizer": ("Reply", "TokenBatch", "ToolCall"),
     "model.cache": ("CacheMark", "PrefixCache"),

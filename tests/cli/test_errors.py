@@ -176,7 +176,7 @@ def test_sudoku_refuses_a_text_model(command, checkpoint):
 def test_options_that_need_a_gpu_say_so(command, checkpoint):
     refuses(command("generate", "-m", checkpoint, "--device", "cuda", "Hi"), "0 here, got cuda")
     refuses(command("generate", "-m", checkpoint, "--fast", "Hi"), "--fast needs a GPU")
-    refuses(command("generate", "-m", checkpoint, "--weights", "fp8", "Hi"), "--weights must come with --fast")
+    refuses(command("generate", "-m", checkpoint, "--weights", "fp8", "Hi"), "--weights must be used with --fast")
 
 
 def test_a_file_in_place_of_a_folder_is_refused_and_nothing_is_written(command, checkpoint, tmp_path):

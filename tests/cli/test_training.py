@@ -122,7 +122,7 @@ def test_minutes_replace_steps(command, checkpoint, words, tmp_path, monkeypatch
     assert command(*quick, "--minutes", "2.5").code == 0
     assert minutes == [2.5]
     both = command(*quick, "--minutes", "2.5", "--steps", "3")
-    assert (both.code, both.err[:50]) == (2, "dgemma train: --steps must not come with --minutes")
+    assert (both.code, both.err[:53]) == (2, "dgemma train: --steps must not be used with --minutes")
 
 
 def test_a_refused_text_leaves_no_folder(command, checkpoint, words, tmp_path):

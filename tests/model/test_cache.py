@@ -203,7 +203,7 @@ def test_a_mask_that_contradicts_the_cache_and_a_wrong_batch_raise(model):
     cache = model.encode(torch.randint(5, 512, (2, 6)))
     mask = torch.ones(2, 9)
     mask[0, 0] = 0
-    with pytest.raises(ValueError, match="must repeat, for the cached tokens"):
+    with pytest.raises(ValueError, match="must keep the mask of the cached tokens"):
         model.encode(torch.full((2, 3), 5), cache, mask)
     with pytest.raises(ValueError, match="cache's batch size 2, got 1"):
         model.denoise(canvas_for(1), cache)

@@ -159,5 +159,5 @@ def test_the_soft_embedding_is_the_models_and_trains_the_embedding_alone(self_co
 
 def test_evidence_without_an_observed_token_is_refused():
     hidden, weight, targets = inputs(3, 5)
-    with pytest.raises(ValueError, match="observed and evidence must come together"):
+    with pytest.raises(ValueError, match="observed and evidence must both be set"):
         head.cross_entropy(hidden, weight, targets, cap=CAP, evidence=torch.ones(3))

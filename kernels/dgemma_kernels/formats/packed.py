@@ -131,7 +131,7 @@ def _pack_chunks(weights: Tensor, gated: bool) -> Iterator[tuple[Tensor, ...]]:
         bits = short.contiguous().view(torch.uint8).unflatten(-1, (-1, 2))
         low, high, negative = bits[..., 0], bits[..., 1] & 0x7F, bits[..., 1] >> 7
         top = high.amax(-1, keepdim=True)
-        outlier = (high + 7 < top) | ((high == 0) & (low < 0x80))  # the latter is zero or subnormal
+        outlier = (high + 7 < top) | ((high == 0) & (low < 0x80))  # too small for a code; or zero or subnormal
         code = torch.where(outlier, 0, high + 7 - top | negative << 3)
         scale = torch.exp2(2.0 * (top.squeeze(-1).float() - _TOP))
         expert, row, column = outlier.nonzero(as_tuple=True)

@@ -25,11 +25,11 @@ def quantize_checkpoint(
     device: torch.device | str = "cpu",
     run: Callable[[DiffusionGemma], object] | None = None,
 ) -> MemoryReport:
-    """Write a quantised copy of a plain checkpoint, with its tokenizer, to a folder; return what it stores.
+    """Write a quantised copy of a checkpoint, with its tokenizer, to a folder; return a report of its formats.
 
     The copy has the layout of the files published for vLLM. `from_pretrained` reads it. The memory of `device` holds
-    the quantised weights and one plain weight. With `run`, which runs the model on calibration text, it holds the
-    plain model first (see `quantize_with_calibration`).
+    the quantised weights and one unquantised weight. With `run`, which runs the model on calibration text, it holds
+    the unquantised model first (see `quantize_with_calibration`).
 
     Example: `quantize_checkpoint("google/diffusiongemma-26B-A4B-it", "26b-int4", Quantization(), device="cuda")`.
     """

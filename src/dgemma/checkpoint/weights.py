@@ -96,7 +96,7 @@ def load_pretrained(
     All headers are checked before the first weight is read. Each weight is read directly to `device` and `dtype`, so
     there is never a second copy of the model. dtype None means the dtype of the embedding. Checkpoints that ship with
     dgemma are stored in bfloat16 to be small, which most CPUs compute slowly; for them None means float32. Quantised
-    weights keep their format. With `quantization`, plain weights are quantised one by one as they are read.
+    weights keep their format. With `quantization`, other weights are quantised one by one as they are read.
 
     Example: `load_pretrained(DiffusionGemma, "path/to/checkpoint", dtype=torch.bfloat16, device="cuda")`.
     """
@@ -133,7 +133,9 @@ def load_pretrained(
     plan = make_plan(config, model.state_dict(), contents, plain_gemma4=is_gemma4)
     dtype = dtype or FLOATS.get(contents.entries[plan.whole["embed_tokens.weight"]].format, torch.bfloat16)
     if quantization is not None and any(entry.decode for entry in contents.entries.values()):
-        raise ValueError("from_pretrained quantization must be None for a quantised checkpoint. Load the plain one.")
+        raise ValueError(
+            "from_pretrained quantization must be None for a quantised checkpoint. Load an unquantised one."
+        )
     weights, model.dequantized = _read_weights(
         plan,
         contents,
@@ -256,7 +258,7 @@ def _read_weights(
         taken: set[str] = set()
         for ours in order:
             weight = read_weight(plan, contents.entries, ours, expected[ours].shape, read)
-            # Tokens are looked up in the embedding by row, which needs plain values.
+            # Tokens are looked up in the embedding by row, which needs unquantised values.
             if ours == "embed_tokens.weight" and isinstance(weight, QuantizedWeight):
                 weight = weight.decode(dtype)
             entry = contents.entries[plan.sources(ours)[0]]

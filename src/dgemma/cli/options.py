@@ -132,7 +132,7 @@ def read_constraint(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Rege
     names = ("regex", "json_schema", "choice")
     given = [name for name in names if getattr(arguments, name, None) is not None]
     if len(given) > 1:
-        raise ValueError("--regex, --json-schema and --choice must not come together. Keep one of them.")
+        raise ValueError("--regex, --json-schema and --choice must not be combined. Keep one of them.")
     if not given:
         return None
     value = getattr(arguments, given[0])
@@ -159,7 +159,7 @@ def load_denoiser(arguments: argparse.Namespace) -> Denoiser:
     """Load the model; with --fast, return the accelerated one and release the other."""
     if not arguments.fast:
         if arguments.weights is not None:
-            raise ValueError("--weights must come with --fast. Add --fast, or remove --weights.")
+            raise ValueError("--weights must be used with --fast. Add --fast, or remove --weights.")
         model = load_model(arguments)
         if model.device.type == "cpu":
             lay_out_by_column(model)

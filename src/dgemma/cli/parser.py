@@ -28,7 +28,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         # "argument --steps: must be …" becomes a sentence.
         sentence = re.sub(r"^argument (\S+): (must|needs) ", r"\1 \2 ", message).rstrip(".")
-        sentence = re.sub(r"^argument (\S+): not allowed with argument (\S+)", r"\1 must not come with \2", sentence)
+        sentence = re.sub(r"^argument (\S+): not allowed with argument (\S+)", r"\1 must not be used with \2", sentence)
         self.exit(2, one_line(f"{self.prog}: {sentence}. See {self.prog} --help.") + "\n")
 
 

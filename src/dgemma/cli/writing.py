@@ -173,9 +173,11 @@ def _generate(arguments: argparse.Namespace) -> None:
 
 def _generate_many(arguments: argparse.Namespace) -> None:
     if not (arguments.input and arguments.out) or arguments.prompt:
-        raise ValueError("--input and --out must come together and without a prompt. Name both files.")
+        raise ValueError("--input and --out must be used together, without a prompt. Name both files.")
     if arguments.json or output.is_recorded(arguments):
-        raise ValueError("--json, --html and --gif must not come with --input. The results are in the file of --out.")
+        raise ValueError(
+            "--json, --html and --gif must not be used with --input. The results are in the file of --out."
+        )
     prompts = PromptFile(arguments.input, as_chats=arguments.chat)
     num_prompts = len(prompts)  # now, so that a missing file is noticed before the model is loaded
     is_shared, rank = "TORCHELASTIC_RUN_ID" in os.environ, int(os.environ.get("LOCAL_RANK", 0))

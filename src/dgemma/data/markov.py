@@ -148,8 +148,8 @@ def _normed(weights: Tensor) -> Tensor:
 class MarkovSource:
     """Batches of new texts: a `BatchSource`. With `bos`, each text starts with this frozen token.
 
-    Attention sees relative positions, not where a text begins, but the first token has its own distribution. So without
-    `bos` no network is exact on a canvas of pure noise.
+    The first token has its own distribution. Attention sees only relative positions, not the beginning of a text. So
+    without `bos` no network is exact on a canvas of pure noise.
 
     Example: `MarkovSource(chain=MarkovChain.random(), bos=255)(0, range(64)).tokens` is (64, 31).
     """

@@ -79,7 +79,7 @@ class Score(NamedTuple):
 class DiffusionLM(TemplateLM):
     """A checkpoint of dgemma, or any `Denoiser`, as a model of the harness.
 
-    Write the arguments as `--model_args name=value,...`. Those that you omit come from the checkpoint.
+    Write the arguments as `--model_args name=value,...`. Arguments you omit come from the checkpoint.
 
     - `pretrained`: a checkpoint folder or hub id; in Python also a `Denoiser`, with its `tokenizer`.
     - `sampler`: as on the command line, but with `;` between fields, such as `threshold:tau=0.8;greedy=True`.
@@ -133,7 +133,7 @@ class DiffusionLM(TemplateLM):
             tokenizer = tokenizer or _load_tokenizer(self._name, pretrained)
         check_denoiser("DiffusionLM", pretrained)
         if tokenizer is None:
-            raise ValueError("DiffusionLM tokenizer must come with a denoiser, got None. Pass its tokenizer.")
+            raise ValueError("DiffusionLM tokenizer must be set for a denoiser, got None. Pass its tokenizer.")
         self.model: Denoiser = pretrained
         self.tokens = tokenizer
         self.thinking, self.likelihood_mode, self.num_samples = bool(thinking), likelihood, int(num_samples)

@@ -350,8 +350,8 @@ def _full_layer_heads(text: Mapping[str, Any]) -> dict[str, Any]:
         alike = isinstance(override, Mapping) and all(other == override for other in overrides.values())
         if overridden != full_layers or not alike:
             raise ValueError(
-                f"ModelConfig.per_layer_config must override exactly the full-attention layers, all alike, got layers "
-                f"{sorted(map(str, overrides))}. dgemma has one head shape per layer type."
+                f"ModelConfig.per_layer_config must override exactly the full-attention layers, with equal values, "
+                f"got layers {sorted(map(str, overrides))}. dgemma has one head shape per layer type."
             )
         head_dim, kv_heads = override.get("head_dim"), override.get("num_key_value_heads")
     elif per_layer is not None:

@@ -125,7 +125,7 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
     ) -> Self:
         """Load a checkpoint folder or hub id, without pickle or remote code. dtype None keeps the stored dtype.
 
-        Quantised checkpoints keep their format. `quantization` quantises the weights of a plain one as they are read.
+        Quantised checkpoints keep their format. `quantization` quantises other checkpoints as they are read.
 
         Example: `DiffusionGemma.from_pretrained("google/diffusiongemma-26B-A4B-it", device="cuda")`.
         """
@@ -172,7 +172,7 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
         return total - idle if active else total
 
     def memory_report(self) -> MemoryReport:
-        """Return which part of the weights is stored in which format, and in how many bytes; print it for a table.
+        """Return the format and the bytes of each part of the weights. Printed, the report is a table.
 
         Example: `print(model.memory_report())`.
         """
@@ -391,7 +391,7 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
             return real
         if seen.shape[1] and not torch.equal(seen.sum(1), cache.lengths):
             raise ValueError(
-                "DiffusionGemma.encode attention_mask must repeat, for the cached tokens, what they were encoded with: "
+                "DiffusionGemma.encode attention_mask must keep the mask of the cached tokens: "
                 f"{cache.lengths.tolist()} real tokens per row, got {seen.sum(1).tolist()}."
             )
         return None if bool(real.all()) else real

@@ -1,4 +1,4 @@
-"""Reports of the memory that weights take: which part of a model is stored in which format, and in how many bytes."""
+"""Reports of the memory that weights take: the format and the bytes of each part of a model."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -31,7 +31,7 @@ class StoredPart:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryReport:
-    """The parts of a model with their formats. Printed, it is a table.
+    """The parts of a model with their formats. Printed, the report is a table.
 
     `dequantized` names weights that had another format in the files, which dgemma does not keep in memory.
 

@@ -32,9 +32,9 @@ _MIDPOINTS = tuple((low + high) / 2 for low, high in pairwise(E2M1[:8]))
 
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
-    """Formats for the weights of a model: one for experts, one for attention and dense MLPs, None for plain weights.
+    """Formats for the weights of a model: one for experts, one for attention and dense MLPs, None for unquantised ones.
 
-    Routers, self-conditioning, norms and the embedding stay plain. `group_size` and `symmetric` are for int4.
+    Routers, self-conditioning, norms and the embedding stay unquantised. `group_size` and `symmetric` are for int4.
 
     Example: `DiffusionGemma.from_pretrained(path, device="cuda", quantization=Quantization(experts="int4"))`.
     """
@@ -51,7 +51,7 @@ class Quantization:
         check_count(self, "group_size", fix="Use 32 or 64.")
 
     def format_of(self, name: str) -> str | None:
-        """Return the format of the weight with this name, as in `model.state_dict()`; None if it stays plain.
+        """Return the format of the weight with this name, as in `model.state_dict()`; None if it stays unquantised.
 
         Example: `Quantization().format_of("layers.0.experts.down_proj")` is "int4".
         """

@@ -123,7 +123,7 @@ class IntWeight(QuantizedWeight):
         if bits not in (4, 8):
             raise ValueError(f"IntWeight.bits must be 4 or 8, got {bits}.")
         if zero_point is not None and bias is not None:
-            raise ValueError("IntWeight.zero_point and bias must not come together, got both.")
+            raise ValueError("IntWeight.zero_point and bias must not both be set.")
         self.bits = bits
         for name, tensor in (
             ("codes", codes),
@@ -321,7 +321,7 @@ def frozen_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def set_weight(model: nn.Module, name: str, weight: Weight) -> None:
-    """Replace the weight with this name, as in `model.state_dict()`, by a plain or quantised weight.
+    """Replace the weight with this name, as in `model.state_dict()`, by a tensor or a quantised weight.
 
     Example: `set_weight(model, "layers.0.experts.down_proj", quantize(experts.down_proj, "int4"))`.
     """

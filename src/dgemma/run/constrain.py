@@ -30,7 +30,7 @@ class RunLanguage(NamedTuple):
     automaton: Automaton
     start: Tensor  # (B,) int64
     ends: Tensor  # (blocks, B, Q) bool
-    may_end: Tensor | None = None  # (B, N) bool: positions where a stop token may stand; None means all
+    may_end: Tensor | None = None  # (B, N) bool: positions where a stop token is allowed; None means all
     gaps: Tensor | None = None  # (B, N) bool: positions between two texts
 
     def block(self, block: int, states: Tensor, rows: Tensor, canvas_len: int) -> Language:

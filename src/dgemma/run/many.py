@@ -284,7 +284,7 @@ def restore_completion(stored: dict[str, Any], settings: Mapping[str, Any]) -> C
 def present(
     completed: Iterator[Completion], prompts: Iterable[Any], *, in_order: bool, progress: bool
 ) -> Iterator[Completion]:
-    """Yield results in the order that the caller wants, with a progress bar."""
+    """Yield results by index if `in_order`, otherwise as they finish, with a progress bar."""
     total = len(prompts) if isinstance(prompts, Sized) else None
     return _show(_sort(completed) if in_order else completed, total=total, progress=progress)
 

@@ -19,7 +19,7 @@ _PUBLISHED_ETA = {"cap": 0.008, "rescale": 0.015, "loop": 0.02}
 
 @dataclass(frozen=True, kw_only=True)
 class ReMDM(Sampler):
-    """Mask revealed tokens again with probability σ, and reveal masks faster in return.
+    """Mask revealed tokens again with probability σ, and reveal more masks per step to compensate.
 
     The canvas then still has the right distribution at every noise level.
 

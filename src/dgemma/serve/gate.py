@@ -28,7 +28,7 @@ _HEADERS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Bounds on what clients may ask for."""
+    """Bounds on the requests of clients."""
 
     body: int = 1 << 20  # bytes
     body_seconds: float = 10.0  # to send a request

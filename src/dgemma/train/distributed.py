@@ -93,7 +93,7 @@ class FullySharded(Parallel):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leave the process group. Raise a RuntimeError that says so if another process was lost."""
+        """Leave the process group. Raise a RuntimeError if another process was lost."""
         if error is None:
             dist.destroy_process_group()
         elif isinstance(error, RuntimeError) and _lost_connection(error):
@@ -108,7 +108,9 @@ class FullySharded(Parallel):
         mixed: layers are gathered in bfloat16; everything else stays in float32 for the loop's autocast.
         """
         if any(quantized_weights(model)):
-            raise ValueError("Distributed model must have plain weights, got quantised ones. Train it in one process.")
+            raise ValueError(
+                "FullySharded model must have unquantised weights. Train a quantised model in one process."
+            )
         narrow = mixed or next(model.parameters()).dtype.itemsize < 4
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if mixed else None,

@@ -51,7 +51,7 @@ class RowSums:
 
 @dataclass(frozen=True, kw_only=True)
 class Likelihood:
-    """The result of `evaluate`, in nats per token of the text. Print it for a table.
+    """The result of `evaluate`, in nats per token of the text. Printed, the result is a table.
 
     The model must also write the end-of-text that fills a last canvas. So sums include the nats of this fill. They are
     divided by `num_tokens`, which does not include the `num_fill_tokens`. `by_level` is the part of the bound per noise

@@ -47,7 +47,7 @@ def cross_entropy(
     """
     if (observed is None) != (evidence is None):
         raise ValueError(
-            "cross_entropy observed and evidence must come together, got one of them. Pass both or neither."
+            "cross_entropy observed and evidence must both be set or both be None, got one of them. Pass both."
         )
     size, dtype = _rows_at_once(weight, slice_elements or _fused_elements(weight)), _product_dtype(hidden)
     loss: Tensor = _CrossEntropy.apply(hidden, weight, targets, observed, evidence, cap, banned, dtype, size)

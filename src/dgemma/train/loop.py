@@ -110,7 +110,7 @@ class _Run:
     ) -> None:
         if any(quantized_weights(model)) and not is_adapted(model):
             raise ValueError(
-                "train model must have plain weights or adapters, got quantised weights, which cannot be trained. "
+                "train model must have unquantised weights or adapters, got quantised ones, which cannot be trained. "
                 "Call add_lora(model) first."
             )
         if config.precision == "mixed" and model.dtype != torch.float32:
@@ -237,7 +237,7 @@ class _Run:
         if self.budget is None:
             return
         share = torch.tensor(self.budget.share if self.parallel.is_main else 0.0, dtype=torch.float64)
-        share_of_main = float(self.parallel.sum(share))  # all processes must plan alike
+        share_of_main = float(self.parallel.sum(share))  # all processes must make the same plan
         steps = self.budget.plan(self.step, self.steps, share_of_main)
         if steps != self.steps and self.parallel.is_main:
             logger.info("Step %d of %d planned, %.0f%% of the time is over.", self.step, steps, 100 * share_of_main)

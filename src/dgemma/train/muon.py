@@ -39,7 +39,7 @@ def muon(
         raise ValueError(f"muon momentum must be in [0, 1), got {momentum}. Use 0.95.")
     matrices = {parameter: _num_matrices(name, parameter) for name, parameter in parameters.items()}
     groups: list[dict[str, Any]] = []
-    # AdamW's groups tell which parameters decay and whether the kernel is fused.
+    # AdamW's groups show which parameters decay and whether the kernel is fused.
     for group in adamw(parameters, lr=lr, betas=betas, weight_decay=weight_decay).param_groups:
         for number in (0, 1, 2):
             params = [parameter for parameter in group["params"] if matrices[parameter] == number]

@@ -51,7 +51,7 @@ def _as_settings(config: Any) -> Mapping[str, Any]:
 
 
 def report_files(contents: Contents, stored: Mapping[str, Stored]) -> MemoryReport:
-    """Return which part of a checkpoint's text weights is stored in which format, and in how many bytes.
+    """Return the format and the bytes of each part of a checkpoint's text weights.
 
     Example: `print(report_files(contents, read_headers(folder)))`.
     """

@@ -18,7 +18,7 @@ NUM_UNIFORMS = 34  # uniforms per random transformation
 def equivalents(digits: Tensor, u: Tensor) -> Tensor:
     """Transform puzzles or grids randomly: digits (B, ..., 81), u (B, 34) uniforms in [0, 1) → digits, same shape.
 
-    Everything in a row, such as a puzzle and its solution, is transformed alike. 0 stays 0.
+    Everything in a row, such as a puzzle and its solution, is transformed in the same way. 0 stays 0.
 
     Example: `puzzle, solution = equivalents(torch.stack([puzzle, solution], 1), torch.rand(1, 34)).unbind(1)`.
     """
