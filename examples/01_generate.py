@@ -15,7 +15,7 @@ import torch
 import dgemma
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("prompt", nargs="?", default="Once upon a time there was a little")
+parser.add_argument("prompt", nargs="?", default="Once upon a time there was")
 parser.add_argument("--steps", type=int, help="steps per canvas, at most; default: the checkpoint's")
 parser.add_argument("--seed", type=int, default=0)
 options = parser.parse_args()

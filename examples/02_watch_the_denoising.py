@@ -25,7 +25,7 @@ options.out.mkdir(parents=True, exist_ok=True)
 
 model = dgemma.DiffusionGemma.from_pretrained("dgemma/text", dtype=torch.float32)
 tokenizer = dgemma.Tokenizer.from_pretrained("dgemma/text")
-text = "Once upon a time there was a little"
+text = "Once upon a time there was"
 prompt = torch.tensor([tokenizer.encode(text)])
 
 with LiveView(tokenizer, prefix=text) as view:  # draws on a terminal only

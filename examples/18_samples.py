@@ -1,7 +1,7 @@
 """Write a page of samples: the same prompts under several samplers and autoregressively, with seed 0 and no selection.
 
-python examples/18_samples.py --num-prompts 2                        a minute on a CPU; prints the page
-python examples/18_samples.py --out samples.md                       the page that ships with the checkpoint
+python examples/18_samples.py                        a minute on a CPU; prints every sample when it is finished
+python examples/18_samples.py --out samples.md       the page that ships with the checkpoint
 """
 
 import argparse
@@ -13,7 +13,7 @@ import torch
 import dgemma
 
 PROMPTS = [
-    "Once upon a time there was a little",
+    "Once upon a time there was",
     "It was a dark night, and the old captain",
     "One cold morning Mila, a small brown mouse,",
     "",
@@ -24,10 +24,10 @@ OWN: dict[str, dict[str, Any]] = {"the checkpoint's own": {}}
 SAMPLERS: dict[str, dict[str, dict[str, Any]]] = {
     "uniform": OWN
     | {
-        "published sampler, entropy bound 3 nats, at most 16 steps": {
-            "sampler": dgemma.EntropyBound(bound=3.0),
+        "Gibbs corrections, 16 steps, temperature 1.0 to 0.3": {
+            "sampler": dgemma.LeaveOneOutGibbs(corrections=1, num_positions=4, choice_temperature=0.5),
             "steps": 16,
-            "temperature": dgemma.LinearTemperature(start=0.8, end=0.4),
+            "temperature": dgemma.LinearTemperature(start=1.0, end=0.3),
         },
         "ancestral, 16 steps, temperature 0.7": {
             "sampler": dgemma.Ancestral(),
@@ -61,31 +61,33 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--model", default="dgemma/text", help="a checkpoint with a tokenizer (%(default)s)")
 parser.add_argument("--num-prompts", type=int, default=len(PROMPTS), help="use the first few prompts (%(default)s)")
 parser.add_argument("--new-tokens", type=int, default=64, help="tokens per sample (%(default)s)")
-parser.add_argument("--out", type=Path, help="Markdown file; default: print the page")
+parser.add_argument("--out", type=Path, help="also write the page to this Markdown file")
 parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 args = parser.parse_args()
 
 model = dgemma.DiffusionGemma.from_pretrained(args.model, dtype=torch.float32, device=args.device)
 tokenizer = dgemma.Tokenizer.from_pretrained(args.model)
-prompts = PROMPTS[: args.num_prompts]
-tokens, mask = (tensor.to(args.device) for tensor in tokenizer.encode_batch(prompts))
-common = {"attention_mask": mask, "max_new_tokens": args.new_tokens, "seed": [0] * len(prompts)}
+prompts = {prompt: torch.tensor([tokenizer.encode(prompt)], device=args.device) for prompt in PROMPTS}
+prompts = dict(list(prompts.items())[: args.num_prompts])
+page: list[str] = []
 
-page = ["# Samples", "", "Every sample has seed 0; none was selected or edited. The prompt is in bold."]
+
+def write(*lines: str) -> None:
+    print(*lines, sep="\n", flush=True)
+    page.extend(lines)
+
+
+write("# Samples", "", "Every sample has seed 0; none was selected or edited. The prompt is in bold.")
 kind = (model.generation.noise or {"kind": "uniform"})["kind"]
 for name, options in SAMPLERS[kind].items():
-    out = dgemma.generate(model, tokens, **common, **options, progress=False)
-    page += ["", f"## {name}"]
-    for row, prompt in enumerate(prompts):
-        forwards = (
-            f"({int(out.steps[row].sum())} forwards, {float(out.tokens_per_forward[row]):.1f} tokens per forward)"
-        )
-        page += ["", quote(prompt, tokenizer.decode(out.new_tokens[row])), "", forwards]
-page += ["", "## autoregressive, temperature 0.8"]
-for prompt, written in zip(prompts, dgemma.generate_causal(model, tokens, **common, temperature=0.8), strict=True):
-    page += ["", quote(prompt, tokenizer.decode(written))]
-text = "\n".join(page) + "\n"
-if args.out is None:
-    print(text, end="")
-else:
-    args.out.write_text(text)
+    write("", f"## {name}")
+    for prompt, tokens in prompts.items():
+        out = dgemma.generate(model, tokens, max_new_tokens=args.new_tokens, **options, progress=False)
+        counts = f"({int(out.steps.sum())} forwards, {float(out.tokens_per_forward[0]):.1f} tokens per forward)"
+        write("", quote(prompt, tokenizer.decode(out.new_tokens[0])), "", counts)
+write("", "## autoregressive, temperature 0.8")
+for prompt, tokens in prompts.items():
+    written = dgemma.generate_causal(model, tokens, max_new_tokens=args.new_tokens, temperature=0.8)
+    write("", quote(prompt, tokenizer.decode(written[0])))
+if args.out is not None:
+    args.out.write_text("\n".join(page) + "\n")

@@ -85,7 +85,9 @@ def measure_text(model: dgemma.DiffusionGemma, rows: int, samples: int, prompts:
     noise = UniformNoise(model.config.vocab_size)
     bound = evaluate(model, texts, noise, num_samples=samples, num_bytes=num_bytes, progress=False)
     assert bound.bits_per_byte is not None
-    options: dict[str, Any] = {"sampler": dgemma.EntropyBound(bound=0.1), "eos_token_ids": (), "progress": False}
+    temperature = dgemma.LinearTemperature(start=1.0, end=0.3)
+    options: dict[str, Any] = {"sampler": dgemma.EntropyBound(bound=0.1), "temperature": temperature}
+    options |= {"eos_token_ids": (), "progress": False}
     out = dgemma.generate(model, texts[:prompts, :33], max_new_tokens=64, steps=48, seed=0, **options)
     causal = bound.causal.value * bound.num_tokens / num_bytes / math.log(2)
     return {

@@ -336,3 +336,49 @@ def test_a_stream_holds_back_what_may_become_a_stop_string_or_a_character():
     assert grow([encode("abc"), encode("def")], max_tokens=4) == (["abc", "d"], "length")
     thought = "<|channel>thought\nhm<channel|>yes"
     assert grow([encode(thought), encode(" sir")], as_reply=True) == (["yes", " sir"], "length")
+
+
+def test_holes_are_filled_with_the_tokens_of_infill(client, model):
+    tokens = TOKENIZER.encode("Once upon a time")
+    body = {"model": "toy", "tokens": tokens, "holes": [[3, 6], [8, 9]], "seed": 4}
+    answer = client.post("/v1/infill", json=body).json()
+    want = dgemma.infill(model, torch.tensor([tokens]), [(3, 6), (8, 9)], seed=4)
+    assert answer["tokens"] == want.tokens[0].tolist()
+    assert answer["steps"] == int(want.steps[0])
+    assert "".join(answer["pieces"][1:]) == TOKENIZER.decode(answer["tokens"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"holes": [[0, 2]]}, "must not cover a row's first token"),
+        ({"holes": [[2, 99]]}, "holes must have at most 16 tokens together"),
+        ({"holes": [[4, 3]]}, "holes"),
+        ({"holes": []}, "holes"),
+        ({"tokens": [5, 999]}, "ids below 384"),
+        ({"tokens": [5] * 321}, "tokens must be at most 320, got 321"),
+        ({"model": "other"}, "does not exist"),
+    ],
+)
+def test_bad_holes_get_one_sentence(client, fields, message):
+    answer = client.post("/v1/infill", json={"tokens": [5, 6, 7, 8], "holes": [[1, 2]], **fields})
+    assert answer.status_code in (400, 404)
+    assert message in answer.json()["error"]["message"]
+
+
+def test_a_replayed_page_keeps_its_own_policy(model):
+    out = dgemma.generate(model, torch.tensor([[5, 6]]), max_new_tokens=16, record=True)
+    page = dgemma.view.to_html(out.trajectory, tokenizer=TOKENIZER)
+    app = create_app(model, TOKENIZER, name="toy", replay=page)
+    with TestClient(app, base_url="http://localhost") as client:
+        shown = client.get("/replay")
+        other = client.get("/")
+    assert shown.text == page
+    assert shown.headers["Content-Security-Policy"] in page
+    assert "frame-ancestors 'none'" in other.headers["Content-Security-Policy"]
+    with pytest.raises(ValueError, match="must come from to_html"):
+        create_app(model, TOKENIZER, name="toy", replay="<p>hello</p>")
+
+
+def test_without_a_page_there_is_nothing_to_replay(client):
+    assert "dgemma serve --replay FILE" in client.get("/replay").json()["error"]["message"]

@@ -75,10 +75,10 @@ class Browser:
     def resize(self, width: int, height: int) -> None:
         self("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
-    def open(self, path: Path, fragment: str = "") -> None:
-        """Load a page, and wait until its script says that it is ready."""
+    def open(self, page: Path | str, fragment: str = "") -> None:
+        """Load a file or an address, and wait until its script says that it is ready."""
         self("Page.navigate", url="about:blank")
-        self("Page.navigate", url=path.resolve().as_uri() + fragment)
+        self("Page.navigate", url=(page if isinstance(page, str) else page.resolve().as_uri()) + fragment)
         self.wait("document.body && document.body.dataset.ready === 'yes'")
 
     def wait(self, condition: str, seconds: float = 60) -> None:

@@ -11,7 +11,7 @@ import torch
 import dgemma
 from dgemma.view import Board, to_html
 from dgemma.view.html import NOTEBOOK_BYTES, Page
-from view.converging import Words, record
+from view.converging import Words, record, writer_of
 
 HOSTILE = [
     "</script>",
@@ -311,3 +311,81 @@ def test_a_run_recorded_without_candidates_has_a_page(browser, tmp_path):
     browser.press("ArrowRight")
     assert browser.run("document.querySelectorAll('#tip li').length") == 0
     assert "confidence" in browser.run("document.getElementById('tip').innerText")
+
+
+@pytest.mark.slow
+def test_an_address_that_names_no_frame_opens_the_nearest_one(recorded, browser, tmp_path):
+    out, tokenizer = recorded
+    to_html(out.trajectory, tmp_path / "run.html", tokenizer=tokenizer)
+    last, complaints = int(out.steps[0].sum()) + 2, len(browser.complaints)
+    expected = {"2.5": 2, "abc": 0, "-3": 0, "": 0, "NaN": 0, "1e9": last, "Infinity": last, "%ff": 0, "1&row=x": 1}
+    for step, frame in expected.items():
+        browser.open(tmp_path / "run.html", f"#step={step}")
+        assert browser.run("document.getElementById('scrub').value") == str(frame), step
+        assert browser.run("document.getElementById('place').textContent"), step
+    browser.run("location.hash = '#step=2.5'")
+    browser.wait("document.getElementById('scrub').value === '2'")
+    assert browser.complaints[complaints:] == []
+
+
+WORDS = "document.querySelectorAll('#canvas .t.{}').length"
+
+
+@pytest.fixture(scope="module")
+def sentence():
+    """A recorded run that writes a sentence, and the places of its second word."""
+    text = "A quiet word is found here."
+    out, tokenizer = record(text, canvas_len=32)
+    return out, tokenizer, range(text.index("quiet"), text.index("quiet") + len("quiet"))
+
+
+@pytest.mark.slow
+def test_a_click_removes_a_word_and_without_a_model_the_page_says_how_to_reach_one(sentence, browser, tmp_path):
+    out, tokenizer, word = sentence
+    to_html(out.trajectory, tmp_path / "run.html", tokenizer=tokenizer)
+    asked, complaints = len(browser.requests), len(browser.complaints)
+    browser.open(tmp_path / "run.html", "#step=99")
+    holes = "[...document.querySelectorAll('#canvas .hole')].map(e => Number(e.dataset.i))"
+    browser.click(f'[data-i="{word[2]}"]')
+    browser.wait("!document.getElementById('note').hidden")
+    assert browser.run(holes) == list(word)
+    assert browser.run(f"document.querySelector('[data-i=\"{word[0]}\"]').innerText") == ""
+    assert "dgemma serve --replay FILE" in browser.run("document.getElementById('note').textContent")
+    browser.click(f'[data-i="{word[0]}"]')
+    assert browser.run(holes) == []
+    assert browser.run("document.getElementById('note').hidden")
+    shown = browser.run("[...document.querySelectorAll('#canvas .t')].map(e => e.innerText).join('')")
+    assert shown.startswith("Aquietword")
+    browser.run("document.getElementById('canvas').focus()")
+    browser.press("ArrowRight")
+    browser.press("Delete")
+    assert browser.run(holes) == [0]
+    browser.press("Home")
+    assert browser.run(holes) == [], "the noise has no words"
+    assert len(browser.requests) == asked + 1, "a page of a file asks for nothing"
+    assert browser.complaints[complaints:] == []
+
+
+@pytest.mark.slow
+def test_a_click_on_a_word_lets_the_model_of_the_server_write_it_again(sentence, browser):
+    pytest.importorskip("fastapi")
+    pytest.importorskip("prometheus_client")
+    from dgemma.serve.replay import Replay
+
+    out, tokenizer, word = sentence
+    model = writer_of("another text", tokenizer, 32)[0]
+    prompt = out.tokens.shape[1] - 32
+    num_kept = out.new_tokens[0].tolist().index(tokenizer.eos_token_id) + 1
+    tokens = out.tokens[:, : prompt + num_kept]
+    want = dgemma.infill(model, tokens, [(prompt + word[0], prompt + word[-1] + 1)], seed=0).tokens[0]
+    complaints = len(browser.complaints)
+    with Replay(model, out.trajectory, tokenizer) as page:
+        assert page.url in page._repr_html_()
+        browser.open(page.url, "#step=99")
+        browser.click(f'[data-i="{word[1]}"]')
+        browser.wait(f"{WORDS.format('healed')} === {len(word)}")
+        shown = browser.run("[...document.querySelectorAll('#canvas .t:not(.special)')].map(e => e.dataset.w).join('')")
+    written = tokenizer.decode(want[prompt:].tolist())
+    assert written != tokenizer.decode(out.new_tokens[0].tolist())
+    assert shown == written
+    assert browser.complaints[complaints:] == []

@@ -7,6 +7,7 @@ from typing import Any
 
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.cli import options, types
+from dgemma.files import read_text
 
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 _KEY = "DGEMMA_API_KEY"
@@ -21,7 +22,9 @@ def add_commands(commands: Any) -> None:
         description="Serve a model with an OpenAI-compatible API, and a page to try it. Needs pip install "
         "'dgemma[serve]'.",
         epilog="examples:\n  dgemma serve\n      then open http://127.0.0.1:8000\n"
-        "  dgemma serve -m google/diffusiongemma-26B-A4B-it --fast --slots 16\n\n"
+        "  dgemma serve -m google/diffusiongemma-26B-A4B-it --fast --slots 16\n"
+        "  dgemma serve --replay run.html\n      a page of --html at /replay: click a word, and the model writes it "
+        "again\n\n"
         f"If the variable {_KEY} is set, requests need that key.",
     )
     options.add_model_options(parser, default="dgemma/text")
@@ -45,6 +48,7 @@ def add_commands(commands: Any) -> None:
         metavar="S",
         help="maximum seconds per answer (%(default)s)",
     )
+    group.add_argument("--replay", metavar="FILE", help="a page of --html to show at /replay")
     parser.set_defaults(run=_serve)
 
 
@@ -56,6 +60,7 @@ def _serve(arguments: argparse.Namespace) -> None:
         from dgemma.serve.gate import Limits, PatientProtocol
     except ImportError as error:
         raise ValueError(f"serve needs {error.name}. Install it with: pip install 'dgemma[serve]'") from None
+    replay = None if arguments.replay is None else read_text(arguments.replay)
     tokenizer = Tokenizer.from_pretrained(arguments.model)
     limits = Limits(tokens=arguments.max_tokens, queue=arguments.max_queue, seconds=arguments.max_seconds)
     is_local = arguments.host in _LOCAL
@@ -72,8 +77,10 @@ def _serve(arguments: argparse.Namespace) -> None:
         api_key=key,
         limits=limits,
         hosts=(*_LOCAL, "[::1]") if is_local else None,
+        replay=replay,
     )
-    print(f"Serving {arguments.model} at http://{arguments.host}:{arguments.port}", file=sys.stderr)
+    address = f"http://{arguments.host}:{arguments.port}{'' if replay is None else '/replay'}"
+    print(f"Serving {arguments.model} at {address}", file=sys.stderr)
     uvicorn.run(
         app,
         host=arguments.host,

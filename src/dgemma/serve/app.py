@@ -1,4 +1,4 @@
-"""The server's routes: chats, completions, models, typed decisions, health, metrics, and a page to try it."""
+"""The server's routes: chats, completions, holes, typed decisions, models, health, metrics, and its pages."""
 
 import contextlib
 import html
@@ -19,8 +19,9 @@ from dgemma.serve.engine import Engine
 from dgemma.serve.errors import ApiError
 from dgemma.serve.gate import Gate, Limits
 from dgemma.serve.metrics import Metrics
-from dgemma.serve.protocol import ChatRequest, CompletionRequest, DecisionRequest, describe_mistake
+from dgemma.serve.protocol import ChatRequest, CompletionRequest, DecisionRequest, InfillRequest, describe_mistake
 from dgemma.serve.service import Service
+from dgemma.view.html import read_policy
 
 
 def create_app(
@@ -32,15 +33,18 @@ def create_app(
     api_key: str | None = None,
     limits: Limits | None = None,
     hosts: tuple[str, ...] | None = None,
+    replay: str | None = None,
 ) -> FastAPI:
     """Return the server as an ASGI application; run it with uvicorn.
 
     name: the id that clients pass as `model`. slots: requests that are denoised at a time. hosts: values of the Host
     header that are answered; None answers all. With an api_key, requests need `Authorization: Bearer KEY`.
+    replay: a page of `to_html`, shown at /replay; a click there removes a word, and the model fills the hole.
 
     Example: `uvicorn.run(create_app(model, tokenizer, name="text"), host="127.0.0.1", port=8000)`.
     """
     limits = limits or Limits()
+    policy = None if replay is None else read_policy(replay)
     engine = Engine(model, slots=slots, max_queue=limits.queue)
     service = Service(model, tokenizer, name, engine, limits, Metrics(engine))
 
@@ -77,6 +81,10 @@ def create_app(
     async def complete(body: CompletionRequest, request: Request) -> Response:
         return await service.answer(body, request)
 
+    @app.post("/v1/infill")
+    async def infill(body: InfillRequest) -> dict[str, Any]:
+        return await service.infill(body)
+
     @app.post("/v1/systemone")
     async def systemone(body: DecisionRequest, request: Request) -> dict[str, Any]:
         return await service.decide(body, request)
@@ -103,6 +111,12 @@ def create_app(
     @app.get("/")
     async def page() -> Response:
         return HTMLResponse(_read("page.html").replace("{{name}}", html.escape(name)))
+
+    @app.get("/replay")
+    async def recorded() -> Response:
+        if replay is None or policy is None:
+            raise ApiError(404, "No run to replay. Start the server with: dgemma serve --replay FILE")
+        return HTMLResponse(replay, headers={"Content-Security-Policy": policy})
 
     @app.get("/page.{kind}")
     async def part(kind: str) -> Response:

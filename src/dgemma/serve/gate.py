@@ -16,8 +16,11 @@ from dgemma.checks import check_count, check_finite
 from dgemma.serve.errors import ApiError
 from dgemma.serve.metrics import Metrics
 
-_OPEN_PATHS = ("/", "/page.css", "/page.js", "/health")  # need no API key
-_PATHS = (*_OPEN_PATHS, "/metrics", "/v1/chat/completions", "/v1/completions", "/v1/systemone", "/v1/models")
+_OPEN_PATHS = ("/", "/page.css", "/page.js", "/replay", "/health")  # need no API key
+_PATHS = (
+    *(*_OPEN_PATHS, "/metrics", "/v1/chat/completions", "/v1/completions"),
+    *("/v1/infill", "/v1/systemone", "/v1/models"),
+)
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -65,7 +68,9 @@ class Gate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message).update(_HEADERS)
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers.setdefault(name, value)  # a recorded run has a policy of its own
             await send(message)
 
         try:

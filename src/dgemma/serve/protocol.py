@@ -160,6 +160,15 @@ class DecisionRequest(_Body):
     questions: Annotated[dict[str, Question], Field(min_length=1, max_length=64)]
 
 
+class InfillRequest(_Body):
+    """The body of /v1/infill: tokens with holes, which are spans from start to stop."""
+
+    model: str | None = None
+    tokens: Annotated[list[StrictInt], Field(min_length=2)]
+    holes: Annotated[list[tuple[StrictInt, StrictInt]], Field(min_length=1)]
+    seed: StrictInt = 0
+
+
 def describe_mistake(errors: list[Any]) -> ApiError:
     """Return the first mistake that pydantic found as an error of the API."""
     first = errors[0]

@@ -28,10 +28,12 @@ from dgemma.serve.protocol import (
     ChatRequest,
     CompletionRequest,
     DecisionRequest,
+    InfillRequest,
     TextRequest,
     ToolChoice,
 )
 from dgemma.serve.text import GrowingText
+from dgemma.tasks.infill import infill
 from dgemma.view.pieces import Pieces
 
 _COLDEST = 1e-3  # the temperature that replaces 0 for samplers that always draw
@@ -76,6 +78,25 @@ class Service:
                 answer.stream(), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
             )
         return JSONResponse(await answer.whole(request))
+
+    async def infill(self, body: InfillRequest) -> dict[str, Any]:
+        """Fill the holes of a text, between the steps of other requests. Together they fit into one canvas."""
+        if body.model is not None:
+            self.check_model(body.model)
+        limit = self.model.config.canvas_length
+        if sum(max(0, stop - start) for start, stop in body.holes) > limit:
+            raise ApiError(400, f"holes must have at most {limit} tokens together.", param="holes")
+        tokens = _as_row(body.tokens, self.model, param="tokens")
+        if tokens.shape[1] > self.model.config.max_position_embeddings:
+            message = f"tokens must be at most {self.model.config.max_position_embeddings}, got {tokens.shape[1]}."
+            raise ApiError(400, message, param="tokens", code="context_length_exceeded")
+        fill = partial(infill, self.model, tokens, body.holes, seed=body.seed, progress=False)
+        try:
+            out = await self.engine.call(fill)
+        except ValueError as error:
+            raise ApiError(400, str(error), param="holes", code="invalid_value") from None
+        written = out.tokens[0].tolist()
+        return {"tokens": written, "pieces": Pieces(self.tokenizer)(written), "steps": int(out.steps[0])}
 
     async def decide(self, body: DecisionRequest, request: Request) -> dict[str, Any]:
         """Answer typed questions, one at a time between the steps of other requests."""
@@ -319,10 +340,10 @@ class Answer:
         return {"seed": int(self._plan.seeds[0, 0]), "steps": steps, "tokens_per_forward": rate}
 
 
-def _as_row(tokens: list[int], model: Denoiser) -> Any:
+def _as_row(tokens: list[int], model: Denoiser, param: str = "prompt") -> Any:
     vocab_size = model.config.vocab_size
     if not tokens or not all(0 <= token < vocab_size for token in tokens):
-        raise ApiError(400, f"prompt must hold at least one token, with ids below {vocab_size}.", param="prompt")
+        raise ApiError(400, f"{param} must hold at least one token, with ids below {vocab_size}.", param=param)
     return torch.tensor([tokens], dtype=torch.int64, device=model.device)
 
 

@@ -84,13 +84,20 @@ def read_prompt(trajectory: Trajectory, row: int, pieces: Pieces, *, num_tokens:
 
     Example: `read_prompt(trajectory, 0, Pieces(tokenizer), num_tokens=100)`.
     """
+    tokens = read_prompt_tokens(trajectory, row)
+    last = tokens[-num_tokens:]
+    text = " ".join(map(str, last)) if pieces.tokenizer is None else printable(pieces.tokenizer.decode(last))
+    return ("… " if len(last) < len(tokens) else "") + text
+
+
+def read_prompt_tokens(trajectory: Trajectory, row: int) -> list[int]:
+    """Return the tokens of a row's prompt, without padding."""
     plan = trajectory.plan
     tokens = plan.prompt_tokens[row].cpu()
     if plan.attention_mask is not None:  # the mask may also cover tokens of a cache
         tokens = tokens[plan.attention_mask[row, -len(tokens) :].cpu().bool()]
-    last = tokens[-num_tokens:].tolist()
-    text = " ".join(map(str, last)) if pieces.tokenizer is None else printable(pieces.tokenizer.decode(last))
-    return ("… " if len(last) < len(tokens) else "") + text
+    found: list[int] = tokens.tolist()
+    return found
 
 
 def read_frames(trajectory: Trajectory, row: int) -> Frames:

@@ -2,8 +2,8 @@
 
 The page is `page.html`, `page.css` and `page.js` in this folder; this module inserts the run. Numbers are compressed
 arrays per row, texts are JSON. A model can write anything, so its text must never be parsed as markup. JSON escapes
-every character that could end a script. The page inserts model output only as text, and its content policy allows only
-its own script.
+every character that could end a script. The page inserts model output only as text. Its content policy allows only its
+own script, and requests only to the server that it came from, so that `dgemma.serve` can fill holes.
 """
 
 import base64
@@ -11,6 +11,7 @@ import hashlib
 import html
 import json
 import math
+import re
 import string
 import zlib
 from collections.abc import Sequence
@@ -26,7 +27,17 @@ from dgemma.files import write_text
 from dgemma.run.trajectory import Trajectory
 from dgemma.values import label
 from dgemma.view.board import Board
-from dgemma.view.frames import Array, Frames, check_canvas, check_row, read_frames, read_prompt, read_rows, settled
+from dgemma.view.frames import (
+    Array,
+    Frames,
+    check_canvas,
+    check_row,
+    read_frames,
+    read_prompt,
+    read_prompt_tokens,
+    read_rows,
+    settled,
+)
 from dgemma.view.heat import LEVELS, palette
 from dgemma.view.pieces import Pieces
 
@@ -49,6 +60,17 @@ class Page(str):
 
     def __repr__(self) -> str:
         return f"Page({len(self):,} characters)"
+
+
+def read_policy(page: str) -> str:
+    """Return the content policy of a page of `to_html`; raise for other text.
+
+    Example: `read_policy(to_html(out.trajectory))` starts with "default-src 'none'".
+    """
+    found = re.search(r'<meta http-equiv="Content-Security-Policy" content="([^"\n]*)">', page[:1000])
+    if found is None:
+        raise ValueError("The page must come from to_html or --html, got other text.")
+    return found[1]
 
 
 @typed
@@ -81,6 +103,7 @@ def to_html(
             {
                 "name": one,
                 "prompt": read_prompt(trajectory, one, pieces, num_tokens=_PROMPT_TOKENS),
+                "context": read_prompt_tokens(trajectory, one)[-_PROMPT_TOKENS:],
                 **_facts(its, table),
             }
             for one, its in zip(rows, frames, strict=True)
@@ -100,7 +123,7 @@ def to_html(
     packed = [_compress(its, wide=len(table) > 1 << 16) for its in arrays]
     page = Page(
         string.Template(files.joinpath("page.html").read_text()).substitute(
-            policy=f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}",
+            policy=f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; connect-src 'self'",
             title="Sudoku" if isinstance(tokenizer, Board) else "Text from noise",
             style=style,
             script=script,

@@ -15,6 +15,8 @@
   let pinned = false;
   let timer = 0; // timer of the next step while playing
   let writing = 0; // timer of the next change of the address
+  let healing = false; // a model is writing the holes
+  let numHeals = 0; // the seed: another try gives another word
 
   function add(parent, tag, className = "", text = "") {
     const element = document.createElement(tag);
@@ -47,6 +49,8 @@
     return {
       ...facts,
       index,
+      holes: new Set(), // positions of removed words
+      healed: new Set(), // positions that a model has written again
       numSteps: facts.block.length,
       lastOf: new Map(facts.block.map((block, i) => [block, i])),
       canvas: take(Place, size),
@@ -141,6 +145,8 @@
       else if (flags & RENOISED) look += " renoised";
       if (flags & UNDECIDED) look += " undecided";
       if (dropped) look += " dropped";
+      if (committed && row.healed.has(position)) look += " healed";
+      if (committed && row.holes.has(position)) look += healing ? " hole healing" : " hole";
       if (special.has(tokens[place])) look += " special";
       if (texts[place].includes("\n")) look += " break";
       if (position === held) look += " held";
@@ -153,6 +159,7 @@
         entry.glyph.data = label(place, position);
         entry.shown = place;
       }
+      if (look.includes(" hole")) entry.glyph.data = entry.shown = "";
     });
     describe(finished, at);
     if (held >= 0) inspect(held);
@@ -172,7 +179,7 @@
       `${row.renoised[at]} renoised`, `temperature ${row.temperature[at]}`];
     if (finished) {
       place = content.board ? "Filled" : "Written";
-      facts = [];
+      facts = content.board ? [] : ["click a word to remove it"];
     } else if (row.step[at] < 0) {
       place = inBlock + (inBlock ? "noise" : "Noise");
       facts = [`${canvasLen} positions, nothing predicted yet`];
@@ -225,10 +232,11 @@
     const quoted = (p) => texts[p].replaceAll(" ", "␣").replaceAll("\n", "⏎").replaceAll("\t", "⇥") || "(part of the previous character)";
     tip.replaceChildren();
     add(tip, "div", "token", quoted(place));
-    const state = flags & FROZEN ? "frozen" : committed ? (position % canvasLen < row.kept[block] ? "committed" : "dropped, after the end")
+    const healed = committed && row.healed.has(position);
+    const state = healed ? "written again" : flags & FROZEN ? "frozen" : committed ? (position % canvasLen < row.kept[block] ? "committed" : "dropped, after the end")
       : flags & ACCEPTED ? "accepted" : flags & RENOISED ? "renoised" : flags & UNDECIDED ? "undecided" : "kept";
     add(tip, "div", "soft", `position ${position} · id ${tokens[place]} · ${state}`);
-    if (row.step[at] >= 0) {
+    if (row.step[at] >= 0 && !healed) {
       add(tip, "div", "", `confidence ${(row.confidence[offset] / 65535).toFixed(3)} · entropy ${(row.entropies[offset] / content.entropyScale).toFixed(3)} nats`);
       const span = row.block.map((b, i) => [b, i]).filter(([b, i]) => b === block && row.step[i] >= 0).map(([, i]) => i);
       const chart = draw(tip, "svg", { viewBox: `0 0 ${Math.max(1, span.length - 1)} 1`, preserveAspectRatio: "none", "aria-hidden": "true" });
@@ -260,6 +268,68 @@
     held = position;
     cells[held].cell.classList.add("held");
     inspect(held);
+  }
+
+  // The positions of the word at a position. A piece that starts with a letter and no space continues a word.
+  function wordAt(position) {
+    const piece = (i) => texts[row.final[i]] ?? "";
+    const continues = (i) => !content.ids && /^[\p{L}\p{N}'’]/u.test(piece(i)) && !/\s$/.test(piece(i - 1));
+    let [start, stop] = [position, position + 1];
+    while (start > 0 && continues(start) && /[\p{L}\p{N}'’]$/u.test(piece(start - 1))) start--;
+    while (stop < row.final.length && continues(stop) && /[\p{L}\p{N}'’]$/u.test(piece(stop - 1))) stop++;
+    return Array.from({ length: stop - start }, (_, i) => start + i).filter(isKept);
+  }
+
+  const isKept = (position) => position % canvasLen < row.kept[Math.floor(position / canvasLen)];
+
+  function note(text) {
+    byId("note").textContent = text;
+    byId("note").hidden = !text;
+  }
+
+  // Remove a word, or put it back. A server that shows this page has a model, which writes the hole again.
+  async function unwrite(position) {
+    const word = wordAt(position);
+    if (healing || !word.length || word.some((i) => special.has(tokens[row.final[i]]))) return;
+    release();
+    note("");
+    if (row.holes.has(position)) {
+      word.forEach((i) => row.holes.delete(i));
+      return render(false);
+    }
+    word.forEach((i) => row.holes.add(i));
+    healing = true;
+    render(false);
+    try {
+      await heal();
+    } catch (error) {
+      note(error.message);
+    }
+    healing = false;
+    render(false);
+  }
+
+  async function heal() {
+    const missing = "No model is connected, so the hole stays open; click it to put the word back. To let a model fill " +
+      "holes, run `dgemma serve --replay FILE` with this file, or use `dgemma.serve.replay.Replay` in a notebook.";
+    if (!location.protocol.startsWith("http")) throw new Error(missing);
+    const from = row;
+    const positions = row.final.map((_, i) => i).filter(isKept);
+    const prefix = row.context.length;
+    const holes = positions.flatMap((i, at) => (row.holes.has(i) ? [[prefix + at, prefix + at + 1]] : []));
+    const body = JSON.stringify({ tokens: [...row.context, ...positions.map((i) => tokens[row.final[i]])], holes, seed: numHeals++ });
+    const headers = { "Content-Type": "application/json" };
+    const response = await fetch("v1/infill", { method: "POST", headers, body }).catch(() => null);
+    const answer = await response?.json().catch(() => null);
+    if (!response?.ok || !answer?.pieces) throw new Error(answer?.error?.message ?? missing);
+    positions.forEach((i, at) => {
+      if (!from.holes.has(i)) return;
+      from.final[i] = tokens.push(answer.tokens[prefix + at]) - 1;
+      texts.push(answer.pieces[prefix + at]);
+      from.healed.add(i);
+    });
+    from.holes.clear();
+    if (row === from) layOut();
   }
 
   function release() {
@@ -318,6 +388,7 @@
     byId("prompt").textContent = row.prompt;
     byId("prompt").hidden = !row.prompt;
     byId("total").textContent = totals();
+    byId("note").hidden = true;
     byId("frozen").hidden = !row.flags.some((flags) => flags & FROZEN);
     layOut();
     drawStrip();
@@ -367,6 +438,7 @@
     if (on.tagName === "SELECT" || (on.tagName === "BUTTON" && (key === " " || key === "Enter"))) return;
     if (on.id === "canvas" && key.startsWith("Arrow")) moveHeld(key);
     else if (on.id === "canvas" && key === "Enter" && held >= 0) pinned = !pinned;
+    else if ((key === "Delete" || key === "Backspace") && held >= 0 && canUnwrite()) unwrite(held);
     else if (key === " ") timer ? pause() : play();
     else if (key === "ArrowLeft") stepTo(frame - 1);
     else if (key === "ArrowRight") stepTo(frame + 1);
@@ -401,6 +473,7 @@
   strip.addEventListener("pointerdown", (event) => { strip.setPointerCapture(event.pointerId); scrubTo(event); });
   strip.addEventListener("pointermove", (event) => { if (event.buttons) scrubTo(event); });
 
+  const canUnwrite = () => frame === row.numSteps && !content.board;
   const positionOf = (event) => {
     const cell = event.target.closest?.("#canvas .t");
     return cell ? Number(cell.dataset.i) : -1;
@@ -414,6 +487,7 @@
   byId("canvas").addEventListener("blur", () => { if (!pinned) release(); });
   byId("canvas").addEventListener("click", (event) => {
     const position = positionOf(event);
+    if (position >= 0 && canUnwrite()) return unwrite(position);
     if (position < 0 || (pinned && position === held)) return release();
     hold(position);
     pinned = true;
