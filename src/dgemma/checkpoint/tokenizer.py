@@ -157,10 +157,8 @@ class Tokenizer(ABC):
         """
         listed = as_lists(tokens)
         ids = [as_int(token) for token in listed] if isinstance(listed, list) else [None]
-        if None in ids:
-            raise ValueError(
-                "Tokenizer.decode tokens must be one row (N,) of ids, got something else. Use decode_batch for several."
-            )
+        fix = "Use decode_batch for several."
+        require(None not in ids, "Tokenizer.decode tokens", "be one row (N,) of ids", tokens, fix)
         hidden = self._frame if skip_special else frozenset()
         return self._decode([token for token in ids if token is not None and token not in hidden])
 
@@ -448,8 +446,9 @@ class ByteTokenizer(Tokenizer):
             raise ValueError(
                 "ByteTokenizer.chat tools must be None: its template has no tools. Use the tokenizer of a checkpoint."
             )
-        if not all(isinstance(message.get("content"), str) for message in messages):
-            raise ValueError("ByteTokenizer.chat content must be a string in every message, got something else.")
+        for message in messages:
+            content = message.get("content")
+            require(isinstance(content, str), "ByteTokenizer.chat content", "be a string in every message", content)
         system, text = "", ""
         if messages[0]["role"] == "system":
             system, messages = messages[0]["content"].strip(), messages[1:]

@@ -147,8 +147,8 @@ def _check_kept(canvas: Tensor, frozen: Tensor | None, allowed: Tensor, noise: N
     fits = table.gather(2, canvas[:, :length].clamp(min=0)[..., None])[..., 0]
     if bool((is_kept[:, :length] & ~fits).any()):
         raise ValueError(
-            "generate canvas must hold allowed tokens where it is not frozen, got others. Under mask noise they stay. "
-            "Freeze them, allow them, or write -1."
+            "generate canvas must hold allowed tokens where it is not frozen, because they stay under mask noise. "
+            "Freeze other tokens, allow them, or write -1."
         )
 
 

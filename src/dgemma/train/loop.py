@@ -422,8 +422,8 @@ def _check_optimizer(optimizer: Any, parameters: Mapping[str, Tensor]) -> None:
     updated = [id(weight) for group in optimizer.param_groups for weight in group["params"]]
     if not updated or not own.issuperset(updated):
         raise ValueError(
-            "train optimizer must update weights of the model, got others. Make it from the named parameters that it "
-            "is called with."
+            "train optimizer must update only weights of the model, and at least one. Make it from the named "
+            "parameters that it is called with."
         )
 
 

@@ -319,7 +319,7 @@ def _refuse_adapters(model: nn.Module, owner: str) -> None:
     require_experts(model, owner)
     if is_adapted(model):
         raise ValueError(
-            f"{owner} model must have no adapters, got some. Call merge_lora(model) or drop_lora(model) first."
+            f"{owner} model must have no adapters, but it has some. Call merge_lora(model) or drop_lora(model) first."
         )
 
 
