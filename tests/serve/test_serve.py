@@ -356,7 +356,7 @@ def test_holes_are_filled_with_the_tokens_of_infill(client, model):
         ({"holes": [[4, 3]]}, "holes"),
         ({"holes": []}, "holes"),
         ({"tokens": [5, 999]}, "ids below 384"),
-        ({"tokens": [5] * 321}, "tokens must be at most 320, got 321"),
+        ({"tokens": [5] * 321}, "tokens must have at most 320 ids, got 321"),
         ({"model": "other"}, "does not exist"),
     ],
 )

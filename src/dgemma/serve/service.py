@@ -51,7 +51,7 @@ class Service:
     metrics: Metrics
 
     def check_model(self, name: str) -> None:
-        """Raise a 404 for another model than the one that is served."""
+        """Raise a 404 for a model that is not served."""
         if name != self.name:
             message = f"The model {name[:100]!r} does not exist. This server has {self.name!r}."
             raise ApiError(404, message, param="model", code="model_not_found")
@@ -80,7 +80,7 @@ class Service:
         return JSONResponse(await answer.whole(request))
 
     async def infill(self, body: InfillRequest) -> dict[str, Any]:
-        """Fill the holes of a text, between the steps of other requests. Together they fit into one canvas."""
+        """Fill the holes of a text, between the steps of other requests. All holes together must fit into one canvas."""
         if body.model is not None:
             self.check_model(body.model)
         limit = self.model.config.canvas_length
@@ -88,7 +88,9 @@ class Service:
             raise ApiError(400, f"holes must have at most {limit} tokens together.", param="holes")
         tokens = _as_row(body.tokens, self.model, param="tokens")
         if tokens.shape[1] > self.model.config.max_position_embeddings:
-            message = f"tokens must be at most {self.model.config.max_position_embeddings}, got {tokens.shape[1]}."
+            message = (
+                f"tokens must have at most {self.model.config.max_position_embeddings} ids, got {tokens.shape[1]}."
+            )
             raise ApiError(400, message, param="tokens", code="context_length_exceeded")
         fill = partial(infill, self.model, tokens, body.holes, seed=body.seed, progress=False)
         try:

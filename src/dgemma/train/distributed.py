@@ -255,7 +255,7 @@ def _lost_connection(error: RuntimeError) -> bool:
 
 @contextmanager
 def _gathered(model: nn.Module, *, keep: bool) -> Iterator[None]:
-    """Within the context, the model has whole weights on the CPU if `keep` is true. All processes take part."""
+    """Replace weights by whole ones on the CPU within the context, if `keep` is true. All processes take part."""
     parts: list[tuple[nn.Module, str, nn.Parameter]] = []
     for module in model.modules():
         for name, part in list(module.named_parameters(recurse=False)):
@@ -338,9 +338,9 @@ class _SpreadExperts(Experts):
 
 @contextmanager
 def _own_weights(module: nn.Module) -> Iterator[None]:
-    """Within the context, the module's weights are this process's part of them."""
+    """Replace the module's weights by this process's part of them within the context."""
     whole = dict(module._parameters)
-    # Written into the dictionary, because a part is not a Parameter but computed from one, with a gradient.
+    # `setattr` refuses a part, because it is no Parameter: it is computed from one, with a gradient.
     module._parameters.update({name: cast(DTensor, weight).to_local() for name, weight in whole.items()})  # type: ignore[misc]
     try:
         yield

@@ -110,7 +110,7 @@ class WeightAverage:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Within the context, the model has the average."""
+        """Replace the model's weights by the average within the context."""
         weights = {name: p.detach().clone() for name, p in self.parameters.items()}
         self.put_in()
         try:
