@@ -80,7 +80,7 @@ class Service:
         return JSONResponse(await answer.whole(request))
 
     async def infill(self, body: InfillRequest) -> dict[str, Any]:
-        """Fill the holes of a text, between the steps of other requests. All holes together must fit into one canvas."""
+        """Fill the holes of a text, between the steps of other requests. All holes must fit into one canvas."""
         if body.model is not None:
             self.check_model(body.model)
         limit = self.model.config.canvas_length
