@@ -1,7 +1,9 @@
 """Setup for all tests: Triton's interpreter if there is no GPU, and one thread per worker."""
 
+import gc
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
+PATIENCE = 900  # seconds for one test with its fixtures; compiling all kernels takes minutes
 QUICK_LANE = "not slow and not compile"  # as in addopts of pyproject.toml
 
 
@@ -22,6 +25,25 @@ def pytest_configure(config: pytest.Config) -> None:
     # Someone who names a file or a test wants it to run. Deselecting it would end in "no tests ran".
     if config.option.markexpr == QUICK_LANE and config.args and all(".py" in argument for argument in config.args):
         config.option.markexpr = ""
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # the garbage collector need not visit the millions of objects of imported modules again
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Make a test that hangs fail, instead of the whole run."""
+
+    def fail(*_: object) -> None:
+        raise TimeoutError(f"{item.nodeid} must end within {PATIENCE} s.")
+
+    signal.signal(signal.SIGALRM, fail)
+    signal.alarm(PATIENCE)
+    try:
+        return (yield)
+    finally:
+        signal.alarm(0)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

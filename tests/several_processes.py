@@ -2,12 +2,9 @@
 
 import os
 import socket
-import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from multiprocessing import forkserver, get_context
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +19,7 @@ from dgemma.train.loop import TrainConfig, train
 from dgemma.train.lora import LoRA, add_lora
 from dgemma.train.objective import Objective
 from dgemma.train.parallel import Parallel
+from fork_server import fork_server
 
 CONFIG = dgemma.presets.tiny().replace(
     vocab_size=61,  # not divisible by any number of processes
@@ -103,7 +101,7 @@ def launch(num_processes: int, function: Callable[[Job], None], jobs: Sequence[J
 
     Returns the traceback of every process for every job, "" where it succeeded.
     """
-    context = _fork_server()
+    context = fork_server()
     ports = [_free_port() for _ in jobs]
     results = context.Queue()
     processes = [
@@ -120,21 +118,6 @@ def launch(num_processes: int, function: Callable[[Job], None], jobs: Sequence[J
     for process in processes:
         process.join(timeout=30)
     return errors
-
-
-@cache
-def _fork_server() -> Any:
-    """Context whose processes are forked from a server that has only imported the modules."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["several_processes"])
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # the server reads its import path from here
-    forkserver.ensure_running()
-    if before is None:
-        del os.environ["PYTHONPATH"]
-    else:
-        os.environ["PYTHONPATH"] = before
-    return context
 
 
 def _run(

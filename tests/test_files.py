@@ -107,7 +107,8 @@ def test_a_device_is_written_and_not_replaced():
 
 
 def test_temporary_files_of_killed_processes_are_removed_and_those_of_living_ones_stay(tmp_path):
-    finished = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    script = "import os; print(os.getpid())"
+    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True, timeout=60)
     dead = tmp_path / f".dgemma-{int(finished.stdout)}-{'0' * 16}.new"
     alive = tmp_path / f".dgemma-{os.getpid()}-{'0' * 16}.new"
     for path in (dead, alive):

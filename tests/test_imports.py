@@ -1,6 +1,7 @@
 """Imports have no cycles, respect the layers of folders, and are rarely inside functions."""
 
 import ast
+import functools
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -49,6 +50,7 @@ FORBIDDEN = {
 SEAM = ("dgemma.model.diffusion", "dgemma.run.step")  # DiffusionGemma derives from Denoiser, which run defines
 
 
+@functools.cache
 def modules() -> dict[str, Path]:
     found = {}
     for source in SOURCES:
@@ -56,10 +58,6 @@ def modules() -> dict[str, Path]:
             parts = path.relative_to(source).with_suffix("").parts
             found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
-
-
-MODULES = modules()
-TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
 
 
 def targets(node: ast.AST) -> Iterator[str]:
@@ -70,7 +68,7 @@ def targets(node: ast.AST) -> Iterator[str]:
         assert node.level == 0, "Imports are absolute."
         for alias in node.names:
             submodule = f"{node.module}.{alias.name}"
-            yield submodule if submodule in MODULES else str(node.module)
+            yield submodule if submodule in modules() else str(node.module)
 
 
 def imports(node: ast.AST, *, in_function: bool = False) -> Iterator[tuple[str, bool]]:
@@ -81,10 +79,15 @@ def imports(node: ast.AST, *, in_function: bool = False) -> Iterator[tuple[str, 
         yield from imports(child, in_function=inside)
 
 
+@functools.cache
+def imports_by_module() -> dict[str, list[tuple[str, bool]]]:
+    return {name: list(imports(ast.parse(path.read_text()))) for name, path in modules().items()}
+
+
 def test_modules_have_no_import_cycles():
     graph = {
-        name: {target for target, in_function in imports(tree) if target in MODULES and not in_function}
-        for name, tree in TREES.items()
+        name: {target for target, in_function in found if target in modules() and not in_function}
+        for name, found in imports_by_module().items()
     }
     assert len(graph) > 150
     try:
@@ -99,15 +102,15 @@ def test_an_import_cycle_is_detected():
 
 
 def test_functions_import_only_what_is_listed_with_a_reason():
-    found = {name: {target for target, in_function in imports(tree) if in_function} for name, tree in TREES.items()}
-    assert {name: inner for name, inner in found.items() if inner} == IN_FUNCTIONS
+    inner = {name: {target for target, inside in found if inside} for name, found in imports_by_module().items()}
+    assert {name: targets for name, targets in inner.items() if targets} == IN_FUNCTIONS
 
 
 def test_folders_import_only_folders_below_them():
     wrong = []
-    for name, tree in TREES.items():
+    for name, found in imports_by_module().items():
         folder = ".".join(name.split(".")[:2])
-        for target, in_function in imports(tree):
+        for target, in_function in found:
             top, _, rest = target.partition(".")
             below = rest.split(".")[0] not in FORBIDDEN.get(folder, set())
             if top == "dgemma" and not below and not in_function and (name, target) != SEAM:
@@ -118,4 +121,4 @@ def test_folders_import_only_folders_below_them():
 
 
 def test_nothing_imports_the_top_of_the_package():
-    assert [name for name, tree in TREES.items() if ("dgemma", False) in imports(tree)] == []
+    assert [name for name, found in imports_by_module().items() if ("dgemma", False) in found] == []

@@ -1,26 +1,24 @@
 """Runs the command in its own process, on a terminal, a pipe or both; returns its output and exit code."""
 
-import contextlib
 import fcntl
 import os
 import pty
 import select
-import signal
 import struct
 import subprocess
 import sys
 import termios
 import time
 from collections.abc import Callable
-from typing import NamedTuple, NoReturn
+from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+import torch
+
+from dgemma.cli import main
+from fork_server import fork_server
 
 _PATIENCE = 120  # seconds
-_COMMAND = """
-import sys
-sys.stdout = open(1, "w", encoding=sys.argv.pop(1))
-from dgemma.cli import main
-raise SystemExit(main(sys.argv[1:]))
-"""
 
 
 class Ended(NamedTuple):
@@ -42,79 +40,71 @@ def run(
 
     With `pipe_out`, standard output goes into a pipe instead, in this encoding.
     """
-    read_end, write_end = os.pipe()
-    child, terminal = pty.fork()
-    if child == 0:
-        os.close(read_end)
-        if pipe_out:
-            os.dup2(write_end, 1)
-        os.close(write_end)
-        _become_the_command(words, columns, encoding, lines, kind)
-    os.close(write_end)
+    terminal, inner = pty.openpty()
+    fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+    context = fork_server()
+    reader, writer = context.Pipe(duplex=False)
+    process = context.Process(
+        target=_be_the_command, args=(os.ttyname(inner), writer if pipe_out else None, kind, encoding, words)
+    )
+    process.start()
+    writer.close()
     seen, piped, deadline = b"", b"", time.monotonic() + _PATIENCE
-    open_ends = {terminal, read_end}
-    while open_ends and time.monotonic() < deadline:
-        for end in select.select(list(open_ends), [], [], 1.0)[0]:
-            data = b""
-            with contextlib.suppress(OSError):  # a terminal raises this when the child has closed it
-                data = os.read(end, 1 << 16)
+    open_ends = {terminal, reader.fileno()}
+    while time.monotonic() < deadline:
+        ready = select.select([*open_ends, process.sentinel], [], [], 1.0)[0]
+        if ready == [process.sentinel]:  # it has ended, and everything is read
+            break
+        for end in open_ends.intersection(ready):
+            data = os.read(end, 1 << 16)
             if not data:
                 open_ends.remove(end)
             elif end == terminal:
                 seen += data
-                if react is not None and (typed := react(seen.decode(errors="replace"), child)):
+                if react is not None and (typed := react(seen.decode(errors="replace"), process.pid)):
                     os.write(terminal, typed)
             else:
                 piped += data
-    if open_ends:
-        os.kill(child, signal.SIGKILL)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    for end in (terminal, read_end):
-        os.close(end)
-    return Ended(code, seen.decode(errors="replace"), piped)
+    process.kill()  # does nothing if it has ended
+    process.join()
+    os.close(terminal)
+    os.close(inner)
+    reader.close()
+    return Ended(process.exitcode, seen.decode(errors="replace"), piped)
+
+
+def _be_the_command(screen: str, pipe: Connection | None, kind: str, encoding: str, words: tuple[object, ...]) -> None:
+    os.setsid()
+    terminal = os.open(screen, os.O_RDWR)  # the first terminal that a session opens receives its Ctrl-C
+    for end in (0, 1, 2):
+        os.dup2(pipe.fileno() if pipe is not None and end == 1 else terminal, end)
+    streams = open(0), open(1, "w", encoding=encoding), open(2, "w")  # noqa: SIM115
+    sys.stdin, sys.stdout, sys.stderr = streams
+    for name in ("NO_COLOR", "COLUMNS", "LINES"):
+        os.environ.pop(name, None)
+    os.environ["TERM"] = kind
+    torch.set_num_threads(1)
+    sys.exit(main(list(map(str, words))))
 
 
 def run_with_a_reader_that_leaves(*words: object) -> Ended:
-    """Run the command with output and error in pipes; close the reader of the output at once."""
-    out_read, out_write = os.pipe()
-    err_read, err_write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(out_read)
-        os.dup2(out_write, 1)
-        os.dup2(err_write, 2)
-        for end in (out_write, err_write, err_read):
-            os.close(end)
-        _become_the_command(words)
-    for end in (out_read, out_write, err_write):
-        os.close(end)
-    with open(err_read, "rb") as errors:
-        said = errors.read()
-    return Ended(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), said.decode(), b"")
+    """Run the command in a new interpreter with output and error in pipes; close the reader of the output at once."""
+    command = [sys.executable, "-m", "dgemma", *map(str, words)]
+    with subprocess.Popen(command, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        said = process.stderr.read()
+        return Ended(process.wait(_PATIENCE), said.decode(), b"")
 
 
 def run_with_closed_streams(*words: object, closed: tuple[int, ...]) -> Ended:
     """Run the command with output and error in pipes, without the standard streams whose numbers are in `closed`."""
     redirected = " ".join(f"{number}>&-" for number in closed)
-    code = _COMMAND.replace('sys.stdout = open(1, "w", encoding=sys.argv.pop(1))', "")
-    command = ["sh", "-c", f'exec "$@" {redirected}', "sh", sys.executable, "-c", code, *map(str, words)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = ["sh", "-c", f'exec "$@" {redirected}', "sh", sys.executable, "-m", "dgemma", *map(str, words)]
     done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, env=environment, timeout=_PATIENCE, check=False
+        command, stdin=subprocess.DEVNULL, capture_output=True, env=_environment(), timeout=_PATIENCE, check=False
     )
     return Ended(done.returncode, done.stderr.decode(), done.stdout)
 
 
-def _become_the_command(
-    words: tuple[object, ...],
-    columns: int = 80,
-    encoding: str = "utf-8",
-    lines: int = 24,
-    kind: str = "xterm-256color",
-) -> NoReturn:
-    """Replace this process by the command in a new interpreter, because a fork may inherit torch's locks."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES")}
-    environment |= {"TERM": kind, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    if os.isatty(2):
-        fcntl.ioctl(2, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
-    os.execve(sys.executable, [sys.executable, "-c", _COMMAND, encoding, *map(str, words)], environment)
+def _environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}

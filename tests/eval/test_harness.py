@@ -209,7 +209,7 @@ def test_the_command_runs_the_harness_and_stores_the_protocol(folder, tasks, tmp
     arguments = ["--model", "dgemma", "--model_args", f"pretrained={folder},steps=2", "--tasks", "local_write"]
     arguments += ["--include_path", str(tasks), "--output_path", str(tmp_path), "--seed", "7"]
     done = subprocess.run(
-        [sys.executable, "-m", "dgemma.eval", *arguments], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "dgemma.eval", *arguments], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     (path,) = tmp_path.rglob("results_*.json")

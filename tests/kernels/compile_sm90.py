@@ -52,7 +52,8 @@ def resources(cubin: bytes) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        command = [CUOBJDUMP, "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     return {name.lower(): int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
 
 

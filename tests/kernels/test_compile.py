@@ -21,7 +21,7 @@ def compiled() -> list[dict]:
     script = Path(__file__).with_name("compile_sm90.py")
     tables = os.environ.get("COMPILE_TABLES", "").split()  # such as "fp8 packed"; all if empty
     done = subprocess.run(
-        [sys.executable, script, *tables], capture_output=True, text=True, env=environment, check=False
+        [sys.executable, script, *tables], capture_output=True, text=True, env=environment, timeout=900
     )
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)

@@ -81,7 +81,7 @@ def test_real_kernels_are_compiled_and_a_wrong_one_raises_at_its_launch(tmp_path
     environment = {name: value for name, value in os.environ.items() if name not in switches}
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": str(tmp_path)}
     script = Path(__file__).with_name("compile_side_by_side.py")
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["cached"] == [["CompiledKernel"], ["CompiledKernel"], []]
@@ -103,7 +103,7 @@ def test_launches_of_another_thread_are_not_left_out(kernels):
     def launches():
         other = threading.Thread(target=lambda: kernels[1][(1,)]())
         other.start()
-        other.join()
+        other.join(20)
 
     compile_together(launches)
     assert kernels[1].launched == 1
@@ -119,7 +119,7 @@ def test_threads_compile_one_after_the_other_and_restore_triton():
 
     compile_together(launches)
     first_is_done.set()
-    second.join()
+    second.join(20)
     assert JITFunction.run is run
 
 

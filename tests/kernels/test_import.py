@@ -10,7 +10,7 @@ import pytest
 def test_without_triton_the_error_says_in_one_sentence_what_to_install():
     script = "import sys; sys.modules['triton'] = None; import dgemma_kernels"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1] == (
         "ImportError: dgemma_kernels needs Triton, which is not installed: pip install 'dgemma[kernels]', or use "
@@ -29,5 +29,5 @@ import dgemma_kernels
 """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -277,9 +277,9 @@ def test_a_run_that_is_killed_again_and_again_loses_and_repeats_nothing(tmp_path
             time.sleep(0.002)
         if attempt < 4:
             process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.wait(120)
     assert process.returncode == 0
-    subprocess.run([*command, str(calm)], env=environment, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([*command, str(calm)], env=environment, check=True, stdout=subprocess.DEVNULL, timeout=120)
     lines = [[json.loads(line) for line in file.read_text().splitlines()] for file in (path, calm)]
     assert lines[0][0] == lines[1][0]
     indices = [line["index"] for line in lines[0][1:]]

@@ -97,7 +97,7 @@ def test_observe_ignores_what_other_threads_run(model):
     with dgemma.observe(model, residuals=True) as observation:
         thread = threading.Thread(target=dgemma.generate, args=(model, PROMPT), kwargs=RUN)
         thread.start()
-        thread.join()
+        thread.join(60)
         assert observation.passes == []
         dgemma.generate(model, PROMPT, **{**RUN, "steps": 1})
     assert len(observation.steps) == 1

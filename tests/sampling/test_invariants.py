@@ -1,11 +1,10 @@
 """No sampler changes a frozen token, leaves an allowed set or commits noise, under any process."""
 
 from dataclasses import dataclass
+from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import dgemma
 from dgemma.diffusion.decision import Decision
@@ -18,7 +17,11 @@ from dgemma.sampling.stopping import EndOfText, StableAndConfident
 from dgemma.sampling.temperature import LinearTemperature
 from every_sampler import SAMPLERS, noises
 
-VOCAB, CANVAS_LEN, BATCH, STEPS = 7, 5, 16, 4
+VOCAB, CANVAS_LEN, STEPS = 7, 5, 4
+# Each row has its own share of frozen positions, its own share of allowed tokens and its own sharpness of logits.
+ROWS = torch.tensor(list(product((0.0, 0.3, 0.9, 1.0), (0.0, 0.4, 1.0), (0.1, 2.0, 30.0))))
+BATCH = len(ROWS)
+FROZEN_SHARE, ALLOWED_SHARE, SHARPNESS = ROWS.view(BATCH, 3, 1, 1).unbind(1)  # (B, 1, 1) each
 CASES = [(sampler, noise) for sampler in SAMPLERS for noise in noises(sampler, VOCAB)]
 
 
@@ -27,29 +30,28 @@ class RandomDenoiser(dgemma.Denoiser):
     """Logits that depend on the canvas, from flat to sharp, and on nothing else."""
 
     seed: int
-    sharpness: float
 
     def denoise(self, canvas, cache, self_cond=None, self_cond_mask=None):
         table = torch.randn(CANVAS_LEN, VOCAB, VOCAB, generator=torch.Generator().manual_seed(self.seed))
         position = torch.arange(CANVAS_LEN).expand_as(canvas)
         neighbours = table[position, canvas.roll(1, dims=-1)] + table[position, canvas]
-        return Prediction(self.sharpness * neighbours)
+        return Prediction(SHARPNESS * neighbours)
 
 
-def random_setting(seed, noise, frozen_share, allowed_share):
+def random_setting(seed, noise):
     """Random frozen tokens, inside or outside the allowed sets. Each position allows a token that is not a mask."""
     generator = torch.Generator().manual_seed(seed)
     shape = (BATCH, CANVAS_LEN)
-    frozen = torch.rand(shape, generator=generator) < frozen_share
+    frozen = torch.rand(shape, generator=generator) < FROZEN_SHARE[:, 0]
     tokens = torch.randint(VOCAB, shape, generator=generator)
     proposable = torch.tensor([v for v in range(VOCAB) if v != noise.mask_token])
     one = proposable[torch.randint(len(proposable), shape, generator=generator)]
-    allowed = (torch.rand(*shape, VOCAB, generator=generator) < allowed_share).scatter(-1, one[..., None], True)
+    allowed = (torch.rand(*shape, VOCAB, generator=generator) < ALLOWED_SHARE).scatter(-1, one[..., None], True)
     return torch.where(frozen, tokens, -1), frozen, allowed
 
 
-def check_run(sampler, noise, seed, frozen_share, allowed_share, sharpness):
-    canvas, frozen, allowed = random_setting(seed, noise, frozen_share, allowed_share)
+def check_run(sampler, noise, seed):
+    canvas, frozen, allowed = random_setting(seed, noise)
     knobs = Knobs(
         sampler=sampler, temperature=LinearTemperature(), stop=StableAndConfident() | EndOfText(token_ids=(1,))
     )
@@ -68,7 +70,7 @@ def check_run(sampler, noise, seed, frozen_share, allowed_share, sharpness):
         may_show[..., noise.mask_token] = True  # as noise, the mask is exempt
         allowed[..., noise.mask_token] = False
     for _ in range(STEPS):
-        state, _ = step(RandomDenoiser(seed, sharpness), state, cache=None, knobs=knobs)
+        state, _ = step(RandomDenoiser(seed), state, cache=None, knobs=knobs)
         assert torch.equal(state.canvas[frozen], canvas[frozen]), "a frozen token changed"
         assert torch.equal(state.draft[frozen], canvas[frozen]), "a frozen token would not be committed"
         assert not (state.open & frozen).any(), "a frozen position was opened"
@@ -79,15 +81,9 @@ def check_run(sampler, noise, seed, frozen_share, allowed_share, sharpness):
 
 
 @pytest.mark.parametrize(("sampler", "noise"), CASES, ids=[f"{s}-{n.kind}" for s, n in CASES])
-@settings(max_examples=6, deadline=None, derandomize=True)
-@given(
-    seed=st.integers(0, 2**31 - 1),
-    frozen_share=st.sampled_from([0.0, 0.3, 0.9, 1.0]),
-    allowed_share=st.sampled_from([0.0, 0.4, 1.0]),
-    sharpness=st.sampled_from([0.1, 2.0, 30.0]),
-)
-def test_frozen_tokens_stay_and_allowed_sets_hold(sampler, noise, seed, frozen_share, allowed_share, sharpness):
-    check_run(sampler, noise, seed, frozen_share, allowed_share, sharpness)
+def test_frozen_tokens_stay_and_allowed_sets_hold(sampler, noise):
+    for seed in (0, 1):
+        check_run(sampler, noise, seed)
 
 
 @dataclass(frozen=True)
@@ -103,4 +99,4 @@ class Lawless(Sampler):
 def test_a_sampler_that_writes_forbidden_tokens_fails_this_test():
     noise = noises(EntropyBound(), VOCAB)[-1]
     with pytest.raises(AssertionError, match="left an allowed set"):
-        check_run(Lawless(), noise, 0, 0.3, 0.4, 1.0)
+        check_run(Lawless(), noise, 0)

@@ -123,7 +123,7 @@ def main() -> None:
         elapsed = time.monotonic() - start
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait()
+        process.wait(30)
     ordered = sorted(load.seconds)
     report = {
         **vars(arguments),

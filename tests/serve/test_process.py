@@ -159,7 +159,7 @@ def test_a_killed_server_starts_again_on_the_same_port(folder):
         server = Server(folder, port)
         text = ask(server.client, "hi", 2).choices[0].message.content
         server.process.send_signal(signal.SIGKILL)
-        server.process.wait()
+        server.process.wait(30)
         with pytest.raises(openai.APIConnectionError):
             ask(server.client, "hi", 2)
     assert text

@@ -3,10 +3,7 @@
 Runs are in float64, so that rounding is far below any real difference. They are made once for all tests here.
 """
 
-import os
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -199,11 +196,3 @@ def test_experts_that_cannot_be_shared_evenly_are_refused():
     experts = dgemma.DiffusionGemma(CONFIG, device="meta").layers[0].experts
     with pytest.raises(ValueError, match="expert_parallel must divide the model's 4 experts, got 3"):
         spread_experts(experts, SimpleNamespace(size=lambda: 3))
-
-
-@pytest.mark.slow
-def test_importing_dgemma_loads_no_distributed_engine():
-    code = "import sys, dgemma, dgemma.train; print([m for m in sys.modules if m.startswith('torch.distributed.fsdp')])"
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env).stdout
-    assert modules.strip() == "[]"

@@ -38,5 +38,5 @@ def test_a_thread_may_lock_twice_and_another_thread_may_not(tmp_path):
     with lock_folder(tmp_path), lock_folder(tmp_path):
         thread = threading.Thread(target=other)
         thread.start()
-        thread.join()
+        thread.join(60)
     assert len(errors) == 1
