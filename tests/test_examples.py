@@ -211,3 +211,14 @@ def test_a_form_about_a_story_is_filled_with_its_words(run):
     pytest.importorskip("outlines_core")
     printed = run("21", "--seed", "0")
     assert re.search(r"name: Anna\n +home: [a-z]+\n +pet: [a-z]+\n", printed)
+
+
+def test_decisions_abstain_and_joint_answers_fit_together(run):
+    printed = run("22", "--rows", "8")
+    rows = re.findall(r"^ +([\d.]+) +(\d+)% +(?:(\d+)%|-)$", printed, flags=re.MULTILINE)
+    answered = [int(share) for _, share, _ in rows]
+    assert answered[0] == 100
+    assert answered == sorted(answered, reverse=True)
+    solutions = re.findall(r"^[49] .* ([\d.]+)% +([\d.]+)%  a solution$", printed, flags=re.MULTILINE)
+    assert sum(float(alone) for alone, _ in solutions) < 50
+    assert sum(float(joint) for _, joint in solutions) > 99

@@ -18,7 +18,7 @@ NOISES = "HybridNoise MaskNoise UniformNoise"
 BASES = "Decision DenoiseState Denoiser Noise Prediction Sampler StopRule"
 MODEL = "ByteTokenizer DiffusionGemma ModelConfig Tokenizer wrap"
 RUN = "Knobs LinearTemperature Trajectory generate generate_many settle start_state step stream"
-TASKS = "Guided Slot edit generate_causal infill observe slots sweep"
+TASKS = "Guided Slot calibrate decide_many edit generate_causal infill observe slots sweep"
 CONSTRAINTS = "Choice Grammar JsonSchema Regex ToolCalls"
 MODULES = "data presets schedule train view"
 # Results and helpers that earlier versions listed at the top of the package. They are now in their modules.

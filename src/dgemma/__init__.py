@@ -46,7 +46,7 @@ from dgemma.study.sweep import sweep
 from dgemma.tasks.autoregressive import generate_causal
 from dgemma.tasks.guidance import Guided
 from dgemma.tasks.infill import edit, infill
-from dgemma.tasks.slots import Slot, slots
+from dgemma.tasks.slots import Slot, calibrate, decide_many, slots
 from dgemma.tasks.wrapped import wrap
 
 __all__ = [
@@ -91,7 +91,9 @@ __all__ = [
     "Trajectory",
     "Unchanged",
     "UniformNoise",
+    "calibrate",
     "data",
+    "decide_many",
     "edit",
     "generate",
     "generate_causal",

@@ -8,7 +8,7 @@ import torch
 
 import dgemma
 import toy
-from dgemma.tasks.slots import Slot, slots
+from dgemma.tasks.slots import FilledTemplate, Slot, SlotAnswer, calibrate, decide_many, slots
 
 BOS = 0
 
@@ -103,9 +103,13 @@ def test_later_slots_depend_on_earlier_answers():
         filled["middle"]
 
 
+def draw_often(template, **options):
+    return decide_many(ToyModel(), [template] * 400, noise=toy.mask_noise(), greedy=False, max_rows=200, **options)
+
+
 def test_drawn_choices_follow_the_probabilities():
     template = [[BOS], Slot([[0], [1], [2]])]
-    drawn = torch.tensor([fill(template, greedy=False, seed=seed).answers[0].index for seed in range(400)])
+    drawn = torch.tensor([filled.answers[0].index for filled in draw_often(template)])
     share = torch.bincount(drawn, minlength=3) / 400
     assert (share - toy.FIRST).abs().max() < 4 * (0.25 / 400) ** 0.5  # four standard deviations at most
 
@@ -117,6 +121,101 @@ def test_each_distinct_canvas_is_predicted_once():
     model = ToyModel()
     slots(model, [[BOS], Slot([[0, 0], [0, 1], [1, 0]]), [1]], noise=toy.mask_noise(), max_rows=1)
     assert model.num_rows == 3  # the empty gap, and after 0 and 1
+
+
+PAIRS = list(itertools.product(range(3), (0, 2)))
+
+
+def test_joint_probabilities_of_all_combinations_are_exact():
+    filled = fill([[BOS], Slot([[0], [1], [2]]), Slot([[0], [2]]), [1]], mode="joint")
+    expected = exact(PAIRS, lambda text, pair: text == [*pair, 1]).view(3, 2)
+    torch.testing.assert_close(filled.joint, expected, rtol=1e-12, atol=0)
+    first, second = (answer.probabilities for answer in filled.answers)
+    torch.testing.assert_close(first, expected.sum(1), rtol=1e-12, atol=0)
+    torch.testing.assert_close(second, expected.sum(0), rtol=1e-12, atol=0)
+    best = PAIRS[int(expected.argmax())]
+    assert filled.tokens.tolist() == [BOS, *best, 1]
+    assert filled.log_prob == pytest.approx(float(expected.max().log()), rel=1e-12)
+
+
+def test_joint_probabilities_compare_options_of_different_lengths_on_both_sides_of_fixed_text():
+    filled = fill([[BOS], Slot([[0], []]), [1], Slot([[0], [2]])], mode="joint")
+    texts = [[0, 1, 0], [0, 1, 2], [1, 0], [1, 2]]
+    expected = exact(texts, lambda text, start: text[: len(start)] == start).view(2, 2)
+    torch.testing.assert_close(filled.joint, expected, rtol=1e-12, atol=0)
+
+
+def test_independent_slots_are_read_from_one_canvas_while_the_others_are_open():
+    model = ToyModel()
+    filled = slots(model, [[BOS], Slot([[0], [1]]), [1], Slot([[0], [2]])], noise=toy.mask_noise(), mode="independent")
+    assert model.num_rows == 1
+    first = exact([0, 1], lambda text, option: text[:2] == [option, 1])
+    last = exact([0, 2], lambda text, option: text[1:] == [1, option])
+    torch.testing.assert_close(filled.answers[0].probabilities, first, rtol=1e-12, atol=0)
+    torch.testing.assert_close(filled.answers[1].probabilities, last, rtol=1e-12, atol=0)
+    assert filled.log_prob == pytest.approx(float(first.max().log() + last.max().log()), rel=1e-12)
+
+
+def test_independent_answers_differ_from_joint_ones_by_a_known_amount():
+    template = [[BOS], Slot([[0], [1], [2]]), Slot([[0], [1], [2]])]
+    apart, joint = fill(template, mode="independent"), fill(template, mode="joint").joint
+    product = apart.answers[0].probabilities[:, None] * apart.answers[1].probabilities
+    first_two = toy.FIRST[:, None] * toy.NEXT
+    torch.testing.assert_close(joint, first_two, rtol=1e-12, atol=0)
+    distance = 0.5 * (product - first_two).abs().sum()
+    assert float(distance) == pytest.approx(0.3765, rel=1e-9)  # total variation, by hand
+
+
+@pytest.mark.parametrize("mode", ["sequential", "independent", "joint"])
+def test_options_of_several_tokens_are_exact_in_every_mode(mode):
+    options = [[0, 1], [1, 1], [2, 0]]
+    filled = fill([[BOS], Slot(options), [1]], mode=mode)
+    expected = exact(options, lambda text, option: text == [*option, 1])
+    torch.testing.assert_close(filled.answers[0].probabilities, expected, rtol=1e-12, atol=0)
+
+
+def test_a_temperature_flattens_the_law_and_a_threshold_abstains():
+    template = [[BOS], Slot([[0], [1], [2]])]
+    expected = toy.FIRST**0.5 / (toy.FIRST**0.5).sum()
+    top = float(expected.max())
+    for threshold, option in ((top - 1e-9, [0]), (top + 1e-9, None)):
+        answer = fill(template, temperature=2.0, threshold=threshold).answers[0]
+        torch.testing.assert_close(answer.probabilities, expected, rtol=1e-12, atol=0)
+        assert (answer.index, answer.option, answer.abstains) == (0, option, option is None)
+
+
+def test_combinations_are_drawn_from_the_joint_law():
+    template = [[BOS], Slot([[0], [1]]), Slot([[0], [1]])]
+    law = exact(list(itertools.product((0, 1), repeat=2)), lambda text, pair: text[:2] == list(pair))
+    drawn = [2 * filled.answers[0].index + filled.answers[1].index for filled in draw_often(template, mode="joint")]
+    share = torch.bincount(torch.tensor(drawn), minlength=4) / 400
+    assert (share - law).abs().max() < 4 * (0.25 / 400) ** 0.5  # four standard deviations at most
+
+
+def answered(*laws, joint=None):
+    found = [
+        SlotAnswer(slot=Slot(["yes", "no"]), index=0, probabilities=torch.tensor(law, dtype=torch.float64))
+        for law in laws
+    ]
+    return FilledTemplate(tokens=torch.tensor([BOS]), answers=tuple(found), joint=joint)
+
+
+def test_calibration_finds_the_temperature_of_the_known_answers():
+    # A confidence of 0.9 that is right in 3 of 4 cases: (0.9 / 0.1)^(1 / T) = 3, so T = 2.
+    results = [answered([0.9, 0.1], [0.1, 0.9]), answered([0.9, 0.1], [0.9, 0.1])]
+    truths = [["yes", "no"], ["yes", "no"]]
+    assert calibrate(iter(results), iter(truths)) == pytest.approx(2.0, rel=1e-9)
+    # The same for combinations: 0.64 against 0.04, right in 4 of 5 cases, and 16^(1 / T) = 4.
+    table = torch.tensor([[0.64, 0.0], [0.0, 0.04]], dtype=torch.float64)
+    results = [answered([0.9, 0.1], [0.9, 0.1], joint=table / table.sum())] * 5
+    assert calibrate(results, [["yes", "yes"]] * 4 + [["no", "no"]]) == pytest.approx(2.0, rel=1e-9)
+    assert calibrate([answered([0.9, 0.1])], [["yes"]]) == pytest.approx(0.01)  # always right
+    with pytest.raises(ValueError, match=r"calibrate truths\[0\] must have an option for each of 1 slots, got \[\]"):
+        calibrate([answered([0.9, 0.1])], [[]])
+    with pytest.raises(ValueError, match=r"calibrate truths\[0\] must have options of the slot .*, got 'maybe'"):
+        calibrate([answered([0.9, 0.1])], [["maybe"]])
+    with pytest.raises(ValueError, match="calibrate results must have at least one template"):
+        calibrate([], [])
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +253,39 @@ def test_under_uniform_noise_probabilities_are_means_over_draws(model):
     torch.testing.assert_close(law, expected / expected.sum(), rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("mode", ["sequential", "independent", "joint"])
+def test_a_batch_decides_each_template_as_if_it_were_alone(model, mode):
+    ragged = [
+        [[2, 40, 41, 42], Slot([[50], [51, 52]]), [60, 61], Slot([[70], [71]]), [80]],
+        [[2, 43], Slot([[50], [51]]), Slot([[], [70, 72]])],
+        [[2, 44, 45], Slot([[50], [53], [54]])],
+    ]
+    options = {"mode": mode, "greedy": False, "num_draws": 2, "horizon": 2, "temperature": 1.5}
+    together = list(decide_many(model, ragged, seed=7, max_rows=3, progress=False, **options))
+    for row, filled in enumerate(together):
+        alone = slots(model, ragged[row], seed=7 + row, **options)
+        assert torch.equal(filled.tokens, alone.tokens)
+        for one, other in zip(filled.answers, alone.answers, strict=True):
+            torch.testing.assert_close(one.probabilities, other.probabilities, rtol=1e-4, atol=1e-6)
+
+
+def test_templates_are_read_as_they_are_needed_and_a_bad_one_is_named():
+    taken = []
+
+    def templates():
+        for number in range(10**6):
+            taken.append(number)
+            yield [[BOS], Slot([[0], [1]])] if number < 5 else [[BOS]]
+
+    answers = decide_many(ToyModel(), templates(), noise=toy.mask_noise(), max_rows=2)
+    assert taken == []
+    next(answers)
+    assert taken == [0, 1]
+    assert sum(1 for _ in itertools.islice(answers, 3)) == 3
+    with pytest.raises(ValueError, match=r"decide_many templates\[5\] must have a Slot in it"):
+        next(answers)
+
+
 def test_a_tokenizer_reads_texts(model):
     tokenizer = dgemma.ByteTokenizer()
     filled = slots(model, ["Is 7 prime? ", Slot(["yes", "no"], name="prime"), "."], tokenizer=tokenizer)
@@ -177,6 +309,19 @@ def test_a_tokenizer_reads_texts(model):
             [[2], Slot([[5], [6]])],
             {"tail_token_id": 4, "noise": dgemma.MaskNoise(512)},
             "tail_token_id must be a real token below 512, got 4",
+        ),
+        ([[2], Slot([[5], [6]])], {"temperature": 0.0}, "slots temperature must be above 0, got 0.0"),
+        ([[2], Slot([[5], [6]])], {"threshold": 1.5}, "slots threshold must be a probability, got 1.5"),
+        ([[2], Slot([[5], [6]])], {"mode": "both"}, "slots mode must be"),
+        (
+            [[2], Slot([[5], [6]]), [7] * 31, Slot([[5], [6]])],
+            {"mode": "independent"},
+            'must fit into one canvas of 32 tokens under mode="independent", got 33',
+        ),
+        (
+            [[2], *[Slot([[token] for token in range(10, 30)])] * 3],
+            {"mode": "joint"},
+            "must have at most 4096 combinations of options, got 8000",
         ),
     ],
 )

@@ -1,19 +1,20 @@
 """Typed decisions: a probability for every allowed answer, in the request and response form of vLLM's /v1/systemone.
 
 A question is yes or no ("noul"), one of several options ("choice"), or a level of a scale ("score"). vLLM reads the
-probability of one label token. Here `dgemma.slots` compares whole options by the chain rule, so they may have several
-tokens.
+probability of one label token. Here `dgemma.decide_many` compares whole options by the chain rule, so they may have
+several tokens.
 """
 
 import json
 import math
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.run.step import Denoiser
 from dgemma.serve.errors import ApiError
 from dgemma.serve.protocol import Question
-from dgemma.tasks.slots import Slot, slots
+from dgemma.tasks.slots import Slot, Template, decide_many
 
 _MOST_OPTIONS = 64
 
@@ -21,24 +22,33 @@ _MOST_OPTIONS = 64
 class TypedAnswer(NamedTuple):
     """The answer to one question, and the number of tokens that were read for it."""
 
+    name: str
     answer: dict[str, Any]
     num_tokens: int
 
 
-def answer_question(model: Denoiser, tokenizer: Tokenizer, state: Any, name: str, question: Question) -> TypedAnswer:
-    """Answer one question about a state, a text or a JSON value.
+def answer_questions(
+    model: Denoiser, tokenizer: Tokenizer, state: Any, questions: Mapping[str, Question]
+) -> Iterator[TypedAnswer]:
+    """Answer questions about a state, a text or a JSON value. A few questions are read together.
 
-    Example: `answer_question(model, tokenizer, "It rains.", "wet", Question(type="noul", instructions="Wet?"))`.
+    Example: `answer_questions(model, tokenizer, "It rains.", {"wet": Question(type="noul", instructions="Wet?")})`.
     """
-    options = _options(name, question)
-    prompt = f"{_as_text(state)}\n\n{_ask(question, options)}\n"
-    tokens = tokenizer.chat(prompt) if tokenizer.has_chat_template else tokenizer.encode(f"{prompt}Answer: ")
-    choices = [tokenizer.encode(option, bos=False) for option in options]
+    options = {name: _options(name, question) for name, question in questions.items()}
+    prompts = {name: _prompt(tokenizer, state, question, options[name]) for name, question in questions.items()}
+    templates: list[Template] = [[prompts[name], Slot([*allowed])] for name, allowed in options.items()]
+    decided = decide_many(model, templates, tokenizer=tokenizer, progress=False)
     try:
-        filled = slots(model, [tokens, Slot(choices, name=name)])
+        for name, filled in zip(questions, decided, strict=True):
+            law = filled.answers[0].probabilities.tolist()
+            yield TypedAnswer(name, _answer(questions[name], options[name], law), len(prompts[name]))
     except ValueError as error:
-        raise ApiError(400, f"questions.{name}: {error}", param=f"questions.{name}") from None
-    return TypedAnswer(_answer(question, options, filled[name].probabilities.tolist()), len(tokens))
+        raise ApiError(400, f"questions: {error}", param="questions") from None
+
+
+def _prompt(tokenizer: Tokenizer, state: Any, question: Question, options: dict[str, Any]) -> list[int]:
+    prompt = f"{_as_text(state)}\n\n{_ask(question, options)}\n"
+    return tokenizer.chat(prompt) if tokenizer.has_chat_template else tokenizer.encode(f"{prompt}Answer: ")
 
 
 def _options(name: str, question: Question) -> dict[str, Any]:

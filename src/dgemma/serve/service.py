@@ -19,7 +19,7 @@ from dgemma.constraints.languages import JsonSchema, ToolCalls
 from dgemma.run.defaults import default_sampler
 from dgemma.run.plan import Plan, read_plan
 from dgemma.run.step import Denoiser
-from dgemma.serve.decisions import answer_question
+from dgemma.serve.decisions import answer_questions
 from dgemma.serve.engine import Draft, Engine, Job
 from dgemma.serve.errors import ApiError
 from dgemma.serve.gate import Limits
@@ -101,14 +101,14 @@ class Service:
         return {"tokens": written, "pieces": Pieces(self.tokenizer)(written), "steps": int(out.steps[0])}
 
     async def decide(self, body: DecisionRequest, request: Request) -> dict[str, Any]:
-        """Answer typed questions, one at a time between the steps of other requests."""
+        """Answer typed questions, a few at a time between the steps of other requests."""
         self.check_model(body.model)
         end, answers, num_tokens = time.monotonic() + self.limits.seconds, {}, 0
-        for name, question in body.questions.items():
+        found = answer_questions(self.model, self.tokenizer, body.state, body.questions)
+        for _ in body.questions:
             if await request.is_disconnected() or time.monotonic() > end:
                 raise ApiError(504, "The request took longer than the server allows.", code="timeout")
-            ask = partial(answer_question, self.model, self.tokenizer, body.state, name, question)
-            answers[name], num_read = await self.engine.call(ask)
+            name, answers[name], num_read = await self.engine.call(partial(next, found))
             num_tokens += num_read
         usage = {"input_tokens": num_tokens, "output_tokens": 0}
         return {"model": self.name, "answers": answers, "usage": usage}

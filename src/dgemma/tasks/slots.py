@@ -1,31 +1,33 @@
-"""Templates with typed choices: fixed text, slots with a few options each, and the probability of every option.
+"""Typed decisions: templates of fixed text and slots, and the probability of every option of a slot.
 
-The options of a slot are compared as whole texts, left · option · right, by the chain rule:
-log p(option, right | left) = log p(right | left, a gap as long as the option) + log p(option | left, right).
-The first term depends only on the option's length. The second is computed token by token, with the right text visible.
-Both are exact for a network that is exact under mask noise. Under uniform noise a gap holds random tokens, and the
-terms are averages over a few draws of them.
+`slots` fills one template, `decide_many` any number of them, and `calibrate` fits a temperature to known answers.
+Probabilities are those of whole texts, so options may have several tokens and different lengths; see `option_scores`.
+They are exact for a network that is exact under mask noise. Under uniform noise open positions hold random tokens, and
+the probabilities of tokens are averages over a few draws of them.
 """
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
 from dgemma.checkpoint.tokenizer import Tokenizer
-from dgemma.checks import as_int, require, typed
+from dgemma.checks import as_int, check_flags, require, show, typed
 from dgemma.diffusion import draws
 from dgemma.diffusion.noise import Noise
-from dgemma.diffusion.prediction import Prediction
 from dgemma.model.cache import Cache
+from dgemma.progress import progress_bar
 from dgemma.run.arguments import check_vocabulary
 from dgemma.run.defaults import learnt_noise
+from dgemma.run.options import Default, defaults_of, takes_options
 from dgemma.run.step import Denoiser, check_denoiser
+from dgemma.tasks.option_scores import Blank, Layout, Piece, Reader, layouts_of
 
-_UNKNOWN = -1
+_MOST_COMBINATIONS = 4096
 
 
 @dataclass(frozen=True)
@@ -50,28 +52,43 @@ class Slot:
             raise ValueError(f"Slot.options must have at least one option and no duplicates, got {options}.")
 
 
+Template = Sequence[Slot | Sequence[int] | str]
+
+
 @dataclass(frozen=True, kw_only=True)
 class SlotAnswer:
-    """The option chosen for a slot, and the probabilities (K,) float64 of all options given the earlier answers."""
+    """The option chosen for a slot, and the probabilities (K,) float64 of all options.
+
+    Under `mode="sequential"` they are given the earlier answers; otherwise given the template alone.
+    """
 
     slot: Slot
     index: int
     probabilities: Tensor
+    abstains: bool = False  # the chosen option is less probable than the threshold
 
     @property
-    def option(self) -> Sequence[int] | str:
-        return self.slot.options[self.index]
+    def option(self) -> Sequence[int] | str | None:
+        """The chosen option, None if the answer abstains."""
+        return None if self.abstains else self.slot.options[self.index]
 
 
 @dataclass(frozen=True, kw_only=True)
 class FilledTemplate:
-    """A filled template: tokens (N,) int64, one `SlotAnswer` per slot, and their joint log-probability."""
+    """A filled template: tokens (N,) int64 with the chosen options, and one `SlotAnswer` per slot.
+
+    `joint` has the probability of every combination of options, (K_1, ..., K_n) float64, under `mode="joint"`.
+    """
 
     tokens: Tensor
     answers: tuple[SlotAnswer, ...]
+    joint: Tensor | None = None
 
     @property
     def log_prob(self) -> float:
+        """The log-probability of all chosen options together."""
+        if self.joint is not None:
+            return float(self.joint[tuple(answer.index for answer in self.answers)].log())
         return float(sum(answer.probabilities[answer.index].log() for answer in self.answers))
 
     def __getitem__(self, name: str) -> SlotAnswer:
@@ -82,188 +99,272 @@ class FilledTemplate:
         raise KeyError(f"No slot is named {name!r}; the names are {[answer.slot.name for answer in self.answers]}.")
 
 
-@torch.no_grad()
-@typed
-def slots(
-    model: Denoiser,
-    template: Sequence[Slot | Sequence[int] | str],
-    *,
-    tokenizer: Tokenizer | None = None,
-    noise: Noise | None = None,
-    greedy: bool = True,
-    seed: int = 0,
-    horizon: int = 8,
-    num_draws: int = 4,
-    tail_token_id: int | None = None,
-    max_rows: int = 8,
-) -> FilledTemplate:
-    """Fill the slots of a template from left to right, with the probability of each option.
+class SlotOptions(TypedDict, total=False):
+    """Options of `slots` and `decide_many`, which describes them."""
 
-    template: fixed pieces and `Slot`s in order, fixed text first. Pieces are token ids, or texts with a `tokenizer`
-    (each tokenized separately, the first after bos). `greedy` takes the most probable option; otherwise one is drawn
-    with `seed`. Open slots to the right appear as gaps as long as their longest option. Options of
-    different lengths are compared by the next `horizon` fixed tokens, with one forward per token. Without a mask token,
-    gaps are drawn `num_draws` times and the probabilities averaged. At most `max_rows` canvases are predicted at once.
-    `tail_token_id` fills the canvas after the template; None leaves noise there.
+    tokenizer: Tokenizer | None
+    mode: Annotated[Literal["sequential", "independent", "joint"], Default("sequential")]
+    temperature: Annotated[float, Default(1.0)]
+    threshold: Annotated[float, Default(0.0)]
+    noise: Noise | None
+    greedy: Annotated[bool, Default(True)]
+    seed: Annotated[int, Default(0)]
+    horizon: Annotated[int, Default(8)]
+    num_draws: Annotated[int, Default(4)]
+    tail_token_id: int | None
+    max_rows: Annotated[int, Default(8)]
+
+
+@typed
+@takes_options(SlotOptions)
+def slots(model: Denoiser, template: Template, **options: Unpack[SlotOptions]) -> FilledTemplate:
+    """Fill the slots of one template; `decide_many` describes the options.
 
     Example:
         filled = slots(model, ["Is 7 prime? ", Slot(["yes", "no"], name="prime"), "."], tokenizer=tokenizer)
         filled["prime"].probabilities
     """
-    check_denoiser("slots", model)
-    noise = learnt_noise(model) if noise is None else noise
-    check_vocabulary(noise, model.config)
-    pieces = _read_template(template, tokenizer, noise, model.config.canvas_length)
-    for name, value, least in (("num_draws", num_draws, 1), ("max_rows", max_rows, 1), ("horizon", horizon, 0)):
-        fits = value >= least
-        require(fits, f"slots {name}", f"be an integer of at least {least}", value)
-    require(-(2**63) <= seed < 2**63, "slots seed", "fit into 64 bits", seed)
-    if tail_token_id is not None and (not 0 <= tail_token_id < noise.vocab_size or tail_token_id == noise.mask_token):
-        raise ValueError(
-            f"slots tail_token_id must be a real token below {noise.vocab_size}, got {tail_token_id}. "
-            "Use None to leave noise there."
-        )
-    tail = [] if tail_token_id is None else [tail_token_id] * model.config.canvas_length
-    reader = _Reader(model, noise, num_draws, max_rows, seed)
-    tokens: list[int] = []
-    answers: list[SlotAnswer] = []
-    cache: Cache | None = None
-    num_read = 0
-    for place, piece in enumerate(pieces):
-        if isinstance(piece, list):
-            tokens += piece
-            continue
-        slot, options = piece
-        new = torch.tensor([tokens[num_read:]], dtype=torch.int64, device=model.device)
-        cache = model.encode(new, cache) if cache is None or new.shape[1] else cache
-        num_read = len(tokens)
-        scores = reader.score(cache, options, _shown(pieces[place + 1 :]) + tail, horizon, block=len(answers))
-        probabilities = scores.softmax(-1)
-        block = torch.tensor([len(answers)])
-        u = draws.uniform(torch.tensor([seed]), block, torch.zeros_like(block), 1, "slot")[0, 0]
-        drawn = int((probabilities.cumsum(-1) <= u).sum().clamp(max=len(options) - 1))
-        index = int(probabilities.argmax()) if greedy else drawn
-        answers.append(SlotAnswer(slot=slot, index=index, probabilities=probabilities))
-        tokens += options[index]
-    return FilledTemplate(tokens=torch.tensor(tokens), answers=tuple(answers))
+    filler = _Filler("slots", model, options)
+    return filler.fill([filler.read("slots template", template, 0)])[0]
 
 
-class _Question(NamedTuple):
-    """A question for the model: the probability of `token` at `position` of a canvas with gaps."""
+@typed
+@takes_options(SlotOptions)
+def decide_many(
+    model: Denoiser, templates: Iterable[Template], *, progress: bool = True, **options: Unpack[SlotOptions]
+) -> Iterator[FilledTemplate]:
+    """Fill the slots of any number of templates, and yield a `FilledTemplate` for each, in order.
 
-    canvas: tuple[int, ...]
-    position: int
-    token: int
+    templates: any iterable, read `max_rows` at a time. A template has fixed pieces and `Slot`s in order, fixed text
+    first. Pieces are token ids, or texts with a `tokenizer` (each tokenized separately, the first after bos).
 
+    - `mode`: "sequential" fills slots from left to right, each given the answers before it. "independent" gives the
+      distribution of each slot while the others are open, all from one canvas. "joint" gives the distribution over all
+      combinations of options, at most 4,096, as the product of each slot's distribution given the slots before it.
+    - `temperature` divides the log-probabilities of options, or of combinations; see `calibrate`.
+    - `threshold`: an answer abstains if the probability of its option is lower.
+    - `greedy` takes the most probable option or combination; otherwise one is drawn. Template i has seed + i.
+    - `horizon`: options of different lengths are compared by this many fixed tokens after them, one forward for each.
+    - `num_draws`: without a mask token, open positions are drawn so often and the probabilities averaged.
+    - `tail_token_id` fills the canvas after the template; None leaves it open.
+    - `max_rows` canvases are predicted at once.
 
-class _Reader:
-    """Predicts canvases with gaps; equal canvases are predicted once."""
-
-    def __init__(self, model: Denoiser, noise: Noise, num_draws: int, max_rows: int, seed: int) -> None:
-        self.model, self.noise, self.max_rows, self.seed = model, noise, max_rows, seed
-        self.num_draws = num_draws if noise.mask_token is None else 1  # gaps of masks are not random
-
-    def score(self, cache: Cache, options: list[list[int]], right: list[int], horizon: int, *, block: int) -> Tensor:
-        """log p(option, right | left) of every option, up to a common constant, (K,) float64."""
-        terms = [self._terms(option, right, self._num_weighed(options, right, horizon)) for option in options]
-        answers = self._answer(cache, list(dict.fromkeys(question for each in terms for question in each)), block)
-        nothing = torch.zeros((), dtype=torch.float64)
-        return torch.stack([sum((answers[question] for question in each), nothing) for each in terms])
-
-    def _num_weighed(self, options: list[list[int]], right: list[int], horizon: int) -> int:
-        """The number of tokens to the right that are scored to compare lengths; 0 if all options have one length."""
-        lengths = {len(option) for option in options}
-        room = self.model.config.canvas_length - max(lengths)
-        return min(horizon, len(right), room) if len(lengths) > 1 else 0
-
-    def _terms(self, option: list[int], right: list[int], num_weighed: int) -> list[_Question]:
-        gap = [_UNKNOWN] * len(option)
-        unseen = [_UNKNOWN] * len(right)
-        weighed = [
-            self._ask(gap + right[:i] + unseen[i:], len(option) + i, right[i])
-            for i in range(num_weighed)
-            if right[i] != _UNKNOWN
-        ]
-        return weighed + [self._ask(option[:i] + gap[i:] + right, i, token) for i, token in enumerate(option)]
-
-    def _ask(self, text: list[int], position: int, token: int) -> _Question:
-        canvas_len = self.model.config.canvas_length
-        return _Question(tuple((text + [_UNKNOWN] * canvas_len)[:canvas_len]), position, token)
-
-    def _answer(self, cache: Cache, questions: list[_Question], block: int) -> dict[_Question, Tensor]:
-        """The log-probability for each question. Probabilities are averaged over draws of the gaps."""
-        canvases = list(dict.fromkeys(question.canvas for question in questions))
-        rows = [(canvas, draw) for canvas in canvases for draw in range(self.num_draws)]
-        by_canvas: dict[tuple[int, ...], list[_Question]] = {canvas: [] for canvas in canvases}
-        for question in questions:
-            by_canvas[question.canvas].append(question)
-        found: dict[_Question, list[Tensor]] = {question: [] for question in questions}
-        for start in range(0, len(rows), self.max_rows):
-            chunk = rows[start : start + self.max_rows]
-            prediction = self._predict(cache, chunk, block)
-            most = max(len(by_canvas[canvas]) for canvas, _ in chunk)
-            tokens = torch.zeros(len(chunk), most, dtype=torch.int64, device=self.model.device)
-            for row, (canvas, _) in enumerate(chunk):
-                for i, question in enumerate(by_canvas[canvas]):
-                    tokens[row, i] = question.token
-            log_probs = prediction.log_prob(tokens[:, None].expand(-1, prediction.canvas_len, -1)).double().cpu()
-            for row, (canvas, _) in enumerate(chunk):
-                for i, question in enumerate(by_canvas[canvas]):
-                    found[question].append(log_probs[row, question.position, i])
-        return {
-            question: torch.stack(values).logsumexp(0) - math.log(len(values)) for question, values in found.items()
-        }
-
-    def _predict(self, cache: Cache, rows: list[tuple[tuple[int, ...], int]], block: int) -> Prediction:
-        """Predict each canvas, with its gaps filled by noise that depends on the draw only."""
-        device = self.model.device
-        canvas = torch.tensor([canvas for canvas, _ in rows], device=device)
-        draw = torch.tensor([draw for _, draw in rows], device=device)
-        seeds, blocks = torch.full_like(draw, self.seed), torch.full_like(draw, block)
-        fill = self.noise.prior(draws.uniform(seeds, blocks, draw, canvas.shape[1], "prior"))
-        gaps = canvas < 0
-        canvas, prefix = torch.where(gaps, fill, canvas), cache.select(torch.zeros_like(draw))
-        prediction = self.model.denoise_at(gaps.double().mean(-1), canvas, prefix)
-        return prediction.shaped(allowed=self.noise.proposable(None, device))
+    Example: `for filled in decide_many(model, templates, threshold=0.9): print(filled["mood"].option)`.
+    """
+    check_flags("decide_many", progress=progress)
+    filler = _Filler("decide_many", model, options)
+    num_templates = len(templates) if isinstance(templates, Sized) else None
+    return _decide(filler, templates, progress_bar(desc="deciding", unit="row", show=progress, total=num_templates))
 
 
-Piece = list[int] | tuple[Slot, list[list[int]]]
+@typed
+def calibrate(results: Iterable[FilledTemplate], truths: Iterable[Sequence[Any]]) -> float:
+    """Return the temperature at which the true options are most likely, for `slots` and `decide_many`.
 
+    results: from `decide_many` with temperature 1. truths: the true option of every slot, for each result. The
+    temperature is between 0.01, for a model that is always right, and 100. Under `mode="joint"` combinations are
+    scored.
 
-def _read_template(
-    template: Sequence[Slot | Sequence[int] | str], tokenizer: Tokenizer | None, noise: Noise, canvas_len: int
-) -> list[Piece]:
-    """Tokenize the template: fixed pieces, and slots with their options."""
-    pieces: list[Piece] = []
-    for place, piece in enumerate(template):
-        if isinstance(piece, Slot):
-            pieces.append((piece, [_read_tokens(option, tokenizer, noise, bos=False) for option in piece.options]))
+    Example: `calibrate(decide_many(model, templates, tokenizer=tokenizer), [["yes"], ["no"]])`.
+    """
+    laws, rights = [], []
+    for number, (filled, truth) in enumerate(zip(results, truths, strict=True)):
+        indices = tuple(_index_of(answer.slot, option, number) for answer, option in _pairs(filled, truth, number))
+        if filled.joint is not None:
+            laws.append(filled.joint.flatten())
+            rights.append(filled.joint[indices])
         else:
-            pieces.append(_read_tokens(piece, tokenizer, noise, bos=place == 0))
-    choices = [piece for piece in pieces if isinstance(piece, tuple)]
-    if not choices:
-        raise ValueError("slots template must have a Slot in it. Use generate or infill to write freely.")
-    if not pieces[0] or isinstance(pieces[0], tuple):
-        raise ValueError("slots template must begin with fixed text, the prefix of the first canvas. Start with bos.")
-    names = [slot.name for slot, _ in choices if slot.name]
-    repeated = [name for name in names if names.count(name) > 1]
-    if repeated:
-        raise ValueError(f"Slot.name must be unique in a template, got {repeated[0]!r} twice. Rename one.")
-    longest = max(len(option) for _, options in choices for option in options)
-    if longest > canvas_len:
-        raise ValueError(f"slots options must fit into a canvas of {canvas_len} tokens, got one of {longest}.")
-    return pieces
+            laws += [answer.probabilities for answer in filled.answers]
+            rights += [answer.probabilities[index] for answer, index in zip(filled.answers, indices, strict=True)]
+    if not laws:
+        raise ValueError("calibrate results must have at least one template, got none.")
+    scores = torch.nn.utils.rnn.pad_sequence(laws, batch_first=True).log()  # padding has probability 0
+    right = torch.stack(rights).log().clamp(min=-700.0)
+    scores = torch.where(scores == -torch.inf, scores, scores.clamp(min=-700.0))
+    low, high = math.log(0.01), math.log(100.0)  # of 1 / temperature; the likelihood is concave in it
+    for _ in range(60):
+        middle = (low + high) / 2
+        law = (scores * math.exp(middle)).softmax(-1)
+        mean = torch.where(law > 0, law * scores, 0.0).sum(-1)
+        low, high = (middle, high) if float((right - mean).mean()) >= 0 else (low, middle)
+    return math.exp(-(low + high) / 2)
 
 
-def _read_tokens(piece: Any, tokenizer: Tokenizer | None, noise: Noise, *, bos: bool) -> list[int]:
-    if isinstance(piece, str):
-        if tokenizer is None:
-            raise ValueError(f"slots needs a tokenizer to read the text {piece!r}. Pass tokenizer=, or token ids.")
-        return tokenizer.encode(piece, bos=bos)
-    tokens = list(_as_ids(piece))
-    if not all(isinstance(t, int) and 0 <= t < noise.vocab_size and t != noise.mask_token for t in tokens):
-        raise ValueError(f"slots pieces must hold real token ids in [0, {noise.vocab_size}), got {tokens}.")
-    return tokens
+def _pairs(filled: FilledTemplate, truth: Sequence[Any], number: int) -> Iterator[tuple[SlotAnswer, Any]]:
+    if len(truth) != len(filled.answers):
+        require(False, f"calibrate truths[{number}]", f"have an option for each of {len(filled.answers)} slots", truth)
+    return zip(filled.answers, truth, strict=True)
+
+
+def _index_of(slot: Slot, option: Any, number: int) -> int:
+    if option not in slot.options:
+        require(False, f"calibrate truths[{number}]", f"have options of the slot {show(slot.options)}", option)
+    return slot.options.index(option)
+
+
+def _decide(filler: "_Filler", templates: Iterable[Template], bar: Any) -> Iterator[FilledTemplate]:
+    numbered = enumerate(templates)
+    with bar:
+        while batch := list(itertools.islice(numbered, filler.max_rows)):
+            rows = [filler.read(f"decide_many templates[{number}]", template, number) for number, template in batch]
+            for filled in filler.fill(rows):
+                bar.update()
+                yield filled
+
+
+class _Row(NamedTuple):
+    """A template as tokens. A round asks about groups of places, after everything to the left of them is read."""
+
+    slots: dict[int, Slot]  # by place
+    pieces: list[Piece]
+    rounds: list[list[list[int]]]
+    seed: int
+
+    def text(self, chosen: dict[int, int], end: int | None = None) -> list[int]:
+        """The tokens of the pieces before `end`, with the chosen options."""
+        pieces = enumerate(self.pieces[:end])
+        filled = [piece.options[chosen[place]] if isinstance(piece, Blank) else piece for place, piece in pieces]
+        return list(itertools.chain(*filled))
+
+
+class _Filler:
+    """Fills batches of templates; `decide_many` describes its options."""
+
+    def __init__(self, owner: str, model: Denoiser, options: SlotOptions) -> None:
+        check_denoiser(owner, model)
+        given: Any = defaults_of(SlotOptions) | dict(options)
+        noise = learnt_noise(model) if given["noise"] is None else given["noise"]
+        check_vocabulary(noise, model.config)
+        for name, least in (("num_draws", 1), ("max_rows", 1), ("horizon", 0)):
+            require(given[name] >= least, f"{owner} {name}", f"be an integer of at least {least}", given[name])
+        require(-(2**63) <= given["seed"] < 2**63, f"{owner} seed", "fit into 64 bits", given["seed"])
+        require(0 < given["temperature"] < math.inf, f"{owner} temperature", "be above 0", given["temperature"])
+        require(0 <= given["threshold"] <= 1, f"{owner} threshold", "be a probability", given["threshold"])
+        tail = given["tail_token_id"]
+        if tail is not None and (not 0 <= tail < noise.vocab_size or tail == noise.mask_token):
+            raise ValueError(
+                f"{owner} tail_token_id must be a real token below {noise.vocab_size}, got {tail}. "
+                "Use None to leave noise there."
+            )
+        self.model, self.noise, self.tokenizer, self.mode = model, noise, given["tokenizer"], given["mode"]
+        self.temperature, self.threshold, self.greedy = given["temperature"], given["threshold"], given["greedy"]
+        self.horizon, self.max_rows, self.seed = given["horizon"], given["max_rows"], given["seed"]
+        self.tail = [] if tail is None else [tail] * model.config.canvas_length
+        self.reader = Reader(model, noise, given["num_draws"], given["max_rows"])
+
+    def read(self, owner: str, template: Template, number: int) -> _Row:
+        """Tokenize a template and check it."""
+        if isinstance(template, str) or not isinstance(template, Sequence):
+            require(False, owner, "be a list of texts and Slots", template)
+        pieces: list[Piece] = []
+        for place, piece in enumerate(template):
+            if isinstance(piece, Slot):
+                pieces.append(Blank([self._tokens(owner, option, bos=False) for option in piece.options]))
+            else:
+                pieces.append(self._tokens(owner, piece, bos=place == 0))
+        found = {place: piece for place, piece in enumerate(template) if isinstance(piece, Slot)}
+        if not found:
+            raise ValueError(f"{owner} must have a Slot in it. Use generate or infill to write freely.")
+        if not pieces[0] or 0 in found:
+            raise ValueError(f"{owner} must begin with fixed text, the prefix of the first canvas. Start with bos.")
+        names = [slot.name for slot in found.values() if slot.name]
+        repeated = [name for name in names if names.count(name) > 1]
+        if repeated:
+            raise ValueError(f"Slot.name must be unique in a template, got {repeated[0]!r} twice. Rename one.")
+        places = list(found)
+        if self.mode == "sequential":
+            rounds = [[[place]] for place in places]
+        else:
+            rounds = [[places]] if self.mode == "joint" else [[[place] for place in places]]
+        row = _Row(found, pieces, rounds, self.seed + number)
+        self._check_sizes(owner, row)
+        return row
+
+    def _check_sizes(self, owner: str, row: _Row) -> None:
+        canvas_len = self.model.config.canvas_length
+        longest = [max(map(len, piece.options)) if isinstance(piece, Blank) else len(piece) for piece in row.pieces]
+        most = max(longest[place] for place in row.slots)
+        if most > canvas_len:
+            raise ValueError(f"{owner} options must fit into a canvas of {canvas_len} tokens, got one of {most}.")
+        span = sum(longest[min(row.slots) : max(row.slots) + 1])
+        if self.mode != "sequential" and span > canvas_len:
+            raise ValueError(
+                f'{owner} slots must fit into one canvas of {canvas_len} tokens under mode="{self.mode}", got {span} '
+                'tokens from the first slot to the last. Use mode="sequential".'
+            )
+        if self.mode == "joint":
+            num_combinations = math.prod(len(slot.options) for slot in row.slots.values())
+            rule = f"have at most {_MOST_COMBINATIONS} combinations of options"
+            fits = num_combinations <= _MOST_COMBINATIONS
+            require(fits, owner, rule, num_combinations, 'Use mode="sequential" or fewer slots.')
+
+    @torch.no_grad()
+    def fill(self, rows: list[_Row]) -> list[FilledTemplate]:
+        """Fill a batch of templates, round by round."""
+        chosen: list[dict[int, int]] = [{} for _ in rows]
+        laws: list[list[Tensor]] = [[] for _ in rows]
+        cache: Cache | None = None
+        active, num_read = list(range(len(rows))), [0] * len(rows)
+        for number in range(max(len(row.rounds) for row in rows)):
+            kept = [at for at, index in enumerate(active) if number < len(rows[index].rounds)]
+            if cache is not None and len(kept) < len(active):
+                cache = cache.select(torch.tensor(kept, device=self.model.device))
+            active = [active[at] for at in kept]
+            texts = [rows[index].text(chosen[index], rows[index].rounds[number][0][0]) for index in active]
+            cache = self.reader.read([text[num_read[i] :] for i, text in zip(active, texts, strict=True)], cache)
+            for index, text in zip(active, texts, strict=True):
+                num_read[index] = len(text)
+            layouts = [self._layouts(rows[index], number) for index in active]
+            joined = [list(itertools.chain(*groups)) for groups in layouts]
+            scores = self.reader.score(cache, joined, [rows[index].seed for index in active], block=number)
+            for index, groups, score in zip(active, layouts, scores, strict=True):
+                parts = score.split([len(group) for group in groups])
+                for places, part in zip(rows[index].rounds[number], parts, strict=True):
+                    law = (part / self.temperature).softmax(-1)
+                    law = law.view([len(rows[index].slots[place].options) for place in places])
+                    laws[index].append(law)
+                    chosen[index] |= zip(places, self._choose(law, rows[index], places[0]), strict=True)
+        return [self._result(row, index, law) for row, index, law in zip(rows, chosen, laws, strict=True)]
+
+    def _layouts(self, row: _Row, number: int) -> list[list[Layout]]:
+        """A layout per option or combination, for each group of the round."""
+        groups = row.rounds[number]
+        first = groups[0][0]
+        pieces = [*row.pieces[first:], self.tail]
+        places = [[place - first for place in group] for group in groups]
+        return [layouts_of(pieces, group, self.model.config.canvas_length, self.horizon) for group in places]
+
+    def _choose(self, law: Tensor, row: _Row, place: int) -> list[int]:
+        """Choose one index per dimension of the law."""
+        block = torch.tensor([list(row.slots).index(place)])
+        u = draws.uniform(torch.tensor([row.seed]), block, torch.zeros_like(block), 1, "slot")[0, 0]
+        drawn = (law.flatten().cumsum(-1) <= u).sum().clamp(max=law.numel() - 1)
+        index = law.argmax() if self.greedy else drawn
+        return [int(part) for part in torch.unravel_index(index, law.shape)]
+
+    def _result(self, row: _Row, chosen: dict[int, int], laws: list[Tensor]) -> FilledTemplate:
+        joint = laws[0] if self.mode == "joint" else None
+        if joint is not None:
+            dims = range(joint.dim())
+            laws = [joint.sum([other for other in dims if other != dim]) if len(dims) > 1 else joint for dim in dims]
+        answers = [
+            SlotAnswer(slot=slot, index=index, probabilities=law, abstains=bool(law[index] < self.threshold))
+            for slot, index, law in zip(row.slots.values(), chosen.values(), laws, strict=True)
+        ]
+        return FilledTemplate(tokens=torch.tensor(row.text(chosen)), answers=tuple(answers), joint=joint)
+
+    def _tokens(self, owner: str, piece: Any, *, bos: bool) -> list[int]:
+        if isinstance(piece, str):
+            if self.tokenizer is None:
+                raise ValueError(
+                    f"{owner} needs a tokenizer to read the text {piece!r}. Pass tokenizer=, or token ids."
+                )
+            return list(self.tokenizer.encode(piece, bos=bos))
+        tokens = list(_as_ids(piece))
+        noise = self.noise
+        if not all(0 <= token < noise.vocab_size and token != noise.mask_token for token in tokens):
+            raise ValueError(f"{owner} must hold real token ids in [0, {noise.vocab_size}), got {tokens}.")
+        return tokens
 
 
 def _as_ids(piece: Any) -> tuple[int, ...]:
@@ -273,11 +374,3 @@ def _as_ids(piece: Any) -> tuple[int, ...]:
     if None in ids:
         require(False, "slots pieces and options", "be texts or sequences of token ids", piece)
     return tuple(token for token in ids if token is not None)
-
-
-def _shown(pieces: list[Piece]) -> list[int]:
-    """The tokens to the right: fixed ones, and gaps as long as the longest option of a slot."""
-    shown: list[int] = []
-    for piece in pieces:
-        shown += piece if isinstance(piece, list) else [_UNKNOWN] * max(len(option) for option in piece[1])
-    return shown

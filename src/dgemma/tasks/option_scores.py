@@ -1,0 +1,168 @@
+"""Scores of the options of a template's slots: log-probabilities of texts with holes, by the chain rule.
+
+A canvas shows fixed tokens, and every other position is open. Options whose texts are equally long are compared by
+log p(option | fixed), token by token. If lengths differ, the fixed tokens after the first such slot stand at different
+positions. Then log p(fixed | lengths) is added, with the fixed tokens scored in order before the options.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dgemma.diffusion import draws
+from dgemma.diffusion.noise import Noise
+from dgemma.model.cache import Cache
+from dgemma.run.step import Denoiser
+
+_OPEN = -1  # in a canvas: a position whose token is not shown
+
+
+class Blank(NamedTuple):
+    """The options of a slot as tokens."""
+
+    options: list[list[int]]
+
+    @property
+    def num_lengths(self) -> int:
+        return len(set(map(len, self.options)))
+
+
+Piece = list[int] | Blank  # fixed tokens, or a slot
+
+
+class Factor(NamedTuple):
+    """A factor of the chain rule: the log-probability of `token` at `position` of a canvas of a row."""
+
+    row: int
+    canvas: tuple[int, ...]
+    position: int
+    token: int
+
+
+class Layout(NamedTuple):
+    """A text that starts with the canvas: `holes` hold an option, `weighed` are the fixed tokens to score."""
+
+    tokens: list[int]  # _OPEN in slots that are not asked about
+    holes: list[int]
+    weighed: list[int]
+
+    def factors(self, row: int, canvas_len: int) -> list[Factor]:
+        """The factors of the chain rule: first `weighed`, each seeing what is left of it, then `holes`."""
+
+        def ask(shown: int, closed: Iterable[int], position: int) -> Factor:
+            canvas = self.tokens[:shown] + [_OPEN] * canvas_len
+            for hole in closed:
+                canvas[hole] = _OPEN
+            return Factor(row, tuple(canvas[:canvas_len]), position, self.tokens[position])
+
+        weighed = [ask(position, self.holes, position) for position in self.weighed]
+        return weighed + [ask(canvas_len, self.holes[i:], position) for i, position in enumerate(self.holes)]
+
+
+def layouts_of(pieces: Sequence[Piece], places: Sequence[int], canvas_len: int, horizon: int) -> list[Layout]:
+    """Return a layout for every combination of options of the slots at `places`, the last slot's options fastest.
+
+    Other slots stay open, with as many positions as their longest option. At most `horizon` fixed tokens are weighed.
+
+    Example: `layouts_of([Blank([[5], [6, 7]]), [8]], [0], 32, 8)[1].tokens` is [6, 7, 8].
+    """
+    blanks = [piece.options for place, piece in enumerate(pieces) if place in places and isinstance(piece, Blank)]
+    uneven = [place for place in places if isinstance(piece := pieces[place], Blank) and piece.num_lengths > 1]
+    first_uneven = min(uneven, default=len(pieces))
+    found = []
+    for combination in itertools.product(*blanks):
+        layout, options = Layout([], [], []), iter(combination)
+        for place, piece in enumerate(pieces):
+            start = len(layout.tokens)
+            if not isinstance(piece, Blank):
+                layout.tokens.extend(piece)
+                if place > first_uneven:
+                    layout.weighed.extend(range(start, len(layout.tokens)))
+            elif place in places:
+                layout.tokens.extend(next(options))
+                layout.holes.extend(range(start, len(layout.tokens)))
+            else:
+                layout.tokens.extend([_OPEN] * max(map(len, piece.options)))
+        found.append(layout)
+    # All combinations are compared by the same fixed tokens.
+    num_weighed = min(sum(position < canvas_len for position in layout.weighed) for layout in found)
+    return [layout._replace(weighed=layout.weighed[: min(horizon, num_weighed)]) for layout in found]
+
+
+class Reader:
+    """Reads prefixes, and predicts canvases with open positions. Equal canvases of a row are predicted once."""
+
+    def __init__(self, model: Denoiser, noise: Noise, num_draws: int, max_rows: int) -> None:
+        self.model, self.noise, self.max_rows = model, noise, max_rows
+        self.num_draws = num_draws if noise.mask_token is None else 1  # masks are not random
+
+    def read(self, texts: Sequence[Sequence[int]], cache: Cache | None) -> Cache:
+        """Extend the cache of B rows by their texts, which may differ in length."""
+        longest = max(map(len, texts))
+        if cache is not None and longest == 0:
+            return cache
+        padded = [[*text, *[0] * (longest - len(text))] for text in texts]
+        tokens = torch.tensor(padded, dtype=torch.int64, device=self.model.device)
+        if all(len(text) == longest for text in texts):
+            return self.model.encode(tokens, cache)
+        lengths = torch.tensor([len(text) for text in texts], device=tokens.device)
+        is_real = torch.arange(longest, device=tokens.device) < lengths[:, None]
+        return self.model.encode(tokens, cache, attention_mask=is_real)
+
+    def score(
+        self, cache: Cache, layouts: Sequence[Sequence[Layout]], seeds: Sequence[int], block: int
+    ) -> list[Tensor]:
+        """Return the log-probability of each layout up to a constant per row, (K,) float64, for every row."""
+        canvas_len = self.model.config.canvas_length
+        terms = [[layout.factors(row, canvas_len) for layout in each] for row, each in enumerate(layouts)]
+        found = self._answer(cache, itertools.chain(*itertools.chain(*terms)), seeds, block)
+        sums = [[math.fsum(found[factor] for factor in factors) for factors in each] for each in terms]
+        return [torch.tensor(each, dtype=torch.float64) for each in sums]
+
+    def _answer(self, cache: Cache, factors: Iterable[Factor], seeds: Sequence[int], block: int) -> dict[Factor, float]:
+        """The log-probability for each factor. Probabilities are averaged over draws of the open positions."""
+        by_canvas: dict[tuple[int, tuple[int, ...]], list[Factor]] = {}
+        for factor in dict.fromkeys(factors):
+            by_canvas.setdefault((factor.row, factor.canvas), []).append(factor)
+        work = [(asked, draw) for asked in by_canvas.values() for draw in range(self.num_draws)]
+        found: dict[Factor, list[float]] = {}
+        for start in range(0, len(work), self.max_rows):
+            chunk = work[start : start + self.max_rows]
+            for factor, log_prob in self._predict(cache, chunk, seeds, block):
+                found.setdefault(factor, []).append(log_prob)
+        return {factor: _log_mean(values) for factor, values in found.items()}
+
+    def _predict(
+        self, cache: Cache, work: list[tuple[list[Factor], int]], seeds: Sequence[int], block: int
+    ) -> list[tuple[Factor, float]]:
+        """Predict each canvas, with its open positions filled by noise that depends on the row's seed and the draw."""
+        device, asked = self.model.device, [(at, factor) for at, (each, _) in enumerate(work) for factor in each]
+        canvas = torch.tensor([each[0].canvas for each, _ in work], device=device)
+        rows = torch.tensor([each[0].row for each, _ in work], device=device)
+        draw = torch.tensor([draw for _, draw in work], device=device)
+        blocks = torch.full_like(draw, block)
+        uniform = draws.uniform(torch.tensor(seeds, device=device)[rows], blocks, draw, canvas.shape[1], "prior")
+        gaps = canvas == _OPEN
+        canvas = torch.where(gaps, self.noise.prior(uniform), canvas)
+        prediction = self.model.denoise_at(gaps.double().mean(-1), canvas, cache.select(rows))
+        prediction = prediction.shaped(allowed=self.noise.proposable(None, device))
+        tokens = torch.zeros(len(work), max(len(each) for each, _ in work), dtype=torch.int64)
+        for at, (each, _) in enumerate(work):
+            tokens[at, : len(each)] = torch.tensor([factor.token for factor in each])
+        log_probs = prediction.log_prob(tokens.to(device)[:, None].expand(-1, canvas.shape[1], -1)).double().cpu()
+        columns = [column for each, _ in work for column in range(len(each))]
+        positions = [factor.position for _, factor in asked]
+        values = log_probs[[at for at, _ in asked], positions, columns].tolist()
+        return [(factor, value) for (_, factor), value in zip(asked, values, strict=True)]
+
+
+def _log_mean(values: list[float]) -> float:
+    """The logarithm of the mean of the exponentials."""
+    top = max(values)
+    if top == -math.inf:
+        return top
+    return top + math.log(math.fsum(math.exp(value - top) for value in values) / len(values))
