@@ -4,8 +4,7 @@ python kernels/benchmarks/experts.py                  every kernel of the half, 
 python kernels/benchmarks/experts.py --weights int4   with the experts in another format
 
 Weights are random and differ in every layer (30 layers are 45 GB, so that no cache helps). Routing is random as well:
-even over all experts, the worst case, or over 84 random experts per layer, as observed on text. `experts_sweep.py`
-compares tiles.
+even over all experts, the worst case, or over 84 random experts per layer. `experts_sweep.py` compares tiles.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
 python kernels/benchmarks/experts_sweep.py 256 512                    at 256 and at 512 tokens
 python kernels/benchmarks/experts_sweep.py 256 --weights packed       with the experts in 12 bits, or in float8 by fp8
-python kernels/benchmarks/experts_sweep.py 256 --distinct 84          routed over 84 experts per layer, as on text
+python kernels/benchmarks/experts_sweep.py 256 --distinct 84          routed over 84 experts per layer
 
 The sweep reports and skips tiles that are wrong or do not fit. Put the fastest tiles into a table of `configs`.
 """

@@ -7,8 +7,7 @@ python kernels/benchmarks/step.py --transformers     also transformers' eager st
 python kernels/benchmarks/step.py --compiled         also transformers' compiled step, which takes minutes
 
 Random bfloat16 weights route nearly evenly over all experts, which is the worst case. `skewed` restricts every layer to
-84 experts, as observed on text. Long prefixes are random keys and values. Each part prints a table and adds to the
-JSON file.
+84 experts. Long prefixes are random keys and values. Each part prints a table and adds to the JSON file.
 """
 
 import argparse

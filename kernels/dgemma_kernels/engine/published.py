@@ -1,4 +1,4 @@
-"""The published sampler for capture: one launch for its decision and all of `settle`.
+"""The published sampler in one kernel launch, for CUDA graphs: its decision and all of `settle`.
 
 Twin of `dgemma.run.step.decide` and `settle`, bit for bit except for sums of entropies, which are rounded once.
 """

@@ -1,4 +1,4 @@
-"""Tile shapes as data: the fastest measured ones for a GPU, and default ones that fit any GPU since Turing."""
+"""Tile shapes as data: the fastest measured ones for a GPU, and default ones that fit consumer GPUs since Ampere."""
 
 from dataclasses import dataclass, replace
 

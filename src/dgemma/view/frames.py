@@ -1,4 +1,4 @@
-"""Frames of a recorded run, for pages, pictures and plots: one row after each step."""
+"""Frames of one row of a recorded run, one after each step, for pages, pictures and plots."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""Conditioning on a language as kernels: class sums, arc weights, passes over positions, paths and class biases.
+"""Kernels that condition a prediction on a language: sums over classes of tokens, passes over positions, and paths.
 
 The passes are sequential over the C positions of a canvas. So one program per row and pass loops over positions, and
 the forward, the backward and the best pass run at the same time. The values of a position go through global memory,
