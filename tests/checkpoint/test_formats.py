@@ -164,7 +164,11 @@ DAMAGES = [
         "must be stored as the other experts are",
     ),
     ("gptq, act order", lambda t: t[f"{EXPERT}.g_idx"].add_(1), "must group its columns as its gate does"),
-    ("gptq, act order", lambda t: [t[n].add_(9) for n in t if n.endswith("g_idx")], "must have groups below 1, got 9"),
+    (
+        "gptq, act order",
+        lambda t: [t[n].add_(9) for n in t if n.endswith("g_idx")],
+        "must have group indices below 1, got 9",
+    ),
     ("auto-round", lambda t: t.pop(f"{EXPERT}.qzeros"), f"missing {EXPERT}.qzeros"),
     ("auto-round", lambda t: t[f"{EXPERT}.qzeros"].fill_(0), "qzeros must all be 8"),
     (

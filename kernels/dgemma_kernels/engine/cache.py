@@ -1,6 +1,6 @@
 """The prefix cache in buffers with constant addresses, so that a CUDA graph captured over them stays valid.
 
-Twin of `dgemma.model.cache.PrefixCache`: rows are left-aligned, lengths are on the device. A forward writes the keys
+As in `dgemma.model.cache.PrefixCache`, rows are left-aligned and lengths are on the device. A forward writes the keys
 and values of its tokens into a tail after the prefix, and a commit only adds to a length. Full layers have room for the
 whole prefix, sliding layers for their window and a tail. `settle` moves the newest tokens of a sliding layer to its
 front. Buffers grow in steps. They return to a pool, with their graphs, when their cache is gone.

@@ -1,6 +1,6 @@
 """The network as kernel launches over a cache's buffers: embedding, layers, head, soft embedding.
 
-Nothing here reads the device, so all of it can be captured. Twin of `dgemma.DiffusionGemma`.
+Nothing here reads the device, so all of it can be captured. The reference is `dgemma.DiffusionGemma`.
 """
 
 import torch

@@ -1,6 +1,7 @@
 """The published sampler in one kernel launch, for CUDA graphs: its decision and all of `settle`.
 
-Twin of `dgemma.run.step.decide` and `settle`, bit for bit except for sums of entropies, which are rounded once.
+Results equal those of `dgemma.run.step.decide` and `settle` bit for bit, except that sums of entropies are rounded
+once.
 """
 
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ def is_published(state: DenoiseState, knobs: Knobs) -> bool:
         and type(state.noise) is UniformNoise
         and state.awaited is None
         and state.allowed is None
-        # Its draft is the argmax, a text of the language. Noise on the canvas is not.
+        # Under a language the draft must be one of its texts, as the argmax is. A canvas with noise is not.
         and (state.language is None or getattr(knobs.sampler, "commit", None) == "argmax")
         and not state.injected
     )

@@ -433,8 +433,8 @@ def multiply_four_bit(
 ) -> tl.tensor:
     """Multiply rows r and rows r + 64 of an expert's block, one of BLOCKS, by M rows of inputs: two (64, M) float32.
 
-    inputs: (M, 1) pointers to the rows. GROUPS is the number of scales per row of a plane. DEPTH divides the width of
-    all planes.
+    inputs: (M, 1) pointers to the rows. GROUPS is the number of scales per row of a plane. DEPTH divides WIDTH
+    rounded up to a multiple of 64.
     """
     PLANES: tl.constexpr = (WIDTH + 63) // 64
     AT_ONCE: tl.constexpr = DEPTH // 64

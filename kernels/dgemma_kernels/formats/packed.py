@@ -216,7 +216,8 @@ def _load_block(
     """Return a block's 128 rows by 128 columns from `start` on; columns beyond WIDTH are arbitrary but not NaN."""
     HALVES: tl.constexpr = (WIDTH + 63) // 64
     PLANES: tl.constexpr = HALVES + (HALVES + 1) // 2
-    whole = start + 64 < WIDTH  # else there is no second half: the read starts before the first row and gives zeros
+    # If there is no second half, it is read from row -128, outside of the planes, which gives zeros.
+    whole = start + 64 < WIDTH
     at = (block * PLANES + start // 128 * 3) * 128
     after, codes = tl.where(whole, at + 128, -128), tl.where(whole, at + 256, at + 128)
     if DESCRIBED:

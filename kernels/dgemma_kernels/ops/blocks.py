@@ -24,7 +24,7 @@ def gelu_tanh_times(gate: tl.tensor, up: tl.tensor, dtype: tl.constexpr) -> tl.t
 
 @triton.jit
 def float8_scale(values: tl.tensor, AXIS: tl.constexpr) -> tl.tensor:
-    """Return the scale of rows along AXIS: their largest value / the largest float8. Twin of `float8.quantize`."""
+    """Return the scale of rows along AXIS: their largest value / the largest float8, as in `float8.quantize`."""
     return tl.maximum(tl.max(tl.abs(values), AXIS), 2.0**-80) / 448.0
 
 

@@ -184,7 +184,7 @@ def _require_valid(weight: QuantizedWeight, name: str) -> None:
     if isinstance(weight, IntWeight) and weight.group_index is not None:
         low, high = int(weight.group_index.min()), int(weight.group_index.max())
         if low < 0 or high >= weight.scale.shape[-1]:
-            raise ValueError(f"{name} must have groups below {weight.scale.shape[-1]}, got {low} to {high}.")
+            raise ValueError(f"{name} must have group indices below {weight.scale.shape[-1]}, got {low} to {high}.")
     for role, tensor in weight.tensors().items():
         if role in ("scale", "bias", "row_scale") and not bool(tensor.float().isfinite().all()):
             raise ValueError(f"{name} must have finite scales, got NaN or infinity in {role}. Download the file again.")

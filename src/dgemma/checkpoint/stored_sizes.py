@@ -38,7 +38,8 @@ def contradictions(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -
     for layer in layers:
         kinds[layer] = SLIDING if f"{attentions[layer]}.v_proj.weight" in shapes else FULL
         if heads[layer] == getattr(config, _HEADS[types[layer]][0]):
-            kinds[layer] = types[layer]  # its heads fit the config, so v_proj is missing or superfluous
+            # The head size agrees with the config. So if v_proj does not, v_proj is the mistake, not the layer's type.
+            kinds[layer] = types[layer]
     full, config_full = ([layer for layer in layers if kind[layer] == FULL] for kind in (kinds, types))
     sentences = []
     if full == config_full:

@@ -1,7 +1,7 @@
 """Loading and saving of weights: one table of tensor names, and safetensors files, single or sharded.
 
-The reference twin is transformers' DiffusionGemmaForBlockDiffusion. Nothing is unpickled, and no code from a checkpoint
-is run.
+The reference is transformers' DiffusionGemmaForBlockDiffusion. Nothing is unpickled, and no code from a checkpoint is
+run.
 """
 
 import logging
@@ -265,7 +265,7 @@ def _read_weights(
             if isinstance(weight, Tensor) and entry.decode is not None:
                 dequantized[ours] = entry.format
             if isinstance(weight, Tensor):
-                # Plain Gemma 4 has one scalar for both modes. They must not share memory.
+                # Plain Gemma 4 stores one scalar per layer. Our model has two, which must not share memory.
                 copies = plan.whole.get(ours) in taken
                 weight = quantization.apply(ours, weight.to(dtype).clone() if copies else weight.to(dtype))
             taken.update(plan.sources(ours))
@@ -323,7 +323,8 @@ def _give_notices(plan: Plan, contents: Contents, state: Mapping[str, Tensor], c
     unequal = [name for name, causal in pairs.items() if not torch.equal(state[name], state[causal])]
     if unequal:
         logger.warning(
-            "The two modes scale these layers differently, unlike the published model: %s.", ", ".join(first(unequal))
+            "The scalars of these layers differ between encoder and decoder, unlike in the published model: %s.",
+            ", ".join(first(unequal)),
         )
 
 

@@ -124,7 +124,7 @@ def add_constraint_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("constraint", "Write only texts of a given form. Use one of these options.")
     group.add_argument("--regex", metavar="PATTERN", help="texts that match a regular expression as a whole")
     group.add_argument("--json-schema", metavar="FILE", help="JSON that is valid under the schema in FILE")
-    group.add_argument("--choice", action="append", metavar="TEXT", help="one of several texts; may be repeated")
+    group.add_argument("--choice", action="append", metavar="TEXT", help="an allowed text; repeat the option for each")
 
 
 def read_constraint(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Regex | None:

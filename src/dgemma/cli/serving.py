@@ -23,7 +23,7 @@ def add_commands(commands: Any) -> None:
         "'dgemma[serve]'.",
         epilog="examples:\n  dgemma serve\n      then open http://127.0.0.1:8000\n"
         "  dgemma serve -m google/diffusiongemma-26B-A4B-it --fast --slots 16\n"
-        "  dgemma serve --replay run.html\n      a page of --html at /replay: click a word, and the model writes it "
+        "  dgemma serve --replay run.html\n      then open /replay: click a word of the run, and the model writes it "
         "again\n\n"
         f"If the variable {_KEY} is set, requests need that key.",
     )
@@ -48,7 +48,7 @@ def add_commands(commands: Any) -> None:
         metavar="S",
         help="maximum seconds per answer (%(default)s)",
     )
-    group.add_argument("--replay", metavar="FILE", help="a page of --html to show at /replay")
+    group.add_argument("--replay", metavar="FILE", help="web page that --html wrote, to show at /replay")
     parser.set_defaults(run=_serve)
 
 

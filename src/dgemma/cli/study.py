@@ -180,7 +180,7 @@ def _bench(arguments: argparse.Namespace) -> None:
     sampler, noise = options.own_sampler(arguments, denoiser), options.own_noise(arguments, denoiser)
 
     def write_canvas() -> None:
-        """Write one canvas, with prefix and commit. Without stop rule and stop token, every canvas costs the same."""
+        """Read the prefix, write one canvas and encode it. No stop rule or stop token ends a canvas early."""
         generate(
             denoiser,
             prefix,

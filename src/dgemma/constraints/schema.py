@@ -35,7 +35,7 @@ _FORMATS = {
     "email": r"[a-z0-9_+-]+(?:\.[a-z0-9_+-]+)*@[a-z0-9-]+(?:\.[a-z0-9-]+)+",
 }
 _INTEGER = "-?(?:0|[1-9][0-9]*)"
-_FRACTION = r"\.[0-9]{1,12}"  # float64 holds these digits, so that a number stays on its side of a bound
+_FRACTION = r"\.[0-9]{1,12}"  # few digits, so that rounding to float64 moves no number across a bound
 
 
 def _escape_json(text: str) -> str:
@@ -207,8 +207,9 @@ class _Compiler:
                     f"at {where}."
                 )
             if piece in ("\\S", "\\W", "\\D", "\\s", "\\b", "\\B") and (in_set or piece in ("\\b", "\\B")):
+                inside = "" if piece in ("\\b", "\\B") else " inside brackets"
                 raise ValueError(
-                    f"JsonSchema.schema must have a pattern without {piece} there, got {pattern!r} at {where}."
+                    f"JsonSchema.schema must have a pattern without {piece}{inside}, got {pattern!r} at {where}."
                 )
             if piece in ("\\S", "\\W", "\\D"):
                 piece = rf'[^{piece.lower()}"\\\x00-\x1f\x7f-\x9f]'
@@ -368,7 +369,8 @@ def _bounds(schema: Mapping[str, Any], where: str, *, whole: bool) -> tuple[int 
         found = [(schema[key], key == exclusive) for key in (name, exclusive) if key in schema]
         if any(isinstance(bound, bool) or bound != int(bound) for bound, _ in found) or (len(found) > 1 and not whole):
             raise ValueError(
-                f"JsonSchema.schema must have one whole number as a bound, got {found[0][0]!r} at {where}."
+                "JsonSchema.schema must have whole numbers as bounds, and for a number only one per side, "
+                f"got {found[0][0]!r} at {where}."
             )
         moved = [int(bound) + (shift if beyond and whole else 0) for bound, beyond in found]
         bounds.append(None if not moved else max(moved) if shift > 0 else min(moved))
@@ -428,7 +430,8 @@ def _naturals(low: int, high: int | None) -> str | None:
         return _either([_naturals(low, 10**digits - 1) if low > 0 else "0", longer])
     parts = []
     while low <= high:
-        # The largest block low .. low + 10^n - 1 that starts at a multiple of 10^n, with one leading digit range.
+        # The largest size 10^n such that low is a multiple of it and low + 10^n - 1 is at most high. A part is then a
+        # range of one digit, followed by n arbitrary digits.
         size = 1
         while low > 0 and low % (size * 10) == 0 and low + size * 10 - 1 <= high:
             size *= 10

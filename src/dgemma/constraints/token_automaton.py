@@ -1,8 +1,8 @@
 """Automata over tokens, built from an automaton over bytes and the bytes of each token.
 
 Each token is a function from states to states of the byte automaton. Few functions exist: inside a JSON string,
-thousands of tokens have the same one. The functions of all tokens are computed along the tokens' common prefixes, once
-per function.
+thousands of tokens have the same one. The function of a token is built byte by byte. A function followed by a byte is
+computed only once for all tokens.
 """
 
 from typing import NamedTuple, Self
@@ -176,8 +176,9 @@ def with_stops(automaton: TokenAutomaton, stop_tokens: tuple[int, ...], vocab_si
 def with_gaps(automaton: TokenAutomaton, starts: list[int], vocab_size: int) -> tuple[Automaton, list[int]]:
     """Add a last class, without tokens, for positions between two texts. Also return the new start states.
 
-    The class leads from a final state to a new start state, and from there to itself. That state has the transitions of
-    the old start. `starts`, in ascending order, are the first states of the automata that `unite` put together.
+    The class leads from a final state to a new start state, and from the new start state to itself. The new start state
+    also has the transitions of the old one. `starts`, in ascending order, are the first states of the automata that
+    `unite` put together.
     """
     num_states = automaton.num_states
     # The new start state of each state's automaton.

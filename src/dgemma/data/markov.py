@@ -1,6 +1,6 @@
 """Texts from a random Markov chain, whose exact likelihood and entropy are known, as a source of batches.
 
-This is the check of Eso-LM (arXiv:2506.01928): 254 states, 30 tokens, an entropy of about 1.73 nats per token. No model
+This is the check of Eso-LM (arXiv:2506.01928): 254 states, 30 tokens, in the paper about 1.73 nats per token. No model
 can score below the entropy, and a good model should reach it.
 """
 
@@ -24,7 +24,7 @@ from dgemma.train.estimates import Curve, mean_of_rows
 class MarkovChain:
     """p(x) = first[x_0] · move[x_0, x_1] · move[x_1, x_2] · …
 
-    Example: `MarkovChain.random().entropy(30) / 30` is about 1.73 nats per token.
+    Example: `MarkovChain.random().entropy(30) / 30` is about 1.72 nats per token.
     """
 
     first: Tensor  # (V,) float64

@@ -32,13 +32,15 @@ class TextSource:
     document of L tokens has ⌈L / canvas_len⌉ canvases. The last is filled with end-of-text. No canvas holds or sees two
     documents.
 
-    The canvases of all documents form a ring. Each epoch starts at a random canvas and cuts the ring into rows. Rows
-    alternate between `num_canvases` canvases after one token of context, and one canvas less after 1 to `canvas_len`
-    tokens. So the model sees prompts of all these lengths in batches of one shape. Each epoch shuffles its rows.
+    The canvases of all documents form a ring. Each epoch starts at a random canvas and cuts the ring into rows. Every
+    other row has one token of context and `num_canvases` canvases. The rows between have 1 to `canvas_len` tokens of
+    context and one canvas less. So the model sees prompts of all these lengths in batches of one shape. Each epoch
+    shuffles its rows.
 
     If a document starts a row, its begin-of-text is the context. Inside a row, begin-of-text is frozen, as the first
-    token of its canvas. Later rows of a document start at random offsets, which differ between epochs. The fill at the
-    end of the document limits the offset. The second row then repeats some tokens of the first, which are frozen.
+    token of its canvas. Later rows of a document start some tokens early. Their number is drawn anew in each epoch, and
+    is at most the number of fill tokens in the document's last canvas. So the second row begins with the last tokens of
+    the first, which are frozen there.
 
     Example: `TextSource(file=file, canvas_len=64, num_canvases=8, batch_size=128)(0, range(128)).tokens` is (128, 513).
     """
@@ -131,7 +133,8 @@ class TextSource:
             tokens = self.file.document(number)
             index = canvas - int(self._canvases[number])  # within the document
             count = min(int(self._canvases[number + 1]) - canvas, end - position)
-            # Begin-of-text as context makes room for one more token, unless the last canvas would be empty.
+            # If the document starts a row, its begin-of-text is context and in no canvas. It stays in the first canvas
+            # if the last canvas would be empty otherwise.
             lead = int(self._starts_row(position - index) and (len(tokens) - 1) % self.canvas_len > 0)
             if index == 0:
                 start, read, num_frozen = lead, lead, 1 - lead

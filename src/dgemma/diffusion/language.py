@@ -351,7 +351,10 @@ class Joint:
         return self._ops.arc_weights(self.language, classes, total=total)
 
     def _kept(self, classes: Tensor, text: Tensor, cost: Tensor) -> Tensor:
-        """Weights of classes (B, C, K) if contradicting `text` (B, C) costs `cost` (B, C); 0 for its own class."""
+        """The weights of classes (B, C, K) if contradicting `text` (B, C) costs `cost` (B, C).
+
+        Where the cost is above 0, the class of the text's token has weight 0.
+        """
         own = self.language.automaton.token_class[text].long()[..., None]
         dearer = classes - cost[..., None]
         kept = torch.where(cost[..., None] > 0, dearer.scatter(-1, own, 0.0), classes)

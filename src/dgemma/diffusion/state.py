@@ -1,7 +1,7 @@
 """The state of a canvas during denoising. A step is a pure function of it.
 
-Read it, change a field with `dataclasses.replace`, splice rows of one state into another, or save it. All fields are
-tensors except the noise process, a frozen value that never changes within a canvas. The language is a tuple of tensors.
+Read it, change a field with `dataclasses.replace`, splice rows of one state into another, or save it. Its fields are
+tensors or hold tensors. Only the noise process is a frozen value, which never changes within a canvas.
 """
 
 from collections.abc import Callable, Mapping
@@ -46,7 +46,7 @@ class DenoiseState:
     seeds: Tensor  # (B,) int64
     rows: Tensor  # (B,) int64: row numbers in the whole batch
     noise: Noise
-    awaited: Tensor | None = None  # (B, C) bool: positions that decide the end; None means all
+    awaited: Tensor | None = None  # (B, C) bool: positions that decide when the canvas ends; None means all
     allowed: Tensor | None = None  # (B or 1, C or 1, V) bool; None allows everything
     language: Language | None = None  # the texts that the canvas may become; None means all
     self_cond: Prediction | Tensor | None = None  # condition of the next forward

@@ -167,7 +167,7 @@ def choose_scale(groups: Tensor, *, bits: int, symmetric: bool, scale_dtype: tor
     """
     middle, top = 1 << bits - 1, (1 << bits) - 1
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
-    # Symmetric codes reach -8 to 7: the wider side is divided by 7, or by 8 if it is negative.
+    # With 4 bits, symmetric codes stand for -8 to 7. So the scale must be at least high / 7 and -low / 8.
     span = torch.maximum(high / (top - middle), -low / middle) if symmetric else (high - low) / top
     # The zero point is the same for all scales, so that a smaller scale clips both sides.
     zero = torch.full_like(span, middle) if symmetric else (-low / span.clamp(min=_SMALLEST)).round()

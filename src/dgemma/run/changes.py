@@ -113,8 +113,8 @@ def snapshot(state: DenoiseState) -> DenoiseState:
 def list_writes(before: DenoiseState, after: DenoiseState) -> dict[str, Any]:
     """Return the fields that were written in place, in the form of `list_changes`.
 
-    Writing into `canvas` or `frozen` does not change `open`. `open` is then listed too, because `list_changes` would
-    otherwise compute it again.
+    If `canvas` or `frozen` was written, `open` is listed too, even if it is unchanged. Otherwise `list_changes` would
+    compute a new `open` from them.
 
     Example: `list_writes(before, record.state)` is `{}` if a callback wrote nothing.
     """

@@ -66,7 +66,7 @@ class Worker:
         return len(self._waiting) + len(self._running)
 
     def work(self, prompts: Iterable[tuple[int, Any]] = ()) -> list[dict[str, Any]]:
-        """Take more prompts, step until at least one prompt is finished, and return the finished ones as stored."""
+        """Take more prompts, step until at least one is finished, and return the results as lines of the file."""
         self._waiting += prompts
         finished: list[dict[str, Any]] = []
         while self.num_prompts and not finished:

@@ -46,7 +46,7 @@ def _balance(router: nn.Module, inputs: Any, routing: Routing, *, weight: float)
 
 
 class _WithSlope(torch.autograd.Function):
-    """Identity of the weights whose backward pass gives the probabilities the slope as gradient."""
+    """Return the weights unchanged; in the backward pass, add `slope` to the gradient of the probabilities."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, probabilities: Tensor, slope: Tensor) -> Tensor:

@@ -208,7 +208,7 @@ def _describe_code(code: types.CodeType) -> str:
 
 
 def _describe_variables(variables: Mapping[str, object]) -> str:
-    """Describe data, and functions and modules by name: they may refer to each other."""
+    """Describe data by value, but functions and modules by name, because these may refer to each other."""
     named = {
         name: getattr(value, "__qualname__", value.__class__.__name__)
         if callable(value) or isinstance(value, types.ModuleType)

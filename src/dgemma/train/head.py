@@ -2,7 +2,7 @@
 
 With a vocabulary of 262,144 tokens the logits of 8,192 positions are 8.6 GB in float32, and so is their gradient. Here
 the logits of a slice are computed, reduced to one number per token and dropped. The backward computes them again. The
-reference twin is `Prediction`, with its soft-capped softmax.
+reference is `Prediction`, with its soft-capped softmax.
 """
 
 from collections.abc import Callable

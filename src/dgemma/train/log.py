@@ -158,7 +158,8 @@ class RouterLoad:
         """Count within the context."""
         handles = []
         for router in self.routers:
-            # Compiled layers count in later runs too, because the counts are a buffer and all hooks are one function.
+            # The counts are a buffer and the hook is always the same function. So layers that were compiled in an
+            # earlier context count in this one too.
             scale = router.per_expert_scale  # may be spread over processes; each process counts its own tokens
             counts = torch.zeros(scale.shape, dtype=torch.int64, device=scale.device)
             router.register_buffer("load", counts, persistent=False)

@@ -156,8 +156,9 @@ def add_lora(model: DiffusionGemma, lora: LoRA | None = None, *, seed: int = 0) 
 def merge_lora(model: DiffusionGemma, *, quantized: str | None = None) -> dict[str, float]:
     """Add the adapters to the weights and remove them. The model can then be saved and accelerated.
 
-    Other weights are rounded to their dtype, and the logits stay. Quantised weights need a choice: "dequantize" gives
-    weights of the model's dtype; "requantize" rounds to the same format again, which changes the logits.
+    Plain weights are rounded to their dtype, and the logits change only by that rounding. Quantised weights need a
+    choice: "dequantize" gives weights of the model's dtype; "requantize" rounds to the same format again, which changes
+    the logits.
     Return the relative error of this rounding, |rounded - exact| / |exact|, for each weight that was quantised.
 
     Example: `merge_lora(model); model.save_pretrained("merged")`.

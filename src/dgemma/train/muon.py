@@ -1,7 +1,7 @@
 """Muon (arXiv:2502.16982): updates matrices by their orthogonalised momentum, and everything else with AdamW.
 
 With Adam, the few directions that dominate the gradient of a matrix also dominate its update. Here all directions
-change equally. The reference twin is `torch.optim.Muon`, which loops over matrices; here matrices of one shape are
+change equally. The reference is `torch.optim.Muon`, which loops over matrices; here matrices of one shape are
 batched.
 """
 

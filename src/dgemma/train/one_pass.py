@@ -1,4 +1,4 @@
-"""All canvases of a row in one pass (BD3-LM, arXiv:2503.09573). Reference twin: `encode` and `denoise` per canvas.
+"""All canvases of a row in one pass (BD3-LM, arXiv:2503.09573). Reference: `encode` and `denoise` per canvas.
 
 The clean text is read once, causally. Then every canvas, at its own noise level, sees the clean tokens before its start
 and itself. It sees neither other canvases nor the clean tokens that it must predict. Rows are right-padded, so a
@@ -30,7 +30,7 @@ class CleanText(NamedTuple):
     keys_values: list[KeysValues]
 
     def first(self, num_tokens: int) -> "CleanText | None":
-        """Return the first tokens, those that canvases starting there see; None for zero tokens."""
+        """Return the first `num_tokens` tokens, which a canvas after them sees; None for zero tokens."""
         if num_tokens == 0:
             return None
         keys_values = [(keys[:, :, :num_tokens], values[:, :, :num_tokens]) for keys, values in self.keys_values]

@@ -39,7 +39,7 @@ class Frames:
     confidence: Array  # (F, C) float32
     top_tokens: Array  # (F, C, k) int64
     top_probabilities: Array  # (F, C, k) float32
-    final: Array  # (blocks, C) int64: committed tokens; the last draft after a stop token
+    final: Array  # (blocks, C) int64: committed tokens up to a stop token, then those of the last draft
     kept: list[int]  # tokens per block up to its stop token or the end of the text
 
     def __len__(self) -> int:

@@ -3,7 +3,7 @@
 It computes the rest of a step after the sample: `dgemma.step` with `EntropyBound`, `UniformNoise` and
 `StableAndConfident`. A canvas is short, so the kernel does not sort. Each position adds the entropies of all positions
 that precede it in sorted order. Several programs share the positions of a row, and one more program handles the row as
-a whole. Reference twin: `reference`.
+a whole. Reference: `reference.py`.
 """
 
 from typing import NamedTuple

@@ -3,7 +3,7 @@
 Both use online softmax (FlashAttention, arXiv:2205.14135). The query heads that share a key head are packed as rows of
 one tile. The keys are split into equal parts, so that one small canvas fills the GPU (Flash-Decoding; `parts`). The
 Triton kernel in this module runs on every GPU; `hopper` has a kernel with specialised warps for Hopper. `choose_kernel`
-chooses between them. Reference twin: `reference`.
+chooses between them. Reference: `reference.py`.
 """
 
 from types import ModuleType

@@ -2,7 +2,7 @@
 
 The passes are sequential over the C positions of a canvas. So one program per row and pass loops over positions, and
 the forward, the backward and the best pass run at the same time. The values of a position go through global memory,
-because the states of the next one read them in another order. Reference twin: `reference`.
+because the states of the next one read them in another order. Reference: `reference.py`.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
 """From token ids to the first layer's input in one launch: lookup, scale, self-conditioning update, two norms.
 
-Values round to the model's dtype where the reference model rounds them. Reference twin: `reference`.
+Values round to the model's dtype where the reference model rounds them. Reference: `reference.py`.
 """
 
 import torch

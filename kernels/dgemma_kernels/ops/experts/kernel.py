@@ -8,7 +8,7 @@ The weights are the 64-row operand. So on Hopper the products are warpgroup inst
 and the memory unit loads weights in whole blocks. While the last programs of gate_up run, memory is partly idle. So
 programs of down start next to them, and each waits only for its own tile. Rows and weights may be float8. Scales are
 then applied to float32 sums, and hidden values have one scale per row and block of a program's columns. `tiles` has the
-work of a program on its tile. Reference twin: `reference`.
+work of a program on its tile. Reference: `reference.py`.
 """
 
 import torch
@@ -172,7 +172,7 @@ def _weight_arguments(weights: ExpertWeights, tile: TileShape) -> tuple[Tensor |
 
 
 def _depth(tile: TileShape, weights: ExpertWeights) -> int:
-    """Return the tile's depth, or that of one plane if several at a time would not end with a row of planes."""
+    """Return the tile's depth, or that of one plane if the tile's depth does not divide the width of the planes."""
     return COLS if isinstance(weights, FourBit) and weights.codes.shape[1] % (tile.depth // COLS) else tile.depth
 
 

@@ -1,7 +1,7 @@
 """RMSNorm and the residual stream between a layer's products, each in one pass over the rows.
 
 Statistics and products are float32. Values round to the model's dtype where the published model (transformers'
-DiffusionGemma) rounds them. Reference twin: `reference`.
+DiffusionGemma) rounds them. Reference: `reference.py`.
 """
 
 import torch
@@ -32,7 +32,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def round_rows(x: Tensor) -> Quantized:
-    """Round rows (M, D) to float8, with one scale per row. Twin of `formats.float8.quantize` in one launch.
+    """Round rows (M, D) to float8, with one scale per row: `formats.float8.quantize` in one launch.
 
     Example: `round_rows(normed).values.dtype` is `torch.float8_e4m3fn`.
     """

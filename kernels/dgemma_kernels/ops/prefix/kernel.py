@@ -1,4 +1,4 @@
-"""Moving a sliding layer's newest tokens to the front of its buffer. Reference twin: `reference`."""
+"""Moving a sliding layer's newest tokens to the front of its buffer. Reference: `reference.py`."""
 
 import triton
 import triton.language as tl

@@ -2,7 +2,7 @@
 
 Values round to the model's dtype where the published model (transformers' DiffusionGemma) rounds them. This is after a
 norm, after each of the two products of a rotation, and after their sum. Cosines and sines are float32, then rounded.
-Reference twin: `reference`.
+Reference: `reference.py`.
 """
 
 import math

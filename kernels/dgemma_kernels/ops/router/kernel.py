@@ -1,7 +1,7 @@
 """Routing on the device in three launches: from router inputs to tiles of rows by expert.
 
 `norms.attention_residual` computes the router's input, because it already has the mean square that its norm needs. The
-only atomics add integers, so the same input always gives the same order. Reference twin: `reference`.
+only atomics add integers, so the same input always gives the same order. Reference: `reference.py`.
 """
 
 from typing import NamedTuple

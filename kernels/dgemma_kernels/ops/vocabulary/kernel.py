@@ -4,7 +4,7 @@ One sweep reads the logits, caps them and divides by the temperature. Per row an
 maximum m, z = Σ e^(l - m) and s = Σ (l - m) e^(l - m). Chunks merge with Δ = m - M: z = Σ z e^Δ, s = Σ (s + Δ z) e^Δ,
 entropy = log z - s/z. The best token lies in the chunk with the largest maximum; the second best lies there too, or is
 the maximum of another chunk. A sample lies in the chunk that its uniform selects. So each of these rereads one chunk
-and adds no work to the sweep. Reference twin: `reference`.
+and adds no work to the sweep. Reference: `reference.py`.
 """
 
 from typing import NamedTuple
@@ -293,7 +293,7 @@ def _sweep_kernel(
         shift = tl.where(best == float("-inf"), 0.0, best)
     soft_shift = _rounded(shift, dtype)
     # Rounding moves a bfloat16 logit below 128 by d, at most 1/4. A cubic gives e^d with an error of 3e-5 instead of a
-    # fourth special function. Both branches recompute everything, so that only x stays in registers across them.
+    # fourth special function. Each branch below computes delta and weight itself, so that only x stays in registers.
     CUBIC: tl.constexpr = HAS_CAP and not HAS_BIAS
     if CUBIC and tl.math.div_rn(softcap, tl.load(temperature_ptr + row // rows_per_temperature)) <= 128.0:
         delta = x - shift
