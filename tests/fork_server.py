@@ -4,7 +4,9 @@ import os
 import sys
 from functools import cache
 from multiprocessing import forkserver, get_context
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+
+import torch
 
 
 @cache
@@ -20,3 +22,16 @@ def fork_server() -> ForkServerContext:
     else:
         os.environ["PYTHONPATH"] = before
     return context
+
+
+def start_script(source: str, *arguments: object) -> ForkServerProcess:
+    """Start a process that runs the source with these arguments, as `python -c` does."""
+    process = fork_server().Process(target=_run_script, args=(source, tuple(map(str, arguments))))
+    process.start()
+    return process
+
+
+def _run_script(source: str, arguments: tuple[str, ...]) -> None:
+    torch.set_num_threads(1)
+    sys.argv = ["-c", *arguments]
+    exec(source, {"__name__": "__main__"})

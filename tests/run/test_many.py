@@ -2,9 +2,6 @@
 
 import json
 import os
-import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 
@@ -17,6 +14,7 @@ from dgemma.run.batch import Batch, Row
 from dgemma.run.plan import read_plan
 from dgemma.run.run_file import RunFile
 from every_sampler import SAMPLERS, STOP_RULES, noises
+from fork_server import start_script
 from rowwise import RowwiseDenoiser
 
 PROMPTS = [list(range(5, 5 + length)) for length in (3, 17, 1, 9, 24, 2)]
@@ -260,26 +258,26 @@ torch.manual_seed(0)
 model = dgemma.DiffusionGemma(dgemma.presets.tiny())
 prompts = ([5 + at % 400, 6] for at in range(40))
 for result in dgemma.generate_many(model, prompts, slots=4, out=sys.argv[1], steps=2, max_new_tokens=64):
-    print(result.index, flush=True)
+    pass
 """
 
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_again_and_again_loses_and_repeats_nothing(tmp_path):
-    command = [sys.executable, "-c", RESUMED]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     path, calm = tmp_path / "killed.jsonl", tmp_path / "calm.jsonl"
     for attempt in range(5):
-        process = subprocess.Popen([*command, str(path)], env=environment, stdout=subprocess.DEVNULL)
+        process = start_script(RESUMED, path)
         seen = path.stat().st_size if path.exists() else 0
         while attempt < 4 and (not path.exists() or path.stat().st_size <= seen + 400 * attempt):
-            assert process.poll() is None, "the run is meant to be killed before its end"
+            assert process.is_alive(), "the run is meant to be killed before its end"
             time.sleep(0.002)
         if attempt < 4:
-            process.send_signal(signal.SIGKILL)
-        process.wait(120)
-    assert process.returncode == 0
-    subprocess.run([*command, str(calm)], env=environment, check=True, stdout=subprocess.DEVNULL, timeout=120)
+            process.kill()
+        process.join(120)
+    assert process.exitcode == 0
+    undisturbed = start_script(RESUMED, calm)
+    undisturbed.join(120)
+    assert undisturbed.exitcode == 0
     lines = [[json.loads(line) for line in file.read_text().splitlines()] for file in (path, calm)]
     assert lines[0][0] == lines[1][0]
     indices = [line["index"] for line in lines[0][1:]]

@@ -2,15 +2,10 @@
 
 import json
 import math
-import os
 import shutil
 import signal
-import subprocess
-import sys
-import textwrap
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +23,7 @@ from dgemma.train.loop import _known_cause, _Run, train
 from dgemma.train.lora import LoRA, add_lora, load_lora
 from dgemma.train.objective import Objective
 from dgemma.train.parallel import Parallel
+from fork_server import start_script
 from next_token import NextToken, counting
 
 MASK = dgemma.MaskNoise(next_token.VOCAB, mask_token_id=3)
@@ -200,13 +196,11 @@ def test_other_optimizers_of_torch_resume_as_well(tmp_path):
 
 
 SCRIPT = """
-    import sys
-    import torch
-    torch.set_num_threads(1)
-    import next_token
-    from dgemma.train import TrainConfig, train
-    settings = eval(sys.argv[2]) | {"steps": 60, "checkpoint_every": 2, "ema_decay": 0.9}
-    train(next_token.model(), next_token.NextToken(), next_token.counting, TrainConfig(**settings), out=sys.argv[1])
+import sys
+import next_token
+from dgemma.train import TrainConfig, train
+settings = eval(sys.argv[2]) | {"steps": 60, "checkpoint_every": 2, "ema_decay": 0.9}
+train(next_token.model(), next_token.NextToken(), next_token.counting, TrainConfig(**settings), out=sys.argv[1])
 """
 
 
@@ -214,18 +208,18 @@ SCRIPT = """
 def test_a_run_killed_at_random_moments_ends_in_the_same_bits(tmp_path):
     straight, _ = run(tmp_path / "straight", steps=60, ema_decay=0.9)
     out = tmp_path / "killed"
-    command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(out), repr(SETTINGS)]
-    source = Path(__file__).parents[2]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (source / "src", source / "tests")))}
     for moment in (0.03, 0.11):  # seconds after a new checkpoint appears: anywhere in a step or in the next save
         before = sorted(out.glob("step-*"))
-        process = subprocess.Popen(command, env=environment)
-        while process.poll() is None and sorted(out.glob("step-*")) == before:
+        process = start_script(SCRIPT, out, SETTINGS)
+        while process.is_alive() and sorted(out.glob("step-*")) == before:
             time.sleep(0.01)
         time.sleep(moment)
-        process.send_signal(signal.SIGKILL)
-        assert process.wait(60) == -signal.SIGKILL
-    assert subprocess.run(command, env=environment, timeout=300).returncode == 0
+        process.kill()
+        process.join(60)
+        assert process.exitcode == -signal.SIGKILL
+    process = start_script(SCRIPT, out, SETTINGS)
+    process.join(300)
+    assert process.exitcode == 0
     assert_same_bits(weights(straight), weights(DiffusionGemma.from_pretrained(out / "final")))
     steps = [line["step"] for line in map(json.loads, (out / "log.jsonl").read_text().splitlines())]
     assert steps == list(range(1, 61))

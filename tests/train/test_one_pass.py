@@ -187,12 +187,11 @@ def test_recomputed_activations_change_nothing():
 
 
 @pytest.mark.slow
-def test_compiled_layers_that_recompute_change_nothing():
+def test_a_compiled_layer_that_recomputes_changes_nothing():
     model, inputs = make_model(), make_inputs()
     plain = gradient(model, inputs)
     model.recompute_activations = True
-    for layer in model.layers:
-        layer.compile(backend="aot_eager", fullgraph=True)  # traces as inductor does, without code generation
+    model.layers[0].compile(backend="aot_eager", fullgraph=True)  # traces as inductor does, without code generation
     torch.testing.assert_close(gradient(model, inputs), plain, atol=1e-4, rtol=1e-3)
 
 
