@@ -101,6 +101,19 @@ def test_a_grammar_is_expanded_to_its_depth():
     assert accepted == ["1", "(1+2)", "((1+2)+3)"]
 
 
+@pytest.mark.parametrize(
+    ("grammar", "rule"),
+    [
+        ('start: "a" b\nb: "(" b ")"', "b"),
+        ('start: "a" | x\nx: "(" y\ny: x ")"', "x"),
+        ('start: "a" start', "start"),
+    ],
+)
+def test_a_rule_that_never_ends_is_named(grammar, rule):
+    with pytest.raises(ValueError, match=rf"Grammar\.grammar must have rules whose texts can end, got '{rule}'"):
+        dgemma.Grammar(grammar, TOKENIZER)
+
+
 def fits(constraint, text):
     automaton, state = constraint.automaton, 0
     for token in TOKENIZER.encode(text, bos=False):

@@ -30,10 +30,44 @@ def grammar_pattern(grammar: str, depth: int) -> str:
     rules: dict[str, list[list[Any]]] = {}
     for rule in parser.rules:
         rules.setdefault(rule.origin.name, []).append(list(rule.expansion))
+    endless = _endless_rule(rules)
+    if endless is not None:
+        raise ValueError(
+            f"Grammar.grammar must have rules whose texts can end, got '{endless}', which leads back to itself in "
+            "every alternative. Add an alternative without it."
+        )
     pattern = _expand("start", rules, terminals, depth, ())
     if pattern is None:
         raise ValueError(f"Grammar.depth must be enough for the shallowest text of the grammar, got {depth}. Raise it.")
     return pattern
+
+
+def _endless_rule(rules: dict[str, list[list[Any]]]) -> str | None:
+    """A rule that derives no finite text because it needs itself, None if every rule ends."""
+    ending: set[str] = set()
+    while True:
+        found = {
+            name
+            for name, expansions in rules.items()
+            if any(all(symbol.is_term or symbol.name in ending for symbol in symbols) for symbols in expansions)
+        }
+        if found == ending:
+            break
+        ending = found
+    needs = {name: _references(expansions) - ending for name, expansions in rules.items() if name not in ending}
+    for name in needs:
+        reached: set[str] = set()
+        newest = {name}
+        while newest:
+            newest = set().union(*(needs[other] for other in newest)) - reached
+            reached |= newest
+        if name in reached:
+            return name
+    return None
+
+
+def _references(expansions: list[list[Any]]) -> set[str]:
+    return {symbol.name for symbols in expansions for symbol in symbols if not symbol.is_term}
 
 
 def _expand(
