@@ -1,6 +1,7 @@
 """A recorded run is complete, and can be saved, replayed bit for bit and forked."""
 
 import json
+import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 import dgemma
 from dgemma import files, values
@@ -157,6 +159,18 @@ def test_a_truncated_file_is_refused_in_one_sentence(recorded, tmp_path, share):
     whole = path.read_bytes()
     path.write_bytes(whole[: int(len(whole) * share)])
     with pytest.raises(ValueError, match=r"run\.safetensors is (not a complete trajectory file|truncated or damaged)"):
+        Trajectory.load(path)
+
+
+@pytest.mark.parametrize(("name", "value"), [("entropy", math.nan), ("confidence", 1.5), ("temperature", -1.0)])
+def test_a_number_that_no_run_records_is_refused(recorded, tmp_path, name, value):
+    path = tmp_path / "run.safetensors"
+    recorded.trajectory.save(path)
+    with safe_open(str(path), framework="pt") as file:
+        tensors, metadata = {key: file.get_tensor(key) for key in file.keys()}, file.metadata()  # noqa: SIM118
+    tensors[f"steps.{name}"].view(-1)[3] = value
+    save_file(tensors, path, metadata=metadata)
+    with pytest.raises(ValueError, match=rf"steps\.{name} cannot be torch.float32 of shape"):
         Trajectory.load(path)
 
 

@@ -32,6 +32,8 @@ _OF_POSITIONS = {
     **dict.fromkeys(("entropy", "confidence"), (torch.float32,)),
 }
 _OF_CANDIDATES = {"top_tokens": _INTS, "top_probabilities": (torch.float16,)}
+_LARGEST = {"temperature": 1e9, "noise_level": 1.0, "entropy": 1e9, "confidence": 1.0, "top_probabilities": 1.0}
+_ROUNDING = 1e-3
 _TOKENS = ("canvas", "next_canvas", "draft", "argmax", "top_tokens")
 
 
@@ -127,6 +129,10 @@ def _check_columns(steps: Any, num_rows: list[int], plan: Plan, top: int) -> Non
             _require_tensor(f"steps.{name}", steps[name], shape[:num_dims], dtypes)
     for name in _TOKENS:
         _require_ids(f"steps.{name}", steps[name], 0, plan.noise.vocab_size)
+    for name, largest in _LARGEST.items():
+        values = steps[name]
+        fits = not values.numel() or (float(values.min()) >= -_ROUNDING and float(values.max()) <= largest + _ROUNDING)
+        _require(fits, f"steps.{name}", values)  # a NaN does not fit either
     _require_ids("steps.rows", steps["rows"], 0, plan.prompt_tokens.shape[0])
     for rows in steps["rows"].split(num_rows):
         _require(bool((rows.diff() > 0).all()), "steps.rows", rows)
