@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dgemma import sampling
-from dgemma.checks import show, typed
+from dgemma.checks import check_types, show, typed
 from dgemma.diffusion.noise import HybridNoise, MaskNoise, Noise, UniformNoise
 from dgemma.diffusion.schedule import Linear, Schedule
 from dgemma.sampling import Sampler, StopRule
@@ -270,16 +270,26 @@ def _rebuild(description: Any, tensors: Mapping[str, Tensor], classes: _Classes)
     if not values.keys() <= known:
         raise ValueError(f"{cls.__name__} has no field {show(min(values.keys() - known))}.")
     if is_dataclass(cls) and find_unknown(values) is not None:
+        missing = [f.name for f in fields(cls) if f.init and f.name not in values and _has_no_default(f)]
+        if missing:
+            raise ValueError(f"{cls.__name__} lacks the field {missing[0]}.")
         value = object.__new__(cls)  # __post_init__ would refuse an Unknown
         for field, item in values.items():
             object.__setattr__(value, field, item)
         return value
     try:
-        return cls(**values)
+        value = cls(**values)
+        if is_dataclass(value):
+            check_types(value)
+        return value
     except ValueError:
         raise
     except Exception as error:  # values of any type reach the checks of any class
         raise ValueError(f"{cls.__name__} cannot have these fields ({type(error).__name__}).") from error
+
+
+def _has_no_default(field: Field[Any]) -> bool:
+    return field.default is MISSING and field.default_factory is MISSING
 
 
 def _stored(name: Any, tensors: Mapping[str, Tensor]) -> Tensor:

@@ -59,7 +59,7 @@ def check_content(content: Mapping[str, Any]) -> None:
     commits, changes = content.get("commits"), content.get("changes")
     _require(isinstance(commits, tuple) and len(commits) <= plan.num_blocks, "commits", commits)
     for number, commit in enumerate(commits or ()):
-        _require(isinstance(commit, BlockCommit) and commit.block == number, "commits", commit)
+        _require(isinstance(commit, BlockCommit) and _is_int(commit.block, number, number), "commits", commit)
         _require_tensor("commits.tokens", commit.tokens, (batch_size, plan.canvas_len), _INTS)
         _require_ids("commits.tokens", commit.tokens, 0, plan.noise.vocab_size)
         _require_tensor("commits.finished", commit.finished, (batch_size,), (torch.bool,))
