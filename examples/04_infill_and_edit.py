@@ -7,26 +7,26 @@ import torch
 import dgemma
 
 parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--steps", type=int, default=24, help="steps per canvas (%(default)s)")
-options = {"steps": parser.parse_args().steps, "sampler": dgemma.Ancestral(), "temperature": 0.6, "stop": None}
+parser.add_argument("--steps", type=int, help="steps per canvas, at most; default: the checkpoint's")
+options = {"steps": parser.parse_args().steps, "progress": False}
 
 model = dgemma.DiffusionGemma.from_pretrained("dgemma/text", dtype=torch.float32)
 tokenizer = dgemma.Tokenizer.from_pretrained("dgemma/text")
 
 # A hole of eight tokens between two halves of a sentence. The text on the left is the prefix. The text on the right is
 # frozen on the same canvas, so that the model sees it while it fills the hole.
-left = tokenizer.encode("The captain stood upon the deck and")
-right = tokenizer.encode(" before the storm came down upon them.", bos=False)
+left = tokenizer.encode("Once upon a time there was a fox named Max. He lived")
+right = tokenizer.encode(", and everybody said that he was kind.\n\nOne day there was a great storm.", bos=False)
 start, stop = len(left), len(left) + 8
 text = torch.tensor([left + [tokenizer.pad_token_id] * 8 + right])
 for seed in range(3):
     filled = dgemma.infill(model, text, [(start, stop)], seed=seed, **options)
     tokens = filled.tokens[0].tolist()
     assert (tokens[:start], tokens[stop:]) == (left, right)
-    print(f"{tokenizer.decode(left)}[{tokenizer.decode(tokens[start:stop])}]{tokenizer.decode(right)}")
+    print(f"{tokenizer.decode(left)}[{tokenizer.decode(tokens[start:stop])}], and everybody said that he was kind.")
 
 # An edit adds noise up to a level and then denoises. More noise keeps fewer tokens. `frozen` keeps chosen tokens.
-original = "The captain stood upon the deck and looked at the sea before the storm came."
+original = "Once upon a time there was a young duck who lived on the bank of a wide river. His name was Victor."
 text = torch.tensor([tokenizer.encode(original)])
 print(f"\n{original}")
 for level in (0.1, 0.4, 0.8):
@@ -35,7 +35,7 @@ for level in (0.1, 0.4, 0.8):
     print(f"  noise {level}, {kept:4.0%} of the tokens kept: {tokenizer.decode(edited.tokens[0])}")
 
 frozen = torch.zeros_like(text, dtype=torch.bool)
-frozen[:, :3] = True
+frozen[:, :10] = True
 edited = dgemma.edit(model, text, noise_level=0.8, frozen=frozen, seed=1, **options)
-assert torch.equal(edited.tokens[:, :3], text[:, :3])
+assert torch.equal(edited.tokens[:, :10], text[:, :10])
 print(f"  noise 0.8, beginning frozen:     {tokenizer.decode(edited.tokens[0])}")

@@ -46,6 +46,9 @@ def split_excerpt(folder: Path) -> Path:
 
 
 def main(args: argparse.Namespace, scratch: Path) -> None:
+    if args.device == "cpu" and args.minutes is None and not args.prepare_only:
+        print("Without a GPU this only shows that the script runs: the text model needs 8 minutes of an H200.")
+        print("`dgemma train` teaches a smaller model something on a CPU in a few minutes.", flush=True)
     out = args.out or scratch / "out"
     shape = dgemma.presets.text() if args.corpus else dgemma.presets.tiny()
     corpus = prepare_corpus(args.corpus or split_excerpt(scratch), shape.vocab_size)

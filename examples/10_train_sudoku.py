@@ -48,6 +48,9 @@ def solve(model: dgemma.DiffusionGemma, tests: dict[str, sudoku.Puzzles], args: 
 
 
 def main(args: argparse.Namespace, out: Path) -> None:
+    if args.device == "cpu" and args.minutes is None and not args.prepare_only:
+        print("Without a GPU this only shows that the script runs: a solver needs about 7 minutes of an H200.")
+        print("`dgemma sudoku` solves puzzles with a solver that this script trained.", flush=True)
     common = {"seed": 1, "workers": args.workers, "folder": args.puzzles or out / "puzzles"}
     pool = sudoku.generate_puzzles(args.pool, givens=24, exact=False, split="train", **common)
     tests = {

@@ -41,10 +41,9 @@ def load(args: argparse.Namespace) -> dgemma.DiffusionGemma:
 def solve(model: dgemma.DiffusionGemma, text: sudoku.TextSudoku, puzzles: sudoku.Puzzles, num_steps: int) -> dict:
     """Solve with the published sampler, which may write anything; return the scores."""
     prompt = text.prompt_tokens(puzzles.puzzles).to(model.device)
-    sampler = dgemma.EntropyBound(bound=12.0)  # stops early; the checkpoint's sampler does not
-    out = dgemma.generate(
-        model, prompt, max_new_tokens=sudoku.NUM_CELLS, steps=num_steps, sampler=sampler, progress=False
-    )
+    # A loose bound, because a tuned model is certain of most digits.
+    options = {"sampler": dgemma.EntropyBound(bound=12.0), "temperature": dgemma.LinearTemperature(start=1.0, end=0.3)}
+    out = dgemma.generate(model, prompt, max_new_tokens=sudoku.NUM_CELLS, steps=num_steps, progress=False, **options)
     grids, clues = text.canvas_digits(out.new_tokens), torch.from_numpy(puzzles.puzzles).to(model.device)
     completion = sudoku.Completion(puzzles=clues, grids=grids, steps=out.steps[:, 0], generation=out)
     return completion.scores(puzzles.solutions)
@@ -72,6 +71,9 @@ def tune(how: str, args: argparse.Namespace, text: sudoku.TextSudoku, out: Path)
 
 
 def main(args: argparse.Namespace, out: Path) -> None:
+    if args.device == "cpu" and args.minutes is None:
+        print("Without a GPU this only shows that the script runs: fine-tuning needs some minutes of a large GPU.")
+        print("`dgemma sudoku` solves puzzles with a solver that ships.", flush=True)
     common = {"seed": 1, "workers": args.workers, "folder": args.puzzles}
     tests = {
         name: sudoku.generate_puzzles(args.num_tests, givens=g, split="test", **common) for name, g in TESTS.items()

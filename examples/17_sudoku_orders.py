@@ -6,7 +6,7 @@ second command made the table and the picture of docs/sudoku.md on one GPU. The 
 with 10_train_sudoku.py. 1,000 puzzles of a kind take about 70 seconds on a GPU. On a CPU, the first command takes about
 a minute, and the others take hours.
 
-    python examples/17_sudoku_orders.py                                     four puzzles of each kind, at most 8 steps
+    python examples/17_sudoku_orders.py                       16 puzzles of each kind, one setting of each order
     python examples/17_sudoku_orders.py --num-tests 1000 --max-steps 81 --out runs/orders
     python examples/17_sudoku_orders.py --num-tests 1000 --max-steps 81 --model runs/uniform/checkpoint
 """
@@ -28,15 +28,17 @@ BOUNDS = (0.001, 0.01, 0.1, 0.5, 1.0, 2.0, 4.0)  # nats
 CONFIDENT = (0.8, 0.95, 0.99)
 
 
-def list_settings(kind: str, max_steps: int) -> dict[str, dict[str, Any]]:
-    """Return options of `sudoku.complete` by order and by setting, for one kind of noise."""
-    adaptive = {"steps": min(48, max_steps), "stop": StableAndConfident()}
+def list_settings(kind: str, max_steps: int | None) -> dict[str, dict[str, Any]]:
+    """Return options of `sudoku.complete` by order and setting, for a kind of noise. None: one setting per order."""
+    numbers = (6,) if max_steps is None else tuple(n for n in STEPS if n <= max_steps)
+    bounds, sure = ((0.1,), (0.95,)) if max_steps is None else (BOUNDS, CONFIDENT)
+    adaptive = {"steps": min(48, max_steps or 48), "stop": StableAndConfident()}
 
     def by_steps(sampler: Any) -> dict[str, Any]:
-        return {f"{n} steps": {"sampler": sampler, "steps": n, "stop": None} for n in STEPS if n <= max_steps}
+        return {f"{n} steps": {"sampler": sampler, "steps": n, "stop": None} for n in numbers}
 
     def by_bound(**more: Any) -> dict[str, Any]:
-        return {f"{b} nats": {"sampler": EntropyBound(bound=b, greedy=True, **more), **adaptive} for b in BOUNDS}
+        return {f"{b} nats": {"sampler": EntropyBound(bound=b, greedy=True, **more), **adaptive} for b in bounds}
 
     if kind == "mask":
         settings = {
@@ -44,9 +46,7 @@ def list_settings(kind: str, max_steps: int) -> dict[str, dict[str, Any]]:
         }
     else:  # a written cell can change again
         settings = {"random": by_steps(Ancestral()), "confidence": by_steps(BlockRefinement(tau=1.0, greedy=True))}
-        settings["confident"] = {
-            str(p): {"sampler": BlockRefinement(tau=p, greedy=True), **adaptive} for p in CONFIDENT
-        }
+        settings["confident"] = {str(p): {"sampler": BlockRefinement(tau=p, greedy=True), **adaptive} for p in sure}
         settings["margin"] = by_bound(order="margin")
     settings["entropy"] = by_bound()
     settings["entropy, clues not frozen"] = {"0.1 nats": {**settings["entropy"]["0.1 nats"], "keep_clues": False}}
@@ -82,8 +82,10 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", default="dgemma/sudoku", help="the solver (%(default)s)")
-parser.add_argument("--num-tests", type=int, default=4, help="puzzles of each kind (%(default)s)")
-parser.add_argument("--max-steps", type=int, default=8, help="leave out settings with more steps (%(default)s)")
+parser.add_argument("--num-tests", type=int, default=16, help="puzzles of each kind (%(default)s)")
+parser.add_argument(
+    "--max-steps", type=int, help="try all settings with at most this many steps; default: one setting per order"
+)
 parser.add_argument("--puzzles", type=Path, help="folder for the puzzles")
 parser.add_argument("--out", type=Path, help="folder for orders.json and steps.png")
 parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

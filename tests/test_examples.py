@@ -68,9 +68,9 @@ def test_write_a_sampler_compares_four(run):
 
 def test_infill_and_edit_keep_frozen_tokens(run):
     printed = run("04", "--steps", "4")
-    sides = r"^The captain stood upon the deck and\[.+\] before the storm came down upon them\.$"
+    sides = r"^Once upon .* He lived\[.+\], and everybody said that he was kind\.$"
     assert len(re.findall(sides, printed, flags=re.MULTILINE)) == 3
-    assert re.search(r"beginning frozen: +The captain", printed)
+    assert re.search(r"beginning frozen: +Once upon a time there was a young duck", printed)
 
 
 def test_only_allowed_tokens_are_written(run):

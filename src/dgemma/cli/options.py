@@ -164,7 +164,7 @@ def load_denoiser(arguments: argparse.Namespace) -> Denoiser:
         if model.device.type == "cpu":
             lay_out_by_column(model)
             if model.num_parameters() < _SMALL_MODEL and "OMP_NUM_THREADS" not in os.environ:
-                torch.set_num_threads(min(2, torch.get_num_threads()))  # more threads only wait for each other
+                torch.set_num_threads(min(_idle_cores(), torch.get_num_threads()))
         return model
     if pick_device(arguments).type != "cuda":
         raise ValueError("--fast needs a GPU that torch can see, got none. Remove --fast.")
@@ -175,6 +175,12 @@ def load_denoiser(arguments: argparse.Namespace) -> Denoiser:
     weights = arguments.weights or "bf16"
     fast: Any = accelerate(load_model(arguments), weights, release=weights != "bf16")  # the engine has its own cache
     return fast
+
+
+def _idle_cores() -> int:
+    """Return 2 if two cores are idle, else 1. More threads of a small model, or two on a busy machine, only wait."""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # not on Windows
+    return 2 if (os.cpu_count() or 1) - load > 1.5 else 1
 
 
 def load_writer(arguments: argparse.Namespace) -> Writer:

@@ -97,7 +97,8 @@ def add_commands(commands: Any) -> None:
         usage="dgemma infill [OPTION ...] [TEXT ...]",
         description="Fill the holes of a text. The model sees the text on both sides. Two or more underscores are a "
         "hole, with one token per underscore.",
-        epilog='example:\n  dgemma infill "The ____ sat down."',
+        epilog="example:\n"
+        '  dgemma infill "Once upon a time there was a fox named Max. He lived ________, and he was happy."',
     )
     parser.add_argument(
         "text", nargs="*", metavar="TEXT", help="the text with its holes; - or nothing reads standard input"
