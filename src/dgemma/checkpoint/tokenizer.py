@@ -277,7 +277,8 @@ class PretrainedTokenizer(Tokenizer):
         for name in ("pad", "eos", "bos", "mask"):
             token = config.get(f"{name}_token")
             token = token.get("content") if isinstance(token, dict) else token
-            token_id = self._pieces.token_to_id(token) if isinstance(token, str) else None
+            with _one_sentence(f"{name}_token in {folder} is no text", "Complete its tokenizer_config.json."):
+                token_id = self._pieces.token_to_id(token) if isinstance(token, str) else None
             if token_id is None and name != "mask":
                 raise ValueError(
                     f"Tokenizer.{name}_token_id must be set, got None in {folder}. Complete its tokenizer_config.json."
@@ -467,8 +468,10 @@ def _one_sentence(problem: str, fix: str) -> Iterator[None]:
     """Turn any error of tokenizers, transformers or a Jinja template into a ValueError of one sentence."""
     try:
         yield
-    except (KeyboardInterrupt, SystemExit, MemoryError):
+    except (KeyboardInterrupt, SystemExit):
         raise
+    except MemoryError:
+        raise ValueError(f"{printable(problem)} (it asks for more memory than there is). {fix}") from None
     except BaseException as error:  # a panic of tokenizers is no Exception
         raise ValueError(f"{printable(problem)} ({one_line(str(error)).rstrip('.')}). {fix}") from None
 
