@@ -43,11 +43,11 @@ steps = parser.parse_args().steps
 
 model = dgemma.DiffusionGemma.from_pretrained("dgemma/text", dtype=torch.float32)
 tokenizer = dgemma.Tokenizer.from_pretrained("dgemma/text")
-prompt = torch.tensor([tokenizer.encode("She opened the letter and")])
+prompt = torch.tensor([tokenizer.encode("Once upon a time there was")])
 
-for sampler in (OnTime(), dgemma.EntropyBound(bound=0.1), dgemma.EntropyBound(bound=12.0), dgemma.Ancestral()):
+for sampler in (OnTime(), dgemma.EntropyBound(bound=0.1), dgemma.EntropyBound(bound=2.0), dgemma.Ancestral()):
     out = dgemma.generate(
-        model, prompt, max_new_tokens=64, steps=steps, sampler=sampler, temperature=0.7, stop=None, seed=3
+        *(model, prompt), max_new_tokens=64, steps=steps, sampler=sampler, stop=None, eos_token_ids=(), seed=3
     )
     nats = autoregressive_nats(model, out.tokens, prompt.shape[1])
     print(f"{sampler}\n  {nats:.2f} nats per token, autoregressively: {tokenizer.decode(out.tokens[0])!r}\n")

@@ -16,7 +16,7 @@ options = {"steps": parser.parse_args().steps, "max_new_tokens": 64}
 
 model = dgemma.DiffusionGemma.from_pretrained("dgemma/text", dtype=torch.float32)
 tokenizer = dgemma.Tokenizer.from_pretrained("dgemma/text")
-prompt = torch.tensor([tokenizer.encode("The door opened and a stranger")])
+prompt = torch.tensor([tokenizer.encode("Once upon a time there was")])
 
 with dgemma.observe(model, router=True) as observation:
     out = dgemma.generate(model, prompt, seed=5, record=True, **options)

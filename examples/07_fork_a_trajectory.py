@@ -15,11 +15,9 @@ steps = parser.parse_args().steps
 
 model = dgemma.DiffusionGemma.from_pretrained("dgemma/text", dtype=torch.float32)
 tokenizer = dgemma.Tokenizer.from_pretrained("dgemma/text")
-prompt = torch.tensor([tokenizer.encode("He had never seen such a")])
+prompt = torch.tensor([tokenizer.encode("Once upon a time there was")])
 
-out = dgemma.generate(
-    model, prompt, max_new_tokens=64, steps=steps, sampler=dgemma.Ancestral(), temperature=0.7, stop=None, record=True
-)
+out = dgemma.generate(model, prompt, max_new_tokens=64, steps=steps, stop=None, record=True)
 run, middle = out.trajectory, steps // 2
 print(f"the run:\n  {tokenizer.decode(out.new_tokens[0])!r}")
 run.replay(model)  # raises an error at the first difference
@@ -27,8 +25,8 @@ assert torch.equal(run.fork(model, step=middle).new_tokens, out.new_tokens)  # n
 
 # Plant two words on the canvas in the middle of the run and freeze them.
 moment = run.moment(model, step=middle)
-words = torch.tensor(tokenizer.encode(" great storm", bos=False))
-place = slice(20, 20 + len(words))
+words = torch.tensor(tokenizer.encode(" a kite", bos=False))
+place = slice(35, 35 + len(words))
 canvas, frozen = moment.state.canvas.clone(), moment.state.frozen.clone()
 canvas[0, place], frozen[0, place] = words, True
 

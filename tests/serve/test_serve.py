@@ -352,7 +352,7 @@ def test_holes_are_filled_with_the_tokens_of_infill(client, model):
     ("fields", "message"),
     [
         ({"holes": [[0, 2]]}, "must not cover a row's first token"),
-        ({"holes": [[2, 99]]}, "holes must have at most 16 tokens together"),
+        ({"holes": [[2, 99]]}, "holes must lie within 16 tokens"),
         ({"holes": [[4, 3]]}, "holes"),
         ({"holes": []}, "holes"),
         ({"tokens": [5, 999]}, "ids below 384"),

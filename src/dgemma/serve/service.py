@@ -80,12 +80,12 @@ class Service:
         return JSONResponse(await answer.whole(request))
 
     async def infill(self, body: InfillRequest) -> dict[str, Any]:
-        """Fill the holes of a text, between the steps of other requests. All holes must fit into one canvas."""
+        """Fill the holes of a text, while other requests wait. So all holes must lie within one canvas."""
         if body.model is not None:
             self.check_model(body.model)
         limit = self.model.config.canvas_length
-        if sum(max(0, stop - start) for start, stop in body.holes) > limit:
-            raise ApiError(400, f"holes must have at most {limit} tokens together.", param="holes")
+        if max(stop for _, stop in body.holes) - min(start for start, _ in body.holes) > limit:
+            raise ApiError(400, f"holes must lie within {limit} tokens, the length of a canvas.", param="holes")
         tokens = _as_row(body.tokens, self.model, param="tokens")
         if tokens.shape[1] > self.model.config.max_position_embeddings:
             message = (
