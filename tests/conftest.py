@@ -31,6 +31,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # the garbage collector need not visit the millions of objects of imported modules again
 
 
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # Triton reports frozen objects as leaks
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Make a test that hangs fail, instead of the whole run."""
