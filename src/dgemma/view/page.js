@@ -49,8 +49,6 @@
     return {
       ...facts,
       index,
-      holes: new Set(), // positions of removed words
-      healed: new Set(), // positions that a model has written again
       numSteps: facts.block.length,
       lastOf: new Map(facts.block.map((block, i) => [block, i])),
       canvas: take(Place, size),
@@ -273,10 +271,10 @@
   // The positions of the word at a position. A piece that starts with a letter and no space continues a word.
   function wordAt(position) {
     const piece = (i) => texts[row.final[i]] ?? "";
-    const continues = (i) => !content.ids && /^[\p{L}\p{N}'’]/u.test(piece(i)) && !/\s$/.test(piece(i - 1));
+    const continues = (i) => !content.ids && /^[\p{L}\p{N}'’]/u.test(piece(i)) && /[\p{L}\p{N}'’]$/u.test(piece(i - 1));
     let [start, stop] = [position, position + 1];
-    while (start > 0 && continues(start) && /[\p{L}\p{N}'’]$/u.test(piece(start - 1))) start--;
-    while (stop < row.final.length && continues(stop) && /[\p{L}\p{N}'’]$/u.test(piece(stop - 1))) stop++;
+    while (continues(start)) start--;
+    while (continues(stop)) stop++;
     return Array.from({ length: stop - start }, (_, i) => start + i).filter(isKept);
   }
 
@@ -495,7 +493,10 @@
 
   byId("about").textContent = content.about;
   for (let i = 0; i < LEVELS; i++) add(byId("ramp"), "span", `h${i}`);
-  rows.forEach(({ name, prompt }, i) => {
+  rows.forEach((facts, i) => {
+    const { name, prompt } = facts;
+    facts.holes = new Set(); // positions of removed words
+    facts.healed = new Set(); // positions that a model has written again
     const words = prompt.length > 32 ? `${prompt.slice(0, 31).trimEnd()}…` : prompt;
     add(byId("row"), "option", "", words ? `${name}: ${words}` : `${name}`).value = i;
   });
