@@ -308,6 +308,7 @@ def start_state(
     Example: `start_state(knobs, UniformNoise(512), seeds=torch.arange(2), canvas_len=32, num_steps=16)`.
     """
     _check_start(knobs, noise, seeds, canvas_len, num_steps, block, noise_level)
+    canvas_len, num_steps, block = int(canvas_len), int(num_steps), int(block)
     batch_size, device = seeds.shape[0], seeds.device
     shape = (batch_size, canvas_len)
     for name, value, dtype in (

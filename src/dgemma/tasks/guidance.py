@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from dgemma.checks import check_types, require_field
+from dgemma.checks import check_types, has_values, require_field
 from dgemma.diffusion.prediction import Prediction
 from dgemma.model.cache import Cache
 from dgemma.model.config import DenoiserConfig, GenerationDefaults
@@ -166,6 +166,7 @@ class Guided(Denoiser[GuidedCache]):
         """The tokens that replace the prompt in the unconditional prefix, and which of them are real."""
         if not isinstance(self.unconditional, Tensor):
             return torch.full_like(tokens, int(self.unconditional)), attention_mask
+        require_field(has_values(self.unconditional), self, "unconditional", f"be on {tokens.device}")
         prompt = self.unconditional.to(tokens).reshape(-1, self.unconditional.shape[-1])
         fits = prompt.shape[0] in (1, tokens.shape[0])
         require_field(fits, self, "unconditional", f"have one row or the {tokens.shape[0]} rows of the prompt")
