@@ -203,3 +203,14 @@ def test_quality_of_quantised_weights_is_the_recorded_one():
         if "rounding" in found
     }
     assert read_table("docs/quantized.md", "Rounding errors") == rounding
+
+
+def test_accuracy_under_a_constraint_is_the_recorded_one():
+    table = read_table("docs/constraints.md", "Accuracy")
+    results = json.loads((ROOT / "docs/results/constraints.json").read_text())
+    expected = {}
+    for row in results["ways"]:
+        cells = {"one smudge": f"{100 * row['one']:.1f} %", "two smudges": f"{100 * row['two']:.1f} %"}
+        cells["valid"] = f"{100 * row['valid']:.0f} %" if "valid" in row else ""
+        expected[row["way"]] = cells | {"forwards": f"{row['forwards']:.1f}" if "forwards" in row else ""}
+    assert table == expected

@@ -131,6 +131,18 @@ def test_text_settles_in_place_at_any_width(monkeypatch, columns):
     assert any(style.startswith("38;5;") for style in screen.styles)
 
 
+def test_nothing_is_shown_after_a_decided_stop_token():
+    screen, seen = Terminal(), []
+    view = LiveView(dgemma.ByteTokenizer(), file=screen)
+
+    def look(record):
+        view(record)
+        seen.append(screen.screen.partition("\n")[0])
+
+    run(view, "The text ends here.<eos> What follows is not returned.", on_step=look)
+    assert seen[-1] == "The text ends here."
+
+
 def test_the_view_is_erased_unless_leave_is_set():
     screen = Terminal()
     screen.write("before\r\n")

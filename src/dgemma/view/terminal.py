@@ -190,8 +190,8 @@ class LiveView(View):
         inks = [Ink(printable(self.prefix), BOLD), Ink(printable(self._decode(self._finished)))]
         if self._canvas is None:
             return self._wrap(inks, columns)
-        pieces = self._pieces([position.token for position in self._canvas.positions])
-        inks += map(self._ink, self._canvas.positions, pieces)
+        positions = self._canvas.positions[: self._num_shown()]
+        inks += map(self._ink, positions, self._pieces([position.token for position in positions]))
         return [*self._wrap(inks, columns), [], [Ink(self._status(columns), FAINT)]]
 
     def _ink(self, position: _Position, piece: str) -> Ink:
@@ -246,6 +246,16 @@ class LiveView(View):
     def _cut(self, tokens: list[int]) -> list[int]:
         ends = [i for i, token in enumerate(tokens) if token in self._ends]
         return tokens[: ends[0] + 1] if ends else tokens
+
+    def _num_shown(self) -> int:
+        """The number of positions up to the first stop token that is decided and likely. No later token is returned."""
+        assert self._canvas is not None
+        ends = (
+            at
+            for at, position in enumerate(self._canvas.positions, start=1)
+            if position.token in self._ends and position.decided and position.confidence >= _SHOWN_FROM
+        )
+        return next(ends, len(self._canvas.positions))
 
     def _is_frame(self, token: int) -> bool:
         """Return whether `decode` drops the token: padding or a turn marker."""
