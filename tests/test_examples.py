@@ -200,7 +200,7 @@ def test_samplers_and_stop_rules_are_compared_under_both_kinds_of_noise(run, tmp
 
 
 def test_a_wrapped_bert_repeats_the_letters_it_reads(run):
-    printed = run("20")
+    printed = run("20", "--steps", "180")
     texts = re.findall(r"\b[a-z]{12}\b", printed)
     assert sum(text == text[:3] * 4 for text in texts) >= 6  # three prompts twice, one infilled text
     bound, exact = map(float, re.findall(r"at most ([\d.]+) nats per text, exactly ([\d.]+)", printed)[0])
