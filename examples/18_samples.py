@@ -1,6 +1,6 @@
 """Write a page of samples: the same prompts under several samplers and autoregressively, with seed 0 and no selection.
 
-python examples/18_samples.py                        a minute on a CPU; prints every sample when it is finished
+python examples/18_samples.py                        a minute on a CPU; prints each sample as soon as it is finished
 python examples/18_samples.py --out samples.md       the page that ships with the checkpoint
 """
 
@@ -20,7 +20,7 @@ PROMPTS = [
     '"My dear Emma," said Mr. Knightley,',
 ]
 # Arguments of `generate` by the noise that the model has learnt; the others are the checkpoint's.
-OWN: dict[str, dict[str, Any]] = {"the checkpoint's own": {}}
+OWN: dict[str, dict[str, Any]] = {"the checkpoint's defaults": {}}
 SAMPLERS: dict[str, dict[str, dict[str, Any]]] = {
     "uniform": OWN
     | {
