@@ -9,8 +9,8 @@ the probabilities of tokens are averages over a few draws of them.
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence, Sized
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple, TypedDict, Unpack
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -179,8 +179,7 @@ def calibrate(results: Iterable[FilledTemplate], truths: Iterable[Sequence[Any]]
     if not laws:
         raise ValueError("calibrate results must have at least one template, got none.")
     scores = torch.nn.utils.rnn.pad_sequence(laws, batch_first=True).log()  # padding has probability 0
-    right = torch.stack(rights).log().clamp(min=-700.0)
-    scores = torch.where(scores == -torch.inf, scores, scores.clamp(min=-700.0))
+    right = torch.stack(rights).log().clamp(min=-700.0)  # a true option of probability 0 counts as e^-700
     low, high = math.log(0.01), math.log(100.0)  # of 1 / temperature; the likelihood is concave in it
     for _ in range(60):
         middle = (low + high) / 2
@@ -212,19 +211,32 @@ def _decide(filler: "_Filler", templates: Iterable[Template], bar: Any) -> Itera
                 yield filled
 
 
-class _Row(NamedTuple):
-    """A template as tokens. A round asks about groups of places, after everything to the left of them is read."""
+@dataclass
+class _Row:
+    """A template as tokens, while it is filled.
+
+    A round asks about groups of places, after everything to the left of them is read.
+    """
 
     slots: dict[int, Slot]  # by place
     pieces: list[Piece]
     rounds: list[list[list[int]]]
     seed: int
+    chosen: dict[int, int] = field(default_factory=dict)  # the index of the option, by place
+    laws: list[Tensor] = field(default_factory=list)  # of each group
+    num_read: int = 0  # tokens in the cache
 
-    def text(self, chosen: dict[int, int], end: int | None = None) -> list[int]:
+    def text(self, end: int | None = None) -> list[int]:
         """The tokens of the pieces before `end`, with the chosen options."""
         pieces = enumerate(self.pieces[:end])
-        filled = [piece.options[chosen[place]] if isinstance(piece, Blank) else piece for place, piece in pieces]
+        filled = [piece.options[self.chosen[place]] if isinstance(piece, Blank) else piece for place, piece in pieces]
         return list(itertools.chain(*filled))
+
+    def read_up_to(self, end: int) -> list[int]:
+        """The tokens before `end` that are not in the cache yet."""
+        text = self.text(end)
+        start, self.num_read = self.num_read, len(text)
+        return text[start:]
 
 
 class _Filler:
@@ -301,57 +313,48 @@ class _Filler:
     @torch.no_grad()
     def fill(self, rows: list[_Row]) -> list[FilledTemplate]:
         """Fill a batch of templates, round by round."""
-        chosen: list[dict[int, int]] = [{} for _ in rows]
-        laws: list[list[Tensor]] = [[] for _ in rows]
         cache: Cache | None = None
-        active, num_read = list(range(len(rows))), [0] * len(rows)
+        active = rows
         for number in range(max(len(row.rounds) for row in rows)):
-            kept = [at for at, index in enumerate(active) if number < len(rows[index].rounds)]
+            kept = [at for at, row in enumerate(active) if number < len(row.rounds)]
             if cache is not None and len(kept) < len(active):
                 cache = cache.select(torch.tensor(kept, device=self.model.device))
             active = [active[at] for at in kept]
-            texts = [rows[index].text(chosen[index], rows[index].rounds[number][0][0]) for index in active]
-            cache = self.reader.read([text[num_read[i] :] for i, text in zip(active, texts, strict=True)], cache)
-            for index, text in zip(active, texts, strict=True):
-                num_read[index] = len(text)
-            layouts = [self._layouts(rows[index], number) for index in active]
+            cache = self.reader.read([row.read_up_to(row.rounds[number][0][0]) for row in active], cache)
+            layouts = [self._layouts(row, row.rounds[number]) for row in active]
             joined = [list(itertools.chain(*groups)) for groups in layouts]
-            scores = self.reader.score(cache, joined, [rows[index].seed for index in active], block=number)
-            for index, groups, score in zip(active, layouts, scores, strict=True):
+            scores = self.reader.score(cache, joined, [row.seed for row in active], block=number)
+            for row, groups, score in zip(active, layouts, scores, strict=True):
                 parts = score.split([len(group) for group in groups])
-                for places, part in zip(rows[index].rounds[number], parts, strict=True):
-                    law = (part / self.temperature).softmax(-1)
-                    law = law.view([len(rows[index].slots[place].options) for place in places])
-                    laws[index].append(law)
-                    chosen[index] |= zip(places, self._choose(law, rows[index], places[0]), strict=True)
-        return [self._result(row, index, law) for row, index, law in zip(rows, chosen, laws, strict=True)]
+                for places, part in zip(row.rounds[number], parts, strict=True):
+                    self._choose(row, places, part)
+        return [self._result(row) for row in rows]
 
-    def _layouts(self, row: _Row, number: int) -> list[list[Layout]]:
-        """A layout per option or combination, for each group of the round."""
-        groups = row.rounds[number]
+    def _layouts(self, row: _Row, groups: list[list[int]]) -> list[list[Layout]]:
+        """A layout per option or combination, for each group of a round."""
         first = groups[0][0]
         pieces = [*row.pieces[first:], self.tail]
         places = [[place - first for place in group] for group in groups]
         return [layouts_of(pieces, group, self.model.config.canvas_length, self.horizon) for group in places]
 
-    def _choose(self, law: Tensor, row: _Row, place: int) -> list[int]:
-        """Choose one index per dimension of the law."""
-        block = torch.tensor([list(row.slots).index(place)])
+    def _choose(self, row: _Row, places: list[int], scores: Tensor) -> None:
+        """Choose an option for each place, given the scores of all combinations."""
+        law = (scores / self.temperature).softmax(-1)
+        block = torch.tensor([list(row.slots).index(places[0])])
         u = draws.uniform(torch.tensor([row.seed]), block, torch.zeros_like(block), 1, "slot")[0, 0]
-        drawn = (law.flatten().cumsum(-1) <= u).sum().clamp(max=law.numel() - 1)
-        index = law.argmax() if self.greedy else drawn
-        return [int(part) for part in torch.unravel_index(index, law.shape)]
+        drawn = (law.cumsum(-1) <= u).sum().clamp(max=len(law) - 1)
+        sizes = [len(row.slots[place].options) for place in places]
+        row.laws.append(law.view(sizes))
+        indices = torch.unravel_index(law.argmax() if self.greedy else drawn, sizes)
+        row.chosen |= zip(places, map(int, indices), strict=True)
 
-    def _result(self, row: _Row, chosen: dict[int, int], laws: list[Tensor]) -> FilledTemplate:
-        joint = laws[0] if self.mode == "joint" else None
-        if joint is not None:
-            dims = range(joint.dim())
-            laws = [joint.sum([other for other in dims if other != dim]) if len(dims) > 1 else joint for dim in dims]
+    def _result(self, row: _Row) -> FilledTemplate:
+        joint, laws = (row.laws[0], _marginals(row.laws[0])) if self.mode == "joint" else (None, row.laws)
         answers = [
             SlotAnswer(slot=slot, index=index, probabilities=law, abstains=bool(law[index] < self.threshold))
-            for slot, index, law in zip(row.slots.values(), chosen.values(), laws, strict=True)
+            for slot, index, law in zip(row.slots.values(), row.chosen.values(), laws, strict=True)
         ]
-        return FilledTemplate(tokens=torch.tensor(row.text(chosen)), answers=tuple(answers), joint=joint)
+        return FilledTemplate(tokens=torch.tensor(row.text()), answers=tuple(answers), joint=joint)
 
     def _tokens(self, owner: str, piece: Any, *, bos: bool) -> list[int]:
         if isinstance(piece, str):
@@ -365,6 +368,11 @@ class _Filler:
         if not all(0 <= token < noise.vocab_size and token != noise.mask_token for token in tokens):
             raise ValueError(f"{owner} must hold real token ids in [0, {noise.vocab_size}), got {tokens}.")
         return tokens
+
+
+def _marginals(joint: Tensor) -> list[Tensor]:
+    """The law of each dimension of a joint law."""
+    return [joint.transpose(0, dim).flatten(1).sum(1) if joint.dim() > 1 else joint for dim in range(joint.dim())]
 
 
 def _as_ids(piece: Any) -> tuple[int, ...]:
