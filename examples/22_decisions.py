@@ -1,8 +1,8 @@
 """Typed decisions with the shipped models: probabilities of answers, calibrated, with abstention, and joint answers.
 
 The text model decides which pronoun was left out, in sentences of books that it has not read. A temperature is fitted
-to the first half. In the second half it abstains where it is not sure. Then the Sudoku model answers for four cells
-that have two solutions: one by one its answers rarely fit together, jointly they do.
+to the first half. In the second half the model abstains where it is not sure. Then the Sudoku model answers for four
+cells that have two solutions: one by one its answers rarely fit together, jointly they do.
 
     python examples/22_decisions.py --rows 300
 """

@@ -252,7 +252,7 @@ def check_block_len(owner: Any) -> None:
 
 
 def as_int(value: Any) -> int | None:
-    """Return a Python, NumPy or torch integer of 64 bits as an int, and None for anything else.
+    """Return a Python, NumPy or torch integer as an int; None for other values and for integers beyond 64 bits.
 
     Example: `as_int(np.int64(3))` is 3; `as_int(3.0)` and `as_int(True)` are None.
     """

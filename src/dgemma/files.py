@@ -40,7 +40,7 @@ _TEMPORARY = re.compile(r"\.dgemma-(\d+)-[0-9a-f]{16}\.new")
 
 
 class WriteError(OSError):
-    """A file that could not be written. Its text is one sentence."""
+    """A file could not be written; the message is one sentence."""
 
     def __str__(self) -> str:
         return str(self.strerror)
@@ -150,8 +150,8 @@ def read_array(path: str | Path, *, dtypes: Collection[str]) -> np.ndarray:
     size = len(data) - file.tell()
     if dtype.name not in dtypes or min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != size:
         raise ValueError(
-            f"{printable(str(path))} must hold {' or '.join(dtypes)} in all its {size:,} bytes, got {dtype} of shape "
-            f"{shape}."
+            f"{printable(str(path))} must hold {' or '.join(dtypes)} values that fill its {size:,} bytes, got {dtype} "
+            f"of shape {shape}."
         )
     return np.frombuffer(data, dtype, offset=file.tell()).reshape(shape, order="F" if is_fortran else "C")
 
@@ -192,8 +192,8 @@ def new_file(path: str | Path) -> Iterator[Path]:
 def new_files(paths: Sequence[Path]) -> Iterator[list[Path]]:
     """Do what `new_file` does for several files of one folder: all are flushed before the first replaces its target.
 
-    They replace their targets in this order. So a full disk changes nothing, and a killed process stops between two
-    renames.
+    They replace their targets in the order of `paths`. If the disk is full, no target changes. If the process is
+    killed, only the first targets may be new.
 
     Example: `with new_files([folder / "a.json", folder / "b.json"]) as (a, b): fill_json(a, {}), fill_json(b, {})`.
     """
@@ -284,7 +284,7 @@ def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
 
 
 def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], *, metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file atomically, with the permissions of the umask; `save_file` would deny other users.
+    """Write a safetensors file atomically. Other users can read it if the umask permits, unlike a file of `save_file`.
 
     Example: `write_tensors("seeds.safetensors", {"seeds": torch.arange(4)})`.
     """

@@ -224,7 +224,7 @@ def _build(kinds: Mapping[str, type[_Value]], name: str, settings: Mapping[str, 
     try:
         return kinds[name](**settings, **own)
     except TypeError:
-        raise ValueError(f"must fit {name}, got {join_settings(settings)!r}, which has another type") from None
+        raise ValueError(f"must fit {name}, got a value of the wrong type in {join_settings(settings)!r}") from None
     except ValueError as error:
         raise ValueError(f"must fit {name}: {error}") from None
 

@@ -163,7 +163,7 @@ DAMAGES = [
         lambda t: t.update({f"{EXPERT}.weight_scale": t[f"{EXPERT}.weight_scale"].float()}),
         "must be stored as the other experts are",
     ),
-    ("gptq, act order", lambda t: t[f"{EXPERT}.g_idx"].add_(1), "must group its columns as its gate does"),
+    ("gptq, act order", lambda t: t[f"{EXPERT}.g_idx"].add_(1), "must group its columns as the gate of its expert"),
     (
         "gptq, act order",
         lambda t: [t[n].add_(9) for n in t if n.endswith("g_idx")],

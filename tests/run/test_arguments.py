@@ -153,10 +153,10 @@ BAD = [
     ({"eos_token_ids": [1.5]}, r"eos_token_ids must be a token id or several, got \[1\.5\]"),
     ({"eos_token_ids": "stop"}, "eos_token_ids must be a token id or several, got 'stop'"),
     ({"canvas": torch.zeros(2, 0, dtype=torch.long)}, "canvas must have at least one position"),
-    ({"seed": None}, "seed must be an int or one int per row .*got None"),
-    ({"seed": 2**70}, "seed must be an int .*64 bits"),
-    ({"seed": 2**63 - 1}, "seed must be an int .*64 bits"),  # the second row's would be 2**63
-    ({"seed": [1, 2**64]}, "seed must be an int .*64 bits"),
+    ({"seed": None}, "seed must be a 64-bit integer, or a list of .*got None"),
+    ({"seed": 2**70}, "seed must be a 64-bit integer"),
+    ({"seed": 2**63 - 1}, "seed must be a 64-bit integer"),  # the second row's would be 2**63
+    ({"seed": [1, 2**64]}, "seed must be a 64-bit integer"),
     ({"steps": 2.0}, r"steps must be an integer of at least 1, got 2\.0"),
     ({"noise_level": "half"}, r"noise_level must be in \(0, 1\], got 'half'"),
     ({"noise_level": float("nan")}, r"noise_level must be in \(0, 1\]"),

@@ -102,7 +102,8 @@ class CapturedStep:
     """One denoising step over static tensors, and the soft embedding for the next step.
 
     With `postponed` tokens (B, C) the forward also reads these into the tail of the buffers, before the canvas. `load`
-    the state before a step, `replay` the step, and read its `results`. `soften` then loads the state after the step.
+    the state before a step, `replay` the step, and read its `results`. `soften` then computes the soft embedding, and
+    loads the state after the step.
     """
 
     def __init__(
@@ -167,7 +168,7 @@ class CapturedStep:
             return signal
 
         self._soft = Replay(soften, device, memory)
-        self._soft.replay()  # the run at capture had no step before it
+        self._soft.replay()  # the interpreter skips the first replay, but must not skip the one after the first step
         results, self._form = tree_flatten(self._replay.result[:3])
         self._origins, self._computed = _origins(results, self._inputs)
         self._computed_bytes = as_bytes(self._computed)
@@ -201,7 +202,10 @@ class CapturedStep:
         return after, record, prediction.with_statistics(statistics)
 
     def soften(self) -> Tensor:
-        """Return the soft embedding (B, C, D) of the last replay; no other graph may have run since."""
+        """Return the soft embedding (B, C, D) of the last replay, and load the state after it.
+
+        No other graph may have run since the replay.
+        """
         self._soft.replay()
         return self._soft.result.clone()
 

@@ -94,7 +94,7 @@ class FusedPrediction(Prediction):
     """A `Prediction` over the fused head's logits; `signal` (B, C, D) is its soft embedding, once that is computed."""
 
     def __init__(self, logits: Logits, transforms: tuple[Transform, ...], joint: JointLaw | None = None) -> None:
-        # Only the source refers to the logits, so that a copy or a pickle has them once.
+        # The logits are only in `_source`, so that a copy or a pickle has them once.
         super().__init__(logits.read().new_empty(0), transforms, joint)
         self._source = logits
         self.signal: Tensor | None = None

@@ -37,7 +37,7 @@ _INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
 class Packed:
     """Weights (E, N, K) whose values bfloat16 represents. N' is N rounded up to whole blocks of 128 rows.
 
-    A block has the planes low, low, codes for every 128 columns, and low, codes for a last 64 columns.
+    For every 128 columns, a block has two planes of lower bytes and one of codes; for a last 64 columns, one of each.
 
     Example: `pack(experts.down_proj).decode()` has the same bits.
     """

@@ -174,7 +174,9 @@ def _assemble(parts: Sequence[Part], shape: Sequence[int], read: Callable[[str],
             raise ValueError(f"{part.name} must be stored as the other experts are, with the same tensors and dtypes.")
         for name, tensor in tensors.items():
             if name == "group_index" and part.rows.start and not torch.equal(slots[name], tensor):
-                raise ValueError(f"{part.name} must group its columns as its gate does, got another order.")
+                raise ValueError(
+                    f"{part.name} must group its columns as the gate of its expert does, got another order."
+                )
             slots[name].copy_(tensor)
     assert like is not None
     return joined[""] if isinstance(like, Tensor) else like.with_tensors(joined)

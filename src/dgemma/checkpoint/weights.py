@@ -338,8 +338,8 @@ def save_pretrained(model: "DiffusionGemma", path: str | Path, *, max_shard_size
     weights, and images would silently stop working. Other files in the folder stay.
 
     New files are written next to the old ones, and one rename activates them. If the disk is full, the old checkpoint
-    stays. If the process is killed, the folder holds the old weights or the new ones. If the config differs too, there
-    are two renames.
+    stays. If the process is killed, the folder holds the old weights or the new ones. If the config changes too, a kill
+    between the renames can leave new weights with the old config, or the reverse.
 
     Example: `save_pretrained(model, "checkpoint", max_shard_size="2GB")`.
     """

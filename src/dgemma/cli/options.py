@@ -178,7 +178,7 @@ def load_denoiser(arguments: argparse.Namespace) -> Denoiser:
 
 
 def _idle_cores() -> int:
-    """Return 2 if two cores are idle, else 1. More threads of a small model, or two on a busy machine, only wait."""
+    """Return 2 if two cores are idle, else 1. Further threads of a small model would only wait."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # not on Windows
     return 2 if (os.cpu_count() or 1) - load > 1.5 else 1
 

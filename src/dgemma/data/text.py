@@ -38,9 +38,9 @@ class TextSource:
     shuffles its rows.
 
     If a document starts a row, its begin-of-text is the context. Inside a row, begin-of-text is frozen, as the first
-    token of its canvas. Later rows of a document start some tokens early. Their number is drawn anew in each epoch, and
-    is at most the number of fill tokens in the document's last canvas. So the second row begins with the last tokens of
-    the first, which are frozen there.
+    token of its canvas. Later rows of a document are shifted: they start some tokens early. The shift is drawn anew in
+    each epoch, and is at most the number of fill tokens in the document's last canvas. So the second row begins with
+    the last tokens of the first row, and freezes them.
 
     Example: `TextSource(file=file, canvas_len=64, num_canvases=8, batch_size=128)(0, range(128)).tokens` is (128, 513).
     """
@@ -133,8 +133,8 @@ class TextSource:
             tokens = self.file.document(number)
             index = canvas - int(self._canvases[number])  # within the document
             count = min(int(self._canvases[number + 1]) - canvas, end - position)
-            # If the document starts a row, its begin-of-text is context and in no canvas. It stays in the first canvas
-            # if the last canvas would be empty otherwise.
+            # If the document starts a row, its begin-of-text is context and in no canvas, unless its last canvas would
+            # then be empty.
             lead = int(self._starts_row(position - index) and (len(tokens) - 1) % self.canvas_len > 0)
             if index == 0:
                 start, read, num_frozen = lead, lead, 1 - lead

@@ -24,12 +24,15 @@ from dgemma.diffusion.prediction import Prediction
 COST = 1e6
 _PREFERENCE = 1e3  # the cost of contradicting a draft's token at a position that is still open
 WIDE = 256
-_WIDTHS = (4, 16)  # the tiers of a fan
+_WIDTHS = (4, 16)  # of the first two tiers of a `Fan`
 _SLICE_ELEMENTS = 1 << 24  # float64 temporaries stay under 128 MiB
 
 
 class Tier(NamedTuple):
-    """The arcs of n states, as rows of one width. `arc` is E and `other` 0 where a state has no further arc."""
+    """The arcs of n states, as rows of one width.
+
+    Where a state has fewer arcs, `arc` is E, the number of arcs of the automaton, and `other` is 0.
+    """
 
     state: Tensor  # (n,) int64
     arc: Tensor  # (n, width) int64
@@ -161,7 +164,8 @@ class Language(NamedTuple):
     start: Tensor  # (B,) int64: the state before the canvas
     end: Tensor  # (B, Q) bool: states from which the tokens after the canvas can complete the text
     may_end: Tensor | None = None  # (B, C) bool: positions where a stop token may end the text; None means all
-    # (B, C) bool: positions between two texts, which take the last class of the automaton whatever their token is.
+    # (B, C) bool: positions outside the holes of `infill`, where each hole is a text. They take the last class of the
+    # automaton, whatever their token is.
     gaps: Tensor | None = None
 
     def select(self, rows: Tensor) -> "Language":

@@ -1,4 +1,4 @@
-"""One layer of the stack, and the whole stack: the same weights in both modes."""
+"""One layer of the stack, and the whole stack: the same weights in both modes, causal and bidirectional."""
 
 from collections.abc import Sequence
 

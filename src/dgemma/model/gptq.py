@@ -1,7 +1,7 @@
 """Quantisation with calibration text (GPTQ, arXiv:2210.17323): each column's rounding error is moved to later columns.
 
-The error of a product is smallest if it is measured on the inputs that the layer really gets. Layers are quantised in
-order, so that a layer's inputs already have the errors of the layers before it.
+The error to minimise is that of a layer's products on its real inputs. Layers are quantised in order, so that a layer's
+inputs already have the errors of the layers before it.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence

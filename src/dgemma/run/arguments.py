@@ -76,7 +76,7 @@ def read_seeds(seed: int | Sequence[int] | Tensor, prompt_tokens: Tensor) -> Ten
     whole = isinstance(seeds, list) and all(type(s) is int and -(2**63) <= s < 2**63 for s in seeds)
     if not whole or len(seeds) != batch_size:
         raise ValueError(
-            f"generate seed must be an int or one int per row ({batch_size}), of 64 bits, got {show(seed)}."
+            f"generate seed must be a 64-bit integer, or a list of {batch_size}, one per row, got {show(seed)}."
         )
     return torch.tensor(seeds, dtype=torch.int64, device=prompt_tokens.device)
 

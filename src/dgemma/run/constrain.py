@@ -213,8 +213,9 @@ class _Factors:
 
 
 class _Kept:
-    """The last results of a function of an automaton. Runs with the same constraint share them, so that a batch of
-    such runs has one automaton.
+    """Keeps the last results of a function that converts an automaton.
+
+    So runs with the same constraint share one automaton, also when they are batched.
     """
 
     def __init__(self, build: Callable[..., Automaton]) -> None:

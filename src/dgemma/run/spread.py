@@ -129,7 +129,7 @@ def generate_on_ray(
 
 
 class _Team:
-    """The workers of a run on Ray. Each has one call in progress; the first one waits until its model is loaded."""
+    """The workers of a run on Ray. Each has one call in progress; its first call ends when its model is loaded."""
 
     def __init__(self, ray: Any, make: Callable[[], Any], size: int, *, most: int) -> None:
         self._ray, self._make, self._most = ray, make, most

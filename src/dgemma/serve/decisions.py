@@ -30,7 +30,7 @@ class TypedAnswer(NamedTuple):
 def answer_questions(
     model: Denoiser, tokenizer: Tokenizer, state: Any, questions: Mapping[str, Question]
 ) -> Iterator[TypedAnswer]:
-    """Answer questions about a state, a text or a JSON value. A few questions are read together.
+    """Answer questions about `state`, which is a text or a JSON value. A few questions are read together.
 
     Example: `answer_questions(model, tokenizer, "It rains.", {"wet": Question(type="noul", instructions="Wet?")})`.
     """

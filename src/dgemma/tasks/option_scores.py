@@ -1,8 +1,8 @@
 """Scores of the options of a template's slots: log-probabilities of texts with holes, by the chain rule.
 
 A canvas shows fixed tokens, and every other position is open. Options whose texts are equally long are compared by
-log p(option | fixed), token by token. If lengths differ, the fixed tokens after the first such slot stand at different
-positions. Then log p(fixed | lengths) is added, with the fixed tokens scored in order before the options.
+log p(option | fixed), token by token. Options of different lengths move the fixed tokens after their slot. Then
+log p(fixed | lengths) of these fixed tokens is added. They are scored in order, before the options.
 """
 
 import itertools
@@ -44,14 +44,14 @@ class Factor(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """A text that starts with the canvas: `holes` hold an option, `weighed` are the fixed tokens to score."""
+    """The text from the start of a canvas on, with the positions of options and of fixed tokens to score."""
 
     tokens: list[int]  # _OPEN in slots that are not asked about
-    holes: list[int]
-    weighed: list[int]
+    holes: list[int]  # positions of options
+    weighed: list[int]  # positions of fixed tokens to score
 
     def factors(self, row: int, canvas_len: int) -> list[Factor]:
-        """The factors of the chain rule: first `weighed`, each seeing what is left of it, then `holes`."""
+        """The factors of the chain rule: first `weighed`, each given the fixed tokens before it, then `holes`."""
 
         def ask(shown: int, closed: Iterable[int], position: int) -> Factor:
             canvas = self.tokens[:shown] + [_OPEN] * canvas_len

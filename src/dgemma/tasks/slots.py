@@ -145,7 +145,7 @@ def decide_many(
     - `threshold`: an answer abstains if the probability of its option is lower.
     - `greedy` takes the most probable option or combination; otherwise one is drawn. Template i has seed + i.
     - `horizon`: options of different lengths are compared by this many fixed tokens after them, one forward for each.
-    - `num_draws`: without a mask token, open positions are drawn so often and the probabilities averaged.
+    - `num_draws`: without a mask token, open positions are drawn this many times, and probabilities are averaged.
     - `tail_token_id` fills the canvas after the template; None leaves it open.
     - `max_rows` canvases are predicted at once.
 
@@ -213,13 +213,12 @@ def _decide(filler: "_Filler", templates: Iterable[Template], bar: Any) -> Itera
 
 @dataclass
 class _Row:
-    """A template as tokens, while it is filled.
-
-    A round asks about groups of places, after everything to the left of them is read.
-    """
+    """A template as tokens, while it is filled. A place is an index into `pieces`."""
 
     slots: dict[int, Slot]  # by place
     pieces: list[Piece]
+    # Rounds are asked in order, each after the text to its left is read. A round has groups of places, and the slots of
+    # a group are decided jointly.
     rounds: list[list[list[int]]]
     seed: int
     chosen: dict[int, int] = field(default_factory=dict)  # the index of the option, by place

@@ -84,7 +84,7 @@ class TrainConfig:
             )
         for name in ("steps", "micro_batch_size", "evaluate_every"):
             if getattr(self, name) is not None:
-                check_count(self, name, fix="Use None to leave it open.")
+                check_count(self, name, fix="Use 1 or more, or None.")
         for name in ("batch_size", "log_every", "checkpoint_every"):
             check_count(self, name, fix="Use 1 or more.")
         check_count(self, "keep_last", fix="Keep 1 or more, or the run cannot be resumed.")

@@ -39,9 +39,10 @@ def cross_entropy(
 ) -> Tensor:
     """Return -log p(target) under softmax(cap · tanh(hidden @ weightᵀ / cap)): (M, D), (V, D), targets (M,) → (M,).
 
-    `evidence` (M,) is added to the capped logit of the `observed` token (M,), which turns leave-one-out logits into
-    those of the mean. A `banned` token, such as a mask that is never proposed, has probability zero. The result is
-    float32 (float64 for float64 weights). Under autocast the products are in autocast's dtype.
+    `evidence` (M,) is added to the capped logit of the `observed` token (M,). This turns logits of
+    p(x | z without this position) into those of p(x | z). A `banned` token, such as a mask that
+    is never proposed, has probability zero. The result is float32 (float64 for float64 weights). Under autocast the
+    products are in autocast's dtype.
 
     Example: `cross_entropy(hidden, model.embed_tokens.weight, targets, cap=30.0).mean().backward()`.
     """

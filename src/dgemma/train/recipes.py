@@ -1,7 +1,7 @@
 """Objectives of public fine-tuning recipes and of papers, and models prepared for training.
 
-Each objective is a function of the model's config. Recipes also differ in which weights they train, above all the
-routers; `prepare` freezes the others.
+Each objective is a function of the model's config. Recipes also differ in the weights that they train. `prepare` adds
+the adapter of a recipe, or freezes the routers.
 """
 
 from collections.abc import Callable, Mapping

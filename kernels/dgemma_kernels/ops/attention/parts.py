@@ -14,7 +14,9 @@ _COMBINE_ELEMENTS = 8192  # float32 values of partial results in the registers o
 
 
 def choose_num_splits(programs: int, num_multiprocessors: int, most: int) -> int:
-    """Return the number of parts of the keys with the least cost: waves of programs times work per part, plus the sum.
+    """Return the number of parts of the keys with the least cost.
+
+    The cost is waves of programs times work per part, plus the work of adding the parts.
 
     Example: `choose_num_splits(64, 132, 20)` is 2; `choose_num_splits(128, 132, 20)` is 1.
     """
