@@ -61,8 +61,9 @@ def require_tensor(
 def typed(function: Function) -> Function:
     """Check the arguments of a public function against its annotations, before its body runs.
 
-    An int may be a NumPy or torch integer, and a float any number. Elements of collections are checked too. Annotations
-    that cannot be checked, such as protocols, accept everything. The argument `model` is not checked here.
+    An int may be a NumPy or torch integer, which the function gets as an int. A float may be any number. Elements of
+    collections are checked too. Annotations that cannot be checked, such as protocols, accept everything. The argument
+    `model` is not checked here.
 
     Example: `typed(lambda: 3)()` is 3; usually it is a decorator.
     """
@@ -71,25 +72,30 @@ def typed(function: Function) -> Function:
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():  # torch.compile cannot trace signatures
-            check(args, kwargs)
+            bound = check(args, kwargs)
+            return function(*bound.args, **bound.kwargs)
         return function(*args, **kwargs)
 
     checked.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
     return checked  # type: ignore[return-value]
 
 
-def _checker(function: Callable[..., Any]) -> Callable[[tuple[Any, ...], dict[str, Any]], None]:
-    """Return a function that checks the arguments of a call."""
+def _checker(function: Callable[..., Any]) -> Callable[[tuple[Any, ...], dict[str, Any]], inspect.BoundArguments]:
+    """Return a function that checks the arguments of a call and returns them."""
     signature = inspect.signature(function)
     hints: dict[str, Any] = {}
 
-    def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
         if not hints:  # at the first call, when every module has been imported
             hints.update(_read_hints(function, signature))
-        for name, value in signature.bind(*args, **kwargs).arguments.items():
+        bound = signature.bind(*args, **kwargs)
+        for name, value in bound.arguments.items():
             if name in hints and name != "model" and not _fits(value, hints[name]):
                 owner = function.__qualname__.removesuffix(".__init__").removesuffix(".__call__")
                 require(False, f"{owner} {name}", f"be {_spell(hints[name])}", value)
+            if hints.get(name) is int:
+                bound.arguments[name] = as_int(value)
+        return bound
 
     return check
 

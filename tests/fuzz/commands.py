@@ -36,7 +36,7 @@ VALUES = (
     ),
     *("/", "/nowhere/at/all", "words", "--json", "\ud800", "a" * 5000),
 )
-TEXTS = ("Once", "The ____ sat.", "", "-", CONTROL, "\ud800", "____", "a" * 3000, "some words")
+TEXTS = ("Once", "The ____ sat.", "", "-", CONTROL, "\ud800", "____", "a" * 300, "some words")
 SAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]")
 
 
