@@ -109,6 +109,7 @@ def test_a_text_config_alone_and_a_folder_are_read(tmp_path):
         ({"attention_bias": True}, "attention_bias must be False"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention must be 'vision'"),
         ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_type 'default' or 'proportional'"),
+        ({"rope_parameters": {**PUBLISHED_TEXT["rope_parameters"], "odd": 3}}, r"rope_parameters\['odd'\] must have"),
         ({"sliding_window": 1}, "sliding_window must be at least 2"),
     ],
 )

@@ -118,7 +118,7 @@ class ModelConfig(DenoiserConfig):
         for kv, head in (("num_key_value_heads", "head_dim"), ("num_global_key_value_heads", "global_head_dim")):
             require_field(self.num_attention_heads % getattr(self, kv) == 0, self, kv, "divide num_attention_heads")
             require_field(getattr(self, head) % 2 == 0, self, head, "be even, because rope rotates pairs")
-        for kind in sorted(set(self.layer_types)):
+        for kind in dict.fromkeys((*self.layer_types, *self.rope_parameters)):
             _check_rope(self.rope_parameters, kind)
 
     def layer_shape(self, layer: int) -> LayerShape:

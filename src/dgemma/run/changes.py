@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from dgemma.checks import show
+from dgemma.checks import has_values, show
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
 from dgemma.run.arguments import check_valid, read_allowed
@@ -134,8 +134,8 @@ def _is_schedule(name: str, value: Any) -> bool:
 
 
 def _check(name: str, value: Any, state: DenoiseState) -> None:
-    if any(isinstance(part, Tensor) and part.is_meta and not state.canvas.is_meta for part in tree_leaves(value)):
-        raise ValueError(f"{name} must be on {state.device}, got a tensor on meta, which has no values.")
+    if not all(has_values(part) or state.canvas.is_meta for part in tree_leaves(value) if isinstance(part, Tensor)):
+        raise ValueError(f"{name} must be dense and on {state.device}, got a sparse tensor or one on meta.")
     if name == "self_cond" and not isinstance(value, Prediction | Tensor | None):
         raise ValueError(
             f"DenoiseState.self_cond must be a Prediction, logits or None, got {type(value).__name__}. "
