@@ -364,8 +364,8 @@ BAD = [
     ({"allowed": torch.ones(3, 32, 512, dtype=torch.bool)}, "allowed must broadcast"),
     ({"allowed": torch.zeros(512, dtype=torch.bool)}, "at least one token at every position"),
     ({"allowed": [5, 512]}, r"allowed must hold ids in \[0, 512\)"),
-    ({"seed": [1, 2, 3]}, r"one int per row \(2\)"),
-    ({"seed": [0.5, 1.5]}, r"one int per row \(2\)"),
+    ({"seed": [1, 2, 3]}, "a list of 2, one per row"),
+    ({"seed": [0.5, 1.5]}, "a list of 2, one per row"),
 ]
 
 

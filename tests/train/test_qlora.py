@@ -67,7 +67,7 @@ def test_training_changes_only_adapters_and_saves_no_codes(tmp_path):
     model = quantized_model()
     objective = Objective(noise=dgemma.UniformNoise(next_token.VOCAB), canvas_len=4)
     config = TrainConfig(steps=2, batch_size=2, lr=1e-2, warmup=0, precision="weights")
-    with pytest.raises(ValueError, match="quantised weights, which cannot be trained"):
+    with pytest.raises(ValueError, match="quantised ones, which cannot be trained"):
         train(model, objective, next_token.counting, config, out=tmp_path)
     before = {name: tensor.clone() for name, tensor in frozen_tensors(model).items() if ".codes" in name}
     add_lora(model, LoRA(rank=2))
