@@ -4,6 +4,7 @@ import fcntl
 import os
 import pty
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -83,6 +84,7 @@ def _be_the_command(screen: str, pipe: Connection | None, kind: str, encoding: s
     for name in ("NO_COLOR", "COLUMNS", "LINES"):
         os.environ.pop(name, None)
     os.environ["TERM"] = kind
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup pytest` would let the command ignore it
     torch.set_num_threads(1)
     sys.exit(main(list(map(str, words))))
 
