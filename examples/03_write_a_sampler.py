@@ -1,8 +1,8 @@
 """Write a sampler in one class, without registering it, and compare it with the library's.
 
-The published sampler accepts only certain positions, even if they are few. After the last step it commits all other
-positions too. The sampler below follows the noise schedule. At noise level 0.9 it accepts the most certain tenth of the
-positions, and at level 0 it accepts all of them.
+The published sampler accepts only positions whose prediction has a low entropy, even if they are few. After the last
+step it commits all other positions too. The sampler below follows the noise schedule. At noise level 0.9 it accepts the
+most certain tenth of the positions, and at level 0 it accepts all of them.
 """
 
 import argparse

@@ -168,7 +168,7 @@ class CapturedStep:
             return signal
 
         self._soft = Replay(soften, device, memory)
-        self._soft.replay()  # the interpreter skips the first replay, but must not skip the one after the first step
+        self._soft.replay()  # here, because the first replay does nothing in the interpreter
         results, self._form = tree_flatten(self._replay.result[:3])
         self._origins, self._computed = _origins(results, self._inputs)
         self._computed_bytes = as_bytes(self._computed)

@@ -53,10 +53,10 @@ def accelerate(
     are 42 of the 47 GiB of the published model. By default it is the format that the model has.
 
     - `weights="bf16"` uses the weights unchanged.
-    - `weights="packed"` stores them in 12 bits per weight without loss, 32 GiB in total. It is faster because a step
+    - `weights="packed"` stores them in 12 bits per weight without loss: 32 GiB of experts. It is faster because a step
       mostly reads weights.
-    - `weights="fp8"` rounds them to float8 (e4m3) with a scale per output, and their inputs with one per row, 21 GiB in
-      total. It needs a GPU with fp8 tensor cores: Ada, Hopper or later.
+    - `weights="fp8"` rounds them to float8 (e4m3) with a scale per output, and their inputs with one per row: 21 GiB of
+      experts. It needs a GPU with fp8 tensor cores: Ada, Hopper or later.
     - `weights="int4"` rounds them to integers of 4 bits with a scale per 64 columns, and `weights="nvfp4"` to floats of
       4 bits with a scale per 16 columns: 11 and 12 GiB of experts. Inputs keep their dtype.
 

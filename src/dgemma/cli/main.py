@@ -28,7 +28,7 @@ examples:
   dgemma info
       list the checkpoints that ship with dgemma
 
-`dgemma COMMAND --help` explains a command. Nothing is downloaded unless -m names a hub repository.
+`dgemma COMMAND --help` explains a command. Nothing is downloaded unless you name a hub repository.
 Exit codes: 0 success, 1 failure, 2 bad arguments, 130 Ctrl-C.
 """
 _BAD_PATH = (

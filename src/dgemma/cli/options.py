@@ -27,6 +27,7 @@ from dgemma.values import SAMPLERS, rebuild_noise, rebuild_sampler
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NOISES = ("uniform", "mask", "hybrid")
 _SMALL_MODEL = 100_000_000  # weights
+_DEFAULT_DTYPE = "float32 on a CPU and for checkpoints that ship with dgemma, otherwise as stored"
 
 
 class Writer(NamedTuple):
@@ -41,8 +42,10 @@ class Writer(NamedTuple):
         return torch.tensor([row], device=self.denoiser.device)
 
 
-def add_model_options(parser: argparse.ArgumentParser, *, default: str, fast: bool = True) -> None:
-    """Add -m, --device, --dtype, --fast and --weights."""
+def add_model_options(
+    parser: argparse.ArgumentParser, *, default: str, fast: bool = True, default_dtype: str = _DEFAULT_DTYPE
+) -> None:
+    """Add -m, --device, --dtype, --fast and --weights. `default_dtype` describes the default of --dtype."""
     group = parser.add_argument_group("model")
     group.add_argument(
         "-m",
@@ -56,7 +59,7 @@ def add_model_options(parser: argparse.ArgumentParser, *, default: str, fast: bo
         "--dtype",
         choices=DTYPES,
         metavar="NAME",
-        help=f"dtype of the weights: {', '.join(DTYPES)} (float32 on a CPU, otherwise as stored)",
+        help=f"dtype of the weights: {', '.join(DTYPES)} ({default_dtype})",
     )
     if fast:
         group.add_argument("--fast", action="store_true", help="use Triton kernels and CUDA graphs; needs a GPU")

@@ -118,7 +118,7 @@ def add_commands(commands: Any) -> None:
     group.add_argument("--compile", action="store_true", help="compile the layers: a slower start, then faster steps")
     options.add_seed_option(group, help="the same seed gives the same run")
     group.add_argument("--allow-changes", action="store_true", help="allow a continued run to change its settings")
-    options.add_model_options(parser, default="dgemma/text", fast=False)
+    options.add_model_options(parser, default="dgemma/text", fast=False, default_dtype="float32")
     output.add_json_option(parser)
     parser.set_defaults(run=_train)
 

@@ -112,7 +112,7 @@ def spell_tokens(automaton: ByteAutomaton, tokens: list[bytes | None]) -> TokenA
 
 
 class _Functions:
-    """Functions from states to states, numbered. 0 is the identity, `nowhere` leads every state to the last."""
+    """Functions from states to states, numbered. 0 is the identity; `nowhere` leads to a state that is never left."""
 
     nowhere = 1
 

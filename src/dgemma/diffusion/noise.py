@@ -42,7 +42,7 @@ class Noise:
             raise ValueError(f"{type(self).__name__}.vocab_size must be >= 2, got {self.vocab_size}. Pass the model's.")
 
     def clean_share(self, noise_level: Tensor) -> Tensor:
-        """A: the probability that a token is unchanged."""
+        """A: the probability that a token is not replaced by noise."""
         return 1 - noise_level
 
     def mask_share(self, noise_level: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ class Schedule:
     """α(t), which falls from 1 at t = 0 to 0 at t = 1, except where noted. Methods keep the shape of t."""
 
     def alpha(self, t: Tensor) -> Tensor:
-        """The probability that a token is unchanged at time t."""
+        """1 minus the noise level at time t. It is the share of clean tokens, except under hybrid noise."""
         raise NotImplementedError
 
     def derivative(self, t: Tensor) -> Tensor:

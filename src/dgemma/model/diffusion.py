@@ -123,7 +123,9 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
         conventions: Conventions | None = None,
         quantization: Quantization | None = None,
     ) -> Self:
-        """Load a checkpoint folder or hub id, without pickle or remote code. dtype None keeps the stored dtype.
+        """Load a checkpoint folder or hub id, without pickle or remote code.
+
+        dtype None keeps the stored dtype, but gives float32 for checkpoints that ship with dgemma.
 
         Quantised checkpoints keep their format. `quantization` quantises other checkpoints as they are read.
 

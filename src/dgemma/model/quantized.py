@@ -279,7 +279,8 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
 def decoded_product(x: Tensor, weight: QuantizedWeight, multiply: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """Return multiply(x, decoded weight), where multiply(x, W) is linear in x and multiply(y, Wᵀ) is its transpose.
 
-    The backward decodes the weight again, so that autograd stores only codes. Under autocast, x is cast to its dtype.
+    The backward decodes the weight again, so that autograd stores only codes. Under autocast, x is cast to autocast's
+    dtype, unless it is float64.
 
     Example: `decoded_product(x, weight, F.linear)`.
     """

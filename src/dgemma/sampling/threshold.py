@@ -42,10 +42,10 @@ class Threshold(Sampler):
 
 @dataclass(frozen=True, kw_only=True)
 class FactorThreshold(Sampler):
-    """Commit the n most confident open positions, where n is the largest number with (n + 1)(1 - c₍ₙ₎) < `factor`.
+    """Commit the n most confident open positions; n is the largest with (n + 1)(1 - the n-th confidence) < `factor`.
 
-    n is at least 1. c₍ₙ₎ is the n-th largest confidence. With factor ≤ 1 and `greedy`, the written tokens are also the
-    most probable ones of their joint distribution (Fast-dLLM, theorem 1).
+    n is at least 1. With factor ≤ 1 and `greedy`, the written tokens are also the most probable ones of their joint
+    distribution (Fast-dLLM, theorem 1).
 
     Example: `FactorThreshold(factor=1.0, greedy=True)`.
     """

@@ -1,8 +1,9 @@
 """Scores of the options of a template's slots: log-probabilities of texts with holes, by the chain rule.
 
-A canvas shows fixed tokens, and every other position is open. Options whose texts are equally long are compared by
-log p(option | fixed), token by token. Options of different lengths move the fixed tokens after their slot. Then
-log p(fixed | lengths) of these fixed tokens is added. They are scored in order, before the options.
+A canvas shows fixed tokens, and every other position is open. Options of one length are compared by
+log p(option | fixed tokens), a sum over the tokens of the option. The length of an option moves the fixed tokens after
+its slot. So for options of different lengths, log p(fixed tokens after the slot | length) is added. It is a sum over
+these tokens from left to right, predicted while the slot is open.
 """
 
 import itertools

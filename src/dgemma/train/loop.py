@@ -181,7 +181,7 @@ class _Run:
     def loop(self, on_step: OnTrainStep | None, evaluate: Evaluate | None, request: threading.Event) -> bool:
         """Train to the end; return True if the run was stopped before."""
         noise = getattr(self.objective, "noise", None)
-        if isinstance(noise, Noise):  # recorded in the model, so that `evaluate` samples under it
+        if isinstance(noise, Noise):  # recorded in the model: the default of `generate`, which callbacks may call
             self.model.generation = self.model.generation.after_learning(describe_noise(noise))
         if self.steps is not None and self.step >= self.steps:
             return False

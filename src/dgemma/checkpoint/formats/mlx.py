@@ -27,7 +27,8 @@ _REQUIRED = ("weight", "scales", "biases")
 def read_mlx(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> Contents:
     """Return the weights that an MLX checkpoint stores. No weight is read.
 
-    The config has defaults, and overrides by the name of a module: false, or other bits and groups.
+    The config has default bits and groups. Under the name of a module it may have others, or false for a module that
+    is not quantised.
 
     Example: `read_mlx(published["quantization"], read_headers(folder)).entries`.
     """

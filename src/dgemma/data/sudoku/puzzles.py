@@ -106,7 +106,7 @@ def generate_puzzles(
         )
     if split not in SPLITS:
         raise ValueError(f"generate_puzzles split must be one of {', '.join(SPLITS)}, got {split!r}.")
-    require(1 <= count < 1 << 31, "generate_puzzles count", "be from 1 to 2**31", count)
+    require(1 <= count < 1 << 31, "generate_puzzles count", "be in [1, 2**31)", count)
     require(seed >= 0, "generate_puzzles seed", "be at least 0", seed)
     require(1 <= workers <= 1024, "generate_puzzles workers", "be from 1 to 1024", workers)
     file = None
