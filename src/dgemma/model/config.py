@@ -118,6 +118,8 @@ class ModelConfig(DenoiserConfig):
         for kv, head in (("num_key_value_heads", "head_dim"), ("num_global_key_value_heads", "global_head_dim")):
             require_field(self.num_attention_heads % getattr(self, kv) == 0, self, kv, "divide num_attention_heads")
             require_field(getattr(self, head) % 2 == 0, self, head, "be even, because rope rotates pairs")
+        is_mapping = isinstance(self.rope_parameters, Mapping)
+        require_field(is_mapping, self, "rope_parameters", "map the types of layers to their parameters")
         for kind in dict.fromkeys((*self.layer_types, *self.rope_parameters)):
             _check_rope(self.rope_parameters, kind)
 
@@ -365,7 +367,7 @@ def _full_layer_heads(text: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_rope(rope_parameters: Mapping[str, Mapping[str, Any]], kind: str) -> None:
-    rope = rope_parameters.get(kind) if isinstance(rope_parameters, Mapping) else None
+    rope = rope_parameters.get(kind)
     if not isinstance(rope, Mapping) or rope.get("rope_type") not in ("default", "proportional"):
         raise ValueError(
             f"ModelConfig.rope_parameters[{kind!r}] must have rope_type 'default' or 'proportional', got {rope!r}."
