@@ -89,12 +89,16 @@ def _checker(function: Callable[..., Any]) -> Callable[[tuple[Any, ...], dict[st
         if not hints:  # at the first call, when every module has been imported
             hints.update(_read_hints(function, signature))
         bound = signature.bind(*args, **kwargs)
+        owner = function.__qualname__.removesuffix(".__init__").removesuffix(".__call__")
         for name, value in bound.arguments.items():
             if name in hints and name != "model" and not _fits(value, hints[name]):
-                owner = function.__qualname__.removesuffix(".__init__").removesuffix(".__call__")
                 require(False, f"{owner} {name}", f"be {_spell(hints[name])}", value)
             if hints.get(name) is int:
                 bound.arguments[name] = as_int(value)
+        is_meta = {name: value.is_meta for name, value in bound.arguments.items() if isinstance(value, Tensor)}
+        if len(set(is_meta.values())) == 2:
+            name = max(is_meta, key=lambda name: is_meta[name])
+            require(False, f"{owner} {name}", "be on the device of the other tensors", bound.arguments[name])
         return bound
 
     return check

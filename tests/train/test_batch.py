@@ -5,6 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+import dgemma
+import next_token
+from dgemma import train
 from dgemma.train.batch import TrainBatch, feed, row_seeds
 from next_token import counting
 
@@ -52,7 +55,15 @@ def test_a_rows_seed_depends_on_run_step_and_row_alone():
 
 def test_micro_batches_add_up_to_the_rows_of_the_process():
     steps = list(
-        feed(counting, seed=0, rows=range(2, 7), micro_batch_size=2, steps=range(3, 6), device=torch.device("cpu"))
+        feed(
+            counting,
+            seed=0,
+            rows=range(2, 7),
+            micro_batch_size=2,
+            steps=range(3, 6),
+            vocab_size=1000,
+            device=torch.device("cpu"),
+        )
     )
     assert [[part.batch.batch_size for part in step.parts] for step in steps] == [[2, 2, 1]] * 3
     for number, step in zip(range(3, 6), steps, strict=True):
@@ -60,3 +71,18 @@ def test_micro_batches_add_up_to_the_rows_of_the_process():
         assert torch.equal(torch.cat([part.batch.tokens for part in step.parts]), expected.tokens)
         assert step.num_tokens == int(expected.length.sum())
         assert torch.equal(torch.cat([part.seeds for part in step.parts]), row_seeds(0, number, range(2, 7)))
+
+
+@pytest.mark.parametrize("token", [-1, next_token.VOCAB])
+def test_ids_outside_the_vocabulary_are_refused_in_one_sentence(tmp_path, token):
+    model, noise = next_token.model(), dgemma.UniformNoise(next_token.VOCAB)
+    tokens = torch.tensor([[1, 2, token, 3]])
+    with pytest.raises(ValueError, match=rf"evaluate source must return ids in \[0, {next_token.VOCAB}\)"):
+        train.evaluate(model, tokens, noise, num_samples=1)
+
+    def source(step, rows):
+        return TrainBatch(tokens=tokens, prompt_len=torch.ones(1).long(), length=torch.full((1,), 4))
+
+    config = train.TrainConfig(steps=1, batch_size=1, progress=False)
+    with pytest.raises(ValueError, match=rf"train source must return ids in \[0, {next_token.VOCAB}\)"):
+        train.train(model, train.Objective(noise=noise, canvas_len=4), source, config, out=tmp_path / "run")

@@ -143,7 +143,7 @@ def test_a_micro_batch_may_lack_answers_and_a_step_may_not(tmp_path, answers):
 def test_a_step_never_waits_for_the_device(tmp_path, precision, canvases, micro_batch_size):
     # Fake tensors have shapes but no values, so reading one raises.
     objective = Objective(noise=dgemma.UniformNoise(next_token.VOCAB), canvas_len=4, canvases=canvases)
-    sizes = {"rows": range(4), "micro_batch_size": micro_batch_size, "steps": range(1)}
+    sizes = {"rows": range(4), "micro_batch_size": micro_batch_size, "steps": range(1), "vocab_size": next_token.VOCAB}
     (step_input,) = feed(counting, seed=0, **sizes, device=torch.device("cpu"))
     model = next_token.model()
     settings = config(precision=precision, ema_decay=0.9, micro_batch_size=micro_batch_size)
@@ -296,7 +296,7 @@ def test_another_kind_of_optimizer_continues_from_the_weights_alone(tmp_path, fi
     fresh = _Run(by_hand, NextToken(), counting, config(), tmp_path / "hand", Parallel(), second)
     fresh.step = 3
     rows = {"rows": range(4), "micro_batch_size": 4, "steps": range(3, 4), "device": torch.device("cpu")}
-    fresh.take_step(*feed(counting, seed=0, **rows))
+    fresh.take_step(*feed(counting, seed=0, vocab_size=next_token.VOCAB, **rows))
     assert result.step == 4
     assert_same_bits(weights(changed), weights(by_hand))
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from dgemma.checks import require_field
+from dgemma.checks import in_range, require, require_field
 from dgemma.diffusion import draws
 
 _DEPTH = 2  # steps that the feed prepares ahead
@@ -146,14 +146,31 @@ def row_seeds(seed: int, step: int, rows: range) -> Tensor:
     return (words[0] >> 1 << 32) | words[1]
 
 
+def check_ids(batch: TrainBatch, vocab_size: int, owner: str) -> None:
+    """Raise unless every token is in the vocabulary. On a GPU an unknown id would end the process.
+
+    Example: `check_ids(source(0, range(8)), model.config.vocab_size, "train")`.
+    """
+    fits, rule = in_range(batch.tokens, vocab_size), f"return ids in [0, {vocab_size})"
+    require(fits, f"{owner} source", rule, batch.tokens, "Check the tokenizer.")
+
+
 def feed(
-    source: BatchSource, *, seed: int, rows: range, micro_batch_size: int, steps: range, device: torch.device
+    source: BatchSource,
+    *,
+    seed: int,
+    rows: range,
+    micro_batch_size: int,
+    steps: range,
+    vocab_size: int,
+    device: torch.device,
 ) -> Generator[StepInput, None, None]:
     """Yield this process's `rows` for each of `steps`, in micro-batches, on `device`.
 
     A thread makes and pins the next steps' rows while the current step computes.
 
-    Example: `next(feed(source, seed=0, rows=range(8), micro_batch_size=4, steps=range(9), device=device)).parts`.
+    Example: `next(feed(source, seed=0, rows=range(8), micro_batch_size=4, steps=range(9), vocab_size=512,
+    device=device)).parts`.
     """
 
     def make(step: int) -> StepInput:
@@ -166,6 +183,7 @@ def feed(
                     f"train source must return one row for each of rows {part_rows.start}..{part_rows.stop - 1}, got "
                     f"{batch.batch_size}. Return a batch of len(rows) rows."
                 )
+            check_ids(batch, vocab_size, "train")
             parts.append(_pin(Part(batch, row_seeds(seed, step, part_rows)), device))
         return StepInput(parts, sum(int(part.batch.length.sum()) for part in parts))
 

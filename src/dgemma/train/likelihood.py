@@ -24,7 +24,7 @@ from dgemma.progress import progress_bar
 from dgemma.run.defaults import warn_of_noise
 from dgemma.run.step import Denoiser, check_denoiser
 from dgemma.train import nelbo
-from dgemma.train.batch import BatchSource, TrainBatch, row_seeds
+from dgemma.train.batch import BatchSource, TrainBatch, check_ids, row_seeds
 from dgemma.train.canvases import Canvases, cut_canvases
 from dgemma.train.estimates import Likelihood, RowSums
 from dgemma.train.readers import ByCanvas, OnePass, SelfCond, read_canvases
@@ -95,6 +95,9 @@ def evaluate(
         "num_bytes": 1 if num_bytes is None else num_bytes,
     }
     _check(model, noise, counts, levels=levels, lowest_level=lowest_level, confidence=confidence)
+    fill_token = _end_of_text(model) if fill_token is None else fill_token
+    in_vocabulary = 0 <= fill_token < model.config.vocab_size
+    require(in_vocabulary, "evaluate fill_token", f"be in [0, {model.config.vocab_size})", fill_token)
     estimator = _Estimator(
         model=model,
         noise=replace(noise, schedule=Linear()),  # the integral is over the noise level
@@ -104,7 +107,7 @@ def evaluate(
         parametrisation=parametrisation,
         self_cond=self_cond,
         canvas_len=canvas_len,
-        fill_token=_end_of_text(model) if fill_token is None else fill_token,
+        fill_token=fill_token,
         num_level_bins=num_level_bins,
     )
     parts = []
@@ -112,7 +115,9 @@ def evaluate(
         for start in range(0, num_rows, batch_size):
             rows = range(start, min(start + batch_size, num_rows))
             seeds = seed[rows.start : rows.stop] if isinstance(seed, Tensor) else row_seeds(seed, 0, rows)
-            parts.append(estimator.measure(source(0, rows).to(model.device), seeds.to(model.device)))
+            batch = source(0, rows)
+            check_ids(batch, model.config.vocab_size, "evaluate")
+            parts.append(estimator.measure(batch.to(model.device), seeds.to(model.device)))
             bar.update(len(rows))
     return Likelihood.of_rows(RowSums.join(parts), num_samples=num_samples, confidence=confidence, num_bytes=num_bytes)
 

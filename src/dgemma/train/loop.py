@@ -193,6 +193,7 @@ class _Run:
             rows=rows,
             micro_batch_size=config.micro_batch_size or len(rows),
             steps=range(self.step, config.steps or sys.maxsize),
+            vocab_size=self.model.config.vocab_size,
             device=self.device,
         )
         self._announce_minutes()
