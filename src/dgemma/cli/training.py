@@ -168,7 +168,10 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 def _compress(arguments: argparse.Namespace) -> dict[str, float]:
     """Return the bits per byte of general compressors, which learn from this text alone."""
     text = "".join(document.text for document in _documents(arguments)).encode()
-    packed = {"gzip": zlib.compress(text, 9), "xz": lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)}
+    # The preset's dictionary of 64 MiB would take hundreds of MiB of memory for any text.
+    size = min(max(len(text), 4096), 1 << 26)
+    best = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": size}
+    packed = {"gzip": zlib.compress(text, 9), "xz": lzma.compress(text, filters=[best])}
     return {name: 8 * len(data) / len(text) for name, data in packed.items()}
 
 

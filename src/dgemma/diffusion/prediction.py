@@ -223,6 +223,7 @@ class Prediction:
         """
         rule = f"be floats of shape {tuple(self.shape[:2])}"
         require(u.is_floating_point() and u.shape == self.shape[:2], "Prediction.sample u", rule, u)
+        require(u.is_meta == self._raw.is_meta, "Prediction.sample u", "be on the device of the logits", u)
         if self.joint is not None:
             return self.joint.sample(u)
         return torch.cat([_inverse_cdf(self._shaped(part), u[:, part]) for part in self._slices()], dim=1)

@@ -167,7 +167,7 @@ class Guided(Denoiser[GuidedCache]):
         if not isinstance(self.unconditional, Tensor):
             return torch.full_like(tokens, int(self.unconditional)), attention_mask
         require_field(has_values(self.unconditional), self, "unconditional", f"be on {tokens.device}")
-        prompt = self.unconditional.to(tokens).reshape(-1, self.unconditional.shape[-1])
+        prompt = torch.atleast_2d(self.unconditional.to(tokens))
         fits = prompt.shape[0] in (1, tokens.shape[0])
         require_field(fits, self, "unconditional", f"have one row or the {tokens.shape[0]} rows of the prompt")
         return prompt.expand(tokens.shape[0], -1), None

@@ -41,6 +41,7 @@ class TrainBatch:
     def __post_init__(self) -> None:
         tokens = self.tokens
         is_tokens = isinstance(tokens, Tensor) and tokens.dtype == torch.int64 and tokens.dim() == 2 and len(tokens) > 0
+        is_tokens = is_tokens and tokens.layout is torch.strided
         require_field(is_tokens, self, "tokens", "be int64 ids of shape (B, T) with B >= 1")
         batch_size, num_tokens = self.tokens.shape
         shapes = {
