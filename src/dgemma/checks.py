@@ -127,8 +127,10 @@ def _fits(value: Any, hint: Any) -> bool:
         return True
     if hint is None or hint is type(None):
         return value is None
-    if hint in (int, float):
-        return (as_int(value) if hint is int else as_number(value)) is not None
+    if hint is int:
+        return as_int(value) is not None
+    if hint is float:
+        return as_number(value) is not None
     if hint is bool:
         return isinstance(value, bool | np.bool_)
     if hint is TextIO:

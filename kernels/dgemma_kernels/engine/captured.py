@@ -102,8 +102,8 @@ class CapturedStep:
     """One denoising step over static tensors, and the soft embedding for the next step.
 
     With `postponed` tokens (B, C) the forward also reads these into the tail of the buffers, before the canvas. `load`
-    the state before a step, `replay` the step, and read its `results`. `soften` then computes the soft embedding, and
-    loads the state after the step.
+    copies the state before a step, `replay` runs the step, and `results` has its output. `soften` then computes the
+    soft embedding, and loads the state after the step.
     """
 
     def __init__(

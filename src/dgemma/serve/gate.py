@@ -70,7 +70,7 @@ class Gate:
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
                 for name, value in _HEADERS.items():
-                    headers.setdefault(name, value)  # a recorded run has a policy of its own
+                    headers.setdefault(name, value)  # the page of a recorded run has another policy
             await send(message)
 
         try:

@@ -16,7 +16,7 @@ from dgemma.view.html import to_html
 class Replay:
     """A page at `url` that plays a recorded run, until `close`. A notebook shows it in a frame.
 
-    The browser must run on this machine, or forward the port. The model fills holes in a thread of its own.
+    The browser must run on this machine, or forward the port. The model fills holes in another thread.
 
     Example: `Replay(model, generate(model, prompt, record=True).trajectory, tokenizer)`.
     """

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dgemma.checkpoint.tokenizer import Tokenizer
-from dgemma.checks import as_int, check_flags, require, show, typed
+from dgemma.checks import as_int, as_lists, check_flags, require, show, typed
 from dgemma.diffusion import draws
 from dgemma.diffusion.noise import Noise
 from dgemma.model.cache import Cache
@@ -376,8 +376,8 @@ def _marginals(joint: Tensor) -> list[Tensor]:
 
 def _as_ids(piece: Any) -> tuple[int, ...]:
     """Return a sequence of token ids as a tuple of ints."""
-    listed = piece.tolist() if hasattr(piece, "tolist") else piece
-    ids = [as_int(token) for token in listed] if isinstance(listed, Iterable) else [None]
+    listed = as_lists(piece)
+    ids = [as_int(token) for token in listed] if isinstance(listed, list) else [None]
     if None in ids:
         require(False, "slots pieces and options", "be texts or sequences of token ids", piece)
     return tuple(token for token in ids if token is not None)

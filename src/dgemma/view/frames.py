@@ -65,7 +65,7 @@ def check_row(trajectory: Trajectory, row: object, *, owner: str) -> None:
     """Require a trajectory with steps and an existing row."""
     if not len(trajectory):
         raise ValueError(f"{owner} needs a trajectory with at least one step, got {trajectory!r}.")
-    if not isinstance(row, int) or not 0 <= row < trajectory.batch_size:
+    if not isinstance(row, int) or isinstance(row, bool) or not 0 <= row < trajectory.batch_size:
         raise ValueError(f"{owner} row must be in [0, {trajectory.batch_size}), got {row!r}.")
 
 

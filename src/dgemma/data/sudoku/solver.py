@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dgemma.checks import as_lists, require, typed
+from dgemma.checks import has_values, require, typed
 
 Digits = NDArray[np.int8]  # (N, 81), 0 for a blank
 Cells = NDArray[np.uint16]  # (3, 3, 3, 3, M): band, row in it, stack, column in it, puzzle
@@ -34,8 +34,9 @@ def solve(puzzles: Any, *, limit: int = 2) -> Solutions:
     Example: `solve(parse("53..7....6..195....98....6.8...6...34..8.3..17...2...6.6....28....419..5....8..79")).counts`
     is `[1]`.
     """
-    listed = as_lists(puzzles) if isinstance(puzzles, Tensor) else puzzles
-    digits = np.asarray(None if isinstance(listed, Tensor) else listed)
+    if isinstance(puzzles, Tensor):
+        require(has_values(puzzles), "solve puzzles", "be (N, 81) digits", puzzles, "See `parse`.")
+    digits = np.asarray(puzzles.tolist() if isinstance(puzzles, Tensor) else puzzles)
     if digits.dtype.kind not in "iu":
         require(False, "solve puzzles", "be (N, 81) digits", puzzles, "See `parse`.")
     require(limit >= 1, "solve limit", "be at least 1", limit)
