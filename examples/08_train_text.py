@@ -47,8 +47,8 @@ def split_excerpt(folder: Path) -> Path:
 
 def main(args: argparse.Namespace, scratch: Path) -> None:
     if args.device == "cpu" and args.minutes is None and not args.prepare_only:
-        print("Without a GPU this only shows that the script runs: the text model needs 8 minutes of an H200.")
-        print("`dgemma train` teaches a smaller model something on a CPU in a few minutes.", flush=True)
+        print("Without a GPU this only shows that the script runs: the text model needs about 7 minutes of an H200.")
+        print("To train a smaller model on a CPU in a few minutes, use `dgemma train`.", flush=True)
     out = args.out or scratch / "out"
     shape = dgemma.presets.text() if args.corpus else dgemma.presets.tiny()
     corpus = prepare_corpus(args.corpus or split_excerpt(scratch), shape.vocab_size)
@@ -139,7 +139,7 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--corpus", type=Path, help="folder of train.txt, validation.txt, test.txt (an excerpt)")
+    parser.add_argument("--corpus", type=Path, help="folder with train.txt, validation.txt, test.txt; default: excerpt")
     parser.add_argument("--out", type=Path, help="default: a temporary folder")
     for name, (on_gpu, without, meaning) in NUMBERS.items():
         default = on_gpu if torch.cuda.is_available() else without
@@ -147,7 +147,7 @@ if __name__ == "__main__":
     parser.add_argument("--minutes", type=float, help="train for this long, instead of a number of steps")
     parser.add_argument("--noise", choices=("uniform", "mask"), default="uniform")
     parser.add_argument("--start", type=Path, help="start from this checkpoint instead of random weights")
-    parser.add_argument("--balance", type=float, default=0.01, help="weight of the balance of experts (%(default)s)")
+    parser.add_argument("--balance", type=float, default=0.01, help="weight of the load-balancing loss (%(default)s)")
     parser.add_argument("--more", action="store_true", help="extend a finished run to --minutes in total")
     parser.add_argument("--prepare-only", action="store_true", help="only make the tokenizer and the token files")
     parser.add_argument("--compile", action="store_true", help="compile the layers: slower start, faster steps")

@@ -2,9 +2,9 @@
 
 Some samplers fill cells at random, by confidence, or by the margin between the two best digits, in a fixed number of
 steps. Others use an entropy bound to decide how many cells to fill at once, until the grid no longer changes. The
-second command made the table and the picture of docs/sudoku.md on one GPU. The third is for a solver that you trained
-with 10_train_sudoku.py. 1,000 puzzles of a kind take about 70 seconds on a GPU. On a CPU, the first command takes about
-a minute, and the others take hours.
+second command made the mask columns of the table in docs/sudoku.md on one GPU. The third is for a solver that you
+trained with 10_train_sudoku.py. 1,000 puzzles of a kind take about 70 seconds on a GPU. On a CPU, the first command
+takes about a minute, and the others take hours.
 
     python examples/17_sudoku_orders.py                       16 puzzles of each kind, one setting of each order
     python examples/17_sudoku_orders.py --num-tests 1000 --max-steps 81 --out runs/orders

@@ -1,6 +1,6 @@
-r"""Train a model to restore smudged dates in minutes on a CPU, then give it a calendar as a constraint.
+r"""Train a model, in about a minute on a CPU, to restore smudged dates; then use a calendar as a constraint.
 
-"Sat ?4 Mar 1984" could be four days, of which one is a Saturday. The model learns to read, but not the calendar. The
+"Sat ?4 Mar 1984" could be three days, of which one is a Saturday. The model learns to read, but not the calendar. The
 constraint is the calendar: a regular expression of every day of 40 years. Four ways to use it are compared: not at all,
 by rejection, by masking, and by exact conditioning. Masking writes from left to right, and draws each character among
 those with which a date of the calendar can go on.

@@ -1,4 +1,4 @@
-"""Counter-based uniforms in one launch, with the bits of `dgemma.diffusion.draws.uniform` (Philox-4x32-10)."""
+"""Counter-based uniforms in one launch, bit-identical to `dgemma.diffusion.draws.uniform` (Philox-4x32-10)."""
 
 import torch
 import triton
