@@ -250,9 +250,9 @@ def test_float8_without_scales_is_refused(device):
     hidden = experts.expert_gate_up(x, gate_up, tiles)
     by_block = replace(gate_up, scale=gate_up.scale[..., None], block=D)
     for rows, proj in ((x.values, gate_up.values), (x, gate_up.values), (x.values, gate_up), (x, by_block)):
-        with pytest.raises(ValueError, match=r"expert_gate_up must get torch.float8_e4m3fn with one scale per output"):
+        with pytest.raises(ValueError, match=r"expert_gate_up must get torch.float8_e4m3fn rows with scales"):
             experts.expert_gate_up(rows, proj, tiles)
-    with pytest.raises(ValueError, match=r"expert_down must get torch.float8_e4m3fn with one scale per output"):
+    with pytest.raises(ValueError, match=r"expert_down must get torch.float8_e4m3fn rows with scales"):
         experts.expert_down(hidden, down.values, weights, tiles)
     blocks = replace(x, scale=x.scale[:, None].expand(-1, 2).contiguous(), block=64)
     with pytest.raises(ValueError, match=r"expert_gate_up.x must have one scale per row, got one per 64 columns"):
@@ -304,10 +304,10 @@ def test_a_tile_deeper_than_a_block_of_hidden_values_is_refused(device, monkeypa
     tiles, config = sort(index), configs.EXPERTS["fp8"]["default"][0]
     hidden = experts.expert_gate_up(x, gate_up, tiles)
     monkeypatch.setitem(configs.EXPERTS["fp8"], "default", (replace(config, down=replace(config.down, depth=128)),))
-    with pytest.raises(ValueError, match=r"hidden must have one scale per multiple of 128 columns, got 64\. Use a"):
+    with pytest.raises(ValueError, match=r"hidden must have a multiple of 128 columns per scale, got 64\. Use a"):
         experts.expert_down(hidden, down, weights, tiles)
     one_scale = quantize(hidden.decode())
-    with pytest.raises(ValueError, match=r"expert_down.hidden must have one scale .* got None"):
+    with pytest.raises(ValueError, match=r"expert_down.hidden must have a multiple .* got None"):
         experts.expert_down(one_scale, down, weights, tiles)
 
 

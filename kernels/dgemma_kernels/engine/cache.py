@@ -311,7 +311,7 @@ class FusedCache:
 
     @classmethod
     def join(cls, parts: Sequence[tuple[Tensor, Any]]) -> Self:
-        """Return one cache from several: each part has the cache of some rows (R,). Together they are the batch."""
+        """Join caches into one. A part is row numbers (R,) and their cache; together the parts cover the batch."""
         pool: BufferPool = parts[0][1]._pool
         with pool.turn:
             joined = PrefixCache.join(parts)

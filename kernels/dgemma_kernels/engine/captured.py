@@ -168,7 +168,8 @@ class CapturedStep:
             return signal
 
         self._soft = Replay(soften, device, memory)
-        self._soft.replay()  # here, because the first replay does nothing in the interpreter
+        # In the interpreter the first replay does nothing. It is taken here, so that the next one computes.
+        self._soft.replay()
         results, self._form = tree_flatten(self._replay.result[:3])
         self._origins, self._computed = _origins(results, self._inputs)
         self._computed_bytes = as_bytes(self._computed)

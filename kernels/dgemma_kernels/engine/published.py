@@ -21,7 +21,7 @@ from dgemma_kernels.ops.accept.kernel import MAX_CANVAS, Accepted, accept
 
 
 def is_published(state: DenoiseState, knobs: Knobs) -> bool:
-    """Return True if `settle` can compute this step. If not, the library's own is captured, after `fuse_sampler`."""
+    """Return True if `settle` below can compute this step. If not, the functions of `dgemma.run.step` run."""
     stop, memory = knobs.stop, state.stop_memory
     rule_is_known = stop is None
     if type(stop) is StableAndConfident and isinstance(memory, Tensor):
@@ -32,7 +32,7 @@ def is_published(state: DenoiseState, knobs: Knobs) -> bool:
         and type(state.noise) is UniformNoise
         and state.awaited is None
         and state.allowed is None
-        # Under a language the draft must be one of its texts, as the argmax is. A canvas with noise is not.
+        # The draft must be a text of the language. The argmax is one, but a canvas with noise may not be.
         and (state.language is None or getattr(knobs.sampler, "commit", None) == "argmax")
         and not state.injected
     )

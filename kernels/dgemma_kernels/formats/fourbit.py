@@ -36,7 +36,8 @@ _INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
 # a code of row r is code * 2**-133 and a code of row r + 64 is code * 2**-129. An fma multiplies it by scale * 2**117
 # or scale * 2**113 and adds the offset times 2**-16. The sums are multiplied by 2**16.
 #
-# The sign of three of NVFP4's pairs is nine bits above the magnitude, as in a bfloat16 that holds e2m1 * 2**-126.
+# In three of NVFP4's four pairs, the sign is nine bits above the lowest bit of the magnitude. A bfloat16 that holds
+# e2m1 * 2**-126 has the same distance between them.
 _BITS = {
     "int4": ((0, 1, 2, 3), (8, 9, 10, 11), (4, 5, 6, 7), (12, 13, 14, 15)),
     "nvfp4": ((0, 1, 2, 9), (3, 4, 5, 12), (6, 7, 8, 15), (10, 11, 13, 14)),
@@ -59,7 +60,7 @@ class FourBit:
     kind: str  # "int4" or "nvfp4"
     codes: Tensor  # (E N' / 128, K' / 64, 64, 16) int32
     scale: Tensor  # (E N' / 128, K' / 64, 64, 64 / group) int32, for NVFP4 int16
-    zero: Tensor | None  # of int4, like scale: minus the zero points, in the form of codes
+    zero: Tensor | None  # of int4, like scale: two bfloat16, -zero_point * 2**-133 and -zero_point * 2**-129
     bias: Tensor | None  # of int4, like scale: two bfloat16, times 2**-16
     row_scale: Tensor | None  # of NVFP4: (E N' / 128, 128) float32
     group: int

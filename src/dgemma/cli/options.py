@@ -176,7 +176,8 @@ def load_denoiser(arguments: argparse.Namespace) -> Denoiser:
     except ImportError as error:
         raise ValueError(f"--fast needs the kernels: {error}") from None
     weights = arguments.weights or "bf16"
-    fast: Any = accelerate(load_model(arguments), weights, release=weights != "bf16")  # the engine has its own cache
+    # Any, because the type of the result names its own class of cache.
+    fast: Any = accelerate(load_model(arguments), weights, release=weights != "bf16")
     return fast
 
 

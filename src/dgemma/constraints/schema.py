@@ -369,8 +369,8 @@ def _bounds(schema: Mapping[str, Any], where: str, *, whole: bool) -> tuple[int 
         found = [(schema[key], key == exclusive) for key in (name, exclusive) if key in schema]
         if any(isinstance(bound, bool) or bound != int(bound) for bound, _ in found) or (len(found) > 1 and not whole):
             raise ValueError(
-                "JsonSchema.schema must have whole numbers as bounds, and for a number only one per side, "
-                f"got {found[0][0]!r} at {where}."
+                "JsonSchema.schema must have whole numbers as bounds, and for a number at most one lower and one "
+                f"upper bound, got {found[0][0]!r} at {where}."
             )
         moved = [int(bound) + (shift if beyond and whole else 0) for bound, beyond in found]
         bounds.append(None if not moved else max(moved) if shift > 0 else min(moved))

@@ -472,7 +472,7 @@ def follow(language: Language, chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def class_bias(language: Language, passes: Passes) -> Tensor:
-    """Sum over the paths that use each class at each position, without the prediction there: `Joint.bias`."""
+    """Return `Joint.bias`: the log-sum over paths with each class at each position, without that position's weight."""
     automaton = language.automaton
     arc = automaton.link_arc
     source, target = automaton.arc_source[arc], automaton.arc_target[arc]

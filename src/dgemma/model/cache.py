@@ -170,7 +170,8 @@ class PrefixCache:
         ragged = self.ragged or real is not None
         num_slots = self.num_slots + num_new
         if counts is not None and not torch.compiler.is_compiling():
-            num_slots = int((self.lengths + counts).max())  # without padding; compiled code keeps the sum above
+            # Padding takes no slot. Compiled code cannot read the lengths, so it counts padding too.
+            num_slots = int((self.lengths + counts).max())
         orders: dict[int | None, Tensor | None] = {}
         for layer, (keys, values) in zip(self.layers, new, strict=True):
             if layer.keep not in orders:

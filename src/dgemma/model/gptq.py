@@ -18,7 +18,7 @@ from dgemma.model.quantized import IntWeight, pack_nibbles, set_weight
 from dgemma.progress import progress_bar
 
 _EXPERTS_AT_ONCE = 16  # the inverses of all 128 would take as much memory as the model
-_DAMPING = 0.01  # this share of its mean is added to the diagonal: with few inputs, some directions have no data
+_DAMPING = 0.01  # share of the diagonal's mean that is added to it: with few inputs, some directions have no data
 
 
 @torch.no_grad()

@@ -59,7 +59,7 @@ Template = Sequence[Slot | Sequence[int] | str]
 class SlotAnswer:
     """The option chosen for a slot, and the probabilities (K,) float64 of all options.
 
-    Under `mode="sequential"` they are given the earlier answers; otherwise given the template alone.
+    Probabilities are conditional on the template, and under `mode="sequential"` also on the earlier answers.
     """
 
     slot: Slot

@@ -186,7 +186,7 @@ class Likelihood:
             if bits is not None and not math.isnan(bits.value):
                 lines.append(f"{name:22}{bits.value:10.4f}")
         lines.append(f"{'noise level':22}{'nats/token':>10}   its share of the bound")
-        lines.append(f"{'  the text itself':22}{self.reconstruction:10.4f}")
+        lines.append(f"{'  below the lowest':22}{self.reconstruction:10.4f}")
         largest = max(self.by_level.nats.max().item(), 1e-9)
         edges = self.by_level.edges.tolist()
         for low, high, part in zip(edges[:-1], edges[1:], self.by_level.nats.tolist(), strict=True):

@@ -97,7 +97,7 @@ class Screen:
         return size if size.columns else shutil.get_terminal_size()  # some terminals report no size
 
     def _to_top(self) -> str:
-        """Return the codes that move to the first line. A narrower terminal has wrapped the lines."""
+        """Return the codes that move to the first line. If the terminal became narrower, it has wrapped the lines."""
         rows = sum(max(1, math.ceil(drawn / (self.columns + 1))) for drawn in self._widths)
         return "\r" + (f"\x1b[{rows - 1}A" if rows > 1 else "")
 

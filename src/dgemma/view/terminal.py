@@ -248,7 +248,7 @@ class LiveView(View):
         return tokens[: ends[0] + 1] if ends else tokens
 
     def _num_shown(self) -> int:
-        """The number of positions up to the first stop token that is decided and likely. No later token is returned."""
+        """The number of positions up to the first decided and likely stop token. Tokens after it will be padding."""
         assert self._canvas is not None
         ends = (
             at

@@ -145,7 +145,7 @@ def best_path(language: Language, weights: Tensor, best: Tensor) -> Tensor:
 
 
 def sample_path(language: Language, weights: Tensor, backward: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw a path, (B, C + 1), with one uniform per position, u (B, C). Also return their remainders, (B, C).
+    """Draw a path, (B, C + 1), with one uniform per position, u (B, C). Also return each uniform's remainder, (B, C).
 
     Example: `path, rest = sample_path(language, weights, passed.backward, u)`.
     """
@@ -176,7 +176,7 @@ def _trace(language: Language, weights: Tensor, values: Tensor, u: Tensor | None
 
 
 def class_bias(language: Language, passes: Passes) -> Tensor:
-    """Sum over the paths that use each class at each position, without the prediction there: `Joint.bias`.
+    """Return `Joint.bias`: the log-sum over paths with each class at each position, without that position's weight.
 
     Example: `bias = class_bias(language, passed)`.
     """
@@ -403,7 +403,7 @@ def _load_tier(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Load the arcs of a tier and the states at their other ends, (ROWS, WIDTH) each."""
+    """Load the arcs of a `dgemma.diffusion.language.Tier` and the states at their other ends, (ROWS, WIDTH) each."""
     index, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     inside = (index < num_rows)[:, None] & (column < width)[None, :]
     at = index[:, None] * width + column[None, :]
@@ -427,7 +427,7 @@ def _pull(
     MAXIMUM: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
-    """Combine weight + value of the other end over the arcs of each state of a tier."""
+    """Store, for each state of a tier, the log-sum or maximum over its arcs of weight + value at the other end."""
     x = weight + tl.load(now_ptr + other, mask=weight != float("-inf"), other=float("-inf"))
     result = tl.max(x, 1)
     if not MAXIMUM:

@@ -121,7 +121,7 @@ def expert_down(
     tile, block = config.down, hidden.block if isinstance(hidden, Quantized) else None
     if isinstance(hidden, Quantized) and (block is None or block % tile.depth):
         raise ValueError(
-            f"expert_down.hidden must have one scale per multiple of {tile.depth} columns, got {block}. "
+            f"expert_down.hidden must have a multiple of {tile.depth} columns per scale, got {block}. "
             "Use a down tile whose depth divides the columns of the gate_up tile."
         )
     _, width, hidden_width = down_proj.shape
@@ -340,7 +340,9 @@ def _require(owner: str, x: Tensor | Quantized, weights: ExpertWeights, out_widt
     if rows.dtype != dtype or not all(tensor.is_contiguous() for tensor in (rows, *stored)):
         raise ValueError(f"{owner} must get contiguous tensors of one dtype, got {rows.dtype} and {dtype}.")
     if rows.dtype.itemsize == 1 and (row_scale is None or scale is None or scale.ndim != 2):
-        raise ValueError(f"{owner} must get {rows.dtype} with one scale per output. Call quantize first.")
+        raise ValueError(
+            f"{owner} must get {rows.dtype} rows with scales and weights with one scale per output. Call quantize."
+        )
     if shape[0] != tiles.num_experts:
         raise ValueError(
             f"{owner}.tiles must have the {shape[0]} experts of the weights, got {tiles.num_experts}. "
