@@ -127,6 +127,10 @@ def test_missing_fields_and_wrong_models_are_named(tmp_path):
         ModelConfig.from_hf(published)
     with pytest.raises(ValueError, match=r"model_type must be 'diffusion_gemma'.*got 'llama'"):
         ModelConfig.from_hf({"model_type": "llama"})
+    with pytest.raises(ValueError, match="vision_config must be a dictionary or None, got True"):
+        ModelConfig.from_hf(dgemma.presets.tiny().to_hf() | {"vision_config": True})
+    with pytest.raises(ValueError, match="eos_token_id must be a tuple of token ids, got 5"):
+        dgemma.model.config.GenerationDefaults(eos_token_id=5)
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         ModelConfig.from_hf(tmp_path)
     (tmp_path / "config.json").write_text("{not json")

@@ -118,6 +118,9 @@ class ModelConfig(DenoiserConfig):
         for kv, head in (("num_key_value_heads", "head_dim"), ("num_global_key_value_heads", "global_head_dim")):
             require_field(self.num_attention_heads % getattr(self, kv) == 0, self, kv, "divide num_attention_heads")
             require_field(getattr(self, head) % 2 == 0, self, head, "be even, because rope rotates pairs")
+        vision = self.vision_config is None or isinstance(self.vision_config, Mapping)
+        require_field(vision, self, "vision_config", "be a dictionary or None")
+        require_field(isinstance(self.carried, Mapping), self, "carried", "be a dictionary")
         is_mapping = isinstance(self.rope_parameters, Mapping)
         require_field(is_mapping, self, "rope_parameters", "map the types of layers to their parameters")
         for kind in dict.fromkeys((*self.layer_types, *self.rope_parameters)):
@@ -274,7 +277,8 @@ class GenerationDefaults:
             value = getattr(self, name)
             require_field(value == 0 or _is_positive(value), self, name, "be a finite number of at least 0")
         require_field(self.t_min <= self.t_max, self, "t_min", "be at most t_max")
-        require_field(all(_is_int(t, 0) for t in self.eos_token_id), self, "eos_token_id", "hold token ids")
+        ids = isinstance(self.eos_token_id, list | tuple) and all(_is_int(t, 0) for t in self.eos_token_id)
+        require_field(ids, self, "eos_token_id", "be a tuple of token ids")
         require_field(_is_int(self.pad_token_id, 0), self, "pad_token_id", "be a token id")
         for name, key, example in (("noise", "kind", "uniform"), ("sampler", "name", "ancestral")):
             entry = getattr(self, name)
