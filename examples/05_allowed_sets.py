@@ -1,6 +1,6 @@
 """Constrain the tokens at each position: allowed sets, a pattern, and slots with a list of options.
 
-A constraint applies to the prediction (other tokens get probability zero) and to the noise (it is drawn from the same
+`allowed` applies to the prediction (other tokens get probability zero) and to the noise (it is drawn from the same
 set). So no other token ever appears on the canvas.
 """
 

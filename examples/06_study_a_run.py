@@ -1,7 +1,7 @@
 """Study a run: entropy over steps, the order in which positions settle, router choices, and an intervention.
 
-Everything that a step sees and does is recorded, and any of it can be changed between two steps. The intervention here
-removes self-conditioning: the model no longer sees its previous prediction.
+Everything that a step sees and does is recorded, and most of it can be changed between two steps. The intervention
+here removes self-conditioning: the model no longer sees its previous prediction.
 """
 
 import argparse

@@ -5,8 +5,8 @@ lower, and the bound of an exact model equals it. Masks show how much of a canva
 network that gets the noise level as an input can be exact. A network without it must infer the level, which causes a
 gap. The bars show the contribution of each noise level, from 0 to 1, to the gap.
 
-    python examples/12_markov_chain.py                           all four in turn; without a GPU, on a smaller chain
-    python examples/12_markov_chain.py --run mask --out markov   one of them, its numbers in markov/mask/result.json
+    python examples/12_markov_chain.py                           all four runs; without a GPU, on a smaller chain
+    python examples/12_markov_chain.py --run mask --out markov   one run, its numbers in markov/mask/result.json
                                                                  (run the same command again to resume)
 """
 

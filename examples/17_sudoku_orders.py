@@ -29,7 +29,7 @@ CONFIDENT = (0.8, 0.95, 0.99)
 
 
 def list_settings(kind: str, max_steps: int | None) -> dict[str, dict[str, Any]]:
-    """Return options of `sudoku.complete` by order and setting, for a kind of noise. None: one setting per order."""
+    """Return options of `sudoku.complete` by order and setting. Without `max_steps`, each order has one setting."""
     numbers = (6,) if max_steps is None else tuple(n for n in STEPS if n <= max_steps)
     bounds, sure = ((0.1,), (0.95,)) if max_steps is None else (BOUNDS, CONFIDENT)
     adaptive = {"steps": min(48, max_steps or 48), "stop": StableAndConfident()}

@@ -61,4 +61,5 @@ filled = dgemma.infill(denoiser, text, is_hole, progress=False)
 print(f"infilled {show(torch.where(is_hole, MASK, text)[0])} → {show(filled.tokens[0])}")
 found = evaluate(denoiser, make_texts(64)[:, :10], dgemma.MaskNoise(VOCAB, mask_token_id=MASK), progress=False)
 exact = 2 * math.log(26)  # the first letter is the prompt, and two more are random
-print(f"likelihood after the first letter: at most {9 * found.nelbo.value:.2f} nats per text, exactly {exact:.2f}")
+bound = 9 * found.nelbo.value  # nats per text
+print(f"negative log-likelihood after the first letter, nats per text: bound {bound:.2f}, exact {exact:.2f}")

@@ -3,7 +3,7 @@ r"""Train a model, in about a minute on a CPU, to restore smudged dates; then us
 "Sat ?4 Mar 1984" could be three days, of which one is a Saturday. The model learns to read, but not the calendar. The
 constraint is the calendar: a regular expression of every day of 40 years. Four ways to use it are compared: not at all,
 by rejection, by masking, and by exact conditioning. Masking writes from left to right, and draws each character among
-those with which a date of the calendar can go on.
+those that continue some date of the calendar.
 
     python examples/23_smudged_dates.py --out dates                     train, compare, write dates/results.json
     python examples/23_smudged_dates.py --model dates/checkpoint        compare again
@@ -52,7 +52,7 @@ def num_readings(text: str) -> int:
 
 
 def calendar() -> dgemma.Regex:
-    """The calendar as a regular expression. Days that fall on one weekday in the same years share an alternative."""
+    """The calendar as a regular expression. Days with the same weekday and the same years share one alternative."""
     years: dict[tuple[str, str], list[str]] = defaultdict(list)
     for date in DATES:
         years[f"{date:%a}", f"{date:%d %b}"].append(str(date.year))

@@ -203,7 +203,7 @@ def test_a_wrapped_bert_repeats_the_letters_it_reads(run):
     printed = run("20", "--steps", "180")
     texts = re.findall(r"\b[a-z]{12}\b", printed)
     assert sum(text == text[:3] * 4 for text in texts) >= 6  # three prompts twice, one infilled text
-    bound, exact = map(float, re.findall(r"at most ([\d.]+) nats per text, exactly ([\d.]+)", printed)[0])
+    bound, exact = map(float, re.findall(r"nats per text: bound ([\d.]+), exact ([\d.]+)", printed)[0])
     assert exact < bound < exact + 3
 
 
