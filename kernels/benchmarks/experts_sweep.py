@@ -1,7 +1,7 @@
 """Tiles of the experts' two products at the published sizes: each promising tile alone, then the best pair.
 
 python kernels/benchmarks/experts_sweep.py 256 512                    at 256 and at 512 tokens
-python kernels/benchmarks/experts_sweep.py 256 --weights packed       with the experts in 12 bits, or in float8 by fp8
+python kernels/benchmarks/experts_sweep.py 256 --weights packed       with the experts in 12 bits (fp8: in float8)
 python kernels/benchmarks/experts_sweep.py 256 --distinct 84          routed over 84 experts per layer
 
 The sweep reports and skips tiles that are wrong or do not fit. Put the fastest tiles into a table of `configs`.

@@ -147,21 +147,21 @@ def measure(format: str, float8: tuple[str, ...], batches: list[int], prompt: in
             "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
             "reserved_gb": torch.cuda.max_memory_reserved() / 1e9,
             "word_ms": word_ms,
-            "times_words": row["tokens_per_s"] * word_ms / 1e3 / batch,  # per row, as words are timed at batch 1
+            "times_words": row["tokens_per_s"] * word_ms / 1e3 / batch,  # autoregressive tokens are timed at batch 1
         }
         rows.append(row)
         print_row(row)
     return rows
 
 
-HEADER = "weights  batch  tokens/s  canvas ms  first block ms  peak GB  reserved GB  ms/word  times words"
+HEADER = "weights  batch  tokens/s  canvas ms  first block ms  peak GB  reserved GB  AR ms/token  times AR"
 
 
 def print_row(row: dict[str, Any]) -> None:
     print(
         f"{row['weights']:7s} {row['batch']:6d} {row['tokens_per_s']:9.0f} {row['canvas_ms']:10.1f} "
-        f"{row['first_block_ms']:15.1f} {row['peak_gb']:8.2f} {row['reserved_gb']:12.2f} {row['word_ms']:8.2f} "
-        f"{row['times_words']:12.1f}",
+        f"{row['first_block_ms']:15.1f} {row['peak_gb']:8.2f} {row['reserved_gb']:12.2f} {row['word_ms']:12.2f} "
+        f"{row['times_words']:9.1f}",
         flush=True,
     )
 

@@ -61,7 +61,7 @@ def load(checkpoint: str, settings: dict[str, Any] | None) -> tuple[dgemma.Diffu
 
 
 def calibration_text(model: dgemma.DiffusionGemma, checkpoint: str) -> Callable[[dgemma.DiffusionGemma], None]:
-    """Return a function that shows 16 rows of other text or puzzles than those of the measurement to the model."""
+    """Return a function that runs the model on 16 rows of text or puzzles that the measurement does not use."""
     if checkpoint == "dgemma/sudoku":
         puzzles = sudoku.generate_puzzles(16, givens=(24, 29), split="train", exact=False)
         source = sudoku.SudokuSource(pool=puzzles, givens=(24, 29))
@@ -111,7 +111,7 @@ def measure_sudoku(model: dgemma.DiffusionGemma, count: int, samples: int) -> di
 
 
 def random_weights(kind: str) -> Tensor:
-    """Return a matrix of an expert's down projection: normal, heavy-tailed, or with a few large columns."""
+    """Return random values in the shape of an expert's down projection: normal, heavy-tailed, or with large columns."""
     generator = torch.Generator().manual_seed(0)
     shape = (2816, 704)
     normal = torch.randn(shape, generator=generator)

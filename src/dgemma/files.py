@@ -2,7 +2,8 @@
 
 Readers open regular files only, so that a pipe or a device neither hangs nor fills the memory. They check sizes, dtypes
 and shapes against the length of the file before anything is allocated, and they never unpickle. Writers write next to
-the target, flush and rename: a failure leaves the old file, no temporary file, and one sentence.
+the target, flush and rename. After a failure the old file is unchanged, no temporary file is left, and the error is one
+sentence.
 
     config = read_json("config.json")                 # also read_bytes, read_text, open_file for long texts
     with open_tensors("model.safetensors") as file:   # safetensors' safe_open

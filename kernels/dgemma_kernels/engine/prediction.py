@@ -195,7 +195,7 @@ class FusedPrediction(Prediction):
         return statistics._replace(argmax=best, confidence=(self._logit(best) - statistics.log_normalizer).exp())
 
     def _logit(self, tokens: Tensor) -> Tensor:
-        """The processed logits of allowed tokens (B, C), (B, C)."""
+        """The processed logits of tokens (B, C), which must be allowed: (B, C)."""
         assert self._shaping is not None
         temperature, cap, _, bias = self._shaping
         with self.turn:

@@ -176,9 +176,7 @@ def load_denoiser(arguments: argparse.Namespace) -> Denoiser:
     except ImportError as error:
         raise ValueError(f"--fast needs the kernels: {error}") from None
     weights = arguments.weights or "bf16"
-    # Any, because the type of the result names its own class of cache.
-    fast: Any = accelerate(load_model(arguments), weights, release=weights != "bf16")
-    return fast
+    return accelerate(load_model(arguments), weights, release=weights != "bf16")
 
 
 def _idle_cores() -> int:

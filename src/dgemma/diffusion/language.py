@@ -64,7 +64,10 @@ class Fan(NamedTuple):
         return cls(*tiers)
 
     def pull(self, values: Tensor, weights: Tensor, combine: Callable[[Tensor], Tensor]) -> Tensor:
-        """Combine weight + value of the other end over the arcs of each state: (B, Q), (B, E + 1) → (B, Q)."""
+        """Add to each arc's weight the value of the state at its other end, and combine these sums per state.
+
+        values (B, Q), weights (B, E + 1) → (B, Q).
+        """
         out = torch.full_like(values, -torch.inf)
         for state, arc, other in self:
             if len(state):
@@ -164,8 +167,8 @@ class Language(NamedTuple):
     start: Tensor  # (B,) int64: the state before the canvas
     end: Tensor  # (B, Q) bool: states from which the tokens after the canvas can complete the text
     may_end: Tensor | None = None  # (B, C) bool: positions where a stop token may end the text; None means all
-    # (B, C) bool: positions outside the holes of `infill`, where each hole is a text. They take the last class of the
-    # automaton, whatever their token is.
+    # (B, C) bool: positions outside the holes of `infill`. Each hole must be a text of the language by itself, so these
+    # positions take the last class of the automaton, whatever their token is.
     gaps: Tensor | None = None
 
     def select(self, rows: Tensor) -> "Language":
@@ -175,9 +178,10 @@ class Language(NamedTuple):
 
 
 def splice_languages(mine: Language | None, donor: Language | None, rows: Tensor, state_rows: int) -> Language | None:
-    """Replace `rows` (R,) of a language of `state_rows` rows by those of a donor. None accepts every text.
+    """Replace `rows` (R,) of a language of `state_rows` rows by those of a donor.
 
-    Different automata become one, without the states that no row needs.
+    `mine` or `donor` is None if it accepts every text. Different automata become one, without the states that no row
+    needs.
     """
     known = donor if mine is None else mine
     if known is None:

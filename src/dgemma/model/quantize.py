@@ -128,7 +128,8 @@ def quantize(
 def requantize(values: Tensor, like: QuantizedWeight) -> QuantizedWeight:
     """Round new values (..., N, K) to the format of another weight.
 
-    Groups are neighbouring columns. A weight with a bias gets zero points instead.
+    The result never has a `group_index`: its groups are neighbouring columns. It never has a `bias` either: if the
+    other weight has one, the result has zero points.
 
     Example: `requantize(weight.decode(torch.float32) + update, weight)`.
     """

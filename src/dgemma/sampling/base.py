@@ -55,8 +55,9 @@ class Sampler:
 
     @property
     def edits(self) -> bool:
-        """True if the sampler may write another token at a closed position. A constraint then leaves such positions
-        open to all tokens. Otherwise it takes their tokens as decided.
+        """True if the sampler may write another token at a closed position that is not frozen.
+
+        A prediction under a constraint is then not conditioned on the tokens of such positions. Otherwise it is.
         """
         return False
 

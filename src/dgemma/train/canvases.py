@@ -170,7 +170,7 @@ def draw_choice(seeds: Tensor) -> Tensor:
 
 
 def freeze_random_tokens(canvases: Canvases, seeds: Tensor, prob: float) -> Canvases:
-    """Freeze random tokens of a share `prob` of the canvases, like the text around a hole in infilling.
+    """Choose a share `prob` of the canvases and freeze random tokens in them, like the text around a hole in infilling.
 
     In each such canvas, the share of frozen tokens is uniform on (0, 1). They get no noise and are not scored.
 

@@ -293,8 +293,7 @@ def published_tensors(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
     """
     if isinstance(weight, IntWeight) and (weight.bias is not None or weight.group_index is not None):
         raise ValueError(
-            f"save_pretrained cannot write {name}: compressed-tensors files have no biases and no order of columns. "
-            "Quantise the original model."
+            f"{name} has a bias or a group index, which save_pretrained cannot write. Quantise the original model."
         )
     if len(weight.shape) == 2:
         return _module_tensors(name.removesuffix(".weight"), weight)
