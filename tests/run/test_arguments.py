@@ -155,7 +155,7 @@ BAD = [
     ({"canvas": torch.zeros(2, 0, dtype=torch.long)}, "canvas must have at least one position"),
     ({"seed": None}, "seed must be a 64-bit integer, or a list of .*got None"),
     ({"seed": 2**70}, "seed must be a 64-bit integer"),
-    ({"seed": 2**63 - 1}, "seed must be a 64-bit integer"),  # the second row's would be 2**63
+    ({"seed": 2**63 - 1}, r"seed must be at most 2\*\*63 - 2 for 2 rows, because row i has seed \+ i"),
     ({"seed": [1, 2**64]}, "seed must be a 64-bit integer"),
     ({"steps": 2.0}, r"steps must be an integer of at least 1, got 2\.0"),
     ({"noise_level": "half"}, r"noise_level must be in \(0, 1\], got 'half'"),

@@ -160,6 +160,13 @@ def test_a_checkpoint_brings_its_own_tokenizer():
         ([[5]], {"steps": 0}, "steps must be an integer of at least 1"),
         ([[5], 3.5], {}, "prompt 1 must be a text, a chat or token ids"),
         ([{"text": "a"}], {}, "prompt 0 must have one of prompt, messages, tokens"),
+        ([[5], [5, 99]], {}, r"prompt 1: tokens must be ids in \[0, 64\), got \[5, 99\]"),
+        ([[5], [5] * 9999], {}, "prompt 1: generate must stay within max_position_embeddings"),
+        (
+            [[5], [5]],
+            {"seed": 2**63 - 1},
+            r"prompt 1: generate seed must be a 64-bit integer, .* got \[9223372036854775808\]",
+        ),
         (["hi"], {}, "tokenizer must be set for texts and chats"),
     ],
 )

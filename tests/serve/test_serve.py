@@ -1,8 +1,10 @@
 """The server's routes in this process: answers are those of `generate`, and every mistake gets a clear error."""
 
 import asyncio
+import importlib
 import json
 import re
+import sys
 import time
 
 import pytest
@@ -216,6 +218,28 @@ def test_typed_decisions_have_probabilities_of_all_options(client):
     assert 0 <= answers["sure"]["noul"] <= 1
     levels = answers["level"]["probabilities"]
     assert answers["level"]["score"] == pytest.approx(levels["1"] + 2 * levels["2"])
+
+
+def test_a_question_that_does_not_fit_is_named(client):
+    short = {"type": "noul", "instructions": "Sure?"}
+    long = {"type": "choice", "instructions": "Which?", "criteria": {"good": None, "b" * 17: None}}
+    body = {"model": "toy", "state": "", "questions": {"sure": short, "mood": long}}
+    answer = client.post("/v1/systemone", json=body)
+    assert answer.status_code == 400
+    assert (
+        answer.json()["error"]["message"]
+        == "questions.mood options must fit into a canvas of 16 tokens, got one of 17."
+    )
+
+
+@pytest.mark.parametrize("package", ["fastapi", "uvicorn", "prometheus_client"])
+def test_without_the_extra_one_sentence_says_what_to_install(monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, "dgemma.serve")
+    with pytest.raises(
+        ImportError, match=rf"dgemma.serve needs {package}. Install it with: pip install 'dgemma\[serve\]'"
+    ):
+        importlib.import_module("dgemma.serve")
 
 
 def test_models_health_metrics_and_the_page_answer(client):

@@ -284,6 +284,9 @@ def test_templates_are_read_as_they_are_needed_and_a_bad_one_is_named():
     assert sum(1 for _ in itertools.islice(answers, 3)) == 3
     with pytest.raises(ValueError, match=r"decide_many templates\[5\] must have a Slot in it"):
         next(answers)
+    pair = [[[BOS], Slot([[0], [1]])]] * 2
+    with pytest.raises(ValueError, match=r"decide_many templates\[1\] must have a seed below 2\*\*63"):
+        list(decide_many(ToyModel(), pair, noise=toy.mask_noise(), seed=2**63 - 1, progress=False))
 
 
 def test_a_tokenizer_reads_texts(model):

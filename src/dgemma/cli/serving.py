@@ -53,13 +53,9 @@ def add_commands(commands: Any) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> None:
-    try:
-        import uvicorn
+    from dgemma.serve.app import create_app
+    from dgemma.serve.gate import Limits, PatientProtocol
 
-        from dgemma.serve.app import create_app
-        from dgemma.serve.gate import Limits, PatientProtocol
-    except ImportError as error:
-        raise ValueError(f"serve needs {error.name}. Install it with: pip install 'dgemma[serve]'") from None
     replay = None if arguments.replay is None else read_text(arguments.replay)
     tokenizer = Tokenizer.from_pretrained(arguments.model)
     limits = Limits(tokens=arguments.max_tokens, queue=arguments.max_queue, seconds=arguments.max_seconds)
@@ -81,6 +77,8 @@ def _serve(arguments: argparse.Namespace) -> None:
     )
     address = f"http://{arguments.host}:{arguments.port}{'' if replay is None else '/replay'}"
     print(f"Serving {arguments.model} at {address}", file=sys.stderr)
+    import uvicorn  # not earlier: without the extra, dgemma.serve says how to install it
+
     uvicorn.run(
         app,
         host=arguments.host,

@@ -72,6 +72,9 @@ def read_seeds(seed: int | Sequence[int] | Tensor, prompt_tokens: Tensor) -> Ten
     """Return one seed per row, (B,) int64: an int s gives row i the seed s + i."""
     batch_size = prompt_tokens.shape[0]
     first = as_int(seed)
+    if first is not None and first < 2**63 < first + batch_size:
+        rule = f"be at most 2**63 - {batch_size} for {batch_size} rows, because row i has seed + i"
+        require(False, "generate seed", rule, seed)
     seeds = as_lists(seed) if first is None else [first + row for row in range(batch_size)]
     whole = isinstance(seeds, list) and all(type(s) is int and -(2**63) <= s < 2**63 for s in seeds)
     if not whole or len(seeds) != batch_size:

@@ -134,7 +134,10 @@ class PromptReader:
         """Return the row of a prompt."""
         entry = read_entry(index, prompt)
         seed = self._seed + index if entry.get("seed") is None else entry["seed"]
-        return Row(index, self._plan(entry, seed))
+        try:
+            return Row(index, self._plan(entry, seed))
+        except ValueError as error:
+            raise ValueError(f"generate_many prompt {index}: {error}") from None
 
     def complete(self, row: Row, prompt: Any) -> Completion:
         """Return the result of a row that has ended."""
@@ -185,7 +188,9 @@ class PromptReader:
 
     def _tokens(self, entry: Mapping[str, Any]) -> list[int]:
         if "tokens" in entry:
-            return list(entry["tokens"])
+            tokens, vocab_size = list(entry["tokens"]), self._model.config.vocab_size
+            require(all(0 <= token < vocab_size for token in tokens), "tokens", f"be ids in [0, {vocab_size})", tokens)
+            return tokens
         tokenizer = self.tokenizer
         if tokenizer is None:
             raise ValueError(

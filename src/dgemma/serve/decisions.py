@@ -43,7 +43,10 @@ def answer_questions(
             law = filled.answers[0].probabilities.tolist()
             yield TypedAnswer(name, _answer(questions[name], options[name], law), len(prompts[name]))
     except ValueError as error:
-        raise ApiError(400, f"questions: {error}", param="questions") from None
+        message = str(error)
+        for number, name in enumerate(questions):
+            message = message.replace(f"decide_many templates[{number}]", f"questions.{name}")
+        raise ApiError(400, message, param="questions", code="invalid_value") from None
 
 
 def _prompt(tokenizer: Tokenizer, state: Any, question: Question, options: dict[str, Any]) -> list[int]:

@@ -287,6 +287,7 @@ class _Filler:
             rounds = [[[place]] for place in places]
         else:
             rounds = [[places]] if self.mode == "joint" else [[[place] for place in places]]
+        require(self.seed + number < 2**63, owner, "have a seed below 2**63, which is seed + i", self.seed + number)
         row = _Row(found, pieces, rounds, self.seed + number)
         self._check_sizes(owner, row)
         return row

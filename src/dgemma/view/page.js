@@ -17,6 +17,7 @@
   let writing = 0; // timer of the next change of the address
   let healing = false; // a model is writing the holes
   let numHeals = 0; // the seed: another try gives another word
+  let key = ""; // the API key, if the server needs one
 
   function add(parent, tag, className = "", text = "") {
     const element = document.createElement(tag);
@@ -307,6 +308,12 @@
     render(false);
   }
 
+  function post(path, body) {
+    const headers = { "Content-Type": "application/json" };
+    if (key) headers.Authorization = `Bearer ${key}`;
+    return fetch(path, { method: "POST", headers, body }).catch(() => null);
+  }
+
   async function heal() {
     const missing = "No model is connected, so the hole stays open; click it to put the word back. To let a model fill " +
       "holes, run `dgemma serve --replay FILE` with this file, or use `dgemma.serve.replay.Replay` in a notebook.";
@@ -316,8 +323,11 @@
     const prefix = row.context.length;
     const holes = positions.flatMap((i, at) => (row.holes.has(i) ? [[prefix + at, prefix + at + 1]] : []));
     const body = JSON.stringify({ tokens: [...row.context, ...positions.map((i) => tokens[row.final[i]])], holes, seed: numHeals++ });
-    const headers = { "Content-Type": "application/json" };
-    const response = await fetch("v1/infill", { method: "POST", headers, body }).catch(() => null);
+    let response = await post("v1/infill", body);
+    if (response?.status === 401) {
+      key = prompt("This server needs an API key.") ?? "";
+      if (key) response = await post("v1/infill", body);
+    }
     const answer = await response?.json().catch(() => null);
     if (!response?.ok || !answer?.pieces) throw new Error(answer?.error?.message ?? missing);
     positions.forEach((i, at) => {
