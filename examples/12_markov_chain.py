@@ -48,8 +48,8 @@ SIZES = {"full": Size(), "tiny": replace(TINY, num_test_rows=64)}
 class Run:
     """A kind of noise, with or without the noise level as an input, and its loss.
 
-    The bound needs logits of p(x | z without this position). The losses below train such logits. The published loss
-    trains p(x | z), which `evaluate` converts with the true level.
+    The bound needs logits of p(x | z without this position), and most losses below train them. The published loss, in
+    `uniform-mean`, trains p(x | z) instead, and `evaluate` converts the logits with the true level.
     """
 
     level_input: bool = False

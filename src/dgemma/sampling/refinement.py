@@ -1,4 +1,4 @@
-"""Block refinement: commits that persist under uniform noise, by quota or confidence (diffusers' scheduler)."""
+"""Block refinement for uniform noise, as in diffusers: positions committed by quota or confidence stay committed."""
 
 from dataclasses import dataclass
 from typing import ClassVar
