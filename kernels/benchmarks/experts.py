@@ -115,7 +115,7 @@ def sort(index: Tensor, counts: Tensor, format: str) -> router.ExpertTiles:
 
 
 def run_experts(x: Tensor | Quantized, layer: Layer, weights: Tensor, tiles: router.ExpertTiles) -> Tensor:
-    """Run both products without overlap, which would need new tiles for every repetition."""
+    """Run both products without overlap. Overlap uses counters in `tiles`, so each repetition would need new tiles."""
     return experts.expert_down(experts.expert_gate_up(x, layer.gate_up, tiles), layer.down, weights, tiles)
 
 

@@ -88,7 +88,7 @@ def run_many(model: dgemma.Denoiser, work: Workload, slots: int, options: dict[s
 def check_parity(model: dgemma.Denoiser, work: Workload, slots: int, options: dict[str, Any]) -> tuple[float, float]:
     """Return the share of tokens that agree with one prompt at a time: those of `generate_many`, and of a batch.
 
-    In bfloat16 sums depend on the batch, so that texts of random weights part after some steps.
+    In bfloat16 sums depend on the batch, so texts written by random weights diverge after some steps.
     """
     rows = range(slots)
     options = {**options, "max_new_tokens": 1, "eos_token_ids": []}

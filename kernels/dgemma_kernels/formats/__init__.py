@@ -60,8 +60,9 @@ def _other_format(weights: QuantizedWeight, format: str) -> ValueError:
     )
 
 
-# Encoders of gate_up (E, 2F, D), gate rows first, and of down (E, D, F): from plain weights, or without decoding from
-# weights of this format. The second argument is the dtype of the rows that they multiply.
+# Encoders of gate_up (E, 2F, D), gate rows first, and of down (E, D, F). All take plain weights. Those of fp8, int4 and
+# nvfp4 also take weights that already have the format, and do not decode them. The second argument is the dtype of the
+# rows that the weights multiply.
 ENCODERS: dict[str, tuple[Encoder, Encoder]] = {
     "bf16": (_keep, _keep),
     "packed": (partial(_pack, gated=True), partial(_pack, gated=False)),

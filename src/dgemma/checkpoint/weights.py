@@ -337,9 +337,9 @@ def save_pretrained(model: "DiffusionGemma", path: str | Path, *, max_shard_size
     Vision tensors of the model's checkpoint are copied unchanged: transformers would fill missing ones with random
     weights, and images would silently stop working. Other files in the folder stay.
 
-    New files are written next to the old ones, and one rename activates them. If the disk is full, the old checkpoint
-    stays. If the process is killed, the folder holds the old weights or the new ones. If the config changes too, a kill
-    between the renames can leave new weights with the old config, or the reverse.
+    New files are written next to the old ones and replace them at the end. If the disk is full, the old checkpoint
+    stays. If the process is killed, the folder holds the old weights or the new ones, never a mixture. The config is
+    replaced separately, so a kill in between can leave new weights with the old config, or the reverse.
 
     Example: `save_pretrained(model, "checkpoint", max_shard_size="2GB")`.
     """

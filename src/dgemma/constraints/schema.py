@@ -1,7 +1,7 @@
 """JSON schemas as regular expressions, in the syntax of JSON or of another notation such as tool calls.
 
 Every text that matches is valid under the schema. Keywords that a regular expression cannot express are refused, never
-ignored. Optional choices are narrowed: properties come in their declared order, and no others are added.
+ignored. Not every valid value matches: properties come in their declared order, and no others are added.
 """
 
 import json

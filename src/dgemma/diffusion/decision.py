@@ -38,7 +38,7 @@ def transition(x0: Tensor, state: DenoiseState) -> Decision:
     """Draw from the exact kernel q(z_s | z_t, x0) for sampled x0 (B, C): write x0, keep z_t, or return to noise.
 
     If x0 is drawn from p(x0 | z_t), this is the exact reverse step of each position. One uniform chooses between
-    writing, keeping and noise. Another chooses the token.
+    writing, keeping and noise. `settle` draws the noise tokens with a second uniform.
 
     Example: `transition(prediction.sample(state.uniform("token")), state)`.
     """

@@ -167,8 +167,8 @@ class Language(NamedTuple):
     start: Tensor  # (B,) int64: the state before the canvas
     end: Tensor  # (B, Q) bool: states from which the tokens after the canvas can complete the text
     may_end: Tensor | None = None  # (B, C) bool: positions where a stop token may end the text; None means all
-    # (B, C) bool: positions outside the holes of `infill`. Each hole must be a text of the language by itself, so these
-    # positions take the last class of the automaton, whatever their token is.
+    # (B, C) bool: positions outside the holes of `infill`, where the language does not constrain the token. The
+    # automaton reads them as its last class, which separates the text of one hole from that of the next.
     gaps: Tensor | None = None
 
     def select(self, rows: Tensor) -> "Language":

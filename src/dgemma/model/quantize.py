@@ -89,7 +89,7 @@ def quantize(
     Example: `quantize(experts.down_proj, "int4", group_size=32).decode(torch.bfloat16)`.
     """
     if to not in FORMATS:
-        raise ValueError(f"quantize to must be one of {', '.join(FORMATS)}, got {to!r}.")
+        raise ValueError(f"quantize argument 'to' must be one of {', '.join(FORMATS)}, got {to!r}.")
     if not weight.is_floating_point() or weight.ndim not in (2, 3) or not weight.numel():
         raise ValueError(
             f"quantize weight must be a float (N, K) or (E, N, K), got {weight.dtype} {tuple(weight.shape)}."

@@ -18,7 +18,7 @@ Allowed = Tensor | Sequence[int] | Sequence[Sequence[int]] | None
 
 
 class Default(NamedTuple):
-    """The default of an option. Other options default to None, which means the checkpoint's value."""
+    """The default of an option, in its annotation. An option without a `Default` has the default None."""
 
     value: Any
 

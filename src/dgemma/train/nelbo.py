@@ -76,8 +76,8 @@ def integrand_by_count(noise: Noise, logits: Tensor, x: Tensor, z: Tensor) -> Te
     """Return LLaDA's estimator of the mask NELBO (arXiv:2502.09992): (B, C), nats.
 
     z has l of its C positions masked by `mask_exactly`, with l uniform on 1..C. The estimator is C/l times the
-    cross-entropy of the masked positions. Its sum over positions has the mean of `integrand`, but avoids the factor
-    1/t, which can be very large.
+    cross-entropy of the masked positions. Summed over positions, it has the same expected value as `integrand`, but no
+    factor 1/t, which can be very large.
 
     Example: `nelbo.integrand_by_count(noise, logits, x, nelbo.mask_exactly(noise, x, num_masked, u)).sum(-1)`.
     """

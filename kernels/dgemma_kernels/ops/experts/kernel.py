@@ -150,7 +150,7 @@ def expert_down(
         DESCRIBED=isinstance(proj[0], TensorDescriptor),
         num_warps=tile.warps,
         num_stages=_stages(tile, rows, down_proj),
-        maxnreg=tile.registers if overlap else None,  # without overlap the kernel would spill
+        maxnreg=tile.registers if overlap else None,  # without overlap, this limit would cause spills
         **dependent_launch(rows.device),
     )
     return out
