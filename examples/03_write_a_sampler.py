@@ -16,7 +16,7 @@ import dgemma
 
 @dataclass(frozen=True, kw_only=True)
 class OnTime(dgemma.Sampler):
-    """Accept the most certain positions: at noise level t after the step, a share 1 - t of them."""
+    """Accept a share 1 - t of the positions, the most certain ones. t is the noise level after the step."""
 
     valid_for: ClassVar[frozenset[str]] = frozenset({"uniform"})
     redecides: ClassVar[frozenset[str]] = frozenset({"uniform"})  # accepted positions are decided again at every step

@@ -39,7 +39,7 @@ def load(args: argparse.Namespace) -> dgemma.DiffusionGemma:
 
 
 def solve(model: dgemma.DiffusionGemma, text: sudoku.TextSudoku, puzzles: sudoku.Puzzles, num_steps: int) -> dict:
-    """Solve with the published sampler, which may write anything; return the scores."""
+    """Solve with the published sampler and return the scores. No clue is frozen, and every token is allowed."""
     prompt = text.prompt_tokens(puzzles.puzzles).to(model.device)
     # A loose bound, because a tuned model is certain of most digits.
     options = {"sampler": dgemma.EntropyBound(bound=12.0), "temperature": dgemma.LinearTemperature(start=1.0, end=0.3)}

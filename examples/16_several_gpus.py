@@ -25,7 +25,7 @@ CONFIG = TrainConfig(steps=3, batch_size=8, lr=3e-3, warmup=1, precision="weight
 
 
 def count_up(step: int, rows: range) -> TrainBatch:
-    """Return rows that count up from a function of step and row, so that any process can make any row."""
+    """Return rows of consecutive ids. The first id depends only on step and row, so any process can make any row."""
     starts = torch.tensor([3 + (31 * step + 7 * row) % 400 for row in rows])
     tokens = starts[:, None] + torch.arange(20)
     return TrainBatch(tokens=tokens, prompt_len=torch.full((len(rows),), 4), length=torch.full((len(rows),), 20))

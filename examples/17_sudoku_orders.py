@@ -44,7 +44,7 @@ def list_settings(kind: str, max_steps: int | None) -> dict[str, dict[str, Any]]
         settings = {
             order: by_steps(Confidence(order=order, greedy=True)) for order in ("random", "confidence", "margin")
         }
-    else:  # a written cell can change again
+    else:  # `Confidence` is for mask noise only
         settings = {"random": by_steps(Ancestral()), "confidence": by_steps(BlockRefinement(tau=1.0, greedy=True))}
         settings["confident"] = {str(p): {"sampler": BlockRefinement(tau=p, greedy=True), **adaptive} for p in sure}
         settings["margin"] = by_bound(order="margin")

@@ -2,7 +2,7 @@
 
 The text model decides which pronoun was left out, in sentences of books that it has not read. A temperature is fitted
 to the first half. In the second half the model abstains where it is not sure. Then the Sudoku model answers for four
-cells that have two solutions: one by one its answers rarely fit together, jointly they do.
+cells that have two solutions. Its independent answers rarely form a solution, and its joint answers almost always do.
 
     python examples/22_decisions.py --rows 300
 """
@@ -65,7 +65,7 @@ def decide_cells() -> None:
     on_canvas = (slot if token < 0 else [token] for token in sudoku.canvas_tokens(puzzle).tolist())
     template = [sudoku.prompt_tokens(puzzle).tolist(), *on_canvas]
     apart, jointly = (dgemma.slots(model, template, mode=mode) for mode in ("independent", "joint"))
-    print("\nfour cells of a Sudoku   one by one   jointly")
+    print("\nfour cells of a Sudoku  independent     joint")
     for combination in itertools.product(range(2), repeat=4):
         chosen = zip(apart.answers, combination, strict=True)
         alone = math.prod(float(answer.probabilities[index]) for answer, index in chosen)
