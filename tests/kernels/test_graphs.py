@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections import OrderedDict
 from inspect import signature
 from pathlib import Path
 
@@ -13,7 +14,10 @@ import torch
 from triton.runtime import _async_compile
 from triton.runtime.jit import JITFunction
 
-from dgemma_kernels.engine.graphs import compile_together
+from dgemma_kernels import accelerate
+from dgemma_kernels.engine import cache
+from dgemma_kernels.engine.graphs import _MOST_GRAPHS, compile_together, remembered
+from kernel_inputs import make_model
 
 
 class _Kernel(JITFunction):
@@ -55,6 +59,29 @@ def test_kernels_compile_in_parallel_and_once(kernels):
     compile_together(launches)
     assert [kernel.compiled for kernel in kernels] == [1, 1]
     assert [kernel.launched for kernel in kernels] == [0, 0]
+
+
+def test_only_the_most_recently_used_graphs_are_kept():
+    graphs: OrderedDict = OrderedDict()
+    for key in range(_MOST_GRAPHS):
+        remembered(graphs, key, object)
+    first = remembered(graphs, 0, object)  # used again, so it outlives key 1
+    remembered(graphs, "new", object)
+    assert remembered(graphs, 0, object) is first
+    assert len(graphs) == _MOST_GRAPHS
+    assert 1 not in graphs
+
+
+def test_many_shapes_leave_a_bounded_number_of_buffers(device):
+    fast = accelerate(make_model(device))
+    pool, workspace = fast._pool, fast._workspace
+    for batch in range(1, 2 * cache._MOST_FREE):
+        prefix = fast.new_cache(batch)
+        prefix.make_room(4).graphs["a graph"] = workspace.logits_buffer(batch, 4)
+        del prefix
+    sizes = [free.size[0] for free in pool._free]
+    assert sizes == list(range(cache._MOST_FREE, 2 * cache._MOST_FREE))  # the newest
+    assert sorted(batch for batch, _ in workspace._logits) == sizes  # those of dropped graphs are gone
 
 
 def test_launches_work_normally_after_a_failed_compilation(kernels):

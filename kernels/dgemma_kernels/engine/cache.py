@@ -23,7 +23,8 @@ from dgemma_kernels.ops.prefix import forget
 _SMALLEST = 1024  # slots of a full layer; then powers of two up to _LINEAR, then multiples of it
 _LINEAR = 16_384
 _PREFILL_TOKENS = 4096  # the most tokens that one forward reads, over all rows
-_FREE_SHARE = 1 / 8  # share of a GPU's memory that a pool may keep in unused buffers and their graphs
+_FREE_SHARE = 1 / 8  # share of a GPU's memory that a pool may keep in unused buffers
+_MOST_FREE = 16  # unused buffers that a pool keeps, each with its graphs, whose memory is not part of that share
 
 
 class CacheBuffers:
@@ -104,8 +105,9 @@ class BufferPool:
     def _sort(self) -> None:
         while self._returned:
             self._free.append(self._returned.popleft())
-        while len(self._free) > 1 and sum(free.num_bytes for free in self._free) > self._most_free:
-            self._free.pop(0)
+        num_bytes = sum(free.num_bytes for free in self._free)
+        while len(self._free) > 1 and (num_bytes > self._most_free or len(self._free) > _MOST_FREE):
+            num_bytes -= self._free.pop(0).num_bytes
 
 
 class FusedCache:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -24,7 +25,8 @@ class Workspace:
     forward: Forward
     turn: Turn
     graph_memory: Any  # shared by all graphs; None on a CPU
-    _logits: dict[tuple[int, int], LogitsBuffer] = field(default_factory=dict)
+    # Buffers live as long as a graph that writes to them, so that many shapes do not fill the memory.
+    _logits: WeakValueDictionary[tuple[int, int], LogitsBuffer] = field(default_factory=WeakValueDictionary)
 
     @property
     def softcap(self) -> SoftCap:
@@ -32,11 +34,12 @@ class Workspace:
 
     def logits_buffer(self, batch_size: int, canvas_len: int) -> LogitsBuffer:
         """Return the buffer (B, C, V) for the head's output. Graphs of this shape share it, because it is large."""
-        key = (batch_size, canvas_len)
-        if key not in self._logits:
+        buffer = self._logits.get((batch_size, canvas_len))
+        if buffer is None:
             shape = (batch_size, canvas_len, self.config.vocab_size)
-            self._logits[key] = LogitsBuffer(torch.empty(shape, dtype=self.dtype, device=self.device), self.turn)
-        return self._logits[key]
+            buffer = LogitsBuffer(torch.empty(shape, dtype=self.dtype, device=self.device), self.turn)
+            self._logits[batch_size, canvas_len] = buffer
+        return buffer
 
     def static_signal(self, num_rows: int, signal: Tensor | None) -> Tensor:
         """Return a static tensor (num_rows, D) with the signal, or with zeros."""
