@@ -84,13 +84,12 @@ def add(results: list[dict[str, Any]], what: str, steps: int, step_ms: float, **
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=40.0)
-    parser.add_argument("--batch-invariant", action="store_true")
     parser.add_argument("--output", type=Path, help="by default results/<gpu>/soak.json")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("This benchmark needs a CUDA GPU.")
     model = dgemma.DiffusionGemma.from_pretrained("dgemma/text", device=GPU, dtype=torch.bfloat16)
-    fast = accelerate(model, batch_invariant=options.batch_invariant)
+    fast = accelerate(model)
     print(describe_run(), flush=True)
     results: list[dict[str, Any]] = []
     same = repeat_steps(fast, options.seconds / 2, results)
