@@ -2,9 +2,9 @@
 
     PYTHONPATH=src:kernels python kernels/benchmarks/attention.py [--sweep] [--quick]
 
-Bidirectional rows are a canvas over its prefix (a sliding layer's buffer has at most 1,023 prefix tokens). Where the
-Hopper kernel runs, the Triton kernel is checked and timed as well. Every call reads keys and values from memory: it
-rotates over copies that together are several times the L2 cache.
+Every line has a mode: "canvas" (256 tokens that see each other and a prefix), "causal" or "qkv". In a sliding layer
+the prefix of a canvas has at most 1,023 tokens. Where the Hopper kernel runs, the Triton kernel is checked and timed as
+well. Every call reads keys and values from memory: it rotates over copies that together are several times the L2 cache.
 """
 
 import argparse

@@ -153,7 +153,10 @@ def widen(weights: Tensor | Quantized, expert: int) -> Tensor:
 
 
 def round_as(got: Quantized, want: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `got` and `want` moved towards `got` by at most half a float8 step. The remaining difference is error."""
+    """Decode `got`, and move `want` towards it by at most half a float8 step; return both.
+
+    Rounding to float8 explains half a step. A larger difference is an error of the kernel.
+    """
     wide, scale = got.decode(), got.scale.repeat_interleave(got.block or F, 1)[:, : want.shape[1]].double()
     half_step = 2.0 ** ((want / scale).abs().clamp(min=2.0**-6).log2().floor() - 4) * scale
     return wide, want + (wide - want).clamp(-half_step, half_step)

@@ -161,7 +161,10 @@ def sweep(report: Report, layers: list[Layer], tokens: int, distinct: int) -> No
 
 
 def rows_worth_trying(tokens: int, format: str) -> list[int]:
-    """Return numbers of rows from an expert's average to twice that: fewer repeat weights, more waste arithmetic."""
+    """Return numbers of rows per tile, from an expert's average to twice that.
+
+    With fewer rows, an expert's weights would be read more than once. With more rows, tiles would be mostly padding.
+    """
     average = tokens * A // E
     return [rows for rows in TILES[format][0] if average <= rows <= 2 * average] or [16 if average < 16 else 128]
 

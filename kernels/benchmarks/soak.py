@@ -4,7 +4,8 @@ python kernels/benchmarks/soak.py --seconds 40
 
 `dgemma/text` in bfloat16. First one run repeats its steps. Then generations with random batch sizes, prompts, canvases,
 samplers, temperatures and stop rules follow, of which most need new graphs. Every line has the mean time of a step and
-the memory of the process on GPU and host; the last line has the growth since the caches were full.
+the memory of the process on GPU and host. The last line has the growth of the memory during the second half of the
+generations, when the caches are already full.
 """
 
 import argparse
@@ -99,7 +100,7 @@ def main() -> None:
     middle = rows[len(rows) // 2]
     growth = {name: rows[-1][name] - middle[name] for name in memory()}
     report = {"run": describe_run(), "same_steps": same, "varied_steps": varied, "growth_mib": growth, "rows": results}
-    print(f"{same} + {varied} steps; growth of the second half of the random shapes, MiB: {growth}")
+    print(f"{same} + {varied} steps; growth of the memory in the second half of the random shapes, MiB: {growth}")
     output = options.output or results_folder() / "soak.json"
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(report, indent=1) + "\n")

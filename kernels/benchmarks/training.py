@@ -6,8 +6,9 @@ python kernels/benchmarks/training.py --profile --rounds 2             dgemma al
 
 Both loops train the same architecture on rows of a prompt and a canvas. A step reads the row causally, draws noise,
 denoises the canvas twice (first without gradients, for self-conditioning) and takes the cross-entropy of the canvas and
-of every next token. Before anything is timed the two losses are compared on small equal weights. Weights are bfloat16
-on a GPU, float32 elsewhere; dgemma's layers are compiled on a GPU, as `TrainConfig.compile` does.
+of every next token. Before anything is timed, the losses of both loops are compared on a tiny model with equal weights.
+The timed weights are bfloat16 on a GPU, float32 elsewhere. dgemma's layers are compiled on a GPU, as
+`TrainConfig.compile` does.
 """
 
 import argparse
@@ -54,7 +55,7 @@ def build(config: dgemma.ModelConfig) -> dgemma.DiffusionGemma:
 
 
 def demand_equal_losses() -> None:
-    """Check equal losses with the same small weights, no noise and self-conditioning always on."""
+    """Check that both loops have the same loss for a tiny model, without noise and with self-conditioning."""
     model = dgemma.DiffusionGemma(dgemma.presets.tiny().replace(sliding_window=128, initializer_range=0.1))
     tokens = torch.randint(5, model.config.vocab_size, (3, 48 + model.config.canvas_length))
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():

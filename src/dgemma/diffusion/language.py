@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from dgemma.diffusion.prediction import Prediction
 
 # The cost in nats of contradicting a decided token. It exceeds any difference between texts, so a decided token stays
-# wherever the language permits it. exp(-COST) is 0 in float64, so the conditioned law does not change.
+# wherever the language permits it. exp(-COST) is 0 in float64, so samples keep such a token with certainty.
 COST = 1e6
 _PREFERENCE = 1e3  # the cost of contradicting a draft's token at a position that is still open
 WIDE = 256

@@ -217,9 +217,9 @@ class Prediction:
     def sample(self, u: Tensor) -> Tensor:
         """Inverse CDF in vocabulary order: one uniform per position, u (B, C) in [0, 1) → tokens (B, C).
 
-        Token v is drawn if u lies in its cell [F(v - 1), F(v)), so one u per cell reaches every outcome. As in the GPU
-        kernel there are two levels: chunk sums pick a chunk, and only that chunk is summed token by token. A joint law
-        draws the positions together.
+        Token v is drawn if F(v - 1) <= u < F(v), where F is the cumulative probability. As in the GPU kernel there are
+        two levels: chunk sums pick a chunk, and only that chunk is summed token by token. A joint law draws the
+        positions together.
         """
         rule = f"be floats of shape {tuple(self.shape[:2])}"
         require(u.is_floating_point() and u.shape == self.shape[:2], "Prediction.sample u", rule, u)

@@ -277,7 +277,7 @@ class PrefixCache:
 
 
 def drop_later(marks: list[CacheMark], mark: CacheMark) -> None:
-    """Remove the marks taken after `mark`, which must be among them."""
+    """Remove the marks taken after `mark`. Raise ValueError if `mark` itself is not in `marks`."""
     if not any(known is mark for known in marks):
         raise ValueError(
             "PrefixCache.rollback must get a mark of this cache that no earlier rollback has removed. "

@@ -180,7 +180,8 @@ def calibrate(results: Iterable[FilledTemplate], truths: Iterable[Sequence[Any]]
         raise ValueError("calibrate results must have at least one template, got none.")
     scores = torch.nn.utils.rnn.pad_sequence(laws, batch_first=True).log()  # padding has probability 0
     right = torch.stack(rights).log().clamp(min=-700.0)  # a true option of probability 0 counts as e^-700
-    low, high = math.log(0.01), math.log(100.0)  # of 1 / temperature; the likelihood is concave in it
+    # Bounds of log(1 / temperature). The log-likelihood is concave in 1 / temperature, so bisection finds its maximum.
+    low, high = math.log(0.01), math.log(100.0)
     for _ in range(60):
         middle = (low + high) / 2
         law = (scores * math.exp(middle)).softmax(-1)

@@ -36,7 +36,8 @@ class TrainConfig:
     """The settings of a training run; the defaults are those of the published fine-tuning recipe.
 
     Give either `steps` or `minutes`. With `minutes` the run measures its pace, plans as many steps as fit, and lowers
-    the learning rate accordingly; at most a tenth of the steps warm up. Minutes of an earlier call count.
+    the learning rate accordingly; at most a tenth of the steps warm up. When a run is resumed, the time of its earlier
+    calls counts towards `minutes`.
 
     precision: `"mixed"` computes in bfloat16 and keeps weights, norms and softmax in float32; `"weights"` computes in
     the dtype of the weights. `batch_size` counts rows over all processes. `micro_batch_size` is the number of rows that

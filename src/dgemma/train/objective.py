@@ -355,7 +355,8 @@ class Objective:
     def _bound_weights(self, x: Tensor, z: Tensor, level: Tensor) -> Tensor:
         """Return the weights of the bound, (B, K, C) float64."""
         if isinstance(self.noise, HybridNoise) and self.weights == "dynamic":
-            # arXiv:2503.04482: 2 for masks, 1 for random tokens, and for clean tokens their share of the bound.
+            # arXiv:2503.04482: the weight is 2 for masks, 1 for random tokens, and c / (N·(1 - t)) for clean tokens.
+            # Here c is `uniform_rate`, N the number of tokens except the mask, and t the noise level.
             num_tokens = self.noise.vocab_size - 1
             clean = self.noise.uniform_rate(level) / (num_tokens * (1 - level))
             return torch.where(self.noise.masked(z), 2.0, torch.where(z == x, clean, 1.0)).clamp(max=self.max_weight)

@@ -194,8 +194,8 @@ def _accept_kernel(
         argmax = tl.load(argmax_ptr + at, mask=valid, other=0)
         draft = tl.load(draft_ptr + at, mask=valid, other=0)
 
-        # Entropies up to and including each position, in ascending order, ties by position. Summed in float64 and
-        # rounded once, as a sequential float32 sum with a wide accumulator would be.
+        # `inclusive` is the sum of entropies up to and including each position, in ascending order, ties by position.
+        # It is computed in float64 and rounded once to float32, as PyTorch's `cumsum` does on a CPU.
         charge = tl.where(is_open, entropy, 0.0)
         other_charge = tl.where(other_open, other_entropy, 0.0)
         precedes = (other_charge[:, None] < charge[None, :]) | (

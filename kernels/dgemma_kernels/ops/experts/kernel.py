@@ -177,7 +177,7 @@ def _depth(tile: TileShape, weights: ExpertWeights) -> int:
 
 
 def _stages(tile: TileShape, rows: Tensor, weights: ExpertWeights) -> int:
-    """Return the tile's stages, or 1 for decoded weights times float32: shared memory fits one such block."""
+    """Return the tile's stages, or 1 if packed or four-bit weights multiply float32 rows: no more fit shared memory."""
     return 1 if isinstance(weights, (Packed, FourBit)) and rows.element_size() > 2 else tile.stages
 
 
