@@ -3,6 +3,7 @@
 python kernels/benchmarks/step.py                    every part, about four minutes
 python kernels/benchmarks/step.py --parts parity step profile
 python kernels/benchmarks/step.py --weights int4     with the experts in another format
+python kernels/benchmarks/step.py --batch-invariant  with sums in one order, for any batch
 python kernels/benchmarks/step.py --transformers     also transformers' eager step, in another process
 python kernels/benchmarks/step.py --compiled         also transformers' compiled step, which takes minutes
 
@@ -159,7 +160,7 @@ def round_experts(model: dgemma.DiffusionGemma, wide: dgemma.DiffusionGemma, wei
         )
 
 
-def check_parity(results: Results, weights: str) -> None:
+def check_parity(results: Results, weights: str, batch_invariant: bool) -> None:
     """Check two layers of the published size: bf16 engine and reference against float32, and equal generations.
 
     All three models have the rounded weights. In float8, engine and reference also round the experts' inputs.
@@ -189,7 +190,7 @@ def check_parity(results: Results, weights: str) -> None:
             each = [model.causal_logits(word, cache) for word in canvas[:, 100:164].split(1, dim=1)]
             return first.logits, second.logits, words, torch.cat(each, dim=1)
 
-    fast = accelerate(model, weights)
+    fast = accelerate(model, weights, batch_invariant=batch_invariant)
     if weights not in ("bf16", "packed"):
         round_experts(model, wide, weights)
     want, plain, got = run(wide), run(model), run(fast)
@@ -255,9 +256,11 @@ def check_greedy(results: Results, model: dgemma.DiffusionGemma, fast: FusedDeno
     results.add("greedy", tokens_chosen=total, the_same=same, else_within_rounding=total - same, two_texts_agree=agreed)
 
 
-def build_and_run(weights: str, float8: tuple[str, ...]) -> tuple[FusedDenoiser, dict[str, float]]:
+def build_and_run(
+    weights: str, float8: tuple[str, ...], batch_invariant: bool
+) -> tuple[FusedDenoiser, dict[str, float]]:
     start = time.perf_counter()
-    fast = build(weights, float8)
+    fast = build(weights, float8, batch_invariant=batch_invariant)
     torch.cuda.synchronize()
     built = time.perf_counter()
     fast.encode(draw_tokens(1, PROMPT))
@@ -318,14 +321,16 @@ def main() -> None:
     parser.add_argument(
         "--float8", nargs="*", choices=("attention", "dense", "head"), default=[], help="what else is float8"
     )
+    parser.add_argument("--batch-invariant", action="store_true", help="give a row the same bits in any batch")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 2, 4, 8])
     parser.add_argument("--prefixes", nargs="+", type=int, default=[0, 1024, 16_384, 131_072])
     parser.add_argument("--transformers", action="store_true", help="time transformers' eager step as well")
     parser.add_argument("--compiled", action="store_true", help="time its compiled step, which takes minutes")
-    parser.add_argument("--output", type=Path, help="by default results/<gpu>/step.json, or step_<weights>.json")
+    parser.add_argument("--output", type=Path, help="by default results/<gpu>/step[_<weights>][_invariant].json")
     options = parser.parse_args()
-    name = "step.json" if options.weights == "bf16" else f"step_{options.weights}.json"
+    weights = "" if options.weights == "bf16" else f"_{options.weights}"
+    name = f"step{weights}{'_invariant' if options.batch_invariant else ''}.json"
     if not torch.cuda.is_available():
         raise SystemExit("This benchmark needs a CUDA GPU; on this machine run tests/kernels/test_engine.py instead.")
     output = options.output or results_folder() / name
@@ -340,12 +345,12 @@ def main() -> None:
         output.write_text(json.dumps(report, indent=1) + "\n")
 
     if "parity" in options.parts:
-        check_parity(results, options.weights)
+        check_parity(results, options.weights, options.batch_invariant)
         gc.collect()
         torch.cuda.empty_cache()
     keep()
     torch.cuda.reset_peak_memory_stats()
-    model, seconds = build_and_run(options.weights, tuple(options.float8))
+    model, seconds = build_and_run(options.weights, tuple(options.float8), options.batch_invariant)
     results.add("build", **seconds)
     if "step" in options.parts:
         time_step(results, "step", model, 1, PROMPT)

@@ -11,7 +11,7 @@ HEADS, SLIDING, FULL = 16, (8, 256), (2, 512)  # query heads; key heads and head
 module._is_hopper = lambda device: True
 
 
-def run(num_tokens: int, layer: tuple[int, int], num_splits: int, *, kernel: str, **mode: int | bool) -> None:
+def run(num_tokens: int, layer: tuple[int, int], num_splits: int | None, *, kernel: str, **mode: int | bool) -> None:
     kv_heads, head_dim = layer
     queries = torch.empty(1, num_tokens, HEADS, head_dim, dtype=torch.bfloat16)
     keys, values = (torch.empty(1, kv_heads, num_tokens + 1024, head_dim, dtype=torch.bfloat16) for _ in range(2))
@@ -33,6 +33,13 @@ SHAPES = {
         {"causal": True, "window": 1024, "canvas_len": 256, "keep": 1023},
     ),
     "commit and canvas, full": (512, FULL, 1, {"causal": True, "canvas_len": 256}),
+    "canvas, sliding, fixed parts": (
+        256,
+        SLIDING,
+        None,
+        {"causal": True, "window": 1024, "canvas_len": 256, "keep": 1023, "part": 448},
+    ),
+    "canvas, full, fixed parts": (256, FULL, None, {"causal": True, "canvas_len": 256, "part": 640}),
     "prompt, sliding": (4096, SLIDING, 1, {"causal": True, "window": 1024}),
     "prompt, full": (4096, FULL, 1, {"causal": True}),
 }

@@ -132,6 +132,62 @@ def test_a_rows_result_does_not_depend_on_its_batch(device):
     assert torch.equal(together[1:], alone)
 
 
+FIXED = {"full": (None, 0), "sliding": (20, 18)}  # a window and what a canvas keeps of it
+
+
+def place(row: dict[str, Tensor], capacity: int, dropped: int) -> list[Tensor]:
+    """Put keys and values into buffers without the first `dropped` tokens: 64 zeros before, NaN after."""
+    buffers = []
+    for name in ("keys", "values"):
+        buffer = torch.full((row[name].shape[0], capacity + 64, row[name].shape[2]), torch.nan)
+        buffer[:, :64] = 0.0
+        buffer[:, 64 : 64 + row[name].shape[1] - dropped] = row[name][:, dropped:]
+        buffers.append(buffer)
+    return buffers
+
+
+@pytest.mark.parametrize("kind", FIXED)
+def test_fixed_parts_give_a_token_the_same_bits_in_any_batch_slot_chunk_and_capacity(kind, device):
+    generator = torch.Generator().manual_seed(0)
+    (window, keep), canvas_len = FIXED[kind], 5
+    lengths = [45, 3, 21]  # of the prefixes
+    rows = []
+    for length in lengths:
+        shapes = {"queries": (length + canvas_len, 2, 16), "keys": (1, length + canvas_len, 16)}
+        shapes["values"] = shapes["keys"]
+        rows.append({name: torch.randn(shape, generator=generator) for name, shape in shapes.items()})
+
+    def attend(tokens: list[tuple[int, int, int]], capacity: int, canvas: int) -> Tensor:
+        """Attend from tokens [start, stop) of each row, whose first `dropped` tokens are not in the buffers."""
+        placed = [place(rows[row], capacity, dropped) for row, _, dropped in tokens]
+        keys, values = (torch.stack(each).to(device)[:, :, 64:] for each in zip(*placed, strict=True))
+        count = canvas if canvas else min(lengths[row] - start for row, start, _ in tokens)
+        queries = torch.stack([rows[row]["queries"][start : start + count] for row, start, _ in tokens]).to(device)
+        position = torch.tensor([start for _, start, _ in tokens], device=device)
+        slot = position - torch.tensor([dropped for _, _, dropped in tokens], device=device)
+        mode = {"causal": True, "window": window, "canvas_len": canvas, "keep": keep}
+        got = attention(queries, keys, values, slot, **mode, part=16, position=position)
+        if not any(dropped for _, _, dropped in tokens):
+            for at in range(len(tokens)):
+                one = [x[at : at + 1].double() for x in (queries, keys, values)]
+                want = reference.attention(*one, slot[at : at + 1], **mode)
+                assert error(got[at : at + 1], want) < LIMITS[torch.float32]
+        return got
+
+    whole = [attend([(row, 0, 0)], 64, 0)[0] for row in (0, 2)]
+    canvases = [attend([(row, lengths[row], 0)], 64, canvas_len)[0] for row in range(3)]
+    together = attend([(2, 21, 0), (0, 45, 0), (1, 3, 0)], 50, canvas_len)
+    for row, got in zip((2, 0, 1), together, strict=True):
+        assert torch.equal(got, canvases[row])
+    for start in (17, 44):
+        chunks = attend([(2, 13, 0), (0, start, 0)], 51, 0)
+        assert torch.equal(chunks[0], whole[1][13 : 13 + chunks.shape[1]])
+        assert torch.equal(chunks[1], whole[0][start : start + chunks.shape[1]])
+    if window is not None:
+        for dropped in (1, 27):  # as after sliding layers forgot old tokens
+            assert torch.equal(attend([(0, 45, dropped)], 50, canvas_len)[0], canvases[0])
+
+
 def test_reference_matches_transformers_eager_attention():
     modeling = pytest.importorskip("transformers.models.diffusion_gemma.modeling_diffusion_gemma")
     queries, keys, values, length = draw([7], num_tokens=5, heads=(4, 2), head_dim=16, capacity=12, dtype=torch.float64)

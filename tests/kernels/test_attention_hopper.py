@@ -177,8 +177,9 @@ def interpret(case: tuple[Tensor, ...], *, kernel: Any = None, num_splits: int =
     queries = case[0]
     partial = torch.empty((num_splits, *queries.shape), dtype=queries.dtype)
     log_weight = torch.empty((num_splits, *queries.shape[:3]), dtype=torch.float32)
-    modes = {"causal": False, "window": 0, "canvas_len": 0, "keep": 0} | mode
-    (kernel or interpreted()).attend(*case, partial, log_weight, *modes.values())
+    modes = {"causal": False, "window": 0, "canvas_len": 0, "keep": 0, "part": 0} | mode
+    position = modes.pop("position", case[3])
+    (kernel or interpreted()).attend(*case, position, partial, log_weight, *modes.values())
     if num_splits == 1:
         return partial[0]
     weight = (log_weight.double() - log_weight.amax(0)).exp2().unsqueeze(-1)  # (splits, B, T, N, 1)
@@ -237,6 +238,19 @@ def test_attention_calls_the_interpreted_kernel(monkeypatch):
     monkeypatch.setattr(module, "_hopper", interpreted)
     pretend_hopper(monkeypatch)
     check(draw([5, 64], 9, (2, 256), heads=8, device="cpu"), num_splits=1)
+
+
+def test_interpreted_fixed_parts_have_the_same_bits_from_any_first_slot():
+    """The keys of a sliding layer, with and without the tokens that it may forget, and 64 slots of zeros before."""
+    case = draw([70], 6, (1, 256), heads=2, dtype=torch.float16, device="cpu")
+    modes = {"causal": True, "window": 40, "canvas_len": 6, "keep": 38, "part": 64, "num_splits": 2}
+    want = interpret(case, position=case[3], **modes)
+    assert error(want, exact(*case, causal=True, window=40, canvas_len=6, keep=38)) < LIMITS[torch.float16]
+    for dropped in (3, 32):
+        queries, *caches, length = case
+        zeros = caches[0].new_zeros(1, 1, 64, 256)
+        moved = [torch.cat((zeros, cache[:, :, dropped:]), 2)[:, :, 64:] for cache in caches]
+        assert torch.equal(interpret((queries, *moved, length - dropped), position=length, **modes), want)
 
 
 @pytest.mark.parametrize("head_dim", [256, 512], ids=["sliding", "full"])

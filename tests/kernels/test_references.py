@@ -9,7 +9,13 @@ import pytest
 from dgemma_kernels import ops
 
 FOLDERS = sorted(path.parent.name for path in Path(ops.__file__).parent.glob("*/__init__.py"))
-TUNING = {"attention": {"kernel", "tile", "num_splits"}}  # parameters that change speed and rounding only
+# parameters that change speed and rounding only
+TUNING = {
+    "attention": {"kernel", "tile", "num_splits", "part", "position"},
+    "dense_mlp": {"config"},
+    "expert_gate_up": {"config"},
+    "expert_down": {"config"},
+}
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

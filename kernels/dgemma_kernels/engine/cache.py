@@ -23,6 +23,7 @@ from dgemma_kernels.ops.prefix import forget
 _SMALLEST = 1024  # slots of a full layer; then powers of two up to _LINEAR, then multiples of it
 _LINEAR = 16_384
 _PREFILL_TOKENS = 4096  # the most tokens that one forward reads, over all rows
+_GAP = 64  # zeros before a sliding layer's first slot, which a tile of `attention` may read but no token sees
 _FREE_SHARE = 1 / 8  # share of a GPU's memory that a pool may keep in unused buffers
 _MOST_FREE = 16  # unused buffers that a pool keeps, each with its graphs, whose memory is not part of that share
 
@@ -37,15 +38,17 @@ class CacheBuffers:
         self.keep, self.window_capacity = keep, keep + tail
         self.keys: list[Tensor] = [torch.empty(0)] * config.num_hidden_layers
         self.values: list[Tensor] = [*self.keys]
-        self.sliding: Tensor | None = None  # keys and values of all sliding layers: (2, layers, B, K, capacity, H)
+        self.sliding: Tensor | None = None  # keys and values of all sliding layers: (2, layers, B, K, slots + _GAP, H)
         for kind in set(config.layer_types):
             layers = [layer for layer, its_kind in enumerate(config.layer_types) if its_kind == kind]
             shape = config.layer_shape(layers[0])
             slots = capacity if shape.window is None else self.window_capacity
-            size = (2, len(layers), batch_size, shape.num_key_value_heads, slots, shape.head_dim)
+            gap = 0 if shape.window is None else _GAP
+            size = (2, len(layers), batch_size, shape.num_key_value_heads, slots + gap, shape.head_dim)
             both = torch.empty(size, **where)
+            both[..., slots:, :] = 0.0
             for at, layer in enumerate(layers):
-                self.keys[layer], self.values[layer] = both[:, at]
+                self.keys[layer], self.values[layer] = both[:, at, ..., :slots, :]
             if shape.window is not None:
                 self.sliding = both
         self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=where["device"])  # tokens of each row

@@ -45,6 +45,7 @@ def accelerate(
     float8: Collection[str] = (),
     release: bool = False,
     attention: KernelName = "auto",
+    batch_invariant: bool = False,
 ) -> "FusedDenoiser":
     """Return the same denoiser with fused kernels, for `dgemma.generate` to use in place of the model.
 
@@ -67,6 +68,9 @@ def accelerate(
     as soon as they are converted, so that at most one layer exists twice. `attention` names the attention kernel:
     "triton", "hopper" or "auto" (the choice of `dgemma_kernels.ops.attention.choose_kernel`). "hopper" raises where it
     cannot run.
+
+    With `batch_invariant`, a row's logits have the same bits in any batch, at any place in it, and however its prompt
+    is divided into calls. So do its tokens with a seed. It costs some speed for large batches and single tokens.
 
     Example: `fast = accelerate(DiffusionGemma.from_pretrained(path, dtype=torch.bfloat16, device="cuda"))`.
     """
@@ -97,7 +101,9 @@ def accelerate(
         )
     if is_adapted(model):
         raise ValueError("accelerate model must have its adapters merged. Call dgemma.train.merge_lora(model) first.")
-    return FusedDenoiser(model, weights, float8=float8, release=release, attention=attention)
+    return FusedDenoiser(
+        model, weights, float8=float8, release=release, attention=attention, batch_invariant=batch_invariant
+    )
 
 
 def _require_gpu(model: DiffusionGemma, *, float8: bool) -> None:
@@ -160,12 +166,19 @@ class FusedDenoiser(Denoiser[FusedCache]):
         float8: Collection[str] = (),
         release: bool = False,
         attention: KernelName = "auto",
+        batch_invariant: bool = False,
     ) -> None:
         taken = take_weights(model, weights, float8=float8, release=release)
-        self._start(model if weights == "bf16" else _without_layers(model), taken, model.generation, attention)
+        used = model if weights == "bf16" else _without_layers(model)
+        self._start(used, taken, model.generation, attention, batch_invariant)
 
     def _start(
-        self, model: DiffusionGemma, weights: Weights, generation: GenerationDefaults, attention: KernelName
+        self,
+        model: DiffusionGemma,
+        weights: Weights,
+        generation: GenerationDefaults,
+        attention: KernelName,
+        batch_invariant: bool,
     ) -> None:
         self._model, self.config, self.generation = model, model.config, generation
         self.source = model.source
@@ -176,7 +189,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
             conventions=model.conventions,
             device=model.device,
             dtype=model.dtype,
-            forward=Forward(model.config, weights, attention),
+            forward=Forward(model.config, weights, attention, batch_invariant=batch_invariant),
             turn=self.turn,
             graph_memory=torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None,
         )
@@ -200,6 +213,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
             "weights": weights,
             "generation": self.generation,
             "attention": self._forward.attention_kernel,
+            "batch_invariant": self._forward.batch_invariant,
         }
 
     @torch.no_grad()
@@ -216,7 +230,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
             weights = replace(
                 weights, embedding=embedding, head=weights.head if weights.head is not None else embedding
             )
-        self._start(model, weights, state["generation"], state["attention"])
+        self._start(model, weights, state["generation"], state["attention"], state["batch_invariant"])
 
     @property
     def conventions(self) -> Conventions:

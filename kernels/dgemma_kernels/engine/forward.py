@@ -4,18 +4,20 @@ Nothing here reads the device, so all of it can be captured. The reference is `d
 """
 
 import torch
+import triton
 from torch import Tensor
 
 from dgemma.model.config import ModelConfig
 from dgemma_kernels.engine.cache import CacheBuffers
+from dgemma_kernels.engine.products import in_slices
 from dgemma_kernels.engine.weights import LayerWeights, Weights
 from dgemma_kernels.formats import Quantized, format_of
 from dgemma_kernels.formats.float8 import multiply, multiply_unscaled
 from dgemma_kernels.ops.attention import KernelName, attention, choose_kernel
-from dgemma_kernels.ops.configs import expert_config
+from dgemma_kernels.ops.configs import dense_config, expert_config
 from dgemma_kernels.ops.embedding import embed
 from dgemma_kernels.ops.experts import expert_down, expert_gate_up
-from dgemma_kernels.ops.mlp import dense_mlp, gate_up_geglu, geglu_float8
+from dgemma_kernels.ops.mlp import dense_mlp, geglu, geglu_float8
 from dgemma_kernels.ops.norms import attention_residual, layer_tail, rms_norm, round_rows
 from dgemma_kernels.ops.qkv import prepare_qkv
 from dgemma_kernels.ops.router import route, sort_by_expert
@@ -23,11 +25,29 @@ from dgemma_kernels.ops.router import route, sort_by_expert
 _Scales = tuple[Tensor, Tensor] | None  # of rows and columns
 
 
-class Forward:
-    """The kernels in the order of the model's layers."""
+_TILE = 64  # keys, a multiple of those of any tile of attention
+_FULL_PART = 10 * _TILE  # with this prefix of 1,024 tokens, a canvas of the published model has two equal parts
 
-    def __init__(self, config: ModelConfig, weights: Weights, attention_kernel: KernelName = "auto") -> None:
+
+class Forward:
+    """The kernels in the order of the model's layers.
+
+    With `batch_invariant`, sums over a row have one order, whatever the other rows and their number: library products
+    have a fixed number of rows, parts of attention have fixed bounds, and tiles of other products add in one order.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        attention_kernel: KernelName = "auto",
+        *,
+        batch_invariant: bool = False,
+    ) -> None:
         self.config, self.weights, self.attention_kernel = config, weights, attention_kernel
+        self.batch_invariant = batch_invariant
+        self._multiply = in_slices(multiply) if batch_invariant else multiply
+        self._multiply_unscaled = in_slices(multiply_unscaled) if batch_invariant else multiply_unscaled
         table = weights.embedding
         for layer in weights.layers:  # an explicit kernel that cannot run raises now, not in the first step
             heads, size = (config.num_attention_heads, layer.shape.num_key_value_heads), layer.shape.head_dim
@@ -60,16 +80,16 @@ class Forward:
     def head(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Return logits before the soft-cap: (R, D) → (R, V)."""
         head = self.weights.head
-        return multiply(_as(head, hidden), head, out)
+        return self._multiply(_as(head, hidden), head, out=out)
 
     def soft_embedding(self, probabilities: Tensor) -> Tensor:
         """Return the mean embedding under these probabilities: (R, V) → (R, D)."""
-        return torch.mm(probabilities, self.weights.embedding).mul_(self.embed_scale)
+        return self._multiply(probabilities, self.weights.embedding.T).mul_(self.embed_scale)
 
     def _embed_canvas(self, canvas: Tensor, signal: Tensor) -> tuple[Tensor, Tensor]:
         weights = self.weights
         normed = rms_norm(signal, weights.signal_norm, self.config.rms_norm_eps)
-        update = torch.mm(gate_up_geglu(normed, weights.signal_gate_up), weights.signal_down.T)
+        update = self._multiply(geglu(self._multiply(normed, weights.signal_gate_up)), weights.signal_down)
         return self._embed(canvas, update)
 
     def _embed(self, tokens: Tensor, update: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -102,7 +122,7 @@ class Forward:
             keys, values = buffers.keys[index], buffers.values[index]
             slot = buffers.lengths if layer.shape.window is None else buffers.held
             queries = prepare_qkv(
-                multiply(inputs, layer.qkv),
+                self._multiply(inputs, layer.qkv),
                 layer.query_norm,
                 layer.key_norm,
                 layer.inv_freq,
@@ -115,17 +135,20 @@ class Forward:
             )
             if not last and index == len(layers) - 1:
                 return x  # the caller needs only the keys and values
-            window = layer.shape.window if causal else None
+            # A canvas alone needs no mask, except for keys before those that it sees, in tiles at fixed positions.
+            masked = causal or self.batch_invariant
             seen = attention(
                 queries,
                 keys,
                 values,
                 slot,
-                causal=causal,
-                window=window,
-                canvas_len=canvas_len,
+                causal=masked,
+                window=layer.shape.window if masked else None,
+                canvas_len=canvas_len if causal or not masked else num_tokens,
                 keep=buffers.keep,
                 kernel=self.attention_kernel,
+                part=self._part(layer.shape.window),
+                position=buffers.lengths,
             )
             attended, scales = self._output(layer, seen.view(x.shape[0], -1))
             scalar = layer.causal_scalar if causal else layer.scalar
@@ -136,12 +159,18 @@ class Forward:
         assert isinstance(inputs, Tensor)  # the last layer's
         return inputs
 
+    def _part(self, window: int | None) -> int:
+        """Return the keys per fixed part of attention. The window and canvas of a sliding layer are about three."""
+        if not self.batch_invariant:
+            return 0
+        return _FULL_PART if window is None else triton.cdiv(window + self.config.canvas_length, 3 * _TILE) * _TILE
+
     def _output(self, layer: LayerWeights, seen: Tensor) -> tuple[Tensor, _Scales]:
         """Return attention's output product, and the scales that it still lacks if it is float8."""
         if isinstance(layer.o, Tensor):
-            return multiply(seen, layer.o), None
+            return self._multiply(seen, layer.o), None
         rows = round_rows(seen)
-        return multiply_unscaled(rows, layer.o, self._one), (rows.scale, layer.o.scale)
+        return self._multiply_unscaled(rows, layer.o, self._one), (rows.scale, layer.o.scale)
 
     def _feed_forward(
         self,
@@ -173,10 +202,11 @@ class Forward:
             with torch.cuda.stream(side):
                 dense_out, dense_scales = self._dense(layer, dense_in)
         weights, chosen, counts = route(router_in, layer.router, layer.per_expert_scale, config.top_k_experts)
-        tile = expert_config(x.shape[0], x.device, format_of(layer.expert_gate_up))
+        format = format_of(layer.expert_gate_up)
+        tile = expert_config(x.shape[0], x.device, format, one_order=self.batch_invariant)
         tiles = sort_by_expert(chosen, counts, tile.rows)
-        hidden = expert_gate_up(expert_in, layer.expert_gate_up, tiles)
-        rows = expert_down(hidden, layer.expert_down, weights, tiles, overlap=True)
+        hidden = expert_gate_up(expert_in, layer.expert_gate_up, tiles, config=tile)
+        rows = expert_down(hidden, layer.expert_down, weights, tiles, overlap=True, config=tile)
         if here is not None and side is not None:
             here.wait_stream(side)
         return layer_tail(
@@ -188,12 +218,17 @@ class Forward:
         if isinstance(dense_in, Tensor):
             assert isinstance(layer.gate_up, Tensor)
             assert isinstance(layer.down, Tensor)
-            return dense_mlp(dense_in, layer.gate_up, layer.down, self._dense_progress), None
+            tiles = dense_config(
+                dense_in.shape[0], dense_in.device, format_of(dense_in), one_order=self.batch_invariant
+            )
+            if tiles is None:
+                return self._multiply(geglu(self._multiply(dense_in, layer.gate_up)), layer.down), None
+            return dense_mlp(dense_in, layer.gate_up, layer.down, self._dense_progress, config=tiles), None
         assert isinstance(layer.gate_up, Quantized)
         assert isinstance(layer.down, Quantized)
-        gate_up = multiply_unscaled(dense_in, layer.gate_up, self._one)
+        gate_up = self._multiply_unscaled(dense_in, layer.gate_up, self._one)
         hidden = geglu_float8(gate_up, dense_in.scale, layer.gate_up.scale)
-        return multiply_unscaled(hidden, layer.down, self._one), (hidden.scale, layer.down.scale)
+        return self._multiply_unscaled(hidden, layer.down, self._one), (hidden.scale, layer.down.scale)
 
 
 def _as(weight: Tensor | Quantized, rows: Tensor) -> Tensor | Quantized:

@@ -91,7 +91,9 @@ def multiply(x: Tensor | Quantized, weight: Tensor | Quantized, out: Tensor | No
     return product
 
 
-def multiply_unscaled(x: Tensor | Quantized, weight: Tensor | Quantized, one: Tensor) -> Tensor:
+def multiply_unscaled(
+    x: Tensor | Quantized, weight: Tensor | Quantized, one: Tensor, out: Tensor | None = None
+) -> Tensor:
     """Return the product of the values of two float8 operands, for a kernel that applies both scales itself.
 
     For rows of few thousand columns it is faster than `multiply`. x: (M, K), weight: (N, K), one: () float32, a one on
@@ -101,9 +103,10 @@ def multiply_unscaled(x: Tensor | Quantized, weight: Tensor | Quantized, one: Te
     """
     x, weight = _both_float8(x, weight)
     if x.values.device.type != "cuda":
-        return torch.mm(x.values.float(), weight.values.float().T).to(x.dtype)
+        wide = torch.mm(x.values.float(), weight.values.float().T)
+        return wide.to(x.dtype) if out is None else out.copy_(wide)
     product: Tensor = torch._scaled_mm(
-        x.values, weight.values.T, scale_a=one, scale_b=one, out_dtype=x.dtype, use_fast_accum=True
+        x.values, weight.values.T, scale_a=one, scale_b=one, out_dtype=x.dtype, use_fast_accum=True, out=out
     )
     return product
 

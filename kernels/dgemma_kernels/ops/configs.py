@@ -294,6 +294,7 @@ _DENSE_H200 = DenseConfig(
     warps=8,
     stages=4,
 )
+_ALL = 132  # multiprocessors; for many tokens the library is faster than any number of programs
 # The published model has 33 tiles of gate and up and 22 of down per 256 tokens. With these numbers of programs, all
 # programs end together at 256, 512 and 1,024 tokens.
 DENSE: dict[str, tuple[DenseConfig, ...]] = {
@@ -327,16 +328,21 @@ def gpu_name(device: torch.device) -> str:
     return "NVIDIA H200" if is_hopper and name not in EXPERTS["bf16"] else name
 
 
-def expert_config(num_tokens: int, device: torch.device, format: str = "bf16") -> ExpertConfig:
+def expert_config(
+    num_tokens: int, device: torch.device, format: str = "bf16", *, one_order: bool = False
+) -> ExpertConfig:
     """Return the experts' tiles for `num_tokens` tokens and weights of this format on this device.
 
     `format` is the result of `formats.format_of`. Weights of 4 bytes ("float32") run the default tiles with half the
-    depth, so that a tile has as many bytes.
+    depth, so that a tile has as many bytes. With `one_order` only tiles that add in the order of the tiles for 256
+    tokens are used, so that a token's result does not depend on the number of tokens.
 
     Example: `expert_config(256, torch.device("cuda")).rows` is 32 on an H200.
     """
     tables = EXPERTS["bf16" if format == "float32" else format]
     table = tables.get(_tiles_of(device, format), tables["default"])
+    if one_order and format == "fp8":
+        table = _of_one_order(table)
     config = next(config for config in table if num_tokens <= config.max_tokens)
     if format != "float32":
         return config
@@ -344,15 +350,34 @@ def expert_config(num_tokens: int, device: torch.device, format: str = "bf16") -
     return replace(config, gate_up=gate_up, down=down)
 
 
-def dense_config(num_tokens: int, device: torch.device, format: str = "bf16") -> DenseConfig | None:
+def _of_one_order(table: tuple[ExpertConfig, ...]) -> tuple[ExpertConfig, ...]:
+    """Return the tiles of float8 experts that add in the order of those for 256 tokens.
+
+    Sums of float8 products are added per block of depth, and hidden values are scaled per block of columns. All other
+    formats add one column after another, whatever the tile.
+    """
+
+    def order(config: ExpertConfig) -> tuple[int, int, int]:
+        return config.gate_up.cols, config.gate_up.depth, config.down.depth
+
+    wanted = order(next(config for config in table if config.max_tokens >= 256))
+    same = [config for config in table if order(config) == wanted]
+    return (*same[:-1], replace(same[-1], max_tokens=_ANY))
+
+
+def dense_config(
+    num_tokens: int, device: torch.device, format: str = "bf16", *, one_order: bool = False
+) -> DenseConfig | None:
     """Return the tiles of the dense MLP's own kernel for `num_tokens` tokens on this device.
 
     The result is None where library products are as fast, and for weights of 4 bytes ("float32"), whose tiles do not
-    fit into shared memory.
+    fit into shared memory. With `one_order` the kernel is used for any number of tokens, or for none.
 
     Example: `dense_config(256, torch.device("cuda")).programs` is 33 on an H200.
     """
     table = DENSE.get(_tiles_of(device, format), ())
+    if one_order and table:
+        table = (replace(table[0], min_tokens=0), *table[1:], replace(table[-1], max_tokens=_ANY, programs=_ALL))
     return next((config for config in table if config.min_tokens <= num_tokens <= config.max_tokens), None)
 
 

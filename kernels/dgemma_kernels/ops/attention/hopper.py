@@ -41,12 +41,14 @@ def attend(
     keys: Tensor,
     values: Tensor,
     length: Tensor,
+    position: Tensor,
     partial: Tensor,
     log_weight: Tensor,
     causal: bool,
     window: int,
     canvas_len: int,
     keep: int,
+    part: int,
 ) -> None:
     """Write attention by parts of the keys to `partial` (splits, B, T, N, H) and `log_weight` (splits, B, T, N).
 
@@ -55,7 +57,7 @@ def attend(
     descriptors contain the tensors' addresses and are passed by value. So a captured graph is valid only while the
     tensors stay in place.
 
-    Example: `attend(queries, keys, values, length, out.unsqueeze(0), out, False, 0, 0, 0)`.
+    Example: `attend(queries, keys, values, length, length, out.unsqueeze(0), out, False, 0, 0, 0, 0)`.
     """
     batch, num_tokens, num_heads, head_dim = queries.shape
     kv_heads, group = keys.shape[1], num_heads // keys.shape[1]
@@ -66,6 +68,7 @@ def attend(
         _slots(values),
         _descriptor(partial, 1, 1, _ROWS.value // group, group),
         length,
+        position,
         log_weight,
         num_tokens,
         batch * num_tokens * num_heads,
@@ -79,6 +82,7 @@ def attend(
         CANVAS=canvas_len,
         KEEP=keep,
         SPLIT=partial.shape[0] > 1,
+        PART=part,
         num_warps=4,
     )
 
@@ -109,6 +113,7 @@ def _attention_hopper_kernel(
     value_desc: gl.tensor,
     out_desc: gl.tensor,  # (splits, B, T, N, H)
     length_ptr: gl.tensor,
+    position_ptr: gl.tensor,
     log_weight_ptr: gl.tensor,  # (splits, B, T, N) float32, base 2, if SPLIT
     num_tokens: gl.tensor,
     num_query_heads: gl.tensor,  # B·T·N
@@ -125,12 +130,16 @@ def _attention_hopper_kernel(
     CANVAS: gl.constexpr,
     KEEP: gl.constexpr,
     SPLIT: gl.constexpr,
+    PART: gl.constexpr,
 ) -> None:
     K_CHUNKS: gl.constexpr = HEAD_DIM // _CHUNK
     row_tile, _, batch, _ = _place(KV_HEADS, K_CHUNKS)
     prefix_len = gl.load(length_ptr + batch).to(gl.int32)
+    origin = prefix_len * 0
+    if PART > 0:
+        origin = gl.load(position_ptr + batch).to(gl.int32) - prefix_len
     begin, end = part_of_keys(
-        row_tile, prefix_len, num_tokens, 2 * _ROWS, GROUP, _KEYS, CAUSAL, WINDOW, CANVAS, KEEP, SPLIT
+        row_tile, prefix_len, origin, num_tokens, 2 * _ROWS, GROUP, _KEYS, CAUSAL, WINDOW, CANVAS, KEEP, SPLIT, PART
     )
     num_tiles = gl.maximum(gl.cdiv(end - begin, _KEYS), 1)  # an empty part loads one tile and masks all of it
 

@@ -14,7 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgemma_kernels.ops.attention.parts import choose_num_splits, combine_parts, part_of_keys, seen_slots
+from dgemma_kernels.ops.attention.parts import (
+    choose_num_splits,
+    combine_parts,
+    count_fixed_parts,
+    part_of_keys,
+    seen_slots,
+)
 
 KernelName = Literal["auto", "triton", "hopper"]
 
@@ -72,6 +78,8 @@ def attention(
     kernel: KernelName = "auto",
     tile: AttentionTile | None = None,
     num_splits: int | None = None,
+    part: int = 0,
+    position: Tensor | None = None,
 ) -> Tensor:
     """Attend from T query tokens per row to the row's prefix and to each other, with scale 1.
 
@@ -85,6 +93,11 @@ def attention(
     `kernel` "triton" or "hopper" raises where that kernel cannot run; "auto" follows `choose_kernel`. `tile` (Triton
     kernel only) and `num_splits` are for tuning and change rounding.
 
+    With `part`, a multiple of 64, a token's result has the same bits in any batch, for any T, capacity and first slot:
+    tiles and parts of the keys begin at fixed positions (`parts.count_fixed_parts`). `position`, (B,) like length, is
+    the position of each row's first new token, by default its slot. If it is another, the 64 slots before the first one
+    of a row and head must exist and be finite.
+
     Example: `attention(queries, cache.keys, cache.values, cache.length)`.
     """
     _check(queries, keys, values, length, causal, window, canvas_len, keep)
@@ -93,11 +106,20 @@ def attention(
     num_rows = num_tokens * num_heads // kv_heads
     if tile is not None and kernel == "hopper":
         raise ValueError(f'attention tile must be None for kernel="hopper", got {tile}. Use kernel="triton".')
-    choice = choose_kernel(queries, keys, values, kernel if tile is None else "triton")
-    tile = tile or default_tile(num_rows, head_dim, hopper=_is_hopper(queries.device))
-    if num_splits is None:
-        hopper = choice.kernel == "hopper"
-        rows, slots, columns = _hopper().TILE if hopper else (tile.rows, tile.keys, tile.value_dim or head_dim)
+    choice = choose_kernel(queries, keys, values, kernel if tile is None else "triton", few_rows=part == 0)
+    # Fixed parts need one tile for any number of rows.
+    tile = tile or default_tile(_FEW_ROWS + 1 if part else num_rows, head_dim, hopper=_is_hopper(queries.device))
+    hopper = choice.kernel == "hopper"
+    rows, slots, columns = _hopper().TILE if hopper else (tile.rows, tile.keys, tile.value_dim or head_dim)
+    if part:
+        if part % slots or num_splits is not None:
+            raise ValueError(f"attention part must be a multiple of {slots} without num_splits, got {part}.")
+        tokens_per_tile = triton.cdiv(rows * kv_heads, num_heads)
+        span = None
+        if window is not None:
+            span = keep + canvas_len if canvas_len == num_tokens else window + canvas_len + tokens_per_tile
+        num_splits = count_fixed_parts(part, capacity, span)
+    elif num_splits is None:
         programs = triton.cdiv(num_rows, rows) * (head_dim // columns) * batch * kv_heads
         num_splits = choose_num_splits(programs, _num_multiprocessors(queries.device), triton.cdiv(capacity, slots))
 
@@ -109,22 +131,25 @@ def attention(
         # that of the output.
         partial = torch.empty((num_splits, *queries.shape), dtype=queries.dtype, device=queries.device)
         log_weight = torch.empty((num_splits, *queries.shape[:3]), dtype=torch.float32, device=queries.device)
-    arguments = (queries, keys, values, length, partial, log_weight, causal, window or 0, canvas_len, keep)
-    if choice.kernel == "hopper":
+    first = length if position is None else position
+    arguments = (queries, keys, values, length, first, partial, log_weight, causal, window or 0, canvas_len, keep, part)
+    if hopper:
         _hopper().attend(*arguments)
     else:
         _attend(*arguments, tile)
     if num_splits > 1:
-        combine_parts(partial, log_weight, out)
+        combine_parts(partial, log_weight, out, in_order=part > 0)
     return out
 
 
-def choose_kernel(queries: Tensor, keys: Tensor, values: Tensor, kernel: KernelName = "auto") -> KernelChoice:
+def choose_kernel(
+    queries: Tensor, keys: Tensor, values: Tensor, kernel: KernelName = "auto", *, few_rows: bool = True
+) -> KernelChoice:
     """Return the kernel that `attention` runs on these arguments, and the reason.
 
     "auto" is the Hopper kernel where it can run, for more than 16 packed query rows, if it ran on a GPU with this
-    version of Triton. Otherwise it is the Triton kernel. An explicit "hopper" runs with any Triton that compiles it,
-    and raises where it cannot run.
+    version of Triton. Otherwise it is the Triton kernel. Without `few_rows` the number of rows does not matter. An
+    explicit "hopper" runs with any Triton that compiles it, and raises where it cannot run.
 
     Example: `print(choose_kernel(queries, cache.keys, cache.values).reason)`.
     """
@@ -140,7 +165,7 @@ def choose_kernel(queries: Tensor, keys: Tensor, values: Tensor, kernel: KernelN
     if obstacle is not None:
         return KernelChoice("triton", f"the Hopper kernel needs {obstacle}")
     num_rows = queries.shape[1] * queries.shape[2] // keys.shape[1]
-    if num_rows <= _FEW_ROWS:
+    if few_rows and num_rows <= _FEW_ROWS:
         return KernelChoice("triton", f"it is faster for {num_rows} packed query rows, {_FEW_ROWS} or fewer")
     if not triton.__version__.startswith(_HOPPER_RAN_WITH):
         versions = ", ".join(f"{version}*" for version in _HOPPER_RAN_WITH)
@@ -184,12 +209,14 @@ def _attend(
     keys: Tensor,
     values: Tensor,
     length: Tensor,
+    position: Tensor,
     partial: Tensor,
     log_weight: Tensor,
     causal: bool,
     window: int,
     canvas_len: int,
     keep: int,
+    part: int,
     tile: AttentionTile,
 ) -> None:
     batch, num_tokens, num_heads, head_dim = queries.shape
@@ -203,6 +230,7 @@ def _attend(
         keys,
         values,
         length,
+        position,
         partial,
         log_weight,
         num_tokens,
@@ -220,6 +248,7 @@ def _attend(
         CANVAS=canvas_len,
         KEEP=keep,
         SPLIT=num_splits > 1,
+        PART=part,
         TMA=tile.tma,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -232,6 +261,7 @@ def _attention_kernel(
     key_ptr: tl.tensor,
     value_ptr: tl.tensor,
     length_ptr: tl.tensor,
+    position_ptr: tl.tensor,
     partial_ptr: tl.tensor,  # (splits, B, T, N, H)
     log_weight_ptr: tl.tensor,  # (splits, B, T, N) float32, base 2, if SPLIT
     num_tokens: tl.tensor,
@@ -251,6 +281,7 @@ def _attention_kernel(
     CANVAS: tl.constexpr,
     KEEP: tl.constexpr,
     SPLIT: tl.constexpr,
+    PART: tl.constexpr,
     TMA: tl.constexpr,
 ) -> None:
     VALUE_PARTS: tl.constexpr = HEAD_DIM // VALUE_DIM
@@ -265,7 +296,12 @@ def _attention_kernel(
     row_valid = token < num_tokens
     query_head = (batch * num_tokens + token) * (KV_HEADS * GROUP) + head * GROUP + row % GROUP  # into (B, T, N)
 
-    begin, end = part_of_keys(row_tile, prefix_len, num_tokens, ROWS, GROUP, KEYS, CAUSAL, WINDOW, CANVAS, KEEP, SPLIT)
+    origin = prefix_len * 0
+    if PART > 0:
+        origin = tl.load(position_ptr + batch).to(tl.int32) - prefix_len
+    begin, end = part_of_keys(
+        row_tile, prefix_len, origin, num_tokens, ROWS, GROUP, KEYS, CAUSAL, WINDOW, CANVAS, KEEP, SPLIT, PART
+    )
     column = tl.arange(0, HEAD_DIM)
     value_column = value_part * VALUE_DIM + tl.arange(0, VALUE_DIM)
     query = tl.load(query_ptr + query_head[:, None] * HEAD_DIM + column[None, :], mask=row_valid[:, None], other=0.0)
@@ -281,6 +317,8 @@ def _attention_kernel(
     for start in range(begin, end, KEYS):
         slot = start + tl.arange(0, KEYS)
         slot_valid = slot < end
+        if PART > 0 and not TMA:
+            slot_valid = slot_valid & (slot >= 0)
         offset = slot.to(tl.int64) * HEAD_DIM
         if TMA:
             key = key_tiles.load([start, 0]).T  # (H, KEYS)

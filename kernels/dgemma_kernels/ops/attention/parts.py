@@ -2,7 +2,7 @@
 
 The number of parts depends on shapes alone; their bounds are computed from lengths on the device. So a growing prefix
 never changes a launch, and a captured graph stays valid. Parts are added in a fixed order, so that the same inputs give
-the same bits.
+the same bits. Fixed parts also begin at fixed positions, so that a token's result does not depend on its batch.
 """
 
 import triton
@@ -28,6 +28,20 @@ def choose_num_splits(programs: int, num_multiprocessors: int, most: int) -> int
     return min(range(1, max(1, min(most, _MAX_SPLITS)) + 1), key=cost)
 
 
+def count_fixed_parts(part: int, capacity: int, span: int | None) -> int:
+    """Return the number of fixed parts for `capacity` slots.
+
+    Part 0 has `part` positions, and every later part has as many as all parts before it. So they fill a GPU about as
+    well as two equal parts of any prefix. With a window, where rows of a tile see `span` neighbouring positions, all
+    parts have `part` positions, and a tile's parts are counted from the first that it sees.
+
+    Example: `count_fixed_parts(640, 4096, None)` is 4: 640, 640, 1,280 and 2,560 positions.
+    """
+    if span is not None:
+        return triton.cdiv(min(span, capacity) - 1, part) + 1
+    return 1 + max(0, triton.cdiv(capacity, part) - 1).bit_length()
+
+
 @triton.jit
 def seen_slots(
     token: tl.tensor, num_tokens: tl.tensor, WINDOW: tl.constexpr, CANVAS: tl.constexpr, KEEP: tl.constexpr
@@ -45,6 +59,7 @@ def seen_slots(
 def part_of_keys(
     row_tile: tl.tensor,
     prefix_len: tl.tensor,
+    origin: tl.tensor,  # position of slot 0
     num_tokens: tl.tensor,
     ROWS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -54,8 +69,13 @@ def part_of_keys(
     CANVAS: tl.constexpr,
     KEEP: tl.constexpr,
     SPLIT: tl.constexpr,
+    PART: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return the slots [begin, end) of this program: those its rows can see, split into equal parts of whole tiles."""
+    """Return the slots [begin, end) of this program: those its rows can see, split into parts of whole tiles.
+
+    The parts are equal, or fixed as in `count_fixed_parts` if PART > 0. Tiles of fixed parts begin at multiples of KEYS
+    positions. So `begin` may be negative by less than KEYS; no row sees those slots.
+    """
     end = prefix_len + num_tokens
     begin = 0
     if CAUSAL:
@@ -65,24 +85,41 @@ def part_of_keys(
         _, tile_last = seen_slots(last_token, num_tokens, WINDOW, CANVAS, KEEP)
         end = prefix_len + tile_last + 1
         if WINDOW > 0:
-            begin = tl.maximum(prefix_len + tile_first, 0) // KEYS * KEYS
-    if SPLIT:
+            begin = tl.maximum(prefix_len + tile_first, 0)
+            if PART == 0:
+                begin = begin // KEYS * KEYS
+    if PART > 0:
+        number = tl.program_id(1)
+        if WINDOW > 0:
+            first = ((begin + origin) // PART + number) * PART
+            following = first + PART
+        else:
+            following = PART << number
+            first = tl.where(number == 0, 0, following // 2)
+        begin = tl.maximum((begin + origin) // KEYS * KEYS, first) - origin
+        end = tl.minimum(end, following - origin)
+    elif SPLIT:
         part = tl.cdiv(tl.cdiv(end - begin, KEYS), tl.num_programs(1)) * KEYS
         begin += tl.program_id(1) * part
         end = tl.minimum(end, begin + part)
     return begin, end
 
 
-def combine_parts(partial: Tensor, log_weight: Tensor, out: Tensor) -> None:
+def combine_parts(partial: Tensor, log_weight: Tensor, out: Tensor, *, in_order: bool = False) -> None:
     """Write the sum of the parts of `partial`, each times 2^log_weight, normalised, to `out`.
 
     partial: (splits, B, T, N, H), log_weight: (splits, B, T, N), out: (B, T, N, H). Values of a part with log-weight
-    -inf are ignored; they may be NaN.
+    -inf are ignored; they may be NaN. With `in_order` parts are added one by one, so that empty parts change no bits.
 
     Example: `combine_parts(partial, log_weight, out)`.
     """
     num_splits, head_dim = partial.shape[0], out.shape[3]
     num_rows = out.numel() // head_dim
+    if in_order:
+        _combine_in_order_kernel[(num_rows,)](
+            partial, log_weight, out, num_rows, HEAD_DIM=head_dim, SPLITS=num_splits, num_warps=1
+        )
+        return
     splits = triton.next_power_of_2(num_splits)
     columns = min(head_dim, max(32, _COMBINE_ELEMENTS // splits))
     _combine_kernel[(num_rows, head_dim // columns)](
@@ -120,3 +157,30 @@ def _combine_kernel(
     weight = (weight / tl.sum(weight, 0))[:, None]
     out = tl.sum(tl.where(weight > 0.0, values * weight, 0.0), 0)  # the values of an empty part were never written
     tl.store(out_ptr + row * HEAD_DIM + column, out.to(out_ptr.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _combine_in_order_kernel(
+    partial_ptr: tl.tensor,
+    log_weight_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, HEAD_DIM)
+    top = float("-inf")
+    for part in tl.static_range(SPLITS):
+        top = tl.maximum(top, tl.load(log_weight_ptr + part * num_rows + row))
+    total = 0.0
+    out = tl.zeros([HEAD_DIM], tl.float32)
+    for part in tl.static_range(SPLITS):
+        at = part * num_rows + row
+        weight = tl.exp2(tl.load(log_weight_ptr + at) - top)
+        # The values of an empty part were never written, so they are not loaded.
+        inside = column < tl.where(weight > 0.0, HEAD_DIM, 0)
+        values = tl.load(partial_ptr + at * HEAD_DIM + column, mask=inside, other=0.0).to(tl.float32)
+        total += weight
+        out = tl.fma(values, tl.zeros([HEAD_DIM], tl.float32) + weight, out)
+    tl.store(out_ptr + row * HEAD_DIM + column, (out / total).to(out_ptr.dtype.element_ty))

@@ -22,7 +22,7 @@ from dgemma_kernels.formats.float8 import values_and_scale
 from dgemma_kernels.formats.fourbit import COLS
 from dgemma_kernels.formats.packed import DEPTH, HALF, ROWS, Weights
 from dgemma_kernels.ops.blocks import wait_for_launches_before
-from dgemma_kernels.ops.configs import TileShape, dependent_launch, expert_config, tensor_descriptors
+from dgemma_kernels.ops.configs import ExpertConfig, TileShape, dependent_launch, expert_config, tensor_descriptors
 from dgemma_kernels.ops.experts.tiles import (
     Sizes,
     Values,
@@ -37,11 +37,14 @@ from dgemma_kernels.ops.experts.tiles import (
 from dgemma_kernels.ops.router.kernel import ExpertTiles
 
 
-def expert_gate_up(x: Tensor | Quantized, gate_up_proj: ExpertWeights, tiles: ExpertTiles) -> Tensor | Quantized:
+def expert_gate_up(
+    x: Tensor | Quantized, gate_up_proj: ExpertWeights, tiles: ExpertTiles, *, config: ExpertConfig | None = None
+) -> Tensor | Quantized:
     """Return geglu(x[token] @ gate_up_proj[expert].T) for every (token, k) pair, in the order of `tiles.pairs`.
 
     x: (M, D), gate_up_proj: (E, 2F, D), gate rows first → (M * A, F). If one operand is `Quantized`, so are the other
-    and the result. Packed weights must be packed with `gated=True`; their result is that of plain weights.
+    and the result. Packed weights must be packed with `gated=True`; their result is that of plain weights. `config` has
+    the shapes of the tiles, by default those of `configs.expert_config`.
 
     Example: `hidden = expert_gate_up(expert_in, experts.gate_up_proj, tiles)`.
     """
@@ -55,7 +58,7 @@ def expert_gate_up(x: Tensor | Quantized, gate_up_proj: ExpertWeights, tiles: Ex
         )
     if isinstance(x, Quantized) and x.block is not None:
         raise ValueError(f"expert_gate_up.x must have one scale per row, got one per {x.block} columns.")
-    tile = expert_config(rows.shape[0], rows.device, format_of(gate_up_proj)).gate_up
+    tile = (config or expert_config(rows.shape[0], rows.device, format_of(gate_up_proj))).gate_up
     _, double, width = gate_up_proj.shape
     hidden_width = double // 2
     out = torch.empty(num_pairs, hidden_width, dtype=rows.dtype, device=rows.device)
@@ -98,6 +101,7 @@ def expert_down(
     tiles: ExpertTiles,
     *,
     overlap: bool = False,
+    config: ExpertConfig | None = None,
 ) -> Tensor:
     """Return weights[token, k] * (hidden[pair] @ down_proj[expert].T) at [token, k]: (M, A, D).
 
@@ -117,7 +121,7 @@ def expert_down(
         )
     if not weights.is_contiguous():
         raise ValueError("expert_down.weights must be contiguous. Call .contiguous() on them first.")
-    config = expert_config(num_pairs // tiles.num_active, rows.device, format_of(down_proj))
+    config = config or expert_config(num_pairs // tiles.num_active, rows.device, format_of(down_proj))
     tile, block = config.down, hidden.block if isinstance(hidden, Quantized) else None
     if isinstance(hidden, Quantized) and (block is None or block % tile.depth):
         raise ValueError(

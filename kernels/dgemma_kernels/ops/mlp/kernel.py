@@ -15,7 +15,7 @@ from torch import Tensor
 from dgemma_kernels.formats import format_of
 from dgemma_kernels.formats.float8 import Quantized
 from dgemma_kernels.ops.blocks import float8_scale, gelu_tanh_times, inside
-from dgemma_kernels.ops.configs import dense_config
+from dgemma_kernels.ops.configs import DenseConfig, dense_config
 
 
 def geglu(gate_up: Tensor) -> Tensor:
@@ -72,12 +72,14 @@ def gate_up_geglu(x: Tensor, gate_up_weight: Tensor) -> Tensor:
     return geglu(torch.mm(x, gate_up_weight.T))
 
 
-def dense_mlp(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, progress: Tensor) -> Tensor:
+def dense_mlp(
+    x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, progress: Tensor, *, config: DenseConfig | None = None
+) -> Tensor:
     """Return geglu(x @ gate_up_weight.T) @ down_weight.T.
 
     x: (M, D), gate_up_weight: (2F, D), gate rows first, down_weight: (D, F) → (M, D). progress: (2,) int32 counters of
     one launch, zero before and after it; launches that share them must not run at the same time. Few tokens, many
-    tokens and float32 use library products (`configs.dense_config`).
+    tokens and float32 use library products. `config` has the tiles, by default those of `configs.dense_config`.
 
     Example: `dense_mlp(dense_in, gate_up, down, progress=torch.zeros(2, dtype=torch.int32, device="cuda"))`.
     """
@@ -96,7 +98,7 @@ def dense_mlp(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, progress: 
         raise ValueError("dense_mlp must get contiguous tensors. Call .contiguous() on them first.")
     if progress.shape != (2,) or progress.dtype != torch.int32:
         raise ValueError(f"dense_mlp.progress must be (2,) int32, got {tuple(progress.shape)} {progress.dtype}.")
-    config = dense_config(num_rows, x.device, format_of(x))
+    config = config or dense_config(num_rows, x.device, format_of(x))
     if config is None:
         return torch.mm(gate_up_geglu(x, gate_up_weight), down_weight.T)
     hidden = torch.empty(num_rows, hidden_width, dtype=x.dtype, device=x.device)

@@ -1,0 +1,177 @@
+"""With `batch_invariant=True`, a row has the same bits in any batch, at any place, and however its prompt is read."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dgemma
+from dgemma_kernels import FusedDenoiser, accelerate
+from dgemma_kernels.engine import forward
+from dgemma_kernels.engine.products import ROWS, in_slices
+from dgemma_kernels.formats.float8 import multiply, multiply_unscaled, quantize
+from dgemma_kernels.ops import configs
+from dgemma_kernels.ops.vocabulary import kernel as vocabulary
+from kernel_inputs import make_model
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU: the interpreter would take hours")
+
+
+class Texts:
+    """Random prompts and canvases, and the bits that each has alone."""
+
+    def __init__(self, model: FusedDenoiser, lengths: list[int], *, brief: bool = False) -> None:
+        self.model, self.random, self.brief = model, random.Random(0), brief
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(count: int) -> Tensor:
+            return torch.randint(model.config.vocab_size, (count,), generator=generator)
+
+        self.prompts = [draw(length) for length in lengths]
+        self.canvases = [draw(model.config.canvas_length) for _ in lengths]
+        self.alone = [self.compute([row], [[length]]) for row, length in enumerate(lengths)]
+
+    def compute(self, rows: list[int], pieces: list[list[int]]) -> list[Tensor]:
+        """Read the prompts of these rows in pieces, and return their logits, (B, ...) each.
+
+        pieces[b]: sizes that add up to the length of row b's prompt. Call i reads piece i of every row.
+        """
+        cache: Any = None
+        starts = [0] * len(rows)
+        for sizes in zip(*pieces, strict=True):
+            width = max(sizes)
+            tokens, real = torch.zeros(len(rows), width, dtype=torch.int64), torch.zeros(len(rows), width)
+            for at, (row, size) in enumerate(zip(rows, sizes, strict=True)):
+                tokens[at, width - size :] = self.prompts[row][starts[at] : starts[at] + size]
+                real[at, width - size :] = 1
+                starts[at] += size
+            mask = None if real.all() else real.to(DEVICE)
+            cache = self.model.encode(tokens.to(DEVICE), cache, mask)
+        canvas = torch.stack([self.canvases[row] for row in rows]).to(DEVICE)
+        first = self.model.denoise(canvas, cache)
+        word = self.model.causal_logits(canvas[:, :1].contiguous(), cache)
+        if self.brief:
+            return [first.logits, word]
+        second = self.model.denoise(canvas, cache, self_cond=first.shaped(temperature=0.6))
+        words = self.model.causal_logits(canvas[:, 1:4].contiguous(), cache)
+        return [first.logits, word, second.logits, words]
+
+    def draw_batch(self, most_rows: int, most_pieces: int) -> tuple[list[int], list[list[int]]]:
+        rows = self.random.sample(range(len(self.prompts)), self.random.randint(1, min(most_rows, len(self.prompts))))
+        lengths = [len(self.prompts[row]) for row in rows]
+        count = self.random.randint(1, min(most_pieces, *lengths))
+        cuts = [sorted(self.random.sample(range(1, length), count - 1)) for length in lengths]
+        ends = [[*cut, length] for cut, length in zip(cuts, lengths, strict=True)]
+        return rows, [[b - a for a, b in zip([0, *end], end, strict=False)] for end in ends]
+
+    def check(self, rows: list[int], pieces: list[list[int]]) -> None:
+        together = self.compute(rows, pieces)
+        for at, row in enumerate(rows):
+            same = [torch.equal(got[at], want[0]) for got, want in zip(together, self.alone[row], strict=True)]
+            assert all(same), f"row {row} at place {at} of {rows}, read in {pieces}: {same}"
+
+
+@pytest.fixture
+def _small_pieces(monkeypatch):
+    """Use small chunks of the vocabulary and small parts of attention, so that few tokens have several."""
+    tile = 64 if ON_GPU else 16
+    monkeypatch.setattr(vocabulary, "CHUNK", 16)
+    monkeypatch.setattr(forward, "_TILE", tile)
+    monkeypatch.setattr(forward, "_FULL_PART", tile)
+
+
+@pytest.mark.usefixtures("_small_pieces")
+def test_a_row_has_the_same_bits_alone_and_in_a_batch_however_its_prompt_is_read():
+    texts = Texts(accelerate(make_model(DEVICE, sliding_window=8), batch_invariant=True), [19, 2], brief=True)
+    texts.check([1, 0], [[1, 1], [11, 8]])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_small_pieces")
+def test_a_row_has_the_same_bits_in_random_batches():
+    texts = Texts(accelerate(make_model(DEVICE, sliding_window=20), batch_invariant=True), [37, 5, 21])
+    for _ in range(100 if ON_GPU else 2):
+        texts.check(*texts.draw_batch(3, 3))
+
+
+@pytest.fixture(scope="module")
+def two_layers() -> dgemma.DiffusionGemma:
+    """Two layers of the published size. Norms of one at scale 1 would make every softmax a hard maximum."""
+    kinds = ("sliding_attention", "full_attention")
+    config = dgemma.presets.diffusiongemma_26b_a4b().replace(num_hidden_layers=2, layer_types=kinds)
+    torch.manual_seed(0)
+    model = dgemma.DiffusionGemma(config, device=DEVICE, dtype=torch.bfloat16).requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            parameter.fill_(0.25)
+    return model
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    ("weights", "float8"),
+    [("bf16", ()), ("packed", ()), ("fp8", ("attention", "dense", "head")), ("int4", ("dense",)), ("nvfp4", ())],
+)
+def test_two_layers_of_the_published_size_have_the_same_bits_in_any_batch(two_layers, weights, float8):
+    texts = Texts(
+        accelerate(two_layers, weights, float8=float8, batch_invariant=True), [1, 63, 64, 300, 641, 900, 1100, 1400]
+    )
+    for _ in range(40):
+        texts.check(*texts.draw_batch(7, 3))
+
+
+@needs_gpu
+def test_texts_are_the_same_in_any_batch():
+    model = dgemma.DiffusionGemma.from_pretrained("dgemma/text", device=DEVICE, dtype=torch.bfloat16)
+    fast = accelerate(model, batch_invariant=True)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(5, 8000, (length,), generator=generator) for length in (3, 20, 64, 130, 200, 300, 400)]
+    options: Any = {"max_new_tokens": 128, "progress": False}
+    alone = [
+        dgemma.generate(fast, prompt[None].to(DEVICE), seed=seed, **options).new_tokens[0].cpu()
+        for seed, prompt in enumerate(prompts)
+    ]
+    many = list(dgemma.generate_many(fast, prompts, slots=3, seed=0, **options))
+    for want, got in zip(alone, many, strict=True):
+        assert torch.equal(got.new_tokens, want)
+
+
+@pytest.mark.parametrize("product", ["plain", "fp8", "fp8 without scales"])
+def test_a_product_in_slices_has_the_same_bits_for_a_row_at_any_place(product):
+    generator = torch.Generator().manual_seed(0)
+    dtype = torch.bfloat16 if ON_GPU else torch.float32
+    x, weight = (torch.randn(rows, 64, generator=generator).to(DEVICE, dtype) for rows in (ROWS + 21, 48))
+
+    def multiply_rows(rows: Tensor, *, whole: bool = False) -> Tensor:
+        wrap = (lambda fn: fn) if whole else in_slices
+        if product == "plain":
+            return wrap(multiply)(rows, weight)
+        if product == "fp8":
+            return wrap(multiply)(quantize(rows), quantize(weight))
+        return wrap(multiply_unscaled)(quantize(rows), quantize(weight), torch.ones((), device=DEVICE))
+
+    want = multiply_rows(x)
+    torch.testing.assert_close(want, multiply_rows(x, whole=True))
+    for rows in ([7], [ROWS - 1, 0], [ROWS, 3, ROWS + 20], list(range(ROWS + 20, 2, -1))):
+        assert torch.equal(multiply_rows(x[rows]), want[rows])
+
+
+def test_tiles_of_one_order_add_float8_products_alike_for_any_number_of_tokens(monkeypatch):
+    for gpu in configs.EXPERTS["fp8"]:
+        monkeypatch.setattr(configs, "gpu_name", lambda device, gpu=gpu: gpu)
+        tiles = [configs.expert_config(count, DEVICE, "fp8", one_order=True) for count in (1, 64, 256, 900, 1 << 20)]
+        orders = {(tile.gate_up.cols, tile.gate_up.depth, tile.down.depth) for tile in tiles}
+        assert len(orders) == 1
+        assert tiles[2] == configs.expert_config(256, DEVICE, "fp8")
+
+
+def test_the_dense_kernel_of_one_order_runs_for_any_number_of_tokens(monkeypatch):
+    monkeypatch.setattr(configs, "gpu_name", lambda device: "NVIDIA H200")
+    tiles = [configs.dense_config(count, DEVICE, one_order=True) for count in (1, 64, 256, 900, 1 << 20)]
+    assert len({replace(tile, min_tokens=0, max_tokens=0, programs=1) for tile in tiles}) == 1
+    assert configs.dense_config(1, DEVICE) is None
