@@ -2,7 +2,7 @@
 
 The bound is an expectation over noise levels and noise, so it is an estimate with an interval. Its table shows how much
 each noise level contributes. The text was held out of training. With shuffled words it needs more bits. With reversed
-letters it needs more than 8 bits per byte, more than without a model.
+letters it needs more than the 8 bits per byte of the uncompressed text.
 """
 
 import argparse

@@ -73,7 +73,7 @@ def mask_samplers() -> Settings:
 
 
 def mask_stop_rules() -> Settings:
-    """Return options by label, for stop rules with a sampler whose commits persist and with one that edits tokens."""
+    """Return options by label, for stop rules with `Confidence` and with `TokenEditing`, which may edit tokens."""
     quota = {"sampler": Confidence(order="margin", greedy=True), "steps": 48}
     editing = {"sampler": TokenEditing(), "steps": 48}
     return {

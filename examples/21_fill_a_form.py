@@ -1,7 +1,7 @@
 """Fill a form about a story, live in the terminal: every draft that you see is already a valid form.
 
-The form is a regular expression whose blanks admit only names and things of the story, so that the text can be read
-into fields. The shipped model is small and learnt stories, not questions. It finds the name, and the home in some
+The form is a regular expression. Its blanks accept only names and things of the story. The script prints the text of
+each blank. The shipped model is small and learnt stories, not questions. It finds the name, and the home in some
 stories.
 
     python examples/21_fill_a_form.py

@@ -1,4 +1,4 @@
-"""A model's weights for the kernels: its tensors, with q, k, v and gate, up fused into one matrix each.
+"""A model's weights for the kernels: its tensors, with q, k and v joined into one matrix, and gate and up into another.
 
 Plain weights are not stored twice: the model's parameters become views of the fused tensors and keep working. Weights
 in another format are new tensors.
