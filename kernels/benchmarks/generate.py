@@ -55,13 +55,7 @@ def draw_weight(shape: torch.Size, format: str, std: float) -> Weight:
     return NvFp4Weight(codes=codes, scale=scale, row_scale=torch.full(rows, std / 256 / 2.9, device=GPU))
 
 
-def build(
-    format: str,
-    float8: tuple[str, ...] = (),
-    config: dgemma.ModelConfig | None = None,
-    *,
-    batch_invariant: bool = False,
-) -> FusedDenoiser:
+def build(format: str, float8: tuple[str, ...] = (), config: dgemma.ModelConfig | None = None) -> FusedDenoiser:
     """Make a model with random weights, a layer at a time, and accelerate it.
 
     Example: `build("int4", ("attention", "head"))`.
@@ -91,9 +85,8 @@ def build(
     for name, module in model.named_children():
         if name != "layers":
             fill(module)
-    return accelerate(
-        model.requires_grad_(False), format, float8=float8, release=format != "bf16", batch_invariant=batch_invariant
-    )
+    fast = accelerate(model.requires_grad_(False), format, float8=float8, release=format != "bf16")
+    return fast
 
 
 def stream_canvases(model: FusedDenoiser, batch: int, prompt: int, canvases: int) -> list[float]:

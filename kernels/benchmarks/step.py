@@ -2,8 +2,8 @@
 
 python kernels/benchmarks/step.py                    every part, about four minutes
 python kernels/benchmarks/step.py --parts parity step profile
+python kernels/benchmarks/step.py --parts invariant  the cost of batch_invariant=True
 python kernels/benchmarks/step.py --weights int4     with the experts in another format
-python kernels/benchmarks/step.py --batch-invariant  with sums in one order, for any batch
 python kernels/benchmarks/step.py --transformers     also transformers' eager step, in another process
 python kernels/benchmarks/step.py --compiled         also transformers' compiled step, which takes minutes
 
@@ -37,7 +37,7 @@ from dgemma_kernels import FusedDenoiser, accelerate
 from dgemma_kernels.engine.cache import FusedCache
 from dgemma_kernels.formats import ENCODERS, decode, quantize, stored_tensors
 
-PARTS = ("parity", "step", "profile", "batches", "prefixes", "skewed")
+PARTS = ("parity", "step", "profile", "batches", "prefixes", "invariant", "skewed")
 CANVAS, PROMPT, DISTINCT = 256, 1024, 84
 GPU = torch.device("cuda")
 
@@ -160,7 +160,7 @@ def round_experts(model: dgemma.DiffusionGemma, wide: dgemma.DiffusionGemma, wei
         )
 
 
-def check_parity(results: Results, weights: str, batch_invariant: bool) -> None:
+def check_parity(results: Results, weights: str) -> None:
     """Check two layers of the published size: bf16 engine and reference against float32, and equal generations.
 
     All three models have the rounded weights. In float8, engine and reference also round the experts' inputs.
@@ -190,7 +190,7 @@ def check_parity(results: Results, weights: str, batch_invariant: bool) -> None:
             each = [model.causal_logits(word, cache) for word in canvas[:, 100:164].split(1, dim=1)]
             return first.logits, second.logits, words, torch.cat(each, dim=1)
 
-    fast = accelerate(model, weights, batch_invariant=batch_invariant)
+    fast = accelerate(model, weights)
     if weights not in ("bf16", "packed"):
         round_experts(model, wide, weights)
     want, plain, got = run(wide), run(model), run(fast)
@@ -256,11 +256,9 @@ def check_greedy(results: Results, model: dgemma.DiffusionGemma, fast: FusedDeno
     results.add("greedy", tokens_chosen=total, the_same=same, else_within_rounding=total - same, two_texts_agree=agreed)
 
 
-def build_and_run(
-    weights: str, float8: tuple[str, ...], batch_invariant: bool
-) -> tuple[FusedDenoiser, dict[str, float]]:
+def build_and_run(weights: str, float8: tuple[str, ...]) -> tuple[FusedDenoiser, dict[str, float]]:
     start = time.perf_counter()
-    fast = build(weights, float8, batch_invariant=batch_invariant)
+    fast = build(weights, float8)
     torch.cuda.synchronize()
     built = time.perf_counter()
     fast.encode(draw_tokens(1, PROMPT))
@@ -293,6 +291,35 @@ def time_step(results: Results, part: str, model: FusedDenoiser, batch: int, pre
     return total
 
 
+def compare_invariant(results: Results, model: FusedDenoiser, batches: list[int], prefixes: list[int]) -> None:
+    """Time steps and single tokens by turns with and without `batch_invariant`, over the same weights."""
+    twin = FusedDenoiser.__new__(FusedDenoiser)
+    twin.__setstate__({**model.__getstate__(), "batch_invariant": True})
+
+    def compare(what: str, batch: int, prefix: int, capture: Callable[[FusedDenoiser, FusedCache], Any]) -> None:
+        caches = [random_prefix(engine, batch, prefix) for engine in (model, twin)]
+        captured = [capture(engine, cache) for engine, cache in zip((model, twin), caches, strict=True)]
+        rounds = [[time_replays(*replays)[-1][0] for replays in captured] for _ in range(3)]
+        plain, fixed = (statistics.median(times) for times in zip(*rounds, strict=True))
+        results.add(
+            "invariant", what=what, batch=batch, prefix=prefix, ms=plain, invariant_ms=fixed, ratio=fixed / plain
+        )
+
+    def step(engine: FusedDenoiser, cache: FusedCache) -> list[Callable[[], None]]:
+        captured = prepare_step(engine, cache, knobs_of(engine, stop=True))
+        return [captured._replay.replay, captured._soft.replay]
+
+    def token(engine: FusedDenoiser, cache: FusedCache) -> list[Callable[[], None]]:
+        engine.causal_logits(draw_tokens(cache.batch_size, 1), cache)
+        return [next(c for key, c in reversed(cache.buffers.graphs.items()) if key[0] == "token")._replay.replay]
+
+    for batch in batches:
+        compare("step", batch, PROMPT, step)
+    for prefix in prefixes:
+        compare("step", 1, prefix, step)
+    compare("token", 1, PROMPT, token)
+
+
 def profile_step(results: Results, model: FusedDenoiser) -> None:
     cache = random_prefix(model, 1, PROMPT)
     captured = prepare_step(model, cache, knobs_of(model, stop=True))
@@ -321,16 +348,14 @@ def main() -> None:
     parser.add_argument(
         "--float8", nargs="*", choices=("attention", "dense", "head"), default=[], help="what else is float8"
     )
-    parser.add_argument("--batch-invariant", action="store_true", help="give a row the same bits in any batch")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 2, 4, 8])
     parser.add_argument("--prefixes", nargs="+", type=int, default=[0, 1024, 16_384, 131_072])
     parser.add_argument("--transformers", action="store_true", help="time transformers' eager step as well")
     parser.add_argument("--compiled", action="store_true", help="time its compiled step, which takes minutes")
-    parser.add_argument("--output", type=Path, help="by default results/<gpu>/step[_<weights>][_invariant].json")
+    parser.add_argument("--output", type=Path, help="by default results/<gpu>/step.json, or step_<weights>.json")
     options = parser.parse_args()
-    weights = "" if options.weights == "bf16" else f"_{options.weights}"
-    name = f"step{weights}{'_invariant' if options.batch_invariant else ''}.json"
+    name = "step.json" if options.weights == "bf16" else f"step_{options.weights}.json"
     if not torch.cuda.is_available():
         raise SystemExit("This benchmark needs a CUDA GPU; on this machine run tests/kernels/test_engine.py instead.")
     output = options.output or results_folder() / name
@@ -345,12 +370,12 @@ def main() -> None:
         output.write_text(json.dumps(report, indent=1) + "\n")
 
     if "parity" in options.parts:
-        check_parity(results, options.weights, options.batch_invariant)
+        check_parity(results, options.weights)
         gc.collect()
         torch.cuda.empty_cache()
     keep()
     torch.cuda.reset_peak_memory_stats()
-    model, seconds = build_and_run(options.weights, tuple(options.float8), options.batch_invariant)
+    model, seconds = build_and_run(options.weights, tuple(options.float8))
     results.add("build", **seconds)
     if "step" in options.parts:
         time_step(results, "step", model, 1, PROMPT)
@@ -367,6 +392,9 @@ def main() -> None:
     if "prefixes" in options.parts:
         for prefix in options.prefixes:
             time_step(results, "prefixes", model, 1, prefix)
+        keep()
+    if "invariant" in options.parts:
+        compare_invariant(results, model, options.batches, [prefix for prefix in options.prefixes if prefix > PROMPT])
         keep()
     if "skewed" in options.parts:
         restrict_experts(model)

@@ -357,8 +357,10 @@ def _of_one_order(table: tuple[ExpertConfig, ...]) -> tuple[ExpertConfig, ...]:
     formats add one column after another, whatever the tile.
     """
 
-    def order(config: ExpertConfig) -> tuple[int, int, int]:
-        return config.gate_up.cols, config.gate_up.depth, config.down.depth
+    def order(config: ExpertConfig) -> ExpertConfig:
+        """Return the tiles without the settings that change no sum."""
+        gate_up, down = (replace(tile, warps=1, stages=1, registers=None) for tile in (config.gate_up, config.down))
+        return replace(config, max_tokens=0, rows=16, gate_up=gate_up, down=replace(down, cols=1))
 
     wanted = order(next(config for config in table if config.max_tokens >= 256))
     same = [config for config in table if order(config) == wanted]
