@@ -85,8 +85,7 @@ def describe(automaton: Automaton) -> dict[str, int]:
         "classes": automaton.num_classes,
         "arcs": len(automaton.arc_source),
         "links": len(automaton.link_arc),
-        "most_arcs": automaton.ahead.many.arc.shape[1],
-        "most_arcs_behind": automaton.behind.many.arc.shape[1],
+        "most_arcs": int(automaton.first_arc.diff().max()),
         "wide_classes": len(automaton.wide_classes),
         "bytes": sum(t.nbytes for t in torch.utils._pytree.tree_leaves(automaton)),
     }

@@ -98,6 +98,17 @@ def test_frozen_positions_keep_their_token_and_add_no_entropy(twin, device):
 
 
 @TWINS
+def test_positions_after_the_end_of_a_text_do_not_delay_the_end_of_a_row(twin, device):
+    tensors = inputs(torch.tensor([[0.004, 0.004, 3.0]], device=device))
+    tensors["recent"][0, 0, 2] = 0
+    ended = torch.tensor([[False, False, True]], device=device)
+    assert run(twin, tensors).done.tolist() == [False]
+    result = run(twin, tensors | {"ended": ended})
+    assert result.done.tolist() == [True]
+    assert result.open.all()
+
+
+@TWINS
 @pytest.mark.parametrize(
     ("entropy", "changed", "done"),
     [(0.004, None, True), (0.004, 3, False), (0.006, None, False)],

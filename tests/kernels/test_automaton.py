@@ -14,13 +14,16 @@ from dgemma_kernels.ops.automaton import kernel
 VOCAB_SIZE, CANVAS_LEN, BATCH_SIZE = 300, 3, 2
 
 
-def draw_language(device, *, num_states=6, may_end=False):
-    """A random automaton with a class of more than 256 tokens and a state with more than four arcs."""
+def draw_language(device, *, num_states=18, may_end=False):
+    """A random automaton with a class of more than 256 tokens, and with states of more than 8 and 16 arcs."""
     generator = np.random.default_rng(3)
-    table = generator.integers(-1, num_states, (num_states, 9)).astype(np.int32)
+    table = np.where(generator.random((num_states, 20)) < 0.2, generator.integers(0, num_states, (num_states, 20)), -1)
     table[:, 0] = -1
-    table[1, 1:7] = np.arange(6)
-    classes = np.where(np.arange(VOCAB_SIZE) < 260, 1, generator.integers(0, 9, VOCAB_SIZE))
+    table[1, 1:19] = np.arange(18)
+    table[2:, 3] = 5
+    table[0, 1], table[5, 1] = 1, num_states - 1  # so that texts of three tokens exist
+    table = table.astype(np.int32)
+    classes = np.where(np.arange(VOCAB_SIZE) < 260, 1, generator.integers(0, 20, VOCAB_SIZE))
     is_final = np.arange(num_states) == num_states - 1
     automaton = with_stops(TokenAutomaton(classes, table, is_final), (VOCAB_SIZE - 1,), VOCAB_SIZE).to(device)
     end = torch.from_numpy(np.append(is_final, True)).expand(BATCH_SIZE, -1).to(device)

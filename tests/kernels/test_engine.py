@@ -7,11 +7,14 @@ from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 import torch
 
 import dgemma
+from dgemma.constraints.token_automaton import TokenAutomaton, with_stops
 from dgemma.diffusion import draws as reference_draws
+from dgemma.diffusion.language import Language
 from dgemma.diffusion.prediction import SoftCap
 from dgemma.diffusion.schedule import OneMinusCosine
 from dgemma.run.knobs import Knobs
@@ -202,6 +205,15 @@ def test_an_interrupted_read_loses_no_postponed_tokens(models, monkeypatch):
     assert torch.equal(fast.causal_logits(word, got), fast.causal_logits(word, want))
 
 
+def short_texts(num_rows, device):
+    """Texts whose only odd token is the last one, up to the stop token 7."""
+    table = np.array([[-1, 1, 2], [-1, 1, 2], [-1, -1, -1]], np.int32)
+    tokens = TokenAutomaton(1 + np.arange(VOCAB) % 2, table, np.ones(3, bool))
+    automaton = with_stops(tokens, (7,), VOCAB).to(device)
+    end = torch.ones(num_rows, 4, dtype=torch.bool, device=device)
+    return Language(automaton, torch.zeros(num_rows, dtype=torch.int64, device=device), end)
+
+
 @pytest.mark.parametrize("num_rows", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("bound", "commit", "stop", "more"),
@@ -215,6 +227,26 @@ def test_an_interrupted_read_loses_no_postponed_tokens(models, monkeypatch):
 def test_a_published_step_equals_the_librarys_step_in_every_field(
     models, bound, commit, stop, more, num_rows, monkeypatch, device
 ):
+    # One step more than the run has.
+    check_published_steps(models, monkeypatch, device, bound, commit, stop, num_rows, 5, **more)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("top_k", [None, 3])
+def test_a_published_step_under_a_language_equals_the_librarys_step_in_every_field(models, top_k, monkeypatch, device):
+    stop = dgemma.StableAndConfident(confidence=10.0)
+    language = short_texts(1, device)
+    drafts = check_published_steps(
+        models, monkeypatch, device, 0.05, "argmax", stop, 1, 3, top_k=top_k, language=language
+    )
+    for draft in drafts:
+        assert (language.automaton.advance(language.start, draft) >= 0).all()
+
+
+def check_published_steps(
+    models, monkeypatch, device, bound, commit, stop, num_rows, num_taken, *, top_k=None, language=None
+):
+    """Compare steps of the engine with those of the library, and return the drafts."""
     _, fast = models
     # The logits depend on the position's token and favour token 7, between a little and strongly.
     table = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(2)).to(device)
@@ -224,7 +256,7 @@ def test_a_published_step_equals_the_librarys_step_in_every_field(
     launches = []
     monkeypatch.setattr(published, "accept", lambda *args, **more: launches.append(1) or accept.accept(*args, **more))
     sampler = dgemma.EntropyBound(bound=bound, commit=commit)
-    knobs = Knobs(sampler=sampler, temperature=dgemma.LinearTemperature(), stop=stop, **more)
+    knobs = Knobs(sampler=sampler, temperature=dgemma.LinearTemperature(), stop=stop, top_k=top_k)
     tokens = draw_tokens(num_rows, CANVAS, seed=8)
     frozen = torch.zeros_like(tokens, dtype=torch.bool)
     frozen[0, 1] = True
@@ -237,10 +269,11 @@ def test_a_published_step_equals_the_librarys_step_in_every_field(
         block=2,
         canvas=tokens,
         frozen=frozen,
+        language=language,
     )
     cache = fast.encode(draw_tokens(num_rows, 2))
-    num_accepted, num_renoised = 0, 0
-    for number in range(5):  # one step more than num_steps
+    num_accepted, num_renoised, drafts = 0, 0, []
+    for number in range(num_taken):
         after, record = fast.step(state, cache=cache, knobs=knobs)
         if number % 2:  # computes the soft embedding now; the logits stay readable
             assert fast.read_ahead(record.verdict) == record.verdict.tolist()
@@ -258,11 +291,13 @@ def test_a_published_step_equals_the_librarys_step_in_every_field(
                     assert value == expected, field.name
         assert torch.equal(record.prediction.logits, want_record.prediction.logits)
         num_accepted, num_renoised = num_accepted + record.accepted.sum(), num_renoised + record.renoised.sum()
+        drafts.append(after.draft)
         state = after
     assert launches
     assert num_accepted > 0
     assert num_renoised > 0
     assert state.done.any() == (stop is not None)
+    return drafts
 
 
 @dataclass(frozen=True, kw_only=True)

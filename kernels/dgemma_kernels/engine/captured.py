@@ -140,8 +140,9 @@ class CapturedStep:
         def forward() -> Any:
             return denoiser.denoise(static.canvas, None)
 
-        # Samplers in PyTorch may index by a prediction, which `compile_together` does not compute.
+        # Samplers in PyTorch and languages may index by a prediction, which `compile_together` does not compute.
         all_kernels = published.is_published(static, knobs) and knobs.top_k is None and knobs.top_p is None
+        all_kernels = all_kernels and state.language is None
         self._logits.renew()
         try:
             self._replay = Replay(run, device, memory, launches=run if all_kernels else forward)

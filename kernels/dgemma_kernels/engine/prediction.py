@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -137,14 +137,15 @@ class FusedPrediction(Prediction):
     def with_joint(self, joint: JointLaw, bias: Transform) -> "FusedPrediction":
         return FusedPrediction(self._source, (*self._transforms, bias), joint)
 
-    @property
-    def automaton_ops(self) -> Any:
-        """The kernels of `dgemma.diffusion.language`, None if they do not apply."""
-        return None if self._shaping is None else automaton
+    automaton_ops: ClassVar[Any] = automaton
 
-    def vocabulary_arguments(self) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a kernel that reads processed logits: the logits (B·C, V), pointers, and settings."""
-        assert self._shaping is not None
+    def vocabulary_arguments(self) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]] | None:
+        """The arguments of a kernel that reads processed logits: the logits (B·C, V), pointers, and settings.
+
+        None if the kernels do not apply.
+        """
+        if self._shaping is None:
+            return None
         return self._rows, *vocabulary.arguments(self._rows, **self._shaping._asdict())
 
     def with_statistics(self, statistics: tuple[Tensor, ...]) -> "FusedPrediction":
@@ -185,7 +186,7 @@ class FusedPrediction(Prediction):
     def _statistics(self) -> _Statistics:
         if self._shaping is None:
             with self.turn:
-                return Prediction(self._raw, self._transforms)._statistics
+                return Prediction(self._raw, self._transforms, self.joint)._statistics
         sweep, shape = self._sweep, (self.batch_size, self.canvas_len)
         parts = (sweep.entropy, sweep.argmax, sweep.confidence, sweep.margin, sweep.log_normalizer)
         statistics = _Statistics(*(part.view(shape) for part in parts))

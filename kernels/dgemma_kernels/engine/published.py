@@ -91,9 +91,11 @@ def _has_kernel(sampler: Any, canvas_len: int) -> bool:
 
 
 def _accept(prediction: Prediction, tokens: Tensor, state: DenoiseState, sampler: Any, stop: Any = None) -> Accepted:
-    rule = {}
+    rule: dict[str, Any] = {}
+    if state.language is not None:
+        rule["ended"] = state.language.ended(prediction.argmax)
     if stop is not None:
-        rule = {"recent": state.stop_memory, "confidence": stop.confidence, "compare_canvas": stop.compare == "canvas"}
+        rule |= {"recent": state.stop_memory, "confidence": stop.confidence, "compare_canvas": stop.compare == "canvas"}
     return accept(
         prediction.entropy,
         tokens,

@@ -17,75 +17,77 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from dgemma.diffusion.prediction import Prediction
+from dgemma.diffusion.prediction import Prediction, first_above
 
 # The cost in nats of contradicting a decided token. It exceeds any difference between texts, so a decided token stays
 # wherever the language permits it. exp(-COST) is 0 in float64, so samples keep such a token with certainty.
 COST = 1e6
 _PREFERENCE = 1e3  # the cost of contradicting a draft's token at a position that is still open
 WIDE = 256
-_WIDTHS = (4, 16)  # of the first two tiers of a `Fan`
+_FEW, _SOME = 8, 8  # arcs in a column or row of a `Fan`
 _SLICE_ELEMENTS = 1 << 24  # float64 temporaries stay under 128 MiB
 
 
-class Tier(NamedTuple):
-    """The arcs of n states, as rows of one width.
+class Fan(NamedTuple):
+    """The arcs at each state, as tables of small rows, because few states have many arcs; for loops in kernels.
 
-    Where a state has fewer arcs, `arc` is E, the number of arcs of the automaton, and `other` is 0.
+    Index 0 has the arcs that leave a state, for backward passes; index 1 has those that reach it. A slot is an element
+    of `few` or `some`, in this order: the state at the other end of an arc, 0 for no arc.
     """
 
-    state: Tensor  # (n,) int64
-    arc: Tensor  # (n, width) int64
-    other: Tensor  # (n, width) int64: the state at the other end
+    few: Tensor  # (2, 8, Q) int64: a column per state, empty if the state has more than 8 arcs
+    some: Tensor  # (2, n, 8) int64: rows of the states with more than 8 arcs; the last row is empty
+    join: Tensor  # (2, m, width) int64: the rows of `some` of each state with more than 8 arcs
+    place: Tensor  # (2, Q) int64: the column of a state in `few`, or Q + its row in `join`
+    arc: Tensor  # (2, slots) int64: the arc of each slot, E for no arc
 
-
-class Fan(NamedTuple):
-    """The arcs at each state. Few states have many arcs, so one width for all would be mostly empty."""
-
-    few: Tier  # at most 4 arcs
-    some: Tier  # at most 16
-    many: Tier
+    @property
+    def most_arcs(self) -> int:
+        """An upper bound on the number of arcs of a state."""
+        return max(_FEW, _SOME * self.join.shape[2])
 
     @classmethod
-    def build(cls, here: Tensor, there: Tensor, num_states: int) -> "Fan":
-        """Return the fan of arcs between the states `here` and `there`, (E,) each."""
-        counts = here.bincount(minlength=num_states)
-        order = here.argsort(stable=True)
-        rank = torch.arange(len(here), device=here.device) - (counts.cumsum(0) - counts)[here[order]]
-        widths = (*_WIDTHS, max(_WIDTHS[-1] + 1, int(counts.max())))
-        arc = torch.full((num_states, widths[-1]), len(here), device=here.device)
-        arc[here[order], rank] = order
-        other = torch.cat((there, there.new_zeros(1)))[arc]
-        tiers, least = [], -1
-        for width in widths:
-            state = ((counts > least) & (counts <= width)).nonzero()[:, 0]
-            tiers.append(Tier(state, arc[state, :width].clone(), other[state, :width].clone()))
-            least = width
-        return cls(*tiers)
+    def build(cls, arc_source: Tensor, arc_target: Tensor, num_states: int) -> "Fan":
+        """Return the fan of arcs between states, (E,) each."""
+        num_arcs, ends = len(arc_source), torch.stack((arc_source, arc_target))
+        counts = torch.stack([end.bincount(minlength=num_states) for end in ends])  # (2, Q)
+        order = ends.argsort(stable=True)
+        state = ends.gather(1, order)
+        rank = torch.arange(num_arcs, device=ends.device) - (counts.cumsum(1) - counts).gather(1, state)
+        is_few = counts <= _FEW
+        num_rows = torch.where(is_few, 0, counts + _SOME - 1) // _SOME  # (2, Q)
+        first_row = num_rows.cumsum(1) - num_rows
+        last_row = int(num_rows.sum(1).max())
 
-    def pull(self, values: Tensor, weights: Tensor, combine: Callable[[Tensor], Tensor]) -> Tensor:
-        """Add to each arc's weight the value of the state at its other end, and combine these sums per state.
+        num_few, num_slots = _FEW * num_states, _FEW * num_states + _SOME * (last_row + 1)
+        few_slot = rank * num_states + state
+        some_slot = num_few + first_row.gather(1, state) * _SOME + rank
+        slot = torch.where(is_few.gather(1, state), few_slot, some_slot)
+        arc = ends.new_full((2, num_slots), num_arcs).scatter(1, slot, order)
+        other = F.pad(ends.flip(0), (0, 1)).gather(1, arc)
 
-        values (B, Q), weights (B, E + 1) → (B, Q).
-        """
-        out = torch.full_like(values, -torch.inf)
-        for state, arc, other in self:
-            if len(state):
-                out[:, state] = combine(values[:, other] + weights[:, arc])
-        return out
+        joined = is_few.int().argsort(dim=1, stable=True)[:, : int((~is_few).sum(1).max())]  # (2, m)
+        index = torch.arange(int(num_rows.max()), device=ends.device)
+        rows = first_row.gather(1, joined)[..., None] + index
+        join = torch.where(index < num_rows.gather(1, joined)[..., None], rows, last_row)
+        place = torch.where(is_few, torch.arange(num_states, device=ends.device), num_states - 1 + (~is_few).cumsum(1))
+        few, some = other[:, :num_few].unflatten(1, (_FEW, -1)), other[:, num_few:].unflatten(1, (-1, _SOME))
+        return cls(few.contiguous(), some.contiguous(), join, place, arc)
 
 
 class Groups(NamedTuple):
-    """Indices sorted by group, and where each group begins, for loops in kernels."""
+    """Indices sorted by group, where each group begins, and the groups from large to small; for loops in kernels."""
 
     member: Tensor  # (n,) int32
     first: Tensor  # (groups + 1,) int32
+    order: Tensor  # (groups,) int32
 
     @classmethod
     def build(cls, group: Tensor, size: int) -> "Groups":
         """Group the indices 0 .. n - 1 by their group numbers (n,), which are below `size`."""
-        first = F.pad(group.bincount(minlength=size).cumsum(0), (1, 0))
-        return cls(group.argsort(stable=True).int(), first.int())
+        counts = group.bincount(minlength=size)
+        order = counts.argsort(descending=True, stable=True)
+        return cls(group.argsort(stable=True).int(), F.pad(counts.cumsum(0), (1, 0)).int(), order.int())
 
 
 class Automaton(NamedTuple):
@@ -104,12 +106,14 @@ class Automaton(NamedTuple):
     link_arc: Tensor  # (L,) int64
     ends_text: Tensor  # (E,) bool: arcs of a stop token
     is_end: Tensor  # (Q,) bool: states after a stop token
-    ahead: Fan  # the arcs that leave each state
-    behind: Fan  # the arcs that reach each state
+    is_stop: Tensor  # (K,) bool: classes of stop tokens
+    fan: Fan
     class_tokens: Groups
     class_links: Groups
     arc_links: Groups
-    wide_classes: Tensor  # (n,) int32: the classes with more than `WIDE` tokens
+    arcs_out: Groups  # by source
+    arcs_in: Groups  # by target
+    wide_classes: Tensor  # (n,) int32: the classes with more than `WIDE` tokens, first in the order of `class_tokens`
 
     @classmethod
     def build(cls, token_class: Tensor, next_state: Tensor, is_end: Tensor) -> "Automaton":
@@ -121,6 +125,8 @@ class Automaton(NamedTuple):
         first_arc = torch.searchsorted(arc_source, torch.arange(len(next_state) + 1, device=arcs.device))
         num_states, num_classes = next_state.shape
         class_tokens = Groups.build(token_class.long(), num_classes)
+        ends_text = is_end[arc_target] & ~is_end[arc_source]
+        is_stop = any_by(ends_text[link_arc][None], link_class[order], num_classes)[0]
         return cls(
             token_class=token_class,
             next_state=next_state,
@@ -129,14 +135,16 @@ class Automaton(NamedTuple):
             first_arc=first_arc,
             link_class=link_class[order],
             link_arc=link_arc,
-            ends_text=is_end[arc_target] & ~is_end[arc_source],
+            ends_text=ends_text,
             is_end=is_end,
-            ahead=Fan.build(arc_source, arc_target, num_states),
-            behind=Fan.build(arc_target, arc_source, num_states),
+            is_stop=is_stop,
+            fan=Fan.build(arc_source, arc_target, num_states),
             class_tokens=class_tokens,
             class_links=Groups.build(link_class[order], num_classes),
             arc_links=Groups.build(link_arc, len(arc_source)),
-            wide_classes=(class_tokens.first.diff() > WIDE).nonzero()[:, 0].int(),
+            arcs_out=Groups.build(arc_source, num_states),
+            arcs_in=Groups.build(arc_target, num_states),
+            wide_classes=class_tokens.order[: int((class_tokens.first.diff() > WIDE).sum())],
         )
 
     @property
@@ -175,6 +183,11 @@ class Language(NamedTuple):
         """Select rows (R,) of the batch."""
         chosen = [None if table is None else table.index_select(0, rows) for table in self[1:]]
         return Language(self.automaton, *chosen)  # type: ignore[arg-type]
+
+    def ended(self, text: Tensor) -> Tensor:
+        """The positions after the end of an accepted text (B, C), (B, C) bool."""
+        is_stop = self.automaton.is_stop[self.automaton.token_class[text].long()]
+        return (is_stop.cumsum(1) > is_stop) | self.automaton.is_end[self.start][:, None]
 
 
 def splice_languages(mine: Language | None, donor: Language | None, rows: Tensor, state_rows: int) -> Language | None:
@@ -328,6 +341,8 @@ class Joint:
         It keeps the draft's tokens at `decided` positions if an accepted text has them, then as many others as
         possible. A draft in the language is returned unchanged.
         """
+        if draft.device.type == "cpu" and torch.equal(draft, self.best):
+            return draft  # only here, because the comparison would make a GPU wait
         cost = torch.where(decided, COST, _PREFERENCE).double()
         weights = self._arcs(self._kept(self._sums_and_maxima[1], draft, cost))
         path = self._ops.best_path(self.language, weights, self._ops.best_pass(self.language, weights))
@@ -408,33 +423,51 @@ def arc_weights(language: Language, classes: Tensor, *, total: bool) -> Tensor:
 
 def passes(language: Language, weights: Tensor, best_weights: Tensor) -> Passes:
     """Sum over paths by `weights`, forward and backward, and maximise over paths by `best_weights`; both (B, C, E)."""
-    automaton, canvas_len = language.automaton, weights.shape[1]
-    padded = _with_no_arc(weights)
-    backward, forward = [_log(language.end)], [_log(_one_hot(language.start, automaton.num_states))]
-    for at in range(canvas_len):
-        backward.append(automaton.ahead.pull(backward[-1], padded[:, canvas_len - 1 - at], _log_sum))
-        forward.append(automaton.behind.pull(forward[-1], padded[:, at], _log_sum))
-    stacked = torch.stack(forward, dim=1), torch.stack(backward[::-1], dim=1)
-    return Passes(*stacked, best_pass(language, best_weights))
+    automaton, order = language.automaton, language.automaton.arcs_in.member.long()
+    # Both in one loop over positions: the backward values are before the forward ones, and their positions reversed.
+    values = torch.cat((_log(language.end), _log(_one_hot(language.start, automaton.num_states))), dim=1)
+    other = torch.cat((automaton.arc_target, automaton.arc_source[order] + automaton.num_states))
+    here = torch.cat((automaton.arc_source, automaton.arc_target[order] + automaton.num_states))
+    first = torch.cat((automaton.arcs_out.first, automaton.arcs_in.first[1:] + len(order)))
+    walked = _walk(values, torch.cat((weights.flip(1), weights[..., order]), dim=-1), first, here, other, total=True)
+    backward, forward = walked.chunk(2, dim=-1)
+    return Passes(forward, backward.flip(1), best_pass(language, best_weights))
 
 
 def best_pass(language: Language, weights: Tensor) -> Tensor:
     """The weight of the heaviest path from each state to the end, (B, C + 1, Q) (Viterbi)."""
-    padded, steps = _with_no_arc(weights), [_log(language.end)]
-    for at in reversed(range(weights.shape[1])):
-        steps.append(language.automaton.ahead.pull(steps[-1], padded[:, at], lambda values: values.amax(-1)))
-    return torch.stack(steps[::-1], dim=1)
+    automaton = language.automaton
+    arcs = automaton.arcs_out.first, automaton.arc_source, automaton.arc_target
+    return _walk(_log(language.end), weights.flip(1), *arcs, total=False).flip(1)
+
+
+def _walk(values: Tensor, weights: Tensor, first: Tensor, here: Tensor, other: Tensor, *, total: bool) -> Tensor:
+    """Combine weight + value of the other state over the arcs of each state, position by position.
+
+    values (B, Q), weights (B, C, E), here and other (E,), sorted by `here` → (B, C + 1, Q). The arcs of state q are
+    first[q] .. first[q + 1].
+    """
+    lengths = first.diff().long().expand_as(values).contiguous()
+    here, other = here.expand(len(values), -1), other.expand(len(values), -1)
+    steps = [values]
+    for weight in weights.unbind(1):
+        through = steps[-1].gather(1, other) + weight
+        top = torch.segment_reduce(through, "max", lengths=lengths, axis=1, unsafe=True)
+        if total:
+            top = _finite(top)
+            parts = (through - top.gather(1, here)).exp()
+            top = top + torch.segment_reduce(parts, "sum", lengths=lengths, axis=1, unsafe=True).log()
+        steps.append(top)
+    return torch.stack(steps, dim=1)
 
 
 def best_path(language: Language, weights: Tensor, best: Tensor) -> Tensor:
     """Return the states (B, C + 1) of the heaviest path through weights (B, C, E), given its `best_pass`."""
-    automaton = language.automaton
-    through = weights + best[:, 1:, automaton.arc_target]
-    top = max_by(through, automaton.arc_source, automaton.num_states)[..., automaton.arc_source]
-    arcs = torch.arange(len(automaton.arc_source), device=weights.device)
-    candidates = torch.where(through >= top, -arcs.double(), -torch.inf)  # the first of equal arcs
-    chosen = (-max_by(candidates, automaton.arc_source, automaton.num_states)).clamp(max=len(arcs) - 1).long()
-    return follow(language, chosen)[0]
+    path = [language.start]
+    for at in range(weights.shape[1]):
+        through, target = _arcs_of(language.automaton, path[-1], weights[:, at], best[:, at + 1])
+        path.append(target.gather(1, through.max(1, keepdim=True).indices)[:, 0])  # the first of equal arcs
+    return torch.stack(path, dim=1)
 
 
 def sample_path(language: Language, weights: Tensor, backward: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -442,37 +475,30 @@ def sample_path(language: Language, weights: Tensor, backward: Tensor, u: Tensor
 
     P(arc | state) is proportional to exp(weight + backward of its target).
     """
-    automaton = language.automaton
-    through = weights + backward[:, 1:, automaton.arc_target]
-    top = _finite(max_by(through, automaton.arc_source, automaton.num_states))
-    width = (through - top[..., automaton.arc_source]).exp()
-    # Arcs are sorted by source. The cumulative sums of one state are differences of those of all arcs.
-    ends = F.pad(width.cumsum(-1), (1, 0))  # (B, C, E + 1)
-    first = ends[..., automaton.first_arc[:-1]]
-    total = ends[..., automaton.first_arc[1:]] - first
-    target = (first + u[..., None].double() * total)[..., automaton.arc_source]
-    is_below = (ends[..., 1:] <= target).double()
-    num_below = torch.zeros_like(first).index_add_(-1, automaton.arc_source, is_below).long()
-    # If rounding leaves no arc above the target, the last one with a positive width is taken.
-    arcs = torch.arange(len(automaton.arc_source), device=u.device)
-    last = max_by(torch.where(width > 0, arcs.double(), -1.0), automaton.arc_source, automaton.num_states)
-    chosen = torch.minimum(automaton.first_arc[:-1] + num_below, last.clamp(min=0).long())
-    path, taken = follow(language, chosen)
-    cell = width.gather(-1, taken[..., None])[..., 0]
-    before = ends.gather(-1, taken[..., None])[..., 0]
-    aim = target.gather(-1, taken[..., None])[..., 0]
-    return path, ((aim - before) / cell).nan_to_num(0.0).clamp(0.0, 1.0 - 2.0**-53)
+    path, rests = [language.start], []
+    for at in range(weights.shape[1]):
+        through, target = _arcs_of(language.automaton, path[-1], weights[:, at], backward[:, at + 1])
+        width = (through - _finite(through.amax(1, keepdim=True))).exp()
+        ends = width.cumsum(1)
+        aim = u[:, at, None].double() * ends[:, -1:]
+        chosen = first_above(ends, aim)
+        cell = width.gather(1, chosen)
+        rests.append(((aim - ends.gather(1, chosen) + cell) / cell)[:, 0])
+        path.append(target.gather(1, chosen)[:, 0])
+    return torch.stack(path, dim=1), torch.stack(rests, dim=1).nan_to_num(0.0).clamp(0.0, 1.0 - 2.0**-53)
 
 
-def follow(language: Language, chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Follow the chosen arc of every state, (B, C, Q), from the start: states (B, C + 1) and arcs (B, C)."""
-    state, states, arcs = language.start, [language.start], []
-    for at in range(chosen.shape[1]):
-        arc = chosen[:, at].gather(1, state[:, None])[:, 0]
-        state = language.automaton.arc_target[arc]
-        states.append(state)
-        arcs.append(arc)
-    return torch.stack(states, dim=1), torch.stack(arcs, dim=1)
+def _arcs_of(automaton: Automaton, state: Tensor, weights: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Weight plus value of the target for the arcs of one state per row, and these targets: (B, most arcs) each.
+
+    state (B,), weights (B, E), values (B, Q). The sum is -inf where a state has fewer arcs.
+    """
+    first, last = automaton.first_arc[state][:, None], automaton.first_arc[state + 1][:, None]
+    arc = first + torch.arange(automaton.fan.most_arcs, device=state.device)
+    inside = arc < last
+    arc = torch.where(inside, arc, 0)
+    target = automaton.arc_target[arc]
+    return (weights.gather(1, arc) + values.gather(1, target)).masked_fill(~inside, -torch.inf), target
 
 
 def class_bias(language: Language, passes: Passes) -> Tensor:
@@ -519,15 +545,6 @@ def any_by(flags: Tensor, index: Tensor, size: int) -> Tensor:
 def _finite(values: Tensor) -> Tensor:
     """Replace -inf, the maximum of an empty set, by 0, so that it can be subtracted."""
     return values.masked_fill(values == -torch.inf, 0.0)
-
-
-def _with_no_arc(weights: Tensor) -> Tensor:
-    """Append the weight of an arc that does not exist: (..., E) → (..., E + 1)."""
-    return F.pad(weights, (0, 1), value=-torch.inf)
-
-
-def _log_sum(values: Tensor) -> Tensor:
-    return values.logsumexp(-1)
 
 
 def _log(flags: Tensor) -> Tensor:

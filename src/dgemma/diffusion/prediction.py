@@ -151,11 +151,11 @@ class Prediction:
 
     def with_bias(self, bias: Transform) -> "Prediction":
         """The prediction after one more transform of its shaped logits."""
-        return Prediction(self._raw, (*self._transforms, bias))
+        return Prediction(self._raw, (_Shaped(self), bias))
 
     def with_joint(self, joint: JointLaw, bias: Transform) -> "Prediction":
         """The prediction of a joint law, whose marginals are this prediction after `bias`."""
-        return Prediction(self._raw, (*self._transforms, bias), joint)
+        return Prediction(self._raw, (_Shaped(self), bias), joint)
 
     @property
     def logits(self) -> Tensor:
@@ -276,6 +276,15 @@ class SoftCap(NamedTuple):
         return (logits / self.cap).tanh() * self.cap
 
 
+class _Shaped(NamedTuple):
+    """The shaped logits of another prediction, which keeps them if they are one slice."""
+
+    prediction: Prediction
+
+    def __call__(self, logits: Tensor, positions: slice) -> Tensor:
+        return self.prediction._shaped(positions)
+
+
 class _Allow(NamedTuple):
     allowed: Tensor
 
@@ -339,14 +348,14 @@ def _inverse_cdf(logits: Tensor, u: Tensor) -> Tensor:
     weights = weights.unflatten(-1, (-1, chunk_len))  # (B, c, chunks, 1024)
     chunk_ends = weights.double().sum(-1).cumsum(-1)
     target = u.double()[..., None] * chunk_ends[..., -1:]
-    chunk = _first_above(chunk_ends, target)
+    chunk = first_above(chunk_ends, target)
     before = torch.where(chunk > 0, chunk_ends.gather(-1, (chunk - 1).clamp(min=0)), 0.0)
     inside = weights.gather(-2, chunk[..., None].expand(*chunk.shape, chunk_len))[..., 0, :]
-    token = _first_above(inside.double().cumsum(-1), target - before)
+    token = first_above(inside.double().cumsum(-1), target - before)
     return (chunk * chunk_len + token)[..., 0]
 
 
-def _first_above(ends: Tensor, target: Tensor) -> Tensor:
+def first_above(ends: Tensor, target: Tensor) -> Tensor:
     """Return the index of the first cell that ends above target.
 
     If rounding leaves none, return the last cell that is not empty.

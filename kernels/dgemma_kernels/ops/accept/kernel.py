@@ -47,6 +47,7 @@ def accept(
     step: Tensor,
     num_steps: Tensor,
     recent: Tensor | None = None,
+    ended: Tensor | None = None,
     *,
     bound: float,
     vocab_size: int,
@@ -63,8 +64,9 @@ def accept(
 
     A row without unfrozen positions is done. `recent` has the last n argmaxes (B, n, C) int64, or canvases if
     `compare_canvas`. With it, a row is also done if its argmax equals all of them and its mean entropy is below
-    `confidence`, both over unfrozen positions. The verdict is that of `dgemma.run.step.judge`, with one difference:
-    a proposed token outside the vocabulary is reported even if it was not accepted.
+    `confidence`, both over unfrozen positions. Positions in `ended` (B, C) bool count as frozen here. The verdict is
+    that of `dgemma.run.step.judge`, with one difference: a proposed token outside the vocabulary is reported even if it
+    was not accepted.
 
     Example: `accept(h, sampled, argmax, canvas, open, frozen, draft, done, seeds, block, step, num_steps, recent,
     bound=0.1, vocab_size=262144, confidence=0.005).canvas`.
@@ -91,6 +93,8 @@ def accept(
     if recent is not None:
         num_recent = recent.shape[1]
         wanted["recent"] = (recent, torch.int64, (batch, num_recent, canvas_len))
+    if ended is not None:
+        wanted["ended"] = (ended, torch.bool, positions)
     for name, (tensor, dtype, shape) in wanted.items():
         if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
             raise ValueError(
@@ -122,6 +126,7 @@ def accept(
         step,
         num_steps,
         recent,
+        ended,
         *after,
         bound,
         confidence,
@@ -129,6 +134,7 @@ def accept(
         canvas_len,
         RECENT=num_recent,
         STOPS=recent is not None,
+        HAS_ENDED=ended is not None,
         COMMIT_CANVAS=commit_canvas,
         COMPARE_CANVAS=compare_canvas,
         CANVAS=canvas_block,
@@ -153,6 +159,7 @@ def _accept_kernel(
     step_ptr: tl.tensor,
     num_steps_ptr: tl.tensor,
     recent_ptr: tl.tensor,
+    ended_ptr: tl.tensor,
     next_canvas_ptr: tl.tensor,
     next_open_ptr: tl.tensor,
     next_draft_ptr: tl.tensor,
@@ -167,6 +174,7 @@ def _accept_kernel(
     canvas_len: tl.tensor,
     RECENT: tl.constexpr,
     STOPS: tl.constexpr,
+    HAS_ENDED: tl.constexpr,
     COMMIT_CANVAS: tl.constexpr,
     COMPARE_CANVAS: tl.constexpr,
     CANVAS: tl.constexpr,
@@ -232,16 +240,19 @@ def _accept_kernel(
         unfrozen = tl.load(frozen_ptr + other_at, mask=other_valid, other=1) == 0
         other_token = tl.load(token_ptr + other_at, mask=other_valid, other=0)
         other_canvas = tl.load(canvas_ptr + other_at, mask=other_valid, other=0)
-        num_unfrozen = tl.sum(unfrozen.to(tl.int32), 0)
-        done = was_done | (num_unfrozen == 0)
+        watched = unfrozen
+        if HAS_ENDED:
+            watched &= tl.load(ended_ptr + other_at, mask=other_valid, other=1) == 0
+        num_watched = tl.sum(watched.to(tl.int32), 0)
+        done = was_done | (num_watched == 0)
         if STOPS:
             other_argmax = tl.load(argmax_ptr + other_at, mask=other_valid, other=0)
             changed = other < 0
             for age in tl.static_range(RECENT):
                 then = tl.load(recent_ptr + (row * RECENT + age) * canvas_len + other, mask=other_valid, other=0)
-                changed |= unfrozen & (then != other_argmax)
-            entropies = tl.where(unfrozen, other_entropy, 0.0).to(tl.float64)
-            mean_entropy = (tl.sum(entropies, 0) / tl.maximum(num_unfrozen, 1).to(tl.float64)).to(tl.float32)
+                changed |= watched & (then != other_argmax)
+            entropies = tl.where(watched, other_entropy, 0.0).to(tl.float64)
+            mean_entropy = (tl.sum(entropies, 0) / tl.maximum(num_watched, 1).to(tl.float64)).to(tl.float32)
             done |= (tl.sum(changed.to(tl.int32), 0) == 0) & (mean_entropy < confidence)
         tl.store(next_done_ptr + row, done)
 

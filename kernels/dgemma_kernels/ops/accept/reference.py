@@ -21,6 +21,7 @@ def accept(
     step: Tensor,
     num_steps: Tensor,
     recent: Tensor | None = None,
+    ended: Tensor | None = None,
     *,
     bound: float,
     vocab_size: int,
@@ -38,10 +39,11 @@ def accept(
     noise = draws.integers(draws.uniform(seeds, block, step, entropy.shape[1], "noise"), vocab_size)
     next_canvas = torch.where(decided, torch.where(accepted, tokens, noise), canvas)
     final = next_canvas if commit_canvas else torch.where(frozen, canvas, argmax)
-    next_done, next_recent = done | frozen.all(-1), None
+    ignored = frozen if ended is None else frozen | ended
+    next_done, next_recent = done | ignored.all(-1), None
     if recent is not None:
-        stable = ((recent == argmax[:, None]) | frozen[:, None]).flatten(1).all(-1)
-        mean_entropy = entropy.masked_fill(frozen, 0.0).sum(-1) / (~frozen).sum(-1).clamp(min=1)
+        stable = ((recent == argmax[:, None]) | ignored[:, None]).flatten(1).all(-1)
+        mean_entropy = entropy.masked_fill(ignored, 0.0).sum(-1) / (~ignored).sum(-1).clamp(min=1)
         next_done = next_done | (stable & (mean_entropy < confidence))
         newest = next_canvas if compare_canvas else argmax
         next_recent = torch.cat((recent, newest[:, None]), dim=1)[:, 1:]

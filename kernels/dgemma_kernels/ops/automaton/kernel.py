@@ -1,8 +1,8 @@
 """Kernels that condition a prediction on a language: sums over classes of tokens, passes over positions, and paths.
 
-The passes are sequential over the C positions of a canvas. So one program per row and pass loops over positions, and
-the forward, the backward and the best pass run at the same time. The values of a position go through global memory,
-because the states of the next one read them in another order. Reference: `reference.py`.
+The passes are sequential over the C positions of a canvas. So one program per row and pass loops over positions, with
+the values of all states in registers, and the three passes of a row run at the same time. All else is parallel over
+positions. Reference: `reference.py`.
 """
 
 from typing import Any
@@ -12,42 +12,49 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgemma.diffusion.language import WIDE, Automaton, Fan, Language, Passes
+from dgemma.diffusion import language as library
+from dgemma.diffusion.language import Automaton, Language, Passes
 from dgemma_kernels.ops.vocabulary.kernel import processed
 
-_TILE = 16  # groups per program
-_LANES = 64  # members of a group per iteration
-_BLOCK = 2048  # tokens of a wide class per iteration
+_WARPS = 16
+_MOST_SLOTS = 1 << 14  # of a fan whose values fit into the registers of one program
 _LOG2E = tl.constexpr(1.4426950408889634)
+_LEAST = tl.constexpr(-(1 << 30))  # the exponent of a packed 0
+_ZERO = tl.constexpr(-(1 << 62))  # a packed 0
+_NO_PATH = tl.constexpr(-4503599627370496)  # the bits of a float64 -inf
+_LOW = tl.constexpr(-1e30)  # below all values; unlike -inf, it can be subtracted
 
 
 def class_sums(prediction: Any, automaton: Automaton) -> tuple[Tensor, Tensor]:
     """Return the log-sum and the maximum of the shaped logits over each class, both (B, C, K) float64.
 
-    prediction: a `FusedPrediction`, shaped by a cap, a temperature and allowed tokens only.
+    prediction: a `FusedPrediction`.
 
     Example: `sums, maxima = class_sums(prediction, language.automaton)`.
     """
-    rows, arguments, shaping = prediction.vocabulary_arguments()
+    known = prediction.vocabulary_arguments()
+    if known is None:  # after top-k or top-p
+        return library.class_sums(prediction, automaton)
+    rows, arguments, shaping = known
     shape = (prediction.batch_size, prediction.canvas_len, automaton.num_classes)
     out = torch.empty((2, *shape), dtype=torch.float64, device=rows.device)
-    tokens, shaping = automaton.class_tokens, {**shaping, "RAGGED": True}
-    common = (rows, *arguments, tokens.member, tokens.first)
-    grid = (triton.cdiv(automaton.num_classes, _TILE), rows.shape[0])
-    _narrow_classes_kernel[grid](
-        *common, *out, rows.shape[1], automaton.num_classes, WIDE=WIDE, TILE=_TILE, LANES=_LANES, num_warps=4, **shaping
-    )
-    if len(automaton.wide_classes):
-        _wide_classes_kernel[(len(automaton.wide_classes), rows.shape[0])](
-            *common,
-            automaton.wide_classes,
-            *out,
-            rows.shape[1],
-            automaton.num_classes,
-            BLOCK=_BLOCK,
-            num_warps=8,
-            **shaping,
-        )
+    num_wide, tokens = len(automaton.wide_classes), automaton.class_tokens
+    for begin, end, tile, lanes in ((0, num_wide, 1, 2048), (num_wide, automaton.num_classes, 16, 64)):
+        if begin < end:
+            _class_sums_kernel[(triton.cdiv(end - begin, tile), rows.shape[0])](
+                rows,
+                *arguments,
+                *tokens,
+                *out,
+                rows.shape[1],
+                begin,
+                end,
+                automaton.num_classes,
+                TILE=tile,
+                LANES=lanes,
+                num_warps=8 if tile == 1 else 4,
+                **{**shaping, "RAGGED": True},
+            )
     return out[0], out[1]
 
 
@@ -59,19 +66,19 @@ def arc_weights(language: Language, classes: Tensor, *, total: bool) -> Tensor:
     automaton = language.automaton
     num_arcs, (batch_size, canvas_len, num_classes) = len(automaton.arc_source), classes.shape
     out = torch.empty((batch_size, canvas_len, num_arcs), dtype=torch.float64, device=classes.device)
-    _arc_weights_kernel[(triton.cdiv(num_arcs, 4 * _TILE), batch_size * canvas_len)](
+    tile = 32
+    _arc_weights_kernel[(triton.cdiv(num_arcs, tile), batch_size * canvas_len)](
         classes.contiguous(),
-        automaton.arc_links.first,
+        *automaton.arc_links[1:],
         automaton.link_class,
-        automaton.ends_text,
-        automaton.ends_text if language.may_end is None else language.may_end.contiguous(),
+        *_endings(language),
         out,
         num_arcs,
         num_classes,
         HAS_MAY_END=language.may_end is not None,
         TOTAL=total,
-        TILE=4 * _TILE,
-        LANES=_LANES // 8,  # most arcs have few links
+        TILE=tile,
+        LANES=16,  # most arcs have few links
         num_warps=4,
     )
     return out
@@ -82,11 +89,9 @@ def passes(language: Language, weights: Tensor, best_weights: Tensor) -> Passes:
 
     Example: `passes(language, weights, best_weights).backward`.
     """
-    batch_size, canvas_len, _ = weights.shape
-    shape = (3, batch_size, canvas_len + 1, language.automaton.num_states)
-    out = torch.empty(shape, dtype=torch.float64, device=weights.device)
-    _launch_passes(language, weights, best_weights, out, first=0, num_passes=3)
-    return Passes(*out)
+    if language.automaton.fan.arc.shape[1] > _MOST_SLOTS:
+        return library.passes(language, weights, best_weights)
+    return Passes(*_walk(language, weights, best_weights))
 
 
 def best_pass(language: Language, weights: Tensor) -> Tensor:
@@ -94,46 +99,51 @@ def best_pass(language: Language, weights: Tensor) -> Tensor:
 
     Example: `best = best_pass(language, weights)`.
     """
-    batch_size, canvas_len, _ = weights.shape
-    shape = (3, batch_size, canvas_len + 1, language.automaton.num_states)
-    out = torch.empty(shape, dtype=torch.float64, device=weights.device)
-    _launch_passes(language, weights, weights, out, first=2, num_passes=1)
-    return out[2]
+    if language.automaton.fan.arc.shape[1] > _MOST_SLOTS:
+        return library.best_pass(language, weights)
+    return _walk(language, None, weights)[0]
 
 
-def _launch_passes(
-    language: Language, weights: Tensor, best_weights: Tensor, out: Tensor, *, first: int, num_passes: int
-) -> None:
-    automaton = language.automaton
-    tiers = list(zip(automaton.ahead, automaton.behind, strict=True))
-    rows = [triton.next_power_of_2(max(1, *(len(tier.state) for tier in both))) for both in tiers]
-    widths = [triton.next_power_of_2(max(tier.arc.shape[1] for tier in both)) for both in tiers]
-    _passes_kernel[(weights.shape[0], num_passes)](
-        weights,
+def _walk(language: Language, weights: Tensor | None, best_weights: Tensor) -> Tensor:
+    """Run the best pass, after the forward and the backward pass if there are `weights`: (passes, B, C + 1, Q)."""
+    fan, num_states = language.automaton.fan, language.automaton.num_states
+    batch_size, canvas_len, _ = best_weights.shape
+    num_passes, num_slots, device = 1 if weights is None else 3, fan.arc.shape[1], fan.arc.device
+    slots = torch.empty((num_passes, batch_size, canvas_len, num_slots), dtype=torch.int64, device=device)
+    block = 1024
+    _slots_kernel[(triton.cdiv(num_slots, block), batch_size * canvas_len, num_passes)](
+        best_weights if weights is None else weights,
         best_weights,
+        fan.arc,
+        slots,
+        best_weights.shape[2],
+        num_slots,
+        BLOCK=block,
+        num_warps=4,
+    )
+    out = torch.empty((num_passes, batch_size, canvas_len + 1, num_states), dtype=torch.float64, device=device)
+    num_some, num_joined, width = fan.some.shape[1], *fan.join.shape[1:]
+    _passes_kernel[(batch_size, num_passes)](
+        slots,
         language.start,
         language.end.contiguous(),
-        *_fan_arguments(automaton.ahead),
-        *_fan_arguments(automaton.behind),
+        *fan[:4],
         out,
-        first,
-        weights.shape[1],
-        weights.shape[2],
-        automaton.num_states,
-        out.stride(0),
-        STATES=triton.next_power_of_2(automaton.num_states),
-        FEW=rows[0],
-        FEW_WIDTH=widths[0],
-        SOME=rows[1],
-        SOME_WIDTH=widths[1],
-        MANY=rows[2],
-        MANY_WIDTH=widths[2],
-        num_warps=16,
+        canvas_len,
+        num_slots,
+        num_states,
+        num_some,
+        num_joined,
+        width,
+        FEW_WIDTH=fan.few.shape[1],
+        SOME_WIDTH=fan.some.shape[2],
+        JOIN_WIDTH=triton.next_power_of_2(width),
+        STATES=triton.next_power_of_2(num_states),
+        SOME=triton.next_power_of_2(num_some) if num_joined else 0,
+        JOINED=triton.next_power_of_2(num_joined),
+        num_warps=_WARPS,
     )
-
-
-def _fan_arguments(fan: Fan) -> list[Any]:
-    return [part for tier in fan for part in (*tier, len(tier.state))] + [fan.many.arc.shape[1]]
+    return out
 
 
 def best_path(language: Language, weights: Tensor, best: Tensor) -> Tensor:
@@ -153,24 +163,32 @@ def sample_path(language: Language, weights: Tensor, backward: Tensor, u: Tensor
 
 
 def _trace(language: Language, weights: Tensor, values: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor]:
-    automaton, (batch_size, canvas_len, num_arcs) = language.automaton, weights.shape
-    path = torch.empty((batch_size, canvas_len + 1), dtype=torch.int64, device=weights.device)
-    rest = torch.empty((batch_size, canvas_len), dtype=torch.float64, device=weights.device)
-    _trace_kernel[(batch_size,)](
+    """Choose the next state and the uniform's remainder for every state and position, and follow them."""
+    automaton, (batch_size, canvas_len, _), device = language.automaton, weights.shape, weights.device
+    num_states, sample = automaton.num_states, u is not None
+    chosen = torch.empty((batch_size, canvas_len, num_states), dtype=torch.int32, device=device)
+    rests = torch.empty((batch_size, canvas_len, num_states if sample else 1), dtype=torch.float64, device=device)
+    tile = 32
+    _choose_kernel[(triton.cdiv(num_states, tile), batch_size * canvas_len)](
         weights,
         values.contiguous(),
-        rest if u is None else u,
-        language.start,
-        automaton.first_arc,
+        u,
+        *automaton.arcs_out[1:],
         automaton.arc_target,
-        path,
-        rest,
+        chosen,
+        rests,
         canvas_len,
-        num_arcs,
-        automaton.num_states,
-        SAMPLE=u is not None,
-        WIDTH=triton.next_power_of_2(automaton.ahead.many.arc.shape[1]),
-        num_warps=1,
+        len(automaton.arc_source),
+        num_states,
+        SAMPLE=sample,
+        TILE=tile,
+        LANES=16,
+        num_warps=4,
+    )
+    path = torch.empty((batch_size, canvas_len + 1), dtype=torch.int64, device=device)
+    rest = torch.empty((batch_size, canvas_len), dtype=torch.float64, device=device)
+    _follow_kernel[(batch_size,)](
+        chosen, rests, language.start, path, rest, canvas_len, num_states, SAMPLE=sample, num_warps=1
     )
     return path, rest
 
@@ -184,47 +202,72 @@ def class_bias(language: Language, passes: Passes) -> Tensor:
     batch_size, slots, num_states = passes.forward.shape
     num_classes, canvas_len = automaton.num_classes, slots - 1
     out = torch.empty((batch_size, canvas_len, num_classes), dtype=torch.float64, device=passes.forward.device)
-    _class_bias_kernel[(triton.cdiv(num_classes, _TILE), batch_size * canvas_len)](
+    tile = 16
+    _class_bias_kernel[(triton.cdiv(num_classes, tile), batch_size * canvas_len)](
         passes.forward.contiguous(),
         passes.backward.contiguous(),
-        automaton.class_links.member,
-        automaton.class_links.first,
+        *automaton.class_links,
         automaton.link_arc,
         automaton.arc_source,
         automaton.arc_target,
-        automaton.ends_text,
-        automaton.ends_text if language.may_end is None else language.may_end.contiguous(),
+        *_endings(language),
         out,
         canvas_len,
         num_states,
         num_classes,
         HAS_MAY_END=language.may_end is not None,
-        TILE=_TILE,
-        LANES=_LANES,
+        TILE=tile,
+        LANES=32,
         num_warps=4,
     )
     return out - out.amax(-1, keepdim=True)
 
 
-@triton.jit
-def _finite(x: tl.tensor) -> tl.tensor:
-    return tl.where(x == float("-inf"), 0.0, x)
+def _endings(language: Language) -> tuple[Tensor, Tensor | None]:
+    return language.automaton.ends_text, None if language.may_end is None else language.may_end.contiguous()
 
 
 @triton.jit
 def _exp(x: tl.tensor) -> tl.tensor:
-    """e^x of a float64 difference, computed in float32: the result needs no more digits than the logits have."""
+    """e^x of a difference, computed in float32: the result needs no more digits than the logits have."""
     return tl.exp2(x.to(tl.float32) * _LOG2E)
 
 
 @triton.jit
-def _log_sum(top: tl.tensor, total: tl.tensor) -> tl.tensor:
-    """Return top + log(total) in float64, -inf for an empty sum."""
-    return tl.where(total > 0.0, _finite(top) + tl.log(tl.where(total > 0.0, total, 1.0)).to(tl.float64), float("-inf"))
+def _add(top: tl.tensor, total: tl.tensor, x: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Add e^x to the sum total · e^top. `top` is at least _LOW; x may be -inf."""
+    higher = tl.maximum(top, x)
+    return higher, total * _exp(top - higher) + _exp(x - higher)
 
 
 @triton.jit
-def _narrow_classes_kernel(
+def _log_sum(top: tl.tensor, total: tl.tensor) -> tl.tensor:
+    """Return the logarithm of Σ total · e^top over the last axis in float64, -inf for an empty sum."""
+    best = tl.max(top, 1)
+    return best.to(tl.float64) + tl.log(tl.sum(total * _exp(top - best[:, None]), 1)).to(tl.float64)
+
+
+@triton.jit
+def _maximum(top: tl.tensor) -> tl.tensor:
+    """Return the maximum over the last axis in float64, -inf if there is no value above _LOW."""
+    best = tl.max(top, 1).to(tl.float64)
+    return tl.where(best > _LOW, best, float("-inf"))
+
+
+@triton.jit
+def _load_groups(
+    first_ptr: tl.tensor, order_ptr: tl.tensor, begin: tl.tensor, end: tl.tensor, TILE: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Load a tile of the groups in places `begin` to `end` of their order: group, first, last, valid (TILE,) each."""
+    at = begin + tl.program_id(0) * TILE + tl.arange(0, TILE)
+    valid = at < end
+    group = tl.load(order_ptr + at, mask=valid, other=0)
+    first = tl.load(first_ptr + group, mask=valid, other=0)
+    return group, first, tl.load(first_ptr + group + 1, mask=valid, other=0), valid
+
+
+@triton.jit
+def _class_sums_kernel(
     logits_ptr: tl.tensor,
     temperature_ptr: tl.tensor,
     allowed_ptr: tl.tensor,
@@ -232,15 +275,17 @@ def _narrow_classes_kernel(
     bias_class_ptr: tl.tensor,
     member_ptr: tl.tensor,
     first_ptr: tl.tensor,
+    order_ptr: tl.tensor,
     sum_ptr: tl.tensor,
     best_ptr: tl.tensor,
     vocab_size: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
     num_classes: tl.tensor,
     softcap: tl.tensor,
     rows_per_temperature: tl.tensor,
     rows_per_mask: tl.tensor,
     num_bias: tl.tensor,
-    WIDE: tl.constexpr,
     TILE: tl.constexpr,
     LANES: tl.constexpr,
     HAS_CAP: tl.constexpr,
@@ -249,13 +294,8 @@ def _narrow_classes_kernel(
     RAGGED: tl.constexpr,
 ) -> None:
     row = tl.program_id(1).to(tl.int64)
-    group = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    valid = group < num_classes
-    first = tl.load(first_ptr + group, mask=valid, other=0)
-    last = tl.load(first_ptr + group + 1, mask=valid, other=0)
-    narrow = valid & (last - first <= WIDE)
-    last = tl.where(narrow, last, first)
-    top = tl.full((TILE, LANES), float("-inf"), tl.float32)
+    group, first, last, valid = _load_groups(first_ptr, order_ptr, begin, end, TILE)
+    top = tl.full((TILE, LANES), _LOW, tl.float32)
     total = tl.zeros((TILE, LANES), tl.float32)
     for start in range(0, tl.max(last - first, 0), LANES):
         at = first[:, None] + start + tl.arange(0, LANES)[None, :]
@@ -278,82 +318,17 @@ def _narrow_classes_kernel(
             HAS_BIAS,
             RAGGED,
         )
-        higher = tl.maximum(top, x)
-        base = _finite(higher)
-        total = total * tl.exp(_finite(top) - base) * tl.where(top == float("-inf"), 0.0, 1.0) + tl.exp(x - base)
-        top = higher
-    best = tl.max(top, 1)
-    scaled = total * tl.where(top == float("-inf"), 0.0, tl.exp(_finite(top) - _finite(best)[:, None]))
+        top, total = _add(top, total, x)
     at = row * num_classes + group
-    tl.store(sum_ptr + at, _log_sum(best.to(tl.float64), tl.sum(scaled, 1)), mask=narrow)
-    tl.store(best_ptr + at, best.to(tl.float64), mask=narrow)
-
-
-@triton.jit
-def _wide_classes_kernel(
-    logits_ptr: tl.tensor,
-    temperature_ptr: tl.tensor,
-    allowed_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
-    bias_class_ptr: tl.tensor,
-    member_ptr: tl.tensor,
-    first_ptr: tl.tensor,
-    wide_ptr: tl.tensor,
-    sum_ptr: tl.tensor,
-    best_ptr: tl.tensor,
-    vocab_size: tl.tensor,
-    num_classes: tl.tensor,
-    softcap: tl.tensor,
-    rows_per_temperature: tl.tensor,
-    rows_per_mask: tl.tensor,
-    num_bias: tl.tensor,
-    BLOCK: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    RAGGED: tl.constexpr,
-) -> None:
-    row = tl.program_id(1).to(tl.int64)
-    group = tl.load(wide_ptr + tl.program_id(0))
-    first, last = tl.load(first_ptr + group), tl.load(first_ptr + group + 1)
-    top = tl.full((BLOCK,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for start in range(first, last, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        token = tl.load(member_ptr + at, mask=at < last, other=vocab_size)
-        x = processed(
-            logits_ptr,
-            temperature_ptr,
-            allowed_ptr,
-            bias_ptr,
-            bias_class_ptr,
-            row,
-            token,
-            vocab_size,
-            softcap,
-            rows_per_temperature,
-            rows_per_mask,
-            num_bias,
-            HAS_CAP,
-            HAS_MASK,
-            HAS_BIAS,
-            RAGGED,
-        )
-        higher = tl.maximum(top, x)
-        base = _finite(higher)
-        total = total * tl.exp(_finite(top) - base) * tl.where(top == float("-inf"), 0.0, 1.0) + tl.exp(x - base)
-        top = higher
-    best = tl.max(top, 0)
-    scaled = total * tl.where(top == float("-inf"), 0.0, tl.exp(_finite(top) - _finite(best)))
-    at = row * num_classes + group
-    tl.store(sum_ptr + at, _log_sum(best.to(tl.float64), tl.sum(scaled, 0)))
-    tl.store(best_ptr + at, best.to(tl.float64))
+    tl.store(sum_ptr + at, _log_sum(top, total), mask=valid)
+    tl.store(best_ptr + at, _maximum(top), mask=valid)
 
 
 @triton.jit
 def _arc_weights_kernel(
     class_ptr: tl.tensor,
     first_ptr: tl.tensor,
+    order_ptr: tl.tensor,
     link_class_ptr: tl.tensor,
     ends_text_ptr: tl.tensor,
     may_end_ptr: tl.tensor,
@@ -366,339 +341,365 @@ def _arc_weights_kernel(
     LANES: tl.constexpr,
 ) -> None:
     row = tl.program_id(1).to(tl.int64)
-    arc = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    valid = arc < num_arcs
-    first = tl.load(first_ptr + arc, mask=valid, other=0)
-    last = tl.load(first_ptr + arc + 1, mask=valid, other=0)
-    top = tl.full((TILE, LANES), float("-inf"), tl.float64)
+    arc, first, last, valid = _load_groups(first_ptr, order_ptr, 0, num_arcs, TILE)
+    top = tl.full((TILE, LANES), _LOW, tl.float64)
     total = tl.zeros((TILE, LANES), tl.float32)
     for start in range(0, tl.max(last - first, 0), LANES):
         at = first[:, None] + start + tl.arange(0, LANES)[None, :]
         inside = at < last[:, None]
         group = tl.load(link_class_ptr + at, mask=inside, other=0)  # links are sorted by arc
         x = tl.load(class_ptr + row * num_classes + group, mask=inside, other=float("-inf"))
-        higher = tl.maximum(top, x)
         if TOTAL:
-            base = _finite(higher)
-            old = tl.where(top == float("-inf"), 0.0, total * _exp(_finite(top) - base))
-            total = old + tl.where(x == float("-inf"), 0.0, _exp(_finite(x) - base))
-        top = higher
-    best = tl.max(top, 1)
+            top, total = _add(top, total, x)
+        else:
+            top = tl.maximum(top, x)
     if TOTAL:
-        scaled = tl.where(top == float("-inf"), 0.0, total * _exp(_finite(top) - _finite(best)[:, None]))
-        best = _log_sum(best, tl.sum(scaled, 1))
+        weight = _log_sum(top, total)
+    else:
+        weight = _maximum(top)
     if HAS_MAY_END:
         ends = tl.load(ends_text_ptr + arc, mask=valid, other=0).to(tl.int32)
-        best = tl.where(ends > tl.load(may_end_ptr + row).to(tl.int32), float("-inf"), best)
-    tl.store(out_ptr + row * num_arcs + arc, best, mask=valid)
+        weight = tl.where(ends > tl.load(may_end_ptr + row).to(tl.int32), float("-inf"), weight)
+    tl.store(out_ptr + row * num_arcs + arc, weight, mask=valid)
 
 
 @triton.jit
-def _load_tier(
+def _split(number: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Split a packed number m · 2^k, m in [1, 2), into k int32 and m float32. 0 has k = _LEAST.
+
+    The passes sum packed numbers, because logarithms of floats overflow and those of sums take more instructions.
+    """
+    return (number >> 32).to(tl.int32), number.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _pack(k: tl.tensor, m: tl.tensor) -> tl.tensor:
+    return (k.to(tl.int64) << 32) | m.to(tl.int32, bitcast=True).to(tl.int64)
+
+
+@triton.jit
+def _slots_kernel(
+    weight_ptr: tl.tensor,
+    best_weight_ptr: tl.tensor,
     arc_ptr: tl.tensor,
-    other_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    num_arcs: tl.tensor,
+    num_slots: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Put the weights in the order in which a pass reads them: packed numbers for sums, float64 for the best pass."""
+    row = tl.program_id(1).to(tl.int64)
+    kind = tl.num_programs(2) - 1 - tl.program_id(2)  # 2 forward, 1 backward, 0 best
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = slot < num_slots
+    arc = tl.load(arc_ptr + tl.where(kind == 2, num_slots, 0) + slot, mask=inside, other=num_arcs)
+    at, is_arc = row * num_arcs + arc, arc < num_arcs
+    out = out_ptr + (tl.program_id(2) * tl.num_programs(1) + row) * num_slots + slot
+    if kind == 0:
+        weight = tl.load(best_weight_ptr + at, mask=is_arc, other=float("-inf"))
+        tl.store(out, weight.to(tl.int64, bitcast=True), mask=inside)
+    else:
+        weight = tl.load(weight_ptr + at, mask=is_arc, other=float("-inf")) * _LOG2E
+        k = tl.floor(tl.maximum(weight, _LEAST))
+        tl.store(out, _pack(k.to(tl.int32), tl.exp2((weight - k).to(tl.float32))), mask=inside)
+
+
+@triton.jit
+def _load_table(
+    table_ptr: tl.tensor,
     num_rows: tl.tensor,
     width: tl.tensor,
-    num_arcs: tl.tensor,
+    padding: tl.tensor,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Load the arcs of a `dgemma.diffusion.language.Tier` and the states at their other ends, (ROWS, WIDTH) each."""
-    index, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    inside = (index < num_rows)[:, None] & (column < width)[None, :]
-    at = index[:, None] * width + column[None, :]
-    arc = tl.load(arc_ptr + at, mask=inside, other=num_arcs).to(tl.int32)
-    return arc, tl.load(other_ptr + at, mask=inside, other=0).to(tl.int32)
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Load a table (num_rows, width), padded to (ROWS, WIDTH) and flat. Also return where each element is, and a mask.
+
+    The order of a flat tensor is that of its threads, so the reshapes of a pass move no data.
+    """
+    at = tl.arange(0, ROWS * WIDTH)
+    row, column = at // WIDTH, at % WIDTH
+    inside = (row < num_rows) & (column < width)
+    at = row * width + column
+    return tl.load(table_ptr + at, mask=inside, other=padding).to(tl.int32), at, inside
 
 
 @triton.jit
-def _load_weight(weight_ptr: tl.tensor, arc: tl.tensor, num_arcs: tl.tensor) -> tl.tensor:
-    return tl.load(weight_ptr + arc, mask=arc < num_arcs, other=float("-inf"))
+def _sum(k: tl.tensor, m: tl.tensor, AXIS: tl.constexpr) -> tl.tensor:
+    """Return the sum of the numbers m · 2^k over an axis, packed."""
+    best = tl.max(k, AXIS)
+    scale = tl.maximum(k - tl.expand_dims(best, AXIS) + 127, 0) << 23  # the bits of 2^(k - best)
+    total = tl.sum(m * scale.to(tl.float32, bitcast=True), AXIS).to(tl.int32, bitcast=True)
+    k = tl.where(total == 0, _LEAST, best + (total >> 23) - 127)
+    m = tl.where(total == 0, 0, (total & 0x7FFFFF) | 0x3F800000)
+    return _pack(k, m.to(tl.float32, bitcast=True))
 
 
 @triton.jit
-def _pull(
-    now_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    weight: tl.tensor,
-    state: tl.tensor,
-    other: tl.tensor,
-    num_rows: tl.tensor,
-    MAXIMUM: tl.constexpr,
-    ROWS: tl.constexpr,
-) -> None:
-    """Store, for each state of a tier, the log-sum or maximum over its arcs of weight + value at the other end."""
-    x = weight + tl.load(now_ptr + other, mask=weight != float("-inf"), other=float("-inf"))
-    result = tl.max(x, 1)
-    if not MAXIMUM:
-        base = _finite(result)
-        # -inf becomes a large negative number, whose exponential is 0.
-        total = tl.sum(_exp(tl.maximum(x - base[:, None], -1e30)), 1)
-        result = tl.where(result == float("-inf"), result, base + tl.log(total).to(tl.float64))
-    tl.store(out_ptr + state, result, mask=tl.arange(0, ROWS) < num_rows)
+def _combine(weight: tl.tensor, value: tl.tensor, AXIS: tl.constexpr, MAXIMUM: tl.constexpr) -> tl.tensor:
+    """Sum packed products weight · value over an axis, or maximise float64 sums weight + value."""
+    if MAXIMUM:
+        return tl.max(weight.to(tl.float64, bitcast=True) + value.to(tl.float64, bitcast=True), AXIS).to(
+            tl.int64, bitcast=True
+        )
+    weight_k, weight_m = _split(weight)
+    value_k, value_m = _split(value)
+    return _sum(tl.maximum(weight_k + value_k, _LEAST), weight_m * value_m, AXIS)
+
+
+@triton.jit
+def _store_values(out: tl.tensor, values: tl.tensor, num_states: tl.tensor, MAXIMUM: tl.constexpr) -> None:
+    """Store values (STATES,) as float64 logarithms."""
+    if MAXIMUM:
+        logarithm = values.to(tl.float64, bitcast=True)
+    else:
+        k, m = _split(values)
+        logarithm = k.to(tl.float64) * 0.6931471805599453 + tl.log(m).to(tl.float64)
+    state = tl.arange(0, values.shape[0])
+    tl.store(out + state, logarithm, mask=state < num_states)
 
 
 @triton.jit
 def _run_pass(
-    values: tl.tensor,
-    weights: tl.tensor,
     begin: tl.tensor,
-    few_state_ptr: tl.tensor,
-    few_arc_ptr: tl.tensor,
-    few_other_ptr: tl.tensor,
-    num_few: tl.tensor,
-    some_state_ptr: tl.tensor,
-    some_arc_ptr: tl.tensor,
-    some_other_ptr: tl.tensor,
-    num_some: tl.tensor,
-    many_state_ptr: tl.tensor,
-    many_arc_ptr: tl.tensor,
-    many_other_ptr: tl.tensor,
-    num_many: tl.tensor,
-    width: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    few_ptr: tl.tensor,
+    some_ptr: tl.tensor,
+    join_ptr: tl.tensor,
+    place_ptr: tl.tensor,
+    step: tl.tensor,
     canvas_len: tl.tensor,
-    num_arcs: tl.tensor,
+    num_slots: tl.tensor,
     num_states: tl.tensor,
-    FORWARD: tl.constexpr,
+    num_some: tl.tensor,
+    num_joined: tl.tensor,
+    width: tl.tensor,
     MAXIMUM: tl.constexpr,
-    STATES: tl.constexpr,
-    FEW: tl.constexpr,
     FEW_WIDTH: tl.constexpr,
-    SOME: tl.constexpr,
     SOME_WIDTH: tl.constexpr,
-    MANY: tl.constexpr,
-    MANY_WIDTH: tl.constexpr,
+    JOIN_WIDTH: tl.constexpr,
+    STATES: tl.constexpr,
+    SOME: tl.constexpr,
+    JOINED: tl.constexpr,
 ) -> None:
-    """Run one pass over all positions: values (C + 1, Q) from `begin` (STATES,), weights (C, E)."""
-    every = tl.arange(0, STATES)
-    # The arcs stay in registers. Only the weights are loaded at each position, one position ahead.
-    few_arc, few_other = _load_tier(few_arc_ptr, few_other_ptr, num_few, FEW_WIDTH, num_arcs, FEW, FEW_WIDTH)
-    some_arc, some_other = _load_tier(some_arc_ptr, some_other_ptr, num_some, SOME_WIDTH, num_arcs, SOME, SOME_WIDTH)
-    many_arc, many_other = _load_tier(many_arc_ptr, many_other_ptr, num_many, width, num_arcs, MANY, MANY_WIDTH)
-    few_state = tl.load(few_state_ptr + tl.arange(0, FEW), mask=tl.arange(0, FEW) < num_few, other=0)
-    some_state = tl.load(some_state_ptr + tl.arange(0, SOME), mask=tl.arange(0, SOME) < num_some, other=0)
-    many_state = tl.load(many_state_ptr + tl.arange(0, MANY), mask=tl.arange(0, MANY) < num_many, other=0)
-    if FORWARD:
-        now, weight_ptr, stride, weight_stride = values, weights, num_states, num_arcs
-    else:
-        now, weight_ptr = values + canvas_len * num_states, weights + (canvas_len - 1) * num_arcs
-        stride, weight_stride = -num_states, -num_arcs
-    tl.store(now + every, begin, mask=every < num_states)
-    few_weight = _load_weight(weight_ptr, few_arc, num_arcs)
-    some_weight = _load_weight(weight_ptr, some_arc, num_arcs)
-    many_weight = _load_weight(weight_ptr, many_arc, num_arcs)
-    for step in range(canvas_len):
-        if step + 1 < canvas_len:
-            weight_ptr += weight_stride
-        next_few = _load_weight(weight_ptr, few_arc, num_arcs)
-        next_some = _load_weight(weight_ptr, some_arc, num_arcs)
-        next_many = _load_weight(weight_ptr, many_arc, num_arcs)
-        tl.debug_barrier()  # the values of the last position are visible to all threads
-        after = now + stride
-        _pull(now, after, few_weight, few_state, few_other, num_few, MAXIMUM, FEW)
-        if num_some > 0:
-            _pull(now, after, some_weight, some_state, some_other, num_some, MAXIMUM, SOME)
-        if num_many > 0:
-            _pull(now, after, many_weight, many_state, many_other, num_many, MAXIMUM, MANY)
-        now = after
-        few_weight, some_weight, many_weight = next_few, next_some, next_many
+    """Run one pass over all positions, from the states `begin` (STATES,) bool."""
+    ZERO: tl.constexpr = _NO_PATH if MAXIMUM else _ZERO
+    ONE: tl.constexpr = 0 if MAXIMUM else 0x3F800000
+    values = tl.where(begin, ONE, ZERO).to(tl.int64)
+    few_other, few_at, few_inside = _load_table(few_ptr, FEW_WIDTH, num_states, 0, FEW_WIDTH, STATES)
+    few_weight = tl.load(weight + few_at, mask=few_inside, other=ZERO)
+    if SOME > 0:
+        some_other, some_at, some_inside = _load_table(some_ptr, num_some, SOME_WIDTH, 0, SOME, SOME_WIDTH)
+        some_at += FEW_WIDTH * num_states
+        some_weight = tl.load(weight + some_at, mask=some_inside, other=ZERO)
+        joined_row, _, _ = _load_table(join_ptr, num_joined, width, num_some - 1, JOINED, JOIN_WIDTH)
+        state = tl.arange(0, STATES)
+        place = tl.load(place_ptr + state, mask=state < num_states, other=0).to(tl.int32) - num_states
+        is_joined = place >= 0
+        place = tl.maximum(place, 0)
+    _store_values(out, values, num_states, MAXIMUM)
+    for position in range(canvas_len):
+        few = tl.reshape(tl.gather(values, few_other, 0), (FEW_WIDTH, STATES))
+        if SOME > 0:
+            some = tl.reshape(tl.gather(values, some_other, 0), (SOME, SOME_WIDTH))
+        values = _combine(tl.reshape(few_weight, (FEW_WIDTH, STATES)), few, 0, MAXIMUM)
+        if SOME > 0:
+            rows = _combine(tl.reshape(some_weight, (SOME, SOME_WIDTH)), some, 1, MAXIMUM)
+        if position + 1 < canvas_len:  # the next weights are loaded early, to hide the latency
+            weight += step * num_slots
+        few_weight = tl.load(weight + few_at, mask=few_inside, other=ZERO)
+        if SOME > 0:
+            some_weight = tl.load(weight + some_at, mask=some_inside, other=ZERO)
+            rows = tl.reshape(tl.gather(rows, joined_row, 0), (JOINED, JOIN_WIDTH))
+            if MAXIMUM:
+                joined = tl.max(rows.to(tl.float64, bitcast=True), 1).to(tl.int64, bitcast=True)
+            else:
+                k, m = _split(rows)
+                joined = _sum(k, m, 1)
+            values = tl.where(is_joined, tl.gather(joined, place, 0), values)
+        out += step * num_states
+        _store_values(out, values, num_states, MAXIMUM)
 
 
 @triton.jit
 def _passes_kernel(
     weight_ptr: tl.tensor,
-    best_weight_ptr: tl.tensor,
     start_ptr: tl.tensor,
     end_ptr: tl.tensor,
-    ahead_few_state_ptr: tl.tensor,
-    ahead_few_arc_ptr: tl.tensor,
-    ahead_few_other_ptr: tl.tensor,
-    ahead_num_few: tl.tensor,
-    ahead_some_state_ptr: tl.tensor,
-    ahead_some_arc_ptr: tl.tensor,
-    ahead_some_other_ptr: tl.tensor,
-    ahead_num_some: tl.tensor,
-    ahead_many_state_ptr: tl.tensor,
-    ahead_many_arc_ptr: tl.tensor,
-    ahead_many_other_ptr: tl.tensor,
-    ahead_num_many: tl.tensor,
-    ahead_width: tl.tensor,
-    behind_few_state_ptr: tl.tensor,
-    behind_few_arc_ptr: tl.tensor,
-    behind_few_other_ptr: tl.tensor,
-    behind_num_few: tl.tensor,
-    behind_some_state_ptr: tl.tensor,
-    behind_some_arc_ptr: tl.tensor,
-    behind_some_other_ptr: tl.tensor,
-    behind_num_some: tl.tensor,
-    behind_many_state_ptr: tl.tensor,
-    behind_many_arc_ptr: tl.tensor,
-    behind_many_other_ptr: tl.tensor,
-    behind_num_many: tl.tensor,
-    behind_width: tl.tensor,
+    few_ptr: tl.tensor,
+    some_ptr: tl.tensor,
+    join_ptr: tl.tensor,
+    place_ptr: tl.tensor,
     out_ptr: tl.tensor,
-    first_pass: tl.tensor,
     canvas_len: tl.tensor,
-    num_arcs: tl.tensor,
+    num_slots: tl.tensor,
     num_states: tl.tensor,
-    pass_stride: tl.tensor,
-    STATES: tl.constexpr,
-    FEW: tl.constexpr,
+    num_some: tl.tensor,
+    num_joined: tl.tensor,
+    width: tl.tensor,
     FEW_WIDTH: tl.constexpr,
-    SOME: tl.constexpr,
     SOME_WIDTH: tl.constexpr,
-    MANY: tl.constexpr,
-    MANY_WIDTH: tl.constexpr,
+    JOIN_WIDTH: tl.constexpr,
+    STATES: tl.constexpr,
+    SOME: tl.constexpr,
+    JOINED: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
-    kind = tl.program_id(1) + first_pass  # 0 forward, 1 backward, 2 best
-    values = out_ptr + kind * pass_stride + row * (canvas_len + 1) * num_states
+    kind = tl.num_programs(1) - 1 - tl.program_id(1)  # 2 forward, 1 backward, 0 best
+    is_forward = kind == 2
+    index = tl.where(is_forward, 1, 0)  # of the fan
+    few = few_ptr + index * FEW_WIDTH * num_states
+    some = some_ptr + index * num_some * SOME_WIDTH
+    join = join_ptr + index * num_joined * width
+    place = place_ptr + index * num_states
     state = tl.arange(0, STATES)
-    inside = state < num_states
+    at_end = tl.load(end_ptr + row * num_states + state, mask=state < num_states, other=0) != 0
+    begin = tl.where(is_forward, state == tl.load(start_ptr + row), at_end)
+    step = tl.where(is_forward, 1, -1)
+    sequence = tl.program_id(1) * tl.num_programs(0) + row
+    weight = weight_ptr + (sequence * canvas_len + tl.where(is_forward, 0, canvas_len - 1)) * num_slots
+    out = out_ptr + (sequence * (canvas_len + 1) + tl.where(is_forward, 0, canvas_len)) * num_states
     if kind == 0:
-        begin = tl.where(state == tl.load(start_ptr + row), 0.0, float("-inf")).to(tl.float64)
         _run_pass(
-            values,
-            weight_ptr + row * canvas_len * num_arcs,
             begin,
-            behind_few_state_ptr,
-            behind_few_arc_ptr,
-            behind_few_other_ptr,
-            behind_num_few,
-            behind_some_state_ptr,
-            behind_some_arc_ptr,
-            behind_some_other_ptr,
-            behind_num_some,
-            behind_many_state_ptr,
-            behind_many_arc_ptr,
-            behind_many_other_ptr,
-            behind_num_many,
-            behind_width,
+            weight,
+            out,
+            few,
+            some,
+            join,
+            place,
+            step,
             canvas_len,
-            num_arcs,
+            num_slots,
             num_states,
+            num_some,
+            num_joined,
+            width,
             True,
-            False,
-            STATES,
-            FEW,
             FEW_WIDTH,
-            SOME,
             SOME_WIDTH,
-            MANY,
-            MANY_WIDTH,
+            JOIN_WIDTH,
+            STATES,
+            SOME,
+            JOINED,
         )
     else:
-        at_end = tl.load(end_ptr + row * num_states + state, mask=inside, other=0) != 0
-        begin = tl.where(at_end, 0.0, float("-inf")).to(tl.float64)
-        if kind == 1:
-            _run_pass(
-                values,
-                weight_ptr + row * canvas_len * num_arcs,
-                begin,
-                ahead_few_state_ptr,
-                ahead_few_arc_ptr,
-                ahead_few_other_ptr,
-                ahead_num_few,
-                ahead_some_state_ptr,
-                ahead_some_arc_ptr,
-                ahead_some_other_ptr,
-                ahead_num_some,
-                ahead_many_state_ptr,
-                ahead_many_arc_ptr,
-                ahead_many_other_ptr,
-                ahead_num_many,
-                ahead_width,
-                canvas_len,
-                num_arcs,
-                num_states,
-                False,
-                False,
-                STATES,
-                FEW,
-                FEW_WIDTH,
-                SOME,
-                SOME_WIDTH,
-                MANY,
-                MANY_WIDTH,
-            )
-        else:
-            _run_pass(
-                values,
-                best_weight_ptr + row * canvas_len * num_arcs,
-                begin,
-                ahead_few_state_ptr,
-                ahead_few_arc_ptr,
-                ahead_few_other_ptr,
-                ahead_num_few,
-                ahead_some_state_ptr,
-                ahead_some_arc_ptr,
-                ahead_some_other_ptr,
-                ahead_num_some,
-                ahead_many_state_ptr,
-                ahead_many_arc_ptr,
-                ahead_many_other_ptr,
-                ahead_num_many,
-                ahead_width,
-                canvas_len,
-                num_arcs,
-                num_states,
-                False,
-                True,
-                STATES,
-                FEW,
-                FEW_WIDTH,
-                SOME,
-                SOME_WIDTH,
-                MANY,
-                MANY_WIDTH,
-            )
+        _run_pass(
+            begin,
+            weight,
+            out,
+            few,
+            some,
+            join,
+            place,
+            step,
+            canvas_len,
+            num_slots,
+            num_states,
+            num_some,
+            num_joined,
+            width,
+            False,
+            FEW_WIDTH,
+            SOME_WIDTH,
+            JOIN_WIDTH,
+            STATES,
+            SOME,
+            JOINED,
+        )
 
 
 @triton.jit
-def _trace_kernel(
+def _choose_kernel(
     weight_ptr: tl.tensor,
     value_ptr: tl.tensor,
     u_ptr: tl.tensor,
-    start_ptr: tl.tensor,
-    first_arc_ptr: tl.tensor,
+    first_ptr: tl.tensor,
+    order_ptr: tl.tensor,
     target_ptr: tl.tensor,
-    path_ptr: tl.tensor,
+    chosen_ptr: tl.tensor,
     rest_ptr: tl.tensor,
     canvas_len: tl.tensor,
     num_arcs: tl.tensor,
     num_states: tl.tensor,
     SAMPLE: tl.constexpr,
-    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    LANES: tl.constexpr,
+) -> None:
+    row = tl.program_id(1).to(tl.int64)
+    state, first, last, valid = _load_groups(first_ptr, order_ptr, 0, num_states, TILE)
+    weights = weight_ptr + row * num_arcs
+    values = value_ptr + (row // canvas_len * (canvas_len + 1) + row % canvas_len + 1) * num_states
+    top = tl.full((TILE, LANES), _LOW, tl.float64)
+    total = tl.zeros((TILE, LANES), tl.float32)
+    for start in range(0, tl.max(last - first, 0), LANES):
+        at = first[:, None] + start + tl.arange(0, LANES)[None, :]
+        top, total = _add(top, total, _load_through(weights, values, target_ptr, at, at < last[:, None]))
+    best = tl.max(top, 1)
+    aim = tl.zeros((TILE,), tl.float64)
+    if SAMPLE:
+        aim = tl.load(u_ptr + row) * tl.sum(total * _exp(top - best[:, None]), 1).to(tl.float64)
+    end = tl.zeros((TILE,), tl.float64)  # the sum of e^x so far
+    below = tl.zeros((TILE,), tl.float64)  # the last sum that is not above the aim
+    chosen = last
+    last_possible = first
+    for start in range(0, tl.max(last - first, 0), LANES):
+        at = first[:, None] + start + tl.arange(0, LANES)[None, :]
+        x = _load_through(weights, values, target_ptr, at, at < last[:, None])
+        if SAMPLE:
+            width = _exp(x - best[:, None]).to(tl.float64)
+            ends = end[:, None] + tl.cumsum(width, 1)
+            is_above = ends > aim[:, None]
+            below = tl.maximum(below, tl.max(tl.where(is_above, 0.0, ends), 1))
+            end += tl.sum(width, 1)
+            last_possible = tl.maximum(last_possible, tl.max(tl.where(width > 0.0, at, 0), 1))
+        else:
+            is_above = x == best[:, None]
+        chosen = tl.minimum(chosen, tl.min(tl.where(is_above, at, last[:, None]), 1))
+    if SAMPLE:
+        # If rounding leaves no arc above the aim, the last one that is possible is taken.
+        own = _load_through(weights, values, target_ptr, tl.minimum(chosen, last_possible), valid)
+        rest = (aim - below) / _exp(own - best).to(tl.float64)
+        rest = tl.where((chosen <= last_possible) & (rest < 1.0), rest, 1.0 - 1.1102230246251565e-16)
+        tl.store(rest_ptr + row * num_states + state, tl.maximum(rest, 0.0), mask=valid)
+        chosen = tl.minimum(chosen, last_possible)
+    else:
+        chosen = tl.minimum(chosen, tl.maximum(last - 1, 0))
+    target = tl.load(target_ptr + chosen, mask=valid, other=0)
+    tl.store(chosen_ptr + row * num_states + state, target.to(tl.int32), mask=valid)
+
+
+@triton.jit
+def _load_through(
+    weights: tl.tensor, values: tl.tensor, target_ptr: tl.tensor, arc: tl.tensor, mask: tl.tensor
+) -> tl.tensor:
+    """Load the weight of each arc plus the value of its target, -inf where the mask is False."""
+    target = tl.load(target_ptr + arc, mask=mask, other=0)
+    weight = tl.load(weights + arc, mask=mask, other=float("-inf"))
+    return weight + tl.load(values + target, mask=mask, other=float("-inf"))
+
+
+@triton.jit
+def _follow_kernel(
+    chosen_ptr: tl.tensor,
+    rests_ptr: tl.tensor,
+    start_ptr: tl.tensor,
+    path_ptr: tl.tensor,
+    rest_ptr: tl.tensor,
+    canvas_len: tl.tensor,
+    num_states: tl.tensor,
+    SAMPLE: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     state = tl.load(start_ptr + row)
     path = path_ptr + row * (canvas_len + 1)
     tl.store(path, state)
-    index = tl.arange(0, WIDTH)
     for position in range(canvas_len):
-        first, last = tl.load(first_arc_ptr + state), tl.load(first_arc_ptr + state + 1)
-        inside = first + index < last
-        target = tl.load(target_ptr + first + index, mask=inside, other=0)
-        weight = tl.load(
-            weight_ptr + (row * canvas_len + position) * num_arcs + first + index, mask=inside, other=float("-inf")
-        )
-        values = value_ptr + (row * (canvas_len + 1) + position + 1) * num_states
-        x = weight + tl.load(values + target, mask=inside, other=float("-inf"))
-        top = tl.max(x, 0)
+        at = (row * canvas_len + position) * num_states + state
         if SAMPLE:
-            width = tl.where(x == float("-inf"), 0.0, _exp(_finite(x) - _finite(top))).to(tl.float64)
-            ends = tl.cumsum(width, 0)
-            aim = tl.load(u_ptr + row * canvas_len + position) * tl.sum(width, 0)
-            above = tl.min(tl.where(ends > aim, index, WIDTH), 0)
-            chosen = tl.minimum(above, tl.max(tl.where(width > 0.0, index, 0), 0))
-            own = tl.sum(tl.where(index == chosen, width, 0.0), 0)
-            before = tl.sum(tl.where(index < chosen, width, 0.0), 0)
-            rest = tl.where(own > 0.0, (aim - before) / tl.where(own > 0.0, own, 1.0), 0.0)
-            rest = tl.minimum(tl.maximum(rest, 0.0), 1.0 - 1.1102230246251565e-16)
-            tl.store(rest_ptr + row * canvas_len + position, rest)
-        else:
-            chosen = tl.min(tl.where((x == top) & inside, index, WIDTH - 1), 0)
-        state = tl.sum(tl.where(index == chosen, target, 0), 0)
+            tl.store(rest_ptr + row * canvas_len + position, tl.load(rests_ptr + at))
+        state = tl.load(chosen_ptr + at).to(tl.int64)
         tl.store(path + position + 1, state)
 
 
@@ -708,6 +709,7 @@ def _class_bias_kernel(
     backward_ptr: tl.tensor,
     member_ptr: tl.tensor,
     first_ptr: tl.tensor,
+    order_ptr: tl.tensor,
     link_arc_ptr: tl.tensor,
     source_ptr: tl.tensor,
     target_ptr: tl.tensor,
@@ -723,11 +725,8 @@ def _class_bias_kernel(
 ) -> None:
     row = tl.program_id(1).to(tl.int64)
     slot = row // canvas_len * (canvas_len + 1) + row % canvas_len
-    group = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    valid = group < num_classes
-    first = tl.load(first_ptr + group, mask=valid, other=0)
-    last = tl.load(first_ptr + group + 1, mask=valid, other=0)
-    top = tl.full((TILE, LANES), float("-inf"), tl.float64)
+    group, first, last, valid = _load_groups(first_ptr, order_ptr, 0, num_classes, TILE)
+    top = tl.full((TILE, LANES), _LOW, tl.float64)
     total = tl.zeros((TILE, LANES), tl.float32)
     for start in range(0, tl.max(last - first, 0), LANES):
         at = first[:, None] + start + tl.arange(0, LANES)[None, :]
@@ -741,11 +740,5 @@ def _class_bias_kernel(
             inside = inside & (ends <= tl.load(may_end_ptr + row).to(tl.int32))
         x = tl.load(forward_ptr + slot * num_states + source, mask=inside, other=float("-inf"))
         x += tl.load(backward_ptr + (slot + 1) * num_states + target, mask=inside, other=float("-inf"))
-        higher = tl.maximum(top, x)
-        base = _finite(higher)
-        old = tl.where(top == float("-inf"), 0.0, total * _exp(_finite(top) - base))
-        total = old + tl.where(x == float("-inf"), 0.0, _exp(_finite(x) - base))
-        top = higher
-    best = tl.max(top, 1)
-    scaled = tl.where(top == float("-inf"), 0.0, total * _exp(_finite(top) - _finite(best)[:, None]))
-    tl.store(out_ptr + row * num_classes + group, _log_sum(best, tl.sum(scaled, 1)), mask=valid)
+        top, total = _add(top, total, x)
+    tl.store(out_ptr + row * num_classes + group, _log_sum(top, total), mask=valid)
