@@ -85,8 +85,7 @@ FLOAT8_DOWN_TILES = {
     96: [(128, 64, 8, 5)],
     128: [(128, 64, 8, 4), (64, 64, 8, 4), (128, 64, 8, 3), (64, 64, 4, 5)],
 }
-# The format fixes the blocks of packed weights. Down has no limit of registers here, because the limit applies only
-# when down overlaps gate_up, and the sweep times them without overlap.
+# The format fixes the blocks of packed weights.
 PACKED_GATE_UP_TILES, PACKED_DOWN_TILES = (
     {
         rows: [(cols, 128, w, s, *bound) for w in (4, 8) for s in (2, 3, 4) for bound in bounds]
@@ -94,10 +93,20 @@ PACKED_GATE_UP_TILES, PACKED_DOWN_TILES = (
     }
     for cols, bounds in ((64, ((), (168,))), (128, ((),)))
 )
+# So does that of four-bit weights.
+FOUR_BIT_GATE_UP_TILES, FOUR_BIT_DOWN_TILES = (
+    {
+        rows: [(cols, depth, 4, s, *bound) for depth in depths for s in (3, 4) for bound in ((), (128,))]
+        for rows in (16, 32, 64, 128)
+    }
+    for cols, depths in ((64, (64, 128)), (128, (64,)))
+)
 TILES = {
     "bf16": (GATE_UP_TILES, DOWN_TILES),
     "packed": (PACKED_GATE_UP_TILES, PACKED_DOWN_TILES),
     "fp8": (FLOAT8_GATE_UP_TILES, FLOAT8_DOWN_TILES),
+    "int4": (FOUR_BIT_GATE_UP_TILES, FOUR_BIT_DOWN_TILES),
+    "nvfp4": (FOUR_BIT_GATE_UP_TILES, FOUR_BIT_DOWN_TILES),
 }
 
 

@@ -56,9 +56,19 @@ def draw_weight(shape: torch.Size, format: str, std: float) -> Weight:
 
 
 def build(format: str, float8: tuple[str, ...] = (), config: dgemma.ModelConfig | None = None) -> FusedDenoiser:
-    """Make a model with random weights, a layer at a time, and accelerate it.
+    """Make a model with random weights and accelerate it.
 
     Example: `build("int4", ("attention", "head"))`.
+    """
+    return accelerate(draw_model(format, float8, config), format, float8=float8, release=format != "bf16")
+
+
+def draw_model(
+    format: str, float8: tuple[str, ...] = (), config: dgemma.ModelConfig | None = None
+) -> dgemma.DiffusionGemma:
+    """Make a model with random weights, a layer at a time.
+
+    Example: `draw_model("int4", ("attention", "dense"))`.
     """
     config = config or dgemma.presets.diffusiongemma_26b_a4b()
     model = dgemma.DiffusionGemma(config, device="meta", dtype=torch.bfloat16).requires_grad_(False)
@@ -85,8 +95,7 @@ def build(format: str, float8: tuple[str, ...] = (), config: dgemma.ModelConfig 
     for name, module in model.named_children():
         if name != "layers":
             fill(module)
-    fast = accelerate(model.requires_grad_(False), format, float8=float8, release=format != "bf16")
-    return fast
+    return model.requires_grad_(False)
 
 
 def stream_canvases(model: FusedDenoiser, batch: int, prompt: int, canvases: int) -> list[float]:

@@ -19,6 +19,7 @@ from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
 
 from dgemma_kernels.ops import configs
+from running_products import overwritten
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
@@ -83,6 +84,7 @@ def main() -> None:
                 )  # sums, left operand
                 row |= {"wgmma": sorted({name for name, _ in used}), "wants_wgmma": kernel.name in table["WGMMA"]}
                 row["left_in_registers"] = all(brace for _, brace in used)
+                row["overwritten"] = overwritten(kernel.asm["cubin"]) if any(brace for _, brace in used) else []
                 rows.append(row | resources(kernel.asm["cubin"]))
     print(json.dumps(rows))
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import triton
 
+from running_products import find_writes
+
 pytestmark = pytest.mark.compile
 SHARED_MEMORY_OF_A_BLOCK = 232_448  # bytes, compute capability 9.0
 
@@ -90,3 +92,15 @@ def test_decoded_weights_are_multiplied_from_registers(compiled):
     ]
     assert plain
     assert not any(row["left_in_registers"] for row in plain)  # plain weights come from shared memory
+
+
+def test_no_loop_overwrites_registers_that_a_running_product_reads(compiled):
+    assert [row for row in compiled if row["overwritten"]] == []
+
+
+def test_a_write_to_the_left_operand_of_a_running_product_is_found():
+    product, wait = "HGMMA.64x32x16.F32.BF16 R24, R4, gdesc[UR8], R24, gsb0", "WARPGROUP.DEPBAR.LE gsb0, 0x0"
+    decode = ["LOP3.LUT R7, R8, 0xf000f, RZ, 0xc0, !PT", "HFMA2.BF16 R8, R7, R9, R10"]
+    assert find_writes([*decode, product, wait]) == []
+    assert find_writes([*decode, product]) == [decode[0]]  # in the second iteration
+    assert find_writes([product, "LDS.128 R0, [R60]", "LDS.128 R4, [R60]", wait]) == ["LDS.128 R4, [R60]"] * 2

@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 
 from dgemma.model.quantized import E2M1, NVFP4_GROUP, IntWeight, NvFp4Weight, unpack_nibbles
 from dgemma_kernels.formats.packed import Weights
-from dgemma_kernels.ops.blocks import inside
+from dgemma_kernels.ops.blocks import finish_products, inside
 
 ROWS, COLS = 128, 64  # of a plane; with `gated`, the first 64 rows are gate and the others up
 _CHUNK = 1 << 25  # weights arranged at a time
@@ -409,17 +409,6 @@ def _load_planes(data: tl.tensor, number: tl.tensor, PLANES: tl.constexpr, WIDTH
 
 
 @triton.jit
-def _finish(sums: tl.tensor) -> tl.tensor:
-    """Return `sums` once its products are complete.
-
-    Without it, products of Triton 3.6 run on while the next iteration overwrites the registers of their left operand.
-    """
-    if not _INTERPRETED:
-        sums = tl.inline_asm_elementwise("// complete", "=f,0", [sums], tl.float32, True, 1)
-    return sums
-
-
-@triton.jit
 def multiply_four_bit(
     inputs: tl.tensor,
     input_inside: tl.tensor,
@@ -455,7 +444,7 @@ def multiply_four_bit(
         rows = tl.load(at, mask=input_inside[:, None] & left[None, :], other=0.0).T
         low, high = _decode(words, scale, zero, bias)
         both = tl.join(low, high).permute(2, 0, 1).reshape(128, DEPTH)  # one product, so that it is waited for once
-        sums = _finish(tl.dot(both.to(rows.dtype), rows, sums, input_precision="ieee"))
+        sums = finish_products(tl.dot(both.to(rows.dtype), rows, sums, input_precision="ieee"))
     low_sums, high_sums = sums.reshape(2, 64, M).permute(1, 2, 0).split()
     if weights.row_scale is None:
         return low_sums * 65536.0, high_sums * 65536.0

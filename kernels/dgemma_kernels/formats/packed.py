@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dgemma_kernels.ops.blocks import inside
+from dgemma_kernels.ops.blocks import finish_products, inside
 
 HALF, DEPTH = 64, 128  # columns per plane of lower bytes, and per plane of codes, which holds two halves
 ROWS = 128  # per block; with `gated`, 64 of gate and 64 of up
@@ -293,7 +293,7 @@ def multiply_packed(
         block_weights = _load_block(weights.data, expert * BLOCKS + block, start, WIDTH, DESCRIBED)
         left = inside(depth, WIDTH - start, WIDTH % 128 == 0)
         rows = tl.load(inputs + start + depth[None, :], mask=input_inside[:, None] & left[None, :], other=0.0).T
-        sums = tl.dot(block_weights.to(rows.dtype), rows, sums, input_precision="ieee")
+        sums = finish_products(tl.dot(block_weights.to(rows.dtype), rows, sums, input_precision="ieee"))
     sums = _add_outliers(sums, inputs, input_inside, place, value, block * 128)
     for more in tl.range(begin + LIST, end, LIST, num_stages=1):
         at = more + tl.arange(0, LIST)

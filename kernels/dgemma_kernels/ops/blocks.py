@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+_INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
 
 @triton.jit
 def inside(index: tl.tensor, limit: tl.tensor, EXACT: tl.constexpr) -> tl.tensor:
@@ -26,6 +28,17 @@ def gelu_tanh_times(gate: tl.tensor, up: tl.tensor, dtype: tl.constexpr) -> tl.t
 def float8_scale(values: tl.tensor, AXIS: tl.constexpr) -> tl.tensor:
     """Return the scale of rows along AXIS: their largest value / the largest float8, as in `float8.quantize`."""
     return tl.maximum(tl.max(tl.abs(values), AXIS), 2.0**-80) / 448.0
+
+
+@triton.jit
+def finish_products(sums: tl.tensor) -> tl.tensor:
+    """Return `sums` once its products are complete.
+
+    Without it, products of Triton 3.6 run on while the next iteration overwrites the registers of their left operand.
+    """
+    if not _INTERPRETED:
+        sums = tl.inline_asm_elementwise("// complete", "=f,0", [sums], tl.float32, True, 1)
+    return sums
 
 
 @triton.jit

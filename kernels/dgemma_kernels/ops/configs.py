@@ -191,8 +191,7 @@ EXPERTS: dict[str, dict[str, tuple[ExpertConfig, ...]]] = {
             ),
         ),
     },
-    # A block of packed weights has 128 rows and is 128 deep. In gate_up, 64 of its rows are gate and 64 are up. With
-    # 168 registers per thread, three programs of four warps share a multiprocessor.
+    # A block of packed weights has 128 rows and is 128 deep. In gate_up, 64 of its rows are gate and 64 are up.
     "packed": {
         "default": (
             ExpertConfig(
@@ -219,7 +218,7 @@ EXPERTS: dict[str, dict[str, tuple[ExpertConfig, ...]]] = {
                 max_tokens=320,
                 rows=32,
                 gate_up=TileShape(cols=64, depth=128, warps=4, stages=4),
-                down=TileShape(cols=128, depth=128, warps=4, stages=3, registers=168),
+                down=TileShape(cols=128, depth=128, warps=4, stages=3),
             ),
             ExpertConfig(
                 max_tokens=1536,

@@ -154,7 +154,7 @@ def expert_down(
         DESCRIBED=isinstance(proj[0], TensorDescriptor),
         num_warps=tile.warps,
         num_stages=_stages(tile, rows, down_proj),
-        maxnreg=tile.registers if overlap else None,  # without overlap, this limit would cause spills
+        maxnreg=tile.registers,
         **dependent_launch(rows.device),
     )
     return out
