@@ -38,6 +38,16 @@ def test_a_text_may_be_shorter_than_a_canvas_or_span_several():
     assert set(texts(generate(dgemma.Choice(["yes", "no"], TOKENIZER)))) <= {"yes", "no"}
 
 
+def test_positions_after_the_end_of_a_text_do_not_delay_a_run():
+    # The text is certain. The random predictions after its end change at every step.
+    only = dgemma.Choice(["yes"], TOKENIZER)
+    uniform = dgemma.UniformNoise(TOKENIZER.vocab_size)
+    out = generate(only, noise=uniform, stop=dgemma.StableAndConfident(stability=1), steps=9)
+    assert texts(out) == ["yes", "yes"]
+    assert out.steps.tolist() == [[2], [2]]  # stability needs a second step
+    assert generate(only, steps=9).steps.tolist() == [[1], [1]]
+
+
 def test_each_row_may_have_its_own_constraint():
     digits, letters = dgemma.Regex("[0-9]{3}", TOKENIZER), dgemma.Regex("[a-z]{2}", TOKENIZER)
     both = generate([digits, letters])

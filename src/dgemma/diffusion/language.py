@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from dgemma.diffusion.prediction import Prediction, first_above
+from dgemma.diffusion.prediction import Prediction
 
 # The cost in nats of contradicting a decided token. It exceeds any difference between texts, so a decided token stays
 # wherever the language permits it. exp(-COST) is 0 in float64, so samples keep such a token with certainty.
@@ -40,11 +40,6 @@ class Fan(NamedTuple):
     join: Tensor  # (2, m, width) int64: the rows of `some` of each state with more than 8 arcs
     place: Tensor  # (2, Q) int64: the column of a state in `few`, or Q + its row in `join`
     arc: Tensor  # (2, slots) int64: the arc of each slot, E for no arc
-
-    @property
-    def most_arcs(self) -> int:
-        """An upper bound on the number of arcs of a state."""
-        return max(_FEW, _SOME * self.join.shape[2])
 
     @classmethod
     def build(cls, arc_source: Tensor, arc_target: Tensor, num_states: int) -> "Fan":
@@ -463,11 +458,13 @@ def _walk(values: Tensor, weights: Tensor, first: Tensor, here: Tensor, other: T
 
 def best_path(language: Language, weights: Tensor, best: Tensor) -> Tensor:
     """Return the states (B, C + 1) of the heaviest path through weights (B, C, E), given its `best_pass`."""
-    path = [language.start]
-    for at in range(weights.shape[1]):
-        through, target = _arcs_of(language.automaton, path[-1], weights[:, at], best[:, at + 1])
-        path.append(target.gather(1, through.max(1, keepdim=True).indices)[:, 0])  # the first of equal arcs
-    return torch.stack(path, dim=1)
+    automaton = language.automaton
+    through = weights + best[:, 1:, automaton.arc_target]
+    top = max_by(through, automaton.arc_source, automaton.num_states)[..., automaton.arc_source]
+    arcs = torch.arange(len(automaton.arc_source), device=weights.device)
+    candidates = torch.where(through >= top, -arcs.double(), -torch.inf)  # the first of equal arcs
+    chosen = (-max_by(candidates, automaton.arc_source, automaton.num_states)).clamp(max=len(arcs) - 1).long()
+    return follow(language, chosen)[0]
 
 
 def sample_path(language: Language, weights: Tensor, backward: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -475,30 +472,37 @@ def sample_path(language: Language, weights: Tensor, backward: Tensor, u: Tensor
 
     P(arc | state) is proportional to exp(weight + backward of its target).
     """
-    path, rests = [language.start], []
-    for at in range(weights.shape[1]):
-        through, target = _arcs_of(language.automaton, path[-1], weights[:, at], backward[:, at + 1])
-        width = (through - _finite(through.amax(1, keepdim=True))).exp()
-        ends = width.cumsum(1)
-        aim = u[:, at, None].double() * ends[:, -1:]
-        chosen = first_above(ends, aim)
-        cell = width.gather(1, chosen)
-        rests.append(((aim - ends.gather(1, chosen) + cell) / cell)[:, 0])
-        path.append(target.gather(1, chosen)[:, 0])
-    return torch.stack(path, dim=1), torch.stack(rests, dim=1).nan_to_num(0.0).clamp(0.0, 1.0 - 2.0**-53)
+    automaton = language.automaton
+    through = weights + backward[:, 1:, automaton.arc_target]
+    top = _finite(max_by(through, automaton.arc_source, automaton.num_states))
+    width = (through - top[..., automaton.arc_source]).exp()
+    # Arcs are sorted by source. The cumulative sums of one state are differences of those of all arcs.
+    ends = F.pad(width.cumsum(-1), (1, 0))  # (B, C, E + 1)
+    first = ends[..., automaton.first_arc[:-1]]
+    total = ends[..., automaton.first_arc[1:]] - first
+    target = (first + u[..., None].double() * total)[..., automaton.arc_source]
+    is_below = (ends[..., 1:] <= target).double()
+    num_below = torch.zeros_like(first).index_add_(-1, automaton.arc_source, is_below).long()
+    # If rounding leaves no arc above the target, the last one with a positive width is taken.
+    arcs = torch.arange(len(automaton.arc_source), device=u.device)
+    last = max_by(torch.where(width > 0, arcs.double(), -1.0), automaton.arc_source, automaton.num_states)
+    chosen = torch.minimum(automaton.first_arc[:-1] + num_below, last.clamp(min=0).long())
+    path, taken = follow(language, chosen)
+    cell = width.gather(-1, taken[..., None])[..., 0]
+    before = ends.gather(-1, taken[..., None])[..., 0]
+    aim = target.gather(-1, taken[..., None])[..., 0]
+    return path, ((aim - before) / cell).nan_to_num(0.0).clamp(0.0, 1.0 - 2.0**-53)
 
 
-def _arcs_of(automaton: Automaton, state: Tensor, weights: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Weight plus value of the target for the arcs of one state per row, and these targets: (B, most arcs) each.
-
-    state (B,), weights (B, E), values (B, Q). The sum is -inf where a state has fewer arcs.
-    """
-    first, last = automaton.first_arc[state][:, None], automaton.first_arc[state + 1][:, None]
-    arc = first + torch.arange(automaton.fan.most_arcs, device=state.device)
-    inside = arc < last
-    arc = torch.where(inside, arc, 0)
-    target = automaton.arc_target[arc]
-    return (weights.gather(1, arc) + values.gather(1, target)).masked_fill(~inside, -torch.inf), target
+def follow(language: Language, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Follow the chosen arc of every state, (B, C, Q), from the start: states (B, C + 1) and arcs (B, C)."""
+    state, states, arcs = language.start, [language.start], []
+    for at in range(chosen.shape[1]):
+        arc = chosen[:, at].gather(1, state[:, None])[:, 0]
+        state = language.automaton.arc_target[arc]
+        states.append(state)
+        arcs.append(arc)
+    return torch.stack(states, dim=1), torch.stack(arcs, dim=1)
 
 
 def class_bias(language: Language, passes: Passes) -> Tensor:

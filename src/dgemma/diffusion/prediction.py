@@ -348,14 +348,14 @@ def _inverse_cdf(logits: Tensor, u: Tensor) -> Tensor:
     weights = weights.unflatten(-1, (-1, chunk_len))  # (B, c, chunks, 1024)
     chunk_ends = weights.double().sum(-1).cumsum(-1)
     target = u.double()[..., None] * chunk_ends[..., -1:]
-    chunk = first_above(chunk_ends, target)
+    chunk = _first_above(chunk_ends, target)
     before = torch.where(chunk > 0, chunk_ends.gather(-1, (chunk - 1).clamp(min=0)), 0.0)
     inside = weights.gather(-2, chunk[..., None].expand(*chunk.shape, chunk_len))[..., 0, :]
-    token = first_above(inside.double().cumsum(-1), target - before)
+    token = _first_above(inside.double().cumsum(-1), target - before)
     return (chunk * chunk_len + token)[..., 0]
 
 
-def first_above(ends: Tensor, target: Tensor) -> Tensor:
+def _first_above(ends: Tensor, target: Tensor) -> Tensor:
     """Return the index of the first cell that ends above target.
 
     If rounding leaves none, return the last cell that is not empty.

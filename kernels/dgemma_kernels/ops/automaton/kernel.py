@@ -135,12 +135,9 @@ def _walk(language: Language, weights: Tensor | None, best_weights: Tensor) -> T
         num_some,
         num_joined,
         width,
-        FEW_WIDTH=fan.few.shape[1],
-        SOME_WIDTH=fan.some.shape[2],
-        JOIN_WIDTH=triton.next_power_of_2(width),
-        STATES=triton.next_power_of_2(num_states),
-        SOME=triton.next_power_of_2(num_some) if num_joined else 0,
-        JOINED=triton.next_power_of_2(num_joined),
+        FEW=(fan.few.shape[1], triton.next_power_of_2(num_states)),
+        SOME=(triton.next_power_of_2(num_some) if num_joined else 0, fan.some.shape[2]),
+        JOIN=(triton.next_power_of_2(num_joined), triton.next_power_of_2(width)),
         num_warps=_WARPS,
     )
     return out
@@ -410,15 +407,14 @@ def _load_table(
     num_rows: tl.tensor,
     width: tl.tensor,
     padding: tl.tensor,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    SHAPE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Load a table (num_rows, width), padded to (ROWS, WIDTH) and flat. Also return where each element is, and a mask.
+    """Load a table (num_rows, width), padded to SHAPE and flat. Also return where each element is, and a mask.
 
     The order of a flat tensor is that of its threads, so the reshapes of a pass move no data.
     """
-    at = tl.arange(0, ROWS * WIDTH)
-    row, column = at // WIDTH, at % WIDTH
+    at = tl.arange(0, SHAPE[0] * SHAPE[1])
+    row, column = at // SHAPE[1], at % SHAPE[1]
     inside = (row < num_rows) & (column < width)
     at = row * width + column
     return tl.load(table_ptr + at, mask=inside, other=padding).to(tl.int32), at, inside
@@ -464,54 +460,45 @@ def _run_pass(
     begin: tl.tensor,
     weight: tl.tensor,
     out: tl.tensor,
-    few_ptr: tl.tensor,
-    some_ptr: tl.tensor,
-    join_ptr: tl.tensor,
-    place_ptr: tl.tensor,
     step: tl.tensor,
-    canvas_len: tl.tensor,
-    num_slots: tl.tensor,
-    num_states: tl.tensor,
-    num_some: tl.tensor,
-    num_joined: tl.tensor,
-    width: tl.tensor,
+    tables: tl.tuple,
+    sizes: tl.tuple,
     MAXIMUM: tl.constexpr,
-    FEW_WIDTH: tl.constexpr,
-    SOME_WIDTH: tl.constexpr,
-    JOIN_WIDTH: tl.constexpr,
-    STATES: tl.constexpr,
+    FEW: tl.constexpr,
     SOME: tl.constexpr,
-    JOINED: tl.constexpr,
+    JOIN: tl.constexpr,
 ) -> None:
     """Run one pass over all positions, from the states `begin` (STATES,) bool."""
+    few_ptr, some_ptr, join_ptr, place_ptr = tables
+    canvas_len, num_slots, num_states, num_some, num_joined, width = sizes
     ZERO: tl.constexpr = _NO_PATH if MAXIMUM else _ZERO
     ONE: tl.constexpr = 0 if MAXIMUM else 0x3F800000
     values = tl.where(begin, ONE, ZERO).to(tl.int64)
-    few_other, few_at, few_inside = _load_table(few_ptr, FEW_WIDTH, num_states, 0, FEW_WIDTH, STATES)
+    few_other, few_at, few_inside = _load_table(few_ptr, FEW[0], num_states, 0, FEW)
     few_weight = tl.load(weight + few_at, mask=few_inside, other=ZERO)
-    if SOME > 0:
-        some_other, some_at, some_inside = _load_table(some_ptr, num_some, SOME_WIDTH, 0, SOME, SOME_WIDTH)
-        some_at += FEW_WIDTH * num_states
+    if SOME[0] > 0:
+        some_other, some_at, some_inside = _load_table(some_ptr, num_some, SOME[1], 0, SOME)
+        some_at += FEW[0] * num_states
         some_weight = tl.load(weight + some_at, mask=some_inside, other=ZERO)
-        joined_row, _, _ = _load_table(join_ptr, num_joined, width, num_some - 1, JOINED, JOIN_WIDTH)
-        state = tl.arange(0, STATES)
+        joined_row, _, _ = _load_table(join_ptr, num_joined, width, num_some - 1, JOIN)
+        state = tl.arange(0, FEW[1])
         place = tl.load(place_ptr + state, mask=state < num_states, other=0).to(tl.int32) - num_states
         is_joined = place >= 0
         place = tl.maximum(place, 0)
     _store_values(out, values, num_states, MAXIMUM)
     for position in range(canvas_len):
-        few = tl.reshape(tl.gather(values, few_other, 0), (FEW_WIDTH, STATES))
-        if SOME > 0:
-            some = tl.reshape(tl.gather(values, some_other, 0), (SOME, SOME_WIDTH))
-        values = _combine(tl.reshape(few_weight, (FEW_WIDTH, STATES)), few, 0, MAXIMUM)
-        if SOME > 0:
-            rows = _combine(tl.reshape(some_weight, (SOME, SOME_WIDTH)), some, 1, MAXIMUM)
+        few = tl.reshape(tl.gather(values, few_other, 0), FEW)
+        if SOME[0] > 0:
+            some = tl.reshape(tl.gather(values, some_other, 0), SOME)
+        values = _combine(tl.reshape(few_weight, FEW), few, 0, MAXIMUM)
+        if SOME[0] > 0:
+            rows = _combine(tl.reshape(some_weight, SOME), some, 1, MAXIMUM)
         if position + 1 < canvas_len:  # the next weights are loaded early, to hide the latency
             weight += step * num_slots
         few_weight = tl.load(weight + few_at, mask=few_inside, other=ZERO)
-        if SOME > 0:
+        if SOME[0] > 0:
             some_weight = tl.load(weight + some_at, mask=some_inside, other=ZERO)
-            rows = tl.reshape(tl.gather(rows, joined_row, 0), (JOINED, JOIN_WIDTH))
+            rows = tl.reshape(tl.gather(rows, joined_row, 0), JOIN)
             if MAXIMUM:
                 joined = tl.max(rows.to(tl.float64, bitcast=True), 1).to(tl.int64, bitcast=True)
             else:
@@ -538,22 +525,22 @@ def _passes_kernel(
     num_some: tl.tensor,
     num_joined: tl.tensor,
     width: tl.tensor,
-    FEW_WIDTH: tl.constexpr,
-    SOME_WIDTH: tl.constexpr,
-    JOIN_WIDTH: tl.constexpr,
-    STATES: tl.constexpr,
+    FEW: tl.constexpr,
     SOME: tl.constexpr,
-    JOINED: tl.constexpr,
+    JOIN: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     kind = tl.num_programs(1) - 1 - tl.program_id(1)  # 2 forward, 1 backward, 0 best
     is_forward = kind == 2
     index = tl.where(is_forward, 1, 0)  # of the fan
-    few = few_ptr + index * FEW_WIDTH * num_states
-    some = some_ptr + index * num_some * SOME_WIDTH
-    join = join_ptr + index * num_joined * width
-    place = place_ptr + index * num_states
-    state = tl.arange(0, STATES)
+    tables = (
+        few_ptr + index * FEW[0] * num_states,
+        some_ptr + index * num_some * SOME[1],
+        join_ptr + index * num_joined * width,
+        place_ptr + index * num_states,
+    )
+    sizes = (canvas_len, num_slots, num_states, num_some, num_joined, width)
+    state = tl.arange(0, FEW[1])
     at_end = tl.load(end_ptr + row * num_states + state, mask=state < num_states, other=0) != 0
     begin = tl.where(is_forward, state == tl.load(start_ptr + row), at_end)
     step = tl.where(is_forward, 1, -1)
@@ -561,53 +548,9 @@ def _passes_kernel(
     weight = weight_ptr + (sequence * canvas_len + tl.where(is_forward, 0, canvas_len - 1)) * num_slots
     out = out_ptr + (sequence * (canvas_len + 1) + tl.where(is_forward, 0, canvas_len)) * num_states
     if kind == 0:
-        _run_pass(
-            begin,
-            weight,
-            out,
-            few,
-            some,
-            join,
-            place,
-            step,
-            canvas_len,
-            num_slots,
-            num_states,
-            num_some,
-            num_joined,
-            width,
-            True,
-            FEW_WIDTH,
-            SOME_WIDTH,
-            JOIN_WIDTH,
-            STATES,
-            SOME,
-            JOINED,
-        )
+        _run_pass(begin, weight, out, step, tables, sizes, True, FEW, SOME, JOIN)
     else:
-        _run_pass(
-            begin,
-            weight,
-            out,
-            few,
-            some,
-            join,
-            place,
-            step,
-            canvas_len,
-            num_slots,
-            num_states,
-            num_some,
-            num_joined,
-            width,
-            False,
-            FEW_WIDTH,
-            SOME_WIDTH,
-            JOIN_WIDTH,
-            STATES,
-            SOME,
-            JOINED,
-        )
+        _run_pass(begin, weight, out, step, tables, sizes, False, FEW, SOME, JOIN)
 
 
 @triton.jit
