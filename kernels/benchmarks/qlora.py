@@ -1,10 +1,11 @@
 """LoRA over a frozen quantised model of the published size (QLoRA): tokens per second and memory under a hard cap.
 
-python kernels/benchmarks/qlora.py                      int4 experts, rank 8, one row of 960 tokens, 24 GB
+python kernels/benchmarks/qlora.py                      int4 experts, float8 attention and dense MLP, 24 GB
 python kernels/benchmarks/qlora.py --weights fp8 --memory 40
 
-Weights are random, in the format itself. A row is a prompt and a canvas, and a step is that of `training.py`: a causal
-pass, two denoising passes and the backward pass, with recomputed activations, then AdamW of the adapters.
+Weights are random, in the format itself. By default the adapters have rank 8, and a step takes one row of 960 tokens, a
+prompt and a canvas. The step is that of `training.py`: a causal pass, two denoising passes and the backward pass, with
+recomputed activations, then AdamW of the adapters.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import time
 from pathlib import Path
 
 import torch
-from generate import DRAWN, GPU, draw_model, draw_tokens
+from generate import DRAWN, GPU, LINEARS, draw_model, draw_tokens
 from timing import describe_run, results_folder
 from training import fine_tuning_loss
 
@@ -36,13 +37,14 @@ def measure(model: dgemma.DiffusionGemma, options: argparse.Namespace) -> dict[s
         optimizer.zero_grad()
         final = loss.item()  # waits
         times.append(time.perf_counter() - began)
-        print(f"loss {final:.3f}, {1e3 * times[-1]:.0f} ms", flush=True)
+        peak = torch.cuda.max_memory_allocated() / 1e9
+        print(f"loss {final:.3f}, {1e3 * times[-1]:.0f} ms, peak {peak:.2f} GB", flush=True)
     seconds = statistics.median(times[options.warmup :])
     return {
         "adapter_parameters": sum(parameter.numel() for parameter in adapters),
         "seconds_per_step": seconds,
         "tokens_per_s": num_tokens / seconds,
-        "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
+        "peak_gb": peak,
         "reserved_gb": torch.cuda.max_memory_reserved() / 1e9,
         "loss": final,
     }
@@ -51,6 +53,9 @@ def measure(model: dgemma.DiffusionGemma, options: argparse.Namespace) -> dict[s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", choices=DRAWN, default="int4")
+    parser.add_argument(
+        "--float8", nargs="*", choices=tuple(LINEARS), default=list(LINEARS), help="what else is float8"
+    )
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--length", type=int, default=960, help="tokens of a row: prompt and canvas (%(default)s)")
@@ -64,10 +69,10 @@ def main() -> None:
     torch.manual_seed(0)
     total = torch.cuda.get_device_properties(GPU).total_memory
     torch.cuda.set_per_process_memory_fraction(options.memory * 1e9 / total)
-    found = measure(draw_model(options.weights), options)
+    found = measure(draw_model(options.weights, tuple(options.float8)), options)
     print(" ".join(f"{name} {value:,.2f}" for name, value in found.items()), flush=True)
-    row = {"run": describe_run(), "weights": options.weights, "rank": options.rank, "memory_cap_gb": options.memory}
-    row |= {"batch": options.batch_size, "length": options.length, **found}
+    row = {"run": describe_run(), "weights": options.weights, "float8": options.float8, "rank": options.rank}
+    row |= {"memory_cap_gb": options.memory, "batch": options.batch_size, "length": options.length, **found}
     output = options.output or results_folder() / "qlora.json"
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(row, indent=1) + "\n")
