@@ -4,12 +4,14 @@ import dataclasses
 import json
 import re
 
+import numpy as np
 import pytest
 import torch
 
 import dgemma
 from constrained_fuzz import CANVAS_LEN, RandomModel, run_case
 from dgemma.constraints import languages
+from dgemma.constraints.token_automaton import ByteAutomaton
 
 pytest.importorskip("outlines_core")
 pytest.importorskip("lark")
@@ -176,6 +178,77 @@ def test_the_size_of_an_automaton_is_limited(monkeypatch):
     monkeypatch.setattr(languages, "_MOST_STATES", 5)
     with pytest.raises(ValueError, match="at most 5 states and 4000000 transitions over tokens, got 9 and 8"):
         dgemma.Regex("a{8}", TOKENIZER).automaton  # noqa: B018
+    monkeypatch.setattr(languages, "_MOST_BYTE_STATES", 9)
+    with pytest.raises(ValueError, match="at most 9 states over bytes, got 13"):
+        dgemma.Regex("a{11}", TOKENIZER).automaton  # noqa: B018
+
+
+@pytest.mark.parametrize("pattern", ["x[^y]{0,400}y", "x.{0,400}x", r"\n\s{0,400}\n", r"0\D{0,400}0", '"[^"]{0,400}"'])
+def test_long_repetitions_are_built_at_once_even_if_the_text_could_begin_inside_them(pattern):
+    automaton = languages.read_pattern(pattern, "Regex")
+    first, last = pattern[0].replace("\\", "\n"), pattern[-1].replace("n", "\n")
+    for length, fits in ((0, True), (400, True), (401, False)):
+        state = 0
+        for byte in f"{first}{' ' * length}{last}".encode():
+            state = automaton.next_state[state, byte] if state >= 0 else state
+        assert bool(state >= 0 and automaton.is_final[state]) is fits
+
+
+@pytest.mark.parametrize("pattern", ["^a", "a$|b", r"\Aa", r"(?:a|b\z)"])
+def test_anchors_are_refused(pattern):
+    with pytest.raises(ValueError, match="must have no anchors"):
+        languages.read_pattern(pattern, "Regex")
+    for fine in (r"\^", "[$]", "[^a]", r"\\A", "[]^]"):
+        languages.read_pattern(fine, "Regex")
+
+
+def accepted(automaton, length):
+    """For each state, the set of texts over the first two letters of the alphabet that lead to a final state."""
+    table, is_final = automaton
+    found = [{()} if final else set() for final in is_final]
+    for _ in range(length):
+        found = [
+            ({()} if final else set())
+            | {(byte, *text) for byte in (0, 1) if row[byte] >= 0 for text in found[row[byte]]}
+            for row, final in zip(table, is_final, strict=True)
+        ]
+    return [frozenset(texts) for texts in found]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_minimising_merges_exactly_the_states_that_accept_the_same_texts(seed):
+    generator = np.random.default_rng(seed)
+    num_states = int(generator.integers(1, 8))
+    columns = generator.integers(-1, num_states, (num_states, 2))
+    table = np.concatenate((columns, np.repeat(columns[:, :1], 254, axis=1)), axis=1).astype(np.int32)
+    automaton = ByteAutomaton(table, generator.random(num_states) < 0.4)
+    # Two states that differ do so on a text that is shorter than the number of states.
+    before = accepted(automaton, num_states)
+    table[np.isin(table, [at for at, texts in enumerate(before) if not texts])] = -1  # no accepted text continues there
+    after = accepted(automaton.minimised(), num_states)
+    assert len(after) == len(set(after)) == len(set(before))
+    assert after[0] == before[0]
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"type": "string", "pattern": 5}, "must be a JSON schema, got .*'int' object has no attribute"),
+        ({"enum": 5}, "must be a JSON schema"),
+        ({"type": "integer", "minimum": float("inf")}, "must be a JSON schema"),
+        (
+            {
+                "$defs": {"a": {"type": "object", "properties": {f"p{at}": {"$ref": "#/$defs/a"} for at in range(60)}}},
+                "$ref": "#/$defs/a",
+            },
+            "must expand to at most 10000000 characters of patterns",
+        ),
+    ],
+    ids=["pattern", "enum", "bound", "references"],
+)
+def test_malformed_and_exploding_schemas_are_refused(schema, message):
+    with pytest.raises(ValueError, match=message):
+        dgemma.JsonSchema(schema, TOKENIZER)
 
 
 @pytest.mark.slow

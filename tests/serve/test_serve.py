@@ -15,6 +15,7 @@ pytest.importorskip("prometheus_client")
 from starlette.testclient import TestClient
 
 import dgemma
+from dgemma.serve import trial
 from dgemma.serve.app import create_app
 from dgemma.serve.engine import Engine, Written
 from dgemma.serve.errors import ApiError
@@ -164,7 +165,7 @@ def test_bodies_that_are_no_json_too_long_or_of_another_type_are_refused(client)
     assert client.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"}).status_code == 415
 
 
-def test_a_json_schema_and_required_tools_constrain_the_answer(client):
+def test_a_json_schema_and_required_tools_constrain_the_answer(client, monkeypatch):
     pytest.importorskip("outlines_core")
     schema = {"type": "object", "properties": {"sure": {"type": "boolean"}}, "required": ["sure"]}
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
@@ -175,6 +176,10 @@ def test_a_json_schema_and_required_tools_constrain_the_answer(client):
     assert refused.status_code == 400
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
     assert chat(client, tools=[tool], tool_choice={"type": "function", "function": {"name": "x"}}).status_code == 400
+    monkeypatch.setattr(trial, "_SECONDS", 1.0)
+    schema = {"type": "string", "pattern": "^.*a.{30}$"}  # 2**30 states
+    refused = chat(client, response_format={"type": "json_schema", "json_schema": {"schema": schema}})
+    assert (refused.status_code, "too many states" in refused.json()["error"]["message"]) == (400, True)
     assert "no tools" in chat(client, tools=[tool]).json()["error"]["message"]  # of the toy's chat template
 
 
@@ -230,6 +235,15 @@ def test_a_question_that_does_not_fit_is_named(client):
         answer.json()["error"]["message"]
         == "questions.mood options must fit into a canvas of 16 tokens, got one of 17."
     )
+
+    state = client.post("/v1/systemone", json={**body, "state": "a" * 400}).json()["error"]
+    assert (state["code"], state["message"][:48]) == (
+        "context_length_exceeded",
+        "questions.sure must have at most 304 tokens with",
+    )
+    surrogate = rb'{"model": "toy", "state": "\ud800", "questions": {"\ud800": {"type": "noul", "instructions": ""}}}'
+    headers = {"content-type": "application/json"}
+    assert list(client.post("/v1/systemone", content=surrogate, headers=headers).json()["answers"]) == ["\ud800"]
 
 
 @pytest.mark.parametrize("package", ["fastapi", "uvicorn", "prometheus_client"])
@@ -382,6 +396,7 @@ def test_holes_are_filled_with_the_tokens_of_infill(client, model):
         ({"tokens": [5, 999]}, "ids below 384"),
         ({"tokens": [5] * 321}, "tokens must have at most 320 ids, got 321"),
         ({"model": "other"}, "does not exist"),
+        ({"seed": 2**63}, "seed: "),
     ],
 )
 def test_bad_holes_get_one_sentence(client, fields, message):

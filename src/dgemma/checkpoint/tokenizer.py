@@ -320,6 +320,7 @@ class PretrainedTokenizer(Tokenizer):
 
     def encode(self, text: str, *, bos: bool = True) -> list[int]:
         _require_text(text, bos)
+        text = text.encode(errors="replace").decode()  # a lone surrogate has no UTF-8 form and becomes "?"
         ids: list[int] = self._pieces.encode(text, add_special_tokens=False).ids
         return [self.bos_token_id, *ids] if bos else ids
 

@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from contextlib import suppress
 from typing import Any
 
 from dgemma.checkpoint.tokenizer import Tokenizer
@@ -54,7 +55,7 @@ def add_commands(commands: Any) -> None:
 
 def _serve(arguments: argparse.Namespace) -> None:
     from dgemma.serve.app import create_app
-    from dgemma.serve.gate import Limits, PatientProtocol
+    from dgemma.serve.gate import Limits, PatientProtocol, QuickServer
 
     replay = None if arguments.replay is None else read_text(arguments.replay)
     tokenizer = Tokenizer.from_pretrained(arguments.model)
@@ -79,7 +80,7 @@ def _serve(arguments: argparse.Namespace) -> None:
     print(f"Serving {arguments.model} at {address}", file=sys.stderr)
     import uvicorn  # not earlier: without the extra, dgemma.serve says how to install it
 
-    uvicorn.run(
+    config = uvicorn.Config(
         app,
         host=arguments.host,
         port=arguments.port,
@@ -88,3 +89,5 @@ def _serve(arguments: argparse.Namespace) -> None:
         server_header=False,
         timeout_keep_alive=75,  # longer than clients keep unused connections, so that they close them first
     )
+    with suppress(KeyboardInterrupt):  # uvicorn raises it again after it has stopped
+        QuickServer(config).run()

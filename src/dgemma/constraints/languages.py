@@ -30,6 +30,8 @@ from dgemma.constraints.token_text import marker_id, token_texts
 
 _MOST_STATES = 20_000
 _MOST_LINKS = 4_000_000
+_PATTERN_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)  # escapes, sets and single characters
+_MOST_BYTE_STATES = 100_000  # before equivalent states are merged
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,11 +181,17 @@ def read_pattern(pattern: str, owner: str) -> ByteAutomaton:
         ) from None
     if not isinstance(pattern, str):
         raise ValueError(f"{owner}.pattern must be a text, got {show(pattern)}.")
+    if {"^", "$", r"\A", r"\z"} & set(_PATTERN_PARTS.findall(pattern)):
+        raise ValueError(
+            f"{owner}.pattern must have no anchors such as ^ and $, got {show(pattern)}. A pattern always covers the "
+            "whole text."
+        )
     vocabulary = outlines_core.Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)})
+    opening = opening_of(pattern)
     try:
         # outlines-core drops transitions from a state that matches before the text ends, such as "," in `a(,a)*`. With
         # a last byte that no text has, nothing matches before the end.
-        index = outlines_core.Index(f"(?:{pattern})\\x00", vocabulary)
+        index = outlines_core.Index(f"{opening}(?:{pattern})\\x00", vocabulary)
     except Exception as error:  # outlines-core raises several types
         reason = " ".join(str(error).split())
         if "no transitions" in reason:
@@ -192,8 +200,15 @@ def read_pattern(pattern: str, owner: str) -> ByteAutomaton:
             f"{owner}.pattern must be a regular expression that outlines-core can build, got {show(pattern)}: {reason}."
         ) from None
     transitions, start, finals = index.get_transitions(), index.get_initial_state(), index.get_final_states()
+    for code in opening.split("\\x")[1:]:
+        start = transitions.pop(start)[int(code, 16)]
     reached = {target for moves in transitions.values() for target in moves.values()}
     states = [start, *sorted({*transitions, *finals, *reached} - {start})]
+    if len(states) > _MOST_BYTE_STATES:
+        raise ValueError(
+            f"{owner} must have at most {_MOST_BYTE_STATES} states over bytes, got {len(states)}. Shorten repetitions "
+            "such as {0,1000}, or a schema's maxLength and maxItems."
+        )
     number = {state: at for at, state in enumerate(states)}
     table = np.full((len(states), 256), NO_STATE, np.int32)
     for state, moves in transitions.items():
@@ -204,6 +219,19 @@ def read_pattern(pattern: str, owner: str) -> ByteAutomaton:
     is_final = (table[:, 0] != NO_STATE) & ends[table[:, 0]]
     table[:, 0] = NO_STATE
     return ByteAutomaton(table, is_final).minimised()
+
+
+def opening_of(pattern: str) -> str:
+    """Return fixed characters, as a pattern, that outlines-core gets before a pattern.
+
+    outlines-core also builds an automaton that may start anywhere in a text. For "x[^y]{0,30}y", where x also fits into
+    the brackets, it has billions of states. With an opening, it can start only after this sequence. Sets of characters
+    rarely contain all of it: it has every ASCII character of the pattern, so also those that a negated set excludes.
+
+    Example: `opening_of("[^b]")` begins with a zero byte.
+    """
+    named = sorted({char for char in pattern if char.isascii()} - {"\0", "\n"})
+    return "".join(f"\\x{ord(char):02x}" for char in ["\0", "\n", *named, " ", "0", "a"])
 
 
 def _read_schema(schema: Any) -> Any:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dgemma.checks import show
+
 Schema = Any  # a dictionary, True or False
 
 _NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"})
@@ -23,6 +25,7 @@ _KEYWORDS = {
     "boolean": frozenset(),
     "null": frozenset(),
 }
+_MOST_CHARS = 10_000_000  # of the patterns of all parts of a schema
 _COMBINERS = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 _DAY = "(?:0[1-9]|1[0-9]|2[0-8])"
 _DATE = rf"[0-9]{{4}}-(?:(?:0[1-9]|1[0-2])-{_DAY}|(?:0[13-9]|1[0-2])-(?:29|30)|(?:0[13578]|1[02])-31)"
@@ -65,19 +68,37 @@ def schema_pattern(schema: Schema, notation: Notation) -> str:
 
     Example: `schema_pattern({"type": "boolean"}, Notation())` is "(?:true|false)".
     """
-    pattern = _Compiler(schema, notation).value(schema, "#", ())
+    try:
+        pattern = _Compiler(schema, notation).value(schema, "#", ())
+    except (TypeError, AttributeError, ArithmeticError, LookupError, RecursionError) as error:
+        raise ValueError(f"JsonSchema.schema must be a JSON schema, got {show(schema)}: {error}.") from None
     if pattern is None:
         raise ValueError("JsonSchema.schema must have a valid value, got a schema that no value fits.")
     return pattern
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Compiler:
     root: Schema
     notation: Notation
+    num_chars: int = 0  # of the patterns so far
 
     def value(self, schema: Schema, where: str, refs: tuple[str, ...]) -> str | None:
         """A pattern for the values of a schema; None if there are none. `refs` are the references being expanded."""
+        pattern = self._value(schema, where, refs)
+        self._count(100 + len(pattern or ""))
+        return pattern
+
+    def _count(self, num_chars: int) -> None:
+        """Refuse a schema whose references or optional properties multiply."""
+        self.num_chars += num_chars
+        if self.num_chars > _MOST_CHARS:
+            raise ValueError(
+                f"JsonSchema.schema must expand to at most {_MOST_CHARS} characters of patterns. Use fewer references "
+                "and optional properties, or a smaller depth."
+            )
+
+    def _value(self, schema: Schema, where: str, refs: tuple[str, ...]) -> str | None:
         if schema is True or schema == {}:
             return self._anything()
         if schema is False:
@@ -283,6 +304,8 @@ class _Compiler:
                 pieces.append((f"{self.notation.key(name)}:{space}(?:{value})", name in required))
             elif name in required:
                 return None
+        if not any(is_required for _, is_required in pieces):
+            self._count(sum(len(piece) * (at + 1) for at, (piece, _) in enumerate(pieces)))  # see `_in_order`
         return rf"\{{{space}{_in_order(pieces, comma)}{space}\}}"
 
     def _map(self, values: Schema, where: str, refs: tuple[str, ...]) -> str | None:

@@ -26,24 +26,63 @@ class ByteAutomaton(NamedTuple):
     is_final: np.ndarray  # (S,) bool
 
     def minimised(self) -> Self:
-        """Merge the states that accept the same texts (Moore's algorithm, with random hashes for the comparison)."""
-        randoms = np.random.default_rng(0).integers(1, 2**63, 257, dtype=np.uint64) | np.uint64(1)
-        label, num_labels = self.is_final.astype(np.int64), 0
-        while True:
-            seen = np.append(label + 1, 0)[self.next_state].astype(np.uint64)  # 0 for NO_STATE
-            seen = seen * np.uint64(0x9E3779B97F4A7C15)
-            seen ^= seen >> np.uint64(29)
-            signature = (seen * randoms[:256]).sum(1) + (label + 1).astype(np.uint64) * randoms[256]
-            label = np.unique(signature, return_inverse=True)[1]
-            if label.max() + 1 == num_labels:
-                break
-            num_labels = label.max() + 1
+        """Merge the states that accept the same texts."""
+        label = _equivalent(self.next_state, self.is_final)
         member = np.unique(label, return_index=True)[1]
         order = np.argsort(np.where(label[member] == label[0], -1, member))  # the start first
         rank = np.empty_like(order)
         rank[order] = np.arange(len(order))
         table = np.append(rank[label], NO_STATE).astype(np.int32)[self.next_state[member[order]]]
         return type(self)(table, self.is_final[member[order]])
+
+
+def _equivalent(next_state: np.ndarray, is_final: np.ndarray) -> np.ndarray:
+    """Return a label (S,) per state; states that accept the same texts have the same label.
+
+    Blocks of states are split until the states of a block agree on the blocks of their successors, by a random hash.
+    Only predecessors of the states that left their block are compared again.
+    """
+    distinct = dict.fromkeys(column.tobytes() for column in next_state.T)  # bytes such as "a" to "z" often agree
+    columns = np.stack([np.frombuffer(column, next_state.dtype) for column in distinct])  # (K, S)
+    randoms = np.random.default_rng(0).integers(1, 2**63, len(columns), dtype=np.uint64) | np.uint64(1)
+    num_states = len(is_final)
+    sources = np.broadcast_to(np.arange(num_states), columns.shape)[columns != NO_STATE]
+    arcs = np.unique(columns[columns != NO_STATE].astype(np.int64) * num_states + sources)  # by target
+    first_arc = np.searchsorted(arcs, np.arange(num_states + 1) * num_states)
+    label, num_labels = is_final.astype(np.int64), 2
+    size = np.bincount(label, minlength=num_states + 2)  # of each block
+    block_hash = np.zeros(num_states + 2, np.uint64)
+    suspects = np.arange(num_states)
+    while len(suspects):
+        found = np.zeros(len(suspects), np.uint64)
+        for column, random in zip(columns, randoms, strict=True):
+            after = column[suspects]
+            mixed = np.where(after == NO_STATE, 0, label[after] + 1).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+            found += (mixed ^ (mixed >> np.uint64(29))) * random
+        order = np.lexsort((found, label[suspects]))
+        suspects, found, block = suspects[order], found[order], label[suspects[order]]
+        is_first = np.append(True, (block[1:] != block[:-1]) | (found[1:] != found[:-1]))
+        part = np.cumsum(is_first) - 1  # suspects of one block with one hash
+        part_block, part_hash, part_size = block[is_first], found[is_first], np.bincount(part)
+        has_rest = np.bincount(block, minlength=len(size))[part_block] < size[part_block]
+        stays = has_rest & (part_hash == block_hash[part_block])
+        # If all states of a block are suspects, its largest part stays.
+        by_size = np.lexsort((-part_size, part_block))
+        largest = by_size[np.unique(part_block[by_size], return_index=True)[1]]
+        largest = largest[~has_rest[largest]]
+        stays[largest] = True
+        block_hash[part_block[largest]] = part_hash[largest]
+        new = num_labels + np.arange((~stays).sum())
+        num_labels += len(new)
+        np.subtract.at(size, part_block[~stays], part_size[~stays])
+        size[new], block_hash[new] = part_size[~stays], part_hash[~stays]
+        part_block[~stays] = new
+        label[suspects] = part_block[part]
+        moved = suspects[~stays[part]]
+        counts = first_arc[moved + 1] - first_arc[moved]
+        at = np.repeat(first_arc[moved] - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
+        suspects = np.unique(arcs[at] % num_states)
+    return np.unique(label, return_inverse=True)[1]
 
 
 class TokenAutomaton(NamedTuple):

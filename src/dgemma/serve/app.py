@@ -2,6 +2,7 @@
 
 import contextlib
 import html
+import json
 from collections.abc import AsyncIterator
 from functools import lru_cache
 from importlib import resources
@@ -55,6 +56,7 @@ def create_app(
 
     # The interactive documentation of FastAPI loads scripts from other hosts.
     app = FastAPI(title="dgemma", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.engine = engine
 
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
@@ -86,8 +88,9 @@ def create_app(
         return await service.infill(body)
 
     @app.post("/v1/systemone")
-    async def systemone(body: DecisionRequest, request: Request) -> dict[str, Any]:
-        return await service.decide(body, request)
+    async def systemone(body: DecisionRequest, request: Request) -> Response:
+        # Names of questions come back in ASCII, because a client can send half a surrogate pair.
+        return Response(json.dumps(await service.decide(body, request)), media_type="application/json")
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -14,7 +14,7 @@ from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.run.step import Denoiser
 from dgemma.serve.errors import ApiError
 from dgemma.serve.protocol import Question
-from dgemma.tasks.slots import Slot, Template, decide_many
+from dgemma.tasks.slots import FilledTemplate, Slot, Template, decide_many
 
 _MOST_OPTIONS = 64
 
@@ -30,14 +30,29 @@ class TypedAnswer(NamedTuple):
 def answer_questions(
     model: Denoiser, tokenizer: Tokenizer, state: Any, questions: Mapping[str, Question]
 ) -> Iterator[TypedAnswer]:
-    """Answer questions about `state`, which is a text or a JSON value. A few questions are read together.
+    """Check questions about `state`, which is a text or a JSON value; yield their answers. A few are read together.
 
     Example: `answer_questions(model, tokenizer, "It rains.", {"wet": Question(type="noul", instructions="Wet?")})`.
     """
     options = {name: _options(name, question) for name, question in questions.items()}
-    prompts = {name: _prompt(tokenizer, state, question, options[name]) for name, question in questions.items()}
+    prompts: dict[str, list[int]] = {}
+    limit = model.config.max_position_embeddings - model.config.canvas_length
+    for name, question in questions.items():
+        prompts[name] = _prompt(tokenizer, state, question, options[name])
+        if len(prompts[name]) > limit:
+            message = f"questions.{name} must have at most {limit} tokens with the state, got {len(prompts[name])}."
+            raise ApiError(400, message, param="questions", code="context_length_exceeded")
     templates: list[Template] = [[prompts[name], Slot([*allowed])] for name, allowed in options.items()]
     decided = decide_many(model, templates, tokenizer=tokenizer, progress=False)
+    return _read_answers(decided, questions, options, prompts)
+
+
+def _read_answers(
+    decided: Iterator[FilledTemplate],
+    questions: Mapping[str, Question],
+    options: Mapping[str, dict[str, Any]],
+    prompts: Mapping[str, list[int]],
+) -> Iterator[TypedAnswer]:
     try:
         for name, filled in zip(questions, decided, strict=True):
             law = filled.answers[0].probabilities.tolist()

@@ -8,6 +8,8 @@ from dgemma.serve.errors import ApiError
 
 _ALTERNATIVES = ("body", "str", "int", "ToolChoice")
 
+Seed = Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)]
+
 
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
@@ -95,7 +97,7 @@ class TextRequest(_Body):
     max_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2, strict=True)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1, strict=True)] | None = None
-    seed: Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)] | None = None
+    seed: Seed | None = None
     stop: str | Annotated[list[str], Field(max_length=16)] | None = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
@@ -166,7 +168,7 @@ class InfillRequest(_Body):
     model: str | None = None
     tokens: Annotated[list[StrictInt], Field(min_length=2)]
     holes: Annotated[list[tuple[StrictInt, StrictInt]], Field(min_length=1)]
-    seed: StrictInt = 0
+    seed: Seed = 0
 
 
 def describe_mistake(errors: list[Any]) -> ApiError:

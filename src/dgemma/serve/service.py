@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from fastapi import Request
@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
 from dgemma.checkpoint.tokenizer import Tokenizer
-from dgemma.constraints.languages import JsonSchema, ToolCalls
+from dgemma.constraints.languages import JsonSchema, Regex, ToolCalls
 from dgemma.run.defaults import default_sampler
 from dgemma.run.plan import Plan, read_plan
 from dgemma.run.step import Denoiser
@@ -33,8 +33,11 @@ from dgemma.serve.protocol import (
     ToolChoice,
 )
 from dgemma.serve.text import GrowingText
+from dgemma.serve.trial import try_pattern
 from dgemma.tasks.infill import infill
 from dgemma.view.pieces import Pieces
+
+Language = TypeVar("Language", bound=Regex)
 
 _COLDEST = 1e-3  # the temperature that replaces 0 for samplers that always draw
 
@@ -104,7 +107,7 @@ class Service:
         """Answer typed questions, a few at a time between the steps of other requests."""
         self.check_model(body.model)
         end, answers, num_tokens = time.monotonic() + self.limits.seconds, {}, 0
-        found = answer_questions(self.model, self.tokenizer, body.state, body.questions)
+        found = await run_in_threadpool(answer_questions, self.model, self.tokenizer, body.state, body.questions)
         for _ in body.questions:
             if await request.is_disconnected() or time.monotonic() > end:
                 raise ApiError(504, "The request took longer than the server allows.", code="timeout")
@@ -201,13 +204,18 @@ class Service:
 @lru_cache(maxsize=32)
 def _json_schema(schema: str, tokenizer: Tokenizer) -> JsonSchema:
     """Return the constraint of a schema. Building it takes up to seconds, so the last ones are kept."""
-    return JsonSchema(json.loads(schema), tokenizer)
+    return _tried(JsonSchema(json.loads(schema), tokenizer))
 
 
 @lru_cache(maxsize=32)
 def _tool_calls(tools: str, tokenizer: Tokenizer) -> ToolCalls:
     """Return the constraint of required tools, kept like that of a schema."""
-    return ToolCalls(json.loads(tools), tokenizer)
+    return _tried(ToolCalls(json.loads(tools), tokenizer))
+
+
+def _tried(constraint: Language) -> Language:
+    try_pattern(constraint.pattern)
+    return constraint
 
 
 class Answer:
