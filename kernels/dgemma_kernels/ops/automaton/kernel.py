@@ -364,7 +364,7 @@ def _arc_weights_kernel(
 def _split(number: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     """Split a packed number m · 2^k, m in [1, 2), into k int32 and m float32. 0 has k = _LEAST.
 
-    The passes sum packed numbers, because logarithms of floats overflow and those of sums take more instructions.
+    The sums over a whole canvas exceed the range of a float32, and a sum of logarithms takes more instructions.
     """
     return (number >> 32).to(tl.int32), number.to(tl.int32).to(tl.float32, bitcast=True)
 
