@@ -85,7 +85,7 @@ def describe(automaton: Automaton) -> dict[str, int]:
         "classes": automaton.num_classes,
         "arcs": len(automaton.arc_source),
         "links": len(automaton.link_arc),
-        "most_arcs": int(automaton.first_arc.diff().max()),
+        "most_arcs": int(automaton.arcs_out.first.diff().max()),
         "wide_classes": len(automaton.wide_classes),
         "bytes": sum(t.nbytes for t in torch.utils._pytree.tree_leaves(automaton)),
     }

@@ -24,7 +24,7 @@ from dgemma.diffusion.prediction import Prediction
 COST = 1e6
 _PREFERENCE = 1e3  # the cost of contradicting a draft's token at a position that is still open
 WIDE = 256
-_FEW, _SOME = 8, 8  # arcs in a column or row of a `Fan`
+_ROW = 8  # arcs in a column or row of a `Fan`
 _SLICE_ELEMENTS = 1 << 24  # float64 temporaries stay under 128 MiB
 
 
@@ -49,16 +49,15 @@ class Fan(NamedTuple):
         order = ends.argsort(stable=True)
         state = ends.gather(1, order)
         rank = torch.arange(num_arcs, device=ends.device) - (counts.cumsum(1) - counts).gather(1, state)
-        is_few = counts <= _FEW
-        num_rows = torch.where(is_few, 0, counts + _SOME - 1) // _SOME  # (2, Q)
+        is_few = counts <= _ROW
+        num_rows = torch.where(is_few, 0, counts + _ROW - 1) // _ROW  # (2, Q)
         first_row = num_rows.cumsum(1) - num_rows
         last_row = int(num_rows.sum(1).max())
 
-        num_few, num_slots = _FEW * num_states, _FEW * num_states + _SOME * (last_row + 1)
-        few_slot = rank * num_states + state
-        some_slot = num_few + first_row.gather(1, state) * _SOME + rank
-        slot = torch.where(is_few.gather(1, state), few_slot, some_slot)
-        arc = ends.new_full((2, num_slots), num_arcs).scatter(1, slot, order)
+        num_few = _ROW * num_states
+        some_slot = num_few + first_row.gather(1, state) * _ROW + rank
+        slot = torch.where(is_few.gather(1, state), rank * num_states + state, some_slot)
+        arc = ends.new_full((2, num_few + _ROW * (last_row + 1)), num_arcs).scatter(1, slot, order)
         other = F.pad(ends.flip(0), (0, 1)).gather(1, arc)
 
         joined = is_few.int().argsort(dim=1, stable=True)[:, : int((~is_few).sum(1).max())]  # (2, m)
@@ -66,7 +65,7 @@ class Fan(NamedTuple):
         rows = first_row.gather(1, joined)[..., None] + index
         join = torch.where(index < num_rows.gather(1, joined)[..., None], rows, last_row)
         place = torch.where(is_few, torch.arange(num_states, device=ends.device), num_states - 1 + (~is_few).cumsum(1))
-        few, some = other[:, :num_few].unflatten(1, (_FEW, -1)), other[:, num_few:].unflatten(1, (-1, _SOME))
+        few, some = other[:, :num_few].unflatten(1, (_ROW, -1)), other[:, num_few:].unflatten(1, (-1, _ROW))
         return cls(few.contiguous(), some.contiguous(), join, place, arc)
 
 
@@ -96,7 +95,6 @@ class Automaton(NamedTuple):
     next_state: Tensor  # (Q, K) int64, -1 where no accepted text continues
     arc_source: Tensor  # (E,) int64
     arc_target: Tensor  # (E,) int64
-    first_arc: Tensor  # (Q + 1,) int64: the arcs of state q are first_arc[q] .. first_arc[q + 1]
     link_class: Tensor  # (L,) int64
     link_arc: Tensor  # (L,) int64
     ends_text: Tensor  # (E,) bool: arcs of a stop token
@@ -117,7 +115,6 @@ class Automaton(NamedTuple):
         key, order = (source * len(next_state) + next_state[source, link_class]).sort(stable=True)
         arcs, link_arc = key.unique_consecutive(return_inverse=True)
         arc_source, arc_target = arcs // len(next_state), arcs % len(next_state)
-        first_arc = torch.searchsorted(arc_source, torch.arange(len(next_state) + 1, device=arcs.device))
         num_states, num_classes = next_state.shape
         class_tokens = Groups.build(token_class.long(), num_classes)
         ends_text = is_end[arc_target] & ~is_end[arc_source]
@@ -127,7 +124,6 @@ class Automaton(NamedTuple):
             next_state=next_state,
             arc_source=arc_source,
             arc_target=arc_target,
-            first_arc=first_arc,
             link_class=link_class[order],
             link_arc=link_arc,
             ends_text=ends_text,
@@ -472,21 +468,21 @@ def sample_path(language: Language, weights: Tensor, backward: Tensor, u: Tensor
 
     P(arc | state) is proportional to exp(weight + backward of its target).
     """
-    automaton = language.automaton
+    automaton, first_arc = language.automaton, language.automaton.arcs_out.first.long()
     through = weights + backward[:, 1:, automaton.arc_target]
     top = _finite(max_by(through, automaton.arc_source, automaton.num_states))
     width = (through - top[..., automaton.arc_source]).exp()
     # Arcs are sorted by source. The cumulative sums of one state are differences of those of all arcs.
     ends = F.pad(width.cumsum(-1), (1, 0))  # (B, C, E + 1)
-    first = ends[..., automaton.first_arc[:-1]]
-    total = ends[..., automaton.first_arc[1:]] - first
+    first = ends[..., first_arc[:-1]]
+    total = ends[..., first_arc[1:]] - first
     target = (first + u[..., None].double() * total)[..., automaton.arc_source]
     is_below = (ends[..., 1:] <= target).double()
     num_below = torch.zeros_like(first).index_add_(-1, automaton.arc_source, is_below).long()
     # If rounding leaves no arc above the target, the last one with a positive width is taken.
     arcs = torch.arange(len(automaton.arc_source), device=u.device)
     last = max_by(torch.where(width > 0, arcs.double(), -1.0), automaton.arc_source, automaton.num_states)
-    chosen = torch.minimum(automaton.first_arc[:-1] + num_below, last.clamp(min=0).long())
+    chosen = torch.minimum(first_arc[:-1] + num_below, last.clamp(min=0).long())
     path, taken = follow(language, chosen)
     cell = width.gather(-1, taken[..., None])[..., 0]
     before = ends.gather(-1, taken[..., None])[..., 0]
