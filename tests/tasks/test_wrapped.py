@@ -263,6 +263,11 @@ def test_models_that_do_not_fit_are_refused_in_a_sentence(bert):
     assert dgemma.wrap(Deaf(), canvas_len=8, mask_token_id=MASK, attention_mask="none").config.vocab_size == VOCAB
 
 
+def test_ids_outside_the_vocabulary_are_refused(bert):
+    with pytest.raises(ValueError, match=r"Wrapped.encode tokens must hold ids in \[0, 40\)"):
+        dgemma.generate(bert, torch.tensor([[2, 40]]), steps=2)
+
+
 def test_what_needs_a_diffusion_gemma_says_so(bert, tmp_path):
     tokens = torch.tensor([[2, 7, 30]])
     with pytest.raises(TypeError, match="generate_causal model must have a causal mode, got Wrapped"):

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dgemma.checks import as_int, require
+from dgemma.checks import as_int, in_range, require
 from dgemma.diffusion.prediction import Prediction
 from dgemma.model.config import DenoiserConfig, GenerationDefaults
 from dgemma.run.step import Denoiser
@@ -189,6 +189,8 @@ class Wrapped(Denoiser[TokenCache]):
 
         Example: `cache = wrapped.encode(prompt_tokens)`.
         """
+        fits, vocab_size = in_range(tokens, self.config.vocab_size), self.config.vocab_size
+        require(fits, "Wrapped.encode tokens", f"hold ids in [0, {vocab_size})", tokens, "Use the model's tokenizer.")
         cache = TokenCache.empty(len(tokens), tokens.device) if cache is None else cache
         cache.append(tokens.long(), attention_mask)
         return cache
