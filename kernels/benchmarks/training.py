@@ -3,12 +3,17 @@
 python kernels/benchmarks/training.py                                  on a GPU the 1B preset, elsewhere a toy
 python kernels/benchmarks/training.py --batch-size 4 --output out.json
 python kernels/benchmarks/training.py --profile --rounds 2             dgemma alone, and how busy the GPU is
+python kernels/benchmarks/training.py --lora --preset diffusiongemma_26b_a4b     adapters of rank 8, next to PEFT's
 
 Both loops train the same architecture on rows of a prompt and a canvas. A step reads the row causally, draws noise,
 denoises the canvas twice (first without gradients, for self-conditioning) and takes the cross-entropy of the canvas and
 of every next token. Before anything is timed, the losses of both loops are compared on a tiny model with equal weights.
 The timed weights are bfloat16 on a GPU, float32 elsewhere. dgemma's layers are compiled on a GPU, as
 `TrainConfig.compile` does.
+
+With --lora, dgemma trains adapters on all its targets and recomputes activations. PEFT's adapters are on attention and
+the dense MLP only. Its loop stores activations, because transformers cannot recompute those of its encoder, so that it
+gets fewer rows.
 """
 
 import argparse
@@ -28,9 +33,11 @@ from torch import Tensor, nn
 from transformers import DiffusionGemmaForBlockDiffusion
 
 import dgemma
-from dgemma.train import Objective, TrainBatch
+from dgemma.train import LoRA, Objective, TrainBatch, TrainConfig, add_lora, train
+from dgemma.train.log import TrainStep
 
 ON_GPU = torch.cuda.is_available()
+RANK = 8  # of adapters
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float32)
 
 
@@ -88,15 +95,110 @@ def profile(step: Callable[[], Tensor], milliseconds: float, num_steps: int = 3)
         for _ in range(num_steps):
             step()
         torch.cuda.synchronize()
+    print_kernels(watched, milliseconds, num_steps)
+
+
+def print_kernels(watched: torch.profiler.profile, milliseconds: float, num_steps: int) -> None:
+    """Print the GPU time of a profiled step by kernel."""
     kernels = [event for event in watched.key_averages() if event.self_device_time_total > 0]
     kernels.sort(key=lambda kernel: -kernel.self_device_time_total)
     busy = sum(kernel.self_device_time_total for kernel in kernels) / num_steps / 1e3
     launches = sum(kernel.count for kernel in kernels) / num_steps
     share = busy / milliseconds
     print(f"\nthe GPU computes {busy:.1f} of {milliseconds:.1f} ms per step ({share:.0%}), {launches:.0f} kernels:")
-    for kernel in kernels[:15]:
+    for kernel in kernels[:25]:
         each = kernel.self_device_time_total / num_steps / 1e3
         print(f"{each:8.2f} ms {kernel.count / num_steps:7.0f} × {kernel.key[:90]}")
+
+
+def compare_adapters(config: dgemma.ModelConfig, options: argparse.Namespace) -> None:
+    """Train adapters with `train`, then with transformers and PEFT; print a row for each."""
+    length = options.prompt_len + config.canvas_length
+    results: list[dict[str, Any]] = []
+    print("| loop | rows | adapters, M | tokens/s | ms per step | first step, s | peak GiB | loss |")
+    print("|---|---|---|---|---|---|---|---|")
+
+    def report(loop: str, rows: int, adapters: list[nn.Parameter], found: dict[str, Any]) -> None:
+        size, speed = sum(weight.numel() for weight in adapters), rows * length / found["milliseconds"] * 1e3
+        results.append({"loop": loop, "rows": rows, "adapter_weights": size, "tokens_per_second": speed, **found})
+        print(f"| {loop} | {rows} | {size / 1e6:.1f} | {speed:,.0f} | {found['milliseconds']:.1f} |", end="")
+        print(f" {found['first_step_s']:.1f} | {found['peak_GiB']:.1f} | {found['loss']:.2f} |", flush=True)
+        write(results, options.output)
+
+    model = dgemma.DiffusionGemma(config, device=DEVICE, dtype=DTYPE)
+    adapters = add_lora(model, LoRA(rank=RANK))
+    report("dgemma", options.batch_size, adapters, run_train(model, length, options))
+    if options.peft_rows:
+        del model, adapters
+        gc.collect()
+        torch.cuda.empty_cache()
+        plain = transformers_training.build(config, DEVICE, DTYPE)
+        theirs = transformers_training.add_lora(plain, RANK)
+        optimizer = torch.optim.AdamW(theirs, lr=1e-5, betas=(0.95, 0.99), fused=ON_GPU)
+
+        def step() -> Tensor:
+            tokens = torch.randint(5, config.vocab_size, (options.peft_rows, length), device=DEVICE)
+            loss = transformers_training.fine_tuning_loss(plain, tokens, options.prompt_len)
+            loss.backward()
+            nn.utils.clip_grad_norm_(theirs, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        began = time.perf_counter()
+        step().item()
+        first = time.perf_counter() - began
+        report("transformers, PEFT", options.peft_rows, theirs, {"first_step_s": first, **measure(step, options)})
+
+
+def run_train(model: dgemma.DiffusionGemma, length: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Run `train` with compiled functions and recomputed activations; return its pace after the warm-up."""
+    objective = Objective(noise=dgemma.UniformNoise(model.config.vocab_size), canvas_len=model.config.canvas_length)
+    clock: dict[str, float] = {}
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    last = options.warmup + options.rounds * options.steps
+
+    def source(step: int, rows: range) -> TrainBatch:
+        clock.setdefault("began", time.perf_counter())
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(5, model.config.vocab_size, (len(rows), length), generator=generator)
+        ones = torch.ones(len(rows), dtype=torch.int64)
+        return TrainBatch(tokens=tokens, prompt_len=ones * options.prompt_len, length=ones * length)
+
+    def on_step(record: TrainStep) -> None:
+        if record.step == 1:
+            record.loss.item()
+            clock["first"] = time.perf_counter() - clock["began"]
+        if record.step == options.warmup:
+            record.loss.item()
+            clock["warm"] = time.perf_counter()
+        if record.step == last:
+            record.loss.item()
+            clock["last"] = time.perf_counter()
+            if options.profile:
+                profiler.start()
+
+    if ON_GPU:
+        torch.cuda.reset_peak_memory_stats()
+    config = TrainConfig(
+        steps=last + options.profile,
+        batch_size=options.batch_size,
+        precision="weights",
+        recompute_activations=True,
+        compile=ON_GPU,
+        log_every=options.steps,
+        progress=False,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        result = train(model, objective, source, config, out=folder, on_step=on_step)
+        losses = result.log.column("loss")[1]
+    milliseconds = (clock["last"] - clock["warm"]) / (last - options.warmup) * 1e3
+    peak = torch.cuda.max_memory_allocated() / 2**30 if ON_GPU else 0.0
+    if options.profile:
+        torch.cuda.synchronize()
+        profiler.stop()
+        print_kernels(profiler, milliseconds, 1)
+    return {"milliseconds": milliseconds, "first_step_s": clock["first"], "peak_GiB": peak, "loss": losses[-1]}
 
 
 def main() -> None:
@@ -107,6 +209,8 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=5 if ON_GPU else 1, help="steps before the first round")
     parser.add_argument("--rounds", type=int, default=5 if ON_GPU else 1)
     parser.add_argument("--steps", type=int, default=4 if ON_GPU else 1, help="steps per round")
+    parser.add_argument("--lora", action="store_true", help="train adapters of rank 8 instead of all weights")
+    parser.add_argument("--peft-rows", type=int, default=2, help="rows of PEFT's loop with --lora; 0 leaves it out")
     parser.add_argument("--output", type=Path, help="a JSON file")
     parser.add_argument("--profile", action="store_true", help="run only dgemma, then print the kernels of its steps")
     options = parser.parse_args()
@@ -118,6 +222,9 @@ def main() -> None:
     shape = (options.batch_size, options.prompt_len + config.canvas_length)
     config = config.replace(sliding_window=max(config.sliding_window, shape[1] + 1))  # both models see everything
     print(f"\n{options.preset}, {shape[0]} rows of {shape[1]} tokens, {describe_run()}\n")
+    if options.lora:
+        compare_adapters(config, options)
+        return
     print(
         "| loop | work | tokens/s | times transformers | ms per step | peak GiB | loss |\n|---|---|---|---|---|---|---|"
     )
@@ -158,8 +265,12 @@ def main() -> None:
     gc.collect()
     torch.cuda.empty_cache()
     run("dgemma", build(config), fine_tuning_loss)
-    if options.output is not None:
-        options.output.write_text(json.dumps({"run": describe_run(), "results": results}, indent=1) + "\n")
+    write(results, options.output)
+
+
+def write(results: list[dict[str, Any]], path: Path | None) -> None:
+    if path is not None:
+        path.write_text(json.dumps({"run": describe_run(), "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

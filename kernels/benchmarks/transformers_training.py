@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DiffusionGemmaForBlockDiffusion
 from transformers.models.diffusion_gemma.configuration_diffusion_gemma import DiffusionGemmaConfig
 
@@ -15,8 +15,26 @@ import dgemma
 def build(config: dgemma.ModelConfig, device: str, dtype: torch.dtype) -> DiffusionGemmaForBlockDiffusion:
     """Make random weights of this geometry."""
     published = {name: value for name, value in config.to_hf().items() if name != "architectures"}
-    with torch.device(device):
-        return DiffusionGemmaForBlockDiffusion(DiffusionGemmaConfig(**published)).to(dtype)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # float32 weights of the largest preset would not fit
+    try:
+        with torch.device(device):
+            return DiffusionGemmaForBlockDiffusion(DiffusionGemmaConfig(**published)).to(dtype)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def add_lora(model: Any, rank: int) -> list[nn.Parameter]:
+    """Add PEFT's adapters to attention and dense MLP, as public recipes do, and return them.
+
+    PEFT cannot adapt the experts without computing their updated weights, which are as large as the experts.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    targets = r".*(language_model|decoder)\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
+    model.requires_grad_(False)
+    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets), model)
+    return [weight for weight in model.parameters() if weight.requires_grad]
 
 
 def fine_tuning_loss(

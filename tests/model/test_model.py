@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import dgemma
 from dgemma import DiffusionGemma
 from dgemma.model import experts
+from dgemma.model.attention import attend, attend_by_products
 from dgemma.model.config import Conventions
 from dgemma.model.experts import grouped_product, looped_product
 from dgemma.model.layout import lay_out_by_column
@@ -126,6 +127,27 @@ def test_the_grouped_product_equals_the_loop_forward_and_backward(sizes):
         torch.testing.assert_close(grouped, looped)
     start, stop = int(ends[1]), int(ends[2])
     torch.testing.assert_close(results[0][0][start:stop], (rows[start:stop] @ weights[2].T).detach())
+
+
+@pytest.mark.parametrize(("num_queries", "mask"), [(7, "causal"), (5, None)], ids=["causal", "all"])
+def test_attention_by_products_equals_torchs_forward_and_backward(num_queries, mask):
+    generator = torch.Generator().manual_seed(4)
+    shapes = (2, num_queries, 6, 16), (2, 2, 7, 16), (2, 2, 7, 16)  # six query heads share two key heads
+    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes)
+    expected, out = attend(q, k, v, mask), attend_by_products(q, k, v, causal=mask == "causal")
+    torch.testing.assert_close(out, expected)
+    seen = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+    gradients = (torch.autograd.grad(x, (q, k, v), seen) for x in (out, expected))
+    torch.testing.assert_close(*gradients)
+
+
+def test_frozen_experts_cost_no_gradient_of_their_weights(monkeypatch):
+    monkeypatch.setattr(experts, "grouped_outer", lambda *_: pytest.fail("computed the gradient of frozen weights"))
+    rows, weights = torch.randn(9, 8, requires_grad=True), torch.randn(4, 12, 8)
+    ends = torch.tensor([3, 3, 8, 9], dtype=torch.int32)
+    for product in (experts.product_by_group, grouped_product):
+        grad = torch.autograd.grad(product(rows, weights, ends).sum(), rows)[0]
+        torch.testing.assert_close(grad[3:8], weights[2].sum(0).expand(5, -1))
 
 
 @pytest.mark.parametrize("config", [dgemma.presets.tiny(), dgemma.presets.markov(hidden_size=64)], ids=["two", "one"])

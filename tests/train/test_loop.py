@@ -151,7 +151,7 @@ def test_a_step_never_waits_for_the_device(tmp_path, precision, canvases, micro_
         for module in model.modules():
             for tensors in (module._parameters, module._buffers):
                 tensors.update({name: mode.from_tensor(t) for name, t in tensors.items() if t is not None})
-        parts = [Part(part.batch._map(mode.from_tensor), mode.from_tensor(part.seeds)) for part in step_input.parts]
+        parts = [Part(part.batch.map(mode.from_tensor), mode.from_tensor(part.seeds)) for part in step_input.parts]
         # AdamW counts its steps on the host unless it is fused, and those would be fake here as well.
         sgd = lambda named: torch.optim.SGD(named.values())  # noqa: E731 (a line shorter)
         state = _Run(model, objective, counting, settings, tmp_path, Parallel(), sgd)
@@ -403,13 +403,13 @@ def test_mixed_precision_comes_close_to_float32_and_keeps_float32_weights(tmp_pa
 
 def test_mixed_precision_reaches_the_experts_products(tmp_path, monkeypatch):
     dtypes = set()
-    product = experts.grouped_product
+    product = experts.F.grouped_mm
 
-    def watch(rows, weights, ends):
+    def watch(rows, weights, *, offs):
         dtypes.add((rows.dtype, weights.dtype))
-        return product(rows, weights, ends)
+        return product(rows, weights, offs=offs)
 
-    monkeypatch.setattr(experts, "grouped_product", watch)
+    monkeypatch.setattr(experts.F, "grouped_mm", watch)
     run(tmp_path, precision="mixed", steps=1)
     assert dtypes == {(torch.bfloat16, torch.bfloat16)}
 

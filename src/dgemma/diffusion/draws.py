@@ -63,12 +63,20 @@ def uniform(seeds: Tensor, block: Tensor, step: Tensor, num_positions: int, purp
 def uniform_of_word(seeds: Tensor, block: Tensor, step: Tensor, num_positions: int, word: int) -> Tensor:
     """`uniform` for the counter word of a purpose: the part that torch can compile."""
     position = torch.arange(num_positions, device=seeds.device)
+    return uniform_at(seeds, block, step, position, torch.full_like(position, word))
+
+
+def uniform_at(seeds: Tensor, block: Tensor, step: Tensor, position: Tensor, word: Tensor) -> Tensor:
+    """Draw uniforms for positions (P,), each with the counter word of its own purpose (P,): (B, P) float64.
+
+    Example: `uniform_at(seeds, block, step, torch.arange(2), torch.tensor([purpose_word("a"), purpose_word("b")]))`.
+    """
     high, low, _, _ = philox(
         seeds.long()[:, None],  # the products of the rounds overflow 32 bits
         position[None, :] & _LOW_32,  # otherwise Inductor folds the first product into a 32-bit index
         step[:, None] & _LOW_32,
         block[:, None] & _LOW_32,
-        torch.full((1, 1), word, dtype=torch.int64, device=seeds.device),
+        word[None, :],
     )
     return ((high >> 5 << 26) | (low >> 6)).double() * 2.0**-53
 

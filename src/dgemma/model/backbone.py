@@ -9,7 +9,8 @@ from torch.utils.checkpoint import checkpoint
 from dgemma.model.attention import Attention, Mask
 from dgemma.model.config import LayerShape, ModelConfig
 from dgemma.model.experts import Experts, Router
-from dgemma.model.layers import GatedMLP, RMSNorm
+from dgemma.model.fused import fusible
+from dgemma.model.layers import GatedMLP, RMSNorm, rms_norm
 
 KeysValues = tuple[Tensor, Tensor]  # each (B, K, S, H)
 
@@ -42,15 +43,50 @@ class Layer(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the output (B, T, D) for x (B, T, D), and this layer's new keys and values (B, K, T, H)."""
         attended, keys, values = self.self_attn(self.input_layernorm(x), rope, past, mask)
-        residual = x + self.post_attention_layernorm(attended)
-        dense = self.post_feedforward_layernorm_1(self.mlp(self.pre_feedforward_layernorm(residual)))
-        tokens = residual.flatten(0, 1)
-        mixed = self.experts(
-            self.pre_feedforward_layernorm_2(tokens), self.router(tokens)
-        )  # the router reads unnormed tokens
-        mixed = self.post_feedforward_layernorm_2(mixed.view_as(residual))
-        scalar = self.causal_layer_scalar if causal else self.layer_scalar
-        return (residual + self.post_feedforward_layernorm(dense + mixed)) * scalar, keys, values
+        residual, dense, experts = _after_attention(
+            x.flatten(0, 1),
+            attended.flatten(0, 1),
+            self.post_attention_layernorm.weight,
+            self.pre_feedforward_layernorm.weight,
+            self.pre_feedforward_layernorm_2.weight,
+            self.input_layernorm.eps,
+        )
+        out = _after_experts(
+            residual,
+            self.mlp(dense),
+            self.experts(experts, self.router(residual)),  # the router reads unnormed tokens
+            self.post_feedforward_layernorm_1.weight,
+            self.post_feedforward_layernorm_2.weight,
+            self.post_feedforward_layernorm.weight,
+            self.causal_layer_scalar if causal else self.layer_scalar,
+            self.input_layernorm.eps,
+        )
+        return out.view_as(x), keys, values
+
+
+@fusible
+def _after_attention(
+    x: Tensor, attended: Tensor, post_norm: Tensor, dense_norm: Tensor, experts_norm: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the residual and the inputs of the dense MLP and of the experts, (M, D) each."""
+    residual = x + rms_norm(attended, post_norm, eps)
+    return residual, rms_norm(residual, dense_norm, eps), rms_norm(residual, experts_norm, eps)
+
+
+@fusible
+def _after_experts(
+    residual: Tensor,
+    dense: Tensor,
+    mixed: Tensor,
+    dense_norm: Tensor,
+    experts_norm: Tensor,
+    post_norm: Tensor,
+    scalar: Tensor,
+    eps: float,
+) -> Tensor:
+    """Return the layer's output (M, D) from the residual and the outputs of the dense MLP and of the experts."""
+    both = rms_norm(dense, dense_norm, eps) + rms_norm(mixed, experts_norm, eps)
+    return (residual + rms_norm(both, post_norm, eps)) * scalar
 
 
 def run_layers(
@@ -67,7 +103,9 @@ def run_layers(
     new: list[KeysValues] = []
     for layer, rope, past, mask in zip(layers, ropes, pasts, masks, strict=True):
         if recompute and torch.is_grad_enabled():
-            x, keys, values = checkpoint(layer, x, rope, past, mask, causal, use_reentrant=False)
+            x, keys, values = checkpoint(
+                layer, x, rope, past, mask, causal, use_reentrant=False, preserve_rng_state=False
+            )  # layers draw nothing
         else:
             x, keys, values = layer(x, rope, past, mask, causal)
         new.append((keys, values))

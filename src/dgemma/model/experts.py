@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dgemma.model.config import ModelConfig
+from dgemma.model.fused import fusible
 from dgemma.model.layers import gated_gelu, rms_norm, wide_dtype
 from dgemma.model.quantized import QuantizedWeight, Weight, decoded_product
 
@@ -54,22 +55,16 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         """Return Σ_a weight · expert_a(x) over each token's chosen experts: x (M, D) → (M, D)."""
-        if self.gate_up_proj.shape[0] == 1:  # nothing to sort
-            ends = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
-            gate, up = self.gate_up(x, ends).chunk(2, dim=-1)
-            out = self.down(gated_gelu(gate, up), ends)
-            return (out.to(wide_dtype(out)) * routing.weights).to(x.dtype)
-        num_chosen = routing.experts.shape[1]
-        # Sorting rows by expert makes one contiguous group per expert, without counting on the host.
-        sorted_experts, order = routing.experts.flatten().sort(stable=True)
-        expert = torch.arange(self.gate_up_proj.shape[0], device=x.device)
-        ends = torch.searchsorted(sorted_experts, expert, right=True).int()  # (E,)
-        back = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=x.device))
-        gate, up = self.gate_up(_Dispatch.apply(x, order, back, num_chosen), ends).chunk(2, dim=-1)
-        out = self.down(gated_gelu(gate, up), ends)
-        out = out.to(wide_dtype(out)) * _Dispatch.apply(routing.weights.view(-1, 1), order, back, 1)
-        # Summed in the order of choice, so that the result does not depend on scheduling.
-        return _Combine.apply(out, order, back, num_chosen).to(x.dtype)
+        groups = group_by_expert(routing.experts, self.gate_up_proj.shape[0])
+        return self.mix(self.hidden(x, groups), routing.weights, groups, x.dtype)
+
+    def hidden(self, x: Tensor, groups: "Groups") -> Tensor:
+        """Return the hidden values (R, F) of tokens x (M, D), one row per choice, grouped by expert."""
+        return gated_gelu(*self.gate_up(dispatch(x, groups), groups.ends).chunk(2, dim=-1))
+
+    def mix(self, hidden: Tensor, weights: Tensor, groups: "Groups", dtype: torch.dtype) -> Tensor:
+        """Return the weighted sum (M, D) of each token's outputs, from hidden values (R, F) and weights (M, A)."""
+        return combine(self.down(hidden, groups.ends), weights, groups, dtype)
 
     def gate_up(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Return gate and up (R, 2F) of rows (R, D) grouped by expert; the group of expert e ends at ends[e]."""
@@ -110,37 +105,94 @@ def require_experts(model: nn.Module, owner: str) -> None:
         )
 
 
-class _Dispatch(torch.autograd.Function):
-    """Copy every token once per chosen expert, grouped by expert: (M, D) → (M·A, D). `back` inverts `order`.
+class Groups(NamedTuple):
+    """The R = M·A choices of M tokens, sorted by expert, so that the rows of an expert are neighbours."""
 
-    It defines its own gradient, because the gradient of indexing would sort the rows again and add them one by one.
+    experts: Tensor  # (M, A): the choices themselves
+    order: Tensor  # (R,): the choice of each row, counted as token · A + a
+    back: Tensor  # (M, A): the row of each choice
+    ends: Tensor  # (E,) int32: where the rows of each expert end
+
+
+def group_by_expert(experts: Tensor, num_experts: int) -> Groups:
+    """Sort choices (M, A) by expert, without counting on the host.
+
+    Example: `group_by_expert(routing.experts, 128).ends`.
     """
+    count = torch.arange(experts.numel(), device=experts.device)
+    if num_experts == 1:  # nothing to sort
+        ends = torch.full((1,), experts.numel(), dtype=torch.int32, device=experts.device)
+        return Groups(experts, count, count.view_as(experts), ends)
+    sorted_experts, order = experts.flatten().sort(stable=True)
+    expert = torch.arange(num_experts, device=experts.device)
+    ends = torch.searchsorted(sorted_experts, expert, right=True).int()
+    return Groups(experts, order, torch.empty_like(order).scatter(0, order, count).view_as(experts), ends)
+
+
+def dispatch(tokens: Tensor, groups: Groups) -> Tensor:
+    """Copy every token once per chosen expert, grouped by expert: (M, D) → (R, D).
+
+    Example: `dispatch(x, group_by_expert(routing.experts, 128))`.
+    """
+    if groups.ends.shape[0] == 1 and groups.back.shape[1] == 1:
+        return tokens
+    rows: Tensor = _Dispatch.apply(tokens, groups.order, groups.back)
+    return rows
+
+
+def combine(rows: Tensor, weights: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
+    """Return the weighted sum of the rows of each token's experts: (R, D) and weights (M, A) → (M, D).
+
+    The sum is in float32 and in the order of choice, so that the result does not depend on scheduling.
+
+    Example: `combine(dispatch(x, groups), routing.weights, groups, x.dtype)`.
+    """
+    mixed: Tensor = _Combine.apply(rows, weights, groups.order, groups.back, dtype)
+    return mixed
+
+
+class _Dispatch(torch.autograd.Function):
+    """Defines its own gradient, because the gradient of indexing would sort the rows again and add them one by one."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, order: Tensor, back: Tensor, num_chosen: int) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, order: Tensor, back: Tensor) -> Tensor:
         ctx.save_for_backward(back)
-        ctx.num_chosen = num_chosen
-        return tokens[order // num_chosen]
+        return tokens[order // back.shape[1]]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (back,) = ctx.saved_tensors
-        return grad[back].unflatten(0, (-1, ctx.num_chosen)).sum(1), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _sum_choices(grad, *ctx.saved_tensors), None, None
 
 
 class _Combine(torch.autograd.Function):
-    """Sum the rows of each token's experts: (M·A, D) grouped by expert → (M, D). The transpose of dispatch."""
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Tensor, back: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(rows, weights, order, back)
+        return _sum_weighted(rows, weights, back, dtype)
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor, num_chosen: int) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.num_chosen = num_chosen
-        return rows[back].unflatten(0, (-1, num_chosen)).sum(1)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        return *_grad_of_weighted(grad, *ctx.saved_tensors), None, None, None
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (order,) = ctx.saved_tensors
-        return grad[order // ctx.num_chosen], None, None, None
+
+@fusible
+def _sum_choices(rows: Tensor, back: Tensor) -> Tensor:
+    return rows[back].sum(1)
+
+
+@fusible
+def _sum_weighted(rows: Tensor, weights: Tensor, back: Tensor, dtype: torch.dtype) -> Tensor:
+    return (rows[back].to(wide_dtype(rows)) * weights[..., None]).sum(1).to(dtype)
+
+
+@fusible
+def _grad_of_weighted(
+    grad: Tensor, rows: Tensor, weights: Tensor, order: Tensor, back: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the rows (R, D) and of the weights (M, A), from that of the sums (M, D)."""
+    spread = grad[order // back.shape[1]].to(wide_dtype(rows))
+    of_rows = spread * weights.flatten()[order][:, None]
+    return of_rows.to(rows.dtype), (spread * rows).sum(1)[back].to(weights.dtype)
 
 
 def product_by_group(rows: Tensor, weights: Weight, ends: Tensor) -> Tensor:
@@ -154,10 +206,22 @@ def product_by_group(rows: Tensor, weights: Weight, ends: Tensor) -> Tensor:
         return F.linear(rows, weights[0])
     if not _supports_grouped(weights):
         return looped_product(rows, weights, ends)
-    if type(rows) is Tensor and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        # The first call of a custom operator imports torch's compiler, which takes seconds.
-        return F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
+    if type(rows) is Tensor and not torch.compiler.is_compiling():
+        # A custom operator costs 0.2 ms per call, and its first call imports torch's compiler, which takes seconds.
+        out: Tensor = _GroupedProduct.apply(rows, weights, ends)
+        return out
     return grouped_product(rows, weights, ends)
+
+
+class _GroupedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        _keep_for_backward(ctx, (rows, weights, ends), rows)
+        return F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        return _grouped_product_backward(ctx, grad)
 
 
 @torch.library.custom_op("dgemma::grouped_product", mutates_args=())
@@ -175,14 +239,16 @@ def _(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+    rows, weights, ends = inputs
+    ctx.save_for_backward(rows if weights.requires_grad else None, weights, ends)  # frozen weights need no rows
 
 
-def _grouped_product_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+def _grouped_product_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     rows, weights, ends = ctx.saved_tensors
     grad = grad.contiguous()
-    grad_rows = grouped_product(grad, weights.transpose(1, 2), ends)
-    return grad_rows, grouped_outer(grad, rows, ends), None
+    needs_rows, needs_weights, _ = ctx.needs_input_grad
+    grad_rows = product_by_group(grad, weights.transpose(1, 2), ends) if needs_rows else None
+    return grad_rows, grouped_outer(grad, rows, ends) if needs_weights else None, None
 
 
 grouped_product.register_autograd(_grouped_product_backward, setup_context=_keep_for_backward)

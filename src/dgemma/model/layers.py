@@ -4,12 +4,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dgemma.model.fused import fusible
+
 
 def wide_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype for sums and exponentials of x: float32, or float64 for a float64 model."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def product_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of products of x under the current autocast."""
+    autocast = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
+
+
+@fusible
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """Return x / RMS(x) · weight over the last dimension, in float32, rounded once. Note: w, not 1 + w."""
     wide = x.to(wide_dtype(x))
@@ -26,7 +35,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x.flatten(0, -2), self.weight, self.eps).view_as(x)
 
 
 def gated_gelu(gate: Tensor, up: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ that share a scale. Below, G is the number of groups, and "..." stands for no di
 """
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any, Self
 
 import torch
@@ -240,9 +241,15 @@ class NvFp4Weight(QuantizedWeight):
 
     def _decode_rows(self, rows: slice, wide: torch.dtype) -> Tensor:
         codes = unpack_nibbles(self.codes.view(-1, self.codes.shape[-1])[rows])
-        values = torch.tensor(E2M1, dtype=wide, device=codes.device)[codes.int()]
+        values = _e2m1_values(wide, codes.device)[codes.int()]
         scale = self.scale.view(-1, self.scale.shape[-1])[rows].to(wide) * self.row_scale.view(-1, 1)[rows].to(wide)
         return values * scale.repeat_interleave(NVFP4_GROUP, dim=-1)
+
+
+@cache
+def _e2m1_values(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the values of the codes (16,); cached, because copying them to a GPU makes the host wait."""
+    return torch.tensor(E2M1, dtype=dtype, device=device)
 
 
 Weight = Tensor | QuantizedWeight

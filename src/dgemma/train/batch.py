@@ -89,7 +89,7 @@ class TrainBatch:
 
     def to(self, device: torch.device | str) -> "TrainBatch":
         """Return the batch on another device."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+        return self.map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def select(self, rows: Tensor | slice) -> "TrainBatch":
         """Return some rows, in this order.
@@ -98,9 +98,9 @@ class TrainBatch:
         """
         assert self.spans is not None
         spans = self.spans[rows] if isinstance(rows, slice) else tuple(self.spans[row] for row in rows.tolist())
-        return replace(self._map(lambda tensor: tensor[rows]), spans=spans)
+        return replace(self.map(lambda tensor: tensor[rows]), spans=spans)
 
-    def _map(self, transform: Callable[[Tensor], Tensor]) -> "TrainBatch":
+    def map(self, transform: Callable[[Tensor], Tensor]) -> "TrainBatch":
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         changes: dict[str, Any] = {name: transform(v) for name, v in values.items() if isinstance(v, Tensor)}
         return replace(self, **changes)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from dgemma.diffusion import draws
 from dgemma.diffusion.noise import Noise
+from dgemma.model.fused import fused
 from dgemma.train.batch import TrainBatch
-from dgemma.train.head import fused
 
 _CANVAS, _TIME, _EVENT, _TOKEN, _SELF_COND, _HOLES, _FROZEN = map(
     draws.purpose_word,
@@ -165,8 +165,8 @@ class NoisyCanvases(NamedTuple):
 
 def draw_choice(seeds: Tensor) -> Tensor:
     """Return a uniform (B,) per row seed (B,), which chooses one of the row's canvases."""
-    zeros = torch.zeros_like(seeds)
-    return fused(draws.uniform_of_word, seeds.device)(seeds, zeros, zeros, 1, _CANVAS)[:, 0]
+    zeros, position = torch.zeros_like(seeds), torch.arange(2, device=seeds.device)  # for one, it would compile again
+    return _uniform_at(seeds, zeros, position, torch.full_like(position, _CANVAS))[:, 0]
 
 
 def freeze_random_tokens(canvases: Canvases, seeds: Tensor, prob: float) -> Canvases:
@@ -176,9 +176,9 @@ def freeze_random_tokens(canvases: Canvases, seeds: Tensor, prob: float) -> Canv
 
     Example: `freeze_random_tokens(canvases, seeds, 0.5).frozen`.
     """
-    draw = fused(_draw_uniform, seeds.device)
-    u = draw(seeds, canvases.index, 1, _HOLES)  # (B, K, 1); if u < prob, then u / prob is uniform
-    frozen = (u < prob) & (draw(seeds, canvases.index, canvases.x.shape[-1], _FROZEN) < u / prob) & canvases.scored
+    u = _draw_uniform(seeds, canvases.index, 1, _HOLES)  # (B, K, 1); if u < prob, then u / prob is uniform
+    others = _draw_uniform(seeds, canvases.index, canvases.x.shape[-1], _FROZEN)
+    frozen = (u < prob) & (others < u / prob) & canvases.scored
     return replace(canvases, frozen=canvases.frozen | frozen, scored=canvases.scored & ~frozen)
 
 
@@ -197,7 +197,7 @@ def noise_canvases(
 
     Example: `noise_canvases(noise, canvases, seeds, t_range=(0.0, 1.0), self_cond_prob=0.5).z`.
     """
-    u = fused(_draw, seeds.device)(seeds, canvases.index, canvases.x.shape[-1])
+    u = _draw(seeds, canvases.index, canvases.x.shape[-1])
     low, high = t_range
     level = 1 - noise.schedule.alpha(low + (high - low) * u.time)  # (B, K, 1) float64
     z = noise.corrupt(canvases.x, level, u.event, u.token, allowed=allowed)
@@ -215,17 +215,25 @@ class _Draws(NamedTuple):
 
 
 def _draw(seeds: Tensor, index: Tensor, canvas_len: int) -> _Draws:
-    """Return the uniforms of canvases `index` (B, K)."""
-    time, self_cond = (_draw_uniform(seeds, index, 1, word) for word in (_TIME, _SELF_COND))
-    event, token = (_draw_uniform(seeds, index, canvas_len, word) for word in (_EVENT, _TOKEN))
-    return _Draws(time, event, token, self_cond)
+    """Return the uniforms of canvases `index` (B, K), all drawn at once."""
+    rows, canvas = seeds[:, None].expand_as(index).flatten(), index.flatten()
+    sizes = (1, canvas_len, canvas_len, 1)
+    position = torch.cat([torch.arange(size, device=seeds.device) for size in sizes])
+    words = zip((_TIME, _EVENT, _TOKEN, _SELF_COND), sizes, strict=True)
+    word = torch.cat([torch.full((size,), word, device=seeds.device) for word, size in words])
+    u = _uniform_at(rows, canvas, position, word)
+    return _Draws(*u.unflatten(0, index.shape).split(sizes, dim=-1))
 
 
 def _draw_uniform(seeds: Tensor, index: Tensor, num_positions: int, word: int) -> Tensor:
     """Return the uniforms of one purpose for canvases `index` (B, K): (B, K, num_positions)."""
     rows, canvas = seeds[:, None].expand_as(index).flatten(), index.flatten()
-    u = draws.uniform_of_word(rows, canvas, torch.zeros_like(canvas), num_positions, word)
-    return u.unflatten(0, index.shape)
+    position = torch.arange(num_positions, device=seeds.device)
+    return _uniform_at(rows, canvas, position, torch.full_like(position, word)).unflatten(0, index.shape)
+
+
+def _uniform_at(seeds: Tensor, block: Tensor, position: Tensor, word: Tensor) -> Tensor:
+    return fused(draws.uniform_at, seeds.device)(seeds, block, torch.zeros_like(block), position, word)
 
 
 def _fit(values: Tensor, num_tokens: int, fill: int | bool) -> Tensor:

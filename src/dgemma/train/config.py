@@ -42,7 +42,9 @@ class TrainConfig:
     precision: `"mixed"` computes in bfloat16 and keeps weights, norms and softmax in float32; `"weights"` computes in
     the dtype of the weights. `batch_size` counts rows over all processes. `micro_batch_size` is the number of rows that
     one process runs at once; it changes no result unless the objective's `reduction` is "micro_batch". `ema_decay`
-    averages the weights; the average is evaluated and returned.
+    averages the weights; the average is evaluated and returned. `compile` compiles the layers. For adapters on a
+    GPU it compiles the functions between matrix products instead, and replays passes of a repeated shape as CUDA
+    graphs.
 
     Example: `TrainConfig(steps=2000, batch_size=64, lr=3e-4, ema_decay=0.999)`.
     """

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from dgemma.model.experts import Experts, Routing, _Combine, _Dispatch
+from dgemma.model.experts import Experts, Routing, combine, dispatch, group_by_expert
 from dgemma.model.layers import wide_dtype
 from dgemma.model.quantized import quantized_weights
 from dgemma.train.parallel import Model, Parallel, Result
@@ -310,11 +310,10 @@ class _SpreadExperts(Experts):
     @torch.compiler.disable  # the number of rows sent is known only at run time
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         """Return Σ_a weight · expert_a(x), each expert computed on its own process. x: (M, D) → (M, D)."""
-        num_chosen = routing.experts.shape[1]
-        num_own = self.gate_up_proj.shape[0] // self.mesh.size()
-        sorted_experts, order = routing.experts.flatten().sort(stable=True)
-        back = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=x.device))
-        rows = _Dispatch.apply(x, order, back, num_chosen)
+        num_experts = self.gate_up_proj.shape[0]
+        num_own = num_experts // self.mesh.size()
+        groups = group_by_expert(routing.experts, num_experts)
+        sorted_experts, rows = routing.experts.flatten()[groups.order], dispatch(x, groups)
         # The products round to autocast's dtype anyway, and half as many bytes are sent.
         if torch.is_autocast_enabled(x.device.type):
             rows = rows.to(torch.get_autocast_dtype(x.device.type))
@@ -332,8 +331,7 @@ class _SpreadExperts(Experts):
         with _own_weights(self):
             out = super().forward(own_rows, Routing(ones, ones, own_experts[:, None]))
         out = _Exchange.apply(out, receive, send, group)  # (M · A, D), sorted by expert again
-        out = out.to(wide_dtype(out)) * _Dispatch.apply(routing.weights.view(-1, 1), order, back, 1)
-        return _Combine.apply(out, order, back, num_chosen).to(x.dtype)
+        return combine(out, routing.weights, groups, x.dtype)
 
 
 @contextmanager

@@ -6,8 +6,7 @@ reference is `Prediction`, with its soft-capped softmax.
 """
 
 from collections.abc import Callable
-from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,14 +15,13 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from dgemma.model.diffusion import DiffusionGemma
-from dgemma.model.layers import wide_dtype
+from dgemma.model.fused import fused
+from dgemma.model.layers import product_dtype, wide_dtype
 
 SLICE_ELEMENTS = 1 << 27  # logits at once: 512 tokens of the published vocabulary
 # Slices are larger on a GPU, where a pass over a slice is one kernel without temporaries. Every slice adds to a float32
 # gradient (V, D). For slices of 512 tokens that would take longer than the products.
 FUSED_SLICE_ELEMENTS = 1 << 29
-
-Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def cross_entropy(
@@ -50,8 +48,9 @@ def cross_entropy(
         raise ValueError(
             "cross_entropy observed and evidence must both be set or both be None, got one of them. Pass both."
         )
-    size, dtype = _rows_at_once(weight, slice_elements or _fused_elements(weight)), _product_dtype(hidden)
-    loss: Tensor = _CrossEntropy.apply(hidden, weight, targets, observed, evidence, cap, banned, dtype, size)
+    size, dtype = _rows_at_once(weight, slice_elements or _fused_elements(weight)), product_dtype(hidden)
+    with_grad = torch.is_grad_enabled() and hidden.requires_grad and not weight.requires_grad
+    loss: Tensor = _CrossEntropy.apply(hidden, weight, targets, observed, evidence, cap, banned, dtype, size, with_grad)
     return loss
 
 
@@ -91,7 +90,7 @@ def soft_embedding(
     """
     weight, rows = model.embed_tokens.weight, hidden.detach().flatten(0, -2)
     rounded = model.dtype if model.conventions.self_cond_logits == "rounded" else None
-    size, dtype = _rows_at_once(weight, slice_elements or _fused_elements(weight)), _product_dtype(hidden)
+    size, dtype = _rows_at_once(weight, slice_elements or _fused_elements(weight)), product_dtype(hidden)
     allowed = None if allowed is None else allowed.flatten()
     soft: Tensor = _SoftEmbedding.apply(
         rows, weight, allowed, model.config.final_logit_softcapping, rounded, dtype, size
@@ -112,16 +111,27 @@ class _CrossEntropy(torch.autograd.Function):
         banned: int | None,
         dtype: torch.dtype,
         num_rows: int,
+        with_grad: bool,
     ) -> Tensor:
+        """with_grad: compute the gradient of hidden now, so that the backward need not compute the logits again."""
         narrow = weight.to(dtype)
         losses = hidden.new_empty(hidden.shape[0], dtype=wide_dtype(hidden))
         normalizers = torch.empty_like(losses)
-        forward = fused(_loss_of_slice, hidden.device)
+        grad_hidden = torch.empty_like(hidden) if with_grad else None
+        forward = fused(_loss_and_grad_of_slice if with_grad else _loss_of_slice, hidden.device)
         for rows in _slices(hidden.shape[0], num_rows):
             with torch.autocast(hidden.device.type, enabled=False):
                 logits = F.linear(hidden[rows].to(dtype), narrow)
-            bump = None if observed is None or evidence is None else (observed[rows], evidence[rows])
-            losses[rows], normalizers[rows] = forward(logits, targets[rows], bump, cap, banned)
+            losses[rows], normalizers[rows], *slopes = forward(
+                logits, targets[rows], *_bump_of(rows, observed, evidence), cap, banned
+            )
+            if grad_hidden is not None:
+                with torch.autocast(hidden.device.type, enabled=False):
+                    grad_hidden[rows] = slopes[0] @ narrow
+        ctx.with_grad = with_grad
+        if with_grad:
+            ctx.save_for_backward(grad_hidden)
+            return losses
         ctx.save_for_backward(hidden, weight, targets, observed, evidence, normalizers)
         ctx.cap, ctx.banned, ctx.dtype, ctx.num_rows = cap, banned, dtype, num_rows
         return losses
@@ -129,6 +139,10 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rest = (None,) * 8
+        if ctx.with_grad:
+            (grad_hidden,) = ctx.saved_tensors
+            return (grad_hidden * grad[:, None]).to(grad_hidden.dtype), None, *rest
         hidden, weight, targets, observed, evidence, normalizers = ctx.saved_tensors
         narrow = weight.to(ctx.dtype)
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
@@ -138,15 +152,15 @@ class _CrossEntropy(torch.autograd.Function):
         backward = fused(_grad_of_slice, hidden.device)
         for rows in _slices(hidden.shape[0], ctx.num_rows):
             inputs = hidden[rows].to(ctx.dtype)
-            bump = None if observed is None else (observed[rows], evidence[rows])
             logits = F.linear(inputs, narrow)
-            slopes = backward(logits, targets[rows], bump, normalizers[rows], grad[rows], ctx.cap, ctx.banned)
+            bump = _bump_of(rows, observed, evidence)
+            slopes = backward(logits, targets[rows], *bump, ctx.cap, ctx.banned, normalizers[rows], grad[rows])
             if grad_hidden is not None:
                 grad_hidden[rows] = slopes @ narrow
             if grad_weight is not None:
                 grad_weight += slopes.T @ inputs
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None, None, None
+        return grad_hidden, grad_weight, *rest
 
 
 class _SoftEmbedding(torch.autograd.Function):
@@ -188,10 +202,15 @@ class _SoftEmbedding(torch.autograd.Function):
 
 
 def _loss_of_slice(
-    logits: Tensor, targets: Tensor, bump: tuple[Tensor, Tensor] | None, cap: float, banned: int | None
+    logits: Tensor,
+    targets: Tensor,
+    observed: Tensor | None,
+    evidence: Tensor | None,
+    cap: float,
+    banned: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the loss and the log of the normaliser, (m,) each, of uncapped logits (m, V)."""
-    scores = _scores(_cap(logits, cap), bump, banned)
+    scores = _scores(_cap(logits, cap), observed, evidence, banned)
     normalizer = scores.logsumexp(-1)
     return normalizer - scores.gather(1, targets[:, None])[:, 0], normalizer
 
@@ -199,17 +218,32 @@ def _loss_of_slice(
 def _grad_of_slice(
     logits: Tensor,
     targets: Tensor,
-    bump: tuple[Tensor, Tensor] | None,
-    normalizer: Tensor,
-    grad: Tensor,
+    observed: Tensor | None,
+    evidence: Tensor | None,
     cap: float,
     banned: int | None,
+    normalizer: Tensor,
+    grad: Tensor,
 ) -> Tensor:
-    """Return the gradient of uncapped logits (m, V), in their dtype."""
+    """Return the gradient of uncapped logits (m, V), in their dtype, for the gradient of the losses (m,)."""
     capped = _cap(logits, cap)
-    probabilities = (_scores(capped, bump, banned) - normalizer[:, None]).exp()
+    probabilities = (_scores(capped, observed, evidence, banned) - normalizer[:, None]).exp()
     slopes = probabilities - (_ids(logits) == targets[:, None]).to(probabilities.dtype)
     return (slopes * (1 - (capped / cap).square()) * grad[:, None]).to(logits.dtype)
+
+
+def _loss_and_grad_of_slice(
+    logits: Tensor,
+    targets: Tensor,
+    observed: Tensor | None,
+    evidence: Tensor | None,
+    cap: float,
+    banned: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the loss, the log of the normaliser, and the gradient of each loss."""
+    loss, normalizer = _loss_of_slice(logits, targets, observed, evidence, cap, banned)
+    ones = torch.ones_like(loss)
+    return loss, normalizer, _grad_of_slice(logits, targets, observed, evidence, cap, banned, normalizer, ones)
 
 
 def _probabilities_of_slice(logits: Tensor, allowed: Tensor | None, cap: float, rounded: torch.dtype | None) -> Tensor:
@@ -220,9 +254,12 @@ def _probabilities_of_slice(logits: Tensor, allowed: Tensor | None, cap: float, 
     return capped.softmax(-1, dtype=wide_dtype(capped)).to(logits.dtype)
 
 
-def _scores(capped: Tensor, bump: tuple[Tensor, Tensor] | None, banned: int | None) -> Tensor:
-    if bump is not None:
-        observed, evidence = bump
+def _bump_of(rows: slice, observed: Tensor | None, evidence: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if observed is None or evidence is None else (observed[rows], evidence[rows])
+
+
+def _scores(capped: Tensor, observed: Tensor | None, evidence: Tensor | None, banned: int | None) -> Tensor:
+    if observed is not None and evidence is not None:
         capped = capped + torch.where(_ids(capped) == observed[:, None], evidence[:, None].to(capped.dtype), 0.0)
     return capped if banned is None else capped.masked_fill(_ids(capped) == banned, -torch.inf)
 
@@ -235,12 +272,6 @@ def _ids(logits: Tensor) -> Tensor:
     return torch.arange(logits.shape[-1], device=logits.device)
 
 
-def _product_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of products of x under the current autocast."""
-    autocast = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
-    return torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
-
-
 def _fused_elements(weight: Tensor) -> int:
     return FUSED_SLICE_ELEMENTS if weight.is_cuda else SLICE_ELEMENTS
 
@@ -251,17 +282,3 @@ def _rows_at_once(weight: Tensor, slice_elements: int) -> int:
 
 def _slices(num_tokens: int, size: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, num_tokens, size)]
-
-
-def fused(function: Function, device: torch.device) -> Function:
-    """Return the function, compiled for a GPU, where each elementwise operation would cost a launch and a pass.
-
-    Example: `fused(softmax_of_slice, logits.device)(logits)`.
-    """
-    return _compiled(function) if device.type == "cuda" else function  # type: ignore[return-value]
-
-
-@cache
-def _compiled(function: Callable[..., object]) -> Callable[..., object]:
-    # Without this option, fusion would skip the rounding between operations, which is part of the result.
-    return torch.compile(function, options={"emulate_precision_casts": True})

@@ -22,6 +22,7 @@ from dgemma.checks import require, show, typed
 from dgemma.diffusion.noise import Noise
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.experts import require_experts
+from dgemma.model.fused import fusing
 from dgemma.model.quantized import frozen_tensors, quantized_weights
 from dgemma.progress import progress_bar
 from dgemma.train.batch import BatchSource, Part, StepInput, feed
@@ -30,7 +31,7 @@ from dgemma.train.config import TrainConfig, checksum, describe_run, refuse_chan
 from dgemma.train.lock import lock_folder
 from dgemma.train.log import OnTrainStep, RouterLoad, TrainLog, TrainResult, TrainStep, make_lines, summary
 from dgemma.train.lora import adapters_of, is_adapted
-from dgemma.train.objective import Measure, Terms
+from dgemma.train.objective import Measure, Objective
 from dgemma.train.optimizer import (
     OptimizerFactory,
     WeightAverage,
@@ -40,6 +41,7 @@ from dgemma.train.optimizer import (
     optimizer_state,
 )
 from dgemma.train.parallel import Parallel
+from dgemma.train.replay import Measured, Replayed
 from dgemma.train.stopping import TimeBudget, stop_request
 from dgemma.values import describe_noise
 
@@ -142,6 +144,10 @@ class _Run:
             model=model.config.to_hf(),
             frozen=int(parallel.sum(torch.tensor(frozen))),
         )
+        # A graph cannot wait for the GPU, which other objectives may do.
+        can_replay = config.compile and is_adapted(model) and isinstance(objective, Objective)
+        can_replay = can_replay and parallel.world_size == 1 and self.device.type == "cuda"
+        self.replayed = Replayed(self._measure, self.parameters.values()) if can_replay else None
         self.average = None if config.ema_decay is None else WeightAverage(self.parameters, config.ema_decay)
         self.checkpoints = Checkpoints(folder=out, keep_last=config.keep_last, parallel=parallel)
         self.log = TrainLog(out / "log.jsonl")
@@ -246,33 +252,28 @@ class _Run:
 
     def take_step(self, step_input: StepInput) -> TrainStep:
         """Take one update, without waiting for the device."""
-        config, objective = self.config, self.objective
+        config = self.config
         totals = self._totals(step_input.parts)
-        sums, counts, loss = [], [], torch.zeros((), device=self.device)
+        measured = []
         for number, part in enumerate(step_input.parts, start=1):
-            terms = self._measure(part)
-            share = objective.reduce(terms, totals)
             self.parallel.before_backward(self.model, last=number == len(step_input.parts))
-            share.backward()
-            loss = loss + share.detach()
-            sums.append({name: value.detach() for name, value in terms.sums.items()})
-            counts.append(dict(terms.counts))
+            measured.append((self.replayed or self._measure)(part, totals))
         grad_norm = self.parallel.clip_grad_norm(self.parameters.values(), config.clip)
         factor = learning_rate_factor(self.step, steps=self.steps, warmup=self._warmup(), floor=config.final_lr)
         for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
             group["lr"] = peak * factor
         self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=self.replayed is None or not self.replayed.graphs)
         if self.average is not None:
             self.average.update(self.step)
         self.step += 1
         record = TrainStep(
             step=self.step,
             lr=self.peaks[0] * factor,
-            loss=loss,
+            loss=torch.stack([part.loss for part in measured]).sum(),
             grad_norm=grad_norm,
-            sums={name: torch.cat([part[name] for part in sums]) for name in sums[0]},
-            counts={name: torch.cat([part[name] for part in counts]) for name in sums[0]},
+            sums={name: torch.cat([part.sums[name] for part in measured]) for name in measured[0].sums},
+            counts={name: torch.cat([part.counts[name] for part in measured]) for name in measured[0].sums},
             parts=step_input.parts,
             num_tokens=step_input.num_tokens,
         )
@@ -284,12 +285,16 @@ class _Run:
         warmup = self.config.warmup
         return warmup if self.budget is None or self.steps is None else min(warmup, self.steps // _WARMUP_PART)
 
-    def _measure(self, part: Part) -> Terms:
-        """Return the objective's terms on a micro-batch."""
+    def _measure(self, part: Part, totals: Mapping[str, Tensor]) -> Measured:
+        """Measure the objective on a micro-batch, and add its gradients to the weights."""
         # No cache of rounded weights: a cache made without gradients would cut the gradients of the next pass.
         mixed = self.config.precision == "mixed"
         with torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False) if mixed else nullcontext():
-            return self.parallel.forward(self.model, lambda: self.objective(self.model, part.batch, seeds=part.seeds))
+            terms = self.parallel.forward(self.model, lambda: self.objective(self.model, part.batch, seeds=part.seeds))
+        share = self.objective.reduce(terms, totals)
+        share.backward()
+        sums = {name: value.detach() for name, value in terms.sums.items()}
+        return Measured(share.detach(), sums, dict(terms.counts))
 
     def _totals(self, parts: list[Part]) -> dict[str, Tensor]:
         """Return the objective's counts over the whole step, and under "process/…" those of this process alone."""
@@ -438,7 +443,9 @@ def _ready_to_train(model: DiffusionGemma, config: TrainConfig) -> Iterator[None
         torch.set_float32_matmul_precision("high")  # TF32 for the products that autocast leaves in float32
     try:
         with ExitStack() as stack:
-            if config.compile:
+            if config.compile and is_adapted(model):
+                stack.enter_context(fusing())  # compiles faster than layers do; replays make up for more launches
+            elif config.compile:
                 # All layers share one code object, compiled per kind, per mode, with and without gradients.
                 stack.enter_context(torch._dynamo.config.patch(recompile_limit=64))
                 for layer in layers:

@@ -10,16 +10,20 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from dgemma.checks import check_count, check_finite, require_field, show, typed
 from dgemma.files import open_tensors, parse_json, write_tensors
 from dgemma.model.config import GenerationDefaults
 from dgemma.model.diffusion import DiffusionGemma
-from dgemma.model.experts import Experts, product_by_group, require_experts
+from dgemma.model.experts import Experts, Groups, dispatch, product_by_group, require_experts
+from dgemma.model.fused import fusible
+from dgemma.model.layers import gated_gelu, product_dtype
 from dgemma.model.quantize import requantize
 from dgemma.model.quantized import (
     QuantizedLinear,
@@ -83,8 +87,8 @@ class AdaptedLinear(nn.Module):
         self.lora_a, self.lora_b = _new_pair(base.weight, lora.rank)
 
     def forward(self, x: Tensor) -> Tensor:
-        narrow = F.linear(x, self.lora_a.to(x.dtype))  # (…, rank)
-        return linear(x, self.weight) + F.linear(narrow, self.lora_b.to(x.dtype)) * self.lora.scale
+        out: Tensor = _AdaptedProduct.apply(x, self.weight, self.lora_a, self.lora_b, self.lora.scale, product_dtype(x))
+        return out
 
     def updates(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name of the base weight in this module, and the update of its adapter."""
@@ -106,15 +110,27 @@ class AdaptedExperts(Experts):
         self.gate_up_lora_a, self.gate_up_lora_b = _new_pair(base.gate_up_proj, lora.rank)
         self.down_lora_a, self.down_lora_b = _new_pair(base.down_proj, lora.rank)
 
-    def gate_up(self, rows: Tensor, ends: Tensor) -> Tensor:
-        return super().gate_up(rows, ends) + self._low_rank(rows, self.gate_up_lora_a, self.gate_up_lora_b, ends)
+    def hidden(self, x: Tensor, groups: Groups) -> Tensor:
+        wide = self.gate_up(dispatch(x, groups), groups.ends)
+        # A product of all tokens with all experts' A is faster than a product of each row with its expert's thin A.
+        narrow = F.linear(x, self.gate_up_lora_a.to(x.dtype).flatten(0, 1)).unflatten(-1, (-1, self.lora.rank))
+        narrow = narrow.gather(1, self._chosen(groups)).flatten(0, 1)  # (R, rank), by token
+        narrow = _Permute.apply(narrow, groups.order, groups.back.flatten())
+        low = product_by_group(narrow, self.gate_up_lora_b.to(x.dtype), groups.ends)
+        return _gated_sum(wide, low, self.lora.scale)
 
-    def down(self, rows: Tensor, ends: Tensor) -> Tensor:
-        return super().down(rows, ends) + self._low_rank(rows, self.down_lora_a, self.down_lora_b, ends)
+    def mix(self, hidden: Tensor, weights: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
+        mixed = super().mix(hidden, weights, groups, dtype)
+        narrow = product_by_group(hidden, self.down_lora_a.to(hidden.dtype), groups.ends)
+        narrow = _Permute.apply(narrow, groups.back.flatten(), groups.order).view(*weights.shape, -1)  # (M, A, rank)
+        narrow = (narrow * (weights[..., None] * self.lora.scale)).to(hidden.dtype)
+        # Zeros for the other experts make the sum over a token's experts one product with all experts' B.
+        spread = narrow.new_zeros(weights.shape[0], self.down_lora_b.shape[0], self.lora.rank)
+        spread = spread.scatter(1, self._chosen(groups), narrow).flatten(1)  # (M, E · rank)
+        return mixed + spread @ self.down_lora_b.to(hidden.dtype).transpose(1, 2).flatten(0, 1)
 
-    def _low_rank(self, rows: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-        narrow = product_by_group(rows, a.to(rows.dtype), ends)  # (R, rank)
-        return product_by_group(narrow, b.to(rows.dtype), ends) * self.lora.scale
+    def _chosen(self, groups: Groups) -> Tensor:
+        return groups.experts[..., None].expand(-1, -1, self.lora.rank)  # (M, A, rank)
 
     def updates(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name of each base weight in this module, and the update of its adapter."""
@@ -127,6 +143,58 @@ class AdaptedExperts(Experts):
         nn.Module.__init__(experts)
         experts.gate_up_proj, experts.down_proj = self.gate_up_proj, self.down_proj
         return experts
+
+
+class _AdaptedProduct(torch.autograd.Function):
+    """x Wᵀ + scale · x Aᵀ Bᵀ, where both products add to one output, and both gradients of x to one gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Weight, a: Tensor, b: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+        ctx.weight, ctx.scale, ctx.dtypes = weight, scale, (x.dtype, a.dtype)
+        rows, a, b = (tensor.to(dtype) for tensor in (x.flatten(0, -2), a, b))
+        with torch.autocast(x.device.type, enabled=False):
+            narrow = rows @ a.T  # (M, rank)
+            out = linear(rows, weight.to(dtype) if isinstance(weight, Tensor) else weight)
+            out.addmm_(narrow, b.T, alpha=scale)
+        if isinstance(weight, Tensor):
+            ctx.weight = None
+            ctx.save_for_backward(rows, a, b, narrow, weight)
+        else:
+            ctx.save_for_backward(rows, a, b, narrow)
+        return out.unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, a, b, narrow, *weights = ctx.saved_tensors
+        weight = weights[0].to(rows.dtype) if weights else ctx.weight.decode(rows.dtype)
+        (x_dtype, wide), grads = ctx.dtypes, grad.flatten(0, -2)
+        grad_narrow = (grads @ b).mul_(ctx.scale)
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_x = (grads @ weight).addmm_(grad_narrow, a).to(x_dtype).unflatten(0, grad.shape[:-1])
+        if ctx.needs_input_grad[1]:
+            grad_weight = (grads.T @ rows).to(weights[0].dtype)
+        grad_a, grad_b = grad_narrow.T @ rows, (grads.T @ narrow).mul_(ctx.scale)
+        return grad_x, grad_weight, grad_a.to(wide), grad_b.to(wide), None, None
+
+
+class _Permute(torch.autograd.Function):
+    """x[order], whose gradient is a copy too, because `back` inverts `order`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return x[order]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad[ctx.saved_tensors[0]], None, None
+
+
+@fusible
+def _gated_sum(wide: Tensor, low: Tensor, scale: float) -> Tensor:
+    return gated_gelu(*(wide + low * scale).chunk(2, dim=-1))
 
 
 @typed

@@ -1,0 +1,93 @@
+"""Passes of a repeated shape as CUDA graphs: one call instead of thousands of launches, for which a GPU would wait."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dgemma.train.batch import Part
+
+_WARMUP = 2  # passes before a shape is captured; they compile functions and choose kernels
+_MOST = 8  # graphs; further shapes run as usual
+
+
+class Measured(NamedTuple):
+    """The results of a forward and a backward pass: the loss, and the terms' sums and counts per row (B,)."""
+
+    loss: Tensor
+    sums: Mapping[str, Tensor]
+    counts: Mapping[str, Tensor]
+
+    def clone(self) -> "Measured":
+        sums, counts = ({name: t.clone() for name, t in terms.items()} for terms in (self.sums, self.counts))
+        return Measured(self.loss.clone(), sums, counts)
+
+
+Pass = Callable[[Part, Mapping[str, Tensor]], Measured]
+
+
+class Replayed:
+    """A pass that is captured when a shape comes for the third time, and replayed from then on.
+
+    The pass must add its gradients to the parameters and must not wait for the GPU. Once there are `graphs`, gradients
+    must stay where they are: use `zero_grad(set_to_none=False)`.
+
+    Example: `measure = Replayed(measure, model.parameters()); measured = measure(part, totals)`.
+    """
+
+    def __init__(self, run: Pass, parameters: Iterable[nn.Parameter]) -> None:
+        self.run, self.parameters = run, list(parameters)
+        self.stream = torch.cuda.Stream()
+        self.trained: list[nn.Parameter] = []  # those that got a gradient
+        self.seen: Counter[object] = Counter()
+        self.graphs: dict[object, _Graph] = {}
+
+    def __call__(self, part: Part, totals: Mapping[str, Tensor]) -> Measured:
+        shapes = tuple((tuple(t.shape), t.dtype) for t in _tensors(part, totals))
+        key = part.batch.spans, shapes
+        if key not in self.graphs:
+            self.seen[key] += 1
+            if self.seen[key] <= _WARMUP or len(self.graphs) == _MOST:
+                return self._run_once(part, totals)
+            self.graphs[key] = _Graph(self, part, totals)
+        return self.graphs[key].replay(part, totals)
+
+    def _run_once(self, part: Part, totals: Mapping[str, Tensor]) -> Measured:
+        """Run on the stream of the captures, because gradients are added on the stream of the first pass."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            measured = self.run(part, totals)
+        torch.cuda.current_stream().wait_stream(self.stream)
+        self.trained = [parameter for parameter in self.parameters if parameter.grad is not None]
+        return measured
+
+
+class _Graph:
+    """A captured pass with its own inputs and results."""
+
+    def __init__(self, owner: Replayed, part: Part, totals: Mapping[str, Tensor]) -> None:
+        self.part = Part(part.batch.map(torch.clone), part.seeds.clone())
+        self.totals = {name: t.clone() for name, t in totals.items()}
+        # Without a graph, this step's gradients begin as None. The captured additions need a place.
+        for parameter in owner.trained:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self.graph = torch.cuda.CUDAGraph()
+        pool = next((other.graph.pool() for other in owner.graphs.values()), None)
+        # The mode allows another thread to page-lock the next batch meanwhile.
+        with torch.cuda.graph(self.graph, pool=pool, stream=owner.stream, capture_error_mode="thread_local"):
+            self.measured = owner.run(self.part, self.totals)
+
+    def replay(self, part: Part, totals: Mapping[str, Tensor]) -> Measured:
+        for own, new in zip(_tensors(self.part, self.totals), _tensors(part, totals), strict=True):
+            own.copy_(new)
+        self.graph.replay()
+        return self.measured.clone()
+
+
+def _tensors(part: Part, totals: Mapping[str, Tensor]) -> Iterator[Tensor]:
+    values = (getattr(part.batch, field.name) for field in fields(part.batch))
+    return (value for value in (*values, part.seeds, *totals.values()) if isinstance(value, Tensor))

@@ -1,0 +1,78 @@
+"""Fusible functions are compiled only within `fusing` and on a GPU, and then compute the same."""
+
+import pytest
+import torch
+
+import dgemma
+from dgemma.model import fused
+from dgemma.train import LoRA, Objective, TrainBatch, add_lora
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Compile on the CPU too, without code generation. Return the names of the functions that were compiled."""
+    names, compile_function = [], torch.compile
+
+    def with_names(function, *, dynamic, options):
+        def trace(graph, inputs):
+            names.append(function.__name__)
+            return graph.forward
+
+        return compile_function(function, dynamic=dynamic, backend=trace)
+
+    monkeypatch.setattr(torch, "compile", with_names)
+    monkeypatch.setattr(fused, "_COMPILED_ON", ("cpu",))
+    fused._compiled.cache_clear()
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=64):
+        yield names
+    fused._compiled.cache_clear()
+
+
+@fused.fusible
+def double(x, weight):
+    return 2 * x * weight
+
+
+@pytest.mark.slow  # imports the compiler
+def test_a_fusible_function_is_compiled_once_for_all_numbers_of_tokens(graphs):
+    weight = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+    double(torch.ones(4, 3), weight)
+    assert graphs == []
+    with fused.fusing():
+        for num_tokens in (4, 7, 5):
+            assert torch.equal(double(torch.ones(num_tokens, 3), weight), torch.full((num_tokens, 3), 2.0))
+    assert graphs == ["double"]
+    double(torch.ones(4, 3, dtype=torch.float64), weight)
+    assert graphs == ["double"]
+
+
+def test_a_gpu_is_needed_for_fusing():
+    with fused.fusing():
+        assert fused.fused(double, torch.device("cpu")) is double
+
+
+@pytest.mark.slow
+def test_a_fused_step_has_the_loss_and_the_gradients_of_the_plain_one(graphs):
+    model = dgemma.DiffusionGemma(dgemma.presets.tiny(), dtype=torch.float64)
+    model.reset_parameters(torch.Generator().manual_seed(1))
+    model.recompute_activations = True
+    adapters = add_lora(model, LoRA(rank=2))
+    generator = torch.Generator().manual_seed(2)
+    for weight in adapters:
+        weight.data = 0.1 * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
+    tokens = torch.randint(5, 512, (2, 56), generator=generator)
+    batch = TrainBatch(tokens=tokens, prompt_len=torch.full((2,), 24), length=torch.full((2,), 56))
+    objective = Objective(noise=dgemma.UniformNoise(512), canvas_len=32)
+
+    def step():
+        loss = objective.reduce(objective(model, batch, seeds=torch.arange(2)))
+        return loss.detach(), torch.autograd.grad(loss, adapters)
+
+    loss, gradients = step()
+    with fused.fusing():
+        fused_loss, fused_gradients = step()
+    assert {"rms_norm", "_norm_heads", "_after_attention", "_after_experts", "_gated_sum"} <= set(graphs)
+    torch.testing.assert_close(fused_loss, loss, rtol=1e-12, atol=0)
+    for ours, theirs in zip(fused_gradients, gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)

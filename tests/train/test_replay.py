@@ -1,0 +1,77 @@
+"""A replayed pass gives the losses and gradients of the pass itself."""
+
+import pytest
+import torch
+
+import dgemma
+from dgemma.model.fused import fusing
+from dgemma.train import LoRA, Objective, TrainBatch, add_lora, replay
+from dgemma.train.batch import Part
+from dgemma.train.replay import Measured, Replayed
+
+
+def part_of(seed, length=56, device="cpu"):
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(5, 512, (2, length), generator=generator).to(device)
+    ones = torch.ones(2, dtype=torch.int64, device=device)
+    batch = TrainBatch(tokens=tokens, prompt_len=24 * ones, length=length * ones, spans=((24, length),) * 2)
+    return Part(batch, seed + torch.arange(2, device=device))
+
+
+def test_a_shape_is_captured_when_it_comes_for_the_third_time(monkeypatch):
+    captured = []
+
+    class Graph:
+        def __init__(self, owner, part, totals):
+            captured.append(part.batch.tokens.shape[1])
+
+        def replay(self, part, totals):
+            return "replayed"
+
+    monkeypatch.setattr(replay, "_Graph", Graph)
+    monkeypatch.setattr(Replayed, "_run_once", lambda self, part, totals: "run")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    measure = Replayed(None, [])
+    lengths = [56, 56, 48, 56, 48, 56, 48]
+    found = [measure(part_of(step, length), {}) for step, length in enumerate(lengths)]
+    assert found == ["run", "run", "run", "replayed", "run", "replayed", "replayed"]
+    assert captured == [56, 48]
+    monkeypatch.setattr(replay, "_MOST", 2)
+    assert [measure(part_of(0, 40), {}) for _ in range(4)] == ["run"] * 4
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@pytest.mark.filterwarnings("ignore")
+def test_replays_have_the_losses_and_gradients_of_their_own_batches():
+    config = dgemma.presets.tiny().replace(hidden_size=64, moe_intermediate_size=32)
+    model = dgemma.DiffusionGemma(config, device="cuda", dtype=torch.bfloat16)
+    model.recompute_activations = True
+    adapters = add_lora(model, LoRA(rank=8))
+    for weight in adapters:
+        weight.data.normal_(std=0.1)
+    objective = Objective(noise=dgemma.UniformNoise(512), canvas_len=32)
+
+    def measure(part, totals):
+        terms = objective(model, part.batch, seeds=part.seeds)
+        loss = objective.reduce(terms, totals)
+        loss.backward()
+        return Measured(loss.detach(), {name: t.detach() for name, t in terms.sums.items()}, dict(terms.counts))
+
+    replayed = Replayed(measure, adapters)
+
+    def step(run, part):
+        model.zero_grad(set_to_none=False)
+        measured = run(part, objective.total_counts(part.batch, part.seeds))
+        return measured, [weight.grad.clone() for weight in adapters]
+
+    with fusing():
+        for seed in range(6):
+            part = part_of(seed, device="cuda")
+            got, gradients = step(replayed, part)
+            want, expected = step(measure, part)
+            # The same kernels in the same order; only atomic additions of attention may round differently.
+            torch.testing.assert_close(got.loss, want.loss, rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(got.sums, want.sums, rtol=1e-3, atol=1e-3)
+            error = sum((a - b).square().sum() for a, b in zip(gradients, expected, strict=True))
+            assert error <= 1e-3 * sum(a.square().sum() for a in expected)
+    assert len(replayed.graphs) == 1
