@@ -14,7 +14,8 @@ from dgemma.diffusion.state import DenoiseState
 class StopRule:
     """Base class: decides after each step which rows are done. Pure tensor code, like a sampler.
 
-    `state` is the state after the step. `state.stop_memory` is the memory that the rule returned last; before the first
+    `state` is the state after the step. Positions that need not be waited for, such as those after the end of a
+    constrained text, are frozen in it. `state.stop_memory` is the memory that the rule returned last; before the first
     step it is that of `start`. Memory is batch-first, so that rows of two states can be spliced.
 
     Example: `StableAndConfident() | EndOfText()`.
