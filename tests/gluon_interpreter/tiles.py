@@ -112,7 +112,7 @@ def _overload(name: str, function: Callable[..., Tensor]) -> None:
         setattr(Value, f"__r{name}__", lambda x, y: elementwise(function, y, x))
 
 
-for _name in ("add", "sub", "mul", "truediv", "and", "xor", "rshift", *_COMPARISONS):
+for _name in ("add", "sub", "mul", "truediv", "and", "xor", "lshift", "rshift", *_COMPARISONS):
     _overload(_name, getattr(operator, f"__{_name}__"))
 _overload("floordiv", functools.partial(torch.div, rounding_mode="trunc"))  # integers divide as in C
 _overload("mod", torch.fmod)

@@ -240,6 +240,12 @@ def test_attention_calls_the_interpreted_kernel(monkeypatch):
     check(draw([5, 64], 9, (2, 256), heads=8, device="cpu"), num_splits=1)
 
 
+def test_interpreted_fixed_parts_match_float64_with_more_parts_than_keys():
+    case = draw([70, 3], 2, (1, 256), heads=2, dtype=torch.float16, device="cpu")
+    got = interpret(case, causal=True, part=64, num_splits=3)  # of 64, 64 and 128 positions
+    assert error(got, exact(*case, causal=True)) < LIMITS[torch.float16]
+
+
 def test_interpreted_fixed_parts_have_the_same_bits_from_any_first_slot():
     """The keys of a sliding layer, with and without the tokens that it may forget, and 64 slots of zeros before."""
     case = draw([70], 6, (1, 256), heads=2, dtype=torch.float16, device="cpu")

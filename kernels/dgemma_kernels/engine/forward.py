@@ -94,7 +94,7 @@ class Forward:
 
     def _embed(self, tokens: Tensor, update: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return embed(
-            tokens.flatten(),
+            tokens.flatten().contiguous(),  # not so if a chunk of several rows has one token
             self.weights.embedding,
             self.weights.layers[0].input_norm,
             update,
