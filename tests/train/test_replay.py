@@ -38,6 +38,9 @@ def test_a_shape_is_captured_when_it_comes_for_the_third_time(monkeypatch):
     assert captured == [56, 48]
     monkeypatch.setattr(replay, "_MOST", 2)
     assert [measure(part_of(0, 40), {}) for _ in range(4)] == ["run"] * 4
+    monkeypatch.setattr(replay, "_MOST_SEEN", 4)
+    assert [measure(part_of(0, length), {}) for length in range(60, 66)] == ["run"] * 6
+    assert len(measure.seen) <= 4
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")

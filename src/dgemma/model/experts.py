@@ -20,6 +20,15 @@ class Routing(NamedTuple):
     experts: Tensor
 
 
+class Groups(NamedTuple):
+    """The R = M·A choices of M tokens, sorted by expert, so that the rows of an expert are neighbours."""
+
+    experts: Tensor  # (M, A): the choices themselves
+    order: Tensor  # (R,): the choice of each row, counted as token · A + a
+    back: Tensor  # (M, A): the row of each choice
+    ends: Tensor  # (E,) int32: where the rows of each expert end
+
+
 class Router(nn.Module):
     """Scaleless norm → scale → linear → float32 softmax → top A, renormalised → per-expert scale."""
 
@@ -58,11 +67,11 @@ class Experts(nn.Module):
         groups = group_by_expert(routing.experts, self.gate_up_proj.shape[0])
         return self.mix(self.hidden(x, groups), routing.weights, groups, x.dtype)
 
-    def hidden(self, x: Tensor, groups: "Groups") -> Tensor:
+    def hidden(self, x: Tensor, groups: Groups) -> Tensor:
         """Return the hidden values (R, F) of tokens x (M, D), one row per choice, grouped by expert."""
         return gated_gelu(*self.gate_up(dispatch(x, groups), groups.ends).chunk(2, dim=-1))
 
-    def mix(self, hidden: Tensor, weights: Tensor, groups: "Groups", dtype: torch.dtype) -> Tensor:
+    def mix(self, hidden: Tensor, weights: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
         """Return the weighted sum (M, D) of each token's outputs, from hidden values (R, F) and weights (M, A)."""
         return combine(self.down(hidden, groups.ends), weights, groups, dtype)
 
@@ -103,15 +112,6 @@ def require_experts(model: nn.Module, owner: str) -> None:
             f"{owner} model must have its experts, which accelerate(release=True) has taken out. Load the model again, "
             "or accelerate it without release."
         )
-
-
-class Groups(NamedTuple):
-    """The R = M·A choices of M tokens, sorted by expert, so that the rows of an expert are neighbours."""
-
-    experts: Tensor  # (M, A): the choices themselves
-    order: Tensor  # (R,): the choice of each row, counted as token · A + a
-    back: Tensor  # (M, A): the row of each choice
-    ends: Tensor  # (E,) int32: where the rows of each expert end
 
 
 def group_by_expert(experts: Tensor, num_experts: int) -> Groups:

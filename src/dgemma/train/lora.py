@@ -112,7 +112,7 @@ class AdaptedExperts(Experts):
 
     def hidden(self, x: Tensor, groups: Groups) -> Tensor:
         wide = self.gate_up(dispatch(x, groups), groups.ends)
-        # A product of all tokens with all experts' A is faster than a product of each row with its expert's thin A.
+        # For small ranks, one product of all tokens with all experts' A is faster than thin products by expert.
         narrow = F.linear(x, self.gate_up_lora_a.to(x.dtype).flatten(0, 1)).unflatten(-1, (-1, self.lora.rank))
         narrow = narrow.gather(1, self._chosen(groups)).flatten(0, 1)  # (R, rank), by token
         narrow = _Permute.apply(narrow, groups.order, groups.back.flatten())

@@ -12,6 +12,7 @@ from dgemma.train.batch import Part
 
 _WARMUP = 2  # passes before a shape is captured; they compile functions and choose kernels
 _MOST = 8  # graphs; further shapes run as usual
+_MOST_SEEN = 1000  # shapes to count; rows of arbitrary lengths rarely repeat one
 
 
 class Measured(NamedTuple):
@@ -49,6 +50,8 @@ class Replayed:
         shapes = tuple((tuple(t.shape), t.dtype) for t in _tensors(part, totals))
         key = part.batch.spans, shapes
         if key not in self.graphs:
+            if len(self.seen) == _MOST_SEEN:
+                self.seen.clear()
             self.seen[key] += 1
             if self.seen[key] <= _WARMUP or len(self.graphs) == _MOST:
                 return self._run_once(part, totals)
