@@ -116,6 +116,8 @@ class Forward:
         layers, num_tokens = self.weights.layers, x.shape[0] // buffers.lengths.shape[0]
         if canvas_len:
             of_canvas = torch.arange(x.shape[0], device=x.device) % num_tokens >= num_tokens - canvas_len
+        # A canvas alone needs no mask, except in tiles at fixed positions, which may begin before its first key.
+        masked = causal or self.batch_invariant
         following = [*((after.input_norm, after.qkv) for after in layers[1:]), (self.weights.norm, None)]
         inputs: Tensor | Quantized = _as(layers[0].qkv, normed)
         for index, (layer, (next_norm, next_product)) in enumerate(zip(layers, following, strict=True)):
@@ -135,8 +137,6 @@ class Forward:
             )
             if not last and index == len(layers) - 1:
                 return x  # the caller needs only the keys and values
-            # A canvas alone needs no mask, except for keys before those that it sees, in tiles at fixed positions.
-            masked = causal or self.batch_invariant
             seen = attention(
                 queries,
                 keys,
@@ -144,7 +144,7 @@ class Forward:
                 slot,
                 causal=masked,
                 window=layer.shape.window if masked else None,
-                canvas_len=canvas_len if causal or not masked else num_tokens,
+                canvas_len=num_tokens if masked and not causal else canvas_len,
                 keep=buffers.keep,
                 kernel=self.attention_kernel,
                 part=self._part(layer.shape.window),
