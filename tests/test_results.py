@@ -72,6 +72,15 @@ def test_memory_is_the_recorded_one(column):
         assert table["in use afterwards, GB"][column] == f"{memory['held_gib'] * GIB:.1f}"
 
 
+@pytest.mark.parametrize(("column", "file"), [("bf16", "prompts.json"), ("fp8", "prompts_fp8.json")])
+def test_prompts_and_large_batches_are_the_recorded_ones(column, file):
+    table, parts = read_table("docs/benchmarks.md", "Prompts and large batches"), recorded(file)
+    expected = {f"read {part['length']:,} tokens, ms": f"{part['ms']:.1f}" for part in parts.get("read", [])}
+    expected |= {f"step, batch {part['batch']}, ms": milliseconds(part) for part in parts["batches"]}
+    expected["autoregressive token, ms"] = f"{parts['words'][0]['ms_per_token']:.2f}"
+    assert {row: cells[column] for row, cells in table.items() if cells[column]} == expected
+
+
 def test_the_comparison_with_transformers_is_of_one_recorded_run():
     table, ours = read_table("docs/benchmarks.md", "Next to transformers"), recorded("step_transformers.json")
     for kind, (step, least, most, peak) in transformers_step().items():
@@ -84,8 +93,9 @@ def test_the_comparison_with_transformers_is_of_one_recorded_run():
 
 def test_the_first_token_is_the_recorded_one():
     table = read_table("docs/benchmarks.md", "First token")
-    for row, file in (("nothing compiled yet", "first_token.json"), ("compiled before, same process", "step.json")):
-        assert table[row]["seconds"] == f"{recorded(file)['build'][0]['first_token_s']:.1f}"
+    first = recorded("prompts.json")["first"][0]
+    assert table["nothing compiled yet"]["seconds"] == f"{first['first_call_s']:.1f}"
+    assert table["compiled before, same process"]["seconds"] == f"{first['second_call_s']:.1f}"
 
 
 def test_the_throughput_of_many_prompts_is_the_recorded_one():

@@ -76,10 +76,12 @@ def draw_input(tokens: int, format: str) -> Tensor | Quantized:
     return quantize(draw_rows(tokens, D)) if format == "fp8" else draw_rows(tokens, D)
 
 
-def draw_hidden(pairs: int, format: str, block: int = 64) -> Tensor | Quantized:
+def draw_hidden(pairs: int, format: str, block: int | None = 64) -> Tensor | Quantized:
     rows = draw_rows(pairs, F)
     if format != "fp8":
         return rows
+    if block is None:
+        return quantize(rows)
     scale = torch.full((pairs, -(-F // block)), 0.01, device=GPU)
     return Quantized(values=rows.to(torch.float8_e4m3fn), scale=scale, dtype=rows.dtype, block=block)
 
@@ -157,7 +159,8 @@ def round_as(got: Quantized, want: Tensor) -> tuple[Tensor, Tensor]:
 
     Rounding to float8 explains half a step. A larger difference is an error of the kernel.
     """
-    wide, scale = got.decode(), got.scale.repeat_interleave(got.block or F, 1)[:, : want.shape[1]].double()
+    scale = got.scale.view(got.shape[0], -1).repeat_interleave(got.block or F, 1)[:, : want.shape[1]].double()
+    wide = got.decode()
     half_step = 2.0 ** ((want / scale).abs().clamp(min=2.0**-6).log2().floor() - 4) * scale
     return wide, want + (wide - want).clamp(-half_step, half_step)
 

@@ -50,7 +50,11 @@ GATE_UP_TILES = {
     64: [(64, 64, 4, 4), (64, 64, 4, 6), (64, 64, 4, 8), (64, 128, 4, 4), (128, 64, 8, 4), (128, 64, 8, 5)],
     80: [(64, 64, 4, 4), (64, 64, 4, 6), (64, 64, 8, 4), (128, 64, 8, 4)],
     96: [(64, 64, 4, 4), (64, 64, 4, 6), (64, 64, 8, 4), (128, 64, 8, 4)],
-    128: [(64, 64, 4, 4), (64, 64, 4, 6), (64, 64, 8, 6), (128, 64, 8, 3), (128, 64, 8, 4)],
+    128: [(64, 64, 4, 4), (128, 64, 8, 3), (128, 64, 8, 4)],
+    144: [(64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 8, 3), (128, 64, 8, 4)],
+    160: [(64, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 4)],
+    192: [(128, 64, 8, 3), (128, 64, 8, 4)],
+    288: [(64, 64, 8, 3), (64, 64, 8, 4)],
 }
 DOWN_TILES = {
     16: [(64, 64, 4, 3), (64, 64, 4, 4), (64, 64, 4, 6), (32, 128, 4, 4)],
@@ -59,7 +63,11 @@ DOWN_TILES = {
     64: [(64, 64, 4, 3), (64, 64, 4, 4), (64, 64, 4, 6), (128, 64, 4, 4), (128, 64, 8, 4), (256, 64, 8, 4)],
     80: [(64, 64, 4, 4), (128, 64, 8, 4), (128, 64, 8, 6)],
     96: [(64, 64, 4, 4), (128, 64, 8, 4), (128, 64, 8, 6)],
-    128: [(64, 64, 4, 5), (128, 64, 4, 4), (128, 64, 8, 4), (128, 64, 8, 5), (128, 128, 8, 3)],
+    128: [(128, 64, 4, 3), (128, 64, 8, 3), (256, 64, 8, 3)],
+    144: [(128, 64, 4, 3), (128, 64, 8, 3), (256, 64, 8, 3)],
+    160: [(128, 64, 4, 3), (128, 64, 8, 3), (256, 64, 8, 3)],
+    192: [(128, 64, 8, 3), (256, 64, 8, 3)],
+    288: [(128, 64, 8, 3), (128, 64, 8, 4), (64, 64, 4, 3)],
 }
 # The same in float8. Hidden values have one scale per row and gate_up tile. So gate_up tiles have 64 columns, because
 # 64 divides the published hidden width of 704.
@@ -72,7 +80,10 @@ FLOAT8_GATE_UP_TILES = {
     64: [(64, 128, 4, 8), (64, 128, 4, 4), (64, 256, 4, 4), (64, 128, 8, 4)],
     80: [(64, 128, 4, 4), (64, 128, 8, 4), (64, 128, 4, 8), (64, 256, 4, 4)],
     96: [(64, 128, 8, 4)],
-    128: [(64, 128, 8, 4), (64, 128, 8, 3), (64, 128, 4, 4)],
+    128: [(64, 128, 8, 4), (128, 128, 8, 3)],  # from here with one scale per row
+    144: [(64, 128, 4, 3), (64, 128, 4, 4), (128, 128, 8, 3)],
+    160: [(64, 128, 4, 3), (64, 128, 4, 4), (128, 128, 8, 3)],
+    288: [(64, 128, 8, 3), (64, 128, 8, 4)],
 }
 FLOAT8_DOWN_TILES = {
     16: [(64, 64, 4, 5), (64, 64, 4, 11), (128, 64, 4, 6)],
@@ -83,7 +94,10 @@ FLOAT8_DOWN_TILES = {
     64: [(128, 64, 8, 5), (128, 64, 4, 5), (64, 64, 4, 5), (64, 64, 4, 8), (128, 64, 8, 8), (256, 64, 8, 5)],
     80: [(128, 64, 8, 5), (64, 64, 4, 5), (128, 64, 8, 4), (128, 64, 4, 4)],
     96: [(128, 64, 8, 5)],
-    128: [(128, 64, 8, 4), (64, 64, 8, 4), (128, 64, 8, 3), (64, 64, 4, 5)],
+    128: [(128, 128, 8, 3), (256, 128, 8, 3)],
+    144: [(128, 128, 4, 3), (128, 128, 8, 3), (256, 128, 8, 3)],
+    160: [(128, 128, 4, 3), (128, 128, 8, 3), (256, 128, 8, 3)],
+    288: [(128, 128, 8, 3), (128, 128, 8, 4)],
 }
 # The format fixes the blocks of packed weights.
 PACKED_GATE_UP_TILES, PACKED_DOWN_TILES = (
@@ -127,7 +141,8 @@ def sweep(report: Report, layers: list[Layer], tokens: int, distinct: int) -> No
     active = sum(i.unique().numel() for i in index) / len(layers)
     format = layers[0].format
     gate_up_tiles, down_tiles = TILES[format]
-    x, weights, hidden = draw_input(tokens, format), torch.rand(tokens, A, device=GPU), draw_hidden(tokens * A, format)
+    x, weights = draw_input(tokens, format), torch.rand(tokens, A, device=GPU)
+    hiddens = {one: draw_hidden(tokens * A, format, None if one else 64) for one in (False, True)}
     first, second = layers[0].expert_bytes(active)
     flops = 6.0 * tokens * A * D * F
 
@@ -137,7 +152,7 @@ def sweep(report: Report, layers: list[Layer], tokens: int, distinct: int) -> No
                 if which == "gate_up":
                     experts.expert_gate_up(x, layer.gate_up, tile)
                 elif which == "down":
-                    experts.expert_down(hidden, layer.down, weights, tile)
+                    experts.expert_down(hiddens[config.one_scale], layer.down, weights, tile)
                 else:
                     run_experts(x, layer, weights, tile)
 
@@ -158,24 +173,25 @@ def sweep(report: Report, layers: list[Layer], tokens: int, distinct: int) -> No
     for rows in rows_worth_trying(tokens, format):
         ups, downs = {}, {}
         for shape in gate_up_tiles[rows]:
-            config = make_config(rows, shape, down_tiles[rows][0])
+            config = make_config(rows, shape, down_tiles[rows][0], format)
             ups[shape] = timed(config, "gate_up", first, flops * 2 / 3)
         for shape in down_tiles[rows]:
-            config = make_config(rows, gate_up_tiles[rows][0], shape)
+            config = make_config(rows, gate_up_tiles[rows][0], shape, format)
             downs[shape] = timed(config, "down", second, flops / 3)
-        best = make_config(rows, min(ups, key=ups.__getitem__), min(downs, key=downs.__getitem__))
+        best = make_config(rows, min(ups, key=ups.__getitem__), min(downs, key=downs.__getitem__), format)
         together[best] = timed(best, "both", first + second, flops)
     best = min(together, key=together.__getitem__)
     print(f"BEST at {tokens}: {together[best]:.1f} us per layer, {together[best] * 30 / 1e3:.2f} ms for 30\n{best}")
 
 
 def rows_worth_trying(tokens: int, format: str) -> list[int]:
-    """Return numbers of rows per tile, from an expert's average to twice that.
+    """Return numbers of rows from an expert's average to twice that, and all from 128 if the average is higher.
 
-    With fewer rows, an expert's weights would be read more than once. With more rows, tiles would be mostly padding.
+    Fewer rows repeat weights, and more waste arithmetic.
     """
-    average = tokens * A // E
-    return [rows for rows in TILES[format][0] if average <= rows <= 2 * average] or [16 if average < 16 else 128]
+    average = min(max(tokens * A // E, 16), 128)
+    limit = 2 * average if average < 128 else 288
+    return [rows for rows in TILES[format][0] if average <= rows <= limit]
 
 
 def compile_tile(rows: int, gate_up: tuple[int, ...], down: tuple[int, ...], format: str) -> None:
@@ -185,14 +201,15 @@ def compile_tile(rows: int, gate_up: tuple[int, ...], down: tuple[int, ...], for
     """
     index = torch.zeros(8, A, dtype=torch.int32, device=GPU)
     tiles = router.sort_by_expert(index, count_pairs(index, 1), rows)
-    config = make_config(rows, gate_up or down, down or gate_up)
+    config = make_config(rows, gate_up or down, down or gate_up, format)
     encode_gate_up, encode_down = ENCODERS[format]
     with contextlib.suppress(Exception), expert_table((config,), format):
         if gate_up:
             experts.expert_gate_up(draw_input(8, format), encode_gate_up(draw_rows(1, 2 * F, D), DTYPE), tiles)
         else:
             routing = torch.ones(8, A, device=GPU)
-            experts.expert_down(draw_hidden(8 * A, format), encode_down(draw_rows(1, D, F), DTYPE), routing, tiles)
+            hidden = draw_hidden(8 * A, format, None if config.one_scale else 64)
+            experts.expert_down(hidden, encode_down(draw_rows(1, D, F), DTYPE), routing, tiles)
 
 
 def compile_tiles(rows: set[int], format: str) -> None:
@@ -203,10 +220,13 @@ def compile_tiles(rows: set[int], format: str) -> None:
         list(pool.map(compile_tile, *zip(*jobs, strict=True)))
 
 
-def make_config(rows: int, gate_up: tuple[int, ...], down: tuple[int, ...]) -> configs.ExpertConfig:
+def make_config(
+    rows: int, gate_up: tuple[int, ...], down: tuple[int, ...], format: str = "bf16"
+) -> configs.ExpertConfig:
     fields = ("cols", "depth", "warps", "stages", "registers")
     first, second = (configs.TileShape(**dict(zip(fields, shape, strict=False))) for shape in (gate_up, down))
-    return configs.ExpertConfig(max_tokens=1 << 62, rows=rows, gate_up=first, down=second)
+    one_scale = format == "fp8" and rows >= 128
+    return configs.ExpertConfig(max_tokens=1 << 62, rows=rows, gate_up=first, down=second, one_scale=one_scale)
 
 
 def label(tile: configs.TileShape) -> str:

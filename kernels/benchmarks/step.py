@@ -160,11 +160,8 @@ def round_experts(model: dgemma.DiffusionGemma, wide: dgemma.DiffusionGemma, wei
         )
 
 
-def check_parity(results: Results, weights: str) -> None:
-    """Check two layers of the published size: bf16 engine and reference against float32, and equal generations.
-
-    All three models have the rounded weights. In float8, engine and reference also round the experts' inputs.
-    """
+def build_two_layers() -> tuple[dgemma.DiffusionGemma, dgemma.DiffusionGemma]:
+    """Make two layers of the published size, in bfloat16 and with the same weights in float32."""
     config = dgemma.presets.diffusiongemma_26b_a4b().replace(
         num_hidden_layers=2, layer_types=dgemma.model.config.default_layer_types(2)
     )
@@ -175,6 +172,15 @@ def check_parity(results: Results, weights: str) -> None:
         layer.self_attn.k_norm.weight.fill_(0.25)
     wide = dgemma.DiffusionGemma(config, device=GPU, dtype=torch.float32).requires_grad_(False)
     wide.load_state_dict(model.state_dict())
+    return model, wide
+
+
+def check_parity(results: Results, weights: str) -> None:
+    """Check two layers of the published size: bf16 engine and reference against float32, and equal generations.
+
+    All three models have the rounded weights. In float8, engine and reference also round the experts' inputs.
+    """
+    model, wide = build_two_layers()
     supports = reference_experts._supports_grouped
     reference_experts._supports_grouped = lambda *w: w[0].dtype != torch.float32 and supports(*w)
     prompt, canvas = draw_tokens(2, 700), draw_tokens(2, CANVAS)

@@ -2,6 +2,7 @@
 
 python kernels/benchmarks/transformers_step.py               eager
 python kernels/benchmarks/transformers_step.py --compiled    its static-cache path, which compiles for minutes first
+python kernels/benchmarks/transformers_step.py --read 8192   the time to read a prompt instead of the time of a step
 
 We time two generations of one canvas, with many and with few steps. The time of a step is the difference in time
 divided by the difference in steps. So it includes the sampler, but neither the prefill nor the commit.
@@ -60,12 +61,32 @@ def time_steps(model: Any, prompt: torch.Tensor, *, compiled: bool, repeats: int
     return [(seconds(MANY) - seconds(FEW)) / (MANY - FEW) * 1e3 for _ in range(repeats)]
 
 
+def time_read(model: Any, length: int, repeats: int) -> float:
+    """Return the median milliseconds to read a prompt of this length into a new cache."""
+    times = []
+    for _ in range(2 + repeats):
+        prompt = torch.randint(5, 262_144, (1, length), device="cuda")
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        with torch.no_grad():
+            model.model.encoder(input_ids=prompt)
+        torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times[2:])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--read", type=int, nargs="+", default=[], metavar="TOKENS", help="read prompts only")
     options = parser.parse_args()
     config = dgemma.presets.diffusiongemma_26b_a4b()
     model = build(config, "cuda")
+    for length in options.read:
+        ms = time_read(model, length, repeats=3)
+        print(f"transformers, eager: {length} tokens in {ms:.1f} ms, {1e3 * length / ms:.0f} tokens/s", flush=True)
+    if options.read:
+        return
     prompt = torch.randint(5, config.vocab_size, (1, PROMPT), device="cuda")
     times = time_steps(model, prompt, compiled=options.compiled, repeats=3)
     peak = torch.cuda.max_memory_allocated() / 2**30

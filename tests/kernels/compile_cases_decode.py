@@ -4,6 +4,7 @@ import torch
 
 from dgemma_kernels.ops.accept.kernel import accept
 from dgemma_kernels.ops.attention.kernel import attention, default_tile
+from dgemma_kernels.ops.product.kernel import multiply_row
 from dgemma_kernels.ops.qkv.kernel import prepare_qkv
 from dgemma_kernels.ops.vocabulary.kernel import sample, soft_probabilities, vocabulary_statistics
 
@@ -48,7 +49,14 @@ def run_accept(stability: int | None) -> None:
     accept(entropy, tokens, tokens, tokens, flags, flags, tokens, done, row, row, row, row, recent, **limits)
 
 
+def run_row(num_cols: int, width: int) -> None:
+    multiply_row(empty(1, width), empty(num_cols, width))
+
+
 CALLS = {
+    "one row, q, k, v": lambda: run_row(8192, 2816),
+    "one row, o": lambda: run_row(2816, 4096),
+    "one row, o of full layers": lambda: run_row(2816, 8192),
     "one token, sliding": lambda: run_token(SLIDING, causal=True, window=1024),
     "one token, full": lambda: run_token(FULL, causal=True),
     "qkv, sliding": lambda: run_qkv(SLIDING, 2),

@@ -26,7 +26,9 @@ def cached_kernels(kernel: JITFunction) -> list[str]:
 
 
 def main() -> None:
-    triton.runtime.driver.set_active(AbsentGPU())
+    gpu, launchers = AbsentGPU(), []
+    gpu.launcher_cls = lambda source, metadata: launchers.append(metadata.name)
+    triton.runtime.driver.set_active(gpu)
     configs.gpu_name = lambda device: "NVIDIA H200"
     x, weight = torch.empty(4, 96), torch.empty(96)
 
@@ -43,7 +45,8 @@ def main() -> None:
     except triton.CompilationError as error:
         message = str(error)
     kernels = (norms._rms_norm_kernel, norms._attention_residual_kernel, _wrong_kernel)
-    print(json.dumps({"cached": [cached_kernels(kernel) for kernel in kernels], "error": message}))
+    cached = [cached_kernels(kernel) for kernel in kernels]
+    print(json.dumps({"cached": cached, "error": message, "launchers": sorted(launchers)}))
 
 
 if __name__ == "__main__":

@@ -118,6 +118,6 @@ def test_every_tile_of_a_sweep_can_be_configured_at_every_size(bench, format, mo
             assert {(tile.cols, tile.depth) for tile in ups} == {(64, 128)}
             assert {(tile.cols, tile.depth) for tile in downs} == {(128, 128)}
             assert rows.bit_count() == 1
-        if format == "fp8":  # 64 columns of gate_up share one scale of hidden values
+        if format == "fp8" and rows < 128:  # 64 columns of gate_up share one scale of hidden values
             assert {tile.cols for tile in ups} == {64}
             assert {tile.depth for tile in downs} == {64}

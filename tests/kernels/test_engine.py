@@ -94,6 +94,22 @@ def test_both_modes_equal_the_reference_over_ragged_rows(models):
         torch.testing.assert_close(got, want, **CLOSE)
 
 
+def test_a_prompt_in_chunks_equals_the_reference_launched_and_captured(models, monkeypatch):
+    reference, fast = models
+    monkeypatch.setattr(fast._pool, "most_read", 8)  # four tokens of each of two rows per forward
+    prompt = draw_tokens(2, 11)
+    real = torch.ones_like(prompt)
+    real[0, :6] = 0  # this row ends in the second of three chunks
+    want = reference.causal_logits(prompt, reference.new_cache(2), real)
+    for _ in range(2):  # the second time, a chunk is captured
+        cache = fast.new_cache(2)
+        got = fast.causal_logits(prompt, cache, real)
+        torch.testing.assert_close(got[real.bool()], want[real.bool()], **CLOSE)
+        assert cache.lengths.tolist() == [5, 11]
+    monkeypatch.setattr(fast, "_most_captured", 4)  # a chunk of eight is launched, and one of three padded to four
+    torch.testing.assert_close(fast.causal_logits(prompt[1:], fast.new_cache(1)), want[1:], **CLOSE)
+
+
 @pytest.mark.parametrize("kind", ["published", "masked", pytest.param("shaped", marks=pytest.mark.slow)])
 def test_generate_gives_the_same_with_the_fused_denoiser_and_the_reference(models, kind):
     prompt, real = ragged_prompt()
@@ -113,6 +129,15 @@ def test_generate_gives_the_same_with_the_fused_denoiser_and_the_reference(model
     assert torch.equal(got.new_tokens, want.new_tokens)
     assert torch.equal(got.steps, want.steps)
     assert torch.equal(got.cache.lengths, want.cache.lengths)
+
+
+@pytest.mark.parametrize("options", [{"top_k": 1}, {"temperature": 0.8}, {"top_k": 5}], ids=["greedy", "all", "top-k"])
+def test_autoregressive_tokens_are_those_of_the_reference(models, options):
+    prompt, real = ragged_prompt()
+    free = dgemma.generate_causal(models[0], prompt, attention_mask=real, max_new_tokens=4, eos_token_ids=[], **options)
+    options |= {"eos_token_ids": [int(free[0, 1])], "max_new_tokens": 4}
+    want, got = (dgemma.generate_causal(model, prompt, attention_mask=real, **options) for model in models)
+    assert torch.equal(got, want)
 
 
 @pytest.mark.slow

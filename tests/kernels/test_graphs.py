@@ -112,6 +112,7 @@ def test_real_kernels_are_compiled_and_a_wrong_one_raises_at_its_launch(tmp_path
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["cached"] == [["CompiledKernel"], ["CompiledKernel"], []]
+    assert found["launchers"] == ["_attention_residual_kernel", "_rms_norm_kernel"]
     assert "fails as intended" in found["error"]
 
 

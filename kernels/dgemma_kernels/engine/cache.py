@@ -22,7 +22,6 @@ from dgemma_kernels.ops.prefix import forget
 
 _SMALLEST = 1024  # slots of a full layer; then powers of two up to _LINEAR, then multiples of it
 _LINEAR = 16_384
-_PREFILL_TOKENS = 4096  # the most tokens that one forward reads, over all rows
 _GAP = 64  # zeros before a sliding layer's first slot, which a tile of `attention` may read but no token sees
 _FREE_SHARE = 1 / 8  # share of a GPU's memory that a pool may keep in unused buffers
 _MOST_FREE = 16  # unused buffers that a pool keeps, each with its graphs, whose memory is not part of that share
@@ -64,9 +63,16 @@ class BufferPool:
     """Makes the cache buffers of one model, and keeps unused ones up to a bound, newest first."""
 
     def __init__(
-        self, config: ModelConfig, conventions: Conventions, device: torch.device, dtype: torch.dtype, turn: Turn
+        self,
+        config: ModelConfig,
+        conventions: Conventions,
+        device: torch.device,
+        dtype: torch.dtype,
+        turn: Turn,
+        most_read: int,
     ) -> None:
         self.config, self.turn = config, turn
+        self.most_read = most_read  # tokens of one forward, over all rows
         self.keep = config.sliding_window - (0 if conventions.sliding_prefix == "window" else 1)
         self._where: dict[str, Any] = {"device": device, "dtype": dtype}
         self._free: list[CacheBuffers] = []
@@ -81,7 +87,7 @@ class BufferPool:
 
     def prefill_len(self, batch_size: int) -> int:
         """Tokens per row that one forward reads. More tokens share one read of the experts' weights."""
-        return max(self.config.canvas_length, min(1024, _PREFILL_TOKENS // max(batch_size, 1)))
+        return max(self.config.canvas_length, self.most_read // max(batch_size, 1))
 
     def take(self, batch_size: int, num_slots: int, tail: int) -> CacheBuffers:
         """Return buffers for `num_slots` tokens per row, of which up to `tail` are new."""

@@ -1,10 +1,10 @@
-"""The graphs of the fused denoiser: a causal forward, a canvas's forward, and a whole denoising step.
+"""The graphs of the fused denoiser: a causal forward or token, a canvas's forward, and a whole denoising step.
 
 A captured step runs the library's own `predict`, `decide` and `settle` once over static tensors. With the published
 sampler one launch (`published.py`) replaces the last two. Each draw is one launch.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from dgemma.diffusion.state import DenoiseState
 from dgemma.run.knobs import Knobs
 from dgemma.run.step import Denoiser, Settled, decide, predict, record_step, settle, shape
+from dgemma.tasks.autoregressive import CausalRule, CausalState
 from dgemma_kernels.engine import published
 from dgemma_kernels.engine.cache import CacheBuffers
 from dgemma_kernels.engine.graphs import CaptureError, Replay, as_bytes, beside, copy_all
@@ -47,12 +48,40 @@ class CapturedRead:
             hidden = workspace.forward.read(static, buffers, last=last)
             return workspace.causal_logits(hidden) if head else hidden
 
-        self._replay = Replay(run, workspace.device, workspace.graph_memory, launches=run)
+        launches = run if head else None  # a chunk of a prompt is captured the second time, with all kernels compiled
+        self._replay = Replay(run, workspace.device, workspace.graph_memory, launches)
 
     def __call__(self, tokens: Tensor) -> Tensor:
         self._tokens.copy_(tokens)
         self._replay.replay()
         return self._replay.result.clone()
+
+
+class CapturedCausalStep:
+    """One autoregressive token over static tensors: forward, head, draw and stop test."""
+
+    def __init__(self, workspace: Workspace, state: CausalState, rule: CausalRule, buffers: CacheBuffers) -> None:
+        self._inputs = {name: getattr(state, name).clone() for name in ("token", "number", "done", "broken", "seeds")}
+        static, forward = CausalState(**self._inputs), workspace.forward
+
+        def predict() -> FusedPrediction:
+            logits = forward.head(forward.read(static.token, buffers, last=True))
+            return FusedPrediction(Logits(logits.unflatten(0, static.token.shape)), (workspace.softcap,))
+
+        def run() -> dict[str, Tensor]:
+            uniform = draws.uniform(static.seeds, torch.zeros_like(static.seeds), static.number, 1, "token")
+            after = rule.choose(predict(), static, uniform)
+            return {name: getattr(after, name) for name in ("token", "number", "done", "broken")}
+
+        launches = run if rule.top_k in (None, 1) and rule.top_p is None else predict  # as in `CapturedStep`
+        self._replay = Replay(run, workspace.device, workspace.graph_memory, launches)
+
+    def __call__(self, state: CausalState) -> CausalState:
+        copy_all(list(self._inputs.values()), [getattr(state, name) for name in self._inputs])
+        self._replay.replay()
+        fresh = {name: torch.empty_like(value) for name, value in self._replay.result.items()}
+        copy_all(list(fresh.values()), list(self._replay.result.values()))
+        return replace(state, **fresh)
 
 
 class CapturedDenoise:

@@ -25,17 +25,30 @@ from dgemma.model.diffusion import DiffusionGemma
 from dgemma.run.knobs import Knobs
 from dgemma.run.records import StepRecord
 from dgemma.run.step import Denoiser
+from dgemma.tasks.autoregressive import CausalRule, CausalState
 from dgemma.train.lora import is_adapted
 from dgemma_kernels.engine.cache import BufferPool, CacheBuffers, FusedCache
-from dgemma_kernels.engine.captured import CapturedDenoise, CapturedRead, CapturedStep, carried, list_shapes
+from dgemma_kernels.engine.captured import (
+    CapturedCausalStep,
+    CapturedDenoise,
+    CapturedRead,
+    CapturedStep,
+    carried,
+    list_shapes,
+)
 from dgemma_kernels.engine.forward import Forward
 from dgemma_kernels.engine.graphs import Turn, compile_together, in_turn, remembered, use_here
 from dgemma_kernels.engine.prediction import FusedPrediction, Logits, SoftEmbedding
 from dgemma_kernels.engine.weights import Weights, stored_format, take_weights
 from dgemma_kernels.engine.workspace import Workspace
-from dgemma_kernels.formats import ENCODERS, Quantized
+from dgemma_kernels.formats import ENCODERS, FourBit, Quantized
 from dgemma_kernels.ops.attention import KernelName
 from dgemma_kernels.ops.draws import kernel as draws
+
+# The most tokens of a prompt that one forward reads, over all rows, and that a captured forward reads. With more, the
+# device needs longer than the host's launches. Activations and the tail of sliding layers take 330 kB per token of the
+# published model, so weights of four bits, which are chosen for their size, read fewer.
+_READ, _FOUR_BIT_READ = (8192, 2048), (1024, 256)
 
 
 def accelerate(
@@ -183,7 +196,9 @@ class FusedDenoiser(Denoiser[FusedCache]):
         self._model, self.config, self.generation = model, model.config, generation
         self.source = model.source
         self.turn = Turn(model.device)
-        self._pool = BufferPool(model.config, model.conventions, model.device, model.dtype, self.turn)
+        small = isinstance(weights.layers[0].expert_gate_up, FourBit)
+        most_read, self._most_captured = _FOUR_BIT_READ if small else _READ
+        self._pool = BufferPool(model.config, model.conventions, model.device, model.dtype, self.turn, most_read)
         self._workspace = Workspace(
             config=model.config,
             conventions=model.conventions,
@@ -193,7 +208,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
             turn=self.turn,
             graph_memory=torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None,
         )
-        self._sizes_read: set[int] = set()  # bit lengths of prompt sizes whose kernels are compiled
+        self._shapes_read: set[Any] = set()  # of chunks of a prompt
         self._last: _LastStep | None = None
         # The last step's prediction, while it is referenced, and the step that can compute its soft embedding.
         self._unsoftened: tuple[Any, CapturedStep | None] = (lambda: None, None)
@@ -282,6 +297,19 @@ class FusedDenoiser(Denoiser[FusedCache]):
         hidden = self._read(tokens, fused, real, last=True)
         assert hidden is not None
         return self._workspace.causal_logits(hidden.flatten(0, 1)).view(*tokens.shape, -1)
+
+    @torch.no_grad()
+    @in_turn
+    def causal_step(self, state: CausalState, *, cache: FusedCache, rule: CausalRule) -> CausalState:
+        """Read the last token and draw the next one in one graph; see `dgemma.tasks.autoregressive.causal_step`."""
+        fused, _ = self._check_prefix(state.token, cache, None)
+        fused.catch_up()
+        buffers = fused.make_room(1, self.config.canvas_length)
+        self._soften()
+        make = lambda: CapturedCausalStep(self._workspace, state, rule, buffers)  # noqa: E731
+        after = remembered(buffers.graphs, ("causal", rule, state.token.shape), make)(state)
+        fused.extend(1, None)
+        return after
 
     @torch.no_grad()
     @in_turn
@@ -400,8 +428,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
         for start in range(0, num_new, chunk_len):
             chunk = tokens[:, start : start + chunk_len]
             size = chunk.shape[1]
-            buffers = cache.make_room(size, num_new - start - size + self.config.canvas_length)
-            hidden.append(self._read_chunk(chunk, buffers, last))
+            hidden.append(self._read_chunk(chunk, cache, num_new - start + self.config.canvas_length, last))
             cache.extend(size, None if counts is None else (counts - start).clamp(0, size))
         if not last:
             return None
@@ -421,18 +448,43 @@ class FusedDenoiser(Denoiser[FusedCache]):
         cache.extend(1, None)
         return logits[:, None]
 
-    def _read_chunk(self, tokens: Tensor, buffers: CacheBuffers, last: bool) -> Tensor:
-        if tokens.shape[1] != self.config.canvas_length:
-            read, size = partial(self._forward.read, tokens.long(), buffers, last=last), tokens.numel().bit_length()
-            if size not in self._sizes_read and self.device.type == "cuda":  # another size may need other kernels
-                compile_together(read)
-            self._sizes_read.add(size)
-            hidden = read()
-        else:
+    def _read_chunk(self, tokens: Tensor, cache: FusedCache, num_slots: int, last: bool) -> Tensor:
+        """Run one chunk (B, T) into the tail of the cache, which gets `num_slots` in all → (B, T, D) if `last`.
+
+        Few tokens are padded to one of a few sizes, and captured when such a chunk is read the second time. Padding is
+        after the chunk in a causal forward, so it changes no other token.
+        """
+        batch, size = tokens.shape
+        padded = min(_round_up(size), self._pool.prefill_len(batch))
+        is_captured = batch * padded <= self._most_captured
+        if is_captured:
+            tokens = nn.functional.pad(tokens, (0, padded - size))
+        num_new = tokens.shape[1]
+        buffers = cache.make_room(num_new, max(0, num_slots - num_new))
+        shape = (batch, num_new) if is_captured else tokens.numel().bit_length()  # another size may need other kernels
+        if is_captured and shape in self._shapes_read:
             self._soften()
             make = lambda: CapturedRead(self._workspace, tokens, buffers, last)  # noqa: E731
-            hidden = remembered(buffers.graphs, ("read", tokens.shape, last), make)(tokens)
-        return hidden.view(*tokens.shape, -1)
+            hidden = remembered(buffers.graphs, ("read", shape, last), make)(tokens)
+        else:
+            read = partial(self._forward.read, tokens.long(), buffers, last=last)
+            if shape not in self._shapes_read and self.device.type == "cuda":
+                # After the first prompt comes a canvas, whose kernels are compiled at the same time.
+                launches = read if self._shapes_read else lambda: (read(), *self._rehearse(buffers))
+                compile_together(launches)
+            self._shapes_read.add(shape)
+            hidden = read()
+        return hidden.view(batch, num_new, -1)[:, :size]
+
+    def _rehearse(self, buffers: CacheBuffers) -> tuple[Tensor, Tensor]:
+        """Launch the kernels of a denoising step on empty tensors, for `compile_together`."""
+        shape = (buffers.lengths.shape[0], self.config.canvas_length)
+        canvas = torch.zeros(shape, dtype=torch.int64, device=self.device)
+        hidden = self._forward.canvas(canvas, self._workspace.static_signal(canvas.numel(), None), buffers)
+        prediction = FusedPrediction(Logits(self._forward.head(hidden).unflatten(0, shape)), (self._workspace.softcap,))
+        prediction = prediction.shaped(temperature=torch.ones(shape[0], device=self.device))
+        uniform = torch.zeros(shape, dtype=torch.float64, device=self.device)
+        return prediction.sample(uniform), self._workspace.soft_embedding(prediction)
 
     def _check_canvas(self, canvas: Tensor, cache: FusedCache) -> FusedCache:
         self._model.check_tokens(canvas, cache, "canvas")
@@ -451,3 +503,8 @@ class FusedDenoiser(Denoiser[FusedCache]):
                 "Encode the prefix with the accelerated model."
             )
         return cache
+
+
+def _round_up(num_tokens: int) -> int:
+    """Return the size to which a chunk is padded: a power of two up to 512, then a multiple of 256."""
+    return 1 << (num_tokens - 1).bit_length() if num_tokens <= 512 else -(-num_tokens // 256) * 256

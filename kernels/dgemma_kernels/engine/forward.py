@@ -19,6 +19,7 @@ from dgemma_kernels.ops.embedding import embed
 from dgemma_kernels.ops.experts import expert_down, expert_gate_up
 from dgemma_kernels.ops.mlp import dense_mlp, geglu, geglu_float8
 from dgemma_kernels.ops.norms import attention_residual, layer_tail, rms_norm, round_rows
+from dgemma_kernels.ops.product import multiply_row
 from dgemma_kernels.ops.qkv import prepare_qkv
 from dgemma_kernels.ops.router import route, sort_by_expert
 
@@ -124,7 +125,7 @@ class Forward:
             keys, values = buffers.keys[index], buffers.values[index]
             slot = buffers.lengths if layer.shape.window is None else buffers.held
             queries = prepare_qkv(
-                self._multiply(inputs, layer.qkv),
+                self._product(inputs, layer.qkv),
                 layer.query_norm,
                 layer.key_norm,
                 layer.inv_freq,
@@ -159,6 +160,12 @@ class Forward:
         assert isinstance(inputs, Tensor)  # the last layer's
         return inputs
 
+    def _product(self, x: Tensor | Quantized, weight: Tensor | Quantized) -> Tensor:
+        """Return x @ weight.T, of one row by `multiply_row`, which adds in another order than the library."""
+        if x.shape[0] == 1 and isinstance(x, Tensor) and isinstance(weight, Tensor) and not self.batch_invariant:
+            return multiply_row(x, weight)
+        return self._multiply(x, weight)
+
     def _part(self, window: int | None) -> int:
         """Return the keys per fixed part of attention. The window and canvas of a sliding layer are about three."""
         if not self.batch_invariant:
@@ -168,7 +175,7 @@ class Forward:
     def _output(self, layer: LayerWeights, seen: Tensor) -> tuple[Tensor, _Scales]:
         """Return attention's output product, and the scales that it still lacks if it is float8."""
         if isinstance(layer.o, Tensor):
-            return self._multiply(seen, layer.o), None
+            return self._product(seen, layer.o), None
         rows = round_rows(seen)
         return self._multiply_unscaled(rows, layer.o, self._one), (rows.scale, layer.o.scale)
 

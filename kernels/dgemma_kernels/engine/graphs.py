@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from triton import AsyncCompileMode
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 _MOST_GRAPHS = 12  # per set of buffers, so that an option that changes at every step does not fill the memory
@@ -142,18 +143,33 @@ def compile_together(launches: Callable[[], Any]) -> None:
 
 def _compile_together(launches: Callable[[], Any]) -> None:
     run, here = JITFunction.run, threading.get_ident()
+    started: dict[int, Any] = {}
 
     def compile_only(kernel: Any, *args: Any, warmup: bool, **options: Any) -> Any:
-        return run(kernel, *args, warmup=warmup or threading.get_ident() == here, **options)
+        if threading.get_ident() != here:
+            return run(kernel, *args, warmup=warmup, **options)
+        compiled = run(kernel, *args, warmup=True, **options)
+        if hasattr(compiled, "result"):  # not compiled before
+            started[id(compiled)] = compiled
+        return compiled
 
     # Threads are enough, because Triton releases Python's lock while it compiles. A kernel that fails to compile raises
     # at its launch.
-    with ThreadPoolExecutor() as threads, AsyncCompileMode(threads, ignore_errors=True):
-        JITFunction.run = compile_only
-        try:
-            launches()
-        finally:
-            JITFunction.run = run
+    with ThreadPoolExecutor() as threads:
+        with AsyncCompileMode(threads, ignore_errors=True):
+            JITFunction.run = compile_only
+            try:
+                launches()
+            finally:
+                JITFunction.run = run
+        list(threads.map(_build_launcher, started.values()))
+
+
+def _build_launcher(compiled: Any) -> None:
+    """Build the host's part of a kernel into Triton's cache. Its first launch would run the C compiler, one by one."""
+    kernel = compiled.result(True)  # ignores errors
+    if kernel is not None:
+        driver.active.launcher_cls(kernel.src, kernel.metadata)
 
 
 @contextmanager

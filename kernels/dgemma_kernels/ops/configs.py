@@ -32,13 +32,15 @@ class TileShape:
 class ExpertConfig:
     """Tiles of the experts for batches of up to `max_tokens` tokens: rows per tile, and one shape per product.
 
-    `rows` is a power of two or the sum of two. A sum is two blocks over the same weights: 96 rows are 64 and 32.
+    `rows` is a power of two or the sum of two. A sum is two blocks over the same weights: 96 rows are 64 and 32. With
+    `one_scale` float8 hidden values have one scale per row, and tensor cores add all products (in at least 14 bits).
     """
 
     max_tokens: int
     rows: int
     gate_up: TileShape
     down: TileShape
+    one_scale: bool = False
 
     def __post_init__(self) -> None:
         if self.rows < 16 or self.rows % 16 or self.rows.bit_count() > 2:
@@ -127,16 +129,17 @@ EXPERTS: dict[str, dict[str, tuple[ExpertConfig, ...]]] = {
                 gate_up=TileShape(cols=64, depth=64, warps=4, stages=4),
                 down=TileShape(cols=128, depth=64, warps=8, stages=4),
             ),
+            # An expert with 128 or 256 rows on average often has a few more. So the tiles have room for them.
             ExpertConfig(
                 max_tokens=_ANY,
-                rows=128,
-                gate_up=TileShape(cols=128, depth=64, warps=8, stages=4),
+                rows=144,
+                gate_up=TileShape(cols=64, depth=64, warps=4, stages=3),
                 down=TileShape(cols=128, depth=64, warps=8, stages=3),
             ),
         ),
     },
     # Hidden values have one scale per row and gate_up tile. The depth of a down tile divides the columns of a gate_up
-    # tile; the published hidden width of 704 is 11 times 64.
+    # tile; the published hidden width of 704 is 11 times 64. With one scale per row the sums need half the registers.
     "fp8": {
         "default": (
             ExpertConfig(
@@ -185,9 +188,10 @@ EXPERTS: dict[str, dict[str, tuple[ExpertConfig, ...]]] = {
             ),
             ExpertConfig(
                 max_tokens=_ANY,
-                rows=128,
-                gate_up=TileShape(cols=64, depth=128, warps=8, stages=4),
-                down=TileShape(cols=128, depth=64, warps=8, stages=4),
+                rows=144,
+                gate_up=TileShape(cols=64, depth=128, warps=4, stages=3),
+                down=TileShape(cols=128, depth=128, warps=4, stages=3),
+                one_scale=True,
             ),
         ),
     },

@@ -1,7 +1,11 @@
 """Autoregressive generation with the same weights, one token per forward: the baseline for diffusion."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TypedDict, Unpack
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -71,29 +75,111 @@ def stream_causal(
             f"generate_causal.temperature must be one number, got {temperature!r}. Use generate for a schedule: "
             "autoregressive generation has no steps."
         )
-    number, top_k, top_p = float(plan.knobs.temperature.value), plan.knobs.top_k, plan.knobs.top_p
+    rule = CausalRule(
+        temperature=float(plan.knobs.temperature.value),
+        top_k=plan.knobs.top_k,
+        top_p=plan.knobs.top_p,
+        eos_token_ids=tuple(plan.eos_token_ids),
+        pad_token_id=plan.pad_token_id,
+    )
     num_tokens = model.generation.max_new_tokens if max_new_tokens is None else max_new_tokens
-    seeds, eos = plan.seeds[0], torch.tensor(plan.eos_token_ids, device=model.device)
-    cache = model.new_cache(len(seeds))
-    logits = model.causal_logits(prompt_tokens, cache, attention_mask)  # (B, P, V)
-    logits = logits[torch.arange(len(seeds)), _last_real(prompt_tokens, attention_mask), None]  # (B, 1, V)
-    done = torch.zeros_like(seeds, dtype=torch.bool)
-    for step in range(num_tokens):
-        u = draws.uniform(seeds, torch.zeros_like(seeds), torch.full_like(seeds, step), 1, "token")
-        prediction = Prediction(logits).shaped(temperature=number, top_k=top_k, top_p=top_p)
-        token = torch.where(done[:, None], plan.pad_token_id, prediction.sample(u))  # (B, 1)
-        broken, done = prediction.entropy[:, 0].isnan() & ~done, done | torch.isin(token[:, 0], eos)
-        ended, broken_rows = torch.stack((done, broken)).tolist()  # the host waits for the device here
-        if any(broken_rows):
-            refuse_nan(f"at token {step}, row {broken_rows.index(True)}")
+    cache, last = _read_prompt(model, prompt_tokens, attention_mask)
+    seeds = plan.seeds[0]
+    none = torch.zeros_like(seeds, dtype=torch.bool)
+    state = CausalState(token=last, number=torch.zeros_like(seeds), done=none, broken=none, seeds=seeds)
+    step = getattr(model, "causal_step", partial(causal_step, model))  # an engine has a faster one
+    states = itertools.accumulate(
+        range(num_tokens), lambda before, _: step(before, cache=cache, rule=rule), initial=state
+    )
+    started = ((after.token, _start_reading(torch.stack((after.done, after.broken)))) for after in states)
+    next(started)  # the state before the first token
+    # On a GPU the host starts the next token before it reads this one, so that the device never waits for the host.
+    ahead = 1 if model.device.type == "cuda" else 0
+    for number, (token, read) in enumerate(_compute_ahead(started, ahead)):
+        ended, broken = read()  # the host waits for the device here
+        if any(broken):
+            refuse_nan(f"at token {number}, row {broken.index(True)}")
         yield token
-        if step + 1 == num_tokens or all(ended):
+        if all(ended):
             break
-        logits = model.causal_logits(token, cache)
 
 
-def _last_real(tokens: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """The last real token of each row, (B,); padding may be on either side."""
+@dataclass(frozen=True, kw_only=True)
+class CausalRule:
+    """The rule by which every token of a run is drawn."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int
+
+    def choose(self, prediction: Prediction, state: "CausalState", uniform: Tensor) -> "CausalState":
+        """Draw the next token from a prediction of one position, by uniforms (B, 1). Nothing waits for the device."""
+        if self.top_k == 1:
+            shaped = prediction.shaped(temperature=self.temperature)
+            drawn = shaped.argmax  # the same without a sort of the vocabulary
+        else:
+            shaped = prediction.shaped(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+            drawn = shaped.sample(uniform)
+        token = torch.where(state.done[:, None], self.pad_token_id, drawn)
+        broken, done = shaped.entropy[:, 0].isnan() & ~state.done, state.done
+        for stop in self.eos_token_ids:
+            done = done | (token[:, 0] == stop)
+        return replace(state, token=token, number=state.number + 1, done=done, broken=broken)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CausalState:
+    """The state of an autoregressive run between two tokens."""
+
+    token: Tensor  # (B, 1) int64, the last token, which the model has not read
+    number: Tensor  # (B,) int64, of the next token
+    done: Tensor  # (B,) bool, rows that wrote a stop token
+    broken: Tensor  # (B,) bool, rows whose last prediction was NaN
+    seeds: Tensor  # (B,) int64
+
+
+def causal_step(model: DiffusionGemma, state: CausalState, *, cache: Any, rule: CausalRule) -> CausalState:
+    """Read the last token and draw the next one.
+
+    Example: `state = causal_step(model, state, cache=cache, rule=rule)`.
+    """
+    prediction = Prediction(model.causal_logits(state.token, cache))
+    uniform = draws.uniform(state.seeds, torch.zeros_like(state.seeds), state.number, 1, "token")
+    return rule.choose(prediction, state, uniform)
+
+
+def _read_prompt(model: DiffusionGemma, tokens: Tensor, attention_mask: Tensor | None) -> tuple[Any, Tensor]:
+    """Read all but the last real token of each row, and return the cache and those last tokens (B, 1)."""
+    cache = model.new_cache(len(tokens))
     if attention_mask is None:
-        return tokens.new_full((len(tokens),), tokens.shape[1] - 1)
-    return (attention_mask * torch.arange(1, tokens.shape[1] + 1, device=tokens.device)).argmax(1)
+        before, last = tokens[:, :-1], tokens[:, -1:].long()
+        return (model.encode(before, cache) if before.shape[1] else cache), last
+    # Padding may be on either side.
+    at = (attention_mask * torch.arange(1, tokens.shape[1] + 1, device=tokens.device)).argmax(1, keepdim=True)
+    before = attention_mask.scatter(1, at, 0)
+    return model.encode(tokens, cache, before), tokens.gather(1, at).long()
+
+
+def _compute_ahead(items: Iterator[Any], count: int) -> Iterator[Any]:
+    """Yield the items, each after the `count` items that follow it were computed."""
+    waiting = deque(itertools.islice(items, count))
+    for item in items:
+        waiting.append(item)
+        yield waiting.popleft()
+    yield from waiting
+
+
+def _start_reading(values: Tensor) -> Callable[[], list]:
+    """Start to copy values to the host; the returned function waits for them only."""
+    if not values.is_cuda:
+        return values.tolist
+    on_host = values.to("cpu", non_blocking=True)
+    arrived = torch.cuda.current_stream(values.device).record_event()
+
+    def read() -> list:
+        arrived.synchronize()
+        return on_host.tolist()
+
+    return read

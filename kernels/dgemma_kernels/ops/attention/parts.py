@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dgemma_kernels.ops.configs import dependent_launch
+
 _MAX_SPLITS = 128
 _COMBINE_ELEMENTS = 8192  # float32 values of partial results in the registers of one combining program
 
@@ -131,6 +133,7 @@ def combine_parts(partial: Tensor, log_weight: Tensor, out: Tensor, *, in_order:
         HEAD_DIM=head_dim,
         SPLITS=splits,
         COLUMNS=columns,
+        DEPENDENT=dependent_launch(out.device)["DEPENDENT"],
         num_warps=1 if splits * columns <= 2048 else 4,  # with few parts, all rows of a canvas run at once
     )
 
@@ -145,7 +148,10 @@ def _combine_kernel(
     HEAD_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()  # `multiply_row` loads its weights meanwhile
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     part = tl.arange(0, SPLITS)

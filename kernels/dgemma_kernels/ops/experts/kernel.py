@@ -7,7 +7,8 @@ columns. The program index runs over column blocks first, so neighbouring progra
 The weights are the 64-row operand. So on Hopper the products are warpgroup instructions even for 16 or 32 token rows,
 and the memory unit loads weights in whole blocks. While the last programs of gate_up run, memory is partly idle. So
 programs of down start next to them, and each waits only for its own tile. Rows and weights may be float8. Scales are
-then applied to float32 sums, and hidden values have one scale per row and block of a program's columns. `tiles` has the
+then applied to float32 sums, and hidden values have one scale per row and block of a program's columns, or for many
+tokens one per row. `tiles` has the
 work of a program on its tile. Reference: `reference.py`.
 """
 
@@ -34,6 +35,7 @@ from dgemma_kernels.ops.experts.tiles import (
     packed_down_tile,
     packed_gate_up_tile,
 )
+from dgemma_kernels.ops.norms import round_rows
 from dgemma_kernels.ops.router.kernel import ExpertTiles
 
 
@@ -58,13 +60,14 @@ def expert_gate_up(
         )
     if isinstance(x, Quantized) and x.block is not None:
         raise ValueError(f"expert_gate_up.x must have one scale per row, got one per {x.block} columns.")
-    tile = (config or expert_config(rows.shape[0], rows.device, format_of(gate_up_proj))).gate_up
+    config = config or expert_config(rows.shape[0], rows.device, format_of(gate_up_proj))
+    tile, one_scale = config.gate_up, config.one_scale and isinstance(x, Quantized)
     _, double, width = gate_up_proj.shape
     hidden_width = double // 2
-    out = torch.empty(num_pairs, hidden_width, dtype=rows.dtype, device=rows.device)
+    out = torch.empty(num_pairs, hidden_width, dtype=x.dtype if one_scale else rows.dtype, device=rows.device)
     col_blocks = triton.cdiv(hidden_width, tile.cols)
     out_scale = None
-    if isinstance(x, Quantized):
+    if isinstance(x, Quantized) and not one_scale:
         out_scale = torch.empty(num_pairs, col_blocks, dtype=torch.float32, device=rows.device)
     grid_tiles, proj = _grid_tiles(tiles), _weight_arguments(gate_up_proj, tile)
     _expert_gate_up_kernel[(col_blocks * grid_tiles,)](
@@ -85,12 +88,15 @@ def expert_gate_up(
         COLS=tile.cols,
         DEPTH=_depth(tile, gate_up_proj),
         GROUPS=COLS // gate_up_proj.group if isinstance(gate_up_proj, FourBit) else None,
+        ONE_SCALE=one_scale,
         DESCRIBED=isinstance(proj[0], TensorDescriptor),
         num_warps=tile.warps,
         num_stages=_stages(tile, rows, gate_up_proj),
         maxnreg=tile.registers,
         **dependent_launch(rows.device),
     )
+    if one_scale:
+        return round_rows(out)
     return Quantized(values=out, scale=out_scale, dtype=x.dtype, block=tile.cols) if out_scale is not None else out
 
 
@@ -123,7 +129,9 @@ def expert_down(
         raise ValueError("expert_down.weights must be contiguous. Call .contiguous() on them first.")
     config = config or expert_config(num_pairs // tiles.num_active, rows.device, format_of(down_proj))
     tile, block = config.down, hidden.block if isinstance(hidden, Quantized) else None
-    if isinstance(hidden, Quantized) and (block is None or block % tile.depth):
+    one_scale = isinstance(hidden, Quantized) and block is None
+    overlap = overlap and not one_scale  # the previous launch is then `round_rows`
+    if block is not None and block % tile.depth:
         raise ValueError(
             f"expert_down.hidden must have a multiple of {tile.depth} columns per scale, got {block}. "
             "Use a down tile whose depth divides the columns of the gate_up tile."
@@ -151,6 +159,7 @@ def expert_down(
         DEPTH=_depth(tile, down_proj),
         BLOCK=block,
         GROUPS=COLS // down_proj.group if isinstance(down_proj, FourBit) else None,
+        ONE_SCALE=one_scale,
         DESCRIBED=isinstance(proj[0], TensorDescriptor),
         num_warps=tile.warps,
         num_stages=_stages(tile, rows, down_proj),
@@ -238,6 +247,7 @@ def _expert_gate_up_kernel(
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
     GROUPS: tl.constexpr,
+    ONE_SCALE: tl.constexpr,
     DESCRIBED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
@@ -255,9 +265,9 @@ def _expert_gate_up_kernel(
         elif places is not None:
             packed_gate_up_tile(inputs, proj, hidden, pairs, tile, col, SIZE, NUM_ACTIVE, DESCRIBED)
         elif MORE > 0 and tile.num_rows > ROWS:  # at 1,024 tokens half of the experts need only one block
-            gate_up_tile(inputs, proj, hidden, pairs, tile, col, SIZE, MORE, NUM_ACTIVE, DESCRIBED)
+            gate_up_tile(inputs, proj, hidden, pairs, tile, col, SIZE, MORE, NUM_ACTIVE, ONE_SCALE, DESCRIBED)
         else:
-            gate_up_tile(inputs, proj, hidden, pairs, tile, col, SIZE, 0, NUM_ACTIVE, DESCRIBED)
+            gate_up_tile(inputs, proj, hidden, pairs, tile, col, SIZE, 0, NUM_ACTIVE, ONE_SCALE, DESCRIBED)
         tl.debug_barrier()  # all threads store before one thread counts the tile
         tl.atomic_add(finished + number, 1, sem="release")
         number += grid_tiles
@@ -293,6 +303,7 @@ def _expert_down_kernel(
     DEPTH: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUPS: tl.constexpr,
+    ONE_SCALE: tl.constexpr,
     DESCRIBED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
@@ -316,9 +327,9 @@ def _expert_down_kernel(
         elif places is not None:
             packed_down_tile(inputs, proj, weights, pairs, out, tile, col, SIZE, DESCRIBED)
         elif MORE > 0 and tile.num_rows > ROWS:
-            down_tile(inputs, proj, weights, pairs, out, tile, col, SIZE, MORE, BLOCK, DESCRIBED)
+            down_tile(inputs, proj, weights, pairs, out, tile, col, SIZE, MORE, BLOCK, ONE_SCALE, DESCRIBED)
         else:
-            down_tile(inputs, proj, weights, pairs, out, tile, col, SIZE, 0, BLOCK, DESCRIBED)
+            down_tile(inputs, proj, weights, pairs, out, tile, col, SIZE, 0, BLOCK, ONE_SCALE, DESCRIBED)
         number += grid_tiles
         tile = load_tile(tiles, number, max_tiles)
     if OVERLAP and DEPENDENT:

@@ -102,13 +102,16 @@ def _load_scales(hidden_scale: tl.tensor, rows: Rows, HIDDEN: tl.constexpr, BLOC
 
 
 @triton.jit
-def _add_products(sums: tl.tensor, w: tl.tensor, rows: tl.tensor, scales: tl.tensor, block: tl.tensor) -> tl.tensor:
+def _add_products(
+    sums: tl.tensor, w: tl.tensor, rows: tl.tensor, scales: tl.tensor, block: tl.tensor, ONE_SCALE: tl.constexpr
+) -> tl.tensor:
     """Return sums + w @ rows; for float8, the products of a block are multiplied by the rows' scales of that block.
 
     Hopper accumulates float8 products with 14 bits. So only the products of one block are accumulated that way, and
-    blocks are added in float32. (`max_num_imprecise_acc` does the same, but waits after each instruction.)
+    blocks are added in float32. (`max_num_imprecise_acc` does the same, but waits after each instruction.) With
+    ONE_SCALE all products are accumulated that way, as in library products.
     """
-    if not w.dtype.is_fp8():
+    if ONE_SCALE or not w.dtype.is_fp8():
         sums = tl.dot(w, rows, sums, input_precision="ieee")
     elif scales is None:
         sums += tl.dot(w, rows)
@@ -134,14 +137,15 @@ def _store_geglu(
 ) -> None:
     row = rows.first + rows.slots
     dtype = out.data.dtype.element_ty
-    if out.scale is None:
-        hidden = gelu_tanh_times(gate, up, dtype).T
-    else:
+    if x_scale is not None:
         # Loaded again, with a cache modifier: without it Triton would reuse the first load and keep it in 40 registers.
         token = tl.load(pairs + row, mask=rows.inside, other=0, cache_modifier=".ca") // NUM_ACTIVE
         token_scale = tl.load(x_scale + token, mask=rows.inside, other=0.0)
         gate *= gate_scale[:, None] * token_scale[None, :]
         up *= up_scale[:, None] * token_scale[None, :]
+    if out.scale is None:
+        hidden = gelu_tanh_times(gate, up, dtype).T
+    else:
         hidden = gelu_tanh_times(gate, up, tl.float32)
         scale = float8_scale(hidden, 0)
         COLS: tl.constexpr = gate.shape[0]
@@ -156,6 +160,7 @@ def _store_weighted(
     out: tl.tensor,
     sums: tl.tensor,
     scale: tl.tensor,
+    row_scale: tl.tensor,
     weights: tl.tensor,
     pair: tl.tensor,
     rows: Rows,
@@ -166,6 +171,8 @@ def _store_weighted(
     weight = tl.load(weights + pair, mask=rows.inside, other=0.0)
     if scale is not None:
         sums *= scale[:, None]
+    if row_scale is not None:
+        sums *= tl.load(row_scale + rows.first + rows.slots, mask=rows.inside, other=0.0)[None, :]
     result = sums.to(out.dtype.element_ty).to(tl.float32) * weight[None, :]
     at = pair[:, None].to(tl.int64) * WIDTH + cols.each[None, :]
     tl.store(out + at, result.to(out.dtype.element_ty).T, mask=rows.inside[:, None] & cols.inside[None, :])
@@ -182,6 +189,7 @@ def gate_up_tile(
     SIZE: tl.constexpr,
     MORE: tl.constexpr,
     NUM_ACTIVE: tl.constexpr,
+    ONE_SCALE: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ) -> None:
     """Compute a tile's rows by COLS columns. The weights are a tensor descriptor if DESCRIBED, else a pointer."""
@@ -216,12 +224,12 @@ def gate_up_tile(
             gate_w = tl.load(gates + start, mask=cols.inside[:, None] & left, other=0.0)
             up_w = tl.load(gates + HIDDEN * WIDTH + start, mask=cols.inside[:, None] & left, other=0.0)
         tokens = tl.load(inputs + start, mask=rows.inside[:, None] & left, other=0.0).T
-        gate = _add_products(gate, gate_w, tokens, None, None)
-        up = _add_products(up, up_w, tokens, None, None)
+        gate = _add_products(gate, gate_w, tokens, None, None, ONE_SCALE)
+        up = _add_products(up, up_w, tokens, None, None, ONE_SCALE)
         if MORE > 0:
             more_tokens = tl.load(more_inputs + start, mask=more.inside[:, None] & left, other=0.0).T
-            more_gate = _add_products(more_gate, gate_w, more_tokens, None, None)
-            more_up = _add_products(more_up, up_w, more_tokens, None, None)
+            more_gate = _add_products(more_gate, gate_w, more_tokens, None, None, ONE_SCALE)
+            more_up = _add_products(more_up, up_w, more_tokens, None, None, ONE_SCALE)
     _store_geglu(out, gate, up, gate_scale, up_scale, x.scale, pairs, rows, cols, HIDDEN, NUM_ACTIVE)
     if MORE > 0:
         _store_geglu(out, more_gate, more_up, gate_scale, up_scale, x.scale, pairs, more, cols, HIDDEN, NUM_ACTIVE)
@@ -293,9 +301,10 @@ def down_tile(
     SIZE: tl.constexpr,
     MORE: tl.constexpr,
     BLOCK: tl.constexpr,
+    ONE_SCALE: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ) -> None:
-    """Compute a tile of down as `gate_up_tile` does; float8 hidden values have one scale per BLOCK of them."""
+    """Compute a tile of down as `gate_up_tile` does. Float8 hidden values have one scale per BLOCK, or per row."""
     WIDTH: tl.constexpr = SIZE.WIDTH
     HIDDEN: tl.constexpr = SIZE.HIDDEN
     cols = _cols_from(col, WIDTH, SIZE.COLS)
@@ -305,9 +314,12 @@ def down_tile(
     inputs = _hidden_rows(hidden.data, rows, HIDDEN) + depth[None, :]
     if not DESCRIBED:
         kernels = proj.data + (tile.expert.to(tl.int64) * WIDTH + cols.each[:, None]) * HIDDEN + depth[None, :]
-    scale, scales, more_scales = None, None, None
-    if BLOCK is not None:
+    scale, scales, more_scales, row_scale = None, None, None, None
+    if proj.scale is not None:
         scale = tl.load(proj.scale + tile.expert * WIDTH + cols.each, mask=cols.inside, other=0.0)
+    if ONE_SCALE:
+        row_scale = hidden.scale
+    if BLOCK is not None:
         scales = _load_scales(hidden.scale, rows, HIDDEN, BLOCK)
     sums = tl.zeros([SIZE.COLS, SIZE.ROWS], tl.float32)
     if MORE > 0:
@@ -325,13 +337,13 @@ def down_tile(
             w = tl.load(kernels + start, mask=cols.inside[:, None] & left, other=0.0)
         h = tl.load(inputs + start, mask=rows.inside[:, None] & left, other=0.0)
         block = start // BLOCK if BLOCK is not None else None
-        sums = _add_products(sums, w, h.T, scales, block)
+        sums = _add_products(sums, w, h.T, scales, block, ONE_SCALE)
         if MORE > 0:
             more_h = tl.load(more_inputs + start, mask=more.inside[:, None] & left, other=0.0)
-            more_sums = _add_products(more_sums, w, more_h.T, more_scales, block)
-    _store_weighted(out, sums, scale, weights, pair, rows, cols, WIDTH)
+            more_sums = _add_products(more_sums, w, more_h.T, more_scales, block, ONE_SCALE)
+    _store_weighted(out, sums, scale, row_scale, weights, pair, rows, cols, WIDTH)
     if MORE > 0:
-        _store_weighted(out, more_sums, scale, weights, more_pair, more, cols, WIDTH)
+        _store_weighted(out, more_sums, scale, row_scale, weights, more_pair, more, cols, WIDTH)
 
 
 @triton.jit
@@ -354,7 +366,7 @@ def packed_down_tile(
     block = col // SIZE.COLS
     sums = multiply_packed(inputs, rows.inside, proj, tile.expert, block, BLOCKS, SIZE.HIDDEN, SIZE.ROWS, DESCRIBED)
     cols = _cols_from(col, SIZE.WIDTH, SIZE.COLS)
-    _store_weighted(out, sums, None, weights, pair, rows, cols, SIZE.WIDTH)
+    _store_weighted(out, sums, None, None, weights, pair, rows, cols, SIZE.WIDTH)
 
 
 @triton.jit
@@ -390,5 +402,5 @@ def four_bit_down_tile(
     EXACT: tl.constexpr = SIZE.WIDTH % SIZE.COLS == 0
     low_cols = Cols(col, each, inside(each, SIZE.WIDTH, EXACT))
     high_cols = Cols(col, other, inside(other, SIZE.WIDTH, EXACT))
-    _store_weighted(out, low, None, weights, pair, rows, low_cols, SIZE.WIDTH)
-    _store_weighted(out, high, None, weights, pair, rows, high_cols, SIZE.WIDTH)
+    _store_weighted(out, low, None, None, weights, pair, rows, low_cols, SIZE.WIDTH)
+    _store_weighted(out, high, None, None, weights, pair, rows, high_cols, SIZE.WIDTH)

@@ -1,0 +1,5 @@
+"""The product of one row with a weight."""
+
+from dgemma_kernels.ops.product.kernel import multiply_row
+
+__all__ = ["multiply_row"]

@@ -1,0 +1,75 @@
+"""The product of one row with a weight, which is limited by reading the weight. Reference: `reference.py`.
+
+A program loads its rows of the weight at once, into registers. On Hopper it does so before it waits for the previous
+kernel (programmatic dependent launch), so memory is busy while small kernels before it run.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dgemma_kernels.ops.blocks import inside, wait_for_launches_before
+from dgemma_kernels.ops.configs import dependent_launch
+
+_DEPTH = 1024  # columns per load
+
+
+def multiply_row(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x @ weight.T of one row: (1, K), (N, K) → (1, N). Sums are float32 and round once.
+
+    Example: `multiply_row(x[:1], layer.qkv)`.
+    """
+    if x.ndim != 2 or weight.ndim != 2 or x.shape != (1, weight.shape[1]):
+        raise ValueError(
+            f"multiply_row must get a row (1, K) and a weight (N, K), got {tuple(x.shape)} and {tuple(weight.shape)}."
+        )
+    if x.dtype != weight.dtype or not (x.is_contiguous() and weight.is_contiguous()):
+        raise ValueError(f"multiply_row must get contiguous tensors of one dtype, got {x.dtype} and {weight.dtype}.")
+    num_cols, width = weight.shape
+    out = torch.empty(1, num_cols, dtype=x.dtype, device=x.device)
+    at_once = max(1, 12 // triton.cdiv(width, _DEPTH))  # so that four programs share a multiprocessor's registers
+    cols = min(4, 1 << (at_once.bit_length() - 1))
+    _multiply_row_kernel[(triton.cdiv(num_cols, cols),)](
+        x,
+        weight,
+        out,
+        num_cols,
+        WIDTH=width,
+        COLS=cols,
+        DEPTH=_DEPTH,
+        EXACT=num_cols % cols == 0,
+        num_warps=4,
+        maxnreg=128,
+        **dependent_launch(x.device),
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["num_cols"])
+def _multiply_row_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    num_cols: tl.tensor,
+    WIDTH: tl.constexpr,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    EXACT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+) -> None:
+    col = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    depth = tl.arange(0, DEPTH)
+    col_inside = inside(col, num_cols, EXACT)
+    matrix = weight + col[:, None].to(tl.int64) * WIDTH + depth[None, :]
+    parts = ()
+    for start in tl.static_range(0, WIDTH, DEPTH):
+        left = inside(depth, WIDTH - start, WIDTH - start >= DEPTH)
+        parts += (tl.load(matrix + start, mask=col_inside[:, None] & left[None, :], other=0.0),)  # type: ignore[assignment]
+    wait_for_launches_before(DEPENDENT)
+    sums = tl.zeros([COLS, DEPTH], tl.float32)
+    for at in tl.static_range(len(parts)):
+        left = inside(depth, WIDTH - at * DEPTH, WIDTH - at * DEPTH >= DEPTH)
+        inputs = tl.load(x + at * DEPTH + depth, mask=left, other=0.0)
+        sums += parts[at].to(tl.float32) * inputs.to(tl.float32)[None, :]
+    tl.store(out + col, tl.sum(sums, 1).to(out.dtype.element_ty), mask=col_inside)
