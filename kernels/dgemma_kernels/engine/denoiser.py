@@ -49,6 +49,7 @@ from dgemma_kernels.ops.draws import kernel as draws
 # device needs longer than the host's launches. Activations and the tail of sliding layers take 330 kB per token of the
 # published model, so weights of four bits, which are chosen for their size, read fewer.
 _READ, _FOUR_BIT_READ = (8192, 2048), (1024, 256)
+_MOST_REHEARSED = 4  # rows
 
 
 def accelerate(
@@ -469,9 +470,10 @@ class FusedDenoiser(Denoiser[FusedCache]):
         else:
             read = partial(self._forward.read, tokens.long(), buffers, last=last)
             if shape not in self._shapes_read and self.device.type == "cuda":
-                # After the first prompt comes a canvas, whose kernels are compiled at the same time.
-                launches = read if self._shapes_read else lambda: (read(), *self._rehearse(buffers))
-                compile_together(launches)
+                # After the first prompt comes a canvas, whose kernels are compiled at the same time. Its logits take
+                # 134 MB per row of the published model, so large batches compile theirs later.
+                later = bool(self._shapes_read) or batch > _MOST_REHEARSED
+                compile_together(read if later else lambda: (read(), *self._rehearse(buffers)))
             self._shapes_read.add(shape)
             hidden = read()
         return hidden.view(batch, num_new, -1)[:, :size]

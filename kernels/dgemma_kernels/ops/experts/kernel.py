@@ -8,8 +8,7 @@ The weights are the 64-row operand. So on Hopper the products are warpgroup inst
 and the memory unit loads weights in whole blocks. While the last programs of gate_up run, memory is partly idle. So
 programs of down start next to them, and each waits only for its own tile. Rows and weights may be float8. Scales are
 then applied to float32 sums, and hidden values have one scale per row and block of a program's columns, or for many
-tokens one per row. `tiles` has the
-work of a program on its tile. Reference: `reference.py`.
+tokens one per row. `tiles` has the work of a program on its tile. Reference: `reference.py`.
 """
 
 import torch
