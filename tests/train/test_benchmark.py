@@ -27,6 +27,19 @@ def test_both_loops_have_the_same_loss_and_are_timed(monkeypatch, tmp_path, caps
     assert all(result["loss"] == pytest.approx(2 * 6.24, rel=0.1) for result in results)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of transformers
+def test_adapters_are_trained_and_timed(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    arguments = ["--lora", "--peft-rows", "0", "--steps", "2", "--output", str(tmp_path / "out.json")]
+    monkeypatch.setattr(sys, "argv", ["training.py", *arguments])
+    runpy.run_path(str(BENCHMARKS / "training.py"), run_name="__main__")
+    (result,) = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert (result["loop"], result["rows"]) == ("dgemma", 2)
+    assert result["loss"] == pytest.approx(2 * 6.24, rel=0.1)
+    assert result["tokens_per_second"] == pytest.approx(2 * 64 / result["milliseconds"] * 1e3)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it runs on a GPU")
 def test_a_profile_without_a_gpu_is_refused(monkeypatch, capsys):
     monkeypatch.syspath_prepend(BENCHMARKS)
