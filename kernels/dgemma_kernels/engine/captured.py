@@ -1,4 +1,4 @@
-"""The graphs of the fused denoiser: a causal forward or token, a canvas's forward, and a whole denoising step.
+"""CUDA graphs of the denoiser: a causal forward, an autoregressive token, a canvas's forward, and a denoising step.
 
 A captured step runs the library's own `predict`, `decide` and `settle` once over static tensors. With the published
 sampler one launch (`published.py`) replaces the last two. Each draw is one launch.

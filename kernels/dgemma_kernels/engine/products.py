@@ -1,4 +1,4 @@
-"""Library products whose rows do not depend on each other: every call has the same number of rows.
+"""Library matrix products in calls of 256 rows, so that the bits of a row do not depend on the number of rows.
 
 A library chooses its kernel, and with it the order of a sum, by the shapes of a product. So rows are multiplied in
 slices of one size, and the last slice is filled up with zeros.

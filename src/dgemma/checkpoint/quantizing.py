@@ -1,4 +1,4 @@
-"""Quantisation of a checkpoint on disk: weights are quantised as they are read, and saved in compressed tensors."""
+"""Quantisation of a checkpoint on disk: weights are read and quantised one by one, into compressed-tensors files."""
 
 from collections.abc import Callable
 from pathlib import Path
