@@ -169,7 +169,8 @@ class CapturedStep:
         def forward() -> Any:
             return denoiser.denoise(static.canvas, None)
 
-        # Samplers in PyTorch and languages may index by a prediction, which `compile_together` does not compute.
+        # A sampler in PyTorch, or a constraint, may index by the prediction. `compile_together` does not compute a
+        # prediction, so for such steps it gets only the forward.
         all_kernels = published.is_published(static, knobs) and knobs.top_k is None and knobs.top_p is None
         all_kernels = all_kernels and state.language is None
         self._logits.renew()

@@ -27,7 +27,7 @@ _Scales = tuple[Tensor, Tensor] | None  # of rows and columns
 
 
 _TILE = 64  # keys, a multiple of those of any tile of attention
-_FULL_PART = 10 * _TILE  # with this prefix of 1,024 tokens, a canvas of the published model has two equal parts
+_FULL_PART = 10 * _TILE  # keys; a canvas of 256 after a prefix of 1,024 tokens sees two equal parts
 
 
 class Forward:
@@ -95,7 +95,7 @@ class Forward:
 
     def _embed(self, tokens: Tensor, update: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return embed(
-            tokens.flatten().contiguous(),  # not so if a chunk of several rows has one token
+            tokens.flatten().contiguous(),  # a chunk of one token per row flattens to a strided view
             self.weights.embedding,
             self.weights.layers[0].input_norm,
             update,
@@ -167,7 +167,10 @@ class Forward:
         return self._multiply(x, weight)
 
     def _part(self, window: int | None) -> int:
-        """Return the keys per fixed part of attention. The window and canvas of a sliding layer are about three."""
+        """Return the number of keys per fixed part of attention, 0 without fixed parts.
+
+        In a sliding layer, the window and the canvas together are about three parts.
+        """
         if not self.batch_invariant:
             return 0
         return _FULL_PART if window is None else triton.cdiv(window + self.config.canvas_length, 3 * _TILE) * _TILE

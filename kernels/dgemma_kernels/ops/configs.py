@@ -376,7 +376,7 @@ def dense_config(
     """Return the tiles of the dense MLP's own kernel for `num_tokens` tokens on this device.
 
     The result is None where library products are as fast, and for weights of 4 bytes ("float32"), whose tiles do not
-    fit into shared memory. With `one_order` the kernel is used for any number of tokens, or for none.
+    fit into shared memory. With `one_order`, whether the kernel is used does not depend on `num_tokens`.
 
     Example: `dense_config(256, torch.device("cuda")).programs` is 33 on an H200.
     """

@@ -222,11 +222,12 @@ def read_pattern(pattern: str, owner: str) -> ByteAutomaton:
 
 
 def opening_of(pattern: str) -> str:
-    """Return fixed characters, as a pattern, that outlines-core gets before a pattern.
+    """Return the opening of a pattern: fixed characters that come before the pattern when outlines-core builds it.
 
-    outlines-core also builds an automaton that may start anywhere in a text. For "x[^y]{0,30}y", where x also fits into
-    the brackets, it has billions of states. With an opening, it can start only after this sequence. Sets of characters
-    rarely contain all of it: it has every ASCII character of the pattern, so also those that a negated set excludes.
+    outlines-core also builds an automaton that may start anywhere in a text. For "x[^y]{0,30}y", where [^y] also
+    matches x, that automaton has billions of states. With an opening, a match can start only after the opening. The
+    opening has every ASCII character of the pattern, including those that a negated set excludes. So a set of the
+    pattern, such as [^y], rarely contains all characters of the opening.
 
     Example: `opening_of("[^b]")` begins with a zero byte.
     """

@@ -40,7 +40,7 @@ def _equivalent(next_state: np.ndarray, is_final: np.ndarray) -> np.ndarray:
     """Return a label (S,) per state; states that accept the same texts have the same label.
 
     Blocks of states are split until the states of a block agree on the blocks of their successors, by a random hash.
-    Only predecessors of the states that left their block are compared again.
+    Only predecessors of the states that left their block are compared again. The code calls them suspects.
     """
     distinct = dict.fromkeys(column.tobytes() for column in next_state.T)  # bytes such as "a" to "z" often agree
     columns = np.stack([np.frombuffer(column, next_state.dtype) for column in distinct])  # (K, S)
@@ -62,11 +62,11 @@ def _equivalent(next_state: np.ndarray, is_final: np.ndarray) -> np.ndarray:
         order = np.lexsort((found, label[suspects]))
         suspects, found, block = suspects[order], found[order], label[suspects[order]]
         is_first = np.append(True, (block[1:] != block[:-1]) | (found[1:] != found[:-1]))
-        part = np.cumsum(is_first) - 1  # suspects of one block with one hash
+        part = np.cumsum(is_first) - 1  # a part is the suspects of one block with equal hashes
         part_block, part_hash, part_size = block[is_first], found[is_first], np.bincount(part)
         has_rest = np.bincount(block, minlength=len(size))[part_block] < size[part_block]
         stays = has_rest & (part_hash == block_hash[part_block])
-        # If all states of a block are suspects, its largest part stays.
+        # If all states of a block are suspects, its largest part keeps the label.
         by_size = np.lexsort((-part_size, part_block))
         largest = by_size[np.unique(part_block[by_size], return_index=True)[1]]
         largest = largest[~has_rest[largest]]

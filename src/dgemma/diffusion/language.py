@@ -29,10 +29,11 @@ _SLICE_ELEMENTS = 1 << 24  # float64 temporaries stay under 128 MiB
 
 
 class Fan(NamedTuple):
-    """The arcs at each state, as tables of small rows, because few states have many arcs; for loops in kernels.
+    """The arcs at each state, in tables that kernels loop over. Rows are short, because most states have few arcs.
 
-    Index 0 has the arcs that leave a state, for backward passes; index 1 has those that reach it. A slot is an element
-    of `few` or `some`, in this order: the state at the other end of an arc, 0 for no arc.
+    Index 0 has the arcs that leave a state, for backward passes; index 1 has those that reach it. Each element of `few`
+    and `some` is a slot. It holds the state at the other end of an arc, or 0 if it has no arc. The slots of `few` are
+    numbered first, then those of `some`.
     """
 
     few: Tensor  # (2, 8, Q) int64: a column per state, empty if the state has more than 8 arcs
@@ -70,7 +71,7 @@ class Fan(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """Indices sorted by group, where each group begins, and the groups from large to small; for loops in kernels."""
+    """Indices sorted by group, where each group begins, and the groups from large to small. Kernels loop over them."""
 
     member: Tensor  # (n,) int32
     first: Tensor  # (groups + 1,) int32
@@ -106,7 +107,7 @@ class Automaton(NamedTuple):
     arc_links: Groups
     arcs_out: Groups  # by source
     arcs_in: Groups  # by target
-    wide_classes: Tensor  # (n,) int32: the classes with more than `WIDE` tokens, first in the order of `class_tokens`
+    wide_classes: Tensor  # (n,) int32: the first of `class_tokens.order`, the classes with more than `WIDE` tokens
 
     @classmethod
     def build(cls, token_class: Tensor, next_state: Tensor, is_end: Tensor) -> "Automaton":
@@ -415,7 +416,8 @@ def arc_weights(language: Language, classes: Tensor, *, total: bool) -> Tensor:
 def passes(language: Language, weights: Tensor, best_weights: Tensor) -> Passes:
     """Sum over paths by `weights`, forward and backward, and maximise over paths by `best_weights`; both (B, C, E)."""
     automaton, order = language.automaton, language.automaton.arcs_in.member.long()
-    # Both in one loop over positions: the backward values are before the forward ones, and their positions reversed.
+    # One loop runs both passes: the states of the backward pass come first, then those of the forward pass. The
+    # backward pass reads positions in reverse.
     values = torch.cat((_log(language.end), _log(_one_hot(language.start, automaton.num_states))), dim=1)
     other = torch.cat((automaton.arc_target, automaton.arc_source[order] + automaton.num_states))
     here = torch.cat((automaton.arc_source, automaton.arc_target[order] + automaton.num_states))

@@ -277,7 +277,7 @@ class SoftCap(NamedTuple):
 
 
 class _Shaped(NamedTuple):
-    """The shaped logits of another prediction, which keeps them if they are one slice."""
+    """Replaces the logits by the shaped logits of another prediction, which may have cached them."""
 
     prediction: Prediction
 

@@ -105,7 +105,7 @@ def run_layers(
         if recompute and torch.is_grad_enabled():
             x, keys, values = checkpoint(
                 layer, x, rope, past, mask, causal, use_reentrant=False, preserve_rng_state=False
-            )  # layers draw nothing
+            )  # layers draw no random numbers, so there is no RNG state to preserve
         else:
             x, keys, values = layer(x, rope, past, mask, causal)
         new.append((keys, values))

@@ -170,7 +170,7 @@ class PrefixCache:
         ragged = self.ragged or real is not None
         num_slots = self.num_slots + num_new
         if counts is not None and not torch.compiler.is_compiling():
-            # Padding takes no slot. Compiled code cannot read the lengths, so it counts padding too.
+            # Padding takes no slot. Compiled code cannot read the lengths, so there `num_slots` includes padding.
             num_slots = int((self.lengths + counts).max())
         orders: dict[int | None, Tensor | None] = {}
         for layer, (keys, values) in zip(self.layers, new, strict=True):

@@ -23,7 +23,8 @@ def fusing() -> Iterator[None]:
     """
     global _fusing
     before, _fusing = _fusing, True
-    # Gradients of all functions share a code object. Without a GPU, the compiler is not even imported.
+    # All gradient functions share one code object, and so one limit on recompilations. It is raised here.
+    # Without a GPU, nothing is compiled and the compiler is not imported.
     on_gpu = torch.cuda.is_available()
     try:
         with torch._dynamo.config.patch(recompile_limit=64) if on_gpu else nullcontext():
@@ -35,7 +36,7 @@ def fusing() -> Iterator[None]:
 def fusible(function: Function, *, dynamic: bool = False) -> Function:
     """Mark a function of (M, …) tensors, vectors and numbers, whose first argument is a tensor.
 
-    It is compiled once for every number of tokens M, and with `dynamic` once for all other sizes too.
+    One compilation serves every number of tokens M. With `dynamic` it serves every other size too.
 
     Example: `norm = fusible(norm)`.
     """

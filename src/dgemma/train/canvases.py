@@ -165,7 +165,8 @@ class NoisyCanvases(NamedTuple):
 
 def draw_choice(seeds: Tensor) -> Tensor:
     """Return a uniform (B,) per row seed (B,), which chooses one of the row's canvases."""
-    zeros, position = torch.zeros_like(seeds), torch.arange(2, device=seeds.device)  # for one, it would compile again
+    # Two positions, of which one is used: torch.compile would compile a size of 1 separately.
+    zeros, position = torch.zeros_like(seeds), torch.arange(2, device=seeds.device)
     return _uniform_at(seeds, zeros, position, torch.full_like(position, _CANVAS))[:, 0]
 
 

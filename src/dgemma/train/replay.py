@@ -59,7 +59,7 @@ class Replayed:
         return self.graphs[key].replay(part, totals)
 
     def _run_once(self, part: Part, totals: Mapping[str, Tensor]) -> Measured:
-        """Run on the stream of the captures, because gradients are added on the stream of the first pass."""
+        """Run on the stream of the captures, because autograd always adds gradients on the first pass's stream."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             measured = self.run(part, totals)
@@ -74,7 +74,7 @@ class _Graph:
     def __init__(self, owner: Replayed, part: Part, totals: Mapping[str, Tensor]) -> None:
         self.part = Part(part.batch.map(torch.clone), part.seeds.clone())
         self.totals = {name: t.clone() for name, t in totals.items()}
-        # Without a graph, this step's gradients begin as None. The captured additions need a place.
+        # Until the first graph exists, gradients start as None in each step. A captured pass needs tensors to add to.
         for parameter in owner.trained:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

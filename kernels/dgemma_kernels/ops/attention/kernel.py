@@ -95,8 +95,8 @@ def attention(
 
     With `part`, a multiple of 64, a token's result has the same bits in any batch, for any T, capacity and first slot:
     tiles and parts of the keys begin at fixed positions (`parts.count_fixed_parts`). `position`, (B,) like length, is
-    the position of each row's first new token, by default its slot. If it is another, the 64 slots before the first one
-    of a row and head must exist and be finite.
+    the position of each row's first new token, by default its slot. If it differs from the slot, a tile may begin
+    before slot 0. The 64 slots before slot 0 of each row and head must then be in memory and finite.
 
     Example: `attention(queries, cache.keys, cache.values, cache.length)`.
     """

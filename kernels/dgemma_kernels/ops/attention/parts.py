@@ -33,9 +33,9 @@ def choose_num_splits(programs: int, num_multiprocessors: int, most: int) -> int
 def count_fixed_parts(part: int, capacity: int, span: int | None) -> int:
     """Return the number of fixed parts for `capacity` slots.
 
-    Part 0 has `part` positions, and every later part has as many as all parts before it. So they fill a GPU about as
-    well as two equal parts of any prefix. With a window, where rows of a tile see `span` neighbouring positions, all
-    parts have `part` positions, and a tile's parts are counted from the first that it sees.
+    Part 0 has `part` positions, and every later part has as many as all parts before it. So for a prefix of any length
+    they fill a GPU about as well as two equal parts would. With a window, where rows of a tile see `span` neighbouring
+    positions, all parts have `part` positions, and a tile's parts are counted from the first that it sees.
 
     Example: `count_fixed_parts(640, 4096, None)` is 4: 640, 640, 1,280 and 2,560 positions.
     """

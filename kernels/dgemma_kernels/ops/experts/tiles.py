@@ -1,7 +1,7 @@
 """The work of one program of `kernel` on its tile: rows of one expert times a block of columns of its weights.
 
-Plain and float8 weights share a function; scales of plain weights are None. Packed weights have their own function.
-Tuples group the arguments and do not change the compiled code.
+Plain and float8 weights share a function; scales of plain weights are None. Packed and four-bit
+weights have functions of their own. Tuples group the arguments and do not change the compiled code.
 """
 
 from typing import NamedTuple
