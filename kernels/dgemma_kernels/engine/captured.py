@@ -48,7 +48,8 @@ class CapturedRead:
             hidden = workspace.forward.read(static, buffers, last=last)
             return workspace.causal_logits(hidden) if head else hidden
 
-        launches = run if head else None  # a chunk of a prompt is captured the second time, with all kernels compiled
+        # A chunk of a prompt is read once before a chunk of its size is captured, so its kernels are compiled by then.
+        launches = run if head else None
         self._replay = Replay(run, workspace.device, workspace.graph_memory, launches)
 
     def __call__(self, tokens: Tensor) -> Tensor:

@@ -45,11 +45,12 @@ from dgemma_kernels.formats import ENCODERS, FourBit, Quantized
 from dgemma_kernels.ops.attention import KernelName
 from dgemma_kernels.ops.draws import kernel as draws
 
-# The most tokens of a prompt that one forward reads, over all rows, and that a captured forward reads. With more, the
-# device needs longer than the host's launches. Activations and the tail of sliding layers take 330 kB per token of the
-# published model, so weights of four bits, which are chosen for their size, read fewer.
+# Limits on the tokens of a prompt, over all rows: for one forward, and for a captured forward. Larger forwards gain
+# nothing from capture, because the device needs longer for them than the host for its launches. Activations and the
+# tail of sliding layers take 330 kB per token of the published model. So weights of four bits, which are chosen for
+# their size, have lower limits.
 _READ, _FOUR_BIT_READ = (8192, 2048), (1024, 256)
-_MOST_REHEARSED = 4  # rows
+_MOST_REHEARSED = 4  # rows; for more, the kernels of a step are not compiled together with those of a prompt
 
 
 def accelerate(
@@ -452,8 +453,8 @@ class FusedDenoiser(Denoiser[FusedCache]):
     def _read_chunk(self, tokens: Tensor, cache: FusedCache, num_slots: int, last: bool) -> Tensor:
         """Run one chunk (B, T) into the tail of the cache, which gets `num_slots` in all → (B, T, D) if `last`.
 
-        Few tokens are padded to one of a few sizes, and captured when such a chunk is read the second time. Padding is
-        after the chunk in a causal forward, so it changes no other token.
+        A short chunk is padded to one of a few sizes. The second chunk of a size is captured in a graph, which later
+        ones replay. Padding is after the chunk in a causal forward, so it changes no other token.
         """
         batch, size = tokens.shape
         padded = min(_round_up(size), self._pool.prefill_len(batch))

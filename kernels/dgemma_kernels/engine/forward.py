@@ -161,7 +161,10 @@ class Forward:
         return inputs
 
     def _product(self, x: Tensor | Quantized, weight: Tensor | Quantized) -> Tensor:
-        """Return x @ weight.T, of one row by `multiply_row`, which adds in another order than the library."""
+        """Return x @ weight.T.
+
+        A single plain row uses `multiply_row`, unless `batch_invariant` requires the library's order of sums.
+        """
         if x.shape[0] == 1 and isinstance(x, Tensor) and isinstance(weight, Tensor) and not self.batch_invariant:
             return multiply_row(x, weight)
         return self._multiply(x, weight)

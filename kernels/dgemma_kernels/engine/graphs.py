@@ -166,7 +166,7 @@ def _compile_together(launches: Callable[[], Any]) -> None:
 
 
 def _build_launcher(compiled: Any) -> None:
-    """Build the host's part of a kernel into Triton's cache. Its first launch would run the C compiler, one by one."""
+    """Build a kernel's launcher, which is C code for the host, into Triton's cache; else its first launch builds it."""
     kernel = compiled.result(True)  # ignores errors
     if kernel is not None:
         driver.active.launcher_cls(kernel.src, kernel.metadata)

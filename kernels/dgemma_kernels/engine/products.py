@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dgemma_kernels.formats.float8 import Quantized, values_and_scale
 
-ROWS = 256  # of one canvas, whose step then makes the same calls as without slices
+ROWS = 256  # those of one canvas, so that its step makes the same calls as without slices
 
 
 def in_slices(product: Callable[..., Tensor]) -> Callable[..., Tensor]:

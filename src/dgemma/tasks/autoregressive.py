@@ -163,7 +163,7 @@ def _read_prompt(model: DiffusionGemma, tokens: Tensor, attention_mask: Tensor |
 
 
 def _compute_ahead(items: Iterator[Any], count: int) -> Iterator[Any]:
-    """Yield the items, each after the `count` items that follow it were computed."""
+    """Yield the items in order. Before an item is yielded, the next `count` items are computed."""
     waiting = deque(itertools.islice(items, count))
     for item in items:
         waiting.append(item)
