@@ -21,10 +21,10 @@ from dgemma.progress import progress_bar
 from dgemma.run import archive, arguments
 from dgemma.run.changes import Changes, apply_changes, knob_changes, list_changes, list_writes, snapshot
 from dgemma.run.knobs import Knobs
-from dgemma.run.loop import run_plan
+from dgemma.run.loop import run_plan, start_block
 from dgemma.run.plan import Plan
 from dgemma.run.records import BlockCommit, Events, Moment, OnStep, Output, StepRecord
-from dgemma.run.step import Denoiser, check_denoiser
+from dgemma.run.step import Denoiser, check_denoiser, clock, shape
 from dgemma.run.stored import check_content
 from dgemma.values import find_unknown
 
@@ -251,6 +251,51 @@ class Trajectory:
         if difference:
             _refuse_difference(difference)
         return again
+
+    @typed
+    def log_prob(self, model: Denoiser, *, cache: Cache | None = None) -> Tensor:
+        """Return the log-probability of every decision of the run under `model`, (B,), with gradients.
+
+        A decision is a token that a step wrote. Its probability is that of the step's prediction, after temperature
+        and truncation. `model` predicts the recorded canvases again, so it may have other weights than in the run. The
+        difference of two results is then the log-ratio of two policies. Two things are left out: noise tokens, which do
+        not depend on the weights, and the argmax at positions that are still open at the end. The result is the exact
+        likelihood of the run if the sampler accepts a position before it sees the drawn token, as `EntropyBound` does.
+
+        A run that continued a cache needs that cache as it was before the run.
+
+        Example: `(advantage * generate(model, prompt, record=True).trajectory.log_prob(model)).sum().backward()`.
+        """
+        self._check_model(model, cache)
+        if self.plan.language is not None:
+            raise ValueError(
+                "Trajectory.log_prob needs a run without a constraint, which draws the tokens of a canvas together. "
+                "Record the run without `constraint`."
+            )
+        plan, device = self.plan.to(model.device), model.device
+        cache = model.encode(plan.prompt_tokens, None if cache is None else cache.clone(), plan.attention_mask)
+        rows, knobs = torch.arange(self.batch_size, device=device), plan.knobs
+        total = torch.zeros(self.batch_size, dtype=torch.float64, device=device)
+        for block in range(self.steps[-1].block + 1 if self.steps else 0):
+            if block > 0:
+                tokens, real, ended = plan.end_rows(self.commits[block - 1].tokens.to(device)[rows], block - 1, rows)
+                cache = model.encode(tokens, cache, real)
+                goes_on = torch.tensor([not end for end in ended], device=device).nonzero()[:, 0]
+                rows, cache = rows[goes_on], cache.select(goes_on)
+            state, here = start_block(model, plan, block, rows, knobs), cache
+            for taken in (step for step in self.steps if step.block == block):
+                changes = self._changes_before((block, taken.index), Moment(state, here, knobs))
+                state, knobs = apply_changes(changes, state, knobs)
+                left = torch.isin(state.rows, taken.rows.to(device)).nonzero()[:, 0]
+                state, here = state.select(left), here.select(left)
+                level = taken.noise_level.to(device)
+                raw = model.denoise_at(level, state.canvas, here, self_cond=state.self_cond, frozen=state.frozen)
+                prediction, canvas = shape(raw, state, knobs), taken.next_canvas.to(device).long()
+                written = torch.where(taken.accepted.to(device), prediction.log_prob(canvas).double(), 0.0)
+                total = total.index_add(0, state.rows, written.sum(1))
+                time = clock(plan.noise, knobs.temperature, state.step + 1, state.num_steps)
+                state = replace(state, canvas=canvas, open=taken.open.to(device), self_cond=prediction, **time)
+        return total
 
     @typed
     def moment(self, model: Denoiser, *, block: int = 0, step: int = 0, cache: Cache | None = None) -> Moment:
