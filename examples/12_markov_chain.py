@@ -1,9 +1,9 @@
 """Train on a text whose likelihood is known, and measure how close each kind of noise comes to it.
 
-The text is a random Markov chain: 254 states, 30 tokens, about 1.72 nats per token, computed exactly. No bound can be
-lower, and the bound of an exact model equals it. Masks show how much of a canvas is noise. Uniform noise does not. A
-network that gets the noise level as an input can be exact. A network without it must infer the level, which causes a
-gap. The bars show the contribution of each noise level, from 0 to 1, to the gap.
+Each text has 30 tokens of a random Markov chain with 254 states. The exact entropy is known, about 1.72 nats per token.
+No bound can be lower, and the bound of an exact model equals it. Masks show how much of a canvas is noise. Uniform
+noise does not. A network that gets the noise level as an input can be exact. A network without it must infer the level,
+which causes a gap. The bars show the contribution of each noise level, from 0 to 1, to the gap.
 
     python examples/12_markov_chain.py                           all four runs; without a GPU, on a smaller chain
     python examples/12_markov_chain.py --run mask --out markov   one run, its numbers in markov/mask/result.json

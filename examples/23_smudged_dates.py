@@ -1,9 +1,9 @@
 r"""Train a model, in about a minute on a CPU, to restore smudged dates; then use a calendar as a constraint.
 
-"Sat ?4 Mar 1984" could be three days, of which one is a Saturday. The model learns to read, but not the calendar. The
-constraint is the calendar: a regular expression of every day of 40 years. Four ways to use it are compared: not at all,
-by rejection, by masking, and by exact conditioning. Masking writes from left to right, and draws each character among
-those that continue some date of the calendar.
+"Sat ?4 Mar 1984" could be three days, of which one is a Saturday. The model learns the format of dates, but not which
+weekday each date has. The constraint is the calendar: a regular expression of every day of 40 years. Four ways to use
+it are compared: not at all, by rejection, by masking, and by exact conditioning. Masking writes from left to right, and
+draws each character among those that continue some date of the calendar.
 
     python examples/23_smudged_dates.py --out dates                     train, compare, write dates/results.json
     python examples/23_smudged_dates.py --model dates/checkpoint        compare again

@@ -1,4 +1,4 @@
-"""Passes of a repeated shape as CUDA graphs: one call instead of thousands of launches, for which a GPU would wait."""
+"""CUDA graphs of training passes with repeated shapes: one call per pass, so the GPU does not wait for launches."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping

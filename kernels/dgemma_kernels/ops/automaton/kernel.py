@@ -1,4 +1,4 @@
-"""Kernels that condition a prediction on a language: sums over classes of tokens, passes over positions, and paths.
+"""Kernels that condition a prediction on a language: sums per token class, passes over positions, best or drawn paths.
 
 The passes are sequential over the C positions of a canvas. So one program per row and pass loops over positions, with
 the values of all states in registers, and the three passes of a row run at the same time. All else is parallel over
