@@ -297,7 +297,7 @@ _DENSE_H200 = DenseConfig(
     warps=8,
     stages=4,
 )
-_ALL = 132  # multiprocessors; for many tokens the library is faster than any number of programs
+_ALL = 132  # programs for many tokens with `one_order`, one per multiprocessor; otherwise the library is used there
 # The published model has 33 tiles of gate and up and 22 of down per 256 tokens. With these numbers of programs, all
 # programs end together at 256, 512 and 1,024 tokens.
 DENSE: dict[str, tuple[DenseConfig, ...]] = {

@@ -107,7 +107,7 @@ class Automaton(NamedTuple):
     arc_links: Groups
     arcs_out: Groups  # by source
     arcs_in: Groups  # by target
-    wide_classes: Tensor  # (n,) int32: the first of `class_tokens.order`, the classes with more than `WIDE` tokens
+    wide_classes: Tensor  # (n,) int32: the classes with more than `WIDE` tokens, largest first
 
     @classmethod
     def build(cls, token_class: Tensor, next_state: Tensor, is_end: Tensor) -> "Automaton":

@@ -64,7 +64,7 @@ def attend_by_products(queries: Tensor, keys: Tensor, values: Tensor, *, causal:
 
 
 class _AttendByProducts(torch.autograd.Function):
-    """The query heads of a key head and their tokens are the rows of one product, so that keys are not copied."""
+    """Each key head has one product, with the tokens of all its query heads as rows, so that keys are not copied."""
 
     @staticmethod
     def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, causal: bool) -> Tensor:

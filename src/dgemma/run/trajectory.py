@@ -259,8 +259,10 @@ class Trajectory:
         A decision is a token that a step wrote. Its probability is that of the step's prediction, after temperature
         and truncation. `model` predicts the recorded canvases again, so it may have other weights than in the run. The
         difference of two results is then the log-ratio of two policies. Two things are left out: noise tokens, which do
-        not depend on the weights, and the argmax at positions that are still open at the end. The result is the exact
-        likelihood of the run if the sampler accepts a position before it sees the drawn token, as `EntropyBound` does.
+        not depend on the weights, and the argmax at positions that are still open at the end.
+
+        A sampler such as `EntropyBound` does not use the drawn tokens to choose positions. For such samplers, the
+        result is the exact log-likelihood of the written tokens, given the run's positions and noise.
 
         A run that continued a cache needs that cache as it was before the run.
 

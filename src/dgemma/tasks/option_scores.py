@@ -65,9 +65,10 @@ class Layout(NamedTuple):
 
 
 def layouts_of(pieces: Sequence[Piece], places: Sequence[int], canvas_len: int, horizon: int) -> list[Layout]:
-    """Return a layout for every combination of options of the slots at `places`, the last slot's options fastest.
+    """Return a layout for every combination of options of the slots at `places`.
 
-    Other slots stay open, with as many positions as their longest option. At most `horizon` fixed tokens are weighed.
+    The order is that of `itertools.product`. Other slots stay open, with as many positions as their longest option. At
+    most `horizon` fixed tokens are weighed.
 
     Example: `layouts_of([Blank([[5], [6, 7]]), [8]], [0], 32, 8)[1].tokens` is [6, 7, 8].
     """

@@ -65,7 +65,7 @@ class TrainBatch:
                     f"TrainBatch.{name} must have shape {shape}, got {tuple(value.shape)}. Give one value per "
                     f"{'row' if len(shape) == 1 else 'token'} of tokens {tuple(self.tokens.shape)}."
                 )
-        # On a CPU, given spans are ignored, because `replace(batch, length=...)` passes those of the old batch.
+        # `replace(batch, length=...)` passes the spans of the old batch. So on a CPU, spans are always computed again.
         if self.spans is None or (type(self.length) is Tensor and self.length.device.type == "cpu"):
             spans = tuple(zip(self.prompt_len.tolist(), self.length.tolist(), strict=True))
             object.__setattr__(self, "spans", spans)

@@ -256,9 +256,10 @@ def _propose_events(replaced: Tensor, u_event: Tensor, u_some: Tensor, least: fl
     """Draw events such that a canvas has noise with a probability of at least `least`; return events and weights.
 
     replaced (B, K, C): the probability that noise replaces each token. u_event (B, K, C), u_some (B, K, 1): uniforms.
-    If some token is replaced, the first such position is drawn by inverse CDF. Later positions keep their events.
+    u_some decides whether a token is replaced and, by inverse CDF, which replaced token is the first.
 
-    Events (B, K, C) are for `Noise.corrupt`: 0 keeps a token and 1 replaces it. Weights are (B, K, 1).
+    Events (B, K, C) are for `Noise.corrupt`, where 0 keeps a token and 1 replaces it. They are 0 before the first
+    replaced token, 1 at it, and u_event after it. If no token is replaced, all are 0. Weights are (B, K, 1).
     """
     some_so_far = 1 - (1 - replaced).cumprod(-1)  # the probability of a replaced token up to each position
     some = some_so_far[..., -1:]

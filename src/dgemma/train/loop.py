@@ -144,7 +144,7 @@ class _Run:
             model=model.config.to_hf(),
             frozen=int(parallel.sum(torch.tensor(frozen))),
         )
-        # A graph cannot wait for the GPU, which other objectives may do.
+        # Objectives of other classes may wait for the GPU, which a CUDA graph cannot capture.
         can_replay = config.compile and is_adapted(model) and isinstance(objective, Objective)
         can_replay = can_replay and parallel.world_size == 1 and self.device.type == "cuda"
         self.replayed = Replayed(self._measure, self.parameters.values()) if can_replay else None
@@ -444,7 +444,8 @@ def _ready_to_train(model: DiffusionGemma, config: TrainConfig) -> Iterator[None
     try:
         with ExitStack() as stack:
             if config.compile and is_adapted(model):
-                # Compiles faster than layers. This gives more kernels, but a CUDA graph launches them all at once.
+                # Small functions compile faster than whole layers. They give more kernels, but a CUDA graph launches
+                # all of them at once.
                 stack.enter_context(fusing())
             elif config.compile:
                 # All layers share one code object, compiled per kind, per mode, with and without gradients.
