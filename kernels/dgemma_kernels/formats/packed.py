@@ -293,7 +293,9 @@ def multiply_packed(
         block_weights = _load_block(weights.data, expert * BLOCKS + block, start, WIDTH, DESCRIBED)
         left = inside(depth, WIDTH - start, WIDTH % 128 == 0)
         rows = tl.load(inputs + start + depth[None, :], mask=input_inside[:, None] & left[None, :], other=0.0).T
-        sums = finish_products(tl.dot(block_weights.to(rows.dtype), rows, sums, input_precision="ieee"))
+        sums = tl.dot(block_weights.to(rows.dtype), rows, sums, input_precision="ieee")
+        if rows.dtype != tl.float32:  # float32 products do not run on; waiting for them would spill registers
+            sums = finish_products(sums)
     sums = _add_outliers(sums, inputs, input_inside, place, value, block * 128)
     for more in tl.range(begin + LIST, end, LIST, num_stages=1):
         at = more + tl.arange(0, LIST)
