@@ -1,4 +1,4 @@
-"""Decisions of a sampler about each position, and the exact reverse step as a decision."""
+"""A sampler's decision about each position. `transition` makes the decision of the exact reverse step."""
 
 from dataclasses import dataclass
 from typing import Any

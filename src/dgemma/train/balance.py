@@ -1,4 +1,4 @@
-"""An auxiliary loss that balances the experts' load (Switch Transformers, arXiv:2101.03961), added in backward.
+"""An auxiliary loss that balances the experts' load (Switch Transformers, arXiv:2101.03961), by its gradient alone.
 
 Without it, a router soon prefers the experts that happened to learn first, and the others are never trained.
 """

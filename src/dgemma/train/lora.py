@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685) on the tied weights: one adapter serves both modes, so it can be merged.
+"""Low-rank adapters (LoRA, arXiv:2106.09685) on the weights that both modes share, so they can be merged.
 
 A weight W (out, in) acts as W + scale · B A. A (rank, in) is random and B (out, rank) is zero, so training starts from
 the unchanged model. Experts are 3-D weights, with an A and a B for each. The adapted modules keep their names and their

@@ -1,4 +1,4 @@
-"""The exact negative ELBO of every noise process, as an integrand over time.
+"""The exact negative ELBO of mask, uniform and hybrid noise, as an integrand over time.
 
 Mask: MDLM's weighted cross-entropy (arXiv:2406.07524). Uniform: Duo (arXiv:2506.10892). Hybrid: GIDD
 (arXiv:2503.04482). The last two share one formula. The noise process replaces tokens at the rate r(z). Its reverse

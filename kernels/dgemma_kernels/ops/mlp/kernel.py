@@ -1,4 +1,4 @@
-"""GeGLU, gelu_tanh(gate) * up, and the dense MLP in one launch of a few long programs. Reference: `reference.py`.
+"""GeGLU (gelu_tanh(gate) * up), and the dense MLP as one launch of a few long programs. Reference: `reference.py`.
 
 The dense MLP runs at the same time as the experts. Library products would occupy every multiprocessor for a short time
 and stop the experts' loads there. The experts saturate memory from three quarters of the multiprocessors. So each
