@@ -6,6 +6,7 @@ reference is `Prediction`, with its soft-capped softmax.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,7 +75,9 @@ def map_logits(
 
     size = _rows_at_once(weight, slice_elements)
     pieces = zip(hidden.split(size), *(values.split(size) for values in tokenwise), strict=True)
-    return torch.cat([checkpoint(of_slice, rows, weight, *values, use_reentrant=False) for rows, *values in pieces])
+    # Without gradients nothing is recomputed, and torch need not import its compiler, which takes 100 MB.
+    run = partial(checkpoint, of_slice, use_reentrant=False) if torch.is_grad_enabled() else of_slice
+    return torch.cat([run(rows, weight, *values) for rows, *values in pieces])
 
 
 def soft_embedding(
