@@ -67,7 +67,7 @@ def uniform_of_word(seeds: Tensor, block: Tensor, step: Tensor, num_positions: i
 
 
 def uniform_at(seeds: Tensor, block: Tensor, step: Tensor, position: Tensor, word: Tensor) -> Tensor:
-    """Draw uniforms for positions (P,), each with the counter word of its own purpose (P,): (B, P) float64.
+    """Draw uniforms (B, P) float64 for positions (P,). `word` (P,) holds the counter word of each position's purpose.
 
     Example: `uniform_at(seeds, block, step, torch.arange(2), torch.tensor([purpose_word("a"), purpose_word("b")]))`.
     """
