@@ -132,7 +132,8 @@ def test_a_rows_result_does_not_depend_on_its_batch(device):
     assert torch.equal(together[1:], alone)
 
 
-FIXED = {"full": (None, 0), "sliding": (20, 18)}  # a window and what a canvas keeps of it
+PART = 64 if torch.cuda.is_available() else 16  # the keys of a tile
+FIXED = {"full": (None, 0), "sliding": (20, 18)}  # a window and what a canvas keeps of it, in sixteenths of a part
 
 
 def place(row: dict[str, Tensor], capacity: int, dropped: int) -> list[Tensor]:
@@ -149,13 +150,14 @@ def place(row: dict[str, Tensor], capacity: int, dropped: int) -> list[Tensor]:
 @pytest.mark.parametrize("kind", FIXED)
 def test_fixed_parts_give_a_token_the_same_bits_in_any_batch_slot_chunk_and_capacity(kind, device):
     generator = torch.Generator().manual_seed(0)
-    (window, keep), canvas_len = FIXED[kind], 5
-    lengths = [45, 3, 21]  # of the prefixes
+    unit = PART // 16  # a part of the interpreter has 16 keys, and all sizes below are for that
+    window, keep = (None if size is None else size * unit for size in FIXED[kind])
+    canvas_len, lengths = 5, [45 * unit, 3 * unit, 21 * unit]  # of the prefixes
     rows = []
     for length in lengths:
         shapes = {"queries": (length + canvas_len, 2, 16), "keys": (1, length + canvas_len, 16)}
         shapes["values"] = shapes["keys"]
-        rows.append({name: torch.randn(shape, generator=generator) for name, shape in shapes.items()})
+        rows.append({name: 0.5 * torch.randn(shape, generator=generator) for name, shape in shapes.items()})
 
     def attend(tokens: list[tuple[int, int, int]], capacity: int, canvas: int) -> Tensor:
         """Attend from tokens [start, stop) of each row, whose first `dropped` tokens are not in the buffers."""
@@ -166,7 +168,7 @@ def test_fixed_parts_give_a_token_the_same_bits_in_any_batch_slot_chunk_and_capa
         position = torch.tensor([start for _, start, _ in tokens], device=device)
         slot = position - torch.tensor([dropped for _, _, dropped in tokens], device=device)
         mode = {"causal": True, "window": window, "canvas_len": canvas, "keep": keep}
-        got = attention(queries, keys, values, slot, **mode, part=16, position=position)
+        got = attention(queries, keys, values, slot, **mode, part=PART, position=position)
         if not any(dropped for _, _, dropped in tokens):
             for at in range(len(tokens)):
                 one = [x[at : at + 1].double() for x in (queries, keys, values)]
@@ -174,18 +176,18 @@ def test_fixed_parts_give_a_token_the_same_bits_in_any_batch_slot_chunk_and_capa
                 assert error(got[at : at + 1], want) < LIMITS[torch.float32]
         return got
 
-    whole = [attend([(row, 0, 0)], 64, 0)[0] for row in (0, 2)]
-    canvases = [attend([(row, lengths[row], 0)], 64, canvas_len)[0] for row in range(3)]
-    together = attend([(2, 21, 0), (0, 45, 0), (1, 3, 0)], 50, canvas_len)
+    whole = [attend([(row, 0, 0)], 64 * unit, 0)[0] for row in (0, 2)]
+    canvases = [attend([(row, lengths[row], 0)], 64 * unit, canvas_len)[0] for row in range(3)]
+    together = attend([(row, lengths[row], 0) for row in (2, 0, 1)], 50 * unit, canvas_len)
     for row, got in zip((2, 0, 1), together, strict=True):
         assert torch.equal(got, canvases[row])
-    for start in (17, 44):
-        chunks = attend([(2, 13, 0), (0, start, 0)], 51, 0)
-        assert torch.equal(chunks[0], whole[1][13 : 13 + chunks.shape[1]])
+    for start in (17 * unit, 45 * unit - 1):
+        chunks = attend([(2, 13 * unit, 0), (0, start, 0)], 51 * unit, 0)
+        assert torch.equal(chunks[0], whole[1][13 * unit : 13 * unit + chunks.shape[1]])
         assert torch.equal(chunks[1], whole[0][start : start + chunks.shape[1]])
     if window is not None:
-        for dropped in (1, 27):  # as after sliding layers forgot old tokens
-            assert torch.equal(attend([(0, 45, dropped)], 50, canvas_len)[0], canvases[0])
+        for dropped in (1, 27 * unit):  # as after sliding layers forgot old tokens
+            assert torch.equal(attend([(0, lengths[0], dropped)], 50 * unit, canvas_len)[0], canvases[0])
 
 
 def test_reference_matches_transformers_eager_attention():

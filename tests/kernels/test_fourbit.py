@@ -23,7 +23,8 @@ NATIVE = torch.cuda.is_available()
 DTYPES = [torch.float32, torch.bfloat16] if NATIVE else [torch.float32]  # the interpreter does not multiply bfloat16
 # Per tensor. float32: sums of up to 192 products. bfloat16: two products and four roundings of up to 2**-9.
 LIMITS = {torch.float32: 1e-6, torch.bfloat16: 6e-3}
-WIDE = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64}  # a group of int4 has 64 columns
+# A group of int4 has 64 columns, and a float8 product has rows in multiples of 16.
+WIDE = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "vocab_size": 48}
 
 
 def draw_weight(kind: str, num_rows: int, width: int, seed: int = 0) -> IntWeight | NvFp4Weight:
@@ -51,9 +52,9 @@ def true_values(weight: IntWeight | NvFp4Weight) -> Tensor:
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("kind", ["int4/16", "int4/32", "int4/64", "int4/64 zero", "int4/192 bias", "nvfp4"])
 def test_the_order_of_the_kernels_keeps_every_value(kind, gated, device):
-    weight = draw_weight(kind, 200, 192)  # 200 rows do not fill two blocks
-    got = arrange(weight.to(device), dtype=torch.bfloat16, gated=gated)
-    assert torch.equal(got.decode().cpu(), true_values(weight))
+    weight = draw_weight(kind, 200, 192).to(device)  # 200 rows do not fill two blocks
+    got = arrange(weight, dtype=torch.bfloat16, gated=gated)
+    assert torch.equal(got.decode(), true_values(weight))
     assert got.shape == weight.shape
 
 
@@ -199,12 +200,24 @@ def test_float8_products_round_weights_and_inputs_and_nothing_else(part, device)
         for linear in () if owner is None else owner.children():
             if isinstance(linear, torch.nn.Linear):
                 round_linear(linear)
-    got = run(accelerate(make_model(device, **WIDE), "int4", float8=[part]), device)
+    got, want = run(accelerate(make_model(device, **WIDE), "int4", float8=[part]), device), run(model, device)
     if part == "head":  # the head is the embedding, which must not be rounded
-        want = run(model, device)
         assert ((got - want).norm() / want.norm()) < 0.05  # float8 has three bits of mantissa
-    else:
-        torch.testing.assert_close(got, run(model, device), rtol=2e-3, atol=2e-3)  # rounding boundaries
+        return
+    effect = (run(make_decoded(device, "int4"), device) - want).norm()  # of rounding
+    # The GPU's products add in 14 bits, so some inputs are rounded the other way. Random errors of 2**-13 in every
+    # product give 0.07 (attention) and 0.09 (dense). Another rounding to float8 would give about 1.
+    assert ((got - want).norm() / effect) < (0.2 if NATIVE else 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "shape"),
+    [("head", {"vocab_size": 40}, (40, 64)), ("dense", {"intermediate_size": 40}, (64, 40))],
+)
+def test_shapes_that_the_librarys_float8_product_does_not_multiply_are_refused(part, change, shape, device):
+    sentence = rf'multiples of 16, got \({shape[0]}, {shape[1]}\) for "{part}"\. Leave "{part}" out of float8'
+    with pytest.raises(ValueError, match=sentence):
+        accelerate(make_model(device, **WIDE | change), "int4", float8=[part])
 
 
 def test_unknown_parts_of_the_model_are_refused_by_name(device):

@@ -178,10 +178,9 @@ class CapturedStep:
         try:
             self._replay = Replay(run, device, memory, launches=run if all_kernels else forward)
         except CaptureError as error:
-            reason = str(error).partition("\n")[0]
-            raise RuntimeError(
-                f"This step could not be captured in a CUDA graph ({reason}). If {knobs.sampler} or {knobs.stop} waits "
-                "for the host, write it as pure tensor code (no .item(), no if on a tensor, no boolean indexing)."
+            raise CaptureError(
+                f"{error} If {knobs.sampler} or {knobs.stop} waits for the host, write it as pure tensor code "
+                "(no .item(), no if on a tensor, no boolean indexing)."
             ) from error
         prediction = predictions[0]
         led_to, form_after = tree_flatten(self._replay.result[0])

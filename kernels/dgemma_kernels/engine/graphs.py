@@ -110,13 +110,18 @@ class Replay:
             fn()  # compiles the rest, and lets libraries allocate what they cannot during capture
         torch.cuda.synchronize(device)  # a failed kernel raises here, and is not reported as a failed capture
         self._graph = torch.cuda.CUDAGraph()
+        capture = torch.cuda.graph(self._graph, pool=memory, stream=stream, capture_error_mode="thread_local")
         try:
-            with torch.cuda.graph(self._graph, pool=memory, stream=stream, capture_error_mode="thread_local"):
+            # torch does not return from the capture's stream if the capture fails. The outer context does.
+            with torch.cuda.stream(torch.cuda.current_stream(device)), capture:
                 self.result = fn()
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # only of the capture, because the function has just run without it
-            raise CaptureError(str(error)) from error
+            if memory is not None:
+                _end_allocations(stream.device, memory)
+            reason = str(error).partition("\n")[0]
+            raise CaptureError(f"This work could not be captured in a CUDA graph ({reason}).") from error
 
     def replay(self) -> None:
         if self._graph is not None:
@@ -128,6 +133,18 @@ class Replay:
         for target, source in zip(tree_leaves(self.result), tree_leaves(self._fn()), strict=True):
             if isinstance(target, Tensor) and target is not source:
                 target.copy_(source)
+
+
+def _end_allocations(device: torch.device, memory: Any) -> None:
+    """End a failed capture's allocations from the pool `memory`.
+
+    Torch before 2.12 leaves them open, and then refuses every later capture of the process.
+    """
+    try:
+        torch._C._cuda_endAllocateToPool(device.index, memory)
+    except RuntimeError:
+        return  # they have been ended
+    torch._C._cuda_releasePool(device.index, memory)
 
 
 def compile_together(launches: Callable[[], Any]) -> None:

@@ -6,6 +6,7 @@ in another format are new tensors.
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,6 +94,8 @@ def take_weights(
     """
     config = model.config
     require_experts(model, "accelerate")
+    mixer, embedding = model.self_conditioning, model.embed_tokens.weight.detach()
+    head = _for_library(quantize(embedding), "head") if "head" in float8 else embedding
     layers = []
     for index, layer in enumerate(model.layers):
         try:
@@ -104,10 +107,9 @@ def take_weights(
         if release:
             for name in ("experts", *(_MODULES[part] for part in float8 if part in _MODULES)):
                 setattr(layer, name, ReleasedExperts())
-    mixer, embedding = model.self_conditioning, model.embed_tokens.weight.detach()
     return Weights(
         embedding=embedding,
-        head=quantize(embedding) if "head" in float8 else embedding,
+        head=head,
         layers=tuple(layers),
         norm=model.norm.weight.detach(),
         signal_norm=mixer.pre_norm.weight.detach(),
@@ -120,8 +122,8 @@ def _take_layer(
     layer: Layer, shape: LayerShape, format: str, float8: Collection[str], dtype: torch.dtype
 ) -> LayerWeights:
     encode_gate_up, encode_down = ENCODERS[format]
-    join_attention = _fuse_float8 if "attention" in float8 else _fuse
-    join_dense = _fuse_float8 if "dense" in float8 else _fuse
+    join_attention = partial(_fuse_float8, part="attention") if "attention" in float8 else _fuse
+    join_dense = partial(_fuse_float8, part="dense") if "dense" in float8 else _fuse
     attention, device = layer.self_attn, layer.layer_scalar.device
     projections = [attention.q_proj, attention.k_proj]
     if attention.v_proj is not None:
@@ -193,11 +195,21 @@ def _fuse(linears: Sequence[nn.Linear | QuantizedLinear], dtype: torch.dtype) ->
     return fused
 
 
-def _fuse_float8(linears: Sequence[nn.Linear | QuantizedLinear], dtype: torch.dtype) -> Quantized:
+def _fuse_float8(linears: Sequence[nn.Linear | QuantizedLinear], dtype: torch.dtype, part: str) -> Quantized:
     """Fuse the weights of several linears in float8. Those of float8 linears keep their values and scales."""
-    parts: list[Float8Weight | Quantized] = []
+    pieces: list[Float8Weight | Quantized] = []
     for linear in linears:
         held: Weight = linear.weight
-        parts.append(held if isinstance(held, Float8Weight) else quantize(_plain(linear, dtype)))
-    values, scale = torch.cat([part.values for part in parts]), torch.cat([part.scale for part in parts])
-    return Quantized(values=values, scale=scale, dtype=dtype)
+        pieces.append(held if isinstance(held, Float8Weight) else quantize(_plain(linear, dtype)))
+    values, scale = torch.cat([piece.values for piece in pieces]), torch.cat([piece.scale for piece in pieces])
+    return _for_library(Quantized(values=values, scale=scale, dtype=dtype), part)
+
+
+def _for_library(weight: Quantized, part: str) -> Quantized:
+    """Return the weight if the library's float8 product accepts its shape, (N, K)."""
+    if any(size % 16 for size in weight.shape):
+        raise ValueError(
+            f"accelerate float8 weights must have rows and columns in multiples of 16, got {tuple(weight.shape)} for "
+            f'"{part}". Leave "{part}" out of float8.'
+        )
+    return weight
