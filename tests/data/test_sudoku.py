@@ -418,34 +418,40 @@ def test_a_solution_keeps_rows_columns_boxes_and_clues(some):
     assert not sudoku.is_solution(puzzles, relabelled).any(), "keeps every rule, but not the clues"
 
 
-def test_a_row_as_text_is_a_start_the_puzzle_and_the_solution(some):
-    tokenizer = dgemma.ByteTokenizer()
+def test_a_row_as_text_is_a_start_the_puzzle_and_the_solution_with_a_letter_before_each_row(some):
+    tokenizer = dgemma.Tokenizer.from_pretrained("dgemma/text")
     source = sudoku.SudokuSource(pool=some, frozen_share=1.0)
     text, sample = sudoku.TextSudoku(source, tokenizer), source.sample(3, range(5))
     batch = text(3, range(5))
-    puzzles, solutions = (sudoku.to_text(digits.numpy()) for digits in (sample.puzzle, sample.solution))
-    assert tokenizer.decode_batch(batch.tokens) == [p + s for p, s in zip(puzzles, solutions, strict=True)]
-    assert (batch.tokens[:, 0] == tokenizer.bos_token_id).all()
-    assert batch.prompt_len.tolist() == [82] * 5
-    assert batch.length.tolist() == [163] * 5
+
+    def board(cells):
+        return "".join(name + cells[9 * row : 9 * row + 9] for row, name in enumerate("ABCDEFGHI"))
+
+    puzzles, solutions = (map(board, sudoku.to_text(digits.numpy())) for digits in (sample.puzzle, sample.solution))
+    wanted = [tokenizer.encode(puzzle + solution) for puzzle, solution in zip(puzzles, solutions, strict=True)]
+    assert batch.tokens.tolist() == wanted
+    assert batch.prompt_len.tolist() == [91] * 5
+    assert batch.length.tolist() == [181] * 5
     assert batch.frozen is None  # the model writes the clues as well
-    assert torch.equal(batch.tokens[:, :82], text.prompt_tokens(sample.puzzle))
+    assert torch.equal(batch.tokens[:, :91], text.prompt_tokens(sample.puzzle))
+    assert torch.equal(text.canvas_digits(batch.tokens[:, 91:]), sample.solution)
 
 
 def test_tokens_that_are_not_digits_are_read_as_blanks(some):
     tokenizer = dgemma.ByteTokenizer()
     text = sudoku.TextSudoku(sudoku.SudokuSource(pool=some), tokenizer)
-    written = torch.tensor([tokenizer.encode("9x0 1" + "5" * 76, bos=False)])
+    written = torch.tensor([tokenizer.encode("A9x0 15555" + "7555555555" * 8, bos=False)])
     assert text.canvas_digits(written).tolist() == [[9, 0, 0, 0, 1] + [5] * 76]
 
 
-def test_a_tokenizer_that_merges_digits_is_refused(some):
-    class Pairs(dgemma.ByteTokenizer):
+@pytest.mark.parametrize("merged", ["12", "A0"])
+def test_a_tokenizer_that_merges_digits_or_the_letter_before_one_is_refused(some, merged):
+    class Merging(dgemma.ByteTokenizer):
         def encode(self, text, *, bos=True):
-            return super().encode(text[::2], bos=bos)
+            return super().encode(text.replace(merged, "x"), bos=bos)
 
-    with pytest.raises(ValueError, match="must have one token per digit"):
-        sudoku.TextSudoku(sudoku.SudokuSource(pool=some), Pairs())
+    with pytest.raises(ValueError, match="must have one token per digit and per letter before a digit"):
+        sudoku.TextSudoku(sudoku.SudokuSource(pool=some), Merging())
 
 
 def test_puzzles_and_solutions_are_texts_of_81_characters_each():
