@@ -105,7 +105,8 @@ def test_micro_batches_change_nothing(tmp_path):
 @pytest.mark.parametrize("reduction", ["global", "example"])
 def test_micro_batches_change_nothing_in_the_published_objective(tmp_path, reduction):
     models = [next_token.model(torch.float64) for _ in range(2)]
-    objective = Objective(noise=dgemma.UniformNoise(next_token.VOCAB), canvas_len=4, reduction=reduction)
+    noise = dgemma.UniformNoise(next_token.VOCAB)
+    objective = Objective(noise=noise, masks=MASK, canvas_len=4, reduction=reduction)
     for model, size in zip(models, (4, 1), strict=True):
         run(tmp_path / str(size), model=model, objective=objective, steps=3, micro_batch_size=size)
     for name, weight in weights(models[0]).items():
@@ -172,6 +173,16 @@ def test_a_resumed_run_ends_in_the_same_bits_and_with_the_same_log(tmp_path, sto
     assert [[line[name] for name in measured] for line in one.log.lines()] == [
         [line[name] for name in measured] for line in two.log.lines()
     ]
+
+
+def test_a_run_under_two_noises_resumes_in_the_same_bits_and_stores_the_first_noise(tmp_path):
+    uniform = dgemma.UniformNoise(next_token.VOCAB)
+    options = {"objective": Objective(noise=uniform, masks=MASK, canvas_len=4, canvases="all"), "steps": 3}
+    straight, _ = run(tmp_path / "straight", **options)
+    run(tmp_path / "resumed", on_step=stop_at(2), **options)
+    resumed, _ = run(tmp_path / "resumed", **options)
+    assert_same_bits(weights(straight), weights(resumed))
+    assert dgemma.learnt_noise(resumed) == uniform
 
 
 def test_a_resumed_run_ignores_the_weights_of_the_model_passed_in(tmp_path):

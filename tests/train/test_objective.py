@@ -530,6 +530,39 @@ def test_frozen_prob_is_the_share_of_canvases_with_frozen_tokens(calls):
     assert (calls[0]["z"][:, 0][frozen] == 9).all()
 
 
+def test_each_canvas_has_the_noise_and_the_loss_of_one_of_two_noises(model, calls):
+    """The rows with masks equal those of mask noise alone, the others those of uniform noise alone."""
+    rows, seeds = BATCH.select(torch.zeros(600, dtype=torch.int64)), torch.arange(600)
+    masks = MaskNoise(VOCAB, mask_token_id=MASK)
+    plain = {"self_cond_prob": 0.0, "causal_weight": 0.0, "t_range": (0.9, 0.9)}
+    losses = [
+        make(masks=masks, masks_prob=0.25, **plain),
+        make(**plain),
+        make(noise=masks, scored="noised", propose_mask=True, **plain),
+    ]
+    with torch.no_grad():
+        both, uniform, masked = (loss(model, rows, seeds=seeds) for loss in losses)
+    z = [call["z"][:, 0] for call in calls]
+    is_masked = (z[0] == z[2]).all(1) & (z[0] != z[1]).any(1)
+    assert torch.equal(z[0], torch.where(is_masked[:, None], z[2], z[1]))
+    for name in ("sums", "counts"):
+        found, of_uniform, of_masks = (getattr(terms, name)["decoder"] for terms in (both, uniform, masked))
+        torch.testing.assert_close(found, torch.where(is_masked, of_masks, of_uniform))
+    assert torch.equal(both.counts["decoder"].sum(), losses[0].total_counts(rows, seeds)["decoder"])
+    assert abs(is_masked.float().mean().item() - 0.25) < 4 * math.sqrt(0.25 * 0.75 / 600)
+
+
+def test_the_noise_of_a_canvas_is_drawn_for_each_canvas_of_each_row():
+    loss = make(canvases="all", masks=MaskNoise(VOCAB, mask_token_id=MASK))
+    seeds = torch.arange(2000)
+    rows = BATCH.select(torch.zeros(2000, dtype=torch.int64))
+    masked = loss._noise(loss._cut(rows, seeds), seeds).masked.double()  # (2000, 3)
+    assert (masked.mean(0) - 0.5).abs().max() < 4 * 0.5 / math.sqrt(2000)
+    assert (torch.corrcoef(masked.T) - torch.eye(3)).abs().max() < 4 / math.sqrt(2000)
+    again = loss._noise(loss._cut(rows.select(seeds[:10]), seeds[:10]), seeds[:10]).masked
+    assert torch.equal(again.double(), masked[:10])
+
+
 def test_the_loss_runs_under_autocast_with_recomputed_activations(model):
     loss = make(canvases="all")
     plain = loss.reduce(loss(model, BATCH, seeds=SEEDS))
@@ -566,6 +599,9 @@ def test_the_loss_runs_under_autocast_with_recomputed_activations(model):
         ({"decoder_loss": "nelbo", "scored": "noised"}, "scored must be 'all'"),
         ({"allowed": (1, VOCAB)}, "allowed must be ids"),
         ({"decoder_loss": "nelbo", "allowed": (1, 2)}, "allowed must be None"),
+        ({"noise": MaskNoise(VOCAB), "masks": MaskNoise(VOCAB)}, "masks must be None except"),
+        ({"masks": MaskNoise(41)}, "masks must have the 40 tokens"),
+        ({"masks_prob": 2.0}, "masks_prob must be a probability"),
     ],
 )
 def test_an_impossible_objective_is_refused(fields, message):

@@ -46,9 +46,9 @@ def tiny() -> ModelConfig:
 
 
 def text() -> ModelConfig:
-    """The checkpoint dgemma/text: 12.5 million weights, 11.3 active per token; two of its eight layers are full.
+    """The checkpoint dgemma/text: 19.6 million weights, 12.5 active per token; two of its eight layers are full.
 
-    Most tokens are whole words. Most of a layer is dense, so that every token uses most of the shipped weights.
+    Most tokens are whole words. Half of a layer is dense, so that a token uses most of the shipped weights.
     """
     return ModelConfig(
         vocab_size=8192,
@@ -63,9 +63,9 @@ def text() -> ModelConfig:
         head_dim=64,
         num_global_key_value_heads=1,
         global_head_dim=64,
-        num_experts=4,
+        num_experts=8,
         top_k_experts=2,
-        moe_intermediate_size=64,
+        moe_intermediate_size=128,
         max_position_embeddings=8192,
         vision_config=dict(_TINY_VISION),
     )

@@ -13,15 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dgemma.diffusion import draws
-from dgemma.diffusion.noise import Noise
+from dgemma.diffusion.noise import MaskNoise, Noise
 from dgemma.model.fused import fused
 from dgemma.train.batch import TrainBatch
 
-_CANVAS, _TIME, _EVENT, _TOKEN, _SELF_COND, _HOLES, _FROZEN = map(
+_CANVAS, _TIME, _EVENT, _TOKEN, _SELF_COND, _MASKED, _HOLES, _FROZEN = map(
     draws.purpose_word,
     (
         *("training canvas", "training time", "training event", "training token", "training self_cond"),
-        *("training holes", "training frozen"),
+        *("training masked", "training holes", "training frozen"),
     ),
 )
 
@@ -161,6 +161,7 @@ class NoisyCanvases(NamedTuple):
     replaced: Tensor  # (B, K, C) bool; noise may have replaced a token by itself
     level: Tensor  # (B, K)
     self_cond: Tensor  # (B, K) bool
+    masked: Tensor  # (B, K) bool: noised by `masks`
 
 
 def draw_choice(seeds: Tensor) -> Tensor:
@@ -190,22 +191,35 @@ def noise_canvases(
     *,
     t_range: tuple[float, float],
     self_cond_prob: float,
+    masks: MaskNoise | None = None,
+    masks_prob: float = 0.5,
     allowed: Tensor | None = None,
 ) -> NoisyCanvases:
     """Put noise on canvases, each at its own time, uniform on `t_range`; frozen tokens stay.
 
-    seeds: (B,). allowed: (V,) bool, the tokens that uniform noise draws from; None for all.
+    seeds: (B,). masks: the noise of a canvas instead of `noise`, with probability `masks_prob`. allowed: (V,) bool, the
+    tokens that uniform noise draws from; None for all.
 
     Example: `noise_canvases(noise, canvases, seeds, t_range=(0.0, 1.0), self_cond_prob=0.5).z`.
     """
     u = _draw(seeds, canvases.index, canvases.x.shape[-1])
     low, high = t_range
-    level = 1 - noise.schedule.alpha(low + (high - low) * u.time)  # (B, K, 1) float64
-    z = noise.corrupt(canvases.x, level, u.event, u.token, allowed=allowed)
+    time = low + (high - low) * u.time  # (B, K, 1) float64
+
+    def put(noise: Noise) -> tuple[Tensor, Tensor, Tensor]:
+        level = 1 - noise.schedule.alpha(time)
+        z = noise.corrupt(canvases.x, level, u.event, u.token, allowed=allowed)
+        return z, u.event >= noise.clean_share(level), level
+
+    z, replaced, level = put(noise)
+    masked = torch.zeros_like(u.masked, dtype=torch.bool)
+    if masks is not None:
+        masked = u.masked < masks_prob
+        pairs = zip(put(masks), (z, replaced, level), strict=True)
+        z, replaced, level = (torch.where(masked, ours, other) for ours, other in pairs)
     z = torch.where(canvases.frozen, canvases.x, z)
-    replaced = (u.event >= noise.clean_share(level)) & ~canvases.frozen
     self_cond = u.self_cond < self_cond_prob
-    return NoisyCanvases(z, replaced, level[..., 0], self_cond[..., 0])
+    return NoisyCanvases(z, replaced & ~canvases.frozen, level[..., 0], self_cond[..., 0], masked[..., 0])
 
 
 class _Draws(NamedTuple):
@@ -213,14 +227,15 @@ class _Draws(NamedTuple):
     event: Tensor  # (B, K, C)
     token: Tensor  # (B, K, C)
     self_cond: Tensor  # (B, K, 1)
+    masked: Tensor  # (B, K, 1)
 
 
 def _draw(seeds: Tensor, index: Tensor, canvas_len: int) -> _Draws:
     """Return the uniforms of canvases `index` (B, K), all drawn at once."""
     rows, canvas = seeds[:, None].expand_as(index).flatten(), index.flatten()
-    sizes = (1, canvas_len, canvas_len, 1)
+    sizes = (1, canvas_len, canvas_len, 1, 1)
     position = torch.cat([torch.arange(size, device=seeds.device) for size in sizes])
-    words = zip((_TIME, _EVENT, _TOKEN, _SELF_COND), sizes, strict=True)
+    words = zip((_TIME, _EVENT, _TOKEN, _SELF_COND, _MASKED), sizes, strict=True)
     word = torch.cat([torch.full((size,), word, device=seeds.device) for word, size in words])
     u = _uniform_at(rows, canvas, position, word)
     return _Draws(*u.unflatten(0, index.shape).split(sizes, dim=-1))

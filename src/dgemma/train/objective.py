@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dgemma.checks import check_choice, check_count, check_probability, check_size, check_types, require_field
-from dgemma.diffusion.noise import HybridNoise, Noise
+from dgemma.diffusion.noise import HybridNoise, MaskNoise, Noise
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.train import head, nelbo
 from dgemma.train.batch import TrainBatch
@@ -85,6 +85,10 @@ class Objective:
     fill_token: int = 1  # end-of-text, after the end of an answer
     canvases: str = "one"  # per row: "one", drawn uniformly among those with text, or "all", in one pass
     t_range: tuple[float, float] = (1e-4, 1 - 1e-4)  # range of the time t, drawn uniformly per canvas
+    # To train one network for two noises: each canvas gets `masks` instead of `noise` with probability `masks_prob`.
+    # Such a canvas is scored where it is masked.
+    masks: MaskNoise | None = None
+    masks_prob: float = 0.5
     frozen_prob: float = 0.0  # probability that random tokens of a canvas are frozen, to train infilling
     allowed: tuple[int, ...] | None = None  # the ids that uniform noise and self-conditioning are restricted to
 
@@ -125,6 +129,7 @@ class Objective:
             )
         check_probability(self, "self_cond_prob", fix="Use 0.5, as published.")
         check_probability(self, "frozen_prob", fix="Use 0 to noise every token.")
+        check_probability(self, "masks_prob", fix="Use 0.5 for as many canvases of each noise.")
         for name in ("decoder_weight", "causal_weight"):
             check_size(self, name, fix="Use 0 to leave the term out.")
         if not self.decoder_weight and not self.causal_weight:
@@ -165,6 +170,8 @@ class Objective:
             raise ValueError(
                 "Objective.scored must be 'all' with decoder_loss 'nelbo', got 'noised'. The bound has its own weights."
             )
+        if self.masks is not None:
+            self._check_masks(self.masks)
         if self.allowed is None:
             return
         object.__setattr__(self, "allowed", tuple(self.allowed))
@@ -176,6 +183,18 @@ class Objective:
             raise ValueError(
                 "Objective.allowed must be None with the bounds of uniform and hybrid noise, got ids. These bounds are "
                 "over the whole vocabulary. Use a model whose vocabulary is the allowed set."
+            )
+
+    def _check_masks(self, masks: MaskNoise) -> None:
+        if self.decoder_loss != "cross_entropy" or self.noise.kind != "uniform":
+            raise ValueError(
+                f"Objective.masks must be None except for the cross-entropy of uniform noise, got {masks!r} with "
+                f"{self.noise!r} and decoder_loss {self.decoder_loss!r}. Leave it out."
+            )
+        if masks.vocab_size != self.noise.vocab_size:
+            raise ValueError(
+                f"Objective.masks must have the {self.noise.vocab_size} tokens of Objective.noise, got {masks!r}. Make "
+                "both with config.vocab_size."
             )
 
     def __call__(self, model: DiffusionGemma, batch: TrainBatch, *, seeds: Tensor) -> Terms:
@@ -215,7 +234,7 @@ class Objective:
         one = torch.ones((), dtype=torch.int64, device=seeds.device)
         scored = {}
         if self.decoder_weight:
-            needs_noise = self.scored == "noised"
+            needs_noise = self.scored == "noised" or self.masks is not None
             scored["decoder"] = (
                 self._decoder_scored(canvases, self._noise(canvases, seeds)) if needs_noise else canvases.scored
             )
@@ -280,11 +299,15 @@ class Objective:
             seeds,
             t_range=self.t_range,
             self_cond_prob=self.self_cond_prob,
+            masks=self.masks,
+            masks_prob=self.masks_prob,
             allowed=self._allowed_mask(seeds.device),
         )
 
     def _decoder_scored(self, canvases: Canvases, noisy: NoisyCanvases) -> Tensor:
-        return canvases.scored & noisy.replaced if self.scored == "noised" else canvases.scored
+        if self.scored == "noised":
+            return canvases.scored & noisy.replaced
+        return canvases.scored & (noisy.replaced | ~noisy.masked[..., None])
 
     def _read(self, model: DiffusionGemma, canvases: Canvases) -> CleanText | None:
         """Read the clean text, as far as a canvas sees it or the causal term scores it."""
