@@ -68,7 +68,7 @@ def choose(
     choices = [
         {"sampler": dgemma.EntropyBound(bound=bound, greedy=True), "temperature": 1.0, "steps": most}
         for bound in BOUNDS
-        for most in (steps, steps // 2)
+        for most in {steps, (steps + 1) // 2}
     ]
 
     def value(options: dict[str, Any]) -> tuple[bool, float]:
@@ -131,20 +131,26 @@ def main(args: argparse.Namespace, out: Path) -> None:
     results: dict[str, Any] = {"options": vars(args)}
     published = {**PUBLISHED, "steps": args.denoising_steps}
 
-    def report(label: str, model: dgemma.DiffusionGemma, options: dict[str, Any]) -> None:
+    def report(label: str, model: dgemma.DiffusionGemma, options: dict[str, Any]) -> dict[str, Any]:
         scores = {name: solve(model, text, test, **options) for name, test in tests.items()}
         for name, s in scores.items():
             numbers = f"{s['exact']:8.1%}{s['cells']:8.1%}{s['clues']:8.1%}{s['steps']:8.1f}"
             print(f"{label:18}{name:14}{numbers}", flush=True)
-        results[label] = {"sampler": options, **scores}
+        return {"sampler": options, **scores}
+
+    def save() -> None:
         (out / "results.json").write_text(json.dumps(results, indent=1, default=str) + "\n")
 
     print(f"{'':32}{'exact':>8}{'cells':>8}{'clues':>8}{'steps':>8}")
-    report("before", load(args), published)
+    results["before"] = report("before", load(args), published)
+    save()
     for how in args.how:
-        model, results[f"{how} training"] = tune(how, args, text, out / how)
-        report(f"{how}, published", model, published)
-        report(f"{how}, chosen", model, choose(model, text, validation, args.denoising_steps))
+        model, results[how] = tune(how, args, text, out / how)
+        results[how]["published"] = report(f"{how}, published", model, published)
+        save()
+        options = choose(model, text, validation, args.denoising_steps)
+        results[how]["chosen"] = report(f"{how}, chosen", model, options)
+        save()
 
 
 if __name__ == "__main__":
