@@ -140,11 +140,12 @@ def test_under_autocast_the_products_are_in_bfloat16_and_the_loss_in_float32():
 @pytest.mark.parametrize("self_cond_logits", ["rounded", "float32"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("allowed", [None, torch.arange(512) % 7 == 3], ids=["all tokens", "some"])
-def test_the_soft_embedding_is_the_models_and_trains_the_embedding_alone(self_cond_logits, dtype, allowed):
+@pytest.mark.parametrize("num_rows", [4, 30], ids=["slices", "one-slice"])
+def test_the_soft_embedding_is_the_models_and_trains_the_embedding_alone(self_cond_logits, dtype, allowed, num_rows):
     conventions = Conventions(self_cond_logits=self_cond_logits)
     model = DiffusionGemma(dgemma.presets.tiny(), dtype=dtype, conventions=conventions)
     hidden = torch.randn(2, 3, 5, 64, dtype=dtype, requires_grad=True)
-    actual = head.soft_embedding(model, hidden, allowed=allowed, slice_elements=4 * 512)
+    actual = head.soft_embedding(model, hidden, allowed=allowed, slice_elements=num_rows * 512)
     raw = (hidden @ model.embed_tokens.weight.T).detach()
     prediction = Prediction(raw.flatten(0, 1), (SoftCap(30.0),)).shaped(allowed=allowed)
     expected = model.soft_embedding(prediction).unflatten(0, (2, 3))

@@ -3,9 +3,12 @@
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention import flex_attention
 
 import dgemma
 from dgemma import DiffusionGemma
+from dgemma.model.attention import Mask, attend
 from dgemma.model.config import Conventions
 from dgemma.train.one_pass import predict_canvases, read_clean
 
@@ -131,6 +134,37 @@ def test_block_masks_equal_dense_masks(packs):
         results.append((clean.hidden, hidden))
     for dense, blocks in zip(*results, strict=True):
         torch.testing.assert_close(blocks, dense, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_compiled_attention_takes_the_block_masks_of_new_texts_without_compiling_again(monkeypatch):
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)  # it refuses gradients on a CPU
+    compilations = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attend, dynamic=False, fullgraph=True, backend=compilations)
+    masks: dict[str, list[Mask]] = {"dense": [], "blocks": []}
+
+    def keep_masks(x, positions, pasts, of_layers, *, causal):
+        masks[attention].append(of_layers[0])
+        return x, [(torch.zeros(3, 1, x.shape[1], 1),) * 2] * len(of_layers)
+
+    model = make_model()
+    monkeypatch.setattr(model, "run", keep_masks)
+    tokens, _ = make_inputs()
+    for attention in masks:
+        for split in (14, 15):
+            documents = (torch.arange(TEXT_LEN) >= split).long().expand(3, -1)
+            read_clean(model, tokens, documents=documents, attention=attention)
+    queries, keys, values = (
+        torch.randn(3, TEXT_LEN, 6, 4, dtype=torch.float64),
+        *torch.randn(2, 3, 2, TEXT_LEN, 4).double(),
+    )
+    inputs = [x.requires_grad_() for x in (queries, keys, values)]
+    for dense, blocks in zip(*masks.values(), strict=True):
+        expected = torch.autograd.grad(attend(*inputs, dense).square().sum(), inputs)
+        actual = torch.autograd.grad(compiled(*inputs, blocks).square().sum(), inputs)
+        torch.testing.assert_close(actual, expected, atol=1e-10, rtol=1e-10)
+    assert compilations.frame_count == 1
 
 
 @pytest.mark.parametrize("length", [7, 8], ids=["inside-the-window", "past-the-window"])

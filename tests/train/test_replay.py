@@ -7,6 +7,7 @@ import dgemma
 from dgemma.model.fused import fusing
 from dgemma.train import LoRA, Objective, TrainBatch, add_lora, replay
 from dgemma.train.batch import Part
+from dgemma.train.canvases import sizes_of
 from dgemma.train.replay import Measured, Replayed
 
 
@@ -31,7 +32,7 @@ def test_a_shape_is_captured_when_it_comes_for_the_third_time(monkeypatch):
     monkeypatch.setattr(replay, "_Graph", Graph)
     monkeypatch.setattr(Replayed, "_run_once", lambda self, part, totals: "run")
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
-    measure = Replayed(None, [])
+    measure = Replayed(None, [], lambda part: part.batch.spans)
     lengths = [56, 56, 48, 56, 48, 56, 48]
     found = [measure(part_of(step, length), {}) for step, length in enumerate(lengths)]
     assert found == ["run", "run", "run", "replayed", "run", "replayed", "replayed"]
@@ -41,6 +42,26 @@ def test_a_shape_is_captured_when_it_comes_for_the_third_time(monkeypatch):
     monkeypatch.setattr(replay, "_MOST_SEEN", 4)
     assert [measure(part_of(0, length), {}) for length in range(60, 66)] == ["run"] * 6
     assert len(measure.seen) <= 4
+
+
+def test_texts_of_other_lengths_share_a_graph_if_their_sizes_are_equal():
+    def rows(prompt_len, length):
+        documents = (torch.arange(49) >= 20).long().expand(2, -1)
+        tokens = torch.randint(5, 512, (2, 49))
+        return TrainBatch(
+            tokens=tokens, prompt_len=torch.tensor(prompt_len), length=torch.tensor(length), documents=documents
+        )
+
+    captured, new = rows([1, 3], [49, 30]), rows([7, 1], [33, 49])
+    assert sizes_of(captured, 16) == sizes_of(new, 16) != sizes_of(rows([1, 2], [49, 49]), 16)
+    model = dgemma.DiffusionGemma(dgemma.presets.tiny())
+    objective = Objective(noise=dgemma.UniformNoise(512), canvas_len=16, canvases="all")
+    alone = objective(model, new, seeds=torch.arange(2))
+    object.__setattr__(new, "spans", captured.spans)  # as in a replay, which sees the numbers of the captured batch
+    replayed = objective(model, new, seeds=torch.arange(2))
+    for name, sums in alone.sums.items():
+        assert torch.equal(replayed.sums[name], sums)
+        assert torch.equal(replayed.counts[name], alone.counts[name])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
@@ -60,7 +81,7 @@ def test_replays_have_the_losses_and_gradients_of_their_own_batches():
         loss.backward()
         return Measured(loss.detach(), {name: t.detach() for name, t in terms.sums.items()}, dict(terms.counts))
 
-    replayed = Replayed(measure, adapters)
+    replayed = Replayed(measure, adapters, lambda part: part.batch.spans)
 
     def step(run, part):
         model.zero_grad(set_to_none=False)

@@ -102,16 +102,18 @@ def _wide_product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _attend_in_blocks(queries: Tensor, keys: Tensor, values: Tensor, mask: BlockMask) -> Tensor:
-    # FlexAttention is not compiled on a CPU: slow but exact.
-    attention = _flex_attention(queries.device.type)
+    # In a compiled layer it is compiled with the layer. On a CPU it is not compiled: slow but exact.
+    attention = flex_attention
+    if queries.is_cuda and not torch.compiler.is_compiling():
+        attention = _compiled_flex_attention()
     q, k, v = (x.to(values.dtype) for x in (queries.transpose(1, 2), keys, values))
     out: Tensor = attention(q, k, v, block_mask=mask, scale=1.0, enable_gqa=True)
     return out.transpose(1, 2)
 
 
 @cache
-def _flex_attention(device_type: str) -> Any:
-    return torch.compile(flex_attention) if device_type == "cuda" else flex_attention
+def _compiled_flex_attention() -> Any:
+    return torch.compile(flex_attention)
 
 
 class Attention(nn.Module):

@@ -11,6 +11,8 @@ from dgemma.model.fused import fusible
 from dgemma.model.layers import gated_gelu, rms_norm, wide_dtype
 from dgemma.model.quantized import QuantizedWeight, Weight, decoded_product
 
+_FEW = 16  # experts; for so few, comparing all of them is faster than sorting
+
 
 class Routing(NamedTuple):
     """The routing of M tokens: probabilities (M, E) of all experts; weights and ids (M, A) of the chosen experts."""
@@ -43,11 +45,30 @@ class Router(nn.Module):
         """Route the residual (M, D), before any norm. A normed input would break the routing without an error."""
         x = rms_norm(residual, None, self.eps) * self.scale * residual.shape[-1] ** -0.5
         probabilities = self.proj(x).softmax(-1, dtype=wide_dtype(x))
-        weights, experts = probabilities.topk(self.top_k, dim=-1)
-        weights = weights / weights.sum(-1, keepdim=True)
-        # A gather, because the gradient of indexing into (E,) would add the tokens of an expert one by one.
-        scale = self.per_expert_scale.expand_as(probabilities).gather(-1, experts)
-        return Routing(probabilities, weights * scale, experts)
+        scales = self.per_expert_scale.expand_as(probabilities)
+        if torch.compiler.is_compiling() and probabilities.shape[-1] <= _FEW:
+            weights, scale, experts = _choose_among_few(probabilities, scales, self.top_k)
+        else:
+            weights, experts = probabilities.topk(self.top_k, dim=-1)
+            # A gather, because the gradient of indexing into (E,) would add the tokens of an expert one by one.
+            scale = scales.gather(-1, experts)
+        return Routing(probabilities, weights / weights.sum(-1, keepdim=True) * scale, experts)
+
+
+def _choose_among_few(probabilities: Tensor, scales: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the largest probabilities, the scales there, and the experts, (M, A) each, from (M, E) each.
+
+    Made of comparisons and sums, which torch.compile fuses into one kernel, also in the gradient; topk is five.
+    """
+    expert = torch.arange(probabilities.shape[-1], device=probabilities.device)
+    left, chosen = probabilities.detach(), []
+    for _ in range(top_k):
+        is_next = left.argmax(-1, keepdim=True) == expert
+        left = left.masked_fill(is_next, -1.0)
+        chosen.append(is_next)
+    is_chosen = torch.stack(chosen, dim=1)  # (M, A, E), True once in each row
+    weights, scale = (torch.where(is_chosen, of_all[:, None], 0.0).sum(-1) for of_all in (probabilities, scales))
+    return weights, scale, torch.where(is_chosen, expert, 0).sum(-1)
 
 
 class Experts(nn.Module):
@@ -123,8 +144,16 @@ def group_by_expert(experts: Tensor, num_experts: int) -> Groups:
     if num_experts == 1:  # nothing to sort
         ends = torch.full((1,), experts.numel(), dtype=torch.int32, device=experts.device)
         return Groups(experts, count, count.view_as(experts), ends)
-    sorted_experts, order = experts.flatten().sort(stable=True)
-    expert = torch.arange(num_experts, device=experts.device)
+    chosen, expert = experts.flatten(), torch.arange(num_experts, device=experts.device)
+    if num_experts <= _FEW:
+        is_chosen = chosen == expert[:, None]  # (E, R)
+        # One count over the choices of all experts, one expert after the other, is the row of each choice.
+        counted = is_chosen.flatten().cumsum(0, dtype=torch.int32)
+        back = counted[chosen * chosen.shape[0] + count].long() - 1
+        order = torch.empty_like(back).scatter(0, back, count)
+        ends = is_chosen.sum(1).cumsum(0).int()
+        return Groups(experts, order, back.view_as(experts), ends)
+    sorted_experts, order = chosen.sort(stable=True)
     ends = torch.searchsorted(sorted_experts, expert, right=True).int()
     return Groups(experts, order, torch.empty_like(order).scatter(0, order, count).view_as(experts), ends)
 

@@ -64,6 +64,35 @@ class Canvases:
             )
 
 
+class Sizes(NamedTuple):
+    """All that the host knows of a batch's canvases. Batches of equal sizes run the same kernels."""
+
+    num_tokens: int  # with the fill
+    num_canvases: int  # of the row with most
+    prefix_len: int
+    aligned: bool
+    longest: int  # row, without the fill
+
+
+def sizes_of(batch: TrainBatch, canvas_len: int) -> Sizes:
+    """Return the sizes without waiting for the device.
+
+    Example: `sizes_of(batch, 64).num_canvases`.
+    """
+    assert batch.spans is not None
+    spans = set(batch.spans)
+    blocks = {(prompt, max(0, -((prompt - length) // canvas_len))) for prompt, length in spans}
+    most = max(1, *(count for _, count in blocks))
+    last_starts = {prompt + (count - 1) * canvas_len for prompt, count in blocks if count > 0}
+    return Sizes(
+        num_tokens=max(1, *(prompt + count * canvas_len for prompt, count in blocks)),
+        num_canvases=most,
+        prefix_len=max(last_starts, default=0),
+        aligned=most == 1 and len(last_starts) == 1 and all(count > 0 for _, count in blocks),
+        longest=max(length for _, length in spans),
+    )
+
+
 def cut_canvases(
     batch: TrainBatch,
     *,
@@ -90,17 +119,12 @@ def cut_canvases(
     is_used = ~is_cut if truncated == "rejected" else torch.ones_like(is_cut)
     scored_ends = torch.where(is_cut, lengths, ends) if truncated == "unscored" else ends
 
-    # Sizes come from the host, so that nothing waits for the device and shapes repeat.
-    assert batch.spans is not None
-    blocks = {(prompt, max(0, -((prompt - length) // canvas_len))) for prompt, length in set(batch.spans)}
-    most = max(1, *(count for _, count in blocks))
-    num_tokens = max(1, *(prompt + count * canvas_len for prompt, count in blocks))
-    last_starts = {prompt + (count - 1) * canvas_len for prompt, count in blocks if count > 0}
+    num_tokens, most, prefix_len, aligned, longest = sizes_of(batch, canvas_len)
     causal_ends = torch.zeros_like(ends)
     causal_end = 0
     if causal_scope is not None:
         causal_ends = torch.where(is_used, scored_ends if causal_fill else lengths, 0)
-        causal_end = num_tokens if causal_fill else max(length for _, length in batch.spans)
+        causal_end = num_tokens if causal_fill else longest
 
     device = batch.tokens.device
     position = torch.arange(num_tokens, device=device)
@@ -148,9 +172,9 @@ def cut_canvases(
         causal_scored=causal_scored,
         documents=documents,
         canvas_documents=None if documents is None else of_canvases(documents),
-        prefix_len=max(last_starts, default=0),
+        prefix_len=prefix_len,
         causal_len=max(causal_end - 1, 0),
-        aligned=most == 1 and len(last_starts) == 1 and all(count > 0 for _, count in blocks),
+        aligned=aligned,
     )
 
 

@@ -26,7 +26,7 @@ from dgemma.checks import (
 
 _MOST_MINUTES = 10**7  # 19 years; in a longer run, one step would be too small a share of the time to measure
 # Settings that may differ when a run is resumed, because they change no computed number.
-_FREE_FIELDS = {"log_every", "checkpoint_every", "evaluate_every", "keep_last", "progress"}
+_FREE_FIELDS = {"log_every", "checkpoint_every", "evaluate_every", "keep_last", "progress", "replay"}
 _FREE_SWITCHES = {"foreach", "fused", "capturable", "differentiable"}  # of optimizers
 _LONGEST = 1000  # characters of a description
 
@@ -42,9 +42,9 @@ class TrainConfig:
     precision: `"mixed"` computes in bfloat16 and keeps weights, norms and softmax in float32; `"weights"` computes in
     the dtype of the weights. `batch_size` counts rows over all processes. `micro_batch_size` is the number of rows that
     one process runs at once; it changes no result unless the objective's `reduction` is "micro_batch". `ema_decay`
-    averages the weights; the average is evaluated and returned. `compile` compiles the layers. For adapters on a
-    GPU it compiles the functions between matrix products instead, and replays passes of a repeated shape as CUDA
-    graphs.
+    averages the weights; the average is evaluated and returned. `compile` compiles the layers; for adapters on a GPU it
+    compiles the functions between matrix products instead. On one GPU, compiled passes of a repeated shape are replayed
+    as CUDA graphs. `replay=False` launches every kernel anew; this saves memory if many shapes do not repeat.
 
     Example: `TrainConfig(steps=2000, batch_size=64, lr=3e-4, ema_decay=0.999)`.
     """
@@ -63,6 +63,7 @@ class TrainConfig:
     precision: str = "mixed"
     recompute_activations: bool = False
     compile: bool = False
+    replay: bool = True
     seed: int = 0
     log_every: int = 20
     evaluate_every: int | None = None  # None: only after the last step

@@ -1,8 +1,8 @@
 """The tied head and its losses, one slice of tokens at a time, so that no float32 (tokens, vocabulary) tensor exists.
 
 With a vocabulary of 262,144 tokens the logits of 8,192 positions are 8.6 GB in float32, and so is their gradient. Here
-the logits of a slice are computed, reduced to one number per token and dropped. The backward computes them again. The
-reference is `Prediction`, with its soft-capped softmax.
+the logits of a slice are computed, reduced to one number per token and dropped. The backward computes them again,
+unless one slice holds all tokens: then they are kept. The reference is `Prediction`, with its soft-capped softmax.
 """
 
 from collections.abc import Callable
@@ -117,7 +117,7 @@ class _CrossEntropy(torch.autograd.Function):
         with_grad: bool,
     ) -> Tensor:
         """with_grad: compute the gradient of hidden now, so that the backward need not compute the logits again."""
-        narrow = weight.to(dtype)
+        narrow, logits = weight.to(dtype), None
         losses = hidden.new_empty(hidden.shape[0], dtype=wide_dtype(hidden))
         normalizers = torch.empty_like(losses)
         grad_hidden = torch.empty_like(hidden) if with_grad else None
@@ -135,7 +135,8 @@ class _CrossEntropy(torch.autograd.Function):
         if with_grad:
             ctx.save_for_backward(grad_hidden)
             return losses
-        ctx.save_for_backward(hidden, weight, targets, observed, evidence, normalizers)
+        kept = logits if hidden.shape[0] <= num_rows else None
+        ctx.save_for_backward(hidden, weight, targets, observed, evidence, normalizers, kept)
         ctx.cap, ctx.banned, ctx.dtype, ctx.num_rows = cap, banned, dtype, num_rows
         return losses
 
@@ -146,7 +147,7 @@ class _CrossEntropy(torch.autograd.Function):
         if ctx.with_grad:
             (grad_hidden,) = ctx.saved_tensors
             return (grad_hidden * grad[:, None]).to(grad_hidden.dtype), None, *rest
-        hidden, weight, targets, observed, evidence, normalizers = ctx.saved_tensors
+        hidden, weight, targets, observed, evidence, normalizers, kept = ctx.saved_tensors
         narrow = weight.to(ctx.dtype)
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
@@ -155,7 +156,7 @@ class _CrossEntropy(torch.autograd.Function):
         backward = fused(_grad_of_slice, hidden.device)
         for rows in _slices(hidden.shape[0], ctx.num_rows):
             inputs = hidden[rows].to(ctx.dtype)
-            logits = F.linear(inputs, narrow)
+            logits = F.linear(inputs, narrow) if kept is None else kept
             bump = _bump_of(rows, observed, evidence)
             slopes = backward(logits, targets[rows], *bump, ctx.cap, ctx.banned, normalizers[rows], grad[rows])
             if grad_hidden is not None:
@@ -178,29 +179,31 @@ class _SoftEmbedding(torch.autograd.Function):
         dtype: torch.dtype,
         num_rows: int,
     ) -> Tensor:
-        ctx.save_for_backward(hidden, weight, allowed)
-        ctx.cap, ctx.rounded, ctx.dtype, ctx.num_rows = cap, rounded, dtype, num_rows
-        narrow = weight.to(dtype)
-        probabilities = fused(_probabilities_of_slice, hidden.device)
+        narrow, pieces, probabilities = weight.to(dtype), [], None
+        of_slice = fused(_probabilities_of_slice, hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
-            pieces = [
-                probabilities(F.linear(rows.to(dtype), narrow), allowed, cap, rounded) @ narrow
-                for rows in hidden.split(num_rows)
-            ]
+            for rows in hidden.split(num_rows):
+                probabilities = of_slice(F.linear(rows.to(dtype), narrow), allowed, cap, rounded)
+                pieces.append(probabilities @ narrow)
+        kept = probabilities if len(pieces) == 1 and ctx.needs_input_grad[1] else None
+        ctx.save_for_backward(hidden, weight, allowed, kept)
+        ctx.cap, ctx.rounded, ctx.dtype, ctx.num_rows = cap, rounded, dtype, num_rows
         return torch.cat(pieces)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, allowed = ctx.saved_tensors
+        hidden, weight, allowed, kept = ctx.saved_tensors
         if not ctx.needs_input_grad[1]:
             return None, None, None, None, None, None, None
         narrow = weight.to(ctx.dtype)
         grad_weight = torch.zeros_like(weight, dtype=wide_dtype(weight))
-        probabilities = fused(_probabilities_of_slice, hidden.device)
+        of_slice = fused(_probabilities_of_slice, hidden.device)
         for rows, grad_rows in zip(hidden.split(ctx.num_rows), grad.split(ctx.num_rows), strict=True):
-            logits = F.linear(rows.to(ctx.dtype), narrow)
-            grad_weight += probabilities(logits, allowed, ctx.cap, ctx.rounded).T @ grad_rows.to(ctx.dtype)
+            probabilities = kept
+            if probabilities is None:
+                probabilities = of_slice(F.linear(rows.to(ctx.dtype), narrow), allowed, ctx.cap, ctx.rounded)
+            grad_weight += probabilities.T @ grad_rows.to(ctx.dtype)
         return None, grad_weight.to(weight.dtype), None, None, None, None, None
 
 

@@ -26,6 +26,7 @@ from dgemma.model.fused import fusing
 from dgemma.model.quantized import frozen_tensors, quantized_weights
 from dgemma.progress import progress_bar
 from dgemma.train.batch import BatchSource, Part, StepInput, feed
+from dgemma.train.canvases import sizes_of
 from dgemma.train.checkpoints import Checkpoints
 from dgemma.train.config import TrainConfig, checksum, describe_run, refuse_changes
 from dgemma.train.lock import lock_folder
@@ -144,10 +145,14 @@ class _Run:
             model=model.config.to_hf(),
             frozen=int(parallel.sum(torch.tensor(frozen))),
         )
+        self.replayed = None
+        can_replay = config.compile and config.replay and parallel.world_size == 1 and self.device.type == "cuda"
         # Objectives of other classes may wait for the GPU, which a CUDA graph cannot capture.
-        can_replay = config.compile and is_adapted(model) and isinstance(objective, Objective)
-        can_replay = can_replay and parallel.world_size == 1 and self.device.type == "cuda"
-        self.replayed = Replayed(self._measure, self.parameters.values()) if can_replay else None
+        if can_replay and isinstance(objective, Objective):
+            canvas_len = objective.canvas_len
+            self.replayed = Replayed(
+                self._measure, self.parameters.values(), lambda part: sizes_of(part.batch, canvas_len)
+            )
         self.average = None if config.ema_decay is None else WeightAverage(self.parameters, config.ema_decay)
         self.checkpoints = Checkpoints(folder=out, keep_last=config.keep_last, parallel=parallel)
         self.log = TrainLog(out / "log.jsonl")
@@ -443,11 +448,11 @@ def _ready_to_train(model: DiffusionGemma, config: TrainConfig) -> Iterator[None
         torch.set_float32_matmul_precision("high")  # TF32 for the products that autocast leaves in float32
     try:
         with ExitStack() as stack:
-            if config.compile and is_adapted(model):
-                # Small functions compile faster than whole layers. They give more kernels, but a CUDA graph launches
-                # all of them at once.
+            if config.compile:
                 stack.enter_context(fusing())
-            elif config.compile:
+            # For adapters, small functions compile faster than whole layers. They give more kernels, but a CUDA graph
+            # launches all of them at once.
+            if config.compile and not is_adapted(model):
                 # All layers share one code object, compiled per kind, per mode, with and without gradients.
                 stack.enter_context(torch._dynamo.config.patch(recompile_limit=64))
                 for layer in layers:

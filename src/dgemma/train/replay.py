@@ -28,19 +28,21 @@ class Measured(NamedTuple):
 
 
 Pass = Callable[[Part, Mapping[str, Tensor]], Measured]
+Sizes = Callable[[Part], object]
 
 
 class Replayed:
     """A pass that is captured when a shape comes for the third time, and replayed from then on.
 
-    The pass must add its gradients to the parameters and must not wait for the GPU. Once there are `graphs`, gradients
-    must stay where they are: use `zero_grad(set_to_none=False)`.
+    The pass must add its gradients to the parameters and must not wait for the GPU. `sizes` returns every number of a
+    part that the pass reads on the host, except tensor shapes. Once there are `graphs`, gradients must stay where they
+    are: use `zero_grad(set_to_none=False)`.
 
-    Example: `measure = Replayed(measure, model.parameters()); measured = measure(part, totals)`.
+    Example: `measure = Replayed(measure, model.parameters(), sizes); measured = measure(part, totals)`.
     """
 
-    def __init__(self, run: Pass, parameters: Iterable[nn.Parameter]) -> None:
-        self.run, self.parameters = run, list(parameters)
+    def __init__(self, run: Pass, parameters: Iterable[nn.Parameter], sizes: Sizes) -> None:
+        self.run, self.parameters, self.sizes = run, list(parameters), sizes
         self.stream = torch.cuda.Stream()
         self.trained: list[nn.Parameter] = []  # those that got a gradient
         self.seen: Counter[object] = Counter()
@@ -48,7 +50,7 @@ class Replayed:
 
     def __call__(self, part: Part, totals: Mapping[str, Tensor]) -> Measured:
         shapes = tuple((tuple(t.shape), t.dtype) for t in _tensors(part, totals))
-        key = part.batch.spans, shapes
+        key = self.sizes(part), shapes
         if key not in self.graphs:
             if len(self.seen) == _MOST_SEEN:
                 self.seen.clear()

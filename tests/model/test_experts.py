@@ -1,0 +1,37 @@
+"""Routing among few experts, which is compared and counted instead of sorted."""
+
+import pytest
+import torch
+
+from dgemma.model.experts import _choose_among_few, group_by_expert
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+def test_choosing_among_few_experts_equals_topk_in_values_and_gradients(top_k):
+    scores, scales = torch.randn(50, 5, dtype=torch.float64), torch.rand(5, dtype=torch.float64)
+    scores[:5, :2] = scores[:5, :1]  # two equal experts
+    probabilities = scores.softmax(-1).requires_grad_()
+    scales.requires_grad_()
+    weights, scale, experts = _choose_among_few(probabilities, scales.expand(50, 5), top_k)
+    expected, _ = probabilities.topk(top_k)
+    assert torch.equal(weights, expected)
+    assert torch.equal(probabilities.gather(1, experts), expected)
+    assert torch.equal(scale, scales[experts])
+    assert all(len(set(chosen)) == top_k for chosen in experts.tolist())
+    probe = torch.randn_like(weights)
+    ours = torch.autograd.grad((weights * scale * probe).sum(), (probabilities, scales))
+    by_index = probabilities.gather(1, experts) * scales[experts] * probe
+    torch.testing.assert_close(ours, torch.autograd.grad(by_index.sum(), (probabilities, scales)))
+
+
+@pytest.mark.parametrize("num_experts", [1, 4, 16, 17])
+@pytest.mark.parametrize("num_tokens", [0, 1, 33])
+def test_choices_are_grouped_by_expert_in_their_order(num_experts, num_tokens):
+    experts = torch.randint(num_experts, (num_tokens, 2))
+    groups = group_by_expert(experts, num_experts)
+    chosen = experts.flatten().tolist()
+    order = sorted(range(len(chosen)), key=chosen.__getitem__)
+    assert groups.order.tolist() == order
+    assert groups.order[groups.back].flatten().tolist() == list(range(len(chosen)))
+    assert groups.ends.tolist() == [sum(c <= expert for c in chosen) for expert in range(num_experts)]
+    assert groups.ends.dtype == torch.int32
