@@ -15,19 +15,26 @@ IN_FUNCTIONS = {
     "dgemma.model.diffusion": {"dgemma.checkpoint.weights"},
     # Sudoku, and training with it, is not loaded to show a text.
     "dgemma.view.board": {"dgemma.data.sudoku.encoding"},
+    "dgemma.view.plots": {
+        *("matplotlib.colors", "matplotlib.figure", "matplotlib.text", "matplotlib.transforms"),
+        "dgemma.train.log",
+    },
     "dgemma.view.terminal": {"dgemma.data.sudoku"},
+    # The command checks its options before it imports torch.
+    "dgemma.cli.listing": {"dgemma.cli.study"},
+    "dgemma.cli.output": {"dgemma.view.gif", "dgemma.view.html"},
+    "dgemma.cli.types": {"dgemma.values"},
     # Optional or slow packages.
     "dgemma.checkpoint.formats.gguf": {"gguf"},
     "dgemma.checkpoint.tokenizer": {"transformers"},
     "dgemma.checkpoint.weights": {"huggingface_hub"},
-    "dgemma.cli.options": {"dgemma_kernels"},
+    "dgemma.cli.loading": {"dgemma_kernels"},
     "dgemma.constraints.languages": {"transformers.utils"},
     "dgemma.cli.serving": {"uvicorn", "dgemma.serve.app", "dgemma.serve.gate"},
     "dgemma.cli.writing": {"readline"},  # not on Windows
     "dgemma.data.vocabulary": {"tokenizers", "transformers"},
     "dgemma.eval.__main__": {"dgemma.eval.harness", "lm_eval.__main__"},
     "dgemma.view.gif": {"PIL", "matplotlib"},
-    "dgemma.view.plots": {"matplotlib.colors", "matplotlib.figure", "matplotlib.text", "matplotlib.transforms"},
     # Needs a Triton with Gluon, and is only for Hopper.
     "dgemma_kernels.ops.attention.kernel": {"dgemma_kernels.ops.attention.hopper"},
 }

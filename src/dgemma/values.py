@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dgemma import sampling
+import dgemma.sampling as sampling
 from dgemma.checks import check_types, show, typed
 from dgemma.diffusion.noise import HybridNoise, MaskNoise, Noise, UniformNoise
 from dgemma.diffusion.schedule import Linear, Schedule

@@ -1,5 +1,6 @@
 """Bad arguments: one line on standard error, exit code 2, nothing on standard output, no traceback."""
 
+import importlib
 import json
 import os
 import shutil
@@ -8,9 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import dgemma
 from dgemma.cli.main import build_parser
+from dgemma.model.quantize import FORMATS
 
 COMMANDS = (
     "generate",
@@ -227,11 +230,21 @@ def test_help_fits_the_width_of_the_terminal(command, monkeypatch, name, columns
     assert not long
 
 
-def test_every_option_of_every_command_is_explained():
+def test_every_command_has_a_function_and_every_option_is_explained():
     (commands,) = (action for action in build_parser()._actions if action.dest == "command")
     assert tuple(commands.choices) == COMMANDS
     for name, parser in commands.choices.items():
         assert [action.dest for action in parser._actions if not action.help] == [], name
+        module = importlib.import_module(f"dgemma.cli.{parser.get_default('module')}")
+        assert callable(getattr(module, f"run_{name}"))
+
+
+def test_choices_that_the_parser_lists_without_torch_are_those_of_the_library():
+    (commands,) = (action for action in build_parser()._actions if action.dest == "command")
+    choices = {action.dest: action.choices for parser in commands.choices.values() for action in parser._actions}
+    assert choices["to"] == FORMATS
+    assert all(callable(getattr(dgemma.presets, name)) for name in choices["preset"])
+    assert all(isinstance(getattr(torch, name), torch.dtype) for name in choices["dtype"])
 
 
 # Optional packages slow the start: importing transformers takes as long as writing a canvas.
@@ -252,26 +265,35 @@ for words in ("--help", "generate -n 64 --steps 1 Once", "infill --steps 1 A____
     assert (ran.returncode, ran.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("called", ["module", "script"])
+@pytest.mark.parametrize("called", [["-m", "dgemma"], ["script.py"]], ids=["module", "script"])
 def test_ctrl_c_while_torch_is_imported_leaves_no_traceback(called, tmp_path):
-    ran = _interrupt_import(["-m", "dgemma"] if called == "module" else [tmp_path / "dgemma"], tmp_path)
+    ran = _interrupt_import([*called, "generate", "Hi"], tmp_path)
     assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "\nStopped.\n")
 
 
 def test_ctrl_c_in_another_program_that_imports_dgemma_is_not_handled(tmp_path):
-    ran = _interrupt_import([tmp_path / "other.py"], tmp_path)
+    ran = _interrupt_import(["-c", "import dgemma; dgemma.generate"], tmp_path)
     assert ran.returncode != 130
     assert ran.stderr.startswith("Traceback")
 
 
-def _interrupt_import(words: list[object], folder: Path) -> subprocess.CompletedProcess:
-    """Run Python with a fake torch that raises KeyboardInterrupt. The scripts act like an installed command."""
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [("--help", 0), ("", 0), ("info", 0), ("write", 2), ("generate --loud Hi", 2), ("generate --steps few Hi", 2)],
+)
+def test_help_the_list_of_checkpoints_and_mistakes_in_options_do_not_wait_for_torch(words, code, tmp_path):
+    ran = _interrupt_import(["-m", "dgemma", *words.split()], tmp_path)
+    assert ran.returncode == code
+    assert "Stopped" not in ran.stderr
+
+
+def _interrupt_import(words: list[str], folder: Path) -> subprocess.CompletedProcess:
+    """Run Python with a fake torch that raises KeyboardInterrupt. The script acts like an installed command."""
     (folder / "torch.py").write_text("raise KeyboardInterrupt")
-    for name in ("dgemma", "other.py"):
-        (folder / name).write_text("import sys\nfrom dgemma.cli import main\nsys.exit(main())\n")
+    (folder / "script.py").write_text("import sys\nfrom dgemma.cli import main\nsys.exit(main())\n")
     path = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{_source_path()['PYTHONPATH']}"}
     return subprocess.run(
-        [sys.executable, *map(str, words)], capture_output=True, text=True, env=path, check=False, timeout=60
+        [sys.executable, *words], cwd=folder, capture_output=True, text=True, env=path, check=False, timeout=60
     )
 
 

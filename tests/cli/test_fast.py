@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dgemma
-from dgemma.cli import options
+from dgemma.cli import loading
 
 
 @pytest.mark.parametrize(
@@ -27,12 +27,12 @@ def test_the_kernels_get_the_requested_weights_and_the_model_is_released(given, 
         loaded.append(weakref.ref(model))
         return model
 
-    monkeypatch.setattr(options, "pick_device", lambda arguments: torch.device("cuda"))
-    monkeypatch.setattr(options, "load_model", load)
+    monkeypatch.setattr(loading, "pick_device", lambda arguments: torch.device("cuda"))
+    monkeypatch.setattr(loading, "load_model", load)
     monkeypatch.setattr(
         kernels, "accelerate", lambda model, weights, release: SimpleNamespace(weights=weights, release=release)
     )
-    denoiser = options.load_denoiser(Namespace(fast=True, weights=given))
+    denoiser = loading.load_denoiser(Namespace(fast=True, weights=given))
     gc.collect()
     assert (denoiser.weights, denoiser.release) == (asked, release)
     assert loaded[0]() is None

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 import dgemma
-from dgemma.cli import options, types
+from dgemma.cli import loading, types
 
 
 def test_info_counts_the_tensors_of_the_file(command, checkpoint):
@@ -78,7 +78,7 @@ def test_bench_times_are_consistent(command, checkpoint):
     ],
 )
 def test_bench_names_the_model_and_the_weight_format(command, checkpoint, monkeypatch, given, fast, weights, named):
-    monkeypatch.setattr(options, "load_denoiser", options.load_model)  # the kernels would need a GPU
+    monkeypatch.setattr(loading, "load_denoiser", loading.load_model)  # the kernels would need a GPU
     bench = ("bench", "-m", checkpoint, "--steps", "1", "--repeats", "1", *given)
     found = json.loads(command(*bench, "--json").out)
     assert (found["fast"], found["weights"]) == (fast, weights)

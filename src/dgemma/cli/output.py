@@ -3,37 +3,14 @@
 import argparse
 import math
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dgemma.checkpoint.tokenizer import Tokenizer
-from dgemma.cli import types
 from dgemma.printing import printable, to_json
-from dgemma.run.trajectory import Trajectory
-from dgemma.view.board import Board
-from dgemma.view.gif import to_gif
-from dgemma.view.html import to_html
 
-
-def add_json_option(parser: Any) -> None:
-    """Add --json."""
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-
-
-def add_view_options(parser: argparse.ArgumentParser, *, pictures: bool = True) -> None:
-    """Add --json, --quiet, --html and --gif."""
-    group = parser.add_argument_group("output", "The live view needs a terminal; piped output is plain text.")
-    add_json_option(group)
-    group.add_argument("--quiet", action="store_true", help="show no live view and no progress bar")
-    if pictures:
-        group.add_argument(
-            "--html", type=types.new_file, metavar="FILE", help="write a web page that plays the denoising step by step"
-        )
-        group.add_argument(
-            "--gif",
-            type=types.new_gif,
-            metavar="FILE",
-            help="write an animated GIF; needs pip install 'dgemma[plots]'",
-        )
+if TYPE_CHECKING:
+    from dgemma.checkpoint.tokenizer import Tokenizer
+    from dgemma.run.trajectory import Trajectory
+    from dgemma.view.board import Board
 
 
 def is_watched(arguments: argparse.Namespace) -> bool:
@@ -79,9 +56,12 @@ def is_recorded(arguments: argparse.Namespace) -> bool:
 
 
 def write_pictures(
-    arguments: argparse.Namespace, tokenizer: Tokenizer | Board, *trajectories: Trajectory | None
+    arguments: argparse.Namespace, tokenizer: "Tokenizer | Board", *trajectories: "Trajectory | None"
 ) -> None:
     """Write the page of --html and the animation of --gif; further runs are written as NAME-2, NAME-3, and so on."""
+    from dgemma.view.gif import to_gif
+    from dgemma.view.html import to_html
+
     for path, write in ((arguments.html, to_html), (arguments.gif, to_gif)):
         for number, trajectory in enumerate(trajectories, start=1):
             if path and trajectory is not None:

@@ -4,17 +4,27 @@ import argparse
 import difflib
 import re
 import textwrap
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from dgemma.printing import one_line
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser whose description and epilog keep their indentation when they wrap."""
+    """Parser whose description and epilog keep their indentation when they wrap.
 
-    def __init__(self, **options: Any) -> None:
+    The epilog may be a function, which is called when help is printed.
+    """
+
+    def __init__(self, *, epilog: str | Callable[[], str] | None = None, **options: Any) -> None:
         # An abbreviation may become ambiguous when an option is added.
         super().__init__(formatter_class=_Help, allow_abbrev=False, **options)
+        self._late_epilog = epilog
+
+    def format_help(self) -> str:
+        """Return the help page."""
+        self.epilog = self._late_epilog() if callable(self._late_epilog) else self._late_epilog
+        return super().format_help()
 
     def parse_known_args(self, *words: Any, **options: Any) -> Any:
         """Report unknown arguments with the name of the command."""

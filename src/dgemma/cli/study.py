@@ -1,14 +1,12 @@
-"""`dgemma info` and `bench`: describe a checkpoint, and time it on this machine."""
+"""`dgemma info CHECKPOINT` and `bench`: describe a checkpoint, and time it on this machine."""
 
 import argparse
-import re
 import statistics
 import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,70 +14,17 @@ import torch
 from dgemma.checkpoint.formats import report_files
 from dgemma.checkpoint.formats.entry import Stored
 from dgemma.checkpoint.weights import read_checkpoint
-from dgemma.cli import options, output, types
+from dgemma.cli import loading, output
 from dgemma.model.config import GenerationDefaults, ModelConfig
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.run.generate import generate
 from dgemma.values import join_settings
 
 _CONFIG_FILES = ("config.json", "*.index.json")
-_ASSETS = Path(__file__).parents[1] / "assets"
 
 
-def add_commands(commands: Any) -> None:
-    """Add the two commands to the parser."""
-    parser = commands.add_parser(
-        "info",
-        help="describe a checkpoint: config, tensors and memory",
-        usage="dgemma info [OPTION ...] [CHECKPOINT]",
-        description="Describe a checkpoint: its geometry, its tensors and the memory it needs. Weights are not read. "
-        "From a hub repository, only the config is downloaded.",
-        epilog="examples:\n  dgemma info\n      list the checkpoints that ship with dgemma\n"
-        "  dgemma info google/diffusiongemma-26B-A4B-it",
-    )
-    parser.add_argument(
-        "checkpoint",
-        nargs="?",
-        metavar="CHECKPOINT",
-        help="folder, hub id or dgemma/NAME (default: list the checkpoints that ship with dgemma)",
-    )
-    parser.add_argument("--tensors", action="store_true", help="list every tensor")
-    output.add_json_option(parser)
-    parser.set_defaults(run=_info)
-
-    parser = commands.add_parser(
-        "bench",
-        help="time a model on this machine",
-        usage="dgemma bench [OPTION ...]",
-        description="Time the encoding of the prefix, one forward over the canvas, and a whole canvas with all its "
-        "steps. Each line shows the median, the fastest and the slowest of several runs.",
-        epilog="example:\n  dgemma bench --batch 4 --steps 16",
-    )
-    parser.add_argument("--batch", type=types.count, default=1, metavar="B", help="rows per batch (%(default)s)")
-    parser.add_argument(
-        "--prefix", type=types.count, default=64, metavar="P", help="tokens in the prefix (%(default)s)"
-    )
-    parser.add_argument(
-        "--steps",
-        type=types.count,
-        default=16,
-        metavar="N",
-        help="denoising steps per canvas, without early stop (%(default)s)",
-    )
-    parser.add_argument("--repeats", type=types.count, default=10, metavar="R", help="timed runs (%(default)s)")
-    options.add_model_options(parser, default="dgemma/text")
-    output.add_json_option(parser)
-    parser.set_defaults(run=_bench)
-
-
-def _info(arguments: argparse.Namespace) -> None:
-    if arguments.checkpoint is None:
-        folders = [config.parent for config in sorted(_ASSETS.glob("*/config.json"))]
-        if arguments.json:
-            output.print_json({"checkpoints": [f"dgemma/{folder.name}" for folder in folders]})
-        else:
-            print("\n".join(map(_introduce, folders)) or "No checkpoint ships with this copy of dgemma.")
-        return
+def describe(arguments: argparse.Namespace) -> None:
+    """Print a checkpoint's geometry, tensors and memory."""
     _, published, stored, contents = read_checkpoint(arguments.checkpoint, files=_CONFIG_FILES)
     config = ModelConfig.from_hf(published)
     own = GenerationDefaults(noise=published.get("noise"), sampler=published.get("sampler"))
@@ -110,15 +55,6 @@ def _info(arguments: argparse.Namespace) -> None:
         longest = max(map(len, stored), default=0)
         for name, tensor in stored.items():
             output.print_text(f"  {name:{longest}}  {tensor.dtype:5} {' × '.join(map(str, tensor.shape))}")
-
-
-def _introduce(folder: Path) -> str:
-    """Return a shipped checkpoint's name, and the first sentence and first command of its README."""
-    page = (folder / "README.md").read_text()
-    sentence = re.search(r"^[A-Z].*?\.(?=\s)", page, re.MULTILINE)
-    command = re.search(r"^    (dgemma .*)", page, re.MULTILINE)
-    lines = [found[found.lastindex or 0] for found in (sentence, command) if found]
-    return "\n  ".join([f"dgemma/{folder.name}", *lines])
 
 
 def _summary(config: ModelConfig, description: dict[str, Any], stored: dict[str, Stored]) -> list[tuple[str, str]]:
@@ -171,13 +107,14 @@ class Timing:
         return f"{self.median:.2f} ms ({self.fastest:.2f} to {self.slowest:.2f})"
 
 
-def _bench(arguments: argparse.Namespace) -> None:
-    denoiser = options.load_denoiser(arguments)
+def run_bench(arguments: argparse.Namespace) -> None:
+    """Time a model on this machine."""
+    denoiser = loading.load_denoiser(arguments)
     config, device = denoiser.config, denoiser.device
     shape = (arguments.batch, arguments.prefix + config.canvas_length)
     tokens = torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(device)
     prefix, canvas = tokens.split([arguments.prefix, config.canvas_length], dim=1)
-    sampler, noise = options.own_sampler(arguments, denoiser), options.own_noise(arguments, denoiser)
+    sampler, noise = loading.own_sampler(arguments, denoiser), loading.own_noise(arguments, denoiser)
 
     def write_canvas() -> None:
         """Read the prefix, write one canvas and encode it. No stop rule or stop token ends a canvas early."""

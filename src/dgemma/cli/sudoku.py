@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dgemma.cli import options, output, types
+from dgemma.cli import loading, output
 from dgemma.data import sudoku
 from dgemma.run.defaults import warn_of_noise
 from dgemma.run.step import Denoiser
@@ -20,67 +20,19 @@ _BLANKS = ".0_*"
 _SAMPLER = EntropyBound(bound=0.01, greedy=True)
 
 
-def add_commands(commands: Any) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "sudoku",
-        help="solve a Sudoku and watch the board fill",
-        usage="dgemma sudoku [OPTION ...] [PUZZLE ...]",
-        description="Solve a Sudoku by diffusion. The model predicts all cells in parallel and keeps the most certain "
-        "first. The exit code is 1 if the answer breaks a rule.",
-        epilog="examples:\n  dgemma sudoku --givens 24 --seed 7\n      make a hard puzzle and solve it\n"
-        "  dgemma sudoku - < puzzle.txt\n      81 characters; white space is ignored",
-    )
-    parser.add_argument(
-        "puzzle",
-        nargs="*",
-        metavar="PUZZLE",
-        help="81 cells, row by row; 0 . _ or * is a blank; - reads standard input (default: a new puzzle)",
-    )
-    parser.add_argument(
-        "--givens",
-        type=types.whole(23, 81),
-        default=30,
-        metavar="N",
-        help="number of clues of a new puzzle (%(default)s)",
-    )
-    parser.add_argument(
-        "--retry",
-        type=types.whole(0),
-        default=0,
-        metavar="K",
-        help="if the answer breaks a rule, try up to K equivalent puzzles with permuted rows, columns and digits "
-        "(%(default)s)",
-    )
-    parser.add_argument(
-        "--write-clues", action="store_true", help="let the model write the clues too, instead of freezing them"
-    )
-    options.add_model_options(parser, default="dgemma/sudoku")
-    group = parser.add_argument_group("sampling")
-    group.add_argument(
-        "--steps", type=types.count, default=48, metavar="N", help="maximum number of denoising steps (%(default)s)"
-    )
-    options.add_sampler_option(
-        group, default="entropy-bound:bound=0.01,greedy=True; `dgemma generate --help` lists all samplers"
-    )
-    options.add_noise_option(group, choices=("mask", "uniform"))
-    options.add_seed_option(group, help="seed of the new puzzle and of sampling")
-    output.add_view_options(parser)
-    parser.set_defaults(run=_sudoku)
-
-
-def _sudoku(arguments: argparse.Namespace) -> int:
+def run_sudoku(arguments: argparse.Namespace) -> int:
+    """Solve a puzzle; return 1 if the answer breaks a rule."""
     puzzles = _read_puzzle(arguments)
     solution = sudoku.solve(puzzles)
     if solution.counts[0] == 0:
         raise ValueError("The puzzle must have a solution, but its clues contradict each other.")
-    denoiser = options.load_denoiser(arguments)
+    denoiser = loading.load_denoiser(arguments)
     _check_solver(denoiser, arguments.model)
-    noise = sudoku.sudoku_noise(arguments.noise) if arguments.noise else options.own_noise(arguments, denoiser)
+    noise = sudoku.sudoku_noise(arguments.noise) if arguments.noise else loading.own_noise(arguments, denoiser)
     if noise is not None:
         warn_of_noise(denoiser, noise)  # now, before the live view starts
     if arguments.sampler is not None:
-        options.check_sampler(arguments, noise or sudoku.sudoku_noise("mask"), denoiser)
+        loading.check_sampler(arguments, noise or sudoku.sudoku_noise("mask"), denoiser)
     is_watched = output.is_watched(arguments)
     settings: dict[str, Any] = {
         "keep_clues": not arguments.write_clues,
@@ -132,7 +84,7 @@ def _read_puzzle(arguments: argparse.Namespace) -> NDArray[np.int8]:
     """Return the puzzle (1, 81), or a new one from grids that no checkpoint of dgemma was trained on."""
     if not arguments.puzzle:
         return sudoku.generate_puzzles(1, givens=arguments.givens, split="test", seed=arguments.seed).puzzles
-    text = options.read_input() if arguments.puzzle == ["-"] else "".join(arguments.puzzle)
+    text = loading.read_input() if arguments.puzzle == ["-"] else "".join(arguments.puzzle)
     text = "".join(text.split()).translate(str.maketrans(_BLANKS, "0" * len(_BLANKS)))
     strange = sorted(set(text) - set("0123456789"))
     if len(text) != sudoku.NUM_CELLS or strange:

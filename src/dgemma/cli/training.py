@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm
 
 from dgemma.checkpoint.tokenizer import Tokenizer
-from dgemma.cli import options, output, types
+from dgemma.cli import loading, output
 from dgemma.data.documents import list_files
 from dgemma.data.text import PromptSource, TextSource, TokenFile, read_documents, scan
 from dgemma.data.token_file import describe_files
@@ -35,119 +35,27 @@ from dgemma.train.log import TrainLog, TrainStep
 from dgemma.train.lora import LoRA, add_lora, merge_lora
 from dgemma.train.parallel import ADAPTERS_FILE
 
-_PRESETS = ("tiny", "small")
 _NUM_AVERAGED = 50  # reported losses are means over this many last steps, because single batches vary
 _SAMPLE_SECONDS = 60  # between two samples of a run
 _STOP_MARKERS = ("<turn|>", "<|tool_response>")  # tokens that end a turn, in vocabularies that have them
 
 
-def add_commands(commands: Any) -> None:
-    """Add the two commands to the parser."""
-    parser = commands.add_parser(
-        "evaluate",
-        help="measure the likelihood of a text, in nats and bits per byte",
-        usage="dgemma evaluate [OPTION ...] FILE [FILE ...]",
-        description="Measure the likelihood of text files. The table shows the diffusion bound with its interval and "
-        "its parts, the autoregressive likelihood of the same weights, and two compressors for comparison.",
-        epilog="example:\n  dgemma evaluate held_out.txt --samples 4",
-    )
-    _add_files(parser)
-    parser.add_argument("--rows", type=types.count, metavar="R", help="only the first R rows (all)")
-    parser.add_argument("--canvases", type=types.count, default=4, metavar="K", help="canvases per row (%(default)s)")
-    parser.add_argument(
-        "--samples", type=types.count, default=8, metavar="N", help="noise levels per canvas (%(default)s)"
-    )
-    parser.add_argument(
-        "--batch-size",
-        type=types.count,
-        default=8,
-        metavar="B",
-        help="rows per forward; does not change the result (%(default)s)",
-    )
-    options.add_noise_option(parser)
-    options.add_seed_option(parser, help="the same seed gives the same number")
-    options.add_model_options(parser, default="dgemma/text", fast=False)
-    output.add_json_option(parser)
-    parser.set_defaults(run=_evaluate)
-
-    parser = commands.add_parser(
-        "train",
-        help="train or fine-tune a model on text files",
-        usage="dgemma train [OPTION ...] --out FOLDER FILE [FILE ...]",
-        description="Train on .txt files (running text) or .jsonl files (prompts and answers, or chats with "
-        '"messages"). A run that was stopped or killed continues from its last checkpoint if you repeat the command.',
-        epilog="examples:\n  dgemma train stories.txt --out run --preset small --steps 5000\n      from scratch\n"
-        "  dgemma train answers.jsonl --out run --lora 8\n      adapters on the checkpoint that -m names\n"
-        "  dgemma generate -m run/final …\n      afterwards",
-    )
-    _add_files(parser)
-    parser.add_argument(
-        "--out",
-        required=True,
-        type=Path,
-        metavar="FOLDER",
-        help="folder for log.jsonl, checkpoints and, at the end, final/",
-    )
-    parser.add_argument(
-        "--preset",
-        choices=_PRESETS,
-        metavar="SIZE",
-        help=f"start from random weights of this size ({' or '.join(_PRESETS)}); -m then only gives the tokenizer",
-    )
-    group = parser.add_argument_group("training")
-    length = group.add_mutually_exclusive_group()
-    length.add_argument("--steps", type=types.count, default=1000, metavar="N", help="number of updates (%(default)s)")
-    length.add_argument("--minutes", type=types.positive(), metavar="M", help="train for M minutes, instead of --steps")
-    group.add_argument("--batch-size", type=types.count, default=16, metavar="B", help="rows per step (%(default)s)")
-    group.add_argument(
-        "--micro-batch-size", type=types.count, metavar="B", help="rows per forward; changes the memory, not the result"
-    )
-    group.add_argument(
-        "--canvases", type=types.whole(2), default=4, metavar="K", help="canvases per row, 2 or more (%(default)s)"
-    )
-    group.add_argument(
-        "--lr", type=types.positive(), default=1.5e-4, metavar="RATE", help="peak learning rate (%(default)s)"
-    )
-    group.add_argument(
-        "--lora", type=types.count, metavar="RANK", help="train adapters of this rank and merge them at the end"
-    )
-    group.add_argument(
-        "--ema", type=types.share, metavar="DECAY", help="average the weights with this decay, for instance 0.999"
-    )
-    options.add_noise_option(group, help="the noise to train under")
-    group.add_argument("--compile", action="store_true", help="compile the layers: a slower start, then faster steps")
-    options.add_seed_option(group, help="the same seed gives the same run")
-    group.add_argument("--allow-changes", action="store_true", help="allow a continued run to change its settings")
-    options.add_model_options(parser, default="dgemma/text", fast=False, default_dtype="float32")
-    output.add_json_option(parser)
-    parser.set_defaults(run=_train)
-
-
-def _add_files(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", nargs="+", metavar="FILE", help=".txt or .jsonl files, or folders of them")
-    parser.add_argument(
-        "--separator",
-        type=types.some_text,
-        metavar="TEXT",
-        help="text between the documents of a .txt file (none: one document)",
-    )
-
-
-def _evaluate(arguments: argparse.Namespace) -> None:
+def run_evaluate(arguments: argparse.Namespace) -> None:
+    """Measure the likelihood of text files."""
     tokenizer = Tokenizer.from_pretrained(arguments.model)
     with tempfile.TemporaryDirectory() as folder:
         file = TokenFile.write(_documents(arguments), tokenizer, folder)
         _note_separator(arguments, file)
         if file.num_bytes == 0:
             raise ValueError("the files must have text to score, but every answer is empty. Check the files.")
-        model = options.load_model(arguments)
+        model = loading.load_model(arguments)
         row_len = model.config.canvas_length * arguments.canvases
         rows = scan(file, row_len=row_len, context=row_len)
     is_whole = arguments.rows is None or arguments.rows >= rows.batch_size
     likelihood = evaluate(
         model,
         rows,
-        options.make_noise(arguments, model, tokenizer),
+        loading.make_noise(arguments, model, tokenizer),
         num_rows=arguments.rows,
         num_samples=arguments.samples,
         batch_size=arguments.batch_size,
@@ -175,7 +83,8 @@ def _compress(arguments: argparse.Namespace) -> dict[str, float]:
     return {name: 8 * len(data) / len(text) for name, data in packed.items()}
 
 
-def _train(arguments: argparse.Namespace) -> int:
+def run_train(arguments: argparse.Namespace) -> int:
+    """Train on text files; return 130 if the run was stopped."""
     tokenizer = Tokenizer.from_pretrained(arguments.model)
     made_from = describe_files(arguments.files, tokenizer, separator=arguments.separator)
     new_folders = [path for path in (arguments.out, *arguments.out.parents) if not path.exists()]
@@ -207,7 +116,7 @@ def _train_on(arguments: argparse.Namespace, tokenizer: Tokenizer, file: TokenFi
         precision="mixed" if model.device.type == "cuda" and model.dtype == torch.float32 else "weights",
         seed=arguments.seed,
     )
-    noise = options.make_noise(arguments, model, tokenizer)
+    noise = loading.make_noise(arguments, model, tokenizer)
     objective = recipes.dgemma(model.config, noise=noise, fill_token=tokenizer.eos_token_id)
     output.print_note(
         f"{model.num_parameters():,} weights, {file.num_tokens:,} tokens of text; "
@@ -294,14 +203,14 @@ class _Samples:
 def _new_model(arguments: argparse.Namespace, tokenizer: Tokenizer) -> DiffusionGemma:
     """Return the checkpoint in float32, or random weights of a preset's size for the tokenizer's vocabulary."""
     if arguments.preset is None:
-        return options.load_model(arguments, dtype=torch.float32).train()
+        return loading.load_model(arguments, dtype=torch.float32).train()
     config = getattr(presets, arguments.preset)().replace(
         vocab_size=tokenizer.vocab_size,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
-    device, dtype = options.pick_device(arguments), options.DTYPES.get(arguments.dtype, torch.float32)
+    device, dtype = loading.pick_device(arguments), loading.pick_dtype(arguments) or torch.float32
     model = DiffusionGemma(config, device=device, dtype=dtype)
     model.reset_parameters(torch.Generator(device).manual_seed(arguments.seed))
     stops = (tokenizer.eos_token_id, *(tokenizer.token_id(marker) for marker in _STOP_MARKERS))

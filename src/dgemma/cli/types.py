@@ -1,4 +1,4 @@
-"""Parsers of command-line values. They report mistakes before any model is loaded."""
+"""Parsers of command-line values. They report mistakes before torch is imported, except for samplers."""
 
 import argparse
 import importlib.util
@@ -8,12 +8,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from dgemma.sampling import Sampler
-from dgemma.values import SAMPLERS, parse_sampler
+if TYPE_CHECKING:
+    from dgemma.sampling import Sampler
 
 _PICTURE_PACKAGES = ("PIL", "matplotlib")
 
@@ -82,25 +80,23 @@ def some_text(text: str) -> str:
     return text
 
 
-def device(text: str) -> torch.device:
-    """Read the name of a device that exists here.
+def device(text: str) -> str:
+    """Read the name of a device. `pick_device` checks that it exists, because that needs torch.
 
     Example: `device("cuda:0")`.
     """
-    found = re.fullmatch(r"(cpu|cuda)(?::(\d+))?", text)
-    if found is None:
+    if re.fullmatch(r"(cpu|cuda)(:\d+)?", text) is None:
         raise argparse.ArgumentTypeError(f"must be cpu, cuda or cuda:N, got {text!r}")
-    available = torch.cuda.device_count()
-    if found[1] == "cuda" and int(found[2] or 0) >= available:
-        raise argparse.ArgumentTypeError(f"must name one of the GPUs that torch can see, {available} here, got {text}")
-    return torch.device(text)
+    return text
 
 
-def sampler(text: str) -> Sampler:
+def sampler(text: str) -> "Sampler":
     """Read a sampler from its name and fields.
 
     Example: `sampler("threshold:tau=0.8,greedy=True")`.
     """
+    from dgemma.values import parse_sampler
+
     try:
         return parse_sampler(text)
     except ValueError as error:
@@ -109,6 +105,8 @@ def sampler(text: str) -> Sampler:
 
 def describe_samplers() -> str:
     """Return a list of the samplers, for the end of a help page."""
+    from dgemma.values import SAMPLERS
+
     lines = ["samplers, the noise they work with, and their fields:"]
     for name, kind in SAMPLERS.items():
         summary = (kind.__doc__ or "").strip().splitlines()[0]

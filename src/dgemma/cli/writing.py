@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from dgemma.checkpoint.tokenizer import Tokenizer
-from dgemma.cli import options, output, types
-from dgemma.cli.options import Writer
+from dgemma.cli import loading, output
+from dgemma.cli.loading import Writer
 from dgemma.run.generate import generate, stream
 from dgemma.run.many import PromptFile, generate_many
 from dgemma.run.records import OnStep
@@ -27,129 +27,13 @@ _HOLE = re.compile(r"_{2,}")
 _CAUSAL_TEMPERATURE = 0.8
 
 
-def add_commands(commands: Any) -> None:
-    """Add the five commands to the parser."""
-    parser = commands.add_parser(
-        "generate",
-        help="continue a prompt",
-        usage="dgemma generate [OPTION ...] [PROMPT ...]",
-        description="Continue a prompt. A terminal shows the canvas while it is denoised: the prompt is bold, certain "
-        "words are plain, uncertain ones are coloured, and noise is faint.",
-        epilog="examples:\n"
-        '  dgemma generate "Once upon a time"\n'
-        '  dgemma generate --steps 16 --html run.html "It was"\n'
-        '  dgemma generate --regex "[A-Z][a-z]+ [0-9]+" "The train left at"\n'
-        "  dgemma generate --json - < prompt.txt\n"
-        "  dgemma generate --input prompts.jsonl --out run.jsonl\n"
-        "      many prompts; the same command continues a run that was stopped\n\n" + types.describe_samplers(),
-    )
-    parser.add_argument(
-        "prompt", nargs="*", metavar="PROMPT", help="the text to continue; - or nothing reads standard input"
-    )
-    _add_length(parser, "maximum number of tokens to write")
-    parser.add_argument("--chat", action="store_true", help="send the prompt as a user's turn, with the chat template")
-    group = parser.add_argument_group("many prompts")
-    group.add_argument(
-        "--input",
-        metavar="FILE",
-        help='JSON lines, each a text, {"prompt": …} or {"messages": […]}; a line may have its own seed, '
-        "max_new_tokens and id",
-    )
-    group.add_argument(
-        "--out",
-        type=types.new_file,
-        metavar="FILE",
-        help="JSON lines file for the results; prompts with a result in it are skipped",
-    )
-    group.add_argument("--slots", type=types.count, default=8, metavar="N", help="prompts at a time (%(default)s)")
-    _add_options(parser, _generate)
-
-    parser = commands.add_parser(
-        "race",
-        help="watch diffusion and autoregressive writing next to each other",
-        usage="dgemma race [OPTION ...] [PROMPT ...]",
-        description="Continue a prompt twice with the same weights: by diffusion, and autoregressively. Both get the "
-        "same time on the device. The autoregressive temperature is that of --temperature, or 0.8.",
-        epilog='example:\n  dgemma race "Once upon a time"',
-    )
-    parser.add_argument(
-        "prompt", nargs="*", metavar="PROMPT", help="the text to continue; - or nothing reads standard input"
-    )
-    _add_length(parser, "maximum number of tokens to write", default=128)
-    _add_options(parser, _race, pictures=False)
-
-    parser = commands.add_parser(
-        "chat",
-        help="have a conversation",
-        usage="dgemma chat [OPTION ...]",
-        description="Have a conversation, one line per turn. Leave with Ctrl-D or an empty line. Earlier turns stay in "
-        "the cache. A checkpoint without a chat template continues your text instead.",
-        epilog="examples:\n  dgemma chat -m google/diffusiongemma-26B-A4B-it --fast\n"
-        "  dgemma chat --json < questions.txt\n      one JSON object per turn",
-    )
-    _add_length(parser, "maximum number of tokens per turn")
-    parser.add_argument("--thinking", action="store_true", help="let the model think first; show thoughts in brackets")
-    _add_options(parser, _chat, pictures=False)
-
-    parser = commands.add_parser(
-        "infill",
-        help="fill the holes of a text",
-        usage="dgemma infill [OPTION ...] [TEXT ...]",
-        description="Fill the holes of a text. The model sees the text on both sides. Two or more underscores are a "
-        "hole, with one token per underscore.",
-        epilog="example:\n"
-        '  dgemma infill "Once upon a time there was a fox named Max. He lived ________, and he was happy."',
-    )
-    parser.add_argument(
-        "text", nargs="*", metavar="TEXT", help="the text with its holes; - or nothing reads standard input"
-    )
-    _add_options(parser, _infill)
-
-    parser = commands.add_parser(
-        "edit",
-        help="rewrite a text in place",
-        usage="dgemma edit [OPTION ...] [TEXT ...]",
-        description="Rewrite a text: add noise up to a level, then denoise it.",
-        epilog='example:\n  dgemma edit --level 0.4 --keep "the old man" "It was the old man who spoke."',
-    )
-    parser.add_argument("text", nargs="*", metavar="TEXT", help="the text; - or nothing reads standard input")
-    parser.add_argument(
-        "--level",
-        type=types.positive(1.0),
-        default=0.5,
-        metavar="L",
-        help="share of the text that becomes noise; 1 replaces all of it (%(default)s)",
-    )
-    parser.add_argument("--keep", action="append", default=[], metavar="WORDS", help="words to keep; may be repeated")
-    _add_options(parser, _edit)
-
-
-def _add_length(parser: argparse.ArgumentParser, what: str, default: int = 256) -> None:
-    parser.add_argument(
-        "-n",
-        "--max-new-tokens",
-        type=types.count,
-        default=default,
-        metavar="N",
-        help=f"{what}, rounded up to whole canvases (%(default)s)",
-    )
-
-
-def _add_options(parser: argparse.ArgumentParser, run: Any, *, pictures: bool = True) -> None:
-    options.add_model_options(parser, default="dgemma/text")
-    options.add_sampling_options(parser)
-    if run in (_generate, _infill, _edit):
-        options.add_constraint_options(parser)
-    output.add_view_options(parser, pictures=pictures)
-    parser.set_defaults(run=run)
-
-
-def _generate(arguments: argparse.Namespace) -> None:
+def run_generate(arguments: argparse.Namespace) -> None:
+    """Continue one prompt, or the prompts of --input."""
     if arguments.input or arguments.out:
         _generate_many(arguments)
         return
-    text = options.read_text(arguments.prompt)
-    writer = options.load_writer(arguments)
+    text = loading.read_text(arguments.prompt)
+    writer = loading.load_writer(arguments)
     tokenizer = writer.tokenizer
     _note_length(arguments, writer)
     with _view(arguments, writer, prefix="" if arguments.chat else text) as view:
@@ -183,8 +67,8 @@ def _generate_many(arguments: argparse.Namespace) -> None:
     num_prompts = len(prompts)  # now, so that a missing file is noticed before the model is loaded
     is_shared, rank = "TORCHELASTIC_RUN_ID" in os.environ, int(os.environ.get("LOCAL_RANK", 0))
     if is_shared and arguments.device is None and torch.cuda.is_available():
-        arguments.device = torch.device("cuda", rank)
-    writer = options.load_writer(arguments)
+        arguments.device = f"cuda:{rank}"
+    writer = loading.load_writer(arguments)
     is_quiet = arguments.quiet or (is_shared and os.environ["RANK"] != "0")
     if not is_quiet:
         _note_length(arguments, writer)
@@ -205,9 +89,10 @@ def _generate_many(arguments: argparse.Namespace) -> None:
         print(f"{arguments.out} holds {output.counted(num_prompts, 'result')}.", file=sys.stderr)
 
 
-def _race(arguments: argparse.Namespace) -> None:
-    text = options.read_text(arguments.prompt)
-    writer = options.load_writer(arguments)
+def run_race(arguments: argparse.Namespace) -> None:
+    """Continue a prompt by diffusion and autoregressively."""
+    text = loading.read_text(arguments.prompt)
+    writer = loading.load_writer(arguments)
     _note_length(arguments, writer)
     canvas_len, prompt = writer.denoiser.config.canvas_length, writer.tokens(writer.tokenizer.encode(text))
     settings = dict(writer.settings)
@@ -233,10 +118,11 @@ def _race(arguments: argparse.Namespace) -> None:
     print(view.result, file=sys.stderr)
 
 
-def _chat(arguments: argparse.Namespace) -> None:
+def run_chat(arguments: argparse.Namespace) -> None:
+    """Have a conversation."""
     with suppress(ImportError):  # not on every system
         import readline  # noqa: F401
-    writer = options.load_writer(arguments)
+    writer = loading.load_writer(arguments)
     tokenizer = writer.tokenizer
     _note_length(arguments, writer)
     converses = tokenizer.has_chat_template
@@ -288,11 +174,12 @@ def _note_length(arguments: argparse.Namespace, writer: Writer) -> None:
         output.print_note(note)
 
 
-def _infill(arguments: argparse.Namespace) -> None:
-    text = options.read_text(arguments.text)
+def run_infill(arguments: argparse.Namespace) -> None:
+    """Fill the holes of a text."""
+    text = loading.read_text(arguments.text)
     if not _HOLE.search(text):
         raise ValueError('The text must have a hole. Write two underscores or more: "The ____ sat down."')
-    writer = options.load_writer(arguments)
+    writer = loading.load_writer(arguments)
     pad = writer.tokenizer.pad_token_id
     ids, is_hole = _tokenise(text, _HOLE.pattern, writer.tokenizer, lambda hole: [pad] * hole.count("_"))
     _fill(
@@ -309,12 +196,13 @@ def _infill(arguments: argparse.Namespace) -> None:
     )
 
 
-def _edit(arguments: argparse.Namespace) -> None:
-    text = options.read_text(arguments.text)
+def run_edit(arguments: argparse.Namespace) -> None:
+    """Rewrite a text in place."""
+    text = loading.read_text(arguments.text)
     missing = [words for words in arguments.keep if words not in text or not words]
     if missing:
         raise ValueError(f"--keep must name words of the text, got {missing[0]!r}.")
-    writer = options.load_writer(arguments)
+    writer = loading.load_writer(arguments)
     # The longest first, so that a phrase takes precedence over its parts.
     pattern = "|".join(re.escape(words) for words in sorted(arguments.keep, key=len, reverse=True)) or "(?!)"
     ids, is_kept = _tokenise(text, pattern, writer.tokenizer)

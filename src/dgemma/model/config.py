@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
-from dgemma import files
 from dgemma.checks import check_choice, require_field, show
+from dgemma.files import read_json
 from dgemma.model.gemma4 import GEMMA4_TYPES, config_from_gemma4
 
 SLIDING = "sliding_attention"
@@ -337,7 +337,7 @@ def read_published(source: Mapping[str, Any] | str | Path, file_name: str) -> di
     path = Path(source)
     path = path / file_name if path.is_dir() else path
     try:
-        return files.read_json(path)
+        return read_json(path)
     except FileNotFoundError:
         raise FileNotFoundError(
             f"{path} does not exist or is not a file. Point at a checkpoint folder or its {file_name}."

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from dgemma import values
 from dgemma.checks import show
 from dgemma.files import open_tensors, parse_json, write_tensors
+from dgemma.values import describe_value, rebuild_value
 
 _HEADER = "dgemma"  # the metadata entry that holds everything but the tensors
 
@@ -25,7 +25,7 @@ def save(path: str | Path, content: Mapping[str, Any], *, kind: str) -> None:
     Example: `save("run.safetensors", {"noise": UniformNoise(512), "seeds": torch.arange(2)}, kind="trajectory")`.
     """
     tensors: dict[str, Tensor] = {}
-    header = {"kind": kind, "content": values.describe_value(dict(content), tensors)}
+    header = {"kind": kind, "content": describe_value(dict(content), tensors)}
     write_tensors(path, tensors, metadata={_HEADER: json.dumps(header)})
 
 
@@ -43,7 +43,7 @@ def load(path: str | Path, *, kind: str, classes: Iterable[type] = ()) -> dict[s
     if header.get("kind") != kind:
         raise ValueError(f"{path} must be a {kind} file, got {show(header.get('kind'))}.")
     try:
-        content = values.rebuild_value(header.get("content"), tensors, classes)
+        content = rebuild_value(header.get("content"), tensors, classes)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a complete {kind} file of this version of dgemma: {error}") from error
     if not isinstance(content, dict):

@@ -14,7 +14,6 @@ import numpy as np
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.run.trajectory import Trajectory
 from dgemma.study.sweep import Sweep
-from dgemma.train.log import TrainLog
 from dgemma.view.frames import Array, check_row, read_frames, settled
 from dgemma.view.heat import palette
 from dgemma.view.pieces import Pieces
@@ -214,6 +213,8 @@ def _write_text(ax: "Axes", final: Array, tokenizer: Tokenizer | None) -> None:
 
 
 def _read_column(path: Path, name: str) -> tuple[list[int], list[float]]:
+    from dgemma.train.log import TrainLog
+
     log = TrainLog(path / "log.jsonl" if path.is_dir() else path)
     if not log.path.is_file():
         raise ValueError(f"plot_losses logs must name log.jsonl or the folder of a run, got {path}.")

@@ -1,0 +1,198 @@
+"""Loading of what the options name: model, tokenizer, sampler, noise, constraint and text."""
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from dgemma.checkpoint.tokenizer import Tokenizer
+from dgemma.checkpoint.weights import resolve
+from dgemma.constraints.languages import Choice, JsonSchema, Regex
+from dgemma.diffusion.noise import HybridNoise, MaskNoise, Noise, UniformNoise
+from dgemma.files import read_json
+from dgemma.model.diffusion import DiffusionGemma
+from dgemma.model.layout import lay_out_by_column
+from dgemma.run.defaults import default_sampler, warn_of_noise
+from dgemma.run.step import Denoiser
+from dgemma.sampling import Sampler
+from dgemma.values import SAMPLERS, rebuild_noise, rebuild_sampler
+
+_SMALL_MODEL = 100_000_000  # weights
+
+
+class Writer(NamedTuple):
+    """A denoiser, its tokenizer, and the options of `generate`."""
+
+    denoiser: Denoiser
+    tokenizer: Tokenizer
+    settings: dict[str, Any]
+
+    def tokens(self, row: Sequence[Any]) -> torch.Tensor:
+        """Return one row (1, N) on the model's device."""
+        return torch.tensor([row], device=self.denoiser.device)
+
+
+def read_constraint(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Regex | None:
+    """Return the constraint that --regex, --json-schema or --choice describes."""
+    names = ("regex", "json_schema", "choice")
+    given = [name for name in names if getattr(arguments, name, None) is not None]
+    if len(given) > 1:
+        raise ValueError("--regex, --json-schema and --choice must not be combined. Keep one of them.")
+    if not given:
+        return None
+    value = getattr(arguments, given[0])
+    if given == ["json_schema"]:
+        return JsonSchema(read_json(value), tokenizer)
+    return Regex(value, tokenizer) if given == ["regex"] else Choice(value, tokenizer)
+
+
+def load_model(arguments: argparse.Namespace, *, dtype: torch.dtype | None = None) -> DiffusionGemma:
+    """Load the model that -m names on --device, in --dtype or else in `dtype`."""
+    device = pick_device(arguments)
+    dtype = pick_dtype(arguments) or dtype or (torch.float32 if device.type == "cpu" else None)
+    # For small 16-bit products, torch uses another kernel on some CPUs and warns about it.
+    warnings.filterwarnings("ignore", message=".*mkldnn_matmul failed")
+    return DiffusionGemma.from_pretrained(arguments.model, dtype=dtype, device=device).eval()
+
+
+def pick_dtype(arguments: argparse.Namespace) -> torch.dtype | None:
+    """Return the dtype of --dtype, or None."""
+    return None if arguments.dtype is None else getattr(torch, arguments.dtype)
+
+
+def pick_device(arguments: argparse.Namespace) -> torch.device:
+    """Return the device of --device, or a GPU if there is one."""
+    available = torch.cuda.device_count()
+    device = torch.device(arguments.device or ("cuda" if available else "cpu"))
+    if device.type == "cuda" and (device.index or 0) >= available:
+        raise ValueError(f"--device must name one of the GPUs that torch can see, {available} here, got {device}.")
+    return device
+
+
+def load_denoiser(arguments: argparse.Namespace) -> Denoiser:
+    """Load the model; with --fast, return the accelerated one and release the other."""
+    if not arguments.fast:
+        if arguments.weights is not None:
+            raise ValueError("--weights must be used with --fast. Add --fast, or remove --weights.")
+        model = load_model(arguments)
+        if model.device.type == "cpu":
+            lay_out_by_column(model)
+            if model.num_parameters() < _SMALL_MODEL and "OMP_NUM_THREADS" not in os.environ:
+                torch.set_num_threads(min(_idle_cores(), torch.get_num_threads()))
+        return model
+    if pick_device(arguments).type != "cuda":
+        raise ValueError("--fast needs a GPU that torch can see, got none. Remove --fast.")
+    try:
+        from dgemma_kernels import accelerate
+    except ImportError as error:
+        raise ValueError(f"--fast needs the kernels: {error}") from None
+    weights = arguments.weights or "bf16"
+    return accelerate(load_model(arguments), weights, release=weights != "bf16")
+
+
+def _idle_cores() -> int:
+    """Return 2 if two cores are idle, else 1. Further threads of a small model would only wait."""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # not on Windows
+    return 2 if (os.cpu_count() or 1) - load > 1.5 else 1
+
+
+def load_writer(arguments: argparse.Namespace) -> Writer:
+    """Load what `generate`, `chat`, `infill` and `edit` need."""
+    tokenizer = Tokenizer.from_pretrained(arguments.model)
+    constraint = read_constraint(arguments, tokenizer)  # first, because it may be refused
+    denoiser = load_denoiser(arguments)
+    names = ("steps", "sampler", "temperature", "top_k", "top_p", "seed")
+    settings = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    settings["noise"] = make_noise(arguments, denoiser, tokenizer)
+    if constraint is not None:
+        settings["constraint"] = constraint
+    check_sampler(arguments, settings["noise"], denoiser)
+    warn_of_noise(denoiser, settings["noise"])  # now, before the live view starts
+    return Writer(denoiser, tokenizer, settings)
+
+
+def check_sampler(arguments: argparse.Namespace, noise: Noise, denoiser: Denoiser) -> None:
+    """Raise ValueError if the sampler, or the checkpoint's default, is not valid for the noise."""
+    sampler = arguments.sampler
+    chosen = sampler or own_sampler(arguments, denoiser)
+    if noise.kind not in chosen.valid_for:
+        fitting = " or ".join(f"--noise {kind}" for kind in sorted(chosen.valid_for))
+        owner = "--sampler" if sampler else "The checkpoint's sampler"
+        runnable = ", ".join(name for name, kind in SAMPLERS.items() if noise.kind in kind.valid_for)
+        raise ValueError(
+            f"{owner} {type(chosen).__name__} must run under {fitting}, got {noise.kind} noise for {arguments.model}. "
+            f"Samplers for {noise.kind} noise: {runnable}."
+        )
+
+
+def make_noise(arguments: argparse.Namespace, model: Denoiser, tokenizer: Tokenizer) -> Noise:
+    """Return the noise that --noise names, over the model's vocabulary; by default the checkpoint's."""
+    name, vocab_size = arguments.noise, model.config.vocab_size
+    if name is None:
+        return own_noise(arguments, model) or UniformNoise(vocab_size)
+    if name == "uniform":
+        return UniformNoise(vocab_size)
+    if tokenizer.mask_token_id is None:
+        raise ValueError(f"--noise {name} needs a mask token, but this checkpoint's tokenizer has none. Use uniform.")
+    kind = {"mask": MaskNoise, "hybrid": HybridNoise}[name]
+    return kind(vocab_size, mask_token_id=tokenizer.mask_token_id)
+
+
+def own_sampler(arguments: argparse.Namespace, model: Denoiser) -> Sampler:
+    """Return the checkpoint's sampler; by default the published one."""
+    if model.generation.sampler is None:
+        return default_sampler(model)
+    with _in_config(arguments, "sampler"):
+        return rebuild_sampler(model.generation.sampler)
+
+
+def own_noise(arguments: argparse.Namespace, model: Denoiser) -> Noise | None:
+    """Return the noise that the checkpoint names, or None."""
+    if model.generation.noise is None:
+        return None
+    with _in_config(arguments, "noise"):
+        return rebuild_noise(model.generation.noise, model.config.vocab_size)
+
+
+@contextmanager
+def _in_config(arguments: argparse.Namespace, entry: str) -> Iterator[None]:
+    """Add to an error where the bad entry of config.json is, and which option replaces it."""
+    try:
+        yield
+    except ValueError as error:
+        file = resolve(arguments.model, files=["config.json"]) / "config.json"
+        rule, fix = str(error).removesuffix("."), f", or pass another with --{entry}" if entry in arguments else ""
+        raise ValueError(f'"{entry}" in {file} {rule}. Correct it there{fix}.') from None
+
+
+def read_text(words: Sequence[str]) -> str:
+    """Return the words of the command line as one text; without words, or for "-", read standard input."""
+    if len(words) > 1 and (words[0].startswith("dgemma/") or Path(words[0], "config.json").is_file()):
+        raise ValueError(f"{words[0]} is a model, not part of the text. Write --model before it.")
+    if list(words) not in ([], ["-"]):
+        text = " ".join(words)
+    elif sys.stdin is None or sys.stdin.isatty():
+        raise ValueError("A text is needed. Write it in quotes, or pipe it in and write -.")
+    else:
+        text = read_input()
+    if not text.strip():
+        raise ValueError("the text must not be empty.")
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # bytes that are not UTF-8 arrive as lone surrogates
+        raise ValueError("the text must be UTF-8, got other bytes. Convert it with iconv.") from None
+    return text
+
+
+def read_input() -> str:
+    """Read standard input, without the last newline."""
+    try:
+        return sys.stdin.buffer.read().decode().rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"standard input must be UTF-8, got {error.reason} at byte {error.start}.") from None
