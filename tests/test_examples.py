@@ -190,7 +190,7 @@ def test_samplers_and_stop_rules_are_compared_under_both_kinds_of_noise(run, tmp
     run("19", "--num-tests", "2", "--num-prompts", "2", "--max-steps", "1", "--out", "out", "--device", "cpu")
     results = json.loads((tmp_path / "out" / "samplers.json").read_text())
     assert results.pop("run").startswith("cpu, torch ")
-    assert results.keys() == {"mask", "mask stop rules", "uniform", "uniform stop rules"}
+    assert results.keys() == {"mask", "mask stop rules", "uniform", "uniform stop rules", "mask text"}
     assert all(
         row["forwards"] <= 1
         for rows in results.values()
