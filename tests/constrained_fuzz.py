@@ -99,7 +99,11 @@ def random_schema(draw: random.Random, depth: int = 2) -> Any:
                     {},
                     {"maxLength": draw.randint(0, 5)},
                     {"minLength": 1, "maxLength": draw.randint(1, 6)},
-                    {"pattern": draw.choice(["^[a-z]{2,4}$", "^[A-Z]\\d+$", "ab", "^x.y", "[^q]$", "^\\S+$"])},
+                    {
+                        "pattern": draw.choice(
+                            ["^[a-z]{2,4}$", "^[A-Z]\\d+$", "ab", "^x.y", "[^q]$", "^\\S+$", "^.*$", "^[ -~]+$"]
+                        )
+                    },
                     {"format": draw.choice(["date", "time", "uuid"])},
                 ]
             ),

@@ -251,6 +251,49 @@ def test_malformed_and_exploding_schemas_are_refused(schema, message):
         dgemma.JsonSchema(schema, TOKENIZER)
 
 
+# Quotes, escapes, control characters, line breaks, and characters that are in a class in only some of the standards.
+TRICKY = ['"', "\\", "n", "a", "Z", "_", "0", "-", " ", "\n", "\x85", "\u0301", "½", "٣", "\u2028", "\ufeff", "😀"]
+PATTERNS = [
+    "^.{1,2}$",
+    ".",
+    "^[ -~]+$",
+    "^[Z-a]$",
+    r"^[\x20-\x7e]$",
+    r"^\u0022?a$",
+    "^[^a]$",
+    r'^[^"\\\n]$',
+    r"^[\[a&-]$",
+]
+PATTERNS += [
+    rf"^{name}$" for name in (r"\w", r"\W", r"\d", r"\D", r"\s", r"\S", r"[^\w]", r"[^\S]", r"[\s\S]", r"[\w-]")
+]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_every_text_of_a_schema_with_a_pattern_is_json_and_valid(pattern):
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = {"type": "string", "pattern": pattern}
+    automaton = languages.read_pattern(dgemma.JsonSchema(schema, TOKENIZER).pattern, "JsonSchema")
+    validator, num_texts, beginnings = jsonschema.Draft202012Validator(schema), 0, [(0, "")]
+    for _ in range(6):
+        ways = [(state, text + char) for state, text in beginnings[:300] for char in TRICKY]
+        beginnings = []
+        for state, text in ways:
+            for byte in text[-1].encode():
+                state = automaton.next_state[state, byte] if state >= 0 else state
+            beginnings += [(state, text)] if state >= 0 else []
+            if state >= 0 and automaton.is_final[state]:
+                num_texts += 1
+                assert validator.is_valid(json.loads(text)), text
+    assert num_texts
+
+
+@pytest.mark.parametrize("pattern", ['"', r"\\", r"\b", r"\x{22}", "[]a]", "[+--]", "a$|b", "(?s:.)", "a++a", "(?=a)a"])
+def test_patterns_that_the_standards_read_differently_are_refused(pattern):
+    with pytest.raises(ValueError, match=r"must have a pattern without .* at #\."):
+        dgemma.JsonSchema({"type": "string", "pattern": pattern}, TOKENIZER)
+
+
 @pytest.mark.slow
 def test_random_languages_models_and_samplers_give_only_valid_texts():
     counts = sum((run_case(case, [TOKENIZER]) for case in range(60)), start=run_case(60, [TOKENIZER]))

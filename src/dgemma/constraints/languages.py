@@ -153,7 +153,9 @@ class ToolCalls(Regex):
         markers = f"{marker(0)}-\U0010ffff"
         notation = Notation(
             quote=quote,
+            plain=f"[^<{markers}]",
             char=f"[^<{markers}]",
+            dot=rf"[^<\n\r\u2028\u2029{markers}]",
             text=rf"(?:[^<{markers}]|<+[^<|{markers}])*",  # without "<|", which begins a marker when it is parsed
             escape=re.escape,
             key=_bare_key,

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from dgemma.checks import show
 
@@ -38,6 +38,19 @@ _FORMATS = {
     "email": r"[a-z0-9_+-]+(?:\.[a-z0-9_+-]+)*@[a-z0-9-]+(?:\.[a-z0-9-]+)+",
 }
 _INTEGER = "-?(?:0|[1-9][0-9]*)"
+# Characters of a class in all of ECMA-262, Python and Rust, and characters of it in any of them for negated sets.
+_CLASSES = {
+    r"\d": ("[0-9]", r"\d"),
+    r"\D": (r"\D", "[^0-9]"),
+    r"\w": ("[0-9A-Za-z_]", r"[\w\p{N}]"),
+    r"\W": (r"[^\w\p{N}]", "[^0-9A-Za-z_]"),
+    r"\s": ("[ ]", r"[\s\x1c-\x1f\ufeff]"),
+    r"\S": (r"[^\s\x1c-\x1f\ufeff]", "[^ ]"),
+}
+_PIECES = re.compile(
+    r"\\u[0-9A-Fa-f]{4}|\\x[0-9A-Fa-f]{2}|\\[pP]\{\w+\}|\\.|\[\^?|\(\?(?:i?:|P?<\w+>)|\(\?|.", re.DOTALL
+)
+_OPERATORS = frozenset("()|*+?{}")
 _FRACTION = r"\.[0-9]{1,12}"  # few digits, so that rounding to float64 moves no number across a bound
 
 
@@ -54,7 +67,9 @@ class Notation:
     """The syntax of values: JSON by default."""
 
     quote: str = '"'
-    char: str = r'(?:[^"\\\x00-\x1f\x7f-\x9f]|\\["\\/bfnrt])'  # one character of a string
+    plain: str = r'[^"\\\x00-\x1f\x7f-\x9f]'  # one character that stands for itself
+    char: str = rf'(?:{plain}|\\["\\/bfnrt])'  # one character of a string
+    dot: str = rf'(?:[{plain}&&[^\u2028\u2029]]|\\["\\/bft])'  # one character that is not a line break
     text: str | None = None  # a string of any length, if `char` cannot be repeated
     escape: Callable[[str], str] = _escape_json  # a string's characters, between the quotes
     key: Callable[[str], str] = _quote_json
@@ -213,39 +228,56 @@ class _Compiler:
         return f"{quote}{char}{{{least},{'' if most is None else most}}}{quote}"
 
     def _search(self, pattern: str, where: str) -> str:
-        """A pattern of a string's characters: `.` and negated sets must not match quotes and escapes."""
-        any_char, out, at, in_set = self.notation.char, "", 0, False
+        """A pattern of a string's characters. Sets match only characters that need no escape.
+
+        ECMA-262, Python and Rust differ on classes such as `\\w`. A class here has only what all of them include.
+        """
+        plain, any_char, out, opening, previous = self.notation.plain, self.notation.char, "", "", ""
+
+        def refuse(part: str) -> NoReturn:
+            raise ValueError(f"JsonSchema.schema must have a pattern without {part}, got {pattern!r} at {where}.")
+
         body = pattern.removeprefix("^")
         tail = re.search(r"(?<!\\)(?:\\\\)*\$$", body)
         before = "" if pattern.startswith("^") else f"{any_char}*"
         after = f"{any_char}*" if tail is None else ""
-        body = body if tail is None else body[:-1]
-        while at < len(body):
-            piece = body[at : at + 2] if body[at] == "\\" else body[at]
-            if piece in ('"', "\\\\", '\\"', "\\n", "\\r", "\\t") or (piece in ("^", "$") and not in_set):
-                raise ValueError(
-                    f"JsonSchema.schema must have a pattern without quotes, escapes and inner anchors, got {pattern!r} "
-                    f"at {where}."
-                )
-            if piece in ("\\S", "\\W", "\\D", "\\s", "\\b", "\\B") and (in_set or piece in ("\\b", "\\B")):
-                inside = "" if piece in ("\\b", "\\B") else " inside brackets"
-                raise ValueError(
-                    f"JsonSchema.schema must have a pattern without {piece}{inside}, got {pattern!r} at {where}."
-                )
-            if piece in ("\\S", "\\W", "\\D"):
-                piece = rf'[^{piece.lower()}"\\\x00-\x1f\x7f-\x9f]'
-            elif piece == "\\s":
-                piece = "[ ]"
-            elif piece == "." and not in_set:
-                piece = any_char
-            elif piece == "[" and not in_set:
-                in_set = True
-                if body[at + 1 : at + 2] == "^":
-                    piece, at = r'[^"\\\x00-\x1f\x7f-\x9f', at + 1
-            elif piece == "]" and in_set:
-                in_set = False
-            at += 2 if body[at] == "\\" else 1
-            out += piece
+        for piece in _PIECES.findall(body if tail is None else body[:-1]):
+            is_code = len(piece) > 2 and piece[0] == "\\"  # such as \x20, \u00e9 and \p{L}
+            if piece in _CLASSES:
+                if opening and previous == "-":
+                    out = out[:-1] + r"\-"  # not a range
+                out += _CLASSES[piece][opening == "[^"] if opening else f"[{_CLASSES[piece][0]}&&{plain}]"
+            elif opening and piece == "]":
+                if out.endswith(f"[{opening}"):
+                    refuse("empty brackets")  # Python reads the bracket as a character
+                out, opening = f"{out}]&&{plain}]", ""
+            elif opening and (is_code or piece in (r"\n", r"\r", r"\t", "-")):
+                if piece == previous == "-":
+                    refuse("-- inside brackets")  # a difference of sets in Rust
+                out += piece
+            elif is_code:
+                out += f"[{piece}&&{plain}]"
+            elif piece[0] == "\\" and piece[1:].isalnum():
+                refuse(piece)
+            elif opening:
+                out += re.escape(piece.removeprefix("\\"))
+            elif piece in ("[", "[^"):
+                out, opening = f"{out}[{piece}", piece
+            elif piece == ".":
+                out += self.notation.dot
+            elif piece in ("^", "$"):
+                refuse("inner anchors")
+            elif piece == "(?":
+                refuse("flags and look-around")
+            elif piece == "+" and previous in ("*", "+", "?", "}"):
+                refuse("possessive repetitions")
+            elif piece in _OPERATORS or piece.startswith("(?"):
+                out += piece
+            elif re.fullmatch(plain, piece.removeprefix("\\")):
+                out += re.escape(piece.removeprefix("\\"))
+            else:
+                refuse("quotes and escapes")
+            previous = piece
         return f"{before}(?:{out}){after}"
 
     def _integer(self, schema: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str | None:
