@@ -61,9 +61,9 @@ def require_tensor(
 def typed(function: Function) -> Function:
     """Check the arguments of a public function against its annotations, before its body runs.
 
-    An int may be a NumPy or torch integer, which the function gets as an int. A float may be any number. Elements of
-    collections are checked too. Annotations that cannot be checked, such as protocols, accept everything. The argument
-    `model` is not checked here.
+    An int may be a NumPy or torch integer; if the annotation is just `int`, the function gets an int. A float may be
+    any number. Elements of collections are checked too. Annotations that cannot be checked, such as protocols, accept
+    everything. The argument `model` is not checked here.
 
     Example: `typed(lambda: 3)()` is 3; usually it is a decorator.
     """

@@ -3,7 +3,7 @@
 Readers open regular files only, so that a pipe or a device neither hangs nor fills the memory. They check sizes, dtypes
 and shapes against the length of the file before anything is allocated, and they never unpickle. Writers write next to
 the target, flush and rename. After a failure the old file is unchanged, no temporary file is left, and the error is one
-sentence.
+line.
 
     config = read_json("config.json")                 # also read_bytes, read_text, open_file for long texts
     with open_tensors("model.safetensors") as file:   # safetensors' safe_open
@@ -41,7 +41,7 @@ _TEMPORARY = re.compile(r"\.dgemma-(\d+)-[0-9a-f]{16}\.new")
 
 
 class WriteError(OSError):
-    """A file could not be written; the message is one sentence."""
+    """A file could not be written; the message is one line."""
 
     def __str__(self) -> str:
         return str(self.strerror)

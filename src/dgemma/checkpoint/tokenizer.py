@@ -264,7 +264,7 @@ class PretrainedTokenizer(Tokenizer):
                 "ByteTokenizer() for a model trained on bytes."
             )
         data = read_bytes(file, most=_MOST_BYTES)
-        with _one_sentence(f"{file} holds no tokenizer", "Download it again."):
+        with _explained(f"{file} holds no tokenizer", "Download it again."):
             self._pieces = tokenizers.Tokenizer.from_buffer(data)
         self._pieces.no_truncation()  # ignore truncation stored in the file
         self._pieces.no_padding()
@@ -277,7 +277,7 @@ class PretrainedTokenizer(Tokenizer):
         for name in ("pad", "eos", "bos", "mask"):
             token = config.get(f"{name}_token")
             token = token.get("content") if isinstance(token, dict) else token
-            with _one_sentence(f"{name}_token in {folder} is no text", "Complete its tokenizer_config.json."):
+            with _explained(f"{name}_token in {folder} is no text", "Complete its tokenizer_config.json."):
                 token_id = self._pieces.token_to_id(token) if isinstance(token, str) else None
             if token_id is None and name != "mask":
                 raise ValueError(
@@ -356,14 +356,14 @@ class PretrainedTokenizer(Tokenizer):
                 f"Tokenizer.chat needs the checkpoint's chat template, got none in {self._folder}. "
                 "Put its chat_template.jinja there, or pass plain text to encode."
             )
-        with _one_sentence(f"the chat template of {self._folder} refuses these messages", "Check their roles."):
+        with _explained(f"the chat template of {self._folder} refuses these messages", "Check their roles."):
             return list(self._hf.apply_chat_template(messages, tokenize=True, return_dict=False, **options))
 
     @cached_property
     def _hf(self) -> Any:
         from transformers import AutoTokenizer  # here, because the import takes seconds and only chats need it
 
-        with _one_sentence(f"transformers cannot read the tokenizer in {self._folder}", "Download it again."):
+        with _explained(f"transformers cannot read the tokenizer in {self._folder}", "Download it again."):
             return AutoTokenizer.from_pretrained(str(self._folder), trust_remote_code=False)
 
 
@@ -465,8 +465,8 @@ class ByteTokenizer(Tokenizer):
 
 
 @contextmanager
-def _one_sentence(problem: str, fix: str) -> Iterator[None]:
-    """Turn any error of tokenizers, transformers or a Jinja template into a ValueError of one sentence."""
+def _explained(problem: str, fix: str) -> Iterator[None]:
+    """Turn any error of tokenizers, transformers or a Jinja template into a ValueError: the problem and a fix."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):

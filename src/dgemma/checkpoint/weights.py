@@ -348,7 +348,7 @@ def save_pretrained(model: "DiffusionGemma", path: str | Path, *, max_shard_size
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         clear_temporaries(folder)
-    names = _free_names(folder, len(shards))
+    names = _shard_names(folder, len(shards))
     index = [] if names == [_SINGLE_FILE] else [_INDEX_FILE]
     with new_files([folder / name for name in (*names, *index, "generation_config.json", "config.json")]) as new:
         for path, shard in zip(new, shards, strict=False):
@@ -429,8 +429,11 @@ def _num_bytes(size: int | str) -> int:
     return int(number) * factor
 
 
-def _free_names(folder: Path, num_shards: int) -> list[str]:
-    """Return file names for the shards that no file in the folder has: the usual names if possible."""
+def _shard_names(folder: Path, num_shards: int) -> list[str]:
+    """Return file names for the shards. A single file replaces model.safetensors, if there is one.
+
+    Several get names that no file in the folder has: the usual names if possible.
+    """
     if num_shards == 1:
         return [_SINGLE_FILE]
     save = 0

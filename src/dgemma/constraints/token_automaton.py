@@ -13,8 +13,8 @@ import torch
 from dgemma.diffusion.language import Automaton
 
 NO_STATE = -1
-# A marker such as <|tool_call> is one private character in a pattern. Only its token can spell it: all these characters
-# begin with this byte in UTF-8, and no other token may contain it. Unicode assigns no text to them.
+# A marker such as <|tool_call> is one private character in a pattern. Only its token can spell it: in UTF-8 all these
+# characters begin with `_MARKER_BYTE`, and no other token may contain that byte. Unicode assigns no text to them.
 FIRST_MARKER = 0x100000
 _MARKER_BYTE = 0xF4
 

@@ -22,9 +22,9 @@ class Corpus:
 
 
 def prepare_corpus(folder: str | Path, vocab_size: int) -> Corpus:
-    """Open a corpus; make `tokenizer/` and `tokens/` first if they are missing. Delete them after a text changes.
+    """Open a corpus; make `tokenizer/` and `tokens/` first if they are missing.
 
-    Documents are separated by a form feed.
+    Documents are separated by a form feed. A changed text is not noticed: delete both folders yourself.
 
     Example: `prepare_corpus("runs/corpus", vocab_size=4096).train.num_tokens`.
     """

@@ -79,7 +79,8 @@ class Score(NamedTuple):
 class DiffusionLM(TemplateLM):
     """A checkpoint of dgemma, or any `Denoiser`, as a model of the harness.
 
-    Write the arguments as `--model_args name=value,...`. Arguments you omit come from the checkpoint.
+    Write the arguments as `--model_args name=value,...`. The checkpoint has the defaults of `sampler`, `steps`,
+    `temperature` and `max_gen_toks`.
 
     - `pretrained`: a checkpoint folder or hub id; in Python also a `Denoiser`, with its `tokenizer`.
     - `sampler`: as on the command line, but with `;` between fields, such as `threshold:tau=0.8;greedy=True`.
@@ -196,7 +197,7 @@ class DiffusionLM(TemplateLM):
     def protocol(self) -> dict[str, Any]:
         """Return everything that the scores depend on, as plain Python.
 
-        Example: `lm.protocol()["sampler"]` is "EntropyBound(bound=12.0)".
+        Example: `DiffusionLM("dgemma/text").protocol()["likelihood"]` is "bound".
         """
         knobs = self._plan.knobs
         return {

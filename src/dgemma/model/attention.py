@@ -95,7 +95,7 @@ class _AttendByProducts(torch.autograd.Function):
 
 
 def _wide_product(left: Tensor, right: Tensor) -> Tensor:
-    """Return the batched product in float32, or in float64 for float64."""
+    """Return the batched product. On a GPU, the product of 16-bit tensors is in float32."""
     if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
         return torch.bmm(left, right, out_dtype=torch.float32)
     return left @ right

@@ -77,7 +77,7 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
         self.config = config
         self.generation = GenerationDefaults()
         self.vision_source: Path | None = None  # folder whose vision tensors save_pretrained copies
-        self.dequantized: dict[str, str] = {}  # weights whose stored format has no module here, and that format
+        self.dequantized: dict[str, str] = {}  # names of decoded weights, and their formats in the files
         self.conventions = conventions or Conventions()
         self.takes_noise_level = self.takes_position_levels = config.noise_conditioning
         self.recompute_activations = False  # activation checkpointing: less memory, one more forward

@@ -33,7 +33,7 @@ class StoredPart:
 class MemoryReport:
     """The parts of a model with their formats. Printed, the report is a table.
 
-    `dequantized` maps the names of decoded weights to their formats in the files, which dgemma cannot keep in memory.
+    `dequantized` maps the names of decoded weights to their formats in the files.
 
     Example: `print(model.memory_report())`.
     """

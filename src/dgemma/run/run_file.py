@@ -24,7 +24,8 @@ class RunFile:
     """A file whose first line holds the settings of a run, and every other line the result of one prompt.
 
     A line is appended by one write and flushed to the disk. If the process is killed, only the last line can be
-    incomplete; it is dropped when the file is opened again. Only one process can have the file open.
+    incomplete; it is dropped when the file is opened again. Only one process can have the file open; Windows
+    does not enforce this.
 
     Example: `with RunFile("run.jsonl", {"seed": 0}) as file: file.append({"index": 0, "text": "hi"})`.
     """

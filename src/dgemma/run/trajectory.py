@@ -254,7 +254,7 @@ class Trajectory:
 
     @typed
     def log_prob(self, model: Denoiser, *, cache: Cache | None = None) -> Tensor:
-        """Return the log-probability of every decision of the run under `model`, (B,), with gradients.
+        """Return the log-probability of each row's decisions together under `model`, (B,), with gradients.
 
         A decision is a token that a step wrote. Its probability is that of the step's prediction, after temperature
         and truncation. `model` predicts the recorded canvases again, so it may have other weights than in the run. The
@@ -303,7 +303,8 @@ class Trajectory:
     def moment(self, model: Denoiser, *, block: int = 0, step: int = 0, cache: Cache | None = None) -> Moment:
         """Rebuild the state before step `step` of a block, by running from the block's start.
 
-        It includes rows that were already done. To continue from a changed state, use `fork(..., state=...)`.
+        It includes rows that finished in the step before. Rows that finished earlier have left the batch. To continue
+        from a changed state, use `fork(..., state=...)`.
 
         Example: `a.moment(model, step=3).state.splice(rows, b.moment(model, step=3).state.select(rows))`.
         """

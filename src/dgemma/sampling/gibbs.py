@@ -16,7 +16,7 @@ from dgemma.sampling.base import Sampler
 
 @dataclass(frozen=True, kw_only=True)
 class LeaveOneOutGibbs(Sampler):
-    """Take ancestral steps, each followed by `corrections` steps that correct the canvas at its noise level.
+    """Take ancestral steps. Between two of them, `corrections` steps correct the canvas at its noise level.
 
     A correction picks `num_positions` positions. It redraws the token of each from
     α·p(x | the other positions) + (1 - α)·uniform. If one position is picked at random, the distribution of the canvas

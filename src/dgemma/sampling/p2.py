@@ -19,8 +19,8 @@ _ROUNDING = 1e-9  # in floating point (1 - 0.9) · 10 is below 1, but it must co
 class P2(Sampler):
     """After each step, mask the positions of lowest score, committed or not, as many as the noise level requires.
 
-    This number is ⌊L (1 - α)⌋. L counts the unfrozen positions, and 1 - α is the noise level after the step. The paper
-    calls α κ(t) and uses the linear schedule.
+    This number is ⌊L (1 - α)⌋. L counts the unfrozen positions, and 1 - α is the noise level after the step. In the
+    paper α is called κ(t), and the schedule is linear.
 
     The score is the log-probability of the token that a position has or would get. For committed positions it is
     multiplied by `eta`. Logs are negative, so eta = 0 never masks a committed token, 1 treats all positions alike, and

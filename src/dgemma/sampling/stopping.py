@@ -86,9 +86,9 @@ class _Both(_Pair):
 class StableAndConfident(StopRule):
     """Done when the argmax equals that of the last `stability` steps and the mean entropy is < `confidence` nats.
 
-    This is the published rule. It cannot stop before step `stability + 1`. It ignores frozen positions. `compare` is
-    what the argmax is compared with: the last steps' "argmax" (transformers), or the "canvas" that each of the last
-    `stability` steps started from (Google's JAX code, with stability 1).
+    This is the published rule. It ignores frozen positions. `compare` is what the argmax is compared with: the last
+    steps' "argmax" (transformers), or the "canvas" that each of the last `stability` steps started from (Google's JAX
+    code, with stability 1). It cannot stop before step `stability + 1`, or step `stability` with "canvas".
 
     Example: `StableAndConfident(stability=1, confidence=0.005)`.
     """

@@ -91,7 +91,7 @@ class ToolChoice(_Body):
 
 
 class TextRequest(_Body):
-    """The fields that chats and completions share. Those after `user` are extensions of dgemma."""
+    """The fields that chats and completions share. `steps`, `top_k` and `drafts` are extensions of dgemma."""
 
     model: str
     max_tokens: Annotated[StrictInt, Field(ge=1)] | None = None

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dgemma.checkpoint.tokenizer import Reply, Tokenizer
 from dgemma.serve.engine import Written
 
-_BROKEN = "\ufffd"  # the end of a character whose other bytes are in the next block
+_BROKEN = "\ufffd"  # the beginning of a character whose other bytes are in the next block
 
 
 class GrowingText:

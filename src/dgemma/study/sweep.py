@@ -108,7 +108,7 @@ class Sweep:
 
         An example is a row of the task's result. Its quality is the mean over seeds, and the interval is over examples.
         A task that returns one number per run is paired by seed. Pairing removes the spread between examples, so the
-        interval is narrower than that of either quality.
+        interval is usually narrower than without pairs.
 
         Example: `print(result.compare("Threshold(tau=0.9)", "Confidence()"))` is "-0.0156 ± 0.0312".
         """

@@ -18,7 +18,7 @@ from dgemma.sampling.temperature import ConstantTemperature
 
 
 class CausalOptions(TypedDict, total=False):
-    """Options of `generate_causal` and `stream_causal`. Defaults are those of `generate`."""
+    """Options of `generate_causal` and `stream_causal`. Defaults are those of `generate`, except temperature 1."""
 
     max_new_tokens: int | None
     temperature: float

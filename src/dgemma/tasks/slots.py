@@ -139,8 +139,9 @@ def decide_many(
     first. Pieces are token ids, or texts with a `tokenizer` (each tokenized separately, the first after bos).
 
     - `mode`: "sequential" fills slots from left to right, each given the answers before it. "independent" gives the
-      distribution of each slot while the others are open, all from one canvas. "joint" gives the distribution over all
-      combinations of options, at most 4,096, as the product of each slot's distribution given the slots before it.
+      distribution of each slot while the others are open. "joint" gives the distribution over all combinations of
+      options, at most 4,096, as the product of each slot's distribution given the slots before it. In these two modes,
+      all slots must fit into one canvas.
     - `temperature` divides the log-probabilities of options, or of combinations; see `calibrate`.
     - `threshold`: an answer abstains if the probability of its option is lower.
     - `greedy` takes the most probable option or combination; otherwise one is drawn. Template i has seed + i.

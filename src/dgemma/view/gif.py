@@ -23,7 +23,7 @@ _PAGE, _SOFT, _ACCENT, _FROZEN = "#101218", "#7d7a88", "#3ecfb4", "#82b4ff"
 _HEAT = palette(dark=True)
 _PROMPT_TOKENS = 60
 _MAX_FRAMES = 240
-_RUN_MS = 5000  # minimal length of the animation
+_RUN_MS = 5000  # length of the animation, if a frame then lasts 110 to 600 ms
 _HOLD_MS = 2500  # the finished text stays this long
 _LINE_HEIGHT = 1.55  # in font sizes
 _LIMITS = {"columns": (16, 200), "max_lines": (1, 100), "font_size": (8, 48), "frame_ms": (20, 5000)}

@@ -119,8 +119,8 @@ class Screen:
 class Wrap:
     """Breaks pieces of text into lines, between words if possible. Words stay on their lines from frame to frame.
 
-    A piece that began a line in the last frame begins one again if a word starts there. If an earlier line has become
-    too long, its last words move down instead.
+    A piece that began a line in the last frame begins one again if a word starts there. If the line before has become
+    too long, its last words move to the beginning of the next line, and the piece follows them.
 
     Example: `Wrap()([Ink("two words")], 5)` is `[[Ink("two")], [Ink("words")]]`.
     """

@@ -1,7 +1,7 @@
 """Live views in the terminal: a text or a Sudoku board, redrawn while a model denoises it.
 
-Views are callbacks for `generate`, `infill` and `edit`, and can watch a `stream`. They draw on standard error, so that
-standard output stays plain, and only if it is a terminal.
+Views are callbacks for `generate`, `infill` and `edit`, and can watch a `stream`. They draw on standard
+error if that is a terminal, so that standard output stays plain.
 """
 
 import statistics
