@@ -125,7 +125,7 @@ def main(args: argparse.Namespace, out: Path) -> None:
     tests = {name: make(args.num_tests, givens=givens, split="test") for name, givens in TESTS.items()}
     validation = make(args.num_tests, givens=(30, 39), split="validation")
     pool = make(args.pool, givens=30)
-    source = sudoku.SudokuSource(pool=pool, givens=(30, 45), skew=1.0)
+    source = sudoku.SudokuSource(pool=pool, givens=(30, 45), skew=1.5)
     text = sudoku.TextSudoku(source, dgemma.Tokenizer.from_pretrained(args.model))
     out.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {"options": vars(args)}
