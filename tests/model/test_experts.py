@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from dgemma.model.experts import _choose_among_few, group_by_expert
+from dgemma.model import presets
+from dgemma.model.experts import Experts, _choose_among_few, group_by_expert
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 3])
@@ -35,3 +36,12 @@ def test_choices_are_grouped_by_expert_in_their_order(num_experts, num_tokens):
     assert groups.order[groups.back].flatten().tolist() == list(range(len(chosen)))
     assert groups.ends.tolist() == [sum(c <= expert for c in chosen) for expert in range(num_experts)]
     assert groups.ends.dtype == torch.int32
+
+
+def test_experts_wait_for_the_host_only_if_torch_has_no_grouped_product_for_them():
+    config = presets.tiny().replace(hidden_size=16, moe_intermediate_size=4, num_experts=2, top_k_experts=1)
+    narrow = Experts(config)
+    assert not narrow.waits(torch.float32)
+    assert narrow.waits(torch.bfloat16)  # rows of 8 bytes
+    assert narrow.waits(torch.float64)
+    assert not Experts(config.replace(num_experts=1)).waits(torch.float64)

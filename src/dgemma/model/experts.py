@@ -96,6 +96,14 @@ class Experts(nn.Module):
         """Return the weighted sum (M, D) of each token's outputs, from hidden values (R, F) and weights (M, A)."""
         return combine(self.down(hidden, groups.ends), weights, groups, dtype)
 
+    def waits(self, dtype: torch.dtype) -> bool:
+        """Return True if products in this dtype read the groups' sizes on the host, which a CUDA graph cannot capture.
+
+        Example: `model.layers[0].experts.waits(torch.bfloat16)`.
+        """
+        weights = self.gate_up_proj, self.down_proj
+        return weights[0].shape[0] > 1 and not all(_supports_grouped(weight, dtype) for weight in weights)
+
     def gate_up(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Return gate and up (R, 2F) of rows (R, D) grouped by expert; the group of expert e ends at ends[e]."""
         return product_by_group(rows, self.gate_up_proj, ends)
@@ -233,7 +241,7 @@ def product_by_group(rows: Tensor, weights: Weight, ends: Tensor) -> Tensor:
         rows, weights = rows.to(dtype), weights.to(dtype)
     if weights.shape[0] == 1:
         return F.linear(rows, weights[0])
-    if not _supports_grouped(weights):
+    if not _supports_grouped(weights, weights.dtype):
         return looped_product(rows, weights, ends)
     if type(rows) is Tensor and not torch.compiler.is_compiling():
         # A custom operator costs 0.2 ms per call, and its first call imports torch's compiler, which takes seconds.
@@ -300,8 +308,8 @@ def looped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return torch.cat([group @ weight.T for group, weight in zip(rows.split(sizes), weights, strict=True)])
 
 
-def _supports_grouped(weights: Tensor) -> bool:
-    """Return True if torch's grouped product supports these weights: 16- or 32-bit floats, rows of 16·n bytes."""
-    return weights.dtype in (torch.float32, torch.bfloat16, torch.float16) and all(
-        size * weights.element_size() % 16 == 0 for size in weights.shape[1:]
+def _supports_grouped(weights: Weight, dtype: torch.dtype) -> bool:
+    """Return True if torch's grouped product supports these weights in a dtype: 16 or 32 bits, rows of 16·n bytes."""
+    return dtype in (torch.float32, torch.bfloat16, torch.float16) and all(
+        size * dtype.itemsize % 16 == 0 for size in weights.shape[1:]
     )

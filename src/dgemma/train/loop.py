@@ -21,7 +21,7 @@ from torch import Tensor
 from dgemma.checks import require, show, typed
 from dgemma.diffusion.noise import Noise
 from dgemma.model.diffusion import DiffusionGemma
-from dgemma.model.experts import require_experts
+from dgemma.model.experts import Experts, require_experts
 from dgemma.model.fused import fusing
 from dgemma.model.quantized import frozen_tensors, quantized_weights
 from dgemma.progress import progress_bar
@@ -147,8 +147,10 @@ class _Run:
         )
         self.replayed = None
         can_replay = config.compile and config.replay and parallel.world_size == 1 and self.device.type == "cuda"
-        # Objectives of other classes may wait for the GPU, which a CUDA graph cannot capture.
-        if can_replay and isinstance(objective, Objective):
+        # A CUDA graph cannot capture a pass that waits for the GPU, as objectives of other classes may do.
+        dtype = torch.bfloat16 if config.precision == "mixed" else model.dtype
+        waits = any(module.waits(dtype) for module in model.modules() if isinstance(module, Experts))
+        if can_replay and isinstance(objective, Objective) and not waits:
             canvas_len = objective.canvas_len
             self.replayed = Replayed(
                 self._measure, self.parameters.values(), lambda part: sizes_of(part.batch, canvas_len)
