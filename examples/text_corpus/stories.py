@@ -3,10 +3,12 @@
     python examples/text_corpus/stories.py --count 3 --seed 7
 
 A story has a hero, a wish or a trouble, helpers and obstacles, and an end that follows from them. A gift from the
-beginning is used near the end. The number and the seed of a story decide all of it.
+beginning is used near the end. Other texts are sketches: a letter, a diary, a place, an animal, a recipe. The number
+and the seed of a text decide all of it.
 
-The phrases are in `story_phrases.py`. `{one|two}` is a choice. `[h]` is the hero's name or description. `[h.a]` and
-`[h.new]` introduce the hero; `[h.his]` refers back. `[gift]` is a thing. A capital, `[H]`, begins a sentence.
+The phrases are in `story_phrases.py` and `story_sketches.py`. `{one|two}` is a choice. `[h]` is the hero's name or
+description. `[h.a]` and `[h.new]` introduce the hero; `[h.his]` refers back. `[gift]` is a thing, and `[thing]` a word
+of the lexicon, which stays the same in a text; `[thing2]` is another one. A capital, `[H]`, begins a sentence.
 """
 
 import argparse
@@ -17,13 +19,36 @@ from functools import cache
 from typing import Any
 
 import story_phrases as phrases
+import story_sketches as sketches
 
 _PRONOUNS = {
-    "m": {"he": "he", "him": "him", "his": "his", "himself": "himself", "boy": "boy", "son": "son"},
-    "f": {"he": "she", "him": "her", "his": "her", "himself": "herself", "boy": "girl", "son": "daughter"},
+    "m": {
+        "he": "he",
+        "him": "him",
+        "his": "his",
+        "himself": "himself",
+        "boy": "boy",
+        "brother": "brother",
+        "man": "man",
+    },
+    "f": {
+        "he": "she",
+        "him": "her",
+        "his": "her",
+        "himself": "herself",
+        "boy": "girl",
+        "brother": "sister",
+        "man": "woman",
+    },
 }
 _PART = re.compile(r"[{|}]|\[[^\]]+\]|[^{|}\[]+")
-_A = re.compile(r"\b([Aa]) (?=[aeiou](?!ni(?:c|t)|se|ne\b))")  # but: a unicorn, a unit, a useful thing, a one
+_A = re.compile(r"\b([Aa]) (?=[aeiou](?!ni(?:c|t)|se|ne\b)|hour|honest)")  # but: a unicorn, a unit, a useful thing
+_TAG = re.compile(r'(?<=" )(said|asked) (the [a-z]+|my [a-z]+|he|she|[A-Z][a-z]+)\.')
+_MANNERS = {
+    "said": ("quietly", "slowly", "softly", "at last", "after a moment", "with a smile", "with a nod", "calmly"),
+    "asked": ("quietly", "softly", "at last", "after a while", "with a smile", "in a low voice"),
+}
+_GROUPS_WITHOUT_NAMES = ("guest", "rival", "kin")
 
 
 @dataclass
@@ -41,6 +66,8 @@ class Character:
         """Return the text of `[h.attribute]`; without an attribute, a name or a description."""
         if attribute in _PRONOUNS["m"]:
             return _PRONOUNS[self.gender][attribute]
+        if attribute == "kind":
+            return self.kind
         if attribute == "a":
             return f"a {self.look} {self.kind}"
         if attribute == "new":
@@ -68,18 +95,25 @@ class Story:
         return chosen
 
     def cast(self, slot: str, kinds: str) -> Character:
-        """Fill a slot with a new character of one of these kinds, separated by spaces: "animal child"."""
-        group = self.rng.choice(kinds.split())
-        kind, gender, looks = self.pick(phrases.KINDS[group])
+        """Fill a slot with a new character of one of these kinds, separated by spaces: "animal child".
+
+        "=h" asks for another one like the character in slot h.
+        """
+        if kinds.startswith("="):
+            like = self.slots[kinds[1:]]
+            group, (kind, gender, looks) = "child", (like.kind, like.gender, like.look)
+        else:
+            group = self.rng.choice(kinds.split())
+            kind, gender, looks = self.pick(phrases.KINDS[group])
         gender = self.rng.choice("mf") if gender == "mf" else gender
-        if group in ("guest", "rival"):
-            name = f"the {kind}"
+        if group in _GROUPS_WITHOUT_NAMES:
+            name = f"{'my' if group == 'kin' else 'the'} {kind}"
         else:
             name = self.pick(phrases.NAMES[gender].split())
-            if group == "grown":
-                name = self.rng.choice(phrases.TITLES[gender]).format(name)
+            if group in phrases.TITLES:
+                name = self.rng.choice(phrases.TITLES[group][gender]).format(name)
         look = self.rng.choice(looks.split(", "))
-        named = group not in ("guest", "rival")
+        named = group not in _GROUPS_WITHOUT_NAMES
         self.slots[slot] = Character(name, kind, look, gender, is_animal=group in ("animal", "rival"), has_name=named)
         return self.slots[slot]
 
@@ -90,13 +124,11 @@ class Story:
 
     def tell(self, template: str) -> None:
         """Expand a template and add it to the story; each line is a paragraph."""
-        for line in template.strip().split("\n"):
-            if written := self.expand(line.strip()):
-                self.text.append(written)
+        self.text += [line for line in self.expand(template).split("\n") if line]
 
     def expand(self, template: str) -> str:
         """Return the template with its choices made and its slots filled."""
-        text = " ".join("".join(self._write(_parse(template))).split())
+        text = re.sub(r" +", " ", "".join(self._write(_parse(template)))).replace("\n ", "\n").strip()
         return _A.sub(r"\1n ", text)
 
     def _write(self, parts: tuple[Any, ...]) -> list[str]:
@@ -110,7 +142,7 @@ class Story:
 
     def _fill(self, slot: str) -> str:
         name, _, attribute = slot.partition(".")
-        value = self.slots[name.lower()]
+        value = self.slots.get(name.lower()) or self._look_up(name.lower())
         if isinstance(value, Character):
             text = value.says(attribute, self.rng)
         elif isinstance(value, str):
@@ -118,6 +150,11 @@ class Story:
         else:
             text = self.expand(value[int(attribute or 0)])
         return text[0].upper() + text[1:] if name[0].isupper() else text
+
+    def _look_up(self, name: str) -> Any:
+        entry = self.expand(self.pick(sketches.LEXICON[name.rstrip("0123456789")]))
+        self.slots[name] = entry.split("; ") if "; " in entry else entry
+        return self.slots[name]
 
 
 @cache
@@ -154,17 +191,24 @@ def write_story(number: int, seed: int = 0) -> str:
     Example: `write_story(3)`.
     """
     story = Story(random.Random(f"{seed} {number}"))
+    story.rng.choices((_quest, _tale, _sketch), weights=(0.35, 0.25, 0.4))[0](story)
+    return "\n\n".join(_TAG.sub(lambda tag: _add_manner(tag, story.rng), paragraph) for paragraph in story.text)
+
+
+def _add_manner(tag: re.Match[str], rng: random.Random) -> str:
+    """Return `said Anna quietly.` for some of the sentences that end in `said Anna.`"""
+    verb, who = tag.groups()
+    return f"{verb} {who} {rng.choice(_MANNERS[verb])}." if rng.random() < 0.15 else tag[0]
+
+
+def _choose_words(story: Story) -> None:
     story.set(day=phrases.DAYS, sky=phrases.SKIES, food=phrases.FOODS, treat=phrases.FOODS, tree=phrases.TREES)
     story.set(colour=phrases.COLOURS, flower=phrases.FLOWERS, trait=phrases.TRAITS, sound=phrases.SOUNDS)
-    if story.rng.random() < 0.5:
-        _quest(story)
-    else:
-        _tale(story)
-    return "\n\n".join(story.text)
 
 
 def _quest(story: Story) -> None:
     """Tell of a hero who sets out, helps, is given something, needs it on the way, and comes home."""
+    _choose_words(story)
     hero = story.cast("h", "animal animal child child grown")
     story.set(home=phrases.HOMES["animal" if hero.is_animal else "person"])
     story.set(love=phrases.LOVES)
@@ -190,6 +234,7 @@ def _quest(story: Story) -> None:
 
 def _tale(story: Story) -> None:
     """Tell of one event at one place."""
+    _choose_words(story)
     tale = story.pick(phrases.TALES)
     hero = story.cast("h", tale.get("hero", "animal animal child"))
     story.set(home=phrases.HOMES["animal" if hero.is_animal else "person"], place=phrases.PLACES, love=phrases.LOVES)
@@ -201,6 +246,21 @@ def _tale(story: Story) -> None:
         _tell_parts(story, tale, ("start", "end"))
     if story.rng.random() < 0.75:
         story.tell(story.pick(tale.get("morals", phrases.ENDINGS)))
+
+
+def _sketch(story: Story) -> None:
+    """Write a short text of another kind."""
+    sketch = story.pick(sketches.SKETCHES)
+    story.set(day=phrases.DAYS, where=phrases.HOMES["person"])
+    _prepare(story, sketch)
+    for paragraph in sketch["tell"]:
+        if isinstance(paragraph, str):
+            story.tell(paragraph)
+            continue
+        at = next(at for at, part in enumerate(paragraph) if isinstance(part, int))
+        sentences = paragraph[at + 1 :]
+        chosen = sorted(story.rng.sample(range(len(sentences)), paragraph[at]))
+        story.tell(" ".join((*paragraph[:at], *(sentences[index] for index in chosen))))
 
 
 def _prepare(story: Story, tale: dict[str, Any]) -> None:

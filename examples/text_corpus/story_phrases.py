@@ -6,17 +6,29 @@ NAMES = {
     "m": (
         "Pip Tom Ben Sam Oscar Hugo Max Leo Finn Toby Jack Will Peter Simon Robin Felix Otto Karl Ned Rory "
         "Milo Jasper Theo Arthur Edwin Walter Henry George Oliver Barnaby Rufus Albert Martin Adam Noah "
-        "Luke Daniel Victor Ralph Hector Samir Omar Ivan Pedro Bruno Anton Emil Boris Jonah Silas"
+        "Luke Daniel Victor Ralph Hector Samir Omar Ivan Pedro Bruno Anton Emil Boris Jonah Silas "
+        "Paul David Thomas James John Joseph Michael Andrew Philip Stephen Edward Charles Frank Fred Harry Hans "
+        "Jacob Julian Leon Louis Marco Mark Matthew Nathan Nicholas Nico Patrick Pablo Richard Robert Roland Roy "
+        "Rupert Sebastian Stefan Timothy Tim Tobias Vincent William Yusuf Ahmed Ali Hassan Kofi Diego Carlos"
     ),
     "f": (
         "Mila Anna Rosa Lily Emma Nora Clara Ida Molly Lucy Ella Ruby Daisy Hazel Ivy Poppy Tilly Greta "
         "Flora Alma Sophie Martha Agnes Julia Maya Zara Lena Mina Tess Wren Olive Bella Alice Jane Kitty "
-        "Polly Sarah Hannah Leila Amina Ines Carla Vera Olga Edith Mabel Nell Susan Dora Elsie"
+        "Polly Sarah Hannah Leila Amina Ines Carla Vera Olga Edith Mabel Nell Susan Dora Elsie "
+        "Ada Amy Anne Betty Cara Caroline Charlotte Cora Diana Eleanor Elizabeth Ellen Esther Eva Fanny Frances "
+        "Grace Helen Ingrid Irene Isabel Josephine Judith Kate Laura Lisa Lotte Louise Margaret Maria Marie Mary "
+        "Matilda Mona Nadia Nina Olivia Paula Rachel Rebecca Ruth Sally Selma Sonia Stella Sylvia Tina Ursula "
+        "Victoria Fatima Yasmin"
     ),
 }
 TITLES = {
-    "m": ("Old {}", "Captain {}", "Mr. {}", "Uncle {}", "Grandfather {}", "{}", "{}"),
-    "f": ("Old {}", "Captain {}", "Mrs. {}", "Aunt {}", "Grandmother {}", "{}", "{}"),
+    "grown": {
+        "m": ("Old {}", "Captain {}", "Mr. {}", "Uncle {}", "Grandfather {}", "{}", "{}"),
+        "f": ("Old {}", "Captain {}", "Mrs. {}", "Aunt {}", "Grandmother {}", "{}", "{}"),
+    },
+    "folk": {"m": ("{}", "{}", "Mr. {}", "Old {}"), "f": ("{}", "{}", "Mrs. {}", "Old {}")},
+    "teacher": {"m": ("Mr. {}",), "f": ("Mrs. {}", "Miss {}")},
+    "captain": {"m": ("Captain {}",), "f": ("Captain {}",)},
 }
 # What somebody is: a noun, "m", "f" or either, and looks to choose from. Guests and rivals have no names.
 KINDS: dict[str, tuple[tuple[str, str, str], ...]] = {
@@ -114,65 +126,109 @@ KINDS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("weasel", "mf", "thin"),
         ("rooster", "m", "proud"),
     ),
+    "folk": (("man", "m", "young, old, friendly, quiet"), ("woman", "f", "young, old, friendly, quiet")),
+    "teacher": (("teacher", "mf", "kind, patient"),),
+    "captain": (("captain", "mf", "old, brave"),),
+    "pet": (
+        ("cat", "mf", "lazy"),
+        ("dog", "mf", "faithful"),
+        ("goat", "mf", "stubborn"),
+        ("hen", "f", "busy"),
+        ("rabbit", "mf", "shy"),
+        ("goose", "f", "loud"),
+        ("pig", "mf", "clever"),
+    ),
+    "kin": (
+        ("grandmother", "f", "old"),
+        ("grandfather", "m", "old"),
+        ("mother", "f", "kind"),
+        ("father", "m", "kind"),
+        ("aunt", "f", "kind"),
+        ("uncle", "m", "kind"),
+    ),
 }
 HOMES: dict[str, tuple[str, ...]] = {
     "animal": (
-        "under the roots of an old oak tree",
-        "in a hollow log at the edge of the forest",
-        "behind the barn of a quiet farm",
-        "near a pond full of lilies",
-        "on the bank of a slow river",
-        "at the foot of a green hill",
-        "in a warm den under the hedge",
-        "beside an old stone wall",
-        "in the middle of a wide meadow",
-        "not far from the windmill",
+        "under the {roots|branches} of an old {oak|willow|chestnut} tree",
+        "in a hollow {log|tree} at the edge of the {forest|wood|meadow}",
+        "behind the {barn|stable|shed} of a {quiet|small|lonely} farm",
+        "near a {pond|lake} full of {lilies|fish|reeds}",
+        "on the bank of a {slow|wide|clear|noisy} {river|stream}",
+        "at the foot of a {green|steep|stony} {hill|mountain}",
+        "in a {warm|small|dry} den under the {hedge|rocks|brambles}",
+        "beside an old {stone wall|bridge|well}",
+        "in the middle of a {wide|sunny} {meadow|field}",
+        "not far from the {windmill|village|crossroads}",
+        "between two {big stones|fallen trees}",
     ),
     "person": (
-        "in a small house at the edge of the forest",
-        "in a village between two hills",
-        "in a white cottage near the sea",
-        "in a little town with a tall clock tower",
-        "on a farm at the end of a long road",
-        "in a narrow house beside the mill",
-        "in a fishing village by the sea",
+        "in a {small|narrow|crooked|red|yellow} house at the edge of {the forest|the village|the town}",
+        "in a {village|town} between two {hills|rivers|lakes}",
+        "in a {white|little|stone} cottage near the {sea|lake|river}",
+        "in a little town with a {tall clock tower|stone bridge|big market square}",
+        "on a {farm|small farm} at the end of a {long|dusty|quiet} road",
+        "in a {narrow|tall|grey} house beside the {mill|church|station|harbour}",
+        "in a {fishing|quiet} village by the sea",
         "high up in the mountains",
-        "in an old castle on a hill",
+        "in an old castle on a {hill|rock}",
         "on an island far from the land",
+        "in a room above the {bakery|stable|post office}",
+        "in a street with {blue|white|very old} houses",
     ),
 }
 LOVES = (
-    "collecting smooth stones",
-    "listening to old stories",
-    "singing in the morning",
-    "watching the clouds",
+    "collecting {smooth stones|shells|feathers|old coins}",
+    "listening to {old stories|the wind|the birds}",
+    "singing {in the morning|old songs|in the rain}",
+    "watching the {clouds|birds|boats|stars}",
     "counting the stars",
     "baking {bread|pies|small cakes}",
-    "climbing trees",
-    "drawing pictures",
-    "looking after the garden",
-    "telling jokes",
-    "building little boats",
-    "walking in the rain",
-    "reading books",
+    "climbing {trees|rocks|hills}",
+    "drawing {pictures|birds|maps|faces}",
+    "looking after the {garden|bees|hens}",
+    "telling {jokes|stories|riddles}",
+    "building {little boats|towers|bridges of sand}",
+    "walking {in the rain|along the river|in the hills}",
+    "reading {books|old letters|about far countries}",
     "helping others",
-    "sleeping in the sun",
+    "sleeping in the {sun|hay}",
     "asking questions",
-    "playing the flute",
-    "mending broken things",
+    "playing the {flute|drum|fiddle|trumpet}",
+    "mending broken {things|toys|clocks}",
+    "swimming in the lake",
+    "carving {animals|spoons} out of wood",
+    "dancing {on the grass|when nobody was looking}",
+    "growing {roses|pumpkins|beans}",
+    "writing {letters|poems|lists}",
+    "learning new words",
 )
-TRAITS = ("brave", "kind", "patient", "honest", "clever", "cheerful", "careful", "curious")
+TRAITS = (
+    "brave",
+    "kind",
+    "patient",
+    "honest",
+    "clever",
+    "cheerful",
+    "careful",
+    "curious",
+    "gentle",
+    "polite",
+    "stubborn",
+    "wise",
+)
 DAYS = (
-    "One {fine|cold|warm|windy|bright|quiet|grey} morning",
-    "One {fine|cold|warm|windy|bright|quiet|rainy} {day|afternoon}",
+    "One {fine|cold|warm|windy|bright|quiet|grey|foggy|sunny|frosty} morning",
+    "One {fine|cold|warm|windy|bright|quiet|rainy|cloudy|dull} {day|afternoon}",
     "One {spring|summer|autumn|winter} {day|morning|evening}",
     "Early one morning",
-    "One evening, just before supper",
-    "On the first day of {spring|summer|autumn|winter}",
+    "One {clear|dark|quiet} evening",
+    "On the {first|last} day of {spring|summer|autumn|winter}",
     "One day",
     "Late one {afternoon|evening}",
-    "One {Sunday|Monday|Friday} morning",
+    "One {Sunday|Monday|Tuesday|Wednesday|Thursday|Friday|Saturday} {morning|afternoon|evening}",
     "On a {cold|warm|rainy|windy} {day|morning} in {March|April|May|June|October|November}",
+    "In {the middle of|early|late} {March|April|May|June|July|August|September|October}",
+    "A week {before|after} {the new moon|the harvest|midsummer}",
 )
 SKIES = (
     "The sun was shining, and the birds were singing.",
@@ -184,45 +240,68 @@ SKIES = (
     "A {thin|white|thick} mist lay over the fields.",
     "The leaves were turning {red and gold|yellow}, and the days were growing short.",
     "It was so {quiet|still} that you could hear {a leaf fall|the bees in the clover}.",
+    "The {first|last} stars were still in the sky.",
+    "{A warm wind|A cold wind|A light wind} came over the {hills|fields|water}.",
+    "It was {the first warm day|the coldest day|the longest day} of the year.",
+    "Somewhere a {cuckoo|dog|bell|church bell} could be heard.",
+    "{It looked like rain|It looked like snow}, but {nobody minded|nobody believed it}.",
+    "The {puddles|roofs|windows} shone in the {morning light|sun}.",
 )
 FOODS = (
-    "bread and cheese",
-    "a bowl of hot soup",
-    "a basket of red apples",
-    "a warm apple pie",
-    "a pot of honey",
-    "a bag of nuts",
-    "fresh strawberries",
-    "a plate of pancakes",
+    "bread and {cheese|butter|honey|ham}",
+    "a basket of {red|yellow|ripe|sweet} {apples|pears|plums|cherries|strawberries}",
+    "a warm {apple|plum|cherry|fish} pie",
+    "a pot of {honey|jam|plum jam}",
+    "a bag of {nuts|raisins|hot chestnuts|ginger biscuits}",
+    "a basket of {blackberries|fresh rolls|pancakes}",
     "a big pumpkin pie",
-    "hot chestnuts",
-    "a jar of plum jam",
-    "ginger biscuits",
-    "roast potatoes",
-    "a loaf of fresh bread",
-    "blueberry cake",
+    "a loaf of {fresh|brown|warm|white} bread",
+    "{blueberry|chocolate|lemon|nut|honey} cake",
 )
-TREES = ("oak", "apple tree", "willow", "pine tree", "birch", "chestnut tree", "pear tree", "cherry tree")
-COLOURS = ("red", "blue", "green", "yellow", "white", "golden", "silver", "purple")
-FLOWERS = ("roses", "daisies", "bluebells", "sunflowers", "poppies", "violets", "lilies")
-SOUNDS = ("a soft cry", "a strange noise", "a small voice", "a loud splash", "somebody singing", "somebody crying")
+TREES = (
+    "oak",
+    "apple tree",
+    "willow",
+    "pine tree",
+    "birch",
+    "chestnut tree",
+    "pear tree",
+    "cherry tree",
+    "elm",
+    "plum tree",
+)
+COLOURS = ("red", "blue", "green", "yellow", "white", "golden", "silver", "purple", "black", "brown", "grey", "orange")
+FLOWERS = ("roses", "daisies", "bluebells", "sunflowers", "poppies", "violets", "lilies", "tulips", "buttercups")
+SOUNDS = (
+    "a soft cry",
+    "a strange noise",
+    "a small voice",
+    "a loud splash",
+    "somebody singing",
+    "somebody crying",
+    "a deep sigh",
+    "somebody sneezing",
+)
 PLACES = (
-    "the dark forest",
-    "the old stone bridge",
-    "the river",
-    "the windmill",
+    "the {dark|great|old|silent} forest",
+    "the old {stone|wooden} bridge",
+    "the {wide|slow|cold} river",
+    "the {windmill|old mill|water mill}",
     "the market square",
-    "the green valley",
-    "the edge of the lake",
-    "a field of {barley|poppies|tall grass}",
-    "the foot of the mountain",
+    "the {green|quiet|narrow} valley",
+    "the edge of the {lake|moor|town}",
+    "a field of {barley|poppies|tall grass|clover|turnips}",
+    "the foot of the {mountain|cliff}",
     "a narrow path between the rocks",
-    "the ruins of an old castle",
-    "a wide heath",
-    "the apple orchard",
+    "the ruins of an old {castle|church|tower}",
+    "a wide {heath|meadow}",
+    "the {apple|cherry|plum} orchard",
     "the crossroads",
-    "the beach",
+    "the {beach|harbour|ferry}",
     "a deep, quiet wood",
+    "a {lonely|little} {inn|farm|chapel}",
+    "a well with {cold|clear} water",
+    "the last house of the village",
 )
 OPENINGS = (
     (
@@ -277,6 +356,37 @@ OPENINGS = (
     (
         "Once there was [h.a]. [H.his] name was [h.name]. [H.he] lived [home], and [h.he] was {happy|never "
         "bored}, for [h.he] loved [love]."
+    ),
+    (
+        "[H.name], [h.a], was {six|seven|eight|nine|ten} when it happened. [H.he] lived [home], and {people|everybody} "
+        "called "
+        "[h.him] the {most [trait] one|[trait] one} of the family."
+    ),
+    "Have you heard of [h.name]? [H.he] was [h.a] who lived [home]. {There are many stories about [h.him].|Let me tell "
+    "you about [h.him].}",
+    (
+        "{The old people|My grandmother|The neighbours} {still tell|often told} the story of [h.name], [h.a] who lived "
+        "[home]."
+    ),
+    "[Home] lived [h.a]. {[H.name] was [h.his] name|They called [h.him] [h.name]}, and [h.he] was [love] from morning "
+    "to night.",
+    (
+        "{Nobody expected much of [h.name].|Nobody took much notice of [h.name].} [H.he] was [h.a], and [h.he] lived "
+        "[home]. But [h.he] was {more [trait] than they knew|very [trait]}."
+    ),
+    (
+        "It was {a long time ago|in the time of the old king|before there were trains}. [H.name], [h.a], lived [home] "
+        "and "
+        "{had never been anywhere else|was content}."
+    ),
+    (
+        "{When the winter came|When the snow melted|When the days grew long|In the summer holidays|In the year of the "
+        "great "
+        "storm}, [h.name] was living [home]. [H.he] was [h.a], and [h.he] loved [love]."
+    ),
+    (
+        "{The wind was blowing|It was raining|The sun was shining|It was getting dark} [home]. [H.name], [h.a], was "
+        "{alone|at home|waiting for something to happen}. [H.he] had always been [trait]."
     ),
 )
 # Every quest: how it starts, and how it ends when the hero is there.
@@ -491,7 +601,8 @@ QUESTS: tuple[dict[str, Any], ...] = (
         "set": {"light": ("the lighthouse", "the tower", "the harbour")},
         "start": (
             (
-                "[Day] there was a great storm, and the lamp of [light] went out. {Out at sea|Far out on the water} "
+                "One {night|dark night|autumn night|night in November} there was a great storm, and the lamp of "
+                "[light] went out. {Out at sea|Far out on the water} "
                 'there were ships, and without the light they could not find the way. "We need {oil|new oil} for '
                 'the lamp," said [h], "and the only oil is {in the town behind the hills|on the other side of the '
                 'bay}. I will fetch it." And [h.he] ran out into the {wind|rain|night}.'
@@ -672,7 +783,7 @@ QUESTS: tuple[dict[str, Any], ...] = (
     {
         "set": {"song": ("a song", "a melody", "one line of an old song")},
         "start": (
-            'For days [h] had had [song] in [h.his] head, but [h.he] did not know how it ended. "{I cannot '
+            'For days [song] had been in [h.his] head, but [h.he] did not know how it ended. "{I cannot '
             'sleep|It drives me mad}," [h.he] said. "Somebody must know the end." [Day] [h.he] set out to ask '
             "{everybody [h.he] met|the whole world}."
         ),
@@ -896,6 +1007,10 @@ MEETINGS = (
     ("{By and by|In the afternoon|Before long} the path led [h] to [place]. {Beside the path|On a stone} sat [g.new]."),
     "[H] had not gone far when [h.he] saw [g.new] at [place].",
     '"Hello!" somebody called when [h] came to [place]. It was [g.new].',
+    "{Near|Behind|Not far from} [place] {sat|stood|waited} [g.new], all alone.",
+    "The first {one|creature} whom [h] met was [g.new], {at|near} [place].",
+    "[H] {rested|stopped} at [place] and ate {an apple|a crust of bread|a few berries}. Then [g.new] came by.",
+    "{Round the next corner|Behind the next hill|A mile further on} [h] came to [place]. [G.new] was there, too.",
 )
 TROUBLES = (
     (
@@ -989,24 +1104,44 @@ TROUBLES = (
 )
 THANKS = (
     (
-        '"{Thank you|Thank you with all my heart}," said [g]. "One good turn deserves another. Take this. '
-        'It is [gift]. {One day you will need it.|You will know when you need it.}"\n[H] {thanked '
-        "[g.him]|put it away} and went on."
+        '"{Thank you|Thank you with all my heart|I shall not forget this|You came at the right time}," said [g]. "{One '
+        "good turn deserves another|Now I will do something for you|I have no money, but I can "
+        "give you something}. {Take this. It is [gift]|Here is [gift]|I have [gift], and you shall have it}. {One day "
+        "you will need it.|You will know when you need it.|It may help you on the "
+        'way.}"\n[H] {thanked [g.him]|put it away|took it with both hands|was surprised and pleased} and '
+        "{went on|walked on|said goodbye}."
     ),
     (
-        '"You have a good heart," said [g], "and I have only one thing to give you." And [g.he] gave [h] '
-        '[gift].\n"{I do not need anything|I did it gladly}," said [h]. But [g] {would not take it '
-        "back|shook [g.his] head and smiled}, so [h] took it and said goodbye."
+        '"You have {a good heart|kind hands|done me a great favour}," said [g], "and I have only one thing to give '
+        'you." And '
+        '[g.he] {gave|handed} [h] [gift].\n"{I do not need anything|I did it gladly|You should keep it}," said [h]. '
+        "But [g] "
+        "{would not take it back|shook [g.his] head and smiled|had already turned to go}, so [h] {took it and said "
+        "goodbye|thanked [g.him] and went on}."
     ),
     (
-        '[G] was {very |}grateful and gave [h] [gift]. "{It does not look like much|It may be small}," said '
-        '[g.he], "but it has helped me more than once."\nThen they {shook hands|said goodbye}, and [h] went '
-        "on {with a light heart|along the road}."
+        '[G] was {very |}{grateful|happy|glad} and gave [h] [gift]. "{It does not look like much|It may be small|It is '
+        "not "
+        'new}," [g.he] said, "but {it has helped me more than once|it is worth more than gold|my mother gave it to '
+        'me}."\n'
+        "Then they {shook hands|said goodbye|went their ways}, and [h] went on {with a light heart|along the road|a "
+        "little "
+        "faster than before}."
     ),
     (
-        '"How can I thank you?" asked [g]. [G.he] {thought for a while|looked into [g.his] bag}, and then '
-        'gave [h] [gift].\n"Good luck!" {called|cried} [g], and {waved|looked after [h.him]} until [h] was '
-        "out of sight."
+        '"How can I {thank you|ever thank you}?" asked [g]. [G.he] {thought for a while|looked into [g.his] bag|looked '
+        "round}, "
+        'and then gave [h] [gift].\n"{Good luck|Have a good journey|Take care}!" {called|cried} [g], and {waved|looked '
+        "after "
+        "[h.him]} until [h] was out of sight."
+    ),
+    (
+        "They {rested together|shared a piece of bread|sat down side by side} and talked for a while. {When it was "
+        "time to "
+        'go|Before they parted}, [g] held out [gift]. "{This is for you|I want you to have this}," [g.he] said. "{I '
+        "have "
+        'carried it long enough|A friend should not travel with empty hands}."\n[H] {did not know what to say|was very '
+        "glad}, {and took it with a smile|but [h.he] took it}."
     ),
 )
 ON_THE_WAY = (
@@ -1031,9 +1166,31 @@ ON_THE_WAY = (
         "[tree], and slept there until the {birds woke [h.him]|morning}."
     ),
     (
-        'On the way [h] met {a farmer with a cow|two children|an old soldier|a family of ducks}. "Where are '
+        'On the way [h] met {two farmers with a cow|three children|two old soldiers|a family of ducks}. "Where are '
         'you going?" they all wanted to know. When [h] told them, they {shook their heads|wished [h.him] '
         "luck}."
+    ),
+    (
+        'A [bird] flew {ahead|along beside [h.him]} for a while. {"You must know the way," said [h], and was less '
+        "lonely.|[H] {waved|whistled}, and the [bird] {answered|sang}.}"
+    ),
+    (
+        "[H] passed {a [hue] gate|a [hue] cart|a cottage with a [hue] door}. A [animal] {looked up|was asleep in front "
+        "of "
+        "it|watched [h.him] go by}, but nobody else was {to be seen|there}."
+    ),
+    (
+        "In [town] it was market day. [H] saw {[fruit] and [vegetable]|a man who sold [fruit]|a woman with a [hue] "
+        "[thing]}, but [h.he] had no {money|time}, and went on."
+    ),
+    (
+        "{It began to rain|A cold rain fell}. [H] {stood under a [tree]|ran from tree to tree|pulled up [h.his] "
+        "collar} "
+        "and thought of {the warm stove at home|[dish]|[h.his] bed}. {After an hour|When it stopped}, [h.he] went on."
+    ),
+    (
+        'At noon [h] {asked a [job] the way|met a [job] with [job.2]}. "{Straight on|Over the hill}, and then '
+        '{left|right} at the [tree]," {was the answer|said the [job]}.'
     ),
 )
 ENDINGS = (
@@ -1072,6 +1229,16 @@ ENDINGS = (
     ("The next morning the sun {rose|came up} as always, but to [h] the world looked {new|a little bigger|brighter}."),
     "{For a long time|All winter} [h] thought about it, and {every time|always} it made [h.him] smile.",
     ("They danced until {midnight|the moon went down}, and {even the owls|even the old people} danced along."),
+    "[H] {kept|still has} a [hue] {stone|feather|leaf} from that day. It lies {on the shelf|in a little box|beside the "
+    "bed}.",
+    "{The neighbours|The others} asked {a hundred|many} questions, and [h] answered {all of them|every one}.",
+    "There was {music|singing} {in every house|until late}, and {the children|even the smallest} were allowed to stay "
+    "up.",
+    (
+        '"{Where were you|What have you been doing} all this time?" asked [h.his] {brother|sister|neighbour}. "It is a '
+        'long story," said [h], and {sat down|began to tell it}.'
+    ),
+    "And [h]? [H.he] went to bed {early|late} and slept until {noon|the sun stood high}.",
 )
 # "start" introduces the hero; "next" follows an opening that has.
 TALES: tuple[dict[str, Any], ...] = (
@@ -1539,7 +1706,7 @@ TALES: tuple[dict[str, Any], ...] = (
         "end": (
             (
                 '"He is angry," said the people. "{He will eat us all|We must run away}." But [h] said, "{Has '
-                'anybody asked him?|Perhaps something is wrong with him.}" Nobody had. So [h] climbed up the '
+                'anybody asked him?|What does he say?}" Nobody {had asked|knew}. So [h] climbed up the '
                 "mountain.\nThe [giant] lay {in front of his cave|on the ground}, and big tears ran down his "
                 '{face|nose}. "What is the matter?" asked [h].\n"It hurts!" {roared|cried} the [giant]. He had '
                 '[small]. That was all.\n"Hold still," said [h], "and {close your eyes|count to five}." It took '
@@ -1909,7 +2076,7 @@ TALES: tuple[dict[str, Any], ...] = (
         "next": "One clear night [h] lay in the grass with [h.his] friend [f.name], and they looked at the stars.",
         "end": (
             (
-                '"How many are there?" asked [f]. "Let us count them," said [h]. "One, two, three, four..." When '
+                '"How many are there?" asked [f]. "Let us count them," said [h]. "One, two, three, four!" When '
                 "they came to {ninety|fifty}, a cloud {covered half of the sky|came}, and they had to begin again.\n"
                 '"Perhaps there are {a thousand|a hundred thousand}," said [f]. "Perhaps {they have no '
                 'number|nobody knows}," said [h]. They were quiet for a while. {A star fell.|An owl called from the '

@@ -111,7 +111,7 @@ def test_archives_of_both_kinds_are_opened(corpus):
 @pytest.fixture
 def package(corpus):
     leave_a_file = (sys.executable, "-c", "open('p.tgz', 'wb').write(b'hello')")
-    return corpus.Package(name="p", client=leave_a_file, file="p.tgz", sha256=HELLO, licence="CC0")
+    return corpus.Package(name="p", client=leave_a_file, file="p.tgz", sha256=HELLO, licence="CC0", copies=1)
 
 
 def test_a_package_is_fetched_once(corpus, package, tmp_path):
@@ -149,10 +149,30 @@ def test_a_story_follows_from_its_number_and_seed(stories):
 
 
 def test_stories_contain_no_template_syntax(stories):
-    marks = re.compile(r"[\[\]{}|]|  | [,.!?]|\b[Aa] [aeio]|^[^A-Z\"]|[^.!?\"]$", re.MULTILINE)
-    for number in range(400):
+    marks = re.compile(r"[\[\]{}|;]|  | [,.!?]|[.,][.,]|\b[Aa] [aeio]|^[^A-Z\"]|[^.!?\"]$", re.MULTILINE)
+    letter = re.compile(r"(My dear|Dear( old)?) .*,\n\n|\n\n(Yours|Your friend|With love), .*$")
+    for number in range(600):
         story = stories.write_story(number, seed=2)
-        assert not marks.search(story.replace("\n\n", "\n")), story
+        assert not marks.search(letter.sub("", story).replace("\n\n", "\n")), story
+
+
+def test_stories_repeat_no_word_and_choose_a_or_an_by_sound(stories):
+    story = "\n".join(stories.write_story(number, seed=3) for number in range(600))
+    assert not re.search(r"\b(\w+) \1\b", story, re.IGNORECASE)
+    assert not re.search(r"\b[Aa] (honest|hour|old|engineer)|\b[Aa]n (small|unicorn)", story)
+
+
+def test_an_entry_of_the_lexicon_stays_the_same_in_a_text(stories):
+    first, again, other = stories.Story(random.Random(0)).expand("[tree], [tree], [tree2]").split(", ")
+    assert first == again != other
+
+
+def test_slots_of_sketches_are_characters_or_in_the_lexicon(stories):
+    words = set(stories.sketches.LEXICON) | {"day", "where"}
+    for sketch in stories.sketches.SKETCHES:
+        named = words | set(sketch["cast"]) | set(sketch.get("set", ()))
+        slots = re.findall(r"\[([A-Za-z]+)[0-9]*[.\]]", repr((sketch["tell"], stories.sketches.LEXICON)))
+        assert not {slot.lower() for slot in slots} - named
 
 
 def test_phrases_of_stories_close_every_bracket(stories):
@@ -161,14 +181,18 @@ def test_phrases_of_stories_close_every_bracket(stories):
             yield value
         else:
             for part in value.values() if isinstance(value, dict) else value:
-                if not isinstance(part, float):
+                if not isinstance(part, (float, int)):
                     yield from texts(part)
 
-    names = [name for name in vars(stories.phrases) if name.isupper()]
-    for text in texts([getattr(stories.phrases, name) for name in names]):
-        for line in text.split("\n"):
-            assert line.count("{") == line.count("}")
-            assert line.count("[") == line.count("]")
+    values = [
+        value
+        for module in (stories.phrases, stories.sketches)
+        for name, value in vars(module).items()
+        if name.isupper()
+    ]
+    for text in texts(values):
+        assert text.count("{") == text.count("}")
+        assert text.count("[") == text.count("]")
 
 
 def test_choices_and_slots_are_expanded(stories):
