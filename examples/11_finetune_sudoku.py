@@ -34,7 +34,7 @@ NUMBERS = {  # defaults with and without a GPU
 TESTS = {"40-45 givens": (40, 45), "30-39 givens": (30, 39)}
 LEARNING_RATES = {"full": 2.5e-3, "lora": 2e-3}
 PUBLISHED = {"sampler": dgemma.EntropyBound(bound=0.1), "temperature": dgemma.LinearTemperature(start=0.8, end=0.4)}
-BOUNDS = (0.1, 1.0, 4.0)  # of the greedy samplers to choose from
+BOUNDS = (0.01, 0.1, 1.0, 4.0)  # of the greedy samplers to choose from
 MOST_STEPS = 12.0  # on average, of the sampler that is chosen
 
 
