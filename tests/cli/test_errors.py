@@ -94,7 +94,7 @@ NO_CHECKPOINT_READ = [
     (("edit", "--level", "2", "Hi"), "--level must be a number above 0, at most 1, got 2"),
     (("edit", "--keep", "ho", "Hi"), "--keep must name words of the text, got 'ho'"),
     (("sudoku", "--givens", "5"), "--givens must be a whole number from 23 to 81, got 5"),
-    (("sudoku", "." * 80), "The puzzle must have 81 cells, digits and 0 . _ or * for a blank, got 80"),
+    (("sudoku", "." * 80), "The puzzle must have 81 cells: digits, and 0 . _ or * for a blank, got 80"),
     (("sudoku", "x" * 81), "got 'x' in it"),
     (("sudoku", CONTRADICTION), "contradict each other"),
     (("sudoku", "--sampler", "ancestral:parametrisation=odd"), "--sampler must fit ancestral"),

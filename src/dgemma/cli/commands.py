@@ -202,7 +202,13 @@ def _add_study(commands: Any) -> None:
         metavar="N",
         help="denoising steps per canvas, without early stop (%(default)s)",
     )
-    parser.add_argument("--repeats", type=types.count, default=10, metavar="R", help="timed runs (%(default)s)")
+    parser.add_argument(
+        "--repeats",
+        type=types.count,
+        default=10,
+        metavar="R",
+        help="timed runs; a third as many of whole canvases (%(default)s)",
+    )
     options.add_model_options(parser, default="dgemma/text")
     options.add_json_option(parser)
     parser.set_defaults(module="study")

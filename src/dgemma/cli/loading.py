@@ -103,7 +103,7 @@ def _idle_cores() -> int:
 
 
 def load_writer(arguments: argparse.Namespace) -> Writer:
-    """Load what `generate`, `chat`, `infill` and `edit` need."""
+    """Load what `generate`, `race`, `chat`, `infill` and `edit` need."""
     tokenizer = Tokenizer.from_pretrained(arguments.model)
     constraint = read_constraint(arguments, tokenizer)  # first, because it may be refused
     denoiser = load_denoiser(arguments)

@@ -1,4 +1,4 @@
-"""The entry point of the `dgemma` command: its parser, its exit codes, and one sentence per error."""
+"""The entry point of the `dgemma` command: its parser, its exit codes, and one line per error."""
 
 import errno
 import gc
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    """Run the command; print one sentence about an error; return the exit code."""
+    """Run the command; print one line about an error; return the exit code."""
     name = "dgemma"
     try:
         parser = build_parser()

@@ -1,4 +1,4 @@
-"""argparse with help that wraps at any width, and errors of one sentence."""
+"""argparse with help that wraps at any width, and errors of one line."""
 
 import argparse
 import difflib

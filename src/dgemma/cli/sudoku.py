@@ -89,5 +89,5 @@ def _read_puzzle(arguments: argparse.Namespace) -> NDArray[np.int8]:
     strange = sorted(set(text) - set("0123456789"))
     if len(text) != sudoku.NUM_CELLS or strange:
         what = f"{strange[0]!r} in it" if strange else f"{len(text)}"
-        raise ValueError(f"The puzzle must have 81 cells, digits and 0 . _ or * for a blank, got {what}.")
+        raise ValueError(f"The puzzle must have 81 cells: digits, and 0 . _ or * for a blank, got {what}.")
     return sudoku.parse(text)

@@ -201,7 +201,7 @@ class _Samples:
 
 
 def _new_model(arguments: argparse.Namespace, tokenizer: Tokenizer) -> DiffusionGemma:
-    """Return the checkpoint in float32, or random weights of a preset's size for the tokenizer's vocabulary."""
+    """Return the checkpoint, or random weights of a preset's size for the tokenizer's vocabulary. Default: float32."""
     if arguments.preset is None:
         return loading.load_model(arguments, dtype=torch.float32).train()
     config = getattr(presets, arguments.preset)().replace(
@@ -264,7 +264,8 @@ def _source(arguments: argparse.Namespace, file: TokenFile, canvas_len: int) -> 
         num_cut = int((np.diff(file.starts) > max_len).sum())
         if num_cut:
             output.print_note(
-                f"{num_cut} of {file.num_documents} answers are cut at {max_len} tokens. Raise --canvases for more."
+                f"{num_cut} of {file.num_documents} answers are cut: with their prompts they have more than {max_len} "
+                "tokens. Raise --canvases for more."
             )
         _note_few_rows(arguments, file.num_documents)
         return PromptSource(file=file, max_len=max_len, batch_size=arguments.batch_size, seed=arguments.seed)

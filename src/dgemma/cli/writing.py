@@ -299,7 +299,7 @@ def _read_line() -> str:
 
 
 def _written(out: Generation, writer: Writer) -> list[int]:
-    """Return the new tokens up to the stop token, without padding."""
+    """Return the new tokens up to and including the stop token."""
     new: Sequence[int] = out.new_tokens[0].tolist()
     stops = writer.denoiser.generation.eos_token_id
     end = next((i for i, token in enumerate(new, start=1) if token in stops), len(new))

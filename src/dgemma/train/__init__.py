@@ -9,15 +9,16 @@
 | `nelbo.py` | the exact bounds of the three noise processes |
 | `objective.py` | the loss as a value: `Objective` |
 | `recipes.py` | the objectives of public recipes and papers; models prepared for them |
-| `likelihood.py`, `estimates.py` | `evaluate`: the bound on text, with intervals and curves |
+| `likelihood.py`, `readers.py`, `estimates.py` | `evaluate`: the bound on text, with intervals and curves |
 | `lora.py` | low-rank adapters |
 | `optimizer.py`, `muon.py` | AdamW, the learning rate, averaged weights; Muon |
 | `config.py` | `TrainConfig`, and the description that a resumed run must match |
-| `loop.py` | `train` |
+| `loop.py`, `replay.py` | `train`; its passes as CUDA graphs |
 | `stopping.py` | Ctrl-C, and runs limited by minutes |
 | `balance.py` | an auxiliary loss that balances the experts |
 | `log.py` | numbers per step, router load, `log.jsonl`, `TrainResult` |
 | `checkpoints.py`, `state_files.py` | checkpoints that are complete or absent; files of named tensors |
+| `lock.py` | a lock on the folder of a run |
 | `parallel.py`, `distributed.py` | one process; many, with `FullySharded` |
 """
 

@@ -71,7 +71,7 @@ class Sizes(NamedTuple):
     num_canvases: int  # of the row with most
     prefix_len: int
     aligned: bool
-    longest: int  # row, without the fill
+    longest: int  # tokens of the longest row, without the fill
 
 
 def sizes_of(batch: TrainBatch, canvas_len: int) -> Sizes:

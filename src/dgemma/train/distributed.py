@@ -1,8 +1,8 @@
-"""Training on several GPUs or machines with PyTorch's torchrun, FSDP2, DTensor and distributed checkpoints.
+"""Training on several GPUs or machines with PyTorch's torchrun, FSDP2 and DTensor.
 
 Weights are sharded over the processes, and each layer is gathered while it is used (ZeRO-3, arXiv:1910.02054). With
-expert parallelism, experts stay on their processes and tokens are sent to them (GShard, arXiv:2006.16668). Losses and
-weights equal those of one process, computed by `Parallel` and `model.experts.Experts`.
+expert parallelism, experts stay on their processes and tokens are sent to them (GShard, arXiv:2006.16668). Up to
+rounding, losses and weights equal those of one process, computed by `Parallel` and `model.experts.Experts`.
 """
 
 import math
@@ -103,7 +103,7 @@ class FullySharded(Parallel):
             ) from error
 
     def prepare(self, model: Model, *, mixed: bool) -> Model:
-        """Spread the model in place, one layer at a time: a GPU never holds more than its part and one layer.
+        """Spread the model in place, one layer at a time: a GPU holds only its part, and one layer or the embedding.
 
         mixed: layers are gathered in bfloat16; everything else stays in float32 for the loop's autocast.
         """

@@ -129,7 +129,7 @@ class Likelihood:
     def gap(self, nats: Tensor) -> Estimate:
         """Return how far the bound lies above another measure of the same rows, nats (R,), per token.
 
-        The interval is narrower than that of either measure, because the spread between rows cancels.
+        The interval is usually narrower than that of either measure, because the spread between rows cancels.
 
         Example: `likelihood.gap(chain.nll(tokens))` is the excess of a model over the exact likelihood of a Markov
         chain.

@@ -1,4 +1,4 @@
-"""The tied head and its losses, one slice of tokens at a time, so that no float32 (tokens, vocabulary) tensor exists.
+"""The tied head and its losses, one slice of tokens at a time, to bound the memory of the logits.
 
 With a vocabulary of 262,144 tokens the logits of 8,192 positions are 8.6 GB in float32, and so is their gradient. Here
 the logits of a slice are computed, reduced to one number per token and dropped. The backward computes them again,

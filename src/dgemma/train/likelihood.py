@@ -29,7 +29,7 @@ from dgemma.train.canvases import Canvases, cut_canvases
 from dgemma.train.estimates import Likelihood, RowSums
 from dgemma.train.readers import ByCanvas, OnePass, SelfCond, read_canvases
 
-_MOST_SAMPLES = 100_000  # per row; more rows narrow the interval further
+_MOST_SAMPLES = 100_000  # per canvas; more rows narrow the interval further
 
 _LOW_LEVELS = 0.5  # the share of noise levels whose density rises as 1/sqrt(level) towards 0
 _SOME_NOISE = 0.75  # the least share of canvases with noise, for uniform and hybrid noise

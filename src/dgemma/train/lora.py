@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685) on the weights that both modes share, so they can be merged.
+"""Low-rank adapters (LoRA, arXiv:2106.09685), which can be merged into the weights.
 
 A weight W (out, in) acts as W + scale · B A. A (rank, in) is random and B (out, rank) is zero, so training starts from
 the unchanged model. Experts are 3-D weights, with an A and a B for each. The adapted modules keep their names and their
@@ -226,8 +226,7 @@ def merge_lora(model: DiffusionGemma, *, quantized: str | None = None) -> dict[s
 
     Plain weights are rounded to their dtype, and the logits change only by that rounding. Quantised weights need a
     choice: "dequantize" gives weights of the model's dtype; "requantize" rounds to the same format again, which changes
-    the logits.
-    Return the relative error of this rounding, |rounded - exact| / |exact|, for each weight that was quantised.
+    the logits. Return the relative rounding error |rounded - exact| / |exact| of each weight that was quantised.
 
     Example: `merge_lora(model); model.save_pretrained("merged")`.
     """

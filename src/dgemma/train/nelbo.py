@@ -34,14 +34,15 @@ def integrand(
 ) -> Tensor:
     """Return each position's contribution to the NELBO at this level, per unit of the schedule's time, in nats.
 
-    logits (B, C, V); x and z (B, C), the clean and the noisy tokens; noise_level (B,) or broadcastable to (B, C) → (B,
-    C), float64 if the logits are, else float32. `parametrisation` says what the logits mean. "mean" is p(x | z), which
-    cross-entropy learns. "loo" is p(x | z without this position). The bound is defined on "loo", so "mean" is converted
-    to it. The mask token is never proposed (SUBS). Under mask noise, a clean token costs nothing. `weights` (B, C)
-    replace `exact_weights`; the result then trains more easily, but is not a bound. Memory is a few copies of the
-    logits.
+    logits (B, C, V); x and z (B, C), the clean and the noisy tokens; noise_level (B,) or broadcastable to (B, C). The
+    result is (B, C), float64 if the logits are, else float32. `parametrisation` says what the logits mean. "mean" is
+    p(x | z), which cross-entropy learns. "loo" is p(x | z without this position). The bound is defined on "loo", so
+    "mean" is converted to it. The mask token is never proposed (SUBS). Under mask noise, a clean token costs nothing.
+    `weights` (B, C) replace `exact_weights`; the result then trains more easily, but is not a bound. Memory is a few
+    copies of the logits.
 
-    Example: `nelbo.integrand(noise, model.denoise(z, cache).logits, x, z, level).sum(-1)` estimates -log p(x).
+    Example: `nelbo.integrand(noise, model.denoise(z, cache).logits, x, z, level).sum(-1)` estimates the bound on
+    -log p(x), if the time of `level` is uniform.
     """
     _check(noise, logits, parametrisation)
     logits = _without_mask(noise, logits if logits.dtype == torch.float64 else logits.float())
