@@ -1108,7 +1108,7 @@ THANKS = (
         "good turn deserves another|Now I will do something for you|I have no money, but I can "
         "give you something}. {Take this. It is [gift]|Here is [gift]|I have [gift], and you shall have it}. {One day "
         "you will need it.|You will know when you need it.|It may help you on the "
-        'way.}"\n[H] {thanked [g.him]|put it away|took it with both hands|was surprised and pleased} and '
+        'way.}"\n[H] {thanked [g.him]|put it away|took it gladly|was surprised and pleased} and '
         "{went on|walked on|said goodbye}."
     ),
     (
@@ -1138,10 +1138,9 @@ THANKS = (
     (
         "They {rested together|shared a piece of bread|sat down side by side} and talked for a while. {When it was "
         "time to "
-        'go|Before they parted}, [g] held out [gift]. "{This is for you|I want you to have this}," [g.he] said. "{I '
+        'go|Before they parted}, [g] gave [h] [gift]. "{This is for you|I want you to have this}," [g.he] said. "{I '
         "have "
-        'carried it long enough|A friend should not travel with empty hands}."\n[H] {did not know what to say|was very '
-        "glad}, {and took it with a smile|but [h.he] took it}."
+        'carried it long enough|A friend should not travel with empty hands}."\n[H] {did not know what to say, but [h.he] took it|was very glad, and took it with a smile}."
     ),
 )
 ON_THE_WAY = (

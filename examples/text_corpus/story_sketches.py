@@ -1689,7 +1689,7 @@ SKETCHES: tuple[dict[str, Any], ...] = (
                 '"First you must {sweep the floor|fetch the water|light the stove|clean the windows}," said [t.name]. '
                 "{[H.name] did "
                 "it without a word.|That was not what [h.name] had thought.}",
-                '[H.name] was not allowed to touch [job.2]. "Not yet," said [t.name].',
+                '[H.name] was not allowed to touch the tools. "Not yet," said [t.name].',
                 'On the second day [h.he] made a mistake. {[T.name] only sighed.|"{Nobody learns without '
                 'mistakes|Begin again}," '
                 "said [t.name].}",
