@@ -10,7 +10,8 @@ import torch
 
 import dgemma
 from constrained_fuzz import CANVAS_LEN, RandomModel, run_case
-from dgemma.constraints import languages
+from dgemma.constraints import languages, trial
+from dgemma.constraints.schema import Notation, schema_pattern
 from dgemma.constraints.token_automaton import ByteAutomaton
 
 pytest.importorskip("outlines_core")
@@ -178,9 +179,70 @@ def test_the_size_of_an_automaton_is_limited(monkeypatch):
     monkeypatch.setattr(languages, "_MOST_STATES", 5)
     with pytest.raises(ValueError, match="at most 5 states and 4000000 transitions over tokens, got 9 and 8"):
         dgemma.Regex("a{8}", TOKENIZER).automaton  # noqa: B018
-    monkeypatch.setattr(languages, "_MOST_BYTE_STATES", 9)
+    monkeypatch.setattr(languages, "MOST_BYTE_STATES", 9)
     with pytest.raises(ValueError, match="at most 9 states over bytes, got 13"):
         dgemma.Regex("a{11}", TOKENIZER).automaton  # noqa: B018
+
+
+EXPLOSIVE = [
+    ".*a.{30}",
+    "(a|b)*a(a|b){25}",
+    "[ab]{0,40}a[ab]{30}",
+    "(?:a|a[ab]{30})*",
+    "(?i)[a-z]*X[A-Z]{30}",
+    r"\p{L}*a\p{L}{30}",  # syntax of Rust only
+]
+ORDINARY = [
+    "[0-9]{4}-[0-9]{2}-[0-9]{2}",
+    "[^a]*a.{30}",
+    "[A-Z][a-z]+(, [A-Z][a-z]+)*[.]",
+    "(red|green|blue)( (red|green|blue))*",
+    ".{0,200}",
+]
+RECORD = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "email": {"type": "string", "format": "email"},
+        "age": {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 120}, {"type": "number"}]},
+        "colours": {"type": "array", "items": {"enum": ["red", "green", "orange", "blue"]}},
+    },
+    "required": ["name"],
+}
+
+
+def test_a_pattern_is_tried_only_if_a_repetition_overlaps_what_follows(monkeypatch):
+    assert [pattern for pattern in EXPLOSIVE if not trial.may_explode(pattern)] == []
+    monkeypatch.setattr(trial.subprocess, "run", None)  # ordinary patterns start no process
+    for pattern in (*ORDINARY, schema_pattern(RECORD, Notation())):
+        languages.read_pattern(pattern, "Regex")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: dgemma.Regex("(a|b)*a(a|b){25}", TOKENIZER),
+        lambda: dgemma.JsonSchema({"type": "string", "pattern": ".*a.{30}"}, TOKENIZER),
+        lambda: dgemma.Grammar('start: LETTER* "a" TAIL\nLETTER: /[ab]/\nTAIL: /[ab]{30}/', TOKENIZER),
+        lambda: dgemma.Regex("x.{30}", TOKENIZER).within(),
+    ],
+    ids=["regex", "schema", "grammar", "within"],
+)
+def test_an_automaton_with_billions_of_states_is_refused_within_the_limits(make, monkeypatch):
+    monkeypatch.setattr(trial, "_SECONDS", 1)
+    with pytest.raises(
+        ValueError, match=r"at most 100000 states over bytes, got more than can be built in 1 s and 1 GiB"
+    ):
+        make().automaton  # noqa: B018
+
+
+@pytest.mark.slow
+def test_a_tried_pattern_that_is_small_enough_is_built():
+    pattern = "[a-z ]*fox[a-z ]{10}"  # 2**10 states at most
+    assert trial.may_explode(pattern)
+    for text in texts(generate(dgemma.Regex(pattern, TOKENIZER))):
+        assert re.fullmatch(pattern, text)
 
 
 @pytest.mark.parametrize("pattern", ["x[^y]{0,400}y", "x.{0,400}x", r"\n\s{0,400}\n", r"0\D{0,400}0", '"[^"]{0,400}"'])

@@ -15,7 +15,7 @@ pytest.importorskip("prometheus_client")
 from starlette.testclient import TestClient
 
 import dgemma
-from dgemma.serve import trial
+from dgemma.constraints import trial
 from dgemma.serve.app import create_app
 from dgemma.serve.engine import Engine, Written
 from dgemma.serve.errors import ApiError
@@ -176,10 +176,10 @@ def test_a_json_schema_and_required_tools_constrain_the_answer(client, monkeypat
     assert refused.status_code == 400
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
     assert chat(client, tools=[tool], tool_choice={"type": "function", "function": {"name": "x"}}).status_code == 400
-    monkeypatch.setattr(trial, "_SECONDS", 1.0)
+    monkeypatch.setattr(trial, "_SECONDS", 1)
     schema = {"type": "string", "pattern": "^.*a.{30}$"}  # 2**30 states
     refused = chat(client, response_format={"type": "json_schema", "json_schema": {"schema": schema}})
-    assert (refused.status_code, "too many states" in refused.json()["error"]["message"]) == (400, True)
+    assert (refused.status_code, "states over bytes" in refused.json()["error"]["message"]) == (400, True)
     assert "no tools" in chat(client, tools=[tool]).json()["error"]["message"]  # of the toy's chat template
 
 

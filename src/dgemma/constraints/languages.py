@@ -27,11 +27,11 @@ from dgemma.constraints.token_automaton import (
     spell_tokens,
 )
 from dgemma.constraints.token_text import marker_id, token_texts
+from dgemma.constraints.trial import MOST_BYTE_STATES, framed, may_explode, opening_of, try_pattern
 
 _MOST_STATES = 20_000
 _MOST_LINKS = 4_000_000
 _PATTERN_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)  # escapes, sets and single characters
-_MOST_BYTE_STATES = 100_000  # before equivalent states are merged
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,12 +188,11 @@ def read_pattern(pattern: str, owner: str) -> ByteAutomaton:
             f"{owner}.pattern must have no anchors such as ^ and $, got {show(pattern)}. A pattern always covers the "
             "whole text."
         )
+    if may_explode(pattern):
+        try_pattern(pattern, owner)
     vocabulary = outlines_core.Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)})
-    opening = opening_of(pattern)
     try:
-        # outlines-core drops transitions from a state that matches before the text ends, such as "," in `a(,a)*`. With
-        # a last byte that no text has, nothing matches before the end.
-        index = outlines_core.Index(f"{opening}(?:{pattern})\\x00", vocabulary)
+        index = outlines_core.Index(framed(pattern), vocabulary)
     except Exception as error:  # outlines-core raises several types
         reason = " ".join(str(error).split())
         if "no transitions" in reason:
@@ -202,13 +201,13 @@ def read_pattern(pattern: str, owner: str) -> ByteAutomaton:
             f"{owner}.pattern must be a regular expression that outlines-core can build, got {show(pattern)}: {reason}."
         ) from None
     transitions, start, finals = index.get_transitions(), index.get_initial_state(), index.get_final_states()
-    for code in opening.split("\\x")[1:]:
+    for code in opening_of(pattern).split("\\x")[1:]:
         start = transitions.pop(start)[int(code, 16)]
     reached = {target for moves in transitions.values() for target in moves.values()}
     states = [start, *sorted({*transitions, *finals, *reached} - {start})]
-    if len(states) > _MOST_BYTE_STATES:
+    if len(states) > MOST_BYTE_STATES:
         raise ValueError(
-            f"{owner} must have at most {_MOST_BYTE_STATES} states over bytes, got {len(states)}. Shorten repetitions "
+            f"{owner} must have at most {MOST_BYTE_STATES} states over bytes, got {len(states)}. Shorten repetitions "
             "such as {0,1000}, or a schema's maxLength and maxItems."
         )
     number = {state: at for at, state in enumerate(states)}
@@ -221,20 +220,6 @@ def read_pattern(pattern: str, owner: str) -> ByteAutomaton:
     is_final = (table[:, 0] != NO_STATE) & ends[table[:, 0]]
     table[:, 0] = NO_STATE
     return ByteAutomaton(table, is_final).minimised()
-
-
-def opening_of(pattern: str) -> str:
-    """Return the opening of a pattern: fixed characters that come before the pattern when outlines-core builds it.
-
-    outlines-core also builds an automaton that may start anywhere in a text. For "x[^y]{0,30}y", where [^y] also
-    matches x, that automaton has billions of states. With an opening, a match can start only after the opening. The
-    opening has every ASCII character of the pattern, including those that a negated set excludes. So a set of the
-    pattern, such as [^y], rarely contains all characters of the opening.
-
-    Example: `opening_of("[^b]")` begins with a zero byte.
-    """
-    named = sorted({char for char in pattern if char.isascii()} - {"\0", "\n"})
-    return "".join(f"\\x{ord(char):02x}" for char in ["\0", "\n", *named, " ", "0", "a"])
 
 
 def _read_schema(schema: Any) -> Any:

@@ -16,6 +16,7 @@ from starlette.concurrency import run_in_threadpool
 
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.constraints.languages import JsonSchema, Regex, ToolCalls
+from dgemma.constraints.trial import try_pattern
 from dgemma.run.defaults import default_sampler
 from dgemma.run.plan import Plan, read_plan
 from dgemma.run.step import Denoiser
@@ -33,7 +34,6 @@ from dgemma.serve.protocol import (
     ToolChoice,
 )
 from dgemma.serve.text import GrowingText
-from dgemma.serve.trial import try_pattern
 from dgemma.tasks.infill import infill
 from dgemma.view.pieces import Pieces
 
@@ -214,7 +214,7 @@ def _tool_calls(tools: str, tokenizer: Tokenizer) -> ToolCalls:
 
 
 def _tried(constraint: Language) -> Language:
-    try_pattern(constraint.pattern)
+    try_pattern(constraint.pattern, type(constraint).__name__)  # of any pattern, because clients may mean harm
     return constraint
 
 
