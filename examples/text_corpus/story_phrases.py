@@ -1140,7 +1140,8 @@ THANKS = (
         "time to "
         'go|Before they parted}, [g] gave [h] [gift]. "{This is for you|I want you to have this}," [g.he] said. "{I '
         "have "
-        'carried it long enough|A friend should not travel with empty hands}."\n[H] {did not know what to say, but [h.he] took it|was very glad, and took it with a smile}."
+        'carried it long enough|A friend should not travel with empty hands}."\n[H] {did not know '
+        "what to say, but [h.he] took it|was very glad, and took it with a smile}."
     ),
 )
 ON_THE_WAY = (
