@@ -4,21 +4,20 @@ from typing import Any
 
 NAMES = {
     "m": (
-        "Pip Tom Ben Sam Oscar Hugo Max Leo Finn Toby Jack Will Peter Simon Robin Felix Otto Karl Ned Rory "
-        "Milo Jasper Theo Arthur Edwin Walter Henry George Oliver Barnaby Rufus Albert Martin Adam Noah "
-        "Luke Daniel Victor Ralph Hector Samir Omar Ivan Pedro Bruno Anton Emil Boris Jonah Silas "
-        "Paul David Thomas James John Joseph Michael Andrew Philip Stephen Edward Charles Frank Fred Harry Hans "
-        "Jacob Julian Leon Louis Marco Mark Matthew Nathan Nicholas Nico Patrick Pablo Richard Robert Roland Roy "
-        "Rupert Sebastian Stefan Timothy Tim Tobias Vincent William Yusuf Ahmed Ali Hassan Kofi Diego Carlos"
+        "Pip Tom Ben Sam Oscar Hugo Max Leo Finn Toby Jack Will Peter Simon Robin Felix Otto Karl Ned Rory Milo Jasper "
+        "Theo Arthur Edwin Walter Henry George Oliver Barnaby Rufus Albert Martin Adam Noah Luke Daniel Victor Ralph "
+        "Hector Samir Omar Ivan Pedro Bruno Anton Emil Boris Jonah Silas Paul David Thomas James John Joseph Michael "
+        "Andrew Philip Stephen Edward Charles Frank Fred Harry Hans Jacob Julian Leon Louis Marco Mark Matthew Nathan "
+        "Nicholas Nico Patrick Pablo Richard Robert Roland Roy Rupert Sebastian Stefan Timothy Tim Tobias Vincent "
+        "William Yusuf Ahmed Ali Hassan Kofi Diego Carlos"
     ),
     "f": (
-        "Mila Anna Rosa Lily Emma Nora Clara Ida Molly Lucy Ella Ruby Daisy Hazel Ivy Poppy Tilly Greta "
-        "Flora Alma Sophie Martha Agnes Julia Maya Zara Lena Mina Tess Wren Olive Bella Alice Jane Kitty "
-        "Polly Sarah Hannah Leila Amina Ines Carla Vera Olga Edith Mabel Nell Susan Dora Elsie "
-        "Ada Amy Anne Betty Cara Caroline Charlotte Cora Diana Eleanor Elizabeth Ellen Esther Eva Fanny Frances "
-        "Grace Helen Ingrid Irene Isabel Josephine Judith Kate Laura Lisa Lotte Louise Margaret Maria Marie Mary "
-        "Matilda Mona Nadia Nina Olivia Paula Rachel Rebecca Ruth Sally Selma Sonia Stella Sylvia Tina Ursula "
-        "Victoria Fatima Yasmin"
+        "Mila Anna Rosa Lily Emma Nora Clara Ida Molly Lucy Ella Ruby Daisy Hazel Ivy Poppy Tilly Greta Flora Alma "
+        "Sophie Martha Agnes Julia Maya Zara Lena Mina Tess Wren Olive Bella Alice Jane Kitty Polly Sarah Hannah Leila "
+        "Amina Ines Carla Vera Olga Edith Mabel Nell Susan Dora Elsie Ada Amy Anne Betty Cara Caroline Charlotte Cora "
+        "Diana Eleanor Elizabeth Ellen Esther Eva Fanny Frances Grace Helen Ingrid Irene Isabel Josephine Judith Kate "
+        "Laura Lisa Lotte Louise Margaret Maria Marie Mary Matilda Mona Nadia Nina Olivia Paula Rachel Rebecca Ruth "
+        "Sally Selma Sonia Stella Sylvia Tina Ursula Victoria Fatima Yasmin"
     ),
 }
 TITLES = {
@@ -305,62 +304,61 @@ PLACES = (
 )
 OPENINGS = (
     (
-        "Once upon a time there was [h.a] {called|named|whose name was} [h.name]. [H.he] lived [home], and "
-        "{more than anything else|most of all} [h.he] loved [love]."
+        "Once upon a time there was [h.a] {called|named|whose name was} [h.name]. [H.he] lived [home], and {more than "
+        "anything else|most of all} [h.he] loved [love]."
     ),
     (
-        "Once upon a time there was [h.a] who lived [home]. [H.his] name was [h.name], and everybody "
-        "{knew|said} that [h.he] was {very |}[trait]."
+        "Once upon a time there was [h.a] who lived [home]. [H.his] name was [h.name], and everybody {knew|said} that "
+        "[h.he] was {very |}[trait]."
     ),
     (
-        "There was once [h.a] named [h.name], who lived [home]. [H.he] {was not rich|had little|did not "
-        "have much}, but [h.he] was happy."
+        "There was once [h.a] named [h.name], who lived [home]. [H.he] {was not rich|had little|did not have much}, "
+        "but [h.he] was happy."
     ),
     (
-        "[H.name] was [h.a] who lived [home]. {Every day|Every morning|In the evenings} [h.he] {spent an "
-        "hour|was busy} [love]."
+        "[H.name] was [h.a] who lived [home]. {Every day|Every morning|In the evenings} [h.he] {spent an hour|was "
+        "busy} [love]."
     ),
     ("Long ago, [home], there lived [h.a] called [h.name]. [H.he] was [trait], and [h.he] had many friends."),
     (
-        "{Far away|A long time ago}, [home], lived [h.a]. {The neighbours|Everyone} called [h.him] "
-        "[h.name]. Nobody was fonder of [love]."
+        "{Far away|A long time ago}, [home], lived [h.a]. {The neighbours|Everyone} called [h.him] [h.name]. Nobody "
+        "was fonder of [love]."
     ),
     "[H.name] lived [home]. [H.he] was [h.a], and a very [trait] one.",
     (
-        "In the days when {wishes still came true|animals could talk|there were still dragons|my "
-        "grandmother was young}, [h.a] named [h.name] lived [home]."
+        "In the days when {wishes still came true|animals could talk|there were still dragons|my grandmother was "
+        "young}, [h.a] named [h.name] lived [home]."
     ),
     "This is the story of [h.name], [h.a] who lived [home] and loved [love].",
     (
-        "{On dark nights|On cold evenings|When the wind blew}, [h.name] {liked to sit|always sat} {alone by "
-        "the fire|at the window}. [H.he] was [h.a] and lived [home]."
+        "{On dark nights|On cold evenings|When the wind blew}, [h.name] {liked to sit|always sat} {alone by the "
+        "fire|at the window}. [H.he] was [h.a] and lived [home]."
     ),
     (
-        "[H.name] and [h.his] {brother|sister|mother|grandmother} lived [home]. [H.name] was [h.a], and "
-        "[h.he] was always [love]."
+        "[H.name] and [h.his] {brother|sister|mother|grandmother} lived [home]. [H.name] was [h.a], and [h.he] was "
+        "always [love]."
     ),
     (
-        "Nobody [home] was as [trait] as [h.name]. [H.he] was only [h.a], but {that did not trouble "
-        "[h.him]|[h.he] had a big heart|[h.he] had never been afraid of anything}."
+        "Nobody [home] was as [trait] as [h.name]. [H.he] was only [h.a], but {that did not trouble [h.him]|[h.he] had "
+        "a big heart|[h.he] had never been afraid of anything}."
     ),
     (
-        "Do you know [h.name]? [H.he] is [h.a] and lives [home]. {This happened when [h.he] was very "
-        "young|Let me tell you what happened to [h.him]}."
+        "Do you know [h.name]? [H.he] is [h.a] and lives [home]. {This happened when [h.he] was very young|Let me tell "
+        "you what happened to [h.him]}."
     ),
     (
-        "[Home], where {the wind never stops|the nights are long|everybody knows everybody}, lived [h.a]. "
-        "[H.his] name was [h.name], and [h.he] was very [trait]."
+        "[Home], where {the wind never stops|the nights are long|everybody knows everybody}, lived [h.a]. [H.his] name "
+        "was [h.name], and [h.he] was very [trait]."
     ),
     "When the world was {young|quieter}, there lived [home] [h.a] named [h.name].",
     "[H.name] was [h.a], and [trait]. [H.he] lived [home], and [h.he] liked nothing better than [love].",
     (
-        "Once there was [h.a]. [H.his] name was [h.name]. [H.he] lived [home], and [h.he] was {happy|never "
-        "bored}, for [h.he] loved [love]."
+        "Once there was [h.a]. [H.his] name was [h.name]. [H.he] lived [home], and [h.he] was {happy|never bored}, for "
+        "[h.he] loved [love]."
     ),
     (
         "[H.name], [h.a], was {six|seven|eight|nine|ten} when it happened. [H.he] lived [home], and {people|everybody} "
-        "called "
-        "[h.him] the {most [trait] one|[trait] one} of the family."
+        "called [h.him] the {most [trait] one|[trait] one} of the family."
     ),
     "Have you heard of [h.name]? [H.he] was [h.a] who lived [home]. {There are many stories about [h.him].|Let me tell "
     "you about [h.him].}",
@@ -376,13 +374,11 @@ OPENINGS = (
     ),
     (
         "It was {a long time ago|in the time of the old king|before there were trains}. [H.name], [h.a], lived [home] "
-        "and "
-        "{had never been anywhere else|was content}."
+        "and {had never been anywhere else|was content}."
     ),
     (
         "{When the winter came|When the snow melted|When the days grew long|In the summer holidays|In the year of the "
-        "great "
-        "storm}, [h.name] was living [home]. [H.he] was [h.a], and [h.he] loved [love]."
+        "great storm}, [h.name] was living [home]. [H.he] was [h.a], and [h.he] loved [love]."
     ),
     (
         "{The wind was blowing|It was raining|The sun was shining|It was getting dark} [home]. [H.name], [h.a], was "
@@ -403,15 +399,15 @@ QUESTS: tuple[dict[str, Any], ...] = (
                 "grandmother, and [h.he] had kept it {for years|in a box under the bed|on a string round [h.his] "
                 'neck}.\n"{Where can it be|Who has taken it}?" [h.he] {cried|asked}. [H.he] looked {under the '
                 'bed|behind the door} and {in every corner|on every shelf}, but the [lost] was not there.\n"{I saw '
-                "something shine|I saw a bird with something in its beak},{ down by the old bridge|on the road to "
-                'the hills}," said {a sparrow|the cat|a neighbour}. So [h] {put on a warm scarf|took some bread} '
-                "and set out to find it."
+                "something shine|I saw a bird with something in its beak},{ down by the old bridge|on the road to the "
+                'hills}," said {a sparrow|the cat|a neighbour}. So [h] {put on a warm scarf|took some bread} and set '
+                "out to find it."
             ),
             (
                 "[Day] [h] {went for a walk|was walking home} and lost [h.his] [metal] [lost] on the way. [H.he] "
-                '{noticed|knew} it only when [h.he] was home again. "Oh no!" [h.he] {cried|said}. "My [lost]! I '
-                'must find it before it {is dark|rains|snows}."\nAnd [h.he] went back along the road, {looking to '
-                "the left and to the right|looking under every leaf}."
+                '{noticed|knew} it only when [h.he] was home again. "Oh no!" [h.he] {cried|said}. "My [lost]! I must '
+                'find it before it {is dark|rains|snows}."\nAnd [h.he] went back along the road, {looking to the left '
+                "and to the right|looking under every leaf}."
             ),
         ),
         "end": (
@@ -442,11 +438,10 @@ QUESTS: tuple[dict[str, Any], ...] = (
         },
         "start": (
             (
-                "[Day] [h.his] mother fell ill. She lay in bed and could not {eat or drink|get up}. {The doctor|A "
-                'wise old owl} came and shook {his|a grey} head. "Only one thing can make her well," {came the '
-                'answer|was all that was said}. "It is the [herb] that grows [where]."\n"Then I will {fetch|find} '
-                'it," said [h]. [H.he] {kissed|hugged} [h.his] mother, {took|packed} [food], and set out {at '
-                "once|that very hour}."
+                "[Day] [h.his] mother fell ill. She lay in bed and could not {eat or drink|get up}. {The doctor|A wise "
+                'old owl} came and shook {his|a grey} head. "Only one thing can make her well," {came the answer|was '
+                'all that was said}. "It is the [herb] that grows [where]."\n"Then I will {fetch|find} it," said [h]. '
+                "[H.he] {kissed|hugged} [h.his] mother, {took|packed} [food], and set out {at once|that very hour}."
             ),
         ),
         "end": (
@@ -454,8 +449,8 @@ QUESTS: tuple[dict[str, Any], ...] = (
                 "And there, [where], grew the [herb]. It {was shining in the sun|shone like a small lamp}, and it "
                 "smelled {sweet|of summer}. [H] picked it {very |}carefully and carried it home{ without stopping "
                 "once|, day and night}.\n[H.his] mother {ate|tasted} a little of it. {Soon|Before the hour was over} "
-                'her cheeks were red again, and she sat up and {smiled|laughed}. "I feel as well as ever," she '
-                'said. "{My brave child|You dear thing}! How far you have gone for me."'
+                'her cheeks were red again, and she sat up and {smiled|laughed}. "I feel as well as ever," she said. '
+                '"{My brave child|You dear thing}! How far you have gone for me."'
             ),
         ),
     },
@@ -464,24 +459,24 @@ QUESTS: tuple[dict[str, Any], ...] = (
         "set": {"water": ("well", "spring", "stream")},
         "start": (
             (
-                "That summer it did not rain {for a hundred days|at all}. The [water] dried up, the flowers "
-                '{died|hung their heads}, and everybody was thirsty. [Day] [h] said, "{Somebody|Someone} must go '
-                'and find out where the water has gone." Nobody else wanted to go, so [h] went alone.'
+                "That summer it did not rain {for a hundred days|at all}. The [water] dried up, the flowers {died|hung "
+                'their heads}, and everybody was thirsty. [Day] [h] said, "{Somebody|Someone} must go and find out '
+                'where the water has gone." Nobody else wanted to go, so [h] went alone.'
             ),
             (
                 '[Day] the [water] was empty. There was not {a drop|one drop} of water in it. "What shall we do?" '
-                'cried the neighbours. "I will go up into the hills, where the water comes from," said [h], "and '
-                'see what is wrong."'
+                'cried the neighbours. "I will go up into the hills, where the water comes from," said [h], "and see '
+                'what is wrong."'
             ),
         ),
         "end": (
             (
-                "High up in the hills, [h] found the place where the water began. A great {stone|tree|rock} had "
-                "fallen across it. [H] pushed and pulled, but it did not move. Then [h.he] {took a long "
-                "branch|found a strong branch} and pushed it under the stone. The stone {rolled|moved}, and the "
-                "water {sprang|ran} out, cold and clear, and hurried down the hill.\nWhen [h] came home, the [water] "
-                "was full. {Everybody|All the neighbours} {danced|drank and laughed}, and {the flowers lifted their "
-                "heads|they carried [h] round the square}."
+                "High up in the hills, [h] found the place where the water began. A great {stone|tree|rock} had fallen "
+                "across it. [H] pushed and pulled, but it did not move. Then [h.he] {took a long branch|found a strong "
+                "branch} and pushed it under the stone. The stone {rolled|moved}, and the water {sprang|ran} out, cold "
+                "and clear, and hurried down the hill.\nWhen [h] came home, the [water] was full. {Everybody|All the "
+                "neighbours} {danced|drank and laughed}, and {the flowers lifted their heads|they carried [h] round "
+                "the square}."
             ),
             (
                 "At the top of the hill sat [f.new], with the whole stream {in a bottle|in a little blue jug}. "
@@ -497,23 +492,22 @@ QUESTS: tuple[dict[str, Any], ...] = (
         "start": (
             (
                 "[Day] the smallest [gone] of all was missing. Its mother {ran up and down|looked everywhere} and "
-                'called, but there was no answer. "It is so small," she {said|cried}, "and the night will be cold."\n'
-                '"Do not {cry|worry}," said [h]. "I will look for it, and I will not come back without it."'
+                'called, but there was no answer. "It is so small," she {said|cried}, "and the night will be '
+                'cold."\n"Do not {cry|worry}," said [h]. "I will look for it, and I will not come back without it."'
             ),
             (
                 '[Day] [h] heard {bad|sad} news. "Our little [gone] has not come home," said {the neighbours|the '
-                'farmer}. "Will you help us to look for it?"\n"Of course," said [h]. [H.he] {took|lit} a lantern, '
-                "and followed the {small|tiny} footprints {across the field|down the lane|into the wood}."
+                'farmer}. "Will you help us to look for it?"\n"Of course," said [h]. [H.he] {took|lit} a lantern, and '
+                "followed the {small|tiny} footprints {across the field|down the lane|into the wood}."
             ),
         ),
         "end": (
             (
                 "Then [h] heard {a soft cry|a small voice}. [H.he] {stood still|stopped} and listened. There it was "
-                "again, {behind a bush|under a fallen tree|in a {deep|dry} ditch}. It was the little [gone], cold "
-                'and {frightened|hungry}, but not hurt.\n"{There you are|I have found you}!" said [h], and {wrapped '
-                'it in [h.his] scarf|warmed it}. "{Come|Now}, I will take you home."\nHow happy its mother was! She '
-                "{licked it from head to tail|would not let it out of her sight}, and she thanked [h] again and "
-                "again."
+                "again, {behind a bush|under a fallen tree|in a {deep|dry} ditch}. It was the little [gone], cold and "
+                '{frightened|hungry}, but not hurt.\n"{There you are|I have found you}!" said [h], and {wrapped it in '
+                '[h.his] scarf|warmed it}. "{Come|Now}, I will take you home."\nHow happy its mother was! She {licked '
+                "it from head to tail|would not let it out of her sight}, and she thanked [h] again and again."
             ),
         ),
     },
@@ -540,12 +534,12 @@ QUESTS: tuple[dict[str, Any], ...] = (
         "end": (
             (
                 'So [h] came to the castle at last. The king looked {down at|at} [h.him] and {frowned|smiled}. "So '
-                'many have tried," he said. "What can you do, [h.name]?"\n"{I do not know yet|I can only do my '
-                'best}," said [h], "but I have come a long way, and I have learned {a great deal|something} on the '
-                'road." And [h.he] told {the king|the whole court} everything that had happened, {from the '
-                "beginning to the end|the good and the bad}.\nIt was so {strange|funny} and so {true|well told} that "
-                "everybody {laughed|listened}, even the king. By the time it was over, [h.he] had done what nobody "
-                'else could do. "The prize is yours," said the king, and [h] got [prize].'
+                'many have tried," he said. "What can you do, [h.name]?"\n"{I do not know yet|I can only do my best}," '
+                'said [h], "but I have come a long way, and I have learned {a great deal|something} on the road." And '
+                "[h.he] told {the king|the whole court} everything that had happened, {from the beginning to the "
+                "end|the good and the bad}.\nIt was so {strange|funny} and so {true|well told} that everybody "
+                "{laughed|listened}, even the king. By the time it was over, [h.he] had done what nobody else could "
+                'do. "The prize is yours," said the king, and [h] got [prize].'
             ),
         ),
     },
@@ -553,10 +547,10 @@ QUESTS: tuple[dict[str, Any], ...] = (
         "cast": {"f": "animal"},
         "start": (
             (
-                'Only one thing was wrong: [h] had nobody to {play|talk} with. "I wish I had a {real |}friend," '
-                '[h.he] said {one day|every night}. [Day] [h.he] made up [h.his] mind. "{A friend will not come to '
-                'me if I stay here|If nobody comes to me, I must go and look}." And [h.he] {shut the door|packed '
-                "[food]} and went out into the {wide |}world."
+                'Only one thing was wrong: [h] had nobody to {play|talk} with. "I wish I had a {real |}friend," [h.he] '
+                'said {one day|every night}. [Day] [h.he] made up [h.his] mind. "{A friend will not come to me if I '
+                'stay here|If nobody comes to me, I must go and look}." And [h.he] {shut the door|packed [food]} and '
+                "went out into the {wide |}world."
             ),
         ),
         "end": (
@@ -582,9 +576,9 @@ QUESTS: tuple[dict[str, Any], ...] = (
         },
         "start": (
             (
-                'But [h] had never seen [far]. "What is it like there?" [h.he] asked everybody. {Some said that it '
-                'was beautiful, and some said that it was terrible.|Nobody knew.} [Day] [h.he] said, "I will go and '
-                'see it with my own eyes." [H.he] took [food] and a {stick|blanket}, and {waved|said} goodbye.'
+                'But [h] had never seen [far]. "What is it like there?" [h.he] asked everybody. {Some said that it was '
+                'beautiful, and some said that it was terrible.|Nobody knew.} [Day] [h.he] said, "I will go and see it '
+                'with my own eyes." [H.he] took [food] and a {stick|blanket}, and {waved|said} goodbye.'
             ),
         ),
         "end": (
@@ -592,8 +586,8 @@ QUESTS: tuple[dict[str, Any], ...] = (
                 "And then, after {three|seven|many} days, [h] saw [far]. It was even {greater|more beautiful} than "
                 "[h.he] had dreamed. [H.he] stood there {for a long time|until the evening} and {did not say a "
                 'word|could not say a word}.\n"Now I know," [h.he] said at last. {"The world is large," [h.he] '
-                'thought, "and I am small, and that is good."|"It was worth every step," [h.he] thought.} Then '
-                "[h.he] turned round and went home, for [h.he] had {a great deal to tell|a story to tell}."
+                'thought, "and I am small, and that is good."|"It was worth every step," [h.he] thought.} Then [h.he] '
+                "turned round and went home, for [h.he] had {a great deal to tell|a story to tell}."
             ),
         ),
     },
@@ -602,10 +596,10 @@ QUESTS: tuple[dict[str, Any], ...] = (
         "start": (
             (
                 "One {night|dark night|autumn night|night in November} there was a great storm, and the lamp of "
-                "[light] went out. {Out at sea|Far out on the water} "
-                'there were ships, and without the light they could not find the way. "We need {oil|new oil} for '
-                'the lamp," said [h], "and the only oil is {in the town behind the hills|on the other side of the '
-                'bay}. I will fetch it." And [h.he] ran out into the {wind|rain|night}.'
+                "[light] went out. {Out at sea|Far out on the water} there were ships, and without the light they "
+                'could not find the way. "We need {oil|new oil} for the lamp," said [h], "and the only oil is {in the '
+                'town behind the hills|on the other side of the bay}. I will fetch it." And [h.he] ran out into the '
+                "{wind|rain|night}."
             ),
         ),
         "end": (
@@ -613,8 +607,8 @@ QUESTS: tuple[dict[str, Any], ...] = (
                 "It was almost midnight when [h] came back with the oil. [H.he] ran up {the hundred steps|all the "
                 "steps}, filled the lamp, and lit it. The light {shone|fell} far out over the dark water.\nOne after "
                 'the other, the ships turned and came safely into the harbour. "Who lit the lamp?" asked the '
-                "{sailors|captains}. And when they heard who it was, they {took off their hats|cheered} and called "
-                "out [h.his] name three times."
+                "{sailors|captains}. And when they heard who it was, they {took off their hats|cheered} and called out "
+                "[h.his] name three times."
             ),
         ),
     },
@@ -642,8 +636,8 @@ QUESTS: tuple[dict[str, Any], ...] = (
             (
                 "The market was almost over when [h] got there. But one old man still had what [h.he] {wanted|was "
                 'looking for}: [present]. "How much is it?" asked [h]. "How much have you got?" asked the man. [H] '
-                'showed him. "Then that is {exactly what it costs|the price}," said the man, and he smiled.\nThe '
-                'next day [f] opened {the parcel|the box}. "[Present]!" [f.he] cried. "How did you know?" [H] only '
+                'showed him. "Then that is {exactly what it costs|the price}," said the man, and he smiled.\nThe next '
+                'day [f] opened {the parcel|the box}. "[Present]!" [f.he] cried. "How did you know?" [H] only '
                 "{laughed|smiled}. And they {ate|shared} [food] until they could eat no more."
             ),
         ),
@@ -655,8 +649,8 @@ QUESTS: tuple[dict[str, Any], ...] = (
         },
         "start": (
             (
-                '[Day] [bell] did not ring. In the night a [thief] had come and carried it away. "Without the bell '
-                'we do not know when to {get up|eat|go to bed}," said the people. {They were all afraid of the '
+                '[Day] [bell] did not ring. In the night a [thief] had come and carried it away. "Without the bell we '
+                'do not know when to {get up|eat|go to bed}," said the people. {They were all afraid of the '
                 '[thief].|Nobody dared to go after it.} Only [h] was not afraid. "I will go and ask for it," [h.he] '
                 "said."
             ),
@@ -685,19 +679,19 @@ QUESTS: tuple[dict[str, Any], ...] = (
         },
         "start": (
             (
-                '[Day] {a stranger|a tired rider} knocked at the door. "I have hurt my foot," he said, "and I '
-                "cannot go any further. This must reach [to] before {the sun goes down|tomorrow night}. Will you "
-                'take it?" And he gave [h] [message].\n[H] had never been so far from home. But [h.he] said, "{You '
-                'can trust me|I promise}." And [h.he] set out at once.'
+                '[Day] {a stranger|a tired rider} knocked at the door. "I have hurt my foot," he said, "and I cannot '
+                'go any further. This must reach [to] before {the sun goes down|tomorrow night}. Will you take it?" '
+                'And he gave [h] [message].\n[H] had never been so far from home. But [h.he] said, "{You can trust '
+                'me|I promise}." And [h.he] set out at once.'
             ),
         ),
         "end": (
             (
                 'The sun was {low|almost gone} when [h] came to the right door and knocked three times. "I have '
-                'something for you," [h.he] said, "from a man who could not come himself."\nIt was for [to], who '
-                'took it {with both hands|quickly} and read what was in it. "This is {the best news|good news}," '
-                '[h.he] was told. "I have waited for it for {three years|so long}. You must be tired. Come in, sit '
-                'by the fire, and eat." There was [food] on the table, and [h] slept {very |}well that night.'
+                'something for you," [h.he] said, "from a man who could not come himself."\nIt was for [to], who took '
+                'it {with both hands|quickly} and read what was in it. "This is {the best news|good news}," [h.he] was '
+                'told. "I have waited for it for {three years|so long}. You must be tired. Come in, sit by the fire, '
+                'and eat." There was [food] on the table, and [h] slept {very |}well that night.'
             ),
         ),
     },
@@ -713,12 +707,12 @@ QUESTS: tuple[dict[str, Any], ...] = (
         ),
         "end": (
             (
-                "At last [h.he] stood at the place with the red cross. [H] dug and dug, until the spade hit "
-                "something hard. It was a {box|chest}, old and {brown|covered with dust}. Slowly [h.he] opened it.\n"
-                "{There was no gold in it, only a letter.|In it lay a letter, and under the letter a single coin.} "
-                '"Dear friend," it said, "you have {crossed the river, climbed the hill|come a long way} and found '
-                'the place. You have become {braver|stronger} on the way. That is the treasure." [H] thought about '
-                "it, and {laughed|smiled}. Then [h.he] put the box back for the next one."
+                "At last [h.he] stood at the place with the red cross. [H] dug and dug, until the spade hit something "
+                "hard. It was a {box|chest}, old and {brown|covered with dust}. Slowly [h.he] opened it.\n{There was "
+                'no gold in it, only a letter.|In it lay a letter, and under the letter a single coin.} "Dear friend," '
+                'it said, "you have {crossed the river, climbed the hill|come a long way} and found the place. You '
+                'have become {braver|stronger} on the way. That is the treasure." [H] thought about it, and '
+                "{laughed|smiled}. Then [h.he] put the box back for the next one."
             ),
         ),
     },
@@ -727,29 +721,28 @@ QUESTS: tuple[dict[str, Any], ...] = (
         "start": (
             (
                 "[Day] [h] looked up and saw that [star] was missing. The night before it had stood over the "
-                "{roof|hill}, and now there was a {dark|black} hole in the sky. {At the same moment|Then} [h.he] "
-                'saw a light {far away, behind the trees|on the other side of the hills}. "It has fallen down," '
-                'said [h]. "I must help it." And [h.he] began to walk towards the light.'
+                "{roof|hill}, and now there was a {dark|black} hole in the sky. {At the same moment|Then} [h.he] saw a "
+                'light {far away, behind the trees|on the other side of the hills}. "It has fallen down," said [h]. "I '
+                'must help it." And [h.he] began to walk towards the light.'
             ),
         ),
         "end": (
             (
-                "There lay [star], {in the moss|in the grass}, and it was crying {softly|a little}. It was no "
-                'bigger than {an apple|a plum}. "I leaned over too far, and I fell," it said. "{I want to go '
-                'home!|How shall I ever get home?}"\n[H] thought for a while. Then [h.he] carried the star to {the '
-                'highest hill|the top of the hill} and {waited for the wind|called the wind}. "Take it up again, '
-                '{please|dear wind}," said [h]. The wind {took|lifted} the star gently, higher and higher, until it '
-                "was in its place.\nAnd every night since then, it {winks at|shines on} [h] before all the others."
+                "There lay [star], {in the moss|in the grass}, and it was crying {softly|a little}. It was no bigger "
+                'than {an apple|a plum}. "I leaned over too far, and I fell," it said. "{I want to go home!|How shall '
+                'I ever get home?}"\n[H] thought for a while. Then [h.he] carried the star to {the highest hill|the '
+                'top of the hill} and {waited for the wind|called the wind}. "Take it up again, {please|dear wind}," '
+                "said [h]. The wind {took|lifted} the star gently, higher and higher, until it was in its place.\nAnd "
+                "every night since then, it {winks at|shines on} [h] before all the others."
             ),
         ),
     },
     {
         "set": {"sleeper": ("the spring", "the sun", "the north wind", "the rain")},
         "start": (
-            "That year [sleeper] did not come. {The people waited and waited.|Week after week went by.} "
-            '"Perhaps [sleeper] {is asleep|has forgotten us}," said [h]. "Somebody must go and {knock|wake '
-            'it}." And because nobody else {would|wanted to}, [h.he] {put on [h.his] boots|took [food]} and '
-            "went."
+            'That year [sleeper] did not come. {The people waited and waited.|Week after week went by.} "Perhaps '
+            '[sleeper] {is asleep|has forgotten us}," said [h]. "Somebody must go and {knock|wake it}." And because '
+            "nobody else {would|wanted to}, [h.he] {put on [h.his] boots|took [food]} and went."
         ),
         "end": (
             (
@@ -757,8 +750,8 @@ QUESTS: tuple[dict[str, Any], ...] = (
                 'it}?" asked a sleepy voice. "It is late," said [h]. "We are all waiting for you."\nThe door opened. '
                 'There stood [sleeper], {in a nightshirt|with wild hair}. "{Waiting for me|For me}?" it asked. "I '
                 'thought that nobody {liked|missed} me." "We miss you {every day|very much}," said [h].\nThen there '
-                "was a great {rushing|laughing} in the air, and when [h] came home, [sleeper] was there already, "
-                "and {everything was as it should be|the children were dancing in the fields}."
+                "was a great {rushing|laughing} in the air, and when [h] came home, [sleeper] was there already, and "
+                "{everything was as it should be|the children were dancing in the fields}."
             ),
         ),
     },
@@ -766,53 +759,51 @@ QUESTS: tuple[dict[str, Any], ...] = (
         "cast": {"f": "rival"},
         "set": {"nest": ("egg", "blue egg", "speckled egg")},
         "start": (
-            '[Day] [h] found a [nest] {in the grass|on the path}. It was still warm. "{Whose are you|Where is '
-            'your nest}?" said [h], and {wrapped it in wool|held it carefully}. "I will take you home before '
-            'you are cold."'
+            '[Day] [h] found a [nest] {in the grass|on the path}. It was still warm. "{Whose are you|Where is your '
+            'nest}?" said [h], and {wrapped it in wool|held it carefully}. "I will take you home before you are cold."'
         ),
         "end": (
             (
                 'High up in a [tree] somebody was crying. It was [f.new]. "My egg!" the bird {cried|called}. "I had '
                 '{three|four}, and one is gone!"\n"Here it is," said [h], and climbed up and laid it {gently |}into '
                 "the nest. And at that moment there was a {crack|small noise}. A tiny beak came out, and then a "
-                '{wet|sleepy} head. It looked at [h] and said, "{Peep|Tweet}."\n"{That means thank you|It likes '
-                'you}," said the mother, and they all {laughed|smiled}.'
+                '{wet|sleepy} head. It looked at [h] and said, "{Peep|Tweet}."\n"{That means thank you|It likes you}," '
+                "said the mother, and they all {laughed|smiled}."
             ),
         ),
     },
     {
         "set": {"song": ("a song", "a melody", "one line of an old song")},
         "start": (
-            'For days [song] had been in [h.his] head, but [h.he] did not know how it ended. "{I cannot '
-            'sleep|It drives me mad}," [h.he] said. "Somebody must know the end." [Day] [h.he] set out to ask '
-            "{everybody [h.he] met|the whole world}."
+            'For days [song] had been in [h.his] head, but [h.he] did not know how it ended. "{I cannot sleep|It '
+            'drives me mad}," [h.he] said. "Somebody must know the end." [Day] [h.he] set out to ask {everybody [h.he] '
+            "met|the whole world}."
         ),
         "end": (
             (
-                "In the last house of the last village sat an old woman with a {violin|guitar}. [H] {sang|hummed} "
-                'what [h.he] knew. The old woman {closed her eyes|put her head on one side}. "{That is my song|I '
-                'know it}," she said. "I made it when I was a girl, and I never found the end either."\nSo they sat '
-                "down together and looked for it. They tried it high, and they tried it low. {A bird sang "
-                'outside|The kettle began to sing}, and there it was! "{That is it|Listen}!" they both cried.\nAll '
-                "the way home [h] sang the song from the beginning to the end, and {everybody who heard it sang "
-                "along|the birds learned it}."
+                "In the last house of the last village sat an old woman with a {violin|guitar}. [H] {sang|hummed} what "
+                '[h.he] knew. The old woman {closed her eyes|put her head on one side}. "{That is my song|I know it}," '
+                'she said. "I made it when I was a girl, and I never found the end either."\nSo they sat down together '
+                "and looked for it. They tried it high, and they tried it low. {A bird sang outside|The kettle began "
+                'to sing}, and there it was! "{That is it|Listen}!" they both cried.\nAll the way home [h] sang the '
+                "song from the beginning to the end, and {everybody who heard it sang along|the birds learned it}."
             ),
         ),
     },
     {
         "cast": {"f": "animal"},
         "start": (
-            "[H.his] best friend was [f.name], [f.a]. They met every {day|morning}. But one day [f] did not "
-            'come, and there was no light in [f.his] window. "Something is wrong," said [h]. On the door there '
-            'was a note: "{Gone over the hills|I have gone to see the world}. Do not worry." But [h] did worry, '
-            "and went after [f.him]."
+            "[H.his] best friend was [f.name], [f.a]. They met every {day|morning}. But one day [f] did not come, and "
+            'there was no light in [f.his] window. "Something is wrong," said [h]. On the door there was a note: '
+            '"{Gone over the hills|I have gone to see the world}. Do not worry." But [h] did worry, and went after '
+            "[f.him]."
         ),
         "end": (
             (
                 'On the last hill sat [f], all alone, with a {small |}bundle. "Why did you go away?" asked [h]. [F] '
-                '{looked at the ground|sighed}. "I {broke your {blue |}cup|forgot your birthday}," [f.he] said, '
-                '"and I was afraid that you would {never speak to me again|be angry}."\n"You silly thing!" said [h]. '
-                '"That does not matter. I have only one [f.name]." [F] began to {cry|smile}. "{Really|Truly}?" '
+                '{looked at the ground|sighed}. "I {broke your {blue |}cup|forgot your birthday}," [f.he] said, "and I '
+                'was afraid that you would {never speak to me again|be angry}."\n"You silly thing!" said [h]. "That '
+                'does not matter. I have only one [f.name]." [F] began to {cry|smile}. "{Really|Truly}?" '
                 '"{Really|Truly}. Come home. {Supper is ready|It is getting cold}."\nAnd they walked home together, '
                 "{arm in arm|side by side}, while the sun went down behind them."
             ),
@@ -821,10 +812,10 @@ QUESTS: tuple[dict[str, Any], ...] = (
     {
         "set": {"beast": ("dragon", "sea monster", "great white bear", "griffin")},
         "start": (
-            "[Day] news came that a [beast] was {sitting on the bridge|lying across the road to the town}, so "
-            'that nobody could get past. Some wanted to fight it, and some wanted to run away. "{I should like '
-            'to see it first|Let me talk to it}," said [h]. {Everybody thought that [h.he] was mad.|They '
-            "laughed at [h.him].} But [h.he] went."
+            "[Day] news came that a [beast] was {sitting on the bridge|lying across the road to the town}, so that "
+            'nobody could get past. Some wanted to fight it, and some wanted to run away. "{I should like to see it '
+            'first|Let me talk to it}," said [h]. {Everybody thought that [h.he] was mad.|They laughed at [h.him].} '
+            "But [h.he] went."
         ),
         "end": (
             (
@@ -832,10 +823,9 @@ QUESTS: tuple[dict[str, Any], ...] = (
                 '{trembled|shook}, but [h.he] went closer. "Good morning," [h.he] said. "You are lying on our '
                 'road."\nThe [beast] opened one {yellow|green} eye. "I know," it said in a {hoarse|deep} voice. "I '
                 'came too far, and now my foot hurts. I {cannot move|am ashamed}." "Is that all?" asked [h]. [H.he] '
-                "tore [h.his] {scarf|shirt} into {strips|long pieces} and bound up the foot.\n{Three days "
-                "later|After a good night's sleep} the [beast] stood up, bowed, and went home. And every "
-                "{winter|year}, when the nights are cold, it comes and {lights all the stoves in the village|keeps "
-                "the wolves away}."
+                "tore [h.his] {scarf|shirt} into {strips|long pieces} and bound up the foot.\n{Three days later|After "
+                "a good night's sleep} the [beast] stood up, bowed, and went home. And every {winter|year}, when the "
+                "nights are cold, it comes and {lights all the stoves in the village|keeps the wolves away}."
             ),
         ),
     },
@@ -845,156 +835,154 @@ GIFTS: tuple[tuple[str, str], ...] = (
     (
         "a small lantern",
         (
-            "{Soon|Not long after that|Towards evening} the path led into a {cave|tunnel} where it was {as "
-            "black as night|quite dark}. [H] could not see [h.his] own {feet|nose}. Then [h.he] "
-            "{remembered|thought of} the lantern. [H.he] lit it, and the {little|warm} light showed the way{ to "
-            "the other end|, past deep holes and wet stones|}."
+            "{Soon|Not long after that|Towards evening} the path led into a {cave|tunnel} where it was {as black as "
+            "night|quite dark}. [H] could not see [h.his] own {feet|nose}. Then [h.he] {remembered|thought of} the "
+            "lantern. [H.he] lit it, and the {little|warm} light showed the way{ to the other end|, past deep holes "
+            "and wet stones|}."
         ),
     ),
     (
         "a long rope",
         (
-            "{Soon|After an hour|Not long after that} [h] came to a {deep ditch|steep rock|high wall}. There "
-            'was no way round it. "{How good that I have the rope|The rope}!" said [h]. [H.he] {threw it over a '
-            "strong branch|tied it to a tree}, held on {tightly|with all [h.his] strength}, and {a moment "
-            "later|soon} [h.he] was on the other side."
+            "{Soon|After an hour|Not long after that} [h] came to a {deep ditch|steep rock|high wall}. There was no "
+            'way round it. "{How good that I have the rope|The rope}!" said [h]. [H.he] {threw it over a strong '
+            "branch|tied it to a tree}, held on {tightly|with all [h.his] strength}, and {a moment later|soon} [h.he] "
+            "was on the other side."
         ),
     ),
     (
         "a little whistle",
         (
-            "Then a thick fog came up, and [h] lost the way. {Everything was white|The path was gone}. [H.he] "
-            "called, but nobody answered. At last [h.he] took out the whistle and blew it {three times|as hard "
-            'as [h.he] could}. {A moment later|At once} [g] {was there|came out of the fog}. "I heard you," '
-            'said [g.he]. "{Follow me|Come with me}." And [g.he] led [h] back to the path.'
+            "Then a thick fog came up, and [h] lost the way. {Everything was white|The path was gone}. [H.he] called, "
+            "but nobody answered. At last [h.he] took out the whistle and blew it {three times|as hard as [h.he] "
+            'could}. {A moment later|At once} [g] {was there|came out of the fog}. "I heard you," said [g.he]. '
+            '"{Follow me|Come with me}." And [g.he] led [h] back to the path.'
         ),
     ),
     (
         "a rusty key",
         (
-            "{Soon|At noon|After a while} [h] stood before an iron gate. It was {locked|shut}, and it was far "
-            'too high to climb. "Will the old key fit?" {wondered|thought} [h]. [H.he] put it into the lock and '
-            "turned it. {The lock creaked|There was a click}, and the gate {swung open|opened slowly}."
+            "{Soon|At noon|After a while} [h] stood before an iron gate. It was {locked|shut}, and it was far too high "
+            'to climb. "Will the old key fit?" {wondered|thought} [h]. [H.he] put it into the lock and turned it. {The '
+            "lock creaked|There was a click}, and the gate {swung open|opened slowly}."
         ),
     ),
     (
         "a piece of cheese",
         (
-            "{Soon|A little later|At the next corner} a big dog {jumped out|stood} in the middle of the road. "
-            'It {showed its teeth|growled} and would not let [h] pass. "{Perhaps you are only hungry|You look '
-            'hungry}," said [h], and gave it the cheese. The dog ate it {all up|in one bite}, {licked [h.his] '
-            "hand|wagged its tail}, and lay down again. And [h] walked on."
+            "{Soon|A little later|At the next corner} a big dog {jumped out|stood} in the middle of the road. It "
+            '{showed its teeth|growled} and would not let [h] pass. "{Perhaps you are only hungry|You look hungry}," '
+            "said [h], and gave it the cheese. The dog ate it {all up|in one bite}, {licked [h.his] hand|wagged its "
+            "tail}, and lay down again. And [h] walked on."
         ),
     ),
     (
         "a jar of honey",
         (
-            "{Soon|Then|A little later} [h] met a {huge|great} bear, who stood on {his|two} legs and "
-            '{roared|growled}. "This is my forest!" {said|cried} the bear. "{What will you give me if I let you '
-            'pass|Nobody may pass without paying}." [H] {trembled|was afraid}, but [h.he] held out the honey. '
-            'The bear {tasted|tried} it and {smiled from ear to ear|closed his eyes with pleasure}. "You may '
-            'come through my forest whenever you like," he said.'
+            "{Soon|Then|A little later} [h] met a {huge|great} bear, who stood on {his|two} legs and {roared|growled}. "
+            '"This is my forest!" {said|cried} the bear. "{What will you give me if I let you pass|Nobody may pass '
+            'without paying}." [H] {trembled|was afraid}, but [h.he] held out the honey. The bear {tasted|tried} it '
+            'and {smiled from ear to ear|closed his eyes with pleasure}. "You may come through my forest whenever you '
+            'like," he said.'
         ),
     ),
     (
         "a warm cloak",
         (
-            "{Then|In the afternoon|Soon} it began to snow. The wind {blew|howled}, and it grew colder and "
-            'colder. "Without the cloak I should freeze," thought [h]. [H.he] pulled it round [h.his] '
-            "shoulders, and it was as warm as {a bed|an oven}. So [h] {walked on|went on} through the snow "
-            "until the storm was over."
+            "{Then|In the afternoon|Soon} it began to snow. The wind {blew|howled}, and it grew colder and colder. "
+            '"Without the cloak I should freeze," thought [h]. [H.he] pulled it round [h.his] shoulders, and it was as '
+            "warm as {a bed|an oven}. So [h] {walked on|went on} through the snow until the storm was over."
         ),
     ),
     (
         "a small mirror",
         (
             "{Soon|Then} [h] heard heavy steps. A {troll|giant} stood in the way, and he was {very big and very "
-            'ugly|looking for his supper}. "Look here," said [h] quickly, and held up the mirror. The '
-            '{monster|big fellow} had never seen himself before. "{Help! What a terrible creature|Who is that '
-            'horrible creature}!" he {cried|screamed}, and he ran away and {was never seen again|did not stop '
-            "until the evening}."
+            'ugly|looking for his supper}. "Look here," said [h] quickly, and held up the mirror. The {monster|big '
+            'fellow} had never seen himself before. "{Help! What a terrible creature|Who is that horrible creature}!" '
+            "he {cried|screamed}, and he ran away and {was never seen again|did not stop until the evening}."
         ),
     ),
     (
         "a ball of wool",
         (
-            "{Soon|Then|After a while} [h] came to a {maze of hedges|great dark wood} where {every path looked "
-            "the same|many had lost their way}. [H.he] tied the end of the wool to a [tree] and {let it run "
-            "out|unrolled it} behind [h.him]. Twice [h.he] came to a dead end, and twice the wool led [h.him] "
-            "back. The third path was the right one."
+            "{Soon|Then|After a while} [h] came to a {maze of hedges|great dark wood} where {every path looked the "
+            "same|many had lost their way}. [H.he] tied the end of the wool to a [tree] and {let it run out|unrolled "
+            "it} behind [h.him]. Twice [h.he] came to a dead end, and twice the wool led [h.him] back. The third path "
+            "was the right one."
         ),
     ),
     (
         "three dry matches",
         (
-            "When night came, it was {bitterly|very} cold. [H] {gathered|found} some {wood|branches} and took "
-            "out the matches. The first {one |}went out in the wind. The second broke. But the third one "
-            "burned, and soon [h] was sitting by a {bright|warm} fire, and the {wolves|wild animals} stayed far "
-            "away. In the morning [h.he] walked on."
+            "When night came, it was {bitterly|very} cold. [H] {gathered|found} some {wood|branches} and took out the "
+            "matches. The first {one |}went out in the wind. The second broke. But the third one burned, and soon [h] "
+            "was sitting by a {bright|warm} fire, and the {wolves|wild animals} stayed far away. In the morning [h.he] "
+            "walked on."
         ),
     ),
     (
         "a wooden flute",
         (
-            "{Soon|Then|Towards evening} [h] came to a bridge, and on the bridge sat a {guard|giant} who had "
-            'not slept for a {year|hundred years}. "Nobody crosses," said he{ in a tired voice|}. So [h] sat '
-            "down and played {a soft song|a lullaby} on the flute. The {big man|guard} listened, {yawned|closed "
-            "one eye}, and fell fast asleep. [H] went past him on tiptoe."
+            "{Soon|Then|Towards evening} [h] came to a bridge, and on the bridge sat a {guard|giant} who had not slept "
+            'for a {year|hundred years}. "Nobody crosses," said he{ in a tired voice|}. So [h] sat down and played {a '
+            "soft song|a lullaby} on the flute. The {big man|guard} listened, {yawned|closed one eye}, and fell fast "
+            "asleep. [H] went past him on tiptoe."
         ),
     ),
     (
         "a handful of seeds",
         (
-            "{Soon|Then|After a while} a flock of {hungry|angry} birds flew round [h.his] head, and [h] could "
-            'not go on. "Wait," [h.he] said, and threw the seeds {on the ground|into the grass}. The birds {ate '
-            'them all up|were quiet at once}. "{That was kind|Nobody has ever given us anything}!" they sang. '
-            '"We will show you the shortest way." And they flew ahead{, from tree to tree|}.'
+            "{Soon|Then|After a while} a flock of {hungry|angry} birds flew round [h.his] head, and [h] could not go "
+            'on. "Wait," [h.he] said, and threw the seeds {on the ground|into the grass}. The birds {ate them all '
+            'up|were quiet at once}. "{That was kind|Nobody has ever given us anything}!" they sang. "We will show you '
+            'the shortest way." And they flew ahead{, from tree to tree|}.'
         ),
     ),
     (
         "a little boat of bark",
         (
-            "{Soon|Then|In the end} [h] came to a {wide|deep} river, and there was no bridge. [H.he] put the "
-            "little boat into the water, {and a strange thing happened|without much hope}. It grew and grew, "
-            "until it was big enough {to sit in|for two}. [H] {climbed|stepped} in, and {the wind|the stream} "
-            "carried [h.him] {gently|quickly} to the other side."
+            "{Soon|Then|In the end} [h] came to a {wide|deep} river, and there was no bridge. [H.he] put the little "
+            "boat into the water, {and a strange thing happened|without much hope}. It grew and grew, until it was big "
+            "enough {to sit in|for two}. [H] {climbed|stepped} in, and {the wind|the stream} carried [h.him] "
+            "{gently|quickly} to the other side."
         ),
     ),
     (
         "a good piece of advice",
         (
-            "{Soon|Then} [h] came to a place where {three|two} roads met, and there was no sign. {A cold wind "
-            "blew|It was growing dark}, and [h.he] was {afraid|close to tears}. Then [h.he] remembered the "
-            "advice: when you do not know what to do, sit down and breathe three times. [H.he] sat down and "
-            "breathed three times. When it was quiet, [h.he] could hear {the river|a bell}, far away {on the "
-            'left|to the right}. "That is the way," said [h], and so it was.'
+            "{Soon|Then} [h] came to a place where {three|two} roads met, and there was no sign. {A cold wind blew|It "
+            "was growing dark}, and [h.he] was {afraid|close to tears}. Then [h.he] remembered the advice: when you do "
+            "not know what to do, sit down and breathe three times. [H.he] sat down and breathed three times. When it "
+            'was quiet, [h.he] could hear {the river|a bell}, far away {on the left|to the right}. "That is the way," '
+            "said [h], and so it was."
         ),
     ),
     (
         "a bag of flour",
         (
-            "{Then|Soon|In the evening} [h] saw that {somebody|a thief} was following [h.him]. [H.he] could "
-            "hear steps, but {nobody was to be seen|there was nobody there}. So [h] threw the flour into the "
-            'air. {And there|At once}, white from head to foot, stood an invisible goblin! "That is not fair," '
-            "said the goblin, and {sneezed|ran away}."
+            "{Then|Soon|In the evening} [h] saw that {somebody|a thief} was following [h.him]. [H.he] could hear "
+            "steps, but {nobody was to be seen|there was nobody there}. So [h] threw the flour into the air. {And "
+            'there|At once}, white from head to foot, stood an invisible goblin! "That is not fair," said the goblin, '
+            "and {sneezed|ran away}."
         ),
     ),
     (
         "a pair of old boots",
         (
-            "{Soon|Then|Towards noon} the path {led through|went into} a {swamp|bog}, and [h.his] feet sank "
-            "deeper with every step. [H] put on the old boots. {They were much too big, but they did not "
-            "sink|They seemed to know the way}: {left, right, left, right|step by step}, they carried [h.him] "
-            "over the soft ground{ as if it were a street|}."
+            "{Soon|Then|Towards noon} the path {led through|went into} a {swamp|bog}, and [h.his] feet sank deeper "
+            "with every step. [H] put on the old boots. {They were much too big, but they did not sink|They seemed to "
+            "know the way}: {left, right, left, right|step by step}, they carried [h.him] over the soft ground{ as if "
+            "it were a street|}."
         ),
     ),
     (
         "a riddle",
         (
-            '{Soon|Then} [h] came to a gate with a stone lion above it. "Only those who can ask me something '
-            'that I do not know may pass," said the lion. [H] asked the riddle. The lion thought {for an '
-            'hour|and thought}, and {scratched its ear|grew very quiet}. "I do not know," it said at last. '
-            '"{How wonderful|At last something new}!" And the gate opened.'
+            '{Soon|Then} [h] came to a gate with a stone lion above it. "Only those who can ask me something that I do '
+            'not know may pass," said the lion. [H] asked the riddle. The lion thought {for an hour|and thought}, and '
+            '{scratched its ear|grew very quiet}. "I do not know," it said at last. "{How wonderful|At last something '
+            'new}!" And the gate opened.'
         ),
     ),
 )
@@ -1014,161 +1002,147 @@ MEETINGS = (
 )
 TROUBLES = (
     (
-        '[G.he] was caught in a thorn bush and could not get out. "{Help me|Please help me}!" said [g]. '
-        '"{The more I pull, the worse it gets|I have been here since yesterday}."\n[H] {was in a hurry|had a '
-        "long way to go}, but [h.he] bent back the thorns, one after the other, until [g] was free."
+        '[G.he] was caught in a thorn bush and could not get out. "{Help me|Please help me}!" said [g]. "{The more I '
+        'pull, the worse it gets|I have been here since yesterday}."\n[H] {was in a hurry|had a long way to go}, but '
+        "[h.he] bent back the thorns, one after the other, until [g] was free."
     ),
     (
-        '[G.he] was carrying a {heavy|huge} {basket|sack} and had to stop at every step. "{May I help '
-        'you|Shall I take it for a while}?" asked [h]. And [h.he] carried it {up the hill|as far as the '
-        "next {house|gate}}, though it was {very |}heavy."
+        '[G.he] was carrying a {heavy|huge} {basket|sack} and had to stop at every step. "{May I help you|Shall I take '
+        'it for a while}?" asked [h]. And [h.he] carried it {up the hill|as far as the next {house|gate}}, though it '
+        "was {very |}heavy."
     ),
     (
-        '[G.he] was looking for something in the grass. "I have lost my {spectacles|purse|ring}," said [g], '
-        '"and without {help|good eyes} I shall never find what I lost." [H] {went down on [h.his] '
-        "knees|looked under every leaf}. It took {an hour|a long time}, but in the end [h.he] found what "
-        "was lost."
+        '[G.he] was looking for something in the grass. "I have lost my {spectacles|purse|ring}," said [g], "and '
+        'without {help|good eyes} I shall never find what I lost." [H] {went down on [h.his] knees|looked under every '
+        "leaf}. It took {an hour|a long time}, but in the end [h.he] found what was lost."
     ),
     (
-        "A {little cart|cart} full of {turnips|hay|apples} was stuck in the mud, and [g] stood {beside "
-        'it|there} and did not know what to do. "You push, and I will pull," said [h]. They pushed and '
-        "pulled, {and on the third try|until at last} the cart {came out|rolled back on to the road}."
+        "A {little cart|cart} full of {turnips|hay|apples} was stuck in the mud, and [g] stood {beside it|there} and "
+        'did not know what to do. "You push, and I will pull," said [h]. They pushed and pulled, {and on the third '
+        "try|until at last} the cart {came out|rolled back on to the road}."
     ),
     (
-        '"I have not eaten for {two|three} days," said [g] {quietly|in a weak voice}. [H] did not have '
-        "much, only [treat]. But [h.he] gave {half of it|more than half of it} to [g], and they ate "
-        "together {in the sun|in silence}."
+        '"I have not eaten for {two|three} days," said [g] {quietly|in a weak voice}. [H] did not have much, only '
+        "[treat]. But [h.he] gave {half of it|more than half of it} to [g], and they ate together {in the sun|in "
+        "silence}."
     ),
     (
-        '[G.he] {was shivering|was blue} with cold. "Take my {scarf|blanket}," said [h]. "I can walk fast, '
-        'and that keeps me warm." And [h.he] {put|laid} it round the shoulders of [g].'
+        '[G.he] {was shivering|was blue} with cold. "Take my {scarf|blanket}," said [h]. "I can walk fast, and that '
+        'keeps me warm." And [h.he] {put|laid} it round the shoulders of [g].'
     ),
     (
-        '[G.he] wanted to cross the {stream|river}, but the water was too {deep|fast}. "{Hold on to me|Take '
-        'my hand}," said [h]. "Together we are stronger than the water." Step by step, they {went|waded} '
-        "through, and came out {wet but safe|safely} on the other side."
+        '[G.he] wanted to cross the {stream|river}, but the water was too {deep|fast}. "{Hold on to me|Take my hand}," '
+        'said [h]. "Together we are stronger than the water." Step by step, they {went|waded} through, and came out '
+        "{wet but safe|safely} on the other side."
     ),
     (
-        "The {goats|sheep|geese} had broken the fence and run away, and [g] was trying to catch them all at "
-        'once. [H] laughed. "{Not like that|Do it slowly}," [h.he] said. "They will come if we {call '
-        'softly|stand still}." And so they did. Then they mended the fence.'
+        "The {goats|sheep|geese} had broken the fence and run away, and [g] was trying to catch them all at once. [H] "
+        'laughed. "{Not like that|Do it slowly}," [h.he] said. "They will come if we {call softly|stand still}." And '
+        "so they did. Then they mended the fence."
     ),
     (
-        'A young bird had fallen out of its nest, and [g] could not reach the branch. "I will do it," said '
-        "[h]. [H.he] climbed {carefully|slowly} up the [tree], and put the bird back beside its "
-        "{brothers|sisters}."
+        'A young bird had fallen out of its nest, and [g] could not reach the branch. "I will do it," said [h]. [H.he] '
+        "climbed {carefully|slowly} up the [tree], and put the bird back beside its {brothers|sisters}."
     ),
     (
-        '"I have {a thorn|a splinter} in my foot," said [g], "and I cannot walk." "Sit still and look at '
-        'the {clouds|sky}," said [h]. And before [g] {had counted to three|knew it}, it was out.'
+        '"I have {a thorn|a splinter} in my foot," said [g], "and I cannot walk." "Sit still and look at the '
+        '{clouds|sky}," said [h]. And before [g] {had counted to three|knew it}, it was out.'
     ),
     (
-        '"I have walked in a circle all day," said [g]. "I do not know where I am." [H] {knew the '
-        "stars|looked at the sun}, and {showed|explained} the way {patiently|twice}, and went {along|with "
-        "[g.him]} for the first mile."
+        '"I have walked in a circle all day," said [g]. "I do not know where I am." [H] {knew the stars|looked at the '
+        "sun}, and {showed|explained} the way {patiently|twice}, and went {along|with [g.him]} for the first mile."
     ),
     (
-        '[G.he] was sad. "Nobody has {spoken|talked} to me for a whole {week|month}," said [g]. So [h] sat '
-        "down, though the road was long, and listened to {the whole story|everything [g.he] had to say}. "
-        "When it was over, [g.he] could {smile|laugh} again."
+        '[G.he] was sad. "Nobody has {spoken|talked} to me for a whole {week|month}," said [g]. So [h] sat down, '
+        "though the road was long, and listened to {the whole story|everything [g.he] had to say}. When it was over, "
+        "[g.he] could {smile|laugh} again."
     ),
     (
-        "A {heavy|great} branch had fallen on the {roof|door} of a {little hut|small house}, and [g], who "
-        "lived there, could not get in. [H] pulled {at one end|with all [h.his] strength}. {It was hard "
-        "work, but|At last} the branch {rolled away|came down}."
+        "A {heavy|great} branch had fallen on the {roof|door} of a {little hut|small house}, and [g], who lived there, "
+        "could not get in. [H] pulled {at one end|with all [h.his] strength}. {It was hard work, but|At last} the "
+        "branch {rolled away|came down}."
     ),
     (
-        '[G.he] was trying to light a fire, but the wood was wet. "{Wait|Let me help}," said [h], and '
-        "brought some dry {leaves|grass} from under a {rock|hedge}. Soon the fire burned "
-        "{brightly|merrily}, and they warmed {themselves|their cold feet}."
+        '[G.he] was trying to light a fire, but the wood was wet. "{Wait|Let me help}," said [h], and brought some dry '
+        "{leaves|grass} from under a {rock|hedge}. Soon the fire burned {brightly|merrily}, and they warmed "
+        "{themselves|their cold feet}."
     ),
     (
-        'The wind had blown [g.his] {hat|washing|letters} into the top of a [tree]. "{I am too old to '
-        'climb|I cannot climb}," said [g]. "But I can," said [h], and brought everything down again.'
+        'The wind had blown [g.his] {hat|washing|letters} into the top of a [tree]. "{I am too old to climb|I cannot '
+        'climb}," said [g]. "But I can," said [h], and brought everything down again.'
     ),
     (
-        "[G.he] was trying to read a {letter|sign}, but {it was too dark|the writing was too small}. [H] "
-        "read it aloud. It was {good news|a letter from an old friend}, and [g] was so {happy|glad} that "
-        "[g.he] {danced|laughed out loud}."
+        "[G.he] was trying to read a {letter|sign}, but {it was too dark|the writing was too small}. [H] read it "
+        "aloud. It was {good news|a letter from an old friend}, and [g] was so {happy|glad} that [g.he] "
+        "{danced|laughed out loud}."
     ),
     (
-        '[G.he] had a {bucket|pot} with a hole in it. "{However often I fill it|Whenever I carry water}, it '
-        'is empty when I get home," said [g]. [H] looked at it, {cut a small piece of wood|took a bit of '
-        'clay}, and {closed|mended} the hole. "Try it now," [h.he] said. And it held.'
+        '[G.he] had a {bucket|pot} with a hole in it. "{However often I fill it|Whenever I carry water}, it is empty '
+        'when I get home," said [g]. [H] looked at it, {cut a small piece of wood|took a bit of clay}, and '
+        '{closed|mended} the hole. "Try it now," [h.he] said. And it held.'
     ),
     (
-        '"I am {guarding|minding} {forty|thirty} sheep," said [g], "and whenever I count them, I fall '
-        'asleep." So [h] counted them {aloud|for [g.him]}. There was one too few. It was asleep behind the '
-        "hedge, and [h] brought it back."
+        '"I am {guarding|minding} {forty|thirty} sheep," said [g], "and whenever I count them, I fall asleep." So [h] '
+        "counted them {aloud|for [g.him]}. There was one too few. It was asleep behind the hedge, and [h] brought it "
+        "back."
     ),
 )
 THANKS = (
     (
         '"{Thank you|Thank you with all my heart|I shall not forget this|You came at the right time}," said [g]. "{One '
-        "good turn deserves another|Now I will do something for you|I have no money, but I can "
-        "give you something}. {Take this. It is [gift]|Here is [gift]|I have [gift], and you shall have it}. {One day "
-        "you will need it.|You will know when you need it.|It may help you on the "
-        'way.}"\n[H] {thanked [g.him]|put it away|took it gladly|was surprised and pleased} and '
-        "{went on|walked on|said goodbye}."
+        "good turn deserves another|Now I will do something for you|I have no money, but I can give you something}. "
+        "{Take this. It is [gift]|Here is [gift]|I have [gift], and you shall have it}. {One day you will need it.|You "
+        'will know when you need it.|It may help you on the way.}"\n[H] {thanked [g.him]|put it away|took it '
+        "gladly|was surprised and pleased} and {went on|walked on|said goodbye}."
     ),
     (
         '"You have {a good heart|kind hands|done me a great favour}," said [g], "and I have only one thing to give '
-        'you." And '
-        '[g.he] {gave|handed} [h] [gift].\n"{I do not need anything|I did it gladly|You should keep it}," said [h]. '
-        "But [g] "
-        "{would not take it back|shook [g.his] head and smiled|had already turned to go}, so [h] {took it and said "
-        "goodbye|thanked [g.him] and went on}."
+        'you." And [g.he] {gave|handed} [h] [gift].\n"{I do not need anything|I did it gladly|You should keep it}," '
+        "said [h]. But [g] {would not take it back|shook [g.his] head and smiled|had already turned to go}, so [h] "
+        "{took it and said goodbye|thanked [g.him] and went on}."
     ),
     (
         '[G] was {very |}{grateful|happy|glad} and gave [h] [gift]. "{It does not look like much|It may be small|It is '
-        "not "
-        'new}," [g.he] said, "but {it has helped me more than once|it is worth more than gold|my mother gave it to '
-        'me}."\n'
-        "Then they {shook hands|said goodbye|went their ways}, and [h] went on {with a light heart|along the road|a "
-        "little "
-        "faster than before}."
+        'not new}," [g.he] said, "but {it has helped me more than once|it is worth more than gold|my mother gave it to '
+        'me}."\nThen they {shook hands|said goodbye|went their ways}, and [h] went on {with a light heart|along the '
+        "road|a little faster than before}."
     ),
     (
         '"How can I {thank you|ever thank you}?" asked [g]. [G.he] {thought for a while|looked into [g.his] bag|looked '
-        "round}, "
-        'and then gave [h] [gift].\n"{Good luck|Have a good journey|Take care}!" {called|cried} [g], and {waved|looked '
-        "after "
-        "[h.him]} until [h] was out of sight."
+        'round}, and then gave [h] [gift].\n"{Good luck|Have a good journey|Take care}!" {called|cried} [g], and '
+        "{waved|looked after [h.him]} until [h] was out of sight."
     ),
     (
         "They {rested together|shared a piece of bread|sat down side by side} and talked for a while. {When it was "
-        "time to "
-        'go|Before they parted}, [g] gave [h] [gift]. "{This is for you|I want you to have this}," [g.he] said. "{I '
-        "have "
-        'carried it long enough|A friend should not travel with empty hands}."\n[H] {did not know '
-        "what to say, but [h.he] took it|was very glad, and took it with a smile}."
+        'time to go|Before they parted}, [g] gave [h] [gift]. "{This is for you|I want you to have this}," [g.he] '
+        'said. "{I have carried it long enough|A friend should not travel with empty hands}."\n[H] {did not know what '
+        "to say, but [h.he] took it|was very glad, and took it with a smile}."
     ),
 )
 ON_THE_WAY = (
     (
-        "The way was long. It went past [place], {up a hill and down again|over a bridge and through a "
-        "gate}, and [h] {sang to [h.himself]|counted [h.his] steps} so as not to feel tired."
+        "The way was long. It went past [place], {up a hill and down again|over a bridge and through a gate}, and [h] "
+        "{sang to [h.himself]|counted [h.his] steps} so as not to feel tired."
     ),
     (
-        "[Sky] [H] {walked quickly|did not stop to rest}, and by noon [h.he] had come to [place]. There "
-        "[h.he] sat down on a stone and ate [treat]."
+        "[Sky] [H] {walked quickly|did not stop to rest}, and by noon [h.he] had come to [place]. There [h.he] sat "
+        "down on a stone and ate [treat]."
     ),
     (
-        "At [place] {grew|there were} so many [flower] that [h] {stopped for a moment|forgot how tired "
-        "[h.he] was}. But there was no time to lose, and [h.he] went on."
+        "At [place] {grew|there were} so many [flower] that [h] {stopped for a moment|forgot how tired [h.he] was}. "
+        "But there was no time to lose, and [h.he] went on."
     ),
     (
-        '{Once|Twice} [h] wanted to turn back. "{It is too far|I am too small for this}," [h.he] thought. '
-        "But then [h.he] took one more step, and after that another."
+        '{Once|Twice} [h] wanted to turn back. "{It is too far|I am too small for this}," [h.he] thought. But then '
+        "[h.he] took one more step, and after that another."
     ),
     (
-        "Behind [place] {the sun went down|it grew dark}. [H] found {some dry leaves|a heap of hay} under a "
-        "[tree], and slept there until the {birds woke [h.him]|morning}."
+        "Behind [place] {the sun went down|it grew dark}. [H] found {some dry leaves|a heap of hay} under a [tree], "
+        "and slept there until the {birds woke [h.him]|morning}."
     ),
     (
-        'On the way [h] met {two farmers with a cow|three children|two old soldiers|a family of ducks}. "Where are '
-        'you going?" they all wanted to know. When [h] told them, they {shook their heads|wished [h.him] '
-        "luck}."
+        'On the way [h] met {two farmers with a cow|three children|two old soldiers|a family of ducks}. "Where are you '
+        'going?" they all wanted to know. When [h] told them, they {shook their heads|wished [h.him] luck}.'
     ),
     (
         'A [bird] flew {ahead|along beside [h.him]} for a while. {"You must know the way," said [h], and was less '
@@ -1176,8 +1150,7 @@ ON_THE_WAY = (
     ),
     (
         "[H] passed {a [hue] gate|a [hue] cart|a cottage with a [hue] door}. A [animal] {looked up|was asleep in front "
-        "of "
-        "it|watched [h.him] go by}, but nobody else was {to be seen|there}."
+        "of it|watched [h.him] go by}, but nobody else was {to be seen|there}."
     ),
     (
         "In [town] it was market day. [H] saw {[fruit] and [vegetable]|a man who sold [fruit]|a woman with a [hue] "
@@ -1185,8 +1158,8 @@ ON_THE_WAY = (
     ),
     (
         "{It began to rain|A cold rain fell}. [H] {stood under a [tree]|ran from tree to tree|pulled up [h.his] "
-        "collar} "
-        "and thought of {the warm stove at home|[dish]|[h.his] bed}. {After an hour|When it stopped}, [h.he] went on."
+        "collar} and thought of {the warm stove at home|[dish]|[h.his] bed}. {After an hour|When it stopped}, [h.he] "
+        "went on."
     ),
     (
         'At noon [h] {asked a [job] the way|met a [job] with [job.2]}. "{Straight on|Over the hill}, and then '
@@ -1195,36 +1168,36 @@ ON_THE_WAY = (
 )
 ENDINGS = (
     (
-        "That night [h] slept {well|better than ever}, and [h.he] dreamed of {the long road|everything that "
-        "had happened|[flower] and blue skies}."
+        "That night [h] slept {well|better than ever}, and [h.he] dreamed of {the long road|everything that had "
+        "happened|[flower] and blue skies}."
     ),
     "And if you ever come that way, you {may|can} {see|meet} [h] there, [love].",
     "From that day on, {everybody knew|nobody forgot} how [trait] [h.name] was.",
     "And they all lived happily {ever after|for many years}.",
     (
-        "{When [h] was old, [h.he] told the story|[H] often told this story} to the children, and they "
-        "{always wanted to hear it again|never grew tired of it}."
+        "{When [h] was old, [h.he] told the story|[H] often told this story} to the children, and they {always wanted "
+        "to hear it again|never grew tired of it}."
     ),
     (
-        "[H] had learned that {a little kindness goes a long way|those who help others are never alone|even "
-        "the longest road begins with one step|it is better to ask than to be afraid}."
+        "[H] had learned that {a little kindness goes a long way|those who help others are never alone|even the "
+        "longest road begins with one step|it is better to ask than to be afraid}."
     ),
     (
-        '"{What a day|What a long day}!" said [h], and {yawned|laughed}. "{Tomorrow I will stay at home|And '
-        'now I am hungry}."'
+        '"{What a day|What a long day}!" said [h], and {yawned|laughed}. "{Tomorrow I will stay at home|And now I am '
+        'hungry}."'
     ),
     "There was [food] for supper that evening, and {everybody got some|nothing was left over}.",
     "{Outside, the moon came up|The stars came out}, and all was {quiet|well}.",
     "",
     "",
     (
-        "[H] {hung|put} [h.his] {coat|hat} on the hook, {sat down by the fire|took off [h.his] shoes}, and "
-        "was glad to be home."
+        "[H] {hung|put} [h.his] {coat|hat} on the hook, {sat down by the fire|took off [h.his] shoes}, and was glad to "
+        "be home."
     ),
     "{And that is the end of the story.|That is all.|And so it was.}",
     (
-        '"{Tell me the story again|Is that all true}," {the children say|the children say} {to this '
-        "day|even now}. And it is told again, from the beginning."
+        '"{Tell me the story again|Is that all true}," {the children say|the children say} {to this day|even now}. And '
+        "it is told again, from the beginning."
     ),
     ("The next morning the sun {rose|came up} as always, but to [h] the world looked {new|a little bigger|brighter}."),
     "{For a long time|All winter} [h] thought about it, and {every time|always} it made [h.him] smile.",
@@ -1247,30 +1220,30 @@ TALES: tuple[dict[str, Any], ...] = (
         "set": {"what": ("run", "swim", "jump", "sing", "climb", "dance")},
         "hero": "animal",
         "start": (
-            '{At|Near} [place] lived [r.new], who was very proud. "Nobody can [what] as well as I can," [r] '
-            "{said|told everybody} every day, and {the others were tired of it|nobody liked to hear it}. [Day] "
-            "[h.a] named [h.name] came by."
+            '{At|Near} [place] lived [r.new], who was very proud. "Nobody can [what] as well as I can," [r] {said|told '
+            "everybody} every day, and {the others were tired of it|nobody liked to hear it}. [Day] [h.a] named "
+            "[h.name] came by."
         ),
         "next": (
-            'Not far away lived [r.new], who was very proud. "Nobody can [what] as well as I can," [r] '
-            "{said|told everybody} every day."
+            'Not far away lived [r.new], who was very proud. "Nobody can [what] as well as I can," [r] {said|told '
+            "everybody} every day."
         ),
         "end": (
             (
                 '"Shall we see who can [what] best?" asked [h]. [R] laughed {loudly|until [r.he] had to sit down}. '
                 '"You? Against me? {Very well|Tomorrow, then}!"\nAll the animals came to watch. [R] {had not '
                 "practised|had stayed up late}, for [r.he] was sure to win. But [h] had practised {every day|all "
-                "week}, quietly, when nobody was looking.\n{When it was over|In the end}, there was no doubt: [h] "
-                'was the winner. [R] looked at the ground. "{You were better|I was wrong}," [r.he] said. "Will you '
-                'teach me?"\n"Gladly," said [h].'
+                "week}, quietly, when nobody was looking.\n{When it was over|In the end}, there was no doubt: [h] was "
+                'the winner. [R] looked at the ground. "{You were better|I was wrong}," [r.he] said. "Will you teach '
+                'me?"\n"Gladly," said [h].'
             ),
             (
                 '"I cannot [what] at all," said [h], "but I should like to learn. {Will you show me|Could you teach '
                 'me}?"\n[R] was surprised. Nobody had ever asked [r.him] that. So they {met|practised} every morning '
                 "at [place]. [R] found that it was {more fun|much nicer} to teach than to boast, and [h] learned "
-                "{quickly|a little more each day}.\nBy the end of the summer they could both [what] "
-                '{beautifully|very well}. "Who is the best now?" asked the others. "{We do not know|Who cares}," '
-                "said [r], and they {all laughed|laughed}."
+                "{quickly|a little more each day}.\nBy the end of the summer they could both [what] {beautifully|very "
+                'well}. "Who is the best now?" asked the others. "{We do not know|Who cares}," said [r], and they {all '
+                "laughed|laughed}."
             ),
         ),
         "morals": (
@@ -1286,27 +1259,26 @@ TALES: tuple[dict[str, Any], ...] = (
             "goods": ("a big pumpkin", "a basket of pears", "a round cheese", "a whole chocolate cake", "a pot of soup")
         },
         "start": (
-            "[Day] [h.name], [h.a], had [goods] all to [h.himself]. {It smelled wonderful|It was more than "
-            "[h.he] could eat}."
+            "[Day] [h.name], [h.a], had [goods] all to [h.himself]. {It smelled wonderful|It was more than [h.he] "
+            "could eat}."
         ),
         "next": "[Day] [h] had [goods] all to [h.himself]. {It smelled wonderful|It was more than [h.he] could eat}.",
         "end": (
             (
                 'There was a knock at the door. It was [g.new]. "{Something smells good|I am so hungry}," said [g]. '
                 '"{May I have a little|Could you spare a bite}?"\n"No," said [h]. "It is all mine." And [h.he] shut '
-                "the door, and ate and ate until {[h.his] stomach hurt|[h.he] could not move}. {It did not taste "
-                "half as good as [h.he] had thought|It is no fun to eat alone}.\n[H] opened the door again. [G] was "
-                'still {sitting on the step|there}. "I am sorry," said [h]. "Come in. There is enough for two." And '
-                "the last piece, which they shared, tasted best of all."
+                "the door, and ate and ate until {[h.his] stomach hurt|[h.he] could not move}. {It did not taste half "
+                "as good as [h.he] had thought|It is no fun to eat alone}.\n[H] opened the door again. [G] was still "
+                '{sitting on the step|there}. "I am sorry," said [h]. "Come in. There is enough for two." And the last '
+                "piece, which they shared, tasted best of all."
             ),
             (
                 '"If I share it, there will be less for me," [h.he] thought. {But|Then} [h.he] saw [g.new] outside, '
                 '{looking through the window|in the cold}.\n"Come in!" {called|cried} [h]. "I cannot eat all this '
                 'alone." Then came {a mouse|a neighbour} from next door, and {two sparrows|her three children}, and '
                 "{an old friend|a hedgehog}, and every one of them brought something: {a few nuts|some bread}, {a "
-                "song|a story}, {a bunch of [flower]|some milk}.\nIn the end there was more on the table than "
-                'before. "How strange!" said [h]. "{The more I give away, the more I have|I shared it, and it '
-                'grew}."'
+                "song|a story}, {a bunch of [flower]|some milk}.\nIn the end there was more on the table than before. "
+                '"How strange!" said [h]. "{The more I give away, the more I have|I shared it, and it grew}."'
             ),
         ),
         "morals": (
@@ -1339,13 +1311,13 @@ TALES: tuple[dict[str, Any], ...] = (
         "next": "One night [h] could not sleep. {The wind howled|It was very dark}, and the bed was {cold|too big}.",
         "end": (
             (
-                'Suddenly [h.he] heard [noise]. [H] pulled the blanket over [h.his] head. "It is {a monster|a '
-                'ghost|a robber}," [h.he] {thought|whispered}. There it was again!\n[H] lay {quite |}still and '
-                'counted to ten. {Then [h.he] took a deep breath.|[H.his] heart was beating fast.} "I am afraid," '
-                '[h.he] said to [h.himself], "but I want to know what it is." [H.he] lit a candle and {went to '
-                "look|opened the door}.\nAnd what was it? It was only [cause]. [H] {began to laugh|had to laugh}. {A "
-                "moment later|Soon} [h.he] was in bed again, and this time [h.he] {fell asleep at once|slept until "
-                "the sun was high}."
+                'Suddenly [h.he] heard [noise]. [H] pulled the blanket over [h.his] head. "It is {a monster|a ghost|a '
+                'robber}," [h.he] {thought|whispered}. There it was again!\n[H] lay {quite |}still and counted to ten. '
+                '{Then [h.he] took a deep breath.|[H.his] heart was beating fast.} "I am afraid," [h.he] said to '
+                '[h.himself], "but I want to know what it is." [H.he] lit a candle and {went to look|opened the '
+                "door}.\nAnd what was it? It was only [cause]. [H] {began to laugh|had to laugh}. {A moment "
+                "later|Soon} [h.he] was in bed again, and this time [h.he] {fell asleep at once|slept until the sun "
+                "was high}."
             ),
         ),
         "morals": (
@@ -1364,12 +1336,12 @@ TALES: tuple[dict[str, Any], ...] = (
                 "[H.he] planted it {behind the house|in a sunny place}, watered it, and sat down to wait. {Nothing "
                 'happened|An hour went by, and nothing happened}. "{Grow|Please grow}!" said [h]. Still nothing '
                 'happened.\n"{It needs time|You must be patient}," said {the old gardener|an earthworm|[h.his] '
-                'grandmother}. "{Rain and sun will do the rest|You cannot pull it out of the ground}."\nSo [h] '
-                "waited. It rained, and the sun shone, and it rained again. One morning there was a {tiny|small} "
-                "green leaf. {A week later|Soon} there were four. {By the summer|When the summer came} the plant "
-                "was taller than [h], and it had {big yellow flowers|a hundred leaves|white flowers that smelled of "
-                'honey}.\n"{I did almost nothing|I only waited}," said [h]. "{That was the hardest part|And that was '
-                'the hard part}," {was the answer|came the answer}.'
+                'grandmother}. "{Rain and sun will do the rest|You cannot pull it out of the ground}."\nSo [h] waited. '
+                "It rained, and the sun shone, and it rained again. One morning there was a {tiny|small} green leaf. "
+                "{A week later|Soon} there were four. {By the summer|When the summer came} the plant was taller than "
+                '[h], and it had {big yellow flowers|a hundred leaves|white flowers that smelled of honey}.\n"{I did '
+                'almost nothing|I only waited}," said [h]. "{That was the hardest part|And that was the hard part}," '
+                "{was the answer|came the answer}."
             ),
         ),
         "morals": ("Good things take their time.", "", ""),
@@ -1379,12 +1351,12 @@ TALES: tuple[dict[str, Any], ...] = (
         "set": {"broken": ("blue vase", "window", "big mirror", "china cup", "garden gate", "flower pot")},
         "hero": "animal child child",
         "start": (
-            "[Day] [h.name], [h.a], was playing with a ball. The ball flew {too far|the wrong way}, and there "
-            "was a loud crash. The [broken] of [g] was broken."
+            "[Day] [h.name], [h.a], was playing with a ball. The ball flew {too far|the wrong way}, and there was a "
+            "loud crash. The [broken] of [g] was broken."
         ),
         "next": (
-            "[Day] [h] was playing with a ball. The ball flew {too far|the wrong way}, and there was a loud "
-            "crash. The [broken] of [g] was broken."
+            "[Day] [h] was playing with a ball. The ball flew {too far|the wrong way}, and there was a loud crash. The "
+            "[broken] of [g] was broken."
         ),
         "end": (
             (
@@ -1392,16 +1364,16 @@ TALES: tuple[dict[str, Any], ...] = (
                 "said.\n[G] said nothing. But [h] could not {eat [h.his] supper|sleep that night}. The lie lay in "
                 "[h.his] stomach like a {cold |}stone. {Early the next morning|At last} [h.he] {knocked at the "
                 'door|went back}. "It was not the wind," [h.he] said. "It was me. I am {very |}sorry."\n"I knew it," '
-                'said [g], "and I was waiting for you. A [broken] can be mended. It is harder to mend {a '
-                'lie|trust}." Then they mended it together, and afterwards they ate [food].'
+                'said [g], "and I was waiting for you. A [broken] can be mended. It is harder to mend {a lie|trust}." '
+                "Then they mended it together, and afterwards they ate [food]."
             ),
             (
                 '{At first|For a moment} [h] wanted to run away. Nobody had seen it. But then [h.he] thought, "{I '
                 'would know it|I should have to hide for ever}." So [h.he] knocked at the door and said, "I have '
                 'broken it. I am sorry. What can I do?"\n[G] looked at [h.him] for a long time. "{You could have run '
-                'away|That took courage}," [g.he] said. "You may help me in the garden {on Saturday|for an hour}, '
-                'and then we {are even|shall say no more about it}."\n[H] worked {hard|all afternoon}, and when the '
-                "work was done, there was [food] for both of them."
+                'away|That took courage}," [g.he] said. "You may help me in the garden {on Saturday|for an hour}, and '
+                'then we {are even|shall say no more about it}."\n[H] worked {hard|all afternoon}, and when the work '
+                "was done, there was [food] for both of them."
             ),
         ),
         "morals": ("The truth is heavy only until it is told.", "Honesty is the shortest road home.", ""),
@@ -1415,37 +1387,37 @@ TALES: tuple[dict[str, Any], ...] = (
         },
         "start": (
             (
-                "It was a dark night, and the old captain stood {at the wheel|on the deck} of [ship]. [H.his] name "
-                "was [h.name]. The wind howled in the sails, and the waves were as high as houses.\n"
+                "It was a dark night, and the old captain stood {at the wheel|on the deck} of [ship]. [H.his] name was "
+                "[h.name]. The wind howled in the sails, and the waves were as high as houses.\n"
             ),
             (
                 "[H.name] was the captain of [ship], a small {brown|white|old} ship with {two|three} masts. [Day] "
-                "[h.he] sailed out of the harbour with {six|seven|ten} men, a cat, and {a hundred barrels of "
-                "apples|a load of wool|forty sacks of flour}. {On the third day|In the evening} a storm came up, "
-                "and the waves were as high as houses.\n"
+                "[h.he] sailed out of the harbour with {six|seven|ten} men, a cat, and {a hundred barrels of apples|a "
+                "load of wool|forty sacks of flour}. {On the third day|In the evening} a storm came up, and the waves "
+                "were as high as houses.\n"
             ),
         ),
         "next": "",
         "end": (
             (
                 '"Shall we turn back, Captain?" {asked|called} the cook.\n"{No|It is too late for that}," said the '
-                'captain. "Take in the sails, and tie down {everything that moves|the barrels}. {I have seen '
-                'worse|We shall come through}."\nAll night they fought against the storm. {Water came over the '
-                "deck|The wind tore the smallest sail to pieces}, and the {ship's |}cat hid in a {boot|basket}. But "
-                "the captain held the wheel with both hands and {sang an old song|looked straight ahead}.\nIn the "
-                "morning the wind {died down|dropped}. The clouds broke, and there, {in front of them|right ahead}, "
-                'they saw [land]. The sailors {cheered|threw their hats into the air}. "Is there any '
-                '{soup|breakfast} left?" asked the captain, and {everybody laughed|the cook ran to the kitchen}.'
+                'captain. "Take in the sails, and tie down {everything that moves|the barrels}. {I have seen worse|We '
+                'shall come through}."\nAll night they fought against the storm. {Water came over the deck|The wind '
+                "tore the smallest sail to pieces}, and the {ship's |}cat hid in a {boot|basket}. But the captain held "
+                "the wheel with both hands and {sang an old song|looked straight ahead}.\nIn the morning the wind "
+                "{died down|dropped}. The clouds broke, and there, {in front of them|right ahead}, they saw [land]. "
+                'The sailors {cheered|threw their hats into the air}. "Is there any {soup|breakfast} left?" asked the '
+                "captain, and {everybody laughed|the cook ran to the kitchen}."
             ),
             (
                 '{All at once|Suddenly} the {youngest sailor|cabin boy} shouted, "{Light|A light} ahead!" Far away, '
-                "between two waves, there was a small {yellow |}light. It was a boat with {two fishermen|a "
-                'fisherman and his son} in it, and it was full of water.\n"Throw them a rope!" {called|ordered} the '
-                "captain. The first rope fell short. The second one was {torn away by the wind|too short as well}. "
-                "But the third one reached the boat, and {soon|a few minutes later} {the men|the two of them} stood "
-                'on the deck, wet and cold and safe.\n"How can we ever thank you?" they asked. "{At sea, we are all '
-                'in one boat|You would have done the same}," said the captain, and gave them dry clothes and '
-                "[food]. In the morning they saw [land]."
+                "between two waves, there was a small {yellow |}light. It was a boat with {two fishermen|a fisherman "
+                'and his son} in it, and it was full of water.\n"Throw them a rope!" {called|ordered} the captain. The '
+                "first rope fell short. The second one was {torn away by the wind|too short as well}. But the third "
+                "one reached the boat, and {soon|a few minutes later} {the men|the two of them} stood on the deck, wet "
+                'and cold and safe.\n"How can we ever thank you?" they asked. "{At sea, we are all in one boat|You '
+                'would have done the same}," said the captain, and gave them dry clothes and [food]. In the morning '
+                "they saw [land]."
             ),
         ),
         "morals": (
@@ -1460,22 +1432,22 @@ TALES: tuple[dict[str, Any], ...] = (
         "opening": 0.0,
         "set": {"odd": ("a nail", "a smooth stone", "an old button", "a wooden spoon")},
         "start": (
-            "[Day] a {hungry|tired} traveller named [h.name] came to a village. [H.he] knocked at every door, "
-            'but the people {shook their heads|had hidden their food}. "We have nothing," they said.'
+            "[Day] a {hungry|tired} traveller named [h.name] came to a village. [H.he] knocked at every door, but the "
+            'people {shook their heads|had hidden their food}. "We have nothing," they said.'
         ),
         "next": "",
         "end": (
             (
-                '"{That does not matter|Never mind}," said [h]. "Then I will make soup from [odd], {and you shall '
-                'all have some|enough for everybody}." [H.he] {lit a fire|set a pot on the fire} in the market '
-                "square, filled {a pot|it} with water, and put [odd] in it.\n[H.he] stirred, and tasted, and "
-                '{nodded|smiled}. "Very good," [h.he] said. "With {a few carrots|an onion} it would be even '
-                'better." {A woman|An old man} remembered that there were {some|a few} in the cellar. "And {some '
-                'potatoes|a little cabbage}?" A boy ran home to get some. Then came {salt|butter}, and {a piece of '
-                "meat|beans}, and {a bunch of herbs|bread}.\nWhen the soup was ready, the whole village sat down and "
-                'ate. {It was the best soup they had ever eaten|Nobody could remember a better soup}. "And all that '
-                'from [odd]!" they said, and {shook their heads|wondered}. [H] put [odd] back into [h.his] pocket, '
-                "and {winked|went on the next morning}."
+                '"{That does not matter|Never mind}," said [h]. "Then I will make soup from [odd], {and you shall all '
+                'have some|enough for everybody}." [H.he] {lit a fire|set a pot on the fire} in the market square, '
+                "filled {a pot|it} with water, and put [odd] in it.\n[H.he] stirred, and tasted, and {nodded|smiled}. "
+                '"Very good," [h.he] said. "With {a few carrots|an onion} it would be even better." {A woman|An old '
+                'man} remembered that there were {some|a few} in the cellar. "And {some potatoes|a little cabbage}?" A '
+                "boy ran home to get some. Then came {salt|butter}, and {a piece of meat|beans}, and {a bunch of "
+                "herbs|bread}.\nWhen the soup was ready, the whole village sat down and ate. {It was the best soup "
+                'they had ever eaten|Nobody could remember a better soup}. "And all that from [odd]!" they said, and '
+                "{shook their heads|wondered}. [H] put [odd] back into [h.his] pocket, and {winked|went on the next "
+                "morning}."
             ),
         ),
         "morals": ("Many who have little can make a feast together.", "", ""),
@@ -1490,20 +1462,18 @@ TALES: tuple[dict[str, Any], ...] = (
                 '"Snow!" {cried|shouted} [h], and ran outside {without a hat|as fast as [h.he] could}. There was '
                 '[f.name], [f.a] from next door. "{Let us build a snowman|Come, we will build a snowman}," said '
                 "[f].\nThey rolled {one big ball and one small one|three big balls}. They took {two stones|two "
-                'buttons} for the eyes, a carrot for the nose, and {an old hat|a red scarf}. "He looks '
-                '{cold|lonely}," said [h]. So they built {a second one|a snow dog} to keep him company.\nWhen it '
-                "grew dark, they went in and sat by the fire, with [food]. Outside, the snowman {stood in the "
-                'moonlight|looked at the stars}. "Do you think he can {see us|hear us}?" asked [f]. "I am sure of '
-                'it," said [h].'
+                'buttons} for the eyes, a carrot for the nose, and {an old hat|a red scarf}. "He looks {cold|lonely}," '
+                "said [h]. So they built {a second one|a snow dog} to keep him company.\nWhen it grew dark, they went "
+                "in and sat by the fire, with [food]. Outside, the snowman {stood in the moonlight|looked at the "
+                'stars}. "Do you think he can {see us|hear us}?" asked [f]. "I am sure of it," said [h].'
             ),
             (
                 '{"Come and see!" called [f.name], [f.a] from next door.|At the door stood [f.name], [f.a], with a '
                 "sledge.} They {went|pulled the sledge} up the hill, sat down, and {held on tightly|closed their "
-                "eyes}. Down they went, faster and faster, past the {mill|fence}, past the [tree], and straight "
-                'into a {big |}heap of snow!\n"{Are you hurt|Where are you}?" asked [h]. Two {feet|ears} came out of '
-                'the snow, and then a {laughing|red} face. "Again!" said [f].\nThey went up and down {twenty '
-                "times|all day long}, until they were too {tired|hungry} to climb the hill. And at home there was "
-                "[food]."
+                "eyes}. Down they went, faster and faster, past the {mill|fence}, past the [tree], and straight into a "
+                '{big |}heap of snow!\n"{Are you hurt|Where are you}?" asked [h]. Two {feet|ears} came out of the '
+                'snow, and then a {laughing|red} face. "Again!" said [f].\nThey went up and down {twenty times|all day '
+                "long}, until they were too {tired|hungry} to climb the hill. And at home there was [food]."
             ),
         ),
     },
@@ -1521,13 +1491,13 @@ TALES: tuple[dict[str, Any], ...] = (
         "next": "[Day] [h] went to the market with nothing in [h.his] pocket but [first.0].",
         "end": (
             (
-                'At the gate stood {a tailor|an old man} who {needed|was looking for} just such a [first.1]. "I '
-                'will give you this apple for it," he said. [H] took it and went on.\n{Soon|Then} [h.he] met a woman '
-                'whose {horse|donkey} would not move. "It {wants|is longing for} an apple," said the woman. [H] '
-                'held out the apple, and the animal ate it and walked on. "Thank you," said the woman, and gave '
-                '[h.him] a bag of flour.\nThe baker had no flour left. "Give me your flour," he {begged|said}, "and '
-                'I will bake you the biggest cake you have ever seen." And so, when the evening came, [h] walked '
-                "home without the [first.1], but with a cake as big as a {wheel|drum}."
+                'At the gate stood {a tailor|an old man} who {needed|was looking for} just such a [first.1]. "I will '
+                'give you this apple for it," he said. [H] took it and went on.\n{Soon|Then} [h.he] met a woman whose '
+                '{horse|donkey} would not move. "It {wants|is longing for} an apple," said the woman. [H] held out the '
+                'apple, and the animal ate it and walked on. "Thank you," said the woman, and gave [h.him] a bag of '
+                'flour.\nThe baker had no flour left. "Give me your flour," he {begged|said}, "and I will bake you the '
+                'biggest cake you have ever seen." And so, when the evening came, [h] walked home without the '
+                "[first.1], but with a cake as big as a {wheel|drum}."
             ),
         ),
         "morals": ('"All that for [first.0]!" said [h.his] mother, and they ate cake {for a week|until Sunday}.', ""),
@@ -1536,9 +1506,8 @@ TALES: tuple[dict[str, Any], ...] = (
         "hero": "animal child",
         "cast": {"g": "rival guest"},
         "start": (
-            "[Day] [h.name], [h.a], went into the wood to look for {mushrooms|berries|nuts}. [H.he] went "
-            "{further and further|deeper and deeper} in, and when [h.he] looked up, [h.he] did not know the way "
-            "back."
+            "[Day] [h.name], [h.a], went into the wood to look for {mushrooms|berries|nuts}. [H.he] went {further and "
+            "further|deeper and deeper} in, and when [h.he] looked up, [h.he] did not know the way back."
         ),
         "next": (
             "[Day] [h] went into the wood to look for {mushrooms|berries|nuts}. [H.he] went {further and "
@@ -1548,12 +1517,11 @@ TALES: tuple[dict[str, Any], ...] = (
             (
                 "The trees all looked the same. It grew {dark|late}. [H] sat down on a {root|stone} and {began to "
                 'cry|was very quiet}. Then [h.he] heard [sound], and out of the {bushes|shadows} came [g.new].\n"Are '
-                'you lost?" asked [g]. [H] nodded. "{Then do what I do|I will tell you what I do}," said [g]. "I '
-                'look for the stream and follow it, for every stream goes to the {valley|village}."\nThey listened. '
-                "There was a soft {sound|murmur} on the left. They followed the water, {over stones and under "
-                'branches|hand in hand}, and when the moon came up, [h] saw the light in [h.his] own window.\n"Thank '
-                'you!" [h.he] {cried|said}, and turned round. But [g] {was already gone|had gone back into the '
-                "wood}."
+                'you lost?" asked [g]. [H] nodded. "{Then do what I do|I will tell you what I do}," said [g]. "I look '
+                'for the stream and follow it, for every stream goes to the {valley|village}."\nThey listened. There '
+                "was a soft {sound|murmur} on the left. They followed the water, {over stones and under branches|hand "
+                'in hand}, and when the moon came up, [h] saw the light in [h.his] own window.\n"Thank you!" [h.he] '
+                "{cried|said}, and turned round. But [g] {was already gone|had gone back into the wood}."
             ),
         ),
     },
@@ -1562,27 +1530,27 @@ TALES: tuple[dict[str, Any], ...] = (
         "hero": "grown child",
         "set": {"catch": ("a golden fish", "a talking frog", "a silver bird", "a tiny man in a green coat")},
         "start": (
-            '[Day] [h.name], [h.a], caught [catch]. "{Let me go|Set me free}," it {said|begged}, "and you shall '
-            'have a wish."'
+            '[Day] [h.name], [h.a], caught [catch]. "{Let me go|Set me free}," it {said|begged}, "and you shall have a '
+            'wish."'
         ),
         "next": '[Day] [h] caught [catch]. "{Let me go|Set me free}," it {said|begged}, "and you shall have a wish."',
         "end": (
             (
                 "[H] thought about it. {A new house|Gold}? A {fine |}coat? A {crown|ship}? The more [h.he] thought, "
-                'the more [h.he] wanted, and the {sadder|unhappier} [h.he] became. "I cannot choose," [h.he] said '
-                'at last. "I wish that I {were happy with what I have|knew when I have enough}."\n"That is the '
-                'wisest wish that I have ever heard," said [catch], and was gone.\n[H] went home. It was the same '
-                "{old |}house, and the same soup on the same table. But the soup tasted {wonderful|better than "
-                "ever}, and {the fire was warm|the house was full of laughter}, and [h] {wanted nothing else|sang "
-                "while [h.he] washed the plates}."
+                'the more [h.he] wanted, and the {sadder|unhappier} [h.he] became. "I cannot choose," [h.he] said at '
+                'last. "I wish that I {were happy with what I have|knew when I have enough}."\n"That is the wisest '
+                'wish that I have ever heard," said [catch], and was gone.\n[H] went home. It was the same {old '
+                "|}house, and the same soup on the same table. But the soup tasted {wonderful|better than ever}, and "
+                "{the fire was warm|the house was full of laughter}, and [h] {wanted nothing else|sang while [h.he] "
+                "washed the plates}."
             ),
             (
-                '"I wish for {a palace|a hundred bags of gold|the biggest house in the land}," said [h] at once. '
-                "And there it was.\nBut {who was to look after it all?|now [h.he] had to watch over it day and "
-                "night.} [H.he] could not sleep, {[h.his] friends did not dare to visit|nobody came to see "
-                "[h.him]}, and the days were long. So [h] went back {to the same place|and called} until [catch] "
-                'came.\n"Please take it all away again," said [h]. "I was happier before." And so it was done. In '
-                "the {little|old} house [h.his] friends were waiting, with [food]."
+                '"I wish for {a palace|a hundred bags of gold|the biggest house in the land}," said [h] at once. And '
+                "there it was.\nBut {who was to look after it all?|now [h.he] had to watch over it day and night.} "
+                "[H.he] could not sleep, {[h.his] friends did not dare to visit|nobody came to see [h.him]}, and the "
+                'days were long. So [h] went back {to the same place|and called} until [catch] came.\n"Please take it '
+                'all away again," said [h]. "I was happier before." And so it was done. In the {little|old} house '
+                "[h.his] friends were waiting, with [food]."
             ),
         ),
         "morals": ("Enough is as good as a feast.", "", ""),
@@ -1591,19 +1559,19 @@ TALES: tuple[dict[str, Any], ...] = (
         "hero": "grown child",
         "cast": {"g": "guest"},
         "start": (
-            "One {stormy|cold|snowy} night somebody knocked at the door of [h.name], [h.a] who lived [home]. "
-            "Outside stood [g.new]."
+            "One {stormy|cold|snowy} night somebody knocked at the door of [h.name], [h.a] who lived [home]. Outside "
+            "stood [g.new]."
         ),
         "next": "One {stormy|cold|snowy} night there was a knock at the door. Outside stood [g.new].",
         "end": (
             (
                 '"I have knocked at every house," said [g], "and nobody let me in." "{Then it is good that you came '
                 'here|Come in, come in}," said [h]. "I have not much, but {the fire is warm|there is room by the '
-                'fire}."\n[H] gave [g.him] [food] and {the best chair|[h.his] own bed}, and slept {on the floor|in '
-                "the chair}. In the morning [g] was gone. But {on the table|on the chair} lay {a note|a letter}: "
-                '"{Look into your cupboard|Open the cupboard}."\n[H] opened the cupboard. It {was full to the '
-                "top|was full of bread}. And however much {[h.he] took out|[h.he] gave away}, it never {became|was} "
-                "empty{, as long as [h.he] lived|}."
+                'fire}."\n[H] gave [g.him] [food] and {the best chair|[h.his] own bed}, and slept {on the floor|in the '
+                'chair}. In the morning [g] was gone. But {on the table|on the chair} lay {a note|a letter}: "{Look '
+                'into your cupboard|Open the cupboard}."\n[H] opened the cupboard. It {was full to the top|was full of '
+                "bread}. And however much {[h.he] took out|[h.he] gave away}, it never {became|was} empty{, as long as "
+                "[h.he] lived|}."
             ),
         ),
         "morals": ("{Nobody ever found out who the stranger was.|And [h] never sent anybody away.}", ""),
@@ -1626,14 +1594,14 @@ TALES: tuple[dict[str, Any], ...] = (
         "end": (
             (
                 "[Day] [h.he] tried it for the first time, and it {went wrong|was no good at all}. The "
-                '{others|neighbours} laughed. "I shall never learn it," said [h], and {kicked a stone|hid behind '
-                'the barn}.\n"How often have you tried?" asked {[h.his] grandfather|an old turtle|the old owl}. '
-                '"Once," said [h]. "{Then try it ninety-nine times more|Once is nothing}. {When I was young, I fell '
-                'down every day|Nobody is born a master}."\nSo [h] tried again the next day, and the day after that. '
-                "{The tenth time it was a little better.|After a week it was not quite so bad.} {The fiftieth time "
-                "it was almost good.|After a month the others stopped laughing.} And one {fine |}morning, [h.he] "
-                'could [skill], {as if [h.he] had never done anything else|just like that}.\n"Was that ninety-nine '
-                'times?" asked {somebody|[h.his] friends}. "I {forgot to count|stopped counting}," said [h].'
+                '{others|neighbours} laughed. "I shall never learn it," said [h], and {kicked a stone|hid behind the '
+                'barn}.\n"How often have you tried?" asked {[h.his] grandfather|an old turtle|the old owl}. "Once," '
+                'said [h]. "{Then try it ninety-nine times more|Once is nothing}. {When I was young, I fell down every '
+                'day|Nobody is born a master}."\nSo [h] tried again the next day, and the day after that. {The tenth '
+                "time it was a little better.|After a week it was not quite so bad.} {The fiftieth time it was almost "
+                "good.|After a month the others stopped laughing.} And one {fine |}morning, [h.he] could [skill], {as "
+                'if [h.he] had never done anything else|just like that}.\n"Was that ninety-nine times?" asked '
+                '{somebody|[h.his] friends}. "I {forgot to count|stopped counting}," said [h].'
             ),
         ),
         "morals": ("Practice makes perfect.", "", ""),
@@ -1649,13 +1617,13 @@ TALES: tuple[dict[str, Any], ...] = (
         "end": (
             (
                 '"It is mine," said [h]. "I saw it first."\n"But I {touched|reached} it first," said [f], "so it is '
-                'mine."\nThey pulled at it, one on the left and one on the right. They {shouted|quarrelled} so '
-                'loudly that the birds flew away. "What is the matter here?" asked an old {badger|owl|crow}. They '
-                'both talked at once.\n"{I see|Hm}," said the old one. "One of you may say how it is to be '
-                '{shared|used}, and the other one may choose first." [H] and [f] looked at each other. Then they '
-                "{sat down|thought}, and they found a way that was fair to both.\n{In the end|And since then} they "
-                '{used it together|shared it}, and that was {twice as much fun|much better}. "{What were we '
-                'quarrelling about|Why did we shout so loudly}?" asked [f]. "I have forgotten," said [h].'
+                'mine."\nThey pulled at it, one on the left and one on the right. They {shouted|quarrelled} so loudly '
+                'that the birds flew away. "What is the matter here?" asked an old {badger|owl|crow}. They both talked '
+                'at once.\n"{I see|Hm}," said the old one. "One of you may say how it is to be {shared|used}, and the '
+                'other one may choose first." [H] and [f] looked at each other. Then they {sat down|thought}, and they '
+                "found a way that was fair to both.\n{In the end|And since then} they {used it together|shared it}, "
+                'and that was {twice as much fun|much better}. "{What were we quarrelling about|Why did we shout so '
+                'loudly}?" asked [f]. "I have forgotten," said [h].'
             ),
         ),
     },
@@ -1666,13 +1634,13 @@ TALES: tuple[dict[str, Any], ...] = (
         "next": "[Day] it was raining, and [h] {sat at the window|had nothing to do}.",
         "end": (
             (
-                "[H.he] took {a brush|a pencil} and a {big |}sheet of paper, and began to paint. First came a "
-                "[colour] sky. Then came {hills|a long road}, and a house with {a crooked chimney|a green door}. In "
-                'front of the house stood {a cat|an old woman|a dog with a long tail}.\n"{What a nice house|How '
-                'pretty}," said [h]. "I should like to go in." And {because it was only a picture, [h.he] could do '
-                "as [h.he] liked|in [h.his] thoughts [h.he] walked up the road and knocked}. The door opened. There "
-                "was a table with [food], and {a clock that told stories|a fire that burned blue and green|a bird "
-                'that could speak}.\n"{Stay|Stay for a while}!" said the voices in the picture. "{I must be home for '
+                "[H.he] took {a brush|a pencil} and a {big |}sheet of paper, and began to paint. First came a [colour] "
+                "sky. Then came {hills|a long road}, and a house with {a crooked chimney|a green door}. In front of "
+                'the house stood {a cat|an old woman|a dog with a long tail}.\n"{What a nice house|How pretty}," said '
+                '[h]. "I should like to go in." And {because it was only a picture, [h.he] could do as [h.he] liked|in '
+                "[h.his] thoughts [h.he] walked up the road and knocked}. The door opened. There was a table with "
+                "[food], and {a clock that told stories|a fire that burned blue and green|a bird that could "
+                'speak}.\n"{Stay|Stay for a while}!" said the voices in the picture. "{I must be home for '
                 'supper|Perhaps tomorrow}," said [h]. When [h.he] looked up, the rain {was over|had stopped}, and '
                 "{there was paint on [h.his] nose|the sun was shining on the wet paper}."
             ),
@@ -1696,24 +1664,23 @@ TALES: tuple[dict[str, Any], ...] = (
             ),
         },
         "start": (
-            "Near the house of [h.name], [h.a], there was a mountain, and on the mountain lived a [giant]. {For "
-            "a week|For three days} he had roared all day and all night."
+            "Near the house of [h.name], [h.a], there was a mountain, and on the mountain lived a [giant]. {For a "
+            "week|For three days} he had roared all day and all night."
         ),
         "next": (
-            "Near [h.his] home there was a mountain, and on the mountain lived a [giant]. {For a week|For three "
-            "days} he had roared all day and all night."
+            "Near [h.his] home there was a mountain, and on the mountain lived a [giant]. {For a week|For three days} "
+            "he had roared all day and all night."
         ),
         "end": (
             (
-                '"He is angry," said the people. "{He will eat us all|We must run away}." But [h] said, "{Has '
-                'anybody asked him?|What does he say?}" Nobody {had asked|knew}. So [h] climbed up the '
-                "mountain.\nThe [giant] lay {in front of his cave|on the ground}, and big tears ran down his "
-                '{face|nose}. "What is the matter?" asked [h].\n"It hurts!" {roared|cried} the [giant]. He had '
-                '[small]. That was all.\n"Hold still," said [h], "and {close your eyes|count to five}." It took '
-                '{only a moment|no time at all}, and then the [giant] was {quiet|well} again. "Nobody has ever '
-                'helped me," he {said|whispered}. "They all ran away."\nSince then {it has been quiet on the '
-                "mountain|the [giant] has come down every Sunday for tea}, and the children ride {on his back|on "
-                "his shoulders}."
+                '"He is angry," said the people. "{He will eat us all|We must run away}." But [h] said, "{Has anybody '
+                'asked him?|What does he say?}" Nobody {had asked|knew}. So [h] climbed up the mountain.\nThe [giant] '
+                'lay {in front of his cave|on the ground}, and big tears ran down his {face|nose}. "What is the '
+                'matter?" asked [h].\n"It hurts!" {roared|cried} the [giant]. He had [small]. That was all.\n"Hold '
+                'still," said [h], "and {close your eyes|count to five}." It took {only a moment|no time at all}, and '
+                'then the [giant] was {quiet|well} again. "Nobody has ever helped me," he {said|whispered}. "They all '
+                'ran away."\nSince then {it has been quiet on the mountain|the [giant] has come down every Sunday for '
+                "tea}, and the children ride {on his back|on his shoulders}."
             ),
         ),
         "morals": ("Those who roar the loudest are often the ones who are in pain.", "", ""),
@@ -1722,29 +1689,29 @@ TALES: tuple[dict[str, Any], ...] = (
         "hero": "animal",
         "set": {"hunter": ("fox", "wolf", "weasel")},
         "start": (
-            '[Day] a hungry [hunter] caught [h.name], [h.a]. "{Now I have you|Got you}," said the [hunter]. '
-            '"You shall be my supper."'
+            '[Day] a hungry [hunter] caught [h.name], [h.a]. "{Now I have you|Got you}," said the [hunter]. "You shall '
+            'be my supper."'
         ),
         "next": (
-            '[Day] a hungry [hunter] caught [h.him]. "{Now I have you|Got you}," said the [hunter]. "You shall '
-            'be my supper."'
+            '[Day] a hungry [hunter] caught [h.him]. "{Now I have you|Got you}," said the [hunter]. "You shall be my '
+            'supper."'
         ),
         "end": (
             (
-                '[H] was afraid, but [h.he] did not show it. "{Very well|I see that you have won}," [h.he] said. '
-                '"But surely {a fine gentleman|somebody as clever as you} does not eat without saying thank you '
+                '[H] was afraid, but [h.he] did not show it. "{Very well|I see that you have won}," [h.he] said. "But '
+                "surely {a fine gentleman|somebody as clever as you} does not eat without saying thank you "
                 'first?"\n"Of course not," said the [hunter], who was vain. He folded his paws, and opened his mouth '
                 "to say thank you. In that moment [h] {jumped up|slipped away} and ran into a hole under the "
                 '[tree].\n"{Come out|Come back}!" cried the [hunter]. "I have not finished!"\n"{And you will not '
                 'begin|Next time eat first, and be thankful afterwards}," {called|said} [h] from {the hole|inside}.'
             ),
             (
-                '"{What a pity|Oh dear}," said [h]. "I am so thin. But I know where there is a {big round |}cheese. '
-                'It is as big as a wheel." "Where?" asked the [hunter], and his mouth watered.\n[H] led him to {the '
-                'well|the pond}. There, in the water, was something round and yellow. It was the moon. "That is '
-                'mine!" cried the [hunter]. He let go of [h] and jumped in.\n{When he came out again, wet and '
-                "cold|By the time he had climbed out}, [h] was {far away|safe at home}. And the [hunter] had only "
-                "water for supper."
+                '"{What a pity|Oh dear}," said [h]. "I am so thin. But I know where there is a {big round |}cheese. It '
+                'is as big as a wheel." "Where?" asked the [hunter], and his mouth watered.\n[H] led him to {the '
+                'well|the pond}. There, in the water, was something round and yellow. It was the moon. "That is mine!" '
+                "cried the [hunter]. He let go of [h] and jumped in.\n{When he came out again, wet and cold|By the "
+                "time he had climbed out}, [h] was {far away|safe at home}. And the [hunter] had only water for "
+                "supper."
             ),
         ),
         "morals": ("A quick mind is better than sharp teeth.", "It is not always the strong who win.", ""),
@@ -1753,22 +1720,22 @@ TALES: tuple[dict[str, Any], ...] = (
         "hero": "grown",
         "set": {"stop": ("the clock in the tower", "the great clock", "the old clock on the town hall")},
         "start": (
-            "[Day] [stop] stood still. {Nobody in the town knew what time it was.|The hands did not move.} So "
-            "they sent for [h.name], [h.a]."
+            "[Day] [stop] stood still. {Nobody in the town knew what time it was.|The hands did not move.} So they "
+            "sent for [h.name], [h.a]."
         ),
         "next": "[Day] [stop] stood still, and nobody knew what time it was. So the people came to [h.name] for help.",
         "end": (
             (
-                "[H] climbed up {the two hundred steps|the narrow stairs} with a {lamp|bag of tools}. The wheels "
-                "were {clean|bright}, and the weights were in their place. {Still, nothing moved.|What could be "
-                "wrong?} Then [h.he] heard a {soft |}noise.\n{Between two wheels|Behind the biggest wheel}, a "
-                "swallow had built her nest, and in the nest lay {three|four} {small |}eggs. {If the wheels turned, "
-                'the nest would break.|"{Oh|I see}," said [h].} [H] {went down again|came down the stairs} and told '
-                'the people.\n"{Then we must wait|We can wait}," said {the mayor|the baker}. And so, for '
-                "{three|four} weeks, the town had no time. {People got up when it was light, and went to bed when "
-                "they were tired.|Nobody was late, and nobody was early.} They {rather liked it|were happier than "
-                "before}.\nWhen the young birds had flown, [h] wound up the clock. It struck {twelve|seven}, and "
-                "everybody {looked up|sighed}{ and went back to work|}."
+                "[H] climbed up {the two hundred steps|the narrow stairs} with a {lamp|bag of tools}. The wheels were "
+                "{clean|bright}, and the weights were in their place. {Still, nothing moved.|What could be wrong?} "
+                "Then [h.he] heard a {soft |}noise.\n{Between two wheels|Behind the biggest wheel}, a swallow had "
+                "built her nest, and in the nest lay {three|four} {small |}eggs. {If the wheels turned, the nest would "
+                'break.|"{Oh|I see}," said [h].} [H] {went down again|came down the stairs} and told the '
+                'people.\n"{Then we must wait|We can wait}," said {the mayor|the baker}. And so, for {three|four} '
+                "weeks, the town had no time. {People got up when it was light, and went to bed when they were "
+                "tired.|Nobody was late, and nobody was early.} They {rather liked it|were happier than before}.\nWhen "
+                "the young birds had flown, [h] wound up the clock. It struck {twelve|seven}, and everybody {looked "
+                "up|sighed}{ and went back to work|}."
             ),
         ),
         "morals": ("", "There is a small wooden swallow on the clock to this day."),
@@ -1777,24 +1744,23 @@ TALES: tuple[dict[str, Any], ...] = (
         "hero": "animal child",
         "cast": {"f": "animal child"},
         "start": (
-            "[Day] [h.name], [h.a], packed a basket with [food], [treat] and a {red|white} cloth, and went to "
-            "fetch [h.his] friend [f.name]."
+            "[Day] [h.name], [h.a], packed a basket with [food], [treat] and a {red|white} cloth, and went to fetch "
+            "[h.his] friend [f.name]."
         ),
         "next": (
-            "[Day] [h] packed a basket with [food], [treat] and a {red|white} cloth, and went to fetch [h.his] "
-            "friend [f.name]."
+            "[Day] [h] packed a basket with [food], [treat] and a {red|white} cloth, and went to fetch [h.his] friend "
+            "[f.name]."
         ),
         "end": (
             (
-                'They walked as far as [place] and spread the cloth under a [tree]. [Sky] "{What shall we eat '
-                'first?|I am so hungry!}" said [f].\nBut when they opened the basket, it was empty! There was a hole '
-                "in the bottom. Everything had fallen out on the way. {[F] began to laugh|They stared at each "
-                'other}. "{Then we shall follow it|We only have to go back}!" said [h].\nSo they went back along the '
-                "path. {Here lay a biscuit, and there lay an apple.|Piece by piece, they found it all.} At one "
-                "corner sat {three ants|two sparrows}, at another {a hedgehog|a small dog}, all of them eating. "
-                '"{Good afternoon|Thank you for the feast}!" they said. "{Sit down|There is enough for all}!" And '
-                "so it became {the longest picnic|the merriest picnic} in the world, {half a mile long|from the "
-                "[tree] to the front door}."
+                'They walked as far as [place] and spread the cloth under a [tree]. [Sky] "{What shall we eat first?|I '
+                'am so hungry!}" said [f].\nBut when they opened the basket, it was empty! There was a hole in the '
+                'bottom. Everything had fallen out on the way. {[F] began to laugh|They stared at each other}. "{Then '
+                'we shall follow it|We only have to go back}!" said [h].\nSo they went back along the path. {Here lay '
+                "a biscuit, and there lay an apple.|Piece by piece, they found it all.} At one corner sat {three "
+                'ants|two sparrows}, at another {a hedgehog|a small dog}, all of them eating. "{Good afternoon|Thank '
+                'you for the feast}!" they said. "{Sit down|There is enough for all}!" And so it became {the longest '
+                "picnic|the merriest picnic} in the world, {half a mile long|from the [tree] to the front door}."
             ),
         ),
     },
@@ -1805,21 +1771,21 @@ TALES: tuple[dict[str, Any], ...] = (
             "thief": ("a family of rabbits", "a very small donkey", "a hungry boy", "three young goats", "a hedgehog"),
         },
         "start": (
-            "[H.name], [h.a], had the finest [crop] {in the village|far and wide}. But every morning a few of "
-            "them were gone."
+            "[H.name], [h.a], had the finest [crop] {in the village|far and wide}. But every morning a few of them "
+            "were gone."
         ),
         "next": "In [h.his] garden grew the finest [crop] far and wide. But every morning a few of them were gone.",
         "end": (
             (
-                '"Somebody is stealing my [crop]!" {said|cried} [h]. "Tonight I will stay awake and catch the '
-                'thief." [H.he] {sat down|hid} behind {the wall|a bush} with a lamp and {a blanket|a stick}. {Ten '
-                "o'clock went by, and eleven, and twelve.|The moon went slowly across the sky.}\nThen there was a "
-                'rustling sound. [H] jumped up and held the lamp high. It was [thief]!\n"{Please do not be '
-                'angry|Forgive me}," said a small voice. "It was a hard winter, and {there is nothing to eat in the '
-                'fields|the fields are bare}."\n[H] {put down the lamp|scratched [h.his] head}. "You could have '
-                'asked," [h.he] said. "{Look, there is far more than I can eat|Half of them go bad every year}. '
-                '{Help me to water the garden|Pull out the weeds for me}, and you may eat what you {like|need}."\n'
-                "And the next summer the [crop] were finer than ever."
+                '"Somebody is stealing my [crop]!" {said|cried} [h]. "Tonight I will stay awake and catch the thief." '
+                "[H.he] {sat down|hid} behind {the wall|a bush} with a lamp and {a blanket|a stick}. {Ten o'clock went "
+                "by, and eleven, and twelve.|The moon went slowly across the sky.}\nThen there was a rustling sound. "
+                '[H] jumped up and held the lamp high. It was [thief]!\n"{Please do not be angry|Forgive me}," said a '
+                'small voice. "It was a hard winter, and {there is nothing to eat in the fields|the fields are '
+                'bare}."\n[H] {put down the lamp|scratched [h.his] head}. "You could have asked," [h.he] said. "{Look, '
+                "there is far more than I can eat|Half of them go bad every year}. {Help me to water the garden|Pull "
+                'out the weeds for me}, and you may eat what you {like|need}."\nAnd the next summer the [crop] were '
+                "finer than ever."
             ),
         ),
     },
@@ -1827,23 +1793,22 @@ TALES: tuple[dict[str, Any], ...] = (
         "hero": "animal child",
         "cast": {"m": "grown"},
         "start": (
-            '[H.name], [h.a], did not want to go to bed. "I am not tired," [h.he] said, and {yawned|rubbed '
-            "[h.his] eyes}."
+            '[H.name], [h.a], did not want to go to bed. "I am not tired," [h.he] said, and {yawned|rubbed [h.his] '
+            "eyes}."
         ),
         "next": (
-            'But one evening [h] did not want to go to bed. "I am not tired," [h.he] said, and {yawned|rubbed '
-            "[h.his] eyes}."
+            'But one evening [h] did not want to go to bed. "I am not tired," [h.he] said, and {yawned|rubbed [h.his] '
+            "eyes}."
         ),
         "end": (
             (
                 '"Then come to the window," said [h.his] {mother|grandmother}, "and we will say good night to '
-                '{everything|the world}." They looked out. "Good night, [tree]," said [h]. "Good night, '
-                '{pond|well}. Good night, {hens|sheep}."\nThe {wind|leaves} {answered|whispered} softly. "What does '
-                'it say?" asked [h]. "It says that it {will sing|will be here} all night, so that you need not stay '
-                'awake."\n"And the moon?" "The moon {keeps watch|looks after the house}. {It never goes to bed '
-                'before the morning.|That is her work.}" "{Then somebody is awake|That is good}," said [h], and '
-                "{closed [h.his] eyes|laid down [h.his] head}.\n{A moment later|Before the moon had reached the "
-                "[tree]}, [h.he] was fast asleep."
+                '{everything|the world}." They looked out. "Good night, [tree]," said [h]. "Good night, {pond|well}. '
+                'Good night, {hens|sheep}."\nThe {wind|leaves} {answered|whispered} softly. "What does it say?" asked '
+                '[h]. "It says that it {will sing|will be here} all night, so that you need not stay awake."\n"And the '
+                'moon?" "The moon {keeps watch|looks after the house}. {It never goes to bed before the morning.|That '
+                'is her work.}" "{Then somebody is awake|That is good}," said [h], and {closed [h.his] eyes|laid down '
+                "[h.his] head}.\n{A moment later|Before the moon had reached the [tree]}, [h.he] was fast asleep."
             ),
         ),
         "morals": ("", "Good night."),
@@ -1856,15 +1821,14 @@ TALES: tuple[dict[str, Any], ...] = (
         "end": (
             (
                 '"Stop!" {called|shouted} [h], and ran after it. The [hat] flew over {the fence|the wall}, and [h] '
-                "climbed after it. It flew over the {river|stream}, and [h] ran across the bridge. It "
-                "{danced|rolled} through the market, past {the baker|the fish}, past {three nuns|the mayor}, {under "
-                "a horse|round the fountain}, and everybody {turned round|laughed}.\nAt last it {came down|landed} "
-                "in a garden that [h] had never seen before. A stranger was sitting there{ alone|}, on a bench. "
-                '"{Is this yours|Did you lose this}?" "Yes," said [h], quite out of breath. "{The wind is a '
-                'rascal|What a wind}!"\n"{I am glad that it came here|I wished for a visitor this morning}," said '
-                'the stranger, "and nobody {ever |}comes by. Would you like some tea?"\nThey talked until {the '
-                "evening|the sun went down}. And {every year|once a week} after that, [h] came to tea, and they "
-                "became the best of friends."
+                "climbed after it. It flew over the {river|stream}, and [h] ran across the bridge. It {danced|rolled} "
+                "through the market, past {the baker|the fish}, past {three nuns|the mayor}, {under a horse|round the "
+                "fountain}, and everybody {turned round|laughed}.\nAt last it {came down|landed} in a garden that [h] "
+                'had never seen before. A stranger was sitting there{ alone|}, on a bench. "{Is this yours|Did you '
+                'lose this}?" "Yes," said [h], quite out of breath. "{The wind is a rascal|What a wind}!"\n"{I am glad '
+                'that it came here|I wished for a visitor this morning}," said the stranger, "and nobody {ever |}comes '
+                'by. Would you like some tea?"\nThey talked until {the evening|the sun went down}. And {every '
+                "year|once a week} after that, [h] came to tea, and they became the best of friends."
             ),
         ),
         "morals": ("Sometimes the wind knows where you should go.", ""),
@@ -1875,25 +1839,25 @@ TALES: tuple[dict[str, Any], ...] = (
             "to": ("the sea", "[h.his] grandmother", "the mountains", "the big city", "[h.his] cousins on the farm")
         },
         "start": (
-            "[Day] [h.name], [h.a], went on a train for the first time. [H.he] was going to visit {[h.his] "
-            "aunt|an old friend}, and [h.he] sat at the window with a {small |}bag on [h.his] knees."
+            "[Day] [h.name], [h.a], went on a train for the first time. [H.he] was going to visit {[h.his] aunt|an old "
+            "friend}, and [h.he] sat at the window with a {small |}bag on [h.his] knees."
         ),
         "next": (
-            "[Day] [h] went on a train for the first time. [H.he] was going to visit {[h.his] aunt|an old "
-            "friend}, and [h.he] sat at the window with a {small |}bag on [h.his] knees."
+            "[Day] [h] went on a train for the first time. [H.he] was going to visit {[h.his] aunt|an old friend}, and "
+            "[h.he] sat at the window with a {small |}bag on [h.his] knees."
         ),
         "end": (
             (
                 "The whistle blew, and the houses began to move. {First they went slowly, and then faster and "
                 "faster|Faster and faster they went}. [H] saw {cows|horses}, a {church|mill}, a {river|lake} with "
-                '{white boats|swans}, and {a man who waved|children who waved}. [H] waved back.\n"Is this seat '
-                'free?" asked {an old lady with a cage|a tall man with a drum|a woman with a big box}. "{Yes|Please '
-                'sit down}," said [h]. "What is in there?" "{Guess|You may ask three questions}," was the answer.\n'
-                '"Is it alive?" asked [h]. "Sometimes." "Does it {make a noise|sing}?" "Only when {it is happy|I am '
-                'happy}." "Is it {big|dangerous}?" "It grows when you {listen|share it}." [H] {thought '
-                'hard|frowned}. "{It is a song|It is music}!" [h.he] cried at last.\n"{Well done|Right}," said the '
-                "stranger, and they {sang|made music} all the way{, and the other people sang along|}. [H] was "
-                "almost sorry when the train {stopped|arrived}."
+                '{white boats|swans}, and {a man who waved|children who waved}. [H] waved back.\n"Is this seat free?" '
+                'asked {an old lady with a cage|a tall man with a drum|a woman with a big box}. "{Yes|Please sit '
+                'down}," said [h]. "What is in there?" "{Guess|You may ask three questions}," was the answer.\n"Is it '
+                'alive?" asked [h]. "Sometimes." "Does it {make a noise|sing}?" "Only when {it is happy|I am happy}." '
+                '"Is it {big|dangerous}?" "It grows when you {listen|share it}." [H] {thought hard|frowned}. "{It is a '
+                'song|It is music}!" [h.he] cried at last.\n"{Well done|Right}," said the stranger, and they '
+                "{sang|made music} all the way{, and the other people sang along|}. [H] was almost sorry when the "
+                "train {stopped|arrived}."
             ),
         ),
         "morals": ("", "[H.he] has liked trains ever since."),
@@ -1912,13 +1876,12 @@ TALES: tuple[dict[str, Any], ...] = (
         "end": (
             (
                 '"You can sit {next to me|here}," said [h]. [F] {nodded|smiled a little}, but said nothing all '
-                'morning. At noon [h] {opened [h.his] bag|unpacked [h.his] lunch}: there was [food]. "{Would you '
-                'like half|Do you want some}?" [h.he] asked.\n[F] {took a bite|tasted it}, and then [f.he] opened '
-                '[f.his] own bag. "This is what we eat at home," [f.he] said. It was {round and sweet|yellow and '
-                'hot}, and [h] had never eaten anything like it. "{Oh|It is hot}!" cried [h], and drank {a whole '
-                "bottle|two cups} of water. [F] laughed for the first time.\nThe next day {three|two} other children "
-                "wanted to {try it|sit with them}. {And after a week|Soon} nobody remembered a time when [f] had "
-                "not been there."
+                'morning. At noon [h] {opened [h.his] bag|unpacked [h.his] lunch}: there was [food]. "{Would you like '
+                'half|Do you want some}?" [h.he] asked.\n[F] {took a bite|tasted it}, and then [f.he] opened [f.his] '
+                'own bag. "This is what we eat at home," [f.he] said. It was {round and sweet|yellow and hot}, and [h] '
+                'had never eaten anything like it. "{Oh|It is hot}!" cried [h], and drank {a whole bottle|two cups} of '
+                "water. [F] laughed for the first time.\nThe next day {three|two} other children wanted to {try it|sit "
+                "with them}. {And after a week|Soon} nobody remembered a time when [f] had not been there."
             ),
         ),
         "morals": ("A friend is somebody who moves over a little.", "", ""),
@@ -1937,35 +1900,35 @@ TALES: tuple[dict[str, Any], ...] = (
             "[H.name], [h.a], had a loose tooth. It had been loose for {a week|nine days}, and it would not come out."
         ),
         "next": (
-            "[Day] [h] noticed that [h.he] had a loose tooth. It moved to the left, and it moved to the right, "
-            "but it would not come out."
+            "[Day] [h] noticed that [h.he] had a loose tooth. It moved to the left, and it moved to the right, but it "
+            "would not come out."
         ),
         "end": (
             (
-                '"{Leave it alone|Wait}," said [h.his] mother. "{Pull it|Be brave}," said [h.his] brother. [H] '
-                "[idea], and still it stayed where it was.\nThen, at supper, [h] told a joke. It was the one about "
-                "the {duck|donkey} who {wanted to buy a hat|went to the barber}. Everybody laughed, and [h] laughed "
-                'most of all. And {plop|plip}! The tooth fell into the soup.\n"{There it is|At last}!" '
-                "{cried|shouted} everybody. [H] put it {under the pillow|in a little box}. In the morning it was "
-                "gone, and in its place lay {a shining coin|a small white stone|a tiny book}."
+                '"{Leave it alone|Wait}," said [h.his] mother. "{Pull it|Be brave}," said [h.his] brother. [H] [idea], '
+                "and still it stayed where it was.\nThen, at supper, [h] told a joke. It was the one about the "
+                "{duck|donkey} who {wanted to buy a hat|went to the barber}. Everybody laughed, and [h] laughed most "
+                'of all. And {plop|plip}! The tooth fell into the soup.\n"{There it is|At last}!" {cried|shouted} '
+                "everybody. [H] put it {under the pillow|in a little box}. In the morning it was gone, and in its "
+                "place lay {a shining coin|a small white stone|a tiny book}."
             ),
         ),
     },
     {
         "hero": "animal child",
         "start": (
-            '[Day] [h.name], [h.a], climbed a hill and called, "Hello!" "Hello!" {called a voice|somebody '
-            "answered} from the other side."
+            '[Day] [h.name], [h.a], climbed a hill and called, "Hello!" "Hello!" {called a voice|somebody answered} '
+            "from the other side."
         ),
         "next": (
-            '[Day] [h] climbed a hill and called, "Hello!" "Hello!" {called a voice|somebody answered} from the '
-            "other side."
+            '[Day] [h] climbed a hill and called, "Hello!" "Hello!" {called a voice|somebody answered} from the other '
+            "side."
         ),
         "end": (
             (
                 '"Who are you?" called [h]. "Who are you?" asked the voice. "You are rude!" [h] {shouted|cried} '
-                'angrily. "You are rude!" said the voice.\n[H] ran home {in tears|with a red face}. "There is '
-                'somebody on the hill who {is rude to me|says nasty things}," [h.he] told [h.his] '
+                'angrily. "You are rude!" said the voice.\n[H] ran home {in tears|with a red face}. "There is somebody '
+                'on the hill who {is rude to me|says nasty things}," [h.he] told [h.his] '
                 '{mother|father|grandmother}.\n"{Is that so|Really}?" was the answer. "Go back and say something '
                 '{kind|friendly}."\nSo [h] went up again. "I like you!" [h.he] called. "I like you!" said the voice. '
                 '{"Come and play!" "Come and play!"|"Good night!" "Good night!"} And [h] {went home happy|was happy '
@@ -1979,12 +1942,12 @@ TALES: tuple[dict[str, Any], ...] = (
         "cast": {"f": "animal grown"},
         "set": {"flow": ("river", "stream", "deep ditch")},
         "start": (
-            "[H.name], [h.a], lived on the left side of a [flow], and [f.name], [f.a], lived on the right. "
-            "{Every evening they waved to each other|They had never spoken}, for there was no bridge."
+            "[H.name], [h.a], lived on the left side of a [flow], and [f.name], [f.a], lived on the right. {Every "
+            "evening they waved to each other|They had never spoken}, for there was no bridge."
         ),
         "next": (
-            "On the other side of the [flow] lived [f.name], [f.a]. {Every evening they waved to each "
-            "other|They had never spoken}, for there was no bridge."
+            "On the other side of the [flow] lived [f.name], [f.a]. {Every evening they waved to each other|They had "
+            "never spoken}, for there was no bridge."
         ),
         "end": (
             (
@@ -1992,11 +1955,11 @@ TALES: tuple[dict[str, Any], ...] = (
                 'other half}." [H.he] fetched {planks|stones} and {nails|ropes}, and began. On the other side, [f] '
                 "{watched for a while|put down [f.his] book}. Then [f.he] fetched {stones|planks} as well.\nThey "
                 'worked {for seven days|from morning to night}. The neighbours shook their heads. "It will {fall '
-                'down|never hold}," they said. But {plank by plank|stone by stone} the two ends came closer, and '
-                "one evening [h] and [f] stood face to face, {with only a step between them|and shook hands over "
-                'the water}.\n"Good evening," said [h]. "I have always wanted to ask you {what you are reading|what '
-                'you have for supper}." "{Come over and see|Come in}," said [f].\nNow there is a path on both sides, '
-                "and the bridge has never been empty since."
+                'down|never hold}," they said. But {plank by plank|stone by stone} the two ends came closer, and one '
+                "evening [h] and [f] stood face to face, {with only a step between them|and shook hands over the "
+                'water}.\n"Good evening," said [h]. "I have always wanted to ask you {what you are reading|what you '
+                'have for supper}." "{Come over and see|Come in}," said [f].\nNow there is a path on both sides, and '
+                "the bridge has never been empty since."
             ),
         ),
         "morals": ("A bridge needs two ends.", "", ""),
@@ -2008,15 +1971,15 @@ TALES: tuple[dict[str, Any], ...] = (
         "next": "[Day] [h.he] wanted to bake [cake] for the {village feast|feast}.",
         "end": (
             (
-                "[H.he] took flour and butter, {sugar|honey} and eggs. [H.he] {stirred|mixed} it all in a {big "
-                "|}bowl and put it into the oven. Then there was a {knock at the door|noise outside}: {a goat was "
-                "eating the washing|the postman had a letter|a neighbour wanted to talk about the weather}. When "
-                '[h] came back, the kitchen was full of smoke.\n{"Oh no!" cried [h].|[H] opened the window.} It was '
-                'as black as coal. "{Now I have nothing|What shall I do now}," [h.he] said. {There were only two '
-                "eggs left.|It was already four o'clock.}\nBut [h] did not give up. With the last of the flour "
-                "[h.he] made {small biscuits|little cakes}, and because there was no {sugar|honey} left, [h.he] put "
-                "{nuts and apples|dried plums} into them.\nAt the feast everybody wanted to {know the recipe|have "
-                'another}. "{It is very simple|I can tell you}," said [h]. "First you must burn [cake]."'
+                "[H.he] took flour and butter, {sugar|honey} and eggs. [H.he] {stirred|mixed} it all in a {big |}bowl "
+                "and put it into the oven. Then there was a {knock at the door|noise outside}: {a goat was eating the "
+                "washing|the postman had a letter|a neighbour wanted to talk about the weather}. When [h] came back, "
+                'the kitchen was full of smoke.\n{"Oh no!" cried [h].|[H] opened the window.} It was as black as coal. '
+                '"{Now I have nothing|What shall I do now}," [h.he] said. {There were only two eggs left.|It was '
+                "already four o'clock.}\nBut [h] did not give up. With the last of the flour [h.he] made {small "
+                "biscuits|little cakes}, and because there was no {sugar|honey} left, [h.he] put {nuts and "
+                'apples|dried plums} into them.\nAt the feast everybody wanted to {know the recipe|have another}. "{It '
+                'is very simple|I can tell you}," said [h]. "First you must burn [cake]."'
             ),
         ),
         "morals": ("", "Some of the best things begin with a mistake."),
@@ -2028,14 +1991,14 @@ TALES: tuple[dict[str, Any], ...] = (
         "next": "[Day] [h] built a [colour] kite, but it would not fly.",
         "end": (
             (
-                "[H.he] ran {up and down|across the field}, and the kite {jumped|hopped} behind [h.him] like a "
-                '{lame bird|tired dog}. Somebody sat on the wall and watched. It was [g.new]. "{You are running too '
-                'fast|It is not the kite\'s fault}," said [g]. "Stand still."\n"But then it will never go up!" said '
+                "[H.he] ran {up and down|across the field}, and the kite {jumped|hopped} behind [h.him] like a {lame "
+                'bird|tired dog}. Somebody sat on the wall and watched. It was [g.new]. "{You are running too fast|It '
+                'is not the kite\'s fault}," said [g]. "Stand still."\n"But then it will never go up!" said '
                 '[h].\n"{Wait for the wind|The wind has to come to you}," said [g]. "You cannot {push|hurry} it." So '
-                "[h] stood still, with the string in [h.his] hand. {The grass did not move|A butterfly went by}. "
-                'Then a {leaf|feather} trembled. Then the whole field {bowed|moved} like the sea.\n"Now!" '
-                "{cried|called} [g]. And up went the kite, over the {wall|fence}, over the [tree], up and up, until "
-                "it was only a [colour] {spot|dot} in the sky."
+                "[h] stood still, with the string in [h.his] hand. {The grass did not move|A butterfly went by}. Then "
+                'a {leaf|feather} trembled. Then the whole field {bowed|moved} like the sea.\n"Now!" {cried|called} '
+                "[g]. And up went the kite, over the {wall|fence}, over the [tree], up and up, until it was only a "
+                "[colour] {spot|dot} in the sky."
             ),
         ),
         "morals": ("Some things you cannot hurry.", ""),
@@ -2046,8 +2009,8 @@ TALES: tuple[dict[str, Any], ...] = (
             "book": ("a book without a title", "a very old book", "a book with an empty last page", "a small blue book")
         },
         "start": (
-            "[Day] it was raining, and [h.name], [h.a], went into the library to keep dry. On the lowest shelf "
-            "[h.he] found [book]."
+            "[Day] it was raining, and [h.name], [h.a], went into the library to keep dry. On the lowest shelf [h.he] "
+            "found [book]."
         ),
         "next": (
             "[Day] it was raining, and [h] went into the library to keep dry. On the lowest shelf [h.he] found [book]."
@@ -2056,12 +2019,12 @@ TALES: tuple[dict[str, Any], ...] = (
             (
                 "[H.he] opened it and began to read. It was about [h.a] who {went into a library because it was "
                 'raining|found a book}. "How strange!" said [h], and turned the page. "\'How strange!\' said '
-                '[h.name], and turned the page," it said there.\n[H] {read faster|held [h.his] breath}. The one in '
-                "the book {sneezed|scratched [h.his] ear}. A moment later [h] {did the same|did so, too}. {[H.his] "
-                'heart beat fast.|It was a little frightening.} "What will happen next?" [h.he] wondered, and '
-                'looked at the last page. But the last page was empty.\n"{That page is always empty|That one is for '
-                'you to write}," said the {old |}librarian, who stood behind [h.him], and gave [h.him] a pencil. '
-                '[H] thought for a while. Then [h.he] wrote: "And the sun came out."\nAnd it did.'
+                '[h.name], and turned the page," it said there.\n[H] {read faster|held [h.his] breath}. The one in the '
+                "book {sneezed|scratched [h.his] ear}. A moment later [h] {did the same|did so, too}. {[H.his] heart "
+                'beat fast.|It was a little frightening.} "What will happen next?" [h.he] wondered, and looked at the '
+                'last page. But the last page was empty.\n"{That page is always empty|That one is for you to write}," '
+                "said the {old |}librarian, who stood behind [h.him], and gave [h.him] a pencil. [H] thought for a "
+                'while. Then [h.he] wrote: "And the sun came out."\nAnd it did.'
             ),
         ),
         "morals": ("",),
@@ -2070,19 +2033,19 @@ TALES: tuple[dict[str, Any], ...] = (
         "hero": "animal child grown",
         "cast": {"f": "animal child"},
         "start": (
-            "One clear night [h.name], [h.a], lay in the grass with [h.his] friend [f.name], and they looked at "
-            "the stars."
+            "One clear night [h.name], [h.a], lay in the grass with [h.his] friend [f.name], and they looked at the "
+            "stars."
         ),
         "next": "One clear night [h] lay in the grass with [h.his] friend [f.name], and they looked at the stars.",
         "end": (
             (
-                '"How many are there?" asked [f]. "Let us count them," said [h]. "One, two, three, four!" When '
-                "they came to {ninety|fifty}, a cloud {covered half of the sky|came}, and they had to begin again.\n"
-                '"Perhaps there are {a thousand|a hundred thousand}," said [f]. "Perhaps {they have no '
+                '"How many are there?" asked [f]. "Let us count them," said [h]. "One, two, three, four!" When they '
+                "came to {ninety|fifty}, a cloud {covered half of the sky|came}, and they had to begin "
+                'again.\n"Perhaps there are {a thousand|a hundred thousand}," said [f]. "Perhaps {they have no '
                 'number|nobody knows}," said [h]. They were quiet for a while. {A star fell.|An owl called from the '
-                'wood.} "Did you wish for something?" asked [f]. "{I forgot|I could not think of anything}," said '
-                '[h]. "I have {everything here|you, and the grass, and it is warm}."\nThen they {went on '
-                "counting|counted again}, and {fell asleep at thirty-one|neither of them heard the other one stop}."
+                'wood.} "Did you wish for something?" asked [f]. "{I forgot|I could not think of anything}," said [h]. '
+                '"I have {everything here|you, and the grass, and it is warm}."\nThen they {went on counting|counted '
+                "again}, and {fell asleep at thirty-one|neither of them heard the other one stop}."
             ),
         ),
     },
@@ -2090,24 +2053,23 @@ TALES: tuple[dict[str, Any], ...] = (
         "hero": "animal",
         "cast": {"r": "rival", "f": "animal"},
         "start": (
-            "{Every summer|Once a year} there was a boat race on the lake. [H.name], [h.a], had {an old "
-            "washtub|a boat made of an umbrella}, and everybody laughed at it. Nobody laughed as loudly as "
-            "[r.new] with a fine new sailing boat."
+            "{Every summer|Once a year} there was a boat race on the lake. [H.name], [h.a], had {an old washtub|a boat "
+            "made of an umbrella}, and everybody laughed at it. Nobody laughed as loudly as [r.new] with a fine new "
+            "sailing boat."
         ),
         "next": (
-            "{Every summer|Once a year} there was a boat race on the lake. [H] had {an old washtub|a boat made "
-            "of an umbrella}, and everybody laughed at it. Nobody laughed as loudly as [r.new] with a fine new "
-            "sailing boat."
+            "{Every summer|Once a year} there was a boat race on the lake. [H] had {an old washtub|a boat made of an "
+            "umbrella}, and everybody laughed at it. Nobody laughed as loudly as [r.new] with a fine new sailing boat."
         ),
         "end": (
             (
                 '"Ready, steady, go!" {called|cried} the old {swan|toad}. Away they went. [R] was soon far ahead. '
                 "{But|Then} in the middle of the lake the wind {dropped|stopped}, and the sail hung down like a wet "
                 "{towel|sheet}. [R] had no oars. Oars, [r.he] had said, were only for slow boats.\n[H] had a wooden "
-                "spoon, and with the spoon [h.he] paddled, slowly and {steadily|without a stop}, past one boat "
-                'after another. When [h.he] came past [r], [h.he] {stopped|threw [r.him] a rope}. "{Come|Hold on}," '
-                '[h.he] said. "{It is cold out here|You cannot stay here all night}."\nSo they crossed the line '
-                "together, and {for the first time two were given the prize|they shared the prize}: [food]."
+                "spoon, and with the spoon [h.he] paddled, slowly and {steadily|without a stop}, past one boat after "
+                'another. When [h.he] came past [r], [h.he] {stopped|threw [r.him] a rope}. "{Come|Hold on}," [h.he] '
+                'said. "{It is cold out here|You cannot stay here all night}."\nSo they crossed the line together, and '
+                "{for the first time two were given the prize|they shared the prize}: [food]."
             ),
         ),
         "morals": ("Slow and steady wins the race.", "", ""),
@@ -2120,12 +2082,12 @@ TALES: tuple[dict[str, Any], ...] = (
         "end": (
             (
                 '"I will do it later," [h.he] said, and lay down {in the grass|under the [tree]}. {An hour went '
-                'by|Noon came}. "Later," said [h] again. {A bee flew past.|An ant ran over [h.his] foot.} "Why are '
-                'you in such a hurry?" asked [h].\n"{I am not in a hurry|This is no hurry}," said the little '
-                '{creature|worker}. "I do a bit, and then I do another bit, and by evening it is done. And then I '
-                'have the evening."\n[H] thought about that. {In the end|Slowly} [h.he] got up and did a bit. Then '
-                "[h.he] did another bit. {It was not so bad|[H.he] even began to whistle}. And before the sun went "
-                "down, the work was {finished|done}, and the whole {long |}evening was free."
+                'by|Noon came}. "Later," said [h] again. {A bee flew past.|An ant ran over [h.his] foot.} "Why are you '
+                'in such a hurry?" asked [h].\n"{I am not in a hurry|This is no hurry}," said the little '
+                '{creature|worker}. "I do a bit, and then I do another bit, and by evening it is done. And then I have '
+                'the evening."\n[H] thought about that. {In the end|Slowly} [h.he] got up and did a bit. Then [h.he] '
+                "did another bit. {It was not so bad|[H.he] even began to whistle}. And before the sun went down, the "
+                "work was {finished|done}, and the whole {long |}evening was free."
             ),
         ),
         "morals": ("Later is the name of a long road.", "", ""),
@@ -2136,22 +2098,22 @@ TALES: tuple[dict[str, Any], ...] = (
             "haunt": ("the old mill", "the castle on the hill", "the empty house at the end of the street", "the attic")
         },
         "start": (
-            "Everybody said that there was a ghost in [haunt]. [Day] [h.name], [h.a], went to see {whether it "
-            "was true|it}."
+            "Everybody said that there was a ghost in [haunt]. [Day] [h.name], [h.a], went to see {whether it was "
+            "true|it}."
         ),
         "next": "Everybody said that there was a ghost in [haunt]. [Day] [h] went to see {whether it was true|it}.",
         "end": (
             (
-                "{The door creaked|The stairs creaked}. It was {dark|cold} inside, and there was dust on "
-                'everything. "Is anybody there?" asked [h]. "Boo," said a {thin|sad} voice. In the corner stood '
-                'something white.\n"Good evening," said [h]. "Are you {cold|hungry}?" The ghost {was surprised|came '
-                'a little closer}. "You are supposed to {run away|scream}," it said.\n"I am {too tired|too curious} '
-                'to run," said [h]. "What do you do here all day?" "{I wait for somebody to come|I rattle my '
-                'chain}," said the ghost, "and when somebody comes, they run away. It is {very dull|lonely}."\n{So '
-                "they sat down and played cards|[H] had a set of dominoes in [h.his] pocket, and so they played}. "
-                'The ghost won {twice|every time}, and laughed until {its sheet shook|the windows rattled}. "Will '
-                'you come again {on Friday|soon}?" it asked.\nAnd since then, [haunt] has been {full of laughter|a '
-                "merry place}, but {nobody knows why|only [h] knows why}."
+                "{The door creaked|The stairs creaked}. It was {dark|cold} inside, and there was dust on everything. "
+                '"Is anybody there?" asked [h]. "Boo," said a {thin|sad} voice. In the corner stood something '
+                'white.\n"Good evening," said [h]. "Are you {cold|hungry}?" The ghost {was surprised|came a little '
+                'closer}. "You are supposed to {run away|scream}," it said.\n"I am {too tired|too curious} to run," '
+                'said [h]. "What do you do here all day?" "{I wait for somebody to come|I rattle my chain}," said the '
+                'ghost, "and when somebody comes, they run away. It is {very dull|lonely}."\n{So they sat down and '
+                "played cards|[H] had a set of dominoes in [h.his] pocket, and so they played}. The ghost won "
+                '{twice|every time}, and laughed until {its sheet shook|the windows rattled}. "Will you come again {on '
+                'Friday|soon}?" it asked.\nAnd since then, [haunt] has been {full of laughter|a merry place}, but '
+                "{nobody knows why|only [h] knows why}."
             ),
         ),
     },
@@ -2160,23 +2122,23 @@ TALES: tuple[dict[str, Any], ...] = (
         "cast": {"r": "rival"},
         "set": {"gifted": ("the loudest voice", "the longest tail", "the finest coat", "the fastest legs")},
         "start": (
-            '[Day] the animals of the forest wanted to choose a {king|leader}. "It must be somebody with '
-            '[gifted]," said [r.new]. [H.name], [h.a], sat at the back and said nothing.'
+            '[Day] the animals of the forest wanted to choose a {king|leader}. "It must be somebody with [gifted]," '
+            "said [r.new]. [H.name], [h.a], sat at the back and said nothing."
         ),
         "next": (
-            '[Day] the animals of the forest wanted to choose a {king|leader}. "It must be somebody with '
-            '[gifted]," said [r.new]. [H] sat at the back and said nothing.'
+            '[Day] the animals of the forest wanted to choose a {king|leader}. "It must be somebody with [gifted]," '
+            "said [r.new]. [H] sat at the back and said nothing."
         ),
         "end": (
             (
-                'All of them shouted at once: "Me!" "{No, me|Choose me}!" In the middle of the noise, {a small '
-                "bird|a baby squirrel} fell {from the tree|out of a tree} into the {river|pond}. Nobody saw it. "
-                "Nobody but [h].\n[H] did not {stop to think|say a word}. [H.he] jumped into the water, "
-                "{swam|fought} through the waves, and brought the little one back to its mother. Then [h.he] {shook "
-                '[h.himself]|sat down again}, and it was very quiet.\n"Now we know," said the {old |}owl. "{A leader '
-                "is not the one with [gifted]|We were looking for the wrong thing}. {A leader is the one who sees "
-                'the smallest|It is the one who looks after the smallest}." And they all bowed to [h], who {turned '
-                "red|did not know where to look}."
+                'All of them shouted at once: "Me!" "{No, me|Choose me}!" In the middle of the noise, {a small bird|a '
+                "baby squirrel} fell {from the tree|out of a tree} into the {river|pond}. Nobody saw it. Nobody but "
+                "[h].\n[H] did not {stop to think|say a word}. [H.he] jumped into the water, {swam|fought} through the "
+                "waves, and brought the little one back to its mother. Then [h.he] {shook [h.himself]|sat down again}, "
+                'and it was very quiet.\n"Now we know," said the {old |}owl. "{A leader is not the one with '
+                "[gifted]|We were looking for the wrong thing}. {A leader is the one who sees the smallest|It is the "
+                'one who looks after the smallest}." And they all bowed to [h], who {turned red|did not know where to '
+                "look}."
             ),
         ),
     },
@@ -2187,14 +2149,14 @@ TALES: tuple[dict[str, Any], ...] = (
         "end": (
             (
                 'When [h] walked, it walked. When [h] ran, it ran. When [h] stood still, it stood still, too. "{Go '
-                'away|Leave me alone}!" said [h], but it {stayed|did not answer}. It was long and {thin|dark}, and '
-                "it lay on the ground.\n[H] {hid behind a wall|jumped over a ditch}. {For a moment it was gone|It "
-                "jumped as well}. [H.he] {tried to step on its head|threw a stone at it}, {but it was too quick|and "
-                'it threw one back}. At last [h] {was out of breath|had to sit down} and laughed. "{You never get '
-                'tired|You are good at this}! What is your name?"\nIt had no name. So [h] gave it one: "Twin." All '
-                "afternoon they {danced together|made rabbits and dragons on the wall}. In the evening it grew "
-                'longer and longer, and then it was gone. "{It has gone to bed|Good night}," said [h]. "Tomorrow, '
-                '{if the sun shines|when the sun comes up}, we will play again."'
+                'away|Leave me alone}!" said [h], but it {stayed|did not answer}. It was long and {thin|dark}, and it '
+                "lay on the ground.\n[H] {hid behind a wall|jumped over a ditch}. {For a moment it was gone|It jumped "
+                "as well}. [H.he] {tried to step on its head|threw a stone at it}, {but it was too quick|and it threw "
+                'one back}. At last [h] {was out of breath|had to sit down} and laughed. "{You never get tired|You are '
+                'good at this}! What is your name?"\nIt had no name. So [h] gave it one: "Twin." All afternoon they '
+                "{danced together|made rabbits and dragons on the wall}. In the evening it grew longer and longer, and "
+                'then it was gone. "{It has gone to bed|Good night}," said [h]. "Tomorrow, {if the sun shines|when the '
+                'sun comes up}, we will play again."'
             ),
         ),
     },
@@ -2214,13 +2176,13 @@ TALES: tuple[dict[str, Any], ...] = (
         "end": (
             (
                 '"I do not know what to do," thought [h], "but I can look, and I can listen." So [h.he] {looked and '
-                "listened|sat down beside the bed}. {First came warm milk|[H.he] made some tea}, then a "
-                "{soft|clean} bandage, then a {story|song}. In the night [h.he] got up three times{ to see how "
-                "things were|}.\nOn the first day nothing changed. On the second day {there was a small smile|things "
-                "were a little better}. And on the third day [h] {woke up because somebody was making a terrible "
-                "noise|came into the room and found the bed empty}. The patient was {dancing on the table|sitting "
-                'in the sun and eating breakfast}!\n"{What was the medicine|How did you do it}?" everybody wanted to '
-                'know. "{Milk, rest, and somebody who stays|I only stayed}," said [h].'
+                "listened|sat down beside the bed}. {First came warm milk|[H.he] made some tea}, then a {soft|clean} "
+                "bandage, then a {story|song}. In the night [h.he] got up three times{ to see how things were|}.\nOn "
+                "the first day nothing changed. On the second day {there was a small smile|things were a little "
+                "better}. And on the third day [h] {woke up because somebody was making a terrible noise|came into the "
+                "room and found the bed empty}. The patient was {dancing on the table|sitting in the sun and eating "
+                'breakfast}!\n"{What was the medicine|How did you do it}?" everybody wanted to know. "{Milk, rest, and '
+                'somebody who stays|I only stayed}," said [h].'
             ),
         ),
     },
@@ -2231,18 +2193,18 @@ TALES: tuple[dict[str, Any], ...] = (
             "chore": ("wash the dishes", "cut the hedge", "carry the shopping", "sweep the floor"),
         },
         "start": (
-            "[H.name], [h.a], built a robot out of {tin cans|old pots} and {a clock|the wheels of a pram}. "
-            "[H.he] called it [robot]."
+            "[H.name], [h.a], built a robot out of {tin cans|old pots} and {a clock|the wheels of a pram}. [H.he] "
+            "called it [robot]."
         ),
         "next": (
-            "[Day] [h.he] built a robot out of {tin cans|old pots} and {a clock|the wheels of a pram}, and "
-            "called it [robot]."
+            "[Day] [h.he] built a robot out of {tin cans|old pots} and {a clock|the wheels of a pram}, and called it "
+            "[robot]."
         ),
         "end": (
             (
-                '"You shall [chore]," said [h], and turned the key. [Robot] {began at once|went to work}. But it '
-                "did not know when to stop. It {worked|went on} and on: it {washed the curtains|tidied away the "
-                "supper}, {swept the cat out of the door|painted the chairs}, and {polished the apples|ironed the "
+                '"You shall [chore]," said [h], and turned the key. [Robot] {began at once|went to work}. But it did '
+                "not know when to stop. It {worked|went on} and on: it {washed the curtains|tidied away the supper}, "
+                "{swept the cat out of the door|painted the chairs}, and {polished the apples|ironed the "
                 'newspaper}.\n"Stop!" {cried|called} [h]. "Enough!" "What is enough?" asked [robot]. Nobody had ever '
                 'asked [h] that. "{Enough is when you can sit down|It is when you look at it and are glad}," [h.he] '
                 "said at last.\n[Robot] thought about it, and {its wheels turned|something clicked inside}. Then it "
@@ -2258,15 +2220,15 @@ TALES: tuple[dict[str, Any], ...] = (
         "next": "In the garden [h] had planted a [root], and it grew so big that nobody could pull it out.",
         "end": (
             (
-                "[H] took hold of the leaves and pulled. The [root] did not move. So [h.he] called {the "
-                "neighbour|the baker}. {They|The two of them} pulled and pulled, and the [root] did not move. They "
-                "called {the teacher|the milkman}, and after that {the dog|the goat}, and after that the cat. They "
-                'all pulled, one behind the other, and still the [root] did not move.\n"{May I help|Shall I help}?" '
-                'asked a little {mouse|beetle|sparrow}. Everybody laughed. "You? {You are as small as a button|You '
-                'are much too small}!" But [h] said, "{Every bit helps|Come, there is room at the end}."\nThey all '
-                "pulled once more. {There was a loud noise|The ground trembled}, and out came the [root], and they "
-                "all fell down in a heap. That evening there was soup for the whole {street|village}, and the "
-                "smallest one got the {biggest|first} bowl."
+                "[H] took hold of the leaves and pulled. The [root] did not move. So [h.he] called {the neighbour|the "
+                "baker}. {They|The two of them} pulled and pulled, and the [root] did not move. They called {the "
+                "teacher|the milkman}, and after that {the dog|the goat}, and after that the cat. They all pulled, one "
+                'behind the other, and still the [root] did not move.\n"{May I help|Shall I help}?" asked a little '
+                '{mouse|beetle|sparrow}. Everybody laughed. "You? {You are as small as a button|You are much too '
+                'small}!" But [h] said, "{Every bit helps|Come, there is room at the end}."\nThey all pulled once '
+                "more. {There was a loud noise|The ground trembled}, and out came the [root], and they all fell down "
+                "in a heap. That evening there was soup for the whole {street|village}, and the smallest one got the "
+                "{biggest|first} bowl."
             ),
         ),
     },
@@ -2274,23 +2236,22 @@ TALES: tuple[dict[str, Any], ...] = (
         "hero": "child",
         "cast": {"f": "child"},
         "start": (
-            '[H.name], [h.a], wrote a letter, put it into a bottle, and threw it into the {sea|river}. "Dear '
-            'friend," it said, "{who are you, and where do you live|what can you see from your window}?"'
+            '[H.name], [h.a], wrote a letter, put it into a bottle, and threw it into the {sea|river}. "Dear friend," '
+            'it said, "{who are you, and where do you live|what can you see from your window}?"'
         ),
         "next": (
-            '[Day] [h] wrote a letter, put it into a bottle, and threw it into the {sea|river}. "Dear friend," '
-            'it said, "{who are you, and where do you live|what can you see from your window}?"'
+            '[Day] [h] wrote a letter, put it into a bottle, and threw it into the {sea|river}. "Dear friend," it '
+            'said, "{who are you, and where do you live|what can you see from your window}?"'
         ),
         "end": (
             (
                 "Days went by, and weeks. {The leaves fell|The snow came}. Every day [h] went down to the water and "
-                'looked. "It has {sunk|been eaten by a whale}," said [h.his] {brother|sister}. But [h] {did not '
-                "give up|still hoped}.\nIn {the spring|May}, something {green|shining} lay {on the sand|between the "
+                'looked. "It has {sunk|been eaten by a whale}," said [h.his] {brother|sister}. But [h] {did not give '
+                "up|still hoped}.\nIn {the spring|May}, something {green|shining} lay {on the sand|between the "
                 'stones}. It was a bottle, and in it was a letter! "My name is [f.name]," it said. "I live {on an '
-                "island|beside a lighthouse}, and from my window I can see {whales|ships and clouds}. {I have "
-                'nobody to play with but the gulls|My cat ate your ribbon, I am sorry}. Please write again."\n[H] '
-                "wrote again that very day. {They have sent each other forty bottles by now.|And next summer they "
-                "will meet.}"
+                "island|beside a lighthouse}, and from my window I can see {whales|ships and clouds}. {I have nobody "
+                'to play with but the gulls|My cat ate your ribbon, I am sorry}. Please write again."\n[H] wrote again '
+                "that very day. {They have sent each other forty bottles by now.|And next summer they will meet.}"
             ),
         ),
     },
@@ -2298,24 +2259,24 @@ TALES: tuple[dict[str, Any], ...] = (
         "hero": "child grown",
         "set": {"king": ("king", "queen"), "wants": ("laugh", "sleep", "eat", "smile")},
         "start": (
-            "There was once a [king] who could not [wants]. Doctors and wise men came from all over the world, "
-            "and none of them could help. [Day] came [h.name], [h.a]."
+            "There was once a [king] who could not [wants]. Doctors and wise men came from all over the world, and "
+            "none of them could help. [Day] came [h.name], [h.a]."
         ),
         "next": (
-            "Now the [king] of that land could not [wants]. Doctors and wise men came from all over the world, "
-            "and none of them could help. [Day] [h] went to the palace."
+            "Now the [king] of that land could not [wants]. Doctors and wise men came from all over the world, and "
+            "none of them could help. [Day] [h] went to the palace."
         ),
         "end": (
             (
-                '"What do you do all day?" asked [h]. "{Nothing|I sit on my throne}," said the [king]. "Everything '
-                'is done for me." "{Aha|I thought so}," said [h]. "Come with me."\nThey went out by the kitchen '
-                "door. They {chopped wood|dug the garden}, they {carried water|milked the cow}, and they chased a "
-                "{pig|goose} {three times round the pond|through the village}. The [king] fell into the {mud|hay}, "
-                "and lost {a shoe|the crown}, and for a moment everybody held their breath.\nThen the [king] began "
-                "to laugh. {It was a big, rusty laugh, and it would not stop.|It sounded like an old door.} After "
-                "that there was [food], and the [king] ate {three plates of it|more than anybody}, and then slept "
-                'for {two days|twelve hours}.\n"What do I owe you?" asked the [king] afterwards. "{Come again '
-                'tomorrow|The hens must be fed tomorrow}," said [h]. "There is still a lot to do."'
+                '"What do you do all day?" asked [h]. "{Nothing|I sit on my throne}," said the [king]. "Everything is '
+                'done for me." "{Aha|I thought so}," said [h]. "Come with me."\nThey went out by the kitchen door. '
+                "They {chopped wood|dug the garden}, they {carried water|milked the cow}, and they chased a "
+                "{pig|goose} {three times round the pond|through the village}. The [king] fell into the {mud|hay}, and "
+                "lost {a shoe|the crown}, and for a moment everybody held their breath.\nThen the [king] began to "
+                "laugh. {It was a big, rusty laugh, and it would not stop.|It sounded like an old door.} After that "
+                "there was [food], and the [king] ate {three plates of it|more than anybody}, and then slept for {two "
+                'days|twelve hours}.\n"What do I owe you?" asked the [king] afterwards. "{Come again tomorrow|The hens '
+                'must be fed tomorrow}," said [h]. "There is still a lot to do."'
             ),
         ),
     },
