@@ -298,8 +298,8 @@ _DENSE_H200 = DenseConfig(
     stages=4,
 )
 _ALL = 132  # programs for many tokens with `one_order`, one per multiprocessor; otherwise the library is used there
-# The published model has 33 tiles of gate and up and 22 of down per 256 tokens. With these numbers of programs, all
-# programs end together at 256, 512 and 1,024 tokens.
+# The published model has 33 tiles of gate and up and 22 of down per 256 tokens. At 256, 512 and 1,024 tokens, each of
+# these programs has 1, 1 and 3 tiles of gate and up, and at most 1, 1 and 2 of down.
 DENSE: dict[str, tuple[DenseConfig, ...]] = {
     "NVIDIA H200": (
         _DENSE_H200,

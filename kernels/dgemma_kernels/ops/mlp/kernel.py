@@ -36,7 +36,7 @@ def geglu_float8(gate_up: Tensor, row_scale: Tensor, col_scale: Tensor) -> Quant
 
     row_scale: (M,), col_scale: (2F,) float32.
 
-    Example: `geglu_float8(multiply_unscaled(x, weight), x.scale, weight.scale)`.
+    Example: `geglu_float8(multiply_unscaled(x, weight, one), x.scale, weight.scale)`.
     """
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     if not gate_up.is_contiguous() or row_scale.shape != (num_rows,) or col_scale.shape != (2 * width,):
