@@ -9,8 +9,10 @@ import json
 import subprocess
 import sys
 import warnings
-from collections import Counter
-from functools import lru_cache
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache, reduce
+from operator import or_
 from typing import Any
 
 from dgemma.checks import show
@@ -104,39 +106,65 @@ def may_explode(pattern: str) -> bool:
     try:
         parser = importlib.import_module("re._parser")  # private, so Python may change it
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            tree = _simplify(parser.parse(pattern))
-        _count(tree, 0, Counter())
-    except Exception:  # also for syntax that only Rust has
+            warnings.simplefilter("error")  # for nested sets and their intersections, which only Rust has
+            sequence = _read(parser.parse(pattern))
+        _look_for_risk(sequence, 0, [])
+    except Exception:  # also for other syntax of Rust
         return True
     return False
 
 
-# A node is a set of characters, or a repetition: the least and the most turns, and the alternatives of a turn. A set
-# has one bit for each character of ASCII, with capitals as small letters, and one for all others.
+# A set of characters has one bit for each of ASCII, with capitals as small letters, and one for all others.
 _Set = int
-_Node = _Set | tuple[int, int, list[list[Any]]]
 _OTHERS, _ALL = 1 << 128, (1 << 129) - 1
 _CATEGORIES = {"DIGIT": str.isdigit, "SPACE": str.isspace, "WORD": lambda char: char.isalnum() or char == "_"}
+
+
+@dataclass
+class _Sequence:
+    """Characters and repetitions, one after the other."""
+
+    nodes: "list[_Set | _Repetition]"
+    first: _Set  # the characters that can begin it
+    can_be_empty: bool
+
+
+@dataclass
+class _Repetition:
+    """From `least` to `most` turns, each of which is one of the ways. A branch has exactly one turn."""
+
+    least: int
+    most: int
+    ways: list[_Sequence]
+    first: _Set
+    can_be_empty: bool
 
 
 class _ExplosionError(Exception):
     """A repetition overlaps too many of the characters that follow it."""
 
 
-def _simplify(items: Any) -> list[_Node]:
-    """Turn a sequence of Python's parser into nodes."""
-    nodes: list[_Node] = []
+def _read(items: Any) -> _Sequence:
+    """Read a sequence of Python's parser."""
+    read = _Sequence([], 0, True)
     for op, value in items:
+        node: _Set | _Repetition
         if str(op).endswith("_REPEAT"):
-            nodes.append((int(value[0]), int(value[1]), [_simplify(value[2])]))
-        elif str(op) == "BRANCH":
-            nodes.append((1, 1, [_simplify(way) for way in value[1]]))
-        elif str(op) == "SUBPATTERN":
-            nodes.append((1, 1, [_simplify(value[-1])]))
+            node = _repeat(int(value[0]), int(value[1]), [_read(value[2])])
+        elif str(op) in ("BRANCH", "SUBPATTERN"):
+            node = _repeat(1, 1, [_read(way) for way in (value[1] if str(op) == "BRANCH" else value[-1:])])
         else:
-            nodes.append(_set_of(str(op), value))
-    return nodes
+            node = _set_of(str(op), value)
+        read.nodes.append(node)
+        if read.can_be_empty:
+            read.first |= node if isinstance(node, int) else node.first
+            read.can_be_empty = not isinstance(node, int) and node.can_be_empty
+    return read
+
+
+def _repeat(least: int, most: int, ways: list[_Sequence]) -> _Repetition:
+    first = reduce(or_, (way.first for way in ways))
+    return _Repetition(least, most, ways, first, least == 0 or any(way.can_be_empty for way in ways))
 
 
 def _set_of(op: str, value: Any) -> _Set:
@@ -163,61 +191,44 @@ def _set_of(op: str, value: Any) -> _Set:
     raise ValueError(f"A pattern must consist of characters and repetitions, got {op}.")
 
 
-def _first(nodes: list[_Node]) -> tuple[_Set, bool]:
-    """Return the characters that can begin a sequence, and True if it can be empty."""
-    found = 0
+def _look_for_risk(sequence: _Sequence, following: _Set, after: list[_Set | _Repetition]) -> bool:
+    """Raise `_ExplosionError` if a long repetition overlaps many characters. Return True if there are two ways.
+
+    following: the characters that can come next. after: the nodes of all that follows. Two ways means that a character
+    can begin two ways through the sequence.
+    """
+    has_two_ways, after = False, [*after]
+    for node in reversed(sequence.nodes):
+        if isinstance(node, int):
+            following = node
+        else:
+            is_long = node.most - node.least >= _LONG
+            can_end = node.least != node.most and bool(node.first & following)
+            risk = _overlap(after, node.first) if is_long and can_end else 0
+            # After a turn, another one can follow.
+            inside, rest = (following | node.first, [*after, node]) if node.most > 1 else (following, after)
+            two_ways, begun = False, 0
+            for way in node.ways:
+                begins = way.first | (inside if way.can_be_empty else 0)
+                two_ways |= _look_for_risk(way, inside, rest) or bool(begins & begun)
+                begun |= begins
+            if is_long and two_ways:
+                risk += sum(_overlap(way.nodes, node.first) for way in node.ways)
+            if risk >= _RISKY_CHARS:
+                raise _ExplosionError
+            has_two_ways |= two_ways or can_end
+            following = node.first | following if node.can_be_empty else node.first
+        after.append(node)
+    return has_two_ways
+
+
+def _overlap(nodes: Sequence[_Set | _Repetition], chars: _Set) -> int:
+    """Count the characters, in all turns, whose sets have one of `chars`."""
+    count = 0
     for node in nodes:
         if isinstance(node, int):
-            return found | node, False
-        ways = [_first(way) for way in node[2]]
-        for chars, _ in ways:
-            found |= chars
-        if node[0] > 0 and not any(empty for _, empty in ways):
-            return found, False
-    return found, True
-
-
-def _count(nodes: list[_Node], following: _Set, after: Counter[_Set]) -> tuple[Counter[_Set], bool]:
-    """Count the characters of a sequence by their sets, and raise `_ExplosionError` if there is a risk.
-
-    Also return True if a character can begin two ways through the sequence.
-    following: the characters that can come next. after: the counts of all that follows, to which those of the sequence
-    are added.
-    """
-    counts, is_ambiguous = Counter[_Set](), False
-    for node in reversed(nodes):
-        if isinstance(node, int):
-            counts[node] += 1
-            after[node] += 1
-            following = node
-            continue
-        least, most, ways = node
-        chars, can_be_empty = _first([node])
-        is_long, can_end = most - least >= _LONG, least != most and bool(chars & following)
-        risk = _overlap(after, chars) if is_long and can_end else 0
-        inside = following | chars if most > 1 else following  # what can follow a turn
-        of_turn, two_ways, begun = Counter[_Set](), False, 0
-        for way in ways:
-            begins, is_empty = _first(way)
-            begins |= inside if is_empty else 0
-            two_ways |= bool(begins & begun)
-            begun |= begins
-            of_way, its_two_ways = _count(way, inside, after)
-            of_turn += of_way
-            two_ways |= its_two_ways
-        if is_long and two_ways:
-            risk += _overlap(of_turn, chars)
-        if risk >= _RISKY_CHARS:
-            raise _ExplosionError
-        turns = most if most < _MOST_PARSED else max(least, 1)
-        for each, number in of_turn.items():
-            counts[each] += number * turns
-            after[each] += number * (turns - 1)
-        is_ambiguous |= two_ways or can_end
-        following = chars | following if can_be_empty else chars
-    return counts, is_ambiguous
-
-
-def _overlap(counts: Counter[_Set], chars: _Set) -> int:
-    """Count the characters whose sets have one of `chars`."""
-    return sum(number for each, number in counts.items() if each & chars)
+            count += bool(node & chars)
+        else:
+            turns = node.most if node.most < _MOST_PARSED else max(node.least, 1)
+            count += turns * sum(_overlap(way.nodes, chars) for way in node.ways)
+    return count
