@@ -53,9 +53,9 @@ def calls(monkeypatch) -> list[dict]:
     calls: list[dict] = []
     real = objective.predict_canvases
 
-    def spy(model, canvases, starts, clean=None, **options):
-        calls.append({"z": canvases, "starts": starts, "clean": clean, **options})
-        return real(model, canvases, starts, clean, **options)
+    def spy(model, canvases, starts, clean=None, masks=None, **options):
+        calls.append({"z": canvases, "starts": starts, "clean": clean, "masks": masks, **options})
+        return real(model, canvases, starts, clean, masks, **options)
 
     monkeypatch.setattr(objective, "predict_canvases", spy)
     return calls
@@ -157,7 +157,7 @@ def test_without_a_causal_term_only_the_text_before_canvases_is_read(model, call
     )
     make(self_cond_prob=0.0, causal_weight=0.0)(model, single, seeds=SEEDS)
     assert calls[0]["clean"].hidden.shape[1] == 4
-    assert calls[0]["aligned"]
+    assert set(calls[0]["masks"]) == {None}
     without_prompt = TrainBatch(
         tokens=BATCH.tokens[:, :6], prompt_len=torch.zeros(3, dtype=torch.int64), length=torch.tensor([6, 6, 6])
     )

@@ -10,7 +10,7 @@ import dgemma
 from dgemma import DiffusionGemma
 from dgemma.model.attention import Mask, attend
 from dgemma.model.config import Conventions
-from dgemma.train.one_pass import predict_canvases, read_clean
+from dgemma.train.one_pass import canvas_masks, predict_canvases, read_clean
 
 CANVAS_LEN = 6
 # Rows start at different positions. The last canvases are far beyond the window of 7, so sliding layers must forget.
@@ -130,7 +130,8 @@ def test_block_masks_equal_dense_masks(packs):
     for attention in ("dense", "blocks"):
         with torch.no_grad():  # FlexAttention has no backward on a CPU
             clean = read_clean(model, tokens, documents=documents, attention=attention)
-            hidden = predict_canvases(model, canvases, STARTS, clean, documents=both, attention=attention)
+            masks = canvas_masks(model, STARTS, CANVAS_LEN, TEXT_LEN, documents=both, attention=attention)
+            hidden = predict_canvases(model, canvases, STARTS, clean, masks)
         results.append((clean.hidden, hidden))
     for dense, blocks in zip(*results, strict=True):
         torch.testing.assert_close(blocks, dense, atol=1e-10, rtol=1e-10)
@@ -183,7 +184,8 @@ def test_texts_packed_into_a_row_are_read_as_if_each_were_alone():
     documents = torch.tensor([[0] * 12 + [1] * 12])
     clean = read_clean(model, tokens, documents=documents)
     of_canvases = documents.view(1, 4, CANVAS_LEN)
-    together = predict_canvases(model, canvases, starts, clean, documents=(documents, of_canvases))
+    masks = canvas_masks(model, starts, CANVAS_LEN, tokens.shape[1], documents=(documents, of_canvases))
+    together = predict_canvases(model, canvases, starts, clean, masks)
     for half in (0, 1):
         text = tokens[:, half * 12 : half * 12 + 12]
         alone = read_clean(model, text)
@@ -200,7 +202,8 @@ def test_aligned_rows_need_no_mask(start):
     clean = read_clean(model, tokens).first(start)
     starts = torch.full((3, 1), start)
     masked = predict_canvases(model, canvases[:, :1], starts, clean)
-    aligned = predict_canvases(model, canvases[:, :1], starts, clean, aligned=True)
+    masks = canvas_masks(model, starts, CANVAS_LEN, start, aligned=True)
+    aligned = predict_canvases(model, canvases[:, :1], starts, clean, masks)
     torch.testing.assert_close(aligned, masked, atol=1e-5, rtol=1e-5)
     looped = model.denoise(canvases[:, 0], model.encode(tokens[:, :start])).logits
     logits = (aligned[:, 0] @ model.embed_tokens.weight.T / 30).tanh() * 30

@@ -27,7 +27,7 @@ from dgemma.train.canvases import (
     freeze_random_tokens,
     noise_canvases,
 )
-from dgemma.train.one_pass import ATTENTIONS, CleanText, predict_canvases, read_clean
+from dgemma.train.one_pass import ATTENTIONS, CleanText, canvas_masks, predict_canvases, read_clean
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "canvases": ("one", "all"),
@@ -323,18 +323,19 @@ class Objective:
         """Return the last hidden states (B, K, C, D) of the canvases, after a first pass for self-conditioning."""
         levels = torch.where(canvases.frozen, 0.0, noisy.level[..., None])  # (B, K, C): frozen tokens have no noise
 
+        masks = canvas_masks(
+            model,
+            canvases.starts,
+            self.canvas_len,
+            canvases.prefix_len,
+            documents=canvases.packing,
+            aligned=canvases.aligned,
+            attention=self.attention,
+        )
+
         def predict(signal: Tensor | None) -> Tensor:
-            return predict_canvases(
-                model,
-                noisy.z,
-                canvases.starts,
-                clean,
-                signal=signal,
-                noise_level=levels if model.takes_noise_level else None,
-                documents=canvases.packing,
-                aligned=canvases.aligned,
-                attention=self.attention,
-            )
+            level = levels if model.takes_noise_level else None
+            return predict_canvases(model, noisy.z, canvases.starts, clean, masks, signal=signal, noise_level=level)
 
         off = None
         if self.self_cond_off == "zero_logits":

@@ -5,7 +5,7 @@ and itself. It sees neither other canvases nor the clean tokens that it must pre
 token's position is its index.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -67,28 +67,24 @@ def read_clean(
     return CleanText(hidden, keys_values)
 
 
-def predict_canvases(
+def canvas_masks(
     model: DiffusionGemma,
-    canvases: Tensor,
     starts: Tensor,
-    clean: CleanText | None = None,
+    canvas_len: int,
+    num_clean: int,
     *,
-    signal: Tensor | None = None,
-    noise_level: Tensor | None = None,
     documents: tuple[Tensor, Tensor] | None = None,
     aligned: bool = False,
     attention: str = "dense",
-) -> Tensor:
-    """Return the last hidden states (B, K, C, D) of canvases (B, K, C) that start at positions (B, K).
+) -> list[Mask | None]:
+    """Return each layer's mask for canvases that start at positions (B, K), after `num_clean` tokens of clean text.
 
-    clean: the text before them; None if all start at 0. signal: self-conditioning (B, K, C, D). noise_level: (B, K, C),
-    for a model that takes it. documents: of the clean tokens (B, P) and of the canvases (B, K, C). aligned: True
-    promises that K is 1 and every canvas starts at P; then no mask is needed unless the window is too short.
+    documents: of the clean tokens (B, P) and of the canvases (B, K, C). aligned: True promises that K is 1 and every
+    canvas starts at `num_clean`; then no mask is needed unless the window is too short.
 
-    Example: `predict_canvases(model, canvases, starts, read_clean(model, tokens))`.
+    Example: `predict_canvases(model, canvases, starts, clean, canvas_masks(model, starts, 64, 128, aligned=True))`.
     """
-    batch_size, num_canvases, canvas_len = canvases.shape
-    num_clean = 0 if clean is None else clean.hidden.shape[1]
+    batch_size, num_canvases = starts.shape
     num_noisy = num_canvases * canvas_len
     extra = 1 if model.conventions.sliding_prefix == "window" else 0
     both = None
@@ -113,7 +109,29 @@ def predict_canvases(
 
     # All positions of a canvas see the same keys, so one query is enough for the mask.
     num_queries = 1 if num_canvases == 1 and both is None and attention == "dense" else num_noisy
-    masks = _masks(model, rule_of, batch_size, (num_queries, num_clean + num_noisy), attention)
+    return _masks(model, rule_of, batch_size, (num_queries, num_clean + num_noisy), attention)
+
+
+def predict_canvases(
+    model: DiffusionGemma,
+    canvases: Tensor,
+    starts: Tensor,
+    clean: CleanText | None = None,
+    masks: Sequence[Mask | None] | None = None,
+    *,
+    signal: Tensor | None = None,
+    noise_level: Tensor | None = None,
+) -> Tensor:
+    """Return the last hidden states (B, K, C, D) of canvases (B, K, C) that start at positions (B, K).
+
+    clean: the text before them; None if all start at 0. masks: those of `canvas_masks`, by default for one text per
+    row. signal: self-conditioning (B, K, C, D). noise_level: (B, K, C), for a model that takes it.
+
+    Example: `predict_canvases(model, canvases, starts, read_clean(model, tokens))`.
+    """
+    _, num_canvases, canvas_len = canvases.shape
+    if masks is None:
+        masks = canvas_masks(model, starts, canvas_len, 0 if clean is None else clean.hidden.shape[1])
     levels = None if noise_level is None else noise_level.flatten(1)
     x = model.embed_canvas(canvases.flatten(1), None if signal is None else signal.flatten(1, 2), levels)
     positions = (starts[..., None] + torch.arange(canvas_len, device=starts.device)).flatten(1)

@@ -14,7 +14,7 @@ from dgemma.model.diffusion import DiffusionGemma
 from dgemma.run.step import Denoiser
 from dgemma.train import head
 from dgemma.train.canvases import Canvases
-from dgemma.train.one_pass import predict_canvases, read_clean
+from dgemma.train.one_pass import canvas_masks, predict_canvases, read_clean
 
 
 class SelfCond(NamedTuple):
@@ -32,6 +32,14 @@ class OnePass:
     def __init__(self, model: DiffusionGemma, canvases: Canvases, self_cond: SelfCond | None) -> None:
         self.model, self.canvases, self.self_cond = model, canvases, self_cond
         self.clean = read_clean(model, canvases.tokens, documents=canvases.documents)
+        self.masks = canvas_masks(
+            model,
+            canvases.starts,
+            canvases.x.shape[-1],
+            canvases.prefix_len,
+            documents=canvases.packing,
+            aligned=canvases.aligned,
+        )
 
     def map_logits(self, function: OfLogits, z: Tensor, level: Tensor) -> Tensor:
         """Apply `function` to the logits, x, z and level of noisy canvases; z, level and the result are (B, K, C).
@@ -69,10 +77,9 @@ class OnePass:
             z,
             self.canvases.starts,
             self.clean.first(self.canvases.prefix_len),
+            self.masks,
             signal=signal,
             noise_level=level if self.model.takes_noise_level else None,
-            documents=self.canvases.packing,
-            aligned=self.canvases.aligned,
         )
 
 
