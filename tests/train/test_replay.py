@@ -66,12 +66,13 @@ def test_texts_of_other_lengths_share_a_graph_if_their_sizes_are_equal():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 @pytest.mark.filterwarnings("ignore")
-def test_replays_have_the_losses_and_gradients_of_their_own_batches():
+@pytest.mark.parametrize("adapted", [True, False], ids=["adapters", "all-weights"])
+def test_replays_have_the_losses_and_gradients_of_their_own_batches(adapted):
     config = dgemma.presets.tiny().replace(hidden_size=64, moe_intermediate_size=32)
     model = dgemma.DiffusionGemma(config, device="cuda", dtype=torch.bfloat16)
     model.recompute_activations = True
-    adapters = add_lora(model, LoRA(rank=8))
-    for weight in adapters:
+    trained = add_lora(model, LoRA(rank=8)) if adapted else list(model.parameters())
+    for weight in trained if adapted else ():
         weight.data.normal_(std=0.1)
     objective = Objective(noise=dgemma.UniformNoise(512), canvas_len=32)
 
@@ -81,12 +82,12 @@ def test_replays_have_the_losses_and_gradients_of_their_own_batches():
         loss.backward()
         return Measured(loss.detach(), {name: t.detach() for name, t in terms.sums.items()}, dict(terms.counts))
 
-    replayed = Replayed(measure, adapters, lambda part: part.batch.spans)
+    replayed = Replayed(measure, trained, lambda part: part.batch.spans)
 
     def step(run, part):
         model.zero_grad(set_to_none=False)
         measured = run(part, objective.total_counts(part.batch, part.seeds))
-        return measured, [weight.grad.clone() for weight in adapters]
+        return measured, [weight.grad.clone() for weight in trained if weight.grad is not None]
 
     with fusing():
         for seed in range(6):

@@ -28,7 +28,6 @@ class Measured(NamedTuple):
 
 
 Pass = Callable[[Part, Mapping[str, Tensor]], Measured]
-Sizes = Callable[[Part], object]
 
 
 class Replayed:
@@ -41,7 +40,7 @@ class Replayed:
     Example: `measure = Replayed(measure, model.parameters(), sizes); measured = measure(part, totals)`.
     """
 
-    def __init__(self, run: Pass, parameters: Iterable[nn.Parameter], sizes: Sizes) -> None:
+    def __init__(self, run: Pass, parameters: Iterable[nn.Parameter], sizes: Callable[[Part], object]) -> None:
         self.run, self.parameters, self.sizes = run, list(parameters), sizes
         self.stream = torch.cuda.Stream()
         self.trained: list[nn.Parameter] = []  # those that got a gradient
