@@ -13,6 +13,7 @@ import torch
 
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checkpoint.weights import resolve
+from dgemma.cli.cores import idle_cores
 from dgemma.constraints.languages import Choice, JsonSchema, Regex
 from dgemma.diffusion.noise import HybridNoise, MaskNoise, Noise, UniformNoise
 from dgemma.files import read_json
@@ -24,6 +25,7 @@ from dgemma.sampling import Sampler
 from dgemma.values import SAMPLERS, rebuild_noise, rebuild_sampler
 
 _SMALL_MODEL = 100_000_000  # weights
+_MOSTLY_IDLE = 0.7  # of a core
 
 
 class Writer(NamedTuple):
@@ -84,7 +86,9 @@ def load_denoiser(arguments: argparse.Namespace) -> Denoiser:
         if model.device.type == "cpu":
             lay_out_by_column(model)
             if model.num_parameters() < _SMALL_MODEL and "OMP_NUM_THREADS" not in os.environ:
-                torch.set_num_threads(min(_idle_cores(), torch.get_num_threads()))
+                # On a busy core the second thread would delay every operation. More threads would only wait.
+                wanted = 2 if idle_cores(arguments.start) > _MOSTLY_IDLE else 1
+                torch.set_num_threads(min(wanted, torch.get_num_threads()))
         return model
     if pick_device(arguments).type != "cuda":
         raise ValueError("--fast needs a GPU that torch can see, got none. Remove --fast.")
@@ -94,12 +98,6 @@ def load_denoiser(arguments: argparse.Namespace) -> Denoiser:
         raise ValueError(f"--fast needs the kernels: {error}") from None
     weights = arguments.weights or "bf16"
     return accelerate(load_model(arguments), weights, release=weights != "bf16")
-
-
-def _idle_cores() -> int:
-    """Return 2 if two cores are idle, else 1. Further threads of a small model would only wait."""
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # not on Windows
-    return 2 if (os.cpu_count() or 1) - load > 1.5 else 1
 
 
 def load_writer(arguments: argparse.Namespace) -> Writer:

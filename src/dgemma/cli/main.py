@@ -1,5 +1,6 @@
 """The entry point of the `dgemma` command: its parser, its exit codes, and one line per error."""
 
+import argparse
 import errno
 import gc
 import importlib
@@ -17,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 
 from dgemma.cli.commands import add_commands
+from dgemma.cli.cores import read_idle_time
 from dgemma.cli.parser import Parser
 from dgemma.printing import one_line, printable
 
@@ -84,7 +86,7 @@ def _run(argv: Sequence[str] | None) -> int:
     name = "dgemma"
     try:
         parser = build_parser()
-        arguments = parser.parse_args(argv)
+        arguments = parser.parse_args(argv, argparse.Namespace(start=read_idle_time()))
         if arguments.command is None:
             parser.print_help()
             return 0

@@ -4,8 +4,8 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -274,16 +274,20 @@ def _print_counts(view: LiveView | None, out: Generation | Infilling) -> None:
         print(f"{tokens}, {forwards}, {view.seconds:.1f} s", file=sys.stderr)
 
 
-def _view(arguments: argparse.Namespace, writer: Writer, prefix: str = "") -> AbstractContextManager[LiveView | None]:
-    """Return the live view, or a context that does nothing if there is no live view."""
-    if not output.is_watched(arguments):
-        return nullcontext()
-    return LiveView(
-        writer.tokenizer,
-        prefix=prefix,
-        keep_blocks=arguments.command in ("generate", "chat"),
-        eos_token_ids=writer.denoiser.generation.eos_token_id,
-    )
+@contextmanager
+def _view(arguments: argparse.Namespace, writer: Writer, prefix: str = "") -> Iterator[LiveView | None]:
+    """Run the model under the live view, or under None if there is no live view."""
+    view: AbstractContextManager[LiveView | None] = nullcontext()
+    if output.is_watched(arguments):
+        view = LiveView(
+            writer.tokenizer,
+            prefix=prefix,
+            keep_blocks=arguments.command in ("generate", "chat"),
+            eos_token_ids=writer.denoiser.generation.eos_token_id,
+        )
+    # On a CPU, tensors without autograd's bookkeeping make the steps of a small model 4 % faster.
+    with torch.inference_mode(writer.denoiser.device.type == "cpu"), view as shown:
+        yield shown
 
 
 def _read_line() -> str:
