@@ -153,9 +153,8 @@ class ToolCalls(Regex):
         markers = f"{marker(0)}-\U0010ffff"
         notation = Notation(
             quote=quote,
-            plain=f"[^<{markers}]",
-            char=f"[^<{markers}]",
-            dot=rf"[^<\n\r\u2028\u2029{markers}]",
+            special=((ord("<"), ord("<")), (ord(marker(0)), 0x10FFFF)),
+            escapes=(),
             text=rf"(?:[^<{markers}]|<+[^<|{markers}])*",  # without "<|", which begins a marker when it is parsed
             escape=re.escape,
             key=_bare_key,

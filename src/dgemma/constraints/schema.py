@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from dgemma.checks import show
 
 Schema = Any  # a dictionary, True or False
+Ranges = Sequence[tuple[int, int]]  # of characters, by code
 
 _NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"})
 _ANNOTATIONS = _NOTES | {"discriminator", "$schema", "$id", "$defs", "definitions"}
@@ -38,19 +39,15 @@ _FORMATS = {
     "email": r"[a-z0-9_+-]+(?:\.[a-z0-9_+-]+)*@[a-z0-9-]+(?:\.[a-z0-9-]+)+",
 }
 _INTEGER = "-?(?:0|[1-9][0-9]*)"
-# Characters of a class in all of ECMA-262, Python and Rust, and characters of it in any of them for negated sets.
-_CLASSES = {
-    r"\d": ("[0-9]", r"\d"),
-    r"\D": (r"\D", "[^0-9]"),
-    r"\w": ("[0-9A-Za-z_]", r"[\w\p{N}]"),
-    r"\W": (r"[^\w\p{N}]", "[^0-9A-Za-z_]"),
-    r"\s": ("[ ]", r"[\s\x1c-\x1f\ufeff]"),
-    r"\S": (r"[^\s\x1c-\x1f\ufeff]", "[^ ]"),
-}
-_PIECES = re.compile(
-    r"\\u[0-9A-Fa-f]{4}|\\x[0-9A-Fa-f]{2}|\\[pP]\{\w+\}|\\.|\[\^?|\(\?(?:i?:|P?<\w+>)|\(\?|.", re.DOTALL
-)
-_OPERATORS = frozenset("()|*+?{}")
+_CODE = r"\\u[0-9A-Fa-f]{4}|\\x[0-9A-Fa-f]{2}|\\[pP]\{\w+\}|\\."
+_PIECES = re.compile(rf"\[\^?(?:\\.|[^\]\\])*\]|{_CODE}|\(\?(?:i?:|P?<\w+>)|\(\?|.", re.DOTALL)
+_SET_PIECES = re.compile(rf"{_CODE}|.", re.DOTALL)
+# ECMA-262, Python and Rust differ on classes. A class has what all of them include; a negated one excludes what any
+# includes.
+_CLASSES = {r"\d": "0-9", r"\w": "0-9A-Za-z_", r"\s": " "}
+_NEGATED = {r"\d": r"\d", r"\w": r"0-9A-Za-z_\x80-\U0010ffff", r"\s": r"\s\x1c-\x1f\ufeff"}
+_CONTROLS = {"\\t": 9, "\\n": 10, "\\v": 11, "\\f": 12, "\\r": 13}
+_BREAKS = ((10, 10), (13, 13), (0x2028, 0x2029))
 _FRACTION = r"\.[0-9]{1,12}"  # few digits, so that rounding to float64 moves no number across a bound
 
 
@@ -62,20 +59,40 @@ def _quote_json(name: str) -> str:
     return f'"{_escape_json(name)}"'
 
 
+def _spell(ranges: Ranges) -> str:
+    """Spell ranges of characters as the content of a set."""
+    return "".join("-".join(map(_spell_code, sorted({first, last}))) for first, last in ranges)
+
+
+def _spell_code(code: int) -> str:
+    if 0x20 <= code < 0x7F:
+        return re.escape(chr(code))
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Notation:
     """The syntax of values: JSON by default."""
 
     quote: str = '"'
-    plain: str = r'[^"\\\x00-\x1f\x7f-\x9f]'  # one character that stands for itself
-    char: str = rf'(?:{plain}|\\["\\/bfnrt])'  # one character of a string
-    dot: str = rf'(?:[{plain}&&[^\u2028\u2029]]|\\["\\/bft])'  # one character that is not a line break
+    special: Ranges = ((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0x7F, 0x9F))  # not in a string without an escape
+    escapes: tuple[str, ...] = (r'\\["\\/bft]', r"\\[nr]")  # the second has the line breaks
     text: str | None = None  # a string of any length, if `char` cannot be repeated
     escape: Callable[[str], str] = _escape_json  # a string's characters, between the quotes
     key: Callable[[str], str] = _quote_json
     null: str = "null"
     space: str = "[ ]?"
     depth: int = 3  # of a schema that refers to itself
+
+    @property
+    def char(self) -> str:
+        """One character of a string."""
+        return f"(?:{'|'.join((f'[^{_spell(self.special)}]', *self.escapes))})"
+
+    @property
+    def dot(self) -> str:
+        """One character of a string that is not a line break."""
+        return f"(?:{'|'.join((f'[^{_spell((*self.special, *_BREAKS))}]', *self.escapes[:1]))})"
 
 
 def schema_pattern(schema: Schema, notation: Notation) -> str:
@@ -228,11 +245,8 @@ class _Compiler:
         return f"{quote}{char}{{{least},{'' if most is None else most}}}{quote}"
 
     def _search(self, pattern: str, where: str) -> str:
-        """A pattern of a string's characters. Sets match only characters that need no escape.
-
-        ECMA-262, Python and Rust differ on classes such as `\\w`. A class here has only what all of them include.
-        """
-        plain, any_char, out, opening, previous = self.notation.plain, self.notation.char, "", "", ""
+        """A pattern of a string's characters, from one of ECMA-262. Its sets match no character that needs an escape."""
+        special, any_char, out, previous = _spell(self.notation.special), self.notation.char, "", ""
 
         def refuse(part: str) -> NoReturn:
             raise ValueError(f"JsonSchema.schema must have a pattern without {part}, got {pattern!r} at {where}.")
@@ -242,27 +256,14 @@ class _Compiler:
         before = "" if pattern.startswith("^") else f"{any_char}*"
         after = f"{any_char}*" if tail is None else ""
         for piece in _PIECES.findall(body if tail is None else body[:-1]):
-            is_code = len(piece) > 2 and piece[0] == "\\"  # such as \x20, \u00e9 and \p{L}
-            if piece in _CLASSES:
-                if opening and previous == "-":
-                    out = out[:-1] + r"\-"  # not a range
-                out += _CLASSES[piece][opening == "[^"] if opening else f"[{_CLASSES[piece][0]}&&{plain}]"
-            elif opening and piece == "]":
-                if out.endswith(f"[{opening}"):
-                    refuse("empty brackets")  # Python reads the bracket as a character
-                out, opening = f"{out}]&&{plain}]", ""
-            elif opening and (is_code or piece in (r"\n", r"\r", r"\t", "-")):
-                if piece == previous == "-":
-                    refuse("-- inside brackets")  # a difference of sets in Rust
-                out += piece
-            elif is_code:
-                out += f"[{piece}&&{plain}]"
-            elif piece[0] == "\\" and piece[1:].isalnum():
-                refuse(piece)
-            elif opening:
-                out += re.escape(piece.removeprefix("\\"))
-            elif piece in ("[", "[^"):
-                out, opening = f"{out}[{piece}", piece
+            if piece[0] == "[":
+                out += self._set(piece, refuse)
+            elif piece in _CLASSES:
+                out += f"[{_CLASSES[piece]}]"
+            elif piece.lower() in _CLASSES:
+                out += f"[^{_NEGATED[piece.lower()]}{special}]"
+            elif _is_property(piece):
+                out += f"[{piece}&&[^{special}]]"
             elif piece == ".":
                 out += self.notation.dot
             elif piece in ("^", "$"):
@@ -271,14 +272,55 @@ class _Compiler:
                 refuse("flags and look-around")
             elif piece == "+" and previous in ("*", "+", "?", "}"):
                 refuse("possessive repetitions")
-            elif piece in _OPERATORS or piece.startswith("(?"):
+            elif piece in tuple("()|*+?{}") or piece.startswith("(?"):
                 out += piece
-            elif re.fullmatch(plain, piece.removeprefix("\\")):
-                out += re.escape(piece.removeprefix("\\"))
             else:
-                refuse("quotes and escapes")
+                code = _code_of(piece, refuse)
+                if not self._plain([(code, code)]):
+                    refuse("quotes and escapes")
+                out += _spell([(code, code)])
             previous = piece
         return f"{before}(?:{out}){after}"
+
+    def _set(self, text: str, refuse: Callable[[str], NoReturn]) -> str:
+        """A pattern of the characters of a set, such as "[^a-z]", that need no escape."""
+        is_negated = text.startswith("[^")
+        pieces = _SET_PIECES.findall(text[1 + is_negated : -1])
+        if not pieces:
+            refuse("empty or open brackets")  # Python reads [] differently
+        named, properties, ranges, at = "", list[str](), list[tuple[int, int]](), 0
+        while at < len(pieces):
+            piece, following = pieces[at], pieces[at + 1 : at + 3]
+            at += 1
+            if piece in _CLASSES:
+                named += (_NEGATED if is_negated else _CLASSES)[piece]
+            elif _is_property(piece):
+                properties.append(piece)
+            elif piece.lower() in _CLASSES:
+                refuse(f"{piece} inside brackets")
+            else:
+                first = last = _code_of(piece, refuse)
+                if len(following) == 2 and following[0] == "-" and following[1] not in _CLASSES:
+                    last = _code_of(following[1], refuse)
+                    at += 2
+                if last < first:
+                    refuse("ranges that end before they begin")
+                ranges.append((first, last))
+        special = _spell(self.notation.special)
+        if is_negated:
+            return f"[^{named}{''.join(properties)}{_spell(ranges)}{special}]"
+        plain = named + _spell(self._plain(ranges))
+        ways = [f"[{plain}]"] * bool(plain) + [f"[{name}&&[^{special}]]" for name in properties]
+        return str(_either(ways)) if ways else refuse("quotes and escapes")
+
+    def _plain(self, ranges: Ranges) -> Ranges:
+        """Ranges without the characters that need an escape."""
+        for low, high in self.notation.special:
+            halves = [
+                half for first, last in ranges for half in ((first, min(last, low - 1)), (max(first, high + 1), last))
+            ]
+            ranges = sorted({(first, last) for first, last in halves if first <= last})
+        return ranges
 
     def _integer(self, schema: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str | None:
         low, high = _bounds(schema, where, whole=True)
@@ -368,6 +410,21 @@ class _Compiler:
             pairs = [f"{notation.key(name)}:{space}{self._literal(item)}" for name, item in value.items()]
             return rf"\{{{space}{f',{space}'.join(pairs)}{space}\}}"
         return re.escape(json.dumps(value))
+
+
+def _is_property(piece: str) -> bool:
+    return piece.startswith((r"\p{", r"\P{"))
+
+
+def _code_of(piece: str, refuse: Callable[[str], NoReturn]) -> int:
+    """The code of a character that a pattern spells, such as "a", "\\." or "\\x20"."""
+    if len(piece) > 2 and not _is_property(piece):
+        code = int(piece[2:], 16)
+        return code if not 0xD800 <= code < 0xE000 else refuse(piece)
+    if piece in _CONTROLS:
+        return _CONTROLS[piece]
+    char = piece.removeprefix("\\")
+    return ord(char) if char and (char == piece or not char.isalnum()) else refuse(piece)
 
 
 def _types_of(schema: Mapping[str, Any]) -> tuple[str, ...] | None:
