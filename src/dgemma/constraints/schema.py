@@ -245,7 +245,7 @@ class _Compiler:
         return f"{quote}{char}{{{least},{'' if most is None else most}}}{quote}"
 
     def _search(self, pattern: str, where: str) -> str:
-        """A pattern of a string's characters, from one of ECMA-262. Its sets match no character that needs an escape."""
+        """A pattern of a string's characters, from one of ECMA-262. No set matches a character that needs an escape."""
         special, any_char, out, previous = _spell(self.notation.special), self.notation.char, "", ""
 
         def refuse(part: str) -> NoReturn:
@@ -418,7 +418,9 @@ def _is_property(piece: str) -> bool:
 
 def _code_of(piece: str, refuse: Callable[[str], NoReturn]) -> int:
     """The code of a character that a pattern spells, such as "a", "\\." or "\\x20"."""
-    if len(piece) > 2 and not _is_property(piece):
+    if _is_property(piece):
+        refuse(f"ranges to {piece}")
+    if len(piece) > 2:
         code = int(piece[2:], 16)
         return code if not 0xD800 <= code < 0xE000 else refuse(piece)
     if piece in _CONTROLS:
