@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class IdleTime(NamedTuple):
-    """The seconds that all cores together have been idle, at a time. None if the system does not report it."""
+    """Seconds that all cores together have been idle until `time`; None if the system does not report them."""
 
     time: float
     idle: float | None

@@ -276,7 +276,7 @@ def _print_counts(view: LiveView | None, out: Generation | Infilling) -> None:
 
 @contextmanager
 def _view(arguments: argparse.Namespace, writer: Writer, prefix: str = "") -> Iterator[LiveView | None]:
-    """Run the model under the live view, or under None if there is no live view."""
+    """Run the block under the live view, if there is one; yield the view or None."""
     view: AbstractContextManager[LiveView | None] = nullcontext()
     if output.is_watched(arguments):
         view = LiveView(

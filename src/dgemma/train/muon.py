@@ -30,8 +30,9 @@ def muon(
 ) -> "Muon":
     """Return an optimizer for `train`: Muon for the matrices of the layers, AdamW for everything else.
 
-    AdamW updates embeddings, routers, norms and scales. Updates of matrices are scaled to Adam's size, so both share
-    one learning rate. Norms and scales do not decay. Matrices must be whole, so this does not work with `FullySharded`.
+    AdamW updates embeddings, routers, self-conditioning, norms and scales. Updates of matrices are scaled to Adam's
+    size, so both share one learning rate. Norms and scales do not decay. Matrices must be whole, so this does not work
+    with `FullySharded`.
 
     Example: `train(model, objective, source, config, out="run", optimizer=lambda named: muon(named, lr=1e-3))`.
     """
