@@ -309,7 +309,7 @@ def looped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 
 def _supports_grouped(weights: Weight, dtype: torch.dtype) -> bool:
-    """Return True if torch's grouped product takes these weights in a dtype: 16 or 32 bits, both sides of 16·n bytes."""
+    """Return True if torch's grouped product takes these weights in a dtype: 16 or 32 bits, two sides of 16·n bytes."""
     return dtype in (torch.float32, torch.bfloat16, torch.float16) and all(
         size * dtype.itemsize % 16 == 0 for size in weights.shape[1:]
     )
