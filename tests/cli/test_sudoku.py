@@ -101,3 +101,4 @@ def test_a_solver_without_a_named_noise_runs_under_masks(command, solver):
     ran = command("sudoku", "-m", solver, "--sampler", "leave-one-out-gibbs")
     assert (ran.code, ran.out) == (2, "")
     assert "--sampler LeaveOneOutGibbs must run under --noise uniform, got mask" in ran.err
+    assert "Models for this sampler: dgemma/text" in ran.err

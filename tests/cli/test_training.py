@@ -27,14 +27,20 @@ def words(tmp_path_factory):
 
 def means(folder, num_steps, words):
     """Return the means of the last lines of the log, as the command prints them. A byte is a token of these models."""
-    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()][-num_steps:]
-    denoising, causal = (statistics.fmean(line[f"loss/{name}"] for line in lines) for name in ("decoder", "causal"))
-    num_bytes = words.stat().st_size
-    bits = causal / math.log(2) * (num_bytes + 2) / num_bytes  # begin and end of the text
+    decoder, causal = (statistics.fmean(losses(folder, name)[-num_steps:]) for name in ("decoder", "causal"))
     return (
-        f"denoising nats per token {denoising:.3f}, autoregressive nats per token {causal:.3f}, "
-        f"autoregressive bits per byte {bits:.3f}"
+        f"denoising nats per token {decoder:.3f}, autoregressive nats per token {causal:.3f}, "
+        f"autoregressive bits per byte {bits_per_byte(causal, words):.3f}"
     )
+
+
+def losses(folder, name):
+    return [json.loads(line)[f"loss/{name}"] for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def bits_per_byte(nats_per_token, words):
+    num_bytes = words.stat().st_size
+    return nats_per_token / math.log(2) * (num_bytes + 2) / num_bytes  # begin and end of the text
 
 
 def test_m_accepts_the_folder_of_a_trained_model(command, checkpoint, words, tmp_path):
@@ -148,9 +154,8 @@ def test_means_are_over_the_last_steps_and_samples_come_now_and_then(command, ch
     ran = command("train", "-m", checkpoint, "--out", tmp_path, *QUICK, words)
     assert ran.out.endswith(f"after 3 steps. Means over the last 2: {means(tmp_path, 2, words)}.\n")
     assert [line.split(":")[0] for line in ran.err.splitlines() if line.startswith("step ")] == [
-        "step 1",
-        "step 2",
-        "step 3",
+        f"step {step}, {bits_per_byte(loss, words):.3f} bits per byte"
+        for step, loss in enumerate(losses(tmp_path, "causal"), start=1)
     ]
 
 

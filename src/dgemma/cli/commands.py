@@ -301,13 +301,14 @@ def _add_training(commands: Any) -> None:
         "--preset",
         choices=_PRESETS,
         metavar="SIZE",
-        help=f"start from random weights of this size ({' or '.join(_PRESETS)}); -m then only gives the tokenizer",
+        help="start from random weights of this size: tiny for a CPU, small for a GPU; -m then only gives the "
+        "tokenizer",
     )
     group = parser.add_argument_group("training")
     length = group.add_mutually_exclusive_group()
     length.add_argument("--steps", type=types.count, default=1000, metavar="N", help="number of updates (%(default)s)")
     length.add_argument("--minutes", type=types.positive(), metavar="M", help="train for M minutes, instead of --steps")
-    group.add_argument("--batch-size", type=types.count, default=16, metavar="B", help="rows per step (%(default)s)")
+    group.add_argument("--batch-size", type=types.count, metavar="B", help="rows per step (16, or 4 on a CPU)")
     group.add_argument(
         "--micro-batch-size", type=types.count, metavar="B", help="rows per forward; changes the memory, not the result"
     )
@@ -315,7 +316,7 @@ def _add_training(commands: Any) -> None:
         "--canvases", type=types.whole(2), default=4, metavar="K", help="canvases per row, 2 or more (%(default)s)"
     )
     group.add_argument(
-        "--lr", type=types.positive(), default=1.5e-4, metavar="RATE", help="peak learning rate (%(default)s)"
+        "--lr", type=types.positive(), metavar="RATE", help="peak learning rate (1.5e-4, or 1e-3 with --preset)"
     )
     group.add_argument(
         "--lora", type=types.count, metavar="RANK", help="train adapters of this rank and merge them at the end"

@@ -16,11 +16,16 @@ def run_info(arguments: argparse.Namespace) -> None:
 
         describe(arguments)
         return
-    folders = [config.parent for config in sorted(_ASSETS.glob("*/config.json"))]
+    folders = shipped()
     if arguments.json:
         output.print_json({"checkpoints": [f"dgemma/{folder.name}" for folder in folders]})
     else:
         print("\n".join(map(_introduce, folders)) or "No checkpoint ships with this copy of dgemma.")
+
+
+def shipped() -> list[Path]:
+    """Return the folders of the checkpoints that ship with dgemma."""
+    return [config.parent for config in sorted(_ASSETS.glob("*/config.json"))]
 
 
 def _introduce(folder: Path) -> str:

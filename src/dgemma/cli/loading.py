@@ -14,6 +14,7 @@ import torch
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checkpoint.weights import resolve
 from dgemma.cli.cores import idle_cores
+from dgemma.cli.listing import shipped
 from dgemma.constraints.languages import Choice, JsonSchema, Regex
 from dgemma.diffusion.noise import HybridNoise, MaskNoise, Noise, UniformNoise
 from dgemma.files import read_json
@@ -123,9 +124,11 @@ def check_sampler(arguments: argparse.Namespace, noise: Noise, denoiser: Denoise
         fitting = " or ".join(f"--noise {kind}" for kind in sorted(chosen.valid_for))
         owner = "--sampler" if sampler else "The checkpoint's sampler"
         runnable = ", ".join(name for name, kind in SAMPLERS.items() if noise.kind in kind.valid_for)
+        learnt = {folder.name: read_json(folder / "config.json")["noise"]["kind"] for folder in shipped()}
+        models = ", ".join(f"dgemma/{name}" for name, kind in learnt.items() if kind in chosen.valid_for)
         raise ValueError(
             f"{owner} {type(chosen).__name__} must run under {fitting}, got {noise.kind} noise for {arguments.model}. "
-            f"Samplers for {noise.kind} noise: {runnable}."
+            f"Samplers for {noise.kind} noise: {runnable}. Models for this sampler: {models}."
         )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from dgemma.checkpoint.tokenizer import Tokenizer
@@ -36,7 +37,8 @@ from dgemma.train.lora import LoRA, add_lora, merge_lora
 from dgemma.train.parallel import ADAPTERS_FILE
 
 _NUM_AVERAGED = 50  # reported losses are means over this many last steps, because single batches vary
-_SAMPLE_SECONDS = 60  # between two samples of a run
+_SAMPLE_SECONDS = 30  # between two samples of a run
+_SHORT_WARMUP = 10  # steps; a run of a few minutes on a CPU may take no more than 20
 _STOP_MARKERS = ("<turn|>", "<|tool_response>")  # tokens that end a turn, in vocabularies that have them
 
 
@@ -103,14 +105,17 @@ def run_train(arguments: argparse.Namespace) -> int:
 def _train_on(arguments: argparse.Namespace, tokenizer: Tokenizer, file: TokenFile) -> int:
     _note_separator(arguments, file)
     model = _new_model(arguments, tokenizer)
+    # On a CPU, many small steps teach more in a few minutes than a few large ones.
+    on_cpu = model.device.type == "cpu"
+    arguments.batch_size = arguments.batch_size or (4 if on_cpu else 16)
     source = _source(arguments, file, model.config.canvas_length)
     config = TrainConfig(
         steps=arguments.steps if arguments.minutes is None else None,
         minutes=arguments.minutes,
         batch_size=arguments.batch_size,
         micro_batch_size=arguments.micro_batch_size,
-        lr=arguments.lr,
-        warmup=min(100, arguments.steps // 10),
+        lr=arguments.lr or (1.5e-4 if arguments.preset is None else 1e-3),
+        warmup=_SHORT_WARMUP if on_cpu and arguments.minutes else min(100, arguments.steps // 10),
         ema_decay=arguments.ema,
         compile=arguments.compile,
         precision="mixed" if model.device.type == "cuda" and model.dtype == torch.float32 else "weights",
@@ -131,7 +136,7 @@ def _train_on(arguments: argparse.Namespace, tokenizer: Tokenizer, file: TokenFi
         config,
         out=arguments.out,
         allow_changes=arguments.allow_changes,
-        on_step=None if arguments.json else _Samples(model, tokenizer, noise),
+        on_step=None if arguments.json else _Samples(model, tokenizer, noise, _bits_per_byte(file)),
     )
     if result.final is None:  # the loop has logged where it stopped
         return 130
@@ -165,20 +170,39 @@ def _losses(log: TrainLog, file: TokenFile) -> dict[str, float]:
     names = {"loss/decoder": "denoising_nats_per_token", "loss/causal": "autoregressive_nats_per_token"}
     columns = {spoken: log.column(name)[1][-_NUM_AVERAGED:] for name, spoken in names.items()}
     means = {name: sum(values) / len(values) for name, values in columns.items() if values}
-    if int(file.prompt_len.max()) <= 1 and "autoregressive_nats_per_token" in means:  # no prompts
-        bits = means["autoregressive_nats_per_token"] / math.log(2)
-        means["autoregressive_bits_per_byte"] = bits * file.num_tokens / file.num_bytes
+    scale = _bits_per_byte(file)
+    if scale is not None and "autoregressive_nats_per_token" in means:
+        means["autoregressive_bits_per_byte"] = scale * means["autoregressive_nats_per_token"]
     return means
 
 
-class _Samples:
-    """Callback of `train` that prints a canvas sampled from the model every `_SAMPLE_SECONDS`."""
+def _bits_per_byte(file: TokenFile) -> float | None:
+    """Return the bits per byte of one nat per token; None for prompts and answers, of which only answers are scored."""
+    has_prompts = int(file.prompt_len.max()) > 1
+    return None if has_prompts else file.num_tokens / file.num_bytes / math.log(2)
 
-    def __init__(self, model: DiffusionGemma, tokenizer: Tokenizer, noise: Noise) -> None:
-        self.model, self.tokenizer, self.noise = model, tokenizer, noise
+
+class _Samples:
+    """Callback of `train` that prints a canvas sampled from the model every `_SAMPLE_SECONDS`.
+
+    For running text it also prints bits per byte, the mean since the last sample. `bits_per_byte` is that of one nat
+    per token.
+    """
+
+    def __init__(
+        self, model: DiffusionGemma, tokenizer: Tokenizer, noise: Noise, bits_per_byte: float | None = None
+    ) -> None:
+        self.model, self.tokenizer, self.noise, self.bits_per_byte = model, tokenizer, noise, bits_per_byte
+        self._begin()
+
+    def _begin(self) -> None:
         self.last = time.monotonic()
+        self.nats: Tensor | float = 0.0
+        self.num_tokens: Tensor | float = 0.0
 
     def __call__(self, step: TrainStep) -> None:
+        self.nats = self.nats + step.sums["causal"].sum()
+        self.num_tokens = self.num_tokens + step.counts["causal"].sum()
         if time.monotonic() - self.last < _SAMPLE_SECONDS:
             return
         prompt = torch.tensor([[self.tokenizer.bos_token_id]], device=self.model.device)
@@ -195,9 +219,14 @@ class _Samples:
             progress=False,
         ).new_tokens[0]
         self.model.train()
+        bits = (
+            ""
+            if self.bits_per_byte is None
+            else f", {self.bits_per_byte * self.nats / self.num_tokens:.3f} bits per byte"
+        )
         # tqdm prints above the progress bar
-        tqdm.write(f"step {step.step}: {one_line(self.tokenizer.decode(tokens))}", file=sys.stderr)
-        self.last = time.monotonic()
+        tqdm.write(f"step {step.step}{bits}: {one_line(self.tokenizer.decode(tokens))}", file=sys.stderr)
+        self._begin()
 
 
 def _new_model(arguments: argparse.Namespace, tokenizer: Tokenizer) -> DiffusionGemma:

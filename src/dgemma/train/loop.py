@@ -223,7 +223,10 @@ class _Run:
                 stop = self.parallel.agree(stop) and self.step != self.steps
                 if stop or self._due(config.log_every):
                     line = self.read()
-                    bar.set_postfix(loss=f"{line['loss']:.4f}", evenness=f"{line['evenness']:.2f}")
+                    terms = {
+                        name.removeprefix("loss/"): f"{line[name]:.3f}" for name in line if name.startswith("loss/")
+                    }
+                    bar.set_postfix(terms, evenness=f"{line['evenness']:.2f}")
                 if evaluate is not None and self._due(config.evaluate_every):
                     self.evaluate(evaluate)
                 if stop or self._due(config.checkpoint_every):
