@@ -102,6 +102,7 @@ def test_leave_one_out_is_bayes_rule_over_all_texts(noise, q):
     assert not found[..., 4:].any()
 
 
+@pytest.mark.slow
 def test_the_bound_of_the_exact_posterior_is_the_likelihood():
     """On the published chain, with stratified levels. The posterior mean, used as leave-one-out, costs far more."""
     chain, noise = MarkovChain.random(), dgemma.UniformNoise(254)

@@ -200,7 +200,7 @@ SMALL = pytest.mark.parametrize(
 
 
 @SMALL
-@pytest.mark.parametrize("num_splits", [1, 3], ids=["whole", "three-parts"])
+@pytest.mark.parametrize("num_splits", [1, pytest.param(3, marks=pytest.mark.slow)], ids=["whole", "three-parts"])
 def test_interpreted_canvas_matches_float64(layer, dtype, num_splits):
     # Prefixes near one tile of 64 slots, without and with the canvas; parts without a tile; seven tiles, so that every
     # buffer is used three times.
@@ -259,7 +259,7 @@ def test_interpreted_fixed_parts_have_the_same_bits_from_any_first_slot():
         assert torch.equal(interpret((queries, *moved, length - dropped), position=length, **modes), want)
 
 
-@pytest.mark.parametrize("head_dim", [256, 512], ids=["sliding", "full"])
+@pytest.mark.parametrize("head_dim", [256, pytest.param(512, marks=pytest.mark.slow)], ids=["sliding", "full"])
 def test_bits_do_not_depend_on_the_order_of_copies_and_warps(head_dim):
     case = draw([380], 9, (1, head_dim), heads=4, device="cpu")
     first, *others = (interpret(case, kernel=interpreted(seed)) for seed in range(6))

@@ -91,6 +91,7 @@ def _small_pieces(monkeypatch):
     monkeypatch.setattr(forward, "_FULL_PART", tile)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_small_pieces")
 def test_a_row_has_the_same_bits_alone_and_in_a_batch_however_its_prompt_is_read(monkeypatch):
     texts = Texts(accelerate(make_model(DEVICE, sliding_window=8), batch_invariant=True), [19, 2], brief=True)

@@ -389,6 +389,7 @@ def draw_tokens(*shape: int, seed: int = 0) -> Tensor:
     return tokens.to("cuda" if NATIVE else "cpu")
 
 
+@pytest.mark.slow
 def test_both_modes_equal_the_reference(models):
     prompt, canvas = draw_tokens(2, 7), draw_tokens(2, CANVAS, seed=1)
     real = torch.ones_like(prompt)

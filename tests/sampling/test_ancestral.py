@@ -68,7 +68,7 @@ def test_one_step_loses_exactly_the_total_correlation(noise):
     assert divergence(law(noise, 1)) == pytest.approx(TOTAL_CORRELATION, abs=1e-6)
 
 
-@pytest.mark.parametrize("gamma", [1.0, 2.0])
+@pytest.mark.parametrize("gamma", [pytest.param(1.0, marks=pytest.mark.slow), 2.0])
 def test_hybrid_noise_becomes_exact_as_steps_grow(gamma):
     """Four times the steps, about a quarter of the distance (less at gamma 1, whose random tokens rush in at t = 0)."""
     coarse, fine = (total_variation(law(hybrid_noise(gamma=gamma), steps)) for steps in (16, 64))
