@@ -94,7 +94,6 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
         canvas_len=shape.canvas_length,
         canvases="all",
         causal_weight=0.25,
-        attention=args.attention,
     )
     source = TextSource(
         file=corpus.train,
@@ -112,7 +111,6 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
         ema_decay=0.995,
         precision="mixed" if model.device.type == "cuda" else "weights",
         compile=args.compile,
-        replay=not args.no_replay,
         seed=args.seed,
     )
     optimizer = partial(muon, lr=2.5e-3, momentum=0.9, weight_decay=0.1)
@@ -169,8 +167,6 @@ if __name__ == "__main__":
     parser.add_argument("--minutes", type=float, help="train for this long, instead of a number of steps")
     parser.add_argument("--prepare-only", action="store_true", help="only make the tokenizer and the token files")
     parser.add_argument("--compile", action="store_true", help="compile the layers: slower start, faster steps")
-    parser.add_argument("--attention", choices=("dense", "blocks"), default="dense", help="blocks: FlexAttention")
-    parser.add_argument("--no-replay", action="store_true", help="with --compile: launch kernels without CUDA graphs")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as folder:
