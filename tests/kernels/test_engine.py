@@ -446,8 +446,10 @@ def test_a_kernel_that_fails_before_capture_is_not_reported_as_a_failed_capture(
         Replay(lambda: None, torch.device("cuda"), None)
     assert not isinstance(raised.value, CaptureError)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    memory = MagicMock()
     with pytest.raises(CaptureError, match=r"captured in a CUDA graph \(an illegal memory access was encountered\)\.$"):
-        Replay(lambda: None, torch.device("cuda"), None)
+        Replay(lambda: None, torch.device("cuda"), memory)
+    memory.renew.assert_called_once()
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ from dgemma_kernels.engine.captured import (
     list_shapes,
 )
 from dgemma_kernels.engine.forward import Forward
-from dgemma_kernels.engine.graphs import Turn, compile_together, in_turn, remembered, use_here
+from dgemma_kernels.engine.graphs import GraphMemory, Turn, compile_together, in_turn, remembered, use_here
 from dgemma_kernels.engine.prediction import FusedPrediction, Logits, SoftEmbedding
 from dgemma_kernels.engine.weights import Weights, stored_format, take_weights
 from dgemma_kernels.engine.workspace import Workspace
@@ -208,7 +208,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
             dtype=model.dtype,
             forward=Forward(model.config, weights, attention, batch_invariant=batch_invariant),
             turn=self.turn,
-            graph_memory=torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None,
+            graph_memory=GraphMemory() if model.device.type == "cuda" else None,
         )
         self._shapes_read: set[Any] = set()  # of chunks of a prompt
         self._last: _LastStep | None = None

@@ -86,6 +86,31 @@ def in_turn(
     return run
 
 
+class GraphMemory:
+    """Memory that graphs share. After a failed capture, the next graphs share new memory.
+
+    Example: `Replay(fn, device, GraphMemory())`.
+    """
+
+    def __init__(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+        self._failed: list[torch.cuda.CUDAGraph] = []
+
+    def renew(self, failed: torch.cuda.CUDAGraph, device: torch.device) -> None:
+        """Replace the memory after the capture of `failed` raised an error.
+
+        Torch before 2.12 leaves the allocations of such a capture open. It then refuses every later capture, and may
+        still read the graph.
+        """
+        self._failed.append(failed)
+        old, self.pool = self.pool, torch.cuda.graph_pool_handle()
+        try:
+            torch._C._cuda_endAllocateToPool(device.index, old)
+        except RuntimeError:
+            return  # torch has ended them
+        torch._C._cuda_releasePool(device.index, old)
+
+
 class Replay:
     """`fn()` captured: `result` is its result, and every `replay()` recomputes the tensors in it in place.
 
@@ -96,7 +121,11 @@ class Replay:
     """
 
     def __init__(
-        self, fn: Callable[[], Any], device: torch.device, memory: Any, launches: Callable[[], Any] | None = None
+        self,
+        fn: Callable[[], Any],
+        device: torch.device,
+        memory: GraphMemory | None,
+        launches: Callable[[], Any] | None = None,
     ) -> None:
         self._graph: torch.cuda.CUDAGraph | None = None
         if device.type != "cuda":
@@ -110,16 +139,17 @@ class Replay:
             fn()  # compiles the rest, and lets libraries allocate what they cannot during capture
         torch.cuda.synchronize(device)  # a failed kernel raises here, and is not reported as a failed capture
         self._graph = torch.cuda.CUDAGraph()
-        capture = torch.cuda.graph(self._graph, pool=memory, stream=stream, capture_error_mode="thread_local")
+        pool = None if memory is None else memory.pool
+        capture = torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local")
         try:
             # torch does not return from the capture's stream if the capture fails. The outer context does.
             with torch.cuda.stream(torch.cuda.current_stream(device)), capture:
                 self.result = fn()
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:  # only of the capture, because the function has just run without it
             if memory is not None:
-                _end_allocations(stream.device, memory)
+                memory.renew(self._graph, stream.device)
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
             reason = str(error).partition("\n")[0]
             raise CaptureError(f"This work could not be captured in a CUDA graph ({reason}).") from error
 
@@ -133,18 +163,6 @@ class Replay:
         for target, source in zip(tree_leaves(self.result), tree_leaves(self._fn()), strict=True):
             if isinstance(target, Tensor) and target is not source:
                 target.copy_(source)
-
-
-def _end_allocations(device: torch.device, memory: Any) -> None:
-    """End a failed capture's allocations from the pool `memory`.
-
-    Torch before 2.12 leaves them open, and then refuses every later capture of the process.
-    """
-    try:
-        torch._C._cuda_endAllocateToPool(device.index, memory)
-    except RuntimeError:
-        return  # they have been ended
-    torch._C._cuda_releasePool(device.index, memory)
 
 
 def compile_together(launches: Callable[[], Any]) -> None:

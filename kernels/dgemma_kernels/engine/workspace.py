@@ -1,7 +1,6 @@
 """State that the fused denoiser and its graphs share: the forward, static buffers, and the memory of graphs."""
 
 from dataclasses import dataclass, field
-from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 from dgemma.diffusion.prediction import Prediction, SoftCap
 from dgemma.model.config import Conventions, ModelConfig
 from dgemma_kernels.engine.forward import Forward
-from dgemma_kernels.engine.graphs import Turn
+from dgemma_kernels.engine.graphs import GraphMemory, Turn
 from dgemma_kernels.engine.prediction import FusedPrediction, LogitsBuffer
 
 
@@ -24,7 +23,7 @@ class Workspace:
     dtype: torch.dtype
     forward: Forward
     turn: Turn
-    graph_memory: Any  # shared by all graphs; None on a CPU
+    graph_memory: GraphMemory | None  # shared by all graphs; None on a CPU
     # Buffers live as long as a graph that writes to them, so that many shapes do not fill the memory.
     _logits: WeakValueDictionary[tuple[int, int], LogitsBuffer] = field(default_factory=WeakValueDictionary)
 
