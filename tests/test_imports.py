@@ -20,10 +20,8 @@ IN_FUNCTIONS = {
         "dgemma.train.log",
     },
     "dgemma.view.terminal": {"dgemma.data.sudoku"},
-    # The command checks its options before it imports torch.
-    "dgemma.cli.listing": {"dgemma.cli.study"},
+    # The list of checkpoints needs no torch.
     "dgemma.cli.output": {"dgemma.view.gif", "dgemma.view.html"},
-    "dgemma.cli.types": {"dgemma.values"},
     # Optional or slow packages.
     "dgemma.checkpoint.formats.gguf": {"gguf"},
     "dgemma.checkpoint.tokenizer": {"transformers"},

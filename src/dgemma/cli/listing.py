@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 from dgemma.cli import output
+from dgemma.cli.importing import import_quickly
 
 _ASSETS = Path(__file__).parents[1] / "assets"
 
@@ -12,9 +13,7 @@ _ASSETS = Path(__file__).parents[1] / "assets"
 def run_info(arguments: argparse.Namespace) -> None:
     """Describe a checkpoint, or list those that ship with dgemma."""
     if arguments.checkpoint is not None:
-        from dgemma.cli.study import describe
-
-        describe(arguments)
+        import_quickly("dgemma.cli.study").describe(arguments)
         return
     folders = shipped()
     if arguments.json:

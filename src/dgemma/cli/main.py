@@ -2,8 +2,6 @@
 
 import argparse
 import errno
-import gc
-import importlib
 import io
 import logging
 import os
@@ -15,10 +13,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
 
 from dgemma.cli.commands import add_commands
 from dgemma.cli.cores import read_idle_time
+from dgemma.cli.importing import import_quickly
 from dgemma.cli.parser import Parser
 from dgemma.printing import one_line, printable
 
@@ -91,7 +89,7 @@ def _run(argv: Sequence[str] | None) -> int:
             parser.print_help()
             return 0
         name = f"dgemma {arguments.command}"
-        module = _import_quickly(f"dgemma.cli.{arguments.module}")
+        module = import_quickly(f"dgemma.cli.{arguments.module}")
         return getattr(module, f"run_{arguments.command}")(arguments) or 0
     except SystemExit as finished:  # argparse has printed its message, or a signal ends the command
         return int(finished.code or 0)
@@ -106,21 +104,6 @@ def _run(argv: Sequence[str] | None) -> int:
         return _fail(name, error, 2 if error.errno in _BAD_PATH else 1)
     except (RuntimeError, ArithmeticError, ImportError, MemoryError) as error:
         return _fail(name, error, 1)
-
-
-def _import_quickly(module: str) -> ModuleType:
-    """Import the module of a command, and torch with it, with settings that must be made before torch is imported."""
-    if "torch" in sys.modules:
-        return importlib.import_module(module)
-    # Idle threads sleep instead of spinning, which halves the time of a small model on a busy machine.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    # Modules stay until the process ends. Looking for garbage among them would take half a second.
-    gc.disable()
-    try:
-        return importlib.import_module(module)
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def _fail(name: str, error: BaseException, code: int) -> int:

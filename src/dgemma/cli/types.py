@@ -10,6 +10,8 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dgemma.cli.importing import import_quickly
+
 if TYPE_CHECKING:
     from dgemma.sampling import Sampler
 
@@ -95,22 +97,19 @@ def sampler(text: str) -> "Sampler":
 
     Example: `sampler("threshold:tau=0.8,greedy=True")`.
     """
-    from dgemma.values import parse_sampler
-
+    values = import_quickly("dgemma.values")
     try:
-        return parse_sampler(text)
+        return values.parse_sampler(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def describe_samplers() -> str:
     """Return a list of the samplers, for the end of a help page."""
-    from dgemma.values import SAMPLERS
-
     lines = ["samplers, the noise they work with, and their fields:"]
-    for name, kind in SAMPLERS.items():
+    for name, kind in import_quickly("dgemma.values").SAMPLERS.items():
         summary = (kind.__doc__ or "").strip().splitlines()[0]
-        defaults = ", ".join(map(_default, fields(kind)))  # type: ignore[arg-type]
+        defaults = ", ".join(map(_default, fields(kind)))
         lines += [f"  {name} ({', '.join(sorted(kind.valid_for))})", f"      {summary}"]
         lines += [f"      {defaults}"] if defaults else []
     return "\n".join(lines)
