@@ -145,7 +145,7 @@ def test_sudoku_is_finetuned_in_both_ways(run, tmp_path):
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert results["lora"]["trained_weights"] < results["full"]["trained_weights"]
     assert results["full"]["steps"] == results["lora"]["steps"] == 1
-    assert results["lora"]["chosen"]["30-39 givens"].keys() >= {"exact", "cells", "clues", "steps"}
+    assert results["lora"]["after"]["30-39 givens"].keys() >= {"exact", "cells", "clues", "steps"}
 
 
 def test_no_bound_on_a_markov_chain_is_below_its_entropy(run, tmp_path):

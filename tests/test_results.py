@@ -224,3 +224,17 @@ def test_accuracy_under_a_constraint_is_the_recorded_one():
         cells["valid"] = f"{100 * row['valid']:.0f} %" if "valid" in row else ""
         expected[row["way"]] = cells | {"forwards": f"{row['forwards']:.1f}" if "forwards" in row else ""}
     assert table == expected
+
+
+def test_scores_before_and_after_finetuning_are_the_recorded_ones():
+    results = json.loads((ROOT / "docs/results/finetuned_sudoku.json").read_text())
+    table = list(read_table("docs/training.md", "Fine-tune a text model on Sudoku").items())
+    runs = (("before", results["before"]), *((how, results[how]["after"]) for how in ("full", "lora")))
+    for (row, cells), (how, scores) in zip(table, runs, strict=True):
+        easy, hard = scores["40-45 givens"], scores["30-39 givens"]
+        expected = [f"{kind['exact']:.1%}, {kind['steps']:.1f}".replace("%", " %") for kind in (easy, hard)]
+        expected.append(f"{hard['clues']:.1%}".replace("%", " %"))
+        run = results[how]
+        expected.append("" if how == "before" else f"{run['steps']:,}, {run['seconds']:.0f} s")
+        assert how == "before" or f"{run['trained_weights'] / 1e6:.1f}M weights" in row
+        assert list(cells.values()) == expected, row
