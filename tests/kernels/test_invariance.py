@@ -103,7 +103,7 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch_however_its_prompt_is_read
 @pytest.mark.usefixtures("_small_pieces")
 def test_a_row_has_the_same_bits_in_random_batches():
     texts = Texts(accelerate(make_model(DEVICE, sliding_window=20), batch_invariant=True), [37, 5, 21])
-    for _ in range(100 if ON_GPU else 2):
+    for _ in range(100 if ON_GPU else 1):  # two rows in the interpreter, each in two calls
         texts.check(*texts.draw_batch(3, 3))
 
 
