@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from dgemma import files, presets
 from dgemma.checkpoint.names import our_names, published_name
-from dgemma.checkpoint.weights import resolve
+from dgemma.checkpoint.tokenizer import ByteTokenizer, Tokenizer
+from dgemma.checkpoint.weights import read_checkpoint, read_headers, resolve
 from dgemma.model.config import SLIDING, GenerationDefaults
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.run import archive
@@ -582,6 +584,39 @@ def test_assets_are_found_by_name(monkeypatch, tmp_path):
     assert resolve("dgemma/sample") == tmp_path / "assets" / "sample"
     with pytest.raises(FileNotFoundError, match=r"does not ship with dgemma. Choose from \['dgemma/sample'\]"):
         resolve("dgemma/other")
+
+
+@pytest.fixture
+def assets(monkeypatch, tmp_path):
+    """A folder of shipped checkpoints: "text", and "text-mask" without weights and tokenizer."""
+    assets = tmp_path / "assets"
+    monkeypatch.setattr("dgemma.checkpoint.weights._ASSETS", assets)
+    model = random_model()
+    model.save_pretrained(assets / "text")
+    ByteTokenizer().save_pretrained(assets / "text")
+    model.generation = replace(model.generation, noise={"kind": "mask", "mask_token_id": 4}, max_denoising_steps=9)
+    model.save_pretrained(assets / "text-mask")
+    (assets / "text-mask" / "model.safetensors").unlink()
+    return assets
+
+
+def test_a_shipped_twin_has_its_own_defaults_and_the_weights_and_tokenizer_of_another(assets, tmp_path):
+    model, twin = (DiffusionGemma.from_pretrained(f"dgemma/{name}") for name in ("text", "text-mask"))
+    assert same_weights(model, twin)
+    assert twin.generation == replace(model.generation, noise=twin.generation.noise, max_denoising_steps=9)
+    assert twin.generation.noise == {"kind": "mask", "mask_token_id": 4}
+    assert Tokenizer.from_pretrained("dgemma/text-mask").encode("a") == ByteTokenizer().encode("a")
+    assert (
+        read_checkpoint("dgemma/text-mask", files=["config.json"]).stored.keys() == read_headers(assets / "text").keys()
+    )
+    twin.save_pretrained(tmp_path / "saved")  # a folder of its own, with weights
+    assert same_weights(DiffusionGemma.from_pretrained(tmp_path / "saved"), twin)
+
+
+def test_a_folder_of_a_user_never_takes_the_weights_of_another(assets, tmp_path):
+    (assets / "text-mask").rename(tmp_path / "text-mask")  # with its name, but not among the shipped ones
+    with pytest.raises(FileNotFoundError, match="text-mask holds neither model.safetensors"):
+        DiffusionGemma.from_pretrained(tmp_path / "text-mask")
 
 
 def test_shipped_checkpoints_load_in_float32_by_default():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from dgemma.checkpoint.weights import resolve
+from dgemma.checkpoint.weights import resolve, stored_folder
 from dgemma.files import read_bytes, write_bytes
 from dgemma.model.config import read_published
 from dgemma.model.diffusion import DiffusionGemma
@@ -46,6 +46,7 @@ def quantize_checkpoint(
         quantize_with_calibration(model, quantization, run)
         model.to(getattr(torch, dtype) if isinstance(dtype, str) else model.dtype)
     model.save_pretrained(target)
+    folder = stored_folder(folder)
     for file in sorted((*folder.glob("*.json"), *folder.glob("*.jinja"))):
         if file.name not in _WRITTEN:
             write_bytes(target / file.name, read_bytes(file))

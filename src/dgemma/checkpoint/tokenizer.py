@@ -18,7 +18,7 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from dgemma.checkpoint.weights import resolve
+from dgemma.checkpoint.weights import resolve, stored_folder
 from dgemma.checks import as_int, as_lists, check_flags, require, typed
 from dgemma.files import new_files, read_bytes, write_bytes, write_json, writing
 from dgemma.model.config import read_published
@@ -87,7 +87,7 @@ class Tokenizer(ABC):
 
         Example: `Tokenizer.from_pretrained("path/to/checkpoint").encode("hello")`.
         """
-        folder = resolve(path_or_repo, files=_TOKENIZER_FILES)
+        folder = stored_folder(resolve(path_or_repo, files=_TOKENIZER_FILES))
         if _names_byte_tokenizer(folder):
             return ByteTokenizer()
         return PretrainedTokenizer(folder)

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dgemma")
 
 _ASSETS = Path(__file__).parents[1] / "assets"
+# Shipped checkpoints that have only defaults, and those whose weights and tokenizer they use. No file can add to this
+# table, so that a checkpoint folder never points outside itself.
+_SHARED = {"text-mask": "text"}
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _OWN_DEFAULTS = ("noise", "sampler")  # fields of GenerationDefaults that are stored in config.json
@@ -80,6 +83,14 @@ def resolve(path_or_repo: str | Path, files: Sequence[str] = _CHECKPOINT_FILES) 
         return Path(snapshot_download(path_or_repo, allow_patterns=list(files)))
     except OSError as error:
         raise FileNotFoundError(f"{path_or_repo} could not be fetched from the hub: {error}") from error
+
+
+def stored_folder(folder: Path) -> Path:
+    """Return the folder with the weights and the tokenizer of a checkpoint; for most it is the checkpoint's own.
+
+    Example: `stored_folder(resolve("dgemma/text-mask"))` is the folder of dgemma/text.
+    """
+    return _ASSETS / _SHARED.get(folder.name, folder.name) if folder.parent == _ASSETS else folder
 
 
 def load_pretrained(
@@ -178,7 +189,7 @@ def read_checkpoint(path_or_repo: str | Path, files: Sequence[str] = _CHECKPOINT
         return Checkpoint(file.parent, *read_gguf(file))
     folder = resolve(path_or_repo, files)
     published = read_published(folder, "config.json")
-    if files != _CHECKPOINT_FILES and not any(folder.glob("*.safetensors")):
+    if files != _CHECKPOINT_FILES and not any(stored_folder(folder).glob("*.safetensors")):
         return Checkpoint(folder, published, {}, Contents(entries={}))
     stored = read_headers(folder)
     return Checkpoint(folder, published, stored, read_contents(folder, published, stored))
@@ -189,6 +200,7 @@ def read_headers(folder: Path) -> dict[str, Stored]:
 
     Example: `read_headers(Path("checkpoint"))["model.decoder.norm.weight"].shape`.
     """
+    folder = stored_folder(folder)
     weight_map = _read_index(folder)
     stored: dict[str, Stored] = {}
     for name in sorted(set(weight_map.values())) or [_SINGLE_FILE]:

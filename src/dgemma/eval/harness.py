@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dgemma.checkpoint.tokenizer import Tokenizer
-from dgemma.checkpoint.weights import resolve
+from dgemma.checkpoint.weights import resolve, stored_folder
 from dgemma.checks import as_int, require
 from dgemma.data.sudoku.tokenizer import SudokuTokenizer
 from dgemma.files import open_file, write_text
@@ -441,7 +441,7 @@ def _revision(folder: Path) -> str:
     if folder.parent.name == "snapshots":
         return folder.name
     digest = hashlib.sha256()
-    for path in sorted((folder / "config.json", *folder.glob("*.safetensors"))):
+    for path in sorted((folder / "config.json", *stored_folder(folder).glob("*.safetensors"))):
         with open_file(path) as file:
             size = os.fstat(file.fileno()).st_size
             digest.update(f"{path.name} {size}".encode() + file.read(_SAMPLED))
