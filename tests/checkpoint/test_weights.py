@@ -615,7 +615,7 @@ def test_a_shipped_twin_has_its_own_defaults_and_the_weights_and_tokenizer_of_an
 
 def test_a_folder_of_a_user_never_takes_the_weights_of_another(assets, tmp_path):
     (assets / "text-mask").rename(tmp_path / "text-mask")  # with its name, but not among the shipped ones
-    with pytest.raises(FileNotFoundError, match="text-mask holds neither model.safetensors"):
+    with pytest.raises(FileNotFoundError, match=r"text-mask holds neither model\.safetensors"):
         DiffusionGemma.from_pretrained(tmp_path / "text-mask")
 
 
