@@ -185,7 +185,7 @@ def test_the_noise_is_the_checkpoints_by_default_and_another_gives_a_warning(com
     assert own.err == ""
     other = command(*words[:-1], "--noise", "uniform", "Once")
     assert caplog.messages == [
-        "The checkpoint was trained under mask noise; its predictions are unreliable under uniform noise."
+        "The checkpoint is for mask noise; its predictions may be unreliable under uniform noise."
     ]
     assert json.loads(other.out)["tokens"] != json.loads(own.out)["tokens"]
 

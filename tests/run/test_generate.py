@@ -197,7 +197,7 @@ def test_another_noise_than_the_checkpoint_learnt_gives_one_warning(caplog):
     for _ in range(2):
         dgemma.generate(model, prompt, noise=dgemma.UniformNoise(512), **knobs)
     assert caplog.messages == [
-        "The checkpoint was trained under mask noise; its predictions are unreliable under uniform noise."
+        "The checkpoint is for mask noise; its predictions may be unreliable under uniform noise."
     ]
 
 

@@ -43,7 +43,7 @@ def learnt_noise(model: Denoiser) -> Noise:
 
 
 def warn_of_noise(model: Denoiser, noise: Noise) -> None:
-    """Log one line if the checkpoint was trained under another kind of noise; once per pair of kinds.
+    """Log one line if the checkpoint is for another kind of noise; once per pair of kinds.
 
     Example: `warn_of_noise(DiffusionGemma.from_pretrained("dgemma/sudoku"), UniformNoise(16))`.
     """
@@ -54,6 +54,4 @@ def warn_of_noise(model: Denoiser, noise: Noise) -> None:
 
 @cache
 def _warn_once(learnt: str, kind: str) -> None:
-    logger.warning(
-        "The checkpoint was trained under %s noise; its predictions are unreliable under %s noise.", learnt, kind
-    )
+    logger.warning("The checkpoint is for %s noise; its predictions may be unreliable under %s noise.", learnt, kind)
