@@ -143,7 +143,8 @@ def test_a_micro_batch_may_lack_answers_and_a_step_may_not(tmp_path, answers):
 )
 def test_a_step_never_waits_for_the_device(tmp_path, precision, canvases, micro_batch_size):
     # Fake tensors have shapes but no values, so reading one raises.
-    objective = Objective(noise=dgemma.UniformNoise(next_token.VOCAB), canvas_len=4, canvases=canvases)
+    noise = dgemma.UniformNoise(next_token.VOCAB)
+    objective = Objective(noise=noise, masks=MASK, canvas_len=4, canvases=canvases)
     sizes = {"rows": range(4), "micro_batch_size": micro_batch_size, "steps": range(1), "vocab_size": next_token.VOCAB}
     (step_input,) = feed(counting, seed=0, **sizes, device=torch.device("cpu"))
     model = next_token.model()
