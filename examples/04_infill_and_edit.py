@@ -10,8 +10,9 @@ parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--steps", type=int, help="steps per canvas, at most; default: the checkpoint's")
 options = {"steps": parser.parse_args().steps, "progress": False}
 
-model = dgemma.DiffusionGemma.from_pretrained("dgemma/text", dtype=torch.float32)
-tokenizer = dgemma.Tokenizer.from_pretrained("dgemma/text")
+# Under mask noise, the network sees which tokens are holes. Under uniform noise, a token to fill looks like any other.
+model = dgemma.DiffusionGemma.from_pretrained("dgemma/text-mask", dtype=torch.float32)
+tokenizer = dgemma.Tokenizer.from_pretrained("dgemma/text-mask")
 
 # A hole of eight tokens between two halves of a sentence. The text on the left is the prefix. The text on the right is
 # frozen on the same canvas, so that the model sees it while it fills the hole.

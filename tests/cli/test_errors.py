@@ -85,7 +85,10 @@ NO_CHECKPOINT_READ = [
     (("generate", "--sampler", "threshold:tau=7", "Hi"), "Threshold.tau must be a probability, got 7"),
     (("generate", "--sampler", "p2:eta=high", "Hi"), "must fit p2: P2.eta must be >= 0, got 'high'"),
     (("generate", "--sampler", "threshold:greedy=1", "Hi"), "whose greedy is True or False"),
-    (("generate", "--sampler", "threshold", "Hi"), "--sampler Threshold must run under --noise mask, got unif"),
+    (
+        ("generate", "--sampler", "threshold", "Hi"),
+        "uniform noise for dgemma/text. Use --model dgemma/text-mask. Sampl",
+    ),
     (("generate", "--noise", "hybrid", "Hi"), "The checkpoint's sampler EntropyBound must run under --noise mask or"),
     (("generate", "--device", "gpu", "Hi"), "--device must be cpu, cuda or cuda:N, got 'gpu'"),
     (("generate", "--html", "/no/such/folder/run.html", "Hi"), "--html must be a file that can be written"),

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import DiffusionGemmaConfig
 from transformers.models.diffusion_gemma.generation_diffusion_gemma import DiffusionGemmaGenerationConfig
 
@@ -23,6 +24,7 @@ needs_text, needs_sudoku = (
     ("name", "noise", "sampler", "bound"),
     [
         pytest.param("text", dgemma.UniformNoise, dgemma.EntropyBound, 2.0, marks=needs_text),
+        pytest.param("text-mask", dgemma.MaskNoise, dgemma.sampling.P2, 0.1, marks=needs_text),
         pytest.param("sudoku", dgemma.MaskNoise, dgemma.EntropyBound, 0.1, marks=needs_sudoku),
     ],
 )
@@ -33,6 +35,14 @@ def test_a_shipped_checkpoint_stores_noise_and_sampler_and_transformers_can_read
     theirs = DiffusionGemmaGenerationConfig.from_pretrained(ASSETS / name)
     assert (theirs.t_max, theirs.sampler_config.entropy_bound) == (model.generation.t_max, bound)
     assert DiffusionGemmaConfig.from_pretrained(ASSETS / name).noise["kind"] == noise.kind
+
+
+@needs_text
+def test_the_twin_of_the_text_model_differs_only_in_its_defaults(command):
+    model, twin = (dgemma.DiffusionGemma.from_pretrained(f"dgemma/{name}") for name in ("text", "text-mask"))
+    assert twin.config == model.config
+    assert torch.equal(twin.norm.weight, model.norm.weight)
+    assert "p2:eta=1.0" in command("info", "dgemma/text-mask").out
 
 
 @needs_text

@@ -94,7 +94,7 @@ def _add_writing(commands: Any) -> None:
     parser.add_argument(
         "text", nargs="*", metavar="TEXT", help="the text with its holes; - or nothing reads standard input"
     )
-    _add_options(parser)
+    _add_options(parser, model="dgemma/text-mask")  # its network sees what is a hole
 
     parser = commands.add_parser(
         "edit",
@@ -382,8 +382,10 @@ def _add_length(parser: argparse.ArgumentParser, what: str, default: int = 256) 
     )
 
 
-def _add_options(parser: argparse.ArgumentParser, *, constraints: bool = True, pictures: bool = True) -> None:
-    options.add_model_options(parser, default="dgemma/text")
+def _add_options(
+    parser: argparse.ArgumentParser, *, model: str = "dgemma/text", constraints: bool = True, pictures: bool = True
+) -> None:
+    options.add_model_options(parser, default=model)
     options.add_sampling_options(parser)
     if constraints:
         options.add_constraint_options(parser)
