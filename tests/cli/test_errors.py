@@ -87,7 +87,7 @@ NO_CHECKPOINT_READ = [
     (("generate", "--sampler", "threshold:greedy=1", "Hi"), "whose greedy is True or False"),
     (
         ("generate", "--sampler", "threshold", "Hi"),
-        "uniform noise for dgemma/text. Use --model dgemma/text-mask. Sampl",
+        "must run under --noise mask, got uniform noise for dgemma/text. ",
     ),
     (("generate", "--noise", "hybrid", "Hi"), "The checkpoint's sampler EntropyBound must run under --noise mask or"),
     (("generate", "--device", "gpu", "Hi"), "--device must be cpu, cuda or cuda:N, got 'gpu'"),
