@@ -87,7 +87,7 @@ NO_CHECKPOINT_READ = [
     (("generate", "--sampler", "threshold:greedy=1", "Hi"), "whose greedy is True or False"),
     (
         ("generate", "--sampler", "threshold", "Hi"),
-        "must run under --noise mask, got uniform noise for dgemma/text. ",
+        "Models for this sampler: dgemma/sudoku, dgemma/text-mask.",
     ),
     (("generate", "--noise", "hybrid", "Hi"), "The checkpoint's sampler EntropyBound must run under --noise mask or"),
     (("generate", "--device", "gpu", "Hi"), "--device must be cpu, cuda or cuda:N, got 'gpu'"),

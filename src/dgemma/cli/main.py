@@ -24,7 +24,7 @@ _EPILOG = """\
 examples:
   dgemma generate "It was a dark"
       write a text and watch it appear
-  dgemma infill "The ____ sat down."
+  dgemma infill "Once upon a time there was a fox named Max. He lived ________, and he was happy."
       fill a hole; each underscore is one token
   dgemma sudoku
       make a puzzle and watch the model solve it
