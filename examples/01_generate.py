@@ -2,7 +2,7 @@
 
 The model does not write from left to right. It reads the prompt once and takes a canvas of 64 random tokens. It
 predicts all of them at once, keeps some, returns others to noise, and repeats until no noise is left. The model is
-small: 12.5 million weights, trained for minutes on books and on stories that a program assembled from phrases. It
+small: 19.6 million weights, trained for minutes on books and on stories that a program assembled from phrases. It
 tells such stories.
 
     python examples/01_generate.py
