@@ -127,7 +127,6 @@ def text_samplers() -> Settings:
         "Threshold, 0.9": Threshold(tau=0.9),
         "FactorThreshold": FactorThreshold(),
         "KLASS": KLASS(),
-        "FirstHitting": FirstHitting(),
     }
     settings: Settings = {
         f"{label}, {steps} steps": {"sampler": sampler, "steps": steps, "stop": None}
