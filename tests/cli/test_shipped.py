@@ -23,7 +23,7 @@ needs_text, needs_sudoku = (
 @pytest.mark.parametrize(
     ("name", "noise", "sampler", "bound"),
     [
-        pytest.param("text", dgemma.UniformNoise, dgemma.EntropyBound, 2.0, marks=needs_text),
+        pytest.param("text", dgemma.UniformNoise, dgemma.EntropyBound, 1.0, marks=needs_text),
         pytest.param("text-mask", dgemma.MaskNoise, dgemma.sampling.P2, 0.1, marks=needs_text),
         pytest.param("sudoku", dgemma.MaskNoise, dgemma.EntropyBound, 0.1, marks=needs_sudoku),
     ],
