@@ -51,7 +51,8 @@ def test_info_without_a_name_lists_the_shipped_checkpoints(command):
     assert all(command("info", name).code == 0 for name in names)
     lines = command("info").out.splitlines()
     assert lines[::3] == names
-    assert all(line.startswith("  A DiffusionGemma of ") and line.endswith(".") for line in lines[1::3])
+    assert all("DiffusionGemma of" in line or "weights of `dgemma/" in line for line in lines[1::3])
+    assert all(line.startswith("  ") and line.endswith(".") for line in lines[1::3])
     assert all(line.startswith("  dgemma ") for line in lines[2::3])
 
 
