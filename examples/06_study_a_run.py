@@ -34,7 +34,7 @@ settled = torch.where(differs_from_last.any(0), settled, 0).float()
 thirds = ", ".join(f"{third.mean():.1f}" for third in settled.tensor_split(3))
 print(f"\nmean step at which positions settled, by thirds of the canvas from the left: {thirds}")
 
-# How evenly does a layer use its experts? Each token goes to 2 of 4; an even load would be 25% each.
+# How evenly does a layer use its experts? Each token goes to 2 of 8; an even load would be 12.5% each.
 print("\nshare of each expert, over all steps and positions:")
 for layer in range(model.config.num_hidden_layers):
     experts = torch.cat([step.router[layer].experts.flatten() for step in observation.steps])

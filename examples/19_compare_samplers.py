@@ -1,6 +1,6 @@
 """Compare the samplers and stop rules on the models that ship: quality against forwards.
 
-Samplers for mask noise solve Sudokus with 24 to 29 clues. Samplers for both noises continue held-out text. The score is
+Samplers for mask noise solve Sudokus with 24 to 29 clues. Samplers of either noise continue held-out text. The score is
 the autoregressive negative log-likelihood of the new text under the same weights; a low value means fluent or dull
 text. Stop rules end canvases early. The second command made the tables of docs/samplers.md on one H200.
 
