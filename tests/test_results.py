@@ -153,6 +153,7 @@ def test_the_five_numbers_of_the_readme_are_the_recorded_ones():
     [
         ("Measured under mask noise", "mask"),
         ("Measured under uniform noise", "uniform"),
+        ("Text under mask noise", "mask text"),
         ("Stop rules measured under mask noise", "mask stop rules"),
         ("Stop rules measured under uniform noise", "uniform stop rules"),
     ],
