@@ -2,7 +2,7 @@
 
 Samplers for mask noise solve Sudokus with 24 to 29 clues. Samplers of either noise continue held-out text. The score is
 the autoregressive negative log-likelihood of the new text under the same weights; a low value means fluent or dull
-text. Stop rules end canvases early. The second command made the tables of docs/samplers.md on one H200.
+text. Stop rules end canvases early. The second command made most tables of docs/samplers.md on one H200.
 
     python examples/19_compare_samplers.py                              two puzzles and two prompts, minutes on a CPU
     python examples/19_compare_samplers.py --num-tests 1000 --num-prompts 256 --max-steps 81 --out runs/samplers
