@@ -609,7 +609,7 @@ def test_a_shipped_twin_has_its_own_defaults_and_the_weights_and_tokenizer_of_an
     assert (
         read_checkpoint("dgemma/text-mask", files=["config.json"]).stored.keys() == read_headers(assets / "text").keys()
     )
-    twin.save_pretrained(tmp_path / "saved")  # a folder of its own, with weights
+    twin.save_pretrained(tmp_path / "saved")  # a new folder, with weights
     assert same_weights(DiffusionGemma.from_pretrained(tmp_path / "saved"), twin)
 
 
