@@ -1,4 +1,4 @@
-"""An auxiliary loss that balances the experts' load (Switch Transformers, arXiv:2101.03961), by its gradient alone.
+"""Balance of the experts' load: adds the gradient of the loss of Switch Transformers (arXiv:2101.03961) to a pass.
 
 Without it, a router soon prefers the experts that happened to learn first, and the others are never trained.
 """
