@@ -6,7 +6,8 @@ is run on the same test puzzles before and after. In 4.7 minutes of an H200, `dg
 with 30 to 39 clues to 95.8 %, and from 48 steps to 5.1. LoRA reached 47.4 % in 1.5 minutes. docs/training.md has more.
 
     python examples/11_finetune_sudoku.py                                       without a GPU: two steps of each
-    python examples/11_finetune_sudoku.py --minutes 4.7 --compile --out runs/finetuned      writes results.json there
+    python examples/11_finetune_sudoku.py --how full --minutes 4.7 --compile --out runs/full
+    python examples/11_finetune_sudoku.py --how lora --minutes 1.5 --compile --out runs/lora
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Balance of the experts' load: adds the gradient of the loss of Switch Transformers (arXiv:2101.03961) to a pass.
+"""A loss that makes the experts' loads equal (Switch Transformers, arXiv:2101.03961).
 
 Without it, a router soon prefers the experts that happened to learn first, and the others are never trained.
 """

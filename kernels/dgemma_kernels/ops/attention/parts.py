@@ -1,4 +1,4 @@
-"""Code that both attention kernels share: the slots that a token sees, the parts of the keys, and the sum of parts.
+"""Code of both attention kernels: the slots that a token sees, and keys in parts whose results are then added.
 
 The number of parts depends on shapes alone; their bounds are computed from lengths on the device. So a growing prefix
 never changes a launch, and a captured graph stays valid. Parts are added in a fixed order, so that the same inputs give
