@@ -442,9 +442,10 @@ def _num_bytes(size: int | str) -> int:
 
 
 def _shard_names(folder: Path, num_shards: int) -> list[str]:
-    """Return file names for the shards. A single file replaces model.safetensors, if there is one.
+    """Return file names for the shards.
 
-    Several get names that no file in the folder has: the usual names if possible.
+    A single shard is named model.safetensors, even if that file exists. Several shards get names that no file in the
+    folder has: the usual names if possible.
     """
     if num_shards == 1:
         return [_SINGLE_FILE]

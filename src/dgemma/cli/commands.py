@@ -12,7 +12,7 @@ API_KEY = "DGEMMA_API_KEY"  # environment variable of `dgemma serve`
 
 
 def add_commands(commands: Any) -> None:
-    """Add every command to the parser. Its default `module` is the file here whose `run_COMMAND` runs it."""
+    """Add every command to the parser. A command calls `run_COMMAND` of the file that its default `module` names."""
     for add in (_add_writing, _add_sudoku, _add_study, _add_quantizing, _add_training, _add_serving):
         add(commands)
 
@@ -94,7 +94,7 @@ def _add_writing(commands: Any) -> None:
     parser.add_argument(
         "text", nargs="*", metavar="TEXT", help="the text with its holes; - or nothing reads standard input"
     )
-    _add_options(parser, model="dgemma/text-mask")  # its network sees what is a hole
+    _add_options(parser, model="dgemma/text-mask")  # under mask noise, the network can tell the holes from the text
 
     parser = commands.add_parser(
         "edit",
@@ -207,7 +207,7 @@ def _add_study(commands: Any) -> None:
         type=types.count,
         default=10,
         metavar="R",
-        help="timed runs; a third as many of whole canvases (%(default)s)",
+        help="timed runs; whole canvases are timed a third as often (%(default)s)",
     )
     options.add_model_options(parser, default="dgemma/text")
     options.add_json_option(parser)

@@ -136,7 +136,7 @@ def _train_on(arguments: argparse.Namespace, tokenizer: Tokenizer, file: TokenFi
         config,
         out=arguments.out,
         allow_changes=arguments.allow_changes,
-        on_step=None if arguments.json else _Samples(model, tokenizer, noise, _bits_per_byte(file)),
+        on_step=None if arguments.json else _Samples(model, tokenizer, noise, _bits_per_byte_factor(file)),
     )
     if result.final is None:  # the loop has logged where it stopped
         return 130
@@ -170,14 +170,17 @@ def _losses(log: TrainLog, file: TokenFile) -> dict[str, float]:
     names = {"loss/decoder": "denoising_nats_per_token", "loss/causal": "autoregressive_nats_per_token"}
     columns = {spoken: log.column(name)[1][-_NUM_AVERAGED:] for name, spoken in names.items()}
     means = {name: sum(values) / len(values) for name, values in columns.items() if values}
-    scale = _bits_per_byte(file)
-    if scale is not None and "autoregressive_nats_per_token" in means:
-        means["autoregressive_bits_per_byte"] = scale * means["autoregressive_nats_per_token"]
+    factor = _bits_per_byte_factor(file)
+    if factor is not None and "autoregressive_nats_per_token" in means:
+        means["autoregressive_bits_per_byte"] = factor * means["autoregressive_nats_per_token"]
     return means
 
 
-def _bits_per_byte(file: TokenFile) -> float | None:
-    """Return the bits per byte of one nat per token; None for prompts and answers, of which only answers are scored."""
+def _bits_per_byte_factor(file: TokenFile) -> float | None:
+    """Return the factor from nats per token to bits per byte.
+
+    It is None for prompts and answers, because only answers are scored.
+    """
     has_prompts = int(file.prompt_len.max()) > 1
     return None if has_prompts else file.num_tokens / file.num_bytes / math.log(2)
 
@@ -185,14 +188,12 @@ def _bits_per_byte(file: TokenFile) -> float | None:
 class _Samples:
     """Callback of `train` that prints a canvas sampled from the model every `_SAMPLE_SECONDS`.
 
-    For running text it also prints bits per byte, the mean since the last sample. `bits_per_byte` is that of one nat
-    per token.
+    For running text it also prints the mean bits per byte since the last sample. `factor` converts nats per token to
+    bits per byte.
     """
 
-    def __init__(
-        self, model: DiffusionGemma, tokenizer: Tokenizer, noise: Noise, bits_per_byte: float | None = None
-    ) -> None:
-        self.model, self.tokenizer, self.noise, self.bits_per_byte = model, tokenizer, noise, bits_per_byte
+    def __init__(self, model: DiffusionGemma, tokenizer: Tokenizer, noise: Noise, factor: float | None = None) -> None:
+        self.model, self.tokenizer, self.noise, self.factor = model, tokenizer, noise, factor
         self._begin()
 
     def _begin(self) -> None:
@@ -219,11 +220,7 @@ class _Samples:
             progress=False,
         ).new_tokens[0]
         self.model.train()
-        bits = (
-            ""
-            if self.bits_per_byte is None
-            else f", {self.bits_per_byte * self.nats / self.num_tokens:.3f} bits per byte"
-        )
+        bits = "" if self.factor is None else f", {self.factor * self.nats / self.num_tokens:.3f} bits per byte"
         # tqdm prints above the progress bar
         tqdm.write(f"step {step.step}{bits}: {one_line(self.tokenizer.decode(tokens))}", file=sys.stderr)
         self._begin()

@@ -77,7 +77,7 @@ class Notation:
     quote: str = '"'
     special: Ranges = ((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0x7F, 0x9F))  # not in a string without an escape
     escapes: tuple[str, ...] = (r'\\["\\/bft]', r"\\[nr]")  # the second has the line breaks
-    text: str | None = None  # a string of any length, if `char` cannot be repeated
+    text: str | None = None  # pattern of a string of any length; None means `char` repeated
     escape: Callable[[str], str] = _escape_json  # a string's characters, between the quotes
     key: Callable[[str], str] = _quote_json
     null: str = "null"
@@ -245,7 +245,10 @@ class _Compiler:
         return f"{quote}{char}{{{least},{'' if most is None else most}}}{quote}"
 
     def _search(self, pattern: str, where: str) -> str:
-        """A pattern of a string's characters, from one of ECMA-262. No set matches a character that needs an escape."""
+        """Convert an ECMA-262 pattern to the pattern of a string in the notation.
+
+        No set matches a character that needs an escape.
+        """
         special, any_char, out, previous = _spell(self.notation.special), self.notation.char, "", ""
 
         def refuse(part: str) -> NoReturn:

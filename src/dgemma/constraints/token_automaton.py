@@ -39,8 +39,9 @@ class ByteAutomaton(NamedTuple):
 def _equivalent(next_state: np.ndarray, is_final: np.ndarray) -> np.ndarray:
     """Return a label (S,) per state; states that accept the same texts have the same label.
 
-    Blocks of states are split until the states of a block agree on the blocks of their successors, by a random hash.
-    Only predecessors of the states that left their block are compared again. The code calls them suspects.
+    Blocks of states are split until all states of a block have successors in the same blocks. To compare states, the
+    blocks of their successors are hashed. After a split, only predecessors of the states that left their block are
+    compared again. The code calls them suspects.
     """
     distinct = dict.fromkeys(column.tobytes() for column in next_state.T)  # bytes such as "a" to "z" often agree
     columns = np.stack([np.frombuffer(column, next_state.dtype) for column in distinct])  # (K, S)

@@ -18,11 +18,11 @@ from typing import Any
 from dgemma.checks import show
 
 MOST_BYTE_STATES = 100_000  # before equivalent states are merged
-_SECONDS = 5  # of computing; 100,000 states take about one
-_PATIENCE = 60  # seconds in all, on a busy machine
+_SECONDS = 5  # limit of CPU time; 100,000 states take about one second
+_TIMEOUT = 60  # seconds of wall-clock time, for a busy machine
 _GIBIBYTES = 1
-_RISKY_CHARS = 12  # 2**12 states are no risk
-_LONG = 8  # repetitions with fewer optional turns are none
+_RISKY_CHARS = 12  # overlapping characters that are a risk; fewer double the states too few times
+_LONG = 8  # difference of `most` and `least` from which a repetition is a risk
 _MOST_PARSED = 100_000  # characters of a pattern; longer ones are tried without a look at them
 _SCRIPT = """
 import json, sys
@@ -32,7 +32,7 @@ import outlines_core
 try:
     import resource
 except ImportError:
-    pass  # on Windows, only the parent's patience is a limit
+    pass  # Windows cannot limit a process, so only the timeout applies
 else:
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     resource.setrlimit(resource.RLIMIT_AS, (gibibytes << 30, gibibytes << 30))
@@ -82,7 +82,7 @@ def try_pattern(pattern: str, owner: str) -> None:
     command = [sys.executable, "-I", "-c", _SCRIPT]
     task = json.dumps([sys.path, framed(pattern), _SECONDS, _GIBIBYTES]).encode()
     try:
-        done = subprocess.run(command, input=task, capture_output=True, timeout=_PATIENCE, check=False)
+        done = subprocess.run(command, input=task, capture_output=True, timeout=_TIMEOUT, check=False)
     except subprocess.TimeoutExpired:
         is_too_large = True
     else:
@@ -131,11 +131,11 @@ class _Sequence:
 
 @dataclass
 class _Repetition:
-    """From `least` to `most` turns, each of which is one of the ways. A branch has exactly one turn."""
+    """One of the alternatives, `least` to `most` times in a row: `(ab|c){2,5}`. For `(ab|c)` both limits are 1."""
 
     least: int
     most: int
-    ways: list[_Sequence]
+    alternatives: list[_Sequence]
     first: _Set
     can_be_empty: bool
 
@@ -152,7 +152,7 @@ def _read(items: Any) -> _Sequence:
         if str(op).endswith("_REPEAT"):
             node = _repeat(int(value[0]), int(value[1]), [_read(value[2])])
         elif str(op) in ("BRANCH", "SUBPATTERN"):
-            node = _repeat(1, 1, [_read(way) for way in (value[1] if str(op) == "BRANCH" else value[-1:])])
+            node = _repeat(1, 1, [_read(each) for each in (value[1] if str(op) == "BRANCH" else value[-1:])])
         else:
             node = _set_of(str(op), value)
         read.nodes.append(node)
@@ -162,9 +162,10 @@ def _read(items: Any) -> _Sequence:
     return read
 
 
-def _repeat(least: int, most: int, ways: list[_Sequence]) -> _Repetition:
-    first = reduce(or_, (way.first for way in ways))
-    return _Repetition(least, most, ways, first, least == 0 or any(way.can_be_empty for way in ways))
+def _repeat(least: int, most: int, alternatives: list[_Sequence]) -> _Repetition:
+    first = reduce(or_, (each.first for each in alternatives))
+    can_be_empty = least == 0 or any(each.can_be_empty for each in alternatives)
+    return _Repetition(least, most, alternatives, first, can_be_empty)
 
 
 def _set_of(op: str, value: Any) -> _Set:
@@ -192,12 +193,12 @@ def _set_of(op: str, value: Any) -> _Set:
 
 
 def _look_for_risk(sequence: _Sequence, following: _Set, after: list[_Set | _Repetition]) -> bool:
-    """Raise `_ExplosionError` if a long repetition overlaps many characters. Return True if there are two ways.
+    """Raise `_ExplosionError` if a long repetition overlaps many characters. Return True if the sequence is ambiguous.
 
-    following: the characters that can come next. after: the nodes of all that follows. Two ways means that a character
-    can begin two ways through the sequence.
+    It is ambiguous if two of its parts can match the same next character, such as `a*` and `a` in `a*a`. following: the
+    characters that can come directly after the sequence. after: all nodes that can come after it.
     """
-    has_two_ways, after = False, [*after]
+    is_ambiguous, after = False, [*after]
     for node in reversed(sequence.nodes):
         if isinstance(node, int):
             following = node
@@ -205,30 +206,30 @@ def _look_for_risk(sequence: _Sequence, following: _Set, after: list[_Set | _Rep
             is_long = node.most - node.least >= _LONG
             can_end = node.least != node.most and bool(node.first & following)
             risk = _overlap(after, node.first) if is_long and can_end else 0
-            # After a turn, another one can follow.
+            # If it repeats, its own characters can follow it.
             inside, rest = (following | node.first, [*after, node]) if node.most > 1 else (following, after)
-            two_ways, begun = False, 0
-            for way in node.ways:
-                begins = way.first | (inside if way.can_be_empty else 0)
-                two_ways |= _look_for_risk(way, inside, rest) or bool(begins & begun)
-                begun |= begins
-            if is_long and two_ways:
-                risk += sum(_overlap(way.nodes, node.first) for way in node.ways)
+            is_node_ambiguous, first_of_earlier = False, 0
+            for each in node.alternatives:
+                first = each.first | (inside if each.can_be_empty else 0)
+                is_node_ambiguous |= _look_for_risk(each, inside, rest) or bool(first & first_of_earlier)
+                first_of_earlier |= first
+            if is_long and is_node_ambiguous:
+                risk += sum(_overlap(each.nodes, node.first) for each in node.alternatives)
             if risk >= _RISKY_CHARS:
                 raise _ExplosionError
-            has_two_ways |= two_ways or can_end
+            is_ambiguous |= is_node_ambiguous or can_end
             following = node.first | following if node.can_be_empty else node.first
         after.append(node)
-    return has_two_ways
+    return is_ambiguous
 
 
 def _overlap(nodes: Sequence[_Set | _Repetition], chars: _Set) -> int:
-    """Count the characters, in all turns, whose sets have one of `chars`."""
+    """Count the sets that share a character with `chars`. A set in a repetition counts once per repetition."""
     count = 0
     for node in nodes:
         if isinstance(node, int):
             count += bool(node & chars)
         else:
-            turns = node.most if node.most < _MOST_PARSED else max(node.least, 1)
-            count += turns * sum(_overlap(way.nodes, chars) for way in node.ways)
+            times = node.most if node.most < _MOST_PARSED else max(node.least, 1)
+            count += times * sum(_overlap(each.nodes, chars) for each in node.alternatives)
     return count

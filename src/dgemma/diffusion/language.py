@@ -38,7 +38,7 @@ class Fan(NamedTuple):
 
     few: Tensor  # (2, 8, Q) int64: a column per state, empty if the state has more than 8 arcs
     some: Tensor  # (2, n, 8) int64: rows of the states with more than 8 arcs; the last row is empty
-    join: Tensor  # (2, m, width) int64: the rows of `some` of each state with more than 8 arcs
+    join: Tensor  # (2, m, width) int64: for each state with more than 8 arcs, its rows in `some`
     place: Tensor  # (2, Q) int64: the column of a state in `few`, or Q + its row in `join`
     arc: Tensor  # (2, slots) int64: the arc of each slot, E for no arc
 
@@ -71,11 +71,11 @@ class Fan(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """Indices sorted by group, where each group begins, and the groups from large to small. Kernels loop over them."""
+    """Indices in groups, in tables that kernels loop over."""
 
-    member: Tensor  # (n,) int32
-    first: Tensor  # (groups + 1,) int32
-    order: Tensor  # (groups,) int32
+    member: Tensor  # (n,) int32: the indices, sorted by group
+    first: Tensor  # (groups + 1,) int32: where each group begins in `member`
+    order: Tensor  # (groups,) int32: the groups from large to small
 
     @classmethod
     def build(cls, group: Tensor, size: int) -> "Groups":
@@ -177,16 +177,15 @@ class Language(NamedTuple):
         return Language(self.automaton, *chosen)  # type: ignore[arg-type]
 
     def ended(self, text: Tensor) -> Tensor:
-        """The positions after the end of an accepted text (B, C), (B, C) bool."""
+        """The positions after the end of the text, (B, C) bool, in a canvas of tokens `text` (B, C)."""
         is_stop = self.automaton.is_stop[self.automaton.token_class[text].long()]
         return (is_stop.cumsum(1) > is_stop) | self.automaton.is_end[self.start][:, None]
 
 
 def splice_languages(mine: Language | None, donor: Language | None, rows: Tensor, state_rows: int) -> Language | None:
-    """Replace `rows` (R,) of a language of `state_rows` rows by those of a donor.
+    """Replace `rows` (R,) of `mine`, which has `state_rows` rows, by the R rows of `donor`.
 
-    `mine` or `donor` is None if it accepts every text. Different automata become one, without the states that no row
-    needs.
+    None is the language of all texts. Different automata become one, without the states that no row needs.
     """
     known = donor if mine is None else mine
     if known is None:

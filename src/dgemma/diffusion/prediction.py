@@ -167,7 +167,7 @@ class Prediction:
         return logits
 
     def as_self_cond(self) -> Any:
-        """The content that self-conditioning needs, batch-first, so that rows can be selected: here the logits."""
+        """The logits, for self-conditioning. A subclass may return other tensors with the batch first."""
         return self.logits
 
     def pieces(self) -> Iterator[Tensor]:

@@ -1,1 +1,1 @@
-"""The network. Start with `diffusion.py`, which uses every other file here."""
+"""The network. Start with `diffusion.py`."""

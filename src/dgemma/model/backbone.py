@@ -16,7 +16,10 @@ KeysValues = tuple[Tensor, Tensor]  # each (B, K, S, H)
 
 
 class Layer(nn.Module):
-    """Attention, then a dense MLP next to routed experts, each between norms; a scalar per mode scales the sum."""
+    """Attention, then the sum of a dense MLP and routed experts. Each of the three has a norm before and after it.
+
+    The output is multiplied by a scalar, which differs between causal and bidirectional mode.
+    """
 
     layer_scalar: Tensor
     causal_layer_scalar: Tensor

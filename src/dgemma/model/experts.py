@@ -58,7 +58,7 @@ class Router(nn.Module):
 def _choose_among_few(probabilities: Tensor, scales: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the largest probabilities, the scales there, and the experts, (M, A) each, from (M, E) each.
 
-    Made of comparisons and sums, which torch.compile fuses into one kernel, also in the gradient; topk is five.
+    torch.compile fuses these comparisons and sums into one kernel, and so their gradient. `topk` takes five kernels.
     """
     expert = torch.arange(probabilities.shape[-1], device=probabilities.device)
     left, chosen = probabilities.detach(), []
@@ -155,7 +155,7 @@ def group_by_expert(experts: Tensor, num_experts: int) -> Groups:
     chosen, expert = experts.flatten(), torch.arange(num_experts, device=experts.device)
     if num_experts <= _FEW:
         is_chosen = chosen == expert[:, None]  # (E, R)
-        # One count over the choices of all experts, one expert after the other, is the row of each choice.
+        # A running count over the choices of expert 0, then of expert 1 and so on, gives each choice its row.
         counted = is_chosen.flatten().cumsum(0, dtype=torch.int32)
         back = counted[chosen * chosen.shape[0] + count].long() - 1
         order = torch.empty_like(back).scatter(0, back, count)
@@ -309,7 +309,10 @@ def looped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 
 def _supports_grouped(weights: Weight, dtype: torch.dtype) -> bool:
-    """Return True if torch's grouped product takes these weights in a dtype: 16 or 32 bits, two sides of 16·n bytes."""
+    """Return True if torch's grouped product supports these weights in this dtype.
+
+    The dtype must have 16 or 32 bits. Both sides of a weight must have a multiple of 16 bytes.
+    """
     return dtype in (torch.float32, torch.bfloat16, torch.float16) and all(
         size * dtype.itemsize % 16 == 0 for size in weights.shape[1:]
     )

@@ -189,7 +189,7 @@ def _nvfp4(rows: Tensor, row_scale: Tensor) -> tuple[Tensor, Tensor]:
     best_error = torch.full_like(span, torch.inf)
     best_scale, best_codes = span, torch.zeros(blocks.shape, dtype=torch.uint8, device=rows.device)
     table = torch.tensor(E2M1, device=rows.device)
-    # The last candidate maps the largest value to 4, whose neighbours are closer than those of 6.
+    # The last candidate maps the largest value to 4, because the gap from 3 to 4 is smaller than that from 4 to 6.
     for fraction in (*_FRACTIONS, _LARGEST_E2M1 / 4):
         scale = (span * fraction).clamp(max=LARGEST_E4M3).to(torch.float8_e4m3fn).float()
         scaled = blocks / scale.clamp(min=2.0**-9)[..., None]  # the smallest float8; zero stays zero

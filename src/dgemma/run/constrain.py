@@ -119,13 +119,16 @@ class HoleLanguage:
             )
 
     def canvases(self, rows: Sequence[Any], canvas_len: int) -> RunLanguage:
-        """The language of one canvas per row. A row has `index`, `text` (n,) and `place.start`, the canvas's start."""
+        """The language of one canvas per row.
+
+        Each of `rows` has the attributes `index`, `text` (n,) and `place.start`, where the canvas starts in the text.
+        """
         found = [self._canvas(row.index, row.text, row.place.start, canvas_len) for row in rows]
         start, ends, gaps = (torch.stack(column) for column in zip(*found, strict=True))
         return RunLanguage(self.automaton, start, ends[None], None, gaps)
 
     def _canvas(self, row: int, text: Tensor, start: int, canvas_len: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The state before a canvas over a row's text (n,), the states after it (Q,), and its gaps (C,)."""
+        """Return the state before a canvas, the states where it may end (Q,), and the positions outside holes (C,)."""
         holes = self.holes[row]
         own = self.automaton.token_class[text[:start]].long()
         state = self.first[row]
@@ -162,7 +165,7 @@ class _Factors:
         reach = [accepts]
         for position in reversed(range(num_positions)):
             if position >= self.first_plain and len(reach) > 1 and torch.equal(reach[-1], reach[-2]):
-                reach.append(reach[-1])  # a fixed point: all these positions have the same arcs
+                reach.append(reach[-1])  # the arcs are the same here, so the states stay the same
             else:
                 taken = self.arcs(position) & reach[-1][:, self.automaton.arc_target]
                 reach.append(any_by(taken, self.automaton.arc_source, self.automaton.num_states))

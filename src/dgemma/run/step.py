@@ -233,7 +233,7 @@ def settle(state: DenoiseState, prediction: Prediction, decision: Decision, knob
     done, watched = state.done, after
     if state.awaited is not None:
         watched = replace(after, open=after.open & state.awaited, frozen=after.frozen | ~state.awaited)
-    if state.language is not None:  # positions after the end of the text cannot delay it
+    if state.language is not None:  # positions after the end of the text do not delay the stop
         ended = state.language.ended(after.draft)
         watched = replace(watched, open=watched.open & ~ended, frozen=watched.frozen | ended)
     if not knobs.sampler.revises:

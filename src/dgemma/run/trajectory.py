@@ -208,7 +208,7 @@ class Trajectory:
     @classmethod
     @typed
     def load(cls, path: str | Path, *, classes: Iterable[type] = ()) -> Self:
-        """Read a trajectory. If the run used your own classes, pass them to replay or fork it.
+        """Read a trajectory. To replay or fork a run that used your own classes, pass these in `classes`.
 
         Example: `Trajectory.load("run.safetensors", classes=[MySampler]).replay(model)`.
         """
@@ -243,7 +243,7 @@ class Trajectory:
 
         def script(place: Place, moment: Moment, record: StepRecord | None) -> Changes:
             if strict and len(again) > len(self):
-                _refuse_difference(f"the end: {len(self)} and at least {len(again)} steps")
+                _refuse_difference(f"the end: {len(self)} steps in the run, more in the replay")
             return self._changes_before(place, moment)
 
         self._rerun(model, cache, again, script)
@@ -384,7 +384,7 @@ class Trajectory:
             if not torch.equal(one.tokens, another.tokens) or not torch.equal(one.steps, another.steps):
                 return f"block {one.block}: the committed tokens"
         if len(self) != len(other) or len(self.commits) != len(other.commits):
-            return f"the end: {len(self)} and {len(other)} steps"
+            return f"the end: {len(self)} steps, then {len(other)}"
         return None
 
     def _rerun(self, model: Denoiser, cache: Cache | None, again: "Trajectory", script: "Script") -> "Generation":

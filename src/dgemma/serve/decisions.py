@@ -1,8 +1,8 @@
 """Typed decisions: a probability for every allowed answer, in the request and response form of vLLM's /v1/systemone.
 
-A question is yes or no ("noul"), one of several options ("choice"), or a level of a scale ("score"). vLLM reads the
-probability of one label token. Here `dgemma.decide_many` compares whole options by the chain rule, so they may have
-several tokens.
+The types of questions have vLLM's names: "noul" for yes or no, "choice" for one of several options, and "score" for a
+level of a scale. vLLM reads the probability of one label token. Here `dgemma.decide_many` compares whole options by
+the chain rule, so they may have several tokens.
 """
 
 import json

@@ -214,7 +214,8 @@ def _tool_calls(tools: str, tokenizer: Tokenizer) -> ToolCalls:
 
 
 def _tried(constraint: Language) -> Language:
-    try_pattern(constraint.pattern, type(constraint).__name__)  # of any pattern, because clients may mean harm
+    # Every pattern is tried, because a client may send one to fill the memory on purpose.
+    try_pattern(constraint.pattern, type(constraint).__name__)
     return constraint
 
 

@@ -45,30 +45,34 @@ class Factor(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The text from the start of a canvas on, with the positions of options and of fixed tokens to score."""
+    """The text from the start of a canvas on, with the positions whose tokens are scored."""
 
-    tokens: list[int]  # _OPEN in slots that are not asked about
-    holes: list[int]  # positions of options
-    weighed: list[int]  # positions of fixed tokens to score
+    tokens: list[int]  # _OPEN in slots that are not scored
+    options: list[int]  # positions of options
+    fixed: list[int]  # positions of fixed tokens to score
 
     def factors(self, row: int, canvas_len: int) -> list[Factor]:
-        """The factors of the chain rule: first `weighed`, each given the fixed tokens before it, then `holes`."""
+        """Return the factors of the chain rule: the fixed tokens to score, then the tokens of the options.
 
-        def ask(shown: int, closed: Iterable[int], position: int) -> Factor:
+        A fixed token is predicted from the fixed tokens before it. A token of an option is predicted from all fixed
+        tokens and the options' tokens before it.
+        """
+
+        def factor(shown: int, hidden: Iterable[int], position: int) -> Factor:
             canvas = self.tokens[:shown] + [_OPEN] * canvas_len
-            for hole in closed:
-                canvas[hole] = _OPEN
+            for open_position in hidden:
+                canvas[open_position] = _OPEN
             return Factor(row, tuple(canvas[:canvas_len]), position, self.tokens[position])
 
-        weighed = [ask(position, self.holes, position) for position in self.weighed]
-        return weighed + [ask(canvas_len, self.holes[i:], position) for i, position in enumerate(self.holes)]
+        fixed = [factor(position, self.options, position) for position in self.fixed]
+        return fixed + [factor(canvas_len, self.options[i:], position) for i, position in enumerate(self.options)]
 
 
 def layouts_of(pieces: Sequence[Piece], places: Sequence[int], canvas_len: int, horizon: int) -> list[Layout]:
     """Return a layout for every combination of options of the slots at `places`.
 
     The order is that of `itertools.product`. Other slots stay open, with as many positions as their longest option. At
-    most `horizon` fixed tokens are weighed.
+    most `horizon` fixed tokens are scored.
 
     Example: `layouts_of([Blank([[5], [6, 7]]), [8]], [0], 32, 8)[1].tokens` is [6, 7, 8].
     """
@@ -83,16 +87,16 @@ def layouts_of(pieces: Sequence[Piece], places: Sequence[int], canvas_len: int, 
             if not isinstance(piece, Blank):
                 layout.tokens.extend(piece)
                 if place > first_uneven:
-                    layout.weighed.extend(range(start, len(layout.tokens)))
+                    layout.fixed.extend(range(start, len(layout.tokens)))
             elif place in places:
                 layout.tokens.extend(next(options))
-                layout.holes.extend(range(start, len(layout.tokens)))
+                layout.options.extend(range(start, len(layout.tokens)))
             else:
                 layout.tokens.extend([_OPEN] * max(map(len, piece.options)))
         found.append(layout)
     # All combinations are compared by the same fixed tokens.
-    num_weighed = min(sum(position < canvas_len for position in layout.weighed) for layout in found)
-    return [layout._replace(weighed=layout.weighed[: min(horizon, num_weighed)]) for layout in found]
+    num_fixed = min(sum(position < canvas_len for position in layout.fixed) for layout in found)
+    return [layout._replace(fixed=layout.fixed[: min(horizon, num_fixed)]) for layout in found]
 
 
 class Reader:

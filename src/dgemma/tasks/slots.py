@@ -373,7 +373,7 @@ class _Filler:
 
 
 def _marginals(joint: Tensor) -> list[Tensor]:
-    """The law of each dimension of a joint law."""
+    """The marginal distribution of each dimension of a joint distribution."""
     return [joint.transpose(0, dim).flatten(1).sum(1) if joint.dim() > 1 else joint for dim in range(joint.dim())]
 
 

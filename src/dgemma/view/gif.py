@@ -157,7 +157,10 @@ def _looks(frames: Frames, index: int, texts: list[str], pieces: Pieces) -> list
 
 
 def _top_line(frames: Frames, index: int, places: list[Place], num_lines: int) -> int:
-    """Return the first visible line. The end of the block is visible; a taller block scrolls."""
+    """Return the first visible line. A block with more lines than the picture scrolls from its start to its end.
+
+    A shorter block is visible as a whole, with the lines before it.
+    """
     at, canvas_len = min(index, len(frames) - 1), frames.canvas.shape[1]
     block = int(frames.block[at])
     first, last = places[block * canvas_len].line, places[(block + 1) * canvas_len - 1].line

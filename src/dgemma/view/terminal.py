@@ -121,7 +121,7 @@ class View(ABC):
         """Take a finished block."""
 
     def _style(self, position: _Position) -> str:
-        """Return the style: bold if frozen, coloured if uncertain, faint if certain but undecided."""
+        """Return the style: bold if frozen, coloured if uncertain, and otherwise plain if decided or faint if not."""
         if position.frozen:
             return BOLD
         colour = TERMINAL[min(int((1 - position.confidence) * len(TERMINAL)), len(TERMINAL) - 1)]
@@ -133,8 +133,8 @@ class View(ABC):
 class LiveView(View):
     """Live text: the prompt and frozen words bold, certain words plain, uncertain ones coloured, noise faint.
 
-    Masks, and noise without colours, are shown as ░. Noise is as wide as an average token, and words stay on their
-    lines, so that the text moves little.
+    Masks are shown as ░, and so is noise if the terminal has no colours. Noise is as wide as an
+    average token, and words stay on their lines, so that the text moves little.
 
     The view shows one row, with `prefix` before the canvas. It is erased at the end unless `leave` is set. With
     `leave`, a pipe gets only the final text. Finished blocks stay above the canvas, up to the first of `eos_token_ids`
