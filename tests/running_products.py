@@ -7,6 +7,7 @@ until the program waits for the product. Triton 3.6 does not always wait before 
 import re
 import subprocess
 import tempfile
+from functools import cache
 from pathlib import Path
 
 import triton
@@ -19,6 +20,7 @@ _NO_RESULT = re.compile(
 )
 
 
+@cache
 def overwritten(cubin: bytes) -> list[str]:
     """Return the instructions of a kernel's inner loops that write the left operand of a running product."""
     return [instruction for body in _inner_loops(_disassemble(cubin)) for instruction in find_writes(body)]
@@ -28,7 +30,8 @@ def _disassemble(cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([_NVDISASM, "-c", file.name], capture_output=True, text=True, check=True).stdout
+        command = [_NVDISASM, "-c", "-ndf", file.name]  # without its analysis of branches, which changes no line here
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _inner_loops(text: str) -> list[list[str]]:

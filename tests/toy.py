@@ -291,8 +291,7 @@ class _Rows(NamedTuple):
     prediction: Prediction
     parent: Tensor  # (R,) the row each came from
     weight: Tensor  # (R, 1), or (R, C) where positions are independent
-    low: tuple[tuple[str, Tensor], ...] = ()  # the cells' ends, for the check
-    high: tuple[tuple[str, Tensor], ...] = ()
+    cells: tuple[tuple[str, Tensor, Tensor], ...] = ()  # purpose, start and width, for the check
 
 
 class _Undrawn(Exception):
@@ -345,7 +344,7 @@ def _expand(rows: _Rows, purpose: str, cells: "Tensor | Points", independent: bo
     num_rows = len(rows.parent)
     if isinstance(cells, Points):
         values, weights = cells.values, cells.weights[..., None].expand(*cells.weights.shape, rows.weight.shape[-1])
-        low = high = values
+        start, widths = values, torch.zeros_like(values)
     else:
         per_row = cells.dim() == 2
         cells = cells[:, None] if per_row else cells.expand(num_rows, LENGTH, -1)  # (R, C or 1, n)
@@ -359,27 +358,26 @@ def _expand(rows: _Rows, purpose: str, cells: "Tensor | Points", independent: bo
             combos = torch.cartesian_prod(*[torch.arange(num_cells)] * cells.shape[1]).reshape(-1, cells.shape[1])
         index = combos.T.expand(num_rows, -1, -1)  # (R, C, m)
         start, widths = (x.gather(-1, index).transpose(1, 2) for x in (ends[..., :-1], width))  # (R, m, C)
-        low, values, high = (start + widths * f for f in (1e-6, 0.5, 1 - 1e-6))
         weights = widths if independent else widths.prod(-1, keepdim=True)
         if per_row:
-            low, values, high = low[..., 0], values[..., 0], high[..., 0]
+            start, widths = start[..., 0], widths[..., 0]
     keep = (weights > 0).any(-1)  # (R, m)
     source = torch.arange(num_rows)[:, None].expand_as(keep)[keep]
-    state = _take(rows.state, source)
+    state, start, widths = _take(rows.state, source), start[keep], widths[keep]
     return _Rows(
-        replace(state, injected={**state.injected, purpose: values[keep]}),
+        replace(state, injected={**state.injected, purpose: start + widths / 2}),
         _take_prediction(rows.prediction, source),
         rows.parent[source],
         rows.weight[source] * weights[keep],
-        (*((p, u[source]) for p, u in rows.low), (purpose, low[keep])),
-        (*((p, u[source]) for p, u in rows.high), (purpose, high[keep])),
+        (*((name, *(u[source] for u in ends)) for name, *ends in rows.cells), (purpose, start, widths)),
     )
 
 
 def _check_cells(rows: _Rows, sampler: Sampler, decision: Decision) -> None:
     """Near both ends of its cells, every row must decide what it decided in the middle."""
-    for corner in (rows.low, rows.high):
-        other = sampler(rows.prediction, replace(rows.state, injected=dict(corner)))
+    for share in (1e-6, 1 - 1e-6):
+        corner = {purpose: start + share * width for purpose, start, width in rows.cells}
+        other = sampler(rows.prediction, replace(rows.state, injected=corner))
         same = (other.write == decision.write) & (other.renoise == decision.renoise)
         same &= (other.tokens == decision.tokens) | ~decision.write
         if not (same | (rows.weight < 1e-12)).all():  # very narrow cells are below rounding
@@ -404,7 +402,11 @@ def _merge(law: Law) -> Law:
     """Merge equal states."""
     told_apart = {name: value for name, value in _fields(law.state).items() if name != "rows"}
     columns = [_columns(leaf) for leaf in pytree.tree_leaves(told_apart) if isinstance(leaf, Tensor)]
-    _, group = torch.cat(columns, dim=-1).unique(dim=0, return_inverse=True)
+    group = torch.zeros(len(law.weight), dtype=torch.int64)
+    for column in torch.cat(columns, dim=-1).T:  # several times faster than `unique(dim=0)`
+        if (column != column[0]).any():
+            _, value = column.unique(return_inverse=True)
+            _, group = (len(column) * group + value).unique(return_inverse=True)
     weight = torch.zeros(int(group.max()) + 1, dtype=torch.float64).index_add(0, group, law.weight)
     first = torch.full_like(weight, len(group), dtype=torch.int64)
     first = first.scatter_reduce(0, group, torch.arange(len(group)), "amin")

@@ -3,6 +3,7 @@
 from unittest.mock import patch
 
 import torch
+import triton
 
 from dgemma_kernels.formats.packed import Packed
 from dgemma_kernels.ops import configs
@@ -31,13 +32,16 @@ def run_experts(gpu: str, tokens: int, dtype: torch.dtype = torch.bfloat16) -> N
         tiles = router.sort_by_expert(index, reference.count_pairs(index, E), rows)
         x = torch.empty(tokens, D, dtype=dtype)
         hidden = experts.expert_gate_up(x, empty(2 * F, D, dtype, gated=True), tiles)
-        for overlap in (True, False) if tokens == 256 else (True,):  # the engine always overlaps
-            down = empty(D, F, dtype, gated=False)
-            experts.expert_down(hidden, down, torch.empty(tokens, A), tiles, overlap=overlap)
+        down = empty(D, F, dtype, gated=False)
+        experts.expert_down(hidden, down, torch.empty(tokens, A), tiles, overlap=True)
 
 
+# Tiles were measured with Triton 3.6, which compiles all of them. Others compile those of one canvas and the largest.
+SIZES = {"NVIDIA H200": (256, 4096), "default": (1024,)}
+if triton.__version__.startswith("3.6."):
+    SIZES = {"NVIDIA H200": (1, 256, 512, 4096), "default": (256, 1024)}
 CALLS = {
     f"{gpu}, {tokens} tokens": lambda case=(gpu, tokens): run_experts(*case)
-    for gpu, sizes in (("NVIDIA H200", (1, 256, 512, 1536, 4096)), ("default", (256, 1024)))
+    for gpu, sizes in SIZES.items()
     for tokens in sizes
 }
