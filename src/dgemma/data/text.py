@@ -95,14 +95,15 @@ class TextSource:
             return draws.uniform(torch.full_like(row, self.seed), block, step, 1, purpose)[:, 0]
 
         zeros = torch.zeros_like(row)
-        turn = draws.integers(draw(zeros, epoch, "turn"), self._ring_len)
+        ring_start = draws.integers(draw(zeros, epoch, "turn"), self._ring_len)
         context = 1 + place % 2 * draws.integers(draw(zeros, row, "context"), self.canvas_len)
-        canvas = (self._first(place) + turn).numpy() % self._ring_len
+        canvas = (self._first(place) + ring_start).numpy() % self._ring_len
         number = np.searchsorted(self._canvases, canvas, side="right") - 1
         room = torch.from_numpy((self.file.starts[number] - self.file.starts[number + 1]) % self.canvas_len)
         shift = draws.integers(draw(torch.from_numpy(number), epoch, "shift"), room + 1)
         built_rows = [
-            self._row(*values) for values in zip(*(t.tolist() for t in (place, turn, context, shift)), strict=True)
+            self._row(*values)
+            for values in zip(*(t.tolist() for t in (place, ring_start, context, shift)), strict=True)
         ]
         return TrainBatch(
             tokens=torch.from_numpy(np.stack([m.tokens for m in built_rows])),
@@ -120,8 +121,8 @@ class TextSource:
     def _starts_row(self, position: int) -> bool:
         return position % self._ring_len % (2 * self.num_canvases - 1) in (0, self.num_canvases)
 
-    def _row(self, place: int, turn: int, context: int, shift: int) -> "_Row":
-        """Build a row from pieces of documents; `shift` belongs to its first document."""
+    def _row(self, place: int, ring_start: int, context: int, shift: int) -> "_Row":
+        """Build a row from pieces of documents; `shift` is the first one's. The epoch starts at canvas `ring_start`."""
         first, end = self._first(place), min(self._first(place + 1), self._ring_len)
         # Number of canvases in the previous row; the ring's last row precedes its first.
         before = first - self._first(place - 1) if place else self._ring_len - self._first(self.num_rows - 1)
@@ -129,7 +130,7 @@ class TextSource:
         prompt_len = at = document = 0
         position = first
         while position < end:
-            canvas = (position + turn) % self._ring_len
+            canvas = (position + ring_start) % self._ring_len
             number = int(np.searchsorted(self._canvases, canvas, side="right")) - 1
             tokens = self.file.document(number)
             index = canvas - int(self._canvases[number])  # within the document

@@ -20,7 +20,7 @@ _FORMAT = 1
 _DTYPES = ("uint16", "uint32")
 _CHUNK = 1 << 24  # bytes per read
 _BATCH = 256  # documents encoded in parallel
-_SAMPLE = 10_000  # characters that identify a tokenizer
+_SAMPLE = 10_000  # characters whose tokens identify a tokenizer
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

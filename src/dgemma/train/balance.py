@@ -24,7 +24,7 @@ def balanced_routers(model: nn.Module, weight: float) -> Iterator[None]:
     Example: `with balanced_routers(model, 0.01): train(model, objective, source, config, out="run")`.
     """
     if not weight >= 0:
-        raise ValueError(f"balanced_routers weight must be at least 0, got {weight}. Usual is 0.01.")
+        raise ValueError(f"balanced_routers weight must be at least 0, got {weight}. 0.01 is usual.")
     hook = partial(_balance, weight=weight)
     handles = [
         module.register_forward_hook(hook) for module in model.modules() if isinstance(module, Router) and weight

@@ -65,7 +65,7 @@ class Canvases:
 
 
 class Sizes(NamedTuple):
-    """All that the host knows of a batch's canvases. Batches of equal sizes run the same kernels."""
+    """The sizes of a batch's canvases, which the host knows. Batches of equal sizes run the same kernels."""
 
     num_tokens: int  # with the fill
     num_canvases: int  # of the row with most
@@ -221,7 +221,7 @@ def noise_canvases(
 ) -> NoisyCanvases:
     """Put noise on canvases, each at its own time, uniform on `t_range`; frozen tokens stay.
 
-    seeds: (B,). masks: the noise of a canvas instead of `noise`, with probability `masks_prob`. allowed: (V,) bool, the
+    seeds: (B,). masks: replaces `noise` on a canvas, with probability `masks_prob`. allowed: (V,) bool, the
     tokens that uniform noise draws from; None for all.
 
     Example: `noise_canvases(noise, canvases, seeds, t_range=(0.0, 1.0), self_cond_prob=0.5).z`.

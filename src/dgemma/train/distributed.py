@@ -103,7 +103,7 @@ class FullySharded(Parallel):
             ) from error
 
     def prepare(self, model: Model, *, mixed: bool) -> Model:
-        """Spread the model in place, one layer at a time: a GPU holds only its part, and one layer or the embedding.
+        """Shard the model in place by layers, so that a GPU holds its part and at most one whole layer or embedding.
 
         mixed: layers are gathered in bfloat16; everything else stays in float32 for the loop's autocast.
         """
@@ -255,7 +255,7 @@ def _lost_connection(error: RuntimeError) -> bool:
 
 @contextmanager
 def _gathered(model: nn.Module, *, keep: bool) -> Iterator[None]:
-    """Replace weights by whole ones on the CPU within the context, if `keep` is true. All processes take part."""
+    """Within the context, replace sharded weights by whole ones on the CPU, if `keep`. All processes must enter it."""
     parts: list[tuple[nn.Module, str, nn.Parameter]] = []
     for module in model.modules():
         for name, part in list(module.named_parameters(recurse=False)):
@@ -283,7 +283,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def spread_experts(experts: Experts, mesh: DeviceMesh) -> None:
-    """Keep this process's part of the experts, in place; a one-dimensional `mesh` of processes shares them.
+    """Keep only this process's part of the experts, in place. The processes of a one-dimensional `mesh` share them.
 
     The weights become DTensors of the whole shape under their old names, so a checkpoint does not depend on the mesh.
     Adapters on the experts are spread with them.
@@ -347,7 +347,7 @@ def _own_weights(module: nn.Module) -> Iterator[None]:
 
 
 class _Exchange(torch.autograd.Function):
-    """Send rows (M, …), `send[i]` of them to process i → (R, …), `receive[i]` from process i; differentiable."""
+    """Send `send[i]` of the rows (M, …) to process i; return the received rows (R, …), `receive[i]` from process i."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:

@@ -43,7 +43,7 @@ class RowSums:
 
     @property
     def clusters(self) -> Tensor:
-        """(R,) int64 from 0: rows with the same number are dependent. With a single text, every row has its own."""
+        """The cluster of each row, (R,) int64 from 0. A cluster is a text, or a row if there is only one text."""
         own = torch.arange(len(self.text))
         clusters = torch.where(self.text < 0, -1 - own, self.text).unique(return_inverse=True)[1]
         return clusters if clusters.any() else own

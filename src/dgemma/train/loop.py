@@ -337,7 +337,7 @@ class _Run:
         return lines[-1]
 
     def _begin_interval(self) -> None:
-        """Start the measurements of the next log line; saving and evaluating belong to no line."""
+        """Start the measurements of the next log line. Saving and evaluating are not measured."""
         self.unread = []
         self.load.reset()
         self.clock = time.perf_counter()

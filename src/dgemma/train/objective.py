@@ -129,7 +129,7 @@ class Objective:
             )
         check_probability(self, "self_cond_prob", fix="Use 0.5, as published.")
         check_probability(self, "frozen_prob", fix="Use 0 to noise every token.")
-        check_probability(self, "masks_prob", fix="Use 0.5 for as many canvases of each noise.")
+        check_probability(self, "masks_prob", fix="Use 0.5 for equally many canvases of each noise.")
         for name in ("decoder_weight", "causal_weight"):
             check_size(self, name, fix="Use 0 to leave the term out.")
         if not self.decoder_weight and not self.causal_weight:

@@ -114,7 +114,7 @@ RECIPES: Mapping[str, Callable[..., Objective]] = {
 
 
 def prepare(model: DiffusionGemma, recipe: str) -> None:
-    """Prepare a model for a fine-tuning recipe: add its `adapter`, or without one freeze the routers.
+    """Prepare a model for a fine-tuning recipe: add its `adapter`; if it has none, freeze the routers.
 
     Example: `recipes.prepare(model, "megatron"); train(model, recipes.megatron(model.config), ...)`.
     """

@@ -58,7 +58,7 @@ def save_whole(folder: Path, state: Mapping[str, Tensor]) -> list[Path]:
 def save_parts(folder: Path, state: Mapping[str, Tensor], *, rank: int, world_size: int) -> list[Path]:
     """Write this process's parts of DTensors; the first process also writes the other tensors. Return the file.
 
-    Of processes that hold the same part, only the first of its mesh writes it.
+    If several processes hold the same part, only the first of them writes it.
 
     Example: `save_parts(folder, model.state_dict(), rank=0, world_size=2)`.
     """

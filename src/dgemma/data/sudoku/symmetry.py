@@ -1,7 +1,7 @@
 """The symmetries of Sudoku: relabelled digits, permuted rows, columns, bands and stacks, the transpose.
 
 1,218,998,108,160 (9! · 2 · 6⁸) transformations take a puzzle to an equivalent one. `equivalents` applies them to
-batches in torch, on any device. `class_keys` does not change under them; grids are split by it.
+batches in torch, on any device. Equivalent grids have the same `class_keys`, which decide the split.
 """
 
 import itertools
@@ -51,7 +51,7 @@ def _read_moves(u: Tensor) -> tuple[Tensor, Tensor]:
     rows, columns = _line_order(row_u), _line_order(column_u)  # (B, 9)
     source = rows[:, :, None] * 9 + columns[:, None, :]  # (B, 9, 9)
     source = torch.where(flip_u[:, :, None] < 0.5, source, source.transpose(1, 2)).flatten(1)
-    return source, torch.nn.functional.pad(label_u.argsort(1) + 1, (1, 0))  # a blank stays one
+    return source, torch.nn.functional.pad(label_u.argsort(1) + 1, (1, 0))  # a blank stays a blank
 
 
 def _line_order(u: Tensor) -> Tensor:
