@@ -22,7 +22,7 @@ _SECONDS = 5  # limit of CPU time; 100,000 states take about one second
 _TIMEOUT = 60  # seconds of wall-clock time, for a busy machine
 _GIBIBYTES = 1
 _RISKY_CHARS = 12  # overlapping characters that are a risk; fewer double the states too few times
-_LONG = 8  # difference of `most` and `least` from which a repetition is a risk
+_LONG = 8  # a repetition is a risk if `most` exceeds `least` by so many
 _MOST_PARSED = 100_000  # characters of a pattern; longer ones are tried without a look at them
 _SCRIPT = """
 import json, sys

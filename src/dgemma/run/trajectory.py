@@ -384,7 +384,7 @@ class Trajectory:
             if not torch.equal(one.tokens, another.tokens) or not torch.equal(one.steps, another.steps):
                 return f"block {one.block}: the committed tokens"
         if len(self) != len(other) or len(self.commits) != len(other.commits):
-            return f"the end: {len(self)} steps, then {len(other)}"
+            return f"the end: {len(self)} steps versus {len(other)}"
         return None
 
     def _rerun(self, model: Denoiser, cache: Cache | None, again: "Trajectory", script: "Script") -> "Generation":
