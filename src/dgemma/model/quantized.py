@@ -67,7 +67,7 @@ class QuantizedWeight(nn.Module):
         size = max(1, _CHUNK // self.shape[-1])
         for start in range(0, rows.shape[0], size):
             chunk = slice(start, min(start + size, rows.shape[0]))
-            rows[chunk] = self._decode_rows(chunk, wide).to(dtype)
+            rows[chunk] = self._decode_rows(chunk, wide)
         return out
 
     def _decode_rows(self, rows: slice, wide: torch.dtype) -> Tensor:
@@ -165,19 +165,24 @@ class IntWeight(QuantizedWeight):
 
     def _decode_rows(self, rows: slice, wide: torch.dtype) -> Tensor:
         codes = self.codes.view(-1, self.codes.shape[-1])[rows]
-        values = (unpack_nibbles(codes) if self.bits == 4 else codes).to(wide)
-        scale = self._per_column(self.scale, rows, wide)
+        codes = unpack_nibbles(codes) if self.bits == 4 else codes
+        if self.zero_point is None and self.bias is None:
+            codes = codes.sub(1 << self.bits - 1).view(torch.int8)  # modulo 256: signed from here on
+        values = codes.to(wide)
+        if self.group_index is None:
+            values = values.unflatten(-1, (-1, self.group_size))
+        if self.zero_point is not None:
+            values.sub_(self._per_column(self.zero_point, rows, wide))
+        values.mul_(self._per_column(self.scale, rows, wide))
         if self.bias is not None:
-            return values.mul_(scale).add_(self._per_column(self.bias, rows, wide))
-        if self.zero_point is None:
-            return values.sub_(1 << self.bits - 1).mul_(scale)
-        return values.sub_(self._per_column(self.zero_point, rows, wide)).mul_(scale)
+            values.add_(self._per_column(self.bias, rows, wide))
+        return values.view(codes.shape)
 
     def _per_column(self, per_group: Tensor, rows: slice, wide: torch.dtype) -> Tensor:
-        """Return the entries of `per_group` (..., N, G) for some rows and all columns: (r, K)."""
+        """Return the entries of `per_group` (..., N, G) for some rows: (r, G, 1), or (r, K) with a group index."""
         chosen = per_group.view(-1, per_group.shape[-1])[rows].to(wide)
         if self.group_index is None:
-            return chosen.repeat_interleave(self.group_size, dim=-1)
+            return chosen[..., None]
         expert = torch.arange(rows.start, rows.stop, device=chosen.device) // self.shape[-2]
         return chosen.gather(1, self.group_index.view(-1, self.shape[-1])[expert].long())
 
@@ -241,9 +246,9 @@ class NvFp4Weight(QuantizedWeight):
 
     def _decode_rows(self, rows: slice, wide: torch.dtype) -> Tensor:
         codes = unpack_nibbles(self.codes.view(-1, self.codes.shape[-1])[rows])
-        values = _e2m1_values(wide, codes.device)[codes.int()]
+        values = _e2m1_values(wide, codes.device)[codes.int()].unflatten(-1, (-1, NVFP4_GROUP))
         scale = self.scale.view(-1, self.scale.shape[-1])[rows].to(wide) * self.row_scale.view(-1, 1)[rows].to(wide)
-        return values * scale.repeat_interleave(NVFP4_GROUP, dim=-1)
+        return values.mul_(scale[..., None]).flatten(-2)
 
 
 @cache
