@@ -60,6 +60,22 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line("Quick lane done. Others: pytest -m slow, pytest -m compile; all: pytest -m ''.")
 
 
+@pytest.fixture
+def shallow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let checkpoints load with their last two layers only, for tests in which any text will do."""
+    from dgemma.checkpoint import weights
+
+    load = weights.load_pretrained
+
+    def load_shallow(*arguments: object, **options: object) -> torch.nn.Module:
+        model = load(*arguments, **options)
+        model.layers = model.layers[-2:]
+        model.config = model.config.replace(num_hidden_layers=2, layer_types=model.config.layer_types[-2:])
+        return model
+
+    monkeypatch.setattr(weights, "load_pretrained", load_shallow)
+
+
 @pytest.fixture(autouse=True)
 def _same_inputs_every_run() -> None:
     """Seed torch's generator, from which tests draw inputs, so that a failure can be repeated."""

@@ -47,6 +47,7 @@ def test_a_notebook_is_valid(path):
 
 @pytest.mark.slow
 @each_notebook
+@pytest.mark.usefixtures("shallow")
 def test_cells_run_in_order_and_something_is_drawn(path, monkeypatch, tmp_path):
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")

@@ -26,8 +26,8 @@ needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU: the interpreter 
 class Texts:
     """Random prompts and canvases, and the bits that each has alone."""
 
-    def __init__(self, model: FusedDenoiser, lengths: list[int], *, brief: bool = False) -> None:
-        self.model, self.random, self.brief = model, random.Random(0), brief
+    def __init__(self, model: FusedDenoiser, lengths: list[int]) -> None:
+        self.model, self.random = model, random.Random(0)
         generator = torch.Generator().manual_seed(0)
 
         def draw(count: int) -> Tensor:
@@ -56,8 +56,6 @@ class Texts:
         canvas = torch.stack([self.canvases[row] for row in rows]).to(DEVICE)
         first = self.model.denoise(canvas, cache)
         word = self.model.causal_logits(canvas[:, :1].contiguous(), cache)
-        if self.brief:
-            return [first.logits, word]
         second = self.model.denoise(canvas, cache, self_cond=first.shaped(temperature=0.6))
         words = self.model.causal_logits(canvas[:, 1:4].contiguous(), cache)
         return [first.logits, word, second.logits, words]
@@ -94,16 +92,16 @@ def _small_pieces(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.usefixtures("_small_pieces")
 def test_a_row_has_the_same_bits_alone_and_in_a_batch_however_its_prompt_is_read(monkeypatch):
-    texts = Texts(accelerate(make_model(DEVICE, sliding_window=8), batch_invariant=True), [19, 2], brief=True)
+    texts = Texts(accelerate(make_model(DEVICE, sliding_window=8), batch_invariant=True), [19, 2])
     monkeypatch.setattr(BufferPool, "prefill_len", lambda pool, batch_size: 10)  # the last chunk has one token
     texts.check([1, 0], [[1, 1], [11, 8]])
 
 
-@pytest.mark.slow
+@needs_gpu
 @pytest.mark.usefixtures("_small_pieces")
 def test_a_row_has_the_same_bits_in_random_batches():
     texts = Texts(accelerate(make_model(DEVICE, sliding_window=20), batch_invariant=True), [37, 5, 21])
-    for _ in range(100 if ON_GPU else 1):  # two rows in the interpreter, each in two calls
+    for _ in range(100):
         texts.check(*texts.draw_batch(3, 3))
 
 

@@ -131,7 +131,7 @@ def test_a_95_percent_interval_holds_the_truth_in_94_of_100_or_more(kind):
     """Texts drawn from the joint, whose entropy is the truth, in groups of 16, 64 and 256; four deviations of slack."""
     joint, noise = random_joint(0), NOISES[kind]()
     entropy = -(joint * joint.log()).sum().item()
-    index = torch.multinomial(joint, 16_384, replacement=True)
+    index = torch.multinomial(joint, 8192, replacement=True)
     rows = evaluate(exact_model(noise, joint), rows_of(SEQUENCES[index]), noise, batch_size=4096).rows
     for num_texts in (16, 64, 256):
         nats = rows.nats.reshape(-1, num_texts)

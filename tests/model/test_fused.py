@@ -54,7 +54,8 @@ def test_a_gpu_is_needed_for_fusing():
 
 @pytest.mark.slow
 def test_a_fused_step_has_the_loss_and_the_gradients_of_the_plain_one(graphs):
-    model = dgemma.DiffusionGemma(dgemma.presets.tiny(), dtype=torch.float64)
+    two_layers = {"num_hidden_layers": 2, "layer_types": ("sliding_attention", "full_attention")}
+    model = dgemma.DiffusionGemma(dgemma.presets.tiny().replace(**two_layers), dtype=torch.float64)
     model.reset_parameters(torch.Generator().manual_seed(1))
     model.recompute_activations = True
     adapters = add_lora(model, LoRA(rank=2))

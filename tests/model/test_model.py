@@ -90,8 +90,8 @@ def test_both_modes_compile_without_graph_breaks(batch):
     config = dgemma.presets.tiny().replace(num_hidden_layers=2, layer_types=("sliding_attention", "full_attention"))
     model = DiffusionGemma(config)
     # The eager backend suffices: this test checks that the whole graph can be traced, not the generated code.
-    encode = torch.compile(model.encode, fullgraph=True, backend="eager")
-    denoise = torch.compile(model.denoise, fullgraph=True, backend="eager")
+    encode = torch.compile(model.encode, fullgraph=True, dynamic=False, backend="eager")
+    denoise = torch.compile(model.denoise, fullgraph=True, dynamic=False, backend="eager")
     mask = torch.ones_like(batch[0])
     mask[0, :9] = 0
     for attention_mask in (None, mask):
@@ -108,7 +108,7 @@ def test_both_modes_compile_without_graph_breaks(batch):
         atol=2e-5,
         rtol=0,
     )
-    causal = torch.compile(model.causal_logits, fullgraph=True, backend="eager")
+    causal = torch.compile(model.causal_logits, fullgraph=True, dynamic=False, backend="eager")
     torch.testing.assert_close(causal(batch[0]), model.causal_logits(batch[0]), atol=2e-5, rtol=0)
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
 
 import pytest
 import torch
@@ -15,10 +16,17 @@ import torch
 import dgemma
 from view.browser import Browser, find_browser
 
-pytest.importorskip("fastapi")
-openai = pytest.importorskip("openai")
 pytestmark = pytest.mark.slow
+openai: ModuleType
 NAME = "toy"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _client_library():
+    """Import the client, which takes seconds, only where these tests run: every lane collects this file."""
+    global openai
+    pytest.importorskip("fastapi")
+    openai = pytest.importorskip("openai")
 
 
 def free_port():
