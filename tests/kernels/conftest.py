@@ -38,7 +38,7 @@ if torch.cuda.is_available() and "TRITON_OVERRIDE_ARCH" in os.environ:
 def interpret_quickly() -> None:
     """Save Triton's interpreter work that it repeats at every operation. Only the order of a reduction changes.
 
-    It patches `triton.language` once per launch, not again at every call of a device function. It does not compute
+    It patches `triton.language` once, not again at every launch and call of a device function. It does not compute
     tests for overflow whose assertions are off. It builds each type and shape of a block once. It reduces a block by
     combining its halves, as a GPU does, and not one element after another.
     """
@@ -46,22 +46,17 @@ def interpret_quickly() -> None:
     from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
-    patch_lang, scope_class, patched_modules = interpreter._patch_lang, interpreter._LangPatchScope, set()
-
-    class Scope(scope_class):
-        def restore(self) -> None:  # called at the end of a launch
-            super().restore()
-            patched_modules.clear()
+    patch_lang, patched_modules = interpreter._patch_lang, set()
 
     @functools.cache
     def visible_modules(fn: Callable) -> set[ModuleType]:
         return {value for value in fn.__globals__.values() if value is tl or value is tl.core}
 
-    def patch_once(fn: Callable) -> Scope | None:
-        if visible_modules(fn) <= patched_modules:
-            return None
-        patched_modules.update(visible_modules(fn))
-        return patch_lang(fn)
+    def patch_once(fn: Callable) -> interpreter._LangPatchScope:
+        if not visible_modules(fn) <= patched_modules:
+            patched_modules.update(visible_modules(fn))
+            patch_lang(fn)
+        return interpreter._LangPatchScope()  # has nothing to restore at the end of the launch
 
     np_dtype, np_dtypes = interpreter._get_np_dtype, {}
 
@@ -72,8 +67,8 @@ def interpret_quickly() -> None:
         return np_dtypes[name]
 
     def reduce_by_halves(self: interpreter.ReduceOps, blocks: tuple[tl.tensor, ...]) -> list[tl.tensor]:
-        blocks, axis = self.unravel(blocks, self.axis)
         types, rank = [block.dtype for block in blocks], len(blocks[0].shape)
+        blocks, axis = self.unravel(blocks, self.axis)
         arrays = [block.handle.data for block in blocks]
         while arrays[0].shape[axis] > 1:
             halves = zip(*(np.split(array, 2, axis) for array in arrays), strict=True)
@@ -87,7 +82,7 @@ def interpret_quickly() -> None:
         return [self.to_tensor(*pair) for pair in zip(arrays, types, strict=True)]
 
     interpreter.ReduceOps.generic_reduce = reduce_by_halves
-    interpreter._patch_lang, interpreter._LangPatchScope = patch_once, Scope
+    interpreter._patch_lang = patch_once
     interpreter._get_np_dtype = remembered_np_dtype
 
     options = interpreter.interpreter_builder.options

@@ -15,7 +15,7 @@ from kernel_inputs import make_model
 
 @pytest.mark.slow
 def test_a_checkpoint_with_its_own_sampler_generates_the_tokens_of_the_reference(monkeypatch, device):
-    monkeypatch.setattr(vocabulary, "CHUNK", 16)  # the interpreter loops over the 4,096 entries of a chunk
+    monkeypatch.setattr(vocabulary, "CHUNK", 16)  # three chunks
     launches = []
     monkeypatch.setattr(published, "accept", lambda *args, **more: launches.append(1))
     model = make_model(device)

@@ -380,7 +380,7 @@ def models() -> tuple:
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
-    """Use three chunks of the vocabulary, because the interpreter loops over the 4,096 entries of a chunk."""
+    """Use three chunks of the vocabulary, so that their results are merged."""
     monkeypatch.setattr(vocabulary, "CHUNK", 16)
 
 
