@@ -28,6 +28,7 @@ def test_quantize_writes_a_checkpoint_and_lists_its_formats(tmp_path, capsys):
 
 
 @pytest.mark.slow  # runs a model of 12 million weights once per layer
+@pytest.mark.usefixtures("shallow")
 def test_calibration_reads_a_text(tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("Once upon a time there was a dog. " * 20)
