@@ -45,7 +45,7 @@ SHAPES = {
     "prompt, full": (4096, FULL, 1, {"causal": True}),
 }
 # Triton 3.6 runs the Hopper kernel, and other versions run Triton's own. The other kernel is compiled for few shapes.
-FEW = ("canvas, sliding, parts", "commit and canvas, full", "canvas, full, fixed parts")
+FEW = ("canvas, sliding, parts", "commit and canvas, full")
 MAIN = "hopper" if triton.__version__.startswith("3.6.") else "triton"
 CALLS = {
     f"{name}, {kernel}": lambda shape=shape, kernel=kernel: run(*shape[:3], kernel=kernel, **shape[3])
