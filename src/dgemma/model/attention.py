@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from dgemma.model.config import LayerShape, ModelConfig
 from dgemma.model.fused import fusible
-from dgemma.model.layers import RMSNorm, rms_norm
+from dgemma.model.layers import RMSNorm, project, rms_norm
 from dgemma.model.rotary import rotate
 
 _FLASH_DIM = 256  # the largest heads of torch's fastest kernels
@@ -134,9 +134,9 @@ class Attention(nn.Module):
     def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries (B, T, N, H), keys and values (B, K, T, H) of x (B, T, D): normed per head, then rotated."""
         tokens, heads = x.shape[:2], (-1, self.head_dim)
-        raw_queries = self.q_proj(x).unflatten(-1, heads).flatten(0, 1)
-        raw_keys = self.k_proj(x).unflatten(-1, heads).flatten(0, 1)
-        raw_values = raw_keys if self.v_proj is None else self.v_proj(x).unflatten(-1, heads).flatten(0, 1)
+        layers = (self.q_proj, self.k_proj) if self.v_proj is None else (self.q_proj, self.k_proj, self.v_proj)
+        raw_queries, raw_keys, *others = (out.unflatten(-1, heads).flatten(0, 1) for out in project(x, *layers))
+        raw_values = others[0] if others else raw_keys
         cos, sin = (table.expand(*tokens, -1, -1).flatten(0, 1) for table in rope)
         queries, keys, values = (
             normed.unflatten(0, tokens)

@@ -101,8 +101,11 @@ def fused(function: Function, device: torch.device) -> Function:
 
 @cache
 def _compiled(function: Callable[..., object], dynamic: bool | None) -> Callable[..., object]:
-    # Without this option, fusion would skip the rounding between operations, which is part of the result.
-    compiled = torch.compile(function, dynamic=dynamic, options={"emulate_precision_casts": True})
+    # Without the first option, fusion would skip the rounding between operations, which is part of the result. The
+    # second one makes sums over up to 16 values part of elementwise kernels, which read memory several times faster.
+    compiled = torch.compile(
+        function, dynamic=dynamic, options={"emulate_precision_casts": True, "unroll_reductions_threshold": 17}
+    )
 
     @torch.no_grad()  # with gradients, and for inputs that require them, it would be compiled again
     def run(*args: Any) -> object:
