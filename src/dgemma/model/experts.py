@@ -217,7 +217,7 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, order: Tensor, back: Tensor) -> Tensor:
         ctx.save_for_backward(back)
-        return tokens[order // back.shape[1]]
+        return _copy_rows(tokens, order, back.shape[1])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -233,6 +233,11 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         return *_grad_of_weighted(grad, *ctx.saved_tensors), None, None, None
+
+
+@fusible
+def _copy_rows(tokens: Tensor, order: Tensor, top_k: int) -> Tensor:
+    return tokens[order // top_k]
 
 
 @fusible

@@ -7,8 +7,9 @@ base weights. Adapters are additional parameters of those modules, saved separat
 """
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -40,7 +41,6 @@ from dgemma.model.quantized import (
     QuantizedLinear,
     QuantizedWeight,
     Weight,
-    linear,
     linear_layer,
     quantized_weights,
     set_weight,
@@ -148,19 +148,17 @@ class AdaptedExperts(Experts):
     def hidden(self, x: Tensor, groups: Groups) -> Tensor:
         wide = self.gate_up(dispatch(x, groups), groups.ends)
         # For small ranks, one product of all tokens with all experts' A is faster than thin products by expert.
-        narrow = F.linear(x, self.gate_up_lora_a.to(x.dtype).flatten(0, 1)).unflatten(-1, (-1, self.lora.rank))
-        narrow = narrow.gather(1, self._chosen(groups)).flatten(0, 1)  # (R, rank), by token
-        narrow = _Permute.apply(narrow, groups.order, groups.back.flatten()) * self.lora.scale
+        narrow = F.linear(x, self.gate_up_lora_a.to(x.dtype).flatten(0, 1))  # (M, E · rank)
+        narrow = _Take.apply(narrow, self._places(groups)) * self.lora.scale  # (R, rank)
         return _gated_sum(wide, product_by_group(narrow, self.gate_up_lora_b.to(x.dtype), groups.ends))
 
     def mix(self, hidden: Tensor, weights: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
         mixed = super().mix(hidden, weights, groups, dtype)
         narrow = product_by_group(hidden, self.down_lora_a.to(hidden.dtype), groups.ends)
-        narrow = _Permute.apply(narrow, groups.back.flatten(), groups.order).view(*weights.shape, -1)  # (M, A, rank)
-        narrow = (narrow * (weights[..., None] * self.lora.scale)).to(hidden.dtype)
+        narrow = (narrow * (_by_row(weights, groups)[:, None] * self.lora.scale)).to(hidden.dtype)
         # Zeros for the other experts make the sum over a token's experts one product with all experts' B.
-        spread = narrow.new_zeros(weights.shape[0], self.down_lora_b.shape[0], self.lora.rank)
-        spread = spread.scatter(1, self._chosen(groups), narrow).flatten(1)  # (M, E · rank)
+        width = self.down_lora_b.shape[0] * self.lora.rank
+        spread = _Put.apply(narrow, self._places(groups), (weights.shape[0], width))  # (M, E · rank)
         return mixed + spread @ self.down_lora_b.to(hidden.dtype).transpose(1, 2).flatten(0, 1)
 
     def mix_along(self, direction: Tensor, hidden: Tensor, weights: Tensor, groups: Groups) -> Tensor:
@@ -172,13 +170,14 @@ class AdaptedExperts(Experts):
         pulled = product_by_group(dispatch(direction, groups), self.down_proj.transpose(1, 2), groups.ends)  # (R, F)
         narrow = product_by_group(hidden, self.down_lora_a.to(hidden.dtype), groups.ends)  # (R, rank)
         wide = direction @ self.down_lora_b.to(direction.dtype).transpose(1, 2).flatten(0, 1).T
-        along = wide.unflatten(-1, (-1, self.lora.rank)).gather(1, self._chosen(groups)).flatten(0, 1)
-        along = _Permute.apply(along, groups.order, groups.back.flatten())
-        by_row = _Permute.apply(weights.flatten(), groups.order, groups.back.flatten())
-        return _inner_products(hidden, pulled, narrow, along, by_row, self.lora.scale)
+        along = _Take.apply(wide, self._places(groups))
+        return _inner_products(hidden, pulled, narrow, along, _by_row(weights, groups), self.lora.scale)
 
-    def _chosen(self, groups: Groups) -> Tensor:
-        return groups.experts[..., None].expand(-1, -1, self.lora.rank)  # (M, A, rank)
+    def _places(self, groups: Groups) -> Tensor:
+        """Return the places (R, rank) of each row's narrow values among those of all tokens and experts, in order."""
+        token, expert = groups.order // groups.experts.shape[1], groups.experts.flatten()[groups.order]
+        first = (token * groups.ends.shape[0] + expert) * self.lora.rank
+        return first[:, None] + torch.arange(self.lora.rank, device=first.device)
 
     def updates(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name of each base weight in this module, and the update of its adapter."""
@@ -196,7 +195,7 @@ class AdaptedExperts(Experts):
 class _AdaptedProducts(torch.autograd.Function):
     """x Wᵀ + scale · x Aᵀ Bᵀ for several W, A and B.
 
-    One product has all A. Products add to one output, and gradients of x to one gradient.
+    One product has all A. The largest products come last and add to the others, which costs them almost nothing.
     """
 
     @staticmethod
@@ -207,10 +206,10 @@ class _AdaptedProducts(torch.autograd.Function):
         ctx.scale, ctx.dtypes = scale, (x.dtype, pairs[0].dtype)
         ctx.quantized = [None if isinstance(weight, Tensor) else weight for weight in weights]
         with torch.autocast(x.device.type, enabled=False):
-            narrow = rows @ a.T  # (M, count · rank)
-            outs = [linear(rows, weight.to(dtype) if isinstance(weight, Tensor) else weight) for weight in weights]
-            for out, part, of_pair in zip(outs, narrow.chunk(count, 1), b, strict=True):
-                out.addmm_(part, of_pair.T, alpha=scale)
+            narrow = (rows @ a.T).mul_(scale)  # (M, count · rank)
+            outs = [part @ of_pair.T for part, of_pair in zip(narrow.chunk(count, 1), b, strict=True)]
+            for out, weight in zip(outs, weights, strict=True):
+                out.addmm_(rows, (weight.to(dtype) if isinstance(weight, Tensor) else weight.decode(dtype)).T)
         ctx.save_for_backward(rows, a, narrow, *b, *pairs[2 * count :])
         return tuple(out.unflatten(0, x.shape[:-1]) for out in outs)
 
@@ -231,7 +230,7 @@ class _AdaptedProducts(torch.autograd.Function):
             grad_x = grad_x.to(x_dtype).unflatten(0, grads[0].shape[:-1])
         grad_a = (grad_narrow.T @ rows).to(wide).chunk(count)
         parts = zip(flat, narrow.chunk(count, 1), strict=True)
-        grad_b = [(grad.T @ part).mul_(ctx.scale).to(wide) for grad, part in parts]
+        grad_b = [(grad.T @ part).to(wide) for grad, part in parts]
         of_weights = [
             (grad.T @ rows).to(weight.dtype) if weight.requires_grad else None
             for grad, weight in zip(flat, weights, strict=True)
@@ -240,7 +239,86 @@ class _AdaptedProducts(torch.autograd.Function):
         return grad_x, None, None, None, *grad_a, *grad_b, *of_weights
 
 
-class _Permute(torch.autograd.Function):
+@contextmanager
+def rounded_once(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Round all adapters to the dtype of products within the context, for a forward and its backward pass.
+
+    Otherwise every use rounds them. Gradients reach the adapters themselves.
+
+    Example: `with rounded_once(model, torch.bfloat16): objective.reduce(objective(model, batch, seeds=s)).backward()`.
+    """
+    places = [
+        (module, name)
+        for _, module in _adapted_modules(model)
+        for name, weight in module.named_parameters(recurse=False)
+        if "lora_" in name and weight.dtype != dtype
+    ]
+    weights = [getattr(module, name) for module, name in places]
+    for (module, name), rounded in zip(places, _Rounded.apply(dtype, *weights) if places else (), strict=True):
+        module._parameters[name] = rounded
+    try:
+        yield
+    finally:
+        for (module, name), weight in zip(places, weights, strict=True):
+            module._parameters[name] = weight
+
+
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.dtypes = [weight.dtype for weight in weights]
+        ctx.set_materialize_grads(False)  # an adapter that is not used keeps no gradient
+        return tuple(_cast(weights, [dtype] * len(weights)))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        used = [number for number, grad in enumerate(grads) if grad is not None]
+        found = _cast([grads[number] for number in used], [ctx.dtypes[number] for number in used])
+        of = dict(zip(used, found, strict=True))
+        return None, *(of.get(number) for number in range(len(grads)))
+
+
+def _cast(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    out = [torch.empty_like(tensor, dtype=dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
+    torch._foreach_copy_(out, list(tensors))  # a few launches for all
+    return out
+
+
+class _Take(torch.autograd.Function):
+    """The values of x at `places`, which are all different, so that the gradient is a copy too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.shape = x.shape
+        return x.take(places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (places,) = ctx.saved_tensors
+        return _put(grad, places, ctx.shape), None
+
+
+class _Put(torch.autograd.Function):
+    """Zeros of a shape with the values x at `places`, which are all different: the transpose of `_Take`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, places: Tensor, shape: tuple[int, ...]) -> Tensor:
+        ctx.save_for_backward(places)
+        return _put(x, places, shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.take(*ctx.saved_tensors), None, None
+
+
+def _put(x: Tensor, places: Tensor, shape: Sequence[int]) -> Tensor:
+    zeros = x.new_zeros(math.prod(shape))
+    return zeros.scatter_(0, places.flatten(), x.flatten()).view(shape)
+
+
+class _ByRow(torch.autograd.Function):
     """x[order], whose gradient is a copy too, because `back` inverts `order`."""
 
     @staticmethod
@@ -251,6 +329,12 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad[ctx.saved_tensors[0]], None, None
+
+
+def _by_row(weights: Tensor, groups: Groups) -> Tensor:
+    """Return the weights (M, A) of the choices in the order of the rows, (R,)."""
+    out: Tensor = _ByRow.apply(weights.flatten(), groups.order, groups.back.flatten())
+    return out
 
 
 class _KeptOutput(torch.autograd.Function):
@@ -316,7 +400,7 @@ def add_lora(model: DiffusionGemma, lora: LoRA | None = None, *, seed: int = 0) 
             continue
         adapted = AdaptedExperts(module, lora) if isinstance(module, Experts) else AdaptedLinear(module, lora)
         adapted.base_generation = model.generation
-        _put(model, name, adapted)
+        _set_module(model, name, adapted)
     generator = torch.Generator().manual_seed(seed)
     for name, weight in _adapter_weights(model):
         if name.endswith("lora_a"):  # drawn on the CPU, so that the adapter does not depend on the device
@@ -359,7 +443,7 @@ def merge_lora(model: DiffusionGemma, *, quantized: str | None = None) -> dict[s
                 # Added in the wider dtype of the two, and rounded once.
                 wide = torch.promote_types(weight.dtype, update.dtype)
                 weight.copy_((weight.to(wide) + update).to(weight.dtype))
-        _put(model, name, module.base())
+        _set_module(model, name, module.base())
         for attribute, weight in merged.items():
             set_weight(model, f"{name}.{attribute}", weight)
     model.requires_grad_(True)
@@ -457,7 +541,7 @@ def adapters_of(model: nn.Module) -> LoRA | None:
 
 def _take_off(model: DiffusionGemma) -> None:
     for name, module in _adapted_modules(model):
-        _put(model, name, module.base())
+        _set_module(model, name, module.base())
     model.requires_grad_(True)
 
 
@@ -483,7 +567,7 @@ def _new_pair(weight: Weight, rank: int) -> tuple[nn.Parameter, nn.Parameter]:
     return nn.Parameter(a), nn.Parameter(b)
 
 
-def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+def _set_module(model: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, module)
 
