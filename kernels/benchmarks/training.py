@@ -125,23 +125,23 @@ def profile(step: Callable[[], Tensor], milliseconds: float, num_steps: int = 3)
     print_kernels(watched, milliseconds, num_steps)
 
 
-def print_kernels(watched: torch.profiler.profile, milliseconds: float, num_steps: int) -> None:
-    """Print the GPU time of a profiled step by kernel."""
+def print_kernels(watched: torch.profiler.profile, milliseconds: float, num_steps: int) -> dict[str, float]:
+    """Print the GPU time of a profiled step by operation and by kernel; return the milliseconds by operation."""
     kernels = [event for event in watched.key_averages() if event.self_device_time_total > 0]
     kernels.sort(key=lambda kernel: -kernel.self_device_time_total)
-    busy = sum(kernel.self_device_time_total for kernel in kernels) / num_steps / 1e3
-    launches = sum(kernel.count for kernel in kernels) / num_steps
-    share = busy / milliseconds
-    print(f"\nthe GPU computes {busy:.1f} of {milliseconds:.1f} ms per step ({share:.0%}), {launches:.0f} kernels:")
     by_operation: Counter[str] = Counter()
     for kernel in kernels:
         by_operation[operation_of(kernel.key)] += kernel.self_device_time_total / num_steps / 1e3
+    busy, launches = sum(by_operation.values()), sum(kernel.count for kernel in kernels) / num_steps
+    share = busy / milliseconds
+    print(f"\nthe GPU computes {busy:.1f} of {milliseconds:.1f} ms per step ({share:.0%}), {launches:.0f} kernels:")
     for operation, each in by_operation.most_common():
         print(f"{each:8.2f} ms {operation}")
     print()
     for kernel in kernels[:25]:
         each = kernel.self_device_time_total / num_steps / 1e3
         print(f"{each:8.2f} ms {kernel.count / num_steps:7.0f} × {kernel.key[:90]}")
+    return dict(by_operation.most_common())
 
 
 def operation_of(kernel: str) -> str:
@@ -153,11 +153,12 @@ def compare_adapters(config: dgemma.ModelConfig, options: argparse.Namespace) ->
     """Train adapters with `train`, then with transformers and PEFT; print a row for each."""
     length = options.prompt_len + config.canvas_length
     results: list[dict[str, Any]] = []
-    print("| loop | rows | adapters, M | tokens/s | ms per step | first step, s | peak GiB | loss |")
-    print("|---|---|---|---|---|---|---|---|")
 
     def report(loop: str, rows: int, adapters: list[nn.Parameter], found: dict[str, Any]) -> None:
         size, speed = sum(weight.numel() for weight in adapters), rows * length / found["milliseconds"] * 1e3
+        if not results:
+            print("| loop | rows | adapters, M | tokens/s | ms per step | first step, s | peak GiB | loss |")
+            print("|---|---|---|---|---|---|---|---|")
         results.append({"loop": loop, "rows": rows, "adapter_weights": size, "tokens_per_second": speed, **found})
         print(f"| {loop} | {rows} | {size / 1e6:.1f} | {speed:,.0f} | {found['milliseconds']:.1f} |", end="")
         print(f" {found['first_step_s']:.1f} | {found['peak_GiB']:.1f} | {found['loss']:.2f} |", flush=True)
@@ -207,6 +208,7 @@ def run_train(model: dgemma.DiffusionGemma, length: int, options: argparse.Names
         if record.step == 1:
             record.loss.item()
             clock["first"] = time.perf_counter() - clock["began"]
+            clock["first_from_call"] = time.perf_counter() - clock["called"]
         if record.step == options.warmup:
             record.loss.item()
             clock["warm"] = time.perf_counter()
@@ -228,15 +230,25 @@ def run_train(model: dgemma.DiffusionGemma, length: int, options: argparse.Names
         progress=False,
     )
     with tempfile.TemporaryDirectory() as folder:
+        clock["called"] = time.perf_counter()
         result = train(model, objective, source, config, out=folder, on_step=on_step)
         losses = result.log.column("loss")[1]
     milliseconds = (clock["last"] - clock["warm"]) / (last - options.warmup) * 1e3
     peak = torch.cuda.max_memory_allocated() / 2**30 if ON_GPU else 0.0
+    by_operation = {}
     if options.profile:
         torch.cuda.synchronize()
         profiler.stop()
-        print_kernels(profiler, milliseconds, 1)
-    return {"milliseconds": milliseconds, "first_step_s": clock["first"], "peak_GiB": peak, "loss": losses[-1]}
+        by_operation = print_kernels(profiler, milliseconds, 1)
+    return {
+        "milliseconds": milliseconds,
+        "first_step_s": clock["first"],
+        "first_step_from_the_call_s": clock["first_from_call"],
+        "peak_GiB": peak,
+        "reserved_GiB": torch.cuda.max_memory_reserved() / 2**30 if ON_GPU else 0.0,
+        "loss": losses[-1],
+        "by_operation_ms": by_operation,
+    }
 
 
 def main() -> None:

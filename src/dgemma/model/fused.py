@@ -1,6 +1,5 @@
 """Functions that run between matrix products. Training compiles them on a GPU, one kernel instead of many."""
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, wraps
@@ -44,16 +43,12 @@ def is_fusing() -> bool:
 
 
 def start_compiler() -> None:
-    """Import torch's compiler and start its processes in a thread, which takes seconds, while the caller goes on.
+    """Import torch's compiler and start its processes, which takes seconds in which the caller can do other work.
 
     Example: `start_compiler(); load_data()`.
     """
-
-    def start() -> None:
-        import_module("torch._inductor.compile_fx")
-        import_module("torch._inductor.async_compile").AsyncCompile.wakeup()
-
-    threading.Thread(target=start, daemon=True).start()
+    import_module("torch._inductor.compile_fx")
+    import_module("torch._inductor.async_compile").maybe_warm_pool()
 
 
 def fusible(function: Function) -> Function:

@@ -122,7 +122,7 @@ class _Run:
                 f"Load the model with dtype=torch.float32, or choose precision='weights'."
             )
         if config.compile and model.device.type == "cuda":
-            start_compiler()  # while the first checkpoint is written
+            start_compiler()  # its processes start while the first checkpoint is written
         # Before `prepare`, only the main process is sure to have the weights.
         frozen = checksum(frozen_tensors(model).values()) if parallel.is_main else 0
         self.model = parallel.prepare(model, mixed=config.precision == "mixed")
