@@ -217,6 +217,9 @@ def run_train(model: dgemma.DiffusionGemma, length: int, options: argparse.Names
             clock["last"] = time.perf_counter()
             if options.profile:
                 profiler.start()
+        if record.step == last + 1:
+            record.loss.item()
+            profiler.stop()
 
     if ON_GPU:
         torch.cuda.reset_peak_memory_stats()
@@ -237,8 +240,6 @@ def run_train(model: dgemma.DiffusionGemma, length: int, options: argparse.Names
     peak = torch.cuda.max_memory_allocated() / 2**30 if ON_GPU else 0.0
     by_operation = {}
     if options.profile:
-        torch.cuda.synchronize()
-        profiler.stop()
         by_operation = print_kernels(profiler, milliseconds, 1)
     return {
         "milliseconds": milliseconds,
