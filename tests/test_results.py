@@ -106,6 +106,15 @@ def test_the_throughput_of_many_prompts_is_the_recorded_one():
     assert [row["`generate_many` is faster by"] for row in rows] == ["", *faster]
 
 
+def test_the_memory_of_four_bit_experts_is_the_recorded_one():
+    table = read_table("docs/quantized.md", "Memory of the 26B model")
+    run = json.loads((ROOT / "kernels/benchmarks/results/h200/generate_18gb.json").read_text())
+    columns = {"weights, GB": "stored_gb", "peak, GB": "peak_gb", "reserved, GB": "reserved_gb"}
+    expected = {row["weights"]: {name: f"{row[key]:.1f}" for name, key in columns.items()} for row in run["rows"]}
+    assert table == expected
+    assert all(row["reserved_gb"] <= run["memory_cap_gb"] == 18.0 for row in run["rows"])
+
+
 def training_results() -> dict[tuple[str, str], dict[str, Any]]:
     results = json.loads((ROOT / "kernels/benchmarks/results/h200/training.json").read_text())["results"]
     return {(result["loop"].split(" ")[0], result["work"]): result for result in results}
@@ -125,22 +134,6 @@ def test_training_throughput_is_the_recorded_one(loop):
         middle, least, most = (f"{round(rate, -2):,.0f}" for rate in (result["tokens_per_second"], rates[0], rates[-1]))
         assert table[rate_row][loop] == f"{middle} ({least}–{most})"
         assert table[memory_row][loop] == f"{result['peak_GiB']:.1f}"
-
-
-def test_training_of_adapters_is_the_recorded_one():
-    results = json.loads((ROOT / "kernels/benchmarks/results/h200/training_adapters.json").read_text())["results"]
-    table = read_table("docs/benchmarks.md", "Training adapters")
-    for result in results:
-        column = "dgemma" if result["loop"] == "dgemma" else "transformers with PEFT"
-        expected = {
-            "rows": f"{result['rows']}",
-            "adapters, millions of weights": f"{result['adapter_weights'] / 1e6:.0f}",
-            "tokens/s": f"{round(result['tokens_per_second'], -1):,.0f}",
-            "ms per step": f"{result['milliseconds']:.0f}",
-            "first step, s": f"{result['first_step_s']:.0f}",
-            "peak memory, GiB": f"{result['peak_GiB']:.1f}",
-        }
-        assert {row: table[row][column] for row in expected} == expected
 
 
 def test_the_five_numbers_of_the_readme_are_the_recorded_ones():

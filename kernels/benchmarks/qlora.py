@@ -4,8 +4,8 @@ python kernels/benchmarks/qlora.py                      int4 experts, float8 att
 python kernels/benchmarks/qlora.py --weights fp8 --memory 40
 
 Weights are random, in the format itself. By default the adapters have rank 8, and a step takes one row of 960 tokens, a
-prompt and a canvas. The step is that of `training.py`: a causal pass, two denoising passes and the backward pass, with
-recomputed activations, then AdamW of the adapters.
+prompt and a canvas, later four. The step is that of `training.py`: a causal pass, two denoising passes and the backward
+pass, with recomputed activations, then AdamW of the adapters.
 """
 
 import argparse
@@ -23,14 +23,14 @@ import dgemma
 from dgemma.train import LoRA, add_lora
 
 
-def measure(model: dgemma.DiffusionGemma, options: argparse.Namespace) -> dict[str, float]:
-    model.recompute_activations = True
-    adapters = add_lora(model, LoRA(rank=options.rank))
-    optimizer = torch.optim.AdamW(adapters, lr=1e-4)
-    num_tokens, times = options.batch_size * options.length, []
+def measure(
+    model: dgemma.DiffusionGemma, optimizer: torch.optim.Optimizer, batch: int, options: argparse.Namespace
+) -> dict[str, float]:
+    """Time steps of `batch` rows. The peak counts from the first weight on."""
+    times = []
     for _ in range(options.warmup + options.steps):
         began = time.perf_counter()
-        tokens = draw_tokens(options.batch_size, options.length)
+        tokens = draw_tokens(batch, options.length)
         loss = fine_tuning_loss(model, tokens, options.length - model.config.canvas_length)
         loss.backward()
         optimizer.step()
@@ -38,12 +38,13 @@ def measure(model: dgemma.DiffusionGemma, options: argparse.Namespace) -> dict[s
         final = loss.item()  # waits
         times.append(time.perf_counter() - began)
         peak = torch.cuda.max_memory_allocated() / 1e9
-        print(f"loss {final:.3f}, {1e3 * times[-1]:.0f} ms, peak {peak:.2f} GB", flush=True)
+        print(f"{batch} rows: loss {final:.3f}, {1e3 * times[-1]:.0f} ms, peak {peak:.2f} GB", flush=True)
     seconds = statistics.median(times[options.warmup :])
     return {
-        "adapter_parameters": sum(parameter.numel() for parameter in adapters),
+        "batch": batch,
+        "length": options.length,
         "seconds_per_step": seconds,
-        "tokens_per_s": num_tokens / seconds,
+        "tokens_per_s": batch * options.length / seconds,
         "peak_gb": peak,
         "reserved_gb": torch.cuda.max_memory_reserved() / 1e9,
         "loss": final,
@@ -57,7 +58,7 @@ def main() -> None:
         "--float8", nargs="*", choices=tuple(LINEARS), default=list(LINEARS), help="what else is float8"
     )
     parser.add_argument("--rank", type=int, default=8)
-    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 4], help="rows per step, ascending")
     parser.add_argument("--length", type=int, default=960, help="tokens of a row: prompt and canvas (%(default)s)")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)
@@ -69,13 +70,19 @@ def main() -> None:
     torch.manual_seed(0)
     total = torch.cuda.get_device_properties(GPU).total_memory
     torch.cuda.set_per_process_memory_fraction(options.memory * 1e9 / total)
-    found = measure(draw_model(options.weights, tuple(options.float8)), options)
-    print(" ".join(f"{name} {value:,.2f}" for name, value in found.items()), flush=True)
-    row = {"run": describe_run(), "weights": options.weights, "float8": options.float8, "rank": options.rank}
-    row |= {"memory_cap_gb": options.memory, "batch": options.batch_size, "length": options.length, **found}
+    model = draw_model(options.weights, tuple(options.float8))
+    model.recompute_activations = True
+    adapters = add_lora(model, LoRA(rank=options.rank))
+    optimizer = torch.optim.AdamW(adapters, lr=1e-4, fused=True)  # without temporary tensors
+    result = {"run": describe_run(), "weights": options.weights, "float8": options.float8, "rank": options.rank}
+    result |= {"memory_cap_gb": options.memory, "adapter_parameters": sum(p.numel() for p in adapters)}
     output = options.output or results_folder() / "qlora.json"
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(row, indent=1) + "\n")
+    rows = []
+    for batch in options.batches:
+        rows.append(measure(model, optimizer, batch, options))
+        print(" ".join(f"{name} {value:,.2f}" for name, value in rows[-1].items()), flush=True)
+        output.write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

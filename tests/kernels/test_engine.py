@@ -438,7 +438,7 @@ def test_a_kernel_that_fails_before_capture_is_not_reported_as_a_failed_capture(
         wait()
         yield
 
-    for name in ("Stream", "CUDAGraph", "current_stream", "stream"):
+    for name in ("Stream", "CUDAGraph", "current_stream", "graph_pool_handle", "stream"):
         monkeypatch.setattr(torch.cuda, name, MagicMock())
     monkeypatch.setattr(torch.cuda, "synchronize", wait)
     monkeypatch.setattr(torch.cuda, "graph", capture)

@@ -208,7 +208,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
             dtype=model.dtype,
             forward=Forward(model.config, weights, attention, batch_invariant=batch_invariant),
             turn=self.turn,
-            graph_memory=GraphMemory() if model.device.type == "cuda" else None,
+            graph_memory=GraphMemory(model.device) if model.device.type == "cuda" else None,
         )
         self._shapes_read: set[Any] = set()  # of chunks of a prompt
         self._last: _LastStep | None = None

@@ -89,26 +89,36 @@ def in_turn(
 class GraphMemory:
     """Memory that graphs share. After a failed capture, the next graphs share new memory.
 
-    Example: `Replay(fn, device, GraphMemory())`.
+    Torch reuses memory only on the stream that freed it, so all graphs are captured on one stream. Functions first run
+    on another one: the library of matrix products keeps a workspace per stream, and torch may free that of a capturing
+    stream together with any of its graphs. Memory of the pool stays valid as long as a graph uses it.
+
+    Example: `Replay(fn, device, GraphMemory(device))`.
     """
 
-    def __init__(self) -> None:
-        self.pool = torch.cuda.graph_pool_handle()
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._failed: list[torch.cuda.CUDAGraph] = []
+        self._start()
 
-    def renew(self, failed: torch.cuda.CUDAGraph, device: torch.device) -> None:
+    def _start(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+        self.first_run, self.capture = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
+
+    def renew(self, failed: torch.cuda.CUDAGraph) -> None:
         """Replace the memory after the capture of `failed` raised an error.
 
         Torch before 2.12 leaves the allocations of such a capture open. It then refuses every later capture, and may
         still read the graph.
         """
         self._failed.append(failed)
-        old, self.pool = self.pool, torch.cuda.graph_pool_handle()
+        old, index = self.pool, self.capture.device.index
+        self._start()
         try:
-            torch._C._cuda_endAllocateToPool(device.index, old)
+            torch._C._cuda_endAllocateToPool(index, old)
         except RuntimeError:
             return  # torch has ended them
-        torch._C._cuda_releasePool(device.index, old)
+        torch._C._cuda_releasePool(index, old)
 
 
 class Replay:
@@ -131,23 +141,22 @@ class Replay:
         if device.type != "cuda":
             self._fn, self.result, self._is_fresh = fn, fn(), True
             return
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
+        memory = memory or GraphMemory(device)
+        memory.first_run.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(memory.first_run):
             if launches is not None:
                 compile_together(launches)
             fn()  # compiles the rest, and lets libraries allocate what they cannot during capture
         torch.cuda.synchronize(device)  # a failed kernel raises here, and is not reported as a failed capture
         self._graph = torch.cuda.CUDAGraph()
-        pool = None if memory is None else memory.pool
-        capture = torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+        options: dict[str, Any] = {"stream": memory.capture, "capture_error_mode": "thread_local"}
+        capture = torch.cuda.graph(self._graph, pool=memory.pool, **options)
         try:
             # torch does not return from the capture's stream if the capture fails. The outer context does.
             with torch.cuda.stream(torch.cuda.current_stream(device)), capture:
                 self.result = fn()
         except RuntimeError as error:  # only of the capture, because the function has just run without it
-            if memory is not None:
-                memory.renew(self._graph, stream.device)
+            memory.renew(self._graph)
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             reason = str(error).partition("\n")[0]
