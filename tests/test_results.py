@@ -136,6 +136,22 @@ def test_training_throughput_is_the_recorded_one(loop):
         assert table[memory_row][loop] == f"{result['peak_GiB']:.1f}"
 
 
+def test_training_of_adapters_is_the_recorded_one():
+    results = json.loads((ROOT / "kernels/benchmarks/results/h200/training_adapters.json").read_text())["results"]
+    table = read_table("docs/benchmarks.md", "Training adapters")
+    for result in results:
+        column = "dgemma" if result["loop"] == "dgemma" else "transformers with PEFT"
+        expected = {
+            "rows": f"{result['rows']}",
+            "adapters, millions of weights": f"{result['adapter_weights'] / 1e6:.0f}",
+            "tokens/s": f"{round(result['tokens_per_second'], -1):,.0f}",
+            "ms per step": f"{result['milliseconds']:.0f}",
+            "first step, s": f"{result['first_step_s']:.0f}",
+            "peak memory, GiB": f"{result['peak_GiB']:.1f}",
+        }
+        assert {row: table[row][column] for row in expected} == expected
+
+
 def test_the_five_numbers_of_the_readme_are_the_recorded_ones():
     rows = list(read_table("README.md", "Five numbers").values())
     here, theirs, training = recorded("step_transformers.json"), transformers_step(), training_results()

@@ -3,7 +3,7 @@
 python kernels/benchmarks/training.py                                  on a GPU the 1B preset, elsewhere a toy
 python kernels/benchmarks/training.py --batch-size 4 --output out.json
 python kernels/benchmarks/training.py --profile --rounds 2             dgemma alone, and how busy the GPU is
-python kernels/benchmarks/training.py --lora --preset diffusiongemma_26b_a4b     adapters of rank 8, next to PEFT's
+python kernels/benchmarks/training.py --lora --preset diffusiongemma_26b_a4b --profile    adapters, next to PEFT's
 
 Both loops train the same architecture on rows of a prompt and a canvas. A step reads the row causally, draws noise,
 denoises the canvas twice (first without gradients, for self-conditioning) and takes the cross-entropy of the canvas and
@@ -11,9 +11,9 @@ of every next token. Before anything is timed, the losses of both loops are comp
 The timed weights are bfloat16 on a GPU, float32 elsewhere. dgemma's layers are compiled on a GPU, as
 `TrainConfig.compile` does.
 
-With --lora, dgemma trains adapters on all its targets and recomputes activations. PEFT's adapters are on attention and
-the dense MLP only. Its loop stores activations, because transformers cannot recompute those of its encoder, so that it
-gets fewer rows.
+With --lora, dgemma trains adapters of rank 8 on all its targets and recomputes activations. PEFT's adapters are on
+attention and the dense MLP only. Its loop stores activations, because transformers cannot recompute those of its
+encoder, so that it gets fewer rows.
 """
 
 import argparse
@@ -22,6 +22,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,32 @@ from dgemma.train.log import TrainStep
 
 ON_GPU = torch.cuda.is_available()
 RANK = 8  # of adapters
+OPERATIONS = {  # by a part of a kernel's name; the first that matches
+    "triton_": "compiled functions",
+    "sdpa": "attention",
+    "fmha": "attention",
+    "flash": "attention",
+    "GroupProblemShape": "products by expert",
+    "grouped": "products by expert",
+    "nvjet": "matrix products",
+    "gemm": "matrix products",
+    "cutlass": "matrix products",
+    "splitK": "matrix products",
+    "softmax": "softmax",
+    "multi_tensor_apply": "optimizer and norm of the gradient",
+    "gather": "gathers and scatters",
+    "scatter": "gathers and scatters",
+    "index": "gathers and scatters",
+    "CatArray": "copies",
+    "copy": "copies",
+    "Memcpy": "copies",
+    "Memset": "copies",
+    "Sort": "sorting and counting",
+    "sort": "sorting and counting",
+    "scan": "sorting and counting",
+    "TopK": "sorting and counting",
+    "reduce": "sums",
+}
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float32)
 
 
@@ -98,28 +125,40 @@ def profile(step: Callable[[], Tensor], milliseconds: float, num_steps: int = 3)
     print_kernels(watched, milliseconds, num_steps)
 
 
-def print_kernels(watched: torch.profiler.profile, milliseconds: float, num_steps: int) -> None:
-    """Print the GPU time of a profiled step by kernel."""
+def print_kernels(watched: torch.profiler.profile, milliseconds: float, num_steps: int) -> dict[str, float]:
+    """Print the GPU time of a profiled step by operation and by kernel; return the milliseconds by operation."""
     kernels = [event for event in watched.key_averages() if event.self_device_time_total > 0]
     kernels.sort(key=lambda kernel: -kernel.self_device_time_total)
-    busy = sum(kernel.self_device_time_total for kernel in kernels) / num_steps / 1e3
-    launches = sum(kernel.count for kernel in kernels) / num_steps
+    by_operation: Counter[str] = Counter()
+    for kernel in kernels:
+        by_operation[operation_of(kernel.key)] += kernel.self_device_time_total / num_steps / 1e3
+    busy, launches = sum(by_operation.values()), sum(kernel.count for kernel in kernels) / num_steps
     share = busy / milliseconds
     print(f"\nthe GPU computes {busy:.1f} of {milliseconds:.1f} ms per step ({share:.0%}), {launches:.0f} kernels:")
+    for operation, each in by_operation.most_common():
+        print(f"{each:8.2f} ms {operation}")
+    print()
     for kernel in kernels[:25]:
         each = kernel.self_device_time_total / num_steps / 1e3
         print(f"{each:8.2f} ms {kernel.count / num_steps:7.0f} × {kernel.key[:90]}")
+    return dict(by_operation.most_common())
+
+
+def operation_of(kernel: str) -> str:
+    """Return the operation that a kernel belongs to, from its name."""
+    return next((operation for part, operation in OPERATIONS.items() if part in kernel), "other elementwise kernels")
 
 
 def compare_adapters(config: dgemma.ModelConfig, options: argparse.Namespace) -> None:
     """Train adapters with `train`, then with transformers and PEFT; print a row for each."""
     length = options.prompt_len + config.canvas_length
     results: list[dict[str, Any]] = []
-    print("| loop | rows | adapters, M | tokens/s | ms per step | first step, s | peak GiB | loss |")
-    print("|---|---|---|---|---|---|---|---|")
 
     def report(loop: str, rows: int, adapters: list[nn.Parameter], found: dict[str, Any]) -> None:
         size, speed = sum(weight.numel() for weight in adapters), rows * length / found["milliseconds"] * 1e3
+        if not results:
+            print("| loop | rows | adapters, M | tokens/s | ms per step | first step, s | peak GiB | loss |")
+            print("|---|---|---|---|---|---|---|---|")
         results.append({"loop": loop, "rows": rows, "adapter_weights": size, "tokens_per_second": speed, **found})
         print(f"| {loop} | {rows} | {size / 1e6:.1f} | {speed:,.0f} | {found['milliseconds']:.1f} |", end="")
         print(f" {found['first_step_s']:.1f} | {found['peak_GiB']:.1f} | {found['loss']:.2f} |", flush=True)
@@ -169,6 +208,7 @@ def run_train(model: dgemma.DiffusionGemma, length: int, options: argparse.Names
         if record.step == 1:
             record.loss.item()
             clock["first"] = time.perf_counter() - clock["began"]
+            clock["first_from_call"] = time.perf_counter() - clock["called"]
         if record.step == options.warmup:
             record.loss.item()
             clock["warm"] = time.perf_counter()
@@ -177,6 +217,9 @@ def run_train(model: dgemma.DiffusionGemma, length: int, options: argparse.Names
             clock["last"] = time.perf_counter()
             if options.profile:
                 profiler.start()
+        if record.step == last + 1:
+            record.loss.item()
+            profiler.stop()
 
     if ON_GPU:
         torch.cuda.reset_peak_memory_stats()
@@ -190,15 +233,23 @@ def run_train(model: dgemma.DiffusionGemma, length: int, options: argparse.Names
         progress=False,
     )
     with tempfile.TemporaryDirectory() as folder:
+        clock["called"] = time.perf_counter()
         result = train(model, objective, source, config, out=folder, on_step=on_step)
         losses = result.log.column("loss")[1]
     milliseconds = (clock["last"] - clock["warm"]) / (last - options.warmup) * 1e3
     peak = torch.cuda.max_memory_allocated() / 2**30 if ON_GPU else 0.0
+    by_operation = {}
     if options.profile:
-        torch.cuda.synchronize()
-        profiler.stop()
-        print_kernels(profiler, milliseconds, 1)
-    return {"milliseconds": milliseconds, "first_step_s": clock["first"], "peak_GiB": peak, "loss": losses[-1]}
+        by_operation = print_kernels(profiler, milliseconds, 1)
+    return {
+        "milliseconds": milliseconds,
+        "first_step_s": clock["first"],
+        "first_step_from_the_call_s": clock["first_from_call"],
+        "peak_GiB": peak,
+        "reserved_GiB": torch.cuda.max_memory_reserved() / 2**30 if ON_GPU else 0.0,
+        "loss": losses[-1],
+        "by_operation_ms": by_operation,
+    }
 
 
 def main() -> None:
@@ -212,7 +263,9 @@ def main() -> None:
     parser.add_argument("--lora", action="store_true", help="train adapters of rank 8 instead of all weights")
     parser.add_argument("--peft-rows", type=int, default=2, help="rows of PEFT's loop with --lora; 0 leaves it out")
     parser.add_argument("--output", type=Path, help="a JSON file")
-    parser.add_argument("--profile", action="store_true", help="run only dgemma, then print the kernels of its steps")
+    parser.add_argument(
+        "--profile", action="store_true", help="print the kernels of dgemma's steps; without --lora, run dgemma alone"
+    )
     options = parser.parse_args()
     if options.profile and not ON_GPU:
         parser.error("--profile must run on a GPU, and there is none. Leave it out.")

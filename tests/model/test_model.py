@@ -89,6 +89,7 @@ def test_both_modes_compile_without_graph_breaks(batch):
     torch._dynamo.reset()
     config = dgemma.presets.tiny().replace(num_hidden_layers=2, layer_types=("sliding_attention", "full_attention"))
     model = DiffusionGemma(config)
+    model.reset_parameters(torch.Generator().manual_seed(1))  # with others, rounding may decide between two experts
     # The eager backend suffices: this test checks that the whole graph can be traced, not the generated code.
     encode = torch.compile(model.encode, fullgraph=True, dynamic=False, backend="eager")
     denoise = torch.compile(model.denoise, fullgraph=True, dynamic=False, backend="eager")

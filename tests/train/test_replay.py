@@ -8,6 +8,7 @@ from dgemma.model.fused import fusing
 from dgemma.train import LoRA, Objective, TrainBatch, add_lora, replay
 from dgemma.train.batch import Part
 from dgemma.train.canvases import sizes_of
+from dgemma.train.lora import rounded_once
 from dgemma.train.replay import Measured, Replayed
 
 
@@ -77,9 +78,10 @@ def test_replays_have_the_losses_and_gradients_of_their_own_batches(adapted):
     objective = Objective(noise=dgemma.UniformNoise(512), canvas_len=32)
 
     def measure(part, totals):
-        terms = objective(model, part.batch, seeds=part.seeds)
-        loss = objective.reduce(terms, totals)
-        loss.backward()
+        with rounded_once(model, torch.bfloat16):
+            terms = objective(model, part.batch, seeds=part.seeds)
+            loss = objective.reduce(terms, totals)
+            loss.backward()
         return Measured(loss.detach(), {name: t.detach() for name, t in terms.sums.items()}, dict(terms.counts))
 
     replayed = Replayed(measure, trained, lambda part: part.batch.spans)

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dgemma.model.attention import Attention, Mask
 from dgemma.model.config import LayerShape, ModelConfig
-from dgemma.model.experts import Experts, Router
+from dgemma.model.experts import Experts, Kept, Router
 from dgemma.model.fused import fusible
 from dgemma.model.layers import GatedMLP, RMSNorm, rms_norm
 
@@ -42,7 +42,13 @@ class Layer(nn.Module):
         self.register_buffer("causal_layer_scalar", torch.ones(1))
 
     def forward(
-        self, x: Tensor, rope: KeysValues, past: KeysValues | None, mask: Mask | None, causal: bool
+        self,
+        x: Tensor,
+        rope: KeysValues,
+        past: KeysValues | None,
+        mask: Mask | None,
+        causal: bool,
+        kept: Kept | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the output (B, T, D) for x (B, T, D), and this layer's new keys and values (B, K, T, H)."""
         attended, keys, values = self.self_attn(self.input_layernorm(x), rope, past, mask)
@@ -57,7 +63,7 @@ class Layer(nn.Module):
         out = _after_experts(
             residual,
             self.mlp(dense),
-            self.experts(experts, self.router(residual)),  # the router reads unnormed tokens
+            self._mix(experts, residual, kept),
             self.post_feedforward_layernorm_1.weight,
             self.post_feedforward_layernorm_2.weight,
             self.post_feedforward_layernorm.weight,
@@ -65,6 +71,15 @@ class Layer(nn.Module):
             self.input_layernorm.eps,
         )
         return out.view_as(x), keys, values
+
+    def _mix(self, x: Tensor, residual: Tensor, kept: Kept | None) -> Tensor:
+        """Return the experts' output (M, D) for their input x (M, D); the router reads the unnormed residual."""
+        if kept is None:
+            mixed: Tensor = self.experts(x, self.router(residual))
+        else:
+            routing = self.router(residual) if kept.groups is None else self.router(residual, kept.groups.experts)
+            mixed = self.experts(x, routing, kept)
+        return mixed
 
 
 @fusible
@@ -104,10 +119,13 @@ def run_layers(
 ) -> tuple[Tensor, list[KeysValues]]:
     """Run x (B, T, D) through the stack; also return new keys and values. recompute: activation checkpointing."""
     new: list[KeysValues] = []
+    if recompute and torch.is_grad_enabled() and not x.requires_grad:
+        x = x.detach().requires_grad_()  # so that the gradients of all layers are compiled as the same functions
     for layer, rope, past, mask in zip(layers, ropes, pasts, masks, strict=True):
         if recompute and torch.is_grad_enabled():
+            kept = Kept() if layer.experts.keeps_output else None
             x, keys, values = checkpoint(
-                layer, x, rope, past, mask, causal, use_reentrant=False, preserve_rng_state=False
+                layer, x, rope, past, mask, causal, kept, use_reentrant=False, preserve_rng_state=False
             )  # layers draw no random numbers, so there is no RNG state to preserve
         else:
             x, keys, values = layer(x, rope, past, mask, causal)

@@ -1,5 +1,6 @@
 """The mixture of experts: a router that reads the raw residual, and the experts it chooses."""
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -12,6 +13,7 @@ from dgemma.model.layers import gated_gelu, rms_norm, wide_dtype
 from dgemma.model.quantized import QuantizedWeight, Weight, decoded_product
 
 _FEW = 16  # experts; for so few, comparing all of them is faster than sorting
+_COUNTED = 1 << 24  # choices times experts; up to so many, counting them all is faster than sorting
 
 
 class Routing(NamedTuple):
@@ -31,6 +33,17 @@ class Groups(NamedTuple):
     ends: Tensor  # (E,) int32: where the rows of each expert end
 
 
+@dataclass
+class Kept:
+    """A layer's choices and its experts' output (M, D), kept from the first pass for the pass that recomputes it.
+
+    Both are None in the first pass.
+    """
+
+    groups: Groups | None = None
+    mixed: Tensor | None = None
+
+
 class Router(nn.Module):
     """Scaleless norm → scale → linear → float32 softmax → top A, renormalised → per-expert scale."""
 
@@ -41,18 +54,27 @@ class Router(nn.Module):
         self.scale = nn.Parameter(torch.ones(config.hidden_size))
         self.per_expert_scale = nn.Parameter(torch.ones(config.num_experts))
 
-    def forward(self, residual: Tensor) -> Routing:
-        """Route the residual (M, D), before any norm. A normed input would break the routing without an error."""
-        x = rms_norm(residual, None, self.eps) * self.scale * residual.shape[-1] ** -0.5
+    def forward(self, residual: Tensor, chosen: Tensor | None = None) -> Routing:
+        """Route the residual (M, D), before any norm. A normed input would break the routing without an error.
+
+        chosen: the experts (M, A), if they are known.
+        """
+        x = _router_input(residual, self.scale, self.eps)
         probabilities = self.proj(x).softmax(-1, dtype=wide_dtype(x))
         scales = self.per_expert_scale.expand_as(probabilities)
         if torch.compiler.is_compiling() and probabilities.shape[-1] <= _FEW:
             weights, scale, experts = _choose_among_few(probabilities, scales, self.top_k)
         else:
-            weights, experts = probabilities.topk(self.top_k, dim=-1)
+            experts = probabilities.detach().topk(self.top_k, dim=-1).indices if chosen is None else chosen
+            weights = probabilities.gather(-1, experts)
             # A gather, because the gradient of indexing into (E,) would add the tokens of an expert one by one.
             scale = scales.gather(-1, experts)
         return Routing(probabilities, weights / weights.sum(-1, keepdim=True) * scale, experts)
+
+
+@fusible
+def _router_input(residual: Tensor, scale: Tensor, eps: float) -> Tensor:
+    return rms_norm(residual, None, eps) * scale * residual.shape[-1] ** -0.5
 
 
 def _choose_among_few(probabilities: Tensor, scales: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -76,6 +98,7 @@ class Experts(nn.Module):
 
     gate_up_proj: Weight  # (E, 2F, D)
     down_proj: Weight  # (E, D, F)
+    keeps_output = False  # whether `forward` takes a `Kept`
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -153,7 +176,7 @@ def group_by_expert(experts: Tensor, num_experts: int) -> Groups:
         ends = torch.full((1,), experts.numel(), dtype=torch.int32, device=experts.device)
         return Groups(experts, count, count.view_as(experts), ends)
     chosen, expert = experts.flatten(), torch.arange(num_experts, device=experts.device)
-    if num_experts <= _FEW:
+    if num_experts <= _FEW or chosen.numel() * num_experts <= _COUNTED:
         is_chosen = chosen == expert[:, None]  # (E, R)
         # A running count over the choices of expert 0, then of expert 1 and so on, gives each choice its row.
         counted = is_chosen.flatten().cumsum(0, dtype=torch.int32)
@@ -194,7 +217,7 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, order: Tensor, back: Tensor) -> Tensor:
         ctx.save_for_backward(back)
-        return tokens[order // back.shape[1]]
+        return _copy_rows(tokens, order, back.shape[1])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -210,6 +233,11 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         return *_grad_of_weighted(grad, *ctx.saved_tensors), None, None, None
+
+
+@fusible
+def _copy_rows(tokens: Tensor, order: Tensor, top_k: int) -> Tensor:
+    return tokens[order // top_k]
 
 
 @fusible

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, wraps
+from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
@@ -33,10 +34,27 @@ def fusing() -> Iterator[None]:
         _fusing = before
 
 
-def fusible(function: Function, *, dynamic: bool = False) -> Function:
+def is_fusing() -> bool:
+    """Return True within `fusing`.
+
+    Example: `with fusing(): assert is_fusing()`.
+    """
+    return _fusing
+
+
+def start_compiler() -> None:
+    """Import torch's compiler and start its processes, which takes seconds in which the caller can do other work.
+
+    Example: `start_compiler(); load_data()`.
+    """
+    import_module("torch._inductor.compile_fx")
+    import_module("torch._inductor.async_compile").maybe_warm_pool()
+
+
+def fusible(function: Function) -> Function:
     """Mark a function of (M, …) tensors, vectors and numbers, whose first argument is a tensor.
 
-    One compilation serves every number of tokens M. With `dynamic` it serves every other size too.
+    One compilation serves every number of tokens M.
 
     Example: `norm = fusible(norm)`.
     """
@@ -45,7 +63,7 @@ def fusible(function: Function, *, dynamic: bool = False) -> Function:
     def run(*args: Any) -> object:
         if not _fusing or torch.compiler.is_compiling() or args[0].device.type not in _COMPILED_ON:
             return function(*args)
-        return _Fused.apply(function, dynamic, *args)
+        return _Fused.apply(function, *args)
 
     return run  # type: ignore[return-value]
 
@@ -54,21 +72,21 @@ class _Fused(torch.autograd.Function):
     """A compiled function that saves its arguments alone: its compiled gradient computes the rest again."""
 
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Any], dynamic: bool, *args: Any) -> Any:
-        ctx.function, ctx.dynamic = function, dynamic
+    def forward(ctx: Any, function: Callable[..., Any], *args: Any) -> Any:
+        ctx.function = function
         ctx.others = {number: value for number, value in enumerate(args) if not isinstance(value, Tensor)}
         ctx.save_for_backward(*(value for value in args if isinstance(value, Tensor)))
-        return _compiled(function, dynamic)(*args)
+        return _compiled(function, False)(*args)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        tensors, needed = iter(ctx.saved_tensors), ctx.needs_input_grad[2:]
+        tensors, needed = iter(ctx.saved_tensors), ctx.needs_input_grad[1:]
         args = [ctx.others[number] if number in ctx.others else next(tensors) for number in range(len(needed))]
         wanted = tuple(number for number, is_needed in enumerate(needed) if is_needed)
-        found: Any = _compiled(_gradient(ctx.function, wanted, len(grads)), ctx.dynamic)(*grads, *args)
+        found: Any = _compiled(_gradient(ctx.function, wanted, len(grads)), False)(*grads, *args)
         of = dict(zip(wanted, found, strict=True))
-        return None, None, *(of.get(number) for number in range(len(args)))
+        return None, *(of.get(number) for number in range(len(args)))
 
 
 @cache
@@ -101,8 +119,11 @@ def fused(function: Function, device: torch.device) -> Function:
 
 @cache
 def _compiled(function: Callable[..., object], dynamic: bool | None) -> Callable[..., object]:
-    # Without this option, fusion would skip the rounding between operations, which is part of the result.
-    compiled = torch.compile(function, dynamic=dynamic, options={"emulate_precision_casts": True})
+    # Without the first option, fusion would skip the rounding between operations, which is part of the result. The
+    # second one makes sums over up to 16 values part of elementwise kernels, which read memory several times faster.
+    compiled = torch.compile(
+        function, dynamic=dynamic, options={"emulate_precision_casts": True, "unroll_reductions_threshold": 17}
+    )
 
     @torch.no_grad()  # with gradients, and for inputs that require them, it would be compiled again
     def run(*args: Any) -> object:

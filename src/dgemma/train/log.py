@@ -198,6 +198,8 @@ def summary(counts: Tensor) -> list[dict[str, Any]]:
 
 
 def _count(router: nn.Module, inputs: Any, routing: Routing) -> None:
+    if len(inputs) > 1:  # with known choices, which an earlier pass has counted
+        return
     load = _load(router)
     expert = torch.arange(load.shape[0], device=load.device)
     load.add_((routing.experts.reshape(-1, 1) == expert).sum(0))

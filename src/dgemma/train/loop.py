@@ -22,7 +22,7 @@ from dgemma.checks import require, show, typed
 from dgemma.diffusion.noise import Noise
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.experts import Experts, require_experts
-from dgemma.model.fused import fusing
+from dgemma.model.fused import fusing, start_compiler
 from dgemma.model.quantized import frozen_tensors, quantized_weights
 from dgemma.progress import progress_bar
 from dgemma.train.batch import BatchSource, Part, StepInput, feed
@@ -31,7 +31,7 @@ from dgemma.train.checkpoints import Checkpoints
 from dgemma.train.config import TrainConfig, checksum, describe_run, refuse_changes
 from dgemma.train.lock import lock_folder
 from dgemma.train.log import OnTrainStep, RouterLoad, TrainLog, TrainResult, TrainStep, make_lines, summary
-from dgemma.train.lora import adapters_of, is_adapted
+from dgemma.train.lora import adapters_of, is_adapted, rounded_once
 from dgemma.train.objective import Measure, Objective
 from dgemma.train.optimizer import (
     OptimizerFactory,
@@ -121,10 +121,13 @@ class _Run:
                 f"TrainConfig.precision 'mixed' must train float32 weights, got {model.dtype}. "
                 f"Load the model with dtype=torch.float32, or choose precision='weights'."
             )
+        if config.compile and model.device.type == "cuda":
+            start_compiler()  # its processes start while the first checkpoint is written
         # Before `prepare`, only the main process is sure to have the weights.
         frozen = checksum(frozen_tensors(model).values()) if parallel.is_main else 0
         self.model = parallel.prepare(model, mixed=config.precision == "mixed")
         self.device = model.device
+        self.dtype = torch.bfloat16 if config.precision == "mixed" else model.dtype  # of products
         self.objective, self.source, self.config = objective, source, config
         self.out, self.parallel = out, parallel
         self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
@@ -148,8 +151,7 @@ class _Run:
         self.replayed = None
         can_replay = config.compile and config.replay and parallel.world_size == 1 and self.device.type == "cuda"
         # A CUDA graph cannot capture a pass that waits for the GPU, as objectives of other classes may do.
-        dtype = torch.bfloat16 if config.precision == "mixed" else model.dtype
-        waits = any(module.waits(dtype) for module in model.modules() if isinstance(module, Experts))
+        waits = any(module.waits(self.dtype) for module in model.modules() if isinstance(module, Experts))
         if can_replay and isinstance(objective, Objective) and not waits:
             canvas_len = objective.canvas_len
             self.replayed = Replayed(
@@ -298,11 +300,16 @@ class _Run:
     def _measure(self, part: Part, totals: Mapping[str, Tensor]) -> Measured:
         """Measure the objective on a micro-batch, and add its gradients to the weights."""
         # No cache of rounded weights: a cache made without gradients would cut the gradients of the next pass.
-        mixed = self.config.precision == "mixed"
-        with torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False) if mixed else nullcontext():
-            terms = self.parallel.forward(self.model, lambda: self.objective(self.model, part.batch, seeds=part.seeds))
-        share = self.objective.reduce(terms, totals)
-        share.backward()
+        autocast = torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
+        # Adapters that are spread over processes are there only during a forward.
+        alone = self.parallel.world_size == 1
+        with rounded_once(self.model, self.dtype) if alone else nullcontext():
+            with autocast if self.config.precision == "mixed" else nullcontext():
+                terms = self.parallel.forward(
+                    self.model, lambda: self.objective(self.model, part.batch, seeds=part.seeds)
+                )
+            share = self.objective.reduce(terms, totals)
+            share.backward()
         sums = {name: value.detach() for name, value in terms.sums.items()}
         return Measured(share.detach(), sums, dict(terms.counts))
 

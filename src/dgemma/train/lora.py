@@ -7,8 +7,11 @@ base weights. Adapters are additional parameters of those modules, saved separat
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +24,23 @@ from dgemma.checks import check_count, check_finite, require_field, show, typed
 from dgemma.files import open_tensors, parse_json, write_tensors
 from dgemma.model.config import GenerationDefaults
 from dgemma.model.diffusion import DiffusionGemma
-from dgemma.model.experts import Experts, Groups, dispatch, product_by_group, require_experts
+from dgemma.model.experts import (
+    Experts,
+    Groups,
+    Kept,
+    Routing,
+    dispatch,
+    group_by_expert,
+    product_by_group,
+    require_experts,
+)
 from dgemma.model.fused import fusible
-from dgemma.model.layers import gated_gelu, product_dtype
+from dgemma.model.layers import gated_gelu, product_dtype, wide_dtype
 from dgemma.model.quantize import requantize
 from dgemma.model.quantized import (
     QuantizedLinear,
     QuantizedWeight,
     Weight,
-    linear,
     linear_layer,
     quantized_weights,
     set_weight,
@@ -87,8 +98,20 @@ class AdaptedLinear(nn.Module):
         self.lora_a, self.lora_b = _new_pair(base.weight, lora.rank)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _AdaptedProduct.apply(x, self.weight, self.lora_a, self.lora_b, self.lora.scale, product_dtype(x))
+        (out,) = self.together(x, [self])
         return out
+
+    @staticmethod
+    def together(x: Tensor, layers: Sequence["AdaptedLinear"]) -> list[Tensor]:
+        """Return the outputs of several adapted layers for one input.
+
+        Example: `queries, keys = AdaptedLinear.together(x, [attention.q_proj, attention.k_proj])`.
+        """
+        weights = [layer.weight for layer in layers]
+        pairs = [layer.lora_a for layer in layers] + [layer.lora_b for layer in layers]
+        tensors = [weight for weight in weights if isinstance(weight, Tensor)]
+        scale = layers[0].lora.scale
+        return list(_AdaptedProducts.apply(x, weights, scale, product_dtype(x), *pairs, *tensors))
 
     def updates(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name of the base weight in this module, and the update of its adapter."""
@@ -110,27 +133,51 @@ class AdaptedExperts(Experts):
         self.gate_up_lora_a, self.gate_up_lora_b = _new_pair(base.gate_up_proj, lora.rank)
         self.down_lora_a, self.down_lora_b = _new_pair(base.down_proj, lora.rank)
 
+    @property
+    def keeps_output(self) -> bool:  # type: ignore[override]
+        # Quantised weights are chosen to save memory, so nothing more is kept next to them.
+        # Weights spread over processes are there only during the forward.
+        return type(self.gate_up_proj) is type(self.down_proj) is nn.Parameter
+
+    def forward(self, x: Tensor, routing: Routing, kept: Kept | None = None) -> Tensor:
+        if kept is None:
+            return super().forward(x, routing)
+        mixed: Tensor = _KeptOutput.apply(self, kept, x, routing.weights, routing.experts, *_trained(self))
+        return mixed
+
     def hidden(self, x: Tensor, groups: Groups) -> Tensor:
         wide = self.gate_up(dispatch(x, groups), groups.ends)
         # For small ranks, one product of all tokens with all experts' A is faster than thin products by expert.
-        narrow = F.linear(x, self.gate_up_lora_a.to(x.dtype).flatten(0, 1)).unflatten(-1, (-1, self.lora.rank))
-        narrow = narrow.gather(1, self._chosen(groups)).flatten(0, 1)  # (R, rank), by token
-        narrow = _Permute.apply(narrow, groups.order, groups.back.flatten())
-        low = product_by_group(narrow, self.gate_up_lora_b.to(x.dtype), groups.ends)
-        return _gated_sum(wide, low, self.lora.scale)
+        narrow = F.linear(x, self.gate_up_lora_a.to(x.dtype).flatten(0, 1))  # (M, E · rank)
+        narrow = _Take.apply(narrow, self._places(groups)) * self.lora.scale  # (R, rank)
+        return _gated_sum(wide, product_by_group(narrow, self.gate_up_lora_b.to(x.dtype), groups.ends))
 
     def mix(self, hidden: Tensor, weights: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
         mixed = super().mix(hidden, weights, groups, dtype)
         narrow = product_by_group(hidden, self.down_lora_a.to(hidden.dtype), groups.ends)
-        narrow = _Permute.apply(narrow, groups.back.flatten(), groups.order).view(*weights.shape, -1)  # (M, A, rank)
-        narrow = (narrow * (weights[..., None] * self.lora.scale)).to(hidden.dtype)
+        narrow = (narrow * (_by_row(weights, groups)[:, None] * self.lora.scale)).to(hidden.dtype)
         # Zeros for the other experts make the sum over a token's experts one product with all experts' B.
-        spread = narrow.new_zeros(weights.shape[0], self.down_lora_b.shape[0], self.lora.rank)
-        spread = spread.scatter(1, self._chosen(groups), narrow).flatten(1)  # (M, E · rank)
+        width = self.down_lora_b.shape[0] * self.lora.rank
+        spread = _Put.apply(narrow, self._places(groups), (weights.shape[0], width))  # (M, E · rank)
         return mixed + spread @ self.down_lora_b.to(hidden.dtype).transpose(1, 2).flatten(0, 1)
 
-    def _chosen(self, groups: Groups) -> Tensor:
-        return groups.experts[..., None].expand(-1, -1, self.lora.rank)  # (M, A, rank)
+    def mix_along(self, direction: Tensor, hidden: Tensor, weights: Tensor, groups: Groups) -> Tensor:
+        """Return the inner product of a direction (M, D) and `mix`, one summand per row (R,).
+
+        Its gradients are those of `mix`, but the down product is of the direction. So the output is not needed.
+        """
+        assert isinstance(self.down_proj, Tensor)
+        pulled = product_by_group(dispatch(direction, groups), self.down_proj.transpose(1, 2), groups.ends)  # (R, F)
+        narrow = product_by_group(hidden, self.down_lora_a.to(hidden.dtype), groups.ends)  # (R, rank)
+        wide = direction @ self.down_lora_b.to(direction.dtype).transpose(1, 2).flatten(0, 1).T
+        along = _Take.apply(wide, self._places(groups))
+        return _inner_products(hidden, pulled, narrow, along, _by_row(weights, groups), self.lora.scale)
+
+    def _places(self, groups: Groups) -> Tensor:
+        """Return the places (R, rank) of each row's narrow values among those of all tokens and experts, in order."""
+        token, expert = groups.order // groups.experts.shape[1], groups.experts.flatten()[groups.order]
+        first = (token * groups.ends.shape[0] + expert) * self.lora.rank
+        return first[:, None] + torch.arange(self.lora.rank, device=first.device)
 
     def updates(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name of each base weight in this module, and the update of its adapter."""
@@ -145,41 +192,133 @@ class AdaptedExperts(Experts):
         return experts
 
 
-class _AdaptedProduct(torch.autograd.Function):
-    """x Wᵀ + scale · x Aᵀ Bᵀ, where both products add to one output, and both gradients of x to one gradient."""
+class _AdaptedProducts(torch.autograd.Function):
+    """x Wᵀ + scale · x Aᵀ Bᵀ for several W, A and B.
+
+    One product has all A. The largest products come last and add to the others, which costs them almost nothing.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Weight, a: Tensor, b: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-        ctx.weight, ctx.scale, ctx.dtypes = weight, scale, (x.dtype, a.dtype)
-        rows, a, b = (tensor.to(dtype) for tensor in (x.flatten(0, -2), a, b))
+    def forward(ctx: Any, x: Tensor, weights: list[Weight], scale: float, dtype: torch.dtype, *pairs: Tensor) -> Any:
+        """pairs: all A, all B, then those of the weights that are tensors, for autograd."""
+        count, rows = len(weights), x.flatten(0, -2).to(dtype)
+        a, b = torch.cat(pairs[:count]).to(dtype), [pair.to(dtype) for pair in pairs[count : 2 * count]]
+        ctx.scale, ctx.dtypes = scale, (x.dtype, pairs[0].dtype)
+        ctx.quantized = [None if isinstance(weight, Tensor) else weight for weight in weights]
         with torch.autocast(x.device.type, enabled=False):
-            narrow = rows @ a.T  # (M, rank)
-            out = linear(rows, weight.to(dtype) if isinstance(weight, Tensor) else weight)
-            out.addmm_(narrow, b.T, alpha=scale)
-        if isinstance(weight, Tensor):
-            ctx.weight = None
-            ctx.save_for_backward(rows, a, b, narrow, weight)
-        else:
-            ctx.save_for_backward(rows, a, b, narrow)
-        return out.unflatten(0, x.shape[:-1])
+            narrow = (rows @ a.T).mul_(scale)  # (M, count · rank)
+            outs = [part @ of_pair.T for part, of_pair in zip(narrow.chunk(count, 1), b, strict=True)]
+            for out, weight in zip(outs, weights, strict=True):
+                out.addmm_(rows, (weight.to(dtype) if isinstance(weight, Tensor) else weight.decode(dtype)).T)
+        ctx.save_for_backward(rows, a, narrow, *b, *pairs[2 * count :])
+        return tuple(out.unflatten(0, x.shape[:-1]) for out in outs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, a, b, narrow, *weights = ctx.saved_tensors
-        weight = weights[0].to(rows.dtype) if weights else ctx.weight.decode(rows.dtype)
-        (x_dtype, wide), grads = ctx.dtypes, grad.flatten(0, -2)
-        grad_narrow = (grads @ b).mul_(ctx.scale)
-        grad_x = grad_weight = None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        rows, a, narrow, *others = ctx.saved_tensors
+        count, (x_dtype, wide) = len(grads), ctx.dtypes
+        b, tensors = others[:count], iter(others[count:])
+        weights = [next(tensors) if weight is None else weight for weight in ctx.quantized]
+        flat = [grad.flatten(0, -2) for grad in grads]
+        grad_narrow = torch.cat([grad @ of_pair for grad, of_pair in zip(flat, b, strict=True)], 1).mul_(ctx.scale)
+        grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = (grads @ weight).addmm_(grad_narrow, a).to(x_dtype).unflatten(0, grad.shape[:-1])
-        if ctx.needs_input_grad[1]:
-            grad_weight = (grads.T @ rows).to(weights[0].dtype)
-        grad_a, grad_b = grad_narrow.T @ rows, (grads.T @ narrow).mul_(ctx.scale)
-        return grad_x, grad_weight, grad_a.to(wide), grad_b.to(wide), None, None
+            grad_x = grad_narrow @ a
+            for grad, weight in zip(flat, weights, strict=True):
+                grad_x.addmm_(grad, weight.to(rows.dtype) if isinstance(weight, Tensor) else weight.decode(rows.dtype))
+            grad_x = grad_x.to(x_dtype).unflatten(0, grads[0].shape[:-1])
+        grad_a = (grad_narrow.T @ rows).to(wide).chunk(count)
+        parts = zip(flat, narrow.chunk(count, 1), strict=True)
+        grad_b = [(grad.T @ part).to(wide) for grad, part in parts]
+        of_weights = [
+            (grad.T @ rows).to(weight.dtype) if weight.requires_grad else None
+            for grad, weight in zip(flat, weights, strict=True)
+            if isinstance(weight, Tensor)
+        ]
+        return grad_x, None, None, None, *grad_a, *grad_b, *of_weights
 
 
-class _Permute(torch.autograd.Function):
+@contextmanager
+def rounded_once(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Round all adapters to the dtype of products within the context, for a forward and its backward pass.
+
+    Otherwise every use rounds them. Gradients reach the adapters themselves.
+
+    Example: `with rounded_once(model, torch.bfloat16): objective.reduce(objective(model, batch, seeds=s)).backward()`.
+    """
+    places = [
+        (module, name)
+        for _, module in _adapted_modules(model)
+        for name, weight in module.named_parameters(recurse=False)
+        if "lora_" in name and weight.dtype != dtype
+    ]
+    weights = [getattr(module, name) for module, name in places]
+    for (module, name), rounded in zip(places, _Rounded.apply(dtype, *weights) if places else (), strict=True):
+        module._parameters[name] = rounded
+    try:
+        yield
+    finally:
+        for (module, name), weight in zip(places, weights, strict=True):
+            module._parameters[name] = weight
+
+
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.dtypes = [weight.dtype for weight in weights]
+        ctx.set_materialize_grads(False)  # an adapter that is not used keeps no gradient
+        return tuple(_cast(weights, [dtype] * len(weights)))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        used = [number for number, grad in enumerate(grads) if grad is not None]
+        found = _cast([grads[number] for number in used], [ctx.dtypes[number] for number in used])
+        of = dict(zip(used, found, strict=True))
+        return None, *(of.get(number) for number in range(len(grads)))
+
+
+def _cast(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    out = [torch.empty_like(tensor, dtype=dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
+    torch._foreach_copy_(out, list(tensors))  # a few launches for all
+    return out
+
+
+class _Take(torch.autograd.Function):
+    """The values of x at `places`, which are all different, so that the gradient is a copy too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.shape = x.shape
+        return x.take(places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (places,) = ctx.saved_tensors
+        return _put(grad, places, ctx.shape), None
+
+
+class _Put(torch.autograd.Function):
+    """Zeros of a shape with the values x at `places`, which are all different: the transpose of `_Take`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, places: Tensor, shape: tuple[int, ...]) -> Tensor:
+        ctx.save_for_backward(places)
+        return _put(x, places, shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.take(*ctx.saved_tensors), None, None
+
+
+def _put(x: Tensor, places: Tensor, shape: Sequence[int]) -> Tensor:
+    zeros = x.new_zeros(math.prod(shape))
+    return zeros.scatter_(0, places.flatten(), x.flatten()).view(shape)
+
+
+class _ByRow(torch.autograd.Function):
     """x[order], whose gradient is a copy too, because `back` inverts `order`."""
 
     @staticmethod
@@ -192,9 +331,59 @@ class _Permute(torch.autograd.Function):
         return grad[ctx.saved_tensors[0]], None, None
 
 
+def _by_row(weights: Tensor, groups: Groups) -> Tensor:
+    """Return the weights (M, A) of the choices in the order of the rows, (R,)."""
+    out: Tensor = _ByRow.apply(weights.flatten(), groups.order, groups.back.flatten())
+    return out
+
+
+class _KeptOutput(torch.autograd.Function):
+    """The experts' output, whose gradient computes the hidden values again. The output itself is computed once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, module: AdaptedExperts, kept: Kept, x: Tensor, weights: Tensor, experts: Tensor, *_: Tensor
+    ) -> Tensor:
+        if kept.groups is None:
+            kept.groups = group_by_expert(experts, module.gate_up_proj.shape[0])
+            kept.mixed = module.mix(module.hidden(x, kept.groups), weights, kept.groups, x.dtype)
+        ctx.module, ctx.autocast, device = module, nullcontext, x.device.type
+        if torch.is_autocast_enabled(device):
+            ctx.autocast = partial(torch.autocast, device, torch.get_autocast_dtype(device), cache_enabled=False)
+        ctx.save_for_backward(x, weights, *kept.groups)
+        assert kept.mixed is not None
+        return kept.mixed.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weights, *groups = ctx.saved_tensors
+        inputs = x.detach().requires_grad_(), weights.detach().requires_grad_()
+        with torch.enable_grad(), ctx.autocast():
+            hidden = ctx.module.hidden(inputs[0], Groups(*groups))
+            along = ctx.module.mix_along(grad, hidden, inputs[1], Groups(*groups))
+        of_x, of_weights, *of_trained = torch.autograd.grad(
+            along, [*inputs, *_trained(ctx.module)], torch.ones_like(along)
+        )
+        return None, None, of_x, of_weights, None, *of_trained
+
+
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    return [weight for weight in module.parameters() if weight.requires_grad]
+
+
 @fusible
-def _gated_sum(wide: Tensor, low: Tensor, scale: float) -> Tensor:
-    return gated_gelu(*(wide + low * scale).chunk(2, dim=-1))
+def _gated_sum(wide: Tensor, low: Tensor) -> Tensor:
+    return gated_gelu(*(wide + low).chunk(2, dim=-1))
+
+
+@fusible
+def _inner_products(
+    hidden: Tensor, pulled: Tensor, narrow: Tensor, along: Tensor, weights: Tensor, scale: float
+) -> Tensor:
+    """Return weight · (hidden · pulled + scale · narrow · along) of each row, (R,) in float32."""
+    wide, low = ((left.to(wide_dtype(left)) * right).sum(-1) for left, right in ((hidden, pulled), (narrow, along)))
+    return weights * (wide + scale * low)
 
 
 @typed
@@ -211,7 +400,7 @@ def add_lora(model: DiffusionGemma, lora: LoRA | None = None, *, seed: int = 0) 
             continue
         adapted = AdaptedExperts(module, lora) if isinstance(module, Experts) else AdaptedLinear(module, lora)
         adapted.base_generation = model.generation
-        _put(model, name, adapted)
+        _set_module(model, name, adapted)
     generator = torch.Generator().manual_seed(seed)
     for name, weight in _adapter_weights(model):
         if name.endswith("lora_a"):  # drawn on the CPU, so that the adapter does not depend on the device
@@ -254,7 +443,7 @@ def merge_lora(model: DiffusionGemma, *, quantized: str | None = None) -> dict[s
                 # Added in the wider dtype of the two, and rounded once.
                 wide = torch.promote_types(weight.dtype, update.dtype)
                 weight.copy_((weight.to(wide) + update).to(weight.dtype))
-        _put(model, name, module.base())
+        _set_module(model, name, module.base())
         for attribute, weight in merged.items():
             set_weight(model, f"{name}.{attribute}", weight)
     model.requires_grad_(True)
@@ -352,7 +541,7 @@ def adapters_of(model: nn.Module) -> LoRA | None:
 
 def _take_off(model: DiffusionGemma) -> None:
     for name, module in _adapted_modules(model):
-        _put(model, name, module.base())
+        _set_module(model, name, module.base())
     model.requires_grad_(True)
 
 
@@ -378,7 +567,7 @@ def _new_pair(weight: Weight, rank: int) -> tuple[nn.Parameter, nn.Parameter]:
     return nn.Parameter(a), nn.Parameter(b)
 
 
-def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+def _set_module(model: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, module)
 
