@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import dgemma
 from dgemma import DiffusionGemma
 from dgemma.model import experts
-from dgemma.model.attention import attend, attend_by_products
+from dgemma.model.attention import _Join, attend, attend_by_products
 from dgemma.model.config import Conventions
 from dgemma.model.experts import grouped_product, looped_product
 from dgemma.model.layout import lay_out_by_column
@@ -140,6 +140,17 @@ def test_attention_by_products_equals_torchs_forward_and_backward(num_queries, m
     seen = torch.randn(out.shape, generator=generator, dtype=torch.float64)
     gradients = (torch.autograd.grad(x, (q, k, v), seen) for x in (out, expected))
     torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_keys_joined_in_words_are_those_of_a_concatenation(dtype):
+    past = torch.randn(3, 9, 2, 16).to(dtype).transpose(1, 2)[:, :, :5].requires_grad_()
+    new = torch.randn(3, 4, 2, 16).to(dtype).transpose(1, 2).requires_grad_()
+    joined, expected = _Join.apply(past, new), torch.cat((past, new), dim=2)
+    assert torch.equal(joined, expected)
+    seen = torch.randn(expected.shape).to(dtype)
+    ours, theirs = (torch.autograd.grad(x, (past, new), seen) for x in (joined, expected))
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_frozen_experts_cost_no_gradient_of_their_weights(monkeypatch):

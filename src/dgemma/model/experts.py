@@ -13,7 +13,9 @@ from dgemma.model.layers import gated_gelu, rms_norm, wide_dtype
 from dgemma.model.quantized import QuantizedWeight, Weight, decoded_product
 
 _FEW = 16  # experts; for so few, comparing all of them is faster than sorting
-_COUNTED = 1 << 24  # choices times experts; up to so many, counting them all is faster than sorting
+_COUNTED = (
+    1 << 24
+)  # choices times experts; for so few, counting is faster than sorting (not measured in compiled layers)
 
 
 class Routing(NamedTuple):
@@ -176,7 +178,8 @@ def group_by_expert(experts: Tensor, num_experts: int) -> Groups:
         ends = torch.full((1,), experts.numel(), dtype=torch.int32, device=experts.device)
         return Groups(experts, count, count.view_as(experts), ends)
     chosen, expert = experts.flatten(), torch.arange(num_experts, device=experts.device)
-    if num_experts <= _FEW or chosen.numel() * num_experts <= _COUNTED:
+    few = chosen.numel() * num_experts <= _COUNTED and not torch.compiler.is_compiling()
+    if num_experts <= _FEW or few:
         is_chosen = chosen == expert[:, None]  # (E, R)
         # A running count over the choices of expert 0, then of expert 1 and so on, gives each choice its row.
         counted = is_chosen.flatten().cumsum(0, dtype=torch.int32)
