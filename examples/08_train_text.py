@@ -48,7 +48,7 @@ def split_excerpt(folder: Path) -> Path:
 
 
 def report_every(seconds: float) -> Callable[[TrainStep], None]:
-    """Return a callback that prints the losses after this many seconds, again and again."""
+    """Return a callback that prints the losses every so many seconds."""
     began = last = time.perf_counter()
 
     def report(record: TrainStep) -> None:
