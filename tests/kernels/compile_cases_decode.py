@@ -2,6 +2,7 @@
 
 import torch
 
+from dgemma_kernels.formats import Quantized
 from dgemma_kernels.ops.accept.kernel import accept
 from dgemma_kernels.ops.attention.kernel import attention, default_tile
 from dgemma_kernels.ops.product.kernel import multiply_row
@@ -53,10 +54,17 @@ def run_row(num_cols: int, width: int) -> None:
     multiply_row(empty(1, width), empty(num_cols, width))
 
 
+def float8(*shape: int) -> Quantized:
+    values, scale = empty(*shape, dtype=torch.float8_e4m3fn), empty(*shape[:-1], dtype=torch.float32)
+    return Quantized(values=values, scale=scale, dtype=torch.bfloat16)
+
+
 CALLS = {
     "one row, q, k, v": lambda: run_row(8192, 2816),
     "one row, o": lambda: run_row(2816, 4096),
     "one row, o of full layers": lambda: run_row(2816, 8192),
+    "one row, q, k, v in float8": lambda: multiply_row(float8(1, 2816), float8(8192, 2816)),
+    "one row, o of full layers in float8": lambda: multiply_row(empty(1, 8192), float8(2816, 8192)),
     "one token, sliding": lambda: run_token(SLIDING, causal=True, window=1024),
     "one token, full": lambda: run_token(FULL, causal=True),
     "qkv, sliding": lambda: run_qkv(SLIDING, 2),

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from dgemma_kernels.formats import quantize
 from dgemma_kernels.ops.product import kernel, reference
 
 
@@ -13,6 +14,16 @@ def test_a_product_of_one_row_matches_float64(device, cols, width, dtype, limit)
     x, weight = (torch.randn(n, width, generator=generator).to(device, dtype) for n in (1, cols))
     got, want = kernel.multiply_row(x, weight), reference.multiply_row(x.double(), weight.double())
     assert ((got.double() - want).norm() / want.norm()).item() < limit
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_a_product_with_a_float8_weight_matches_float64(device, rounded):
+    generator = torch.Generator().manual_seed(3)
+    plain, wide = (torch.randn(n, 1100, generator=generator).to(device) for n in (1, 33))
+    x, weight = quantize(plain) if rounded else plain, quantize(wide)
+    got = kernel.multiply_row(x, weight)
+    want = reference.multiply_row(x.decode() if rounded else plain.double(), weight.decode())
+    assert ((got.double() - want).norm() / want.norm()).item() < 1e-6
 
 
 def test_several_rows_and_other_dtypes_are_refused(device):

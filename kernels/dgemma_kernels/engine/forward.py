@@ -81,6 +81,8 @@ class Forward:
     def head(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Return logits before the soft-cap: (R, D) → (R, V)."""
         head = self.weights.head
+        if out is None and self._is_row(hidden):
+            return multiply_row(hidden, head)
         return self._multiply(_as(head, hidden), head, out=out)
 
     def soft_embedding(self, probabilities: Tensor) -> Tensor:
@@ -161,13 +163,12 @@ class Forward:
         return inputs
 
     def _product(self, x: Tensor | Quantized, weight: Tensor | Quantized) -> Tensor:
-        """Return x @ weight.T.
+        """Return x @ weight.T."""
+        return multiply_row(x, weight) if self._is_row(x) else self._multiply(x, weight)
 
-        A single plain row uses `multiply_row`, unless `batch_invariant` requires the library's order of sums.
-        """
-        if x.shape[0] == 1 and isinstance(x, Tensor) and isinstance(weight, Tensor) and not self.batch_invariant:
-            return multiply_row(x, weight)
-        return self._multiply(x, weight)
+    def _is_row(self, x: Tensor | Quantized) -> bool:
+        """Tell if `multiply_row` multiplies x; `batch_invariant` requires the library's order of sums."""
+        return x.shape[0] == 1 and not self.batch_invariant
 
     def _part(self, window: int | None) -> int:
         """Return the number of keys per fixed part of attention, 0 without fixed parts.
@@ -180,7 +181,7 @@ class Forward:
 
     def _output(self, layer: LayerWeights, seen: Tensor) -> tuple[Tensor, _Scales]:
         """Return attention's output product, and the scales that it still lacks if it is float8."""
-        if isinstance(layer.o, Tensor):
+        if isinstance(layer.o, Tensor) or self._is_row(seen):
             return self._product(seen, layer.o), None
         rows = round_rows(seen)
         return self._multiply_unscaled(rows, layer.o, self._one), (rows.scale, layer.o.scale)
@@ -231,6 +232,10 @@ class Forward:
         if isinstance(dense_in, Tensor):
             assert isinstance(layer.gate_up, Tensor)
             assert isinstance(layer.down, Tensor)
+            if self._is_row(dense_in):
+                # Not early, so that the router's few programs find a free multiprocessor first.
+                hidden_row = geglu(multiply_row(dense_in, layer.gate_up, early=False))
+                return multiply_row(hidden_row, layer.down, early=False), None
             tiles = dense_config(
                 dense_in.shape[0], dense_in.device, format_of(dense_in), one_order=self.batch_invariant
             )

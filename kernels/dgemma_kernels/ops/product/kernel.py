@@ -9,30 +9,36 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dgemma_kernels.formats.float8 import Quantized, values_and_scale
 from dgemma_kernels.ops.blocks import inside, wait_for_launches_before
 from dgemma_kernels.ops.configs import dependent_launch
 
 _DEPTH = 1024  # columns per load
 
 
-def multiply_row(x: Tensor, weight: Tensor) -> Tensor:
+def multiply_row(x: Tensor | Quantized, weight: Tensor | Quantized, *, early: bool = True) -> Tensor:
     """Return x @ weight.T of one row: (1, K), (N, K) → (1, N). Sums are float32 and round once.
+
+    The weight may be float8, with a plain or a float8 row. With `early`, programs start during the previous kernel.
 
     Example: `multiply_row(x[:1], layer.qkv)`.
     """
-    if x.ndim != 2 or weight.ndim != 2 or x.shape != (1, weight.shape[1]):
+    if len(x.shape) != 2 or len(weight.shape) != 2 or x.shape != (1, weight.shape[1]):
         raise ValueError(
             f"multiply_row must get a row (1, K) and a weight (N, K), got {tuple(x.shape)} and {tuple(weight.shape)}."
         )
-    if x.dtype != weight.dtype or not (x.is_contiguous() and weight.is_contiguous()):
+    (row, row_scale), (matrix, scale) = values_and_scale(x), values_and_scale(weight)
+    if x.dtype != weight.dtype or not (row.is_contiguous() and matrix.is_contiguous()):
         raise ValueError(f"multiply_row must get contiguous tensors of one dtype, got {x.dtype} and {weight.dtype}.")
     num_cols, width = weight.shape
-    out = torch.empty(1, num_cols, dtype=x.dtype, device=x.device)
+    out = torch.empty(1, num_cols, dtype=x.dtype, device=row.device)
     at_once = max(1, 12 // triton.cdiv(width, _DEPTH))  # so that four programs share a multiprocessor's registers
     cols = min(4, 1 << (at_once.bit_length() - 1))
     _multiply_row_kernel[(triton.cdiv(num_cols, cols),)](
-        x,
-        weight,
+        row,
+        row_scale,
+        matrix,
+        scale,
         out,
         num_cols,
         WIDTH=width,
@@ -41,7 +47,7 @@ def multiply_row(x: Tensor, weight: Tensor) -> Tensor:
         EXACT=num_cols % cols == 0,
         num_warps=4,
         maxnreg=128,
-        **dependent_launch(x.device),
+        **(dependent_launch(row.device) if early else {"DEPENDENT": False}),
     )
     return out
 
@@ -49,7 +55,9 @@ def multiply_row(x: Tensor, weight: Tensor) -> Tensor:
 @triton.jit(do_not_specialize=["num_cols"])
 def _multiply_row_kernel(
     x: tl.tensor,
+    x_scale: tl.tensor | None,
     weight: tl.tensor,
+    weight_scale: tl.tensor | None,
     out: tl.tensor,
     num_cols: tl.tensor,
     WIDTH: tl.constexpr,
@@ -66,10 +74,17 @@ def _multiply_row_kernel(
     for start in tl.static_range(0, WIDTH, DEPTH):
         left = inside(depth, WIDTH - start, WIDTH - start >= DEPTH)
         parts += (tl.load(matrix + start, mask=col_inside[:, None] & left[None, :], other=0.0),)  # type: ignore[assignment]
+    if weight_scale is not None:
+        scale = tl.load(weight_scale + col, mask=col_inside, other=0.0)
     wait_for_launches_before(DEPENDENT)
     sums = tl.zeros([COLS, DEPTH], tl.float32)
     for at in tl.static_range(len(parts)):
         left = inside(depth, WIDTH - at * DEPTH, WIDTH - at * DEPTH >= DEPTH)
         inputs = tl.load(x + at * DEPTH + depth, mask=left, other=0.0)
         sums += parts[at].to(tl.float32) * inputs.to(tl.float32)[None, :]
-    tl.store(out + col, tl.sum(sums, 1).to(out.dtype.element_ty), mask=col_inside)
+    result = tl.sum(sums, 1)
+    if weight_scale is not None:
+        result *= scale
+    if x_scale is not None:
+        result *= tl.load(x_scale)
+    tl.store(out + col, result.to(out.dtype.element_ty), mask=col_inside)
