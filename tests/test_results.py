@@ -72,13 +72,51 @@ def test_memory_is_the_recorded_one(column):
         assert table["in use afterwards, GB"][column] == f"{memory['held_gib'] * GIB:.1f}"
 
 
+def prompt_rows(parts: dict[str, list[dict[str, Any]]]) -> dict[str, tuple[float, str]]:
+    """Return floor and measured milliseconds of every row of the table of prompts, steps and tokens."""
+    rows = {f"read {part['length']:,} tokens": part for part in parts["read"]}
+    rows |= {f"read {part['batch']} × {part['length']:,} tokens": part for part in parts.get("rows", [])}
+    shown = {name: (part["floor_ms"], whole_or_tenths(part["ms"])) for name, part in rows.items()}
+    shown |= {f"step, batch {part['batch']}": (part["floor_ms"], milliseconds(part)) for part in parts["batches"]}
+    word = parts["words"][0]
+    return shown | {"autoregressive token": (word["floor_ms"], f"{word['ms_per_token']:.2f}")}
+
+
+def whole_or_tenths(ms: float) -> str:
+    return f"{ms:.1f}" if ms < 1000 else f"{ms:,.0f}"
+
+
 @pytest.mark.parametrize(("column", "file"), [("bf16", "prompts.json"), ("fp8", "prompts_fp8.json")])
-def test_prompts_and_large_batches_are_the_recorded_ones(column, file):
-    table, parts = read_table("docs/benchmarks.md", "Prompts and large batches"), recorded(file)
-    expected = {f"read {part['length']:,} tokens, ms": f"{part['ms']:.1f}" for part in parts.get("read", [])}
-    expected |= {f"step, batch {part['batch']}, ms": milliseconds(part) for part in parts["batches"]}
-    expected["autoregressive token, ms"] = f"{parts['words'][0]['ms_per_token']:.2f}"
-    assert {row: cells[column] for row, cells in table.items() if cells[column]} == expected
+def test_prompts_steps_and_tokens_are_the_recorded_ones(column, file):
+    table, rows = (
+        read_table("docs/benchmarks.md", "Prompts, large batches and single tokens"),
+        prompt_rows(recorded(file)),
+    )
+    assert {row: cells[column] for row, cells in table.items() if cells[column]} == {
+        name: ms for name, (_, ms) in rows.items()
+    }
+    floors = {name: whole_or_tenths(floor) for name, (floor, _) in rows.items()}
+    assert {row: cells[f"floor of {column}"] for row, cells in table.items() if cells[column]} == floors
+
+
+def test_transformers_prompts_steps_and_tokens_are_the_recorded_ones():
+    table = read_table("docs/benchmarks.md", "Prompts, large batches and single tokens")
+    expected = {}
+    for part in recorded("prompts.json")["transformers"]:
+        prompt = f"{part['length']:,} tokens" if part["batch"] == 1 else f"{part['batch']} × {part['length']:,} tokens"
+        names = {"read": f"read {prompt}", "step": f"step, batch {part['batch']}", "word": "autoregressive token"}
+        expected[names[part["work"]]] = "out of memory" if part["ms"] is None else whole_or_tenths(part["ms"])
+    assert {row: cells["transformers"] for row, cells in table.items() if cells["transformers"]} == expected
+
+
+def test_the_price_of_batch_invariance_is_the_recorded_one():
+    table, expected = read_table("docs/benchmarks.md", "The price of `batch_invariant`"), {}
+    for part in recorded("step_invariant.json")["invariant"]:
+        place = f"batch {part['batch']}" if part["prefix"] == 1024 else f"prefix {part['prefix']:,}"
+        name = f"step, {place}" if part["what"] == "step" else "autoregressive token"
+        times = {"default, ms": f"{part['ms']:.1f}", "`batch_invariant`, ms": f"{part['invariant_ms']:.1f}"}
+        expected[name] = times | {"ratio": f"{part['ratio']:.2f}"}
+    assert table == expected
 
 
 def test_the_comparison_with_transformers_is_of_one_recorded_run():

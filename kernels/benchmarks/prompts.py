@@ -1,13 +1,14 @@
 """Prompts, autoregressive tokens, large batches and the first call at the published size: parity first, then time.
 
-python kernels/benchmarks/prompts.py                                    every part in bfloat16
+python kernels/benchmarks/prompts.py --profile --transformers           everything in bfloat16, with transformers
 python kernels/benchmarks/prompts.py --parts read --lengths 1024 8192   two prompts only
-python kernels/benchmarks/prompts.py --weights fp8 --float8 attention dense head
+python kernels/benchmarks/prompts.py --parts steps --batches 8 16       two denoising steps only
+python kernels/benchmarks/prompts.py --parts words --weights fp8 --float8 attention dense head
 python kernels/benchmarks/prompts.py --parts first                      the first call only
-python kernels/benchmarks/prompts.py --transformers                     also transformers' prefill, in another process
 
-Weights are random and route nearly evenly over all experts. The floor of a prompt is its FLOP, at 700 TFLOP/s for
-products and 816 for attention, or the time to read all weights once.
+Weights are random and route nearly evenly over all experts. A floor is the FLOP at 750 TFLOP/s for products (twice that
+in float8) and 816 for attention, or the time to read all weights once if that is longer. `--profile` adds the time of
+each kernel, and `--transformers` the same work in transformers, eager, after our model is gone.
 """
 
 import argparse
@@ -15,25 +16,43 @@ import gc
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from generate import build, draw_tokens
-from step import GPU, Results, build_two_layers, round_experts, time_step, typical_error
+from step import (
+    GPU,
+    PROMPT,
+    Results,
+    add_profile,
+    build_two_layers,
+    compute_ms,
+    head_bytes,
+    prefix_bytes,
+    profile_step,
+    random_prefix,
+    round_experts,
+    time_step,
+    typical_error,
+    weight_bytes,
+)
 from timing import describe_run, measure_read_bandwidth, results_folder
 
 import dgemma
 from dgemma.model import experts as reference_experts
 from dgemma_kernels import FusedDenoiser, accelerate
-from dgemma_kernels.formats import ENCODERS, stored_tensors
+from dgemma_kernels.formats import ENCODERS
 
-PARTS = ("parity", "read", "rows", "profile", "words", "batches", "first")
-LENGTHS = (256, 1024, 4096, 8192, 65_536, 261_632)
+PARTS = ("first", "parity", "read", "rows", "steps", "words")
+LENGTHS = (256, 1024, 4096, 8192, 16_384, 65_536, 261_632)
+ROWS = ((4, 256), (4, 1024), (16, 1024))  # batches of prompts
+LONG = 65_536  # tokens of a prompt; a longer one takes seconds
+MOST_THEIRS = 16_384  # tokens that transformers reads: a mask of all pairs makes longer prompts slow
 WORDS = 64
 
 
@@ -67,25 +86,20 @@ def check_parity(results: Results, weights: str) -> None:
     reference_experts._supports_grouped = supports
 
 
-def floor_ms(model: FusedDenoiser, length: int, bandwidth: float) -> float:
-    """Return the larger of the time to compute a prompt and the time to read all weights once."""
-    config, products, attention, num_bytes = model.config, 0.0, 0.0, 0
-    for layer in model._forward.weights.layers:
-        plain = (layer.qkv, layer.o, layer.gate_up, layer.down, layer.router)
-        both = (layer.expert_gate_up, layer.expert_down)
-        num_bytes += sum(t.nbytes for weight in (*plain, *both) for t in stored_tensors(weight))
-        products += sum(weight.shape[0] * weight.shape[1] for weight in plain)
-        products += config.top_k_experts * sum(weight.shape[1] * weight.shape[2] for weight in both)
-        seen = length / 2 if layer.shape.window is None else min(length / 2, layer.shape.window)
-        attention += 4 * config.num_attention_heads * layer.shape.head_dim * seen
-    compute = length * (2 * products / 700e12 + attention / 816e12)
-    return 1e3 * max(compute, num_bytes / bandwidth)
+def read_floor_ms(model: FusedDenoiser, batch: int, length: int, bandwidth: float) -> float:
+    """Return the larger of the time to compute prompts and the time to read all weights once."""
+
+    def seen(window: int | None) -> float:
+        return length / 2 if window is None else min(length / 2, window)
+
+    compute = compute_ms(model, batch * length, seen, vocabulary=False)
+    return max(compute, 1e3 * weight_bytes(model, model.config.num_experts) / bandwidth)
 
 
 def time_read(model: FusedDenoiser, batch: int, length: int) -> list[float]:
-    """Return the milliseconds of each `encode`, from the call to the end on the device."""
+    """Return the milliseconds of each `encode`, from the call to the end on the device. A very long one runs once."""
     times, tokens = [], batch * length
-    warmups, repeats = (3, 7) if tokens <= 16_384 else (1, 2) if tokens <= 65_536 else (0, 1)
+    warmups, repeats = (3, 7) if tokens <= 16_384 else (1, 2) if tokens <= LONG else (0, 1)
     for _ in range(warmups + repeats):
         prompt = draw_tokens(batch, length)
         torch.cuda.synchronize()
@@ -101,7 +115,7 @@ def add_read(results: Results, part: str, model: FusedDenoiser, batch: int, leng
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
     times = time_read(model, batch, length)
-    middle = statistics.median(times)
+    middle, floor = statistics.median(times), read_floor_ms(model, batch, length, results.bandwidth)
     results.add(
         part,
         batch=batch,
@@ -110,21 +124,23 @@ def add_read(results: Results, part: str, model: FusedDenoiser, batch: int, leng
         from_ms=min(times),
         to_ms=max(times),
         tokens_per_s=batch * length / middle * 1e3,
-        floor_ms=batch * floor_ms(model, length, results.bandwidth * batch),
+        floor_ms=floor,
+        of_floor=floor / middle,
         more_gb=(torch.cuda.max_memory_allocated() - held) / 1e9,
     )
 
 
-def profile_read(results: Results, model: FusedDenoiser, length: int) -> None:
-    tokens = draw_tokens(1, length)
-    model.encode(tokens)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        model.encode(tokens)
-        torch.cuda.synchronize()
-    rows = sorted(profile.key_averages(), key=lambda row: -row.self_device_time_total)
-    for row in rows[:16]:
-        name, micros = row.key[:90], row.self_device_time_total
-        results.add("profile", length=length, us=micros, launches=row.count, each_us=micros / row.count, kernel=name)
+def token_bytes(model: FusedDenoiser, prompt: int) -> float:
+    """Return the bytes of one autoregressive token: each used weight once, and the keys and values that it sees."""
+    return weight_bytes(model, model.config.top_k_experts) + head_bytes(model) + prefix_bytes(model, 1, prompt)
+
+
+def profile_word(results: Results, model: FusedDenoiser, prompt: int) -> None:
+    """Profile the graph of one autoregressive token, without the draw."""
+    cache = random_prefix(model, 1, prompt)
+    model.causal_logits(draw_tokens(1, 1), cache)
+    captured = next(c for key, c in reversed(cache.buffers.graphs.items()) if key[0] == "token")
+    add_profile(results, captured._replay.replay, what="token", repeats=8)
 
 
 def time_words(results: Results, model: Any, prompt: int) -> None:
@@ -141,12 +157,13 @@ def time_words(results: Results, model: Any, prompt: int) -> None:
                 torch.cuda.synchronize()
                 times.append(time.perf_counter() - start)
         few, many = (min(times[1:]) for times in seconds.values())
-        results.add("words", how=name, prompt=prompt, ms_per_token=1e3 * (many - few) / WORDS)
+        middle, floor = 1e3 * (many - few) / WORDS, 1e3 * token_bytes(model, prompt) / results.bandwidth
+        results.add("words", how=name, prompt=prompt, ms_per_token=middle, floor_ms=floor, of_floor=floor / middle)
 
 
 def time_first_call(results: Results, model: FusedDenoiser) -> None:
     """Time the first two generations of one canvas after a prompt of 1,024 tokens, with an empty Triton cache."""
-    seconds, prompt = [], draw_tokens(1, 1024)
+    seconds, prompt = [], draw_tokens(1, PROMPT)
     for _ in range(2):
         torch.cuda.synchronize()
         start = time.perf_counter()
@@ -156,25 +173,54 @@ def time_first_call(results: Results, model: FusedDenoiser) -> None:
     results.add("first", first_call_s=seconds[0], second_call_s=seconds[1])
 
 
+def time_transformers(results: Results, parts: list[str], lengths: list[int], batches: list[int]) -> None:
+    """Time the same prompts, steps and tokens in transformers. Work that does not fit into the memory is left out."""
+    import transformers_step
+
+    theirs: Any = transformers_step.build(dgemma.presets.diffusiongemma_26b_a4b(), "cuda")
+
+    def add(time: Callable[..., float], batch: int, length: int) -> None:
+        try:
+            results.add("transformers", work=time.__name__, batch=batch, length=length, ms=time(theirs, batch, length))
+        except torch.OutOfMemoryError:
+            results.add("transformers", work=time.__name__, batch=batch, length=length, ms=None)
+        torch.cuda.empty_cache()
+
+    if "read" in parts:
+        for length in sorted(length for length in lengths if length <= MOST_THEIRS):
+            add(transformers_step.read, 1, length)
+    if "rows" in parts:
+        for batch, length in ROWS:
+            add(transformers_step.read, batch, length)
+    if "words" in parts:
+        add(transformers_step.word, 1, PROMPT)
+    if "steps" in parts:
+        for batch in batches:
+            add(transformers_step.step, batch, PROMPT)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", choices=tuple(ENCODERS), default="bf16", help="storage format of the experts")
     parser.add_argument("--float8", nargs="*", choices=("attention", "dense", "head"), default=[])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS))
-    parser.add_argument("--transformers", action="store_true", help="time transformers' prefill as well")
+    parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS), help="of prompts")
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 16], help="of steps")
+    parser.add_argument("--profile", action="store_true", help="add the time of each kernel")
+    parser.add_argument("--transformers", action="store_true", help="time transformers as well")
     parser.add_argument("--output", type=Path, help="by default results/<gpu>/prompts.json, or prompts_<weights>.json")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("This benchmark needs a CUDA GPU; on this machine run tests/kernels/test_engine.py instead.")
-    weights, float8 = options.weights, tuple(options.float8)
     torch.manual_seed(0)
-    with tempfile.TemporaryDirectory() as folder:  # an empty cache for the first call
-        os.environ["TRITON_CACHE_DIR"] = folder
-        measure(options, weights, float8)
+    with tempfile.TemporaryDirectory() as folder:
+        if "first" in options.parts:  # needs an empty cache
+            os.environ["TRITON_CACHE_DIR"] = folder
+        measure(options)
 
 
-def measure(options: argparse.Namespace, weights: str, float8: tuple[str, ...]) -> None:
+def measure(options: argparse.Namespace) -> None:
+    weights, parts, model_format = options.weights, options.parts, tuple(options.float8)
     output = options.output or results_folder() / ("prompts.json" if weights == "bf16" else f"prompts_{weights}.json")
     print(describe_run(), flush=True)
     results = Results(measure_read_bandwidth())
@@ -186,38 +232,46 @@ def measure(options: argparse.Namespace, weights: str, float8: tuple[str, ...]) 
         gc.collect()
         torch.cuda.empty_cache()
 
-    model: FusedDenoiser | None = build(weights, float8)
+    model: FusedDenoiser | None = build(weights, model_format)
     assert model is not None
-    if "first" in options.parts:
+    if "first" in parts:
         time_first_call(results, model)
-    if "parity" in options.parts:
+        keep()
+    if "parity" in parts:
         check_parity(results, weights)
-    keep()
-    if "rows" in options.parts:
-        for batch, length in ((4, 256), (4, 1024), (16, 1024)):
+        keep()
+    if "words" in parts:
+        time_words(results, model, PROMPT)
+        if options.profile:
+            profile_word(results, model, PROMPT)
+        keep()
+    if "steps" in parts:
+        for batch in options.batches:
+            time_step(results, "batches", model, batch, PROMPT)
+            if options.profile:
+                profile_step(results, model, batch, what=f"step, batch {batch}")
+            keep()
+    if "rows" in parts:
+        for batch, length in ROWS:
             add_read(results, "rows", model, batch, length)
         keep()
-    if "batches" in options.parts:
-        for batch in (8, 16):
-            time_step(results, "batches", model, batch, 1024)
-            keep()
-    if "profile" in options.parts:
-        profile_read(results, model, 8192)
-        keep()
-    if "words" in options.parts:
-        time_words(results, model, 1024)
-        keep()
-    if "read" in options.parts:
+    if "read" in parts:
         for length in options.lengths:
-            add_read(results, "read", model, 1, length)
+            what = f"read {length:,} tokens"
+            if length <= LONG:
+                add_read(results, "read", model, 1, length)
+                keep()
+                if options.profile:
+                    add_profile(results, partial(model.encode, draw_tokens(1, length)), repeats=1, what=what)
+            elif options.profile:  # its only run has the profile; the profiler runs on the device alone
+                add_profile(results, partial(add_read, results, "read", model, 1, length), repeats=1, what=what)
+            else:
+                add_read(results, "read", model, 1, length)
             keep()
     model = None  # transformers' model does not fit next to it
     keep()
     if options.transformers:
-        command = [sys.executable, str(Path(__file__).with_name("transformers_step.py")), "--read", "1024", "8192"]
-        said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-        for line in said.strip().splitlines()[-2:]:
-            results.add("transformers", said=line)
+        time_transformers(results, parts, options.lengths, options.batches)
         keep()
 
 

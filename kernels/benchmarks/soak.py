@@ -3,9 +3,9 @@
 python kernels/benchmarks/soak.py --seconds 40
 
 `dgemma/text` in bfloat16. First one run repeats its steps. Then generations with random batch sizes, prompts, canvases,
-samplers, temperatures and stop rules follow, of which most need new graphs. Every line has the mean time of a step and
-the memory of the process on GPU and host. The last line has the growth of the memory during the second half of the
-generations, when the caches are already full.
+samplers, temperatures and stop rules follow, of which most need new graphs. Every line has the mean time of a step, the
+memory on GPU and host, and the unused buffers and graphs that the model keeps. The last line has the growth of the
+memory during the second half of the generations, when the caches are already full.
 """
 
 import argparse
@@ -28,10 +28,11 @@ GPU = torch.device("cuda")
 
 
 def memory() -> dict[str, float]:
-    """Return MiB in use: tensors, all of the GPU (with graphs and kernels), and the peak of the host process."""
+    """Return MiB: tensors, torch's memory, all of the GPU (with graphs and other processes), peak of the host."""
     free, total = torch.cuda.mem_get_info()
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return {"tensors": torch.cuda.memory_allocated() / 2**20, "gpu": (total - free) / 2**20, "host_peak": host}
+    mine = {"tensors": torch.cuda.memory_allocated() / 2**20, "torch": torch.cuda.memory_reserved() / 2**20}
+    return mine | {"gpu": (total - free) / 2**20, "host_peak": host}
 
 
 def repeat_steps(model: FusedDenoiser, seconds: float, results: list[dict[str, Any]]) -> int:
@@ -48,7 +49,7 @@ def repeat_steps(model: FusedDenoiser, seconds: float, results: list[dict[str, A
                 state, _ = model.step(state, cache=cache, knobs=knobs)
         torch.cuda.synchronize()
         taken += 50 * 48
-        add(results, "the same step", taken, (time.perf_counter() - begun) / (50 * 48) * 1e3)
+        add(results, model, "the same step", taken, (time.perf_counter() - begun) / (50 * 48) * 1e3)
     return taken
 
 
@@ -73,11 +74,16 @@ def vary(model: FusedDenoiser, seconds: float, results: list[dict[str, Any]]) ->
             taken += int(out.steps.amax(0).sum())
             shapes.add((batch, length))
         torch.cuda.synchronize()
-        add(results, "random shapes", taken, (time.perf_counter() - begun) / (taken - before) * 1e3, shapes=len(shapes))
+        each = (time.perf_counter() - begun) / (taken - before) * 1e3
+        add(results, model, "random shapes", taken, each, shapes=len(shapes))
     return taken
 
 
-def add(results: list[dict[str, Any]], what: str, steps: int, step_ms: float, **more: Any) -> None:
+def add(
+    results: list[dict[str, Any]], model: FusedDenoiser, what: str, steps: int, step_ms: float, **more: Any
+) -> None:
+    kept = model._pool._free
+    more |= {"buffers": len(kept), "graphs": sum(len(buffers.graphs) for buffers in kept)}
     results.append({"what": what, "steps": steps, "step_ms": step_ms, **more, **memory()})
     print("  ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in results[-1].items()), flush=True)
 

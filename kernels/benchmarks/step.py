@@ -35,11 +35,12 @@ from dgemma.run.plan import read_plan
 from dgemma.run.step import start_state
 from dgemma_kernels import FusedDenoiser, accelerate
 from dgemma_kernels.engine.cache import FusedCache
-from dgemma_kernels.formats import ENCODERS, decode, quantize, stored_tensors
+from dgemma_kernels.formats import ENCODERS, decode, format_of, quantize, stored_tensors
 
 PARTS = ("parity", "step", "profile", "batches", "prefixes", "invariant", "skewed")
 CANVAS, PROMPT, DISTINCT = 256, 1024, 84
 GPU = torch.device("cuda")
+PRODUCTS, ATTENTION = 750e12, 816e12  # FLOP/s of an H200; products in float8 have twice that rate
 
 
 def knobs_of(model: FusedDenoiser, stop: bool = False) -> Knobs:
@@ -106,19 +107,55 @@ def count_active(model: FusedDenoiser, cache: FusedCache) -> float:
     return sum(counts) / len(counts)
 
 
-def step_bytes(model: FusedDenoiser, active: float, batch: int, prefix: int) -> float:
-    """Return the fewest bytes of a step: each used weight once (the embedding twice), prefix, logits twice."""
-    config, total, in_bytes = model.config, 0.0, 0.0
+def weight_bytes(model: FusedDenoiser, active: float) -> float:
+    """Return the bytes of all layers' weights with this many experts per layer."""
+    total = 0.0
     for layer in model._forward.weights.layers:
         both = (layer.expert_gate_up, layer.expert_down)
-        in_bytes += active / config.num_experts * sum(t.nbytes for w in both for t in stored_tensors(w))
+        total += active / model.config.num_experts * sum(t.nbytes for w in both for t in stored_tensors(w))
         others = (layer.qkv, layer.o, layer.router, layer.gate_up, layer.down)
-        in_bytes += sum(t.nbytes for w in others for t in stored_tensors(w))
-        seen = prefix if layer.shape.window is None else min(prefix, layer.shape.window - 1)
-        total += 2 * batch * seen * layer.shape.num_key_value_heads * layer.shape.head_dim
-    in_bytes += sum(t.nbytes for t in stored_tensors(model._forward.weights.head))
-    total += model._forward.weights.embedding.numel() + 4 * batch * CANVAS * config.vocab_size
-    return in_bytes + 2 * total
+        total += sum(t.nbytes for w in others for t in stored_tensors(w))
+    return total
+
+
+def prefix_bytes(model: FusedDenoiser, batch: int, prefix: int) -> float:
+    """Return the bytes of the keys and values that a canvas or a token sees."""
+    shapes = [layer.shape for layer in model._forward.weights.layers]
+    seen = [prefix if shape.window is None else min(prefix, shape.window - 1) for shape in shapes]
+    pairs = zip(seen, shapes, strict=True)
+    return sum(4.0 * batch * keys * shape.num_key_value_heads * shape.head_dim for keys, shape in pairs)
+
+
+def head_bytes(model: FusedDenoiser) -> int:
+    return sum(t.nbytes for t in stored_tensors(model._forward.weights.head))
+
+
+def step_bytes(model: FusedDenoiser, active: float, batch: int, prefix: int) -> float:
+    """Return the fewest bytes of a step: each used weight once (the embedding twice), prefix, logits twice."""
+    logits = 4 * batch * CANVAS * model.config.vocab_size
+    embedding = model._forward.weights.embedding.numel()
+    others = head_bytes(model) + 2 * (embedding + logits)
+    return weight_bytes(model, active) + prefix_bytes(model, batch, prefix) + others
+
+
+def compute_ms(model: FusedDenoiser, tokens: int, seen: Callable[[int | None], float], vocabulary: bool) -> float:
+    """Return the time of all products and of attention at the rates of PRODUCTS and ATTENTION.
+
+    `seen(window)` is the mean number of keys that a token sees. A step also has the two vocabulary products.
+    """
+    config, weights, seconds = model.config, model._forward.weights, 0.0
+
+    def product(weight: Any, times: int = 1) -> float:
+        rate = PRODUCTS * (2 if format_of(weight) == "fp8" else 1)
+        return 2 * times * weight.shape[-2] * weight.shape[-1] / rate
+
+    for layer in weights.layers:
+        seconds += sum(product(weight) for weight in (layer.qkv, layer.o, layer.gate_up, layer.down, layer.router))
+        seconds += sum(product(weight, config.top_k_experts) for weight in (layer.expert_gate_up, layer.expert_down))
+        seconds += 4 * config.num_attention_heads * layer.shape.head_dim * seen(layer.shape.window) / ATTENTION
+    if vocabulary:
+        seconds += product(weights.head) + product(weights.embedding)
+    return 1e3 * tokens * seconds
 
 
 class Results:
@@ -281,12 +318,19 @@ def time_step(results: Results, part: str, model: FusedDenoiser, batch: int, pre
     (body, _), (soft, _), (total, spread) = time_replays(captured._replay.replay, captured._soft.replay)
     active = count_active(model, cache)
     num_bytes = step_bytes(model, active, batch, prefix)
+
+    def seen(window: int | None) -> float:
+        return CANVAS + (prefix if window is None else min(prefix, window - 1))
+
+    floor = max(compute_ms(model, batch * CANVAS, seen, vocabulary=True), 1e3 * num_bytes / results.bandwidth)
     results.add(
         part,
         batch=batch,
         prefix=prefix,
         step_ms=total,
         spread_ms=spread,
+        floor_ms=floor,
+        of_floor=floor / total,
         to_stop_test_ms=body,
         soft_embedding_ms=soft,
         active_experts=active,
@@ -326,19 +370,28 @@ def compare_invariant(results: Results, model: FusedDenoiser, batches: list[int]
     compare("token", 1, PROMPT, token)
 
 
-def profile_step(results: Results, model: FusedDenoiser) -> None:
-    cache = random_prefix(model, 1, PROMPT)
-    captured = prepare_step(model, cache, knobs_of(model, stop=True))
+def add_profile(results: Results, run: Callable[[], Any], repeats: int = 3, **labels: Any) -> None:
+    """Add the device time of one `run()` by kernel. A dependently launched kernel includes its wait."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(3):
-            captured._replay.replay()
-            captured._soft.replay()
+        for _ in range(repeats):
+            run()
         torch.cuda.synchronize()
-    rows = [(e.key, e.count / 3, e.self_device_time_total / 3) for e in profile.key_averages()]
+    rows = [(e.key, e.count / repeats, e.self_device_time_total / repeats) for e in profile.key_averages()]
     rows.sort(key=lambda row: -row[2])
-    for name, count, micros in rows[:40]:
-        results.add("profile", us=micros, launches=count, each_us=micros / max(count, 1e-9), kernel=name[:90])
-    results.add("profile", us=sum(row[2] for row in rows), launches=sum(row[1] for row in rows), kernel="all")
+    for name, count, micros in rows[:16]:
+        results.add("profile", **labels, us=micros, launches=count, each_us=micros / max(count, 1e-9), kernel=name[:90])
+    sums = {"us": sum(row[2] for row in rows), "launches": sum(row[1] for row in rows)}
+    results.add("profile", **labels, **sums, kernel="all")
+
+
+def profile_step(results: Results, model: FusedDenoiser, batch: int = 1, **labels: Any) -> None:
+    captured = prepare_step(model, random_prefix(model, batch, PROMPT), knobs_of(model, stop=True))
+
+    def replay() -> None:
+        captured._replay.replay()
+        captured._soft.replay()
+
+    add_profile(results, replay, **labels)
 
 
 def restrict_experts(model: FusedDenoiser) -> None:

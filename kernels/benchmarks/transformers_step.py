@@ -2,15 +2,14 @@
 
 python kernels/benchmarks/transformers_step.py               eager
 python kernels/benchmarks/transformers_step.py --compiled    its static-cache path, which compiles for minutes first
-python kernels/benchmarks/transformers_step.py --read 8192   the time to read a prompt instead of the time of a step
 
-We time two generations of one canvas, with many and with few steps. The time of a step is the difference in time
-divided by the difference in steps. So it includes the sampler, but neither the prefill nor the commit.
+`prompts.py --transformers` also times other batches, prompts and single tokens with these functions.
 """
 
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,13 +34,16 @@ def build(config: dgemma.ModelConfig, device: str) -> torch.nn.Module:
         torch.set_default_dtype(before)
 
 
-def time_steps(model: Any, prompt: torch.Tensor, *, compiled: bool, repeats: int) -> list[float]:
-    """Return milliseconds per step, one per repeat."""
+def step(model: Any, batch: int, length: int, *, compiled: bool = False, few: int = 2, many: int = 8) -> float:
+    """Return the milliseconds of a denoising step: the difference of two generations of one canvas, in time and steps.
+
+    So it includes the sampler, but neither the prefill nor the commit.
+    """
+    prompt = draw_prompt(batch, length)
+    options = {"cache_implementation": "static"} if compiled else {}
 
     def seconds(steps: int) -> float:
-        options = {"cache_implementation": "static"} if compiled else {}
-        if prompt.device.type == "cuda":
-            torch.cuda.synchronize()
+        torch.cuda.synchronize()
         start = time.perf_counter()
         model.generate(
             prompt,
@@ -52,43 +54,58 @@ def time_steps(model: Any, prompt: torch.Tensor, *, compiled: bool, repeats: int
             pad_token_id=0,
             **options,
         )
-        if prompt.device.type == "cuda":
-            torch.cuda.synchronize()
+        torch.cuda.synchronize()
         return time.perf_counter() - start
 
-    seconds(FEW)  # compiles, or warms up
-    seconds(MANY)
-    return [(seconds(MANY) - seconds(FEW)) / (MANY - FEW) * 1e3 for _ in range(repeats)]
+    seconds(few)  # compiles, or warms up
+    if compiled:
+        seconds(many)
+    return (seconds(many) - seconds(few)) / (many - few) * 1e3
 
 
-def time_read(model: Any, length: int, repeats: int) -> float:
-    """Return the median milliseconds to read a prompt of this length into a new cache."""
+def read(model: Any, batch: int, length: int) -> float:
+    """Return the median milliseconds to read prompts of this length into a new cache."""
+
+    def run(prompt: torch.Tensor) -> None:
+        model.model.encoder(input_ids=prompt)
+
+    return median_ms(lambda: run(draw_prompt(batch, length)), repeats=3)
+
+
+def word(model: Any, batch: int, length: int) -> float:
+    """Return the median milliseconds to read one token after a prompt of this length and compute its logits."""
+    cache, token = None, draw_prompt(batch, length)
+
+    def run() -> None:
+        nonlocal cache, token
+        out = model.model.encoder(input_ids=token, past_key_values=cache)
+        cache, token = out.past_key_values, model.lm_head(out.last_hidden_state[:, -1:]).argmax(-1)
+
+    return median_ms(run, repeats=20)
+
+
+def median_ms(run: Callable[[], None], repeats: int) -> float:
     times = []
-    for _ in range(2 + repeats):
-        prompt = torch.randint(5, 262_144, (1, length), device="cuda")
+    for _ in range(1 + repeats):
         torch.cuda.synchronize()
         start = time.perf_counter()
         with torch.no_grad():
-            model.model.encoder(input_ids=prompt)
+            run()
         torch.cuda.synchronize()
         times.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times[2:])
+    return statistics.median(times[1:])
+
+
+def draw_prompt(batch: int, length: int) -> torch.Tensor:
+    return torch.randint(5, 262_144, (batch, length), device="cuda")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compiled", action="store_true")
-    parser.add_argument("--read", type=int, nargs="+", default=[], metavar="TOKENS", help="read prompts only")
     options = parser.parse_args()
-    config = dgemma.presets.diffusiongemma_26b_a4b()
-    model = build(config, "cuda")
-    for length in options.read:
-        ms = time_read(model, length, repeats=3)
-        print(f"transformers, eager: {length} tokens in {ms:.1f} ms, {1e3 * length / ms:.0f} tokens/s", flush=True)
-    if options.read:
-        return
-    prompt = torch.randint(5, config.vocab_size, (1, PROMPT), device="cuda")
-    times = time_steps(model, prompt, compiled=options.compiled, repeats=3)
+    model = build(dgemma.presets.diffusiongemma_26b_a4b(), "cuda")
+    times = [step(model, 1, PROMPT, compiled=options.compiled, few=FEW, many=MANY) for _ in range(3)]
     peak = torch.cuda.max_memory_allocated() / 2**30
     how = "compiled, static cache" if options.compiled else "eager"
     print(
