@@ -179,11 +179,11 @@ def time_transformers(results: Results, parts: list[str], lengths: list[int], ba
 
     theirs: Any = transformers_step.build(dgemma.presets.diffusiongemma_26b_a4b(), "cuda")
 
-    def add(time: Callable[..., float], batch: int, length: int) -> None:
+    def add(work: Callable[..., float], batch: int, length: int) -> None:
         try:
-            results.add("transformers", work=time.__name__, batch=batch, length=length, ms=time(theirs, batch, length))
+            results.add("transformers", work=work.__name__, batch=batch, length=length, ms=work(theirs, batch, length))
         except torch.OutOfMemoryError:
-            results.add("transformers", work=time.__name__, batch=batch, length=length, ms=None)
+            results.add("transformers", work=work.__name__, batch=batch, length=length, ms=None)
         torch.cuda.empty_cache()
 
     if "read" in parts:
@@ -220,7 +220,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace) -> None:
-    weights, parts, model_format = options.weights, options.parts, tuple(options.float8)
+    weights, parts, float8 = options.weights, options.parts, tuple(options.float8)
     output = options.output or results_folder() / ("prompts.json" if weights == "bf16" else f"prompts_{weights}.json")
     print(describe_run(), flush=True)
     results = Results(measure_read_bandwidth())
@@ -232,7 +232,7 @@ def measure(options: argparse.Namespace) -> None:
         gc.collect()
         torch.cuda.empty_cache()
 
-    model: FusedDenoiser | None = build(weights, model_format)
+    model: FusedDenoiser | None = build(weights, float8)
     assert model is not None
     if "first" in parts:
         time_first_call(results, model)
