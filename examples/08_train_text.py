@@ -6,7 +6,14 @@ Commands that trained `dgemma/text` on one GPU, and sampled from it:
 
     python examples/text_corpus/prepare.py --out runs/corpus
     python examples/08_train_text.py --corpus runs/corpus --out runs/text --minutes 13.2 --compile
-    python examples/18_samples.py --model runs/text/checkpoint --out runs/text/samples.md
+    python examples/text_corpus/prepare.py --stage 2 --out runs/corpus2
+    python examples/08_train_text.py --start runs/text/checkpoint --corpus runs/corpus2 --out runs/text2 \\
+        --minutes 6.7 --compile
+    python examples/18_samples.py --model runs/text2/checkpoint --out runs/text2/samples.md
+
+With --start, training goes on from a checkpoint with a lower learning rate. Uniform noise, the harder one, then gets
+more of the canvases, and low noise levels are drawn more often. The saved weights lie on the line from the checkpoint
+to the trained weights. So the model learns the new text and keeps most of the old one.
 
 The --out folder will contain `checkpoint` (bfloat16, for `from_pretrained` and transformers), `results.json` and `run`,
 with the log of the losses. Run the same command again to resume. The likelihood is measured under both noises, on
@@ -27,6 +34,7 @@ import torch
 import dgemma
 from dgemma.data.corpus import SEPARATOR, prepare_corpus
 from dgemma.data.text import TextSource, TokenFile, read_documents, scan
+from dgemma.diffusion.schedule import Linear, PlainCosine
 from dgemma.train import Objective, TrainConfig, balanced_routers, evaluate, muon, soften_attention, train
 from dgemma.train.log import TrainStep
 from dgemma.values import describe_noise
@@ -36,6 +44,7 @@ NUMBERS = {  # defaults with and without a GPU
     "batch-size": (96, 4, "rows per step"),
     "canvases": (8, 2, "canvases per row"),
 }
+WAY = 0.7  # how far the saved weights lie on the way from --start to the trained weights
 EXCERPT = Path(dgemma.__file__).parent / "assets" / "text" / "held_out.txt"
 
 
@@ -65,18 +74,23 @@ def report_every(seconds: float) -> Callable[[TrainStep], None]:
 
 def main(args: argparse.Namespace, scratch: Path) -> None:
     if args.device == "cpu" and args.minutes is None and not args.prepare_only:
-        print("Without a GPU this only shows that the script runs: the text model needs about 13 minutes of an H200.")
+        print("Without a GPU this only shows that the script runs: the text model needs about 20 minutes of an H200.")
         print("To train a smaller model on a CPU in a few minutes, use `dgemma train`.", flush=True)
     out = args.out or scratch / "out"
     shape = dgemma.presets.text() if args.corpus else dgemma.presets.tiny()
+    if args.start:
+        dgemma.Tokenizer.from_pretrained(args.start).save_pretrained(args.corpus / "tokenizer")
     corpus = prepare_corpus(args.corpus or split_excerpt(scratch), shape.vocab_size)
     for part, file in (("train", corpus.train), ("validation", corpus.validation), ("test", corpus.test)):
         print(f"{part}: {file.num_documents} documents, {file.num_tokens:,} tokens, {file.num_bytes:,} bytes")
     if args.prepare_only:
         return
     torch.manual_seed(args.seed)
-    model = dgemma.DiffusionGemma(shape, device=args.device)
-    soften_attention(model)
+    if args.start:
+        model = dgemma.DiffusionGemma.from_pretrained(args.start, dtype=torch.float32, device=args.device)
+    else:
+        model = dgemma.DiffusionGemma(shape, device=args.device)
+        soften_attention(model)
     # The published stop tokens 106 and 50 are words in this vocabulary. The bound and the steps were chosen after
     # training: a small model is less certain than the published one, and needs fewer steps for a short canvas.
     model.generation = dgemma.GenerationDefaults(
@@ -90,14 +104,16 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
 
     uniform = dgemma.UniformNoise(shape.vocab_size)
     masks = dgemma.MaskNoise(shape.vocab_size, mask_token_id=corpus.tokenizer.mask_token_id)
-    # All canvases of a row at once, half of them with masks: the network sees which noise a canvas has. The causal mode
+    # All canvases of a row at once, some of them with masks: the network sees which noise a canvas has. The causal mode
     # quickly memorises a small corpus, so its loss has a low weight.
+    schedule = PlainCosine() if args.start else Linear()
     objective = Objective(
-        noise=uniform,
-        masks=masks,
+        noise=replace(uniform, schedule=schedule),
+        masks=replace(masks, schedule=schedule),
+        masks_prob=0.3 if args.start else 0.5,
         canvas_len=shape.canvas_length,
         canvases="all",
-        causal_weight=0.25,
+        causal_weight=0.1 if args.start else 0.25,
     )
     source = TextSource(
         file=corpus.train,
@@ -117,12 +133,17 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
         compile=args.compile,
         seed=args.seed,
     )
-    optimizer = partial(muon, lr=2.5e-3, momentum=0.9, weight_decay=0.1)
+    optimizer = partial(muon, lr=1.5e-3 if args.start else 2.5e-3, momentum=0.9, weight_decay=0.1)
+    start = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     began = time.perf_counter()
     with balanced_routers(model, 0.01):
         result = train(model, objective, source, config, out=out / "run", optimizer=optimizer, on_step=report_every(30))
     seconds = time.perf_counter() - began
 
+    if args.start:
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                weight.copy_(torch.lerp(start[name], weight, WAY))
     # Evaluate the weights as they are saved, rounded to bfloat16.
     model.to(torch.bfloat16).save_pretrained(out / "checkpoint")
     corpus.tokenizer.save_pretrained(out / "checkpoint")
@@ -164,6 +185,7 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=Path, help="folder with train.txt, validation.txt, test.txt; default: excerpt")
+    parser.add_argument("--start", help="checkpoint to go on from, with a --corpus; default: random weights")
     parser.add_argument("--out", type=Path, help="default: a temporary folder")
     for name, (on_gpu, without, meaning) in NUMBERS.items():
         default = on_gpu if torch.cuda.is_available() else without
@@ -174,4 +196,7 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as folder:
-        main(parser.parse_args(), Path(folder))
+        arguments = parser.parse_args()
+        if arguments.start and not arguments.corpus:
+            parser.error("--start needs a --corpus")
+        main(arguments, Path(folder))

