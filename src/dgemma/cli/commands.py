@@ -155,7 +155,7 @@ def _add_sudoku(commands: Any) -> None:
         "--steps", type=types.count, default=48, metavar="N", help="maximum number of denoising steps (%(default)s)"
     )
     options.add_sampler_option(
-        group, default="entropy-bound:bound=0.01,greedy=True; `dgemma generate --help` lists all samplers"
+        group, default="entropy-bound:bound=0.01,greedy=True; the end of `dgemma generate --help` lists all"
     )
     options.add_noise_option(group, choices=("mask", "uniform"))
     options.add_seed_option(group, help="seed of the new puzzle and of sampling")

@@ -95,10 +95,12 @@ def load_denoiser(arguments: argparse.Namespace) -> Denoiser:
         raise ValueError("--fast needs a GPU that torch can see, got none. Remove --fast.")
     try:
         from dgemma_kernels import accelerate
+        from dgemma_kernels.engine.weights import stored_format
     except ImportError as error:
         raise ValueError(f"--fast needs the kernels: {error}") from None
-    weights = arguments.weights or "bf16"
-    return accelerate(load_model(arguments), weights, release=weights != "bf16")
+    model = load_model(arguments)
+    weights = arguments.weights or stored_format(model)
+    return accelerate(model, weights, release=weights != "bf16")
 
 
 def load_writer(arguments: argparse.Namespace) -> Writer:

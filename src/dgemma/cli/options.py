@@ -34,9 +34,9 @@ def add_model_options(
         group.add_argument("--fast", action="store_true", help="use Triton kernels and CUDA graphs; needs a GPU")
         group.add_argument(
             "--weights",
-            choices=("bf16", "packed", "fp8"),
-            help="weight format of --fast: packed stores bf16 losslessly in 12 bits and is 1.1 times as fast for one "
-            "text; fp8 rounds the experts to 8 bits and is 1.5 times as fast (bf16)",
+            choices=("bf16", "packed", "fp8", "int4", "nvfp4"),
+            help="weight format of the experts with --fast: packed stores bf16 losslessly in 12 bits and is 1.1 times "
+            "as fast for one text; fp8, int4 and nvfp4 round, and are 1.5 to 1.7 times as fast (the checkpoint's)",
         )
 
 
@@ -78,7 +78,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """Add --steps, --sampler, --noise, --temperature, --top-k, --top-p and --seed."""
     group = parser.add_argument_group("sampling", "Options you omit come from the checkpoint.")
     group.add_argument("--steps", type=types.count, metavar="N", help="maximum number of denoising steps per canvas")
-    add_sampler_option(group, default="`dgemma generate --help` lists all samplers")
+    add_sampler_option(group, default="the end of `dgemma generate --help` lists all")
     add_noise_option(group)
     group.add_argument("--temperature", type=types.positive(), metavar="T", help="temperature, constant over all steps")
     group.add_argument("--top-k", type=types.count, metavar="K", help="sample from the K most probable tokens")

@@ -141,21 +141,19 @@ def run_bench(arguments: argparse.Namespace) -> None:
     tokens_per_second = arguments.batch * config.canvas_length / (canvas_time.median / 1000)
     threads = output.counted(torch.get_num_threads(), "thread")
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {threads}"
-    weights = (arguments.weights or "bf16") if arguments.fast else None
     if arguments.json:
-        settings = {name: getattr(arguments, name) for name in ("model", "fast", "batch", "prefix", "steps")}
+        settings = {name: getattr(arguments, name) for name in ("model", "fast", "weights", "batch", "prefix", "steps")}
         milliseconds = {name: asdict(timing) for name, timing in timings.items()}
         output.print_json(
             {
                 **settings,
-                "weights": weights,
                 "device": where,
                 "milliseconds": milliseconds,
                 "tokens_per_second": tokens_per_second,
             }
         )
         return
-    how = f" --fast --weights {weights}" if arguments.fast else ""
+    how = " --fast" * arguments.fast + (f" --weights {arguments.weights}" if arguments.weights else "")
     output.print_text(f"{arguments.model}{how} on {where}, batch {arguments.batch}")
     print(f"  prefix of {arguments.prefix}: {timings['prefix']}")
     print(f"  forward over {config.canvas_length}: {timings['forward']}")

@@ -67,8 +67,9 @@ def list_files(paths: Iterable[str | Path]) -> list[Path]:
     for path in map(Path, paths):
         inside = sorted(p for p in path.rglob("*") if p.suffix in (".txt", ".jsonl")) if path.is_dir() else [path]
         if not inside or not all(p.is_file() for p in inside):
+            got = "a folder without one" if path.is_dir() else "no file there"
             raise FileNotFoundError(
-                f"{path} must be a .txt or .jsonl file or a folder of them, got none. Check the path."
+                f"{path} must be a .txt or .jsonl file or a folder of them, got {got}. Check the path."
             )
         files += inside
     return files
