@@ -10,13 +10,20 @@ import torch
 
 import dgemma
 from dgemma.cli import loading
+from dgemma.model.quantize import quantize
 
 
 @pytest.mark.parametrize(
-    ("given", "asked", "release"),
-    [(None, "bf16", False), ("bf16", "bf16", False), ("packed", "packed", True), ("fp8", "fp8", True)],
+    ("stored", "given", "asked", "release"),
+    [
+        ("bf16", None, "bf16", False),
+        ("int4", None, "int4", True),
+        ("bf16", "bf16", "bf16", False),
+        ("bf16", "packed", "packed", True),
+        ("bf16", "nvfp4", "nvfp4", True),
+    ],
 )
-def test_the_kernels_get_the_requested_weights_and_the_model_is_released(given, asked, release, monkeypatch):
+def test_the_kernels_get_the_requested_weights_and_the_model_is_released(stored, given, asked, release, monkeypatch):
     # Otherwise the bf16 experts would stay in memory next to the fp8 ones: 69 GiB at the published size instead of 27.
     # `release` frees them while they are rounded.
     kernels = pytest.importorskip("dgemma_kernels")
@@ -24,6 +31,11 @@ def test_the_kernels_get_the_requested_weights_and_the_model_is_released(given, 
 
     def load(arguments):
         model = dgemma.DiffusionGemma(dgemma.presets.tiny())
+        if stored != "bf16":
+            experts = model.layers[0].experts
+            weight = quantize(experts.gate_up_proj, stored)
+            del experts.gate_up_proj
+            experts.gate_up_proj = weight
         loaded.append(weakref.ref(model))
         return model
 
