@@ -12,8 +12,8 @@ Commands that trained `dgemma/text` on one GPU, and sampled from it:
     python examples/18_samples.py --model runs/text2/checkpoint --out runs/text2/samples.md
 
 With --start, training goes on from a checkpoint with a lower learning rate. Uniform noise, the harder one, then gets
-more of the canvases, and low noise levels are drawn more often. The saved weights lie on the line from the checkpoint
-to the trained weights. So the model learns the new text and keeps most of the old one.
+more of the canvases, and low noise levels are drawn more often. The saved weights are a mean: 0.3 of the checkpoint
+plus 0.7 of the trained weights. So the model learns the new text and keeps most of the old one.
 
 The --out folder will contain `checkpoint` (bfloat16, for `from_pretrained` and transformers), `results.json` and `run`,
 with the log of the losses. Run the same command again to resume. The likelihood is measured under both noises, on
@@ -44,7 +44,7 @@ NUMBERS = {  # defaults with and without a GPU
     "batch-size": (96, 4, "rows per step"),
     "canvases": (8, 2, "canvases per row"),
 }
-WAY = 0.7  # how far the saved weights lie on the way from --start to the trained weights
+TRAINED_SHARE = 0.7  # of the saved weights, with --start
 EXCERPT = Path(dgemma.__file__).parent / "assets" / "text" / "held_out.txt"
 
 
@@ -143,7 +143,7 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
     if args.start:
         with torch.no_grad():
             for name, weight in model.named_parameters():
-                weight.copy_(torch.lerp(start[name], weight, WAY))
+                weight.copy_(torch.lerp(start[name], weight, TRAINED_SHARE))
     # Evaluate the weights as they are saved, rounded to bfloat16.
     model.to(torch.bfloat16).save_pretrained(out / "checkpoint")
     corpus.tokenizer.save_pretrained(out / "checkpoint")
