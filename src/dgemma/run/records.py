@@ -48,7 +48,7 @@ class BlockCommit:
     block: int
     tokens: Tensor
     finished: Tensor
-    steps: Tensor  # (B,) forwards each row needed
+    steps: Tensor  # (B,) steps each row needed
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
