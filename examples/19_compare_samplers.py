@@ -172,7 +172,12 @@ def held_out_rows(tokenizer: dgemma.Tokenizer, num_rows: int, row_len: int) -> t
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--num-tests", type=int, default=2, help="Sudokus (%(default)s)")
 parser.add_argument("--num-prompts", type=int, default=2, help="texts to continue (%(default)s)")
-parser.add_argument("--max-steps", type=int, default=12, help="cap on the steps; settings named after more steps are left out (%(default)s)")
+parser.add_argument(
+    "--max-steps",
+    type=int,
+    default=12,
+    help="cap on the steps; settings named after more steps are left out (%(default)s)",
+)
 parser.add_argument("--out", type=Path, help="a folder for samplers.json")
 parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 args = parser.parse_args()

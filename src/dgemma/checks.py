@@ -157,7 +157,7 @@ def _has_64_bits(value: Any) -> bool:
 
 
 def _holds_numbers(arguments: tuple[Any, ...]) -> bool:
-    """Return True for the type arguments of nested sequences of numbers, for which an array is accepted too."""
+    """Return True if the type arguments describe nested sequences of numbers. An array may replace such a sequence."""
     return bool(arguments) and (arguments[0] in (int, float) or _holds_numbers(get_args(arguments[0])))
 
 

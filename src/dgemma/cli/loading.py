@@ -87,7 +87,7 @@ def load_denoiser(arguments: argparse.Namespace) -> Denoiser:
         if model.device.type == "cpu":
             lay_out_by_column(model)
             if model.num_parameters() < _SMALL_MODEL and "OMP_NUM_THREADS" not in os.environ:
-                # On a busy core the second thread would delay every operation. More threads would only wait.
+                # A second thread on a busy core would delay every operation. More than two threads would only wait.
                 wanted = 2 if idle_cores(arguments.start) > _MOSTLY_IDLE else 1
                 torch.set_num_threads(min(wanted, torch.get_num_threads()))
         return model

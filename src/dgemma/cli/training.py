@@ -227,7 +227,7 @@ class _Samples:
 
 
 def _new_model(arguments: argparse.Namespace, tokenizer: Tokenizer) -> DiffusionGemma:
-    """Return the checkpoint, or random weights of a preset's size for the tokenizer's vocabulary. Default: float32."""
+    """Return the checkpoint, or random weights of a preset's size for the tokenizer's vocabulary."""
     if arguments.preset is None:
         return loading.load_model(arguments, dtype=torch.float32).train()
     config = getattr(presets, arguments.preset)().replace(

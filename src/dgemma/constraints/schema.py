@@ -122,7 +122,7 @@ class _Compiler:
         return pattern
 
     def _count(self, num_chars: int) -> None:
-        """Refuse a schema whose references or optional properties multiply."""
+        """Refuse a schema whose nested references or optional properties make its pattern too long."""
         self.num_chars += num_chars
         if self.num_chars > _MOST_CHARS:
             raise ValueError(
@@ -486,7 +486,7 @@ def _bounds(schema: Mapping[str, Any], where: str, *, whole: bool) -> tuple[int 
         found = [(schema[key], key == exclusive) for key in (name, exclusive) if key in schema]
         if any(isinstance(bound, bool) or bound != int(bound) for bound, _ in found) or (len(found) > 1 and not whole):
             raise ValueError(
-                "JsonSchema.schema must have whole numbers as bounds, and for a number at most one lower and one "
+                "JsonSchema.schema must have whole numbers as bounds, and with type number at most one lower and one "
                 f"upper bound, got {found[0][0]!r} at {where}."
             )
         moved = [int(bound) + (shift if beyond and whole else 0) for bound, beyond in found]

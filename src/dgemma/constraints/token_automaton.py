@@ -198,7 +198,8 @@ def unite(automata: list[TokenAutomaton]) -> tuple[TokenAutomaton, list[int]]:
 def with_stops(automaton: TokenAutomaton, stop_tokens: tuple[int, ...], vocab_size: int) -> Automaton:
     """Add the state after the text, which stop tokens reach from final states, and return tensors.
 
-    All tokens stay in that state, because the text ends before them. Without stop tokens it is not reachable.
+    From that state every token leads back to it, because the text has already ended. Without stop tokens it is not
+    reachable.
     """
     end = automaton.num_states
     num_classes = automaton.next_state.shape[1]

@@ -36,7 +36,8 @@ def read_documents(paths: str | Path | Sequence[str | Path], *, separator: str |
 
     A .txt file is one document, or several with `separator` between them. A line of a .jsonl file is an object with
     "text", with "prompt" and "answer", or with "messages": a list of turns, each with "role" and "content". A chat
-    gives a document per turn of the model, after all turns before it. It may have "tools", for the chat template.
+    gives one document per turn of the model; its prompt is all turns before. It may have "tools", for the chat
+    template.
 
     Example: `read_documents("stories.txt", separator="<|endoftext|>")`.
     """

@@ -197,7 +197,9 @@ def gap_by_level(
         )
     for name, value in (("num_bins", num_bins), ("samples_per_bin", samples_per_bin)):
         if value < 1:
-            raise ValueError(f"gap_by_level {name} must be at least 1, got {value}. The defaults are 10 and 3.")
+            raise ValueError(
+                f"gap_by_level {name} must be at least 1, got {value}. Use the defaults, 10 bins and 3 samples per bin."
+            )
     tokens, num_samples = tokens.to(model.device), num_bins * samples_per_bin
     rows, x, gaps = torch.arange(len(tokens), device=tokens.device), tokens[:, 1:], []
     for sample in range(num_samples):

@@ -38,9 +38,9 @@ class TextSource:
     shuffles its rows.
 
     If a document starts a row, its begin-of-text is the context, unless its last canvas would then be empty. Otherwise
-    begin-of-text is the first token of its canvas, and frozen. Later rows of a document are shifted: they start some
-    tokens early. The shift is drawn anew in each epoch, and is at most the number of fill tokens in the document's last
-    canvas. So the first canvas of the second row begins with the last tokens of the first row. They are frozen there,
+    begin-of-text is the first token of its canvas, and frozen. If a document needs several rows, all but its first
+    start some tokens early. This shift is drawn anew in each epoch, and is at most the number of fill tokens in the
+    document's last canvas. So its second row begins with the last tokens of its first row. They are frozen there,
     because the first row has scored them.
 
     Example: `TextSource(file=file, canvas_len=64, num_canvases=8, batch_size=128)(0, range(128)).tokens` is (128, 513).

@@ -132,7 +132,7 @@ _NOT_OF_ROWS = ("noise", "allowed", "language")
 
 
 def _row_fields(state: DenoiseState) -> dict[str, Any]:
-    """The fields whose tensors have one entry per row. Tensors replace a prediction, which has no rows to select."""
+    """The fields whose tensors have one entry per row. A prediction is replaced by its tensors."""
     values = {f.name: getattr(state, f.name) for f in fields(state) if f.name not in _NOT_OF_ROWS}
     if isinstance(state.self_cond, Prediction):
         values["self_cond"] = state.self_cond.as_self_cond()

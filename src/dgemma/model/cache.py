@@ -1,8 +1,8 @@
 """The prefix cache: keys and values of everything already committed.
 
 Rows are left-aligned: row b's first `lengths[b]` slots are its tokens, in order and without padding. So a row's result
-cannot depend on its batch. Sliding layers keep only the tokens that a later token can still see. So a long prefix needs
-memory in the full layers alone: 262,144 tokens of the 26B model take 5.4 GB instead of 59.
+depends on its batch only through rounding. Sliding layers keep only the tokens that a later token can still see. So a
+long prefix needs memory in the full layers alone: 262,144 tokens of the 26B model take 5.4 GB instead of 59.
 """
 
 from collections.abc import Callable, Sequence

@@ -39,7 +39,7 @@ class Groups(NamedTuple):
 class Kept:
     """A layer's choices and its experts' output (M, D), kept from the first pass for the pass that recomputes it.
 
-    Both are None in the first pass.
+    Both are None until the first pass has set them.
     """
 
     groups: Groups | None = None
@@ -82,7 +82,8 @@ def _router_input(residual: Tensor, scale: Tensor, eps: float) -> Tensor:
 def _choose_among_few(probabilities: Tensor, scales: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the largest probabilities, the scales there, and the experts, (M, A) each, from (M, E) each.
 
-    torch.compile fuses these comparisons and sums into one kernel, and so their gradient. `topk` takes five kernels.
+    torch.compile fuses these comparisons and sums into one kernel, and those of the gradient into another. `topk` takes
+    five kernels.
     """
     expert = torch.arange(probabilities.shape[-1], device=probabilities.device)
     left, chosen = probabilities.detach(), []

@@ -174,7 +174,7 @@ def medium_1b() -> ModelConfig:
 
 
 def diffusiongemma_26b_a4b() -> ModelConfig:
-    """The published google/diffusiongemma-26B-A4B: 25.2B text parameters, 3.8B active."""
+    """The published google/diffusiongemma-26B-A4B-it: 25.2B text parameters, 3.8B active."""
     return ModelConfig(
         vocab_size=262_144,
         hidden_size=2816,

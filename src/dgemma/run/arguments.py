@@ -50,7 +50,7 @@ class Span:
         return Span(**{name: None if value is None else value.to(device) for name, value in vars(self).items()})
 
     def block(self, block: int, canvas_len: int, rows: Tensor) -> dict[str, Any]:
-        """The constraints on one block, for some rows. Positions after the last constraint are free."""
+        """The part of the span over one block, for some rows. Positions after the end of the span are free."""
         part = slice(block * canvas_len, (block + 1) * canvas_len)
         canvas, frozen, awaited = self.canvas, self.frozen, self.awaited
         if canvas is not None:

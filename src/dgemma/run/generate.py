@@ -48,7 +48,7 @@ def generate(
     EntropyBound(bound=0.1), temperature 0.8 → 0.4 and StableAndConfident. LeaveOneOutGibbs runs without that stop rule,
     because it corrects tokens whose prediction is confident.
 
-    - `max_new_tokens` is rounded up to whole canvases; `steps` is the maximum number of forwards per canvas.
+    - `max_new_tokens` is rounded up to whole canvases; `steps` is the maximum number of steps per canvas.
     - `noise` is the corruption process, and `sampler` decides which tokens are written.
     - `temperature` (a schedule or a number), `top_k` and `top_p` shape every prediction.
     - `stop` is the rule that ends a canvas early; None disables it.

@@ -1,7 +1,7 @@
 """`generate_many` on several GPUs and machines: `generate_on_ray` with Ray, `generate_with_torchrun` with torchrun.
 
-Every worker has a whole model and its own batch. One process reads the prompts, distributes them and writes the file.
-So a run has one file, and is continued as with `generate_many`.
+Every worker has a whole model and its own batch, and takes the next prompt when it has a free slot. One process writes
+the file. So a run has one file, and is continued as with `generate_many`.
 """
 
 import importlib

@@ -30,7 +30,7 @@ class TypedAnswer(NamedTuple):
 def answer_questions(
     model: Denoiser, tokenizer: Tokenizer, state: Any, questions: Mapping[str, Question]
 ) -> Iterator[TypedAnswer]:
-    """Check questions about `state`, which is a text or a JSON value; yield their answers. A few are read together.
+    """Check questions about `state`, which is a text or a JSON value; yield their answers. One forward answers several.
 
     Example: `answer_questions(model, tokenizer, "It rains.", {"wet": Question(type="noul", instructions="Wet?")})`.
     """

@@ -32,8 +32,9 @@ class CausalOptions(TypedDict, total=False):
 def generate_causal(model: DiffusionGemma, prompt_tokens: Tensor, **options: Unpack[CausalOptions]) -> Tensor:
     """Generate autoregressively after prompt_tokens (B, P), up to `max_new_tokens`; return the new tokens (B, N).
 
-    A row that writes a stop token is padded after it. Arguments and defaults are those of `generate`, except that the
-    temperature is one number (1). `top_k=1` is greedy. A row's draws depend on its seed, not on its batch.
+    A row that writes a stop token is padded after it. The arguments mean the same as in `generate` and have the same
+    defaults, except that the temperature is one number (1). `top_k=1` is greedy. A row's draws depend on its seed, not
+    on its batch.
 
     Example: `tokenizer.decode(dgemma.generate_causal(model, prompt, max_new_tokens=64, temperature=0.8)[0])`.
     """

@@ -1,4 +1,4 @@
-"""A recorded run as one web page without network access: a player that shows the candidates of every position.
+"""A recorded run as one web page that needs no network: a player that shows the candidates of every position.
 
 The page is `page.html`, `page.css` and `page.js` in this folder; this module inserts the run. Numbers are compressed
 arrays per row, texts are JSON. A model can write anything, so its text must never be parsed as markup. JSON escapes

@@ -82,7 +82,7 @@ def weight_name(module: str) -> str:
 
 
 def is_linear(module: str) -> bool:
-    """Return True for the name of a linear layer of the text model. Fused experts are parameters.
+    """Return True for the name of a linear layer of the text model, and False for fused experts.
 
     Example: `is_linear("model.decoder.layers.0.experts.3.up_proj")`.
     """

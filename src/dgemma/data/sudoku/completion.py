@@ -95,8 +95,8 @@ def complete(
     """Let a model trained on `SudokuSource` solve puzzles: digits (B, 81) with 0 for a blank, or texts for `parse`.
 
     keep_clues: freeze the clues on the canvas; otherwise the model must copy them from the prompt. noise: by default
-    the checkpoint's, or mask noise if it names none. options: arguments of `generate`, such as steps, sampler, stop or
-    seed.
+    the checkpoint's; if it names none, mask noise, unlike in `generate`. options: arguments of `generate`, such as
+    steps, sampler, stop or seed.
 
     Example: `complete(model, "53..7..." + "." * 73, sampler=EntropyBound(bound=0.1, greedy=True)).grids`.
     """
@@ -135,9 +135,9 @@ def retry(model: Denoiser, completion: Completion, *, moves_seed: int = 0, **opt
     """Try unsolved puzzles again as equivalent ones, with permuted rows, columns and digits.
 
     A wrong model is usually confident, so sampling again hardly helps. Of 20 failures, resampling the cells of broken
-    units repaired 1, and starting over repaired 0 of 12. Equivalent puzzles repaired half. `moves_seed` seeds the
-    permutations; options are those of `complete`. The result's `generation` covers only the puzzles that were retried.
-    If all puzzles are solved, the completion is returned unchanged.
+    units repaired 1, and equivalent puzzles repaired half. Of 12 failures, starting over repaired none. `moves_seed`
+    seeds the permutations; options are those of `complete`. The result's `generation` covers only the puzzles that were
+    retried. If all puzzles are solved, the completion is returned unchanged.
 
     Example: `for attempt in range(3): done = retry(model, done, moves_seed=attempt)`.
     """
