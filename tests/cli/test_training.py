@@ -145,6 +145,7 @@ def sample_often(monkeypatch):
     """Print a sample at every training step, of two denoising steps."""
     generate = training.generate
     monkeypatch.setattr(training, "_SAMPLE_SECONDS", 0)
+    monkeypatch.setattr(training, "_SAMPLE_PART", 0)
     monkeypatch.setattr(training, "generate", lambda *args, **options: generate(*args, **options | {"steps": 2}))
 
 

@@ -112,16 +112,28 @@ def test_a_run_limited_by_steps_can_continue_for_minutes(tmp_path, clock):
     assert result.log.column("lr")[1][-1] == pytest.approx(FLOOR * PEAK)
 
 
-def test_a_run_whose_first_step_exceeds_the_time_takes_one_more(tmp_path, clock):
-    # The run takes the step during which the time ends, and one last step.
-    result, _ = run(tmp_path, clock, lambda step: 1.5 * SECONDS)
-    assert result.step == 2
+def test_slow_steps_exceed_the_time_by_less_than_one_step(tmp_path, clock):
+    result, seconds = run(tmp_path, clock, lambda step: 50.0)
+    assert (result.step, seconds) == (3, 150)
     assert result.final is not None
+    assert result.log.column("lr")[1][-1] == pytest.approx(FLOOR * PEAK)
 
 
-def test_a_stall_ends_the_run_with_one_last_step(tmp_path, clock):
+def test_slow_steps_are_logged_before_the_run_ends(tmp_path, clock):
+    lines = []
+
+    def pace(step):
+        path = tmp_path / "log.jsonl"
+        lines.append(len(path.read_text().splitlines()) if path.exists() else 0)
+        return 4.0
+
+    run(tmp_path, clock, pace, minutes=1)
+    assert lines[:7] == [0, 0, 0, 3, 3, 3, 6]  # at most ten seconds are unread
+
+
+def test_a_stall_ends_the_run(tmp_path, clock):
     result, _ = run(tmp_path, clock, lambda step: 10 * SECONDS if step == 20 else 1.0)
-    assert result.step == 21
+    assert result.step == 20
     assert result.final is not None
 
 
@@ -174,7 +186,10 @@ def test_a_signal_while_the_plan_is_renewed_stops_the_run(tmp_path, clock, caplo
 
     result, _ = run(tmp_path, clock, pace)
     assert (result.interrupted, result.step) == (True, 10)
-    assert [message[:30] for message in caplog.messages] == ["Training stopped after step 10"]
+    assert [message[:30] for message in caplog.messages] == [
+        "Stopping after this step. A se",
+        "Training stopped after step 10",
+    ]
     assert [signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)] == handlers
     result, _ = run(tmp_path, clock, lambda step: 2.0)
     assert result.final is not None
@@ -247,6 +262,6 @@ def test_without_minutes_the_run_takes_the_steps_of_its_configuration(tmp_path, 
     assert result.step == 5
 
 
-def test_the_shortest_run_takes_two_steps(tmp_path, clock):
+def test_the_shortest_run_takes_one_step(tmp_path, clock):
     result, _ = run(tmp_path, clock, lambda step: 1.0, minutes=5e-324)
-    assert result.step == 2
+    assert result.step == 1

@@ -38,6 +38,7 @@ from dgemma.train.parallel import ADAPTERS_FILE
 
 _NUM_AVERAGED = 50  # reported losses are means over this many last steps, because single batches vary
 _SAMPLE_SECONDS = 30  # between two samples of a run
+_SAMPLE_PART = 10  # a sample takes at most one second in ten
 _SHORT_WARMUP = 10  # steps; a run of a few minutes on a CPU may take no more than 20
 _STOP_MARKERS = ("<turn|>", "<|tool_response>")  # tokens that end a turn, in vocabularies that have them
 
@@ -186,7 +187,7 @@ def _bits_per_byte_factor(file: TokenFile) -> float | None:
 
 
 class _Samples:
-    """Callback of `train` that prints a canvas sampled from the model every `_SAMPLE_SECONDS`.
+    """Callback of `train` that prints a canvas sampled from the model every `_SAMPLE_SECONDS`, or less often if it takes long.
 
     For running text it also prints the mean bits per byte since the last sample. `factor` converts nats per token to
     bits per byte.
@@ -194,6 +195,7 @@ class _Samples:
 
     def __init__(self, model: DiffusionGemma, tokenizer: Tokenizer, noise: Noise, factor: float | None = None) -> None:
         self.model, self.tokenizer, self.noise, self.factor = model, tokenizer, noise, factor
+        self.pause: float = _SAMPLE_SECONDS
         self._begin()
 
     def _begin(self) -> None:
@@ -204,7 +206,8 @@ class _Samples:
     def __call__(self, step: TrainStep) -> None:
         self.nats = self.nats + step.sums["causal"].sum()
         self.num_tokens = self.num_tokens + step.counts["causal"].sum()
-        if time.monotonic() - self.last < _SAMPLE_SECONDS:
+        began = time.monotonic()
+        if began - self.last < self.pause:
             return
         prompt = torch.tensor([[self.tokenizer.bos_token_id]], device=self.model.device)
         self.model.eval()
@@ -224,6 +227,7 @@ class _Samples:
         # tqdm prints above the progress bar
         tqdm.write(f"step {step.step}{bits}: {one_line(self.tokenizer.decode(tokens))}", file=sys.stderr)
         self._begin()
+        self.pause = max(self.pause, _SAMPLE_PART * (self.last - began))
 
 
 def _new_model(arguments: argparse.Namespace, tokenizer: Tokenizer) -> DiffusionGemma:

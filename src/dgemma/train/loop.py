@@ -2,7 +2,7 @@
 
 Each step takes rows from the source, draws noise from their seeds, measures the objective's terms, reduces them to a
 scalar and updates the weights. No step waits for the GPU. The numbers are read, checked and logged every `log_every`
-steps, and before anything is saved.
+steps or ten seconds, and before anything is saved.
 """
 
 import logging
@@ -50,6 +50,7 @@ logger = logging.getLogger("dgemma")
 
 _SHORT = 5  # minutes; in a shorter run compiling takes more time than it saves
 _WARMUP_PART = 10  # in a run limited by minutes, at most one step in ten warms up
+_LONGEST_UNREAD = 10  # seconds; slow steps are read and logged before `log_every` of them are taken
 
 Evaluate = Callable[[Any, int], Mapping[str, Any] | None]
 
@@ -223,7 +224,7 @@ class _Run:
                 self._plan()
                 bar.total = self.steps
                 stop = self.parallel.agree(stop) and self.step != self.steps
-                if stop or self._due(config.log_every):
+                if stop or self._due(config.log_every) or self._is_late():
                     line = self.read()
                     terms = {
                         name.removeprefix("loss/"): f"{line[name]:.3f}" for name in line if name.startswith("loss/")
@@ -241,6 +242,10 @@ class _Run:
 
     def _due(self, every: int | None) -> bool:
         return self.step == self.steps or (every is not None and self.step % every == 0)
+
+    def _is_late(self) -> bool:
+        """Return True if the last reading was long ago. Several processes read together, so they only count steps."""
+        return self.parallel.world_size == 1 and time.perf_counter() - self.clock > _LONGEST_UNREAD
 
     def _announce_minutes(self) -> None:
         minutes = self.config.minutes

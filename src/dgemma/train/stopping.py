@@ -1,11 +1,15 @@
 """Early stops of a run: Ctrl-C, SIGTERM, or the end of its minutes."""
 
+import logging
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
+
+logger = logging.getLogger("dgemma")
 
 _NUM_PACED = 10  # steps needed to measure a pace; the earlier half compiles and warms up, and does not count
 _REPLAN = 0.1  # the plan is renewed after every tenth of the time
@@ -27,6 +31,7 @@ def stop_request() -> Iterator[threading.Event]:
 
     def ask(number: int, frame: Any) -> None:
         request.set()
+        logger.warning("Stopping after this step. A second signal stops at once.")
         signal.signal(number, previous[signal.Signals(number)])
 
     try:
@@ -42,8 +47,9 @@ class TimeBudget:
     """Plans how many steps fit into `minutes`, of which `spent` seconds are already over.
 
     The number of steps is unknown before the run, and the pace changes on a shared GPU. So the plan is renewed after
-    each tenth of the time, at the pace of the later half of the steps taken so far. When the time is over, one step
-    remains, in which the learning rate reaches its floor.
+    each tenth of the time, at the pace of the later half of the steps taken so far. The step during which the time
+    will end is the last one, and in it the learning rate reaches its floor. A step that is unexpectedly slow may end
+    the run before that.
     """
 
     def __init__(self, minutes: float, spent: float) -> None:
@@ -69,6 +75,10 @@ class TimeBudget:
         """
         self.shares.append(share)
         if share >= 1:
+            return step
+        # The shorter of the last two steps, because one of them may have compiled or evaluated.
+        durations = [later - earlier for earlier, later in pairwise(self.shares[-3:])]
+        if share + min(durations) >= 1:
             return step + 1 if steps is None else min(steps, step + 1)
         is_due = share < _EARLY if step == steps else share >= self.next_plan
         if not is_due or len(self.shares) <= _NUM_PACED:
