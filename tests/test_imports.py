@@ -26,7 +26,7 @@ IN_FUNCTIONS = {
     "dgemma.checkpoint.formats.gguf": {"gguf"},
     "dgemma.checkpoint.tokenizer": {"transformers"},
     "dgemma.checkpoint.weights": {"huggingface_hub"},
-    "dgemma.cli.loading": {"dgemma_kernels", "dgemma_kernels.engine.weights"},
+    "dgemma.cli.loading": {"dgemma_kernels", "dgemma_kernels.engine.weights", "dgemma_kernels.formats"},
     "dgemma.constraints.languages": {"transformers.utils"},
     "dgemma.cli.serving": {"uvicorn", "dgemma.serve.app", "dgemma.serve.gate"},
     "dgemma.cli.writing": {"readline"},  # not on Windows

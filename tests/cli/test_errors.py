@@ -70,7 +70,7 @@ NO_CHECKPOINT_READ = [
     (("generate", "--sampler", "threshold:tau=inf", "Hi"), "Threshold.tau must be a probability, got inf"),
     (
         ("sudoku", "--sampler", "leave-one-out-gibbs"),
-        "--sampler LeaveOneOutGibbs must run under --noise uniform, got mask",
+        "--sampler leave-one-out-gibbs must run under uniform noise, got mask noise for dgemma/sudoku. Use --sampler",
     ),
     (("evaluate", "--separator", "", "words.txt"), "--separator must not be empty"),
     (("train", "--ema", "1", "--out", "run", "words.txt"), "--ema must be a number above 0 and below 1, got 1"),
@@ -87,9 +87,9 @@ NO_CHECKPOINT_READ = [
     (("generate", "--sampler", "threshold:greedy=1", "Hi"), "whose greedy is True or False"),
     (
         ("generate", "--sampler", "threshold", "Hi"),
-        "Models for this sampler: dgemma/sudoku, dgemma/text-mask.",
+        "got uniform noise for dgemma/text. Use -m dgemma/text-mask, or --sampler with one of: ancestral, ",
     ),
-    (("generate", "--noise", "hybrid", "Hi"), "The checkpoint's sampler EntropyBound must run under --noise mask or"),
+    (("generate", "--noise", "hybrid", "Hi"), "sampler entropy-bound must run under mask or uniform noise, got hybrid"),
     (("generate", "--device", "gpu", "Hi"), "--device must be cpu, cuda or cuda:N, got 'gpu'"),
     (("generate", "--html", "/no/such/folder/run.html", "Hi"), "--html must be a file that can be written"),
     (("generate", "--html", "", "Hi"), "--html must be a file that can be written"),

@@ -119,6 +119,7 @@ def test_a_race_shows_both_texts_next_to_each_other_and_leaves_both_results(chec
     assert "│" not in left.screen
     assert re.search(r"^diffusion +32 tokens +3 forwards", left.screen, re.MULTILINE)
     assert re.search(r"^autoregressive +\d+ tokens +\d+ forwards", left.screen, re.MULTILINE)
+    assert re.search(r"^A forward of diffusion wrote 10\.7 tokens and took \d+\.\d times", left.screen, re.MULTILINE)
     assert left.cursor_shown
 
 

@@ -249,3 +249,4 @@ def test_a_race_writes_what_each_runner_writes_alone(command, checkpoint, model)
     ends = [i for i, token in enumerate(causal) if token in model.generation.eos_token_id]
     assert found["autoregressive"] == tokenizer.decode(causal[: ends[0] + 1] if ends else causal)
     assert all(seconds > 0 for seconds in found["seconds"].values())
+    assert found["tokens"]["autoregressive"] == found["forwards"]["autoregressive"] == len(causal)

@@ -559,6 +559,9 @@ def test_the_model_keeps_working_and_no_weight_is_stored_twice(device):
     attention, taken = model.layers[0].self_attn, fast._forward.weights.layers[0]
     assert attention.v_proj.weight.untyped_storage().data_ptr() == taken.qkv.untyped_storage().data_ptr()
     assert model.layers[1].mlp.up_proj.weight.data_ptr() == fast._forward.weights.layers[1].gate_up[32:].data_ptr()
+    again = accelerate(model)._forward.weights.layers[0]  # as when a cell of a notebook is run again
+    assert (again.qkv.data_ptr(), again.gate_up.data_ptr()) == (taken.qkv.data_ptr(), taken.gate_up.data_ptr())
+    assert torch.equal(again.qkv, taken.qkv)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ in another format are new tensors.
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -184,15 +185,28 @@ def _view_float8(held: Any, dtype: torch.dtype) -> Any:
 
 
 def _fuse(linears: Sequence[nn.Linear | QuantizedLinear], dtype: torch.dtype) -> Tensor:
-    """Fuse the weights of several linears into one matrix. Plain weights become views of it."""
-    if len(linears) == 1:
-        return _plain(linears[0], dtype)
-    fused = torch.cat([_plain(linear, dtype) for linear in linears])
-    sizes = [linear.weight.shape[0] for linear in linears]
+    """Fuse the weights of several linears into one matrix. Plain weights become views of it.
+
+    If an earlier call has fused them, its matrix is returned, so that `accelerate` twice takes no more memory.
+    """
+    weights = [_plain(linear, dtype) for linear in linears]
+    if len(weights) == 1:
+        return weights[0]
+    sizes = [len(weight) for weight in weights]
+    if _are_adjacent(weights):
+        return weights[0].as_strided((sum(sizes), weights[0].shape[1]), weights[0].stride())
+    fused = torch.cat(weights)
     for linear, part in zip(linears, fused.split(sizes), strict=True):
         if isinstance(linear.weight, Tensor):
             linear.weight.data = part
     return fused
+
+
+def _are_adjacent(weights: Sequence[Tensor]) -> bool:
+    """Return True if contiguous matrices follow each other in one storage."""
+    one_storage = len({weight.untyped_storage().data_ptr() for weight in weights}) == 1
+    follow = all(left.data_ptr() + left.nbytes == right.data_ptr() for left, right in pairwise(weights))
+    return one_storage and follow and all(weight.is_contiguous() for weight in weights)
 
 
 def _fuse_float8(linears: Sequence[nn.Linear | QuantizedLinear], dtype: torch.dtype, part: str) -> Quantized:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dgemma.checkpoint.tokenizer import Tokenizer
-from dgemma.checkpoint.weights import resolve
+from dgemma.checkpoint.weights import read_checkpoint, resolve
 from dgemma.cli.cores import idle_cores
 from dgemma.cli.listing import shipped
 from dgemma.constraints.languages import Choice, JsonSchema, Regex
@@ -20,6 +20,7 @@ from dgemma.diffusion.noise import HybridNoise, MaskNoise, Noise, UniformNoise
 from dgemma.files import read_json
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.layout import lay_out_by_column
+from dgemma.model.quantize import FORMATS
 from dgemma.run.defaults import default_sampler, warn_of_noise
 from dgemma.run.step import Denoiser
 from dgemma.sampling import Sampler
@@ -96,8 +97,16 @@ def load_denoiser(arguments: argparse.Namespace) -> Denoiser:
     try:
         from dgemma_kernels import accelerate
         from dgemma_kernels.engine.weights import stored_format
+        from dgemma_kernels.formats import ENCODERS
     except ImportError as error:
         raise ValueError(f"--fast needs the kernels: {error}") from None
+    entries = read_checkpoint(arguments.model).contents.entries  # now, because reading weights may take minutes
+    unknown = {entry.format for name, entry in entries.items() if ".experts." in name} & set(FORMATS) - set(ENCODERS)
+    if unknown:
+        raise ValueError(
+            f"--fast must run experts in one of {', '.join(ENCODERS)}, got {unknown.pop()} in {arguments.model}. "
+            "Remove --fast."
+        )
     model = load_model(arguments)
     weights = arguments.weights or stored_format(model)
     return accelerate(model, weights, release=weights != "bf16")
@@ -123,15 +132,29 @@ def check_sampler(arguments: argparse.Namespace, noise: Noise, denoiser: Denoise
     sampler = arguments.sampler
     chosen = sampler or own_sampler(arguments, denoiser)
     if noise.kind not in chosen.valid_for:
-        fitting = " or ".join(f"--noise {kind}" for kind in sorted(chosen.valid_for))
+        name = next(name for name, kind in SAMPLERS.items() if isinstance(chosen, kind))
         owner = "--sampler" if sampler else "The checkpoint's sampler"
         runnable = ", ".join(name for name, kind in SAMPLERS.items() if noise.kind in kind.valid_for)
-        learnt = {folder.name: read_json(folder / "config.json")["noise"]["kind"] for folder in shipped()}
-        models = ", ".join(f"dgemma/{name}" for name, kind in learnt.items() if kind in chosen.valid_for)
+        model = _shipped_for(chosen, denoiser.config.vocab_size)
+        if arguments.noise is not None:
+            fix = f"Use --noise {min(chosen.valid_for)}, or --sampler with one of: {runnable}."
+        elif model is not None:
+            fix = f"Use -m dgemma/{model}, or --sampler with one of: {runnable}."
+        else:
+            fix = f"Use --sampler with one of: {runnable}."
         raise ValueError(
-            f"{owner} {type(chosen).__name__} must run under {fitting}, got {noise.kind} noise for {arguments.model}. "
-            f"Samplers for {noise.kind} noise: {runnable}. Models for this sampler: {models}."
+            f"{owner} {name} must run under {' or '.join(sorted(chosen.valid_for))} noise, got {noise.kind} noise for "
+            f"{arguments.model}. {fix}"
         )
+
+
+def _shipped_for(sampler: Sampler, vocab_size: int) -> str | None:
+    """Return the name of a shipped checkpoint that has this vocabulary size and runs the sampler by default."""
+    for folder in shipped():
+        config = read_json(folder / "config.json")
+        if config["noise"]["kind"] in sampler.valid_for and config["text_config"]["vocab_size"] == vocab_size:
+            return folder.name
+    return None
 
 
 def make_noise(arguments: argparse.Namespace, model: Denoiser, tokenizer: Tokenizer) -> Noise:

@@ -60,6 +60,8 @@ def run_sudoku(arguments: argparse.Namespace) -> int:
         result = {"puzzle": puzzle, "solution": answer, "right": is_right, "steps": num_steps, "attempts": len(runs)}
         output.print_json(result)
         return 0 if is_right else 1
+    if not is_shown and not arguments.puzzle:
+        print(puzzle)
     if not is_shown or len(runs) > 1:  # otherwise the board shows it
         print(answer)
     verdict = "Solved" if is_right else "Wrong: the answer breaks a rule"

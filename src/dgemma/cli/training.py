@@ -187,7 +187,7 @@ def _bits_per_byte_factor(file: TokenFile) -> float | None:
 
 
 class _Samples:
-    """Callback of `train` that prints a canvas sampled from the model every `_SAMPLE_SECONDS`, or less often if it takes long.
+    """Callback of `train` that prints a sampled canvas every `_SAMPLE_SECONDS`, or less often if sampling is slow.
 
     For running text it also prints the mean bits per byte since the last sample. `factor` converts nats per token to
     bits per byte.

@@ -111,7 +111,8 @@ def run_race(arguments: argparse.Namespace) -> None:
         )
     texts = {"diffusion": view.text, "autoregressive": view.causal_text}
     if arguments.json:
-        output.print_json({"prompt": text, **texts, "seconds": view.times, "seed": arguments.seed})
+        counts = {"tokens": view.num_tokens, "forwards": view.forwards, "seconds": view.times}
+        output.print_json({"prompt": text, **texts, **counts, "seed": arguments.seed})
         return
     for name, written in texts.items():
         output.print_text(f"{name}: {text}{written}\n")

@@ -39,9 +39,10 @@ class ByteAutomaton(NamedTuple):
 def _equivalent(next_state: np.ndarray, is_final: np.ndarray) -> np.ndarray:
     """Return a label (S,) per state; states that accept the same texts have the same label.
 
-    Blocks of states are split until all states of a block have successors in the same blocks. To compare states, the
-    blocks of their successors are hashed. After a split, only predecessors of the states that left their block are
-    compared again. The code calls them suspects.
+    Blocks of states are split until all states of a block have successors in the same blocks. States with texts of
+    different lengths ahead are in different blocks from the start, so long repetitions take few rounds. To compare
+    states, the blocks of their successors are hashed. After a split, only predecessors of the states that left their
+    block are compared again. The code calls them suspects.
     """
     distinct = dict.fromkeys(column.tobytes() for column in next_state.T)  # bytes such as "a" to "z" often agree
     columns = np.stack([np.frombuffer(column, next_state.dtype) for column in distinct])  # (K, S)
@@ -50,7 +51,9 @@ def _equivalent(next_state: np.ndarray, is_final: np.ndarray) -> np.ndarray:
     sources = np.broadcast_to(np.arange(num_states), columns.shape)[columns != NO_STATE]
     arcs = np.unique(columns[columns != NO_STATE].astype(np.int64) * num_states + sources)  # by target
     first_arc = np.searchsorted(arcs, np.arange(num_states + 1) * num_states)
-    label, num_labels = is_final.astype(np.int64), 2
+    longest = _longest((arcs % num_states).tolist(), first_arc.tolist())
+    label = np.unique(2 * longest + is_final, return_inverse=True)[1]
+    num_labels = int(label.max()) + 1
     size = np.bincount(label, minlength=num_states + 2)  # of each block
     block_hash = np.zeros(num_states + 2, np.uint64)
     suspects = np.arange(num_states)
@@ -84,6 +87,24 @@ def _equivalent(next_state: np.ndarray, is_final: np.ndarray) -> np.ndarray:
         at = np.repeat(first_arc[moved] - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
         suspects = np.unique(arcs[at] % num_states)
     return np.unique(label, return_inverse=True)[1]
+
+
+def _longest(sources: list[int], first_arc: list[int]) -> np.ndarray:
+    """Return the length (S,) of the longest path from each state, -1 if there are paths of any length.
+
+    The arcs into state i come from `sources[first_arc[i] : first_arc[i + 1]]`.
+    """
+    num_states = len(first_arc) - 1
+    num_ahead = np.bincount(sources, minlength=num_states).tolist()  # successors whose length is unknown
+    length = [0] * num_states
+    known = [state for state in range(num_states) if num_ahead[state] == 0]
+    for state in known:  # it grows
+        for source in sources[first_arc[state] : first_arc[state + 1]]:
+            length[source] = length[state] + 1  # the last successor has the longest path
+            num_ahead[source] -= 1
+            if num_ahead[source] == 0:
+                known.append(source)
+    return np.where(np.array(num_ahead) > 0, -1, length)
 
 
 class TokenAutomaton(NamedTuple):

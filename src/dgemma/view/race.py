@@ -67,15 +67,30 @@ class RaceView(LiveView):
 
     @property
     def result(self) -> str:
-        """One line per runner: tokens, forwards and seconds."""
-        counts = {
-            "diffusion": (len(self._finished), self.num_forwards),
-            "autoregressive": (len(self.causal_tokens),) * 2,
-        }
+        """One line per runner with tokens, forwards and seconds, and one that compares their forwards."""
+        lines = [
+            f"{name:14}  {tokens:4} tokens  {self.forwards[name]:4} forwards  {self.times[name]:5.1f} s  "
+            f"{tokens / self.times[name]:6.1f} tokens/s"
+            for name, tokens in self.num_tokens.items()
+        ]
+        seconds = {name: self.times[name] / forwards for name, forwards in self.forwards.items()}
         return "\n".join(
-            f"{name:14}  {tokens:4} tokens  {forwards:4} forwards  {self.times[name]:5.1f} s"
-            for name, (tokens, forwards) in counts.items()
+            (
+                *lines,
+                f"A forward of diffusion wrote {self.num_tokens['diffusion'] / self.num_forwards:.1f} tokens and took "
+                f"{seconds['diffusion'] / seconds['autoregressive']:.1f} times as long as an autoregressive one.",
+            )
         )
+
+    @property
+    def num_tokens(self) -> dict[str, int]:
+        """The number of tokens that each runner has written."""
+        return {"diffusion": len(self._finished), "autoregressive": len(self.causal_tokens)}
+
+    @property
+    def forwards(self) -> dict[str, int]:
+        """The number of forwards of each runner."""
+        return {"diffusion": self.num_forwards, "autoregressive": len(self.causal_tokens)}
 
     def draw(self) -> list[list[Ink]]:
         half = (self.screen.columns - len(_GAP)) // 2
