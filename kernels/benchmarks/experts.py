@@ -216,7 +216,7 @@ def check_rest(layer: Layer, tokens: int) -> None:
         want = fn(*(a.double() if isinstance(a, Tensor) else a for a in arguments))
         got, want = (got, want) if isinstance(got, tuple) else ((got,), (want,))
         for part, (g, w) in enumerate(zip(got, want, strict=True)):
-            # At most sixteen roundings of 2**-9 in a row, and one bfloat16 residual.
+            # At most sixteen successive roundings of 2**-9, and one of a bfloat16 residual.
             demand_parity(f"{name}[{part}], {tokens} tokens", g, w, 1e-2)
 
 
@@ -427,7 +427,7 @@ def time_all(report: Report, layers: list[Layer]) -> None:
 
 @contextlib.contextmanager
 def reporting(output: Path | None) -> Iterator[Report]:
-    """Yield a report and write it to `output` as JSON, even after an error; exit without a GPU."""
+    """Yield a report and write it to `output` as JSON, even after an error. Exit if there is no GPU."""
     if not torch.cuda.is_available():
         raise SystemExit("This benchmark needs a CUDA GPU; on a CPU, tests/kernels check the same kernels.")
     torch.manual_seed(0)

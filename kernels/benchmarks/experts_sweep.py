@@ -185,7 +185,7 @@ def sweep(report: Report, layers: list[Layer], tokens: int, distinct: int) -> No
 
 
 def rows_worth_trying(tokens: int, format: str) -> list[int]:
-    """Return numbers of rows from an expert's average to twice that, and all from 128 if the average is higher.
+    """Return the numbers of rows between an expert's average and twice that; for an average above 128, from 128 on.
 
     Fewer rows repeat weights, and more waste arithmetic.
     """

@@ -31,7 +31,7 @@ from dgemma_kernels.formats import ENCODERS
 CANVAS, STEPS, CANVASES, WORDS = 256, 16, 4, 64
 GPU = torch.device("cuda")
 LINEARS = {"attention": "self_attn", "dense": "mlp"}
-DRAWN = ("fp8", "int4", "nvfp4")  # formats that are drawn as they are stored; the others are converted
+DRAWN = ("fp8", "int4", "nvfp4")  # drawn as they are stored; `accelerate` converts the others layer by layer
 
 
 def draw_tokens(*shape: int) -> Tensor:

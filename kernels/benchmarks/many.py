@@ -4,8 +4,8 @@ python kernels/benchmarks/many.py                    about two minutes on an H20
 python kernels/benchmarks/many.py --prompts 16 --canvases 4
 
 Weights are random bfloat16, which never write a stop token by themselves. So each prompt's length is drawn: 32 to 1,024
-tokens of prompt, and an answer of 1 to 12 canvases by a long-tailed law, a lognormal with sigma 1.2.
-Every canvas takes the same number of steps, with the published sampler. The four ways write the same canvases:
+tokens of prompt, and an answer of 1 to 12 canvases by a long-tailed law, a lognormal with sigma 1.2. Every canvas takes
+the same number of steps, with the published sampler. The four ways write the same number of canvases:
 
 - one: `generate`, one prompt at a time
 - padded: `generate` on fixed batches whose rows all run to the end of the longest
@@ -86,7 +86,7 @@ def run_many(model: dgemma.Denoiser, work: Workload, slots: int, options: dict[s
 
 
 def check_parity(model: dgemma.Denoiser, work: Workload, slots: int, options: dict[str, Any]) -> tuple[float, float]:
-    """Return the share of tokens that agree with one prompt at a time: those of `generate_many`, and of a batch.
+    """Return two shares of tokens equal to those of one prompt at a time: of `generate_many`, and of a batch.
 
     In bfloat16 sums depend on the batch, so texts written by random weights diverge after some steps.
     """

@@ -2,8 +2,8 @@
 
 python kernels/benchmarks/reference.py [--prefix 1024] [--batch 1]
 
-Random bfloat16 weights. This model is the reference of the kernels, not the fast path. transformers' eager step of the
-same size takes 74-96 ms on the same kind of machine (83-92 in the run of `step.py --transformers`).
+Random bfloat16 weights. This model is the reference of the kernels, not the fast path. `step.py --transformers`
+measures transformers at the same size.
 """
 
 import argparse

@@ -86,7 +86,7 @@ class BufferPool:
         return self._where["device"]
 
     def prefill_len(self, batch_size: int) -> int:
-        """Tokens per row that one forward reads. More tokens share one read of the experts' weights."""
+        """Tokens per row that one forward reads: as many as allowed, because they share one read of the weights."""
         return max(self.config.canvas_length, self.most_read // max(batch_size, 1))
 
     def take(self, batch_size: int, num_slots: int, tail: int) -> CacheBuffers:

@@ -132,8 +132,8 @@ class CapturedStep:
     """One denoising step over static tensors, and the soft embedding for the next step.
 
     With `postponed` tokens (B, C) the forward also reads these into the tail of the buffers, before the canvas. `load`
-    copies the state before a step, `replay` runs the step, and `results` has its output. `soften` then computes the
-    soft embedding, and loads the state after the step.
+    copies in the state that the step starts from, `replay` runs the step, and `results` has its output. `soften` then
+    computes the soft embedding, and loads the state that the step has produced.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class CapturedStep:
         return after, record, prediction.with_statistics(statistics)
 
     def soften(self) -> Tensor:
-        """Return the soft embedding (B, C, D) of the last replay, and load the state after it.
+        """Return the soft embedding (B, C, D) of the last replay, and load the state that it has produced.
 
         No other graph may have run since the replay.
         """

@@ -1,6 +1,6 @@
 """Predictions of the fused denoiser: `dgemma.Prediction` with statistics from one sweep over the vocabulary.
 
-The kernel applies soft-cap, temperature and allowed tokens. Top-k, top-p, `logits`, `log_prob` and `top` use
+The kernel applies soft-cap, temperature, bias and allowed tokens. Top-k, top-p, `logits`, `log_prob` and `top` use
 `dgemma.Prediction`'s PyTorch code on the same logits, one slice of positions at a time.
 """
 

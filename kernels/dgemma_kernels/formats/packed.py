@@ -4,8 +4,8 @@ The upper byte of a bfloat16 holds the sign and seven of the eight exponent bits
 least 2^-14 times its largest weight, so those seven bits take only eight values. A packed weight is its unchanged lower
 byte and a code of four bits: the sign, and an index into the eight values. Each row has a power of two as its scale,
 applied to float32 sums, where it changes only the exponent. Other weights, which are zero or much smaller, are
-outliers. In their place the planes have the smallest value with a code. A list stores the outliers, and the product is
-corrected.
+outliers. In their place, the packed weights have the smallest value with a code. A list stores the outliers, and the
+product is corrected.
 
 The bytes that a program reads together are contiguous. For 128 rows these are the lower bytes of 64 columns, the lower
 bytes of the next 64 columns, and the codes of both, two per byte. Within 64 columns, weights have the order in which

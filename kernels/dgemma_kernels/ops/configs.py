@@ -298,8 +298,8 @@ _DENSE_H200 = DenseConfig(
     stages=4,
 )
 _ALL = 132  # one program per multiprocessor, for many tokens with `one_order`; without it, library products are used
-# The published model has 33 tiles of gate and up and 22 of down per 256 tokens. At 256, 512 and 1,024 tokens, each of
-# these programs has 1, 1 and 3 tiles of gate and up, and at most 1, 1 and 2 of down.
+# The published model has 33 tiles of gate and up and 22 of down per 256 tokens. With 33, 66 and 44 programs at 256,
+# 512 and 1,024 tokens, each has 1, 1 and 3 tiles of gate and up, and at most 1, 1 and 2 of down.
 DENSE: dict[str, tuple[DenseConfig, ...]] = {
     "NVIDIA H200": (
         _DENSE_H200,

@@ -2,7 +2,7 @@
 
 Weights are sharded over the processes, and each layer is gathered while it is used (ZeRO-3, arXiv:1910.02054). With
 expert parallelism, experts stay on their processes and tokens are sent to them (GShard, arXiv:2006.16668). Up to
-rounding, losses and weights equal those of one process, computed by `Parallel` and `model.experts.Experts`.
+rounding, losses and weights equal those of one process.
 """
 
 import math

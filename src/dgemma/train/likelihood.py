@@ -256,7 +256,7 @@ def _propose_events(replaced: Tensor, u_event: Tensor, u_some: Tensor, least: fl
     """Draw events such that a canvas has noise with a probability of at least `least`; return events and weights.
 
     replaced (B, K, C): the probability that noise replaces each token. u_event (B, K, C), u_some (B, K, 1): uniforms.
-    u_some decides whether a token is replaced and, by inverse CDF, which replaced token is the first.
+    u_some decides whether any token of the canvas is replaced and, by inverse CDF, which one is the first.
 
     Events (B, K, C) are for `Noise.corrupt`, where 0 keeps a token and 1 replaces it. They are 0 before the first
     replaced token, 1 at it, and u_event after it. If no token is replaced, all are 0. Weights are (B, K, 1).

@@ -1,9 +1,9 @@
 """The exact negative ELBO of mask, uniform and hybrid noise, as an integrand over time.
 
 Mask: MDLM's weighted cross-entropy (arXiv:2406.07524). Uniform: Duo (arXiv:2506.10892). Hybrid: GIDD
-(arXiv:2503.04482). The last two share one formula. The noise process replaces tokens at the rate r(z). Its reverse
-jumps from z to j at the rate r(z)·q(j)/q(z), where q is the marginal given x. The network replaces q by q_θ, the
-marginal given the prediction. The divergence of the two jump processes is Σ_j r(z)[ρ_j log(ρ_j/ρθ_j) - ρ_j + ρθ_j]
+(arXiv:2503.04482). The last two share one formula. The noise process replaces any token by z at the rate r(z). Its
+reverse jumps from z to j at the rate r(z)·q(j)/q(z), where q is the marginal given x. The network replaces q by q_θ,
+the marginal given the prediction. The divergence of the two jump processes is Σ_j r(z)[ρ_j log(ρ_j/ρθ_j) - ρ_j + ρθ_j]
 with ρ_j = q(j)/q(z), which equals
 
     r(z)/q(z) · [KL(q ‖ q_θ) + q(z)/q_θ(z) - 1 - log(q(z)/q_θ(z))].

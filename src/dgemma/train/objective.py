@@ -1,6 +1,6 @@
 """The training objective: a denoising loss over canvases plus the causal loss of the same weights.
 
-The defaults are the published fine-tuning objective: unweighted cross-entropy at every position of a canvas, plus
+The defaults are the published loss: unweighted cross-entropy at every position of a canvas, plus
 next-token cross-entropy. Where public recipes differ, there is a field; `recipes` has their settings. The likelihood
 bounds in nelbo.py can be used as losses: MDLM's and LLaDA's for mask noise, Duo's for uniform and GIDD's for hybrid
 noise. All work over blocks, as in BD3-LM.

@@ -113,7 +113,9 @@ def attention(
     rows, slots, columns = _hopper().TILE if hopper else (tile.rows, tile.keys, tile.value_dim or head_dim)
     if part:
         if part % slots or num_splits is not None:
-            raise ValueError(f"attention part must be a multiple of {slots} without num_splits, got {part}.")
+            raise ValueError(
+                f"attention part must be a multiple of {slots}, and num_splits None, got {part} and {num_splits}."
+            )
         tokens_per_tile = triton.cdiv(rows * kv_heads, num_heads)
         span = None
         if window is not None:

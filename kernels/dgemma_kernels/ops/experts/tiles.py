@@ -247,7 +247,7 @@ def packed_gate_up_tile(
     NUM_ACTIVE: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ) -> None:
-    """Compute one product for gate and up, whose columns of a block are neighbouring packed rows."""
+    """Compute gate and up in one product: in a block, the packed rows of gate are followed by those of up."""
     rows = _rows_of(tile, 0, SIZE.ROWS)
     inputs = _token_rows(x.data, pairs, rows, SIZE.WIDTH, NUM_ACTIVE)
     BLOCKS: tl.constexpr = triton.cdiv(SIZE.HIDDEN, SIZE.COLS)
