@@ -195,7 +195,7 @@ def _barriers(NUM: gl.constexpr, ARRIVALS: gl.constexpr) -> gl.tensor:
 def _copy(
     descs: gl.tuple, strides: gl.tuple, smem: gl.tuple, barriers: gl.tuple, span: gl.tuple, KV_HEADS: gl.constexpr
 ) -> None:
-    """Start all copies, in the order of their use. From tile 1 on, the keys of a tile come before the values of the tile before."""
+    """Start all copies, in the order of their use: from tile 1 on, keys come one tile earlier than values."""
     query_desc, key_desc, value_desc = descs
     key_batch_slots, key_head_slots, value_batch_slots, value_head_slots = strides
     q_smem, k_smem, v_smem = smem

@@ -255,7 +255,7 @@ def _maximum(top: tl.tensor) -> tl.tensor:
 def _load_groups(
     first_ptr: tl.tensor, order_ptr: tl.tensor, begin: tl.tensor, end: tl.tensor, TILE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Load a tile of the groups at places `begin` to `end`: group, first and last + 1 of its members, valid (TILE,) each."""
+    """Load a tile of the groups at places `begin` to `end`: group, its members' begin and end, valid (TILE,) each."""
     at = begin + tl.program_id(0) * TILE + tl.arange(0, TILE)
     valid = at < end
     group = tl.load(order_ptr + at, mask=valid, other=0)
