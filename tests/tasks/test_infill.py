@@ -207,16 +207,26 @@ def test_canvases_cover_every_hole_and_no_prefix_contains_an_open_hole(marks, ca
     assert rounds <= len(marks)
 
 
-def test_a_text_that_ends_inside_the_canvas_has_a_free_or_a_given_tail(model):
+@pytest.mark.parametrize(("process", "tail", "expected"), [("mask", None, 4), ("mask", 1, 1), ("uniform", 1, 1)])
+def test_the_canvas_after_the_end_of_a_text_stays_masked_or_gets_the_given_token(model, process, tail, expected):
     tokens = text(1, 10)
     seen = []
-    infill(model, tokens, [(4, 6)], on_step=seen.append, **options("mask"))
-    assert bool((seen[0].canvas[0, 9:] == 4).all())  # the canvas lies over positions 1..32
-    assert bool(seen[0].state.frozen[0, :3].all())
-    seen.clear()
-    infill(model, tokens, [(4, 6)], on_step=seen.append, tail_token_id=1, **options("mask"))
-    assert bool((seen[-1].state.canvas[0, 9:] == 1).all())
-    assert bool(seen[-1].state.frozen[0, 9:].all())
+    holes = torch.zeros(1, 10, dtype=torch.bool)
+    holes[0, 4:6] = True
+    marked = tokens.masked_fill(holes, -1)
+    out = infill(model, marked, holes, on_step=seen.append, tail_token_id=tail, **options(process))
+    state = seen[-1].state
+    assert bool((state.canvas[0, 9:] == expected).all())  # the canvas lies over positions 1..32
+    assert bool(state.frozen[0, :3].all() & state.frozen[0, 9:].all())
+    assert torch.equal(out.tokens[~holes], tokens[~holes])
+    assert bool((out.tokens[0, 4:6] > 0).all())
+
+
+def test_masks_after_the_text_get_no_level_0_from_a_network_that_takes_levels(model):
+    conditioned = dgemma.DiffusionGemma(model.config.replace(noise_conditioning=True))
+    seen = []
+    infill(conditioned, text(1, 10), [(4, 6)], on_step=seen.append, **options("mask"))
+    assert not bool(seen[0].state.frozen[0, 9:].any())
 
 
 @pytest.mark.parametrize("process", PROCESSES)
@@ -320,7 +330,7 @@ def test_free_positions_after_the_text_do_not_delay_the_end(process, sampler, ex
     )
     assert out.tokens[0, 4:7].tolist() == [7, 7, 7]
     assert int(out.steps) == expected
-    assert not bool(seen[-1].state.frozen[0, 11:].any())  # positions after the text exist and are not frozen
+    assert bool(seen[-1].state.frozen[0, 11:].all()) == (process == "mask")
 
 
 def two_canvases(model, how, **more):

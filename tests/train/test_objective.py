@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -510,24 +511,39 @@ def test_a_network_that_takes_the_level_gets_the_level_of_each_canvas(calls):
     assert len(set(level.flatten().tolist())) == 9
 
 
-def test_frozen_prob_is_the_share_of_canvases_with_frozen_tokens(calls):
-    """400 canvases of six tokens. Frozen tokens keep their value, have level 0 and are not scored."""
-    rows = 400
+def test_canvases_with_holes_freeze_what_is_between_them(calls):
+    """2,000 canvases of six tokens. Frozen tokens keep their value, have level 0 and are not scored."""
+    rows = 2000
     conditioned = DiffusionGemma(CONFIG.replace(noise_conditioning=True))
     tokens = torch.full((rows, 7), 9)
     ones = torch.ones(rows, dtype=torch.int64)
     batch = TrainBatch(tokens=tokens, prompt_len=ones, length=7 * ones)
-    loss = make(self_cond_prob=0.0, causal_weight=0.0, t_range=(1.0, 1.0), frozen_prob=0.5)
+    loss = make(self_cond_prob=0.0, causal_weight=0.0, t_range=(1.0, 1.0), holes_prob=0.5)
     counts = loss(conditioned, batch, seeds=torch.arange(rows)).counts["decoder"]
     level = calls[0]["noise_level"][:, 0]  # (rows, 6)
     frozen = level == 0
     assert (level[~frozen] == 1).all()
     assert torch.equal(counts, (~frozen).sum(1))
     assert torch.equal(counts.sum(), loss.total_counts(batch, torch.arange(rows))["decoder"])
-    # With a share uniform on (0, 1), a canvas of six tokens has no frozen token with probability 1/7. The mean is 1/2.
-    assert abs(frozen.any(1).float().mean().item() - 0.5 * 6 / 7) < 4 * 0.025
-    assert abs(frozen.float().mean().item() - 0.25) < 4 * 0.017
     assert (calls[0]["z"][:, 0][frozen] == 9).all()
+
+    # Frozen stretches have 1 to 6 tokens, holes 1 to 3: length n has the probability log(1 + 1/n) / log(1 + longest).
+    def patterns(kind: str, length: int) -> Counter[str]:
+        """The probabilities of canvases of this length that begin with a hole "_" or with frozen "x"."""
+        longest, other, found = (6, "_", Counter()) if kind == "x" else (3, "x", Counter())
+        for n in range(1, longest + 1):
+            probability = math.log(1 + 1 / n) / math.log(1 + longest)
+            rests = patterns(other, length - n) if n < length else {"": 1.0}
+            for rest, share in rests.items():
+                found[kind * min(n, length) + rest] += probability * share
+        return found
+
+    found = Counter("".join("_x"[is_frozen] for is_frozen in row) for row in frozen.tolist())
+    whole = Counter({"______": 2.0})  # half of the canvases have no frozen token
+    for pattern, weight in (patterns("x", 6) + patterns("_", 6) + whole).items():
+        expected = weight / 4
+        assert abs(found.pop(pattern, 0) / rows - expected) < 4.5 * math.sqrt(expected * (1 - expected) / rows)
+    assert not found
 
 
 def test_each_canvas_has_the_noise_and_the_loss_of_one_of_two_noises(model, calls):

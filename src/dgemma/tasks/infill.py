@@ -102,9 +102,12 @@ def infill(
     """Write the holes of tokens (B, N); everything else stays unchanged.
 
     holes: booleans (B, N), spans [(start, stop), ...] for all rows, or a token id that marks a hole. They may be longer
-    than a canvas. attention_mask (B, N) is 0 for padding, on either side. If a text ends inside a canvas, the positions
-    after it are written freely and dropped, or filled with `tail_token_id`. Pass the stop token for models that were
-    tuned on canvases padded with it. A canvas ends when all tokens that it will keep are decided.
+    than a canvas. attention_mask (B, N) is 0 for padding, on either side. A canvas ends when all tokens that it will
+    keep are decided.
+
+    If a text ends inside a canvas, `tail_token_id` fills the positions after it. Pass the stop token for models that
+    were tuned on canvases padded with it. By default these positions stay masked, and nothing is written there. Under
+    other noises, and if the network takes a level per position, they are written freely and dropped.
 
     The other options are those of `generate`; `allowed` is over the positions of the text. Under a `constraint` each
     hole becomes a text of the language, of exactly the hole's length. A recorded run encodes the whole prefix of each
@@ -113,7 +116,7 @@ def infill(
     Under mask noise an exact network draws the holes from their conditional distribution. Uniform noise is not
     visible: a network that takes one noise level per canvas, or none, treats given tokens as noisy too. With
     `ModelConfig.noise_conditioning` a network gets a level per position, 0 where the text is given. Train it with
-    `Objective.frozen_prob`, which freezes random tokens.
+    `Objective.holes_prob`, which freezes the text between random holes.
 
     If an exact network takes one level per canvas, `LeaveOneOutGibbs` with `Loop(plateau=0.99)` approximates the
     conditional distribution of the holes. On the plateau the noise level is 0.01, so the network trusts given tokens.
@@ -300,8 +303,14 @@ class _Writer:
             begins = start_block(self.model, plan, 0, torch.arange(len(rows), device=device), knobs)
             canvas = _corrupt(text, allowed, begins, plan)
         canvas = torch.where(frozen, text, canvas)
-        if self.tail_token_id is not None:
-            canvas, frozen = torch.where(text < 0, self.tail_token_id, canvas), frozen | (text < 0)
+        # Masks after the text say that it may go on, and leave all steps of the sampler to the holes. A network that
+        # takes the level of each position would read level 0 at frozen masks.
+        tail = self.tail_token_id
+        if tail is None and plan.noise.kind == "mask" and not self.model.takes_position_levels:
+            tail = plan.noise.mask_token
+        if tail is not None and plan.text_len is not None:
+            is_tail = torch.arange(canvas_len, device=device) >= plan.text_len[:, None]
+            canvas, frozen = torch.where(is_tail, tail, canvas), frozen | is_tail
         return replace(plan, span=replace(plan.span, canvas=canvas, frozen=frozen))
 
     def _read_prefix(self, cache: Cache | None, rows: list[_Row], plan: Plan) -> Cache:

@@ -17,11 +17,11 @@ from dgemma.diffusion.noise import MaskNoise, Noise
 from dgemma.model.fused import fused
 from dgemma.train.batch import TrainBatch
 
-_CANVAS, _TIME, _EVENT, _TOKEN, _SELF_COND, _MASKED, _HOLES, _FROZEN = map(
+_CANVAS, _TIME, _EVENT, _TOKEN, _SELF_COND, _MASKED, _HOLES = map(
     draws.purpose_word,
     (
         *("training canvas", "training time", "training event", "training token", "training self_cond"),
-        *("training masked", "training holes", "training frozen"),
+        *("training masked", "training holes"),
     ),
 )
 
@@ -195,16 +195,23 @@ def draw_choice(seeds: Tensor) -> Tensor:
     return _uniform_at(seeds, zeros, position, torch.full_like(position, _CANVAS))[:, 0]
 
 
-def freeze_random_tokens(canvases: Canvases, seeds: Tensor, prob: float) -> Canvases:
-    """Choose a share `prob` of the canvases and freeze random tokens in them, like the text around a hole in infilling.
+def cut_holes(canvases: Canvases, seeds: Tensor, prob: float) -> Canvases:
+    """Choose a share `prob` of the canvases, cut holes into them, and freeze the text between the holes.
 
-    In each such canvas, the share of frozen tokens is uniform on (0, 1). They get no noise and are not scored.
+    Holes and frozen stretches take turns; either may come first. Their lengths are log-uniform: of holes from 1 to half
+    a canvas, of frozen stretches from 1 to a canvas. Frozen tokens get no noise and are not scored.
 
-    Example: `freeze_random_tokens(canvases, seeds, 0.5).frozen`.
+    Example: `cut_holes(canvases, seeds, 0.5).frozen`.
     """
-    u = _draw_uniform(seeds, canvases.index, 1, _HOLES)  # (B, K, 1); if u < prob, then u / prob is uniform
-    others = _draw_uniform(seeds, canvases.index, canvases.x.shape[-1], _FROZEN)
-    frozen = (u < prob) & (others < u / prob) & canvases.scored
+    canvas_len = canvases.x.shape[-1]
+    u = _draw_uniform(seeds, canvases.index, canvas_len + 2, _HOLES)  # (B, K, C + 2)
+    is_cut, first, lengths = u[..., :1] < prob, u[..., 1:2] < 0.5, u[..., 2:]
+    is_frozen = first ^ (torch.arange(canvas_len, device=u.device) % 2 == 1)  # of each stretch
+    longest = torch.where(is_frozen, canvas_len, max(1, canvas_len // 2))
+    ends = (longest + 1.0).pow(lengths).long().cumsum(-1)  # log-uniform, rounded down
+    position = torch.arange(canvas_len, device=u.device).expand_as(ends).contiguous()
+    stretch = torch.searchsorted(ends, position, right=True)
+    frozen = is_cut & is_frozen.gather(-1, stretch) & canvases.scored
     return replace(canvases, frozen=canvases.frozen | frozen, scored=canvases.scored & ~frozen)
 
 

@@ -23,8 +23,8 @@ from dgemma.train.canvases import (
     Canvases,
     NoisyCanvases,
     cut_canvases,
+    cut_holes,
     draw_choice,
-    freeze_random_tokens,
     noise_canvases,
 )
 from dgemma.train.one_pass import ATTENTIONS, CleanText, canvas_masks, predict_canvases, read_clean
@@ -89,7 +89,7 @@ class Objective:
     # Such a canvas is scored where it is masked.
     masks: MaskNoise | None = None
     masks_prob: float = 0.5
-    frozen_prob: float = 0.0  # probability that random tokens of a canvas are frozen, to train infilling
+    holes_prob: float = 0.0  # probability that a canvas is frozen except for holes, to train infilling
     allowed: tuple[int, ...] | None = None  # the ids that uniform noise and self-conditioning are restricted to
 
     # The decoder's term: "cross_entropy" of the clean tokens; "leave_one_out", the same for logits that mean
@@ -128,7 +128,7 @@ class Objective:
                 f"Objective.t_range must satisfy 0 <= low <= high <= 1, got {self.t_range}. Use (1e-4, 1 - 1e-4)."
             )
         check_probability(self, "self_cond_prob", fix="Use 0.5, as published.")
-        check_probability(self, "frozen_prob", fix="Use 0 to noise every token.")
+        check_probability(self, "holes_prob", fix="Use 0 to noise every token.")
         check_probability(self, "masks_prob", fix="Use 0.5 for equally many canvases of each noise.")
         for name in ("decoder_weight", "causal_weight"):
             check_size(self, name, fix="Use 0 to leave the term out.")
@@ -290,7 +290,7 @@ class Objective:
             causal_scope=self.causal_scope if self.causal_weight else None,
             causal_fill=self.causal_fill,
         )
-        return freeze_random_tokens(canvases, seeds, self.frozen_prob) if self.frozen_prob else canvases
+        return cut_holes(canvases, seeds, self.holes_prob) if self.holes_prob else canvases
 
     def _noise(self, canvases: Canvases, seeds: Tensor) -> NoisyCanvases:
         return noise_canvases(
