@@ -11,7 +11,6 @@ import torch
 import dgemma
 from constrained_fuzz import CANVAS_LEN, RandomModel, run_case
 from dgemma.constraints import languages, trial
-from dgemma.constraints.schema import Notation, schema_pattern
 from dgemma.constraints.token_automaton import ByteAutomaton
 
 pytest.importorskip("outlines_core")
@@ -184,42 +183,6 @@ def test_the_size_of_an_automaton_is_limited(monkeypatch):
         dgemma.Regex("a{11}", TOKENIZER).automaton  # noqa: B018
 
 
-EXPLOSIVE = [
-    ".*a.{30}",
-    "(a|b)*a(a|b){25}",
-    "[ab]{0,40}a[ab]{30}",
-    "(?:a|a[ab]{30})*",
-    "(?i)[a-z]*X[A-Z]{30}",
-    r"(?:x{0,12}\d?\w[ab]*){20}",
-    r"\p{L}*a\p{L}{30}",  # syntax of Rust only
-    "[[ab]&&[^c]]*a[ab]{30}",
-]
-ORDINARY = [
-    "[0-9]{4}-[0-9]{2}-[0-9]{2}",
-    "[^a]*a.{30}",
-    "[A-Z][a-z]+(, [A-Z][a-z]+)*[.]",
-    "(red|green|blue)( (red|green|blue))*",
-    ".{0,200}",
-]
-RECORD = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 40},
-        "email": {"type": "string", "format": "email"},
-        "age": {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 120}, {"type": "number"}]},
-        "colours": {"type": "array", "items": {"enum": ["red", "green", "orange", "blue"]}},
-    },
-    "required": ["name"],
-}
-
-
-def test_a_pattern_is_tried_only_if_a_repetition_overlaps_what_follows(monkeypatch):
-    assert [pattern for pattern in EXPLOSIVE if not trial.may_explode(pattern)] == []
-    monkeypatch.setattr(trial.subprocess, "run", None)  # ordinary patterns start no process
-    for pattern in (*ORDINARY, schema_pattern(RECORD, Notation())):
-        languages.read_pattern(pattern, "Regex")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
@@ -240,9 +203,8 @@ def test_an_automaton_with_billions_of_states_is_refused_within_the_limits(make,
 
 
 @pytest.mark.slow
-def test_a_tried_pattern_that_is_small_enough_is_built():
+def test_a_pattern_whose_states_double_a_few_times_is_built():
     pattern = "[a-z ]*fox[a-z ]{10}"  # 2**10 states at most
-    assert trial.may_explode(pattern)
     for text in texts(generate(dgemma.Regex(pattern, TOKENIZER))):
         assert re.fullmatch(pattern, text)
 

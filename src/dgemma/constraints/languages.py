@@ -27,7 +27,7 @@ from dgemma.constraints.token_automaton import (
     spell_tokens,
 )
 from dgemma.constraints.token_text import marker_id, token_texts
-from dgemma.constraints.trial import MOST_BYTE_STATES, framed, may_explode, opening_of, try_pattern
+from dgemma.constraints.trial import MOST_BYTE_STATES, framed, opening_of, try_pattern
 
 _MOST_STATES = 20_000
 _MOST_LINKS = 4_000_000
@@ -187,8 +187,7 @@ def read_pattern(pattern: str, owner: str) -> ByteAutomaton:
             f"{owner}.pattern must have no anchors such as ^ and $, got {show(pattern)}. A pattern always covers the "
             "whole text."
         )
-    if may_explode(pattern):
-        try_pattern(pattern, owner)
+    try_pattern(pattern, owner)
     vocabulary = outlines_core.Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)})
     try:
         index = outlines_core.Index(framed(pattern), vocabulary)

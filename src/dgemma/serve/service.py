@@ -214,7 +214,7 @@ def _tool_calls(tools: str, tokenizer: Tokenizer) -> ToolCalls:
 
 
 def _tried(constraint: Language) -> Language:
-    # Every pattern is tried, because a client may send one to fill the memory on purpose.
+    # Now, so that a pattern with too many states is refused before the request enters the queue.
     try_pattern(constraint.pattern, type(constraint).__name__)
     return constraint
 
