@@ -57,7 +57,7 @@ WORDS = 64
 
 
 def check_parity(results: Results, weights: str) -> None:
-    """Compare two layers of full size in bfloat16 with float32, over a prompt of two chunks and a ragged batch.
+    """Compare two layers of full size in bfloat16 with float32, over long prompts and a ragged batch.
 
     All three models have the rounded weights, as in `step.check_parity`.
     """
@@ -68,6 +68,9 @@ def check_parity(results: Results, weights: str) -> None:
     if weights not in ("bf16", "packed"):
         round_experts(model, wide, weights)
     cases: list[tuple[str, Any, Any]] = [("9,000 tokens", draw_tokens(1, 9000), None)]
+    for _ in range(3):  # the third one in a row is captured
+        fast.encode(draw_tokens(1, 8192))
+    cases.append(("8,192 tokens, captured", draw_tokens(1, 8192), None))
     ragged, real = draw_tokens(3, 900), torch.ones(3, 900, dtype=torch.int64, device=GPU)
     real[0, :200], real[2, :899] = 0, 0  # padded on the left; the last row has one token
     cases += [("rows of 700, 900 and 1, launched", ragged, real), ("the same, captured", ragged, real)]

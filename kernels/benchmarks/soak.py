@@ -1,11 +1,15 @@
 """An accelerated model under load: many steps in a row, then many shapes and settings, with the memory along the way.
 
-python kernels/benchmarks/soak.py --seconds 40
+python kernels/benchmarks/soak.py                             100,000 steps, then random shapes for two minutes
+python kernels/benchmarks/soak.py --model small --steps 0     more shapes in the same time
+python kernels/benchmarks/soak.py --model full --steps 2000   the published size
 
-`dgemma/text` in bfloat16. First one run repeats its steps. Then generations with random batch sizes, prompts, canvases,
-samplers, temperatures and stop rules follow, of which most need new graphs. Every line has the mean time of a step, the
-memory on GPU and host, and the unused buffers and graphs that the model keeps. The last line has the growth of the
-memory during the second half of the generations, when the caches are already full.
+First one run repeats its steps. Then generations with random batch sizes, prompts, canvases, samplers, temperatures and
+stop rules follow, of which most need new graphs, with single tokens in between. Every line has the mean time of a step,
+the memory on GPU and host, and the unused buffers and graphs that the model keeps. One generation is repeated at the
+end and must give the same tokens. The last line has the growth of the memory during the second half of the random
+shapes, when the caches are already full. `text` is `dgemma/text`, `small` has its first two layers, and `full` has
+random weights; all in bfloat16.
 """
 
 import argparse
@@ -17,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from generate import build
 from timing import describe_run, results_folder
+from torch import Tensor
 
 import dgemma
 from dgemma.run.plan import read_plan
@@ -25,57 +31,78 @@ from dgemma.run.step import start_state
 from dgemma_kernels import FusedDenoiser, accelerate
 
 GPU = torch.device("cuda")
+EVERY = 100  # generations per line
+
+
+def make_model(name: str) -> FusedDenoiser:
+    if name == "full":
+        return build("bf16")
+    model = dgemma.DiffusionGemma.from_pretrained("dgemma/text", device=GPU, dtype=torch.bfloat16)
+    if name == "small":
+        config = model.config.replace(num_hidden_layers=2, layer_types=model.config.layer_types[-2:])
+        model = dgemma.DiffusionGemma(config).requires_grad_(False).to(GPU, torch.bfloat16)
+    return accelerate(model)
 
 
 def memory() -> dict[str, float]:
-    """Return MiB: tensors, torch's memory, all of the GPU (with graphs and other processes), peak of the host."""
+    """Return MiB: tensors, torch's memory and its part for graphs, all of the GPU with other processes, host's peak."""
     free, total = torch.cuda.mem_get_info()
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    segments = torch.cuda.memory_snapshot()
+    of_graphs = sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) != (0, 0)) / 2**20
     mine = {"tensors": torch.cuda.memory_allocated() / 2**20, "torch": torch.cuda.memory_reserved() / 2**20}
-    return mine | {"gpu": (total - free) / 2**20, "host_peak": host}
+    return mine | {"of_graphs": of_graphs, "gpu": (total - free) / 2**20, "host_peak": host}
 
 
-def repeat_steps(model: FusedDenoiser, seconds: float, results: list[dict[str, Any]]) -> int:
+def draw_tokens(*shape: int) -> Tensor:
+    return torch.randint(5, 8000, shape, device=GPU)
+
+
+def repeat_steps(model: FusedDenoiser, steps: int, results: list[dict[str, Any]]) -> int:
     """Take the steps of one canvas again and again; return their number."""
-    prompt = torch.randint(5, 8000, (1, 100), device=GPU)
+    prompt = draw_tokens(1, 100)
     knobs, cache, taken = read_plan(model, prompt, stop=None).knobs, model.encode(prompt), 0
-    noise, end = dgemma.UniformNoise(model.config.vocab_size), time.perf_counter() + seconds
-    while time.perf_counter() < end:
+    noise, each = dgemma.UniformNoise(model.config.vocab_size), max(1, min(50, steps // 960))
+    while taken < steps:
         begun = time.perf_counter()
-        for seed in range(50):
+        for seed in range(each):
             seeds = torch.tensor([seed], device=GPU)
             state = start_state(knobs, noise, seeds=seeds, canvas_len=model.config.canvas_length, num_steps=48)
             for _ in range(48):
                 state, _ = model.step(state, cache=cache, knobs=knobs)
         torch.cuda.synchronize()
-        taken += 50 * 48
-        add(results, model, "the same step", taken, (time.perf_counter() - begun) / (50 * 48) * 1e3)
+        taken += each * 48
+        add(results, model, "the same step", taken, (time.perf_counter() - begun) / (each * 48) * 1e3)
     return taken
 
 
 def vary(model: FusedDenoiser, seconds: float, results: list[dict[str, Any]]) -> int:
     """Generate with random shapes and settings; return the number of steps."""
-    draw, taken, shapes, end = random.Random(0), 0, set(), time.perf_counter() + seconds
+    draw, taken, shapes, settings, end = random.Random(0), 0, set(), set(), time.perf_counter() + seconds
+    canvas = model.config.canvas_length
     while time.perf_counter() < end:
         begun, before = time.perf_counter(), taken
-        for _ in range(25):
+        for number in range(EVERY):
             batch, length, steps = draw.randint(1, 24), draw.randint(1, 700), draw.randint(1, 6)
-            out = dgemma.generate(
-                model,
-                torch.randint(5, 8000, (batch, length), device=GPU),
-                max_new_tokens=draw.choice((64, 128)),
-                steps=steps,
-                seed=draw.randint(0, 1000),
-                temperature=draw.choice((0.5, 0.8, 1.0)),
-                sampler=dgemma.EntropyBound(bound=draw.choice((0.05, 0.1, 0.5, 2.0))),
-                stop=draw.choice((None, dgemma.StableAndConfident(confidence=draw.choice((0.005, 0.1))))),
-                progress=False,
-            )
+            prompt = draw_tokens(batch, length)
+            if number % 10 == 0:
+                dgemma.generate_causal(model, prompt, max_new_tokens=3, top_k=draw.choice((1, None)), eos_token_ids=[])
+            options: dict[str, Any] = {
+                "max_new_tokens": draw.choice((canvas, 2 * canvas)),
+                "steps": steps,
+                "temperature": draw.choice((0.5, 0.8, 1.0)),
+                "sampler": dgemma.EntropyBound(bound=draw.choice((0.05, 0.1, 0.5, 2.0))),
+                "stop": draw.choice((None, dgemma.StableAndConfident(confidence=draw.choice((0.005, 0.1))))),
+            }
+            out = dgemma.generate(model, prompt, seed=draw.randint(0, 1000), progress=False, **options)
             taken += int(out.steps.amax(0).sum())
             shapes.add((batch, length))
+            settings.add(str(options))
+            if time.perf_counter() > end:
+                break
         torch.cuda.synchronize()
         each = (time.perf_counter() - begun) / (taken - before) * 1e3
-        add(results, model, "random shapes", taken, each, shapes=len(shapes))
+        add(results, model, "random shapes", taken, each, shapes=len(shapes), settings=len(settings))
     return taken
 
 
@@ -90,24 +117,33 @@ def add(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=40.0)
-    parser.add_argument("--output", type=Path, help="by default results/<gpu>/soak.json")
+    parser.add_argument("--model", choices=("text", "small", "full"), default="text")
+    parser.add_argument("--steps", type=int, default=100_000, help="of the same canvas, before the random shapes")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of random shapes")
+    parser.add_argument("--output", type=Path, help="by default results/<gpu>/soak_<model>.json")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("This benchmark needs a CUDA GPU.")
-    model = dgemma.DiffusionGemma.from_pretrained("dgemma/text", device=GPU, dtype=torch.bfloat16)
-    fast = accelerate(model)
+    fast = make_model(options.model)
     print(describe_run(), flush=True)
     results: list[dict[str, Any]] = []
-    same = repeat_steps(fast, options.seconds / 2, results)
+    prompt = draw_tokens(2, 50)
+
+    def write() -> Tensor:
+        return dgemma.generate(fast, prompt, max_new_tokens=2 * fast.config.canvas_length, steps=5, seed=1).tokens
+
+    before = write()
+    report: dict[str, Any] = {"run": describe_run(), "model": options.model, "rows": results}
+    report["same_steps"] = repeat_steps(fast, options.steps, results)
     half = len(results)
-    varied = vary(fast, options.seconds / 2, results)
+    report["varied_steps"] = vary(fast, options.seconds, results)
+    report["same_tokens_at_the_end"] = torch.equal(before, write())
     rows = results[half:]
-    middle = rows[len(rows) // 2]
-    growth = {name: rows[-1][name] - middle[name] for name in memory()}
-    report = {"run": describe_run(), "same_steps": same, "varied_steps": varied, "growth_mib": growth, "rows": results}
-    print(f"{same} + {varied} steps; growth of the memory in the second half of the random shapes, MiB: {growth}")
-    output = options.output or results_folder() / "soak.json"
+    if rows:
+        middle = rows[len(rows) // 2]
+        report["growth_mib"] = {name: rows[-1][name] - middle[name] for name in memory()}
+    print({name: value for name, value in report.items() if name != "rows"}, flush=True)
+    output = options.output or results_folder() / f"soak_{options.model}.json"
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(report, indent=1) + "\n")
 

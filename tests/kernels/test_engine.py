@@ -110,8 +110,13 @@ def test_a_prompt_in_chunks_equals_the_reference_launched_and_captured(models, m
         got = fast.causal_logits(prompt, cache, real)
         torch.testing.assert_close(got[real.bool()], want[real.bool()], **CLOSE)
         assert cache.lengths.tolist() == [5, 11]
-    monkeypatch.setattr(fast, "_most_captured", 4)  # a chunk of eight is launched, and one of three padded to four
+    monkeypatch.setattr(fast, "_most_captured_soon", 4)  # a chunk of eight is large, and one of three padded to four
     torch.testing.assert_close(fast.causal_logits(prompt[1:], fast.new_cache(1)), want[1:], **CLOSE)
+    longer, word = draw_tokens(1, 4 * 8 + 7), draw_tokens(1, 1)
+    cache = fast.encode(longer)
+    assert ("read", (1, 8), False) in cache.buffers.graphs  # captured with the third, replayed for the rest
+    want = reference.causal_logits(word, reference.encode(longer))
+    torch.testing.assert_close(fast.causal_logits(word, cache), want, **CLOSE)
 
 
 @pytest.mark.parametrize("kind", ["published", "masked", pytest.param("shaped", marks=pytest.mark.slow)])

@@ -1,11 +1,13 @@
 """Kernels are compiled in parallel before a capture, without being launched."""
 
+import gc
 import json
 import os
 import subprocess
 import sys
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from triton.runtime.jit import JITFunction
 
 from dgemma_kernels import accelerate
 from dgemma_kernels.engine import cache
-from dgemma_kernels.engine.graphs import _MOST_GRAPHS, compile_together, remembered
+from dgemma_kernels.engine.graphs import _MOST_GRAPHS, GraphMemory, Replay, compile_together, remembered
 from kernel_inputs import make_model
 
 
@@ -151,7 +153,87 @@ def test_threads_compile_one_after_the_other_and_restore_triton():
     assert JITFunction.run is run
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="launches real kernels")
+def _products(device: torch.device) -> tuple[GraphMemory, list[torch.cuda.Stream], Callable[[], list[torch.Tensor]]]:
+    """Return memory, the streams that have library workspaces elsewhere, and products on a stream and next to it.
+
+    The products are deep and narrow, so the library splits the depth and adds the parts in its workspace.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    x, weight = (torch.randn(64, 65_536, device=device, generator=generator).bfloat16() for _ in range(2))
+    side = torch.cuda.Stream(device)
+    memory = GraphMemory(device, [side])
+
+    def run() -> list[torch.Tensor]:
+        here = torch.cuda.current_stream(device)
+        side.wait_stream(here)
+        with torch.cuda.stream(side):
+            beside = x @ weight.T
+        result = [weight @ x.T, beside]
+        here.wait_stream(side)
+        return result
+
+    for stream in (memory.capture, side):
+        with torch.cuda.stream(stream):
+            x @ weight.T
+    torch.cuda.synchronize()
+    return memory, [memory.capture, side], run
+
+
+@pytest.mark.gpu
+def test_a_graph_keeps_its_bits_and_writes_nowhere_else_after_others_of_its_streams_are_gone():
+    device = torch.device("cuda")
+    memory, streams, run = _products(device)
+    kept, dropped = Replay(run, device, memory), Replay(run, device, memory)
+    kept.replay()
+    want = [result.clone() for result in kept.result]
+    for stream in streams:  # a graph of somebody else
+        other, x = torch.cuda.CUDAGraph(), torch.zeros(1, device=device)
+        with torch.cuda.graph(other, stream=stream):
+            x.zero_()
+        del other
+    del dropped
+    gc.collect()
+    torch.cuda.empty_cache()
+    rest = [torch.full((1 << 23,), 7, dtype=torch.int32, device=device) for _ in range(40)]  # takes freed memory
+    for _ in range(3):
+        kept.replay()
+    assert all(torch.equal(*pair) for pair in zip(kept.result, want, strict=True))
+    assert all(bool((block == 7).all()) for block in rest)
+
+
+@pytest.mark.gpu
+def test_functions_are_captured_after_all_graphs_are_gone():
+    device = torch.device("cuda")
+    memory, _, run = _products(device)
+    want = [result.clone() for result in run()]
+    for _ in range(3):
+        replay = Replay(run, device, memory)
+        replay.replay()
+        assert all(torch.equal(*pair) for pair in zip(replay.result, want, strict=True))
+        del replay
+        gc.collect()
+
+
+@pytest.mark.gpu
+def test_a_prefix_keeps_its_logits_while_graphs_of_other_shapes_come_and_go():
+    device = torch.device("cuda")
+    fast = accelerate(make_model(device))
+    generator = torch.Generator(device).manual_seed(1)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randint(40, shape, device=device, generator=generator)
+
+    prefix, canvas = fast.encode(draw(2, 6)), draw(2, 4)
+    want = fast.denoise(canvas, prefix).logits.clone()
+    for batch in range(3, 3 + 2 * cache._MOST_FREE):
+        fast.denoise(draw(batch, 4), fast.encode(draw(batch, 6)))
+    torch.cuda.empty_cache()
+    rest = [torch.full((1 << 20,), 7, dtype=torch.int32, device=device) for _ in range(40)]
+    assert torch.equal(fast.denoise(canvas, prefix).logits, want)
+    assert all(bool((block == 7).all()) for block in rest)
+
+
+@pytest.mark.gpu
 def test_nothing_is_written_until_the_launch_itself():
     from dgemma_kernels.ops.norms.kernel import rms_norm
 

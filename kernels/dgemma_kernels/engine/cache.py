@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dgemma.model.cache import CacheMark, LayerCache, PrefixCache, drop_later
 from dgemma.model.config import Conventions, ModelConfig
-from dgemma_kernels.engine.graphs import Replay, Turn, in_turn, remembered, use_here
+from dgemma_kernels.engine.graphs import GraphMemory, Replay, Turn, in_turn, remembered, use_here
 from dgemma_kernels.ops.prefix import forget
 
 _SMALLEST = 1024  # slots of a full layer; then powers of two up to _LINEAR, then multiples of it
@@ -53,6 +53,14 @@ class CacheBuffers:
         self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=where["device"])  # tokens of each row
         self.held = torch.zeros_like(self.lengths)  # tokens of each row that a sliding layer still has
         self.graphs: OrderedDict[Any, Any] = OrderedDict()
+        self._last_read: Any = None
+        self._times_read = 0
+
+    def count_read(self, shape: Any) -> int:
+        """Note a forward over tokens of this shape; return how many of the last ones in a row had it."""
+        self._times_read = self._times_read + 1 if shape == self._last_read else 1
+        self._last_read = shape
+        return self._times_read
 
     @property
     def num_bytes(self) -> int:
@@ -70,8 +78,9 @@ class BufferPool:
         dtype: torch.dtype,
         turn: Turn,
         most_read: int,
+        graph_memory: GraphMemory | None,
     ) -> None:
-        self.config, self.turn = config, turn
+        self.config, self.turn, self.graph_memory = config, turn, graph_memory
         self.most_read = most_read  # tokens of one forward, over all rows
         self.keep = config.sliding_window - (0 if conventions.sliding_prefix == "window" else 1)
         self._where: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -267,7 +276,7 @@ class FusedCache:
                 forget(buffers.sliding[0], buffers.sliding[1], buffers.held, buffers.keep)
             buffers.held.clamp_(max=buffers.keep)
 
-        remembered(buffers.graphs, "settle", lambda: Replay(run, self._pool.device, None)).replay()
+        remembered(buffers.graphs, "settle", lambda: Replay(run, self._pool.device, self._pool.graph_memory)).replay()
         self.num_held = buffers.keep
 
     def reserve(self, num_tokens: int) -> None:

@@ -45,11 +45,12 @@ from dgemma_kernels.formats import ENCODERS, FourBit, Quantized
 from dgemma_kernels.ops.attention import KernelName
 from dgemma_kernels.ops.draws import kernel as draws
 
-# Limits on the tokens of a prompt, over all rows: for one forward, and for a captured forward. Larger forwards gain
-# nothing from capture, because the device needs longer for them than the host for its launches. Activations and the
-# tail of sliding layers take 330 kB per token of the published model. So weights of four bits, which are chosen for
-# their size, have lower limits.
-_READ, _FOUR_BIT_READ = (8192, 2048), (1024, 256)
+# Limits on the tokens of a prompt, over all rows: for one forward; for one that is captured when its size comes a
+# second time; and for one that is captured when its size comes _IN_A_ROW times in a row. Capture takes tens of
+# milliseconds, and large forwards gain less from it. Activations and the tail of sliding layers take 330 kB per token
+# of the published model. So weights of four bits, which are chosen for their size, have lower limits.
+_READ, _FOUR_BIT_READ = (8192, 2048, 8192), (1024, 256, 256)
+_IN_A_ROW = 3
 _MOST_REHEARSED = 4  # rows; for more, the kernels of a step are not compiled together with those of a prompt
 
 
@@ -199,16 +200,20 @@ class FusedDenoiser(Denoiser[FusedCache]):
         self.source = model.source
         self.turn = Turn(model.device)
         small = isinstance(weights.layers[0].expert_gate_up, FourBit)
-        most_read, self._most_captured = _FOUR_BIT_READ if small else _READ
-        self._pool = BufferPool(model.config, model.conventions, model.device, model.dtype, self.turn, most_read)
+        most_read, self._most_captured_soon, self._most_captured = _FOUR_BIT_READ if small else _READ
+        forward = Forward(model.config, weights, attention, batch_invariant=batch_invariant)
+        graph_memory = GraphMemory(model.device, forward.sides) if model.device.type == "cuda" else None
+        self._pool = BufferPool(
+            model.config, model.conventions, model.device, model.dtype, self.turn, most_read, graph_memory
+        )
         self._workspace = Workspace(
             config=model.config,
             conventions=model.conventions,
             device=model.device,
             dtype=model.dtype,
-            forward=Forward(model.config, weights, attention, batch_invariant=batch_invariant),
+            forward=forward,
             turn=self.turn,
-            graph_memory=GraphMemory(model.device) if model.device.type == "cuda" else None,
+            graph_memory=graph_memory,
         )
         self._shapes_read: set[Any] = set()  # of chunks of a prompt
         self._last: _LastStep | None = None
@@ -453,21 +458,24 @@ class FusedDenoiser(Denoiser[FusedCache]):
     def _read_chunk(self, tokens: Tensor, cache: FusedCache, num_slots: int, last: bool) -> Tensor:
         """Run one chunk (B, T) into the tail of the cache, which gets `num_slots` in all → (B, T, D) if `last`.
 
-        A short chunk is padded to one of a few sizes. The second chunk of a size is captured in a graph, which later
-        ones replay. Padding is after the chunk in a causal forward, so it changes no other token.
+        A captured chunk is padded to one of a few sizes. Padding is after the chunk in a causal forward, so it changes
+        no other token.
         """
         batch, size = tokens.shape
         padded = min(_round_up(size), self._pool.prefill_len(batch))
-        is_captured = batch * padded <= self._most_captured
-        if is_captured:
+        buffers = cache.make_room(padded, max(0, num_slots - padded))
+        key = ("read", (batch, padded), last)
+        times = buffers.count_read(key)
+        is_small = batch * padded <= self._most_captured_soon
+        is_captured = key in buffers.graphs or (times >= _IN_A_ROW and batch * padded <= self._most_captured)
+        if is_small or is_captured:
             tokens = nn.functional.pad(tokens, (0, padded - size))
         num_new = tokens.shape[1]
-        buffers = cache.make_room(num_new, max(0, num_slots - num_new))
-        shape = (batch, num_new) if is_captured else tokens.numel().bit_length()  # another size may need other kernels
-        if is_captured and shape in self._shapes_read:
+        shape = (batch, num_new) if is_small else tokens.numel().bit_length()  # another size may need other kernels
+        if is_captured or (is_small and shape in self._shapes_read):
             self._soften()
             make = lambda: CapturedRead(self._workspace, tokens, buffers, last)  # noqa: E731
-            hidden = remembered(buffers.graphs, ("read", shape, last), make)(tokens)
+            hidden = remembered(buffers.graphs, key, make)(tokens)
         else:
             read = partial(self._forward.read, tokens.long(), buffers, last=last)
             if shape not in self._shapes_read and self.device.type == "cuda":

@@ -58,7 +58,7 @@ class Forward:
         self.embed_scale = float(torch.tensor(config.hidden_size**0.5, dtype=table.dtype))
         # The dense MLP runs next to the router and the experts, which wait for memory. Torch gives out 32 streams in
         # turn, so one of two new streams may be the current one; the MLP runs on the other.
-        self._sides = [torch.cuda.Stream(table.device) for _ in range(2)] if table.device.type == "cuda" else []
+        self.sides = [torch.cuda.Stream(table.device) for _ in range(2)] if table.device.type == "cuda" else []
         self._dense_progress = torch.zeros(2, dtype=torch.int32, device=table.device)
         self._one = torch.ones((), device=table.device)  # scale of float8 products that a kernel scales later
 
@@ -207,8 +207,8 @@ class Forward:
             float8=isinstance(layer.expert_gate_up, Quantized),
             float8_dense=isinstance(layer.gate_up, Quantized),
         )
-        here = torch.cuda.current_stream(x.device) if self._sides else None
-        side = next((stream for stream in self._sides if stream != here), None)
+        here = torch.cuda.current_stream(x.device) if self.sides else None
+        side = next((stream for stream in self.sides if stream != here), None)
         if here is None or side is None:
             dense_out, dense_scales = self._dense(layer, dense_in)
         else:

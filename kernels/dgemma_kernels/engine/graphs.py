@@ -89,21 +89,36 @@ def in_turn(
 class GraphMemory:
     """Memory that graphs share. After a failed capture, the next graphs share new memory.
 
-    Torch reuses memory only on the stream that freed it, so all graphs are captured on one stream. Functions first run
-    on another one: the library of matrix products keeps a workspace per stream, and torch may free that of a capturing
-    stream together with any of its graphs. Memory of the pool stays valid as long as a graph uses it.
+    Torch reuses memory only on the stream that freed it, so all graphs are captured on one stream. The library of
+    matrix products keeps a workspace per stream, and torch may free that of a capturing stream together with any graph
+    of it. Memory of the pool stays valid as long as a graph uses it. So a capture allocates its workspaces in the pool:
+    functions first run on another stream, and `prepare` drops workspaces from elsewhere. `sides` are the other streams
+    that functions use.
 
     Example: `Replay(fn, device, GraphMemory(device))`.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, sides: Sequence[torch.cuda.Stream] = ()) -> None:
+        self._device, self._sides = device, sides
         self._failed: list[torch.cuda.CUDAGraph] = []
         self._start()
 
     def _start(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
         self.first_run, self.capture = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
+        self._keeper: torch.cuda.CUDAGraph | None = None
+
+    def prepare(self) -> None:
+        """Make the next capture allocate all of its memory in the pool.
+
+        Torch drops a stream's workspaces with any graph of that stream. It does not capture into a pool again after the
+        last graph of the pool is gone, so one small graph stays.
+        """
+        zero = torch.zeros((), device=self._device)
+        if self._keeper is None:
+            self._keeper = _capture_clearing(zero, self.capture, self.pool)
+        for stream in (self.capture, *self._sides):
+            _capture_clearing(zero, stream, None).reset()
 
     def renew(self, failed: torch.cuda.CUDAGraph) -> None:
         """Replace the memory after the capture of `failed` raised an error.
@@ -112,13 +127,24 @@ class GraphMemory:
         still read the graph.
         """
         self._failed.append(failed)
-        old, index = self.pool, self.capture.device.index
-        self._start()
+        index = self.capture.device.index
         try:
-            torch._C._cuda_endAllocateToPool(index, old)
+            torch._C._cuda_endAllocateToPool(index, self.pool)
         except RuntimeError:
-            return  # torch has ended them
-        torch._C._cuda_releasePool(index, old)
+            pass  # torch has ended them
+        else:
+            torch._C._cuda_releasePool(index, self.pool)
+        self._start()
+
+
+def _capture_clearing(tensor: Tensor, stream: torch.cuda.Stream, pool: Any) -> torch.cuda.CUDAGraph:
+    """Return a graph of one operation, which clears a tensor."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool, capture_error_mode="thread_local")
+        tensor.zero_()
+        graph.capture_end()
+    return graph
 
 
 class Replay:
@@ -138,8 +164,9 @@ class Replay:
         launches: Callable[[], Any] | None = None,
     ) -> None:
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._is_fresh = True  # the constructor runs `fn` for the first inputs
         if device.type != "cuda":
-            self._fn, self.result, self._is_fresh = fn, fn(), True
+            self._fn, self.result = fn, fn()
             return
         memory = memory or GraphMemory(device)
         memory.first_run.wait_stream(torch.cuda.current_stream(device))
@@ -148,6 +175,7 @@ class Replay:
                 compile_together(launches)
             fn()  # compiles the rest, and lets libraries allocate what they cannot during capture
         torch.cuda.synchronize(device)  # a failed kernel raises here, and is not reported as a failed capture
+        memory.prepare()
         self._graph = torch.cuda.CUDAGraph()
         options: dict[str, Any] = {"stream": memory.capture, "capture_error_mode": "thread_local"}
         capture = torch.cuda.graph(self._graph, pool=memory.pool, **options)
@@ -163,15 +191,22 @@ class Replay:
             raise CaptureError(f"This work could not be captured in a CUDA graph ({reason}).") from error
 
     def replay(self) -> None:
+        is_fresh, self._is_fresh = self._is_fresh, False
         if self._graph is not None:
             self._graph.replay()
             return
-        if self._is_fresh:  # the constructor ran it for these inputs
-            self._is_fresh = False
+        if is_fresh:
             return
         for target, source in zip(tree_leaves(self.result), tree_leaves(self._fn()), strict=True):
             if isinstance(target, Tensor) and target is not source:
                 target.copy_(source)
+
+    def rewrite(self) -> None:
+        """Run `fn` only for the static tensors that it writes. The first call returns at once: they are written."""
+        if self._is_fresh:
+            self._is_fresh = False
+        else:
+            self.replay()
 
 
 def compile_together(launches: Callable[[], Any]) -> None:
