@@ -109,6 +109,54 @@ def test_transformers_prompts_steps_and_tokens_are_the_recorded_ones():
     assert {row: cells["transformers"] for row, cells in table.items() if cells["transformers"]} == expected
 
 
+KINDS = {
+    "experts": ("_expert_",),
+    "attention": ("_attention_hopper", "_attention_kernel", "_combine"),
+    "other products": ("nvjet", "cublasLt", "_multiply_row", "_dense_mlp"),
+}
+
+
+def profile_table(column: str, profile: list[dict[str, Any]]) -> Table:
+    """Return the milliseconds of each work by kind of kernel. Kernels beyond the first sixteen count as the rest."""
+    table: Table = {}
+    for what in dict.fromkeys(part["what"] for part in profile):
+        parts = {part["kernel"]: part["us"] / 1e3 for part in profile if part["what"] == what}
+        total = parts.pop("all")
+        times = {
+            kind: sum(ms for kernel, ms in parts.items() if any(name in kernel for name in names))
+            for kind, names in KINDS.items()
+        }
+        times |= {"the rest": total - sum(times.values()), "all kernels": total}
+        table[f"{what}, {column}"] = {kind: whole_or_tenths(ms) for kind, ms in times.items()}
+    return table
+
+
+def test_the_time_by_kind_of_kernel_is_the_recorded_one():
+    table = read_table("docs/benchmarks.md", "Where the time goes")
+    columns = {"bf16": "prompts.json", "fp8": "prompts_fp8.json"}
+    tables = [profile_table(column, recorded(file)["profile"]) for column, file in columns.items()]
+    assert table == {row: cells for each in tables for row, cells in each.items() if row in table}
+    assert len(table) >= 8
+
+
+def test_memory_under_load_is_the_recorded_one():
+    names = {("the same step", "text"): "one canvas of `dgemma/text`"}
+    names |= {("random shapes", "text"): "random texts, `dgemma/text`"}
+    names |= {("random shapes", "small"): "random texts, its first two layers"}
+    expected = {}
+    for (what, model), name in names.items():
+        report = json.loads((ROOT / f"kernels/benchmarks/results/h200/soak_{model}.json").read_text())
+        assert report["same_tokens_at_the_end"]
+        rows = [row for row in report["rows"] if row["what"] == what]
+        half = rows[len(rows) // 2 :]
+        memory = {
+            column: f"{min(row[key] for row in half):,.0f}–{max(row[key] for row in half):,.0f}"
+            for column, key in (("reserved, MiB", "torch"), ("of it for graphs, MiB", "of_graphs"))
+        }
+        expected[name] = {"steps": f"{rows[-1]['steps']:,}", "shapes": f"{rows[-1].get('shapes', 1):,}", **memory}
+    assert read_table("docs/benchmarks.md", "Under load") == expected
+
+
 def test_the_price_of_batch_invariance_is_the_recorded_one():
     table, expected = read_table("docs/benchmarks.md", "The price of `batch_invariant`"), {}
     for part in recorded("step_invariant.json")["invariant"]:
