@@ -76,7 +76,7 @@ def repeat_steps(model: FusedDenoiser, steps: int, results: list[dict[str, Any]]
     return taken
 
 
-def vary(model: FusedDenoiser, seconds: float, results: list[dict[str, Any]]) -> int:
+def vary(model: Any, seconds: float, results: list[dict[str, Any]]) -> int:
     """Generate with random shapes and settings; return the number of steps."""
     draw, taken, shapes, settings, end = random.Random(0), 0, set(), set(), time.perf_counter() + seconds
     canvas = model.config.canvas_length
