@@ -5,6 +5,7 @@ import torch
 
 import dgemma
 from dgemma.model import fused
+from dgemma.model.quantize import quantize
 from dgemma.train import LoRA, Objective, TrainBatch, add_lora
 
 
@@ -77,3 +78,12 @@ def test_a_fused_step_has_the_loss_and_the_gradients_of_the_plain_one(graphs):
     torch.testing.assert_close(fused_loss, loss, rtol=1e-12, atol=0)
     for ours, theirs in zip(fused_gradients, gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_a_compiled_step_decodes_quantised_weights_in_one_function(graphs):
+    weight = quantize(torch.randn(3, 8, 64), "int4")
+    expected = weight.decode(torch.bfloat16)
+    with fused.fusing():
+        assert torch.equal(weight.decode(torch.bfloat16), expected)
+    assert graphs == ["_int_values"]

@@ -52,25 +52,30 @@ class Layer(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the output (B, T, D) for x (B, T, D), and this layer's new keys and values (B, K, T, H)."""
         attended, keys, values = self.self_attn(self.input_layernorm(x), rope, past, mask)
+        scalar = self.causal_layer_scalar if causal else self.layer_scalar
+        out = self.feed_forward(x.flatten(0, 1), attended.flatten(0, 1), scalar, kept)
+        return out.view_as(x), keys, values
+
+    def feed_forward(self, x: Tensor, attended: Tensor, scalar: Tensor, kept: Kept | None = None) -> Tensor:
+        """Return the output (M, D) for the input and the output of attention, (M, D) each. scalar: (1,) or (M, 1)."""
         residual, dense, experts = _after_attention(
-            x.flatten(0, 1),
-            attended.flatten(0, 1),
+            x,
+            attended,
             self.post_attention_layernorm.weight,
             self.pre_feedforward_layernorm.weight,
             self.pre_feedforward_layernorm_2.weight,
             self.input_layernorm.eps,
         )
-        out = _after_experts(
+        return _after_experts(
             residual,
             self.mlp(dense),
             self._mix(experts, residual, kept),
             self.post_feedforward_layernorm_1.weight,
             self.post_feedforward_layernorm_2.weight,
             self.post_feedforward_layernorm.weight,
-            self.causal_layer_scalar if causal else self.layer_scalar,
+            scalar,
             self.input_layernorm.eps,
         )
-        return out.view_as(x), keys, values
 
     def _mix(self, x: Tensor, residual: Tensor, kept: Kept | None) -> Tensor:
         """Return the experts' output (M, D) for their input x (M, D); the router reads the unnormed residual."""

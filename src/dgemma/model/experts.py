@@ -39,11 +39,17 @@ class Groups(NamedTuple):
 class Kept:
     """A layer's choices and its experts' output (M, D), kept from the first pass for the pass that recomputes it.
 
-    Both are None until the first pass has set them.
+    Both are None until the first pass has set them. The output stays None unless the experts have `keeps_output`.
     """
 
     groups: Groups | None = None
     mixed: Tensor | None = None
+
+    def group(self, experts: Tensor, num_experts: int) -> Groups:
+        """Return the choices (M, A), sorted in the first pass."""
+        if self.groups is None:
+            self.groups = group_by_expert(experts, num_experts)
+        return self.groups
 
 
 class Router(nn.Module):
@@ -101,7 +107,7 @@ class Experts(nn.Module):
 
     gate_up_proj: Weight  # (E, 2F, D)
     down_proj: Weight  # (E, D, F)
-    keeps_output = False  # whether `forward` takes a `Kept`
+    keeps_output = False  # in a `Kept`
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -109,9 +115,9 @@ class Experts(nn.Module):
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * inner, hidden))
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, inner))
 
-    def forward(self, x: Tensor, routing: Routing) -> Tensor:
+    def forward(self, x: Tensor, routing: Routing, kept: Kept | None = None) -> Tensor:
         """Return Σ_a weight · expert_a(x) over each token's chosen experts: x (M, D) → (M, D)."""
-        groups = group_by_expert(routing.experts, self.gate_up_proj.shape[0])
+        groups = (kept or Kept()).group(routing.experts, self.gate_up_proj.shape[0])
         return self.mix(self.hidden(x, groups), routing.weights, groups, x.dtype)
 
     def hidden(self, x: Tensor, groups: Groups) -> Tensor:

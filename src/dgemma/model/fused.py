@@ -42,6 +42,14 @@ def is_fusing() -> bool:
     return _fusing
 
 
+def compiles_on(device: torch.device) -> bool:
+    """Return True if `fusible` functions of tensors on the device are compiled now.
+
+    Example: `with fusing(): compiles_on(model.device)`.
+    """
+    return _fusing and device.type in _COMPILED_ON
+
+
 def start_compiler() -> None:
     """Import torch's compiler and start its processes, which takes seconds in which the caller can do other work.
 
@@ -61,7 +69,7 @@ def fusible(function: Function) -> Function:
 
     @wraps(function)
     def run(*args: Any) -> object:
-        if not _fusing or torch.compiler.is_compiling() or args[0].device.type not in _COMPILED_ON:
+        if torch.compiler.is_compiling() or not compiles_on(args[0].device):
             return function(*args)
         return _Fused.apply(function, *args)
 

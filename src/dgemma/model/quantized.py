@@ -13,10 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from dgemma.model.fused import compiles_on, fusible
+
 # Values of the sixteen e2m1 codes: a sign bit, two bits of exponent, one bit of mantissa.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 NVFP4_GROUP = 16
 _CHUNK = 1 << 24  # values decoded at a time, because they are float32 until they are rounded
+_FLOAT8_SINCE = (8, 9)  # compute capability; the compiler has no float8 for older GPUs
 
 
 class QuantizedWeight(nn.Module):
@@ -61,18 +64,26 @@ class QuantizedWeight(nn.Module):
 
         Example: `linear.weight.decode(torch.bfloat16)`.
         """
-        out = torch.empty(self.shape, dtype=dtype, device=self.device)
-        rows = out.view(-1, self.shape[-1])
+        num_rows, width = self.shape[:-1].numel(), self.shape[-1]
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        size = max(1, _CHUNK // self.shape[-1])
-        for start in range(0, rows.shape[0], size):
-            chunk = slice(start, min(start + size, rows.shape[0]))
-            rows[chunk] = self._decode_rows(chunk, wide)
-        return out
+        if self._is_compiled():  # one kernel without temporary values
+            return self._decode_rows(slice(0, num_rows), wide, dtype).view(self.shape)
+        out = torch.empty(num_rows, width, dtype=dtype, device=self.device)
+        size = max(1, _CHUNK // width)
+        for start in range(0, num_rows, size):
+            chunk = slice(start, min(start + size, num_rows))
+            out[chunk] = self._decode_rows(chunk, wide, wide)
+        return out.view(self.shape)
 
-    def _decode_rows(self, rows: slice, wide: torch.dtype) -> Tensor:
-        """Return the values (r, K) of some of the rows, counted over all leading dimensions, in `wide`."""
+    def _decode_rows(self, rows: slice, wide: torch.dtype, dtype: torch.dtype) -> Tensor:
+        """Return the values (r, K) of some of the rows, counted over all leading dimensions: computed in `wide`."""
         raise NotImplementedError
+
+    def _is_compiled(self) -> bool:
+        if not compiles_on(self.device):
+            return False
+        has_float8 = any(buffer.dtype == torch.float8_e4m3fn for buffer in self.buffers())
+        return not has_float8 or torch.cuda.get_device_capability(self.device) >= _FLOAT8_SINCE
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         for name, buffer in self.named_buffers(recurse=False):
@@ -163,28 +174,41 @@ class IntWeight(QuantizedWeight):
     def with_tensors(self, tensors: dict[str, Tensor]) -> Self:
         return type(self)(**tensors, bits=self.bits)
 
-    def _decode_rows(self, rows: slice, wide: torch.dtype) -> Tensor:
+    def _decode_rows(self, rows: slice, wide: torch.dtype, dtype: torch.dtype) -> Tensor:
         codes = self.codes.view(-1, self.codes.shape[-1])[rows]
-        codes = unpack_nibbles(codes) if self.bits == 4 else codes
-        if self.zero_point is None and self.bias is None:
-            codes = codes.sub(1 << self.bits - 1).view(torch.int8)  # modulo 256: signed from here on
-        values = codes.to(wide)
-        if self.group_index is None:
-            values = values.unflatten(-1, (-1, self.group_size))
-        if self.zero_point is not None:
-            values.sub_(self._per_column(self.zero_point, rows, wide))
-        values.mul_(self._per_column(self.scale, rows, wide))
-        if self.bias is not None:
-            values.add_(self._per_column(self.bias, rows, wide))
-        return values.view(codes.shape)
+        zero_point, bias = (None if t is None else self._of_rows(t, rows) for t in (self.zero_point, self.bias))
+        return _int_values(codes, self._of_rows(self.scale, rows), zero_point, bias, self.bits, wide, dtype)
 
-    def _per_column(self, per_group: Tensor, rows: slice, wide: torch.dtype) -> Tensor:
-        """Return the entries of `per_group` (..., N, G) for some rows: (r, G, 1), or (r, K) with a group index."""
-        chosen = per_group.view(-1, per_group.shape[-1])[rows].to(wide)
+    def _of_rows(self, per_group: Tensor, rows: slice) -> Tensor:
+        """Return the entries of `per_group` (..., N, G) for some rows: (r, G), or (r, K) with a group index."""
+        chosen = per_group.view(-1, per_group.shape[-1])[rows]
         if self.group_index is None:
-            return chosen[..., None]
+            return chosen
         expert = torch.arange(rows.start, rows.stop, device=chosen.device) // self.shape[-2]
         return chosen.gather(1, self.group_index.view(-1, self.shape[-1])[expert].long())
+
+
+@fusible
+def _int_values(
+    codes: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    wide: torch.dtype,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return the values (r, K) of packed codes. scale, zero_point and bias are (r, G)."""
+    codes = unpack_nibbles(codes) if bits == 4 else codes
+    if zero_point is None and bias is None:  # signed, around the middle
+        codes = codes.view(torch.int8) - 8 if bits == 4 else (codes ^ 128).view(torch.int8)
+    values = codes.to(wide).unflatten(-1, (scale.shape[-1], -1))
+    if zero_point is not None:
+        values.sub_(zero_point.to(wide)[..., None])
+    values.mul_(scale.to(wide)[..., None])
+    if bias is not None:
+        values.add_(bias.to(wide)[..., None])
+    return values.flatten(-2).to(dtype)
 
 
 class Float8Weight(QuantizedWeight):
@@ -209,8 +233,14 @@ class Float8Weight(QuantizedWeight):
     def shape(self) -> torch.Size:
         return self.values.shape
 
-    def _decode_rows(self, rows: slice, wide: torch.dtype) -> Tensor:
-        return self.values.view(-1, self.shape[-1])[rows].to(wide) * self.scale.view(-1, 1)[rows].to(wide)
+    def _decode_rows(self, rows: slice, wide: torch.dtype, dtype: torch.dtype) -> Tensor:
+        return _float8_values(self.values.view(-1, self.shape[-1])[rows], self.scale.view(-1, 1)[rows], wide, dtype)
+
+
+@fusible
+def _float8_values(values: Tensor, scale: Tensor, wide: torch.dtype, dtype: torch.dtype) -> Tensor:
+    """Return the values (r, K) of float8 values, with scales (r, 1)."""
+    return (values.to(wide) * scale.to(wide)).to(dtype)
 
 
 class NvFp4Weight(QuantizedWeight):
@@ -244,11 +274,17 @@ class NvFp4Weight(QuantizedWeight):
         *rows, width = self.codes.shape
         return torch.Size((*rows, width * 2))
 
-    def _decode_rows(self, rows: slice, wide: torch.dtype) -> Tensor:
-        codes = unpack_nibbles(self.codes.view(-1, self.codes.shape[-1])[rows])
-        values = _e2m1_values(wide, codes.device)[codes.int()].unflatten(-1, (-1, NVFP4_GROUP))
-        scale = self.scale.view(-1, self.scale.shape[-1])[rows].to(wide) * self.row_scale.view(-1, 1)[rows].to(wide)
-        return values.mul_(scale[..., None]).flatten(-2)
+    def _decode_rows(self, rows: slice, wide: torch.dtype, dtype: torch.dtype) -> Tensor:
+        codes, scale = (t.view(-1, t.shape[-1])[rows] for t in (self.codes, self.scale))
+        table = _e2m1_values(wide, codes.device)
+        return _nvfp4_values(codes, scale, self.row_scale.view(-1, 1)[rows], table, dtype)
+
+
+@fusible
+def _nvfp4_values(codes: Tensor, scale: Tensor, row_scale: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the values (r, K) of packed codes, with scales (r, G) and (r, 1). The table has the codes' values."""
+    values = table[unpack_nibbles(codes).int()].unflatten(-1, (scale.shape[-1], -1))
+    return values.mul_((scale.to(table.dtype) * row_scale.to(table.dtype))[..., None]).flatten(-2).to(dtype)
 
 
 @cache

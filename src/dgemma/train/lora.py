@@ -8,8 +8,8 @@ base weights. Adapters are additional parameters of those modules, saved separat
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,6 @@ from dgemma.model.experts import (
     Kept,
     Routing,
     dispatch,
-    group_by_expert,
     product_by_group,
     require_experts,
 )
@@ -140,9 +139,9 @@ class AdaptedExperts(Experts):
         return type(self.gate_up_proj) is type(self.down_proj) is nn.Parameter
 
     def forward(self, x: Tensor, routing: Routing, kept: Kept | None = None) -> Tensor:
-        if kept is None:
-            return super().forward(x, routing)
-        mixed: Tensor = _KeptOutput.apply(self, kept, x, routing.weights, routing.experts, *_trained(self))
+        if kept is None or not self.keeps_output:
+            return super().forward(x, routing, kept)
+        mixed: Tensor = _KeptOutput.apply(self, kept, x, routing.weights, routing.experts, *trained_weights(self))
         return mixed
 
     def hidden(self, x: Tensor, groups: Groups) -> Tensor:
@@ -159,12 +158,14 @@ class AdaptedExperts(Experts):
         # Zeros for the other experts make the sum over a token's experts one product with all experts' B.
         width = self.down_lora_b.shape[0] * self.lora.rank
         spread = _Put.apply(narrow, self._places(groups), (weights.shape[0], width))  # (M, E · rank)
-        return mixed + spread @ self.down_lora_b.to(hidden.dtype).transpose(1, 2).flatten(0, 1)
+        b = self.down_lora_b.to(hidden.dtype).transpose(1, 2).flatten(0, 1)
+        return torch.addmm(mixed, spread, b) if mixed.dtype == spread.dtype else mixed + spread @ b
 
     def mix_along(self, direction: Tensor, hidden: Tensor, weights: Tensor, groups: Groups) -> Tensor:
-        """Return the inner product of a direction (M, D) and `mix`, one summand per row (R,).
+        """Return the inner product of a direction (M, D) and the output of `mix`, one summand per row (R,).
 
-        Its gradients are those of `mix`, but the down product is of the direction. So the output is not needed.
+        If the direction is the gradient of that output, the gradients of this are those of `mix`. The output itself is
+        not computed: the direction is multiplied by the transposed down weights instead.
         """
         assert isinstance(self.down_proj, Tensor)
         pulled = product_by_group(dispatch(direction, groups), self.down_proj.transpose(1, 2), groups.ends)  # (R, F)
@@ -174,7 +175,7 @@ class AdaptedExperts(Experts):
         return _inner_products(hidden, pulled, narrow, along, _by_row(weights, groups), self.lora.scale)
 
     def _places(self, groups: Groups) -> Tensor:
-        """Return the places (R, rank) of each row's narrow values among those of all tokens and experts, in order."""
+        """Return the indices (R, rank) of each row's values in a flattened (M, E · rank) tensor of products with A."""
         token, expert = groups.order // groups.experts.shape[1], groups.experts.flatten()[groups.order]
         first = (token * groups.ends.shape[0] + expert) * self.lora.rank
         return first[:, None] + torch.arange(self.lora.rank, device=first.device)
@@ -195,12 +196,12 @@ class AdaptedExperts(Experts):
 class _AdaptedProducts(torch.autograd.Function):
     """x Wᵀ + scale · x Aᵀ Bᵀ for several W, A and B.
 
-    One product has all A. The largest products come last and add to the others, which costs them almost nothing.
+    All A are multiplied in one product. The products with W come last and accumulate onto the adapters' outputs.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: list[Weight], scale: float, dtype: torch.dtype, *pairs: Tensor) -> Any:
-        """pairs: all A, all B, then those of the weights that are tensors, for autograd."""
+        """pairs: all A, all B, then the weights that are plain tensors, so that autograd sees them."""
         count, rows = len(weights), x.flatten(0, -2).to(dtype)
         a, b = torch.cat(pairs[:count]).to(dtype), [pair.to(dtype) for pair in pairs[count : 2 * count]]
         ctx.scale, ctx.dtypes = scale, (x.dtype, pairs[0].dtype)
@@ -344,14 +345,11 @@ class _KeptOutput(torch.autograd.Function):
     def forward(
         ctx: Any, module: AdaptedExperts, kept: Kept, x: Tensor, weights: Tensor, experts: Tensor, *_: Tensor
     ) -> Tensor:
-        if kept.groups is None:
-            kept.groups = group_by_expert(experts, module.gate_up_proj.shape[0])
-            kept.mixed = module.mix(module.hidden(x, kept.groups), weights, kept.groups, x.dtype)
-        ctx.module, ctx.autocast, device = module, nullcontext, x.device.type
-        if torch.is_autocast_enabled(device):
-            ctx.autocast = partial(torch.autocast, device, torch.get_autocast_dtype(device), cache_enabled=False)
-        ctx.save_for_backward(x, weights, *kept.groups)
-        assert kept.mixed is not None
+        groups = kept.group(experts, module.gate_up_proj.shape[0])
+        if kept.mixed is None:
+            kept.mixed = module.mix(module.hidden(x, groups), weights, groups, x.dtype)
+        ctx.module, ctx.autocast = module, same_autocast(x.device)
+        ctx.save_for_backward(x, weights, *groups)
         return kept.mixed.detach()
 
     @staticmethod
@@ -363,12 +361,26 @@ class _KeptOutput(torch.autograd.Function):
             hidden = ctx.module.hidden(inputs[0], Groups(*groups))
             along = ctx.module.mix_along(grad, hidden, inputs[1], Groups(*groups))
         of_x, of_weights, *of_trained = torch.autograd.grad(
-            along, [*inputs, *_trained(ctx.module)], torch.ones_like(along)
+            along, [*inputs, *trained_weights(ctx.module)], torch.ones_like(along)
         )
         return None, None, of_x, of_weights, None, *of_trained
 
 
-def _trained(module: nn.Module) -> list[nn.Parameter]:
+def same_autocast(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+    """Return a function that makes a context with the current autocast, for a backward pass that computes again.
+
+    Example: `ctx.autocast = same_autocast(x.device)`, later `with ctx.autocast(): ...`.
+    """
+    if not torch.is_autocast_enabled(device.type):
+        return nullcontext
+    return partial(torch.autocast, device.type, torch.get_autocast_dtype(device.type), cache_enabled=False)
+
+
+def trained_weights(module: nn.Module) -> list[nn.Parameter]:
+    """Return the module's parameters that require gradients.
+
+    Example: `trained_weights(model.layers[0])`.
+    """
     return [weight for weight in module.parameters() if weight.requires_grad]
 
 

@@ -6,7 +6,7 @@ bounds in nelbo.py can be used as losses: MDLM's and LLaDA's for mask noise, Duo
 noise. All work over blocks, as in BD3-LM.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dgemma.checks import check_choice, check_count, check_probability, check_size, check_types, require_field
 from dgemma.diffusion.noise import HybridNoise, MaskNoise, Noise
+from dgemma.model.attention import Mask
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.train import head, nelbo
 from dgemma.train.batch import TrainBatch
@@ -27,7 +28,17 @@ from dgemma.train.canvases import (
     draw_choice,
     noise_canvases,
 )
-from dgemma.train.one_pass import ATTENTIONS, CleanText, canvas_masks, predict_canvases, read_clean
+from dgemma.train.one_pass import (
+    ATTENTIONS,
+    canvas_masks,
+    canvas_positions,
+    embed_canvases,
+    predict_canvases,
+    read_clean,
+    text_masks,
+    text_positions,
+)
+from dgemma.train.together import TogetherPass, Tokens, can_run_together
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "canvases": ("one", "all"),
@@ -209,16 +220,15 @@ class Objective:
             )
         canvases = self._cut(batch, seeds)
         canvases.check_positions(model.config.max_position_embeddings)
-        clean = self._read(model, canvases)
         sums, counts = {}, {}
-        if self.decoder_weight:
-            noisy = self._noise(canvases, seeds)
-            hidden = self._denoise(model, canvases, noisy, None if clean is None else clean.first(canvases.prefix_len))
+        noisy = self._noise(canvases, seeds) if self.decoder_weight else None
+        text_hidden, hidden = self._run(model, canvases, noisy)
+        if noisy is not None and hidden is not None:
             scored = self._decoder_scored(canvases, noisy)
             losses = self._decoder_losses(model, canvases, noisy, hidden)
             sums["decoder"], counts["decoder"] = torch.where(scored, losses, 0.0).sum((1, 2)), scored.sum((1, 2))
         if self.causal_weight:
-            scored, losses = canvases.causal_scored, self._causal_losses(model, canvases, clean)
+            scored, losses = canvases.causal_scored, self._causal_losses(model, canvases, text_hidden)
             sums["causal"], counts["causal"] = torch.where(scored, losses, 0.0).sum(1), scored.sum(1)
         return Terms(sums=sums, counts=counts)
 
@@ -309,21 +319,55 @@ class Objective:
             return canvases.scored & noisy.replaced
         return canvases.scored & (noisy.replaced | ~noisy.masked[..., None])
 
-    def _read(self, model: DiffusionGemma, canvases: Canvases) -> CleanText | None:
-        """Read the clean text, as far as a canvas sees it or the causal term scores it."""
-        num_tokens = max(canvases.prefix_len if self.decoder_weight else 0, canvases.causal_len)
-        if num_tokens == 0:
-            return None
-        documents = None if canvases.documents is None else canvases.documents[:, :num_tokens]
-        return read_clean(model, canvases.tokens[:, :num_tokens], documents=documents, attention=self.attention)
+    def _run(
+        self, model: DiffusionGemma, canvases: Canvases, noisy: NoisyCanvases | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the last hidden states of the text (B, T, D) and of the canvases (B, K, C, D).
 
-    def _denoise(
-        self, model: DiffusionGemma, canvases: Canvases, noisy: NoisyCanvases, clean: CleanText | None
-    ) -> Tensor:
-        """Return the last hidden states (B, K, C, D) of the canvases, after a first pass for self-conditioning."""
-        levels = torch.where(canvases.frozen, 0.0, noisy.level[..., None])  # (B, K, C): frozen tokens have no noise
+        The text is read as far as a canvas sees it or the causal term scores it.
+        """
+        num_seen = 0 if noisy is None else canvases.prefix_len
+        tokens = canvases.tokens[:, : max(num_seen, canvases.causal_len)]
+        documents = None if canvases.documents is None else canvases.documents[:, : tokens.shape[1]]
+        if noisy is not None and num_seen and self.self_cond_prob and can_run_together(model):
+            masks = text_masks(model, tokens, documents=documents, attention=self.attention)
+            return self._run_together(model, tokens, masks, canvases, noisy)
+        clean = None
+        if tokens.shape[1]:
+            clean = read_clean(model, tokens, documents=documents, attention=self.attention)
+        text_hidden = None if clean is None else clean.hidden
+        if noisy is None:
+            return text_hidden, None
+        seen = None if clean is None else clean.first(num_seen)
+        masks, level = self._canvas_masks(model, canvases), _level(model, canvases, noisy)
 
-        masks = canvas_masks(
+        def predict(signal: Tensor | None) -> Tensor:
+            return predict_canvases(model, noisy.z, canvases.starts, seen, masks, signal=signal, noise_level=level)
+
+        return text_hidden, predict(self._signal(model, noisy, predict))
+
+    def _run_together(
+        self,
+        model: DiffusionGemma,
+        tokens: Tensor,
+        masks: list[Mask | None],
+        canvases: Canvases,
+        noisy: NoisyCanvases,
+    ) -> tuple[Tensor, Tensor]:
+        of_canvases = Tokens(canvas_positions(canvases.starts, self.canvas_len), self._canvas_masks(model, canvases))
+        run = TogetherPass(model, Tokens(text_positions(tokens), masks), of_canvases, canvases.prefix_len)
+        text, level = model.embed(tokens), _level(model, canvases, noisy)
+
+        def predict(signal: Tensor | None) -> Tensor:
+            first = run.read_and_denoise(text, embed_canvases(model, noisy.z, signal, level))
+            return first.view(*noisy.z.shape, -1)
+
+        signal = self._signal(model, noisy, predict)
+        text_hidden, hidden = run.denoise_again(text, embed_canvases(model, noisy.z, signal, level))
+        return text_hidden, hidden.view(*noisy.z.shape, -1)
+
+    def _canvas_masks(self, model: DiffusionGemma, canvases: Canvases) -> list[Mask | None]:
+        return canvas_masks(
             model,
             canvases.starts,
             self.canvas_len,
@@ -333,21 +377,21 @@ class Objective:
             attention=self.attention,
         )
 
-        def predict(signal: Tensor | None) -> Tensor:
-            level = levels if model.takes_noise_level else None
-            return predict_canvases(model, noisy.z, canvases.starts, clean, masks, signal=signal, noise_level=level)
-
+    def _signal(
+        self, model: DiffusionGemma, noisy: NoisyCanvases, predict: Callable[[Tensor | None], Tensor]
+    ) -> Tensor | None:
+        """Return the self-conditioning signal (B, K, C, D), after a first pass: `predict` returns hidden states."""
         off = None
         if self.self_cond_off == "zero_logits":
             mean = model.soft_embedding(model.embed_tokens.weight.new_zeros(1, 1, model.config.vocab_size))
             off = mean.expand(*noisy.z.shape, -1)
         if not self.self_cond_prob:
-            return predict(off)
+            return off
         with torch.no_grad():
             first = predict(off)
         proposable = self.noise.proposable(self._allowed_mask(first.device), first.device)  # as in `generate`
         signal = head.soft_embedding(model, first, allowed=proposable)
-        return predict(torch.where(noisy.self_cond[..., None, None], signal, 0.0 if off is None else off))
+        return torch.where(noisy.self_cond[..., None, None], signal, 0.0 if off is None else off)
 
     def _decoder_losses(
         self, model: DiffusionGemma, canvases: Canvases, noisy: NoisyCanvases, hidden: Tensor
@@ -403,13 +447,18 @@ class Objective:
         """Return the allowed tokens, (V,) bool; None for all."""
         return None if self.allowed is None else _mask_of(self.allowed, self.noise.vocab_size, device)
 
-    def _causal_losses(self, model: DiffusionGemma, canvases: Canvases, clean: CleanText | None) -> Tensor:
+    def _causal_losses(self, model: DiffusionGemma, canvases: Canvases, hidden: Tensor | None) -> Tensor:
         """Return the loss of each token's successor, (B, causal_len)."""
         targets = canvases.tokens[:, 1 : canvases.causal_len + 1]
-        if clean is None:  # texts of one token
+        if hidden is None:  # texts of one token
             return targets.float()
-        rows, cap = clean.hidden[:, : canvases.causal_len].flatten(0, 1), model.config.final_logit_softcapping
+        rows, cap = hidden[:, : canvases.causal_len].flatten(0, 1), model.config.final_logit_softcapping
         return head.cross_entropy(rows, model.embed_tokens.weight, targets.flatten(), cap=cap).view_as(targets)
+
+
+def _level(model: DiffusionGemma, canvases: Canvases, noisy: NoisyCanvases) -> Tensor | None:
+    """Return the noise level of each position (B, K, C), 0 for frozen tokens; None if the model takes no level."""
+    return torch.where(canvases.frozen, 0.0, noisy.level[..., None]) if model.takes_noise_level else None
 
 
 @cache

@@ -46,6 +46,19 @@ def read_clean(
 
     Example: `read_clean(model, tokens).hidden` gives the causal loss.
     """
+    masks = text_masks(model, tokens, documents=documents, attention=attention)
+    pasts = [None] * len(masks)
+    hidden, keys_values = model.run(model.embed(tokens), text_positions(tokens), pasts, masks, causal=True)
+    return CleanText(hidden, keys_values)
+
+
+def text_positions(tokens: Tensor) -> Tensor:
+    """Return the positions (B, P) of clean tokens (B, P)."""
+    return torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[0], -1)
+
+
+def text_masks(model: DiffusionGemma, tokens: Tensor, *, documents: Tensor | None, attention: str) -> list[Mask | None]:
+    """Return each layer's mask for clean tokens (B, P), with the arguments of `read_clean`."""
     batch_size, num_tokens = tokens.shape
 
     def rule_of(shape: LayerShape) -> Rule | Literal["causal"]:
@@ -60,11 +73,7 @@ def read_clean(
 
         return sees
 
-    masks = _masks(model, rule_of, batch_size if documents is not None else 1, (num_tokens, num_tokens), attention)
-    positions = torch.arange(num_tokens, device=tokens.device).expand(batch_size, -1)
-    pasts = [None] * len(masks)
-    hidden, keys_values = model.run(model.embed(tokens), positions, pasts, masks, causal=True)
-    return CleanText(hidden, keys_values)
+    return _masks(model, rule_of, batch_size if documents is not None else 1, (num_tokens, num_tokens), attention)
 
 
 def canvas_masks(
@@ -132,12 +141,23 @@ def predict_canvases(
     _, num_canvases, canvas_len = canvases.shape
     if masks is None:
         masks = canvas_masks(model, starts, canvas_len, 0 if clean is None else clean.hidden.shape[1])
-    levels = None if noise_level is None else noise_level.flatten(1)
-    x = model.embed_canvas(canvases.flatten(1), None if signal is None else signal.flatten(1, 2), levels)
-    positions = (starts[..., None] + torch.arange(canvas_len, device=starts.device)).flatten(1)
+    x = embed_canvases(model, canvases, signal, noise_level)
     pasts = [None] * len(masks) if clean is None else clean.keys_values
-    hidden, _ = model.run(x, positions, pasts, masks, causal=False)
+    hidden, _ = model.run(x, canvas_positions(starts, canvas_len), pasts, masks, causal=False)
     return hidden.unflatten(1, (num_canvases, canvas_len))
+
+
+def embed_canvases(
+    model: DiffusionGemma, canvases: Tensor, signal: Tensor | None, noise_level: Tensor | None
+) -> Tensor:
+    """Return the layers' input (B, K·C, D), with the arguments of `predict_canvases`."""
+    levels = None if noise_level is None else noise_level.flatten(1)
+    return model.embed_canvas(canvases.flatten(1), None if signal is None else signal.flatten(1, 2), levels)
+
+
+def canvas_positions(starts: Tensor, canvas_len: int) -> Tensor:
+    """Return the positions (B, K·C) of canvases that start at positions (B, K)."""
+    return (starts[..., None] + torch.arange(canvas_len, device=starts.device)).flatten(1)
 
 
 def _masks(

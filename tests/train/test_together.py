@@ -1,0 +1,78 @@
+"""Text and canvases together have the losses and the gradients of one pass after the other."""
+
+import pytest
+import torch
+
+import dgemma
+from dgemma.model.quantize import quantize
+from dgemma.model.quantized import set_weight
+from dgemma.train import LoRA, Objective, TrainBatch, add_lora
+from dgemma.train import objective as objective_module
+from dgemma.train.together import TogetherPass, can_run_together
+
+
+def adapted_model(dtype=torch.float64, *, quantized=False):
+    config = dgemma.presets.tiny().replace(sliding_window=16, num_experts=4)  # a window shorter than the text
+    model = dgemma.DiffusionGemma(config, dtype=dtype)
+    model.reset_parameters(torch.Generator().manual_seed(1))
+    for layer in model.layers:
+        layer.layer_scalar.fill_(0.7)
+        layer.causal_layer_scalar.fill_(0.9)
+    if quantized:
+        for number, layer in enumerate(model.layers):
+            set_weight(model, f"layers.{number}.experts.down_proj", quantize(layer.experts.down_proj, "int4"))
+    trained = add_lora(model, LoRA(rank=8))
+    generator = torch.Generator().manual_seed(2)
+    for weight in trained:
+        weight.data = 0.1 * torch.randn(weight.shape, generator=generator).to(weight.dtype)
+    model.recompute_activations = True
+    return model, trained
+
+
+def rows(*, packed=False):
+    generator = torch.Generator().manual_seed(3)
+    documents = (torch.arange(60) >= 30).long().expand(2, -1) if packed else None
+    return TrainBatch(
+        tokens=torch.randint(5, 512, (2, 60), generator=generator),
+        prompt_len=torch.tensor([24, 20]),
+        length=torch.tensor([60, 48]),
+        documents=documents,
+    )
+
+
+def loss_and_gradients(objective, model, trained, batch):
+    loss = objective.reduce(objective(model, batch, seeds=torch.arange(2)))
+    return loss.detach(), torch.autograd.grad(loss, trained)
+
+
+@pytest.mark.parametrize("case", ["one canvas", "all canvases", "packed texts", "quantised", "mixed precision"])
+def test_text_and_canvases_together_have_the_loss_and_gradients_of_separate_passes(case, monkeypatch):
+    dtype = torch.float32 if case in ("quantised", "mixed precision") else torch.float64
+    model, trained = adapted_model(dtype, quantized=case == "quantised")
+    canvases = "all" if case in ("all canvases", "packed texts") else "one"
+    objective = Objective(noise=dgemma.UniformNoise(512), canvas_len=12, canvases=canvases)
+    batch, runs = rows(packed=case == "packed texts"), []
+    run = TogetherPass.denoise_again
+    monkeypatch.setattr(TogetherPass, "denoise_again", lambda *args: runs.append(case) or run(*args))
+    with torch.autocast("cpu", torch.bfloat16, enabled=case == "mixed precision", cache_enabled=False):
+        loss, gradients = loss_and_gradients(objective, model, trained, batch)
+        monkeypatch.setattr(objective_module, "can_run_together", lambda model: False)
+        expected_loss, expected = loss_and_gradients(objective, model, trained, batch)
+    assert len(runs) == 1
+    # bfloat16 has a rounding error of 0.004; sums over text and canvases are rounded once instead of twice.
+    tolerance = {"mixed precision": 1e-2, "quantised": 1e-5}.get(case, 1e-12)
+    torch.testing.assert_close(loss, expected_loss, rtol=tolerance, atol=0)
+    error = sum((ours - theirs).square().sum() for ours, theirs in zip(gradients, expected, strict=True))
+    assert error.sqrt() <= tolerance * sum(theirs.square().sum() for theirs in expected).sqrt()
+
+
+def test_passes_are_separate_without_recomputation_gradients_or_adapters():
+    model, _ = adapted_model()
+    assert can_run_together(model)
+    with torch.no_grad():
+        assert not can_run_together(model)
+    model.recompute_activations = False
+    assert not can_run_together(model)
+    plain = dgemma.DiffusionGemma(dgemma.presets.tiny())
+    plain.recompute_activations = True
+    assert not can_run_together(plain)
