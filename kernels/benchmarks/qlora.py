@@ -59,6 +59,8 @@ def main() -> None:
         rows[-1] |= {f"{name}_gb": found.pop(f"{name}_GiB") * 2**30 / 1e9 for name in ("peak", "reserved")} | found
         print(rows[-1], flush=True)
         output.write_text(json.dumps(result | {"results": rows}, indent=1) + "\n")
+        for weight in adapters:
+            weight.grad = None
         gc.collect()
         torch.cuda.empty_cache()
 

@@ -20,7 +20,9 @@ def adapted_model(dtype=torch.float64, *, quantized=False):
         layer.causal_layer_scalar.fill_(0.9)
     if quantized:
         for number, layer in enumerate(model.layers):
-            set_weight(model, f"layers.{number}.experts.down_proj", quantize(layer.experts.down_proj, "int4"))
+            set_weight(
+                model, f"layers.{number}.experts.down_proj", quantize(layer.experts.down_proj, "int4", group_size=32)
+            )
     trained = add_lora(model, LoRA(rank=8))
     generator = torch.Generator().manual_seed(2)
     for weight in trained:

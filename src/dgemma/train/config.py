@@ -29,6 +29,7 @@ _MOST_MINUTES = 10**7  # 19 years; in a longer run, one step would be too small 
 _FREE_FIELDS = {"log_every", "checkpoint_every", "evaluate_every", "keep_last", "progress", "replay"}
 _FREE_SWITCHES = {"foreach", "fused", "capturable", "differentiable"}  # of optimizers
 _LONGEST = 1000  # characters of a description
+_SUMMED = 1 << 24  # integers that a checksum adds at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +238,13 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
 def checksum(tensors: Iterable[Tensor]) -> int:
     """Return a checksum of weights that does not depend on their device: their bits, added as integers."""
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    sums = [int(t.detach().contiguous().view(words[t.element_size()]).sum(dtype=torch.int64)) for t in tensors]
+
+    def add_up(t: Tensor) -> int:
+        # In parts, because torch makes a copy in the sum's dtype.
+        parts = t.detach().contiguous().view(words[t.element_size()]).flatten().split(_SUMMED)
+        return int(torch.stack([part.sum(dtype=torch.int64) for part in parts]).sum())
+
+    sums = [add_up(t) for t in tensors]
     return zlib.crc32(repr(sums).encode())
 
 
