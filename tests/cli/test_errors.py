@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import dgemma
+from dgemma.cli import loading
 from dgemma.cli.main import build_parser
 from dgemma.model.quantize import FORMATS
 
@@ -90,6 +92,8 @@ NO_CHECKPOINT_READ = [
         "got uniform noise for dgemma/text. Use -m dgemma/text-mask, or --sampler with one of: ancestral, ",
     ),
     (("generate", "--noise", "hybrid", "Hi"), "sampler entropy-bound must run under mask or uniform noise, got hybrid"),
+    (("generate", "--regex", "a[", "Hi"), "got 'a[': unterminated character set at position 1"),
+    (("serve", "--port", "70000"), "--port must be a whole number from 1 to 65535, got 70000"),
     (("generate", "--device", "gpu", "Hi"), "--device must be cpu, cuda or cuda:N, got 'gpu'"),
     (("generate", "--html", "/no/such/folder/run.html", "Hi"), "--html must be a file that can be written"),
     (("generate", "--html", "", "Hi"), "--html must be a file that can be written"),
@@ -117,6 +121,15 @@ def test_bad_arguments_get_one_sentence(command, words, said):
 def test_a_prompt_longer_than_the_context_is_refused(command, checkpoint):
     refuses(command("generate", "-m", checkpoint, "x" * 400), "got 657 tokens with the prompt and 8 canvases.")
     refuses(command("generate", "-m", checkpoint, "-n", 32, "x" * 400), "got 433 tokens with the prompt and 1 canvas.")
+
+
+def test_a_port_in_use_is_refused_before_the_model_is_loaded(command, checkpoint, monkeypatch):
+    pytest.importorskip("fastapi")
+    monkeypatch.setattr(loading, "load_denoiser", lambda arguments: pytest.fail("the model was loaded"))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        ran = command("serve", "-m", checkpoint, "--port", other.getsockname()[1])
+    assert (ran.code, ran.out) == (1, "")
+    assert "cannot be used: Address already in use. Choose another one." in ran.err
 
 
 def test_a_model_before_the_text_is_not_taken_for_words(command, checkpoint):

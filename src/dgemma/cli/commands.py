@@ -350,7 +350,9 @@ def _add_serving(commands: Any) -> None:
     options.add_model_options(parser, default="dgemma/text")
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", metavar="NAME", help="address to listen on (%(default)s)")
-    group.add_argument("--port", type=types.count, default=8000, metavar="N", help="port to listen on (%(default)s)")
+    group.add_argument(
+        "--port", type=types.whole(1, 65535), default=8000, metavar="N", help="port to listen on (%(default)s)"
+    )
     group.add_argument("--name", metavar="NAME", help="the model's name for clients (as in -m)")
     group.add_argument(
         "--slots", type=types.count, default=8, metavar="N", help="requests that are denoised together (%(default)s)"

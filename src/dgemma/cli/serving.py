@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import socket
 import sys
 from contextlib import suppress
 
@@ -21,6 +22,7 @@ def run_serve(arguments: argparse.Namespace) -> None:
     replay = None if arguments.replay is None else read_text(arguments.replay)
     tokenizer = Tokenizer.from_pretrained(arguments.model)
     limits = Limits(tokens=arguments.max_tokens, queue=arguments.max_queue, seconds=arguments.max_seconds)
+    listening = _bind(arguments.host, arguments.port)  # now, because loading the model may take minutes
     is_local = arguments.host in _LOCAL
     key = os.environ.get(API_KEY) or None
     if not is_local and key is None:
@@ -44,12 +46,23 @@ def run_serve(arguments: argparse.Namespace) -> None:
 
     config = uvicorn.Config(
         app,
-        host=arguments.host,
-        port=arguments.port,
         http=PatientProtocol,
         log_level="warning",
         server_header=False,
         timeout_keep_alive=75,  # longer than clients keep unused connections, so that they close them first
     )
     with suppress(KeyboardInterrupt):  # uvicorn raises it again after it has stopped
-        QuickServer(config).run()
+        QuickServer(config).run(sockets=[listening])
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Return a socket at the address."""
+    try:
+        family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind)
+        if os.name == "posix":  # otherwise a port stays reserved for a minute after its server; Windows would share it
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+    except OSError as error:
+        raise OSError(f"--host {host} --port {port} cannot be used: {error.strerror}. Choose another one.") from None
+    return listening

@@ -195,6 +195,10 @@ def read_pattern(pattern: str, owner: str) -> ByteAutomaton:
         reason = " ".join(str(error).split())
         if "no transitions" in reason:
             raise ValueError(f"{owner} must accept a text, got {show(pattern)}: it matches no text.") from None
+        try:
+            re.compile(pattern)
+        except re.error as clearer:  # Python's message names the place
+            reason = str(clearer)
         raise ValueError(
             f"{owner}.pattern must be a regular expression that outlines-core can build, got {show(pattern)}: {reason}."
         ) from None
