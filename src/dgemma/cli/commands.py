@@ -13,11 +13,14 @@ API_KEY = "DGEMMA_API_KEY"  # environment variable of `dgemma serve`
 
 def add_commands(commands: Any) -> None:
     """Add every command to the parser. A command calls `run_COMMAND` of the file that its default `module` names."""
-    for add in (_add_writing, _add_sudoku, _add_study, _add_quantizing, _add_training, _add_serving):
+    for add in (
+        *(_add_generate, _add_race, _add_chat, _add_infill, _add_edit, _add_sudoku),
+        *(_add_info, _add_bench, _add_quantize, _add_evaluate, _add_train, _add_serve),
+    ):
         add(commands)
 
 
-def _add_writing(commands: Any) -> None:
+def _add_generate(commands: Any) -> None:
     parser = commands.add_parser(
         "generate",
         help="continue a prompt",
@@ -34,9 +37,7 @@ def _add_writing(commands: Any) -> None:
             "      many prompts; the same command continues a run that was stopped\n\n" + types.describe_samplers()
         ),
     )
-    parser.add_argument(
-        "prompt", nargs="*", metavar="PROMPT", help="the text to continue; - or nothing reads standard input"
-    )
+    _add_prompt(parser)
     _add_length(parser, "maximum number of tokens to write")
     parser.add_argument("--chat", action="store_true", help="send the prompt as a user's turn, with the chat template")
     group = parser.add_argument_group("many prompts")
@@ -55,6 +56,8 @@ def _add_writing(commands: Any) -> None:
     group.add_argument("--slots", type=types.count, default=8, metavar="N", help="prompts at a time (%(default)s)")
     _add_options(parser)
 
+
+def _add_race(commands: Any) -> None:
     parser = commands.add_parser(
         "race",
         help="watch diffusion and autoregressive writing next to each other",
@@ -63,12 +66,12 @@ def _add_writing(commands: Any) -> None:
         "same time on the device. The autoregressive temperature is that of --temperature, or 0.8.",
         epilog='example:\n  dgemma race "Once upon a time"',
     )
-    parser.add_argument(
-        "prompt", nargs="*", metavar="PROMPT", help="the text to continue; - or nothing reads standard input"
-    )
+    _add_prompt(parser)
     _add_length(parser, "maximum number of tokens to write", default=128)
     _add_options(parser, constraints=False, pictures=False)
 
+
+def _add_chat(commands: Any) -> None:
     parser = commands.add_parser(
         "chat",
         help="have a conversation",
@@ -82,6 +85,8 @@ def _add_writing(commands: Any) -> None:
     parser.add_argument("--thinking", action="store_true", help="let the model think first; show thoughts in brackets")
     _add_options(parser, constraints=False, pictures=False)
 
+
+def _add_infill(commands: Any) -> None:
     parser = commands.add_parser(
         "infill",
         help="fill the holes of a text",
@@ -96,6 +101,8 @@ def _add_writing(commands: Any) -> None:
     )
     _add_options(parser, model="dgemma/text-mask")  # under mask noise, the network can tell the holes from the text
 
+
+def _add_edit(commands: Any) -> None:
     parser = commands.add_parser(
         "edit",
         help="rewrite a text in place",
@@ -164,7 +171,7 @@ def _add_sudoku(commands: Any) -> None:
     parser.set_defaults(module="sudoku")
 
 
-def _add_study(commands: Any) -> None:
+def _add_info(commands: Any) -> None:
     parser = commands.add_parser(
         "info",
         help="describe a checkpoint: config, tensors and memory",
@@ -184,6 +191,8 @@ def _add_study(commands: Any) -> None:
     options.add_json_option(parser)
     parser.set_defaults(module="listing")
 
+
+def _add_bench(commands: Any) -> None:
     parser = commands.add_parser(
         "bench",
         help="time a model on this machine",
@@ -215,7 +224,7 @@ def _add_study(commands: Any) -> None:
     parser.set_defaults(module="study")
 
 
-def _add_quantizing(commands: Any) -> None:
+def _add_quantize(commands: Any) -> None:
     parser = commands.add_parser(
         "quantize",
         help="write a quantised copy of a checkpoint",
@@ -252,7 +261,7 @@ def _add_quantizing(commands: Any) -> None:
     parser.set_defaults(module="quantizing")
 
 
-def _add_training(commands: Any) -> None:
+def _add_evaluate(commands: Any) -> None:
     parser = commands.add_parser(
         "evaluate",
         help="measure the likelihood of a text, in nats and bits per byte",
@@ -280,6 +289,8 @@ def _add_training(commands: Any) -> None:
     options.add_json_option(parser)
     parser.set_defaults(module="training")
 
+
+def _add_train(commands: Any) -> None:
     parser = commands.add_parser(
         "train",
         help="train or fine-tune a model on text files",
@@ -334,7 +345,7 @@ def _add_training(commands: Any) -> None:
     parser.set_defaults(module="training")
 
 
-def _add_serving(commands: Any) -> None:
+def _add_serve(commands: Any) -> None:
     parser = commands.add_parser(
         "serve",
         help="serve a model on this machine",
@@ -372,6 +383,12 @@ def _add_serving(commands: Any) -> None:
     )
     group.add_argument("--replay", metavar="FILE", help="web page that --html wrote, to show at /replay")
     parser.set_defaults(module="serving")
+
+
+def _add_prompt(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "prompt", nargs="*", metavar="PROMPT", help="the text to continue; - or nothing reads standard input"
+    )
 
 
 def _add_length(parser: argparse.ArgumentParser, what: str, default: int = 256) -> None:

@@ -57,6 +57,15 @@ def create_app(
     # The interactive documentation of FastAPI loads scripts from other hosts.
     app = FastAPI(title="dgemma", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.engine = engine
+    _describe_errors(app)
+    _add_api(app, service)
+    _add_pages(app, name, replay, policy)
+    app.add_middleware(Gate, limits=limits, api_key=api_key, hosts=hosts, metrics=service.metrics)
+    return app
+
+
+def _describe_errors(app: FastAPI) -> None:
+    """Give every error OpenAI's shape."""
 
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
@@ -74,6 +83,11 @@ def create_app(
     @app.exception_handler(Exception)
     async def failure(request: Request, error: Exception) -> Response:
         return await api_error(request, ApiError(500, f"The server failed: {type(error).__name__}."))
+
+
+def _add_api(app: FastAPI, service: Service) -> None:
+    """Add the routes for programs."""
+    engine = service.engine
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
@@ -111,6 +125,10 @@ def create_app(
     async def metrics() -> Response:
         return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
+
+def _add_pages(app: FastAPI, name: str, replay: str | None, policy: str | None) -> None:
+    """Add the routes for a browser."""
+
     @app.get("/")
     async def page() -> Response:
         return HTMLResponse(_read("page.html").replace("{{name}}", html.escape(name)))
@@ -126,9 +144,6 @@ def create_app(
         if kind not in ("css", "js"):
             raise ApiError(404, f"Not Found: /page.{kind}")
         return Response(_read(f"page.{kind}"), media_type=f"text/{'css' if kind == 'css' else 'javascript'}")
-
-    app.add_middleware(Gate, limits=limits, api_key=api_key, hosts=hosts, metrics=service.metrics)
-    return app
 
 
 @lru_cache

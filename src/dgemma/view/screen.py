@@ -135,68 +135,86 @@ class Wrap:
 
     def __call__(self, inks: Iterable[Ink], columns: int) -> list[list[Ink]]:
         """Return lines of at most `columns` cells."""
-        old_starts = self._starts if columns == self._columns else set()
-        self._starts, self._columns = set(), columns
-        lines: list[list[Ink]] = [[]]
-        word: list[Ink] = []
-        used = word_width = word_start = 0
-        overflowed = False  # True after a line that the last frame did not have
+        filled = _Lines(columns, self._starts if columns == self._columns else set())
+        for index, ink in enumerate(inks):
+            filled.add(index, ink)
+        filled.end_word()
+        self._starts, self._columns = filled.starts, columns
+        return filled.lines
 
-        def new_line() -> None:
-            nonlocal used
-            while lines[-1] and lines[-1][-1].text.isspace():
-                lines[-1].pop()
-            lines.append([])
-            used = 0
 
-        def end_word() -> None:
-            nonlocal used, word_width, word, overflowed
-            if used + word_width > columns and used:
-                new_line()
-                self._starts.add(word_start)
-                overflowed = word_start not in old_starts
-            lines[-1].extend(word)
-            used, word_width, word = used + word_width, 0, []
+class _Lines:
+    """The lines of a frame while they are filled, and the pieces that begin them. `old_starts`: the last frame's."""
 
-        previous = " "
-        for index, (text, style, loose) in enumerate(inks):
-            starts_word = loose or text[:1].isspace() or previous[-1:].isspace()
-            if loose:
-                end_word()
-            if index in old_starts and starts_word:
-                end_word()
-                if used and not overflowed:
-                    new_line()
-                    self._starts.add(index)
-                    text = text.lstrip(" ")
-                overflowed = False
-            for part in re.findall(r"\n|[^\S\n]+|\S+", text):
-                if part == "\n":
-                    end_word()
-                    new_line()
-                    overflowed = True
-                elif part.isspace():
-                    end_word()
-                    spaces = part.replace("\t", _TAB)
-                    if used + len(spaces) <= columns:
-                        lines[-1].append(Ink(spaces, style))
-                        used += len(spaces)
-                    else:
-                        new_line()
-                        self._starts.add(index)
-                else:
-                    for piece in [part] if width(part) + word_width <= columns else part:
-                        if word_width + width(piece) > columns:  # longer than a line: it has to be broken somewhere
-                            end_word()
-                        if not word:
-                            word_start = index
-                        word.append(Ink(piece, style))
-                        word_width += width(piece)
-            if loose:
-                end_word()
-            previous = text or previous
-        end_word()
-        return lines
+    def __init__(self, columns: int, old_starts: set[int]) -> None:
+        self.lines: list[list[Ink]] = [[]]
+        self.starts: set[int] = set()
+        self._columns, self._old_starts = columns, old_starts
+        self._used = 0  # cells of the last line
+        self._word: list[Ink] = []  # the word that is not yet on a line
+        self._word_width = self._word_start = 0
+        self._overflowed = False  # True after a line that the last frame did not have
+        self._previous = " "
+
+    def add(self, index: int, ink: Ink) -> None:
+        """Add a piece of text."""
+        text, style, loose = ink
+        starts_word = loose or text[:1].isspace() or self._previous[-1:].isspace()
+        if loose:
+            self.end_word()
+        if index in self._old_starts and starts_word:
+            self.end_word()
+            if self._used and not self._overflowed:
+                self._new_line(index)
+                text = text.lstrip(" ")
+            self._overflowed = False
+        for part in re.findall(r"\n|[^\S\n]+|\S+", text):
+            if part == "\n":
+                self.end_word()
+                self._new_line()
+                self._overflowed = True
+            elif part.isspace():
+                self._add_space(part.replace("\t", _TAB), style, index)
+            else:
+                self._add_letters(part, style, index)
+        if loose:
+            self.end_word()
+        self._previous = text or self._previous
+
+    def _add_space(self, spaces: str, style: str, index: int) -> None:
+        self.end_word()
+        if self._used + len(spaces) <= self._columns:
+            self.lines[-1].append(Ink(spaces, style))
+            self._used += len(spaces)
+        else:
+            self._new_line(index)
+
+    def _add_letters(self, letters: str, style: str, index: int) -> None:
+        """Add to the word. A word longer than a line is broken somewhere."""
+        for piece in [letters] if width(letters) + self._word_width <= self._columns else letters:
+            if self._word_width + width(piece) > self._columns:
+                self.end_word()
+            if not self._word:
+                self._word_start = index
+            self._word.append(Ink(piece, style))
+            self._word_width += width(piece)
+
+    def end_word(self) -> None:
+        """Put the word on the last line, or on a new one if it does not fit."""
+        if self._used + self._word_width > self._columns and self._used:
+            self._new_line(self._word_start)
+            self._overflowed = self._word_start not in self._old_starts
+        self.lines[-1].extend(self._word)
+        self._used, self._word_width, self._word = self._used + self._word_width, 0, []
+
+    def _new_line(self, start: int | None = None) -> None:
+        """Begin a line, with the piece `start` if it should begin one in the next frame too."""
+        while self.lines[-1] and self.lines[-1][-1].text.isspace():
+            self.lines[-1].pop()
+        self.lines.append([])
+        self._used = 0
+        if start is not None:
+            self.starts.add(start)
 
 
 def _fit(line: Sequence[Ink], columns: int) -> list[Ink]:
