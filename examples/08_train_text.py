@@ -9,11 +9,17 @@ Commands that trained `dgemma/text` on one GPU, and sampled from it:
     python examples/text_corpus/prepare.py --stage 2 --out runs/corpus2
     python examples/08_train_text.py --start runs/text/checkpoint --corpus runs/corpus2 --out runs/text2 \\
         --minutes 6.7 --compile
-    python examples/18_samples.py --model runs/text2/checkpoint --out runs/text2/samples.md
+    python examples/text_corpus/prepare.py --stage 3 --out runs/corpus3
+    python examples/08_train_text.py --start runs/text2/checkpoint --corpus runs/corpus3 --out runs/text3 \\
+        --holes 0.6 --minutes 5.2 --compile
+    python examples/18_samples.py --model runs/text3/checkpoint --out runs/text3/samples.md
 
 With --start, training goes on from a checkpoint with a lower learning rate. Uniform noise, the harder one, then gets
 more of the canvases, and low noise levels are drawn more often. The saved weights are a mean: 0.3 of the checkpoint
 plus 0.7 of the trained weights. So the model learns the new text and keeps most of the old one.
+
+With --holes, this share of the canvases is frozen except for holes. Both noises then get half of the canvases, at all
+noise levels alike, because a hole starts as pure noise. The saved weights have 0.6 of the trained ones.
 
 The --out folder will contain `checkpoint` (bfloat16, for `from_pretrained` and transformers), `results.json` and `run`,
 with the log of the losses. Run the same command again to resume. The likelihood is measured under both noises, on
@@ -44,7 +50,7 @@ NUMBERS = {  # defaults with and without a GPU
     "batch-size": (96, 4, "rows per step"),
     "canvases": (8, 2, "canvases per row"),
 }
-TRAINED_SHARE = 0.7  # of the saved weights, with --start
+TRAINED_SHARE = {"books": 0.7, "holes": 0.6}  # of the saved weights, with --start
 EXCERPT = Path(dgemma.__file__).parent / "assets" / "text" / "held_out.txt"
 
 
@@ -74,7 +80,7 @@ def report_every(seconds: float) -> Callable[[TrainStep], None]:
 
 def main(args: argparse.Namespace, scratch: Path) -> None:
     if args.device == "cpu" and args.minutes is None and not args.prepare_only:
-        print("Without a GPU this only shows that the script runs: the text model needs about 20 minutes of an H200.")
+        print("Without a GPU this only shows that the script runs: the text model needs about 25 minutes of an H200.")
         print("To train a smaller model on a CPU in a few minutes, use `dgemma train`.", flush=True)
     out = args.out or scratch / "out"
     shape = dgemma.presets.text() if args.corpus else dgemma.presets.tiny()
@@ -106,11 +112,13 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
     masks = dgemma.MaskNoise(shape.vocab_size, mask_token_id=corpus.tokenizer.mask_token_id)
     # All canvases of a row at once, some of them with masks: the network sees which noise a canvas has. The causal mode
     # quickly memorises a small corpus, so its loss has a low weight.
-    schedule = PlainCosine() if args.start else Linear()
+    is_harder = args.start and not args.holes
+    schedule = PlainCosine() if is_harder else Linear()
     objective = Objective(
         noise=replace(uniform, schedule=schedule),
         masks=replace(masks, schedule=schedule),
-        masks_prob=0.3 if args.start else 0.5,
+        masks_prob=0.3 if is_harder else 0.5,
+        holes_prob=args.holes,
         canvas_len=shape.canvas_length,
         canvases="all",
         causal_weight=0.1 if args.start else 0.25,
@@ -141,9 +149,10 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
     seconds = time.perf_counter() - began
 
     if args.start:
+        share = TRAINED_SHARE["holes" if args.holes else "books"]
         with torch.no_grad():
             for name, weight in model.named_parameters():
-                weight.copy_(torch.lerp(start[name], weight, TRAINED_SHARE))
+                weight.copy_(torch.lerp(start[name], weight, share))
     # Evaluate the weights as they are saved, rounded to bfloat16.
     model.to(torch.bfloat16).save_pretrained(out / "checkpoint")
     corpus.tokenizer.save_pretrained(out / "checkpoint")
@@ -190,6 +199,7 @@ if __name__ == "__main__":
     for name, (on_gpu, without, meaning) in NUMBERS.items():
         default = on_gpu if torch.cuda.is_available() else without
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} (%(default)s)")
+    parser.add_argument("--holes", type=float, default=0.0, help="share of canvases with holes (%(default)s)")
     parser.add_argument("--minutes", type=float, help="train for this long, instead of a number of steps")
     parser.add_argument("--prepare-only", action="store_true", help="only make the tokenizer and the token files")
     parser.add_argument("--compile", action="store_true", help="compile the layers: slower start, faster steps")

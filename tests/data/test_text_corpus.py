@@ -101,8 +101,19 @@ def test_sentences_are_never_held_out(corpus, tmp_path):
     documents = [corpus.Document(name=f"document {n}", text=f"Text {n}.") for n in range(200)]
     none = dict.fromkeys(("train", "validation", "stories_test"), range(0))
     for package, is_empty in ((corpus.WORDNET, True), (corpus.BIBLE, False)):
-        corpus.write_corpus(tmp_path, [(package, documents)], none)
+        corpus.write_corpus(tmp_path, [(package, documents)], none, cut=lambda text, copy: [text])
         assert ((tmp_path / "test.txt").read_text() == "") == is_empty
+
+
+def test_passages_begin_with_sentences_at_other_places_in_each_copy(corpus):
+    sentences = [f'Mr. Low saw {n} ships. "Are they ours?" asked she.' for n in range(200)]
+    text = " ".join(sentences[:100]) + "\n\n" + " ".join(sentences[100:])
+    first, second = corpus.passages(text, 0), corpus.passages(text, 1)
+    assert first == corpus.passages(text, 0) != second
+    for found in (first, second):
+        assert " ".join(found).split() == text.split()
+        assert all(passage.startswith(("Mr. Low saw", '"Are they')) for passage in found)
+        assert all(len(passage) >= 40 for passage in found[:-1])
 
 
 def test_the_part_of_a_document_follows_from_its_name(corpus):
