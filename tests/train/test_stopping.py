@@ -68,11 +68,13 @@ def after(num_steps, *, first, then):
     [
         (lambda step: 2.0, 0.95, 0.98),
         (after(1, first=40.0, then=2.0), 0.95, 0.98),  # compiling
+        (after(1, first=70.0, then=2.0), 0.9, 1.0),
+        (after(2, first=40.0, then=1.0), 0.9, 1.0),
         (after(20, first=2.0, then=6.0), 0.93, 1.0),  # the GPU becomes shared
         (after(20, first=3.0, then=1.0), 0.93, 1.0),  # the GPU becomes free
         (after(12, first=6.0, then=0.5), 0.9, 1.0),
     ],
-    ids=["steady", "slow first step", "slower", "faster", "much faster"],
+    ids=["steady", "slow first step", "very slow first step", "two slow steps", "slower", "faster", "much faster"],
 )
 def test_the_run_uses_its_time_and_the_learning_rate_ends_at_its_floor(tmp_path, clock, pace, least, most):
     result, seconds = run(tmp_path, clock, pace)

@@ -78,10 +78,12 @@ class TimeBudget:
             return step
         # The shorter of the last two steps, because one of them may have compiled or evaluated.
         durations = [later - earlier for earlier, later in pairwise(self.shares[-3:])]
-        if share + min(durations) >= 1:
+        if len(durations) == 2 and share + min(durations) >= 1:
             return step + 1 if steps is None else min(steps, step + 1)
-        is_due = share < _EARLY if step == steps else share >= self.next_plan
-        if not is_due or len(self.shares) <= _NUM_PACED:
+        is_due = len(self.shares) > _NUM_PACED and share >= self.next_plan
+        if step == steps:
+            is_due = share < _EARLY
+        if not is_due:
             return steps
         self.next_plan = share // _REPLAN * _REPLAN + _REPLAN
         half = self.shares[(len(self.shares) - 1) // 2 :]
