@@ -179,7 +179,9 @@ def time_first_call(results: Results, model: FusedDenoiser) -> None:
     results.add("first", first_call_s=seconds[0], second_call_s=seconds[1])
 
 
-def time_transformers(results: Results, parts: list[str], lengths: list[int], batches: list[int]) -> None:
+def time_transformers(
+    results: Results, parts: list[str], lengths: list[int], batches: list[int], keep: Callable[[], None]
+) -> None:
     """Time the same prompts, steps and tokens in transformers. Work that does not fit into the memory is left out."""
     import transformers_step
 
@@ -190,7 +192,7 @@ def time_transformers(results: Results, parts: list[str], lengths: list[int], ba
             results.add("transformers", work=work.__name__, batch=batch, length=length, ms=work(theirs, batch, length))
         except torch.OutOfMemoryError:
             results.add("transformers", work=work.__name__, batch=batch, length=length, ms=None)
-        torch.cuda.empty_cache()
+        keep()
 
     if "read" in parts:
         for length in sorted(length for length in lengths if length <= MOST_THEIRS):
@@ -277,8 +279,7 @@ def measure(options: argparse.Namespace) -> None:
     model = None  # transformers' model does not fit next to it
     keep()
     if options.transformers:
-        time_transformers(results, parts, options.lengths, options.batches)
-        keep()
+        time_transformers(results, parts, options.lengths, options.batches, keep)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,8 @@ def run_norms() -> None:
     norms.rms_norm(row, vector, 1e-6)
     norms.rms_norm(row, None, 1e-6)
     norms.attention_residual(row, row, *[vector] * 4, 1e-6)
-    norms.layer_tail(row, row, empty(256, A, D), *[vector] * 3, empty(1), vector, 1e-6)
+    for rows in (row, empty(1024, D)):
+        norms.layer_tail(rows, rows, empty(len(rows), A, D), *[vector] * 3, empty(1), vector, 1e-6)
     mlp.geglu(empty(256, 2 * DENSE))
 
 

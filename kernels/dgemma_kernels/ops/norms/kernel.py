@@ -14,6 +14,8 @@ from dgemma_kernels.ops.blocks import float8_scale, wait_for_launches_before
 from dgemma_kernels.ops.configs import dependent_launch
 
 _MAX_WIDTH = 16384
+# From this number of rows on, `layer_tail` uses fewer registers, so that three programs share a multiprocessor.
+_MANY, _FEW_REGISTERS = 1024, 80
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -140,7 +142,8 @@ def layer_tail(
     x = torch.empty_like(residual)
     normed, normed_scale = _empty_rows(residual, float8)
     row_scale, col_scale = scales or (None, None)
-    _layer_tail_kernel[(residual.numel() // width,)](
+    num_rows = residual.numel() // width
+    _layer_tail_kernel[(num_rows,)](
         residual,
         dense,
         expert_rows,
@@ -160,6 +163,7 @@ def layer_tail(
         NUM_ACTIVE=num_active,
         BLOCK=triton.next_power_of_2(width),
         num_warps=_num_warps(width),
+        maxnreg=_FEW_REGISTERS if num_rows >= _MANY else None,
         **dependent_launch(residual.device),
     )
     return x, _as_rows(normed, normed_scale, x)
