@@ -186,13 +186,13 @@ def group_by_expert(experts: Tensor, num_experts: int) -> Groups:
         return Groups(experts, count, count.view_as(experts), ends)
     chosen, expert = experts.flatten(), torch.arange(num_experts, device=experts.device)
     few = chosen.numel() * num_experts <= _COUNTED and not torch.compiler.is_compiling()
-    if num_experts <= _FEW or few:
+    if chosen.numel() and (num_experts <= _FEW or few):
         is_chosen = chosen == expert[:, None]  # (E, R)
         # A running count over the choices of expert 0, then of expert 1 and so on, gives each choice its row.
         counted = is_chosen.flatten().cumsum(0, dtype=torch.int32)
         back = counted[chosen * chosen.shape[0] + count].long() - 1
         order = torch.empty_like(back).scatter(0, back, count)
-        ends = is_chosen.sum(1).cumsum(0).int()
+        ends = counted.view_as(is_chosen)[:, -1].contiguous()
         return Groups(experts, order, back.view_as(experts), ends)
     sorted_experts, order = chosen.sort(stable=True)
     ends = torch.searchsorted(sorted_experts, expert, right=True).int()

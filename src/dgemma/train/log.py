@@ -202,7 +202,7 @@ def _count(router: nn.Module, inputs: Any, routing: Routing) -> None:
         return
     load = _load(router)
     expert = torch.arange(load.shape[0], device=load.device)
-    load.add_((routing.experts.reshape(-1, 1) == expert).sum(0))
+    load.add_((routing.experts.reshape(1, -1) == expert[:, None]).sum(1))
 
 
 def _load(router: nn.Module) -> Tensor:

@@ -96,12 +96,11 @@ class TogetherPass:
     def run_layer(self, number: int, x: Tensor, kept: Kept) -> tuple[Tensor, Tensor, Tensor]:
         """Return the output (M, D) of a layer for x (M, D), and the keys and values (B, K, S, H) that canvases see."""
         layer = self.layers[number]
-        parts = [self._parts(x) for x in _project(layer, x, self.ropes[number])]
-        (queries, canvas_queries), (keys, canvas_keys), (values, canvas_values) = parts
-        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
-        text = attend(queries, keys, values, self.text.masks[number])
-        keys = join(keys[:, :, : self.num_seen], canvas_keys.transpose(1, 2))
-        values = join(values[:, :, : self.num_seen], canvas_values.transpose(1, 2))
+        queries, keys, values = _project(layer, x, self.ropes[number])
+        text_keys, keys = _TextAndSeen.apply(keys, self.batch_size, self.sizes, self.num_seen)
+        text_values, values = _TextAndSeen.apply(values, self.batch_size, self.sizes, self.num_seen)
+        text_queries, canvas_queries = self._parts(queries)
+        text = attend(text_queries, text_keys, text_values, self.text.masks[number])
         canvases = attend(canvas_queries, keys, values, self.canvases.masks[number])
         attended = layer.self_attn.o_proj(torch.cat((text.flatten(0, 1), canvases.flatten(0, 1))).flatten(1))
         scalars = (layer.causal_layer_scalar.expand(self.sizes[0]), layer.layer_scalar.expand(self.sizes[1]))
@@ -133,6 +132,30 @@ def _project(layer: Layer, x: Tensor, rope: KeysValues) -> list[Tensor]:
     """Return queries, keys and values (M, heads, H) of x (M, D)."""
     queries, keys, values = layer.self_attn.project(layer.input_layernorm(x)[None], rope)
     return [heads.flatten(0, 1) for heads in (queries, keys.transpose(1, 2), values.transpose(1, 2))]
+
+
+class _TextAndSeen(torch.autograd.Function):
+    """Keys or values x (M, K, H) as those of the text (B, K, T, H), and those that canvases see (B, K, S, H).
+
+    Defines its own gradient, because those of slices fill and add whole tensors.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, batch_size: int, sizes: list[int], num_seen: int) -> tuple[Tensor, Tensor]:
+        ctx.sizes, ctx.num_seen = sizes, num_seen
+        text, canvases = (part.unflatten(0, (batch_size, -1)).transpose(1, 2) for part in x.split(sizes))
+        return text, join(text[:, :, :num_seen], canvases)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_text: Tensor, of_seen: Tensor) -> tuple[Tensor, None, None, None]:
+        batch_size, heads, _, dim = of_text.shape
+        grad = of_text.new_empty(sum(ctx.sizes), heads, dim)
+        text, canvases = (part.unflatten(0, (batch_size, -1)).transpose(1, 2) for part in grad.split(ctx.sizes))
+        text.copy_(of_text)
+        text[:, :, : ctx.num_seen] += of_seen[:, :, : ctx.num_seen]
+        canvases.copy_(of_seen[:, :, ctx.num_seen :])
+        return grad, None, None, None
 
 
 class _TogetherLayer(torch.autograd.Function):
