@@ -86,6 +86,20 @@ def test_many_shapes_leave_a_bounded_number_of_buffers(device):
     assert sorted(batch for batch, _ in workspace._logits) == sizes  # those of dropped graphs are gone
 
 
+def test_logits_count_as_memory_of_unused_buffers(device):
+    fast = accelerate(make_model(device))
+    pool, workspace = fast._pool, fast._workspace
+    prefixes = [fast.new_cache(batch) for batch in range(1, 5)]
+    for batch, prefix in enumerate(prefixes, 1):
+        prefix.make_room(4).graphs["a graph"] = workspace.logits_buffer(batch, 4)
+    pool._most_free = sum(prefix.num_bytes for prefix in prefixes) + workspace.logits_bytes() - 1
+    del prefix
+    while prefixes:
+        del prefixes[0]
+    assert [free.size[0] for free in pool._free] == [2, 3, 4]
+    assert sorted(batch for batch, _ in workspace._logits) == [2, 3, 4]
+
+
 def test_launches_work_normally_after_a_failed_compilation(kernels):
     def launches():
         raise KeyError("not there")

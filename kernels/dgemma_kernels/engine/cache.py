@@ -23,8 +23,8 @@ from dgemma_kernels.ops.prefix import forget
 _SMALLEST = 1024  # slots of a full layer; then powers of two up to _LINEAR, then multiples of it
 _LINEAR = 16_384
 _GAP = 64  # zeros before a sliding layer's first slot, which a tile of `attention` may read but no token sees
-_FREE_SHARE = 1 / 8  # share of a GPU's memory that a pool may keep in unused buffers
-_MOST_FREE = 16  # unused buffers that a pool keeps; that share does not include the memory of their graphs
+_FREE_SHARE = 1 / 8  # share of a GPU's memory that a pool may keep in unused buffers and in logits
+_MOST_FREE = 16  # unused buffers that a pool keeps; that share does not include the other memory of their graphs
 
 
 class CacheBuffers:
@@ -79,6 +79,7 @@ class BufferPool:
         turn: Turn,
         most_read: int,
         graph_memory: GraphMemory | None,
+        logits_bytes: Callable[[], int],
     ) -> None:
         self.config, self.turn, self.graph_memory = config, turn, graph_memory
         self.most_read = most_read  # tokens of one forward, over all rows
@@ -88,7 +89,7 @@ class BufferPool:
         self._returned: deque[CacheBuffers] = deque()
         self._sorting = threading.Lock()
         memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 32 << 30
-        self._most_free = int(memory * _FREE_SHARE)
+        self._most_free, self._logits_bytes = int(memory * _FREE_SHARE), logits_bytes
 
     @property
     def device(self) -> torch.device:
@@ -123,9 +124,12 @@ class BufferPool:
     def _sort(self) -> None:
         while self._returned:
             self._free.append(self._returned.popleft())
-        num_bytes = sum(free.num_bytes for free in self._free)
-        while len(self._free) > 1 and (num_bytes > self._most_free or len(self._free) > _MOST_FREE):
-            num_bytes -= self._free.pop(0).num_bytes
+        while len(self._free) > 1 and (len(self._free) > _MOST_FREE or self._num_bytes() > self._most_free):
+            self._free.pop(0)
+
+    def _num_bytes(self) -> int:
+        """Memory of the unused buffers and of all logits, which are freed with the graphs of a buffer."""
+        return self._logits_bytes() + sum(free.num_bytes for free in self._free)
 
 
 class FusedCache:

@@ -203,9 +203,6 @@ class FusedDenoiser(Denoiser[FusedCache]):
         most_read, self._most_captured_soon, self._most_captured = _FOUR_BIT_READ if small else _READ
         forward = Forward(model.config, weights, attention, batch_invariant=batch_invariant)
         graph_memory = GraphMemory(model.device, forward.sides) if model.device.type == "cuda" else None
-        self._pool = BufferPool(
-            model.config, model.conventions, model.device, model.dtype, self.turn, most_read, graph_memory
-        )
         self._workspace = Workspace(
             config=model.config,
             conventions=model.conventions,
@@ -214,6 +211,16 @@ class FusedDenoiser(Denoiser[FusedCache]):
             forward=forward,
             turn=self.turn,
             graph_memory=graph_memory,
+        )
+        self._pool = BufferPool(
+            model.config,
+            model.conventions,
+            model.device,
+            model.dtype,
+            self.turn,
+            most_read,
+            graph_memory,
+            self._workspace.logits_bytes,
         )
         self._shapes_read: set[Any] = set()  # of chunks of a prompt
         self._last: _LastStep | None = None

@@ -40,6 +40,11 @@ class Workspace:
             self._logits[batch_size, canvas_len] = buffer
         return buffer
 
+    def logits_bytes(self) -> int:
+        """Return the memory of all buffers for logits. Any thread may call it."""
+        buffers = [ref() for ref in self._logits.valuerefs()]  # a copy, because another thread may add one
+        return sum(buffer.tensor.nbytes for buffer in buffers if buffer is not None)
+
     def static_signal(self, num_rows: int, signal: Tensor | None) -> Tensor:
         """Return a static tensor (num_rows, D) with the signal, or with zeros."""
         static = torch.empty(num_rows, self.config.hidden_size, dtype=self.dtype, device=self.device)
