@@ -90,7 +90,7 @@ def kernels(layer: str, num_tokens: int) -> list[str]:
 def exact(queries: Tensor, keys: Tensor, values: Tensor, length: Tensor, **mode: Any) -> Tensor:
     """Run the reference in float64, a few heads at a time so that 128k keys fit."""
     group = queries.shape[2] // keys.shape[1]
-    heads = [
+    heads: list[Any] = [
         reference.attention(
             queries[:, :, head * group : (head + 1) * group].double(),
             keys[:, head : head + 1].double(),
@@ -110,8 +110,8 @@ def check(layer: str, batch: int, num_tokens: int, prefix: int, **options: Any) 
         keys[1, :, prefix // 3 + num_tokens :] = torch.nan
         values[1, :, prefix // 3 + num_tokens :] = torch.nan
     mode = {name: option for name, option in options.items() if name in ("causal", "window")}
-    got = attention(queries, keys, values, length, **options)
-    again = attention(queries, keys, values, length, **options)
+    got: Any = attention(queries, keys, values, length, **options)
+    again: Any = attention(queries, keys, values, length, **options)
     if not torch.equal(got, again):
         raise SystemExit(f"PARITY FAILED, nothing timed: {layer} {options} differs between two runs.")
     name = f"attention {layer} B={batch} T={num_tokens} prefix={prefix} {options}"

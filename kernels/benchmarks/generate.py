@@ -26,6 +26,7 @@ import dgemma
 from dgemma.model.quantized import Float8Weight, IntWeight, NvFp4Weight, Weight, set_weight
 from dgemma.run.records import BlockCommit
 from dgemma_kernels import FusedDenoiser, accelerate
+from dgemma_kernels.engine.weights import FLOAT8_PARTS
 from dgemma_kernels.formats import ENCODERS
 
 CANVAS, STEPS, CANVASES, WORDS = 256, 16, 4, 64
@@ -178,9 +179,7 @@ def print_row(row: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", nargs="+", choices=tuple(ENCODERS), default=list(ENCODERS))
-    parser.add_argument(
-        "--float8", nargs="*", choices=("attention", "dense", "head"), default=[], help="not for bf16 weights"
-    )
+    parser.add_argument("--float8", nargs="*", choices=FLOAT8_PARTS, default=[], help="not for bf16 weights")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 2, 4, 8, 16])
     parser.add_argument("--prompt", type=int, default=1024, help="tokens before the first canvas (%(default)s)")
     parser.add_argument("--memory", type=float, help="cap of torch's memory in decimal GB")

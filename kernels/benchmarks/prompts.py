@@ -46,6 +46,7 @@ from timing import describe_run, measure_read_bandwidth, results_folder
 import dgemma
 from dgemma.model import experts as reference_experts
 from dgemma_kernels import FusedDenoiser, accelerate
+from dgemma_kernels.engine.weights import FLOAT8_PARTS
 from dgemma_kernels.formats import ENCODERS
 
 PARTS = ("first", "parity", "read", "rows", "steps", "words")
@@ -210,7 +211,7 @@ def time_transformers(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", choices=tuple(ENCODERS), default="bf16", help="storage format of the experts")
-    parser.add_argument("--float8", nargs="*", choices=("attention", "dense", "head"), default=[])
+    parser.add_argument("--float8", nargs="*", choices=FLOAT8_PARTS, default=[])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS), help="of prompts")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 16], help="of steps")

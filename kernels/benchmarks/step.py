@@ -35,6 +35,7 @@ from dgemma.run.plan import read_plan
 from dgemma.run.step import start_state
 from dgemma_kernels import FusedDenoiser, accelerate
 from dgemma_kernels.engine.cache import FusedCache
+from dgemma_kernels.engine.weights import FLOAT8_PARTS
 from dgemma_kernels.formats import ENCODERS, decode, format_of, quantize, stored_tensors
 
 PARTS = ("parity", "step", "profile", "batches", "prefixes", "invariant", "skewed")
@@ -130,11 +131,16 @@ def head_bytes(model: FusedDenoiser) -> int:
     return sum(t.nbytes for t in stored_tensors(model._forward.weights.head))
 
 
+def soft_table(model: FusedDenoiser) -> Any:
+    weights = model._forward.weights
+    return weights.embedding if weights.soft_table is None else weights.soft_table
+
+
 def step_bytes(model: FusedDenoiser, active: float, batch: int, prefix: int) -> float:
     """Return the fewest bytes of a step: each used weight once (the embedding twice), prefix, logits twice."""
     logits = 4 * batch * CANVAS * model.config.vocab_size
-    embedding = model._forward.weights.embedding.numel()
-    others = head_bytes(model) + 2 * (embedding + logits)
+    table = sum(t.nbytes for t in stored_tensors(soft_table(model)))
+    others = head_bytes(model) + table + 2 * logits
     return weight_bytes(model, active) + prefix_bytes(model, batch, prefix) + others
 
 
@@ -154,7 +160,7 @@ def compute_ms(model: FusedDenoiser, tokens: int, seen: Callable[[int | None], f
         seconds += sum(product(weight, config.top_k_experts) for weight in (layer.expert_gate_up, layer.expert_down))
         seconds += 4 * config.num_attention_heads * layer.shape.head_dim * seen(layer.shape.window) / ATTENTION
     if vocabulary:
-        seconds += product(weights.head) + product(weights.embedding)
+        seconds += product(weights.head) + product(soft_table(model))
     return 1e3 * tokens * seconds
 
 
@@ -404,9 +410,7 @@ def restrict_experts(model: FusedDenoiser) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", choices=tuple(ENCODERS), default="bf16", help="storage format of the experts")
-    parser.add_argument(
-        "--float8", nargs="*", choices=("attention", "dense", "head"), default=[], help="what else is float8"
-    )
+    parser.add_argument("--float8", nargs="*", choices=FLOAT8_PARTS, default=[], help="what else is float8")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 2, 4, 8])
     parser.add_argument("--prefixes", nargs="+", type=int, default=[0, 1024, 16_384, 131_072])

@@ -7,13 +7,17 @@ import triton
 
 from dgemma_kernels.formats.float8 import Quantized
 from dgemma_kernels.ops import configs
+from dgemma_kernels.ops.attention.parts import combine_parts
 from dgemma_kernels.ops.experts import kernel as experts
 from dgemma_kernels.ops.norms import kernel as norms
+from dgemma_kernels.ops.product.kernel import multiply_deep
+from dgemma_kernels.ops.qkv.kernel import prepare_qkv
 from dgemma_kernels.ops.router import kernel as router
 from dgemma_kernels.ops.router import reference
 
 E, A, D, F = 128, 8, 2816, 704
-WGMMA = {"_expert_gate_up_kernel", "_expert_down_kernel"}
+HEADS = 16
+WGMMA = {"_expert_gate_up_kernel", "_expert_down_kernel", "_multiply_deep_kernel"}
 
 
 def empty(*shape: int) -> Quantized:
@@ -35,6 +39,19 @@ def run_norms() -> None:
     norms.attention_residual(row, row, *[vector] * 4, 1e-6, float8=True)
 
 
+def run_attention(kv_heads: int, head_dim: int, projections: int) -> None:
+    cache, row = torch.empty(1, kv_heads, 1280, head_dim, dtype=torch.bfloat16), torch.empty(1, dtype=torch.int64)
+    projected = torch.empty(256, (HEADS + projections * kv_heads) * head_dim, dtype=torch.bfloat16)
+    weight, inv_freq = torch.empty(head_dim, dtype=torch.bfloat16), torch.empty(head_dim // 2)
+    scales = tuple(torch.empty(size) for size in projected.shape)
+    prepare_qkv(projected, weight, weight, inv_freq, row, row, cache, cache, num_heads=HEADS, eps=1e-6, scales=scales)
+    partial = torch.empty(4, 1, 256, HEADS, head_dim, dtype=torch.bfloat16)
+    out, scale = torch.empty_like(partial[0], dtype=torch.float8_e4m3fn), torch.empty(256)
+    combine_parts(partial, torch.empty(partial.shape[:4]), out, scale)
+    combine_parts(partial[:1], None, out, scale)
+    combine_parts(partial, torch.empty(partial.shape[:4]), out, scale, in_order=True)
+
+
 # Tiles were measured with Triton 3.6, which compiles all of them. Others compile those of one canvas and the largest.
 SIZES = {"NVIDIA H200": (256, 4096), "default": (1024,)}
 if triton.__version__.startswith("3.6."):
@@ -45,3 +62,6 @@ CALLS = {
     for tokens in sizes
 }
 CALLS["norms"] = run_norms
+CALLS["soft embedding"] = lambda: multiply_deep(empty(256, 16_384), empty(D, 16_384))
+CALLS["attention, sliding"] = lambda: run_attention(8, 256, 2)
+CALLS["attention, full"] = lambda: run_attention(2, 512, 1)

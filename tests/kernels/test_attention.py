@@ -71,6 +71,24 @@ def test_float16_attention_matches_float64(mode, device):
     assert error(got, want) < LIMITS[torch.float16]
 
 
+@pytest.mark.parametrize(
+    "options", [{"num_splits": 1}, {"num_splits": 3}, {"part": 64}], ids=["whole", "parts", "fixed"]
+)
+def test_attention_in_float8_is_the_nearest_value_in_units_of_one_scale(options, device):
+    case = draw([0, 27], num_tokens=11, heads=(4, 2), head_dim=32, capacity=40, dtype=torch.float32)
+    queries, keys, values, length = (tensor.to(device) for tensor in case)
+    values = torch.nn.functional.normalize(values, dim=-1) * 32**0.5  # root mean square 1, as after a norm
+    got = attention(queries, keys, values, length, **options, float8=True)
+    twin = reference.attention(queries.double(), keys.double(), values.double(), length, float8=True)
+    want = reference.attention(queries.double(), keys.double(), values.double(), length).flatten(0, 1).flatten(1)
+    # Values up to the square root of 32 fit 448 units of 1/64, and not of 1/128.
+    assert got.scale.tolist() == twin.scale.tolist() == [1 / 64] * 22
+    assert got.dtype == torch.float32
+    bound = torch.maximum(want.abs() / 16, torch.tensor(2.0**-10 / 64)) * 1.001  # half a step
+    for rows in (got, twin):
+        assert ((rows.decode() - want).abs() <= bound).all()
+
+
 @pytest.mark.parametrize("heads", [(8, 1), (2, 2)], ids=["eight-share-a-key-head", "one-each"])
 @pytest.mark.parametrize("num_splits", [1, 4])
 def test_one_token_attends_to_all_earlier_tokens(heads, num_splits, device):

@@ -191,15 +191,19 @@ def test_quantised_experts_keep_their_format(device):
 def test_float8_products_round_weights_and_inputs_and_nothing_else(part, device):
     model = make_decoded(device, "int4")
 
-    def round_linear(linear: torch.nn.Linear) -> None:
-        linear.weight.copy_(float8.quantize(linear.weight.detach()).decode())
-        linear.register_forward_pre_hook(lambda _, rows: (float8.quantize(rows[0]).decode().to(rows[0].dtype),))
+    def round_rows(rows: Tensor, unit: float | None) -> Tensor:
+        if unit is None:
+            return float8.quantize(rows).decode().to(rows.dtype)
+        return (rows / unit).to(torch.float8_e4m3fn).to(rows.dtype) * unit
 
     for layer in model.layers:
         owner = {"attention": layer.self_attn, "dense": layer.mlp}.get(part)
-        for linear in () if owner is None else owner.children():
+        for name, linear in () if owner is None else owner.named_children():
             if isinstance(linear, torch.nn.Linear):
-                round_linear(linear)
+                linear.weight.copy_(float8.quantize(linear.weight.detach()).decode())
+                # Heads of 16 have values up to 4, which fit 448 units of 1/64.
+                unit = 1 / 64 if name == "o_proj" else None
+                linear.register_forward_pre_hook(lambda _, rows, unit=unit: (round_rows(rows[0], unit),))
     got, want = run(accelerate(make_model(device, **WIDE), "int4", float8=[part]), device), run(model, device)
     if part == "head":  # the head is the embedding, which must not be rounded
         assert ((got - want).norm() / want.norm()) < 0.05  # float8 has three bits of mantissa
@@ -208,6 +212,20 @@ def test_float8_products_round_weights_and_inputs_and_nothing_else(part, device)
     # The GPU's products add in 14 bits, so some inputs are rounded the other way. Random errors of 2**-13 in every
     # product give 0.07 (attention) and 0.09 (dense). Another rounding to float8 would give about 1.
     assert ((got - want).norm() / effect) < (0.2 if NATIVE else 1e-3)
+
+
+@pytest.mark.slow
+def test_the_soft_embedding_is_the_product_of_rounded_probabilities_and_columns(device):
+    model = make_model(device, **WIDE)
+    fast = accelerate(make_model(device, **WIDE), "int4", float8=["soft_embedding"])
+    canvas = torch.arange(8, device=device).view(2, 4)
+    prediction = fast.denoise(canvas, fast.encode(canvas)).shaped(temperature=0.7)
+    probabilities = float8.quantize(prediction.logits.softmax(-1).flatten(0, 1)).decode()
+    columns = float8.quantize(model.embed_tokens.weight.detach().T).decode()
+    want = (probabilities @ columns.T * 8).view(2, 4, -1)  # 8: the square root of the hidden size
+    for got in (fast._workspace.soft_embedding(prediction), fast._workspace.soft_embedding_of(prediction.logits)):
+        # The kernel's probabilities have another rounding error, and may round to the other float8 neighbour.
+        assert ((got - want).norm() / want.norm()) < (5e-3 if NATIVE else 1e-3)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +239,7 @@ def test_shapes_that_the_librarys_float8_product_does_not_multiply_are_refused(p
 
 
 def test_unknown_parts_of_the_model_are_refused_by_name(device):
-    with pytest.raises(ValueError, match=r'float8 must name "attention", "dense" or "head", got \[\'router\'\]'):
+    with pytest.raises(ValueError, match=r"must name attention, dense, head, soft_embedding, got \['router'\]"):
         accelerate(make_model(device, **WIDE), "int4", float8=["router"])
     with pytest.raises(ValueError, match='float8 must be empty for weights="bf16"'):
         accelerate(make_model(device, **WIDE), "bf16", float8=["head"])

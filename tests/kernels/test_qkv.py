@@ -83,6 +83,19 @@ def test_prepare_qkv_matches_transformers(layout, dtype, twin, device):
         torch.testing.assert_close(case["values"][row, :, slots].transpose(0, 1), want_value[row], **close)
 
 
+@pytest.mark.parametrize("twin", [qkv, reference], ids=["kernel", "reference"])
+def test_scales_multiply_rows_and_columns_before_the_norms(twin, device):
+    layout = (4, 2, 32, True)
+    want, got = draw(layout, torch.float32, device), draw(layout, torch.float32, device)
+    generator = torch.Generator().manual_seed(1)
+    scales = [2.0 ** torch.randint(-3, 4, (size,), generator=generator).to(device) for size in want["projected"].shape]
+    got["projected"] = got["projected"] / scales[0][:, None] / scales[1]  # powers of two: exact
+    query = twin.prepare_qkv(**got, num_heads=layout[0], eps=EPS, scales=tuple(scales))
+    assert torch.equal(query, twin.prepare_qkv(**want, num_heads=layout[0], eps=EPS))
+    for name in ("keys", "values"):
+        assert torch.equal(got[name].nan_to_num(9.0), want[name].nan_to_num(9.0))
+
+
 def test_prepare_qkv_rounds_where_transformers_rounds(device):
     # Rounding elsewhere (once at the end, say) changes about half of the float16 values.
     case = draw((4, 2, 32, True), torch.float16, device)
@@ -98,6 +111,13 @@ def test_prepare_qkv_writes_only_its_slots(layout, device):
         for cache in (case["keys"][row], case["values"][row]):
             written = ~cache.isnan().any(0).any(-1)
             assert written.nonzero().flatten().tolist() == list(range(length, length + TOKENS))
+
+
+def test_prepare_qkv_refuses_scales_of_another_projection(device):
+    case = draw((4, 2, 32, True), torch.float32, device)
+    scales = tuple(torch.ones(size, device=device) for size in reversed(case["projected"].shape))
+    with pytest.raises(ValueError, match="scales must have one value per row and column"):
+        qkv.prepare_qkv(**case, num_heads=4, eps=EPS, scales=scales)
 
 
 def test_prepare_qkv_refuses_a_projection_of_another_width(device):

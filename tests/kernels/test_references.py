@@ -15,6 +15,7 @@ TUNING = {
     "dense_mlp": {"config"},
     "expert_gate_up": {"config"},
     "expert_down": {"config"},
+    "multiply_deep": {"parts"},
     "multiply_row": {"early"},
 }
 

@@ -121,6 +121,21 @@ def test_a_uniform_selects_the_token_of_its_cell(device):
     assert vocabulary.sample(rows, statistics, middle, temperature).tolist() == tokens.tolist()
 
 
+@VOCABULARIES
+@TWINS
+def test_soft_probabilities_in_float8_are_the_nearest_to_the_softmax(twin, vocab_size, device):
+    logits, temperature = draw(vocab_size, torch.float32, device)
+    statistics = twin.vocabulary_statistics(logits, temperature)
+    got = twin.soft_probabilities(logits, statistics, temperature, float8=True)
+    want = exact(logits, temperature).softmax(-1)
+    assert got.dtype == torch.float32
+    assert got.values.float().amax(-1).tolist() == [448.0] * 4
+    torch.testing.assert_close(got.scale.double(), want.amax(-1) / 448, rtol=1e-5, atol=0)
+    # Half a step: 1/16 of a value, or half of the smallest value, 2**-9.
+    off = (got.decode() - want).abs() / got.scale[:, None]
+    assert (off <= torch.maximum(want / got.scale[:, None] / 16, torch.tensor(2.0**-10)) * 1.001).all()
+
+
 @DTYPES
 @VOCABULARIES
 @TWINS

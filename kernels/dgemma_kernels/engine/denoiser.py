@@ -39,7 +39,7 @@ from dgemma_kernels.engine.captured import (
 from dgemma_kernels.engine.forward import Forward
 from dgemma_kernels.engine.graphs import GraphMemory, Turn, compile_together, in_turn, remembered, use_here
 from dgemma_kernels.engine.prediction import FusedPrediction, Logits, SoftEmbedding
-from dgemma_kernels.engine.weights import Weights, stored_format, take_weights
+from dgemma_kernels.engine.weights import FLOAT8_PARTS, Weights, stored_format, take_weights
 from dgemma_kernels.engine.workspace import Workspace
 from dgemma_kernels.formats import ENCODERS, FourBit, Quantized
 from dgemma_kernels.ops.attention import KernelName
@@ -78,7 +78,8 @@ def accelerate(
       4 bits with a scale per 16 columns: 11 and 12 GiB of experts. Inputs keep their dtype.
 
     A model with quantised experts keeps its own format; its codes are reordered and never decoded. `float8` names other
-    products to compute in float8: "attention" (q, k, v and o), "dense" (the dense MLP) and "head".
+    products to compute in float8: "attention" (q, k, v and o), "dense" (the dense MLP), "head" and "soft_embedding".
+    The last one stores the embedding a second time, in 8 bits.
 
     Converted weights are new tensors; the model's own are freed with the model. `release` removes them from the model
     as soon as they are converted, so that at most one layer exists twice. `attention` names the attention kernel:
@@ -98,8 +99,8 @@ def accelerate(
         weights = stored_format(model)
     if weights not in ENCODERS:
         raise ValueError(f"accelerate weights must be one of {', '.join(ENCODERS)}, got {weights!r}.")
-    if unknown := set(float8) - {"attention", "dense", "head"}:
-        raise ValueError(f'accelerate float8 must name "attention", "dense" or "head", got {sorted(unknown)}.')
+    if unknown := set(float8) - set(FLOAT8_PARTS):
+        raise ValueError(f"accelerate float8 must name {', '.join(FLOAT8_PARTS)}, got {sorted(unknown)}.")
     if weights == "bf16" and (release or float8):
         what = "release must be False" if release else "float8 must be empty"
         raise ValueError(f'accelerate {what} for weights="bf16", which are the model\'s own.')

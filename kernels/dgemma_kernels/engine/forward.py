@@ -14,18 +14,19 @@ from dgemma_kernels.engine.weights import LayerWeights, Weights
 from dgemma_kernels.formats import Quantized, format_of
 from dgemma_kernels.formats.float8 import multiply, multiply_unscaled
 from dgemma_kernels.ops.attention import KernelName, attention, choose_kernel
-from dgemma_kernels.ops.configs import dense_config, expert_config
+from dgemma_kernels.ops.configs import dense_config, expert_config, tensor_descriptors
 from dgemma_kernels.ops.embedding import embed
 from dgemma_kernels.ops.experts import expert_down, expert_gate_up
 from dgemma_kernels.ops.mlp import dense_mlp, geglu, geglu_float8
 from dgemma_kernels.ops.norms import attention_residual, layer_tail, rms_norm, round_rows
-from dgemma_kernels.ops.product import multiply_row
+from dgemma_kernels.ops.product import multiply_deep, multiply_row
 from dgemma_kernels.ops.qkv import prepare_qkv
 from dgemma_kernels.ops.router import route, sort_by_expert
 
 _Scales = tuple[Tensor, Tensor] | None  # of rows and columns
 
 
+_DEEP = 256  # rows; for more, library products fill the GPU
 _TILE = 64  # keys, a multiple of those of any tile of attention
 _FULL_PART = 10 * _TILE  # keys; a canvas of 256 after a prefix of 1,024 tokens sees two equal parts
 
@@ -85,9 +86,18 @@ class Forward:
             return multiply_row(hidden, head)
         return self._multiply(_as(head, hidden), head, out=out)
 
-    def soft_embedding(self, probabilities: Tensor) -> Tensor:
+    def soft_embedding(self, probabilities: Tensor | Quantized) -> Tensor:
         """Return the mean embedding under these probabilities: (R, V) → (R, D)."""
-        return self._multiply(probabilities, self.weights.embedding.T).mul_(self.embed_scale)
+        if isinstance(probabilities, Tensor):
+            return self._multiply(probabilities, self.weights.embedding.T).mul_(self.embed_scale)
+        table = self.weights.soft_table
+        assert table is not None
+        if probabilities.shape[0] <= _DEEP and tensor_descriptors(table.scale.device) and not self.batch_invariant:
+            return multiply_deep(probabilities, table).mul_(self.embed_scale)
+        # For 256 rows, the library's product of this depth is much faster with float32 sums and without scales.
+        sums = torch.empty(probabilities.shape[0], table.shape[0], device=table.scale.device)
+        self._multiply_unscaled(probabilities, table, self._one, out=sums)
+        return (sums * (probabilities.scale * self.embed_scale)[:, None] * table.scale).to(probabilities.dtype)
 
     def _embed_canvas(self, canvas: Tensor, signal: Tensor) -> tuple[Tensor, Tensor]:
         weights = self.weights
@@ -126,8 +136,9 @@ class Forward:
         for index, (layer, (next_norm, next_product)) in enumerate(zip(layers, following, strict=True)):
             keys, values = buffers.keys[index], buffers.values[index]
             slot = buffers.lengths if layer.shape.window is None else buffers.held
+            projected, scales = self._unscaled(inputs, layer.qkv)
             queries = prepare_qkv(
-                self._product(inputs, layer.qkv),
+                projected,
                 layer.query_norm,
                 layer.key_norm,
                 layer.inv_freq,
@@ -137,6 +148,7 @@ class Forward:
                 values,
                 num_heads=self.config.num_attention_heads,
                 eps=self.config.rms_norm_eps,
+                scales=scales,
             )
             if not last and index == len(layers) - 1:
                 return x  # the caller needs only the keys and values
@@ -152,8 +164,9 @@ class Forward:
                 kernel=self.attention_kernel,
                 part=self._part(layer.shape.window),
                 position=buffers.lengths,
+                float8=isinstance(layer.o, Quantized) and not self._is_row(x),
             )
-            attended, scales = self._output(layer, seen.view(x.shape[0], -1))
+            attended, scales = self._unscaled(seen.view(x.shape[0], -1) if isinstance(seen, Tensor) else seen, layer.o)
             scalar = layer.causal_scalar if causal else layer.scalar
             if canvas_len:
                 scalar = torch.where(of_canvas, layer.scalar, layer.causal_scalar)
@@ -165,6 +178,12 @@ class Forward:
     def _product(self, x: Tensor | Quantized, weight: Tensor | Quantized) -> Tensor:
         """Return x @ weight.T."""
         return multiply_row(x, weight) if self._is_row(x) else self._multiply(x, weight)
+
+    def _unscaled(self, x: Tensor | Quantized, weight: Tensor | Quantized) -> tuple[Tensor, _Scales]:
+        """Return x @ weight.T, and the scales that it still lacks if it is float8."""
+        if isinstance(x, Tensor) or isinstance(weight, Tensor) or self._is_row(x):
+            return self._product(x, weight), None
+        return self._multiply_unscaled(x, weight, self._one), (x.scale, weight.scale)
 
     def _is_row(self, x: Tensor | Quantized) -> bool:
         """Tell if `multiply_row` multiplies x; `batch_invariant` requires the library's order of sums."""
@@ -178,13 +197,6 @@ class Forward:
         if not self.batch_invariant:
             return 0
         return _FULL_PART if window is None else triton.cdiv(window + self.config.canvas_length, 3 * _TILE) * _TILE
-
-    def _output(self, layer: LayerWeights, seen: Tensor) -> tuple[Tensor, _Scales]:
-        """Return attention's output product, and the scales that it still lacks if it is float8."""
-        if isinstance(layer.o, Tensor) or self._is_row(seen):
-            return self._product(seen, layer.o), None
-        rows = round_rows(seen)
-        return self._multiply_unscaled(rows, layer.o, self._one), (rows.scale, layer.o.scale)
 
     def _feed_forward(
         self,

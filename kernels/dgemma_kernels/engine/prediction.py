@@ -17,6 +17,7 @@ from torch import Tensor
 from dgemma.diffusion.language import ClassBias, JointBias
 from dgemma.diffusion.prediction import JointLaw, Prediction, SoftCap, Transform, _Allow, _Statistics, _Temper
 from dgemma_kernels.engine.graphs import Turn, in_turn, use_here
+from dgemma_kernels.formats import Quantized
 from dgemma_kernels.ops.automaton import kernel as automaton
 from dgemma_kernels.ops.vocabulary import kernel as vocabulary
 
@@ -162,12 +163,15 @@ class FusedPrediction(Prediction):
         return swept
 
     @in_turn
-    def soft_probabilities(self) -> Tensor | None:
-        """Return the self-conditioning distribution (B·C, V) in the logits' dtype, None if the kernels do not apply."""
+    def soft_probabilities(self, *, float8: bool) -> Tensor | Quantized | None:
+        """Return the self-conditioning distribution (B·C, V) in the logits' dtype or in float8.
+
+        None if the kernels do not apply.
+        """
         if self._shaping is None:
             return None
-        shaping = self._shaping
-        return vocabulary.soft_probabilities(self._rows, self._sweep, shaping.temperature, **shaping.options)
+        temperature, options = self._shaping.temperature, self._shaping.options
+        return vocabulary.soft_probabilities(self._rows, self._sweep, temperature, **options, float8=float8)
 
     @in_turn
     def sample(self, u: Tensor) -> Tensor:

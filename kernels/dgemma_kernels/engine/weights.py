@@ -57,6 +57,7 @@ class Weights:
 
     embedding: Tensor  # (V, D)
     head: Tensor | Quantized  # the embedding, or its rows in float8
+    soft_table: Quantized | None  # the embedding's columns in float8, (D, V), if the soft embedding is
     layers: tuple[LayerWeights, ...]
     norm: Tensor
     signal_norm: Tensor  # of self-conditioning
@@ -70,6 +71,7 @@ class Weights:
         vars(self).update(_with_float8(state))
 
 
+FLOAT8_PARTS = ("attention", "dense", "head", "soft_embedding")
 _MODULES = {"attention": "self_attn", "dense": "mlp"}  # of a layer, by the names of `float8`
 
 
@@ -88,8 +90,8 @@ def take_weights(
 ) -> Weights:
     """Fuse the model's projections in place, a layer at a time, and return its tensors.
 
-    Experts are encoded by `formats.ENCODERS[format]`. `float8` names what else is rounded to float8: "attention",
-    "dense" and "head". With `release` each layer's converted weights leave the model.
+    Experts are encoded by `formats.ENCODERS[format]`. `float8` names what else is rounded to float8 (`FLOAT8_PARTS`).
+    With `release` each layer's converted weights leave the model.
 
     Example: `take_weights(model).layers[0].qkv.shape` is `((16 + 2 * 8) * 256, 2816)`.
     """
@@ -97,6 +99,7 @@ def take_weights(
     require_experts(model, "accelerate")
     mixer, embedding = model.self_conditioning, model.embed_tokens.weight.detach()
     head = _for_library(quantize(embedding), "head") if "head" in float8 else embedding
+    soft_table = _for_library(quantize(embedding.T), "soft_embedding") if "soft_embedding" in float8 else None
     layers = []
     for index, layer in enumerate(model.layers):
         try:
@@ -111,6 +114,7 @@ def take_weights(
     return Weights(
         embedding=embedding,
         head=head,
+        soft_table=soft_table,
         layers=tuple(layers),
         norm=model.norm.weight.detach(),
         signal_norm=mixer.pre_norm.weight.detach(),

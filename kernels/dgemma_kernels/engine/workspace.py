@@ -11,6 +11,7 @@ from dgemma.model.config import Conventions, ModelConfig
 from dgemma_kernels.engine.forward import Forward
 from dgemma_kernels.engine.graphs import GraphMemory, Turn
 from dgemma_kernels.engine.prediction import FusedPrediction, LogitsBuffer
+from dgemma_kernels.formats.float8 import quantize
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -53,9 +54,9 @@ class Workspace:
 
     def soft_embedding(self, prediction: FusedPrediction) -> Tensor:
         """Return the mean embedding under the prediction, (B, C, D)."""
-        probabilities = None
+        probabilities, float8 = None, self.forward.weights.soft_table is not None
         if self.conventions.self_cond_logits == "rounded":
-            probabilities = prediction.soft_probabilities()
+            probabilities = prediction.soft_probabilities(float8=float8)
         if probabilities is None:
             return self.soft_embedding_of(prediction.logits)
         signal = self.forward.soft_embedding(probabilities)
@@ -65,8 +66,10 @@ class Workspace:
         """Return the mean embedding under the softmax of logits (B, C, V): (B, C, D)."""
         if self.conventions.self_cond_logits == "rounded":
             logits = logits.to(self.dtype)
-        probabilities = logits.softmax(-1, dtype=torch.float32).to(self.dtype)
-        return self.forward.soft_embedding(probabilities.flatten(0, 1)).view(*logits.shape[:2], -1)
+        probabilities = logits.softmax(-1, dtype=torch.float32).to(self.dtype).flatten(0, 1)
+        float8 = self.forward.weights.soft_table is not None
+        signal = self.forward.soft_embedding(quantize(probabilities) if float8 else probabilities)
+        return signal.view(*logits.shape[:2], -1)
 
     def causal_logits(self, hidden: Tensor) -> Tensor:
         """Return next-token logits of hidden states: (n, D) → (n, V) float32."""

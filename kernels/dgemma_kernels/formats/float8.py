@@ -7,7 +7,7 @@ from torch import Tensor
 
 LARGEST = 448.0  # of e4m3
 _LEAST = 2.0**-80  # a row whose values are all smaller becomes zeros, not NaN
-_CHUNK = 16_384  # rows at a time; the float32 quotients of all rows would take twice the memory of bfloat16 weights
+_CHUNK = 1 << 25  # values at a time; the float32 quotients of all would take twice the memory of bfloat16 weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +57,9 @@ def quantize(x: Tensor) -> Quantized:
     scale = torch.linalg.vector_norm(x, torch.inf, dim=-1).float().clamp(min=_LEAST) / LARGEST
     values = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     rows, row_scale, out = x.reshape(-1, x.shape[-1]), scale.view(-1, 1), values.view(-1, x.shape[-1])
-    for start in range(0, rows.shape[0], _CHUNK):
-        chunk = slice(start, start + _CHUNK)
+    step = max(1, _CHUNK // x.shape[-1])
+    for start in range(0, rows.shape[0], step):
+        chunk = slice(start, start + step)
         out[chunk] = rows[chunk] / row_scale[chunk]
     return Quantized(values=values, scale=scale, dtype=x.dtype)
 
@@ -97,7 +98,7 @@ def multiply_unscaled(
     """Return the product of the values of two float8 operands, for a kernel that applies both scales itself.
 
     For rows of few thousand columns it is faster than `multiply`. x: (M, K), weight: (N, K), one: () float32, a one on
-    their device → (M, N) in the dtype of x.
+    their device → (M, N) in the dtype of x, or in that of `out`.
 
     Example: `multiply_unscaled(round_rows(seen), layer.o, one)`.
     """
@@ -106,7 +107,13 @@ def multiply_unscaled(
         wide = torch.mm(x.values.float(), weight.values.float().T)
         return wide.to(x.dtype) if out is None else out.copy_(wide)
     product: Tensor = torch._scaled_mm(
-        x.values, weight.values.T, scale_a=one, scale_b=one, out_dtype=x.dtype, use_fast_accum=True, out=out
+        x.values,
+        weight.values.T,
+        scale_a=one,
+        scale_b=one,
+        out_dtype=x.dtype if out is None else out.dtype,
+        use_fast_accum=True,
+        out=out,
     )
     return product
 

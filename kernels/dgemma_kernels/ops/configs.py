@@ -331,6 +331,14 @@ def gpu_name(device: torch.device) -> str:
     return "NVIDIA H200" if is_hopper and name not in EXPERTS["bf16"] else name
 
 
+def num_multiprocessors(device: torch.device) -> int:
+    """Return the number of multiprocessors; for the interpreter 4, so that sums are split into parts.
+
+    Example: `num_multiprocessors(torch.device("cuda"))` is 132 on an H200.
+    """
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
 def expert_config(
     num_tokens: int, device: torch.device, format: str = "bf16", *, one_order: bool = False
 ) -> ExpertConfig:

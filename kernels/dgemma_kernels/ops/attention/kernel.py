@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dgemma_kernels.formats.float8 import Quantized
 from dgemma_kernels.ops.attention.parts import (
     choose_num_splits,
     combine_parts,
@@ -21,6 +22,7 @@ from dgemma_kernels.ops.attention.parts import (
     part_of_keys,
     seen_slots,
 )
+from dgemma_kernels.ops.configs import num_multiprocessors
 
 KernelName = Literal["auto", "triton", "hopper"]
 
@@ -80,7 +82,8 @@ def attention(
     num_splits: int | None = None,
     part: int = 0,
     position: Tensor | None = None,
-) -> Tensor:
+    float8: bool = False,
+) -> Tensor | Quantized:
     """Attend from T query tokens per row to the row's prefix and to each other, with scale 1.
 
     queries: (B, T, N, H) contiguous. keys, values: (B, K, capacity, H), last two dimensions contiguous; row b has its
@@ -88,7 +91,8 @@ def attention(
     integers on the device. Attention is bidirectional by default. With `causal` query i sees slots up to its own, and
     with `window` only the last `window` of those. A canvas may follow causal tokens: the last `canvas_len` tokens see
     each other and everything before them. In a windowed layer they see only the last `keep` slots before the canvas.
-    Returns (B, T, N, H).
+    Returns (B, T, N, H). With `float8` the result is rounded to float8, as rows (B·T, N·H) that have the same scale:
+    values with a root mean square of at most 1 per head need no scale of their own (`parts.float8_unit`).
 
     `kernel` "triton" or "hopper" raises where that kernel cannot run; "auto" follows `choose_kernel`. `tile` (Triton
     kernel only) and `num_splits` are for tuning and change rounding.
@@ -123,11 +127,13 @@ def attention(
         num_splits = count_fixed_parts(part, capacity, span)
     elif num_splits is None:
         programs = triton.cdiv(num_rows, rows) * (head_dim // columns) * batch * kv_heads
-        num_splits = choose_num_splits(programs, _num_multiprocessors(queries.device), triton.cdiv(capacity, slots))
+        num_splits = choose_num_splits(programs, num_multiprocessors(queries.device), triton.cdiv(capacity, slots))
 
-    out = torch.empty_like(queries)
-    if num_splits == 1:
-        partial, log_weight = out.unsqueeze(0), out  # the only part is the output; its weight is never written
+    out = torch.empty_like(queries, dtype=torch.float8_e4m3fn if float8 else None)
+    scale = torch.empty(batch * num_tokens, dtype=torch.float32, device=out.device) if float8 else None
+    if num_splits == 1:  # the only part is the output; its weight is never written
+        whole = torch.empty_like(queries) if float8 else out
+        partial, log_weight = whole.unsqueeze(0), whole
     else:
         # Parts have the output's dtype, not float32. This halves their traffic and adds one rounding, no larger than
         # that of the output.
@@ -140,8 +146,12 @@ def attention(
     else:
         _attend(*arguments, tile)
     if num_splits > 1:
-        combine_parts(partial, log_weight, out, in_order=part > 0)
-    return out
+        combine_parts(partial, log_weight, out, scale, in_order=part > 0)
+    elif float8:
+        combine_parts(partial, None, out, scale)
+    if scale is None:
+        return out
+    return Quantized(values=out.view(batch * num_tokens, -1), scale=scale, dtype=queries.dtype)
 
 
 def choose_kernel(
@@ -369,12 +379,6 @@ def _is_hopper(device: torch.device) -> bool:
 
 def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")
-
-
-def _num_multiprocessors(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).multi_processor_count
-    return 4  # for the interpreter: enough to split the keys
 
 
 def _check(

@@ -5,10 +5,13 @@ never changes a launch, and a captured graph stays valid. Parts are added in a f
 the same bits. Fixed parts also begin at fixed positions, so that a token's result does not depend on its batch.
 """
 
+import math
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from dgemma_kernels.formats.float8 import LARGEST
 from dgemma_kernels.ops.configs import dependent_launch
 
 _MAX_SPLITS = 128
@@ -107,19 +110,34 @@ def part_of_keys(
     return begin, end
 
 
-def combine_parts(partial: Tensor, log_weight: Tensor, out: Tensor, *, in_order: bool = False) -> None:
+def float8_unit(head_dim: int) -> float:
+    """Return the scale of attention in float8: the least power of two with which the square root of H is in range.
+
+    Values of a head have a root mean square of at most 1, so no mean of them exceeds the square root of H. Float8 is a
+    floating-point format: a smaller scale would not make typical values more precise.
+
+    Example: `float8_unit(256)` is 1/16, because 16 / 448 is between 1/32 and 1/16.
+    """
+    return 2.0 ** math.ceil(math.log2(head_dim**0.5 / LARGEST))
+
+
+def combine_parts(
+    partial: Tensor, log_weight: Tensor | None, out: Tensor, scale: Tensor | None = None, *, in_order: bool = False
+) -> None:
     """Write the sum of the parts of `partial`, each times 2^log_weight, normalised, to `out`.
 
     partial: (splits, B, T, N, H), log_weight: (splits, B, T, N), out: (B, T, N, H). Values of a part with log-weight
-    -inf are ignored; they may be NaN. With `in_order` parts are added one by one, so that empty parts change no bits.
+    -inf are ignored; they may be NaN. One part needs no log-weight. With `in_order` parts are added one by one, so that
+    empty parts change no bits. If `out` is float8, it is in units of `float8_unit`, which is written to scale (B·T,).
 
     Example: `combine_parts(partial, log_weight, out)`.
     """
-    num_splits, head_dim = partial.shape[0], out.shape[3]
+    num_splits, num_heads, head_dim = partial.shape[0], out.shape[2], out.shape[3]
     num_rows = out.numel() // head_dim
+    float8 = {"HEADS": num_heads, "UNIT": float8_unit(head_dim)}
     if in_order:
         _combine_in_order_kernel[(num_rows,)](
-            partial, log_weight, out, num_rows, HEAD_DIM=head_dim, SPLITS=num_splits, num_warps=1
+            partial, log_weight, out, scale, num_rows, HEAD_DIM=head_dim, SPLITS=num_splits, num_warps=1, **float8
         )
         return
     splits = triton.next_power_of_2(num_splits)
@@ -128,6 +146,7 @@ def combine_parts(partial: Tensor, log_weight: Tensor, out: Tensor, *, in_order:
         partial,
         log_weight,
         out,
+        scale,
         num_rows,
         num_splits,
         HEAD_DIM=head_dim,
@@ -135,7 +154,25 @@ def combine_parts(partial: Tensor, log_weight: Tensor, out: Tensor, *, in_order:
         COLUMNS=columns,
         DEPENDENT=dependent_launch(out.device)["DEPENDENT"],
         num_warps=1 if splits * columns <= 2048 else 4,  # with few parts, all rows of a canvas run at once
+        **float8,
     )
+
+
+@triton.jit
+def _store(
+    out_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    out: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    HEADS: tl.constexpr,
+    UNIT: tl.constexpr,
+) -> None:
+    if scale_ptr is not None:
+        out *= 1.0 / UNIT
+        tl.store(scale_ptr + row // HEADS, UNIT, mask=row % HEADS == 0)
+    tl.store(out_ptr + row * HEAD_DIM + column, out.to(out_ptr.dtype.element_ty))
 
 
 @triton.jit
@@ -143,11 +180,14 @@ def _combine_kernel(
     partial_ptr: tl.tensor,
     log_weight_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
     num_rows: tl.tensor,
     num_splits: tl.tensor,
     HEAD_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    HEADS: tl.constexpr,
+    UNIT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
     if DEPENDENT:
@@ -156,13 +196,15 @@ def _combine_kernel(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     part = tl.arange(0, SPLITS)
     at = part.to(tl.int64) * num_rows + row
-    log_weight = tl.load(log_weight_ptr + at, mask=part < num_splits, other=float("-inf"))
+    if log_weight_ptr is not None:
+        log_weight = tl.load(log_weight_ptr + at, mask=part < num_splits, other=float("-inf"))
     source = partial_ptr + at[:, None] * HEAD_DIM + column[None, :]
     values = tl.load(source, mask=(part < num_splits)[:, None], other=0.0).to(tl.float32)
-    weight = tl.exp2(log_weight - tl.max(log_weight, 0))
-    weight = (weight / tl.sum(weight, 0))[:, None]
-    out = tl.sum(tl.where(weight > 0.0, values * weight, 0.0), 0)  # the values of an empty part were never written
-    tl.store(out_ptr + row * HEAD_DIM + column, out.to(out_ptr.dtype.element_ty))
+    if log_weight_ptr is not None:
+        weight = tl.exp2(log_weight - tl.max(log_weight, 0))
+        weight = (weight / tl.sum(weight, 0))[:, None]
+        values = tl.where(weight > 0.0, values * weight, 0.0)  # the values of an empty part were never written
+    _store(out_ptr, scale_ptr, row, column, tl.sum(values, 0), HEAD_DIM, HEADS, UNIT)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -170,9 +212,12 @@ def _combine_in_order_kernel(
     partial_ptr: tl.tensor,
     log_weight_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
     num_rows: tl.tensor,
     HEAD_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
+    HEADS: tl.constexpr,
+    UNIT: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, HEAD_DIM)
@@ -189,4 +234,4 @@ def _combine_in_order_kernel(
         values = tl.load(partial_ptr + at * HEAD_DIM + column, mask=inside, other=0.0).to(tl.float32)
         total += weight
         out = tl.fma(values, tl.zeros([HEAD_DIM], tl.float32) + weight, out)
-    tl.store(out_ptr + row * HEAD_DIM + column, (out / total).to(out_ptr.dtype.element_ty))
+    _store(out_ptr, scale_ptr, row, column, out / total, HEAD_DIM, HEADS, UNIT)

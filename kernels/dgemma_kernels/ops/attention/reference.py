@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor
 
+from dgemma_kernels.formats.float8 import Quantized
+from dgemma_kernels.ops.attention.parts import float8_unit
+
 
 def attention(
     queries: Tensor,
@@ -14,7 +17,8 @@ def attention(
     window: int | None = None,
     canvas_len: int = 0,
     keep: int = 0,
-) -> Tensor:
+    float8: bool = False,
+) -> Tensor | Quantized:
     """Attend from T tokens to prefix and each other. (B, T, N, H), (B, K, capacity, H) twice, (B,) → (B, T, N, H)."""
     num_tokens, group = queries.shape[1], queries.shape[2] // keys.shape[1]
     slot = torch.arange(keys.shape[2], device=keys.device)
@@ -32,4 +36,10 @@ def attention(
     values = values.masked_fill(~used, 0.0).repeat_interleave(group, 1)
     scores = (queries.transpose(1, 2) @ keys.transpose(2, 3)).masked_fill(~seen[:, None], -torch.inf)
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(queries.dtype)
-    return (weights @ values).transpose(1, 2).contiguous()
+    out = (weights @ values).transpose(1, 2).contiguous()
+    if not float8:
+        return out
+    unit = float8_unit(queries.shape[3])
+    rows = out.flatten(0, 1).flatten(1)  # (B·T, N·H)
+    scale = torch.full(rows.shape[:1], unit, device=rows.device)
+    return Quantized(values=(rows / unit).to(torch.float8_e4m3fn), scale=scale, dtype=queries.dtype)

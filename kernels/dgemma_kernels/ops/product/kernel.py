@@ -1,19 +1,22 @@
-"""The product of one row with a weight, which is limited by reading the weight. Reference: `reference.py`.
+"""Products of shapes for which the library is slow: of one row, and of a great depth. Reference: `reference.py`.
 
-A program loads its rows of the weight at once, into registers. On Hopper it does so before it waits for the previous
-kernel (programmatic dependent launch), so memory is busy while small kernels before it run.
+The product of one row is limited by reading the weight. A program loads its rows of the weight at once, into registers.
+On Hopper it does so before it waits for the previous kernel (programmatic dependent launch), so memory is busy while
+small kernels before it run. A product of few rows and columns has few tiles, so programs also share its depth.
 """
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dgemma_kernels.formats.float8 import Quantized, values_and_scale
 from dgemma_kernels.ops.blocks import inside, wait_for_launches_before
-from dgemma_kernels.ops.configs import dependent_launch
+from dgemma_kernels.ops.configs import dependent_launch, num_multiprocessors
 
 _DEPTH = 1024  # columns per load
+_DEEP_ROWS, _DEEP_COLS, _DEEP_DEPTH = 128, 256, 128  # of a tile
 
 
 def multiply_row(x: Tensor | Quantized, weight: Tensor | Quantized, *, early: bool = True) -> Tensor:
@@ -50,6 +53,76 @@ def multiply_row(x: Tensor | Quantized, weight: Tensor | Quantized, *, early: bo
         **(dependent_launch(row.device) if early else {"DEPENDENT": False}),
     )
     return out
+
+
+def multiply_deep(x: Quantized, weight: Quantized, *, parts: int | None = None) -> Tensor:
+    """Return x @ weight.T of float8 operands, for few rows and columns and a great depth: (M, K), (N, K) → (M, N).
+
+    The depth is added in `parts`, by default as many as fill the GPU. Tensor cores add a part in about 14 bits, and the
+    parts are added in float32.
+
+    Example: `multiply_deep(soft_probabilities(logits, statistics, temperature, float8=True), table)`.
+    """
+    (num_rows, depth), num_cols = x.shape, weight.shape[0]
+    operands = (x.values, weight.values)
+    if weight.shape[1] != depth or x.dtype != weight.dtype or x.block or weight.block or depth % 16:
+        raise ValueError(
+            f"multiply_deep must get (M, K) and (N, K) with K in multiples of 16, got {tuple(x.shape)} and "
+            f"{tuple(weight.shape)}."
+        )
+    if not all(tensor.is_contiguous() for tensor in operands):
+        raise ValueError("multiply_deep must get contiguous tensors. Call .contiguous() on them first.")
+    grid = (triton.cdiv(num_rows, _DEEP_ROWS), triton.cdiv(num_cols, _DEEP_COLS))
+    steps = triton.cdiv(depth, _DEEP_DEPTH)
+    if parts is None:
+        parts = max(1, min(steps, num_multiprocessors(x.values.device) // (grid[0] * grid[1])))
+    sums = torch.empty(parts, num_rows, num_cols, dtype=torch.float32, device=x.values.device)
+    _multiply_deep_kernel[(*grid, parts)](
+        TensorDescriptor.from_tensor(x.values, [_DEEP_ROWS, _DEEP_DEPTH]),
+        x.scale,
+        TensorDescriptor.from_tensor(weight.values, [_DEEP_COLS, _DEEP_DEPTH]),
+        weight.scale,
+        sums,
+        num_rows,
+        num_cols,
+        steps,
+        ROWS=_DEEP_ROWS,
+        COLS=_DEEP_COLS,
+        DEPTH=_DEEP_DEPTH,
+        num_warps=8,
+        num_stages=4,
+    )
+    return sums.sum(0).to(x.dtype)
+
+
+@triton.jit
+def _multiply_deep_kernel(
+    x: tl.tensor,
+    x_scale: tl.tensor,
+    weight: tl.tensor,
+    weight_scale: tl.tensor,
+    out: tl.tensor,
+    num_rows: tl.tensor,
+    num_cols: tl.tensor,
+    steps: tl.tensor,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+) -> None:
+    first_row = tl.program_id(0) * ROWS
+    first_col = tl.program_id(1) * COLS
+    part, parts = tl.program_id(2), tl.num_programs(2)
+    sums = tl.zeros([ROWS, COLS], tl.float32)
+    for step in range(part * steps // parts, (part + 1) * steps // parts):
+        rows = x.load([first_row, step * DEPTH])  # zeros beyond the last row, column or depth
+        cols = weight.load([first_col, step * DEPTH])
+        sums = tl.dot(rows, cols.T, sums)
+    row = first_row + tl.arange(0, ROWS)
+    col = first_col + tl.arange(0, COLS)
+    sums *= tl.load(x_scale + row, mask=row < num_rows, other=0.0)[:, None]
+    sums *= tl.load(weight_scale + col, mask=col < num_cols, other=0.0)[None, :]
+    at = (part.to(tl.int64) * num_rows + row[:, None]) * num_cols + col[None, :]
+    tl.store(out + at, sums, mask=(row < num_rows)[:, None] & (col < num_cols)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_cols"])

@@ -27,17 +27,19 @@ def prepare_qkv(
     *,
     num_heads: int,
     eps: float,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Norm queries, keys and values per head, rotate the first two, write keys and values into the cache.
 
     projected: (B·T, (N + 2K)·H) contiguous, the heads of q, then k, then v; or (B·T, (N + K)·H) if the layer has no
     v_proj and v is the norm of the raw k. query_weight, key_weight: (H,). inv_freq: (H / 2,) float32, zero for pairs
     without rotation. start: (B,) the position of each row's first new token. length: (B,) the cache slot of that token,
-    with length + T <= capacity. keys, values: (B, K, capacity, H), written in place. Returns the queries (B, T, N, H).
+    with length + T <= capacity. keys, values: (B, K, capacity, H), written in place. `scales`, float32, multiply the
+    rows (B·T,) and columns of `projected` first. Returns the queries (B, T, N, H).
 
     Example: `queries = prepare_qkv(x @ w.T, wq, wk, inv_freq, start, length, keys, values, num_heads=16, eps=1e-6)`.
     """
-    _check(projected, query_weight, key_weight, inv_freq, start, length, keys, values, num_heads)
+    _check(projected, query_weight, key_weight, inv_freq, start, length, keys, values, num_heads, scales)
     batch, kv_heads, _, head_dim = keys.shape
     has_value = projected.shape[1] == (num_heads + 2 * kv_heads) * head_dim
     num_tokens = projected.shape[0] // batch
@@ -46,6 +48,7 @@ def prepare_qkv(
     heads = min(heads & -heads, max(1, _TILE_ELEMENTS // head_dim))
     _prepare_qkv_kernel[(projected.shape[0], (num_heads + kv_heads * (2 if has_value else 1)) // heads)](
         projected,
+        *(scales or (None, None)),
         query_weight,
         key_weight,
         inv_freq,
@@ -90,6 +93,8 @@ def _cos_sin(angle: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 @triton.jit
 def _prepare_qkv_kernel(
     projected_ptr: tl.tensor,
+    row_scale_ptr: tl.tensor,
+    col_scale_ptr: tl.tensor,
     query_weight_ptr: tl.tensor,
     key_weight_ptr: tl.tensor,
     inv_freq_ptr: tl.tensor,
@@ -119,7 +124,8 @@ def _prepare_qkv_kernel(
     head = tl.arange(0, HEADS)
     pair = tl.arange(0, HALF)
 
-    source = projected_ptr + row * COLUMNS + (first + head[:, None]) * HEAD_DIM + pair[None, :]
+    column = (first + head[:, None]) * HEAD_DIM + pair[None, :]
+    source = projected_ptr + row * COLUMNS + column
     low = tl.load(source).to(tl.float32)  # (HEADS, HALF): dimensions pair and pair + HALF rotate together
     high = tl.load(source + HALF).to(tl.float32)
     # Loaded here too: a load after a reduction would wait for memory again.
@@ -130,6 +136,10 @@ def _prepare_qkv_kernel(
         weight_ptr = key_weight_ptr
     low_weight = tl.load(weight_ptr + pair)[None, :].to(tl.float32)
     high_weight = tl.load(weight_ptr + HALF + pair)[None, :].to(tl.float32)
+    if col_scale_ptr is not None:
+        row_scale = tl.load(row_scale_ptr + row)
+        low *= row_scale * tl.load(col_scale_ptr + column)
+        high *= row_scale * tl.load(col_scale_ptr + column + HALF)
     angle = (tl.load(start_ptr + batch) + token).to(tl.float32) * tl.load(inv_freq_ptr + pair)
     slot = (tl.load(length_ptr + batch) + token) * HEAD_DIM
     mean_square = (tl.sum(low * low, 1) + tl.sum(high * high, 1)) / HEAD_DIM
@@ -170,6 +180,7 @@ def _check(
     keys: Tensor,
     values: Tensor,
     num_heads: int,
+    scales: tuple[Tensor, Tensor] | None,
 ) -> None:
     if keys.dim() != 4 or keys.shape != values.shape:
         raise ValueError(
@@ -202,6 +213,11 @@ def _check(
         raise ValueError(
             f"prepare_qkv projected, keys and values must share one dtype of bfloat16, float16, float32, got "
             f"{projected.dtype}, {keys.dtype}, {values.dtype}."
+        )
+    if scales is not None and [scale.numel() for scale in scales] != list(projected.shape):
+        raise ValueError(
+            f"prepare_qkv scales must have one value per row and column of {tuple(projected.shape)}, got "
+            f"{[tuple(scale.shape) for scale in scales]}."
         )
     for name, weight in (("query_weight", query_weight), ("key_weight", key_weight)):
         if weight.shape != (head_dim,) or not weight.is_contiguous():

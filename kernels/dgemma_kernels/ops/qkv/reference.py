@@ -18,9 +18,12 @@ def prepare_qkv(
     *,
     num_heads: int,
     eps: float,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Norm per head, rotate q and k, write k and v to slots length + [0, T). Return the queries (B, T, N, H)."""
     batch, kv_heads, _, head_dim = keys.shape
+    if scales is not None:
+        projected = (projected * scales[0][:, None] * scales[1]).to(projected.dtype)
     heads = projected.unflatten(1, (-1, head_dim)).unflatten(0, (batch, -1))  # (B, T, heads, H)
     query, key, value = heads[:, :, :num_heads], heads[:, :, num_heads : num_heads + kv_heads], heads[:, :, -kv_heads:]
     offset = torch.arange(heads.shape[1], device=keys.device)

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dgemma_kernels.formats.float8 import Quantized
+
 CHUNK = 4096
 
 
@@ -144,15 +146,18 @@ def soft_probabilities(
     softcap: float | None = 30.0,
     allowed: Tensor | None = None,
     bias: Bias | None = None,
-) -> Tensor:
+    float8: bool = False,
+) -> Tensor | Quantized:
     """Return the self-conditioning distribution (R, V) in the logits' dtype, for the product with the embedding.
 
-    As in the published model, the processed logits are rounded to their dtype before a float32 softmax.
+    As in the published model, the processed logits are rounded to their dtype before a float32 softmax. With `float8`
+    the probabilities are rounded to float8, with one scale per row.
 
     Example: `soft = soft_probabilities(logits, statistics, temperature) @ embedding * hidden_size**0.5`.
     """
     num_rows, vocab_size = _check("soft_probabilities", logits, temperature, allowed)
-    out = torch.empty_like(logits)
+    out = torch.empty_like(logits, dtype=torch.float8_e4m3fn if float8 else None)
+    scale = torch.empty(num_rows, dtype=torch.float32, device=logits.device) if float8 else None
     _soft_probabilities_kernel[(triton.cdiv(vocab_size, CHUNK), num_rows)](
         logits,
         temperature,
@@ -161,12 +166,13 @@ def soft_probabilities(
         statistics.best,
         statistics.soft_normalizer,
         out,
+        scale,
         vocab_size,
         CHUNK=CHUNK,
         num_warps=2,
         **_shaping(logits, temperature, softcap, allowed, bias),
     )
-    return out
+    return out if scale is None else Quantized(values=out, scale=scale, dtype=logits.dtype)
 
 
 @triton.jit
@@ -474,6 +480,7 @@ def _soft_probabilities_kernel(
     best_ptr: tl.tensor,
     soft_normalizer_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
     vocab_size: tl.tensor,
     softcap: tl.tensor,
     rows_per_temperature: tl.tensor,
@@ -507,12 +514,16 @@ def _soft_probabilities_kernel(
     )
     dtype = logits_ptr.dtype.element_ty
     best = _rounded(tl.load(best_ptr + row), dtype)
-    shift = best * 1.4426950408889634 + tl.log2(tl.load(soft_normalizer_ptr + row))
-    probability = tl.exp2(_rounded(x, dtype) * 1.4426950408889634 - shift)
+    normalizer = tl.load(soft_normalizer_ptr + row)
+    if scale_ptr is not None:  # the largest probability becomes the largest float8
+        tl.store(scale_ptr + row, 1.0 / (448.0 * normalizer))
+        normalizer = 1.0 / 448.0
+    shift = best * 1.4426950408889634 + tl.log2(normalizer)
+    probability = tl.exp2(_rounded(x, dtype) * 1.4426950408889634 - shift).to(out_ptr.dtype.element_ty)
     if RAGGED:
-        tl.store(out_ptr + row * vocab_size + token, probability.to(dtype), mask=token < vocab_size)
+        tl.store(out_ptr + row * vocab_size + token, probability, mask=token < vocab_size)
     else:
-        tl.store(out_ptr + row * vocab_size + token, probability.to(dtype))
+        tl.store(out_ptr + row * vocab_size + token, probability)
 
 
 def arguments(

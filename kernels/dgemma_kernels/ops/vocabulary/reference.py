@@ -1,10 +1,13 @@
 """The vocabulary pass in plain PyTorch, the reference for `kernel`."""
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dgemma.diffusion.prediction import Prediction
+from dgemma_kernels.formats.float8 import Quantized, quantize
 from dgemma_kernels.ops.vocabulary import kernel
 from dgemma_kernels.ops.vocabulary.kernel import Bias, VocabularyStatistics
 
@@ -65,10 +68,12 @@ def soft_probabilities(
     softcap: float | None = 30.0,
     allowed: Tensor | None = None,
     bias: Bias | None = None,
-) -> Tensor:
-    """Return the softmax of the processed logits rounded to their dtype, (R, V) in that dtype."""
+    float8: bool = False,
+) -> Tensor | Quantized:
+    """Return the softmax of the processed logits rounded to their dtype, (R, V) in that dtype or in float8."""
     x = _processed(logits, temperature, softcap, allowed, bias)
-    return x.to(logits.dtype).softmax(-1, dtype=x.dtype).to(logits.dtype)
+    probabilities = x.to(logits.dtype).softmax(-1, dtype=x.dtype)
+    return replace(quantize(probabilities), dtype=logits.dtype) if float8 else probabilities.to(logits.dtype)
 
 
 def _processed(
