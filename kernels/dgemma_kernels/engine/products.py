@@ -32,7 +32,8 @@ def in_slices(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
             rows = slice(start, start + ROWS)
             product(_slice(x, rows), weight, *others, out=out[rows])
         if whole < num_rows:
-            filled = product(_fill_up(_slice(x, slice(whole, num_rows))), weight, *others)
+            filled = out.new_empty(ROWS, out.shape[1])
+            product(_fill_up(_slice(x, slice(whole, num_rows))), weight, *others, out=filled)
             out[whole:] = filled[: num_rows - whole]
         return out
 
