@@ -37,13 +37,14 @@ class Groups(NamedTuple):
 
 @dataclass
 class Kept:
-    """A layer's choices and its experts' output (M, D), kept from the first pass for the pass that recomputes it.
+    """A layer's choices, and what it keeps from the first pass for the pass that recomputes it.
 
-    Both are None until the first pass has set them. The output stays None unless the experts have `keeps_output`.
+    All are None until the first pass has set them. The outputs stay None unless the experts have `keeps_output`.
     """
 
     groups: Groups | None = None
-    mixed: Tensor | None = None
+    mixed: Tensor | None = None  # (M, D): the output of the experts
+    attended: Tensor | None = None  # (M, D): the output of attention; only if text and canvases run together
 
     def group(self, experts: Tensor, num_experts: int) -> Groups:
         """Return the choices (M, A), sorted in the first pass."""

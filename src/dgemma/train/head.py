@@ -95,7 +95,8 @@ def soft_embedding(
     """
     weight, rows = model.embed_tokens.weight, hidden.detach().flatten(0, -2)
     rounded = model.dtype if model.conventions.self_cond_logits == "rounded" else None
-    size, dtype = _rows_at_once(weight, slice_elements or _fused_elements(weight)), product_dtype(hidden)
+    elements = slice_elements or _fused_elements(weight) // (1 if weight.requires_grad else 2)  # as in `cross_entropy`
+    size, dtype = _rows_at_once(weight, elements), product_dtype(hidden)
     allowed = None if allowed is None else allowed.flatten()
     soft: Tensor = _SoftEmbedding.apply(
         rows, weight, allowed, model.config.final_logit_softcapping, rounded, dtype, size

@@ -96,13 +96,13 @@ class AdaptedLinear(nn.Module):
         self.weight, self.lora = base.weight, lora
         self.lora_a, self.lora_b = _new_pair(base.weight, lora.rank)
 
-    def forward(self, x: Tensor) -> Tensor:
-        (out,) = self.together(x, [self])
-        return out
+    def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """out: the output, if it is known and only its gradient is new."""
+        return self.together(x, [self], None if out is None else [out])[0]
 
     @staticmethod
-    def together(x: Tensor, layers: Sequence["AdaptedLinear"]) -> list[Tensor]:
-        """Return the outputs of several adapted layers for one input.
+    def together(x: Tensor, layers: Sequence["AdaptedLinear"], outs: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """Return the outputs of several adapted layers for one input. outs: the outputs, if they are known.
 
         Example: `queries, keys = AdaptedLinear.together(x, [attention.q_proj, attention.k_proj])`.
         """
@@ -110,7 +110,7 @@ class AdaptedLinear(nn.Module):
         pairs = [layer.lora_a for layer in layers] + [layer.lora_b for layer in layers]
         tensors = [weight for weight in weights if isinstance(weight, Tensor)]
         scale = layers[0].lora.scale
-        return list(_AdaptedProducts.apply(x, weights, scale, product_dtype(x), *pairs, *tensors))
+        return list(_AdaptedProducts.apply(x, weights, scale, product_dtype(x), outs, *pairs, *tensors))
 
     def updates(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name of the base weight in this module, and the update of its adapter."""
@@ -200,7 +200,15 @@ class _AdaptedProducts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: list[Weight], scale: float, dtype: torch.dtype, *pairs: Tensor) -> Any:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weights: list[Weight],
+        scale: float,
+        dtype: torch.dtype,
+        known: Sequence[Tensor] | None,
+        *pairs: Tensor,
+    ) -> Any:
         """pairs: all A, all B, then the weights that are plain tensors, so that autograd sees them."""
         count, rows = len(weights), x.flatten(0, -2).to(dtype)
         a, b = torch.cat(pairs[:count]).to(dtype), [pair.to(dtype) for pair in pairs[count : 2 * count]]
@@ -208,10 +216,12 @@ class _AdaptedProducts(torch.autograd.Function):
         ctx.quantized = [None if isinstance(weight, Tensor) else weight for weight in weights]
         with torch.autocast(x.device.type, enabled=False):
             narrow = (rows @ a.T).mul_(scale)  # (M, count · rank)
+            ctx.save_for_backward(rows, a, narrow, *b, *pairs[2 * count :])
+            if known is not None:
+                return tuple(out.detach() for out in known)
             outs = [part @ of_pair.T for part, of_pair in zip(narrow.chunk(count, 1), b, strict=True)]
             for out, weight in zip(outs, weights, strict=True):
                 out.addmm_(rows, (weight.to(dtype) if isinstance(weight, Tensor) else weight.decode(dtype)).T)
-        ctx.save_for_backward(rows, a, narrow, *b, *pairs[2 * count :])
         return tuple(out.unflatten(0, x.shape[:-1]) for out in outs)
 
     @staticmethod
@@ -237,7 +247,7 @@ class _AdaptedProducts(torch.autograd.Function):
             for grad, weight in zip(flat, weights, strict=True)
             if isinstance(weight, Tensor)
         ]
-        return grad_x, None, None, None, *grad_a, *grad_b, *of_weights
+        return grad_x, None, None, None, None, *grad_a, *grad_b, *of_weights
 
 
 @contextmanager

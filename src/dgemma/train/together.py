@@ -19,7 +19,7 @@ from dgemma.model.backbone import KeysValues, Layer
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.experts import Kept, group_by_expert
 from dgemma.model.rotary import rotary_table
-from dgemma.train.lora import is_adapted, same_autocast, trained_weights
+from dgemma.train.lora import AdaptedLinear, is_adapted, same_autocast, trained_weights
 
 
 class Tokens(NamedTuple):
@@ -102,7 +102,7 @@ class TogetherPass:
         text_queries, canvas_queries = self._parts(queries)
         text = attend(text_queries, text_keys, text_values, self.text.masks[number])
         canvases = attend(canvas_queries, keys, values, self.canvases.masks[number])
-        attended = layer.self_attn.o_proj(torch.cat((text.flatten(0, 1), canvases.flatten(0, 1))).flatten(1))
+        attended = _project_out(layer, torch.cat((text.flatten(0, 1), canvases.flatten(0, 1))), kept)
         scalars = (layer.causal_layer_scalar.expand(self.sizes[0]), layer.layer_scalar.expand(self.sizes[1]))
         return layer.feed_forward(x, attended, torch.cat(scalars)[:, None], kept), keys, values
 
@@ -115,7 +115,7 @@ class TogetherPass:
         result.values[:, :, self.num_seen :] = values.transpose(1, 2)
         attended = attend(queries, result.keys, result.values, self.canvases.masks[number])
         scalar = layer.layer_scalar.repeat(x.shape[0])[:, None]
-        return layer.feed_forward(x, layer.self_attn.o_proj(attended.flatten(0, 1).flatten(1)), scalar, kept)
+        return layer.feed_forward(x, _project_out(layer, attended.flatten(0, 1), kept), scalar, kept)
 
     def _join(self, text: Tensor, canvases: Tensor) -> Tensor:
         return torch.cat((text.flatten(0, 1), canvases.flatten(0, 1)))
@@ -132,6 +132,16 @@ def _project(layer: Layer, x: Tensor, rope: KeysValues) -> list[Tensor]:
     """Return queries, keys and values (M, heads, H) of x (M, D)."""
     queries, keys, values = layer.self_attn.project(layer.input_layernorm(x)[None], rope)
     return [heads.flatten(0, 1) for heads in (queries, keys.transpose(1, 2), values.transpose(1, 2))]
+
+
+def _project_out(layer: Layer, heads: Tensor, kept: Kept) -> Tensor:
+    """Return the output (M, D) of attention from its heads (M, N, H)."""
+    project = layer.self_attn.o_proj
+    if not isinstance(project, AdaptedLinear) or not layer.experts.keeps_output:
+        return project(heads.flatten(1))
+    attended: Tensor = project(heads.flatten(1), kept.attended)
+    kept.attended = attended.detach()
+    return attended
 
 
 class _TextAndSeen(torch.autograd.Function):
@@ -167,21 +177,21 @@ class _TogetherLayer(torch.autograd.Function):
         result.out[num_text:] = run.run_canvases(number, x[num_text:], result, kept)
         assert kept.groups is not None
         assert result.kept.groups is not None
-        experts, mixed = result.kept.groups.experts, result.kept.mixed
-        experts[num_text:] = kept.groups.experts
-        if mixed is not None and kept.mixed is not None:
-            mixed[num_text:] = kept.mixed
+        stored = result.kept.groups.experts, result.kept.mixed, result.kept.attended
+        for old, new in zip(stored, (kept.groups.experts, kept.mixed, kept.attended), strict=True):
+            if old is not None and new is not None:
+                old[num_text:] = new
         ctx.run, ctx.number, ctx.autocast = run, number, same_autocast(x.device)
-        ctx.save_for_backward(x, experts, mixed)
+        ctx.save_for_backward(x, *stored)
         return result.out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, experts, mixed = ctx.saved_tensors
+        x, experts, *outputs = ctx.saved_tensors
         layer = ctx.run.layers[ctx.number]
         x = x.detach().requires_grad_()
-        kept = Kept(group_by_expert(experts, layer.experts.gate_up_proj.shape[0]), mixed)
+        kept = Kept(group_by_expert(experts, layer.experts.gate_up_proj.shape[0]), *outputs)
         with torch.enable_grad(), ctx.autocast():
             out, _, _ = ctx.run.run_layer(ctx.number, x, kept)
         return None, None, *torch.autograd.grad(out, [x, *trained_weights(layer)], grad, allow_unused=True)
