@@ -238,6 +238,22 @@ def test_training_of_adapters_is_the_recorded_one():
         assert {row: table[row][column] for row in expected} == expected
 
 
+def test_qlora_is_the_recorded_one():
+    run = json.loads((ROOT / "kernels/benchmarks/results/h200/qlora.json").read_text())
+    (row,) = read_table("docs/quantized.md", "QLoRA").items()
+    (result,) = run["results"]
+    assert result["reserved_gb"] < run["memory_cap_gb"] == 24
+    assert row == (
+        f"{run['stored_gb']:.1f}",
+        {
+            "peak, GB": f"{result['peak_gb']:.1f}",
+            "reserved, GB": f"{result['reserved_gb']:.1f}",
+            "ms per step": f"{result['milliseconds']:.0f}",
+            "tokens/s": f"{round(result['tokens_per_second'], -1):,.0f}",
+        },
+    )
+
+
 def test_the_five_numbers_of_the_readme_are_the_recorded_ones():
     rows = list(read_table("README.md", "Five numbers").values())
     here, theirs, training = recorded("step_transformers.json"), transformers_step(), training_results()

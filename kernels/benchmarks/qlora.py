@@ -4,8 +4,8 @@ python kernels/benchmarks/qlora.py                      int4 experts, float8 att
 python kernels/benchmarks/qlora.py --weights fp8 --memory 40
 
 Weights are random, in the format itself. By default the adapters have rank 8. A row has 960 tokens, a prompt and a
-canvas. First a step takes one row, then four rows. The loop is that of `training.py --lora`: `train` with compiled
-functions and recomputed activations.
+canvas, and a step takes one row. The loop is that of `training.py --lora`: `train` with compiled functions and
+recomputed activations.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def main() -> None:
         "--float8", nargs="*", choices=tuple(LINEARS), default=list(LINEARS), help="what else is float8"
     )
     parser.add_argument("--rank", type=int, default=8)
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 4], help="rows per step, ascending")
+    parser.add_argument("--batches", nargs="+", type=int, default=[1], help="rows per step, ascending")
     parser.add_argument("--length", type=int, default=960, help="tokens of a row: prompt and canvas (%(default)s)")
     parser.add_argument("--warmup", type=int, default=4, help="steps; the third one is captured")
     parser.add_argument("--steps", type=int, default=5)
