@@ -47,7 +47,10 @@ def loss_and_gradients(objective, model, trained, batch):
     return loss.detach(), torch.autograd.grad(loss, trained)
 
 
-@pytest.mark.parametrize("case", ["one canvas", "all canvases", "packed texts", "quantised", "mixed precision"])
+CASES = ["one canvas", "all canvases", "packed texts", "quantised"]
+
+
+@pytest.mark.parametrize("case", [*CASES, pytest.param("mixed precision", marks=pytest.mark.slow)])
 def test_text_and_canvases_together_have_the_loss_and_gradients_of_separate_passes(case, monkeypatch):
     dtype = torch.float32 if case in ("quantised", "mixed precision") else torch.float64
     model, trained = adapted_model(dtype, quantized=case == "quantised")
