@@ -9,6 +9,7 @@ text. Stop rules end canvases early. The second command made most tables of docs
 """
 
 import argparse
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -148,16 +149,22 @@ def sudoku_task(model: dgemma.DiffusionGemma, tests: sudoku.Puzzles) -> Any:
 
 
 def score_text(model: dgemma.DiffusionGemma, tokens: torch.Tensor, num_new: int) -> dict[str, torch.Tensor]:
-    """Score the last num_new tokens of rows (B, N): causal nats per token, repeats, distinct pairs; (B,) each."""
+    """Score the last num_new tokens of rows (B, N) up to their end-of-text: nats, repeats, distinct pairs; (B,) each.
+
+    "nats" is the causal negative log-likelihood per token.
+    """
     with torch.no_grad():
         log_probs = model.causal_logits(tokens[:, :-1]).float().log_softmax(-1)
+    nats = -log_probs.gather(-1, tokens[:, 1:, None])[:, -num_new:, 0]
     new = tokens[:, -num_new:]
-    pairs = new[:, :-1] * model.config.vocab_size + new[:, 1:]
-    return {
-        "nats": -log_probs.gather(-1, tokens[:, 1:, None])[:, -num_new:, 0].mean(1),
-        "repeats": (new[:, 1:] == new[:, :-1]).float().mean(1),
-        "distinct_pairs": torch.tensor([len(set(row)) / len(row) for row in pairs.tolist()]),
-    }
+    is_end = torch.isin(new, torch.tensor(model.generation.eos_token_id, device=new.device))
+    lengths = (is_end.cumsum(1) - is_end.long() == 0).sum(1)  # (B,), the first end-of-text included
+    scores = []
+    for row, row_nats, length in zip(new.tolist(), nats.tolist(), lengths.tolist(), strict=True):
+        pairs = list(itertools.pairwise(row[:length])) or [(0, 1)]
+        repeats = sum(one == other for one, other in pairs)
+        scores.append((sum(row_nats[:length]) / length, repeats / len(pairs), len(set(pairs)) / len(pairs)))
+    return dict(zip(("nats", "repeats", "distinct_pairs"), torch.tensor(scores).T, strict=True))
 
 
 def held_out_rows(tokenizer: dgemma.Tokenizer, num_rows: int, row_len: int) -> torch.Tensor:
