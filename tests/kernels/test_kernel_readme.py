@@ -105,11 +105,18 @@ def test_every_file_of_the_table_exists():
     assert [file for file in files if not (ROOT / "kernels/dgemma_kernels" / file).exists()] == []
 
 
-@pytest.mark.parametrize("weights", ["bf16", "packed", "fp8"])
-def test_steps_by_format_are_the_recorded_ones(weights):
-    file = "step.json" if weights == "bf16" else f"step_{weights}.json"
+RECORDED_STEPS = {
+    "`bf16` |": "step.json",
+    "`packed`:": "step_packed.json",
+    "`fp8`:": "step_fp8.json",
+    "`fp8` with": "step_fp8_float8.json",
+    "`int4`:": "step_int4.json",
+    "`nvfp4`:": "step_nvfp4.json",
+}
+
+
+@pytest.mark.parametrize(("row", "file"), RECORDED_STEPS.items(), ids=RECORDED_STEPS.values())
+def test_steps_by_format_are_the_recorded_ones(row, file):
     (step,) = json.loads((RESULTS / file).read_text())["parts"]["step"]
-    (line,) = [
-        line for line in (ROOT / "kernels/README.md").read_text().splitlines() if line.startswith(f"| `{weights}`")
-    ]
+    (line,) = [line for line in (ROOT / "kernels/README.md").read_text().splitlines() if line.startswith(f"| {row}")]
     assert line.split("|")[2].strip() == f"{step['step_ms']:.1f} ms"
