@@ -205,10 +205,10 @@ def cut_holes(canvases: Canvases, seeds: Tensor, prob: float) -> Canvases:
     """
     canvas_len = canvases.x.shape[-1]
     u = _draw_uniform(seeds, canvases.index, canvas_len + 2, _HOLES)  # (B, K, C + 2)
-    is_cut, first, lengths = u[..., :1] < prob, u[..., 1:2] < 0.5, u[..., 2:]
-    is_frozen = first ^ (torch.arange(canvas_len, device=u.device) % 2 == 1)  # of each stretch
+    is_cut, begins_frozen, u_length = u[..., :1] < prob, u[..., 1:2] < 0.5, u[..., 2:]
+    is_frozen = begins_frozen ^ (torch.arange(canvas_len, device=u.device) % 2 == 1)  # of each stretch
     longest = torch.where(is_frozen, canvas_len, max(1, canvas_len // 2))
-    ends = (longest + 1.0).pow(lengths).long().cumsum(-1)  # log-uniform, rounded down
+    ends = (longest + 1.0).pow(u_length).long().cumsum(-1)  # log-uniform, rounded down
     position = torch.arange(canvas_len, device=u.device).expand_as(ends).contiguous()
     stretch = torch.searchsorted(ends, position, right=True)
     frozen = is_cut & is_frozen.gather(-1, stretch) & canvases.scored
