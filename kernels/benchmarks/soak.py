@@ -8,8 +8,8 @@ First one run repeats its steps. Then generations with random batch sizes, promp
 stop rules follow, of which most need new graphs, with single tokens in between. Every line has the mean time of a step,
 the memory on GPU and host, and the unused buffers and graphs that the model keeps. One generation is repeated at the
 end and must give the same tokens. The last line has the growth of the memory during the second half of the random
-shapes, when the caches are already full. `text` is `dgemma/text`, `small` has its first two layers, and `full` has
-random weights; all in bfloat16.
+shapes, when the caches are already full. `text` is `dgemma/text`, `small` has two random layers of its sizes, and
+`full` has the published size with random weights; all in bfloat16.
 """
 
 import argparse
