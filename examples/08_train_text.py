@@ -110,8 +110,8 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
 
     uniform = dgemma.UniformNoise(shape.vocab_size)
     masks = dgemma.MaskNoise(shape.vocab_size, mask_token_id=corpus.tokenizer.mask_token_id)
-    # All canvases of a row at once, some of them with masks: the network sees which noise a canvas has. The causal mode
-    # quickly memorises a small corpus, so its loss has a low weight.
+    # All canvases of a row at once, some of them with masks. No input tells the kind of noise: masks show it. The
+    # causal mode quickly memorises a small corpus, so its loss has a low weight.
     is_harder = args.start and not args.holes
     schedule = PlainCosine() if is_harder else Linear()
     objective = Objective(

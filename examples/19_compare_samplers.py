@@ -183,7 +183,7 @@ parser.add_argument(
     "--max-steps",
     type=int,
     default=12,
-    help="cap on the steps; settings named after more steps are left out (%(default)s)",
+    help="most steps of a run; settings with more steps in their name are left out (%(default)s)",
 )
 parser.add_argument("--out", type=Path, help="a folder for samplers.json")
 parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

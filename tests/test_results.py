@@ -142,7 +142,7 @@ def test_the_time_by_kind_of_kernel_is_the_recorded_one():
 def test_memory_under_load_is_the_recorded_one():
     names = {("the same step", "text"): "one canvas of `dgemma/text`"}
     names |= {("random shapes", "text"): "random texts, `dgemma/text`"}
-    names |= {("random shapes", "small"): "random texts, two layers as wide as `dgemma/text`"}
+    names |= {("random shapes", "small"): "random texts, a model of two layers as wide as `dgemma/text`"}
     expected = {}
     for (what, model), name in names.items():
         report = json.loads((ROOT / f"kernels/benchmarks/results/h200/soak_{model}.json").read_text())

@@ -89,11 +89,11 @@ def in_turn(
 class GraphMemory:
     """Memory that graphs share. After a failed capture, the next graphs share new memory.
 
-    Torch reuses memory only on the stream that freed it, so all graphs are captured on one stream. The library of
-    matrix products keeps a workspace per stream, and torch may free that of a capturing stream together with any graph
-    of it. Memory of the pool stays valid as long as a graph uses it. So a capture allocates its workspaces in the pool:
-    functions first run on another stream, and `prepare` drops workspaces from elsewhere. `sides` are the other streams
-    that functions use.
+    Torch reuses memory only on the stream that allocated it, so all graphs are captured on one stream. cuBLAS keeps a
+    workspace per stream. When a graph of a stream is freed, torch may free that workspace, which other graphs still
+    use. Memory of the pool stays valid as long as a graph uses it. So a capture allocates its workspaces in the pool:
+    functions first run on another stream, and `prepare` drops workspaces that lie outside the pool. `sides` are the
+    other streams that functions use.
 
     Example: `Replay(fn, device, GraphMemory(device))`.
     """
@@ -111,8 +111,8 @@ class GraphMemory:
     def prepare(self) -> None:
         """Make the next capture allocate all of its memory in the pool.
 
-        Torch drops a stream's workspaces with any graph of that stream. It does not capture into a pool again after the
-        last graph of the pool is gone, so one small graph stays.
+        Torch drops a stream's workspaces when a graph of that stream is reset. It does not capture into a pool again
+        after the last graph of the pool is gone, so one small graph stays.
         """
         zero = torch.zeros((), device=self._device)
         if self._keeper is None:
@@ -150,10 +150,10 @@ def _capture_clearing(tensor: Tensor, stream: torch.cuda.Stream, pool: Any) -> t
 class Replay:
     """`fn()` captured: `result` is its result, and every `replay()` recomputes the tensors in it in place.
 
-    `fn` reads static tensors, which already hold the first replay's inputs, and returns a pytree. Its work on the host
-    happens once, at capture. `launches` is the part of it that `compile_together` compiles.
+    `fn` reads static tensors, which already hold the first replay's inputs, and returns a pytree. On a GPU, its
+    Python code runs only in the constructor. `launches` is the part of it that `compile_together` compiles.
 
-    Example: `square = Replay(lambda: x * x, x.device, None); x.fill_(3.0); square.replay(); square.result`.
+    Example: `square = Replay(lambda: x * x, x.device, None); square.replay(); square.result` is `x * x`.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class Replay:
                 target.copy_(source)
 
     def rewrite(self) -> None:
-        """Run `fn` only for the static tensors that it writes. The first call returns at once: they are written."""
+        """Run `fn` for what it writes to static tensors. The first call returns at once: the constructor has run it."""
         if self._is_fresh:
             self._is_fresh = False
         else:

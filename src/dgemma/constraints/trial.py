@@ -1,7 +1,7 @@
 """Patterns whose automata would have too many states, found before they fill the memory.
 
-A repetition such as `.*`, before a counted one that the same characters match, can double the states with each
-character: `.*a.{30}` has billions. So every pattern is first built in another process, with limits.
+If a repetition such as `.*` comes before a counted one that accepts the same characters, each further count can double
+the states: `.*a.{30}` has billions. So every pattern is first built in another process, with limits.
 """
 
 import json
@@ -42,8 +42,8 @@ def opening_of(pattern: str) -> str:
 
     outlines-core also builds an automaton that may start anywhere in a text. For "x[^y]{0,30}y", where [^y] also
     matches x, that automaton has billions of states. With an opening, a match can start only after the opening. The
-    opening has every ASCII character of the pattern, including those that a negated set excludes. So a set of the
-    pattern, such as [^y], rarely contains all characters of the opening.
+    opening has every ASCII character of the pattern, including those that a negated set excludes. So a
+    repeated set, such as [^y], rarely matches the whole opening, and no second match starts inside the text.
 
     Example: `opening_of("[^b]")` begins with a zero byte.
     """
@@ -54,8 +54,8 @@ def opening_of(pattern: str) -> str:
 def framed(pattern: str) -> str:
     """Return the pattern that outlines-core gets: the opening, the pattern, and a byte that no text has.
 
-    outlines-core drops transitions from a state that matches before the text ends, such as "," in `a(,a)*`. With the
-    last byte, nothing matches before the end.
+    If a state already matches, outlines-core drops transitions that go on from it, such as "," after "a" in `a(,a)*`.
+    With the last byte, nothing matches before the end.
     """
     return f"{opening_of(pattern)}(?:{pattern})\\x00"
 

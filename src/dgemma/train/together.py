@@ -41,8 +41,8 @@ class _FromText(NamedTuple):
 def can_run_together(model: DiffusionGemma) -> bool:
     """Return True if a step may run text and canvases together: adapters, recomputed activations, one process.
 
-    Layers of which all weights are trained are compiled as a whole. Weights that are spread over processes are there
-    only during the forward.
+    Without adapters, layers are compiled as a whole instead. With several processes, weights are only there during the
+    forward, and the backward needs them too.
 
     Example: `model.recompute_activations = True; add_lora(model); can_run_together(model)`.
     """
@@ -147,7 +147,7 @@ def _project_out(layer: Layer, heads: Tensor, kept: Kept) -> Tensor:
 class _TextAndSeen(torch.autograd.Function):
     """Keys or values x (M, K, H) as those of the text (B, K, T, H), and those that canvases see (B, K, S, H).
 
-    Defines its own gradient, because those of slices fill and add whole tensors.
+    Defines its own gradient, because for each slice autograd would fill a whole tensor with zeros and add it.
     """
 
     @staticmethod
