@@ -54,7 +54,7 @@ class Package:
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """A chapter of a book, and how often the training text has it."""
+    """A chapter of a book, or a group of sentences, with its name."""
 
     name: str
     text: str
