@@ -151,7 +151,7 @@ def profile_word(results: Results, model: FusedDenoiser, prompt: int) -> None:
 
 
 def time_words(results: Results, model: Any, prompt: int) -> None:
-    """Time a token of `generate_causal`, greedy and sampled: the difference of two texts in time and length."""
+    """Time a token of `generate_causal`, greedy and sampled: how much longer a text of more tokens takes, per token."""
     tokens, ways = draw_tokens(1, prompt), {"greedy": {"top_k": 1}, "sampled": {}}
     options: Any
     for name, options in ways.items():

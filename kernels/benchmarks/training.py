@@ -13,7 +13,7 @@ The timed weights are bfloat16 on a GPU, float32 elsewhere. dgemma's layers are 
 
 With --lora, dgemma trains adapters of rank 8 on all its targets and recomputes activations. PEFT's adapters are on
 attention and the dense MLP only. Its loop stores activations, because transformers cannot recompute those of its
-encoder, so that it gets fewer rows.
+encoder. So it gets fewer rows.
 """
 
 import argparse

@@ -194,7 +194,7 @@ def new_files(paths: Sequence[Path]) -> Iterator[list[Path]]:
     """Do what `new_file` does for several files of one folder: all are flushed before the first replaces its target.
 
     They replace their targets in the order of `paths`. If the disk is full, no target changes. If the process is
-    killed, only the first targets may be new.
+    killed in between, the first targets are new and the others old.
 
     Example: `with new_files([folder / "a.json", folder / "b.json"]) as (a, b): fill_json(a, {}), fill_json(b, {})`.
     """

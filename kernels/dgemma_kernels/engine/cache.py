@@ -57,7 +57,7 @@ class CacheBuffers:
         self._times_read = 0
 
     def count_read(self, shape: Any) -> int:
-        """Note a forward over tokens of this shape; return how many of the last ones in a row had it."""
+        """Note a forward over tokens of this shape; return how many in succession, with this one, had it."""
         self._times_read = self._times_read + 1 if shape == self._last_read else 1
         self._last_read = shape
         return self._times_read

@@ -87,7 +87,8 @@ def accelerate(
     cannot run.
 
     With `batch_invariant`, a row's logits have the same bits in any batch, at any place in it, and however its prompt
-    is divided into calls. So do its tokens with a seed. It costs some speed for large batches and single tokens.
+    is divided into calls. For a given seed, its tokens are the same too. It costs some speed for large batches and
+    single tokens.
 
     Example: `fast = accelerate(DiffusionGemma.from_pretrained(path, dtype=torch.bfloat16, device="cuda"))`.
     """

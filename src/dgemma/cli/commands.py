@@ -128,8 +128,8 @@ def _add_sudoku(commands: Any) -> None:
         help="solve a Sudoku and watch the board fill",
         usage="dgemma sudoku [OPTION ...] [PUZZLE ...]",
         description="Solve a Sudoku by diffusion. The model predicts all cells in parallel and keeps the most certain "
-        "first. Into a pipe it prints the solution, after the puzzle if that is new. The exit code is 1 if the answer "
-        "breaks a rule.",
+        "first. Into a pipe it prints the solution. If it made the puzzle itself, it prints the puzzle first. The exit "
+        "code is 1 if the answer breaks a rule.",
         epilog="examples:\n  dgemma sudoku --givens 24 --seed 7\n      make a hard puzzle and solve it\n"
         "  dgemma sudoku - < puzzle.txt\n      81 characters; white space is ignored",
     )

@@ -42,10 +42,10 @@ def opening_of(pattern: str) -> str:
 
     outlines-core also builds an automaton that may start anywhere in a text. For "x[^y]{0,30}y", where [^y] also
     matches x, that automaton has billions of states. With an opening, a match can start only after the opening. The
-    opening has every ASCII character of the pattern, including those that a negated set excludes. So a
-    repeated set, such as [^y], rarely matches the whole opening, and no second match starts inside the text.
+    opening has every ASCII character of the pattern, also those in negated sets. It contains the y of [^y], so
+    [^y]{0,30} cannot match it, and no second match starts inside the text.
 
-    Example: `opening_of("[^b]")` begins with a zero byte.
+    Example: `opening_of("[^b]")` contains b, and begins with a zero byte, as every opening does.
     """
     named = sorted({char for char in pattern if char.isascii()} - {"\0", "\n"})
     return "".join(f"\\x{ord(char):02x}" for char in ["\0", "\n", *named, " ", "0", "a"])

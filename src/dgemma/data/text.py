@@ -38,10 +38,10 @@ class TextSource:
     shuffles its rows.
 
     If a document starts a row, its begin-of-text is the context, unless its last canvas would then be empty. Otherwise
-    begin-of-text is the first token of its canvas, and frozen. If a document needs several rows, all but its first
-    start some tokens early. This shift is drawn anew in each epoch, and is at most the number of fill tokens in the
-    document's last canvas. So its second row begins with the last tokens of its first row. They are frozen there,
-    because the first row has scored them.
+    begin-of-text is the first token of its canvas, and frozen. If a document needs several rows, its second row repeats
+    the last tokens of its first, and they are frozen there, because the first row has scored them. Later rows follow
+    without overlap. The number of repeated tokens is drawn anew in each epoch. It is at most the number of fill tokens
+    in the document's last canvas.
 
     Example: `TextSource(file=file, canvas_len=64, num_canvases=8, batch_size=128)(0, range(128)).tokens` is (128, 513).
     """

@@ -367,7 +367,8 @@ class Joint:
     def _kept(self, classes: Tensor, text: Tensor, cost: Tensor) -> Tensor:
         """The weights of classes (B, C, K) if contradicting `text` (B, C) costs `cost` (B, C).
 
-        Where the cost is above 0, the class of the text's token has weight 0.
+        The weights are logarithms. Where the cost is above 0, the class of the text's token gets 0, so keeping it costs
+        nothing.
         """
         own = self.language.automaton.token_class[text].long()[..., None]
         dearer = classes - cost[..., None]

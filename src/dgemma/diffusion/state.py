@@ -1,7 +1,7 @@
 """The state of a canvas during denoising. A step is a pure function of it.
 
 Read it, change a field with `dataclasses.replace`, splice rows of one state into another, or save it. Its fields are
-tensors or hold tensors. Only the noise process is a frozen value, which never changes within a canvas.
+tensors or hold tensors, except the noise process: a frozen value that never changes within a canvas.
 """
 
 from collections.abc import Callable, Mapping

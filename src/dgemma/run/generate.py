@@ -46,7 +46,7 @@ def generate(
 
     Arguments you omit come from the checkpoint. The published model has max_new_tokens 256, 48 steps, UniformNoise,
     EntropyBound(bound=0.1), temperature 0.8 → 0.4 and StableAndConfident. LeaveOneOutGibbs runs without that stop rule,
-    because it corrects tokens whose prediction is confident.
+    because it still corrects tokens when all predictions are confident.
 
     - `max_new_tokens` is rounded up to whole canvases; `steps` is the maximum number of steps per canvas.
     - `noise` is the corruption process, and `sampler` decides which tokens are written.

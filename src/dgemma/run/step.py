@@ -74,7 +74,7 @@ class Denoiser(Generic[CacheT]):
         """Predict every position of canvas (B, C) at once. The cache is read, never changed.
 
         self_cond is the previous step's prediction, after temperature and truncation, or its logits. self_cond_mask
-        (B,) is False in rows that have no previous prediction.
+        (B,) is False in rows that have no previous prediction. `generate` never passes it, so a subclass may omit it.
 
         Example: `model.denoise(canvas, cache).entropy`.
         """

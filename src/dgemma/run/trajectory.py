@@ -271,8 +271,8 @@ class Trajectory:
         self._check_model(model, cache)
         if self.plan.language is not None:
             raise ValueError(
-                "Trajectory.log_prob needs a run without a constraint, which draws the tokens of a canvas together. "
-                "Record the run without `constraint`."
+                "Trajectory.log_prob needs a run without a constraint, because a constraint draws the tokens of a "
+                "canvas together. Record the run without `constraint`."
             )
         plan, device = self.plan.to(model.device), model.device
         cache = model.encode(plan.prompt_tokens, None if cache is None else cache.clone(), plan.attention_mask)

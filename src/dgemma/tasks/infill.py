@@ -106,8 +106,9 @@ def infill(
     keep are decided.
 
     If a text ends inside a canvas, `tail_token_id` fills the positions after it. Pass the stop token for models that
-    were tuned on canvases padded with it. By default these positions stay masked, and nothing is written there. Under
-    other noises, and if the network takes a level per position, they are written freely and dropped.
+    were tuned on canvases padded with it. By default, under mask noise, these positions stay masked, and nothing is
+    written there. Under other noises, or if the network takes a level per position, they are written freely and
+    dropped.
 
     The other options are those of `generate`; `allowed` is over the positions of the text. Under a `constraint` each
     hole becomes a text of the language, of exactly the hole's length. A recorded run encodes the whole prefix of each

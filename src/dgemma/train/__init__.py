@@ -4,7 +4,7 @@
 |---|---|
 | `batch.py` | batches of text, their sources, and the thread that prepares them |
 | `canvases.py` | cuts answers into canvases and adds noise |
-| `one_pass.py` | predicts all canvases of a row in one pass |
+| `one_pass.py`, `together.py` | predict all canvases of a row in one pass; in the same pass as the text |
 | `head.py` | the tied head and its losses, one slice of tokens at a time |
 | `nelbo.py` | the exact bounds of the three noise processes |
 | `objective.py` | the loss as a value: `Objective` |

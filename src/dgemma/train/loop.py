@@ -1,4 +1,4 @@
-"""The training loop: a pure function of its configuration and seed, which a resumed run repeats bit for bit.
+"""The training loop: a pure function of its configuration and seed, unless `minutes` limits it. It resumes bit for bit.
 
 Each step takes rows from the source, draws noise from their seeds, measures the objective's terms, reduces them to a
 scalar and updates the weights. No step waits for the GPU. The numbers are read, checked and logged every `log_every`
@@ -73,9 +73,9 @@ def train(
 
     `out` gets `log.jsonl`, checkpoints `step-000100/` and at the end `final/`, which `from_pretrained` reads. An
     adapted model gets `final/adapters.safetensors`, which `load_lora` reads. The process may be killed at any moment:
-    the same call continues from the last checkpoint and gives the same result as an uninterrupted run. On Ctrl-C or
-    SIGTERM it finishes the step, writes a checkpoint and returns. A loss or gradient that is not finite raises
-    FloatingPointError and restores the model from the last checkpoint.
+    the same call continues from the last checkpoint and gives the same result as an uninterrupted run with the same
+    number of steps. On Ctrl-C or SIGTERM it finishes the step, writes a checkpoint and returns. A loss or gradient that
+    is not finite raises FloatingPointError and restores the model from the last checkpoint.
 
     - on_step: called after every step; returning True stops the run as Ctrl-C does.
     - evaluate: a function of (model, step) that returns a dictionary of numbers, or None. If weights are averaged, the

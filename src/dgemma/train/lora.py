@@ -97,7 +97,7 @@ class AdaptedLinear(nn.Module):
         self.lora_a, self.lora_b = _new_pair(base.weight, lora.rank)
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """out: the output, if it is known and only its gradient is new."""
+        """out: the output, if it is known; then only the backward pass computes."""
         return self.together(x, [self], None if out is None else [out])[0]
 
     @staticmethod
@@ -164,8 +164,8 @@ class AdaptedExperts(Experts):
     def mix_along(self, direction: Tensor, hidden: Tensor, weights: Tensor, groups: Groups) -> Tensor:
         """Return the inner product of a direction (M, D) and the output of `mix`, one summand per row (R,).
 
-        If the direction is the gradient of that output, the gradients of this are those of `mix`. The output itself is
-        not computed: the direction is multiplied by the transposed down weights instead.
+        If the direction is the gradient of that output, this product and `mix` have the same gradients. The output
+        itself is not computed: the direction is multiplied by the transposed down weights instead.
         """
         assert isinstance(self.down_proj, Tensor)
         pulled = product_by_group(dispatch(direction, groups), self.down_proj.transpose(1, 2), groups.ends)  # (R, F)

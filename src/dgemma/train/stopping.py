@@ -47,9 +47,9 @@ class TimeBudget:
     """Plans how many steps fit into `minutes`, of which `spent` seconds are already over.
 
     The number of steps is unknown before the run, and the pace changes on a shared GPU. So the plan is renewed after
-    each tenth of the time, at the pace of the later half of the steps taken so far. The step during which the time
-    will end is the last one, and in it the learning rate reaches its floor. A step that is unexpectedly slow may end
-    the run before that.
+    each tenth of the time, at the pace of the later half of the steps taken so far. The plan leaves
+    some time for evaluating and saving. In its last step the learning rate reaches its floor. If steps are unexpectedly
+    slow, the step during which the time ends is the last one, even if more were planned.
     """
 
     def __init__(self, minutes: float, spent: float) -> None:

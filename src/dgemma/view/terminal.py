@@ -136,9 +136,10 @@ class LiveView(View):
     Masks are shown as ░, and so is noise if the terminal has no colours. Noise is as wide as an
     average token, and words stay on their lines, so that the text moves little.
 
-    The view shows one row, with `prefix` before the canvas. It is erased at the end unless `leave` is set. With
-    `leave`, a pipe gets only the final text. Finished blocks stay above the canvas, up to the first of `eos_token_ids`
-    (by default the tokenizer's). Use `keep_blocks=False` for `infill` and `edit`, whose canvases overlap.
+    The view shows one row, with `prefix` before the canvas. It is erased at the end unless `leave` is set. A pipe gets
+    the final text if `leave` is set, else nothing. Finished blocks stay above the canvas, up to the first of
+    `eos_token_ids` (by default the tokenizer's). Use `keep_blocks=False` for `infill` and `edit`, whose canvases
+    overlap.
 
     Example:
         with LiveView(tokenizer) as view:

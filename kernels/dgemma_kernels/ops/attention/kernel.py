@@ -159,8 +159,8 @@ def choose_kernel(
 ) -> KernelChoice:
     """Return the kernel that `attention` runs on these arguments, and the reason.
 
-    "auto" is the Hopper kernel where it can run, for more than 16 packed query rows, if it ran on a GPU with this
-    version of Triton. Otherwise it is the Triton kernel. Without `few_rows` the number of rows does not matter. An
+    "auto" is the Hopper kernel where it can run, for more than 16 packed query rows, if it was tested with this version
+    of Triton. Otherwise it is the Triton kernel. With `few_rows=False` the number of rows does not matter. An
     explicit "hopper" runs with any Triton that compiles it, and raises where it cannot run.
 
     Example: `print(choose_kernel(queries, cache.keys, cache.values).reason)`.

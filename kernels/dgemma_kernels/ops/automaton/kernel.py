@@ -105,7 +105,7 @@ def best_pass(language: Language, weights: Tensor) -> Tensor:
 
 
 def _walk(language: Language, weights: Tensor | None, best_weights: Tensor) -> Tensor:
-    """Run the best pass, after the forward and the backward pass if there are `weights`: (passes, B, C + 1, Q)."""
+    """Run the best, or with `weights` the forward, backward and best pass, in that order: (passes, B, C + 1, Q)."""
     fan, num_states = language.automaton.fan, language.automaton.num_states
     batch_size, canvas_len, _ = best_weights.shape
     num_passes, num_slots, device = 1 if weights is None else 3, fan.arc.shape[1], fan.arc.device

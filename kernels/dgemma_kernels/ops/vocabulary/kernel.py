@@ -194,7 +194,7 @@ def processed(
     HAS_BIAS: tl.constexpr,
     RAGGED: tl.constexpr,
 ) -> tl.tensor:
-    """Load one row's logits at `token`: capped, biased, divided by the temperature, float32; -inf if forbidden."""
+    """Load one row's logits at `token`: capped, divided by the temperature, biased, float32; -inf if forbidden."""
     at = logits_ptr + row * vocab_size + token
     if RAGGED:
         x = tl.load(at, mask=token < vocab_size, other=0.0).to(tl.float32)
