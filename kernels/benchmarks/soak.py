@@ -45,7 +45,7 @@ def make_model(name: str) -> FusedDenoiser:
 
 
 def memory() -> dict[str, float]:
-    """Return MiB: tensors, torch's memory and its part for graphs, all of the GPU with other processes, host's peak."""
+    """Return MiB: tensors, torch's memory and its part for graphs, all used on the GPU by any process, host's peak."""
     free, total = torch.cuda.mem_get_info()
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     segments = torch.cuda.memory_snapshot()

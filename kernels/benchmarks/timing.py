@@ -77,7 +77,7 @@ def measure_read_bandwidth(num_bytes: int = 8 << 30) -> float:
 
 
 def describe_run() -> str:
-    """Return device, versions, commit (from COMMIT without a repository) and command, for every recorded result."""
+    """Return device, versions, commit (or the variable COMMIT) and command, for every recorded result."""
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     commit = os.environ.get("COMMIT") or git.stdout.strip() or "unknown"
     versions = f"torch {torch.__version__}, triton {triton.__version__}"

@@ -24,7 +24,7 @@ _SMALLEST = 1024  # slots of a full layer; then powers of two up to _LINEAR, the
 _LINEAR = 16_384
 _GAP = 64  # zeros before a sliding layer's first slot, which a tile of `attention` may read but no token sees
 _FREE_SHARE = 1 / 8  # share of a GPU's memory that a pool may keep in unused buffers and in logits
-_MOST_FREE = 16  # unused buffers that a pool keeps; that share does not include the other memory of their graphs
+_MOST_FREE = 16  # unused buffers that a pool keeps, because their graphs use memory that the share does not count
 
 
 class CacheBuffers:

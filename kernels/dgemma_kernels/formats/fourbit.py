@@ -6,10 +6,10 @@ kernels decode to bfloat16, so a product equals that of the decoded weights. For
 e2m1 * scale, which bfloat16 represents exactly; the float32 scale of a row multiplies the sums.
 
 The bytes that a program reads together are contiguous. A plane is 128 rows by 64 columns, in 64 rows of 16 words. A
-word of 32 bits holds eight codes: columns c, c + 1, c + 8 and c + 9 of rows r and r + 64. They are at bits from which
-few instructions make bfloat16 values. Within a plane, words have the order in which the threads of a warpgroup hold the
-left operand of a product. Each thread loads four neighbouring words, decodes 32 weights, and multiplies them from
-registers.
+word of 32 bits holds eight codes: columns c, c + 1, c + 8 and c + 9 of rows r and r + 64. Their bit positions are
+chosen so that few instructions turn them into bfloat16 values. Within a plane, words have the order in which the
+threads of a warpgroup hold the left operand of a product. Each thread loads four neighbouring words, decodes 32
+weights, and multiplies them from registers.
 """
 
 from collections.abc import Iterator

@@ -42,8 +42,8 @@ def opening_of(pattern: str) -> str:
 
     outlines-core also builds an automaton that may start anywhere in a text. For "x[^y]{0,30}y", where [^y] also
     matches x, that automaton has billions of states. With an opening, a match can start only after the opening. The
-    opening has every ASCII character of the pattern, also those in negated sets. It contains the y of [^y], so
-    [^y]{0,30} cannot match it, and no second match starts inside the text.
+    opening has every ASCII character of the pattern, also those in negated sets. It contains y, which [^y]
+    does not match. So the opening cannot occur inside [^y]{0,30}, and no second match starts there.
 
     Example: `opening_of("[^b]")` contains b, and begins with a zero byte, as every opening does.
     """

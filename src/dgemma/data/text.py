@@ -28,7 +28,7 @@ _Place = TypeVar("_Place", int, Tensor)
 class TextSource:
     """Packed running text: a `BatchSource` whose rows are a short context and up to `num_canvases` canvases.
 
-    An epoch visits every token of every document exactly once, except begin-of-text, which is never a target. A
+    An epoch scores every token of every document exactly once, except begin-of-text, which is never a target. A
     document of L tokens has ⌈L / canvas_len⌉ canvases. The last is filled with end-of-text. No canvas holds or sees two
     documents.
 
@@ -122,7 +122,7 @@ class TextSource:
         return position % self._ring_len % (2 * self.num_canvases - 1) in (0, self.num_canvases)
 
     def _row(self, place: int, ring_start: int, context: int, shift: int) -> "_Row":
-        """Build a row from pieces of documents; `shift` is the first one's. The epoch starts at canvas `ring_start`."""
+        """Build a row from pieces of documents; the first starts `shift` tokens early, the epoch at `ring_start`."""
         first, end = self._first(place), min(self._first(place + 1), self._ring_len)
         # Number of canvases in the previous row; the ring's last row precedes its first.
         before = first - self._first(place - 1) if place else self._ring_len - self._first(self.num_rows - 1)

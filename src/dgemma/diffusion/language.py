@@ -29,8 +29,9 @@ _SLICE_ELEMENTS = 1 << 24  # float64 temporaries stay under 128 MiB
 
 
 class Fan(NamedTuple):
-    """The arcs at each state, in tables that kernels loop over. Rows are short, because most states have few arcs.
+    """The arcs at each state, in tables that kernels loop over.
 
+    Most states have at most 8 arcs, which are in `few`. The arcs of other states are in `some`, in rows of 8.
     Index 0 has the arcs that leave a state, for backward passes; index 1 has those that reach it. Each element of `few`
     and `some` is a slot. It holds the state at the other end of an arc, or 0 if it has no arc. The slots of `few` are
     numbered first, then those of `some`.
@@ -435,8 +436,9 @@ def best_pass(language: Language, weights: Tensor) -> Tensor:
 
 
 def _walk(values: Tensor, weights: Tensor, first: Tensor, here: Tensor, other: Tensor, *, total: bool) -> Tensor:
-    """Combine weight + value of the other state over the arcs of each state, position by position.
+    """For each position and state, return the maximum over arcs of weight + value at the arc's other end.
 
+    With `total`, return the log-sum-exp over arcs instead of the maximum.
     values (B, Q), weights (B, C, E), here and other (E,), sorted by `here` → (B, C + 1, Q). The arcs of state q are
     first[q] .. first[q + 1].
     """

@@ -147,8 +147,8 @@ class Noise:
     ) -> tuple[Tensor, Tensor]:
         """The probabilities, given x0, that z_s is x0 and that z_t stays; the rest is new noise.
 
-        x0, canvas: (B, C) → two (B, C). A token that no noise can have produced stays with probability 1. A token that
-        is not `allowed` counts as noise, so the last step replaces it.
+        x0, canvas: (B, C) → two (B, C). A token that is not `allowed` counts as noise, so the last step replaces it.
+        Any other token that no noise can have produced stays with probability 1.
 
         Example: `clean, stay = noise.routes(x0, canvas, noise_level, next_noise_level)`.
         """

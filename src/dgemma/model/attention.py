@@ -69,7 +69,7 @@ def join(past: Tensor, new: Tensor) -> Tensor:
 
     Example: `join(past_keys, keys)`.
     """
-    by_token = past.stride(1) < past.stride(2) and new.stride(1) < new.stride(2)  # tokens are outside in memory
+    by_token = past.stride(1) < past.stride(2) and new.stride(1) < new.stride(2)  # memory is ordered by token first
     in_words = past.dtype == new.dtype and past.shape[-1] * past.itemsize % 8 == 0
     if by_token and in_words and past.is_cuda and not torch.compiler.is_compiling():
         joined: Tensor = _Join.apply(past, new)

@@ -194,7 +194,7 @@ class PrefixCache:
         return in_order.gather(1, (first + slot).clamp(max=in_order.shape[1] - 1))
 
     def mark(self) -> CacheMark:
-        """Remember this boundary, to roll back to it later. It takes memory only once sliding layers get new tokens."""
+        """Remember this boundary, to roll back to it later. It takes no memory until sliding layers get new tokens."""
         windows = [None if layer.keep is None else (layer.keys, layer.values) for layer in self.layers]
         mark = CacheMark(self.lengths, self.num_slots, self.num_seen, self.ragged, windows)
         self._marks.append(mark)

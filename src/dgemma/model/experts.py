@@ -47,7 +47,7 @@ class Kept:
     attended: Tensor | None = None  # (M, D): the output of attention; only if text and canvases run together
 
     def group(self, experts: Tensor, num_experts: int) -> Groups:
-        """Return the choices (M, A), sorted in the first pass."""
+        """Return the choices (M, A), sorted by expert. Only the first pass sorts them."""
         if self.groups is None:
             self.groups = group_by_expert(experts, num_experts)
         return self.groups

@@ -118,7 +118,7 @@ def _gradient(function: Callable[..., Any], wanted: tuple[int, ...], num_outputs
 def fused(function: Function, device: torch.device) -> Function:
     """Return the function, compiled for a GPU, where each elementwise operation would cost a launch and a pass.
 
-    It computes without gradients. One compilation serves all sizes of first dimensions.
+    It computes without gradients. One compilation serves any size of the arguments' first dimension.
 
     Example: `fused(softmax_of_slice, logits.device)(logits)`.
     """

@@ -54,7 +54,7 @@ def generate_many(
     """Generate from many prompts, `slots` at a time, and yield a `Completion` for each.
 
     When a row finishes, the next prompt takes its place; the other rows do not wait. In float32 on a CPU the tokens are
-    those of `generate`, prompt by prompt.
+    those of `generate`, prompt by prompt, unless rounding decides between two almost equally probable tokens.
 
     - `prompts`: any iterable. It is read as slots become free. A prompt is a text, a chat (a list of messages), token
       ids (N,), or a dictionary with "prompt", "messages" or "tokens". A dictionary may also have "id", which is copied

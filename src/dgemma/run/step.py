@@ -204,7 +204,7 @@ def settle(state: DenoiseState, prediction: Prediction, decision: Decision, knob
     """Apply a decision: write tokens, return positions to noise, and apply the stop rule.
 
     It also advances the step, the noise level and the temperature, and updates the draft. Frozen positions and rows
-    that are done keep their tokens. A step does nothing else after the decision.
+    that are done keep their tokens. After the decision, a step does only this.
 
     Example: `settle(state, prediction, decide(prediction, state, knobs), knobs).state.canvas`.
     """

@@ -388,7 +388,7 @@ class Trajectory:
         return None
 
     def _rerun(self, model: Denoiser, cache: Cache | None, again: "Trajectory", script: "Script") -> "Generation":
-        """Run the rest of the plan of `again`, and record it there. `script` returns the changes before each step."""
+        """Run the rest of the plan of `again` and append it there. `script` returns the changes before each step."""
         self._check_model(model, cache)
         plan = replace(again.plan, knobs=self._knobs_at(len(again.commits))).to(model.device)
 

@@ -1,4 +1,4 @@
-"""Samplers, stop rules and temperatures: one policy per file. `base.py` defines what a sampler is."""
+"""Samplers (one method per file), stop rules and temperatures. `base.py` defines what a sampler is."""
 
 from dgemma.diffusion.decision import Decision
 from dgemma.sampling.ancestral import Ancestral

@@ -45,7 +45,7 @@ class TrainConfig:
     one process runs at once; it changes no result unless the objective's `reduction` is "micro_batch". `ema_decay`
     averages the weights; the average is evaluated and returned. `compile` compiles the layers; for adapters on a GPU it
     compiles the functions between matrix products instead. On one GPU, compiled passes of a repeated shape are replayed
-    as CUDA graphs. `replay=False` launches every kernel anew; this saves memory if many shapes do not repeat.
+    as CUDA graphs. `replay=False` launches every kernel anew; this saves the memory of the graphs.
 
     Example: `TrainConfig(steps=2000, batch_size=64, lr=3e-4, ema_decay=0.999)`.
     """

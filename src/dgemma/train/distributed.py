@@ -255,7 +255,7 @@ def _lost_connection(error: RuntimeError) -> bool:
 
 @contextmanager
 def _gathered(model: nn.Module, *, keep: bool) -> Iterator[None]:
-    """Within the context, replace sharded weights by whole ones on the CPU, if `keep`. All processes must enter it."""
+    """Replace sharded weights by whole ones on the CPU, where `keep` is set. All processes must enter this context."""
     parts: list[tuple[nn.Module, str, nn.Parameter]] = []
     for module in model.modules():
         for name, part in list(module.named_parameters(recurse=False)):

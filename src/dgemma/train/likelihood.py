@@ -199,7 +199,7 @@ class _Estimator:
         level: Tensor,
         of_logits: Callable[..., Tensor],
     ) -> Tensor:
-        """Noise canvases to `level` (B, K, 1) and apply `of_logits`, a function of `nelbo`: (B, K, C) float64."""
+        """Noise canvases to `level` (B, K, 1) and apply `of_logits`, from the module `nelbo`: (B, K, C) float64."""
         u_event, u_token = (self._draw(canvases, seeds, sample, self.canvas_len, name) for name in ("event", "noise"))
         u_some = self._draw(canvases, seeds, sample, 1, "some")
         replaced = torch.where(canvases.scored, 1 - self.noise.clean_share(level), 0.0)  # (B, K, C) probabilities

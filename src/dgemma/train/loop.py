@@ -244,7 +244,7 @@ class _Run:
         return self.step == self.steps or (every is not None and self.step % every == 0)
 
     def _is_late(self) -> bool:
-        """Return True if the last reading was long ago. Several processes read together, so they only count steps."""
+        """Return True if the last reading was long ago; False for several processes, which must read together."""
         return self.parallel.world_size == 1 and time.perf_counter() - self.clock > _LONGEST_UNREAD
 
     def _announce_minutes(self) -> None:
@@ -322,7 +322,7 @@ class _Run:
         """Return the objective's counts over the whole step, and under "process/…" those of this process alone."""
         counts = [self.objective.total_counts(part.batch, part.seeds) for part in parts]
         here = {name: torch.stack([count[name] for count in counts]).sum(0) for name in counts[0]}
-        # With several processes, one may get rows without answers, so only a single process checks this.
+        # With several processes, one may get rows without answers, so only a run of one process checks this.
         if "decoder" in here and self.parallel.world_size == 1 and not any(part.batch.has_answer for part in parts):
             raise ValueError(
                 f"TrainBatch.length must exceed prompt_len in some row of a step, got no answer in any row of step "

@@ -208,7 +208,7 @@ class _Lines:
         self._used, self._word_width, self._word = self._used + self._word_width, 0, []
 
     def _new_line(self, start: int | None = None) -> None:
-        """Begin a line, with the piece `start` if it should begin one in the next frame too."""
+        """Begin a line. start: the number of its first piece, if that should begin a line in the next frame too."""
         while self.lines[-1] and self.lines[-1][-1].text.isspace():
             self.lines[-1].pop()
         self.lines.append([])
