@@ -60,7 +60,7 @@ class Run:
 
 
 RUNS = {
-    # The mean over the masked positions of each text has the bound's weight 1/t, without its variance.
+    # The mean over a text's masked positions has about the bound's weight of 1/t, with less variance.
     "mask": Run(loss={"scored": "noised", "reduction": "example"}),
     # Most of the gap is at middle levels, so these are drawn most often.
     "uniform-with-level": Run(

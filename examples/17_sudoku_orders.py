@@ -3,8 +3,8 @@
 Some samplers fill cells at random, by confidence, or by the margin between the two best digits, in a fixed number of
 steps. Others use an entropy bound to decide how many cells to fill at once, until the grid no longer changes. The
 second command made the mask columns of the table in docs/sudoku.md on one GPU. The third is for a solver that you
-trained with 10_train_sudoku.py. 1,000 puzzles of a kind take about 70 seconds on a GPU. On a CPU, the first command
-takes about a minute, and the others take hours.
+trained with 10_train_sudoku.py. On a GPU, the second command takes about 70 seconds for each of the two kinds of
+puzzles. On a CPU, the first command takes about a minute, and the others take hours.
 
     python examples/17_sudoku_orders.py                       16 puzzles of each kind, one setting of each order
     python examples/17_sudoku_orders.py --num-tests 1000 --max-steps 81 --out runs/orders
@@ -54,7 +54,7 @@ def list_settings(kind: str, max_steps: int | None) -> dict[str, dict[str, Any]]
 
 
 def sudoku_task(model: dgemma.DiffusionGemma, tests: sudoku.Puzzles) -> Any:
-    """Return a task for `sweep`: the grids without a mistake, and the run that wrote them."""
+    """Return a task for `sweep`. The task returns whether each grid is correct, and the run that wrote the grids."""
     solutions = torch.from_numpy(tests.solutions).to(model.device)
 
     def solve(options: dict[str, Any], seed: int) -> tuple[torch.Tensor, dgemma.Generation]:

@@ -138,7 +138,7 @@ def text_samplers() -> Settings:
 
 
 def sudoku_task(model: dgemma.DiffusionGemma, tests: sudoku.Puzzles) -> Any:
-    """Return a task for `sweep`: the grids without a mistake, and the run that wrote them."""
+    """Return a task for `sweep`. The task returns whether each grid is correct, and the run that wrote the grids."""
     solutions = torch.from_numpy(tests.solutions).to(model.device)
 
     def solve(options: dict[str, Any], seed: int) -> tuple[torch.Tensor, dgemma.Generation]:

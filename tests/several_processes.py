@@ -78,7 +78,7 @@ def run_together(job: Job) -> None:
 
 
 def _train(job: Job, parallel: Parallel) -> None:
-    # Only the main process has the right weights: even ranks have none, odd ranks have others.
+    # Only the main process has the right weights. Other even ranks have no weights, and odd ranks have wrong ones.
     on_meta = parallel.rank % 2 == 0 and not parallel.is_main and not job.lora
     model = dgemma.DiffusionGemma(CONFIG, dtype=job.dtype, device="meta" if on_meta else "cpu")
     if not on_meta:

@@ -13,7 +13,7 @@ SOURCES = (ROOT / "src", ROOT / "kernels")
 IN_FUNCTIONS = {
     # Loading and saving are in checkpoint; the model has methods that call them.
     "dgemma.model.diffusion": {"dgemma.checkpoint.weights"},
-    # Sudoku, and training with it, is not loaded to show a text.
+    # Showing a text must load neither Sudoku nor training, which Sudoku imports.
     "dgemma.view.board": {"dgemma.data.sudoku.encoding"},
     "dgemma.view.plots": {
         *("matplotlib.colors", "matplotlib.figure", "matplotlib.text", "matplotlib.transforms"),

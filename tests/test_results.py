@@ -117,7 +117,10 @@ KINDS = {
 
 
 def profile_table(column: str, profile: list[dict[str, Any]]) -> Table:
-    """Return the milliseconds of each work by kind of kernel. Kernels beyond the first sixteen count as the rest."""
+    """Return one row per piece of work: milliseconds by kind of kernel.
+
+    A profile names its sixteen longest kernels. The others, and those of no kind, count as "the rest".
+    """
     table: Table = {}
     for what in dict.fromkeys(part["what"] for part in profile):
         parts = {part["kernel"]: part["us"] / 1e3 for part in profile if part["what"] == what}

@@ -7,8 +7,9 @@ beginning is used near the end. Other texts are sketches: a letter, a diary, a p
 and the seed of a text decide all of it.
 
 The phrases are in `story_phrases.py` and `story_sketches.py`. `{one|two}` is a choice. `[h]` is the hero's name or
-description. `[h.a]` and `[h.new]` introduce the hero; `[h.his]` refers back. `[gift]` is a thing, and `[thing]` a word
-of the lexicon, which stays the same in a text; `[thing2]` is another one. A capital, `[H]`, begins a sentence.
+description. `[h.a]` and `[h.new]` introduce the hero; `[h.his]` refers back. `[gift]` is the object that the hero gets.
+`[thing]` is a word of the lexicon and stays the same throughout a text; `[thing2]` is another one. A capital, `[H]`,
+begins a sentence.
 """
 
 import argparse
@@ -159,7 +160,7 @@ class Story:
 
 @cache
 def _parse(template: str) -> tuple[Any, ...]:
-    """Parse a template into strings and slots; a choice becomes a list of such tuples."""
+    """Parse a template into a tuple of strings and slots. A choice between templates becomes a list of tuples."""
     tokens = _PART.findall(template)
     parts, at = _sequence(tokens, 0)
     if at != len(tokens):

@@ -1213,7 +1213,7 @@ ENDINGS = (
     ),
     "And [h]? [H.he] went to bed {early|late} and slept until {noon|the sun stood high}.",
 )
-# "start" introduces the hero; "next" follows an opening that has.
+# "start" introduces the hero. "next" follows an opening that has introduced the hero.
 TALES: tuple[dict[str, Any], ...] = (
     {
         "cast": {"r": "rival"},

@@ -504,7 +504,8 @@ LEXICON: dict[str, tuple[str, ...]] = {
     "feeling": ("happy", "glad", "proud", "tired", "excited", "cheerful", "content", "sleepy", "thankful", "hungry"),
 }
 
-# A paragraph is a template. Or it has a number, and as many of the sentences after it are told, in their order.
+# A paragraph is a template, or sentences with a number n among them. All sentences before n are told, and n of those
+# after it, in their order.
 SKETCHES: tuple[dict[str, Any], ...] = (
     {  # an animal, described
         "cast": {"r": "kin"},

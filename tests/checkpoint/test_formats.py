@@ -228,7 +228,7 @@ def test_what_cannot_run_is_refused_before_a_weight_is_read(tmp_path, monkeypatc
 
 
 def published_headers(kind):
-    """Headers of the published FP8 and NVFP4 files, by the rules that reproduce their counts of tensors."""
+    """Make headers like those of the published FP8 and NVFP4 files. Tensors of the vision tower have invented names."""
     model, stored = DiffusionGemma(presets.diffusiongemma_26b_a4b(), device="meta"), {}
     file = Path("model.safetensors")
 

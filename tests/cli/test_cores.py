@@ -1,4 +1,4 @@
-"""The number of idle cores decides on the second thread of a small model."""
+"""The number of idle cores decides whether a small model uses a second thread."""
 
 import os
 from pathlib import Path

@@ -142,7 +142,7 @@ def test_a_refused_text_leaves_no_folder(command, checkpoint, words, tmp_path):
 
 
 def sample_often(monkeypatch):
-    """Print a sample at every training step, of two denoising steps."""
+    """Print a sample at every training step. A sample takes two denoising steps."""
     generate = training.generate
     monkeypatch.setattr(training, "_SAMPLE_SECONDS", 0)
     monkeypatch.setattr(training, "_SAMPLE_PART", 0)

@@ -266,6 +266,9 @@ def test_a_run_returns_texts_with_the_enumerated_law(case):
 
 
 def test_runs_with_greedy_masks_have_another_law():
-    """The baseline: each token among those that some accepted text has next, without their probability."""
+    """The baseline draws each token among those that some accepted text has next.
+
+    It ignores the probability that the rest of the text is accepted too.
+    """
     distances = [total_variation(case.law(greedy=True), case.direct_law()) for case in CASES]
     assert sum(distances) / len(distances) == pytest.approx(0.2495, abs=1e-3)  # 0 is unbiased

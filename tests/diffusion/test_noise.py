@@ -131,7 +131,7 @@ def test_clean_stay_and_noise_routes_add_up_to_the_posterior(process, levels):
 
 
 def test_an_event_keeps_its_probability_of_1e_minus_7():
-    """In float32 a 24-bit uniform would round it by a quarter (arXiv:2409.02908); here the event has its own draw."""
+    """A 24-bit uniform would make it 1.2e-7, a fifth more (arXiv:2409.02908). Here the event has its own draw."""
     state = replace(
         fresh_state(torch.full((4, 1), MASK), mask_noise(), 1),
         noise_level=torch.ones(4).double(),

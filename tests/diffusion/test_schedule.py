@@ -57,7 +57,7 @@ def test_the_time_of_an_alpha_out_of_range_is_the_nearest_end(schedule):
 
 
 def test_inverse_smoothstep_draws_levels_from_beta_2_2():
-    """Mean 1/2, variance 1/20, fourth moment 1/7; the middle of a fine grid of times stands for a uniform one."""
+    """Mean 1/2, variance 1/20, fourth moment 1/7. The midpoints of a fine grid stand for uniform times."""
     level = 1 - InverseSmoothstep().alpha((torch.arange(20000).double() + 0.5) / 20000)
     moments = [level.mean().item(), level.var().item(), (level**4).mean().item()]
     assert moments == pytest.approx([1 / 2, 1 / 20, 1 / 7], abs=1e-4)

@@ -124,7 +124,7 @@ class _Saving:
 
 
 class _Page:
-    """`dgemma generate --html` over an old page, which is whole or the new one afterwards."""
+    """`dgemma generate --html` over an old page. Afterwards the file is the whole old page or the whole new one."""
 
     def __init__(self, folder: Path) -> None:
         from dgemma.cli import main as command

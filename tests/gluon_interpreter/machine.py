@@ -372,7 +372,7 @@ def warpgroup_mma(
     ):
         raise ValueError(f"no product of {a.data.shape} and {b.data.shape} into {sums.data.shape} with {layout}")
     if isinstance(a, Value) and a.layout != DotOperandLayout(0, layout, 4 // a.data.itemsize):
-        raise ValueError(f"an operand in registers must be one for {layout}, got {a.layout}")
+        raise ValueError(f"an operand in registers must have the operand layout of {layout}, got {a.layout}")
     product = Product(a, b, acc, use_acc)
     for chunk in product.shared():
         chunk.begin_read(asynchronous=True)

@@ -52,7 +52,8 @@ def run_attention(kv_heads: int, head_dim: int, projections: int) -> None:
     combine_parts(partial, torch.empty(partial.shape[:4]), out, scale, in_order=True)
 
 
-# Tiles were measured with Triton 3.6, which compiles all of them. Others compile those of one canvas and the largest.
+# Tiles were measured with Triton 3.6, so only this version compiles all of them. Other versions compile the tiles for
+# one canvas and for the most tokens.
 SIZES = {"NVIDIA H200": (256, 4096), "default": (1024,)}
 if triton.__version__.startswith("3.6."):
     SIZES = {"NVIDIA H200": (1, 256, 512, 1024, 1536, 4096), "default": (256, 1024)}

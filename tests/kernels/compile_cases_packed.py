@@ -36,7 +36,8 @@ def run_experts(gpu: str, tokens: int, dtype: torch.dtype = torch.bfloat16) -> N
         experts.expert_down(hidden, down, torch.empty(tokens, A), tiles, overlap=True)
 
 
-# Tiles were measured with Triton 3.6, which compiles all of them. Others compile those of one canvas and the largest.
+# Tiles were measured with Triton 3.6, so only this version compiles all of them. Other versions compile the tiles for
+# one canvas and for the most tokens.
 SIZES = {"NVIDIA H200": (256, 4096), "default": (1024,)}
 if triton.__version__.startswith("3.6."):
     SIZES = {"NVIDIA H200": (1, 256, 512, 4096), "default": (256, 1024)}

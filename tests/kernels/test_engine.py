@@ -245,7 +245,7 @@ def test_an_interrupted_read_loses_no_postponed_tokens(models, monkeypatch):
 
 
 def short_texts(num_rows, device):
-    """Texts whose only odd token is the last one, up to the stop token 7."""
+    """Texts of even ids and at most one odd id, which is the last one before the stop token 7."""
     table = np.array([[-1, 1, 2], [-1, 1, 2], [-1, -1, -1]], np.int32)
     tokens = TokenAutomaton(1 + np.arange(VOCAB) % 2, table, np.ones(3, bool))
     automaton = with_stops(tokens, (7,), VOCAB).to(device)

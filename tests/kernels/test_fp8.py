@@ -35,9 +35,10 @@ SUMS = 4e-3 if NATIVE else 1e-5
 # A sum that rounds to the other neighbour is off by one step of float8, 6 to 12 %. We measured the effect on the model
 # below with a reference that adds as Hopper does (errors of 3e-5 of a row's size). Over 300 texts the typical position
 # was off by up to 0.7 %, and by 1.0 % with three times the error. All positions together were off by 2.4 %, and by 11 %
-# in the one text where a token changed its expert. Faults are larger in one measure: unrounded values, or one scale for
-# all blocks of a row, give 1.4 % in the typical position. Scales of another row or block give 4 to 40 % in both; one
-# lost row gives 15 % in all positions. In the interpreter at most one value rounds to the other neighbour: 0.5 %.
+# in the one text where a token changed its expert. Each fault exceeds the limit of at least one measure. Unrounded
+# values, or one scale for all blocks of a row, give 1.4 % in the typical position. Scales of another row or block give
+# 4 to 40 % in both measures. One lost row gives 15 % in all positions. In the interpreter at most one value rounds to
+# the other neighbour: 0.5 %.
 TYPICAL, TOGETHER = (1e-2, 5e-2) if NATIVE else (1e-3, 1e-2)
 CANVAS, VOCAB = 4, 40
 
@@ -199,7 +200,8 @@ def test_products_match_float64_of_the_rounded_operands(routing, width, hidden, 
 
 
 def test_a_large_block_of_hidden_values_does_not_coarsen_another_block(device):
-    # With one scale per row, 24 columns next to columns a thousand times as large would round to zeros and ones.
+    # 24 columns are next to columns that become a thousand times as large. With one scale per row, a third of the 24
+    # would be below 2**-6, where float8 loses bits.
     index = draw_routing("even").to(device)
     x, gate_up, _, _ = draw(index, D, F, torch.float32, device)
     tiles, scale = sort(index), gate_up.scale.clone()

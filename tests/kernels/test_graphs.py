@@ -168,9 +168,10 @@ def test_threads_compile_one_after_the_other_and_restore_triton():
 
 
 def _products(device: torch.device) -> tuple[GraphMemory, list[torch.cuda.Stream], Callable[[], list[torch.Tensor]]]:
-    """Return memory, the streams that have library workspaces elsewhere, and products on a stream and next to it.
+    """Return memory for graphs, its two streams, and a function that computes one product on each of two streams.
 
-    The products are deep and narrow, so the library splits the depth and adds the parts in its workspace.
+    The products are deep and narrow, so cuBLAS splits the depth and adds the parts in its workspace. Each stream has
+    already run a product, so it has a workspace outside that memory.
     """
     generator = torch.Generator(device).manual_seed(0)
     x, weight = (torch.randn(64, 65_536, device=device, generator=generator).bfloat16() for _ in range(2))

@@ -108,7 +108,7 @@ def test_a_row_has_the_same_bits_in_random_batches():
 
 @pytest.fixture(scope="module")
 def two_layers() -> dgemma.DiffusionGemma:
-    """Two layers of the published size. Norms of one at scale 1 would make every softmax a hard maximum."""
+    """Two layers of the published size. Attention has scale 1, so norm weights of 1 would make each softmax one-hot."""
     kinds = ("sliding_attention", "full_attention")
     config = dgemma.presets.diffusiongemma_26b_a4b().replace(num_hidden_layers=2, layer_types=kinds)
     torch.manual_seed(0)

@@ -28,13 +28,13 @@ from kernel_inputs import NUM_EXPERTS, draw_routing, make_model
 E, D, F = NUM_EXPERTS, 72, 88  # neither width is a multiple of any tile, nor of the 64 columns of a plane
 CANVAS, VOCAB = 4, 40
 NATIVE = torch.cuda.is_available()
-# Per row. float32: sums of up to 1,088 products. bfloat16: four roundings of up to 2**-9, of which GeGLU enlarges the
-# first for negative gates. Measured on an H200: up to 3.6e-6 and 9.5e-3, in rows with few large values.
+# Per row. float32: sums of up to 1,088 products. bfloat16: four roundings of up to 2**-8. GeGLU enlarges the first for
+# negative gates. On an H200 we measured up to 3.6e-6 and 9.5e-3, in rows with few large values.
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
 # The interpreter does not multiply bfloat16.
 DTYPES = [torch.float32, torch.bfloat16] if NATIVE else [torch.float32]
-# Columns of inputs that outliers multiply are scaled up. The placeholder of an outlier, about 2**-15 of a row's largest
-# weight, then contributes an eighth of that weight, and the outlier itself more than a hundredth.
+# Inputs that outliers multiply are scaled up, so that errors show. A placeholder left in place of an outlier, about
+# 2**-15 of a row's largest weight, then adds an eighth of that weight. A missing outlier changes more than a hundredth.
 LOUD = 2.0**12
 # float32 sums in another order, in two layers, with activations of order ten; a GPU's products have another order.
 CLOSE = {"rtol": 2e-4, "atol": 2e-4} if NATIVE else {"rtol": 2e-5, "atol": 2e-5}
@@ -51,9 +51,10 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def draw_weights(*shape: int, seed: int = 0, tops: tuple[int, int] = (20, 63), odd: bool = True) -> Tensor:
-    """Draw rows of any sign and mantissa whose upper bytes are among the eight up to one of `tops`: 2**-86 to 2.
+    """Draw weights of any sign and mantissa. Each row draws its top byte between the two `tops`.
 
-    The first column has the top byte. With `odd`, one weight in a hundred is zero, the least denormal, or much smaller.
+    The upper byte of a weight is the top byte, always so in the first column, or one of the seven below it. By default
+    magnitudes are 2**-101 to 2. With `odd`, one weight in a hundred is zero, denormal or tiny.
     """
     generator = torch.Generator().manual_seed(seed)
     top = torch.randint(tops[0], tops[1] + 1, (*shape[:-1], 1), generator=generator)

@@ -9,7 +9,7 @@ from dgemma_kernels.ops.norms import reference as norms_reference
 from dgemma_kernels.ops.router import kernel as router
 from dgemma_kernels.ops.router import reference as router_reference
 
-# (tokens, width, experts, active): one token; the published 128 of 8; ragged everywhere; every expert active.
+# (tokens, width, experts, active): one token; the published 8 of 128; ragged everywhere; every expert active.
 # A width of one block of the split depth, of several, and of several with a ragged last one.
 SHAPES = [(1, 64, 8, 2), (35, 256, 128, 8), (18, 512, 12, 3), (70, 600, 12, 3), (5, 72, 4, 4)]
 

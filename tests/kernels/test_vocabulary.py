@@ -23,7 +23,7 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def draw(vocab_size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Draw four rows, two flat, one peaked and one of equal logits, and one temperature per two rows."""
+    """Draw four rows: two of random logits, one with a peak, one of equal logits. Two rows share a temperature."""
     logits = torch.randn(4, vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * 6
     logits[2, vocab_size // 2] = 70.0  # far above the cap
     logits[3] = 1.5

@@ -58,7 +58,7 @@ def law_of(canvas, weight):
 
 
 def gibbs_cells(sampler, noise):
-    """Where the decisions of a sampler that gets leave-one-out logits change, by its definition."""
+    """Return the uniforms at which a sampler with leave-one-out logits changes its decision, from its definition."""
 
     def is_ancestral(state):
         return bool(sampler.clock(state)[0][0])
@@ -133,7 +133,10 @@ def restricted(noise, sampler, steps):
 
 @pytest.mark.parametrize("vocab_size", ALLOWED)
 def test_ancestral_steps_over_an_allowed_set_are_those_of_a_vocabulary_of_that_size(vocab_size):
-    """An exact network for noise over three tokens, alone or of 6 or 30: the same law, which nears the joint."""
+    """The network is exact for noise over three tokens, which are the whole vocabulary or three of 6 or 30.
+
+    The law is the same in all cases, and it approaches the joint.
+    """
     joint, sampler = random_joint(7), dgemma.Ancestral()
     noise = dgemma.UniformNoise(vocab_size)
     for steps, near in ((4, 1.0), (32, 0.025)) if vocab_size == 6 else ((4, 1.0),):
@@ -216,7 +219,7 @@ def test_a_marginal_over_an_allowed_set_stays_in_it_and_adds_up_to_one(noise):
 
 
 def test_a_token_that_is_not_allowed_is_gone_at_the_end():
-    """A canvas planted by a caller; whatever the draws, the last step leaves none of it."""
+    """A caller put forbidden tokens on the canvas. Whatever the draws, the last step replaces all of them."""
     noise = dgemma.UniformNoise(6)
     state = fresh_state(torch.full((500, 3), 5), noise, 1)
     state = replace(state, seeds=torch.arange(500), allowed=ALLOWED[6][None, None])
@@ -308,8 +311,8 @@ def test_pure_noise_is_refused_under_a_schedule_that_begins_with_less(kind):
     assert dgemma.edit(model, torch.full((1, 9), 7), noise_level=0.4, **options).tokens.shape == (1, 9)
 
 
-def test_masks_may_begin_under_any_schedule():
-    """Masks show how many they are: all masks are the right start, and the network needs no level."""
+def test_a_run_may_start_from_masks_under_any_schedule():
+    """A canvas of masks is pure noise. The network can count the masks, so it needs no level."""
     model = dgemma.DiffusionGemma(dgemma.presets.tiny())
     noise = dgemma.MaskNoise(model.config.vocab_size, schedule=ClippedLinear(0.0, 0.5))
     found = dgemma.generate(model, torch.tensor([[2, 7]]), max_new_tokens=1, noise=noise, steps=2, progress=False)

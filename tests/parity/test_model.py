@@ -147,7 +147,7 @@ def test_self_conditioning_mask_switches_rows_off_as_published():
 
 @torch.no_grad()
 def test_bfloat16_stays_within_rounding_of_the_published_model():
-    """About 10 roundings per layer, each up to 2**-9, add up to a few hundredths of the RMS after three layers."""
+    """Weights and about ten results per layer round by up to 2**-8. Logits then change by a quarter of their RMS."""
     ours, theirs = pair()
     tokens, canvas = torch.randint(5, 512, (2, 30)), torch.randint(0, 512, (2, 32))
     exact = ours.denoise(canvas, ours.encode(tokens)).logits
@@ -157,4 +157,5 @@ def test_bfloat16_stays_within_rounding_of_the_published_model():
     found = ours.denoise(canvas, ours.encode(tokens)).logits
     published_error = (published - exact).norm() / exact.norm()
     assert (found - exact).norm() / exact.norm() <= 1.5 * published_error
-    assert (found - published).norm() / exact.norm() <= 3 * published_error
+    # Both models round the same weights, so they differ less from each other: 0.44 here, up to 0.94 with other seeds.
+    assert (found - published).norm() / exact.norm() <= 1.5 * published_error

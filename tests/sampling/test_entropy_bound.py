@@ -70,7 +70,7 @@ def test_zero_bound_accepts_exactly_one_position_of_every_row(order):
 
 def test_in_other_orders_the_largest_entropy_so_far_is_subtracted_and_not_the_newest():
     # Margins 0.25 and 0.10, entropies 1.0397 and 0.6881: by margin the less certain distribution comes first.
-    # Σh - max h is 0.6881 for both; subtracting the newest entropy instead would give 1.0397.
+    # Σh - max h over the two positions is 0.6881. Subtracting the newest entropy instead would give 1.0397.
     logits = torch.tensor([[[0.50, 0.25, 0.25], [0.55, 0.45, 0.0]]]).log()
     assert decide(EntropyBound(bound=0.7, order="margin"), logits).write.tolist() == [[True, True]]
     assert decide(EntropyBound(bound=0.65, order="margin"), logits).write.tolist() == [[True, False]]

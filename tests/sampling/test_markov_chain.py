@@ -1,7 +1,7 @@
 """A long text with a known law: a Markov chain, whose exact network is the forward-backward algorithm.
 
 The toy's three positions are enumerated. Here there are sixteen positions, and frequencies of samples are compared.
-Bigrams show dependencies between positions, which positions decided in the same step lose.
+Bigrams show dependencies between positions. Positions that are decided in the same step lose them.
 """
 
 import pytest
@@ -26,7 +26,8 @@ class ForwardBackward(dgemma.Denoiser):
     def denoise(self, canvas: Tensor, cache: None, self_cond: object = None) -> Prediction:
         shown = torch.nn.functional.one_hot(canvas, 4)[..., :3].double()
         if self.level is None:
-            seen = torch.where((canvas == MASK)[..., None], 1.0, shown)  # (B, L, 3): how likely each token looks so
+            # (B, L, 3): the probability of the token on the canvas, given each clean token
+            seen = torch.where((canvas == MASK)[..., None], 1.0, shown)
         else:
             seen = (1 - self.level)[:, None, None] * shown + self.level[:, None, None] / 3
         forward, backward = [START * seen[:, 0]], [torch.ones_like(seen[:, 0])]

@@ -29,7 +29,8 @@ def logits(held):
 
 
 def test_the_lowest_scores_are_masked_whether_they_were_committed_or_not():
-    # Greedy proposals score max(p, 1 - p): 0.1, 0.9, 0.8, 0.6; the two lowest are position 0 and position 3.
+    # Committed tokens score p: 0.1 and 0.9. Greedy proposals score max(p, 1 - p): 0.8 and 0.6. Positions 0 and 3 are
+    # the two lowest.
     decision = P2(greedy=True)(Prediction(logits([0.1, 0.9, 0.8, 0.6])), half_way())
     assert decision.renoise.tolist() == [[True, False, False, False]]
     assert decision.write.tolist() == [[False, False, True, False]]

@@ -164,7 +164,10 @@ def test_the_schedule_and_the_choice_of_levels_change_only_the_spread(model, kin
 
 
 def test_lowering_the_lowest_level_only_moves_cost_from_the_text_itself_to_the_integral(model, tokens):
-    """With mask noise and a network that hardly reads its canvas, drawing the text costs as much as the integral."""
+    """The noise is masks, and the network hardly reads its canvas.
+
+    So the text itself, at the lowest level, costs as much as the part of the integral below that level.
+    """
     rows = tokens.repeat(16, 1)
     high, low = (
         evaluate(model, rows, NOISES["mask"], num_samples=8, batch_size=96, lowest_level=level) for level in (0.3, 1e-4)
@@ -185,7 +188,8 @@ def test_frozen_and_truncated_tokens_are_not_scored(model, tokens):
         frozen=frozen,
     )
     likelihood = evaluate(model, batch, NOISES["uniform"], num_samples=2)
-    # Two canvases of 4, one token frozen. Texts of 6 leave two positions, filled and scored except after the cut.
+    # Two canvases have 8 positions, and one token is frozen. Texts of 6 leave two positions. These are filled and
+    # scored, except in the truncated text.
     assert likelihood.rows.tokens.tolist() == [7, 7, 7, 5, 5, 5]
     assert likelihood.rows.fill_tokens.tolist() == [0, 0, 0, 2, 2, 0]
     assert likelihood.by_position.nats[2] > 0

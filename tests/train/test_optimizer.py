@@ -44,9 +44,9 @@ def test_the_average_forgets_its_random_start_quickly():
     average = WeightAverage({"w": weight}, decay=0.25)
     with torch.no_grad():
         weight.fill_(1.0)
-    average.update(0)  # a tenth of 8 and nine of 1
+    average.update(0)  # 0.1 · 8 + 0.9 · 1
     assert average.weights["w"].item() == pytest.approx(1.7)
-    average.update(100)  # now the full decay: a quarter of 1.7 and three of 1
+    average.update(100)  # now the full decay: 0.25 · 1.7 + 0.75 · 1
     assert average.weights["w"].item() == pytest.approx(1.175)
 
 
