@@ -84,5 +84,5 @@ def _same_inputs_every_run() -> None:
 
 @pytest.fixture(autouse=True)
 def _same_arithmetic_in_any_order_of_tests() -> None:
-    """On a CPU without bfloat16 products, torch disables oneDNN at the first one; later results round differently."""
+    """Enable oneDNN. On some CPUs torch disables it at the first bfloat16 product, which changes later roundings."""
     torch.backends.mkldnn.enabled = torch.backends.mkldnn.is_available()

@@ -15,7 +15,7 @@ TEXTS = torch.tensor(list(itertools.product(range(VOCAB_SIZE), repeat=CANVAS_LEN
 
 
 def random_language(seed: int, num_states: int = 4, *, stops: bool = True) -> Language:
-    """A language over three tokens and a stop token, of an automaton with random transitions. It has a text."""
+    """Draw the language of a random automaton over three tokens and a stop token. It has 2 to 31 of the 64 texts."""
     generator = np.random.default_rng(seed)
     for _ in range(1000):
         table = np.column_stack((np.full(num_states, -1), generator.integers(-1, num_states, (num_states, 3))))

@@ -40,7 +40,7 @@ def test_one_step_of_the_coin_sampler_reveals_each_position_independently():
 
 
 def test_forwards_are_counted_until_nothing_is_open():
-    """The last of three coins falls after Σ_n 1 - (1 - .7^n)^3 steps, counting up to 5 of them."""
+    """After n steps, a position is still open with probability 1 - (1 - .7^n)^3. The sum is the number of forwards."""
     expected = sum(1 - (1 - 0.7**n) ** 3 for n in range(5))
     result = propagate(Coin(), mask_noise(), steps=5, cells=boundary(0.3))
     assert result.nfe == pytest.approx(expected, abs=1e-12)

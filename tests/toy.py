@@ -414,7 +414,7 @@ def _merge(law: Law) -> Law:
 
 
 def _columns(leaf: Tensor) -> Tensor:
-    """A leaf as float64 columns, rounded so that equal memories computed along two paths are equal; inf kept."""
+    """Return a leaf as float64 columns. They are rounded, so that memories computed along two paths are equal."""
     flat = leaf.reshape(leaf.shape[0], -1).double()
     return torch.where(flat.isfinite(), (flat * 1e9).round() / 1e9, flat.sign() * 1e300)
 

@@ -153,7 +153,7 @@ def test_the_dtype_is_that_of_the_files_by_default(folder):
 
 
 def test_loading_holds_one_stored_tensor_at_a_time(sharded, monkeypatch):
-    """Each is converted and released before the next is read, so there is never a second copy of the weights."""
+    """Each tensor is converted and released before the next is read, so there is never a second copy of the weights."""
     alive, most = weakref.WeakSet(), []
 
     class Watched:

@@ -167,7 +167,7 @@ def test_a_mistake_in_a_config_is_named_by_file_and_entry(command, checkpoint, t
     where = f'"{name}" in {file} '
     ran = command("generate", "-m", folder, "Hi")
     refuses(ran, f"dgemma generate: {where}", said, f"Correct it there, or pass another with --{name}.")
-    refuses(command("bench", "-m", folder), f"dgemma bench: {where}", said, "Correct it there.")  # it has no option
+    refuses(command("bench", "-m", folder), f"dgemma bench: {where}", said, "Correct it there.")  # without an option
     others = ("--sampler", "ancestral", "--noise", "uniform")
     assert command("generate", "-m", folder, *others, "-n", 32, "--steps", 1, "Hi").code == 0
 

@@ -249,7 +249,7 @@ def test_impossible_processes_are_refused(build, message):
 
 
 def test_a_gamma_above_two_would_need_negative_probabilities():
-    """The same construction with such a gamma gives no corruption kernel, which is why it is refused."""
+    """With gamma 3, the construction gives no corruption kernel, so `HybridNoise` refuses a gamma above 2."""
 
     class Fading:
         kind, gamma, uniform_share, vocab_size = "hybrid", 3.0, 0.2, NUM_TOKENS + 1

@@ -47,7 +47,7 @@ metric_list: [{metric: bits_per_byte}]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A checkpoint with confident random weights, trained (so it says) under mask noise."""
+    """A checkpoint with random weights, confident predictions, and a config that names mask noise."""
     pytest.importorskip("lm_eval")
     torch.manual_seed(0)
     config = dgemma.presets.tiny().replace(
@@ -141,7 +141,7 @@ def test_causal_scores_are_sums_of_next_token_log_probabilities(folder, model, t
 
 
 def exact_bound(model, context, x):
-    """Minus the bound of tokens x on one canvas of 4, whose other positions are masks: the sum over sets of masks."""
+    """Return minus the bound of tokens x, a sum over all sets of masked tokens. The rest of the canvas is masks."""
     total, cache = 0.0, model.encode(torch.tensor([context]))
     for bits in range(1, 2 ** len(x)):
         masked = [bool(bits >> i & 1) for i in range(len(x))]

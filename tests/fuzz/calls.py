@@ -525,7 +525,7 @@ def attempt(context: Any, source: random.Random, folder: Path) -> None:
     for _ in range(source.choice((1, 1, 1, 2))):
         if given:
             name, value = source.choice(sorted(given)), odd_value(context, source)
-            if name not in _CALLBACKS or not callable(value):  # errors of the caller's own functions are the caller's
+            if name not in _CALLBACKS or not callable(value):  # errors in a callback are the caller's
                 given[name] = value
     try:
         result = target.function(**given)

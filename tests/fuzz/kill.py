@@ -1,7 +1,7 @@
 """Kills runs with SIGKILL at random moments: python tests/fuzz/kill.py --kills 200.
 
 A forked process trains, saves a model over an old one, or writes the page of a generated text, and is killed after a
-random time. What was committed before must still load, and a training run must continue to the bits of a whole one.
+random time. Earlier checkpoints must still load, and a training run must end in the same bits as one without a kill.
 """
 
 import argparse

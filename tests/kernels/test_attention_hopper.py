@@ -192,7 +192,7 @@ def check_interpreted(case: tuple[Tensor, ...], num_splits: int = 1, **mode: int
     assert error(got, exact(*case, **mode)) < LIMITS[case[0].dtype]
 
 
-# Four heads share a key head, so that 32 tokens are a program's rows. Shared memory holds two tiles, one at H = 512.
+# Four heads share a key head, so a program's 128 rows are 32 tokens. Shared memory holds two tiles, or one at H = 512.
 SMALL = pytest.mark.parametrize(
     ("layer", "dtype"),
     [((1, 256), torch.bfloat16), ((1, 256), torch.float16), ((1, 512), torch.bfloat16)],
@@ -248,7 +248,7 @@ def test_interpreted_fixed_parts_match_float64_with_more_parts_than_keys():
 
 
 def test_interpreted_fixed_parts_have_the_same_bits_from_any_first_slot():
-    """The keys of a sliding layer, with and without the tokens that it may forget, and 64 slots of zeros before."""
+    """A sliding layer may have forgotten its oldest tokens. Its keys then start at another slot, here after zeros."""
     case = draw([70], 6, (1, 256), heads=2, dtype=torch.float16, device="cpu")
     modes = {"causal": True, "window": 40, "canvas_len": 6, "keep": 38, "part": 64, "num_splits": 2}
     want = interpret(case, position=case[3], **modes)

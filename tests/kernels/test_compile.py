@@ -41,7 +41,8 @@ def test_every_table_of_cases_compiles_some_kernel(compiled):
 
 def test_no_kernel_spills_registers(compiled):
     # Tiles of float8 and packed weights and the Hopper attention kernel were tuned with Triton 3.6, which spills none.
-    # Triton 3.9 spills 8, 80 to 120 and 0 to 48 bytes, and 560 to 896 for packed weights times float32, a slow path.
+    # Triton 3.9 spills 8 bytes for float8, 80 to 120 for packed weights, and 0 to 48 for attention. Packed weights
+    # times float32, a slow path, spill 560 to 896.
     few = {
         "compile_cases_fp8": 32,
         "compile_cases_packed": 128,
@@ -66,7 +67,8 @@ def test_every_kernel_fits_shared_memory(compiled):
 
 
 def test_default_tiles_fit_consumer_gpus(compiled):
-    # 99 KiB per block on compute capability 8.6 and 8.9. Compiled for 9.0, where Triton uses one buffer more.
+    # A block has 99 KiB on compute capability 8.6 and 8.9. Kernels are compiled for 9.0, where Triton uses one more
+    # buffer.
     shared = [row["shared"] for row in compiled if ": default, " in row["case"]]
     assert shared
     assert max(shared) <= 99 * 1024

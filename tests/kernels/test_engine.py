@@ -155,7 +155,7 @@ def test_autoregressive_tokens_are_those_of_the_reference(models, options):
 
 @pytest.mark.slow
 def test_infill_gives_the_same_with_the_fused_denoiser_and_the_reference(models):
-    tokens = draw_tokens(1, 5)  # the canvas of four begins at the second, and the hole is only one of them
+    tokens = draw_tokens(1, 5)  # the canvas covers the last four, and only one of them is a hole
     options = {"steps": 3, "stop": dgemma.StableAndConfident(confidence=10.0), "seed": 5, "progress": False}
     want, got = (dgemma.infill(model, tokens, [(2, 3)], **options) for model in models)
     assert torch.equal(got.tokens, want.tokens)
@@ -208,7 +208,7 @@ def test_a_state_can_be_copied_and_pickled_before_and_after_the_next_step(models
     logits = state.self_cond.logits.clone()
     copies = [copy.deepcopy(state), pickle.loads(pickle.dumps(state))]
     after, _ = fast.step(state, cache=cache, knobs=knobs)
-    copies.append(copy.deepcopy(state))  # whose logits were overwritten, but not its soft embedding
+    copies.append(copy.deepcopy(state))  # its logits were overwritten, its soft embedding was not
     for other in copies[:2]:
         assert torch.equal(other.self_cond.logits, logits)  # not overwritten with the original's
     for other in copies:
@@ -236,7 +236,7 @@ def test_an_interrupted_read_loses_no_postponed_tokens(models, monkeypatch):
     want, got = (fast.encode(block, fast.encode(draw_tokens(1, 3))) for _ in range(2))
     with monkeypatch.context() as patch:
         patch.setattr(Forward, "read", MagicMock(side_effect=KeyboardInterrupt))
-        patch.setattr(Replay, "replay", MagicMock(side_effect=KeyboardInterrupt))  # of a graph that read before
+        patch.setattr(Replay, "replay", MagicMock(side_effect=KeyboardInterrupt))  # if a graph reads
         with pytest.raises(KeyboardInterrupt):
             got.catch_up()
     assert got.num_slots == 3 + CANVAS
@@ -266,7 +266,7 @@ def short_texts(num_rows, device):
 def test_a_published_step_equals_the_librarys_step_in_every_field(
     models, bound, commit, stop, more, num_rows, monkeypatch, device
 ):
-    # One step more than the run has.
+    # The check takes one more step than the run has.
     check_published_steps(models, monkeypatch, device, bound, commit, stop, num_rows, 5, **more)
 
 

@@ -405,8 +405,8 @@ def test_both_modes_equal_the_reference_that_rounds_at_the_same_places(models):
         typical, together = apart(got, exact)
         assert typical < TYPICAL
         assert together < TOGETHER
-        # Two roundings of 2.6 % each, in two layers, of which the experts are half. A token that changes its expert is
-        # off by tens of per cent, so the typical position is compared.
+        # Each of two layers rounds activations twice, by 2.6 % each time. Experts are half of a layer. A token that
+        # changes its expert is off by tens of per cent, so the typical position is compared.
         assert 1.5e-2 < apart(got, plain)[0] < 0.1
 
 

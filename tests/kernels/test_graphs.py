@@ -23,7 +23,7 @@ from kernel_inputs import make_model
 
 
 class _Kernel(JITFunction):
-    """A kernel whose compilation ends only when that of another has begun."""
+    """A kernel whose compilation waits until another compilation has begun."""
 
     launched, compiled = 0, 0
 

@@ -305,7 +305,7 @@ def test_descriptors_of_planes_give_the_bits_of_pointers(monkeypatch, device):
     note = lambda tensor, block: shapes.append((*tensor.shape, *block)) or described(tensor, block)  # noqa: E731
     monkeypatch.setattr(experts.TensorDescriptor, "from_tensor", staticmethod(note))
     assert torch.equal(run(index, *inputs), pointers)
-    # gate_up has two blocks of 64 columns, down one of 128; 72 and 88 columns are two planes and their codes.
+    # gate_up has two blocks of 128 rows, and down has one. 72 or 88 columns take two planes, and their codes a third.
     assert shapes == [(E * 2 * 3 * 128, 64, 128, 64), (E * 3 * 128, 64, 128, 64)]
 
 

@@ -10,7 +10,7 @@ from dgemma_kernels.ops.router import kernel as router
 from dgemma_kernels.ops.router import reference as router_reference
 
 # (tokens, width, experts, active): one token; the published 8 of 128; ragged everywhere; every expert active.
-# A width of one block of the split depth, of several, and of several with a ragged last one.
+# Widths are one block of the split depth, several blocks, and several with a ragged last block.
 SHAPES = [(1, 64, 8, 2), (35, 256, 128, 8), (18, 512, 12, 3), (70, 600, 12, 3), (5, 72, 4, 4)]
 
 
@@ -41,7 +41,7 @@ def test_route_in_float16_loses_at_most_rounding_in_the_score_of_its_experts(sha
     scores = inputs[0].double() @ inputs[1].double().T
     chosen = scores.gather(1, index.long()).sum(-1)
     best = scores.topk(active, dim=-1).values.sum(-1)
-    # A float16 score has an error of 2**-11, so that the choice loses at most twice `active` such roundings.
+    # A float16 score is off by at most 2**-11. Each chosen expert can score up to two errors less than the best one.
     assert (best - chosen).max() <= 2 * active * scores.abs().max() * 2**-11
     assert all(len(set(row)) == active for row in index.tolist())
 

@@ -73,7 +73,7 @@ def test_forbidden_tokens_have_probability_zero(device):
     vocab_size = 2 * CHUNK + 70
     logits, temperature = draw(vocab_size, torch.float32, device)
     allowed = torch.zeros(2, vocab_size, dtype=torch.bool, device=device)
-    allowed[0, [3, 31, 32, vocab_size - 1]] = True  # the middle chunk has no allowed token; word borders
+    allowed[0, [3, 31, 32, vocab_size - 1]] = True  # none in the middle chunk; 31 and 32 are in two words
     allowed[1, CHUNK + 5] = True  # one alone
     words = pack_allowed(allowed)
     got = vocabulary.vocabulary_statistics(logits, temperature, allowed=words)

@@ -31,7 +31,7 @@ CODE = torch.tensor([9, 3, 1])
 
 
 class Listener(dgemma.Denoiser):
-    """Knows nothing, and keeps the noise level it is told."""
+    """A network with flat predictions that stores the noise level it gets."""
 
     takes_noise_level = True
 
@@ -41,7 +41,7 @@ class Listener(dgemma.Denoiser):
 
 
 def level_told(sampler, *, per_position=False):
-    """What `dgemma.step` tells a network about a state's noise."""
+    """Return a function from a state to the noise level that `dgemma.step` passes to a network."""
 
     def level(state):
         listener = Listener()
@@ -86,7 +86,7 @@ def gibbs_cells(sampler, noise):
 
 @pytest.mark.parametrize("level", [0.2, 0.8])
 def test_a_correction_keeps_the_law_of_its_level_whatever_the_loops_clock_says(level):
-    """Canvases at the level's own law; the clock stands at 0.93. The network is told what `step` tells it."""
+    """Canvases have the law of the level, but the clock says 0.93. The network gets the level that `step` passes."""
     noise, joint = uniform_noise(), random_joint(5)
     table = likelihood(noise, torch.tensor([level], dtype=torch.float64))[0]
     noisy = torch.einsum("abc,ax,by,cz->xyz", joint.reshape(3, 3, 3), table, table, table).flatten()

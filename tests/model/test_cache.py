@@ -175,7 +175,7 @@ def test_the_prefix_that_a_canvas_sees_in_sliding_layers_is_a_convention():
     transformers_like = DiffusionGemma(config).requires_grad_(False)
     jax_like = DiffusionGemma(config, conventions=Conventions(sliding_prefix="window")).requires_grad_(False)
     jax_like.load_state_dict(transformers_like.state_dict())
-    tokens = torch.randint(5, 512, (1, 24))  # as long as the window: the oldest token is the one in question
+    tokens = torch.randint(5, 512, (1, 24))  # as long as the window; only one convention keeps the oldest token
     caches = [m.encode(tokens) for m in (transformers_like, jax_like)]
     assert [c.layers[0].view(24)[0].shape[2] for c in caches] == [23, 24]
     torch.testing.assert_close(caches[0].layers[0].keys, caches[1].layers[0].keys[:, :, 1:])

@@ -1,4 +1,4 @@
-"""Routing among few experts, which is compared and counted instead of sorted."""
+"""Routing among few experts finds the order of choices by comparing and counting, not by sorting."""
 
 import pytest
 import torch

@@ -47,7 +47,7 @@ def test_the_host_waits_for_the_device_once_per_step_and_once_per_block(monkeypa
     for name in ("tolist", "item", "nonzero", "__bool__", "__int__"):
         monkeypatch.setattr(Tensor, name, counted(getattr(Tensor, name)))
     events = dgemma.stream(RowwiseDenoiser(), torch.randint(5, 64, (2, 7)), **options(stop=None), eos_token_ids=[])
-    next(events)  # the arguments are read before it
+    next(events)  # reads the arguments too
     waits.clear()
     assert sum(isinstance(event, StepRecord) for event in events) == 3 * 6 - 1
     assert len(waits) == 3 * (6 + 1)

@@ -259,7 +259,8 @@ def test_a_class_of_the_library_is_found_by_its_name_after_it_has_moved(model, p
     out = dgemma.generate(model, prompt, record=True, **options("mask"))
     tensors: dict[str, torch.Tensor] = {}
     written = json.dumps(values.describe_value(out.trajectory.plan, tensors))
-    earlier = written.replace("dgemma.diffusion.", "dgemma.").replace("dgemma.run.", "dgemma.")  # where they once were
+    # Earlier versions had these modules at the top of the package.
+    earlier = written.replace("dgemma.diffusion.", "dgemma.").replace("dgemma.run.", "dgemma.")
     assert "dgemma.noise:MaskNoise" in earlier
     plan = values.rebuild_value(json.loads(earlier), tensors)
     assert (plan.noise, plan.knobs) == (out.trajectory.plan.noise, out.trajectory.plan.knobs)
@@ -297,7 +298,7 @@ def test_a_fork_with_a_change_shares_the_beginning_and_then_differs(model, recor
     for mine, theirs in zip(run.steps[:place], fork.steps[:place], strict=True):
         assert torch.equal(mine.canvas, theirs.canvas)
         assert torch.equal(mine.top_probabilities, theirs.top_probabilities)
-    assert torch.equal(run[place].canvas, fork[place].canvas)  # the change comes after what led here
+    assert torch.equal(run[place].canvas, fork[place].canvas)  # the step before the change wrote this canvas
     assert run.difference(fork).startswith("block 1, step ")
     assert fork.difference(fork.replay(model)) is None
 

@@ -90,7 +90,7 @@ def test_a_leave_one_out_network_samples_what_the_mean_network_samples(noise):
 
 
 def test_the_mean_plugged_in_for_leave_one_out_never_becomes_exact():
-    """The negative control: Duo's posterior fed with what cross-entropy learns."""
+    """The negative control: Duo's posterior gets the mean, which cross-entropy learns."""
     distances = [total_variation(law(uniform_noise(), steps, network="mean", sampler="loo")) for steps in (16, 64)]
     assert distances == pytest.approx([0.3185, 0.3185], abs=2e-4)
 

@@ -105,9 +105,9 @@ def test_sub_blocks_are_finished_from_left_to_right_and_share_the_steps_evenly(q
 
 def test_fewer_steps_than_sub_blocks_still_fill_the_canvas_in_order():
     _, positions = counts(Confidence(block_len=2), canvas_len=10, steps=2)
-    assert sorted(positions[0]) == [0, 1, 2, 3]  # five blocks, two steps: two are due after the first
+    assert sorted(positions[0]) == [0, 1, 2, 3]  # two of five sub-blocks are due after the first of two steps
     assert sorted(positions[1]) == [4, 5, 6, 7, 8, 9]
-    assert counts(Confidence(block_len=2), canvas_len=5, steps=1)[0] == [5]  # the ragged last one too
+    assert counts(Confidence(block_len=2), canvas_len=5, steps=1)[0] == [5]  # one position in the last sub-block
 
 
 def test_a_ragged_last_sub_block_is_filled():
@@ -140,8 +140,9 @@ def test_order_noise_chooses_from_the_softmax_of_the_scores(order, scale):
 
 
 def test_annealed_order_noise_fades_with_the_steps_left():
-    # MaskGIT's strength at step n of N is 4.5 (1 - (n+1)/N). Position 0 draws a Gumbel of 6.907, position 1 of -1.933,
-    # 8.84 apart; its log-confidence is 0.645 behind, and 4.5 · 8.84 (1 - (n+1)/64) is 1.865 for n = 60, 0.622 for 62.
+    # MaskGIT's noise at step n of N has strength 4.5 (1 - (n+1)/N). Position 0 draws a Gumbel of 6.907, and position 1
+    # draws -1.933, which is 8.84 less. The log-confidence of position 0 is 0.645 less than that of position 1. Noise
+    # adds 4.5 · 8.84 (1 - (n+1)/64) to it: 1.865 at n = 60, and 0.622 at n = 62.
     u = torch.tensor([[0.999, 0.001]], dtype=torch.float64)
     logits = torch.tensor([[[0.0, 0.0], [3.0, 0.0]]])
     state = fresh_state(torch.zeros(1, 2, dtype=torch.int64), MaskNoise(6), 64)

@@ -103,7 +103,7 @@ def test_refused_positions_stay_masked_under_masks_and_are_decided_again_under_u
 
 
 def committed(sampler, noise):
-    """A step that accepts position 0 alone; the canvas after it, and what would be committed."""
+    """Take a step that accepts position 0 only. Return the canvas after it, and the tokens that would be committed."""
     logits = torch.tensor([[[9.0, 0.0, 0.0, 0.0, 0.0], [0.2, 0.1, 0.0, 0.3, 0.0]]])
     state = fresh_state(torch.tensor([[3, 4]]), noise, 4)
     after = update(Prediction(logits), sampler(Prediction(logits), state), sampler, state)

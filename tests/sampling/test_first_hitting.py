@@ -27,7 +27,7 @@ def test_one_token_per_step_reproduces_the_text_exactly():
 
 
 def test_with_fewer_steps_than_masks_the_remaining_masks_become_the_argmax():
-    """After one step two positions are open; the most probable pair after each first token is filled in."""
+    """One step fills one position. The other two get the most probable token of an all-mask canvas."""
     result = propagate(FirstHitting(), mask_noise(), steps=1, cells=CELLS)
     assert result.law.sum().item() == pytest.approx(1)
     marginal_modes = {0: 0, 1: 0, 2: 0}  # every position alone is most likely a 0

@@ -102,7 +102,7 @@ def one_position_by_gumbel(state):
 
 
 def test_positions_picked_by_their_content_bias_the_distribution():
-    """The negative controls: greedy, and blurred by Gumbel noise."""
+    """The negative controls pick the position of smallest margin, exactly or with Gumbel noise."""
     greedy = distance_after(
         LeaveOneOutGibbs(choice_temperature=0.0), lambda state: torch.zeros(state.batch_size, 3, 0).double()
     )
@@ -112,7 +112,7 @@ def test_positions_picked_by_their_content_bias_the_distribution():
 
 
 def test_a_correction_brings_two_ancestral_steps_closer_to_the_text():
-    """Without it their distance is .3063."""
+    """Two ancestral steps without a correction have a distance of .3063."""
     sampler = LeaveOneOutGibbs(corrections=1)
     result = propagate(sampler, NOISE, steps=3, cells=cells(sampler), level=lambda state: state.memory)
     assert result.law.sum().item() == pytest.approx(1, abs=1e-12)

@@ -18,7 +18,7 @@ from dgemma.sampling.temperature import LinearTemperature
 from every_sampler import SAMPLERS, noises
 
 VOCAB, CANVAS_LEN, STEPS = 7, 5, 4
-# Each row has its own share of frozen positions, its own share of allowed tokens and its own sharpness of logits.
+# Rows differ in their shares of frozen positions and of allowed tokens, and in the sharpness of their logits.
 ROWS = torch.tensor(list(product((0.0, 0.3, 0.9, 1.0), (0.0, 0.4, 1.0), (0.1, 2.0, 30.0))))
 BATCH = len(ROWS)
 FROZEN_SHARE, ALLOWED_SHARE, SHARPNESS = ROWS.view(BATCH, 3, 1, 1).unbind(1)  # (B, 1, 1) each
@@ -27,7 +27,7 @@ CASES = [(sampler, noise) for sampler in SAMPLERS for noise in noises(sampler, V
 
 @dataclass(frozen=True)
 class RandomDenoiser(dgemma.Denoiser):
-    """Logits that depend on the canvas, from flat to sharp, and on nothing else."""
+    """Logits, from flat to sharp, that depend only on the canvas."""
 
     seed: int
 

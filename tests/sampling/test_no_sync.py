@@ -60,7 +60,7 @@ def fake_prediction(state: DenoiseState) -> Prediction:
 
 
 def run_sampler(sampler: Sampler, noise: Any) -> None:
-    """Two steps, so that memory goes in and out, and the end."""
+    """Take two steps, so that the second gets the memory of the first, and then finish."""
     state = fake_state(noise)
     state = replace(state, memory=sampler.start(state))
     for _ in range(2):
@@ -111,7 +111,7 @@ def test_no_draw_reads_a_value_on_the_host():
 
 @dataclass(frozen=True)
 class Syncing(Sampler):
-    """The control: decides by a value it reads on the host, in one of the ways people do."""
+    """The control: a sampler that decides by a value on the host, which it reads in one of several common ways."""
 
     how: str
 

@@ -14,7 +14,10 @@ MASK_ID = 4
 
 
 def half_way(*, frozen=None):
-    """Four positions after the second of four steps: 0 and 1 hold token 0, 2 and 3 are masked; two will be masked."""
+    """A state in the second of four steps, after which two of four positions must be masked.
+
+    Positions 0 and 1 hold token 0, and positions 2 and 3 are masked.
+    """
     state = fresh_state(torch.tensor([[0, 0, MASK_ID, MASK_ID]]), MaskNoise(6, mask_token_id=MASK_ID), 4)
     state = replace(state, open=torch.tensor([[False, False, True, True]]))
     if frozen is not None:
@@ -44,7 +47,8 @@ def test_a_committed_position_is_scored_by_the_token_it_holds_and_not_by_a_new_o
 
 @pytest.mark.parametrize(("eta", "revised"), [(0.0, 0), (1.0, 0), (3.0, 1)])
 def test_larger_eta_masks_committed_tokens_sooner(eta, revised):
-    # Logs: -0.69 committed, against -0.92 and -1.2 proposed. Times 3 it is the lowest; a factor on p would raise it.
+    # A committed token has log-probability -0.69, and two proposals have -0.92 and -1.08. Times 3, the committed one is
+    # the lowest. A factor on p would raise it.
     p = torch.tensor([[[0.5, 0.25, 0.25], [0.98, 0.01, 0.01], [0.4, 0.3, 0.3], [0.34, 0.33, 0.33]]])
     decision = P2(eta=eta, greedy=True)(Prediction(p.log()), half_way())
     assert decision.renoise.sum().item() == revised

@@ -102,7 +102,7 @@ def test_loop_without_its_schedule_is_refused():
 
 
 def test_conf_prefers_to_remask_tokens_that_were_improbable_when_revealed():
-    """Shares by softmax over minus those probabilities: e^-.9 : e^-.2, and nothing at masks or frozen positions."""
+    """The rates are a softmax of minus these probabilities: e^-.9 : e^-.2. Masks and frozen positions have rate 0."""
     state = state_at(0.5, 0.4, canvas=[[0, MASK, 2, 1]])
     state = replace(
         state,

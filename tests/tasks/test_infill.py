@@ -238,7 +238,7 @@ def test_an_edit_keeps_frozen_tokens_and_skips_steps_above_its_level(model, proc
     more = options(process, steps=10, on_step=seen.append)
     out = edit(model, tokens, noise_level=0.3, frozen=frozen, **more)
     assert torch.equal(out.tokens[frozen], tokens[frozen])
-    assert int(seen[0].step[0]) == 7  # of 10 steps, those from level 0.3 down
+    assert int(seen[0].step[0]) == 7  # the first 7 of 10 steps are above level 0.3
     assert float(seen[0].noise_level[0]) == pytest.approx(0.3)
     canvases = len({int(record.block[0]) for record in seen})
     assert out.steps.tolist() == [3 * canvases] * 2

@@ -120,7 +120,7 @@ def test_each_distinct_canvas_is_predicted_once():
     assert model.num_rows == 1
     model = ToyModel()
     slots(model, [[BOS], Slot([[0, 0], [0, 1], [1, 0]]), [1]], noise=toy.mask_noise(), max_rows=1)
-    assert model.num_rows == 3  # the empty gap, and after 0 and 1
+    assert model.num_rows == 3  # the canvases __, 0_ and 1_
 
 
 PAIRS = list(itertools.product(range(3), (0, 2)))

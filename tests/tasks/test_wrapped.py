@@ -25,7 +25,7 @@ SIZES = {
     "eos_token_id": EOS,
     "initializer_range": 0.5,  # confident predictions, so that a misplaced token changes the result
 }
-# LLaDA is a Llama and Dream a Qwen2 whose attention is not causal; a mask over pairs of tokens makes them so.
+# LLaDA is a Llama, and Dream is a Qwen2, but their attention is not causal. A mask over pairs of tokens achieves that.
 ARCHITECTURES = {
     "llada": (transformers.LlamaForCausalLM, transformers.LlamaConfig(**SIZES), {"attention_mask": "pairs"}),
     "dream": (

@@ -144,7 +144,7 @@ def test_dropping_adapters_restores_the_noise_of_the_base():
     own = {"noise": {"kind": "uniform"}, "entropy_bound": 12.0, "sampler": {"name": "leave-one-out-gibbs"}}
     model.generation = replace(model.generation, **own)
     add_lora(model, LoRA(rank=2, targets=("router",)))
-    # The noise after training under another process, and a setting unrelated to adapters.
+    # Training with other noise changes all settings of `own`. The length is unrelated to adapters.
     model.generation = replace(model.generation.after_learning({"kind": "mask"}), max_new_tokens=7)
     merged = copy.deepcopy(model)
     drop_lora(model)
@@ -254,5 +254,5 @@ def test_adapters_rounded_once_have_the_gradients_of_adapters_rounded_at_each_us
         assert model.layers[0].self_attn.q_proj.lora_a.dtype == torch.bfloat16
         found = gradients()
     assert model.layers[0].self_attn.q_proj.lora_a is trained[0]
-    for ours, theirs in zip(found, expected, strict=True):  # self-conditioning is not used and has none
+    for ours, theirs in zip(found, expected, strict=True):  # None: self-conditioning is not used
         assert (ours is None and theirs is None) or torch.equal(ours, theirs)

@@ -102,7 +102,7 @@ def test_nemo_and_megatron_measure_the_same_except_for_cut_answers(model):
         torch.testing.assert_close(sums(model, nemo, term)[:2], sums(model, megatron, term)[:2])
         assert sums(model, nemo, term)[2] > 0
         assert sums(model, megatron, term)[2] == 0
-    # With one process its token mean is the global mean.
+    # With one process, Megatron's mean over the tokens of a process is NeMo's global mean.
     assert scalar(model, nemo, slice(0, 2)) == pytest.approx(scalar(model, megatron, slice(0, 2)), rel=1e-6)
 
 

@@ -104,7 +104,7 @@ class Browser:
         self("Input.dispatchMouseEvent", type=kind, x=x, y=y, **button)
 
     def centre(self, selector: str) -> tuple[float, float]:
-        """Where an element is."""
+        """Return the centre of an element on the page."""
         box = self.run(f"document.querySelector({json.dumps(selector)}).getBoundingClientRect().toJSON()")
         return box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
 
