@@ -216,7 +216,7 @@ def check_rest(layer: Layer, tokens: int) -> None:
         want = fn(*(a.double() if isinstance(a, Tensor) else a for a in arguments))
         got, want = (got, want) if isinstance(got, tuple) else ((got,), (want,))
         for part, (g, w) in enumerate(zip(got, want, strict=True)):
-            # At most seventeen roundings of up to 2**-8, one of a residual. Independent errors add up to about 7e-3.
+            # At most seventeen roundings of up to 2**-8. Independent errors add up to about 7e-3.
             demand_parity(f"{name}[{part}], {tokens} tokens", g, w, 1e-2)
 
 

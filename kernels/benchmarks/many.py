@@ -3,9 +3,10 @@
 python kernels/benchmarks/many.py                    about two minutes on an H200
 python kernels/benchmarks/many.py --prompts 16 --canvases 4
 
-Weights are random bfloat16, which never write a stop token by themselves. So each prompt's length is drawn: 32 to 1,024
-tokens of prompt, and an answer of 1 to 12 canvases by a long-tailed law, a lognormal with sigma 1.2. Every canvas takes
-the same number of steps, with the published sampler. The four ways write the same number of canvases:
+Weights are random bfloat16, which never write a stop token by themselves. So lengths are drawn: a prompt has 32 to
+1,024 tokens, and an answer 1 to 12 canvases by a long-tailed law, a lognormal with sigma 1.2. Every canvas takes the
+same number of steps, with the published sampler. Only canvases of the answers count, so the four ways have the same
+count:
 
 - one: `generate`, one prompt at a time
 - padded: `generate` on fixed batches whose rows all run to the end of the longest

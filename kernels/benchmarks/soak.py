@@ -45,7 +45,7 @@ def make_model(name: str) -> FusedDenoiser:
 
 
 def memory() -> dict[str, float]:
-    """Return MiB: tensors, torch's memory and its part for graphs, all used on the GPU by any process, host's peak."""
+    """Return MiB: tensors, torch's memory and its part for graphs, the use of the GPU by all processes, host's peak."""
     free, total = torch.cuda.mem_get_info()
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     segments = torch.cuda.memory_snapshot()

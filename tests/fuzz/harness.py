@@ -31,7 +31,7 @@ import dgemma
 
 HANG_SECONDS = 60.0  # of one case; the slowest takes about one second on an idle core
 MEMORY_FACTOR = 10  # a case may allocate this many times its file
-MEMORY_SLACK = 128 << 20  # bytes that a first command's imports and a tiny model may take whatever the file holds
+MEMORY_SLACK = 128 << 20  # bytes that the imports of a first command and a tiny model may take, for any file
 ADDRESS_SLACK = 3 << 30  # bytes of address space for a worker beyond what it has after its fork
 PYTHONS_OWN = (
     "missing a required argument",

@@ -36,7 +36,7 @@ if torch.cuda.is_available() and "TRITON_OVERRIDE_ARCH" in os.environ:
 
 
 def interpret_quickly() -> None:
-    """Save Triton's interpreter work that it repeats at every operation. Only the order of a reduction changes.
+    """Spare Triton's interpreter the work that it repeats at every operation. Only the order of a reduction changes.
 
     It patches `triton.language` once, not again at every launch and call of a device function. It does not compute
     tests for overflow whose assertions are off. It builds each type and shape of a block once. It reduces a block by

@@ -41,7 +41,7 @@ def test_route_in_float16_loses_at_most_rounding_in_the_score_of_its_experts(sha
     scores = inputs[0].double() @ inputs[1].double().T
     chosen = scores.gather(1, index.long()).sum(-1)
     best = scores.topk(active, dim=-1).values.sum(-1)
-    # A float16 score is off by at most 2**-11. Each chosen expert can score up to two errors less than the best one.
+    # A float16 score is off by at most 2**-11. The i-th chosen expert can score two errors less than the i-th best.
     assert (best - chosen).max() <= 2 * active * scores.abs().max() * 2**-11
     assert all(len(set(row)) == active for row in index.tolist())
 

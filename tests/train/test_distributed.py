@@ -123,7 +123,7 @@ def test_training_changes_every_weight(runs):
 def test_bfloat16_losses_on_two_processes_are_close_to_those_on_one(runs):
     """Layers and norms are gathered in bfloat16. Losses are equal while norms are 1.
 
-    Later norms are rounded by up to 2**-8 each. Losses then differed by 4e-4.
+    Once training has changed the norms, each is rounded by up to 2**-8. Losses then differed by 4e-4.
     """
     two, one = ([loss for loss, _ in _losses(runs / name)] for name in ("mixed_2", "mixed_1"))
     torch.testing.assert_close(two[0], one[0], rtol=1e-4, atol=0)

@@ -166,7 +166,7 @@ def test_the_schedule_and_the_choice_of_levels_change_only_the_spread(model, kin
 def test_lowering_the_lowest_level_only_moves_cost_from_the_text_itself_to_the_integral(model, tokens):
     """The noise is masks, and the network hardly reads its canvas.
 
-    So the text itself, at the lowest level, costs as much as the part of the integral below that level.
+    So drawing the text in one step at the lowest level costs as much as the part of the integral below that level.
     """
     rows = tokens.repeat(16, 1)
     high, low = (

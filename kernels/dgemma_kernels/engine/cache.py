@@ -24,7 +24,7 @@ _SMALLEST = 1024  # slots of a full layer; then powers of two up to _LINEAR, the
 _LINEAR = 16_384
 _GAP = 64  # zeros before a sliding layer's first slot, which a tile of `attention` may read but no token sees
 _FREE_SHARE = 1 / 8  # share of a GPU's memory that a pool may keep in unused buffers and in logits
-_MOST_FREE = 16  # unused buffers that a pool keeps, because their graphs use memory that the share does not count
+_MOST_FREE = 16  # limit of a pool's unused buffers: their graphs use memory that the share does not count
 
 
 class CacheBuffers:
@@ -57,7 +57,7 @@ class CacheBuffers:
         self._times_read = 0
 
     def count_read(self, shape: Any) -> int:
-        """Note a forward over tokens of this shape; return how many in succession, with this one, had it."""
+        """Note a forward over tokens of this shape; return how many forwards since the last other shape."""
         self._times_read = self._times_read + 1 if shape == self._last_read else 1
         self._last_read = shape
         return self._times_read

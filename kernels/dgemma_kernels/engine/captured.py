@@ -223,7 +223,7 @@ class CapturedStep:
     def results(
         self, state: DenoiseState, leaves: list, logits: Logits
     ) -> tuple[dict[str, Any], dict[str, Any], FusedPrediction]:
-        """Return the fields of the next state, the fields of the record, and the prediction, in new tensors.
+        """Return the fields of the next state and of the record, in new tensors, and the prediction (logits shared).
 
         `state` is the state before the step, and `leaves` are those of `carried(state)`.
         """

@@ -353,7 +353,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
     @torch.no_grad()
     @in_turn
     def step(self, state: DenoiseState, *, cache: FusedCache, knobs: Knobs) -> tuple[DenoiseState, StepRecord]:
-        """Take one denoising step by replaying graphs. Like `dgemma.step` it is pure; results are in new tensors.
+        """Take one denoising step by replaying graphs. Like `dgemma.step` it is pure, but logits are overwritten later.
 
         Example: `state, record = fast.step(state, cache=cache, knobs=knobs)`.
         """

@@ -106,7 +106,9 @@ def take_weights(
             layers.append(_take_layer(layer, config.layer_shape(index), format, float8, model.dtype))  # type: ignore[arg-type]
         except ValueError as error:
             if release and layers:
-                raise ValueError(f"{error} Load the model again: release has removed its first experts.") from None
+                raise ValueError(
+                    f"{error} Load the model again: release has removed the experts of its first layers."
+                ) from None
             raise
         if release:
             for name in ("experts", *(_MODULES[part] for part in float8 if part in _MODULES)):

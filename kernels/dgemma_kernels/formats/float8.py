@@ -14,7 +14,7 @@ _CHUNK = 1 << 25  # values at a time; the float32 quotients of all would take tw
 class Quantized:
     """float8 values times float32 scales. `dtype` is the dtype of the original values and of results from them.
 
-    Example: `quantize(weight).decode()` differs from `weight` by at most 1/16 of it, or 1/512 of the scale if larger.
+    Example: `quantize(weight).decode()` differs from `weight` by at most 1/16 of it, or 1/1024 of the scale if larger.
     """
 
     values: Tensor  # (..., K) float8_e4m3fn

@@ -223,7 +223,7 @@ def _read_codes(planes: Tensor, kind: str) -> Tensor:
 
 
 # Eight weights from a word of codes, in PTX, because the compiler decodes weights one by one. Ampere and Ada have no
-# product of bfloat16, only fma. A product with -0.0 as addend is exact.
+# product of bfloat16, only fma, which rounds like a product if -0.0 is added.
 _STORE = """
     mov.b32 {$0, $1}, w0;
     mov.b32 {$2, $3}, w1;

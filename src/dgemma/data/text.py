@@ -122,7 +122,10 @@ class TextSource:
         return position % self._ring_len % (2 * self.num_canvases - 1) in (0, self.num_canvases)
 
     def _row(self, place: int, ring_start: int, context: int, shift: int) -> "_Row":
-        """Build a row from pieces of documents; the first starts `shift` tokens early, the epoch at `ring_start`."""
+        """Build a row from pieces of documents, of which the first starts `shift` tokens early.
+
+        The epoch starts at canvas `ring_start`.
+        """
         first, end = self._first(place), min(self._first(place + 1), self._ring_len)
         # Number of canvases in the previous row; the ring's last row precedes its first.
         before = first - self._first(place - 1) if place else self._ring_len - self._first(self.num_rows - 1)

@@ -116,7 +116,7 @@ def _gradient(function: Callable[..., Any], wanted: tuple[int, ...], num_outputs
 
 
 def fused(function: Function, device: torch.device) -> Function:
-    """Return the function, compiled for a GPU, where each elementwise operation would cost a launch and a pass.
+    """Return the function, compiled if `device` is a GPU, where each operation would cost a launch and a pass.
 
     It computes without gradients. One compilation serves any size of the arguments' first dimension.
 

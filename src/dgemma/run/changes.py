@@ -26,9 +26,9 @@ _ANY_SHAPE = frozenset({"awaited", "allowed", "self_cond", "memory", "stop_memor
 def list_changes(changes: Changes, state: DenoiseState, knobs: Knobs) -> dict[str, Any]:
     """Return the fields and knobs that change, by name. Changes are applied, recorded and replayed in this form.
 
-    If `canvas` or `frozen` changes and `open` does not, `open` is computed from them. Under mask noise, the mask
-    positions of a changed canvas are open. Otherwise, positions that are no longer frozen are added to `open`. Frozen
-    positions are never open.
+    If `canvas` or `frozen` changes and `open` does not, `open` is computed from them. Under mask noise, if `canvas`
+    changes, its mask positions are open. In all other cases, positions that are no longer frozen are added to `open`.
+    Frozen positions are never open.
 
     Example: `list_changes({"top_k": 5}, state, knobs)` is `{"top_k": 5}`.
     """

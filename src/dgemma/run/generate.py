@@ -58,7 +58,7 @@ def generate(
     - `attention_mask` (B, P): 1 for real tokens, 0 for padding.
     - `canvas` (B, N): tokens to start from. Positions with -1 and positions after N start as noise.
     - `frozen` (B, N) bool: positions of `canvas` that never change.
-    - `noise_level`: how noisy `canvas` is, in (0, 1]; the steps above that level are skipped.
+    - `noise_level`: how noisy `canvas` is, in (0, 1]; the run starts at the nearest step.
     - `allowed`: the tokens that may be written. It is boolean and broadcastable to (B, N, V), a list of ids for all
       positions, or one list per position.
     - `constraint`: the language of the text up to its stop token, such as `Regex(pattern, tokenizer)` or `JsonSchema`;

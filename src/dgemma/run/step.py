@@ -204,7 +204,7 @@ def settle(state: DenoiseState, prediction: Prediction, decision: Decision, knob
     """Apply a decision: write tokens, return positions to noise, and apply the stop rule.
 
     It also advances the step, the noise level and the temperature, and updates the draft. Frozen positions and rows
-    that are done keep their tokens. After the decision, a step does only this.
+    that are done keep their tokens.
 
     Example: `settle(state, prediction, decide(prediction, state, knobs), knobs).state.canvas`.
     """
@@ -304,9 +304,9 @@ def start_state(
     """Return the state before the first step: pure noise, or your `canvas` (B, C) with noise where it is -1.
 
     frozen (B, C) bool marks positions that never change. allowed is boolean and broadcasts to (B, C, V). awaited (B, C)
-    bool marks the positions that decide when the canvas ends. The committed tokens are a text of `language`. A
-    noise_level below 1 skips the steps above it, to edit a canvas that is only partly noise. `uniform` draws like
-    `draws.uniform`.
+    bool marks the positions that decide when the canvas ends. The committed tokens are a text of `language`. With a
+    noise_level below 1, the run starts at the nearest step, to edit a canvas that is only partly noise. `uniform` draws
+    like `draws.uniform`.
 
     Example: `start_state(knobs, UniformNoise(512), seeds=torch.arange(2), canvas_len=32, num_steps=16)`.
     """

@@ -131,7 +131,7 @@ class Gate:
 
 
 class PatientProtocol(H11Protocol):
-    """HTTP for uvicorn that closes a connection whose first request does not arrive in time, after a 408."""
+    """HTTP for uvicorn. If a connection's first request does not arrive in time, answer 408 and close it."""
 
     seconds: float = 10.0
 

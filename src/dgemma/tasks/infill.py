@@ -162,9 +162,9 @@ def edit(
 
     frozen (B, N) bool marks tokens that stay. A row's first token always stays, because a canvas needs a prefix. The
     other arguments are those of `infill`; under a `constraint` each run of tokens that are not frozen becomes a text of
-    the language. `steps` counts from level 1; steps above `noise_level` are skipped. The text
-    is noised to the level of the first step that is not skipped, the nearest to `noise_level`. With few steps this
-    level may differ much from `noise_level`.
+    the language. `steps` counts from level 1. The run starts at the step whose time is nearest to that of
+    `noise_level`, and the text is noised to that step's level. With few steps this level may differ much from
+    `noise_level`.
 
     Example: `edit(model, tokens, noise_level=0.3, frozen=is_prompt)`.
     """

@@ -140,8 +140,8 @@ def decide_many(
 
     - `mode`: "sequential" fills slots from left to right, each given the answers before it. "independent" gives the
       distribution of each slot while the others are open. "joint" gives the distribution over all combinations of
-      options, at most 4,096, as the product of each slot's distribution given the slots before it. In these two modes,
-      all slots must fit into one canvas.
+      options, at most 4,096, as the product of each slot's distribution given the slots before it. With
+      "independent" and "joint", all slots must fit into one canvas.
     - `temperature` divides the log-probabilities of options, or of combinations; see `calibrate`.
     - `threshold`: an answer abstains if the probability of its option is lower.
     - `greedy` takes the most probable option or combination; otherwise one is drawn. Template i has seed + i.
