@@ -7,12 +7,14 @@ until the program waits for the product. Triton 3.6 does not always wait before 
 import re
 import subprocess
 import tempfile
-from functools import cache
+from itertools import accumulate, pairwise
 from pathlib import Path
+from struct import unpack_from
 
 import triton
 
 _NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+_WIDTH = 16  # bytes of an instruction
 # Instructions without a result in a general register, or whose first operand is not the result.
 _NO_RESULT = re.compile(
     r"(ST|BAR|BRA|SYNCS|[IF]SETP|PLOP3|WARP|LDGSTS|LDGDEPBAR|DEPBAR|U|R2UR|R2P|RED|EXIT|NOP|BS|HGMMA|QGMMA|VOTEU|MEMBAR|"
@@ -20,36 +22,48 @@ _NO_RESULT = re.compile(
 )
 
 
-@cache
-def overwritten(cubin: bytes) -> list[str]:
-    """Return the instructions of a kernel's inner loops that write the left operand of a running product."""
-    return [instruction for body in _inner_loops(_disassemble(cubin)) for instruction in find_writes(body)]
+def overwritten(cubins: list[bytes]) -> list[list[str]]:
+    """Return, for each kernel, the instructions of its inner loops that write the left operand of a running product.
+
+    One process disassembles all kernels one after the other, because it takes half a second to start.
+    """
+    codes = [_machine_code(cubin) for cubin in cubins]
+    instructions = _disassemble(b"".join(codes))
+    loops = _inner_loops(instructions)
+    ends = list(accumulate(len(code) // _WIDTH for code in codes))
+    return [
+        [write for loop in loops if begin <= loop.start < end for write in find_writes(instructions[loop])]
+        for begin, end in pairwise([0, *ends])
+    ]
 
 
-def _disassemble(cubin: bytes) -> str:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+def _machine_code(cubin: bytes) -> bytes:
+    """Return the executable sections of a cubin, which is an ELF file."""
+    (table,), (width, number) = unpack_from("<Q", cubin, 40), unpack_from("<HH", cubin, 58)
+    sections = [unpack_from("<IIQQQQ", cubin, table + i * width) for i in range(number)]
+    return b"".join(cubin[start : start + size] for _, _, flags, _, start, size in sections if flags & 4)
+
+
+def _disassemble(code: bytes) -> list[str]:
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(code)
         file.flush()
-        command = [_NVDISASM, "-c", "-ndf", file.name]  # without its analysis of branches, which changes no line here
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        command = [_NVDISASM, "--binary", "SM90a", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
+    instructions = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;", text, re.MULTILINE)
+    assert len(instructions) * _WIDTH == len(code)
+    return instructions
 
 
-def _inner_loops(text: str) -> list[list[str]]:
-    """Return the instructions of loops that have products and no smaller such loop."""
-    instructions: list[str] = []
-    labels: dict[str, int] = {}
+def _inner_loops(instructions: list[str]) -> list[slice]:
+    """Return the loops that have products and no smaller such loop."""
     loops = []
-    for line in text.splitlines():
-        if label := re.match(r"(\.L_x_\d+):", line):
-            labels[label[1]] = len(instructions)
-        elif found := re.match(r"\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;", line):
-            instructions.append(found[1])
-            target = re.search(r"BRA.*`\((\.L_x_\d+)\)", found[1])
-            if target and target[1] in labels:
-                loops.append((labels[target[1]], len(instructions)))
-    loops = [loop for loop in loops if any("GMMA" in one for one in instructions[slice(*loop)])]
-    inner = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
-    return [instructions[slice(*loop)] for loop in inner]
+    for i, instruction in enumerate(instructions):
+        target = re.match(r"BRA.* 0x([0-9a-f]+)", instruction)
+        if target and (begin := int(target[1], 16) // _WIDTH) <= i:
+            loops.append(slice(begin, i + 1))
+    loops = [loop for loop in loops if any("GMMA" in one for one in instructions[loop])]
+    return [a for a in loops if not any(a != b and a.start <= b.start and b.stop <= a.stop for b in loops)]
 
 
 def find_writes(body: list[str]) -> list[str]:

@@ -69,7 +69,7 @@ def main() -> None:
         compiled[kernel.hash] = kernel
 
     JITFunction.run = compile_only
-    rows = []
+    rows, cubins = [], []
     for path in sorted(Path(__file__).parent.glob("compile_cases_*.py")):
         if sys.argv[1:] and path.stem.removeprefix("compile_cases_") not in sys.argv[1:]:
             continue
@@ -84,8 +84,10 @@ def main() -> None:
                 )  # sums, left operand
                 row |= {"wgmma": sorted({name for name, _ in used}), "wants_wgmma": kernel.name in table["WGMMA"]}
                 row["left_in_registers"] = all(brace for _, brace in used)
-                row["overwritten"] = overwritten(kernel.asm["cubin"]) if any(brace for _, brace in used) else []
                 rows.append(row | resources(kernel.asm["cubin"]))
+                cubins.append(kernel.asm["cubin"])
+    for row, writes in zip(rows, overwritten(cubins), strict=True):
+        row["overwritten"] = writes
     print(json.dumps(rows))
 
 

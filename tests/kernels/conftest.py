@@ -39,8 +39,9 @@ def interpret_quickly() -> None:
     """Spare Triton's interpreter the work that it repeats at every operation. Only the order of a reduction changes.
 
     It patches `triton.language` once, not again at every launch and call of a device function. It does not compute
-    tests for overflow whose assertions are off. It builds each type and shape of a block once. It reduces a block by
-    combining its halves, as a GPU does, and not one element after another.
+    tests for overflow whose assertions are off. It builds each type and shape of a block once, and each constant of a
+    type and shape. It does not convert operands that have one type. It reduces a block by combining its halves, as a
+    GPU does, and not one element after another.
     """
     import triton.language as tl
     from triton.language.semantic import TritonSemantic
@@ -82,6 +83,16 @@ def interpret_quickly() -> None:
         return [self.to_tensor(*pair) for pair in zip(arrays, types, strict=True)]
 
     interpreter.ReduceOps.generic_reduce = reduce_by_halves
+
+    def give_semantic(owner: object, name: str, member: Callable, builder: object, scope: object) -> None:
+        function = getattr(member, "__wrapped__", member)  # without the check that `_semantic` was given
+
+        def call(*arguments: object, _semantic: object = None, **options: object) -> object:
+            return function(*arguments, **options, _semantic=interpreter.interpreter_semantic)
+
+        scope.set_attr(owner, name, call)
+
+    interpreter._patch_attr = give_semantic
     interpreter._patch_lang = patch_once
     interpreter._get_np_dtype = remembered_np_dtype
 
@@ -109,8 +120,28 @@ def interpret_quickly() -> None:
     def broadcast_if_needed(self: TritonSemantic, left: tl.tensor, right: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
         return (left, right) if left.shape is right.shape else broadcast(self, left, right)
 
+    convert, constants = TritonSemantic.binary_op_type_checking_impl, {}
+    of_one_type = {"fp32", "fp64", "int1", "int32", "int64"}  # any operator keeps these
+
+    def convert_if_needed(
+        self: TritonSemantic, left: object, right: object, *rules: bool, **named: bool
+    ) -> tuple[tl.tensor, tl.tensor]:
+        if type(left) is tl.tensor and not named:
+            if type(right) is tl.tensor and left.dtype is right.dtype and left.dtype.name in of_one_type:
+                return self.broadcast_impl_value(left, right)
+            if isinstance(right, int | float):
+                key = (left.dtype.name, id(left.shape), repr(right), rules)
+                if key in constants:
+                    return left, constants[key]
+                converted, constant = convert(self, left, right, *rules)
+                if converted is left:
+                    constants[key] = constant
+                return converted, constant
+        return convert(self, left, right, *rules, **named)
+
     tl.block_type.__init__, tl.tensor.__init__ = remembered_type, remembered_shape
     broadcast, TritonSemantic.broadcast_impl_value = TritonSemantic.broadcast_impl_value, broadcast_if_needed
+    TritonSemantic.binary_op_type_checking_impl = convert_if_needed
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":
