@@ -29,14 +29,14 @@ def philox(key: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple
 
     Example: `philox(torch.tensor(0), *[torch.tensor(0)] * 4)[0]` is `0x6627E8D5`, the published test vector.
     """
-    k0, k1 = key & _LOW_32, (key >> 32) & _LOW_32
+    k0, k1 = key, key >> 32
     for _ in range(_NUM_ROUNDS):
-        # int64 products wrap modulo 2**64, so both 32-bit halves are exact.
+        # int64 products wrap modulo 2**64, so both 32-bit halves are exact. Only factors need zeros above their 32 bits.
         product_a, product_b = c0 * _ROUND_A, c2 * _ROUND_B
-        c0, c1 = ((product_b >> 32) & _LOW_32) ^ c1 ^ k0, product_b & _LOW_32
-        c2, c3 = ((product_a >> 32) & _LOW_32) ^ c3 ^ k1, product_a & _LOW_32
-        k0, k1 = (k0 + _KEY_A) & _LOW_32, (k1 + _KEY_B) & _LOW_32
-    return c0, c1, c2, c3
+        c0, c1 = ((product_b >> 32) ^ c1 ^ k0) & _LOW_32, product_b
+        c2, c3 = ((product_a >> 32) ^ c3 ^ k1) & _LOW_32, product_a
+        k0, k1 = k0 + _KEY_A, k1 + _KEY_B
+    return c0, c1 & _LOW_32, c2, c3 & _LOW_32
 
 
 def purpose_word(purpose: str) -> int:
