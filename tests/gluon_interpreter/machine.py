@@ -191,6 +191,10 @@ class SharedTile:
     def permute(self, order: tuple[int, int]) -> "SharedTile":
         return SharedTile(self.chunk, self.data.permute(order), replace(self.layout, transposed=order == (1, 0)))
 
+    def _reinterpret(self, dtype: torch.dtype, shape: tuple[int, ...], layout: NVMMASharedLayout) -> "SharedTile":
+        data = self.data.reshape(-1).view(torch.uint8)[: torch.Size(shape).numel() * dtype.itemsize]
+        return SharedTile(self.chunk, data.view(dtype).view(shape), layout)
+
     def load(self, layout: Any) -> Value:
         self.chunk.begin_read(asynchronous=False)
         self.chunk.end_read()

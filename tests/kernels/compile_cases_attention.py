@@ -43,6 +43,8 @@ SHAPES = {
     "canvas, full, fixed parts": (256, FULL, None, {"causal": True, "canvas_len": 256, "part": 640}),
     "prompt, sliding": (4096, SLIDING, 1, {"causal": True, "window": 1024}),
     "prompt, full": (4096, FULL, 1, {"causal": True}),
+    "prompt, sliding, float8": (4096, SLIDING, 1, {"causal": True, "window": 1024, "float8": True}),
+    "canvas, full, float8": (4096, FULL, 1, {"float8": True}),
 }
 # Triton 3.6 runs the Hopper kernel, and other versions run Triton's own. The other kernel is compiled for few shapes.
 FEW = ("canvas, sliding, parts", "commit and canvas, full")

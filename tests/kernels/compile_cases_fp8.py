@@ -48,7 +48,6 @@ def run_attention(kv_heads: int, head_dim: int, projections: int) -> None:
     partial = torch.empty(4, 1, 256, HEADS, head_dim, dtype=torch.bfloat16)
     out, scale = torch.empty_like(partial[0], dtype=torch.float8_e4m3fn), torch.empty(256)
     combine_parts(partial, torch.empty(partial.shape[:4]), out, scale)
-    combine_parts(partial[:1], None, out, scale)
     combine_parts(partial, torch.empty(partial.shape[:4]), out, scale, in_order=True)
 
 

@@ -180,7 +180,7 @@ def interpret(case: tuple[Tensor, ...], *, kernel: Any = None, num_splits: int =
     log_weight = torch.empty((num_splits, *queries.shape[:3]), dtype=torch.float32)
     modes = {"causal": False, "window": 0, "canvas_len": 0, "keep": 0, "part": 0} | mode
     position = modes.pop("position", case[3])
-    (kernel or interpreted()).attend(*case, position, partial, log_weight, *modes.values())
+    (kernel or interpreted()).attend(*case, position, partial, log_weight, None, *modes.values())
     if num_splits == 1:
         return partial[0]
     weight = (log_weight.double() - log_weight.amax(0)).exp2().unsqueeze(-1)  # (splits, B, T, N, 1)
@@ -239,6 +239,13 @@ def test_attention_calls_the_interpreted_kernel(monkeypatch):
     monkeypatch.setattr(module, "_hopper", interpreted)
     pretend_hopper(monkeypatch)
     check(draw([5, 64], 9, (2, 256), heads=8, device="cpu"), num_splits=1)
+
+
+@SMALL
+def test_interpreted_float8_is_the_plain_result_rounded(layer, dtype, monkeypatch):
+    monkeypatch.setattr(module, "_hopper", interpreted)
+    pretend_hopper(monkeypatch)
+    check_float8(draw([5, 64], 35, layer, heads=4, dtype=dtype, device="cpu"))
 
 
 def test_interpreted_fixed_parts_match_float64_with_more_parts_than_keys():
@@ -311,6 +318,22 @@ def check(case: tuple[Tensor, ...], **options: int | bool | None) -> None:
     got = attention(*case, **options, kernel="hopper")
     options.pop("num_splits", None)
     assert error(got, exact(*case, **options)) < LIMITS[got.dtype]
+
+
+def check_float8(case: tuple[Tensor, ...], **mode: int | bool) -> None:
+    plain = attention(*case, **mode, num_splits=1, kernel="hopper")
+    got = attention(*case, **mode, num_splits=1, kernel="hopper", float8=True)
+    unit = 1 / 16  # 448 units are 28, and values are at most 16 or 22.6
+    assert got.scale.tolist() == [unit] * (plain.shape[0] * plain.shape[1])
+    assert torch.equal(got.values.float(), (plain.float() / unit).to(torch.float8_e4m3fn).float().view(got.shape))
+
+
+@native
+@LAYERS
+def test_float8_is_the_plain_result_rounded(layer):
+    check_float8(draw([1500, 0, 64, 700], 256, layer))
+    check_float8(draw([0, 500], 700, layer), causal=True, **({"window": 100} if layer == SLIDING else {}))
+    check_float8(draw([130, 65], 100, layer))  # rows do not fill a tile
 
 
 @native

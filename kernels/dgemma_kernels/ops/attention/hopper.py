@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from dgemma_kernels.ops.attention.parts import part_of_keys, seen_slots
+from dgemma_kernels.ops.attention.parts import float8_unit, part_of_keys, seen_slots
 
 TILE = (128, 64, 256)  # of a program: query rows, slots per iteration, value columns
 
@@ -44,6 +44,7 @@ def attend(
     position: Tensor,
     partial: Tensor,
     log_weight: Tensor,
+    scale: Tensor | None,
     causal: bool,
     window: int,
     canvas_len: int,
@@ -52,12 +53,12 @@ def attend(
 ) -> None:
     """Write attention by parts of the keys to `partial` (splits, B, T, N, H) and `log_weight` (splits, B, T, N).
 
-    With one split `partial` is the whole result, and the float32 `log_weight` is not written. The other arguments are
-    those of `attention`; `window` 0 means none. `kernel.choose_kernel` must allow this kernel for them. Tensor
-    descriptors contain the tensors' addresses and are passed by value. So a captured graph is valid only while the
-    tensors stay in place.
+    With one split `partial` is the whole result, and the float32 `log_weight` is not written. With `scale` (B·T,) it is
+    float8 in units of `float8_unit`, which is written to `scale`. The other arguments are those of `attention`;
+    `window` 0 means none. `kernel.choose_kernel` must allow this kernel for them. Tensor descriptors contain the
+    tensors' addresses and are passed by value. So a captured graph is valid only while the tensors stay in place.
 
-    Example: `attend(queries, keys, values, length, length, out.unsqueeze(0), out, False, 0, 0, 0, 0)`.
+    Example: `attend(queries, keys, values, length, length, out.unsqueeze(0), out, None, False, 0, 0, 0, 0)`.
     """
     batch, num_tokens, num_heads, head_dim = queries.shape
     kv_heads, group = keys.shape[1], num_heads // keys.shape[1]
@@ -70,6 +71,7 @@ def attend(
         length,
         position,
         log_weight,
+        log_weight if scale is None else scale,
         num_tokens,
         batch * num_tokens * num_heads,
         *(stride // head_dim for cache in (keys, values) for stride in cache.stride()[:2]),
@@ -83,6 +85,7 @@ def attend(
         KEEP=keep,
         SPLIT=partial.shape[0] > 1,
         PART=part,
+        UNIT=0.0 if scale is None else float8_unit(head_dim),
         num_warps=4,
     )
 
@@ -96,7 +99,8 @@ def _slots(cache: Tensor) -> TensorDescriptor:
 
 def _descriptor(tensor: Tensor, *block: int) -> TensorDescriptor:
     """Describe blocks of these sizes along each dimension but the last, where a block is one chunk."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=tensor.dim())
+    bits = 8 * tensor.element_size()
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=tensor.dim())
     return TensorDescriptor.from_tensor(tensor, [*block, _CHUNK.value], layout)
 
 
@@ -115,6 +119,7 @@ def _attention_hopper_kernel(
     length_ptr: gl.tensor,
     position_ptr: gl.tensor,
     log_weight_ptr: gl.tensor,  # (splits, B, T, N) float32, base 2, if SPLIT
+    scale_ptr: gl.tensor,  # (B·T,) float32 if UNIT > 0: the output is then float8
     num_tokens: gl.tensor,
     num_query_heads: gl.tensor,  # B·T·N
     key_batch_slots: gl.tensor,
@@ -131,6 +136,7 @@ def _attention_hopper_kernel(
     KEEP: gl.constexpr,
     SPLIT: gl.constexpr,
     PART: gl.constexpr,
+    UNIT: gl.constexpr,
 ) -> None:
     K_CHUNKS: gl.constexpr = HEAD_DIM // _CHUNK
     row_tile, _, batch, _ = _place(KV_HEADS, K_CHUNKS)
@@ -157,7 +163,7 @@ def _attention_hopper_kernel(
 
     descs = (query_desc, key_desc, value_desc)
     strides = (key_batch_slots, key_head_slots, value_batch_slots, value_head_slots)
-    outs = (out_desc, log_weight_ptr, num_query_heads)
+    outs = (out_desc, log_weight_ptr, scale_ptr, num_query_heads)
     smem = (q_smem, k_smem, v_smem)
     barriers = (q_full, k_full, k_free, v_full, v_free, v_clean)
     span = (prefix_len, num_tokens, begin, end, num_tiles)
@@ -167,8 +173,8 @@ def _attention_hopper_kernel(
     gl.warp_specialize(
         [
             (_copy, (descs, strides, smem, barriers, span, KV_HEADS)),
-            (_attend, (outs, smem, barriers, span, FIRST, KV_HEADS, SPLIT, MODE)),
-            (_attend, (outs, smem, barriers, span, SECOND, KV_HEADS, SPLIT, MODE)),
+            (_attend, (outs, smem, barriers, span, FIRST, KV_HEADS, SPLIT, UNIT, MODE)),
+            (_attend, (outs, smem, barriers, span, SECOND, KV_HEADS, SPLIT, UNIT, MODE)),
         ],
         [4, 4],
         [240, 240],  # registers per thread, which leaves 24 for the copying warps
@@ -248,10 +254,11 @@ def _attend(
     WG: gl.constexpr,
     KV_HEADS: gl.constexpr,
     SPLIT: gl.constexpr,
+    UNIT: gl.constexpr,
     MODE: gl.constexpr,
 ) -> None:
     """Compute 64 rows over all keys of this part, as one of the two consumers."""
-    out_desc, log_weight_ptr, num_query_heads = outs
+    out_desc, log_weight_ptr, scale_ptr, num_query_heads = outs
     q_smem, _, v_smem = smem
     q_full, _, k_free, v_full, v_free, v_clean = barriers
     _, num_tokens, begin, end, num_tiles = span
@@ -329,12 +336,25 @@ def _attend(
         target = log_weight_ptr + split.to(gl.int64) * num_query_heads + query_head
         gl.store(target, log_weight, mask=token < num_tokens)
     scale = gl.expand_dims(gl.convert_layout(1.0 / total, SUM_ROW), 1)
+    acc0 = (acc0 * scale).to(dtype)
+    acc1 = (acc1 * scale).to(dtype)
     # The output goes through the shared memory of this warpgroup's queries. The copy engine skips rows beyond the last
     # token.
     o0_smem = q_smem.index(WG * K_CHUNKS)
     o1_smem = q_smem.index(WG * K_CHUNKS + 1)
-    o0_smem.reshape((_ROWS, _CHUNK)).store((acc0 * scale).to(dtype))
-    o1_smem.reshape((_ROWS, _CHUNK)).store((acc1 * scale).to(dtype))
+    if UNIT > 0.0:
+        NARROW: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+        o0_smem = o0_smem._reinterpret(out_desc.dtype, (_ROWS, _CHUNK), NARROW)
+        o1_smem = o1_smem._reinterpret(out_desc.dtype, (_ROWS, _CHUNK), NARROW)
+        o0_smem.store((acc0.to(gl.float32) * (1.0 / UNIT)).to(out_desc.dtype))
+        o1_smem.store((acc1.to(gl.float32) * (1.0 / UNIT)).to(out_desc.dtype))
+        if head == 0 and column == 0:
+            unit = gl.full((_ROWS,), UNIT, gl.float32, SCORE_ROW)
+            own = (row % GROUP == 0) & (token < num_tokens)
+            gl.store(scale_ptr + batch * num_tokens + token, unit, mask=own)
+    else:
+        o0_smem.reshape((_ROWS, _CHUNK)).store(acc0)
+        o1_smem.reshape((_ROWS, _CHUNK)).store(acc1)
     fence_async_shared()
     SHAPE: gl.constexpr = (1, 1, _ROWS // GROUP, GROUP, _CHUNK)
     at_token = (row_tile * 2 + WG) * (_ROWS // GROUP)

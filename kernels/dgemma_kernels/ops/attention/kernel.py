@@ -19,6 +19,7 @@ from dgemma_kernels.ops.attention.parts import (
     choose_num_splits,
     combine_parts,
     count_fixed_parts,
+    float8_unit,
     part_of_keys,
     seen_slots,
 )
@@ -132,23 +133,22 @@ def attention(
     out = torch.empty_like(queries, dtype=torch.float8_e4m3fn if float8 else None)
     scale = torch.empty(batch * num_tokens, dtype=torch.float32, device=out.device) if float8 else None
     if num_splits == 1:  # the only part is the output; its weight is never written
-        whole = torch.empty_like(queries) if float8 else out
-        partial, log_weight = whole.unsqueeze(0), whole
+        partial, log_weight, part_scale = out.unsqueeze(0), out, scale
     else:
         # Parts have the output's dtype, not float32. This halves their traffic and adds one rounding, no larger than
         # that of the output.
         partial = torch.empty((num_splits, *queries.shape), dtype=queries.dtype, device=queries.device)
         log_weight = torch.empty((num_splits, *queries.shape[:3]), dtype=torch.float32, device=queries.device)
+        part_scale = None
     first = length if position is None else position
-    arguments = (queries, keys, values, length, first, partial, log_weight, causal, window or 0, canvas_len, keep, part)
+    outputs = (partial, log_weight, part_scale)
+    arguments = (queries, keys, values, length, first, *outputs, causal, window or 0, canvas_len, keep, part)
     if hopper:
         _hopper().attend(*arguments)
     else:
         _attend(*arguments, tile)
     if num_splits > 1:
         combine_parts(partial, log_weight, out, scale, in_order=part > 0)
-    elif float8:
-        combine_parts(partial, None, out, scale)
     if scale is None:
         return out
     return Quantized(values=out.view(batch * num_tokens, -1), scale=scale, dtype=queries.dtype)
@@ -224,6 +224,7 @@ def _attend(
     position: Tensor,
     partial: Tensor,
     log_weight: Tensor,
+    scale: Tensor | None,
     causal: bool,
     window: int,
     canvas_len: int,
@@ -245,6 +246,7 @@ def _attend(
         position,
         partial,
         log_weight,
+        scale,
         num_tokens,
         num_tokens * batch * num_heads,
         *keys.stride()[:2],
@@ -261,6 +263,7 @@ def _attend(
         KEEP=keep,
         SPLIT=num_splits > 1,
         PART=part,
+        UNIT=float8_unit(head_dim),
         TMA=tile.tma,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -276,6 +279,7 @@ def _attention_kernel(
     position_ptr: tl.tensor,
     partial_ptr: tl.tensor,  # (splits, B, T, N, H)
     log_weight_ptr: tl.tensor,  # (splits, B, T, N) float32, base 2, if SPLIT
+    scale_ptr: tl.tensor,  # (B·T,) float32 if the output is float8, else None
     num_tokens: tl.tensor,
     num_query_heads: tl.tensor,  # B·T·N
     key_batch_stride: tl.tensor,
@@ -294,6 +298,7 @@ def _attention_kernel(
     KEEP: tl.constexpr,
     SPLIT: tl.constexpr,
     PART: tl.constexpr,
+    UNIT: tl.constexpr,
     TMA: tl.constexpr,
 ) -> None:
     VALUE_PARTS: tl.constexpr = HEAD_DIM // VALUE_DIM
@@ -369,6 +374,10 @@ def _attention_kernel(
     if SPLIT and value_part == 0:
         log_weight = tl.where(seen_any, top + tl.log2(total), float("-inf"))
         tl.store(log_weight_ptr + query_head, log_weight, mask=row_valid)
+    if scale_ptr is not None:
+        acc = acc.to(query_ptr.dtype.element_ty).to(tl.float32) * (1.0 / UNIT)  # the roundings of several parts
+        if head == 0 and value_part == 0:
+            tl.store(scale_ptr + batch * num_tokens + token, UNIT, mask=row_valid & (row % GROUP == 0))
     target = partial_ptr + query_head[:, None] * HEAD_DIM + value_column[None, :]
     tl.store(target, acc.to(partial_ptr.dtype.element_ty), mask=(row_valid & seen_any)[:, None])
 

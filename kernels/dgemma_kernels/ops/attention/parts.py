@@ -122,13 +122,12 @@ def float8_unit(head_dim: int) -> float:
 
 
 def combine_parts(
-    partial: Tensor, log_weight: Tensor | None, out: Tensor, scale: Tensor | None = None, *, in_order: bool = False
+    partial: Tensor, log_weight: Tensor, out: Tensor, scale: Tensor | None = None, *, in_order: bool = False
 ) -> None:
     """Write the sum of the parts of `partial`, each times 2^log_weight, normalised, to `out`.
 
     partial: (splits, B, T, N, H), log_weight: (splits, B, T, N), out: (B, T, N, H). Values of a part with log-weight
-    -inf are ignored; they may be NaN. One part needs no log-weight. With `in_order` parts are added one by one, so that
-    empty parts change no bits. If `out` is float8, it is in units of `float8_unit`, which is written to scale (B·T,).
+    -inf are ignored; they may be NaN. With `in_order` parts are added one by one, so that empty parts change no bits. If `out` is float8, it is in units of `float8_unit`, which is written to scale (B·T,).
 
     Example: `combine_parts(partial, log_weight, out)`.
     """
@@ -196,14 +195,12 @@ def _combine_kernel(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     part = tl.arange(0, SPLITS)
     at = part.to(tl.int64) * num_rows + row
-    if log_weight_ptr is not None:
-        log_weight = tl.load(log_weight_ptr + at, mask=part < num_splits, other=float("-inf"))
+    log_weight = tl.load(log_weight_ptr + at, mask=part < num_splits, other=float("-inf"))
     source = partial_ptr + at[:, None] * HEAD_DIM + column[None, :]
     values = tl.load(source, mask=(part < num_splits)[:, None], other=0.0).to(tl.float32)
-    if log_weight_ptr is not None:
-        weight = tl.exp2(log_weight - tl.max(log_weight, 0))
-        weight = (weight / tl.sum(weight, 0))[:, None]
-        values = tl.where(weight > 0.0, values * weight, 0.0)  # the values of an empty part were never written
+    weight = tl.exp2(log_weight - tl.max(log_weight, 0))
+    weight = (weight / tl.sum(weight, 0))[:, None]
+    values = tl.where(weight > 0.0, values * weight, 0.0)  # the values of an empty part were never written
     _store(out_ptr, scale_ptr, row, column, tl.sum(values, 0), HEAD_DIM, HEADS, UNIT)
 
 
