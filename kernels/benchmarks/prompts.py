@@ -8,7 +8,8 @@ python kernels/benchmarks/prompts.py --parts first                      the firs
 
 Weights are random and route nearly evenly over all experts. A floor is the FLOP at 750 TFLOP/s for products (twice that
 in float8) and 816 for attention, or the time to read all weights once if that is longer. `--profile` adds the time of
-each kernel, and `--transformers` the same work in transformers, eager, after our model is gone.
+each kernel, and `--transformers` the same work in transformers, eager, after our model is gone. The end prints a table
+with our goals.
 """
 
 import argparse
@@ -31,15 +32,12 @@ from step import (
     Results,
     add_profile,
     build_two_layers,
-    compute_ms,
-    head_bytes,
-    prefix_bytes,
+    floors,
     profile_step,
     random_prefix,
     round_experts,
     time_step,
     typical_error,
-    weight_bytes,
 )
 from timing import describe_run, measure_read_bandwidth, results_folder
 
@@ -55,6 +53,28 @@ ROWS = ((4, 256), (4, 1024), (16, 1024))  # batches of prompts
 LONG = 65_536  # tokens of a prompt; a longer one takes seconds
 MOST_THEIRS = 16_384  # tokens that transformers reads: a mask of all pairs makes longer prompts slow
 WORDS = 64
+# Our goals in milliseconds, by format of the experts; those of long prompts are 65,000 and 85,000 tokens per second.
+GOALS = {
+    "bf16": {
+        "read 1,024 tokens": 24.0,
+        "read 8,192 tokens": 8192 / 65,
+        "read 65,536 tokens": 65_536 / 65,
+        "read 261,632 tokens": 7000.0,
+        "step, batch 1": 13.8,
+        "step, batch 8": 34.0,
+        "step, batch 16": 64.0,
+        "autoregressive token": 2.6,
+        "first call": 12_000.0,
+    },
+    "fp8": {
+        "read 8,192 tokens": 8192 / 85,
+        "read 65,536 tokens": 65_536 / 85,
+        "step, batch 1": 8.8,
+        "step, batch 8": 28.0,
+        "step, batch 16": 52.0,
+        "autoregressive token": 2.0,
+    },
+}
 
 
 def check_parity(results: Results, weights: str) -> None:
@@ -93,16 +113,6 @@ def check_parity(results: Results, weights: str) -> None:
     reference_experts._supports_grouped = supports
 
 
-def read_floor_ms(model: FusedDenoiser, batch: int, length: int, bandwidth: float) -> float:
-    """Return the larger of the time to compute prompts and the time to read all weights once."""
-
-    def seen(window: int | None) -> float:
-        return length / 2 if window is None else min(length / 2, window)
-
-    compute = compute_ms(model, batch * length, seen, vocabulary=False)
-    return max(compute, 1e3 * weight_bytes(model, model.config.num_experts) / bandwidth)
-
-
 def time_read(model: FusedDenoiser, batch: int, length: int) -> list[float]:
     """Return the milliseconds of each `encode`, from the call to the end on the device. A very long one runs once."""
     times, tokens = [], batch * length
@@ -122,7 +132,13 @@ def add_read(results: Results, part: str, model: FusedDenoiser, batch: int, leng
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
     times = time_read(model, batch, length)
-    middle, floor = statistics.median(times), read_floor_ms(model, batch, length, results.bandwidth)
+    middle = statistics.median(times)
+
+    def seen(window: int | None) -> float:
+        return length / 2 if window is None else min(length / 2, window)
+
+    least = floors(model, batch, length, seen, results.bandwidth)
+    floor = least.pop("all")
     results.add(
         part,
         batch=batch,
@@ -133,13 +149,9 @@ def add_read(results: Results, part: str, model: FusedDenoiser, batch: int, leng
         tokens_per_s=batch * length / middle * 1e3,
         floor_ms=floor,
         of_floor=floor / middle,
+        floors=least,
         more_gb=(torch.cuda.max_memory_allocated() - held) / 1e9,
     )
-
-
-def token_bytes(model: FusedDenoiser, prompt: int) -> float:
-    """Return the bytes of one autoregressive token: each used weight once, and the keys and values that it sees."""
-    return weight_bytes(model, model.config.top_k_experts) + head_bytes(model) + prefix_bytes(model, 1, prompt)
 
 
 def profile_word(results: Results, model: FusedDenoiser, prompt: int) -> None:
@@ -153,6 +165,12 @@ def profile_word(results: Results, model: FusedDenoiser, prompt: int) -> None:
 def time_words(results: Results, model: Any, prompt: int) -> None:
     """Time a token of `generate_causal`, greedy and sampled: how much longer a text of more tokens takes, per token."""
     tokens, ways = draw_tokens(1, prompt), {"greedy": {"top_k": 1}, "sampled": {}}
+
+    def seen(window: int | None) -> float:
+        return prompt if window is None else min(prompt, window)
+
+    head, active = model._forward.weights.head, model.config.top_k_experts
+    least = floors(model, 1, 1, seen, results.bandwidth, prefix=prompt, active=active, vocabulary=(head,))
     options: Any
     for name, options in ways.items():
         seconds: dict[int, list[float]] = {WORDS: [], 2 * WORDS: []}
@@ -164,8 +182,16 @@ def time_words(results: Results, model: Any, prompt: int) -> None:
                 torch.cuda.synchronize()
                 times.append(time.perf_counter() - start)
         few, many = (min(times[1:]) for times in seconds.values())
-        middle, floor = 1e3 * (many - few) / WORDS, 1e3 * token_bytes(model, prompt) / results.bandwidth
-        results.add("words", how=name, prompt=prompt, ms_per_token=middle, floor_ms=floor, of_floor=floor / middle)
+        middle = 1e3 * (many - few) / WORDS
+        results.add(
+            "words",
+            how=name,
+            prompt=prompt,
+            ms_per_token=middle,
+            floor_ms=least["all"],
+            of_floor=least["all"] / middle,
+            floors={kind: ms for kind, ms in least.items() if kind != "all"},
+        )
 
 
 def time_first_call(results: Results, model: FusedDenoiser) -> None:
@@ -206,6 +232,26 @@ def time_transformers(
     if "steps" in parts:
         for batch in batches:
             add(transformers_step.step, batch, PROMPT)
+
+
+def summarise(results: Results, weights: str) -> None:
+    """Add one row for each piece of work: milliseconds, goal, floor and transformers' milliseconds."""
+    parts, theirs = results.parts, {}
+    for part in parts.get("transformers", []):
+        length, batch = part["length"], part["batch"]
+        prompt = f"{length:,} tokens" if batch == 1 else f"{batch} × {length:,} tokens"
+        names = {"read": f"read {prompt}", "step": f"step, batch {batch}", "word": "autoregressive token"}
+        theirs[names[part["work"]]] = part["ms"]
+    rows = {"first call": {"ms": 1e3 * parts["first"][0]["first_call_s"]}} if "first" in parts else {}
+    rows |= {f"read {part['length']:,} tokens": part for part in parts.get("read", [])}
+    rows |= {f"read {part['batch']} × {part['length']:,} tokens": part for part in parts.get("rows", [])}
+    rows |= {f"step, batch {part['batch']}": part | {"ms": part["step_ms"]} for part in parts.get("batches", [])}
+    if "words" in parts:
+        rows["autoregressive token"] = parts["words"][0] | {"ms": parts["words"][0]["ms_per_token"]}
+    for name, part in rows.items():
+        goal = GOALS.get(weights, {}).get(name)
+        kept = {key: part[key] for key in ("spread_ms", "floor_ms", "floors") if key in part}
+        results.add("table", row=name, ms=part["ms"], goal_ms=goal, **kept, transformers_ms=theirs.get(name))
 
 
 def main() -> None:
@@ -281,6 +327,8 @@ def measure(options: argparse.Namespace) -> None:
     keep()
     if options.transformers:
         time_transformers(results, parts, options.lengths, options.batches, keep)
+    summarise(results, weights)
+    keep()
 
 
 if __name__ == "__main__":

@@ -144,24 +144,43 @@ def step_bytes(model: FusedDenoiser, active: float, batch: int, prefix: int) -> 
     return weight_bytes(model, active) + prefix_bytes(model, batch, prefix) + others
 
 
-def compute_ms(model: FusedDenoiser, tokens: int, seen: Callable[[int | None], float], vocabulary: bool) -> float:
-    """Return the time of all products and of attention at the rates of PRODUCTS and ATTENTION.
+def floors(
+    model: FusedDenoiser,
+    batch: int,
+    length: int,
+    seen: Callable[[int | None], float],
+    bandwidth: float,
+    *,
+    prefix: int = 0,
+    active: float | None = None,
+    vocabulary: tuple[Any, ...] = (),
+) -> dict[str, float]:
+    """Return the least milliseconds of experts, attention and other products, and of all that work together.
 
-    `seen(window)` is the mean number of keys that a token sees. A step also has the two vocabulary products.
+    Each is the larger of FLOP / rate and bytes / bandwidth, for `batch` rows of `length` tokens after a prefix.
+    `seen(window)` is the mean number of keys that a token sees; `active` experts are read, all by default.
+    `vocabulary` has the weights of the head and of the soft embedding, if they are used.
     """
-    config, weights, seconds = model.config, model._forward.weights, 0.0
+    config, tokens = model.config, batch * length
+    num_bytes = {"attention": prefix_bytes(model, batch, prefix), "experts": 0.0, "other products": 0.0}
+    seconds = dict.fromkeys(num_bytes, 0.0)
 
-    def product(weight: Any, times: int = 1) -> float:
+    def add(kind: str, weight: Any, times: int = 1, share: float = 1.0) -> None:
         rate = PRODUCTS * (2 if format_of(weight) == "fp8" else 1)
-        return 2 * times * weight.shape[-2] * weight.shape[-1] / rate
+        seconds[kind] += 2 * tokens * times * weight.shape[-2] * weight.shape[-1] / rate
+        num_bytes[kind] += share * sum(t.nbytes for t in stored_tensors(weight))
 
-    for layer in weights.layers:
-        seconds += sum(product(weight) for weight in (layer.qkv, layer.o, layer.gate_up, layer.down, layer.router))
-        seconds += sum(product(weight, config.top_k_experts) for weight in (layer.expert_gate_up, layer.expert_down))
-        seconds += 4 * config.num_attention_heads * layer.shape.head_dim * seen(layer.shape.window) / ATTENTION
-    if vocabulary:
-        seconds += product(weights.head) + product(soft_table(model))
-    return 1e3 * tokens * seconds
+    for layer in model._forward.weights.layers:
+        for weight in (layer.qkv, layer.o, layer.gate_up, layer.down, layer.router):
+            add("other products", weight)
+        for expert_weight in (layer.expert_gate_up, layer.expert_down):
+            add("experts", expert_weight, config.top_k_experts, (active or config.num_experts) / config.num_experts)
+        keys = seen(layer.shape.window)
+        seconds["attention"] += 4 * tokens * config.num_attention_heads * layer.shape.head_dim * keys / ATTENTION
+    for weight in vocabulary:
+        add("other products", weight)
+    least = {kind: 1e3 * max(seconds[kind], num_bytes[kind] / bandwidth) for kind in seconds}
+    return least | {"all": 1e3 * max(sum(seconds.values()), sum(num_bytes.values()) / bandwidth)}
 
 
 class Results:
@@ -328,7 +347,9 @@ def time_step(results: Results, part: str, model: FusedDenoiser, batch: int, pre
     def seen(window: int | None) -> float:
         return CANVAS + (prefix if window is None else min(prefix, window - 1))
 
-    floor = max(compute_ms(model, batch * CANVAS, seen, vocabulary=True), 1e3 * num_bytes / results.bandwidth)
+    table = (model._forward.weights.head, soft_table(model))
+    least = floors(model, batch, CANVAS, seen, results.bandwidth, prefix=prefix, active=active, vocabulary=table)
+    floor = max(least.pop("all"), 1e3 * num_bytes / results.bandwidth)
     results.add(
         part,
         batch=batch,
@@ -337,6 +358,7 @@ def time_step(results: Results, part: str, model: FusedDenoiser, batch: int, pre
         spread_ms=spread,
         floor_ms=floor,
         of_floor=floor / total,
+        floors=least,
         to_stop_test_ms=body,
         soft_embedding_ms=soft,
         active_experts=active,
