@@ -28,7 +28,7 @@ TILES = pytest.mark.parametrize(
         (AttentionTile(16, 16, 4, 2), 1),
         (AttentionTile(32, 16, 4, 2, tma=True), 3),
         (AttentionTile(16, 32, 4, 2, tma=True, value_dim=16), 2),
-        (AttentionTile(16, 16, 4, 2), 5),
+        (AttentionTile(16, 16, 4, 2), 9),
     ],
     ids=["default", "one-part", "three-parts", "half-the-values", "more-parts-than-keys"],
 )

@@ -15,7 +15,9 @@ from dgemma_kernels.formats.float8 import LARGEST
 from dgemma_kernels.ops.configs import dependent_launch
 
 _MAX_SPLITS = 128
-_COMBINE_ELEMENTS = 8192  # float32 values of partial results in the registers of one combining program
+_FEW_PARTS = 8
+_ROWS = 4  # of one program that adds few parts, one per warp
+_COMBINE_ELEMENTS = 8192  # float32 values of partial results in the registers of a program that adds many parts
 
 
 def choose_num_splits(programs: int, num_multiprocessors: int, most: int) -> int:
@@ -127,16 +129,28 @@ def combine_parts(
     """Write the sum of the parts of `partial`, each times 2^log_weight, normalised, to `out`.
 
     partial: (splits, B, T, N, H), log_weight: (splits, B, T, N), out: (B, T, N, H). Values of a part with log-weight
-    -inf are ignored; they may be NaN. With `in_order` parts are added one by one, so that empty parts change no bits. If `out` is float8, it is in units of `float8_unit`, which is written to scale (B·T,).
+    -inf are ignored; they may be NaN. With `in_order` parts are added one by one, so that empty parts change no bits.
+    If `out` is float8, it is in units of `float8_unit`, which is written to scale (B·T,).
 
     Example: `combine_parts(partial, log_weight, out)`.
     """
     num_splits, num_heads, head_dim = partial.shape[0], out.shape[2], out.shape[3]
     num_rows = out.numel() // head_dim
     float8 = {"HEADS": num_heads, "UNIT": float8_unit(head_dim)}
-    if in_order:
-        _combine_in_order_kernel[(num_rows,)](
-            partial, log_weight, out, scale, num_rows, HEAD_DIM=head_dim, SPLITS=num_splits, num_warps=1, **float8
+    dependent = dependent_launch(out.device)["DEPENDENT"]
+    if in_order or num_splits <= _FEW_PARTS:
+        _combine_few_kernel[(triton.cdiv(num_rows, _ROWS),)](
+            partial,
+            log_weight,
+            out,
+            scale,
+            num_rows,
+            HEAD_DIM=head_dim,
+            SPLITS=num_splits,
+            ROWS=_ROWS,
+            DEPENDENT=dependent,
+            num_warps=_ROWS,
+            **float8,
         )
         return
     splits = triton.next_power_of_2(num_splits)
@@ -151,27 +165,53 @@ def combine_parts(
         HEAD_DIM=head_dim,
         SPLITS=splits,
         COLUMNS=columns,
-        DEPENDENT=dependent_launch(out.device)["DEPENDENT"],
-        num_warps=1 if splits * columns <= 2048 else 4,  # with few parts, all rows of a canvas run at once
+        DEPENDENT=dependent,
+        num_warps=1 if splits * columns <= 2048 else 4,
         **float8,
     )
 
 
-@triton.jit
-def _store(
+@triton.jit(do_not_specialize=["num_rows"])
+def _combine_few_kernel(
+    partial_ptr: tl.tensor,
+    log_weight_ptr: tl.tensor,
     out_ptr: tl.tensor,
     scale_ptr: tl.tensor,
-    row: tl.tensor,
-    column: tl.tensor,
-    out: tl.tensor,
+    num_rows: tl.tensor,
     HEAD_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
     HEADS: tl.constexpr,
     UNIT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
+    """Add the parts of ROWS rows in order. All loads come first, and no warp waits for another."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()  # `multiply_row` loads its weights meanwhile
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = row < num_rows
+    column = tl.arange(0, HEAD_DIM)[None, :]
+    logs: tl.tuple = ()
+    values: tl.tuple = ()
+    for part in tl.static_range(SPLITS):
+        at = part * num_rows + row
+        logs += (tl.load(log_weight_ptr + at, mask=inside, other=0.0),)
+        values += (tl.load(partial_ptr + at[:, None] * HEAD_DIM + column, mask=inside[:, None], other=0.0),)
+    top = logs[0]
+    for part in tl.static_range(1, SPLITS):
+        top = tl.maximum(top, logs[part])
+    total = tl.zeros([ROWS], tl.float32)
+    for part in tl.static_range(SPLITS):
+        total += tl.exp2(logs[part] - top)
+    out = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+    for part in tl.static_range(SPLITS):
+        weight = (tl.exp2(logs[part] - top) / total)[:, None]
+        # The values of an empty part were never written.
+        out += tl.where(weight > 0.0, values[part].to(tl.float32) * weight, 0.0)
     if scale_ptr is not None:
         out *= 1.0 / UNIT
-        tl.store(scale_ptr + row // HEADS, UNIT, mask=row % HEADS == 0)
-    tl.store(out_ptr + row * HEAD_DIM + column, out.to(out_ptr.dtype.element_ty))
+        tl.store(scale_ptr + row // HEADS, tl.full([ROWS], UNIT, tl.float32), mask=inside & (row % HEADS == 0))
+    tl.store(out_ptr + row[:, None] * HEAD_DIM + column, out.to(out_ptr.dtype.element_ty), mask=inside[:, None])
 
 
 @triton.jit
@@ -189,8 +229,9 @@ def _combine_kernel(
     UNIT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
+    """Add many parts of some columns of one row."""
     if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()  # `multiply_row` loads its weights meanwhile
+        tl.extra.cuda.gdc_launch_dependents()  # as above
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     part = tl.arange(0, SPLITS)
@@ -200,35 +241,8 @@ def _combine_kernel(
     values = tl.load(source, mask=(part < num_splits)[:, None], other=0.0).to(tl.float32)
     weight = tl.exp2(log_weight - tl.max(log_weight, 0))
     weight = (weight / tl.sum(weight, 0))[:, None]
-    values = tl.where(weight > 0.0, values * weight, 0.0)  # the values of an empty part were never written
-    _store(out_ptr, scale_ptr, row, column, tl.sum(values, 0), HEAD_DIM, HEADS, UNIT)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _combine_in_order_kernel(
-    partial_ptr: tl.tensor,
-    log_weight_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    scale_ptr: tl.tensor,
-    num_rows: tl.tensor,
-    HEAD_DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
-    HEADS: tl.constexpr,
-    UNIT: tl.constexpr,
-) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, HEAD_DIM)
-    top = float("-inf")
-    for part in tl.static_range(SPLITS):
-        top = tl.maximum(top, tl.load(log_weight_ptr + part * num_rows + row))
-    total = 0.0
-    out = tl.zeros([HEAD_DIM], tl.float32)
-    for part in tl.static_range(SPLITS):
-        at = part * num_rows + row
-        weight = tl.exp2(tl.load(log_weight_ptr + at) - top)
-        # The values of an empty part were never written, so they are not loaded.
-        inside = column < tl.where(weight > 0.0, HEAD_DIM, 0)
-        values = tl.load(partial_ptr + at * HEAD_DIM + column, mask=inside, other=0.0).to(tl.float32)
-        total += weight
-        out = tl.fma(values, tl.zeros([HEAD_DIM], tl.float32) + weight, out)
-    _store(out_ptr, scale_ptr, row, column, out / total, HEAD_DIM, HEADS, UNIT)
+    out = tl.sum(tl.where(weight > 0.0, values * weight, 0.0), 0)
+    if scale_ptr is not None:
+        out *= 1.0 / UNIT
+        tl.store(scale_ptr + row // HEADS, UNIT, mask=row % HEADS == 0)
+    tl.store(out_ptr + row * HEAD_DIM + column, out.to(out_ptr.dtype.element_ty))
