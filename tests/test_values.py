@@ -15,7 +15,8 @@ GIBBS = dgemma.LeaveOneOutGibbs(corrections=1, num_positions=3, choice_temperatu
 
 
 def model(sampler=None, **defaults):
-    model = dgemma.DiffusionGemma(dgemma.presets.tiny()).eval()
+    config = dgemma.presets.tiny().replace(num_hidden_layers=1, layer_types=("full_attention",))
+    model = dgemma.DiffusionGemma(config).eval()
     model.generation = replace(model.generation, sampler=sampler, **defaults)
     return model
 
@@ -47,7 +48,7 @@ def test_a_checkpoint_that_names_no_sampler_has_the_published_one_with_its_bound
 
 
 def test_a_run_without_a_sampler_uses_the_checkpoints_sampler():
-    plain, own = model(max_denoising_steps=5), model(dgemma.describe_sampler(GIBBS), max_denoising_steps=5)
+    plain, own = model(max_denoising_steps=3), model(dgemma.describe_sampler(GIBBS), max_denoising_steps=3)
     own.load_state_dict(plain.state_dict())
     options = {"max_new_tokens": 32, "seed": 3, "eos_token_ids": []}
     named = dgemma.generate(plain, prompt(), sampler=GIBBS, **options)

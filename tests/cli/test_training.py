@@ -47,6 +47,7 @@ def test_m_accepts_the_folder_of_a_trained_model(command, checkpoint, words, tmp
     ran = command("train", "-m", checkpoint, "--out", tmp_path, *QUICK, words)
     assert ran.code == 0
     assert ran.out == f"Wrote {tmp_path / 'final'} after 3 steps. Means: {means(tmp_path, 3, words)}.\n"
+    assert "reads all of" not in ran.err  # 505 tokens are 16 canvases, in rows of one and of two
     before, after = (load_file(folder / "model.safetensors") for folder in (checkpoint, tmp_path / "final"))
     assert not torch.equal(before["model.decoder.embed_tokens.weight"], after["model.decoder.embed_tokens.weight"])
     assert command("generate", "-m", tmp_path / "final", "-n", "1", "--steps", "1", "Hi").code == 0
@@ -217,14 +218,12 @@ def test_each_prompt_and_answer_is_one_row(command, checkpoint, tmp_path):
     [("few.txt", "to be"), ("one.jsonl", '{"prompt": "to be", "answer": "or not"}')],
     ids=["text", "prompt"],
 )
-def test_a_text_that_every_step_reads_completely_is_noted(command, checkpoint, words, tmp_path, name, text):
+def test_a_text_that_every_step_reads_completely_is_noted(command, checkpoint, tmp_path, name, text):
     (tmp_path / name).write_text(text)
     note = "The files have 1 row and a step takes 2, so every step reads all of the text"
     ran = command("train", "-m", checkpoint, "--out", tmp_path / "few", *QUICK, tmp_path / name)
     assert ran.code == 0
     assert len([line for line in ran.err.splitlines() if line.startswith(note)]) == 1
-    # 505 tokens are 16 canvases, in rows of one and of two.
-    assert "reads all of" not in command("train", "-m", checkpoint, "--out", tmp_path / "many", *QUICK, words).err
 
 
 def test_a_loss_that_is_not_finite_fails_in_a_sentence(command, checkpoint, words, tmp_path):

@@ -36,7 +36,7 @@ def sampler(logits, language, **options):
     return lambda u: conditioned(logits, language, rows=len(u), **options).sample(u)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", SEEDS[:4])
 def test_joint_samples_follow_the_conditional_law(seed):
     logits, language = random_logits(seed), random_language(seed, stops=seed % 2 == 0)
     exact = conditional(logits.softmax(-1), language)
@@ -56,7 +56,7 @@ def test_marginals_are_those_of_the_conditional_law(seed):
     torch.testing.assert_close(prediction.confidence[0], marginals.gather(1, best[:, None])[:, 0], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", SEEDS[:4])
 def test_decided_tokens_and_allowed_sets_are_part_of_the_condition(seed):
     logits, language = random_logits(seed), random_language(seed)
     text = TEXTS[accepted(language)][seed % int(accepted(language).sum())].tolist()

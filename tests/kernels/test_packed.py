@@ -237,11 +237,17 @@ def draw_outliers(*shape: int, seed: int, outliers: str) -> tuple[Tensor, Tensor
 )
 @pytest.mark.parametrize(
     ("width", "hidden"),
-    [(D, F), (200, 80), pytest.param(128, 192, marks=pytest.mark.slow)],
-    ids=["ragged", "odd halves", "exact"],
+    [(D, F), pytest.param(128, 192, marks=pytest.mark.slow)],
+    ids=["ragged", "exact"],
 )
 def test_products_match_float64(routing, outliers, width, hidden, dtype, device):
     check_products(draw_routing(routing), width, hidden, outliers, dtype, device)
+
+
+@pytest.mark.usefixtures("described")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products_of_an_odd_number_of_halves_match_float64(dtype, device):
+    check_products(draw_routing("even"), 200, 80, "more than one list", dtype, device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

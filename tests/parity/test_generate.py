@@ -69,11 +69,11 @@ def test_generate_equals_the_published_one_token_by_token_up_to_the_step_cap(mon
     if padded:
         mask[1, :6] = 0
         mask[2, :2] = 0
-    options = {"max_new_tokens": 96, "max_denoising_steps": 10}
+    options = {"max_new_tokens": 64, "max_denoising_steps": 6}
     expected = published_generate(monkeypatch, theirs, prompt, mask, [5, 6, 7], eos_token_id=[1], **options)
-    found = dgemma.generate(ours, prompt, attention_mask=mask, max_new_tokens=96, steps=10, seed=5, eos_token_ids=[1])
+    found = dgemma.generate(ours, prompt, attention_mask=mask, max_new_tokens=64, steps=6, seed=5, eos_token_ids=[1])
     compare(found, expected, 11)
-    assert (found.steps == 10).all()
+    assert (found.steps == 6).all()
 
 
 @pytest.mark.parametrize(

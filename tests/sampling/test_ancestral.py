@@ -50,8 +50,8 @@ def law(noise, steps, *, network="mean", sampler="mean", independent=True):
 @pytest.mark.parametrize(
     ("noise", "expected"),
     [
-        (mask_noise(), {1: 0.4859, 2: 0.2520, 4: 0.1295, 8: 0.0658, 16: 0.0332, 64: 0.00835}),
-        (uniform_noise(), {1: 0.4859, 2: 0.3063, 4: 0.1532, 8: 0.0704, 16: 0.0326, 64: 0.00755}),
+        (mask_noise(), {1: 0.4859, 2: 0.2520, 4: 0.1295, 8: 0.0658, 16: 0.0332}),
+        (uniform_noise(), {1: 0.4859, 2: 0.3063, 4: 0.1532, 8: 0.0704, 16: 0.0326}),
         pytest.param(mask_noise(), {256: 0.00209}, marks=pytest.mark.slow),
         pytest.param(uniform_noise(), {256: 0.00185}, marks=pytest.mark.slow),
     ],
@@ -81,7 +81,7 @@ def test_hybrid_noise_becomes_exact_as_steps_grow(gamma):
 
 @pytest.mark.parametrize("schedule", [OneMinusCosine(), PlainCosine(), Logarithmic()], ids=str)
 def test_any_schedule_leads_to_the_same_text(schedule):
-    assert total_variation(law(mask_noise(schedule=schedule), 64)) < 0.015
+    assert total_variation(law(mask_noise(schedule=schedule), 24)) < 0.04
 
 
 @pytest.mark.parametrize("noise", PROCESSES, ids=lambda n: n.kind)

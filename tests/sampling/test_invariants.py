@@ -82,8 +82,7 @@ def check_run(sampler, noise, seed):
 
 @pytest.mark.parametrize(("sampler", "noise"), CASES, ids=[f"{s}-{n.kind}" for s, n in CASES])
 def test_frozen_tokens_stay_and_allowed_sets_hold(sampler, noise):
-    for seed in (0, 1):
-        check_run(sampler, noise, seed)
+    check_run(sampler, noise, seed=0)
 
 
 @dataclass(frozen=True)

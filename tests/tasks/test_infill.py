@@ -45,8 +45,7 @@ def random_holes(batch_size, length, share, seed=1):
     return holes
 
 
-@pytest.mark.parametrize("process", PROCESSES)
-@pytest.mark.parametrize("share", [0.1, 0.6], ids=["few", "many"])
+@pytest.mark.parametrize(("process", "share"), [("uniform", 0.1), ("uniform", 0.6), ("mask", 0.6), ("hybrid", 0.1)])
 def test_given_tokens_never_change_and_every_hole_is_written(model, process, share):
     tokens, holes = text(2, 75), random_holes(2, 75, share)
     holes[1, 20:60] = True  # longer than a canvas
@@ -93,11 +92,11 @@ def test_all_forms_of_holes_mean_the_same(model, holes):
 
 @pytest.mark.parametrize("process", ["uniform", "mask"])
 def test_a_row_does_not_depend_on_its_batch(model, process):
-    tokens, holes = text(3, 70), random_holes(3, 70, 0.3)
-    holes[2, 5:55] = True
+    tokens, holes = text(2, 70), random_holes(2, 70, 0.3)
+    holes[1, 5:55] = True
     together = infill(model, tokens, holes, **options(process))
     assert together.trajectories is None  # without record=True
-    for row in range(3):
+    for row in range(2):
         alone = infill(model, tokens[row : row + 1], holes[row : row + 1], **options(process, seed=[5 + row]))
         assert torch.equal(together.tokens[row], alone.tokens[0])
         assert together.steps[row] == alone.steps[0]
