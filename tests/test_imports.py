@@ -32,6 +32,7 @@ IN_FUNCTIONS = {
     "dgemma.cli.writing": {"readline"},  # not on Windows
     "dgemma.data.vocabulary": {"tokenizers", "transformers"},
     "dgemma.eval.__main__": {"dgemma.eval.harness", "lm_eval.__main__"},
+    "dgemma.train.lora": {"dgemma_kernels.ops.grouped"},  # needs Triton
     "dgemma.view.gif": {"PIL", "matplotlib"},
     # Needs a Triton with Gluon, and is only for Hopper.
     "dgemma_kernels.ops.attention.kernel": {"dgemma_kernels.ops.attention.hopper"},

@@ -4,12 +4,16 @@ import torch
 
 from dgemma_kernels.ops import configs
 from dgemma_kernels.ops.experts import kernel as experts
+from dgemma_kernels.ops.grouped import kernel as grouped
 from dgemma_kernels.ops.mlp import kernel as mlp
 from dgemma_kernels.ops.norms import kernel as norms
 from dgemma_kernels.ops.router import kernel as router
 
 E, A, D, F, DENSE = 128, 8, 2816, 704, 2112
-WGMMA = {"_partial_scores_kernel", "_expert_gate_up_kernel", "_expert_down_kernel", "_dense_mlp_kernel"}
+WGMMA = {
+    *("_partial_scores_kernel", "_expert_gate_up_kernel", "_expert_down_kernel", "_dense_mlp_kernel"),
+    "_multiply_tokens_kernel",
+}
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -26,6 +30,13 @@ def run_routed_experts(tokens: int) -> None:
 
 def run_dense(tokens: int) -> None:
     mlp.dense_mlp(empty(tokens, D), empty(2 * DENSE, D), empty(D, DENSE), empty(2, dtype=torch.int32))
+
+
+def run_training() -> None:
+    x, narrow, order, ends = empty(256, D), empty(256, E * 8), torch.empty(256 * A, dtype=torch.int64), empty(E)
+    gate_up, down, wide, low = empty(E, 2 * F, D), empty(E, D, F), empty(E, 2 * F, 8), empty(E, 8, F)
+    grouped.multiply_tokens(x, gate_up, narrow, wide, order, ends.int())
+    grouped.multiply_tokens(x, down.transpose(1, 2), narrow, low.transpose(1, 2), order, ends.int())
 
 
 def run_norms() -> None:
@@ -45,5 +56,6 @@ CALLS = {
     },
     "dense MLP, whole blocks of tokens": lambda: run_dense(256),
     "dense MLP, ragged": lambda: run_dense(500),
+    "tokens with adapters": run_training,
     "norms": run_norms,
 }

@@ -1,6 +1,7 @@
 """Attention of new tokens over the cached prefix and themselves, causal or bidirectional."""
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,8 @@ from dgemma.model.rotary import rotate
 
 _FLASH_DIM = 256  # the largest heads of torch's fastest kernels
 _ALIGNED = 8  # 16-bit values; matrices with such rows have fast products
+
+_BY_KEY_HEAD, _BY_TOKEN = "b t (k g) h -> (b k) (g t) h", "(b k) (g t) h -> b t (k g) h"
 
 Mask = Tensor | BlockMask | Literal["causal"]
 
@@ -64,6 +67,19 @@ def attend_by_products(queries: Tensor, keys: Tensor, values: Tensor, *, causal:
     return out
 
 
+def in_words(copy: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """Return copy(*tensors), which moves values but keeps the last dimension.
+
+    It copies words of 8 bytes instead of values of 2, which is several times faster if memory is not contiguous.
+
+    Example: `in_words(lambda x: x.transpose(1, 2).contiguous(), keys)`.
+    """
+    size = tensors[0].itemsize
+    if any(x.stride(-1) != 1 or any(n * size % 8 for n in (x.shape[-1], *x.stride()[:-1])) for x in tensors):
+        return copy(*tensors)
+    return copy(*(x.view(torch.int64) for x in tensors)).view(tensors[0].dtype)
+
+
 def join(past: Tensor, new: Tensor) -> Tensor:
     """Return past (B, K, P, H) followed by new (B, K, T, H) keys or values: (B, K, P + T, H).
 
@@ -100,19 +116,16 @@ class _AttendByProducts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, causal: bool) -> Tensor:
         num_tokens, num_keys = queries.shape[1], keys.shape[2]
-        q = rearrange(queries, "b t (k g) h -> (b k) (g t) h", k=keys.shape[1])
+        q = in_words(partial(rearrange, pattern=_BY_KEY_HEAD, k=keys.shape[1]), queries)
         # For other numbers of keys, the library has only slow products.
-        padding = (0, 0, 0, -num_keys % _ALIGNED)
-        k, v = (F.pad(x, padding).flatten(0, 1) for x in (keys, values))
+        pad = partial(F.pad, pad=(0, 0, 0, -num_keys % _ALIGNED))
+        k, v = (in_words(pad, x).flatten(0, 1) for x in (keys, values))
         scores = _wide_product(q, k.mT)  # (B K, G T, S)
-        if causal:  # hides the padding too
-            weights = _causal_softmax(scores.flatten(0, 1), num_tokens, v.dtype).view_as(scores)
-        else:
-            scores[..., num_keys:] = -torch.inf
-            weights = scores.softmax(-1).to(v.dtype)
+        weights = _masked_softmax(scores.flatten(0, 1), num_tokens if causal else None, num_keys, v.dtype)
+        weights = weights.view_as(scores)
         ctx.save_for_backward(q, k, v, weights)
         ctx.num_keys = num_keys
-        return rearrange(weights @ v, "(b k) (g t) h -> b t (k g) h", b=queries.shape[0], t=queries.shape[1])
+        return in_words(partial(rearrange, pattern=_BY_TOKEN, b=queries.shape[0], t=num_tokens), weights @ v)
 
     @staticmethod
     @once_differentiable
@@ -120,10 +133,10 @@ class _AttendByProducts(torch.autograd.Function):
         q, k, v, weights = ctx.saved_tensors
         batch, num_tokens = grad.shape[:2]
         num_kv_heads = k.shape[0] // batch
-        grad = rearrange(grad, "b t (k g) h -> (b k) (g t) h", k=num_kv_heads).to(v.dtype)
+        grad = in_words(partial(rearrange, pattern=_BY_KEY_HEAD, k=num_kv_heads), grad).to(v.dtype)
         grad_weights = _wide_product(grad, v.mT)
         grad_scores = _grad_of_softmax(grad_weights.flatten(0, 1), weights.flatten(0, 1)).view_as(weights)
-        grad_q = rearrange(grad_scores @ k, "(b k) (g t) h -> b t (k g) h", b=batch, t=num_tokens)
+        grad_q = in_words(partial(rearrange, pattern=_BY_TOKEN, b=batch, t=num_tokens), grad_scores @ k)
         grad_k, grad_v = (
             x[:, : ctx.num_keys].unflatten(0, (batch, -1)) for x in (grad_scores.mT @ q, weights.mT @ grad)
         )
@@ -131,10 +144,16 @@ class _AttendByProducts(torch.autograd.Function):
 
 
 @fusible
-def _causal_softmax(scores: Tensor, num_tokens: int, dtype: torch.dtype) -> Tensor:
-    """Return attention weights from scores (M, S), where row m is of token m mod T and sees keys up to itself."""
-    token = torch.arange(scores.shape[0], device=scores.device) % num_tokens
-    hidden = torch.arange(scores.shape[1], device=scores.device) > token[:, None]
+def _masked_softmax(scores: Tensor, num_causal: int | None, num_keys: int, dtype: torch.dtype) -> Tensor:
+    """Return attention weights from scores (M, S), of which the first `num_keys` are of real keys.
+
+    num_causal: T, if row m is of token m mod T and sees keys up to itself.
+    """
+    key = torch.arange(scores.shape[1], device=scores.device)
+    hidden = key >= num_keys
+    if num_causal is not None:
+        token = torch.arange(scores.shape[0], device=scores.device) % num_causal
+        hidden = hidden | (key > token[:, None])
     return scores.masked_fill(hidden, -torch.inf).softmax(-1).to(dtype)
 
 

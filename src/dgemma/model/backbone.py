@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dgemma.model.attention import Attention, Mask
 from dgemma.model.config import LayerShape, ModelConfig
-from dgemma.model.experts import Experts, Kept, Router
+from dgemma.model.experts import Experts, Kept, Router, router_input
 from dgemma.model.fused import fusible
 from dgemma.model.layers import GatedMLP, RMSNorm, rms_norm
 
@@ -58,18 +58,21 @@ class Layer(nn.Module):
 
     def feed_forward(self, x: Tensor, attended: Tensor, scalar: Tensor, kept: Kept | None = None) -> Tensor:
         """Return the output (M, D) for the input and the output of attention, (M, D) each. scalar: (1,) or (M, 1)."""
-        residual, dense, experts = _after_attention(
+        residual, dense, experts, routed = _after_attention(
             x,
             attended,
             self.post_attention_layernorm.weight,
             self.pre_feedforward_layernorm.weight,
             self.pre_feedforward_layernorm_2.weight,
+            self.router.scale,
             self.input_layernorm.eps,
         )
+        chosen = None if kept is None or kept.groups is None else kept.groups.experts
+        routing = self.router(residual, chosen, routed)
         return _after_experts(
             residual,
             self.mlp(dense),
-            self._mix(experts, residual, kept),
+            self.experts(experts, routing) if kept is None else self.experts(experts, routing, kept),
             self.post_feedforward_layernorm_1.weight,
             self.post_feedforward_layernorm_2.weight,
             self.post_feedforward_layernorm.weight,
@@ -77,23 +80,21 @@ class Layer(nn.Module):
             self.input_layernorm.eps,
         )
 
-    def _mix(self, x: Tensor, residual: Tensor, kept: Kept | None) -> Tensor:
-        """Return the experts' output (M, D) for their input x (M, D); the router reads the unnormed residual."""
-        if kept is None:
-            mixed: Tensor = self.experts(x, self.router(residual))
-        else:
-            routing = self.router(residual) if kept.groups is None else self.router(residual, kept.groups.experts)
-            mixed = self.experts(x, routing, kept)
-        return mixed
-
 
 @fusible
 def _after_attention(
-    x: Tensor, attended: Tensor, post_norm: Tensor, dense_norm: Tensor, experts_norm: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the residual and the inputs of the dense MLP and of the experts, (M, D) each."""
+    x: Tensor,
+    attended: Tensor,
+    post_norm: Tensor,
+    dense_norm: Tensor,
+    experts_norm: Tensor,
+    router_scale: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the residual and the inputs of the dense MLP, of the experts and of the router, (M, D) each."""
     residual = x + rms_norm(attended, post_norm, eps)
-    return residual, rms_norm(residual, dense_norm, eps), rms_norm(residual, experts_norm, eps)
+    dense, experts = (rms_norm(residual, norm, eps) for norm in (dense_norm, experts_norm))
+    return residual, dense, experts, router_input(residual, router_scale, eps)
 
 
 @fusible

@@ -1,5 +1,6 @@
 """The mixture of experts: a router that reads the raw residual, and the experts it chooses."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -63,12 +64,13 @@ class Router(nn.Module):
         self.scale = nn.Parameter(torch.ones(config.hidden_size))
         self.per_expert_scale = nn.Parameter(torch.ones(config.num_experts))
 
-    def forward(self, residual: Tensor, chosen: Tensor | None = None) -> Routing:
+    def forward(self, residual: Tensor, chosen: Tensor | None = None, x: Tensor | None = None) -> Routing:
         """Route the residual (M, D), before any norm. A normed input would break the routing without an error.
 
-        chosen: the experts (M, A), if they are known.
+        chosen: the experts (M, A), if they are known. x: `router_input` of the residual, if it is known.
         """
-        x = _router_input(residual, self.scale, self.eps)
+        if x is None:
+            x = router_input(residual, self.scale, self.eps)
         probabilities = self.proj(x).softmax(-1, dtype=wide_dtype(x))
         scales = self.per_expert_scale.expand_as(probabilities)
         if torch.compiler.is_compiling() and probabilities.shape[-1] <= _FEW:
@@ -82,7 +84,8 @@ class Router(nn.Module):
 
 
 @fusible
-def _router_input(residual: Tensor, scale: Tensor, eps: float) -> Tensor:
+def router_input(residual: Tensor, scale: Tensor, eps: float) -> Tensor:
+    """Return the scaled norm (M, D) of the residual, which a router's product reads."""
     return rms_norm(residual, None, eps) * scale * residual.shape[-1] ** -0.5
 
 
@@ -135,7 +138,7 @@ class Experts(nn.Module):
         Example: `model.layers[0].experts.waits(torch.bfloat16)`.
         """
         weights = self.gate_up_proj, self.down_proj
-        return weights[0].shape[0] > 1 and not all(_supports_grouped(weight, dtype) for weight in weights)
+        return weights[0].shape[0] > 1 and not all(_supports_grouped(weight.shape[1:], dtype) for weight in weights)
 
     def gate_up(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Return gate and up (R, 2F) of rows (R, D) grouped by expert; the group of expert e ends at ends[e]."""
@@ -232,7 +235,7 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _sum_choices(grad, *ctx.saved_tensors), None, None
+        return sum_choices(grad, *ctx.saved_tensors), None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -252,7 +255,7 @@ def _copy_rows(tokens: Tensor, order: Tensor, top_k: int) -> Tensor:
 
 
 @fusible
-def _sum_choices(rows: Tensor, back: Tensor) -> Tensor:
+def sum_choices(rows: Tensor, back: Tensor) -> Tensor:
     return rows[back].sum(1)
 
 
@@ -280,7 +283,7 @@ def product_by_group(rows: Tensor, weights: Weight, ends: Tensor) -> Tensor:
         rows, weights = rows.to(dtype), weights.to(dtype)
     if weights.shape[0] == 1:
         return F.linear(rows, weights[0])
-    if not _supports_grouped(weights, weights.dtype):
+    if not _supports_grouped(weights.shape[1:], weights.dtype):
         return looped_product(rows, weights, ends)
     if type(rows) is Tensor and not torch.compiler.is_compiling():
         # A custom operator costs 0.2 ms per call, and its first call imports torch's compiler, which takes seconds.
@@ -324,15 +327,24 @@ def _grouped_product_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Te
     grad = grad.contiguous()
     needs_rows, needs_weights, _ = ctx.needs_input_grad
     grad_rows = product_by_group(grad, weights.transpose(1, 2), ends) if needs_rows else None
-    return grad_rows, grouped_outer(grad, rows, ends) if needs_weights else None, None
+    return grad_rows, outer_by_group(grad, rows, ends) if needs_weights else None, None
 
 
 grouped_product.register_autograd(_grouped_product_backward, setup_context=_keep_for_backward)
 
 
+def outer_by_group(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """Return leftᵀ right of each group, the gradient of its weights: (R, O), (R, I), ends (E,) → (E, O, I)."""
+    widths = left.shape[1], right.shape[1]
+    if ends.shape[0] > 1 and _supports_grouped(widths, left.dtype):
+        return grouped_outer(left, right, ends)
+    sizes = _group_sizes(ends)
+    return torch.stack([one.T @ other for one, other in zip(left.split(sizes), right.split(sizes), strict=True)])
+
+
 @torch.library.custom_op("dgemma::grouped_outer", mutates_args=())
 def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """Return leftᵀ right of each group, the gradient of the weights: (R, O), (R, I), ends (E,) → (E, O, I)."""
+    """Compute `outer_by_group` of all groups at once."""
     return F.grouped_mm(left.transpose(0, 1), right, offs=ends)
 
 
@@ -343,15 +355,19 @@ def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 def looped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """Compute `grouped_product` by a loop over groups: its definition, and the fallback for shapes it refuses."""
-    sizes = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
-    return torch.cat([group @ weight.T for group, weight in zip(rows.split(sizes), weights, strict=True)])
+    groups = zip(rows.split(_group_sizes(ends)), weights, strict=True)
+    return torch.cat([group @ weight.T for group, weight in groups])
 
 
-def _supports_grouped(weights: Weight, dtype: torch.dtype) -> bool:
-    """Return True if torch's grouped product supports these weights in this dtype.
+def _group_sizes(ends: Tensor) -> list[int]:
+    return torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
 
-    The dtype must have 16 or 32 bits. Both sides of a weight must have a multiple of 16 bytes.
+
+def _supports_grouped(widths: Sequence[int], dtype: torch.dtype) -> bool:
+    """Return True if torch's grouped product supports weights with sides of these widths in this dtype.
+
+    The dtype must have 16 or 32 bits. Both sides must have a multiple of 16 bytes.
     """
     return dtype in (torch.float32, torch.bfloat16, torch.float16) and all(
-        size * dtype.itemsize % 16 == 0 for size in weights.shape[1:]
+        size * dtype.itemsize % 16 == 0 for size in widths
     )

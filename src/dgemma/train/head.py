@@ -182,13 +182,15 @@ class _SoftEmbedding(torch.autograd.Function):
         dtype: torch.dtype,
         num_rows: int,
     ) -> Tensor:
-        narrow, pieces, probabilities = weight.to(dtype), [], None
+        narrow, pieces, kept = weight.to(dtype), [], None
         of_slice = fused(_probabilities_of_slice, hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in hidden.split(num_rows):
                 probabilities = of_slice(F.linear(rows.to(dtype), narrow), allowed, cap, rounded)
                 pieces.append(probabilities @ narrow)
-        kept = probabilities if len(pieces) == 1 and ctx.needs_input_grad[1] else None
+                if hidden.shape[0] <= num_rows and ctx.needs_input_grad[1]:
+                    kept = probabilities
+                del probabilities  # before the next slice's are computed
         ctx.save_for_backward(hidden, weight, allowed, kept)
         ctx.cap, ctx.rounded, ctx.dtype, ctx.num_rows = cap, rounded, dtype, num_rows
         return torch.cat(pieces)

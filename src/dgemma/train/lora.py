@@ -7,13 +7,12 @@ base weights. Adapters are additional parameters of those modules, saved separat
 """
 
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -30,10 +29,12 @@ from dgemma.model.experts import (
     Kept,
     Routing,
     dispatch,
+    outer_by_group,
     product_by_group,
     require_experts,
+    sum_choices,
 )
-from dgemma.model.fused import fusible
+from dgemma.model.fused import compiles_on, fusible
 from dgemma.model.layers import gated_gelu, product_dtype, wide_dtype
 from dgemma.model.quantize import requantize
 from dgemma.model.quantized import (
@@ -53,6 +54,7 @@ _TARGETS = {
     "self_conditioning": ("self_conditioning.gate_proj", "self_conditioning.up_proj", "self_conditioning.down_proj"),
 }
 _EXPERT_WEIGHTS = {"gate_up_": "gate_up_proj", "down_": "down_proj"}  # by the prefix of their adapters
+_EXPERT_ADAPTERS = ("gate_up_lora_a", "gate_up_lora_b", "down_lora_a", "down_lora_b")
 _DTYPES = ("F64", "F32", "F16", "BF16")
 
 
@@ -145,40 +147,54 @@ class AdaptedExperts(Experts):
         return mixed
 
     def hidden(self, x: Tensor, groups: Groups) -> Tensor:
-        wide = self.gate_up(dispatch(x, groups), groups.ends)
+        a, b = (weight.to(x.dtype) for weight in (self.gate_up_lora_a, self.gate_up_lora_b))
         # For small ranks, one product of all tokens with all experts' A is faster than thin products by expert.
-        narrow = F.linear(x, self.gate_up_lora_a.to(x.dtype).flatten(0, 1))  # (M, E · rank)
-        narrow = _Take.apply(narrow, self._places(groups)) * self.lora.scale  # (R, rank)
-        return _gated_sum(wide, product_by_group(narrow, self.gate_up_lora_b.to(x.dtype), groups.ends))
+        narrow = F.linear(x, a.flatten(0, 1)) * self.lora.scale  # (M, E · rank)
+        return _product_of_tokens(x, self.gate_up_proj, narrow, b, groups, gated=True)
 
     def mix(self, hidden: Tensor, weights: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
         mixed = super().mix(hidden, weights, groups, dtype)
         narrow = product_by_group(hidden, self.down_lora_a.to(hidden.dtype), groups.ends)
         narrow = (narrow * (_by_row(weights, groups)[:, None] * self.lora.scale)).to(hidden.dtype)
         # Zeros for the other experts make the sum over a token's experts one product with all experts' B.
-        width = self.down_lora_b.shape[0] * self.lora.rank
-        spread = _Put.apply(narrow, self._places(groups), (weights.shape[0], width))  # (M, E · rank)
+        spread = _Put.apply(narrow, groups)  # (M, E · rank)
         b = self.down_lora_b.to(hidden.dtype).transpose(1, 2).flatten(0, 1)
-        return torch.addmm(mixed, spread, b) if mixed.dtype == spread.dtype else mixed + spread @ b
+        return mixed.addmm_(spread, b) if mixed.dtype == spread.dtype else mixed + spread @ b
 
-    def mix_along(self, direction: Tensor, hidden: Tensor, weights: Tensor, groups: Groups) -> Tensor:
-        """Return the inner product of a direction (M, D) and the output of `mix`, one summand per row (R,).
+    def gradients(
+        self, grad: Tensor, x: Tensor, weights: Tensor, groups: Groups, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return the gradients of x (M, D), of the routing weights (M, A) and of the parameters that require one.
 
-        If the direction is the gradient of that output, this product and `mix` have the same gradients. The output
-        itself is not computed: the direction is multiplied by the transposed down weights instead.
+        grad: that of the experts' output (M, D). Hidden values are computed again, the output is not: `grad` is
+        multiplied by the transposed down weights instead. dtype: that of products.
         """
+        assert isinstance(self.gate_up_proj, Tensor)
         assert isinstance(self.down_proj, Tensor)
-        pulled = product_by_group(dispatch(direction, groups), self.down_proj.transpose(1, 2), groups.ends)  # (R, F)
-        narrow = product_by_group(hidden, self.down_lora_a.to(hidden.dtype), groups.ends)  # (R, rank)
-        wide = direction @ self.down_lora_b.to(direction.dtype).transpose(1, 2).flatten(0, 1).T
-        along = _Take.apply(wide, self._places(groups))
-        return _inner_products(hidden, pulled, narrow, along, _by_row(weights, groups), self.lora.scale)
-
-    def _places(self, groups: Groups) -> Tensor:
-        """Return the indices (R, rank) of each row's values in a flattened (M, E · rank) tensor of products with A."""
-        token, expert = groups.order // groups.experts.shape[1], groups.experts.flatten()[groups.order]
-        first = (token * groups.ends.shape[0] + expert) * self.lora.rank
-        return first[:, None] + torch.arange(self.lora.rank, device=first.device)
+        scale, ends = self.lora.scale, groups.ends
+        x, grad, gate_up, down = x.to(dtype), grad.to(dtype), self.gate_up_proj.to(dtype), self.down_proj.to(dtype)
+        up_a, up_b, down_a, down_b = (getattr(self, name).to(dtype) for name in _EXPERT_ADAPTERS)
+        narrow = _scaled_product(x, up_a.flatten(0, 1).T, scale)  # (M, E · rank)
+        wide = _product_of_tokens(x, gate_up, narrow, up_b, groups)  # (R, 2F)
+        along = _scaled_product(grad, down_b.transpose(1, 2).flatten(0, 1).T, scale)
+        pulled = _product_of_tokens(grad, down.transpose(1, 2), along, down_a.transpose(1, 2), groups)  # (R, F)
+        hidden, of_wide, of_rows = _gated_and_grad(wide, pulled, weights, groups.order)
+        along_rows = (_take(along, groups) * _by_row(weights, groups)[:, None]).to(dtype)
+        down_narrow = product_by_group(hidden, down_a, ends) * (_by_row(weights, groups)[:, None] * scale)
+        of_narrow = _put(product_by_group(of_wide, up_b.transpose(1, 2), ends) * scale, groups)
+        of_x = sum_choices(product_by_group(of_wide, gate_up.transpose(1, 2), ends), groups.back)
+        found = {
+            "gate_up_lora_a": (of_narrow.T @ x).view_as(up_a),
+            "gate_up_lora_b": outer_by_group(of_wide, _take(narrow, groups), ends),
+            "down_lora_a": outer_by_group(along_rows, hidden, ends),
+            "down_lora_b": (_put(down_narrow.to(dtype), groups).T @ grad).view_as(down_b.mT).mT,
+        }
+        if self.gate_up_proj.requires_grad:
+            found["gate_up_proj"] = outer_by_group(of_wide, dispatch(x, groups), ends)
+        if self.down_proj.requires_grad:
+            weighted = dispatch(grad, groups) * _by_row(weights, groups)[:, None]
+            found["down_proj"] = outer_by_group(weighted.to(dtype), hidden, ends)
+        return of_x.addmm_(of_narrow, up_a.flatten(0, 1)), of_rows[groups.back], found
 
     def updates(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name of each base weight in this module, and the update of its adapter."""
@@ -215,7 +231,7 @@ class _AdaptedProducts(torch.autograd.Function):
         ctx.scale, ctx.dtypes = scale, (x.dtype, pairs[0].dtype)
         ctx.quantized = [None if isinstance(weight, Tensor) else weight for weight in weights]
         with torch.autocast(x.device.type, enabled=False):
-            narrow = (rows @ a.T).mul_(scale)  # (M, count · rank)
+            narrow = _scaled_product(rows, a.T, scale)  # (M, count · rank)
             ctx.save_for_backward(rows, a, narrow, *b, *pairs[2 * count :])
             if known is not None:
                 return tuple(out.detach() for out in known)
@@ -232,7 +248,9 @@ class _AdaptedProducts(torch.autograd.Function):
         b, tensors = others[:count], iter(others[count:])
         weights = [next(tensors) if weight is None else weight for weight in ctx.quantized]
         flat = [grad.flatten(0, -2) for grad in grads]
-        grad_narrow = torch.cat([grad @ of_pair for grad, of_pair in zip(flat, b, strict=True)], 1).mul_(ctx.scale)
+        grad_narrow = torch.cat(
+            [_scaled_product(grad, of_pair, ctx.scale) for grad, of_pair in zip(flat, b, strict=True)], 1
+        )
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = grad_narrow @ a
@@ -297,36 +315,50 @@ def _cast(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tens
 
 
 class _Take(torch.autograd.Function):
-    """The values of x at `places`, which are all different, so that the gradient is a copy too."""
+    """`_take`, whose gradient is a copy too, because all its places are different."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
-        ctx.shape = x.shape
-        return x.take(places)
+    def forward(ctx: Any, x: Tensor, groups: Groups) -> Tensor:
+        ctx.groups = groups
+        return _take(x, groups)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (places,) = ctx.saved_tensors
-        return _put(grad, places, ctx.shape), None
+        return _put(grad, ctx.groups), None
 
 
 class _Put(torch.autograd.Function):
-    """Zeros of a shape with the values x at `places`, which are all different: the transpose of `_Take`."""
+    """`_put`, the transpose of `_take`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, places: Tensor, shape: tuple[int, ...]) -> Tensor:
-        ctx.save_for_backward(places)
-        return _put(x, places, shape)
+    def forward(ctx: Any, rows: Tensor, groups: Groups) -> Tensor:
+        ctx.groups = groups
+        return _put(rows, groups)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.take(*ctx.saved_tensors), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _take(grad, ctx.groups), None
 
 
-def _put(x: Tensor, places: Tensor, shape: Sequence[int]) -> Tensor:
-    zeros = x.new_zeros(math.prod(shape))
-    return zeros.scatter_(0, places.flatten(), x.flatten()).view(shape)
+def _take(x: Tensor, groups: Groups) -> Tensor:
+    """Return the values (R, rank) of each row's expert from those of all experts, (M, E · rank)."""
+    return _take_rows(x.unflatten(1, (groups.ends.shape[0], -1)), groups.experts, groups.order)
+
+
+def _put(rows: Tensor, groups: Groups) -> Tensor:
+    """Return (M, E · rank) with rows (R, rank) at the places of `_take`, and zeros elsewhere."""
+    return _put_rows(rows, groups.experts, groups.order, groups.ends.shape[0]).flatten(1)
+
+
+@fusible
+def _take_rows(x: Tensor, experts: Tensor, order: Tensor) -> Tensor:
+    return x[order // experts.shape[1], experts.flatten()[order]]
+
+
+@fusible
+def _put_rows(rows: Tensor, experts: Tensor, order: Tensor, num_experts: int) -> Tensor:
+    zeros = rows.new_zeros(experts.shape[0], num_experts, rows.shape[1])
+    return zeros.index_put((order // experts.shape[1], experts.flatten()[order]), rows)
 
 
 class _ByRow(torch.autograd.Function):
@@ -358,7 +390,7 @@ class _KeptOutput(torch.autograd.Function):
         groups = kept.group(experts, module.gate_up_proj.shape[0])
         if kept.mixed is None:
             kept.mixed = module.mix(module.hidden(x, groups), weights, groups, x.dtype)
-        ctx.module, ctx.autocast = module, same_autocast(x.device)
+        ctx.module, ctx.dtype = module, product_dtype(x)
         ctx.save_for_backward(x, weights, *groups)
         return kept.mixed.detach()
 
@@ -366,14 +398,42 @@ class _KeptOutput(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weights, *groups = ctx.saved_tensors
-        inputs = x.detach().requires_grad_(), weights.detach().requires_grad_()
-        with torch.enable_grad(), ctx.autocast():
-            hidden = ctx.module.hidden(inputs[0], Groups(*groups))
-            along = ctx.module.mix_along(grad, hidden, inputs[1], Groups(*groups))
-        of_x, of_weights, *of_trained = torch.autograd.grad(
-            along, [*inputs, *trained_weights(ctx.module)], torch.ones_like(along)
-        )
-        return None, None, of_x, of_weights, None, *of_trained
+        with torch.autocast(x.device.type, enabled=False):
+            of_x, of_weights, found = ctx.module.gradients(grad, x, weights, Groups(*groups), ctx.dtype)
+        trained = [(name, weight) for name, weight in ctx.module.named_parameters() if weight.requires_grad]
+        of_trained = [found[name].to(weight.dtype) for name, weight in trained]
+        return None, None, of_x.to(x.dtype), of_weights, None, *of_trained
+
+
+def _scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
+    """Return scale · left @ right, rounded once."""
+    return torch.addmm(left.new_empty(()), left, right, beta=0, alpha=scale)
+
+
+def _product_of_tokens(
+    x: Tensor, weights: Weight, narrow: Tensor, b: Tensor, groups: Groups, *, gated: bool = False
+) -> Tensor:
+    """Return x W_eᵀ + narrow_e B_eᵀ of each choice: x (M, I), weights (E, O, I), narrow (M, E · rank), b (E, O, rank).
+
+    The result is (R, O), or (R, O / 2) if gated, by `gated_gelu`. On a GPU, the compiled steps of training use one
+    kernel, which copies no tokens.
+    """
+    if compiles_on(x.device) and not torch.is_grad_enabled() and _fits_kernel(weights, x):
+        from dgemma_kernels.ops.grouped import multiply_tokens
+
+        return multiply_tokens(x.contiguous(), weights, narrow, b, groups.order, groups.ends, gated=gated)
+    low = product_by_group(_Take.apply(narrow, groups), b, groups.ends)
+    out = product_by_group(dispatch(x, groups), weights, groups.ends) + low
+    return gated_gelu(*out.chunk(2, dim=-1)) if gated else out
+
+
+def _fits_kernel(weights: Weight, x: Tensor) -> TypeGuard[Tensor]:
+    return (
+        x.is_cuda
+        and isinstance(weights, Tensor)
+        and x.dtype == weights.dtype in (torch.bfloat16, torch.float16)
+        and x.shape[1] % 64 == weights.shape[1] % 8 == 0
+    )
 
 
 def same_autocast(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
@@ -395,17 +455,14 @@ def trained_weights(module: nn.Module) -> list[nn.Parameter]:
 
 
 @fusible
-def _gated_sum(wide: Tensor, low: Tensor) -> Tensor:
-    return gated_gelu(*(wide + low).chunk(2, dim=-1))
+def _gated_and_grad(wide: Tensor, pulled: Tensor, weights: Tensor, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return hidden values (R, F), gradients of gate and up (R, 2F), and those of the routing weights by row, (R,).
 
-
-@fusible
-def _inner_products(
-    hidden: Tensor, pulled: Tensor, narrow: Tensor, along: Tensor, weights: Tensor, scale: float
-) -> Tensor:
-    """Return weight · (hidden · pulled + scale · narrow · along) of each row, (R,) in float32."""
-    wide, low = ((left.to(wide_dtype(left)) * right).sum(-1) for left, right in ((hidden, pulled), (narrow, along)))
-    return weights * (wide + scale * low)
+    pulled: the gradient of the hidden values (R, F), before it is multiplied by the routing weights (M, A).
+    """
+    hidden, pull_back = torch.func.vjp(gated_gelu, *wide.chunk(2, dim=-1))  # type: ignore[misc]
+    by_row, exact = weights.flatten()[order][:, None], pulled.to(wide_dtype(pulled))
+    return hidden, torch.cat(pull_back((by_row * exact).to(hidden.dtype)), -1), (hidden * exact).sum(-1)
 
 
 @typed

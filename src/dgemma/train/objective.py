@@ -354,7 +354,8 @@ class Objective:
         canvases: Canvases,
         noisy: NoisyCanvases,
     ) -> tuple[Tensor, Tensor]:
-        of_canvases = Tokens(canvas_positions(canvases.starts, self.canvas_len), self._canvas_masks(model, canvases))
+        noisy_masks = self._canvas_masks(model, canvases, canvases_first=True)
+        of_canvases = Tokens(canvas_positions(canvases.starts, self.canvas_len), noisy_masks)
         run = TogetherPass(model, Tokens(text_positions(tokens), masks), of_canvases, canvases.prefix_len)
         text, level = model.embed(tokens), _level(model, canvases, noisy)
 
@@ -366,7 +367,9 @@ class Objective:
         text_hidden, hidden = run.denoise_again(text, embed_canvases(model, noisy.z, signal, level))
         return text_hidden, hidden.view(*noisy.z.shape, -1)
 
-    def _canvas_masks(self, model: DiffusionGemma, canvases: Canvases) -> list[Mask | None]:
+    def _canvas_masks(
+        self, model: DiffusionGemma, canvases: Canvases, *, canvases_first: bool = False
+    ) -> list[Mask | None]:
         return canvas_masks(
             model,
             canvases.starts,
@@ -375,6 +378,7 @@ class Objective:
             documents=canvases.packing,
             aligned=canvases.aligned,
             attention=self.attention,
+            canvases_first=canvases_first,
         )
 
     def _signal(

@@ -85,11 +85,13 @@ def canvas_masks(
     documents: tuple[Tensor, Tensor] | None = None,
     aligned: bool = False,
     attention: str = "dense",
+    canvases_first: bool = False,
 ) -> list[Mask | None]:
     """Return each layer's mask for canvases that start at positions (B, K), after `num_clean` tokens of clean text.
 
     documents: of the clean tokens (B, P) and of the canvases (B, K, C). aligned: True promises that K is 1 and every
-    canvas starts at `num_clean`; then no mask is needed unless the window is too short.
+    canvas starts at `num_clean`; then no mask is needed unless the window is too short. canvases_first: the keys are
+    those of the canvases, then those of the text, instead of the reverse.
 
     Example: `predict_canvases(model, canvases, starts, clean, canvas_masks(model, starts, 64, 128, aligned=True))`.
     """
@@ -108,6 +110,8 @@ def canvas_masks(
         def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             canvas = query // canvas_len
             start = starts[row, canvas]
+            if canvases_first:
+                key = (key + num_clean) % (num_clean + num_noisy)
             before = key < start
             if reach is not None:
                 before = before & (key >= start - reach)

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dgemma.model.attention import Mask, attend, join
+from dgemma.model.attention import Mask, attend, in_words
 from dgemma.model.backbone import KeysValues, Layer
+from dgemma.model.config import LayerShape
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.experts import Kept, group_by_expert
 from dgemma.model.rotary import rotary_table
@@ -32,10 +33,10 @@ class Tokens(NamedTuple):
 class _FromText(NamedTuple):
     """A layer's results of the pass with the text. The canvas's part of each is replaced when it is denoised again."""
 
-    keys: Tensor  # (B, K, S, H): the text that canvases see, then the canvases
+    keys: Tensor  # (B, K, S, H): the canvases, then the text that they see
     values: Tensor
     kept: Kept
-    out: Tensor  # (M, D): the text, then the canvases
+    out: Tensor  # (B·L, D)
 
 
 def can_run_together(model: DiffusionGemma) -> bool:
@@ -53,7 +54,8 @@ def can_run_together(model: DiffusionGemma) -> bool:
 class TogetherPass:
     """The layers over a text and its canvases. Call `read_and_denoise` once, then `denoise_again` once.
 
-    num_seen: the number of text tokens that canvases see.
+    num_seen: the number of text tokens that canvases see. A row has L = C + T tokens: canvases, then text. So the keys
+    that canvases see, and those of the text, are both slices. The masks of canvases have their keys in this order.
 
     Example: `run = TogetherPass(model, text, canvases, 64); first = run.read_and_denoise(x, noisy)`.
     """
@@ -61,12 +63,12 @@ class TogetherPass:
     def __init__(self, model: DiffusionGemma, text: Tokens, canvases: Tokens, num_seen: int) -> None:
         self.model, self.text, self.canvases, self.num_seen = model, text, canvases, num_seen
         self.layers: list[Layer] = list(model.layers)  # type: ignore[arg-type]
-        self.batch_size = text.positions.shape[0]
-        self.sizes = [text.positions.numel(), canvases.positions.numel()]
+        self.batch_size, self.num_noisy = canvases.positions.shape
         shapes = [model.config.layer_shape(number) for number in range(len(self.layers))]
-        positions = torch.cat((text.positions.flatten(), canvases.positions.flatten()))[None]
-        tables = {s.kind: rotary_table(s, positions, model.dtype) for s in {s.kind: s for s in shapes}.values()}
-        self.ropes: list[KeysValues] = [tables[shape.kind] for shape in shapes]  # (1, M, 1, H) each
+        positions = torch.cat((canvases.positions, text.positions), 1)
+        self.ropes, self.noisy_ropes = (
+            _rotary_tables(shapes, each.view(1, -1), model.dtype) for each in (positions, canvases.positions)
+        )
         self.results: list[_FromText] = []
 
     @torch.no_grad()
@@ -75,97 +77,115 @@ class TogetherPass:
 
         Example: `run.read_and_denoise(model.embed(tokens), model.embed_canvas(noisy))`.
         """
-        x = self._join(text, canvases)
+        x = torch.cat((canvases, text), 1).flatten(0, 1)
         for number in range(len(self.layers)):
             kept = Kept()
             x, keys, values = self.run_layer(number, x, kept)
             self.results.append(_FromText(keys, values, kept, x))
-        return self.model.norm(self._part(x, 1))
+        return self.model.norm(self.of_canvases(x))
 
     def denoise_again(self, text: Tensor, canvases: Tensor) -> tuple[Tensor, Tensor]:
         """Denoise other canvases (B, C, D) after the same text; return the last hidden states of both, with gradients.
 
         Example: `text_hidden, hidden = run.denoise_again(model.embed(tokens), model.embed_canvas(noisy, signal))`.
         """
-        x = self._join(text, canvases)
+        x = torch.cat((canvases, text), 1).flatten(0, 1)
         for number, layer in enumerate(self.layers):
             x = _TogetherLayer.apply(self, number, x, *trained_weights(layer))
-        hidden = self.model.norm(x)
-        return self._part(hidden, 0), self._part(hidden, 1)
+        hidden = self.model.norm(x).unflatten(0, (self.batch_size, -1))
+        noisy, clean = hidden.split((self.num_noisy, self.text.positions.shape[1]), 1)
+        return clean, noisy
 
     def run_layer(self, number: int, x: Tensor, kept: Kept) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the output (M, D) of a layer for x (M, D), and the keys and values (B, K, S, H) that canvases see."""
-        layer = self.layers[number]
-        queries, keys, values = _project(layer, x, self.ropes[number])
-        text_keys, keys = _TextAndSeen.apply(keys, self.batch_size, self.sizes, self.num_seen)
-        text_values, values = _TextAndSeen.apply(values, self.batch_size, self.sizes, self.num_seen)
-        text_queries, canvas_queries = self._parts(queries)
-        text = attend(text_queries, text_keys, text_values, self.text.masks[number])
-        canvases = attend(canvas_queries, keys, values, self.canvases.masks[number])
-        attended = _project_out(layer, torch.cat((text.flatten(0, 1), canvases.flatten(0, 1))), kept)
-        scalars = (layer.causal_layer_scalar.expand(self.sizes[0]), layer.layer_scalar.expand(self.sizes[1]))
-        return layer.feed_forward(x, attended, torch.cat(scalars)[:, None], kept), keys, values
+        """Return the output (B·L, D) of a layer for x (B·L, D), and the keys and values that canvases see."""
+        layer, num_noisy = self.layers[number], self.num_noisy
+        queries, keys, values = _project(layer, x, self.ropes[number], self.batch_size)
+        noisy_queries, queries = _Split.apply(queries, num_noisy, num_noisy)
+        (noisy_keys, keys), (noisy_values, values) = (
+            (part.transpose(1, 2) for part in _Split.apply(of_all, num_noisy, num_noisy + self.num_seen))
+            for of_all in (keys, values)
+        )
+        noisy = attend(noisy_queries, noisy_keys, noisy_values, self.canvases.masks[number])
+        text = attend(queries, keys, values, self.text.masks[number])
+        attended = _project_out(layer, _Join.apply(noisy, text), kept)
+        scalars = (layer.layer_scalar.expand(num_noisy), layer.causal_layer_scalar.expand(text.shape[1]))
+        scalar = torch.cat(scalars).repeat(self.batch_size)[:, None]
+        return layer.feed_forward(x, attended, scalar, kept), noisy_keys, noisy_values
 
     def run_canvases(self, number: int, x: Tensor, result: _FromText, kept: Kept) -> Tensor:
         """Return the output of a layer for canvases x (B·C, D), and replace the keys and values of the earlier ones."""
         layer = self.layers[number]
-        cos, sin = (table[:, self.sizes[0] :] for table in self.ropes[number])
-        queries, keys, values = (x.unflatten(0, (self.batch_size, -1)) for x in _project(layer, x, (cos, sin)))
-        result.keys[:, :, self.num_seen :] = keys.transpose(1, 2)
-        result.values[:, :, self.num_seen :] = values.transpose(1, 2)
+        queries, keys, values = _project(layer, x, self.noisy_ropes[number], self.batch_size)
+        result.keys[:, :, : self.num_noisy] = keys.transpose(1, 2)
+        result.values[:, :, : self.num_noisy] = values.transpose(1, 2)
         attended = attend(queries, result.keys, result.values, self.canvases.masks[number])
         scalar = layer.layer_scalar.repeat(x.shape[0])[:, None]
-        return layer.feed_forward(x, _project_out(layer, attended.flatten(0, 1), kept), scalar, kept)
+        return layer.feed_forward(x, _project_out(layer, attended, kept), scalar, kept)
 
-    def _join(self, text: Tensor, canvases: Tensor) -> Tensor:
-        return torch.cat((text.flatten(0, 1), canvases.flatten(0, 1)))
-
-    def _parts(self, x: Tensor) -> list[Tensor]:
-        """Return the part (B, T, …) of the text and the part (B, C, …) of the canvases."""
-        return [part.unflatten(0, (self.batch_size, -1)) for part in x.split(self.sizes)]
-
-    def _part(self, x: Tensor, number: int) -> Tensor:
-        return self._parts(x)[number]
+    def of_canvases(self, x: Tensor) -> Tensor:
+        """Return the part (B, C, …) of x (B·L, …)."""
+        return x.unflatten(0, (self.batch_size, -1))[:, : self.num_noisy]
 
 
-def _project(layer: Layer, x: Tensor, rope: KeysValues) -> list[Tensor]:
-    """Return queries, keys and values (M, heads, H) of x (M, D)."""
+def _rotary_tables(shapes: Sequence[LayerShape], positions: Tensor, dtype: torch.dtype) -> list[KeysValues]:
+    """Return each layer's cosines and sines at positions (1, M), (1, M, 1, H) each."""
+    tables = {s.kind: rotary_table(s, positions, dtype) for s in {s.kind: s for s in shapes}.values()}
+    return [tables[shape.kind] for shape in shapes]
+
+
+def _project(layer: Layer, x: Tensor, rope: KeysValues, batch_size: int) -> list[Tensor]:
+    """Return queries, keys and values (B, T, heads, H) of x (B·T, D)."""
     queries, keys, values = layer.self_attn.project(layer.input_layernorm(x)[None], rope)
-    return [heads.flatten(0, 1) for heads in (queries, keys.transpose(1, 2), values.transpose(1, 2))]
+    flat = queries, keys.transpose(1, 2), values.transpose(1, 2)
+    return [heads.flatten(0, 1).unflatten(0, (batch_size, -1)) for heads in flat]
 
 
 def _project_out(layer: Layer, heads: Tensor, kept: Kept) -> Tensor:
-    """Return the output (M, D) of attention from its heads (M, N, H)."""
-    project = layer.self_attn.o_proj
+    """Return the output (B·T, D) of attention from its heads (B, T, N, H)."""
+    project, flat = layer.self_attn.o_proj, heads.flatten(2).flatten(0, 1)
     if not isinstance(project, AdaptedLinear) or not layer.experts.keeps_output:
-        return project(heads.flatten(1))
-    attended: Tensor = project(heads.flatten(1), kept.attended)
+        return project(flat)
+    attended: Tensor = project(flat, kept.attended)
     kept.attended = attended.detach()
     return attended
 
 
-class _TextAndSeen(torch.autograd.Function):
-    """Keys or values x (M, K, H) as those of the text (B, K, T, H), and those that canvases see (B, K, S, H).
+class _Split(torch.autograd.Function):
+    """x[:, :end] and x[:, start:], which may overlap.
 
     Defines its own gradient, because for each slice autograd would fill a whole tensor with zeros and add it.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, batch_size: int, sizes: list[int], num_seen: int) -> tuple[Tensor, Tensor]:
-        ctx.sizes, ctx.num_seen = sizes, num_seen
-        text, canvases = (part.unflatten(0, (batch_size, -1)).transpose(1, 2) for part in x.split(sizes))
-        return text, join(text[:, :, :num_seen], canvases)
+    def forward(ctx: Any, x: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
+        ctx.start, ctx.end = start, end
+        return x[:, :end], x[:, start:]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_text: Tensor, of_seen: Tensor) -> tuple[Tensor, None, None, None]:
-        batch_size, heads, _, dim = of_text.shape
-        grad = of_text.new_empty(sum(ctx.sizes), heads, dim)
-        text, canvases = (part.unflatten(0, (batch_size, -1)).transpose(1, 2) for part in grad.split(ctx.sizes))
-        text.copy_(of_text)
-        text[:, :, : ctx.num_seen] += of_seen[:, :, : ctx.num_seen]
-        canvases.copy_(of_seen[:, :, ctx.num_seen :])
-        return grad, None, None, None
+    def backward(ctx: Any, first: Tensor, second: Tensor) -> tuple[Tensor, None, None]:
+        start, shared = ctx.start, ctx.end - ctx.start
+        middle = [first[:, start:] + second[:, :shared]] if shared else []
+        return in_words(_join, first[:, :start], *middle, second[:, shared:]), None, None
+
+
+class _Join(torch.autograd.Function):
+    """The tokens of both (B, T, …). Defines its own gradient, because attention copies gradients that are slices."""
+
+    @staticmethod
+    def forward(ctx: Any, first: Tensor, second: Tensor) -> Tensor:
+        ctx.size = first.shape[1]
+        return in_words(_join, first, second)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = grad[:, : ctx.size], grad[:, ctx.size :]
+        return in_words(torch.Tensor.contiguous, first), in_words(torch.Tensor.contiguous, second)
+
+
+def _join(*parts: Tensor) -> Tensor:
+    return torch.cat(parts, 1)
 
 
 class _TogetherLayer(torch.autograd.Function):
@@ -173,14 +193,15 @@ class _TogetherLayer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, run: TogetherPass, number: int, x: Tensor, *trained: Tensor) -> Tensor:
-        num_text, result, kept = run.sizes[0], run.results.pop(0), Kept()
-        result.out[num_text:] = run.run_canvases(number, x[num_text:], result, kept)
+        result, kept = run.results.pop(0), Kept()
+        out = run.run_canvases(number, run.of_canvases(x).flatten(0, 1), result, kept)
         assert kept.groups is not None
         assert result.kept.groups is not None
         stored = result.kept.groups.experts, result.kept.mixed, result.kept.attended
-        for old, new in zip(stored, (kept.groups.experts, kept.mixed, kept.attended), strict=True):
+        olds, news = (*stored, result.out), (kept.groups.experts, kept.mixed, kept.attended, out)
+        for old, new in zip(olds, news, strict=True):
             if old is not None and new is not None:
-                old[num_text:] = new
+                run.of_canvases(old).copy_(new.unflatten(0, (run.batch_size, -1)))
         ctx.run, ctx.number, ctx.autocast = run, number, same_autocast(x.device)
         ctx.save_for_backward(x, *stored)
         return result.out

@@ -1,0 +1,5 @@
+"""Products of tokens with the weights and adapters of their experts."""
+
+from dgemma_kernels.ops.grouped.kernel import multiply_tokens
+
+__all__ = ["multiply_tokens"]

@@ -1,0 +1,200 @@
+"""The product of tokens with the weights of their chosen experts, for training adapters. Reference: `reference.py`.
+
+The library needs the tokens copied once per choice, and a second product for the adapters, which is then added. Here a
+program gathers the tokens of its tile and adds the adapters' product to its sums. It finds its tile in the ends of the
+groups, so no table of tiles is needed. Programs of one expert are neighbours and share its weights in the cache.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from dgemma_kernels.ops.blocks import gelu_tanh_times
+
+_DEPTH = 64  # of a tile
+_LEAST_RANK = 16  # of a product on tensor cores
+
+
+class _Tile(NamedTuple):
+    rows: int
+    cols: int
+    warps: int
+    stages: int
+
+
+class _Sizes(NamedTuple):
+    """Sizes of a launch: of the weights, the output's columns, the adapters' rank, and the depth of a load."""
+
+    num_cols: tl.constexpr
+    width: tl.constexpr
+    out_cols: tl.constexpr
+    rank: tl.constexpr
+    rank_block: tl.constexpr
+    depth: tl.constexpr
+
+
+class _Layout(NamedTuple):
+    flipped: tl.constexpr
+    flipped_b: tl.constexpr
+    gated: tl.constexpr
+
+
+_SMALL, _LARGE = _Tile(64, 128, 4, 4), _Tile(128, 256, 8, 3)
+_MANY = 256  # rows per expert, from which the large tile is faster
+
+
+def multiply_tokens(
+    x: Tensor, weights: Tensor, narrow: Tensor, b: Tensor, order: Tensor, ends: Tensor, *, gated: bool = False
+) -> Tensor:
+    """Return x Wᵀ + narrow Bᵀ of each choice, where W and B are those of its expert: (R, O), sums in float32.
+
+    x: (M, I) tokens. weights: (E, O, I), contiguous or transposed. narrow: (M, E · rank), the values of all experts. b:
+    (E, O, rank), contiguous or transposed. order: (R,), the choices grouped by expert, as token · A + a. ends: (E,)
+    int32, where the group of each expert ends. gated: return gelu(first half) · second half instead, (R, O / 2).
+
+    Example: `multiply_tokens(x, experts.gate_up_proj, x @ all_a.T, experts.gate_up_lora_b, groups.order, groups.ends)`.
+    """
+    num_experts, num_cols, depth = weights.shape
+    flipped = not weights.is_contiguous()
+    stored, stored_b = (w.transpose(1, 2) if not w.is_contiguous() else w for w in (weights, b))
+    if not all(tensor.is_contiguous() for tensor in (x, narrow, order, ends, stored, stored_b)):
+        raise ValueError("multiply_tokens must get contiguous tensors; only weights and b may be transposed.")
+    if gated and flipped:
+        raise ValueError("multiply_tokens.weights must not be transposed if gated.")
+    if depth % _DEPTH or stored.shape[-1] * stored.element_size() % 16:
+        raise ValueError(
+            f"multiply_tokens.weights must have inputs in multiples of {_DEPTH} and rows of a multiple of 16 bytes, "
+            f"got {tuple(weights.shape)}."
+        )
+    tile = _LARGE if order.shape[0] >= _MANY * num_experts else _SMALL
+    cols, width = (tile.cols // 2, num_cols // 2) if gated else (tile.cols, num_cols)
+    last_cols = cols // 2 if 0 < width % cols <= cols // 2 else cols  # of the last tile in a row of tiles
+    matrix = stored.view(-1, stored.shape[-1])
+    blocks = ([_DEPTH, size] if flipped else [size, _DEPTH] for size in (cols, last_cols))
+    out = torch.empty(order.shape[0], width, dtype=x.dtype, device=x.device)
+    num_tiles = order.shape[0] // tile.rows + num_experts  # at least as many as there are
+    _multiply_tokens_kernel[(num_tiles * triton.cdiv(width, cols),)](
+        x,
+        *(TensorDescriptor.from_tensor(matrix, block) for block in blocks),
+        narrow,
+        stored_b,
+        order,
+        ends,
+        out,
+        order.shape[0] // x.shape[0],
+        NUM_COLS=num_cols,
+        WIDTH=depth,
+        NUM_EXPERTS=num_experts,
+        EXPERT_BLOCK=triton.next_power_of_2(num_experts),
+        RANK=b.shape[-1],
+        RANK_BLOCK=max(_LEAST_RANK, triton.next_power_of_2(b.shape[-1])),
+        FLIPPED=flipped,
+        FLIPPED_B=not b.is_contiguous(),
+        GATED=gated,
+        ROWS=tile.rows,
+        COLS=cols,
+        LAST_COLS=last_cols,
+        DEPTH=_DEPTH,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return out
+
+
+@triton.jit
+def _multiply_tokens_kernel(
+    x: tl.tensor,
+    weights: tl.tensor,
+    last_weights: tl.tensor,
+    narrow: tl.tensor,
+    b: tl.tensor,
+    order: tl.tensor,
+    ends: tl.tensor,
+    out: tl.tensor,
+    top_k: tl.tensor,
+    NUM_COLS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERT_BLOCK: tl.constexpr,
+    RANK: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+    FLIPPED: tl.constexpr,
+    FLIPPED_B: tl.constexpr,
+    GATED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    LAST_COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+) -> None:
+    SIZE: tl.constexpr = _Sizes(NUM_COLS, WIDTH, NUM_COLS // 2 if GATED else NUM_COLS, RANK, RANK_BLOCK, DEPTH)
+    LAYOUT: tl.constexpr = _Layout(FLIPPED, FLIPPED_B, GATED)
+    COL_BLOCKS: tl.constexpr = triton.cdiv(SIZE.out_cols, COLS)
+    tile, col = tl.program_id(0) // COL_BLOCKS, tl.program_id(0) % COL_BLOCKS * COLS
+    experts = tl.arange(0, EXPERT_BLOCK)
+    group_ends = tl.load(ends + experts, experts < NUM_EXPERTS, 0)
+    starts = tl.load(ends + experts - 1, (experts > 0) & (experts < NUM_EXPERTS), 0)
+    num_tiles = tl.cdiv(group_ends - starts, ROWS)
+    tile_ends = tl.cumsum(num_tiles, 0)
+    expert = tl.sum((tile_ends <= tile).to(tl.int32), 0)
+    if expert < NUM_EXPERTS:
+        mine = experts == expert
+        start = tl.sum(tl.where(mine, starts + (tile - tile_ends + num_tiles) * ROWS, 0), 0)
+        row = start + tl.arange(0, ROWS)
+        is_row = row < tl.sum(tl.where(mine, group_ends, 0), 0)
+        token = tl.load(order + row, is_row, 0) // top_k
+        low = narrow + token * (NUM_EXPERTS * RANK) + expert * RANK
+        tokens, rows, own_b = x + token * WIDTH, out + row.to(tl.int64) * SIZE.out_cols, b + expert * (NUM_COLS * RANK)
+        if LAST_COLS < COLS and col + COLS > SIZE.out_cols:
+            _multiply_tile(tokens, last_weights, low, own_b, rows, expert, is_row, col, SIZE, LAYOUT, ROWS, LAST_COLS)
+        else:
+            _multiply_tile(tokens, weights, low, own_b, rows, expert, is_row, col, SIZE, LAYOUT, ROWS, COLS)
+
+
+@triton.jit
+def _multiply_tile(
+    tokens: tl.tensor,
+    weights: tl.tensor,
+    low: tl.tensor,
+    b: tl.tensor,
+    out: tl.tensor,
+    expert: tl.tensor,
+    is_row: tl.tensor,
+    col: tl.tensor,
+    SIZE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+) -> None:
+    """Compute a tile from column `col` on. tokens, low and out point to its rows; b points to its expert's B."""
+    at = tokens[:, None] + tl.arange(0, SIZE.depth)[None, :]
+    sums = tl.zeros((ROWS, COLS), tl.float32)
+    up_sums = sums
+    for begin in range(0, SIZE.width, SIZE.depth):
+        block = tl.load(at + begin)
+        if LAYOUT.flipped:
+            sums = tl.dot(block, weights.load([expert * SIZE.width + begin, col]), sums)
+        else:
+            sums = tl.dot(block, weights.load([expert * SIZE.num_cols + col, begin]).T, sums)
+        if LAYOUT.gated:
+            up_row = expert * SIZE.num_cols + SIZE.out_cols + col
+            up_sums = tl.dot(block, weights.load([up_row, begin]).T, up_sums)
+    cols, rank = col + tl.arange(0, COLS), tl.arange(0, SIZE.rank_block)
+    is_col, is_rank = cols < SIZE.out_cols, rank < SIZE.rank
+    low_block = tl.load(low[:, None] + rank[None, :], is_rank[None, :], 0.0)
+    if LAYOUT.flipped_b:
+        b_at = b + cols[None, :] + rank[:, None] * SIZE.num_cols
+    else:
+        b_at = b + cols[None, :] * SIZE.rank + rank[:, None]
+    in_b = is_col[None, :] & is_rank[:, None]
+    sums = tl.dot(low_block, tl.load(b_at, in_b, 0.0), sums)
+    dtype: tl.constexpr = out.dtype.element_ty
+    if LAYOUT.gated:
+        up_sums = tl.dot(low_block, tl.load(b_at + SIZE.out_cols * SIZE.rank, in_b, 0.0), up_sums)
+        result = gelu_tanh_times(sums, up_sums, dtype)
+    else:
+        result = sums.to(dtype)
+    tl.store(out[:, None] + cols[None, :], result, is_row[:, None] & is_col[None, :])

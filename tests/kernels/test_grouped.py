@@ -1,0 +1,53 @@
+"""Products of tokens with the weights and adapters of their experts, against float64."""
+
+import pytest
+import torch
+
+from dgemma.model.experts import group_by_expert
+from dgemma.model.layers import gated_gelu
+from dgemma_kernels.ops.grouped import multiply_tokens, reference
+
+EXPERTS, TOKENS, CHOICES, WIDTH = 6, 40, 2, 128
+
+
+@pytest.fixture
+def groups(device):
+    """Choices of five of six experts, so that one group is empty."""
+    scores = torch.rand(TOKENS, EXPERTS - 1, generator=torch.Generator().manual_seed(1))
+    return group_by_expert(scores.topk(CHOICES).indices.to(device), EXPERTS)
+
+
+@pytest.mark.parametrize("rank", [8, 3])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 2e-3), (torch.float16, 2e-3)])
+def test_products_of_tokens_match_float64(device, groups, rank, transposed, dtype, limit):
+    generator = torch.Generator().manual_seed(rank)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    x, narrow = draw(TOKENS, WIDTH), draw(TOKENS, EXPERTS * rank)
+    weights, b = draw(EXPERTS, 144, WIDTH), draw(EXPERTS, 144, rank)
+    if transposed:
+        weights, b = draw(EXPERTS, WIDTH, 144).transpose(1, 2), draw(EXPERTS, rank, 144).transpose(1, 2)
+    inputs = x, weights, narrow, b
+    got = multiply_tokens(*inputs, groups.order, groups.ends)
+    want = reference.multiply_tokens(*(each.double() for each in inputs), groups.order, groups.ends)
+    assert ((got.double() - want).norm() / want.norm()).item() < limit
+    if not transposed:
+        got = multiply_tokens(*inputs, groups.order, groups.ends, gated=True)
+        want = gated_gelu(*want.chunk(2, dim=-1))
+        assert ((got.double() - want).norm() / want.norm()).item() < limit
+
+
+def test_other_widths_are_refused(device, groups):
+    x, narrow = torch.zeros(TOKENS, 96, device=device), torch.zeros(TOKENS, EXPERTS * 8, device=device)
+    with pytest.raises(ValueError, match="inputs in multiples of 64"):
+        multiply_tokens(
+            x,
+            torch.zeros(EXPERTS, 16, 96, device=device),
+            narrow,
+            torch.zeros(EXPERTS, 16, 8, device=device),
+            groups.order,
+            groups.ends,
+        )
