@@ -46,6 +46,7 @@ OPERATIONS = {  # by a part of a kernel's name; the first that matches
     "flash": "attention",
     "GroupProblemShape": "products by expert",
     "grouped": "products by expert",
+    "multiply_tokens": "products by expert",
     "nvjet": "matrix products",
     "gemm": "matrix products",
     "cutlass": "matrix products",
