@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dgemma.model import presets
-from dgemma.model.experts import Experts, _choose_among_few, group_by_expert
+from dgemma.model.experts import Experts, _choose_among_few, _repeated_argmax, group_by_expert
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 3])
@@ -25,11 +25,14 @@ def test_choosing_among_few_experts_equals_topk_in_values_and_gradients(top_k):
     torch.testing.assert_close(ours, torch.autograd.grad(by_index.sum(), (probabilities, scales)))
 
 
-@pytest.mark.parametrize(("num_experts", "counted"), [(1, True), (4, True), (17, True), (17, False)])
+def test_the_compiled_choice_is_that_of_topk():
+    probabilities = torch.rand(33, 17).softmax(-1)
+    assert torch.equal(_repeated_argmax(probabilities, 4), probabilities.topk(4).indices)
+
+
+@pytest.mark.parametrize("num_experts", [1, 4, 17])  # not sorted, counted, sorted
 @pytest.mark.parametrize("num_tokens", [0, 1, 33])
-def test_choices_are_grouped_by_expert_in_their_order(num_experts, counted, num_tokens, monkeypatch):
-    if not counted:
-        monkeypatch.setattr("dgemma.model.experts._COUNTED", -1)  # so that they are sorted
+def test_choices_are_grouped_by_expert_in_their_order(num_experts, num_tokens):
     experts = torch.randint(num_experts, (num_tokens, 2))
     groups = group_by_expert(experts, num_experts)
     chosen = experts.flatten().tolist()

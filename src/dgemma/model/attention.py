@@ -67,17 +67,25 @@ def attend_by_products(queries: Tensor, keys: Tensor, values: Tensor, *, causal:
     return out
 
 
-def in_words(copy: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """Return copy(*tensors), which moves values but keeps the last dimension.
+def words(*tensors: Tensor) -> list[Tensor]:
+    """Return the tensors as words of 8 bytes, or unchanged if their last dimension cannot be read so.
 
-    It copies words of 8 bytes instead of values of 2, which is several times faster if memory is not contiguous.
+    A GPU copies slices of words several times faster than those of 16-bit values.
 
-    Example: `in_words(lambda x: x.transpose(1, 2).contiguous(), keys)`.
+    Example: `target, source = words(cache[:, :, :5], keys); target.copy_(source)`.
     """
     size = tensors[0].itemsize
     if any(x.stride(-1) != 1 or any(n * size % 8 for n in (x.shape[-1], *x.stride()[:-1])) for x in tensors):
-        return copy(*tensors)
-    return copy(*(x.view(torch.int64) for x in tensors)).view(tensors[0].dtype)
+        return list(tensors)
+    return [x.view(torch.int64) for x in tensors]
+
+
+def in_words(copy: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """Return copy(*tensors), which moves values and keeps the last dimension, computed on `words`.
+
+    Example: `in_words(lambda x: x.transpose(1, 2).contiguous(), keys)`.
+    """
+    return copy(*words(*tensors)).view(tensors[0].dtype)
 
 
 def join(past: Tensor, new: Tensor) -> Tensor:

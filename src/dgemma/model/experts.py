@@ -9,14 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dgemma.model.config import ModelConfig
-from dgemma.model.fused import fusible
+from dgemma.model.fused import compiles_on, fusible
 from dgemma.model.layers import gated_gelu, rms_norm, wide_dtype
 from dgemma.model.quantized import QuantizedWeight, Weight, decoded_product
 
 _FEW = 16  # experts; for so few, comparing all of them is faster than sorting
-_COUNTED = (
-    1 << 24
-)  # choices times experts; for so few, counting is faster than sorting (not measured in compiled layers)
 
 
 class Routing(NamedTuple):
@@ -76,7 +73,7 @@ class Router(nn.Module):
         if torch.compiler.is_compiling() and probabilities.shape[-1] <= _FEW:
             weights, scale, experts = _choose_among_few(probabilities, scales, self.top_k)
         else:
-            experts = probabilities.detach().topk(self.top_k, dim=-1).indices if chosen is None else chosen
+            experts = _choose(probabilities.detach(), self.top_k) if chosen is None else chosen
             weights = probabilities.gather(-1, experts)
             # A gather, because the gradient of indexing into (E,) would add the tokens of an expert one by one.
             scale = scales.gather(-1, experts)
@@ -87,6 +84,23 @@ class Router(nn.Module):
 def router_input(residual: Tensor, scale: Tensor, eps: float) -> Tensor:
     """Return the scaled norm (M, D) of the residual, which a router's product reads."""
     return rms_norm(residual, None, eps) * scale * residual.shape[-1] ** -0.5
+
+
+def _choose(probabilities: Tensor, top_k: int) -> Tensor:
+    """Return the experts (M, A) of the largest probabilities (M, E)."""
+    if compiles_on(probabilities.device) and not torch.compiler.is_compiling():
+        return _repeated_argmax(probabilities, top_k)
+    return probabilities.topk(top_k, dim=-1).indices
+
+
+@fusible
+def _repeated_argmax(probabilities: Tensor, top_k: int) -> Tensor:
+    """Compute `topk` as one kernel, once compiled."""
+    expert, chosen = torch.arange(probabilities.shape[-1], device=probabilities.device), []
+    for _ in range(top_k):
+        chosen.append(probabilities.argmax(-1, keepdim=True))
+        probabilities = probabilities.masked_fill(expert == chosen[-1], -1.0)
+    return torch.cat(chosen, -1)
 
 
 def _choose_among_few(probabilities: Tensor, scales: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -189,8 +203,7 @@ def group_by_expert(experts: Tensor, num_experts: int) -> Groups:
         ends = torch.full((1,), experts.numel(), dtype=torch.int32, device=experts.device)
         return Groups(experts, count, count.view_as(experts), ends)
     chosen, expert = experts.flatten(), torch.arange(num_experts, device=experts.device)
-    few = chosen.numel() * num_experts <= _COUNTED and not torch.compiler.is_compiling()
-    if chosen.numel() and (num_experts <= _FEW or few):
+    if chosen.numel() and num_experts <= _FEW:
         is_chosen = chosen == expert[:, None]  # (E, R)
         # A running count over the choices of expert 0, then of expert 1 and so on, gives each choice its row.
         counted = is_chosen.flatten().cumsum(0, dtype=torch.int32)
@@ -198,8 +211,9 @@ def group_by_expert(experts: Tensor, num_experts: int) -> Groups:
         order = torch.empty_like(back).scatter(0, back, count)
         ends = counted.view_as(is_chosen)[:, -1].contiguous()
         return Groups(experts, order, back.view_as(experts), ends)
-    sorted_experts, order = chosen.sort(stable=True)
-    ends = torch.searchsorted(sorted_experts, expert, right=True).int()
+    narrow = torch.int16 if num_experts < 1 << 15 else torch.int64  # a GPU sorts fewer bits faster
+    sorted_experts, order = chosen.to(narrow).sort(stable=True)
+    ends = torch.searchsorted(sorted_experts, expert.to(narrow), right=True, out_int32=True)
     return Groups(experts, order, torch.empty_like(order).scatter(0, order, count).view_as(experts), ends)
 
 

@@ -19,6 +19,7 @@ from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.fused import fused
 from dgemma.model.layers import product_dtype, wide_dtype
 
+_SMALL_CAP = 40.0  # exp(-2 · 40) is still a normal float32
 SLICE_ELEMENTS = 1 << 27  # logits at once: 512 tokens of the published vocabulary
 # Slices are larger on a GPU, where a pass over a slice is one kernel without temporaries. Every slice adds to a float32
 # gradient (V, D). For slices of 512 tokens that would take longer than the products.
@@ -222,7 +223,10 @@ def _loss_of_slice(
 ) -> tuple[Tensor, Tensor]:
     """Return the loss and the log of the normaliser, (m,) each, of uncapped logits (m, V)."""
     scores = _scores(_cap(logits, cap), observed, evidence, banned)
-    normalizer = scores.logsumexp(-1)
+    if evidence is None and cap <= _SMALL_CAP:
+        normalizer = (scores - cap).exp().sum(-1).log() + cap  # no score is above the cap, so no maximum is needed
+    else:
+        normalizer = scores.logsumexp(-1)
     return normalizer - scores.gather(1, targets[:, None])[:, 0], normalizer
 
 

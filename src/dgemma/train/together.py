@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dgemma.model.attention import Mask, attend, in_words
+from dgemma.model.attention import Mask, attend, in_words, words
 from dgemma.model.backbone import KeysValues, Layer
 from dgemma.model.config import LayerShape
 from dgemma.model.diffusion import DiffusionGemma
@@ -116,8 +116,8 @@ class TogetherPass:
         """Return the output of a layer for canvases x (B·C, D), and replace the keys and values of the earlier ones."""
         layer = self.layers[number]
         queries, keys, values = _project(layer, x, self.noisy_ropes[number], self.batch_size)
-        result.keys[:, :, : self.num_noisy] = keys.transpose(1, 2)
-        result.values[:, :, : self.num_noisy] = values.transpose(1, 2)
+        for old, new in ((result.keys, keys), (result.values, values)):
+            _replace(old[:, :, : self.num_noisy], new.transpose(1, 2))
         attended = attend(queries, result.keys, result.values, self.canvases.masks[number])
         scalar = layer.layer_scalar.repeat(x.shape[0])[:, None]
         return layer.feed_forward(x, _project_out(layer, attended, kept), scalar, kept)
@@ -188,6 +188,11 @@ def _join(*parts: Tensor) -> Tensor:
     return torch.cat(parts, 1)
 
 
+def _replace(old: Tensor, new: Tensor) -> None:
+    target, source = words(old, new)
+    target.copy_(source)
+
+
 class _TogetherLayer(torch.autograd.Function):
     """A layer whose forward runs canvases only, because that of the text is known. The backward runs both again."""
 
@@ -201,7 +206,7 @@ class _TogetherLayer(torch.autograd.Function):
         olds, news = (*stored, result.out), (kept.groups.experts, kept.mixed, kept.attended, out)
         for old, new in zip(olds, news, strict=True):
             if old is not None and new is not None:
-                run.of_canvases(old).copy_(new.unflatten(0, (run.batch_size, -1)))
+                _replace(run.of_canvases(old), new.unflatten(0, (run.batch_size, -1)))
         ctx.run, ctx.number, ctx.autocast = run, number, same_autocast(x.device)
         ctx.save_for_backward(x, *stored)
         return result.out

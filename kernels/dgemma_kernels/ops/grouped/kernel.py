@@ -15,15 +15,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dgemma_kernels.ops.blocks import gelu_tanh_times
 
-_DEPTH = 64  # of a tile
+_ROWS, _COLS, _DEPTH = 128, 256, 64  # of a tile
 _LEAST_RANK = 16  # of a product on tensor cores
-
-
-class _Tile(NamedTuple):
-    rows: int
-    cols: int
-    warps: int
-    stages: int
 
 
 class _Sizes(NamedTuple):
@@ -41,10 +34,6 @@ class _Layout(NamedTuple):
     flipped: tl.constexpr
     flipped_b: tl.constexpr
     gated: tl.constexpr
-
-
-_SMALL, _LARGE = _Tile(64, 128, 4, 4), _Tile(128, 256, 8, 3)
-_MANY = 256  # rows per expert, from which the large tile is faster
 
 
 def multiply_tokens(
@@ -70,13 +59,12 @@ def multiply_tokens(
             f"multiply_tokens.weights must have inputs in multiples of {_DEPTH} and rows of a multiple of 16 bytes, "
             f"got {tuple(weights.shape)}."
         )
-    tile = _LARGE if order.shape[0] >= _MANY * num_experts else _SMALL
-    cols, width = (tile.cols // 2, num_cols // 2) if gated else (tile.cols, num_cols)
+    cols, width = (_COLS // 2, num_cols // 2) if gated else (_COLS, num_cols)
     last_cols = cols // 2 if 0 < width % cols <= cols // 2 else cols  # of the last tile in a row of tiles
     matrix = stored.view(-1, stored.shape[-1])
     blocks = ([_DEPTH, size] if flipped else [size, _DEPTH] for size in (cols, last_cols))
     out = torch.empty(order.shape[0], width, dtype=x.dtype, device=x.device)
-    num_tiles = order.shape[0] // tile.rows + num_experts  # at least as many as there are
+    num_tiles = order.shape[0] // _ROWS + num_experts  # at least as many as there are
     _multiply_tokens_kernel[(num_tiles * triton.cdiv(width, cols),)](
         x,
         *(TensorDescriptor.from_tensor(matrix, block) for block in blocks),
@@ -95,12 +83,12 @@ def multiply_tokens(
         FLIPPED=flipped,
         FLIPPED_B=not b.is_contiguous(),
         GATED=gated,
-        ROWS=tile.rows,
+        ROWS=_ROWS,
         COLS=cols,
         LAST_COLS=last_cols,
         DEPTH=_DEPTH,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        num_warps=8,
+        num_stages=4,
     )
     return out
 
