@@ -67,8 +67,8 @@ class Layer(nn.Module):
             self.router.scale,
             self.input_layernorm.eps,
         )
-        chosen = None if kept is None or kept.groups is None else kept.groups.experts
-        routing = self.router(residual, chosen, routed)
+        chosen = () if kept is None or kept.groups is None else (kept.groups.experts,)
+        routing = self.router(residual, *chosen, x=routed)
         return _after_experts(
             residual,
             self.mlp(dense),
