@@ -35,7 +35,8 @@ def run_dense(tokens: int) -> None:
 def run_training() -> None:
     x, narrow, order, ends = empty(256, D), empty(256, E * 8), torch.empty(256 * A, dtype=torch.int64), empty(E)
     gate_up, down, wide, low = empty(E, 2 * F, D), empty(E, D, F), empty(E, 2 * F, 8), empty(E, 8, F)
-    grouped.multiply_tokens(x, gate_up, narrow, wide, order, ends.int())
+    for gated in (False, True):
+        grouped.multiply_tokens(x, gate_up, narrow, wide, order, ends.int(), gated=gated)
     grouped.multiply_tokens(x, down.transpose(1, 2), narrow, low.transpose(1, 2), order, ends.int())
 
 

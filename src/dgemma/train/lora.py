@@ -428,8 +428,10 @@ def _product_of_tokens(
 
 
 def _fits_kernel(weights: Weight, x: Tensor) -> TypeGuard[Tensor]:
+    """Return True if the kernel of `_product_of_tokens` is for this GPU, dtype and these widths."""
     return (
         x.is_cuda
+        and torch.cuda.get_device_capability(x.device)[0] == 9  # Hopper has the shared memory for its tiles
         and isinstance(weights, Tensor)
         and x.dtype == weights.dtype in (torch.bfloat16, torch.float16)
         and x.shape[1] % 64 == weights.shape[1] % 8 == 0
