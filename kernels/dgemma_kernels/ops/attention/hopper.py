@@ -23,6 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dgemma_kernels.ops.attention.parts import float8_unit, part_of_keys, seen_slots
+from dgemma_kernels.ops.blocks import wait_for_launches_before
+from dgemma_kernels.ops.configs import dependent_launch
 
 TILE = (128, 64, 256)  # of a program: query rows, slots per iteration, value columns
 
@@ -87,6 +89,7 @@ def attend(
         PART=part,
         UNIT=0.0 if scale is None else float8_unit(head_dim),
         num_warps=4,
+        **dependent_launch(queries.device),
     )
 
 
@@ -137,18 +140,9 @@ def _attention_hopper_kernel(
     SPLIT: gl.constexpr,
     PART: gl.constexpr,
     UNIT: gl.constexpr,
+    DEPENDENT: gl.constexpr,
 ) -> None:
     K_CHUNKS: gl.constexpr = HEAD_DIM // _CHUNK
-    row_tile, _, batch, _ = _place(KV_HEADS, K_CHUNKS)
-    prefix_len = gl.load(length_ptr + batch).to(gl.int32)
-    origin = prefix_len * 0
-    if PART > 0:
-        origin = gl.load(position_ptr + batch).to(gl.int32) - prefix_len
-    begin, end = part_of_keys(
-        row_tile, prefix_len, origin, num_tokens, 2 * _ROWS, GROUP, _KEYS, CAUSAL, WINDOW, CANVAS, KEEP, SPLIT, PART
-    )
-    num_tiles = gl.maximum(gl.cdiv(end - begin, _KEYS), 1)  # an empty part loads one tile and masks all of it
-
     dtype: gl.constexpr = key_desc.dtype
     q_smem = gl.allocate_shared_memory(dtype, [2 * K_CHUNKS, _ROWS // GROUP, GROUP, _CHUNK], query_desc.layout)
     k_smem = gl.allocate_shared_memory(dtype, [BUFFERS * K_CHUNKS, _KEYS, _CHUNK], key_desc.layout)
@@ -160,6 +154,17 @@ def _attention_hopper_kernel(
     v_free = _barriers(BUFFERS * 2, 2)
     v_clean = _barriers(1, 2)
     fence_async_shared()
+    wait_for_launches_before(DEPENDENT)
+
+    row_tile, _, batch, _ = _place(KV_HEADS, K_CHUNKS)
+    prefix_len = gl.load(length_ptr + batch).to(gl.int32)
+    origin = prefix_len * 0
+    if PART > 0:
+        origin = gl.load(position_ptr + batch).to(gl.int32) - prefix_len
+    begin, end = part_of_keys(
+        row_tile, prefix_len, origin, num_tokens, 2 * _ROWS, GROUP, _KEYS, CAUSAL, WINDOW, CANVAS, KEEP, SPLIT, PART
+    )
+    num_tiles = gl.maximum(gl.cdiv(end - begin, _KEYS), 1)  # an empty part loads one tile and masks all of it
 
     descs = (query_desc, key_desc, value_desc)
     strides = (key_batch_slots, key_head_slots, value_batch_slots, value_head_slots)

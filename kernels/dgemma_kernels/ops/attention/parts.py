@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dgemma_kernels.formats.float8 import LARGEST
+from dgemma_kernels.ops.blocks import wait_for_launches_before
 from dgemma_kernels.ops.configs import dependent_launch
 
 _MAX_SPLITS = 128
@@ -137,7 +138,6 @@ def combine_parts(
     num_splits, num_heads, head_dim = partial.shape[0], out.shape[2], out.shape[3]
     num_rows = out.numel() // head_dim
     float8 = {"HEADS": num_heads, "UNIT": float8_unit(head_dim)}
-    dependent = dependent_launch(out.device)["DEPENDENT"]
     if in_order or num_splits <= _FEW_PARTS:
         _combine_few_kernel[(triton.cdiv(num_rows, _ROWS),)](
             partial,
@@ -148,9 +148,9 @@ def combine_parts(
             HEAD_DIM=head_dim,
             SPLITS=num_splits,
             ROWS=_ROWS,
-            DEPENDENT=dependent,
             num_warps=_ROWS,
             **float8,
+            **dependent_launch(out.device),
         )
         return
     splits = triton.next_power_of_2(num_splits)
@@ -165,9 +165,9 @@ def combine_parts(
         HEAD_DIM=head_dim,
         SPLITS=splits,
         COLUMNS=columns,
-        DEPENDENT=dependent,
         num_warps=1 if splits * columns <= 2048 else 4,
         **float8,
+        **dependent_launch(out.device),
     )
 
 
@@ -186,8 +186,7 @@ def _combine_few_kernel(
     DEPENDENT: tl.constexpr,
 ) -> None:
     """Add the parts of ROWS rows in order. All loads come first, and no warp waits for another."""
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()  # `multiply_row` loads its weights meanwhile
+    wait_for_launches_before(DEPENDENT)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < num_rows
     column = tl.arange(0, HEAD_DIM)[None, :]
@@ -230,8 +229,7 @@ def _combine_kernel(
     DEPENDENT: tl.constexpr,
 ) -> None:
     """Add many parts of some columns of one row."""
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()  # as above
+    wait_for_launches_before(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     part = tl.arange(0, SPLITS)

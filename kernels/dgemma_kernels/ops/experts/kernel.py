@@ -33,9 +33,13 @@ from dgemma_kernels.ops.experts.tiles import (
     load_tile,
     packed_down_tile,
     packed_gate_up_tile,
+    request_gate_up,
 )
 from dgemma_kernels.ops.norms import round_rows
 from dgemma_kernels.ops.router.kernel import ExpertTiles
+
+_FIRST_PROGRAMS = 396  # of gate_up with float8 weights, which start together: three per multiprocessor
+_KEPT = 16 << 20  # bytes of the output that stay in L2 for `layer_tail`, while weights stream through it
 
 
 def expert_gate_up(
@@ -69,6 +73,13 @@ def expert_gate_up(
     if isinstance(x, Quantized) and not one_scale:
         out_scale = torch.empty(num_pairs, col_blocks, dtype=torch.float32, device=rows.device)
     grid_tiles, proj = _grid_tiles(tiles), _weight_arguments(gate_up_proj, tile)
+    launch = dependent_launch(rows.device)
+    described = isinstance(proj[0], TensorDescriptor)
+    # Until the router is done, memory is idle. With many tokens tile n is probably of expert n.
+    ahead = gate_up_proj.values if launch["DEPENDENT"] and described and isinstance(gate_up_proj, Quantized) else None
+    num_ahead = min(tiles.num_experts, _FIRST_PROGRAMS // col_blocks)
+    if num_pairs < 4 * tiles.num_experts or width < 256:
+        num_ahead = 0
     _expert_gate_up_kernel[(col_blocks * grid_tiles,)](
         rows,
         row_scale,
@@ -80,6 +91,8 @@ def expert_gate_up(
         out_scale,
         grid_tiles,
         tiles.tiles.shape[0],
+        ahead,
+        num_ahead,
         WIDTH=width,
         HIDDEN=hidden_width,
         NUM_ACTIVE=tiles.num_active,
@@ -88,11 +101,11 @@ def expert_gate_up(
         DEPTH=_depth(tile, gate_up_proj),
         GROUPS=COLS // gate_up_proj.group if isinstance(gate_up_proj, FourBit) else None,
         ONE_SCALE=one_scale,
-        DESCRIBED=isinstance(proj[0], TensorDescriptor),
+        DESCRIBED=described,
         num_warps=tile.warps,
         num_stages=_stages(tile, rows, gate_up_proj),
         maxnreg=tile.registers,
-        **dependent_launch(rows.device),
+        **launch,
     )
     if one_scale:
         return round_rows(out)
@@ -159,6 +172,7 @@ def expert_down(
         BLOCK=block,
         GROUPS=COLS // down_proj.group if isinstance(down_proj, FourBit) else None,
         ONE_SCALE=one_scale,
+        KEEP="evict_last" if out.nbytes <= _KEPT else "",
         DESCRIBED=isinstance(proj[0], TensorDescriptor),
         num_warps=tile.warps,
         num_stages=_stages(tile, rows, down_proj),
@@ -219,7 +233,7 @@ def _split_rows(rows_per_tile: int) -> dict[str, int]:
     return {"ROWS": rows, "MORE": rows_per_tile - rows}
 
 
-@triton.jit(do_not_specialize=["grid_tiles", "max_tiles"])
+@triton.jit(do_not_specialize=["grid_tiles", "max_tiles", "num_ahead"])
 def _expert_gate_up_kernel(
     x: tl.tensor,
     x_scale: tl.tensor,
@@ -238,6 +252,8 @@ def _expert_gate_up_kernel(
     out_scale: tl.tensor,
     grid_tiles: tl.tensor,
     max_tiles: tl.tensor,
+    ahead: tl.tensor,
+    num_ahead: tl.tensor,
     WIDTH: tl.constexpr,
     HIDDEN: tl.constexpr,
     NUM_ACTIVE: tl.constexpr,
@@ -256,6 +272,8 @@ def _expert_gate_up_kernel(
     COL_BLOCKS: tl.constexpr = triton.cdiv(HIDDEN, COLS)
     col = tl.program_id(0) % COL_BLOCKS * COLS
     number = tl.program_id(0) // COL_BLOCKS
+    if ahead is not None:
+        request_gate_up(ahead, number, num_ahead, col, SIZE)
     wait_for_launches_before(DEPENDENT)
     tile = load_tile(tiles, number, None)
     while tile.num_rows > 0:
@@ -303,6 +321,7 @@ def _expert_down_kernel(
     BLOCK: tl.constexpr,
     GROUPS: tl.constexpr,
     ONE_SCALE: tl.constexpr,
+    KEEP: tl.constexpr,
     DESCRIBED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
@@ -322,13 +341,13 @@ def _expert_down_kernel(
             while tl.atomic_add(finished + number, 0, sem="acquire") < gate_up_blocks:
                 pass
         if GROUPS is not None:
-            four_bit_down_tile(inputs, proj, weights, pairs, out, tile, col, SIZE, GROUPS)
+            four_bit_down_tile(inputs, proj, weights, pairs, out, tile, col, SIZE, GROUPS, KEEP)
         elif places is not None:
-            packed_down_tile(inputs, proj, weights, pairs, out, tile, col, SIZE, DESCRIBED)
+            packed_down_tile(inputs, proj, weights, pairs, out, tile, col, SIZE, DESCRIBED, KEEP)
         elif MORE > 0 and tile.num_rows > ROWS:
-            down_tile(inputs, proj, weights, pairs, out, tile, col, SIZE, MORE, BLOCK, ONE_SCALE, DESCRIBED)
+            down_tile(inputs, proj, weights, pairs, out, tile, col, SIZE, MORE, BLOCK, ONE_SCALE, DESCRIBED, KEEP)
         else:
-            down_tile(inputs, proj, weights, pairs, out, tile, col, SIZE, 0, BLOCK, ONE_SCALE, DESCRIBED)
+            down_tile(inputs, proj, weights, pairs, out, tile, col, SIZE, 0, BLOCK, ONE_SCALE, DESCRIBED, KEEP)
         number += grid_tiles
         tile = load_tile(tiles, number, max_tiles)
     if OVERLAP and DEPENDENT:

@@ -166,6 +166,7 @@ def _store_weighted(
     rows: Rows,
     cols: Cols,
     WIDTH: tl.constexpr,
+    KEEP: tl.constexpr,
 ) -> None:
     # Loaded here: before the loop, the load of the first weights would wait for `pair`.
     weight = tl.load(weights + pair, mask=rows.inside, other=0.0)
@@ -175,7 +176,27 @@ def _store_weighted(
         sums *= tl.load(row_scale + rows.first + rows.slots, mask=rows.inside, other=0.0)[None, :]
     result = sums.to(out.dtype.element_ty).to(tl.float32) * weight[None, :]
     at = pair[:, None].to(tl.int64) * WIDTH + cols.each[None, :]
-    tl.store(out + at, result.to(out.dtype.element_ty).T, mask=rows.inside[:, None] & cols.inside[None, :])
+    there = rows.inside[:, None] & cols.inside[None, :]
+    tl.store(out + at, result.to(out.dtype.element_ty).T, mask=there, eviction_policy=KEEP)
+
+
+@triton.jit
+def request_gate_up(
+    weights: tl.tensor, expert: tl.tensor, num_ahead: tl.tensor, col: tl.tensor, SIZE: tl.constexpr
+) -> None:
+    """Request 256 bytes of each row of float8 weights of a tile into L2, for the first `num_ahead` experts."""
+    lane = tl.arange(0, 2 * SIZE.COLS)
+    at = col + lane % SIZE.COLS
+    row = (expert * 2 + lane // SIZE.COLS) * SIZE.HIDDEN + at
+    there = (expert < num_ahead) & (at < SIZE.HIDDEN)
+    tl.inline_asm_elementwise(
+        "{.reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], 256; mov.u32 $0, 0;}",
+        "=r,l,r",
+        [weights + row.to(tl.int64) * SIZE.WIDTH, there.to(tl.int32)],
+        tl.int32,
+        False,
+        1,
+    )
 
 
 @triton.jit
@@ -303,6 +324,7 @@ def down_tile(
     BLOCK: tl.constexpr,
     ONE_SCALE: tl.constexpr,
     DESCRIBED: tl.constexpr,
+    KEEP: tl.constexpr,
 ) -> None:
     """Compute a tile of down as `gate_up_tile` does. Float8 hidden values have one scale per BLOCK, or per row."""
     WIDTH: tl.constexpr = SIZE.WIDTH
@@ -341,9 +363,9 @@ def down_tile(
         if MORE > 0:
             more_h = tl.load(more_inputs + start, mask=more.inside[:, None] & left, other=0.0)
             more_sums = _add_products(more_sums, w, more_h.T, more_scales, block, ONE_SCALE)
-    _store_weighted(out, sums, scale, row_scale, weights, pair, rows, cols, WIDTH)
+    _store_weighted(out, sums, scale, row_scale, weights, pair, rows, cols, WIDTH, KEEP)
     if MORE > 0:
-        _store_weighted(out, more_sums, scale, row_scale, weights, more_pair, more, cols, WIDTH)
+        _store_weighted(out, more_sums, scale, row_scale, weights, more_pair, more, cols, WIDTH, KEEP)
 
 
 @triton.jit
@@ -357,6 +379,7 @@ def packed_down_tile(
     col: tl.tensor,
     SIZE: tl.constexpr,
     DESCRIBED: tl.constexpr,
+    KEEP: tl.constexpr,
 ) -> None:
     """Compute a tile of down with packed weights."""
     rows = _rows_of(tile, 0, SIZE.ROWS)
@@ -366,7 +389,7 @@ def packed_down_tile(
     block = col // SIZE.COLS
     sums = multiply_packed(inputs, rows.inside, proj, tile.expert, block, BLOCKS, SIZE.HIDDEN, SIZE.ROWS, DESCRIBED)
     cols = _cols_from(col, SIZE.WIDTH, SIZE.COLS)
-    _store_weighted(out, sums, None, None, weights, pair, rows, cols, SIZE.WIDTH)
+    _store_weighted(out, sums, None, None, weights, pair, rows, cols, SIZE.WIDTH, KEEP)
 
 
 @triton.jit
@@ -380,6 +403,7 @@ def four_bit_down_tile(
     col: tl.tensor,
     SIZE: tl.constexpr,
     GROUPS: tl.constexpr,
+    KEEP: tl.constexpr,
 ) -> None:
     """Compute a tile of down with weights of four bits. The columns of a block are in two halves."""
     rows = _rows_of(tile, 0, SIZE.ROWS)
@@ -402,5 +426,5 @@ def four_bit_down_tile(
     EXACT: tl.constexpr = SIZE.WIDTH % SIZE.COLS == 0
     low_cols = Cols(col, each, inside(each, SIZE.WIDTH, EXACT))
     high_cols = Cols(col, other, inside(other, SIZE.WIDTH, EXACT))
-    _store_weighted(out, low, None, None, weights, pair, rows, low_cols, SIZE.WIDTH)
-    _store_weighted(out, high, None, None, weights, pair, rows, high_cols, SIZE.WIDTH)
+    _store_weighted(out, low, None, None, weights, pair, rows, low_cols, SIZE.WIDTH, KEEP)
+    _store_weighted(out, high, None, None, weights, pair, rows, high_cols, SIZE.WIDTH, KEEP)

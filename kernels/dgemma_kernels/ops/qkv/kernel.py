@@ -12,6 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dgemma_kernels.ops.blocks import wait_for_launches_before
+from dgemma_kernels.ops.configs import dependent_launch
+
 _TILE_ELEMENTS = 2048  # values per program
 
 
@@ -67,6 +70,7 @@ def prepare_qkv(
         HEADS=heads,
         HAS_VALUE=has_value,
         num_warps=4 if heads * head_dim >= 1024 else 1,
+        **dependent_launch(keys.device),
     )
     return queries
 
@@ -114,6 +118,7 @@ def _prepare_qkv_kernel(
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
     HAS_VALUE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:
     HEAD_DIM: tl.constexpr = 2 * HALF
     COLUMNS: tl.constexpr = (NUM_HEADS + KV_HEADS * (2 if HAS_VALUE else 1)) * HEAD_DIM
@@ -126,6 +131,7 @@ def _prepare_qkv_kernel(
 
     column = (first + head[:, None]) * HEAD_DIM + pair[None, :]
     source = projected_ptr + row * COLUMNS + column
+    wait_for_launches_before(DEPENDENT)
     low = tl.load(source).to(tl.float32)  # (HEADS, HALF): dimensions pair and pair + HALF rotate together
     high = tl.load(source + HALF).to(tl.float32)
     # Loaded here too: a load after a reduction would wait for memory again.

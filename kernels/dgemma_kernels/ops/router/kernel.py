@@ -69,7 +69,7 @@ def route(
     experts = max(triton.next_power_of_2(num_experts), 16)
     depth = _split_depth(experts, proj.dtype)
     splits = triton.cdiv(width, depth)
-    rows = 16 if num_tokens <= 16 else 64
+    rows = 16 if num_tokens <= 16 else 32 if num_tokens <= 512 else 64
     partial = torch.empty(splits, num_tokens, num_experts, dtype=torch.float32, device=router_input.device)
     weights = torch.empty(num_tokens, num_active, dtype=torch.float32, device=router_input.device)
     index = torch.empty(num_tokens, num_active, dtype=torch.int32, device=router_input.device)
